@@ -1,0 +1,81 @@
+"""shardkit: explicit collectives for JAX.
+
+Per-device kernels, written with `jax.shard_map` and lax collectives, that compose into data parallelism, ZeRO, tensor
+parallelism and pipelines. An *axis* is a mesh axis, a *dim* is an array dimension.
+
+Shape suffixes: an upper-case letter is a whole dimension, lower case is this device's shard, as in `x_tD`, `w_Df`.
+B batch, T tokens, D model, F hidden, H heads, K head size, V vocabulary, L layers, M microbatches, S stages, E experts.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module as _import_module
+from typing import Any as _Any
+
+from shardkit.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    axis_index,
+    axis_size,
+    broadcast,
+    reduce_scatter,
+    shift,
+    vary,
+)
+from shardkit.config import DistributedConfig
+from shardkit.layout import bytes_per_device, describe, global_shape, local_shape, shard, specs_from_rules
+from shardkit.mesh import make_hybrid_mesh, make_mesh, simulate_devices
+from shardkit.parallel import GradFn, Mean, Plan, chain, dp, value_and_grad
+from shardkit.precision import Precision
+from shardkit.rng import dropout, example_keys, fold_axes, fold_axis, fold_keys
+from shardkit.train import NonFiniteError, TrainState, TrainStep, make_eval_step, make_train_step
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DistributedConfig",
+    "GradFn",
+    "Mean",
+    "NonFiniteError",
+    "Plan",
+    "Precision",
+    "TrainState",
+    "TrainStep",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "axis_index",
+    "axis_size",
+    "broadcast",
+    "bytes_per_device",
+    "chain",
+    "describe",
+    "dp",
+    "dropout",
+    "example_keys",
+    "fold_axes",
+    "fold_axis",
+    "fold_keys",
+    "global_shape",
+    "local_shape",
+    "make_eval_step",
+    "make_hybrid_mesh",
+    "make_mesh",
+    "make_train_step",
+    "reduce_scatter",
+    "shard",
+    "shift",
+    "simulate_devices",
+    "specs_from_rules",
+    "value_and_grad",
+    "vary",
+]
+
+_LAZY = ("models", "runtime")
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _LAZY:
+        return _import_module(f"shardkit.{name}")
+    raise AttributeError(f"module 'shardkit' has no attribute {name!r}")

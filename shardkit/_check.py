@@ -1,0 +1,75 @@
+"""Trace-time checks and the wording of errors: one sentence with the rule, the values and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from shardkit import _compat
+
+Axis = str | tuple[str, ...]
+
+
+def quoted(names: Iterable[object]) -> str:
+    """`'data', 'model'`, or `none` when there is nothing to name."""
+    return ", ".join(repr(name) for name in names) or "none"
+
+
+def named(axes: Sequence[str]) -> str:
+    """`axis 'data'` or `axes 'data', 'model'`."""
+    return f"{'axis' if len(axes) == 1 else 'axes'} {quoted(axes)}"
+
+
+def sized(sizes: Iterable[tuple[str, int]]) -> str:
+    """`data=2, model=4`."""
+    return ", ".join(f"{name}={size}" for name, size in sizes) or "none"
+
+
+def axis_names(where: str, axis: Axis) -> tuple[str, ...]:
+    """The axis names as a tuple; refuses other types, no axis at all and an axis named twice."""
+    names = (axis,) if isinstance(axis, str) else tuple(axis)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"{where}: axis must be a mesh axis name or a tuple of names; got {axis!r}. "
+            "Pass for example axis='data' or axis=('data', 'model')."
+        )
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{where}: axis {name!r} is used twice in {names!r}. Name each axis once.")
+    return names
+
+
+def bound(where: str, axis: Axis) -> tuple[str, ...]:
+    """The axis names as a tuple, all of them bound by the surrounding shard_map (or vmap)."""
+    names = axis_names(where, axis)
+    known = _compat.bound_axes()
+    for name in names:
+        if name not in known:
+            if not known:
+                raise ValueError(
+                    f"{where}: axis {name!r} is not bound here, because no shard_map surrounds this call. "
+                    "Call it inside jax.shard_map over a mesh with that axis."
+                )
+            raise ValueError(
+                f"{where}: axis {name!r} is not an axis of this mesh; its axes are {quoted(known)}. "
+                "Use one of them, or add the axis to make_mesh."
+            )
+    return names
+
+
+def dim_of(where: str, dim: int, ndim: int, name: str = "dim") -> int:
+    """`dim` as a non-negative index into `ndim` dimensions."""
+    if not -ndim <= dim < ndim:
+        raise ValueError(
+            f"{where}: {name} must name a dimension of the array; got {dim} for an array of rank {ndim}. "
+            f"Choose {f'0 to {ndim - 1}' if ndim else 'an array of rank 1 or more'}."
+        )
+    return dim % ndim
+
+
+def divides(where: str, dim: int, size: int, axes: Sequence[str], count: int) -> None:
+    """Refuses a dimension that does not split evenly over the devices of `axes`."""
+    if size % count:
+        raise ValueError(
+            f"{where}: dim {dim} must be divisible by {named(axes)}; got size {size} over {count} devices. "
+            f"Pad dim {dim} or choose another dim."
+        )

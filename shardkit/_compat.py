@@ -1,0 +1,44 @@
+"""Every call whose spelling depends on the jax version (0.10 to 0.12). Nothing else imports jax privately."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax import lax
+from jax._src import core as _core
+from jax._src import xla_bridge as _xla_bridge
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The mesh axes over which `x` may differ between devices, as check_vma tracks them."""
+    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    manual = getattr(aval, "manual_axis_type", None)
+    if manual is not None:
+        return frozenset(manual.varying)
+    return frozenset(getattr(aval, "vma", None) or ())
+
+
+def cast_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Marks `x` as varying over `axes`; every one must be missing, since pcast is not idempotent."""
+    return lax.pcast(x, axes, to="varying")
+
+
+def all_gather_replicated(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    """A tiled all_gather whose result is typed as equal on all devices of `axes`."""
+    return lax.all_gather(x, axes, axis=dim, tiled=True, to="invarying")
+
+
+def bound_axes() -> dict[str, int]:
+    """Names and sizes of the axes bound here by shard_map or vmap, in mesh order."""
+    return {name: size for name, size in _core.get_axis_env().axis_sizes.items() if isinstance(name, str)}
+
+
+def jax_has_started() -> bool:
+    """Whether jax has created its backends, after which devices can no longer be chosen."""
+    return _xla_bridge.backends_are_initialized()
+
+
+def clean_trace() -> bool:
+    """Whether no transformation or shard_map is being traced here."""
+    return _core.trace_state_clean()

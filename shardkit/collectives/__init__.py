@@ -1,0 +1,25 @@
+"""Kernels used inside shard_map."""
+
+from shardkit.collectives.basic import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    axis_index,
+    axis_size,
+    broadcast,
+    reduce_scatter,
+    shift,
+    vary,
+)
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "axis_index",
+    "axis_size",
+    "broadcast",
+    "reduce_scatter",
+    "shift",
+    "vary",
+]

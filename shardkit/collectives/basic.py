@@ -1,0 +1,238 @@
+"""Collectives for use inside shard_map, over pytrees and over one axis or several.
+
+Over a tuple of axes the first one is major, as in a PartitionSpec. A value that is already equal on all devices of an
+axis is treated as that many equal copies, so that every kernel means the same as over a Python list of blocks.
+Costs are bytes sent by each device, for n devices and an input of B bytes on each.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardkit import _compat
+from shardkit._check import Axis, bound, dim_of, divides
+
+Op = Literal["sum", "mean", "max", "min"]
+_REDUCTIONS = {"sum": lax.psum, "mean": lax.pmean, "max": lax.pmax, "min": lax.pmin}
+
+
+def axis_size(axis: Axis) -> int:
+    """Number of devices along `axis` (the product over a tuple); a Python integer, nothing is sent."""
+    known = _compat.bound_axes()
+    return math.prod(known[name] for name in bound("axis_size", axis))
+
+
+def axis_index(axis: Axis) -> jax.Array:
+    """This device's place along `axis` (int32 scalar); over a tuple the joint index, the first axis major."""
+    return lax.axis_index(bound("axis_index", axis))
+
+
+def vary(tree: Any, axes: Axis | tuple[()]) -> Any:
+    """Marks every leaf as varying over `axes`; what already varies is left alone, and nothing is sent.
+
+    Differentiating with respect to a marked value gives this device's own gradient, and leaves the reduction to be
+    written where a reader can see it. The transpose of the cast is a sum over the axes it added.
+
+    Layout: `X[...] -> X[...] {varying over axes}`
+    Args:
+        tree: pytree of arrays.
+        axes: axis name, tuple of names, or `()`.
+
+    Returns:
+        The same values, typed as varying.
+
+    Raises:
+        ValueError: an axis that is not bound here, or named twice.
+
+    Cost: none.
+    """
+    names = bound("vary", axes) if axes else ()
+
+    def cast(x: Any) -> jax.Array:
+        missing = tuple(name for name in names if name not in _compat.varying_axes(x))
+        return _compat.cast_varying(x, missing) if missing else x
+
+    return jax.tree.map(cast, tree)
+
+
+def all_reduce(x: Any, axis: Axis, *, op: Op = "sum") -> Any:
+    """Reduces each leaf over the devices of `axis`; every device gets the result.
+
+    Layout: `X[...] {U_a} -> X[...]`
+    Args:
+        x: pytree of arrays.
+        axis: axis name or tuple of names.
+        op: "sum", "mean", "max" or "min". Booleans count as integers for "sum".
+
+    Returns:
+        Arrays of the same shapes, typed as equal over `axis`.
+
+    Raises:
+        ValueError: an unbound axis, or another `op`.
+
+    Cost: 2 B (n-1)/n bytes in 2 (n-1) hops, as a ring sends it.
+    """
+    names = bound("all_reduce", axis)
+    if op not in _REDUCTIONS:
+        raise ValueError(f"all_reduce: op must be 'sum', 'mean', 'max' or 'min'; got {op!r}. Choose one of them.")
+    return jax.tree.map(lambda leaf: _REDUCTIONS[op](vary(leaf, names), names), x)
+
+
+def all_gather(x: Any, axis: Axis, *, dim: int = 0, replicated: bool = False) -> Any:
+    """Joins the devices' pieces of each leaf along dimension `dim`; every device gets the whole.
+
+    Layout: `X[.., D_a, ..] -> X[.., D, ..]`
+    Args:
+        x: pytree of arrays, a piece on each device.
+        axis: axis name or tuple of names; pieces are joined in the order of the device's index.
+        dim: the dimension to join along.
+        replicated: type the result as equal over `axis`, which `out_specs=P()` needs. Its transpose takes a slice of
+            a summed cotangent; the default's transpose is a reduce_scatter, half the bytes.
+
+    Returns:
+        Arrays whose size along `dim` is n times the piece's.
+
+    Raises:
+        ValueError: an unbound axis, or a `dim` the array does not have.
+
+    Cost: B (n-1) bytes in n-1 hops, B being one piece.
+    """
+    names = bound("all_gather", axis)
+
+    def gather(leaf: jax.Array) -> jax.Array:
+        at = dim_of("all_gather", dim, jnp.ndim(leaf))
+        piece = vary(leaf, names)
+        if replicated:
+            return _compat.all_gather_replicated(piece, names, at)
+        return lax.all_gather(piece, names, axis=at, tiled=True)
+
+    return jax.tree.map(gather, x)
+
+
+def reduce_scatter(x: Any, axis: Axis, *, dim: int = 0, op: Literal["sum", "mean"] = "sum") -> Any:
+    """Reduces each leaf over the devices of `axis`; each device gets its piece along dimension `dim`.
+
+    Layout: `X[.., D, ..] {U_a} -> X[.., D_a, ..]`
+    Args:
+        x: pytree of arrays of the whole size.
+        axis: axis name or tuple of names.
+        dim: the dimension to split; its size must be divisible by n.
+        op: "sum" or "mean".
+
+    Returns:
+        Arrays whose size along `dim` is 1/n of the input's.
+
+    Raises:
+        ValueError: an unbound axis, a `dim` the array does not have or that does not divide, or another `op`.
+
+    Cost: B (n-1)/n bytes in n-1 hops.
+    """
+    names = bound("reduce_scatter", axis)
+    count = axis_size(names)
+    if op not in ("sum", "mean"):
+        raise ValueError(f"reduce_scatter: op must be 'sum' or 'mean'; got {op!r}. Choose one of them.")
+
+    def scatter(leaf: jax.Array) -> jax.Array:
+        at = dim_of("reduce_scatter", dim, jnp.ndim(leaf))
+        divides("reduce_scatter", at, leaf.shape[at], names, count)
+        piece = lax.psum_scatter(vary(leaf, names), names, scatter_dimension=at, tiled=True)
+        return piece / count if op == "mean" else piece
+
+    return jax.tree.map(scatter, x)
+
+
+def all_to_all(x: Any, axis: Axis, *, split_dim: int, concat_dim: int) -> Any:
+    """Splits each leaf along `split_dim`, sends piece j to device j, and joins what arrives along `concat_dim`.
+
+    Layout: `X[A_a, B] -> X[A, B_a]` for split_dim=1, concat_dim=0
+    Args:
+        x: pytree of arrays.
+        axis: axis name or tuple of names.
+        split_dim: the dimension to split; its size must be divisible by n.
+        concat_dim: the dimension along which the pieces are joined, in the order of their senders.
+
+    Returns:
+        Arrays with `split_dim` n times smaller and `concat_dim` n times larger (the same shape if they are one).
+
+    Raises:
+        ValueError: an unbound axis, a dimension the array does not have, or one that does not divide.
+
+    Cost: B (n-1)/n bytes, to n-1 other devices.
+    """
+    names = bound("all_to_all", axis)
+    count = axis_size(names)
+
+    def exchange(leaf: jax.Array) -> jax.Array:
+        split = dim_of("all_to_all", split_dim, jnp.ndim(leaf), "split_dim")
+        concat = dim_of("all_to_all", concat_dim, jnp.ndim(leaf), "concat_dim")
+        divides("all_to_all", split, leaf.shape[split], names, count)
+        return lax.all_to_all(vary(leaf, names), names, split, concat, tiled=True)
+
+    return jax.tree.map(exchange, x)
+
+
+def shift(x: Any, axis: Axis, *, by: int = 1, wrap: bool = True) -> Any:
+    """Sends each leaf `by` places up along `axis`: device i gets what device i - by held.
+
+    Layout: `X[...] on device i -> X[...] on device i + by`
+    Args:
+        x: pytree of arrays.
+        axis: axis name or tuple of names (then along the joint index).
+        by: number of places, negative for the other way.
+        wrap: a ring, in which the last device sends to the first; without it the ends receive zeros.
+
+    Returns:
+        Arrays of the same shapes.
+
+    Raises:
+        ValueError: an unbound axis.
+
+    Cost: B bytes in one step (min(by, n - by) hops round a ring); nothing where by is a multiple of n.
+    """
+    names = bound("shift", axis)
+    count = axis_size(names)
+    if wrap:
+        pairs = [(i, (i + by) % count) for i in range(count)]
+    else:
+        pairs = [(i, i + by) for i in range(count) if 0 <= i + by < count]
+    if pairs == [(i, i) for i in range(count)]:
+        return vary(x, names)
+    return jax.tree.map(lambda leaf: lax.ppermute(vary(leaf, names), names, pairs), x)
+
+
+def broadcast(x: Any, axis: Axis, *, source: int = 0) -> Any:
+    """Every device of `axis` gets what device `source` holds.
+
+    Layout: `X[...] on device source -> X[...]`
+    Args:
+        x: pytree of arrays; only the source's values matter, so the others may hold NaN.
+        axis: axis name or tuple of names (then `source` is a joint index).
+        source: index of the sending device, 0 <= source < n.
+
+    Returns:
+        Arrays of the same shapes and dtypes, typed as equal over `axis`.
+
+    Raises:
+        ValueError: an unbound axis, or a source outside the axis.
+
+    Cost: 2 B (n-1)/n bytes in 2 (n-1) hops: a masked all_reduce, which is what types the result as equal.
+    """
+    names = bound("broadcast", axis)
+    count = axis_size(names)
+    if not 0 <= source < count:
+        raise ValueError(
+            f"broadcast: source must be a device of the axis; got {source} over {count} devices. "
+            f"Choose 0 to {count - 1}."
+        )
+    mine = lax.axis_index(names) == source
+
+    def send(leaf: jax.Array) -> jax.Array:
+        masked = jnp.where(mine, vary(leaf, names), jnp.zeros_like(leaf))
+        return lax.psum(masked, names).astype(masked.dtype)
+
+    return jax.tree.map(send, x)

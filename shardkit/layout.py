@@ -1,0 +1,232 @@
+"""Where the pieces of an array lie: specs from logical names, local and global shapes, placement and inspection."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardkit import mesh as _mesh
+from shardkit._check import divides, quoted
+
+AxisEntry = str | tuple[str, ...] | None
+Rules = Mapping[str, AxisEntry] | Sequence[tuple[str, AxisEntry]]
+
+
+def specs_from_rules(logical_axes: Any, rules: Rules) -> Any:
+    """Turns logical axis names into mesh layouts: `("embed", "hidden")` into `P(None, "model")`.
+
+    Args:
+        logical_axes: pytree whose leaves are tuples with one logical name (or None) for each dim of the array.
+        rules: logical name to mesh axis, tuple of mesh axes, or None (replicated); a mapping or a list of pairs.
+
+    Returns:
+        The same pytree with a PartitionSpec for each leaf, without trailing None.
+
+    Raises:
+        ValueError: a name without a rule, a name with two rules, or one mesh axis on two dims of a leaf.
+        TypeError: a leaf that is not a tuple of names.
+    """
+    pairs = list(rules.items()) if isinstance(rules, Mapping) else list(rules)
+    table = dict(pairs)
+    for name in table:
+        if sum(known == name for known, _ in pairs) > 1:
+            raise ValueError(f"specs_from_rules: logical axis {name!r} has two rules. Keep one of them.")
+
+    def spec_of(path: Any, names: Any) -> PartitionSpec:
+        where = f"specs_from_rules: leaf {path_name(path)}"
+        if not _is_names(names):
+            raise TypeError(
+                f"{where} must be a tuple of logical axis names or None, one for each dim; got {names!r}. "
+                "Write for example ('embed', 'hidden')."
+            )
+        for name in names:
+            if name is not None and name not in table:
+                raise ValueError(
+                    f"{where} has the logical axis {name!r}, for which there is no rule; there are rules for "
+                    f"{quoted(table)}. Add a rule, or None to replicate that dim."
+                )
+        spec = canonical(PartitionSpec(*(None if name is None else table[name] for name in names)))
+        _refuse_double_use(where, spec, tuple(names))
+        return spec
+
+    return jax.tree_util.tree_map_with_path(spec_of, logical_axes, is_leaf=_is_names)
+
+
+def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of one device's piece of a global array.
+
+    Args:
+        shape: global shape.
+        spec: mesh axis, tuple of axes or None for each dim; missing entries mean replicated.
+        mesh: the mesh.
+
+    Raises:
+        ValueError: a dim that does not divide, an axis the mesh does not have or that is used twice, or a spec
+            longer than the shape.
+    """
+    check_spec("local_shape", spec, mesh, len(shape))
+    local = list(shape)
+    for dim, axes in enumerate(spec_axes(spec)):
+        if axes:
+            count = math.prod(mesh.shape[axis] for axis in axes)
+            divides("local_shape", dim, shape[dim], axes, count)
+            local[dim] //= count
+    return tuple(local)
+
+
+def global_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of the whole array of which one device holds a piece of `shape`; the inverse of `local_shape`."""
+    check_spec("global_shape", spec, mesh, len(shape))
+    counts = [math.prod(mesh.shape[axis] for axis in axes) for axes in spec_axes(spec)]
+    counts += [1] * (len(shape) - len(counts))
+    return tuple(size * count for size, count in zip(shape, counts, strict=True))
+
+
+def shard(tree: Any, mesh: Mesh, specs: Any) -> Any:
+    """Places the arrays of a pytree on the mesh.
+
+    Args:
+        tree: pytree of numpy or jax arrays of global shape.
+        mesh: the mesh.
+        specs: one PartitionSpec for all leaves, or a pytree of them (a prefix of `tree`).
+
+    Returns:
+        The same pytree of `jax.Array` with `NamedSharding(mesh, spec)`.
+
+    Raises:
+        ValueError: as `local_shape`, naming the leaf.
+    """
+
+    def place(path: Any, x: Any, spec: PartitionSpec) -> jax.Array:
+        try:
+            local_shape(jax.numpy.shape(x), spec, mesh)
+        except ValueError as error:
+            raise ValueError(str(error).replace("local_shape:", f"shard: leaf {path_name(path)}:", 1)) from None
+        return jax.device_put(x, NamedSharding(mesh, canonical(spec)))
+
+    return jax.tree_util.tree_map_with_path(place, tree, broadcast_specs(specs, tree))
+
+
+def describe(thing: Any) -> str:
+    """A readable account of a mesh (which device stands where) or of a pytree (what each device holds).
+
+    For a pytree: a line for each leaf with global shape, dtype, spec, the shape one device holds, how many devices
+    hold a piece and the bytes of one piece; then the bytes one device holds in all.
+    """
+    if isinstance(thing, Mesh):
+        return _mesh.draw(thing)
+    rows = [("leaf", "global", "dtype", "spec", "local", "devices", "bytes/device")]
+    leaves = jax.tree_util.tree_flatten_with_path(thing)[0]
+    for path, x in leaves:
+        sharding = getattr(x, "sharding", None)
+        spec = getattr(sharding, "spec", None)
+        devices = len(sharding.device_set) if sharding is not None else 0
+        rows.append(
+            (
+                path_name(path),
+                _brief(jax.numpy.shape(x)),
+                str(getattr(x, "dtype", type(x).__name__)),
+                "host" if sharding is None else "one device" if spec is None else _brief_spec(spec),
+                _brief(_shard_shape(x)),
+                str(devices),
+                f"{_shard_bytes(x):,}",
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines.append(f"{len(leaves)} leaves, {bytes_per_device(thing):,} bytes on each device")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Bytes that one device holds of a pytree of arrays (the sum of its pieces)."""
+    return sum(_shard_bytes(x) for x in jax.tree.leaves(tree))
+
+
+def canonical(spec: PartitionSpec) -> PartitionSpec:
+    """The one spelling of a layout: no trailing None, no one-element or empty tuples.
+
+    jit takes `P()` and `P(None)` for two layouts and compiles twice.
+    """
+    entries: list[AxisEntry] = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in spec_axes(spec)]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def spec_axes(spec: PartitionSpec) -> list[tuple[str, ...]]:
+    """The mesh axes of each entry of a spec, as tuples."""
+    return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
+
+
+def all_axes(spec: PartitionSpec) -> frozenset[str]:
+    """Every mesh axis that a spec uses."""
+    return frozenset(axis for axes in spec_axes(spec) for axis in axes)
+
+
+def broadcast_specs(specs: Any, tree: Any) -> Any:
+    """One spec for each leaf of `tree`, from a single spec or a pytree of specs that is a prefix of it."""
+    is_spec: Callable[[Any], bool] = lambda s: isinstance(s, PartitionSpec)  # noqa: E731
+    return jax.tree.map(lambda s, sub: jax.tree.map(lambda _: s, sub), specs, tree, is_leaf=is_spec)
+
+
+def check_spec(where: str, spec: PartitionSpec, mesh: Mesh, ndim: int) -> None:
+    """Refuses a spec that is longer than the array's rank, names an unknown axis, or uses an axis twice."""
+    if len(spec) > ndim:
+        raise ValueError(
+            f"{where}: the spec {spec} has {len(spec)} entries for an array of rank {ndim}. Drop an entry."
+        )
+    for axis in all_axes(spec):
+        if axis not in mesh.shape:
+            raise ValueError(
+                f"{where}: the spec {spec} uses axis {axis!r}, which the mesh does not have; its axes are "
+                f"{quoted(mesh.axis_names)}. Use one of them, or add the axis to make_mesh."
+            )
+    _refuse_double_use(where, spec)
+
+
+def path_name(path: Iterable[Any]) -> str:
+    """A leaf's place in its pytree, as `layers.norm` or `blocks[0].w`."""
+    return jax.tree_util.keystr(tuple(path), simple=True, separator=".") or "(the whole tree)"
+
+
+def _refuse_double_use(where: str, spec: PartitionSpec, names: tuple[str | None, ...] = ()) -> None:
+    seen: list[str] = []
+    for axes in spec_axes(spec):
+        for axis in axes:
+            if axis in seen:
+                origin = f" (from the logical axes {names})" if names else ""
+                raise ValueError(
+                    f"{where}: axis {axis!r} is used twice in {spec}{origin}. A mesh axis can split one dim only; "
+                    "give the other dim another axis or None."
+                )
+            seen.append(axis)
+
+
+def _is_names(x: Any) -> bool:
+    return isinstance(x, tuple) and all(name is None or isinstance(name, str) for name in x)
+
+
+def _shard_shape(x: Any) -> tuple[int, ...]:
+    sharding = getattr(x, "sharding", None)
+    shape = jax.numpy.shape(x)
+    return tuple(sharding.shard_shape(shape)) if sharding is not None else tuple(shape)
+
+
+def _shard_bytes(x: Any) -> int:
+    dtype = getattr(x, "dtype", None)
+    itemsize = dtype.itemsize if dtype is not None else jax.numpy.asarray(x).dtype.itemsize
+    return math.prod(_shard_shape(x)) * itemsize
+
+
+def _brief(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _brief_spec(spec: PartitionSpec) -> str:
+    entries = ["None" if not a else repr(a[0]) if len(a) == 1 else repr(a) for a in spec_axes(spec)]
+    return f"P({', '.join(entries)})"

@@ -1,0 +1,161 @@
+"""What one device computes: a loss as total and weight, and the gradients of the total."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from shardkit._check import quoted
+from shardkit._compat import varying_axes
+from shardkit.collectives import all_reduce, vary
+
+
+class Mean(NamedTuple):
+    """A mean over everything that is split over devices and microbatches, kept as two sums until the end.
+
+    Attributes:
+        total: scalar, the sum of the values that this device saw.
+        weight: scalar, how many they were (or the sum of their weights), float32 or integer.
+    """
+
+    total: Any
+    weight: Any
+
+    @classmethod
+    def of(cls, values: jax.Array, weights: jax.Array | None = None) -> Mean:
+        """Sums `values` (any shape), weighted by `weights` (the same shape), both in float32."""
+        values = values.astype(jnp.float32)
+        if weights is None:
+            return cls(jnp.sum(values), jnp.float32(values.size))
+        weights = weights.astype(jnp.float32)
+        return cls(jnp.sum(values * weights), jnp.sum(weights))
+
+
+class GradFn(Protocol):
+    """What one device computes inside shard_map; `value_and_grad` makes one from a loss function.
+
+    Returns partial sums: the loss as a Mean, auxiliary means by name, and the gradients of `scale * total` with
+    respect to the parameters as they were seen.
+    """
+
+    def __call__(
+        self, params: Any, batch: Any, keys: jax.Array, *, scale: Any = 1
+    ) -> tuple[Mean, Mapping[str, Any], Any]: ...
+
+
+LossFn = Callable[[Any, Any, Any], Any]
+
+
+def value_and_grad(loss_fn: LossFn) -> GradFn:
+    """Makes the function that each device runs from a loss function of any pytree model.
+
+    Args:
+        loss_fn: `loss_fn(params, batch, keys)` over this device's examples, with one key for each of them (None in
+            evaluation). Returns a scalar (a mean over equally many examples on every device), a
+            `Mean(total, weight)`, or either with a dict of auxiliary scalars or Means.
+
+    Returns:
+        A GradFn: `(params, batch, keys, *, scale=1) -> (Mean, aux, gradients of scale * total)`.
+
+    Raises:
+        TypeError: at trace time, when the loss is neither a scalar nor a Mean, or a weight is not float32 or integer.
+
+    Cost: nothing is sent beyond what `loss_fn` sends.
+    """
+
+    def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
+        def total(params: Any) -> tuple[jax.Array, tuple[Any, Mapping[str, Any]]]:
+            mean, aux = loss_and_aux(loss_fn(params, batch, keys))
+            return mean.total, (mean.weight, aux)
+
+        value, backward, (weight, aux) = jax.vjp(total, params, has_aux=True)
+        # The scale enters as the cotangent: a scaled float16 total would overflow.
+        (grads,) = backward(vary(jnp.asarray(scale, value.dtype), tuple(varying_axes(value))))
+        return Mean(value, weight), aux, grads
+
+    return grad_fn
+
+
+def loss_and_aux(out: Any) -> tuple[Mean, dict[str, Mean]]:
+    """What a loss function returned, in its full form: a Mean and a dict of Means."""
+    aux: Any = {}
+    if isinstance(out, tuple) and not isinstance(out, Mean) and len(out) == 2:
+        out, aux = out
+    loss = _as_mean(out, "value_and_grad: loss_fn must return a scalar, Mean(total, weight) or (either, aux)")
+    if not isinstance(aux, Mapping):
+        raise TypeError(
+            f"value_and_grad: aux must be a dict of scalars or Means by name; got {_kind(aux)}. "
+            "Return for example (loss, {'accuracy': Mean(correct, count)})."
+        )
+    return loss, {
+        name: _as_mean(value, f"value_and_grad: aux {name!r} must be a scalar or Mean(total, weight)")
+        for name, value in aux.items()
+    }
+
+
+def _as_mean(value: Any, rule: str) -> Mean:
+    pair = value if isinstance(value, Mean) else Mean(value, jnp.float32(1))
+    for x in pair:
+        dtype = getattr(x, "dtype", None) or (jnp.result_type(x) if isinstance(x, int | float) else None)
+        if dtype is None or jnp.shape(x) or not (jnp.issubdtype(dtype, jnp.number) or dtype == bool):
+            raise TypeError(
+                f"{rule}; got {_kind(value)}. Sum over the examples and return Mean(total, weight), or return their mean."
+            )
+    weight = jnp.asarray(pair.weight)
+    if jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize < 4:
+        raise TypeError(
+            f"Mean: the weight must be float32 or an integer, because {weight.dtype} cannot count; got {weight.dtype}. "
+            "Sum it in float32, as Mean.of(values, weights) does."
+        )
+    return Mean(jnp.asarray(pair.total), weight)
+
+
+def global_means(means: Mapping[str, Mean], batch_axes: Collection[str]) -> dict[str, Mean]:
+    """Sums totals and weights over exactly the axes over which each total varies, all of them in one collective.
+
+    Args:
+        means: this device's sums by name; the names only serve the errors.
+        batch_axes: axes that split the batch. Over these alone a weight may be given as a number that does not vary.
+
+    Returns:
+        The same means over all devices, float32, typed as equal everywhere.
+
+    Raises:
+        ValueError: a weight that varies over other axes than its total.
+
+    Cost: one all_reduce of 8 bytes a mean.
+    """
+    groups: dict[tuple[str, ...], dict[str, Mean]] = {}
+    for name, mean in means.items():
+        axes = _axes_of_sum(name, mean, batch_axes)
+        groups.setdefault(axes, {})[name] = mean
+    out: dict[str, Mean] = {}
+    for axes, group in groups.items():
+        flat = [vary(x.astype(jnp.float32), axes) for mean in group.values() for x in mean]
+        sums = jnp.stack(flat)
+        sums = all_reduce(sums, axes) if axes else sums
+        out |= {name: Mean(sums[2 * i], sums[2 * i + 1]) for i, name in enumerate(group)}
+    return {name: out[name] for name in means}
+
+
+def _axes_of_sum(name: str, mean: Mean, batch_axes: Collection[str]) -> tuple[str, ...]:
+    total, weight = varying_axes(mean.total), varying_axes(mean.weight)
+    wrong = sorted((weight - total) | ((total - weight) - frozenset(batch_axes)))
+    if wrong:
+        raise ValueError(
+            f"Mean {name!r}: total and weight must vary over the same axes; the total varies over "
+            f"{quoted(sorted(total))} and the weight over {quoted(sorted(weight))}, and they differ in {quoted(wrong)}. "
+            "Compute both from the same shards, or reduce both alike."
+        )
+    return tuple(sorted(total))
+
+
+def _kind(x: Any) -> str:
+    if isinstance(x, Mean):
+        return f"Mean({_kind(x.total)}, {_kind(x.weight)})"
+    if hasattr(x, "dtype"):
+        return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+    return type(x).__name__

@@ -1,0 +1,239 @@
+"""How mesh axes are used, as data: three layouts for each leaf, one spec for the batch, and one way in and out.
+
+A strategy says for each leaf which dimension it splits, in which of three places: at `rest` (how the state holds the
+leaf), as `seen` (what the GradFn gets) and for the `update` (gradients and optimizer state). `enter` and `leave` read
+nothing else, so a new strategy is a new file with a placement rule, and no new code here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from shardkit._check import Axis, axis_names, named, quoted, sized
+from shardkit._compat import varying_axes
+from shardkit.collectives import all_gather, all_reduce, axis_index, axis_size, reduce_scatter, vary
+from shardkit.layout import all_axes, canonical, local_shape, path_name, spec_axes
+
+
+class Layout(NamedTuple):
+    """The three layouts of one leaf. On each dim, `seen` uses a prefix of the axes of `rest` and of `update`."""
+
+    rest: PartitionSpec
+    seen: PartitionSpec
+    update: PartitionSpec
+
+
+class Leaf(NamedTuple):
+    """What a placement rule is told of a leaf: its path, the shape that is left to split, and its dtype."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+class Placement(NamedTuple):
+    """A strategy's answer for a leaf: the dim that it splits, and in which of the three layouts."""
+
+    dim: int
+    rest: bool
+    seen: bool
+    update: bool
+
+
+class Strategy(NamedTuple):
+    """One use of one mesh axis (or tuple of axes).
+
+    Attributes:
+        name: how it is written, `dp('data')`.
+        axes: the mesh axes it uses.
+        rank: its order on a dim that several strategies split, major first: 0 inside the layer (tp, pp, ep), 1 fsdp,
+            2 zero; 3 for those that split no leaf.
+        batch_dim: the dim of the batch that it splits, or None.
+        place: the placement rule; None keeps every leaf whole.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    rank: int
+    batch_dim: int | None
+    place: Callable[[Leaf], Placement | None] | None = None
+
+
+class Plan(NamedTuple):
+    """Strategies in the order of their rank. Made by `dp` and its like, joined by `chain`."""
+
+    strategies: tuple[Strategy, ...]
+
+    def __str__(self) -> str:
+        return " + ".join(s.name for s in self.strategies)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every mesh axis the plan uses."""
+        return tuple(axis for s in self.strategies for axis in s.axes)
+
+    def batch_spec(self, mesh: Mesh) -> PartitionSpec:
+        """How the batch is split: for each of its dims the axes, in the mesh's order."""
+        dims: dict[int, set[str]] = {}
+        for s in self.strategies:
+            if s.batch_dim is not None:
+                dims.setdefault(s.batch_dim, set()).update(s.axes)
+        entries = [
+            tuple(axis for axis in mesh.axis_names if axis in dims.get(dim, ()))
+            for dim in range(max(dims, default=-1) + 1)
+        ]
+        return canonical(PartitionSpec(*entries))
+
+    def layouts(self, params: Any, mesh: Mesh) -> Any:
+        """The three layouts of every leaf of `params` (arrays or their shapes)."""
+        self.check(mesh)
+        return jax.tree_util.tree_map_with_path(lambda path, x: self._layout(path_name(path), x, mesh), params)
+
+    def _layout(self, path: str, x: Any, mesh: Mesh) -> Layout:
+        shape = tuple(jnp.shape(x))
+        entries: dict[str, list[tuple[str, ...]]] = {name: [()] * len(shape) for name in Layout._fields}
+        left = shape
+        for s in self.strategies:
+            place = s.place(Leaf(path, left, jnp.result_type(x))) if s.place else None
+            if place is None:
+                continue
+            for name in Layout._fields:
+                if getattr(place, name):
+                    entries[name][place.dim] += s.axes
+            split = PartitionSpec(*([None] * place.dim), s.axes)
+            left = local_shape(left, split, mesh)
+        return Layout(**{name: canonical(PartitionSpec(*axes)) for name, axes in entries.items()})
+
+    def check(self, mesh: Mesh) -> None:
+        """Refuses a plan that uses an axis which the mesh does not have."""
+        for s in self.strategies:
+            for axis in s.axes:
+                if axis not in mesh.shape:
+                    raise ValueError(
+                        f"{s.name}: the mesh has no axis {axis!r}; its axes are {sized(mesh.shape.items())}. "
+                        "Use one of them, or add the axis to make_mesh."
+                    )
+
+
+def strategy(
+    name: str,
+    axis: Axis,
+    *,
+    rank: int = 3,
+    batch_dim: int | None = None,
+    place: Callable[[Leaf], Placement | None] | None = None,
+) -> Plan:
+    """A plan of one strategy; the fields are those of `Strategy`."""
+    axes = axis_names(name, axis)
+    return Plan((Strategy(f"{name}({quoted(axes)})", axes, rank, batch_dim, place),))
+
+
+def chain(*plans: Plan) -> Plan:
+    """Joins plans over different axes into one; the order in which they are written does not matter.
+
+    Args:
+        *plans: plans such as `dp("data")` and `fsdp("fsdp")`.
+
+    Returns:
+        One plan. Where two split the same dim of a leaf, the axes stand in the order of their rank.
+
+    Raises:
+        ValueError: no plan, or an axis that two plans use.
+    """
+    parts = [s for plan in plans for s in plan.strategies]
+    if not parts:
+        raise ValueError("chain: at least one plan is needed; got none. Write for example chain(dp('data')).")
+    owner: dict[str, str] = {}
+    for s in parts:
+        for axis in s.axes:
+            if axis in owner:
+                raise ValueError(
+                    f"chain: axis {axis!r} is used by {owner[axis]} and by {s.name}. A mesh axis serves one strategy; "
+                    "give one of them another axis."
+                )
+            owner[axis] = s.name
+    return Plan(tuple(sorted(parts, key=lambda s: (s.rank, s.name))))
+
+
+def enter(params: Any, layouts: Any, batch_axes: tuple[str, ...]) -> Any:
+    """From the leaves at rest to what the GradFn sees, inside shard_map: gathers, then marks as varying.
+
+    Every leaf is marked as varying over the batch's axes, so that gradients stay local sums until `leave`.
+
+    Cost: an all_gather of `rest - seen` for each leaf.
+    """
+
+    def one(layout: Layout, x: jax.Array) -> jax.Array:
+        for dim, axes in _beyond(layout.rest, layout.seen):
+            x = all_gather(x, axes, dim=dim)
+        return vary(x, batch_axes)
+
+    return map_layouts(one, layouts, params)
+
+
+def leave(grads: Any, layouts: Any, divisor: jax.Array, dtype: Any = jnp.float32) -> Any:
+    """From this device's partial sums to the layout of the update, inside shard_map.
+
+    The type says what is still to be summed: a reduce_scatter where the update is split further than what was seen, an
+    all_reduce over every other axis over which the gradient still varies. The division comes last, in float32.
+
+    Cost: a reduce_scatter of `update - seen` and one all_reduce of the rest, for each leaf.
+    """
+
+    def one(layout: Layout, grad: jax.Array) -> jax.Array:
+        grad = grad.astype(dtype)
+        for dim, axes in _beyond(layout.update, layout.seen):
+            grad = _to_shards(grad, axes, dim)
+        rest = varying_axes(grad) - all_axes(layout.update)
+        if rest:
+            grad = all_reduce(grad, tuple(sorted(rest)))
+        return grad.astype(jnp.float32) / divisor
+
+    return map_layouts(one, layouts, grads)
+
+
+def to_rest(params: Any, layouts: Any) -> Any:
+    """From updated shards to the leaves at rest, inside shard_map, by all_gathers typed as equal.
+
+    Cost: an all_gather of `update - rest` for each leaf.
+    """
+
+    def one(layout: Layout, x: jax.Array) -> jax.Array:
+        for dim, axes in _beyond(layout.update, layout.rest):
+            x = all_gather(x, axes, dim=dim, replicated=True)
+        return x
+
+    return map_layouts(one, layouts, params)
+
+
+def map_layouts(fn: Callable[..., Any], layouts: Any, *trees: Any) -> Any:
+    """`jax.tree.map` with each Layout as a leaf."""
+    return jax.tree.map(fn, layouts, *trees, is_leaf=lambda x: isinstance(x, Layout))
+
+
+def _beyond(longer: PartitionSpec, shorter: PartitionSpec) -> Iterable[tuple[int, tuple[str, ...]]]:
+    """The dims on which `longer` splits further than `shorter`, with the axes it adds there."""
+    known = spec_axes(shorter)
+    for dim, axes in enumerate(spec_axes(longer)):
+        prefix = known[dim] if dim < len(known) else ()
+        assert axes[: len(prefix)] == prefix, f"{named(prefix)} must come first in {longer}"
+        if axes != prefix:
+            yield dim, axes[len(prefix) :]
+
+
+def _to_shards(grad: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    if varying_axes(grad) >= set(axes):
+        return reduce_scatter(grad, axes, dim=dim)
+    for axis in axes:  # a gradient that is already equal along an axis is complete there: take the shard
+        if axis in varying_axes(grad):
+            grad = reduce_scatter(grad, axis, dim=dim)
+        else:
+            size = grad.shape[dim] // axis_size(axis)
+            grad = lax.dynamic_slice_in_dim(grad, axis_index(axis) * size, size, dim)
+    return grad

@@ -1,0 +1,105 @@
+"""Which dtype is used where: parameters, compute, reductions, what the step returns; and the float16 loss scale."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from shardkit._check import quoted
+
+
+class LossScale(NamedTuple):
+    """The state of dynamic loss scaling.
+
+    Attributes:
+        scale: float32 scalar, a power of two, by which the gradients inside the GradFn are larger.
+        good_steps: int32 scalar, finite steps since the scale last changed.
+    """
+
+    scale: jax.Array
+    good_steps: jax.Array
+
+
+class Precision(NamedTuple):
+    """A dtype policy. Integers and keys are never cast.
+
+    Attributes:
+        param: dtype in which the state holds the parameters (the master copy), and of the optimizer's arithmetic.
+        compute: dtype to which parameters and the batch's floating-point arrays are cast for the GradFn.
+        reduce: dtype in which gradients are accumulated and summed over devices.
+        output: dtype of the metrics.
+        loss_scale: None, a fixed power of two, or "dynamic": halved when a gradient is not finite, and that step
+            skipped on all devices; doubled after `growth_interval` finite steps.
+        growth_interval: finite steps before a dynamic scale doubles.
+    """
+
+    param: Any = jnp.float32
+    compute: Any = jnp.float32
+    reduce: Any = jnp.float32
+    output: Any = jnp.float32
+    loss_scale: float | str | None = None
+    growth_interval: int = 2000
+
+
+FLOAT32 = Precision()
+BFLOAT16 = Precision(compute=jnp.bfloat16)
+FLOAT16 = Precision(compute=jnp.float16, loss_scale="dynamic")
+_NAMED = {"no": FLOAT32, "bf16": BFLOAT16, "fp16": FLOAT16}
+_FIRST_DYNAMIC_SCALE = 2.0**15  # the largest power of two that float16 holds
+
+
+def precision_of(name: Precision | str | None) -> Precision:
+    """The policy for a name: "no" (or None), "bf16" (compute in bfloat16), "fp16" (with dynamic loss scaling).
+
+    Raises:
+        ValueError: another name, or a loss scale that is not a positive power of two.
+    """
+    if isinstance(name, Precision):
+        scale = name.loss_scale
+        if scale not in (None, "dynamic") and not _power_of_two(scale):
+            raise ValueError(
+                f"Precision: loss_scale must be None, 'dynamic' or a positive power of two, so that scaling is exact; "
+                f"got {scale!r}. Use for example 1024.0."
+            )
+        return name
+    policy = _NAMED.get("no" if name is None else name)
+    if policy is None:
+        raise ValueError(
+            f"precision: the name must be one of {quoted(_NAMED)}; got {name!r}. Use one of them or a Precision."
+        )
+    return policy
+
+
+def cast_floating(tree: Any, dtype: Any) -> Any:
+    """Casts the floating-point leaves of a pytree; integers, booleans and keys stay as they are."""
+
+    def cast(x: Any) -> Any:
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(cast, tree)
+
+
+def first_loss_scale(policy: Precision) -> LossScale | None:
+    """The loss scale that a fresh TrainState holds; None without scaling."""
+    if policy.loss_scale is None:
+        return None
+    scale = _FIRST_DYNAMIC_SCALE if policy.loss_scale == "dynamic" else float(policy.loss_scale)
+    return LossScale(jnp.float32(scale), jnp.int32(0))
+
+
+def next_loss_scale(policy: Precision, state: LossScale, finite: jax.Array) -> LossScale:
+    """The loss scale after a step whose gradients were all finite, or not."""
+    if policy.loss_scale != "dynamic":
+        return state
+    good = jnp.where(finite, state.good_steps + 1, 0)
+    grow = good == policy.growth_interval
+    scale = jnp.where(finite, jnp.where(grow, state.scale * 2, state.scale), jnp.maximum(state.scale / 2, 1.0))
+    return LossScale(scale, jnp.where(grow, 0, good))
+
+
+def _power_of_two(x: Any) -> bool:
+    import math
+
+    return isinstance(x, int | float) and x > 0 and math.frexp(x)[0] == 0.5

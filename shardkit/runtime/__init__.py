@@ -1,0 +1,1 @@
+"""What surrounds a training run: data, and later processes, guards and checkpoints."""

@@ -1,0 +1,385 @@
+"""The train-step builder: a GradFn, an optax optimizer, a mesh and a plan become `init` and `step`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardkit._check import named, quoted
+from shardkit._compat import varying_axes
+from shardkit.collectives import all_reduce, axis_index, axis_size, vary
+from shardkit.layout import all_axes, path_name, spec_axes
+from shardkit.parallel.gradient import GradFn, LossFn, Mean, global_means, loss_and_aux
+from shardkit.parallel.plan import Plan, enter, leave, map_layouts, to_rest
+from shardkit.precision import (
+    LossScale,
+    Precision,
+    cast_floating,
+    first_loss_scale,
+    next_loss_scale,
+    precision_of,
+)
+from shardkit.rng import fold_keys, salt
+
+_REPLICATED = PartitionSpec()
+
+
+class TrainState(NamedTuple):
+    """Everything a training run carries from step to step.
+
+    Attributes:
+        step: int32 scalar, steps taken.
+        params: the parameters, each leaf laid out as the plan's `rest`.
+        opt_state: the optimizer's state; leaves that mirror a parameter are laid out as the plan's `update`.
+        key: typed key from which the keys of every step's examples are derived; it never changes.
+        loss_scale: the float16 loss scale, or None.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    key: jax.Array
+    loss_scale: LossScale | None = None
+
+
+class TrainStep(NamedTuple):
+    """The two functions of a training run.
+
+    Attributes:
+        init: `init(params, key) -> TrainState`; `params` is a pytree, or a function of the key that makes one, which
+            then runs inside jit so that no device ever holds the whole model.
+        step: `step(state, batch) -> (state, metrics)`; donates `state`. Metrics are float32 scalars by name: "loss",
+            "weight" (what it was divided by), and the auxiliary means.
+    """
+
+    init: Callable[[Any, jax.Array], TrainState]
+    step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
+
+
+class NonFiniteError(FloatingPointError):
+    """A loss or gradient was not finite under `nonfinite="stop"`.
+
+    Attributes:
+        state: the TrainState with the parameters and optimizer state as they were before the step.
+        metrics: the metrics of the step.
+    """
+
+    def __init__(self, message: str, state: TrainState, metrics: dict[str, jax.Array]):
+        super().__init__(message)
+        self.state, self.metrics = state, metrics
+
+
+def make_train_step(
+    grad_fn: GradFn,
+    optimizer: Any,
+    *,
+    mesh: Mesh,
+    plan: Plan,
+    accumulate: int = 1,
+    precision: Precision | str | None = None,
+    nonfinite: Literal["keep", "skip", "stop"] = "keep",
+) -> TrainStep:
+    """Builds a training step in which every collective of loss and gradient is explicit.
+
+    The loss and gradients are those of the whole batch: the sum of all totals over the sum of all weights, whatever the
+    mesh and the accumulation. The optimizer runs on global arrays, so any optax transformation is right unmodified.
+
+    Args:
+        grad_fn: what one device computes, from `value_and_grad(loss_fn)`.
+        optimizer: an optax GradientTransformation; it is given `value=loss` if it takes extra arguments.
+        mesh: the mesh.
+        plan: how its axes are used, for example `dp("data")`.
+        accumulate: microbatches a step; the batch is split into so many parts, one after the other, and the gradient
+            reduced once. The effective batch does not change.
+        precision: a Precision, or "no", "bf16", "fp16".
+        nonfinite: what happens when the loss or a gradient is not finite: "keep" takes the step all the same, "skip"
+            leaves parameters and optimizer state as they were on all devices, "stop" does so and raises. A float16
+            loss scale always skips. "skip" and "stop" add the metric "finite"; "stop" waits for each step to end.
+
+    Returns:
+        TrainStep(init, step). `step` is a jitted function: `.lower`, `.trace` and the census work on it.
+
+    Raises:
+        ValueError: an axis the mesh does not have, an accumulation below 1, an unknown name; at trace time a batch that
+            does not divide by the batch axes times `accumulate`.
+        NonFiniteError: from `step`, under `nonfinite="stop"`.
+
+    Cost: that of the plan, and one all_reduce of 8 bytes for the loss and for each auxiliary mean.
+    """
+    import optax
+
+    plan.check(mesh)
+    policy = precision_of(precision)
+    if accumulate < 1:
+        raise ValueError(
+            f"make_train_step: accumulate must be at least 1; got {accumulate}. Pass the number of microbatches."
+        )
+    if nonfinite not in ("keep", "skip", "stop"):
+        raise ValueError(
+            f"make_train_step: nonfinite must be 'keep', 'skip' or 'stop'; got {nonfinite!r}. Choose one of them."
+        )
+    optimizer = optax.with_extra_args_support(optimizer)
+    batch_spec = plan.batch_spec(mesh)
+    batch_axes = tuple(axis for axes in spec_axes(batch_spec) for axis in axes)
+    guarded = nonfinite != "keep" or policy.loss_scale is not None
+
+    def pinned(tree: Any, specs: Any) -> Any:
+        return jax.lax.with_sharding_constraint(tree, _shardings(mesh, specs))
+
+    def init(params: Any, key: jax.Array) -> TrainState:
+        key = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
+        params = _place_params(params, key, plan, mesh, policy)
+        layouts = plan.layouts(params, mesh)
+        update = map_layouts(lambda layout: layout.update, layouts)
+
+        def fresh(params: Any) -> Any:  # the copies keep donated buffers apart from the parameters'
+            return jax.tree.map(jnp.copy, optimizer.init(pinned(params, update)))
+
+        specs = optimizer_specs(jax.eval_shape(optimizer.init, params), params, update)
+        opt_state = jax.jit(fresh, out_shardings=_shardings(mesh, specs))(params)
+        rest = lambda key: (jnp.int32(0), jnp.copy(key), first_loss_scale(policy))  # noqa: E731
+        step, key, loss_scale = jax.jit(rest, out_shardings=NamedSharding(mesh, _REPLICATED))(key)
+        return TrainState(step, params, opt_state, key, loss_scale)
+
+    def traced_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        layouts = plan.layouts(state.params, mesh)
+        specs = batch_specs(batch, batch_spec, mesh, accumulate)
+        rest = map_layouts(lambda layout: layout.rest, layouts)
+        update = map_layouts(lambda layout: layout.update, layouts)
+        scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
+
+        def per_device(params: Any, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
+            seen = enter(cast_floating(params, policy.compute), layouts, batch_axes)
+            batch = cast_floating(batch, policy.compute)
+            keys = _device_keys(key, batch, batch_spec)
+            means, grads = _accumulated(grad_fn, seen, batch, keys, scale, accumulate, policy.reduce)
+            sums = global_means(means, batch_axes)
+            grads = leave(grads, layouts, sums["loss"].weight * scale, policy.reduce)
+            metrics = _metrics(sums, policy.output)
+            if guarded:
+                metrics["finite"] = _all_finite(metrics["loss"], grads)
+            return metrics, grads
+
+        step_key = jax.random.fold_in(jax.random.fold_in(state.key, salt("shardkit.step")), state.step)
+        metrics, grads = jax.shard_map(
+            per_device, mesh=mesh, in_specs=(rest, specs, _REPLICATED, _REPLICATED), out_specs=(_REPLICATED, update)
+        )(state.params, batch, step_key, scale)
+
+        opt_specs = optimizer_specs(state.opt_state, state.params, update)
+        old_params = pinned(state.params, update)
+        opt_state = pinned(state.opt_state, opt_specs)
+        updates, new_opt_state = optimizer.update(grads, opt_state, old_params, value=metrics["loss"])
+        params = optax.apply_updates(old_params, updates)
+        loss_scale = state.loss_scale
+        if guarded:
+            finite = metrics["finite"]
+            params, new_opt_state = jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old), (params, new_opt_state), (old_params, opt_state)
+            )
+            if loss_scale is not None:
+                metrics["loss_scale"] = loss_scale.scale
+                loss_scale = next_loss_scale(policy, loss_scale, finite)
+        params, new_opt_state = pinned(params, update), pinned(new_opt_state, opt_specs)
+        if rest != update:
+            params = jax.shard_map(
+                lambda p: to_rest(p, layouts), mesh=mesh, in_specs=(update,), out_specs=rest
+            )(params)
+        return TrainState(state.step + 1, params, new_opt_state, state.key, loss_scale), metrics
+
+    step = jax.jit(traced_step, donate_argnums=0)
+    return TrainStep(init, _stopping(step) if nonfinite == "stop" else step)
+
+
+def make_eval_step(
+    loss_fn: LossFn, *, mesh: Mesh, plan: Plan, precision: Precision | str | None = None
+) -> Callable[[Any, Any], dict[str, jax.Array]]:
+    """Builds `evaluate(params, batch) -> metrics`: the loss over the whole batch, without dropout or gradient.
+
+    Args:
+        loss_fn: as for `value_and_grad`; it is called with `keys=None`.
+        mesh: the mesh.
+        plan: the plan under which the parameters are laid out.
+        precision: as for `make_train_step`.
+
+    Returns:
+        A jitted function; its metrics are "loss", "weight" and the auxiliary means, float32 scalars.
+
+    Raises:
+        ValueError: as `make_train_step`.
+
+    Cost: an all_gather of `rest - seen` for each leaf, and one all_reduce of 8 bytes a mean.
+    """
+    plan.check(mesh)
+    policy = precision_of(precision)
+    batch_spec = plan.batch_spec(mesh)
+    batch_axes = tuple(axis for axes in spec_axes(batch_spec) for axis in axes)
+
+    @jax.jit
+    def evaluate(params: Any, batch: Any) -> dict[str, jax.Array]:
+        layouts = plan.layouts(params, mesh)
+        rest = map_layouts(lambda layout: layout.rest, layouts)
+
+        def per_device(params: Any, batch: Any) -> dict[str, jax.Array]:
+            seen = enter(cast_floating(params, policy.compute), layouts, batch_axes)
+            loss, aux = loss_and_aux(loss_fn(seen, cast_floating(batch, policy.compute), None))
+            return _metrics(global_means({"loss": loss, **aux}, batch_axes), policy.output)
+
+        specs = batch_specs(batch, batch_spec, mesh, 1)
+        return jax.shard_map(per_device, mesh=mesh, in_specs=(rest, specs), out_specs=_REPLICATED)(params, batch)
+
+    return evaluate
+
+
+def batch_specs(batch: Any, spec: PartitionSpec, mesh: Mesh, accumulate: int) -> Any:
+    """The spec of every leaf of a batch; scalars are replicated, other leaves split as far as they have dims.
+
+    Raises:
+        ValueError: a batch without arrays, leaves with different numbers of examples, or a dim that does not divide.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    sizes = {path_name(path): jnp.shape(x)[0] for path, x in leaves if jnp.ndim(x)}
+    if len(set(sizes.values())) != 1:
+        found = ", ".join(f"{name}: {size}" for name, size in sizes.items()) or "no array"
+        raise ValueError(
+            "make_train_step: every array of the batch must have the same number of examples along dim 0; "
+            f"got {found}. Return a batch whose arrays share dim 0."
+        )
+    for path, x in leaves:
+        for dim, axes in enumerate(spec_axes(spec)[: jnp.ndim(x)]):
+            count = math.prod(mesh.shape[axis] for axis in axes)
+            parts = accumulate if dim == 0 else 1
+            if jnp.shape(x)[dim] % (count * parts):
+                over = f"{count} devices" + (f" x {parts} microbatches" if parts > 1 else "")
+                raise ValueError(
+                    f"make_train_step: batch dim {dim} must be divisible by {named(axes) if axes else 'accumulate'}"
+                    f"{' times accumulate' if parts > 1 and axes else ''}; leaf {path_name(path)} has size "
+                    f"{jnp.shape(x)[dim]} over {over}. Choose another size, or pad with examples of weight 0."
+                )
+    return jax.tree.map(lambda x: PartitionSpec(*spec[: jnp.ndim(x)]), batch)
+
+
+def optimizer_specs(opt_state: Any, params: Any, update: Any) -> Any:
+    """The layout of an optimizer's state: a leaf that mirrors a parameter has the parameter's update layout.
+
+    A leaf mirrors a parameter when its path ends with the parameter's and its shape is the same; all others are
+    replicated.
+    """
+    spec_leaves = jax.tree.leaves(update, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    param_leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    known = {path: (x.shape, spec) for (path, x), spec in zip(param_leaves, spec_leaves, strict=True)}
+
+    def spec_of(path: Any, x: Any) -> PartitionSpec:
+        for start in range(len(path) + 1):
+            shape, spec = known.get(path[start:], (None, _REPLICATED))
+            if shape == x.shape:
+                return spec
+        return _REPLICATED
+
+    return jax.tree_util.tree_map_with_path(spec_of, opt_state)
+
+
+def _shardings(mesh: Mesh, specs: Any) -> Any:
+    return jax.tree.map(
+        lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec)
+    )
+
+
+def _place_params(params: Any, key: jax.Array, plan: Plan, mesh: Mesh, policy: Precision) -> Any:
+    if callable(params):
+        make = params
+        shapes = jax.eval_shape(make, key)
+        rest = map_layouts(lambda layout: layout.rest, plan.layouts(shapes, mesh))
+        return jax.jit(lambda k: cast_floating(make(k), policy.param), out_shardings=_shardings(mesh, rest))(key)
+
+    def strong(x: Any) -> Any:  # weakly typed leaves would compile the step twice
+        return jax.lax.convert_element_type(x, x.dtype) if isinstance(x, jax.Array) else jnp.asarray(x, jnp.result_type(x))
+
+    params = cast_floating(jax.tree.map(strong, params), policy.param)
+    rest = _shardings(mesh, map_layouts(lambda layout: layout.rest, plan.layouts(params, mesh)))
+    # device_put may hand back the caller's own buffers; the step donates the state's, so these are copies.
+    return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=rest)(jax.device_put(params, rest))
+
+
+def _device_keys(key: jax.Array, batch: Any, batch_spec: PartitionSpec) -> jax.Array:
+    """This device's rows of `example_keys(key, global batch)`."""
+    rows = next(x.shape[0] for x in jax.tree.leaves(batch) if x.ndim)
+    first = spec_axes(batch_spec)[:1]
+    axes = first[0] if first else ()
+    index = jnp.arange(rows, dtype=jnp.uint32)
+    if axes and axis_size(axes) > 1:
+        index = index + axis_index(axes).astype(jnp.uint32) * jnp.uint32(rows)
+    return vary(fold_keys(key, index), axes)
+
+
+def _accumulated(
+    grad_fn: GradFn, params: Any, batch: Any, keys: jax.Array, scale: jax.Array, accumulate: int, dtype: Any
+) -> tuple[dict[str, Mean], Any]:
+    """Runs the GradFn over the microbatches; the sums stay on the device."""
+
+    def call(batch: Any, keys: jax.Array) -> tuple[dict[str, Mean], Any]:
+        loss, aux, grads = grad_fn(params, batch, keys, scale=scale)
+        taken = {"loss", "weight", "finite", "loss_scale"} & set(aux)
+        if taken:
+            raise ValueError(f"make_train_step: aux must not use the names {quoted(sorted(taken))}. Rename them.")
+        return {"loss": loss, **aux}, grads
+
+    if accumulate == 1:
+        return call(batch, keys)
+
+    def parts(x: jax.Array) -> jax.Array:
+        return x.reshape(accumulate, x.shape[0] // accumulate, *x.shape[1:])
+
+    def add(carry: Any, microbatch: tuple[list[jax.Array], jax.Array]) -> tuple[Any, None]:
+        out = call(*rejoin(microbatch))
+        return jax.tree.map(lambda sum_, x: sum_ + x.astype(sum_.dtype), carry, out), None
+
+    leaves, treedef = jax.tree.flatten(batch)
+    split = [parts(x) for x in leaves if x.ndim]
+
+    def rejoin(microbatch: tuple[list[jax.Array], jax.Array]) -> tuple[Any, jax.Array]:
+        arrays = iter(microbatch[0])
+        return treedef.unflatten([next(arrays) if x.ndim else x for x in leaves]), microbatch[1]
+
+    every = (split, parts(keys))
+    shapes = jax.eval_shape(lambda m: call(*rejoin(m)), jax.tree.map(lambda x: x[0], every))
+
+    def zero(path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:
+        of_grads = isinstance(path[0], jax.tree_util.SequenceKey) and path[0].idx == 1
+        return vary(jnp.zeros(x.shape, dtype if of_grads else jnp.float32), tuple(varying_axes(x)))
+
+    sums, _ = jax.lax.scan(add, jax.tree_util.tree_map_with_path(zero, shapes), every)
+    return sums
+
+
+def _metrics(sums: Mapping[str, Mean], dtype: Any) -> dict[str, jax.Array]:
+    out = {name: (mean.total / mean.weight).astype(dtype) for name, mean in sums.items()}
+    return {"loss": out.pop("loss"), "weight": sums["loss"].weight, **out}
+
+
+def _all_finite(loss: jax.Array, grads: Any) -> jax.Array:
+    """One verdict for all devices; a gradient that is equal everywhere costs nothing to agree on."""
+    finite = jnp.isfinite(loss)
+    for grad in jax.tree.leaves(grads):
+        finite = finite & jnp.all(jnp.isfinite(grad))
+    axes = tuple(sorted(varying_axes(finite)))
+    return all_reduce(finite.astype(jnp.int32), axes, op="min") == 1 if axes else finite
+
+
+def _stopping(step: Any) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
+    def checked(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        state, metrics = step(state, batch)
+        if not metrics["finite"]:
+            raise NonFiniteError(
+                f"step {int(state.step)}: the loss ({float(metrics['loss'])}) or a gradient is not finite. The "
+                "parameters are as before the step; lower the learning rate, or pass nonfinite='skip'.",
+                state,
+                metrics,
+            )
+        return state, metrics
+
+    return checked

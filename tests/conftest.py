@@ -1,0 +1,41 @@
+"""Eight simulated devices, a hang that fails in seconds, strict promotion, and two hypothesis profiles."""
+
+import os
+
+# A collective that waits for a device that never comes must end the run, not stall it.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_cpu_collective_timeout_seconds=60",
+        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=20",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=60",
+    ]
+)
+
+import hypothesis
+import jax
+import pytest
+
+import shardkit as sk
+
+sk.simulate_devices(8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# ci is bounded and always draws the same examples; deep is for long runs (make test-deep).
+_COMMON = dict(deadline=None, suppress_health_check=list(hypothesis.HealthCheck), print_blob=True)
+hypothesis.settings.register_profile("ci", max_examples=20, derandomize=True, database=None, **_COMMON)
+hypothesis.settings.register_profile("deep", max_examples=500, **_COMMON)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(scope="session")
+def data8():
+    """A mesh of eight devices along one axis."""
+    return sk.make_mesh(data=8)
+
+
+@pytest.fixture(scope="session")
+def mesh2x4():
+    """A mesh of two axes."""
+    return sk.make_mesh(data=2, model=4)
