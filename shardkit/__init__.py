@@ -29,7 +29,7 @@ from shardkit.mesh import make_hybrid_mesh, make_mesh, simulate_devices
 from shardkit.parallel import GradFn, Mean, Plan, chain, dp, value_and_grad
 from shardkit.precision import Precision
 from shardkit.rng import dropout, example_keys, fold_axes, fold_axis, fold_keys
-from shardkit.train import NonFiniteError, TrainState, TrainStep, make_eval_step, make_train_step
+from shardkit.train import NonFiniteError, TrainState, TrainStep, make_eval_step, make_train_step, step_key
 
 __version__ = "0.1.0"
 
@@ -68,6 +68,7 @@ __all__ = [
     "shift",
     "simulate_devices",
     "specs_from_rules",
+    "step_key",
     "value_and_grad",
     "vary",
 ]

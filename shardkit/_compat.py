@@ -39,6 +39,6 @@ def jax_has_started() -> bool:
     return _xla_bridge.backends_are_initialized()
 
 
-def clean_trace() -> bool:
-    """Whether no transformation or shard_map is being traced here."""
-    return _core.trace_state_clean()
+def cpu_devices_asked_for() -> int:
+    """The CPU devices that jax's own configuration asks for; -1 where it says nothing."""
+    return int(getattr(jax.config, "jax_num_cpu_devices", -1))

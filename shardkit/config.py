@@ -65,7 +65,7 @@ class DistributedConfig:
         if self.world_size != self.num_nodes * per_node:
             raise ValueError(
                 "DistributedConfig: world_size must equal num_nodes x num_processes_per_node; got world_size="
-                f"{self.world_size} for {self.num_nodes} x {per_node} = {self.num_nodes * per_node}. Change one of them."
+                f"{self.world_size} for {self.num_nodes} x {per_node} = {self.num_nodes * per_node}. Change one."
             )
         self._check_parallel_sizes()
         self._check_ranks(per_node)
@@ -99,7 +99,10 @@ class DistributedConfig:
             )
 
     def _check_ranks(self, per_node: int) -> None:
-        for name, size, of in (("rank", self.world_size, "world_size"), ("local_rank", per_node, "num_processes_per_node")):
+        for name, size, of in (
+            ("rank", self.world_size, "world_size"),
+            ("local_rank", per_node, "num_processes_per_node"),
+        ):
             value = getattr(self, name)
             if not 0 <= value < size:
                 raise ValueError(
@@ -172,7 +175,7 @@ class DistributedConfig:
         """
         names = self.mesh_axis_names or ("data", "model", "stage")
         if not self.enabled:
-            return make_mesh(jax.local_devices()[:1], **dict.fromkeys(names, 1))
+            return make_mesh(jax.local_devices()[:1], **dict.fromkeys(names, 1))  # type: ignore[arg-type]
         shape = self.mesh_shape or (
             self.get_data_parallel_size(),
             self.tensor_parallel_size,
@@ -183,6 +186,4 @@ class DistributedConfig:
                 f"DistributedConfig: world_size must equal the number of devices; got world_size={self.world_size} and "
                 f"{jax.device_count()} devices. Change world_size, or call simulate_devices({self.world_size}) first."
             )
-        return make_mesh(**dict(zip(names, shape, strict=True)))
-
-
+        return make_mesh(**dict(zip(names, shape, strict=True)))  # type: ignore[arg-type]

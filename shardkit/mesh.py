@@ -174,9 +174,7 @@ def make_hybrid_mesh(
             f"make_hybrid_mesh: slow axes {sized(slow.items())} over fast axes {sized(fast.items())} need {count} "
             f"group(s) of {size} devices; got group sizes {found}. Change the sizes or pass group_of."
         )
-    inside = [
-        mesh_utils.create_device_mesh(tuple(fast.values()), group) for _, group in sorted(groups.items())
-    ]
+    inside = [mesh_utils.create_device_mesh(tuple(fast.values()), group) for _, group in sorted(groups.items())]
     grid = np.stack(inside).reshape(*slow.values(), *fast.values())
     names = [*slow, *(name for name in fast if name not in slow)]
     order: list[int] = []
@@ -220,7 +218,7 @@ def _mesh(grid: np.ndarray, names: tuple[str, ...], axis_types: AxisType | Seque
 
 def _cpu_devices_to_come() -> int:
     flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    return max(int(flag.group(1)) if flag else 1, jax.config.jax_num_cpu_devices, 1)
+    return max(int(flag.group(1)) if flag else 1, _compat.cpu_devices_asked_for(), 1)
 
 
 def _fill(sizes: Mapping[str, int], count: int) -> dict[str, int]:

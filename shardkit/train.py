@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardkit._check import named, quoted
 from shardkit._compat import varying_axes
 from shardkit.collectives import all_reduce, axis_index, axis_size, vary
-from shardkit.layout import all_axes, path_name, spec_axes
+from shardkit.layout import path_name, spec_axes
 from shardkit.parallel.gradient import GradFn, LossFn, Mean, global_means, loss_and_aux
 from shardkit.parallel.plan import Plan, enter, leave, map_layouts, to_rest
 from shardkit.precision import (
@@ -165,10 +165,12 @@ def make_train_step(
                 metrics["finite"] = _all_finite(metrics["loss"], grads)
             return metrics, grads
 
-        step_key = jax.random.fold_in(jax.random.fold_in(state.key, salt("shardkit.step")), state.step)
         metrics, grads = jax.shard_map(
-            per_device, mesh=mesh, in_specs=(rest, specs, _REPLICATED, _REPLICATED), out_specs=(_REPLICATED, update)
-        )(state.params, batch, step_key, scale)
+            per_device,
+            mesh=mesh,
+            in_specs=(rest, specs, _REPLICATED, _REPLICATED),
+            out_specs=(_REPLICATED, update),
+        )(state.params, batch, step_key(state.key, state.step), scale)
 
         opt_specs = optimizer_specs(state.opt_state, state.params, update)
         old_params = pinned(state.params, update)
@@ -186,9 +188,7 @@ def make_train_step(
                 loss_scale = next_loss_scale(policy, loss_scale, finite)
         params, new_opt_state = pinned(params, update), pinned(new_opt_state, opt_specs)
         if rest != update:
-            params = jax.shard_map(
-                lambda p: to_rest(p, layouts), mesh=mesh, in_specs=(update,), out_specs=rest
-            )(params)
+            params = jax.shard_map(lambda p: to_rest(p, layouts), mesh=mesh, in_specs=(update,), out_specs=rest)(params)
         return TrainState(state.step + 1, params, new_opt_state, state.key, loss_scale), metrics
 
     step = jax.jit(traced_step, donate_argnums=0)
@@ -233,6 +233,17 @@ def make_eval_step(
         return jax.shard_map(per_device, mesh=mesh, in_specs=(rest, specs), out_specs=_REPLICATED)(params, batch)
 
     return evaluate
+
+
+def step_key(key: jax.Array, step: jax.Array | int) -> jax.Array:
+    """The key of one step: its examples get `example_keys(step_key(state.key, state.step), batch size)`.
+
+    Args:
+        key: the TrainState's key.
+        step: steps taken before, from 0.
+    """
+    # Salted, so that it never meets a key that the parameters were drawn from.
+    return jax.random.fold_in(jax.random.fold_in(key, salt("shardkit.step")), step)
 
 
 def batch_specs(batch: Any, spec: PartitionSpec, mesh: Mesh, accumulate: int) -> Any:
@@ -284,9 +295,7 @@ def optimizer_specs(opt_state: Any, params: Any, update: Any) -> Any:
 
 
 def _shardings(mesh: Mesh, specs: Any) -> Any:
-    return jax.tree.map(
-        lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec)
-    )
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
 
 
 def _place_params(params: Any, key: jax.Array, plan: Plan, mesh: Mesh, policy: Precision) -> Any:
@@ -297,7 +306,9 @@ def _place_params(params: Any, key: jax.Array, plan: Plan, mesh: Mesh, policy: P
         return jax.jit(lambda k: cast_floating(make(k), policy.param), out_shardings=_shardings(mesh, rest))(key)
 
     def strong(x: Any) -> Any:  # weakly typed leaves would compile the step twice
-        return jax.lax.convert_element_type(x, x.dtype) if isinstance(x, jax.Array) else jnp.asarray(x, jnp.result_type(x))
+        return (
+            jax.lax.convert_element_type(x, x.dtype) if isinstance(x, jax.Array) else jnp.asarray(x, jnp.result_type(x))
+        )
 
     params = cast_floating(jax.tree.map(strong, params), policy.param)
     rest = _shardings(mesh, map_layouts(lambda layout: layout.rest, plan.layouts(params, mesh)))
@@ -338,12 +349,12 @@ def _accumulated(
         out = call(*rejoin(microbatch))
         return jax.tree.map(lambda sum_, x: sum_ + x.astype(sum_.dtype), carry, out), None
 
-    leaves, treedef = jax.tree.flatten(batch)
+    leaves, structure = jax.tree.flatten(batch)
     split = [parts(x) for x in leaves if x.ndim]
 
     def rejoin(microbatch: tuple[list[jax.Array], jax.Array]) -> tuple[Any, jax.Array]:
         arrays = iter(microbatch[0])
-        return treedef.unflatten([next(arrays) if x.ndim else x for x in leaves]), microbatch[1]
+        return jax.tree.unflatten(structure, [next(arrays) if x.ndim else x for x in leaves]), microbatch[1]
 
     every = (split, parts(keys))
     shapes = jax.eval_shape(lambda m: call(*rejoin(m)), jax.tree.map(lambda x: x[0], every))

@@ -53,7 +53,7 @@ class Config:
             )
         if self.heads % self.groups:
             raise ValueError(
-                f"transformer: kv_heads must divide heads; got {self.groups} for {self.heads} heads. Change one of them."
+                f"transformer: kv_heads must divide heads; got {self.groups} for {self.heads} heads. Change one."
             )
 
     @property

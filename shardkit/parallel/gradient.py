@@ -100,9 +100,9 @@ def _as_mean(value: Any, rule: str) -> Mean:
     pair = value if isinstance(value, Mean) else Mean(value, jnp.float32(1))
     for x in pair:
         dtype = getattr(x, "dtype", None) or (jnp.result_type(x) if isinstance(x, int | float) else None)
-        if dtype is None or jnp.shape(x) or not (jnp.issubdtype(dtype, jnp.number) or dtype == bool):
+        if dtype is None or jnp.shape(x) or not (jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)):
             raise TypeError(
-                f"{rule}; got {_kind(value)}. Sum over the examples and return Mean(total, weight), or return their mean."
+                f"{rule}; got {_kind(value)}. Sum over the examples and return Mean(total, weight), or their mean."
             )
     weight = jnp.asarray(pair.weight)
     if jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize < 4:
@@ -147,7 +147,7 @@ def _axes_of_sum(name: str, mean: Mean, batch_axes: Collection[str]) -> tuple[st
     if wrong:
         raise ValueError(
             f"Mean {name!r}: total and weight must vary over the same axes; the total varies over "
-            f"{quoted(sorted(total))} and the weight over {quoted(sorted(weight))}, and they differ in {quoted(wrong)}. "
+            f"{quoted(sorted(total))} and the weight over {quoted(sorted(weight))}, which differ in {quoted(wrong)}. "
             "Compute both from the same shards, or reduce both alike."
         )
     return tuple(sorted(total))

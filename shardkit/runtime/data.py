@@ -11,7 +11,16 @@ from typing import NamedTuple
 import numpy as np
 
 _VALIDATION_SHARE = 20  # one file in 20
-_SKIPPED = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
+_SKIPPED = {
+    "__pycache__",
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "turtledemo",
+}
 
 
 class Text(NamedTuple):
@@ -31,9 +40,7 @@ class Text(NamedTuple):
 def standard_library() -> Text:
     """The Python standard library's own source on this machine, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = sorted(
-        path for path in root.rglob("*.py") if not _SKIPPED.intersection(path.relative_to(root).parts[:-1])
-    )
+    files = sorted(path for path in root.rglob("*.py") if not _SKIPPED.intersection(path.relative_to(root).parts[:-1]))
     return _split([(str(path.relative_to(root)), path) for path in files], f"the Python standard library in {root}")
 
 
@@ -77,7 +84,10 @@ def _split(files: Sequence[tuple[str, Path]], source: str) -> Text:
         raise ValueError(f"--data: there must be text to train on; {source} holds no bytes. Name another path.")
     if not parts[True] or not parts[False]:
         whole = parts[True] + parts[False]
-        parts = {False: [c[: len(c) - len(c) // 10] for c in whole], True: [c[len(c) - len(c) // 10 :] for c in whole]}
+        parts = {
+            False: [c[: len(c) - len(c) // 10] for c in whole],
+            True: [c[len(c) - len(c) // 10 :] for c in whole],
+        }
     train, validation = (np.frombuffer(b"\n".join(parts[held]), np.uint8) for held in (False, True))
     return Text(train, validation, source)
 
@@ -117,8 +127,8 @@ def validation_batches(text: np.ndarray, *, count: int, batch: int, length: int)
 def _places(text: np.ndarray, length: int) -> int:
     if text.size < length + 1:
         raise ValueError(
-            f"--data: the text must hold at least one sequence of {length + 1} bytes; it has {text.size}. Give more text "
-            "(training and validation each need that much) or a shorter --length."
+            f"--data: the text must hold at least one sequence of {length + 1} bytes; it has {text.size}. Give more "
+            "text (training and validation each need that much) or a shorter --length."
         )
     return int(text.size - length)
 

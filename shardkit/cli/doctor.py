@@ -1,0 +1,114 @@
+"""`shardkit doctor`: versions, devices, a self-test of every collective, and what is missing for which extra."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+import tyro
+from jax.sharding import Mesh, PartitionSpec
+from rich.console import Console
+from rich.table import Table
+
+import shardkit as sk
+from shardkit.mesh import offer_cpu_devices
+
+_EXTRAS = {
+    "cli": ("rich", "tyro", "plotext"),
+    "test": ("pytest", "pytest-xdist", "hypothesis", "chex", "ruff", "mypy"),
+    "viz": ("matplotlib",),
+    "checkpoint": ("orbax-checkpoint",),
+    "data": ("grain",),
+    "aot": ("libtpu",),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Check this installation: versions, devices, every collective, extras."""
+
+    devices: int = 8
+    """CPU devices to simulate where there is no accelerator."""
+
+
+def doctor(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
+    """Check this installation."""
+    console = Console(soft_wrap=True, highlight=False)
+    offer_cpu_devices(options.devices)
+    versions = {name: _version(name) or "missing" for name in ("shardkit", "jax", "jaxlib", "numpy", "optax")}
+    console.print("python " + platform.python_version() + "".join(f", {k} {v}" for k, v in versions.items()))
+    mesh = sk.make_mesh(x=-1)
+    console.print(sk.describe(mesh))
+
+    table = Table("collective", "result", "largest difference", title=f"self-test over {mesh.size} devices")
+    failed = 0
+    for name, difference in self_test(mesh).items():
+        right = difference == 0
+        failed += not right
+        table.add_row(name, "ok" if right else "[red]WRONG[/red]", f"{difference:g}")
+    console.print(table)
+    for extra, needs in _EXTRAS.items():
+        missing = [name for name in needs if _version(name) is None]
+        console.print(
+            f"[{extra}]: ok"
+            if not missing
+            else f"[{extra}]: missing {', '.join(missing)}; pip install 'shardkit[{extra}]'",
+            markup=False,
+        )
+    console.print("all collectives are right" if not failed else f"{failed} collectives are WRONG on this machine")
+    return 1 if failed else 0
+
+
+def self_test(mesh: Mesh) -> dict[str, float]:
+    """Every collective over the mesh's one axis, against NumPy over a list of blocks: the largest difference of each.
+
+    The values are small whole numbers, so that every order of summation gives the same result and 0 is the only right
+    answer.
+    """
+    (axis,) = mesh.axis_names
+    n = mesh.size
+    blocks = [(np.arange(n * n, dtype=np.float32) * (d + 1) % 7 - 3).reshape(n, n) for d in range(n)]
+    whole = np.stack(blocks)
+
+    def everywhere(x: Any) -> list[Any]:
+        return [x] * n
+
+    cases: dict[str, tuple[Callable[[jax.Array], jax.Array], list[Any]]] = {
+        "all_reduce sum": (lambda x: sk.all_reduce(x, axis), everywhere(whole.sum(0))),
+        "all_reduce mean": (lambda x: sk.all_reduce(x * n, axis, op="mean"), everywhere(whole.sum(0))),
+        "all_reduce max": (lambda x: sk.all_reduce(x, axis, op="max"), everywhere(whole.max(0))),
+        "all_reduce min": (lambda x: sk.all_reduce(x, axis, op="min"), everywhere(whole.min(0))),
+        "all_gather": (lambda x: sk.all_gather(x, axis), everywhere(np.concatenate(blocks))),
+        "reduce_scatter": (lambda x: sk.reduce_scatter(x, axis), np.split(whole.sum(0), n)),
+        "all_to_all": (
+            lambda x: sk.all_to_all(x, axis, split_dim=0, concat_dim=1),
+            [np.concatenate([b[d : d + 1] for b in blocks], 1) for d in range(n)],
+        ),
+        "shift": (lambda x: sk.shift(x, axis), [blocks[d - 1] for d in range(n)]),
+        "broadcast": (lambda x: sk.broadcast(x, axis, source=n - 1), everywhere(blocks[n - 1])),
+        "axis_index": (
+            lambda x: sk.axis_index(axis) + 0 * x[:1, 0].astype(int),
+            [np.array([d]) for d in range(n)],
+        ),
+    }
+    spec = PartitionSpec(axis)
+    x = sk.shard(np.concatenate(blocks), mesh, spec)
+    out = {}
+    for name, (kernel, expected) in cases.items():
+        run = jax.jit(jax.shard_map(lambda b, k=kernel: sk.vary(k(b), axis), mesh=mesh, in_specs=spec, out_specs=spec))
+        shards = sorted(run(x).addressable_shards, key=lambda s: s.index[0].start or 0)
+        pairs = zip(shards, expected, strict=True)
+        out[name] = max(float(np.max(np.abs(np.asarray(s.data) - e))) for s, e in pairs)
+    return out
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

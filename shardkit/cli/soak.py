@@ -1,0 +1,97 @@
+"""`shardkit soak`: many starts of a training loop that never waits, to prove that none of them hangs.
+
+jax 0.10 runs all simulated devices in one pool of threads, in which such a loop can deadlock (see `mesh.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import Annotated
+
+import jax
+import tyro
+from rich.console import Console
+from rich.progress import track
+
+_CHILD = """
+import shardkit as sk
+import jax, optax
+if {cured}:
+    sk.simulate_devices({devices})
+from shardkit.models import transformer
+config = transformer.Config(layers=2, dim=128, heads=4)
+devices = jax.devices()
+mesh = sk.make_mesh(data={devices})
+grad_fn = sk.value_and_grad(transformer.loss_fn(config))
+init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh, plan=sk.dp("data"))
+state = init(lambda key: transformer.init(key, config), jax.random.key(0))
+tokens = jax.random.randint(jax.random.key(1), (4 * {devices}, 129), 0, 256)
+batch = sk.shard({{"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}}, mesh, jax.P("data"))
+for _ in range({steps}):
+    state, metrics = step(state, batch)
+print(float(metrics["loss"]))
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Start training many times on simulated devices, dispatching every step without waiting, and count the hangs."""
+
+    starts: int = 100
+    """Processes to start, one after the other."""
+    steps: int = 60
+    """Steps in each, dispatched without waiting."""
+    devices: int = 8
+    """Simulated devices."""
+    timeout: float = 120.0
+    """Seconds after which a process counts as hanging."""
+    threads: int | None = None
+    """Leave the cure out and give jax's CPU runtime this many threads (NPROC), to see the hang."""
+
+
+def soak(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
+    """Look for hangs on simulated devices."""
+    console = Console(soft_wrap=True, highlight=False)
+    failures, begin, answers = 0, time.perf_counter(), set()
+    for start in track(range(options.starts), "starts", console=console):
+        ended = run_once(options)
+        if isinstance(ended, float):
+            answers.add(ended)
+        else:
+            failures += 1
+            console.print(f"start {start + 1}: {ended}")
+    minutes = (time.perf_counter() - begin) / 60
+    console.print(
+        f"jax {jax.__version__}: {options.starts} starts of {options.steps} steps on {options.devices} "
+        f"simulated devices: {failures} hung or failed, {len(answers)} distinct final loss(es), {minutes:.1f} minutes"
+    )
+    return 1 if failures else 0
+
+
+def run_once(options: Options) -> float | str:
+    """One start: its final loss, or what went wrong."""
+    environ = dict(os.environ)
+    flags = [
+        # jax gives up on a collective in which a device is missing; its own time-out is longer than ours
+        f"--xla_cpu_collective_call_terminate_timeout_seconds={max(1, int(options.timeout / 4))}",
+        f"--xla_cpu_collective_timeout_seconds={max(1, int(options.timeout / 4))}",
+    ]
+    if options.threads is not None:
+        flags.append(f"--xla_force_host_platform_device_count={options.devices}")
+        environ |= {"NPROC": str(options.threads), "JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"}
+    environ["XLA_FLAGS"] = " ".join(flags)
+    code = _CHILD.format(devices=options.devices, steps=options.steps, cured=options.threads is None)
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=options.timeout
+        )
+    except subprocess.TimeoutExpired:
+        return f"hung: no end after {options.timeout:.0f} s"
+    if child.returncode:
+        stuck = [line for line in child.stderr.splitlines() if "rendezvous" in line or "Error" in line]
+        return f"ended with code {child.returncode}: {(stuck or ['no message'])[-1][:160]}"
+    return float(child.stdout.split()[-1])

@@ -1,0 +1,85 @@
+"""The same steps on one device, written with nothing but jax and optax."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import shardkit as sk
+from shardkit.precision import cast_floating, precision_of
+
+
+class Differences(NamedTuple):
+    """How far a run was from the same run on one device.
+
+    Attributes:
+        steps: optimizer steps compared.
+        loss: largest relative difference of the loss.
+        parameters: largest difference of a parameter, relative to the largest value in its leaf.
+    """
+
+    steps: int
+    loss: float
+    parameters: float
+
+    def __str__(self) -> str:
+        return (
+            f"after {self.steps} steps the loss differs from one device's by {self.loss:.1e}, "
+            f"the parameters by {self.parameters:.1e} (relative)"
+        )
+
+
+class Steps(Protocol):
+    """A run whose steps can be repeated."""
+
+    step: Any
+
+    def batch(self, step: int) -> Any: ...
+
+
+def verify(loss_fn: Any, optimizer: Any, run: Steps, state: sk.TrainState, steps: int, precision: str) -> Differences:
+    """Takes `steps` steps from `state` on its mesh and on one device, and compares; `state` is left as it is.
+
+    Args:
+        loss_fn: as for `value_and_grad`, returning (Mean, aux).
+        optimizer: the optax optimizer.
+        run: gives `step` and the batches.
+        state: where both begin.
+        steps: how many steps to take.
+        precision: name of the dtype policy; the loss scale of "fp16" has no counterpart here.
+    """
+    compute = precision_of(precision).compute
+
+    @jax.jit
+    def plain_step(params: Any, opt_state: Any, batch: Any, keys: jax.Array) -> Any:
+        def mean_loss(params: Any) -> jax.Array:
+            loss, _ = loss_fn(cast_floating(params, compute), cast_floating(batch, compute), keys)
+            return loss.total / loss.weight
+
+        loss, grads = jax.value_and_grad(mean_loss)(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    here = jax.local_devices()[0]
+    params, key = jax.device_put(jax.device_get(state.params), here), jax.device_put(state.key, here)
+    opt_state = jax.jit(optimizer.init)(params)
+    state = jax.tree.map(jnp.copy, state)  # the step donates its argument
+    worst = 0.0
+    for index in range(steps):
+        batch = run.batch(index)
+        count = jax.tree.leaves(batch)[0].shape[0]
+        keys = sk.example_keys(sk.step_key(key, index), count)
+        params, opt_state, expected = plain_step(params, opt_state, batch, keys)
+        state, metrics = run.step(state, batch)
+        worst = max(worst, abs(float(metrics["loss"]) - float(expected)) / abs(float(expected)))
+    gaps = jax.tree.map(_relative_gap, state.params, params)
+    return Differences(steps, worst, max(jax.tree.leaves(gaps)))
+
+
+def _relative_gap(x: jax.Array, expected: jax.Array) -> float:
+    ours, theirs = np.asarray(x, np.float64), np.asarray(expected, np.float64)
+    return float(np.max(np.abs(ours - theirs)) / max(np.max(np.abs(theirs)), 1e-30))
