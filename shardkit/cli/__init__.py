@@ -13,9 +13,9 @@ _NEEDS = "shardkit: the command needs the extra [cli]; install it with: pip inst
 def main() -> None:
     """Runs `shardkit COMMAND`; a mistake in what was asked ends with one sentence and exit code 2."""
     try:
-        import plotext  # noqa: F401
         import rich  # noqa: F401
         import tyro
+        import uniplot  # noqa: F401
     except ImportError:
         sys.exit(_NEEDS)
     from shardkit.cli import doctor, soak, train
@@ -30,6 +30,8 @@ def main() -> None:
                 config=(tyro.conf.OmitArgPrefixes,),
             )
         )
+    except KeyboardInterrupt:
+        sys.exit(130)
     except (ValueError, RuntimeError) as error:
         if not _raised_by_shardkit(error):
             raise

@@ -19,7 +19,7 @@ import shardkit as sk
 from shardkit.mesh import offer_cpu_devices
 
 _EXTRAS = {
-    "cli": ("rich", "tyro", "plotext"),
+    "cli": ("rich", "tyro", "uniplot"),
     "test": ("pytest", "pytest-xdist", "hypothesis", "chex", "ruff", "mypy"),
     "viz": ("matplotlib",),
     "checkpoint": ("orbax-checkpoint",),

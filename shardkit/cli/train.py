@@ -19,6 +19,7 @@ import optax
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 import shardkit as sk
 from shardkit._check import quoted
@@ -277,30 +278,38 @@ def _summary(
         "options": {name: _plain(value) for name, value in asdict(o).items()},
         "curve": [p._asdict() for p in curve],
     }
+    if o.json:
+        o.json.parent.mkdir(parents=True, exist_ok=True)
+        o.json.write_text(json_lib.dumps(results, indent=1) + "\n")
     if len(curve) > 1:
-        console.print(_picture(curve))
+        console.print(_picture(curve, color=console.color_system is not None))
     console.print(f"{why}: {steps} steps, {seconds:.0f} s, {speed:,.0f} tokens/s")
     if validations:
         console.print(f"validation loss {validations[-1]:.3f} nats per byte on text it has not seen")
     if differences:
         console.print(f"verify: {differences}")
-    if o.json:
-        o.json.parent.mkdir(parents=True, exist_ok=True)
-        o.json.write_text(json_lib.dumps(results, indent=1) + "\n")
     return 0 if why == "done" else 130 if why.startswith("interrupted") else 3
 
 
-def _picture(curve: list[Point]) -> str:
-    import plotext
+def _picture(curve: list[Point], color: bool) -> Text:
+    import uniplot
 
-    plotext.clear_figure()
-    plotext.theme("clear")
-    plotext.plot_size(80, 16)
-    plotext.plot([p.step for p in curve], [p.train_loss for p in curve], label="training loss")
-    held = [p for p in curve if p.validation_loss is not None]
-    plotext.scatter([p.step for p in held], [p.validation_loss for p in held], marker="o", label="validation loss")
-    plotext.title("nats per byte by step")
-    return str(plotext.build())
+    held = [(p.step, p.validation_loss) for p in curve if p.validation_loss is not None]
+    xs, ys = [[p.step for p in curve]], [[p.train_loss for p in curve]]
+    if color and len(held) > 1:  # without colors the two could not be told apart
+        xs.append([step for step, _ in held])
+        ys.append([loss for _, loss in held])
+    picture = uniplot.plot_to_string(
+        xs=xs,
+        ys=ys,
+        lines=True,
+        legend_labels=["training loss", "validation loss"] if len(xs) > 1 else None,
+        title="loss in nats per byte, by step" if len(xs) > 1 else "training loss in nats per byte, by step",
+        width=70,
+        height=14,
+        color=color,
+    )
+    return Text.from_ansi(picture)
 
 
 def _plain(value: Any) -> Any:
