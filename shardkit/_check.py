@@ -26,7 +26,7 @@ def sized(sizes: Iterable[tuple[str, int]]) -> str:
 
 def axis_names(where: str, axis: Axis) -> tuple[str, ...]:
     """The axis names as a tuple; refuses other types, no axis at all and an axis named twice."""
-    names = (axis,) if isinstance(axis, str) else tuple(axis)
+    names = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, Iterable) else ()
     if not names or not all(isinstance(name, str) for name in names):
         raise TypeError(
             f"{where}: axis must be a mesh axis name or a tuple of names; got {axis!r}. "

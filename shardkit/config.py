@@ -119,6 +119,16 @@ class DistributedConfig:
                 f"DistributedConfig: mesh_shape and mesh_axis_names must have equal length; got {shape} and {names}. "
                 "Give each axis one size and one name."
             )
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(
+                    f"DistributedConfig: mesh_axis_names must differ; got {names}, in which {name!r} is used twice. "
+                    "Name each axis once."
+                )
+        if any(size < 1 for size in shape):
+            raise ValueError(
+                f"DistributedConfig: the sizes in mesh_shape must be at least 1; got {shape}. Change the size."
+            )
         if math.prod(shape) != self.world_size:
             raise ValueError(
                 f"DistributedConfig: the product of mesh_shape must equal world_size; got {shape}, which is "
@@ -152,7 +162,9 @@ class DistributedConfig:
         return cls(**(values | overrides))  # type: ignore[arg-type]
 
     def get_data_parallel_size(self) -> int:
-        """Number of model replicas: world_size / (tensor_parallel_size x pipeline_parallel_size)."""
+        """Number of model replicas: world_size / (tensor_parallel_size x pipeline_parallel_size); 1 if disabled."""
+        if not self.enabled:
+            return 1
         return self.world_size // (self.tensor_parallel_size * self.pipeline_parallel_size)
 
     def is_main_process(self) -> bool:

@@ -138,7 +138,8 @@ def describe(thing: Any) -> str:
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    lines.append(f"{len(leaves)} leaves, {bytes_per_device(thing):,} bytes on each device")
+    count = f"{len(leaves)} {'leaf' if len(leaves) == 1 else 'leaves'}"
+    lines.append(f"{count}, {bytes_per_device(thing):,} bytes on each device")
     return "\n".join(line.rstrip() for line in lines)
 
 

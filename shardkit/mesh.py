@@ -44,12 +44,12 @@ def simulate_devices(n: int) -> None:
     if _compat.jax_has_started():
         devices = jax.devices()
         if len(devices) == n and devices[0].platform == "cpu":
-            _warn_if_few_threads(n)
+            _warn_if_few_threads(n, stacklevel=3)
             return
         raise RuntimeError(
-            f"simulate_devices: jax has already started with {len(devices)} {devices[0].platform} device(s), so it "
-            f"cannot be given {n}. Call simulate_devices({n}) first thing in the program, before anything touches "
-            f"a device, or start python with XLA_FLAGS=--xla_force_host_platform_device_count={n} "
+            f"simulate_devices: jax has already started with {_count(len(devices), devices[0].platform + ' device')}, "
+            f"so it cannot be given {n}. Call simulate_devices({n}) first thing in the program, before anything "
+            f"touches a device, or start python with XLA_FLAGS=--xla_force_host_platform_device_count={n} "
             f"NPROC={_THREADS_PER_DEVICE * n}."
         )
     jax.config.update("jax_platforms", "cpu")
@@ -85,7 +85,7 @@ def _threads_there(n: int) -> int:
     return names["tf_XLAEigen"] or max(_threads_wanted(), n)
 
 
-def _warn_if_few_threads(n: int) -> None:
+def _warn_if_few_threads(n: int, stacklevel: int) -> None:
     threads = _threads_there(n)
     if threads < _SAFE_THREADS_PER_DEVICE * n:
         warnings.warn(
@@ -94,7 +94,7 @@ def _warn_if_few_threads(n: int) -> None:
             f"shardkit.simulate_devices({n}) before jax starts, or start python with "
             f"NPROC={_THREADS_PER_DEVICE * n}.",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
 
 
@@ -191,7 +191,7 @@ def draw(mesh: Mesh) -> str:
     kind = mesh.devices.flat[0].platform
     processes = len({d.process_index for d in devices.flat})
     title = " x ".join(f"{n}={s}" for n, s in mesh.shape.items())
-    lines = [f"mesh {title}: {devices.size} {kind} device(s), {processes} process(es)"]
+    lines = [f"mesh {title}: {_count(devices.size, kind + ' device')}, {_count(processes, 'process', 'es')}"]
     rows = names[-2] if len(names) > 1 else ""
     ids = np.vectorize(lambda d: d.id)(devices)
     table = ids.reshape(-1, *(ids.shape[-2:] if ids.ndim > 1 else (1, ids.shape[0])))
@@ -212,8 +212,12 @@ def _mesh(grid: np.ndarray, names: tuple[str, ...], axis_types: AxisType | Seque
     types = (axis_types,) * len(names) if isinstance(axis_types, AxisType) else tuple(axis_types)
     local = [d for d in grid.flat if d.process_index == d.client.process_index()]
     if len(local) > 1 and local[0].platform == "cpu":
-        _warn_if_few_threads(len(local))
+        _warn_if_few_threads(len(local), stacklevel=4)  # the caller of make_mesh or make_hybrid_mesh
     return Mesh(grid, names, axis_types=types)
+
+
+def _count(n: int, thing: str, plural: str = "s") -> str:
+    return f"{n} {thing}{plural if n != 1 else ''}"
 
 
 def _cpu_devices_to_come() -> int:

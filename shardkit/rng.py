@@ -75,8 +75,7 @@ def fold_keys(keys: jax.Array, data: jax.Array | int) -> jax.Array:
     Returns:
         Keys of shape [b].
     """
-    many = keys.ndim > (0 if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else 1)
-    axes = (0 if many else None, 0 if jnp.ndim(data) else None)
+    axes = (0 if _keys_shape(keys) else None, 0 if jnp.ndim(data) else None)
     return jax.vmap(jax.random.fold_in, axes)(keys, data)
 
 
@@ -98,7 +97,7 @@ def dropout(x_b: jax.Array, keys_b: jax.Array | None, rate: float) -> jax.Array:
         raise ValueError(f"dropout: rate must be at least 0 and below 1; got {rate}. Pass the share to drop.")
     if keys_b is None or rate == 0:
         return x_b
-    if keys_b.shape[:1] != x_b.shape[:1]:
+    if _keys_shape(keys_b) != x_b.shape[:1]:
         raise ValueError(
             f"dropout: there must be one key for each example; got keys of shape {keys_b.shape} for examples of "
             f"shape {x_b.shape}. Pass the keys that the loss function is given with the batch."
@@ -110,3 +109,8 @@ def dropout(x_b: jax.Array, keys_b: jax.Array | None, rate: float) -> jax.Array:
 def salt(name: str) -> int:
     """A 32-bit number for a name, the same in every process (unlike `hash`)."""
     return zlib.crc32(name.encode())
+
+
+def _keys_shape(keys: jax.Array) -> tuple[int, ...]:
+    """The shape of an array of keys: a raw key is itself a row of integers."""
+    return keys.shape if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else keys.shape[:-1]

@@ -90,7 +90,7 @@ def run_once(options: Options) -> float | str:
             [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=options.timeout
         )
     except subprocess.TimeoutExpired:
-        return f"hung: no end after {options.timeout:.0f} s"
+        return f"hung: no end after {options.timeout:g} s"
     if child.returncode:
         stuck = [line for line in child.stderr.splitlines() if "rendezvous" in line or "Error" in line]
         return f"ended with code {child.returncode}: {(stuck or ['no message'])[-1][:160]}"

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from shardkit import _compat
@@ -67,7 +68,7 @@ def all_reduce(x: Any, axis: Axis, *, op: Op = "sum") -> Any:
     Args:
         x: pytree of arrays.
         axis: axis name or tuple of names.
-        op: "sum", "mean", "max" or "min". Booleans count as integers for "sum".
+        op: "sum", "mean", "max" or "min". Booleans count as integers for "sum" and "mean".
 
     Returns:
         Arrays of the same shapes, typed as equal over `axis`.
@@ -122,7 +123,7 @@ def reduce_scatter(x: Any, axis: Axis, *, dim: int = 0, op: Literal["sum", "mean
         x: pytree of arrays of the whole size.
         axis: axis name or tuple of names.
         dim: the dimension to split; its size must be divisible by n.
-        op: "sum" or "mean".
+        op: "sum" or "mean". Booleans count as integers.
 
     Returns:
         Arrays whose size along `dim` is 1/n of the input's.
@@ -140,6 +141,8 @@ def reduce_scatter(x: Any, axis: Axis, *, dim: int = 0, op: Literal["sum", "mean
     def scatter(leaf: jax.Array) -> jax.Array:
         at = dim_of("reduce_scatter", dim, jnp.ndim(leaf))
         divides("reduce_scatter", at, leaf.shape[at], names, count)
+        if leaf.dtype == bool:  # as psum does by itself
+            leaf = leaf.astype(jnp.int32)
         piece = lax.psum_scatter(vary(leaf, names), names, scatter_dimension=at, tiled=True)
         return piece / count if op == "mean" else piece
 
@@ -202,7 +205,8 @@ def shift(x: Any, axis: Axis, *, by: int = 1, wrap: bool = True) -> Any:
         pairs = [(i, i + by) for i in range(count) if 0 <= i + by < count]
     if pairs == [(i, i) for i in range(count)]:
         return vary(x, names)
-    return jax.tree.map(lambda leaf: lax.ppermute(vary(leaf, names), names, pairs), x)
+    ordered, pairs = _in_mesh_order(names, pairs)
+    return jax.tree.map(lambda leaf: lax.ppermute(vary(leaf, names), ordered, pairs), x)
 
 
 def broadcast(x: Any, axis: Axis, *, source: int = 0) -> Any:
@@ -236,3 +240,20 @@ def broadcast(x: Any, axis: Axis, *, source: int = 0) -> Any:
         return lax.psum(masked, names).astype(masked.dtype)
 
     return jax.tree.map(send, x)
+
+
+def _in_mesh_order(
+    names: tuple[str, ...], pairs: list[tuple[int, int]]
+) -> tuple[tuple[str, ...], list[tuple[int, int]]]:
+    """The axes in mesh order, and pairs of joint indices over `names` as joint indices over those.
+
+    Of all collectives, ppermute alone ignores the order of the names and counts devices in mesh order.
+    """
+    known = _compat.bound_axes()
+    ordered = tuple(name for name in known if name in names)
+
+    def place(index: int) -> int:
+        at = dict(zip(names, np.unravel_index(index, [known[name] for name in names]), strict=True))
+        return int(np.ravel_multi_index([at[name] for name in ordered], [known[name] for name in ordered]))
+
+    return ordered, [(place(source), place(target)) for source, target in pairs]

@@ -1,0 +1,206 @@
+"""One list of plans and one of models; tests/test_conformance.py holds the laws that every pair must obey.
+
+A new strategy is one row in PLANS. Rows whose name begins with "toy" are strategies of a few lines, written here to
+hold the seam itself to account (each layout that a plan can ask for, on axes that share a dim).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import shardkit as sk
+from shardkit.models import transformer
+from shardkit.parallel.plan import Leaf, Placement, strategy
+
+BATCH = 16
+
+
+def _splits(leaf: Leaf, size: int) -> int | None:
+    return next((dim for dim, n in enumerate(leaf.shape) if n % size == 0 and n >= size), None)
+
+
+def toy_fsdp(axis: str, size: int) -> sk.Plan:
+    """Whole-tree FSDP: sharded at rest and for the update, gathered to be seen."""
+
+    def place(leaf: Leaf) -> Placement | None:
+        dim = _splits(leaf, size)
+        return None if dim is None else Placement(dim, rest=True, seen=False, update=True)
+
+    return strategy("toy_fsdp", axis, rank=1, batch_dim=0, place=place)
+
+
+def toy_zero(axis: str, size: int) -> sk.Plan:
+    """ZeRO-1: whole at rest, sharded for the update."""
+
+    def place(leaf: Leaf) -> Placement | None:
+        dim = _splits(leaf, size)
+        return None if dim is None else Placement(dim, rest=False, seen=False, update=True)
+
+    return strategy("toy_zero", axis, rank=2, batch_dim=0, place=place)
+
+
+def toy_tp(axis: str) -> sk.Plan:
+    """Row-parallel: the weight's dim 0 is sharded everywhere, and the loss sums over the axis itself."""
+
+    def place(leaf: Leaf) -> Placement | None:
+        return Placement(0, rest=True, seen=True, update=True) if leaf.path == "weight" else None
+
+    return strategy("toy_tp", axis, rank=0, place=place)
+
+
+class PlanRow(NamedTuple):
+    """A mesh and a plan; `model_axis` is the axis over which the loss itself communicates."""
+
+    name: str
+    sizes: dict[str, int]
+    plan: Callable[[], sk.Plan]
+    model_axis: str | None = None
+
+
+PLANS = [
+    PlanRow("dp1", {"data": 1}, lambda: sk.dp("data")),
+    PlanRow("dp2", {"data": 2}, lambda: sk.dp("data")),
+    PlanRow("dp4", {"data": 4}, lambda: sk.dp("data")),
+    PlanRow("dp8", {"data": 8}, lambda: sk.dp("data")),
+    PlanRow("dp over two axes", {"node": 2, "data": 4}, lambda: sk.dp(("node", "data"))),
+    PlanRow("two dp", {"data": 2, "replica": 2}, lambda: sk.chain(sk.dp("replica"), sk.dp("data"))),
+    PlanRow("dp beside an unused axis", {"data": 2, "spare": 2}, lambda: sk.dp("data")),
+    PlanRow("toy fsdp", {"fsdp": 4}, lambda: toy_fsdp("fsdp", 4)),
+    PlanRow("toy zero", {"data": 4}, lambda: toy_zero("data", 4)),
+    PlanRow(
+        "toy fsdp x zero x dp",
+        {"zero": 2, "fsdp": 2, "data": 2},
+        lambda: sk.chain(sk.dp("data"), toy_zero("zero", 2), toy_fsdp("fsdp", 2)),
+    ),
+    PlanRow("toy tp x dp", {"data": 2, "model": 2}, lambda: sk.chain(toy_tp("model"), sk.dp("data")), "model"),
+    PlanRow(
+        "toy tp x fsdp x zero",
+        {"zero": 2, "model": 2, "fsdp": 2},
+        lambda: sk.chain(toy_zero("zero", 2), toy_fsdp("fsdp", 2), toy_tp("model")),
+        "model",
+    ),
+]
+
+
+class ModelRow(NamedTuple):
+    """A model: parameters, batches, a loss that may be given the axis over which it communicates.
+
+    `zero_leaves` are those whose true gradient is zero, which are compared absolutely.
+    """
+
+    name: str
+    params: Callable[[], Any]
+    batch: Callable[[int], Any]
+    loss: Callable[[str | None], Callable[..., Any]]
+    zero_leaves: tuple[str, ...] = ()
+
+
+def _softmax_params() -> Any:
+    key = jax.random.key(1)
+    return {"weight": jax.random.normal(key, (8, 5)) * 0.5, "bias": jnp.zeros(5), "shift": jnp.float32(0.3)}
+
+
+def _softmax_batch(step: int) -> Any:
+    rng = np.random.default_rng(step)
+    return {
+        "x": rng.normal(size=(BATCH, 8)).astype(np.float32),
+        "label": rng.integers(0, 5, BATCH).astype(np.int32),
+        # far from equal, some zero: a mean of means would be wrong by much
+        "weight": (rng.integers(0, 4, BATCH) * rng.integers(0, 2, BATCH) + (np.arange(BATCH) == 3)).astype(np.float32),
+    }
+
+
+def _softmax_loss(model_axis: str | None) -> Callable[..., Any]:
+    def loss(params: Any, batch: Any, keys: Any) -> Any:
+        x = sk.dropout(batch["x"], keys, 0.25)
+        if model_axis:
+            size = params["weight"].shape[0]
+            x = jax.lax.dynamic_slice_in_dim(x, sk.axis_index(model_axis) * size, size, 1)
+            logits = sk.all_reduce(x @ params["weight"], model_axis)
+        else:
+            logits = x @ params["weight"]
+        logits = logits + params["bias"][None, :] + params["shift"]  # the shift changes no probability
+        nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+        hits = jnp.argmax(logits, -1) == batch["label"]
+        return sk.Mean.of(nats, batch["weight"]), {"accuracy": sk.Mean.of(hits, batch["weight"])}
+
+    return loss
+
+
+TRANSFORMER = transformer.Config(vocabulary=32, layers=2, dim=16, heads=4, kv_heads=2, hidden=24, dropout=0.1)
+
+
+def _text_batch(step: int) -> Any:
+    rng = np.random.default_rng(step)
+    tokens = rng.integers(0, 32, (BATCH, 9)).astype(np.int32)
+    lengths = rng.integers(1, 9, BATCH)
+    weights = (np.arange(8)[None, :] < lengths[:, None]).astype(np.float32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+
+
+MODELS = [
+    ModelRow("softmax", _softmax_params, _softmax_batch, _softmax_loss, ("shift",)),
+    ModelRow(
+        "transformer",
+        lambda: transformer.init(jax.random.key(2), TRANSFORMER),
+        _text_batch,
+        lambda _: transformer.loss_fn(TRANSFORMER),
+    ),
+]
+
+
+def make_mesh(row: PlanRow) -> jax.sharding.Mesh:
+    """The row's mesh over as many of the eight devices as it needs."""
+    return sk.make_mesh(jax.devices()[: math.prod(row.sizes.values())], **row.sizes)
+
+
+class Reference(NamedTuple):
+    """What one device computes with nothing but jax and optax."""
+
+    losses: list[float]
+    metrics: list[dict[str, float]]
+    grads: Any
+    params: Any
+
+
+def reference(model: ModelRow, optimizer: Any, steps: int, key: jax.Array) -> Reference:
+    """`steps` optimizer steps on one device; `grads` are those of the first step."""
+    loss_fn = model.loss(None)
+
+    @jax.jit
+    def step(params: Any, opt_state: Any, batch: Any, keys: jax.Array) -> Any:
+        def mean_loss(params: Any) -> Any:
+            loss, aux = loss_fn(params, batch, keys)
+            return loss.total / loss.weight, {name: m.total / m.weight for name, m in aux.items()}
+
+        (loss, aux), grads = jax.value_and_grad(mean_loss, has_aux=True)(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss, aux, grads
+
+    params = model.params()
+    opt_state, losses, metrics, first = optimizer.init(params), [], [], None
+    for index in range(steps):
+        keys = sk.example_keys(sk.step_key(key, index), BATCH)
+        params, opt_state, loss, aux, grads = step(params, opt_state, model.batch(index), keys)
+        losses.append(float(loss))
+        metrics.append({name: float(value) for name, value in aux.items()})
+        first = first if first is not None else grads
+    return Reference(losses, metrics, first, params)
+
+
+def assert_close(actual: Any, expected: Any, relative: float, zero_leaves: tuple[str, ...], absolute: float) -> None:
+    """Every leaf within `relative` of the largest value in it; the named leaves within `absolute`."""
+    flat, expected_flat = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (actual, expected))
+    assert [path for path, _ in flat] == [path for path, _ in expected_flat]
+    for (path, x), (_, y) in zip(flat, expected_flat, strict=True):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        gap = float(np.max(np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64))))
+        bound = absolute if name in zero_leaves else relative * float(np.max(np.abs(y)))
+        assert gap <= bound, f"{name}: differs by {gap:.3g}, allowed {bound:.3g}"

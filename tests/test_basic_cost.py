@@ -1,0 +1,253 @@
+"""collectives/basic.py: what each kernel sends, counted in the traced program, and the wording of its errors."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+
+CASTS = {"axis_index", "pvary", "pcast"}  # they carry axis names and send nothing
+N, B = 4, 6 * 8 * 4  # devices along the axis, bytes of the float32 block [6, 8] on each
+BLOCK = jax.ShapeDtypeStruct((2 * 6, N * 8), np.float32)
+
+
+def collectives(jaxpr):
+    """Name, axes and operand bytes of every primitive that communicates, through jit and shard_map."""
+    rows = []
+    for eqn in jaxpr.eqns:
+        axes = eqn.params.get("axis_name", eqn.params.get("axes", ()))
+        axes = (axes,) if isinstance(axes, str) else tuple(axes)
+        if axes and all(isinstance(axis, str) for axis in axes) and eqn.primitive.name not in CASTS:
+            size = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in eqn.invars)
+            rows.append((eqn.primitive.name.removesuffix("_invariant"), axes, size))
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            rows += collectives(inner) if hasattr(inner, "eqns") else []
+    return rows
+
+
+def traced(kernel):
+    """The collectives of a kernel on a mesh of 2 x N, whose input is a block [6, 8] that differs on every device."""
+    mesh = sk.make_mesh(data=2, model=N)
+    f = jax.jit(jax.shard_map(kernel, mesh=mesh, in_specs=P("data", "model"), out_specs=P("data", "model")))
+    return collectives(jax.make_jaxpr(f)(BLOCK).jaxpr)
+
+
+AROUND = "2 B (n-1)/n bytes in 2 (n-1) hops"
+KERNELS = [  # kernel, call, its cost line, its primitive
+    (sk.all_reduce, lambda x: sk.all_reduce(x, "model"), f"{AROUND}, as a ring sends it.", "psum"),
+    (sk.all_reduce, lambda x: sk.all_reduce(x, "model", op="mean"), f"{AROUND}, as a ring sends it.", "psum"),
+    (sk.all_reduce, lambda x: sk.all_reduce(x, "model", op="max"), f"{AROUND}, as a ring sends it.", "pmax"),
+    (sk.all_reduce, lambda x: sk.all_reduce(x, "model", op="min"), f"{AROUND}, as a ring sends it.", "pmin"),
+    (
+        sk.all_gather,
+        lambda x: sk.all_gather(x, "model", dim=1),
+        "B (n-1) bytes in n-1 hops, B being one piece.",
+        "all_gather",
+    ),
+    (
+        sk.all_gather,
+        lambda x: sk.all_gather(x, "model", replicated=True),
+        "B (n-1) bytes in n-1 hops, B being one piece.",
+        "all_gather",
+    ),
+    (
+        sk.reduce_scatter,
+        lambda x: sk.reduce_scatter(x, "model", dim=1),
+        "B (n-1)/n bytes in n-1 hops.",
+        "reduce_scatter",
+    ),
+    (
+        sk.all_to_all,
+        lambda x: sk.all_to_all(x, "model", split_dim=1, concat_dim=0),
+        "B (n-1)/n bytes, to n-1 other devices.",
+        "all_to_all",
+    ),
+    (
+        sk.shift,
+        lambda x: sk.shift(x, "model", by=3),
+        "B bytes in one step (min(by, n - by) hops round a ring); nothing where by is a multiple of n.",
+        "ppermute",
+    ),
+    (
+        sk.broadcast,
+        lambda x: sk.broadcast(x, "model", source=1),
+        f"{AROUND}: a masked all_reduce, which is what types the result as equal.",
+        "psum",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kernel", "call", "cost", "primitive"), KERNELS)
+def test_one_collective_of_one_block(kernel, call, cost, primitive):  # proves F76
+    assert re.search(r"Cost: (.+)", kernel.__doc__).group(1) == cost
+    assert traced(call) == [(primitive, ("model",), B)]
+
+
+def test_a_tuple_of_axes_is_one_collective():
+    both = ("model", "data")
+    assert traced(lambda x: sk.all_reduce(x, both)) == [("psum", both, B)]
+    assert traced(lambda x: sk.reduce_scatter(x, both, dim=1)) == [("reduce_scatter", both, B)]
+    assert traced(lambda x: sk.shift(x, both)) == [("ppermute", ("data", "model"), B)]
+
+
+def test_what_sends_nothing():  # proves S42
+    sizes = []
+
+    def sizes_only(x):
+        sizes.extend(sk.axis_size(axis) for axis in ("data", "model", ("model", "data")))
+        return x * np.float32(sizes[-1])
+
+    assert traced(sizes_only) == []
+    assert sizes == [2, 4, 8]
+    assert all(type(size) is int for size in sizes)
+    assert traced(lambda x: sk.vary(x[:, :1] * 0 + sk.axis_index("model").astype(x.dtype), ("data", "model"))) == []
+    for by in (0, N, -N, 2 * N):
+        assert traced(lambda x, by=by: sk.shift(x, "model", by=by)) == []
+    assert traced(lambda x: sk.shift(x, "model", by=0, wrap=False)) == []
+
+    mesh = sk.make_mesh(data=2, model=N)
+    f = jax.shard_map(lambda x: x * sk.axis_size("model"), mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    text = jax.jit(f).lower(jax.ShapeDtypeStruct((8,), np.int32)).compile().as_text()
+    assert "multiply" in text
+    assert not re.search(r"all-reduce|all-gather|collective-permute|reduce-scatter|all-to-all", text)
+
+
+def test_gather_and_scatter_are_transposes():  # proves S46
+    def backward(kernel):
+        return lambda x: jax.vjp(kernel, x)[1](kernel(x))[0]
+
+    gather = backward(lambda x: sk.all_gather(x, "model", dim=1))
+    forward = [("all_gather", ("model",), B)] * 2
+    assert traced(gather) == [*forward, ("reduce_scatter", ("model",), N * B)]
+    scatter = backward(lambda x: sk.reduce_scatter(x, "model", dim=1))
+    forward = [("reduce_scatter", ("model",), B)] * 2
+    assert traced(scatter) == [*forward, ("all_gather", ("model",), B // N)]
+
+
+def test_a_scatter_sends_half_of_a_reduction():  # proves S47
+    def sent(cost):
+        return eval(re.match(r"(2 )?(B \(n-1\)(?:/n)?)", cost).group(0).replace(" ", "*"), {"B": B, "n": N})
+
+    costs = {kernel.__name__: sent(cost) for kernel, _, cost, _ in KERNELS if kernel is not sk.shift}
+    assert costs == {"all_reduce": 288, "broadcast": 288, "all_gather": 576, "reduce_scatter": 144, "all_to_all": 144}
+
+
+def test_a_reduction_of_marked_parameters_stands_where_it_is_written():
+    """The trap of vma: beside varying data an unmarked parameter's gradient is summed by itself, before the mean."""
+    mesh = sk.make_mesh(jax.devices()[:4], data=4)
+    x = np.arange(1, 9, dtype=np.float32)  # true gradient of mean((w x)^2) at w=1: 2 mean(x^2) = 51
+
+    def step(mark):
+        def local(w, x_b):
+            w = sk.vary(w, "data") if mark else w
+            grad = jax.grad(lambda w: jnp.mean((w * x_b) ** 2))(w)
+            return sk.all_reduce(grad, "data", op="mean")
+
+        return jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+
+    assert float(step(mark=True)(np.float32(1), x)) == 51
+    assert float(step(mark=False)(np.float32(1), x)) == 4 * 51  # T6
+    arguments = (np.float32(1), x)
+    assert [row[0] for row in collectives(jax.make_jaxpr(step(mark=True))(*arguments).jaxpr)] == ["psum"]
+
+
+UNBOUND = "is not an axis of this mesh; its axes are 'data', 'model'. Use one of them, or add the axis to make_mesh."
+RANK2 = "for an array of rank 2. Choose 0 to 1."
+CALLS = {
+    "axis_size": lambda x, axis: x * sk.axis_size(axis),
+    "axis_index": lambda x, axis: x + sk.axis_index(axis),
+    "vary": sk.vary,
+    "all_reduce": sk.all_reduce,
+    "all_gather": sk.all_gather,
+    "reduce_scatter": sk.reduce_scatter,
+    "all_to_all": lambda x, axis: sk.all_to_all(x, axis, split_dim=0, concat_dim=0),
+    "shift": sk.shift,
+    "broadcast": sk.broadcast,
+}
+
+
+def refused(call):
+    with pytest.raises((ValueError, TypeError)) as error:
+        traced(call)
+    return type(error.value), str(error.value)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_errors_of_the_axis(name):
+    call = CALLS[name]
+    assert refused(lambda x: call(x, "stage")) == (ValueError, f"{name}: axis 'stage' {UNBOUND}")
+    assert refused(lambda x: call(x, ("data", "model", "data"))) == (
+        ValueError,
+        f"{name}: axis 'data' is used twice in ('data', 'model', 'data'). Name each axis once.",
+    )
+    assert refused(lambda x: call(x, 3)) == (
+        TypeError,
+        f"{name}: axis must be a mesh axis name or a tuple of names; got 3. "
+        "Pass for example axis='data' or axis=('data', 'model').",
+    )
+    with pytest.raises(ValueError) as error:
+        call(np.ones((2, 2), np.float32), "data")
+    assert str(error.value) == (
+        f"{name}: axis 'data' is not bound here, because no shard_map surrounds this call. "
+        "Call it inside jax.shard_map over a mesh with that axis."
+    )
+
+
+DIVIDES = "dim 0 must be divisible by {}; got size 6 over {} devices. Pad dim 0 or choose another dim."
+ERRORS = [
+    (
+        lambda x: sk.all_reduce(x, "data", op="median"),
+        "all_reduce: op must be 'sum', 'mean', 'max' or 'min'; got 'median'. Choose one of them.",
+    ),
+    (
+        lambda x: sk.reduce_scatter(x, "data", op="max"),
+        "reduce_scatter: op must be 'sum' or 'mean'; got 'max'. Choose one of them.",
+    ),
+    (lambda x: sk.all_gather(x, "data", dim=2), f"all_gather: dim must name a dimension of the array; got 2 {RANK2}"),
+    (
+        lambda x: sk.all_gather(x[0, 0], "data"),
+        "all_gather: dim must name a dimension of the array; got 0 for an array of rank 0. "
+        "Choose an array of rank 1 or more.",
+    ),
+    (
+        lambda x: sk.reduce_scatter(x, "data", dim=-3),
+        f"reduce_scatter: dim must name a dimension of the array; got -3 {RANK2}",
+    ),
+    (
+        lambda x: sk.all_to_all(x, "data", split_dim=2, concat_dim=0),
+        f"all_to_all: split_dim must name a dimension of the array; got 2 {RANK2}",
+    ),
+    (
+        lambda x: sk.all_to_all(x, "data", split_dim=0, concat_dim=5),
+        f"all_to_all: concat_dim must name a dimension of the array; got 5 {RANK2}",
+    ),
+    (lambda x: sk.reduce_scatter(x, "model"), "reduce_scatter: " + DIVIDES.format("axis 'model'", 4)),
+    (lambda x: sk.reduce_scatter(x, "model", dim=-2), "reduce_scatter: " + DIVIDES.format("axis 'model'", 4)),
+    (
+        lambda x: sk.reduce_scatter({"ok": x.T, "bad": x}, ("data", "model")),
+        "reduce_scatter: " + DIVIDES.format("axes 'data', 'model'", 8),
+    ),
+    (
+        lambda x: sk.all_to_all(x, "model", split_dim=0, concat_dim=1),
+        "all_to_all: " + DIVIDES.format("axis 'model'", 4),
+    ),
+    (
+        lambda x: sk.broadcast(x, "model", source=4),
+        "broadcast: source must be a device of the axis; got 4 over 4 devices. Choose 0 to 3.",
+    ),
+    (
+        lambda x: sk.broadcast(x, ("data", "model"), source=-1),
+        "broadcast: source must be a device of the axis; got -1 over 8 devices. Choose 0 to 7.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), ERRORS)
+def test_errors_of_the_arguments(call, message):
+    assert refused(call) == (ValueError, message)

@@ -1,0 +1,140 @@
+"""The `shardkit` command as a user runs it: in a process of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from shardkit.cli.soak import Options, run_once
+
+SMALL = ["--layers", "1", "--dim", "32", "--heads", "2", "--length", "32", "--batch", "16", "--evaluate-every", "4"]
+pytestmark = pytest.mark.slow
+
+
+def environment():
+    clean = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC", "JAX_PLATFORMS")}
+    return clean | {"COLUMNS": "100"}
+
+
+def command(*words):
+    return [sys.executable, "-m", "shardkit", *map(str, words)]
+
+
+def run(*words, code=0):
+    done = subprocess.run(command(*words), capture_output=True, text=True, timeout=300, env=environment())
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    root = tmp_path_factory.mktemp("corpus")
+    for index in range(40):
+        (root / f"{index}.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
+    return root
+
+
+def test_train_prints_a_summary_and_writes_the_results(corpus, tmp_path):
+    out = tmp_path / "results" / "run.json"
+    done = run("train", "data=4", "--data", corpus, "--steps", 8, "--verify", 2, "--json", out, *SMALL)
+    results = json.loads(out.read_text())
+    assert results["steps"] == 8 and results["ended"] == "done" and results["mesh"] == {"data": 4}
+    assert 3 < results["validation_loss"] < 6 and 3 < results["train_loss"] < 6
+    assert results["tokens_per_second"] > 0
+    assert results["verify_loss_difference"] < 1e-5 and results["verify_parameter_difference"] < 1e-4
+    assert results["held_bytes_per_device"] > 3 * 4 * 256 * 32
+    assert results["curve"][-1]["step"] == 8
+    for line in (
+        "mesh data=4: 4 cpu devices, 1 process",
+        "plan: dp('data'); ",
+        "verify: after 2 steps the loss differs from one device's by ",
+        "step 4: loss ",
+        "done: 8 steps, ",
+        "nats per byte on text it has not seen",
+    ):
+        assert line in done.stdout
+    assert "┌─" in done.stdout  # the loss curve
+
+
+# proves F66, S28: the same numbers on another mesh, with accumulation and dropout
+def test_two_meshes_give_the_same_numbers(corpus, tmp_path):
+    results = []
+    for words in (["data=1"], ["data=2", "--accumulate", "4"]):
+        out = tmp_path / f"{words[0]}.json"
+        run("train", *words, "--data", corpus, "--steps", 4, "--json", out, "--dropout", 0.1, *SMALL)
+        results.append(json.loads(out.read_text()))
+    for name in ("train_loss", "validation_loss"):
+        assert results[0][name] == pytest.approx(results[1][name], rel=1e-5)
+
+
+def test_interrupting_ends_with_a_summary(corpus):
+    words = command("train", "data=2", "--data", corpus, "--steps", 100_000, *SMALL)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(words, env=environment(), **pipes) as child:
+        for line in child.stdout:
+            if line.startswith("step 4:"):
+                break
+        child.send_signal(signal.SIGINT)
+        rest = child.stdout.read()
+        assert child.wait(timeout=60) == 130
+    assert "interrupted after step" in rest and "validation loss" in rest
+    assert "Traceback" not in rest
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data8"], "error: train: the mesh is given as words AXIS=SIZE; got 'data8'. Write for example data=8."),
+        (["dta=8"], "error: train: the axis must be one of 'data'; got 'dta'. Use one of them."),
+        (
+            ["data=2", "data=4"],
+            "error: train: axis 'data' is given twice in 'data=2 data=4'. Give each axis one size.",
+        ),
+        (
+            ["data=4", "--batch", "10"],
+            "error: make_train_step: batch dim 0 must be divisible by axis 'data'; leaf targets has size 10 over 4 "
+            "devices. Choose another size, or pad with examples of weight 0.",
+        ),
+        (
+            ["data=1", "--data", "no/such/path"],
+            "error: --data: the path must be a file or a directory; no/such/path does not exist. Check the path.",
+        ),
+        (
+            ["data=1", "--length", "100000"],
+            "error: --data: the text must hold at least one sequence of 100001 bytes; it has ",
+        ),
+    ],
+)
+def test_mistakes_end_with_one_sentence(words, message, corpus):
+    extra = [] if "--data" in words else ["--data", corpus]
+    done = run("train", *words, *extra, code=2)
+    assert done.stderr.startswith(message)
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_diverging_run_stops(corpus):
+    words = ["--optimizer", "sgd", "--learning-rate", "1e30", "--clip", "0", "--steps", "30"]
+    done = run("train", "data=2", "--data", corpus, *words, *SMALL, code=3)
+    assert "a gradient is not finite. The parameters are as before the step" in done.stdout
+
+
+def test_doctor_tests_every_collective():
+    done = run("doctor", "--devices", 4)
+    for name in ("all_reduce sum", "all_gather", "reduce_scatter", "all_to_all", "shift", "broadcast", "axis_index"):
+        assert name in done.stdout
+    assert "all collectives are right" in done.stdout and "WRONG" not in done.stdout
+    assert "[checkpoint]" in done.stdout and "jax" in done.stdout
+
+
+# The command that proves that nothing hangs, on a small scale; `make soak` is the large one.
+def test_a_short_soak_passes():
+    done = run("soak", "--starts", 2, "--steps", 30)
+    assert "2 starts of 30 steps on 8 simulated devices: 0 hung or failed, 1 distinct final loss(es)" in done.stdout
+
+
+def test_the_soak_can_fail():
+    result = run_once(Options(steps=5, devices=2, timeout=0.5))
+    assert result == "hung: no end after 0.5 s"

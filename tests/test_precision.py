@@ -1,0 +1,167 @@
+"""Which dtype is used where, and the float16 loss scale that all devices change together."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardkit as sk
+from shardkit.precision import BFLOAT16, FLOAT16, LossScale, next_loss_scale, precision_of
+
+KEY = jax.random.key(0)
+
+
+def recording(seen):
+    def update(grads, state, params=None):
+        seen["grads"] = grads["weight"].dtype
+        seen["params"] = params["weight"].dtype
+        return jax.tree.map(lambda g: -0.125 * g, grads), state
+
+    return optax.GradientTransformation(lambda p: (), update)
+
+
+def loss_seeing(seen):
+    def loss_fn(params, batch, keys):
+        seen.update({"weight": params["weight"].dtype, "x": batch["x"].dtype, "label": batch["label"].dtype})
+        logits = (batch["x"] @ params["weight"]).astype(jnp.float32)
+        return sk.Mean.of(optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]))
+
+    return loss_fn
+
+
+def params():
+    return {"weight": jax.random.normal(KEY, (8, 4))}
+
+
+def batch(scale=1.0):
+    rng = np.random.default_rng(0)
+    return {
+        "x": (scale * rng.normal(size=(16, 8))).astype(np.float32),
+        "label": rng.integers(0, 4, 16).astype(np.int32),
+    }
+
+
+# proves S88, F47
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("precision", "compute"),
+    [(None, jnp.float32), ("no", jnp.float32), ("bf16", jnp.bfloat16), ("fp16", jnp.float16), (BFLOAT16, jnp.bfloat16)],
+)
+def test_dtypes(precision, compute, accumulate, data8):
+    seen = {}
+    init, step = sk.make_train_step(
+        sk.value_and_grad(loss_seeing(seen)),
+        recording(seen),
+        mesh=data8,
+        plan=sk.dp("data"),
+        precision=precision,
+        accumulate=accumulate,
+    )
+    state, metrics = step(init(params(), KEY), batch())
+    assert (seen["weight"], seen["x"], seen["label"]) == (compute, compute, jnp.int32)
+    assert (seen["grads"], seen["params"]) == (jnp.float32, jnp.float32)
+    assert metrics["loss"].dtype == metrics["weight"].dtype == jnp.float32
+    assert state.params["weight"].dtype == jnp.float32
+
+
+def train(precision, steps=3, mesh=None, **options):
+    init, step = sk.make_train_step(
+        sk.value_and_grad(loss_seeing({})),
+        optax.sgd(0.5),
+        mesh=mesh or sk.make_mesh(data=8),
+        plan=sk.dp("data"),
+        precision=precision,
+        **options,
+    )
+    state = init(params(), KEY)
+    for _ in range(steps):
+        state, metrics = step(state, batch())
+    return state, metrics
+
+
+# proves S88, S89: low precision changes the numbers by its rounding and no more
+@pytest.mark.parametrize(("precision", "tolerance"), [(BFLOAT16, 2e-2), (FLOAT16._replace(loss_scale=2.0**10), 3e-3)])
+def test_low_precision_stays_near_float32(precision, tolerance):
+    state, metrics = train(precision)
+    exact, exact_metrics = train(None)
+    np.testing.assert_allclose(metrics["loss"], exact_metrics["loss"], rtol=tolerance)
+    gap = np.max(np.abs(np.asarray(state.params["weight"]) - np.asarray(exact.params["weight"])))
+    assert 0 < gap < tolerance * np.max(np.abs(exact.params["weight"]))
+
+
+# A power of two only moves the exponent; the products of the backward pass differ by where float16 underflows.
+def test_a_fixed_scale_does_not_change_the_update():
+    small, _ = train(FLOAT16._replace(loss_scale=1.0))
+    large, metrics = train(FLOAT16._replace(loss_scale=1024.0))
+    np.testing.assert_allclose(small.params["weight"], large.params["weight"], rtol=1e-3, atol=1e-4)
+    assert float(metrics["loss_scale"]) == float(large.loss_scale.scale) == 1024.0
+
+
+def test_a_fixed_scale_is_exact_in_float32():
+    plain, _ = train(None)
+    scaled, _ = train(sk.Precision(loss_scale=2.0**10))
+    np.testing.assert_array_equal(plain.params["weight"], scaled.params["weight"])
+
+
+# proves S89, F48, F56
+def test_the_dynamic_scale_falls_on_overflow_and_the_step_is_skipped(data8):
+    init, step = sk.make_train_step(
+        sk.value_and_grad(loss_seeing({})),
+        optax.sgd(0.5, momentum=0.9),
+        mesh=data8,
+        plan=sk.dp("data"),
+        precision=FLOAT16._replace(growth_interval=2),
+    )
+    state = init(params(), KEY)
+    assert float(state.loss_scale.scale) == 2.0**15
+    before = jax.device_get((state.params, state.opt_state))
+    state, metrics = step(state, batch(scale=100.0))  # gradients of 100 times 2**15 overflow float16
+    assert not bool(metrics["finite"]) and np.isfinite(metrics["loss"])
+    assert float(metrics["loss_scale"]) == 2.0**15 and float(state.loss_scale.scale) == 2.0**14
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get((state.params, state.opt_state)), before)
+    scales, skipped = [], 0
+    for _ in range(12):
+        state, metrics = step(state, batch())
+        scales.append(float(state.loss_scale.scale))
+        skipped += not bool(metrics["finite"])
+    assert {b / a for a, b in itertools.pairwise(scales)} <= {0.5, 1.0, 2.0}
+    assert len(set(scales)) > 1 and skipped < 12
+    assert not np.array_equal(np.asarray(state.params["weight"]), before[0]["weight"])
+
+
+def test_the_scale_doubles_after_the_growth_interval_and_never_falls_below_one():
+    policy = FLOAT16._replace(growth_interval=3)
+    state = LossScale(jnp.float32(1.0), jnp.int32(0))
+    seen = []
+    for finite in [True, True, True, True, False, False, False]:
+        state = next_loss_scale(policy, state, jnp.bool_(finite))
+        seen.append((float(state.scale), int(state.good_steps)))
+    assert seen == [(1.0, 1), (1.0, 2), (2.0, 0), (2.0, 1), (1.0, 0), (1.0, 0), (1.0, 0)]
+
+
+def test_the_reduction_runs_in_the_reduce_dtype(data8):
+    from jaxpr_walk import collectives
+
+    for reduce, size in [(jnp.float32, 4), (jnp.bfloat16, 2)]:
+        init, step = sk.make_train_step(
+            sk.value_and_grad(loss_seeing({})),
+            optax.sgd(0.5),
+            mesh=data8,
+            plan=sk.dp("data"),
+            precision=BFLOAT16._replace(reduce=reduce),
+        )
+        rows = collectives(step, init(params(), KEY), batch())
+        assert [row.bytes for row in rows if row.shapes == ((8, 4),)] == [8 * 4 * size]
+
+
+@pytest.mark.parametrize("scale", [3.0, 0, -2, "static"])
+def test_a_scale_that_is_no_power_of_two_is_refused(scale):
+    with pytest.raises(ValueError) as error:
+        precision_of(sk.Precision(loss_scale=scale))
+    assert str(error.value) == (
+        "Precision: loss_scale must be None, 'dynamic' or a positive power of two, so that scaling is exact; got "
+        f"{scale!r}. Use for example 1024.0."
+    )

@@ -1,0 +1,143 @@
+"""The reference transformer: shapes, names, causality, and each piece against a second way to write it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardkit as sk
+from shardkit.models import transformer
+
+CONFIG = transformer.Config(vocabulary=40, layers=2, dim=32, heads=4, kv_heads=2, hidden=48)
+KEY = jax.random.key(0)
+
+
+def tokens(batch=3, length=12):
+    return jax.random.randint(jax.random.key(1), (batch, length), 0, 40)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_leaf_has_a_logical_name_for_every_dim(tied):
+    config = transformer.Config(tied=tied)
+    params = jax.eval_shape(lambda key: transformer.init(key, config), KEY)
+    axes = transformer.logical_axes(config)
+    is_names = lambda x: isinstance(x, tuple)  # noqa: E731
+    assert jax.tree.structure(params) == jax.tree.structure(axes, is_leaf=is_names)
+    jax.tree.map(lambda names, x: assert_rank(names, x), axes, params, is_leaf=is_names)
+    assert ("head" in params) == (not tied)
+
+
+def assert_rank(names, x):
+    assert len(names) == x.ndim
+
+
+# proves S24, S25: one model under two sets of rules
+def test_two_sets_of_rules_give_the_same_logits(mesh2x4):
+    params = transformer.init(KEY, CONFIG)
+    axes = transformer.logical_axes(CONFIG)
+    none = dict.fromkeys(["vocabulary", "layers", "embed", "heads", "kv_heads", "head_size", "hidden"])
+    outputs = []
+    for rules in (none | {"hidden": "model", "heads": "model"}, none | {"embed": ("data", "model")}):
+        placed = sk.shard(params, mesh2x4, sk.specs_from_rules(axes, rules))
+        outputs.append(jax.jit(lambda p, t: transformer.apply(p, t, CONFIG))(placed, tokens()))
+    np.testing.assert_allclose(*outputs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_token_sees_only_what_came_before():
+    params = transformer.init(KEY, CONFIG)
+    first = tokens()
+    second = first.at[:, 7].set((first[:, 7] + 1) % 40)
+    a, b = (transformer.apply(params, t, CONFIG) for t in (first, second))
+    np.testing.assert_array_equal(a[:, :7], b[:, :7])
+    assert np.all(np.any(np.asarray(a[:, 7:]) != np.asarray(b[:, 7:]), axis=-1))
+
+
+def test_rotary_scores_depend_on_the_distance_alone():
+    q, k = jax.random.normal(KEY, (2, 8))
+    at = lambda x: transformer.rotate(jnp.broadcast_to(x[None, None, None], (1, 10, 1, 8)))[0, :, 0]  # noqa: E731
+    scores = np.asarray(jnp.einsum("tk,sk->ts", at(q), at(k)))
+    for distance in range(-5, 6):
+        diagonal = np.diagonal(scores, distance)
+        np.testing.assert_allclose(diagonal, np.full_like(diagonal, diagonal[0]), rtol=1e-4, atol=1e-5)
+    assert np.ptp(scores[5]) > 0.1
+
+
+def test_grouped_heads_equal_repeated_ones():
+    params = jax.tree.map(lambda w: w[0], transformer.init(KEY, CONFIG)["layers"])
+    x = jax.random.normal(jax.random.key(2), (2, 6, 32))
+    repeated = params | {name: jnp.repeat(params[name], 2, axis=1) for name in ("key", "value")}
+    full = transformer.Config(vocabulary=40, layers=2, dim=32, heads=4, hidden=48)
+    np.testing.assert_allclose(
+        transformer.attention(params, x, CONFIG), transformer.attention(repeated, x, full), rtol=1e-5, atol=1e-7
+    )
+
+
+# proves F28 on one device
+def test_rms_norm_in_low_precision_keeps_its_statistics():
+    x = 300 * jax.random.normal(KEY, (1, 4, 64)).astype(jnp.float16)  # squares overflow float16
+    y = transformer.rms_norm(x, jnp.ones(64, jnp.float16))
+    assert y.dtype == jnp.float16
+    np.testing.assert_allclose(np.mean(np.asarray(y, np.float32) ** 2, -1), np.ones((1, 4)), rtol=1e-2)
+
+
+def test_the_loss_counts_weights_and_starts_at_the_entropy_of_a_guess():
+    params = transformer.init(KEY, CONFIG)
+    loss_fn = transformer.loss_fn(CONFIG)
+    batch = {"tokens": tokens(), "targets": tokens()}
+    loss, aux = loss_fn(params, batch, None)
+    assert float(loss.weight) == 36 == float(aux["accuracy"].weight)
+    np.testing.assert_allclose(loss.total / loss.weight, np.log(40), rtol=0.01)
+    half = batch | {"weights": jnp.zeros((3, 12)).at[:, :6].set(1)}
+    cut = {name: x[:, :6] for name, x in batch.items()}
+    np.testing.assert_allclose(loss_fn(params, half, None)[0].total, loss_fn(params, cut, None)[0].total, rtol=1e-5)
+
+
+# proves F46: recomputing a layer draws the same dropout
+def test_remat_changes_nothing():
+    config = transformer.Config(vocabulary=40, layers=2, dim=32, heads=4, dropout=0.5)
+    params = transformer.init(KEY, config)
+    keys = sk.example_keys(KEY, 3)
+
+    def total(params, apply):
+        return jnp.sum(apply(params, tokens()) ** 2)
+
+    plain = lambda p, t: transformer.apply(p, t, config, keys)  # noqa: E731
+    one, two = (jax.grad(total)(params, apply) for apply in (plain, jax.checkpoint(plain)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), one, two)
+    evaluation = transformer.apply(params, tokens(), config)
+    assert not np.allclose(evaluation, plain(params, tokens()))
+
+
+def test_tied_head_is_the_embedding():
+    config = transformer.Config(vocabulary=40, layers=1, dim=32, heads=4, tied=True)
+    params = transformer.init(KEY, config)
+    untied = params | {"head": params["embed"].T}
+    plain = transformer.Config(vocabulary=40, layers=1, dim=32, heads=4)
+    np.testing.assert_array_equal(
+        transformer.apply(params, tokens(), config), transformer.apply(untied, tokens(), plain)
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {"dim": 30, "heads": 4},
+            "transformer: dim must be divisible by heads into an even head size; got dim 30 over 4 heads. "
+            "Change dim or heads.",
+        ),
+        (
+            {"dim": 12, "heads": 4},
+            "transformer: dim must be divisible by heads into an even head size; got dim 12 over 4 heads. "
+            "Change dim or heads.",
+        ),
+        (
+            {"heads": 4, "kv_heads": 3},
+            "transformer: kv_heads must divide heads; got 3 for 4 heads. Change one.",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(sizes, message):
+    with pytest.raises(ValueError) as error:
+        transformer.Config(**sizes)
+    assert str(error.value) == message
