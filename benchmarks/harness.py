@@ -7,7 +7,7 @@ are compared between the variants, outside the timed part: a row whose variants 
 Two modes: "inside" runs the steps in a loop inside one jit, so that dispatch from Python is not measured;
 "dispatched" calls the compiled step from Python and waits once at the end, as a training loop does.
 
-A whole benchmark file (save it as `benchmarks/example.py`, run it with `python -m benchmarks.example --json out.jsonl`):
+A whole benchmark file (save it as `benchmarks/example.py`, run `python -m benchmarks.example --json out.jsonl`):
 
     '''All-reduce: one psum against reduce_scatter and all_gather, over 4 MiB on each device.'''
 
@@ -17,14 +17,9 @@ A whole benchmark file (save it as `benchmarks/example.py`, run it with `python 
     from benchmarks import harness
 
     def variant(name, mesh, kernel):
-        def step(x):
-            def halved(x):
-                y = kernel(x) / mesh.size
-                return y, jnp.ravel(y)[0]
-            return jax.shard_map(halved, mesh=mesh, in_specs=P(), out_specs=P())(x)
-
-        x = jnp.arange(2.0**20) / 2**20
-        return harness.Variant(name, step, jax.device_put(x, NamedSharding(mesh, P())))
+        mean = jax.shard_map(lambda x: kernel(x) / mesh.size, mesh=mesh, in_specs=P(), out_specs=P())
+        x = jax.device_put(jnp.arange(2.0**20), NamedSharding(mesh, P()))
+        return harness.Variant(name, lambda x: (mean(x), None), x)
 
     def pair(x):
         return sk.all_gather(sk.reduce_scatter(sk.vary(x, "data"), "data"), "data", replicated=True)
@@ -45,12 +40,8 @@ A whole benchmark file (save it as `benchmarks/example.py`, run it with `python 
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
-import os
-import platform
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -58,10 +49,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 
 import shardkit as sk
+from benchmarks.environment import environment
 
 MODES = ("inside", "dispatched")
 BANNER = (
@@ -76,19 +67,19 @@ class Variant(NamedTuple):
 
     Attributes:
         name: how it is listed.
-        step: `step(carry, *args) -> (carry, value)`, what one call does. The carry must be able to feed the next call.
-            A function that is jitted already is dispatched as it is, with its own donation.
+        step: `step(carry, *args) -> (carry, value)`, what one call does; the carry feeds the next call and the value
+            may be None. A function that is jitted already is dispatched as it is, with its own donation.
         carry: the carry that every round starts from; it is copied, so donation does not consume it.
         args: arrays that each call is given, after the carry.
         checked: `checked(carry, value) -> pytree of arrays`: what is compared between variants after the last call of
-            a round, outside the timed part. By default the value.
+            a round, outside the timed part. By default both.
     """
 
     name: str
     step: Callable[..., tuple[Any, Any]]
     carry: Any
     args: tuple[Any, ...] = ()
-    checked: Callable[[Any, Any], Any] = lambda carry, value: value
+    checked: Callable[[Any, Any], Any] = lambda carry, value: (carry, value)
 
 
 class Sample(NamedTuple):
@@ -224,26 +215,6 @@ def disagreement(value: Any, reference: Any) -> tuple[float, str]:
     return max(errors, default=(0.0, ""))
 
 
-def environment() -> Record:
-    """Where and with what this runs; the name of the machine is left out."""
-    device = jax.devices()[0]
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "cpu_model": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "load_average_1min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "platform": device.platform,
-        "device_count": jax.device_count(),
-        "device_kind": device.device_kind,
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-        "NPROC": os.environ.get("NPROC", ""),
-        "git_commit": _git_commit(),
-    }
-
-
 def report(records: Sequence[Record], file: Path | None = None) -> None:
     """Prints records as a table and, given a file, appends them to it as JSON lines."""
     print("\n" + table(records), flush=True)
@@ -255,11 +226,8 @@ def report(records: Sequence[Record], file: Path | None = None) -> None:
 def table(records: Sequence[Record]) -> str:
     """The records of one row as plain text: microseconds a call and ratios, each as median [p10, p90]."""
     head = ["variant", "wall us", "CPU us", "wall ratio", "CPU ratio"]
-    lines = [head] + [
-        [r["variant"], *(_spread(r, f"{c}_us", 1) for c in ("wall", "cpu"))]
-        + [_spread(r, f"{c}_ratio", 3) for c in ("wall", "cpu")]
-        for r in records
-    ]
+    columns = (("wall_us", 1), ("cpu_us", 1), ("wall_ratio", 3), ("cpu_ratio", 3))
+    lines = [head] + [[r["variant"], *(_spread(r, *column) for column in columns)] for r in records]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     body = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
     r = records[0]
@@ -294,7 +262,6 @@ def _timed(variant: Variant, loop: Callable[..., tuple[Any, Any]], calls: int) -
 
     def run() -> tuple[Sample, Any]:
         carry = jax.block_until_ready(copy(variant.carry))
-        gc.collect()
         gc.disable()  # as timeit does: a collection would fall on one variant by chance
         try:
             wall, cpu = time.perf_counter(), time.process_time()
@@ -331,21 +298,3 @@ def _relative(value: Any, reference: Any) -> float:
 def _spread(record: Record, key: str, digits: int) -> str:
     median, low, high = (f"{record[f'{key}_{label}']:.{digits}f}" for label in ("median", "p10", "p90"))
     return f"{median} [{low}, {high}]"
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
-
-
-def _git_commit() -> str | None:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None

@@ -11,6 +11,7 @@ ratio is from 1 is what this machine cannot tell apart.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -139,18 +140,21 @@ def variants(model: Model, size: int) -> list[harness.Variant]:
     return [hand(kind), built(model, optimizer, mesh), hand(f"{kind} again")]
 
 
-def explain(rows: Sequence[harness.Variant]) -> str:
-    """Equations of the jaxpr and instructions of the compiled step, and which of them the builder has more or less of."""
-    counts = []
-    for variant in rows[:2]:
-        traced = variant.step.trace(variant.carry, *variant.args)
-        module = traced.lower().compile().runtime_executable().hlo_modules()[0]
-        opcodes = Counter(i.opcode for c in module.computations() for i in c.instructions())
-        counts.append((_equations(traced.jaxpr.jaxpr), opcodes))
-    lines = [f"{v.name}: {eqns.total()} equations, {ops.total()} instructions" for v, (eqns, ops) in zip(rows, counts)]
-    for what, (hand, built_) in zip(("equations", "instructions"), zip(*counts)):
-        differ = {k: built_[k] - hand[k] for k in sorted(hand | built_) if built_[k] != hand[k]}
-        lines.append(f"{what}, builder minus {rows[0].name}: {differ}")
+def counted(variant: harness.Variant) -> tuple[Counter[str], Counter[str]]:
+    """How often each primitive stands in the jaxpr of a step, and each opcode in the compiled program."""
+    traced = variant.step.trace(variant.carry, *variant.args)
+    module = traced.lower().compile().runtime_executable().hlo_modules()[0]
+    return _equations(traced.jaxpr.jaxpr), Counter(
+        i.opcode.name for c in module.computations() for i in c.instructions()
+    )
+
+
+def explain(hand: harness.Variant, builder: harness.Variant) -> str:
+    """What the builder's step has more or less of than the hand-written one, before and after the compiler."""
+    lines = []
+    for what, a, b in zip(("equations", "instructions"), counted(hand), counted(builder), strict=True):
+        more = ", ".join(f"{name} {b[name] - a[name]:+d}" for name in sorted(a | b) if a[name] != b[name])
+        lines.append(f"{what}: {hand.name} {a.total()}, {builder.name} {b.total()} ({more})")
     return "\n".join(lines)
 
 
@@ -168,23 +172,26 @@ def _equations(jaxpr: Any) -> Counter[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the rows on as many of 8, 2 and 1 devices as there are."""
     options = harness.start(__doc__, argv, devices=8, explain="count equations and instructions instead of timing")
-    models = [mlp(16, 8), small_transformer(8, 8, 4)] if options.smoke else [mlp(), small_transformer()]
-    rounds = options.rounds or (2 if options.smoke else 30)
-    for model in models:
-        for size in (n for n in (8, 2, 1) if n <= jax.device_count()):
-            rows, row = variants(model, size), f"{model.name}, {f'data={size}' if size > 1 else 'one device'}"
-            if options.explain:
-                print(f"\n{row}\n{explain(rows)}", flush=True)
-                continue
-            for mode in harness.MODES:
-                calls = options.calls or (2 if options.smoke else model.calls)
-                records = harness.measure(
-                    "step_overhead", row, rows, mode=mode, calls=calls, rounds=rounds, tolerance=1e-4
-                )
-                harness.report(records, options.json)
-                ratio = records[1]["wall_ratio_median"]
-                if not options.smoke:
-                    print(f"builder: {ratio:.3f}, target {TARGET} {'met' if ratio <= TARGET else 'missed'}")
+    models, sizes = ([mlp(16, 8)], (2, 1)) if options.smoke else ([mlp(), small_transformer()], (8, 2, 1))
+    for model, size in itertools.product(models, [n for n in sizes if n <= jax.device_count()]):
+        row = f"{model.name}, {f'data={size}' if size > 1 else 'one device'}"
+        rows = variants(model, size)
+        if options.explain:
+            print(f"\n{row}\n{explain(*rows[:2])}", flush=True)
+            continue
+        calls = options.calls or (2 if options.smoke else model.calls)
+        rounds = options.rounds or (2 if options.smoke else 30)
+        for mode in harness.MODES:
+            records = harness.measure("step_overhead", row, rows, mode=mode, calls=calls, rounds=rounds, tolerance=1e-4)
+            harness.report(records, options.json)
+            if not options.smoke:
+                print(verdict(records[1]), flush=True)
+
+
+def verdict(record: harness.Record) -> str:
+    """Whether the builder's median ratios are within the target."""
+    wall, cpu = record["wall_ratio_median"], record["cpu_ratio_median"]
+    return f"builder {wall:.3f} wall, {cpu:.3f} CPU: target {TARGET} {'met' if max(wall, cpu) <= TARGET else 'missed'}"
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ class Precision(NamedTuple):
     Attributes:
         param: dtype in which the state holds the parameters (the master copy), and of the optimizer's arithmetic.
         compute: dtype to which parameters and the batch's floating-point arrays are cast for the GradFn.
-        reduce: dtype in which gradients are accumulated and summed over devices.
+        reduce: dtype in which gradients are summed over devices; microbatches are always summed in float32.
         output: dtype of the metrics.
         loss_scale: None, a fixed power of two, or "dynamic": halved when a gradient is not finite, and that step
             skipped on all devices; doubled after `growth_interval` finite steps.

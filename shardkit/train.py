@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -10,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit._check import named, quoted
 from shardkit._compat import varying_axes
-from shardkit.collectives import all_reduce, axis_index, axis_size, vary
-from shardkit.layout import path_name, spec_axes
+from shardkit.collectives import all_reduce
+from shardkit.layout import spec_axes
+from shardkit.parallel.batch import accumulated, batch_specs, device_keys
 from shardkit.parallel.gradient import GradFn, LossFn, Mean, global_means, loss_and_aux
 from shardkit.parallel.plan import Plan, enter, leave, map_layouts, to_rest
 from shardkit.precision import (
@@ -24,7 +23,7 @@ from shardkit.precision import (
     next_loss_scale,
     precision_of,
 )
-from shardkit.rng import fold_keys, salt
+from shardkit.rng import salt
 
 _REPLICATED = PartitionSpec()
 
@@ -102,7 +101,7 @@ def make_train_step(
             loss scale always skips. "skip" and "stop" add the metric "finite"; "stop" waits for each step to end.
 
     Returns:
-        TrainStep(init, step). `step` is a jitted function: `.lower`, `.trace` and the census work on it.
+        TrainStep(init, step). `step` is a jitted function (unless it stops): `.lower` and `.trace` work on it.
 
     Raises:
         ValueError: an axis the mesh does not have, an accumulation below 1, an unknown name; at trace time a batch that
@@ -156,8 +155,8 @@ def make_train_step(
         def per_device(params: Any, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
             seen = enter(cast_floating(params, policy.compute), layouts, batch_axes)
             batch = cast_floating(batch, policy.compute)
-            keys = _device_keys(key, batch, batch_spec)
-            means, grads = _accumulated(grad_fn, seen, batch, keys, scale, accumulate, policy.reduce)
+            keys = device_keys(key, batch, batch_spec)
+            means, grads = accumulated(grad_fn, seen, batch, keys, scale, accumulate)
             sums = global_means(means, batch_axes)
             grads = leave(grads, layouts, sums["loss"].weight * scale, policy.reduce)
             metrics = _metrics(sums, policy.output)
@@ -246,34 +245,6 @@ def step_key(key: jax.Array, step: jax.Array | int) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(key, salt("shardkit.step")), step)
 
 
-def batch_specs(batch: Any, spec: PartitionSpec, mesh: Mesh, accumulate: int) -> Any:
-    """The spec of every leaf of a batch; scalars are replicated, other leaves split as far as they have dims.
-
-    Raises:
-        ValueError: a batch without arrays, leaves with different numbers of examples, or a dim that does not divide.
-    """
-    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-    sizes = {path_name(path): jnp.shape(x)[0] for path, x in leaves if jnp.ndim(x)}
-    if len(set(sizes.values())) != 1:
-        found = ", ".join(f"{name}: {size}" for name, size in sizes.items()) or "no array"
-        raise ValueError(
-            "make_train_step: every array of the batch must have the same number of examples along dim 0; "
-            f"got {found}. Return a batch whose arrays share dim 0."
-        )
-    for path, x in leaves:
-        for dim, axes in enumerate(spec_axes(spec)[: jnp.ndim(x)]):
-            count = math.prod(mesh.shape[axis] for axis in axes)
-            parts = accumulate if dim == 0 else 1
-            if jnp.shape(x)[dim] % (count * parts):
-                over = f"{count} devices" + (f" x {parts} microbatches" if parts > 1 else "")
-                raise ValueError(
-                    f"make_train_step: batch dim {dim} must be divisible by {named(axes) if axes else 'accumulate'}"
-                    f"{' times accumulate' if parts > 1 and axes else ''}; leaf {path_name(path)} has size "
-                    f"{jnp.shape(x)[dim]} over {over}. Choose another size, or pad with examples of weight 0."
-                )
-    return jax.tree.map(lambda x: PartitionSpec(*spec[: jnp.ndim(x)]), batch)
-
-
 def optimizer_specs(opt_state: Any, params: Any, update: Any) -> Any:
     """The layout of an optimizer's state: a leaf that mirrors a parameter has the parameter's update layout.
 
@@ -314,57 +285,6 @@ def _place_params(params: Any, key: jax.Array, plan: Plan, mesh: Mesh, policy: P
     rest = _shardings(mesh, map_layouts(lambda layout: layout.rest, plan.layouts(params, mesh)))
     # device_put may hand back the caller's own buffers; the step donates the state's, so these are copies.
     return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=rest)(jax.device_put(params, rest))
-
-
-def _device_keys(key: jax.Array, batch: Any, batch_spec: PartitionSpec) -> jax.Array:
-    """This device's rows of `example_keys(key, global batch)`."""
-    rows = next(x.shape[0] for x in jax.tree.leaves(batch) if x.ndim)
-    first = spec_axes(batch_spec)[:1]
-    axes = first[0] if first else ()
-    index = jnp.arange(rows, dtype=jnp.uint32)
-    if axes and axis_size(axes) > 1:
-        index = index + axis_index(axes).astype(jnp.uint32) * jnp.uint32(rows)
-    return vary(fold_keys(key, index), axes)
-
-
-def _accumulated(
-    grad_fn: GradFn, params: Any, batch: Any, keys: jax.Array, scale: jax.Array, accumulate: int, dtype: Any
-) -> tuple[dict[str, Mean], Any]:
-    """Runs the GradFn over the microbatches; the sums stay on the device."""
-
-    def call(batch: Any, keys: jax.Array) -> tuple[dict[str, Mean], Any]:
-        loss, aux, grads = grad_fn(params, batch, keys, scale=scale)
-        taken = {"loss", "weight", "finite", "loss_scale"} & set(aux)
-        if taken:
-            raise ValueError(f"make_train_step: aux must not use the names {quoted(sorted(taken))}. Rename them.")
-        return {"loss": loss, **aux}, grads
-
-    if accumulate == 1:
-        return call(batch, keys)
-
-    def parts(x: jax.Array) -> jax.Array:
-        return x.reshape(accumulate, x.shape[0] // accumulate, *x.shape[1:])
-
-    def add(carry: Any, microbatch: tuple[list[jax.Array], jax.Array]) -> tuple[Any, None]:
-        out = call(*rejoin(microbatch))
-        return jax.tree.map(lambda sum_, x: sum_ + x.astype(sum_.dtype), carry, out), None
-
-    leaves, structure = jax.tree.flatten(batch)
-    split = [parts(x) for x in leaves if x.ndim]
-
-    def rejoin(microbatch: tuple[list[jax.Array], jax.Array]) -> tuple[Any, jax.Array]:
-        arrays = iter(microbatch[0])
-        return jax.tree.unflatten(structure, [next(arrays) if x.ndim else x for x in leaves]), microbatch[1]
-
-    every = (split, parts(keys))
-    shapes = jax.eval_shape(lambda m: call(*rejoin(m)), jax.tree.map(lambda x: x[0], every))
-
-    def zero(path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:
-        of_grads = isinstance(path[0], jax.tree_util.SequenceKey) and path[0].idx == 1
-        return vary(jnp.zeros(x.shape, dtype if of_grads else jnp.float32), tuple(varying_axes(x)))
-
-    sums, _ = jax.lax.scan(add, jax.tree_util.tree_map_with_path(zero, shapes), every)
-    return sums
 
 
 def _metrics(sums: Mapping[str, Mean], dtype: Any) -> dict[str, jax.Array]:

@@ -1,0 +1,112 @@
+"""The house: who imports whom, what an import costs, and what the package promises about itself."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import shardkit as sk
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "shardkit"
+
+# From the lowest floor up. A file imports from its own folder and from lower floors.
+FLOORS = [
+    ["_compat", "_check", "schedules", "cost"],
+    ["mesh", "layout", "rng", "config", "collectives"],
+    ["parallel"],
+    ["train", "precision"],
+    ["testing", "analysis"],
+    ["models", "runtime", "viz"],
+    ["cli"],
+    ["__main__"],
+]
+FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
+# On floors made of single files, these may also use a neighbour.
+NEIGHBOURS = {"_check": {"_compat"}, "layout": {"mesh"}, "config": {"mesh"}, "train": {"precision"}}
+
+
+def modules():
+    return [p for p in sorted(PACKAGE.rglob("*.py")) if p != PACKAGE / "__init__.py"]
+
+
+def room(path):
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "shardkit":
+            parts = node.module.split(".")
+            yield from [parts[1]] if len(parts) > 1 else [alias.name for alias in node.names]
+        if isinstance(node, ast.Import):
+            yield from [
+                alias.name.split(".")[1]
+                if "." in alias.name
+                else "*"  # the public face, which holds every floor up to train
+                for alias in node.names
+                if alias.name.split(".")[0] == "shardkit"
+            ]
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_file_imports_only_from_its_own_folder_and_lower_floors(path):
+    here = room(path)
+    assert here in FLOOR, f"{here} is on no floor: add it to FLOORS"
+    for other in imported_rooms(path):
+        if other == "*":
+            assert FLOOR[here] > FLOOR["train"], f"{path.name} imports the whole package from below it"
+        elif other != here and other not in NEIGHBOURS.get(here, ()):
+            assert FLOOR[other] < FLOOR[here], f"{here} imports {other}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_only_compat_imports_jax_privately(path):
+    if path.name != "_compat.py":
+        assert "jax._src" not in path.read_text()
+
+
+def test_importing_touches_no_device_and_nothing_heavy():
+    code = (
+        "import sys, jax, shardkit\n"
+        "from shardkit import _compat\n"
+        "heavy = {'optax', 'chex', 'rich', 'tyro', 'uniplot', 'hypothesis', 'pytest', 'matplotlib', 'scipy'}\n"
+        "print(_compat.jax_has_started(), sorted(heavy & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out == "False []\n"
+
+
+def test_submodules_are_reached_from_the_top():
+    assert sk.models.transformer.Config().vocabulary == 256
+    assert sk.runtime.__name__ == "shardkit.runtime"
+    with pytest.raises(AttributeError) as error:
+        _ = sk.nothing
+    assert str(error.value) == "module 'shardkit' has no attribute 'nothing'"
+
+
+def test_what_is_promised_is_there():
+    assert all(hasattr(sk, name) for name in sk.__all__)
+    assert sk.__all__ == sorted(sk.__all__, key=lambda name: (name.upper() == name, name))
+    assert (PACKAGE / "py.typed").exists()
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == sk.__version__ == metadata.version("shardkit")
+    assert {d.split(">")[0] for d in project["dependencies"]} == {"jax", "numpy", "optax"}
+    extras = {"cli", "test", "viz", "checkpoint", "data", "aot", "cuda", "tpu", "all"}
+    assert set(project["optional-dependencies"]) == extras
+
+
+def test_files_stay_readable():
+    longest = max(modules(), key=lambda p: p.read_text().count("\n"))
+    assert longest.read_text().count("\n") <= 330, f"{longest.name} is asking to be two files"
+
+
+def test_vma_tracking_is_never_switched_off():
+    for path in modules():
+        assert not re.search(r"check_vma\s*=\s*False|check_rep", path.read_text()), path.name
