@@ -212,7 +212,7 @@ def disagreement(value: Any, reference: Any) -> tuple[float, str]:
     if found.keys() != known.keys():
         return np.inf, "(another tree)"
     errors = [(_relative(found[path], known[path]), jax.tree_util.keystr(path)) for path in known]
-    return max(errors, default=(0.0, ""))
+    return max(errors, default=(0.0, ""), key=lambda each: each[0])
 
 
 def report(records: Sequence[Record], file: Path | None = None) -> None:

@@ -32,7 +32,7 @@ def all_gather_replicated(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.
 def bound_axes() -> dict[str, int]:
     """Names and sizes of the axes bound here by shard_map or vmap, in mesh order."""
     sizes = {name: size for name, size in _core.get_axis_env().axis_sizes.items() if isinstance(name, str)}
-    mesh = jax.sharding.get_abstract_mesh().axis_names  # a shard_map inside another binds its axes last
+    mesh = jax.sharding.get_abstract_mesh().axis_names  # shard_maps inside each other bind in another order
     return {name: sizes[name] for name in sorted(sizes, key=lambda n: mesh.index(n) if n in mesh else len(mesh))}
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import shardkit as sk
 from benchmarks import harness, step_overhead
 from benchmarks.harness import Sample, Variant
 
@@ -153,8 +155,9 @@ def test_the_example_of_the_docstring_runs(capsys):
 
 
 def test_the_builders_unused_keys_do_not_reach_the_compiled_step():
-    hand, builder, _ = step_overhead.variants(step_overhead.mlp(8, 8), 8)
-    (_, by_hand), (traced, compiled) = step_overhead.counted(hand), step_overhead.counted(builder)
+    mesh, model = sk.make_mesh(jax.devices()[:2], data=2), step_overhead.mlp(8, 8)
+    _, by_hand = step_overhead.counted(step_overhead.by_hand(model, optax.sgd(1e-3), mesh, "by hand"))
+    traced, compiled = step_overhead.counted(step_overhead.built(model, optax.sgd(1e-3), mesh))
     assert traced["random_fold_in"] == 3
     assert not [name for name in compiled if name in ("kXor", "kShiftLeft", "kShiftRightLogical", "kWhile")]
     assert compiled["kAllReduce"] == by_hand["kAllReduce"]

@@ -173,6 +173,7 @@ def test_disabled_is_one_device_and_the_undistributed_step():  # proves S10
     )
     mesh = config.mesh()
     assert dict(mesh.shape) == {"data": 1, "model": 1}
+    assert list(mesh.devices.flat) == jax.local_devices()[:1]
     assert dict(DistributedConfig(enabled=False).mesh().shape) == {"data": 1, "model": 1, "stage": 1}
 
     rng = np.random.default_rng(0)

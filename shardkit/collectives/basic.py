@@ -247,7 +247,8 @@ def _in_mesh_order(
 ) -> tuple[tuple[str, ...], list[tuple[int, int]]]:
     """The axes in mesh order, and pairs of joint indices over `names` as joint indices over those.
 
-    Of all collectives, ppermute alone ignores the order of the names and counts devices in mesh order.
+    Of all collectives, ppermute alone ignores the order of the names and counts devices in mesh order (jax 0.12
+    refuses names in another order).
     """
     known = _compat.bound_axes()
     ordered = tuple(name for name in known if name in names)
