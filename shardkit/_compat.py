@@ -19,6 +19,11 @@ def varying_axes(x: Any) -> frozenset[str]:
     return frozenset(getattr(aval, "vma", None) or ())
 
 
+def tracked_axes() -> frozenset[str]:
+    """The axes that shard_map tracks here; under vmap with an axis name nothing is tracked."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def cast_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Marks `x` as varying over `axes`; every one must be missing, since pcast is not idempotent."""
     return lax.pcast(x, axes, to="varying")

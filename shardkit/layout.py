@@ -181,7 +181,7 @@ def check_spec(where: str, spec: PartitionSpec, mesh: Mesh, ndim: int) -> None:
         raise ValueError(
             f"{where}: the spec {spec} has {len(spec)} entries for an array of rank {ndim}. Drop an entry."
         )
-    for axis in all_axes(spec):
+    for axis in sorted(all_axes(spec)):
         if axis not in mesh.shape:
             raise ValueError(
                 f"{where}: the spec {spec} uses axis {axis!r}, which the mesh does not have; its axes are "

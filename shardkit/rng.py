@@ -92,9 +92,12 @@ def dropout(x_b: jax.Array, keys_b: jax.Array | None, rate: float) -> jax.Array:
 
     Raises:
         ValueError: a rate outside [0, 1), or another number of keys than examples.
+        TypeError: integers.
     """
     if not 0 <= rate < 1:
         raise ValueError(f"dropout: rate must be at least 0 and below 1; got {rate}. Pass the share to drop.")
+    if not jnp.issubdtype(x_b.dtype, jnp.floating):
+        raise TypeError(f"dropout: x must be floating-point; got {x_b.dtype}. Drop after the embedding, not before it.")
     if keys_b is None or rate == 0:
         return x_b
     if _keys_shape(keys_b) != x_b.shape[:1]:

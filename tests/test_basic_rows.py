@@ -184,3 +184,14 @@ def test_results_that_are_equal_everywhere_are_typed_so(four):  # proves F74
     for kernel in (sk.all_gather, sk.reduce_scatter, sk.shift, sk.vary):
         with pytest.raises(ValueError, match="out_specs"):
             place(lambda v: kernel(v, "i"), x, four, P(), P())
+
+
+# proves F78: the same kernels run on one device under vmap with an axis name
+def test_kernels_run_under_vmap():
+    x = np.arange(8, dtype=np.float32).reshape(4, 2)
+    over = lambda kernel: jax.vmap(kernel, axis_name="a")(x).tolist()  # noqa: E731
+    assert over(lambda x: sk.all_reduce(x, "a")) == [[12, 16]] * 4
+    assert over(lambda x: sk.all_gather(x, "a")) == [list(range(8))] * 4
+    assert over(lambda x: sk.reduce_scatter(jnp.concatenate([x, x]), "a")) == [[12], [16], [12], [16]]
+    assert over(lambda x: sk.shift(x, "a")) == [[6, 7], [0, 1], [2, 3], [4, 5]]
+    assert over(lambda x: sk.broadcast(x, "a", source=2)) == [[4, 5]] * 4

@@ -265,3 +265,11 @@ def test_an_axis_that_the_mesh_does_not_have(fold, mesh2x4):
         f"{fold.__name__}: axis 'stage' is not an axis of this mesh; its axes are 'data', 'model'. "
         "Use one of them, or add the axis to make_mesh."
     )
+
+
+def test_dropout_refuses_integers():
+    with pytest.raises(TypeError) as error:
+        sk.dropout(jnp.ones((2, 3), jnp.int32), None, 0.5)
+    assert str(error.value) == (
+        "dropout: x must be floating-point; got int32. Drop after the embedding, not before it."
+    )

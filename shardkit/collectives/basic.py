@@ -52,7 +52,8 @@ def vary(tree: Any, axes: Axis | tuple[()]) -> Any:
 
     Cost: none.
     """
-    names = bound("vary", axes) if axes else ()
+    tracked = _compat.tracked_axes()
+    names = tuple(name for name in bound("vary", axes) if name in tracked) if axes else ()
 
     def cast(x: Any) -> jax.Array:
         missing = tuple(name for name in names if name not in _compat.varying_axes(x))
