@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax._src import core as _core
+from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
 
 
@@ -49,3 +50,25 @@ def jax_has_started() -> bool:
 def cpu_devices_asked_for() -> int:
     """The CPU devices that jax's own configuration asks for; -1 where it says nothing."""
     return int(getattr(jax.config, "jax_num_cpu_devices", -1))
+
+
+def inner_jaxprs(equation: Any) -> list[tuple[str, Any]]:
+    """The jaxprs among an equation's parameters, each with the parameter's name."""
+    found = []
+    for name, value in equation.params.items():
+        for each in value if isinstance(value, tuple | list) else (value,):
+            jaxpr = getattr(each, "jaxpr", each)
+            if hasattr(jaxpr, "eqns"):
+                found.append((name, jaxpr))
+    return found
+
+
+def user_frames(equation: Any) -> list[tuple[str, int, str]]:
+    """File, line and function of the frames outside jax that made an equation, innermost first."""
+    frames = _source_info_util.user_frames(equation.source_info.traceback)
+    return [(frame.file_name, frame.start_line, frame.function_name) for frame in frames]
+
+
+def in_backward(equation: Any) -> bool:
+    """Whether an equation was made by transposing (the backward pass)."""
+    return "transpose" in str(equation.source_info.name_stack)

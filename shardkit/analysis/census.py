@@ -1,0 +1,227 @@
+"""The census: every collective that a traced program holds, how often it runs, and the bytes it sends.
+
+Nothing is run and no device is needed; an AbstractMesh of any size will do. What the compiler adds or merges later is
+not in the jaxpr and is not counted here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from shardkit import _compat
+from shardkit.cost import wire
+
+# jax's primitives, under the names that shardkit gives the operations
+KINDS = {
+    "psum": "all_reduce",
+    "psum_invariant": "all_reduce",
+    "pmax": "all_reduce",
+    "pmin": "all_reduce",
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "all_gather_reduced": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "unreduced_psum": "all_reduce",
+    "unreduced_reduce_scatter": "reduce_scatter",
+    "all_to_all": "all_to_all",
+    "ppermute": "ppermute",
+}
+# Primitives that carry axis names and send nothing.
+SILENT = {"axis_index", "pvary", "pcast", "preduced", "reduced_vary_cast", "vary_unreduced_cast", "shard_map"}
+_HERE = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One place of the program that communicates.
+
+    Attributes:
+        kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ppermute".
+        primitive: jax's name for it.
+        axes: the mesh axes, in order.
+        n: devices along them.
+        count: times it runs in one call, loops included; None inside a `while`, whose length is not in the program.
+        bytes_in: bytes of the operand on one device.
+        bytes_out: bytes of the result on one device.
+        sent: bytes that one device sends, each time, as the ring sends them.
+        source: the user's line, "file.py:12 (function)".
+        backward: whether differentiation made it.
+        branch: "" or "branch 1 of 2" inside a `cond`, whose branches are all listed.
+    """
+
+    kind: str
+    primitive: str
+    axes: tuple[str, ...]
+    n: int
+    count: int | None
+    bytes_in: int
+    bytes_out: int
+    sent: Fraction
+    source: str
+    backward: bool
+    branch: str
+
+    @property
+    def total(self) -> Fraction:
+        """Bytes sent by one device in one call; a `while` counts once."""
+        return self.sent * (1 if self.count is None else self.count)
+
+
+@dataclass(frozen=True)
+class Census:
+    """What a program communicates in one call; `print` it, or read the rows."""
+
+    rows: tuple[Row, ...]
+
+    def sent(self, *, axis: str | None = None, kind: str | None = None) -> Fraction:
+        """Bytes that one device sends, over all rows, those that use an axis, or those of a kind."""
+        return sum((r.total for r in self.select(axis=axis, kind=kind)), Fraction(0))
+
+    def count(self, *, axis: str | None = None, kind: str | None = None) -> int:
+        """Collectives in one call; a `while` counts once."""
+        return sum(1 if r.count is None else r.count for r in self.select(axis=axis, kind=kind))
+
+    def select(self, *, axis: str | None = None, kind: str | None = None) -> tuple[Row, ...]:
+        """The rows that use an axis and are of a kind."""
+        return tuple(r for r in self.rows if axis in (None, *r.axes) and kind in (None, r.kind))
+
+    def to_json(self) -> str:
+        """The rows as a JSON list; bytes sent as numbers."""
+        return json.dumps([{**asdict(r), "sent": float(r.sent), "total": float(r.total)} for r in self.rows], indent=1)
+
+    def compare(self, other: Census) -> str:
+        """What `other` has more or less of, by kind and axes; empty when both communicate alike."""
+        mine, theirs = self._by_kind_and_axes(), other._by_kind_and_axes()
+        lines = []
+        for key in sorted(mine.keys() | theirs.keys()):
+            (count, sent), (count2, sent2) = mine.get(key, (0, Fraction(0))), theirs.get(key, (0, Fraction(0)))
+            if (count, sent) != (count2, sent2):
+                kind, axes = key
+                lines.append(
+                    f"{kind} over {_axes(axes)}: {count} of {_bytes(sent)} here, {count2} of {_bytes(sent2)} there"
+                )
+        return "\n".join(lines)
+
+    def _by_kind_and_axes(self) -> dict[tuple[str, tuple[str, ...]], tuple[int, Fraction]]:
+        out: dict[tuple[str, tuple[str, ...]], tuple[int, Fraction]] = {}
+        for r in self.rows:
+            count, sent = out.get((r.kind, r.axes), (0, Fraction(0)))
+            out[r.kind, r.axes] = (count + (1 if r.count is None else r.count), sent + r.total)
+        return out
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "no collectives"
+        lines = [("kind", "axes", "times", "bytes in", "bytes out", "sent/device", "pass", "source")]
+        for r in self.rows:
+            times = "?" if r.count is None else str(r.count)
+            where = r.source + (f" [{r.branch}]" if r.branch else "")
+            pass_ = "backward" if r.backward else "forward"
+            sizes = (f"{r.bytes_in:,}", f"{r.bytes_out:,}", _bytes(r.total))
+            lines.append((r.kind, f"{_axes(r.axes)}={r.n}", times, *sizes, pass_, where))
+        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+        text = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+        axes = sorted({axis for r in self.rows for axis in r.axes})
+        text += [f"over {axis}: {self.count(axis=axis)} collectives, {_bytes(self.sent(axis=axis))}" for axis in axes]
+        text.append(f"in all: {self.count()} collectives, {_bytes(self.sent())} sent by each device")
+        return "\n".join(text)
+
+
+def census(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Census:
+    """Counts every collective in one call of `fn`, by tracing it.
+
+    The walk goes through jit, shard_map, scan (times its length), while, cond (every branch listed), custom derivatives
+    and remat.
+
+    Args:
+        fn: any function that jax can trace: a step, a loss, a shard_map.
+        *args: its arguments; `jax.ShapeDtypeStruct` will do.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        Census: rows, totals per axis and kind, a printed table, `.to_json()`, `.compare(other)`.
+
+    Raises:
+        ValueError: a communicating primitive that the census does not know, because an uncounted byte is worse than an
+            error.
+    """
+    closed = jax.make_jaxpr(fn)(*args, **kwargs)
+    return Census(tuple(_walk(closed.jaxpr, 1, {}, False, "")))
+
+
+def _walk(jaxpr: Any, count: int | None, sizes: Mapping[str, int], backward: bool, branch: str) -> Iterator[Row]:
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        behind = backward or _compat.in_backward(equation)
+        if name in KINDS:
+            yield _row(equation, count, sizes, behind, branch)
+            continue
+        inner = _compat.inner_jaxprs(equation)
+        if not inner and name not in SILENT and _names_axes(equation.params, sizes):
+            raise ValueError(
+                f"census: the primitive {name!r} at {source_line(equation)} uses mesh axes and is not known here. "
+                "Report it, so that its bytes can be counted."
+            )
+        if name == "shard_map":
+            sizes = {**sizes, **dict(equation.params["mesh"].shape)}
+        for number, (parameter, sub) in enumerate(inner):
+            times, where = count, branch
+            if name == "scan":
+                times = None if count is None else count * equation.params["length"]
+            elif name == "while":
+                times = None
+            elif name == "cond" and parameter == "branches":
+                where = f"{branch + ', ' if branch else ''}branch {number + 1} of {len(inner)}"
+            yield from _walk(sub, times, sizes, behind, where)
+
+
+def _row(equation: Any, count: int | None, sizes: Mapping[str, int], backward: bool, branch: str) -> Row:
+    params = equation.params
+    named = params.get("axes") or params["axis_name"]
+    axes = tuple(a for a in (named if isinstance(named, tuple) else (named,)) if isinstance(a, str))
+    n = math.prod(sizes[a] for a in axes)
+    primitive = equation.primitive.name
+    size_in = sum(_size(v) for v in equation.invars)
+    traffic = wire(KINDS[primitive], size_in, n, params.get("perm"))
+    size_out = sum(_size(v) for v in equation.outvars)
+    source = source_line(equation)
+    return Row(KINDS[primitive], primitive, axes, n, count, size_in, size_out, traffic.sent, source, backward, branch)
+
+
+def source_line(equation: Any) -> str:
+    """The innermost line that led to an equation, outside jax, the kernels and, if there is one, outside shardkit."""
+    frames = _compat.user_frames(equation)
+    if not frames:
+        return "unknown"
+    outside = [f for f in frames if _HERE not in Path(f[0]).parents]
+    above = [f for f in frames if _HERE / "collectives" not in Path(f[0]).parents]
+    file, line, function = (outside or above or frames)[0]
+    return f"{Path(file).name}:{line} ({function})"
+
+
+def _names_axes(params: Mapping[str, Any], sizes: Mapping[str, int]) -> bool:
+    named = [params.get(key) for key in ("axes", "axis_name")]
+    return any(
+        a in sizes for v in named if v is not None for a in (v if isinstance(v, tuple) else (v,)) if isinstance(a, str)
+    )
+
+
+def _size(variable: Any) -> int:
+    aval = variable.aval
+    return int(math.prod(aval.shape) * aval.dtype.itemsize)
+
+
+def _axes(axes: tuple[str, ...]) -> str:
+    return ",".join(axes)
+
+
+def _bytes(size: Fraction) -> str:
+    return f"{int(size):,}" if size.denominator == 1 else f"{float(size):,.1f}"
