@@ -42,7 +42,7 @@ class TrainState(NamedTuple):
     step: jax.Array
     params: Any
     opt_state: Any
-    key: jax.Array
+    key: Any
     loss_scale: LossScale | None = None
 
 
@@ -101,7 +101,7 @@ def make_train_step(
             loss scale always skips. "skip" and "stop" add the metric "finite"; "stop" waits for each step to end.
 
     Returns:
-        TrainStep(init, step). `step` is a jitted function (unless it stops): `.lower` and `.trace` work on it.
+        TrainStep(init, step). `step` calls one compiled program; `step.lower(state, batch)` and `step.trace` show it.
 
     Raises:
         ValueError: an axis the mesh does not have, an accumulation below 1, an unknown name; at trace time a batch that
@@ -124,7 +124,7 @@ def make_train_step(
         )
     optimizer = optax.with_extra_args_support(optimizer)
     batch_spec = plan.batch_spec(mesh)
-    batch_axes = tuple(axis for axes in spec_axes(batch_spec) for axis in axes)
+    split_axes = tuple(axis for axes in spec_axes(batch_spec) for axis in axes)
     guarded = nonfinite != "keep" or policy.loss_scale is not None
 
     def pinned(tree: Any, specs: Any) -> Any:
@@ -145,7 +145,7 @@ def make_train_step(
         step, key, loss_scale = jax.jit(rest, out_shardings=NamedSharding(mesh, _REPLICATED))(key)
         return TrainState(step, params, opt_state, key, loss_scale)
 
-    def traced_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+    def traced_step(state: TrainState, key: jax.Array, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         layouts = plan.layouts(state.params, mesh)
         specs = batch_specs(batch, batch_spec, mesh, accumulate)
         rest = map_layouts(lambda layout: layout.rest, layouts)
@@ -153,11 +153,11 @@ def make_train_step(
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
 
         def per_device(params: Any, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
-            seen = enter(cast_floating(params, policy.compute), layouts, batch_axes)
+            seen = enter(cast_floating(params, policy.compute), layouts, split_axes)
             batch = cast_floating(batch, policy.compute)
             keys = device_keys(key, batch, batch_spec)
             means, grads = accumulated(grad_fn, seen, batch, keys, scale, accumulate)
-            sums = global_means(means, batch_axes)
+            sums = global_means(means, plan.batch_axes)
             grads = leave(grads, layouts, sums["loss"].weight * scale, policy.reduce)
             metrics = _metrics(sums, policy.output)
             if guarded:
@@ -169,7 +169,7 @@ def make_train_step(
             mesh=mesh,
             in_specs=(rest, specs, _REPLICATED, _REPLICATED),
             out_specs=(_REPLICATED, update),
-        )(state.params, batch, step_key(state.key, state.step), scale)
+        )(state.params, batch, step_key(key, state.step), scale)
 
         opt_specs = optimizer_specs(state.opt_state, state.params, update)
         old_params = pinned(state.params, update)
@@ -188,10 +188,9 @@ def make_train_step(
         params, new_opt_state = pinned(params, update), pinned(new_opt_state, opt_specs)
         if rest != update:
             params = jax.shard_map(lambda p: to_rest(p, layouts), mesh=mesh, in_specs=(update,), out_specs=rest)(params)
-        return TrainState(state.step + 1, params, new_opt_state, state.key, loss_scale), metrics
+        return TrainState(state.step + 1, params, new_opt_state, None, loss_scale), metrics
 
-    step = jax.jit(traced_step, donate_argnums=0)
-    return TrainStep(init, _stopping(step) if nonfinite == "stop" else step)
+    return TrainStep(init, _keyed(jax.jit(traced_step, donate_argnums=0), stop=nonfinite == "stop"))
 
 
 def make_eval_step(
@@ -216,7 +215,7 @@ def make_eval_step(
     plan.check(mesh)
     policy = precision_of(precision)
     batch_spec = plan.batch_spec(mesh)
-    batch_axes = tuple(axis for axes in spec_axes(batch_spec) for axis in axes)
+    split_axes = tuple(axis for axes in spec_axes(batch_spec) for axis in axes)
 
     @jax.jit
     def evaluate(params: Any, batch: Any) -> dict[str, jax.Array]:
@@ -224,9 +223,9 @@ def make_eval_step(
         rest = map_layouts(lambda layout: layout.rest, layouts)
 
         def per_device(params: Any, batch: Any) -> dict[str, jax.Array]:
-            seen = enter(cast_floating(params, policy.compute), layouts, batch_axes)
+            seen = enter(cast_floating(params, policy.compute), layouts, split_axes)
             loss, aux = loss_and_aux(loss_fn(seen, cast_floating(batch, policy.compute), None))
-            return _metrics(global_means({"loss": loss, **aux}, batch_axes), policy.output)
+            return _metrics(global_means({"loss": loss, **aux}, plan.batch_axes), policy.output)
 
         specs = batch_specs(batch, batch_spec, mesh, 1)
         return jax.shard_map(per_device, mesh=mesh, in_specs=(rest, specs), out_specs=_REPLICATED)(params, batch)
@@ -301,16 +300,27 @@ def _all_finite(loss: jax.Array, grads: Any) -> jax.Array:
     return all_reduce(finite.astype(jnp.int32), axes, op="min") == 1 if axes else finite
 
 
-def _stopping(step: Any) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
-    def checked(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        state, metrics = step(state, batch)
-        if not metrics["finite"]:
+def _keyed(compiled: Any, stop: bool) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
+    """The step as its user calls it: the key, which never changes, goes round the compiled program, not through it.
+
+    A typed key that jit returns is rebuilt in Python at every call, which costs more than all the rest of a dispatch.
+    """
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        new, metrics = compiled(*split(state), batch)
+        new = TrainState(new.step, new.params, new.opt_state, state.key, new.loss_scale)
+        if stop and not metrics["finite"]:
             raise NonFiniteError(
-                f"step {int(state.step)}: the loss ({float(metrics['loss'])}) or a gradient is not finite. The "
+                f"step {int(new.step)}: the loss ({float(metrics['loss'])}) or a gradient is not finite. The "
                 "parameters are as before the step; lower the learning rate, or pass nonfinite='skip'.",
-                state,
+                new,
                 metrics,
             )
-        return state, metrics
+        return new, metrics
 
-    return checked
+    def split(state: TrainState) -> tuple[TrainState, jax.Array]:
+        return TrainState(state.step, state.params, state.opt_state, None, state.loss_scale), state.key
+
+    step.lower = lambda state, batch: compiled.lower(*split(state), batch)  # type: ignore[attr-defined]
+    step.trace = lambda state, batch: compiled.trace(*split(state), batch)  # type: ignore[attr-defined]
+    return step

@@ -78,14 +78,22 @@ class Plan(NamedTuple):
         """Every mesh axis the plan uses."""
         return tuple(axis for s in self.strategies for axis in s.axes)
 
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The mesh axes that split the batch."""
+        return tuple(axis for s in self.strategies if s.batch_dim is not None for axis in s.axes)
+
     def batch_spec(self, mesh: Mesh) -> PartitionSpec:
-        """How the batch is split: for each of its dims the axes, in the mesh's order."""
+        """How the batch is split: for each of its dims the axes, in the mesh's order.
+
+        An axis of size 1 splits nothing; left out, it costs no one-device collective either.
+        """
         dims: dict[int, set[str]] = {}
         for s in self.strategies:
             if s.batch_dim is not None:
                 dims.setdefault(s.batch_dim, set()).update(s.axes)
         entries = [
-            tuple(axis for axis in mesh.axis_names if axis in dims.get(dim, ()))
+            tuple(axis for axis in mesh.axis_names if axis in dims.get(dim, ()) and mesh.shape[axis] > 1)
             for dim in range(max(dims, default=-1) + 1)
         ]
         return canonical(PartitionSpec(*entries))
