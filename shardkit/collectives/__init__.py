@@ -1,5 +1,6 @@
 """Kernels used inside shard_map."""
 
+from shardkit.collectives import hierarchical, ring
 from shardkit.collectives.basic import (
     all_gather,
     all_reduce,
@@ -19,7 +20,9 @@ __all__ = [
     "axis_index",
     "axis_size",
     "broadcast",
+    "hierarchical",
     "reduce_scatter",
+    "ring",
     "shift",
     "vary",
 ]

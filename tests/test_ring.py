@@ -1,0 +1,234 @@
+"""Ring and two-level collectives: against their plain forms, in the order of their sums, and in what they send."""
+
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from shardkit.analysis import census
+from shardkit.collectives import hierarchical, ring
+
+SIZES = [1, 2, 3, 4, 5, 8]
+BOTH = pytest.mark.parametrize("bidirectional", [False, True], ids=["one way", "both ways"])
+
+
+def line(n):
+    return sk.make_mesh(jax.devices()[:n], a=n)
+
+
+def on(mesh, kernel, spec=None, jit=True):
+    spec = P(tuple(mesh.axis_names)) if spec is None else spec
+    mapped = jax.shard_map(kernel, mesh=mesh, in_specs=spec, out_specs=spec)
+    return jax.jit(mapped) if jit else mapped
+
+
+def blocks(n, rows, seed=0, whole=False, columns=3):
+    rng = np.random.default_rng(seed)
+    shape = (n * rows, columns)
+    x = rng.integers(-8, 9, shape) if whole else rng.normal(size=shape)
+    return x.astype(np.float32)
+
+
+def model_reduce_scatter(parts, bidirectional):
+    """The order in which a ring sums: piece d from device d+1 round to d, or from both sides, d itself below."""
+    n = len(parts)
+
+    def chain(d, sources):
+        total = parts[sources[0]][d]
+        for source in sources[1:]:
+            total = total + parts[source][d]
+        return total
+
+    if not bidirectional or n < 3:
+        return [chain(d, [(d + 1 + k) % n for k in range(n)]) for d in range(n)]
+    below, above = n // 2, (n - 1) // 2
+    return [
+        chain(d, [(d - below + k) % n for k in range(below + 1)])
+        + chain(d, [(d + above - k) % n for k in range(above)])
+        for d in range(n)
+    ]
+
+
+# proves F10, S49
+@BOTH
+@pytest.mark.parametrize("n", SIZES)
+def test_ring_reduce_scatter_sums_in_the_order_of_its_model(n, bidirectional):
+    x = blocks(n, n)
+    got = on(line(n), lambda x: ring.reduce_scatter(x, "a", bidirectional=bidirectional))(x)
+    parts = [np.split(block, n) for block in np.split(x, n)]
+    np.testing.assert_array_equal(got, np.concatenate(model_reduce_scatter(parts, bidirectional)))
+
+
+# proves F10, S49
+@BOTH
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("n", SIZES)
+def test_rings_equal_the_plain_kernels(n, dim, bidirectional):
+    mesh, x = line(n), blocks(n, 2 * n, whole=True, columns=n)
+    for of_ring, plain in [
+        (
+            lambda x: ring.all_gather(x, "a", dim=dim, bidirectional=bidirectional),
+            lambda x: sk.all_gather(x, "a", dim=dim),
+        ),
+        (
+            lambda x: ring.reduce_scatter(x, "a", dim=dim, bidirectional=bidirectional),
+            lambda x: sk.reduce_scatter(x, "a", dim=dim),
+        ),
+        (
+            lambda x: ring.all_reduce(x[:, :1], "a", bidirectional=bidirectional),
+            lambda x: sk.vary(sk.all_reduce(x[:, :1], "a"), "a"),
+        ),
+    ]:
+        y, back = jax.vjp(on(mesh, of_ring), x)
+        expected, expected_back = jax.vjp(on(mesh, plain), x)
+        np.testing.assert_array_equal(y, expected)
+        cotangent = np.arange(y.size, dtype=np.float32).reshape(y.shape) % 7
+        np.testing.assert_array_equal(*back(cotangent), *expected_back(cotangent))
+
+
+@BOTH
+def test_rings_over_two_axes_pytrees_and_dtypes(bidirectional):
+    mesh = sk.make_mesh(a=2, b=3, devices=jax.devices()[:6])
+    x = blocks(6, 6, whole=True)
+    tree = {"f": x, "i": x.astype(np.int32), "h": x.astype(jnp.bfloat16), "b": x > 0}
+    for axis in (("a", "b"), ("b", "a"), "b"):
+        for kernel in ("all_gather", "reduce_scatter", "all_reduce"):
+            got = on(mesh, lambda x, k=kernel: getattr(ring, k)(x, axis, bidirectional=bidirectional))(tree)
+            want = on(mesh, lambda x, k=kernel: sk.vary(getattr(sk, k)(x, axis), ("a", "b")))(tree)
+            for name in tree:
+                assert got[name].dtype == want[name].dtype
+                np.testing.assert_array_equal(got[name], want[name])
+
+
+def test_means():
+    x = blocks(4, 4, whole=True)
+    for kernel in (ring.reduce_scatter, ring.all_reduce):
+        total, mean = (on(line(4), lambda x, op=op, k=kernel: k(x, "a", op=op))(x) for op in ("sum", "mean"))
+        np.testing.assert_array_equal(mean, total / 4)
+
+
+def test_an_array_that_does_not_divide_is_padded():
+    x = blocks(3, 5, whole=True)[:, :1]
+    got = on(line(3), lambda x: ring.all_reduce(x, "a"))(x)
+    np.testing.assert_array_equal(got, np.tile(x.reshape(3, 5, 1).sum(0), (3, 1)))
+
+
+def test_rings_run_eagerly_and_under_vmap():
+    x = blocks(4, 4, whole=True)
+    for jit in (True, False):
+        got = on(line(4), lambda x: ring.all_reduce(x, "a"), jit=jit)(x)
+        np.testing.assert_array_equal(got, np.tile(x.reshape(4, 4, 3).sum(0), (4, 1)))
+    under = jax.vmap(lambda x: ring.all_reduce(x, "a"), axis_name="a")(x.reshape(4, 4, 3))
+    np.testing.assert_array_equal(under.reshape(16, 3), got)
+
+
+# proves F76: the closed forms of the docstrings
+@BOTH
+@pytest.mark.parametrize("n", SIZES)
+def test_what_a_ring_sends(n, bidirectional):
+    mesh, x = line(n), jax.ShapeDtypeStruct((n * n, 4), jnp.float32)
+    piece, whole = 4 * n * 4, 4 * n * 4
+    steps = (n - 1) if not bidirectional else n // 2
+    for kernel, sent, hops in [
+        (lambda x: ring.all_gather(x, "a", bidirectional=bidirectional), piece * (n - 1), steps),
+        (lambda x: ring.reduce_scatter(x, "a", bidirectional=bidirectional), Fraction(whole * (n - 1), n), steps),
+        (lambda x: ring.all_reduce(x, "a", bidirectional=bidirectional), Fraction(2 * whole * (n - 1), n), 2 * steps),
+    ]:
+        forward = census(on(mesh, kernel), x)
+        assert forward.sent() == sent
+        assert {r.kind for r in forward.rows} <= {"ppermute"}
+        messages = forward.count()
+        assert messages == (n - 1) * (hops // steps if steps else 1)
+        both = census(jax.grad(lambda x, k=kernel: jnp.sum(on(mesh, k)(x) ** 2)), x)
+        # a gather's transpose scatters what it gathered, a scatter's gathers its piece: the same bytes
+        assert sum(r.total for r in both.rows if r.backward) == sent
+
+
+# proves F12
+@pytest.mark.parametrize(("inner", "outer"), [("a", "b"), ("b", "a"), (("a", "c"), "b")])
+def test_two_levels_equal_one(inner, outer):
+    mesh = sk.make_mesh(a=2, b=2, c=2)
+    x = blocks(8, 8, whole=True)
+    levels = lambda axis: (axis,) if isinstance(axis, str) else axis  # noqa: E731
+    joint = (*levels(outer), *levels(inner))
+    for two, one in [
+        (hierarchical.all_gather, lambda x: sk.all_gather(x, joint)),
+        (hierarchical.reduce_scatter, lambda x: sk.reduce_scatter(x, joint)),
+        (hierarchical.all_reduce, lambda x: sk.all_reduce(x, joint)),
+    ]:
+        kernels = [lambda x, k=two: sk.vary(k(x, inner, outer), joint), lambda x, k=one: sk.vary(k(x), joint)]
+        (y, back), (expected, expected_back) = (jax.vjp(on(mesh, k), x) for k in kernels)
+        np.testing.assert_array_equal(y, expected)
+        cotangent = np.arange(y.size, dtype=np.float32).reshape(y.shape) % 5
+        np.testing.assert_array_equal(*back(cotangent), *expected_back(cotangent))
+
+
+def test_two_levels_are_typed_as_equal_and_pad():
+    mesh, x = sk.make_mesh(a=2, b=4), blocks(8, 1, whole=True)
+    reduced = jax.shard_map(
+        lambda x: hierarchical.all_reduce(x, "b", "a", op="mean"), mesh=mesh, in_specs=P(("a", "b")), out_specs=P()
+    )(x)
+    np.testing.assert_array_equal(reduced, x.mean(0, keepdims=True))
+    gathered = jax.shard_map(
+        lambda x: hierarchical.all_gather(x, "b", "a", replicated=True),
+        mesh=mesh,
+        in_specs=P(("a", "b")),
+        out_specs=P(),
+    )(x)
+    np.testing.assert_array_equal(gathered, x)
+
+
+# proves F12, F76: the slow links carry 1/I of the bytes
+def test_what_two_levels_send():
+    mesh, x = sk.make_mesh(slow=2, fast=4), jax.ShapeDtypeStruct((64, 4), jnp.float32)
+    size = 8 * 4 * 4
+    of = lambda kernel: census(on(mesh, lambda x: sk.vary(kernel(x, "fast", "slow"), ("slow", "fast"))), x)  # noqa: E731
+    reduced, gathered, scattered = map(
+        of, [hierarchical.all_reduce, hierarchical.all_gather, hierarchical.reduce_scatter]
+    )
+    assert reduced.sent(axis="fast") == Fraction(2 * size * 3, 4)
+    assert reduced.sent(axis="slow") == Fraction(2 * size, 4) * Fraction(1, 2)
+    assert gathered.sent(axis="slow") == size and gathered.sent(axis="fast") == size * 2 * 3
+    assert scattered.sent(axis="fast") == Fraction(size * 3, 4) and scattered.sent(axis="slow") == Fraction(size, 8)
+
+
+ERRORS = [
+    (
+        lambda x: ring.all_gather(x, "b"),
+        "ring.all_gather: axis 'b' is not an axis of this mesh; its axes are 'a'. "
+        "Use one of them, or add the axis to make_mesh.",
+    ),
+    (
+        lambda x: ring.all_gather(x, "a", dim=2),
+        "ring.all_gather: dim must name a dimension of the array; got 2 for an array of rank 2. Choose 0 to 1.",
+    ),
+    (
+        lambda x: ring.reduce_scatter(x, "a", dim=1),
+        "ring.reduce_scatter: dim 1 must be divisible by axis 'a'; got size 3 over 4 devices. "
+        "Pad dim 1 or choose another dim.",
+    ),
+    (
+        lambda x: ring.all_reduce(x, "a", op="max"),
+        "ring.all_reduce: op must be 'sum' or 'mean'; got 'max'. Choose one of them.",
+    ),
+    (
+        lambda x: hierarchical.all_reduce(x, "a", "a"),
+        "hierarchical.all_reduce: axis 'a' is used twice in ('a', 'a'). Name each axis once.",
+    ),
+    (
+        lambda x: hierarchical.all_reduce(x, "a", "b"),
+        "hierarchical.all_reduce: axis 'b' is not an axis of this mesh; its axes are 'a'. "
+        "Use one of them, or add the axis to make_mesh.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kernel", "message"), ERRORS)
+def test_bad_input(kernel, message):
+    with pytest.raises(ValueError) as error:
+        on(line(4), kernel)(blocks(4, 4))
+    assert str(error.value) == message
