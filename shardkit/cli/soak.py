@@ -23,13 +23,13 @@ import jax, optax
 if {cured}:
     sk.simulate_devices({devices})
 from shardkit.models import transformer
-config = transformer.Config(layers=2, dim=128, heads=4)
+config = transformer.Config(layers=1, dim=64, heads=4)
 devices = jax.devices()
 mesh = sk.make_mesh(data={devices})
 grad_fn = sk.value_and_grad(transformer.loss_fn(config))
 init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh, plan=sk.dp("data"))
 state = init(lambda key: transformer.init(key, config), jax.random.key(0))
-tokens = jax.random.randint(jax.random.key(1), (4 * {devices}, 129), 0, 256)
+tokens = jax.random.randint(jax.random.key(1), (4 * {devices}, 65), 0, 256)
 batch = sk.shard({{"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}}, mesh, jax.P("data"))
 for _ in range({steps}):
     state, metrics = step(state, batch)
@@ -57,7 +57,9 @@ def soak(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     """Look for hangs on simulated devices."""
     console = Console(soft_wrap=True, highlight=False)
     failures, begin, answers = 0, time.perf_counter(), set()
-    for start in track(range(options.starts), "starts", console=console):
+    for start in track(range(options.starts), "starts", console=console, disable=not console.is_terminal):
+        if start and start % 10 == 0 and not console.is_terminal:
+            console.print(f"{start} starts, {failures} hung or failed")
         ended = run_once(options)
         if isinstance(ended, float):
             answers.add(ended)
