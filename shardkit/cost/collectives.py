@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ppermute")
+
 
 class Traffic(NamedTuple):
     """What one device sends.

@@ -1,0 +1,227 @@
+"""The census and the contracts: every form of control flow, exact counts, and messages that name the line."""
+
+import json
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from shardkit.analysis import census, collective, expects
+from shardkit.cost import wire
+
+MESH = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+X = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+PIECE = 2 * 8 * 4  # bytes of X on one of eight devices
+
+
+def on(kernel, mesh=MESH):
+    spec = P(tuple(mesh.axis_names))
+    return jax.shard_map(lambda x: sk.vary(kernel(x), mesh.axis_names), mesh=mesh, in_specs=spec, out_specs=spec)
+
+
+def summary(fn, *args):
+    return [(r.kind, r.axes, r.n, r.count, r.bytes_in, r.bytes_out, r.sent) for r in census(fn, *args).rows]
+
+
+# proves F76, F88: each kernel against the closed form of its docstring
+@pytest.mark.parametrize(
+    ("kernel", "kind", "axes", "size_out", "sent"),
+    [
+        (lambda x: sk.all_reduce(x, "model"), "all_reduce", ("model",), PIECE, Fraction(2 * PIECE * 3, 4)),
+        (lambda x: sk.all_reduce(x, "data", op="max"), "all_reduce", ("data",), PIECE, PIECE),
+        (lambda x: sk.all_gather(x, "model"), "all_gather", ("model",), 4 * PIECE, PIECE * 3),
+        (lambda x: sk.all_gather(x, "data", replicated=True), "all_gather", ("data",), 2 * PIECE, PIECE),
+        (lambda x: sk.reduce_scatter(x, "data"), "reduce_scatter", ("data",), PIECE // 2, Fraction(PIECE, 2)),
+        (
+            lambda x: sk.all_to_all(x, ("data", "model"), split_dim=1, concat_dim=0),
+            "all_to_all",
+            ("data", "model"),
+            PIECE,
+            Fraction(PIECE * 7, 8),
+        ),
+        (lambda x: sk.shift(x, "model"), "ppermute", ("model",), PIECE, PIECE),
+        (lambda x: sk.broadcast(x, "model", source=2), "all_reduce", ("model",), PIECE, Fraction(2 * PIECE * 3, 4)),
+    ],
+)
+def test_kernels_send_what_their_docstrings_say(kernel, kind, axes, size_out, sent):
+    n = int(np.prod([dict(MESH.shape)[a] for a in axes]))
+    assert summary(on(kernel), X) == [(kind, axes, n, 1, PIECE, size_out, sent)]
+
+
+def test_what_sends_nothing():
+    assert (
+        census(on(lambda x: sk.vary(x, "data") * sk.axis_size("model") + sk.axis_index("data").astype(x.dtype)), X).rows
+        == ()
+    )
+    assert str(census(jnp.sin, 1.0)) == "no collectives"
+
+
+def nested(kernel):
+    """The kernel behind jit, remat, a custom derivative, a scan of 3 in a scan of 2, and a cond."""
+
+    @jax.custom_jvp
+    def custom(x):
+        return kernel(x)
+
+    custom.defjvp(lambda primals, tangents: (custom(*primals), tangents[0]))
+
+    def twice(x, _):
+        return lax.scan(lambda y, _: (jax.checkpoint(jax.jit(custom))(y), None), x, length=3)[0], None
+
+    def run(x):
+        y, _ = lax.scan(twice, x, length=2)
+        return lax.cond(jnp.sum(y) > 0, kernel, lambda z: z, y)
+
+    return run
+
+
+def test_loops_multiply_and_branches_are_listed():
+    rows = census(jax.jit(on(nested(lambda x: sk.shift(x, "model")))), X).rows
+    assert [(r.kind, r.count, r.branch) for r in rows] == [("ppermute", 6, ""), ("ppermute", 1, "branch 2 of 2")]
+
+
+def test_the_length_of_a_while_is_not_known():
+    def kernel(x):
+        return lax.while_loop(lambda y: jnp.sum(y) < 100, lambda y: sk.shift(y, "model"), x)
+
+    found = census(on(kernel), X)
+    assert [r.count for r in found.rows] == [None]
+    assert found.count() == 1 and found.sent() == PIECE
+    assert "  ?  " in str(found)
+    fixed = census(on(lambda x: lax.fori_loop(0, 5, lambda _, y: sk.shift(y, "model"), x)), X)
+    assert [r.count for r in fixed.rows] == [5]
+
+
+# proves S46: the transpose of a gather is a scatter, and the backward pass is marked
+def test_the_backward_pass_is_told_apart():
+    found = census(jax.grad(lambda x: jnp.sum(on(lambda x: sk.all_gather(x, "model") ** 2)(x))), X)
+    assert [(r.kind, r.backward) for r in found.rows] == [("all_gather", False), ("reduce_scatter", True)]
+
+
+def test_a_step_for_4096_devices_is_traced_without_them():
+    mesh = AbstractMesh((4096,), ("data",), axis_types=(AxisType.Auto,))
+    x = jax.ShapeDtypeStruct((4096, 4), jnp.float32)
+    (row,) = census(on(lambda x: sk.all_reduce(x, "data"), mesh), x).rows
+    assert (row.n, row.sent) == (4096, Fraction(2 * 16 * 4095, 4096))
+
+
+def test_rows_name_the_users_line():
+    def mine(x):
+        return sk.all_reduce(x, "model")
+
+    (row,) = census(on(mine), X).rows
+    line = mine.__code__.co_firstlineno + 1
+    assert row.source == f"test_census.py:{line} (test_rows_name_the_users_line.<locals>.mine)"
+
+
+def test_the_table_and_its_json():
+    found = census(on(lambda x: sk.shift(sk.all_reduce(x, "data"), "model")), X)
+    lines = str(found).splitlines()
+    assert lines[0].split() == ["kind", "axes", "times", "bytes", "in", "bytes", "out", "sent/device", "pass", "source"]
+    assert lines[1].split()[:6] == ["all_reduce", "data=2", "1", "64", "64", "64"]
+    assert lines[3:] == [
+        "over data: 1 collectives, 64",
+        "over model: 1 collectives, 64",
+        "in all: 2 collectives, 128 sent by each device",
+    ]
+    (first, second) = json.loads(found.to_json())
+    assert (first["kind"], first["axes"], first["total"]) == ("all_reduce", ["data"], 64.0)
+    assert second["primitive"] == "ppermute"
+
+
+def test_two_censuses_are_compared():
+    one, two = (
+        census(on(kernel), X) for kernel in (lambda x: sk.shift(x, "model"), lambda x: sk.all_reduce(x, "data"))
+    )
+    assert one.compare(one) == ""
+    assert one.compare(two) == (
+        "all_reduce over data: 0 of 0 here, 1 of 64 there\nppermute over model: 1 of 64 here, 0 of 0 there"
+    )
+
+
+# proves F76, S47: the step's bytes are those of the paper
+def test_the_bytes_of_a_data_parallel_step(data8):
+    def loss_fn(params, batch, keys):
+        return sk.Mean.of((batch @ params["w"]) ** 2)
+
+    init, step = sk.make_train_step(sk.value_and_grad(loss_fn), optax.sgd(0.1), mesh=data8, plan=sk.dp("data"))
+    state = init({"w": jnp.ones((16, 4))}, jax.random.key(0))
+    weights = 16 * 4 * 4
+    with expects(collective("all_reduce", "data", times=2, sent=Fraction(2 * (weights + 8) * 7, 8))) as check:
+        check(step, state, jax.ShapeDtypeStruct((8, 16), jnp.float32))
+
+
+def reduces_twice(x):
+    return sk.all_reduce(sk.all_reduce(x, "model") * 2, "model")
+
+
+def test_a_broken_contract_lists_every_difference():
+    line = reduces_twice.__code__.co_firstlineno + 1
+    with (
+        pytest.raises(AssertionError) as error,
+        expects(collective("all_reduce", "model", times=1, sent=96), collective("all_gather", "data")) as check,
+    ):
+        check(on(lambda x: sk.shift(reduces_twice(x), "data")), X)
+    lines = str(error.value).splitlines()
+    assert lines[0] == "the program does not communicate as expected:"
+    assert lines[1] == (
+        "- expected 1 x all_reduce over 'model', 96 bytes sent; found 2 x all_reduce over 'model', 192 bytes sent"
+    )
+    assert lines[2] == f"    2 x at test_census.py:{line} (reduces_twice)"
+    assert lines[3] == "- expected any number of times all_gather over 'data'; there is none"
+    assert lines[4] == "- not expected: 1 x ppermute over 'data', 64 bytes sent"
+    assert len(lines) == 6
+
+
+def test_a_contract_as_a_decorator_is_checked_for_each_signature():
+    calls = []
+
+    @expects(collective("all_reduce", "model", times=1))
+    def kernel(x):
+        calls.append(x.shape)
+        return jax.shard_map(
+            lambda x: sk.all_reduce(x, "model") if x.shape[1] < 9 else x[:1],
+            mesh=mesh,
+            in_specs=P("model"),
+            out_specs=P(),
+        )(x)
+
+    mesh = sk.make_mesh(jax.devices()[:4], model=4)
+    x = np.ones((4, 8), np.float32)
+    np.testing.assert_array_equal(kernel(x), np.full((1, 8), 4))
+    kernel(x)
+    assert calls == [(4, 8)] * 3  # traced once for the check
+    with pytest.raises(ValueError):  # the unreduced value does not pass shard_map's own check
+        kernel(np.ones((4, 9), np.float32))
+
+
+def test_contracts_that_cannot_hold_are_refused():
+    with pytest.raises(ValueError) as error:
+        collective("psum", "data")
+    assert str(error.value) == (
+        "collective: kind must be one of 'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all', 'ppermute'; "
+        "got 'psum'. Choose one of them."
+    )
+    with pytest.raises(ValueError) as error:
+        expects(collective("all_reduce", ("a", "b")), collective("all_reduce", ("b", "a")))
+    assert str(error.value) == "expects: there are two rows for all_reduce over 'a', 'b'. Add them up into one."
+    with pytest.raises(AssertionError) as unchecked, expects():
+        pass
+    assert str(unchecked.value) == ("expects: nothing was checked. Call what `with expects(...) as check` gives you.")
+
+
+def test_the_wire_knows_no_other_kind():
+    with pytest.raises(ValueError) as error:
+        wire("gossip", 8, 2)
+    assert str(error.value) == (
+        "wire: kind must be 'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all' or 'ppermute'; "
+        "got 'gossip'. Choose one of them."
+    )
+    assert wire("ppermute", 8, 2, [(0, 0), (1, 1)]).sent == 0
