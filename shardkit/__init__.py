@@ -19,10 +19,15 @@ from shardkit.collectives import (
     axis_index,
     axis_size,
     broadcast,
+    gather_to_one,
+    halo_exchange,
     hierarchical,
+    pad_to_axis,
     reduce_scatter,
     ring,
+    scan,
     shift,
+    unpad,
     vary,
 )
 from shardkit.config import DistributedConfig
@@ -59,28 +64,35 @@ __all__ = [
     "fold_axes",
     "fold_axis",
     "fold_keys",
+    "gather_to_one",
     "global_shape",
+    "halo_exchange",
     "hierarchical",
     "local_shape",
     "make_eval_step",
     "make_hybrid_mesh",
     "make_mesh",
     "make_train_step",
+    "pad_to_axis",
     "reduce_scatter",
     "ring",
+    "scan",
     "shard",
     "shift",
     "simulate_devices",
     "specs_from_rules",
     "step_key",
+    "unpad",
     "value_and_grad",
     "vary",
 ]
 
-_LAZY = ("models", "runtime")
+_LAZY = ("analysis", "models", "runtime", "testing")
 
 
 def __getattr__(name: str) -> _Any:
     if name in _LAZY:
         return _import_module(f"shardkit.{name}")
+    if name == "census":
+        return _import_module("shardkit.analysis").census
     raise AttributeError(f"module 'shardkit' has no attribute {name!r}")

@@ -30,8 +30,10 @@ def cast_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.pcast(x, axes, to="varying")
 
 
-def all_gather_replicated(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+def all_gather_replicated(x: jax.Array, axes: str | tuple[str, ...], dim: int) -> jax.Array:
     """A tiled all_gather whose result is typed as equal on all devices of `axes`."""
+    if not tracked_axes() & set((axes,) if isinstance(axes, str) else axes):  # nothing has a type under vmap
+        return lax.all_gather(x, axes, axis=dim, tiled=True)
     return lax.all_gather(x, axes, axis=dim, tiled=True, to="invarying")
 
 

@@ -203,7 +203,7 @@ DIVIDES = "dim 0 must be divisible by {}; got size 6 over {} devices. Pad dim 0 
 ERRORS = [
     (
         lambda x: sk.all_reduce(x, "data", op="median"),
-        "all_reduce: op must be 'sum', 'mean', 'max' or 'min'; got 'median'. Choose one of them.",
+        "all_reduce: op must be 'sum', 'mean', 'max', 'min', 'any' or 'all'; got 'median'. Choose one of them.",
     ),
     (
         lambda x: sk.reduce_scatter(x, "data", op="max"),

@@ -1,6 +1,6 @@
 """Kernels used inside shard_map."""
 
-from shardkit.collectives import hierarchical, ring
+from shardkit.collectives import compressed, hierarchical, ring
 from shardkit.collectives.basic import (
     all_gather,
     all_reduce,
@@ -12,17 +12,29 @@ from shardkit.collectives.basic import (
     shift,
     vary,
 )
+from shardkit.collectives.bucketed import all_reduce_tree
+from shardkit.collectives.padding import all_gather_uneven, pad_to_axis, reduce_scatter_uneven, unpad
+from shardkit.collectives.shapes import gather_to_one, halo_exchange, scan
 
 __all__ = [
     "all_gather",
+    "all_gather_uneven",
     "all_reduce",
+    "all_reduce_tree",
     "all_to_all",
     "axis_index",
     "axis_size",
     "broadcast",
+    "compressed",
+    "gather_to_one",
+    "halo_exchange",
     "hierarchical",
+    "pad_to_axis",
     "reduce_scatter",
+    "reduce_scatter_uneven",
     "ring",
+    "scan",
     "shift",
+    "unpad",
     "vary",
 ]

@@ -17,9 +17,11 @@ from jax import lax
 
 from shardkit import _compat
 from shardkit._check import Axis, bound, dim_of, divides
+from shardkit.collectives._derivatives import extremum, from_source
+from shardkit.collectives.deterministic import blocks_sum
 
-Op = Literal["sum", "mean", "max", "min"]
-_REDUCTIONS = {"sum": lax.psum, "mean": lax.pmean, "max": lax.pmax, "min": lax.pmin}
+Op = Literal["sum", "mean", "max", "min", "any", "all"]
+OPS = ("sum", "mean", "max", "min", "any", "all")
 
 
 def axis_size(axis: Axis) -> int:
@@ -62,27 +64,61 @@ def vary(tree: Any, axes: Axis | tuple[()]) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def all_reduce(x: Any, axis: Axis, *, op: Op = "sum") -> Any:
+def all_reduce(x: Any, axis: Axis, *, op: Op = "sum", deterministic: bool = False) -> Any:
     """Reduces each leaf over the devices of `axis`; every device gets the result.
 
     Layout: `X[...] {U_a} -> X[...]`
     Args:
         x: pytree of arrays.
         axis: axis name or tuple of names.
-        op: "sum", "mean", "max" or "min". Booleans count as integers for "sum" and "mean".
+        op: "sum", "mean", "max" or "min", and "any" or "all" for booleans. Booleans count as integers for "sum" and
+            "mean". The derivative of "max" and "min" goes to the elements that attain it, equal shares to ties.
+        deterministic: sum in an order that the data alone fix. Dim 0 of every leaf then counts this device's blocks
+            and is summed too: `[blocks, ...] -> [...]`. Cut the data into a fixed number of global blocks, the same
+            number on each device in the order of its index, compute one term for each block by itself (under
+            `lax.map`, not in one matmul for all), and the bits do not depend on how many devices share them.
 
     Returns:
-        Arrays of the same shapes, typed as equal over `axis`.
+        Arrays of the same shapes (without dim 0 if deterministic), typed as equal over `axis`.
 
     Raises:
-        ValueError: an unbound axis, or another `op`.
+        ValueError: an unbound axis, another `op`, or no blocks for a deterministic sum.
+        TypeError: "any" or "all" of something else than booleans.
 
     Cost: 2 B (n-1)/n bytes in 2 (n-1) hops, as a ring sends it.
+    The derivative of "max" and "min" sends as much again, at 4 bytes an element. A deterministic sum sends
+    (q+1) P (n-1)/n bytes: P one block in float32, padded to a multiple of n elements, and q its number of blocks a
+    device divided by the largest power of two in it; so 2 P (n-1)/n for 1, 2, 4, ... blocks a device.
     """
     names = bound("all_reduce", axis)
-    if op not in _REDUCTIONS:
-        raise ValueError(f"all_reduce: op must be 'sum', 'mean', 'max' or 'min'; got {op!r}. Choose one of them.")
-    return jax.tree.map(lambda leaf: _REDUCTIONS[op](vary(leaf, names), names), x)
+    if op not in OPS:
+        raise ValueError(
+            f"all_reduce: op must be 'sum', 'mean', 'max', 'min', 'any' or 'all'; got {op!r}. Choose one of them."
+        )
+    if deterministic and op not in ("sum", "mean"):
+        raise ValueError(
+            f"all_reduce: deterministic must go with op 'sum' or 'mean'; got {op!r}. "
+            "Leave it out: the other results do not depend on the order."
+        )
+
+    def reduce(leaf: jax.Array) -> jax.Array:
+        leaf = vary(leaf, names)
+        if op in ("any", "all"):
+            if leaf.dtype != bool:
+                raise TypeError(
+                    f"all_reduce: op {op!r} must be given booleans; got {leaf.dtype}. Compare first, as in x != 0."
+                )
+            return lax.pmax(leaf, names) if op == "any" else lax.pmin(leaf, names)
+        if op in ("max", "min"):
+            if jnp.issubdtype(leaf.dtype, jnp.floating):
+                return extremum(leaf, names, op)
+            return lax.pmax(leaf, names) if op == "max" else lax.pmin(leaf, names)
+        if deterministic:
+            total = blocks_sum(leaf, names)
+            return total / (axis_size(names) * leaf.shape[0]) if op == "mean" else total
+        return lax.psum(leaf, names) if op == "sum" else lax.pmean(leaf, names)
+
+    return jax.tree.map(reduce, x)
 
 
 def all_gather(x: Any, axis: Axis, *, dim: int = 0, replicated: bool = False) -> Any:
@@ -109,9 +145,15 @@ def all_gather(x: Any, axis: Axis, *, dim: int = 0, replicated: bool = False) ->
     def gather(leaf: jax.Array) -> jax.Array:
         at = dim_of("all_gather", dim, jnp.ndim(leaf))
         piece = vary(leaf, names)
-        if replicated:
-            return _compat.all_gather_replicated(piece, names, at)
-        return lax.all_gather(piece, names, axis=at, tiled=True)
+        if not leaf.shape[at]:  # jax cannot gather nothing
+            return jnp.zeros(leaf.shape, leaf.dtype) if replicated else piece
+        # under vmap jax gathers over one axis at a time
+        for over in (names,) if _compat.tracked_axes() & set(names) else reversed(names):
+            if replicated:
+                piece = _compat.all_gather_replicated(piece, over, at)
+            else:
+                piece = lax.all_gather(piece, over, axis=at, tiled=True)
+        return piece
 
     return jax.tree.map(gather, x)
 
@@ -138,13 +180,18 @@ def reduce_scatter(x: Any, axis: Axis, *, dim: int = 0, op: Literal["sum", "mean
     count = axis_size(names)
     if op not in ("sum", "mean"):
         raise ValueError(f"reduce_scatter: op must be 'sum' or 'mean'; got {op!r}. Choose one of them.")
+    tracked = _compat.tracked_axes()
 
     def scatter(leaf: jax.Array) -> jax.Array:
         at = dim_of("reduce_scatter", dim, jnp.ndim(leaf))
         divides("reduce_scatter", at, leaf.shape[at], names, count)
         if leaf.dtype == bool:  # as psum does by itself
             leaf = leaf.astype(jnp.int32)
-        piece = lax.psum_scatter(vary(leaf, names), names, scatter_dimension=at, tiled=True)
+        piece = vary(leaf, names)
+        if leaf.shape[at]:  # jax cannot scatter nothing
+            # Under vmap jax cannot scatter over a tuple of axes: there one after the other, the major one first.
+            for axes in [names] if tracked.issuperset(names) else names:
+                piece = lax.psum_scatter(piece, axes, scatter_dimension=at, tiled=True)
         return piece / count if op == "mean" else piece
 
     return jax.tree.map(scatter, x)
@@ -170,12 +217,16 @@ def all_to_all(x: Any, axis: Axis, *, split_dim: int, concat_dim: int) -> Any:
     """
     names = bound("all_to_all", axis)
     count = axis_size(names)
+    tracked = _compat.tracked_axes()
 
     def exchange(leaf: jax.Array) -> jax.Array:
         split = dim_of("all_to_all", split_dim, jnp.ndim(leaf), "split_dim")
         concat = dim_of("all_to_all", concat_dim, jnp.ndim(leaf), "concat_dim")
         divides("all_to_all", split, leaf.shape[split], names, count)
-        return lax.all_to_all(vary(leaf, names), names, split, concat, tiled=True)
+        leaf = vary(leaf, names)
+        if not tracked.issuperset(names):  # under vmap jax gives a value that is equal everywhere one dim too many
+            leaf = jnp.where(lax.axis_index(names) >= 0, leaf, leaf)
+        return lax.all_to_all(leaf, names, split, concat, tiled=True)
 
     return jax.tree.map(exchange, x)
 
@@ -206,6 +257,16 @@ def shift(x: Any, axis: Axis, *, by: int = 1, wrap: bool = True) -> Any:
         pairs = [(i, i + by) for i in range(count) if 0 <= i + by < count]
     if pairs == [(i, i) for i in range(count)]:
         return vary(x, names)
+    if not _compat.tracked_axes() & set(names):
+        # Under vmap jax refuses a ppermute in which some device sends nothing, or over several axes.
+        sender = lax.axis_index(names) - by
+        arrives = wrap | ((sender >= 0) & (sender < count))
+
+        def take(leaf: jax.Array) -> jax.Array:
+            whole = all_gather(leaf[None], names)
+            return jnp.where(arrives, whole[sender % count], jnp.zeros_like(leaf))
+
+        return jax.tree.map(take, x)
     ordered, pairs = _in_mesh_order(names, pairs)
     return jax.tree.map(lambda leaf: lax.ppermute(vary(leaf, names), ordered, pairs), x)
 
@@ -220,7 +281,7 @@ def broadcast(x: Any, axis: Axis, *, source: int = 0) -> Any:
         source: index of the sending device, 0 <= source < n.
 
     Returns:
-        Arrays of the same shapes and dtypes, typed as equal over `axis`.
+        Arrays of the same shapes, dtypes and bits, typed as equal over `axis`.
 
     Raises:
         ValueError: an unbound axis, or a source outside the axis.
@@ -234,13 +295,7 @@ def broadcast(x: Any, axis: Axis, *, source: int = 0) -> Any:
             f"broadcast: source must be a device of the axis; got {source} over {count} devices. "
             f"Choose 0 to {count - 1}."
         )
-    mine = lax.axis_index(names) == source
-
-    def send(leaf: jax.Array) -> jax.Array:
-        masked = jnp.where(mine, vary(leaf, names), jnp.zeros_like(leaf))
-        return lax.psum(masked, names).astype(masked.dtype)
-
-    return jax.tree.map(send, x)
+    return jax.tree.map(lambda leaf: from_source(vary(leaf, names), names, source), x)
 
 
 def _in_mesh_order(

@@ -1,0 +1,97 @@
+"""Many small arrays reduced in few collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from shardkit import _compat
+from shardkit._check import Axis, bound
+from shardkit.collectives.basic import all_gather, all_reduce, axis_size, reduce_scatter, vary
+
+
+def all_reduce_tree(
+    tree: Any,
+    axis: Axis,
+    *,
+    bucket_bytes: int = 32 * 2**20,
+    op: Literal["sum", "mean"] = "sum",
+    scatter_from: int = 8 * 2**20,
+) -> Any:
+    """Reduces every leaf over the devices of `axis`, packed into buckets of one collective each.
+
+    Leaves of the same dtype and varying type are packed in the order of the tree. A leaf is never cut: one that is
+    larger than a bucket has one for itself. Large buckets go as a reduce_scatter and an all_gather, which send the same
+    bytes; from which size they are faster is the machine's: benchmarks/collectives.py measures it.
+
+    Layout: `X[...] {U_a} -> X[...]` for every leaf
+    Args:
+        tree: pytree of arrays, for example gradients.
+        axis: axis name or tuple of names.
+        bucket_bytes: the most that is packed together, in bytes on each device, 1 or more.
+        op: "sum" or "mean". Booleans count as integers.
+        scatter_from: bytes on each device from which a bucket is scattered and gathered; 0 for always.
+
+    Returns:
+        Arrays of the same shapes, typed as equal over `axis`: those of all_reduce, and the same bits where the
+        additions are exact.
+
+    Raises:
+        ValueError: an unbound axis, another `op`, or a negative number of bytes.
+
+    Cost: 2 B (n-1)/n bytes in 2 (n-1) hops a bucket, B being all its leaves, padded to a multiple of n elements where
+    it is scattered.
+    Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training (2020).
+    """
+    names = bound("all_reduce_tree", axis)
+    count = axis_size(names)
+    if op not in ("sum", "mean"):
+        raise ValueError(f"all_reduce_tree: op must be 'sum' or 'mean'; got {op!r}. Choose one of them.")
+    for name, value, least in (("bucket_bytes", bucket_bytes, 1), ("scatter_from", scatter_from, 0)):
+        if value < least:
+            raise ValueError(f"all_reduce_tree: {name} must be {least} or more; got {value}. Pass for example 2**20.")
+
+    def reduce(bucket: jax.Array) -> jax.Array:
+        if _bytes(bucket) < scatter_from:
+            return all_reduce(bucket, names, op=op)
+        flat = jnp.pad(bucket.ravel(), (0, -bucket.size % count))
+        whole = all_gather(reduce_scatter(flat, names, op=op), names, replicated=True)
+        return whole[: bucket.size].reshape(bucket.shape)
+
+    leaves, structure = jax.tree.flatten(tree)
+    leaves = [vary(leaf, names) for leaf in leaves]
+    out: list[Any] = [None] * len(leaves)
+    for places in _buckets(leaves, bucket_bytes):
+        if len(places) == 1:
+            out[places[0]] = reduce(leaves[places[0]])
+            continue
+        packed = reduce(jnp.concatenate([leaves[i].ravel() for i in places]))
+        start = 0
+        for i in places:
+            out[i] = packed[start : start + leaves[i].size].reshape(leaves[i].shape)
+            start += leaves[i].size
+    return jax.tree.unflatten(structure, out)
+
+
+def _buckets(leaves: list[jax.Array], most: int) -> Iterator[list[int]]:
+    """The leaves' places, bucket by bucket."""
+    kinds: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        kinds.setdefault((leaf.dtype, _compat.varying_axes(leaf)), []).append(i)
+    for places in kinds.values():
+        bucket: list[int] = []
+        held = 0
+        for i in places:
+            if bucket and held + _bytes(leaves[i]) > most:
+                yield bucket
+                bucket, held = [], 0
+            bucket.append(i)
+            held += _bytes(leaves[i])
+        yield bucket
+
+
+def _bytes(x: jax.Array) -> int:
+    return int(x.size) * x.dtype.itemsize

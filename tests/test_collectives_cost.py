@@ -1,0 +1,281 @@
+"""The further kernels: what each sends, against its docstring's closed form, and the wording of every error."""
+
+import inspect
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from shardkit.analysis import census
+from shardkit.collectives import all_gather_uneven, all_reduce_tree, compressed, reduce_scatter_uneven
+
+ROWS, COLUMNS = 6, 5
+B = ROWS * COLUMNS * 4  # bytes of the float32 block on each device
+
+
+def counted(kernel, n, dtype="float32", shape=(ROWS, COLUMNS)):
+    mesh = sk.make_mesh(jax.devices()[:n], a=n)
+
+    def device(x):
+        return jax.tree.map(lambda y: sk.vary(y, "a").reshape(1, -1), kernel(x[0]))
+
+    f = jax.shard_map(device, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+    return census(f, jax.ShapeDtypeStruct((n, *shape), dtype))
+
+
+def log2(n):
+    return math.ceil(math.log2(n)) if n > 1 else 0
+
+
+def uneven(n):
+    return tuple([ROWS, 1, 0, 4, ROWS, 2, 3, 5][:n])
+
+
+COSTS = [  # kernel of the block and n, collectives and bytes as functions of n
+    (lambda x, n: sk.all_reduce(x > 0, "a", op="any"), lambda n: (1, 2 * (B // 4) * (n - 1) / n)),
+    (lambda x, n: sk.all_reduce(x > 0, "a", op="all"), lambda n: (1, 2 * (B // 4) * (n - 1) / n)),
+    (lambda x, n: sk.broadcast(x > 0, "a"), lambda n: (1, 2 * (B // 4) * (n - 1) / n)),
+    (lambda x, n: sk.broadcast(x.astype(jnp.bfloat16), "a"), lambda n: (1, 2 * (B // 2) * (n - 1) / n)),
+    (lambda x, n: sk.scan(x, "a"), lambda n: (log2(n), log2(n) * B)),
+    (lambda x, n: sk.scan(x, "a", exclusive=True), lambda n: ((n > 1) + log2(n - 1), ((n > 1) + log2(n - 1)) * B)),
+    (
+        lambda x, n: sk.halo_exchange(x, "a", before=2, after=3, wrap=True),
+        lambda n: (2 * (n > 1), B * (2 + 3) / ROWS * (n > 1)),
+    ),
+    (
+        lambda x, n: sk.halo_exchange(x, "a", before=ROWS + 2, after=0),
+        lambda n: (2, B * (ROWS + 2) / ROWS) if n > 2 else ((1, B) if n == 2 else (0, 0)),
+    ),
+    (lambda x, n: sk.gather_to_one(x, "a", dim=1), lambda n: (1, B * (n - 1))),
+    (lambda x, n: sk.unpad(sk.pad_to_axis(x, "a"), ROWS), lambda n: (0, 0)),
+    (lambda x, n: all_gather_uneven(x, uneven(n), "a"), lambda n: (1, B * (n - 1))),
+    (
+        lambda x, n: reduce_scatter_uneven(jnp.tile(x, (9, 1))[: sum(uneven(n))], uneven(n), "a"),
+        lambda n: (1, n * B * (n - 1) / n),
+    ),
+]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("row", range(len(COSTS)))
+def test_cost(row, n):
+    kernel, cost = COSTS[row]
+    found = counted(lambda x: kernel(x, n), n)
+    moved = [r for r in found.rows if r.sent or r.kind != "ppermute"]
+    assert (len(moved), float(found.sent())) == pytest.approx(cost(n), rel=1e-12)
+
+
+@pytest.mark.parametrize(("n", "blocks", "left"), [(1, 6, 3), (2, 4, 1), (3, 1, 1), (5, 6, 3), (8, 2, 1), (8, 3, 3)])
+def test_cost_of_a_deterministic_sum(n, blocks, left):
+    padded = 4 * -(-COLUMNS // n) * n
+    found = counted(lambda x: sk.all_reduce(x, "a", deterministic=True), n, shape=(blocks, COLUMNS))
+    assert float(found.sent()) == pytest.approx((left + 1) * padded * (n - 1) / n, rel=1e-12)
+    half = counted(lambda x: sk.all_reduce(x, "a", deterministic=True), n, "bfloat16", shape=(blocks, COLUMNS))
+    assert half.sent() == found.sent()  # its partial sums are float32
+    if left == 1 and n > COLUMNS:
+        assert padded == 4 * n
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_cost_of_the_derivative_of_an_extremum(n):
+    def gradient(x):
+        return jax.grad(lambda x: jnp.sum(sk.all_reduce(x, "a", op="max").astype(jnp.float32)))(x)
+
+    once = 2 * (n - 1) / n
+    assert float(counted(gradient, n).sent()) == pytest.approx(once * B * 2, rel=1e-12)
+    assert float(counted(gradient, n, "bfloat16").sent()) == pytest.approx(once * (B / 2 + B), rel=1e-12)
+
+
+FORMULAS = {
+    sk.scan: "s B bytes in s steps, s = ceil(log2 n), or 1 + ceil(log2(n-1)) if exclusive; an all_gather needs n-1.",
+    sk.halo_exchange: "B (before + after)/D bytes, D the block's size along `dim`, in one step for each neighbour "
+    "reached.",
+    sk.gather_to_one: "B (n-1) bytes in n-1 hops, B being one piece: an all_gather, since the target's own links are "
+    "the bottleneck of n-1 single messages too.",
+    sk.pad_to_axis: "none.",
+    sk.unpad: "none.",
+    all_gather_uneven: "B (n-1) bytes in n-1 hops, B being one padded piece.",
+    reduce_scatter_uneven: "P (n-1)/n bytes in n-1 hops, P being the padded array: n max(sizes) rows.",
+    all_reduce_tree: "2 B (n-1)/n bytes in 2 (n-1) hops a bucket, B being all its leaves, padded to a multiple of n "
+    "elements where it is scattered.",
+    compressed.init_residual: "none.",
+}
+
+
+@pytest.mark.parametrize("kernel", FORMULAS)
+def test_the_docstring_states_the_cost_that_is_counted(kernel):
+    cost = re.search(r"Cost: (.+?)(?=\nSource:|\Z)", inspect.getdoc(kernel), re.DOTALL).group(1)
+    assert " ".join(cost.split()) == FORMULAS[kernel]
+
+
+def refused(kernel, n=4):
+    with pytest.raises((ValueError, TypeError)) as error:
+        counted(kernel, n)
+    return type(error.value), str(error.value)
+
+
+SIZED = "sizes must hold one size, 0 or more, for each device of axis 'a'; got"
+ERRORS = [
+    (
+        lambda x: sk.all_reduce(x, "a", op="any"),
+        TypeError,
+        "all_reduce: op 'any' must be given booleans; got float32. Compare first, as in x != 0.",
+    ),
+    (
+        lambda x: sk.all_reduce(x, "a", op="max", deterministic=True),
+        ValueError,
+        "all_reduce: deterministic must go with op 'sum' or 'mean'; got 'max'. "
+        "Leave it out: the other results do not depend on the order.",
+    ),
+    (
+        lambda x: sk.all_reduce(x[:0], "a", deterministic=True),
+        ValueError,
+        "all_reduce: with deterministic=True dim 0 of every leaf must count this device's blocks, one or more; "
+        "got shape (0, 5). Pass x[None] if each device holds one block.",
+    ),
+    (
+        lambda x: sk.scan(x, "a", op="mean"),
+        ValueError,
+        "scan: op must be 'sum', 'max' or 'min'; got 'mean'. Choose one of them.",
+    ),
+    (
+        lambda x: sk.halo_exchange(x, "a", before=-1),
+        ValueError,
+        "halo_exchange: before must be 0 rows or more; got -1. Pass before=0 for none.",
+    ),
+    (
+        lambda x: sk.halo_exchange(x, "a", after=-2),
+        ValueError,
+        "halo_exchange: after must be 0 rows or more; got -2. Pass after=0 for none.",
+    ),
+    (
+        lambda x: sk.halo_exchange(x[:, :0], "a", dim=-1),
+        ValueError,
+        "halo_exchange: dim 1 must have one row or more on each device; got shape (6, 0). "
+        "Choose another dim, or fewer devices.",
+    ),
+    (
+        lambda x: sk.gather_to_one(x, "a", target=4),
+        ValueError,
+        "gather_to_one: target must be a device of the axis; got 4 over 4 devices. Choose 0 to 3.",
+    ),
+    (
+        lambda x: sk.unpad(x, 7),
+        ValueError,
+        "unpad: size must be 0 to the size of dim 0; got 7 for shape (6, 5). Pass the size before padding.",
+    ),
+    (
+        lambda x: all_gather_uneven(x, (1, 2, 3), "a"),
+        ValueError,
+        f"all_gather_uneven: {SIZED} (1, 2, 3) over 4 devices. Pass the same tuple of 4 sizes on every device.",
+    ),
+    (
+        lambda x: reduce_scatter_uneven(x, [1, 2, 4, -1], "a"),
+        ValueError,
+        f"reduce_scatter_uneven: {SIZED} (1, 2, 4, -1) over 4 devices. Pass the same tuple of 4 sizes on every device.",
+    ),
+    (
+        lambda x: all_gather_uneven(x, (1, 2, 3, 4), "a"),
+        ValueError,
+        "all_gather_uneven: dim 0 must have max(sizes) = 4 rows on every device; got shape (6, 5). "
+        "Pad every device's piece to it.",
+    ),
+    (
+        lambda x: reduce_scatter_uneven(x, (1, 2, 3, 4), "a"),
+        ValueError,
+        "reduce_scatter_uneven: dim 0 must have sum(sizes) = 10 rows on every device; got shape (6, 5). "
+        "Pass the true sizes.",
+    ),
+    (
+        lambda x: reduce_scatter_uneven(x, (1, 2, 3, 0), "a", op="max"),
+        ValueError,
+        "reduce_scatter_uneven: op must be 'sum' or 'mean'; got 'max'. Choose one of them.",
+    ),
+    (
+        lambda x: all_reduce_tree(x, "a", op="max"),
+        ValueError,
+        "all_reduce_tree: op must be 'sum' or 'mean'; got 'max'. Choose one of them.",
+    ),
+    (
+        lambda x: all_reduce_tree(x, "a", bucket_bytes=0),
+        ValueError,
+        "all_reduce_tree: bucket_bytes must be 1 or more; got 0. Pass for example 2**20.",
+    ),
+    (
+        lambda x: all_reduce_tree(x, "a", scatter_from=-1),
+        ValueError,
+        "all_reduce_tree: scatter_from must be 0 or more; got -1. Pass for example 2**20.",
+    ),
+    (
+        lambda x: compressed.all_reduce(x, "a", x, dtype=jnp.float16),
+        ValueError,
+        "compressed.all_reduce: dtype must be bfloat16, float8_e4m3fn or int8; got float16. "
+        "Choose one of them, or use all_reduce.",
+    ),
+    (
+        lambda x: compressed.all_reduce(x, "a", x, dtype=jnp.int8, block=0),
+        ValueError,
+        "compressed.all_reduce: block must be 1 element or more; got 0. Pass for example 256.",
+    ),
+    (
+        lambda x: compressed.all_reduce(x.astype(jnp.int32), "a", x, dtype=jnp.int8),
+        TypeError,
+        "compressed.all_reduce: every leaf must be floating-point; got int32. Use all_reduce for it.",
+    ),
+    (
+        lambda x: compressed.all_reduce([x, x], "a", [x, x[0].astype(jnp.bfloat16)], dtype=jnp.int8),
+        ValueError,
+        "compressed.all_reduce: residual must be a float32 array for each leaf of x, of its shape; "
+        "got float32[6, 5], bfloat16[5] for shapes [6, 5], [6, 5]. Make it with init_residual(x).",
+    ),
+    (
+        lambda x: compressed.all_reduce([x], "a", (), dtype=jnp.int8),
+        ValueError,
+        "compressed.all_reduce: residual must be a float32 array for each leaf of x, of its shape; "
+        "got none for shapes [6, 5]. Make it with init_residual(x).",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), ERRORS)
+def test_errors_of_the_arguments(call, kind, message):
+    assert refused(call) == (kind, message)
+
+
+KERNELS = {
+    "scan": sk.scan,
+    "halo_exchange": sk.halo_exchange,
+    "gather_to_one": sk.gather_to_one,
+    "pad_to_axis": sk.pad_to_axis,
+    "all_gather_uneven": lambda x, axis, **options: all_gather_uneven(x, (6,) * 4, axis, **options),
+    "reduce_scatter_uneven": lambda x, axis, **options: reduce_scatter_uneven(x, (2, 2, 1, 1), axis, **options),
+    "all_reduce_tree": all_reduce_tree,
+    "compressed.all_reduce": lambda x, axis: compressed.all_reduce(x, axis, x, dtype=jnp.int8),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_errors_of_axis_and_dim(name):
+    kernel = KERNELS[name]
+    assert refused(lambda x: kernel(x, "b")) == (
+        ValueError,
+        f"{name}: axis 'b' is not an axis of this mesh; its axes are 'a'. "
+        "Use one of them, or add the axis to make_mesh.",
+    )
+    with pytest.raises(ValueError) as error:
+        kernel(np.ones((6, 5), np.float32), "a")
+    assert str(error.value) == (
+        f"{name}: axis 'a' is not bound here, because no shard_map surrounds this call. "
+        "Call it inside jax.shard_map over a mesh with that axis."
+    )
+    if name not in ("all_reduce_tree", "compressed.all_reduce"):
+        assert refused(lambda x: kernel(x, "a", dim=2) if name != "scan" else sk.unpad(x, 1, dim=2)) == (
+            ValueError,
+            f"{name if name != 'scan' else 'unpad'}: dim must name a dimension of the array; "
+            "got 2 for an array of rank 2. Choose 0 to 1.",
+        )
