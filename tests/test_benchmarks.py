@@ -177,3 +177,14 @@ def test_step_overhead_smoke(tmp_path):
         for mode in harness.MODES
         for name in (kind, "builder", f"{kind} again")
     ]
+
+
+@pytest.mark.slow
+def test_collectives_smoke(tmp_path):
+    file = tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "benchmarks.collectives", "--smoke", "--json", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert records and all(set(record) == FIELDS for record in records)
+    assert {r["variant"] for r in records} >= {"psum"}
