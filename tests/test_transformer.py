@@ -103,7 +103,7 @@ def test_remat_changes_nothing():
 
     plain = lambda p, t: transformer.apply(p, t, config, keys)  # noqa: E731
     one, two = (jax.grad(total)(params, apply) for apply in (plain, jax.checkpoint(plain)))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), one, two)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.max(np.abs(b))), one, two)
     evaluation = transformer.apply(params, tokens(), config)
     assert not np.allclose(evaluation, plain(params, tokens()))
 
