@@ -9,11 +9,11 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import reference
 from hypothesis import given
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
+from shardkit.testing import reference
 
 MESHES = [{"a": 8}, {"a": 2, "b": 4}, {"a": 4, "b": 1, "c": 2}, {"a": 2, "b": 2, "c": 2}, {"a": 3, "b": 2}, {"a": 1}]
 SHAPES = [(2,), (3, 2), (1, 2, 3)]

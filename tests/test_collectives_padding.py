@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import collectives_reference as reference
 import hypothesis.strategies as st
 import jax
 import numpy as np
@@ -14,6 +13,7 @@ from test_collectives_shapes import cases
 
 import shardkit as sk
 from shardkit.collectives import all_gather_uneven, reduce_scatter_uneven
+from shardkit.testing import reference
 
 
 @st.composite

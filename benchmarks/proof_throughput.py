@@ -1,0 +1,70 @@
+"""How many random programs of collectives are proved in a second through emulation, compilation included.
+
+Each example draws a program (mesh, shapes, dtype, up to four collectives), runs it by `emulate` and over lists of
+blocks, and compares every bit. Drawing, tracing and compiling are what it costs; the arithmetic is nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Sequence
+
+import hypothesis
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.environment import environment
+from shardkit.testing import Program, emulate, programs
+
+
+def prove(examples: int) -> int:
+    """Proves so many programs, always the same ones; returns how many were run."""
+    done = 0
+
+    @hypothesis.settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(programs())
+    def law(program: Program) -> None:
+        nonlocal done
+        x = program.blocks()
+        got = emulate(program.kernel, program.sizes, program.spec, program.spec)(x)
+        np.testing.assert_array_equal(np.asarray(got), program.reference(x))
+        done += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", hypothesis.errors.HypothesisWarning)
+        law()
+    return done
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the rate, and appends a record to `--json`; `--calls` is the number of examples."""
+    options = harness.start(__doc__, argv, devices=1)
+    asked = 3 if options.smoke else options.calls or 300
+    prove(1)  # what is paid once: imports, the first compilation
+    wall, cpu = time.perf_counter(), time.process_time()
+    examples = prove(asked)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    record = {
+        "benchmark": "proof_throughput",
+        "row": "random programs, emulated",
+        "examples": examples,
+        "examples_per_second": examples / wall,
+        "examples_per_cpu_second": examples / cpu,
+        "environment": environment(),
+    }
+    print(f"{examples} examples: {examples / wall:.1f} a second, {examples / cpu:.1f} a second of CPU time")
+    if options.json:
+        with options.json.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()

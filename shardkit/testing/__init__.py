@@ -1,0 +1,38 @@
+"""The proof kit: what kernels mean, and tools that prove it for yours.
+
+`hypothesis` is imported only with the strategies, on first use of their names; the pytest plugin is
+`shardkit_pytest`, which pytest finds by itself.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module as _import_module
+from typing import Any as _Any
+
+from shardkit.testing import reference
+from shardkit.testing.assertions import assert_matches_reference
+from shardkit.testing.certify import Certificate, certify_gradients
+from shardkit.testing.emulate import emulate
+from shardkit.testing.program import Op, Program
+from shardkit.testing.training import assert_same_training, recording
+
+_STRATEGIES = ("ShardedArray", "meshes", "programs", "sharded_arrays", "specs")
+
+__all__ = [
+    "Certificate",
+    "Op",
+    "Program",
+    "assert_matches_reference",
+    "assert_same_training",
+    "certify_gradients",
+    "emulate",
+    "recording",
+    "reference",
+    *_STRATEGIES,
+]
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _STRATEGIES:
+        return getattr(_import_module("shardkit.testing.strategies"), name)
+    raise AttributeError(f"module 'shardkit.testing' has no attribute {name!r}")

@@ -1,0 +1,131 @@
+"""Comparing pytrees of arrays, and saying in words how they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from shardkit._check import sized
+from shardkit.layout import path_name
+
+
+class Gap(NamedTuple):
+    """Where a leaf is further from the reference than allowed."""
+
+    path: str
+    largest: float
+    allowed: float
+    at: tuple[int, ...]
+    got: Any
+    wanted: Any
+    factor: float | None
+
+    def __str__(self) -> str:
+        place = f" at {list(self.at)}" if self.at else ""
+        text = (
+            f"the largest difference is {self.largest:.3g}{place}, where it is {_number(self.got)} and the reference "
+            f"{_number(self.wanted)}"
+        )
+        if self.factor is not None:
+            text += f" (everywhere {times(self.factor)} the reference)"
+        return f"{text}; allowed is {self.allowed:.3g}"
+
+
+def on(mesh: Mesh) -> str:
+    """`on mesh data=2, model=4`."""
+    return f"on mesh {sized(mesh.shape.items())}"
+
+
+def leaves_of(tree: Any) -> list[tuple[str, np.ndarray]]:
+    """Paths and values, on the host."""
+    return [(path_name(path), np.asarray(x)) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def is_float(x: Any) -> bool:
+    """Whether an array has a derivative."""
+    return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
+
+
+def shapes_differ(got: Any, wanted: Any) -> str:
+    """What is wrong with the tree or the shapes, or nothing."""
+    ours, theirs = jax.tree.structure(got), jax.tree.structure(wanted)
+    if repr(ours) != repr(theirs):
+        return f"it is {_brief(ours)} and the reference {_brief(theirs)}"
+    for (path, x), (_, y) in zip(leaves_of(got), leaves_of(wanted), strict=True):
+        if x.shape != y.shape:
+            return f"{path} has shape {x.shape} and the reference {y.shape}"
+    return ""
+
+
+def first_gap(got: Any, wanted: Any, allowed: Callable[[np.ndarray, float], float]) -> Gap | None:
+    """The leaf that is furthest beyond what is allowed, or None. Integers and booleans must be equal.
+
+    Args:
+        got: pytree of arrays.
+        wanted: the same tree of the reference.
+        allowed: the largest difference for a leaf of the reference, given that and the largest magnitude of all.
+    """
+    pairs = [(path, x, y) for (path, x), (_, y) in zip(leaves_of(got), leaves_of(wanted), strict=True)]
+    overall = max((magnitude(y) for _, _, y in pairs if is_float(y)), default=0.0)
+    worst: Gap | None = None
+    for path, x, y in pairs:
+        if not x.size:
+            continue
+        bound = allowed(y, overall) if is_float(y) else 0.0
+        difference = distance(x, y)
+        at = np.unravel_index(int(np.argmax(difference)), difference.shape)
+        if difference[at] > bound and (worst is None or _excess(difference[at], bound) > _excess(*worst[1:3])):
+            place = tuple(int(i) for i in at)
+            worst = Gap(path, float(difference[at]), bound, place, x[at], y[at], constant_factor(x, y))
+    return worst
+
+
+def distance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """|x - y| in float64; 0 where both are the same infinity or both are NaN, infinite where one of them is."""
+    x, y = (np.asarray(v).astype(np.complex128 if np.iscomplexobj(v) else np.float64) for v in (x, y))
+    same = (x == y) | ((x != x) & (y != y))
+    with np.errstate(invalid="ignore"):
+        difference = np.abs(x - y)
+    return np.where(same, 0.0, np.where(np.isfinite(difference), difference, np.inf))
+
+
+def magnitude(x: np.ndarray) -> float:
+    """The largest finite absolute value."""
+    x = np.abs(np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64))
+    return float(np.max(x, initial=0.0, where=np.isfinite(x)))
+
+
+def constant_factor(x: np.ndarray, y: np.ndarray) -> float | None:
+    """The one number that x is everywhere of y, where there is one and it is not 1."""
+    x, y = np.asarray(x).astype(np.float64).ravel(), np.asarray(y).astype(np.float64).ravel()
+    size = float(y @ y)
+    if not size or not np.isfinite(x).all() or not np.isfinite(size):
+        return None
+    factor = float(x @ y) / size
+    exact = np.max(np.abs(x - factor * y)) <= 1e-2 * max(abs(factor), 1e-3) * np.max(np.abs(y))
+    return factor if exact and abs(factor - 1) > 1e-2 else None
+
+
+def times(factor: float) -> str:
+    """`4x`, `1/4 of`, `-1x`, `0x`."""
+    if 0 < abs(factor) < 0.99 and abs(1 / factor - round(1 / factor)) < 0.02 * abs(1 / factor):
+        return f"{'-' if factor < 0 else ''}1/{abs(round(1 / factor))} of"
+    return f"{round(factor)}x" if abs(factor - round(factor)) < 0.02 * max(1, abs(factor)) else f"{factor:.3g}x"
+
+
+def _excess(difference: float, bound: float) -> float:
+    return difference / bound if bound else np.inf
+
+
+def _number(x: Any) -> str:
+    return str(bool(x)) if np.asarray(x).dtype == bool else f"{np.asarray(x).astype(np.float64).item():.6g}"
+
+
+def _brief(structure: Any) -> str:
+    text = str(structure).removeprefix("PyTreeDef(").removesuffix(")")
+    return "one array" if text == "*" else text

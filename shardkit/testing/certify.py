@@ -1,0 +1,261 @@
+"""A certificate for gradient code: which axis is counted how many times too often or too rarely."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from shardkit._check import named, sized
+from shardkit.collectives import vary
+from shardkit.layout import broadcast_specs, local_shape, path_name, spec_axes
+from shardkit.mesh import make_mesh
+from shardkit.testing._compare import constant_factor, distance, magnitude, times
+
+
+class Certificate(NamedTuple):
+    """What was proved: the meshes on which the gradients are the reference's."""
+
+    meshes: tuple[dict[str, int], ...]
+    leaves: int
+
+    def __str__(self) -> str:
+        meshes = "; ".join(sized(sizes.items()) for sizes in self.meshes)
+        return f"the gradients of {self.leaves} leaves are those of one device on {len(self.meshes)} meshes: {meshes}"
+
+
+def certify_gradients(
+    grad_fn: Callable[[Any, Any], Any],
+    loss_fn: Callable[[Any, Any], jax.Array],
+    params: Any,
+    batch: Any,
+    *,
+    axes: Sequence[str] = ("data",),
+    batch_spec: Any = None,
+    param_specs: Any = None,
+    devices: int | None = None,
+    relative: float = 1e-4,
+) -> Certificate:
+    """Proves a per-device gradient function on every mesh over the given axes, or says which axis it counts wrongly.
+
+    `grad_fn` runs inside shard_map and claims to return the true gradient. It is run on every mesh whose sizes multiply
+    to a divisor of the number of devices and divide the arrays; what each device holds is compared with one device.
+
+    Args:
+        grad_fn: `(params, batch) -> grads` on local arrays, the gradients like the local parameters.
+        loss_fn: `(params, batch) -> scalar` on one device, over the whole batch; its gradient is the reference.
+        params: the parameters, a pytree of global arrays.
+        batch: the global batch, a pytree of arrays.
+        axes: names of the mesh axes.
+        batch_spec: one PartitionSpec, or a pytree of them; by default dim 0 is split over `axes[0]`.
+        param_specs: how `grad_fn` sees the parameters; by default whole on every device.
+        devices: how many devices to use; by default all.
+        relative: the largest difference, relative to the largest magnitude in the leaf.
+
+    Returns:
+        Certificate: the meshes on which it was proved; printed, a sentence.
+
+    Raises:
+        AssertionError: a gradient that is not the reference's, with the axis and the factor in words.
+        ValueError: no mesh of two devices or more fits the arrays.
+    """
+    batch_spec = PartitionSpec(axes[0]) if batch_spec is None else batch_spec
+    param_specs = PartitionSpec() if param_specs is None else param_specs
+    count = len(jax.devices()) if devices is None else devices
+    expected = jax.tree.map(np.asarray, jax.grad(loss_fn)(params, batch))
+    proved: list[dict[str, int]] = []
+    found: list[_Finding] = []
+    for sizes in _meshes(axes, count):
+        if not _fits(sizes, ((params, param_specs), (batch, batch_spec))):
+            continue
+        held = _held_gradients(grad_fn, params, batch, sizes, param_specs, batch_spec)
+        pieces = _pieces(expected, sizes, param_specs)
+        wrong = _diagnose(held, pieces, sizes, relative)
+        found += wrong
+        proved += [] if wrong else [sizes]
+    if not any(math.prod(sizes.values()) > 1 for sizes in proved) and not found:
+        raise ValueError(
+            f"certify_gradients: the batch and the parameters must divide over {named(tuple(axes))}; no mesh of 2 to "
+            f"{count} devices fits them. Pass larger arrays or other specs."
+        )
+    if found:
+        raise AssertionError(_report(found))
+    return Certificate(tuple(proved), len(jax.tree.leaves(expected)))
+
+
+class _Finding(NamedTuple):
+    """One leaf on one mesh: what is wrong, in words."""
+
+    path: str
+    sizes: dict[str, int]
+    text: str
+
+    @property
+    def simplicity(self) -> tuple[int, int]:
+        """Few axes first, then large ones: a factor of 8 says more than one of 2."""
+        return (sum(size > 1 for size in self.sizes.values()), -math.prod(self.sizes.values()))
+
+
+def _meshes(axes: Sequence[str], count: int) -> list[dict[str, int]]:
+    """Every way to give the axes sizes whose product divides the number of devices."""
+
+    def ways(names: Sequence[str], left: int) -> list[tuple[int, ...]]:
+        if not names:
+            return [()]
+        return [(n, *rest) for n in range(1, left + 1) if left % n == 0 for rest in ways(names[1:], left // n)]
+
+    return [dict(zip(axes, sizes, strict=True)) for sizes in sorted(ways(axes, count), key=math.prod)]
+
+
+def _fits(sizes: Mapping[str, int], trees: Any) -> bool:
+    mesh: Any = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    for tree, specs in trees:
+        for x, spec in zip(jax.tree.leaves(tree), _specs(specs, tree), strict=True):
+            split = zip(np.shape(x), spec_axes(spec), strict=False)
+            if any(n % math.prod(sizes.get(a, 1) for a in axes) for n, axes in split):
+                return False
+            local_shape(np.shape(x), spec, mesh)  # refuses axes that are not there
+    return True
+
+
+def _held_gradients(
+    grad_fn: Callable[[Any, Any], Any],
+    params: Any,
+    batch: Any,
+    sizes: dict[str, Any],
+    param_specs: Any,
+    batch_spec: Any,
+) -> Any:
+    """What every device holds: arrays [*sizes, *local shape]."""
+    names = tuple(sizes)
+    mesh = make_mesh(jax.devices()[: math.prod(sizes.values())], **sizes)
+
+    def device(params: Any, batch: Any) -> Any:
+        grads = vary(grad_fn(params, batch), names)
+        return jax.tree.map(lambda g: jnp.expand_dims(g, tuple(range(len(names)))), grads)
+
+    in_specs = (broadcast_specs(param_specs, params), broadcast_specs(batch_spec, batch))
+    mapped = jax.shard_map(device, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(*names))
+    return jax.jit(mapped)(params, batch)
+
+
+def _pieces(expected: Any, sizes: dict[str, int], param_specs: Any) -> Any:
+    """The reference's gradient as each device should hold it: [*sizes, *local shape]."""
+
+    def split(x: np.ndarray, spec: PartitionSpec) -> np.ndarray:
+        out = []
+        for place in np.ndindex(*sizes.values()):
+            at, piece = dict(zip(sizes, place, strict=True)), x
+            for dim, axes in enumerate(spec_axes(spec)):
+                count = math.prod(sizes[a] for a in axes)
+                index = 0
+                for a in axes:
+                    index = index * sizes[a] + at[a]
+                piece = np.split(piece, count, dim)[index]
+            out.append(piece)
+        return np.stack(out).reshape(*sizes.values(), *out[0].shape)
+
+    return jax.tree.map(split, expected, broadcast_specs(param_specs, expected))
+
+
+def _diagnose(held: Any, pieces: Any, sizes: dict[str, int], relative: float) -> list[_Finding]:
+    got, wanted = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (held, pieces))
+    if [path for path, _ in got] != [path for path, _ in wanted]:
+        raise AssertionError(
+            "certify_gradients: the gradients must be a pytree like the parameters; got "
+            f"{jax.tree.structure(held)}. Return one gradient for each parameter."
+        )
+    found = []
+    overall = max((magnitude(y) for _, y in wanted), default=0.0)
+    for (path, x), (_, y) in zip(got, wanted, strict=True):
+        x = np.asarray(x)
+        if x.shape != y.shape:
+            lead = len(sizes)
+            text = f"have shape {x.shape[lead:]} on each device where the parameters have {y.shape[lead:]}"
+        elif np.max(distance(x, y), initial=0.0) <= relative * max(magnitude(y), 1e-3 * overall):
+            continue
+        else:
+            text = _words(x, y, sizes, relative)
+        found.append(_Finding(path_name(path), sizes, text))
+    return found
+
+
+def _words(x: np.ndarray, y: np.ndarray, sizes: dict[str, int], relative: float) -> str:
+    def first(v: np.ndarray, along: list[int]) -> np.ndarray:
+        return v[tuple(slice(0, 1) if i in along else slice(None) for i in range(v.ndim))]
+
+    names = list(sizes)
+    near = relative * max(magnitude(x), magnitude(y))
+    apart = [
+        at
+        for at in range(len(names))
+        if np.max(distance(x, first(x, [at]))) > near and not np.max(distance(y, first(y, [at])))
+    ]
+    factor = constant_factor(x, y)
+    if factor is not None and not apart:
+        return f"are {times(factor)} the reference: {_axes_of(factor, sizes)}"
+    if apart:
+        axes = " and ".join(f"axis {names[at]!r} (size {sizes[names[at]]})" for at in apart)
+        for word, joined in (
+            ("sum", x.sum(tuple(apart), keepdims=True)),
+            ("mean", x.mean(tuple(apart), keepdims=True)),
+        ):
+            if np.max(distance(joined, first(y, apart))) <= near:
+                return f"differ between devices: {axes} is not reduced; the {word} over it is the reference"
+        return f"differ between devices along {axes}, and neither their sum nor their mean is the reference"
+    gap = distance(x, y)
+    at = np.unravel_index(int(np.argmax(gap)), x.shape)
+    return (
+        "are not the reference's, and not by one factor: the largest difference is "
+        f"{float(gap[at]):.3g}, where it is {float(x[at]):.6g} and the reference {float(y[at]):.6g}, as when means of "
+        "unequal weight are averaged"
+    )
+
+
+def _axes_of(factor: float, sizes: dict[str, int]) -> str:
+    """Which axes make the factor: the fewest powers of their sizes that do."""
+    used = [(name, size) for name, size in sizes.items() if size > 1]
+    every = itertools.product((0, 1, -1, 2, -2), repeat=len(used))
+    for powers in sorted(every, key=lambda each: sum(map(abs, each))):
+        size = math.prod(float(size) ** power for (_, size), power in zip(used, powers, strict=True))
+        if any(powers) and math.isclose(size, factor, rel_tol=0.02):
+            return " and ".join(_power_words(*axis, power) for axis, power in zip(used, powers, strict=True) if power)
+    return "no axis explains this factor" if used else "already on one device, so no axis is to blame"
+
+
+def _power_words(name: str, size: int, power: int) -> str:
+    axis = f"axis {name!r} (size {size})"
+    if power == 1:
+        return f"{axis} is summed twice, or a division by its size is missing"
+    if power == -1:
+        return f"{axis} is divided by once too often, or a sum over it is missing"
+    return f"{axis} is {'summed' if power > 0 else 'divided by'} {abs(power)} times too often"
+
+
+def _report(found: list[_Finding]) -> str:
+    """The simplest mesh that shows each kind of mistake, leaves with the same mistake together."""
+    lines: list[str] = []
+    explained: list[tuple[str, frozenset[str]]] = []
+    for finding in sorted(found, key=lambda f: f.simplicity):
+        axes = frozenset(name for name, size in finding.sizes.items() if size > 1)
+        if any(path == finding.path and known <= axes for path, known in explained):
+            continue
+        same = [f.path for f in found if f.sizes == finding.sizes and f.text == finding.text]
+        explained += [(path, axes) for path in same]
+        names = ", ".join(f"`{path}`" for path in same[:5]) + (f" and {len(same) - 5} more" if len(same) > 5 else "")
+        lines.append(f"on mesh {sized(finding.sizes.items())}, gradients of {names} {finding.text}")
+    return (
+        "certify_gradients: the gradients must be the reference's on every mesh; "
+        + ";\n  ".join(lines)
+        + ". Cast parameters with sk.vary over the batch axes, differentiate, and reduce the gradients once."
+    )
+
+
+def _specs(specs: Any, tree: Any) -> list[PartitionSpec]:
+    return jax.tree.leaves(broadcast_specs(specs, tree), is_leaf=lambda s: isinstance(s, PartitionSpec))

@@ -1,0 +1,157 @@
+"""What each kernel means, over a Python list of blocks: one block a device, in the order of the axis.
+
+Every function takes the blocks that the devices hold and returns the list of what they get; options are those of the
+kernel of the same name. `xp` is numpy, or jax.numpy where a gradient is wanted. Read it and believe it: nothing here
+is clever. `over_mesh` applies one to arrays whose first dims are the mesh.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+Blocks = Sequence[Any]
+
+
+def all_reduce(blocks: Blocks, *, op: str = "sum", xp: Any = np) -> list[Any]:
+    """Every device gets the sum, mean, max, min, any or all. Equal values share the derivative of a max or min."""
+    result = _total(blocks, op, xp) if op in ("sum", "mean") else getattr(xp, op)(xp.stack(blocks), axis=0)
+    return [result] * len(blocks)
+
+
+def all_gather(blocks: Blocks, *, dim: int = 0, xp: Any = np) -> list[Any]:
+    """Every device gets the blocks joined along dim."""
+    return [xp.concatenate(blocks, dim)] * len(blocks)
+
+
+def reduce_scatter(blocks: Blocks, *, dim: int = 0, op: str = "sum", xp: Any = np) -> list[Any]:
+    """Device i gets part i of the sum or mean."""
+    return list(xp.split(_total(blocks, op, xp), len(blocks), dim))
+
+
+def all_to_all(blocks: Blocks, *, split_dim: int, concat_dim: int, xp: Any = np) -> list[Any]:
+    """Device j gets part j of every block, joined in the order of the senders."""
+    parts = [xp.split(block, len(blocks), split_dim) for block in blocks]
+    return [xp.concatenate([part[j] for part in parts], concat_dim) for j in range(len(blocks))]
+
+
+def shift(blocks: Blocks, *, by: int = 1, wrap: bool = True, xp: Any = np) -> list[Any]:
+    """Device i gets what device i - by held, or zeros beyond an open end."""
+    n = len(blocks)
+    inside = [wrap or 0 <= i - by < n for i in range(n)]
+    return [blocks[(i - by) % n] if inside[i] else xp.zeros_like(blocks[i]) for i in range(n)]
+
+
+def broadcast(blocks: Blocks, *, source: int = 0, xp: Any = np) -> list[Any]:
+    """Every device gets the block of the source."""
+    return [blocks[source]] * len(blocks)
+
+
+def vary(blocks: Blocks, *, xp: Any = np) -> list[Any]:
+    """Every device keeps its block."""
+    return list(blocks)
+
+
+def scan(blocks: Blocks, *, op: str = "sum", exclusive: bool = False, xp: Any = np) -> list[Any]:
+    """Device i gets what devices 0 to i give together, or to i - 1; the first then gets the neutral element."""
+    blocks = [_counted(block, xp) for block in blocks] if op == "sum" else blocks
+    combine = {"sum": xp.add, "max": xp.maximum, "min": xp.minimum}[op]
+    out = list(itertools.accumulate(blocks, combine))
+    return [xp.full_like(out[0], _neutral(op, out[0].dtype)), *out[:-1]] if exclusive else out
+
+
+def halo_exchange(
+    blocks: Blocks, *, dim: int = 0, before: int = 1, after: int = 1, wrap: bool = False, xp: Any = np
+) -> list[Any]:
+    """Every block with rows of the joined array before and behind it; zeros, or the other end, beyond the ends."""
+    size, whole = blocks[0].shape[dim], xp.concatenate(blocks, dim)
+    total = whole.shape[dim]
+    empty = xp.zeros_like(xp.take(whole, np.arange(1), axis=dim))
+    rows = xp.concatenate([whole, empty], dim)  # row `total` stands for what lies beyond an open end
+
+    def row(at: int) -> int:
+        return at % total if wrap else at if 0 <= at < total else total
+
+    at = [[row(r) for r in range(i * size - before, (i + 1) * size + after)] for i in range(len(blocks))]
+    return [xp.take(rows, np.array(each, int), axis=dim) for each in at]
+
+
+def gather_to_one(blocks: Blocks, *, dim: int = 0, target: int = 0, xp: Any = np) -> list[Any]:
+    """The target gets the blocks joined, the others zeros."""
+    whole = xp.concatenate(blocks, dim)
+    return [whole if i == target else xp.zeros_like(whole) for i in range(len(blocks))]
+
+
+def all_gather_uneven(blocks: Blocks, *, sizes: Sequence[int], dim: int = 0, xp: Any = np) -> list[Any]:
+    """Every device gets the first sizes[i] rows of every block i, joined."""
+    rows = [xp.take(block, np.arange(size), axis=dim) for block, size in zip(blocks, sizes, strict=True)]
+    return [xp.concatenate(rows, dim)] * len(blocks)
+
+
+def reduce_scatter_uneven(
+    blocks: Blocks, *, sizes: Sequence[int], dim: int = 0, op: str = "sum", xp: Any = np
+) -> list[Any]:
+    """Device i gets its sizes[i] rows of the sum or mean, padded with zeros to the largest size."""
+    total, ends = _total(blocks, op, xp), np.cumsum(sizes)
+    pieces = [xp.take(total, np.arange(end - size, end), axis=dim) for size, end in zip(sizes, ends, strict=True)]
+    dim %= total.ndim
+    missing = [max(sizes) - size for size in sizes]
+    return [
+        xp.pad(piece, [(0, more if d == dim else 0) for d in range(piece.ndim)])
+        for piece, more in zip(pieces, missing, strict=True)
+    ]
+
+
+def over_mesh(
+    blockwise: Callable[..., list[Any]], x: Any, sizes: Mapping[str, int], axis: str | Sequence[str], *, xp: Any = np
+) -> Any:
+    """Applies a reference along one axis, or a tuple of axes, of a whole mesh.
+
+    Args:
+        blockwise: a function of a list of blocks, with `xp` as its keyword.
+        x: array of shape [*sizes, ...]: the block of every device.
+        sizes: the mesh: axis name and size, in its order.
+        axis: the axis of the collective; of a tuple, the first is major.
+        xp: numpy, or jax.numpy where a gradient is wanted.
+
+    Returns:
+        Array of shape [*sizes, ...]: what every device gets.
+    """
+    along = (axis,) if isinstance(axis, str) else tuple(axis)
+    others = [name for name in sizes if name not in along]
+    results: dict[tuple[int, ...], Any] = {}
+    for fixed in itertools.product(*(range(sizes[name]) for name in others)):
+        places = []
+        for index in itertools.product(*(range(sizes[name]) for name in along)):
+            at = dict(zip(others, fixed, strict=True)) | dict(zip(along, index, strict=True))
+            places.append(tuple(at[name] for name in sizes))
+        results.update(zip(places, blockwise([x[place] for place in places], xp=xp), strict=True))
+    rows = xp.stack([results[place] for place in np.ndindex(*sizes.values())])
+    return rows.reshape(*sizes.values(), *rows.shape[1:])
+
+
+def _total(blocks: Blocks, op: str, xp: Any) -> Any:
+    total = reduce(xp.add, [_counted(block, xp) for block in blocks])
+    if op == "sum":
+        return total
+    if total.dtype == np.int32:
+        total = total.astype(xp.float32)
+    return total / xp.asarray(len(blocks), total.dtype)
+
+
+def _counted(block: Any, xp: Any) -> Any:
+    return block.astype(xp.int32) if block.dtype == bool else block
+
+
+def _neutral(op: str, dtype: Any) -> Any:
+    if op == "sum":
+        return 0
+    if dtype.kind == "b":
+        return op == "min"
+    if dtype == np.int32:
+        return np.iinfo(np.int32).min if op == "max" else np.iinfo(np.int32).max
+    return -np.inf if op == "max" else np.inf

@@ -1,0 +1,163 @@
+"""Hypothesis strategies: meshes, layouts, sharded arrays. Everything shrinks to the smallest mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from shardkit.layout import canonical, spec_axes
+from shardkit.testing.program import DTYPES, Op, Program, legal_ops, state_of
+
+NAMES = ("a", "b", "c")
+_Draw = Any
+
+
+class ShardedArray(NamedTuple):
+    """A global array, how it is split, and over which mesh.
+
+    Attributes:
+        value: numpy array of global shape.
+        spec: its PartitionSpec; every dim divides.
+        sizes: the mesh, axis name and size.
+    """
+
+    value: np.ndarray
+    spec: PartitionSpec
+    sizes: dict[str, int]
+
+
+def meshes(*, devices: int = 8, names: Sequence[str] = NAMES) -> st.SearchStrategy[dict[str, int]]:
+    """Every mesh of up to `devices` devices: each number of them factored into one axis, two, ... in every order.
+
+    Args:
+        devices: the largest number of devices.
+        names: names of the axes; a mesh has one to `len(names)` of them.
+
+    Returns:
+        Strategy of `{axis: size}` for `make_mesh` and `emulate`; shrinks to `{names[0]: 1}`.
+
+    Raises:
+        ValueError: no device or no name.
+    """
+    if devices < 1 or not names:
+        raise ValueError(
+            f"meshes: there must be one device and one name or more; got {devices} devices and names {tuple(names)}. "
+            "Pass for example devices=8, names=('data', 'model')."
+        )
+    every = [sizes for k in range(1, len(names) + 1) for sizes in _factorisations(devices, k)]
+    every.sort(key=lambda sizes: (math.prod(sizes), len(sizes), sizes))
+    return st.sampled_from([dict(zip(names, sizes, strict=False)) for sizes in every])
+
+
+@st.composite
+def specs(draw: _Draw, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
+    """Every layout of an array of that shape on that mesh: each axis on one dim that it divides, or on none.
+
+    Args:
+        draw: given by hypothesis.
+        shape: global shape.
+        sizes: the mesh, axis name and size.
+
+    Returns:
+        Strategy of PartitionSpec, in its canonical spelling; shrinks to `P()`.
+    """
+    entries: list[tuple[str, ...]] = [()] * len(shape)
+    left = list(shape)
+    for name in draw(st.permutations(list(sizes))):
+        dims = [dim for dim, size in enumerate(left) if size % sizes[name] == 0]
+        dim = draw(st.sampled_from([None, *dims]))
+        if dim is not None:
+            entries[dim] += (name,)
+            left[dim] //= sizes[name]
+    return canonical(PartitionSpec(*entries))
+
+
+@st.composite
+def sharded_arrays(
+    draw: _Draw,
+    sizes: Mapping[str, int] | None = None,
+    *,
+    dtypes: Sequence[str] = DTYPES,
+    integer_valued: bool = True,
+    rank: int = 3,
+    largest: int = 3,
+) -> ShardedArray:
+    """A global array with a layout that divides it.
+
+    Args:
+        draw: given by hypothesis.
+        sizes: the mesh; by default any of `meshes()`.
+        dtypes: names of the dtypes to choose from.
+        integer_valued: floats hold whole numbers from -3 to 3, whose sums are exact in any order, so that results can
+            be compared in every bit; otherwise normal draws.
+        rank: the largest number of dims.
+        largest: the largest size of a dim on one device.
+
+    Returns:
+        Strategy of ShardedArray.
+    """
+    sizes = draw(meshes()) if sizes is None else dict(sizes)
+    local = draw(st.lists(st.integers(1, largest), max_size=rank))
+    entries: list[tuple[str, ...]] = [()] * len(local)
+    for name in draw(st.permutations(list(sizes))) if local else ():
+        dim = draw(st.sampled_from([None, *range(len(local))]))
+        if dim is not None:
+            entries[dim] += (name,)
+    spec = canonical(PartitionSpec(*entries))
+    counts = [math.prod(sizes[a] for a in axes) for axes in spec_axes(spec)] + [1] * len(local)
+    shape = [n * count for n, count in zip(local, counts, strict=False)]
+    dtype = draw(st.sampled_from(list(dtypes)))
+    rng = np.random.default_rng(draw(st.integers(0, 9)))
+    if jnp.issubdtype(dtype, jnp.floating) and not integer_valued:
+        return ShardedArray(rng.normal(size=shape).astype(jnp.dtype(dtype)), spec, sizes)
+    whole = rng.integers(0, 2, shape) if dtype == "bool" else rng.integers(-3, 4, shape)
+    return ShardedArray(np.asarray(whole).astype(jnp.dtype(dtype)), spec, sizes)
+
+
+@st.composite
+def programs(
+    draw: _Draw,
+    sizes: Mapping[str, int] | None = None,
+    *,
+    dtypes: Sequence[str] = DTYPES,
+    length: int = 4,
+) -> Program:
+    """A chain of collectives with legal shapes, as data: print it, run it as a kernel, run it on the reference.
+
+    Values are whole numbers (or, after a mean, a power of two below) that every dtype on the way holds exactly, so that
+    kernel and reference must agree in every bit.
+
+    Args:
+        draw: given by hypothesis.
+        sizes: the mesh; by default any of `meshes()`.
+        dtypes: names of the dtypes to begin with.
+        length: the largest number of collectives.
+
+    Returns:
+        Strategy of Program; shrinks to one device, one element and no collective.
+    """
+    sizes = draw(meshes()) if sizes is None else dict(sizes)
+    dtype = draw(st.sampled_from(list(dtypes)))
+    shape = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)))
+    seed = draw(st.integers(0, 9))
+    ops: list[Op] = []
+    for _ in range(draw(st.integers(0, length))):
+        order = draw(st.permutations(list(sizes)))
+        axes = tuple(order[: draw(st.integers(1, len(order)))])
+        state = state_of(Program(dict(sizes), shape, dtype, tuple(ops), seed))
+        legal = legal_ops(state, axes, sizes)
+        kernel = draw(st.sampled_from(list(dict.fromkeys(op.kernel for op in legal))))
+        ops.append(draw(st.sampled_from([op for op in legal if op.kernel == kernel])))
+    return Program(dict(sizes), shape, dtype, tuple(ops), seed)
+
+
+def _factorisations(devices: int, k: int) -> list[tuple[int, ...]]:
+    if k == 1:
+        return [(n,) for n in range(1, devices + 1)]
+    return [(n, *rest) for n in range(1, devices + 1) for rest in _factorisations(devices // n, k - 1)]

@@ -1,0 +1,339 @@
+"""Wrong kernels, each beside what it should have computed.
+
+A row gives the kernel, the reference on global arrays, the layouts and what the right tool says. All run on a mesh
+data=2, model=4 unless `sizes` says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+
+BOTH = ("data", "model")
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(16, 8)).astype(np.float32)
+W = RNG.normal(size=(8, 8)).astype(np.float32)
+ONES = np.ones((16, 8), np.float32)
+WEIGHTS = np.float32([0, 1, 2, 3] * 4)
+
+
+class Planted(NamedTuple):
+    """A mistake, and the words in which the tool must report it."""
+
+    name: str
+    kernel: Callable[..., Any]
+    reference: Callable[..., Any]
+    args: tuple[Any, ...]
+    in_specs: Any
+    out_specs: Any
+    says: str
+    tool: str = "assert_matches_reference"  # or "check_vma" (jax itself) or "emulate"
+    sizes: dict[str, int] = {"data": 2, "model": 4}  # noqa: RUF012
+
+
+def ring_reduce_scatter(x, *, start):
+    """Every hop adds this device's part of the piece that is passing; right for start=1."""
+    n, here = sk.axis_size("model"), sk.axis_index("model")
+    parts = x.reshape(n, -1, *x.shape[1:])
+    total = parts[(here - start) % n]
+    for hop in range(n - 1):
+        total = sk.shift(total, "model") + parts[(here - start - 1 - hop) % n]
+    return total
+
+
+def ring_gather(x, *, sign):
+    """Puts what arrives after k hops where it came from; right for sign=-1."""
+    n, here = sk.axis_size("model"), sk.axis_index("model")
+    out = sk.vary(jnp.zeros((n, *x.shape), x.dtype), "model")
+    for hop in range(n):
+        out = out.at[(here + sign * hop) % n].set(x)
+        x = sk.shift(x, "model")
+    return out.reshape(-1, *x.shape[1:])
+
+
+def local_softmax(x):
+    shifted = jnp.exp(x - sk.all_reduce(x.max(1, keepdims=True), "model", op="max"))
+    return shifted / shifted.sum(1, keepdims=True)
+
+
+def elementwise_normalisation(x):
+    mean = sk.all_reduce(x, "data", op="mean")
+    return (x - mean) / jnp.sqrt(sk.all_reduce((x - mean) ** 2, "data", op="mean"))
+
+
+def mean_of_variances(x):
+    return sk.all_reduce(x.var(0, keepdims=True), "data", op="mean")
+
+
+def clipped(x):
+    return x * jnp.minimum(1, 1 / jnp.sqrt(jnp.sum(x**2)))
+
+
+ROWS, COLUMNS, BLOCKS = P("data"), P(None, "model"), P("data", "model")
+FACTOR_2, FACTOR_4 = r"everywhere 2x the reference", r"everywhere 4x the reference"
+
+KERNELS = [
+    Planted("missing psum", lambda x: jnp.sum(x), jnp.sum, (X,), ROWS, P(), r"out_specs", "check_vma"),
+    Planted(
+        "missing psum, emulated",
+        lambda x: jnp.sum(x),
+        jnp.sum,
+        (X,),
+        ROWS,
+        P(),
+        r"must be equal on all devices of axis 'data'",
+        "emulate",
+    ),
+    Planted(
+        "psum over one axis of two",
+        lambda x: sk.all_reduce(jnp.sum(x), "data"),
+        jnp.sum,
+        (X,),
+        BLOCKS,
+        P(),
+        r"must be equal on all devices of axis 'model'",
+        "emulate",
+    ),
+    Planted(
+        "double psum",
+        lambda x: sk.all_reduce(sk.all_reduce(jnp.sum(x), "data"), "data"),
+        jnp.sum,
+        (X,),
+        ROWS,
+        P(),
+        FACTOR_2,
+    ),
+    Planted(
+        "psum over an axis with equal copies",
+        lambda x: sk.all_reduce(jnp.sum(x), BOTH),
+        jnp.sum,
+        (X,),
+        ROWS,
+        P(),
+        FACTOR_4,
+    ),
+    Planted(
+        "mean where a sum was meant",
+        lambda x: sk.all_reduce(jnp.sum(x), "data", op="mean"),
+        jnp.sum,
+        (X,),
+        ROWS,
+        P(),
+        r"everywhere 1/2 of the reference",
+    ),
+    Planted(
+        "mean of means",
+        lambda x, w: sk.all_reduce(jnp.sum(x[:, 0] * w) / jnp.sum(w), BOTH, op="mean"),
+        lambda x, w: jnp.sum(x[:, 0] * w) / jnp.sum(w),
+        (X, np.float32([1] * 8 + [5] + [0] * 6 + [1]) + 0.1),
+        (P(BOTH), P(BOTH)),
+        P(),
+        r"the result must equal the reference; the largest difference is",
+    ),
+    Planted(
+        "weight averaged, not summed",
+        lambda x, w: sk.all_reduce(jnp.sum(x[:, 0] * w), "data") / sk.all_reduce(jnp.sum(w), "data", op="mean"),
+        lambda x, w: jnp.sum(x[:, 0] * w) / jnp.sum(w),
+        (X, WEIGHTS),
+        (ROWS, ROWS),
+        P(),
+        FACTOR_2,
+    ),
+    Planted(
+        "wrong permutation",
+        lambda x: sk.shift(x, "model", by=-1),
+        lambda x: jnp.roll(x, 2, 1),
+        (X,),
+        COLUMNS,
+        COLUMNS,
+        r"the result must equal the reference; the largest difference is",
+    ),
+    Planted(
+        "a ring without its last hop",
+        lambda x: sk.shift(x, "model", wrap=False),
+        lambda x: jnp.roll(x, 2, 1),
+        (X,),
+        COLUMNS,
+        COLUMNS,
+        r"at \[\d+, [01]\], where it is 0 and",
+    ),
+    Planted(
+        "off-by-one ring reduce-scatter",
+        lambda x: ring_reduce_scatter(x, start=2),
+        lambda x: 4 * x,
+        (W,),
+        P(),
+        P("model"),
+        r"under jit, the result must equal the reference",
+    ),
+    Planted(
+        "ring gather filled backwards",
+        lambda x: sk.all_reduce(ring_gather(x, sign=1), "model", op="mean"),
+        lambda x: x,
+        (X,),
+        P("model"),
+        P(),
+        r"under jit, the result must equal the reference",
+    ),
+    Planted(
+        "a shard used twice",
+        lambda x: sk.all_reduce(jnp.sum(sk.all_gather(x, "data")), "data"),
+        jnp.sum,
+        (X,),
+        ROWS,
+        P(),
+        FACTOR_2,
+    ),
+    Planted(
+        "gather order over a tuple of axes",
+        lambda x: sk.all_gather(x, ("model", "data"), replicated=True),
+        lambda x: x,
+        (X,),
+        P(BOTH),
+        P(),
+        r"the result must equal the reference",
+    ),
+    Planted(
+        "scatter order reversed",
+        lambda x: sk.reduce_scatter(sk.reduce_scatter(x, "model"), "data"),
+        lambda x: 8 * x,
+        (X,),
+        P(),
+        P(BOTH),
+        r"the result must equal the reference",
+    ),
+    Planted(
+        "split and concat exchanged",
+        lambda x: sk.all_to_all(x, "model", split_dim=1, concat_dim=1),
+        lambda x: x,
+        (W,),
+        P("model"),
+        P(None, "model"),
+        r"\(the whole tree\) has shape \(2, 32\) and the reference \(8, 8\)",
+    ),
+    Planted(
+        "pmean of element-wise values as normalisation",
+        elementwise_normalisation,
+        lambda x: (x - x.mean(0, keepdims=True)) / x.std(0, keepdims=True),
+        (X,),
+        ROWS,
+        ROWS,
+        r"where it is -?1 and the reference",
+    ),
+    Planted(
+        "mean of variances",
+        mean_of_variances,
+        lambda x: x.var(0, keepdims=True),
+        (X,),
+        ROWS,
+        P(),
+        r"the result must equal the reference",
+    ),
+    Planted(
+        "softmax normalised per shard",
+        local_softmax,
+        lambda x: jax.nn.softmax(x, 1),
+        (X,),
+        COLUMNS,
+        COLUMNS,
+        r"the result must equal the reference",
+    ),
+    Planted(
+        "clip per shard",
+        clipped,
+        clipped,
+        (X,),
+        ROWS,
+        ROWS,
+        r"the result must equal the reference",
+    ),
+    Planted(
+        "partial product left unreduced",
+        lambda x, w: sk.all_reduce(x @ w, "model", op="mean"),
+        lambda x, w: x @ w,
+        (X, W),
+        (COLUMNS, P("model")),
+        P(),
+        r"everywhere 1/4 of the reference",
+    ),
+    Planted(
+        "bias added before the sum",
+        lambda x, w, b: sk.all_reduce(x @ w + b[None, :], "model"),
+        lambda x, w, b: x @ w + b[None, :],
+        (X, W, np.ones(8, np.float32)),
+        (COLUMNS, P("model"), P()),
+        P(),
+        r"the largest difference is 3 at",
+    ),
+    Planted(
+        "gradient stopped at a gather",
+        lambda x: jax.lax.stop_gradient(sk.all_gather(x, "data", replicated=True)) * 2,
+        lambda x: x * 2,
+        (X,),
+        ROWS,
+        P(),
+        r"the gradient of argument 0 must equal the reference; .*everywhere 0x the reference",
+    ),
+    Planted(
+        "RNG not folded",
+        lambda x: x * jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), 1.0, 0.0),
+        lambda x: x * jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), 1.0, 0.0),
+        (ONES,),
+        ROWS,
+        ROWS,
+        r"where it is [01] and the reference [01]",
+    ),
+    Planted(
+        "RNG folded where copies must agree",
+        lambda x: x + jax.random.normal(sk.fold_axis(jax.random.key(0), "data"), x.shape),
+        lambda x: x,
+        (ONES,),
+        P(),
+        P(),
+        r"must be equal on all devices of axis 'data'",
+        "emulate",
+    ),
+    Planted(
+        "RNG folded where copies must agree, typed",
+        lambda x: x + jax.random.normal(sk.fold_axis(jax.random.key(0), "data"), x.shape),
+        lambda x: x,
+        (ONES,),
+        P(),
+        P(),
+        r"out_specs",
+        "check_vma",
+    ),
+]
+
+
+def moments(x):
+    mean = sk.all_reduce(x.mean(0, keepdims=True), "data", op="mean")
+    return mean, sk.all_reduce(((x - mean) ** 2).mean(0, keepdims=True), "data", op="mean")
+
+
+def softmax(x):
+    shifted = jnp.exp(x - sk.all_reduce(x.max(1, keepdims=True), "model", op="max"))
+    return shifted / sk.all_reduce(shifted.sum(1, keepdims=True), "model")
+
+
+# What the rows above should have been, where that is not plain: it shows that only the mistake is reported.
+RIGHT = {
+    "mean of means": lambda x, w: sk.all_reduce(jnp.sum(x[:, 0] * w), BOTH) / sk.all_reduce(jnp.sum(w), BOTH),
+    "wrong permutation": lambda x: sk.shift(x, "model"),
+    "off-by-one ring reduce-scatter": lambda x: ring_reduce_scatter(x, start=1),
+    "ring gather filled backwards": lambda x: sk.all_reduce(ring_gather(x, sign=-1), "model", op="mean"),
+    "gather order over a tuple of axes": lambda x: sk.all_gather(x, BOTH, replicated=True),
+    "scatter order reversed": lambda x: sk.reduce_scatter(sk.reduce_scatter(x, "data"), "model"),
+    "split and concat exchanged": lambda x: sk.all_to_all(x, "model", split_dim=1, concat_dim=0),
+    "pmean of element-wise values as normalisation": lambda x: (x - moments(x)[0]) / jnp.sqrt(moments(x)[1]),
+    "mean of variances": lambda x: moments(x)[1],
+    "softmax normalised per shard": softmax,
+    "clip per shard": lambda x: x * jnp.minimum(1, 1 / jnp.sqrt(sk.all_reduce(jnp.sum(x**2), "data"))),
+}

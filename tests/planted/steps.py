@@ -1,0 +1,140 @@
+"""Wrong training steps: gradient code for certify_gradients, and GradFns for assert_same_training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import shardkit as sk
+
+RNG = np.random.default_rng(1)
+PARAMS = {"w": RNG.normal(size=(4, 4)).astype(np.float32), "b": np.zeros(4, np.float32)}
+BATCH = RNG.normal(size=(8, 4)).astype(np.float32)
+WEIGHTED = {"x": BATCH, "weight": np.float32([3, 0, 1, 0, 5, 1, 0, 1])}
+
+
+def loss(params, x):
+    return jnp.mean((x @ params["w"] + params["b"][None, :] - 1) ** 2)
+
+
+def mean(tree, axis="data"):
+    return sk.all_reduce(tree, axis, op="mean")
+
+
+def local(params, x):
+    return jax.grad(loss)(sk.vary(params, "data"), x)
+
+
+def accumulated(params, x, parts=2):
+    """Two microbatches; each is a mean already, their sum divided by 2 once, and then once more."""
+    grads = [local(params, part) for part in jnp.split(x, parts)]
+    total = jax.tree.map(lambda *g: sum(g) / parts, *grads)
+    return jax.tree.map(lambda g: g / parts, mean(total))
+
+
+class Gradients(NamedTuple):
+    """Per-device gradient code and what the certificate says of it."""
+
+    name: str
+    grad_fn: Callable[[Any, Any], Any]
+    says: str
+
+
+GRADIENTS = [
+    Gradients("grad(local)", jax.grad(loss), r"are 4x the reference: axis 'data' \(size 4\) is summed twice"),
+    Gradients(
+        "pmean(grad(local))",
+        lambda p, x: mean(jax.grad(loss)(p, x)),
+        r"are 4x the reference: axis 'data' \(size 4\) is summed twice",
+    ),
+    Gradients("psum of means", lambda p, x: sk.all_reduce(local(p, x), "data"), r"`b`, `w` are 4x the reference"),
+    Gradients("no reduction", local, r"axis 'data' \(size 4\) is not reduced; the mean over it is the reference"),
+    Gradients(
+        "one leaf not reduced",
+        lambda p, x: {"w": mean(local(p, x)["w"]), "b": local(p, x)["b"]},
+        r"gradients of `b` differ between devices: axis 'data' \(size 4\) is not reduced",
+    ),
+    Gradients(
+        "divided by the axis once more",
+        lambda p, x: jax.tree.map(lambda g: g / sk.axis_size("data"), mean(local(p, x))),
+        r"are 1/4 of the reference: axis 'data' \(size 4\) is divided by once too often",
+    ),
+    Gradients("accumulation divided twice", accumulated, r"are 1/2 of the reference: already on one device"),
+    Gradients(
+        "broadcast instead of a mean",
+        lambda p, x: sk.broadcast(local(p, x), "data"),
+        r"are not the reference's, and not by one factor",
+    ),
+]
+
+
+def right(params, batch, keys):
+    error = jnp.sum((batch["x"] @ params["w"] + params["b"][None, :] - 1) ** 2, 1)
+    return sk.Mean.of(error, batch["weight"])
+
+
+def mean_of_means(params, batch, keys):
+    sums = right(params, batch, keys)
+    return sums.total / jnp.maximum(sums.weight, 1)
+
+
+def counted_examples(params, batch, keys):
+    return right(params, batch, keys)._replace(weight=jnp.float32(len(batch["weight"])))
+
+
+def summed_inside(params, batch, keys):
+    """The total is reduced already, but not the weight that goes with it."""
+    sums = right(params, batch, keys)
+    return sums._replace(total=sk.vary(sk.all_reduce(sums.total, "data"), "data"))
+
+
+def noise_by_device(params, batch, keys):
+    keep = jax.random.bernoulli(sk.fold_axis(jax.random.key(0), "data"), 0.5, batch["x"].shape)
+    return right(params, {**batch, "x": jnp.where(keep, batch["x"], 0)}, keys)
+
+
+def noise_on_one_device(params, batch, keys):
+    keep = jax.random.bernoulli(jax.random.key(0), 0.5, batch["x"].shape)
+    return right(params, {**batch, "x": jnp.where(keep, batch["x"], 0)}, keys)
+
+
+def clip_per_shard(params, batch, keys, *, scale=1):
+    sums, aux, grads = sk.value_and_grad(right)(params, batch, keys, scale=scale)
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+    return sums, aux, jax.tree.map(lambda g: g * jnp.minimum(1, 1 / norm), grads)
+
+
+def divided_twice(params, batch, keys, *, scale=1):
+    sums, aux, grads = sk.value_and_grad(right)(params, batch, keys, scale=scale)
+    return sums, aux, jax.tree.map(lambda g: g / sk.axis_size("data"), grads)
+
+
+class Step(NamedTuple):
+    """A GradFn on the mesh, that of one device, and what assert_same_training says."""
+
+    name: str
+    grad_fn: Callable[..., Any]
+    reference: Callable[..., Any]
+    says: str
+
+
+OWN = sk.value_and_grad(right)
+STEPS = [
+    Step(
+        "mean of means in a step", sk.value_and_grad(mean_of_means), OWN, r"step 0: the loss must be as on one device"
+    ),
+    Step("examples counted, not weights", sk.value_and_grad(counted_examples), OWN, r"step 0: the loss must be as"),
+    Step("total reduced, weight not", sk.value_and_grad(summed_inside), OWN, r"\(everywhere 4x one device's\)"),
+    Step(
+        "dropout by device",
+        sk.value_and_grad(noise_by_device),
+        sk.value_and_grad(noise_on_one_device),
+        r"step 0: the loss must be as on one device",
+    ),
+    Step("clip per shard in a step", clip_per_shard, clip_per_shard, r"the gradient of [bw] must be as on one device"),
+    Step("divided twice under Adam", divided_twice, OWN, r"the gradient of [bw] .*\(everywhere 1/4 of one device's\)"),
+]

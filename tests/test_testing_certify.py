@@ -1,0 +1,138 @@
+"""certify_gradients: the classical recipes, and which axis each of them counts wrongly."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from shardkit.testing import certify_gradients
+
+RNG = np.random.default_rng(0)
+PARAMS = {"w_up": RNG.normal(size=(4, 8)).astype(np.float32), "w_down": RNG.normal(size=(8, 2)).astype(np.float32)}
+BATCH = RNG.normal(size=(8, 4)).astype(np.float32)
+
+
+def loss(params, x):
+    return jnp.mean(jnp.tanh(x @ params["w_up"]) @ params["w_down"]) ** 2 + jnp.mean((x @ params["w_up"]) ** 2)
+
+
+def square(params, x):
+    return jnp.mean((x @ params["w_up"]) ** 2) + jnp.mean((x[:, :2] @ params["w_down"][:2]) ** 2)
+
+
+def mean(tree):
+    return sk.all_reduce(tree, "data", op="mean")
+
+
+def own(params, x):
+    return jax.grad(square)(sk.vary(params, "data"), x)
+
+
+RIGHT = {
+    "cast, then pmean(grad(local))": lambda p, x: mean(own(p, x)),
+    "grad(pmean of local)": lambda p, x: jax.grad(lambda p: mean(square(p, x)))(p),
+    "pmean(grad(pmean of local))": lambda p, x: mean(jax.grad(lambda p: mean(square(p, x)))(p)),
+}
+SUMMED = "are 4x the reference: axis 'data' (size 4) is summed twice, or a division by its size is missing"
+WRONG = {
+    "grad(local)": (lambda p, x: jax.grad(square)(p, x), SUMMED),
+    "pmean(grad(local))": (lambda p, x: mean(jax.grad(square)(p, x)), SUMMED),
+    "psum": (lambda p, x: sk.all_reduce(own(p, x), "data"), SUMMED),
+    "divided twice": (
+        lambda p, x: jax.tree.map(lambda g: g / sk.axis_size("data"), mean(own(p, x))),
+        "are 1/4 of the reference: axis 'data' (size 4) is divided by once too often, or a sum over it is missing",
+    ),
+    "not reduced": (
+        own,
+        "differ between devices: axis 'data' (size 4) is not reduced; the mean over it is the reference",
+    ),
+    "halves not reduced": (
+        lambda p, x: jax.tree.map(lambda g: g / sk.axis_size("data"), own(p, x)),
+        "differ between devices: axis 'data' (size 4) is not reduced; the sum over it is the reference",
+    ),
+    "another sign": (
+        lambda p, x: jax.tree.map(jnp.negative, mean(own(p, x))),
+        "are -1x the reference: already on one device, so no axis is to blame",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_recipes_are_certified(name):  # facts 2
+    certificate = certify_gradients(RIGHT[name], square, PARAMS, BATCH, devices=4)
+    assert str(certificate) == ("the gradients of 2 leaves are those of one device on 3 meshes: data=1; data=2; data=4")
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_recipes_are_named(name):  # facts 2
+    grad_fn, words = WRONG[name]
+    mesh = "data=1" if "one device" in words else "data=4"
+    with pytest.raises(AssertionError) as error:
+        certify_gradients(grad_fn, square, PARAMS, BATCH, devices=4)
+    assert str(error.value) == (
+        "certify_gradients: the gradients must be the reference's on every mesh; "
+        f"on mesh {mesh}, gradients of `w_down`, `w_up` {words}. "
+        "Cast parameters with sk.vary over the batch axes, differentiate, and reduce the gradients once."
+    )
+
+
+SPECS = {"w_up": P(None, "model"), "w_down": P("model")}
+
+
+def tensor_parallel(params, x, *, down=1):
+    """Row and column parallel: w_up is split by columns, w_down by rows, the product summed over "model"."""
+    params = sk.vary(params, "data")
+
+    def local(params):
+        y = sk.all_reduce(jnp.tanh(x @ params["w_up"]) @ params["w_down"], "model")
+        return jnp.mean(y**2)
+
+    grads = mean(jax.grad(local)(params))
+    return {**grads, "w_down": grads["w_down"] * down}
+
+
+def whole(params, x):
+    return jnp.mean((jnp.tanh(x @ params["w_up"]) @ params["w_down"]) ** 2)
+
+
+def test_two_axes_and_sharded_parameters():
+    options = {"axes": ("data", "model"), "param_specs": SPECS}
+    assert len(certify_gradients(tensor_parallel, whole, PARAMS, BATCH, **options).meshes) == 10
+    with pytest.raises(AssertionError) as error:
+        certify_gradients(
+            lambda p, x: tensor_parallel(p, x, down=sk.axis_size("model")), whole, PARAMS, BATCH, **options
+        )
+    assert str(error.value) == (
+        "certify_gradients: the gradients must be the reference's on every mesh; on mesh data=1, model=8, gradients of "
+        "`w_down` are 8x the reference: axis 'model' (size 8) is summed twice, or a division by its size is missing. "
+        "Cast parameters with sk.vary over the batch axes, differentiate, and reduce the gradients once."
+    )
+
+
+def test_means_of_means_are_not_one_factor():
+    x = np.concatenate([BATCH, (np.arange(8) < 3)[:, None].astype(np.float32)], 1)  # the last column is a weight
+
+    def weighted(params, x):
+        return jnp.sum((x[:, :4] @ params["w_up"]) ** 2 * x[:, 4:]) / jnp.maximum(jnp.sum(x[:, 4:]), 1)
+
+    params = {"w_up": PARAMS["w_up"]}
+    wrong = lambda p, x: mean(jax.grad(weighted)(sk.vary(p, "data"), x))  # noqa: E731
+    with pytest.raises(AssertionError, match="as when means of unequal weight are averaged"):
+        certify_gradients(wrong, weighted, params, x, devices=4)
+
+
+def test_errors_in_full():
+    with pytest.raises(ValueError) as error:
+        certify_gradients(own, square, PARAMS, BATCH[:7])
+    assert str(error.value) == (
+        "certify_gradients: the batch and the parameters must divide over axis 'data'; no mesh of 2 to 8 devices fits "
+        "them. Pass larger arrays or other specs."
+    )
+    with pytest.raises(AssertionError) as error:
+        certify_gradients(lambda p, x: p["w_up"], square, PARAMS, BATCH)
+    assert str(error.value) == (
+        "certify_gradients: the gradients must be a pytree like the parameters; got PyTreeDef(*). Return one gradient "
+        "for each parameter."
+    )
