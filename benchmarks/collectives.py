@@ -1,4 +1,4 @@
-"""Ways to sum over eight devices: one psum, its two halves, buckets of small leaves, and compressed.
+"""Ways to sum over eight devices: one psum, its two halves, rings, a fixed order, buckets of leaves, compressed.
 
 The array is float32, of the size in the row on every device, and equal on all of them, with values that every small
 dtype holds exactly: all variants must give the same numbers. Leaves are sixteen slices of it. The compressed forms
@@ -48,6 +48,9 @@ def kernels() -> dict[str, Kernel]:
     return {
         "psum": whole(lambda x: sk.all_reduce(x, "data")),
         "reduce_scatter + all_gather": whole(pair),
+        "ring": whole(lambda x: sk.ring.all_reduce(x, "data")),
+        "ring both ways": whole(lambda x: sk.ring.all_reduce(x, "data", bidirectional=True)),
+        "deterministic": whole(lambda x: sk.all_reduce(x[None], "data", deterministic=True)),
         f"psum of {LEAVES} leaves": leaves(lambda tree: sk.all_reduce(tree, "data")),
         f"bucket of {LEAVES} leaves": leaves(lambda tree: all_reduce_tree(tree, "data")),
         "bfloat16": small(jnp.bfloat16),
