@@ -19,6 +19,7 @@ from shardkit.collectives import (
     axis_index,
     axis_size,
     broadcast,
+    compressed,
     gather_to_one,
     halo_exchange,
     hierarchical,
@@ -57,6 +58,7 @@ __all__ = [
     "broadcast",
     "bytes_per_device",
     "chain",
+    "compressed",
     "describe",
     "dp",
     "dropout",
@@ -93,6 +95,6 @@ _LAZY = ("analysis", "models", "runtime", "testing")
 def __getattr__(name: str) -> _Any:
     if name in _LAZY:
         return _import_module(f"shardkit.{name}")
-    if name == "census":
-        return _import_module("shardkit.analysis").census
+    if name in ("census", "collective", "expects"):
+        return getattr(_import_module("shardkit.analysis"), name)
     raise AttributeError(f"module 'shardkit' has no attribute {name!r}")

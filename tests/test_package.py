@@ -85,6 +85,8 @@ def test_importing_touches_no_device_and_nothing_heavy():
 def test_submodules_are_reached_from_the_top():
     assert sk.models.transformer.Config().vocabulary == 256
     assert sk.runtime.__name__ == "shardkit.runtime"
+    assert sk.census is sk.analysis.census and sk.expects is sk.analysis.expects
+    assert sk.testing.emulate.__module__ == "shardkit.testing.emulate"
     with pytest.raises(AttributeError) as error:
         _ = sk.nothing
     assert str(error.value) == "module 'shardkit' has no attribute 'nothing'"
