@@ -66,6 +66,14 @@ def dim_of(where: str, dim: int, ndim: int, name: str = "dim") -> int:
     return dim % ndim
 
 
+def member(where: str, name: str, index: int, count: int) -> None:
+    """Refuses an index that is no device of an axis of `count` devices."""
+    if not 0 <= index < count:
+        raise ValueError(
+            f"{where}: {name} must be a device of the axis; got {index} over {count} devices. Choose 0 to {count - 1}."
+        )
+
+
 def divides(where: str, dim: int, size: int, axes: Sequence[str], count: int) -> None:
     """Refuses a dimension that does not split evenly over the devices of `axes`."""
     if size % count:

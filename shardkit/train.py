@@ -97,8 +97,9 @@ def make_train_step(
             reduced once. The effective batch does not change.
         precision: a Precision, or "no", "bf16", "fp16".
         nonfinite: what happens when the loss or a gradient is not finite: "keep" takes the step all the same, "skip"
-            leaves parameters and optimizer state as they were on all devices, "stop" does so and raises. A float16
-            loss scale always skips. "skip" and "stop" add the metric "finite"; "stop" waits for each step to end.
+            leaves parameters and optimizer state as they were on all devices, "stop" does so and raises. A loss
+            scale always skips, and a dynamic one stops only for the loss itself. "skip" and "stop" add the metric
+            "finite"; "stop" waits for each step to end.
 
     Returns:
         TrainStep(init, step). `step` calls one compiled program; `step.lower(state, batch)` and `step.trace` show it.
@@ -190,7 +191,8 @@ def make_train_step(
             params = jax.shard_map(lambda p: to_rest(p, layouts), mesh=mesh, in_specs=(update,), out_specs=rest)(params)
         return TrainState(state.step + 1, params, new_opt_state, None, loss_scale), metrics
 
-    return TrainStep(init, _keyed(jax.jit(traced_step, donate_argnums=0), stop=nonfinite == "stop"))
+    compiled = jax.jit(traced_step, donate_argnums=0)
+    return TrainStep(init, _keyed(compiled, nonfinite == "stop", policy.loss_scale == "dynamic"))
 
 
 def make_eval_step(
@@ -300,7 +302,9 @@ def _all_finite(loss: jax.Array, grads: Any) -> jax.Array:
     return all_reduce(finite.astype(jnp.int32), axes, op="min") == 1 if axes else finite
 
 
-def _keyed(compiled: Any, stop: bool) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
+def _keyed(
+    compiled: Any, stop: bool, dynamic: bool
+) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
     """The step as its user calls it: the key, which never changes, goes round the compiled program, not through it.
 
     A typed key that jit returns is rebuilt in Python at every call, which costs more than all the rest of a dispatch.
@@ -309,7 +313,8 @@ def _keyed(compiled: Any, stop: bool) -> Callable[[TrainState, Any], tuple[Train
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         new, metrics = compiled(*split(state), batch)
         new = TrainState(new.step, new.params, new.opt_state, state.key, new.loss_scale)
-        if stop and not metrics["finite"]:
+        # With a dynamic loss scale, overflowing gradients are how the scale is found; only the loss can be wrong.
+        if stop and not metrics["finite"] and not (dynamic and jnp.isfinite(metrics["loss"])):
             raise NonFiniteError(
                 f"step {int(new.step)}: the loss ({float(metrics['loss'])}) or a gradient is not finite. The "
                 "parameters are as before the step; lower the learning rate, or pass nonfinite='skip'.",

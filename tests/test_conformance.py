@@ -103,11 +103,7 @@ def test_three_optimizer_steps_equal_one_device(row, model, optimizer):
 
 def accumulations():
     for row in PLANS:
-        ways = 1
-        if not row.model_axis:
-            ways = int(np.prod([s for a, s in row.sizes.items() if a != "spare"]))
-        else:
-            ways = int(np.prod([s for a, s in row.sizes.items() if a != row.model_axis]))
+        ways = int(np.prod([size for axis, size in row.sizes.items() if axis not in ("spare", row.model_axis)]))
         for k in range(2, BATCH // ways + 1):
             if BATCH // ways % k == 0:
                 yield pytest.param(row, k, id=f"{row.name}-{k}".replace(" ", "_"))

@@ -133,6 +133,23 @@ def test_the_dynamic_scale_falls_on_overflow_and_the_step_is_skipped(data8):
     assert not np.array_equal(np.asarray(state.params["weight"]), before[0]["weight"])
 
 
+def test_stopping_leaves_the_dynamic_scale_its_overflows(data8):
+    init, step = sk.make_train_step(
+        sk.value_and_grad(loss_seeing({})),
+        optax.sgd(0.5),
+        mesh=data8,
+        plan=sk.dp("data"),
+        precision="fp16",
+        nonfinite="stop",
+    )
+    state, metrics = step(init(params(), KEY), batch(scale=100.0))
+    assert not bool(metrics["finite"]) and float(state.loss_scale.scale) == 2.0**14
+    broken = batch()
+    broken["x"][0] = np.nan
+    with pytest.raises(sk.NonFiniteError):
+        step(state, broken)
+
+
 def test_the_scale_doubles_after_the_growth_interval_and_never_falls_below_one():
     policy = FLOAT16._replace(growth_interval=3)
     state = LossScale(jnp.float32(1.0), jnp.int32(0))

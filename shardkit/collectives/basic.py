@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from shardkit import _compat
-from shardkit._check import Axis, bound, dim_of, divides
+from shardkit._check import Axis, bound, dim_of, divides, member
 from shardkit.collectives._derivatives import extremum, from_source
 from shardkit.collectives.deterministic import blocks_sum
 
@@ -289,12 +289,7 @@ def broadcast(x: Any, axis: Axis, *, source: int = 0) -> Any:
     Cost: 2 B (n-1)/n bytes in 2 (n-1) hops: a masked all_reduce, which is what types the result as equal.
     """
     names = bound("broadcast", axis)
-    count = axis_size(names)
-    if not 0 <= source < count:
-        raise ValueError(
-            f"broadcast: source must be a device of the axis; got {source} over {count} devices. "
-            f"Choose 0 to {count - 1}."
-        )
+    member("broadcast", "source", source, axis_size(names))
     return jax.tree.map(lambda leaf: from_source(vary(leaf, names), names, source), x)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._check import Axis, bound, dim_of
+from shardkit._check import Axis, bound, dim_of, member
 from shardkit.collectives.basic import all_gather, axis_size, shift, vary
 
 _COMBINE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
@@ -129,12 +129,7 @@ def gather_to_one(x: Any, axis: Axis, *, dim: int = 0, target: int = 0) -> Any:
     of n-1 single messages too.
     """
     names = bound("gather_to_one", axis)
-    count = axis_size(names)
-    if not 0 <= target < count:
-        raise ValueError(
-            f"gather_to_one: target must be a device of the axis; got {target} over {count} devices. "
-            f"Choose 0 to {count - 1}."
-        )
+    member("gather_to_one", "target", target, axis_size(names))
     here = lax.axis_index(names) == target
 
     def gather(leaf: jax.Array) -> jax.Array:
