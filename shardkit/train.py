@@ -15,14 +15,7 @@ from shardkit.layout import spec_axes
 from shardkit.parallel.batch import accumulated, batch_specs, device_keys
 from shardkit.parallel.gradient import GradFn, LossFn, Mean, global_means, loss_and_aux
 from shardkit.parallel.plan import Plan, enter, leave, map_layouts, to_rest
-from shardkit.precision import (
-    LossScale,
-    Precision,
-    cast_floating,
-    first_loss_scale,
-    next_loss_scale,
-    precision_of,
-)
+from shardkit.precision import LossScale, Precision, cast_floating, first_loss_scale, next_loss_scale, precision_of
 from shardkit.rng import salt
 
 _REPLICATED = PartitionSpec()
