@@ -89,12 +89,12 @@ __all__ = [
     "vary",
 ]
 
-_LAZY = ("analysis", "models", "runtime", "testing")
+_LAZY = ("analysis", "cost", "models", "runtime", "testing")
 
 
 def __getattr__(name: str) -> _Any:
     if name in _LAZY:
         return _import_module(f"shardkit.{name}")
-    if name in ("census", "collective", "expects"):
+    if name in ("Finding", "aot", "census", "collective", "expects", "explain", "lint"):
         return getattr(_import_module("shardkit.analysis"), name)
     raise AttributeError(f"module 'shardkit' has no attribute {name!r}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,11 +12,12 @@ from jax import lax
 from jax._src import core as _core
 from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
+from jax.experimental.xla_metadata import set_xla_metadata
 
 
 def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes over which `x` may differ between devices, as check_vma tracks them."""
-    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    aval = x if isinstance(x, jax.ShapeDtypeStruct | _core.AbstractValue) else jax.typeof(x)
     manual = getattr(aval, "manual_axis_type", None)
     if manual is not None:
         return frozenset(manual.varying)
@@ -74,3 +78,77 @@ def user_frames(equation: Any) -> list[tuple[str, int, str]]:
 def in_backward(equation: Any) -> bool:
     """Whether an equation was made by transposing (the backward pass)."""
     return "transpose" in str(equation.source_info.name_stack)
+
+
+def in_jvp(equation: Any) -> bool:
+    """Whether an equation was made by differentiating: a tangent, or the primal beside it."""
+    return "jvp" in str(equation.source_info.name_stack)
+
+
+def recomputed(equation: Any) -> bool:
+    """Whether an equation repeats one of the forward pass for the backward pass (jax.checkpoint)."""
+    return "rematted_computation" in str(equation.source_info.name_stack)
+
+
+def made_by_pmap(equation: Any) -> bool:
+    """Whether an equation was traced inside jax.pmap, which has no primitive of its own any more."""
+    frames = equation.source_info.traceback.frames if equation.source_info.traceback else ()
+    return any(Path(f.file_name).name == "pmap.py" and "jax" in Path(f.file_name).parts for f in frames)
+
+
+def manual_axes(equation: Any) -> tuple[str, ...]:
+    """The mesh axes that a shard_map equation binds."""
+    return tuple(a for a in equation.params["mesh"].axis_names if a in equation.params["newly_manual_axes"])
+
+
+def scan_parts(equation: Any) -> tuple[int, int]:
+    """How many operands of a scan equation are constants of the loop, and how many are its carry."""
+    if "ft_in" in equation.params:  # jax 0.12
+        consts, carry, _ = equation.params["ft_in"].update(equation.invars).unpack()
+        return len(list(consts)), len(list(carry))
+    return equation.params["num_consts"], equation.params["num_carry"]
+
+
+_AS_PROCESS = {0: lambda backend=None: 0, 1: lambda backend=None: 1}
+
+
+@contextmanager
+def as_process(index: int) -> Iterator[None]:
+    """Traces as process 0 or 1 would: `jax.process_index()` answers so, under whatever name it was imported.
+
+    What is traced inside is kept apart from jax's trace caches, in which functions traced before would be found.
+    """
+    function = _xla_bridge.process_index
+    code = function.__code__
+    function.__code__ = _AS_PROCESS[index].__code__
+    try:
+        with set_xla_metadata(shardkit_as_process=str(index)):
+            yield
+    finally:
+        function.__code__ = code
+
+
+def compile_for(bytecode: bytes, devices: list[Any], options: dict[str, Any]) -> Any:
+    """Compiles a StableHLO module for devices that need not exist; they stand in the order of the program's partitions.
+
+    Returns:
+        The executable: `.hlo_modules()`, `.get_compiled_memory_stats()`.
+    """
+    import numpy as np
+    from jax._src import compiler as _compiler
+    from jax._src.interpreters import mlir as _mlir
+    from jaxlib import _jax
+    from jaxlib.mlir import ir
+
+    with _mlir.make_ir_context():
+        module = ir.Module.parse(bytecode)
+        named = {op.attributes["sym_name"].value: op for op in module.body.operations if "sym_name" in op.attributes}
+        main = named["main"]
+        # Where the program says nothing of an argument's or a result's layout, the compiler is free to choose.
+        free = [["sdy.sharding" not in each for each in attrs] for attrs in (main.arg_attrs, main.result_attrs)]
+        client = devices[0].client
+        placed = np.array(devices).reshape(1, -1)
+        settings = _compiler.get_compile_options(1, len(devices), placed, options, backend=client)
+        build = settings.executable_build_options
+        build.allow_spmd_sharding_propagation_to_parameters, build.allow_spmd_sharding_propagation_to_output = free
+        return client.compile(module, executable_devices=_jax.DeviceList(tuple(devices)), compile_options=settings)

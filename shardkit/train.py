@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._compat import varying_axes
 from shardkit.collectives import all_reduce
@@ -15,28 +15,11 @@ from shardkit.layout import spec_axes
 from shardkit.parallel.batch import accumulated, batch_specs, device_keys
 from shardkit.parallel.gradient import GradFn, LossFn, Mean, global_means, loss_and_aux
 from shardkit.parallel.plan import Plan, enter, leave, map_layouts, to_rest
-from shardkit.precision import LossScale, Precision, cast_floating, first_loss_scale, next_loss_scale, precision_of
+from shardkit.precision import Precision, cast_floating, next_loss_scale, precision_of
 from shardkit.rng import salt
+from shardkit.state import TrainState, make_init, optimizer_specs, shardings
 
 _REPLICATED = PartitionSpec()
-
-
-class TrainState(NamedTuple):
-    """Everything a training run carries from step to step.
-
-    Attributes:
-        step: int32 scalar, steps taken.
-        params: the parameters, each leaf laid out as the plan's `rest`.
-        opt_state: the optimizer's state; leaves that mirror a parameter are laid out as the plan's `update`.
-        key: typed key from which the keys of every step's examples are derived; it never changes.
-        loss_scale: the float16 loss scale, or None.
-    """
-
-    step: jax.Array
-    params: Any
-    opt_state: Any
-    key: Any
-    loss_scale: LossScale | None = None
 
 
 class TrainStep(NamedTuple):
@@ -44,7 +27,8 @@ class TrainStep(NamedTuple):
 
     Attributes:
         init: `init(params, key) -> TrainState`; `params` is a pytree, or a function of the key that makes one, which
-            then runs inside jit so that no device ever holds the whole model.
+            then runs inside jit so that no device ever holds the whole model. `init.abstract(params)` gives the state's
+            shapes, dtypes and layouts instead, over any mesh, an AbstractMesh too, and makes no array.
         step: `step(state, batch) -> (state, metrics)`; donates `state`. Metrics are float32 scalars by name: "loss",
             "weight" (what it was divided by), and the auxiliary means.
     """
@@ -122,22 +106,7 @@ def make_train_step(
     guarded = nonfinite != "keep" or policy.loss_scale is not None
 
     def pinned(tree: Any, specs: Any) -> Any:
-        return jax.lax.with_sharding_constraint(tree, _shardings(mesh, specs))
-
-    def init(params: Any, key: jax.Array) -> TrainState:
-        key = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
-        params = _place_params(params, key, plan, mesh, policy)
-        layouts = plan.layouts(params, mesh)
-        update = map_layouts(lambda layout: layout.update, layouts)
-
-        def fresh(params: Any) -> Any:  # the copies keep donated buffers apart from the parameters'
-            return jax.tree.map(jnp.copy, optimizer.init(pinned(params, update)))
-
-        specs = optimizer_specs(jax.eval_shape(optimizer.init, params), params, update)
-        opt_state = jax.jit(fresh, out_shardings=_shardings(mesh, specs))(params)
-        rest = lambda key: (jnp.int32(0), jnp.copy(key), first_loss_scale(policy))  # noqa: E731
-        step, key, loss_scale = jax.jit(rest, out_shardings=NamedSharding(mesh, _REPLICATED))(key)
-        return TrainState(step, params, opt_state, key, loss_scale)
+        return jax.lax.with_sharding_constraint(tree, shardings(mesh, specs))
 
     def traced_step(state: TrainState, key: jax.Array, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         layouts = plan.layouts(state.params, mesh)
@@ -185,7 +154,9 @@ def make_train_step(
         return TrainState(state.step + 1, params, new_opt_state, None, loss_scale), metrics
 
     compiled = jax.jit(traced_step, donate_argnums=0)
-    return TrainStep(init, _keyed(compiled, nonfinite == "stop", policy.loss_scale == "dynamic"))
+    return TrainStep(
+        make_init(optimizer, mesh, plan, policy), _keyed(compiled, nonfinite == "stop", policy.loss_scale == "dynamic")
+    )
 
 
 def make_eval_step(
@@ -237,48 +208,6 @@ def step_key(key: jax.Array, step: jax.Array | int) -> jax.Array:
     """
     # Salted, so that it never meets a key that the parameters were drawn from.
     return jax.random.fold_in(jax.random.fold_in(key, salt("shardkit.step")), step)
-
-
-def optimizer_specs(opt_state: Any, params: Any, update: Any) -> Any:
-    """The layout of an optimizer's state: a leaf that mirrors a parameter has the parameter's update layout.
-
-    A leaf mirrors a parameter when its path ends with the parameter's and its shape is the same; all others are
-    replicated.
-    """
-    spec_leaves = jax.tree.leaves(update, is_leaf=lambda s: isinstance(s, PartitionSpec))
-    param_leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-    known = {path: (x.shape, spec) for (path, x), spec in zip(param_leaves, spec_leaves, strict=True)}
-
-    def spec_of(path: Any, x: Any) -> PartitionSpec:
-        for start in range(len(path) + 1):
-            shape, spec = known.get(path[start:], (None, _REPLICATED))
-            if shape == x.shape:
-                return spec
-        return _REPLICATED
-
-    return jax.tree_util.tree_map_with_path(spec_of, opt_state)
-
-
-def _shardings(mesh: Mesh, specs: Any) -> Any:
-    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
-
-
-def _place_params(params: Any, key: jax.Array, plan: Plan, mesh: Mesh, policy: Precision) -> Any:
-    if callable(params):
-        make = params
-        shapes = jax.eval_shape(make, key)
-        rest = map_layouts(lambda layout: layout.rest, plan.layouts(shapes, mesh))
-        return jax.jit(lambda k: cast_floating(make(k), policy.param), out_shardings=_shardings(mesh, rest))(key)
-
-    def strong(x: Any) -> Any:  # weakly typed leaves would compile the step twice
-        return (
-            jax.lax.convert_element_type(x, x.dtype) if isinstance(x, jax.Array) else jnp.asarray(x, jnp.result_type(x))
-        )
-
-    params = cast_floating(jax.tree.map(strong, params), policy.param)
-    rest = _shardings(mesh, map_layouts(lambda layout: layout.rest, plan.layouts(params, mesh)))
-    # device_put may hand back the caller's own buffers; the step donates the state's, so these are copies.
-    return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=rest)(jax.device_put(params, rest))
 
 
 def _metrics(sums: Mapping[str, Mean], dtype: Any) -> dict[str, jax.Array]:

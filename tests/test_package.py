@@ -20,7 +20,7 @@ FLOORS = [
     ["_compat", "_check", "schedules", "cost"],
     ["mesh", "layout", "rng", "config", "collectives"],
     ["parallel"],
-    ["train", "precision"],
+    ["train", "state", "precision"],
     ["testing", "analysis"],
     ["models", "runtime", "viz"],
     ["cli"],
@@ -28,7 +28,7 @@ FLOORS = [
 ]
 FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 # On floors made of single files, these may also use a neighbour.
-NEIGHBOURS = {"_check": {"_compat"}, "layout": {"mesh"}, "config": {"mesh"}, "train": {"precision"}}
+NEIGHBOURS = {"_check": {"_compat"}, "layout": {"mesh"}, "config": {"mesh"}, "train": {"precision", "state"}, "state": {"precision"}}
 
 
 def modules():

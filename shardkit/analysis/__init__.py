@@ -1,6 +1,24 @@
 """Instruments: what a program communicates, read from the program itself."""
 
+from shardkit.analysis import aot
 from shardkit.analysis.census import Census, Row, census
 from shardkit.analysis.contract import Collective, collective, expects
+from shardkit.analysis.explain import Explanation, Reason, explain
+from shardkit.analysis.lint import lint
+from shardkit.analysis.rules import RULES, Finding
 
-__all__ = ["Census", "Collective", "Row", "census", "collective", "expects"]
+__all__ = [
+    "RULES",
+    "Census",
+    "Collective",
+    "Explanation",
+    "Finding",
+    "Reason",
+    "Row",
+    "aot",
+    "census",
+    "collective",
+    "expects",
+    "explain",
+    "lint",
+]

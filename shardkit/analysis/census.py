@@ -37,6 +37,7 @@ KINDS = {
 # Primitives that carry axis names and send nothing.
 SILENT = {"axis_index", "pvary", "pcast", "preduced", "reduced_vary_cast", "vary_unreduced_cast", "shard_map"}
 _HERE = Path(__file__).parents[1]
+_KERNELS = {_HERE / "collectives", _HERE / "_compat.py"}
 
 
 @dataclass(frozen=True)
@@ -153,8 +154,28 @@ def census(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Census:
         ValueError: a communicating primitive that the census does not know, because an uncounted byte is worse than an
             error.
     """
-    closed = jax.make_jaxpr(fn)(*args, **kwargs)
-    return Census(tuple(_walk(closed.jaxpr, 1, {}, False, "")))
+    return census_of(jax.make_jaxpr(fn)(*args, **kwargs).jaxpr)
+
+
+def census_of(jaxpr: Any) -> Census:
+    """The census of a program that is traced already."""
+    return Census(tuple(_walk(jaxpr, 1, {}, False, "")))
+
+
+def mesh_sizes(jaxpr: Any, args: Any) -> dict[str, int]:
+    """Names and sizes of the axes of a program's mesh: its first shard_map's, else an argument's, else none."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "shard_map":
+            return dict(equation.params["mesh"].shape)
+        for _, inner in _compat.inner_jaxprs(equation):
+            found = mesh_sizes(inner, ())
+            if found:
+                return found
+    for leaf in jax.tree.leaves(args):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            return dict(sharding.mesh.shape)
+    return {}
 
 
 def _walk(jaxpr: Any, count: int | None, sizes: Mapping[str, int], backward: bool, branch: str) -> Iterator[Row]:
@@ -162,7 +183,7 @@ def _walk(jaxpr: Any, count: int | None, sizes: Mapping[str, int], backward: boo
         name = equation.primitive.name
         behind = backward or _compat.in_backward(equation)
         if name in KINDS:
-            yield _row(equation, count, sizes, behind, branch)
+            yield row_of(equation, count, sizes, behind, branch)
             continue
         inner = _compat.inner_jaxprs(equation)
         if not inner and name not in SILENT and _names_axes(equation.params, sizes):
@@ -183,7 +204,7 @@ def _walk(jaxpr: Any, count: int | None, sizes: Mapping[str, int], backward: boo
             yield from _walk(sub, times, sizes, behind, where)
 
 
-def _row(equation: Any, count: int | None, sizes: Mapping[str, int], backward: bool, branch: str) -> Row:
+def row_of(equation: Any, count: int | None, sizes: Mapping[str, int], backward: bool, branch: str) -> Row:
     params = equation.params
     named = params.get("axes") or params["axis_name"]
     axes = tuple(a for a in (named if isinstance(named, tuple) else (named,)) if isinstance(a, str))
@@ -202,7 +223,7 @@ def source_line(equation: Any) -> str:
     if not frames:
         return "unknown"
     outside = [f for f in frames if _HERE not in Path(f[0]).parents]
-    above = [f for f in frames if _HERE / "collectives" not in Path(f[0]).parents]
+    above = [f for f in frames if not _KERNELS & {Path(f[0]), *Path(f[0]).parents}]
     file, line, function = (outside or above or frames)[0]
     return f"{Path(file).name}:{line} ({function})"
 

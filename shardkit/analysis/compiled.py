@@ -43,7 +43,7 @@ class CompiledRow:
     Attributes:
         kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ppermute".
         name: the compiler's name for the instruction.
-        axes: mesh axes in mesh order; ("?",) where the groups are those of no set of axes.
+        axes: mesh axes in mesh order; ("part of data",) where the groups are those of no set of axes.
         n: devices in a group.
         count: times it runs in one call, loops included; None where a loop's length is not in the program.
         arrays: operands; above 1 the compiler merged so many.
@@ -116,6 +116,7 @@ class _Found:
 
     computation: hlo.Computation
     instruction: hlo.Instruction
+    carrier: hlo.Instruction
     kind: str
     groups: Groups
 
@@ -162,6 +163,8 @@ class _Reader:
                 length, inside = trip_count(self.module, computation, each, known)
                 longer = None if length is None or times is None else times * length
                 yield from self.rows(each.calls[0], longer, inside, branch)
+                tests = None if length is None or times is None else times * (length + 1)
+                yield from self.rows(each.calls[1], tests, inside, branch)
             elif each.opcode == "conditional":
                 for i, call in enumerate(each.calls):
                     where = f"{branch + ', ' if branch else ''}branch {i + 1} of {len(each.calls)}"
@@ -176,7 +179,7 @@ class _Reader:
         """The collective that an instruction is, starts, or holds in its fusion."""
         opcode = each.opcode.removesuffix("-start")
         if opcode in KINDS:
-            return _Found(computation, each, KINDS[opcode], each.groups or each.pairs)
+            return _Found(computation, each, each, KINDS[opcode], each.groups or each.pairs)
         if each.opcode not in ("fusion", "async-start"):
             return None
         for call in each.calls:
@@ -188,6 +191,7 @@ class _Reader:
                 if found:
                     if found.kind == "all_reduce" and 0 < each.shape.bytes < found.instruction.shape.bytes:
                         found.kind = "reduce_scatter"  # the fusion hands on this device's slice only
+                    found.carrier = each
                     return found
         return None
 
@@ -203,7 +207,9 @@ class _Reader:
         inner = (i for call in each.calls for i in self.module.computations[call].instructions.values())
         return any(i.target == target for i in inner)
 
-    def _start_of(self, computation: hlo.Computation, each: hlo.Instruction, started: Mapping[int, object]) -> int | None:
+    def _start_of(
+        self, computation: hlo.Computation, each: hlo.Instruction, started: Mapping[int, object]
+    ) -> int | None:
         """The start to which an instruction belongs: its done, its update, or a fusion that carries it on."""
         if not started or not (each.opcode == "fusion" or each.opcode.endswith(("-done", "-update"))):
             return None
@@ -227,12 +233,12 @@ class _Reader:
 
     def _row(self, found: _Found, times: int | None, branch: str, between: list[_Slot] | None) -> CompiledRow:
         each, kind = found.instruction, found.kind
-        operands = [found.computation.instructions[o].shape for o in each.operands]
+        operands = [_unpadded(found.computation, o) for o in each.operands]
         operands = [shape for shape in operands if shape.dims or len(operands) == 1]  # without a permute's flags
         axes, n = _axes(kind, found.groups, tuple(self.sizes.items()))
         bytes_in = sum(shape.bytes for shape in operands)
         sent = wire(kind, bytes_in, n, each.pairs).sent
-        asynchronous = between is not None and not _marked_synchronous(each)
+        asynchronous = between is not None and not _marked_synchronous(found.carrier)
         seconds = exposed = self.clock.wire(kind, found.groups, sent)
         flops = 0
         if asynchronous and between:
@@ -242,11 +248,11 @@ class _Reader:
                 covered = min(exposed, slot.left.setdefault(lane, slot.work.seconds))
                 slot.left[lane] -= covered
                 exposed -= covered
-        out = _result_bytes(kind, each, bytes_in, n)
-        source = self.module.source(each)
+        out = {"all_gather": bytes_in * n, "reduce_scatter": bytes_in // n}.get(kind, bytes_in)
+        source = self.module.source(each) or self.module.source(found.carrier)
         return CompiledRow(
             kind, each.name, axes, n, times, max(len(operands), 1), bytes_in, out, sent, asynchronous,
-            flops, seconds, exposed, each.op_name, source, branch,
+            flops, seconds, exposed, each.op_name or found.carrier.op_name, source, branch,
         )  # fmt: skip
 
 
@@ -260,8 +266,10 @@ def _marked_synchronous(each: hlo.Instruction) -> bool:
     return bool(each.config.get("collective_backend_config", {}).get("is_sync"))
 
 
-def _result_bytes(kind: str, each: hlo.Instruction, bytes_in: int, n: int) -> int:
-    return {"all_gather": bytes_in * n, "reduce_scatter": bytes_in // n}.get(kind, bytes_in)
+def _unpadded(computation: hlo.Computation, at: int) -> hlo.Shape:
+    """The shape of an operand before the compiler padded it for its own reduce-scatter."""
+    each = computation.instructions[at]
+    return computation.instructions[each.operands[0]].shape if each.opcode == "pad" else each.shape
 
 
 def _direction(groups: Groups) -> int:
@@ -288,5 +296,5 @@ def _axes(kind: str, groups: Groups, sizes: tuple[tuple[str, int], ...]) -> tupl
         inside = product(*(range(size) if i in varying else range(1) for i, size in enumerate(dims)))
         offsets = {sum(c * s for c, s in zip(corner, strides, strict=True)) for corner in inside}
         if any({device - min(group) for device in group} != offsets for group in groups):
-            return ("?",), len(groups[0])
+            return (f"part of {','.join(axes)}",), len(groups[0])
     return axes, n

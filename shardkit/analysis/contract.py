@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from shardkit._check import Axis, axis_names, quoted
+from shardkit.analysis.account import as_census, compiled
 from shardkit.analysis.census import Census, Row, census
 from shardkit.cost.collectives import KINDS
 
@@ -50,7 +51,7 @@ class expects:
 
     As a decorator, `@expects(collective("all_reduce", "data", times=2))` checks each new argument signature when the
     function is called, before it runs. As a context, `with expects(...) as check: check(step, state, batch)`; leaving
-    without a check is an error.
+    without a check is an error. `expects(...).check_compiled(step, state, batch)` holds the compiled program to it.
 
     Args:
         *rows: what is expected, from `collective`; none means that nothing is sent.
@@ -77,6 +78,29 @@ class expects:
         wrong = differences(found, self.rows)
         if wrong:
             raise AssertionError("the program does not communicate as expected:\n" + "\n".join(wrong))
+        return found
+
+    def check_compiled(self, program: Any, *args: Any, **kwargs: Any) -> Census:
+        """Compares what the compiler made of a program, and returns it as a census.
+
+        Args:
+            program: a Report of `aot.compile`, or a function, which is compiled for the devices that are there.
+            *args: the function's arguments.
+            **kwargs: its keyword arguments.
+
+        Raises:
+            AssertionError: the compiled program communicates otherwise; the message lists every difference, and what
+                the compiler added, merged, dropped or changed.
+        """
+        self._checked = True
+        made = compiled(program, *args, **kwargs) if callable(program) else program
+        found = as_census(made.rows)
+        wrong = differences(found, self.rows)
+        if wrong:
+            changes = [f"- {line}" for line in made.differences()]
+            told = ["what the compiler changed:", *changes] if changes else ["the compiler kept what was written"]
+            lines = ["the compiled program does not communicate as expected:", *wrong, *told]
+            raise AssertionError("\n".join(lines))
         return found
 
     def __enter__(self) -> Callable[..., Census]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -47,6 +48,10 @@ class Shape(NamedTuple):
         return math.prod(self.dims)
 
 
+_KERNELS = re.compile(r"shardkit/(collectives/|_compat\.py)")
+_NO_SHAPE = Shape(0, ())
+
+
 @dataclass
 class Instruction:
     """One instruction; `operands` and `calls` are ids of instructions and computations."""
@@ -54,7 +59,7 @@ class Instruction:
     id: int = 0
     name: str = ""
     opcode: str = ""
-    shape: Shape = Shape(0, ())
+    shape: Shape = _NO_SHAPE
     operands: tuple[int, ...] = ()
     calls: tuple[int, ...] = ()
     op_name: str = ""
@@ -177,7 +182,14 @@ def _groups(form: int, data: bytes) -> tuple[tuple[int, ...], ...]:
     if form == 92:
         return _iota(_int(f, 1), _int(f, 2), _ints(f, 3), _ints(f, 4))
     if form == 93:
-        return _mesh_groups([_int(_message(axis), 2) for axis in _message(f[1][0]).get(1, ())], f.get(2, ()))
+        mesh = _message(f[1][0])
+        groups = _mesh_groups([_int(_message(axis), 2) for axis in mesh.get(1, ())], f.get(2, ()))
+        devices = _ints(mesh, 2)
+        if 3 in mesh:
+            order = _message(mesh[3][0])
+            dims = _ints(order, 1)
+            devices = _iota(1, math.prod(dims), dims, _ints(order, 2))[0]
+        return tuple(tuple(devices[d] for d in group) for group in groups) if devices else groups
     return tuple(_ints(_message(group), 1) for group in f.get(1, ()))
 
 
@@ -214,14 +226,18 @@ def _schedule(data: bytes) -> dict[int, tuple[int, ...]]:
 
 
 def _frames(index: dict[int, list[Any]]) -> dict[int, str]:
-    """The innermost line of each stack frame."""
+    """For each stack frame the innermost line outside shardkit's kernels, whose caller is meant."""
     files, functions = ([b.decode() for b in index.get(n, ())] for n in (1, 2))
     places = [_message(b) for b in index.get(3, ())]
-    out = {}
-    for number, frame in enumerate(index.get(4, ()), 1):
-        place = places[_int(_message(frame), 1) - 1]
-        file = files[_int(place, 1) - 1].rsplit("/", 1)[-1]
-        out[number] = f"{file}:{_int(place, 3)} ({functions[_int(place, 2) - 1]})"
+    frames = [_message(b) for b in index.get(4, ())]
+    out: dict[int, str] = {}
+    for number, frame in enumerate(frames, 1):
+        path, place, caller = "", {}, frame
+        while not place or (_KERNELS.search(path) and _int(caller, 2)):
+            caller = frames[_int(caller, 2) - 1] if place else caller
+            place = places[_int(caller, 1) - 1]
+            path = files[_int(place, 1) - 1]
+        out[number] = f"{path.rsplit('/', 1)[-1]}:{_int(place, 3)} ({functions[_int(place, 2) - 1]})"
     return out
 
 

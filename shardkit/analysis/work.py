@@ -28,6 +28,9 @@ class Work(NamedTuple):
         )
 
 
+NO_WORK = Work()
+
+
 class Workload:
     """The work of a module's instructions; a computation is looked at once.
 
@@ -43,7 +46,7 @@ class Workload:
         """The work of one run of a computation."""
         if number not in self._known:
             computation = self.module.computations[number]
-            total = Work()
+            total = NO_WORK
             for each in computation.instructions.values():
                 total = total.plus(self.of(computation, each))
             self._known[number] = total
@@ -52,10 +55,10 @@ class Workload:
     def of(self, computation: hlo.Computation, each: hlo.Instruction) -> Work:
         """The work of one instruction, a loop with all its iterations; an unknown length counts once."""
         if each.opcode in _FREE or each.opcode.startswith(_COLLECTIVE):
-            return Work()
+            return NO_WORK
         if each.opcode == "while":
             times = trip_count(self.module, computation, each, {})[0]
-            return Work().plus(self.of_computation(each.calls[0]), 1 if times is None else times)
+            return NO_WORK.plus(self.of_computation(each.calls[0]), 1 if times is None else times)
         if each.opcode == "conditional":
             return max((self.of_computation(call) for call in each.calls), key=lambda work: work.seconds)
         if each.opcode == "call":
@@ -90,7 +93,9 @@ class Workload:
         inner = self.module.computations[each.calls[0]]
         parameter = inner.parameters.get(number)
         users = [i for i in inner.instructions.values() if parameter and parameter.id in i.operands]
-        if users and all(u.opcode in (*_SLICES, "dynamic-update-slice") and u.operands[0] == parameter.id for u in users):
+        if users and all(
+            u.opcode in (*_SLICES, "dynamic-update-slice") and u.operands[0] == parameter.id for u in users
+        ):
             return sum(u.shape.bytes for u in users if u.opcode in _SLICES)
         return whole
 

@@ -1,0 +1,144 @@
+"""What the compiler made of the collectives that the author wrote: added, merged, dropped, changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import jax
+
+from shardkit._check import quoted
+from shardkit.analysis import hlo
+from shardkit.analysis.census import KINDS, Census, Row, census_of, mesh_sizes
+from shardkit.analysis.compiled import CompiledRow, compiled_rows
+
+
+class Compiled(NamedTuple):
+    """A program as written and as compiled.
+
+    Attributes:
+        census: every collective as written.
+        rows: every collective of the compiled program.
+    """
+
+    census: Census
+    rows: tuple[CompiledRow, ...]
+
+    def differences(self) -> list[str]:
+        """What the compiler changed, a line each."""
+        return account(self.census, self.rows)
+
+
+def compiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Compiled:
+    """Compiles one call of `fn` for the devices that are there and reads what the compiler made of its collectives.
+
+    Args:
+        fn: a jitted function, a train step, or any function that jax can trace.
+        *args: its arguments; `jax.ShapeDtypeStruct` with shardings will do.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        Compiled: the collectives as written, as compiled, and the differences. Nothing is run.
+    """
+    traced = (fn if hasattr(fn, "trace") else jax.jit(fn)).trace(*args, **kwargs)
+    module = traced.lower().compile().runtime_executable().hlo_modules()[0]
+    sizes = mesh_sizes(traced.jaxpr.jaxpr, (args, kwargs))
+    rows = compiled_rows(hlo.read(module.as_serialized_hlo_module_proto()), sizes)
+    return Compiled(census_of(traced.jaxpr.jaxpr), rows)
+
+
+@dataclass
+class _Side:
+    """The collectives of one kind over the same axes."""
+
+    times: int = 0
+    arrays: int = 0
+    sent: Fraction = Fraction(0)
+    places: list[str] = field(default_factory=list)
+
+
+def written(row: CompiledRow) -> bool:
+    """Whether a compiled collective comes from a written one; the compiler's own carry another op's name."""
+    return row.op_name.rsplit("/", 1)[-1] in KINDS
+
+
+def as_census(rows: Iterable[CompiledRow]) -> Census:
+    """Compiled collectives as a census, so that what holds for one can be held against the other."""
+    return Census(
+        tuple(
+            Row(
+                kind=r.kind,
+                primitive=r.name,
+                axes=r.axes,
+                n=r.n,
+                count=r.count,
+                bytes_in=r.bytes_in,
+                bytes_out=r.bytes_out,
+                sent=r.sent,
+                source=r.source or r.op_name or "unknown",
+                backward="transpose" in r.op_name,
+                branch=r.branch,
+            )
+            for r in rows
+        )
+    )
+
+
+def account(census: Census, rows: Iterable[CompiledRow]) -> list[str]:
+    """What the compiler changed, a line each; empty when the compiled program communicates as written.
+
+    A collective over axes of one device sends nothing and is left out on both sides.
+    """
+    sides: dict[tuple[str, tuple[str, ...]], tuple[_Side, _Side]] = {}
+    added: dict[tuple[str, tuple[str, ...]], _Side] = {}
+    for row in census.rows:
+        if row.n > 1:
+            side = sides.setdefault((row.kind, tuple(sorted(row.axes))), (_Side(), _Side()))[0]
+            _count(side, 1 if row.count is None else row.count, 1, row.total, row.source)
+    for each in rows:
+        if each.n > 1:
+            key = (each.kind, tuple(sorted(each.axes)))
+            own = written(each) or (not each.op_name and key in sides)  # the compiler drops some names
+            side = sides.setdefault(key, (_Side(), _Side()))[1] if own else added.setdefault(key, _Side())
+            _count(side, each.times, each.arrays, each.total, each.source or each.op_name)
+    lines = []
+    for (kind, axes), (before, after) in sorted(sides.items()):
+        what = f"{kind} over {quoted(axes)}"
+        if before.times == after.times and before.sent == after.sent:
+            continue
+        if before.times == after.arrays and before.sent == after.sent:
+            lines.append(f"merged: {before.times} x {what} run as {after.times}, {_bytes(after)} as written")
+        elif before.sent * after.times == after.sent * before.times and after.times < before.times:
+            lost = before.times - after.times
+            lines.append(
+                f"dropped: {lost} of {before.times} x {what}, {float(before.sent - after.sent):,.0f} bytes{_at(before)}"
+            )
+        elif not before.times:
+            lines.append(f"became {what}: {after.times} x, {_bytes(after)}{_at(after)}")
+        else:
+            lines.append(
+                f"changed: {what}, {before.times} x of {_bytes(before)} in all as written, "
+                f"{after.times} x of {_bytes(after)} as compiled"
+            )
+    for (kind, axes), side in sorted(added.items()):
+        lines.append(f"added: {side.times} x {kind} over {quoted(axes)}, {_bytes(side)}{_at(side)}")
+    return lines
+
+
+def _count(side: _Side, times: int, arrays: int, sent: Fraction, place: str) -> None:
+    side.times += times
+    side.arrays += times * arrays
+    side.sent += sent
+    if place and place not in side.places:
+        side.places.append(place)
+
+
+def _at(side: _Side) -> str:
+    shown = side.places[:3] + (["..."] if len(side.places) > 3 else [])
+    return f" at {', '.join(shown)}" if shown else ""
+
+
+def _bytes(side: _Side) -> str:
+    return f"{float(side.sent):,.0f} bytes"

@@ -1,0 +1,252 @@
+"""Ahead-of-time compilation for absent chips: what a step will hold, send and expose, before it is paid for.
+
+`compile` lowers a step without any device and hands the program to the real compiler, TPU (extra [aot]) or GPU (extra
+[aot-gpu]), in a process of its own, so that a compiler that aborts is an error and not the end of the session. What
+comes back is the scheduled program itself; the `Report` is read from it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from importlib.util import find_spec
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from shardkit._check import quoted, sized
+from shardkit.analysis import hlo
+from shardkit.analysis.census import Census, census_of, mesh_sizes
+from shardkit.analysis.compiled import compiled_rows, total_work
+from shardkit.analysis.report import Memory, Report
+from shardkit.analysis.wires import clock_of
+from shardkit.cost import chips
+
+# jax's names for the topologies, and the packages that hold their compilers
+_TPU = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+_GPU = ("a100", "h100", "h200", "b200")
+_QUIET = {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1"}
+
+
+class Topology(NamedTuple):
+    """Chips and how they are connected: "v5p:8x8x8" (a torus), "h100:1x4x8" (slices x hosts x GPUs a host)."""
+
+    chip: str
+    shape: tuple[int, ...]
+
+    @property
+    def platform(self) -> str:
+        """jax's name of the platform: "tpu" or "cuda"."""
+        return "tpu" if self.chip in _TPU else "cuda"
+
+    def __str__(self) -> str:
+        return f"{self.chip}:{'x'.join(map(str, self.shape))}"
+
+
+def parse_topology(text: str) -> Topology:
+    """Reads "v5p:8x8x8" or "h100:1x1x8".
+
+    Raises:
+        ValueError: it is no such text, or an unknown chip.
+    """
+    chip, _, shape = text.partition(":")
+    if chip not in (*_TPU, *_GPU):
+        raise ValueError(
+            f"aot: unknown chip {chip!r} in topology {text!r}; known are {quoted((*_TPU, *_GPU))}. "
+            "Write for example 'v5p:8x8x8' or 'h100:1x1x8'."
+        )
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape) or (chip in _GPU and shape.count("x") != 2):
+        form = "slices x hosts x GPUs a host, as 'h100:1x1x8'" if chip in _GPU else "the torus, as 'v5e:2x4'"
+        raise ValueError(f"aot: topology {text!r} has no shape that can be read. After {chip!r} write {form}.")
+    return Topology(chip, tuple(map(int, shape.split("x"))))
+
+
+def compile(
+    step: Any,
+    args: Sequence[Any],
+    *,
+    topology: str,
+    mesh: Any = None,
+    options: Mapping[str, Any] | None = None,
+    timeout: float = 1800.0,
+) -> Report:
+    """Compiles one call of `step` for chips that need not exist, with their own compiler.
+
+    Nothing is run and no array is made: `jax.ShapeDtypeStruct` arguments with shardings over an AbstractMesh will do
+    (`init.abstract(params)` of a train step gives the state's). Arguments without a sharding are laid out by the
+    compiler.
+
+    Args:
+        step: any function that jax can trace, or a train step; donation is that of its own jit.
+        args: its positional arguments.
+        topology: "v4", "v5e", "v5p", "v6e" or "tpu7x" with the torus, as "v5p:8x8x8"; "a100", "h100", "h200" or "b200"
+            with slices x hosts x GPUs a host, as "h100:1x1x8". Chips beyond the mesh's size stay idle.
+        mesh: the mesh of the program; None: that of its shard_map or of the arguments' shardings, else one
+            device.
+        options: options of the compiler, for example `{"xla_tpu_enable_async_collective_fusion": False}`.
+        timeout: seconds the compiler is given.
+
+    Returns:
+        Report: print it, read its fields, `.to_json()`, `.compare(other)`. A program that needs more memory than the
+        chip has is a report too, with `fits` False and the compiler's own number.
+
+    Raises:
+        ValueError: an unknown topology, one smaller than the mesh, a function that cannot be traced.
+        RuntimeError: the compiler's package is missing, it aborted, refused the program or took too long.
+
+    Cost: tracing does not grow with the number of chips; the compiler takes seconds to minutes, in one process.
+    """
+    where = parse_topology(topology)
+    package = compiler_package(where)
+    started = time.monotonic()
+    traced = _traced(step, args)
+    sizes = dict(mesh.shape) if mesh is not None else mesh_sizes(traced.jaxpr.jaxpr, args)
+    if math.prod(sizes.values()) > math.prod(where.shape) * (2 if where.chip == "tpu7x" else 1):
+        raise _too_small(where, sizes, math.prod(where.shape))
+    lowered = traced.lower(lowering_platforms=(where.platform,))
+    lowering = time.monotonic() - started
+    bytecode = BytesIO()
+    lowered.compiler_ir("stablehlo").operation.write_bytecode(file=bytecode)
+    request = {"topology": _description(where), "mesh": sizes, "options": dict(options or {}), "package": package}
+    written = census_of(traced.jaxpr.jaxpr)
+    answer, proto = _in_child(request, bytecode.getvalue(), timeout, where, sizes)
+    base = {"topology": str(where), "mesh": sizes, "census": written, "lowering_seconds": lowering}
+    if proto is None:
+        return Report(fits=False, message=answer["message"], memory=None, limit=device_memory(where), **base)
+    return report_of(proto, answer, **base)
+
+
+def report_of(
+    proto: bytes, answer: Mapping[str, Any], *, topology: str, mesh: Mapping[str, int], **base: Any
+) -> Report:
+    """The report on a compiled module: `proto` as the compiler serialised it, `answer` as the child process gave it."""
+    where = parse_topology(topology)
+    chip = chips[where.chip]
+    limit = device_memory(where)
+    clock = clock_of(where.platform, chip, answer["places"])
+    module = hlo.read(proto)
+    memory = Memory(**answer["memory"])
+    return Report(
+        topology=topology,
+        mesh=dict(mesh),
+        fits=memory.peak <= limit,
+        limit=limit,
+        message="",
+        memory=memory,
+        rows=compiled_rows(module, mesh, clock),
+        compute=total_work(module, clock),
+        compile_seconds=answer["seconds"],
+        compiler_rss=answer["rss"],
+        versions=dict(answer["versions"]),
+        **base,
+    )
+
+
+def _traced(step: Any, args: Sequence[Any]) -> Any:
+    try:
+        return (step if hasattr(step, "trace") else jax.jit(step)).trace(*args)
+    except Exception as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"aot.compile: the function cannot be traced with these arguments: {type(error).__name__}: {first}"
+        ) from error
+
+
+def compiler_package(where: Topology) -> str:
+    """The installed package that holds the compiler.
+
+    Raises:
+        RuntimeError: it is not installed.
+    """
+    package, extra = ("libtpu", "aot") if where.platform == "tpu" else ("jax-cuda13-plugin", "aot-gpu")
+    if find_spec(package.replace("-", "_")) is None:
+        raise RuntimeError(
+            f"aot.compile: the compiler for {where.chip} is not installed. Install it with: "
+            f"pip install 'shardkit[{extra}]'"
+        )
+    return package
+
+
+def _description(where: Topology) -> dict[str, Any]:
+    """What jax's get_topology_desc is asked for."""
+    if where.platform == "tpu":
+        return {"platform": "tpu", "topology_name": str(where)}
+    shape = "x".join(map(str, where.shape))
+    return {"platform": "cuda", "topology_name": where.chip, "target_config": _target(where.chip), "topology": shape}
+
+
+def _target(chip: str) -> str:
+    """What the GPU compiler must know of a chip, as a text proto."""
+    return resources.files("shardkit.analysis").joinpath("targets", f"{chip}.txtpb").read_text()
+
+
+def device_memory(where: Topology) -> int:
+    """Bytes of memory of one device: what the GPU compiler is told, or the TPU's data sheet."""
+    if where.platform == "tpu":
+        return chips[where.chip].hbm_bytes
+    found = re.search(r"device_memory_size: (\d+)", _target(where.chip))
+    assert found, "every target description gives its memory"
+    return int(found[1])
+
+
+def _in_child(
+    request: dict[str, Any], bytecode: bytes, timeout: float, where: Topology, sizes: Mapping[str, int]
+) -> tuple[dict[str, Any], bytes | None]:
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | _QUIET
+    with tempfile.TemporaryDirectory(prefix="shardkit-aot-") as name:
+        folder = Path(name)
+        (folder / "request.json").write_text(json.dumps(request))
+        (folder / "module.mlirbc").write_bytes(bytecode)
+        command = [sys.executable, "-m", "shardkit.analysis.aot_child", name]
+        try:
+            child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(
+                f"aot.compile: the compiler for {where} took longer than {timeout:g} s. Pass a longer timeout=, or a "
+                "program whose layers are a scan."
+            ) from None
+        if not (folder / "answer.json").exists():
+            raise RuntimeError(
+                f"aot.compile: the compiler for {where} ended with exit code {child.returncode}: {_cause(child.stderr)}"
+            )
+        answer = json.loads((folder / "answer.json").read_text())
+        if "error" not in answer:
+            return answer, (folder / "module.pb").read_bytes()
+    message = answer.get("message", "").splitlines()[0] if answer.get("message") else ""
+    if answer["error"] == "small":
+        raise _too_small(where, sizes, answer["devices"])
+    if answer["error"] == "topology":
+        raise ValueError(f"aot.compile: the compiler knows no topology {str(where)!r}: {message}")
+    if _OVER_MEMORY.search(answer["message"]):
+        return answer, None
+    raise RuntimeError(f"aot.compile: the compiler for {where} refused the program: {message}")
+
+
+def _cause(output: str) -> str:
+    """The line that says why a process died: that of its fatal check, else the last."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    fatal = [line.partition("] ")[2] for line in lines if re.match(r"F\d{4} ", line)]
+    return (fatal or lines[-1:] or ["it said nothing"])[0]
+
+
+_OVER_MEMORY = re.compile("RESOURCE_EXHAUSTED|CompileTimeHbmOom|[Rr]an out of memory")
+
+
+def _too_small(where: Topology, sizes: Mapping[str, int], devices: int) -> ValueError:
+    return ValueError(
+        f"aot.compile: topology {str(where)!r} has {devices} devices, fewer than the {math.prod(sizes.values())} of "
+        f"the mesh {sized(sizes.items())}. Choose a larger topology or a smaller mesh."
+    )
+
+
+__all__ = ["Census", "Report", "Topology", "compile", "parse_topology", "report_of"]

@@ -1,0 +1,126 @@
+"""A training run's state: what it holds, how each leaf is laid out, how it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardkit.parallel.plan import Plan, map_layouts
+from shardkit.precision import LossScale, Precision, cast_floating, first_loss_scale
+
+_REPLICATED = PartitionSpec()
+
+
+class TrainState(NamedTuple):
+    """Everything a training run carries from step to step.
+
+    Attributes:
+        step: int32 scalar, steps taken.
+        params: the parameters, each leaf laid out as the plan's `rest`.
+        opt_state: the optimizer's state; leaves that mirror a parameter are laid out as the plan's `update`.
+        key: typed key from which the keys of every step's examples are derived; it never changes.
+        loss_scale: the float16 loss scale, or None.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    key: Any
+    loss_scale: LossScale | None = None
+
+
+def make_init(optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> Callable[[Any, jax.Array], TrainState]:
+    """The `init` of a train step, with `init.abstract(params)` for its shapes and layouts alone."""
+
+    def pinned(tree: Any, specs: Any) -> Any:
+        return jax.lax.with_sharding_constraint(tree, shardings(mesh, specs))
+
+    def init(params: Any, key: jax.Array) -> TrainState:
+        key = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
+        params = _place_params(params, key, plan, mesh, policy)
+        layouts = plan.layouts(params, mesh)
+        update = map_layouts(lambda layout: layout.update, layouts)
+
+        def fresh(params: Any) -> Any:  # the copies keep donated buffers apart from the parameters'
+            return jax.tree.map(jnp.copy, optimizer.init(pinned(params, update)))
+
+        specs = optimizer_specs(jax.eval_shape(optimizer.init, params), params, update)
+        opt_state = jax.jit(fresh, out_shardings=shardings(mesh, specs))(params)
+        rest = lambda key: (jnp.int32(0), jnp.copy(key), first_loss_scale(policy))  # noqa: E731
+        step, key, loss_scale = jax.jit(rest, out_shardings=NamedSharding(mesh, _REPLICATED))(key)
+        return TrainState(step, params, opt_state, key, loss_scale)
+
+    def abstract(params: Any) -> TrainState:
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        params = jax.eval_shape(params, key) if callable(params) else params
+        params = jax.eval_shape(lambda p: cast_floating(p, policy.param), params)
+        layouts = plan.layouts(params, mesh)
+        opt_state = jax.eval_shape(optimizer.init, params)
+        specs = optimizer_specs(opt_state, params, map_layouts(lambda layout: layout.update, layouts))
+        rest = map_layouts(lambda layout: layout.rest, layouts)
+        scalars = jax.eval_shape(lambda: (jnp.int32(0), first_loss_scale(policy)))
+        step, key, loss_scale = _described((scalars[0], key, scalars[1]), NamedSharding(mesh, _REPLICATED))
+        return TrainState(
+            step,
+            _described(params, shardings(mesh, rest)),
+            _described(opt_state, shardings(mesh, specs)),
+            key,
+            loss_scale,
+        )
+
+    init.abstract = abstract  # type: ignore[attr-defined]
+    return init
+
+
+def optimizer_specs(opt_state: Any, params: Any, update: Any) -> Any:
+    """The layout of an optimizer's state: a leaf that mirrors a parameter has the parameter's update layout.
+
+    A leaf mirrors a parameter when its path ends with the parameter's and its shape is the same; all others are
+    replicated.
+    """
+    spec_leaves = jax.tree.leaves(update, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    param_leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    known = {path: (x.shape, spec) for (path, x), spec in zip(param_leaves, spec_leaves, strict=True)}
+
+    def spec_of(path: Any, x: Any) -> PartitionSpec:
+        for start in range(len(path) + 1):
+            shape, spec = known.get(path[start:], (None, _REPLICATED))
+            if shape == x.shape:
+                return spec
+        return _REPLICATED
+
+    return jax.tree_util.tree_map_with_path(spec_of, opt_state)
+
+
+def shardings(mesh: Mesh, specs: Any) -> Any:
+    """The specs of a tree as shardings over a mesh."""
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+
+
+def _place_params(params: Any, key: jax.Array, plan: Plan, mesh: Mesh, policy: Precision) -> Any:
+    if callable(params):
+        make = params
+        shapes = jax.eval_shape(make, key)
+        rest = map_layouts(lambda layout: layout.rest, plan.layouts(shapes, mesh))
+        return jax.jit(lambda k: cast_floating(make(k), policy.param), out_shardings=shardings(mesh, rest))(key)
+
+    def strong(x: Any) -> Any:  # weakly typed leaves would compile the step twice
+        return (
+            jax.lax.convert_element_type(x, x.dtype) if isinstance(x, jax.Array) else jnp.asarray(x, jnp.result_type(x))
+        )
+
+    params = cast_floating(jax.tree.map(strong, params), policy.param)
+    rest = shardings(mesh, map_layouts(lambda layout: layout.rest, plan.layouts(params, mesh)))
+    # device_put may hand back the caller's own buffers; the step donates the state's, so these are copies.
+    return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=rest)(jax.device_put(params, rest))
+
+
+def _described(shapes: Any, layouts: Any) -> Any:
+    """Shapes with their shardings; one sharding does for a whole tree."""
+    if isinstance(layouts, NamedSharding):
+        layouts = jax.tree.map(lambda _: layouts, shapes)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, layouts)
