@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from importlib.util import find_spec
 from typing import Any
 
 import jax
 from jax import lax
 from jax._src import core as _core
+from jax._src import hardware_utils as _hardware
 from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
 from jax.experimental.xla_metadata import set_xla_metadata
@@ -53,6 +55,16 @@ def jax_has_started() -> bool:
     return _xla_bridge.backends_are_initialized()
 
 
+def idle_tpu_library() -> bool:
+    """Whether the TPU's compiler is installed on a machine with no accelerator, where jax would try it all the same."""
+    none = not (
+        _hardware.num_available_tpu_chips_and_device_id()[0]
+        or _hardware.has_visible_nvidia_gpu()
+        or _hardware.num_available_amd_gpus(stop_at=1)
+    )
+    return none and find_spec("libtpu") is not None
+
+
 def cpu_devices_asked_for() -> int:
     """The CPU devices that jax's own configuration asks for; -1 where it says nothing."""
     return int(getattr(jax.config, "jax_num_cpu_devices", -1))
@@ -66,6 +78,16 @@ def inner_jaxprs(equation: Any) -> list[tuple[str, Any]]:
             jaxpr = getattr(each, "jaxpr", each)
             if hasattr(jaxpr, "eqns"):
                 found.append((name, jaxpr))
+    return found
+
+
+def inner_constants(equation: Any) -> list[Sequence[Any]]:
+    """The arrays that each of `inner_jaxprs` closes over, in the order of its constvars."""
+    found = []
+    for value in equation.params.values():
+        for each in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(getattr(each, "jaxpr", each), "eqns"):
+                found.append(getattr(each, "consts", ()))
     return found
 
 

@@ -28,7 +28,13 @@ FLOORS = [
 ]
 FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 # On floors made of single files, these may also use a neighbour.
-NEIGHBOURS = {"_check": {"_compat"}, "layout": {"mesh"}, "config": {"mesh"}, "train": {"precision", "state"}, "state": {"precision"}}
+NEIGHBOURS = {
+    "_check": {"_compat"},
+    "layout": {"mesh"},
+    "config": {"mesh"},
+    "train": {"precision", "state"},
+    "state": {"precision"},
+}
 
 
 def modules():
@@ -100,7 +106,7 @@ def test_what_is_promised_is_there():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == sk.__version__ == metadata.version("shardkit")
     assert {d.split(">")[0] for d in project["dependencies"]} == {"jax", "numpy", "optax"}
-    extras = {"cli", "test", "viz", "checkpoint", "data", "aot", "cuda", "tpu", "all"}
+    extras = {"cli", "test", "viz", "checkpoint", "data", "aot", "aot-gpu", "cuda", "tpu", "all"}
     assert set(project["optional-dependencies"]) == extras
 
 

@@ -54,7 +54,6 @@ class _Side:
     """The collectives of one kind over the same axes."""
 
     times: int = 0
-    arrays: int = 0
     sent: Fraction = Fraction(0)
     places: list[str] = field(default_factory=list)
 
@@ -96,20 +95,21 @@ def account(census: Census, rows: Iterable[CompiledRow]) -> list[str]:
     for row in census.rows:
         if row.n > 1:
             side = sides.setdefault((row.kind, tuple(sorted(row.axes))), (_Side(), _Side()))[0]
-            _count(side, 1 if row.count is None else row.count, 1, row.total, row.source)
+            _count(side, 1 if row.count is None else row.count, row.total, row.source)
     for each in rows:
         if each.n > 1:
             key = (each.kind, tuple(sorted(each.axes)))
             own = written(each) or (not each.op_name and key in sides)  # the compiler drops some names
             side = sides.setdefault(key, (_Side(), _Side()))[1] if own else added.setdefault(key, _Side())
-            _count(side, each.times, each.arrays, each.total, each.source or each.op_name)
+            _count(side, each.times, each.total, each.source or each.op_name)
     lines = []
     for (kind, axes), (before, after) in sorted(sides.items()):
         what = f"{kind} over {quoted(axes)}"
         if before.times == after.times and before.sent == after.sent:
             continue
-        if before.times == after.arrays and before.sent == after.sent:
-            lines.append(f"merged: {before.times} x {what} run as {after.times}, {_bytes(after)} as written")
+        if before.sent == after.sent:
+            word = "merged" if after.times < before.times else "split"
+            lines.append(f"{word}: {before.times} x {what} run as {after.times}, {_bytes(after)} as written")
         elif before.sent * after.times == after.sent * before.times and after.times < before.times:
             lost = before.times - after.times
             lines.append(
@@ -127,9 +127,8 @@ def account(census: Census, rows: Iterable[CompiledRow]) -> list[str]:
     return lines
 
 
-def _count(side: _Side, times: int, arrays: int, sent: Fraction, place: str) -> None:
+def _count(side: _Side, times: int, sent: Fraction, place: str) -> None:
     side.times += times
-    side.arrays += times * arrays
     side.sent += sent
     if place and place not in side.places:
         side.places.append(place)

@@ -193,7 +193,7 @@ def _target(chip: str) -> str:
 def device_memory(where: Topology) -> int:
     """Bytes of memory of one device: what the GPU compiler is told, or the TPU's data sheet."""
     if where.platform == "tpu":
-        return chips[where.chip].hbm_bytes
+        return int(chips[where.chip].hbm_bytes)
     found = re.search(r"device_memory_size: (\d+)", _target(where.chip))
     assert found, "every target description gives its memory"
     return int(found[1])

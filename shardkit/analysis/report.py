@@ -126,7 +126,7 @@ class Report:
 
     def differences(self) -> list[str]:
         """What the compiler added, merged, dropped or changed against the program as written, a line each."""
-        return account(self.census, self.rows)
+        return account(self.census, self.rows) if self.memory else []
 
     def to_json(self) -> str:
         """Everything in the report, with the derived figures; `from_json` reads it back."""

@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from shardkit.analysis.compiled import Clock, Groups
-from shardkit.cost import Chip
+from shardkit.cost import Chip, group_bandwidth
 
 
 def clock_of(platform: str, chip: Chip, places: Sequence[Sequence[int]]) -> Clock:
@@ -33,7 +33,7 @@ def clock_of(platform: str, chip: Chip, places: Sequence[Sequence[int]]) -> Cloc
         }
         if platform == "cuda":
             return chip.network_bandwidth if spans & {0, 1} else chip.link_bandwidth
-        return chip.link_bandwidth * (1 if kind == "ppermute" else 2 * max(1, len(spans)))
+        return chip.link_bandwidth if kind == "ppermute" else group_bandwidth(chip, max(1, len(spans)))
 
     def wire(kind: str, groups: Groups, sent: Fraction) -> float:
         return float(sent) / bandwidth(kind, groups)

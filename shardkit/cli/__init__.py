@@ -1,4 +1,4 @@
-"""The `shardkit` command: train, doctor, soak."""
+"""The `shardkit` command: train, doctor, lint, aot, soak."""
 
 from __future__ import annotations
 
@@ -18,9 +18,15 @@ def main() -> None:
         import uniplot  # noqa: F401
     except ImportError:
         sys.exit(_NEEDS)
-    from shardkit.cli import doctor, soak, train
+    from shardkit.cli import aot, doctor, lint, soak, train
 
-    commands: dict[str, Any] = {"train": train.train, "doctor": doctor.doctor, "soak": soak.soak}
+    commands: dict[str, Any] = {
+        "train": train.train,
+        "doctor": doctor.doctor,
+        "lint": lint.lint,
+        "aot": aot.aot,
+        "soak": soak.soak,
+    }
     try:
         sys.exit(
             tyro.extras.subcommand_cli_from_dict(

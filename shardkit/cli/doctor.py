@@ -25,6 +25,7 @@ _EXTRAS = {
     "checkpoint": ("orbax-checkpoint",),
     "data": ("grain",),
     "aot": ("libtpu",),
+    "aot-gpu": ("jax-cuda13-plugin",),
 }
 
 

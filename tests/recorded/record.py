@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import jax
-from programs import PROGRAMS
 
+from recorded.programs import PROGRAMS
 from shardkit.analysis import aot
 
 HERE = Path(__file__).parent

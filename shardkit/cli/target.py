@@ -1,0 +1,137 @@
+"""What a command is pointed at: a function, as module:function, and the arguments to trace it with."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "pred": "bool", "c64": "complex64"}
+_DTYPES |= {
+    f"{letter}{bits}": f"{kind}{bits}" for letter, kind in (("i", "int"), ("u", "uint")) for bits in (8, 16, 32)
+}
+
+
+def load(text: str, args: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The function that a command was pointed at, and its arguments.
+
+    Args:
+        text: "module:function", the module importable from here, or "path/to/file.py:function".
+        args: the types of its arguments, such as "f32[8,128]", "bf16[4]", "i32[]" or "key". Without them the function
+            is called: it must take no parameters and return `(fn, *args)`.
+
+    Returns:
+        The function and its arguments; those from `args` are ShapeDtypeStructs.
+
+    Raises:
+        ValueError: no such module or function, one that cannot be imported, or arguments that cannot be read.
+    """
+    where, _, name = text.rpartition(":")
+    if not where or not name:
+        raise ValueError(
+            f"target: the function must be given as MODULE:FUNCTION or FILE.py:FUNCTION; got {text!r}. "
+            "Write for example train.py:step."
+        )
+    module = _import(where)
+    fn: Any = module
+    for part in name.split("."):
+        if not hasattr(fn, part):
+            there = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
+            raise ValueError(
+                f"target: {where} has no {name!r}; its functions are {', '.join(there) or 'none'}. Name one of them."
+            )
+        fn = getattr(fn, part)
+    if not callable(fn):
+        raise ValueError(f"target: {text} must be a function; got {type(fn).__name__}. Name a function.")
+    if args:
+        return fn, tuple(map(_struct, args))
+    needed = [p.name for p in inspect.signature(fn).parameters.values() if p.default is p.empty and p.kind < 2]
+    if needed:
+        raise ValueError(
+            f"target: without --args the function must take no parameters and return (fn, *args); {text} takes "
+            f"{', '.join(needed)}. Pass --args with a type for each, such as 'f32[8,128]'."
+        )
+    made = fn()
+    if not isinstance(made, tuple) or not made or not callable(made[0]):
+        raise ValueError(
+            f"target: a function without parameters must return (fn, *args); {text} returned {type(made).__name__}. "
+            "Return the function to look at, followed by its arguments."
+        )
+    return made[0], made[1:]
+
+
+def describe(args: Sequence[Any]) -> str:
+    """The arguments in a sentence: their types, pytrees by their number of arrays."""
+
+    def one(arg: Any) -> str:
+        leaves = jax.tree.leaves(arg)
+        if len(leaves) == 1 and leaves[0] is arg and hasattr(arg, "dtype"):
+            return f"{arg.dtype}[{','.join(map(str, arg.shape))}]"
+        return f"{type(arg).__name__} of {len(leaves)} arrays"
+
+    return ", ".join(map(one, args)) or "no arguments"
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}{': ' + lines[0] if lines else ''}"
+
+
+def _import(where: str) -> ModuleType:
+    path = Path(where)
+    sys.path[:0] = [str(Path.cwd())]
+    try:
+        if path.suffix != ".py":
+            return importlib.import_module(where)
+        if not path.is_file():
+            raise ValueError(f"target: the file must exist; {where} does not. Check the path.")
+        sys.path[:0] = [str(path.resolve().parent)]
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None, f"{where} is a Python file"
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        spec.loader.exec_module(module)
+        return module
+    except ModuleNotFoundError as error:
+        if error.name == where.split(".")[0] or error.name == where:
+            raise ValueError(
+                f"target: there is no module {where!r} here. Give its name as for import, or a path that ends in .py."
+            ) from None
+        raise _broken(where, error) from error
+    except ValueError as error:
+        if str(error).startswith("target: "):
+            raise
+        raise _broken(where, error) from error
+    except Exception as error:
+        raise _broken(where, error) from error
+
+
+def _broken(where: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"target: {where} cannot be imported; it raises {first_line(error)}. Run it with python to see the traceback."
+    )
+
+
+def _struct(text: str) -> jax.ShapeDtypeStruct:
+    if text == "key":
+        return jax.eval_shape(lambda: jax.random.key(0))
+    found = re.fullmatch(r"(\w+)(?:\[([\d, ]*)\])?", text)
+    name = found and _DTYPES.get(found[1], found[1])
+    try:
+        dtype = jnp.dtype(name or "")
+    except TypeError:
+        raise ValueError(
+            f"target: each of --args must be DTYPE[SIZES] or key; got {text!r}. Write for example 'f32[8,128]'."
+        ) from None
+    sizes = (found[2] or "") if found else ""
+    return jax.ShapeDtypeStruct(tuple(int(size) for size in sizes.split(",") if size.strip()), dtype)
