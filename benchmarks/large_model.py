@@ -32,11 +32,11 @@ MODELS = {
     "8b": Config(vocabulary=128_256, layers=32, dim=4096, heads=32, kv_heads=8, hidden=14_336),
     "70b": Config(vocabulary=128_256, layers=80, dim=8192, heads=64, kv_heads=8, hidden=28_672),
 }
-# The dim of each leaf that tensor parallelism splits, and the dim that FSDP does.
-SPLIT: dict[str, tuple[int | None, int]] = {
+# The dim of each leaf that tensor parallelism splits, and the dim that FSDP does; norm gains are too small to split.
+SPLIT: dict[str, tuple[int | None, int | None]] = {
     "embed": (0, 1),
     "head": (1, 0),
-    "final_norm": (None, 0),
+    "final_norm": (None, None),
     "query": (2, 1),
     "key": (2, 1),
     "value": (2, 1),
@@ -44,8 +44,8 @@ SPLIT: dict[str, tuple[int | None, int]] = {
     "gate": (2, 1),
     "up": (2, 1),
     "down": (1, 2),
-    "attention_norm": (None, 1),
-    "mlp_norm": (None, 1),
+    "attention_norm": (None, None),
+    "mlp_norm": (None, None),
 }
 
 
@@ -71,7 +71,8 @@ def loss_fn(config: Config, tp: int) -> Callable[[Any, Any, Any], sk.Mean]:
 
     def whole(name: str, shard: jax.Array, of_layer: bool = False) -> jax.Array:
         """A weight of which tensor parallelism's part is left, gathered over FSDP."""
-        return sk.all_gather(shard, "fsdp", dim=SPLIT[name][1] - of_layer)
+        dim = SPLIT[name][1]
+        return shard if dim is None else sk.all_gather(shard, "fsdp", dim=dim - of_layer)
 
     def layer(x_btD: jax.Array, shards: Any) -> tuple[jax.Array, None]:
         w = {name: whole(name, shard, of_layer=True) for name, shard in shards.items()}
@@ -90,7 +91,7 @@ def loss_fn(config: Config, tp: int) -> Callable[[Any, Any, Any], sk.Mean]:
         x_bTD = _rows(table_vD, batch["tokens"] - first)
         x_btD = sk.reduce_scatter(x_bTD, "model", dim=1)
         x_btD, _ = jax.lax.scan(jax.checkpoint(layer), x_btD, params["layers"])
-        h_bTD = sk.all_gather(rms_norm(x_btD, whole("final_norm", params["final_norm"])), "model", dim=1)
+        h_bTD = sk.all_gather(rms_norm(x_btD, params["final_norm"]), "model", dim=1)
         logits_bTv = jnp.einsum("bTD,Dv->bTv", h_bTD, whole("head", params["head"])).astype(jnp.float32)
         top_bT = sk.all_reduce(jax.lax.stop_gradient(logits_bTv.max(-1)), "model", op="max")
         total_bT = sk.all_reduce(jnp.exp(logits_bTv - top_bT[..., None]).sum(-1), "model")

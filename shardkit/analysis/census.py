@@ -222,9 +222,18 @@ def source_line(equation: Any) -> str:
     frames = _compat.user_frames(equation)
     if not frames:
         return "unknown"
-    outside = [f for f in frames if _HERE not in Path(f[0]).parents]
     above = [f for f in frames if not _KERNELS & {Path(f[0]), *Path(f[0]).parents}]
-    file, line, function = (outside or above or frames)[0]
+    return user_line(equation) or _written((above or frames)[0])
+
+
+def user_line(equation: Any) -> str:
+    """The innermost line that led to an equation outside jax and shardkit; "" if there is none."""
+    outside = [f for f in _compat.user_frames(equation) if _HERE not in Path(f[0]).parents]
+    return _written(outside[0]) if outside else ""
+
+
+def _written(frame: tuple[str, int, str]) -> str:
+    file, line, function = frame
     return f"{Path(file).name}:{line} ({function})"
 
 

@@ -1,5 +1,71 @@
 """Closed forms: what a computation must cost, from its sizes alone."""
 
-from shardkit.cost.collectives import Traffic, wire
+from shardkit.cost.activations import activation_memory, interleaving_factor, model_activation_memory
+from shardkit.cost.collectives import Traffic, bus_factor, wire
+from shardkit.cost.hardware import Chip, chip, chips, group_bandwidth
+from shardkit.cost.pipeline import bubble, bubble_time, in_flight
+from shardkit.cost.rooflines import (
+    Roofline,
+    arithmetic_intensity,
+    critical_intensity,
+    data_parallel_batch,
+    fsdp_tensor_batch,
+    fsdp_tensor_split,
+    matmul_intensity,
+    network_intensity,
+    roofline,
+    tensor_parallel_ways,
+)
+from shardkit.cost.times import collective_time, hierarchical_time, torus_time
+from shardkit.cost.transformer import (
+    mfu,
+    training_flops,
+    training_time,
+    transformer_flops,
+    transformer_parameters,
+)
+from shardkit.cost.volumes import Volume, context_volume, expert_volume, pipeline_volume, tensor_volume
+from shardkit.cost.zero import ZeroMemory, zero_breakdown, zero_memory, zero_volume
 
-__all__ = ["Traffic", "wire"]
+__all__ = [
+    "Chip",
+    "Roofline",
+    "Traffic",
+    "Volume",
+    "ZeroMemory",
+    "activation_memory",
+    "arithmetic_intensity",
+    "bubble",
+    "bubble_time",
+    "bus_factor",
+    "chip",
+    "chips",
+    "collective_time",
+    "context_volume",
+    "critical_intensity",
+    "data_parallel_batch",
+    "expert_volume",
+    "fsdp_tensor_batch",
+    "fsdp_tensor_split",
+    "group_bandwidth",
+    "hierarchical_time",
+    "in_flight",
+    "interleaving_factor",
+    "matmul_intensity",
+    "mfu",
+    "model_activation_memory",
+    "network_intensity",
+    "pipeline_volume",
+    "roofline",
+    "tensor_parallel_ways",
+    "tensor_volume",
+    "torus_time",
+    "training_flops",
+    "training_time",
+    "transformer_flops",
+    "transformer_parameters",
+    "wire",
+    "zero_breakdown",
+    "zero_memory",
+    "zero_volume",
+]

@@ -11,7 +11,11 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+from shardkit.cost import _check
+
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ppermute")
+_SENT_ONCE = ("broadcast", "reduce", "ppermute", "sendrecv")
+_BUS = (*KINDS[:-1], "gather", "scatter", *_SENT_ONCE)
 
 
 class Traffic(NamedTuple):
@@ -36,8 +40,9 @@ def wire(kind: str, size: int, n: int, pairs: Sequence[tuple[int, int]] | None =
         pairs: for a ppermute, who sends to whom; only the busiest device counts, and sending to oneself is free.
 
     Raises:
-        ValueError: another kind.
+        ValueError: another kind, or n is no whole number of at least 1.
     """
+    _check.whole("wire", n=n)
     share = Fraction(n - 1, n)
     if kind == "all_reduce":
         return Traffic(2 * share * size, 2 * (n - 1))
@@ -54,3 +59,32 @@ def wire(kind: str, size: int, n: int, pairs: Sequence[tuple[int, int]] | None =
         "wire: kind must be 'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all' or 'ppermute'; "
         f"got {kind!r}. Choose one of them."
     )
+
+
+def bus_factor(op: str, n: int) -> float:
+    """What nccl-tests multiplies algorithm bandwidth (size / time) by to get bus bandwidth, whatever n is.
+
+    2 (n-1)/n for all_reduce; (n-1)/n for all_gather, reduce_scatter, all_to_all, gather and scatter; 1 for broadcast,
+    reduce, ppermute and sendrecv. The size that goes with it is nccl-tests': the whole array, that is the result of an
+    all_gather or gather and the operand of every other operation.
+
+    Args:
+        op: the operation; capitals, "-" and "_" do not matter ("AllReduce", "all-to-all" and "alltoall" are known).
+        n: devices.
+
+    Returns:
+        The factor, without unit.
+
+    Raises:
+        ValueError: an unknown operation, or n is no whole number of at least 1.
+
+    Source: nccl-tests, doc/PERFORMANCE.md; gather and scatter: src/gather.cu, src/scatter.cu.
+    """
+    _check.whole("bus_factor", n=n)
+    plain = str(op).lower().replace("-", "").replace("_", "")
+    name = {known.replace("_", ""): known for known in _BUS}.get(plain)
+    if name is None:
+        _check.known("bus_factor", "op", op, _BUS)
+    if name in _SENT_ONCE:
+        return 1.0
+    return (2 if name == "all_reduce" else 1) * (n - 1) / n

@@ -1,0 +1,141 @@
+"""Activation memory of a transformer in training, 16-bit values and one-byte dropout masks.
+
+Symbols of the paper: s sequence, b batch (sequences of one microbatch on one model replica), h hidden, a heads,
+L layers, v vocabulary, t tensor-parallel ways, p pipeline stages, m chunks a stage. The layer is GPT's: attention and a
+4h feed-forward, with dropout. Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models
+(arXiv:2205.05198).
+"""
+
+from __future__ import annotations
+
+from shardkit.cost import _check
+
+
+def activation_memory(
+    *,
+    batch: int,
+    sequence: int,
+    hidden: int,
+    heads: int,
+    tensor: int = 1,
+    sequence_parallel: bool = False,
+    recompute: str | bool = "none",
+) -> float:
+    """Bytes of activations that one layer keeps for its backward pass, on one device.
+
+    sbh (34 + 5as/h) without parallelism; sbh (10 + 24/t + 5as/(ht)) with tensor parallelism; sbh/t (34 + 5as/h) with
+    sequence parallelism too. Selective recomputation drops the 5as/h term (attention's core; a fused attention kernel
+    does the same); full recomputation keeps the layer's input, 2sbh.
+
+    Args:
+        batch: sequences of one microbatch.
+        sequence: tokens a sequence.
+        hidden: model width.
+        heads: attention heads.
+        tensor: tensor-parallel ways.
+        sequence_parallel: whether norms and dropout are sharded over the sequence, on the same axis.
+        recompute: "none", "selective" or "full" (False and True: the first and the last).
+
+    Returns:
+        Bytes.
+
+    Raises:
+        ValueError: a size below 1, or an unknown recompute.
+
+    Source: Korthikanti et al., equations 1, 2, 4 and table 2.
+    """
+    where = "activation_memory"
+    _check.whole(where, batch=batch, sequence=sequence, hidden=hidden, heads=heads, tensor=tensor)
+    recompute = _check.recomputation(where, recompute)
+    sbh = sequence * batch * hidden
+    if recompute == "full":
+        return 2 * sbh
+    core = 5 * heads * sequence / hidden if recompute == "none" else 0
+    whole = 10 / tensor if sequence_parallel else 10
+    return sbh * (whole + (24 + core) / tensor)
+
+
+def interleaving_factor(stages: int, chunks: int) -> float:
+    """How much more activation memory interleaved 1F1B needs on its first stage: 1 + (p-1)/(p m).
+
+    Args:
+        stages: pipeline stages p.
+        chunks: model chunks a stage m; 1 is plain 1F1B, with factor 1.
+
+    Returns:
+        The factor, without unit.
+
+    Raises:
+        ValueError: stages or chunks below 1.
+
+    Source: Korthikanti et al., section 4.2.3.
+    """
+    _check.whole("interleaving_factor", stages=stages, chunks=chunks)
+    return 1.0 if chunks == 1 else 1 + (stages - 1) / (stages * chunks)
+
+
+def model_activation_memory(
+    layers: int,
+    *,
+    batch: int,
+    sequence: int,
+    hidden: int,
+    heads: int,
+    vocabulary: int = 0,
+    tensor: int = 1,
+    sequence_parallel: bool = False,
+    recompute: str | bool = "none",
+    stages: int = 1,
+    chunks: int = 1,
+    microbatches: int | None = None,
+) -> float:
+    """Bytes of activations on the first pipeline stage, which holds the most.
+
+    The stage has L/p layers and 1F1B keeps p microbatches in flight there, so that L layers' worth is held whatever p
+    is, times `interleaving_factor`. The embedding's dropout mask adds sbh p, and without a pipeline the final norm, the
+    head's input and the float32 logits add 4sbh (1 + v/h); both over t under sequence parallelism.
+
+    Args:
+        layers: layers of the whole model.
+        batch: sequences of one microbatch.
+        sequence: tokens a sequence.
+        hidden: model width.
+        heads: attention heads.
+        vocabulary: number of token values; 0 leaves the embedding and the head out.
+        tensor: tensor-parallel ways.
+        sequence_parallel: whether norms and dropout are sharded over the sequence.
+        recompute: "none", "selective" or "full" (False and True: the first and the last).
+        stages: pipeline stages; 1 means no pipeline.
+        chunks: model chunks a stage of interleaved 1F1B; 1 is plain 1F1B.
+        microbatches: in a step; fewer than `stages` hold proportionally less. None: at least `stages`.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        ValueError: a size below 1, layers that do not divide over the stages and chunks, or an unknown recompute.
+
+    Source: Korthikanti et al., equation 5 and section 4.3.
+    """
+    where = "model_activation_memory"
+    _check.whole(where, layers=layers, stages=stages, chunks=chunks, microbatches=microbatches or 1)
+    _check.at_least_zero(where, vocabulary=vocabulary)
+    _check.divides(where, "stages * chunks", stages * chunks, "layers", layers)
+    layer = activation_memory(
+        batch=batch,
+        sequence=sequence,
+        hidden=hidden,
+        heads=heads,
+        tensor=tensor,
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
+    )
+    filled = 1.0 if microbatches is None else min(microbatches, stages) / stages
+    total = layers * layer * interleaving_factor(stages, chunks) * filled
+    if vocabulary:
+        sbh = sequence * batch * hidden
+        split = tensor if sequence_parallel else 1
+        total += sbh * stages * filled / split
+        if stages == 1:
+            total += 4 * sbh / split + 4 * sequence * batch * vocabulary / tensor
+    return total

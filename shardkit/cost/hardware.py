@@ -1,0 +1,120 @@
+"""Chips, as their makers describe them.
+
+Peaks are dense bfloat16. What a TPU page prints as GB of memory are GiB; NVIDIA's GB are taken as 10^9 bytes, which is
+a little less than a driver shows. A TPU link's bandwidth is one direction of one link: the figure that collectives
+reach according to the scaling book, a tenth below Google's own; tpu7x has only Google's. A GPU's is what it sends into
+its NVLink switch, half of the printed sum of both directions. The network beyond a slice or a host is one direction,
+a chip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from shardkit.cost import _check
+
+_TPU = "https://docs.cloud.google.com/tpu/docs/"
+_BOOK = "https://jax-ml.github.io/scaling-book/tpus/"
+_NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+
+
+class Chip(NamedTuple):
+    """One accelerator.
+
+    Attributes:
+        name: its key in `chips`.
+        flops: peak dense bfloat16 FLOP/s.
+        hbm_bytes: bytes of memory.
+        hbm_bandwidth: bytes/s between memory and the compute units.
+        link_bandwidth: bytes/s, one direction: of one torus link (TPU), of all NVLinks together (GPU).
+        torus: dimensions of the torus, with two links each; 0 where a switch connects the chips of a host.
+        host: chips that reach each other at link_bandwidth without a torus: a GPU host; 1 on a torus.
+        network_bandwidth: bytes/s, one direction, a chip, beyond the slice or the host.
+        source: where the figures are printed.
+    """
+
+    name: str
+    flops: float
+    hbm_bytes: int
+    hbm_bandwidth: float
+    link_bandwidth: float
+    torus: int
+    host: int
+    network_bandwidth: float
+    source: str
+
+
+_GIB = 2**30
+_GB = 10**9
+
+chips: Mapping[str, Chip] = MappingProxyType(
+    {
+        c.name: c
+        for c in (
+            Chip("v4", 275e12, 32 * _GIB, 1200e9, 45e9, 3, 1, 6.25e9, f"{_TPU}v4; {_BOOK}"),
+            Chip("v5e", 197e12, 16 * _GIB, 819e9, 45e9, 2, 1, 3.125e9, f"{_TPU}v5e; {_BOOK}"),
+            Chip("v5p", 459e12, 95 * _GIB, 2765e9, 90e9, 3, 1, 6.25e9, f"{_TPU}v5p; {_BOOK}"),
+            Chip("v6e", 918e12, 32 * _GIB, 1638e9, 90e9, 2, 1, 12.5e9, f"{_TPU}v6e; {_BOOK}"),
+            Chip("tpu7x", 2307e12, 192 * _GIB, 7380e9, 100e9, 3, 1, 12.5e9, f"{_TPU}tpu7x"),
+            # 80 GB SXM
+            Chip("a100", 312e12, 80 * _GB, 2039e9, 300e9, 0, 8, 25e9, f"{_NVIDIA}a100/"),
+            # SXM; the datasheet's 1979 TFLOP/s are with sparsity
+            Chip("h100", 989e12, 80 * _GB, 3350e9, 450e9, 0, 8, 50e9, f"{_NVIDIA}h100/"),
+            Chip("h200", 989e12, 141 * _GB, 4800e9, 450e9, 0, 8, 50e9, f"{_NVIDIA}h200/"),
+            # as in a DGX B200, which has 1440 GB and 64 TB/s for eight
+            Chip("b200", 2250e12, 180 * _GB, 8000e9, 900e9, 0, 8, 50e9, f"{_NVIDIA}dgx-b200/"),
+        )
+    }
+)
+
+
+def chip(name: str | Chip) -> Chip:
+    """The chip of that name; a Chip is returned as it is, so that one may be made by hand.
+
+    Args:
+        name: "v4", "v5e", "v5p", "v6e", "tpu7x", "a100", "h100", "h200" or "b200", in small or capital letters.
+
+    Returns:
+        Chip.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if isinstance(name, Chip):
+        return name
+    key = str(name).lower()
+    if key not in chips:
+        _check.known("chip", "name", name, tuple(chips))
+    return chips[key]
+
+
+_chip = chip  # where an argument takes the name
+
+
+def group_bandwidth(chip: str | Chip, axes: int = 1) -> float:
+    """Bytes/s that one chip sends, all directions together, in a collective over some torus dimensions or a host.
+
+    A wrapped torus dimension gives two links at once; a GPU sends into its switch whatever the group is.
+
+    Args:
+        chip: a chip or its name.
+        axes: torus dimensions that the group extends along; 1 for GPUs.
+
+    Returns:
+        Bytes/s.
+
+    Raises:
+        ValueError: an unknown chip, or more dimensions than it has.
+
+    Source: How to Scale Your Model, part 3: W, the bidirectional bandwidth, times the number of axes.
+    """
+    it = _chip(chip)
+    _check.whole("group_bandwidth", axes=axes)
+    if axes > max(1, it.torus):
+        raise ValueError(
+            f"group_bandwidth: axes must be at most {max(1, it.torus)} for chip {it.name!r}; got {axes}. "
+            "Choose fewer axes or another chip."
+        )
+    return it.link_bandwidth * (2 * axes if it.torus else 1)

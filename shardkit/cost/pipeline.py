@@ -1,0 +1,211 @@
+"""How long a pipeline idles, and how many microbatches' activations it holds.
+
+Symbols of the papers: p stages (devices of the pipe axis), m microbatches, v chunks a device. F, B, W are the times of
+one microbatch on one device's whole share of layers: forward, whole backward, and the part of the backward that makes
+weight gradients. Communication between stages is left out.
+"""
+
+from __future__ import annotations
+
+from shardkit.cost import _check
+
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "lockstep",
+    "looped_bfs",
+    "zero_bubble_h1",
+    "zero_bubble_h2",
+    "zero_bubble_v",
+    "dualpipe",
+    "dualpipe_v",
+)
+_CHUNKED = ("interleaved", "lockstep", "looped_bfs")
+_OTHER_NAMES = {
+    "one_f_one_b": "1f1b",
+    "zb_h1": "zero_bubble_h1",
+    "zb_h2": "zero_bubble_h2",
+    "zb_v": "zero_bubble_v",
+    "dualpipev": "dualpipe_v",
+}
+
+
+def _named(where: str, schedule: str, stages: int, microbatches: int, chunks: int) -> str:
+    name = str(schedule).lower().replace("-", "_")
+    name = _OTHER_NAMES.get(name, name)
+    if name not in SCHEDULES:
+        _check.known(where, "schedule", schedule, SCHEDULES)
+    _check.whole(where, stages=stages, microbatches=microbatches, chunks=chunks)
+    if chunks > 1 and name not in _CHUNKED:
+        raise ValueError(
+            f"{where}: schedule {schedule!r} does not take chunks; got chunks={chunks}. "
+            "Leave chunks out, or choose 'interleaved', 'lockstep' or 'looped_bfs'."
+        )
+    if name == "dualpipe" and stages % 2:
+        raise ValueError(f"{where}: 'dualpipe' needs an even number of stages; got {stages}. Choose {stages + 1}.")
+    return name
+
+
+def bubble_time(
+    stages: int,
+    microbatches: int,
+    *,
+    schedule: str = "1f1b",
+    chunks: int = 1,
+    forward: float = 1.0,
+    backward: float = 2.0,
+    weight: float | None = None,
+    overlapped: float | None = None,
+) -> float:
+    """How long each device idles in one step, in the unit of the costs.
+
+    | schedule | idle time |
+    |---|---|
+    | gpipe, 1f1b | (p-1) (F + B) |
+    | interleaved, lockstep, looped_bfs | (p-1) (F + B) / v |
+    | zero_bubble_h1 | (p-1) (F + B - 2W) |
+    | zero_bubble_h2 | (p-1) (F + B - 3W), at least 0 |
+    | zero_bubble_v | 0, where F = B - W = W |
+    | dualpipe | (p/2 - 1) (F&B + B - 3W), with two copies of the parameters |
+    | dualpipe_v | (p-1) (F&B + B - 3W) / 2 |
+
+    The formulas hold for m >= p (dualpipe: 2p; interleaved: m a multiple of p), and none depends on m.
+
+    Args:
+        stages: devices p of the pipe axis.
+        microbatches: m, in a step.
+        schedule: a name of the table ("one_f_one_b", "zb_h1", "zb_h2", "zb_v" are known too).
+        chunks: model chunks v a device, for the three schedules that have them.
+        forward: F, time of one microbatch's forward on one device.
+        backward: B, time of its whole backward.
+        weight: W, the part of B that makes weight gradients; None: half of B.
+        overlapped: F&B, time of a forward and a backward run together, for the dualpipes; None: F + B.
+
+    Returns:
+        Time, in the unit of the costs.
+
+    Raises:
+        ValueError: an unknown schedule; a size below 1; chunks or overlapped where the schedule has none; an odd
+            number of stages for dualpipe; unequal costs for zero_bubble_v.
+
+    Source: Huang et al., GPipe (arXiv:1811.06965); Narayanan et al. (arXiv:2104.04473), section 2.2; Lamy-Poirier,
+    Breadth-First Pipeline Parallelism (arXiv:2211.05953); Qi et al., Zero Bubble Pipeline Parallelism
+    (arXiv:2401.10241), table 2; DeepSeek-V3 (arXiv:2412.19437), table 2, and the DualPipe repository for dualpipe_v.
+    """
+    where = "bubble"
+    name = _named(where, schedule, stages, microbatches, chunks)
+    _check.positive(where, forward=forward, backward=backward)
+    weight = backward / 2 if weight is None else weight
+    _check.at_least_zero(where, weight=weight)
+    if overlapped is not None and not name.startswith("dualpipe"):
+        raise ValueError(
+            f"bubble: schedule {schedule!r} does not run forward and backward together; got overlapped={overlapped}. "
+            "Leave it out, or choose 'dualpipe' or 'dualpipe_v'."
+        )
+    both = forward + backward
+    if name in ("gpipe", "1f1b", *_CHUNKED):
+        return (stages - 1) * both / chunks
+    if name == "zero_bubble_h1":
+        return (stages - 1) * max(0.0, both - 2 * weight)
+    if name == "zero_bubble_h2":
+        return (stages - 1) * max(0.0, both - 3 * weight)
+    if name == "zero_bubble_v":
+        if not forward == weight == backward - weight:
+            raise ValueError(
+                "bubble: the published form of 'zero_bubble_v' needs equal times of forward, input gradient and weight "
+                f"gradient; got {forward}, {backward - weight} and {weight}. Simulate the schedule for other times."
+            )
+        return 0.0
+    gap = max(0.0, (both if overlapped is None else overlapped) + backward - 3 * weight)
+    return (stages / 2 - 1) * gap if name == "dualpipe" else (stages - 1) * gap / 2
+
+
+def bubble(
+    stages: int,
+    microbatches: int,
+    *,
+    schedule: str = "1f1b",
+    chunks: int = 1,
+    of: str = "ideal",
+    forward: float = 1.0,
+    backward: float = 2.0,
+    weight: float | None = None,
+    overlapped: float | None = None,
+) -> float:
+    """The pipeline bubble as a fraction: idle time over the ideal time, or over the total time.
+
+    1F1B: (p-1)/m of the ideal time, (p-1)/(m+p-1) of the total; v chunks: (p-1)/(v m) of the ideal. The table of
+    `bubble_time` has every schedule.
+
+    Args:
+        stages: devices p of the pipe axis.
+        microbatches: m, in a step.
+        schedule: "gpipe", "1f1b", "interleaved", "lockstep", "looped_bfs", "zero_bubble_h1", "zero_bubble_h2",
+            "zero_bubble_v", "dualpipe" or "dualpipe_v".
+        chunks: model chunks v a device, for "interleaved", "lockstep" and "looped_bfs".
+        of: "ideal", Megatron's convention: over m (F + B), the time without idling (m F&B for the dualpipes); or
+            "total", GPipe's: over the ideal time and the bubble.
+        forward: F, time of one microbatch's forward on one device, in any unit.
+        backward: B, time of its whole backward.
+        weight: W, the part of B that makes weight gradients; None: half of B.
+        overlapped: F&B, time of a forward and a backward run together, for the dualpipes; None: F + B.
+
+    Returns:
+        The fraction, without unit.
+
+    Raises:
+        ValueError: as `bubble_time`, or another `of`.
+
+    Source: as `bubble_time`.
+    """
+    _check.known("bubble", "of", of, ("ideal", "total"))
+    idle = bubble_time(
+        stages,
+        microbatches,
+        schedule=schedule,
+        chunks=chunks,
+        forward=forward,
+        backward=backward,
+        weight=weight,
+        overlapped=overlapped,
+    )
+    ideal = microbatches * (forward + backward if overlapped is None else overlapped)
+    return idle / (ideal if of == "ideal" else ideal + idle)
+
+
+def in_flight(stages: int, microbatches: int, *, schedule: str = "1f1b", chunks: int = 1) -> float:
+    """The most activations that one device holds, in units of one microbatch on one device's whole share of layers.
+
+    gpipe and looped_bfs: m; 1f1b, zero_bubble_h1, zero_bubble_v: p; interleaved: p + (p-1)/v; zero_bubble_h2: 2p - 1;
+    dualpipe: p + 1; dualpipe_v: p + 1/2. Never more than m. Split backwards also keep what their weight gradients
+    need.
+
+    Args:
+        stages: devices p of the pipe axis.
+        microbatches: m, in a step.
+        schedule: as in `bubble`, but "lockstep".
+        chunks: model chunks v a device.
+
+    Returns:
+        The number, without unit; times a microbatch's activation bytes for p-th of the model it is bytes.
+
+    Raises:
+        ValueError: an unknown schedule, a size below 1, or "lockstep", whose table says what it holds.
+
+    Source: as `bubble_time`; interleaved: Korthikanti et al. (arXiv:2205.05198), section 4.2.3.
+    """
+    name = _named("in_flight", schedule, stages, microbatches, chunks)
+    if name == "lockstep":
+        raise ValueError(
+            "in_flight: 'lockstep' has no published form; got schedule='lockstep'. Simulate the schedule to count."
+        )
+    most = {
+        "gpipe": microbatches,
+        "looped_bfs": microbatches,
+        "interleaved": stages + (stages - 1) / chunks if chunks > 1 else stages,
+        "zero_bubble_h2": 2 * stages - 1,
+        "dualpipe": stages + 1,
+        "dualpipe_v": stages + 0.5,
+    }
+    return float(min(microbatches, most.get(name, stages)))

@@ -1,0 +1,278 @@
+"""Rooflines: whether compute, memory or the network bounds a computation, and from which batch on.
+
+Times overlap perfectly, so a computation takes the longest of its parts. Tokens are counted per device, values have two
+bytes, and a layer is its feed-forward block, as in the source: Austin et al., How to Scale Your Model
+(https://jax-ml.github.io/scaling-book/), parts 1 (roofline) and 5 (training). C is a chip's FLOP/s and W the bytes/s
+that it sends over one torus dimension in both directions (on a GPU, into its switch).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from shardkit.cost import _check, hardware
+from shardkit.cost.hardware import Chip, group_bandwidth
+
+
+class Roofline(NamedTuple):
+    """What bounds a computation on one chip.
+
+    Attributes:
+        seconds: the longest of the three times.
+        compute_seconds: FLOPs over the chip's peak.
+        memory_seconds: bytes over its memory bandwidth.
+        network_seconds: bytes sent over its links' bandwidth.
+        bound: "compute", "memory" or "network".
+        intensity: FLOPs a byte of memory traffic.
+        critical_intensity: FLOPs a byte at which compute and memory take equally long.
+        flops_per_second: FLOP/s attained.
+    """
+
+    seconds: float
+    compute_seconds: float
+    memory_seconds: float
+    network_seconds: float
+    bound: str
+    intensity: float
+    critical_intensity: float
+    flops_per_second: float
+
+
+def arithmetic_intensity(flops: float, bytes: float) -> float:
+    """FLOPs a byte.
+
+    Args:
+        flops: FLOPs of a computation.
+        bytes: bytes that it moves.
+
+    Returns:
+        FLOPs/byte.
+
+    Raises:
+        ValueError: bytes that are not positive, or negative FLOPs.
+
+    Source: How to Scale Your Model, part 1.
+    """
+    _check.at_least_zero("arithmetic_intensity", flops=flops)
+    _check.positive("arithmetic_intensity", bytes=bytes)
+    return flops / bytes
+
+
+def critical_intensity(chip: str | Chip) -> float:
+    """FLOPs a byte from which a chip computes longer than it loads: peak over memory bandwidth (v5e: 240).
+
+    It is also about the batch, in tokens a device, from which a 16-bit matmul with a large weight is compute bound.
+
+    Args:
+        chip: a chip or its name.
+
+    Returns:
+        FLOPs/byte.
+
+    Raises:
+        ValueError: an unknown chip.
+
+    Source: How to Scale Your Model, part 1.
+    """
+    it = hardware.chip(chip)
+    return it.flops / it.hbm_bandwidth
+
+
+def matmul_intensity(rows: int, inner: int, columns: int, *, value_bytes: float = 2) -> float:
+    """FLOPs a byte of [rows, inner] times [inner, columns]: 2 B D F over the bytes of the three matrices.
+
+    Args:
+        rows: B, tokens.
+        inner: D, the contracted width.
+        columns: F.
+        value_bytes: bytes a value.
+
+    Returns:
+        FLOPs/byte; about `rows` for 16-bit values where rows are few.
+
+    Raises:
+        ValueError: a size below 1, or value_bytes that are not positive.
+
+    Source: How to Scale Your Model, part 1.
+    """
+    _check.whole("matmul_intensity", rows=rows, inner=inner, columns=columns)
+    _check.positive("matmul_intensity", value_bytes=value_bytes)
+    return 2 * rows * inner * columns / (value_bytes * (rows * inner + inner * columns + rows * columns))
+
+
+def roofline(flops: float, bytes: float, chip: str | Chip, *, sent: float = 0.0, axes: int = 1) -> Roofline:
+    """The time of a computation on one chip, and what bounds it.
+
+    Args:
+        flops: FLOPs of one device.
+        bytes: bytes of memory traffic of one device.
+        chip: a chip or its name.
+        sent: bytes that one device sends to others.
+        axes: torus dimensions that it sends along; 1 for GPUs.
+
+    Returns:
+        Roofline, in seconds, FLOPs/byte and FLOP/s.
+
+    Raises:
+        ValueError: an unknown chip, a negative number, nothing to do at all, or more axes than the chip has.
+
+    Source: Williams, Waterman, Patterson, Roofline (2009); How to Scale Your Model, part 1.
+    """
+    it = hardware.chip(chip)
+    _check.at_least_zero("roofline", flops=flops, bytes=bytes, sent=sent)
+    _check.positive("roofline", work=flops + bytes + sent)
+    times = {
+        "compute": flops / it.flops,
+        "memory": bytes / it.hbm_bandwidth,
+        "network": sent / group_bandwidth(it, axes),
+    }
+    bound = max(times, key=lambda part: times[part])
+    return Roofline(
+        times[bound],
+        times["compute"],
+        times["memory"],
+        times["network"],
+        bound,
+        flops / bytes if bytes else math.inf,
+        critical_intensity(it),
+        flops / times[bound],
+    )
+
+
+def network_intensity(chip: str | Chip, axes: int = 1) -> float:
+    """FLOPs a byte sent from which a chip computes longer than it communicates: C / (W axes); v5p, one axis: 2550.
+
+    Args:
+        chip: a chip or its name.
+        axes: torus dimensions used at once; 1 for GPUs.
+
+    Returns:
+        FLOPs/byte.
+
+    Raises:
+        ValueError: an unknown chip, or more axes than it has.
+
+    Source: How to Scale Your Model, part 5.
+    """
+    return hardware.chip(chip).flops / group_bandwidth(chip, axes)
+
+
+def data_parallel_batch(chip: str | Chip, axes: int = 1) -> float:
+    """Tokens a device from which data parallelism and FSDP are compute bound: C / (W axes).
+
+    DP all-reduces the gradients beside the backward; FSDP gathers the weights beside the forward, and both weigh the
+    same against their compute.
+
+    Args:
+        chip: a chip or its name.
+        axes: torus dimensions that the parameters are reduced or gathered over; 1 for GPUs.
+
+    Returns:
+        Tokens a device.
+
+    Raises:
+        ValueError: an unknown chip, or more axes than it has.
+
+    Source: How to Scale Your Model, part 5, "Data Parallelism" and "FSDP": 2550 / axes on v5p.
+    """
+    return network_intensity(chip, axes)
+
+
+def tensor_parallel_ways(chip: str | Chip, ffn: int, axes: int = 1) -> float:
+    """The most tensor-parallel ways that stay compute bound, whatever the batch: F W axes / C.
+
+    Args:
+        chip: a chip or its name.
+        ffn: width F of the feed-forward layers.
+        axes: torus dimensions that the activations are gathered over; 1 for GPUs.
+
+    Returns:
+        Ways, not rounded.
+
+    Raises:
+        ValueError: an unknown chip, more axes than it has, or ffn below 1.
+
+    Source: How to Scale Your Model, part 5, "Tensor Parallelism": Y < axes F / 2550 on v5p.
+    """
+    _check.whole("tensor_parallel_ways", ffn=ffn)
+    return ffn / network_intensity(chip, axes)
+
+
+def fsdp_tensor_batch(
+    chip: str | Chip, ffn: int, *, fsdp_axes: int | None = None, tensor_axes: int | None = None
+) -> float:
+    """Tokens a device from which the best mix of FSDP and tensor parallelism is compute bound.
+
+    4 a^2 / (F M_X M_Y), where a = C / W: 2 * 2550^2 / F on v5p with two axes for FSDP and one for tensor parallelism.
+
+    Args:
+        chip: a chip or its name.
+        ffn: width F of the feed-forward layers.
+        fsdp_axes: torus dimensions M_X for FSDP; None: all but one (at least 1; GPUs: 1).
+        tensor_axes: torus dimensions M_Y for tensor parallelism; None: 1.
+
+    Returns:
+        Tokens a device.
+
+    Raises:
+        ValueError: an unknown chip, a size below 1, or more axes together than the torus has.
+
+    Source: How to Scale Your Model, part 5, "Mixed FSDP and Tensor Parallelism".
+    """
+    fsdp_axes, tensor_axes = _split_axes("fsdp_tensor_batch", chip, ffn, fsdp_axes, tensor_axes)
+    return 4 * network_intensity(chip) ** 2 / (ffn * fsdp_axes * tensor_axes)
+
+
+def fsdp_tensor_split(
+    chip: str | Chip,
+    ffn: int,
+    *,
+    tokens: float,
+    chips: int,
+    fsdp_axes: int | None = None,
+    tensor_axes: int | None = None,
+) -> tuple[float, float]:
+    """The FSDP and tensor-parallel ways that together send for the shortest time.
+
+    Forward, FSDP takes 4 D F / (Y W M_X) and tensor parallelism 4 B D / (X W M_Y) seconds a layer; with X Y = N their
+    sum is least at X = sqrt(B N M_X / (F M_Y)).
+
+    Args:
+        chip: a chip or its name.
+        ffn: width F of the feed-forward layers.
+        tokens: B, tokens in the whole batch.
+        chips: N, number of chips.
+        fsdp_axes: torus dimensions M_X for FSDP; None: all but one (at least 1; GPUs: 1).
+        tensor_axes: torus dimensions M_Y for tensor parallelism; None: 1.
+
+    Returns:
+        (X, Y), not rounded, each between 1 and N.
+
+    Raises:
+        ValueError: an unknown chip, a size below 1, or more axes together than the torus has.
+
+    Source: How to Scale Your Model, part 5, "Mixed FSDP and Tensor Parallelism": the least sum of its two times.
+    """
+    where = "fsdp_tensor_split"
+    fsdp_axes, tensor_axes = _split_axes(where, chip, ffn, fsdp_axes, tensor_axes)
+    _check.whole(where, chips=chips)
+    _check.positive(where, tokens=tokens)
+    fsdp = min(float(chips), max(1.0, math.sqrt(tokens * chips * fsdp_axes / (ffn * tensor_axes))))
+    return fsdp, chips / fsdp
+
+
+def _split_axes(
+    where: str, chip: str | Chip, ffn: int, fsdp_axes: int | None, tensor_axes: int | None
+) -> tuple[int, int]:
+    it = hardware.chip(chip)
+    fsdp_axes = max(1, it.torus - 1) if fsdp_axes is None else fsdp_axes
+    tensor_axes = 1 if tensor_axes is None else tensor_axes
+    _check.whole(where, ffn=ffn, fsdp_axes=fsdp_axes, tensor_axes=tensor_axes)
+    # a GPU sends both through the same links, one after the other: an axis each, as if it had two
+    if fsdp_axes + tensor_axes > max(2, it.torus):
+        raise ValueError(
+            f"{where}: fsdp_axes and tensor_axes must together be at most {max(2, it.torus)} for chip {it.name!r}; "
+            f"got {fsdp_axes} and {tensor_axes}. Choose fewer axes or another chip."
+        )
+    return fsdp_axes, tensor_axes

@@ -1,0 +1,183 @@
+"""How long a collective takes: latency per message plus bytes over bandwidth (the alpha-beta model).
+
+`size` is the bytes of the operand on one device (for an all_gather its piece), as in `wire`; `bandwidth` is bytes/s of
+one link in one direction; `latency` is seconds a message. Compute, contention and the cost of a reduction's additions
+are left out. Source: Hockney (1994) for the model; each function names the source of its algorithm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from shardkit.cost import _check
+from shardkit.cost.collectives import KINDS, wire
+
+ALGORITHMS = ("ring", "bidirectional", "tree")
+
+
+def collective_time(
+    kind: str, size: float, n: int, *, bandwidth: float, latency: float = 0.0, algorithm: str = "ring"
+) -> float:
+    """Seconds that a collective takes among n devices that all reach each other equally well.
+
+    | algorithm | hops of all_reduce / all_gather, reduce_scatter / all_to_all | bytes one after the other |
+    |---|---|---|
+    | ring | 2(n-1) / n-1 / n-1 | those of `wire` |
+    | bidirectional | 2 ceil((n-1)/2) / ceil((n-1)/2) / ceil((n-1)/2) | half of them in each direction |
+    | tree | 2 ceil(log2 n) / ceil(log2 n) / ceil(log2 n) | those of `wire`; all_to_all: about size log2(n)/2 |
+
+    The time is hops * latency + bytes / bandwidth. A ppermute is one message in each. An all_to_all counts pairwise
+    exchanges, which suits a switched network; where its bytes pass through other devices, use `torus_time`.
+
+    Args:
+        kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "ppermute".
+        size: bytes of the operand on one device.
+        n: devices.
+        bandwidth: bytes/s that a device sends in one direction (a bidirectional ring sends it in both at once).
+        latency: seconds a message.
+        algorithm: "ring", "bidirectional", or "tree": recursive halving and doubling, and Bruck's all_to_all.
+
+    Returns:
+        Seconds.
+
+    Raises:
+        ValueError: an unknown kind or algorithm, n below 1, a bandwidth that is not positive, a negative size or
+            latency.
+
+    Source: Thakur, Rabenseifner, Gropp (2005), sections 4.1-4.5; for a tree of any n, Träff, arXiv:2410.14234.
+    """
+    where = "collective_time"
+    _check.known(where, "kind", kind, KINDS)
+    _check.known(where, "algorithm", algorithm, ALGORITHMS)
+    _check.whole(where, n=n)
+    _check.positive(where, bandwidth=bandwidth)
+    _check.at_least_zero(where, size=size, latency=latency)
+    if n == 1:
+        return 0.0
+    if kind == "ppermute":
+        return latency + size / bandwidth
+    # wire is linear in the size, and exact in integers
+    unit, hops = wire(kind, 1, n)
+    sent = float(unit) * size
+    if algorithm == "bidirectional":
+        hops = math.ceil((n - 1) / 2) * (2 if kind == "all_reduce" else 1)
+        sent /= 2
+    elif algorithm == "tree":
+        hops = math.ceil(math.log2(n)) * (2 if kind == "all_reduce" else 1)
+        if kind == "all_to_all":
+            # in round k a block moves if bit k of its distance is set
+            sent = size / n * sum(distance.bit_count() for distance in range(n))
+    return hops * latency + sent / bandwidth
+
+
+def hierarchical_time(
+    kind: str,
+    size: float,
+    inner: int,
+    outer: int,
+    *,
+    inner_bandwidth: float,
+    outer_bandwidth: float,
+    inner_latency: float = 0.0,
+    outer_latency: float = 0.0,
+    algorithm: str = "ring",
+) -> float:
+    """Seconds of a collective over `outer` groups of `inner` devices, its stages one after the other.
+
+    all_reduce: reduce_scatter inside, all_reduce of 1/inner across, all_gather inside. all_gather: across first, then
+    inside, so that each byte crosses once. reduce_scatter: inside, then 1/inner across. all_to_all: inside, then
+    across.
+
+    Args:
+        kind: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all".
+        size: bytes of the operand on one device.
+        inner: devices of a group (of a host, of a slice).
+        outer: groups.
+        inner_bandwidth: bytes/s that a device sends in one direction inside its group.
+        outer_bandwidth: bytes/s that a device sends in one direction to other groups.
+        inner_latency: seconds a message inside.
+        outer_latency: seconds a message across.
+        algorithm: as in `collective_time`, on both levels.
+
+    Returns:
+        Seconds.
+
+    Raises:
+        ValueError: an unknown kind or algorithm, a size below 1, a bandwidth that is not positive, a negative latency.
+
+    Source: the stages of `shardkit.hierarchical`; Cho et al., BlueConnect (2019).
+    """
+    where = "hierarchical_time"
+    _check.known(where, "kind", kind, KINDS[:-1])
+    _check.whole(where, inner=inner, outer=outer)
+    _check.positive(where, inner_bandwidth=inner_bandwidth, outer_bandwidth=outer_bandwidth)
+
+    def inside(stage: str, size: float) -> float:
+        return collective_time(
+            stage, size, inner, bandwidth=inner_bandwidth, latency=inner_latency, algorithm=algorithm
+        )
+
+    def across(stage: str, size: float) -> float:
+        return collective_time(
+            stage, size, outer, bandwidth=outer_bandwidth, latency=outer_latency, algorithm=algorithm
+        )
+
+    if kind == "all_reduce":
+        piece = size / inner
+        return inside("reduce_scatter", size) + across("all_reduce", piece) + inside("all_gather", piece)
+    if kind == "all_gather":
+        return across(kind, size) + inside(kind, size * outer)
+    if kind == "reduce_scatter":
+        return inside(kind, size) + across(kind, size / inner)
+    return inside(kind, size) + across(kind, size)
+
+
+def torus_time(
+    kind: str, size: float, sizes: Sequence[int], *, bandwidth: float, latency: float = 0.0, wrap: bool = True
+) -> float:
+    """Seconds of a collective over several dimensions of a torus at once, with every link busy in both directions.
+
+    With n devices and k links (two for each dimension that wraps round, one for each that does not or has only two
+    devices), a device receives (n-1) size bytes of an all_gather and (n-1)/n size of a reduce_scatter over k
+    bandwidth; an all_reduce is both. For large n on a wrapped torus that is the scaling book's
+    bytes / (bidirectional bandwidth * axes). An all_to_all is bound by the longest dimension s, whose links carry
+    floor(s^2/4)/s size, halved where it wraps round. The latency counts the hops to the farthest device.
+
+    Args:
+        kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", or "ppermute" (to a neighbour).
+        size: bytes of the operand on one device.
+        sizes: devices along each dimension of the torus that takes part, for example (4, 4, 8).
+        bandwidth: bytes/s of one link in one direction.
+        latency: seconds a hop.
+        wrap: whether the dimensions close into rings (False for the small slices that are meshes).
+
+    Returns:
+        Seconds.
+
+    Raises:
+        ValueError: an unknown kind, no dimension or one below 1, a bandwidth that is not positive, a negative size.
+
+    Source: How to Scale Your Model, part 3 (sharding), "Our AllGather" and "AllToAll" with its footnote on tori.
+    """
+    where = "torus_time"
+    _check.known(where, "kind", kind, KINDS)
+    _check.whole(where, dimensions=len(sizes), **{f"sizes[{i}]": s for i, s in enumerate(sizes)})
+    _check.positive(where, bandwidth=bandwidth)
+    _check.at_least_zero(where, size=size, latency=latency)
+    n = math.prod(sizes)
+    long = [s for s in sizes if s > 1]
+    if not long:
+        return 0.0
+    if kind == "ppermute":
+        return latency + size / bandwidth
+    # two devices have one link between them, whether or not the dimension is said to wrap round
+    rings = [wrap and s > 2 for s in long]
+    hops = sum(s // 2 if ring else s - 1 for s, ring in zip(long, rings, strict=True))
+    if kind == "all_to_all":
+        carried = max(s * s // 4 / s / (2 if ring else 1) for s, ring in zip(long, rings, strict=True))
+        return hops * latency + carried * size / bandwidth
+    links = sum(2 if ring else 1 for ring in rings)
+    gathered = hops * latency + (n - 1) * size / (links * bandwidth)
+    scattered = hops * latency + (n - 1) / n * size / (links * bandwidth)
+    return {"all_gather": gathered, "reduce_scatter": scattered, "all_reduce": 2 * scattered}[kind]

@@ -1,0 +1,235 @@
+"""Parameters and FLOPs of a decoder-only transformer, training time, and model FLOPs utilisation.
+
+A multiply-add is two FLOPs; only matrix multiplications are counted. `hidden` is the model width h, `ffn` the width of
+the feed-forward layers. Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM (arXiv:2104.04473), section 5.1 and appendix; the variants are counted matrix by matrix.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shardkit.cost import _check
+from shardkit.cost.hardware import Chip, chip
+
+
+class _Matrices(NamedTuple):
+    """Weights of one layer's matrices, and the widths that biases and attention scores have."""
+
+    attention: int
+    feed_forward: int
+    biases: int
+    heads_width: int
+
+
+def _matrices(
+    where: str,
+    layers: int,
+    hidden: int,
+    heads: int | None,
+    kv_heads: int | None,
+    head_size: int | None,
+    ffn: int | None,
+    gated: bool,
+) -> _Matrices:
+    _check.whole(where, layers=layers, hidden=hidden)
+    if heads is None and (kv_heads is not None or head_size is not None):
+        raise ValueError(
+            f"{where}: kv_heads and head_size need heads; got heads=None, kv_heads={kv_heads}, head_size={head_size}. "
+            "Pass heads."
+        )
+    query = kv = hidden
+    if heads is not None:
+        kv_heads = heads if kv_heads is None else kv_heads
+        _check.whole(where, heads=heads, kv_heads=kv_heads)
+        if head_size is None:
+            _check.divides(where, "heads", heads, "hidden", hidden)
+            head_size = hidden // heads
+        _check.divides(where, "kv_heads", kv_heads, "heads", heads)
+        query, kv = heads * head_size, kv_heads * head_size
+    ffn = 4 * hidden if ffn is None else ffn
+    _check.whole(where, ffn=ffn)
+    up = 2 * ffn if gated else ffn
+    return _Matrices(
+        attention=hidden * (2 * query + 2 * kv),
+        feed_forward=hidden * (up + ffn),
+        biases=query + 2 * kv + hidden + up + hidden,
+        heads_width=query,
+    )
+
+
+def transformer_parameters(
+    *,
+    layers: int,
+    hidden: int,
+    vocabulary: int = 0,
+    sequence: int = 0,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    head_size: int | None = None,
+    ffn: int | None = None,
+    gated: bool = False,
+    biases: bool = True,
+    tied: bool = True,
+    final_norm: bool = False,
+) -> int:
+    """The number of parameters of a transformer.
+
+    As called with the first four it is Megatron-LM's P = 12 l h^2 (1 + 13/(12h) + (V + s)/(12 l h)): biases,
+    LayerNorms, learned positions, the embedding tied to the head, and no final norm. A LLaMA is `heads=, kv_heads=,
+    ffn=, gated=True, biases=False, tied=False, final_norm=True` without `sequence` (rotary positions have no
+    parameters).
+
+    Args:
+        layers: number of layers l.
+        hidden: model width h.
+        vocabulary: number of token values V; 0 leaves the embedding and the head out.
+        sequence: learned positions s; 0: none.
+        heads: attention heads; None: as many as fill `hidden`.
+        kv_heads: key/value heads, a divisor of heads; None: heads.
+        head_size: width of a head; None: hidden / heads.
+        ffn: width of the feed-forward layers; None: 4 h.
+        gated: a third feed-forward matrix (SwiGLU, GeGLU).
+        biases: biases on every matrix and in the norms (LayerNorm); False: none, and norms with a gain only (RMSNorm).
+        tied: the embedding is the output head.
+        final_norm: a norm before the head.
+
+    Returns:
+        Number of parameters.
+
+    Raises:
+        ValueError: a size below 1, heads that do not divide, or kv_heads or head_size without heads.
+
+    Source: Narayanan et al., equation 2 and table 1; Touvron et al., LLaMA (arXiv:2302.13971), section 2.2.
+    """
+    where = "transformer_parameters"
+    m = _matrices(where, layers, hidden, heads, kv_heads, head_size, ffn, gated)
+    _check.at_least_zero(where, vocabulary=vocabulary, sequence=sequence)
+    norm = 2 * hidden if biases else hidden
+    layer = m.attention + m.feed_forward + 2 * norm + (m.biases if biases else 0)
+    embeddings = (vocabulary * (1 if tied else 2) + sequence) * hidden
+    return layers * layer + embeddings + (norm if final_norm else 0)
+
+
+def transformer_flops(
+    *,
+    layers: int,
+    hidden: int,
+    sequence: int,
+    batch: int = 1,
+    vocabulary: int = 0,
+    recompute: str | bool = "none",
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    head_size: int | None = None,
+    ffn: int | None = None,
+    gated: bool = False,
+    causal: bool = False,
+) -> float:
+    """FLOPs of one training step, forward and backward.
+
+    Without recomputation 72 B s l h^2 (1 + s/(6h) + V/(12 l h)), which are the model FLOPs that utilisation is counted
+    in; with full recomputation, Megatron-LM's 96 B s l h^2 (1 + s/(6h) + V/(16 l h)). Selective recomputation repeats
+    attention's two score products once, 4 B s^2 h a layer. Backward costs twice forward.
+
+    Args:
+        layers: number of layers l.
+        hidden: model width h.
+        sequence: tokens a sequence s.
+        batch: sequences in a step B.
+        vocabulary: number of token values V; 0 leaves the head out.
+        recompute: "none", "selective" or "full" (False and True: the first and the last).
+        heads: attention heads; None: as many as fill `hidden`.
+        kv_heads: key/value heads, a divisor of heads; None: heads.
+        head_size: width of a head; None: hidden / heads.
+        ffn: width of the feed-forward layers; None: 4 h.
+        gated: a third feed-forward matrix (SwiGLU, GeGLU).
+        causal: counts half of the scores, as a kernel that skips masked blocks computes; the papers count all.
+
+    Returns:
+        FLOPs.
+
+    Raises:
+        ValueError: as `transformer_parameters`, or an unknown recompute.
+
+    Source: Narayanan et al., equation 3; Korthikanti et al. (arXiv:2205.05198), equation 7 for the model FLOPs.
+    """
+    where = "transformer_flops"
+    m = _matrices(where, layers, hidden, heads, kv_heads, head_size, ffn, gated)
+    _check.whole(where, sequence=sequence, batch=batch)
+    _check.at_least_zero(where, vocabulary=vocabulary)
+    recompute = _check.recomputation(where, recompute)
+    scores = 4 * sequence * m.heads_width / (2 if causal else 1)
+    layer = 2 * (m.attention + m.feed_forward) + scores
+    repeated = {"none": 0, "selective": scores, "full": layer}[recompute]
+    return float(batch * sequence * (layers * (3 * layer + repeated) + 3 * 2 * hidden * vocabulary))
+
+
+def training_flops(parameters: float, tokens: float, *, recompute: bool = False) -> float:
+    """FLOPs of training without the attention scores: 6 N D, or 8 N D with full recomputation.
+
+    Args:
+        parameters: parameters N that a token meets (of a mixture of experts, the active ones).
+        tokens: tokens D trained on.
+        recompute: whether the backward repeats the forward.
+
+    Returns:
+        FLOPs.
+
+    Raises:
+        ValueError: a negative number.
+
+    Source: Kaplan et al., Scaling Laws for Neural Language Models (arXiv:2001.08361), section 2.1.
+    """
+    _check.at_least_zero("training_flops", parameters=parameters, tokens=tokens)
+    return (8.0 if recompute else 6.0) * parameters * tokens
+
+
+def training_time(
+    parameters: float, tokens: float, *, chips: int, flops_per_chip: float, recompute: bool = True
+) -> float:
+    """Seconds that training takes at an achieved rate: 8 T P / (n X), or 6 T P / (n X) without recomputation.
+
+    Args:
+        parameters: number of parameters P.
+        tokens: tokens T trained on.
+        chips: number of chips n.
+        flops_per_chip: FLOP/s X that each chip achieves (not its peak), recomputation counted where there is any.
+        recompute: whether activations are recomputed.
+
+    Returns:
+        Seconds.
+
+    Raises:
+        ValueError: chips below 1, a rate that is not positive, or a negative number.
+
+    Source: Narayanan et al., equation 4.
+    """
+    _check.whole("training_time", chips=chips)
+    _check.positive("training_time", flops_per_chip=flops_per_chip)
+    return training_flops(parameters, tokens, recompute=recompute) / (chips * flops_per_chip)
+
+
+def mfu(flops: float, seconds: float, *, peak: float | str | Chip, chips: int = 1) -> float:
+    """Model FLOPs utilisation: the share of the chips' peak that a step's model FLOPs make up.
+
+    Args:
+        flops: model FLOPs of a step (`transformer_flops` with no recomputation); with what is recomputed it is hardware
+            FLOPs utilisation.
+        seconds: time of a step.
+        peak: FLOP/s of one chip, or a chip or its name.
+        chips: number of chips.
+
+    Returns:
+        The fraction, without unit.
+
+    Raises:
+        ValueError: a time or peak that is not positive, chips below 1, or an unknown chip.
+
+    Source: Chowdhery et al., PaLM (arXiv:2204.02311), section 4.1.
+    """
+    rate = chip(peak).flops if isinstance(peak, str | Chip) else peak
+    _check.whole("mfu", chips=chips)
+    _check.positive("mfu", seconds=seconds, peak=rate)
+    _check.at_least_zero("mfu", flops=flops)
+    return flops / (seconds * chips * rate)

@@ -1,0 +1,206 @@
+"""Bytes that one device sends for each kind of model parallelism.
+
+`batch` is the sequences that a model replica processes at once, `value_bytes` the bytes of a value on the wire. All
+counts are of bandwidth-optimal collectives, as in `wire`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shardkit.cost import _check
+from shardkit.cost.collectives import wire
+
+
+class Volume(NamedTuple):
+    """Bytes that one device sends.
+
+    Attributes:
+        forward: in the forward pass.
+        backward: in the backward pass, with what recomputation repeats.
+    """
+
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        """The sum, bytes."""
+        return self.forward + self.backward
+
+
+def tensor_volume(
+    *,
+    batch: int,
+    sequence: int,
+    hidden: int,
+    ways: int,
+    sequence_parallel: bool = False,
+    regather: bool = False,
+    recompute: str | bool = "none",
+    value_bytes: int = 2,
+) -> Volume:
+    """Bytes that one device sends for one layer under Megatron's tensor parallelism.
+
+    Two all_reduces of the activations forward and two backward. Under sequence parallelism each becomes an all_gather
+    and a reduce_scatter: four and four a layer, and the same bytes. Full recomputation repeats the forward; selective
+    recomputation repeats only attention's core, which sends nothing.
+
+    Args:
+        batch: sequences of a microbatch.
+        sequence: tokens a sequence.
+        hidden: model width.
+        ways: tensor-parallel ways.
+        sequence_parallel: all_gather and reduce_scatter in place of all_reduce.
+        regather: sequence parallelism keeps only the shard of each block's input and gathers it again for the weight
+            gradient: two more all_gathers backward.
+        recompute: "none", "selective" or "full" (False and True: the first and the last).
+        value_bytes: bytes a value.
+
+    Returns:
+        Volume, bytes.
+
+    Raises:
+        ValueError: a size below 1, an unknown recompute, or `regather` without sequence parallelism.
+
+    Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; Korthikanti et al. (arXiv:2205.05198), section
+    4.2.2.
+    """
+    where = "tensor_volume"
+    _check.whole(where, batch=batch, sequence=sequence, hidden=hidden, ways=ways, value_bytes=value_bytes)
+    recompute = _check.recomputation(where, recompute)
+    if regather and not sequence_parallel:
+        raise ValueError(
+            "tensor_volume: regather must go with sequence_parallel; got regather=True and sequence_parallel=False. "
+            "Without it the input is whole on every device: set regather=False."
+        )
+    reduced = float(wire("all_reduce", batch * sequence * hidden * value_bytes, ways).sent)
+    backward = 2 * reduced + (2 * reduced if recompute == "full" else 0)
+    # under full recomputation the repeated forward gathers the inputs anyway
+    if regather and recompute != "full":
+        backward += reduced  # two all_gathers, each half an all_reduce
+    return Volume(2 * reduced, backward)
+
+
+def context_volume(
+    *,
+    batch: int,
+    sequence: int,
+    hidden: int,
+    ways: int,
+    method: str = "ring",
+    kv_hidden: int | None = None,
+    value_bytes: int = 2,
+) -> Volume:
+    """Bytes that one device sends for one attention layer whose sequence is sharded over `ways` devices.
+
+    With local queries of q = b s/n h bytes, keys and values of kv = 2 b s/n h_kv bytes: "ring": kv passes n-1 times
+    forward; backward kv passes n-1 times again and its gradient n times, which brings it home. "all_gather": kv is
+    gathered forward and again backward, and its gradient scattered: (n-1) kv each. "ulysses": one all_to_all of
+    queries, keys, values and output each way, (n-1)/n (2 q + kv).
+
+    Args:
+        batch: sequences of a microbatch.
+        sequence: tokens a whole sequence.
+        hidden: width of queries and output (heads times head size).
+        ways: devices that share a sequence.
+        method: "ring", "all_gather" or "ulysses".
+        kv_hidden: width of keys, and of values (less than `hidden` with grouped-query attention); None: `hidden`.
+        value_bytes: bytes a value.
+
+    Returns:
+        Volume, bytes.
+
+    Raises:
+        ValueError: a size below 1, or an unknown method.
+
+    Source: Liu et al., Ring Attention (arXiv:2310.01889); Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509), section
+    3.2.
+    """
+    where = "context_volume"
+    kv_hidden = hidden if kv_hidden is None else kv_hidden
+    _check.known(where, "method", method, ("ring", "all_gather", "ulysses"))
+    _check.whole(where, batch=batch, sequence=sequence, hidden=hidden, ways=ways, kv_hidden=kv_hidden)
+    local = batch * sequence / ways * value_bytes
+    q, kv = local * hidden, 2 * local * kv_hidden
+    if ways == 1:
+        return Volume(0.0, 0.0)
+    if method == "ring":
+        return Volume((ways - 1) * kv, (ways - 1) * kv + ways * kv)
+    if method == "all_gather":
+        return Volume((ways - 1) * kv, 2 * (ways - 1) * kv)
+    moved = (ways - 1) / ways * (2 * q + kv)
+    return Volume(moved, moved)
+
+
+def pipeline_volume(
+    *,
+    batch: int,
+    sequence: int,
+    hidden: int,
+    microbatches: int = 1,
+    chunks: int = 1,
+    tensor: int = 1,
+    value_bytes: int = 2,
+) -> Volume:
+    """Bytes that one inner stage sends in a step: each microbatch's activations on, its gradient back, once a chunk.
+
+    Args:
+        batch: sequences of one microbatch.
+        sequence: tokens a sequence.
+        hidden: model width.
+        microbatches: in a step.
+        chunks: model chunks a stage; v chunks send v times as much.
+        tensor: ways over which the sent activations are sharded (sequence parallelism, or Megatron's scatter/gather).
+        value_bytes: bytes a value.
+
+    Returns:
+        Volume, bytes.
+
+    Raises:
+        ValueError: a size below 1.
+
+    Source: Narayanan et al., Efficient Large-Scale Language Model Training (arXiv:2104.04473), sections 2.2, 3.2
+    and 4.1.
+    """
+    _check.whole(
+        "pipeline_volume",
+        batch=batch,
+        sequence=sequence,
+        hidden=hidden,
+        microbatches=microbatches,
+        chunks=chunks,
+        tensor=tensor,
+    )
+    sent = float(batch * sequence * hidden * value_bytes * microbatches * chunks / tensor)
+    return Volume(sent, sent)
+
+
+def expert_volume(
+    *, tokens: int, hidden: int, ways: int, top_k: int = 1, capacity_factor: float = 1.0, value_bytes: int = 2
+) -> Volume:
+    """Bytes that one device sends for one mixture-of-experts layer: dispatch and combine, forward and backward.
+
+    Each is an all_to_all of tokens * top_k * capacity_factor * hidden values, padding to the capacity included.
+
+    Args:
+        tokens: tokens on one device.
+        hidden: model width.
+        ways: devices that share the experts.
+        top_k: experts a token goes to.
+        capacity_factor: slots over tokens routed; 1 is what a balanced router without padding sends.
+        value_bytes: bytes a value.
+
+    Returns:
+        Volume, bytes.
+
+    Raises:
+        ValueError: a size below 1, or a capacity factor that is not positive.
+
+    Source: Lepikhin et al., GShard (arXiv:2006.16668), section 3.
+    """
+    where = "expert_volume"
+    _check.whole(where, tokens=tokens, hidden=hidden, ways=ways, top_k=top_k)
+    _check.positive(where, capacity_factor=capacity_factor)
+    moved = float(wire("all_to_all", 1, ways).sent) * tokens * top_k * capacity_factor * hidden * value_bytes
+    return Volume(2 * moved, 2 * moved)

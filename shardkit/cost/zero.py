@@ -1,0 +1,165 @@
+"""ZeRO: bytes that one device holds and sends at each stage.
+
+Stage 0 is data parallelism; stage 1 shards the optimizer state, stage 2 the gradients too, stage 3 the parameters too.
+Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (arXiv:1910.02054).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shardkit.cost import _check
+from shardkit.cost.collectives import wire
+
+
+class ZeroMemory(NamedTuple):
+    """Bytes that one device holds between steps and while gradients exist.
+
+    Attributes:
+        parameters: the compute copy.
+        gradients: gradients.
+        optimizer: master copy and moments.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """The sum, bytes."""
+        return sum(self)
+
+
+def zero_breakdown(
+    parameters: float,
+    ways: int,
+    stage: int,
+    *,
+    parameter_bytes: float = 2,
+    gradient_bytes: float = 2,
+    optimizer_bytes: float = 12,
+) -> ZeroMemory:
+    """What one device holds of parameters, gradients and optimizer state: each whole, or 1/ways of it.
+
+    Args:
+        parameters: number of parameters.
+        ways: devices that the state is sharded over.
+        stage: 0, 1, 2 or 3.
+        parameter_bytes: bytes a parameter of the compute copy (bfloat16: 2).
+        gradient_bytes: bytes a parameter of the gradients.
+        optimizer_bytes: bytes a parameter of the optimizer (Adam: float32 master copy and two moments, 12).
+
+    Returns:
+        ZeroMemory, bytes.
+
+    Raises:
+        ValueError: another stage, ways below 1, or a negative number of parameters or bytes.
+
+    Source: ZeRO, section 5 and figure 1.
+    """
+    where = "zero_memory"
+    _check.known(where, "stage", stage, (0, 1, 2, 3))
+    _check.whole(where, ways=ways)
+    _check.at_least_zero(
+        where,
+        parameters=parameters,
+        parameter_bytes=parameter_bytes,
+        gradient_bytes=gradient_bytes,
+        optimizer_bytes=optimizer_bytes,
+    )
+    return ZeroMemory(
+        parameters * parameter_bytes / (ways if stage >= 3 else 1),
+        parameters * gradient_bytes / (ways if stage >= 2 else 1),
+        parameters * optimizer_bytes / (ways if stage >= 1 else 1),
+    )
+
+
+def zero_memory(
+    parameters: float,
+    ways: int,
+    stage: int,
+    *,
+    parameter_bytes: float = 2,
+    gradient_bytes: float = 2,
+    optimizer_bytes: float = 12,
+) -> float:
+    """Bytes of parameters, gradients and optimizer state on one device.
+
+    (2 + 2 + 12) P at stage 0; 4 P + 12 P/n at 1; 2 P + 14 P/n at 2; 16 P/n at 3, for P parameters over n ways.
+    Activations come on top: `activation_memory`.
+
+    Args:
+        parameters: number of parameters.
+        ways: devices that the state is sharded over.
+        stage: 0, 1, 2 or 3.
+        parameter_bytes: bytes a parameter of the compute copy (bfloat16: 2).
+        gradient_bytes: bytes a parameter of the gradients.
+        optimizer_bytes: bytes a parameter of the optimizer (Adam: float32 master copy and two moments, 12).
+
+    Returns:
+        Bytes; `zero_breakdown` gives its three parts.
+
+    Raises:
+        ValueError: another stage, ways below 1, or a negative number of parameters or bytes.
+
+    Source: ZeRO, figure 1 and table 1.
+    """
+    return zero_breakdown(
+        parameters,
+        ways,
+        stage,
+        parameter_bytes=parameter_bytes,
+        gradient_bytes=gradient_bytes,
+        optimizer_bytes=optimizer_bytes,
+    ).total
+
+
+def zero_volume(
+    parameters: float,
+    ways: int,
+    stage: int,
+    *,
+    accumulate: int = 1,
+    layerwise: bool = True,
+    regather: bool = True,
+    parameter_bytes: int = 2,
+    gradient_bytes: int = 2,
+) -> float:
+    """Bytes that one device sends a step, with k microbatches accumulated.
+
+    In units of the parameters' bytes times (n-1)/n: stage 0: 2 (one all_reduce of gradients); stage 1: 2
+    (reduce_scatter of gradients, all_gather of parameters); stage 2: k + 1, since gradients that are sharded are
+    reduced every microbatch; stage 3, layer by layer: 3 k (two gathers and a reduction a microbatch), 2 k where the
+    gathered layers are kept for the backward; stage 3 with the whole tree gathered once a step: 2.
+
+    Args:
+        parameters: number of parameters.
+        ways: devices that the state is sharded over.
+        stage: 0, 1, 2 or 3.
+        accumulate: microbatches k in a step.
+        layerwise: stage 3 gathers each layer when it is used; False: the whole tree once a step, and kept.
+        regather: stage 3, layer by layer: gathers again for the backward; False: the gathered layers are kept.
+        parameter_bytes: bytes a parameter, gathered.
+        gradient_bytes: bytes a parameter, reduced.
+
+    Returns:
+        Bytes sent by one device in one step, as bandwidth-optimal collectives send them.
+
+    Raises:
+        ValueError: another stage, or ways or accumulate below 1.
+
+    Source: ZeRO, section 7 (2 Psi, 2 Psi, 3 Psi); accumulation follows from what each stage may keep.
+    """
+    where = "zero_volume"
+    _check.known(where, "stage", stage, (0, 1, 2, 3))
+    _check.whole(where, ways=ways, accumulate=accumulate)
+    reduced = float(wire("reduce_scatter", 1, ways).sent) * parameters * gradient_bytes
+    gathered = float(wire("reduce_scatter", 1, ways).sent) * parameters * parameter_bytes
+    if stage == 0:
+        return 2 * reduced
+    if stage == 1 or (stage == 3 and not layerwise):
+        return reduced + gathered
+    if stage == 2:
+        return accumulate * reduced + gathered
+    return accumulate * (reduced + (2 if regather else 1) * gathered)
