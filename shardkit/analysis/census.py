@@ -205,6 +205,7 @@ def _walk(jaxpr: Any, count: int | None, sizes: Mapping[str, int], backward: boo
 
 
 def row_of(equation: Any, count: int | None, sizes: Mapping[str, int], backward: bool, branch: str) -> Row:
+    """The row of one communicating equation, given where it stands."""
     params = equation.params
     named = params.get("axes") or params["axis_name"]
     axes = tuple(a for a in (named if isinstance(named, tuple) else (named,)) if isinstance(a, str))

@@ -147,16 +147,19 @@ class _Reader:
         computation = self.module.computations[number]
         slots: list[_Slot] = []
         started: dict[int, tuple[_Found, int]] = {}
+        carries: dict[int, int] = {}  # what hands a started collective on, and its start
         for each in computation.instructions.values():
             found = self._collective_of(computation, each)
             slots.append(_Slot(self.workload.of(computation, each)))
-            origin = self._start_of(computation, each, started)
-            if origin is not None:
+            start = next((carries[o] for o in each.operands if carries.get(o) in started), None)
+            if start is not None and self._continues(each, found, started[start][0]):
+                carries[each.id] = start
                 if self._ends(each):
-                    which, at = started.pop(origin)
+                    which, at = started.pop(start)
                     yield self._row(which, times, branch, slots[at + 1 : -1])
             elif found and self._starts(each):
                 started[each.id] = (found, len(slots) - 1)
+                carries[each.id] = each.id
             elif found:
                 yield self._row(found, times, branch, None)
             elif each.opcode == "while":
@@ -207,29 +210,14 @@ class _Reader:
         inner = (i for call in each.calls for i in self.module.computations[call].instructions.values())
         return any(i.target == target for i in inner)
 
-    def _start_of(
-        self, computation: hlo.Computation, each: hlo.Instruction, started: Mapping[int, object]
-    ) -> int | None:
-        """The start to which an instruction belongs: its done, its update, or a fusion that carries it on."""
-        if not started or not (each.opcode == "fusion" or each.opcode.endswith(("-done", "-update"))):
-            return None
-        if each.opcode == "fusion" and not self._collective_of(computation, each):
-            return None
-        for operand in each.operands:
-            at = operand
-            while True:
-                if at in started:
-                    return at
-                before = computation.instructions.get(at)
-                if before is None or not before.operands:
-                    break
-                if before.opcode != "get-tuple-element" and not before.opcode.endswith("-update"):
-                    deeper = self._start_of(computation, before, started)
-                    if deeper is not None:
-                        return deeper
-                    break
-                at = before.operands[0]
-        return None
+    def _continues(self, each: hlo.Instruction, found: _Found | None, start: _Found) -> bool:
+        """Whether an instruction that reads from a started collective carries it on or ends it."""
+        if each.opcode != "fusion":
+            return each.opcode == "get-tuple-element" or each.opcode.endswith(("-update", "-done"))
+        if found is None or self._starts(each):
+            return False
+        copy, first = found.instruction, start.instruction
+        return (copy.opcode, copy.shape.dims, found.groups) == (first.opcode, first.shape.dims, start.groups)
 
     def _row(self, found: _Found, times: int | None, branch: str, between: list[_Slot] | None) -> CompiledRow:
         each, kind = found.instruction, found.kind

@@ -1,0 +1,615 @@
+"""Programs that hang, go wrong in silence or send bytes for nothing, each beside the program that was meant.
+
+A row gives both programs, the rule that must name the first, and their arguments. All are traced on an abstract mesh
+data=2, model=4 (or the one in the row): nothing could run them, and nothing has to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import io_callback
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+
+BOTH = ("data", "model")
+
+
+def abstract(**sizes: int) -> AbstractMesh:
+    """A mesh without devices."""
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+MESH = abstract(data=2, model=4)
+X = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
+
+class Planted(NamedTuple):
+    """A wrong program, the rule that names it, and the right one."""
+
+    name: str
+    rule: str
+    wrong: Callable[..., Any]
+    right: Callable[..., Any]
+    args: tuple[Any, ...] = (X,)
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+
+def on(kernel: Callable[[Any], Any], mesh: Any = MESH, out_specs: Any = None) -> Callable[[Any], Any]:
+    """The kernel over blocks of X on each device."""
+    axes = tuple(mesh.axis_names)
+    body = kernel if out_specs is not None else lambda x: sk.vary(kernel(x), axes)
+    return jax.shard_map(body, mesh=mesh, in_specs=P(axes), out_specs=P(axes) if out_specs is None else out_specs)
+
+
+def first(axis: str) -> jax.Array:
+    """Whether this is the first device of the axis: the predicate that goes wrong."""
+    return sk.axis_index(axis) == 0
+
+
+def all_agree(x: jax.Array, axes: Any = BOTH) -> jax.Array:
+    """A predicate from data that all devices agree on."""
+    return sk.all_reduce(jnp.sum(x), axes) > 0
+
+
+def reduced(axis: str, x: jax.Array) -> jax.Array:
+    """An all_reduce, typed as its operand."""
+    return sk.vary(sk.all_reduce(x, axis), BOTH)
+
+
+def chosen(predicate: Callable[[jax.Array], Any], collective: Callable[[jax.Array], jax.Array]) -> Callable[..., Any]:
+    """The collective under a cond."""
+    return lambda x: lax.cond(predicate(x), collective, lambda x: x, x)
+
+
+def selected(predicate: Callable[[jax.Array], Any], collective: Callable[[jax.Array], jax.Array]) -> Callable[..., Any]:
+    """The collective on every device, and a choice of results."""
+    return lambda x: jnp.where(predicate(x), collective(x), x)
+
+
+_sum_model = partial(reduced, "model")
+_sum_data = partial(reduced, "data")
+
+
+def _gathered(x: jax.Array) -> jax.Array:
+    return sk.all_gather(x, "model")[: x.shape[0]] + x
+
+
+def _scattered(x: jax.Array) -> jax.Array:
+    return jnp.concatenate([sk.reduce_scatter(x, "model")] * 4)
+
+
+def _exchanged(x: jax.Array) -> jax.Array:
+    return sk.all_to_all(x, "model", split_dim=0, concat_dim=0)
+
+
+def _scanned(kernel: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: lax.scan(lambda y, _: (kernel(y), None), x, length=3)[0]
+
+
+def _while_small(limit: Callable[[jax.Array], jax.Array], step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: lax.while_loop(lambda y: limit(jnp.sum(y)) < 100, step, x)
+
+
+def _half_sum(x: jax.Array) -> jax.Array:
+    return 0.5 * _sum_model(x) + x
+
+
+def _fixed_point(agree: bool) -> Callable[[jax.Array], jax.Array]:
+    """Iterates until the change is small: this device's own change, or the largest of all."""
+
+    def step(carry: Any) -> Any:
+        x, _ = carry
+        new = sk.vary(sk.all_reduce(jnp.tanh(x), "model", op="mean"), BOTH)
+        change = jnp.max(jnp.abs(new - x))
+        return new, sk.vary(sk.all_reduce(change, BOTH, op="max"), BOTH) if agree else change
+
+    return lambda x: lax.while_loop(lambda c: c[1] > 1e-3, step, (x, sk.vary(jnp.float32(1), BOTH)))[0]
+
+
+def _test_sums(agree: bool) -> Callable[[jax.Array], jax.Array]:
+    """A loop whose test communicates, after a trip count of its own or a common one."""
+
+    def goes_on(carry: Any) -> jax.Array:
+        n, x = carry
+        return (n < (3 if agree else sk.axis_index("model"))) & (sk.all_reduce(jnp.sum(x), "model")[None][0] < 9)
+
+    def run(x: jax.Array) -> jax.Array:
+        count = sk.vary(jnp.int32(0), ()) if agree else sk.vary(jnp.int32(0), "model")
+        return lax.while_loop(goes_on, lambda c: (c[0] + 1, c[1] * 2), (count, x))[1]
+
+    return run
+
+
+def _custom(kernel: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The kernel as the backward rule of the identity."""
+
+    @jax.custom_vjp
+    def identity(x: jax.Array) -> jax.Array:
+        return x
+
+    identity.defvjp(lambda x: (x, x), lambda x, cotangent: (kernel(cotangent),))
+    return jax.grad(lambda x: jnp.sum(on(lambda x: identity(x) * 2)(x)))
+
+
+def _custom_forward(kernel: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @jax.custom_vjp
+    def run(x: jax.Array) -> jax.Array:
+        return kernel(x)
+
+    run.defvjp(lambda x: (kernel(x), None), lambda _, cotangent: (cotangent,))
+    return on(run)
+
+
+def _nested(kernel: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A shard_map over model inside one over data; the predicate comes from the outer one."""
+
+    def outer(x: jax.Array) -> jax.Array:
+        def inner(x: jax.Array) -> jax.Array:
+            return kernel(x)
+
+        here = jax.sharding.get_abstract_mesh()
+        return jax.shard_map(inner, mesh=here, in_specs=P("model"), out_specs=P("model"), axis_names={"model"})(x)
+
+    return jax.shard_map(outer, mesh=MESH, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+
+
+def _told_to(agree: bool) -> Callable[[Any], Any]:
+    """The host says on each device whether to go on, and may say it differently."""
+
+    def kernel(x: jax.Array) -> jax.Array:
+        go_on = io_callback(lambda: np.bool_(True), jax.ShapeDtypeStruct((), np.bool_))
+        go_on = sk.all_reduce(go_on, BOTH, op="all") if agree else go_on
+        return lax.cond(go_on, _sum_model, lambda x: x, x)
+
+    return on(kernel)
+
+
+def _switch(index: Callable[[], jax.Array], *kernels: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: lax.switch(index(), kernels, x)
+
+
+def _permute(axis: Any, pairs: Any) -> Callable[[Any], Any]:
+    return on(lambda x: lax.ppermute(x, axis, pairs))
+
+
+def _by_process(wrong: bool) -> Callable[[Any], Any]:
+    """Process 0 logs a norm over all devices; or all compute it."""
+
+    def kernel(x: jax.Array) -> jax.Array:
+        if jax.process_index() == 0 or not wrong:
+            x = x / sk.vary(sk.all_reduce(jnp.sum(x * x), BOTH), BOTH)
+        return x
+
+    return on(kernel)
+
+
+def _by_process_inside_jit(wrong: bool) -> Callable[[Any], Any]:
+    """The same behind a jit, whose trace jax keeps."""
+
+    @jax.jit
+    def inner(x: jax.Array) -> jax.Array:
+        return sk.shift(x, "model", by=1 if jax.process_index() == 0 or not wrong else -1)
+
+    return on(inner)
+
+
+def _seeded(wrong: bool) -> Callable[[Any], Any]:
+    """Noise from a generator seeded by the process, and baked into the program; or by a number."""
+
+    def fn(x: jax.Array) -> jax.Array:
+        seed = jax.process_index() if wrong else 0
+        return on(lambda x: x * 2)(x + np.random.default_rng(seed).normal(size=x.shape).astype(np.float32))
+
+    return fn
+
+
+def _pmap(x: jax.Array) -> jax.Array:
+    return jax.pmap(lambda x: lax.psum(x, "i"), axis_name="i")(x)
+
+
+def _shard_mapped(x: jax.Array) -> jax.Array:
+    return jax.shard_map(lambda x: lax.psum(x, "i"), mesh=abstract(i=8), in_specs=P("i"), out_specs=P())(x)
+
+
+def _unchecked(check: bool, kernel: Any = None, out_specs: Any = None) -> Callable[[Any], Any]:
+    kernel = kernel or (lambda x: lax.psum(jnp.sum(x), BOTH))
+    return jax.shard_map(kernel, mesh=MESH, in_specs=P(BOTH), out_specs=out_specs or P(), check_vma=check)
+
+
+def _linear(spec: Any) -> Callable[[Any, Any], Any]:
+    """x W with W replicated or split, gathered for use."""
+
+    def kernel(w: jax.Array, x: jax.Array) -> jax.Array:
+        w = sk.all_gather(w, BOTH) if w.shape[0] < 64 else w
+        return x @ w
+
+    return jax.shard_map(kernel, mesh=MESH, in_specs=(spec, P(BOTH)), out_specs=P(BOTH))
+
+
+_WIDE = abstract(fsdp=64)
+
+
+def _gain(spec: Any) -> Callable[[Any, Any], Any]:
+    """x times a gain, which 64 devices hold in pieces or whole."""
+
+    def kernel(gain: jax.Array, x: jax.Array) -> jax.Array:
+        gain = sk.all_gather(gain, "fsdp") if spec else gain
+        return x * gain[None, :]
+
+    return jax.shard_map(kernel, mesh=_WIDE, in_specs=(spec, P("fsdp")), out_specs=P("fsdp"))
+
+
+def _own_rows(x: jax.Array, axis: Any, n: int) -> jax.Array:
+    size = x.shape[0] // n
+    return lax.dynamic_slice_in_dim(x, sk.axis_index(axis) * size, size, 0)
+
+
+def _neighbours_piece(x: jax.Array) -> jax.Array:
+    return sk.all_gather(x[None], "model")[(sk.axis_index("model") + 1) % 4]
+
+
+def _tangent_of_square(kernel: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return jax.grad(lambda x: jnp.sum(on(lambda x: kernel(x) ** 2)(x)))
+
+
+D, PP, U = "divergent-collective", "ppermute-in-divergent-branch", "unequal-output"
+RING = [(i, (i + 1) % 4) for i in range(4)]
+
+DIVERGENT = [
+    # a predicate that differs along the collective's own axis
+    Planted(
+        "all_reduce under cond",
+        D,
+        on(chosen(lambda x: first("model"), _sum_model)),
+        on(selected(lambda x: first("model"), _sum_model)),
+    ),
+    Planted(
+        "all_gather under a predicate from data",
+        D,
+        on(chosen(lambda x: jnp.sum(x) > 0, _gathered)),
+        on(chosen(all_agree, _gathered)),
+    ),
+    Planted(
+        "reduce_scatter under cond",
+        D,
+        on(chosen(lambda x: jnp.max(x) > 0, _scattered)),
+        on(chosen(partial(all_agree, axes="model"), _scattered)),
+    ),
+    Planted(
+        "all_to_all under cond",
+        D,
+        on(chosen(lambda x: first("model"), _exchanged)),
+        on(chosen(lambda x: first("data"), _exchanged)),
+    ),
+    Planted(
+        "shift under cond",
+        D,
+        on(chosen(lambda x: first("model"), lambda x: sk.shift(x, "model"))),
+        on(selected(lambda x: first("model"), lambda x: sk.shift(x, "model"))),
+    ),
+    Planted(
+        "broadcast under a predicate from max",
+        D,
+        on(chosen(lambda x: jnp.isnan(x).any(), lambda x: sk.vary(sk.broadcast(x, BOTH), BOTH))),
+        on(
+            chosen(
+                lambda x: sk.all_reduce(jnp.isnan(x).any(), BOTH, op="any"),
+                lambda x: sk.vary(sk.broadcast(x, BOTH), BOTH),
+            )
+        ),
+    ),
+    Planted(
+        "sum over both axes, predicate along one",
+        D,
+        on(chosen(lambda x: first("data"), lambda x: sk.vary(sk.all_reduce(x, BOTH), BOTH))),
+        on(chosen(lambda x: first("data"), _sum_model)),
+    ),
+    Planted(
+        "predicate reduced over the wrong axis",
+        D,
+        on(chosen(partial(all_agree, axes="data"), _sum_model)),
+        on(chosen(partial(all_agree, axes="model"), _sum_model)),
+    ),
+    Planted(
+        "the other branch sums over another axis",
+        D,
+        on(lambda x: lax.cond(first("data"), _sum_model, _sum_data, x)),
+        on(lambda x: lax.cond(all_agree(x), _sum_model, _sum_data, x)),
+    ),
+    Planted(
+        "switch by device",
+        D,
+        on(_switch(lambda: sk.axis_index("model"), _sum_model, lambda x: x, lambda x: x, lambda x: x)),
+        on(_switch(lambda: sk.axis_index("data"), _sum_model, lambda x: x)),
+    ),
+    Planted(
+        "in a jit in a scan",
+        D,
+        on(_scanned(jax.jit(chosen(lambda x: first("model"), _sum_model)))),
+        on(_scanned(jax.jit(chosen(lambda x: first("data"), _sum_model)))),
+    ),
+    Planted(
+        "under remat",
+        D,
+        on(jax.checkpoint(chosen(lambda x: jnp.sum(x) > 0, _sum_model))),
+        on(jax.checkpoint(chosen(all_agree, _sum_model))),
+    ),
+    Planted(
+        "in a custom derivative's forward rule",
+        D,
+        _custom_forward(chosen(lambda x: first("model"), _sum_model)),
+        _custom_forward(chosen(lambda x: first("data"), _sum_model)),
+    ),
+    Planted(
+        "in a custom derivative's backward rule",
+        D,
+        _custom(chosen(lambda x: first("model"), _sum_model)),
+        _custom(chosen(lambda x: first("data"), _sum_model)),
+    ),
+    Planted(
+        "in the gradient of a cond",
+        D,
+        _tangent_of_square(chosen(lambda x: first("model"), _gathered)),
+        _tangent_of_square(selected(lambda x: first("model"), _gathered)),
+    ),
+    Planted(
+        "inside a nested shard_map",
+        D,
+        _nested(chosen(lambda x: first("model"), lambda x: sk.vary(sk.all_reduce(x, "model"), "model"))),
+        _nested(chosen(lambda x: first("data"), lambda x: sk.vary(sk.all_reduce(x, "model"), "model"))),
+    ),
+    Planted(
+        "a cond inside a cond",
+        D,
+        on(chosen(lambda x: first("model"), chosen(all_agree, _sum_data))),
+        on(chosen(lambda x: first("model"), chosen(lambda x: jnp.sum(x) > 0, lambda x: x * 2))),
+    ),
+    Planted(
+        "a while that stops by this device's data",
+        D,
+        on(_while_small(lambda s: s, _half_sum)),
+        on(_while_small(lambda s: sk.all_reduce(s, BOTH), _half_sum)),
+    ),
+    Planted(
+        "a fixed point of this device's own",
+        D,
+        on(_fixed_point(agree=False)),
+        on(_fixed_point(agree=True)),
+    ),
+    Planted("a loop as long as the index", D, on(_test_sums(agree=False)), on(_test_sums(agree=True))),
+    Planted(
+        "a predicate that becomes different in the second iteration",
+        D,
+        on(
+            lambda x: lax.fori_loop(
+                0,
+                3,
+                lambda _, c: (lax.cond(c[1] > 0, _sum_model, lambda x: x, c[0]), c[1] + jnp.sum(c[0])),
+                (x, sk.vary(jnp.float32(0), BOTH)),
+            )[0]
+        ),
+        on(
+            lambda x: lax.fori_loop(
+                0,
+                3,
+                lambda _, c: (lax.cond(c[1] > 0, _sum_model, lambda x: x, c[0]), c[1] + 1),
+                (x, sk.vary(jnp.float32(0), BOTH)),
+            )[0]
+        ),
+    ),
+    Planted(
+        "a predicate that a divergent loop counted",
+        D,
+        on(
+            lambda x: lax.cond(
+                lax.while_loop(lambda i: i < sk.axis_index("model"), lambda i: i + 1, 0) > 2, _sum_model, lambda x: x, x
+            )
+        ),
+        on(
+            lambda x: lax.cond(
+                lax.while_loop(lambda i: i < sk.axis_size("model"), lambda i: i + 1, 0) > 2,
+                _sum_model,
+                lambda x: x,
+                x,
+            )
+        ),
+    ),
+    Planted("a predicate that the host gives", D, _told_to(agree=False), _told_to(agree=True)),
+    Planted(
+        "without check_vma",
+        D,
+        _unchecked(False, chosen(lambda x: lax.axis_index("model") == 0, lambda x: lax.psum(x, "model")), P(BOTH)),
+        on(chosen(lambda x: first("data"), _sum_model)),
+        (X,),
+        {"ignore": ("check-vma-off",)},
+    ),
+    # a ppermute, whatever its axis
+    Planted(
+        "ppermute under another axis' predicate",
+        PP,
+        on(chosen(lambda x: first("data"), lambda x: sk.shift(x, "model"))),
+        on(selected(lambda x: first("data"), lambda x: sk.shift(x, "model"))),
+    ),
+    Planted(
+        "a ring under another axis' predicate",
+        PP,
+        on(chosen(lambda x: first("data"), lambda x: sk.ring.all_reduce(x, "model"))),
+        on(chosen(all_agree, lambda x: sk.ring.all_reduce(x, "model"))),
+    ),
+    Planted(
+        "a pipeline's stage under cond",
+        PP,
+        on(
+            _scanned(
+                chosen(lambda x: sk.axis_index("data") < 1, lambda x: jnp.tanh(sk.halo_exchange(x, "model")[1:-1]))
+            )
+        ),
+        on(
+            _scanned(
+                selected(lambda x: sk.axis_index("data") < 1, lambda x: jnp.tanh(sk.halo_exchange(x, "model")[1:-1]))
+            )
+        ),
+    ),
+    Planted(
+        "ppermute in a while over another axis",
+        PP,
+        on(_while_small(lambda s: sk.all_reduce(s, "model"), lambda x: sk.shift(x, "model") + 1)),
+        on(_while_small(lambda s: sk.all_reduce(s, BOTH), lambda x: sk.shift(x, "model") + 1)),
+    ),
+    # equal by type only
+    Planted(
+        "a cond's result passes as equal",
+        U,
+        on(lambda x: lax.cond(first("data"), lambda: 5.0, lambda: 7.0), out_specs=P()),
+        on(lambda x: sk.all_reduce(jnp.where(first("data"), 5.0, 7.0), "data", op="max"), out_specs=P()),
+    ),
+    Planted(
+        "a loop's count passes as equal",
+        U,
+        on(
+            lambda x: lax.scan(
+                lambda c, _: (lax.while_loop(lambda i: i < sk.axis_index("model"), lambda i: i + 1, c), None),
+                0,
+                length=2,
+            )[0],
+            out_specs=P(),
+        ),
+        on(
+            lambda x: lax.scan(
+                lambda c, _: (lax.while_loop(lambda i: i < sk.axis_size("model"), lambda i: i + 1, c), None),
+                0,
+                length=2,
+            )[0],
+            out_specs=P(),
+        ),
+    ),
+]
+
+WRONG = [
+    Planted(
+        "a source twice", "non-bijective-permutation", _permute("model", [(0, 1), (0, 2)]), _permute("model", RING)
+    ),
+    Planted(
+        "a target twice",
+        "non-bijective-permutation",
+        _permute("model", [(0, 1), (1, 2), (2, 1), (3, 0)]),
+        _permute("model", [(0, 1), (1, 2), (2, 3), (3, 0)]),
+    ),
+    Planted(
+        "a ring one device too long",
+        "non-bijective-permutation",
+        _permute("model", [(i, i + 1) for i in range(4)]),
+        _permute("model", [(i, i + 1) for i in range(3)]),
+    ),
+    Planted(
+        "a device below zero",
+        "non-bijective-permutation",
+        _permute("model", [(i, i - 1) for i in range(4)]),
+        _permute("model", [(i, i - 1) for i in range(1, 4)]),
+    ),
+    Planted(
+        "a chain one device too short",
+        "incomplete-permutation",
+        _permute("model", [(i, i + 1) for i in range(2)]),
+        _permute("model", [(i, i + 1) for i in range(3)]),
+    ),
+    Planted(
+        "swapped halves, one forgotten",
+        "incomplete-permutation",
+        _permute(BOTH, [(i, (i + 4) % 8) for i in range(7)]),
+        _permute(BOTH, [(i, (i + 4) % 8) for i in range(8)]),
+    ),
+    Planted(
+        "zeros taken for values",
+        "incomplete-permutation",
+        on(lambda x: lax.ppermute(x, "model", [(0, 2), (1, 3)]) + lax.ppermute(x, "model", [(0, 1)])),
+        on(lambda x: jnp.where(sk.axis_index("model") == 1, lax.ppermute(x, "model", [(0, 1)]), x)),
+    ),
+    Planted(
+        "to itself", "identity-permutation", _permute("model", [(i, i) for i in range(4)]), _permute("model", RING)
+    ),
+    Planted(
+        "a sum of a sum",
+        "repeated-reduction",
+        on(lambda x: sk.all_reduce(sk.all_reduce(x, "model") * 2, BOTH)),
+        on(lambda x: sk.all_reduce(sk.all_reduce(x, "model") * 2, "data")),
+    ),
+    Planted(
+        "a mean of a mean, in a loss's gradient",
+        "repeated-reduction",
+        _tangent_of_square(lambda x: sk.vary(lax.pmean(lax.pmean(x, "model"), "model"), BOTH)),
+        _tangent_of_square(lambda x: sk.vary(lax.pmean(x, "model"), BOTH)),
+    ),
+    Planted(
+        "a sum of what was gathered",
+        "repeated-reduction",
+        on(lambda x: sk.all_reduce(jnp.sum(sk.all_gather(x, "model") ** 2)[None], "model")),
+        on(lambda x: sk.all_reduce(jnp.sum(x**2)[None], "model")),
+    ),
+    Planted(
+        "weight decay counted by every device",
+        "repeated-reduction",
+        jax.shard_map(lambda w: lax.psum(jnp.sum(w**2), BOTH), mesh=MESH, in_specs=P(), out_specs=P()),
+        jax.shard_map(lambda w: lax.psum(jnp.sum(w**2), BOTH), mesh=MESH, in_specs=P(BOTH), out_specs=P()),
+    ),
+    Planted(
+        "gathered for the neighbour's piece",
+        "gather-one-shard-used",
+        on(_neighbours_piece),
+        on(lambda x: sk.shift(x, "model", by=-1)),
+    ),
+    Planted(
+        "gathered through a jit for one piece",
+        "gather-one-shard-used",
+        on(lambda x: lax.dynamic_index_in_dim(lax.all_gather(x, "model"), 2, keepdims=False)),
+        on(lambda x: sk.broadcast(x, "model", source=2)),
+    ),
+    Planted(
+        "reduced for its own piece",
+        "all-reduce-then-slice",
+        on(lambda x: _own_rows(sk.all_reduce(x, "model"), "model", 4)),
+        on(lambda x: sk.reduce_scatter(x, "model")),
+    ),
+    Planted(
+        "reduced in the backward pass for its own piece",
+        "all-reduce-then-slice",
+        _tangent_of_square(lambda x: jnp.tile(x, (4, 1)) * sk.all_gather(x, "model", replicated=True)),
+        _tangent_of_square(lambda x: jnp.tile(x, (4, 1)) * sk.all_gather(x, "model")),
+    ),
+    Planted(
+        "a large weight on every device",
+        "large-replicated",
+        _linear(P()),
+        _linear(P(BOTH)),
+        (X, X),
+        {"large": 64 * 64 * 4},
+    ),
+    Planted(
+        "a gain in crumbs",
+        "tiny-shards",
+        _gain(P("fsdp")),
+        _gain(P()),
+        (jax.ShapeDtypeStruct((256,), jnp.float32), jax.ShapeDtypeStruct((64, 256), jnp.float32)),
+    ),
+    Planted("unchecked types", "check-vma-off", _unchecked(False), _unchecked(True)),
+    Planted("pmap", "pmap", _pmap, _shard_mapped, (jax.ShapeDtypeStruct((8, 4), jnp.float32),)),
+    Planted("process 0 alone", "process-dependent-communication", _by_process(True), _by_process(False)),
+    Planted(
+        "another direction behind a jit",
+        "process-dependent-communication",
+        _by_process_inside_jit(True),
+        _by_process_inside_jit(False),
+    ),
+    Planted("another constant", "process-dependent-program", _seeded(True), _seeded(False)),
+]
+
+PLANTED = DIVERGENT + WRONG
