@@ -163,7 +163,7 @@ def compile_for(bytecode: bytes, devices: list[Any], options: dict[str, Any]) ->
     from jaxlib.mlir import ir
 
     with _mlir.make_ir_context():
-        module = ir.Module.parse(bytecode)
+        module: Any = ir.Module.parse(bytecode)
         named = {op.attributes["sym_name"].value: op for op in module.body.operations if "sym_name" in op.attributes}
         main = named["main"]
         # Where the program says nothing of an argument's or a result's layout, the compiler is free to choose.

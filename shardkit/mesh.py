@@ -61,7 +61,7 @@ def offer_cpu_devices(n: int) -> None:
     flag = r"--xla_force_host_platform_device_count=\d+"
     os.environ["XLA_FLAGS"] = re.sub(flag, "", os.environ.get("XLA_FLAGS", "")).strip()
     jax.config.update("jax_num_cpu_devices", n)
-    if not jax.config.jax_platforms and _compat.idle_tpu_library():
+    if not getattr(jax.config, "jax_platforms", None) and _compat.idle_tpu_library():
         jax.config.update("jax_platforms", "cpu")  # else jax looks for TPUs, slowly and with errors on the screen
     _widen_thread_pool(n)
 

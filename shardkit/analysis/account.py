@@ -102,7 +102,7 @@ def account(census: Census, rows: Iterable[CompiledRow]) -> list[str]:
             own = written(each) or (not each.op_name and key in sides)  # the compiler drops some names
             side = sides.setdefault(key, (_Side(), _Side()))[1] if own else added.setdefault(key, _Side())
             _count(side, each.times, each.total, each.source or each.op_name)
-    lines = []
+    lines = _run_as_all_reduce(sides)
     for (kind, axes), (before, after) in sorted(sides.items()):
         what = f"{kind} over {quoted(axes)}"
         if before.times == after.times and before.sent == after.sent:
@@ -124,6 +124,27 @@ def account(census: Census, rows: Iterable[CompiledRow]) -> list[str]:
             )
     for (kind, axes), side in sorted(added.items()):
         lines.append(f"added: {side.times} x {kind} over {quoted(axes)}, {_bytes(side)}{_at(side)}")
+    return lines
+
+
+def _run_as_all_reduce(sides: dict[tuple[str, tuple[str, ...]], tuple[_Side, _Side]]) -> list[str]:
+    """Takes out, and names, the reduce_scatters that the compiler runs as an all_reduce of which it keeps a slice."""
+    lines = []
+    for (kind, axes), (before, after) in sorted(sides.items()):
+        summed = sides.get(("all_reduce", axes))
+        lost = before.times - after.times
+        if kind != "reduce_scatter" or lost <= 0 or summed is None:
+            continue
+        extra = summed[1].sent - summed[0].sent
+        missing = before.sent - after.sent
+        if extra >= 2 * missing * Fraction(9, 10):
+            lines.append(
+                f"run as all_reduce: {lost} x reduce_scatter over {quoted(axes)}, {float(2 * missing):,.0f} bytes "
+                f"instead of {float(missing):,.0f}{_at(before)}"
+            )
+            after.times, after.sent = before.times, before.sent
+            summed[1].times = max(summed[1].times - lost, 1)  # they may have been merged
+            summed[1].sent -= 2 * missing
     return lines
 
 

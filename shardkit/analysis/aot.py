@@ -120,7 +120,7 @@ def compile(
     request = {"topology": _description(where), "mesh": sizes, "options": dict(options or {}), "package": package}
     written = census_of(traced.jaxpr.jaxpr)
     answer, proto = _in_child(request, bytecode.getvalue(), timeout, where, sizes)
-    base = {"topology": str(where), "mesh": sizes, "census": written, "lowering_seconds": lowering}
+    base: dict[str, Any] = {"topology": str(where), "mesh": sizes, "census": written, "lowering_seconds": lowering}
     if proto is None:
         return Report(fits=False, message=answer["message"], memory=None, limit=device_memory(where), **base)
     return report_of(proto, answer, **base)

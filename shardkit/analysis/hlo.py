@@ -232,7 +232,8 @@ def _frames(index: dict[int, list[Any]]) -> dict[int, str]:
     frames = [_message(b) for b in index.get(4, ())]
     out: dict[int, str] = {}
     for number, frame in enumerate(frames, 1):
-        path, place, caller = "", {}, frame
+        path, caller = "", frame
+        place: dict[int, list[Any]] = {}
         while not place or (_KERNELS.search(path) and _int(caller, 2)):
             caller = frames[_int(caller, 2) - 1] if place else caller
             place = places[_int(caller, 1) - 1]

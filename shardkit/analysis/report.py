@@ -155,7 +155,7 @@ class Report:
 
     def compare(self, other: Report) -> str:
         """The figures of two reports beside each other, and every kind of collective in which they differ."""
-        lines = [("", str(self.topology), str(other.topology))]
+        lines: list[tuple[str, ...]] = [("", str(self.topology), str(other.topology))]
         for name, of in _FIGURES.items():
             mine, theirs = of(self), of(other)
             lines.append((name, mine, theirs))
@@ -177,7 +177,7 @@ class Report:
             needed = f"{size(self.needed)} of {size(self.available)} a device" if self.needed else "no number is given"
             return f"{head}\ndoes not fit: {needed}\n{self.message}"
         lines = [head, *(f"{name}: {of(self)}" for name, of in _FIGURES.items())]
-        rows = [
+        rows: list[tuple[str, ...]] = [
             ("kind", "axes", "times", "arrays", "bytes in", "sent/device", "runs", "hidden behind", "exposed", "source")
         ]
         rows += [_line(same) for same in _grouped(self.rows)]

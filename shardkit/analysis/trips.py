@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from shardkit.analysis import hlo
 
@@ -34,7 +34,7 @@ def trip_count(
     test = _term(module, condition, condition.root, {})
     if not _is(test, "compare"):
         return None, inside
-    _, direction, left, right = test  # type: ignore[misc]
+    _, direction, left, right = test
     if _is(right, "state") and right[1] not in inside and not _is(left, "state"):
         left, right = right, left
         direction = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction, direction)
@@ -45,14 +45,11 @@ def trip_count(
     step = _step(update.get(left[1]), left[1])
     if not _is(first, "const") or limit is None or not step:
         return None, inside
-    distance = limit - first[1]  # type: ignore[index]
+    distance = limit - first[1]
     if direction in ("LE", "GE"):
         distance += 1 if direction == "LE" else -1
-    if direction not in ("LT", "GT", "LE", "GE", "NE") or (direction in ("LT", "LE")) != (step > 0) != (
-        direction == "NE"
-    ):
-        return None, inside
-    return max(0, -(-distance // step)), inside
+    ends = {"LT": step > 0, "LE": step > 0, "GT": step < 0, "GE": step < 0, "NE": distance % step == 0}
+    return (max(0, -(-distance // step)) if ends.get(direction) else None), inside
 
 
 def _step(term: Term, index: int) -> int | None:
@@ -122,5 +119,5 @@ def _term(
     return None
 
 
-def _is(term: Term, kind: str) -> bool:
+def _is(term: Term, kind: str) -> TypeGuard[tuple[Any, ...]]:
     return term is not None and term[0] == kind

@@ -92,7 +92,9 @@ class Workload:
             return whole
         inner = self.module.computations[each.calls[0]]
         parameter = inner.parameters.get(number)
-        users = [i for i in inner.instructions.values() if parameter and parameter.id in i.operands]
+        if parameter is None:
+            return whole
+        users = [i for i in inner.instructions.values() if parameter.id in i.operands]
         if users and all(
             u.opcode in (*_SLICES, "dynamic-update-slice") and u.operands[0] == parameter.id for u in users
         ):
