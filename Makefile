@@ -50,7 +50,7 @@ $(VENV)/.cli: $(VENV)/.created pyproject.toml
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.created pyproject.toml
-	$(PIP) -e '.[test]'
+	$(PIP) -e '.[test,aot]'
 	@touch $@ $(VENV)/.cli
 
 clean:

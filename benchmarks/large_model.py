@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 import shardkit as sk
 from shardkit.models import transformer
@@ -122,7 +122,7 @@ def make(config: Config, mesh: Mesh | AbstractMesh, precision: str = "bf16") -> 
 
 def abstract(config: Config, *, fsdp: int, tp: int, batch: int, tokens: int) -> tuple[Any, tuple[Any, Any]]:
     """A step over a mesh without devices, and the shapes of its arguments. `batch` is that of one FSDP shard."""
-    mesh = AbstractMesh((fsdp, tp), ("fsdp", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = sk.abstract_mesh(fsdp=fsdp, model=tp)
     init, step = make(config, mesh)
     state = init.abstract(lambda key: transformer.init(key, config))
     data = jax.ShapeDtypeStruct((batch * fsdp, tokens), jnp.int32)
@@ -149,7 +149,8 @@ def main() -> None:
     print(f"{args.model}: {parameters / 1e9:.2f}B parameters, {args.batch * args.fsdp} x {args.tokens} tokens a step")
     print(report)
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(f"in all {seconds:.1f} s; this process held {own / 2**30:.2f} GiB, the compiler's {report.compiler_rss / 2**30:.2f}")
+    held = f"{own / 2**30:.2f} GiB, the compiler's {report.compiler_rss / 2**30:.2f}"
+    print(f"in all {seconds:.1f} s; this process held {held}")
     if args.json:
         with open(args.json, "w") as file:
             file.write(report.to_json())

@@ -33,7 +33,7 @@ from shardkit.collectives import (
 )
 from shardkit.config import DistributedConfig
 from shardkit.layout import bytes_per_device, describe, global_shape, local_shape, shard, specs_from_rules
-from shardkit.mesh import make_hybrid_mesh, make_mesh, simulate_devices
+from shardkit.mesh import abstract_mesh, make_hybrid_mesh, make_mesh, simulate_devices
 from shardkit.parallel import GradFn, Mean, Plan, chain, dp, value_and_grad
 from shardkit.precision import Precision
 from shardkit.rng import dropout, example_keys, fold_axes, fold_axis, fold_keys
@@ -50,6 +50,7 @@ __all__ = [
     "Precision",
     "TrainState",
     "TrainStep",
+    "abstract_mesh",
     "all_gather",
     "all_reduce",
     "all_to_all",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -55,8 +55,13 @@ def jax_has_started() -> bool:
     return _xla_bridge.backends_are_initialized()
 
 
-def idle_tpu_library() -> bool:
-    """Whether the TPU's compiler is installed on a machine with no accelerator, where jax would try it all the same."""
+def leave_out_idle_tpu() -> None:
+    """Keeps jax from trying the TPU's library where only its compiler is of use: slow, and errors on the screen."""
+    if not jax_has_started() and not getattr(jax.config, "jax_platforms", None) and _idle_tpu_library():
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _idle_tpu_library() -> bool:
     none = not (
         _hardware.num_available_tpu_chips_and_device_id()[0]
         or _hardware.has_visible_nvidia_gpu()

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardkit import _compat
 from shardkit._check import quoted, sized
@@ -61,8 +61,7 @@ def offer_cpu_devices(n: int) -> None:
     flag = r"--xla_force_host_platform_device_count=\d+"
     os.environ["XLA_FLAGS"] = re.sub(flag, "", os.environ.get("XLA_FLAGS", "")).strip()
     jax.config.update("jax_num_cpu_devices", n)
-    if not getattr(jax.config, "jax_platforms", None) and _compat.idle_tpu_library():
-        jax.config.update("jax_platforms", "cpu")  # else jax looks for TPUs, slowly and with errors on the screen
+    _compat.leave_out_idle_tpu()
     _widen_thread_pool(n)
 
 
@@ -138,6 +137,31 @@ def make_mesh(
         )
     grid = np.array(devices).reshape(shape) if chosen else mesh_utils.create_device_mesh(shape, devices)
     return _mesh(grid, names, axis_types)
+
+
+def abstract_mesh(**sizes: int) -> AbstractMesh:
+    """A mesh of named axes without devices, of any size: for `census`, `lint`, `explain` and `aot.compile`.
+
+    Args:
+        **sizes: axis name and size, from the outermost axis to the innermost.
+
+    Returns:
+        `jax.sharding.AbstractMesh` with Auto axes.
+
+    Raises:
+        ValueError: no axis, or a size below 1.
+    """
+    if not sizes:
+        raise ValueError(
+            "abstract_mesh: at least one axis is needed; got none. Write for example abstract_mesh(x=8)."
+        )
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(
+                f"abstract_mesh: the size of axis {name!r} must be at least 1; got {size}. Write the size; there are "
+                "no devices to count."
+            )
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def make_hybrid_mesh(

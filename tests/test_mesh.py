@@ -320,3 +320,24 @@ c=1    6    7""",
 def test_describe_a_mesh(sizes, picture):
     devices = jax.devices()[: np.prod(list(sizes.values()))]
     assert sk.describe(sk.make_mesh(devices, **sizes)) == picture
+
+
+def test_a_mesh_without_devices():
+    mesh = sk.abstract_mesh(data=64, fsdp=8, model=8)
+    assert dict(mesh.shape) == {"data": 64, "fsdp": 8, "model": 8} and mesh.size == 4096
+    spec = jax.sharding.PartitionSpec("data")
+    f = jax.shard_map(
+        lambda x: sk.all_reduce(x, "data"), mesh=mesh, in_specs=spec, out_specs=jax.sharding.PartitionSpec()
+    )
+    assert sk.census(f, jax.ShapeDtypeStruct((64,), "float32")).count() == 1
+    with pytest.raises(ValueError) as error:
+        sk.abstract_mesh()
+    assert str(error.value) == (
+        "abstract_mesh: at least one axis is needed; got none. Write for example abstract_mesh(x=8)."
+    )
+    with pytest.raises(ValueError) as error:
+        sk.abstract_mesh(data=-1)
+    assert str(error.value) == (
+        "abstract_mesh: the size of axis 'data' must be at least 1; got -1. Write the size; there are no devices to "
+        "count."
+    )

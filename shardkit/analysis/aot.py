@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from shardkit import _compat
 from shardkit._check import quoted, sized
 from shardkit.analysis import hlo
 from shardkit.analysis.census import Census, census_of, mesh_sizes
@@ -108,6 +109,7 @@ def compile(
     """
     where = parse_topology(topology)
     package = compiler_package(where)
+    _compat.leave_out_idle_tpu()
     started = time.monotonic()
     traced = _traced(step, args)
     sizes = dict(mesh.shape) if mesh is not None else mesh_sizes(traced.jaxpr.jaxpr, args)
