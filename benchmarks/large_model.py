@@ -28,6 +28,7 @@ from shardkit.models.transformer import Config, rms_norm
 from shardkit.parallel.plan import Leaf, Placement, strategy
 
 MODELS = {
+    "tiny": Config(vocabulary=512, layers=2, dim=256, heads=4, kv_heads=2, hidden=512),
     "1.5b": Config(vocabulary=32_768, layers=28, dim=2048, heads=16, kv_heads=8, hidden=5632),
     "8b": Config(vocabulary=128_256, layers=32, dim=4096, heads=32, kv_heads=8, hidden=14_336),
     "70b": Config(vocabulary=128_256, layers=80, dim=8192, heads=64, kv_heads=8, hidden=28_672),

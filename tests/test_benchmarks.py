@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -188,3 +189,35 @@ def test_collectives_smoke(tmp_path):
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert records and all(set(record) == FIELDS for record in records)
     assert {r["variant"] for r in records} >= {"psum"}
+
+
+@pytest.mark.slow
+def test_instruments_smoke(tmp_path):
+    file = tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "benchmarks.instruments", "--smoke", "--json", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (record,) = [json.loads(line) for line in file.read_text().splitlines()]
+    assert set(record["seconds_median"]) == {"trace", "census", "lint", "explain"}
+    assert all(value > 0 for value in record["seconds_median"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed: shardkit[aot]")
+def test_large_model_smoke(tmp_path):
+    file = tmp_path / "report.json"
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.large_model",
+        "--model",
+        "tiny",
+        "--tokens",
+        "256",
+        "--json",
+        str(file),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("tiny: 0.00B parameters, 4 x 256 tokens a step\nv5e:2x4, mesh fsdp=4, model=2 (jax ")
+    assert json.loads(file.read_text())["fits"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -168,7 +168,7 @@ class Report:
                 total = sum((r.total for r in rows), Fraction(0))
                 sides.append(f"{sum(r.times for r in rows)} x, {together} overlapped, {size(total)}")
             lines.append((f"{kind} over {','.join(axes)}", *sides))
-        return _table(lines)
+        return table(lines)
 
     def __str__(self) -> str:
         versions = ", ".join(f"{k} {v.splitlines()[0]}" for k, v in self.versions.items())
@@ -181,7 +181,7 @@ class Report:
             ("kind", "axes", "times", "arrays", "bytes in", "sent/device", "runs", "hidden behind", "exposed", "source")
         ]
         rows += [_line(same) for same in _grouped(self.rows)]
-        lines.append(_table(rows) if self.rows else "no collectives")
+        lines.append(table(rows) if self.rows else "no collectives")
         changes = self.differences()
         lines.append(
             "as written" if not changes else "what the compiler changed:\n" + "\n".join(f"- {c}" for c in changes)
@@ -245,7 +245,8 @@ def _line(rows: list[CompiledRow]) -> tuple[str, ...]:
     )
 
 
-def _table(lines: list[tuple[str, ...]]) -> str:
+def table(lines: Sequence[tuple[str, ...]]) -> str:
+    """Lines of cells under each other, each column as wide as its widest cell."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
