@@ -225,3 +225,11 @@ def test_the_wire_knows_no_other_kind():
         "got 'gossip'. Choose one of them."
     )
     assert wire("ppermute", 8, 2, [(0, 0), (1, 1)]).sent == 0
+
+
+def test_a_step_that_stops_at_nonfinite_values_is_counted_too(data8):
+    """It looks at its metrics in Python, so it is its compiled part that is traced."""
+    loss = sk.value_and_grad(lambda params, batch, keys: sk.Mean.of((batch @ params["w"]) ** 2))
+    init, step = sk.make_train_step(loss, optax.sgd(0.1), mesh=data8, plan=sk.dp("data"), nonfinite="stop")
+    state = init.abstract({"w": jnp.zeros(4)})
+    assert sk.census(step, state, jnp.ones((8, 4))).count(axis="data") == 2

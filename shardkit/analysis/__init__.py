@@ -5,7 +5,10 @@ from shardkit.analysis.census import Census, Row, census
 from shardkit.analysis.contract import Collective, collective, expects
 from shardkit.analysis.explain import Explanation, Reason, explain
 from shardkit.analysis.lint import lint
+from shardkit.analysis.profile import profile, trace
 from shardkit.analysis.rules import RULES, Finding
+from shardkit.analysis.scaling import Scaling, scaling
+from shardkit.analysis.timings import Profile, Timing
 
 __all__ = [
     "RULES",
@@ -13,12 +16,18 @@ __all__ = [
     "Collective",
     "Explanation",
     "Finding",
+    "Profile",
     "Reason",
     "Row",
+    "Scaling",
+    "Timing",
     "aot",
     "census",
     "collective",
     "expects",
     "explain",
     "lint",
+    "profile",
+    "scaling",
+    "trace",
 ]

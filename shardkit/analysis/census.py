@@ -154,7 +154,13 @@ def census(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Census:
         ValueError: a communicating primitive that the census does not know, because an uncounted byte is worse than an
             error.
     """
-    return census_of(jax.make_jaxpr(fn)(*args, **kwargs).jaxpr)
+    return census_of(traced(fn, args, kwargs).jaxpr)
+
+
+def traced(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The program of one call as a closed jaxpr, from the function's own `.trace` where it has one, as with jit."""
+    trace = getattr(fn, "trace", None)
+    return trace(*args, **kwargs).jaxpr if callable(trace) else jax.make_jaxpr(fn)(*args, **kwargs)
 
 
 def census_of(jaxpr: Any) -> Census:

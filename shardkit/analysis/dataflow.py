@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
-import jax
-
 from shardkit import _compat
 from shardkit.analysis.census import KINDS, source_line, user_line
 
@@ -103,12 +101,6 @@ class Block(NamedTuple):
 
 
 Visit = Callable[[Block], None]
-
-
-def traced(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The program of one call as a closed jaxpr, from the function's own `.trace` where it has one, as with jit."""
-    trace = getattr(fn, "trace", None)
-    return trace(*args, **kwargs).jaxpr if callable(trace) else jax.make_jaxpr(fn)(*args, **kwargs)
 
 
 def walk(jaxpr: Any, visit: Visit) -> None:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from shardkit import _compat
 from shardkit._check import named, quoted
-from shardkit.analysis.census import KINDS, row_of, source_line
-from shardkit.analysis.dataflow import named_axes, short, traced
+from shardkit.analysis.census import KINDS, row_of, source_line, traced
+from shardkit.analysis.dataflow import named_axes, short
 
 # What the backward pass sends, and the forward primitives whose transpose sends it.
 _TRANSPOSED = {

@@ -7,7 +7,8 @@ from typing import Any
 
 from shardkit._check import quoted
 from shardkit.analysis import rules, waste
-from shardkit.analysis.dataflow import Block, traced, walk
+from shardkit.analysis.census import traced
+from shardkit.analysis.dataflow import Block, walk
 from shardkit.analysis.processes import other_process
 from shardkit.analysis.rules import RULES, Finding
 

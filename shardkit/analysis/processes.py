@@ -12,8 +12,8 @@ import numpy as np
 
 from shardkit import _compat
 from shardkit._check import quoted
-from shardkit.analysis.census import KINDS, source_line
-from shardkit.analysis.dataflow import Context, named_axes, short, traced
+from shardkit.analysis.census import KINDS, source_line, traced
+from shardkit.analysis.dataflow import Context, named_axes, short
 from shardkit.analysis.rules import Finding, place
 
 _LARGEST_CONSTANT = 1 << 20  # elements that are compared

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 from shardkit.analysis import hlo
 
-# Values are followed as small terms: ("const", 8), ("state", 2), ("add", term, term), ("compare", "LT", term, term).
+# Values are followed as small terms: ("const", 8), ("state", 2), ("add", 2, 1) for the third
+# element and one, ("compare", "LT", term, term).
+# Only whole numbers and their comparisons are followed, one path at a time: a body of unrolled layers is not walked.
 Term = tuple[Any, ...] | None
+_WHOLE = range(1, 10)  # xla's PrimitiveType: a truth value, then whole numbers of 8 to 64 bits
 _PASSES_ON = {"copy", "bitcast", "convert", "reshape", "copy-done", "optimization-barrier"}
 
 
@@ -25,9 +28,8 @@ def trip_count(
     """
     recorded = loop.config.get("known_trip_count", {}).get("n")
     body, condition = (module.computations[call] for call in loop.calls)
-    start = _elements(module, computation, loop.operands[0], known)
-    update = _elements(module, body, body.root, {})
-    inside = {i: term[1] for i, term in start.items() if _is(term, "const") and update.get(i) == ("state", i)}
+    start = {i: _element(module, computation, loop.operands[0], i, known) for i in range(len(loop.shape.parts))}
+    inside = {i: term[1] for i, term in start.items() if _is(term, "const") and _kept(module, body, i)}
     if recorded is not None:
         return int(recorded), inside
 
@@ -42,7 +44,7 @@ def trip_count(
         return None, inside
     first = start.get(left[1])
     limit = right[1] if _is(right, "const") else inside.get(right[1]) if _is(right, "state") else None
-    step = _step(update.get(left[1]), left[1])
+    step = _step(_element(module, body, body.root, left[1], {}), left[1])
     if not _is(first, "const") or limit is None or not step:
         return None, inside
     distance = limit - first[1]
@@ -54,30 +56,25 @@ def trip_count(
 
 def _step(term: Term, index: int) -> int | None:
     """The constant that an iteration adds to an element of the state."""
-    if term is not None and term[0] == "add":
-        for value, other in ((term[1], term[2]), (term[2], term[1])):
-            if value == ("state", index) and _is(other, "const"):
-                return int(other[1])
-    return None
+    return term[2] if _is(term, "add") and term[1] == index else None
 
 
-def _elements(module: hlo.Module, computation: hlo.Computation, at: int, known: Mapping[int, int]) -> dict[int, Term]:
-    """The terms of a tuple's elements."""
+def _kept(module: hlo.Module, body: hlo.Computation, index: int) -> bool:
+    """Whether a loop's body hands on an element of its state unchanged."""
+    return _element(module, body, body.root, index, {}) == ("state", index)
+
+
+def _element(module: hlo.Module, computation: hlo.Computation, at: int, index: int, known: Mapping[int, int]) -> Term:
+    """The term of one element of a tuple."""
     each = computation.instructions[at]
     while each.opcode in _PASSES_ON:
         each = computation.instructions[each.operands[0]]
     if each.opcode == "parameter":
-        return {i: _state(i, known) for i in range(len(each.shape.parts))}
+        return ("const", known[index]) if index in known else ("state", index)
     if each.opcode == "while":  # what a loop hands on unchanged
-        inside = trip_count(module, computation, each, known)[1]
-        return {i: ("const", value) for i, value in inside.items()}
-    if each.opcode != "tuple":
-        return {}
-    return {i: _term(module, computation, operand, known) for i, operand in enumerate(each.operands)}
-
-
-def _state(index: int, known: Mapping[int, int]) -> Term:
-    return ("const", known[index]) if index in known else ("state", index)
+        kept = _kept(module, module.computations[each.calls[0]], index)
+        return _element(module, computation, each.operands[0], index, known) if kept else None
+    return _term(module, computation, each.operands[index], known) if each.opcode == "tuple" else None
 
 
 def _term(
@@ -85,38 +82,50 @@ def _term(
     computation: hlo.Computation,
     at: int,
     known: Mapping[int, int],
-    arguments: tuple[Term, ...] | None = None,
+    argument: Callable[[int], Term] | None = None,
 ) -> Term:
+    """The term of a value; inside a fusion or a call, `argument` gives the terms of its operands."""
     each = computation.instructions.get(at)
-    if each is None:
+    if each is None or each.shape.dims or each.shape.type not in _WHOLE:
         return None
 
     def operand(i: int) -> Term:
-        return _term(module, computation, each.operands[i], known, arguments)
+        return _term(module, computation, each.operands[i], known, argument)
 
     if each.opcode == "constant":
         return None if each.literal is None else ("const", each.literal)
     if each.opcode == "parameter":
-        return arguments[each.parameter] if arguments is not None else None
+        return argument(each.parameter) if argument else None
     if each.opcode == "get-tuple-element":
-        source = computation.instructions[each.operands[0]]
-        if source.opcode == "parameter" and arguments is None:
-            return _state(each.tuple_index, known)
-        return _elements(module, computation, source.id, known).get(each.tuple_index) if arguments is None else None
+        return None if argument else _element(module, computation, each.operands[0], each.tuple_index, known)
     if each.opcode in _PASSES_ON:
         return operand(0)
     if each.opcode in ("add", "subtract"):
-        left, right = operand(0), operand(1)
-        if each.opcode == "subtract":
-            right = ("const", -right[1]) if right is not None and right[0] == "const" else None
-        return ("add", left, right) if left and right else None
+        return _sum(operand, -1 if each.opcode == "subtract" else 1)
     if each.opcode == "compare":
-        left, right = operand(0), operand(1)
-        return ("compare", each.direction, left, right) if left and right else None
+        left = operand(0)
+        right = operand(1) if left else None
+        return ("compare", each.direction, left, right) if right else None
     if each.opcode in ("fusion", "call"):
         inner = module.computations[each.calls[0]]
-        return _term(module, inner, inner.root, {}, tuple(operand(i) for i in range(len(each.operands))))
+        return _term(module, inner, inner.root, {}, operand)
     return None
+
+
+def _sum(operand: Callable[[int], Term], sign: int) -> Term:
+    """The term of a sum or, with sign -1, of a difference: of constants, or of the state and a constant."""
+    left = operand(0)
+    right = operand(1) if left else None
+    if _is(left, "const") and sign > 0:
+        left, right = right, left
+    if left is None or not _is(right, "const"):
+        return None
+    step = sign * int(right[1])
+    if left[0] == "const":
+        return ("const", left[1] + step)
+    if left[0] == "state":
+        return ("add", left[1], step)
+    return ("add", left[1], left[2] + step) if left[0] == "add" else None
 
 
 def _is(term: Term, kind: str) -> TypeGuard[tuple[Any, ...]]:
