@@ -34,7 +34,7 @@ from shardkit.collectives import (
 from shardkit.config import DistributedConfig
 from shardkit.layout import bytes_per_device, describe, global_shape, local_shape, shard, specs_from_rules
 from shardkit.mesh import abstract_mesh, make_hybrid_mesh, make_mesh, simulate_devices
-from shardkit.parallel import GradFn, Mean, Plan, chain, dp, value_and_grad
+from shardkit.parallel import GradFn, Mean, Plan, chain, dp, fsdp, gathered, value_and_grad, zero1, zero2
 from shardkit.precision import Precision
 from shardkit.rng import dropout, example_keys, fold_axes, fold_axis, fold_keys
 from shardkit.train import NonFiniteError, TrainState, TrainStep, make_eval_step, make_train_step, step_key
@@ -67,7 +67,9 @@ __all__ = [
     "fold_axes",
     "fold_axis",
     "fold_keys",
+    "fsdp",
     "gather_to_one",
+    "gathered",
     "global_shape",
     "halo_exchange",
     "hierarchical",
@@ -88,6 +90,8 @@ __all__ = [
     "unpad",
     "value_and_grad",
     "vary",
+    "zero1",
+    "zero2",
 ]
 
 _LAZY = ("analysis", "cost", "models", "runtime", "testing")
@@ -96,6 +100,6 @@ _LAZY = ("analysis", "cost", "models", "runtime", "testing")
 def __getattr__(name: str) -> _Any:
     if name in _LAZY:
         return _import_module(f"shardkit.{name}")
-    if name in ("Finding", "aot", "census", "collective", "expects", "explain", "lint"):
+    if name in ("Finding", "aot", "census", "collective", "expects", "explain", "lint", "planner"):
         return getattr(_import_module("shardkit.analysis"), name)
     raise AttributeError(f"module 'shardkit' has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -153,6 +154,14 @@ def as_process(index: int) -> Iterator[None]:
             yield
     finally:
         function.__code__ = code
+
+
+def lowered_mesh(lowered: Any) -> tuple[dict[str, int], int]:
+    """Names and sizes of the axes of a lowered program's first mesh, none if it has none, and its partitions."""
+    module = lowered.compiler_ir("stablehlo")
+    meshes = [str(op.attributes["mesh"]) for op in module.body.operations if op.operation.name == "sdy.mesh"]
+    axes = re.findall(r'"([^"]*)"=(\d+)', next((text for text in meshes if "=" in text), ""))
+    return {name: int(size) for name, size in axes}, int(module.operation.attributes["mhlo.num_partitions"])
 
 
 def compile_for(bytecode: bytes, devices: list[Any], options: dict[str, Any]) -> Any:

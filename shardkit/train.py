@@ -14,6 +14,7 @@ from shardkit.collectives import all_reduce
 from shardkit.layout import spec_axes
 from shardkit.parallel.batch import accumulated, batch_specs, device_keys
 from shardkit.parallel.gradient import GradFn, LossFn, Mean, global_means, loss_and_aux
+from shardkit.parallel.handles import parts, with_parts
 from shardkit.parallel.plan import Plan, enter, leave, map_layouts, to_rest
 from shardkit.precision import Precision, cast_floating, next_loss_scale, precision_of
 from shardkit.rng import salt
@@ -116,7 +117,7 @@ def make_train_step(
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
 
         def per_device(params: Any, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
-            seen = enter(cast_floating(params, policy.compute), layouts, split_axes)
+            seen = enter(params, layouts, split_axes, policy.compute, policy.reduce)
             batch = cast_floating(batch, policy.compute)
             keys = device_keys(key, batch, batch_spec)
             means, grads = accumulated(grad_fn, seen, batch, keys, scale, accumulate)
@@ -189,7 +190,8 @@ def make_eval_step(
         rest = map_layouts(lambda layout: layout.rest, layouts)
 
         def per_device(params: Any, batch: Any) -> dict[str, jax.Array]:
-            seen = enter(cast_floating(params, policy.compute), layouts, split_axes)
+            seen = enter(params, layouts, split_axes, policy.compute)
+            seen = with_parts(seen, parts(seen))
             loss, aux = loss_and_aux(loss_fn(seen, cast_floating(batch, policy.compute), None))
             return _metrics(global_means({"loss": loss, **aux}, plan.batch_axes), policy.output)
 

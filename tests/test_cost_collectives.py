@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,11 +44,31 @@ def test_cost_is_reached_from_the_top():
         ("ReduceScatter", 7 / 8),
         ("alltoall", 7 / 8),
         ("send_recv", 1),
+        ("all-reduce", 14 / 8),
+        ("all reduce", 14 / 8),
+        ("reduce-scatter", 7 / 8),
+        ("AllToAll", 7 / 8),
+        ("Broadcast", 1),
     ],
 )
 def test_bus_factor(op, factor):
-    found = cost.bus_factor(op, 8)
-    assert isinstance(found, float) and found == factor
+    for n in (8, np.int32(8), 8.0):
+        found = cost.bus_factor(op, n)
+        assert type(found) is float and found == factor
+    assert cost.bus_factor(op, 1) == (1 if factor == 1 else 0)
+
+
+def test_wire_is_exact_whatever_the_type_of_the_size():
+    for size in (2**40, float(2**40), np.float32(2**40), np.int64(2**40), Fraction(2**40)):
+        found = cost.wire("all_reduce", size, 3)
+        assert found == (Fraction(2**42, 3), 4) and type(found.sent) is Fraction
+    # four times 2^30 is more than 32 bits hold, seven times 2^62 more than 64
+    assert cost.wire("all_gather", np.int32(2**30), 5).sent == 4 * 2**30
+    assert cost.wire("all_gather", np.int64(2**62), np.int64(8)).sent == 7 * 2**62
+    assert all(cost.wire(kind, 8, 1) == (0, 0) for kind in (*KINDS, "ppermute"))
+    # a permutation without pairs is a shift; one that moves nothing sends nothing
+    assert cost.wire("ppermute", 8, 4) == cost.wire("ppermute", 8, 4, [(0, 1), (2, 2)]) == (8, 1)
+    assert cost.wire("ppermute", 8, 4, []) == cost.wire("ppermute", 8, 4, [(2, 2)]) == (0, 0)
 
 
 @given(kind=st.sampled_from(KINDS), pieces=st.integers(1, 10**6), n=ways)
@@ -249,7 +270,25 @@ def test_all_to_all_on_a_ring_by_counting_links(n, wrap):
         ),
         (
             lambda: cost.torus_time("all_reduce", 8, (), bandwidth=1),
-            "torus_time: dimensions must be a whole number of at least 1; got 0. Correct dimensions.",
+            "torus_time: sizes must name at least one dimension; got (). Pass for example (4, 4).",
+        ),
+        (lambda: cost.wire("all_reduce", -8, 2), "wire: size must be 0 or more; got -8. Correct size."),
+        (
+            lambda: cost.wire("allsum", 8, 2),
+            "wire: kind must be 'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all' or 'ppermute'; "
+            "got 'allsum'. Choose one of them.",
+        ),
+        (
+            lambda: cost.bus_factor(8, "all_reduce"),
+            "bus_factor: n must be a whole number of at least 1; got 'all_reduce'. Correct n.",
+        ),
+        (
+            lambda: cost.bus_factor("all_reduce", math.nan),
+            "bus_factor: n must be a whole number of at least 1; got nan. Correct n.",
+        ),
+        (
+            lambda: cost.bus_factor("all_reduce", None),
+            "bus_factor: n must be a whole number of at least 1; got None. Correct n.",
         ),
         (
             lambda: cost.torus_time("allreduce", 8, (4,), bandwidth=1),

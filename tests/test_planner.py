@@ -1,12 +1,14 @@
-"""The planner: its estimates by hand, its ranking against brute force, and advice that fits by the same formulas."""
+"""The planner: its ranking against brute force, and advice that fits by the same formulas."""
 
 import itertools
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import shardkit as sk
 from shardkit import cost
 from shardkit.analysis import planner
 from shardkit.analysis.planner import Layout, Model
@@ -15,66 +17,13 @@ SMALL = Model(layers=4, hidden=1024, heads=16, vocabulary=32000)
 LLAMA_8B = Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256)
 
 
+def test_the_planner_is_reached_from_the_top():
+    assert sk.planner is planner is sk.analysis.planner
+    assert all(hasattr(sk.planner, name) for name in planner.__all__)
+
+
 def test_the_model_counts_what_the_checkpoint_holds():
     assert LLAMA_8B.parameters() == 8030261248
-
-
-# proves F52 (the estimate)
-def test_memory_by_hand():
-    # 8 devices, 4 fsdp x 2 tensor, 2 sequences each; GELU of 4 hidden as in the papers
-    model = SMALL._replace(gated=False)
-    p, layer = model.parameters(), model.parameters(1, 0) - 1024
-    assert p == 2 * 32000 * 1024 + 4 * layer + 1024
-    found = planner.estimate(model, Layout(fsdp=4, tensor=2), chip="v5p", batch=8, sequence=512)
-    assert found.state_bytes == 16 * p / 8 + 2 * (2 * layer + 32000 * 1024) / 2
-    sbh = 512 * 2 * 1024
-    around = (sbh + 4 * sbh * (1 + 32000 / 1024)) / 2
-    assert found.activation_bytes == pytest.approx(4 * sbh / 2 * (34 + 5 * 16 * 512 / 1024) + around)
-    assert found.usable_bytes == 0.9 * 95 * 2**30 and found.fits
-
-    def kept(remat, **changes):
-        layout = Layout(fsdp=4, tensor=2, remat=remat)
-        return planner.estimate(model._replace(**changes), layout, chip="v5p", batch=8, sequence=512).activation_bytes
-
-    assert kept("selective") == pytest.approx(4 * sbh / 2 * 34 + around)
-    assert kept("full") == pytest.approx(4 * 2 * sbh + 34 * sbh / 2 + around)
-    # three matrices of 8/3 hidden keep what two of 4 hidden do
-    assert kept("selective", ffn=1026, gated=True) == pytest.approx(4 * sbh / 2 * (34 - 16 + 6 * 1026 / 1024) + around)
-
-
-# proves F84 (a step's roofline)
-def test_time_by_hand():
-    model, chip = SMALL._replace(gated=False), cost.chips["v5p"]
-    layout = Layout(data=2, fsdp=2, tensor=2, accumulate=2)
-    found = planner.estimate(model, layout, chip="v5p", batch=8, sequence=512)
-    flops = cost.transformer_flops(layers=4, hidden=1024, sequence=512, batch=8, vocabulary=32000)
-    assert found.compute_seconds == pytest.approx(flops / (8 * chip.flops))
-    # two of a v5p's three dimensions: 4 links
-    p = model.parameters() / 2
-    fsdp = 2 * (2 * p * 2 + p * 4) / 2
-    data = 2 * p / 2 * 4 / 2
-    assert found.hidden_seconds == pytest.approx((fsdp + data) / (4 * chip.link_bandwidth))
-    # a layer of a microbatch of one sequence: four all_reduces of its bfloat16 activations
-    exposed = 2 * 4 * 4 * (2 * 1 / 2 * 512 * 1024 * 2)
-    assert found.exposed_seconds == pytest.approx(exposed / (2 * chip.link_bandwidth))
-    assert found.seconds == max(found.compute_seconds, found.hidden_seconds) + found.exposed_seconds
-    assert found.mfu == pytest.approx(found.compute_seconds / found.seconds)
-    half = planner.estimate(model, layout, chip=chip, batch=8, sequence=512, efficiency=0.5)
-    assert half.compute_seconds == pytest.approx(2 * found.compute_seconds)
-    full = planner.estimate(model, layout._replace(remat="full"), chip=chip, batch=8, sequence=512)
-    assert full.exposed_seconds == pytest.approx(1.5 * found.exposed_seconds)
-    assert full.mfu < found.mfu
-
-
-def test_groups_that_leave_a_gpu_host_are_bound_by_its_network():
-    def hidden(**ways):
-        return planner.estimate(SMALL, Layout(**ways), chip="h100", batch=64, sequence=512).hidden_seconds
-
-    p = SMALL.parameters()
-    assert hidden(fsdp=8) == pytest.approx(8 * p * 7 / 8 / 450e9)
-    # eight members a host send 8 * 50 GB/s together; with 8 copies a host, each group has one member there
-    assert hidden(fsdp=16) == pytest.approx(8 * p * 15 / 16 / 400e9)
-    assert hidden(fsdp=8, data=2) == pytest.approx(8 * p * 7 / 8 / 450e9 + 2 * p / 8 * 4 / 2 / 50e9)
 
 
 def brute_force(model, chip, chips, batch, sequence):
@@ -109,6 +58,15 @@ def test_the_ranking_is_the_brute_force_optimum(chip, chips, batch, sequence, la
     assert sorted(found) == sorted(every)
     assert [c.seconds for c in found] == sorted(c.seconds for c in every)
     assert all(c.layout.chips == chips and c.bytes <= c.usable_bytes for c in found)
+
+
+def test_sizes_may_be_numpys():
+    machine = {"chip": "v5p", "chips": 8, "batch": 8, "sequence": 512}
+    found = planner.search(
+        SMALL, **machine | {name: np.int32(machine[name]) for name in ("chips", "batch", "sequence")}
+    )
+    assert found == planner.search(SMALL, **machine)
+    assert {type(size) for c in found for size in c.layout[:-1]} == {int}
 
 
 def test_layouts_respect_the_model_and_the_host():
@@ -238,6 +196,21 @@ def test_table():
             "planner: batch must be a whole number of at least 1; got 0. Correct batch.",
         ),
         (
+            Layout(),
+            {"batch": None},
+            "planner: batch must be a whole number of at least 1; got None. Correct batch.",
+        ),
+        (
+            Layout(),
+            {"sequence": 0},
+            "planner: sequence must be a whole number of at least 1; got 0. Correct sequence.",
+        ),
+        (
+            Layout(),
+            {"memory_share": "90%"},
+            "planner: memory_share must be above 0 and at most 1; got '90%'. Correct memory_share.",
+        ),
+        (
             Layout(remat="some"),
             {},
             "planner: remat must be 'none', 'selective' or 'full'; got 'some'. Choose one of them.",
@@ -283,3 +256,22 @@ def test_errors_of_a_search():
         "planner: a layout must divide the chips, the model and the batch, and none does; got 7 chips, 16 heads and "
         "batch 8. Choose a batch that more of the chips divide."
     )
+
+
+def test_errors_of_the_rest():
+    with pytest.raises(TypeError) as error:
+        planner.estimate(SMALL, (1, 8, 1), chip="v5p", batch=8, sequence=512)
+    assert str(error.value) == (
+        "planner: layout must be a Layout; got (1, 8, 1). Pass for example planner.Layout(fsdp=8, tensor=2)."
+    )
+    for ask in (planner.batch_size, planner.advise):
+        batch = {"batch": 8} if ask is planner.advise else {}
+        with pytest.raises(ValueError) as error:
+            ask(SMALL, Layout(), chip="v5p", sequence=512, target=80, **batch)
+        assert str(error.value) == "planner: target must be above 0 and at most 1; got 80. Correct target."
+    with pytest.raises(ValueError) as error:
+        list(planner.layouts(SMALL, chip="v5p", chips=8, batch=-8))
+    assert str(error.value) == "planner: batch must be a whole number of at least 1; got -8. Correct batch."
+    with pytest.raises(ValueError) as error:
+        planner.table(planner.search(SMALL, chip="v5p", chips=8, batch=8, sequence=512)[:2], names=["first"])
+    assert str(error.value) == "planner: names must be one for each candidate; got 1 for 2. Correct names."

@@ -78,6 +78,20 @@ def test_wrong_recipes_are_named(name):  # facts 2
     )
 
 
+@pytest.mark.parametrize("devices", (2, 4, 8))
+def test_a_sum_where_a_mean_was_meant_grows_with_the_mesh(devices):  # proves S122
+    """On one device a sum is a mean and nothing can be seen; every larger mesh shows its own size as the factor."""
+    summed = lambda p, x: sk.all_reduce(own(p, x), "data", op="sum")  # noqa: E731
+    with pytest.raises(AssertionError) as error:
+        certify_gradients(summed, square, PARAMS, BATCH, devices=devices)
+    assert str(error.value) == (
+        f"certify_gradients: the gradients must be the reference's on every mesh; on mesh data={devices}, gradients of "
+        f"`w_down`, `w_up` are {devices}x the reference: axis 'data' (size {devices}) is summed twice, or a division "
+        "by its size is missing. Cast parameters with sk.vary over the batch axes, differentiate, and reduce the "
+        "gradients once."
+    )
+
+
 SPECS = {"w_up": P(None, "model"), "w_down": P("model")}
 
 

@@ -1,6 +1,6 @@
 """Instruments: what a program communicates, read from the program itself."""
 
-from shardkit.analysis import aot
+from shardkit.analysis import aot, planner
 from shardkit.analysis.census import Census, Row, census
 from shardkit.analysis.contract import Collective, collective, expects
 from shardkit.analysis.explain import Explanation, Reason, explain
@@ -27,6 +27,7 @@ __all__ = [
     "expects",
     "explain",
     "lint",
+    "planner",
     "profile",
     "scaling",
     "trace",

@@ -56,6 +56,7 @@ class _Side:
     times: int = 0
     sent: Fraction = Fraction(0)
     places: list[str] = field(default_factory=list)
+    unknown: bool = False  # a loop of unknown length is among them, which is counted once
 
 
 def written(row: CompiledRow) -> bool:
@@ -92,14 +93,17 @@ def account(census: Census, rows: Iterable[CompiledRow]) -> list[str]:
     """
     sides: dict[tuple[str, tuple[str, ...]], tuple[_Side, _Side]] = {}
     added: dict[tuple[str, tuple[str, ...]], _Side] = {}
+    rows = tuple(rows)
     for row in census.rows:
         if row.n > 1:
-            side = sides.setdefault((row.kind, tuple(sorted(row.axes))), (_Side(), _Side()))[0]
+            side = sides.setdefault((row.kind, _moved(row, rows)), (_Side(), _Side()))[0]
             _count(side, 1 if row.count is None else row.count, row.total, row.source)
+            side.unknown |= row.count is None
     for each in rows:
         if each.n > 1:
             key = (each.kind, tuple(sorted(each.axes)))
-            own = written(each) or (not each.op_name and key in sides)  # the compiler drops some names
+            scattered = each.kind == "all_reduce" and ("reduce_scatter", key[1]) in sides
+            own = written(each) or (not each.op_name and (key in sides or scattered))  # the compiler drops some names
             side = sides.setdefault(key, (_Side(), _Side()))[1] if own else added.setdefault(key, _Side())
             _count(side, each.times, each.total, each.source or each.op_name)
     lines = _run_as_all_reduce(sides)
@@ -107,6 +111,8 @@ def account(census: Census, rows: Iterable[CompiledRow]) -> list[str]:
         what = f"{kind} over {quoted(axes)}"
         if before.times == after.times and before.sent == after.sent:
             continue
+        if before.unknown and after.times >= before.times and before.sent * after.times == after.sent * before.times:
+            continue  # the compiler knows how often a loop runs that the trace does not
         if before.sent == after.sent:
             word = "merged" if after.times < before.times else "split"
             lines.append(f"{word}: {before.times} x {what} run as {after.times}, {_bytes(after)} as written")
@@ -127,6 +133,19 @@ def account(census: Census, rows: Iterable[CompiledRow]) -> list[str]:
     return lines
 
 
+def _moved(row: Row, rows: Iterable[CompiledRow]) -> tuple[str, ...]:
+    """The axes of a written collective under which it is found among the compiled.
+
+    A group does not show axes of one device, nor the pairs of a permute an axis along which they stay: fewer axes with
+    as many devices are the same axes, and so are a permute's of the same line.
+    """
+    for each in rows:
+        same = each.n == row.n or (row.kind == "ppermute" and each.source == row.source)
+        if each.kind == row.kind and same and each.n > 1 and set(each.axes) < set(row.axes):
+            return tuple(sorted(each.axes))
+    return tuple(sorted(row.axes))
+
+
 def _run_as_all_reduce(sides: dict[tuple[str, tuple[str, ...]], tuple[_Side, _Side]]) -> list[str]:
     """Takes out, and names, the reduce_scatters that the compiler runs as an all_reduce of which it keeps a slice."""
     lines = []
@@ -143,7 +162,7 @@ def _run_as_all_reduce(sides: dict[tuple[str, tuple[str, ...]], tuple[_Side, _Si
                 f"instead of {float(missing):,.0f}{_at(before)}"
             )
             after.times, after.sent = before.times, before.sent
-            summed[1].times = max(summed[1].times - lost, 1)  # they may have been merged
+            summed[1].times = max(summed[1].times - lost, min(1, summed[0].times))  # they may have been merged
             summed[1].sent -= 2 * missing
     return lines
 

@@ -31,11 +31,12 @@ from shardkit.analysis.census import Census, census_of, mesh_sizes
 from shardkit.analysis.compiled import compiled_rows, total_work
 from shardkit.analysis.report import Memory, Report
 from shardkit.analysis.wires import clock_of
-from shardkit.cost import chips
+from shardkit.cost import Chip, chips
 
 # jax's names for the topologies, and the packages that hold their compilers
 _TPU = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 _GPU = ("a100", "h100", "h200", "b200")
+_CORES = {"tpu7x": 2}  # devices that jax makes of one chip, where they are more than one
 _QUIET = {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1"}
 
 
@@ -50,6 +51,11 @@ class Topology(NamedTuple):
         """jax's name of the platform: "tpu" or "cuda"."""
         return "tpu" if self.chip in _TPU else "cuda"
 
+    @property
+    def devices(self) -> int:
+        """Devices that jax makes of the chips: two of each tpu7x, one of any other."""
+        return math.prod(self.shape) * _CORES.get(self.chip, 1)
+
     def __str__(self) -> str:
         return f"{self.chip}:{'x'.join(map(str, self.shape))}"
 
@@ -58,15 +64,21 @@ def parse_topology(text: str) -> Topology:
     """Reads "v5p:8x8x8" or "h100:1x1x8".
 
     Raises:
+        TypeError: it is no text.
         ValueError: it is no such text, or an unknown chip.
     """
+    if not isinstance(text, str):
+        raise TypeError(
+            f"aot: topology must be a string; got {type(text).__name__}. Write for example 'v5p:8x8x8' or 'h100:1x1x8'."
+        )
     chip, _, shape = text.partition(":")
     if chip not in (*_TPU, *_GPU):
         raise ValueError(
             f"aot: unknown chip {chip!r} in topology {text!r}; known are {quoted((*_TPU, *_GPU))}. "
             "Write for example 'v5p:8x8x8' or 'h100:1x1x8'."
         )
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape) or (chip in _GPU and shape.count("x") != 2):
+    allowed = (2,) if chip in _GPU else range(1, chips[chip].torus)
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape) or shape.count("x") not in allowed:
         form = "slices x hosts x GPUs a host, as 'h100:1x1x8'" if chip in _GPU else "the torus, as 'v5e:2x4'"
         raise ValueError(f"aot: topology {text!r} has no shape that can be read. After {chip!r} write {form}.")
     return Topology(chip, tuple(map(int, shape.split("x"))))
@@ -91,7 +103,8 @@ def compile(
         step: any function that jax can trace, or a train step; donation is that of its own jit.
         args: its positional arguments.
         topology: "v4", "v5e", "v5p", "v6e" or "tpu7x" with the torus, as "v5p:8x8x8"; "a100", "h100", "h200" or "b200"
-            with slices x hosts x GPUs a host, as "h100:1x1x8". Chips beyond the mesh's size stay idle.
+            with slices x hosts x GPUs a host, as "h100:1x1x8". Chips beyond the mesh's size stay idle,
+            where the chip's compiler allows that.
         mesh: the mesh of the program; None: that of its shard_map or of the arguments' shardings, else one
             device.
         options: options of the compiler, for example `{"xla_tpu_enable_async_collective_fusion": False}`.
@@ -102,24 +115,47 @@ def compile(
         chip has is a report too, with `fits` False and the compiler's own number.
 
     Raises:
+        TypeError: args is no tuple or list, topology no string, mesh no mesh, options no mapping of names to values.
         ValueError: an unknown topology, one smaller than the mesh, a function that cannot be traced.
         RuntimeError: the compiler's package is missing, it aborted, refused the program or took too long.
 
     Cost: tracing does not grow with the number of chips; the compiler takes seconds to minutes, in one process.
     """
     where = parse_topology(topology)
+    if not isinstance(args, tuple | list):
+        raise TypeError(
+            "aot.compile: args must be a tuple of the step's positional arguments; "
+            f"got {type(args).__name__}. Write (x,) for a single argument."
+        )
+    if mesh is not None and not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        raise TypeError(
+            f"aot.compile: mesh must be a Mesh or an AbstractMesh; got {type(mesh).__name__}. "
+            "Pass sk.abstract_mesh(data=8), or leave it out."
+        )
+    options = _checked(options)
     package = compiler_package(where)
     _compat.leave_out_idle_tpu()
     started = time.monotonic()
     traced = _traced(step, args)
     sizes = dict(mesh.shape) if mesh is not None else mesh_sizes(traced.jaxpr.jaxpr, args)
-    if math.prod(sizes.values()) > math.prod(where.shape) * (2 if where.chip == "tpu7x" else 1):
-        raise _too_small(where, sizes, math.prod(where.shape))
-    lowered = traced.lower(lowering_platforms=(where.platform,))
+    try:
+        lowered = traced.lower(lowering_platforms=(where.platform,))
+    except Exception as error:
+        raise _untraceable("lowered for this platform", error) from error
     lowering = time.monotonic() - started
+    inside, partitions = _compat.lowered_mesh(lowered)
+    sizes = sizes or inside  # a sharding constraint's, or that of the jit's own shardings
+    devices = math.prod(sizes.values())
+    if partitions not in (1, devices):
+        raise ValueError(
+            f"aot.compile: mesh= must have as many devices as the program; got {sized(sizes.items())} for a program of "
+            f"{partitions} devices. Pass the program's own mesh as mesh=, or none."
+        )
+    if devices > where.devices:
+        raise _too_small(where, sizes, where.devices)
     bytecode = BytesIO()
     lowered.compiler_ir("stablehlo").operation.write_bytecode(file=bytecode)
-    request = {"topology": _description(where), "mesh": sizes, "options": dict(options or {}), "package": package}
+    request = {"topology": _description(where), "mesh": sizes, "options": options, "package": package}
     written = census_of(traced.jaxpr.jaxpr)
     answer, proto = _in_child(request, bytecode.getvalue(), timeout, where, sizes)
     base: dict[str, Any] = {"topology": str(where), "mesh": sizes, "census": written, "lowering_seconds": lowering}
@@ -133,15 +169,14 @@ def report_of(
 ) -> Report:
     """The report on a compiled module: `proto` as the compiler serialised it, `answer` as the child process gave it."""
     where = parse_topology(topology)
-    chip = chips[where.chip]
-    limit = device_memory(where)
+    chip, limit = device_of(where), device_memory(where)
     clock = clock_of(where.platform, chip, answer["places"])
     module = hlo.read(proto)
     memory = Memory(**answer["memory"])
     return Report(
         topology=topology,
         mesh=dict(mesh),
-        fits=memory.peak <= limit,
+        fits=where.platform == "tpu" or memory.peak <= limit,  # the TPU compiler refuses what does not fit
         limit=limit,
         message="",
         memory=memory,
@@ -154,14 +189,29 @@ def report_of(
     )
 
 
+def _checked(options: Any) -> dict[str, Any]:
+    """Options of the compiler, each a name and a plain value."""
+    plain = isinstance(options, Mapping) and all(
+        isinstance(name, str) and isinstance(value, bool | int | float | str) for name, value in options.items()
+    )
+    if options is not None and not plain:
+        raise TypeError(
+            "aot.compile: options must map the names of compiler options to numbers, strings or truth values; "
+            f"got {options!r}. Write for example {{'xla_tpu_enable_async_collective_fusion': False}}."
+        )
+    return dict(options or {})
+
+
 def _traced(step: Any, args: Sequence[Any]) -> Any:
     try:
         return (step if hasattr(step, "trace") else jax.jit(step)).trace(*args)
     except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"aot.compile: the function cannot be traced with these arguments: {type(error).__name__}: {first}"
-        ) from error
+        raise _untraceable("traced with these arguments", error) from error
+
+
+def _untraceable(what: str, error: Exception) -> ValueError:
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return ValueError(f"aot.compile: the function cannot be {what}: {type(error).__name__}: {first}")
 
 
 def compiler_package(where: Topology) -> str:
@@ -182,7 +232,9 @@ def compiler_package(where: Topology) -> str:
 def _description(where: Topology) -> dict[str, Any]:
     """What jax's get_topology_desc is asked for."""
     if where.platform == "tpu":
-        return {"platform": "tpu", "topology_name": str(where)}
+        # A v4 chip is one device where jobs run; its compiler must be told so.
+        both = {"chip_config_name": "megacore"} if where.chip == "v4" else {}
+        return {"platform": "tpu", "topology_name": str(where), **both}
     shape = "x".join(map(str, where.shape))
     return {"platform": "cuda", "topology_name": where.chip, "target_config": _target(where.chip), "topology": shape}
 
@@ -192,10 +244,18 @@ def _target(chip: str) -> str:
     return resources.files("shardkit.analysis").joinpath("targets", f"{chip}.txtpb").read_text()
 
 
+def device_of(where: Topology) -> Chip:
+    """What one device has of a chip: half of a tpu7x, which jax sees as two; they share the chip's links."""
+    chip, cores = chips[where.chip], _CORES.get(where.chip, 1)
+    return chip._replace(
+        flops=chip.flops / cores, hbm_bytes=chip.hbm_bytes // cores, hbm_bandwidth=chip.hbm_bandwidth / cores
+    )
+
+
 def device_memory(where: Topology) -> int:
     """Bytes of memory of one device: what the GPU compiler is told, or the TPU's data sheet."""
     if where.platform == "tpu":
-        return int(chips[where.chip].hbm_bytes)
+        return int(device_of(where).hbm_bytes)
     found = re.search(r"device_memory_size: (\d+)", _target(where.chip))
     assert found, "every target description gives its memory"
     return int(found[1])
@@ -229,7 +289,7 @@ def _in_child(
         raise _too_small(where, sizes, answer["devices"])
     if answer["error"] == "topology":
         raise ValueError(f"aot.compile: the compiler knows no topology {str(where)!r}: {message}")
-    if _OVER_MEMORY.search(answer["message"]):
+    if _OVER_MEMORY.search(answer["message"]) and not _ON_CHIP.search(message):
         return answer, None
     raise RuntimeError(f"aot.compile: the compiler for {where} refused the program: {message}")
 
@@ -241,6 +301,7 @@ def _cause(output: str) -> str:
     return (fatal or lines[-1:] or ["it said nothing"])[0]
 
 
+_ON_CHIP = re.compile(r"\b[vs]mem\b", re.IGNORECASE)  # a kernel's scratch memory ran out, not the device's
 _OVER_MEMORY = re.compile("RESOURCE_EXHAUSTED|CompileTimeHbmOom|[Rr]an out of memory")
 
 

@@ -222,7 +222,8 @@ class _Reader:
     def _row(self, found: _Found, times: int | None, branch: str, between: list[_Slot] | None) -> CompiledRow:
         each, kind = found.instruction, found.kind
         operands = [_unpadded(found.computation, o) for o in each.operands]
-        operands = [shape for shape in operands if shape.dims or len(operands) == 1]  # without a permute's flags
+        if kind == "ppermute":
+            operands = [shape for shape in operands if shape.dims] or operands[:1]  # without its flags
         axes, n = _axes(kind, found.groups, tuple(self.sizes.items()))
         bytes_in = sum(shape.bytes for shape in operands)
         sent = wire(kind, bytes_in, n, each.pairs).sent

@@ -6,9 +6,10 @@ Everything is arithmetic from `shardkit.cost`; nothing is traced or compiled (`a
   both over fsdp * tensor; two layers and the embedding gathered in bfloat16, over tensor; `model_activation_memory`
   with sequence parallelism, its feed-forward part scaled to this model's, and under full remat one layer more, which
   the backward computes again. Attention that keeps no scores is remat "selective".
-- Time of a step: compute is the FLOPs, with what remat repeats, over the chips' peak times `efficiency`. FSDP's gathers
-  (bfloat16, twice a microbatch) and reductions (float32), and data parallelism's all_reduce once a step, hide behind
-  it; tensor parallelism's collectives (bfloat16) do not: step = max(compute, fsdp + data) + tensor.
+- Time of a step: compute is the FLOPs, with what remat repeats (full: the whole layer, though a compiler drops its last
+  matrix), over the chips' peak times `efficiency`. FSDP's gathers (bfloat16, twice a microbatch) and reductions
+  (float32), and data parallelism's all_reduce once a step, hide behind it; tensor parallelism's collectives (bfloat16)
+  do not: step = max(compute, fsdp + data) + tensor.
 - Bandwidth: on a torus one dimension serves tensor parallelism and the others the rest, or all do when there is no
   tensor parallelism; all chips are in one slice. A GPU's tensor group stays in its host; the other groups send at
   NVLink's speed inside it, and across hosts at the network's times the members that a host has, if that is less.
@@ -17,9 +18,11 @@ Everything is arithmetic from `shardkit.cost`; nothing is traced or compiled (`a
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import NamedTuple
 
 from shardkit import cost
+from shardkit.cost import _check
 
 REMAT = ("none", "selective", "full")
 
@@ -158,11 +161,12 @@ def estimate(
         Candidate, in bytes and seconds.
 
     Raises:
-        ValueError: a batch that does not divide over the layout, tensor ways that do not divide the model or leave a
-            GPU host, an unknown chip or remat, or a share outside 0 to 1.
+        TypeError: what is no Layout.
+        ValueError: a size below 1, a batch that does not divide over the layout, tensor ways that do not divide the
+            model or leave a GPU host, an unknown chip or remat, or a share outside 0 to 1.
     """
     it = cost.chip(chip)
-    check(model, layout, it, batch, memory_share, efficiency)
+    layout, batch, sequence = check(model, layout, it, batch, sequence, memory_share, efficiency)
     data, fsdp, tensor, accumulate, remat = layout
     local = batch // (data * fsdp * accumulate)
     parameters = model.parameters()
@@ -170,7 +174,7 @@ def estimate(
     state = 16 * parameters / (fsdp * tensor) + 2 * (2 * layer + model.vocabulary * model.hidden) / tensor
     kept = _activations(model, local, sequence, tensor, remat)
 
-    flops = [
+    model_flops, hardware_flops = (
         cost.transformer_flops(
             layers=model.layers,
             hidden=model.hidden,
@@ -184,8 +188,10 @@ def estimate(
             recompute=r,
         )
         for r in ("none", remat)
-    ]
-    compute = flops[1] / (layout.chips * it.flops * efficiency)
+    )
+    # the published form of selective recomputation counts three times the products that are repeated
+    repeated = (hardware_flops - model_flops) / (3 if remat == "selective" else 1)
+    compute = (model_flops + repeated) / (layout.chips * it.flops * efficiency)
     piece = parameters / tensor
     gathered = cost.zero_volume(piece, fsdp, 3, accumulate=accumulate, parameter_bytes=2, gradient_bytes=4)
     reduced = cost.zero_volume(piece / fsdp, data, 0, gradient_bytes=4)
@@ -203,7 +209,7 @@ def estimate(
         compute,
         hidden,
         exposed,
-        cost.mfu(flops[0], seconds, peak=it, chips=layout.chips),
+        cost.mfu(model_flops, seconds, peak=it, chips=layout.chips),
     )
 
 
@@ -247,18 +253,40 @@ def _bandwidth(chip: cost.Chip, stride: int, ways: int, tensor: int) -> float:
     return min(chip.link_bandwidth, chip.network_bandwidth * max(1, chip.host // stride))
 
 
-def check(model: Model, layout: Layout, chip: cost.Chip, batch: int, memory_share: float, efficiency: float) -> None:
-    """Refuses a layout that does not divide the batch or the model, and shares that are none."""
-    for name, value in (*layout._asdict().items(), ("batch", batch)):
-        if name != "remat" and (value != int(value) or value < 1):
-            raise ValueError(f"planner: {name} must be a whole number of at least 1; got {value!r}. Correct {name}.")
-    if layout.remat not in REMAT:
-        raise ValueError(
-            f"planner: remat must be 'none', 'selective' or 'full'; got {layout.remat!r}. Choose one of them."
+def share(**values: float) -> None:
+    """Refuses what is no share of a whole."""
+    for name, value in values.items():
+        if not (isinstance(value, Real) and 0 < value <= 1):
+            raise ValueError(f"planner: {name} must be above 0 and at most 1; got {value!r}. Correct {name}.")
+
+
+def check(
+    model: Model,
+    layout: Layout,
+    chip: cost.Chip,
+    batch: int,
+    sequence: int,
+    memory_share: float,
+    efficiency: float,
+) -> tuple[Layout, int, int]:
+    """The layout, batch and sequence in Python's integers; refuses a layout that does not divide the batch or the
+    model, and shares that are none."""
+    if not isinstance(layout, Layout):
+        raise TypeError(
+            f"planner: layout must be a Layout; got {layout!r}. Pass for example planner.Layout(fsdp=8, tensor=2)."
         )
-    for name, share in (("memory_share", memory_share), ("efficiency", efficiency)):
-        if not 0 < share <= 1:
-            raise ValueError(f"planner: {name} must be above 0 and at most 1; got {share!r}. Correct {name}.")
+    data, fsdp, tensor, accumulate, batch, sequence = _check.whole(
+        "planner",
+        data=layout.data,
+        fsdp=layout.fsdp,
+        tensor=layout.tensor,
+        accumulate=layout.accumulate,
+        batch=batch,
+        sequence=sequence,
+    )
+    layout = Layout(data, fsdp, tensor, accumulate, layout.remat)
+    _check.known("planner", "remat", layout.remat, REMAT)
+    share(memory_share=memory_share, efficiency=efficiency)
     pieces = layout.data * layout.fsdp * layout.accumulate
     if batch % pieces:
         raise ValueError(
@@ -271,6 +299,7 @@ def check(model: Model, layout: Layout, chip: cost.Chip, batch: int, memory_shar
             f"{model.heads} heads, {model.kv_heads or model.heads} kv_heads, ffn {model.width} and chip {chip.name!r}. "
             "Choose fewer tensor ways."
         )
+    return layout, batch, sequence
 
 
 def divides(model: Model, chip: cost.Chip, tensor: int) -> bool:

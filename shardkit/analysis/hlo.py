@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import chain, pairwise
@@ -120,7 +121,7 @@ def read(proto: bytes) -> Module:
         schedule = _schedule(top.get(7, [b""])[0])
         computations = [_computation(b, schedule) for b in top[3]]
         frames = _frames(_message(top.get(17, [b""])[0]))
-        return Module(_text(top[1]), top[6][0], {c.id: c for c in computations}, frames)
+        return Module(_text(top[1]), _int(top, 6), {c.id: c for c in computations}, frames)
     except (KeyError, IndexError, TypeError, UnicodeDecodeError) as error:
         raise ValueError(
             f"hlo.read: these {len(proto):,} bytes are no HloModuleProto. Pass what "
@@ -131,9 +132,9 @@ def read(proto: bytes) -> Module:
 def _computation(data: bytes, schedule: dict[int, tuple[int, ...]]) -> Computation:
     fields = _message(data)
     instructions = {i.id: i for i in map(_instruction, fields[2])}
-    number = fields[5][0]
+    number = _int(fields, 5)  # a number that is 0 is not written
     order = schedule.get(number, tuple(instructions))
-    return Computation(number, _text(fields[1]), fields[6][0], {i: instructions[i] for i in order})
+    return Computation(number, _text(fields[1]), _int(fields, 6), {i: instructions[i] for i in order})
 
 
 def _instruction(data: bytes) -> Instruction:
@@ -160,7 +161,8 @@ def _instruction(data: bytes) -> Instruction:
     if 8 in f and not out.shape.dims:
         out.literal = _scalar(_message(f[8][0]))
     if 43 in f and f[43][0][:1] == b"{":
-        out.config = json.loads(f[43][0])
+        with suppress(json.JSONDecodeError):  # a library's custom call may hold MLIR there
+            out.config = json.loads(f[43][0])
     named = [(n, bytes(f[n][0])) for n in (93, 92, 87) if n in f]
     out.groups = _groups(*named[0]) if named else tuple(_ints(_message(g), 1) for g in f.get(49, ()))
     if 30 in f:

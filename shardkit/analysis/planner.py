@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from shardkit import cost
-from shardkit.analysis.estimate import REMAT, Candidate, Layout, Model, check, divides, estimate
+from shardkit.analysis.estimate import REMAT, Candidate, Layout, Model, check, divides, estimate, share
+from shardkit.cost import _check
 
 __all__ = ["Advice", "Candidate", "Layout", "Model", "advise", "batch_size", "estimate", "layouts", "search", "table"]
 
@@ -31,8 +32,12 @@ def layouts(model: Model, *, chip: str | cost.Chip, chips: int, batch: int) -> I
 
     Returns:
         An iterator of Layout.
+
+    Raises:
+        ValueError: chips or batch below 1, or an unknown chip.
     """
     it = cost.chip(chip)
+    chips, batch = _check.whole("planner", chips=chips, batch=batch)
     for tensor in _divisors(chips):
         for fsdp in _divisors(chips // tensor) if divides(model, it, tensor) else ():
             data = chips // (tensor * fsdp)
@@ -68,9 +73,8 @@ def search(
     Raises:
         ValueError: chips or batch below 1, no layout that divides, an unknown chip, or a share outside 0 to 1.
     """
-    check(model, Layout(), cost.chip(chip), batch, memory_share, efficiency)
-    if chips != int(chips) or chips < 1:
-        raise ValueError(f"planner: chips must be a whole number of at least 1; got {chips!r}. Correct chips.")
+    _, batch, sequence = check(model, Layout(), cost.chip(chip), batch, sequence, memory_share, efficiency)
+    [chips] = _check.whole("planner", chips=chips)
     found = [
         estimate(
             model,
@@ -231,6 +235,7 @@ def batch_size(model: Model, layout: Layout, *, chip: str | cost.Chip, sequence:
     Raises:
         ValueError: as `estimate`.
     """
+    share(target=target)
     step = layout.data * layout.fsdp * layout.accumulate
     one = estimate(model, layout, chip=chip, batch=step, sequence=sequence, memory_share=target)
     return max(0, math.floor((one.usable_bytes - one.state_bytes) / one.activation_bytes)) * step
@@ -245,8 +250,15 @@ def table(candidates: Iterable[Candidate], *, names: Iterable[str] = ()) -> str:
 
     Returns:
         The text.
+
+    Raises:
+        ValueError: names that are not one for each candidate.
     """
-    names = list(names)
+    candidates, names = list(candidates), list(names)
+    if names and len(names) != len(candidates):
+        raise ValueError(
+            f"planner: names must be one for each candidate; got {len(names)} for {len(candidates)}. Correct names."
+        )
     head = (["", *Layout._fields] if names else list(Layout._fields)) + [
         "state GB",
         "activations GB",

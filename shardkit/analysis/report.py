@@ -198,7 +198,10 @@ _FIGURES = {
     "held": lambda r: size(r.memory.held) if r.memory else "?",
     "temp": lambda r: size(r.memory.temp) if r.memory else "?",
     "code": lambda r: size(r.memory.generated_code) if r.memory else "?",
-    "compute": lambda r: f"{r.compute.flops / 1e12:,.3f} TFLOP in matmuls, {1e3 * r.compute.seconds:,.3f} ms at best",
+    "compute": lambda r: (
+        f"{r.compute.flops / 1e12:,.3f} TFLOP in matmuls, {1e3 * r.compute.seconds:,.3f} ms at best"
+        + (f", without the FLOPs of {r.compute.kernels:,} calls of kernels" if r.compute.kernels else "")
+    ),
     "wire": lambda r: f"{1e3 * r.wire_seconds:,.3f} ms, of which {1e3 * r.exposed_seconds:,.3f} ms exposed",
     "compiled in": lambda r: (
         f"{r.compile_seconds:.1f} s after {r.lowering_seconds:.1f} s of lowering, {size(r.compiler_rss)}"

@@ -7,9 +7,9 @@ from typing import Any, TypeGuard
 
 from shardkit.analysis import hlo
 
-# Values are followed as small terms: ("const", 8), ("state", 2), ("add", 2, 1) for the third
-# element and one, ("compare", "LT", term, term).
-# Only whole numbers and their comparisons are followed, one path at a time: a body of unrolled layers is not walked.
+# Values are followed as small terms: ("const", 8), ("state", 2), ("add", 2, 1) for element 2 and one,
+# ("compare", "LT", term, term). Only whole numbers and their comparisons are followed, one path at a time, so that the
+# layers of an unrolled body are not walked.
 Term = tuple[Any, ...] | None
 _WHOLE = range(1, 10)  # xla's PrimitiveType: a truth value, then whole numbers of 8 to 64 bits
 _PASSES_ON = {"copy", "bitcast", "convert", "reshape", "copy-done", "optimization-barrier"}

@@ -3,6 +3,7 @@
 Compute takes the longer of FLOPs over the chip's bf16 peak and bytes over its memory bandwidth. A collective takes the
 bytes that one device sends over the bandwidth that its group can use: on a torus, both directions of every dimension
 along which the group extends, one direction for a permute; on GPUs, NVLink inside a host and the network between hosts.
+Each device of a tpu7x has half of its chip's compute and memory bandwidth and is given all of the chip's links.
 Latency, contention between collectives and the chip's real efficiency are left out, so times are lower bounds.
 """
 

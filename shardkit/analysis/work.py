@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from shardkit.analysis import hlo
@@ -11,20 +12,28 @@ from shardkit.analysis.trips import trip_count
 
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "iota", "partition-id"}
 _SLICES = {"dynamic-slice", "slice", "gather"}
+_KERNELS = re.compile(r"tpu_custom_call|__cublas|__cudnn|__gpu\$xla\.gpu\.triton|triton_kernel|mosaic_gpu")
 _COLLECTIVE = ("all-", "reduce-scatter", "collective-", "ragged-all", "async-", "send", "recv")
 
 
 class Work(NamedTuple):
-    """What some instructions compute: FLOPs of matmuls, bytes read and written, seconds by the model."""
+    """What some instructions compute: FLOPs of matmuls, bytes read and written, seconds by the model.
+
+    `kernels` counts the calls of kernels, a library's or written by hand, whose FLOPs the program does not tell.
+    """
 
     flops: int = 0
     bytes: int = 0
     seconds: float = 0.0
+    kernels: int = 0
 
     def plus(self, other: Work, times: int = 1) -> Work:
         """This and `times` times another."""
         return Work(
-            self.flops + times * other.flops, self.bytes + times * other.bytes, self.seconds + times * other.seconds
+            self.flops + times * other.flops,
+            self.bytes + times * other.bytes,
+            self.seconds + times * other.seconds,
+            self.kernels + times * other.kernels,
         )
 
 
@@ -53,21 +62,24 @@ class Workload:
         return self._known[number]
 
     def of(self, computation: hlo.Computation, each: hlo.Instruction) -> Work:
-        """The work of one instruction, a loop with all its iterations; an unknown length counts once."""
+        """The work of one instruction, a loop with all its iterations; an unknown length counts once.
+
+        Of a conditional's branches each figure is the largest: one may have the FLOPs and another the memory traffic.
+        """
         if each.opcode in _FREE or each.opcode.startswith(_COLLECTIVE):
             return NO_WORK
         if each.opcode == "while":
             times = trip_count(self.module, computation, each, {})[0]
             return NO_WORK.plus(self.of_computation(each.calls[0]), 1 if times is None else times)
         if each.opcode == "conditional":
-            return max((self.of_computation(call) for call in each.calls), key=lambda work: work.seconds)
+            return _largest([self.of_computation(call) for call in each.calls])
         if each.opcode == "call":
             return self.of_computation(each.calls[0])
         flops = self.flops(computation, each)
         size = _written(self.module, each) + sum(
             self._read(computation, each, number) for number in range(len(each.operands))
         )
-        return Work(flops, size, self.seconds(flops, size))
+        return Work(flops, size, self.seconds(flops, size), int(bool(_KERNELS.match(each.target))))
 
     def flops(self, computation: hlo.Computation, each: hlo.Instruction) -> int:
         """FLOPs of the matmuls in an instruction; one multiply and one add are two."""
@@ -100,6 +112,15 @@ class Workload:
         ):
             return sum(u.shape.bytes for u in users if u.opcode in _SLICES)
         return whole
+
+
+def _largest(works: Sequence[Work]) -> Work:
+    return Work(
+        max(work.flops for work in works),
+        max(work.bytes for work in works),
+        max(work.seconds for work in works),
+        max(work.kernels for work in works),
+    )
 
 
 def _written(module: hlo.Module, each: hlo.Instruction) -> int:

@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Rational, Real
 
 
-def whole(where: str, **values: int) -> None:
-    """Refuses what is no whole number of at least 1."""
+def whole(where: str, **values: int) -> tuple[int, ...]:
+    """The values as Python integers, which do not overflow as NumPy's do; refuses what is no whole number from 1."""
+    return _whole(where, 1, values)
+
+
+def count(where: str, **values: int) -> tuple[int, ...]:
+    """As `whole`, from 0."""
+    return _whole(where, 0, values)
+
+
+def _whole(where: str, least: int, values: dict[str, int]) -> tuple[int, ...]:
     for name, value in values.items():
-        if value != int(value) or value < 1:
-            raise ValueError(f"{where}: {name} must be a whole number of at least 1; got {value!r}. Correct {name}.")
+        number = _number(value)
+        if not least <= number < math.inf or number != int(number):
+            raise ValueError(
+                f"{where}: {name} must be a whole number of at least {least}; got {value!r}. Correct {name}."
+            )
+    return tuple(map(int, values.values()))
 
 
-def positive(where: str, **values: float) -> None:
-    """Refuses what is not greater than 0."""
+def positive(where: str, **values: float) -> tuple[float, ...]:
+    """The values as Python numbers; refuses what is not greater than 0."""
     for name, value in values.items():
-        if not value > 0:
+        if not _number(value) > 0:
             raise ValueError(f"{where}: {name} must be greater than 0; got {value!r}. Correct {name}.")
+    return tuple(map(_number, values.values()))
 
 
-def at_least_zero(where: str, **values: float) -> None:
-    """Refuses what is negative."""
+def at_least_zero(where: str, **values: float) -> tuple[float, ...]:
+    """The values as Python numbers; refuses what is negative."""
     for name, value in values.items():
-        if not value >= 0:
+        if not _number(value) >= 0:
             raise ValueError(f"{where}: {name} must be 0 or more; got {value!r}. Correct {name}.")
+    return tuple(map(_number, values.values()))
+
+
+def _number(value: object) -> float:
+    """NumPy's scalars as Python's; nan, which every check refuses, for what is no number."""
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Rational):
+        return value  # type: ignore[return-value]  # a Fraction stays exact
+    return float(value) if isinstance(value, Real) else math.nan
 
 
 def known(where: str, name: str, value: object, choices: Sequence[object]) -> None:
@@ -31,6 +57,20 @@ def known(where: str, name: str, value: object, choices: Sequence[object]) -> No
     if value not in choices:
         *others, last = map(repr, choices)
         raise ValueError(f"{where}: {name} must be {', '.join(others)} or {last}; got {value!r}. Choose one of them.")
+
+
+def spelled(
+    where: str, name: str, value: object, choices: Sequence[str], others: Mapping[str, str] | None = None
+) -> str:
+    """The choice that the value spells, or another name of one, whatever its capitals, "-", "_" and spaces."""
+
+    def plain(text: object) -> str:
+        return str(text).lower().translate({ord(c): None for c in "-_ "})
+
+    names = {plain(choice): choice for choice in choices} | {plain(k): v for k, v in (others or {}).items()}
+    if plain(value) not in names:
+        known(where, name, value, choices)
+    return names[plain(value)]
 
 
 def recomputation(where: str, recompute: str | bool) -> str:

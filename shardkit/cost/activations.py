@@ -45,11 +45,13 @@ def activation_memory(
     Source: Korthikanti et al., equations 1, 2, 4 and table 2.
     """
     where = "activation_memory"
-    _check.whole(where, batch=batch, sequence=sequence, hidden=hidden, heads=heads, tensor=tensor)
+    batch, sequence, hidden, heads, tensor = _check.whole(
+        where, batch=batch, sequence=sequence, hidden=hidden, heads=heads, tensor=tensor
+    )
     recompute = _check.recomputation(where, recompute)
     sbh = sequence * batch * hidden
     if recompute == "full":
-        return 2 * sbh
+        return 2.0 * sbh
     core = 5 * heads * sequence / hidden if recompute == "none" else 0
     whole = 10 / tensor if sequence_parallel else 10
     return sbh * (whole + (24 + core) / tensor)
@@ -70,7 +72,7 @@ def interleaving_factor(stages: int, chunks: int) -> float:
 
     Source: Korthikanti et al., section 4.2.3.
     """
-    _check.whole("interleaving_factor", stages=stages, chunks=chunks)
+    stages, chunks = _check.whole("interleaving_factor", stages=stages, chunks=chunks)
     return 1.0 if chunks == 1 else 1 + (stages - 1) / (stages * chunks)
 
 
@@ -118,8 +120,19 @@ def model_activation_memory(
     Source: Korthikanti et al., equation 5 and section 4.3.
     """
     where = "model_activation_memory"
-    _check.whole(where, layers=layers, stages=stages, chunks=chunks, microbatches=microbatches or 1)
-    _check.at_least_zero(where, vocabulary=vocabulary)
+    microbatches = stages if microbatches is None else microbatches
+    layers, batch, sequence, hidden, tensor, stages, chunks, microbatches = _check.whole(
+        where,
+        layers=layers,
+        batch=batch,
+        sequence=sequence,
+        hidden=hidden,
+        tensor=tensor,
+        stages=stages,
+        chunks=chunks,
+        microbatches=microbatches,
+    )
+    [vocabulary] = _check.count(where, vocabulary=vocabulary)
     _check.divides(where, "stages * chunks", stages * chunks, "layers", layers)
     layer = activation_memory(
         batch=batch,
@@ -130,7 +143,7 @@ def model_activation_memory(
         sequence_parallel=sequence_parallel,
         recompute=recompute,
     )
-    filled = 1.0 if microbatches is None else min(microbatches, stages) / stages
+    filled = min(microbatches, stages) / stages
     total = layers * layer * interleaving_factor(stages, chunks) * filled
     if vocabulary:
         sbh = sequence * batch * hidden

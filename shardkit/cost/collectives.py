@@ -30,31 +30,38 @@ class Traffic(NamedTuple):
     hops: int
 
 
-def wire(kind: str, size: int, n: int, pairs: Sequence[tuple[int, int]] | None = None) -> Traffic:
+def wire(kind: str, size: float, n: int, pairs: Sequence[tuple[int, int]] | None = None) -> Traffic:
     """The traffic of a collective.
 
     Args:
         kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "ppermute".
         size: bytes of the operand on one device.
         n: devices along the axes.
-        pairs: for a ppermute, who sends to whom; only the busiest device counts, and sending to oneself is free.
+        pairs: for a ppermute, who sends to whom; only the busiest device counts, and sending to oneself is free. None:
+            each to its neighbour.
+
+    Returns:
+        Traffic, in bytes and messages.
 
     Raises:
-        ValueError: another kind, or n is no whole number of at least 1.
+        ValueError: another kind, a negative size, or n is no whole number of at least 1.
+
+    Source: Thakur, Rabenseifner, Gropp (2005), sections 4.1 to 4.5; Patarasuk and Yuan (2009).
     """
-    _check.whole("wire", n=n)
-    share = Fraction(n - 1, n)
+    [n] = _check.whole("wire", n=n)
+    [size] = _check.at_least_zero("wire", size=size)
+    operand, share = Fraction(size), Fraction(n - 1, n)
     if kind == "all_reduce":
-        return Traffic(2 * share * size, 2 * (n - 1))
+        return Traffic(2 * share * operand, 2 * (n - 1))
     if kind == "all_gather":
-        return Traffic(Fraction((n - 1) * size), n - 1)
+        return Traffic((n - 1) * operand, n - 1)
     if kind == "reduce_scatter":
-        return Traffic(share * size, n - 1)
+        return Traffic(share * operand, n - 1)
     if kind == "all_to_all":
-        return Traffic(share * size, n - 1)
+        return Traffic(share * operand, n - 1)
     if kind == "ppermute":
-        moves = any(source != target for source, target in pairs or ())
-        return Traffic(Fraction(size if moves else 0), int(moves))
+        moves = n > 1 if pairs is None else any(source != target for source, target in pairs)
+        return Traffic(operand * moves, int(moves))
     raise ValueError(
         "wire: kind must be 'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all' or 'ppermute'; "
         f"got {kind!r}. Choose one of them."
@@ -69,7 +76,7 @@ def bus_factor(op: str, n: int) -> float:
     all_gather or gather and the operand of every other operation.
 
     Args:
-        op: the operation; capitals, "-" and "_" do not matter ("AllReduce", "all-to-all" and "alltoall" are known).
+        op: the operation; capitals, "-", "_" and spaces do not matter ("AllReduce", "all-to-all", "alltoall").
         n: devices.
 
     Returns:
@@ -80,11 +87,8 @@ def bus_factor(op: str, n: int) -> float:
 
     Source: nccl-tests, doc/PERFORMANCE.md; gather and scatter: src/gather.cu, src/scatter.cu.
     """
-    _check.whole("bus_factor", n=n)
-    plain = str(op).lower().replace("-", "").replace("_", "")
-    name = {known.replace("_", ""): known for known in _BUS}.get(plain)
-    if name is None:
-        _check.known("bus_factor", "op", op, _BUS)
+    [n] = _check.whole("bus_factor", n=n)
+    name = _check.spelled("bus_factor", "op", op, _BUS)
     if name in _SENT_ONCE:
         return 1.0
     return (2 if name == "all_reduce" else 1) * (n - 1) / n

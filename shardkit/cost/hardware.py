@@ -111,7 +111,7 @@ def group_bandwidth(chip: str | Chip, axes: int = 1) -> float:
     Source: How to Scale Your Model, part 3: W, the bidirectional bandwidth, times the number of axes.
     """
     it = _chip(chip)
-    _check.whole("group_bandwidth", axes=axes)
+    [axes] = _check.whole("group_bandwidth", axes=axes)
     if axes > max(1, it.torus):
         raise ValueError(
             f"group_bandwidth: axes must be at most {max(1, it.torus)} for chip {it.name!r}; got {axes}. "

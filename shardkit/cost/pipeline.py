@@ -24,19 +24,18 @@ SCHEDULES = (
 _CHUNKED = ("interleaved", "lockstep", "looped_bfs")
 _OTHER_NAMES = {
     "one_f_one_b": "1f1b",
+    "interleaved_1f1b": "interleaved",
     "zb_h1": "zero_bubble_h1",
     "zb_h2": "zero_bubble_h2",
     "zb_v": "zero_bubble_v",
-    "dualpipev": "dualpipe_v",
 }
 
 
-def _named(where: str, schedule: str, stages: int, microbatches: int, chunks: int) -> str:
-    name = str(schedule).lower().replace("-", "_")
-    name = _OTHER_NAMES.get(name, name)
-    if name not in SCHEDULES:
-        _check.known(where, "schedule", schedule, SCHEDULES)
-    _check.whole(where, stages=stages, microbatches=microbatches, chunks=chunks)
+def _named(where: str, schedule: str, stages: int, microbatches: int, chunks: int) -> tuple[str, int, int, int]:
+    name = _check.spelled(where, "schedule", schedule, SCHEDULES, _OTHER_NAMES)
+    stages, microbatches, chunks = _check.whole(where, stages=stages, microbatches=microbatches, chunks=chunks)
+    if chunks > 1 and name == "1f1b":
+        name = "interleaved"
     if chunks > 1 and name not in _CHUNKED:
         raise ValueError(
             f"{where}: schedule {schedule!r} does not take chunks; got chunks={chunks}. "
@@ -44,14 +43,14 @@ def _named(where: str, schedule: str, stages: int, microbatches: int, chunks: in
         )
     if name == "dualpipe" and stages % 2:
         raise ValueError(f"{where}: 'dualpipe' needs an even number of stages; got {stages}. Choose {stages + 1}.")
-    return name
+    return name, stages, microbatches, chunks
 
 
 def bubble_time(
     stages: int,
     microbatches: int,
-    *,
     schedule: str = "1f1b",
+    *,
     chunks: int = 1,
     forward: float = 1.0,
     backward: float = 2.0,
@@ -64,19 +63,24 @@ def bubble_time(
     |---|---|
     | gpipe, 1f1b | (p-1) (F + B) |
     | interleaved, lockstep, looped_bfs | (p-1) (F + B) / v |
-    | zero_bubble_h1 | (p-1) (F + B - 2W) |
-    | zero_bubble_h2 | (p-1) (F + B - 3W), at least 0 |
+    | zero_bubble_h1 | (p-1) (F + B - 2W): where F = B - W = W, a step takes 3m + p - 1 |
+    | zero_bubble_h2 | (p-1) (F + B - 3W), at least 0: where F = B - W = W, a step takes 3m + p - 1 too |
     | zero_bubble_v | 0, where F = B - W = W |
     | dualpipe | (p/2 - 1) (F&B + B - 3W), with two copies of the parameters |
     | dualpipe_v | (p-1) (F&B + B - 3W) / 2 |
 
-    The formulas hold for m >= p (dualpipe: 2p; interleaved: m a multiple of p), and none depends on m.
+    The papers write B for B - W. The formulas hold for m >= p (gpipe, 1f1b: any m; zero_bubble_h2: 2p - 1; dualpipe:
+    2p; interleaved: m a multiple of p), and none depends on m. With fewer microbatches a device idles longer. It is the
+    most that one device idles between its first forward and its last weight gradient, which is all of a step's bubble
+    except for zero_bubble_h2 and zero_bubble_v: there each device starts and ends later than the one before, so that
+    only an optimizer that does not wait for all devices gains the rest.
 
     Args:
         stages: devices p of the pipe axis.
         microbatches: m, in a step.
-        schedule: a name of the table ("one_f_one_b", "zb_h1", "zb_h2", "zb_v" are known too).
-        chunks: model chunks v a device, for the three schedules that have them.
+        schedule: a name of the table; capitals, "-", "_" and spaces do not matter, and the papers' "ZB-H1", "ZB-H2",
+            "ZB-V" are known too.
+        chunks: model chunks v a device, for the three schedules that have them; "1f1b" with chunks is "interleaved".
         forward: F, time of one microbatch's forward on one device.
         backward: B, time of its whole backward.
         weight: W, the part of B that makes weight gradients; None: half of B.
@@ -86,24 +90,30 @@ def bubble_time(
         Time, in the unit of the costs.
 
     Raises:
-        ValueError: an unknown schedule; a size below 1; chunks or overlapped where the schedule has none; an odd
-            number of stages for dualpipe; unequal costs for zero_bubble_v.
+        ValueError: an unknown schedule; a size below 1; a cost that is not positive, or a weight above backward; chunks
+            or overlapped where the schedule has none; an odd number of stages for dualpipe; unequal costs for
+            zero_bubble_v.
 
     Source: Huang et al., GPipe (arXiv:1811.06965); Narayanan et al. (arXiv:2104.04473), section 2.2; Lamy-Poirier,
     Breadth-First Pipeline Parallelism (arXiv:2211.05953); Qi et al., Zero Bubble Pipeline Parallelism
     (arXiv:2401.10241), table 2; DeepSeek-V3 (arXiv:2412.19437), table 2, and the DualPipe repository for dualpipe_v.
     """
     where = "bubble"
-    name = _named(where, schedule, stages, microbatches, chunks)
-    _check.positive(where, forward=forward, backward=backward)
-    weight = backward / 2 if weight is None else weight
-    _check.at_least_zero(where, weight=weight)
+    name, stages, _, chunks = _named(where, schedule, stages, microbatches, chunks)
+    forward, backward = map(float, _check.positive(where, forward=forward, backward=backward))
+    [weight] = map(float, _check.at_least_zero(where, weight=backward / 2 if weight is None else weight))
+    if weight > backward:
+        raise ValueError(
+            f"bubble: weight must be a part of backward; got {weight} and {backward}. "
+            "Pass the whole backward's time as backward."
+        )
     if overlapped is not None and not name.startswith("dualpipe"):
         raise ValueError(
             f"bubble: schedule {schedule!r} does not run forward and backward together; got overlapped={overlapped}. "
             "Leave it out, or choose 'dualpipe' or 'dualpipe_v'."
         )
     both = forward + backward
+    [overlapped] = _check.positive(where, overlapped=both if overlapped is None else overlapped)
     if name in ("gpipe", "1f1b", *_CHUNKED):
         return (stages - 1) * both / chunks
     if name == "zero_bubble_h1":
@@ -117,15 +127,15 @@ def bubble_time(
                 f"gradient; got {forward}, {backward - weight} and {weight}. Simulate the schedule for other times."
             )
         return 0.0
-    gap = max(0.0, (both if overlapped is None else overlapped) + backward - 3 * weight)
+    gap = max(0.0, overlapped + backward - 3 * weight)
     return (stages / 2 - 1) * gap if name == "dualpipe" else (stages - 1) * gap / 2
 
 
 def bubble(
     stages: int,
     microbatches: int,
-    *,
     schedule: str = "1f1b",
+    *,
     chunks: int = 1,
     of: str = "ideal",
     forward: float = 1.0,
@@ -170,16 +180,16 @@ def bubble(
         weight=weight,
         overlapped=overlapped,
     )
-    ideal = microbatches * (forward + backward if overlapped is None else overlapped)
+    ideal = int(microbatches) * float(forward + backward if overlapped is None else overlapped)
     return idle / (ideal if of == "ideal" else ideal + idle)
 
 
-def in_flight(stages: int, microbatches: int, *, schedule: str = "1f1b", chunks: int = 1) -> float:
+def in_flight(stages: int, microbatches: int, schedule: str = "1f1b", *, chunks: int = 1) -> float:
     """The most activations that one device holds, in units of one microbatch on one device's whole share of layers.
 
     gpipe and looped_bfs: m; 1f1b, zero_bubble_h1, zero_bubble_v: p; interleaved: p + (p-1)/v; zero_bubble_h2: 2p - 1;
-    dualpipe: p + 1; dualpipe_v: p + 1/2. Never more than m. Split backwards also keep what their weight gradients
-    need.
+    dualpipe: p + 1; dualpipe_v: p + 1/2. Never more than m. Zero-bubble schedules count a microbatch until its weight
+    gradient is done.
 
     Args:
         stages: devices p of the pipe axis.
@@ -195,7 +205,7 @@ def in_flight(stages: int, microbatches: int, *, schedule: str = "1f1b", chunks:
 
     Source: as `bubble_time`; interleaved: Korthikanti et al. (arXiv:2205.05198), section 4.2.3.
     """
-    name = _named("in_flight", schedule, stages, microbatches, chunks)
+    name, stages, microbatches, chunks = _named("in_flight", schedule, stages, microbatches, chunks)
     if name == "lockstep":
         raise ValueError(
             "in_flight: 'lockstep' has no published form; got schedule='lockstep'. Simulate the schedule to count."

@@ -54,8 +54,8 @@ def arithmetic_intensity(flops: float, bytes: float) -> float:
 
     Source: How to Scale Your Model, part 1.
     """
-    _check.at_least_zero("arithmetic_intensity", flops=flops)
-    _check.positive("arithmetic_intensity", bytes=bytes)
+    [flops] = _check.at_least_zero("arithmetic_intensity", flops=flops)
+    [bytes] = _check.positive("arithmetic_intensity", bytes=bytes)
     return flops / bytes
 
 
@@ -96,8 +96,8 @@ def matmul_intensity(rows: int, inner: int, columns: int, *, value_bytes: float 
 
     Source: How to Scale Your Model, part 1.
     """
-    _check.whole("matmul_intensity", rows=rows, inner=inner, columns=columns)
-    _check.positive("matmul_intensity", value_bytes=value_bytes)
+    rows, inner, columns = _check.whole("matmul_intensity", rows=rows, inner=inner, columns=columns)
+    [value_bytes] = _check.positive("matmul_intensity", value_bytes=value_bytes)
     return 2 * rows * inner * columns / (value_bytes * (rows * inner + inner * columns + rows * columns))
 
 
@@ -120,7 +120,7 @@ def roofline(flops: float, bytes: float, chip: str | Chip, *, sent: float = 0.0,
     Source: Williams, Waterman, Patterson, Roofline (2009); How to Scale Your Model, part 1.
     """
     it = hardware.chip(chip)
-    _check.at_least_zero("roofline", flops=flops, bytes=bytes, sent=sent)
+    flops, bytes, sent = _check.at_least_zero("roofline", flops=flops, bytes=bytes, sent=sent)
     _check.positive("roofline", work=flops + bytes + sent)
     times = {
         "compute": flops / it.flops,
@@ -195,7 +195,7 @@ def tensor_parallel_ways(chip: str | Chip, ffn: int, axes: int = 1) -> float:
 
     Source: How to Scale Your Model, part 5, "Tensor Parallelism": Y < axes F / 2550 on v5p.
     """
-    _check.whole("tensor_parallel_ways", ffn=ffn)
+    [ffn] = _check.whole("tensor_parallel_ways", ffn=ffn)
     return ffn / network_intensity(chip, axes)
 
 
@@ -220,7 +220,7 @@ def fsdp_tensor_batch(
 
     Source: How to Scale Your Model, part 5, "Mixed FSDP and Tensor Parallelism".
     """
-    fsdp_axes, tensor_axes = _split_axes("fsdp_tensor_batch", chip, ffn, fsdp_axes, tensor_axes)
+    ffn, fsdp_axes, tensor_axes = _split_axes("fsdp_tensor_batch", chip, ffn, fsdp_axes, tensor_axes)
     return 4 * network_intensity(chip) ** 2 / (ffn * fsdp_axes * tensor_axes)
 
 
@@ -255,24 +255,24 @@ def fsdp_tensor_split(
     Source: How to Scale Your Model, part 5, "Mixed FSDP and Tensor Parallelism": the least sum of its two times.
     """
     where = "fsdp_tensor_split"
-    fsdp_axes, tensor_axes = _split_axes(where, chip, ffn, fsdp_axes, tensor_axes)
-    _check.whole(where, chips=chips)
-    _check.positive(where, tokens=tokens)
+    ffn, fsdp_axes, tensor_axes = _split_axes(where, chip, ffn, fsdp_axes, tensor_axes)
+    [chips] = _check.whole(where, chips=chips)
+    [tokens] = _check.positive(where, tokens=tokens)
     fsdp = min(float(chips), max(1.0, math.sqrt(tokens * chips * fsdp_axes / (ffn * tensor_axes))))
     return fsdp, chips / fsdp
 
 
 def _split_axes(
     where: str, chip: str | Chip, ffn: int, fsdp_axes: int | None, tensor_axes: int | None
-) -> tuple[int, int]:
+) -> tuple[int, int, int]:
     it = hardware.chip(chip)
     fsdp_axes = max(1, it.torus - 1) if fsdp_axes is None else fsdp_axes
     tensor_axes = 1 if tensor_axes is None else tensor_axes
-    _check.whole(where, ffn=ffn, fsdp_axes=fsdp_axes, tensor_axes=tensor_axes)
+    ffn, fsdp_axes, tensor_axes = _check.whole(where, ffn=ffn, fsdp_axes=fsdp_axes, tensor_axes=tensor_axes)
     # a GPU sends both through the same links, one after the other: an axis each, as if it had two
     if fsdp_axes + tensor_axes > max(2, it.torus):
         raise ValueError(
             f"{where}: fsdp_axes and tensor_axes must together be at most {max(2, it.torus)} for chip {it.name!r}; "
             f"got {fsdp_axes} and {tensor_axes}. Choose fewer axes or another chip."
         )
-    return fsdp_axes, tensor_axes
+    return ffn, fsdp_axes, tensor_axes

@@ -50,9 +50,9 @@ def collective_time(
     where = "collective_time"
     _check.known(where, "kind", kind, KINDS)
     _check.known(where, "algorithm", algorithm, ALGORITHMS)
-    _check.whole(where, n=n)
-    _check.positive(where, bandwidth=bandwidth)
-    _check.at_least_zero(where, size=size, latency=latency)
+    [n] = _check.whole(where, n=n)
+    [bandwidth] = _check.positive(where, bandwidth=bandwidth)
+    size, latency = _check.at_least_zero(where, size=size, latency=latency)
     if n == 1:
         return 0.0
     if kind == "ppermute":
@@ -110,8 +110,13 @@ def hierarchical_time(
     """
     where = "hierarchical_time"
     _check.known(where, "kind", kind, KINDS[:-1])
-    _check.whole(where, inner=inner, outer=outer)
-    _check.positive(where, inner_bandwidth=inner_bandwidth, outer_bandwidth=outer_bandwidth)
+    inner, outer = _check.whole(where, inner=inner, outer=outer)
+    inner_bandwidth, outer_bandwidth = _check.positive(
+        where, inner_bandwidth=inner_bandwidth, outer_bandwidth=outer_bandwidth
+    )
+    size, inner_latency, outer_latency = _check.at_least_zero(
+        where, size=size, inner_latency=inner_latency, outer_latency=outer_latency
+    )
 
     def inside(stage: str, size: float) -> float:
         return collective_time(
@@ -162,9 +167,11 @@ def torus_time(
     """
     where = "torus_time"
     _check.known(where, "kind", kind, KINDS)
-    _check.whole(where, dimensions=len(sizes), **{f"sizes[{i}]": s for i, s in enumerate(sizes)})
-    _check.positive(where, bandwidth=bandwidth)
-    _check.at_least_zero(where, size=size, latency=latency)
+    if not sizes:
+        raise ValueError(f"{where}: sizes must name at least one dimension; got {sizes!r}. Pass for example (4, 4).")
+    sizes = _check.whole(where, **{f"sizes[{i}]": s for i, s in enumerate(sizes)})
+    [bandwidth] = _check.positive(where, bandwidth=bandwidth)
+    size, latency = _check.at_least_zero(where, size=size, latency=latency)
     n = math.prod(sizes)
     long = [s for s in sizes if s > 1]
     if not long:

@@ -24,7 +24,6 @@ class _Matrices(NamedTuple):
 
 def _matrices(
     where: str,
-    layers: int,
     hidden: int,
     heads: int | None,
     kv_heads: int | None,
@@ -32,7 +31,7 @@ def _matrices(
     ffn: int | None,
     gated: bool,
 ) -> _Matrices:
-    _check.whole(where, layers=layers, hidden=hidden)
+    [hidden] = _check.whole(where, hidden=hidden)
     if heads is None and (kv_heads is not None or head_size is not None):
         raise ValueError(
             f"{where}: kv_heads and head_size need heads; got heads=None, kv_heads={kv_heads}, head_size={head_size}. "
@@ -41,14 +40,14 @@ def _matrices(
     query = kv = hidden
     if heads is not None:
         kv_heads = heads if kv_heads is None else kv_heads
-        _check.whole(where, heads=heads, kv_heads=kv_heads)
+        heads, kv_heads = _check.whole(where, heads=heads, kv_heads=kv_heads)
         if head_size is None:
             _check.divides(where, "heads", heads, "hidden", hidden)
             head_size = hidden // heads
+        [head_size] = _check.whole(where, head_size=head_size)
         _check.divides(where, "kv_heads", kv_heads, "heads", heads)
         query, kv = heads * head_size, kv_heads * head_size
-    ffn = 4 * hidden if ffn is None else ffn
-    _check.whole(where, ffn=ffn)
+    [ffn] = _check.whole(where, ffn=4 * hidden if ffn is None else ffn)
     up = 2 * ffn if gated else ffn
     return _Matrices(
         attention=hidden * (2 * query + 2 * kv),
@@ -103,8 +102,9 @@ def transformer_parameters(
     Source: Narayanan et al., equation 2 and table 1; Touvron et al., LLaMA (arXiv:2302.13971), section 2.2.
     """
     where = "transformer_parameters"
-    m = _matrices(where, layers, hidden, heads, kv_heads, head_size, ffn, gated)
-    _check.at_least_zero(where, vocabulary=vocabulary, sequence=sequence)
+    layers, hidden = _check.whole(where, layers=layers, hidden=hidden)
+    vocabulary, sequence = _check.count(where, vocabulary=vocabulary, sequence=sequence)
+    m = _matrices(where, hidden, heads, kv_heads, head_size, ffn, gated)
     norm = 2 * hidden if biases else hidden
     layer = m.attention + m.feed_forward + 2 * norm + (m.biases if biases else 0)
     embeddings = (vocabulary * (1 if tied else 2) + sequence) * hidden
@@ -129,8 +129,10 @@ def transformer_flops(
     """FLOPs of one training step, forward and backward.
 
     Without recomputation 72 B s l h^2 (1 + s/(6h) + V/(12 l h)), which are the model FLOPs that utilisation is counted
-    in; with full recomputation, Megatron-LM's 96 B s l h^2 (1 + s/(6h) + V/(16 l h)). Selective recomputation repeats
-    attention's two score products once, 4 B s^2 h a layer. Backward costs twice forward.
+    in; with full recomputation, Megatron-LM's 96 B s l h^2 (1 + s/(6h) + V/(16 l h)); with selective recomputation,
+    72 B s l h^2 (1 + s/(3h) + V/(12 l h)), the hardware FLOPs that its paper's utilisations are printed in. That form
+    adds 12 B s^2 h a layer, all that attention's scores cost forward and backward; the two products that are repeated
+    are a third of it. Backward costs twice forward.
 
     Args:
         layers: number of layers l.
@@ -152,16 +154,18 @@ def transformer_flops(
     Raises:
         ValueError: as `transformer_parameters`, or an unknown recompute.
 
-    Source: Narayanan et al., equation 3; Korthikanti et al. (arXiv:2205.05198), equation 7 for the model FLOPs.
+    Source: Narayanan et al., equation 3; Korthikanti et al. (arXiv:2205.05198), appendix A, for the model FLOPs and
+    those of selective recomputation.
     """
     where = "transformer_flops"
-    m = _matrices(where, layers, hidden, heads, kv_heads, head_size, ffn, gated)
-    _check.whole(where, sequence=sequence, batch=batch)
-    _check.at_least_zero(where, vocabulary=vocabulary)
+    layers, hidden, sequence, batch = _check.whole(where, layers=layers, hidden=hidden, sequence=sequence, batch=batch)
+    [vocabulary] = _check.count(where, vocabulary=vocabulary)
+    m = _matrices(where, hidden, heads, kv_heads, head_size, ffn, gated)
     recompute = _check.recomputation(where, recompute)
     scores = 4 * sequence * m.heads_width / (2 if causal else 1)
     layer = 2 * (m.attention + m.feed_forward) + scores
-    repeated = {"none": 0, "selective": scores, "full": layer}[recompute]
+    # "selective" as published: the scores' forward and backward, not only their forward
+    repeated = {"none": 0, "selective": 3 * scores, "full": layer}[recompute]
     return float(batch * sequence * (layers * (3 * layer + repeated) + 3 * 2 * hidden * vocabulary))
 
 
@@ -181,7 +185,7 @@ def training_flops(parameters: float, tokens: float, *, recompute: bool = False)
 
     Source: Kaplan et al., Scaling Laws for Neural Language Models (arXiv:2001.08361), section 2.1.
     """
-    _check.at_least_zero("training_flops", parameters=parameters, tokens=tokens)
+    parameters, tokens = _check.at_least_zero("training_flops", parameters=parameters, tokens=tokens)
     return (8.0 if recompute else 6.0) * parameters * tokens
 
 
@@ -205,8 +209,8 @@ def training_time(
 
     Source: Narayanan et al., equation 4.
     """
-    _check.whole("training_time", chips=chips)
-    _check.positive("training_time", flops_per_chip=flops_per_chip)
+    [chips] = _check.whole("training_time", chips=chips)
+    [flops_per_chip] = _check.positive("training_time", flops_per_chip=flops_per_chip)
     return training_flops(parameters, tokens, recompute=recompute) / (chips * flops_per_chip)
 
 
@@ -229,7 +233,7 @@ def mfu(flops: float, seconds: float, *, peak: float | str | Chip, chips: int = 
     Source: Chowdhery et al., PaLM (arXiv:2204.02311), section 4.1.
     """
     rate = chip(peak).flops if isinstance(peak, str | Chip) else peak
-    _check.whole("mfu", chips=chips)
-    _check.positive("mfu", seconds=seconds, peak=rate)
-    _check.at_least_zero("mfu", flops=flops)
+    [chips] = _check.whole("mfu", chips=chips)
+    seconds, rate = _check.positive("mfu", seconds=seconds, peak=rate)
+    [flops] = _check.at_least_zero("mfu", flops=flops)
     return flops / (seconds * chips * rate)

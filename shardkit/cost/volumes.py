@@ -38,7 +38,7 @@ def tensor_volume(
     sequence_parallel: bool = False,
     regather: bool = False,
     recompute: str | bool = "none",
-    value_bytes: int = 2,
+    value_bytes: float = 2,
 ) -> Volume:
     """Bytes that one device sends for one layer under Megatron's tensor parallelism.
 
@@ -61,13 +61,15 @@ def tensor_volume(
         Volume, bytes.
 
     Raises:
-        ValueError: a size below 1, an unknown recompute, or `regather` without sequence parallelism.
+        ValueError: a size below 1, value_bytes that are not positive, an unknown recompute, or `regather` without
+            sequence parallelism.
 
     Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; Korthikanti et al. (arXiv:2205.05198), section
     4.2.2.
     """
     where = "tensor_volume"
-    _check.whole(where, batch=batch, sequence=sequence, hidden=hidden, ways=ways, value_bytes=value_bytes)
+    batch, sequence, hidden, ways = _check.whole(where, batch=batch, sequence=sequence, hidden=hidden, ways=ways)
+    [value_bytes] = _check.positive(where, value_bytes=value_bytes)
     recompute = _check.recomputation(where, recompute)
     if regather and not sequence_parallel:
         raise ValueError(
@@ -90,7 +92,7 @@ def context_volume(
     ways: int,
     method: str = "ring",
     kv_hidden: int | None = None,
-    value_bytes: int = 2,
+    value_bytes: float = 2,
 ) -> Volume:
     """Bytes that one device sends for one attention layer whose sequence is sharded over `ways` devices.
 
@@ -112,7 +114,7 @@ def context_volume(
         Volume, bytes.
 
     Raises:
-        ValueError: a size below 1, or an unknown method.
+        ValueError: a size below 1, value_bytes that are not positive, or an unknown method.
 
     Source: Liu et al., Ring Attention (arXiv:2310.01889); Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509), section
     3.2.
@@ -120,7 +122,10 @@ def context_volume(
     where = "context_volume"
     kv_hidden = hidden if kv_hidden is None else kv_hidden
     _check.known(where, "method", method, ("ring", "all_gather", "ulysses"))
-    _check.whole(where, batch=batch, sequence=sequence, hidden=hidden, ways=ways, kv_hidden=kv_hidden)
+    batch, sequence, hidden, ways, kv_hidden = _check.whole(
+        where, batch=batch, sequence=sequence, hidden=hidden, ways=ways, kv_hidden=kv_hidden
+    )
+    [value_bytes] = _check.positive(where, value_bytes=value_bytes)
     local = batch * sequence / ways * value_bytes
     q, kv = local * hidden, 2 * local * kv_hidden
     if ways == 1:
@@ -141,7 +146,7 @@ def pipeline_volume(
     microbatches: int = 1,
     chunks: int = 1,
     tensor: int = 1,
-    value_bytes: int = 2,
+    value_bytes: float = 2,
 ) -> Volume:
     """Bytes that one inner stage sends in a step: each microbatch's activations on, its gradient back, once a chunk.
 
@@ -158,12 +163,12 @@ def pipeline_volume(
         Volume, bytes.
 
     Raises:
-        ValueError: a size below 1.
+        ValueError: a size below 1, or value_bytes that are not positive.
 
     Source: Narayanan et al., Efficient Large-Scale Language Model Training (arXiv:2104.04473), sections 2.2, 3.2
     and 4.1.
     """
-    _check.whole(
+    batch, sequence, hidden, microbatches, chunks, tensor = _check.whole(
         "pipeline_volume",
         batch=batch,
         sequence=sequence,
@@ -172,12 +177,13 @@ def pipeline_volume(
         chunks=chunks,
         tensor=tensor,
     )
+    [value_bytes] = _check.positive("pipeline_volume", value_bytes=value_bytes)
     sent = float(batch * sequence * hidden * value_bytes * microbatches * chunks / tensor)
     return Volume(sent, sent)
 
 
 def expert_volume(
-    *, tokens: int, hidden: int, ways: int, top_k: int = 1, capacity_factor: float = 1.0, value_bytes: int = 2
+    *, tokens: int, hidden: int, ways: int, top_k: int = 1, capacity_factor: float = 1.0, value_bytes: float = 2
 ) -> Volume:
     """Bytes that one device sends for one mixture-of-experts layer: dispatch and combine, forward and backward.
 
@@ -195,12 +201,12 @@ def expert_volume(
         Volume, bytes.
 
     Raises:
-        ValueError: a size below 1, or a capacity factor that is not positive.
+        ValueError: a size below 1, or a capacity factor or value_bytes that are not positive.
 
     Source: Lepikhin et al., GShard (arXiv:2006.16668), section 3.
     """
     where = "expert_volume"
-    _check.whole(where, tokens=tokens, hidden=hidden, ways=ways, top_k=top_k)
-    _check.positive(where, capacity_factor=capacity_factor)
+    tokens, hidden, ways, top_k = _check.whole(where, tokens=tokens, hidden=hidden, ways=ways, top_k=top_k)
+    capacity_factor, value_bytes = _check.positive(where, capacity_factor=capacity_factor, value_bytes=value_bytes)
     moved = float(wire("all_to_all", 1, ways).sent) * tokens * top_k * capacity_factor * hidden * value_bytes
     return Volume(2 * moved, 2 * moved)

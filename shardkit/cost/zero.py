@@ -60,8 +60,8 @@ def zero_breakdown(
     """
     where = "zero_memory"
     _check.known(where, "stage", stage, (0, 1, 2, 3))
-    _check.whole(where, ways=ways)
-    _check.at_least_zero(
+    [ways] = _check.whole(where, ways=ways)
+    parameters, parameter_bytes, gradient_bytes, optimizer_bytes = _check.at_least_zero(
         where,
         parameters=parameters,
         parameter_bytes=parameter_bytes,
@@ -123,8 +123,8 @@ def zero_volume(
     accumulate: int = 1,
     layerwise: bool = True,
     regather: bool = True,
-    parameter_bytes: int = 2,
-    gradient_bytes: int = 2,
+    parameter_bytes: float = 2,
+    gradient_bytes: float = 2,
 ) -> float:
     """Bytes that one device sends a step, with k microbatches accumulated.
 
@@ -147,15 +147,18 @@ def zero_volume(
         Bytes sent by one device in one step, as bandwidth-optimal collectives send them.
 
     Raises:
-        ValueError: another stage, or ways or accumulate below 1.
+        ValueError: another stage, ways or accumulate below 1, or a negative number of parameters or bytes.
 
     Source: ZeRO, section 7 (2 Psi, 2 Psi, 3 Psi); accumulation follows from what each stage may keep.
     """
     where = "zero_volume"
     _check.known(where, "stage", stage, (0, 1, 2, 3))
-    _check.whole(where, ways=ways, accumulate=accumulate)
-    reduced = float(wire("reduce_scatter", 1, ways).sent) * parameters * gradient_bytes
-    gathered = float(wire("reduce_scatter", 1, ways).sent) * parameters * parameter_bytes
+    ways, accumulate = _check.whole(where, ways=ways, accumulate=accumulate)
+    parameters, parameter_bytes, gradient_bytes = _check.at_least_zero(
+        where, parameters=parameters, parameter_bytes=parameter_bytes, gradient_bytes=gradient_bytes
+    )
+    share = float(wire("reduce_scatter", 1, ways).sent)
+    reduced, gathered = share * parameters * gradient_bytes, share * parameters * parameter_bytes
     if stage == 0:
         return 2 * reduced
     if stage == 1 or (stage == 3 and not layerwise):

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from shardkit.parallel.gradient import Mean
+from shardkit.parallel.handles import gathered
 from shardkit.rng import dropout, fold_keys
 
 _MASKED = -1e30  # finite: a row of -inf would make NaN gradients
@@ -145,7 +146,8 @@ def apply(params: Any, tokens_bT: jax.Array, config: Config, keys_b: jax.Array |
         weights, number = each
         return block(weights, x_bTD, config, None if keys_b is None else fold_keys(keys_b, number)), None
 
-    x_bTD, _ = jax.lax.scan(layer, x_bTD, (params["layers"], jnp.arange(config.layers)))
+    # gathered: under a layer-wise plan a layer's weights exist only while it runs; plain arrays pass through.
+    x_bTD, _ = jax.lax.scan(gathered(layer), x_bTD, (params["layers"], jnp.arange(config.layers)))
     x_bTD = rms_norm(x_bTD, params["final_norm"])
     head_DV = params["embed"].T if config.tied else params["head"]
     return jnp.einsum("bTD,DV->bTV", x_bTD, head_DV)

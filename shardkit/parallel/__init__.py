@@ -2,6 +2,8 @@
 
 from shardkit.parallel.data import dp
 from shardkit.parallel.gradient import GradFn, Mean, value_and_grad
+from shardkit.parallel.handles import gathered
 from shardkit.parallel.plan import Layout, Plan, chain
+from shardkit.parallel.zero import fsdp, zero1, zero2
 
-__all__ = ["GradFn", "Layout", "Mean", "Plan", "chain", "dp", "value_and_grad"]
+__all__ = ["GradFn", "Layout", "Mean", "Plan", "chain", "dp", "fsdp", "gathered", "value_and_grad", "zero1", "zero2"]

@@ -7,8 +7,9 @@ nothing else, so a new strategy is a new file with a placement rule, and no new 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,31 +20,50 @@ from shardkit._check import Axis, axis_names, named, quoted, sized
 from shardkit._compat import varying_axes
 from shardkit.collectives import all_gather, all_reduce, axis_index, axis_size, reduce_scatter, vary
 from shardkit.layout import all_axes, canonical, local_shape, path_name, spec_axes
+from shardkit.parallel.handles import Handle, cast
 
 
 class Layout(NamedTuple):
-    """The three layouts of one leaf. On each dim, `seen` uses a prefix of the axes of `rest` and of `update`."""
+    """The layouts of one leaf. On each dim, `seen` uses a prefix of the axes of `rest` and of `update`.
+
+    Attributes:
+        rest: how the state holds the leaf.
+        seen: how the loss uses it.
+        update: how gradients and optimizer state are held.
+        grad: how its gradient leaves the GradFn, where a handle splits it further than `seen`; None for no handle.
+        opens: the axes that opening the handle gathers.
+        entry: whether the handle is opened before the loss sees it.
+    """
 
     rest: PartitionSpec
     seen: PartitionSpec
     update: PartitionSpec
+    grad: PartitionSpec | None = None
+    opens: PartitionSpec = PartitionSpec()
+    entry: bool = False
 
 
 class Leaf(NamedTuple):
-    """What a placement rule is told of a leaf: its path, the shape that is left to split, and its dtype."""
+    """What a placement rule is told of a leaf: path, shape that is left to split, dtype, devices along its axes."""
 
     path: str
     shape: tuple[int, ...]
     dtype: Any
+    ways: int
 
 
 class Placement(NamedTuple):
-    """A strategy's answer for a leaf: the dim that it splits, and in which of the three layouts."""
+    """A strategy's answer for a leaf: the dim that it splits, and in which of the three layouts.
+
+    `handle` has the leaf travel behind a handle, whose gradient leaves the GradFn split: "loss" for one that the loss
+    opens, "entry" for one that is opened before the loss sees it.
+    """
 
     dim: int
     rest: bool
     seen: bool
     update: bool
+    handle: Literal["loss", "entry"] | None = None
 
 
 class Strategy(NamedTuple):
@@ -105,18 +125,28 @@ class Plan(NamedTuple):
 
     def _layout(self, path: str, x: Any, mesh: Mesh) -> Layout:
         shape = tuple(jnp.shape(x))
-        entries: dict[str, list[tuple[str, ...]]] = {name: [()] * len(shape) for name in Layout._fields}
-        left = shape
+        kinds = ("rest", "seen", "update", "grad", "opens")
+        entries: dict[str, list[tuple[str, ...]]] = {name: [()] * len(shape) for name in kinds}
+        left, handles = shape, set()
         for s in self.strategies:
-            place = s.place(Leaf(path, left, jnp.result_type(x))) if s.place else None
+            ways = math.prod(mesh.shape[axis] for axis in s.axes)
+            place = s.place(Leaf(path, left, jnp.result_type(x), ways)) if s.place else None
             if place is None:
                 continue
-            for name in Layout._fields:
-                if getattr(place, name):
+            handles |= {place.handle} - {None}
+            used = {name: getattr(place, name) for name in Layout._fields[:3]}
+            used |= {"grad": place.seen or place.handle, "opens": place.rest and place.handle}
+            for name in kinds:
+                if used[name]:
                     entries[name][place.dim] += s.axes
-            split = PartitionSpec(*([None] * place.dim), s.axes)
-            left = local_shape(left, split, mesh)
-        return Layout(**{name: canonical(PartitionSpec(*axes)) for name, axes in entries.items()})
+            left = local_shape(left, PartitionSpec(*([None] * place.dim), s.axes), mesh)
+        # What is scattered first must be what the update splits first; other strategies on the dim join the handle.
+        for dim, (grad, update) in enumerate(zip(entries["grad"], entries["update"], strict=True)):
+            entries["grad"][dim] = update[: max((update.index(axis) + 1 for axis in grad), default=0)]
+        specs = {name: canonical(PartitionSpec(*axes)) for name, axes in entries.items()}
+        if not handles:
+            return Layout(specs["rest"], specs["seen"], specs["update"])
+        return Layout(**specs, entry=handles == {"entry"})
 
     def check(self, mesh: Mesh) -> None:
         """Refuses a plan that uses an axis which the mesh does not have."""
@@ -169,20 +199,47 @@ def chain(*plans: Plan) -> Plan:
     return Plan(tuple(sorted(parts, key=lambda s: (s.rank, s.name))))
 
 
-def enter(params: Any, layouts: Any, batch_axes: tuple[str, ...]) -> Any:
-    """From the leaves at rest to what the GradFn sees, inside shard_map: gathers, then marks as varying.
+def enter(
+    params: Any, layouts: Any, batch_axes: tuple[str, ...], compute: Any = jnp.float32, reduce: Any = jnp.float32
+) -> Any:
+    """From the leaves at rest to what the GradFn sees, inside shard_map: casts, gathers, then marks as varying.
 
-    Every leaf is marked as varying over the batch's axes, so that gradients stay local sums until `leave`.
+    Every leaf is marked as varying over the batch's axes, so that gradients stay local sums until `leave`. A leaf
+    with a handle is gathered when the handle is opened; gathers are in the compute dtype.
 
-    Cost: an all_gather of `rest - seen` for each leaf.
+    Cost: an all_gather of `rest - seen` for each leaf without a handle.
     """
 
-    def one(layout: Layout, x: jax.Array) -> jax.Array:
+    def one(layout: Layout, x: jax.Array) -> Any:
+        if layout.grad is not None:
+            return _handled(layout, x, batch_axes, compute, reduce)
+        x = cast(x, compute)
         for dim, axes in _beyond(layout.rest, layout.seen):
             x = all_gather(x, axes, dim=dim)
         return vary(x, batch_axes)
 
     return map_layouts(one, layouts, params)
+
+
+def _handled(layout: Layout, x: jax.Array, batch_axes: tuple[str, ...], compute: Any, reduce: Any) -> Handle:
+    """A leaf behind its handle: what is held in parts is gathered by opening it, what is whole is given its part."""
+    assert layout.grad is not None
+    opens, gathers, scatters = all_axes(layout.opens), [], []
+    for dim, axes in _beyond(layout.rest, layout.seen):
+        if set(axes) & opens:
+            gathers.append((dim - x.ndim, tuple(axis for axis in axes if axis in opens)))
+        here = tuple(axis for axis in axes if axis not in opens)
+        if here:
+            x = all_gather(x, here, dim=dim)
+    part = x
+    for dim, axes in _beyond(layout.grad, layout.seen):
+        here = tuple(axis for axis in axes if axis not in opens)
+        if here:
+            scatters.append((dim - x.ndim, here))
+            size = part.shape[dim] // axis_size(here)
+            part = lax.dynamic_slice_in_dim(part, axis_index(here) * size, size, dim)
+    whole = vary(x if gathers else cast(x, compute), batch_axes) if scatters else None
+    return Handle(vary(part, batch_axes), whole, tuple(gathers), tuple(scatters), compute, reduce, layout.entry)
 
 
 def leave(grads: Any, layouts: Any, divisor: jax.Array, dtype: Any = jnp.float32) -> Any:
@@ -196,7 +253,7 @@ def leave(grads: Any, layouts: Any, divisor: jax.Array, dtype: Any = jnp.float32
 
     def one(layout: Layout, grad: jax.Array) -> jax.Array:
         grad = grad.astype(dtype)
-        for dim, axes in _beyond(layout.update, layout.seen):
+        for dim, axes in _beyond(layout.update, layout.seen if layout.grad is None else layout.grad):
             grad = _to_shards(grad, axes, dim)
         rest = varying_axes(grad) - all_axes(layout.update)
         if rest:
@@ -230,9 +287,10 @@ def _beyond(longer: PartitionSpec, shorter: PartitionSpec) -> Iterable[tuple[int
     known = spec_axes(shorter)
     for dim, axes in enumerate(spec_axes(longer)):
         prefix = known[dim] if dim < len(known) else ()
-        assert axes[: len(prefix)] == prefix, f"{named(prefix)} must come first in {longer}"
-        if axes != prefix:
-            yield dim, axes[len(prefix) :]
+        shared = tuple(axis for axis in axes if axis in prefix)
+        assert axes[: len(shared)] == shared, f"{named(shared)} must come first in {longer}"
+        if axes != shared:
+            yield dim, axes[len(shared) :]
 
 
 def _to_shards(grad: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:

@@ -1,0 +1,192 @@
+"""ZeRO: optimizer state, gradients and parameters split over the devices that split the batch.
+
+| plan | at rest a device holds | gradients | sent a step, in parameter bytes x (n-1)/n |
+|---|---|---|---|
+| `dp` | all | all | 2 |
+| `zero1` | parameters, 1/n of the optimizer state | all | 2 |
+| `zero2` | parameters, 1/n of the optimizer state | 1/n | k + 1 |
+| `fsdp` | 1/n of everything | all | 2, gathered once a step |
+| `fsdp(layerwise=...)` | 1/n of everything | 1/n | 3k; 2k with `gathered(keep=True)` |
+
+k is the number of microbatches (`accumulate`): what gathers or reduces inside the loss does so in every one.
+
+Source: Rajbhandari et al., ZeRO (SC 2020); Zhao et al., PyTorch FSDP (VLDB 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from shardkit._check import Axis, axis_names, named
+from shardkit.parallel.plan import Leaf, Placement, Plan, strategy
+
+MIN_SIZE = 1024
+Uneven = Literal["replicate", "refuse"]
+ChooseDim = Callable[[str, tuple[int, ...]], int | None]
+
+
+def zero1(axis: Axis, *, min_size: int = MIN_SIZE, dim: ChooseDim | None = None, uneven: Uneven = "replicate") -> Plan:
+    """ZeRO-1: the optimizer state is split; parameters and gradients are whole on every device.
+
+    Layout: `grads[D, ..] {U_a} -> grads[D_a, ..]`, and after the update `params[D_a, ..] -> params[D, ..]`
+
+    Args:
+        axis: mesh axis or tuple of axes, which also split the batch.
+        min_size: leaves of fewer elements are not split.
+        dim: `(path, shape) -> dim` chooses the dim that is split, None for none; by default the largest that divides.
+        uneven: what becomes of a leaf of which no dim divides: "replicate" keeps it whole, "refuse" is an error.
+
+    Returns:
+        A plan for `make_train_step`; `chain` joins it with others.
+
+    Raises:
+        TypeError: `axis` is not a name or a tuple of names.
+        ValueError: an unknown `uneven`; at trace time a leaf that does not divide, where that is refused.
+
+    Cost: a reduce_scatter of every gradient and an all_gather of every updated parameter once a step, 2 (n-1)/n of the
+        parameters' bytes, whatever the accumulation. A device holds 1/n of the optimizer state.
+
+    Source: Rajbhandari et al., ZeRO (SC 2020), section 5.1.
+    """
+    choose = _chooser("zero1", axis, min_size, dim, uneven, ())
+
+    def place(leaf: Leaf) -> Placement | None:
+        at = choose(leaf)
+        return None if at is None else Placement(at, rest=False, seen=False, update=True)
+
+    return strategy("zero1", axis, rank=2, batch_dim=0, place=place)
+
+
+def zero2(
+    axis: Axis,
+    *,
+    layerwise: tuple[str, ...] = (),
+    min_size: int = MIN_SIZE,
+    dim: ChooseDim | None = None,
+    uneven: Uneven = "replicate",
+) -> Plan:
+    """ZeRO-2: optimizer state and gradients are split; each gradient is scattered inside the backward pass.
+
+    Accumulation then never holds a whole gradient: the sums over microbatches are of parts.
+
+    Layout: in each microbatch `grads[D, ..] {U_a} -> grads[D_a, ..]`; in the end `params[D_a, ..] -> params[D, ..]`
+
+    Args:
+        axis: mesh axis or tuple of axes, which also split the batch.
+        layerwise: names of subtrees, such as "layers", whose leaves reach the loss as handles: `gathered` opens them in
+            each layer, so that a stack's gradients are scattered layer by layer. Their dim 0, the layer, is not split.
+        min_size: leaves of fewer elements are not split.
+        dim: `(path, shape) -> dim` chooses the dim that is split, None for none; by default the largest that divides.
+        uneven: what becomes of a leaf of which no dim divides: "replicate" keeps it whole, "refuse" is an error.
+
+    Returns:
+        A plan for `make_train_step`; `chain` joins it with others.
+
+    Raises:
+        TypeError: `axis` is not a name or a tuple of names; at trace time a handle that is used unopened.
+        ValueError: an unknown `uneven`; at trace time a leaf that does not divide, where that is refused.
+
+    Cost: a reduce_scatter of every gradient in each microbatch and an all_gather of every updated parameter once a
+        step: (k + 1) (n-1)/n of the parameters' bytes with k microbatches. A device holds 1/n of gradients and state.
+
+    Source: Rajbhandari et al., ZeRO (SC 2020), section 5.2.
+    """
+    choose = _chooser("zero2", axis, min_size, dim, uneven, layerwise)
+
+    def place(leaf: Leaf) -> Placement | None:
+        at = choose(leaf)
+        if at is None:
+            return None
+        handle = "loss" if _inside(leaf.path, layerwise) else "entry"
+        return Placement(at, rest=False, seen=False, update=True, handle=handle)
+
+    return strategy("zero2", axis, rank=2, batch_dim=0, place=place)
+
+
+def fsdp(
+    axis: Axis,
+    *,
+    layerwise: tuple[str, ...] = (),
+    min_size: int = MIN_SIZE,
+    dim: ChooseDim | None = None,
+    uneven: Uneven = "replicate",
+) -> Plan:
+    """ZeRO-3, fully sharded data parallelism: parameters, gradients and optimizer state at rest in parts.
+
+    Layout: `params[D_a, ..] -> params[D, ..]` to be used, `grads[D, ..] {U_a} -> grads[D_a, ..]`
+
+    Args:
+        axis: mesh axis or tuple of axes, which also split the batch.
+        layerwise: names of subtrees, such as "layers", whose leaves reach the loss as handles: `gathered` gathers them
+            in each layer, so that no more than a layer is ever whole. Their dim 0, the layer, is not split. All other
+            leaves are gathered once, at the start of the step, and kept.
+        min_size: leaves of fewer elements are not split.
+        dim: `(path, shape) -> dim` chooses the dim that is split, None for none; by default the largest that divides.
+        uneven: what becomes of a leaf of which no dim divides: "replicate" keeps it whole, "refuse" is an error.
+
+    Returns:
+        A plan for `make_train_step`; `chain` joins it with others, `chain(dp("replica"), fsdp("shard"))` for instance
+        (hybrid sharding: parts are summed over the replicas after they were scattered, so the slow axis carries 1/n).
+
+    Raises:
+        TypeError: `axis` is not a name or a tuple of names; at trace time a handle that is used unopened.
+        ValueError: an unknown `uneven`; at trace time a leaf that does not divide, where that is refused.
+
+    Cost: of whole leaves an all_gather and a reduce_scatter once a step, 2 (n-1)/n of their bytes, whatever the
+        accumulation; of layer-wise ones two gathers and a reduce_scatter in each microbatch, 3 k (n-1)/n, or 2 k with
+        `gathered(keep=True)`. Gathers are in the compute dtype, reductions in the reduce dtype.
+
+    Source: Rajbhandari et al., ZeRO (SC 2020), section 5.3; Zhao et al., PyTorch FSDP (VLDB 2023).
+    """
+    choose = _chooser("fsdp", axis, min_size, dim, uneven, layerwise)
+
+    def place(leaf: Leaf) -> Placement | None:
+        at = choose(leaf)
+        if at is None:
+            return None
+        handle = "loss" if _inside(leaf.path, layerwise) else None
+        return Placement(at, rest=True, seen=False, update=True, handle=handle)
+
+    return strategy("fsdp", axis, rank=1, batch_dim=0, place=place)
+
+
+def _chooser(
+    name: str, axis: Axis, min_size: int, dim: ChooseDim | None, uneven: str, layerwise: tuple[str, ...]
+) -> Callable[[Leaf], int | None]:
+    """Which dim of a leaf is split, None for none."""
+    axes = axis_names(name, axis)
+    if uneven not in ("replicate", "refuse"):
+        raise ValueError(f"{name}: uneven must be 'replicate' or 'refuse'; got {uneven!r}. Choose one of them.")
+    if isinstance(layerwise, str):
+        raise TypeError(
+            f"{name}: layerwise must be a tuple of names; got {layerwise!r}. Write layerwise=({layerwise!r},)."
+        )
+
+    def choose(leaf: Leaf) -> int | None:
+        size = 1
+        for n in leaf.shape:
+            size *= n
+        first = 1 if _inside(leaf.path, layerwise) else 0  # the dim that scan takes off
+        if leaf.ways == 1 or size < min_size or len(leaf.shape) <= first:
+            return None
+        fits = [d for d in range(first, len(leaf.shape)) if leaf.shape[d] and leaf.shape[d] % leaf.ways == 0]
+        at = dim(leaf.path, leaf.shape) if dim else max(fits, key=lambda d: leaf.shape[d], default=None)
+        if dim and at is None:
+            return None
+        if at is None or at not in fits:
+            if dim or uneven == "refuse":
+                what = f"dim {at}" if dim else "one dim"
+                raise ValueError(
+                    f"{name}: {what} of leaf {leaf.path} must be divisible by {named(axes)}; got shape "
+                    f"{leaf.shape} over {leaf.ways} devices. Pad the leaf, choose another dim, or pass "
+                    "uneven='replicate'."
+                )
+            return None
+        return at
+
+    return choose
+
+
+def _inside(path: str, subtrees: tuple[str, ...]) -> bool:
+    return any(path == name or path.startswith(name + ".") for name in subtrees)

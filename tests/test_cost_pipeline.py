@@ -1,0 +1,230 @@
+"""Bubbles against the papers' tables, and against their schedules run tick by tick."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardkit import cost
+
+
+# proves S82 (the closed form)
+@given(p=st.integers(1, 64), m=st.integers(1, 256), v=st.integers(1, 8))
+def test_bubbles_of_one_kind_of_tick(p, m, v):
+    # Megatron's convention and GPipe's
+    assert cost.bubble(p, m) == cost.bubble(p, m, schedule="gpipe") == pytest.approx((p - 1) / m)
+    assert cost.bubble(p, m, of="total") == pytest.approx((p - 1) / (m + p - 1))
+    for schedule in ("interleaved", "lockstep", "looped_bfs"):
+        assert cost.bubble(p, m, schedule=schedule, chunks=v) == pytest.approx((p - 1) / (v * m))
+    idle, total = cost.bubble(p, m), cost.bubble(p, m, of="total")
+    assert total == pytest.approx(idle / (1 + idle))
+
+
+def test_zero_bubble_table_2():
+    # Qi et al., table 2, with T_B their input gradient: (p-1)(T_F + T_B - T_W) and (p-1)(T_F + T_B - 2 T_W)
+    costs = {"forward": 5, "backward": 7 + 3, "weight": 3}
+    assert cost.bubble_time(8, 24, schedule="zero_bubble_h1", **costs) == 7 * (5 + 7 - 3)
+    assert cost.bubble_time(8, 24, schedule="zero_bubble_h2", **costs) == 7 * (5 + 7 - 2 * 3)
+    assert cost.bubble_time(8, 24, **costs) == 7 * (5 + 7 + 3)
+    # where the three are equal: a third of 1F1B's, nothing, nothing
+    assert cost.bubble(8, 24, schedule="zb_h1") == pytest.approx(cost.bubble(8, 24, schedule="one_f_one_b") / 3)
+    assert cost.bubble(8, 24, schedule="zb_h2") == cost.bubble(8, 24, schedule="zb_v") == 0
+    assert cost.bubble_time(8, 24, schedule="zb_h2", forward=1, backward=6, weight=4) == 0
+    held = {"1f1b": 8, "gpipe": 24, "zero_bubble_h1": 8, "zero_bubble_h2": 15, "zero_bubble_v": 8}
+    assert {name: cost.in_flight(8, 24, schedule=name) for name in held} == held
+
+
+def test_deepseek_table_2():
+    costs = {"forward": 2, "backward": 5, "weight": 1.5}
+    assert cost.bubble_time(8, 20, **costs) == 7 * (2 + 5)
+    assert cost.bubble_time(8, 20, schedule="zb_h1", **costs) == 7 * (2 + 5 - 2 * 1.5)
+    assert cost.bubble_time(8, 20, schedule="dualpipe", overlapped=6, **costs) == 3 * (6 + 5 - 3 * 1.5)
+    assert cost.in_flight(8, 20, schedule="dualpipe") == 9
+    # sixteen stages of half the layers on eight devices: (16/2 - 1)(F&B + B - 3W) of half the cost
+    assert cost.bubble_time(8, 20, schedule="dualpipe_v", overlapped=6, **costs) == 7 * (6 + 5 - 3 * 1.5) / 2
+    assert cost.in_flight(8, 20, schedule="dualpipe_v") == (16 + 1) / 2
+    # the published drawing of 8 ranks and 20 microbatches: 66 columns, 60 of them busy, with F = B - W = W = 1
+    assert cost.bubble_time(8, 20, schedule="dualpipe") == 6
+    assert cost.bubble(8, 20, schedule="dualpipe") == 6 / 60
+    assert cost.bubble(8, 20, schedule="dualpipe", overlapped=2.5) == 4.5 / 50
+
+
+# Makespans of schedules simulated tick by tick, p = 8, F = 1, B = 2; lockstep is exact at every m.
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "makespans"),
+    [
+        ("lockstep", 1, {8: 45, 16: 69, 32: 117, 64: 213}),
+        ("lockstep", 2, {8: 34.5, 16: 58.5, 32: 106.5, 64: 202.5}),
+    ],
+)
+def test_simulated_makespans(schedule, chunks, makespans):
+    for m, makespan in makespans.items():
+        idle = cost.bubble_time(8, m, schedule=schedule, chunks=chunks)
+        assert 3 * m + idle == makespan
+        assert 3 * m * (1 + cost.bubble(8, m, schedule=schedule, chunks=chunks)) == pytest.approx(makespan)
+
+
+def zero_bubble(p, m, slack):
+    """Each device's order of (op, microbatch) in ZB-H1 (slack 1) and ZB-H2 (slack 2): as 1F1B, with `slack` times its
+    warm-up, and weight gradients that begin `slack` times the device's index later."""
+    orders = []
+    for device in range(p):
+        begun, weighed = min(m, slack * (p - 1 - device)), 0
+        ops = [("F", i) for i in range(begun)]
+        for i in range(m):
+            if begun < m:
+                ops.append(("F", begun))
+            ops.append(("B", i))
+            if begun >= m or i + 1 - weighed > slack * device:
+                ops.append(("W", weighed))
+                weighed += 1
+            begun += 1
+        orders.append(ops + [("W", i) for i in range(weighed, m)])
+    return orders
+
+
+def run(orders):
+    """When each op ends if it takes one tick and starts as soon as its device and its input are there."""
+    p, ends, clocks, places = len(orders), {}, [0] * len(orders), [0] * len(orders)
+    while any(place < len(ops) for place, ops in zip(places, orders, strict=True)):
+        before = list(places)
+        for d, ops in enumerate(orders):
+            while places[d] < len(ops):
+                op, i = ops[places[d]]
+                needs = {
+                    "F": [("F", i, d - 1)] * (d > 0),
+                    "B": [("F", i, d), *[("B", i, d + 1)] * (d < p - 1)],
+                    "W": [("B", i, d)],
+                }[op]
+                if any(need not in ends for need in needs):
+                    break
+                clocks[d] = ends[op, i, d] = 1 + max([clocks[d], *(ends[need] for need in needs)])
+                places[d] += 1
+        assert places != before, "the order waits for itself"
+    return ends
+
+
+def live(ops):
+    """The most microbatches between their forward and their weight gradient."""
+    now = [0]
+    for op, _ in ops:
+        now.append(now[-1] + {"F": 1, "B": 0, "W": -1}[op])
+    return max(now)
+
+
+# proves F38 (the closed forms)
+@given(p=st.integers(1, 9), more=st.integers(0, 20), slack=st.sampled_from([1, 2]))
+def test_zero_bubble_schedules_run_tick_by_tick(p, more, slack):
+    name = f"zero_bubble_h{slack}"
+    m = more + (p if slack == 1 else 2 * p - 1)
+    orders = zero_bubble(p, m, slack)
+    ends = run(orders)
+    spans = [max(ends["W", i, d] for i in range(m)) - (ends["F", 0, d] - 1) for d in range(p)]
+    assert max(spans) - 3 * m == cost.bubble_time(p, m, name)
+    assert [live(ops) for ops in orders] == [cost.in_flight(p, m, name)] * p
+    # both take equally long to the last device's end: ZB-H2 gains what an optimizer that waits for all loses
+    assert max(ends.values()) == 3 * m + p - 1
+
+
+def test_with_fewer_microbatches_than_stages_zb_h1_idles_longer():
+    for m in range(1, 8):
+        idle = max(run(zero_bubble(8, m, 1)).values()) - 3 * m
+        assert idle == 7 + (8 - m) > cost.bubble_time(8, m, "zero_bubble_h1")
+
+
+@pytest.mark.parametrize(
+    ("names", "costs"),
+    [
+        (("1f1b", "1F1B", "one_f_one_b", "OneFOneB"), {}),
+        (("interleaved", "Interleaved-1F1B", "interleaved_1f1b", "1f1b"), {"chunks": 2}),
+        (("gpipe", "GPipe"), {}),
+        (("looped_bfs", "LoopedBFS", "looped bfs"), {"chunks": 2}),
+        (("zero_bubble_h1", "ZB-H1", "zbh1", "zb_h1", "ZeroBubbleH1"), {}),
+        (("zero_bubble_h2", "ZB-H2"), {"forward": 2}),
+        (("zero_bubble_v", "ZB-V", "ZBV"), {}),
+        (("dualpipe", "DualPipe", "dual_pipe"), {}),
+        (("dualpipe_v", "DualPipeV", "dualpipev"), {}),
+    ],
+)
+def test_spellings(names, costs):
+    assert len({cost.bubble(8, 16, name, **costs) for name in names}) == 1
+    assert len({cost.in_flight(8, 16, name, chunks=costs.get("chunks", 1)) for name in names}) == 1
+
+
+@pytest.mark.parametrize("integer", [int, float, np.int32, np.int64])
+def test_types(integer):
+    for name, value in (("1f1b", 3 / 8), ("zero_bubble_h1", 1 / 8), ("zero_bubble_h2", 0.0), ("dualpipe", 1 / 12)):
+        found = cost.bubble(integer(4), integer(8), name)
+        assert type(found) is float and found == value
+        assert type(cost.in_flight(integer(4), integer(8), name)) is float
+        assert type(cost.bubble_time(4, 8, name, forward=integer(1), backward=integer(2), weight=integer(1))) is float
+    assert cost.bubble(1, 1) == cost.bubble_time(1, 1, "zero_bubble_h1") == 0
+    assert cost.bubble(4, 10**30, of="total") == pytest.approx(3e-30)
+
+
+def test_interleaving_holds_what_the_paper_says():
+    assert cost.in_flight(8, 64, schedule="interleaved", chunks=3) == pytest.approx(8 * cost.interleaving_factor(8, 3))
+    assert cost.in_flight(8, 64, schedule="interleaved") == 8
+    assert cost.in_flight(8, 3) == 3
+
+
+SCHEDULES = (
+    "'gpipe', '1f1b', 'interleaved', 'lockstep', 'looped_bfs', 'zero_bubble_h1', 'zero_bubble_h2', 'zero_bubble_v', "
+    "'dualpipe' or 'dualpipe_v'"
+)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: cost.bubble(4, 8, of="all"), "bubble: of must be 'ideal' or 'total'; got 'all'. Choose one of them."),
+        (
+            lambda: cost.bubble(4, 8, schedule="2f2b"),
+            f"bubble: schedule must be {SCHEDULES}; got '2f2b'. Choose one of them.",
+        ),
+        (
+            lambda: cost.bubble(4, 0),
+            "bubble: microbatches must be a whole number of at least 1; got 0. Correct microbatches.",
+        ),
+        (
+            lambda: cost.bubble(4, 8, "gpipe", chunks=2),
+            "bubble: schedule 'gpipe' does not take chunks; got chunks=2. "
+            "Leave chunks out, or choose 'interleaved', 'lockstep' or 'looped_bfs'.",
+        ),
+        (
+            lambda: cost.bubble(5, 8, schedule="dualpipe"),
+            "bubble: 'dualpipe' needs an even number of stages; got 5. Choose 6.",
+        ),
+        (
+            lambda: cost.bubble(4, 8, overlapped=2),
+            "bubble: schedule '1f1b' does not run forward and backward together; got overlapped=2. "
+            "Leave it out, or choose 'dualpipe' or 'dualpipe_v'.",
+        ),
+        (
+            lambda: cost.bubble(4, 8, schedule="zero_bubble_v", backward=3),
+            "bubble: the published form of 'zero_bubble_v' needs equal times of forward, input gradient and weight "
+            "gradient; got 1.0, 1.5 and 1.5. Simulate the schedule for other times.",
+        ),
+        (
+            lambda: cost.bubble(4, 8, weight=5),
+            "bubble: weight must be a part of backward; got 5.0 and 2.0. Pass the whole backward's time as backward.",
+        ),
+        (
+            lambda: cost.bubble(4, 8, "dualpipe", overlapped=0),
+            "bubble: overlapped must be greater than 0; got 0. Correct overlapped.",
+        ),
+        (
+            lambda: cost.bubble("gpipe", 4),
+            "bubble: stages must be a whole number of at least 1; got 'gpipe'. Correct stages.",
+        ),
+        (lambda: cost.bubble(4, 8, forward=0), "bubble: forward must be greater than 0; got 0. Correct forward."),
+        (
+            lambda: cost.in_flight(4, 8, schedule="lockstep"),
+            "in_flight: 'lockstep' has no published form; got schedule='lockstep'. Simulate the schedule to count.",
+        ),
+    ],
+)
+def test_errors(call, message):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert str(error.value) == message
