@@ -152,9 +152,7 @@ def abstract_mesh(**sizes: int) -> AbstractMesh:
         ValueError: no axis, or a size below 1.
     """
     if not sizes:
-        raise ValueError(
-            "abstract_mesh: at least one axis is needed; got none. Write for example abstract_mesh(x=8)."
-        )
+        raise ValueError("abstract_mesh: at least one axis is needed; got none. Write for example abstract_mesh(x=8).")
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(

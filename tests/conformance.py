@@ -1,7 +1,7 @@
 """One list of plans and one of models; tests/test_conformance.py holds the laws that every pair must obey.
 
-A new strategy is one row in PLANS. Rows whose name begins with "toy" are strategies of a few lines, written here to
-hold the seam itself to account (each layout that a plan can ask for, on axes that share a dim).
+A new strategy is one row in PLANS. Rows whose name begins with "toy" use a strategy of a few lines, written here until
+there is a real one of its kind (a leaf that stays sharded while it is seen).
 """
 
 from __future__ import annotations
@@ -20,30 +20,6 @@ from shardkit.models import transformer
 from shardkit.parallel.plan import Leaf, Placement, strategy
 
 BATCH = 16
-
-
-def _splits(leaf: Leaf, size: int) -> int | None:
-    return next((dim for dim, n in enumerate(leaf.shape) if n % size == 0 and n >= size), None)
-
-
-def toy_fsdp(axis: str, size: int) -> sk.Plan:
-    """Whole-tree FSDP: sharded at rest and for the update, gathered to be seen."""
-
-    def place(leaf: Leaf) -> Placement | None:
-        dim = _splits(leaf, size)
-        return None if dim is None else Placement(dim, rest=True, seen=False, update=True)
-
-    return strategy("toy_fsdp", axis, rank=1, batch_dim=0, place=place)
-
-
-def toy_zero(axis: str, size: int) -> sk.Plan:
-    """ZeRO-1: whole at rest, sharded for the update."""
-
-    def place(leaf: Leaf) -> Placement | None:
-        dim = _splits(leaf, size)
-        return None if dim is None else Placement(dim, rest=False, seen=False, update=True)
-
-    return strategy("toy_zero", axis, rank=2, batch_dim=0, place=place)
 
 
 def toy_tp(axis: str) -> sk.Plan:
@@ -72,18 +48,44 @@ PLANS = [
     PlanRow("dp over two axes", {"node": 2, "data": 4}, lambda: sk.dp(("node", "data"))),
     PlanRow("two dp", {"data": 2, "replica": 2}, lambda: sk.chain(sk.dp("replica"), sk.dp("data"))),
     PlanRow("dp beside an unused axis", {"data": 2, "spare": 2}, lambda: sk.dp("data")),
-    PlanRow("toy fsdp", {"fsdp": 4}, lambda: toy_fsdp("fsdp", 4)),
-    PlanRow("toy zero", {"data": 4}, lambda: toy_zero("data", 4)),
+    PlanRow("zero1", {"data": 4}, lambda: sk.zero1("data", min_size=1)),
+    PlanRow("zero2", {"data": 4}, lambda: sk.zero2("data", min_size=1)),
+    PlanRow("zero2 layerwise", {"data": 4}, lambda: sk.zero2("data", min_size=1, layerwise=("layers",))),
+    PlanRow("fsdp", {"fsdp": 4}, lambda: sk.fsdp("fsdp", min_size=1)),
+    PlanRow("fsdp layerwise", {"fsdp": 4}, lambda: sk.fsdp("fsdp", min_size=1, layerwise=("layers",))),
+    PlanRow("fsdp of one device", {"fsdp": 1, "data": 2}, lambda: sk.chain(sk.dp("data"), sk.fsdp("fsdp", min_size=1))),
+    PlanRow("small leaves whole", {"fsdp": 2}, lambda: sk.fsdp("fsdp", min_size=200)),
+    PlanRow("hsdp", {"replica": 2, "shard": 4}, lambda: sk.chain(sk.dp("replica"), sk.fsdp("shard", min_size=1))),
     PlanRow(
-        "toy fsdp x zero x dp",
+        "fsdp x zero1 x dp",
         {"zero": 2, "fsdp": 2, "data": 2},
-        lambda: sk.chain(sk.dp("data"), toy_zero("zero", 2), toy_fsdp("fsdp", 2)),
+        lambda: sk.chain(sk.dp("data"), sk.zero1("zero", min_size=1), sk.fsdp("fsdp", min_size=1)),
+    ),
+    PlanRow(
+        "fsdp x zero2 x dp",
+        {"zero": 2, "fsdp": 2, "data": 2},
+        lambda: sk.chain(sk.dp("data"), sk.zero2("zero", min_size=1), sk.fsdp("fsdp", min_size=1)),
+    ),
+    PlanRow(
+        "fsdp and zero2 layerwise x dp",
+        {"zero": 2, "data": 2, "fsdp": 2},
+        lambda: sk.chain(
+            sk.dp("data"),
+            sk.zero2("zero", min_size=1, layerwise=("layers",)),
+            sk.fsdp("fsdp", min_size=1, layerwise=("layers",)),
+        ),
     ),
     PlanRow("toy tp x dp", {"data": 2, "model": 2}, lambda: sk.chain(toy_tp("model"), sk.dp("data")), "model"),
     PlanRow(
-        "toy tp x fsdp x zero",
+        "toy tp x fsdp x zero1",
         {"zero": 2, "model": 2, "fsdp": 2},
-        lambda: sk.chain(toy_zero("zero", 2), toy_fsdp("fsdp", 2), toy_tp("model")),
+        lambda: sk.chain(sk.zero1("zero", min_size=1), sk.fsdp("fsdp", min_size=1), toy_tp("model")),
+        "model",
+    ),
+    PlanRow(
+        "toy tp x zero2",
+        {"zero": 4, "model": 2},
+        lambda: sk.chain(sk.zero2("zero", min_size=1), toy_tp("model")),
         "model",
     ),
 ]

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from conformance import toy_fsdp, toy_tp, toy_zero
+from conformance import toy_tp
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
@@ -26,20 +26,21 @@ def test_dp_keeps_every_leaf_whole_and_splits_the_batch(data8):
 
 def test_axes_on_one_dim_stand_in_the_order_of_rank(cube):
     orders = [
-        sk.chain(toy_zero("zero", 2), toy_fsdp("fsdp", 2), toy_tp("model")),
-        sk.chain(toy_tp("model"), toy_fsdp("fsdp", 2), toy_zero("zero", 2)),
-        sk.chain(toy_fsdp("fsdp", 2), sk.chain(toy_zero("zero", 2), toy_tp("model"))),
+        sk.chain(sk.zero1("zero", min_size=1), sk.fsdp("fsdp", min_size=1), toy_tp("model")),
+        sk.chain(toy_tp("model"), sk.fsdp("fsdp", min_size=1), sk.zero1("zero", min_size=1)),
+        sk.chain(sk.fsdp("fsdp", min_size=1), sk.chain(sk.zero1("zero", min_size=1), toy_tp("model"))),
     ]
     for plan in orders:
         assert plan.layouts(SHAPES, cube)["weight"] == Layout(
             rest=P(("model", "fsdp")), seen=P("model"), update=P(("model", "fsdp", "zero"))
         )
         assert plan.batch_spec(cube) == P(("zero", "fsdp"))  # the mesh's order, whatever the plan's
-        assert str(plan) == "toy_tp('model') + toy_fsdp('fsdp') + toy_zero('zero')"
+        assert str(plan) == "toy_tp('model') + fsdp('fsdp') + zero1('zero')"
 
 
 def test_a_strategy_is_given_the_shape_that_is_left(cube):
-    wide = sk.chain(toy_fsdp("fsdp", 2), toy_zero("zero", 2))
+    rows_first = sk.fsdp("fsdp", min_size=1, dim=lambda path, shape: 0)
+    wide = sk.chain(rows_first, sk.zero1("zero", min_size=1))
     two_rows = {"weight": jax.ShapeDtypeStruct((2, 4), jnp.float32)}
     # fsdp takes both rows, so zero finds one row and splits the columns
     assert wide.layouts(two_rows, cube)["weight"] == Layout(rest=P("fsdp"), seen=P(), update=P("fsdp", "zero"))
@@ -54,9 +55,9 @@ def test_a_strategy_is_given_the_shape_that_is_left(cube):
             "chain: at least one plan is needed; got none. Write for example chain(dp('data')).",
         ),
         (
-            lambda: sk.chain(sk.dp("data"), toy_zero("data", 2)),
+            lambda: sk.chain(sk.dp("data"), sk.zero1("data", min_size=1)),
             ValueError,
-            "chain: axis 'data' is used by dp('data') and by toy_zero('data'). A mesh axis serves one strategy; "
+            "chain: axis 'data' is used by dp('data') and by zero1('data'). A mesh axis serves one strategy; "
             "give one of them another axis.",
         ),
         (

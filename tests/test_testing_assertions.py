@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conformance import MODELS, toy_fsdp
+from conformance import MODELS
 from jax.sharding import PartitionSpec as P
 from test_conformance import lenient
 
@@ -141,7 +141,7 @@ def test_training_on_a_mesh_is_training_on_one_device(data8, accumulate):
 
 def test_sharded_layouts_and_another_key():
     mesh = sk.make_mesh(jax.devices()[:4], fsdp=4)
-    training(mesh=mesh, plan=toy_fsdp("fsdp", 4), key=jax.random.key(5), steps=1)
+    training(mesh=mesh, plan=sk.fsdp("fsdp", min_size=1), key=jax.random.key(5), steps=1)
 
 
 def test_training_failures_in_full(data8):

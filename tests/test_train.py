@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conformance import toy_fsdp, toy_zero
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
@@ -58,7 +57,7 @@ class Compiles:
 @pytest.mark.parametrize("plan", ["dp", "fsdp", "zero"])
 @pytest.mark.parametrize("key", [KEY, jax.random.PRNGKey(3)], ids=["typed", "raw"])
 def test_nothing_is_compiled_after_the_first_step(plan, key, data8):
-    plans = {"dp": sk.dp("data"), "fsdp": toy_fsdp("data", 8), "zero": toy_zero("data", 8)}
+    plans = {"dp": sk.dp("data"), "fsdp": sk.fsdp("data", min_size=1), "zero": sk.zero1("data", min_size=1)}
     with jax.numpy_dtype_promotion("standard"):
         init, step = make(data8, plans[plan], optax.adamw(1e-3))
         # weakly typed and numpy leaves must not make a second program either
@@ -98,7 +97,7 @@ def test_parameters_are_made_in_their_final_layout(data8):
     def make_transformer(key):
         return transformer.init(key, config)
 
-    init, _ = make(data8, toy_fsdp("data", 8))
+    init, _ = make(data8, sk.fsdp("data", min_size=1))
     state = init(make_transformer, KEY)
     whole = jax.eval_shape(make_transformer, KEY)
     for leaf, shape in zip(jax.tree.leaves(state.params), jax.tree.leaves(whole), strict=True):
@@ -126,8 +125,8 @@ def test_optimizer_state_is_laid_out_as_the_update(data8):
     params = make_params()
     for plan, params_share, moments_share in [
         (sk.dp("data"), 1, 1),
-        (toy_zero("data", 8), 1, 8),
-        (toy_fsdp("data", 8), 8, 8),
+        (sk.zero1("data", min_size=1), 1, 8),
+        (sk.fsdp("data", min_size=1), 8, 8),
     ]:
         state = make(data8, plan, optax.adam(1e-3))[0](params, KEY)
         assert sk.bytes_per_device(state.params) == 16 * 8 * 4 // params_share
@@ -146,9 +145,9 @@ def test_the_collectives_of_a_data_parallel_step(accumulate, data8):
     ]
 
 
-def test_the_collectives_of_toy_zero_and_fsdp(data8):
+def test_the_collectives_of_zero1_and_fsdp(data8):
     shard, whole = 2 * 8 * 4, 16 * 8 * 4
-    for plan in (toy_zero("data", 8), toy_fsdp("data", 8)):
+    for plan in (sk.zero1("data", min_size=1), sk.fsdp("data", min_size=1)):
         init, step = make(data8, plan)
         rows = census(step, init(make_params(), KEY), make_batch()).rows
         assert sorted((row.kind, row.bytes_in, row.count) for row in rows) == [
@@ -161,7 +160,7 @@ def test_the_collectives_of_toy_zero_and_fsdp(data8):
 # proves F56, S123: all devices decide together
 @pytest.mark.parametrize("plan", ["dp", "fsdp"])
 def test_a_nonfinite_gradient_on_one_device_skips_the_step_on_all(plan, data8):
-    plan = {"dp": sk.dp("data"), "fsdp": toy_fsdp("data", 8)}[plan]
+    plan = {"dp": sk.dp("data"), "fsdp": sk.fsdp("data", min_size=1)}[plan]
     init, step = make(data8, plan, optax.sgd(0.1, momentum=0.9), nonfinite="skip")
     state, metrics = step(init(make_params(), KEY), make_batch())
     assert bool(metrics["finite"])

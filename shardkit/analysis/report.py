@@ -200,7 +200,7 @@ _FIGURES = {
     "code": lambda r: size(r.memory.generated_code) if r.memory else "?",
     "compute": lambda r: (
         f"{r.compute.flops / 1e12:,.3f} TFLOP in matmuls, {1e3 * r.compute.seconds:,.3f} ms at best"
-        + (f", without the FLOPs of {r.compute.kernels:,} calls of kernels" if r.compute.kernels else "")
+        + (f", kernel calls not counted: {r.compute.kernels:,}" if r.compute.kernels else "")
     ),
     "wire": lambda r: f"{1e3 * r.wire_seconds:,.3f} ms, of which {1e3 * r.exposed_seconds:,.3f} ms exposed",
     "compiled in": lambda r: (

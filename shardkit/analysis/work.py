@@ -76,7 +76,7 @@ class Workload:
         if each.opcode == "call":
             return self.of_computation(each.calls[0])
         flops = self.flops(computation, each)
-        size = _written(self.module, each) + sum(
+        size = _written(self.module, computation, each) + sum(
             self._read(computation, each, number) for number in range(len(each.operands))
         )
         return Work(flops, size, self.seconds(flops, size), int(bool(_KERNELS.match(each.target))))
@@ -104,14 +104,17 @@ class Workload:
             return whole
         inner = self.module.computations[each.calls[0]]
         parameter = inner.parameters.get(number)
-        if parameter is None:
-            return whole
-        users = [i for i in inner.instructions.values() if parameter.id in i.operands]
-        if users and all(
-            u.opcode in (*_SLICES, "dynamic-update-slice") and u.operands[0] == parameter.id for u in users
-        ):
-            return sum(u.shape.bytes for u in users if u.opcode in _SLICES)
-        return whole
+        return whole if parameter is None else min(whole, self._touched(inner, parameter))
+
+    def _touched(self, computation: hlo.Computation, value: hlo.Instruction) -> int:
+        """Bytes that the users of a value inside a fusion read of it, fusions inside the fusion included."""
+        size = 0
+        for user in computation.instructions.values():
+            for number, operand in enumerate(user.operands):
+                if operand == value.id:
+                    seen = user.opcode == "bitcast"
+                    size += self._touched(computation, user) if seen else self._read(computation, user, number)
+        return size
 
 
 def _largest(works: Sequence[Work]) -> Work:
@@ -123,13 +126,15 @@ def _largest(works: Sequence[Work]) -> Work:
     )
 
 
-def _written(module: hlo.Module, each: hlo.Instruction) -> int:
+def _written(module: hlo.Module, computation: hlo.Computation, each: hlo.Instruction) -> int:
     """Bytes that an instruction writes; an update in place writes what it updates."""
     if each.opcode == "fusion":
         inner = module.computations[each.calls[0]]
-        root = inner.instructions[inner.root]
-        if root.opcode == "dynamic-update-slice":
-            return inner.instructions[root.operands[1]].shape.bytes
+        return _written(module, inner, inner.instructions[inner.root])
+    if each.opcode == "dynamic-update-slice":
+        return computation.instructions[each.operands[1]].shape.bytes
+    if each.opcode in ("bitcast", "tuple"):  # the root of a fusion
+        return sum(_written(module, computation, computation.instructions[o]) for o in each.operands)
     return each.shape.bytes
 
 

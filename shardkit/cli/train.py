@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Literal, NamedTuple
@@ -28,14 +29,22 @@ from shardkit.mesh import offer_cpu_devices
 from shardkit.models import transformer
 from shardkit.runtime import data as text_data
 
-_STRATEGIES: dict[str, Callable[[str], sk.Plan]] = {"data": sk.dp}
+_STRATEGIES: dict[str, Callable[[str], sk.Plan]] = {
+    "data": sk.dp,
+    "fsdp": partial(sk.fsdp, layerwise=("layers",)),
+    "zero1": sk.zero1,
+    "zero2": partial(sk.zero2, layerwise=("layers",)),
+}
 _VALIDATION_EXAMPLES = 512
 _LOG_EVERY = 10
 
 
 @dataclass(frozen=True)
 class Options:
-    """Train a transformer on bytes of text. The mesh is given as words: data=8."""
+    """Train a transformer on bytes of text. The mesh is given as words: data=8, or data=2 fsdp=4.
+
+    The axes are data, fsdp, zero1 and zero2; fsdp and zero2 work layer by layer.
+    """
 
     mesh: tyro.conf.Positional[tuple[str, ...]] = ("data=-1",)
     """Mesh axes as AXIS=SIZE; one size may be -1 (what is left). On a CPU that many devices are simulated."""

@@ -22,6 +22,7 @@ from shardkit._check import Axis, axis_names, named
 from shardkit.parallel.plan import Leaf, Placement, Plan, strategy
 
 MIN_SIZE = 1024
+Handled = Literal["loss", "entry"] | None
 Uneven = Literal["replicate", "refuse"]
 ChooseDim = Callable[[str, tuple[int, ...]], int | None]
 
@@ -98,7 +99,7 @@ def zero2(
         at = choose(leaf)
         if at is None:
             return None
-        handle = "loss" if _inside(leaf.path, layerwise) else "entry"
+        handle: Handled = "loss" if _inside(leaf.path, layerwise) else "entry"
         return Placement(at, rest=False, seen=False, update=True, handle=handle)
 
     return strategy("zero2", axis, rank=2, batch_dim=0, place=place)
@@ -145,7 +146,7 @@ def fsdp(
         at = choose(leaf)
         if at is None:
             return None
-        handle = "loss" if _inside(leaf.path, layerwise) else None
+        handle: Handled = "loss" if _inside(leaf.path, layerwise) else None
         return Placement(at, rest=True, seen=False, update=True, handle=handle)
 
     return strategy("fsdp", axis, rank=1, batch_dim=0, place=place)
