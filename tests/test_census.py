@@ -233,3 +233,25 @@ def test_a_step_that_stops_at_nonfinite_values_is_counted_too(data8):
     init, step = sk.make_train_step(loss, optax.sgd(0.1), mesh=data8, plan=sk.dp("data"), nonfinite="stop")
     state = init.abstract({"w": jnp.zeros(4)})
     assert sk.census(step, state, jnp.ones((8, 4))).count(axis="data") == 2
+
+
+def test_small_integers_groups_and_ragged_exchanges_are_counted():
+    mesh = sk.abstract_mesh(x=8)
+
+    def sent(kernel, *shapes, out=P("x")):
+        f = jax.shard_map(kernel, mesh=mesh, in_specs=(P("x"),) * len(shapes), out_specs=out)
+        (row,) = sk.census(f, *(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes)).rows
+        return row.kind, row.n, row.sent
+
+    half_bytes = sent(lambda x: lax.all_gather(x, "x", tiled=True), ((64,), jnp.int4))
+    assert half_bytes == ("all_gather", 8, 7 * 4)
+    groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    grouped = lambda x: lax.all_gather(x, "x", axis_index_groups=groups, tiled=True)  # noqa: E731
+    assert sent(grouped, ((64,), jnp.float32)) == ("all_gather", 4, 3 * 32)
+
+    def ragged(x, out, *where):
+        return lax.ragged_all_to_all(x, out, *where, axis_name="x")
+
+    index = ((64,), jnp.int32)
+    found = sent(ragged, ((64, 4), jnp.float32), ((64, 4), jnp.float32), index, index, index, index)
+    assert found == ("all_to_all", 8, Fraction(7, 8) * 8 * 4 * 4)

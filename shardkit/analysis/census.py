@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from shardkit import _compat
 from shardkit.cost import wire
@@ -32,6 +33,7 @@ KINDS = {
     "unreduced_psum": "all_reduce",
     "unreduced_reduce_scatter": "reduce_scatter",
     "all_to_all": "all_to_all",
+    "ragged_all_to_all": "all_to_all",  # counted as if a device sent all that its operand can hold
     "ppermute": "ppermute",
 }
 # Primitives that carry axis names and send nothing.
@@ -48,7 +50,7 @@ class Row:
         kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ppermute".
         primitive: jax's name for it.
         axes: the mesh axes, in order.
-        n: devices along them.
+        n: devices along them, or in a group where axis_index_groups makes some.
         count: times it runs in one call, loops included; None inside a `while`, whose length is not in the program.
         bytes_in: bytes of the operand on one device.
         bytes_out: bytes of the result on one device.
@@ -215,9 +217,11 @@ def row_of(equation: Any, count: int | None, sizes: Mapping[str, int], backward:
     params = equation.params
     named = params.get("axes") or params["axis_name"]
     axes = tuple(a for a in (named if isinstance(named, tuple) else (named,)) if isinstance(a, str))
-    n = math.prod(sizes[a] for a in axes)
+    groups = params.get("axis_index_groups")
+    n = len(groups[0]) if groups else math.prod(sizes[a] for a in axes)
     primitive = equation.primitive.name
-    size_in = sum(_size(v) for v in equation.invars)
+    operands = equation.invars[:1] if primitive == "ragged_all_to_all" else equation.invars  # the rest are its sizes
+    size_in = sum(_size(v) for v in operands)
     traffic = wire(KINDS[primitive], size_in, n, params.get("perm"))
     size_out = sum(_size(v) for v in equation.outvars)
     source = source_line(equation)
@@ -253,7 +257,14 @@ def _names_axes(params: Mapping[str, Any], sizes: Mapping[str, int]) -> bool:
 
 def _size(variable: Any) -> int:
     aval = variable.aval
-    return int(math.prod(aval.shape) * aval.dtype.itemsize)
+    return (math.prod(aval.shape) * _bits(aval.dtype) + 7) // 8
+
+
+def _bits(dtype: Any) -> int:
+    """Bits of an element on the wire: numpy counts a byte for an int4, the compilers send half of one."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return int(jnp.iinfo(dtype).bits)
+    return int(dtype.itemsize) * 8
 
 
 def _axes(axes: tuple[str, ...]) -> str:
