@@ -26,13 +26,16 @@ class Precision(NamedTuple):
     """A dtype policy. Integers and keys are never cast.
 
     Attributes:
-        param: dtype in which the state holds the parameters (the master copy), and of the optimizer's arithmetic.
+        param: dtype in which the state holds the parameters, and, without a master copy, of the optimizer's arithmetic.
         compute: dtype to which parameters and the batch's floating-point arrays are cast for the GradFn.
         reduce: dtype in which gradients are summed over devices; microbatches are always summed in float32.
         output: dtype of the metrics.
         loss_scale: None, a fixed power of two, or "dynamic": halved when a gradient is not finite, and that step
             skipped on all devices; doubled after `growth_interval` finite steps.
         growth_interval: finite steps before a dynamic scale doubles.
+        master: dtype of a second copy of the parameters, held with the optimizer state in the layout of the update, to
+            which updates are applied; None for none. With `param` and `compute` in bfloat16 it is what ZeRO's papers
+            count: 2 bytes a parameter on every device, 12 split.
     """
 
     param: Any = jnp.float32
@@ -41,6 +44,7 @@ class Precision(NamedTuple):
     output: Any = jnp.float32
     loss_scale: float | str | None = None
     growth_interval: int = 2000
+    master: Any = None
 
 
 FLOAT32 = Precision()

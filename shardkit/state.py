@@ -33,6 +33,37 @@ class TrainState(NamedTuple):
     loss_scale: LossScale | None = None
 
 
+class Master(NamedTuple):
+    """An optimizer state with a master copy of the parameters.
+
+    Attributes:
+        copy: the parameters in the master dtype, laid out as the plan's `update`.
+        inner: the optimizer's own state.
+    """
+
+    copy: Any
+    inner: Any
+
+
+def first_opt_state(optimizer: Any, policy: Precision, params: Any) -> Any:
+    """The optimizer state that a fresh TrainState holds; `params` are in the master dtype where there is one."""
+    if policy.master is None:
+        return optimizer.init(params)
+    return Master(params, optimizer.init(params))
+
+
+def advance(optimizer: Any, policy: Precision, grads: Any, opt_state: Any, params: Any, value: Any) -> tuple[Any, Any]:
+    """One update, of the master copy where there is one: the new parameters and the new optimizer state."""
+    import optax
+
+    if policy.master is None:
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=value)
+        return optax.apply_updates(params, updates), opt_state
+    updates, inner = optimizer.update(grads, opt_state.inner, opt_state.copy, value=value)
+    copy = optax.apply_updates(opt_state.copy, updates)
+    return cast_floating(copy, policy.param), Master(copy, inner)
+
+
 def make_init(optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> Callable[[Any, jax.Array], TrainState]:
     """The `init` of a train step, with `init.abstract(params)` for its shapes and layouts alone."""
 
@@ -46,10 +77,11 @@ def make_init(optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> Call
         update = map_layouts(lambda layout: layout.update, layouts)
 
         def fresh(params: Any) -> Any:  # the copies keep donated buffers apart from the parameters'
-            return jax.tree.map(jnp.copy, optimizer.init(pinned(params, update)))
+            return jax.tree.map(jnp.copy, first_opt_state(optimizer, policy, pinned(params, update)))
 
-        specs = optimizer_specs(jax.eval_shape(optimizer.init, params), params, update)
+        specs = optimizer_specs(jax.eval_shape(fresh, params), params, update)
         opt_state = jax.jit(fresh, out_shardings=shardings(mesh, specs))(params)
+        params = cast_floating(params, policy.param)
         rest = lambda key: (jnp.int32(0), jnp.copy(key), first_loss_scale(policy))  # noqa: E731
         step, key, loss_scale = jax.jit(rest, out_shardings=NamedSharding(mesh, _REPLICATED))(key)
         return TrainState(step, params, opt_state, key, loss_scale)
@@ -57,16 +89,16 @@ def make_init(optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> Call
     def abstract(params: Any) -> TrainState:
         key = jax.eval_shape(lambda: jax.random.key(0))
         params = jax.eval_shape(params, key) if callable(params) else params
-        params = jax.eval_shape(lambda p: cast_floating(p, policy.param), params)
+        params = jax.eval_shape(lambda p: cast_floating(p, policy.master or policy.param), params)
         layouts = plan.layouts(params, mesh)
-        opt_state = jax.eval_shape(optimizer.init, params)
+        opt_state = jax.eval_shape(lambda p: first_opt_state(optimizer, policy, p), params)
         specs = optimizer_specs(opt_state, params, map_layouts(lambda layout: layout.update, layouts))
         rest = map_layouts(lambda layout: layout.rest, layouts)
         scalars = jax.eval_shape(lambda: (jnp.int32(0), first_loss_scale(policy)))
         step, key, loss_scale = _described((scalars[0], key, scalars[1]), NamedSharding(mesh, _REPLICATED))
         return TrainState(
             step,
-            _described(params, shardings(mesh, rest)),
+            _described(jax.eval_shape(lambda p: cast_floating(p, policy.param), params), shardings(mesh, rest)),
             _described(opt_state, shardings(mesh, specs)),
             key,
             loss_scale,
@@ -106,14 +138,16 @@ def _place_params(params: Any, key: jax.Array, plan: Plan, mesh: Mesh, policy: P
         make = params
         shapes = jax.eval_shape(make, key)
         rest = map_layouts(lambda layout: layout.rest, plan.layouts(shapes, mesh))
-        return jax.jit(lambda k: cast_floating(make(k), policy.param), out_shardings=shardings(mesh, rest))(key)
+        return jax.jit(
+            lambda k: cast_floating(make(k), policy.master or policy.param), out_shardings=shardings(mesh, rest)
+        )(key)
 
     def strong(x: Any) -> Any:  # weakly typed leaves would compile the step twice
         return (
             jax.lax.convert_element_type(x, x.dtype) if isinstance(x, jax.Array) else jnp.asarray(x, jnp.result_type(x))
         )
 
-    params = cast_floating(jax.tree.map(strong, params), policy.param)
+    params = cast_floating(jax.tree.map(strong, params), policy.master or policy.param)
     rest = shardings(mesh, map_layouts(lambda layout: layout.rest, plan.layouts(params, mesh)))
     # device_put may hand back the caller's own buffers; the step donates the state's, so these are copies.
     return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=rest)(jax.device_put(params, rest))

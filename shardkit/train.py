@@ -18,7 +18,7 @@ from shardkit.parallel.handles import parts, with_parts
 from shardkit.parallel.plan import Plan, enter, leave, map_layouts, to_rest
 from shardkit.precision import Precision, cast_floating, next_loss_scale, precision_of
 from shardkit.rng import salt
-from shardkit.state import TrainState, make_init, optimizer_specs, shardings
+from shardkit.state import TrainState, advance, make_init, optimizer_specs, shardings
 
 _REPLICATED = PartitionSpec()
 
@@ -138,8 +138,7 @@ def make_train_step(
         opt_specs = optimizer_specs(state.opt_state, state.params, update)
         old_params = pinned(state.params, update)
         opt_state = pinned(state.opt_state, opt_specs)
-        updates, new_opt_state = optimizer.update(grads, opt_state, old_params, value=metrics["loss"])
-        params = optax.apply_updates(old_params, updates)
+        params, new_opt_state = advance(optimizer, policy, grads, opt_state, old_params, metrics["loss"])
         loss_scale = state.loss_scale
         if guarded:
             finite = metrics["finite"]

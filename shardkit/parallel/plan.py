@@ -238,6 +238,8 @@ def _handled(layout: Layout, x: jax.Array, batch_axes: tuple[str, ...], compute:
             scatters.append((dim - x.ndim, here))
             size = part.shape[dim] // axis_size(here)
             part = lax.dynamic_slice_in_dim(part, axis_index(here) * size, size, dim)
+    if scatters:  # its value is never used, and its gradient is a sum
+        part = cast(part, reduce)
     whole = vary(x if gathers else cast(x, compute), batch_axes) if scatters else None
     return Handle(vary(part, batch_axes), whole, tuple(gathers), tuple(scatters), compute, reduce, layout.entry)
 
