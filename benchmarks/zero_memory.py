@@ -2,7 +2,7 @@
 
     python -m benchmarks.zero_memory
 
-A stack of 16 feed-forward layers, 268 million parameters, Adam, bfloat16 compute and reductions (`--reduce float32`
+A stack of 8 feed-forward layers, 268 million parameters, Adam, bfloat16 compute and reductions (`--reduce float32`
 sums in float32), layers recomputed in the backward pass. DP, ZeRO-1 and ZeRO-2 hold bfloat16 parameters on every device
 and a float32 master copy with the optimizer state; ZeRO-3 holds the master copy alone, in parts, and gathers in
 bfloat16. Theory, in bytes a parameter over n devices: 14, 2 + 12/n, 2 + 12/n, 12/n (Rajbhandari et al., ZeRO, SC 2020,
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ import optax
 
 import shardkit as sk
 
-LAYERS, WIDTH, HIDDEN, TOKENS = 16, 2048, 4096, 512
+LAYERS, WIDTH, HIDDEN, TOKENS = 8, 2048, 8192, 512
 WITH_MASTER = sk.Precision(param=jnp.bfloat16, compute=jnp.bfloat16, master=jnp.float32)
 IN_PARTS = sk.Precision(compute=jnp.bfloat16)
 ROWS: dict[str, tuple[sk.Plan, sk.Precision, float]] = {
@@ -30,29 +30,33 @@ ROWS: dict[str, tuple[sk.Plan, sk.Precision, float]] = {
     "ZeRO-1": (sk.zero1("d"), WITH_MASTER, 2 + 12 / 8),
     "ZeRO-2": (sk.zero2("d", layerwise=("layers",)), WITH_MASTER, 2 + 12 / 8),
     "ZeRO-3": (sk.fsdp("d", layerwise=("layers",)), IN_PARTS, 12 / 8),
+    "ZeRO-3, prefetch": (sk.fsdp("d", layerwise=("layers",)), IN_PARTS, 12 / 8),
 }
 
 
-def loss_fn(params: Any, batch: Any, keys: Any) -> sk.Mean:
+def loss_fn(prefetch: bool) -> Callable[[Any, Any, Any], sk.Mean]:
     """A stack of residual feed-forward layers."""
 
-    def layer(x_bTD: jax.Array, w: Any) -> tuple[jax.Array, None]:
+    def layer(w: Any, x_bTD: jax.Array) -> jax.Array:
         h_bTF = jax.nn.gelu(jnp.einsum("bTD,DF->bTF", x_bTD, w["up"]))
-        return x_bTD + jnp.einsum("bTF,FD->bTD", h_bTF, w["down"]), None
+        return x_bTD + jnp.einsum("bTF,FD->bTD", h_bTF, w["down"])
 
-    once = sk.gathered(layer)
-    recomputed = jax.checkpoint(once, policy=jax.checkpoint_policies.nothing_saveable)
-    x_bTD, _ = jax.lax.scan(recomputed, batch, params["layers"])
-    return sk.Mean.of(x_bTD.astype(jnp.float32) ** 2)
+    def loss(params: Any, batch: Any, keys: Any) -> sk.Mean:
+        x_bTD = sk.scan_layers(layer, params["layers"], batch, prefetch=prefetch, remat="full")
+        return sk.Mean.of(x_bTD.astype(jnp.float32) ** 2)
+
+    return loss
 
 
-def report(name: str, accumulate: int = 1, reduce: str = "bfloat16") -> tuple[Any, int]:
+def report(
+    name: str, accumulate: int = 1, reduce: str = "bfloat16", tokens: int = TOKENS, topology: str = "v5e:2x4"
+) -> tuple[Any, int]:
     """The compiled step of a row, and its number of parameters."""
     plan, precision, _ = ROWS[name]
     shapes = {"up": (LAYERS, WIDTH, HIDDEN), "down": (LAYERS, HIDDEN, WIDTH)}
     params = {"layers": {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, shape in shapes.items()}}
     init, step = sk.make_train_step(
-        sk.value_and_grad(loss_fn),
+        sk.value_and_grad(loss_fn("prefetch" in name)),
         optax.adam(1e-4),
         mesh=sk.abstract_mesh(d=8),
         plan=plan,
@@ -60,8 +64,8 @@ def report(name: str, accumulate: int = 1, reduce: str = "bfloat16") -> tuple[An
         accumulate=accumulate,
     )
     state = init.abstract(params)
-    batch = jax.ShapeDtypeStruct((8 * accumulate, TOKENS, WIDTH), jnp.bfloat16)
-    return sk.aot.compile(step, (state, batch), topology="v5e:2x4"), sum(x.size for x in jax.tree.leaves(params))
+    batch = jax.ShapeDtypeStruct((8 * accumulate, tokens, WIDTH), jnp.bfloat16)
+    return sk.aot.compile(step, (state, batch), topology=topology), sum(x.size for x in jax.tree.leaves(params))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -70,20 +74,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", choices=ROWS)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--reduce", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="on each device, in a microbatch")
+    parser.add_argument("--topology", default="v5e:2x4")
     parser.add_argument("--json", help="where to append records")
     options = parser.parse_args(argv)
-    print("|  | held (theory) | temp | gathered and reduced, synchronous | exposed | compiled in |")
-    print("|---|---|---|---|---|---|")
+    print("|  | held (theory) | temp | synchronous on the wire | synchronous gathers, whole | exposed | compiled in |")
+    print("|---|---|---|---|---|---|---|")
     for name in [options.only] if options.only else ROWS:
-        made, parameters = report(name, options.accumulate, options.reduce)
-        held = made.memory.held - options.accumulate * TOKENS * WIDTH * 2
+        made, parameters = report(name, options.accumulate, options.reduce, options.tokens, options.topology)
+        held = made.memory.held - options.accumulate * options.tokens * WIDTH * 2
         alone = sum(r.total for r in made.rows if not r.asynchronous)
+        gathers = sum(r.bytes_out * r.times for r in made.select(kind="all_gather") if not r.asynchronous)
         wire = f"{float(alone) / 2**20:,.0f} of {float(made.sent()) / 2**20:,.0f} MiB"
-        print(
-            f"| {name} | {held / parameters:.3f} ({ROWS[name][2]:g}) | {made.memory.temp / parameters:.3f} | {wire} "
-            f"| {1e3 * made.exposed_seconds:.2f} ms | {made.compile_seconds:.0f} s |",
-            flush=True,
-        )
+        sizes = f"{held / parameters:.3f} ({ROWS[name][2]:g}) | {made.memory.temp / parameters:.3f}"
+        late = f"{wire} | {gathers / 1e6:,.0f} MB | {1e3 * made.exposed_seconds:.2f} ms"
+        print(f"| {name} | {sizes} | {late} | {made.compile_seconds:.0f} s |", flush=True)
         if options.json:
             with open(options.json, "a") as out:
                 record = {"benchmark": "zero_memory", "row": name, "parameters": parameters}

@@ -34,7 +34,7 @@ from shardkit.collectives import (
 from shardkit.config import DistributedConfig
 from shardkit.layout import bytes_per_device, describe, global_shape, local_shape, shard, specs_from_rules
 from shardkit.mesh import abstract_mesh, make_hybrid_mesh, make_mesh, simulate_devices
-from shardkit.parallel import GradFn, Mean, Plan, chain, dp, fsdp, gathered, value_and_grad, zero1, zero2
+from shardkit.parallel import GradFn, Mean, Plan, chain, dp, fsdp, gathered, scan_layers, value_and_grad, zero1, zero2
 from shardkit.precision import Precision
 from shardkit.rng import dropout, example_keys, fold_axes, fold_axis, fold_keys
 from shardkit.train import NonFiniteError, TrainState, TrainStep, make_eval_step, make_train_step, step_key
@@ -82,6 +82,7 @@ __all__ = [
     "reduce_scatter",
     "ring",
     "scan",
+    "scan_layers",
     "shard",
     "shift",
     "simulate_devices",

@@ -410,4 +410,7 @@ def test_held_bytes_are_those_of_the_paper_on_a_tpu(name):  # proves S65, S68, S
     held = report.memory.held - zero_memory.TOKENS * zero_memory.WIDTH * 2
     assert abs(held / parameters / zero_memory.ROWS[name][2] - 1) < 0.01
     assert report.memory.alias >= 0.999 * held  # the whole state is donated
-    assert report.memory.temp / parameters < {"DP": 3.0, "ZeRO-1": 4.14, "ZeRO-2": 2.45, "ZeRO-3": 0.95}[name]
+    assert (
+        report.memory.temp / parameters
+        < {"DP": 3.0, "ZeRO-1": 4.14, "ZeRO-2": 2.45, "ZeRO-3": 0.95, "ZeRO-3, prefetch": 1.2}[name]
+    )

@@ -48,6 +48,10 @@ class Handle:
     def tree_unflatten(cls, static: Any, children: tuple[Any, Any]) -> Handle:
         return cls(*children, *static)
 
+    def replaced(self, **fields: Any) -> Handle:
+        """The same handle with other fields."""
+        return Handle(**{name: getattr(self, name) for name in _FIELDS} | fields)
+
     def __repr__(self) -> str:
         axes = [axis for _, axes in (*self.gathers, *self.scatters) for axis in axes]
         return f"Handle({getattr(self.part, 'shape', '?')} over {quoted(axes)})"
@@ -66,6 +70,9 @@ class Handle:
             f"a leaf that is sharded over {quoted(axes)} was used before it was gathered. Wrap the function that uses "
             "it in gathered(...), or run the stack with scan_layers."
         )
+
+
+_FIELDS = ("part", "whole", "gathers", "scatters", "compute", "reduce", "entry")
 
 
 def is_handle(x: Any) -> bool:
@@ -89,7 +96,7 @@ def with_parts(tree: Any, leaves: Any) -> Any:
     def one(x: Any, part: Any) -> Any:
         if not is_handle(x):
             return part
-        x = Handle(part, x.whole, x.gathers, x.scatters, x.compute, x.reduce, x.entry)
+        x = x.replaced(part=part)
         return _open(x) if x.entry else x
 
     return jax.tree.map(one, tree, leaves, is_leaf=is_handle)
@@ -159,7 +166,7 @@ def _gathered_forward(gathers: Splits, compute: Any, reduce: Any, part: jax.Arra
 
 
 def _gathered_backward(gathers: Splits, compute: Any, reduce: Any, like: jax.Array, grad: jax.Array) -> tuple[Any]:
-    return (_to_parts(grad, gathers, reduce).astype(like.dtype),)
+    return (to_parts(grad, gathers, reduce).astype(like.dtype),)
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
@@ -176,13 +183,14 @@ def _scattered_forward(scatters: Splits, reduce: Any, whole: jax.Array, part: ja
 
 
 def _scattered_backward(scatters: Splits, reduce: Any, like: jax.Array, grad: jax.Array) -> tuple[None, Any]:
-    return None, _to_parts(grad, scatters, reduce).astype(like.dtype)
+    return None, to_parts(grad, scatters, reduce).astype(like.dtype)
 
 
 _scattered.defvjp(_scattered_forward, _scattered_backward)
 
 
-def _to_parts(grad: jax.Array, splits: Splits, dtype: Any) -> jax.Array:
+def to_parts(grad: jax.Array, splits: Splits, dtype: Any) -> jax.Array:
+    """A whole gradient summed and scattered, dim by dim, in a dtype."""
     grad = grad.astype(dtype)
     for dim, axes in splits:
         grad = reduce_scatter(grad, axes, dim=grad.ndim + dim)
