@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -88,7 +89,10 @@ def test_interrupting_ends_with_a_summary(corpus):
     ("words", "message"),
     [
         (["data8"], "error: train: the mesh is given as words AXIS=SIZE; got 'data8'. Write for example data=8."),
-        (["dta=8"], "error: train: the axis must be one of 'data'; got 'dta'. Use one of them."),
+        (
+            ["dta=8"],
+            "error: train: the axis must be one of 'data', 'fsdp', 'zero1', 'zero2'; got 'dta'. Use one of them.",
+        ),
         (
             ["data=2", "data=4"],
             "error: train: axis 'data' is given twice in 'data=2 data=4'. Give each axis one size.",
@@ -138,3 +142,17 @@ def test_a_short_soak_passes():
 def test_the_soak_can_fail():
     result = run_once(Options(steps=5, devices=2, timeout=0.5))
     assert result == "hung: no end after 0.5 s"
+
+
+@pytest.mark.parametrize("words", [["data=2", "fsdp=4"], ["zero1=8"], ["zero2=4", "data=2"]])
+def test_sharded_state_trains_to_one_devices_numbers_and_says_what_it_holds(words, corpus, tmp_path):  # proves S67
+    out = tmp_path / "run.json"
+    done = run("train", *words, "--data", corpus, "--steps", 4, "--verify", 2, "--json", out, *SMALL)
+    results = json.loads(out.read_text())
+    assert results["verify_loss_difference"] < 1e-5 and results["verify_parameter_difference"] < 1e-4
+    held, whole = re.search(
+        r"([\d,]+) bytes of state on each device \(data parallelism: ([\d,]+)\)", done.stdout
+    ).groups()
+    held, whole = int(held.replace(",", "")), int(whole.replace(",", ""))
+    assert held == results["held_bytes_per_device"]
+    assert held < (0.35 if "fsdp=4" in words else 0.6) * whole

@@ -127,7 +127,10 @@ def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     console.print(sk.describe(mesh))
     if mesh.devices.flat[0].platform == "cpu":
         console.print("[dim]CPU devices share this machine's cores: the numbers are real, the speed is not.[/dim]")
-    console.print(f"plan: {plan}; {size:,} parameters; {sk.bytes_per_device(state):,} bytes of state on each device")
+    held = sk.bytes_per_device(state)
+    whole = sum(x.nbytes for x in jax.tree.leaves(state) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))
+    beside = f" (data parallelism: {whole:,})" if held < 0.99 * whole else ""
+    console.print(f"plan: {plan}; {size:,} parameters; {held:,} bytes of state on each device{beside}")
     console.print(f"text: {text.source}, {text.train.size:,} bytes to train on, {text.validation.size:,} held out")
 
     differences = None
