@@ -111,20 +111,25 @@ def shard(tree: Any, mesh: Mesh, specs: Any) -> Any:
     return jax.tree_util.tree_map_with_path(place, tree, broadcast_specs(specs, tree))
 
 
-def describe(thing: Any) -> str:
-    """A readable account of a mesh (which device stands where) or of a pytree (what each device holds).
+def describe(thing: Any, *args: Any) -> str:
+    """A readable account of a mesh (which device stands where), a pytree (what each device holds) or a plan.
+
+    `describe(plan, params, mesh)` has a line for each leaf: its layouts, the bytes a device holds of it, and why; the
+    mesh can be left out where the parameters are laid out on one.
 
     For a pytree: a line for each leaf with global shape, dtype, spec, the shape one device holds, how many devices
     hold a piece and the bytes of one piece; then the bytes one device holds in all.
     """
     if isinstance(thing, Mesh):
         return _mesh.draw(thing)
+    if hasattr(thing, "describe"):
+        return str(thing.describe(*args))
     rows = [("leaf", "global", "dtype", "spec", "local", "devices", "bytes/device")]
     leaves = jax.tree_util.tree_flatten_with_path(thing)[0]
     for path, x in leaves:
         sharding = getattr(x, "sharding", None)
         spec = getattr(sharding, "spec", None)
-        devices = len(sharding.device_set) if sharding is not None else 0
+        devices = sharding.num_devices if sharding is not None else 0
         rows.append(
             (
                 path_name(path),

@@ -124,6 +124,38 @@ def test_bad_plans_are_refused(make, kind, message):
     assert str(error.value) == message
 
 
+def test_a_plan_describes_every_leaf_and_says_why():  # proves S65, S68
+    plan = sk.chain(sk.dp("r"), sk.fsdp("d", min_size=200, layerwise=("layers",)))
+    text = sk.describe(plan, TREE, sk.abstract_mesh(r=2, d=4))
+    assert text.splitlines() == [
+        "leaf         shape        at rest            bytes/device  update             bytes/device  why",
+        "bias         [48]         whole              192           whole              192           "
+        "fsdp('d'): 48 elements, fewer than min_size=200",
+        "head         [16, 48]     (None, 'd')        768           (None, 'd')        768           "
+        "fsdp('d') splits dim 1",
+        "layers.gain  [4, 16]      whole              256           whole              256           "
+        "fsdp('d'): 64 elements, fewer than min_size=200",
+        "layers.odd   [4, 5, 3]    whole              240           whole              240           "
+        "fsdp('d'): 60 elements, fewer than min_size=200",
+        "layers.up    [4, 16, 32]  (None, None, 'd')  2,048         (None, None, 'd')  2,048         "
+        "fsdp('d') splits dim 2, opened by the loss",
+        "scale        []           whole              4             whole              4             "
+        "fsdp('d'): 1 elements, fewer than min_size=200",
+        "fsdp('d') + dp('r'): a device holds 3,508 bytes at rest, and 3,508 of each copy that the update keeps",
+    ]
+    odd = sk.describe(sk.zero2("d", min_size=1, layerwise=("layers",)), TREE, sk.abstract_mesh(d=4)).splitlines()
+    assert odd[4].endswith("zero2('d'): no dim but the layer divides by 4")
+    assert odd[1].endswith("zero2('d') splits dim 0, opened before the loss")
+    state = built(sk.zero1("d", min_size=1))[1]
+    assert "zero1('d') splits dim" in sk.describe(sk.zero1("d", min_size=1), state.params)
+    assert "4" in sk.describe(state.params).splitlines()[1]  # a state without devices has a description too
+    with pytest.raises(ValueError) as error:
+        sk.describe(sk.zero1("d"), TREE)
+    assert str(error.value) == (
+        "describe: the layouts of a plan depend on a mesh, and no leaf has one. Call describe(plan, params, mesh)."
+    )
+
+
 # ---- handles
 
 

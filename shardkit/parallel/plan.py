@@ -8,7 +8,7 @@ nothing else, so a new strategy is a new file with a placement rule, and no new 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -75,14 +75,15 @@ class Strategy(NamedTuple):
         rank: its order on a dim that several strategies split, major first: 0 inside the layer (tp, pp, ep), 1 fsdp,
             2 zero; 3 for those that split no leaf.
         batch_dim: the dim of the batch that it splits, or None.
-        place: the placement rule; None keeps every leaf whole.
+        place: the placement rule, which may also say in a few words why it leaves a leaf whole; None keeps every leaf
+            whole.
     """
 
     name: str
     axes: tuple[str, ...]
     rank: int
     batch_dim: int | None
-    place: Callable[[Leaf], Placement | None] | None = None
+    place: Callable[[Leaf], Placement | str | None] | None = None
 
 
 class Plan(NamedTuple):
@@ -123,15 +124,31 @@ class Plan(NamedTuple):
         self.check(mesh)
         return jax.tree_util.tree_map_with_path(lambda path, x: self._layout(path_name(path), x, mesh), params)
 
+    def placed(self, path: str, x: Any, mesh: Mesh) -> Iterator[tuple[Strategy, Placement | str]]:
+        """What each strategy that splits leaves says of one: where it splits it, or why it does not."""
+        left = tuple(jnp.shape(x))
+        for s in self.strategies:
+            if s.place is None:
+                continue
+            ways = math.prod(mesh.shape[axis] for axis in s.axes)
+            place = s.place(Leaf(path, left, jnp.result_type(x), ways)) or "left whole"
+            yield s, place
+            if not isinstance(place, str):
+                left = local_shape(left, PartitionSpec(*([None] * place.dim), s.axes), mesh)
+
+    def describe(self, params: Any, mesh: Mesh | None = None) -> str:
+        """A line for each leaf: its layouts, the bytes a device holds of it, and why; `sk.describe(plan, params)`."""
+        from shardkit.parallel.describe import describe_plan
+
+        return describe_plan(self, params, mesh)
+
     def _layout(self, path: str, x: Any, mesh: Mesh) -> Layout:
         shape = tuple(jnp.shape(x))
         kinds = ("rest", "seen", "update", "grad", "opens")
         entries: dict[str, list[tuple[str, ...]]] = {name: [()] * len(shape) for name in kinds}
-        left, handles = shape, set()
-        for s in self.strategies:
-            ways = math.prod(mesh.shape[axis] for axis in s.axes)
-            place = s.place(Leaf(path, left, jnp.result_type(x), ways)) if s.place else None
-            if place is None:
+        handles = set()
+        for s, place in self.placed(path, x, mesh):
+            if isinstance(place, str):
                 continue
             handles |= {place.handle} - {None}
             used = {name: getattr(place, name) for name in Layout._fields[:3]}
@@ -139,7 +156,6 @@ class Plan(NamedTuple):
             for name in kinds:
                 if used[name]:
                     entries[name][place.dim] += s.axes
-            left = local_shape(left, PartitionSpec(*([None] * place.dim), s.axes), mesh)
         # What is scattered first must be what the update splits first; other strategies on the dim join the handle.
         for dim, (grad, update) in enumerate(zip(entries["grad"], entries["update"], strict=True)):
             entries["grad"][dim] = update[: max((update.index(axis) + 1 for axis in grad), default=0)]
@@ -165,7 +181,7 @@ def strategy(
     *,
     rank: int = 3,
     batch_dim: int | None = None,
-    place: Callable[[Leaf], Placement | None] | None = None,
+    place: Callable[[Leaf], Placement | str | None] | None = None,
 ) -> Plan:
     """A plan of one strategy; the fields are those of `Strategy`."""
     axes = axis_names(name, axis)

@@ -15,6 +15,7 @@ Source: Rajbhandari et al., ZeRO (SC 2020); Zhao et al., PyTorch FSDP (VLDB 2023
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -52,9 +53,9 @@ def zero1(axis: Axis, *, min_size: int = MIN_SIZE, dim: ChooseDim | None = None,
     """
     choose = _chooser("zero1", axis, min_size, dim, uneven, ())
 
-    def place(leaf: Leaf) -> Placement | None:
+    def place(leaf: Leaf) -> Placement | str:
         at = choose(leaf)
-        return None if at is None else Placement(at, rest=False, seen=False, update=True)
+        return at if isinstance(at, str) else Placement(at, rest=False, seen=False, update=True)
 
     return strategy("zero1", axis, rank=2, batch_dim=0, place=place)
 
@@ -95,10 +96,10 @@ def zero2(
     """
     choose = _chooser("zero2", axis, min_size, dim, uneven, layerwise)
 
-    def place(leaf: Leaf) -> Placement | None:
+    def place(leaf: Leaf) -> Placement | str:
         at = choose(leaf)
-        if at is None:
-            return None
+        if isinstance(at, str):
+            return at
         handle: Handled = "loss" if _inside(leaf.path, layerwise) else "entry"
         return Placement(at, rest=False, seen=False, update=True, handle=handle)
 
@@ -142,10 +143,10 @@ def fsdp(
     """
     choose = _chooser("fsdp", axis, min_size, dim, uneven, layerwise)
 
-    def place(leaf: Leaf) -> Placement | None:
+    def place(leaf: Leaf) -> Placement | str:
         at = choose(leaf)
-        if at is None:
-            return None
+        if isinstance(at, str):
+            return at
         handle: Handled = "loss" if _inside(leaf.path, layerwise) else None
         return Placement(at, rest=True, seen=False, update=True, handle=handle)
 
@@ -154,8 +155,8 @@ def fsdp(
 
 def _chooser(
     name: str, axis: Axis, min_size: int, dim: ChooseDim | None, uneven: str, layerwise: tuple[str, ...]
-) -> Callable[[Leaf], int | None]:
-    """Which dim of a leaf is split, None for none."""
+) -> Callable[[Leaf], int | str]:
+    """Which dim of a leaf is split, or why none."""
     axes = axis_names(name, axis)
     if uneven not in ("replicate", "refuse"):
         raise ValueError(f"{name}: uneven must be 'replicate' or 'refuse'; got {uneven!r}. Choose one of them.")
@@ -164,17 +165,17 @@ def _chooser(
             f"{name}: layerwise must be a tuple of names; got {layerwise!r}. Write layerwise=({layerwise!r},)."
         )
 
-    def choose(leaf: Leaf) -> int | None:
-        size = 1
-        for n in leaf.shape:
-            size *= n
+    def choose(leaf: Leaf) -> int | str:
+        size = math.prod(leaf.shape)
         first = 1 if _inside(leaf.path, layerwise) else 0  # the dim that scan takes off
-        if leaf.ways == 1 or size < min_size or len(leaf.shape) <= first:
-            return None
+        if leaf.ways == 1:
+            return "the axis has one device"
+        if size < min_size:
+            return f"{size:,} elements, fewer than min_size={min_size:,}"
         fits = [d for d in range(first, len(leaf.shape)) if leaf.shape[d] and leaf.shape[d] % leaf.ways == 0]
         at = dim(leaf.path, leaf.shape) if dim else max(fits, key=lambda d: leaf.shape[d], default=None)
         if dim and at is None:
-            return None
+            return "no dim was chosen"
         if at is None or at not in fits:
             if dim or uneven == "refuse":
                 what = f"dim {at}" if dim else "one dim"
@@ -183,7 +184,7 @@ def _chooser(
                     f"{leaf.shape} over {leaf.ways} devices. Pad the leaf, choose another dim, or pass "
                     "uneven='replicate'."
                 )
-            return None
+            return f"no dim{' but the layer' if first else ''} divides by {leaf.ways}"
         return at
 
     return choose

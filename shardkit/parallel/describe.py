@@ -1,0 +1,68 @@
+"""A plan, leaf by leaf, for people."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardkit.layout import local_shape, path_name
+from shardkit.parallel.plan import Placement, Plan, Strategy
+
+_TRAVELS = {
+    None: "",
+    "loss": ", opened by the loss",
+    "entry": ", opened before the loss",
+}
+
+
+def describe_plan(plan: Plan, params: Any, mesh: Mesh | None) -> str:
+    """A line for each leaf: shape, layout at rest and of the update, bytes one device holds of each, and why.
+
+    Raises:
+        ValueError: no mesh is given and no leaf has one.
+    """
+    mesh = mesh or _mesh_of(params)
+    layouts = plan.layouts(params, mesh)
+    rows = [("leaf", "shape", "at rest", "bytes/device", "update", "bytes/device", "why")]
+    held = updated = 0
+    for (path, x), layout in zip(
+        jax.tree_util.tree_flatten_with_path(params)[0], jax.tree.leaves(layouts, is_leaf=_is_layout), strict=True
+    ):
+        name, shape = path_name(path), tuple(jnp.shape(x))
+        sizes = [_bytes(shape, spec, mesh, x) for spec in (layout.rest, layout.update)]
+        why = "; ".join(_reason(s, place) for s, place in plan.placed(name, x, mesh)) or "no strategy splits leaves"
+        held, updated = held + sizes[0], updated + sizes[1]
+        specs = [str(tuple(spec)) if tuple(spec) else "whole" for spec in (layout.rest, layout.update)]
+        rows.append((name, str(list(shape)), specs[0], f"{sizes[0]:,}", specs[1], f"{sizes[1]:,}", why))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.append(f"{plan}: a device holds {held:,} bytes at rest, and {updated:,} of each copy that the update keeps")
+    return "\n".join(lines)
+
+
+def _is_layout(x: Any) -> bool:
+    return hasattr(x, "rest")
+
+
+def _reason(s: Strategy, place: Placement | str) -> str:
+    if isinstance(place, str):
+        return f"{s.name}: {place}"
+    return f"{s.name} splits dim {place.dim}{_TRAVELS[place.handle]}"
+
+
+def _bytes(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh, x: Any) -> int:
+    return math.prod(local_shape(shape, spec, mesh)) * jnp.result_type(x).itemsize
+
+
+def _mesh_of(params: Any) -> Any:
+    for leaf in jax.tree.leaves(params):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            return sharding.mesh
+    raise ValueError(
+        "describe: the layouts of a plan depend on a mesh, and no leaf has one. Call describe(plan, params, mesh)."
+    )
