@@ -72,6 +72,14 @@ class Handle:
         )
 
 
+def _refuse(handle: Handle, *_: Any) -> Any:
+    raise handle._unopened()
+
+
+for _name in ("add", "sub", "mul", "matmul", "truediv", "pow", "neg", "getitem", "len", "iter", "float"):
+    setattr(Handle, f"__{_name}__", _refuse)
+    setattr(Handle, f"__r{_name}__", _refuse)
+
 _FIELDS = ("part", "whole", "gathers", "scatters", "compute", "reduce", "entry")
 
 
