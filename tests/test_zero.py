@@ -271,7 +271,7 @@ def stacked_by_scans(jaxpr):
     """Shapes of what the scans of a program, at any depth, stack up for later."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "scan":
-            yield from (v.aval.shape for v in equation.outvars[equation.params["num_carry"] :])
+            yield from (v.aval.shape for v in equation.outvars[_compat.scan_parts(equation)[1] :])
         for _, inner in _compat.inner_jaxprs(equation):
             yield from stacked_by_scans(inner)
 
