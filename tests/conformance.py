@@ -75,6 +75,11 @@ PLANS = [
             sk.fsdp("fsdp", min_size=1, layerwise=("layers",)),
         ),
     ),
+    PlanRow(
+        "two fsdp, one layerwise",
+        {"a": 2, "b": 2},
+        lambda: sk.chain(sk.fsdp("a", min_size=1), sk.fsdp("b", min_size=1, layerwise=("layers",))),
+    ),
     PlanRow("toy tp x dp", {"data": 2, "model": 2}, lambda: sk.chain(toy_tp("model"), sk.dp("data")), "model"),
     PlanRow(
         "toy tp x fsdp x zero1",

@@ -156,9 +156,11 @@ class Plan(NamedTuple):
             for name in kinds:
                 if used[name]:
                     entries[name][place.dim] += s.axes
-        # What is scattered first must be what the update splits first; other strategies on the dim join the handle.
+        # A dim is scattered, and gathered, in the order in which it is split: its other strategies join the handle.
         for dim, (grad, update) in enumerate(zip(entries["grad"], entries["update"], strict=True)):
             entries["grad"][dim] = update[: max((update.index(axis) + 1 for axis in grad), default=0)]
+            if entries["opens"][dim]:
+                entries["opens"][dim] = tuple(a for a in entries["rest"][dim] if a not in entries["seen"][dim])
         specs = {name: canonical(PartitionSpec(*axes)) for name, axes in entries.items()}
         if not handles:
             return Layout(specs["rest"], specs["seen"], specs["update"])
