@@ -141,11 +141,14 @@ def describe(thing: Any, *args: Any) -> str:
                 f"{_shard_bytes(x):,}",
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     count = f"{len(leaves)} {'leaf' if len(leaves) == 1 else 'leaves'}"
-    lines.append(f"{count}, {bytes_per_device(thing):,} bytes on each device")
-    return "\n".join(line.rstrip() for line in lines)
+    return f"{table(rows)}\n{count}, {bytes_per_device(thing):,} bytes on each device"
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Rows of cells under each other, each column as wide as its widest cell."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def bytes_per_device(tree: Any) -> int:

@@ -190,6 +190,18 @@ def test_a_program_that_the_gpu_compiler_lets_through_is_held_to_the_chips_memor
     report = aot.report_of(module, answer, topology="h100:1x1x8", mesh={"tp": 8}, census=census, lowering_seconds=0.0)
     assert not report.fits and report.needed == 85 * 10**9
     assert "fits: NO, 79.16 GiB of 79.11 GiB a device" in str(report)
+    step, args = PROGRAMS["partitioner"]()  # what the compiler changed is told all the same
+    answer, module = load("partitioner-h100_1x1x8-jax0.10.json.gz")
+    answer["memory"]["compiler_peak"] = 85 * 10**9
+    added = aot.report_of(
+        module,
+        answer,
+        topology="h100:1x1x8",
+        mesh={"a": 2, "b": 2, "c": 2},
+        census=sk.census(step, *args),
+        lowering_seconds=0.0,
+    )
+    assert len(json.loads(added.to_json())["derived"]["differences"]) == len(added.differences()) == 2
 
 
 # ---- a state without arrays

@@ -17,8 +17,7 @@ from recorded.programs import PROGRAMS, abstract_mesh
 from recorded.record import HERE, load
 
 import shardkit as sk
-from shardkit.analysis import aot, hlo
-from shardkit.analysis.account import compiled
+from shardkit.analysis import aot, compiled, hlo
 from shardkit.analysis.census import census_of, mesh_sizes
 from shardkit.analysis.compiled import Clock, compiled_rows, total_work
 from shardkit.analysis.report import Report

@@ -1,6 +1,7 @@
 """Instruments: what a program communicates, read from the program itself."""
 
 from shardkit.analysis import aot, planner
+from shardkit.analysis.account import Compiled, compiled
 from shardkit.analysis.census import Census, Row, census
 from shardkit.analysis.contract import Collective, collective, expects
 from shardkit.analysis.explain import Explanation, Reason, explain
@@ -14,6 +15,7 @@ __all__ = [
     "RULES",
     "Census",
     "Collective",
+    "Compiled",
     "Explanation",
     "Finding",
     "Profile",
@@ -24,6 +26,7 @@ __all__ = [
     "aot",
     "census",
     "collective",
+    "compiled",
     "expects",
     "explain",
     "lint",

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-import jax
-
 from shardkit._check import quoted
 from shardkit.analysis import hlo
 from shardkit.analysis.census import KINDS, Census, Row, census_of, mesh_sizes
 from shardkit.analysis.compiled import CompiledRow, compiled_rows
+from shardkit.analysis.runs import traceable
 
 
 class Compiled(NamedTuple):
@@ -42,7 +41,7 @@ def compiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Compiled:
     Returns:
         Compiled: the collectives as written, as compiled, and the differences. Nothing is run.
     """
-    traced = (fn if hasattr(fn, "trace") else jax.jit(fn)).trace(*args, **kwargs)
+    traced = traceable(fn).trace(*args, **kwargs)
     module = traced.lower().compile().runtime_executable().hlo_modules()[0]
     sizes = mesh_sizes(traced.jaxpr.jaxpr, (args, kwargs))
     rows = compiled_rows(hlo.read(module.as_serialized_hlo_module_proto()), sizes)

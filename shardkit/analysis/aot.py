@@ -27,9 +27,10 @@ import jax
 from shardkit import _compat
 from shardkit._check import quoted, sized
 from shardkit.analysis import hlo
-from shardkit.analysis.census import Census, census_of, mesh_sizes
+from shardkit.analysis.census import census_of, mesh_sizes
 from shardkit.analysis.compiled import compiled_rows, total_work
 from shardkit.analysis.report import Memory, Report
+from shardkit.analysis.runs import traceable
 from shardkit.analysis.wires import clock_of
 from shardkit.cost import Chip, chips
 
@@ -204,7 +205,7 @@ def _checked(options: Any) -> dict[str, Any]:
 
 def _traced(step: Any, args: Sequence[Any]) -> Any:
     try:
-        return (step if hasattr(step, "trace") else jax.jit(step)).trace(*args)
+        return traceable(step).trace(*args)
     except Exception as error:
         raise _untraceable("traced with these arguments", error) from error
 
@@ -310,6 +311,3 @@ def _too_small(where: Topology, sizes: Mapping[str, int], devices: int) -> Value
         f"aot.compile: topology {str(where)!r} has {devices} devices, fewer than the {math.prod(sizes.values())} of "
         f"the mesh {sized(sizes.items())}. Choose a larger topology or a smaller mesh."
     )
-
-
-__all__ = ["Census", "Report", "Topology", "compile", "parse_topology", "report_of"]

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from shardkit import _compat
 from shardkit.cost import wire
+from shardkit.layout import table
 
 # jax's primitives, under the names that shardkit gives the operations
 KINDS = {
@@ -130,8 +131,7 @@ class Census:
             pass_ = "backward" if r.backward else "forward"
             sizes = (f"{r.bytes_in:,}", f"{r.bytes_out:,}", _bytes(r.total))
             lines.append((r.kind, f"{_axes(r.axes)}={r.n}", times, *sizes, pass_, where))
-        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-        text = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+        text = [table(lines)]
         axes = sorted({axis for r in self.rows for axis in r.axes})
         text += [f"over {axis}: {self.count(axis=axis)} collectives, {_bytes(self.sent(axis=axis))}" for axis in axes]
         text.append(f"in all: {self.count()} collectives, {_bytes(self.sent())} sent by each device")

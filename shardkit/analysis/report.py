@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -14,6 +14,7 @@ from shardkit.analysis.account import account
 from shardkit.analysis.census import Census, Row
 from shardkit.analysis.compiled import CompiledRow
 from shardkit.analysis.work import NO_WORK, Work
+from shardkit.layout import table
 
 # A refused program leaves nothing but its message; these are the two forms that it has.
 _REQUIRED = (r"\(([\d.]+)([KMGT]?)\) exceeds available", r"[Uu]sed ([\d.]+)([KMGT]?) of")
@@ -135,7 +136,7 @@ class Report:
         derived = {
             "needed": self.needed,
             "available": self.available,
-            "differences": self.differences() if self.fits else [],
+            "differences": self.differences(),
         }
         derived |= {"wire_seconds": self.wire_seconds, "exposed_seconds": self.exposed_seconds}
         if self.memory:
@@ -246,12 +247,6 @@ def _line(rows: list[CompiledRow]) -> tuple[str, ...]:
         f"{1e3 * exposed:,.3f} ms",
         where,
     )
-
-
-def table(lines: Sequence[tuple[str, ...]]) -> str:
-    """Lines of cells under each other, each column as wide as its widest cell."""
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
 def _plain(row: Row | CompiledRow) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardkit.analysis.report import table
 from shardkit.analysis.runs import Machine, machine, refuse_abstract, repeatable, traceable
 from shardkit.cost._check import known, whole
+from shardkit.layout import table
 
 
 class Sample(NamedTuple):

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from shardkit import cost
 from shardkit.analysis.compiled import CompiledRow
-from shardkit.analysis.report import size, table
+from shardkit.analysis.report import size
 from shardkit.analysis.runs import Machine
+from shardkit.layout import table
 
 SIMULATED = (
     "These devices are simulated: a collective's time is mostly its threads waiting for each other and for a core. "

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit.layout import local_shape, path_name
+from shardkit.layout import local_shape, path_name, table
 from shardkit.parallel.plan import Placement, Plan, Strategy
 
 _TRAVELS = {
@@ -38,10 +38,8 @@ def describe_plan(plan: Plan, params: Any, mesh: Mesh | None) -> str:
         held, updated = held + sizes[0], updated + sizes[1]
         specs = [str(tuple(spec)) if tuple(spec) else "whole" for spec in (layout.rest, layout.update)]
         rows.append((name, str(list(shape)), specs[0], f"{sizes[0]:,}", specs[1], f"{sizes[1]:,}", why))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.append(f"{plan}: a device holds {held:,} bytes at rest, and {updated:,} of each copy that the update keeps")
-    return "\n".join(lines)
+    total = f"{plan}: a device holds {held:,} bytes at rest, and {updated:,} of each copy that the update keeps"
+    return f"{table(rows)}\n{total}"
 
 
 def _is_layout(x: Any) -> bool:
