@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardkit.parallel.padded import is_padded, padded, unpadded
 from shardkit.parallel.plan import Plan, map_layouts
 from shardkit.precision import LossScale, Precision, cast_floating, first_loss_scale
 
@@ -20,7 +21,8 @@ class TrainState(NamedTuple):
 
     Attributes:
         step: int32 scalar, steps taken.
-        params: the parameters, each leaf laid out as the plan's `rest`.
+        params: the parameters, each leaf laid out as the plan's `rest`; `unpadded` gives those that a plan pads in
+            their natural shapes.
         opt_state: the optimizer's state; leaves that mirror a parameter are laid out as the plan's `update`.
         key: typed key from which the keys of every step's examples are derived; it never changes.
         loss_scale: the float16 loss scale, or None.
@@ -77,10 +79,11 @@ def make_init(optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> Call
         update = map_layouts(lambda layout: layout.update, layouts)
 
         def fresh(params: Any) -> Any:  # the copies keep donated buffers apart from the parameters'
-            return jax.tree.map(jnp.copy, first_opt_state(optimizer, policy, pinned(params, update)))
+            natural = pinned(unpadded(params), update)
+            return jax.tree.map(jnp.copy, first_opt_state(optimizer, policy, natural))
 
         specs = optimizer_specs(jax.eval_shape(fresh, params), params, update)
-        opt_state = jax.jit(fresh, out_shardings=shardings(mesh, specs))(params)
+        opt_state = jax.jit(lambda p: padded(fresh(p), specs, mesh), out_shardings=shardings(mesh, specs))(params)
         params = cast_floating(params, policy.param)
         rest = lambda key: (jnp.int32(0), jnp.copy(key), first_loss_scale(policy))  # noqa: E731
         step, key, loss_scale = jax.jit(rest, out_shardings=NamedSharding(mesh, _REPLICATED))(key)
@@ -94,6 +97,7 @@ def make_init(optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> Call
         opt_state = jax.eval_shape(lambda p: first_opt_state(optimizer, policy, p), params)
         specs = optimizer_specs(opt_state, params, map_layouts(lambda layout: layout.update, layouts))
         rest = map_layouts(lambda layout: layout.rest, layouts)
+        params, opt_state = jax.eval_shape(lambda *trees: padded(trees, (rest, specs), mesh), params, opt_state)
         scalars = jax.eval_shape(lambda: (jnp.int32(0), first_loss_scale(policy)))
         step, key, loss_scale = _described((scalars[0], key, scalars[1]), NamedSharding(mesh, _REPLICATED))
         return TrainState(
@@ -115,7 +119,7 @@ def optimizer_specs(opt_state: Any, params: Any, update: Any) -> Any:
     replicated.
     """
     spec_leaves = jax.tree.leaves(update, is_leaf=lambda s: isinstance(s, PartitionSpec))
-    param_leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    param_leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)[0]
     known = {path: (x.shape, spec) for (path, x), spec in zip(param_leaves, spec_leaves, strict=True)}
 
     def spec_of(path: Any, x: Any) -> PartitionSpec:
@@ -125,7 +129,7 @@ def optimizer_specs(opt_state: Any, params: Any, update: Any) -> Any:
                 return spec
         return _REPLICATED
 
-    return jax.tree_util.tree_map_with_path(spec_of, opt_state)
+    return jax.tree_util.tree_map_with_path(spec_of, opt_state, is_leaf=is_padded)
 
 
 def shardings(mesh: Mesh, specs: Any) -> Any:
@@ -138,23 +142,28 @@ def _place_params(params: Any, key: jax.Array, plan: Plan, mesh: Mesh, policy: P
         make = params
         shapes = jax.eval_shape(make, key)
         rest = map_layouts(lambda layout: layout.rest, plan.layouts(shapes, mesh))
-        return jax.jit(
-            lambda k: cast_floating(make(k), policy.master or policy.param), out_shardings=shardings(mesh, rest)
-        )(key)
+
+        def held(key: jax.Array) -> Any:
+            return padded(cast_floating(make(key), policy.master or policy.param), rest, mesh)
+
+        return jax.jit(held, out_shardings=shardings(mesh, rest))(key)
 
     def strong(x: Any) -> Any:  # weakly typed leaves would compile the step twice
         return (
             jax.lax.convert_element_type(x, x.dtype) if isinstance(x, jax.Array) else jnp.asarray(x, jnp.result_type(x))
         )
 
-    params = cast_floating(jax.tree.map(strong, params), policy.master or policy.param)
-    rest = shardings(mesh, map_layouts(lambda layout: layout.rest, plan.layouts(params, mesh)))
+    params = cast_floating(jax.tree.map(strong, unpadded(params)), policy.master or policy.param)
+    specs = map_layouts(lambda layout: layout.rest, plan.layouts(params, mesh))
+    params, rest = padded(params, specs, mesh), shardings(mesh, specs)
     # device_put may hand back the caller's own buffers; the step donates the state's, so these are copies.
     return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=rest)(jax.device_put(params, rest))
 
 
 def _described(shapes: Any, layouts: Any) -> Any:
     """Shapes with their shardings; one sharding does for a whole tree."""
-    if isinstance(layouts, NamedSharding):
-        layouts = jax.tree.map(lambda _: layouts, shapes)
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, layouts)
+
+    def one(layout: NamedSharding, tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), tree)
+
+    return jax.tree.map(one, layouts, shapes)

@@ -15,7 +15,9 @@ from shardkit.layout import spec_axes
 from shardkit.parallel.batch import accumulated, batch_specs, device_keys
 from shardkit.parallel.gradient import GradFn, LossFn, Mean, global_means, loss_and_aux
 from shardkit.parallel.handles import parts, with_parts
-from shardkit.parallel.plan import Plan, enter, leave, map_layouts, to_rest
+from shardkit.parallel.padded import padded, unpadded
+from shardkit.parallel.passage import enter, leave, to_rest
+from shardkit.parallel.plan import Plan, map_layouts
 from shardkit.precision import Precision, cast_floating, next_loss_scale, precision_of
 from shardkit.rng import salt
 from shardkit.state import TrainState, advance, make_init, optimizer_specs, shardings
@@ -109,6 +111,9 @@ def make_train_step(
     def pinned(tree: Any, specs: Any) -> Any:
         return jax.lax.with_sharding_constraint(tree, shardings(mesh, specs))
 
+    def natural(tree: Any, specs: Any) -> Any:
+        return pinned(unpadded(tree), specs)
+
     def traced_step(state: TrainState, key: jax.Array, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         layouts = plan.layouts(state.params, mesh)
         specs = batch_specs(batch, batch_spec, mesh, accumulate)
@@ -135,9 +140,9 @@ def make_train_step(
             out_specs=(_REPLICATED, update),
         )(state.params, batch, step_key(key, state.step), scale)
 
-        opt_specs = optimizer_specs(state.opt_state, state.params, update)
-        old_params = pinned(state.params, update)
-        opt_state = pinned(state.opt_state, opt_specs)
+        grads, old_params = natural(grads, update), natural(state.params, update)
+        opt_specs = optimizer_specs(state.opt_state, old_params, update)
+        opt_state = natural(state.opt_state, opt_specs)
         params, new_opt_state = advance(optimizer, policy, grads, opt_state, old_params, metrics["loss"])
         loss_scale = state.loss_scale
         if guarded:
@@ -148,7 +153,8 @@ def make_train_step(
             if loss_scale is not None:
                 metrics["loss_scale"] = loss_scale.scale
                 loss_scale = next_loss_scale(policy, loss_scale, finite)
-        params, new_opt_state = pinned(params, update), pinned(new_opt_state, opt_specs)
+        params = pinned(padded(params, update, mesh), update)
+        new_opt_state = pinned(padded(new_opt_state, opt_specs, mesh), opt_specs)
         if rest != update:
             params = jax.shard_map(lambda p: to_rest(p, layouts), mesh=mesh, in_specs=(update,), out_specs=rest)(params)
         return TrainState(state.step + 1, params, new_opt_state, None, loss_scale), metrics

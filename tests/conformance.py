@@ -31,6 +31,16 @@ def toy_tp(axis: str) -> sk.Plan:
     return strategy("toy_tp", axis, rank=0, place=place)
 
 
+def padding(ways: int) -> dict[str, Any]:
+    """Options by which a plan splits, and pads, a dim that `ways` devices do not divide wherever there is one."""
+
+    def uneven_dim(path: str, shape: tuple[int, ...]) -> int | None:
+        dims = range(1 if path.startswith("layers") else 0, len(shape))
+        return max(dims, key=lambda dim: shape[dim] % ways != 0, default=None)
+
+    return {"min_size": 1, "uneven": "pad", "dim": uneven_dim}
+
+
 class PlanRow(NamedTuple):
     """A mesh and a plan; `model_axis` is the axis over which the loss itself communicates."""
 
@@ -55,6 +65,21 @@ PLANS = [
     PlanRow("fsdp layerwise", {"fsdp": 4}, lambda: sk.fsdp("fsdp", min_size=1, layerwise=("layers",))),
     PlanRow("fsdp of one device", {"fsdp": 1, "data": 2}, lambda: sk.chain(sk.dp("data"), sk.fsdp("fsdp", min_size=1))),
     PlanRow("small leaves whole", {"fsdp": 2}, lambda: sk.fsdp("fsdp", min_size=200)),
+    PlanRow("zero1 pad", {"data": 8}, lambda: sk.zero1("data", **padding(8))),
+    PlanRow("zero2 pad", {"data": 8}, lambda: sk.zero2("data", **padding(8))),
+    PlanRow("zero2 layerwise pad", {"data": 8}, lambda: sk.zero2("data", layerwise=("layers",), **padding(8))),
+    PlanRow("fsdp pad", {"fsdp": 8}, lambda: sk.fsdp("fsdp", **padding(8))),
+    PlanRow("fsdp layerwise pad", {"fsdp": 8}, lambda: sk.fsdp("fsdp", layerwise=("layers",), **padding(8))),
+    PlanRow("hsdp pad", {"replica": 2, "shard": 4}, lambda: sk.chain(sk.dp("replica"), sk.fsdp("shard", **padding(4)))),
+    PlanRow(
+        "fsdp pad x zero2 pad x dp",
+        {"zero": 2, "fsdp": 2, "data": 2},
+        lambda: sk.chain(
+            sk.dp("data"),
+            sk.zero2("zero", min_size=1, uneven="pad"),
+            sk.fsdp("fsdp", layerwise=("layers",), **padding(2)),
+        ),
+    ),
     PlanRow("hsdp", {"replica": 2, "shard": 4}, lambda: sk.chain(sk.dp("replica"), sk.fsdp("shard", min_size=1))),
     PlanRow(
         "fsdp x zero1 x dp",

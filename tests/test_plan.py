@@ -39,7 +39,7 @@ def test_axes_on_one_dim_stand_in_the_order_of_rank(cube):
 
 
 def test_a_strategy_is_given_the_shape_that_is_left(cube):
-    rows_first = sk.fsdp("fsdp", min_size=1, dim=lambda path, shape: 0)
+    rows_first = sk.fsdp("fsdp", min_size=1, rules=lambda path, shape: 0)
     wide = sk.chain(rows_first, sk.zero1("zero", min_size=1))
     two_rows = {"weight": jax.ShapeDtypeStruct((2, 4), jnp.float32)}
     # fsdp takes both rows, so zero finds one row and splits the columns

@@ -68,7 +68,7 @@ def test_a_stacks_layers_are_never_split_layer_by_layer():
 
 def test_the_dim_can_be_chosen():
     choose = {"head": 0, "layers.up": 1}
-    found = layouts(sk.fsdp("d", min_size=1, dim=lambda path, shape: choose.get(path)), d=4)
+    found = layouts(sk.fsdp("d", min_size=1, rules=lambda path, shape: choose.get(path)), d=4)
     assert found["head"].rest == P("d") and found["layers"]["up"].rest == P(None, "d")
     assert found["bias"].rest == P()
 
@@ -87,18 +87,18 @@ def test_one_device_splits_nothing():
             lambda: layouts(sk.fsdp("d", min_size=1, uneven="refuse", layerwise=("layers",)), d=4),
             ValueError,
             "fsdp: one dim of leaf layers.odd must be divisible by axis 'd'; got shape (4, 5, 3) over 4 devices. "
-            "Pad the leaf, choose another dim, or pass uneven='replicate'.",
+            "Pass uneven='pad' or uneven='replicate'.",
         ),
         (
-            lambda: layouts(sk.zero1("d", min_size=1, dim=lambda path, shape: 1), d=5),
+            lambda: layouts(sk.zero1("d", min_size=1, rules=lambda path, shape: 1), d=5),
             ValueError,
             "zero1: dim 1 of leaf bias must be divisible by axis 'd'; got shape (48,) over 5 devices. "
-            "Pad the leaf, choose another dim, or pass uneven='replicate'.",
+            "Choose another dim, or pass uneven='pad'.",
         ),
         (
-            lambda: sk.zero2("d", uneven="pad"),
+            lambda: sk.zero2("d", uneven="fill"),
             ValueError,
-            "zero2: uneven must be 'replicate' or 'refuse'; got 'pad'. Choose one of them.",
+            "zero2: uneven must be 'replicate', 'refuse' or 'pad'; got 'fill'. Choose one of them.",
         ),
         (
             lambda: sk.fsdp("d", layerwise="layers"),
@@ -112,6 +112,18 @@ def test_one_device_splits_nothing():
             "Pass for example axis='data' or axis=('data', 'model').",
         ),
         (
+            lambda: sk.fsdp("d").layouts({}, sk.abstract_mesh(d=4)),
+            ValueError,
+            "fsdp('d'): the parameters must have at least one array; got {}. Pass the model's pytree, or the function "
+            "of a key that makes it.",
+        ),
+        (
+            lambda: layouts(sk.fsdp("d", min_size=1, rules={"head": P("d")}), d=4),
+            ValueError,
+            "fsdp: the rules have no spec for leaf bias; they are of another tree, with the leaves 'head'. Make them "
+            "from the logical axes of these parameters.",
+        ),
+        (
             lambda: sk.chain(sk.fsdp("d"), sk.zero1("d")),
             ValueError,
             "chain: axis 'd' is used by fsdp('d') and by zero1('d'). A mesh axis serves one strategy; "
@@ -123,6 +135,12 @@ def test_bad_plans_are_refused(make, kind, message):
     with pytest.raises(kind) as error:
         make()
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("uneven", ["replicate", "refuse", "pad"])
+def test_a_scalar_is_whole_whatever_is_asked_of_the_others(uneven):
+    found = sk.fsdp("d", min_size=1, uneven=uneven).layouts({"scale": jnp.float32(1)}, sk.abstract_mesh(d=4))
+    assert found["scale"] == Layout(P(), P(), P())
 
 
 def test_a_plan_describes_every_leaf_and_says_why():  # proves S65, S68
@@ -141,7 +159,7 @@ def test_a_plan_describes_every_leaf_and_says_why():  # proves S65, S68
         "layers.up    [4, 16, 32]  (None, None, 'd')  2,048         (None, None, 'd')  2,048         "
         "fsdp('d') splits dim 2, opened by the loss",
         "scale        []           whole              4             whole              4             "
-        "fsdp('d'): 1 elements, fewer than min_size=200",
+        "fsdp('d'): a scalar, which has no dim",
         "fsdp('d') + dp('r'): a device holds 3,508 bytes at rest, and 3,508 of each copy that the update keeps",
     ]
     odd = sk.describe(sk.zero2("d", min_size=1, layerwise=("layers",)), TREE, sk.abstract_mesh(d=4)).splitlines()
@@ -232,9 +250,14 @@ def test_what_each_stage_sends_is_the_closed_form(k):  # proves S66, S68, F17, F
     assert volume(PLANS["fsdp layerwise"](), k) == 3 * k * layers + 2 * (1 - layers)
 
 
+def scan_kept(layer_fn, stacked, x, **_):
+    """A stack whose gathered weights are kept for the backward pass."""
+    layer = sk.gathered(layer_fn, keep=True)
+    return jax.lax.scan(lambda x, w: (layer(w, x), None), x, stacked)[0]
+
+
 def test_weights_that_are_kept_are_gathered_once(monkeypatch):  # proves F20
-    keep = lambda layer: sk.gathered(layer, keep=True)  # noqa: E731
-    monkeypatch.setattr(transformer, "gathered", keep)
+    monkeypatch.setattr(transformer, "scan_layers", scan_kept)
     layers = share_of_layers()
     for k in (1, 2):
         assert volume(PLANS["fsdp layerwise"](), k) == 2 * k * layers + 2 * (1 - layers)
@@ -286,7 +309,7 @@ def test_no_whole_weight_or_gradient_of_a_stack_is_kept(monkeypatch, name):  # p
 
     assert kept() == set()
     if name == "fsdp layerwise":  # the test can fail: weights that are asked for are kept
-        monkeypatch.setattr(transformer, "gathered", lambda layer: sk.gathered(layer, keep=True))
+        monkeypatch.setattr(transformer, "scan_layers", scan_kept)
         assert len(kept()) >= 4
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit.layout import local_shape, path_name, table
+from shardkit.parallel.padded import is_padded, padded_shape
 from shardkit.parallel.plan import Placement, Plan, Strategy
 
 _TRAVELS = {
@@ -30,11 +31,16 @@ def describe_plan(plan: Plan, params: Any, mesh: Mesh | None) -> str:
     rows = [("leaf", "shape", "at rest", "bytes/device", "update", "bytes/device", "why")]
     held = updated = 0
     for (path, x), layout in zip(
-        jax.tree_util.tree_flatten_with_path(params)[0], jax.tree.leaves(layouts, is_leaf=_is_layout), strict=True
+        jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)[0],
+        jax.tree.leaves(layouts, is_leaf=_is_layout),
+        strict=True,
     ):
         name, shape = path_name(path), tuple(jnp.shape(x))
         sizes = [_bytes(shape, spec, mesh, x) for spec in (layout.rest, layout.update)]
-        why = "; ".join(_reason(s, place) for s, place in plan.placed(name, x, mesh)) or "no strategy splits leaves"
+        longer = padded_shape(shape, layout.update, mesh)
+        pads = {dim: f", padded from {size} to {longer[dim]}" for dim, size in layout.padded}
+        reasons = [_reason(s, place, pads) for s, place in plan.placed(name, x, mesh)]
+        why = "; ".join(reasons) or "no strategy splits leaves"
         held, updated = held + sizes[0], updated + sizes[1]
         specs = [str(tuple(spec)) if tuple(spec) else "whole" for spec in (layout.rest, layout.update)]
         rows.append((name, str(list(shape)), specs[0], f"{sizes[0]:,}", specs[1], f"{sizes[1]:,}", why))
@@ -46,14 +52,14 @@ def _is_layout(x: Any) -> bool:
     return hasattr(x, "rest")
 
 
-def _reason(s: Strategy, place: Placement | str) -> str:
+def _reason(s: Strategy, place: Placement | str, pads: dict[int, str]) -> str:
     if isinstance(place, str):
         return f"{s.name}: {place}"
-    return f"{s.name} splits dim {place.dim}{_TRAVELS[place.handle]}"
+    return f"{s.name} splits dim {place.dim}{pads.pop(place.dim, '')}{_TRAVELS[place.handle]}"
 
 
 def _bytes(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh, x: Any) -> int:
-    return math.prod(local_shape(shape, spec, mesh)) * jnp.result_type(x).itemsize
+    return math.prod(local_shape(padded_shape(shape, spec, mesh), spec, mesh)) * jnp.result_type(x).itemsize
 
 
 def _mesh_of(params: Any) -> Any:

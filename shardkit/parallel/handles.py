@@ -7,15 +7,15 @@ that it names.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from shardkit._check import quoted
-from shardkit.collectives import all_gather, reduce_scatter
+from shardkit.collectives import all_gather, pad_to_axis, reduce_scatter
+from shardkit.parallel.padded import Sizes, cut
 
 # Dims are counted from the end, so that they stay right when `scan` takes the layer's dim off the front.
 Splits = tuple[tuple[int, tuple[str, ...]], ...]
@@ -33,16 +33,25 @@ class Handle:
         compute: dtype of the opened weight.
         reduce: dtype in which its gradient is summed.
         entry: whether it is opened before the loss sees it.
+        sizes: dims that are padded in the part, with their natural size, to which opening cuts them.
     """
 
     def __init__(
-        self, part: Any, whole: Any, gathers: Splits, scatters: Splits, compute: Any, reduce: Any, entry: bool
+        self,
+        part: Any,
+        whole: Any,
+        gathers: Splits,
+        scatters: Splits,
+        compute: Any,
+        reduce: Any,
+        entry: bool,
+        sizes: Sizes = (),
     ):
         self.part, self.whole, self.gathers, self.scatters = part, whole, gathers, scatters
-        self.compute, self.reduce, self.entry = compute, reduce, entry
+        self.compute, self.reduce, self.entry, self.sizes = compute, reduce, entry, sizes
 
     def tree_flatten(self) -> tuple[tuple[Any, Any], Any]:
-        return (self.part, self.whole), (self.gathers, self.scatters, self.compute, self.reduce, self.entry)
+        return (self.part, self.whole), tuple(getattr(self, name) for name in _FIELDS[2:])
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: tuple[Any, Any]) -> Handle:
@@ -80,7 +89,7 @@ for _name in ("add", "sub", "mul", "matmul", "truediv", "pow", "neg", "getitem",
     setattr(Handle, f"__{_name}__", _refuse)
     setattr(Handle, f"__r{_name}__", _refuse)
 
-_FIELDS = ("part", "whole", "gathers", "scatters", "compute", "reduce", "entry")
+_FIELDS = ("part", "whole", "gathers", "scatters", "compute", "reduce", "entry", "sizes")
 
 
 def is_handle(x: Any) -> bool:
@@ -110,48 +119,12 @@ def with_parts(tree: Any, leaves: Any) -> Any:
     return jax.tree.map(one, tree, leaves, is_leaf=is_handle)
 
 
-def gathered(layer_fn: Callable[..., Any], *, keep: bool = False) -> Callable[..., Any]:
-    """A function that gathers its weights when it is called, and again for its backward pass.
-
-    On plain arrays, without handles among its arguments, it is `layer_fn` itself: one text of a loss runs on one device
-    and under every plan.
-
-    Args:
-        layer_fn: any function; handles anywhere in its arguments are opened before it sees them.
-        keep: hold the gathered weights for the backward pass instead of gathering again; one gather less, and all
-            layers' weights in memory. Otherwise the backward pass keeps the results of matmuls only and recomputes
-            what stands between them.
-
-    Returns:
-        A function of the same arguments.
-
-    Cost: an all_gather of each handle's part, twice unless `keep`, and a reduce_scatter of its gradient.
-
-    Source: Zhao et al., PyTorch FSDP (VLDB 2023), section 3: reshard after forward.
-    """
-
-    @wraps(layer_fn)
-    def layer(*args: Any, **kwargs: Any) -> Any:
-        if not any(is_handle(x) for x in jax.tree.leaves((args, kwargs), is_leaf=is_handle)):
-            return layer_fn(*args, **kwargs)
-
-        def run(args: Any, kwargs: Any) -> Any:
-            return layer_fn(*opened(args), **opened(kwargs))
-
-        if keep:
-            return run(args, kwargs)
-        # The results of gathers are never among what this policy saves, nor anything that is only derived from them.
-        return jax.checkpoint(run, policy=jax.checkpoint_policies.dots_saveable)(args, kwargs)
-
-    return layer
-
-
 def _open(handle: Handle) -> jax.Array:
     part = handle.part
     if handle.scatters:
         part = _scattered(handle.scatters, handle.reduce, handle.whole, part)
     if handle.gathers:
-        return _gathered(handle.gathers, handle.compute, handle.reduce, part)
+        return _gathered(handle.gathers, handle.sizes, handle.compute, handle.reduce, part)
     return cast(part, handle.compute)
 
 
@@ -160,20 +133,22 @@ def cast(x: jax.Array, dtype: Any) -> jax.Array:
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gathered(gathers: Splits, compute: Any, reduce: Any, part: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _gathered(gathers: Splits, sizes: Sizes, compute: Any, reduce: Any, part: jax.Array) -> jax.Array:
     """The whole of a part, sent in the compute dtype; its gradient is summed in the reduce dtype."""
     x = cast(part, compute)
     for dim, axes in gathers:
         x = all_gather(x, axes, dim=x.ndim + dim)
-    return x
+    return cut(x, sizes)
 
 
-def _gathered_forward(gathers: Splits, compute: Any, reduce: Any, part: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _gathered(gathers, compute, reduce, part), part[:0]  # an empty array remembers the dtype
+def _gathered_forward(gathers: Splits, sizes: Sizes, compute: Any, reduce: Any, part: jax.Array) -> Any:
+    return _gathered(gathers, sizes, compute, reduce, part), part[:0]  # an empty array remembers the dtype
 
 
-def _gathered_backward(gathers: Splits, compute: Any, reduce: Any, like: jax.Array, grad: jax.Array) -> tuple[Any]:
+def _gathered_backward(
+    gathers: Splits, sizes: Sizes, compute: Any, reduce: Any, like: jax.Array, grad: jax.Array
+) -> tuple[Any]:
     return (to_parts(grad, gathers, reduce).astype(like.dtype),)
 
 
@@ -198,8 +173,16 @@ _scattered.defvjp(_scattered_forward, _scattered_backward)
 
 
 def to_parts(grad: jax.Array, splits: Splits, dtype: Any) -> jax.Array:
-    """A whole gradient summed and scattered, dim by dim, in a dtype."""
+    """A whole gradient summed and scattered, dim by dim, in a dtype; padded where a dim does not divide."""
     grad = grad.astype(dtype)
     for dim, axes in splits:
-        grad = reduce_scatter(grad, axes, dim=grad.ndim + dim)
+        grad = reduce_scatter(pad_to_axis(grad, axes, dim=dim), axes, dim=grad.ndim + dim)
     return grad
+
+
+def part_gradient(node: Any, grad: jax.Array) -> jax.Array:
+    """The gradient of a handle's part, or of an array, from that of the opened weight."""
+    if not is_handle(node):
+        return grad.astype(node.dtype)
+    grad = to_parts(to_parts(grad, node.gathers, node.reduce), node.scatters, node.reduce)
+    return grad.astype(node.part.dtype)

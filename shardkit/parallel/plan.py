@@ -1,26 +1,23 @@
-"""How mesh axes are used, as data: three layouts for each leaf, one spec for the batch, and one way in and out.
+"""How mesh axes are used, as data: three layouts for each leaf, and one spec for the batch.
 
 A strategy says for each leaf which dimension it splits, in which of three places: at `rest` (how the state holds the
-leaf), as `seen` (what the GradFn gets) and for the `update` (gradients and optimizer state). `enter` and `leave` read
-nothing else, so a new strategy is a new file with a placement rule, and no new code here.
+leaf), as `seen` (what the GradFn gets) and for the `update` (gradients and optimizer state). `enter` and `leave` (in
+`passage.py`) read nothing else, so a new strategy is a new file with a placement rule, and no new code here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit._check import Axis, axis_names, named, quoted, sized
-from shardkit._compat import varying_axes
-from shardkit.collectives import all_gather, all_reduce, axis_index, axis_size, reduce_scatter, vary
-from shardkit.layout import all_axes, canonical, local_shape, path_name, spec_axes
-from shardkit.parallel.handles import Handle, cast
+from shardkit._check import Axis, axis_names, quoted, sized
+from shardkit.layout import canonical, local_shape, path_name, spec_axes
+from shardkit.parallel.padded import Sizes, is_padded, padded_shape, padding
 
 
 class Layout(NamedTuple):
@@ -33,6 +30,8 @@ class Layout(NamedTuple):
         grad: how its gradient leaves the GradFn, where a handle splits it further than `seen`; None for no handle.
         opens: the axes that opening the handle gathers.
         entry: whether the handle is opened before the loss sees it.
+        padded: the dims that are padded where they are split, each with its natural size.
+        varies: axes, beyond those of the batch, whose devices use the leaf on different data: its gradient is partial.
     """
 
     rest: PartitionSpec
@@ -41,22 +40,33 @@ class Layout(NamedTuple):
     grad: PartitionSpec | None = None
     opens: PartitionSpec = PartitionSpec()
     entry: bool = False
+    padded: Sizes = ()
+    varies: tuple[str, ...] = ()
+
+    def padding(self, spec: PartitionSpec) -> Sizes:
+        """The dims that are padded in this one of the layouts."""
+        split = [dim for dim, axes in enumerate(spec_axes(spec)) if axes]
+        return tuple((dim, size) for dim, size in self.padded if dim in split)
 
 
 class Leaf(NamedTuple):
-    """What a placement rule is told of a leaf: path, shape that is left to split, dtype, devices along its axes."""
+    """What a placement rule is told of a leaf: path, shape that is left to split, dtype, devices along its axes.
+
+    `split` are the dims that other strategies split already; these must not be padded.
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: Any
     ways: int
+    split: frozenset[int] = frozenset()
 
 
 class Placement(NamedTuple):
     """A strategy's answer for a leaf: the dim that it splits, and in which of the three layouts.
 
     `handle` has the leaf travel behind a handle, whose gradient leaves the GradFn split: "loss" for one that the loss
-    opens, "entry" for one that is opened before the loss sees it.
+    opens, "entry" for one that is opened before the loss sees it. `pad` has a dim that does not divide padded.
     """
 
     dim: int
@@ -64,6 +74,7 @@ class Placement(NamedTuple):
     seen: bool
     update: bool
     handle: Literal["loss", "entry"] | None = None
+    pad: bool = False
 
 
 class Strategy(NamedTuple):
@@ -77,6 +88,7 @@ class Strategy(NamedTuple):
         batch_dim: the dim of the batch that it splits, or None.
         place: the placement rule, which may also say in a few words why it leaves a leaf whole; None keeps every leaf
             whole.
+        varies: whether the leaves that it leaves whole are used on data that differ along its axes.
     """
 
     name: str
@@ -84,6 +96,7 @@ class Strategy(NamedTuple):
     rank: int
     batch_dim: int | None
     place: Callable[[Leaf], Placement | str | None] | None = None
+    varies: bool = False
 
 
 class Plan(NamedTuple):
@@ -120,21 +133,33 @@ class Plan(NamedTuple):
         return canonical(PartitionSpec(*entries))
 
     def layouts(self, params: Any, mesh: Mesh) -> Any:
-        """The three layouts of every leaf of `params` (arrays or their shapes)."""
+        """The layouts of every leaf of `params` (arrays or their shapes).
+
+        Raises:
+            ValueError: a tree without leaves, or an axis that the mesh does not have.
+        """
         self.check(mesh)
-        return jax.tree_util.tree_map_with_path(lambda path, x: self._layout(path_name(path), x, mesh), params)
+        if not jax.tree.leaves(params):
+            raise ValueError(
+                f"{self}: the parameters must have at least one array; got {params!r}. Pass the model's pytree, or the "
+                "function of a key that makes it."
+            )
+        layout = lambda path, x: self._layout(path_name(path), x, mesh)  # noqa: E731
+        return jax.tree_util.tree_map_with_path(layout, params, is_leaf=is_padded)
 
     def placed(self, path: str, x: Any, mesh: Mesh) -> Iterator[tuple[Strategy, Placement | str]]:
         """What each strategy that splits leaves says of one: where it splits it, or why it does not."""
-        left = tuple(jnp.shape(x))
+        left, split = tuple(jnp.shape(x)), frozenset[int]()
         for s in self.strategies:
             if s.place is None:
                 continue
             ways = math.prod(mesh.shape[axis] for axis in s.axes)
-            place = s.place(Leaf(path, left, jnp.result_type(x), ways)) or "left whole"
+            place = s.place(Leaf(path, left, jnp.result_type(x), ways, split)) or "left whole"
             yield s, place
             if not isinstance(place, str):
-                left = local_shape(left, PartitionSpec(*([None] * place.dim), s.axes), mesh)
+                spec = PartitionSpec(*([None] * place.dim), s.axes)
+                left = local_shape(padded_shape(left, spec, mesh) if place.pad else left, spec, mesh)
+                split |= {place.dim}
 
     def describe(self, params: Any, mesh: Mesh | None = None) -> str:
         """A line for each leaf: its layouts, the bytes a device holds of it, and why; `sk.describe(plan, params)`."""
@@ -146,9 +171,10 @@ class Plan(NamedTuple):
         shape = tuple(jnp.shape(x))
         kinds = ("rest", "seen", "update", "grad", "opens")
         entries: dict[str, list[tuple[str, ...]]] = {name: [()] * len(shape) for name in kinds}
-        handles = set()
+        handles, varies = set(), []
         for s, place in self.placed(path, x, mesh):
             if isinstance(place, str):
+                varies += [axis for axis in s.axes if s.varies and mesh.shape[axis] > 1]
                 continue
             handles |= {place.handle} - {None}
             used = {name: getattr(place, name) for name in Layout._fields[:3]}
@@ -162,9 +188,10 @@ class Plan(NamedTuple):
             if entries["opens"][dim]:
                 entries["opens"][dim] = tuple(a for a in entries["rest"][dim] if a not in entries["seen"][dim])
         specs = {name: canonical(PartitionSpec(*axes)) for name, axes in entries.items()}
+        sizes = padding(shape, specs["update"], mesh)
         if not handles:
-            return Layout(specs["rest"], specs["seen"], specs["update"])
-        return Layout(**specs, entry=handles == {"entry"})
+            return Layout(specs["rest"], specs["seen"], specs["update"], padded=sizes, varies=tuple(varies))
+        return Layout(**specs, entry=handles == {"entry"}, padded=sizes, varies=tuple(varies))
 
     def check(self, mesh: Mesh) -> None:
         """Refuses a plan that uses an axis which the mesh does not have."""
@@ -184,10 +211,11 @@ def strategy(
     rank: int = 3,
     batch_dim: int | None = None,
     place: Callable[[Leaf], Placement | str | None] | None = None,
+    varies: bool = False,
 ) -> Plan:
     """A plan of one strategy; the fields are those of `Strategy`."""
     axes = axis_names(name, axis)
-    return Plan((Strategy(f"{name}({quoted(axes)})", axes, rank, batch_dim, place),))
+    return Plan((Strategy(f"{name}({quoted(axes)})", axes, rank, batch_dim, place, varies),))
 
 
 def chain(*plans: Plan) -> Plan:
@@ -217,109 +245,6 @@ def chain(*plans: Plan) -> Plan:
     return Plan(tuple(sorted(parts, key=lambda s: (s.rank, s.name))))
 
 
-def enter(
-    params: Any, layouts: Any, batch_axes: tuple[str, ...], compute: Any = jnp.float32, reduce: Any = jnp.float32
-) -> Any:
-    """From the leaves at rest to what the GradFn sees, inside shard_map: casts, gathers, then marks as varying.
-
-    Every leaf is marked as varying over the batch's axes, so that gradients stay local sums until `leave`. A leaf
-    with a handle is gathered when the handle is opened; gathers are in the compute dtype.
-
-    Cost: an all_gather of `rest - seen` for each leaf without a handle.
-    """
-
-    def one(layout: Layout, x: jax.Array) -> Any:
-        if layout.grad is not None:
-            return _handled(layout, x, batch_axes, compute, reduce)
-        x = cast(x, compute)
-        for dim, axes in _beyond(layout.rest, layout.seen):
-            x = all_gather(x, axes, dim=dim)
-        return vary(x, batch_axes)
-
-    return map_layouts(one, layouts, params)
-
-
-def _handled(layout: Layout, x: jax.Array, batch_axes: tuple[str, ...], compute: Any, reduce: Any) -> Handle:
-    """A leaf behind its handle: what is held in parts is gathered by opening it, what is whole is given its part."""
-    assert layout.grad is not None
-    opens, gathers, scatters = all_axes(layout.opens), [], []
-    for dim, axes in _beyond(layout.rest, layout.seen):
-        if set(axes) & opens:
-            gathers.append((dim - x.ndim, tuple(axis for axis in axes if axis in opens)))
-        here = tuple(axis for axis in axes if axis not in opens)
-        if here:
-            x = all_gather(x, here, dim=dim)
-    part = x
-    for dim, axes in _beyond(layout.grad, layout.seen):
-        here = tuple(axis for axis in axes if axis not in opens)
-        if here:
-            scatters.append((dim - x.ndim, here))
-            size = part.shape[dim] // axis_size(here)
-            part = lax.dynamic_slice_in_dim(part, axis_index(here) * size, size, dim)
-    if scatters:  # its value is never used, and its gradient is a sum
-        part = cast(part, reduce)
-    whole = vary(x if gathers else cast(x, compute), batch_axes) if scatters else None
-    return Handle(vary(part, batch_axes), whole, tuple(gathers), tuple(scatters), compute, reduce, layout.entry)
-
-
-def leave(grads: Any, layouts: Any, divisor: jax.Array, dtype: Any = jnp.float32) -> Any:
-    """From this device's partial sums to the layout of the update, inside shard_map.
-
-    The type says what is still to be summed: a reduce_scatter where the update is split further than what was seen, an
-    all_reduce over every other axis over which the gradient still varies. The division comes last, in float32.
-
-    Cost: a reduce_scatter of `update - seen` and one all_reduce of the rest, for each leaf.
-    """
-
-    def one(layout: Layout, grad: jax.Array) -> jax.Array:
-        grad = grad.astype(dtype)
-        for dim, axes in _beyond(layout.update, layout.seen if layout.grad is None else layout.grad):
-            grad = _to_shards(grad, axes, dim)
-        rest = varying_axes(grad) - all_axes(layout.update)
-        if rest:
-            grad = all_reduce(grad, tuple(sorted(rest)))
-        return grad.astype(jnp.float32) / divisor
-
-    return map_layouts(one, layouts, grads)
-
-
-def to_rest(params: Any, layouts: Any) -> Any:
-    """From updated shards to the leaves at rest, inside shard_map, by all_gathers typed as equal.
-
-    Cost: an all_gather of `update - rest` for each leaf.
-    """
-
-    def one(layout: Layout, x: jax.Array) -> jax.Array:
-        for dim, axes in _beyond(layout.update, layout.rest):
-            x = all_gather(x, axes, dim=dim, replicated=True)
-        return x
-
-    return map_layouts(one, layouts, params)
-
-
 def map_layouts(fn: Callable[..., Any], layouts: Any, *trees: Any) -> Any:
     """`jax.tree.map` with each Layout as a leaf."""
     return jax.tree.map(fn, layouts, *trees, is_leaf=lambda x: isinstance(x, Layout))
-
-
-def _beyond(longer: PartitionSpec, shorter: PartitionSpec) -> Iterable[tuple[int, tuple[str, ...]]]:
-    """The dims on which `longer` splits further than `shorter`, with the axes it adds there."""
-    known = spec_axes(shorter)
-    for dim, axes in enumerate(spec_axes(longer)):
-        prefix = known[dim] if dim < len(known) else ()
-        shared = tuple(axis for axis in axes if axis in prefix)
-        assert axes[: len(shared)] == shared, f"{named(shared)} must come first in {longer}"
-        if axes != shared:
-            yield dim, axes[len(shared) :]
-
-
-def _to_shards(grad: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    if varying_axes(grad) >= set(axes):
-        return reduce_scatter(grad, axes, dim=dim)
-    for axis in axes:  # a gradient that is already equal along an axis is complete there: take the shard
-        if axis in varying_axes(grad):
-            grad = reduce_scatter(grad, axis, dim=dim)
-        else:
-            size = grad.shape[dim] // axis_size(axis)
-            grad = lax.dynamic_slice_in_dim(grad, axis_index(axis) * size, size, dim)
-    return grad

@@ -8,7 +8,8 @@
 | `fsdp` | 1/n of everything | all | 2, gathered once a step |
 | `fsdp(layerwise=...)` | 1/n of everything | 1/n | 3k; 2k with `gathered(keep=True)` |
 
-k is the number of microbatches (`accumulate`): what gathers or reduces inside the loss does so in every one.
+k is the number of microbatches (`accumulate`): what gathers or reduces inside the loss does so in every one. With
+`uneven="pad"` a leaf counts with its padding, both held and sent.
 
 Source: Rajbhandari et al., ZeRO (SC 2020); Zhao et al., PyTorch FSDP (VLDB 2023).
 """
@@ -17,18 +18,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 from shardkit._check import Axis, axis_names, named
 from shardkit.parallel.plan import Leaf, Placement, Plan, strategy
+from shardkit.parallel.rules import DimRules, dim_chooser
 
 MIN_SIZE = 1024
 Handled = Literal["loss", "entry"] | None
-Uneven = Literal["replicate", "refuse"]
-ChooseDim = Callable[[str, tuple[int, ...]], int | None]
+Uneven = Literal["replicate", "refuse", "pad"]
 
 
-def zero1(axis: Axis, *, min_size: int = MIN_SIZE, dim: ChooseDim | None = None, uneven: Uneven = "replicate") -> Plan:
+def zero1(axis: Axis, *, min_size: int = MIN_SIZE, rules: DimRules | None = None, uneven: Uneven = "replicate") -> Plan:
     """ZeRO-1: the optimizer state is split; parameters and gradients are whole on every device.
 
     Layout: `grads[D, ..] {U_a} -> grads[D_a, ..]`, and after the update `params[D_a, ..] -> params[D, ..]`
@@ -36,26 +37,31 @@ def zero1(axis: Axis, *, min_size: int = MIN_SIZE, dim: ChooseDim | None = None,
     Args:
         axis: mesh axis or tuple of axes, which also split the batch.
         min_size: leaves of fewer elements are not split.
-        dim: `(path, shape) -> dim` chooses the dim that is split, None for none; by default the largest that divides.
-        uneven: what becomes of a leaf of which no dim divides: "replicate" keeps it whole, "refuse" is an error.
+        rules: which dim of a leaf is split: a function of path and shape (None for a leaf that is left whole), or a
+            pytree of PartitionSpecs that name `axis`, as `specs_from_rules` makes; by default the largest that divides.
+        uneven: what becomes of a leaf of which no dim divides: "replicate" keeps it whole, "refuse" is an error, "pad"
+            holds and sends it with zeros at the end of the dim that this lengthens least; see `unpadded`.
 
     Returns:
         A plan for `make_train_step`; `chain` joins it with others.
 
     Raises:
         TypeError: `axis` is not a name or a tuple of names.
-        ValueError: an unknown `uneven`; at trace time a leaf that does not divide, where that is refused.
+        ValueError: an unknown `uneven`; at trace time a leaf that does not divide, where that is refused, or a chosen
+            dim that cannot be padded.
 
     Cost: a reduce_scatter of every gradient and an all_gather of every updated parameter once a step, 2 (n-1)/n of the
         parameters' bytes, whatever the accumulation. A device holds 1/n of the optimizer state.
 
     Source: Rajbhandari et al., ZeRO (SC 2020), section 5.1.
     """
-    choose = _chooser("zero1", axis, min_size, dim, uneven, ())
+    choose = _chooser("zero1", axis, min_size, rules, uneven, ())
 
     def place(leaf: Leaf) -> Placement | str:
         at = choose(leaf)
-        return at if isinstance(at, str) else Placement(at, rest=False, seen=False, update=True)
+        if isinstance(at, str):
+            return at
+        return Placement(at, rest=False, seen=False, update=True, pad=uneven == "pad")
 
     return strategy("zero1", axis, rank=2, batch_dim=0, place=place)
 
@@ -65,7 +71,7 @@ def zero2(
     *,
     layerwise: tuple[str, ...] = (),
     min_size: int = MIN_SIZE,
-    dim: ChooseDim | None = None,
+    rules: DimRules | None = None,
     uneven: Uneven = "replicate",
 ) -> Plan:
     """ZeRO-2: optimizer state and gradients are split; each gradient is scattered inside the backward pass.
@@ -79,29 +85,32 @@ def zero2(
         layerwise: names of subtrees, such as "layers", whose leaves reach the loss as handles: `gathered` opens them in
             each layer, so that a stack's gradients are scattered layer by layer. Their dim 0, the layer, is not split.
         min_size: leaves of fewer elements are not split.
-        dim: `(path, shape) -> dim` chooses the dim that is split, None for none; by default the largest that divides.
-        uneven: what becomes of a leaf of which no dim divides: "replicate" keeps it whole, "refuse" is an error.
+        rules: which dim of a leaf is split: a function of path and shape (None for a leaf that is left whole), or a
+            pytree of PartitionSpecs that name `axis`, as `specs_from_rules` makes; by default the largest that divides.
+        uneven: what becomes of a leaf of which no dim divides: "replicate" keeps it whole, "refuse" is an error, "pad"
+            holds and sends it with zeros at the end of the dim that this lengthens least; see `unpadded`.
 
     Returns:
         A plan for `make_train_step`; `chain` joins it with others.
 
     Raises:
         TypeError: `axis` is not a name or a tuple of names; at trace time a handle that is used unopened.
-        ValueError: an unknown `uneven`; at trace time a leaf that does not divide, where that is refused.
+        ValueError: an unknown `uneven`; at trace time a leaf that does not divide, where that is refused, or a chosen
+            dim that cannot be padded.
 
     Cost: a reduce_scatter of every gradient in each microbatch and an all_gather of every updated parameter once a
         step: (k + 1) (n-1)/n of the parameters' bytes with k microbatches. A device holds 1/n of gradients and state.
 
     Source: Rajbhandari et al., ZeRO (SC 2020), section 5.2.
     """
-    choose = _chooser("zero2", axis, min_size, dim, uneven, layerwise)
+    choose = _chooser("zero2", axis, min_size, rules, uneven, layerwise)
 
     def place(leaf: Leaf) -> Placement | str:
         at = choose(leaf)
         if isinstance(at, str):
             return at
         handle: Handled = "loss" if _inside(leaf.path, layerwise) else "entry"
-        return Placement(at, rest=False, seen=False, update=True, handle=handle)
+        return Placement(at, rest=False, seen=False, update=True, handle=handle, pad=uneven == "pad")
 
     return strategy("zero2", axis, rank=2, batch_dim=0, place=place)
 
@@ -111,7 +120,7 @@ def fsdp(
     *,
     layerwise: tuple[str, ...] = (),
     min_size: int = MIN_SIZE,
-    dim: ChooseDim | None = None,
+    rules: DimRules | None = None,
     uneven: Uneven = "replicate",
 ) -> Plan:
     """ZeRO-3, fully sharded data parallelism: parameters, gradients and optimizer state at rest in parts.
@@ -124,8 +133,10 @@ def fsdp(
             in each layer, so that no more than a layer is ever whole. Their dim 0, the layer, is not split. All other
             leaves are gathered once, at the start of the step, and kept.
         min_size: leaves of fewer elements are not split.
-        dim: `(path, shape) -> dim` chooses the dim that is split, None for none; by default the largest that divides.
-        uneven: what becomes of a leaf of which no dim divides: "replicate" keeps it whole, "refuse" is an error.
+        rules: which dim of a leaf is split: a function of path and shape (None for a leaf that is left whole), or a
+            pytree of PartitionSpecs that name `axis`, as `specs_from_rules` makes; by default the largest that divides.
+        uneven: what becomes of a leaf of which no dim divides: "replicate" keeps it whole, "refuse" is an error, "pad"
+            holds and sends it with zeros at the end of the dim that this lengthens least; see `unpadded`.
 
     Returns:
         A plan for `make_train_step`; `chain` joins it with others, `chain(dp("replica"), fsdp("shard"))` for instance
@@ -133,7 +144,8 @@ def fsdp(
 
     Raises:
         TypeError: `axis` is not a name or a tuple of names; at trace time a handle that is used unopened.
-        ValueError: an unknown `uneven`; at trace time a leaf that does not divide, where that is refused.
+        ValueError: an unknown `uneven`; at trace time a leaf that does not divide, where that is refused, or a chosen
+            dim that cannot be padded.
 
     Cost: of whole leaves an all_gather and a reduce_scatter once a step, 2 (n-1)/n of their bytes, whatever the
         accumulation; of layer-wise ones two gathers and a reduce_scatter in each microbatch, 3 k (n-1)/n, or 2 k with
@@ -141,49 +153,66 @@ def fsdp(
 
     Source: Rajbhandari et al., ZeRO (SC 2020), section 5.3; Zhao et al., PyTorch FSDP (VLDB 2023).
     """
-    choose = _chooser("fsdp", axis, min_size, dim, uneven, layerwise)
+    choose = _chooser("fsdp", axis, min_size, rules, uneven, layerwise)
 
     def place(leaf: Leaf) -> Placement | str:
         at = choose(leaf)
         if isinstance(at, str):
             return at
         handle: Handled = "loss" if _inside(leaf.path, layerwise) else None
-        return Placement(at, rest=True, seen=False, update=True, handle=handle)
+        return Placement(at, rest=True, seen=False, update=True, handle=handle, pad=uneven == "pad")
 
     return strategy("fsdp", axis, rank=1, batch_dim=0, place=place)
 
 
 def _chooser(
-    name: str, axis: Axis, min_size: int, dim: ChooseDim | None, uneven: str, layerwise: tuple[str, ...]
+    name: str, axis: Axis, min_size: int, rules: DimRules | None, uneven: str, layerwise: tuple[str, ...]
 ) -> Callable[[Leaf], int | str]:
     """Which dim of a leaf is split, or why none."""
     axes = axis_names(name, axis)
-    if uneven not in ("replicate", "refuse"):
-        raise ValueError(f"{name}: uneven must be 'replicate' or 'refuse'; got {uneven!r}. Choose one of them.")
+    if uneven not in get_args(Uneven):
+        raise ValueError(f"{name}: uneven must be 'replicate', 'refuse' or 'pad'; got {uneven!r}. Choose one of them.")
     if isinstance(layerwise, str):
         raise TypeError(
             f"{name}: layerwise must be a tuple of names; got {layerwise!r}. Write layerwise=({layerwise!r},)."
         )
+    dim = None if rules is None else dim_chooser(name, axes, rules)
 
     def choose(leaf: Leaf) -> int | str:
         size = math.prod(leaf.shape)
         first = 1 if _inside(leaf.path, layerwise) else 0  # the dim that scan takes off
         if leaf.ways == 1:
             return "the axis has one device"
+        if not leaf.shape:
+            return "a scalar, which has no dim"
         if size < min_size:
             return f"{size:,} elements, fewer than min_size={min_size:,}"
-        fits = [d for d in range(first, len(leaf.shape)) if leaf.shape[d] and leaf.shape[d] % leaf.ways == 0]
-        at = dim(leaf.path, leaf.shape) if dim else max(fits, key=lambda d: leaf.shape[d], default=None)
+        pads = [] if uneven != "pad" else [d for d, rows in enumerate(leaf.shape) if rows and d not in leaf.split]
+        fits = [
+            d for d, rows in enumerate(leaf.shape) if d >= first and (d in pads or (rows and rows % leaf.ways == 0))
+        ]
+
+        def longer(d: int) -> tuple[float, int]:  # by how much padding lengthens a dim; the largest of equals
+            return -(-leaf.shape[d] // leaf.ways) * leaf.ways / leaf.shape[d], -leaf.shape[d]
+
+        at = dim(leaf.path, leaf.shape) if dim else min(fits, key=longer, default=None)
         if dim and at is None:
             return "no dim was chosen"
         if at is None or at not in fits:
             if dim or uneven == "refuse":
                 what = f"dim {at}" if dim else "one dim"
+                rule, remedy = "", "Pass uneven='pad' or uneven='replicate'."
+                if dim:
+                    remedy = "Choose another dim, or pass uneven='pad'."
+                if dim and uneven == "pad":
+                    rule = " or one that can be padded, which a dim that another strategy splits or a layer's cannot"
+                    remedy = "Choose another dim."
                 raise ValueError(
-                    f"{name}: {what} of leaf {leaf.path} must be divisible by {named(axes)}; got shape "
-                    f"{leaf.shape} over {leaf.ways} devices. Pad the leaf, choose another dim, or pass "
-                    "uneven='replicate'."
+                    f"{name}: {what} of leaf {leaf.path} must be divisible by {named(axes)}{rule}; got shape "
+                    f"{leaf.shape} over {leaf.ways} devices. {remedy}"
                 )
+            if uneven == "pad":
+                return "no dim is left to pad"
             return f"no dim{' but the layer' if first else ''} divides by {leaf.ways}"
         return at
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from shardkit.parallel import GradFn, Plan
+from shardkit.parallel import GradFn, Plan, unpadded
 from shardkit.rng import example_keys
 from shardkit.testing._compare import first_gap, leaves_of, magnitude, on, shapes_differ
 from shardkit.train import make_train_step, step_key
@@ -128,6 +128,7 @@ def assert_same_training(
 
 
 def _compare(where: str, what: str, got: Any, wanted: Any, relative: float, zero: set[str], absolute: float) -> None:
+    got = unpadded(got)
     wrong = shapes_differ(got, wanted)
     if wrong:
         raise AssertionError(

@@ -1,0 +1,70 @@
+"""Which dim of a leaf a strategy splits, as its user says it: a function of the leaf, or a tree of specs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from shardkit._check import named, quoted
+from shardkit.layout import all_axes, path_name, spec_axes
+
+ChooseDim = Callable[[str, tuple[int, ...]], int | None]
+DimRules = ChooseDim | Any  # the tree may be any pytree of PartitionSpecs
+
+
+def dim_chooser(name: str, axes: tuple[str, ...], rules: DimRules) -> ChooseDim:
+    """The rules of a strategy as a function of a leaf's path and shape.
+
+    Args:
+        name: the strategy, for errors.
+        axes: its mesh axes.
+        rules: such a function already, or a pytree of PartitionSpecs like the parameters', as `specs_from_rules` makes
+            from the logical names of a model's dims; the dim on which the axes stand is the one that is split, and a
+            leaf on which they do not stand is left whole.
+
+    Returns:
+        `(path, shape) -> dim`, or None for a leaf that is not split.
+
+    Raises:
+        TypeError: the tree holds something else than specs.
+        ValueError: no spec of the tree names the axes; when it is called, a leaf that has no spec, or one whose spec is
+            longer than its shape or has the axes on several dims.
+    """
+    if callable(rules):
+        return rules
+    flat = jax.tree_util.tree_flatten_with_path(rules, is_leaf=lambda x: isinstance(x, PartitionSpec))[0]
+    specs = {path_name(path): spec for path, spec in flat}
+    for path, spec in specs.items():
+        if not isinstance(spec, PartitionSpec):
+            raise TypeError(
+                f"{name}: rules must be a function of path and shape, or a tree of PartitionSpecs; got {spec!r} for "
+                f"{path}. Make the tree with specs_from_rules."
+            )
+
+    used = frozenset[str]().union(*map(all_axes, specs.values()))
+    if not used & set(axes):
+        raise ValueError(
+            f"{name}: the rules must put {named(axes)} on some dim; the axes that they name are "
+            f"{quoted(sorted(used))}. Correct the rules, or the axis."
+        )
+
+    def choose(path: str, shape: tuple[int, ...]) -> int | None:
+        if path not in specs:
+            raise ValueError(
+                f"{name}: the rules have no spec for leaf {path}; they are of another tree, with the leaves "
+                f"{quoted(sorted(specs))}. Make them from the logical axes of these parameters."
+            )
+        spec = tuple(specs[path])
+        found = spec_axes(specs[path])
+        dims = [dim for dim, on in enumerate(found) if set(on) & set(axes)]
+        if len(found) > len(shape) or len(dims) > 1 or (dims and not set(axes) <= set(found[dims[0]])):
+            raise ValueError(
+                f"{name}: the rules must put {named(axes)} on one dim of leaf {path}; got {spec} for shape "
+                f"{shape}. Correct the logical axes or their rules."
+            )
+        return dims[0] if dims else None
+
+    return choose

@@ -1,0 +1,82 @@
+"""Donation: a step writes its new state where the old one was, and no two leaves of a state share a buffer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardkit as sk
+
+PLANS = {
+    "dp": lambda: sk.dp("d"),
+    "zero1": lambda: sk.zero1("d", min_size=1),
+    "zero2": lambda: sk.zero2("d", min_size=1),
+    "fsdp": lambda: sk.fsdp("d", min_size=1),
+}
+POLICIES = {
+    "float32": sk.Precision(),
+    "float32 with a float32 master": sk.Precision(master=jnp.float32),
+    "bfloat16 with a float32 master": sk.Precision(param=jnp.bfloat16, compute=jnp.bfloat16, master=jnp.float32),
+}
+BATCH = {"x": np.ones((8, 16), np.float32), "y": np.ones((8, 8), np.float32)}
+
+
+@pytest.fixture(autouse=True)
+def promoting():  # optax does not trace under strict promotion
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def loss(params, batch, keys):
+    return sk.Mean.of((jnp.tanh(batch["x"]) @ params["w"] + params["b"][None] - batch["y"]).astype("f") ** 2)
+
+
+def built(plan, policy, optimizer):
+    mesh = sk.make_mesh(jax.devices()[:4], d=4)
+    init, step = sk.make_train_step(
+        sk.value_and_grad(loss), optimizer, mesh=mesh, plan=PLANS[plan](), precision=POLICIES[policy]
+    )
+    params = {"w": jnp.ones((16, 8)) / 7, "b": jnp.zeros(8)}
+    return init(params, jax.random.key(0)), step, params
+
+
+def buffers(tree):
+    return [shard.data.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) for shard in x.addressable_shards]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_byte_of_the_state_is_written_in_place(plan, policy):  # proves F51, S65
+    state, step, _ = built(plan, policy, optax.adamw(1e-3))
+    state = state._replace(key=None)  # the key goes round the compiled program
+    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
+    keyed = state._replace(key=jax.random.key(0))
+    assert step.lower(keyed, BATCH).compile().memory_analysis().alias_size_in_bytes == held
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.adamw(1e-3), optax.contrib.schedule_free(optax.sgd(1e-3), 1e-3)],
+    ids=["adamw", "schedule_free"],
+)
+def test_no_two_leaves_share_a_buffer(plan, policy, optimizer):  # proves F51
+    """With float32 parameters a cast to the master's dtype is no copy: the second donation would be an error."""
+    state, step, params = built(plan, policy, optimizer)
+    copied = buffers(params)
+    for _ in range(2):
+        found = buffers(state._replace(key=None))
+        assert len(set(found)) == len(found) and not set(found) & set(copied)
+        state, _ = step(state, BATCH)
+    np.testing.assert_array_equal(params["b"], np.zeros(8))  # the caller's own arrays are still there
+    assert state.params["w"].is_deleted() is False
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_donated_state_is_gone(plan):  # proves F51
+    state, step, _ = built(plan, "float32", optax.adam(1e-3))
+    step(state, BATCH)
+    with pytest.raises(RuntimeError, match="Array has been deleted"):
+        np.asarray(state.params["w"])
