@@ -66,17 +66,25 @@ def example_keys(key: jax.Array, n: int) -> jax.Array:
 
 
 def fold_keys(keys: jax.Array, data: jax.Array | int) -> jax.Array:
-    """`fold_in` for each of a batch of keys: `fold_keys(keys_b, layer)` gives each example another key in each layer.
+    """`fold_in` for each of several keys: `fold_keys(keys_b, layer)` gives each example another key in each layer.
+
+    With `fold_keys(keys_b[:, None], positions_t[None, :])` each token of each example has a key of its own, which does
+    not depend on the devices over which the tokens are split.
 
     Args:
-        keys: one key, or keys of shape [b].
-        data: one integer, or integers of shape [b]; at least one of the two has a leading dim.
+        keys: keys of any shape, typed or raw.
+        data: integers of a shape that broadcasts with it.
 
     Returns:
-        Keys of shape [b].
+        Keys of the shape to which both broadcast.
     """
-    axes = (0 if _keys_shape(keys) else None, 0 if jnp.ndim(data) else None)
-    return jax.vmap(jax.random.fold_in, axes)(keys, data)
+    raw = () if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else keys.shape[-1:]
+    shape = jnp.broadcast_shapes(_keys_shape(keys), jnp.shape(data))
+    folded = jnp.broadcast_to(keys, shape + raw), jnp.broadcast_to(data, shape)
+    fold = jax.random.fold_in
+    for _ in shape:
+        fold = jax.vmap(fold)
+    return fold(*folded)
 
 
 def dropout(x_b: jax.Array, keys_b: jax.Array | None, rate: float) -> jax.Array:
@@ -84,14 +92,15 @@ def dropout(x_b: jax.Array, keys_b: jax.Array | None, rate: float) -> jax.Array:
 
     Args:
         x_b: examples, shape [b, ...].
-        keys_b: one key per example, shape [b]; None means evaluation, in which nothing is dropped.
+        keys_b: one key for each example, shape [b], or for each part of it, shape [b, t]: where tokens are split over
+            devices, give each its own key. None means evaluation, in which nothing is dropped.
         rate: probability that an element becomes zero, 0 <= rate < 1; the others are divided by 1 - rate.
 
     Returns:
         Array of the shape and dtype of `x_b`.
 
     Raises:
-        ValueError: a rate outside [0, 1), or another number of keys than examples.
+        ValueError: a rate outside [0, 1), or keys of which the shape is not that of the leading dims of `x_b`.
         TypeError: integers.
     """
     if not 0 <= rate < 1:
@@ -100,13 +109,16 @@ def dropout(x_b: jax.Array, keys_b: jax.Array | None, rate: float) -> jax.Array:
         raise TypeError(f"dropout: x must be floating-point; got {x_b.dtype}. Drop after the embedding, not before it.")
     if keys_b is None or rate == 0:
         return x_b
-    if _keys_shape(keys_b) != x_b.shape[:1]:
+    shape = _keys_shape(keys_b)
+    if not shape or shape != x_b.shape[: len(shape)]:
         raise ValueError(
             f"dropout: there must be one key for each example; got keys of shape {keys_b.shape} for examples of "
             f"shape {x_b.shape}. Pass the keys that the loss function is given with the batch."
         )
-    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x_b.shape[1:]))(keys_b)
-    return jnp.where(keep, x_b / jnp.asarray(1 - rate, x_b.dtype), jnp.zeros_like(x_b))
+    draw = lambda key: jax.random.bernoulli(key, 1 - rate, x_b.shape[len(shape) :])  # noqa: E731
+    for _ in shape:
+        draw = jax.vmap(draw)
+    return jnp.where(draw(keys_b), x_b / jnp.asarray(1 - rate, x_b.dtype), jnp.zeros_like(x_b))
 
 
 def salt(name: str) -> int:

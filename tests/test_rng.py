@@ -170,6 +170,24 @@ def test_initialisation_and_dropout_are_the_same_on_every_mesh(make, devices):  
         np.testing.assert_array_equal(got, wanted)
 
 
+@kinds
+def test_tokens_with_keys_of_their_own_drop_the_same_however_they_are_split(make):  # proves F44
+    keys, x = sk.example_keys(make(1), 4), np.ones((4, 8, 16), np.float32)
+
+    def per_token(x_bt, keys_b, positions_t):
+        keys_bt = sk.fold_keys(keys_b[:, None], positions_t[None])
+        return sk.dropout(x_bt, keys_bt, 0.5)
+
+    wanted = jax.jit(per_token)(x, keys, np.arange(8))
+    assert bits(sk.fold_keys(keys[:, None], jnp.arange(8)[None]))[13] == bits(jax.random.fold_in(keys[1], 5))[0]
+    assert len({row.tobytes() for row in np.asarray(wanted).reshape(32, 16)}) == 32  # no two tokens alike
+    for sizes in ({"data": 2, "tokens": 4}, {"data": 4, "tokens": 2}, {"data": 1, "tokens": 8}):
+        mesh = sk.make_mesh(jax.devices(), **sizes)
+        specs = (P("data", "tokens"), P("data"), P("tokens"))
+        split = jax.shard_map(per_token, mesh=mesh, in_specs=specs, out_specs=P("data", "tokens"))
+        np.testing.assert_array_equal(jax.jit(split)(x, keys, np.arange(8)), wanted)
+
+
 def test_recomputation_draws_the_same(data8):  # proves F46
     keys, x = sk.example_keys(jax.random.key(2), 16), np.ones((16, 64), np.float32)
 
