@@ -14,8 +14,9 @@ import optax
 import pytest
 
 import shardkit as sk
-from benchmarks import harness, step_overhead
+from benchmarks import harness, partitioner, step_overhead
 from benchmarks.harness import Sample, Variant
+from shardkit.models import transformer
 
 ROOT = Path(harness.__file__).parents[1]
 STATISTICS = [
@@ -164,6 +165,19 @@ def test_the_builders_unused_keys_do_not_reach_the_compiled_step():
     assert compiled["kAllReduce"] == by_hand["kAllReduce"]
 
 
+# proves F83, S61: explicit collectives give what jit with NamedShardings gives, and send less
+def test_explicit_fsdp_sends_less_than_the_automatic_partitioner():
+    mesh = sk.make_mesh(jax.devices()[:4], data=4)
+    config = transformer.Config(vocabulary=64, layers=2, dim=64, heads=2)
+    with jax.numpy_dtype_promotion("standard"):  # optax does not trace under strict promotion
+        steps = partitioner.variants({"fsdp": sk.fsdp("data")}, mesh, config, examples=4, tokens=32)
+        records = harness.measure("partitioner", "fsdp", steps, calls=1, rounds=1, tolerance=1e-5)
+        *theirs, ours = map(partitioner.sizes, steps)
+    assert [each.name for each in steps] == ["jit", "jit, all", "fsdp"]
+    assert records[-1]["disagreement_relative_max"] > 0  # another program, not the same one twice
+    assert ours["wire_bytes"] == ours["written_bytes"] < min(each["wire_bytes"] for each in theirs)
+
+
 @pytest.mark.slow
 def test_step_overhead_smoke(tmp_path):
     file = tmp_path / "out.jsonl"
@@ -189,6 +203,30 @@ def test_collectives_smoke(tmp_path):
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert records and all(set(record) == FIELDS for record in records)
     assert {r["variant"] for r in records} >= {"psum"}
+
+
+@pytest.mark.slow
+def test_partitioner_smoke(tmp_path):
+    file = tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "benchmarks.partitioner", "--smoke", "--json", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert all(set(record) == FIELDS | {"written_bytes", "wire_bytes", "temp_bytes"} for record in records)
+    own = {name for _, plans in partitioner.ROWS.values() for name in plans}
+    assert {r["variant"] for r in records if r["written_bytes"]} == own
+    lines = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    assert len(lines) == 2 + len(records)
+
+
+@pytest.mark.slow
+def test_context_smoke(tmp_path):
+    file = tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "benchmarks.context", "--smoke", "--json", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [r["variant"] for r in records] == ["gathered, masked", "ring, contiguous", "ring, zigzag", "ulysses"]
 
 
 @pytest.mark.slow
