@@ -34,7 +34,7 @@ ROWS: dict[str, tuple[sk.Plan, sk.Precision, float]] = {
 }
 
 
-def loss_fn(prefetch: bool) -> Callable[[Any, Any, Any], sk.Mean]:
+def loss_fn(prefetch: bool, microbatches: int = 1) -> Callable[[Any, Any, Any], sk.Mean]:
     """A stack of residual feed-forward layers."""
 
     def layer(w: Any, x_bTD: jax.Array) -> jax.Array:
@@ -42,21 +42,27 @@ def loss_fn(prefetch: bool) -> Callable[[Any, Any, Any], sk.Mean]:
         return x_bTD + jnp.einsum("bTF,FD->bTD", h_bTF, w["down"])
 
     def loss(params: Any, batch: Any, keys: Any) -> sk.Mean:
-        x_bTD = sk.scan_layers(layer, params["layers"], batch, prefetch=prefetch, remat="full")
+        options: dict[str, Any] = {"prefetch": prefetch, "microbatches": microbatches}
+        x_bTD = sk.scan_layers(layer, params["layers"], batch, remat="full", **options)
         return sk.Mean.of(x_bTD.astype(jnp.float32) ** 2)
 
     return loss
 
 
 def report(
-    name: str, accumulate: int = 1, reduce: str = "bfloat16", tokens: int = TOKENS, topology: str = "v5e:2x4"
+    name: str,
+    accumulate: int = 1,
+    reduce: str = "bfloat16",
+    tokens: int = TOKENS,
+    topology: str = "v5e:2x4",
+    microbatches: int = 1,
 ) -> tuple[Any, int]:
     """The compiled step of a row, and its number of parameters."""
     plan, precision, _ = ROWS[name]
     shapes = {"up": (LAYERS, WIDTH, HIDDEN), "down": (LAYERS, HIDDEN, WIDTH)}
     params = {"layers": {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, shape in shapes.items()}}
     init, step = sk.make_train_step(
-        sk.value_and_grad(loss_fn("prefetch" in name)),
+        sk.value_and_grad(loss_fn("prefetch" in name, microbatches)),
         optax.adam(1e-4),
         mesh=sk.abstract_mesh(d=8),
         plan=plan,
@@ -64,7 +70,7 @@ def report(
         accumulate=accumulate,
     )
     state = init.abstract(params)
-    batch = jax.ShapeDtypeStruct((8 * accumulate, tokens, WIDTH), jnp.bfloat16)
+    batch = jax.ShapeDtypeStruct((8 * accumulate * microbatches, tokens, WIDTH), jnp.bfloat16)
     return sk.aot.compile(step, (state, batch), topology=topology), sum(x.size for x in jax.tree.leaves(params))
 
 
@@ -73,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", choices=ROWS)
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--microbatches", type=int, default=1, help="through a layer before the next one")
     parser.add_argument("--reduce", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="on each device, in a microbatch")
     parser.add_argument("--topology", default="v5e:2x4")
@@ -81,8 +88,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("|  | held (theory) | temp | synchronous on the wire | synchronous gathers, whole | exposed | compiled in |")
     print("|---|---|---|---|---|---|---|")
     for name in [options.only] if options.only else ROWS:
-        made, parameters = report(name, options.accumulate, options.reduce, options.tokens, options.topology)
-        held = made.memory.held - options.accumulate * options.tokens * WIDTH * 2
+        made, parameters = report(
+            name, options.accumulate, options.reduce, options.tokens, options.topology, options.microbatches
+        )
+        held = made.memory.held - options.accumulate * options.microbatches * options.tokens * WIDTH * 2
         alone = sum(r.total for r in made.rows if not r.asynchronous)
         gathers = sum(r.bytes_out * r.times for r in made.select(kind="all_gather") if not r.asynchronous)
         wire = f"{float(alone) / 2**20:,.0f} of {float(made.sent()) / 2**20:,.0f} MiB"

@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import shardkit as sk
-from shardkit import _compat
+from shardkit import _compat, cost
 
-WIDTH, HIDDEN = 16, 32
+BATCH, WIDTH, HIDDEN = 16, 16, 32
 PLANS = {
     "dp": sk.dp("d"),
     "zero2": sk.zero2("d", min_size=1, layerwise=("layers",)),
@@ -18,7 +19,20 @@ PLANS = {
         sk.fsdp("d", min_size=1, layerwise=("layers",)), sk.zero2("z", min_size=1, layerwise=("layers",))
     ),
 }
-WAYS = [(False, None), (False, "full"), (False, "dots"), (False, "dots_without_batch"), (True, None), (True, "full")]
+WAYS = [
+    {},
+    {"remat": "full"},
+    {"remat": "dots"},
+    {"remat": "dots_without_batch"},
+    {"prefetch": True, "remat": "full", "microbatches": 2},
+    {"prefetch": True},
+    {"prefetch": True, "remat": "full"},
+    {"microbatches": 2},
+    {"remat": ("hidden",), "microbatches": 2},
+    {"prefetch": True, "remat": ("hidden",), "offload": True},
+    {"remat": "dots_without_batch", "offload": True},
+    {"prefetch": True, "remat": jax.checkpoint_policies.everything_saveable},
+]
 
 
 def params(layers):
@@ -29,15 +43,19 @@ def params(layers):
     return {"layers": stack, "head": rng.normal(size=(WIDTH, 3)).astype("f")}
 
 
-def loss_fn(prefetch, remat):
+def loss_fn(way):
     def loss(params, batch, keys):
+        table = jnp.linspace(0.0, 1.0, WIDTH)[None]  # a layer may close over constants, and over what has a gradient
+        scale = jnp.tanh(jnp.sum(params["head"] ** 2))
+
         def layer(weights, x):
-            w, number = weights  # integers travel along
-            h = jnp.tanh((x * w["gain"][None]) @ w["up"]) @ w["down"]
-            return x + h / (1 + number.astype(x.dtype))
+            (w, number), (x, keys) = weights, x  # integers and keys travel along
+            h = jnp.tanh((sk.dropout(x + table.astype(x.dtype), keys, 0.1) * w["gain"][None]) @ w["up"])
+            h = checkpoint_name(h, "hidden") @ w["down"] * scale
+            return x + h / (1 + number.astype(x.dtype)), keys
 
         numbers = jnp.arange(jax.tree.leaves(params["layers"])[0].shape[0])
-        x = sk.scan_layers(layer, (params["layers"], numbers), batch["x"], prefetch=prefetch, remat=remat)
+        x, _ = sk.scan_layers(layer, (params["layers"], numbers), (batch["x"], keys), **way)
         return sk.Mean.of((x @ params["head"] - batch["y"]) ** 2)
 
     return loss
@@ -45,13 +63,13 @@ def loss_fn(prefetch, remat):
 
 def batch(step):
     rng = np.random.default_rng(step)
-    return {"x": rng.normal(size=(8, WIDTH)).astype("f"), "y": rng.normal(size=(8, 3)).astype("f")}
+    return {"x": rng.normal(size=(BATCH, WIDTH)).astype("f"), "y": rng.normal(size=(BATCH, 3)).astype("f")}
 
 
 def trained(name, layers, way, steps=2, accumulate=1):
     mesh = sk.make_mesh(jax.devices()[:4], z=2, d=2)
     init, step = sk.make_train_step(
-        sk.value_and_grad(loss_fn(*way)), optax.sgd(0.01), mesh=mesh, plan=PLANS[name], accumulate=accumulate
+        sk.value_and_grad(loss_fn(way)), optax.sgd(0.01), mesh=mesh, plan=PLANS[name], accumulate=accumulate
     )
     state = init(params(layers), jax.random.key(0))
     for index in range(steps):
@@ -61,11 +79,12 @@ def trained(name, layers, way, steps=2, accumulate=1):
 
 @pytest.mark.parametrize("layers", [1, 2, 5])
 @pytest.mark.parametrize("name", PLANS)
-def test_every_way_of_running_a_stack_gives_the_same_parameters(name, layers):  # proves F19, F23, F49
+def test_every_way_of_running_a_stack_gives_the_same_parameters(name, layers):  # proves F19, F23, F46, F49
     expected = params(layers)
     with jax.default_device(jax.devices()[0]):
         for index in range(2):
-            total = lambda p: loss_fn(False, None)(p, batch(index), None)  # noqa: E731
+            keys = sk.example_keys(sk.step_key(jax.random.key(0), index), BATCH)
+            total = lambda p: loss_fn({})(p, batch(index), keys)  # noqa: E731
             grads = jax.grad(lambda p: total(p).total / total(p).weight)(expected)
             expected = jax.tree.map(lambda p, g: p - jnp.float32(0.01) * g, expected, grads)
     for way in WAYS if layers == 2 else WAYS[::4]:
@@ -73,21 +92,59 @@ def test_every_way_of_running_a_stack_gives_the_same_parameters(name, layers):  
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
 
 
+@pytest.mark.parametrize("way", [{"microbatches": 4}, {"microbatches": 4, "prefetch": True, "remat": "full"}])
+@pytest.mark.parametrize("name", PLANS)
+def test_microbatches_are_summed_in_float32(name, way):  # proves F23, F45
+    """In bfloat16, the gradient of many equal parts is that of one of them times their number."""
+    grads = {}
+    mesh = sk.make_mesh(jax.devices()[:4], z=2, d=2)
+    for k in (1, way["microbatches"]):
+        ways = way if k > 1 else {}
+        init, step = sk.make_train_step(
+            sk.value_and_grad(loss_fn(ways | {"remat": "full"})),
+            optax.sgd(1.0),
+            mesh=mesh,
+            plan=PLANS[name],
+            precision=sk.Precision(compute=jnp.bfloat16),
+        )
+        state = init(params(2), jax.random.key(0))
+        before = jax.tree.map(np.asarray, state.params["layers"])
+        state, _ = step(state, batch(0))
+        grads[k] = jax.tree.map(lambda a, b: a - np.asarray(b), before, state.params["layers"])
+    gaps = jax.tree.map(lambda a, b: np.max(np.abs(a - b)) / np.max(np.abs(a)), *grads.values())
+    assert max(jax.tree.leaves(gaps)) < 0.02, gaps
+
+
+def traffic(step, state):
+    census = sk.census(step, state, batch(0))
+    assert census.count(kind="all_reduce") == 1  # the loss
+    return {kind: (census.count(kind=kind), census.sent(kind=kind)) for kind in ("all_gather", "reduce_scatter")}
+
+
 @pytest.mark.parametrize("layers", [1, 2, 5])
 def test_prefetching_sends_what_gathering_in_place_sends(layers):  # proves F20, F23
-    def traffic(way, accumulate):
-        _, step, state = trained("fsdp", layers, way, steps=0, accumulate=accumulate)
-        census = sk.census(step, state, batch(0))
-        return {kind: (census.count(kind=kind), census.sent(kind=kind)) for kind in ("all_gather", "reduce_scatter")}
-
     for k in (1, 2):
-        assert traffic((False, "full"), k) == traffic((True, None), k)
-        assert traffic((True, None), k)["all_gather"][0] == 1 + 2 * k * layers * 3  # the head once, three leaves twice
-        assert traffic((True, None), k)["reduce_scatter"][0] == 1 + k * layers * 3
+        _, *plain = trained("fsdp", layers, {"remat": "full"}, steps=0, accumulate=k)
+        _, *ahead = trained("fsdp", layers, {"prefetch": True}, steps=0, accumulate=k)
+        assert traffic(*plain) == traffic(*ahead)
+        assert traffic(*ahead)["all_gather"][0] == 1 + 2 * k * layers * 3  # the head once, three leaves twice
+        assert traffic(*ahead)["reduce_scatter"][0] == 1 + k * layers * 3
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize(("name", "stage"), [("fsdp", 3), ("zero2", 2)])
+def test_layer_major_accumulation_sends_as_much_as_none(name, stage, k, prefetch):  # proves F19, F20, F45
+    _, step, state = trained(name, 5, {"prefetch": prefetch, "microbatches": k}, steps=0)
+    sizes = {part: sum(x.size for x in jax.tree.leaves(tree)) for part, tree in state.params.items()}
+    bytes_ = {"parameter_bytes": 4, "gradient_bytes": 4}
+    expected = cost.zero_volume(sizes["layers"], 2, stage, accumulate=k, layer_major=True, **bytes_)
+    expected += cost.zero_volume(sizes["head"], 2, stage, layerwise=False, **bytes_)
+    assert sum(sent for _, sent in traffic(step, state).values()) == expected
 
 
 def test_a_prefetched_gather_stands_before_the_layer_that_hides_it():
-    _, step, state = trained("fsdp", 5, (True, None), steps=0)
+    _, step, state = trained("fsdp", 5, {"prefetch": True}, steps=0)
     jaxpr = step.trace(state, batch(0)).jaxpr.jaxpr
 
     def scans(jaxpr):
@@ -101,7 +158,8 @@ def test_a_prefetched_gather_stands_before_the_layer_that_hides_it():
     assert len(bodies) == 2  # forward and backward
     for names in bodies:
         gather = min(i for i, n in enumerate(names) if n in ("all_gather", "custom_vjp_call", "custom_vjp_call_jaxpr"))
-        assert gather < names.index("dot_general")
+        computes = ("dot_general", "checkpoint", "remat2")
+        assert gather < min(i for i, n in enumerate(names) if n in computes)
 
 
 def test_mistakes_are_refused():
@@ -115,11 +173,19 @@ def test_mistakes_are_refused():
     with pytest.raises(ValueError) as error:
         sk.scan_layers(lambda w, x: x, stack["w"], jnp.ones(4), remat="none")
     assert str(error.value) == (
-        "scan_layers: remat must be None or one of 'full', 'dots', 'dots_without_batch'; got 'none'. Choose one."
+        "scan_layers: remat must be None, one of 'full', 'dots', 'dots_without_batch', a tuple of checkpoint names, or "
+        "a policy of jax.checkpoint_policies; got 'none'. Choose one."
     )
     with pytest.raises(ValueError) as error:
-        sk.scan_layers(lambda w, x: x, stack["w"], jnp.ones(4), prefetch=True, remat="dots")
+        sk.scan_layers(lambda w, x: x, stack["w"], jnp.ones(4), offload=True)
     assert str(error.value) == (
-        "scan_layers: with prefetch every layer is recomputed from its input; got remat='dots'. Pass remat='full', or "
-        "leave prefetch out."
+        "scan_layers: offload must go with remat='dots_without_batch' or a tuple of checkpoint names, which say what "
+        "is put into the host's memory; got remat=None. Pass one of them, or leave offload out."
+    )
+    with pytest.raises(ValueError) as error:
+        sk.scan_layers(lambda w, x: x, stack["w"], (jnp.ones(4), jnp.float32(0)), microbatches=3)
+    assert str(error.value) == (
+        "scan_layers: dim 0 of every activation must be divisible by microbatches, at least 1; got sizes [0, 4] and "
+        "microbatches=3. Choose a divisor of the examples on a device, and pass anything that is not of an example "
+        "through layer_fn."
     )

@@ -93,6 +93,7 @@ def context_volume(
     method: str = "ring",
     kv_hidden: int | None = None,
     value_bytes: float = 2,
+    gradient_bytes: float | None = None,
 ) -> Volume:
     """Bytes that one device sends for one attention layer whose sequence is sharded over `ways` devices.
 
@@ -109,12 +110,14 @@ def context_volume(
         method: "ring", "all_gather" or "ulysses".
         kv_hidden: width of keys, and of values (less than `hidden` with grouped-query attention); None: `hidden`.
         value_bytes: bytes a value.
+        gradient_bytes: bytes a value of the gradients that pass round the ring (4 for `ring_attention`, which sums them
+            in float32); None: `value_bytes`.
 
     Returns:
         Volume, bytes.
 
     Raises:
-        ValueError: a size below 1, value_bytes that are not positive, or an unknown method.
+        ValueError: a size below 1, value_bytes or gradient_bytes that are not positive, or an unknown method.
 
     Source: Liu et al., Ring Attention (arXiv:2310.01889); Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509), section
     3.2.
@@ -125,13 +128,14 @@ def context_volume(
     batch, sequence, hidden, ways, kv_hidden = _check.whole(
         where, batch=batch, sequence=sequence, hidden=hidden, ways=ways, kv_hidden=kv_hidden
     )
-    [value_bytes] = _check.positive(where, value_bytes=value_bytes)
+    gradient_bytes = value_bytes if gradient_bytes is None else gradient_bytes
+    value_bytes, gradient_bytes = _check.positive(where, value_bytes=value_bytes, gradient_bytes=gradient_bytes)
     local = batch * sequence / ways * value_bytes
     q, kv = local * hidden, 2 * local * kv_hidden
     if ways == 1:
         return Volume(0.0, 0.0)
     if method == "ring":
-        return Volume((ways - 1) * kv, (ways - 1) * kv + ways * kv)
+        return Volume((ways - 1) * kv, (ways - 1) * kv + ways * kv * gradient_bytes / value_bytes)
     if method == "all_gather":
         return Volume((ways - 1) * kv, 2 * (ways - 1) * kv)
     moved = (ways - 1) / ways * (2 * q + kv)

@@ -123,6 +123,7 @@ def zero_volume(
     accumulate: int = 1,
     layerwise: bool = True,
     regather: bool = True,
+    layer_major: bool = False,
     parameter_bytes: float = 2,
     gradient_bytes: float = 2,
 ) -> float:
@@ -131,7 +132,8 @@ def zero_volume(
     In units of the parameters' bytes times (n-1)/n: stage 0: 2 (one all_reduce of gradients); stage 1: 2
     (reduce_scatter of gradients, all_gather of parameters); stage 2: k + 1, since gradients that are sharded are
     reduced every microbatch; stage 3, layer by layer: 3 k (two gathers and a reduction a microbatch), 2 k where the
-    gathered layers are kept for the backward; stage 3 with the whole tree gathered once a step: 2.
+    gathered layers are kept for the backward; stage 3 with the whole tree gathered once a step: 2. Layer by layer, with
+    all microbatches through a layer before the next: 3 at stage 3 (2 if kept) and 2 at stage 2, whatever k.
 
     Args:
         parameters: number of parameters.
@@ -140,6 +142,7 @@ def zero_volume(
         accumulate: microbatches k in a step.
         layerwise: stage 3 gathers each layer when it is used; False: the whole tree once a step, and kept.
         regather: stage 3, layer by layer: gathers again for the backward; False: the gathered layers are kept.
+        layer_major: stages 2 and 3, layer by layer: all microbatches pass a layer before the next one starts.
         parameter_bytes: bytes a parameter, gathered.
         gradient_bytes: bytes a parameter, reduced.
 
@@ -159,6 +162,8 @@ def zero_volume(
     )
     share = float(wire("reduce_scatter", 1, ways).sent)
     reduced, gathered = share * parameters * gradient_bytes, share * parameters * parameter_bytes
+    if layer_major:
+        accumulate = 1
     if stage == 0:
         return 2 * reduced
     if stage == 1 or (stage == 3 and not layerwise):

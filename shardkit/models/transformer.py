@@ -1,8 +1,8 @@
 """A decoder-only transformer that can be read in one sitting: pre-norm RMSNorm, rotary positions, SwiGLU.
 
 Pure functions on a pytree of parameters. `params["layers"]` is the stack of all layers (dim 0 is the layer), which
-`scan` walks; every other entry is shared. Shapes: B batch (b: this device's examples), T tokens, D model, F hidden,
-H heads, G key/value heads, K head size, V vocabulary, L layers.
+`scan_layers` walks; every other entry is shared. Shapes: B batch (b: this device's examples), T tokens, D model,
+F hidden, H heads, G key/value heads, K head size, V vocabulary, L layers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from shardkit.parallel.gradient import Mean
-from shardkit.parallel.handles import gathered
+from shardkit.parallel.layers import scan_layers
+from shardkit.parallel.recompute import Remat
 from shardkit.rng import dropout, fold_keys
 
 _MASKED = -1e30  # finite: a row of -inf would make NaN gradients
@@ -35,6 +36,7 @@ class Config:
         hidden: width F of the feed-forward layers; None means 8/3 D, rounded up to a multiple of 32.
         dropout: share of each block's output that is dropped in training.
         tied: use the embedding as the output head.
+        remat, prefetch, microbatches: how `scan_layers` runs the stack; they change memory and time, not the numbers.
     """
 
     vocabulary: int = 256
@@ -45,6 +47,9 @@ class Config:
     hidden: int | None = None
     dropout: float = 0.0
     tied: bool = False
+    remat: Remat = None
+    prefetch: bool = False
+    microbatches: int = 1
 
     def __post_init__(self) -> None:
         if self.dim % self.heads or (self.dim // self.heads) % 2:
@@ -140,14 +145,15 @@ def apply(params: Any, tokens_bT: jax.Array, config: Config, keys_b: jax.Array |
     Returns:
         Logits, shape [b, T, V], in the dtype of the parameters.
     """
-    x_bTD = params["embed"][tokens_bT]
 
-    def layer(x_bTD: jax.Array, each: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
-        weights, number = each
-        return block(weights, x_bTD, config, None if keys_b is None else fold_keys(keys_b, number)), None
+    def layer(each: tuple[Any, jax.Array], x: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array | None]:
+        (weights, number), (x_bTD, keys_b) = each, x
+        return block(weights, x_bTD, config, None if keys_b is None else fold_keys(keys_b, number)), keys_b
 
-    # gathered: under a layer-wise plan a layer's weights exist only while it runs; plain arrays pass through.
-    x_bTD, _ = jax.lax.scan(gathered(layer), x_bTD, (params["layers"], jnp.arange(config.layers)))
+    stack = params["layers"], jnp.arange(config.layers)
+    # The keys travel with the examples, so that each microbatch has its own.
+    how: dict[str, Any] = {name: getattr(config, name) for name in ("remat", "prefetch", "microbatches")}
+    x_bTD, _ = scan_layers(layer, stack, (params["embed"][tokens_bT], keys_b), **how)
     x_bTD = rms_norm(x_bTD, params["final_norm"])
     head_DV = params["embed"].T if config.tied else params["head"]
     return jnp.einsum("bTD,DV->bTV", x_bTD, head_DV)
