@@ -51,6 +51,14 @@ def bound_axes() -> dict[str, int]:
     return {name: sizes[name] for name in sorted(sizes, key=lambda n: mesh.index(n) if n in mesh else len(mesh))}
 
 
+def platform() -> str | None:
+    """The platform of the devices whose program is traced here: "cpu", "tpu", "gpu"; None over an abstract mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.default_backend()
+    return getattr(mesh.abstract_device, "platform", None)
+
+
 def jax_has_started() -> bool:
     """Whether jax has created its backends, after which devices can no longer be chosen."""
     return _xla_bridge.backends_are_initialized()
@@ -74,6 +82,31 @@ def _idle_tpu_library() -> bool:
 def cpu_devices_asked_for() -> int:
     """The CPU devices that jax's own configuration asks for; -1 where it says nothing."""
     return int(getattr(jax.config, "jax_num_cpu_devices", -1))
+
+
+def eval_jaxpr(jaxpr: Any, constants: Sequence[Any], *args: Any) -> list[Any]:
+    """The results of a jaxpr, equation by equation."""
+    return _core.eval_jaxpr(jaxpr, constants, *args)
+
+
+def not_reached(jaxpr: Any, given: int, last: int) -> tuple[Any, list[bool]]:
+    """What of a jaxpr follows from its first `given` arguments alone.
+
+    Returns:
+        A jaxpr of those arguments, whose results are those of the `last` results that follow from them; and for each of
+        the `last` results whether it does not.
+    """
+    reached, equations = set(jaxpr.invars[given:]), []
+    for equation in jaxpr.eqns:
+        if any(isinstance(v, _core.Var) and v in reached for v in equation.invars):
+            reached.update(equation.outvars)
+        else:
+            equations.append(equation)
+    results = jaxpr.outvars[len(jaxpr.outvars) - last :]
+    moved = [isinstance(v, _core.Var) and v in reached for v in results]
+    still = [v for v, moves in zip(results, moved, strict=True) if not moves]
+    names = jaxpr.debug_info.with_unknown_names()
+    return jaxpr.replace(invars=jaxpr.invars[:given], outvars=still, eqns=equations, debug_info=names), moved
 
 
 def inner_jaxprs(equation: Any) -> list[tuple[str, Any]]:

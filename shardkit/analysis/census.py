@@ -34,7 +34,7 @@ KINDS = {
     "unreduced_psum": "all_reduce",
     "unreduced_reduce_scatter": "reduce_scatter",
     "all_to_all": "all_to_all",
-    "ragged_all_to_all": "all_to_all",  # counted as if a device sent all that its operand can hold
+    "ragged_all_to_all": "all_to_all",  # counted as if a device sent all that its operand and its result can hold
     "ppermute": "ppermute",
 }
 # Primitives that carry axis names and send nothing.
@@ -220,10 +220,10 @@ def row_of(equation: Any, count: int | None, sizes: Mapping[str, int], backward:
     groups = params.get("axis_index_groups")
     n = len(groups[0]) if groups else math.prod(sizes[a] for a in axes)
     primitive = equation.primitive.name
-    operands = equation.invars[:1] if primitive == "ragged_all_to_all" else equation.invars  # the rest are its sizes
-    size_in = sum(_size(v) for v in operands)
-    traffic = wire(KINDS[primitive], size_in, n, params.get("perm"))
+    ragged = primitive == "ragged_all_to_all"
+    size_in = sum(_size(v) for v in (equation.invars[:1] if ragged else equation.invars))  # the rest are its sizes
     size_out = sum(_size(v) for v in equation.outvars)
+    traffic = wire(KINDS[primitive], min(size_in, size_out) if ragged else size_in, n, params.get("perm"))
     source = source_line(equation)
     return Row(KINDS[primitive], primitive, axes, n, count, size_in, size_out, traffic.sent, source, backward, branch)
 

@@ -13,11 +13,14 @@ from shardkit.collectives.basic import (
     vary,
 )
 from shardkit.collectives.bucketed import all_reduce_tree
+from shardkit.collectives.matmul import all_gather_matmul, matmul_reduce_scatter
 from shardkit.collectives.padding import all_gather_uneven, pad_to_axis, reduce_scatter_uneven, unpad
+from shardkit.collectives.ragged import ragged_all_to_all
 from shardkit.collectives.shapes import gather_to_one, halo_exchange, scan
 
 __all__ = [
     "all_gather",
+    "all_gather_matmul",
     "all_gather_uneven",
     "all_reduce",
     "all_reduce_tree",
@@ -29,7 +32,9 @@ __all__ = [
     "gather_to_one",
     "halo_exchange",
     "hierarchical",
+    "matmul_reduce_scatter",
     "pad_to_axis",
+    "ragged_all_to_all",
     "reduce_scatter",
     "reduce_scatter_uneven",
     "ring",

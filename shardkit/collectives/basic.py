@@ -267,8 +267,7 @@ def shift(x: Any, axis: Axis, *, by: int = 1, wrap: bool = True) -> Any:
             return jnp.where(arrives, whole[sender % count], jnp.zeros_like(leaf))
 
         return jax.tree.map(take, x)
-    ordered, pairs = _in_mesh_order(names, pairs)
-    return jax.tree.map(lambda leaf: lax.ppermute(vary(leaf, names), ordered, pairs), x)
+    return permuted(x, names, pairs)
 
 
 def broadcast(x: Any, axis: Axis, *, source: int = 0) -> Any:
@@ -291,6 +290,12 @@ def broadcast(x: Any, axis: Axis, *, source: int = 0) -> Any:
     names = bound("broadcast", axis)
     member("broadcast", "source", source, axis_size(names))
     return jax.tree.map(lambda leaf: from_source(vary(leaf, names), names, source), x)
+
+
+def permuted(x: Any, names: tuple[str, ...], pairs: list[tuple[int, int]]) -> Any:
+    """Sends each leaf from source to target, given as pairs of joint indices over `names`, the first one major."""
+    ordered, pairs = _in_mesh_order(names, pairs)
+    return jax.tree.map(lambda leaf: lax.ppermute(vary(leaf, names), ordered, pairs), x)
 
 
 def _in_mesh_order(

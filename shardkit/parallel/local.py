@@ -1,0 +1,77 @@
+"""What the kernels of a model share: the axes that matter here, and a matmul that sums in float32 both ways."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardkit import _compat
+from shardkit._check import Axis, bound
+from shardkit.collectives import vary
+
+
+def live_axes(where: str, axis: Axis | None, *arrays: Any) -> tuple[str, ...]:
+    """The names of `axis` along which something is split: several devices, or arrays typed as varying.
+
+    An axis of one device then costs no collective, and `axis=None` is one device without a mesh, so that one text of a
+    model runs everywhere. A joint index over these names is the one over all of them.
+    """
+    if axis is None:
+        return ()
+    sizes, varying = _compat.bound_axes(), _everywhere(arrays)
+    return tuple(name for name in bound(where, axis) if sizes[name] > 1 or name in varying)
+
+
+def matmul(x: jax.Array, w: jax.Array, dims: int = 1) -> jax.Array:
+    """Contracts the last `dims` dims of x with the first of w: summed in float32, kept in the dtype of x.
+
+    The backward matmuls take their operands in that dtype too, where autodiff would widen one of them.
+    """
+    x, w = alike(x, w)
+    return _matmul(x, w, dims)
+
+
+def alike(*arrays: Any, over: tuple[str, ...] = ()) -> tuple[Any, ...]:
+    """The arrays, all typed as varying over `over` and wherever one of them varies: what a custom_vjp needs.
+
+    The sums that a cast's transpose makes then stand outside of it.
+    """
+    return vary(arrays, tuple({*over, *_everywhere(arrays)}))
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype in which values of `dtype` are summed: float32, or better."""
+    return jnp.dtype(dtype) if jnp.finfo(dtype).bits > 32 else jnp.dtype(jnp.float32)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _matmul(x: jax.Array, w: jax.Array, dims: int) -> jax.Array:
+    return jnp.tensordot(x, w, axes=dims, preferred_element_type=wide(x.dtype)).astype(x.dtype)
+
+
+def _forward(x: jax.Array, w: jax.Array, dims: int) -> Any:
+    return _matmul(x, w, dims), (x, w)
+
+
+def _backward(dims: int, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w = kept
+    return matmul_gradients(x, w, dy, dims)
+
+
+_matmul.defvjp(_forward, _backward)
+
+
+def matmul_gradients(x: jax.Array, w: jax.Array, dy: jax.Array, dims: int = 1) -> tuple[jax.Array, jax.Array]:
+    """The gradients of `matmul` with respect to x and w."""
+    rows = x.ndim - dims
+    columns = (tuple(range(rows, dy.ndim)), tuple(range(dims, w.ndim)))
+    dx = jnp.tensordot(dy, w, axes=columns, preferred_element_type=wide(x.dtype))
+    dw = jnp.tensordot(x, dy, axes=(tuple(range(rows)),) * 2, preferred_element_type=wide(w.dtype))
+    return dx.astype(x.dtype), dw.astype(w.dtype)
+
+
+def _everywhere(arrays: Any) -> frozenset[str]:
+    return frozenset[str]().union(*map(_compat.varying_axes, jax.tree.leaves(arrays)))
