@@ -6,6 +6,8 @@ there is a real one of its kind (a leaf that stays sharded while it is seen).
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -42,12 +44,12 @@ def padding(ways: int) -> dict[str, Any]:
 
 
 class PlanRow(NamedTuple):
-    """A mesh and a plan; `model_axis` is the axis over which the loss itself communicates."""
+    """A mesh and a plan; `model_axis` is the axis over which the loss itself communicates, or a transformer's Axes."""
 
     name: str
     sizes: dict[str, int]
     plan: Callable[[], sk.Plan]
-    model_axis: str | None = None
+    model_axis: str | transformer.Axes | None = None
 
 
 PLANS = [
@@ -130,7 +132,7 @@ class ModelRow(NamedTuple):
     name: str
     params: Callable[[], Any]
     batch: Callable[[int], Any]
-    loss: Callable[[str | None], Callable[..., Any]]
+    loss: Callable[[Any], Callable[..., Any]]
     zero_leaves: tuple[str, ...] = ()
 
 
@@ -169,11 +171,11 @@ def _softmax_loss(model_axis: str | None) -> Callable[..., Any]:
 TRANSFORMER = transformer.Config(vocabulary=32, layers=2, dim=16, heads=4, kv_heads=2, hidden=24, dropout=0.1)
 
 
-def _text_batch(step: int) -> Any:
+def _text_batch(step: int, length: int = 8) -> Any:
     rng = np.random.default_rng(step)
-    tokens = rng.integers(0, 32, (BATCH, 9)).astype(np.int32)
-    lengths = rng.integers(1, 9, BATCH)
-    weights = (np.arange(8)[None, :] < lengths[:, None]).astype(np.float32)
+    tokens = rng.integers(0, 32, (BATCH, length + 1)).astype(np.int32)
+    lengths = rng.integers(1, length + 1, BATCH)
+    weights = (np.arange(length)[None, :] < lengths[:, None]).astype(np.float32)
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
 
 
@@ -186,6 +188,58 @@ MODELS = [
         lambda _: transformer.loss_fn(TRANSFORMER),
     ),
 ]
+
+# Models that every mesh of eight devices can split: eight heads, experts, columns, and sixteen tokens.
+WIDE = transformer.Config(vocabulary=32, layers=2, dim=16, heads=8, kv_heads=2, hidden=32, dropout=0.1)
+MESH_CONFIGS = {"dense": WIDE, "experts": dataclasses.replace(WIDE, experts=8, hidden=8, balance=0.1, router_z=0.01)}
+
+
+def _mesh_model(name: str, config: transformer.Config) -> ModelRow:
+    def loss(axes: transformer.Axes | None) -> Callable[..., Any]:
+        return transformer.loss_fn(config, axes or transformer.ONE_DEVICE)
+
+    return ModelRow(name, lambda: transformer.init(jax.random.key(3), config), lambda i: _text_batch(i, 16), loss)
+
+
+MESH_MODELS = [_mesh_model(*item) for item in MESH_CONFIGS.items()]
+
+
+def mesh_rows(model: str) -> list[PlanRow]:
+    """Every mesh of eight devices over the axes that a model can use, with every way to use `model`.
+
+    The forms of the gathered matmuls take turns, so that each meets every other axis.
+    """
+    names = ["data", "fsdp", "context", "model"] + ["expert"] * (model == "experts")
+    impls = itertools.cycle(("gather", "ring", "bidirectional"))
+    rows = []
+    for exponents in itertools.product(range(4), repeat=len(names)):
+        sizes = {name: 2**e for name, e in zip(names, exponents, strict=True)}
+        if sum(exponents) != 3 or (model == "experts" and sizes["expert"] == 1):
+            continue
+        for sequence in (False, True) if sizes["model"] > 1 else (False,):
+            rows.append(
+                _mesh_row({k: n for k, n in sizes.items() if n > 1}, MESH_CONFIGS[model], sequence, next(impls))
+            )
+    return rows
+
+
+def _mesh_row(sizes: dict[str, int], config: transformer.Config, sequence: bool, impl: Any) -> PlanRow:
+    has = lambda name: name if name in sizes else None  # noqa: E731
+    axes = transformer.Axes(has("model"), sequence, has("context"), expert=has("expert"), impl=impl)
+
+    def plan() -> sk.Plan:
+        rules = transformer.tensor_rules(config, "model", sizes.get("model", 1))
+        makes = {
+            "data": sk.dp,
+            "fsdp": lambda axis: sk.fsdp(axis, min_size=1, layerwise=("layers",)),
+            "context": sk.cp,
+            "model": lambda axis: sk.tp(axis, rules, sequence=sequence),
+            "expert": sk.ep,
+        }
+        return sk.chain(*(makes[name](name) for name in sizes))
+
+    name = " ".join(f"{k}={n}" for k, n in sizes.items()) + (f" sequence {impl}" if sequence else "")
+    return PlanRow(name, sizes, plan, axes)
 
 
 def make_mesh(row: PlanRow) -> jax.sharding.Mesh:

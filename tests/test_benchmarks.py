@@ -206,6 +206,15 @@ def test_collectives_smoke(tmp_path):
 
 
 @pytest.mark.slow
+def test_experts_smoke():
+    command = [sys.executable, "-m", "benchmarks.experts", "--smoke", "--explain"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # 3 x 256 tokens x 64 values of 4 bytes, x 8 experts or 10/8 x 2 choices, of which 7/8 travel
+    assert "capacity E: 3 all_to_alls, 1.31 MiB sent a device" in done.stdout
+    assert "capacity 1.25: 3 all_to_alls, 0.41 MiB sent a device" in done.stdout
+
+
 def test_partitioner_smoke(tmp_path):
     file = tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "benchmarks.partitioner", "--smoke", "--json", str(file)]
@@ -226,7 +235,8 @@ def test_context_smoke(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [r["variant"] for r in records] == ["gathered, masked", "ring, contiguous", "ring, zigzag", "ulysses"]
+    causal = ["ring, contiguous", "ring, zigzag", "ulysses"]
+    assert [r["variant"] for r in records] == ["gathered, masked", *causal, "ring, every block", *causal]
 
 
 @pytest.mark.slow

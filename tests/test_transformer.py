@@ -54,7 +54,7 @@ def test_a_token_sees_only_what_came_before():
 
 def test_rotary_scores_depend_on_the_distance_alone():
     q, k = jax.random.normal(KEY, (2, 8))
-    at = lambda x: transformer.rotate(jnp.broadcast_to(x[None, None, None], (1, 10, 1, 8)))[0, :, 0]  # noqa: E731
+    at = lambda x: transformer.rotate(jnp.broadcast_to(x[None, None, None], (1, 10, 1, 8)), jnp.arange(10))[0, :, 0]  # noqa: E731
     scores = np.asarray(jnp.einsum("tk,sk->ts", at(q), at(k)))
     for distance in range(-5, 6):
         diagonal = np.diagonal(scores, distance)

@@ -30,8 +30,8 @@ def enter(
     """From the leaves at rest to what the GradFn sees, inside shard_map: casts, gathers, then marks as varying.
 
     Every leaf is marked as varying over the batch's axes, and over those where its strategies say that the data differ,
-    so that gradients stay local sums until `leave`. A leaf
-    with a handle is gathered when the handle is opened; gathers are in the compute dtype.
+    so that gradients stay local sums until `leave`. A leaf with a handle is gathered when the handle is opened; gathers
+    are in the compute dtype.
 
     Cost: an all_gather of `rest - seen` for each leaf without a handle.
     """

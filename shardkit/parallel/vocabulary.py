@@ -162,7 +162,10 @@ def _nats(
 
 
 def _nats_forward(x: jax.Array, head: jax.Array, targets: jax.Array, names: tuple[str, ...], options: _Options) -> Any:
-    """Autodiff would keep both the logits and their exponentials; here the logits alone are kept, and used again."""
+    """Autodiff would keep both the logits and their exponentials; here the logits alone are kept, and used again.
+
+    Compiled for TPU v5e with 8192 tokens and 16,384 columns a device: 512 MiB of temporary memory, not 1 GiB.
+    """
     logits = jnp.tensordot(x, head, axes=1, preferred_element_type=jnp.float32)
     largest = jnp.max(logits, axis=-1)
     largest = all_reduce(largest, names, op="max") if names else largest

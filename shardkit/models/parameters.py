@@ -1,0 +1,161 @@
+"""The reference transformer's sizes and parameters: how they are drawn, what their dims are called.
+
+Shapes: D model, F hidden, H heads, G key/value heads, K head size, V vocabulary, L layers, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardkit._check import Axis
+from shardkit.layout import specs_from_rules
+from shardkit.parallel.recompute import Remat
+
+
+@dataclass(frozen=True)
+class Config:
+    """The sizes of a transformer.
+
+    Attributes:
+        vocabulary: number of token values (256: bytes).
+        layers: number of layers.
+        dim: model width D; must be divisible by heads.
+        heads: attention heads; dim / heads must be even, for the rotary positions.
+        kv_heads: key/value heads, a divisor of heads; None means as many as heads.
+        hidden: width F of the feed-forward layers; None means 8/3 D, rounded up to a multiple of 32.
+        dropout: share of each block's output that is dropped in training.
+        tied: use the embedding as the output head.
+        experts: experts of each feed-forward layer, each of width F; 0 for a dense layer.
+        top_k: experts a token goes to.
+        capacity: places in the experts over those that balanced tokens need; None drops nothing.
+        group: consecutive tokens that share a capacity, a sequence by default: see `moe`. Where tokens are split over
+            devices it must divide what stays together, or what is dropped depends on the mesh.
+        balance: coefficient of the load-balance loss, summed over layers.
+        router_z: coefficient of the router's z-loss, summed over layers.
+        remat, prefetch, microbatches: how `scan_layers` runs the stack; they change memory and time, not the numbers.
+    """
+
+    vocabulary: int = 256
+    layers: int = 4
+    dim: int = 128
+    heads: int = 4
+    kv_heads: int | None = None
+    hidden: int | None = None
+    dropout: float = 0.0
+    tied: bool = False
+    experts: int = 0
+    top_k: int = 2
+    capacity: float | None = None
+    group: int | None = None
+    balance: float = 0.01
+    router_z: float = 0.001
+    remat: Remat = None
+    prefetch: bool = False
+    microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dim % self.heads or (self.dim // self.heads) % 2:
+            raise ValueError(
+                f"transformer: dim must be divisible by heads into an even head size; got dim {self.dim} over "
+                f"{self.heads} heads. Change dim or heads."
+            )
+        if self.heads % self.groups:
+            raise ValueError(
+                f"transformer: kv_heads must divide heads; got {self.groups} for {self.heads} heads. Change one."
+            )
+
+    @property
+    def head_size(self) -> int:
+        """K = D / H."""
+        return self.dim // self.heads
+
+    @property
+    def groups(self) -> int:
+        """G, the number of key/value heads."""
+        return self.kv_heads or self.heads
+
+    @property
+    def width(self) -> int:
+        """F, the width of the feed-forward layers."""
+        return self.hidden or 32 * math.ceil(8 * self.dim / 3 / 32)
+
+
+def init(key: jax.Array, config: Config) -> Any:
+    """Draws the parameters: the same values on every mesh, float32.
+
+    Args:
+        key: typed or raw key.
+        config: the sizes.
+
+    Returns:
+        `{"embed": [V, D], "layers": {...: [L, ...]}, "final_norm": [D], "head": [D, V]}` (no head if tied); with
+        experts, their leaves are `layers.experts`, [L, E, ...], beside `layers.router`, [L, D, E].
+    """
+    c = config
+    shapes = {
+        "query": (c.layers, c.dim, c.heads, c.head_size),
+        "key": (c.layers, c.dim, c.groups, c.head_size),
+        "value": (c.layers, c.dim, c.groups, c.head_size),
+        "attention_out": (c.layers, c.heads, c.head_size, c.dim),
+    }
+    feed_forward = {"gate": (c.dim, c.width), "up": (c.dim, c.width), "down": (c.width, c.dim)}
+    each = (c.layers, c.experts) if c.experts else (c.layers,)
+    shapes |= {name: (*each, *shape) for name, shape in feed_forward.items()}
+    if c.experts:
+        shapes["router"] = (c.layers, c.dim, c.experts)
+    keys = iter(jax.random.split(key, len(shapes) + 2))
+    # What adds to the residual stream starts smaller, so that its variance does not grow with depth.
+    scales = dict.fromkeys(("attention_out", "down"), 0.02 / math.sqrt(2 * c.layers))
+    layers = {name: scales.get(name, 0.02) * jax.random.normal(next(keys), s) for name, s in shapes.items()}
+    layers |= {name: jnp.ones((c.layers, c.dim)) for name in ("attention_norm", "mlp_norm")}
+    if c.experts:
+        layers["experts"] = {name: layers.pop(name) for name in feed_forward}
+    params = {
+        "embed": 0.02 * jax.random.normal(next(keys), (c.vocabulary, c.dim)),
+        "layers": layers,
+        "final_norm": jnp.ones(c.dim),
+    }
+    if not c.tied:
+        params["head"] = 0.02 * jax.random.normal(next(keys), (c.dim, c.vocabulary))
+    return params
+
+
+def logical_axes(config: Config) -> Any:
+    """The logical name of every dim of every leaf of `init`, for `specs_from_rules` and the plans' rules."""
+    layers: dict[str, Any] = {
+        "query": ("layers", "embed", "heads", "head_size"),
+        "key": ("layers", "embed", "kv_heads", "head_size"),
+        "value": ("layers", "embed", "kv_heads", "head_size"),
+        "attention_out": ("layers", "heads", "head_size", "embed"),
+        "attention_norm": ("layers", "embed"),
+        "mlp_norm": ("layers", "embed"),
+    }
+    into, back = ("embed", "hidden"), ("hidden", "embed")
+    if config.experts:
+        names = {"gate": into, "up": into, "down": back}
+        layers["experts"] = {name: ("layers", "experts", *("expert_" + n for n in on)) for name, on in names.items()}
+        layers["router"] = ("layers", "embed", "experts")
+    else:
+        layers |= {"gate": ("layers", *into), "up": ("layers", *into), "down": ("layers", *back)}
+    axes = {"embed": ("vocabulary", "embed"), "layers": layers, "final_norm": ("embed",)}
+    return axes if config.tied else axes | {"head": ("embed", "vocabulary")}
+
+
+def tensor_rules(config: Config, axis: Axis, ways: int) -> Any:
+    """The specs of `tp(axis, tensor_rules(config, axis, ways))`: vocabulary, heads and hidden width are split.
+
+    Key/value heads that do not divide stay whole, and so do experts.
+
+    Args:
+        config: the sizes.
+        axis: the axis, or tuple of axes, of `Axes.model`.
+        ways: devices along it.
+    """
+    whole = ("layers", "embed", "head_size", "experts", "expert_embed", "expert_hidden")
+    rules = dict.fromkeys(whole) | dict.fromkeys(("vocabulary", "heads", "hidden"), axis)
+    return specs_from_rules(logical_axes(config), rules | {"kv_heads": None if config.groups % ways else axis})

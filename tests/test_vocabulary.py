@@ -1,0 +1,253 @@
+"""Vocabulary-parallel embedding and cross-entropy: against one device, what is sent and held, and what is ignored."""
+
+import math
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from shardkit import _compat
+from shardkit.testing import assert_matches_reference
+
+MESHES = [  # sizes and axis
+    ({"model": 1}, "model"),
+    ({"model": 3}, "model"),
+    ({"model": 5}, "model"),
+    ({"data": 2, "model": 4}, "model"),
+    ({"model": 2, "data": 2, "other": 2}, ("other", "model")),
+]
+B, T, D = 4, 120, 6  # 120 tokens divide by every axis
+CASES = (
+    st.sampled_from(MESHES),
+    st.sampled_from(["float32", "bfloat16"]),
+    st.booleans(),
+    st.integers(1, 3),
+    st.integers(0, 9),
+)
+
+
+def mesh_of(sizes):
+    return sk.make_mesh(jax.devices()[: math.prod(sizes.values())], **sizes)
+
+
+def rows(sizes):
+    return "data" if "data" in sizes else None
+
+
+def drawn(width, dtype, seed):
+    """Head, tokens or targets (some of them negative) and what the head is applied to."""
+    rng = np.random.default_rng(seed)
+    vocabulary = 120 * width
+    x = jnp.asarray(rng.normal(size=(B, T, D)), dtype)
+    head = jnp.asarray(rng.normal(size=(D, vocabulary)), dtype)
+    targets = jnp.asarray(rng.integers(-20, vocabulary, size=(B, T)), jnp.int32)
+    return x, head, targets
+
+
+def cross_entropy(x, head, targets, z_loss=0.0, label_smoothing=0.0):
+    """Whole logits on one device."""
+    logits = jnp.einsum("bTD,DV->bTV", x, head, preferred_element_type=jnp.float32)
+    whole = jax.nn.log_softmax(logits)
+    right = jnp.take_along_axis(whole, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
+    nats = -(1 - label_smoothing) * right - label_smoothing * jnp.mean(whole, axis=-1)
+    nats = nats + z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
+    hits = (jnp.argmax(logits, axis=-1) == targets) & (targets >= 0)
+    return jnp.where(targets < 0, 0, nats), hits
+
+
+@given(*CASES)
+def test_the_embedding_is_that_of_one_device(mesh, dtype, sequence, width, seed):  # proves F27
+    sizes, axis = mesh
+    _, head, tokens = drawn(width, dtype, seed)
+    assert_matches_reference(
+        lambda tokens, table: sk.vocab_embed(tokens, table, axis, sequence=sequence),
+        lambda tokens, table: jnp.where((tokens < 0)[..., None], 0, table[tokens]),
+        mesh=mesh_of(sizes),
+        in_specs=(P(rows(sizes)), P(axis)),
+        out_specs=P(rows(sizes), axis if sequence else None),
+        args=(tokens, head.T),
+        eager=False,
+        summands=B * T,
+    )
+
+
+@given(
+    *CASES, st.sampled_from([{}, {"z_loss": 1e-2}, {"label_smoothing": 0.1}, {"z_loss": 0.1, "label_smoothing": 0.3}])
+)
+def test_the_cross_entropy_is_that_of_whole_logits(mesh, dtype, sequence, width, seed, options):  # proves F27
+    sizes, axis = mesh
+    args = drawn(width, dtype, seed)
+    assert_matches_reference(
+        lambda *args: sk.vocab_cross_entropy_and_hits(*args, axis, sequence=sequence, **options),
+        lambda *args: cross_entropy(*args, **options),
+        mesh=mesh_of(sizes),
+        in_specs=(P(rows(sizes), axis if sequence else None), P(None, axis), P(rows(sizes))),
+        out_specs=P(rows(sizes)),  # typed as equal over the axis
+        args=args,
+        eager=False,
+    )
+    nats, hits = sk.vocab_cross_entropy_and_hits(*args, None, **options)
+    np.testing.assert_array_equal(nats, sk.vocab_cross_entropy(*args, None, **options))
+    np.testing.assert_array_equal(hits, cross_entropy(*args)[1])
+
+
+def on_four(fn, sequence=False):
+    """`fn(x, head, targets, axis)` over four devices that split the vocabulary."""
+    tokens = P(None, "model") if sequence else P()
+    mapped = jax.shard_map(
+        lambda *args: fn(*args, "model", sequence=sequence),
+        mesh=sk.make_mesh(jax.devices()[:4], model=4),
+        in_specs=(tokens, P(None, "model"), P()),
+        out_specs=P(),
+    )
+    return jax.jit(mapped)
+
+
+def test_it_is_optax_cross_entropy():
+    x, head, targets = drawn(1, "float32", 0)
+    targets = jnp.maximum(targets, 0)
+    expected = optax.softmax_cross_entropy_with_integer_labels(jnp.einsum("bTD,DV->bTV", x, head), targets)
+    np.testing.assert_allclose(on_four(sk.vocab_cross_entropy)(x, head, targets), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_an_ignored_token_counts_for_nothing_whatever_it_holds(sequence):  # proves F27
+    x, head, targets = drawn(1, "float32", 1)
+    ignored = targets < 0
+    assert jnp.any(ignored)
+    x = jnp.where(ignored[..., None], jnp.nan, x)
+    f = on_four(sk.vocab_cross_entropy, sequence)
+    nats = f(x, head, targets)
+    dx, dhead = jax.jit(jax.grad(lambda x, head: jnp.sum(f(x, head, targets)), (0, 1)))(x, head)
+    assert not np.any(np.asarray(nats)[ignored]) and not np.any(np.asarray(dx)[ignored])
+    assert np.all(np.isfinite(nats)) and np.all(np.isfinite(dx)) and np.all(np.isfinite(dhead))
+    zero = jnp.where(ignored[..., None], 0, x)
+    again, backward = jax.vjp(lambda x, head: cross_entropy(x, head, targets)[0], zero, head)
+    np.testing.assert_allclose(dhead, backward(jnp.ones_like(again))[1], rtol=1e-4, atol=1e-5)
+
+
+def test_large_logits_do_not_overflow_and_unknown_targets_show():  # proves F27
+    x, head, targets = drawn(1, "float32", 2)
+    nats = on_four(sk.vocab_cross_entropy)(1e4 * x, head, targets)
+    np.testing.assert_allclose(nats, cross_entropy(1e4 * x, head, targets)[0], rtol=1e-4, atol=1e-2)
+    nats = on_four(sk.vocab_cross_entropy)(x, head, targets.at[0, 0].set(120))
+    assert np.isnan(nats[0, 0]) and np.all(np.isfinite(np.asarray(nats).ravel()[1:]))
+
+
+def test_of_equal_logits_the_first_is_predicted():
+    x, head, _ = drawn(1, "float32", 3)
+    targets = jnp.tile(jnp.arange(T, dtype=jnp.int32), (B, 1))
+    hits = on_four(sk.vocab_cross_entropy_and_hits)(x, jnp.zeros_like(head), targets)[1]
+    np.testing.assert_array_equal(hits, targets == 0)
+
+
+# ---- what is sent, and what is held
+
+
+def traced(fn, sequence, n, dtype=jnp.bfloat16):
+    """A function of x, head and targets on n devices, and its global arguments."""
+    specs = (P(None, "model") if sequence else P(), P(None, "model"), P())
+    shapes = [((B, T, D), dtype), ((D, 120), dtype), ((B, T), jnp.int32)]
+    f = jax.shard_map(fn, mesh=sk.abstract_mesh(model=n), in_specs=specs, out_specs=specs[:2])
+    return f, [jax.ShapeDtypeStruct(*each) for each in shapes]
+
+
+@pytest.mark.parametrize("options, columns", [({}, 2), ({"label_smoothing": 0.1}, 3)])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_the_cross_entropy_sends_a_few_bytes_a_token(sequence, options, columns):  # proves F27
+    def gradients(x, head, targets):
+        loss = lambda x, head: jnp.sum(  # noqa: E731
+            sk.vocab_cross_entropy(x, head, targets, "model", sequence=sequence, **options)
+        )
+        return jax.grad(loss, (0, 1))(x, head)
+
+    f, args = traced(gradients, sequence, 4)
+    rows = [(row.kind, row.bytes_in, row.backward) for row in sk.census(f, *args).rows]
+    activations = B * T * D * 2
+    statistics = [("all_reduce", 4 * B * T, False), ("all_reduce", 4 * columns * B * T, False)]
+    if sequence:
+        assert rows == [
+            ("all_gather", activations // 4, False),
+            *statistics,
+            ("reduce_scatter", activations, True),
+        ]
+    else:
+        assert rows == [*statistics, ("all_reduce", activations, True)]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_the_embedding_sends_its_result(sequence):
+    def gradients(x, head, tokens):
+        embed = lambda table: sk.vocab_embed(tokens, table, "model", sequence=sequence)  # noqa: E731
+        return x, jax.vjp(embed, head.T)[1](x)[0].T
+
+    f, args = traced(gradients, sequence, 4)
+    rows = [(row.kind, row.bytes_in, row.backward) for row in sk.census(f, *args).rows]
+    activations = B * T * D * 2
+    if sequence:
+        assert rows == [("reduce_scatter", activations, False), ("all_gather", activations // 4, True)]
+    else:
+        assert rows == [("all_reduce", activations, False)]
+
+
+def shapes(jaxpr):
+    for equation in jaxpr.eqns:
+        yield from (v.aval.shape for v in equation.outvars)
+        for _, inner in _compat.inner_jaxprs(equation):
+            yield from shapes(inner)
+
+
+def test_no_device_ever_holds_whole_logits_and_keeps_its_own_once():  # proves F27
+    def gradients(x, head, targets):
+        loss = lambda x, head: jnp.sum(  # noqa: E731
+            sk.vocab_cross_entropy_and_hits(x, head, targets, "model", label_smoothing=0.1, z_loss=0.1)[0]
+        )
+        return jax.grad(loss, (0, 1))(x, head)
+
+    f, args = traced(gradients, False, 4)
+    (program,) = [e for e in jax.make_jaxpr(f)(*args).jaxpr.eqns if e.primitive.name == "shard_map"]
+    inside = {math.prod(shape) for _, jaxpr in _compat.inner_jaxprs(program) for shape in shapes(jaxpr)}
+    assert max(inside) == B * T * 120 // 4
+
+    x, head, targets = drawn(1, "bfloat16", 0)
+    kept = jax.vjp(lambda x, head: sk.vocab_cross_entropy(x, head, targets, None), x, head)[1]
+    logits = [each for each in jax.tree.leaves(kept) if each.shape == (B, T, 120)]
+    assert [each.dtype for each in logits] == [jnp.float32]
+
+
+def test_one_device_sends_nothing():
+    for sequence in (False, True):
+        mesh = sk.abstract_mesh(model=1)
+        f = jax.shard_map(
+            lambda x, head, targets: (
+                sk.vocab_cross_entropy(x, head, targets, "model", sequence=sequence),
+                sk.vocab_embed(targets, head.T, "model", sequence=sequence),
+            ),
+            mesh=mesh,
+            in_specs=P(),
+            out_specs=P(),
+        )
+        assert not sk.census(f, *drawn(1, "float32", 0)).rows
+
+
+def test_targets_of_part_of_the_tokens_are_refused():
+    x, head, targets = drawn(1, "float32", 0)
+    with pytest.raises(ValueError) as error:
+        on_four(sk.vocab_cross_entropy, sequence=True)(x, head, targets[:, :30])
+    assert str(error.value) == (
+        "vocab_cross_entropy: there must be one target for each token; got targets of shape (4, 30) for tokens of "
+        "shape (4, 120) after the gather. Pass the targets of all tokens, and sequence=True where x holds a part of "
+        "them."
+    )
+    with pytest.raises(ValueError) as error:
+        sk.vocab_cross_entropy_and_hits(x[:, :30], head, targets, None)
+    assert str(error.value) == (
+        "vocab_cross_entropy_and_hits: there must be one target for each token; got targets of shape (4, 120) for "
+        "tokens of shape (4, 30). Pass the targets of all tokens, and sequence=True where x holds a part of them."
+    )
