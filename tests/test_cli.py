@@ -91,11 +91,25 @@ def test_interrupting_ends_with_a_summary(corpus):
         (["data8"], "error: train: the mesh is given as words AXIS=SIZE; got 'data8'. Write for example data=8."),
         (
             ["dta=8"],
-            "error: train: the axis must be one of 'data', 'fsdp', 'zero1', 'zero2'; got 'dta'. Use one of them.",
+            "error: train: the axis must be one of 'data', 'fsdp', 'zero1', 'zero2', 'context', 'ulysses', 'expert', "
+            "'model'; got 'dta'. Use one of them.",
         ),
         (
             ["data=2", "data=4"],
             "error: train: axis 'data' is given twice in 'data=2 data=4'. Give each axis one size.",
+        ),
+        (
+            ["data=2", "--sequence"],
+            "error: train: --sequence must go with an axis 'model'; the axes are 'data'. Add model=2, or leave it out.",
+        ),
+        (
+            ["model=8"],
+            "error: tp: dim 1 of leaf layers.attention_out must be divisible by axis 'model'; got size 4 over 8 "
+            "devices. Pad it to 8 (a vocabulary), leave the leaf whole (key/value heads), or use a smaller axis.",
+        ),
+        (
+            ["expert=4", "--experts", "6"],
+            "error: ep: the experts, dim 1 of leaf layers.experts.down, must be divisible by axis 'expert'; got shape ",
         ),
         (
             ["data=4", "--batch", "10"],
@@ -156,3 +170,19 @@ def test_sharded_state_trains_to_one_devices_numbers_and_says_what_it_holds(word
     held, whole = int(held.replace(",", "")), int(whole.replace(",", ""))
     assert held == results["held_bytes_per_device"]
     assert held < (0.35 if "fsdp=4" in words else 0.6) * whole
+
+
+INSIDE = [
+    ["model=2", "data=4"],
+    ["fsdp=2", "model=2", "context=2", "--sequence", "--impl", "ring"],
+    ["context=2", "ulysses=2", "fsdp=2", "--dropout", "0.1"],
+    ["expert=2", "data=2", "--top-k", "1"],
+]
+
+
+@pytest.mark.parametrize("words", INSIDE, ids=lambda words: "_".join(words[:2]).replace("=", ""))
+def test_models_split_inside_a_layer_train_to_one_devices_numbers(words, corpus, tmp_path):  # proves S71, S75, F25
+    out = tmp_path / "run.json"
+    run("train", *words, "--data", corpus, "--steps", 3, "--verify", 2, "--json", out, *SMALL)
+    results = json.loads(out.read_text())
+    assert results["verify_loss_difference"] < 1e-5 and results["verify_parameter_difference"] < 1e-4

@@ -6,10 +6,9 @@ import json as json_lib
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Literal, NamedTuple
@@ -23,18 +22,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 import shardkit as sk
-from shardkit._check import quoted
+from shardkit.cli.plans import mesh_words, plan_of
 from shardkit.cli.verify import Differences, verify
 from shardkit.mesh import offer_cpu_devices
 from shardkit.models import transformer
 from shardkit.runtime import data as text_data
 
-_STRATEGIES: dict[str, Callable[[str], sk.Plan]] = {
-    "data": sk.dp,
-    "fsdp": partial(sk.fsdp, layerwise=("layers",)),
-    "zero1": sk.zero1,
-    "zero2": partial(sk.zero2, layerwise=("layers",)),
-}
 _VALIDATION_EXAMPLES = 512
 _LOG_EVERY = 10
 
@@ -43,7 +36,8 @@ _LOG_EVERY = 10
 class Options:
     """Train a transformer on bytes of text. The mesh is given as words: data=8, or data=2 fsdp=4.
 
-    The axes are data, fsdp, zero1 and zero2; fsdp and zero2 work layer by layer.
+    The axes are data, fsdp, zero1 and zero2 (fsdp and zero2 work layer by layer), model (heads, hidden width and
+    vocabulary), context (tokens, ring attention), ulysses (tokens, attention by heads) and expert.
     """
 
     mesh: tyro.conf.Positional[tuple[str, ...]] = ("data=-1",)
@@ -72,6 +66,16 @@ class Options:
     """Share of each block's output dropped in training."""
     tied: bool = False
     """Use the embedding as the output head."""
+    experts: int | None = None
+    """Experts of each feed-forward layer; by default twice the expert axis, and none without it."""
+    top_k: int = 2
+    """Experts a token goes to."""
+    capacity: float | None = None
+    """Places in the experts over those that balanced tokens need; by default no token is dropped."""
+    sequence: bool = False
+    """Split tokens over the axis model too, between the blocks."""
+    impl: Literal["auto", "gather", "ring", "bidirectional"] = "auto"
+    """Form of the gathered matmuls, with --sequence."""
     precision: Literal["no", "bf16", "fp16"] = "no"
     """Compute dtype: float32, bfloat16, or float16 with dynamic loss scaling."""
     optimizer: Literal["adamw", "adafactor", "sgd"] = "adamw"
@@ -109,7 +113,6 @@ def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     if all(size > 0 for size in sizes.values()):
         offer_cpu_devices(math.prod(sizes.values()))
     mesh = sk.make_mesh(**sizes)  # type: ignore[arg-type]
-    plan = sk.chain(*(_STRATEGIES[axis](axis) for axis in sizes))
     text = text_data.read_text(options.data) if options.data else text_data.standard_library()
     config = transformer.Config(
         layers=options.layers,
@@ -119,8 +122,12 @@ def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
         hidden=options.hidden,
         dropout=options.dropout,
         tied=options.tied,
+        experts=2 * mesh.shape.get("expert", 0) if options.experts is None else options.experts,
+        top_k=options.top_k,
+        capacity=options.capacity,
     )
-    run = Run(options, mesh, plan, transformer.loss_fn(config), text)
+    plan, axes = plan_of(mesh.shape, config, sequence=options.sequence, impl=options.impl)
+    run = Run(options, mesh, plan, transformer.loss_fn(config, axes), text)
     state = run.init(lambda key: transformer.init(key, config), jax.random.key(options.seed))
 
     size = sum(x.size for x in jax.tree.leaves(state.params))
@@ -135,7 +142,7 @@ def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
 
     differences = None
     if options.verify:
-        differences = verify(run.loss_fn, run.optimizer, run, state, options.verify, options.precision)
+        differences = verify(transformer.loss_fn(config), run.optimizer, run, state, options.verify, options.precision)
         console.print(f"verify: {differences}")
     curve, state, seconds, why = _loop(run, state, console)
     return _summary(run, state, curve, seconds, why, differences, console)
@@ -145,7 +152,7 @@ class Run:
     """What a training run is made of: batches by step, the step, and the validation loss."""
 
     def __init__(self, options: Options, mesh: jax.sharding.Mesh, plan: sk.Plan, loss_fn: Any, text: text_data.Text):
-        self.options, self.loss_fn, self.text = options, loss_fn, text
+        self.options, self.text = options, text
         self.optimizer = _optimizer(options)
         self.init, self.step = sk.make_train_step(
             sk.value_and_grad(loss_fn),
@@ -169,25 +176,6 @@ class Run:
     def validation_loss(self, state: sk.TrainState) -> float:
         """Mean loss over the held-out batches, nats per byte."""
         return float(np.mean([self._evaluate(state.params, batch)["loss"] for batch in self._held_out]))
-
-
-def mesh_words(words: tuple[str, ...]) -> dict[str, int]:
-    """`("data=8",)` as `{"data": 8}`."""
-    sizes: dict[str, int] = {}
-    for word in words:
-        axis, _, size = word.partition("=")
-        try:
-            count = int(size)
-        except ValueError:
-            raise ValueError(
-                f"train: the mesh is given as words AXIS=SIZE; got {word!r}. Write for example data=8."
-            ) from None
-        if axis not in _STRATEGIES:
-            raise ValueError(f"train: the axis must be one of {quoted(_STRATEGIES)}; got {axis!r}. Use one of them.")
-        if axis in sizes:
-            raise ValueError(f"train: axis {axis!r} is given twice in {' '.join(words)!r}. Give each axis one size.")
-        sizes[axis] = count
-    return sizes
 
 
 def _optimizer(o: Options) -> Any:

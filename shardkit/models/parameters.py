@@ -97,7 +97,7 @@ def init(key: jax.Array, config: Config) -> Any:
         experts, their leaves are `layers.experts`, [L, E, ...], beside `layers.router`, [L, D, E].
     """
     c = config
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "query": (c.layers, c.dim, c.heads, c.head_size),
         "key": (c.layers, c.dim, c.groups, c.head_size),
         "value": (c.layers, c.dim, c.groups, c.head_size),
@@ -111,7 +111,9 @@ def init(key: jax.Array, config: Config) -> Any:
     keys = iter(jax.random.split(key, len(shapes) + 2))
     # What adds to the residual stream starts smaller, so that its variance does not grow with depth.
     scales = dict.fromkeys(("attention_out", "down"), 0.02 / math.sqrt(2 * c.layers))
-    layers = {name: scales.get(name, 0.02) * jax.random.normal(next(keys), s) for name, s in shapes.items()}
+    layers: dict[str, Any] = {
+        name: scales.get(name, 0.02) * jax.random.normal(next(keys), s) for name, s in shapes.items()
+    }
     layers |= {name: jnp.ones((c.layers, c.dim)) for name in ("attention_norm", "mlp_norm")}
     if c.experts:
         layers["experts"] = {name: layers.pop(name) for name in feed_forward}

@@ -89,8 +89,8 @@ class Stream(NamedTuple):
     keys: jax.Array | None
     weights: jax.Array | None
     segments: jax.Array | None
-    losses: jax.Array | None
-    dropped: jax.Array | None
+    losses: Any
+    dropped: Any
 
 
 def apply(
@@ -155,8 +155,8 @@ def run(
 
     b = tokens_bT.shape[0]
     # A token's key depends on where it stands in the sequence, not on the device that holds it.
-    keyed = keys_b is not None and config.dropout > 0
-    keys_bt = fold_keys(keys_b[:, None], mine(places_T, 0)[None]) if keyed else None
+    dropped = keys_b is not None and config.dropout > 0
+    keys_bt = fold_keys(keys_b[:, None], mine(places_T, 0)[None]) if dropped else None  # type: ignore[index]
     x_btD = vocab_embed(tokens_bT, params["embed"], axes.model, sequence=axes.sequence)
     counts = [jnp.zeros((b, 2)) if config.experts else None for _ in range(2)]
     first = Stream(x_btD, keys_bt, mine(weights_bT, 1) if config.experts else None, segments_bT, *counts)
@@ -181,6 +181,7 @@ def attention(
     )
     q_bThK, k_bTgK, v_bTgK = column_linear(x_btD, (weights["query"], key, value), axes.model, **share)
     q_bThK, k_bTgK = rotate(q_bThK, places_T), rotate(k_bTgK, places_T)
+    along: dict[str, Any]
     qkv, along = (q_bThK, k_bTgK, v_bTgK), {"segments_bt": segments_bT}
     if axes.ulysses is not None:
         order = "contiguous" if axes.context is None else axes.order
@@ -272,8 +273,6 @@ def _head(params: Any, config: Config) -> jax.Array:
 
 def _places(tokens: int, axes: Axes) -> jax.Array:
     """Where this device's tokens stand in the sequence, [T]."""
-    if axes.context is None and axes.ulysses is None:
-        return jnp.arange(tokens, dtype=jnp.int32)
-    if axes.context is None:
-        return positions(tokens, axes.ulysses)
-    return positions(tokens, axes.context, order=axes.order, ulysses=axes.ulysses)
+    if axes.context is not None:
+        return positions(tokens, axes.context, order=axes.order, ulysses=axes.ulysses)
+    return jnp.arange(tokens, dtype=jnp.int32) if axes.ulysses is None else positions(tokens, axes.ulysses)

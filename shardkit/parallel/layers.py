@@ -76,8 +76,8 @@ def scan_layers(
     """Runs a stack of layers, `x = layer_fn(weights, x)` from the first to the last.
 
     One text of a loss runs on one device and under every plan: plain arrays are scanned as they are, handles are opened
-    layer by layer. To treat some layers otherwise than others, run two stacks: `scan_layers` over `stack[:4]` with
-    `remat="dots"`, then over `stack[4:]` with `remat="full"`.
+    layer by layer. To treat some layers otherwise than others, run two stacks: `scan_layers` with `remat="dots"` over
+    `jax.tree.map(lambda leaf: leaf[:4], stacked)`, then with `remat="full"` over `leaf[4:]`.
 
     Args:
         layer_fn: a layer: its weights (one slice of `stacked`) and the activations to the next activations, of the
