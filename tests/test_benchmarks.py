@@ -170,7 +170,8 @@ def test_explicit_fsdp_sends_less_than_the_automatic_partitioner():
     mesh = sk.make_mesh(jax.devices()[:4], data=4)
     config = transformer.Config(vocabulary=64, layers=2, dim=64, heads=2)
     with jax.numpy_dtype_promotion("standard"):  # optax does not trace under strict promotion
-        steps = partitioner.variants({"fsdp": sk.fsdp("data")}, mesh, config, examples=4, tokens=32)
+        row = partitioner.Row({"data": 4}, {"fsdp": sk.fsdp("data")})
+        steps = partitioner.variants(row, mesh, config, examples=4, tokens=32)
         records = harness.measure("partitioner", "fsdp", steps, calls=1, rounds=1, tolerance=1e-5)
         *theirs, ours = map(partitioner.sizes, steps)
     assert [each.name for each in steps] == ["jit", "jit, all", "fsdp"]
