@@ -17,7 +17,7 @@ def cases():
             yield pytest.param(row, model, id=f"{name}-{row.name}".replace(" ", "_").replace("=", ""), marks=marks)
 
 
-# proves S71, S72, S73, S74, S75, S92: unequal weights and dropout on
+# proves S75, S92, F24, F25, F27, F30, F33: unequal weights and dropout on
 @pytest.mark.parametrize(("row", "model"), list(cases()))
 def test_loss_and_gradients_equal_one_device(row, model):
     check(row, model, "sgd", 1)

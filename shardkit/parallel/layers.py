@@ -84,7 +84,8 @@ def scan_layers(
             same shapes and dtypes.
         stacked: pytree whose arrays and handles have the layer as dim 0; integers, such as layer numbers, are allowed.
         x: pytree of activations; integers and keys, such as one key for each example, are allowed.
-        prefetch: gather the next layer's weights while this one computes, forward and backward.
+        prefetch: gather the next layer's weights while this one computes, forward and backward. Not worth it with
+            `microbatches`, whose loop hides no gather: the v5e compiler then gathers again inside of it.
         remat: what the backward pass finds saved: "full" recomputes all from the layer's input, "dots" all but the
             results of matmuls, "dots_without_batch" all but those of matmuls without batch dims; a tuple saves what
             `jax.ad_checkpoint.checkpoint_name` gave one of these names; or a policy of `jax.checkpoint_policies`. None

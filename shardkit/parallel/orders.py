@@ -48,6 +48,7 @@ def zigzag(tree: Any, axis: Axis, *, ulysses: Axis | None = None, dim: int = 1, 
     routes = [[(int(c) // 2, i) for i in range(n) for c in chunks[i] if c % 2 == parity] for parity in (0, 1)]
     if inverse:
         routes = [[(target, source) for source, target in route] for route in routes]
+    stays = [all(source == target for source, target in route) for route in routes]  # over two devices one of them
     in_order = jnp.asarray(even_first)[axis_index(names)]
 
     def reorder(x: jax.Array) -> jax.Array:
@@ -56,7 +57,7 @@ def zigzag(tree: Any, axis: Axis, *, ulysses: Axis | None = None, dim: int = 1, 
         size = half_of("zigzag", x.shape[dim])
         halves = [lax.slice_in_dim(x, start, start + size, axis=dim) for start in (0, size)]
         sent = _swapped(halves, in_order) if inverse else halves
-        got = [permuted(half, names, route) for half, route in zip(sent, routes, strict=True)]
+        got = [half if stay else permuted(half, names, to) for half, stay, to in zip(sent, stays, routes, strict=True)]
         return jnp.concatenate(got if inverse else _swapped(got, in_order), axis=dim)
 
     return jax.tree.map(reorder, tree)

@@ -118,17 +118,15 @@ class Plan(NamedTuple):
         return tuple(axis for s in self.strategies if s.batch_dim is not None for axis in s.axes)
 
     def batch_spec(self, mesh: Mesh) -> PartitionSpec:
-        """How the batch is split: for each of its dims the axes, in the mesh's order.
+        """How the batch is split: for each of its dims the strategies' axes, in the mesh's order; a tuple keeps its own.
 
         An axis of size 1 splits nothing; left out, it costs no one-device collective either.
         """
-        dims: dict[int, set[str]] = {}
-        for s in self.strategies:
-            if s.batch_dim is not None:
-                dims.setdefault(s.batch_dim, set()).update(s.axes)
+        splits = [s for s in self.strategies if s.batch_dim is not None]
+        splits.sort(key=lambda s: mesh.axis_names.index(s.axes[0]))
         entries = [
-            tuple(axis for axis in mesh.axis_names if axis in dims.get(dim, ()) and mesh.shape[axis] > 1)
-            for dim in range(max(dims, default=-1) + 1)
+            tuple(axis for s in splits if s.batch_dim == dim for axis in s.axes if mesh.shape[axis] > 1)
+            for dim in range(max((s.batch_dim or 0 for s in splits), default=-1) + 1)
         ]
         return canonical(PartitionSpec(*entries))
 
