@@ -255,3 +255,14 @@ def test_small_integers_groups_and_ragged_exchanges_are_counted():
     index = ((64,), jnp.int32)
     found = sent(ragged, ((64, 4), jnp.float32), ((64, 4), jnp.float32), index, index, index, index)
     assert found == ("all_to_all", 8, Fraction(7, 8) * 8 * 4 * 4)
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_a_kernel_with_its_own_derivative_is_named_by_its_callers_line(op):
+    mesh = sk.make_mesh(jax.devices()[:2], d=2)
+
+    def largest(x):
+        return sk.all_reduce(x, "d", op=op)
+
+    found = sk.census(jax.shard_map(largest, mesh=mesh, in_specs=P("d"), out_specs=P()), jnp.ones(4))
+    assert [(row.source[:15], row.source[-10:]) for row in found.rows] == [("test_census.py:", " (largest)")]

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import shardkit as sk
@@ -141,3 +142,18 @@ def test_sizes_that_do_not_fit_are_refused(sizes, message):
     with pytest.raises(ValueError) as error:
         transformer.Config(**sizes)
     assert str(error.value) == message
+
+
+def test_weights_that_no_plan_splits_are_refused():
+    mesh = sk.make_mesh(jax.devices()[:4], fsdp=2, model=2)
+    config = transformer.Config(vocabulary=64, layers=2, dim=32, heads=4, hidden=64)
+    loss = sk.value_and_grad(transformer.loss_fn(config, transformer.Axes(model="model")))
+    init, step = sk.make_train_step(loss, optax.sgd(0.1), mesh=mesh, plan=sk.fsdp("fsdp"))
+    state = init(transformer.init(KEY, config), KEY)
+    batch = {name: np.zeros((4, 8), np.int32) for name in ("tokens", "targets")}
+    with pytest.raises(ValueError) as error:
+        step(state, batch)
+    assert str(error.value) == (
+        "transformer: the 4 query heads must be split over axes.model='model'; got 4 heads on each of 2 devices. "
+        "Chain tp('model', tensor_rules(config, 'model', 2)) into the plan."
+    )

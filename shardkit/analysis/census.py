@@ -186,12 +186,14 @@ def mesh_sizes(jaxpr: Any, args: Any) -> dict[str, int]:
     return {}
 
 
-def _walk(jaxpr: Any, count: int | None, sizes: Mapping[str, int], backward: bool, branch: str) -> Iterator[Row]:
+def _walk(
+    jaxpr: Any, count: int | None, sizes: Mapping[str, int], backward: bool, branch: str, around: str = ""
+) -> Iterator[Row]:
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         behind = backward or _compat.in_backward(equation)
         if name in KINDS:
-            yield row_of(equation, count, sizes, behind, branch)
+            yield row_of(equation, count, sizes, behind, branch, around)
             continue
         inner = _compat.inner_jaxprs(equation)
         if not inner and name not in SILENT and _names_axes(equation.params, sizes):
@@ -209,10 +211,12 @@ def _walk(jaxpr: Any, count: int | None, sizes: Mapping[str, int], backward: boo
                 times = None
             elif name == "cond" and parameter == "branches":
                 where = f"{branch + ', ' if branch else ''}branch {number + 1} of {len(inner)}"
-            yield from _walk(sub, times, sizes, behind, where)
+            yield from _walk(sub, times, sizes, behind, where, source_line(equation, around))
 
 
-def row_of(equation: Any, count: int | None, sizes: Mapping[str, int], backward: bool, branch: str) -> Row:
+def row_of(
+    equation: Any, count: int | None, sizes: Mapping[str, int], backward: bool, branch: str, around: str = ""
+) -> Row:
     """The row of one communicating equation, given where it stands."""
     params = equation.params
     named = params.get("axes") or params["axis_name"]
@@ -224,17 +228,21 @@ def row_of(equation: Any, count: int | None, sizes: Mapping[str, int], backward:
     size_in = sum(_size(v) for v in (equation.invars[:1] if ragged else equation.invars))  # the rest are its sizes
     size_out = sum(_size(v) for v in equation.outvars)
     traffic = wire(KINDS[primitive], min(size_in, size_out) if ragged else size_in, n, params.get("perm"))
-    source = source_line(equation)
+    source = source_line(equation, around)
     return Row(KINDS[primitive], primitive, axes, n, count, size_in, size_out, traffic.sent, source, backward, branch)
 
 
-def source_line(equation: Any) -> str:
-    """The innermost line that led to an equation, outside jax, the kernels and, if there is one, outside shardkit."""
+def source_line(equation: Any, around: str = "") -> str:
+    """The innermost line that led to an equation, outside jax, the kernels and, if there is one, outside shardkit.
+
+    Where only a kernel's own line is known, as inside a function with its own derivative, it is that of the equation
+    `around` it.
+    """
     frames = _compat.user_frames(equation)
-    if not frames:
-        return "unknown"
     above = [f for f in frames if not _KERNELS & {Path(f[0]), *Path(f[0]).parents}]
-    return user_line(equation) or _written((above or frames)[0])
+    if not above:
+        return around or (_written(frames[0]) if frames else "unknown")
+    return user_line(equation) or _written(above[0])
 
 
 def user_line(equation: Any) -> str:

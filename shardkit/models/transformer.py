@@ -175,6 +175,13 @@ def attention(
 ) -> jax.Array:
     """Causal self-attention with rotary positions; each group of H/G heads shares one key/value head."""
     places_T = jnp.arange(x_btD.shape[1]) if places_T is None else places_T
+    ways, heads = 1 if axes.model is None else axis_size(axes.model), weights["query"].shape[-2]
+    if heads * ways != config.heads:
+        raise ValueError(
+            f"transformer: the {config.heads} query heads must be split over axes.model={axes.model!r}; got {heads} "
+            f"heads on each of {ways} devices. Chain tp({axes.model!r}, tensor_rules(config, {axes.model!r}, {ways})) "
+            "into the plan."
+        )
     share: dict[str, Any] = {"sequence": axes.sequence, "impl": axes.impl}
     key, value = (
         local_groups(weights[name], axes.model, heads=config.heads, kv_heads=config.groups) for name in ("key", "value")

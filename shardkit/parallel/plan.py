@@ -118,7 +118,7 @@ class Plan(NamedTuple):
         return tuple(axis for s in self.strategies if s.batch_dim is not None for axis in s.axes)
 
     def batch_spec(self, mesh: Mesh) -> PartitionSpec:
-        """How the batch is split: for each of its dims the strategies' axes, in the mesh's order; a tuple keeps its own.
+        """How the batch is split: for each of its dims the axes, in the mesh's order; a tuple of axes keeps its own.
 
         An axis of size 1 splits nothing; left out, it costs no one-device collective either.
         """
