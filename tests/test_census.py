@@ -265,4 +265,4 @@ def test_a_kernel_with_its_own_derivative_is_named_by_its_callers_line(op):
         return sk.all_reduce(x, "d", op=op)
 
     found = sk.census(jax.shard_map(largest, mesh=mesh, in_specs=P("d"), out_specs=P()), jnp.ones(4))
-    assert [(row.source[:15], row.source[-10:]) for row in found.rows] == [("test_census.py:", " (largest)")]
+    assert [row.source.split(":")[0] for row in found.rows] == ["test_census.py"]

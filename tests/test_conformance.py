@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from conformance import BATCH, MESH_MODELS, MODELS, PLANS
+from conformance import BATCH, MODELS, PLANS
 
 import shardkit as sk
 
@@ -44,8 +44,7 @@ ZERO_LEAF = {"sgd": 1e-6, "adamw": 3 * 1e-3, "adafactor": 3 * 1e-2}
 
 
 @cache
-def expected(model_name: str, optimizer: str, steps: int) -> conformance.Reference:
-    model = next(m for m in MODELS + MESH_MODELS if m.name == model_name)
+def expected(model: conformance.ModelRow, optimizer: str, steps: int) -> conformance.Reference:
     return conformance.reference(model, OPTIMIZERS[optimizer](), steps, KEY)
 
 
@@ -66,7 +65,7 @@ def built(row, model, optimizer, **options):
 def check(row, model, optimizer, steps, **options):
     init, step = built(row, model, optimizer, **options)
     state = init(model.params(), KEY)
-    want = expected(model.name, optimizer, steps)
+    want = expected(model, optimizer, steps)
     for index in range(steps):
         state, metrics = step(state, model.batch(index))
         np.testing.assert_allclose(metrics["loss"], want.losses[index], rtol=1e-5)
@@ -126,7 +125,7 @@ def test_accumulated_transformer_equals_one_device(accumulate):
 # proves S61: the jit + NamedSharding path gives the same update
 def test_automatic_partitioning_gives_the_same_step(data8):
     model = MODELS[0]
-    want = expected("softmax", "sgd", 1)
+    want = expected(model, "sgd", 1)
     params = sk.shard(model.params(), data8, jax.P())
     batch = sk.shard(model.batch(0), data8, jax.P("data"))
     keys = sk.example_keys(sk.step_key(KEY, 0), BATCH)
@@ -149,5 +148,5 @@ def test_disabled_config_equals_the_undistributed_step():
     grad_fn = sk.value_and_grad(model.loss(None))
     init, step = sk.make_train_step(grad_fn, OPTIMIZERS["sgd"](), mesh=mesh, plan=sk.dp("data"))
     state, _ = step(init(model.params(), KEY), model.batch(0))
-    conformance.assert_close(state.params, expected("softmax", "sgd", 1).params, 1e-6, model.zero_leaves, 1e-6)
+    conformance.assert_close(state.params, expected(model, "sgd", 1).params, 1e-6, model.zero_leaves, 1e-6)
     assert mesh.size == 1

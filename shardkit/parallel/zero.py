@@ -8,8 +8,8 @@
 | `fsdp` | 1/n of everything | all | 2, gathered once a step |
 | `fsdp(layerwise=...)` | 1/n of everything | 1/n | 3k, 2k or 3 |
 
-Layer by layer, `gathered(keep=True)` sends 2k, and `scan_layers(microbatches=k)`, all microbatches through a layer before
-the next, 3.
+Layer by layer, `gathered(keep=True)` sends 2k, and `scan_layers(microbatches=k)`, all microbatches through a layer
+before the next, 3.
 
 k is the number of microbatches (`accumulate`): what gathers or reduces inside the loss does so in every one. With
 `uneven="pad"` a leaf counts with its padding, both held and sent.
