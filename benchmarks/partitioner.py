@@ -179,9 +179,11 @@ def pinned_loss(config: transformer.Config, mesh: Mesh, seen: Any, split: Any, a
         layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)
 
     def loss(params: Any, data: Any, keys: None) -> tuple[sk.Mean, dict[str, sk.Mean]]:
-        held = {name: each if by_layer and name == "layers" else pin(whole[name])(each) for name, each in params.items()}
+        held = {
+            name: each if by_layer and name == "layers" else pin(whole[name])(each) for name, each in params.items()
+        }
         x_BTD = between(held["embed"][data["tokens"]])
-        x_BTD, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x_BTD, held["layers"])
+        x_BTD, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x_BTD, held.get("layers", params["layers"]))
         x_BTD = tokens(transformer.rms_norm(x_BTD, held["final_norm"]))
         logits_BTV = columns(jnp.einsum("BTD,DV->BTV", x_BTD, held["head"]))
         right_BT = jnp.take_along_axis(logits_BTV, data["targets"][..., None], axis=-1)[..., 0]

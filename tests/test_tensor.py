@@ -421,3 +421,26 @@ def test_bad_use_is_refused(make, kind, message):
     with pytest.raises(kind) as error:
         make()
     assert str(error.value) == message
+
+
+# proves F49: a policy that saves matmuls finds those of the kernels, so that nothing is made or gathered twice for it
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_policy_that_saves_matmuls_saves_those_of_the_kernels(sequence):
+    mesh, share = sk.make_mesh(jax.devices()[:2], model=2), {"sequence": sequence, "impl": "gather"}
+    tokens, halves = P("model" if sequence else None), (P(None, "model"), P("model"))
+
+    def block(x, up, down):
+        return sk.row_linear(jnp.sin(sk.column_linear(x, up, "model", **share)), down, "model", **share)
+
+    def gradients(block):
+        grad = jax.grad(lambda *args: jnp.sum(block(*args)), argnums=(0, 1, 2))
+        return jax.shard_map(grad, mesh=mesh, in_specs=(tokens, *halves), out_specs=(tokens, *halves))
+
+    def matmuls_and_bytes(block):
+        args = [jnp.ones(shape) for shape in ((4, 6), (6, 8), (8, 6))]
+        return str(jax.make_jaxpr(gradients(block))(*args)).count("dot_general["), sk.census(
+            gradients(block), *args
+        ).sent()
+
+    saved = jax.checkpoint(block, policy=jax.checkpoint_policies.dots_saveable)
+    assert matmuls_and_bytes(saved) == matmuls_and_bytes(block)

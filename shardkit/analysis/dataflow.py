@@ -162,6 +162,8 @@ def _run(jaxpr: Any, inputs: Sequence[State], context: Context, visit: Visit | N
 def _step(equation: Any, ins: list[State], context: Context, visit: Visit | None) -> list[State]:
     name = equation.primitive.name
     if name in KINDS:
+        if len(ins) > len(equation.outvars):  # ragged_all_to_all is told where and how much
+            ins = [join(ins)]
         return [_collective(equation, each, context.sizes) for each in ins]
     if name == "axis_index":
         return [State(_split(named_axes(equation), context.sizes), given=True)]

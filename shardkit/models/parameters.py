@@ -37,7 +37,8 @@ class Config:
             devices it must divide what stays together, or what is dropped depends on the mesh.
         balance: coefficient of the load-balance loss, summed over layers.
         router_z: coefficient of the router's z-loss, summed over layers.
-        remat, prefetch, microbatches: how `scan_layers` runs the stack; they change memory and time, not the numbers.
+        remat, prefetch, microbatches: how `scan_layers` runs the stack; they change memory and time, not the numbers,
+            except that a router's losses are those of each microbatch.
     """
 
     vocabulary: int = 256

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardkit._check import Axis
+from shardkit._check import Axis, named
+from shardkit._compat import varying_axes
 from shardkit.collectives import axis_index, axis_size
 from shardkit.collectives.matmul import Impl
 from shardkit.models.parameters import Config, init, logical_axes, tensor_rules
@@ -24,6 +25,7 @@ from shardkit.parallel.context import ring_attention, ulysses_attention
 from shardkit.parallel.expert import moe
 from shardkit.parallel.gradient import Mean
 from shardkit.parallel.layers import scan_layers
+from shardkit.parallel.local import live_axes
 from shardkit.parallel.orders import Order, positions, zigzag
 from shardkit.parallel.tensor import column_linear, local_groups, row_linear
 from shardkit.parallel.vocabulary import vocab_cross_entropy_and_hits, vocab_embed
@@ -177,10 +179,12 @@ def attention(
     places_T = jnp.arange(x_btD.shape[1]) if places_T is None else places_T
     ways, heads = 1 if axes.model is None else axis_size(axes.model), weights["query"].shape[-2]
     if heads * ways != config.heads:
+        remedy = f"Chain tp({axes.model!r}, tensor_rules(config, {axes.model!r}, {ways})) into the plan."
+        if axes.model is None:
+            remedy = "Pass Axes(model=...) with the axis of the plan's tp."
         raise ValueError(
             f"transformer: the {config.heads} query heads must be split over axes.model={axes.model!r}; got {heads} "
-            f"heads on each of {ways} devices. Chain tp({axes.model!r}, tensor_rules(config, {axes.model!r}, {ways})) "
-            "into the plan."
+            f"heads on each of {ways} devices. {remedy}"
         )
     share: dict[str, Any] = {"sequence": axes.sequence, "impl": axes.impl}
     key, value = (
@@ -252,9 +256,19 @@ def loss_fn(config: Config, axes: Axes = ONE_DEVICE) -> Callable[[Any, Any, Any]
         hold "weights" [b, T], tokens of weight 0 count for nothing, and "segments", int32 [b, T]: the document of each
         token, which attends to its own only. With experts the loss includes those of the router, and "dropped" is the
         share of choices without room.
+
+    Raises:
+        ValueError: at trace time, heads or tokens that the plan does not split as `axes` say.
     """
 
     def loss(params: Any, batch: Any, keys: jax.Array | None) -> tuple[Mean, dict[str, Mean]]:
+        for name, axis in (("context", axes.context), ("ulysses", axes.ulysses)):
+            whole = set(live_axes("transformer", axis)) - varying_axes(batch["tokens"])
+            if whole:
+                raise ValueError(
+                    f"transformer: the tokens must be split over axes.{name}={axis!r}; got the same along "
+                    f"{named(sorted(whole))}. Chain cp({axis!r}) into the plan."
+                )
         if axes.context is not None and axes.order == "zigzag":
             batch = zigzag(batch, axes.context, ulysses=axes.ulysses)
         weights_bT = batch.get("weights")
