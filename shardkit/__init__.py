@@ -157,7 +157,7 @@ __all__ = [
     "zigzag",
 ]
 
-_LAZY = ("analysis", "cost", "models", "runtime", "testing")
+_LAZY = ("analysis", "cost", "models", "runtime", "schedules", "testing")
 
 
 def __getattr__(name: str) -> _Any:

@@ -30,6 +30,7 @@ FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 # On floors made of single files, these may also use a neighbour.
 NEIGHBOURS = {
     "_check": {"_compat"},
+    "schedules": {"cost"},
     "layout": {"mesh"},
     "config": {"mesh"},
     "train": {"precision", "state"},

@@ -1,0 +1,166 @@
+"""A schedule as data: what each device does at each tick. Printed, parsed, checked, simulated and run from one table.
+
+The words of the papers: p stages are the devices of the pipe axis, each with v chunks of the model, so that the model
+has p v stages; m microbatches are in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from shardkit.schedules import rules
+from shardkit.schedules.action import Action, Cell, Placement, Rows, device_of, drawn, parsed, written
+from shardkit.schedules.simulate import Timeline, simulated
+from shardkit.schedules.slots import Slots, coloured
+from shardkit.schedules.table import Table, lowered
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When each device does which piece of which microbatch.
+
+    Attributes:
+        rows: for each device, for each tick, the actions of that tick: none, one, or a forward and then a backward.
+        placement: "loop" puts stage s on device s % p; "v" there and back again, so that the first and the last stage
+            share device 0 where there are two chunks.
+        name: what errors and drawings call it.
+    """
+
+    rows: Rows
+    placement: Placement = "loop"
+    name: str = field(default="schedule", compare=False)
+
+    @property
+    def stages(self) -> int:
+        """Devices p of the pipe axis."""
+        return len(self.rows)
+
+    @cached_property
+    def chunks(self) -> int:
+        """Stages v of the model on each device."""
+        return max(action.stage for action in self.ticks) // self.stages + 1
+
+    @cached_property
+    def microbatches(self) -> int:
+        """Microbatches m in a step."""
+        return max(action.microbatch for action in self.ticks) + 1
+
+    @cached_property
+    def ticks(self) -> dict[Action, int]:
+        """The tick of every action, in the order of ticks; in a cell the forward comes first."""
+        length = max(map(len, self.rows))
+        cells = ((t, row[t]) for t in range(length) for row in self.rows if t < len(row))
+        return {action: t for t, cell in cells for action in cell}
+
+    def device(self, stage: int) -> int:
+        """The device that holds a stage of the model."""
+        return device_of(stage, self.stages, self.placement)
+
+    def needs(self, action: Action) -> list[Action]:
+        """The actions that must be over before this one begins."""
+        return rules.needs(action, self.stages * self.chunks - 1, self.ticks)
+
+    def order(self, device: int) -> list[str]:
+        """What a device does, one after the other: `["0F0", "0F1", "0B0", ...]`."""
+        return [str(action) for cell in self.rows[device] for action in cell]
+
+    def check(self) -> None:
+        """Refuses a table that does not do every piece of work once, in the right place and after its inputs.
+
+        Raises:
+            ValueError: a missing action or one too many, a wrong device, two actions at a tick, B before F, W before I,
+                an input that comes too late or never. The message has the grid, with an arrow at the cell.
+        """
+        rules.check(self.name, self.rows, self.placement)
+
+    def to_csv(self) -> str:
+        """The table in PyTorch's notation: a line a device, a cell a tick, `2F0`, `(2F1;2B0)OVERLAP_F_B` or nothing."""
+        return "".join(",".join(map(written, row)) + "\n" for row in self.rows)
+
+    @staticmethod
+    def from_csv(text: str) -> Schedule:
+        """The schedule that a text in the notation of `to_csv` holds.
+
+        A cell keeps its column, or moves right until its inputs are there: a file without idle ticks is an order.
+
+        Args:
+            text: one line a device; the columns are ticks, an empty cell is an idle one.
+
+        Returns:
+            A checked schedule; its placement is the one that fits.
+
+        Raises:
+            ValueError: a cell that is no action, or as `check`.
+        """
+        lines = text.rstrip().splitlines()
+        cells = [[parsed(cell.strip()) for cell in line.split(",")] for line in lines]
+        for device, row in enumerate(cells):
+            if None in row:
+                tick = row.index(None)
+                raise ValueError(
+                    "from_csv: a cell must be empty, an action such as 2F0, or a pair such as (2F1;2B0)OVERLAP_F_B; "
+                    f"got {lines[device].split(',')[tick].strip()!r} on device {device} at tick {tick}. Correct it."
+                )
+        rows = tuple(tuple(cell or () for cell in row) for row in cells)
+        # The stage after the turn tells: in a loop it is on device 0.
+        turned = len(rows) > 1 and any(action.stage == len(rows) for cell in rows[-1] for action in cell)
+        placement: Placement = "v" if turned else "loop"
+        rules.check_cells("from_csv", rows, placement)
+        return Schedule(rules.times("from_csv", rows), placement, "from_csv")
+
+    def simulate(
+        self,
+        forward: float = 1,
+        backward: float = 2,
+        input_grad: float | None = None,
+        weight_grad: float | None = None,
+        communication: float = 0,
+        *,
+        overlapped: float | None = None,
+        synchronous: bool = False,
+    ) -> Timeline:
+        """How long a step takes, how long devices idle in it and how many microbatches they hold.
+
+        Args:
+            forward: time of one microbatch's forward on one device's whole share of layers, in any unit.
+            backward: time of its whole backward.
+            input_grad: time of the part I; None: half of `backward`, or what `weight_grad` leaves of it.
+            weight_grad: time of the part W; None: what I leaves of `backward`.
+            communication: time from the end of an action until its result is on another device.
+            overlapped: time of a forward and a backward that share a cell and run together; None: one after the other.
+            synchronous: False: each device begins an action as soon as it is free and the inputs are there. True: as
+                one program for all devices runs it, where the moves at the end of a tick hold up every device: a tick
+                lasts as long as its longest cell, and `communication` after it.
+
+        Returns:
+            A Timeline.
+
+        Raises:
+            ValueError: a cost that is negative; forward, backward or overlapped that is not positive.
+        """
+        return simulated(self, forward, backward, input_grad, weight_grad, communication, overlapped, synchronous)
+
+    def slots(self) -> Slots:
+        """How many stage inputs and cotangents a device holds at once, and in which slot each of them lies."""
+        return coloured(self)
+
+    def table(self) -> Table:
+        """The int32 table that one program for all devices scans over."""
+        return lowered(self)
+
+    def __str__(self) -> str:
+        return drawn(self.rows)
+
+
+def scheduled(
+    name: str, orders: Iterable[Sequence[Cell]], microbatches: int, placement: Placement = "loop"
+) -> Schedule:
+    """The schedule in which each device keeps to its order and begins each cell as soon as its inputs are there.
+
+    Actions of microbatches from `microbatches` on are left out: an order for more of them stays an order.
+    """
+    kept = [[tuple(a for a in cell if a.microbatch < microbatches) for cell in order] for order in orders]
+    rows = rules.times(name, [[cell for cell in order if cell] for order in kept])
+    return Schedule(rows, placement if len(rows) > 1 else "loop", name)

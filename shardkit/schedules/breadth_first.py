@@ -1,0 +1,37 @@
+"""Looped breadth-first: all microbatches go through a chunk before the next chunk begins."""
+
+from __future__ import annotations
+
+from shardkit.cost import _check
+from shardkit.schedules.action import alone
+from shardkit.schedules.base import Schedule, scheduled
+
+
+def breadth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
+    """All forwards chunk by chunk, then all backwards chunk by chunk: a chunk's weights are wanted once each way.
+
+    Args:
+        stages: devices p of the pipe axis.
+        microbatches: m, in a step.
+        chunks: model stages v on each device; stage s is on device s % p. One chunk is GPipe.
+
+    Returns:
+        A Schedule.
+
+    Raises:
+        ValueError: a size below 1.
+
+    Cost: a bubble of (p-1) (F + B) / v where m is at least p; m microbatches in flight.
+
+    Source: Lamy-Poirier, Breadth-First Pipeline Parallelism (arXiv:2211.05953).
+    """
+    stages, microbatches, chunks = _check.whole(
+        "breadth_first", stages=stages, microbatches=microbatches, chunks=chunks
+    )
+    there = [(chunk, "F") for chunk in range(chunks)]
+    back = [(chunk, "B") for chunk in reversed(range(chunks))]
+    orders = [
+        [alone(chunk * stages + d, op, i) for chunk, op in there + back for i in range(microbatches)]
+        for d in range(stages)
+    ]
+    return scheduled("breadth_first", orders, microbatches)

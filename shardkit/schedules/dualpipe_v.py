@@ -1,0 +1,44 @@
+"""DualPipeV: the V of ZB-V, with forwards and backwards in pairs that hide each other's communication."""
+
+from __future__ import annotations
+
+from shardkit.cost import _check
+from shardkit.schedules.base import Schedule, scheduled
+from shardkit.schedules.words import v_order
+
+
+def dualpipe_v(stages: int, microbatches: int) -> Schedule:
+    """Two chunks on each device, placed as a V; most cells are a forward of one and a backward of the other chunk.
+
+    The backward is split only where that fills a gap. With fewer than 2p microbatches it is the order for 2p, of which
+    the others are left out.
+
+    Args:
+        stages: devices p of the pipe axis.
+        microbatches: m, in a step.
+
+    Returns:
+        A Schedule with the placement "v".
+
+    Raises:
+        ValueError: a size below 1.
+
+    Cost: a bubble of (p-1) (F&B + B - 3W) / 2 where m is at least 2p, F = B - W = W and F&B = F + B (simulate other
+        costs); p + 1/2 microbatches in flight.
+
+    Source: DeepSeek-V3 (arXiv:2412.19437) and the DualPipe repository, where it is the "cut-in-half" schedule.
+    """
+    p, microbatches = _check.whole("dualpipe_v", stages=stages, microbatches=microbatches)
+    total = max(microbatches, 2 * p)
+    orders = []
+    for d in range(p):
+        words = ["F0"] * (2 * (p - 1 - d)) + ["F0", "F1"] * (d + 1) + ["I1", "W", "F1"] * (p - 1 - d)
+        paired = ["F0 B1", "F1 B0"] * (total - 2 * p + d + 1)
+        if d == p - 1:
+            # Chunk 1 waits here for no other device, but for this device's own chunk 0.
+            paired[:1] = ["F0", "B1"]
+        words += paired + ["B1", "F1 B0"] * (p - 1 - d)
+        words += [("B" if n <= d else "I") + chunk for n, chunk in enumerate("10" * (d + 1))]
+        words += ["W", "I0"] * (p - 1 - d) + ["W"] * (d + 1)
+        orders.append(v_order(d, p, words))
+    return scheduled("dualpipe_v", orders, microbatches, "v")

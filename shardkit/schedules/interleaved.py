@@ -1,0 +1,42 @@
+"""Interleaved 1F1B: v chunks of the model on each device make the bubble v times smaller."""
+
+from __future__ import annotations
+
+from shardkit.cost import _check
+from shardkit.schedules.action import alone
+from shardkit.schedules.base import Schedule, scheduled
+
+
+def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
+    """1F1B over chunks: p microbatches go through chunk after chunk, with a warm-up of (v-1) p + 2 (p-1-d) forwards.
+
+    Where p does not divide m, the last p microbatches are fewer and leave their turns to what comes next.
+
+    Args:
+        stages: devices p of the pipe axis.
+        microbatches: m, in a step.
+        chunks: model stages v on each device; stage s is on device s % p. One chunk is 1F1B.
+
+    Returns:
+        A Schedule.
+
+    Raises:
+        ValueError: a size below 1.
+
+    Cost: a bubble of (p-1) (F + B) / v where p divides m; p + (p-1)/v microbatches in flight.
+
+    Source: Narayanan et al., Megatron-LM (arXiv:2104.04473), section 2.2.2.
+    """
+    stages, microbatches, chunks = _check.whole("interleaved", stages=stages, microbatches=microbatches, chunks=chunks)
+    rounds = -(-microbatches // stages)
+    turns = [(g * stages + r, chunk * stages) for g in range(rounds) for chunk in range(chunks) for r in range(stages)]
+    orders = []
+    for d in range(stages):
+        # With one chunk nothing turns round the ring, and a device need not run that far ahead.
+        ahead = min(len(turns), (chunks - 1) * stages + (stages - 1 - d) * (2 if chunks > 1 else 1))
+        forwards = [alone(first + d, "F", i) for i, first in turns]
+        backwards = [alone((chunks - 1) * stages - first + d, "B", i) for i, first in turns]
+        pairs = zip(forwards[ahead:], backwards, strict=False)
+        order = [*forwards[:ahead], *(cell for pair in pairs for cell in pair), *backwards[len(turns) - ahead :]]
+        orders.append(order)
+    return scheduled("interleaved", orders, microbatches)

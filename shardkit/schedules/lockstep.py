@@ -1,0 +1,40 @@
+"""Lockstep: a forward and a backward at each tick, so that one program without branches runs it at 1F1B's bubble."""
+
+from __future__ import annotations
+
+from shardkit.cost import _check
+from shardkit.schedules.action import Action
+from shardkit.schedules.base import Schedule
+
+
+def lockstep(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """Every tick has a slot for a forward and one for a backward, which all devices run together.
+
+    Microbatch i = g p + r goes through stage s = c p + d forward at tick g v p + c p + r + d and backward at tick
+    (v p - 1) + g v p + (v-1-c) p + r + (p-1-d). What moves at the end of a tick is used in the next.
+
+    Args:
+        stages: devices p of the pipe axis.
+        microbatches: m, in a step.
+        chunks: model stages v on each device; stage s is on device s % p.
+
+    Returns:
+        A Schedule.
+
+    Raises:
+        ValueError: a size below 1.
+
+    Cost: a bubble of (p-1) (F + B) / v where p divides m or v is 1, though every tick holds up all devices. With one
+        chunk 2 (p-1-d) + 1 microbatches in flight on device d, 2p - 3 slots for stage inputs and 1 for a cotangent.
+    """
+    p, m, v = _check.whole("lockstep", stages=stages, microbatches=microbatches, chunks=chunks)
+    cells: dict[tuple[int, int], list[Action]] = {}
+    for op in "FB":
+        for i in range(m):
+            g, r = divmod(i, p)
+            for s in range(v * p):
+                c, d = divmod(s, p)
+                tick = g * v * p + r + (s if op == "F" else (v * p - 1) + (v - 1 - c) * p + (p - 1 - d))
+                cells.setdefault((d, tick), []).append(Action(s, op, i))
+    ticks = 1 + max(tick for _, tick in cells)
+    return Schedule(tuple(tuple(tuple(cells.get((d, t), ())) for t in range(ticks)) for d in range(p)), name="lockstep")

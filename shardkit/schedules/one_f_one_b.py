@@ -1,0 +1,35 @@
+"""1F1B: each device does the backward of a microbatch as soon as it can, and so holds few of them."""
+
+from __future__ import annotations
+
+from shardkit.cost import _check
+from shardkit.schedules.action import alone
+from shardkit.schedules.base import Schedule, scheduled
+
+
+def one_f_one_b(stages: int, microbatches: int) -> Schedule:
+    """One forward, one backward, after a warm-up of p - 1 - d forwards on device d.
+
+    Args:
+        stages: devices p of the pipe axis.
+        microbatches: m, in a step.
+
+    Returns:
+        A Schedule.
+
+    Raises:
+        ValueError: a size below 1.
+
+    Cost: a bubble of (p-1) (F + B); p - d microbatches in flight on device d, whatever m.
+
+    Source: Narayanan et al., PipeDream (SOSP 2019) and Megatron-LM (arXiv:2104.04473), section 2.2.1.
+    """
+    stages, microbatches = _check.whole("one_f_one_b", stages=stages, microbatches=microbatches)
+    orders = []
+    for d in range(stages):
+        ahead = stages - 1 - d
+        order = [alone(d, "F", i) for i in range(ahead)]
+        for i in range(microbatches):
+            order += [alone(d, "F", i + ahead), alone(d, "B", i)]
+        orders.append(order)
+    return scheduled("one_f_one_b", orders, microbatches)

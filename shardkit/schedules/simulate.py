@@ -1,0 +1,108 @@
+"""A schedule with costs: when every action begins and ends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardkit.cost import _check
+from shardkit.schedules.action import Action
+
+if TYPE_CHECKING:
+    from shardkit.schedules.base import Schedule
+
+
+class Timeline(NamedTuple):
+    """A simulated step. "Zero bubble" is zero of the last kind only: the three are different questions.
+
+    Attributes:
+        makespan: from the first action to the end of the last, in the unit of the costs.
+        bubble: idle time over work, (makespan - work) / work, work being the time that the busiest device computes:
+            Megatron's convention, `cost.bubble(of="ideal")`.
+        bubble_of_total: the share of the makespan in which that device idles, 1 - work / makespan: GPipe's convention,
+            `cost.bubble(of="total")`.
+        bubble_of_span: the most that one device idles between its own first action and its own last, over work: what is
+            left where the optimizer does not wait for all devices.
+        peak_in_flight: for each device, the most microbatches between the begin of F and the end of B or W, in units of
+            one microbatch on a device's whole share of layers: a chunk counts as 1/v.
+        spans: for each action, when it begins and ends.
+    """
+
+    makespan: float
+    bubble: float
+    bubble_of_total: float
+    bubble_of_span: float
+    peak_in_flight: tuple[float, ...]
+    spans: dict[Action, tuple[float, float]]
+
+    def __str__(self) -> str:
+        peaks = ", ".join(f"{peak:g}" for peak in self.peak_in_flight)
+        return (
+            f"makespan {self.makespan:g}; idle {self.bubble:.1%} of the work, {self.bubble_of_total:.1%} of the "
+            f"makespan, {self.bubble_of_span:.1%} inside a device's own span; microbatches in flight {peaks}"
+        )
+
+
+def simulated(
+    schedule: Schedule,
+    forward: float,
+    backward: float,
+    input_grad: float | None,
+    weight_grad: float | None,
+    communication: float,
+    overlapped: float | None,
+    synchronous: bool,
+) -> Timeline:
+    """The timeline of a schedule; see `Schedule.simulate`."""
+    forward, backward = _check.positive("simulate", forward=forward, backward=backward)
+    if input_grad is None:
+        input_grad = backward / 2 if weight_grad is None else backward - weight_grad
+    if weight_grad is None:
+        weight_grad = backward - input_grad
+    input_grad, weight_grad, communication = _check.at_least_zero(
+        "simulate", input_grad=input_grad, weight_grad=weight_grad, communication=communication
+    )
+    [both] = _check.positive("simulate", overlapped=forward + backward if overlapped is None else overlapped)
+    whole = {"F": forward, "B": backward, "I": input_grad, "W": weight_grad, "FB": both}
+    costs = {op: cost / schedule.chunks for op, cost in whole.items()}
+
+    spans: dict[Action, tuple[float, float]] = {}
+    free: list[float] = [0] * schedule.stages
+    for tick in range(max(map(len, schedule.rows))):
+        if synchronous and tick:
+            free = [max(free) + communication] * schedule.stages
+        for device, row in enumerate(schedule.rows):
+            cell = row[tick] if tick < len(row) else ()
+            together = overlapped is not None and len(cell) == 2
+            # In the order of ticks every input comes before what needs it.
+            for actions in [cell] if together else [(action,) for action in cell]:
+                start = free[device]
+                for need in (need for action in actions for need in schedule.needs(action) if need not in actions):
+                    away = not synchronous and schedule.device(need.stage) != device
+                    start = max(start, spans[need][1] + communication * away)
+                free[device] = start + (costs["FB"] if together else costs[actions[0].op])
+                spans.update(dict.fromkeys(actions, (start, free[device])))
+
+    own = [[a for a in schedule.ticks if schedule.device(a.stage) == d] for d in range(schedule.stages)]
+    makespan = max(end for _, end in spans.values())
+    # What runs together counts once.
+    busy = [sum(end - begin for begin, end in {spans[action] for action in actions}) for actions in own]
+    work = max(busy)
+    lasts = [max(spans[a][1] for a in actions) - min(spans[a][0] for a in actions) for actions in own]
+    return Timeline(
+        makespan=makespan,
+        bubble=(makespan - work) / work,
+        bubble_of_total=(makespan - work) / makespan,
+        bubble_of_span=max(last - time for last, time in zip(lasts, busy, strict=True)) / work,
+        peak_in_flight=tuple(_peak(actions) / schedule.chunks for actions in own),
+        spans=spans,
+    )
+
+
+def _peak(actions: list[Action]) -> int:
+    """The most forwards whose backward is not over."""
+    held = peak = 0
+    for action in actions:
+        held += action.op == "F"
+        peak = max(peak, held)
+        held -= action.op in "BW"
+    return peak

@@ -1,0 +1,39 @@
+"""ZB-H1: 1F1B whose weight gradients wait, and fill what was idle."""
+
+from __future__ import annotations
+
+from shardkit.cost import _check
+from shardkit.schedules.action import alone
+from shardkit.schedules.base import Schedule, scheduled
+
+
+def zero_bubble_h1(stages: int, microbatches: int) -> Schedule:
+    """1F1B with a split backward: on device d weight gradients begin d input gradients late, so that all hold p.
+
+    Args:
+        stages: devices p of the pipe axis.
+        microbatches: m, in a step.
+
+    Returns:
+        A Schedule.
+
+    Raises:
+        ValueError: a size below 1.
+
+    Cost: a bubble of (p-1) (F + B - 2W) where m is at least p and W no more than F or B - W; at most p
+        microbatches in flight.
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.2.
+    """
+    stages, microbatches = _check.whole("zero_bubble_h1", stages=stages, microbatches=microbatches)
+    orders = []
+    for d in range(stages):
+        ahead, weighed = min(microbatches, stages - 1 - d), 0
+        order = [alone(d, "F", i) for i in range(ahead)]
+        for i in range(microbatches):
+            order += [alone(d, "F", i + ahead), alone(d, "I", i)]
+            if i >= d or i + ahead >= microbatches:
+                order.append(alone(d, "W", weighed))
+                weighed += 1
+        orders.append(order + [alone(d, "W", i) for i in range(weighed, microbatches)])
+    return scheduled("zero_bubble_h1", orders, microbatches)

@@ -1,0 +1,39 @@
+"""ZB-V: two chunks there and back again, so that no device idles between its first and its last action."""
+
+from __future__ import annotations
+
+from shardkit.cost import _check
+from shardkit.schedules.base import Schedule, scheduled
+from shardkit.schedules.words import v_order
+
+
+def zero_bubble_v(stages: int, microbatches: int) -> Schedule:
+    """Two chunks on each device, placed as a V: the loss is on device 0, whose backward can begin at once.
+
+    With fewer than 2p - 1 microbatches it is the order for 2p - 1, of which the others are left out.
+
+    Args:
+        stages: devices p of the pipe axis.
+        microbatches: m, in a step.
+
+    Returns:
+        A Schedule with the placement "v".
+
+    Raises:
+        ValueError: a size below 1.
+
+    Cost: where F = I = W and m is at least 2p - 1, no device idles between its first action and its last, and p
+        microbatches are in flight.
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 6.
+    """
+    p, microbatches = _check.whole("zero_bubble_v", stages=stages, microbatches=microbatches)
+    total = max(microbatches, 2 * p - 1)
+    orders = []
+    for d in range(p):
+        warm = ["F0"] * (2 * (p - d) - 1) + ["F1", "F0"] * d + ["F1", "I1", "W"] * (p - d)
+        both = ["F0", "I0", "W", "F1", "I1", "W"] * (total - (2 * p - 1 - d))
+        late = ["I0", "W", "F1", "I1", "W"] * (p - 1 - d)
+        cool = ["I0", "I1"] * d + ["I0", "W"] * (p - d) + ["W"] * (2 * d)
+        orders.append(v_order(d, p, warm + both + late + cool))
+    return scheduled("zero_bubble_v", orders, microbatches, "v")

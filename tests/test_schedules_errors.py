@@ -1,0 +1,175 @@
+"""Every error of a schedule in full wording, with its grid."""
+
+import pytest
+
+from shardkit import schedules
+from shardkit.schedules import Action, Schedule
+
+GOOD = "0F0,,,0B0\n,1F0,1B0,\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "grid"),
+    [
+        (
+            "0F0,,,0B0,0B0\n,1F0,1B0,",
+            "an action must run once; got 0B0 at ticks 3 and 4. Drop one.",
+            """\
+tick      0   1   2   3   4
+device 0  0F0 .   .   0B0 0B0
+                          ^
+device 1  .   1F0 1B0 .   .""",
+        ),
+        (
+            "0F0,,,\n,1F0,1B0,",
+            "every stage must run every microbatch; 0B0 is missing on device 0. Add it.",
+            """\
+tick      0   1   2   3
+device 0  0F0 .   .   .
+              ^
+device 1  .   1F0 1B0 .""",
+        ),
+        (
+            "0F0,,,0B0\n,1B0,1F0,",
+            "F must run before B; got 1B0 at tick 1 before 1F0. Swap them.",
+            """\
+tick      0   1   2   3
+device 0  0F0 .   .   0B0
+device 1  .   1B0 1F0 .
+              ^""",
+        ),
+        (
+            "0F0,,0W0,0I0\n,1F0,1B0",
+            "I must run before W; got 0W0 at tick 2 before 0I0. Swap them.",
+            """\
+tick      0   1   2   3
+device 0  0F0 .   0W0 0I0
+                  ^
+device 1  .   1F0 1B0 .""",
+        ),
+        (
+            "0F0,,0I0,0B0\n,1F0,1B0",
+            "a backward must be whole, B, or split, I and W; got 0I0 and 0B0. Drop one of the two.",
+            """\
+tick      0   1   2   3
+device 0  0F0 .   0I0 0B0
+                      ^
+device 1  .   1F0 1B0 .""",
+        ),
+        (
+            "0F0,1F0,,0B0\n,,1B0,",
+            "each stage must run on one device; got 1F0 on device 0, and stage 1 lives on device 1. Move it there.",
+            """\
+tick      0   1   2   3
+device 0  0F0 1F0 .   0B0
+              ^
+device 1  .   .   1B0 .""",
+        ),
+        (
+            "(0F0;0F1),,0B0,0B1\n,1F0,1B0,1F1,1B1",
+            "a device must do one action at a tick, or a forward and then a backward; got 0F0 and 0F1 on device 0 at "
+            "tick 0. Give each a tick.",
+            """\
+tick      0       1       2       3       4
+device 0  0F0/0F1 .       0B0     0B1     .
+          ^
+device 1  .       1F0     1B0     1F1     1B1""",
+        ),
+        (
+            "0F0,0B0,0F1,0B1\n,1F1,1F0,1B0,1B1",
+            "an order must not wait for itself; got 0B0 on device 0, which waits for 1B0, and that comes only after "
+            "0B0. Change the order.",
+            """\
+tick      0   1   2   3   4
+device 0  0F0 0B0 0F1 0B1 .
+              ^
+device 1  .   1F1 1F0 1B0 1B1""",
+        ),
+    ],
+)
+def test_illegal_tables(text, reason, grid):  # proves F39
+    with pytest.raises(ValueError) as error:
+        Schedule.from_csv(text)
+    assert str(error.value) == f"from_csv: {reason}\n{grid}"
+
+
+def test_a_table_with_an_input_that_comes_too_late():
+    rows = Schedule.from_csv(GOOD).rows
+    late = Schedule((rows[0], (*rows[1][1:], ())), name="mine")
+    with pytest.raises(ValueError) as error:
+        late.check()
+    assert str(error.value) == (
+        "mine: an action must run after its inputs; got 1F0 at tick 0, and its input 0F0 at tick 0. "
+        "Move 1F0 to tick 1 or later.\n"
+        "tick      0   1   2   3\n"
+        "device 0  0F0 .   .   0B0\n"
+        "device 1  1F0 1B0 .   .\n"
+        "          ^"
+    )
+
+
+def test_a_wide_grid_is_cut_about_the_arrow():
+    text = schedules.gpipe(2, 40).to_csv().replace("1B30", "1B31")
+    with pytest.raises(ValueError) as error:
+        Schedule.from_csv(text)
+    first, head, *_, arrow = str(error.value).splitlines()
+    assert first == "from_csv: an action must run once; got 1B31 at ticks 71 and 72. Drop one."
+    assert head.split() == ["tick", *map(str, range(64, 81))] and arrow.strip() == "^"
+    assert arrow.index("^") == head.index("72")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: Schedule.from_csv("0F0,0G0"),
+            "from_csv: a cell must be empty, an action such as 2F0, or a pair such as (2F1;2B0)OVERLAP_F_B; got '0G0' "
+            "on device 0 at tick 1. Correct it.",
+        ),
+        (
+            lambda: Schedule.from_csv(""),
+            "from_csv: a schedule must hold an action; got none. Write for example '0F0,0B0'.",
+        ),
+        (
+            lambda: Schedule(((),)).check(),
+            "schedule: a schedule must hold an action; got none. Write for example '0F0,0B0'.",
+        ),
+        (
+            lambda: Schedule((((Action(0, "X", 0),),),)).check(),
+            "schedule: an op must be one of F, B, I and W; got 'X' at tick 0. Correct it.\n"
+            "tick      0\ndevice 0  0X0\n          ^",
+        ),
+        (
+            lambda: Schedule(schedules.gpipe(1, 1).rows, "V").check(),
+            "schedule: placement must be 'loop' or 'v'; got 'V'. Choose one of them.",
+        ),
+        (
+            lambda: schedules.lockstep(4, 0),
+            "lockstep: microbatches must be a whole number of at least 1; got 0. Correct microbatches.",
+        ),
+        (
+            lambda: schedules.interleaved(4, 8, chunks=1.5),
+            "interleaved: chunks must be a whole number of at least 1; got 1.5. Correct chunks.",
+        ),
+        (
+            lambda: schedules.zero_bubble_v(0, 8),
+            "zero_bubble_v: stages must be a whole number of at least 1; got 0. Correct stages.",
+        ),
+        (
+            lambda: schedules.gpipe(2, 2).simulate(forward=0),
+            "simulate: forward must be greater than 0; got 0. Correct forward.",
+        ),
+        (
+            lambda: schedules.gpipe(2, 2).simulate(communication=-1),
+            "simulate: communication must be 0 or more; got -1. Correct communication.",
+        ),
+        (
+            lambda: schedules.gpipe(2, 2).simulate(input_grad=3),
+            "simulate: weight_grad must be 0 or more; got -1. Correct weight_grad.",
+        ),
+    ],
+)
+def test_errors(call, message):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert str(error.value) == message
