@@ -68,7 +68,7 @@ def plan() -> sk.Plan:
 
 def loss_fn(config: Config, tp: int) -> Callable[[Any, Any, Any], sk.Mean]:
     """The transformer's loss on one device; T is whole, t this device's part of the tokens, V and v likewise."""
-    local = replace(config, kv_heads=config.groups // tp)
+    local = replace(config, heads=config.heads // tp, kv_heads=config.groups // tp)
 
     def whole(name: str, shard: jax.Array, of_layer: bool = False) -> jax.Array:
         """A weight of which tensor parallelism's part is left, gathered over FSDP."""

@@ -40,7 +40,7 @@ def padding(ways: int) -> dict[str, Any]:
         dims = range(1 if path.startswith("layers") else 0, len(shape))
         return max(dims, key=lambda dim: shape[dim] % ways != 0, default=None)
 
-    return {"min_size": 1, "uneven": "pad", "dim": uneven_dim}
+    return {"min_size": 1, "uneven": "pad", "rules": uneven_dim}
 
 
 class PlanRow(NamedTuple):

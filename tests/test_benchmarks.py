@@ -223,7 +223,7 @@ def test_partitioner_smoke(tmp_path):
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert all(set(record) == FIELDS | {"written_bytes", "wire_bytes", "temp_bytes"} for record in records)
-    own = {name for _, plans in partitioner.ROWS.values() for name in plans}
+    own = {name for row in partitioner.ROWS.values() for name in row.plans}
     assert {r["variant"] for r in records if r["written_bytes"]} == own
     lines = [line for line in done.stdout.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + len(records)
