@@ -228,7 +228,7 @@ def test_a_plan_says_what_is_padded():  # proves F13, S65, S68
         "b      [5]     ('d',)       8             ('d',)      8             "
         "fsdp('d') splits dim 0, padded from 5 to 8; zero1('z'): no dim is left to pad",
         "scale  []      whole        4             whole       4             "
-        "fsdp('d'): no dim is left to pad; zero1('z'): no dim is left to pad",
+        "fsdp('d'): a scalar, which has no dim; zero1('z'): a scalar, which has no dim",
         "v      [5, 3]  (None, 'd')  20            ('z', 'd')  8             "
         "fsdp('d') splits dim 1, padded from 3 to 4; zero1('z') splits dim 0, padded from 5 to 6",
         "w      [7, 5]  ('d',)       40            ('d', 'z')  16            "
