@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from functools import reduce
 from operator import add
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,10 @@ from jax import lax
 
 from shardkit import _compat
 from shardkit._check import Axis, bound, divides
+from shardkit.collectives._sums import wide, wide_zeros
 from shardkit.collectives.basic import all_gather, axis_index, axis_size, reduce_scatter, shift, vary
 
 Impl = Literal["gather", "ring", "bidirectional", "auto"]
-IMPLS = ("gather", "ring", "bidirectional", "auto")
 HIDING_COLUMNS = 4400  # TPU v5e: bfloat16 columns whose matmul lasts one hop of its rows, 197 TFLOP/s over 45 GB/s
 _Names = tuple[str, ...]
 _Arrays = tuple[jax.Array, ...]
@@ -162,7 +162,7 @@ def _all_gather_matmul_backward(names: _Names, impl: str, kept: Any, dys: _Array
         arriving, arrived = shift(piece, names), shift(total, names, by=-1)
         return arriving, _add(arrived, dx(rows_of(me + 2 + k))), add_dw(dws, piece, me - k)
 
-    state = x, dx(rows_of(me + 1)).astype(x.dtype), tuple(map(_wide_zeros, ws))
+    state = x, dx(rows_of(me + 1)).astype(x.dtype), tuple(map(wide_zeros, ws))
     piece, total, dws = lax.fori_loop(0, n - 1, turn, state)
     return total, tuple(dw.astype(x.dtype) for dw in add_dw(dws, piece, me + 1))
 
@@ -206,7 +206,7 @@ def _matmul_reduce_scatter_backward(names: _Names, impl: str, kept: Any, dy: jax
         piece, *gradients = state
         return shift(piece, names), *multiply(k, piece, *gradients)
 
-    piece, *gradients = lax.fori_loop(0, n - 1, turn, (dy, _like(h, lax.empty(h.shape, h.dtype)), _wide_zeros(w)))
+    piece, *gradients = lax.fori_loop(0, n - 1, turn, (dy, _like(h, lax.empty(h.shape, h.dtype)), wide_zeros(w)))
     dh, dw = multiply(n - 1, piece, *gradients)
     return _joined(dh, at), dw.astype(h.dtype)
 
@@ -238,13 +238,13 @@ def _sent(messages: Sequence[jax.Array], ways: Sequence[_Way], names: _Names) ->
 
 def _dot(x: jax.Array, y: jax.Array, dims: int) -> jax.Array:
     """Contracts the last `dims` dims of x with the first of y."""
-    return jnp.tensordot(x, y, dims, preferred_element_type=_wide(x))
+    return jnp.tensordot(x, y, dims, preferred_element_type=wide(x.dtype))
 
 
 def _outer(x: jax.Array, y: jax.Array, dims: int) -> jax.Array:
     """Contracts the first `dims` dims of both: the batch and the tokens, for the gradient of a weight."""
     over = tuple(range(dims))
-    return jnp.tensordot(x, y, (over, over), preferred_element_type=_wide(x))
+    return jnp.tensordot(x, y, (over, over), preferred_element_type=wide(x.dtype))
 
 
 def _add(arrived: jax.Array, part: jax.Array) -> jax.Array:
@@ -274,14 +274,6 @@ def _put(out: jax.Array, rows: jax.Array, at: int, device: Any, first: int = 0) 
     return lax.dynamic_update_slice(out, jnp.expand_dims(rows.astype(out.dtype), at), start)
 
 
-def _wide(x: jax.Array) -> Any:
-    return x.dtype if x.dtype.itemsize > 4 else jnp.float32
-
-
-def _wide_zeros(w: jax.Array) -> jax.Array:
-    return _like(w, jnp.zeros(w.shape, _wide(w)))
-
-
 def _like(x: jax.Array, made: jax.Array) -> jax.Array:
     return vary(made, tuple(_compat.varying_axes(x)))
 
@@ -299,7 +291,7 @@ def _operands(where: str, names: _Names, *arrays: jax.Array) -> list[jax.Array]:
 
 def _chosen(where: str, impl: str, columns: int, dtype: Any, n: int) -> str:
     """The implementation: the one asked for, or by the rule of all_gather_matmul; over one device nothing travels."""
-    if impl not in IMPLS:
+    if impl not in get_args(Impl):
         raise ValueError(
             f"{where}: impl must be 'gather', 'ring', 'bidirectional' or 'auto'; got {impl!r}. Choose one of them."
         )

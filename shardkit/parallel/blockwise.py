@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._compat import varying_axes
-from shardkit.collectives import axis_index, axis_size, shift, vary
+from shardkit.collectives import axis_index, axis_size, shift
+from shardkit.collectives._sums import wide_zeros
 from shardkit.parallel.attention import MASKED, allowed, scores_of
 from shardkit.parallel.orders import Order
 
@@ -54,8 +54,8 @@ class Softmax(NamedTuple):
     @classmethod
     def empty(cls, q: jax.Array) -> Softmax:
         """Before the first key."""
-        column = _zeros(q[..., :1])
-        return cls(column + MASKED, column, _zeros(q))
+        column = wide_zeros(q[..., :1])
+        return cls(column + MASKED, column, wide_zeros(q))
 
     def meet(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, scale: float) -> Softmax:
         """After a further block of keys. What comes of a block that a query may not attend to, the next one undoes."""
@@ -140,7 +140,7 @@ def _backward(form: Form, kept: tuple[Any, ...], dy: jax.Array) -> tuple[jax.Arr
     def pass_on(grads: Any) -> Any:  # the gradients of keys and values travel with them
         return grads[0], shift(grads[1], form.names) if form.names else grads[1]
 
-    grads = _round(visit, (_zeros(q), (_zeros(k), _zeros(v))), (k, v, segments), form, pass_on)
+    grads = _round(visit, (wide_zeros(q), (wide_zeros(k), wide_zeros(v))), (k, v, segments), form, pass_on)
     dq, (dk, dv) = pass_on(grads)  # home
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
@@ -229,8 +229,3 @@ def _put(tree: Any, part: Any, start: Any) -> Any:
 def _add(tree: Any, part: Any, start: Any) -> Any:
     size = jax.tree.leaves(part)[0].shape[-2]
     return _put(tree, jax.tree.map(jnp.add, _cut(tree, start, size), part), start)
-
-
-def _zeros(like: jax.Array) -> jax.Array:
-    """Float32 zeros of the shape of `like`, which vary over the same axes."""
-    return vary(jnp.zeros(like.shape, jnp.float32), tuple(varying_axes(like)))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from shardkit import _compat
 from shardkit._check import Axis, bound
 from shardkit.collectives import vary
+from shardkit.collectives._sums import wide
 
 
 def live_axes(where: str, axis: Axis | None, *arrays: Any) -> tuple[str, ...]:
@@ -39,11 +40,6 @@ def alike(*arrays: Any, over: tuple[str, ...] = ()) -> tuple[Any, ...]:
     The sums that a cast's transpose makes then stand outside of it.
     """
     return vary(arrays, tuple({*over, *_everywhere(arrays)}))
-
-
-def wide(dtype: Any) -> Any:
-    """The dtype in which values of `dtype` are summed: float32, or better."""
-    return jnp.dtype(dtype) if jnp.finfo(dtype).bits > 32 else jnp.dtype(jnp.float32)
 
 
 def _product(x: jax.Array, w: jax.Array, dims: int) -> jax.Array:

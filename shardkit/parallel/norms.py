@@ -13,7 +13,8 @@ from jax import lax
 
 from shardkit._check import Axis
 from shardkit.collectives import all_reduce, axis_size, vary
-from shardkit.parallel.local import live_axes, wide
+from shardkit.collectives._sums import wide
+from shardkit.parallel.local import live_axes
 
 Dims = int | tuple[int, ...]
 

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 
 from shardkit import _compat
 from shardkit._check import quoted
-from shardkit._compat import varying_axes
-from shardkit.collectives import vary
+from shardkit.collectives._sums import wide_zeros
 
 POLICIES: dict[str, Any] = {
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -183,9 +182,3 @@ class Halves:
         shapes, _ = jax.eval_shape(one, *jax.tree.map(lambda leaf: leaf[0], (saved, ct)))
         sums = [wide_zeros(g) for g in shapes]
         return jax.lax.scan(add, sums, (saved, ct))
-
-
-def wide_zeros(x: Any) -> jax.Array:
-    """Zeros to sum such arrays in: at least float32, and varying as they do."""
-    dtype = x.dtype if x.dtype.itemsize >= 4 else jnp.float32
-    return vary(jnp.zeros(x.shape, dtype), tuple(varying_axes(x)))

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 
 from shardkit._compat import varying_axes
 from shardkit.collectives import vary
+from shardkit.collectives._sums import wide_zeros
 from shardkit.parallel.handles import is_handle, opened, part_gradient, parts
-from shardkit.parallel.recompute import Halves, Mask, Traced, learnable, wide_zeros
+from shardkit.parallel.recompute import Halves, Mask, Traced, learnable
 
 Leaves = Sequence[Any]
 Forward = Callable[[Leaves, Leaves, Leaves], tuple[list[Any], list[Any]]]
