@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +15,25 @@ from jax._src import core as _core
 from jax._src import hardware_utils as _hardware
 from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax.experimental.xla_metadata import set_xla_metadata
+
+# jax's primitives that communicate, under the names that shardkit gives the operations.
+COLLECTIVES = {
+    "psum": "all_reduce",
+    "psum_invariant": "all_reduce",
+    "pmax": "all_reduce",
+    "pmin": "all_reduce",
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "all_gather_reduced": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "unreduced_psum": "all_reduce",
+    "unreduced_reduce_scatter": "reduce_scatter",
+    "all_to_all": "all_to_all",
+    "ragged_all_to_all": "all_to_all",  # counted as if a device sent all that its operand and its result can hold
+    "ppermute": "ppermute",
+}
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -90,23 +108,75 @@ def eval_jaxpr(jaxpr: Any, constants: Sequence[Any], *args: Any) -> list[Any]:
 
 
 def not_reached(jaxpr: Any, given: int, last: int) -> tuple[Any, list[bool]]:
-    """What of a jaxpr follows from its first `given` arguments alone.
+    """What of a jaxpr follows from its first `given` arguments alone, inside its loops too.
 
     Returns:
         A jaxpr of those arguments, whose results are those of the `last` results that follow from them; and for each of
         the `last` results whether it does not.
     """
-    reached, equations = set(jaxpr.invars[given:]), []
+    results, inputs = len(jaxpr.outvars), len(jaxpr.invars)
+
+    def needs(used: list[bool]) -> tuple[Any, list[bool]]:
+        return _partial_eval.dce_jaxpr(jaxpr, used, instantiate=[True] * given + [False] * (inputs - given))
+
+    moved = [any(needs([i == k for i in range(results)])[1][given:]) for k in range(results - last, results)]
+    still, _ = needs([False] * (results - last) + [not moves for moves in moved])
+    return still, moved
+
+
+# Primitives that call their only jaxpr with the operands that it takes, one to one.
+CALLS = {
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "remat",
+    "remat2",
+    "checkpoint",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+}
+
+
+def inlined(jaxpr: Any, constants: Sequence[Any], *args: Any) -> list[Any]:
+    """The results of a jaxpr, equation by equation, those of the functions that it calls included."""
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *args), strict=True))
     for equation in jaxpr.eqns:
-        if any(isinstance(v, _core.Var) and v in reached for v in equation.invars):
-            reached.update(equation.outvars)
+        operands, inner = [value_of(v, values) for v in equation.invars], inner_jaxprs(equation)
+        if equation.primitive.name in CALLS and len(inner) == 1 and len(inner[0][1].invars) == len(operands):
+            with made_by(equation):
+                results = inlined(inner[0][1], inner_constants(equation)[0], *operands)
         else:
-            equations.append(equation)
-    results = jaxpr.outvars[len(jaxpr.outvars) - last :]
-    moved = [isinstance(v, _core.Var) and v in reached for v in results]
-    still = [v for v, moves in zip(results, moved, strict=True) if not moves]
-    names = jaxpr.debug_info.with_unknown_names()
-    return jaxpr.replace(invars=jaxpr.invars[:given], outvars=still, eqns=equations, debug_info=names), moved
+            results = bind(equation, operands)
+        values.update(zip(equation.outvars, results, strict=True))
+    return [value_of(v, values) for v in jaxpr.outvars]
+
+
+def value_of(atom: Any, values: Mapping[Any, Any]) -> Any:
+    """The value of a literal or of a variable; None for a variable that has none."""
+    return atom.val if isinstance(atom, _core.Literal) else values.get(atom)
+
+
+@contextmanager
+def made_by(equation: Any) -> Iterator[None]:
+    """Traces as if the user's line of an equation had made what is made inside."""
+    source = equation.source_info
+    names = _source_info_util.current_name_stack() + source.name_stack
+    with _source_info_util.user_context(source.traceback, name_stack=names), equation.ctx.manager:
+        yield
+
+
+def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
+    """The results of one equation."""
+    with made_by(equation):
+        results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
+    return list(results) if equation.primitive.multiple_results else [results]
+
+
+def acts(equation: Any) -> bool:
+    """Whether an equation does something besides its results: it prints, or calls the host."""
+    return any(not isinstance(effect, _core.NamedAxisEffect) for effect in equation.effects)
 
 
 def inner_jaxprs(equation: Any) -> list[tuple[str, Any]]:

@@ -21,22 +21,7 @@ from shardkit import _compat
 from shardkit.cost import wire
 from shardkit.layout import table
 
-# jax's primitives, under the names that shardkit gives the operations
-KINDS = {
-    "psum": "all_reduce",
-    "psum_invariant": "all_reduce",
-    "pmax": "all_reduce",
-    "pmin": "all_reduce",
-    "all_gather": "all_gather",
-    "all_gather_invariant": "all_gather",
-    "all_gather_reduced": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "unreduced_psum": "all_reduce",
-    "unreduced_reduce_scatter": "reduce_scatter",
-    "all_to_all": "all_to_all",
-    "ragged_all_to_all": "all_to_all",  # counted as if a device sent all that its operand and its result can hold
-    "ppermute": "ppermute",
-}
+KINDS = _compat.COLLECTIVES
 # Primitives that carry axis names and send nothing.
 SILENT = {"axis_index", "pvary", "pcast", "preduced", "reduced_vary_cast", "vary_unreduced_cast", "shard_map"}
 _HERE = Path(__file__).parents[1]

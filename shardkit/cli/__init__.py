@@ -1,4 +1,4 @@
-"""The `shardkit` command: train, doctor, lint, aot, soak."""
+"""The `shardkit` command: train, doctor, lint, aot, draw, soak."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ def main() -> None:
         import uniplot  # noqa: F401
     except ImportError:
         sys.exit(_NEEDS)
-    from shardkit.cli import aot, doctor, lint, soak, train
+    from shardkit.cli import aot, doctor, draw, lint, soak, train
 
     commands: dict[str, Any] = {
         "train": train.train,
         "doctor": doctor.doctor,
         "lint": lint.lint,
         "aot": aot.aot,
+        "draw": draw.draw,
         "soak": soak.soak,
     }
     try:

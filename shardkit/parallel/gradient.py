@@ -88,7 +88,7 @@ def loss_and_aux(out: Any) -> tuple[Mean, dict[str, Mean]]:
     loss = _as_mean(out, "value_and_grad: loss_fn must return a scalar, Mean(total, weight) or (either, aux)")
     if not isinstance(aux, Mapping):
         raise TypeError(
-            f"value_and_grad: aux must be a dict of scalars or Means by name; got {_kind(aux)}. "
+            f"value_and_grad: aux must be a dict of scalars or Means by name; got {kind(aux)}. "
             "Return for example (loss, {'accuracy': Mean(correct, count)})."
         )
     return loss, {
@@ -103,7 +103,7 @@ def _as_mean(value: Any, rule: str) -> Mean:
         dtype = getattr(x, "dtype", None) or (jnp.result_type(x) if isinstance(x, int | float) else None)
         if dtype is None or jnp.shape(x) or not (jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)):
             raise TypeError(
-                f"{rule}; got {_kind(value)}. Sum over the examples and return Mean(total, weight), or their mean."
+                f"{rule}; got {kind(value)}. Sum over the examples and return Mean(total, weight), or their mean."
             )
     weight = jnp.asarray(pair.weight)
     if jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize < 4:
@@ -154,9 +154,10 @@ def _axes_of_sum(name: str, mean: Mean, batch_axes: Collection[str]) -> tuple[st
     return tuple(sorted(total))
 
 
-def _kind(x: Any) -> str:
+def kind(x: Any) -> str:
+    """A value in the words of an error: `float32[2,3]`, or the name of its type."""
     if isinstance(x, Mean):
-        return f"Mean({_kind(x.total)}, {_kind(x.weight)})"
+        return f"Mean({kind(x.total)}, {kind(x.weight)})"
     if hasattr(x, "dtype"):
         return f"{x.dtype}[{','.join(map(str, x.shape))}]"
     return type(x).__name__

@@ -104,7 +104,7 @@ class Halves:
 
     Args:
         layer: the layer.
-        policy: what may be saved.
+        policy: what may be saved; None saves all that the backward pass needs.
         microbatches: their number; of several, dim 0 of activations and of what is saved counts them.
         examples: the leaves of weights, of what is shared, and of one microbatch's activations.
         wanted: for each of them whether its gradient is wanted.
@@ -130,7 +130,8 @@ class Halves:
                 args = learned.join(moving, others)
                 return self.out.split(layer(args[:weights], args[weights:given], args[given:]))
 
-            y, pull, rest = jax.vjp(jax.checkpoint(run, policy=policy, prevent_cse=False), moving, has_aux=True)
+            saving = run if policy is None else jax.checkpoint(run, policy=policy, prevent_cse=False)
+            y, pull, rest = jax.vjp(saving, moving, has_aux=True)
             kept, self.pull = jax.tree.flatten(pull)
             return self.out.join(y, rest), kept
 

@@ -41,7 +41,7 @@ def reopened(
     examples = (jax.tree.leaves(whole), layer.shared, jax.tree.leaves(one))
     args = (weights, layer.shared, jax.tree.leaves(x))
     leaves, tree = jax.tree.flatten(args)
-    mask = Mask(jax.tree.leaves(jax.tree.map(_learnable, args, is_leaf=is_handle)))
+    mask = Mask(jax.tree.leaves(jax.tree.map(learned, args, is_leaf=is_handle)))
     sweep = (lambda *args: _ahead(*args, layers=layers)) if layers else _here
     sweep_back = (lambda *args: _back_ahead(*args, layers=layers)) if layers else _back_here
 
@@ -143,7 +143,8 @@ def _at(tree: Any, i: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, 0, keepdims=False), tree)
 
 
-def _learnable(node: Any) -> Any:
+def learned(node: Any) -> Any:
+    """For an array, or for each array of a handle, whether its gradient is wanted."""
     if is_handle(node):
         return node.replaced(part=learnable(node.part), whole=None if node.whole is None else False)
     return learnable(node)

@@ -142,13 +142,22 @@ class Schedule:
         """
         return simulated(self, forward, backward, input_grad, weight_grad, communication, overlapped, synchronous)
 
-    def slots(self) -> Slots:
-        """How many stage inputs and cotangents a device holds at once, and in which slot each of them lies."""
-        return coloured(self)
+    def forward(self) -> Schedule:
+        """The forwards alone, each device in the same order and as soon as it can: a step of evaluation."""
+        orders = [[(action,) for cell in row for action in cell if action.op == "F"] for row in self.rows]
+        return scheduled(self.name, orders, self.microbatches, self.placement)
 
-    def table(self) -> Table:
-        """The int32 table that one program for all devices scans over."""
-        return lowered(self)
+    def slots(self, saved: bool = False) -> Slots:
+        """How many stage inputs and cotangents a device holds at once, and in which slot each of them lies.
+
+        Args:
+            saved: F saves what B needs; otherwise B begins again with the stage input.
+        """
+        return coloured(self, saved)
+
+    def table(self, saved: bool = False) -> Table:
+        """The int32 table that one program for all devices scans over; `saved` as for `slots`."""
+        return lowered(self, saved)
 
     def __str__(self) -> str:
         return drawn(self.rows)

@@ -25,6 +25,7 @@ class Timeline(NamedTuple):
         peak_in_flight: for each device, the most microbatches between the begin of F and the end of B or W, in units of
             one microbatch on a device's whole share of layers: a chunk counts as 1/v.
         spans: for each action, when it begins and ends.
+        busy: for each device, how long it computes.
     """
 
     makespan: float
@@ -33,6 +34,7 @@ class Timeline(NamedTuple):
     bubble_of_span: float
     peak_in_flight: tuple[float, ...]
     spans: dict[Action, tuple[float, float]]
+    busy: tuple[float, ...]
 
     def __str__(self) -> str:
         peaks = ", ".join(f"{peak:g}" for peak in self.peak_in_flight)
@@ -95,6 +97,7 @@ def simulated(
         bubble_of_span=max(last - time for last, time in zip(lasts, busy, strict=True)) / work,
         peak_in_flight=tuple(_peak(actions) / schedule.chunks for actions in own),
         spans=spans,
+        busy=tuple(busy),
     )
 
 

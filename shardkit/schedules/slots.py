@@ -21,42 +21,44 @@ class Slots(NamedTuple):
     stage has no input, since it recomputes the embedding, and the last no cotangent, since it has the loss.
 
     Attributes:
-        inputs: places for stage inputs, held from their arrival until B or I.
+        inputs: places for stage inputs, held from their arrival until B or I; until F where F saves what B needs.
+        saved: places for what F saves, held from F until B or I; none where B begins with the stage input.
         cotangents: places for cotangents of stage outputs, held from their arrival until B or I.
         kept: places for what I leaves to W.
         input_of: the place of (stage, microbatch) among the inputs of its device.
+        saved_of: its place among what is saved.
         cotangent_of: its place among the cotangents.
         kept_of: its place among what is kept.
     """
 
     inputs: int
+    saved: int
     cotangents: int
     kept: int
     input_of: dict[Work, int]
+    saved_of: dict[Work, int]
     cotangent_of: dict[Work, int]
     kept_of: dict[Work, int]
 
 
-def coloured(schedule: Schedule) -> Slots:
+def coloured(schedule: Schedule, saved: bool) -> Slots:
     """The slots of a schedule; see `Schedule.slots`.
 
-    What is computed in one tick is there from the next on, in a place that may have been read in that tick.
+    What arrives at the end of a tick is there from the next on, in a place that may have been read in that tick.
     """
-    inputs: dict[Work, tuple[int, int]] = {}
-    cotangents: dict[Work, tuple[int, int]] = {}
-    kept: dict[Work, tuple[int, int]] = {}
+    inputs, residuals, cotangents, kept = (dict[Work, tuple[int, int]]() for _ in range(4))
     for (stage, op, i), tick in schedule.ticks.items():
         if op == "W":
             kept[stage, i] = (schedule.ticks[Action(stage, "I", i)] + 1, tick)
-        elif op != "F":
-            if stage:
-                inputs[stage, i] = (schedule.ticks[Action(stage - 1, "F", i)] + 1, tick)
+        elif stage and (op == "F") == saved:
+            inputs[stage, i] = (schedule.ticks[Action(stage - 1, "F", i)] + 1, tick)
+        if op in "BI":
+            if saved:
+                residuals[stage, i] = (schedule.ticks[Action(stage, "F", i)], tick)
             for need in schedule.needs(Action(stage, op, i))[1:]:
                 cotangents[stage, i] = (schedule.ticks[need] + 1, tick)
-    (most_inputs, input_of), (most_cotangents, cotangent_of), (most_kept, kept_of) = (
-        _coloured(schedule, live) for live in (inputs, cotangents, kept)
-    )
-    return Slots(most_inputs, most_cotangents, most_kept, input_of, cotangent_of, kept_of)
+    counts, places = zip(*(_coloured(schedule, live) for live in (inputs, residuals, cotangents, kept)), strict=True)
+    return Slots(*counts, *places)
 
 
 def _coloured(schedule: Schedule, live: dict[Work, tuple[int, int]]) -> tuple[int, dict[Work, int]]:

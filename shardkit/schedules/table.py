@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 MOVES = tuple(f"{what}_from_{where}" for what in ("input", "cotangent") for where in ("left", "right", "self"))
 FIELDS = (
-    *("forward_on", "forward_stage", "forward_chunk", "forward_microbatch", "forward_input"),
-    *("backward_on", "backward_stage", "backward_chunk", "backward_microbatch", "backward_input"),
+    *("forward_on", "forward_stage", "forward_chunk", "forward_microbatch", "forward_input", "forward_saved"),
+    *("backward_on", "backward_stage", "backward_chunk", "backward_microbatch", "backward_input", "backward_saved"),
     *("backward_cotangent", "backward_kept"),
     *("weight_on", "weight_stage", "weight_chunk", "weight_microbatch", "weight_kept"),
     *MOVES,
@@ -48,6 +48,7 @@ class Table(NamedTuple):
     | `backward_on` | 1 for a whole backward, 2 for the input gradient alone, else 0 |
     | `.._stage`, `.._chunk`, `.._microbatch` | of what: stage of the model, chunk of the device; 0 where off |
     | `forward_input`, `backward_input` | slot of the stage input that is read |
+    | `forward_saved`, `backward_saved` | slot in which F leaves, and B or I finds, what F saves |
     | `backward_cotangent` | slot of the cotangent that is read |
     | `backward_kept`, `weight_kept` | slot in which I leaves, and W finds, what W needs |
     | `input_from_left`, `.._right`, `.._self` | slot for the output that device d - 1, d + 1 or d itself computed |
@@ -71,12 +72,12 @@ class Table(NamedTuple):
         return self.rows[:, :, FIELDS.index(field)]
 
 
-def lowered(schedule: Schedule) -> Table:
+def lowered(schedule: Schedule, saved: bool) -> Table:
     """The table of a schedule; see `Schedule.table`."""
-    slots = schedule.slots()
+    slots = schedule.slots(saved)
     ticks = max(map(len, schedule.rows))
     # Off and aimed at the rubbish slots, until an action says otherwise.
-    rubbish = {"input": slots.inputs, "cotangent": slots.cotangents, "kept": slots.kept}
+    rubbish = {"input": slots.inputs, "saved": slots.saved, "cotangent": slots.cotangents, "kept": slots.kept}
     blank = [next((size for kind, size in rubbish.items() if _slot(field) == kind), 0) for field in FIELDS]
     rows = np.tile(np.array(blank, np.int32), (ticks, schedule.stages, 1))
     kinds: list[set[str]] = [set() for _ in range(ticks)]
@@ -90,6 +91,7 @@ def lowered(schedule: Schedule) -> Table:
             f"{name}_chunk": stage // schedule.stages,
             f"{name}_microbatch": i,
             f"{name}_input": slots.input_of.get(work, slots.inputs),
+            f"{name}_saved": slots.saved_of.get(work, slots.saved),
             f"{name}_cotangent": slots.cotangent_of.get(work, slots.cotangents),
             f"{name}_kept": slots.kept_of.get(work, slots.kept),
         }

@@ -1,0 +1,110 @@
+"""`shardkit draw --schedule lockstep --stages 4 --microbatches 8`: a pipeline schedule as text, numbers and picture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from shardkit import schedules, viz
+from shardkit.cost import _check
+from shardkit.schedules import Schedule
+
+_PLAIN = {
+    build.__name__: build
+    for build in (
+        schedules.gpipe,
+        schedules.one_f_one_b,
+        schedules.zero_bubble_h1,
+        schedules.zero_bubble_v,
+        schedules.dualpipe_v,
+    )
+}
+_CHUNKED = {build.__name__: build for build in (schedules.interleaved, schedules.breadth_first, schedules.lockstep)}
+_OTHER_NAMES = {"1f1b": "one_f_one_b", "zb_h1": "zero_bubble_h1", "zb_v": "zero_bubble_v"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Draw a pipeline schedule and simulate it: the table, the time, the bubble, what every device holds."""
+
+    schedule: str | None = None
+    """gpipe, one_f_one_b, zero_bubble_h1, zero_bubble_v, dualpipe_v, interleaved, breadth_first or lockstep; goes with
+    --stages and --microbatches."""
+    stages: int | None = None
+    """Devices of the pipe axis."""
+    microbatches: int | None = None
+    """Microbatches in a step."""
+    chunks: int | None = None
+    """Stages of the model on each device, for interleaved, breadth_first and lockstep."""
+    csv: Path | None = None
+    """A file with a schedule, in place of a name: a line a device, a cell a tick, such as 2F0."""
+    forward: float = 1.0
+    """Time of one microbatch's forward on one device, in any unit."""
+    backward: float = 2.0
+    """Time of its whole backward."""
+    communication: float = 0.0
+    """Time until a result is on another device."""
+    output: Path | None = None
+    """Where to write the picture, a .png or .svg; needs the extra [viz]."""
+    to_csv: Path | None = None
+    """Where to write the schedule as a file for --csv."""
+
+
+def draw(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
+    """Draw a pipeline schedule and simulate it."""
+    console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+    o = options
+    schedule = _read(o, o.csv) if o.csv else _built(o)
+    timeline = schedule.simulate(o.forward, o.backward, communication=o.communication)
+    slots = schedule.slots()
+    console.print(str(schedule))
+    console.print(f"\n{viz.title(schedule)}")
+    console.print(viz.facts(timeline))
+    console.print(f"most in flight on each device: {', '.join(f'{peak:g}' for peak in timeline.peak_in_flight)}")
+    console.print(
+        f"slots: {slots.inputs} for inputs, {slots.cotangents} for cotangents, {slots.kept} for what I leaves to W"
+    )
+    if o.to_csv:
+        o.to_csv.parent.mkdir(parents=True, exist_ok=True)
+        o.to_csv.write_text(schedule.to_csv())
+    if o.output:
+        viz.draw(schedule, o.output, forward=o.forward, backward=o.backward, communication=o.communication)
+    return 0
+
+
+def _built(o: Options) -> Schedule:
+    if o.schedule is None or o.stages is None or o.microbatches is None:
+        raise ValueError(
+            "draw: a schedule must be given by --schedule, --stages and --microbatches or by --csv; got "
+            f"{_given(o) or 'none of them'}. Write for example --schedule lockstep --stages 4 --microbatches 8."
+        )
+    name = _check.spelled("draw", "schedule", o.schedule, (*_PLAIN, *_CHUNKED), _OTHER_NAMES)
+    if name in _CHUNKED:
+        return _CHUNKED[name](o.stages, o.microbatches, 1 if o.chunks is None else o.chunks)
+    if o.chunks is not None:
+        raise ValueError(
+            f"draw: schedule {name!r} does not take chunks; got {o.chunks}. Leave --chunks out, or choose "
+            "'interleaved', 'breadth_first' or 'lockstep'."
+        )
+    return _PLAIN[name](o.stages, o.microbatches)
+
+
+def _read(o: Options, file: Path) -> Schedule:
+    if given := _given(o):
+        raise ValueError(f"draw: the file of --csv holds the whole schedule; got {given} too. Leave that out.")
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"draw: {file} is no text that can be read ({type(error).__name__}). Pass a file that --to-csv wrote."
+        ) from error
+    return replace(Schedule.from_csv(text), name=file.stem)
+
+
+def _given(o: Options) -> str:
+    words = {"schedule": o.schedule, "stages": o.stages, "microbatches": o.microbatches, "chunks": o.chunks}
+    return ", ".join(f"--{word}" for word, value in words.items() if value is not None)

@@ -1,0 +1,45 @@
+"""Whether a piece of a program may run on some devices of an axis while others do something else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from shardkit import _compat
+from shardkit._check import named, quoted
+
+
+class Sent(NamedTuple):
+    """A collective in a traced piece: its kind, its axes, and the line that wrote it."""
+
+    kind: str
+    axes: tuple[str, ...]
+    line: str
+
+
+def collectives(jaxpr: Any) -> Iterator[Sent]:
+    """Every collective of a jaxpr, inside its loops and branches too."""
+    for equation in jaxpr.eqns:
+        kind = _compat.COLLECTIVES.get(equation.primitive.name)
+        if kind:
+            axes = equation.params.get("axes") or equation.params["axis_name"]
+            frames = _compat.user_frames(equation)
+            line = "{}:{} ({})".format(*frames[0]) if frames else "an unknown line"
+            yield Sent(kind, (axes,) if isinstance(axes, str) else tuple(axes), line)
+        for _, inner in _compat.inner_jaxprs(equation):
+            yield from collectives(inner)
+
+
+def refuse_divergent(where: str, jaxprs: Iterable[Any], axes: tuple[str, ...], remedy: str) -> None:
+    """Refuses collectives that devices apart along `axes` must not run apart.
+
+    A group of an all_reduce and its like over other axes lies within one place of `axes`, so all its members take the
+    same branch. A ppermute does not know groups: the devices of another branch are waited for.
+    """
+    for jaxpr in jaxprs:
+        for sent in collectives(jaxpr):
+            if sent.kind == "ppermute" or set(sent.axes) & set(axes):
+                raise ValueError(
+                    f"{where}: a stage must hold no ppermute and no collective over {named(axes)}, because devices "
+                    f"branch apart there; got {sent.kind} over {quoted(sent.axes)} at {sent.line}. {remedy}"
+                )

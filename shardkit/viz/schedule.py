@@ -1,0 +1,285 @@
+"""A simulated schedule as a picture: what every device does when, and how many microbatches it holds meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardkit.schedules import Action, Schedule, Timeline
+from shardkit.viz.colours import GREY, OPS, shade, text_on
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+_SUFFIXES = (".png", ".svg")
+# Inches.
+_LEFT, _RIGHT, _TOP, _GAP, _BOTTOM = 0.6, 0.95, 0.95, 0.5, 0.5
+_SHORTEST, _NARROW, _WIDE = 0.2, 7.0, 24.0
+_ROW, _TALL, _CURVE = 0.36, 12.0, 0.26
+# Points.
+_LARGEST_TEXT, _SMALLEST_TEXT = 9.0, 4.0
+_MARGIN = 0.06  # of a row
+
+
+class Box(NamedTuple):
+    """The place of an action in a picture.
+
+    Attributes:
+        action: what is done.
+        device: in whose row.
+        begin: when it begins, in the unit of the costs.
+        length: how long it lasts.
+        top: where in the row its upper edge is, from 0 to 1.
+        height: its height; half a row for a forward and a backward that run together.
+    """
+
+    action: Action
+    device: int
+    begin: float
+    length: float
+    top: float
+    height: float
+
+
+def boxes(schedule: Schedule, timeline: Timeline) -> list[Box]:
+    """A box for every action, from its simulated begin to its end, in the order of ticks."""
+    spans = timeline.spans
+    # Of two that run together the forward, which comes first, is above.
+    partner = {
+        action: other
+        for row in schedule.rows
+        for cell in row
+        if len(cell) == 2 and spans[cell[0]] == spans[cell[1]]
+        for action, other in (cell, cell[::-1])
+    }
+    out = []
+    for action in schedule.ticks:
+        begin, end = spans[action]
+        height = 0.5 if action in partner else 1.0
+        top = 0.5 if action in partner and action.op != "F" else 0.0
+        out.append(Box(action, schedule.device(action.stage), begin, end - begin, top, height))
+    return out
+
+
+def in_flight(schedule: Schedule, timeline: Timeline, device: int) -> list[tuple[float, float]]:
+    """How many microbatches' activations a device holds, from each time on at which that changes.
+
+    Counted as in `Timeline.peak_in_flight`: from the begin of F to the end of B or W, a chunk as 1/v.
+    """
+    changes: dict[float, float] = {}
+    for action, (begin, end) in timeline.spans.items():
+        if schedule.device(action.stage) == device:
+            changes[begin] = changes.get(begin, 0) + (action.op == "F")
+            changes[end] = changes.get(end, 0) - (action.op in "BW")
+    held, out = 0.0, []
+    for time in sorted(changes):
+        held += changes[time]
+        out.append((time, held / schedule.chunks))
+    return out
+
+
+def title(schedule: Schedule) -> str:
+    """The name and the sizes: `lockstep: 4 devices x 2 chunks, 8 microbatches`."""
+    chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
+    devices = f"{schedule.stages} device{'s' * (schedule.stages > 1)}"
+    return f"{schedule.name}: {devices}{chunks}, {schedule.microbatches} microbatch{'es' * (schedule.microbatches > 1)}"
+
+
+def facts(timeline: Timeline) -> str:
+    """How long a step takes, and the bubble in both conventions."""
+    return (
+        f"makespan {timeline.makespan:g}, bubble {timeline.bubble:.1%} of the work (Megatron's convention), "
+        f"{timeline.bubble_of_total:.1%} of the makespan (GPipe's)"
+    )
+
+
+def figure(schedule: Schedule, timeline: Timeline) -> Figure:
+    """The picture of a schedule as a matplotlib figure, to show in a notebook or to change.
+
+    Args:
+        schedule: the schedule.
+        timeline: what `schedule.simulate` returned.
+
+    Returns:
+        A figure with two axes that share the time: the devices' actions, and the microbatches that they hold. Every
+        box's gid is its action, as in "2F0".
+
+    Raises:
+        RuntimeError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise RuntimeError(
+            "viz: pictures need matplotlib, which is not installed. Install it with: pip install 'shardkit[viz]'"
+        ) from None
+    shortest = min(end - begin for begin, end in timeline.spans.values() if end > begin)
+    width = min(max(timeline.makespan / shortest * _SHORTEST, _NARROW), _WIDE)
+    row = min(_ROW, _TALL / schedule.stages)
+    above, below = row * schedule.stages, min(row, _CURVE) * schedule.stages
+    across, up = _LEFT + width + _RIGHT, _TOP + above + _GAP + below + _BOTTOM
+    picture = Figure(figsize=(across, up), dpi=150)
+    work = picture.add_axes((_LEFT / across, 1 - (_TOP + above) / up, width / across, above / up))
+    memory = picture.add_axes((_LEFT / across, _BOTTOM / up, width / across, below / up), sharex=work)
+    for axes in (work, memory):
+        _style(axes, schedule.stages, timeline.makespan)
+    _draw_actions(work, schedule, timeline, 72 * width / timeline.makespan, 72 * row)
+    _draw_memory(memory, schedule, timeline)
+    _write(picture, schedule, timeline, _LEFT / across, lambda inches: 1 - inches / up)
+    return picture
+
+
+def draw(
+    schedule: Schedule,
+    file: str | Path,
+    *,
+    forward: float = 1,
+    backward: float = 2,
+    input_grad: float | None = None,
+    weight_grad: float | None = None,
+    communication: float = 0,
+    overlapped: float | None = None,
+    synchronous: bool = False,
+) -> None:
+    """Simulates a schedule and writes its picture.
+
+    Above, a row a device and a box an action: its op is the colour, its chunk the shade (later is lighter), its
+    microbatch the number, where that fits. On the right is how long the device idles. Below, the microbatches whose
+    activations the device holds, and the most of them. The same schedule and costs give the same bytes.
+
+    Args:
+        schedule: the schedule.
+        file: where to write, a .png or .svg; missing directories are made.
+        forward, backward, input_grad, weight_grad, communication, overlapped, synchronous: as for `Schedule.simulate`.
+
+    Raises:
+        ValueError: another kind of file; a cost that `Schedule.simulate` refuses.
+        RuntimeError: matplotlib is not installed.
+    """
+    file = Path(file)
+    if file.suffix.lower() not in _SUFFIXES:
+        raise ValueError(
+            f"viz.draw: the picture must be a .png or .svg file; got {file.name!r}. Choose one of the two."
+        )
+    timeline = schedule.simulate(
+        forward,
+        backward,
+        input_grad,
+        weight_grad,
+        communication,
+        overlapped=overlapped,
+        synchronous=synchronous,
+    )
+    picture = figure(schedule, timeline)
+    import matplotlib
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # Text stays text; without a salt and with a date no two files would be alike.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "shardkit"}):
+        picture.savefig(file, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
+
+
+def _draw_actions(axes: Axes, schedule: Schedule, timeline: Timeline, unit: float, row: float) -> None:
+    """The boxes and their microbatches; a unit of time is `unit` points wide, a row `row` points high."""
+    drawn = boxes(schedule, timeline)
+    colours = [shade(OPS[box.action.op], box.action.stage // schedule.stages, schedule.chunks) for box in drawn]
+    inner = 1 - 2 * _MARGIN
+    bars = axes.bar(
+        [box.begin for box in drawn],
+        [inner * box.height for box in drawn],
+        [box.length for box in drawn],
+        [box.device - 0.5 + _MARGIN + inner * box.top for box in drawn],
+        align="edge",
+        color=colours,
+        edgecolor="white",
+        linewidth=0.5,
+    )
+    # A digit is about 0.64 of the text's size wide.
+    digit = 0.64 / 0.9 * len(str(schedule.microbatches - 1))
+    sizes = [min(_LARGEST_TEXT, unit * box.length / digit, 0.7 * row * box.height) for box in drawn]
+    # Numbers of nearly one size are quiet to look at.
+    largest = 1.4 * min((size for size in sizes if size >= _SMALLEST_TEXT), default=0)
+    for box, bar, colour, size in zip(drawn, bars.patches, colours, sizes, strict=True):
+        bar.set_gid(str(box.action))
+        if size >= _SMALLEST_TEXT:
+            x, y = bar.get_center()
+            axes.text(
+                x,
+                y,
+                str(box.action.microbatch),
+                size=min(size, largest),
+                color=text_on(colour),
+                ha="center",
+                va="center_baseline",
+            )
+    _head(axes, 0, "device", "right")
+    _beside(axes, "bubble, of\nmakespan", [f"{1 - busy / timeline.makespan:.1%}" for busy in timeline.busy])
+    axes.tick_params(labelbottom=False)
+
+
+def _draw_memory(axes: Axes, schedule: Schedule, timeline: Timeline) -> None:
+    """For each device the curve of what it holds, all to one scale."""
+    unit = 0.88 / max(timeline.peak_in_flight)
+    for device in range(schedule.stages):
+        times, held = zip(*in_flight(schedule, timeline, device), strict=True)
+        floor = device + 0.5
+        axes.fill_between(times, [floor - unit * h for h in held], floor, step="post", color="0.62", linewidth=0)
+        axes.axhline(floor, color="0.62", linewidth=0.5)
+    _head(axes, 0, "microbatches in flight", "left")
+    _beside(axes, "peak", [f"{peak:g}" for peak in timeline.peak_in_flight])
+    axes.set_xlabel("time, in the unit of the costs", size=8)
+
+
+def _style(axes: Axes, devices: int, makespan: float) -> None:
+    axes.set_xlim(0, makespan)
+    axes.set_ylim(devices - 0.5, -0.5)
+    axes.set_yticks(range(devices))
+    axes.tick_params(length=0, labelsize=8)
+    axes.grid(axis="x", color="0.88", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[:].set_visible(False)
+
+
+def _head(axes: Axes, side: int, text: str, align: str) -> None:
+    """A heading above the left (0) or the right (1) end."""
+    by = {"left": 8 * side, "right": -8}[align]
+    axes.annotate(text, (side, 1), (by, 5), "axes fraction", textcoords="offset points", size=8, color="0.3", ha=align)
+
+
+def _beside(axes: Axes, head: str, texts: Sequence[str]) -> None:
+    """A column of text at the right, a line a device."""
+    _head(axes, 1, head, "left")
+    where = ("axes fraction", "data")
+    for device, text in enumerate(texts):
+        axes.annotate(text, (1, device), (8, 0), where, textcoords="offset points", va="center_baseline", size=8)
+
+
+def _write(
+    picture: Figure, schedule: Schedule, timeline: Timeline, left: float, below: Callable[[float], float]
+) -> None:
+    """The title and the legend, at so many inches `below` the upper edge."""
+    from matplotlib.patches import Patch
+
+    picture.text(left, below(0.34), title(schedule), size=11, weight="bold")
+    picture.text(left, below(0.55), facts(timeline), size=9)
+    used = {action.op for action in schedule.ticks}
+    keys = [Patch(color=colour, label=_NAMES[op]) for op, colour in OPS.items() if op in used]
+    if schedule.chunks > 1:
+        ends = (0, schedule.chunks - 1)
+        keys += [Patch(color=shade(GREY, chunk, schedule.chunks), label=f"chunk {chunk}") for chunk in ends]
+    picture.legend(
+        handles=keys,
+        loc="lower left",
+        bbox_to_anchor=(left, below(_TOP - 0.08)),
+        ncols=len(keys),
+        frameon=False,
+        fontsize=8,
+        handlelength=1,
+        handleheight=1,
+        borderpad=0,
+        borderaxespad=0,
+        columnspacing=1.5,
+    )
