@@ -45,6 +45,8 @@ from shardkit.parallel import (
     column_linear,
     cp,
     device_major_qkv,
+    device_put_pipeline,
+    device_put_value_and_grad,
     dot_attention,
     dp,
     ep,
@@ -52,7 +54,10 @@ from shardkit.parallel import (
     gathered,
     local_groups,
     moe,
+    pipeline_loss,
+    pipeline_value_and_grad,
     positions,
+    pp,
     ring_attention,
     route,
     routing_stats,
@@ -61,6 +66,7 @@ from shardkit.parallel import (
     sharded_layer_norm,
     sharded_moments,
     sharded_rms_norm,
+    submeshes,
     tp,
     ulysses_attention,
     unpadded,
@@ -102,6 +108,8 @@ __all__ = [
     "cp",
     "describe",
     "device_major_qkv",
+    "device_put_pipeline",
+    "device_put_value_and_grad",
     "dot_attention",
     "dp",
     "dropout",
@@ -125,7 +133,10 @@ __all__ = [
     "matmul_reduce_scatter",
     "moe",
     "pad_to_axis",
+    "pipeline_loss",
+    "pipeline_value_and_grad",
     "positions",
+    "pp",
     "ragged_all_to_all",
     "reduce_scatter",
     "ring",
@@ -143,6 +154,7 @@ __all__ = [
     "simulate_devices",
     "specs_from_rules",
     "step_key",
+    "submeshes",
     "tp",
     "ulysses_attention",
     "unpad",
@@ -157,7 +169,7 @@ __all__ = [
     "zigzag",
 ]
 
-_LAZY = ("analysis", "cost", "models", "runtime", "schedules", "testing")
+_LAZY = ("analysis", "cost", "models", "runtime", "schedules", "testing", "viz")
 
 
 def __getattr__(name: str) -> _Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit.parallel.padded import is_padded, padded, unpadded
-from shardkit.parallel.plan import Plan, map_layouts
+from shardkit.parallel.padded import Held, is_padded, padded, unpadded
+from shardkit.parallel.plan import Layout, Plan, map_layouts
 from shardkit.precision import LossScale, Precision, cast_floating, first_loss_scale
 
 _REPLICATED = PartitionSpec()
@@ -21,8 +22,8 @@ class TrainState(NamedTuple):
 
     Attributes:
         step: int32 scalar, steps taken.
-        params: the parameters, each leaf laid out as the plan's `rest`; `unpadded` gives those that a plan pads in
-            their natural shapes.
+        params: the parameters, each leaf laid out as the plan's `rest`; `unpadded` gives those that a plan pads or
+            holds in the order of stages in their natural form.
         opt_state: the optimizer's state; leaves that mirror a parameter are laid out as the plan's `update`.
         key: typed key from which the keys of every step's examples are derived; it never changes.
         loss_scale: the float16 loss scale, or None.
@@ -69,21 +70,17 @@ def advance(optimizer: Any, policy: Precision, grads: Any, opt_state: Any, param
 def make_init(optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> Callable[[Any, jax.Array], TrainState]:
     """The `init` of a train step, with `init.abstract(params)` for its shapes and layouts alone."""
 
-    def pinned(tree: Any, specs: Any) -> Any:
-        return jax.lax.with_sharding_constraint(tree, shardings(mesh, specs))
-
     def init(params: Any, key: jax.Array) -> TrainState:
         key = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
         params = _place_params(params, key, plan, mesh, policy)
-        layouts = plan.layouts(params, mesh)
-        update = map_layouts(lambda layout: layout.update, layouts)
+        update = map_layouts(Layout.in_update, plan.layouts(params, mesh))
 
         def fresh(params: Any) -> Any:  # the copies keep donated buffers apart from the parameters'
-            natural = pinned(unpadded(params), update)
+            natural = jax.lax.with_sharding_constraint(unpadded(params), shardings(mesh, update))
             return jax.tree.map(jnp.copy, first_opt_state(optimizer, policy, natural))
 
-        specs = optimizer_specs(jax.eval_shape(fresh, params), params, update)
-        opt_state = jax.jit(lambda p: padded(fresh(p), specs, mesh), out_shardings=shardings(mesh, specs))(params)
+        held = optimizer_held(jax.eval_shape(fresh, params), params, update)
+        opt_state = jax.jit(lambda p: padded(fresh(p), held, mesh), out_shardings=shardings(mesh, held))(params)
         params = cast_floating(params, policy.param)
         rest = lambda key: (jnp.int32(0), jnp.copy(key), first_loss_scale(policy))  # noqa: E731
         step, key, loss_scale = jax.jit(rest, out_shardings=NamedSharding(mesh, _REPLICATED))(key)
@@ -95,15 +92,15 @@ def make_init(optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> Call
         params = jax.eval_shape(lambda p: cast_floating(p, policy.master or policy.param), params)
         layouts = plan.layouts(params, mesh)
         opt_state = jax.eval_shape(lambda p: first_opt_state(optimizer, policy, p), params)
-        specs = optimizer_specs(opt_state, params, map_layouts(lambda layout: layout.update, layouts))
-        rest = map_layouts(lambda layout: layout.rest, layouts)
-        params, opt_state = jax.eval_shape(lambda *trees: padded(trees, (rest, specs), mesh), params, opt_state)
+        held = optimizer_held(opt_state, params, map_layouts(Layout.in_update, layouts))
+        rest = map_layouts(Layout.at_rest, layouts)
+        params, opt_state = jax.eval_shape(lambda *trees: padded(trees, (rest, held), mesh), params, opt_state)
         scalars = jax.eval_shape(lambda: (jnp.int32(0), first_loss_scale(policy)))
         step, key, loss_scale = _described((scalars[0], key, scalars[1]), NamedSharding(mesh, _REPLICATED))
         return TrainState(
             step,
             _described(jax.eval_shape(lambda p: cast_floating(p, policy.param), params), shardings(mesh, rest)),
-            _described(opt_state, shardings(mesh, specs)),
+            _described(opt_state, shardings(mesh, held)),
             key,
             loss_scale,
         )
@@ -112,41 +109,58 @@ def make_init(optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> Call
     return init
 
 
-def optimizer_specs(opt_state: Any, params: Any, update: Any) -> Any:
-    """The layout of an optimizer's state: a leaf that mirrors a parameter has the parameter's update layout.
+def optimizer_held(opt_state: Any, params: Any, update: Any) -> Any:
+    """How each leaf of an optimizer's state is held: as the parameter that it mirrors in the update, or replicated."""
+    return _mirrored(opt_state, params, update, Held(_REPLICATED))
 
-    A leaf mirrors a parameter when its path ends with the parameter's and its shape is the same; all others are
-    replicated.
+
+def reads_order(opt_state: Any, params: Any) -> bool:
+    """Whether an optimizer must see a stack's layers in their natural order.
+
+    It must if it keeps arrays that mirror no parameter: factors and histories, which are held as they are and so would
+    not be those of another mesh, and keys, whose random numbers go by an element's place.
     """
-    spec_leaves = jax.tree.leaves(update, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    mirrors = _mirrored(opt_state, params, jax.tree.map(lambda _: True, params, is_leaf=is_padded), False)
+    leaves = jax.tree.leaves(opt_state, is_leaf=is_padded)
+    return any(
+        not mirror and (math.prod(x.shape) > 1 or jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+        for mirror, x in zip(jax.tree.leaves(mirrors), leaves, strict=True)
+    )
+
+
+def _mirrored(opt_state: Any, params: Any, values: Any, other: Any) -> Any:
+    """For each leaf of an optimizer's state the value of the parameter that it mirrors, or the other value.
+
+    A leaf mirrors a parameter when its path ends with the parameter's and its shape is the same.
+    """
     param_leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)[0]
-    known = {path: (x.shape, spec) for (path, x), spec in zip(param_leaves, spec_leaves, strict=True)}
+    known = {path: (x.shape, value) for (path, x), value in zip(param_leaves, jax.tree.leaves(values), strict=True)}
 
-    def spec_of(path: Any, x: Any) -> PartitionSpec:
+    def value_of(path: Any, x: Any) -> Any:
         for start in range(len(path) + 1):
-            shape, spec = known.get(path[start:], (None, _REPLICATED))
+            shape, value = known.get(path[start:], (None, other))
             if shape == x.shape:
-                return spec
-        return _REPLICATED
+                return value
+        return other
 
-    return jax.tree_util.tree_map_with_path(spec_of, opt_state, is_leaf=is_padded)
+    return jax.tree_util.tree_map_with_path(value_of, opt_state, is_leaf=is_padded)
 
 
-def shardings(mesh: Mesh, specs: Any) -> Any:
-    """The specs of a tree as shardings over a mesh."""
-    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+def shardings(mesh: Mesh, held: Any) -> Any:
+    """How the leaves of a tree are held, as shardings over a mesh."""
+    return jax.tree.map(lambda each: NamedSharding(mesh, each.spec), held)
 
 
 def _place_params(params: Any, key: jax.Array, plan: Plan, mesh: Mesh, policy: Precision) -> Any:
     if callable(params):
         make = params
         shapes = jax.eval_shape(make, key)
-        rest = map_layouts(lambda layout: layout.rest, plan.layouts(shapes, mesh))
+        rest = map_layouts(Layout.at_rest, plan.layouts(shapes, mesh))
 
-        def held(key: jax.Array) -> Any:
+        def made(key: jax.Array) -> Any:
             return padded(cast_floating(make(key), policy.master or policy.param), rest, mesh)
 
-        return jax.jit(held, out_shardings=shardings(mesh, rest))(key)
+        return jax.jit(made, out_shardings=shardings(mesh, rest))(key)
 
     def strong(x: Any) -> Any:  # weakly typed leaves would compile the step twice
         return (
@@ -154,8 +168,8 @@ def _place_params(params: Any, key: jax.Array, plan: Plan, mesh: Mesh, policy: P
         )
 
     params = cast_floating(jax.tree.map(strong, unpadded(params)), policy.master or policy.param)
-    specs = map_layouts(lambda layout: layout.rest, plan.layouts(params, mesh))
-    params, rest = padded(params, specs, mesh), shardings(mesh, specs)
+    held = map_layouts(Layout.at_rest, plan.layouts(params, mesh))
+    params, rest = padded(params, held, mesh), shardings(mesh, held)
     # device_put may hand back the caller's own buffers; the step donates the state's, so these are copies.
     return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=rest)(jax.device_put(params, rest))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -15,12 +16,13 @@ from shardkit.layout import spec_axes
 from shardkit.parallel.batch import accumulated, batch_specs, device_keys
 from shardkit.parallel.gradient import GradFn, LossFn, Mean, global_means, loss_and_aux
 from shardkit.parallel.handles import parts, with_parts
-from shardkit.parallel.padded import padded, unpadded
+from shardkit.parallel.padded import exact, padded
 from shardkit.parallel.passage import enter, leave, to_rest
-from shardkit.parallel.plan import Plan, map_layouts
+from shardkit.parallel.plan import Layout, Plan, map_layouts
+from shardkit.parallel.stages import arranged
 from shardkit.precision import Precision, cast_floating, next_loss_scale, precision_of
 from shardkit.rng import salt
-from shardkit.state import TrainState, advance, make_init, optimizer_specs, shardings
+from shardkit.state import TrainState, advance, make_init, optimizer_held, reads_order, shardings
 
 _REPLICATED = PartitionSpec()
 
@@ -74,7 +76,8 @@ def make_train_step(
         mesh: the mesh.
         plan: how its axes are used, for example `dp("data")`.
         accumulate: microbatches a step; the batch is split into so many parts, one after the other, and the gradient
-            reduced once. The effective batch does not change.
+            reduced once. The effective batch does not change. A pipeline warns: more microbatches in its schedule do
+            the same, and it fills and drains once.
         precision: a Precision, or "no", "bf16", "fp16".
         nonfinite: what happens when the loss or a gradient is not finite: "keep" takes the step all the same, "skip"
             leaves parameters and optimizer state as they were on all devices, "stop" does so and raises. A loss
@@ -85,14 +88,15 @@ def make_train_step(
         TrainStep(init, step). `step` calls one compiled program; `step.lower(state, batch)` and `step.trace` show it.
 
     Raises:
-        ValueError: an axis the mesh does not have, an accumulation below 1, an unknown name; at trace time a batch that
-            does not divide by the batch axes times `accumulate`.
+        ValueError: an axis the mesh does not have, an accumulation below 1, an unknown name, a pipeline without `pp`;
+            at trace time a batch that does not divide by the batch axes times `accumulate`.
         NonFiniteError: from `step`, under `nonfinite="stop"`.
 
     Cost: that of the plan, and one all_reduce of 8 bytes for the loss and for each auxiliary mean.
     """
     import optax
 
+    plan = arranged(plan, grad_fn)
     plan.check(mesh)
     policy = precision_of(precision)
     if accumulate < 1:
@@ -103,16 +107,19 @@ def make_train_step(
         raise ValueError(
             f"make_train_step: nonfinite must be 'keep', 'skip' or 'stop'; got {nonfinite!r}. Choose one of them."
         )
+    if accumulate > 1 and hasattr(grad_fn, "stages"):
+        warnings.warn(
+            f"make_train_step: accumulate={accumulate} fills and drains the pipeline {accumulate} times a step. Give "
+            f"the schedule {accumulate} times as many microbatches instead.",
+            stacklevel=2,
+        )
     optimizer = optax.with_extra_args_support(optimizer)
     batch_spec = plan.batch_spec(mesh)
     split_axes = tuple(axis for axes in spec_axes(batch_spec) for axis in axes)
     guarded = nonfinite != "keep" or policy.loss_scale is not None
 
-    def pinned(tree: Any, specs: Any) -> Any:
-        return jax.lax.with_sharding_constraint(tree, shardings(mesh, specs))
-
-    def natural(tree: Any, specs: Any) -> Any:
-        return pinned(unpadded(tree), specs)
+    def pinned(tree: Any, held: Any) -> Any:
+        return jax.lax.with_sharding_constraint(tree, shardings(mesh, held))
 
     def traced_step(state: TrainState, key: jax.Array, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         layouts = plan.layouts(state.params, mesh)
@@ -140,9 +147,12 @@ def make_train_step(
             out_specs=(_REPLICATED, update),
         )(state.params, batch, step_key(key, state.step), scale)
 
-        grads, old_params = natural(grads, update), natural(state.params, update)
-        opt_specs = optimizer_specs(state.opt_state, old_params, update)
-        opt_state = natural(state.opt_state, opt_specs)
+        held = map_layouts(Layout.in_update, layouts)
+        opt_held = optimizer_held(state.opt_state, state.params, held)
+        in_order = reads_order(state.opt_state, state.params)
+        natural = lambda tree, held: pinned(exact(tree, in_order=in_order), held)  # noqa: E731
+        grads, old_params = natural(grads, held), natural(state.params, held)
+        opt_state = natural(state.opt_state, opt_held)
         params, new_opt_state = advance(optimizer, policy, grads, opt_state, old_params, metrics["loss"])
         loss_scale = state.loss_scale
         if guarded:
@@ -153,8 +163,8 @@ def make_train_step(
             if loss_scale is not None:
                 metrics["loss_scale"] = loss_scale.scale
                 loss_scale = next_loss_scale(policy, loss_scale, finite)
-        params = pinned(padded(params, update, mesh), update)
-        new_opt_state = pinned(padded(new_opt_state, opt_specs, mesh), opt_specs)
+        params = pinned(padded(params, held, mesh, in_order=in_order), held)
+        new_opt_state = pinned(padded(new_opt_state, opt_held, mesh, in_order=in_order), opt_held)
         if rest != update:
             params = jax.shard_map(lambda p: to_rest(p, layouts), mesh=mesh, in_specs=(update,), out_specs=rest)(params)
         return TrainState(state.step + 1, params, new_opt_state, None, loss_scale), metrics
@@ -184,6 +194,7 @@ def make_eval_step(
 
     Cost: an all_gather of `rest - seen` for each leaf, and one all_reduce of 8 bytes a mean.
     """
+    plan = arranged(plan, loss_fn)
     plan.check(mesh)
     policy = precision_of(precision)
     batch_spec = plan.batch_spec(mesh)

@@ -492,6 +492,25 @@ def test_bfloat16_is_summed_in_float32():
     assert flops_of(4, "contiguous", dtype="bfloat16")[2] == {"float32"}
 
 
+def walked(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for _, inner in _compat.inner_jaxprs(equation):
+            yield from walked(inner)
+
+
+def test_bfloat16_gradients_on_one_device():  # proves F32
+    """Two matmuls forward, four backward, all of bfloat16 operands; the softmax between them is float32."""
+    x = drawn(2, 64, 4, 2, 16, dtype=jnp.bfloat16)[:3]
+    back = lambda *x: jax.vjp(sk.dot_attention, *x)[1](jnp.ones_like(x[0]))  # noqa: E731
+    dots = [e for e in walked(jax.make_jaxpr(back)(*x).jaxpr) if e.primitive.name == "dot_general"]
+    assert len(dots) == 6
+    assert {v.aval.dtype.name for e in dots for v in e.invars} == {"bfloat16"}
+    exact = back(*(each.astype(jnp.float32) for each in x))
+    for found, expected in zip(back(*x), exact, strict=True):
+        np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=2**-7 * float(jnp.abs(expected).max()))
+
+
 # proves F32: what is skipped is never computed, or NaN would spread
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 def test_skipped_blocks_are_not_computed(order):

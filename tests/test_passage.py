@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.parallel import passage
+from shardkit.parallel.handles import to_parts
 
 STACK = {"layers": jnp.asarray(np.random.default_rng(0).normal(size=(3, 8, 4)), jnp.float32)}
 
@@ -40,3 +42,19 @@ def test_a_stack_is_scattered_layer_by_layer_where_the_sum_is_wider(monkeypatch,
     # in float32 there is nothing to save
     (row,) = [row for row in one_step(plan, None, sizes)[1].rows if row.kind == "reduce_scatter"]
     assert row.count == 1
+
+
+@pytest.mark.parametrize("varies", [(), ("a",), ("b",), ("a", "b")])
+def test_a_gradient_is_summed_where_it_varies_and_cut_where_it_is_complete(varies):  # proves F17
+    grads = np.random.default_rng(1).integers(-9, 9, (2, 2, 3, 7)).astype("f")  # of each device; 7 is padded to 8
+    grads[:] = grads[: 2 if "a" in varies else 1, : 2 if "b" in varies else 1]
+
+    def kernel(grads):
+        mine = grads[tuple(sk.axis_index(axis) if axis in varies else 0 for axis in ("a", "b"))]
+        return jax.lax.map(lambda layer: to_parts(layer, ((-1, ("a", "b")),), jnp.float32), mine)
+
+    mesh = sk.make_mesh(jax.devices()[:4], a=2, b=2)
+    found = jax.jit(jax.shard_map(kernel, mesh=mesh, in_specs=P(), out_specs=P(None, ("a", "b"))))(grads)
+    summed = tuple(dim for dim, axis in enumerate(("a", "b")) if axis in varies)
+    expected = grads.sum(summed, keepdims=True)[0, 0]
+    np.testing.assert_array_equal(found, np.pad(expected, [(0, 0), (0, 1)]))

@@ -1,5 +1,6 @@
 """What is saved for the backward pass: what the policy names, and never a weight or what follows from weights alone."""
 
+import math
 from importlib.util import find_spec
 
 import jax
@@ -11,6 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 import shardkit as sk
 from shardkit import _compat
+from shardkit.models import transformer
+from shardkit.models.transformer import Axes
 
 LAYERS, WIDTH, HIDDEN, LOCAL = 5, 16, 32, 6  # no weight has a dim of 6 examples, or of the 3 of a microbatch
 POLICIES = {
@@ -92,6 +95,34 @@ def test_the_count_of_what_is_saved_is_the_policys():  # proves F49
     found = {name: count(remat) for name, (remat, _) in POLICIES.items()}
     assert (found["full"], found["names"], found["dots"]) == (1, 2, 2), found
     assert found["hostile"] > 3
+
+
+# proves F20, F49: the bytes of a layer by hand, of 48 tokens with D = 64, 4 heads and 2 key/value heads of 16, F = 96
+@pytest.mark.parametrize(
+    "axes, tokens, elements, wide",
+    [
+        (Axes(), 48, (2 * 64 + 64 + 2 * 32 + 64 + 2 * 96) + 4 * 24, 0),
+        (Axes(model="m"), 48, (2 * 64 + 32 + 2 * 16 + 32 + 2 * 48) + 2 * 24, 0),
+        (Axes(model="m", sequence=True, impl="gather"), 48, (2 * 32 + 32 + 2 * 16 + 32 + 2 * 48) + 2 * 24, 0),
+        (Axes(model="m", sequence=True, impl="ring"), 48, (2 * 32 + 32 + 2 * 16 + 32 + 2 * 48) + 2 * 24, 0),
+        (Axes(context="m"), 24, 2 * 64 + 64 + 2 * 32 + 64 + 2 * 96, 4),  # a row's denominator, and no weights
+    ],
+)
+def test_matmuls_in_bfloat16_are_saved_in_bfloat16(axes, tokens, elements, wide):
+    config = transformer.Config(vocabulary=64, layers=LAYERS, dim=64, heads=4, kv_heads=2, hidden=96, remat="dots")
+    plans = [sk.fsdp("d", min_size=1, layerwise=("layers",))]
+    plans += [sk.tp("m", transformer.tensor_rules(config, "m", 2), sequence=axes.sequence)] if axes.model else []
+    plans += [sk.cp("m")] if axes.context else []
+    mesh = sk.abstract_mesh(d=2, m=2 if len(plans) == 2 else 1)
+    grad_fn = sk.value_and_grad(transformer.loss_fn(config, axes))
+    init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh, plan=sk.chain(*plans), precision="bf16")
+    state = init.abstract(lambda key: transformer.init(key, config))
+    batch = dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct((4, 24), jnp.int32))
+    found = {"bfloat16": 0, "float32": 0}
+    for shape, dtype in stacked(step.trace(state, batch).jaxpr.jaxpr):
+        if {12, 24} & set(shape):  # tokens: no weight has such a dim
+            found[dtype] += math.prod(shape) * jnp.dtype(dtype).itemsize
+    assert found == {"bfloat16": 2 * tokens * elements, "float32": 4 * tokens * wide}
 
 
 @pytest.mark.parametrize("remat", ["dots_without_batch", ("hidden",)])

@@ -17,19 +17,6 @@ from shardkit import _compat
 from shardkit.analysis.census import KINDS, source_line, user_line
 
 _NONE: frozenset[Any] = frozenset()
-# Called with the operands that the inner program takes, one to one.
-_CALLS = {
-    "jit",
-    "pjit",
-    "closed_call",
-    "core_call",
-    "remat",
-    "remat2",
-    "checkpoint",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-}
 
 
 class State(NamedTuple):
@@ -112,7 +99,7 @@ def inside(block: Block, equation: Any) -> Block | None:
     """The block of a function that an equation calls, or None where it is no plain call."""
     blocks: list[Block] = []
     inner = [sub for _, sub in _compat.inner_jaxprs(equation)]
-    if equation.primitive.name not in _CALLS or len(inner) != 1 or len(inner[0].invars) != len(equation.invars):
+    if equation.primitive.name not in _compat.CALLS or len(inner) != 1 or len(inner[0].invars) != len(equation.invars):
         return None
     context = block.context._replace(source=user_line(equation) or block.context.source)
     _run(inner[0], [block.state(v) for v in equation.invars], context, blocks.append)
@@ -185,7 +172,7 @@ def _step(equation: Any, ins: list[State], context: Context, visit: Visit | None
         return _cond(equation, inner, ins, context, visit)
     if name in ("jit", "pjit") and not context.mapped:
         context = context._replace(mapped=_compat.made_by_pmap(equation))
-    if name in _CALLS and len(inner) == 1 and len(inner[0].invars) == len(ins):
+    if name in _compat.CALLS and len(inner) == 1 and len(inner[0].invars) == len(ins):
         return _run(inner[0], ins, context, visit)
     every = join(ins)
     for sub in inner:  # a primitive with functions of its own: whatever they are given comes from the operands

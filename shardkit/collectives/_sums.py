@@ -1,4 +1,9 @@
-"""The dtype in which sums of many values are made."""
+"""The dtype in which sums of many values are made.
+
+A matmul is asked for its operands' dtype where its sum is complete: every compiler makes that sum in float32 and rounds
+it once. Asked for float32 and then cast, it would be saved for the backward pass in float32. It is asked for float32
+where further parts are added to it.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from shardkit._compat import varying_axes
 from shardkit.collectives.basic import vary
+
+DOT = "shardkit.dot"
 
 
 def wide(dtype: Any) -> Any:
@@ -16,6 +24,16 @@ def wide(dtype: Any) -> Any:
     return jnp.dtype(dtype) if jnp.finfo(dtype).bits > 32 else jnp.dtype(jnp.float32)
 
 
+def dot_dtype(*operands: Any) -> Any:
+    """The dtype of a complete matmul: that of its operands, or of the wider one."""
+    return max((x.dtype for x in operands), key=lambda dtype: dtype.itemsize)
+
+
 def wide_zeros(x: Any) -> jax.Array:
     """Zeros to sum such arrays in, varying as they do."""
     return vary(jnp.zeros(x.shape, wide(x.dtype)), tuple(varying_axes(x)))
+
+
+def saved_as_dot(x: jax.Array) -> jax.Array:
+    """Marks what `remat="dots"` saves in place of the wider matmuls, or the parts of a sum, that it follows from."""
+    return checkpoint_name(x, DOT)

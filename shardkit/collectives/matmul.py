@@ -19,7 +19,7 @@ from jax import lax
 
 from shardkit import _compat
 from shardkit._check import Axis, bound, divides
-from shardkit.collectives._sums import wide, wide_zeros
+from shardkit.collectives._sums import saved_as_dot, wide, wide_zeros
 from shardkit.collectives.basic import all_gather, axis_index, axis_size, reduce_scatter, shift, vary
 
 Impl = Literal["gather", "ring", "bidirectional", "auto"]
@@ -114,7 +114,7 @@ def _all_gather_matmul_primal(x: jax.Array, ws: _Arrays, names: _Names, impl: st
     at, n, me = x.ndim - 2, axis_size(names), axis_index(names)
     if impl == "gather":
         whole = all_gather(x, names, dim=at)
-        return tuple(_dot(whole, w, 1).astype(x.dtype) for w in ws)
+        return tuple(_dot(whole, w, 1) for w in ws)
     ways = _ways(impl, x.shape[at], n)
 
     def multiply(k: Any, pieces: Sequence[jax.Array], outs: _Arrays) -> _Arrays:
@@ -143,11 +143,12 @@ def _all_gather_matmul_backward(names: _Names, impl: str, kept: Any, dys: _Array
     at, n, me = x.ndim - 2, axis_size(names), axis_index(names)
 
     def dx(dys: Sequence[jax.Array]) -> jax.Array:
-        return reduce(add, (_dot(dy, jnp.moveaxis(w, 0, -1), w.ndim - 1) for dy, w in zip(dys, ws, strict=True)))
+        pairs = zip(dys, ws, strict=True)
+        return reduce(add, (_dot(dy, jnp.moveaxis(w, 0, -1), w.ndim - 1, part=True) for dy, w in pairs))
 
     if impl == "gather":
         whole = all_gather(x, names, dim=at)
-        dws = tuple(_outer(whole, dy, at + 1).astype(x.dtype) for dy in dys)
+        dws = tuple(_outer(whole, dy, at + 1) for dy in dys)
         return reduce_scatter(dx(dys).astype(x.dtype), names, dim=at), dws
     dys = tuple(_split(dy, at, n) for dy in dys)
 
@@ -155,7 +156,7 @@ def _all_gather_matmul_backward(names: _Names, impl: str, kept: Any, dys: _Array
         return [_take(dy, at, source) for dy in dys]
 
     def add_dw(dws: _Arrays, piece: jax.Array, source: Any) -> _Arrays:
-        return tuple(dw + _outer(piece, dy, at + 1) for dw, dy in zip(dws, rows_of(source), strict=True))
+        return tuple(dw + _outer(piece, dy, at + 1, part=True) for dw, dy in zip(dws, rows_of(source), strict=True))
 
     def turn(k: Any, state: Any) -> Any:  # pieces of x go up while sums of dx come down
         piece, total, dws = state
@@ -170,19 +171,19 @@ def _all_gather_matmul_backward(names: _Names, impl: str, kept: Any, dys: _Array
 def _matmul_reduce_scatter_primal(h: jax.Array, w: jax.Array, names: _Names, impl: str) -> jax.Array:
     at, n, me = h.ndim - w.ndim, axis_size(names), axis_index(names)
     if impl == "gather":
-        return reduce_scatter(_dot(h, w, w.ndim - 1).astype(h.dtype), names, dim=at)
+        return saved_as_dot(reduce_scatter(_dot(h, w, w.ndim - 1), names, dim=at))
     h = _split(h, at, n)
     ways = _ways(impl, h.shape[at + 1], n)
 
     def part(k: Any, way: _Way) -> jax.Array:
         rows = _take(h, at, me - way.by * (k + 1))
-        return _dot(lax.slice_in_dim(rows, way.first, way.first + way.size, axis=at), w, w.ndim - 1)
+        return _dot(lax.slice_in_dim(rows, way.first, way.first + way.size, axis=at), w, w.ndim - 1, part=True)
 
     def turn(k: Any, sums: Sequence[jax.Array]) -> list[jax.Array]:
         return [_add(arrived, part(k, way)) for arrived, way in zip(_sent(sums, ways, names), ways, strict=True)]
 
     sums = lax.fori_loop(1, n, turn, [part(0, way).astype(h.dtype) for way in ways])
-    return jnp.concatenate(sums, at)
+    return saved_as_dot(jnp.concatenate(sums, at))
 
 
 def _matmul_reduce_scatter_forward(h: jax.Array, w: jax.Array, names: _Names, impl: str) -> Any:
@@ -195,12 +196,12 @@ def _matmul_reduce_scatter_backward(names: _Names, impl: str, kept: Any, dy: jax
     w_transposed = jnp.moveaxis(w, -1, 0)
     if impl == "gather":
         whole = all_gather(dy, names, dim=at)
-        return _dot(whole, w_transposed, 1).astype(h.dtype), _outer(h, whole, at + 1).astype(h.dtype)
+        return _dot(whole, w_transposed, 1), _outer(h, whole, at + 1)
     h = _split(h, at, n)
 
     def multiply(k: Any, piece: jax.Array, dh: jax.Array, dw: jax.Array) -> tuple[jax.Array, jax.Array]:
         dh = _put(dh, _dot(piece, w_transposed, 1), at, me - k)
-        return dh, dw + _outer(_take(h, at, me - k), piece, at + 1)
+        return dh, dw + _outer(_take(h, at, me - k), piece, at + 1, part=True)
 
     def turn(k: Any, state: Any) -> Any:
         piece, *gradients = state
@@ -236,15 +237,15 @@ def _sent(messages: Sequence[jax.Array], ways: Sequence[_Way], names: _Names) ->
     return [shift(message, names, by=way.by) for message, way in zip(messages, ways, strict=True)]
 
 
-def _dot(x: jax.Array, y: jax.Array, dims: int) -> jax.Array:
-    """Contracts the last `dims` dims of x with the first of y."""
-    return jnp.tensordot(x, y, dims, preferred_element_type=wide(x.dtype))
+def _dot(x: jax.Array, y: jax.Array, dims: int, *, part: bool = False) -> jax.Array:
+    """Contracts the last `dims` dims of x with the first of y; of a part of a longer sum, in float32."""
+    return jnp.tensordot(x, y, dims, preferred_element_type=wide(x.dtype) if part else x.dtype)
 
 
-def _outer(x: jax.Array, y: jax.Array, dims: int) -> jax.Array:
+def _outer(x: jax.Array, y: jax.Array, dims: int, *, part: bool = False) -> jax.Array:
     """Contracts the first `dims` dims of both: the batch and the tokens, for the gradient of a weight."""
     over = tuple(range(dims))
-    return jnp.tensordot(x, y, (over, over), preferred_element_type=wide(x.dtype))
+    return jnp.tensordot(x, y, (over, over), preferred_element_type=wide(x.dtype) if part else x.dtype)
 
 
 def _add(arrived: jax.Array, part: jax.Array) -> jax.Array:

@@ -9,8 +9,11 @@ from shardkit.parallel.layers import gathered, scan_layers
 from shardkit.parallel.norms import sharded_layer_norm, sharded_moments, sharded_rms_norm
 from shardkit.parallel.orders import positions, zigzag
 from shardkit.parallel.padded import Padded, unpadded
+from shardkit.parallel.pipeline import pipeline_loss, pipeline_value_and_grad
 from shardkit.parallel.plan import Layout, Plan, chain
 from shardkit.parallel.routing import Routing, RoutingStats, route, routing_stats
+from shardkit.parallel.stages import Stages, pp
+from shardkit.parallel.submeshes import device_put_pipeline, device_put_value_and_grad, submeshes
 from shardkit.parallel.tensor import column_linear, device_major_qkv, local_groups, row_linear, tp
 from shardkit.parallel.vocabulary import vocab_cross_entropy, vocab_cross_entropy_and_hits, vocab_embed
 from shardkit.parallel.zero import fsdp, zero1, zero2
@@ -23,10 +26,13 @@ __all__ = [
     "Plan",
     "Routing",
     "RoutingStats",
+    "Stages",
     "chain",
     "column_linear",
     "cp",
     "device_major_qkv",
+    "device_put_pipeline",
+    "device_put_value_and_grad",
     "dot_attention",
     "dp",
     "ep",
@@ -34,7 +40,10 @@ __all__ = [
     "gathered",
     "local_groups",
     "moe",
+    "pipeline_loss",
+    "pipeline_value_and_grad",
     "positions",
+    "pp",
     "ring_attention",
     "route",
     "routing_stats",
@@ -43,6 +52,7 @@ __all__ = [
     "sharded_layer_norm",
     "sharded_moments",
     "sharded_rms_norm",
+    "submeshes",
     "tp",
     "ulysses_attention",
     "unpadded",

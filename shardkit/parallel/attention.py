@@ -7,10 +7,14 @@ Scores, softmax and sums are float32 whatever the inputs; the matrix products ta
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from shardkit.collectives._sums import dot_dtype, saved_as_dot
+from shardkit.parallel.local import alike
 
 MASKED = -1e30  # finite: a row of -inf would make NaN gradients
 
@@ -42,16 +46,44 @@ def dot_attention(
     Raises:
         ValueError: shapes that do not fit each other, or G does not divide H.
 
-    Cost: none; it holds b H T T scores.
+    Cost: none; it holds b H T T scores, and keeps as many weights, in the dtype of v, for the backward pass.
 
     Source: Vaswani et al. (arXiv:1706.03762); Ainslie et al., grouped queries (arXiv:2305.13245).
     """
     check("dot_attention", q_bTHK, k_bTGK, v_bTGK, segments_bt)
-    q, k, v, segments = split_heads(q_bTHK, k_bTGK, v_bTGK, segments_bt)
-    scores = scores_of(q, k, allowed(q, k, 0 if causal else None, segments, segments), scale_of(q, scale))
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.einsum("bGRts,bGsK->bGRtK", weights, v, preferred_element_type=jnp.float32)
-    return join_heads(out.astype(q.dtype))
+    q, k, v, segments = alike(*split_heads(q_bTHK, k_bTGK, v_bTGK, segments_bt))
+    return join_heads(_attend(q, k, v, segments, causal, scale_of(q, scale)))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, causal: bool, scale: float
+) -> jax.Array:
+    return _attend_forward(q, k, v, segments, causal, scale)[0]
+
+
+def _attend_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, causal: bool, scale: float
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Autodiff would keep the float32 softmax and multiply float32 gradients; its weights are kept in v's dtype."""
+    scores = scores_of(q, k, allowed(q, k, 0 if causal else None, segments, segments), scale)
+    weights = saved_as_dot(jax.nn.softmax(scores, axis=-1).astype(v.dtype))
+    y = jnp.einsum("bGRts,bGsK->bGRtK", weights, v, preferred_element_type=dot_dtype(v)).astype(q.dtype)
+    return y, (q, k, v, weights, y)
+
+
+def _attend_backward(causal: bool, scale: float, kept: tuple[jax.Array, ...], dy: jax.Array) -> tuple[Any, ...]:
+    q, k, v, weights, y = kept
+    y_dy = jnp.sum(y.astype(jnp.float32) * dy.astype(jnp.float32), axis=-1, keepdims=True)
+    dweights = jnp.einsum("bGRtK,bGsK->bGRts", dy, v, preferred_element_type=jnp.float32)
+    dscores = (weights.astype(jnp.float32) * (dweights - y_dy) * scale).astype(q.dtype)
+    dq = jnp.einsum("bGRts,bGsK->bGRtK", dscores, k, preferred_element_type=dot_dtype(dscores, k))
+    dk = jnp.einsum("bGRts,bGRtK->bGsK", dscores, q, preferred_element_type=dot_dtype(dscores, q))
+    dv = jnp.einsum("bGRts,bGRtK->bGsK", weights, dy, preferred_element_type=dot_dtype(weights, dy))
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
 
 
 def check(where: str, q_btHK: jax.Array, k_btGK: jax.Array, v_btGK: jax.Array, segments_bt: jax.Array | None) -> None:

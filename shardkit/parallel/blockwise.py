@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardkit.collectives import axis_index, axis_size, shift
-from shardkit.collectives._sums import wide_zeros
+from shardkit.collectives._sums import saved_as_dot, wide_zeros
 from shardkit.parallel.attention import MASKED, allowed, scores_of
 from shardkit.parallel.orders import Order
 
@@ -124,7 +124,7 @@ def _forward(
         return _put(seen, part.meet(rows, k, v, mask, form.scale), at.rows)
 
     y, log_total = _round(visit, Softmax.empty(q), (k, v, segments), form).result()
-    y = y.astype(q.dtype)
+    y, log_total = saved_as_dot(y.astype(q.dtype)), saved_as_dot(log_total)
     return y, (q, k, v, segments, y, log_total)
 
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit.layout import local_shape, path_name, table
 from shardkit.parallel.padded import is_padded, padded_shape
-from shardkit.parallel.plan import Placement, Plan, Strategy
+from shardkit.parallel.plan import Placement, Plan, Strategy, in_rows
 
 _TRAVELS = {
     None: "",
@@ -36,8 +36,9 @@ def describe_plan(plan: Plan, params: Any, mesh: Mesh | None) -> str:
         strict=True,
     ):
         name, shape = path_name(path), tuple(jnp.shape(x))
-        sizes = [_bytes(shape, spec, mesh, x) for spec in (layout.rest, layout.update)]
-        longer = padded_shape(shape, layout.update, mesh)
+        stored = in_rows(shape, layout.rows)
+        sizes = [_bytes(stored, spec, mesh, x) for spec in (layout.rest, layout.update)]
+        longer = padded_shape(stored, layout.update, mesh)
         pads = {dim: f", padded from {size} to {longer[dim]}" for dim, size in layout.padded}
         reasons = [_reason(s, place, pads) for s, place in plan.placed(name, x, mesh)]
         why = "; ".join(reasons) or "no strategy splits leaves"
@@ -55,7 +56,7 @@ def _is_layout(x: Any) -> bool:
 def _reason(s: Strategy, place: Placement | str, pads: dict[int, str]) -> str:
     if isinstance(place, str):
         return f"{s.name}: {place}"
-    return f"{s.name} splits dim {place.dim}{pads.pop(place.dim, '')}{_TRAVELS[place.handle]}"
+    return f"{s.name} splits dim {place.dim}{pads.pop(place.dim, '')}{place.note}{_TRAVELS[place.handle]}"
 
 
 def _bytes(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh, x: Any) -> int:

@@ -1,4 +1,4 @@
-"""Whether a piece of a program may run on some devices of an axis while others do something else."""
+"""Whether a piece of a program may run on some devices of an axis while others do something else, or leave it out."""
 
 from __future__ import annotations
 
@@ -43,3 +43,14 @@ def refuse_divergent(where: str, jaxprs: Iterable[Any], axes: tuple[str, ...], r
                     f"{where}: a stage must hold no ppermute and no collective over {named(axes)}, because devices "
                     f"branch apart there; got {sent.kind} over {quoted(sent.axes)} at {sent.line}. {remedy}"
                 )
+
+
+def refuse_mixed(where: str, jaxprs: Iterable[Any], axes: tuple[str, ...]) -> None:
+    """Refuses collectives over `axes`, along which devices compute different things at the same time."""
+    for sent in (sent for jaxpr in jaxprs for sent in collectives(jaxpr)):
+        if set(sent.axes) & set(axes):
+            raise ValueError(
+                f"{where}: a stage must hold no collective over {named(axes)}, whose devices are at other microbatches;"
+                f" got {sent.kind} over {quoted(sent.axes)} at {sent.line}. Leave that axis out, as "
+                f"moe(..., stage={axes[0]!r}) does."
+            )

@@ -11,6 +11,7 @@ from jax import lax
 
 from shardkit._check import Axis, axis_names, bound, named
 from shardkit.collectives import all_gather, all_to_all, axis_index, axis_size
+from shardkit.collectives._sums import dot_dtype
 from shardkit.collectives.ragged import ragged_all_to_all, segments
 from shardkit.parallel.plan import Leaf, Placement, Plan, strategy
 from shardkit.parallel.routing import Routing, RoutingStats, places, ranks, route, routing_stats
@@ -87,6 +88,7 @@ def moe(
     dense: bool | None = None,
     normalise: bool | None = None,
     weights: jax.Array | None = None,
+    stage: Axis | None = None,
 ) -> tuple[jax.Array, RoutingStats]:
     """A mixture of experts: each token goes to its `top_k` experts, and their answers come back as a weighted sum.
 
@@ -115,6 +117,7 @@ def moe(
         dense: dropless over an ordinary all_to_all of worst-case blocks; by default only on CPUs.
         normalise: see `route`.
         weights: the weight of each token in the losses, shape x.shape[:-1]; tokens of weight 0 go nowhere.
+        stage: in a stage of a pipeline, its axis: see `routing_stats`.
 
     Returns:
         y of the shape and dtype of x, and RoutingStats with the losses.
@@ -156,7 +159,7 @@ def moe(
         rows_SD = _with_capacity(rows_SD, experts, expert_fn, names, E)
     answers_NkD = rows_SD.at[slot_Nk].get(mode="fill", fill_value=0).astype(jnp.float32)
     y_ND = jnp.sum(answers_NkD * routing.gate[:, :, None], axis=1)
-    return y_ND.astype(x.dtype).reshape(x.shape), routing_stats(logits_NE, routing, weights_N)
+    return y_ND.astype(x.dtype).reshape(x.shape), routing_stats(logits_NE, routing, weights_N, stage)
 
 
 def _check_experts(experts: Any, count: int, names: tuple[str, ...], n: int) -> None:
@@ -191,7 +194,7 @@ def _with_capacity(rows_SD: jax.Array, experts: Any, expert_fn: ExpertFn, names:
 
     def dot(x_SD: jax.Array, w_eDF: jax.Array) -> jax.Array:
         x_eCD = x_SD.reshape(w_eDF.shape[0], -1, x_SD.shape[1])
-        y_eCF = jnp.einsum("eCD,eDF->eCF", x_eCD, w_eDF, preferred_element_type=jnp.float32)
+        y_eCF = jnp.einsum("eCD,eDF->eCF", x_eCD, w_eDF, preferred_element_type=dot_dtype(x_eCD, w_eDF))
         return y_eCF.reshape(x_SD.shape[0], -1).astype(x_SD.dtype)
 
     answers_SD = expert_fn(experts, rows_ECD.reshape(-1, rows_SD.shape[1]), dot)
@@ -236,7 +239,7 @@ def _grouped_dot(counts_e: jax.Array) -> Dot:
         used_S1 = jnp.arange(x_SD.shape[0])[:, None] < jnp.sum(counts_e)
         # lax.ragged_dot promises nothing for rows outside the groups, nor for their gradients
         x_SD = jnp.where(used_S1, x_SD, jnp.zeros_like(x_SD))
-        y_SF = lax.ragged_dot(x_SD, w_eDF, counts_e, preferred_element_type=jnp.float32)
+        y_SF = lax.ragged_dot(x_SD, w_eDF, counts_e, preferred_element_type=dot_dtype(x_SD, w_eDF))
         return jnp.where(used_S1, y_SF, jnp.zeros_like(y_SF)).astype(x_SD.dtype)
 
     return dot

@@ -12,9 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from shardkit._check import quoted
-from shardkit.collectives import all_gather, pad_to_axis, reduce_scatter
+from shardkit._compat import varying_axes
+from shardkit.collectives import all_gather, axis_index, axis_size, pad_to_axis, reduce_scatter
 from shardkit.parallel.padded import Sizes, cut
 
 # Dims are counted from the end, so that they stay right when `scan` takes the layer's dim off the front.
@@ -173,11 +175,24 @@ _scattered.defvjp(_scattered_forward, _scattered_backward)
 
 
 def to_parts(grad: jax.Array, splits: Splits, dtype: Any) -> jax.Array:
-    """A whole gradient summed and scattered, dim by dim, in a dtype; padded where a dim does not divide."""
+    """A whole gradient summed and scattered, dim by dim, in a dtype; padded where a dim does not divide.
+
+    A gradient that does not vary over an axis is complete there: the device takes its part.
+    """
     grad = grad.astype(dtype)
     for dim, axes in splits:
-        grad = reduce_scatter(pad_to_axis(grad, axes, dim=dim), axes, dim=grad.ndim + dim)
+        grad = pad_to_axis(grad, axes, dim=dim)
+        for together in [axes] if varying_axes(grad) >= set(axes) else [(axis,) for axis in axes]:
+            split = reduce_scatter if varying_axes(grad) >= set(together) else own_part
+            grad = split(grad, together, dim=grad.ndim + dim)
     return grad
+
+
+def own_part(x: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
+    """This device's part of what all devices hold; padded where the dim does not divide."""
+    x = pad_to_axis(x, axes, dim=dim)
+    size = x.shape[dim] // axis_size(axes)
+    return lax.dynamic_slice_in_dim(x, axis_index(axes) * size, size, dim)
 
 
 def part_gradient(node: Any, grad: jax.Array) -> jax.Array:

@@ -87,7 +87,8 @@ def scan_layers(
         prefetch: gather the next layer's weights while this one computes, forward and backward. Not worth it with
             `microbatches`, whose loop hides no gather: the v5e compiler then gathers again inside of it.
         remat: what the backward pass finds saved: "full" recomputes all from the layer's input, "dots" all but the
-            results of matmuls, "dots_without_batch" all but those of matmuls without batch dims; a tuple saves what
+            results of matmuls, which matmul_reduce_scatter has summed, and of attention along an axis,
+            "dots_without_batch" all but those of matmuls without batch dims; a tuple saves what
             `jax.ad_checkpoint.checkpoint_name` gave one of these names; or a policy of `jax.checkpoint_policies`. None
             keeps what jax keeps of plain arrays in one microbatch, and otherwise is "dots". Whatever it is, weights
             that were gathered, and all that follows from weights alone, are never saved.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from shardkit import _compat
 from shardkit._check import Axis, bound
 from shardkit.collectives import vary
-from shardkit.collectives._sums import wide
+from shardkit.collectives._sums import dot_dtype
 
 
 def live_axes(where: str, axis: Axis | None, *arrays: Any) -> tuple[str, ...]:
@@ -43,7 +43,7 @@ def alike(*arrays: Any, over: tuple[str, ...] = ()) -> tuple[Any, ...]:
 
 
 def _product(x: jax.Array, w: jax.Array, dims: int) -> jax.Array:
-    return jnp.tensordot(x, w, axes=dims, preferred_element_type=wide(x.dtype)).astype(x.dtype)
+    return jnp.tensordot(x, w, axes=dims, preferred_element_type=dot_dtype(x, w)).astype(x.dtype)
 
 
 def _forward(x: jax.Array, w: jax.Array, dims: int) -> Any:
@@ -63,8 +63,8 @@ def matmul_gradients(x: jax.Array, w: jax.Array, dy: jax.Array, dims: int = 1) -
     """The gradients of `matmul` with respect to x and w."""
     rows = x.ndim - dims
     columns = (tuple(range(rows, dy.ndim)), tuple(range(dims, w.ndim)))
-    dx = jnp.tensordot(dy, w, axes=columns, preferred_element_type=wide(x.dtype))
-    dw = jnp.tensordot(x, dy, axes=(tuple(range(rows)),) * 2, preferred_element_type=wide(w.dtype))
+    dx = jnp.tensordot(dy, w, axes=columns, preferred_element_type=dot_dtype(dy, w))
+    dw = jnp.tensordot(x, dy, axes=(tuple(range(rows)),) * 2, preferred_element_type=dot_dtype(x, dy))
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
 

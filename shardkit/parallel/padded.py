@@ -1,9 +1,15 @@
-"""Leaves that do not divide: held and sent with zeros at the end of the dim that is split.
+"""Leaves that are held in another form than their natural one: padded, or with their layers in the order of stages.
+
+Leaves that do not divide are held and sent with zeros at the end of the dim that is split.
 
 A state's arrays need dims that divide. Inside a step the compiler holds any D rows over n devices as ceil(D/n) rows
 each, which is just how they are held padded: to cut the zeros off and to add them again sends nothing. So the loss and
 the optimizer always see natural shapes, and the numbers are those of one device. Only an optimizer that multiplies
 matrices (muon) pays: for its products the compiler gathers rows that do not divide, where it sums over those that do.
+
+The stack of a pipeline is held stage by stage (`stages.py`), each filled up with rows of zeros to the largest. Nearly
+every optimizer is indifferent to the order of layers and sees them as they are held. It sees the natural order, for
+which the compiler moves rows, where there are rows to be left out or it keeps arrays that mirror no parameter.
 """
 
 from __future__ import annotations
@@ -16,37 +22,55 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit.collectives import unpad
 from shardkit.layout import spec_axes
 
 Sizes = tuple[tuple[int, int], ...]
+Rows = tuple[int, ...]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["sizes"])
+@dataclass(frozen=True)
+class Held:
+    """How a leaf is held: its spec, and the natural row of each row of dim 0 (-1 for zeros); () for natural order."""
+
+    spec: PartitionSpec
+    rows: Rows = ()
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["sizes", "rows"])
 @dataclass(frozen=True, eq=False)
 class Padded:
-    """A leaf with zeros at the end of some dims; `unpadded` gives it back in its natural shape.
+    """A leaf with zeros at the end of some dims, or with its rows in another order; `unpadded` gives it back.
 
     Attributes:
         array: the array as it is held; inside shard_map this device's part.
         sizes: each padded dim with its natural size.
+        rows: the natural row of each row of dim 0, with -1 for one of zeros; () for the natural order.
     """
 
     array: Any
     sizes: Sizes
+    rows: Rows = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The natural shape."""
         sizes = dict(self.sizes)
+        if self.rows:
+            sizes[0] = len(self.rows) - self.rows.count(-1)
         return tuple(sizes.get(dim, size) for dim, size in enumerate(self.array.shape))
 
     @property
     def dtype(self) -> Any:
         """The dtype of the array."""
         return self.array.dtype
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """A copy in the natural shape and order."""
+        return np.array(unpadded(self), dtype)
 
 
 def is_padded(x: Any) -> bool:
@@ -59,9 +83,9 @@ def array_of(x: Any) -> Any:
     return x.array if is_padded(x) else x
 
 
-def wrapped(array: Any, sizes: Sizes) -> Any:
-    """An array with what is known of its padding; itself where there is none."""
-    return Padded(array, sizes) if sizes else array
+def wrapped(array: Any, sizes: Sizes, rows: Rows = ()) -> Any:
+    """An array with what is known of its padding and its rows; itself where it is held in its natural form."""
+    return Padded(array, sizes, rows) if sizes or rows else array
 
 
 def cut(x: Any, sizes: Iterable[tuple[int, int]]) -> Any:
@@ -72,9 +96,10 @@ def cut(x: Any, sizes: Iterable[tuple[int, int]]) -> Any:
 
 
 def unpadded(tree: Any) -> Any:
-    """The leaves of a state in their natural shapes, for evaluation, export or another plan.
+    """The leaves of a state in their natural shapes and order, for evaluation, checkpoints, export or another plan.
 
-    Layout: `X[.., n ceil(D/n), ..] -> X[.., D, ..]` of leaves that `uneven="pad"` padded; all others as they are.
+    Layout: `X[.., n ceil(D/n), ..] -> X[.., D, ..]` of leaves that `uneven="pad"` padded, and the layers of a pipeline
+        from the order of its stages to their own; all others as they are.
 
     Args:
         tree: pytree of arrays, for example `state.params` or `state.opt_state`.
@@ -82,22 +107,44 @@ def unpadded(tree: Any) -> Any:
     Returns:
         The pytree with a plain array for each leaf.
 
-    Cost: none inside jit, where the natural array keeps the layout that it is pinned to. Outside, an array cannot lie
-        split over devices that do not divide it: a padded leaf comes back whole on every device.
+    Cost: of padding none inside jit, where the natural array keeps the layout that it is pinned to. Outside, an array
+        cannot lie split over devices that do not divide it: a padded leaf comes back whole on every device. Layers in
+        the order of stages move between devices.
     """
-    return jax.tree.map(lambda x: cut(x.array, x.sizes) if is_padded(x) else x, tree, is_leaf=is_padded)
+    return exact(tree, in_order=True)
 
 
-def padded(tree: Any, specs: Any, mesh: Mesh) -> Any:
-    """The leaves of natural shape as they are held under these specs: padded where a dim does not divide."""
+def exact(tree: Any, *, in_order: bool) -> Any:
+    """The leaves without their padding, with their rows in natural order or, where none is padding, as they stand."""
 
-    def one(spec: PartitionSpec, x: Any) -> Any:
-        sizes = padding(x.shape, spec, mesh)
-        shape = padded_shape(x.shape, spec, mesh)
-        zeros = [(0, held - size) for size, held in zip(x.shape, shape, strict=True)]
-        return Padded(jnp.pad(x, zeros), sizes) if sizes else x
+    def one(x: Any) -> Any:
+        if not is_padded(x):
+            return x
+        array = cut(x.array, x.sizes)
+        if not _moves(x.rows, in_order):
+            return array
+        return jnp.take(array, np.argsort(x.rows, kind="stable")[x.rows.count(-1) :], axis=0, mode="clip")
 
-    return jax.tree.map(one, specs, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jax.tree.map(one, tree, is_leaf=is_padded)
+
+
+def padded(tree: Any, held: Any, mesh: Mesh, *, in_order: bool = True) -> Any:
+    """What `exact` gave, as it is held: padded where a dim does not divide, and with its rows in place."""
+
+    def one(held: Held, x: Any) -> Any:
+        if _moves(held.rows, in_order):
+            rows = np.array(held.rows)
+            x = jnp.take(x, np.where(rows < 0, x.shape[0], rows), axis=0, mode="fill", fill_value=0)
+        sizes = padding(x.shape, held.spec, mesh)
+        shape = padded_shape(x.shape, held.spec, mesh)
+        zeros = [(0, longer - size) for size, longer in zip(x.shape, shape, strict=True)]
+        return wrapped(jnp.pad(x, zeros) if sizes else x, sizes, held.rows)
+
+    return jax.tree.map(one, held, tree)
+
+
+def _moves(rows: Rows, in_order: bool) -> bool:
+    return bool(rows) and (in_order or -1 in rows)
 
 
 def padding(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> Sizes:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec
 
 from shardkit._check import named
 from shardkit._compat import varying_axes
-from shardkit.collectives import all_gather, all_reduce, axis_index, axis_size, pad_to_axis, reduce_scatter, vary
+from shardkit.collectives import all_gather, all_reduce, vary
 from shardkit.layout import all_axes, spec_axes
-from shardkit.parallel.handles import Handle, cast
+from shardkit.parallel.handles import Handle, Splits, cast, own_part, to_parts
 from shardkit.parallel.padded import array_of, cut, wrapped
 from shardkit.parallel.plan import Layout, map_layouts
 
@@ -63,9 +63,7 @@ def _handled(layout: Layout, x: jax.Array, data_axes: tuple[str, ...], compute: 
         here = tuple(axis for axis in axes if axis not in opens)
         if here:
             scatters.append((dim - x.ndim, here))
-            part = pad_to_axis(part, here, dim=dim)
-            size = part.shape[dim] // axis_size(here)
-            part = lax.dynamic_slice_in_dim(part, axis_index(here) * size, size, dim)
+            part = own_part(part, here, dim=dim)
     if scatters:  # its value is never used, and its gradient is a sum
         part = cast(part, reduce)
     whole = vary(x if gathers else cast(x, compute), data_axes) if scatters else None
@@ -83,12 +81,12 @@ def leave(grads: Any, layouts: Any, divisor: jax.Array, dtype: Any = jnp.float32
     """
 
     def one(layout: Layout, grad: jax.Array) -> Any:
-        splits = tuple(_beyond(layout.update, layout.seen if layout.grad is None else layout.grad))
-        grad = _scattered(grad, splits, dtype)
+        splits = _beyond(layout.update, layout.seen if layout.grad is None else layout.grad)
+        grad = _scattered(grad, tuple((dim - grad.ndim, axes) for dim, axes in splits), dtype)
         rest = varying_axes(grad) - all_axes(layout.update)
         if rest:
             grad = all_reduce(grad, tuple(sorted(rest)))
-        return wrapped(grad.astype(jnp.float32) / divisor, layout.padded)
+        return wrapped(grad.astype(jnp.float32) / divisor, layout.padded, layout.rows)
 
     return map_layouts(one, layouts, grads)
 
@@ -103,7 +101,7 @@ def to_rest(params: Any, layouts: Any) -> Any:
         x, still = array_of(x), layout.padding(layout.rest)
         for dim, axes in _beyond(layout.update, layout.rest):
             x = all_gather(x, axes, dim=dim, replicated=True)
-        return wrapped(cut(x, set(layout.padded) - set(still)), still)
+        return wrapped(cut(x, set(layout.padded) - set(still)), still, layout.rows)
 
     return map_layouts(one, layouts, params)
 
@@ -119,29 +117,10 @@ def _beyond(longer: PartitionSpec, shorter: PartitionSpec) -> Iterable[tuple[int
             yield dim, axes[len(shared) :]
 
 
-def _scattered(grad: jax.Array, splits: Sequence[tuple[int, tuple[str, ...]]], dtype: Any) -> jax.Array:
+def _scattered(grad: jax.Array, splits: Splits, dtype: Any) -> jax.Array:
     """A gradient in the reduce dtype, split on these dims."""
-
-    def one(grad: jax.Array, first: int = 0) -> jax.Array:
-        grad = grad.astype(dtype)
-        for dim, axes in splits:
-            grad = _to_shards(pad_to_axis(grad, axes, dim=dim - first), axes, dim - first)
-        return grad
-
     # A wider copy of a whole stack's gradient would be the largest array of the step: one layer at a time.
     wider = jnp.dtype(dtype).itemsize * grad.size if jnp.dtype(dtype).itemsize > grad.dtype.itemsize else 0
-    if splits and wider > grad.shape[0] * LAYER_BYTES and all(dim > 0 for dim, _ in splits):
-        return lax.map(lambda layer: one(layer, 1), grad)
-    return one(grad)
-
-
-def _to_shards(grad: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    if varying_axes(grad) >= set(axes):
-        return reduce_scatter(grad, axes, dim=dim)
-    for axis in axes:  # a gradient that is already equal along an axis is complete there: take the shard
-        if axis in varying_axes(grad):
-            grad = reduce_scatter(grad, axis, dim=dim)
-        else:
-            size = grad.shape[dim] // axis_size(axis)
-            grad = lax.dynamic_slice_in_dim(grad, axis_index(axis) * size, size, dim)
-    return grad
+    if splits and wider > grad.shape[0] * LAYER_BYTES and all(dim > -grad.ndim for dim, _ in splits):
+        return lax.map(lambda layer: to_parts(layer, splits, dtype), grad)
+    return to_parts(grad, splits, dtype)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._check import Axis, axis_names, quoted, sized
 from shardkit.layout import canonical, local_shape, path_name, spec_axes
-from shardkit.parallel.padded import Sizes, is_padded, padded_shape, padding
+from shardkit.parallel.padded import Held, Rows, Sizes, is_padded, padded_shape, padding
 
 
 class Layout(NamedTuple):
@@ -32,6 +32,7 @@ class Layout(NamedTuple):
         entry: whether the handle is opened before the loss sees it.
         padded: the dims that are padded where they are split, each with its natural size.
         varies: axes, beyond those of the batch, whose devices use the leaf on different data: its gradient is partial.
+        rows: the natural row of each row of dim 0 as it is held, with -1 for one of zeros; () for the natural order.
     """
 
     rest: PartitionSpec
@@ -42,6 +43,15 @@ class Layout(NamedTuple):
     entry: bool = False
     padded: Sizes = ()
     varies: tuple[str, ...] = ()
+    rows: Rows = ()
+
+    def at_rest(self) -> Held:
+        """How the state holds the leaf, rows and all."""
+        return Held(self.rest, self.rows)
+
+    def in_update(self) -> Held:
+        """How the update holds it, rows and all."""
+        return Held(self.update, self.rows)
 
     def padding(self, spec: PartitionSpec) -> Sizes:
         """The dims that are padded in this one of the layouts."""
@@ -66,7 +76,8 @@ class Placement(NamedTuple):
     """A strategy's answer for a leaf: the dim that it splits, and in which of the three layouts.
 
     `handle` has the leaf travel behind a handle, whose gradient leaves the GradFn split: "loss" for one that the loss
-    opens, "entry" for one that is opened before the loss sees it. `pad` has a dim that does not divide padded.
+    opens, "entry" for one that is opened before the loss sees it. `pad` has a dim that does not divide padded. `rows`
+    is the order in which dim 0 is held, as in `Layout`, and `note` what a description adds of it.
     """
 
     dim: int
@@ -75,6 +86,8 @@ class Placement(NamedTuple):
     update: bool
     handle: Literal["loss", "entry"] | None = None
     pad: bool = False
+    rows: Rows = ()
+    note: str = ""
 
 
 class Strategy(NamedTuple):
@@ -156,6 +169,7 @@ class Plan(NamedTuple):
             yield s, place
             if not isinstance(place, str):
                 spec = PartitionSpec(*([None] * place.dim), s.axes)
+                left = in_rows(left, place.rows)
                 left = local_shape(padded_shape(left, spec, mesh) if place.pad else left, spec, mesh)
                 split |= {place.dim}
 
@@ -170,11 +184,13 @@ class Plan(NamedTuple):
         kinds = ("rest", "seen", "update", "grad", "opens")
         entries: dict[str, list[tuple[str, ...]]] = {name: [()] * len(shape) for name in kinds}
         handles, varies = set(), []
+        rows: Rows = ()
         for s, place in self.placed(path, x, mesh):
             if isinstance(place, str):
                 varies += [axis for axis in s.axes if s.varies and mesh.shape[axis] > 1]
                 continue
             handles |= {place.handle} - {None}
+            rows = rows or place.rows
             used = {name: getattr(place, name) for name in Layout._fields[:3]}
             used |= {"grad": place.seen or place.handle, "opens": place.rest and place.handle}
             for name in kinds:
@@ -186,10 +202,10 @@ class Plan(NamedTuple):
             if entries["opens"][dim]:
                 entries["opens"][dim] = tuple(a for a in entries["rest"][dim] if a not in entries["seen"][dim])
         specs = {name: canonical(PartitionSpec(*axes)) for name, axes in entries.items()}
-        sizes = padding(shape, specs["update"], mesh)
+        sizes = padding(in_rows(shape, rows), specs["update"], mesh)
         if not handles:
-            return Layout(specs["rest"], specs["seen"], specs["update"], padded=sizes, varies=tuple(varies))
-        return Layout(**specs, entry=handles == {"entry"}, padded=sizes, varies=tuple(varies))
+            return Layout(specs["rest"], specs["seen"], specs["update"], padded=sizes, varies=tuple(varies), rows=rows)
+        return Layout(**specs, entry=handles == {"entry"}, padded=sizes, varies=tuple(varies), rows=rows)
 
     def check(self, mesh: Mesh) -> None:
         """Refuses a plan that uses an axis which the mesh does not have."""
@@ -246,3 +262,8 @@ def chain(*plans: Plan) -> Plan:
 def map_layouts(fn: Callable[..., Any], layouts: Any, *trees: Any) -> Any:
     """`jax.tree.map` with each Layout as a leaf."""
     return jax.tree.map(fn, layouts, *trees, is_leaf=lambda x: isinstance(x, Layout))
+
+
+def in_rows(shape: tuple[int, ...], rows: Rows) -> tuple[int, ...]:
+    """The shape of a leaf with its rows as they are held."""
+    return (len(rows), *shape[1:]) if rows else shape

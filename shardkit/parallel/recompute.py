@@ -16,11 +16,13 @@ import jax.numpy as jnp
 
 from shardkit import _compat
 from shardkit._check import quoted
-from shardkit.collectives._sums import wide_zeros
+from shardkit.collectives._sums import DOT, wide_zeros
 
 POLICIES: dict[str, Any] = {
     "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.save_only_these_names(DOT)
+    ),
     "dots_without_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
 Remat = str | tuple[str, ...] | Callable[..., Any] | None

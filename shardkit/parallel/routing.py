@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardkit._check import Axis, bound
 from shardkit._compat import varying_axes
 from shardkit.collectives import all_reduce
 from shardkit.parallel.gradient import Mean
@@ -108,21 +109,28 @@ def route(
     return Routing(expert_Nk, gate_Nk, position_Nk, kept_Nk if capacity is None else kept_Nk & (position_Nk < capacity))
 
 
-def routing_stats(logits_NE: jax.Array, routing: Routing, weights_N: jax.Array | None = None) -> RoutingStats:
+def routing_stats(
+    logits_NE: jax.Array, routing: Routing, weights_N: jax.Array | None = None, stage: Axis | None = None
+) -> RoutingStats:
     """How evenly the tokens are spread, and the losses that keep them so, over the tokens of all devices.
 
     The sums are over exactly the axes over which the tokens vary, so the losses are the same on every mesh; with
-    accumulation they are those of each microbatch. A term `coefficient * stats.balance_loss` belongs to a mean as
-    `Mean(mean.total + coefficient * stats.balance_loss * mean.weight, mean.weight)`.
+    accumulation and in a pipeline they are those of each microbatch. A term `coefficient * stats.balance_loss` belongs
+    to a mean as `Mean(mean.total + coefficient * stats.balance_loss * mean.weight, mean.weight)`.
 
     Layout: `logits[N_a, E] -> losses[], load[E]`
     Args:
         logits_NE: what the router said.
         routing: what `route` made of it.
         weights_N: the weight of each token; None: 1.
+        stage: in a stage of a pipeline, its axis. Devices along it are at other microbatches, and nothing is summed
+            over it.
 
     Returns:
         RoutingStats.
+
+    Raises:
+        ValueError: an unbound axis.
 
     Cost: one all_reduce of 8 (E + 1) bytes, and one in the backward pass.
 
@@ -141,7 +149,7 @@ def routing_stats(logits_NE: jax.Array, routing: Routing, weights_N: jax.Array |
         jnp.ones((N, 1)),
     ]
     sums = jnp.sum(jnp.concatenate(per_token, axis=1) * weights_N[:, None], axis=0)
-    axes = tuple(sorted(varying_axes(sums)))
+    axes = tuple(sorted(varying_axes(sums).difference(() if stage is None else bound("routing_stats", stage))))
     sums = all_reduce(sums, axes) if axes else sums
     # where there is no token at all, 0 and not NaN
     sums = sums / jnp.maximum(sums[-1], jnp.finfo(jnp.float32).tiny)

@@ -68,3 +68,8 @@ def dim_chooser(name: str, axes: tuple[str, ...], rules: DimRules) -> ChooseDim:
         return dims[0] if dims else None
 
     return choose
+
+
+def inside(path: str, subtrees: tuple[str, ...]) -> bool:
+    """Whether a leaf stands in one of the named subtrees."""
+    return any(path == name or path.startswith(name + ".") for name in subtrees)

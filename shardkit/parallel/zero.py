@@ -25,7 +25,7 @@ from typing import Literal, get_args
 
 from shardkit._check import Axis, axis_names, named
 from shardkit.parallel.plan import Leaf, Placement, Plan, strategy
-from shardkit.parallel.rules import DimRules, dim_chooser
+from shardkit.parallel.rules import DimRules, dim_chooser, inside
 
 MIN_SIZE = 1024
 Handled = Literal["loss", "entry"] | None
@@ -112,7 +112,7 @@ def zero2(
         at = choose(leaf)
         if isinstance(at, str):
             return at
-        handle: Handled = "loss" if _inside(leaf.path, layerwise) else "entry"
+        handle: Handled = "loss" if inside(leaf.path, layerwise) else "entry"
         return Placement(at, rest=False, seen=False, update=True, handle=handle, pad=uneven == "pad")
 
     return strategy("zero2", axis, rank=2, batch_dim=0, place=place)
@@ -162,7 +162,7 @@ def fsdp(
         at = choose(leaf)
         if isinstance(at, str):
             return at
-        handle: Handled = "loss" if _inside(leaf.path, layerwise) else None
+        handle: Handled = "loss" if inside(leaf.path, layerwise) else None
         return Placement(at, rest=True, seen=False, update=True, handle=handle, pad=uneven == "pad")
 
     return strategy("fsdp", axis, rank=1, batch_dim=0, place=place)
@@ -183,7 +183,7 @@ def _chooser(
 
     def choose(leaf: Leaf) -> int | str:
         size = math.prod(leaf.shape)
-        first = 1 if _inside(leaf.path, layerwise) else 0  # the dim that scan takes off
+        first = 1 if inside(leaf.path, layerwise) else 0  # the dim that scan takes off
         if leaf.ways == 1:
             return "the axis has one device"
         if not leaf.shape:
@@ -220,7 +220,3 @@ def _chooser(
         return at
 
     return choose
-
-
-def _inside(path: str, subtrees: tuple[str, ...]) -> bool:
-    return any(path == name or path.startswith(name + ".") for name in subtrees)

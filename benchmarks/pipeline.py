@@ -1,0 +1,171 @@
+"""A pipelined step beside a GPipe scan written the tutorial way, and what the TPU compiler holds for it.
+
+CPU: eight stages of residual feed-forward layers; the baseline scans m + p - 1 ticks forward, every device computing
+its stage at every tick, and lets autodiff run the scan backward. `--memory` compiles for TPU v5e:2x4 instead, without
+one: 8 stages, bfloat16, 32 MiB of stage input, and prints the temporary memory of each form.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from benchmarks import harness
+from shardkit.layout import table
+
+STAGES = 8
+SCHEDULES = {
+    "lockstep": lambda m: sk.schedules.lockstep(STAGES, m),
+    "one_f_one_b": lambda m: sk.schedules.one_f_one_b(STAGES, m),
+    "zero_bubble_h1": lambda m: sk.schedules.zero_bubble_h1(STAGES, m),
+}
+SPECS = {"layers": P("stage"), "table": P(), "scale": P()}
+VOCABULARY = 64
+
+
+def params_of(layers: int, dim: int, hidden: int, dtype: Any = jnp.float32) -> Any:
+    """A stack of residual feed-forward layers, a table of tokens, and the head's scale."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) * shape[-2] ** -0.5, dtype)  # noqa: E731
+    return {
+        "layers": {"up": draw(layers, dim, hidden), "down": draw(layers, hidden, dim)},
+        "table": draw(VOCABULARY, dim),
+        "scale": jnp.ones((), dtype),
+    }
+
+
+def embed(shared: Any, batch: Any, keys: Any) -> jax.Array:
+    """A row of the table for each token."""
+    return shared["table"][batch["tokens"]]
+
+
+def stage(layers: Any, x: jax.Array, keys: Any) -> jax.Array:
+    """Residual feed-forward layers."""
+
+    def layer(x: jax.Array, w: Any) -> Any:
+        return x + jax.nn.gelu(x @ w["up"]) @ w["down"], None
+
+    return lax.scan(layer, x, layers)[0]
+
+
+def head(shared: Any, x: jax.Array, batch: Any) -> sk.Mean:
+    """The mean square, times a parameter."""
+    y = (x * shared["scale"]).astype(jnp.float32)
+    return sk.Mean(jnp.sum(y * y), jnp.float32(x.size))
+
+
+def tutorial(microbatches: int, remat: bool) -> Callable[..., Any]:
+    """GPipe as tutorials write it: one scan, differentiated; every tick computes on every device."""
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        d, last = lax.axis_index("stage"), STAGES - 1
+        xs = embed(params, batch, None)
+        size, xs = xs.size, xs.reshape(microbatches, -1, xs.shape[-1])
+        run = jax.checkpoint(stage, static_argnums=2) if remat else stage
+
+        def tick(state: Any, t: jax.Array) -> Any:
+            x, total = state
+            x = jnp.where(d == 0, xs[jnp.minimum(t, microbatches - 1)], x)
+            y = run(params["layers"], x, None)
+            here = head(params, y, batch).total
+            total = total + jnp.where((d == last) & (t >= last), here, 0.0)
+            return (lax.ppermute(y, "stage", [(i, i + 1) for i in range(last)]), total), None
+
+        zero = lax.pcast((jnp.zeros(xs.shape[1:], xs.dtype), jnp.float32(0)), "stage", to="varying")
+        (_, total), _ = lax.scan(tick, zero, jnp.arange(microbatches + last))
+        return lax.psum(total, "stage") / size
+
+    return loss
+
+
+def steps(mesh: Any, microbatches: int, only: Sequence[str] = ()) -> dict[str, Callable[..., Any]]:
+    """`(params, batch) -> (loss, gradients)` of every form, or of some; the first is the baseline."""
+    forms: dict[str, Callable[..., Any]] = {}
+    for remat in (False, True):
+        whole = jax.shard_map(tutorial(microbatches, remat), mesh=mesh, in_specs=(SPECS, P()), out_specs=P())
+        forms[f"scan GPipe{', remat' * remat}"] = jax.value_and_grad(whole)
+    for name, make in SCHEDULES.items():
+        for mode in ("masked", "branch"):
+            for recompute in (True, False):
+                schedule = make(microbatches)
+                grad_fn = sk.pipeline_value_and_grad(
+                    embed, stage, head, schedule, "stage", mode=mode, recompute=recompute
+                )
+
+                def step(params: Any, batch: Any, grad_fn: Any = grad_fn) -> Any:
+                    mean, _, grads = grad_fn(params, batch, None)
+                    shared = {name: grads[name] for name in ("table", "scale")}
+                    mean, shared = sk.all_reduce((mean, shared), "stage")
+                    return mean.total / mean.weight, jax.tree.map(lambda g: g / mean.weight, grads | shared)
+
+                form = f"{name}, {mode}, {'recompute' if recompute else 'saved'}"
+                forms[form] = jax.shard_map(step, mesh=mesh, in_specs=(SPECS, P()), out_specs=(P(), SPECS))
+    return {name: forms[name] for name in only or forms}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures every form on simulated devices, or compiles them for a TPU."""
+    options = harness.start(__doc__, argv, devices=STAGES, memory="compile for TPU v5e:2x4 and print memory")
+    if options.memory:
+        return memory(smoke=options.smoke)
+    dim, rows = (8, 2) if options.smoke else (256, 64)
+    mesh = sk.make_mesh(stage=STAGES)
+    params = sk.shard(params_of(2 * STAGES, dim, 4 * dim), mesh, SPECS)
+    for microbatches in (4,) if options.smoke else (8, 16, 32):
+        tokens = np.random.default_rng(1).integers(0, VOCABULARY, rows * microbatches).astype(np.int32)
+        batch = {"tokens": jax.device_put(tokens, NamedSharding(mesh, P()))}
+
+        zero = jax.device_put(jnp.float32(0), NamedSharding(mesh, P()))
+        variants = [
+            harness.Variant(name, lambda carry, *args, step=step: (carry, step(*args)), zero, (params, batch))
+            for name, step in steps(mesh, microbatches).items()
+        ]
+        records = harness.measure(
+            "pipeline",
+            f"{microbatches} microbatches",
+            variants,
+            mode="dispatched",
+            calls=options.calls or 2,
+            rounds=options.rounds or (1 if options.smoke else 10),
+            donate=False,
+        )
+        harness.report(records, options.json)
+
+
+def memory(smoke: bool) -> None:
+    """Temporary memory and compile time of each form, by the TPU's own compiler; runs nothing."""
+    mesh = sk.abstract_mesh(stage=STAGES)
+    rows, dim = (64, 128) if smoke else (16384, 1024)
+    forms = ("scan GPipe, remat", "lockstep, masked, recompute", "one_f_one_b, branch, recompute")
+    lines = [("form", "microbatches", "temp MiB", "compile s")]
+    for microbatches in (4, 8) if smoke else (8, 16, 64):
+        for name, step in steps(mesh, microbatches, forms).items():
+            shapes = jax.eval_shape(lambda: params_of(STAGES, dim, dim, jnp.bfloat16))
+            placed = jax.tree.map(
+                lambda spec, tree: jax.tree.map(
+                    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), tree
+                ),
+                SPECS,
+                shapes,
+                is_leaf=lambda x: isinstance(x, P),
+            )
+            tokens = jax.ShapeDtypeStruct((rows * microbatches,), jnp.int32, sharding=NamedSharding(mesh, P()))
+            begin = time.perf_counter()
+            compiled = sk.aot.compile(jax.jit(step), (placed, {"tokens": tokens}), topology="v5e:2x4")
+            seconds = time.perf_counter() - begin
+            lines.append((name, str(microbatches), f"{compiled.memory.temp / 2**20:,.0f}", f"{seconds:.1f}"))
+            print(*lines[-1], flush=True)
+    print(table(lines))
+
+
+if __name__ == "__main__":
+    main()
