@@ -431,3 +431,12 @@ def test_pp_names_its_axis():
         "pp: axis must be a mesh axis name or a tuple of names; got 3. Pass for example axis='data' or "
         "axis=('data', 'model')."
     )
+
+
+def test_description_says_how_often_a_stage_gathers_its_weights():
+    mesh = sk.make_mesh(stage=2, fsdp=4)
+    params = {"layers": {"weight": jnp.zeros((4, 8, 8))}, "out": jnp.zeros((8, 8))}
+    for layerwise, how in ((("layers",), "at every tick, forward and backward"), ((), "once a step")):
+        plan = sk.chain(sk.pp("stage"), sk.fsdp("fsdp", min_size=1, layerwise=layerwise))
+        (line,) = [line for line in sk.describe(plan, params, mesh).splitlines() if line.startswith("layers.weight")]
+        assert line.endswith(f"pp('stage') splits dim 0; fsdp('fsdp') splits dim 1, gathered {how}")

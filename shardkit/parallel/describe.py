@@ -40,7 +40,9 @@ def describe_plan(plan: Plan, params: Any, mesh: Mesh | None) -> str:
         sizes = [_bytes(stored, spec, mesh, x) for spec in (layout.rest, layout.update)]
         longer = padded_shape(stored, layout.update, mesh)
         pads = {dim: f", padded from {size} to {longer[dim]}" for dim, size in layout.padded}
-        reasons = [_reason(s, place, pads) for s, place in plan.placed(name, x, mesh)]
+        placed = list(plan.placed(name, x, mesh))
+        staged = any(s.name.startswith("pp(") and isinstance(place, Placement) for s, place in placed)
+        reasons = [_reason(s, place, pads, staged) for s, place in placed]
         why = "; ".join(reasons) or "no strategy splits leaves"
         held, updated = held + sizes[0], updated + sizes[1]
         specs = [str(tuple(spec)) if tuple(spec) else "whole" for spec in (layout.rest, layout.update)]
@@ -53,10 +55,15 @@ def _is_layout(x: Any) -> bool:
     return hasattr(x, "rest")
 
 
-def _reason(s: Strategy, place: Placement | str, pads: dict[int, str]) -> str:
+def _reason(s: Strategy, place: Placement | str, pads: dict[int, str], staged: bool) -> str:
     if isinstance(place, str):
         return f"{s.name}: {place}"
-    return f"{s.name} splits dim {place.dim}{pads.pop(place.dim, '')}{place.note}{_TRAVELS[place.handle]}"
+    travels = _TRAVELS[place.handle]
+    if staged and place.rest and not place.seen:  # inside a pipeline it matters how often
+        travels = (
+            ", gathered at every tick, forward and backward" if place.handle == "loss" else ", gathered once a step"
+        )
+    return f"{s.name} splits dim {place.dim}{pads.pop(place.dim, '')}{place.note}{travels}"
 
 
 def _bytes(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh, x: Any) -> int:

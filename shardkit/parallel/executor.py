@@ -194,7 +194,7 @@ class Executor:
             last = (at["backward_stage"] == self.last) & (on > 0)
             go_on = lambda: (sums.means, sums.shared, waiting)  # noqa: E731
             means, shared, dy = self._choose(last, finish, go_on, p.head_backward)
-            layers, kept = sums.layers, []
+            layers, kept = sums.layers, list[jax.Array]()
             if splits is None:
                 grads, dx = p.backward(given, residuals, dy)
                 layers = self._added(layers, grads, at["backward_chunk"], on > 0)

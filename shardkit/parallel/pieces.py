@@ -216,12 +216,11 @@ class Pieces:
         return jax.tree.map(_alike, jax.tree.leaves(x), self.x)
 
     def _check(self, x: Any, y: Any) -> None:
-        same = jax.tree.structure(x) == jax.tree.structure(y) and all(
-            (a.shape, a.dtype) == (b.shape, b.dtype)
-            for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
+        was, became = (
+            {path: kind(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)} for tree in (x, y)
         )
-        if not same:
-            kinds = [", ".join(map(kind, jax.tree.leaves(tree))) for tree in (x, y)]
+        if was != became:
+            kinds = [", ".join(each.values()) for each in (was, became)]
             raise ValueError(
                 f"{self._model.where}: a stage must return what it was given, in shape and dtype; it was given "
                 f"{kinds[0]} and returned {kinds[1]}. Pad to a common width, or leave the change to embed and head."
