@@ -1,4 +1,5 @@
-# make train: a fresh clone trains. make test: the whole suite. Both create what they need.
+# make train: a fresh clone trains. make test: the suite, but for the rows that only make test-deep runs. Both create what
+# they need.
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
@@ -14,11 +15,11 @@ test: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n $(WORKERS) -q
+	$(BIN)/python -m pytest -n $(WORKERS) -q -m "not sweep"
 
 # What runs on every interpreter: the suite without the tests marked slow.
 test-fast: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(WORKERS) -q -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) -q -m "not slow and not sweep"
 
 test-deep: $(VENV)/.test
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -n $(WORKERS) -q

@@ -204,8 +204,8 @@ def _mesh_model(name: str, config: transformer.Config) -> ModelRow:
 MESH_MODELS = [_mesh_model(*item) for item in MESH_CONFIGS.items()]
 
 
-def mesh_rows(model: str) -> list[PlanRow]:
-    """Every mesh of eight devices over the axes that a model can use, with every way to use `model`.
+def mesh_rows(model: str, devices: int = 8) -> list[PlanRow]:
+    """Every mesh of so many devices over the axes that a model can use, with every way to use `model`.
 
     The forms of the gathered matmuls take turns, so that each meets every other axis.
     """
@@ -214,7 +214,7 @@ def mesh_rows(model: str) -> list[PlanRow]:
     rows = []
     for exponents in itertools.product(range(4), repeat=len(names)):
         sizes = {name: 2**e for name, e in zip(names, exponents, strict=True)}
-        if sum(exponents) != 3 or (model == "experts" and sizes["expert"] == 1):
+        if 2 ** sum(exponents) != devices or (model == "experts" and sizes["expert"] == 1):
             continue
         for sequence in (False, True) if sizes["model"] > 1 else (False,):
             rows.append(

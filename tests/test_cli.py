@@ -92,7 +92,7 @@ def test_interrupting_ends_with_a_summary(corpus):
         (
             ["dta=8"],
             "error: train: the axis must be one of 'data', 'fsdp', 'zero1', 'zero2', 'context', 'ulysses', 'expert', "
-            "'model'; got 'dta'. Use one of them.",
+            "'stage', 'model'; got 'dta'. Use one of them.",
         ),
         (
             ["data=2", "data=4"],

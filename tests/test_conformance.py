@@ -56,8 +56,8 @@ def cases():
             yield pytest.param(row, model, id=f"{row.name}-{model.name}".replace(" ", "_"))
 
 
-def built(row, model, optimizer, **options):
-    grad_fn = sk.value_and_grad(model.loss(row.model_axis))
+def built(row, model, optimizer, grad_fn=None, **options):
+    grad_fn = grad_fn or sk.value_and_grad(model.loss(row.model_axis))
     mesh = conformance.make_mesh(row)
     return sk.make_train_step(grad_fn, OPTIMIZERS[optimizer](), mesh=mesh, plan=row.plan(), **options)
 

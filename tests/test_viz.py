@@ -201,3 +201,8 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):
     assert str(error.value) == (
         "viz: pictures need matplotlib, which is not installed. Install it with: pip install 'shardkit[viz]'"
     )
+
+
+def test_a_notebook_shows_the_figure():
+    schedule = schedules.gpipe(2, 2)
+    assert viz.figure(schedule, schedule.simulate())._repr_png_().startswith(b"\x89PNG")

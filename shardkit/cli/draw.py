@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 from rich.console import Console
 
-from shardkit import schedules, viz
-from shardkit.cost import _check
+from shardkit import viz
+from shardkit.cli.pipelines import named, read
 from shardkit.schedules import Schedule
-
-_PLAIN = {
-    build.__name__: build
-    for build in (
-        schedules.gpipe,
-        schedules.one_f_one_b,
-        schedules.zero_bubble_h1,
-        schedules.zero_bubble_v,
-        schedules.dualpipe_v,
-    )
-}
-_CHUNKED = {build.__name__: build for build in (schedules.interleaved, schedules.breadth_first, schedules.lockstep)}
-_OTHER_NAMES = {"1f1b": "one_f_one_b", "zb_h1": "zero_bubble_h1", "zb_v": "zero_bubble_v"}
 
 
 @dataclass(frozen=True)
@@ -82,27 +69,13 @@ def _built(o: Options) -> Schedule:
             "draw: a schedule must be given by --schedule, --stages and --microbatches or by --csv; got "
             f"{_given(o) or 'none of them'}. Write for example --schedule lockstep --stages 4 --microbatches 8."
         )
-    name = _check.spelled("draw", "schedule", o.schedule, (*_PLAIN, *_CHUNKED), _OTHER_NAMES)
-    if name in _CHUNKED:
-        return _CHUNKED[name](o.stages, o.microbatches, 1 if o.chunks is None else o.chunks)
-    if o.chunks is not None:
-        raise ValueError(
-            f"draw: schedule {name!r} does not take chunks; got {o.chunks}. Leave --chunks out, or choose "
-            "'interleaved', 'breadth_first' or 'lockstep'."
-        )
-    return _PLAIN[name](o.stages, o.microbatches)
+    return named("draw", o.schedule, o.stages, o.microbatches, o.chunks)
 
 
 def _read(o: Options, file: Path) -> Schedule:
     if given := _given(o):
         raise ValueError(f"draw: the file of --csv holds the whole schedule; got {given} too. Leave that out.")
-    try:
-        text = file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"draw: {file} is no text that can be read ({type(error).__name__}). Pass a file that --to-csv wrote."
-        ) from error
-    return replace(Schedule.from_csv(text), name=file.stem)
+    return read("draw", file)
 
 
 def _given(o: Options) -> str:

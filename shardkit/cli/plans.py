@@ -18,6 +18,7 @@ _PLANS: dict[str, Callable[[str], sk.Plan]] = {
     "context": sk.cp,
     "ulysses": sk.cp,
     "expert": sk.ep,
+    "stage": sk.pp,
 }
 AXES = (*_PLANS, "model")
 
@@ -61,8 +62,7 @@ def plan_of(
     if "model" in sizes:
         rules = transformer.tensor_rules(config, "model", sizes["model"])
         plans.append(sk.tp("model", rules, sequence=sequence))
-    has = lambda axis: axis if axis in sizes else None  # noqa: E731
-    axes = transformer.Axes(
-        has("model"), sequence, context=has("context"), ulysses=has("ulysses"), expert=has("expert"), impl=impl
-    )
-    return sk.chain(*plans), axes
+    inside: dict[str, Any] = {
+        axis: axis for axis in ("model", "context", "ulysses", "expert", "stage") if axis in sizes
+    }
+    return sk.chain(*plans), transformer.Axes(**inside, sequence=sequence, impl=impl)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
@@ -19,9 +19,10 @@ import optax
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.text import Text
 
 import shardkit as sk
+from shardkit.cli.curve import Point, picture
+from shardkit.cli.pipelines import functions, pipeline_of, plain_loss
 from shardkit.cli.plans import mesh_words, plan_of
 from shardkit.cli.verify import Differences, verify
 from shardkit.mesh import offer_cpu_devices
@@ -37,7 +38,7 @@ class Options:
     """Train a transformer on bytes of text. The mesh is given as words: data=8, or data=2 fsdp=4.
 
     The axes are data, fsdp, zero1 and zero2 (fsdp and zero2 work layer by layer), model (heads, hidden width and
-    vocabulary), context (tokens, ring attention), ulysses (tokens, attention by heads) and expert.
+    vocabulary), context (tokens, ring attention), ulysses (tokens, attention by heads), expert, and stage (a pipeline).
     """
 
     mesh: tyro.conf.Positional[tuple[str, ...]] = ("data=-1",)
@@ -76,6 +77,17 @@ class Options:
     """Split tokens over the axis model too, between the blocks."""
     impl: Literal["auto", "gather", "ring", "bidirectional"] = "auto"
     """Form of the gathered matmuls, with --sequence."""
+    schedule: str | None = None
+    """With an axis stage: gpipe, one_f_one_b, interleaved, breadth_first, lockstep (the default), zero_bubble_h1,
+    zero_bubble_v, dualpipe_v, or a .csv file such as `shardkit draw --to-csv` writes."""
+    microbatches: int | None = None
+    """Of the pipeline, in a step; by default 4 a stage, or as many of them as divide the examples of a device."""
+    chunks: int | None = None
+    """Stages of the model on each device, for interleaved, breadth_first and lockstep."""
+    mode: Literal["masked", "branch"] = "masked"
+    """Whether devices mask or branch around what is not their own in a tick of the schedule."""
+    recompute: bool = True
+    """Begin a stage's backward pass with its input alone, or hold what it saved for every microbatch in flight."""
     precision: Literal["no", "bf16", "fp16"] = "no"
     """Compute dtype: float32, bfloat16, or float16 with dynamic loss scaling."""
     optimizer: Literal["adamw", "adafactor", "sgd"] = "adamw"
@@ -96,14 +108,6 @@ class Options:
     """Train so many steps on one device with plain jax as well, and print the largest differences."""
     json: Path | None = None
     """Write the results to this file as one JSON object."""
-
-
-class Point(NamedTuple):
-    """One place of the loss curve: step, training loss, and validation loss where it was measured."""
-
-    step: int
-    train_loss: float
-    validation_loss: float | None
 
 
 def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
@@ -127,7 +131,7 @@ def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
         capacity=options.capacity,
     )
     plan, axes = plan_of(mesh.shape, config, sequence=options.sequence, impl=options.impl)
-    run = Run(options, mesh, plan, transformer.loss_fn(config, axes), text)
+    run = Run(options, mesh, plan, axes, config, text)
     state = run.init(lambda key: transformer.init(key, config), jax.random.key(options.seed))
 
     size = sum(x.size for x in jax.tree.leaves(state.params))
@@ -138,11 +142,14 @@ def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     whole = sum(x.nbytes for x in jax.tree.leaves(state) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))
     beside = f" (data parallelism: {whole:,})" if held < 0.99 * whole else ""
     console.print(f"plan: {plan}; {size:,} parameters; {held:,} bytes of state on each device{beside}")
+    if run.pipeline:
+        console.print(f"pipeline: {run.pipeline}")
     console.print(f"text: {text.source}, {text.train.size:,} bytes to train on, {text.validation.size:,} held out")
 
     differences = None
     if options.verify:
-        differences = verify(transformer.loss_fn(config), run.optimizer, run, state, options.verify, options.precision)
+        one_device = plain_loss(config, options, mesh.shape, run.pipeline)
+        differences = verify(one_device, run.optimizer, run, state, options.verify, options.precision)
         console.print(f"verify: {differences}")
     curve, state, seconds, why = _loop(run, state, console)
     return _summary(run, state, curve, seconds, why, differences, console)
@@ -151,11 +158,21 @@ def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
 class Run:
     """What a training run is made of: batches by step, the step, and the validation loss."""
 
-    def __init__(self, options: Options, mesh: jax.sharding.Mesh, plan: sk.Plan, loss_fn: Any, text: text_data.Text):
+    def __init__(
+        self,
+        options: Options,
+        mesh: jax.sharding.Mesh,
+        plan: sk.Plan,
+        axes: transformer.Axes,
+        config: transformer.Config,
+        text: text_data.Text,
+    ):
         self.options, self.text = options, text
+        self.pipeline = pipeline_of(options, mesh.shape)
+        grad_fn, loss_fn = functions(config, axes, self.pipeline)
         self.optimizer = _optimizer(options)
         self.init, self.step = sk.make_train_step(
-            sk.value_and_grad(loss_fn),
+            grad_fn,
             self.optimizer,
             mesh=mesh,
             plan=plan,
@@ -275,6 +292,7 @@ def _summary(
         "verify_loss_difference": differences.loss if differences else None,
         "verify_parameter_difference": differences.parameters if differences else None,
         "mesh": mesh_words(o.mesh),
+        "pipeline": str(run.pipeline) if run.pipeline else None,
         "options": {name: _plain(value) for name, value in asdict(o).items()},
         "curve": [p._asdict() for p in curve],
     }
@@ -282,34 +300,13 @@ def _summary(
         o.json.parent.mkdir(parents=True, exist_ok=True)
         o.json.write_text(json_lib.dumps(results, indent=1) + "\n")
     if len(curve) > 1:
-        console.print(_picture(curve, color=console.color_system is not None))
+        console.print(picture(curve, color=console.color_system is not None))
     console.print(f"{why}: {steps} steps, {seconds:.0f} s, {speed:,.0f} tokens/s")
     if validations:
         console.print(f"validation loss {validations[-1]:.3f} nats per byte on text it has not seen")
     if differences:
         console.print(f"verify: {differences}")
     return 0 if why == "done" else 130 if why.startswith("interrupted") else 3
-
-
-def _picture(curve: list[Point], color: bool) -> Text:
-    import uniplot
-
-    held = [(p.step, p.validation_loss) for p in curve if p.validation_loss is not None]
-    xs, ys = [[p.step for p in curve]], [[p.train_loss for p in curve]]
-    if color and len(held) > 1:  # without colors the two could not be told apart
-        xs.append([step for step, _ in held])
-        ys.append([loss for _, loss in held])
-    picture = uniplot.plot_to_string(
-        xs=xs,
-        ys=ys,
-        lines=True,
-        legend_labels=["training loss", "validation loss"] if len(xs) > 1 else None,
-        title="loss in nats per byte, by step" if len(xs) > 1 else "training loss in nats per byte, by step",
-        width=70,
-        height=14,
-        color=color,
-    )
-    return Text.from_ansi(picture)
 
 
 def _plain(value: Any) -> Any:

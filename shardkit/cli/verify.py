@@ -65,7 +65,7 @@ def verify(loss_fn: Any, optimizer: Any, run: Steps, state: sk.TrainState, steps
         return optax.apply_updates(params, updates), opt_state, loss
 
     here = jax.local_devices()[0]
-    params, key = jax.device_put(jax.device_get(state.params), here), jax.device_put(state.key, here)
+    params, key = jax.device_put(jax.device_get(sk.unpadded(state.params)), here), jax.device_put(state.key, here)
     opt_state = jax.jit(optimizer.init)(params)
     state = jax.tree.map(jnp.copy, state)  # the step donates its argument
     worst = 0.0
@@ -76,7 +76,7 @@ def verify(loss_fn: Any, optimizer: Any, run: Steps, state: sk.TrainState, steps
         params, opt_state, expected = plain_step(params, opt_state, batch, keys)
         state, metrics = run.step(state, batch)
         worst = max(worst, abs(float(metrics["loss"]) - float(expected)) / abs(float(expected)))
-    gaps = jax.tree.map(_relative_gap, state.params, params)
+    gaps = jax.tree.map(_relative_gap, sk.unpadded(state.params), params)
     return Differences(steps, worst, max(jax.tree.leaves(gaps)))
 
 

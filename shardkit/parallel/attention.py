@@ -67,7 +67,9 @@ def _attend_forward(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Autodiff would keep the float32 softmax and multiply float32 gradients; its weights are kept in v's dtype."""
     scores = scores_of(q, k, allowed(q, k, 0 if causal else None, segments, segments), scale)
-    weights = saved_as_dot(jax.nn.softmax(scores, axis=-1).astype(v.dtype))
+    largest = jnp.max(scores, axis=-1, keepdims=True)
+    log_total = largest + jnp.log(jnp.sum(jnp.exp(scores - largest), axis=-1, keepdims=True))
+    weights = saved_as_dot(jnp.exp(scores - log_total).astype(v.dtype))  # a division would need float32 weights first
     y = jnp.einsum("bGRts,bGsK->bGRtK", weights, v, preferred_element_type=dot_dtype(v)).astype(q.dtype)
     return y, (q, k, v, weights, y)
 

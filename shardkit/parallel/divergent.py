@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardkit import _compat
 from shardkit._check import named, quoted
+
+_HERE = Path(__file__).parent
 
 
 class Sent(NamedTuple):
@@ -23,11 +27,16 @@ def collectives(jaxpr: Any) -> Iterator[Sent]:
         kind = _compat.COLLECTIVES.get(equation.primitive.name)
         if kind:
             axes = equation.params.get("axes") or equation.params["axis_name"]
-            frames = _compat.user_frames(equation)
-            line = "{}:{} ({})".format(*frames[0]) if frames else "an unknown line"
-            yield Sent(kind, (axes,) if isinstance(axes, str) else tuple(axes), line)
+            yield Sent(kind, (axes,) if isinstance(axes, str) else tuple(axes), _line(equation))
         for _, inner in _compat.inner_jaxprs(equation):
             yield from collectives(inner)
+
+
+def _line(equation: Any) -> str:
+    """The innermost line of the user's own piece; where shardkit itself wrote the piece, the innermost of it."""
+    inside = [*takewhile(lambda frame: Path(frame[0]) != _HERE / "pieces.py", _compat.user_frames(equation))]
+    own = [frame for frame in inside if _HERE.parent not in Path(frame[0]).parents] or inside
+    return "{}:{} ({})".format(*own[0]) if own else "an unknown line"
 
 
 def refuse_divergent(where: str, jaxprs: Iterable[Any], axes: tuple[str, ...], remedy: str) -> None:

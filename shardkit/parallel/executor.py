@@ -137,7 +137,7 @@ class Executor:
         results: dict[str, list[jax.Array]] = {}
         if "F" in segment.ops:
             # Not before the forward is over: what the two hold while they compute would add up.
-            state, results["inputs"] = lax.optimization_barrier(self._forward(state, at))
+            state, results["inputs"] = _complete(self._forward(state, at))
         if self.train and {"B", "I"} & set(segment.ops):
             state, results["cotangents"] = self._backward(state, at, segment.ops)
         if "W" in segment.ops and self.split:
@@ -297,6 +297,18 @@ def _arrived(state: State, segment: Segment, moved: list[list[jax.Array]], place
 
 def _plus(sums: Any, more: Any) -> Any:
     return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, more)
+
+
+def _complete(tree: Any) -> Any:
+    """A barrier: what comes after it begins when all of the tree is there."""
+    leaves, structure = jax.tree.flatten(tree)
+    places: dict[frozenset[str], list[int]] = {}
+    for k, leaf in enumerate(leaves):
+        places.setdefault(frozenset(varying_axes(leaf)), []).append(k)
+    for alike in places.values():  # through one barrier all would come to vary over the axes of any
+        for k, leaf in zip(alike, lax.optimization_barrier([leaves[k] for k in alike]), strict=True):
+            leaves[k] = leaf
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _zeros(like: Any, *count: int) -> jax.Array:

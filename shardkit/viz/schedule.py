@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -116,12 +117,21 @@ def figure(schedule: Schedule, timeline: Timeline) -> Figure:
         raise RuntimeError(
             "viz: pictures need matplotlib, which is not installed. Install it with: pip install 'shardkit[viz]'"
         ) from None
+
+    class Picture(Figure):
+        """A figure that notebooks show, which they do of themselves only with pyplot's."""
+
+        def _repr_png_(self) -> bytes:
+            png = BytesIO()
+            self.savefig(png, format="png")
+            return png.getvalue()
+
     shortest = min(end - begin for begin, end in timeline.spans.values() if end > begin)
     width = min(max(timeline.makespan / shortest * _SHORTEST, _NARROW), _WIDE)
     row = min(_ROW, _TALL / schedule.stages)
     above, below = row * schedule.stages, min(row, _CURVE) * schedule.stages
     across, up = _LEFT + width + _RIGHT, _TOP + above + _GAP + below + _BOTTOM
-    picture = Figure(figsize=(across, up), dpi=150)
+    picture = Picture(figsize=(across, up), dpi=150)
     work = picture.add_axes((_LEFT / across, 1 - (_TOP + above) / up, width / across, above / up))
     memory = picture.add_axes((_LEFT / across, _BOTTOM / up, width / across, below / up), sharex=work)
     for axes in (work, memory):

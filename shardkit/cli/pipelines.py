@@ -1,0 +1,161 @@
+"""The words of a pipeline, `--schedule interleaved --chunks 2`, as a schedule and what a training run needs of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+import shardkit as sk
+from shardkit import schedules
+from shardkit._check import quoted
+from shardkit.cost import _check
+from shardkit.models import transformer
+from shardkit.schedules import Schedule
+
+_PLAIN = {
+    build.__name__: build
+    for build in (
+        schedules.gpipe,
+        schedules.one_f_one_b,
+        schedules.zero_bubble_h1,
+        schedules.zero_bubble_v,
+        schedules.dualpipe_v,
+    )
+}
+_CHUNKED = {build.__name__: build for build in (schedules.interleaved, schedules.breadth_first, schedules.lockstep)}
+_OTHER_NAMES = {"1f1b": "one_f_one_b", "zb_h1": "zero_bubble_h1", "zb_v": "zero_bubble_v"}
+# Axes that split the examples of a batch; the others split what belongs to an example.
+_OF_EXAMPLES = ("data", "fsdp", "zero1", "zero2", "expert")
+_A_STAGE = 4
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How a pipeline runs: its schedule, and the options of `pipeline_value_and_grad`."""
+
+    schedule: Schedule
+    mode: Literal["masked", "branch"]
+    recompute: bool
+
+    def __str__(self) -> str:
+        s = self.schedule
+        chunks = f" x {s.chunks} chunks" if s.chunks > 1 else ""
+        bubble = s.simulate(synchronous=True).bubble
+        sizes = f"{s.stages} stages{chunks}, {s.microbatches} microbatches"
+        return f"{s.name}, {sizes}; simulated bubble {bubble:.1%} of the work"
+
+
+def named(where: str, name: str, stages: int, microbatches: int, chunks: int | None) -> Schedule:
+    """The schedule of that name; only some take chunks."""
+    name = _check.spelled(where, "schedule", name, (*_PLAIN, *_CHUNKED), _OTHER_NAMES)
+    if name in _CHUNKED:
+        return _CHUNKED[name](stages, microbatches, 1 if chunks is None else chunks)
+    if chunks is not None:
+        raise ValueError(
+            f"{where}: schedule {name!r} does not take chunks; got {chunks}. Leave --chunks out, or choose "
+            "'interleaved', 'breadth_first' or 'lockstep'."
+        )
+    return _PLAIN[name](stages, microbatches)
+
+
+def read(where: str, file: Path) -> Schedule:
+    """The schedule in a CSV file, under the file's name."""
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{where}: {file} is no text that can be read ({type(error).__name__}). Pass a file that --to-csv wrote."
+        ) from error
+    return replace(Schedule.from_csv(text), name=file.stem)
+
+
+def pipeline_of(options: Any, sizes: Mapping[str, int]) -> Pipeline | None:
+    """The pipeline of a training run, or None where its mesh has no axis "stage".
+
+    Args:
+        options: of `shardkit train`.
+        sizes: the mesh's axes.
+    """
+    o = options
+    words = {"schedule": o.schedule, "microbatches": o.microbatches, "chunks": o.chunks}
+    given = [f"--{word}" for word, value in words.items() if value is not None]
+    given += ["--mode"] * (o.mode != "masked") + ["--no-recompute"] * (not o.recompute)
+    if "stage" not in sizes:
+        if given:
+            raise ValueError(
+                f"train: {given[0]} must go with an axis 'stage'; the axes are {quoted(sizes)}. Add stage=2, or leave "
+                "it out."
+            )
+        return None
+    stages, examples = sizes["stage"], o.batch // (_ways(sizes) * o.accumulate)
+    if o.schedule is not None and o.schedule.endswith(".csv"):
+        wrong = [word for word in given if word in ("--microbatches", "--chunks")]
+        if wrong:
+            raise ValueError(
+                f"train: the file of --schedule holds the whole schedule; got {', '.join(wrong)} too. Leave that out."
+            )
+        schedule = read("train", Path(o.schedule))
+    else:
+        count = _most(examples, stages) if o.microbatches is None else o.microbatches
+        schedule = named("train", o.schedule or "lockstep", stages, count, o.chunks)
+    if schedule.stages != stages:
+        raise ValueError(
+            f"train: the schedule must be for as many stages as axis 'stage' has devices; got {schedule.stages} for "
+            f"{stages} devices. Write stage={schedule.stages}, or pass another schedule."
+        )
+    if examples % schedule.microbatches:
+        raise ValueError(
+            f"train: the microbatches must divide the examples of a device; got {schedule.microbatches} microbatches "
+            f"for {examples} examples. Change --microbatches or --batch."
+        )
+    if o.layers % (stages * schedule.chunks):
+        raise ValueError(
+            f"train: the layers must be divisible by the stages of the model; got {o.layers} layers for {stages} "
+            f"devices with {schedule.chunks} of them each. Change --layers, or use fewer stages or chunks."
+        )
+    return Pipeline(schedule, o.mode, o.recompute)
+
+
+def functions(config: transformer.Config, axes: transformer.Axes, pipeline: Pipeline | None) -> tuple[Any, Any]:
+    """What each device computes in training and in evaluation: a GradFn and a loss."""
+    if pipeline is None or axes.stage is None:
+        loss_fn = transformer.loss_fn(config, axes)
+        return sk.value_and_grad(loss_fn), loss_fn
+    model: Any = (*transformer.pieces(config, axes), pipeline.schedule, axes.stage)
+    how: dict[str, Any] = {"mode": pipeline.mode, "numbered": True}
+    grad_fn = sk.pipeline_value_and_grad(*model, recompute=pipeline.recompute, **how)
+    return transformer.in_order(grad_fn, axes), transformer.in_order(sk.pipeline_loss(*model, **how), axes)
+
+
+def plain_loss(
+    config: transformer.Config, options: Any, sizes: Mapping[str, int], pipeline: Pipeline | None
+) -> Callable[..., Any]:
+    """The loss of one device with the whole batch. With experts it goes through the run's own microbatches.
+
+    A router's losses are those of a microbatch, on all devices together.
+    """
+    count = options.accumulate * (pipeline.schedule.microbatches if pipeline else 1)
+    if not config.experts or count == 1:
+        return transformer.loss_fn(config)
+    loss_fn, ways = transformer.loss_fn(replace(config, microbatches=count)), _ways(sizes)
+
+    def loss(params: Any, batch: Any, keys: jax.Array) -> Any:
+        order = np.arange(options.batch).reshape(ways, count, -1).swapaxes(0, 1).ravel()
+        return loss_fn(params, {name: x[order] for name, x in batch.items()}, keys[order])
+
+    return loss
+
+
+def _ways(sizes: Mapping[str, int]) -> int:
+    return int(np.prod([sizes[axis] for axis in _OF_EXAMPLES if axis in sizes]))
+
+
+def _most(examples: int, stages: int) -> int:
+    """The most microbatches up to four a stage that divide the examples, a multiple of the stages where one does."""
+    counts = [count for count in range(1, _A_STAGE * stages + 1) if examples % count == 0]
+    return max(counts, key=lambda count: (count % stages == 0, count))

@@ -1,0 +1,135 @@
+"""The blocks of the reference transformer: attention, feed-forward, experts, norm and rotary positions.
+
+Each runs on one device and, given `Axes`, inside shard_map. Shapes: b examples, T tokens (t: this device's, where they
+are split), D model, F hidden, H heads, G key/value heads, K head size, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardkit._check import Axis
+from shardkit.collectives import axis_size
+from shardkit.collectives.matmul import Impl
+from shardkit.models.parameters import Config
+from shardkit.parallel.attention import dot_attention
+from shardkit.parallel.context import ring_attention, ulysses_attention
+from shardkit.parallel.expert import moe
+from shardkit.parallel.orders import Order, positions
+from shardkit.parallel.tensor import column_linear, local_groups, row_linear
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The mesh axes over which the model itself communicates; without any it is a model on one device.
+
+    Attributes:
+        model: tensor parallelism: heads, hidden width and vocabulary are split, as `tensor_rules` lays them out.
+        sequence: between blocks, tokens are split over `model` too.
+        context: tokens are split over it, and attention goes round a ring.
+        ulysses: tokens are split over it, and attention splits heads instead; with `context`, inside of it.
+        order: the order of the tokens along `context`; the batch comes in natural order.
+        expert: the experts are split over it.
+        impl: how gathered matmuls are cut up, with `sequence`.
+        stage: the pipeline's, where the layers run as its stages.
+    """
+
+    model: Axis | None = None
+    sequence: bool = False
+    context: Axis | None = None
+    ulysses: Axis | None = None
+    order: Order = "zigzag"
+    expert: Axis | None = None
+    impl: Impl = "auto"
+    stage: Axis | None = None
+
+
+ONE_DEVICE = Axes()
+
+
+def attention(
+    weights: Any,
+    x_btD: jax.Array,
+    config: Config,
+    places_T: jax.Array | None = None,
+    axes: Axes = ONE_DEVICE,
+    segments_bT: jax.Array | None = None,
+) -> jax.Array:
+    """Causal self-attention with rotary positions; each group of H/G heads shares one key/value head."""
+    places_T = jnp.arange(x_btD.shape[1]) if places_T is None else places_T
+    ways, heads = 1 if axes.model is None else axis_size(axes.model), weights["query"].shape[-2]
+    if heads * ways != config.heads:
+        remedy = f"Chain tp({axes.model!r}, tensor_rules(config, {axes.model!r}, {ways})) into the plan."
+        if axes.model is None:
+            remedy = "Pass Axes(model=...) with the axis of the plan's tp."
+        raise ValueError(
+            f"transformer: the {config.heads} query heads must be split over axes.model={axes.model!r}; got {heads} "
+            f"heads on each of {ways} devices. {remedy}"
+        )
+    share: dict[str, Any] = {"sequence": axes.sequence, "impl": axes.impl}
+    key, value = (
+        local_groups(weights[name], axes.model, heads=config.heads, kv_heads=config.groups) for name in ("key", "value")
+    )
+    q_bThK, k_bTgK, v_bTgK = column_linear(x_btD, (weights["query"], key, value), axes.model, **share)
+    q_bThK, k_bTgK = rotate(q_bThK, places_T), rotate(k_bTgK, places_T)
+    along: dict[str, Any]
+    qkv, along = (q_bThK, k_bTgK, v_bTgK), {"segments_bt": segments_bT}
+    if axes.ulysses is not None:
+        order = "contiguous" if axes.context is None else axes.order
+        y_bThK = ulysses_attention(*qkv, axes.ulysses, ring=axes.context, order=order, **along)
+    elif axes.context is not None:
+        y_bThK = ring_attention(*qkv, axes.context, order=axes.order, **along)
+    else:
+        y_bThK = dot_attention(*qkv, **along)
+    return row_linear(y_bThK, weights["attention_out"], axes.model, **share)
+
+
+def mlp(weights: Any, x_btD: jax.Array, axes: Axes = ONE_DEVICE) -> jax.Array:
+    """SwiGLU: silu(x W_gate) * (x W_up), then W_down."""
+    share: dict[str, Any] = {"sequence": axes.sequence, "impl": axes.impl}
+    gate_bTf, up_bTf = column_linear(x_btD, (weights["gate"], weights["up"]), axes.model, **share)
+    return row_linear(jax.nn.silu(gate_bTf) * up_bTf, weights["down"], axes.model, **share)
+
+
+def experts(
+    weights: Any, x_btD: jax.Array, config: Config, axes: Axes = ONE_DEVICE, weights_bt: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A mixture of SwiGLU experts: its answer, the two losses of its router, and the dropped and all choices."""
+
+    def answer(expert: Any, x_SD: jax.Array, dot: Any) -> jax.Array:
+        return dot(jax.nn.silu(dot(x_SD, expert["gate"])) * dot(x_SD, expert["up"]), expert["down"])
+
+    places: dict[str, Any] = {"dropless": True}
+    if config.capacity is not None:
+        places = {"capacity_factor": config.capacity, "group": config.group}
+    route: dict[str, Any] = {"top_k": config.top_k, "weights": weights_bt, "stage": axes.stage} | places
+    y_btD, stats = moe(x_btD, weights["router"], weights["experts"], answer, axes.expert, **route)
+    return y_btD, jnp.stack([stats.balance_loss, stats.z_loss]), jnp.stack(stats.dropped)
+
+
+def rms_norm(x_bTD: jax.Array, gain_D: jax.Array) -> jax.Array:
+    """x / sqrt(mean(x^2) + 1e-6) times a gain; the statistics are float32."""
+    wide = x_bTD.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
+    return (wide * scale).astype(x_bTD.dtype) * gain_D[None, None, :]
+
+
+def rotate(x_bTHK: jax.Array, places_T: jax.Array) -> jax.Array:
+    """Rotary positions (Su et al., 2021): pairs of features turn by an angle that grows with the token's place."""
+    K = x_bTHK.shape[-1]
+    rates = 10_000.0 ** (-jnp.arange(0, K, 2, dtype=jnp.float32) / K)
+    angles = places_T.astype(jnp.float32)[:, None] * rates[None, :]
+    cos, sin = jnp.cos(angles)[None, :, None, :], jnp.sin(angles)[None, :, None, :]
+    a, b = jnp.split(x_bTHK.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x_bTHK.dtype)
+
+
+def token_places(tokens: int, axes: Axes) -> jax.Array:
+    """Where this device's tokens stand in the sequence, [T]."""
+    if axes.context is not None:
+        return positions(tokens, axes.context, order=axes.order, ulysses=axes.ulysses)
+    return jnp.arange(tokens, dtype=jnp.int32) if axes.ulysses is None else positions(tokens, axes.ulysses)
