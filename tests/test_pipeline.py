@@ -191,7 +191,7 @@ def test_what_is_not_its_own_leaves_no_trace(name):
     check(make(name, 3, 4, 2), mode="masked", recompute=NAMES.index(name) % 2 == 0)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form['mode']}-{form['recompute']}")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_form_of_every_schedule(name, form):  # proves S80, F35, F36, F37, F38, F42

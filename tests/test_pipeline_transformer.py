@@ -68,13 +68,17 @@ def functions(row, config, schedule, **options):
 
 
 def cases(rest):
-    """The schedules take turns, so that each meets every other axis; so do what the backward pass begins with."""
+    """The schedules take turns, so that each meets every other axis; so do what the backward pass begins with.
+
+    Some rows are in the fast part, `rest` marks a third of the others, and the remaining ones are for make test-deep.
+    """
+    marked = itertools.cycle((rest, pytest.mark.sweep, pytest.mark.sweep))
     for name in CONFIGS:
         turns = {2: itertools.cycle([*ONE_CHUNK, *TWO_CHUNKS]), 4: itertools.cycle(ONE_CHUNK)}
         saved = itertools.cycle((True, True, False))
         for stages in (2, 4):
             for row in (pipelined(row, stages) for row in mesh_rows(name, 8 // stages)):
-                marks = () if any(row.name.startswith(few) for few in FEW) else (rest,)
+                marks = () if any(row.name.startswith(few) for few in FEW) else (next(marked),)
                 schedule = next(turns[stages])(stages, MICROBATCHES)
                 label = f"{name}-{row.name}-{schedule.name}".replace(" ", "_").replace("=", "")
                 yield pytest.param(name, row, schedule, next(saved), id=label, marks=marks)
