@@ -216,6 +216,7 @@ def test_experts_smoke():
     assert "capacity 1.25: 3 all_to_alls, 0.41 MiB sent a device" in done.stdout
 
 
+@pytest.mark.slow
 def test_partitioner_smoke(tmp_path):
     file = tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "benchmarks.partitioner", "--smoke", "--json", str(file)]

@@ -37,10 +37,13 @@ def lenient(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
 OPTIMIZERS = {
     "sgd": lambda: recording_sgd(0.5),
     "adamw": lambda: lenient(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3))),
+    # With its usual epsilon, 1e-8, Adam makes much of the rounding of a small gradient: of layers as deep as four, one
+    # device summing in microbatches is then 3e-5 off itself.
+    "calm adamw": lambda: lenient(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3, eps=1e-6))),
     "adafactor": lambda: lenient(optax.adafactor(1e-2, min_dim_size_to_factor=4)),
 }
 # Adam divides a leaf whose true gradient is zero by its own rounding noise: it may move by the rate in every step.
-ZERO_LEAF = {"sgd": 1e-6, "adamw": 3 * 1e-3, "adafactor": 3 * 1e-2}
+ZERO_LEAF = {"sgd": 1e-6, "adamw": 3 * 1e-3, "calm adamw": 3 * 1e-3, "adafactor": 3 * 1e-2}
 
 
 @cache
@@ -94,7 +97,7 @@ def test_loss_gradients_and_one_sgd_step_equal_one_device(row, model):
 
 # proves S92, F53, F55
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adafactor", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(("row", "model"), list(cases()))
 def test_three_optimizer_steps_equal_one_device(row, model, optimizer):
     check(row, model, optimizer, 3)

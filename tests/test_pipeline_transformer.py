@@ -96,7 +96,7 @@ def test_loss_metrics_and_gradients_equal_one_device(name, row, schedule, recomp
 @pytest.mark.parametrize(("name", "row", "schedule", "recompute"), list(cases(pytest.mark.sweep)))
 def test_three_adamw_steps_equal_one_device(name, row, schedule, recompute):
     grad_fn, _ = functions(row, CONFIGS[name], schedule, recompute=recompute)
-    check(row, one_device(name, ways(row)), "adamw", 3, grad_fn=grad_fn)
+    check(row, one_device(name, ways(row)), "calm adamw", 3, grad_fn=grad_fn)
 
 
 ROWS = {row.name: row for name in CONFIGS for row in (pipelined(row, 2) for row in mesh_rows(name, 4))}
