@@ -65,8 +65,9 @@ def pipeline_value_and_grad(
 
     Returns:
         A GradFn `(params, batch, keys, *, scale=1) -> (Mean, aux, gradients)`, whose gradients are float32. Keys are
-            one for each example, cut like the batch, so that dropout is that of
-            the unpipelined model.
+            one for each example, cut like the batch, so that dropout is that of the unpipelined model. Its attribute
+            `stages` tells `make_train_step` where each layer lies: a function that wraps it must keep that, as
+            `functools.wraps` does.
 
     Raises:
         ValueError: an unknown mode, an illegal schedule (with its grid); at trace time a schedule for another number of
