@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import shardkit as sk
-from benchmarks import harness, partitioner, step_overhead
+from benchmarks import harness, partitioner, pipeline, step_overhead
 from benchmarks.harness import Sample, Variant
 from shardkit.models import transformer
 
@@ -271,3 +271,15 @@ def test_large_model_smoke(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("tiny: 0.00B parameters, 4 x 256 tokens a step\nv5e:2x4, mesh fsdp=4, model=2 (jax ")
     assert json.loads(file.read_text())["fits"]
+
+
+@pytest.mark.slow
+def test_pipeline_smoke(tmp_path):
+    file = tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "benchmarks.pipeline", "--smoke", "--json", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {record["row"] for record in records} == {"4 microbatches"}
+    assert len(records) == 2 + len(pipeline.SCHEDULES) * 4
+    assert max(record["disagreement_relative_max"] for record in records) < 1e-5

@@ -36,6 +36,8 @@ def refused(message: str, error: type[Exception] = ValueError) -> Any:
 def test_an_unknown_mode():
     with refused("pipeline_value_and_grad: mode must be 'masked' or 'branch'; got 'fast'. Choose one of them."):
         sk.pipeline_value_and_grad(*PIECES, schedules.gpipe(2, 2), "stage", mode="fast")
+    with refused("pipeline_loss: mode must be 'masked' or 'branch'; got 'fast'. Choose one of them."):
+        sk.pipeline_loss(*PIECES, schedules.gpipe(2, 2), "stage", mode="fast")
 
 
 def test_an_illegal_schedule_comes_with_its_grid():

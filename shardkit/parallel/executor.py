@@ -99,9 +99,8 @@ class Executor:
         )
         means = p.head_backward.out[0] if self.train else p.head.out
         zeros = partial(jax.tree.map, wide_zeros)
-        sums = Sums(zeros(layers), zeros(parts(self.shared)), zeros(means))
-        if not self.train:
-            sums = Sums([], [], sums.means)
+        learned = (layers, parts(self.shared)) if self.train else ([], [])
+        sums = Sums(zeros(learned[0]), zeros(learned[1]), zeros(means))
         inputs, saved, cotangents, kept = ([_zeros(leaf, count + 1) for leaf in leaves] for count, leaves in buffers)
         state = State(inputs, saved, cotangents, kept, sums)
         mine = lax.dynamic_index_in_dim(jnp.asarray(self.table.rows), device, 1, keepdims=False)

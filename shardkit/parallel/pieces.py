@@ -73,7 +73,7 @@ class Frozen:
         flat = _compat.eval_jaxpr(self.jaxpr, self._constants, *jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(self.out), flat)
 
-    @property
+    @cached_property
     def silent(self) -> bool:
         """Whether it sends nothing, so that a device may leave it out."""
         return next(collectives(self.jaxpr), None) is None

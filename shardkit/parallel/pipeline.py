@@ -76,17 +76,14 @@ def pipeline_value_and_grad(
 
     Cost: what the table says: at every tick of a segment each of its moves sends the activations, or their gradients,
         once, in their own dtype. Shared leaves are summed once a step over `axis`. Time is that of
-        `schedule.simulate(..., synchronous=True)`, memory that of `schedule.slots()`, whatever the microbatches.
+        `schedule.simulate(..., synchronous=True)`; what waits for its turn lies in as many places as `schedule.slots()`
+        says, which only those of gpipe and breadth_first grow with the microbatches.
 
     Source: Huang et al., GPipe (arXiv:1811.06965); Narayanan et al., Megatron-LM (arXiv:2104.04473), section 2.2; Qi et
         al., Zero bubble (arXiv:2401.10241).
     """
-    where = "pipeline_value_and_grad"
-    if mode not in get_args(Mode):
-        raise ValueError(f"{where}: mode must be 'masked' or 'branch'; got {mode!r}. Choose one of them.")
-    schedule.check()
-    stages = Stages.of(schedule, axis, sizes)
-    model = Model(embed, stage, head, numbered, where)
+    model = Model(embed, stage, head, numbered, "pipeline_value_and_grad")
+    stages = _stages(model.where, schedule, axis, mode, sizes)
 
     def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
         opened = with_parts(params, parts(params))  # those handles that the loss is not to see
@@ -124,10 +121,10 @@ def pipeline_loss(
     Raises:
         ValueError: as `pipeline_value_and_grad`.
 
-    Cost: the activations once for every tick but the last.
+    Cost: the activations once at every tick of `schedule.forward()`.
     """
-    stages = Stages.of(schedule, axis, sizes)
     model = Model(embed, stage, head, numbered, "pipeline_loss")
+    stages = _stages(model.where, schedule, axis, mode, sizes)
     forward = schedule.forward()
 
     def loss(params: Any, batch: Any, keys: Any) -> tuple[Mean, dict[str, Mean]]:
@@ -136,6 +133,14 @@ def pipeline_loss(
 
     loss.stages = stages  # type: ignore[attr-defined]
     return loss
+
+
+def _stages(where: str, schedule: Schedule, axis: str, mode: Mode, sizes: tuple[int, ...] | None) -> Stages:
+    """The stages of a legal schedule; refuses another one, and an unknown mode."""
+    if mode not in get_args(Mode):
+        raise ValueError(f"{where}: mode must be 'masked' or 'branch'; got {mode!r}. Choose one of them.")
+    schedule.check()
+    return Stages.of(schedule, axis, sizes)
 
 
 def _run(
@@ -194,7 +199,7 @@ def _run(
         pieces,
         given,
         shared,
-        vary(jnp.asarray(scale, jnp.float32), ()),
+        jnp.asarray(scale, jnp.float32),
         last=p * v - 1,
         axis=live or None,
         wrap=v > 1 and schedule.placement == "loop",

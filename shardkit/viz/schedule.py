@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardkit.schedules import Action, Schedule, Timeline
 from shardkit.viz.colours import GREY, OPS, shade, text_on
@@ -142,18 +142,7 @@ def figure(schedule: Schedule, timeline: Timeline) -> Figure:
     return picture
 
 
-def draw(
-    schedule: Schedule,
-    file: str | Path,
-    *,
-    forward: float = 1,
-    backward: float = 2,
-    input_grad: float | None = None,
-    weight_grad: float | None = None,
-    communication: float = 0,
-    overlapped: float | None = None,
-    synchronous: bool = False,
-) -> None:
+def draw(schedule: Schedule, file: str | Path, **costs: Any) -> None:
     """Simulates a schedule and writes its picture.
 
     Above, a row a device and a box an action: its op is the colour, its chunk the shade (later is lighter), its
@@ -163,7 +152,8 @@ def draw(
     Args:
         schedule: the schedule.
         file: where to write, a .png or .svg; missing directories are made.
-        forward, backward, input_grad, weight_grad, communication, overlapped, synchronous: as for `Schedule.simulate`.
+        **costs: as for `Schedule.simulate`: forward, backward, input_grad, weight_grad, communication, overlapped,
+            synchronous.
 
     Raises:
         ValueError: another kind of file; a cost that `Schedule.simulate` refuses.
@@ -174,15 +164,7 @@ def draw(
         raise ValueError(
             f"viz.draw: the picture must be a .png or .svg file; got {file.name!r}. Choose one of the two."
         )
-    timeline = schedule.simulate(
-        forward,
-        backward,
-        input_grad,
-        weight_grad,
-        communication,
-        overlapped=overlapped,
-        synchronous=synchronous,
-    )
+    timeline = schedule.simulate(**costs)
     picture = figure(schedule, timeline)
     import matplotlib
 
