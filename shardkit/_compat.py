@@ -11,7 +11,9 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax._src import clusters as _clusters
 from jax._src import core as _core
+from jax._src import distributed as _distributed
 from jax._src import hardware_utils as _hardware
 from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
@@ -89,12 +91,39 @@ def leave_out_idle_tpu() -> None:
 
 
 def _idle_tpu_library() -> bool:
-    none = not (
+    return _no_accelerator() and find_spec("libtpu") is not None
+
+
+def _no_accelerator() -> bool:
+    return not (
         _hardware.num_available_tpu_chips_and_device_id()[0]
         or _hardware.has_visible_nvidia_gpu()
         or _hardware.num_available_amd_gpus(stop_at=1)
     )
-    return none and find_spec("libtpu") is not None
+
+
+def cpu_only() -> bool:
+    """Whether jax will find no accelerator, or is told to use none."""
+    chosen = getattr(jax.config, "jax_platforms", None)
+    return chosen == "cpu" if chosen else _no_accelerator()
+
+
+def detect_cluster(timeout: int) -> tuple[str | None, int | None, int | None, tuple[int, ...] | None]:
+    """What jax itself finds of a job: the coordinator's address, processes, this one, its devices."""
+    found = _clusters.ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, timeout)
+    address, size, rank, devices = found
+    return address, size, rank, None if devices is None else tuple(devices)
+
+
+def wait_at_barrier(name: str, timeout: float) -> str | None:
+    """Waits for all processes in jax's coordination service; None, or its words about those that did not come."""
+    client = _distributed.global_state.client
+    assert client is not None
+    try:
+        client.wait_at_barrier(name, int(timeout * 1000))
+    except jax.errors.JaxRuntimeError as error:
+        return str(error)
+    return None
 
 
 def cpu_devices_asked_for() -> int:

@@ -58,20 +58,24 @@ def simulate_devices(n: int) -> None:
 
 def offer_cpu_devices(n: int) -> None:
     """Has jax start `n` CPU devices, with the threads they need, where it finds no accelerator."""
-    flag = r"--xla_force_host_platform_device_count=\d+"
-    os.environ["XLA_FLAGS"] = re.sub(flag, "", os.environ.get("XLA_FLAGS", "")).strip()
+    os.environ.update(cpu_environment(n, os.environ))
     jax.config.update("jax_num_cpu_devices", n)
     _compat.leave_out_idle_tpu()
-    _widen_thread_pool(n)
+
+
+def cpu_environment(n: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """What a process with `environ` must change in it to have threads for `n` CPU devices, and no other number."""
+    flag = r"--xla_force_host_platform_device_count=\d+"
+    flags = re.sub(flag, "", environ.get("XLA_FLAGS", "")).strip()
+    return {"XLA_FLAGS": flags, "NPROC": str(max(_threads_wanted(environ), _THREADS_PER_DEVICE * n))}
 
 
 def _widen_thread_pool(n: int) -> None:
-    threads = max(_threads_wanted(), _THREADS_PER_DEVICE * n)
-    os.environ["NPROC"] = str(threads)
+    os.environ["NPROC"] = cpu_environment(n, os.environ)["NPROC"]
 
 
-def _threads_wanted() -> int:
-    nproc = os.environ.get("NPROC", "")
+def _threads_wanted(environ: Mapping[str, str]) -> int:
+    nproc = environ.get("NPROC", "")
     return int(nproc) if nproc.isdigit() else (os.cpu_count() or 1)
 
 
@@ -83,7 +87,7 @@ def _threads_there(n: int) -> int:
         names = Counter()
     if names["tf_XLAExecute"]:  # later runtimes launch from a pool of their own: nothing to wait for
         return _SAFE_THREADS_PER_DEVICE * n
-    return names["tf_XLAEigen"] or max(_threads_wanted(), n)
+    return names["tf_XLAEigen"] or max(_threads_wanted(os.environ), n)
 
 
 def _warn_if_few_threads(n: int, stacklevel: int) -> None:

@@ -115,7 +115,6 @@ def make_train_step(
         )
     optimizer = optax.with_extra_args_support(optimizer)
     batch_spec = plan.batch_spec(mesh)
-    split_axes = tuple(axis for axes in spec_axes(batch_spec) for axis in axes)
     guarded = nonfinite != "keep" or policy.loss_scale is not None
 
     def pinned(tree: Any, held: Any) -> Any:
@@ -129,10 +128,9 @@ def make_train_step(
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
 
         def per_device(params: Any, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
-            seen = enter(params, layouts, split_axes, policy.compute, policy.reduce)
-            batch = cast_floating(batch, policy.compute)
-            keys = device_keys(key, batch, batch_spec)
-            means, grads = accumulated(grad_fn, seen, batch, keys, scale, accumulate)
+            _, means, grads = local_gradients(
+                grad_fn, params, batch, key, scale, layouts, batch_spec, policy, accumulate
+            )
             sums = global_means(means, plan.batch_axes)
             grads = leave(grads, layouts, sums["loss"].weight * scale, policy.reduce)
             metrics = _metrics(sums, policy.output)
@@ -215,6 +213,32 @@ def make_eval_step(
         return jax.shard_map(per_device, mesh=mesh, in_specs=(rest, specs), out_specs=_REPLICATED)(params, batch)
 
     return evaluate
+
+
+def local_gradients(
+    grad_fn: GradFn,
+    params: Any,
+    batch: Any,
+    key: jax.Array,
+    scale: jax.Array,
+    layouts: Any,
+    batch_spec: PartitionSpec,
+    policy: Precision,
+    accumulate: int,
+) -> tuple[Any, dict[str, Mean], Any]:
+    """What one device computes in a step, inside shard_map, before anything is summed over devices.
+
+    Returns:
+        The device's examples as the loss sees them, the Means, and the gradients.
+
+    Cost: that of `enter` and of the GradFn, `accumulate` times.
+    """
+    split_axes = tuple(axis for axes in spec_axes(batch_spec) for axis in axes)
+    seen = enter(params, layouts, split_axes, policy.compute, policy.reduce)
+    batch = cast_floating(batch, policy.compute)
+    keys = device_keys(key, batch, batch_spec)
+    means, grads = accumulated(grad_fn, seen, batch, keys, scale, accumulate)
+    return batch, means, grads
 
 
 def step_key(key: jax.Array, step: jax.Array | int) -> jax.Array:

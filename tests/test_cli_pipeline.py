@@ -30,9 +30,11 @@ def trained(words, corpus, tmp_path):
         ["stage=4", "--dropout", 0.1],
         ["stage=2", "--schedule", "zb-h1", "--microbatches", 4],
         ["stage=2", "fsdp=4", "--schedule", "interleaved", "--chunks", 2, "--tied"],
-        ["stage=2", "model=2", "context=2", "--sequence", "--heads", 4, "--kv-heads", 2],
+        pytest.param(
+            ["stage=2", "model=2", "context=2", "--sequence", "--heads", 4, "--kv-heads", 2], marks=pytest.mark.sweep
+        ),
         ["stage=2", "expert=2", "data=2", "--dropout", 0.1],
-        ["stage=2", "expert=2", "--accumulate", 2, "--microbatches", 2],
+        pytest.param(["stage=2", "expert=2", "--accumulate", 2, "--microbatches", 2], marks=pytest.mark.sweep),
         ["stage=2", "--mode", "branch", "--no-recompute", "--schedule", "1f1b"],
     ],
     ids=lambda words: "_".join(map(str, words[:3])).replace("=", "").replace("--", ""),

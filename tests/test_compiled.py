@@ -276,6 +276,10 @@ def test_a_program_for_this_machine(mesh2x4):
     total = sum(r.total for r in found.rows if r.kind == "all_reduce")
     assert total == found.census.sent(kind="all_reduce")
     assert [r.total for r in found.rows if r.axes == ("model",)] == [found.census.sent(axis="model")]
+    memory = found.memory
+    assert memory.argument == memory.held == 4 * 2 * 4  # the piece of one device
+    assert memory.output >= (4 * 2 + 4 * 2 + 16 * 2) * 4  # and on a CPU the table of its three buffers
+    assert memory.peak == memory.argument + memory.output - memory.alias + memory.temp + memory.generated_code
 
 
 def test_expects_holds_a_compiled_program(mesh2x4):  # proves F76

@@ -176,6 +176,7 @@ def cases(draw: Any) -> Any:
 
 # proves S77, S78, S79, S80, S81, S82, F35, F36, F37, F38, F39, F41, F42: unequal weights, dropout, tied, aux means
 # An example is compiled for seconds: half as many as of others, and none to shrink one that fails.
+@pytest.mark.slow
 @settings(max_examples=settings.default.max_examples // 2, phases=[Phase.explicit, Phase.generate])
 @given(cases())
 def test_every_schedule_is_the_unpipelined_model(case):

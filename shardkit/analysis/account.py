@@ -11,6 +11,7 @@ from shardkit._check import quoted
 from shardkit.analysis import hlo
 from shardkit.analysis.census import KINDS, Census, Row, census_of, mesh_sizes
 from shardkit.analysis.compiled import CompiledRow, compiled_rows
+from shardkit.analysis.memory import Memory, memory_of
 from shardkit.analysis.runs import traceable
 
 
@@ -20,10 +21,12 @@ class Compiled(NamedTuple):
     Attributes:
         census: every collective as written.
         rows: every collective of the compiled program.
+        memory: what it needs on one device.
     """
 
     census: Census
     rows: tuple[CompiledRow, ...]
+    memory: Memory
 
     def differences(self) -> list[str]:
         """What the compiler changed, a line each."""
@@ -39,13 +42,14 @@ def compiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Compiled:
         **kwargs: its keyword arguments.
 
     Returns:
-        Compiled: the collectives as written, as compiled, and the differences. Nothing is run.
+        Compiled: the collectives as written, as compiled, the differences, and the memory. Nothing is run.
     """
     traced = traceable(fn).trace(*args, **kwargs)
-    module = traced.lower().compile().runtime_executable().hlo_modules()[0]
+    executable = traced.lower().compile().runtime_executable()
+    module = executable.hlo_modules()[0]
     sizes = mesh_sizes(traced.jaxpr.jaxpr, (args, kwargs))
     rows = compiled_rows(hlo.read(module.as_serialized_hlo_module_proto()), sizes)
-    return Compiled(census_of(traced.jaxpr.jaxpr), rows)
+    return Compiled(census_of(traced.jaxpr.jaxpr), rows, memory_of(executable))
 
 
 @dataclass

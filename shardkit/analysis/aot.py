@@ -29,7 +29,8 @@ from shardkit._check import quoted, sized
 from shardkit.analysis import hlo
 from shardkit.analysis.census import census_of, mesh_sizes
 from shardkit.analysis.compiled import compiled_rows, total_work
-from shardkit.analysis.report import Memory, Report
+from shardkit.analysis.memory import Memory
+from shardkit.analysis.report import Report
 from shardkit.analysis.runs import traceable
 from shardkit.analysis.wires import clock_of
 from shardkit.cost import Chip, chips

@@ -10,6 +10,7 @@ import json
 import resource
 import sys
 import time
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ def compile_in(folder: Path) -> dict[str, Any]:
     from jax.experimental import mesh_utils, topologies
 
     from shardkit import _compat
+    from shardkit.analysis.memory import memory_of
 
     request = json.loads((folder / "request.json").read_text())
     try:
@@ -44,19 +46,16 @@ def compile_in(folder: Path) -> dict[str, Any]:
         return {"error": "compile", "message": str(error)}
     seconds = time.monotonic() - started
     (folder / "module.pb").write_bytes(executable.hlo_modules()[0].as_serialized_hlo_module_proto())
-    stats = executable.get_compiled_memory_stats()
-    # On TPU this figure counts on-chip memory too; what a refused program is told it needs is the sum of the others.
-    peak = stats.peak_memory_in_bytes if request["topology"]["platform"] == "cuda" else 0
+    # On TPU the compiler's own figure counts on-chip memory too; what a refused program is told it needs is the sum of
+    # the others.
+    counts = request["topology"]["platform"] == "cuda"
+    peak = executable.get_compiled_memory_stats().peak_memory_in_bytes if counts else 0
     return {
         "seconds": seconds,
         "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "devices": len(devices),
         "places": [list(map(int, device.coords)) for device in placed.flat],
-        "memory": {
-            name: getattr(stats, f"{name}_size_in_bytes")
-            for name in ("argument", "output", "alias", "temp", "generated_code", "host_temp")
-        }
-        | {"compiler_peak": peak},
+        "memory": asdict(memory_of(executable, peak)),
         "versions": {"jax": jax.__version__, request["package"]: metadata.version(request["package"])},
     }
 

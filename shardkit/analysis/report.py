@@ -13,6 +13,7 @@ from shardkit._check import sized
 from shardkit.analysis.account import account
 from shardkit.analysis.census import Census, Row
 from shardkit.analysis.compiled import CompiledRow
+from shardkit.analysis.memory import Memory
 from shardkit.analysis.work import NO_WORK, Work
 from shardkit.layout import table
 
@@ -20,41 +21,6 @@ from shardkit.layout import table
 _REQUIRED = (r"\(([\d.]+)([KMGT]?)\) exceeds available", r"[Uu]sed ([\d.]+)([KMGT]?) of")
 _AVAILABLE = (r"exceeds available \w+ \(([\d.]+)([KMGT]?)\)", r"[Uu]sed [\d.]+[KMGT]? of ([\d.]+)([KMGT]?)")
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on one device, as the compiler laid them out, padding included.
-
-    Attributes:
-        argument: the arguments: the state and the batch.
-        output: the results.
-        alias: results that take the place of donated arguments.
-        temp: all that lives during the step only.
-        generated_code: the program itself.
-        host_temp: temporaries that the program keeps in the host's memory.
-        compiler_peak: the most at any time as the compiler counts it; 0 where it does not say.
-    """
-
-    argument: int
-    output: int
-    alias: int
-    temp: int
-    generated_code: int
-    host_temp: int
-    compiler_peak: int = 0
-
-    @property
-    def held(self) -> int:
-        """What is there between steps: the arguments."""
-        return self.argument
-
-    @property
-    def peak(self) -> int:
-        """The most at any time: the compiler's figure, else arguments, results beside them, temporaries and code."""
-        if self.compiler_peak:
-            return self.compiler_peak
-        return self.argument + self.output - self.alias + self.temp + self.generated_code
 
 
 @dataclass(frozen=True)

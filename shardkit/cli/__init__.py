@@ -1,27 +1,32 @@
-"""The `shardkit` command: train, doctor, lint, aot, draw, soak."""
+"""The `shardkit` command: train, launch, doctor, lint, aot, draw, soak."""
 
 from __future__ import annotations
 
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 _NEEDS = "shardkit: the command needs the extra [cli]; install it with: pip install 'shardkit[cli]'"
+_NO_DASHES = (
+    "error: launch: the options of the command must stand behind --. Write for example -- train.py --steps 100."
+)
 
 
 def main() -> None:
     """Runs `shardkit COMMAND`; a mistake in what was asked ends with one sentence and exit code 2."""
     try:
         import rich  # noqa: F401
-        import tyro
+        import tyro  # noqa: F401
         import uniplot  # noqa: F401
+        import yaml  # noqa: F401
     except ImportError:
         sys.exit(_NEEDS)
-    from shardkit.cli import aot, doctor, draw, lint, soak, train
+    from shardkit.cli import aot, doctor, draw, launch, lint, soak, train
 
     commands: dict[str, Any] = {
         "train": train.train,
+        "launch": launch.launch,
         "doctor": doctor.doctor,
         "lint": lint.lint,
         "aot": aot.aot,
@@ -29,21 +34,40 @@ def main() -> None:
         "soak": soak.soak,
     }
     try:
-        sys.exit(
-            tyro.extras.subcommand_cli_from_dict(
-                commands,
-                prog="shardkit",
-                description="Explicit collectives for JAX.",
-                config=(tyro.conf.OmitArgPrefixes,),
-            )
-        )
-    except KeyboardInterrupt:
-        sys.exit(130)
+        code = _run(commands)
+        from shardkit.runtime.cluster import finish
+
+        finish(code)
+    except KeyboardInterrupt as error:
+        _end(error, 130)
     except (ValueError, RuntimeError) as error:
         if not _raised_by_shardkit(error):
             raise
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        _end(error, 2)
+
+
+def _run(commands: dict[str, Any]) -> int:
+    import tyro
+
+    try:
+        return tyro.extras.subcommand_cli_from_dict(
+            commands,
+            prog="shardkit",
+            description="Explicit collectives for JAX.",
+            config=(tyro.conf.OmitArgPrefixes,),
+        )
+    except SystemExit as ended:
+        if ended.code == 2 and sys.argv[1:2] == ["launch"] and "--" not in sys.argv:
+            print(_NO_DASHES, file=sys.stderr)
+        raise
+
+
+def _end(error: BaseException, code: int) -> NoReturn:
+    from shardkit.runtime import beside
+
+    beside.tell_others(error, code)
+    sys.exit(code)
 
 
 def _raised_by_shardkit(error: BaseException) -> bool:

@@ -4,45 +4,39 @@ from __future__ import annotations
 
 import json as json_lib
 import math
-import signal
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, Literal
 
 import jax
-import numpy as np
-import optax
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import shardkit as sk
-from shardkit.cli.curve import Point, picture
-from shardkit.cli.pipelines import functions, pipeline_of, plain_loss
+from shardkit.cli.curve import picture
+from shardkit.cli.loop import Trained, loop
+from shardkit.cli.pipelines import plain_loss
 from shardkit.cli.plans import mesh_words, plan_of
+from shardkit.cli.run import Run, first_state, plain
 from shardkit.cli.verify import Differences, verify
 from shardkit.mesh import offer_cpu_devices
 from shardkit.models import transformer
 from shardkit.runtime import data as text_data
 
-_VALIDATION_EXAMPLES = 512
-_LOG_EVERY = 10
-
 
 @dataclass(frozen=True)
 class Options:
-    """Train a transformer on bytes of text. The mesh is given as words: data=8, or data=2 fsdp=4.
-
-    The axes are data, fsdp, zero1 and zero2 (fsdp and zero2 work layer by layer), model (heads, hidden width and
-    vocabulary), context (tokens, ring attention), ulysses (tokens, attention by heads), expert, and stage (a pipeline).
-    """
+    """Train a transformer on bytes of text."""
 
     mesh: tyro.conf.Positional[tuple[str, ...]] = ("data=-1",)
-    """Mesh axes as AXIS=SIZE; one size may be -1 (what is left). On a CPU that many devices are simulated."""
+    """Mesh axes as AXIS=SIZE, such as data=2 fsdp=4; one size may be -1 (what is left).
+    On a CPU that many devices are simulated. The axes:
+    data, fsdp, zero1, zero2: examples (fsdp and zero2 work layer by layer);
+    model: heads, hidden width and vocabulary;
+    context, ulysses: tokens, with ring attention or attention by heads;
+    expert: experts; stage: layers, in a pipeline."""
     data: tuple[Path, ...] = ()
     """Files or directories of text; by default the Python standard library's source on this machine."""
     steps: int = 300
@@ -104,17 +98,32 @@ class Options:
     """Seed of parameters, dropout and sample order."""
     evaluate_every: int = 50
     """Steps between validations."""
+    compare_replicas: int = 0
+    """Steps between comparisons of all copies of the state, bit by bit; a difference ends the run. 0: never."""
     verify: int = 0
     """Train so many steps on one device with plain jax as well, and print the largest differences."""
+    checkpoint: Path | None = None
+    """Directory of checkpoints: the run goes on where the newest ends, on whatever mesh, and saves its own there."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints; the last step is saved too, and on SIGTERM the one that is running (exit code 75)."""
+    keep: int = 3
+    """Newest checkpoints that are kept, beside the one with the lowest validation loss."""
+    deadline: float = 300.0
+    """Among several processes: seconds for a step, or for its data, after which all end and say who was late."""
+    flight: Path | None = None
+    """Among several processes: directory for what each did last, written when one fails."""
     json: Path | None = None
     """Write the results to this file as one JSON object."""
 
 
 def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     """Train a transformer on text."""
-    console = Console(soft_wrap=True, highlight=False)
+    _check_counts(options)
+    cluster = sk.runtime.initialize()
+    many = cluster.world_size > 1
+    console = Console(soft_wrap=True, highlight=False, quiet=not cluster.is_master)
     sizes = mesh_words(options.mesh)
-    if all(size > 0 for size in sizes.values()):
+    if not many and all(size > 0 for size in sizes.values()):
         offer_cpu_devices(math.prod(sizes.values()))
     mesh = sk.make_mesh(**sizes)  # type: ignore[arg-type]
     text = text_data.read_text(options.data) if options.data else text_data.standard_library()
@@ -132,8 +141,52 @@ def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     )
     plan, axes = plan_of(mesh.shape, config, sequence=options.sequence, impl=options.impl)
     run = Run(options, mesh, plan, axes, config, text)
-    state = run.init(lambda key: transformer.init(key, config), jax.random.key(options.seed))
+    with _checkpoints(options) as checkpoints:
+        state, first = first_state(run, checkpoints)
+        guard = _guard(run, first) if many else None
+        differences = _introduce(run, state, first, plan, axes, console)
+        if first < options.steps:
+            trained = loop(run, state, first, guard, checkpoints, console)
+        else:
+            trained = Trained([], state, 0.0, 0, "done", 0)
+    return _summary(run, trained, differences, console, writes=cluster.is_master)
 
+
+def _check_counts(options: Options) -> None:
+    for name in ("steps", "batch", "length", "evaluate_every", "checkpoint_every"):
+        if getattr(options, name) < 1:
+            word = name.replace("_", "-")
+            raise ValueError(f"train: --{word} must be at least 1; got {getattr(options, name)}. Raise it.")
+
+
+def _guard(run: Run, first: int) -> sk.runtime.Guard:
+    o = run.options
+    deadlines = sk.runtime.Deadlines(step=o.deadline, data=o.deadline)
+    return sk.runtime.guard(
+        mesh=run.mesh, config=run.settings(), deadlines=deadlines, flight=o.flight, first_step=first
+    )
+
+
+def _checkpoints(options: Options) -> Any:
+    if options.checkpoint is None:
+        return nullcontext()
+    checkpoints = sk.runtime.Checkpoints(options.checkpoint, keep=options.keep, best="validation_loss")
+    try:  # now, and not when the first save fails
+        options.checkpoint.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=options.checkpoint).close()
+    except OSError as error:
+        raise ValueError(
+            f"--checkpoint: the directory must be one that can be written; {options.checkpoint} cannot "
+            f"({error.strerror}). Choose another one."
+        ) from None
+    return checkpoints
+
+
+def _introduce(
+    run: Run, state: sk.TrainState, first: int, plan: sk.Plan, axes: transformer.Axes, console: Console
+) -> Differences | None:
+    """Says what is trained, on what; with --verify also whether one device gives the same numbers."""
+    options, mesh = run.options, run.mesh
     size = sum(x.size for x in jax.tree.leaves(state.params))
     console.print(sk.describe(mesh))
     if mesh.devices.flat[0].platform == "cpu":
@@ -144,172 +197,50 @@ def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     console.print(f"plan: {plan}; {size:,} parameters; {held:,} bytes of state on each device{beside}")
     if run.pipeline:
         console.print(f"pipeline: {run.pipeline}")
+    text = run.text
     console.print(f"text: {text.source}, {text.train.size:,} bytes to train on, {text.validation.size:,} held out")
+    if first:
+        then = "the run goes on there" if first < options.steps else "nothing is left to do"
+        console.print(f"checkpoint: step {first} of {options.checkpoint}; {then}")
 
-    differences = None
-    if options.verify:
-        one_device = plain_loss(config, options, mesh.shape, run.pipeline)
-        differences = verify(one_device, run.optimizer, run, state, options.verify, options.precision)
-        console.print(f"verify: {differences}")
-    curve, state, seconds, why = _loop(run, state, console)
-    return _summary(run, state, curve, seconds, why, differences, console)
-
-
-class Run:
-    """What a training run is made of: batches by step, the step, and the validation loss."""
-
-    def __init__(
-        self,
-        options: Options,
-        mesh: jax.sharding.Mesh,
-        plan: sk.Plan,
-        axes: transformer.Axes,
-        config: transformer.Config,
-        text: text_data.Text,
-    ):
-        self.options, self.text = options, text
-        self.pipeline = pipeline_of(options, mesh.shape)
-        grad_fn, loss_fn = functions(config, axes, self.pipeline)
-        self.optimizer = _optimizer(options)
-        self.init, self.step = sk.make_train_step(
-            grad_fn,
-            self.optimizer,
-            mesh=mesh,
-            plan=plan,
-            accumulate=options.accumulate,
-            precision=options.precision,
-            nonfinite=options.nonfinite,
-        )
-        self._evaluate = sk.make_eval_step(loss_fn, mesh=mesh, plan=plan, precision=options.precision)
-        shape = {"batch": options.batch, "length": options.length}
-        count = max(1, _VALIDATION_EXAMPLES // options.batch)
-        self._held_out = text_data.validation_batches(text.validation, count=count, **shape)
-
-    def batch(self, step: int) -> dict[str, np.ndarray]:
-        """The batch of a step; a function of the seed and the step alone."""
-        o = self.options
-        return text_data.batch_at(self.text.train, seed=o.seed, step=step, batch=o.batch, length=o.length)
-
-    def validation_loss(self, state: sk.TrainState) -> float:
-        """Mean loss over the held-out batches, nats per byte."""
-        return float(np.mean([self._evaluate(state.params, batch)["loss"] for batch in self._held_out]))
+    if not options.verify:
+        return None
+    if first:
+        console.print("verify: left out; a run that goes on has no beginning to compare")
+        return None
+    one_device = plain_loss(run.config, options, mesh.shape, run.pipeline)
+    differences = verify(one_device, run.optimizer, run, state, options.verify, options.precision)
+    console.print(f"verify: {differences}")
+    return differences
 
 
-def _optimizer(o: Options) -> Any:
-    rate = optax.warmup_cosine_decay_schedule(
-        0.0, o.learning_rate, max(1, o.steps // 10), max(2, o.steps), o.learning_rate / 10
-    )
-    optimizers = {
-        "adamw": lambda: optax.adamw(rate, b2=0.95, weight_decay=o.weight_decay),
-        "adafactor": lambda: optax.adafactor(rate),
-        "sgd": lambda: optax.sgd(rate, momentum=0.9),
-    }
-    chosen = optimizers[o.optimizer]()
-    return optax.chain(optax.clip_by_global_norm(o.clip), chosen) if o.clip > 0 else chosen
-
-
-def _loop(run: Run, state: sk.TrainState, console: Console) -> tuple[list[Point], sk.TrainState, float, str]:
-    """Trains; returns the curve, the last state, the seconds spent in steps after the first, and why it ended."""
+def _summary(run: Run, trained: Trained, differences: Differences | None, console: Console, *, writes: bool) -> int:
     o = run.options
-    curve: list[Point] = []
-    seconds, why = 0.0, "done"
-    columns = (
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}  validation {task.fields[validation]:.3f}"),
-        TextColumn("{task.fields[speed]:,.0f} tokens/s"),
-        TimeRemainingColumn(),
-    )
-    nan = float("nan")
-    with Progress(*columns, console=console) as progress, _interruptible() as stop:
-        task = progress.add_task("train", total=o.steps, loss=nan, validation=nan, speed=0.0)
-        mark = time.perf_counter()
-        for index in range(o.steps):
-            try:
-                state, metrics = run.step(state, run.batch(index))
-            except sk.NonFiniteError as error:
-                state, why = error.state, str(error)
-                break
-            last = index + 1 == o.steps or bool(stop)
-            if index == 0 or last or (index + 1) % _LOG_EVERY == 0 or (index + 1) % o.evaluate_every == 0:
-                loss = float(metrics["loss"])  # waits for the steps in flight
-                if index:  # the first step compiles
-                    seconds += time.perf_counter() - mark
-                validation = None
-                if last or (index + 1) % o.evaluate_every == 0:
-                    validation = run.validation_loss(state)
-                    progress.update(task, validation=validation)
-                    console.print(f"step {index + 1}: loss {loss:.3f}, validation {validation:.3f} nats per byte")
-                curve.append(Point(index + 1, loss, validation))
-                speed = index * o.batch * o.length / seconds if seconds else 0.0
-                progress.update(task, completed=index + 1, loss=loss, speed=speed)
-                mark = time.perf_counter()
-            if stop:
-                why = f"interrupted after step {index + 1}"
-                break
-    return curve, state, seconds, why
-
-
-@contextmanager
-def _interruptible() -> Iterator[list[int]]:
-    """Collects Ctrl-C (and SIGTERM) so that the loop can end after the step; a second one ends at once."""
-    seen: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if seen:
-            raise KeyboardInterrupt
-        seen.append(number)
-
-    old = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield seen
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-
-def _summary(
-    run: Run,
-    state: sk.TrainState,
-    curve: list[Point],
-    seconds: float,
-    why: str,
-    differences: Differences | None,
-    console: Console,
-) -> int:
-    o = run.options
-    steps = int(state.step)
+    curve, steps = trained.curve, int(trained.state.step)
     validations = [p.validation_loss for p in curve if p.validation_loss is not None]
-    speed = (steps - 1) * o.batch * o.length / seconds if seconds else 0.0
+    speed = trained.steps * o.batch * o.length / trained.seconds if trained.seconds else 0.0
     results: dict[str, Any] = {
         "train_loss": curve[-1].train_loss if curve else None,
         "validation_loss": validations[-1] if validations else None,
         "steps": steps,
-        "ended": why,
+        "ended": trained.ended,
         "tokens_per_second": speed,
-        "held_bytes_per_device": sk.bytes_per_device(state),
+        "held_bytes_per_device": sk.bytes_per_device(trained.state),
         "verify_loss_difference": differences.loss if differences else None,
         "verify_parameter_difference": differences.parameters if differences else None,
         "mesh": mesh_words(o.mesh),
         "pipeline": str(run.pipeline) if run.pipeline else None,
-        "options": {name: _plain(value) for name, value in asdict(o).items()},
+        "options": {name: plain(value) for name, value in asdict(o).items()},
         "curve": [p._asdict() for p in curve],
     }
-    if o.json:
+    if o.json and writes and (curve or not o.json.exists()):  # a run that is done keeps what it wrote
         o.json.parent.mkdir(parents=True, exist_ok=True)
         o.json.write_text(json_lib.dumps(results, indent=1) + "\n")
     if len(curve) > 1:
         console.print(picture(curve, color=console.color_system is not None))
-    console.print(f"{why}: {steps} steps, {seconds:.0f} s, {speed:,.0f} tokens/s")
+    console.print(f"{trained.ended}: {steps} steps, {trained.seconds:.0f} s, {speed:,.0f} tokens/s")
     if validations:
         console.print(f"validation loss {validations[-1]:.3f} nats per byte on text it has not seen")
     if differences:
         console.print(f"verify: {differences}")
-    return 0 if why == "done" else 130 if why.startswith("interrupted") else 3
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plain(v) for v in value]
-    return str(value) if isinstance(value, Path) else value
+    return trained.code

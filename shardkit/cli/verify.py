@@ -40,6 +40,8 @@ class Steps(Protocol):
 
     def batch(self, step: int) -> Any: ...
 
+    def plain_batch(self, step: int) -> Any: ...
+
 
 def verify(loss_fn: Any, optimizer: Any, run: Steps, state: sk.TrainState, steps: int, precision: str) -> Differences:
     """Takes `steps` steps from `state` on its mesh and on one device, and compares; `state` is left as it is.
@@ -65,18 +67,19 @@ def verify(loss_fn: Any, optimizer: Any, run: Steps, state: sk.TrainState, steps
         return optax.apply_updates(params, updates), opt_state, loss
 
     here = jax.local_devices()[0]
-    params, key = jax.device_put(jax.device_get(sk.unpadded(state.params)), here), jax.device_put(state.key, here)
+    params = jax.device_put(sk.runtime.fetch(sk.unpadded(state.params)), here)
+    key = jax.random.wrap_key_data(sk.runtime.fetch(state.key), impl=jax.random.key_impl(state.key))
     opt_state = jax.jit(optimizer.init)(params)
     state = jax.tree.map(jnp.copy, state)  # the step donates its argument
     worst = 0.0
     for index in range(steps):
-        batch = run.batch(index)
+        batch = run.plain_batch(index)
         count = jax.tree.leaves(batch)[0].shape[0]
         keys = sk.example_keys(sk.step_key(key, index), count)
         params, opt_state, expected = plain_step(params, opt_state, batch, keys)
-        state, metrics = run.step(state, batch)
+        state, metrics = run.step(state, run.batch(index))
         worst = max(worst, abs(float(metrics["loss"]) - float(expected)) / abs(float(expected)))
-    gaps = jax.tree.map(_relative_gap, sk.unpadded(state.params), params)
+    gaps = jax.tree.map(_relative_gap, sk.runtime.fetch(sk.unpadded(state.params)), params)
     return Differences(steps, worst, max(jax.tree.leaves(gaps)))
 
 

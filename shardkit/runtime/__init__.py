@@ -1,1 +1,65 @@
-"""What surrounds a training run: data, and later processes, guards and checkpoints."""
+"""What surrounds a training run: processes, the guard, checkpoints, data."""
+
+from __future__ import annotations
+
+from shardkit.runtime.arrays import (
+    fetch,
+    from_full,
+    from_process_local,
+    from_rows,
+    from_single_device,
+    local_rows,
+    local_shards,
+    print_global,
+    replicate,
+    to_numpy,
+)
+from shardkit.runtime.checkpoint import Checkpoints, Run, latest_step
+from shardkit.runtime.cluster import Cluster, barrier, finish, health_check, initialize, is_main, log
+from shardkit.runtime.drift import Drift, DriftError, assert_no_drift, replica_drift
+from shardkit.runtime.guard import Deadlines, Guard, guard
+from shardkit.runtime.launch import launch
+from shardkit.runtime.loader import Loader, loader, prefetch_to_device
+from shardkit.runtime.preemption import PREEMPTED, preempted, watch_preemption
+from shardkit.runtime.triage import NonFinite, Report, nonfinite, triage
+
+__all__ = [
+    "PREEMPTED",
+    "Checkpoints",
+    "Cluster",
+    "Deadlines",
+    "Drift",
+    "DriftError",
+    "Guard",
+    "Loader",
+    "NonFinite",
+    "Report",
+    "Run",
+    "assert_no_drift",
+    "barrier",
+    "fetch",
+    "finish",
+    "from_full",
+    "from_process_local",
+    "from_rows",
+    "from_single_device",
+    "guard",
+    "health_check",
+    "initialize",
+    "is_main",
+    "latest_step",
+    "launch",
+    "loader",
+    "local_rows",
+    "local_shards",
+    "log",
+    "nonfinite",
+    "preempted",
+    "prefetch_to_device",
+    "print_global",
+    "replica_drift",
+    "replicate",
+    "to_numpy",
+    "triage",
+    "watch_preemption",
+]

@@ -8,7 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from shardkit.runtime.arrays import from_rows, local_rows
 
 _VALIDATION_SHARE = 20  # one file in 20
 _SKIPPED = {
@@ -48,7 +52,7 @@ def read_text(paths: Sequence[str | Path]) -> Text:
     """Reads files, and every file below directories, as bytes.
 
     The split is by file and never changes: a file belongs to the validation set when a hash of its path (below the
-    directory given) says so. With fewer than two files on either side, the last tenth of every file is held out.
+    directory given) says so. With no file on one of the sides, the last tenth of every file is held out.
 
     Args:
         paths: files or directories.
@@ -92,7 +96,9 @@ def _split(files: Sequence[tuple[str, Path]], source: str) -> Text:
     return Text(train, validation, source)
 
 
-def batch_at(text: np.ndarray, *, seed: int, step: int, batch: int, length: int) -> dict[str, np.ndarray]:
+def batch_at(
+    text: np.ndarray, *, seed: int, step: int, batch: int, length: int, rows: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
     """The batch of a step: windows at random places, the same for every mesh and process count.
 
     Args:
@@ -101,6 +107,7 @@ def batch_at(text: np.ndarray, *, seed: int, step: int, batch: int, length: int)
         step: the global step, from 0.
         batch: number of examples.
         length: tokens in each, T.
+        rows: the examples that are wanted; by default all of them.
 
     Returns:
         `{"tokens": int32 [batch, T], "targets": int32 [batch, T]}`, targets being the tokens one place further.
@@ -111,7 +118,26 @@ def batch_at(text: np.ndarray, *, seed: int, step: int, batch: int, length: int)
     places = _places(text, length)
     # Raw bits of a counter-based generator: NumPy keeps these streams the same for ever, unlike its distributions.
     bits = np.random.Philox(key=np.array([seed, step], np.uint64)).random_raw(batch)
-    return _windows(text, (bits % np.uint64(places)).astype(np.int64), length)
+    starts = (bits % np.uint64(places)).astype(np.int64)
+    return _windows(text, starts if rows is None else starts[rows], length)
+
+
+def global_batch_at(
+    text: np.ndarray, *, seed: int, step: int, batch: int, length: int, mesh: Mesh, spec: PartitionSpec
+) -> dict[str, jax.Array]:
+    """The batch of a step as global arrays, of which each process makes the rows of its own devices.
+
+    Args:
+        text, seed, step, batch, length: as for `batch_at`, whose examples these are.
+        mesh: the mesh.
+        spec: how the batch is split, `plan.batch_spec(mesh)`.
+
+    Raises:
+        ValueError: as `batch_at`, or a dim that does not divide.
+    """
+    rows = local_rows(batch, mesh, spec)
+    mine = batch_at(text, seed=seed, step=step, batch=batch, length=length, rows=rows)
+    return from_rows(mine, rows, batch, mesh, spec)
 
 
 def validation_batches(text: np.ndarray, *, count: int, batch: int, length: int) -> list[dict[str, np.ndarray]]:

@@ -1,0 +1,82 @@
+"""`shardkit launch -n 4 -- train.py`: several processes on this machine, or a manifest for a cluster's scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from shardkit.runtime.launch import launch as launch_here
+from shardkit.runtime.manifests import Kind, render
+
+
+@dataclass(frozen=True)
+class Options:
+    """Run a command in several processes that jax joins into one job, or print what a cluster's scheduler needs to."""
+
+    command: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- COMMAND ...")] = ()
+    """What to run: a script, -m and a module, or any program, with its arguments, behind --, as in
+    shardkit launch -n 4 --devices 2 -- train.py --steps 100"""
+    processes: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
+    """Processes in the job."""
+    devices: int | None = None
+    """Devices of each process: simulated CPU devices, or with --accelerator what each gets from the cluster."""
+    output: Path | None = None
+    """Directory for one file of output and one of errors for each process."""
+    grace: float = 10.0
+    """Seconds that the others have to end by themselves when a process has failed, and all on Ctrl-C or SIGTERM."""
+    port: int | None = None
+    """The coordinator's port; by default a free one, and with --render k8s or jobset 55527."""
+    render: Kind | None = None
+    """Print a batch script or a manifest and run nothing."""
+    name: str = "shardkit"
+    """Name of the job in the manifest."""
+    image: str | None = None
+    """Container image of the manifest (k8s, jobset)."""
+    accelerator: str = "cpu"
+    """In the manifest: cpu, gpu, or the name of a TPU slice on Google's clusters such as tpu-v5p-slice."""
+    topology: str | None = None
+    """Chips of the TPU slice, such as 4x4."""
+
+
+def launch(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
+    """Run a job of several processes on this machine, or print its manifest."""
+    _check_options(options)
+    if options.render is None:
+        return launch_here(
+            options.command,
+            processes=options.processes,
+            devices=options.devices,
+            output=options.output,
+            grace=options.grace,
+            port=options.port,
+        )
+    text = render(
+        options.render,
+        options.command,
+        processes=options.processes,
+        devices=options.devices,
+        name=options.name,
+        image=options.image,
+        port=options.port,
+        accelerator=options.accelerator,
+        topology=options.topology,
+    )
+    print(text, end="")
+    return 0
+
+
+_OF_MANIFESTS = ("name", "image", "accelerator", "topology")
+_OF_PROCESSES_HERE = ("output", "grace")
+
+
+def _check_options(options: Options) -> None:
+    """Refuses an option that would change nothing."""
+    here = options.render is None
+    for name in _OF_MANIFESTS if here else _OF_PROCESSES_HERE:
+        value = getattr(options, name)
+        if value != getattr(Options, name):
+            rule = "must come with --render" if here else f"must not come with --render {options.render}"
+            raise ValueError(f"launch: --{name} {rule}; got {value}. Leave it out, or change --render.")

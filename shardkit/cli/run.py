@@ -1,0 +1,135 @@
+"""What a training run is made of: batches by step, the step, the validation loss, and where it begins again."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import shardkit as sk
+from shardkit.cli.pipelines import functions, pipeline_of
+from shardkit.models import transformer
+from shardkit.parallel.batch import batch_specs
+from shardkit.runtime import data as text_data
+
+_VALIDATION_EXAMPLES = 512
+# Options that may differ when a run goes on: those of the mesh and of how it is used, which change no number beyond
+# rounding, and those that only say what is done beside training.
+_FREE = {
+    *("mesh", "accumulate", "sequence", "impl", "schedule", "microbatches", "chunks", "mode", "recompute"),
+    *(
+        "evaluate_every",
+        "compare_replicas",
+        "verify",
+        "json",
+        "checkpoint",
+        "checkpoint_every",
+        "keep",
+        "deadline",
+        "flight",
+        "nonfinite",
+    ),
+}
+
+
+class Run:
+    """A training run on one mesh."""
+
+    def __init__(
+        self,
+        options: Any,
+        mesh: jax.sharding.Mesh,
+        plan: sk.Plan,
+        axes: transformer.Axes,
+        config: transformer.Config,
+        text: text_data.Text,
+    ):
+        self.options, self.text, self.config, self.mesh = options, text, config, mesh
+        self.pipeline = pipeline_of(options, mesh.shape)
+        grad_fn, loss_fn = functions(config, axes, self.pipeline)
+        self.optimizer = _optimizer(options)
+        how: Any = {
+            "mesh": mesh,
+            "plan": plan,
+            "accumulate": options.accumulate,
+            "precision": options.precision,
+        }
+        self.init, self.step = sk.make_train_step(grad_fn, self.optimizer, nonfinite=options.nonfinite, **how)
+        self._triage = sk.runtime.triage(grad_fn, **how)
+        self._evaluate = sk.make_eval_step(loss_fn, mesh=mesh, plan=plan, precision=options.precision)
+        self._spec = plan.batch_spec(mesh)
+        count = max(1, _VALIDATION_EXAMPLES // options.batch)
+        batches = text_data.validation_batches(text.validation, count=count, batch=options.batch, length=options.length)
+        batch_specs(batches[0], self._spec, mesh, options.accumulate)  # refuses a size that cannot be split
+        self._held_out = [sk.runtime.from_full(batch, mesh, self._spec) for batch in batches]
+
+    def params(self, key: jax.Array) -> Any:
+        """The parameters that training begins with."""
+        return transformer.init(key, self.config)
+
+    def plain_batch(self, step: int) -> dict[str, np.ndarray]:
+        """The batch of a step; a function of the seed and the step alone."""
+        o = self.options
+        return text_data.batch_at(self.text.train, seed=o.seed, step=step, batch=o.batch, length=o.length)
+
+    def batch(self, step: int) -> dict[str, jax.Array]:
+        """The batch of a step on the devices; a process makes the rows that its own devices hold."""
+        o = self.options
+        return text_data.global_batch_at(
+            self.text.train, seed=o.seed, step=step, batch=o.batch, length=o.length, mesh=self.mesh, spec=self._spec
+        )
+
+    def validation_loss(self, state: sk.TrainState) -> float:
+        """Mean loss over the held-out batches, nats per byte."""
+        return float(np.mean([self._evaluate(state.params, batch)["loss"] for batch in self._held_out]))
+
+    def triage(self, error: sk.NonFiniteError, batch: Any) -> sk.runtime.Report:
+        """What in a step was not finite, and where."""
+        return self._triage(error.state._replace(step=error.state.step - 1), batch)
+
+    def settings(self) -> dict[str, Any]:
+        """The options that decide on the numbers, as JSON holds them."""
+        return {name: plain(value) for name, value in asdict(self.options).items() if name not in _FREE}
+
+
+def first_state(run: Run, checkpoints: Any) -> tuple[sk.TrainState, int]:
+    """The state that the run begins or goes on with, and the number of its next step.
+
+    Raises:
+        ValueError: the newest checkpoint was made with other options.
+    """
+    o = run.options
+    if checkpoints is None or checkpoints.latest_step() is None:
+        return run.init(run.params, jax.random.key(o.seed)), 0
+    saved = checkpoints.run()
+    for name, value in run.settings().items():
+        if saved.config.get(name) != value:
+            raise ValueError(
+                f"--checkpoint: a run goes on with the options that it began with; {name} was {saved.config.get(name)} "
+                f"and is {value}. Give the same, or another directory."
+            )
+    state, _ = checkpoints.restore(run.init.abstract(run.params))  # type: ignore[attr-defined]
+    return state, saved.position // o.batch
+
+
+def plain(value: Any) -> Any:
+    """An option as JSON holds it."""
+    if isinstance(value, tuple):
+        return [plain(v) for v in value]
+    return value if isinstance(value, bool | int | float | str | None) else str(value)
+
+
+def _optimizer(o: Any) -> Any:
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, o.learning_rate, max(1, o.steps // 10), max(2, o.steps), o.learning_rate / 10
+    )
+    optimizers = {
+        "adamw": lambda: optax.adamw(rate, b2=0.95, weight_decay=o.weight_decay),
+        "adafactor": lambda: optax.adafactor(rate),
+        "sgd": lambda: optax.sgd(rate, momentum=0.9),
+    }
+    chosen = optimizers[o.optimizer]()
+    return optax.chain(optax.clip_by_global_norm(o.clip), chosen) if o.clip > 0 else chosen

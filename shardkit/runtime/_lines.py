@@ -1,0 +1,99 @@
+"""What processes write, passed on by the line, each behind the index of its process."""
+
+from __future__ import annotations
+
+import os
+import re
+import selectors
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import BinaryIO, TextIO
+
+_SILENCE = 0.5  # seconds, after the end, for which a pipe is read that a process outside the groups holds open
+
+# The guard says whose fault it was; which of the processes that it ends is the first to end, milliseconds decide.
+_BLAMES = re.compile(rb"shardkit guard: process (\d+) ")
+
+
+@dataclass
+class _Pipe:
+    """Where the lines from one pipe go, and the beginning of the next line."""
+
+    prefix: bytes
+    stream: TextIO
+    file: BinaryIO | None
+    blamed: list[int]
+    rest: bytearray = field(default_factory=bytearray)
+
+    def take(self, data: bytes) -> None:
+        """Passes on the lines that `data` completes; no data is the end, and completes the last line."""
+        if self.file is not None:
+            try:
+                self.file.write(data)
+            except OSError as error:
+                write(sys.stderr, f"shardkit launch: {self.file.name} ends here ({error.strerror})\n".encode())
+                self.file = None
+        more = data or (b"\n" if self.rest else b"")
+        self.rest += more
+        if b"\n" in more:
+            *lines, self.rest = self.rest.split(b"\n")
+            self.blamed += [int(blames[1]) for line in lines if (blames := _BLAMES.match(line))]
+            write(self.stream, b"".join(self.prefix + line + b"\n" for line in lines))
+
+
+@contextmanager
+def passing_on(
+    children: Sequence[subprocess.Popen[bytes]], files: Sequence[BinaryIO], blamed: list[int]
+) -> Iterator[threading.Thread]:
+    """One thread reads all pipes, so that no line is cut by another; on the way out, until they are empty.
+
+    Processes that a guard's line names are noted in `blamed`.
+    """
+    pipes: dict[int, _Pipe] = {}
+    for index, child in enumerate(children):
+        for place, (pipe, stream) in enumerate(((child.stdout, sys.stdout), (child.stderr, sys.stderr))):
+            assert pipe is not None
+            file = files[2 * index + place] if files else None
+            pipes[pipe.fileno()] = _Pipe(f"[{index}] ".encode(), stream, file, blamed)
+    over = threading.Event()
+    reader = threading.Thread(target=_read, args=(pipes, over), daemon=True)
+    reader.start()
+    try:
+        yield reader
+    finally:
+        over.set()
+        reader.join()
+
+
+def _read(pipes: Mapping[int, _Pipe], over: threading.Event) -> None:
+    with selectors.DefaultSelector() as selector:
+        for number in pipes:
+            selector.register(number, selectors.EVENT_READ)
+        while selector.get_map():
+            was_over = over.is_set()
+            ready = selector.select(_SILENCE)
+            if was_over and not ready:
+                return
+            for key, _ in ready:
+                data = os.read(key.fd, 1 << 16)
+                pipes[key.fd].take(data)
+                if not data:
+                    selector.unregister(key.fd)
+
+
+def write(stream: TextIO, data: bytes) -> None:
+    """Writes bytes as they are; a reader that has gone (`| head`) or a full disk is no reason to end the job."""
+    try:
+        stream.flush()
+        if hasattr(stream, "buffer"):
+            stream.buffer.write(data)
+        else:  # a notebook's stream takes text alone
+            stream.write(data.decode(errors="replace"))
+        stream.flush()
+    except OSError:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())

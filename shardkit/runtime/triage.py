@@ -1,0 +1,242 @@
+"""What is not finite, and where: the gradient of a step again, looked at before devices are summed.
+
+After an all_reduce a NaN is everywhere; before it one device has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from shardkit._check import sized
+from shardkit.collectives import axis_index
+from shardkit.layout import path_name, spec_axes, table
+from shardkit.parallel.batch import batch_specs
+from shardkit.parallel.gradient import GradFn, global_means
+from shardkit.parallel.padded import array_of
+from shardkit.parallel.plan import Layout, Plan, map_layouts
+from shardkit.parallel.stages import arranged
+from shardkit.precision import Precision, precision_of
+from shardkit.runtime.drift import from_every_device, on_mesh
+from shardkit.state import TrainState
+from shardkit.train import local_gradients, step_key
+
+_REPLICATED = PartitionSpec()
+_PRINTED = 40
+
+
+class NonFinite(NamedTuple):
+    """A leaf that is not finite on some devices.
+
+    Attributes:
+        path: the leaf.
+        coordinates: where, by mesh axis; axes along which all devices have as many such values are left out, so that
+            {} is everywhere.
+        values: how many of the values that each device there holds are not finite.
+        first: the global index of the first of them, as the leaf is held.
+    """
+
+    path: str
+    coordinates: dict[str, int]
+    values: int
+    first: tuple[int, ...]
+
+
+class Report(NamedTuple):
+    """What `triage` found; `print` it.
+
+    Attributes:
+        rows: what is not finite: "params", "batch", "means" (the loss and what goes with it) and "grads", in this
+            order, each before it is summed over devices.
+        loss: the loss of the whole batch.
+        weight: what it was divided by.
+    """
+
+    rows: tuple[NonFinite, ...]
+    loss: float
+    weight: float
+
+    @property
+    def example(self) -> int | None:
+        """The first example of the global batch with a value that is not finite; None where the batch is finite."""
+        return min((row.first[0] for row in self.rows if row.path.startswith("batch") and row.first), default=None)
+
+    def __str__(self) -> str:
+        lines = [f"loss {self.loss:g}, weight {self.weight:g}"]
+        if self.weight == 0:
+            lines.append("the weights of all examples sum to 0, by which loss and gradients are divided")
+        if not self.rows:
+            lines.append("all values are finite before they are summed over devices")
+            return "\n".join(lines)
+        lines.append("not finite before the sum over devices:")
+        cells = [("leaf", "where", "values", "first")]
+        for row in self.rows[:_PRINTED]:
+            where = sized(row.coordinates.items()) if row.coordinates else "everywhere"
+            cells.append((row.path, where, str(row.values), str(list(row.first)) if row.first else ""))
+        lines.append(table(cells))
+        if len(self.rows) > _PRINTED:
+            lines.append(f"and {len(self.rows) - _PRINTED} more")
+        if self.example is not None:
+            lines.append(f"the first such example of the batch is {self.example}")
+        return "\n".join(lines)
+
+
+def nonfinite(tree: Any, mesh: Mesh | None = None) -> list[NonFinite]:
+    """Which leaves of a tree hold NaN or infinity, and where; every process of the mesh must call it.
+
+    Args:
+        tree: pytree of global arrays over one mesh; integers, booleans and keys are always finite.
+        mesh: the mesh, if the tree's is to be checked; by default that of its first leaf.
+
+    Returns:
+        A NonFinite for each leaf and place, the same on every process; empty on a process outside the mesh.
+
+    Raises:
+        TypeError: a leaf that is not an array over the mesh.
+
+    Cost: 4 (1 + rank) (n-1) bytes a floating-point leaf over the n devices of the mesh, in one all_gather.
+    """
+    mesh, leaves = on_mesh("nonfinite", tree, mesh)
+    leaves = [(path, x) for path, x in leaves if _can_be_nonfinite(x)]
+    if mesh is None or not leaves:
+        return []
+    seen = observations([x for _, x in leaves], mesh=mesh, specs=tuple(x.sharding.spec for _, x in leaves))
+    if not seen[0].addressable_shards:
+        return []
+    return [row for (path, _), x in zip(leaves, seen, strict=True) for row in _places(path, x, mesh)]
+
+
+def triage(
+    grad_fn: GradFn,
+    *,
+    mesh: Mesh,
+    plan: Plan,
+    precision: Precision | str | None = None,
+    accumulate: int = 1,
+) -> Callable[[TrainState, Any], Report]:
+    """Builds `run(state, batch) -> Report`: the loss and gradient of a step again, looked at before they are summed.
+
+    It draws the dropout of the step, so it needs the state from before it. A NonFiniteError's state counts the step as
+    taken: run it on `state._replace(step=state.step - 1)`.
+
+    What the loss itself sends is sent here too, and takes a NaN with it: along the axes of tp, cp and ep, and of
+    gradients that are summed where a layer is left (fsdp and zero2 layer by layer), a row stands for all devices.
+
+    Args:
+        grad_fn: as for `make_train_step`, and so are all others.
+        mesh: the mesh.
+        plan: the plan.
+        precision: the dtype policy; the batch is looked at as the loss sees it, in the compute dtype, and gradients
+            with the loss scale in them.
+        accumulate: microbatches.
+
+    Returns:
+        A function that leaves its arguments as they are. Every process of the mesh must call it, and gets the same
+        Report.
+
+    Raises:
+        ValueError: as `make_train_step`.
+
+    Cost: that of the GradFn and of the gathers of `rest - seen`, an all_reduce of 8 bytes for each mean, and an
+        all_gather over the mesh's n devices of 4 (1 + rank) bytes for each floating-point leaf.
+    """
+    plan = arranged(plan, grad_fn)
+    plan.check(mesh)
+    policy = precision_of(precision)
+    batch_spec = plan.batch_spec(mesh)
+
+    @jax.jit
+    def observed(state: TrainState, batch: Any) -> tuple[jax.Array, jax.Array, Any]:
+        layouts = plan.layouts(state.params, mesh)
+        specs = batch_specs(batch, batch_spec, mesh, accumulate)
+        rest = map_layouts(lambda layout: layout.rest, layouts)
+        scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
+
+        def per_device(params: Any, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
+            batch, means, grads = local_gradients(
+                grad_fn, params, batch, key, scale, layouts, batch_spec, policy, accumulate
+            )
+            looked_at = {
+                "params": map_layouts(lambda layout, x: _observed(array_of(x), layout.rest), layouts, params),
+                "batch": jax.tree.map(lambda spec, x: _observed(x, spec), specs, batch),
+                "means": jax.tree.map(_observed, means),
+                "grads": map_layouts(lambda layout, x: _observed(x, _of_gradient(layout)), layouts, grads),
+            }
+            total, weight = global_means(means, plan.batch_axes)["loss"]
+            return total / weight, weight, from_every_device(looked_at, mesh.axis_names)
+
+        return jax.shard_map(
+            per_device, mesh=mesh, in_specs=(rest, specs, _REPLICATED, _REPLICATED), out_specs=_REPLICATED
+        )(state.params, batch, step_key(state.key, state.step), scale)
+
+    def run(state: TrainState, batch: Any) -> Report:
+        loss, weight, looked_at = observed(state._replace(opt_state=None), batch)
+        # jit sorts a dict by its keys; the report goes from causes to consequences.
+        rows = [
+            row
+            for name in ("params", "batch", "means", "grads")
+            for path, x in jax.tree_util.tree_leaves_with_path({name: looked_at[name]})
+            for row in _places(path_name(path), x, mesh)
+        ]
+        return Report(tuple(rows), float(loss), float(weight))
+
+    run.trace = lambda state, batch: observed.trace(state._replace(opt_state=None), batch)  # type: ignore[attr-defined]
+    return run
+
+
+@partial(jax.jit, static_argnames=("mesh", "specs"))
+def observations(leaves: list[jax.Array], *, mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> list[jax.Array]:
+    """For each leaf what each device finds in its part: int32 [devices, 1 + rank], count and first global index.
+
+    Cost: an all_gather of 4 (1 + rank) bytes a leaf.
+    """
+
+    def per_device(leaves: list[jax.Array]) -> list[jax.Array]:
+        return from_every_device([_observed(x, spec) for x, spec in zip(leaves, specs, strict=True)], mesh.axis_names)
+
+    return jax.shard_map(per_device, mesh=mesh, in_specs=(list(specs),), out_specs=_REPLICATED)(leaves)
+
+
+def _of_gradient(layout: Layout) -> PartitionSpec:
+    return layout.seen if layout.grad is None else layout.grad
+
+
+def _can_be_nonfinite(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _observed(x: jax.Array, spec: PartitionSpec = _REPLICATED) -> jax.Array | None:
+    """How many values of a device's part are not finite, and the global index of the first; None if none can be."""
+    if not _can_be_nonfinite(x):
+        return None
+    if not x.size:
+        return jnp.zeros(1 + x.ndim, jnp.int32)
+    bad = ~jnp.isfinite(x).reshape(-1)
+    first = jnp.unravel_index(jnp.argmax(bad).astype(jnp.int32), x.shape)
+    found = [jnp.sum(bad, dtype=jnp.int32), *(at.astype(jnp.int32) for at in first)]
+    for dim, axes in enumerate(spec_axes(spec)):
+        if axes:
+            found[1 + dim] += axis_index(axes).astype(jnp.int32) * jnp.int32(x.shape[dim])
+    return jnp.stack(found)
+
+
+def _places(path: str, seen: Any, mesh: Mesh) -> Iterator[NonFinite]:
+    """The places of a leaf that is not finite, given what every device found."""
+    found = np.asarray(seen).reshape(*mesh.devices.shape, -1)
+    counts = found[..., 0]
+    kept = [k for k in range(counts.ndim) if (counts != counts.take([0], axis=k)).any()]
+    firsts: dict[tuple[int, ...], tuple[int, ...]] = {}
+    values: dict[tuple[int, ...], int] = {}
+    for at in map(tuple, np.argwhere(counts)):
+        place, first = tuple(int(at[k]) for k in kept), tuple(map(int, found[at][1:]))
+        firsts[place] = min(firsts.get(place, first), first)
+        values[place] = int(counts[at])
+    for place, first in firsts.items():
+        coordinates = {mesh.axis_names[k]: c for k, c in zip(kept, place, strict=True)}
+        yield NonFinite(path, coordinates, values[place], first)
