@@ -17,9 +17,9 @@ test: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n $(WORKERS) -q -m "not sweep"
 
-# What runs on every interpreter: the suite without the tests marked slow.
+# What runs on every interpreter: the suite without the tests marked slow, and of a test with many rows four.
 test-fast: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(WORKERS) -q -m "not slow and not sweep"
+	$(BIN)/python -m pytest -n $(WORKERS) -q -m "not slow and not sweep" --rows 4
 
 test-deep: $(VENV)/.test
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -n $(WORKERS) -q

@@ -2,6 +2,8 @@
 
 import os
 
+from compiling import QUICK
+
 # A collective that waits for a device that never comes must end the run, not stall it.
 os.environ["XLA_FLAGS"] = " ".join(
     [
@@ -9,6 +11,7 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_cpu_collective_timeout_seconds=60",
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=20",
         "--xla_cpu_collective_call_terminate_timeout_seconds=60",
+        QUICK,
     ]
 )
 
@@ -27,6 +30,22 @@ _COMMON = {"deadline": None, "suppress_health_check": list(hypothesis.HealthChec
 hypothesis.settings.register_profile("ci", max_examples=20, derandomize=True, database=None, **_COMMON)
 hypothesis.settings.register_profile("deep", max_examples=500, **_COMMON)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--rows", type=int, help="of every parametrized test, run at most this many rows, spread evenly")
+
+
+@pytest.hookimpl(trylast=True)  # among the rows that the options -m and -k have left
+def pytest_collection_modifyitems(config, items):
+    most = config.getoption("rows")
+    tests = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    few = [rows[i * len(rows) // most] for rows in tests.values() for i in range(most)] if most else items
+    chosen = {item.nodeid for item in few}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
+    items[:] = [item for item in items if item.nodeid in chosen]
 
 
 @pytest.fixture(scope="session")

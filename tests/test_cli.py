@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from compiling import QUICK
 
 from shardkit.cli.soak import Options, run_once
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 def environment():
     clean = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC", "JAX_PLATFORMS")}
-    return clean | {"COLUMNS": "100"}
+    return clean | {"COLUMNS": "100", "XLA_FLAGS": QUICK}
 
 
 def command(*words):
