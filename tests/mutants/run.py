@@ -1,6 +1,6 @@
 """Runs the mutants: `python tests/mutants/run.py [--only NAME ...] [--jobs N] [--shard i/n] [--baseline]`.
 
-Nothing is changed in the checkout but table.md: each job has a copy of the tracked files in a temporary directory, puts
+Nothing is changed in the checkout but table.md: each job has a copy of the files in a temporary directory, puts
 one mistake into it, and runs the tests that reach the line until the first one fails.
 """
 
@@ -53,12 +53,16 @@ def git(*words: str) -> str:
     return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
+def sources() -> list[str]:
+    """The files of the checkout as they are now: what git tracks or would add."""
+    names = git("ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
+    return [name for name in dict.fromkeys(names) if name and (ROOT / name).is_file()]
+
+
 def copied(to: Path) -> Path:
-    """A copy of the tracked files as they are now."""
-    for name in filter(None, git("ls-files", "-z").split("\0")):
-        if (ROOT / name).is_file():
-            (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, to / name)
+    for name in sources():
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, to / name)
     return to
 
 
@@ -86,11 +90,12 @@ def ended(command: Iterable[str], copy: Path, log: Path, limit: float | None, **
 
 
 def map_file() -> Path:
-    """Where the map of this state of the checkout is kept: outside of it, by its commit and what is changed since."""
-    others = ("--", ".", f":!{MINE}")
-    changes = zlib.crc32(git("diff", "HEAD", *others).encode())
-    name = f"{git('log', '-1', '--format=%h', *others).strip()}-{changes:08x}.json"
-    return Path(tempfile.gettempdir()) / "shardkit-mutants" / name
+    """Where the map of this checkout is kept: outside of it, by its commit and by what its files hold."""
+    found = 0
+    for name in (name for name in sources() if not name.startswith(f"{MINE}/")):  # the table changes with every run
+        found = zlib.crc32((ROOT / name).read_bytes(), zlib.crc32(name.encode(), found))
+    commit = git("log", "-1", "--format=%h", "--", ".", f":!{MINE}").strip()
+    return Path(tempfile.gettempdir()) / "shardkit-mutants" / f"{commit}-{found:08x}.json"
 
 
 def built(file: Path, jobs: int) -> None:
