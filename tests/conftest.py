@@ -2,7 +2,11 @@
 
 import os
 
-from compiling import QUICK
+import pytest
+
+pytest.register_assert_rewrite("support")
+
+from support.compiling import QUICK
 
 # A collective that waits for a device that never comes must end the run, not stall it.
 os.environ["XLA_FLAGS"] = " ".join(
@@ -17,7 +21,6 @@ os.environ["XLA_FLAGS"] = " ".join(
 
 import hypothesis
 import jax
-import pytest
 
 import shardkit as sk
 

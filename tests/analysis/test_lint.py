@@ -1,0 +1,369 @@
+"""The lint: every planted mistake under its rule, nothing in the corrected twin, nothing in the library itself."""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from benchmarks import large_model
+from shardkit.analysis import RULES, lint
+from shardkit.collectives import compressed
+from support import conformance
+from support.conformance import MODELS, PLANS
+from support.planted import divergent
+from support.planted.divergent import BOTH, DIVERGENT, MESH, PLANTED, X, on
+
+
+def ids(row):
+    return row.name.replace(" ", "_")
+
+
+# proves F75, S121, S125, S127, S129, S130: by rule
+@pytest.mark.parametrize("row", PLANTED, ids=ids)
+def test_planted_mistakes_are_named(row):
+    found = lint(row.wrong, *row.args, **row.options)
+    assert {f.rule for f in found} == {row.rule}, [str(f) for f in found]
+    assert all(f.source.startswith("divergent.py:") for f in found)
+
+
+@pytest.mark.parametrize("row", PLANTED, ids=ids)
+def test_their_corrected_twins_are_clean(row):
+    assert [str(f) for f in lint(row.right, *row.args, **row.options)] == []
+
+
+def test_every_rule_is_planted_and_no_name_is_used_twice():
+    names = [row.name for row in PLANTED]
+    assert len(names) == len(set(names)) and len(DIVERGENT) >= 25
+    assert {row.rule for row in PLANTED} == set(RULES)
+
+
+def messages(name):
+    (row,) = [row for row in PLANTED if row.name == name]
+    return [(f.message, f.remedy) for f in lint(row.wrong, *row.args, **row.options)]
+
+
+def line_of(function):
+    return f"divergent.py:{function.__code__.co_firstlineno + 2} ({function.__qualname__})"
+
+
+PREDICATE = f"divergent.py:{divergent.chosen.__code__.co_firstlineno + 2} (chosen.<locals>.<lambda>)"
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "remedy"),
+    [
+        (
+            "all_reduce under cond",
+            f"all_reduce over 'model' stands in a cond whose predicate, at {PREDICATE}, differs along 'model', so that "
+            "devices which must meet do not, and it hangs.",
+            "Call it on every device and choose the result with jnp.where, or make the predicate equal first, with "
+            "all_reduce over 'model'.",
+        ),
+        (
+            "ppermute under another axis' predicate",
+            f"ppermute over 'model' stands in a cond whose predicate, at {PREDICATE}, differs along 'data'; a ppermute "
+            "waits for every device of the mesh, and hangs or gives wrong values.",
+            "Call it on every device and choose the result with jnp.where.",
+        ),
+        (
+            "a cond's result passes as equal",
+            "a predicate that differs along 'data' decides output 0 of the shard_map, which out_specs P() takes for "
+            "equal there, so that each device holds another value.",
+            "Cast the operands with vary over 'data', so that the type tells, and reduce the result.",
+        ),
+        (
+            "a ring one device too long",
+            "ppermute over 'model' of 4 devices names target 4, and there is no such device.",
+            "Name each device at most once as source and once as target, as shift does.",
+        ),
+        (
+            "a chain one device too short",
+            "ppermute over 'model' of 4 devices names no source for 0, 3, which get zeros.",
+            "Name a source for every device, or replace the zeros with jnp.where; shift(wrap=False) is exempt.",
+        ),
+        (
+            "to itself",
+            "ppermute over 'model' of 4 devices sends every device's value to itself.",
+            "Leave it out, or name other targets.",
+        ),
+        (
+            "a sum of a sum",
+            "all_reduce over 'data', 'model' of a float32[8,64] that is equal along axis 'model' already, because it "
+            "was reduced or gathered over it before; a sum multiplies it by 4, and a mean changes nothing.",
+            "Leave it out, or gather with replicated=True where only the type must become equal.",
+        ),
+        (
+            "weight decay counted by every device",
+            "all_reduce over 'data', 'model' of a float32[] that is equal along axes 'data', 'model' already, because "
+            "it comes from replicated arguments; a sum multiplies it by 8, and a mean changes nothing.",
+            "Leave it out, or split the argument over the axis.",
+        ),
+        (
+            "gathered for the neighbour's piece",
+            f"all_gather over 'model' sends each device 6,144 bytes, and the slice at "
+            f"divergent.py:{divergent._neighbours_piece.__code__.co_firstlineno + 1} (_neighbours_piece), its only "
+            "use, takes 2,048.",
+            "Send only that piece: shift for a neighbour's, broadcast for one device's, all_to_all for another one "
+            "each.",
+        ),
+        (
+            "reduced for its own piece",
+            f"all_reduce over 'model' sends 3,072 bytes, and the slice at {line_of(divergent._own_rows)}, its only "
+            "use, keeps 1/4 of dim 0 on each device.",
+            "Use reduce_scatter with dim=0, which sends half.",
+        ),
+        (
+            "a large weight on every device",
+            "w, an input of 16,384 bytes (float32[64,64]), is held whole by each device of data=2, model=4.",
+            "Name a mesh axis in its spec, for example through specs_from_rules, or raise `large` if it is meant.",
+        ),
+        (
+            "a gain in crumbs",
+            "all_gather over 'fsdp' of 64 devices moves pieces of 16 bytes (float32[4]); 1,024 bytes are not worth a "
+            "message.",
+            "Keep leaves of this size whole, or split them over fewer devices.",
+        ),
+        (
+            "unchecked types",
+            "shard_map over 'data', 'model' has check_vma off: a wrong out_specs and a missing reduction pass "
+            "unnoticed, and gradients inside it are not summed.",
+            "Leave check_vma=True, and cast with vary where a type must match.",
+        ),
+        (
+            "pmap",
+            "jax.pmap knows one axis only, wants a leading dimension for it, and checks no types.",
+            "Write jax.shard_map over a mesh from make_mesh.",
+        ),
+        (
+            "process 0 alone",
+            "the program holds 1 collectives as process 0 and 0 as process 1; the first difference is all_reduce over "
+            "'data', 'model'(float32[]) against nothing, so that processes wait for each other in vain.",
+            "Run the same program on every process, and pass what differs as data or decide it outside.",
+        ),
+        (
+            "another constant",
+            "as process 0 and as process 1 different programs are traced, the first difference is a constant "
+            "float32[64,64] against a constant float32[64,64] of other values.",
+            "Run the same program on every process, and pass what differs as data or decide it outside.",
+        ),
+    ],
+)
+def test_messages(name, message, remedy):
+    assert messages(name) == [(message, remedy)]
+
+
+def test_a_finding_prints_as_one_line():
+    (row,) = [row for row in PLANTED if row.name == "to itself"]
+    (found,) = lint(row.wrong, X)
+    assert isinstance(found, sk.Finding) and sk.lint is lint
+    assert str(found) == f"{found.source}: identity-permutation: {found.message} {found.remedy}"
+
+
+def test_rules_can_be_left_out():
+    (row,) = [row for row in PLANTED if row.name == "to itself"]
+    assert lint(row.wrong, X, ignore=("identity-permutation",)) == []
+    with pytest.raises(ValueError) as error:
+        lint(row.wrong, X, ignore=("identity",))
+    rules = ", ".join(map(repr, RULES))
+    assert str(error.value) == f"lint: ignore must name rules, {rules}; got 'identity'. Use one of them."
+
+
+def test_the_two_thresholds():
+    (large,) = [row for row in PLANTED if row.name == "a large weight on every device"]
+    assert lint(large.wrong, *large.args) == []
+    assert lint(large.wrong, *large.args, large=64 * 64 * 4 + 1) == []
+    (small,) = [row for row in PLANTED if row.name == "reduced for its own piece"]
+    sends = 8 * 64 * 4 * 3 // 4
+    assert lint(small.wrong, X, small=sends + 1) == []
+    assert len(lint(small.wrong, X, small=sends)) == 1
+
+
+# What may look wrong and is meant.
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        lambda x: x * lax.psum(1, BOTH),
+        lambda x: x / lax.psum(sk.vary(jnp.float32(3), "model"), "model"),
+        lambda x: x + sk.all_reduce(jnp.ones(()), "model"),
+        lambda x: sk.all_reduce(jnp.where(sk.axis_index("model") == 0, sk.all_reduce(x, "model"), 0), "model"),
+        lambda x: lax.cond(sk.axis_size("model") > 2, lambda x: sk.shift(x, "model"), lambda x: x, x),
+        lambda x: lax.fori_loop(0, 4, lambda i, x: sk.shift(x, "model"), x),
+        lambda x: lax.cond(jnp.sum(sk.all_gather(x, BOTH)) > 0, lambda x: sk.shift(x, "model"), lambda x: x, x),
+        lambda x: lax.ppermute(x, BOTH, [(i, i + 1) for i in range(7)]),
+        lambda x: jnp.where(sk.axis_index("model") == 2, lax.ppermute(x, "model", [(0, 2)]), 0),
+        lambda x: sk.all_gather(x, "model")[: x.shape[0]],
+    ],
+)
+def test_what_is_meant_is_left_alone(kernel):
+    assert [str(f) for f in lint(on(kernel), X, small=0)] == []
+
+
+def kernels():
+    """Every collective of the library, over one axis and over both in either order."""
+    for axis in ("model", BOTH, BOTH[::-1]):
+        for op in ("sum", "mean", "max", "min"):
+            yield f"all_reduce {op} {axis}", functools.partial(sk.all_reduce, axis=axis, op=op)
+            yield f"scan {op} {axis}", functools.partial(sk.scan, axis=axis, op="sum" if op == "mean" else op)
+        yield f"deterministic {axis}", functools.partial(sk.all_reduce, axis=axis, deterministic=True)
+        yield f"all_gather {axis}", functools.partial(sk.all_gather, axis=axis)
+        yield f"reduce_scatter {axis}", functools.partial(sk.reduce_scatter, axis=axis)
+        yield f"all_to_all {axis}", functools.partial(sk.all_to_all, axis=axis, split_dim=0, concat_dim=1)
+        yield f"broadcast {axis}", functools.partial(sk.broadcast, axis=axis, source=1)
+        yield f"gather_to_one {axis}", functools.partial(sk.gather_to_one, axis=axis, target=1)
+        yield f"exclusive scan {axis}", functools.partial(sk.scan, axis=axis, exclusive=True)
+        for wrap in (True, False):
+            yield f"halo {wrap} {axis}", functools.partial(sk.halo_exchange, axis=axis, before=2, after=9, wrap=wrap)
+            for by in (1, -1, 3):
+                yield f"shift {by} {wrap} {axis}", functools.partial(sk.shift, axis=axis, by=by, wrap=wrap)
+            for name in ("all_gather", "reduce_scatter", "all_reduce"):
+                kernel = functools.partial(getattr(sk.ring, name), axis=axis, bidirectional=wrap)
+                yield f"ring {name} {wrap} {axis}", kernel
+            for dtype in (jnp.int8, jnp.bfloat16):
+                yield (
+                    f"compressed {dtype.__name__} {wrap} {axis}",
+                    lambda x, axis=axis, dtype=dtype, wrap=wrap: compressed.all_reduce(
+                        x, axis, compressed.init_residual(x), dtype=dtype, compress_result=wrap
+                    )[0],
+                )
+    for name in ("all_reduce", "all_gather", "reduce_scatter"):
+        yield f"hierarchical {name}", functools.partial(getattr(sk.hierarchical, name), inner="model", outer="data")
+
+
+# Forward, differentiated from outside, and differentiated on the device.
+@pytest.mark.parametrize(("name", "kernel"), [pytest.param(*row, id=row[0].replace(" ", "_")) for row in kernels()])
+def test_the_librarys_collectives_are_clean(name, kernel):
+    def gradient(x):
+        return jax.grad(lambda x: jnp.sum(sk.vary(kernel(x), BOTH) ** 2))(x)
+
+    for fn in (on(kernel), jax.grad(lambda x: jnp.sum(on(kernel)(x) ** 2)), on(gradient)):
+        assert [str(f) for f in lint(fn, X, small=0)] == []
+
+
+OPTIONS = [{}, {"accumulate": 2, "precision": "fp16", "nonfinite": "stop"}]
+# Only the softmax model communicates over a model axis.
+PAIRS = [(plan, model) for plan in PLANS for model in MODELS if not plan.model_axis or model.name == "softmax"]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "all"])
+@pytest.mark.parametrize(("plan", "model"), PAIRS, ids=lambda row: row.name.replace(" ", "_"))
+def test_the_librarys_steps_are_clean(plan, model, options):
+    grad_fn = sk.value_and_grad(model.loss(plan.model_axis))
+    mesh = conformance.make_mesh(plan)
+    with jax.numpy_dtype_promotion("standard"):  # as optax needs it
+        init, step = sk.make_train_step(grad_fn, optax.adamw(1e-3), mesh=mesh, plan=plan.plan(), **options)
+        state = init.abstract(model.params())
+        assert [str(f) for f in lint(step, state, model.batch(0), small=0)] == []
+
+
+# 70 billion parameters on 4096 devices
+def test_a_large_step_on_4096_devices():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        config = large_model.MODELS["70b"]
+        step, args = large_model.abstract(config, fsdp=512, tp=8, batch=1, tokens=4096)
+        assert [str(f) for f in lint(step, *args)] == []
+
+
+@st.composite
+def uniform_programs(draw):
+    """A kernel of branches and loops, at random, whose predicates all devices agree on."""
+    steps = draw(
+        st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4), st.sampled_from(["data", "model"])), max_size=5)
+    )
+    collectives = (
+        lambda x, axis: sk.shift(x, axis),
+        lambda x, axis: x + sk.vary(sk.all_reduce(x * sk.axis_index(axis).astype(x.dtype), axis), BOTH),
+        lambda x, axis: x + jnp.sum(sk.all_gather(x, axis)),
+        lambda x, axis: sk.all_to_all(x, axis, split_dim=0, concat_dim=0),
+        lambda x, axis: jnp.tile(sk.reduce_scatter(x, axis), (sk.axis_size(axis), 1)),
+    )
+
+    def agreed(x):
+        return sk.all_reduce(jnp.sum(x), BOTH, op="max")
+
+    def kernel(x):
+        for form, which, axis in steps:
+            run = functools.partial(collectives[which], axis=axis)
+            if form == 0:
+                x = run(x)
+            elif form == 1:
+                x = lax.cond(agreed(x) > 0, run, lambda x: x, x)
+            elif form == 2:
+                x = lax.switch(jnp.int32(agreed(x)), [run, lambda x: x, lambda x: -x], x)
+            elif form == 3:
+                x = lax.while_loop(lambda x: agreed(x) < 9, run, x)
+            elif form == 4:
+                x = lax.scan(lambda x, _, run=run: (jax.checkpoint(run)(x), None), x, length=2)[0]
+            else:
+                step = lambda c, run=run: (c[0] + 1, jax.jit(run)(c[1]))  # noqa: E731
+                x = lax.while_loop(lambda c: (c[0] < 3) & (agreed(c[1]) < 9), step, (0, x))[1]
+        return x
+
+    return kernel
+
+
+@hypothesis.given(uniform_programs())
+def test_programs_whose_predicates_agree_have_no_divergence(kernel):
+    rules = {f.rule for f in lint(on(kernel), X, small=0)}
+    assert not rules & {"divergent-collective", "ppermute-in-divergent-branch", "unequal-output"}
+
+
+def test_the_trace_as_another_process_leaves_nothing_behind():
+    asked = []
+
+    @jax.jit
+    def fn(x):
+        asked.append(jax.process_index())
+        return x
+
+    fn(jnp.ones(2))
+    assert lint(fn, jnp.ones(2)) == []
+    assert asked == [0, 1] and jax.process_index() == 0
+    fn(jnp.ones(2))
+    assert asked == [0, 1]  # what was compiled before is still there
+
+
+def test_a_program_that_only_one_process_can_trace():
+    def fn(x):
+        if jax.process_index():
+            raise RuntimeError("no data here")
+        return x
+
+    (found,) = lint(fn, X)
+    line = fn.__code__.co_firstlineno + 2
+    assert str(found) == (
+        f"test_lint.py:{line} (fn): process-dependent-program: as process 0 it is traced, and as process 1 it raises "
+        "RuntimeError: no data here. Run the same program on every process, and pass what differs as data or decide it "
+        "outside."
+    )
+
+
+def test_a_closed_over_constant_counts_as_an_input():
+    table = jnp.ones((64, 64))
+    (found,) = lint(on(lambda x: x @ table), X, large=64 * 64 * 4)
+    assert found.rule == "large-replicated"
+    assert found.message == (
+        "argument 0, a closed-over constant of 16,384 bytes (float32[64,64]), is held whole by each device of data=2, "
+        "model=4."
+    )
+
+
+def test_the_gradient_of_a_replicated_gather_is_told_apart():
+    (row,) = [row for row in PLANTED if row.name == "reduced in the backward pass for its own piece"]
+    (found,) = lint(row.wrong, X)
+    assert found.remedy == "Gather without replicated=True: its gradient is then a reduce_scatter, which sends half."
+
+
+def test_specs_of_an_axis_of_one_device_split_nothing():
+    mesh = divergent.abstract(data=1, model=4)
+    kernel = lambda x: lax.cond(jnp.sum(x) > 0, lambda x: x + lax.pmax(sk.vary(x, "data"), "data"), lambda x: x, x)  # noqa: E731
+    fn = jax.shard_map(
+        lambda x: sk.vary(kernel(x), ("data", "model")), mesh=mesh, in_specs=P("data"), out_specs=P(BOTH)
+    )
+    assert lint(fn, X) == [] and MESH.shape["data"] == 2

@@ -1,0 +1,139 @@
+"""`shardkit train` with an axis "stage", as a user runs it."""
+
+import json
+
+import pytest
+import tyro
+
+from shardkit import schedules
+from shardkit.cli.pipelines import pipeline_of
+from shardkit.cli.plans import mesh_words
+from shardkit.cli.train import Options
+from support.commands import SMALL, run
+
+TINY = [*SMALL, "--layers", 4, "--kv-heads", 1]
+
+
+def trained(words, corpus, tmp_path):
+    out = tmp_path / "run.json"
+    done = run("train", *TINY, *words, "--data", corpus, "--steps", 3, "--verify", 3, "--json", out)
+    return done.stdout, json.loads(out.read_text())
+
+
+# proves F35, F36, F37, F38, F42, S92: the commands of the README, in small
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data=2", "stage=2", "model=2", "--dropout", 0.1],
+        ["stage=4", "--dropout", 0.1],
+        ["stage=2", "--schedule", "zb-h1", "--microbatches", 4],
+        ["stage=2", "fsdp=4", "--schedule", "interleaved", "--chunks", 2, "--tied"],
+        pytest.param(
+            ["stage=2", "model=2", "context=2", "--sequence", "--heads", 4, "--kv-heads", 2], marks=pytest.mark.sweep
+        ),
+        ["stage=2", "expert=2", "data=2", "--dropout", 0.1],
+        pytest.param(["stage=2", "expert=2", "--accumulate", 2, "--microbatches", 2], marks=pytest.mark.sweep),
+        ["stage=2", "--mode", "branch", "--no-recompute", "--schedule", "1f1b"],
+    ],
+    ids=lambda words: "_".join(map(str, words[:3])).replace("=", "").replace("--", ""),
+)
+def test_a_pipeline_trains_to_one_devices_numbers(words, corpus, tmp_path):
+    printed, results = trained(words, corpus, tmp_path)
+    assert results["verify_loss_difference"] < 1e-5 and results["verify_parameter_difference"] < 1e-5
+    assert f"\npipeline: {results['pipeline']}\n" in printed
+
+
+@pytest.mark.slow
+def test_the_schedule_of_a_file_is_run(corpus, tmp_path):
+    file = tmp_path / "mine.csv"
+    file.write_text(schedules.one_f_one_b(2, 4).to_csv())
+    _, results = trained(["stage=2", "--schedule", file], corpus, tmp_path)
+    assert results["verify_loss_difference"] < 1e-5 and results["verify_parameter_difference"] < 1e-5
+    assert results["pipeline"].startswith("mine, 2 stages, 4 microbatches; simulated bubble ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["data=2", "--schedule", "gpipe"],
+            "train: --schedule must go with an axis 'stage'; the axes are 'data'. Add stage=2, or leave it out.",
+        ),
+        (
+            ["data=2", "--no-recompute"],
+            "train: --no-recompute must go with an axis 'stage'; the axes are 'data'. Add stage=2, or leave it out.",
+        ),
+        (
+            ["stage=2", "--schedule", "fastest"],
+            "train: schedule must be 'gpipe', 'one_f_one_b', 'zero_bubble_h1', 'zero_bubble_v', 'dualpipe_v', "
+            "'interleaved', 'breadth_first' or 'lockstep'; got 'fastest'. Choose one of them.",
+        ),
+        (
+            ["stage=2", "--schedule", "gpipe", "--chunks", 2],
+            "train: schedule 'gpipe' does not take chunks; got 2. Leave --chunks out, or choose 'interleaved', "
+            "'breadth_first' or 'lockstep'.",
+        ),
+        (
+            ["stage=2", "data=2", "--microbatches", 3],
+            "train: the microbatches must divide the examples of a device; got 3 microbatches for 16 examples. Change "
+            "--microbatches or --batch.",
+        ),
+        (
+            ["stage=2", "--microbatches", 0],
+            "lockstep: microbatches must be a whole number of at least 1; got 0. Correct microbatches.",
+        ),
+        (
+            ["stage=2", "--chunks", 2, "--layers", 6],
+            "train: the layers must be divisible by the stages of the model; got 6 layers for 2 devices with 2 of them "
+            "each. Change --layers, or use fewer stages or chunks.",
+        ),
+        (
+            ["stage=2", "--schedule", "no/such.csv"],
+            "train: no/such.csv is no text that can be read (FileNotFoundError). Pass a file that --to-csv wrote.",
+        ),
+        (
+            ["stage=4", "--schedule", "FILE"],
+            "train: the schedule must be for as many stages as axis 'stage' has devices; got 2 for 4 devices. Write "
+            "stage=2, or pass another schedule.",
+        ),
+        (
+            ["stage=2", "--schedule", "FILE", "--microbatches", 4],
+            "train: the file of --schedule holds the whole schedule; got --microbatches too. Leave that out.",
+        ),
+    ],
+)
+def test_mistakes_are_named_in_one_sentence(words, message, tmp_path):
+    file = tmp_path / "mine.csv"
+    file.write_text(schedules.gpipe(2, 4).to_csv())
+    options = tyro.cli(Options, args=[str(file) if word == "FILE" else str(word) for word in words])
+    with pytest.raises(ValueError) as error:
+        pipeline_of(options, mesh_words(options.mesh))
+    assert str(error.value) == message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["data=2", "--chunks", 2],
+            "train: --chunks must go with an axis 'stage'; the axes are 'data'. Add stage=2, or",
+        ),
+        (
+            ["stage=2", "context=2", "--mode", "branch"],
+            "pipeline_value_and_grad: mode='branch': a stage must hold no ppermute and no collective over axis 'stage'",
+        ),
+    ],
+)
+def test_mistakes_end_the_command(words, message, corpus):
+    done = run("train", *words, "--data", corpus, code=2)
+    assert done.stderr.startswith(f"error: {message}") and len(done.stderr.splitlines()) == 1
+
+
+def test_the_microbatches_are_four_a_stage_or_what_divides():
+    def count(batch, **sizes):
+        return pipeline_of(Options(batch=batch), sizes).schedule.microbatches
+
+    assert [count(32, stage=2), count(32, stage=2, data=2), count(64, stage=4, fsdp=4)] == [8, 8, 16]
+    assert [count(12, stage=2), count(12, stage=4), count(9, stage=2), count(7, stage=2)] == [6, 12, 3, 7]

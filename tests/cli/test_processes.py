@@ -1,0 +1,161 @@
+"""`shardkit train` over several processes: the numbers of one process, going on after any end, and agreeing on one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from shardkit.cli import loop, train
+from shardkit.runtime import beside
+from support.compiling import QUICK
+
+SMALL = ["--layers", "1", "--dim", "32", "--heads", "2", "--length", "32", "--batch", "8", "--evaluate-every", "1000"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for index in range(12):
+        (folder / f"{index}.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+    return folder
+
+
+def command(corpus, folder, mesh, *words, processes=1, devices=2):
+    train = ["train", *mesh.split(), "--data", str(corpus), "--json", str(folder / "out.json"), *SMALL, *words]
+    shardkit = [sys.executable, "-m", "shardkit"]
+    if processes == 1:
+        return [*shardkit, *train]
+    return [*shardkit, "launch", "-n", str(processes), "--devices", str(devices), "--", "-m", "shardkit", *train]
+
+
+def environment():
+    return {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"} | {"XLA_FLAGS": QUICK}
+
+
+def run(*args, code=0, **options):
+    ended = subprocess.run(
+        command(*args, **options), capture_output=True, text=True, timeout=240, env=environment(), check=False
+    )
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    return ended.stdout + ended.stderr
+
+
+def losses(folder):
+    return {point["step"]: point["train_loss"] for point in json.loads((folder / "out.json").read_text())["curve"]}
+
+
+@pytest.mark.sweep
+def test_two_processes_train_as_one_does(corpus, tmp_path):
+    (one := tmp_path / "one").mkdir(), (two := tmp_path / "two").mkdir()
+    run(corpus, one, "data=2 fsdp=2", "--steps", "12")
+    printed = run(corpus, two, "data=2 fsdp=2", "--steps", "12", "--verify", "2", processes=2)
+    assert losses(one).keys() == losses(two).keys()
+    for step, loss in losses(one).items():
+        assert losses(two)[step] == pytest.approx(loss, rel=1e-6)
+    assert "[0] verify: after 2 steps the loss differs from one device's by" in printed
+    assert "[1] mesh" not in printed  # only process 0 speaks
+
+
+# proves F62, F63: as if nothing had happened, on another mesh and with another number of processes too
+@pytest.mark.slow
+def test_a_killed_run_goes_on(corpus, tmp_path):
+    (whole := tmp_path / "whole").mkdir(), (cut := tmp_path / "cut").mkdir()
+    run(corpus, whole, "data=4", "--steps", "30", "--checkpoint", whole / "c", "--checkpoint-every", "5")
+    words = ["--steps", "30", "--checkpoint", str(cut / "c"), "--checkpoint-every", "5"]
+    job = subprocess.Popen(
+        command(corpus, cut, "data=4", *words, processes=2),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    until = time.monotonic() + 120
+    while not (cut / "c" / "10").exists() and job.poll() is None and time.monotonic() < until:
+        time.sleep(0.02)
+    job.send_signal(signal.SIGKILL)
+    job.communicate(timeout=30)
+    printed = run(corpus, cut, "data=2 fsdp=2", *words)
+    assert "the run goes on there" in printed
+    assert losses(cut)[30] == pytest.approx(losses(whole)[30], rel=2e-6)
+    printed = run(corpus, cut, "data=2 fsdp=2", *words)
+    assert f"checkpoint: step 30 of {cut / 'c'}; nothing is left to do\n" in printed and "nan" not in printed
+    assert losses(cut)[30] == pytest.approx(losses(whole)[30], rel=2e-6)  # the file is kept
+
+
+@pytest.mark.sweep
+def test_a_notice_ends_all_after_the_same_step(corpus, tmp_path):
+    words = ["--steps", "100000", "--checkpoint", str(tmp_path / "c"), "--checkpoint-every", "20"]
+    job = subprocess.Popen(
+        command(corpus, tmp_path, "data=4", *words, processes=2),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+    )
+    until = time.monotonic() + 120
+    while not (tmp_path / "c" / "20").exists() and job.poll() is None and time.monotonic() < until:
+        time.sleep(0.02)
+    job.send_signal(signal.SIGTERM)
+    printed, _ = job.communicate(timeout=60)
+    assert job.returncode == 75, printed
+    assert "shardkit launch: all processes were told to end, and ended with exit code 75" in printed
+    newest = max(int(path.name) for path in (tmp_path / "c").iterdir())
+    assert f"preempted after step {newest}: {newest} steps" in printed
+
+
+@pytest.mark.slow
+def test_another_option_is_refused(corpus, tmp_path):
+    words = ["--steps", "3", "--checkpoint", str(tmp_path / "c")]
+    run(corpus, tmp_path, "data=2", *words)
+    printed = run(corpus, tmp_path, "data=2", *words, "--dropout", "0.1", code=2)
+    assert (
+        "error: --checkpoint: a run goes on with the options that it began with; dropout was 0.0 and is 0.1. Give the "
+        "same, or another directory."
+    ) in printed
+
+
+# proves F68: the other processes, in a step that this one has left, would hear of nothing
+def test_a_second_interrupt_ends_all_at_once(monkeypatch):
+    told = []
+    monkeypatch.setattr(beside, "tell_others", lambda error, code: told.append((type(error), code)))
+    passed_on = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    try:
+        with pytest.raises(KeyboardInterrupt), loop._asked_to_end(saves=True, many=True):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert told == [signal.SIGTERM]
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGTERM, passed_on)
+    assert told == [signal.SIGTERM, (KeyboardInterrupt, 130)]
+
+
+@pytest.mark.parametrize("name", ["steps", "batch", "length", "evaluate_every", "checkpoint_every"])
+def test_counts_are_refused_at_once(name):
+    with pytest.raises(ValueError) as error:
+        train.train(train.Options(**{name: 0}))
+    assert str(error.value) == f"train: --{name.replace('_', '-')} must be at least 1; got 0. Raise it."
+
+
+def test_a_directory_that_cannot_be_written_is_refused_at_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError) as error:
+        train._checkpoints(train.Options(checkpoint=tmp_path / "file"))
+    assert str(error.value) == (
+        f"--checkpoint: the directory must be one that can be written; {tmp_path / 'file'} cannot (File exists). "
+        "Choose another one."
+    )
+    train._checkpoints(train.Options(checkpoint=tmp_path / "new" / "c"))
+    assert list((tmp_path / "new" / "c").iterdir()) == []
+
+
+# proves F16: copies are compared, and what is not finite is found
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_is_looked_into(corpus, tmp_path):
+    words = ["--optimizer", "sgd", "--clip", "0", "--learning-rate", "1e30", "--steps", "6", "--compare-replicas", "1"]
+    printed = run(corpus, tmp_path, "data=2 fsdp=2", *words, code=3)
+    assert "not finite before the sum over devices:" in printed
+    assert "grads.layers.query" in printed

@@ -1,0 +1,143 @@
+"""`shardkit train` as a user runs it: in a process of its own."""
+
+import json
+import re
+import signal
+import subprocess
+
+import pytest
+
+from support.commands import SMALL, command, environment, run
+
+pytestmark = pytest.mark.slow
+
+
+def test_train_prints_a_summary_and_writes_the_results(corpus, tmp_path):
+    out = tmp_path / "results" / "run.json"
+    done = run("train", "data=4", "--data", corpus, "--steps", 8, "--verify", 2, "--json", out, *SMALL)
+    results = json.loads(out.read_text())
+    assert results["steps"] == 8 and results["ended"] == "done" and results["mesh"] == {"data": 4}
+    assert 3 < results["validation_loss"] < 6 and 3 < results["train_loss"] < 6
+    assert results["tokens_per_second"] > 0
+    assert results["verify_loss_difference"] < 1e-5 and results["verify_parameter_difference"] < 1e-4
+    assert results["held_bytes_per_device"] > 3 * 4 * 256 * 32
+    assert results["curve"][-1]["step"] == 8
+    for line in (
+        "mesh data=4: 4 cpu devices, 1 process",
+        "plan: dp('data'); ",
+        "verify: after 2 steps the loss differs from one device's by ",
+        "step 4: loss ",
+        "done: 8 steps, ",
+        "nats per byte on text it has not seen",
+    ):
+        assert line in done.stdout
+    assert "┌─" in done.stdout  # the loss curve
+
+
+# proves F66, S28: the same numbers on another mesh, with accumulation and dropout
+def test_two_meshes_give_the_same_numbers(corpus, tmp_path):
+    results = []
+    for words in (["data=1"], ["data=2", "--accumulate", "4"]):
+        out = tmp_path / f"{words[0]}.json"
+        run("train", *words, "--data", corpus, "--steps", 4, "--json", out, "--dropout", 0.1, *SMALL)
+        results.append(json.loads(out.read_text()))
+    for name in ("train_loss", "validation_loss"):
+        assert results[0][name] == pytest.approx(results[1][name], rel=1e-5)
+
+
+def test_interrupting_ends_with_a_summary(corpus):
+    words = command("train", "data=2", "--data", corpus, "--steps", 100_000, *SMALL)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(words, env=environment(), **pipes) as child:
+        for line in child.stdout:
+            if line.startswith("step 4:"):
+                break
+        child.send_signal(signal.SIGINT)
+        rest = child.stdout.read()
+        assert child.wait(timeout=60) == 130
+    assert "interrupted after step" in rest and "validation loss" in rest
+    assert "Traceback" not in rest
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data8"], "error: train: the mesh is given as words AXIS=SIZE; got 'data8'. Write for example data=8."),
+        (
+            ["dta=8"],
+            "error: train: the axis must be one of 'data', 'fsdp', 'zero1', 'zero2', 'context', 'ulysses', 'expert', "
+            "'stage', 'model'; got 'dta'. Use one of them.",
+        ),
+        (
+            ["data=2", "data=4"],
+            "error: train: axis 'data' is given twice in 'data=2 data=4'. Give each axis one size.",
+        ),
+        (
+            ["data=2", "--sequence"],
+            "error: train: --sequence must go with an axis 'model'; the axes are 'data'. Add model=2, or leave it out.",
+        ),
+        (
+            ["model=8"],
+            "error: tp: dim 1 of leaf layers.attention_out must be divisible by axis 'model'; got size 4 over 8 "
+            "devices. Pad it to 8 (a vocabulary), leave the leaf whole (key/value heads), or use a smaller axis.",
+        ),
+        (
+            ["expert=4", "--experts", "6"],
+            "error: ep: the experts, dim 1 of leaf layers.experts.down, must be divisible by axis 'expert'; got shape ",
+        ),
+        (
+            ["data=4", "--batch", "10"],
+            "error: make_train_step: batch dim 0 must be divisible by axis 'data'; leaf targets has size 10 over 4 "
+            "devices. Choose another size, or pad with examples of weight 0.",
+        ),
+        (
+            ["data=1", "--data", "no/such/path"],
+            "error: --data: the path must be a file or a directory; no/such/path does not exist. Check the path.",
+        ),
+        (
+            ["data=1", "--length", "100000"],
+            "error: --data: the text must hold at least one sequence of 100001 bytes; it has ",
+        ),
+    ],
+)
+def test_mistakes_end_with_one_sentence(words, message, corpus):
+    extra = [] if "--data" in words else ["--data", corpus]
+    done = run("train", *words, *extra, code=2)
+    assert done.stderr.startswith(message)
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_diverging_run_stops(corpus):
+    words = ["--optimizer", "sgd", "--learning-rate", "1e30", "--clip", "0", "--steps", "30"]
+    done = run("train", "data=2", "--data", corpus, *words, *SMALL, code=3)
+    assert "a gradient is not finite. The parameters are as before the step" in done.stdout
+
+
+@pytest.mark.parametrize("words", [["data=2", "fsdp=4"], ["zero1=8"], ["zero2=4", "data=2"]])
+def test_sharded_state_trains_to_one_devices_numbers_and_says_what_it_holds(words, corpus, tmp_path):  # proves S67
+    out = tmp_path / "run.json"
+    done = run("train", *words, "--data", corpus, "--steps", 4, "--verify", 2, "--json", out, *SMALL)
+    results = json.loads(out.read_text())
+    assert results["verify_loss_difference"] < 1e-5 and results["verify_parameter_difference"] < 1e-4
+    held, whole = re.search(
+        r"([\d,]+) bytes of state on each device \(data parallelism: ([\d,]+)\)", done.stdout
+    ).groups()
+    held, whole = int(held.replace(",", "")), int(whole.replace(",", ""))
+    assert held == results["held_bytes_per_device"]
+    assert held < (0.35 if "fsdp=4" in words else 0.6) * whole
+
+
+INSIDE = [
+    ["model=2", "data=4"],
+    ["fsdp=2", "model=2", "context=2", "--sequence", "--impl", "ring"],
+    ["context=2", "ulysses=2", "fsdp=2", "--dropout", "0.1"],
+    ["expert=2", "data=2", "--top-k", "1"],
+]
+
+
+@pytest.mark.parametrize("words", INSIDE, ids=lambda words: "_".join(words[:2]).replace("=", ""))
+def test_models_split_inside_a_layer_train_to_one_devices_numbers(words, corpus, tmp_path):  # proves S75, F25
+    out = tmp_path / "run.json"
+    run("train", *words, "--data", corpus, "--steps", 3, "--verify", 2, "--json", out, *SMALL)
+    results = json.loads(out.read_text())
+    assert results["verify_loss_difference"] < 1e-5 and results["verify_parameter_difference"] < 1e-4

@@ -1,0 +1,141 @@
+"""Extrema, booleans, broadcasts, prefix sums, halos and gathers: against lists of blocks, forward and gradient."""
+
+from functools import partial
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from shardkit.testing import reference
+from support.blocks import cases, check
+
+
+def on_devices(kernel, blocks, axis="a", **sizes):
+    """The kernel on blocks[i] at device i; what the devices get, stacked in the order of the mesh."""
+    sizes = sizes or {"a": len(blocks)}
+    mesh = sk.make_mesh(jax.devices()[: len(blocks)], **sizes)
+    spec = P(tuple(sizes))
+    device = jax.shard_map(lambda x: kernel(x[0], axis)[None], mesh=mesh, in_specs=spec, out_specs=spec)
+    return np.asarray(jax.jit(device)(blocks))
+
+
+@given(cases(), st.sampled_from(["max", "min"]))
+def test_extremum_and_its_gradient(case, op):
+    # the blocks hold five different values, so that ties are common
+    check(partial(sk.all_reduce, axis=case.axis, op=op), partial(reference.all_reduce, op=op), case, case.shape)
+
+
+@given(cases(), st.sampled_from(["any", "all"]))
+def test_booleans(case, op):
+    case = case._replace(dtypes=("bool", "bool"))
+    check(partial(sk.all_reduce, axis=case.axis, op=op), partial(reference.all_reduce, op=op), case, case.shape)
+
+
+@given(cases(), st.sampled_from(["sum", "max", "min"]), st.booleans())
+def test_scan(case, op, exclusive):
+    kernel = partial(sk.scan, axis=case.axis, op=op, exclusive=exclusive)
+    wanted = partial(reference.scan, op=op, exclusive=exclusive)
+    check(kernel, wanted, case, case.shape, gradient=op == "sum")
+
+
+@given(cases(), st.integers(0, 5), st.integers(0, 5), st.sampled_from([0, 1, -1]), st.booleans())
+def test_halo_exchange(case, before, after, dim, wrap):
+    options = {"dim": dim, "before": before, "after": after, "wrap": wrap}
+    check(
+        partial(sk.halo_exchange, axis=case.axis, **options),
+        partial(reference.halo_exchange, **options),
+        case,
+        case.shape,
+    )
+
+
+@given(cases(), st.data(), st.sampled_from([0, -1]))
+def test_gather_to_one(case, data, dim):
+    options = {"dim": dim, "target": data.draw(st.integers(0, case.count - 1))}
+    check(
+        partial(sk.gather_to_one, axis=case.axis, **options),
+        partial(reference.gather_to_one, **options),
+        case,
+        case.shape,
+    )
+
+
+def grad_of(kernel, weights):
+    return lambda x, axis: jax.grad(lambda x: jnp.sum(kernel(x, axis) * jnp.asarray(weights)[sk.axis_index(axis)]))(x)
+
+
+def test_a_tie_is_shared_and_the_others_get_nothing():
+    x = np.array([[1.0, 7], [5, 7], [5, 7], [2, 7]], np.float32)
+    got = on_devices(lambda x, axis: jax.grad(lambda x: jnp.sum(sk.all_reduce(x, axis, op="max")) * 3)(x), x)
+    assert got.tolist() == [[0, 0.75], [1.5, 0.75], [1.5, 0.75], [0, 0.75]]
+    # forward mode and second derivatives: max(x)^2 has curvature 2, shared along both derivatives
+    curvature = jax.hessian(lambda x: sk.all_reduce(x, "a", op="max")[0] ** 2)
+    assert on_devices(lambda x, axis: curvature(x)[0], x[:, :1]).ravel().tolist() == [0, 1, 1, 0]
+
+
+def test_gradient_of_a_running_max():
+    x = np.array([3.0, 1, 4, 2, 9], np.float32)
+    weights = np.array([1.0, 10, 100, 1000, 10000], np.float32)
+    got = on_devices(grad_of(partial(sk.scan, op="max"), weights), x)
+    assert got.tolist() == [11, 0, 1100, 0, 10000]
+    got = on_devices(grad_of(partial(sk.scan, op="max", exclusive=True), weights), x)
+    assert got.tolist() == [110, 0, 11000, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "bool"])
+def test_a_broadcast_keeps_every_bit(dtype):
+    source = np.array([-0.0, 0.0, np.inf, np.nan, -1, 3], np.float32)
+    source = (source > 0) if dtype == "bool" else np.nan_to_num(source, posinf=9) if dtype == "int32" else source
+    source = source.astype(jnp.dtype(dtype))
+    blocks = np.stack([source, ~source if dtype == "bool" else np.full_like(source, 1), source])
+    for place, order in ((0, [0, 1, 1]), (2, [1, 1, 0])):
+        got = on_devices(partial(sk.broadcast, source=place), blocks[order])
+        assert got.dtype == source.dtype
+        assert [row.tobytes() for row in got] == [source.tobytes()] * 3
+        by_vmap = jax.vmap(lambda x, place=place: sk.broadcast(x, "a", source=place), axis_name="a")(blocks[order])
+        assert [row.tobytes() for row in np.asarray(by_vmap)] == [source.tobytes()] * 3
+
+
+def test_integers_beside_floats_in_a_derivative():
+    """What has no derivative is not asked for one: an index computed from a differentiated value."""
+
+    def loss(x, axis):
+        best = sk.broadcast(jnp.argmax(x), axis)
+        longest = sk.all_reduce(best, axis, op="max")
+        return jnp.sum(jnp.where(jnp.arange(3) == longest, x, 0) ** 2)
+
+    x = np.array([[1.0, 5, 2], [3, 4, 6]], np.float32)
+    assert on_devices(lambda x, axis: jax.grad(loss)(x, axis), x).tolist() == [[0, 10, 0], [0, 8, 0]]
+
+
+KERNELS = {
+    "all_reduce max": partial(sk.all_reduce, op="max"),
+    "scan": sk.scan,
+    "scan exclusive": partial(sk.scan, exclusive=True),
+    "halo_exchange": partial(sk.halo_exchange, before=3, after=2),
+    "gather_to_one": partial(sk.gather_to_one, target=1),
+    "broadcast": partial(sk.broadcast, source=1),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_under_vmap_the_same(name):
+    x = np.random.default_rng(0).integers(-4, 5, (3, 2, 2)).astype(np.float32)
+    weights = np.array([1.0, 2, 3], np.float32)
+
+    def both(x, axis):  # different uses of the result on each device
+        out = KERNELS[name](x, axis)
+        return jnp.concatenate([out.ravel(), grad_of(KERNELS[name], weights)(x, axis).ravel()])
+
+    by_vmap = jax.jit(jax.vmap(lambda x: both(x, "a"), axis_name="a"))(x)
+    np.testing.assert_array_equal(by_vmap, on_devices(both, x))
+    # two axes, the second named first
+    x = np.arange(24, dtype=np.float32).reshape(6, 4)
+    nested = jax.vmap(jax.vmap(lambda x: KERNELS[name](x, ("b", "a")), axis_name="b"), axis_name="a")
+    wanted = on_devices(KERNELS[name], x, ("b", "a"), a=2, b=3)
+    np.testing.assert_array_equal(np.asarray(nested(x.reshape(2, 3, 4))).reshape(wanted.shape), wanted)

@@ -1,0 +1,304 @@
+"""Compositions that test_meshes.py has no row for, against one device: tuples of axes, Ulysses, ZeRO beside tensor
+parallelism, padding, axes of one device, documents, microbatches, other orders of the mesh."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardkit as sk
+from shardkit.models import transformer
+from shardkit.models.transformer import Axes
+from support import conformance
+from support.conformance import BATCH, WIDE, ModelRow, PlanRow, make_mesh
+from support.training import KEY, built, check
+
+LENGTH = 24
+EXPERTS = replace(WIDE, experts=8, hidden=8, balance=0.1, router_z=0.01)
+CONFIGS = {
+    "dense": WIDE,
+    "tied": replace(WIDE, tied=True),
+    "one kv head": replace(WIDE, kv_heads=1),
+    "uneven": replace(WIDE, dim=24, hidden=20, heads=4, kv_heads=1, vocabulary=34),
+    "thirds": replace(WIDE, vocabulary=33, dim=24, heads=6, hidden=24),
+    "ahead": replace(WIDE, microbatches=2, prefetch=True),
+    "experts": EXPERTS,
+    # A router's losses are those of a microbatch; without them, accumulation changes no number.
+    "capacity": replace(EXPERTS, balance=0.0, router_z=0.0, capacity=1.0, group=2),
+    "dropless": replace(EXPERTS, balance=0.0, router_z=0.0, microbatches=2, prefetch=True),
+}
+
+
+def batch(step: int) -> Any:
+    """Packed documents; the first quarter of the examples, and more in the middle, have no weight at all."""
+    tokens = conformance.text_batch(step, LENGTH)
+    ends = np.random.default_rng(step).integers(0, 5, (BATCH, LENGTH)) == 0
+    counted = ~np.isin(np.arange(BATCH), [0, 1, 2, 3, 8, 9])
+    weights = tokens["weights"] * counted[:, None].astype(np.float32)
+    return tokens | {"weights": weights, "segments": np.cumsum(ends, axis=1).astype(np.int32)}
+
+
+@cache
+def model(name: str) -> ModelRow:
+    config = CONFIGS[name]
+
+    def loss(axes: Axes | None) -> Any:
+        return transformer.loss_fn(config, axes or transformer.ONE_DEVICE)
+
+    return ModelRow(name, lambda: transformer.init(jax.random.key(3), config), batch, loss)
+
+
+def tp(name: str, axis: Any = "model", ways: int = 2, *, sequence: bool = False) -> sk.Plan:
+    return sk.tp(axis, transformer.tensor_rules(CONFIGS[name], axis, ways), sequence=sequence)
+
+
+def fsdp(axis: Any = "fsdp", **options: Any) -> sk.Plan:
+    return sk.fsdp(axis, min_size=1, layerwise=("layers",), **options)
+
+
+def zero2(**options: Any) -> sk.Plan:
+    return sk.zero2("zero", min_size=1, layerwise=("layers",), **options)
+
+
+class Row(NamedTuple):
+    """A model, the mesh in its order, the plans, the axes of the loss, microbatches of the step."""
+
+    model: str
+    sizes: dict[str, int]
+    plans: tuple[sk.Plan, ...]
+    axes: Axes
+    accumulate: int = 1
+
+    @property
+    def plan(self) -> PlanRow:
+        return PlanRow(self.model, self.sizes, lambda: sk.chain(*self.plans), self.axes)
+
+
+NAMES = ("data", "fsdp", "context", "ulysses", "model", "expert")
+
+
+def of_one_device(live: str | None) -> Row:
+    """Every strategy over an axis of one device; one of them may have two."""
+    sizes = {name: 1 + (name == live) for name in NAMES}
+    inside = (sk.cp("context"), sk.cp("ulysses"), sk.ep("expert"), tp("experts", ways=sizes["model"], sequence=True))
+    axes = Axes("model", sequence=True, context="context", ulysses="ulysses", expert="expert")
+    return Row("experts", sizes, (sk.dp("data"), fsdp(), *inside), axes)
+
+
+FEW = {
+    "context over two axes, the second first": Row(
+        "dense",
+        {"a": 2, "b": 2, "model": 2},
+        (sk.cp(("b", "a")), tp("dense", sequence=True)),
+        Axes("model", sequence=True, context=("b", "a")),
+    ),
+    "Ulysses inside a ring, beside zero2, accumulated": Row(
+        "tied",
+        {"context": 2, "ulysses": 2, "zero": 2},
+        (sk.cp("context"), sk.cp("ulysses"), zero2()),
+        Axes(context="context", ulysses="ulysses", order="contiguous"),
+        accumulate=4,
+    ),
+    "padded beside sequence parallelism": Row(
+        "uneven",
+        {"fsdp": 4, "model": 2},
+        (fsdp(uneven="pad"), tp("uneven", sequence=True)),
+        Axes("model", sequence=True),
+    ),
+}
+REST = {
+    "Ulysses beside tensor parallelism": Row(
+        "one kv head",
+        {"ulysses": 2, "model": 2, "replica": 2},
+        (sk.cp("ulysses"), tp("one kv head"), sk.dp("replica")),
+        Axes("model", ulysses="ulysses"),
+    ),
+    "Ulysses and a ring beside sequence parallelism": Row(
+        "tied",
+        {"context": 2, "model": 2, "ulysses": 2},
+        (sk.cp("context"), tp("tied", sequence=True), sk.cp("ulysses")),
+        Axes("model", sequence=True, context="context", ulysses="ulysses"),
+    ),
+    "model over two axes, the second first": Row(
+        "one kv head",
+        {"a": 2, "fsdp": 2, "b": 2},
+        (tp("one kv head", ("b", "a"), 4, sequence=True), fsdp()),
+        Axes(("b", "a"), sequence=True, impl="ring"),
+    ),
+    "experts over two axes, the second first": Row(
+        "experts",
+        {"a": 2, "b": 2, "zero": 2},
+        (sk.ep(("b", "a")), sk.zero1("zero", min_size=1)),
+        Axes(expert=("b", "a")),
+    ),
+    "fsdp over two axes, the second first": Row(
+        "tied",
+        {"a": 2, "model": 2, "b": 2},
+        (fsdp(("b", "a")), tp("tied", sequence=True)),
+        Axes("model", sequence=True),
+    ),
+    "hybrid sharding beside sequence parallelism": Row(
+        "tied",
+        {"replica": 2, "shard": 2, "model": 2},
+        (sk.dp("replica"), fsdp("shard"), tp("tied", sequence=True)),
+        Axes("model", sequence=True),
+    ),
+    "whole fsdp beside sequence and context": Row(
+        "dense",
+        {"context": 2, "fsdp": 2, "model": 2},
+        (sk.cp("context"), sk.fsdp("fsdp", min_size=1), tp("dense", sequence=True)),
+        Axes("model", sequence=True, context="context"),
+        accumulate=2,
+    ),
+    "zero1 beside sequence and context": Row(
+        "dense",
+        {"zero": 2, "context": 2, "model": 2},
+        (sk.zero1("zero", min_size=1), sk.cp("context"), tp("dense", sequence=True)),
+        Axes("model", sequence=True, context="context"),
+    ),
+    "padded zero2 beside tensor parallelism": Row(
+        "uneven", {"model": 2, "zero": 4}, (zero2(uneven="pad"), tp("uneven")), Axes("model")
+    ),
+    "three devices share heads": Row(
+        "thirds",
+        {"model": 3, "data": 2},
+        (tp("thirds", ways=3, sequence=True), sk.dp("data")),
+        Axes("model", sequence=True, impl="bidirectional"),
+    ),
+    "three devices share tokens": Row(
+        "thirds", {"fsdp": 2, "context": 3}, (fsdp(), sk.cp("context")), Axes(context="context")
+    ),
+    "microbatches and prefetch": Row(
+        "ahead",
+        {"fsdp": 2, "context": 2, "model": 2},
+        (fsdp(), sk.cp("context"), tp("ahead", sequence=True)),
+        Axes("model", sequence=True, context="context", impl="bidirectional"),
+    ),
+    "microbatches, prefetch and experts": Row(
+        "dropless",
+        {"expert": 2, "model": 2, "fsdp": 2},
+        (fsdp(), sk.ep("expert"), tp("dropless", sequence=True)),
+        Axes("model", sequence=True, expert="expert"),
+        accumulate=2,
+    ),
+    "capacity beside sequence and context": Row(
+        "capacity",
+        {"expert": 2, "context": 2, "model": 2},
+        (sk.ep("expert"), sk.cp("context"), tp("capacity", sequence=True)),
+        Axes("model", sequence=True, context="context", expert="expert"),
+        accumulate=4,
+    ),
+}
+REST["every axis of one device"] = of_one_device(None)
+REST |= {f"every axis but {live} of one device": of_one_device(live) for live in ("context", "model")}
+
+
+def rows(*names: str) -> Any:
+    """These rows, or all; those of REST are slow."""
+    every = FEW | REST
+    return [
+        pytest.param(every[name], id=name.replace(" ", "_"), marks=() if name in FEW else pytest.mark.slow)
+        for name in names or every
+    ]
+
+
+# proves S92, F22, F25, F27, F30, F31, F32, F33, F34, F53, F58, F59: unequal weights and dropout on
+@pytest.mark.parametrize("row", rows())
+def test_two_steps_equal_one_device(row):
+    check(row.plan, model(row.model), "sgd", 2, accumulate=row.accumulate)
+
+
+# proves F53, F54, F56
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "row", rows("hybrid sharding beside sequence parallelism", "capacity beside sequence and context")
+)
+def test_three_adamw_steps_equal_one_device(row):
+    check(row.plan, model(row.model), "adamw", 3, accumulate=row.accumulate, nonfinite="skip")
+
+
+# proves F75: nothing is found where nothing is wrong
+@pytest.mark.parametrize("name", [*FEW, "microbatches, prefetch and experts"])
+def test_compositions_are_free_of_lint(name):
+    row = (FEW | REST)[name]
+    init, step = built(row.plan, model(row.model), "sgd", accumulate=row.accumulate)
+    state = init.abstract(jax.eval_shape(model(row.model).params))
+    assert [str(found) for found in sk.lint(step, state, batch(0))] == []
+
+
+# proves F60
+@pytest.mark.slow
+@pytest.mark.parametrize("row", rows("padded beside sequence parallelism", "capacity beside sequence and context"))
+def test_evaluation_equals_one_device(row):
+    params, loss = model(row.model).params(), model(row.model).loss
+    mesh = make_mesh(row.plan)
+    state = built(row.plan, model(row.model), "sgd").init(params, KEY)
+    evaluate = sk.make_eval_step(loss(row.axes), mesh=mesh, plan=row.plan.plan())
+    mean, aux = loss(None)(params, batch(0), None)
+    wanted = {"loss": mean.total / mean.weight} | {name: each.total / each.weight for name, each in aux.items()}
+    found = evaluate(state.params, batch(0))
+    assert float(found.pop("weight")) == float(mean.weight)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5)
+
+
+# proves F47, F48: in float16 the scale of two meshes moves in step, and so do the numbers
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp16", sk.Precision(jnp.bfloat16, jnp.bfloat16, master=jnp.float32)])
+def test_lower_precision_is_near_one_device(precision):
+    row = REST["microbatches, prefetch and experts"]
+    alone = row._replace(sizes={"data": 1}, plans=(sk.dp("data"),), axes=transformer.ONE_DEVICE)
+    found = []
+    for each in (row, alone):
+        init, step = built(each.plan, model(row.model), "adamw", precision=precision)
+        state, losses = init(model(row.model).params(), KEY), []
+        for index in range(2):
+            state, metrics = step(state, batch(index))
+            losses.append(float(metrics["loss"]))
+        found.append((losses, *(float(metrics.get(name, 1)) for name in ("loss_scale", "finite"))))
+    (losses, *scale), (wanted, *wanted_scale) = found
+    np.testing.assert_allclose(losses, wanted, rtol=3e-3)
+    assert scale == wanted_scale
+
+
+# proves F72: what would train on other numbers than one device is refused
+@pytest.mark.parametrize(
+    ("plan", "axes", "message"),
+    [
+        *(
+            (
+                sk.dp("data"),
+                Axes(**{name: ("data", "two")}),
+                f"transformer: the tokens must be split over axes.{name}=('data', 'two'); got the same along axis "
+                "'two'. Chain cp(('data', 'two')) into the plan.",
+            )
+            for name in ("context", "ulysses")
+        ),
+        (
+            sk.chain(sk.dp("data"), tp("dense", "two")),
+            Axes(),
+            "transformer: the 8 query heads must be split over axes.model=None; got 4 heads on each of 1 devices. "
+            "Pass Axes(model=...) with the axis of the plan's tp.",
+        ),
+    ],
+)
+def test_axes_that_the_plan_does_not_split_are_refused(plan, axes, message):
+    row = Row("dense", {"data": 2, "two": 2}, (plan,), axes)
+    init, step = built(row.plan, model("dense"), "sgd")
+    with pytest.raises(ValueError) as error:
+        step.trace(init.abstract(jax.eval_shape(model("dense").params)), batch(0))
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("axes", [("a", "b"), ("b", "a")])
+def test_a_tuple_of_axes_splits_the_batch_in_its_own_order(axes):
+    mesh = sk.abstract_mesh(a=2, data=2, b=2, fsdp=2)
+    plan = sk.chain(sk.cp(axes), sk.fsdp("fsdp"), sk.dp("data"))
+    assert plan.batch_spec(mesh) == jax.P(("data", "fsdp"), axes)

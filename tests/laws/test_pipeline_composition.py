@@ -1,0 +1,194 @@
+"""Pipelines inside a training step, beside every other plan, against one device.
+
+This is the list of plans for pipelines, as support/conformance.py holds those of losses: a new strategy that stands
+beside `pp` is one row here.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardkit as sk
+from shardkit import schedules
+from support import conformance
+from support.conformance import BATCH, ModelRow, PlanRow
+from support.pipelines import PIECES, make_batch, make_params, traced_step, unpipelined
+from support.ring_model import TOKENS, D, batch, params, pieces, tp
+from support.training import KEY, assert_replicas_agree, lenient
+
+MODEL = ModelRow("pipelined", params, batch, lambda axis: unpipelined(pieces(axis)))
+
+
+def optimizer() -> Any:
+    """Adamw that keeps the gradient it was given, so that gradients are compared themselves."""
+    zeros = lambda params: jax.tree.map(jnp.zeros_like, params)  # noqa: E731
+    record = optax.GradientTransformation(zeros, lambda grads, state, params=None: (grads, grads))
+    # Of the usual epsilon, see "calm adamw" in support/training.py.
+    return lenient(optax.chain(record, optax.clip_by_global_norm(0.1), optax.adamw(1e-3, eps=1e-6)))
+
+
+@cache
+def wanted() -> conformance.Reference:
+    return conformance.reference(MODEL, optimizer(), 3, KEY)
+
+
+class Row(NamedTuple):
+    """A schedule over axis "stage", beside which plans, on which mesh; the axis that the stage itself uses."""
+
+    schedule: Any
+    sizes: dict[str, int]
+    plans: tuple[sk.Plan, ...] = ()
+    axis: str | None = None
+    how: dict[str, Any] = {}  # noqa: RUF012
+
+    @property
+    def plan(self) -> sk.Plan:
+        return sk.chain(*self.plans, sk.pp("stage"))
+
+    def mesh(self) -> Any:
+        return conformance.make_mesh(PlanRow("", self.sizes, lambda: self.plan))
+
+    def step(self, **options: Any) -> sk.TrainStep:
+        grad_fn = sk.pipeline_value_and_grad(*pieces(self.axis), self.schedule, "stage", numbered=True, **self.how)
+        return sk.make_train_step(grad_fn, optimizer(), mesh=self.mesh(), plan=self.plan, **options)
+
+
+LAYERWISE: Any = {"min_size": 1, "layerwise": ("layers",)}
+dp, fsdp, each = sk.dp("data"), sk.fsdp("fsdp", min_size=1), sk.fsdp("fsdp", **LAYERWISE)
+PAIR = {"data": 2, "stage": 2, "fsdp": 2}
+BRANCH = {"mode": "branch", "recompute": False}
+FEW = {
+    "tp by rings, fsdp layerwise": Row(
+        schedules.lockstep(2, 4, 2), {"fsdp": 2, "stage": 2, "model": 2}, (each, tp()), "model"
+    ),
+    "dp, fsdp whole": Row(schedules.one_f_one_b(2, 4), PAIR, (dp, fsdp), how=BRANCH),
+    "dp, zero2 layerwise": Row(
+        schedules.zero_bubble_h1(2, 2), {"zero": 2, "data": 2, "stage": 2}, (dp, sk.zero2("zero", **LAYERWISE))
+    ),
+    "unequal, interleaved": Row(schedules.interleaved(2, 4, 2), {"stage": 2}, how={"sizes": (1, 3, 2, 2)}),
+    "every axis of one device": Row(
+        schedules.lockstep(1, 4), {"stage": 1, "fsdp": 1, "model": 1}, (each, tp()), "model"
+    ),
+}
+REST = {
+    "dp, fsdp layerwise": Row(schedules.interleaved(2, 2, 2), PAIR, (dp, each), how={"recompute": False}),
+    "fsdp layerwise in branches": Row(schedules.zero_bubble_v(2, 4), PAIR, (dp, each), how={"mode": "branch"}),
+    "fsdp, padded": Row(
+        schedules.lockstep(2, 4, 2),
+        {"stage": 2, "fsdp": 4},
+        (sk.fsdp("fsdp", **conformance.padding(4), layerwise=("layers",)),),
+        how={"sizes": (1, 1, 4, 2)},
+    ),
+    "zero1": Row(schedules.gpipe(2, 8), {"zero": 2, "stage": 2}, (sk.zero1("zero", min_size=1),), how=BRANCH),
+    "zero2": Row(schedules.dualpipe_v(2, 4), {"zero": 2, "stage": 2, "data": 2}, (dp, sk.zero2("zero", min_size=1))),
+    "tp, dp, four stages": Row(schedules.one_f_one_b(4, 16), {"model": 2, "stage": 4}, (tp(),), "model"),
+    "tp, dp, split backward": Row(
+        schedules.zero_bubble_h1(2, 8), {"data": 2, "model": 2, "stage": 2}, (tp(), dp), "model"
+    ),
+    "tp, zero1, saved": Row(
+        schedules.breadth_first(2, 4, 2),
+        {"zero": 2, "model": 2, "stage": 2},
+        (tp(), sk.zero1("zero", min_size=1)),
+        "model",
+        {"recompute": False},
+    ),
+    "unequal, there and back": Row(
+        schedules.zero_bubble_v(2, 4), {"stage": 2, "data": 2}, (dp,), how={"sizes": (3, 1, 1, 3), "recompute": False}
+    ),
+    "unequal, tp and fsdp": Row(
+        schedules.lockstep(2, 4), {"fsdp": 2, "stage": 2, "model": 2}, (each, tp()), "model", {"sizes": (3, 5)}
+    ),
+    "unequal, in branches": Row(schedules.one_f_one_b(4, 4), {"stage": 4}, how=BRANCH | {"sizes": (1, 3, 2, 2)}),
+    "stages over two axes": Row(schedules.lockstep(4, 4), {"a": 2, "stage": 4}, (sk.dp("a"),)),
+}
+
+
+def rows() -> Any:
+    marked = [(name, row, ()) for name, row in FEW.items()] + [
+        (name, row, pytest.mark.slow) for name, row in REST.items()
+    ]
+    return [pytest.param(row, id=name.replace(" ", "_"), marks=marks) for name, row, marks in marked]
+
+
+# proves S80, F36, F37, F38, F41, F42, F53, F54, F56, F58, F59: unequal weights and dropout on
+@pytest.mark.parametrize("row", rows())
+def test_three_steps_equal_one_device(row):
+    init, step = row.step()
+    state, want = init(params(), KEY), wanted()
+    for index in range(3):
+        state, metrics = step(state, batch(index))
+        np.testing.assert_allclose(metrics["loss"], want.losses[index], rtol=1e-5)
+        np.testing.assert_allclose(metrics["accuracy"], want.metrics[index]["accuracy"], rtol=1e-5)
+        if index == 0:
+            conformance.assert_close(sk.unpadded(state.opt_state[0]), want.grads, 1e-5, (), 0)
+    conformance.assert_close(sk.unpadded(state.params), want.params, 1e-5, (), 0)
+    assert_replicas_agree(state)
+
+
+# proves F41: evaluation lays the stages out as training does
+@pytest.mark.parametrize("name", ["tp by rings, fsdp layerwise", "unequal, interleaved"])
+def test_evaluation_is_the_loss_without_dropout(name):
+    row = FEW[name]
+    how = row.how | {"numbered": True}
+    init, _ = row.step()
+    loss = sk.pipeline_loss(*pieces(row.axis), row.schedule, "stage", **how)
+    metrics = sk.make_eval_step(loss, mesh=row.mesh(), plan=row.plan)(init(params(), KEY).params, batch(0))
+    mean, aux = unpipelined(pieces())(params(), batch(0), None)
+    np.testing.assert_allclose(metrics["loss"], mean.total / mean.weight, rtol=1e-6)
+    np.testing.assert_allclose(metrics["accuracy"], aux["accuracy"].total / aux["accuracy"].weight, rtol=1e-6)
+
+
+def test_accumulation_beside_a_pipeline_warns_and_is_right():  # proves S86
+    row = Row(schedules.lockstep(2, 4), {"stage": 2, "data": 2}, (dp,))
+    with pytest.warns(UserWarning) as caught:
+        init, step = row.step(accumulate=2)
+    assert [str(warning.message) for warning in caught] == [
+        "make_train_step: accumulate=2 fills and drains the pipeline 2 times a step. Give the schedule 2 times as many "
+        "microbatches instead."
+    ]
+    state, metrics = step(init(params(), KEY), batch(0))
+    np.testing.assert_allclose(metrics["loss"], wanted().losses[0], rtol=1e-5)
+    conformance.assert_close(sk.unpadded(state.opt_state[0]), wanted().grads, 1e-5, (), 0)
+
+
+def test_activations_travel_in_bf16_and_gradients_are_float32():  # proves S88
+    row = Row(schedules.lockstep(2, 4), {"stage": 2})
+    init, step = row.step(precision="bf16")
+    state = init(params(), KEY)
+    sent = sk.census(step, state, batch(0)).select(kind="ppermute")
+    assert {row.bytes_in for row in sent} == {BATCH // 4 * TOKENS * D * 2}
+    state, metrics = step(state, batch(0))
+    np.testing.assert_allclose(metrics["loss"], wanted().losses[0], rtol=2e-2)
+    conformance.assert_close(state.opt_state[0], wanted().grads, 1e-1, (), 0)
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), make_params(2))
+    low_head = lambda shared, x, batch: jnp.sum(x.astype(jnp.float32)) / x.size  # noqa: E731
+    low_pieces = (lambda shared, batch, keys: shared["embed"][batch["tokens"]], PIECES[1], low_head)
+    step = traced_step(schedules.lockstep(2, 4), 2, low_pieces)
+    *_, grads = jax.eval_shape(step, low, make_batch(4), sk.example_keys(KEY, 4))
+    assert {grad.dtype for grad in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+
+
+# proves F41: the weight of a mean over equally many examples is a number, the same on all devices, its total is not
+@pytest.mark.parametrize("mode", ["masked", "branch"])
+def test_a_loss_without_weights_beside_data_parallelism(mode):
+    embed, stage, _ = pieces()
+    head = lambda shared, x, batch: sk.Mean.of(jnp.square(x @ shared["out"]))  # noqa: E731
+    grad_fn = sk.pipeline_value_and_grad(
+        embed, stage, head, schedules.lockstep(2, 4), "stage", mode=mode, numbered=True
+    )
+    sk.testing.assert_same_training(
+        grad_fn,
+        sk.value_and_grad(unpipelined((embed, stage, head))),
+        optax.sgd(0.1),
+        mesh=sk.make_mesh(jax.devices()[:4], data=2, stage=2),
+        plan=sk.chain(dp, sk.pp("stage")),
+        params=params(),
+        batches=[batch(0)],
+    )

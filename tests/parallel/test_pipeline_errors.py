@@ -1,0 +1,246 @@
+"""Every error of a pipeline in full wording, and what branches may and may not hold."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from shardkit import schedules
+from shardkit.schedules import Schedule
+from support.pipelines import PIECES, embed, head, make_batch, make_params, mesh_of, stage, traced_step
+from support.training import recording_sgd
+
+KEY = jax.random.key(0)
+
+
+def trace(schedule: Schedule, layers: int = 2, examples: int = 4, pieces: Any = PIECES, **how: Any) -> Any:
+    """Traces a step; runs nothing."""
+    step = traced_step(schedule, layers, pieces, **how)
+    return jax.eval_shape(step, make_params(layers), make_batch(examples), sk.example_keys(KEY, examples))
+
+
+def refused(message: str, error: type[Exception] = ValueError) -> Any:
+    return pytest.raises(error, match=rf"^{re.escape(message)}(\n-+\n|$)")  # jax adds a note about its frames
+
+
+def test_an_unknown_mode():
+    with refused("pipeline_value_and_grad: mode must be 'masked' or 'branch'; got 'fast'. Choose one of them."):
+        sk.pipeline_value_and_grad(*PIECES, schedules.gpipe(2, 2), "stage", mode="fast")
+    with refused("pipeline_loss: mode must be 'masked' or 'branch'; got 'fast'. Choose one of them."):
+        sk.pipeline_loss(*PIECES, schedules.gpipe(2, 2), "stage", mode="fast")
+
+
+def test_an_illegal_schedule_comes_with_its_grid():
+    good = schedules.gpipe(2, 1)
+    late = Schedule((good.rows[0][:1], *good.rows[1:]), name="gpipe")
+    with refused(
+        "gpipe: every stage must run every microbatch; 0B0 is missing on device 0. Add it.\n"
+        "tick      0   1   2   3\n"
+        "device 0  0F0 .   .   .\n"
+        "              ^\n"
+        "device 1  .   1F0 1B0 ."
+    ):
+        sk.pipeline_value_and_grad(*PIECES, late, "stage")
+
+
+def test_a_schedule_for_another_number_of_devices():
+    grad_fn = sk.pipeline_value_and_grad(*PIECES, schedules.gpipe(4, 2), "stage", numbered=True)
+    specs = {"in_specs": (P("stage"), P()), "out_specs": P()}
+    run = jax.shard_map(
+        lambda stack, batch: grad_fn(make_params(4) | {"layers": stack}, batch, None), mesh=mesh_of(2), **specs
+    )
+    with refused(
+        "pipeline_value_and_grad: the schedule must be for the devices of axis 'stage'; it is for 4 and there are 2. "
+        "Make one with stages=2."
+    ):
+        jax.eval_shape(run, make_params(4)["layers"], make_batch(4))
+
+
+def test_a_mesh_for_another_schedule():
+    init, _ = train_step(schedules.gpipe(4, 2))
+    with refused(
+        "pp: the schedule is for 4 stages; axis 'stage' has 2 devices. Give the axis 4 devices in make_mesh, or make "
+        "the schedule for 2 stages."
+    ):
+        init(make_params(4), KEY)
+
+
+def test_microbatches_that_do_not_divide_the_batch():  # proves S77
+    with refused(
+        "pipeline_value_and_grad: a device's examples must be divisible by the schedule's microbatches; got 4 examples "
+        "for 3 microbatches. Choose another batch or a schedule for other microbatches."
+    ):
+        trace(schedules.gpipe(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("params", "found"), [({"blocks": jnp.zeros(2)}, "'blocks'"), ([jnp.zeros(2)], "list"), ({}, "none")]
+)
+@pytest.mark.parametrize("where", ["pipeline_value_and_grad", "pipeline_loss"])
+def test_parameters_without_a_stack(where, params, found):
+    fn = getattr(sk, where)(*PIECES, schedules.gpipe(2, 2), "stage")
+    run = jax.shard_map(lambda batch: fn(params, batch, None), mesh=mesh_of(2), in_specs=P(), out_specs=P())
+    with refused(
+        f"{where}: the parameters must be a mapping with the entry 'layers', the stack; got {found}. Put what the "
+        "stages use under 'layers', and all else beside it."
+    ):
+        jax.eval_shape(run, make_batch(2))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "returned"),
+    [
+        (lambda x: x[..., :3], "float32[2,2,3]"),
+        (lambda x: x.astype(jnp.bfloat16), "bfloat16[2,2,4]"),
+        (lambda x: (x, x), "float32[2,2,4], float32[2,2,4]"),
+    ],
+)
+def test_a_stage_whose_output_differs_from_its_input(wrong, returned):
+    pieces = (embed, lambda layers, x, keys: wrong(stage(layers, x, keys)), head)
+    with refused(
+        "pipeline_value_and_grad: a stage must return what it was given, in shape and dtype; it was given "
+        f"float32[2,2,4] and returned {returned}. Pad to a common width, or leave the change to embed and head."
+    ):
+        trace(schedules.gpipe(2, 2), pieces=pieces)
+
+
+def train_step(schedule: Schedule, plan: Any = None, **how: Any) -> Any:
+    grad_fn = sk.pipeline_value_and_grad(*PIECES, schedule, "stage", numbered=True, **how)
+    return sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh_of(2), plan=plan or sk.pp("stage"))
+
+
+def test_layers_that_do_not_divide():
+    with refused(
+        "pp: the layers of a stack must be divisible by its stages; got 6 layers over 4 stages. Pass sizes=, the "
+        "number of layers of each stage, or choose another number of either."
+    ):
+        train_step(schedules.lockstep(2, 2, 2))[0](make_params(6), KEY)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (6,), (2, 2, 2), (6, 0), (7, -1)])
+def test_wrong_sizes(sizes):
+    with refused(
+        "pp: sizes= must be the number of layers of each stage, at least 1, here for 2 stages and 6 layers in all; got "
+        f"{sizes}. Correct sizes=."
+    ):
+        train_step(schedules.gpipe(2, 2), sizes=sizes)[0](make_params(6), KEY)
+
+
+@pytest.mark.parametrize("build", ["train", "eval"])
+def test_a_plan_without_pp(build):
+    with refused(
+        "pp: the plan of a pipeline must have pp('stage'), which gives each stage its layers; got dp('stage'). Write "
+        "chain(pp('stage'), ...)."
+    ):
+        if build == "train":
+            train_step(schedules.gpipe(2, 2), sk.dp("stage"))
+        loss = sk.pipeline_loss(*PIECES, schedules.gpipe(2, 2), "stage")
+        sk.make_eval_step(loss, mesh=mesh_of(2), plan=sk.dp("stage"))
+
+
+# ---- branches
+
+
+def line_of(function: Any, text: str) -> str:
+    """Where a function of this file has some text, as errors name it."""
+    lines, first = inspect.getsourcelines(function)
+    [offset] = [i for i, line in enumerate(lines) if text in line]
+    return f"{__file__}:{first + offset} ({function.__name__})"
+
+
+def sending(layers: Any, x: jax.Array, keys: Any) -> jax.Array:
+    return stage(layers, x, keys) + 0 * sk.shift(x, "model")
+
+
+def summing(layers: Any, x: jax.Array, keys: Any) -> jax.Array:
+    return stage(layers, x, keys) / lax.psum(x, "stage")
+
+
+@jax.custom_vjp
+def plain(x: jax.Array) -> jax.Array:
+    return x
+
+
+def summing_back(_: None, dx: jax.Array) -> Any:
+    return (lax.pcast(lax.psum(dx, "stage"), "stage", to="varying"),)
+
+
+plain.defvjp(lambda x: (x, None), summing_back)
+
+
+def only_backward(layers: Any, x: jax.Array, keys: Any) -> jax.Array:
+    return stage(layers, plain(x), keys)
+
+
+def summing_others(layers: Any, x: jax.Array, keys: Any) -> jax.Array:
+    y = stage(layers, x, keys)
+    parts = y * (1.0 + sk.axis_index("model").astype(jnp.float32))
+    return lax.psum(parts, "model") / 3
+
+
+REFUSED = [
+    (sending, "ppermute", "model", (sending, "sk.shift")),
+    (summing, "all_reduce", "stage", (summing, "lax.psum")),
+    (only_backward, "all_reduce", "stage", (only_backward, "plain(x)")),
+]
+
+
+def beside(stage_fn: Any, mode: str, recompute: bool = True, schedule: Any = None) -> Any:
+    """A step over stages and `model`, over which only the stage itself sends."""
+    schedule = schedule or schedules.one_f_one_b(2, 4)
+    grad_fn = sk.pipeline_value_and_grad(
+        embed, stage_fn, head, schedule, "stage", mode=mode, recompute=recompute, numbered=True
+    )
+    mesh = sk.make_mesh(jax.devices()[:4], stage=2, model=2)
+    return sk.make_train_step(grad_fn, recording_sgd(0.5), mesh=mesh, plan=sk.pp("stage"))
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize(("stage_fn", "kind", "axis", "line"), REFUSED, ids=["ppermute", "pipe axis", "derivative"])
+def test_branches_refuse_what_may_not_run_apart(stage_fn, kind, axis, line, recompute):  # proves F39
+    init, step = beside(stage_fn, "branch", recompute)
+    state = init(make_params(2), KEY)
+    with refused(
+        "pipeline_value_and_grad: mode='branch': a stage must hold no ppermute and no collective over axis 'stage', "
+        f"because devices branch apart there; got {kind} over '{axis}' at {line_of(*line)}. Use mode='masked'."
+    ):
+        step.trace(state, make_batch(4))
+
+
+def test_evaluation_in_branches_looks_at_the_forward_pass_alone():
+    mesh = sk.make_mesh(jax.devices()[:2], stage=2)
+    build = lambda fn: sk.make_eval_step(  # noqa: E731
+        sk.pipeline_loss(embed, fn, head, schedules.gpipe(2, 4), "stage", mode="branch", numbered=True),
+        mesh=mesh,
+        plan=sk.pp("stage"),
+    )
+    evaluate = build(only_backward)
+    assert np.isfinite(evaluate(make_params(2), make_batch(4))["loss"])
+    with refused(
+        "pipeline_loss: mode='branch': a stage must hold no ppermute and no collective over axis 'stage', because "
+        f"devices branch apart there; got all_reduce over 'stage' at {line_of(summing, 'lax.psum')}. Use mode='masked'."
+    ):
+        build(summing)(make_params(2), make_batch(4))
+
+
+# proves F36, F38: a sum over another axis is safe where devices branch apart over stages
+@pytest.mark.parametrize("mode", ["branch", "masked"])
+def test_a_sum_over_another_axis_is_right(mode):
+    schedule = schedules.zero_bubble_h1(2, 4)
+    grads = []
+    for stage_fn in (summing_others, stage):
+        init, step = beside(stage_fn, mode, schedule=schedule)
+        state, metrics = step(init(make_params(2), KEY), make_batch(4))
+        grads.append((metrics["loss"], state.opt_state))
+    for x, y in zip(*map(jax.tree.leaves, grads), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-6 * float(jnp.max(jnp.abs(y))))

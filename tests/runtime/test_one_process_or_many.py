@@ -1,0 +1,63 @@
+"""Many processes compute what one does: every collective on every kind of mesh, and whole training steps."""
+
+import json
+
+import numpy as np
+import pytest
+
+import shardkit as sk
+from support import jobs
+from support.workers import rows as worker
+from support.workers import trainer
+
+ROWS = [
+    "dense:data=8",
+    "dense:data=2 fsdp=2 model=2 sequence ring",
+    "dense:data=2 context=2 model=2",
+    "dense:fsdp=4 model=2",
+    "experts:data=2 expert=4",
+]
+
+
+@pytest.mark.parametrize(("processes", "devices"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.sweep)])
+def test_every_collective(processes, devices):
+    ended = jobs.run("matrix.py", processes=processes, devices=devices, timeout=500)
+    assert [each.code for each in ended] == [0] * processes, ended[0].output[-3000:]
+    assert {each.last for each in ended} == {"281 checks held"}
+
+
+# proves S96, S100
+@pytest.mark.parametrize(
+    ("processes", "devices", "rows"),
+    [
+        (4, 2, ["softmax:fsdp x zero1 x dp"]),
+        pytest.param(4, 2, ROWS, marks=pytest.mark.sweep),
+        pytest.param(2, 4, ROWS, marks=pytest.mark.sweep),
+    ],
+)
+def test_training_gives_the_losses_of_one_process(processes, devices, rows, tmp_path):
+    path = tmp_path / "losses.json"
+    ended = jobs.run("rows.py", path, *rows, processes=processes, devices=devices, timeout=500)
+    assert [each.code for each in ended] == [0] * processes, ended[0].output[-3000:]
+    for name, losses in json.loads(path.read_text()).items():
+        np.testing.assert_allclose(losses, worker.losses(name), rtol=1e-6, atol=0, err_msg=name)
+        assert len(set(losses)) == 3
+
+
+# proves S10, S11, S96, S97: one text, on one device without a job and on two processes that a config describes. Sums
+# over two devices round in another order than those over one.
+def test_a_trainer_is_given_a_config(tmp_path):
+    port, path = jobs.free_port(), tmp_path / "losses.json"
+
+    def described(rank):
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
+        unset = dict.fromkeys(("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
+        return place | {"LOCAL_RANK": str(rank)} | unset
+
+    ended = jobs.run("trainer.py", path, processes=2, each=described)
+    assert [each.code for each in ended] == [0, 0], ended
+    alone = trainer.train(sk.DistributedConfig(enabled=False), trainer.dataset(0, 40), trainer.dataset(1, 16))
+    found = json.loads(path.read_text())
+    np.testing.assert_allclose(found["losses"], alone["losses"], rtol=1e-5)
+    np.testing.assert_allclose(found["validation"], alone["validation"], rtol=1e-5)
+    assert found["validation"] == sorted(found["validation"], reverse=True) and len(found["validation"]) == 3

@@ -1,0 +1,1 @@
+"""What several tests share; the folder tests/ is on their path."""

@@ -1,0 +1,34 @@
+"""Runs that save, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from support.jobs import PATH
+
+CHILD = Path(__file__).with_name("checkpoint_child.py")
+
+
+def start(tmp_path: Path, **what: Any) -> subprocess.Popen:
+    """A run in another process, which saves into `directory` and tells `report` what it saw."""
+    with open(tmp_path / "output", "ab") as output:
+        return subprocess.Popen(
+            [sys.executable, CHILD, json.dumps(what)],
+            stdout=output,
+            stderr=output,
+            env=os.environ | {"PYTHONPATH": PATH},
+        )
+
+
+def wait_until(true: Any, process: Any, tmp_path: Path, seconds: float = 300) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert process.poll() is None, (tmp_path / "output").read_text()
+        assert time.monotonic() < end, (tmp_path / "output").read_text()
+        time.sleep(0.002)

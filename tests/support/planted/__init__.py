@@ -1,0 +1,1 @@
+"""Mistakes, planted, and the words in which they must be reported."""

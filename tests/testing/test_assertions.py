@@ -1,0 +1,184 @@
+"""assert_matches_reference and assert_same_training: right code passes, wrong code fails in full words."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from shardkit.testing import assert_matches_reference, assert_same_training, recording
+from shardkit.testing._compare import constant_factor, distance, times
+from shardkit.testing.training import _assert_copies_agree
+from support.conformance import MODELS
+from support.training import lenient
+
+
+def layer_norm(x_bd, gain_d):  # as a user writes it, in five lines
+    mean = sk.all_reduce(x_bd.mean(1, keepdims=True), "model", op="mean")
+    centred = x_bd - mean
+    variance = sk.all_reduce((centred**2).mean(1, keepdims=True), "model", op="mean")
+    return centred / jnp.sqrt(variance + 1e-5) * gain_d[None, :]
+
+
+def whole_layer_norm(x, gain):
+    centred = x - x.mean(1, keepdims=True)
+    return centred / jnp.sqrt((centred**2).mean(1, keepdims=True) + 1e-5) * gain[None, :]
+
+
+LAYOUT = {"in_specs": (P("data", "model"), P("model")), "out_specs": P("data", "model")}
+
+
+def norm_args(dtype="float32"):
+    rng = np.random.default_rng(0)
+    return tuple(jnp.asarray(v, dtype) for v in (rng.normal(3, 2, (4, 16)), rng.normal(size=16)))
+
+
+# proves S43, F72: values and gradients of a sharded normalisation, under jit and eagerly
+def test_a_sharded_layer_norm_is_the_whole_one(mesh2x4):
+    assert_matches_reference(layer_norm, whole_layer_norm, mesh=mesh2x4, args=norm_args(), **LAYOUT)
+
+
+def test_the_tolerance_follows_the_coarsest_dtype(mesh2x4):
+    args = norm_args("bfloat16")
+    whole = lambda x, gain: whole_layer_norm(x.astype(jnp.float32), gain.astype(jnp.float32))  # noqa: E731
+    assert_matches_reference(
+        lambda x, g: layer_norm(x, g).astype(jnp.float32), whole, mesh=mesh2x4, args=args, eager=False, **LAYOUT
+    )
+
+
+def complaint(mesh, kernel, reference, args, **options):
+    with pytest.raises(AssertionError) as error:
+        assert_matches_reference(kernel, reference, mesh=mesh, args=args, **options)
+    return str(error.value)
+
+
+def test_failures_in_full(data8):
+    x = np.arange(8, dtype=np.float32)
+    options = {"in_specs": P("data"), "out_specs": P()}
+    assert complaint(
+        data8, lambda x: 2 * sk.all_reduce(x, "data"), lambda x: x.sum(keepdims=True), (x,), **options
+    ) == (
+        "assert_matches_reference: on mesh data=8, under jit, the result must equal the reference; the largest "
+        "difference is 28 at [0], where it is 56 and the reference 28 (everywhere 2x the reference); allowed is "
+        "3.61e-05. Look for a reduction that is missing or done twice, or pieces in another order."
+    )
+    options = {"in_specs": P("data"), "out_specs": P("data")}
+    assert complaint(data8, lambda x: sk.shift(x, "data", by=-1), lambda x: jnp.roll(x, 1), (x,), **options) == (
+        "assert_matches_reference: on mesh data=8, under jit, the result must equal the reference; the largest "
+        "difference is 6 at [0], where it is 1 and the reference 7; allowed is 9.04e-06. Look for a reduction that is "
+        "missing or done twice, or pieces in another order."
+    )
+    stopped = lambda x: {"y": jax.lax.stop_gradient(x["v"]) * 2}  # noqa: E731
+    assert complaint(data8, stopped, lambda x: {"y": x["v"] * 2}, ({"v": x},), **options) == (
+        "assert_matches_reference: on mesh data=8, under jit, the gradient of argument 0.v must equal the reference; "
+        "the largest difference is 5.19 at [0], where it is 0 and the reference -5.18677 (everywhere 0x the "
+        "reference); allowed is 6.7e-06. Look for a reduction that is missing or done twice, or pieces in another "
+        "order."
+    )
+    assert complaint(data8, lambda x: x[None], lambda x: x, (x,), **options) == (
+        "assert_matches_reference: on mesh data=8, under jit, the result must be of the reference's structure and "
+        "shapes; (the whole tree) has shape (8, 1) and the reference (8,). Compare out_specs and the gathers."
+    )
+    assert complaint(data8, lambda x: {"y": x}, lambda x: x, (x,), **options) == (
+        "assert_matches_reference: on mesh data=8, under jit, the result must be of the reference's structure and "
+        "shapes; it is {'y': *} and the reference one array. Compare out_specs and the gathers."
+    )
+
+
+def test_integers_and_nan_are_compared_exactly(data8):
+    options = {"in_specs": P("data"), "out_specs": P("data"), "grad": False, "eager": False}
+    big = np.full(8, 2**24, np.int32)
+    assert "the largest difference is 1 at [0]" in complaint(data8, lambda x: x + 1, lambda x: x, (big,), **options)
+    nan = np.float32([np.nan] * 8)
+    assert_matches_reference(lambda x: x, lambda x: x, mesh=data8, args=(nan,), **options)
+    ones = np.ones(8, np.float32)
+    assert "the largest difference is inf at [0], where it is nan and the reference 1;" in complaint(
+        data8, lambda x: x * jnp.nan, lambda x: x, (ones,), **options
+    )
+
+
+def test_no_dtype_is_so_coarse_that_a_factor_passes(data8):
+    x = jnp.ones((8, 4096), jnp.bfloat16)
+    options = {"in_specs": P("data"), "out_specs": P("data"), "grad": False, "eager": False}
+    assert "1/2 of the reference" in complaint(data8, lambda x: x / 2, lambda x: x, (x,), **options)
+
+
+def test_words_for_factors():
+    y = np.array([1.0, -2, 0])
+    assert constant_factor(3 * y, y) == 3
+    assert constant_factor(y, y) is None and constant_factor(y + 1, y) is None and constant_factor(y, 0 * y) is None
+    assert [times(f) for f in (4, 0.25, -1, 0, 1.5, -0.5)] == [
+        *("4x", "1/4 of", "-1x", "0x", "1.5x", "-1/2 of"),
+    ]
+    assert distance(np.array([np.nan, np.inf, 1]), np.array([np.nan, np.inf, np.nan])).tolist() == [0, 0, np.inf]
+
+
+SOFTMAX = MODELS[0]
+
+
+def training(grad_fn=None, reference=None, plan=None, mesh=None, optimizer=None, steps=3, **options):
+    own = sk.value_and_grad(SOFTMAX.loss(None))
+    assert_same_training(
+        grad_fn or own,
+        reference or own,
+        optimizer or optax.sgd(0.5),
+        mesh=mesh,
+        plan=plan or sk.dp("data"),
+        params=SOFTMAX.params(),
+        batches=[SOFTMAX.batch(i) for i in range(steps)],
+        **options,
+    )
+
+
+# proves F72: unequal weights, dropout, a leaf whose gradient is zero, clipping and Adam
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_training_on_a_mesh_is_training_on_one_device(data8, accumulate):
+    adam = lenient(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3)))
+    training(mesh=data8, optimizer=adam, accumulate=accumulate)
+
+
+def test_sharded_layouts_and_another_key():
+    mesh = sk.make_mesh(jax.devices()[:4], fsdp=4)
+    training(mesh=mesh, plan=sk.fsdp("fsdp", min_size=1), key=jax.random.key(5), steps=1)
+
+
+def test_training_failures_in_full(data8):
+    own = sk.value_and_grad(SOFTMAX.loss(None))
+
+    def doubled(params, batch, keys, *, scale=1):
+        loss, aux, grads = own(params, batch, keys, scale=scale)
+        return loss, aux, {**grads, "bias": 2 * grads["bias"]}
+
+    clipped = optax.chain(optax.clip_by_global_norm(1e-3), optax.sgd(1.0))
+    with pytest.raises(AssertionError) as error:
+        training(doubled, mesh=data8, optimizer=clipped)
+    text = str(error.value)
+    assert text.startswith(
+        "assert_same_training: on mesh data=8 with plan dp('data'), step 0: the gradient of bias must be as on one "
+        "device; the largest difference is 0."
+    )
+    assert "(everywhere 2x one device's); allowed is " in text
+    assert text.endswith(". Look at what the loss sums and over which axes it varies.")
+    with pytest.raises(ValueError) as error:
+        training(mesh=data8, steps=0)
+    assert str(error.value) == ("assert_same_training: at least one batch is needed; got none. Pass one for each step.")
+
+
+def test_copies_that_differ_are_found(data8):
+    pieces = [jax.device_put(np.float32([i // 7]), d) for i, d in enumerate(data8.devices.flat)]
+    whole = jax.make_array_from_single_device_arrays((1,), jax.NamedSharding(data8, P()), pieces)
+    with pytest.raises(AssertionError) as error:
+        _assert_copies_agree("here", {"w": whole})
+    assert str(error.value) == (
+        "here: the copies of parameter w must be equal in every bit; those on devices 0 and 7 differ. Look "
+        "for randomness, or a reduction that one of them leaves out."
+    )
+
+
+def test_a_recording_optimizer_changes_nothing_and_shows_the_gradients():
+    params, grads = {"w": jnp.float32(3)}, {"w": jnp.float32(10)}
+    clipped = recording(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
+    updates, state = clipped.update(grads, clipped.init(params), params)
+    assert float(updates["w"]) == -1 and state.grads == grads

@@ -1,0 +1,60 @@
+"""Each planted mistake is caught, by the tool that should catch it, in its own words."""
+
+import math
+
+import jax
+import optax
+import pytest
+
+import shardkit as sk
+from shardkit.testing import assert_matches_reference, assert_same_training, certify_gradients, emulate
+from support.planted.kernels import KERNELS, RIGHT
+from support.planted.steps import BATCH, GRADIENTS, OWN, PARAMS, STEPS, WEIGHTED, loss
+
+
+def use(row, **options):
+    mesh = sk.make_mesh(jax.devices()[: math.prod(row.sizes.values())], **row.sizes)
+    layouts = {"in_specs": row.in_specs, "out_specs": row.out_specs}
+    if row.tool == "emulate":
+        emulate(row.kernel, row.sizes, **layouts)(*row.args)
+    elif row.tool == "check_vma":
+        jax.jit(jax.shard_map(row.kernel, mesh=mesh, **layouts))(*row.args)
+    else:
+        assert_matches_reference(row.kernel, row.reference, mesh=mesh, args=row.args, **layouts, **options)
+
+
+@pytest.mark.parametrize("row", KERNELS, ids=lambda row: row.name.replace(" ", "_"))
+def test_wrong_kernels(row):  # proves F72
+    error = AssertionError if row.tool == "assert_matches_reference" else ValueError
+    with pytest.raises(error, match=row.says):
+        use(row)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_without_the_mistake_they_pass(name):
+    (row,) = [row for row in KERNELS if row.name == name]
+    use(row._replace(kernel=RIGHT[name]), eager=False)
+
+
+@pytest.mark.parametrize("row", GRADIENTS, ids=lambda row: row.name.replace(" ", "_"))
+def test_wrong_gradients(row):
+    with pytest.raises(AssertionError, match=row.says):
+        certify_gradients(row.grad_fn, loss, PARAMS, BATCH, devices=4)
+
+
+def trained(grad_fn, reference):
+    mesh = sk.make_mesh(jax.devices()[:4], data=4)
+    options = {"mesh": mesh, "plan": sk.dp("data"), "params": PARAMS, "batches": [WEIGHTED]}
+    assert_same_training(grad_fn, reference, optax.sgd(0.1), **options)
+
+
+@pytest.mark.parametrize("row", STEPS, ids=lambda row: row.name.replace(" ", "_"))
+def test_wrong_steps(row):
+    with pytest.raises(AssertionError, match=row.says):
+        trained(row.grad_fn, row.reference)
+
+
+def test_the_right_step_passes_and_no_name_is_used_twice():
+    trained(OWN, OWN)
+    names = [row.name for row in (*KERNELS, *GRADIENTS, *STEPS)]
+    assert len(names) == len(set(names)) >= 35

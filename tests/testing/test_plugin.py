@@ -1,0 +1,96 @@
+"""The pytest plugin, in processes of its own with a user's test file."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+USER = """
+import jax
+import pytest
+import shardkit as sk
+
+@pytest.mark.meshes({"data": 8}, {"data": 2, "model": 4})
+def test_both(mesh):
+    assert mesh.size == 8 == jax.device_count()
+    assert "model" not in mesh.shape, "no second axis was meant"
+
+@pytest.mark.meshes({"data": -1}, {"model": 3})
+def test_fewer(mesh):
+    assert mesh.size in (3, 8)
+
+def test_without_the_mark(mesh):
+    assert dict(mesh.shape) == {"data": 8}
+    import os
+    assert os.environ["XLA_FLAGS"].count("xla_cpu_collective_timeout_seconds=60") == 1
+"""
+
+
+def pytest_run(folder, *options, ini="", **files):
+    """pytest in `folder` with the plugin, as its entry point loads it, and no other configuration."""
+    (folder / "pytest.ini").write_text(f"[pytest]\n{ini}")
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC") and "PYTEST" not in k}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # the same whether or not this checkout is installed
+    command = [sys.executable, "-m", "pytest", "-p", "shardkit_pytest", "-p", "no:cacheprovider", "-q", *options]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_users_suite_and_the_failing_mesh_first(tmp_path):  # proves F72
+    code, text = pytest_run(tmp_path, test_user=USER)
+    assert code == 1 and "1 failed, 4 passed" in text
+    assert "FAILED test_user.py::test_both[data=2,model=4]" in text
+    report = text.split("test_both[data=2,model=4] ____")[1].split("FAILED")[0]
+    first = next(line for line in report.splitlines()[1:] if line.strip())
+    assert first == "mesh = data=2,model=4"
+    assert "\nmesh = data=2,model=4\n" in pytest_run(tmp_path, "--tb=short", test_user=USER)[1]
+
+
+def test_the_same_under_xdist_beside_a_conftest_that_simulates(tmp_path):
+    conftest = "import shardkit as sk\nsk.simulate_devices(8)\n"
+    options = ("-p", "xdist.plugin", "-n", "2")
+    code, text = pytest_run(tmp_path, *options, ini="shardkit_devices = 8\n", test_user=USER, conftest=conftest)
+    assert code == 1 and "1 failed, 4 passed" in text
+    assert "\nmesh = data=2,model=4\n" in text
+
+
+def test_a_suite_without_the_fixture_never_imports_jax(tmp_path):
+    user = "import sys\ndef test_plain(): assert not {'jax', 'shardkit', 'numpy'} & set(sys.modules)\n"
+    assert pytest_run(tmp_path, test_user=user)[0] == 0
+    own = "import pytest\n@pytest.fixture\ndef mesh(): return 3\ndef test_mine(mesh): assert mesh == 3\n"
+    assert pytest_run(tmp_path, test_user=own)[0] == 0
+
+
+def test_devices_by_the_ini_option(tmp_path):
+    user = "import jax\nN = jax.device_count()\ndef test_four(): assert N == 4\n"
+    assert pytest_run(tmp_path, ini="shardkit_devices = 4\n", test_user=user)[0] == 0
+
+
+def test_errors_in_full(tmp_path):
+    large = 'import pytest\n@pytest.mark.meshes({"a": 4, "b": 4})\ndef test_large(mesh): pass\n'
+    assert (
+        "meshes: a mesh must fit the devices; {'a': 4, 'b': 4} needs 16 and there are 8. Set shardkit_devices = 16 in "
+        "pytest's configuration, and let nothing start jax before."
+    ) in pytest_run(tmp_path, test_user=large)[1]
+    unused = 'import pytest\n@pytest.mark.meshes({"a": 4})\ndef test_unused(): pass\n'
+    assert (
+        "meshes: test_unused must take the fixture `mesh`, and the mark one mapping of axis sizes or more; got "
+        "({'a': 4},). Write @pytest.mark.meshes({'data': 8}) and def test(mesh)."
+    ) in pytest_run(tmp_path, test_user=unused)[1]
+    assert (
+        "shardkit_devices: it must be a number of devices, at least 1; got 'many'. Write for example 8."
+    ) in pytest_run(tmp_path, ini="shardkit_devices = many\n", test_user=unused)[1]
+
+
+def test_the_entry_point_names_the_plugin():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["entry-points"]["pytest11"] == {"shardkit": "shardkit_pytest"}
+    assert "shardkit_pytest" in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert isinstance(import_module("shardkit_pytest").mesh, type(pytest.fixture(lambda: None)))

@@ -1,0 +1,111 @@
+"""The strategies: what they draw, that it is legal, and that they shrink to the smallest mesh."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import find, given, settings
+
+import shardkit as sk
+from shardkit.layout import local_shape
+from shardkit.testing import Op, Program, meshes, programs, sharded_arrays, specs
+from shardkit.testing.strategies import _factorisations
+
+QUICK = settings(max_examples=300, deadline=None, derandomize=True, database=None)
+
+
+class Sizes:
+    """What local_shape reads of a mesh."""
+
+    def __init__(self, sizes):
+        self.shape, self.axis_names = sizes, tuple(sizes)
+
+
+def test_every_factorisation_of_up_to_eight_devices_is_a_mesh():
+    for k, count in ((1, 8), (2, 20), (3, 38)):
+        ways = _factorisations(8, k)
+        assert len(set(ways)) == len(ways) == count
+        assert all(math.prod(sizes) <= 8 and len(sizes) == k for sizes in ways)
+    assert (2, 1, 4) in _factorisations(8, 3)
+
+
+def test_they_shrink_to_the_smallest():  # proves F73
+    assert find(meshes(), lambda m: True, settings=QUICK) == {"a": 1}
+    assert find(meshes(), lambda m: math.prod(m.values()) > 2, settings=QUICK) == {"a": 3}
+    assert find(meshes(), lambda m: len(m) == 2 and m["b"] > 2, settings=QUICK) == {"a": 1, "b": 3}
+    array = find(sharded_arrays(), lambda a: True, settings=QUICK)
+    assert (array.value.shape, array.spec, array.sizes) == ((), sk.layout.PartitionSpec(), {"a": 1})
+    assert find(programs(), lambda p: True, settings=QUICK) == Program({"a": 1}, (1,), "float32", (), 0)
+    moved = find(programs(), lambda p: any(op.kernel == "all_gather" for op in p.ops), settings=QUICK)
+    assert moved == Program({"a": 1}, (1,), "float32", (Op("all_gather", ("a",), (("dim", 0),)),), 0)
+
+
+@given(sharded_arrays())
+def test_arrays_are_split_evenly_and_whole_numbered(array):
+    assert all(size >= 1 for size in local_shape(array.value.shape, array.spec, Sizes(array.sizes)))
+    values = array.value.astype(np.float64)
+    assert np.array_equal(values, np.round(values)) and np.abs(values).max(initial=0) <= 3
+
+
+@given(sharded_arrays(integer_valued=False, dtypes=("bfloat16",)))
+def test_arrays_of_normal_draws(array):
+    assert array.value.dtype == jnp.bfloat16
+
+
+@given(specs((4, 6), {"a": 2, "b": 3, "c": 1}))
+def test_specs_divide(spec):
+    local_shape((4, 6), spec, Sizes({"a": 2, "b": 3, "c": 1}))
+    assert spec == sk.layout.canonical(spec)
+
+
+def test_a_program_is_printed_as_it_runs():
+    gather, total = Op("all_gather", ("b", "a"), (("dim", 0),)), Op("all_reduce", ("a",), (("op", "sum"),))
+    program = Program({"a": 2, "b": 2}, (3,), "int32", (gather, total), 1)
+    assert str(program) == (
+        "mesh a=2, b=2\n"
+        "x: int32[3] on each device, seed 1\n"
+        "x = all_gather(x, ('b', 'a'), dim=0)\n"
+        "x = all_reduce(x, 'a', op='sum')"
+    )
+    assert eval(repr(program)) == program
+
+
+def test_meshes_refuses_nothing_to_draw():
+    with pytest.raises(ValueError) as error:
+        meshes(devices=0)
+    assert str(error.value) == (
+        "meshes: there must be one device and one name or more; got 0 devices and names ('a', 'b', 'c'). Pass for "
+        "example devices=8, names=('data', 'model')."
+    )
+
+
+def test_the_kit_needs_neither_hypothesis_nor_pytest():
+    code = (
+        "import sys, json, shardkit as sk\n"
+        "sk.testing.emulate, sk.testing.assert_same_training, sk.census, sk.analysis\n"
+        "before = sorted({'hypothesis', 'pytest', '_pytest'} & set(sys.modules))\n"
+        "sk.testing.meshes\n"
+        "print(json.dumps([before, 'hypothesis' in sys.modules]))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert json.loads(out) == [[], True]
+    with pytest.raises(AttributeError) as error:
+        _ = sk.testing.nothing
+    assert str(error.value) == "module 'shardkit.testing' has no attribute 'nothing'"
+    assert all(hasattr(sk.testing, name) for name in sk.testing.__all__)
+
+
+@pytest.mark.slow
+def test_proof_throughput_smoke(tmp_path):
+    file, root = tmp_path / "out.jsonl", Path(__file__).parents[2]
+    command = [sys.executable, "-m", "benchmarks.proof_throughput", "--smoke", "--json", str(file)]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (record,) = [json.loads(line) for line in file.read_text().splitlines()]
+    assert record["benchmark"] == "proof_throughput" and record["examples"] == 3
+    assert {"examples_per_second", "examples_per_cpu_second", "environment"} <= set(record)

@@ -1,0 +1,277 @@
+"""The builder: state and its layout, one compile, one reduction, donation, non-finite steps, bad batches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from shardkit.analysis import census
+from shardkit.models import transformer
+from support.counting import Compiles
+
+KEY = jax.random.key(3)
+
+
+def loss_fn(params, batch, keys):
+    h = sk.dropout(jnp.tanh(batch["x"] @ params["weight"]), keys, 0.1)
+    return sk.Mean.of(jnp.sum((h - batch["y"]) ** 2, -1), batch["weight"]), {"size": sk.Mean.of(jnp.abs(h))}
+
+
+def make_params():
+    return {"weight": jax.random.normal(jax.random.key(0), (16, 8))}
+
+
+def make_batch(seed=0, size=32):
+    rng = np.random.default_rng(seed)
+    x, y = rng.normal(size=(size, 16)), rng.normal(size=(size, 8))
+    return {
+        "x": x.astype(np.float32),
+        "y": y.astype(np.float32),
+        "weight": rng.integers(1, 5, size).astype(np.float32),
+    }
+
+
+def make(mesh, plan=None, optimizer=None, **options):
+    plan = plan or sk.dp("data")
+    return sk.make_train_step(sk.value_and_grad(loss_fn), optimizer or optax.sgd(0.1), mesh=mesh, plan=plan, **options)
+
+
+# proves S94
+@pytest.mark.parametrize("plan", ["dp", "fsdp", "zero"])
+@pytest.mark.parametrize("key", [KEY, jax.random.PRNGKey(3)], ids=["typed", "raw"])
+def test_nothing_is_compiled_after_the_first_step(plan, key, data8):
+    plans = {"dp": sk.dp("data"), "fsdp": sk.fsdp("data", min_size=1), "zero": sk.zero1("data", min_size=1)}
+    with jax.numpy_dtype_promotion("standard"):
+        init, step = make(data8, plans[plan], optax.adamw(1e-3))
+        # weakly typed and numpy leaves must not make a second program either
+        state = init(make_params() | {"unused": 0.5, "table": np.zeros(8, np.float32)}, key)
+        before = [(x.sharding, x.dtype) for x in jax.tree.leaves(state)]
+        with Compiles() as first:
+            state, _ = step(state, make_batch())
+        batches = [make_batch(seed) for seed in range(1, 4)]
+        with Compiles() as later:
+            for batch in batches:
+                state, _ = step(state, batch)
+        assert (first.count, later.count) == (1, 0)
+        assert [(x.sharding, x.dtype) for x in jax.tree.leaves(state)] == before
+
+
+def test_the_step_donates_its_state_and_leaves_the_callers_arrays_alone(data8):
+    init, step = make(data8)
+    params, key = sk.shard(make_params(), data8, P()), jax.device_put(KEY, jax.NamedSharding(data8, P()))
+    state = init(params, key)
+    new, _ = step(state, make_batch())
+    assert state.params["weight"].is_deleted()
+    assert not params["weight"].is_deleted() and not key.is_deleted()
+    assert int(new.step) == 1
+
+
+def test_an_optimizer_that_keeps_the_parameters_does_not_share_their_buffer(data8):
+    keeper = optax.GradientTransformation(lambda p: p, lambda g, s, p=None: (g, p))
+    init, step = make(data8, optimizer=keeper)
+    state, _ = step(init(make_params(), KEY), make_batch())  # donating one buffer twice is an error
+    assert int(state.step) == 1
+
+
+# proves S27, F44: no device ever holds the whole, and the values are those of one device
+def test_parameters_are_made_in_their_final_layout(data8):
+    config = transformer.Config(vocabulary=64, layers=8, dim=32, heads=4)
+
+    def make_transformer(key):
+        return transformer.init(key, config)
+
+    init, _ = make(data8, sk.fsdp("data", min_size=1))
+    state = init(make_transformer, KEY)
+    whole = jax.eval_shape(make_transformer, KEY)
+    for leaf, shape in zip(jax.tree.leaves(state.params), jax.tree.leaves(whole), strict=True):
+        assert leaf.shape == shape.shape
+        assert {s.data.size * 8 for s in leaf.addressable_shards} == {leaf.size}
+    specs = jax.tree.map(lambda x: x.sharding, state.params)
+    compiled = jax.jit(make_transformer, out_shardings=specs).lower(KEY).compile().memory_analysis()
+    total = sum(x.size * 4 for x in jax.tree.leaves(whole))
+    assert total // 8 <= compiled.output_size_in_bytes < total // 8 + 1024  # and a pointer for each leaf
+    assert compiled.temp_size_in_bytes < total // 4
+    one = transformer.init(KEY, config)
+    for leaf, expected in zip(jax.tree.leaves(state.params), jax.tree.leaves(one), strict=True):
+        np.testing.assert_allclose(leaf, expected, rtol=1e-6)
+
+
+def test_init_of_a_function_equals_init_of_its_result(data8):
+    init, _ = make(data8)
+    made = init(lambda key: {"weight": jax.random.normal(key, (16, 8))}, KEY)
+    given = init({"weight": jax.random.normal(KEY, (16, 8))}, KEY)
+    np.testing.assert_array_equal(made.params["weight"], given.params["weight"])
+
+
+# proves S58, S64, S65, S69: what each device holds
+def test_optimizer_state_is_laid_out_as_the_update(data8):
+    params = make_params()
+    for plan, params_share, moments_share in [
+        (sk.dp("data"), 1, 1),
+        (sk.zero1("data", min_size=1), 1, 8),
+        (sk.fsdp("data", min_size=1), 8, 8),
+    ]:
+        state = make(data8, plan, optax.adam(1e-3))[0](params, KEY)
+        assert sk.bytes_per_device(state.params) == 16 * 8 * 4 // params_share
+        moments = (state.opt_state[0].mu, state.opt_state[0].nu)
+        assert sk.bytes_per_device(moments) == 2 * 16 * 8 * 4 // moments_share
+
+
+# proves S47, F58: one reduction a step, whatever the accumulation, and none inside the loop
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_the_collectives_of_a_data_parallel_step(accumulate, data8):
+    init, step = make(data8, accumulate=accumulate)
+    rows = census(step, init(make_params(), KEY), make_batch()).rows
+    assert sorted((row.kind, row.axes, row.bytes_in, row.count) for row in rows) == [
+        ("all_reduce", ("data",), 4 * 4, 1),  # totals and weights of the loss and one metric, together
+        ("all_reduce", ("data",), 16 * 8 * 4, 1),  # the gradient
+    ]
+
+
+def test_the_collectives_of_zero1_and_fsdp(data8):
+    shard, whole = 2 * 8 * 4, 16 * 8 * 4
+    for plan in (sk.zero1("data", min_size=1), sk.fsdp("data", min_size=1)):
+        init, step = make(data8, plan)
+        rows = census(step, init(make_params(), KEY), make_batch()).rows
+        assert sorted((row.kind, row.bytes_in, row.count) for row in rows) == [
+            ("all_gather", shard, 1),
+            ("all_reduce", 4 * 4, 1),
+            ("reduce_scatter", whole, 1),
+        ]
+
+
+# proves F56, S123: all devices decide together
+@pytest.mark.parametrize("plan", ["dp", "fsdp"])
+def test_a_nonfinite_gradient_on_one_device_skips_the_step_on_all(plan, data8):
+    plan = {"dp": sk.dp("data"), "fsdp": sk.fsdp("data", min_size=1)}[plan]
+    init, step = make(data8, plan, optax.sgd(0.1, momentum=0.9), nonfinite="skip")
+    state, metrics = step(init(make_params(), KEY), make_batch())
+    assert bool(metrics["finite"])
+    before = jax.device_get((state.params, state.opt_state))
+    bad = make_batch(1)
+    bad["x"][31, 0] = np.nan  # the last example: device 7 alone sees it
+    state, metrics = step(state, bad)
+    assert not bool(metrics["finite"]) and np.isnan(metrics["loss"])
+    assert int(state.step) == 2
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get((state.params, state.opt_state)), before)
+    state, metrics = step(state, make_batch(2))
+    assert bool(metrics["finite"]) and np.isfinite(metrics["loss"])
+
+
+def test_a_nonfinite_step_can_stop_the_run(data8):
+    init, step = make(data8, nonfinite="stop")
+    state, _ = step(init(make_params(), KEY), make_batch())
+    before = jax.device_get(state.params)
+    bad = make_batch(1)
+    bad["y"][0, 0] = np.inf
+    with pytest.raises(sk.NonFiniteError) as error:
+        step(state, bad)
+    assert str(error.value) == (
+        "step 2: the loss (inf) or a gradient is not finite. The parameters are as before the step; lower the "
+        "learning rate, or pass nonfinite='skip'."
+    )
+    np.testing.assert_array_equal(error.value.state.params["weight"], before["weight"])
+    assert np.isinf(error.value.metrics["loss"])
+
+
+def test_by_default_a_nonfinite_step_is_taken(data8):
+    init, step = make(data8)
+    bad = make_batch()
+    bad["x"][0, 0] = np.nan
+    state, metrics = step(init(make_params(), KEY), bad)
+    assert np.isnan(state.params["weight"]).any() and "finite" not in metrics
+
+
+# proves F60, S60
+def test_evaluation_is_the_loss_without_dropout(data8):
+    evaluate = sk.make_eval_step(loss_fn, mesh=data8, plan=sk.dp("data"))
+    params, batch = make_params(), make_batch()
+    loss, aux = loss_fn(params, batch, None)
+    metrics = evaluate(params, batch)
+    np.testing.assert_allclose(metrics["loss"], loss.total / loss.weight, rtol=1e-6)
+    np.testing.assert_allclose(metrics["size"], aux["size"].total / aux["size"].weight, rtol=1e-6)
+    assert float(metrics["weight"]) == batch["weight"].sum()
+
+
+def test_scalars_in_the_batch_reach_every_device(data8):
+    grad_fn = sk.value_and_grad(lambda p, batch, keys: jnp.mean(batch["x"] * batch["scale"]) * p)
+    init, step = sk.make_train_step(grad_fn, optax.sgd(1.0), mesh=data8, plan=sk.dp("data"), accumulate=2)
+    state, _ = step(init(np.float32(0), KEY), {"x": np.ones(16, np.float32), "scale": np.float32(3)})
+    assert float(state.params) == -3.0
+
+
+def test_the_value_reaches_optimizers_that_want_it(data8):
+    seen = optax.GradientTransformationExtraArgs(lambda p: jnp.float32(0), lambda g, s, p=None, *, value: (g, value))
+    init, step = make(data8, optimizer=seen)
+    state, metrics = step(init(make_params(), KEY), make_batch())
+    assert float(state.opt_state) == float(metrics["loss"]) != 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "message"),
+    [
+        (
+            make_batch(size=30),
+            {},
+            "make_train_step: batch dim 0 must be divisible by axis 'data'; leaf weight has size 30 over 8 devices. "
+            "Choose another size, or pad with examples of weight 0.",
+        ),
+        (
+            make_batch(size=40),
+            {"accumulate": 2},
+            "make_train_step: batch dim 0 must be divisible by axis 'data' times accumulate; leaf weight has size 40 "
+            "over 8 devices x 2 microbatches. Choose another size, or pad with examples of weight 0.",
+        ),
+        (
+            make_batch() | {"y": np.zeros((16, 8), np.float32)},
+            {},
+            "make_train_step: every array of the batch must have the same number of examples along dim 0; got "
+            "weight: 32, x: 32, y: 16. Return a batch whose arrays share dim 0.",
+        ),
+        (
+            {"scale": np.float32(1)},
+            {},
+            "make_train_step: every array of the batch must have the same number of examples along dim 0; got "
+            "no array. Return a batch whose arrays share dim 0.",
+        ),
+    ],
+)
+def test_bad_batches_are_refused(batch, options, message, data8):
+    init, step = make(data8, **options)
+    with pytest.raises(ValueError) as error:
+        step(init(make_params(), KEY), batch)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"accumulate": 0},
+            "make_train_step: accumulate must be at least 1; got 0. Pass the number of microbatches.",
+        ),
+        (
+            {"nonfinite": "raise"},
+            "make_train_step: nonfinite must be 'keep', 'skip' or 'stop'; got 'raise'. Choose one of them.",
+        ),
+        (
+            {"precision": "fp8"},
+            "precision: the name must be one of 'no', 'bf16', 'fp16'; got 'fp8'. Use one of them or a Precision.",
+        ),
+    ],
+)
+def test_bad_options_are_refused(options, message, data8):
+    with pytest.raises(ValueError) as error:
+        make(data8, **options)
+    assert str(error.value) == message
+
+
+def test_aux_must_not_take_the_builders_names(data8):
+    grad_fn = sk.value_and_grad(lambda p, batch, keys: (p * jnp.mean(batch), {"loss": jnp.float32(1)}))
+    init, step = sk.make_train_step(grad_fn, optax.sgd(1.0), mesh=data8, plan=sk.dp("data"))
+    with pytest.raises(ValueError) as error:
+        step(init(np.float32(0), KEY), np.ones(8, np.float32))
+    assert str(error.value) == "make_train_step: aux must not use the names 'loss'. Rename them."
