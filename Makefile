@@ -1,35 +1,48 @@
-# make train: a fresh clone trains. make test: the suite, but for the rows that only make test-deep runs. Both create what
-# they need.
+# make train: a fresh clone trains. make check: what needs no compiler. make test: the suite. Each creates what it needs.
 PYTHON ?= python3
 VENV ?= .venv
-WORKERS ?= 2
+WORKERS ?= auto
+SHARD ?= 0/1
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) -q
 
-.PHONY: train test test-fast test-deep test-newest soak bench format clean
+.PHONY: train check test test-deep test-newest mutants soak bench format clean
 
 train: $(VENV)/.cli
 	$(BIN)/shardkit train data=8 --verify 3
 
-test: $(VENV)/.test
+# Under a minute: lint, types, and all tests that need no compiler.
+check: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n $(WORKERS) -q -m "not sweep"
+	$(BIN)/python tests/support/proved.py
+	$(PYTEST) -m "check and not deep"
 
-# What runs on every interpreter: the suite without the tests marked slow, and of a test with many rows four.
-test-fast: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(WORKERS) -q -m "not slow and not sweep" --rows 4
+# Under ten minutes on two cores.
+test: check
+	$(PYTEST) -m "not check and not deep"
 
+# Every row, compiled as users compile; SHARD=i/n for one of n parts.
 test-deep: $(VENV)/.test
-	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -n $(WORKERS) -q
+	HYPOTHESIS_PROFILE=deep $(PYTEST) --shard $(SHARD)
 
-# The fast part again on the newest interpreter there is, with the newest jax it can have.
+# One row of every test on the newest interpreter there is, with the newest jax it can have.
 test-newest:
 	@newest=$$(sh .ci/newest-python) && if [ -n "$$newest" ]; then \
-		echo "fast part on $$($$newest --version)"; \
-		$(MAKE) test-fast PYTHON=$$newest VENV=$(VENV)-newest; \
-	else echo "fast part on a second interpreter: none from python3.12 on was found"; fi
+		echo "one row of every test on $$($$newest --version)"; \
+		$(MAKE) .newest PYTHON=$$newest VENV=$(VENV)-newest; \
+	else echo "a second interpreter: none from python3.12 on was found"; fi
+
+.PHONY: .newest
+.newest: $(VENV)/.test
+	$(PYTEST) -m "not deep" --rows 1
+
+# One wrong line at a time: which test finds it? See tests/mutants/README.md.
+mutants: $(VENV)/.test
+	$(PIP) coverage
+	$(BIN)/python tests/mutants/run.py --jobs 2
 
 # 100 starts of 60 steps dispatched without waiting; see "It hangs" in the README.
 soak: $(VENV)/.cli

@@ -153,6 +153,11 @@ def not_reached(jaxpr: Any, given: int, last: int) -> tuple[Any, list[bool]]:
     return still, moved
 
 
+def arguments_used(jaxpr: Any) -> list[bool]:
+    """For each argument of a jaxpr whether any of its results depends on it."""
+    return list(_partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
+
+
 # Primitives that call their only jaxpr with the operands that it takes, one to one.
 CALLS = {
     "jit",

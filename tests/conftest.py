@@ -1,6 +1,7 @@
 """Eight simulated devices, a hang that fails in seconds, strict promotion, and two hypothesis profiles."""
 
 import os
+import zlib
 
 import pytest
 
@@ -34,21 +35,51 @@ hypothesis.settings.register_profile("ci", max_examples=20, derandomize=True, da
 hypothesis.settings.register_profile("deep", max_examples=500, **_COMMON)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
+COMPILED = [0]
+
+
+def _heard(event, duration_secs, **_):
+    COMPILED[0] += event == "/jax/core/compile/backend_compile_duration"
+
+
+jax.monitoring.register_event_duration_secs_listener(_heard)
+
 
 def pytest_addoption(parser):
     parser.addoption("--rows", type=int, help="of every parametrized test, run at most this many rows, spread evenly")
+    parser.addoption("--shard", help="i/n: of all tests that are chosen, run the i-th of n parts, from 0")
+
+
+def pytest_xdist_auto_num_workers():
+    """One worker for each core that there is, while each has 2 GiB."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**32
+    return max(1, min(cores, memory // 2**31))
 
 
 @pytest.hookimpl(trylast=True)  # among the rows that the options -m and -k have left
 def pytest_collection_modifyitems(config, items):
-    most = config.getoption("rows")
+    most, shard = config.getoption("rows"), config.getoption("shard")
     tests = {}
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     few = [rows[i * len(rows) // most] for rows in tests.values() for i in range(most)] if most else items
+    if shard:
+        part, parts = map(int, shard.split("/"))
+        # By name, so that a part stays the same when other tests come and go.
+        few = [item for item in few if zlib.crc32(item.nodeid.encode()) % parts == part]
     chosen = {item.nodeid for item in few}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
     items[:] = [item for item in items if item.nodeid in chosen]
+
+
+def pytest_runtest_setup(item):
+    item.compiled_before = COMPILED[0]
+
+
+def pytest_runtest_teardown(item):
+    if item.get_closest_marker("check") and COMPILED[0] > item.compiled_before:
+        pytest.fail("a test marked check must not compile: take the mark away, or trace only", pytrace=False)
 
 
 @pytest.fixture(scope="session")

@@ -166,7 +166,6 @@ def test_the_builders_unused_keys_do_not_reach_the_compiled_step():
 
 
 # proves F83, S61: explicit collectives give what jit with NamedShardings gives, and send less
-@pytest.mark.slow
 def test_explicit_fsdp_sends_less_than_the_automatic_partitioner():
     mesh = sk.make_mesh(jax.devices()[:4], data=4)
     config = transformer.Config(vocabulary=64, layers=2, dim=64, heads=2)
@@ -180,7 +179,6 @@ def test_explicit_fsdp_sends_less_than_the_automatic_partitioner():
     assert ours["wire_bytes"] == ours["written_bytes"] < min(each["wire_bytes"] for each in theirs)
 
 
-@pytest.mark.slow
 def test_step_overhead_smoke(tmp_path):
     file = tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "benchmarks.step_overhead", "--smoke", "--json", str(file)]
@@ -196,7 +194,6 @@ def test_step_overhead_smoke(tmp_path):
     ]
 
 
-@pytest.mark.slow
 def test_collectives_smoke(tmp_path):
     file = tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "benchmarks.collectives", "--smoke", "--json", str(file)]
@@ -207,7 +204,6 @@ def test_collectives_smoke(tmp_path):
     assert {r["variant"] for r in records} >= {"psum"}
 
 
-@pytest.mark.slow
 def test_experts_smoke():
     command = [sys.executable, "-m", "benchmarks.experts", "--smoke", "--explain"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -217,7 +213,6 @@ def test_experts_smoke():
     assert "capacity 1.25: 3 all_to_alls, 0.41 MiB sent a device" in done.stdout
 
 
-@pytest.mark.slow
 def test_partitioner_smoke(tmp_path):
     file = tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "benchmarks.partitioner", "--smoke", "--json", str(file)]
@@ -231,7 +226,6 @@ def test_partitioner_smoke(tmp_path):
     assert len(lines) == 2 + len(records)
 
 
-@pytest.mark.slow
 def test_context_smoke(tmp_path):
     file = tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "benchmarks.context", "--smoke", "--json", str(file)]
@@ -242,7 +236,6 @@ def test_context_smoke(tmp_path):
     assert [r["variant"] for r in records] == ["gathered, masked", *causal, "ring, every block", *causal]
 
 
-@pytest.mark.slow
 def test_instruments_smoke(tmp_path):
     file = tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "benchmarks.instruments", "--smoke", "--json", str(file)]
@@ -253,7 +246,6 @@ def test_instruments_smoke(tmp_path):
     assert all(value > 0 for value in record["seconds_median"].values())
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed: shardkit[aot]")
 def test_large_model_smoke(tmp_path):
     file = tmp_path / "report.json"
@@ -274,7 +266,6 @@ def test_large_model_smoke(tmp_path):
     assert json.loads(file.read_text())["fits"]
 
 
-@pytest.mark.slow
 def test_pipeline_smoke(tmp_path):
     file = tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "benchmarks.pipeline", "--smoke", "--json", str(file)]

@@ -34,7 +34,6 @@ def test_the_readmes_python_runs():
 
 
 # proves F90
-@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_notebooks_run(path):
     cells = json.loads(path.read_text())["cells"]

@@ -45,11 +45,21 @@ def compiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Compiled:
         Compiled: the collectives as written, as compiled, the differences, and the memory. Nothing is run.
     """
     traced = traceable(fn).trace(*args, **kwargs)
-    executable = traced.lower().compile().runtime_executable()
+    return read_compiled(traced, traced.lower().compile(), args, kwargs)
+
+
+def read_compiled(traced: Any, program: Any, args: Any = (), kwargs: Any = None) -> Compiled:
+    """What the compiler made of a program that is traced and compiled already (`jax.stages.Traced`, `Compiled`)."""
+    executable = program.runtime_executable()
     module = executable.hlo_modules()[0]
     sizes = mesh_sizes(traced.jaxpr.jaxpr, (args, kwargs))
     rows = compiled_rows(hlo.read(module.as_serialized_hlo_module_proto()), sizes)
     return Compiled(census_of(traced.jaxpr.jaxpr), rows, memory_of(executable))
+
+
+def added_by_compiler(found: Compiled) -> Fraction:
+    """Bytes that a device sends by collectives that the compiler added and nobody wrote."""
+    return sum((row.total for row in found.rows if row.n > 1 and not written(row)), Fraction(0))
 
 
 @dataclass

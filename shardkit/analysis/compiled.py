@@ -256,9 +256,10 @@ def _marked_synchronous(each: hlo.Instruction) -> bool:
 
 
 def _unpadded(computation: hlo.Computation, at: int) -> hlo.Shape:
-    """The shape of an operand before the compiler padded it for its own reduce-scatter."""
+    """The shape of an operand before the compiler padded it for its own reduce-scatter; a pad that is written stays."""
     each = computation.instructions[at]
-    return computation.instructions[each.operands[0]].shape if each.opcode == "pad" else each.shape
+    own = each.opcode == "pad" and not each.op_name.endswith("/pad")
+    return computation.instructions[each.operands[0]].shape if own else each.shape
 
 
 def _direction(groups: Groups) -> int:

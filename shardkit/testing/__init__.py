@@ -9,23 +9,37 @@ from __future__ import annotations
 from importlib import import_module as _import_module
 from typing import Any as _Any
 
-from shardkit.testing import reference
+from shardkit.testing import laws, reference
 from shardkit.testing.assertions import assert_matches_reference
 from shardkit.testing.certify import Certificate, certify_gradients
+from shardkit.testing.chains import Chain, Op
 from shardkit.testing.emulate import emulate
-from shardkit.testing.program import Op, Program
-from shardkit.testing.training import assert_same_training, recording
+from shardkit.testing.laws import LAWS
+from shardkit.testing.program import Program, recording
+from shardkit.testing.prove import Proof, prove
+from shardkit.testing.rows import Row, covering
+from shardkit.testing.single import Reference, one_device
+from shardkit.testing.training import assert_same_training
 
 _STRATEGIES = ("ShardedArray", "meshes", "programs", "sharded_arrays", "specs")
 
 __all__ = [
+    "LAWS",
     "Certificate",
+    "Chain",
     "Op",
     "Program",
+    "Proof",
+    "Reference",
+    "Row",
     "assert_matches_reference",
     "assert_same_training",
     "certify_gradients",
+    "covering",
     "emulate",
+    "laws",
+    "one_device",
+    "prove",
     "recording",
     "reference",
     *_STRATEGIES,

@@ -62,13 +62,14 @@ def shapes_differ(got: Any, wanted: Any) -> str:
     return ""
 
 
-def first_gap(got: Any, wanted: Any, allowed: Callable[[np.ndarray, float], float]) -> Gap | None:
+def first_gap(got: Any, wanted: Any, allowed: Callable[[str, np.ndarray, float], Any]) -> Gap | None:
     """The leaf that is furthest beyond what is allowed, or None. Integers and booleans must be equal.
 
     Args:
         got: pytree of arrays.
         wanted: the same tree of the reference.
-        allowed: the largest difference for a leaf of the reference, given that and the largest magnitude of all.
+        allowed: the largest difference for a leaf of the reference, a number or one for each element, given its path,
+            its value and the largest magnitude of all leaves.
     """
     pairs = [(path, x, y) for (path, x), (_, y) in zip(leaves_of(got), leaves_of(wanted), strict=True)]
     overall = max((magnitude(y) for _, _, y in pairs if is_float(y)), default=0.0)
@@ -76,12 +77,13 @@ def first_gap(got: Any, wanted: Any, allowed: Callable[[np.ndarray, float], floa
     for path, x, y in pairs:
         if not x.size:
             continue
-        bound = allowed(y, overall) if is_float(y) else 0.0
         difference = distance(x, y)
-        at = np.unravel_index(int(np.argmax(difference)), difference.shape)
-        if difference[at] > bound and (worst is None or _excess(difference[at], bound) > _excess(*worst[1:3])):
+        bound = np.broadcast_to(allowed(path, y, overall) if is_float(y) else 0.0, difference.shape)
+        at = np.unravel_index(int(np.argmax(difference - bound)), difference.shape)
+        if difference[at] > bound[at] and (worst is None or _excess(difference[at], bound[at]) > _excess(*worst[1:3])):
             place = tuple(int(i) for i in at)
-            worst = Gap(path, float(difference[at]), bound, place, x[at], y[at], constant_factor(x, y))
+            factor = constant_factor(x, y)
+            worst = Gap(path, float(difference[at]), float(bound[at]), place, x[at], y[at], factor)
     return worst
 
 

@@ -65,7 +65,7 @@ def assert_matches_reference(
     n = summands if summands is not None else max((x.size for x in everything), default=1)
     eps = max((float(jnp.finfo(x.dtype).eps) for x in everything if is_float(x)), default=0.0)
 
-    def allowed(leaf: np.ndarray, overall: float) -> float:
+    def allowed(path: str, leaf: np.ndarray, overall: float) -> float:
         largest = magnitude(leaf)
         bound = eps * ((4 + n**0.5) * largest + 4 * overall)
         return min(bound, LARGEST_RELATIVE * max(largest, overall))

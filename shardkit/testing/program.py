@@ -1,162 +1,225 @@
-"""Small programs of collectives as data: printed, run as a kernel, and run on the reference."""
+"""A training step on a mesh, traced, lowered, compiled and run once, for every law to read."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh
 
-from shardkit import collectives
-from shardkit.testing import reference
+from shardkit.mesh import make_mesh
+from shardkit.parallel import GradFn, Plan, unpadded
+from shardkit.parallel.stages import arranged
+from shardkit.state import TrainState
+from shardkit.testing.rows import Row
+from shardkit.train import TrainStep, make_train_step
 
-DTYPES = ("float32", "bfloat16", "float16", "int32", "bool")
-# Bits of whole numbers that a dtype holds exactly.
-_BITS = {"float32": 24, "bfloat16": 8, "float16": 11, "int32": 31, "bool": 1}
-_LARGEST_BLOCK = 512
-
-
-class Op(NamedTuple):
-    """One collective: the kernel's name, the axes, and its other options."""
-
-    kernel: str
-    axes: tuple[str, ...]
-    options: tuple[tuple[str, Any], ...] = ()
-
-    def __str__(self) -> str:
-        axes = repr(self.axes[0]) if len(self.axes) == 1 else repr(self.axes)
-        return ", ".join([f"{self.kernel}(x", axes, *(f"{name}={value!r}" for name, value in self.options)]) + ")"
+Build = Callable[[Row], TrainStep]
 
 
-class State(NamedTuple):
-    """What a device holds at one point: shape, dtype, and the range of exact values as bits."""
+class Recorded(NamedTuple):
+    """The state of a recording optimizer: that of the optimizer itself, and the gradients it was last given."""
 
-    shape: tuple[int, ...]
-    dtype: str
-    bits: float
-
-
-class Program(NamedTuple):
-    """A chain of collectives on one block for each device.
-
-    Attributes:
-        sizes: the mesh, axis name and size.
-        shape: shape of each device's block.
-        dtype: its dtype.
-        ops: the collectives, one after the other.
-        seed: which values the blocks hold.
-    """
-
-    sizes: dict[str, int]
-    shape: tuple[int, ...]
-    dtype: str
-    ops: tuple[Op, ...]
-    seed: int
-
-    def __str__(self) -> str:
-        mesh = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
-        block = f"x: {self.dtype}[{', '.join(map(str, self.shape))}] on each device, seed {self.seed}"
-        return "\n".join([f"mesh {mesh}", block, *(f"x = {op}" for op in self.ops)])
-
-    @property
-    def spec(self) -> PartitionSpec:
-        """The layout of argument and result: their first dims are the mesh."""
-        return PartitionSpec(*self.sizes)
-
-    def blocks(self) -> np.ndarray:
-        """The argument: whole numbers from -3 to 3, shape [*sizes, *shape]."""
-        rng = np.random.default_rng(self.seed)
-        shape = (*self.sizes.values(), *self.shape)
-        values = rng.integers(0, 2, shape) if self.dtype == "bool" else rng.integers(-3, 4, shape)
-        return np.asarray(values).astype(jnp.dtype(self.dtype))
-
-    def kernel(self, x: Any) -> Any:
-        """What each device runs, inside shard_map or emulate: a block of shape [1, .., *shape] in, one out."""
-        lead = len(self.sizes)
-        x = x.reshape(x.shape[lead:])
-        for op in self.ops:
-            x = getattr(collectives, op.kernel)(x, op.axes, **dict(op.options))
-        x = collectives.vary(x, tuple(self.sizes))
-        return x.reshape((1,) * lead + x.shape)
-
-    def reference(self, x: Any, *, xp: Any = np) -> Any:
-        """The same over lists of blocks: arrays of shape [*sizes, ...]; with `xp=jax.numpy` it has gradients."""
-        for op in self.ops:
-            blockwise = partial(getattr(reference, op.kernel), **dict(op.options))
-            x = reference.over_mesh(blockwise, x, self.sizes, op.axes, xp=xp)
-        return x
+    inner: Any
+    grads: Any
 
 
-def state_of(program: Program) -> State:
-    """What a device holds at the end of a program."""
-    state = State(program.shape, program.dtype, 1.0 if program.dtype == "bool" else 2.0)
-    for op in program.ops:
-        state = _after(state, op, math.prod(program.sizes[name] for name in op.axes))
-    return state
+def recording(optimizer: Any) -> Any:
+    """Wraps an optimizer so that its state also holds the gradients of the last step.
 
-
-def legal_ops(state: State, axes: tuple[str, ...], sizes: Mapping[str, int]) -> list[Op]:
-    """Every collective over `axes` whose shapes fit and whose results are exact; the simplest first.
+    A clipped or adaptive optimizer hides a wrong factor in the gradients; this shows them.
 
     Args:
-        state: what a device holds before.
-        axes: the axes; of several, the first is major.
-        sizes: the mesh, axis name and size.
+        optimizer: an optax GradientTransformation.
 
     Returns:
-        At least one Op: `vary` always fits.
+        A GradientTransformation with the same updates, whose state is `Recorded(inner, grads)`; grads is laid out as
+        the plan's update.
     """
-    n, dims = math.prod(sizes[name] for name in axes), range(len(state.shape))
-    ops: list[tuple[str, dict[str, Any]]] = [("vary", {})]
-    ops += [("all_reduce", {"op": op}) for op in ("sum", "mean", "max", "min")]
-    ops += [("all_reduce", {"op": op}) for op in ("any", "all") if state.dtype == "bool"]
-    ops += [("all_gather", {"dim": dim}) for dim in dims]
-    ops += [("shift", {"by": by, "wrap": wrap}) for by in (1, -1, 2) for wrap in (True, False)]
-    ops += [("broadcast", {"source": source}) for source in sorted({0, n - 1})]
-    ops += [("scan", {"op": op, "exclusive": before}) for op in ("sum", "max") for before in (False, True)]
-    ops += [("halo_exchange", {"dim": dim, "wrap": wrap}) for dim in dims for wrap in (True, False)]
-    ops += [("gather_to_one", {"dim": dim, "target": n - 1}) for dim in dims]
-    # last, since they do not always fit: while an example shrinks, the places of the others stay the same
-    ops += [("reduce_scatter", {"dim": dim, "op": op}) for dim in dims for op in ("sum", "mean")]
-    ops += [("all_to_all", {"split_dim": i, "concat_dim": j}) for i in dims for j in dims]
-    every = [Op(kernel, axes, tuple(options.items())) for kernel, options in ops]
-    return [op for op in every if _fits(state, op, n)]
+    import optax
+
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def init(params: Any) -> Recorded:
+        return Recorded(optimizer.init(params), jax.tree.map(jnp.zeros_like, params))
+
+    def update(grads: Any, state: Recorded, params: Any = None, **extra: Any) -> tuple[Any, Recorded]:
+        updates, inner = optimizer.update(grads, state.inner, params, **extra)
+        # The old gradients are used, for nothing: an argument that is not used is not donated either.
+        kept = jax.tree.map(lambda new, old: jnp.where(jnp.zeros((), bool), old, new), grads, state.grads)
+        return updates, Recorded(inner, kept)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _fits(state: State, op: Op, n: int) -> bool:
-    options = dict(op.options)
-    if op.kernel == "reduce_scatter" and state.shape[options["dim"]] % n:
-        return False
-    if op.kernel == "all_to_all" and state.shape[options["split_dim"]] % n:
-        return False
-    if options.get("op") == "mean" and n & (n - 1):
-        return False  # a third is not exact
-    if op.kernel == "scan" and options == {"op": "max", "exclusive": True}:
-        return False  # begins with minus infinity
-    after = _after(state, op, n)
-    return math.prod(after.shape) <= _LARGEST_BLOCK and after.bits <= _BITS[after.dtype]
+class Taken(NamedTuple):
+    """One step that was taken, on the host and in natural shapes.
+
+    Attributes:
+        metrics: by name.
+        grads: the gradients that the optimizer was given; None where the step records none.
+        params: the parameters after it.
+        compiled: programs that the backend compiled during the call.
+    """
+
+    metrics: dict[str, Any]
+    grads: Any
+    params: Any
+    compiled: int
 
 
-def _after(state: State, op: Op, n: int) -> State:
-    """What a device holds after one collective over n devices."""
-    options = dict(op.options)
-    shape, dtype, bits = list(state.shape), state.dtype, state.bits
-    if op.kernel in ("all_gather", "gather_to_one"):
-        shape[options["dim"]] *= n
-    elif op.kernel == "reduce_scatter":
-        shape[options["dim"]] //= n
-    elif op.kernel == "all_to_all":
-        shape[options["split_dim"]] //= n
-        shape[options["concat_dim"]] *= n
-    elif op.kernel == "halo_exchange":
-        shape[options["dim"]] += 2
-    if options.get("op") in ("sum", "mean"):
-        bits += math.log2(n)
-        dtype = "int32" if dtype == "bool" else dtype
-        if options["op"] == "mean" and dtype == "int32":
-            dtype = "float32"
-    return State(tuple(shape), dtype, bits)
+class Ran(NamedTuple):
+    """All steps of a run, and the state after the last."""
+
+    steps: tuple[Taken, ...]
+    state: TrainState
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """The step of a row: made, traced, lowered, compiled and run at most once, each when it is first asked for.
+
+    Attributes:
+        row: the mesh, the plan and the options.
+        mesh: the row's mesh.
+        plan: its plan, with the stages of the GradFn where that is a pipeline.
+        init: as of `make_train_step`.
+        step: as of `make_train_step`.
+        params: pytree of arrays.
+        batches: one global batch for each step.
+        key: the key of the run.
+    """
+
+    row: Row
+    mesh: Mesh
+    plan: Plan
+    init: Callable[..., TrainState]
+    step: Any
+    params: Any
+    batches: Sequence[Any]
+    key: jax.Array
+
+    @classmethod
+    def of(
+        cls,
+        row: Row,
+        step: GradFn | Build,
+        optimizer: Any,
+        params: Any,
+        batches: Sequence[Any],
+        key: jax.Array,
+        mesh: Mesh | None = None,
+    ) -> Program:
+        """The program of a row.
+
+        Args:
+            row: what to run; its own grad_fn and optimizer come before the others.
+            step: a GradFn, or a function of the row, whose optimizer records gradients, that gives a TrainStep.
+            optimizer: an optax GradientTransformation.
+            params: pytree of arrays.
+            batches: one global batch for each step.
+            key: the key of the run.
+            mesh: the row's mesh; by default over the first devices there are.
+
+        Raises:
+            TypeError: a step that is neither.
+            ValueError: a mesh of more devices than there are.
+        """
+        row = row._replace(optimizer=recording(row.optimizer or optimizer), grad_fn=row.grad_fn or _grad_fn(step))
+        if mesh is None:
+            sizes: dict[str, Any] = dict(row.mesh)
+            mesh = make_mesh(jax.devices()[: math.prod(row.mesh.values())], **sizes)
+        if row.grad_fn is None:
+            build: Any = step
+            built = build(row)
+            plan = row.plan
+        else:
+            options: dict[str, Any] = {name: getattr(row, name) for name in ("accumulate", "precision", "nonfinite")}
+            built = make_train_step(row.grad_fn, row.optimizer, mesh=mesh, plan=row.plan, **options)
+            plan = arranged(row.plan, row.grad_fn)
+        return cls(row, mesh, plan, built.init, built.step, params, batches, key)
+
+    @cached_property
+    def start(self) -> TrainState:
+        """The state before the first step; gone once the steps are run, because each donates its state."""
+        return self.init(self.params, self.key)
+
+    @cached_property
+    def shapes(self) -> tuple[TrainState, Any]:
+        """The arguments of a step as shapes, dtypes and layouts."""
+        return jax.tree.map(_described, (self.start, self.batches[0]))
+
+    @cached_property
+    def traced(self) -> Any:
+        """The traced step (`jax.stages.Traced`)."""
+        return self.step.trace(self.start, self.batches[0])
+
+    @cached_property
+    def lowered(self) -> Any:
+        """The lowered step (`jax.stages.Lowered`)."""
+        return self.traced.lower()
+
+    @cached_property
+    def compiled(self) -> Any:
+        """The compiled step (`jax.stages.Compiled`), which the run uses too."""
+        return self.lowered.compile()
+
+    @cached_property
+    def ran(self) -> Ran:
+        """A step for each batch."""
+        _ = self.shapes, self.compiled  # of the first state, which the first step donates
+        state, steps = self.start, []
+        for batch in self.batches:
+            with _Compiles() as compiles:
+                state, metrics = self.step(state, batch)
+                jax.block_until_ready(metrics)
+            grads = jax.device_get(unpadded(_recorded(state.opt_state)))
+            params = jax.device_get(unpadded(state.params))
+            steps.append(Taken(jax.device_get(metrics), grads, params, compiles.count))
+        return Ran(tuple(steps), state)
+
+
+class _Compiles:
+    """Counts what the backend compiles while it is open."""
+
+    def __enter__(self) -> _Compiles:
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._hear)
+        return self
+
+    def _hear(self, event: str, duration_secs: float, **_: Any) -> None:
+        self.count += event == "/jax/core/compile/backend_compile_duration"
+
+    def __exit__(self, *_: Any) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._hear)
+
+
+def _recorded(opt_state: Any) -> Any:
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, Recorded))
+    return next((node.grads for node in nodes if isinstance(node, Recorded)), None)
+
+
+def _grad_fn(step: Any) -> GradFn | None:
+    """The step itself where it is a GradFn, None where it builds a step from a row."""
+    if callable(step):
+        names = inspect.signature(step).parameters
+        if "scale" in names:
+            return step
+        if len([p for p in names.values() if p.default is p.empty]) == 1:
+            return None
+    raise TypeError(
+        f"prove: step must be a GradFn, from value_and_grad(loss_fn), or a function of a Row that returns a TrainStep; "
+        f"got {getattr(step, '__name__', step)!r}. Wrap a loss in value_and_grad."
+    )
+
+
+def _described(x: Any) -> Any:
+    if isinstance(x, jax.Array):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardkit.layout import canonical, spec_axes
-from shardkit.testing.program import DTYPES, Op, Program, legal_ops, state_of
+from shardkit.testing.chains import DTYPES, Chain, Op, legal_ops, state_of
 
 NAMES = ("a", "b", "c")
 _Draw = Any
@@ -127,7 +127,7 @@ def programs(
     *,
     dtypes: Sequence[str] = DTYPES,
     length: int = 4,
-) -> Program:
+) -> Chain:
     """A chain of collectives with legal shapes, as data: print it, run it as a kernel, run it on the reference.
 
     Values are whole numbers (or, after a mean, a power of two below) that every dtype on the way holds exactly, so that
@@ -140,7 +140,7 @@ def programs(
         length: the largest number of collectives.
 
     Returns:
-        Strategy of Program; shrinks to one device, one element and no collective.
+        Strategy of Chain; shrinks to one device, one element and no collective.
     """
     sizes = draw(meshes()) if sizes is None else dict(sizes)
     dtype = draw(st.sampled_from(list(dtypes)))
@@ -150,11 +150,11 @@ def programs(
     for _ in range(draw(st.integers(0, length))):
         order = draw(st.permutations(list(sizes)))
         axes = tuple(order[: draw(st.integers(1, len(order)))])
-        state = state_of(Program(dict(sizes), shape, dtype, tuple(ops), seed))
+        state = state_of(Chain(dict(sizes), shape, dtype, tuple(ops), seed))
         legal = legal_ops(state, axes, sizes)
         kernel = draw(st.sampled_from(list(dict.fromkeys(op.kernel for op in legal))))
         ops.append(draw(st.sampled_from([op for op in legal if op.kernel == kernel])))
-    return Program(dict(sizes), shape, dtype, tuple(ops), seed)
+    return Chain(dict(sizes), shape, dtype, tuple(ops), seed)
 
 
 def _factorisations(devices: int, k: int) -> list[tuple[int, ...]]:

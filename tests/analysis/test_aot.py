@@ -203,7 +203,6 @@ def test_an_abstract_state_is_laid_out_as_a_real_one(data8):
 
 
 @tpu
-@pytest.mark.slow
 def test_a_train_step_compiles_for_eight_tpu_chips():  # proves F52, F86
     step, args = data_parallel()
     report = aot.compile(step, args, topology="v5e:2x4")
@@ -220,7 +219,6 @@ def test_a_train_step_compiles_for_eight_tpu_chips():  # proves F52, F86
 
 
 @tpu
-@pytest.mark.slow
 def test_the_tpu_compiler_gives_its_number_when_memory_runs_out():
     mesh = abstract_mesh(data=8)
     f = jax.shard_map(
@@ -231,7 +229,6 @@ def test_the_tpu_compiler_gives_its_number_when_memory_runs_out():
 
 
 @tpu
-@pytest.mark.slow
 def test_the_tpu_compiler_refuses_a_torus_it_does_not_know_and_an_unknown_option():
     step, args = data_parallel()
     assert refused(step, args, topology="v5e:3x5").startswith("aot.compile: the compiler knows no topology 'v5e:3x5': ")
@@ -242,7 +239,6 @@ def test_the_tpu_compiler_refuses_a_torus_it_does_not_know_and_an_unknown_option
 
 
 @tpu
-@pytest.mark.slow
 def test_a_mesh_smaller_than_the_topology_leaves_chips_idle_and_no_mesh_is_one_chip():
     step, args = PROGRAMS["parts"]()
     assert aot.compile(step, args, topology="v5e:4x4").count() == 2
@@ -251,7 +247,6 @@ def test_a_mesh_smaller_than_the_topology_leaves_chips_idle_and_no_mesh_is_one_c
 
 
 @gpu
-@pytest.mark.slow
 @pytest.mark.parametrize("topology", ["h100:1x1x8", "h200:1x2x8", "b200:1x1x8"])
 def test_a_train_step_compiles_for_gpus(topology):  # proves F86
     step, args = data_parallel()

@@ -211,7 +211,6 @@ def test_a_function_that_cannot_be_lowered_is_refused_in_its_own_words():
 
 
 @tpu
-@pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v4:2x2x2", "v5e:2x4", "tpu7x:2x2x1"])
 def test_scalars_that_the_compiler_merges_are_counted(topology):
     mesh = abstract_mesh(data=8)
@@ -224,7 +223,6 @@ def test_scalars_that_the_compiler_merges_are_counted(topology):
 
 
 @tpu
-@pytest.mark.slow
 def test_a_small_reduce_scatter_that_runs_as_an_all_reduce_is_named():
     mesh = abstract_mesh(data=8)
     f = mapped(lambda x: sk.reduce_scatter(x, "data"), mesh, P(None, "data"), P("data"))
@@ -234,7 +232,6 @@ def test_a_small_reduce_scatter_that_runs_as_an_all_reduce_is_named():
 
 
 @tpu
-@pytest.mark.slow
 def test_a_program_with_a_random_key_and_one_with_kernels():
     report = aot.compile(lambda k: jax.random.normal(k, (4,)), (jax.random.key(0),), topology="v5e:2x2")
     assert report.fits and report.rows == () and report.compute.kernels == 0
@@ -246,7 +243,6 @@ def test_a_program_with_a_random_key_and_one_with_kernels():
 
 
 @gpu
-@pytest.mark.slow
 def test_a_gpu_program_with_a_librarys_calls():
     matrix = jax.ShapeDtypeStruct((8, 64, 64), jnp.float32)
     assert aot.compile(jnp.linalg.cholesky, (matrix,), topology="h100:1x1x8").fits

@@ -26,7 +26,7 @@ def too_large():
 def alone(x):
     return x @ x
 """
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.deep
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 
 from support.commands import run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.deep
 
 
 def test_doctor_tests_every_collective():

@@ -139,7 +139,6 @@ def test_without_matplotlib_the_numbers_come_and_the_extra_is_named(run, monkeyp
     )
 
 
-@pytest.mark.slow
 def test_the_command_is_installed():
     command = [sys.executable, "-m", "shardkit", "draw", *LOCKSTEP]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment())

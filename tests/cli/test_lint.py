@@ -56,7 +56,6 @@ def run(*words, code=0, cwd=None):
     return done
 
 
-@pytest.mark.slow
 def test_findings_are_printed_and_counted(program):
     done = run("program:hangs", "--args", "f32[8,4]", "--devices", 4, code=1, cwd=program.parent)
     first, last = done.stdout.strip().splitlines()
@@ -66,7 +65,6 @@ def test_findings_are_printed_and_counted(program):
     assert ignored.stdout == f"{program}:hangs: no findings\n"
 
 
-@pytest.mark.slow
 def test_a_clean_program_and_its_explanation(program):
     done = run(f"{program}:clean", "--args", "f32[8,4]", "key")
     assert done.stdout == f"{program}:clean: no findings\n"
@@ -79,7 +77,6 @@ def test_a_clean_program_and_its_explanation(program):
     assert last.endswith("gradient: no findings")
 
 
-@pytest.mark.slow
 def test_a_mistake_ends_with_one_sentence(program):
     done = run(f"{program}:broken", "--args", "f32[8]", code=2)
     assert done.stderr == (

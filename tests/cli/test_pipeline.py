@@ -21,7 +21,6 @@ def trained(words, corpus, tmp_path):
 
 
 # proves F35, F36, F37, F38, F42, S92: the commands of the README, in small
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -30,10 +29,10 @@ def trained(words, corpus, tmp_path):
         ["stage=2", "--schedule", "zb-h1", "--microbatches", 4],
         ["stage=2", "fsdp=4", "--schedule", "interleaved", "--chunks", 2, "--tied"],
         pytest.param(
-            ["stage=2", "model=2", "context=2", "--sequence", "--heads", 4, "--kv-heads", 2], marks=pytest.mark.sweep
+            ["stage=2", "model=2", "context=2", "--sequence", "--heads", 4, "--kv-heads", 2], marks=pytest.mark.deep
         ),
         ["stage=2", "expert=2", "data=2", "--dropout", 0.1],
-        pytest.param(["stage=2", "expert=2", "--accumulate", 2, "--microbatches", 2], marks=pytest.mark.sweep),
+        pytest.param(["stage=2", "expert=2", "--accumulate", 2, "--microbatches", 2], marks=pytest.mark.deep),
         ["stage=2", "--mode", "branch", "--no-recompute", "--schedule", "1f1b"],
     ],
     ids=lambda words: "_".join(map(str, words[:3])).replace("=", "").replace("--", ""),
@@ -44,7 +43,6 @@ def test_a_pipeline_trains_to_one_devices_numbers(words, corpus, tmp_path):
     assert f"\npipeline: {results['pipeline']}\n" in printed
 
 
-@pytest.mark.slow
 def test_the_schedule_of_a_file_is_run(corpus, tmp_path):
     file = tmp_path / "mine.csv"
     file.write_text(schedules.one_f_one_b(2, 4).to_csv())
@@ -112,7 +110,6 @@ def test_mistakes_are_named_in_one_sentence(words, message, tmp_path):
     assert str(error.value) == message
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -48,7 +48,7 @@ def losses(folder):
     return {point["step"]: point["train_loss"] for point in json.loads((folder / "out.json").read_text())["curve"]}
 
 
-@pytest.mark.sweep
+@pytest.mark.deep
 def test_two_processes_train_as_one_does(corpus, tmp_path):
     (one := tmp_path / "one").mkdir(), (two := tmp_path / "two").mkdir()
     run(corpus, one, "data=2 fsdp=2", "--steps", "12")
@@ -61,7 +61,6 @@ def test_two_processes_train_as_one_does(corpus, tmp_path):
 
 
 # proves F62, F63: as if nothing had happened, on another mesh and with another number of processes too
-@pytest.mark.slow
 def test_a_killed_run_goes_on(corpus, tmp_path):
     (whole := tmp_path / "whole").mkdir(), (cut := tmp_path / "cut").mkdir()
     run(corpus, whole, "data=4", "--steps", "30", "--checkpoint", whole / "c", "--checkpoint-every", "5")
@@ -86,7 +85,7 @@ def test_a_killed_run_goes_on(corpus, tmp_path):
     assert losses(cut)[30] == pytest.approx(losses(whole)[30], rel=2e-6)  # the file is kept
 
 
-@pytest.mark.sweep
+@pytest.mark.deep
 def test_a_notice_ends_all_after_the_same_step(corpus, tmp_path):
     words = ["--steps", "100000", "--checkpoint", str(tmp_path / "c"), "--checkpoint-every", "20"]
     job = subprocess.Popen(
@@ -107,7 +106,6 @@ def test_a_notice_ends_all_after_the_same_step(corpus, tmp_path):
     assert f"preempted after step {newest}: {newest} steps" in printed
 
 
-@pytest.mark.slow
 def test_another_option_is_refused(corpus, tmp_path):
     words = ["--steps", "3", "--checkpoint", str(tmp_path / "c")]
     run(corpus, tmp_path, "data=2", *words)
@@ -153,7 +151,6 @@ def test_a_directory_that_cannot_be_written_is_refused_at_once(tmp_path):
 
 
 # proves F16: copies are compared, and what is not finite is found
-@pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_looked_into(corpus, tmp_path):
     words = ["--optimizer", "sgd", "--clip", "0", "--learning-rate", "1e30", "--steps", "6", "--compare-replicas", "1"]
     printed = run(corpus, tmp_path, "data=2 fsdp=2", *words, code=3)

@@ -5,7 +5,7 @@ import pytest
 from shardkit.cli.soak import Options, run_once
 from support.commands import run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.deep
 
 
 # The command that proves that nothing hangs, on a small scale; `make soak` is the large one.

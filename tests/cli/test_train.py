@@ -9,7 +9,7 @@ import pytest
 
 from support.commands import SMALL, command, environment, run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.deep
 
 
 def test_train_prints_a_summary_and_writes_the_results(corpus, tmp_path):

@@ -415,7 +415,6 @@ def compiled(form, topology):
 
 
 # proves F26, F86
-@pytest.mark.slow
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed: shardkit[aot]")
 def test_on_a_tpu_every_hop_is_hidden_in_less_memory_than_the_gather_needs():
     report = compiled("auto", "v5e:2x4")
@@ -426,7 +425,6 @@ def test_on_a_tpu_every_hop_is_hidden_in_less_memory_than_the_gather_needs():
 
 
 # proves F26, F86
-@pytest.mark.slow
 @pytest.mark.skipif(
     find_spec("jax_cuda13_plugin") is None, reason="the GPU compiler is not installed: shardkit[aot-gpu]"
 )

@@ -203,7 +203,7 @@ def rows(*names: str) -> Any:
     """These rows, or all; those of REST are slow."""
     every = FEW | REST
     return [
-        pytest.param(every[name], id=name.replace(" ", "_"), marks=() if name in FEW else pytest.mark.slow)
+        pytest.param(every[name], id=name.replace(" ", "_"), marks=() if name in FEW else pytest.mark.deep)
         for name in names or every
     ]
 
@@ -215,7 +215,6 @@ def test_two_steps_equal_one_device(row):
 
 
 # proves F53, F54, F56
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "row", rows("hybrid sharding beside sequence parallelism", "capacity beside sequence and context")
 )
@@ -233,7 +232,6 @@ def test_compositions_are_free_of_lint(name):
 
 
 # proves F60
-@pytest.mark.slow
 @pytest.mark.parametrize("row", rows("padded beside sequence parallelism", "capacity beside sequence and context"))
 def test_evaluation_equals_one_device(row):
     params, loss = model(row.model).params(), model(row.model).loss
@@ -250,7 +248,6 @@ def test_evaluation_equals_one_device(row):
 
 
 # proves F47, F48: in float16 the scale of two meshes moves in step, and so do the numbers
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp16", sk.Precision(jnp.bfloat16, jnp.bfloat16, master=jnp.float32)])
 def test_lower_precision_is_near_one_device(precision):
     row = REST["microbatches, prefetch and experts"]

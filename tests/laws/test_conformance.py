@@ -27,8 +27,7 @@ def test_loss_gradients_and_one_sgd_step_equal_one_device(row, model):
 
 
 # proves S92, F53, F55
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adafactor", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adafactor", marks=pytest.mark.deep)])
 @pytest.mark.parametrize(("row", "model"), list(cases()))
 def test_three_optimizer_steps_equal_one_device(row, model, optimizer):
     check(row, model, optimizer, 3)
@@ -49,7 +48,6 @@ def test_every_accumulation_equals_one_device(row, accumulate):
 
 
 # proves S86
-@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [2, 4])
 def test_accumulated_transformer_equals_one_device(accumulate):
     row = next(r for r in PLANS if r.name == "dp4")

@@ -20,13 +20,12 @@ def cases(rest, every=4):
 
 
 # proves S75, S92, F24, F25, F27, F30, F33: unequal weights and dropout on
-@pytest.mark.parametrize(("row", "model"), list(cases(pytest.mark.slow)))
+@pytest.mark.parametrize(("row", "model"), list(cases(pytest.mark.deep)))
 def test_loss_and_gradients_equal_one_device(row, model):
     check(row, model, "sgd", 1)
 
 
 # proves S92, F53
-@pytest.mark.slow
-@pytest.mark.parametrize(("row", "model"), list(cases(pytest.mark.sweep, every=8)))
+@pytest.mark.parametrize(("row", "model"), list(cases(pytest.mark.deep, every=8)))
 def test_three_adamw_steps_equal_one_device(row, model):
     check(row, model, "adamw", 3)

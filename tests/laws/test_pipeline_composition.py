@@ -112,7 +112,7 @@ REST = {
 
 def rows() -> Any:
     marked = [(name, row, ()) for name, row in FEW.items()] + [
-        (name, row, pytest.mark.slow) for name, row in REST.items()
+        (name, row, pytest.mark.deep) for name, row in REST.items()
     ]
     return [pytest.param(row, id=name.replace(" ", "_"), marks=marks) for name, row, marks in marked]
 

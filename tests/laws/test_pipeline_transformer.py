@@ -72,7 +72,7 @@ def cases(rest):
 
     Some rows are in the fast part, `rest` marks a third of the others, and the remaining ones are for make test-deep.
     """
-    marked = itertools.cycle((rest, pytest.mark.sweep, pytest.mark.sweep))
+    marked = itertools.cycle((rest, pytest.mark.deep, pytest.mark.deep))
     for name in CONFIGS:
         turns = {2: itertools.cycle([*ONE_CHUNK, *TWO_CHUNKS]), 4: itertools.cycle(ONE_CHUNK)}
         saved = itertools.cycle((True, True, False))
@@ -87,15 +87,14 @@ def cases(rest):
 
 
 # proves S77, S92, F35, F36, F41: unequal weights and dropout on
-@pytest.mark.parametrize(("name", "row", "schedule", "recompute"), list(cases(pytest.mark.slow)))
+@pytest.mark.parametrize(("name", "row", "schedule", "recompute"), list(cases(pytest.mark.deep)))
 def test_loss_metrics_and_gradients_equal_one_device(name, row, schedule, recompute):
     grad_fn, _ = functions(row, CONFIGS[name], schedule, recompute=recompute)
     check(row, one_device(name, ways(row)), "sgd", 1, grad_fn=grad_fn)
 
 
 # proves S92, F53
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "row", "schedule", "recompute"), list(cases(pytest.mark.sweep)))
+@pytest.mark.parametrize(("name", "row", "schedule", "recompute"), list(cases(pytest.mark.deep)))
 def test_three_adamw_steps_equal_one_device(name, row, schedule, recompute):
     grad_fn, _ = functions(row, CONFIGS[name], schedule, recompute=recompute)
     check(row, one_device(name, ways(row)), "calm adamw", 3, grad_fn=grad_fn)

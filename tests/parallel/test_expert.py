@@ -372,7 +372,6 @@ def test_devices_with_a_ragged_exchange_use_it():
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed: shardkit[aot]")
-@pytest.mark.slow
 def test_the_tpu_compiles_the_ragged_exchange():
     step, args = absent(4, dropless=True)
     report = sk.aot.compile(step, args, topology="v5e:2x2")

@@ -77,7 +77,6 @@ def trained(name, layers, way, steps=2, accumulate=1):
     return state.params, step, state
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, 2, 5])
 @pytest.mark.parametrize("name", PLANS)
 def test_every_way_of_running_a_stack_gives_the_same_parameters(name, layers):  # proves F19, F23, F46, F49

@@ -95,7 +95,6 @@ def padding_of(tree):
 # ---- numbers
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

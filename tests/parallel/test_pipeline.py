@@ -54,7 +54,6 @@ def cases(draw: Any) -> Any:
 
 # proves S77, S78, S79, S80, S81, S82, F35, F36, F37, F38, F39, F41, F42: unequal weights, dropout, tied, aux means
 # An example is compiled for seconds: half as many as of others, and none to shrink one that fails.
-@pytest.mark.slow
 @settings(max_examples=settings.default.max_examples // 2, phases=[Phase.explicit, Phase.generate])
 @given(cases())
 def test_every_schedule_is_the_unpipelined_model(case):
@@ -70,7 +69,7 @@ def test_what_is_not_its_own_leaves_no_trace(name):
     check(make(name, 3, 4, 2), mode="masked", recompute=NAMES.index(name) % 2 == 0)
 
 
-@pytest.mark.sweep
+@pytest.mark.deep
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form['mode']}-{form['recompute']}")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_form_of_every_schedule(name, form):  # proves S80, F35, F36, F37, F38, F42

@@ -147,7 +147,6 @@ def test_mistakes_are_refused(where):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed: shardkit[aot]")
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_a_tpu_puts_what_is_offloaded_into_the_hosts_memory(prefetch):  # proves F49

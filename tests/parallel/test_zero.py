@@ -341,7 +341,6 @@ LAID_OUT = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optax_transformation_is_right_on_sharded_state(name):  # proves S67, F17, F18, F19, F22, F53, F54, F55
     optimizer = optax.with_extra_args_support(OPTIMIZERS[name]())
@@ -436,7 +435,6 @@ def test_low_precision_parameters_follow_their_master_copy(name):  # proves F23
         assert (a.shape, a.dtype) == (b.shape, b.dtype) and a.sharding.is_equivalent_to(b.sharding, a.ndim)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed: shardkit[aot]")
 @pytest.mark.parametrize("name", zero_memory.ROWS)
 def test_held_bytes_are_those_of_the_paper_on_a_tpu(name):  # proves S65, S68, S70, F17, F18, F19, F51

@@ -19,7 +19,7 @@ from shardkit.runtime.loader import loader
 from support import jobs
 
 WHOLE = np.arange(16.0).reshape(8, 2).tolist()
-SIZES = [(2, 2), pytest.param((4, 2), marks=pytest.mark.sweep), pytest.param((4, 1), marks=pytest.mark.sweep)]
+SIZES = [(2, 2), pytest.param((4, 2), marks=pytest.mark.deep), pytest.param((4, 1), marks=pytest.mark.deep)]
 
 
 @cache

@@ -104,8 +104,7 @@ SWEEP = [("unequal stages", None), ("pipeline of chunks", "fp16"), ("unequal sta
 
 
 # proves F61, F62, F63: dropout and unequal weights on
-@pytest.mark.slow
-@pytest.mark.parametrize("name, precision", [*CASES, *(pytest.param(*case, marks=pytest.mark.sweep) for case in SWEEP)])
+@pytest.mark.parametrize("name, precision", [*CASES, *(pytest.param(*case, marks=pytest.mark.deep) for case in SWEEP)])
 def test_training_goes_on_under_every_plan(name, precision, tmp_path):
     directory, saved, losses = one_device(precision)
     init, step = make(name, **policy(precision))
@@ -138,7 +137,7 @@ PAIRS = [(name, [NEXT[name]], None) for name in ROWS] + [("unequal stages", ["fs
 
 # proves F62
 @pytest.mark.parametrize(
-    "name, others, precision", [*PAIRS, *(pytest.param(name, [*ROWS], None, marks=pytest.mark.sweep) for name in ROWS)]
+    "name, others, precision", [*PAIRS, *(pytest.param(name, [*ROWS], None, marks=pytest.mark.deep) for name in ROWS)]
 )
 def test_every_plan_is_restored_under_every_other(name, others, precision, tmp_path):
     directory, wanted, _ = one_device(precision)
@@ -608,7 +607,7 @@ def test_too_little_memory_is_no_damage(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine:RuntimeWarning")
-@pytest.mark.parametrize("flips", [40, pytest.param(300, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("flips", [40, pytest.param(300, marks=pytest.mark.deep)])
 def test_no_flipped_bit_goes_unseen(flips, tmp_path):  # most of them orbax loads without a word
     target = saved(tmp_path, 1)
     good = bits(restored(tmp_path, target)[0])
@@ -738,8 +737,7 @@ def test_a_directory_that_cannot_be(tmp_path):
 # ---- kills
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.deep)])
 def test_a_killed_run_goes_on_as_if_it_had_not_been(kills, tmp_path):  # proves F61, F63
     def run(name: str, **what: Any) -> subprocess.Popen:
         options = {"row": "one device", "directory": str(tmp_path / name), "report": str(tmp_path / "report")}

@@ -74,7 +74,6 @@ def ran(tmp_path: Path, name: str, *shape: Any, **options: Any) -> Any:
 ONE_PROCESS = {"tp": "tp", "pipeline": "unequal stages, fsdp padded", "one device": "one device"}
 
 
-@pytest.mark.slow
 def test_any_number_of_processes_goes_on(tmp_path):  # proves F61, F62, F63
     directory = tmp_path / "directory"
     saved = ran(tmp_path, "first", "fsdp", 2, 2, directory=str(directory), steps=2, every=2)
@@ -92,10 +91,7 @@ def test_any_number_of_processes_goes_on(tmp_path):  # proves F61, F62, F63
     np.testing.assert_allclose([*losses.values()], losses["one device"], rtol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "told", [1, pytest.param(0, marks=pytest.mark.sweep), pytest.param(2, marks=pytest.mark.sweep)]
-)
+@pytest.mark.parametrize("told", [1, pytest.param(0, marks=pytest.mark.deep), pytest.param(2, marks=pytest.mark.deep)])
 def test_a_notice_to_one_of_three_saves_the_same_step_on_all(told, tmp_path):  # proves F61, S124
     directory = tmp_path / "directory"
     options = {"directory": str(directory), "steps": 10**6, "every": 7, "pause": 0.02}

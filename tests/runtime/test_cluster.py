@@ -21,7 +21,7 @@ SLACK = 5.0
 # proves S98, S99, S102, S110, F67, F71
 @pytest.mark.parametrize(
     ("processes", "devices"),
-    [(2, 2), pytest.param(4, 2, marks=pytest.mark.sweep), pytest.param(4, 4, marks=pytest.mark.sweep)],
+    [(2, 2), pytest.param(4, 2, marks=pytest.mark.deep), pytest.param(4, 4, marks=pytest.mark.deep)],
 )
 def test_all_processes_know_each_other(processes, devices):
     ended = jobs.run("meet.py", processes=processes, devices=devices)

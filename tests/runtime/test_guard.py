@@ -61,7 +61,7 @@ FAULTS = {
 }
 QUICK = {("kill", 0), ("stop", 1), ("raise", 1), ("data", 0), ("straggle", 1), ("hook", 1), ("iterator", 0)}
 ROWS = [
-    pytest.param(fault, rank, marks=() if (fault, rank) in QUICK else pytest.mark.sweep)
+    pytest.param(fault, rank, marks=() if (fault, rank) in QUICK else pytest.mark.deep)
     for fault in FAULTS
     for rank in (0, 1)
 ]
@@ -87,7 +87,7 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(f, marks=() if f in ("psum", "order") else pytest.mark.sweep) for f in DIFFERENCES]
+    "fault", [pytest.param(f, marks=() if f in ("psum", "order") else pytest.mark.deep) for f in DIFFERENCES]
 )
 def test_another_program_is_refused_before_the_first_step(fault):
     ended = faulty(fault, 1, processes=2, devices=1)
@@ -136,7 +136,7 @@ def test_an_evaluation_counts_as_no_step():
     agree(ended, 1, FAULTS["raise"].format(r=1))
 
 
-@pytest.mark.sweep
+@pytest.mark.deep
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_process_may_end_long_after_the_others(rank):
     ended = jobs.run("loop.py", "--rank", rank, "--linger", 30, processes=2)
@@ -148,14 +148,14 @@ def test_a_job_may_end_with_steps_in_flight():  # a thread that waits in jax whi
     assert [each.code for each in ended] == [0, 0], ended
 
 
-@pytest.mark.sweep
+@pytest.mark.deep
 def test_a_healthy_job_is_never_refused():
     for start in range(50):
         ended = jobs.run("loop.py", "--seed", start, "--steps", 3, "--pace", 0, processes=2, devices=2)
         assert [each.code for each in ended] == [0, 0], (start, ended)
 
 
-@pytest.mark.sweep
+@pytest.mark.deep
 def test_no_random_fault_is_lost():
     import random
 

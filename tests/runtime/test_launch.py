@@ -431,7 +431,6 @@ time.sleep(60)
 """
 
 
-@pytest.mark.slow
 def test_an_interrupted_process_ends_as_a_shell_says_it(capfd, tmp_path):  # proves F68
     (tmp_path / "interrupted.py").write_text(INTERRUPTED)
     begin = time.monotonic()
@@ -472,7 +471,6 @@ def shardkit_launch(*words, cwd):
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), cwd=cwd)
 
 
-@pytest.mark.slow
 def test_the_command(tmp_path):  # proves S101, F68
     (tmp_path / "script.py").write_text("import os, sys; print(sys.argv[1:], os.environ['JAX_NUM_CPU_DEVICES'])")
     options = ["-n", "2", "--devices", "3", "--output", "logs"]

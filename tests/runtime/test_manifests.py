@@ -259,7 +259,6 @@ def test_errors(kind, options, message):
     assert str(error.value) == message
 
 
-@pytest.mark.slow
 def test_the_command_prints_what_render_returns():  # proves S108
     words = ["-n", "2", "--devices", "8", "--accelerator", "gpu", "--image", "me/train:1", "--name", "run-1"]
     command = [sys.executable, "-m", "shardkit", "launch", *words, "--render", "jobset", "--", *WORDS]

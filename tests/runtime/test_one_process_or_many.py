@@ -19,7 +19,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("processes", "devices"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(("processes", "devices"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.deep)])
 def test_every_collective(processes, devices):
     ended = jobs.run("matrix.py", processes=processes, devices=devices, timeout=500)
     assert [each.code for each in ended] == [0] * processes, ended[0].output[-3000:]
@@ -31,8 +31,8 @@ def test_every_collective(processes, devices):
     ("processes", "devices", "rows"),
     [
         (4, 2, ["softmax:fsdp x zero1 x dp"]),
-        pytest.param(4, 2, ROWS, marks=pytest.mark.sweep),
-        pytest.param(2, 4, ROWS, marks=pytest.mark.sweep),
+        pytest.param(4, 2, ROWS, marks=pytest.mark.deep),
+        pytest.param(2, 4, ROWS, marks=pytest.mark.deep),
     ],
 )
 def test_training_gives_the_losses_of_one_process(processes, devices, rows, tmp_path):

@@ -1,0 +1,88 @@
+"""What a plan must send in a step, from its layouts alone: a second account beside the code that sends it.
+
+An all_gather sends what its result is larger than its operand, a reduce_scatter what its operand is larger than its
+result, an all_reduce over n devices 2 (n-1)/n of its operand. So a chain of gathers, or of scatters, costs the
+difference between its two ends, whatever lies between.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from shardkit.layout import all_axes, canonical, local_shape, spec_axes
+from shardkit.parallel.padded import is_padded, padded_shape
+from shardkit.parallel.plan import Layout, Plan
+from shardkit.precision import precision_of
+from shardkit.testing.rows import Row
+
+GATHERS = 2  # a layer that is opened in the loss is gathered for the forward and again for the backward pass
+
+
+def loss_axes(plan: Plan) -> frozenset[str]:
+    """The axes over which the loss itself communicates: those that are not there to split batch or state alone."""
+    plain = ("dp(", "zero1(", "zero2(", "fsdp(")
+    return frozenset(axis for s in plan.strategies if not s.name.startswith(plain) for axis in s.axes)
+
+
+def plan_traffic(plan: Plan, params: Any, mesh: Mesh, row: Row, own: frozenset[str]) -> Fraction:
+    """Bytes that one device sends in a step to gather parameters and reduce gradients.
+
+    Args:
+        plan: the plan.
+        params: the parameters as the state holds them, or their shapes.
+        mesh: the mesh.
+        row: for its accumulation and precision.
+        own: collectives over these axes alone are left out.
+    """
+    policy = precision_of(row.precision)
+    dtypes = [jnp.dtype(each or jnp.float32).itemsize for each in (policy.compute, policy.reduce, policy.param)]
+    layouts = plan.layouts(params, mesh)
+    batch_axes = frozenset(axis for axes in spec_axes(plan.batch_spec(mesh)) for axis in axes)
+    total = Fraction(0)
+    leaves = jax.tree.leaves(params, is_leaf=is_padded)
+    each = jax.tree.leaves(layouts, is_leaf=lambda x: isinstance(x, Layout))
+    for layout, x in zip(each, leaves, strict=True):
+        total += _leaf(layout, tuple(x.shape), mesh, batch_axes, row.accumulate, dtypes, own)
+    return total
+
+
+def _leaf(
+    layout: Layout,
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    batch_axes: frozenset[str],
+    accumulate: int,
+    dtypes: list[int],
+    own: frozenset[str],
+) -> Fraction:
+    compute, reduce, held = dtypes
+
+    def between(longer: PartitionSpec, shorter: PartitionSpec) -> int:
+        """Elements between a leaf split as `longer` says and as `shorter`, with its padding."""
+        whole = padded_shape(shape, longer, mesh)
+        return math.prod(local_shape(whole, shorter, mesh)) - math.prod(local_shape(whole, longer, mesh))
+
+    sent = Fraction(0)
+    if layout.grad is None:
+        sent += compute * between(layout.rest, layout.seen)
+        scattered = layout.seen
+    else:
+        kept = all_axes(layout.seen) | all_axes(layout.opens)
+        closed = canonical(PartitionSpec(*(tuple(a for a in axes if a in kept) for axes in spec_axes(layout.rest))))
+        sent += compute * between(layout.rest, closed)  # what the handle does not open, once
+        sent += accumulate * (1 if layout.entry else GATHERS) * compute * between(closed, layout.seen)
+        sent += accumulate * reduce * between(layout.grad, layout.seen)
+        scattered = layout.grad
+    sent += reduce * between(layout.update, scattered)
+    rest = (batch_axes | set(layout.varies)) - all_axes(layout.update)
+    if rest and not rest <= own:
+        n = math.prod(mesh.shape[axis] for axis in rest)
+        size = math.prod(local_shape(padded_shape(shape, layout.update, mesh), layout.update, mesh))
+        sent += Fraction(2 * (n - 1), n) * reduce * size
+    return sent + held * between(layout.update, layout.rest)

@@ -1,0 +1,198 @@
+"""The laws of a training step. Each reads one program, which was traced, compiled and run once for all of them.
+
+A law is a function of a Program and of the Reference on one device. It returns None where it holds, a few words where
+it does not apply, and raises AssertionError where it is broken. Your own is one more such function in
+`prove(laws=...)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardkit import _compat
+from shardkit.analysis.account import added_by_compiler, read_compiled
+from shardkit.analysis.census import Row as Sent
+from shardkit.analysis.census import census_of
+from shardkit.analysis.lint import lint
+from shardkit.layout import bytes_per_device, path_name
+from shardkit.testing._compare import first_gap, leaves_of, shapes_differ
+from shardkit.testing._traffic import loss_axes, plan_traffic
+from shardkit.testing.program import Program
+from shardkit.testing.single import Reference
+
+Law = Callable[[Program, Reference], str | None]
+
+# Where the builder reduces the means and agrees on whether all is finite: a few bytes that no leaf causes.
+_SCALARS = ("(global_means)", "(_all_finite)")
+# Primitives that mix elements of an array: an optimizer with one of them looks across shards.
+_MIXING = (
+    "reduce_",
+    "dot_general",
+    "sort",
+    "cum",
+    "top_k",
+    "argmax",
+    "argmin",
+    "scatter",
+    "gather",
+    "random_",
+    "threefry",
+)
+
+
+def same_numbers(program: Program, reference: Reference) -> None:
+    """Loss, metrics, gradients and parameters of every step are those of one device.
+
+    The gradients are compared themselves, because an optimizer that clips or normalises hides a wrong factor.
+    """
+    for index, (taken, want) in enumerate(zip(program.ran.steps, reference.steps, strict=True)):
+        where = f"step {index}"
+        _compare(where, "the loss", taken.metrics["loss"], want.loss, want.loss_allowed)
+        for name, value in want.metrics.items():
+            allowed = want.loss_allowed * max(1.0, abs(float(value)) / max(abs(float(want.loss)), 1e-30))
+            _compare(where, f"the metric {name!r}", taken.metrics.get(name), value, allowed)
+        if taken.grads is not None:
+            _compare(where, "the gradient of", taken.grads, want.grads, want.grads_allowed)
+        _compare(where, "the updated parameter", taken.params, want.params, want.params_allowed)
+
+
+def equal_copies(program: Program, reference: Reference) -> None:
+    """Devices that hold the same piece of a leaf of the state hold the same bits."""
+    state = program.ran.state
+    for path, x in jax.tree_util.tree_leaves_with_path((state.params, state.opt_state)):
+        pieces: dict[str, Any] = {}
+        for shard in x.addressable_shards:
+            bits = np.asarray(shard.data).tobytes()
+            first = pieces.setdefault(str(shard.index), (shard.device, bits))
+            if first[1] != bits:
+                kind = "parameter" if getattr(path[0], "idx", 1) == 0 else "optimizer state"
+                raise AssertionError(
+                    f"the copies of {kind} {path_name(path[1:])} must be equal in every bit; those on devices "
+                    f"{first[0].id} and {shard.device.id} differ. Look for randomness, or a reduction that one of them "
+                    "leaves out."
+                )
+
+
+def census_is_the_closed_form(program: Program, reference: Reference) -> str | None:
+    """The collectives of the plan send what its layouts say they must, byte for byte.
+
+    What the loss sends over its own axes (tensor, context, expert) is left out, on both sides.
+    """
+    if hasattr(program.row.grad_fn, "stages"):
+        return "a pipeline gathers and sums at its own ticks"
+    own = loss_axes(program.plan)
+    census = census_of(program.traced.jaxpr.jaxpr)
+
+    def counted(row: Sent) -> bool:
+        return row.n > 1 and not set(row.axes) <= own and not any(name in row.source for name in _SCALARS)
+
+    found = sum(row.total for row in census.rows if counted(row))
+    params = program.shapes[0].params
+    wanted = plan_traffic(program.plan, params, program.mesh, program.row, own)
+    if found != wanted:
+        raise AssertionError(
+            f"the plan must send {float(wanted):,.0f} bytes a device in a step, as its layouts say; the census counts "
+            f"{float(found):,.0f}. Print sk.census(step, state, batch) to see which collective is missing or too many."
+        )
+    return None
+
+
+def compiled_as_written(program: Program, reference: Reference) -> str | None:
+    """The compiler drops, changes and adds no collective; it may merge some.
+
+    What it adds for an optimizer that looks across shards is allowed: that part is the compiler's own.
+    """
+    found = read_compiled(program.traced, program.compiled)
+    wrong = [line for line in found.differences() if not line.startswith(("merged", "split"))]
+    if wrong and looks_across(program):  # and what the compiler adds it merges with sums that were written
+        wrong = [line for line in wrong if not line.startswith("added") and " x all_reduce over " not in line]
+    if wrong:
+        raise AssertionError("the compiler must keep what is written; it changed: " + "; ".join(wrong))
+    added = added_by_compiler(found)
+    return f"the optimizer looks across shards: the compiler adds {float(added):,.0f} bytes" if added else None
+
+
+def lint_is_silent(program: Program, reference: Reference) -> None:
+    """`lint` finds nothing in the step."""
+    found = lint(program.step, *program.shapes)
+    if found:
+        raise AssertionError("the lint must find nothing; it finds: " + "; ".join(str(each) for each in found))
+
+
+def donates_the_state(program: Program, reference: Reference) -> None:
+    """Every byte of the new state is written where the old one was; leaves that the step never reads are left out."""
+    used = _compat.arguments_used(program.traced.jaxpr.jaxpr)
+    leaves = jax.tree.leaves(program.shapes[0]._replace(key=None))  # the key goes round the compiled program
+    held = sum(bytes_per_device(x) for x, read in zip(leaves, used, strict=False) if read)
+    donated = program.compiled.memory_analysis().alias_size_in_bytes
+    if donated != held:
+        raise AssertionError(
+            f"a step must write its new state in place, {held:,} bytes a device; it reuses {donated:,}. Look for a "
+            "leaf that changes dtype or layout from step to step."
+        )
+
+
+def compiles_once(program: Program, reference: Reference) -> None:
+    """A second step compiles nothing."""
+    counts = [taken.compiled for taken in program.ran.steps]
+    if any(counts[1:]):
+        raise AssertionError(
+            f"only the first step may compile; the steps compiled {counts} programs. Look for weakly typed leaves, and "
+            "layouts that differ from those of the first state."
+        )
+
+
+LAWS: tuple[Law, ...] = (
+    same_numbers,
+    equal_copies,
+    census_is_the_closed_form,
+    compiled_as_written,
+    lint_is_silent,
+    donates_the_state,
+    compiles_once,
+)
+
+
+def looks_across(program: Program) -> bool:
+    """Whether the optimizer's update mixes elements, so that it must look across shards: read from its trace."""
+    import optax
+
+    optimizer = optax.with_extra_args_support(program.row.optimizer)
+    params = jax.eval_shape(lambda: program.params)
+    closed = jax.make_jaxpr(
+        lambda params: optimizer.update(params, optimizer.init(params), params, value=jax.numpy.float32(1))
+    )(params)
+
+    def mixes(jaxpr: Any) -> bool:
+        for equation in jaxpr.eqns:
+            large = any(math.prod(getattr(v.aval, "shape", ())) > 1 for v in equation.invars)
+            if large and equation.primitive.name.startswith(_MIXING):
+                return True
+            if any(mixes(inner) for _, inner in _compat.inner_jaxprs(equation)):
+                return True
+        return False
+
+    return mixes(closed.jaxpr)
+
+
+def _compare(where: str, what: str, got: Any, wanted: Any, allowed: Any) -> None:
+    wrong = shapes_differ(got, wanted)
+    if wrong:
+        raise AssertionError(
+            f"{where}: {what} must be of the same tree and shapes as on one device; {wrong}. Return the gradient of "
+            "every parameter as it was seen."
+        )
+    bounds = dict(leaves_of(allowed))
+    gap = first_gap(got, wanted, lambda path, leaf, overall: bounds[path])
+    if gap:
+        name = "" if gap.path == "(the whole tree)" else f" {gap.path}"
+        text = str(gap).replace("the reference", "one device's")
+        raise AssertionError(
+            f"{where}: {what}{name} must be as on one device; {text}. Look at what the loss sums and over which axes "
+            "it varies."
+        )

@@ -1,0 +1,138 @@
+"""One program, many laws: every row is compiled and run once, and every law reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from shardkit._check import sized
+from shardkit.layout import table
+from shardkit.parallel import GradFn
+from shardkit.testing.laws import LAWS, Law
+from shardkit.testing.program import Build, Program
+from shardkit.testing.rows import Row
+from shardkit.testing.single import Reference, one_device
+
+
+class Verdict(NamedTuple):
+    """What one law says of one row.
+
+    Attributes:
+        row: the row's name.
+        law: the law's name.
+        broken: what is wrong; "" where the law holds or does not apply.
+        note: why it does not apply, or what it allowed; "" for nothing.
+    """
+
+    row: str
+    law: str
+    broken: str
+    note: str
+
+
+class Proof(NamedTuple):
+    """What was proved; `print` it: a line for each row, a column for each law."""
+
+    verdicts: tuple[Verdict, ...]
+
+    def __str__(self) -> str:
+        laws = list(dict.fromkeys(each.law for each in self.verdicts))
+        notes: dict[str, int] = {}
+        lines: dict[str, list[str]] = {}
+        for each in self.verdicts:
+            cell = "broken" if each.broken else "holds"
+            if each.note:
+                cell = f"({notes.setdefault(f'{each.law}: {each.note}', len(notes) + 1)})"
+            lines.setdefault(each.row, []).append(cell)
+        rows = [("row", *laws), *((name, *cells) for name, cells in lines.items())]
+        return "\n".join([table(rows), *(f"({number}) {note}" for note, number in notes.items())])
+
+
+def prove(
+    step: GradFn | Build,
+    reference: GradFn | Reference,
+    *,
+    rows: Sequence[Row],
+    params: Any,
+    batches: Sequence[Any],
+    optimizer: Any = None,
+    laws: Sequence[Law] = LAWS,
+    key: jax.Array | None = None,
+) -> Proof:
+    """Proves a training step: every law on every row, from one compiled program a row.
+
+        rows = [Row({"data": 8}, sk.dp("data")), Row({"data": 2, "fsdp": 4}, sk.chain(sk.dp("data"), sk.fsdp("fsdp")))]
+        print(prove(sk.value_and_grad(loss_fn), sk.value_and_grad(loss_fn), rows=rows, params=params, batches=batches))
+
+    Each row is traced, lowered, compiled and run for `len(batches)` steps once; the laws read the result. The reference
+    runs on one device without a mesh.
+
+    Args:
+        step: what each device computes, from `value_and_grad` or `pipeline_value_and_grad`; or, for a step of your own,
+            a function of a Row that returns a TrainStep and uses `row.optimizer`, which records the gradients.
+        reference: the same on one device, over the whole batch, with no axis bound; or what `one_device` returned.
+        rows: the meshes, plans and options; `covering` makes a list in which all pairs of options meet.
+        params: the parameters, a pytree of global arrays.
+        batches: one global batch for each step; three show what only later steps show.
+        optimizer: an optax GradientTransformation; by default `optax.adam(1e-2)`.
+        laws: functions of (Program, Reference); by default `LAWS`.
+        key: the key of the run; by default `jax.random.key(0)`.
+
+    Returns:
+        Proof: what each law says of each row; print it.
+
+    Raises:
+        AssertionError: a law is broken; the message lists every broken law of every row.
+        ValueError: no row, no batch, or no law.
+        TypeError, ValueError: what building or tracing a step raises.
+    """
+    for name, given in (("row", rows), ("batch", batches), ("law", laws)):
+        if not given:
+            raise ValueError(f"prove: at least one {name} is needed; got none. Pass one or more.")
+    key = jax.random.key(0) if key is None else key
+    if optimizer is None:
+        import optax
+
+        optimizer = optax.adam(1e-2)
+    references: dict[Any, Reference] = {}
+    names = [str(row) for row in rows]
+    verdicts: list[Verdict] = []
+    for row in rows:
+        chosen = row.optimizer or optimizer
+        relative = row.relative or relative_of(row.precision)
+        if isinstance(reference, Reference):
+            wanted = reference
+        else:
+            known = (id(chosen), relative)
+            if known not in references:
+                references[known] = one_device(reference, chosen, params, batches, key=key, relative=relative)
+            wanted = references[known]
+        program = Program.of(row, step, optimizer, params, batches, key)
+        name = f"{row}" if names.count(str(row)) == 1 else f"{row} ({len(verdicts) // len(laws) + 1})"
+        verdicts += [_judged(name, law, program, wanted) for law in laws]
+    broken = [each for each in verdicts if each.broken]
+    if broken:
+        lines = [f"- {each.row}, {each.law}: {each.broken}" for each in broken]
+        raise AssertionError("\n".join([f"prove: {len(broken)} of {len(verdicts)} do not hold:", *lines]))
+    return Proof(tuple(verdicts))
+
+
+def relative_of(precision: Any) -> float:
+    """The error of a gradient that another order of summation may make, for a precision as of `make_train_step`."""
+    import jax.numpy as jnp
+
+    from shardkit.precision import precision_of
+
+    eps = float(jnp.finfo(precision_of(precision).compute).eps)
+    return max(1e-5, 8 * eps)
+
+
+def _judged(row: str, law: Law, program: Program, reference: Reference) -> Verdict:
+    name = getattr(law, "__name__", str(law))
+    try:
+        return Verdict(row, name, "", law(program, reference) or "")
+    except AssertionError as error:
+        where = f"on mesh {sized(program.mesh.shape.items())} with plan {program.plan}"
+        return Verdict(row, name, f"{where}, {error}", "")

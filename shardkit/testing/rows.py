@@ -1,0 +1,122 @@
+"""Rows: the ways to run one training step, and a covering list of them in place of their product."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from shardkit._check import sized
+from shardkit.parallel import GradFn, Plan
+from shardkit.precision import Precision
+
+Choice = dict[str, Any]
+Pair = tuple[tuple[str, int], tuple[str, int]]
+
+
+class Row(NamedTuple):
+    """One way to run a training step. What is None is that of `prove`.
+
+    Attributes:
+        mesh: axis name and size, in the mesh's order, over the first devices there are.
+        plan: how the axes are used.
+        grad_fn: what each device computes, where it must know the row's axes or schedule.
+        accumulate: microbatches, as for `make_train_step`.
+        precision: as for `make_train_step`.
+        nonfinite: as for `make_train_step`.
+        optimizer: an optax GradientTransformation.
+        relative: what may differ, relative to the largest magnitude in a leaf.
+        label: the row's name; by default made of mesh and plan.
+    """
+
+    mesh: Mapping[str, int]
+    plan: Plan
+    grad_fn: GradFn | None = None
+    accumulate: int = 1
+    precision: Precision | str | None = None
+    nonfinite: str = "keep"
+    optimizer: Any = None
+    relative: float | None = None
+    label: str = ""
+
+    def __str__(self) -> str:
+        options = [f"accumulate={self.accumulate}"] * (self.accumulate > 1)
+        options += [f"precision={self.precision}"] * (self.precision is not None)
+        return self.label or ", ".join([f"{sized(self.mesh.items())}: {self.plan}", *options])
+
+
+def covering(
+    factors: Mapping[str, Sequence[Any]], allowed: Callable[[Choice], bool] = lambda choice: True
+) -> list[Choice]:
+    """Choices in which every two values of different factors meet at least once.
+
+    Most faults need one value or two to show; a covering list finds them with dozens of rows where the product of all
+    factors has thousands. The same arguments give the same list.
+
+    Args:
+        factors: the values of each factor by its name, for example `{"plan": ["dp", "fsdp"], "accumulate": [1, 2]}`.
+        allowed: whether values may stand together. It is called with some of the factors chosen, and must not refuse
+            what can still become right: read them with `choice.get(name)`.
+
+    Returns:
+        One dict for each row, with a value for every factor. Pairs that no allowed row can hold are left out.
+
+    Raises:
+        ValueError: a factor without values.
+
+    Source: Cohen et al., The AETG System (IEEE Transactions on Software Engineering 23, 1997).
+    """
+    for name, values in factors.items():
+        if not values:
+            raise ValueError(f"covering: factor {name!r} must have a value or more; got none. Give it one, or drop it.")
+    sizes = {name: len(values) for name, values in factors.items()}
+
+    def fits(row: Mapping[str, int]) -> bool:
+        return allowed({name: factors[name][index] for name, index in row.items()})
+
+    left = _pairs(sizes)
+    rows: list[dict[str, int]] = []
+    while left:
+        first = next(iter(left))
+        row = _completed(dict(first), sizes, left, fits)
+        if row is None:
+            del left[first]
+            continue
+        rows.append(row)
+        for pair in itertools.combinations(sorted(row.items()), 2):
+            left.pop(pair, None)
+    return [{name: factors[name][row[name]] for name in factors} for row in rows]
+
+
+def _pairs(sizes: Mapping[str, int]) -> dict[Pair, None]:
+    """Every two values of different factors, as indices; a dict keeps their order."""
+    return {
+        ((a, i), (b, j)): None
+        for a, b in itertools.combinations(sorted(sizes), 2)
+        for i, j in itertools.product(range(sizes[a]), range(sizes[b]))
+    }
+
+
+def _completed(
+    row: dict[str, int], sizes: Mapping[str, int], left: Mapping[Pair, None], fits: Callable[[dict[str, int]], bool]
+) -> dict[str, int] | None:
+    """The row with every factor chosen, each so that it meets most of what it has not met; None if nothing fits."""
+    if not fits(row):
+        return None
+    open_factors = [name for name in sizes if name not in row]
+    if not open_factors:
+        return row
+
+    def new(name: str, index: int) -> int:
+        return sum(tuple(sorted([(name, index), other])) in left for other in row.items())
+
+    def ways() -> Iterator[tuple[int, str, int]]:
+        for name in open_factors:
+            yield max((new(name, index), name, -index) for index in range(sizes[name]))
+
+    name = max(ways())[1]
+    for index in sorted(range(sizes[name]), key=lambda index: -new(name, index)):
+        done = _completed({**row, name: index}, sizes, left, fits)
+        if done is not None:
+            return done
+    return None

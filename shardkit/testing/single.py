@@ -1,0 +1,182 @@
+"""The same training on one device, and how far rounding alone may carry another run away from it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardkit.parallel import GradFn
+from shardkit.rng import example_keys
+from shardkit.testing._compare import leaves_of, magnitude
+from shardkit.train import step_key
+
+# A gradient leaf this much smaller than the largest one is rounding noise: its true value is zero.
+ZERO = 1e-6
+_RELATIVE = 1e-5
+
+
+class Wanted(NamedTuple):
+    """What one device computes in one step, and by how much another run may differ from it.
+
+    Attributes:
+        loss: scalar.
+        metrics: the auxiliary means by name.
+        grads: gradients of the mean loss, numpy arrays.
+        params: the parameters after the step, numpy arrays.
+        loss_allowed: number.
+        grads_allowed: a number for each leaf.
+        params_allowed: an array for each leaf, element by element.
+    """
+
+    loss: np.ndarray
+    metrics: dict[str, np.ndarray]
+    grads: Any
+    params: Any
+    loss_allowed: float
+    grads_allowed: Any
+    params_allowed: Any
+
+
+class Reference(NamedTuple):
+    """A training run on one device: what is wanted after each step."""
+
+    steps: tuple[Wanted, ...]
+
+
+class _Step(NamedTuple):
+    loss: Any
+    metrics: dict[str, Any]
+    grads: Any
+    params: Any
+
+
+def one_device(
+    grad_fn: GradFn,
+    optimizer: Any,
+    params: Any,
+    batches: Sequence[Any],
+    *,
+    key: jax.Array | None = None,
+    relative: float = _RELATIVE,
+) -> Reference:
+    """Trains on one device with nothing but jax and optax, and derives what may differ elsewhere.
+
+    Another order of summation changes a gradient by about `relative` times the largest magnitude in the leaf, or 1e-6
+    of the largest gradient where the leaf's own is zero but for rounding. What such a change does to the loss, the
+    later gradients and the parameters depends on model and optimizer: Adam moves a parameter whose gradient is nearly
+    zero by the whole rate, in the direction of the noise. So the run is made twice more with gradients that are off by
+    this much in every element, once in a random direction and once in the opposite one. Twice the distance between the
+    runs is allowed on top.
+
+    Args:
+        grad_fn: what one device computes over the whole batch, with no axis bound; from `value_and_grad(loss_fn)`.
+        optimizer: an optax GradientTransformation; it is given `value=loss` if it takes extra arguments.
+        params: pytree of arrays.
+        batches: one global batch for each step, at least one.
+        key: the key of the run; by default `jax.random.key(0)`.
+        relative: the error of a gradient, relative to the largest magnitude in the leaf. The default is for float32.
+
+    Returns:
+        Reference: loss, metrics, gradients and parameters of each step, and what is allowed.
+
+    Raises:
+        ValueError: no batch.
+    """
+    if not batches:
+        raise ValueError("one_device: at least one batch is needed; got none. Pass one for each step.")
+    key = jax.random.key(0) if key is None else key
+    run = lambda sign: _run(grad_fn, optimizer, params, batches, key, relative, sign)  # noqa: E731
+    plain, *noisy = (run(sign) for sign in (0, 1, -1))
+    return Reference(tuple(_wanted(*steps, relative=relative) for steps in zip(plain, *noisy, strict=True)))
+
+
+def _wanted(plain: _Step, *noisy: _Step, relative: float) -> Wanted:
+    def spread(pick: Callable[[_Step], Any]) -> Any:
+        others = [pick(step) for step in noisy]
+        return jax.tree.map(
+            lambda x, *ys: 2 * np.max([np.abs(_wide(y) - _wide(x)) for y in ys], axis=0), pick(plain), *others
+        )
+
+    loss = float(spread(lambda step: step.loss)) + relative * abs(float(plain.loss))
+    grads = jax.tree.map(
+        lambda error, gap: error + float(np.max(gap, initial=0.0)),
+        noise_of(plain.grads, relative),
+        spread(lambda step: step.grads),
+    )
+    params = jax.tree.map(lambda x, gap: relative * magnitude(x) + gap, plain.params, spread(lambda step: step.params))
+    return Wanted(plain.loss, plain.metrics, plain.grads, plain.params, loss, grads, params)
+
+
+def noise_of(grads: Any, relative: float) -> Any:
+    """The error that another order of summation may make in each gradient leaf, a number."""
+    overall = max((magnitude(x) for _, x in leaves_of(grads)), default=0.0)
+    return jax.tree.map(lambda x: max(relative * magnitude(x), ZERO * overall), grads)
+
+
+def _run(
+    grad_fn: GradFn, optimizer: Any, params: Any, batches: Sequence[Any], key: jax.Array, relative: float, sign: int
+) -> list[_Step]:
+    import optax
+
+    loss_and_gradient: Any = grad_fn
+    gradient, update = _gradient(loss_and_gradient), _update(optimizer)
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), params)
+    opt_state, steps = optax.with_extra_args_support(optimizer).init(params), []
+    for index, batch in enumerate(batches):
+        rows = next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
+        keys = example_keys(step_key(key, index), rows)
+        loss, metrics, grads = jax.device_get(gradient(params, batch, keys))
+        if sign:
+            grads = _off(grads, relative, sign)
+        params, opt_state = update(grads, opt_state, params, loss)
+        steps.append(_Step(loss, metrics, grads, jax.device_get(params)))
+    return steps
+
+
+@lru_cache(maxsize=32)
+def _gradient(grad_fn: Any) -> Callable[..., Any]:
+    """Loss, metrics and gradients of the mean, compiled once for each function."""
+
+    @jax.jit
+    def gradient(params: Any, batch: Any, keys: jax.Array) -> Any:
+        (total, weight), aux, grads = grad_fn(params, batch, keys)
+        weight = jnp.asarray(weight, jnp.float32)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / weight, grads)
+        means = {name: mean.total / jnp.asarray(mean.weight, jnp.float32) for name, mean in aux.items()}
+        return total / weight.astype(total.dtype), means, grads
+
+    return gradient
+
+
+@lru_cache(maxsize=32)
+def _update(optimizer: Any) -> Callable[..., Any]:
+    import optax
+
+    extended = optax.with_extra_args_support(optimizer)
+
+    @jax.jit
+    def update(grads: Any, opt_state: Any, params: Any, loss: Any) -> Any:
+        updates, opt_state = extended.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state
+
+    return update
+
+
+def _off(grads: Any, relative: float, sign: int) -> Any:
+    """The gradients with every element off by the error that is allowed, in random directions times `sign`."""
+    rng = np.random.default_rng(zlib.crc32(b"rounding"))
+
+    def one(x: np.ndarray, error: float) -> np.ndarray:
+        return (x + sign * error * rng.choice([-1.0, 1.0], size=x.shape)).astype(x.dtype)
+
+    return jax.tree.map(one, grads, noise_of(grads, relative))
+
+
+def _wide(x: Any) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
