@@ -37,8 +37,8 @@ def test_processes_per_node_follow_from_the_world():
 
 
 PRODUCT = "DistributedConfig: tensor_parallel_size x pipeline_parallel_size must"
-ERRORS = [  # proves S13 with every row: the field, the numbers and the remedy
-    (  # proves S2
+ERRORS = [
+    (
         {"world_size": 8, "num_nodes": 2, "num_processes_per_node": 3},
         "DistributedConfig: world_size must equal num_nodes x num_processes_per_node; "
         "got world_size=8 for 2 x 3 = 6. Change one.",
@@ -48,7 +48,7 @@ ERRORS = [  # proves S13 with every row: the field, the numbers and the remedy
         "DistributedConfig: world_size must equal num_nodes x num_processes_per_node; "
         "got world_size=5 for 2 x 2 = 4. Change one.",
     ),
-    (  # proves S3
+    (
         {"world_size": 8, "tensor_parallel_size": 4, "pipeline_parallel_size": 4},
         f"{PRODUCT} not exceed world_size; got 4 x 4 = 16 for world_size=8. Lower one of the two or raise world_size.",
     ),
@@ -56,7 +56,7 @@ ERRORS = [  # proves S13 with every row: the field, the numbers and the remedy
         {"world_size": 8, "tensor_parallel_size": 3},
         f"{PRODUCT} divide world_size; got 3 x 1 = 3 for world_size=8. Choose sizes whose product divides it.",
     ),
-    (  # proves S4
+    (
         {"world_size": 8, "rank": 8},
         "DistributedConfig: rank must be at least 0 and below world_size; got rank=8 for world_size=8. Choose 0 to 7.",
     ),
@@ -69,11 +69,11 @@ ERRORS = [  # proves S13 with every row: the field, the numbers and the remedy
         "DistributedConfig: local_rank must be at least 0 and below num_processes_per_node; "
         "got local_rank=4 for num_processes_per_node=4. Choose 0 to 3.",
     ),
-    (  # proves S5
+    (
         {"backend": "smoke-signals"},
         "DistributedConfig: backend must be 'nccl', 'gloo' or 'mpi'; got 'smoke-signals'. Choose one of them.",
     ),
-    (  # proves S6
+    (
         {"mixed_precision": "fp8"},
         "DistributedConfig: mixed_precision must be 'no', 'fp16' or 'bf16'; got 'fp8'. Choose one of them.",
     ),
@@ -85,7 +85,7 @@ ERRORS = [  # proves S13 with every row: the field, the numbers and the remedy
         {"master_port": 65536},
         "DistributedConfig: master_port must be from 1 to 65535; got 65536. Choose a free port.",
     ),
-    (  # proves S7
+    (
         {"world_size": 8, "mesh_shape": (2, 4), "mesh_axis_names": ("data",)},
         "DistributedConfig: mesh_shape and mesh_axis_names must have equal length; got (2, 4) and ('data',). "
         "Give each axis one size and one name.",
@@ -121,6 +121,7 @@ ERRORS = [  # proves S13 with every row: the field, the numbers and the remedy
 ]
 
 
+# proves S2, S3, S4, S5, S6, S7, S13: the field, the numbers and the remedy
 @pytest.mark.parametrize(("fields", "message"), ERRORS)
 def test_errors(fields, message):
     with pytest.raises(ValueError) as error:

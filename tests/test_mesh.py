@@ -273,7 +273,7 @@ def test_errors_of_make_hybrid_mesh(fast, slow, message):
     assert str(error.value) == message
 
 
-PICTURES = [  # proves S16
+PICTURES = [
     (
         {"data": 3},
         """\
@@ -317,7 +317,7 @@ c=1    6    7""",
 
 
 @pytest.mark.parametrize(("sizes", "picture"), PICTURES)
-def test_describe_a_mesh(sizes, picture):
+def test_describe_a_mesh(sizes, picture):  # proves S16
     devices = jax.devices()[: np.prod(list(sizes.values()))]
     assert sk.describe(sk.make_mesh(devices, **sizes)) == picture
 

@@ -39,7 +39,7 @@ def gradient(loss, params=W, outside=False, check_vma=True):
     return explain(jax.shard_map(jax.grad(loss), out_specs=P(), **specs), params, X)
 
 
-# proves the answer to "where does this all_reduce come from?"
+# the answer to "where does this all_reduce come from?"
 @pytest.mark.parametrize("outside", [False, True])
 def test_an_implicit_cast_pays_with_an_all_reduce(outside):
     (row,) = gradient(implicit, outside=outside)

@@ -77,7 +77,6 @@ def test_every_form_of_every_schedule(name, form):  # proves S80, F35, F36, F37,
         check(make(name, p, m, v), **form)
 
 
-# proves S79: trap T1
 def tutorial(stages: int, microbatches: list[int]) -> list[int]:
     """The loop of a tutorial: stage s - 1 overwrites what stage s has not read yet."""
     held, outputs = [0] * stages, list(microbatches)
@@ -91,7 +90,7 @@ def tutorial(stages: int, microbatches: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize(("p", "wrong"), [(2, [1, 2, 3, 3]), (4, [3, 3, 3, 3])])
-def test_every_microbatch_comes_out_in_its_place(p, wrong):  # proves S77, S79
+def test_every_microbatch_comes_out_in_its_place(p, wrong):  # proves S77, S79, T1
     assert tutorial(p, [0, 1, 2, 3]) == wrong
 
     def outputs(shared: Any, x: jax.Array, batch: Any) -> Any:

@@ -42,7 +42,6 @@ def agree(ended, culprit, text, speaks=True):
     assert all(each.code != 0 for each in ended)
 
 
-# proves F69, S121: whoever holds up a collective is named, in workers and in the coordinator
 FAULTS = {
     "kill": r"shardkit guard: process {r} ended without a word \(killed\?\) .*step [345]\.",
     "group": r"shardkit guard: process {r} ended without a word \(killed\?\), last seen .*step [0-5]\.",
@@ -67,6 +66,7 @@ ROWS = [
 ]
 
 
+# proves F69, S121: whoever holds up a collective is named, in workers and in the coordinator
 @pytest.mark.parametrize(("fault", "rank"), ROWS)
 def test_a_fault_is_named_by_all(fault, rank):
     ended = faulty(fault, rank)
@@ -75,7 +75,6 @@ def test_a_fault_is_named_by_all(fault, rank):
     assert max(each.at for each in ended) < planted + DEADLINE + SLACK
 
 
-# proves S103, S130: what differs is refused before the first step, by name
 DIFFERENCES = {
     "psum": r"program \(process 1 against process 0, 1 all_reduce more, first at line \d+ of the text\)",
     "constant": r"program \(process 1 against process 0, first at line \d+ of the text\)",
@@ -86,6 +85,7 @@ DIFFERENCES = {
 }
 
 
+# proves S103, S130: what differs is refused before the first step, by name
 @pytest.mark.parametrize(
     "fault", [pytest.param(f, marks=() if f in ("psum", "order") else pytest.mark.deep) for f in DIFFERENCES]
 )
