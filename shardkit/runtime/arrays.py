@@ -5,6 +5,7 @@ Every process must call `from_full`, `fetch`, `replicate` and `print_global`, in
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections.abc import Iterable, Sequence
@@ -16,10 +17,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardkit import _compat
 from shardkit._check import named
 from shardkit.layout import broadcast_specs, path_name, spec_axes
 from shardkit.runtime._bits import plain
 from shardkit.runtime._placing import cut, on_host, sharding_of
+
+_PRINTS = itertools.count()  # all processes print in one order, so that the numbers of their barriers agree
 
 
 def from_full(tree: Any, mesh: Mesh, spec: Any) -> Any:
@@ -235,14 +239,27 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
     return jax.jit(_identity, out_shardings=NamedSharding(mesh, PartitionSpec()))(tree)
 
 
-def print_global(tree: Any) -> None:
+def print_global(tree: Any, *, timeout: float = 60.0) -> None:
     """Prints the whole arrays of a tree, once: every process fetches them, process 0 prints.
 
-    Call it on every process. Under `if jax.process_index() == 0:` process 0 waits for the others for ever; that cannot
-    be seen from in here, and a guarded run ends it at the step's deadline.
+    Call it on every process. Under `if jax.process_index() == 0:` the others never come, and process 0 is refused.
 
-    Cost: that of `fetch`.
+    Args:
+        tree: pytree of arrays.
+        timeout: seconds within which all processes must call it.
+
+    Raises:
+        RuntimeError: not all came; what this one has to fetch from others is never waited for.
+
+    Cost: that of `fetch`, and a barrier.
     """
+    if jax.process_count() > 1:
+        missing = _compat.wait_at_barrier(f"shardkit.print_global.{next(_PRINTS)}", timeout)
+        if missing is not None:
+            raise RuntimeError(
+                f"print_global: every process must call it; not all did within {timeout:g} s: {missing}. Take it out "
+                "from under `if jax.process_index() == 0:`, or raise timeout."
+            )
     whole = fetch(tree)
     if jax.process_index() == 0:
         print(whole, flush=True)  # noqa: T201

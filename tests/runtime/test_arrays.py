@@ -101,7 +101,6 @@ def test_fetch_and_to_numpy_give_the_whole(mesh2x4):
         np.testing.assert_array_equal(out["key"], jax.random.key_data(jax.random.key(1)))
 
 
-# proves S105
 def test_replicate_and_print(mesh2x4, capsys):
     x = sk.shard(np.arange(4.0, dtype=np.float32), mesh2x4, P("model"))
     out = arrays.replicate({"w": x, "host": np.int32(3)}, mesh2x4)

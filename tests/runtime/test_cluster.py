@@ -18,7 +18,7 @@ from support import jobs
 SLACK = 5.0
 
 
-# proves S98, S99, S102, S110, F67, F71
+# proves S98, S99, S102, S110
 @pytest.mark.parametrize(
     ("processes", "devices"),
     [(2, 2), pytest.param(4, 2, marks=pytest.mark.deep), pytest.param(4, 4, marks=pytest.mark.deep)],
@@ -179,7 +179,7 @@ def taken(port):
     return False
 
 
-def test_devices_that_were_touched():
+def test_devices_that_were_touched():  # proves S98, F67
     ended = jobs.run("meet.py", "--touch", processes=1, each=variables(p0={"JAX_NUM_PROCESSES": "2"}))
     refused(
         ended,

@@ -91,7 +91,7 @@ for mesh_name, (devices, sizes) in MESHES.items():
                     np.asarray(shard.data), expected[key][shard.index], err_msg=f"{mesh_name} {axis} {key}"
                 )
             held += 1
-subset = sk.make_mesh(jax.devices()[: D // 2], a=D // 2)  # proves S107: a process outside holds nothing, and no hang
+subset = sk.make_mesh(jax.devices()[: D // 2], a=D // 2)  # see together.py for what a process outside holds
 outside = sk.runtime.from_full(np.arange(D, dtype=np.float32), subset, P("a"))
 doubled = jax.jit(jax.shard_map(lambda x: sk.all_reduce(x, "a"), mesh=subset, in_specs=P("a"), out_specs=P()))
 if outside.addressable_shards:
