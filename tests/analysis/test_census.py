@@ -146,7 +146,7 @@ def test_two_censuses_are_compared():
     )
 
 
-# proves F76, S47: the step's bytes are those of the paper
+# proves F76: the step's bytes are those of the paper
 def test_the_bytes_of_a_data_parallel_step(data8):
     def loss_fn(params, batch, keys):
         return sk.Mean.of((batch @ params["w"]) ** 2)

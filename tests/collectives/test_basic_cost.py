@@ -130,7 +130,7 @@ def test_gather_and_scatter_are_transposes():  # proves S46
     assert traced(scatter) == [*forward, ("all_gather", ("model",), B // N)]
 
 
-def test_a_scatter_sends_half_of_a_reduction():  # proves S47
+def test_a_scatter_sends_half_of_a_reduction():
     def sent(cost):
         return eval(re.match(r"(2 )?(B \(n-1\)(?:/n)?)", cost).group(0).replace(" ", "*"), {"B": B, "n": N})
 

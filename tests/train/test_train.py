@@ -120,7 +120,7 @@ def test_optimizer_state_is_laid_out_as_the_update(data8):
         assert sk.bytes_per_device(moments) == 2 * 16 * 8 * 4 // moments_share
 
 
-# proves S47, F58: one reduction a step, whatever the accumulation, and none inside the loop
+# proves F58: one reduction a step, whatever the accumulation, and none inside the loop
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 def test_the_collectives_of_a_data_parallel_step(accumulate, data8):
     init, step = make(data8, accumulate=accumulate)
