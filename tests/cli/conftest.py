@@ -1,11 +1,45 @@
-"""Text to train on."""
+"""Text to train on, and the command in this process."""
 
+import subprocess
+import sys
+
+import jax
 import pytest
 
+from shardkit import cli
+from shardkit.cli import aot, doctor, lint, train
 
-@pytest.fixture(scope="module")
+
+@pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     root = tmp_path_factory.mktemp("corpus")
     for index in range(40):
         (root / f"{index}.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
     return root
+
+
+@pytest.fixture
+def inside(monkeypatch, capsys):
+    """Runs the command in this process, as support.commands.run does in another: what it printed, on so many devices.
+
+    The devices are there already: of those, the command is given as many as it asks for.
+    """
+    devices = jax.devices()
+
+    def offer(n):
+        monkeypatch.setattr(jax, "devices", lambda *_: devices[:n])
+
+    for module in (aot, doctor, lint, train):
+        monkeypatch.setattr(module, "offer_cpu_devices", offer)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(*words, code=0):
+        words = ["shardkit", *map(str, words)]
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as end, jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            cli.main()
+        out, err = capsys.readouterr()
+        assert (end.value.code or 0) == code, out + err
+        return subprocess.CompletedProcess(words, code, out, err)
+
+    return run

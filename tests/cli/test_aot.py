@@ -1,12 +1,9 @@
-"""`shardkit aot` as a user runs it."""
+"""`shardkit aot` as a user runs it; the compiler always has a process of its own."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from support.commands import environment
 from support.compilers import tpu
 
 PROGRAM = """
@@ -26,7 +23,6 @@ def too_large():
 def alone(x):
     return x @ x
 """
-pytestmark = pytest.mark.deep
 
 
 @pytest.fixture
@@ -36,59 +32,54 @@ def program(tmp_path):
     return path
 
 
-def run(*words, code=0):
-    command = [sys.executable, "-m", "shardkit", "aot", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment())
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
-
-
 @tpu
-def test_a_report_is_printed_written_and_compared(program, tmp_path):  # proves F86
+def test_a_report_is_printed_written_and_compared(inside, program, tmp_path):  # proves F86
     file = tmp_path / "reports" / "v5e.json"
-    done = run(f"{program}:make", "--topology", "v5e:2x4", "--json", file)
+    done = inside("aot", f"{program}:make", "--topology", "v5e:2x4", "--json", file)
     assert done.stderr == ""
     lines = done.stdout.splitlines()
     assert lines[0].startswith("v5e:2x4, mesh data=8 (jax ") and lines[1].startswith("fits: yes, ")
     assert any(line.startswith("all_reduce  data=8") for line in lines) and lines[-1] == "as written"
     assert json.loads(file.read_text())["derived"]["held"] >= 2048 * 256 * 2 // 8
-    again = run(f"{program}:make", "--topology", "v6e:2x4", "--against", file).stdout
+    again = inside("aot", f"{program}:make", "--topology", "v6e:2x4", "--against", file).stdout
     assert f"beside {file}:" in again and "all_reduce over data" in again
 
 
 @tpu
-def test_what_does_not_fit_ends_with_code_1(program):
-    done = run(f"{program}:too_large", "--topology", "v5e:2x4", code=1)
+def test_what_does_not_fit_ends_with_code_1(inside, program):
+    done = inside("aot", f"{program}:too_large", "--topology", "v5e:2x4", code=1)
     assert "does not fit: " in done.stdout and "of 15.75 GiB a device" in done.stdout
 
 
 @tpu
-def test_types_on_the_command_line(program):
-    done = run(f"{program}:alone", "--args", "f32[256,256]", "--topology", "v5e:2x2")
+@pytest.mark.deep
+def test_types_on_the_command_line(inside, program):
+    done = inside("aot", f"{program}:alone", "--args", "f32[256,256]", "--topology", "v5e:2x2")
     assert "v5e:2x2, mesh none" in done.stdout and "no collectives" in done.stdout
 
 
-def test_mistakes_are_one_sentence(program, tmp_path):
-    done = run(f"{program}:make", "--topology", "v5", code=2)
+def test_mistakes_are_one_sentence(inside, program, tmp_path):
+    done = inside("aot", f"{program}:make", "--topology", "v5", code=2)
     assert done.stderr == (
         "error: aot: unknown chip 'v5' in topology 'v5'; known are 'v4', 'v5e', 'v5p', 'v6e', 'tpu7x', 'a100', 'h100', "
         "'h200', 'b200'. Write for example 'v5p:8x8x8' or 'h100:1x1x8'.\n"
     )
     missing = tmp_path / "none.json"
-    done = run(f"{program}:make", "--topology", "v5e:2x4", "--against", missing, code=2)
+    done = inside("aot", f"{program}:make", "--topology", "v5e:2x4", "--against", missing, code=2)
     assert done.stderr == (
         f"error: aot: {missing} is no report that can be read (FileNotFoundError). Pass a file that --json wrote.\n"
     )
 
 
 @tpu
-def test_a_program_that_cannot_be_compiled_is_one_sentence(program):
-    done = run(f"{program}:make", "--topology", "v5e:2x2", code=2)
+@pytest.mark.deep
+def test_a_program_that_cannot_be_compiled_is_one_sentence(inside, program):
+    done = inside("aot", f"{program}:make", "--topology", "v5e:2x2", code=2)
     assert done.stderr == (
         "error: aot.compile: topology 'v5e:2x2' has 4 devices, fewer than the 8 of the mesh data=8. "
         "Choose a larger topology or a smaller mesh.\n"
     )
-    done = run(f"{program}:alone", "--args", "f32[2,3]", "--topology", "v5e:2x2", code=2)
+    done = inside("aot", f"{program}:alone", "--args", "f32[2,3]", "--topology", "v5e:2x2", code=2)
     assert done.stderr.startswith(
         "error: aot.compile: the function cannot be traced with these arguments: TypeError: dot_general requires"
     )

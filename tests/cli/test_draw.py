@@ -1,27 +1,22 @@
 """`shardkit draw` as a user runs it."""
 
-import subprocess
 import sys
 
 import pytest
 
-from shardkit import cli, schedules
-from support.commands import environment
+from shardkit import schedules
+from support import commands
 
 LOCKSTEP = ["--schedule", "lockstep", "--stages", "4", "--microbatches", "8"]
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """Runs the command in this process; gives what it printed and wrote to stderr."""
+def run(inside):
+    """Draws in this process; gives what it printed and wrote to stderr."""
 
     def draw(*words, code=0):
-        monkeypatch.setattr(sys, "argv", ["shardkit", "draw", *map(str, words)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = capsys.readouterr()
-        assert end.value.code == code, out + err
-        return out, err
+        done = inside("draw", *words, code=code)
+        return done.stdout, done.stderr
 
     return draw
 
@@ -140,6 +135,4 @@ def test_without_matplotlib_the_numbers_come_and_the_extra_is_named(run, monkeyp
 
 
 def test_the_command_is_installed():
-    command = [sys.executable, "-m", "shardkit", "draw", *LOCKSTEP]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment())
-    assert done.returncode == 0 and "\nmakespan 33, bubble 37.5% of the work" in done.stdout, done.stderr
+    assert "\nmakespan 33, bubble 37.5% of the work" in commands.run("draw", *LOCKSTEP).stdout

@@ -2,13 +2,12 @@
 
 import json
 import subprocess
-import sys
 
 import jax
 import pytest
 
 from shardkit.cli import target
-from support.commands import environment
+from support.commands import command, environment
 
 PROGRAM = """
 import jax, jax.numpy as jnp
@@ -49,26 +48,23 @@ def program(tmp_path):
     return path
 
 
-def run(*words, code=0, cwd=None):
-    command = [sys.executable, "-m", "shardkit", "lint", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(), cwd=cwd)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
-
-
-def test_findings_are_printed_and_counted(program):
-    done = run("program:hangs", "--args", "f32[8,4]", "--devices", 4, code=1, cwd=program.parent)
+def test_findings_are_printed_and_counted(program, inside):
+    words = command("lint", "program:hangs", "--args", "f32[8,4]", "--devices", 4)
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=300, env=environment(), cwd=program.parent, check=False
+    )
+    assert done.returncode == 1, done.stderr
     first, last = done.stdout.strip().splitlines()
     assert first.startswith("program.py:9 (kernel.<locals>.<lambda>): divergent-collective: ppermute over 'data' ")
     assert last == "program:hangs: 1 finding"
-    ignored = run(f"{program}:hangs", "--args", "f32[8,4]", "--ignore", "divergent-collective")
+    ignored = inside("lint", f"{program}:hangs", "--args", "f32[8,4]", "--ignore", "divergent-collective")
     assert ignored.stdout == f"{program}:hangs: no findings\n"
 
 
-def test_a_clean_program_and_its_explanation(program):
-    done = run(f"{program}:clean", "--args", "f32[8,4]", "key")
+def test_a_clean_program_and_its_explanation(program, inside):
+    done = inside("lint", f"{program}:clean", "--args", "f32[8,4]", "key")
     assert done.stdout == f"{program}:clean: no findings\n"
-    done = run(f"{program}:gradient", "--explain", "--devices", 4)
+    done = inside("lint", f"{program}:gradient", "--explain", "--devices", 4)
     first, last = done.stdout.strip().splitlines()
     assert first == (
         "all_reduce over 'data' of 4 bytes, at program.py:22 (gradient.<locals>.<lambda>.<locals>.<lambda>): w is the "
@@ -77,13 +73,13 @@ def test_a_clean_program_and_its_explanation(program):
     assert last.endswith("gradient: no findings")
 
 
-def test_a_mistake_ends_with_one_sentence(program):
-    done = run(f"{program}:broken", "--args", "f32[8]", code=2)
+def test_a_mistake_ends_with_one_sentence(program, inside):
+    done = inside("lint", f"{program}:broken", "--args", "f32[8]", code=2)
     assert done.stderr == (
         f"error: lint: {program}:broken cannot be traced with float32[8]; it raises TypeError: this is. "
         "Check the arguments, and call jax.make_jaxpr on it to see the traceback.\n"
     )
-    done = run(f"{program}:hangs", "--args", "f32[8]", "--ignore", "hangs", code=2)
+    done = inside("lint", f"{program}:hangs", "--args", "f32[8]", "--ignore", "hangs", code=2)
     assert done.stderr.startswith("error: lint: ignore must name rules, 'divergent-collective', ")
 
 

@@ -9,15 +9,24 @@ from shardkit import schedules
 from shardkit.cli.pipelines import pipeline_of
 from shardkit.cli.plans import mesh_words
 from shardkit.cli.train import Options
-from support.commands import SMALL, run
+from support.commands import SMALL, deep
 
 TINY = [*SMALL, "--layers", 4, "--kv-heads", 1]
 
 
-def trained(words, corpus, tmp_path):
-    out = tmp_path / "run.json"
-    done = run("train", *TINY, *words, "--data", corpus, "--steps", 3, "--verify", 3, "--json", out)
-    return done.stdout, json.loads(out.read_text())
+@pytest.fixture
+def trained(inside, corpus, tmp_path):
+    """What three steps of the command print and write."""
+
+    def run(*words):
+        out = tmp_path / "run.json"
+        done = inside("train", *TINY, *words, "--data", corpus, "--steps", 3, "--verify", 3, "--json", out)
+        results = json.loads(out.read_text())
+        assert results["verify_loss_difference"] < 1e-5 and results["verify_parameter_difference"] < 1e-5
+        assert f"\npipeline: {results['pipeline']}\n" in done.stdout
+        return results
+
+    return run
 
 
 # proves F35, F36, F37, F38, F42, S92: the commands of the README, in small
@@ -25,29 +34,24 @@ def trained(words, corpus, tmp_path):
     "words",
     [
         ["data=2", "stage=2", "model=2", "--dropout", 0.1],
-        ["stage=4", "--dropout", 0.1],
-        ["stage=2", "--schedule", "zb-h1", "--microbatches", 4],
         ["stage=2", "fsdp=4", "--schedule", "interleaved", "--chunks", 2, "--tied"],
-        pytest.param(
-            ["stage=2", "model=2", "context=2", "--sequence", "--heads", 4, "--kv-heads", 2], marks=pytest.mark.deep
-        ),
-        ["stage=2", "expert=2", "data=2", "--dropout", 0.1],
-        pytest.param(["stage=2", "expert=2", "--accumulate", 2, "--microbatches", 2], marks=pytest.mark.deep),
         ["stage=2", "--mode", "branch", "--no-recompute", "--schedule", "1f1b"],
+        deep(["stage=4", "--dropout", 0.1]),
+        deep(["stage=2", "--schedule", "zb-h1", "--microbatches", 4]),
+        deep(["stage=2", "model=2", "context=2", "--sequence", "--heads", 4, "--kv-heads", 2]),
+        deep(["stage=2", "expert=2", "data=2", "--dropout", 0.1]),
+        deep(["stage=2", "expert=2", "--accumulate", 2, "--microbatches", 2]),
     ],
     ids=lambda words: "_".join(map(str, words[:3])).replace("=", "").replace("--", ""),
 )
-def test_a_pipeline_trains_to_one_devices_numbers(words, corpus, tmp_path):
-    printed, results = trained(words, corpus, tmp_path)
-    assert results["verify_loss_difference"] < 1e-5 and results["verify_parameter_difference"] < 1e-5
-    assert f"\npipeline: {results['pipeline']}\n" in printed
+def test_a_pipeline_trains_to_one_devices_numbers(words, trained):
+    trained(*words)
 
 
-def test_the_schedule_of_a_file_is_run(corpus, tmp_path):
+def test_the_schedule_of_a_file_is_run(trained, tmp_path):
     file = tmp_path / "mine.csv"
-    file.write_text(schedules.one_f_one_b(2, 4).to_csv())
-    _, results = trained(["stage=2", "--schedule", file], corpus, tmp_path)
-    assert results["verify_loss_difference"] < 1e-5 and results["verify_parameter_difference"] < 1e-5
+    file.write_text(schedules.zero_bubble_h1(2, 4).to_csv())
+    results = trained("stage=2", "--schedule", file)
     assert results["pipeline"].startswith("mine, 2 stages, 4 microbatches; simulated bubble ")
 
 
@@ -123,8 +127,8 @@ def test_mistakes_are_named_in_one_sentence(words, message, tmp_path):
         ),
     ],
 )
-def test_mistakes_end_the_command(words, message, corpus):
-    done = run("train", *words, "--data", corpus, code=2)
+def test_mistakes_end_the_command(words, message, inside, corpus):
+    done = inside("train", *words, "--data", corpus, code=2)
     assert done.stderr.startswith(f"error: {message}") and len(done.stderr.splitlines()) == 1
 
 

@@ -5,10 +5,9 @@ import pytest
 from shardkit.cli.soak import Options, run_once
 from support.commands import run
 
-pytestmark = pytest.mark.deep
-
 
 # The command that proves that nothing hangs, on a small scale; `make soak` is the large one.
+@pytest.mark.deep
 def test_a_short_soak_passes():
     done = run("soak", "--starts", 2, "--steps", 30)
     assert "2 starts of 30 steps on 8 simulated devices: 0 hung or failed, 1 distinct final loss(es)" in done.stdout

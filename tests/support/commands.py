@@ -4,9 +4,16 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from support.compiling import QUICK
 
 SMALL = ["--layers", "1", "--dim", "32", "--heads", "2", "--length", "32", "--batch", "16", "--evaluate-every", "4"]
+
+
+def deep(words):
+    """A row of the deep tier."""
+    return pytest.param(words, marks=pytest.mark.deep)
 
 
 def environment():
