@@ -17,6 +17,7 @@ from shardkit.runtime.arrays import (
 from shardkit.runtime.checkpoint import Checkpoints, Run, latest_step
 from shardkit.runtime.cluster import Cluster, barrier, finish, health_check, initialize, is_main, log
 from shardkit.runtime.drift import Drift, DriftError, assert_no_drift, replica_drift
+from shardkit.runtime.flags import gpu_flags
 from shardkit.runtime.guard import Deadlines, Guard, guard
 from shardkit.runtime.launch import launch
 from shardkit.runtime.loader import Loader, loader, prefetch_to_device
@@ -43,6 +44,7 @@ __all__ = [
     "from_process_local",
     "from_rows",
     "from_single_device",
+    "gpu_flags",
     "guard",
     "health_check",
     "initialize",
