@@ -230,6 +230,9 @@ def fetch(tree: Any) -> Any:
 def replicate(tree: Any, mesh: Mesh) -> Any:
     """The arrays of a tree, whole on every device of the mesh; every process of the mesh must call it.
 
+    In place of `jax.device_put_replicated`, which jax 0.10 has no longer: that put a dim of devices in front of every
+    leaf, for `jax.pmap`; here, and in a step of `make_train_step`, leaves keep their shape.
+
     Args:
         tree: pytree of global arrays over this mesh's devices, or of host arrays that are the same in every process.
         mesh: the mesh.
