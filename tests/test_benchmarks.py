@@ -90,7 +90,7 @@ def test_every_round_starts_one_variant_further_on():
     assert [list(each) for each in results] == [list("abc")] * 4
 
 
-def test_ratios_are_taken_within_a_round():
+def test_ratios_are_taken_within_a_round():  # proves F81 in part: there is JSON, and no CSV
     # The machine is ten times slower in the third round; the ratio of the medians would be 30 / 11.
     rounds = [(10, 20), (11, 33), (100, 300), (9, 18), (12, 30)]
     samples = [{"base": Sample(a, 2 * a), "other": Sample(b, a)} for a, b in rounds]
@@ -103,7 +103,7 @@ def test_ratios_are_taken_within_a_round():
 
 
 @pytest.mark.parametrize("mode", harness.MODES)
-def test_a_row_whose_variants_disagree_is_refused(mode):
+def test_a_row_whose_variants_disagree_is_refused(mode):  # proves F80
     with pytest.raises(ValueError) as error:
         harness.measure("test", "row", [adding("right", 2), adding("wrong", 3)], mode=mode, calls=2, rounds=1)
     assert str(error.value) == (

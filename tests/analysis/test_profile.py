@@ -146,6 +146,7 @@ def test_nothing_to_show():
 
 
 def test_a_trace_is_left_for_tensorboard_and_perfetto(tmp_path, mesh2x4):  # proves S119
+    # proves F89 in part: the trace, and no snapshot of memory
     fn, x = every_kind(mesh2x4)
     jax.block_until_ready(fn(x))
     names = {row.name for row in compiled(fn, x).rows}
@@ -185,7 +186,7 @@ def test_a_profile_can_keep_its_trace(tmp_path, mesh2x4):
 # ---- figures, exactly
 
 
-def test_figures_are_those_of_nccl_tests(mesh2x4):
+def test_figures_are_those_of_nccl_tests(mesh2x4):  # proves F79 in part: of a program, not of a sweep over sizes
     fn, x = every_kind(mesh2x4)
     rows = compiled(fn, x).rows
     # Of two devices one comes 4 us late each time: it takes 1 us, and the other waits for it.

@@ -42,7 +42,7 @@ def on_meshes(blocks, kernel):
 
 
 @pytest.mark.parametrize(("count", "dtype"), [(8, "float32"), (24, "float32"), (30, "bfloat16"), (40, "float16")])
-def test_the_bits_do_not_depend_on_the_mesh(count, dtype):
+def test_the_bits_do_not_depend_on_the_mesh(count, dtype):  # proves F77 in part: no catalogue of operations
     rng = np.random.default_rng(count)
     blocks = (rng.normal(size=(count, 3, 5)) * 10.0 ** rng.integers(-3, 4, (count, 3, 5))).astype(jnp.dtype(dtype))
     wanted = tree_sum(list(blocks.astype(np.float32))).astype(blocks.dtype)

@@ -53,7 +53,8 @@ def model_reduce_scatter(parts, bidirectional):
     ]
 
 
-# proves F10, S49
+# proves S49
+# proves F10 in part: no chunks
 @BOTH
 @pytest.mark.parametrize("n", SIZES)
 def test_ring_reduce_scatter_sums_in_the_order_of_its_model(n, bidirectional):
@@ -63,7 +64,8 @@ def test_ring_reduce_scatter_sums_in_the_order_of_its_model(n, bidirectional):
     np.testing.assert_array_equal(got, np.concatenate(model_reduce_scatter(parts, bidirectional)))
 
 
-# proves F10, S49
+# proves S49
+# proves F10 in part: no chunks
 @BOTH
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("n", SIZES)

@@ -150,6 +150,7 @@ def test_mistakes_are_refused(where):
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed: shardkit[aot]")
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_a_tpu_puts_what_is_offloaded_into_the_hosts_memory(prefetch):  # proves F49
+    # proves F50 in part: activations, not parameters or the optimizer's state
     layers, tokens, width, hidden = 4, 1024, 256, 1024
 
     def loss(params, batch, keys):

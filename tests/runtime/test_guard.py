@@ -69,6 +69,7 @@ ROWS = [
 # proves F69, S121: whoever holds up a collective is named, in workers and in the coordinator
 @pytest.mark.parametrize(("fault", "rank"), ROWS)
 def test_a_fault_is_named_by_all(fault, rank):
+    # proves F70 in part: faults are planted, and a job is not continued by those who are left
     ended = faulty(fault, rank)
     agree(ended, rank, FAULTS[fault].format(r=rank), speaks=fault != "group")
     planted = float(re.findall(r"planted at ([\d.]+)", ended[rank].output)[-1])
