@@ -3,12 +3,11 @@
 import dataclasses
 
 import jax
-import numpy as np
-import optax
 import pytest
 
-import shardkit as sk
 from shardkit import DistributedConfig
+
+pytestmark = pytest.mark.check
 
 
 def test_fields_and_defaults():  # proves S1
@@ -166,41 +165,6 @@ def test_main_processes():  # proves S9
         return config.is_main_process(), config.is_local_main_process()
 
     assert [mains(rank) for rank in range(4)] == [(True, True), (False, False), (False, True), (False, False)]
-
-
-def test_disabled_is_one_device_and_the_undistributed_step():  # proves S10
-    config = DistributedConfig(
-        enabled=False, world_size=4, tensor_parallel_size=2, mesh_shape=(2, 2), mesh_axis_names=("data", "model")
-    )
-    mesh = config.mesh()
-    assert dict(mesh.shape) == {"data": 1, "model": 1}
-    assert list(mesh.devices.flat) == jax.local_devices()[:1]
-    assert dict(DistributedConfig(enabled=False).mesh().shape) == {"data": 1, "model": 1, "stage": 1}
-
-    rng = np.random.default_rng(0)
-    params = {"w": rng.normal(size=(3, 2)).astype(np.float32)}
-    batch = {"x": rng.normal(size=(8, 3)).astype(np.float32), "y": rng.normal(size=(8, 2)).astype(np.float32)}
-    optimizer = optax.sgd(0.1, momentum=0.9)
-
-    def loss_fn(params, batch, keys):
-        return ((batch["x"] @ params["w"] - batch["y"]) ** 2).mean()
-
-    init, step = sk.make_train_step(sk.value_and_grad(loss_fn), optimizer, mesh=mesh, plan=sk.dp("data"))
-    state = init(jax.tree.map(np.copy, params), jax.random.key(0))
-
-    @jax.jit
-    def undistributed(params, moments):
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch, None)
-        updates, moments = optimizer.update(grads, moments, params)
-        return optax.apply_updates(params, updates), moments, loss
-
-    moments = optimizer.init(params)
-    for _ in range(3):
-        state, metrics = step(state, batch)
-        params, moments, loss = undistributed(params, moments)
-        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
-        np.testing.assert_allclose(state.params["w"], params["w"], rtol=1e-5, atol=1e-7)
-    assert len(state.params["w"].sharding.device_set) == 1
 
 
 def test_from_the_environment(monkeypatch):  # proves S11

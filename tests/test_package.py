@@ -61,6 +61,7 @@ def imported_rooms(path):
             ]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_a_file_imports_only_from_its_own_folder_and_lower_floors(path):
     here = room(path)
@@ -72,6 +73,7 @@ def test_a_file_imports_only_from_its_own_folder_and_lower_floors(path):
             assert FLOOR[other] < FLOOR[here], f"{here} imports {other}"
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_only_compat_imports_jax_privately(path):
     if path.name != "_compat.py":
@@ -89,6 +91,7 @@ def test_importing_touches_no_device_and_nothing_heavy():
     assert out == "False []\n"
 
 
+@pytest.mark.check
 def test_submodules_are_reached_from_the_top():
     assert sk.models.transformer.Config().vocabulary == 256
     assert sk.runtime.__name__ == "shardkit.runtime"
@@ -99,6 +102,7 @@ def test_submodules_are_reached_from_the_top():
     assert str(error.value) == "module 'shardkit' has no attribute 'nothing'"
 
 
+@pytest.mark.check
 def test_what_is_promised_is_there():
     assert all(hasattr(sk, name) for name in sk.__all__)
     assert sk.__all__ == sorted(sk.__all__, key=lambda name: (name.upper() == name, name))
@@ -111,11 +115,13 @@ def test_what_is_promised_is_there():
     assert set(project["optional-dependencies"]) == extras
 
 
+@pytest.mark.check
 def test_files_stay_readable():
     longest = max(modules(), key=lambda p: p.read_text().count("\n"))
     assert longest.read_text().count("\n") <= 330, f"{longest.name} is asking to be two files"
 
 
+@pytest.mark.check
 def test_vma_tracking_is_never_switched_off():
     for path in modules():
         assert not re.search(r"check_vma\s*=\s*False|check_rep", path.read_text()), path.name

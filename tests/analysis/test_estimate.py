@@ -10,6 +10,8 @@ from shardkit import cost
 from shardkit.analysis import planner
 from shardkit.analysis.planner import Layout, Model
 
+pytestmark = pytest.mark.check
+
 SMALL = Model(layers=4, hidden=1024, heads=16, vocabulary=32000)
 
 

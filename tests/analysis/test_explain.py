@@ -13,6 +13,8 @@ import shardkit as sk
 from shardkit.analysis import explain
 from support.planted.divergent import BOTH, MESH, on
 
+pytestmark = pytest.mark.check
+
 X = jax.ShapeDtypeStruct((16, 8), jnp.float32)
 W = jax.ShapeDtypeStruct((8, 8), jnp.float32)
 

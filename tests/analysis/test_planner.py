@@ -13,6 +13,8 @@ from shardkit import cost
 from shardkit.analysis import planner
 from shardkit.analysis.planner import Layout, Model
 
+pytestmark = pytest.mark.check
+
 SMALL = Model(layers=4, hidden=1024, heads=16, vocabulary=32000)
 LLAMA_8B = Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256)
 

@@ -4,10 +4,8 @@ import json
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
-import shardkit as sk
 from shardkit.analysis import scaling
 from shardkit.analysis.runs import Machine
 from shardkit.analysis.scaling import Sample, scaling_of
@@ -118,24 +116,6 @@ def test_cpu_time_below_a_tick_has_no_ratio():
     report = scaling_of([1, 2], [Sample((2.0, 1.0), (1.0, 0.0))], "strong", 1, GPU)
     assert report.sizes[1].work_efficiency.median != report.sizes[1].work_efficiency.median  # not a number
     assert report.sizes[1].speed_up.median == 2
-
-
-def test_a_real_train_step_on_three_meshes():
-    states = {}
-
-    def make(devices):
-        mesh = sk.make_mesh(jax.devices()[:devices], data=devices)
-        loss = sk.value_and_grad(lambda params, x, keys: jnp.mean(jnp.square(x @ params["w"])))
-        init, step = sk.make_train_step(loss, optax.sgd(1e-3, momentum=0.9), mesh=mesh, plan=sk.dp("data"))
-        states[devices] = init({"w": jnp.ones((4, 4))}, jax.random.key(0))
-        return step, (states[devices], jnp.ones((8, 4)))
-
-    report = scaling(make, [1, 2, 8], calls=1, rounds=2)
-    assert [size.devices for size in report.sizes] == [1, 2, 8]
-    assert report.sizes[0].speed_up == report.sizes[0].efficiency == (1, 1, 1)
-    assert all(size.wall.median > 0 for size in report.sizes)
-    assert report.notes[0].startswith("These devices are simulated and share ")
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(states))  # donated copies, not these
 
 
 def test_errors_in_full():

@@ -16,6 +16,8 @@ import shardkit as sk
 from shardkit import cost
 from shardkit.analysis import census
 
+pytestmark = pytest.mark.check
+
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 sizes, ways = st.integers(1, 10**9), st.integers(1, 600)
 

@@ -8,6 +8,8 @@ import pytest
 import shardkit as sk
 from shardkit import cost
 
+pytestmark = pytest.mark.check
+
 DAY = 24 * 3600
 # Narayanan et al., table 1: billions of parameters, heads, hidden, layers, GPUs, batch, TFLOP/s achieved a GPU, and the
 # percentage of the A100's 312 TFLOP/s.
@@ -124,7 +126,7 @@ def test_gpt2_parameters():
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_of_our_own_transformer(tied):
     config = sk.models.transformer.Config(layers=3, dim=48, heads=6, kv_heads=2, hidden=96, tied=tied)
-    shapes = jax.eval_shape(lambda key: sk.models.transformer.init(key, config), jax.random.key(0))
+    shapes = jax.eval_shape(lambda: sk.models.transformer.init(jax.random.key(0), config))
     found = cost.transformer_parameters(
         layers=3,
         hidden=48,

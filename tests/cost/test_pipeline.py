@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from shardkit import cost
 
+pytestmark = pytest.mark.check
+
 
 # proves S82 (the closed form)
 @given(p=st.integers(1, 64), m=st.integers(1, 256), v=st.integers(1, 8))

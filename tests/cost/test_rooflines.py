@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from shardkit import cost
 
+pytestmark = pytest.mark.check
+
 CHIPS = {  # TFLOP/s, bytes of memory, TB/s of memory, GB/s one way of a link (TPU) or into the switch (GPU), torus
     "v4": (275, 32 * 2**30, 1.2, 45, 3),
     "v5e": (197, 16 * 2**30, 0.819, 45, 2),

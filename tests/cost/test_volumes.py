@@ -10,6 +10,8 @@ import shardkit as sk
 from shardkit import cost
 from shardkit.analysis import census
 
+pytestmark = pytest.mark.check
+
 
 @pytest.mark.parametrize("n", [1, 4])
 def test_tensor_volume_is_what_two_megatron_blocks_send(n):

@@ -5,6 +5,8 @@ import pytest
 from shardkit import schedules
 from shardkit.schedules import Action, Schedule
 
+pytestmark = pytest.mark.check
+
 GOOD = "0F0,,,0B0\n,1F0,1B0,\n"
 
 

@@ -11,6 +11,8 @@ import pytest
 from shardkit import schedules
 from shardkit.schedules import Schedule
 
+pytestmark = pytest.mark.check
+
 RECORDED = Path(__file__).parents[1] / "support" / "recorded" / "schedules"
 BUILT = {
     "gpipe": schedules.gpipe(4, 8),

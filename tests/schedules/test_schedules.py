@@ -11,6 +11,8 @@ import shardkit as sk
 from shardkit import cost, schedules
 from shardkit.schedules import MOVES, Action, Schedule
 
+pytestmark = pytest.mark.check
+
 CHUNKED = {"interleaved": "interleaved", "breadth_first": "looped_bfs", "lockstep": "lockstep"}
 PLAIN = ("gpipe", "one_f_one_b", "zero_bubble_h1", "zero_bubble_v", "dualpipe_v")
 

@@ -13,6 +13,8 @@ import shardkit as sk
 from shardkit import schedules, viz
 from shardkit.viz import colours
 
+pytestmark = pytest.mark.check
+
 CASES = {
     "lockstep": (schedules.lockstep(4, 8), {}),
     "lockstep, synchronous": (schedules.lockstep(3, 5, 2), {"communication": 0.25, "synchronous": True}),
