@@ -165,7 +165,7 @@ def test_the_builders_unused_keys_do_not_reach_the_compiled_step():
     assert compiled["kAllReduce"] == by_hand["kAllReduce"]
 
 
-# proves F83, S61: explicit collectives give what jit with NamedShardings gives, and send less
+# proves S61: explicit collectives give what jit with NamedShardings gives, and send less
 def test_explicit_fsdp_sends_less_than_the_automatic_partitioner():
     mesh = sk.make_mesh(jax.devices()[:4], data=4)
     config = transformer.Config(vocabulary=64, layers=2, dim=64, heads=2)

@@ -244,7 +244,7 @@ def test_contracting_a_split_dim_reduces_once():  # proves S38
     assert sent == ["all-reduce"]
 
 
-def test_describe_a_tree(mesh2x4):  # proves S32, F87
+def test_describe_a_tree(mesh2x4):  # proves S17, S32
     tree = {
         "count": 3,
         "embed": np.zeros((5, 2), np.float64),
