@@ -98,3 +98,16 @@ def test_metadata_of_the_initialiser_is_kept(mapped, mesh2x4):
     assert jax.tree.map(lambda x: x.sharding.spec, params) == specs
     assert {name: x.addressable_shards[0].data.shape for name, x in params.items()} == held
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), params, unboxed(jax.random.key(0)))
+
+
+# proves F87 in part: inside shard_map describe takes an array for one of the host
+def test_arrays_of_more_than_two_dims_are_described():
+    mesh = sk.make_mesh(a=2, b=2, c=2)
+    tree = {"x": np.zeros((2, 4, 6, 3), np.float32), "deep": [np.zeros((4, 2, 2, 2, 2), np.int8)]}
+    placed = sk.shard(tree, mesh, {"x": P("c", None, ("a",)), "deep": P(("a", "b"), None, "c")})
+    assert sk.describe(placed) == (
+        "leaf    global     dtype    spec                      local      devices  bytes/device\n"
+        "deep.0  4x2x2x2x2  int8     P(('a', 'b'), None, 'c')  1x2x1x2x2  8        8\n"
+        "x       2x4x6x3    float32  P('c', None, 'a')         1x4x3x3    8        144\n"
+        "2 leaves, 152 bytes on each device"
+    )
