@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from benchmarks import ring_matmul
 from shardkit import cost, testing
+from support.tiers import covered
 
 SIZES = [1, 2, 3, 4, 5, 8]
 IMPLS = ["gather", "ring", "bidirectional", "auto"]
@@ -94,24 +94,33 @@ def assert_same(*cases, seed=1):
 
 
 # proves F26, S44
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("n", SIZES)
-def test_they_equal_plain_matmuls(n, impl):
+def test_they_equal_plain_matmuls(n):
     mesh = line(n)
+    columns, rows = (whole((3 * n, 4)), whole((4, 2 * n))), (whole((3 * n, 2 * n)), whole((2 * n, 5)))
     assert_same(
-        (into(mesh, impl=impl), gather_form, (whole((3 * n, 4)), whole((4, 2 * n)))),
-        (out_of(mesh, impl=impl), plain, (whole((3 * n, 2 * n)), whole((2 * n, 5)))),
+        *[(into(mesh, impl=impl), gather_form, columns) for impl in IMPLS],
+        *[(out_of(mesh, impl=impl), plain, rows) for impl in IMPLS],
     )
 
 
+ROWS = [
+    row | {"n": [3, 4, 2, 8][i % 4], "rows": 1 + i % 4, "columns": [[(3,), ()], [()], [(2, 2)], [(), (), (3,)]][i % 4]}
+    for i, row in enumerate(
+        testing.covering({"impl": EXPLICIT, "dtype": ["float32", "bfloat16", "float16"], "batch": [(), (2,), (1, 3)]})
+    )
+]
+
+
 # proves F26
-@given(
-    st.sampled_from(SIZES),
-    st.sampled_from(EXPLICIT),
-    st.sampled_from(["float32", "bfloat16", "float16"]),
-    st.sampled_from([(), (2,), (1, 3)]),
-    st.integers(1, 4),
-    st.lists(st.sampled_from([(), (3,), (2, 2)]), min_size=1, max_size=3),
+@covered(
+    ROWS,
+    n=st.sampled_from(SIZES),
+    impl=st.sampled_from(EXPLICIT),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    batch=st.sampled_from([(), (2,), (1, 3)]),
+    rows=st.integers(1, 4),
+    columns=st.lists(st.sampled_from([(), (3,), (2, 2)]), min_size=1, max_size=3),
 )
 def test_batch_dims_column_dims_and_several_weights(n, impl, dtype, batch, rows, columns):
     mesh, free = line(n), [None] * len(batch)
@@ -124,24 +133,27 @@ def test_batch_dims_column_dims_and_several_weights(n, impl, dtype, batch, rows,
     )
 
 
-@pytest.mark.parametrize("impl", EXPLICIT)
 @pytest.mark.parametrize("axis", ["a", "b", ("a", "b"), ("b", "a")])
-def test_tuples_of_axes_and_a_batch_over_another_axis(axis, impl):
+def test_tuples_of_axes_and_a_batch_over_another_axis(axis):
     """A weight that is the same on all of "data" gets the sum of its gradients."""
     mesh = sk.make_mesh(data=2, a=2, b=2)
     n = 2 if isinstance(axis, str) else 4
-    options = {"batch": ("data",), "impl": impl}
+    kinds = [{"batch": ("data",), "impl": impl} for impl in EXPLICIT]
+    columns, rows = (whole((2, 3 * n, 4)), whole((4, 2 * n))), (whole((2, 3 * n, 2 * n)), whole((2 * n, 5)))
     assert_same(
-        (into(mesh, axis, **options), gather_form, (whole((2, 3 * n, 4)), whole((4, 2 * n)))),
-        (out_of(mesh, axis, **options), plain, (whole((2, 3 * n, 2 * n)), whole((2 * n, 5)))),
+        *[(into(mesh, axis, **options), gather_form, columns) for options in kinds],
+        *[(out_of(mesh, axis, **options), plain, rows) for options in kinds],
     )
 
 
-@pytest.mark.parametrize("impl", EXPLICIT)
-def test_a_weight_that_is_whole_everywhere(impl):
+def test_a_weight_that_is_whole_everywhere():
     """Typed as equal over the axis, it is treated as that many copies."""
-    kernel = on(line(4), lambda x, w: sk.all_gather_matmul(x, w, "a", impl=impl), (P("a"), P()), P(None, "a"))
-    assert_same((kernel, lambda x, w: jnp.tile(x @ w, (1, 4)), (whole((8, 3)), whole((3, 2)))))
+
+    def kernel(impl):
+        return on(line(4), lambda x, w: sk.all_gather_matmul(x, w, "a", impl=impl), (P("a"), P()), P(None, "a"))
+
+    args = whole((8, 3)), whole((3, 2))
+    assert_same(*[(kernel(impl), lambda x, w: jnp.tile(x @ w, (1, 4)), args) for impl in EXPLICIT])
 
 
 def block(impl, x_tD, w):
@@ -151,8 +163,11 @@ def block(impl, x_tD, w):
 
 
 # proves F26: under scan and jax.checkpoint, as a layer uses them
-@pytest.mark.parametrize("impl", EXPLICIT)
-@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize(
+    ("n", "impl"),
+    [(3, "ring"), (4, "bidirectional"), (4, "gather")]
+    + [pytest.param(n, impl, marks=pytest.mark.deep) for n, impl in ((3, "bidirectional"), (3, "gather"), (4, "ring"))],
+)
 def test_gradients_through_a_scan_of_recomputed_layers(n, impl):
     specs = {"up": P(None, None, "a"), "gate": P(None, None, "a"), "down": P(None, "a")}
     weights = {

@@ -2,43 +2,47 @@
 
 from functools import partial
 
-import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.collectives import all_gather_uneven, reduce_scatter_uneven
 from shardkit.testing import reference
-from support.blocks import cases, check
+from support.blocks import Kernel, check, on_cases
 
 
-@st.composite
-def uneven(draw):
-    """A case, a dim, and a size for every device of which one is the largest."""
-    case = draw(cases())
-    sizes = draw(st.permutations([2, 0, 1, 2, 1, 0, 2, 2][: case.count]))
-    return case, tuple(sizes), draw(st.sampled_from([0, -1]))
+def sizes_of(case):
+    """A size for every device, of which one is the largest."""
+    return tuple(np.roll([2, 0, 1, 2, 1, 0, 2, 2][: case.count], case.seed).tolist())
 
 
 def shaped(case, dim, rows):
     return (rows, case.shape[1]) if dim == 0 else (case.shape[0], rows)
 
 
-@given(uneven(), st.booleans())
-def test_all_gather_uneven(drawn, replicated):  # proves F13
-    case, sizes, dim = drawn
-    kernel = partial(all_gather_uneven, sizes=sizes, axis=case.axis, dim=dim, replicated=replicated)
-    check(kernel, partial(reference.all_gather_uneven, sizes=sizes, dim=dim), case, shaped(case, dim, max(sizes)))
+@on_cases
+def test_all_gather_uneven(case):  # proves F13
+    sizes = sizes_of(case)
+
+    def kernel(dim, replicated):
+        run = partial(all_gather_uneven, sizes=sizes, axis=case.axis, dim=dim, replicated=replicated)
+        return Kernel(run, partial(reference.all_gather_uneven, sizes=sizes, dim=dim), shaped(case, dim, max(sizes)))
+
+    check(case, *[kernel(dim, replicated) for dim in (0, -1) for replicated in (False, True)])
 
 
-@given(uneven())
-def test_reduce_scatter_uneven(drawn):  # proves F13
-    case, sizes, dim = drawn
-    kernel = partial(reduce_scatter_uneven, sizes=list(sizes), axis=case.axis, dim=dim)
-    check(kernel, partial(reference.reduce_scatter_uneven, sizes=sizes, dim=dim), case, shaped(case, dim, sum(sizes)))
+@on_cases
+def test_reduce_scatter_uneven(case):  # proves F13
+    sizes = sizes_of(case)
+
+    def kernel(dim):
+        run = partial(reduce_scatter_uneven, sizes=list(sizes), axis=case.axis, dim=dim)
+        means = partial(reference.reduce_scatter_uneven, sizes=sizes, dim=dim)
+        return Kernel(run, means, shaped(case, dim, sum(sizes)))
+
+    check(case, kernel(0), kernel(-1))
 
 
 @pytest.mark.parametrize(("n", "size", "padded"), [(1, 5, 5), (2, 5, 6), (3, 5, 6), (5, 5, 5), (8, 5, 8), (8, 0, 0)])

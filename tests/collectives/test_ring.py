@@ -1,6 +1,7 @@
 """Ring and two-level collectives: against their plain forms, in the order of their sums, and in what they send."""
 
 from fractions import Fraction
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.analysis import census
 from shardkit.collectives import hierarchical, ring
+from shardkit.testing import reference
+from support.blocks import Case, Kernel, check, on_cases
 
 SIZES = [1, 2, 3, 4, 5, 8]
 BOTH = pytest.mark.parametrize("bidirectional", [False, True], ids=["one way", "both ways"])
@@ -55,55 +58,29 @@ def model_reduce_scatter(parts, bidirectional):
 
 # proves S49
 # proves F10 in part: no chunks
-@BOTH
 @pytest.mark.parametrize("n", SIZES)
-def test_ring_reduce_scatter_sums_in_the_order_of_its_model(n, bidirectional):
+def test_ring_reduce_scatter_sums_in_the_order_of_its_model(n):
     x = blocks(n, n)
-    got = on(line(n), lambda x: ring.reduce_scatter(x, "a", bidirectional=bidirectional))(x)
+    ways = (False, True)
+    both = on(line(n), lambda x: [ring.reduce_scatter(x, "a", bidirectional=way) for way in ways])(x)
     parts = [np.split(block, n) for block in np.split(x, n)]
-    np.testing.assert_array_equal(got, np.concatenate(model_reduce_scatter(parts, bidirectional)))
+    for way, got in zip(ways, both, strict=True):
+        np.testing.assert_array_equal(got, np.concatenate(model_reduce_scatter(parts, way)))
 
 
 # proves S49
 # proves F10 in part: no chunks
-@BOTH
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("n", SIZES)
-def test_rings_equal_the_plain_kernels(n, dim, bidirectional):
-    mesh, x = line(n), blocks(n, 2 * n, whole=True, columns=n)
-    for of_ring, plain in [
-        (
-            lambda x: ring.all_gather(x, "a", dim=dim, bidirectional=bidirectional),
-            lambda x: sk.all_gather(x, "a", dim=dim),
-        ),
-        (
-            lambda x: ring.reduce_scatter(x, "a", dim=dim, bidirectional=bidirectional),
-            lambda x: sk.reduce_scatter(x, "a", dim=dim),
-        ),
-        (
-            lambda x: ring.all_reduce(x[:, :1], "a", bidirectional=bidirectional),
-            lambda x: sk.vary(sk.all_reduce(x[:, :1], "a"), "a"),
-        ),
-    ]:
-        y, back = jax.vjp(on(mesh, of_ring), x)
-        expected, expected_back = jax.vjp(on(mesh, plain), x)
-        np.testing.assert_array_equal(y, expected)
-        cotangent = np.arange(y.size, dtype=np.float32).reshape(y.shape) % 7
-        np.testing.assert_array_equal(*back(cotangent), *expected_back(cotangent))
+@on_cases
+def test_rings_mean_what_the_plain_kernels_mean(case):
+    def kernels(dim, both):
+        options = {"axis": case.axis, "bidirectional": both}
+        scatter = partial(reference.reduce_scatter, dim=dim)
+        yield Kernel(partial(ring.all_gather, dim=dim, **options), partial(reference.all_gather, dim=dim))
+        yield Kernel(partial(ring.reduce_scatter, dim=dim, **options), scatter, case.enlarged(dim))
+        yield Kernel(partial(ring.all_reduce, **options), reference.all_reduce)  # its blocks do not divide
 
-
-@BOTH
-def test_rings_over_two_axes_pytrees_and_dtypes(bidirectional):
-    mesh = sk.make_mesh(a=2, b=3, devices=jax.devices()[:6])
-    x = blocks(6, 6, whole=True)
-    tree = {"f": x, "i": x.astype(np.int32), "h": x.astype(jnp.bfloat16), "b": x > 0}
-    for axis in (("a", "b"), ("b", "a"), "b"):
-        for kernel in ("all_gather", "reduce_scatter", "all_reduce"):
-            got = on(mesh, lambda x, k=kernel: getattr(ring, k)(x, axis, bidirectional=bidirectional))(tree)
-            want = on(mesh, lambda x, k=kernel: sk.vary(getattr(sk, k)(x, axis), ("a", "b")))(tree)
-            for name in tree:
-                assert got[name].dtype == want[name].dtype
-                np.testing.assert_array_equal(got[name], want[name])
+    pairs = [(0, False), (1, True)] if case.count % 3 else [(0, True), (1, False)]
+    check(case, *[kernel for pair in pairs for kernel in kernels(*pair)])
 
 
 def test_means():
@@ -111,12 +88,6 @@ def test_means():
     for kernel in (ring.reduce_scatter, ring.all_reduce):
         total, mean = (on(line(4), lambda x, op=op, k=kernel: k(x, "a", op=op))(x) for op in ("sum", "mean"))
         np.testing.assert_array_equal(mean, total / 4)
-
-
-def test_an_array_that_does_not_divide_is_padded():
-    x = blocks(3, 5, whole=True)[:, :1]
-    got = on(line(3), lambda x: ring.all_reduce(x, "a"))(x)
-    np.testing.assert_array_equal(got, np.tile(x.reshape(3, 5, 1).sum(0), (3, 1)))
 
 
 def test_rings_run_eagerly_and_under_vmap():
@@ -153,34 +124,25 @@ def test_what_a_ring_sends(n, bidirectional):
 # proves F12
 @pytest.mark.parametrize(("inner", "outer"), [("a", "b"), ("b", "a"), (("a", "c"), "b")])
 def test_two_levels_equal_one(inner, outer):
-    mesh = sk.make_mesh(a=2, b=2, c=2)
-    x = blocks(8, 8, whole=True)
     levels = lambda axis: (axis,) if isinstance(axis, str) else axis  # noqa: E731
-    joint = (*levels(outer), *levels(inner))
-    for two, one in [
-        (hierarchical.all_gather, lambda x: sk.all_gather(x, joint)),
-        (hierarchical.reduce_scatter, lambda x: sk.reduce_scatter(x, joint)),
-        (hierarchical.all_reduce, lambda x: sk.all_reduce(x, joint)),
-    ]:
-        kernels = [lambda x, k=two: sk.vary(k(x, inner, outer), joint), lambda x, k=one: sk.vary(k(x), joint)]
-        (y, back), (expected, expected_back) = (jax.vjp(on(mesh, k), x) for k in kernels)
-        np.testing.assert_array_equal(y, expected)
-        cotangent = np.arange(y.size, dtype=np.float32).reshape(y.shape) % 5
-        np.testing.assert_array_equal(*back(cotangent), *expected_back(cotangent))
+    case = Case({"a": 2, "b": 2, "c": 2}, (*levels(outer), *levels(inner)), frozenset("abc"))
+
+    def kernel(name):
+        two = getattr(hierarchical, name)
+        return Kernel(lambda x: two(x, inner, outer), getattr(reference, name), case.enlarged(0))
+
+    check(case, *map(kernel, ("all_gather", "reduce_scatter", "all_reduce")))
 
 
 def test_two_levels_are_typed_as_equal_and_pad():
     mesh, x = sk.make_mesh(a=2, b=4), blocks(8, 1, whole=True)
-    reduced = jax.shard_map(
-        lambda x: hierarchical.all_reduce(x, "b", "a", op="mean"), mesh=mesh, in_specs=P(("a", "b")), out_specs=P()
-    )(x)
+
+    def kernel(x):
+        return hierarchical.all_reduce(x, "b", "a", op="mean"), hierarchical.all_gather(x, "b", "a", replicated=True)
+
+    mapped = jax.shard_map(kernel, mesh=mesh, in_specs=P(("a", "b")), out_specs=P())
+    reduced, gathered = jax.jit(mapped)(x)
     np.testing.assert_array_equal(reduced, x.mean(0, keepdims=True))
-    gathered = jax.shard_map(
-        lambda x: hierarchical.all_gather(x, "b", "a", replicated=True),
-        mesh=mesh,
-        in_specs=P(("a", "b")),
-        out_specs=P(),
-    )(x)
     np.testing.assert_array_equal(gathered, x)
 
 

@@ -2,17 +2,15 @@
 
 from functools import partial
 
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.testing import reference
-from support.blocks import cases, check
+from support.blocks import Kernel, check, on_cases
 
 
 def on_devices(kernel, blocks, axis="a", **sizes):
@@ -24,45 +22,52 @@ def on_devices(kernel, blocks, axis="a", **sizes):
     return np.asarray(jax.jit(device)(blocks))
 
 
-@given(cases(), st.sampled_from(["max", "min"]))
-def test_extremum_and_its_gradient(case, op):
-    # the blocks hold five different values, so that ties are common
-    check(partial(sk.all_reduce, axis=case.axis, op=op), partial(reference.all_reduce, op=op), case, case.shape)
+@on_cases
+def test_extremum_and_its_gradient(case):
+    def kernel(op):  # the blocks hold five different values, so that ties are common
+        means = partial(reference.all_reduce, op=op)
+        return Kernel(partial(sk.all_reduce, axis=case.axis, op=op), means, linear=False)
+
+    check(case, kernel("max"), kernel("min"))
 
 
-@given(cases(), st.sampled_from(["any", "all"]))
-def test_booleans(case, op):
-    case = case._replace(dtypes=("bool", "bool"))
-    check(partial(sk.all_reduce, axis=case.axis, op=op), partial(reference.all_reduce, op=op), case, case.shape)
+@on_cases
+def test_booleans(case):
+    def kernel(op):
+        run = lambda tree: sk.all_reduce(jax.tree.map(lambda x: x.astype(bool), tree), case.axis, op=op)  # noqa: E731
+        meaning = lambda blocks, xp: reference.all_reduce([x.astype(bool) for x in blocks], op=op, xp=xp)  # noqa: E731
+        return Kernel(run, meaning, gradient=False)
+
+    check(case, kernel("any"), kernel("all"))
 
 
-@given(cases(), st.sampled_from(["sum", "max", "min"]), st.booleans())
-def test_scan(case, op, exclusive):
-    kernel = partial(sk.scan, axis=case.axis, op=op, exclusive=exclusive)
-    wanted = partial(reference.scan, op=op, exclusive=exclusive)
-    check(kernel, wanted, case, case.shape, gradient=op == "sum")
+@on_cases
+def test_scan(case):
+    def kernel(op, exclusive):
+        run = partial(sk.scan, axis=case.axis, op=op, exclusive=exclusive)
+        return Kernel(run, partial(reference.scan, op=op, exclusive=exclusive), gradient=op == "sum")
+
+    check(case, *[kernel(op, exclusive) for op in ("sum", "max", "min") for exclusive in (False, True)])
 
 
-@given(cases(), st.integers(0, 5), st.integers(0, 5), st.sampled_from([0, 1, -1]), st.booleans())
-def test_halo_exchange(case, before, after, dim, wrap):
-    options = {"dim": dim, "before": before, "after": after, "wrap": wrap}
-    check(
-        partial(sk.halo_exchange, axis=case.axis, **options),
-        partial(reference.halo_exchange, **options),
-        case,
-        case.shape,
-    )
+@on_cases
+def test_halo_exchange(case):
+    def kernel(before, after, dim, wrap):
+        options = {"dim": dim, "before": before, "after": after, "wrap": wrap}
+        return Kernel(partial(sk.halo_exchange, axis=case.axis, **options), partial(reference.halo_exchange, **options))
+
+    # of a neighbour less than all, all, and more than one neighbour
+    sizes = {(0, 0, 0), (1, 0, 1), (0, 5, -1), (3, 2, 0), (2, 3, -1)}
+    check(case, *[kernel(*each, wrap) for each in sizes for wrap in (False, True)])
 
 
-@given(cases(), st.data(), st.sampled_from([0, -1]))
-def test_gather_to_one(case, data, dim):
-    options = {"dim": dim, "target": data.draw(st.integers(0, case.count - 1))}
-    check(
-        partial(sk.gather_to_one, axis=case.axis, **options),
-        partial(reference.gather_to_one, **options),
-        case,
-        case.shape,
-    )
+@on_cases
+def test_gather_to_one(case):
+    def kernel(target, dim):
+        options = {"dim": dim, "target": target}
+        return Kernel(partial(sk.gather_to_one, axis=case.axis, **options), partial(reference.gather_to_one, **options))
+
+    check(case, *[kernel(target, dim) for target in {0, case.count - 1} for dim in (0, -1)])
 
 
 def grad_of(kernel, weights):
