@@ -179,12 +179,28 @@ def test_explicit_fsdp_sends_less_than_the_automatic_partitioner():
     assert ours["wire_bytes"] == ours["written_bytes"] < min(each["wire_bytes"] for each in theirs)
 
 
-def test_step_overhead_smoke(tmp_path):
-    file = tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "benchmarks.step_overhead", "--smoke", "--json", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+def smoke(name, *words):
+    """What a benchmark prints in its smallest run."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", *map(str, words)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    records = [json.loads(line) for line in file.read_text().splitlines()]
+    return done.stdout
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """What it prints and records."""
+
+    def run(name):
+        file = tmp_path / "out.jsonl"
+        printed = smoke(name, "--smoke", "--json", file)
+        return printed, [json.loads(line) for line in file.read_text().splitlines()]
+
+    return run
+
+
+def test_step_overhead_smoke(recorded):
+    _, records = recorded("step_overhead")
     assert all(set(record) == FIELDS for record in records)
     assert [(r["row"], r["mode"], r["variant"]) for r in records] == [
         (row, mode, name)
@@ -194,54 +210,37 @@ def test_step_overhead_smoke(tmp_path):
     ]
 
 
-def test_collectives_smoke(tmp_path):
-    file = tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "benchmarks.collectives", "--smoke", "--json", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    records = [json.loads(line) for line in file.read_text().splitlines()]
+def test_collectives_smoke(recorded):
+    _, records = recorded("collectives")
     assert records and all(set(record) == FIELDS for record in records)
     assert {r["variant"] for r in records} >= {"psum"}
 
 
 def test_experts_smoke():
-    command = [sys.executable, "-m", "benchmarks.experts", "--smoke", "--explain"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    printed = smoke("experts", "--smoke", "--explain")
     # 3 x 256 tokens x 64 values of 4 bytes, x 8 experts or 10/8 x 2 choices, of which 7/8 travel
-    assert "capacity E: 3 all_to_alls, 1.31 MiB sent a device" in done.stdout
-    assert "capacity 1.25: 3 all_to_alls, 0.41 MiB sent a device" in done.stdout
+    assert "capacity E: 3 all_to_alls, 1.31 MiB sent a device" in printed
+    assert "capacity 1.25: 3 all_to_alls, 0.41 MiB sent a device" in printed
 
 
-def test_partitioner_smoke(tmp_path):
-    file = tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "benchmarks.partitioner", "--smoke", "--json", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    records = [json.loads(line) for line in file.read_text().splitlines()]
+@pytest.mark.deep  # one of its rows is measured above
+def test_partitioner_smoke(recorded):
+    printed, records = recorded("partitioner")
     assert all(set(record) == FIELDS | {"written_bytes", "wire_bytes", "temp_bytes"} for record in records)
     own = {name for row in partitioner.SMOKE for name in partitioner.ROWS[row].plans}
     assert {r["variant"] for r in records if r["written_bytes"]} == own
-    lines = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    lines = [line for line in printed.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + len(records)
 
 
-def test_context_smoke(tmp_path):
-    file = tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "benchmarks.context", "--smoke", "--json", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    records = [json.loads(line) for line in file.read_text().splitlines()]
+def test_context_smoke(recorded):
+    _, records = recorded("context")
     causal = ["ring, contiguous", "ring, zigzag", "ulysses"]
     assert [r["variant"] for r in records] == ["gathered, masked", *causal, "ring, every block", *causal]
 
 
-def test_instruments_smoke(tmp_path):
-    file = tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "benchmarks.instruments", "--smoke", "--json", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    (record,) = [json.loads(line) for line in file.read_text().splitlines()]
+def test_instruments_smoke(recorded):
+    _, (record,) = recorded("instruments")
     assert set(record["seconds_median"]) == {"trace", "census", "lint", "explain"}
     assert all(value > 0 for value in record["seconds_median"].values())
 
@@ -249,29 +248,19 @@ def test_instruments_smoke(tmp_path):
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed: shardkit[aot]")
 def test_large_model_smoke(tmp_path):
     file = tmp_path / "report.json"
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.large_model",
-        "--model",
-        "tiny",
-        "--tokens",
-        "256",
-        "--json",
-        str(file),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("tiny: 0.00B parameters, 4 x 256 tokens a step\nv5e:2x4, mesh fsdp=4, model=2 (jax ")
+    printed = smoke("large_model", "--model", "tiny", "--tokens", 256, "--json", file)
+    assert printed.startswith("tiny: 0.00B parameters, 4 x 256 tokens a step\nv5e:2x4, mesh fsdp=4, model=2 (jax ")
     assert json.loads(file.read_text())["fits"]
 
 
-def test_pipeline_smoke(tmp_path):
+@pytest.mark.parametrize("schedules", [("one_f_one_b",), pytest.param(None, marks=pytest.mark.deep)])
+def test_pipeline_smoke(schedules, monkeypatch, tmp_path):
+    """A scan as tutorials write it, and each schedule, masked or branched, recomputed or saved."""
+    names = schedules or pipeline.SCHEDULES
+    monkeypatch.setattr(pipeline, "SCHEDULES", {name: pipeline.SCHEDULES[name] for name in names})
     file = tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "benchmarks.pipeline", "--smoke", "--json", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    pipeline.main(["--smoke", "--json", str(file)])
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert {record["row"] for record in records} == {"4 microbatches"}
-    assert len(records) == 2 + len(pipeline.SCHEDULES) * 4
+    assert len(records) == 2 + len(names) * 4
     assert max(record["disagreement_relative_max"] for record in records) < 1e-5

@@ -15,10 +15,12 @@ from shardkit.collectives import basic
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+# The longest: layers split inside, and eight jobs of processes.
+LONG = {"05_inside_the_layer", "07_many_processes"}
 
 
 def run(code):
-    """Runs code in a fresh process, as a reader would, with every warning an error."""
+    """Runs code in a fresh process, as a reader would, with every warning an error; compiled as conftest.py says."""
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -34,7 +36,9 @@ def test_the_readmes_python_runs():
 
 
 # proves F90
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", [pytest.param(p, id=p.stem, marks=[pytest.mark.deep] if p.stem in LONG else []) for p in NOTEBOOKS]
+)
 def test_notebooks_run(path):
     cells = json.loads(path.read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
@@ -46,6 +50,7 @@ def public():
     return [name for name in sk.__all__ if not inspect.ismodule(getattr(sk, name))]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", public())
 def test_public_names_have_docstrings(name):
     assert len((getattr(sk, name).__doc__ or "").strip()) > 20, f"{name} has no docstring"
@@ -54,6 +59,7 @@ def test_public_names_have_docstrings(name):
 KERNELS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "broadcast", "vary"]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_say_layout_arguments_errors_and_cost(name):
     text = getattr(basic, name).__doc__
@@ -63,12 +69,14 @@ def test_kernels_say_layout_arguments_errors_and_cost(name):
         assert f"{argument}:" in text, f"{name} does not describe {argument}"
 
 
+@pytest.mark.check
 def test_the_readme_names_only_files_that_are_there():
     text = (ROOT / "README.md").read_text()
     named = re.findall(r"`((?:tests|benchmarks|notebooks)/[\w/.]+)`", text)
     assert named and all((ROOT / name).exists() for name in named)
 
 
+@pytest.mark.check
 def test_every_public_function_and_class_has_a_docstring():
     missing = []
     for path in sorted((ROOT / "shardkit").rglob("*.py")):

@@ -1,5 +1,6 @@
 """Text to train on, and the command in this process."""
 
+import signal
 import subprocess
 import sys
 
@@ -16,6 +17,14 @@ def corpus(tmp_path_factory):
     for index in range(40):
         (root / f"{index}.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
     return root
+
+
+@pytest.fixture(autouse=True)
+def heard():
+    """Ctrl-C is heard, also where the tests run in the background of a shell, which has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -1,10 +1,8 @@
 """Arrays, loader, drift and triage across real processes: every process sees its part, and all say the same."""
 
+import fcntl
 import json
-from functools import cache
 from itertools import chain, islice
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +20,19 @@ WHOLE = np.arange(16.0).reshape(8, 2).tolist()
 SIZES = [(2, 2), pytest.param((4, 2), marks=pytest.mark.deep), pytest.param((4, 1), marks=pytest.mark.deep)]
 
 
-@cache
-def job(size):
-    """What each process of a job saw."""
-    processes, devices = size
-    with TemporaryDirectory() as directory:
-        ended = jobs.run("pieces.py", directory, processes=processes, devices=devices, timeout=180)
-        assert [each.code for each in ended] == [0] * processes, [each.output[-2000:] for each in ended]
-        return [json.loads(Path(directory, f"{rank}.json").read_text()) for rank in range(processes)]
+@pytest.fixture(scope="session", params=SIZES, ids=str)
+def seen(request, tmp_path_factory):
+    """How many processes and devices a job has, and what each process saw; the workers of a run start it once."""
+    processes, devices = request.param
+    folder = tmp_path_factory.getbasetemp().parent / f"pieces_{processes}_{devices}"
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "done").exists():
+            ended = jobs.run("pieces.py", folder, processes=processes, devices=devices, timeout=180)
+            assert [each.code for each in ended] == [0] * processes, [each.output[-2000:] for each in ended]
+            (folder / "done").touch()
+    return request.param, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
 
 
 def joined(lists):
@@ -42,9 +45,8 @@ def in_order(held):
 
 
 # proves S112, F64
-@pytest.mark.parametrize("size", SIZES)
-def test_the_whole_on_every_process(size):
-    every = job(size)
+def test_the_whole_on_every_process(seen):
+    size, every = seen
     assert joined(in_order(each["full"]) for each in every) == WHOLE
     for each in every:
         assert each["fetched"] == each["replicated"] == WHOLE and each["fetched key"]
@@ -55,9 +57,8 @@ def test_the_whole_on_every_process(size):
 
 
 # proves S113, S117, F64: global rows, rows of a process, rows of a device; whatever the order of the mesh
-@pytest.mark.parametrize("size", SIZES)
-def test_every_process_gives_its_rows(size):
-    every, (processes, devices) = job(size), size
+def test_every_process_gives_its_rows(seen):
+    (processes, devices), every = seen
     for name in ("data", "apart", "grid"):
         for each in every:
             rows, fetched, held = each["rows"][name]
@@ -71,10 +72,9 @@ def test_every_process_gives_its_rows(size):
 
 
 # proves S115: each process says so by itself, and none waits for another
-@pytest.mark.parametrize("size", SIZES)
-def test_a_batch_that_does_not_divide(size):
-    processes, devices = size
-    for each in job(size):
+def test_a_batch_that_does_not_divide(seen):
+    (processes, devices), every = seen
+    for each in every:
         if devices > 1:
             assert each["not divisible"] == (
                 "from_process_local: a process's rows must divide over its parts of axis 'data'; leaf (the whole tree) "
@@ -88,9 +88,9 @@ def test_a_batch_that_does_not_divide(size):
 
 
 # proves S104: jax's own error and ours name the way out
-@pytest.mark.parametrize("size", SIZES)
-def test_what_one_process_cannot_fetch_alone(size):
-    for each in job(size):
+def test_what_one_process_cannot_fetch_alone(seen):
+    size, every = seen
+    for each in every:
         assert each["to_numpy"] == (
             "to_numpy: the whole array must lie with this process; leaf w lies with processes "
             f"{', '.join(map(str, range(size[0])))}. Call fetch(tree) on every process, or look at this process's part "
@@ -100,18 +100,16 @@ def test_what_one_process_cannot_fetch_alone(size):
 
 
 # proves S105
-@pytest.mark.parametrize("size", SIZES)
-def test_one_process_prints(size):
-    first, *others = job(size)
+def test_one_process_prints(seen):
+    _, (first, *others) = seen
     assert first["printed"] == f"{np.arange(0.0, 16.0, 2.0, dtype=np.float32)}\n"
     assert all(each["printed"] == "" for each in others)
 
 
 # proves S107, S114: processes outside a mesh hold nothing of it, say what they must be given, and do not wait
-@pytest.mark.parametrize("size", SIZES)
-def test_a_mesh_of_half_the_processes(size):
-    processes, devices = size
-    for each in job(size):
+def test_a_mesh_of_half_the_processes(seen):
+    (processes, devices), every = seen
+    for each in every:
         outside = each["rank"] >= processes // 2
         for name, (shape, held) in each["half"].items():
             assert shape == ([processes * devices, 2] if name == "single" else [8, 2])
@@ -131,9 +129,8 @@ def test_a_mesh_of_half_the_processes(size):
 
 
 # proves S116, S117, F66: disjoint, all of them, and in the order of one process
-@pytest.mark.parametrize("size", SIZES)
-def test_every_process_loads_its_own_samples(size, data8):
-    every = job(size)
+def test_every_process_loads_its_own_samples(seen, data8):
+    size, every = seen
     line = [np.asarray(x).tolist() for x in loader(range(40), batch=8, seed=3, mesh=data8, spec=P("data"), epochs=1)]
     assert all(each["line"] == line for each in every)
     assert sorted(joined(each["read"] for each in every)) == list(range(40))
@@ -143,9 +140,8 @@ def test_every_process_loads_its_own_samples(size, data8):
 
 
 # proves F65, F66: the losses are those of one process, which goes on where the job stopped
-@pytest.mark.parametrize("size", SIZES)
-def test_training_and_resuming_with_another_process_count(size):
-    every = job(size)
+def test_training_and_resuming_with_another_process_count(seen):
+    size, every = seen
     mesh = sk.make_mesh(jax.devices()[: size[0] * size[1]], data=size[0] * size[1])
 
     def loss_fn(params, batch, keys):
@@ -166,9 +162,8 @@ def test_training_and_resuming_with_another_process_count(size):
 
 
 # proves F16, S123: planted in the last process, and every process says the same
-@pytest.mark.parametrize("size", SIZES)
-def test_drift_and_triage_say_the_same_everywhere(size):
-    every, last = job(size), size[0] * size[1] - 1
+def test_drift_and_triage_say_the_same_everywhere(seen):
+    (size, every), last = seen, seen[0][0] * seen[0][1] - 1
     for each in every:
         assert each["no drift"] == 0 and each["drift"] == every[0]["drift"]
         assert (

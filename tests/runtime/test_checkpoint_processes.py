@@ -16,7 +16,7 @@ import pytest
 from shardkit.runtime.checkpoint import Checkpoints, latest_step
 from shardkit.runtime.preemption import PREEMPTED
 from support.checkpoint_child import digests
-from support.checkpoint_rows import batch, make, params
+from support.checkpoint_rows import KEY, batch, make, params
 from support.checkpoint_runs import start, wait_until
 from support.jobs import free_port
 
@@ -74,29 +74,12 @@ def ran(tmp_path: Path, name: str, *shape: Any, **options: Any) -> Any:
 ONE_PROCESS = {"tp": "tp", "pipeline": "unequal stages, fsdp padded", "one device": "one device"}
 
 
-def test_any_number_of_processes_goes_on(tmp_path):  # proves F61, F62, F63
-    directory = tmp_path / "directory"
-    saved = ran(tmp_path, "first", "fsdp", 2, 2, directory=str(directory), steps=2, every=2)
-    assert os.listdir(directory) == ["2"]
-    found = ran(tmp_path, "dp", "dp", 4, 1, directory=str(directory), steps=3, every=9)
-    assert (found["resumed"], found["began"]) == (2, saved["ended"])
-    losses = {"dp": found["losses"][0]}
-    for name, row in ONE_PROCESS.items():
-        init, step = make(row)
-        with Checkpoints(directory) as checkpoints:
-            state, run = checkpoints.restore(init.abstract(params()))
-        assert run.position == 2
-        assert digests(state) == saved["ended"], name
-        losses[name] = float(step(state, batch(2))[1]["loss"])
-    np.testing.assert_allclose([*losses.values()], losses["one device"], rtol=1e-5)
-
-
-@pytest.mark.parametrize("told", [1, pytest.param(0, marks=pytest.mark.deep), pytest.param(2, marks=pytest.mark.deep)])
-def test_a_notice_to_one_of_three_saves_the_same_step_on_all(told, tmp_path):  # proves F61, S124
+def told_to_end(tmp_path: Path, told: int, steps: int) -> list[Any]:
+    """What three processes saw that took at least so many steps, until one of them was told to end."""
     directory = tmp_path / "directory"
     options = {"directory": str(directory), "steps": 10**6, "every": 7, "pause": 0.02}
-    with Job(tmp_path, "job", "three", 3, 1, **options) as job:
-        wait_until(lambda: (latest_step(directory) or 0) >= 7, job.children[told], job.output)
+    with Job(tmp_path, "three", "three", 3, 1, **options) as job:
+        wait_until(lambda: (latest_step(directory) or 0) >= steps, job.children[told], job.output)
         os.kill(job.children[told].pid, signal.SIGTERM)
         codes = job.codes()
         ended = time.time()
@@ -107,3 +90,43 @@ def test_a_notice_to_one_of_three_saves_the_same_step_on_all(told, tmp_path):  #
     with Checkpoints(directory) as checkpoints:
         _, run = checkpoints.restore(make("one device").init.abstract(params()))
     assert run.step == run.position == latest_step(directory)
+    return reports
+
+
+# proves F61, F62, F63, S124: one process saves, three go on, one of them is told to end, and one process goes on
+def test_any_number_of_processes_goes_on(tmp_path):
+    init, step = make("one device")
+    state = init(params(), KEY)
+    for position in range(2):
+        state, _ = step(state, batch(position))
+    with Checkpoints(tmp_path / "directory") as checkpoints:
+        checkpoints.save(state, position=2)
+    saved = digests(state)
+    _, metrics = step(state, batch(2))
+    for each in told_to_end(tmp_path, told=1, steps=7):
+        assert (each["resumed"], each["began"]) == (2, saved)
+        np.testing.assert_allclose(each["losses"][0], metrics["loss"], rtol=1e-5)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("told", [0, 1, 2])
+def test_a_notice_to_one_of_three_saves_the_same_step_on_all(told, tmp_path):
+    told_to_end(tmp_path, told, steps=7)
+
+
+@pytest.mark.deep
+def test_two_processes_save_and_others_go_on(tmp_path):
+    directory = tmp_path / "directory"
+    saved = ran(tmp_path, "first", "fsdp", 2, 2, directory=str(directory), steps=2, every=2)
+    assert os.listdir(directory) == ["2"]
+    found = ran(tmp_path, "dp", "dp", 4, 1, directory=str(directory), steps=3, every=9)
+    assert (found["resumed"], found["began"]) == (2, saved["ended"])
+    losses = {"dp": found["losses"][0]}
+    for name, row in ONE_PROCESS.items():
+        init, step = make(row)
+        with Checkpoints(directory) as checkpoints:
+            state, run = checkpoints.restore(init.abstract(params()), step=2)
+        assert run.position == 2
+        assert digests(state) == saved["ended"], name
+        losses[name] = float(step(state, batch(2))[1]["loss"])
+    np.testing.assert_allclose([*losses.values()], losses["one device"], rtol=1e-5)

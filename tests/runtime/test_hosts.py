@@ -10,6 +10,7 @@ import time
 import pytest
 
 from support import jobs
+from support.commands import environment
 
 HOSTS = ("alpha", "beta")
 PORT = 29517
@@ -51,7 +52,7 @@ def start(hosts, tmp_path, worker, *words, loopback=()):
         own = f"127.0.1.1 {HOSTS[rank]}\n" if rank in loopback else ""
         table.write_text(own + "127.0.0.1 localhost\n10.77.0.1 alpha\n10.77.0.2 beta\n")
         script = f'mount --bind {table} /etc/hosts && hostname {HOSTS[rank]} && exec "$@"'
-        environ = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
+        environ = environment() | {
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": "2",
             "NPROC": "16",
@@ -84,6 +85,7 @@ def ends(running, timeout=90):
                 os.killpg(process.pid, 9)
 
 
+@pytest.mark.deep  # the link that is cut below carries steps before
 def test_a_job_across_two_hosts(hosts, tmp_path):
     ended = ends(start(hosts, tmp_path, "loop.py", "--deadline", 20))
     assert [code for code, _ in ended] == [0, 0], ended

@@ -17,7 +17,9 @@ from pathlib import Path
 import pytest
 
 from shardkit.cli import launch as cli
+from shardkit.cli import main
 from shardkit.runtime.launch import launch
+from support import commands
 from support.commands import environment
 
 PYTHON = [sys.executable, "-I", "-S", "-u", "-c"]  # starts in a few milliseconds
@@ -39,6 +41,14 @@ def meet():
 @pytest.fixture(autouse=True)
 def meeting(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("MEETING", str(tmp_path_factory.mktemp("meeting")))
+
+
+@pytest.fixture(autouse=True)
+def heard():
+    """Ctrl-C is heard, also where the tests run in the background of a shell, which has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def program(text):
@@ -466,35 +476,41 @@ def test_jax_makes_one_job_of_the_processes(capfd, tmp_path):
     assert re.findall("RESULT .*", out) == ["RESULT 0 2 2 4 10", "RESULT 1 2 2 4 10"]
 
 
-def shardkit_launch(*words, cwd):
-    command = [sys.executable, "-m", "shardkit", "launch", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), cwd=cwd)
-
-
 def test_the_command(tmp_path):  # proves S101, F68
-    (tmp_path / "script.py").write_text("import os, sys; print(sys.argv[1:], os.environ['JAX_NUM_CPU_DEVICES'])")
-    options = ["-n", "2", "--devices", "3", "--output", "logs"]
-    done = shardkit_launch(*options, "--", "script.py", "-n", "5", "--", "--grace", cwd=tmp_path)
+    text = "import os, sys; print(sys.argv[1:], os.environ['JAX_NUM_CPU_DEVICES']); sys.exit(70)"
+    (tmp_path / "script.py").write_text(text)
+    words = ["-n", "2", "--devices", "3", "--output", "logs", "--", "script.py", "-n", "5", "--", "--grace"]
+    launching = commands.command("launch", *words)
+    done = subprocess.run(launching, capture_output=True, text=True, timeout=60, env=environment(), cwd=tmp_path)
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] ['-n', '5', '--', '--grace'] 3" for rank in (0, 1)]
-    assert done.returncode == 0 and done.stderr == ""
     assert (tmp_path / "logs" / "1.out").read_text() == "['-n', '5', '--', '--grace'] 3\n"
-    done = shardkit_launch(*options, "--", *program("sys.exit(70)"), cwd=tmp_path)
     assert done.returncode == 70
     assert re.fullmatch(
         r"shardkit launch: process \d failed first, with exit code 70 \(others: \d: 70\)\n", done.stderr
     )
-    done = shardkit_launch(*options, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert (
-        done.stderr == "error: launch: a command must be given; got none. Write for example -- train.py --steps 100.\n"
-    )
-    done = shardkit_launch(*options, "script.py", "--steps", "5", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[-1] == (
-        "error: launch: the options of the command must stand behind --. Write for example -- train.py --steps 100."
-    )
-    done = shardkit_launch(*options, "script.py", cwd=tmp_path)  # without options there is no doubt
-    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "last"),
+    [
+        ([], 2, "error: launch: a command must be given; got none. Write for example -- train.py --steps 100."),
+        (
+            ["script.py", "--steps", "5"],
+            2,
+            "error: launch: the options of the command must stand behind --. Write for example -- train.py --steps "
+            "100.",
+        ),
+        (["script.py"], 0, ""),  # without options there is no doubt
+    ],
+)
+def test_where_the_command_begins(words, code, last, monkeypatch, tmp_path, capfd):
+    (tmp_path / "script.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["shardkit", "launch", "-n", "2", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    out, err = capfd.readouterr()
+    assert (end.value.code or 0, out) == (code, "") and (err.splitlines() or [""])[-1] == last
 
 
 # an option that would change nothing is refused

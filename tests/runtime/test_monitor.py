@@ -15,6 +15,8 @@ from shardkit.runtime.monitor.rendezvous import Place
 from shardkit.runtime.monitor.ring import SLOTS, Reader, Recorder, Status
 from shardkit.runtime.monitor.wire import Lines, encoded
 
+pytestmark = pytest.mark.check
+
 LIMITS = Deadlines(compile=60, step=10, save=10, data=10, evaluate=10, silence=30)
 NOW = 1000.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -34,11 +35,18 @@ class Ended:
         return (self.output.strip().splitlines() or [""])[-1]
 
 
+_PORTS = itertools.count()
+
+
 def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A port that is free now and that nobody else will be given.
+
+    Linux hands out ports from 32768 on; below, each process of the tests has a hundred of its own.
+    """
+    while True:
+        port = 10000 + os.getpid() % 220 * 100 + next(_PORTS) % 100
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 class Job:

@@ -11,12 +11,9 @@ import shardkit as sk
 parser = argparse.ArgumentParser()
 parser.add_argument("--timeout", type=float, default=30.0)
 parser.add_argument("--late", type=float, default=0.0)
-parser.add_argument("--touch", action="store_true")
 parser.add_argument("--expect", type=int)
 given = parser.parse_args()
 time.sleep(given.late if os.environ.get("JAX_PROCESS_ID") == "0" else 0)
-if given.touch:
-    jax.devices()
 begun = time.monotonic()
 try:
     cluster = sk.runtime.initialize(timeout=given.timeout, expect_devices=given.expect)
