@@ -17,11 +17,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit import _compat
 from shardkit._check import named
 from shardkit.layout import broadcast_specs, path_name, spec_axes
 from shardkit.runtime._bits import plain
 from shardkit.runtime._placing import cut, on_host, sharding_of
+from shardkit.runtime.cluster import absent
 
 _PRINTS = itertools.count()  # all processes print in one order, so that the numbers of their barriers agree
 
@@ -257,11 +257,11 @@ def print_global(tree: Any, *, timeout: float = 60.0) -> None:
     Cost: that of `fetch`, and a barrier.
     """
     if jax.process_count() > 1:
-        missing = _compat.wait_at_barrier(f"shardkit.print_global.{next(_PRINTS)}", timeout)
+        missing = absent(f"shardkit.print_global.{next(_PRINTS)}", timeout)
         if missing is not None:
             raise RuntimeError(
-                f"print_global: every process must call it; not all did within {timeout:g} s: {missing}. Take it out "
-                "from under `if jax.process_index() == 0:`, or raise timeout."
+                f"print_global: every process must call it; {missing} did not within {timeout:g} s. Take it out from "
+                "under `if jax.process_index() == 0:`, or raise timeout."
             )
     whole = fetch(tree)
     if jax.process_index() == 0:

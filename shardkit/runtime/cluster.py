@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from typing import NamedTuple, NoReturn
@@ -167,12 +168,26 @@ def barrier(name: str, timeout: float = 60.0) -> None:
         RuntimeError: not all came within `timeout` seconds; names those that did not.
     """
     if jax.process_count() > 1:
-        missing = _compat.wait_at_barrier(name, timeout)
+        missing = absent(name, timeout)
         if missing is not None:
             raise RuntimeError(
-                f"barrier: all processes must reach {name!r} within {timeout:g} s; {missing}. Look at their output, or "
-                "raise timeout."
+                f"barrier: all processes must reach {name!r} within {timeout:g} s; {missing} did not. Look at their "
+                "output, or raise timeout."
             )
+
+
+def absent(name: str, timeout: float) -> str | None:
+    """Waits for all processes under a name; None, or those that did not come: `processes 1, 3`."""
+    words = _compat.wait_at_barrier(name, timeout)
+    if words is None:
+        return None
+    found = re.search(r"timed out task names:\n((?:\S*\d\n)+)", words)
+    counts = re.search(r"reached the barrier: (\d+)/(\d+)", words)
+    if found is None or counts is None:
+        return f"some ({' '.join(words.split())})"
+    ranks = sorted(int(each) for each in re.findall(r"(\d+)\n", found[1]))
+    more = " and others" if len(ranks) < int(counts[2]) - int(counts[1]) else ""
+    return f"process{'es' if ranks[1:] or more else ''} {', '.join(map(str, ranks))}{more}"
 
 
 def health_check(*, processes: int | None = None, devices: int | None = None) -> str:

@@ -6,7 +6,9 @@ import random
 import socket
 
 import numpy as np
+import pytest
 
+from shardkit.runtime import cluster
 from support import jobs
 
 LATE = 1.0  # seconds
@@ -41,18 +43,41 @@ def test_two_processes(tmp_path):
     # proves S98, F71: nobody goes on before the last has come, and the wait has an end
     assert last["came"] - first["came"] > LATE / 2
     assert first["went on"] >= last["came"] and last["went on"] >= last["came"]
-    assert first["alone"].startswith("barrier: all processes must reach 'nobody else' within 0.2 s; ")
-    assert first["alone"].endswith("Look at their output, or raise timeout.") and "\n1\n" in first["alone"]
+    assert first["alone"] == (
+        "barrier: all processes must reach 'nobody else' within 0.2 s; process 1 did not. Look at their output, or "
+        "raise timeout."
+    )
 
     # proves F71
     assert ["only once" in each.output for each in ended] == [True, False]
 
     # proves S105: under `if process_index() == 0` it says so instead of waiting for ever
-    assert first["print alone"].startswith("print_global: every process must call it; not all did within 0.2 s: ")
-    assert first["print alone"].endswith("Take it out from under `if jax.process_index() == 0:`, or raise timeout.")
+    assert first["print alone"] == (
+        "print_global: every process must call it; process 1 did not within 0.2 s. Take it out from under "
+        "`if jax.process_index() == 0:`, or raise timeout."
+    )
 
     # proves S107: a process outside the mesh has no data of its arrays, calls what all call, and goes on
     halves = np.arange(8.0).reshape(2, 4)
     assert first["held"] == halves.tolist() and last["held"] == []
     assert first["result"] == [[4], [halves.sum(0).tolist()] * 2] and last["result"] == [[4], []]
     assert first["then"] == last["then"] == 28
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("reached", "names", "said"),
+    [
+        ("3/4", "2", "process 2"),
+        ("1/4", "3\n/job:jax_worker/replica:0/task:11\n1", "processes 1, 3, 11"),
+        ("1/90", "7", "processes 7 and others"),
+    ],
+)
+def test_who_did_not_come(reached, names, said, monkeypatch):
+    words = f"# of tasks that reached the barrier: {reached}.\nSome timed out task names:\n{names}\n\n"
+    monkeypatch.setattr(cluster._compat, "wait_at_barrier", lambda name, timeout: words)
+    assert cluster.absent("here", 1) == said
+    monkeypatch.setattr(cluster._compat, "wait_at_barrier", lambda name, timeout: "the service\nis gone")
+    assert cluster.absent("here", 1) == "some (the service is gone)"
+    monkeypatch.setattr(cluster._compat, "wait_at_barrier", lambda name, timeout: None)
+    assert cluster.absent("here", 1) is None
