@@ -99,11 +99,20 @@ def as_census(rows: Iterable[CompiledRow]) -> Census:
     )
 
 
-def account(census: Census, rows: Iterable[CompiledRow]) -> list[str]:
-    """What the compiler changed, a line each; empty when the compiled program communicates as written.
+class Change(NamedTuple):
+    """One thing that the compiler changed: in words, and whether more is sent for it."""
 
-    A collective over axes of one device sends nothing and is left out on both sides.
-    """
+    line: str
+    more: bool
+
+
+def account(census: Census, rows: Iterable[CompiledRow]) -> list[str]:
+    """What the compiler changed, a line each; empty when the compiled program communicates as written."""
+    return [change.line for change in changes(census, rows)]
+
+
+def changes(census: Census, rows: Iterable[CompiledRow]) -> list[Change]:
+    """What the compiler changed. A collective over axes of one device sends nothing and is left out on both sides."""
     sides: dict[tuple[str, tuple[str, ...]], tuple[_Side, _Side]] = {}
     added: dict[tuple[str, tuple[str, ...]], _Side] = {}
     rows = tuple(rows)
@@ -119,7 +128,7 @@ def account(census: Census, rows: Iterable[CompiledRow]) -> list[str]:
             own = written(each) or (not each.op_name and (key in sides or scattered))  # the compiler drops some names
             side = sides.setdefault(key, (_Side(), _Side()))[1] if own else added.setdefault(key, _Side())
             _count(side, each.times, each.total, each.source or each.op_name)
-    lines = _run_as_all_reduce(sides)
+    found = [Change(line, True) for line in _run_as_all_reduce(sides)]
     for (kind, axes), (before, after) in sorted(sides.items()):
         what = f"{kind} over {quoted(axes)}"
         if before.times == after.times and before.sent == after.sent:
@@ -128,22 +137,24 @@ def account(census: Census, rows: Iterable[CompiledRow]) -> list[str]:
             continue  # the compiler knows how often a loop runs that the trace does not
         if before.sent == after.sent:
             word = "merged" if after.times < before.times else "split"
-            lines.append(f"{word}: {before.times} x {what} run as {after.times}, {_bytes(after)} as written")
+            line = f"{word}: {before.times} x {what} run as {after.times}, {_bytes(after)} as written"
         elif before.sent * after.times == after.sent * before.times and after.times < before.times:
             lost = before.times - after.times
-            lines.append(
+            line = (
                 f"dropped: {lost} of {before.times} x {what}, {float(before.sent - after.sent):,.0f} bytes{_at(before)}"
             )
         elif not before.times:
-            lines.append(f"became {what}: {after.times} x, {_bytes(after)}{_at(after)}")
+            line = f"became {what}: {after.times} x, {_bytes(after)}{_at(after)}"
         else:
-            lines.append(
+            line = (
                 f"changed: {what}, {before.times} x of {_bytes(before)} in all as written, "
                 f"{after.times} x of {_bytes(after)} as compiled"
             )
+        found.append(Change(line, after.sent > before.sent))
     for (kind, axes), side in sorted(added.items()):
-        lines.append(f"added: {side.times} x {kind} over {quoted(axes)}, {_bytes(side)}{_at(side)}")
-    return lines
+        line = f"added: {side.times} x {kind} over {quoted(axes)}, {_bytes(side)}{_at(side)}"
+        found.append(Change(line, True))
+    return found
 
 
 def _moved(row: Row, rows: Iterable[CompiledRow]) -> tuple[str, ...]:

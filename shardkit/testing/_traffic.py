@@ -24,13 +24,7 @@ from shardkit.testing.rows import Row
 GATHERS = 2  # a layer that is opened in the loss is gathered for the forward and again for the backward pass
 
 
-def loss_axes(plan: Plan) -> frozenset[str]:
-    """The axes over which the loss itself communicates: those that are not there to split batch or state alone."""
-    plain = ("dp(", "zero1(", "zero2(", "fsdp(")
-    return frozenset(axis for s in plan.strategies if not s.name.startswith(plain) for axis in s.axes)
-
-
-def plan_traffic(plan: Plan, params: Any, mesh: Mesh, row: Row, own: frozenset[str]) -> Fraction:
+def plan_traffic(plan: Plan, params: Any, mesh: Mesh, row: Row) -> Fraction:
     """Bytes that one device sends in a step to gather parameters and reduce gradients.
 
     Args:
@@ -38,7 +32,6 @@ def plan_traffic(plan: Plan, params: Any, mesh: Mesh, row: Row, own: frozenset[s
         params: the parameters as the state holds them, or their shapes.
         mesh: the mesh.
         row: for its accumulation and precision.
-        own: collectives over these axes alone are left out.
     """
     policy = precision_of(row.precision)
     dtypes = [jnp.dtype(each or jnp.float32).itemsize for each in (policy.compute, policy.reduce, policy.param)]
@@ -48,7 +41,7 @@ def plan_traffic(plan: Plan, params: Any, mesh: Mesh, row: Row, own: frozenset[s
     leaves = jax.tree.leaves(params, is_leaf=is_padded)
     each = jax.tree.leaves(layouts, is_leaf=lambda x: isinstance(x, Layout))
     for layout, x in zip(each, leaves, strict=True):
-        total += _leaf(layout, tuple(x.shape), mesh, batch_axes, row.accumulate, dtypes, own)
+        total += _leaf(layout, tuple(x.shape), mesh, batch_axes, row.accumulate, dtypes)
     return total
 
 
@@ -59,7 +52,6 @@ def _leaf(
     batch_axes: frozenset[str],
     accumulate: int,
     dtypes: list[int],
-    own: frozenset[str],
 ) -> Fraction:
     compute, reduce, held = dtypes
 
@@ -81,7 +73,7 @@ def _leaf(
         scattered = layout.grad
     sent += reduce * between(layout.update, scattered)
     rest = (batch_axes | set(layout.varies)) - all_axes(layout.update)
-    if rest and not rest <= own:
+    if rest:
         n = math.prod(mesh.shape[axis] for axis in rest)
         size = math.prod(local_shape(padded_shape(shape, layout.update, mesh), layout.update, mesh))
         sent += Fraction(2 * (n - 1), n) * reduce * size

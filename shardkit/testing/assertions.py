@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from shardkit.testing._compare import first_gap, is_float, magnitude, on, shapes_differ
 
@@ -59,7 +60,9 @@ def assert_matches_reference(
             and the factor if it is the same everywhere.
         TypeError, ValueError: what tracing the kernel raises, for example by check_vma.
     """
-    mapped = jax.shard_map(kernel, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    if kernel.__hash__ is None:  # an object of a class with an equality of its own
+        kernel = partial(kernel)
+    mapped = _mapped(kernel, mesh, *_hashable(in_specs), *_hashable(out_specs))
     wanted = reference(*args)
     everything = [np.asarray(x) for x in jax.tree.leaves((list(args), wanted))]
     n = summands if summands is not None else max((x.size for x in everything), default=1)
@@ -85,41 +88,60 @@ def assert_matches_reference(
                 "or pieces in another order."
             )
 
-    modes: list[tuple[str, Callable[[Any], Any]]] = [("under jit", jax.jit)]
-    if eager:
-        modes.append(("eagerly", lambda f: f))
-    for mode, wrap in modes:
-        compare(wrap(mapped)(*args), wanted, "the result", mode)
+    modes = ["under jit", "eagerly"] if eager else ["under jit"]
+    for mode in modes:
+        compare(_run(mapped, mode)(*args), wanted, "the result", mode)
     if not grad:
         return
-    backward, inputs = _vjp_of(mapped, args, wanted)
-    expected, _ = _vjp_of(reference, args, wanted)
-    gradients = expected(inputs)
-    for mode, wrap in modes:
-        compare(wrap(backward)(inputs), gradients, "the gradient of argument", mode)
-
-
-def _vjp_of(fn: Callable[..., Any], args: Sequence[Any], wanted: Any) -> tuple[Callable[[Any], Any], Any]:
-    """The VJP of `fn` as a function of its floating-point arguments, and those arguments.
-
-    The cotangents are random, and the same for every function with the results `wanted`.
-    """
     leaves, structure = jax.tree.flatten(tuple(args))
-    floats = [i for i, x in enumerate(leaves) if is_float(x)]
+    floats = tuple(i for i, x in enumerate(leaves) if is_float(x))
     rng = np.random.default_rng(zlib.crc32(b"cotangent"))  # a seed that the caller's arguments hardly share
     draws = [rng.normal(size=np.shape(y)) for y in jax.tree.leaves(wanted)]
+    cotangents = [
+        jnp.asarray(d, jnp.result_type(y)) for d, y in zip(draws, jax.tree.leaves(wanted), strict=True) if is_float(y)
+    ]
+    gradients = _vjp_of(reference, structure, floats)(leaves, cotangents)
+    backward = _vjp_of(mapped, structure, floats)
+    for mode in modes:
+        compare(_run(backward, mode)(leaves, cotangents), gradients, "the gradient of argument", mode)
 
-    def floating(inputs: list[Any]) -> list[Any]:
-        every = list(leaves)
-        for i, x in zip(floats, inputs, strict=True):
-            every[i] = x
-        return [y for y in jax.tree.leaves(fn(*jax.tree.unflatten(structure, every))) if is_float(y)]
 
-    def backward(inputs: list[Any]) -> Any:
-        out, vjp = jax.vjp(floating, inputs)
-        used = [d for d, y in zip(draws, jax.tree.leaves(wanted), strict=True) if is_float(y)]
-        (grads,) = vjp([jnp.asarray(d, y.dtype) for d, y in zip(used, out, strict=True)])
+# The same kernel on the same mesh is mapped, and compiled for the same shapes, once: a property test calls this for
+# every example that it draws.
+@lru_cache(maxsize=64)
+def _mapped(kernel: Any, mesh: Mesh, ins: Any, in_tree: Any, outs: Any, out_tree: Any) -> Callable[..., Any]:
+    in_specs, out_specs = jax.tree.unflatten(in_tree, ins), jax.tree.unflatten(out_tree, outs)
+    return jax.shard_map(kernel, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def _hashable(specs: Any) -> tuple[tuple[Any, ...], Any]:
+    leaves, structure = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, PartitionSpec) or x is None)
+    return tuple(leaves), structure
+
+
+@lru_cache(maxsize=64)
+def _jitted(fn: Any) -> Callable[..., Any]:
+    return jax.jit(fn)
+
+
+def _run(fn: Callable[..., Any], mode: str) -> Callable[..., Any]:
+    return _jitted(fn) if mode == "under jit" else fn
+
+
+@lru_cache(maxsize=64)
+def _vjp_of(fn: Any, structure: Any, floats: tuple[int, ...]) -> Callable[..., Any]:
+    """The VJP of `fn` for the leaves of its arguments at these places: (leaves, cotangents) -> gradients."""
+
+    def backward(leaves: list[Any], cotangents: list[Any]) -> Any:
+        def floating(inputs: list[Any]) -> list[Any]:
+            every = list(leaves)
+            for i, x in zip(floats, inputs, strict=True):
+                every[i] = x
+            return [y for y in jax.tree.leaves(fn(*jax.tree.unflatten(structure, every))) if is_float(y)]
+
+        out, vjp = jax.vjp(floating, [jnp.asarray(leaves[i]) for i in floats])
+        (grads,) = vjp([c.astype(y.dtype) for c, y in zip(cotangents, out, strict=True)])
         by_leaf = dict(zip(floats, grads, strict=True))
         return jax.tree.unflatten(structure, [by_leaf.get(i) for i in range(len(leaves))])
 
-    return backward, [jnp.asarray(leaves[i]) for i in floats]
+    return backward

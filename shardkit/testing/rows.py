@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardkit._check import sized
@@ -103,19 +103,22 @@ def _completed(
     """The row with every factor chosen, each so that it meets most of what it has not met; None if nothing fits."""
     if not fits(row):
         return None
-    open_factors = [name for name in sizes if name not in row]
-    if not open_factors:
+    if len(row) == len(sizes):
         return row
+    # A factor to which nothing is left ends the search here, not after all others have been tried.
+    open_values = {
+        name: [i for i in range(size) if fits({**row, name: i})] for name, size in sizes.items() if name not in row
+    }
+    if not all(open_values.values()):
+        return None
 
     def new(name: str, index: int) -> int:
         return sum(tuple(sorted([(name, index), other])) in left for other in row.items())
 
-    def ways() -> Iterator[tuple[int, str, int]]:
-        for name in open_factors:
-            yield max((new(name, index), name, -index) for index in range(sizes[name]))
-
-    name = max(ways())[1]
-    for index in sorted(range(sizes[name]), key=lambda index: -new(name, index)):
+    gains = {name: max(new(name, index) for index in values) for name, values in open_values.items()}
+    forced = [name for name, values in open_values.items() if len(values) == 1]
+    name = forced[0] if forced else max(gains, key=lambda name: (gains[name], name))
+    for index in sorted(open_values[name], key=lambda index: -new(name, index)):
         done = _completed({**row, name: index}, sizes, left, fits)
         if done is not None:
             return done

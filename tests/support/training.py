@@ -1,17 +1,20 @@
-"""Training steps of the conformance list's rows, held to one device: the laws' checks, and optimizers for them."""
+"""Rows of the conformance list under the laws, and what they are trained with."""
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 import shardkit as sk
-from support import conformance
+from shardkit.testing import LAWS, Proof, Reference, Row, one_device, prove
+from shardkit.testing.prove import relative_of
+from support.conformance import ModelRow, PlanRow
 
 KEY = jax.random.key(7)
+STEPS = 3
 
 
 def recording_sgd(rate: float) -> optax.GradientTransformation:
@@ -25,7 +28,7 @@ def recording_sgd(rate: float) -> optax.GradientTransformation:
 def lenient(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """optax itself promotes an integer count; everything around it stays strict."""
 
-    def update(grads, state, params=None):
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
         with jax.numpy_dtype_promotion("standard"):
             return optimizer.update(grads, state, params)
 
@@ -33,47 +36,26 @@ def lenient(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
 
 
 OPTIMIZERS = {
-    "sgd": lambda: recording_sgd(0.5),
-    "adamw": lambda: lenient(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3))),
-    # With its usual epsilon, 1e-8, Adam makes much of the rounding of a small gradient: of layers as deep as four, one
-    # device summing in microbatches is then 4e-5 off itself, and with 1e-6 still 2e-5.
-    "calm adamw": lambda: lenient(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3, eps=1e-5))),
-    "adafactor": lambda: lenient(optax.adafactor(1e-2, min_dim_size_to_factor=4)),
+    "sgd": lenient(optax.sgd(0.5, momentum=0.9)),
+    "adamw": lenient(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3))),
+    "adafactor": lenient(optax.adafactor(1e-2, min_dim_size_to_factor=4)),
 }
-# Adam divides a leaf whose true gradient is zero by its own rounding noise: it may move by the rate in every step.
-ZERO_LEAF = {"sgd": 1e-6, "adamw": 3 * 1e-3, "calm adamw": 3 * 1e-3, "adafactor": 3 * 1e-2}
 
 
 @cache
-def expected(model: conformance.ModelRow, optimizer: str, steps: int) -> conformance.Reference:
-    return conformance.reference(model, OPTIMIZERS[optimizer](), steps, KEY)
+def expected(model: ModelRow, optimizer: str, relative: float) -> Reference:
+    """The training on one device, run once for all rows of a model."""
+    batches = [model.batch(step) for step in range(STEPS)]
+    grad_fn = sk.value_and_grad(model.loss(None))
+    return one_device(grad_fn, OPTIMIZERS[optimizer], model.params(), batches, key=KEY, relative=relative)
 
 
-def built(row, model, optimizer, grad_fn=None, **options):
+def check(
+    row: PlanRow, model: ModelRow, optimizer: str = "adamw", grad_fn: Any = None, laws: Any = LAWS, **options: Any
+) -> Proof:
+    """Every law on a row of the conformance list, for three steps; `options` are those of `make_train_step`."""
+    batches = [model.batch(step) for step in range(STEPS)]
     grad_fn = grad_fn or sk.value_and_grad(model.loss(row.model_axis))
-    mesh = conformance.make_mesh(row)
-    return sk.make_train_step(grad_fn, OPTIMIZERS[optimizer](), mesh=mesh, plan=row.plan(), **options)
-
-
-def check(row, model, optimizer, steps, **options):
-    init, step = built(row, model, optimizer, **options)
-    state = init(model.params(), KEY)
-    want = expected(model, optimizer, steps)
-    for index in range(steps):
-        state, metrics = step(state, model.batch(index))
-        np.testing.assert_allclose(metrics["loss"], want.losses[index], rtol=1e-5)
-        for name, value in want.metrics[index].items():
-            np.testing.assert_allclose(metrics[name], value, rtol=1e-5)
-        if optimizer == "sgd" and index == 0:
-            conformance.assert_close(sk.unpadded(state.opt_state), want.grads, 1e-5, model.zero_leaves, 1e-6)
-    conformance.assert_close(sk.unpadded(state.params), want.params, 1e-5, model.zero_leaves, ZERO_LEAF[optimizer])
-    assert_replicas_agree(state)
-
-
-def assert_replicas_agree(state):
-    """Devices that hold the same piece of a leaf hold the same bits."""
-    for leaf in jax.tree.leaves((state.params, state.opt_state)):
-        pieces = {}
-        for shard in leaf.addressable_shards:
-            bits = np.asarray(shard.data).tobytes()
-            assert pieces.setdefault(str(shard.index), bits) == bits
+    proved = Row(row.sizes, row.plan(), grad_fn, optimizer=OPTIMIZERS[optimizer], label=row.name, **options)
+    wanted = expected(model, optimizer, relative_of(proved.precision))
+    return prove(grad_fn, wanted, rows=[proved], params=model.params(), batches=batches, key=KEY, laws=laws)

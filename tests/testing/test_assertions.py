@@ -8,9 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.testing import assert_matches_reference, assert_same_training, recording
+from shardkit.testing import assert_matches_reference, assert_same_training
 from shardkit.testing._compare import constant_factor, distance, times
-from shardkit.testing.training import _assert_copies_agree
 from support.conformance import MODELS
 from support.training import lenient
 
@@ -164,21 +163,3 @@ def test_training_failures_in_full(data8):
     with pytest.raises(ValueError) as error:
         training(mesh=data8, steps=0)
     assert str(error.value) == ("assert_same_training: at least one batch is needed; got none. Pass one for each step.")
-
-
-def test_copies_that_differ_are_found(data8):
-    pieces = [jax.device_put(np.float32([i // 7]), d) for i, d in enumerate(data8.devices.flat)]
-    whole = jax.make_array_from_single_device_arrays((1,), jax.NamedSharding(data8, P()), pieces)
-    with pytest.raises(AssertionError) as error:
-        _assert_copies_agree("here", {"w": whole})
-    assert str(error.value) == (
-        "here: the copies of parameter w must be equal in every bit; those on devices 0 and 7 differ. Look "
-        "for randomness, or a reduction that one of them leaves out."
-    )
-
-
-def test_a_recording_optimizer_changes_nothing_and_shows_the_gradients():
-    params, grads = {"w": jnp.float32(3)}, {"w": jnp.float32(10)}
-    clipped = recording(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
-    updates, state = clipped.update(grads, clipped.init(params), params)
-    assert float(updates["w"]) == -1 and state.grads == grads

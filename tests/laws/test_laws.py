@@ -1,0 +1,16 @@
+"""Every law on every row of the covering list: one program a row, traced, compiled and run once."""
+
+import pytest
+
+from shardkit.testing import prove
+from support.rows import KEY, STEPS, batch, cases, expected, params
+
+CASES = cases()
+
+
+# proves S58, S59, S60, S63, S75, S80, S86, S87, S88, S92, S94, F14, F15, F17, F18, F19, F22, F24, F25, F27, F30, F31,
+# F32, F33, F36, F37, F38, F45, F47, F51, F53, F54, F56, F57, F58, F59, F60, F75, F76: unequal weights and dropout on
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(", ", "-").replace(" ", "_"))
+def test_every_law_holds(case):
+    batches = [batch(step) for step in range(STEPS)]
+    prove(case.row.grad_fn, expected(case), rows=[case.row], params=params(case.config), batches=batches, key=KEY)

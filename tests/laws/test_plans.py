@@ -1,0 +1,78 @@
+"""The laws on every plan of the conformance list, with a model that is quick to compile, and beside jax's own ways."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import shardkit as sk
+from support import conformance
+from support.conformance import BATCH, MODELS, PLANS
+from support.training import KEY, OPTIMIZERS, STEPS, check, expected
+
+SOFTMAX, TRANSFORMER = MODELS
+
+
+def name(row):
+    return row.name.replace(" ", "_")
+
+
+# proves S58, S59, S60, S63, S92, F14, F15, F53, F55, F57, F59, F60
+@pytest.mark.parametrize("row", PLANS, ids=name)
+def test_every_plan(row):
+    check(row, SOFTMAX)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("row", [row for row in PLANS if row.model_axis is None], ids=name)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_plan_with_a_transformer(row, optimizer):
+    check(row, TRANSFORMER, optimizer)
+
+
+def accumulations():
+    """Every plan with every number of microbatches: the smallest in the default tier, for one plan in three."""
+    for number, row in enumerate(PLANS):
+        ways = int(np.prod([size for axis, size in row.sizes.items() if axis not in ("spare", row.model_axis)]))
+        divisors = [k for k in range(2, BATCH // ways + 1) if BATCH // ways % k == 0]
+        for k in divisors:
+            few = number % 3 == 0 and k == divisors[0]
+            yield pytest.param(row, k, id=f"{name(row)}-{k}", marks=() if few else pytest.mark.deep)
+
+
+# proves S86, S87, F45, F58: unequal weights and dropout on, and the effective batch stays what it is
+@pytest.mark.parametrize(("row", "accumulate"), list(accumulations()))
+def test_every_accumulation(row, accumulate):
+    check(row, SOFTMAX, "sgd", accumulate=accumulate)
+
+
+# proves S61: the jit + NamedSharding path gives the same update
+def test_automatic_partitioning_gives_the_same_training(data8):
+    optimizer = OPTIMIZERS["sgd"]
+    params = sk.shard(SOFTMAX.params(), data8, jax.P())
+    opt_state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, opt_state, batch, keys):
+        def mean(params):
+            loss, _ = SOFTMAX.loss(None)(params, batch, keys)
+            return loss.total / loss.weight
+
+        updates, opt_state = optimizer.update(jax.grad(mean)(params), opt_state)
+        return jax.tree.map(lambda p, u: p + u, params, updates), opt_state
+
+    for index in range(STEPS):
+        keys = sk.example_keys(sk.step_key(KEY, index), BATCH)
+        params, opt_state = step(params, opt_state, sk.shard(SOFTMAX.batch(index), data8, jax.P("data")), keys)
+    wanted = expected(SOFTMAX, "sgd", 1e-5).steps[-1]
+    jax.tree.map(
+        lambda x, y, gap: np.testing.assert_array_less(abs(x - y), gap), params, wanted.params, wanted.params_allowed
+    )
+
+
+# proves S10: the disabled configuration is one device and no difference
+def test_a_disabled_configuration_is_the_undistributed_step():
+    mesh = sk.DistributedConfig(enabled=False).mesh()
+    assert mesh.size == 1
+    check(conformance.PlanRow("disabled", dict(mesh.shape), lambda: sk.dp("data")), SOFTMAX)

@@ -1,0 +1,216 @@
+"""The covering list: every two options of a training step meet in one row of the reference transformer at least."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import shardkit as sk
+from shardkit import schedules
+from shardkit.models import transformer
+from shardkit.testing import Row, covering, one_device
+from shardkit.testing.prove import relative_of
+from support.training import lenient
+
+KEY = jax.random.key(7)
+BATCH, TOKENS, LAYERS, MICROBATCHES, STEPS = 48, 16, 4, 4, 3
+LAYERWISE: Any = {"min_size": 1, "layerwise": ("layers",)}
+# A fixed scale: the first steps of a dynamic one are skipped, and have nothing to compare.
+FP16 = sk.Precision(compute=jnp.float16, loss_scale=256.0)
+MASTER = sk.Precision(param=jnp.bfloat16, compute=jnp.bfloat16, master=jnp.float32)
+CONFIG = transformer.Config(vocabulary=32, layers=LAYERS, dim=16, heads=8, kv_heads=2, hidden=32, dropout=0.1)
+
+FACTORS: dict[str, list[Any]] = {
+    "shard": [None, "dp", "zero1", "zero2", "zero2 by layer", "fsdp", "fsdp by layer"],
+    "stage": [None, "lockstep", "1f1b in branches", "interleaved, saved"],
+    "model": [None, "gather", "ring", "bidirectional"],
+    "context": [None, "zigzag", "contiguous", "ulysses"],
+    "experts": [None, "whole", "split"],
+    "optimizer": ["adamw", "sgd", "adafactor"],
+    "accumulate": [1, 2, 4],
+    "precision": [None, "bf16", "fp16", "master"],
+    "replica": [False, True],
+    "uneven": [False, True],
+    "prefetch": [False, True],
+    "nonfinite": ["keep", "skip"],
+}
+# Schedules whose programs take long to compile: the deep tier draws them too.
+DEEP_FACTORS = FACTORS | {"stage": [*FACTORS["stage"], "zb-h1"]}
+OPTIMIZERS = {
+    "sgd": lenient(optax.sgd(0.5, momentum=0.9)),
+    "adamw": lenient(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3))),
+    "adafactor": lenient(optax.adafactor(1e-2, min_dim_size_to_factor=4)),
+}
+SCHEDULES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "lockstep": (schedules.lockstep(2, MICROBATCHES), {}),
+    "1f1b in branches": (schedules.one_f_one_b(2, MICROBATCHES), {"mode": "branch", "recompute": False}),
+    "interleaved, saved": (schedules.interleaved(2, MICROBATCHES, 2), {"recompute": False}),
+    "zb-h1": (schedules.zero_bubble_h1(2, MICROBATCHES), {}),
+}
+
+
+def sizes_of(choice: dict[str, Any]) -> dict[str, int]:
+    """The mesh: two devices along each axis that the choice uses, three where leaves must not divide."""
+    sizes = {
+        "shard": (3 if choice.get("uneven") else 2) if choice.get("shard") else 1,
+        "stage": 2 if choice.get("stage") else 1,
+        "model": 2 if choice.get("model") else 1,
+        "context": 2 if choice.get("context") else 1,
+        "expert": 2 if choice.get("experts") == "split" else 1,
+        "replica": 2 if choice.get("replica") else 1,
+    }
+    return {name: size for name, size in sizes.items() if size > 1}
+
+
+def ways_of(choice: dict[str, Any]) -> int:
+    """The devices that share the examples."""
+    return math.prod(sizes_of(choice).get(name, 1) for name in ("shard", "replica", "expert"))
+
+
+def allowed(choice: dict[str, Any]) -> bool:
+    """What eight devices can hold, and what means something: each line says why the rest does not."""
+    get = choice.get
+    shard, stage, branch = get("shard"), get("stage"), get("stage") == "1f1b in branches"
+    low = get("precision") is not None
+    return (
+        math.prod(sizes_of(choice).values()) <= 8
+        and not (get("uneven") and "shard" in choice and shard in (None, "dp"))  # nothing is split that could be padded
+        and not (get("prefetch") and "shard" in choice and shard not in ("zero2 by layer", "fsdp by layer"))
+        and not (get("prefetch") and stage)  # a stage has two layers
+        and not (low and get("experts"))  # rounding decides which expert a token goes to
+        and not (stage and get("accumulate", 1) > 1)  # it warns: more microbatches do the same
+        and not (branch and (get("model") in ("ring", "bidirectional") or get("context") or get("experts") == "split"))
+        and not (shard is None and "shard" in choice and get("replica"))  # replicas of one device are dp
+        and BATCH % (ways_of(choice) * get("accumulate", 1)) == 0
+    )
+
+
+class Case(NamedTuple):
+    """A row and the training on one device that it must equal."""
+
+    choice: dict[str, Any]
+    row: Row
+    config: transformer.Config
+
+    @property
+    def name(self) -> str:
+        """The options that are not the first of their factor."""
+        chosen = [(name, value) for name, value in self.choice.items() if value != FACTORS[name][0]]
+        texts = (name if value is True else f"{name}={value}" for name, value in chosen if not isinstance(value, str))
+        return ", ".join([value for _, value in chosen if isinstance(value, str)] + list(texts)) or "one device"
+
+
+def case_of(choice: dict[str, Any], turn: int = 0) -> Case:
+    """The row of a choice; the order of the mesh's axes takes turns."""
+    sizes = sizes_of(choice)
+    names = list(sizes) or ["shard"]
+    order = names[turn % len(names) :] + names[: turn % len(names)]
+    mesh = {name: sizes.get(name, 1) for name in order}
+    config = dataclasses.replace(CONFIG, prefetch=choice["prefetch"])
+    if choice["experts"]:
+        # A router's losses are those of a microbatch; without them, accumulation changes no number.
+        losses = {"balance": 0.0, "router_z": 0.0} if choice["accumulate"] > 1 else {"balance": 0.1, "router_z": 0.01}
+        config = dataclasses.replace(config, experts=8, hidden=8, **losses)
+    has = lambda name: name if name in sizes else None  # noqa: E731
+    context = choice["context"]
+    axes = transformer.Axes(
+        has("model"),
+        sequence=choice["model"] in ("ring", "bidirectional"),
+        context="context" if context in ("zigzag", "contiguous") else None,
+        ulysses="context" if context == "ulysses" else None,
+        order=context if context in ("zigzag", "contiguous") else "zigzag",
+        expert=has("expert"),
+        impl=choice["model"] or "gather",
+        stage=has("stage"),
+    )
+    row = Row(
+        mesh,
+        sk.chain(*_plans(choice, sizes, config)),
+        _grad_fn(choice, config, axes),
+        choice["accumulate"],
+        {"master": MASTER, "fp16": FP16}.get(choice["precision"], choice["precision"]),
+        choice["nonfinite"],
+        OPTIMIZERS[choice["optimizer"]],
+    )
+    case = Case(choice, row, config)
+    return case._replace(row=row._replace(label=case.name))
+
+
+def _plans(choice: dict[str, Any], sizes: dict[str, int], config: transformer.Config) -> list[sk.Plan]:
+    shard, sequence = choice["shard"], choice["model"] in ("ring", "bidirectional")
+    options: dict[str, Any] = {} if shard in (None, "dp") else {"min_size": 1}
+    if choice["uneven"]:
+        options["uneven"] = "pad"
+    if shard in ("zero2 by layer", "fsdp by layer"):
+        options |= LAYERWISE
+    makes = {
+        "shard": lambda: getattr(sk, shard.split()[0])("shard", **options),
+        "replica": lambda: sk.dp("replica"),
+        "model": lambda: sk.tp("model", transformer.tensor_rules(config, "model", 2), sequence=sequence),
+        "context": lambda: sk.cp("context"),
+        "expert": lambda: sk.ep("expert"),
+        "stage": lambda: sk.pp("stage"),
+    }
+    return [makes[name]() for name in sizes] or [sk.dp("shard")]
+
+
+def _grad_fn(choice: dict[str, Any], config: transformer.Config, axes: transformer.Axes) -> Any:
+    if not choice["stage"]:
+        return sk.value_and_grad(transformer.loss_fn(config, axes))
+    schedule, how = SCHEDULES[choice["stage"]]
+    pieces = transformer.pieces(config, axes)
+    grad_fn = sk.pipeline_value_and_grad(*pieces, schedule, "stage", numbered=True, **how)
+    return transformer.in_order(grad_fn, axes)
+
+
+@cache
+def _alone(config: transformer.Config, ways: int) -> Any:
+    """The GradFn of one device; in a pipeline's microbatches with experts, because a router's losses are theirs."""
+    plain = transformer.loss_fn(config)
+    order = np.arange(BATCH).reshape(ways, MICROBATCHES, -1).swapaxes(0, 1).ravel()
+
+    def loss(params: Any, batch: Any, keys: Any) -> Any:
+        return plain(params, {name: x[order] for name, x in batch.items()}, keys[order])
+
+    return sk.value_and_grad(loss if config.microbatches > 1 else plain)
+
+
+@cache
+def params(config: transformer.Config) -> Any:
+    return transformer.init(jax.random.key(3), config)
+
+
+@cache
+def batch(step: int) -> Any:
+    """Tokens with weights that are far from equal: a quarter of the examples has none at all."""
+    rng = np.random.default_rng(step)
+    tokens = rng.integers(0, CONFIG.vocabulary, (BATCH, TOKENS + 1)).astype(np.int32)
+    lengths = rng.integers(1, TOKENS + 1, BATCH) * (np.arange(BATCH) % 16 > 3)
+    weights = (np.arange(TOKENS)[None, :] < lengths[:, None]).astype(np.float32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+
+
+def expected(case: Case) -> Any:
+    """The training on one device that a case must equal, run once for all cases that share it."""
+    piped = bool(case.choice["stage"] and case.choice["experts"])
+    config = dataclasses.replace(case.config, prefetch=False, microbatches=MICROBATCHES if piped else 1)
+    ways = ways_of(case.choice) if piped else 1
+    return _expected(config, ways, case.choice["optimizer"], relative_of(case.row.precision))
+
+
+@cache
+def _expected(config: transformer.Config, ways: int, optimizer: str, relative: float) -> Any:
+    batches = [batch(step) for step in range(STEPS)]
+    return one_device(_alone(config, ways), OPTIMIZERS[optimizer], params(config), batches, key=KEY, relative=relative)
+
+
+def cases() -> list[Case]:
+    """The covering list."""
+    return [case_of(choice, turn) for turn, choice in enumerate(covering(FACTORS, allowed))]

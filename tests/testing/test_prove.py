@@ -1,0 +1,215 @@
+"""prove: what it prints, and that each of its laws finds what it is there for."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from shardkit.testing import LAWS, Program, Row, laws, one_device, prove, recording
+
+KEY = jax.random.key(1)
+PARAMS = {"w": np.random.default_rng(0).normal(size=(8, 4)).astype("f"), "b": np.zeros(4, "f")}
+DP4 = Row({"data": 4}, sk.dp("data"))
+
+
+def batch(step):
+    rng = np.random.default_rng(step)
+    return {"x": rng.normal(size=(16, 8)).astype("f"), "weight": rng.integers(0, 3, 16).astype("f")}
+
+
+BATCHES = [batch(step) for step in range(3)]
+
+
+def loss_fn(params, batch, keys):
+    x = sk.dropout(batch["x"], keys, 0.2)
+    error = jnp.sum((jnp.tanh(x @ params["w"] + params["b"][None]) - 1) ** 2, axis=-1)
+    return sk.Mean.of(error, batch["weight"]), {"error": sk.Mean.of(error)}
+
+
+OWN = sk.value_and_grad(loss_fn)
+
+
+def proved(step, *rows, optimizer=None, **options):
+    return prove(
+        step, OWN, rows=rows, params=PARAMS, batches=BATCHES, optimizer=optimizer or optax.sgd(0.1, 0.9), **options
+    )
+
+
+def broken(law, step, row=DP4, **options):
+    with pytest.raises(AssertionError) as error:
+        proved(step, row, laws=[law], **options)
+    lines = str(error.value).splitlines()
+    assert lines[0] == "prove: 1 of 1 do not hold:" and len(lines) == 2
+    return lines[1]
+
+
+# proves N8, F72
+def test_all_laws_on_two_plans():
+    sharded = Row({"data": 2, "fsdp": 2}, sk.chain(sk.dp("data"), sk.fsdp("fsdp", min_size=1)), accumulate=2)
+    proof = proved(OWN, DP4, sharded)
+    assert str(proof).splitlines()[0].split() == ["row", *(law.__name__ for law in LAWS)]
+    assert str(proof).splitlines()[1].split() == ["data=4:", "dp('data')", *["holds"] * 7]
+    assert str(proof).splitlines()[2].startswith("data=2, fsdp=2: fsdp('fsdp') + dp('data'), accumulate=2  holds")
+
+
+def test_a_step_of_ones_own_and_a_law_of_ones_own():
+    def built(row):
+        mesh = sk.make_mesh(jax.devices()[:4], **row.mesh)
+        return sk.make_train_step(OWN, row.optimizer, mesh=mesh, plan=row.plan)
+
+    def few_leaves(program, reference):
+        return f"{len(jax.tree.leaves(program.ran.state.params))} leaves after {len(reference.steps)} steps"
+
+    proof = proved(built, DP4, DP4, laws=[laws.same_numbers, few_leaves])
+    assert str(proof).splitlines() == [
+        "row                       same_numbers  few_leaves",
+        "data=4: dp('data') (1)    holds         (1)",
+        "data=4: dp('data') (2)    holds         (1)",
+        "(1) few_leaves: 2 leaves after 3 steps",
+    ]
+
+
+def test_a_wrong_gradient_behind_a_clip():
+    def doubled(params, batch, keys, *, scale=1):
+        loss, aux, grads = OWN(params, batch, keys, scale=scale)
+        return loss, aux, {**grads, "b": 2 * grads["b"]}
+
+    text = broken(laws.same_numbers, doubled, optimizer=optax.chain(optax.clip_by_global_norm(1e-3), optax.sgd(1.0)))
+    assert text.startswith(
+        "- data=4: dp('data'), same_numbers: on mesh data=4 with plan dp('data'), step 0: the gradient of b must be as "
+        "on one device; the largest difference is "
+    )
+    assert "(everywhere 2x one device's); allowed is " in text
+
+
+def test_copies_that_differ(data8):
+    pieces = [jax.device_put(np.float32([i // 7]), d) for i, d in enumerate(data8.devices.flat)]
+    whole = jax.make_array_from_single_device_arrays((1,), jax.NamedSharding(data8, P()), pieces)
+    for name, state in {
+        "parameter": SimpleNamespace(params={"w": whole}, opt_state={}),
+        "optimizer state": SimpleNamespace(params={}, opt_state={"w": whole}),
+    }.items():
+        with pytest.raises(AssertionError) as error:
+            laws.equal_copies(SimpleNamespace(ran=SimpleNamespace(state=state)), None)
+        assert str(error.value) == (
+            f"the copies of {name} w must be equal in every bit; those on devices 0 and 7 differ. Look for randomness, "
+            "or a reduction that one of them leaves out."
+        )
+
+
+def test_a_byte_too_many(monkeypatch):
+    """A loss that sums once more, in a file that is taken for the builder's."""
+
+    def summed(params, batch, keys):
+        loss, aux = loss_fn(params, batch, keys)
+        return loss, aux | {"norm": sk.Mean(jnp.sum(sk.all_reduce(params["b"], "data")), jnp.float32(1))}
+
+    monkeypatch.setattr(laws, "_PLAN", (*laws._PLAN, "test_prove.py"))
+    row = DP4._replace(grad_fn=sk.value_and_grad(summed))
+    text = broken(laws.census_is_the_closed_form, OWN, row)
+    assert text.endswith(
+        "the plan must send 216 bytes a device in a step, as its layouts say; the census counts 240. Print "
+        "sk.census(step, state, batch) to see which collective is missing or too many."
+    )
+
+
+def built_with(change):
+    """A step of one's own: that of the builder, changed."""
+
+    def built(row):
+        mesh = sk.make_mesh(jax.devices()[:4], **row.mesh)
+        return change(sk.make_train_step(OWN, row.optimizer, mesh=mesh, plan=row.plan))
+
+    return built
+
+
+def test_a_collective_that_the_compiler_adds():
+    def normed(made):  # outside shard_map, on parameters in parts
+        def step(state, batch):
+            state, metrics = made.step(state, batch)
+            return state, metrics | {"norm": jnp.sum(state.params["w"] ** 2)}
+
+        return made._replace(step=jax.jit(step))
+
+    row = DP4._replace(plan=sk.fsdp("data", min_size=1))
+    text = broken(laws.compiled_as_written, built_with(normed), row)
+    assert (
+        "the compiler must send only what is written; it changed: added: " in text and " all_reduce over 'data'" in text
+    )
+
+
+def test_a_finding_of_the_lint():
+    def twice(params, batch, keys, *, scale=1):
+        loss, aux, grads = OWN(params, batch, keys, scale=scale)
+        once = sk.vary(sk.all_reduce(grads["w"], "data"), "data")
+        return loss, aux, grads | {"w": sk.all_reduce(once, "data")}
+
+    assert "the lint must find nothing; it finds: " in broken(laws.lint_is_silent, twice)
+
+
+def test_a_state_that_is_not_donated():
+    text = broken(laws.donates_the_state, built_with(lambda made: made._replace(step=jax.jit(made.step))))
+    assert text.endswith(
+        "a step must write its new state in place, 436 bytes a device; it reuses 0. Look for a leaf that changes dtype "
+        "or layout from step to step."
+    )
+
+
+def test_a_second_compile():
+    def weak(made):
+        init = lambda params, key: made.init(params, key)._replace(step=jnp.asarray(0) * 1)  # noqa: E731
+        return made._replace(init=lambda *args: init(*args)._replace(step=jax.device_put(0)))
+
+    text = broken(laws.compiles_once, built_with(weak))
+    assert "only the first step may compile; the steps compiled [0, 1, 0] programs." in text
+
+
+def test_what_is_refused():
+    for name, given in (("row", {"rows": []}), ("batch", {"batches": []}), ("law", {"laws": []})):
+        with pytest.raises(ValueError) as error:
+            prove(OWN, OWN, **{"rows": [DP4], "params": PARAMS, "batches": BATCHES} | given)
+        assert str(error.value) == f"prove: at least one {name} is needed; got none. Pass one or more."
+    with pytest.raises(TypeError) as error:
+        proved(loss_fn, DP4)
+    assert str(error.value) == (
+        "prove: step must be a GradFn, from value_and_grad(loss_fn), or a function of a Row that returns a TrainStep; "
+        "got 'loss_fn'. Wrap a loss in value_and_grad."
+    )
+    with pytest.raises(ValueError) as error:
+        one_device(OWN, optax.sgd(1.0), PARAMS, [])
+    assert str(error.value) == "one_device: at least one batch is needed; got none. Pass one for each step."
+
+
+# proves N12
+def test_what_is_allowed_follows_from_the_gradients_error():
+    """Under Adam a weight whose gradient is all rounding may go either way; every other is held to its digits."""
+
+    def loss(params, batch, keys):
+        return sk.Mean.of(jnp.square(batch["x"] @ params["w"]) + 0 * params["idle"][0])
+
+    params = {"w": np.ones(8, "f"), "idle": np.ones(1, "f")}
+    rate = 1e-2
+    wanted = one_device(sk.value_and_grad(loss), optax.adam(rate), params, [{"x": b["x"]} for b in BATCHES]).steps[-1]
+    assert 3 * rate < wanted.params_allowed["idle"][0] < 20 * rate
+    assert np.max(wanted.params_allowed["w"]) < 1e-4
+    assert wanted.grads_allowed["w"] < 1e-3 * np.max(np.abs(wanted.grads["w"]))
+
+
+def test_a_program_is_made_once_and_its_parts_belong_together():
+    program = Program.of(DP4, OWN, optax.sgd(0.1), PARAMS, BATCHES, KEY)
+    assert program.compiled is program.compiled and len(program.ran.steps) == 3
+    assert [taken.compiled for taken in program.ran.steps] == [0, 0, 0]  # the compiled program is the one that runs
+    assert sk.analysis.census(program.step, *program.shapes) == sk.analysis.census(program.step, *program.shapes)
+    assert int(program.ran.state.step) == 3
+
+
+def test_a_recording_optimizer_changes_nothing_and_shows_the_gradients():
+    params, grads = {"w": jnp.float32(3)}, {"w": jnp.float32(10)}
+    clipped = recording(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
+    updates, state = clipped.update(grads, clipped.init(params), params)
+    assert float(updates["w"]) == -1 and state.grads == grads
