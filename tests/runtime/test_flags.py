@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import shardkit as sk
@@ -16,8 +17,9 @@ pytestmark = pytest.mark.check
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     """Another machine: with a GPU or without, with jax started or not."""
+    assert jax.devices()  # XLA reads its flags once, and shall not read those below
 
-    def become(*, gpu, started=False, given="--xla_dump_to=a"):
+    def become(*, gpu, started=False, given="--xla_cpu_enable_fast_math=false"):
         (tmp_path / "nvidia0").touch() if gpu else (tmp_path / "nvidia0").unlink(missing_ok=True)
         monkeypatch.setattr(flags, "Path", lambda folder, name: tmp_path / name)
         monkeypatch.setattr(flags._compat, "cpu_only", lambda: False)  # a TPU's machine without a GPU is not one
@@ -32,18 +34,18 @@ def test_a_gpu_gets_them_and_they_are_recorded(machine):
     machine(gpu=True)
     assert sk.runtime.gpu_flags() == flags.GPU_OVERLAP
     recorded = environment()["XLA_FLAGS"]  # of a benchmark
-    assert recorded.split() == ["--xla_dump_to=a", *flags.GPU_OVERLAP]
-    assert set(flags.GPU_OVERLAP) == set(compared("XLA_FLAGS").split())  # between processes, before the first step
+    assert recorded.split() == ["--xla_cpu_enable_fast_math=false", *flags.GPU_OVERLAP]
+    assert set(recorded.split()) == set(compared("XLA_FLAGS").split())  # between processes, before the first step
     assert sk.runtime.gpu_flags() == () and environment()["XLA_FLAGS"] == recorded
 
 
 # proves S35
 def test_nothing_else_gets_them(machine, monkeypatch):
     machine(gpu=False)
-    assert sk.runtime.gpu_flags() == () and environment()["XLA_FLAGS"] == "--xla_dump_to=a"
+    assert sk.runtime.gpu_flags() == () and environment()["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
     machine(gpu=True, started=True)
     monkeypatch.setattr(flags._compat, "cpu_only", lambda: True)  # a GPU that the user leaves out
-    assert sk.runtime.gpu_flags() == () and environment()["XLA_FLAGS"] == "--xla_dump_to=a"
+    assert sk.runtime.gpu_flags() == () and environment()["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
 
 
 def test_what_the_user_set_stays(machine):
