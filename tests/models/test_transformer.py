@@ -48,7 +48,8 @@ def test_a_token_sees_only_what_came_before():
     params = transformer.init(KEY, CONFIG)
     first = tokens()
     second = first.at[:, 7].set((first[:, 7] + 1) % 40)
-    a, b = (transformer.apply(params, t, CONFIG) for t in (first, second))
+    apply = jax.jit(transformer.apply, static_argnums=2)
+    a, b = (apply(params, t, CONFIG) for t in (first, second))
     np.testing.assert_array_equal(a[:, :7], b[:, :7])
     assert np.all(np.any(np.asarray(a[:, 7:]) != np.asarray(b[:, 7:]), axis=-1))
 
@@ -68,9 +69,8 @@ def test_grouped_heads_equal_repeated_ones():
     x = jax.random.normal(jax.random.key(2), (2, 6, 32))
     repeated = params | {name: jnp.repeat(params[name], 2, axis=1) for name in ("key", "value")}
     full = transformer.Config(vocabulary=40, layers=2, dim=32, heads=4, hidden=48)
-    np.testing.assert_allclose(
-        transformer.attention(params, x, CONFIG), transformer.attention(repeated, x, full), rtol=1e-5, atol=1e-7
-    )
+    attention = jax.jit(transformer.attention, static_argnums=2)
+    np.testing.assert_allclose(attention(params, x, CONFIG), attention(repeated, x, full), rtol=1e-5, atol=1e-7)
 
 
 # proves F28 on one device
@@ -83,7 +83,7 @@ def test_rms_norm_in_low_precision_keeps_its_statistics():
 
 def test_the_loss_counts_weights_and_starts_at_the_entropy_of_a_guess():
     params = transformer.init(KEY, CONFIG)
-    loss_fn = transformer.loss_fn(CONFIG)
+    loss_fn = jax.jit(transformer.loss_fn(CONFIG))
     batch = {"tokens": tokens(), "targets": tokens()}
     loss, aux = loss_fn(params, batch, None)
     assert float(loss.weight) == 36 == float(aux["accuracy"].weight)
@@ -103,10 +103,10 @@ def test_remat_changes_nothing():
         return jnp.sum(apply(params, tokens()) ** 2)
 
     plain = lambda p, t: transformer.apply(p, t, config, keys)  # noqa: E731
-    one, two = (jax.grad(total)(params, apply) for apply in (plain, jax.checkpoint(plain)))
+    one, two = (jax.jit(jax.grad(total), static_argnums=1)(params, apply) for apply in (plain, jax.checkpoint(plain)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.max(np.abs(b))), one, two)
-    evaluation = transformer.apply(params, tokens(), config)
-    assert not np.allclose(evaluation, plain(params, tokens()))
+    evaluation, training = jax.jit(lambda p, t: (transformer.apply(p, t, config), plain(p, t)))(params, tokens())
+    assert not np.allclose(evaluation, training)
 
 
 def test_tied_head_is_the_embedding():

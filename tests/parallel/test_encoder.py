@@ -88,7 +88,7 @@ def test_a_split_encoder_equals_the_whole_one(sizes):  # proves S72, S75
             loss = loss_fn(None)(w, batch(index), None)
             return loss.total / loss.weight
 
-        value, grads = jax.value_and_grad(mean_loss)(w)
+        value, grads = jax.jit(jax.value_and_grad(mean_loss))(w)
         w = jax.tree.map(lambda p, g: p - jnp.float32(0.1) * g, w, grads)
         np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
     close(state.params, w)
@@ -112,7 +112,7 @@ def test_activations_gathered_between_layers_that_are_both_split_by_columns():  
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed: shardkit[aot]")
-@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("split", [True, pytest.param(False, marks=pytest.mark.deep)])
 def test_a_layer_larger_than_a_device_runs_on_several(split):  # proves S74
     """Two matrices of 10 GiB on chips of 16 GB: split, partial results are summed by one all_reduce."""
     axis = "model" if split else None

@@ -97,6 +97,9 @@ def test_the_count_of_what_is_saved_is_the_policys():  # proves F49
     assert found["hostile"] > 3
 
 
+OFFLOADED = {("gathered", "dots_without_batch"), ("prefetch", ("hidden",)), ("both", "dots_without_batch")}
+
+
 # proves F20, F49: the bytes of a layer by hand, of 48 tokens with D = 64, 4 heads and 2 key/value heads of 16, F = 96
 @pytest.mark.parametrize(
     "axes, tokens, elements, wide",
@@ -125,8 +128,14 @@ def test_matmuls_in_bfloat16_are_saved_in_bfloat16(axes, tokens, elements, wide)
     assert found == {"bfloat16": 2 * tokens * elements, "float32": 4 * tokens * wide}
 
 
-@pytest.mark.parametrize("remat", ["dots_without_batch", ("hidden",)])
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    ("run", "remat"),
+    [
+        pytest.param(run, remat, marks=[] if (run, remat) in OFFLOADED else pytest.mark.deep)
+        for run in RUNS
+        for remat in ("dots_without_batch", ("hidden",))
+    ],
+)
 def test_offloading_changes_no_number(run, remat):  # proves F49
     batch = np.random.default_rng(1).normal(size=(2 * LOCAL, WIDTH)).astype("f")
     found = []
@@ -148,7 +157,7 @@ def test_mistakes_are_refused(where):
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed: shardkit[aot]")
-@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("prefetch", [pytest.param(False, marks=pytest.mark.deep), True])
 def test_a_tpu_puts_what_is_offloaded_into_the_hosts_memory(prefetch):  # proves F49
     # proves F50 in part: activations, not parameters or the optimizer's state
     layers, tokens, width, hidden = 4, 1024, 256, 1024

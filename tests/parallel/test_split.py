@@ -144,8 +144,22 @@ def check(fn, args, first, lasting):
     return split, counts
 
 
-@pytest.mark.parametrize(("how", "policy"), [*((how, None) for how in STAGES), ("unrolled", "full"), ("scan", "dots")])
-@pytest.mark.parametrize("name", LAYER_FNS)
+WAYS = [*((how, None) for how in STAGES), ("unrolled", "full"), ("scan", "dots")]
+
+
+# The plain layer in every way, and the others where what they add meets a loop or recomputing.
+@pytest.mark.parametrize(
+    ("name", "how", "policy"),
+    [
+        pytest.param(name, *way, marks=[] if name == "mlp" or way in chosen else pytest.mark.deep)
+        for name, chosen in [
+            ("mlp", ()),
+            ("normed", [("scan", None), ("unrolled", "full"), ("microbatches", None)]),
+            ("transformer", [("scan", "dots"), ("remat full", None)]),
+        ]
+        for way in WAYS
+    ],
+)
 def test_both_halves_are_the_whole_and_nothing_runs_twice(name, how, policy):  # proves F38
     layer, weights = LAYER_FNS[name]
     _, (whole, first, second) = check(*backward_of(STAGES[how](layer), weights, X, policy and POLICIES[policy]))
@@ -227,7 +241,9 @@ SHARDED = {  # stage, layouts of weights and activations, what a layer sends in 
 }
 
 
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.deep if name == "gathered" else []) for name in SHARDED]
+)
 def test_collectives_of_weight_gradients_wait_for_the_second_half(name):  # proves F38, F24, F20
     stage, specs, x_spec, later = SHARDED[name]
     mesh = sk.make_mesh(jax.devices()[:4], data=2, model=2)

@@ -110,7 +110,7 @@ def test_four_devices_and_twelve_microbatches():  # proves S84, S76, S77: widths
     close(np.concatenate(outputs), sequential(params, x))
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 8])  # proves S77, S81
+@pytest.mark.parametrize("microbatches", [1, 8, pytest.param(2, marks=pytest.mark.deep)])  # proves S77, S81
 def test_microbatches_do_not_change_the_output(microbatches):
     meshes = sk.submeshes(sk.make_mesh(stage=4, data=2), "stage")
     params, (x, _) = layers((6, 8, 5, 7, 10)), inputs(16, 6)
@@ -145,11 +145,17 @@ def reference(params, x, labels):
         (total, weight), aux = cross_entropy(sequential(params, x), labels)
         return total / weight, aux["hits"].total / weight
 
-    return jax.value_and_grad(loss, has_aux=True)(params)
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 
 
-@pytest.mark.parametrize(("sizes", "spec"), [({"stage": 4}, P()), ({"stage": 4, "data": 2}, P("data"))])
-@pytest.mark.parametrize("microbatches", [1, 3, 12])
+ALONE, SPLIT = ({"stage": 4}, P()), ({"stage": 4, "data": 2}, P("data"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "spec", "microbatches"),
+    [(*ALONE, 12), (*SPLIT, 3)]
+    + [pytest.param(*each, marks=pytest.mark.deep) for each in ((*ALONE, 1), (*ALONE, 3), (*SPLIT, 1), (*SPLIT, 12))],
+)
 def test_gradients_equal_those_of_the_sequential_model(sizes, spec, microbatches):  # proves S80, S76, S81
     meshes = sk.submeshes(sk.make_mesh(jax.devices()[: int(np.prod(list(sizes.values())))], **sizes), "stage")
     params, (x, labels) = layers(WIDTHS), inputs(24, 784)
@@ -185,7 +191,7 @@ def test_stages_may_be_tensor_parallel():
         mean, _ = cross_entropy(whole(params[1], whole(params[0], x)), labels)
         return mean.total / mean.weight
 
-    wanted, wanted_grads = jax.value_and_grad(total)(params)
+    wanted, wanted_grads = jax.jit(jax.value_and_grad(total))(params)
     close(loss, wanted)
     same_leaves(grads, wanted_grads)
     assert grads[0]["up"]["w"].sharding.spec == P(None, "model")
@@ -212,7 +218,7 @@ def test_unequal_weights_and_tokens_that_enter():
         mean = loss(embed(params[0], batch) @ params[1], targets)
         return mean.total / mean.weight
 
-    wanted, wanted_grads = jax.value_and_grad(total)(params)
+    wanted, wanted_grads = jax.jit(jax.value_and_grad(total))(params)
     close(found, wanted)
     same_leaves(grads, wanted_grads)
     assert aux == {}

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit import cost
 from shardkit.models import transformer
 from shardkit.parallel.plan import Layout
-from shardkit.testing import assert_matches_reference, assert_same_training
+from shardkit.testing import assert_matches_reference, assert_same_training, covering
+from support.tiers import covered
 
 MESHES = [  # sizes and axis
     ({"model": 1}, "model"),
@@ -39,12 +39,24 @@ def normal(seed, *shapes, dtype="float32"):
 # ---- kernels
 
 
-@given(
-    st.sampled_from(MESHES),
-    st.sampled_from(["float32", "bfloat16"]),
-    st.booleans(),
-    st.sampled_from(["gather", "ring", "auto"]),
-    st.integers(0, 9),
+DTYPES, IMPLS = ["float32", "bfloat16"], ["gather", "ring", "auto"]
+
+
+@covered(
+    [  # impl is about sequence parallelism alone
+        row | {"seed": i}
+        for i, row in enumerate(
+            covering(
+                {"mesh": MESHES[1::2] + MESHES[4:], "dtype": DTYPES, "sequence": [True, False], "impl": IMPLS},
+                lambda row: row.get("sequence", True) or row.get("impl", "auto") == "auto",
+            )
+        )
+    ],
+    mesh=st.sampled_from(MESHES),
+    dtype=st.sampled_from(DTYPES),
+    sequence=st.booleans(),
+    impl=st.sampled_from(IMPLS),
+    seed=st.integers(0, 9),
 )
 def test_a_column_and_a_row_are_one_block(mesh, dtype, sequence, impl, seed):  # proves F24, F25
     sizes, axis = mesh
@@ -218,7 +230,14 @@ STEPS = [  # and whether with sequence parallelism
 ]
 
 
-@pytest.mark.parametrize("name, sizes, plan, sequence", STEPS, ids=[row[0] for row in STEPS])
+# Beside other plans it stands in tests/laws too.
+BY_DEFAULT = ("tp", "tp over two axes", "tp and sp x fsdp", "sp of one device")
+
+
+@pytest.mark.parametrize(
+    "name, sizes, plan, sequence",
+    [pytest.param(*row, id=row[0], marks=[] if row[0] in BY_DEFAULT else pytest.mark.deep) for row in STEPS],
+)
 def test_a_step_is_that_of_one_device(name, sizes, plan, sequence):  # proves F24, F25, F27
     axis, specs = "model", rules()
     if plan is None:

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit import _compat
-from shardkit.testing import assert_matches_reference
+from shardkit.testing import assert_matches_reference, covering
+from support.tiers import covered
 
 MESHES = [  # sizes and axis
     ({"model": 1}, "model"),
@@ -23,13 +23,21 @@ MESHES = [  # sizes and axis
     ({"model": 2, "data": 2, "other": 2}, ("other", "model")),
 ]
 B, T, D = 4, 120, 6  # 120 tokens divide by every axis
-CASES = (
-    st.sampled_from(MESHES),
-    st.sampled_from(["float32", "bfloat16"]),
-    st.booleans(),
-    st.integers(1, 3),
-    st.integers(0, 9),
-)
+DTYPES = ["float32", "bfloat16"]
+OPTIONS = [{}, {"z_loss": 1e-2}, {"label_smoothing": 0.1}, {"z_loss": 0.1, "label_smoothing": 0.3}]
+DRAWN = {
+    "mesh": st.sampled_from(MESHES),
+    "dtype": st.sampled_from(DTYPES),
+    "sequence": st.booleans(),
+    "width": st.integers(1, 3),
+    "seed": st.integers(0, 9),
+    "options": st.sampled_from(OPTIONS),
+}
+# Every mesh in both forms, with and without sequence parallelism.
+ROWS = [
+    row | {"dtype": DTYPES[i // 2 % 2], "width": 1 + i % 3, "seed": i, "options": OPTIONS[i % 4]}
+    for i, row in enumerate(covering({"mesh": MESHES, "sequence": [False, True]}))
+]
 
 
 def mesh_of(sizes):
@@ -61,7 +69,7 @@ def cross_entropy(x, head, targets, z_loss=0.0, label_smoothing=0.0):
     return jnp.where(targets < 0, 0, nats), hits
 
 
-@given(*CASES)
+@covered(ROWS, **{name: each for name, each in DRAWN.items() if name != "options"})
 def test_the_embedding_is_that_of_one_device(mesh, dtype, sequence, width, seed):  # proves F27
     sizes, axis = mesh
     _, head, tokens = drawn(width, dtype, seed)
@@ -77,9 +85,7 @@ def test_the_embedding_is_that_of_one_device(mesh, dtype, sequence, width, seed)
     )
 
 
-@given(
-    *CASES, st.sampled_from([{}, {"z_loss": 1e-2}, {"label_smoothing": 0.1}, {"z_loss": 0.1, "label_smoothing": 0.3}])
-)
+@covered(ROWS, **DRAWN)
 def test_the_cross_entropy_is_that_of_whole_logits(mesh, dtype, sequence, width, seed, options):  # proves F27
     sizes, axis = mesh
     args = drawn(width, dtype, seed)
