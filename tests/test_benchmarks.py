@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import optax
 import pytest
 
 import shardkit as sk
-from benchmarks import harness, partitioner, pipeline, step_overhead
+from benchmarks import experts, harness, partitioner, pipeline, step_overhead
 from benchmarks.harness import Sample, Variant
 from shardkit.models import transformer
 
@@ -187,20 +188,19 @@ def smoke(name, *words):
     return done.stdout
 
 
-@pytest.fixture
-def recorded(tmp_path):
-    """What it prints and records."""
+def recorded(path, name):
+    """What it records."""
+    file = path / "out.jsonl"
+    if name in ("instruments", "step_overhead"):  # on one device, and one in a process of its own for all
+        smoke(name, "--smoke", "--json", file)
+    else:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            import_module(f"benchmarks.{name}").main(["--smoke", "--json", str(file)])
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
-    def run(name):
-        file = tmp_path / "out.jsonl"
-        printed = smoke(name, "--smoke", "--json", file)
-        return printed, [json.loads(line) for line in file.read_text().splitlines()]
 
-    return run
-
-
-def test_step_overhead_smoke(recorded):
-    _, records = recorded("step_overhead")
+def test_step_overhead_smoke(tmp_path):
+    records = recorded(tmp_path, "step_overhead")
     assert all(set(record) == FIELDS for record in records)
     assert [(r["row"], r["mode"], r["variant"]) for r in records] == [
         (row, mode, name)
@@ -210,37 +210,38 @@ def test_step_overhead_smoke(recorded):
     ]
 
 
-def test_collectives_smoke(recorded):
-    _, records = recorded("collectives")
+def test_collectives_smoke(tmp_path):
+    records = recorded(tmp_path, "collectives")
     assert records and all(set(record) == FIELDS for record in records)
     assert {r["variant"] for r in records} >= {"psum"}
 
 
-def test_experts_smoke():
-    printed = smoke("experts", "--smoke", "--explain")
+def test_experts_smoke(capsys):
+    experts.main(["--smoke", "--explain"])
+    printed = capsys.readouterr().out
     # 3 x 256 tokens x 64 values of 4 bytes, x 8 experts or 10/8 x 2 choices, of which 7/8 travel
     assert "capacity E: 3 all_to_alls, 1.31 MiB sent a device" in printed
     assert "capacity 1.25: 3 all_to_alls, 0.41 MiB sent a device" in printed
 
 
 @pytest.mark.deep  # one of its rows is measured above
-def test_partitioner_smoke(recorded):
-    printed, records = recorded("partitioner")
+def test_partitioner_smoke(tmp_path, capsys):
+    records = recorded(tmp_path, "partitioner")
     assert all(set(record) == FIELDS | {"written_bytes", "wire_bytes", "temp_bytes"} for record in records)
     own = {name for row in partitioner.SMOKE for name in partitioner.ROWS[row].plans}
     assert {r["variant"] for r in records if r["written_bytes"]} == own
-    lines = [line for line in printed.splitlines() if line.startswith("|")]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + len(records)
 
 
-def test_context_smoke(recorded):
-    _, records = recorded("context")
+def test_context_smoke(tmp_path):
+    records = recorded(tmp_path, "context")
     causal = ["ring, contiguous", "ring, zigzag", "ulysses"]
     assert [r["variant"] for r in records] == ["gathered, masked", *causal, "ring, every block", *causal]
 
 
-def test_instruments_smoke(recorded):
-    _, (record,) = recorded("instruments")
+def test_instruments_smoke(tmp_path):
+    (record,) = recorded(tmp_path, "instruments")
     assert set(record["seconds_median"]) == {"trace", "census", "lint", "explain"}
     assert all(value > 0 for value in record["seconds_median"].values())
 
@@ -258,9 +259,7 @@ def test_pipeline_smoke(schedules, monkeypatch, tmp_path):
     """A scan as tutorials write it, and each schedule, masked or branched, recomputed or saved."""
     names = schedules or pipeline.SCHEDULES
     monkeypatch.setattr(pipeline, "SCHEDULES", {name: pipeline.SCHEDULES[name] for name in names})
-    file = tmp_path / "out.jsonl"
-    pipeline.main(["--smoke", "--json", str(file)])
-    records = [json.loads(line) for line in file.read_text().splitlines()]
+    records = recorded(tmp_path, "pipeline")
     assert {record["row"] for record in records} == {"4 microbatches"}
     assert len(records) == 2 + len(names) * 4
     assert max(record["disagreement_relative_max"] for record in records) < 1e-5

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
+from support.commands import deep
 
 KINDS = {"raw": jax.random.PRNGKey, "typed": jax.random.key}
 # fold_in(PRNGKey(0), i) for i = 0..3, as measured under both jax versions
@@ -154,7 +155,7 @@ def test_fold_keys_folds_each(make):
     ]
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("devices", [1, deep(2), deep(4), 8])
 @kinds
 def test_initialisation_and_dropout_are_the_same_on_every_mesh(make, devices):  # proves F44, F45
     mesh = sk.make_mesh(jax.devices()[:devices], data=devices)

@@ -12,6 +12,7 @@ from shardkit.analysis import aot, hlo, trips
 from shardkit.analysis.account import compiled
 from shardkit.analysis.census import Census
 from shardkit.analysis.work import Work, Workload
+from support.commands import deep
 from support.compilers import answers, child_that, gpu, refused, tpu
 from support.recorded.programs import abstract_mesh, shape
 from support.recorded.record import load
@@ -211,7 +212,7 @@ def test_a_function_that_cannot_be_lowered_is_refused_in_its_own_words():
 
 
 @tpu
-@pytest.mark.parametrize("topology", ["v4:2x2x2", "v5e:2x4", "tpu7x:2x2x1"])
+@pytest.mark.parametrize("topology", [deep("v4:2x2x2"), "v5e:2x4", deep("tpu7x:2x2x1")])
 def test_scalars_that_the_compiler_merges_are_counted(topology):
     mesh = abstract_mesh(data=8)
     body = lambda x: (lax.psum(x.sum(), "data"), lax.psum((x * x).max(), "data"), lax.psum(x.sum(0), "data"))  # noqa: E731

@@ -35,7 +35,7 @@ def trained(inside, corpus, tmp_path):
     [
         ["data=2", "stage=2", "model=2", "--dropout", 0.1],
         ["stage=2", "fsdp=4", "--schedule", "interleaved", "--chunks", 2, "--tied"],
-        ["stage=2", "--mode", "branch", "--no-recompute", "--schedule", "1f1b"],
+        deep(["stage=2", "--mode", "branch", "--no-recompute", "--schedule", "1f1b"]),
         deep(["stage=4", "--dropout", 0.1]),
         deep(["stage=2", "--schedule", "zb-h1", "--microbatches", 4]),
         deep(["stage=2", "model=2", "context=2", "--sequence", "--heads", 4, "--kv-heads", 2]),
@@ -51,7 +51,7 @@ def test_a_pipeline_trains_to_one_devices_numbers(words, trained):
 def test_the_schedule_of_a_file_is_run(trained, tmp_path):
     file = tmp_path / "mine.csv"
     file.write_text(schedules.zero_bubble_h1(2, 4).to_csv())
-    results = trained("stage=2", "--schedule", file)
+    results = trained("stage=2", "--schedule", file, "--mode", "branch", "--no-recompute")
     assert results["pipeline"].startswith("mine, 2 stages, 4 microbatches; simulated bubble ")
 
 

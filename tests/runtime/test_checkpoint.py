@@ -99,8 +99,11 @@ def checksum(x: np.ndarray) -> int:
 # ---- every plan onto every other
 
 
-CASES = [(name, None) for name in ROWS if name != "unequal stages"] + [("fsdp padded", "fp16"), ("zero1", "master")]
-SWEEP = [("unequal stages", None), ("pipeline of chunks", "fp16"), ("unequal stages, fsdp padded", "master")]
+# Every plan is restored further down as well.
+CASES = [(name, None) for name in ("one device", "fsdp layerwise", "tp", "unequal stages, fsdp padded")]
+CASES += [("fsdp padded", "fp16"), ("zero1", "master")]
+SWEEP = [(name, None) for name in ROWS if (name, None) not in CASES]
+SWEEP += [("pipeline of chunks", "fp16"), ("unequal stages, fsdp padded", "master")]
 
 
 # proves F61, F62, F63: dropout and unequal weights on

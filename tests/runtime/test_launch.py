@@ -43,6 +43,15 @@ def meeting(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("MEETING", str(tmp_path_factory.mktemp("meeting")))
 
 
+LAUNCH = sys.modules[launch.__module__]
+
+
+@pytest.fixture(autouse=True)
+def briefly(monkeypatch):
+    """What processes leave behind, and holds their output, is waited for less long."""
+    monkeypatch.setattr(LAUNCH, "_LAST_WORDS", 1.0)
+
+
 @pytest.fixture(autouse=True)
 def heard():
     """Ctrl-C is heard, also where the tests run in the background of a shell, which has it ignored."""
@@ -81,6 +90,7 @@ def launching(command):
 import sys
 from shardkit import _compat
 from shardkit.runtime.launch import launch
+sys.modules[launch.__module__]._LAST_WORDS = 1.0
 code = launch({command!r}, processes=2, grace=1)
 sys.exit("jax has started" if _compat.jax_has_started() else code)
 """
@@ -537,9 +547,7 @@ def test_options_that_say_nothing(options, message):
 
 # proves S109: the recipe for machines that know no scheduler, with an ssh that stays on this one
 def test_the_recipe_for_ssh(tmp_path):
-    recipe = re.search(r"    (export job=.*?)\n\Z", sys.modules[launch.__module__].__doc__, re.DOTALL)[1].replace(
-        "train.py", "print.py"
-    )
+    recipe = re.search(r"    (export job=.*?)\n\Z", LAUNCH.__doc__, re.DOTALL)[1].replace("train.py", "print.py")
     files = {
         "hosts": "first\nsecond\nthird\n",
         "ssh": '#!/bin/sh\nHOST="$1"; export HOST; shift; exec sh -c "$*"\n',

@@ -11,9 +11,9 @@ from support.compiling import QUICK
 SMALL = ["--layers", "1", "--dim", "32", "--heads", "2", "--length", "32", "--batch", "16", "--evaluate-every", "4"]
 
 
-def deep(words):
+def deep(row):
     """A row of the deep tier."""
-    return pytest.param(words, marks=pytest.mark.deep)
+    return pytest.param(row, marks=pytest.mark.deep)
 
 
 def environment():
