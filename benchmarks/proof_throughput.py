@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.environment import environment
-from shardkit.testing import Program, emulate, programs
+from shardkit.testing import Chain, emulate, programs
 
 
 def prove(examples: int) -> int:
@@ -31,7 +31,7 @@ def prove(examples: int) -> int:
         suppress_health_check=list(hypothesis.HealthCheck),
     )
     @hypothesis.given(programs())
-    def law(program: Program) -> None:
+    def law(program: Chain) -> None:
         nonlocal done
         x = program.blocks()
         got = emulate(program.kernel, program.sizes, program.spec, program.spec)(x)

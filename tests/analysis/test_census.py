@@ -244,5 +244,5 @@ def test_a_kernel_with_its_own_derivative_is_named_by_its_callers_line(op):
     def largest(x):
         return sk.all_reduce(x, "d", op=op)
 
-    found = sk.census(jax.shard_map(largest, mesh=mesh, in_specs=P("d"), out_specs=P()), jnp.ones(4))
+    found = sk.census(jax.shard_map(largest, mesh=mesh, in_specs=P("d"), out_specs=P()), np.ones(4, np.float32))
     assert [row.source.split(":")[0] for row in found.rows] == ["test_census.py"]

@@ -13,7 +13,7 @@ from hypothesis import find, given, settings
 
 import shardkit as sk
 from shardkit.layout import local_shape
-from shardkit.testing import Op, Program, meshes, programs, sharded_arrays, specs
+from shardkit.testing import Chain, Op, meshes, programs, sharded_arrays, specs
 from shardkit.testing.strategies import _factorisations
 
 QUICK = settings(max_examples=300, deadline=None, derandomize=True, database=None)
@@ -40,9 +40,9 @@ def test_they_shrink_to_the_smallest():  # proves F73
     assert find(meshes(), lambda m: len(m) == 2 and m["b"] > 2, settings=QUICK) == {"a": 1, "b": 3}
     array = find(sharded_arrays(), lambda a: True, settings=QUICK)
     assert (array.value.shape, array.spec, array.sizes) == ((), sk.layout.PartitionSpec(), {"a": 1})
-    assert find(programs(), lambda p: True, settings=QUICK) == Program({"a": 1}, (1,), "float32", (), 0)
+    assert find(programs(), lambda p: True, settings=QUICK) == Chain({"a": 1}, (1,), "float32", (), 0)
     moved = find(programs(), lambda p: any(op.kernel == "all_gather" for op in p.ops), settings=QUICK)
-    assert moved == Program({"a": 1}, (1,), "float32", (Op("all_gather", ("a",), (("dim", 0),)),), 0)
+    assert moved == Chain({"a": 1}, (1,), "float32", (Op("all_gather", ("a",), (("dim", 0),)),), 0)
 
 
 @given(sharded_arrays())
@@ -65,7 +65,7 @@ def test_specs_divide(spec):
 
 def test_a_program_is_printed_as_it_runs():
     gather, total = Op("all_gather", ("b", "a"), (("dim", 0),)), Op("all_reduce", ("a",), (("op", "sum"),))
-    program = Program({"a": 2, "b": 2}, (3,), "int32", (gather, total), 1)
+    program = Chain({"a": 2, "b": 2}, (3,), "int32", (gather, total), 1)
     assert str(program) == (
         "mesh a=2, b=2\n"
         "x: int32[3] on each device, seed 1\n"
