@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= auto
 SHARD ?= 0/1
+LIMIT ?= 0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) -q
@@ -24,9 +25,9 @@ check: $(VENV)/.test
 test: check
 	$(PYTEST) -m "not check and not deep"
 
-# Every row, compiled as users compile; SHARD=i/n for one of n parts.
+# Every row, compiled as users compile; SHARD=i/n for one of n parts. It takes hours: LIMIT ends it after so many seconds.
 test-deep: $(VENV)/.test
-	HYPOTHESIS_PROFILE=deep $(PYTEST) --shard $(SHARD)
+	HYPOTHESIS_PROFILE=deep timeout --foreground -s INT $(LIMIT) $(PYTEST) -m deep --shard $(SHARD)
 
 # One row of every test on the newest interpreter there is, with the newest jax it can have.
 test-newest:

@@ -1,6 +1,7 @@
 """Eight simulated devices, a hang that fails in seconds, strict promotion, and two hypothesis profiles."""
 
 import os
+import sys
 import zlib
 
 import pytest
@@ -51,10 +52,18 @@ def pytest_addoption(parser):
 
 
 def pytest_xdist_auto_num_workers():
-    """One worker for each core that there is, while each has 2 GiB."""
+    """Three workers for two cores, because tests of several processes wait for much of their time; 3 GiB for each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**32
-    return max(1, min(cores, memory // 2**31))
+    return max(1, min(cores + cores // 2, memory // (3 * 2**30)))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """A command that repeats each test that failed, as it ran."""
+    profile = os.environ.get("HYPOTHESIS_PROFILE")
+    before = f"HYPOTHESIS_PROFILE={profile} " if profile else ""
+    for report in terminalreporter.stats.get("failed", []):
+        terminalreporter.write_line(f"repeat: {before}{sys.executable} -m pytest '{report.nodeid}'")
 
 
 @pytest.hookimpl(trylast=True)  # among the rows that the options -m and -k have left

@@ -116,6 +116,7 @@ def changes(census: Census, rows: Iterable[CompiledRow]) -> list[Change]:
     sides: dict[tuple[str, tuple[str, ...]], tuple[_Side, _Side]] = {}
     added: dict[tuple[str, tuple[str, ...]], _Side] = {}
     rows = tuple(rows)
+    places = {(row.kind, row.source) for row in census.rows if row.n > 1}
     for row in census.rows:
         if row.n > 1:
             side = sides.setdefault((row.kind, _moved(row, rows)), (_Side(), _Side()))[0]
@@ -125,7 +126,12 @@ def changes(census: Census, rows: Iterable[CompiledRow]) -> list[Change]:
         if each.n > 1:
             key = (each.kind, tuple(sorted(each.axes)))
             scattered = each.kind == "all_reduce" and ("reduce_scatter", key[1]) in sides
-            own = written(each) or (not each.op_name and (key in sides or scattered))  # the compiler drops some names
+            # The compiler drops some names, and gives what it merges that of another operation.
+            own = (
+                written(each)
+                or (each.kind, each.source) in places
+                or (not each.op_name and (key in sides or scattered))
+            )
             side = sides.setdefault(key, (_Side(), _Side()))[1] if own else added.setdefault(key, _Side())
             _count(side, each.times, each.total, each.source or each.op_name)
     found = [Change(line, True) for line in _run_as_all_reduce(sides)]

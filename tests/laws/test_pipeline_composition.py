@@ -6,9 +6,9 @@ beside `pp` is one row here.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,22 +21,9 @@ from support import conformance
 from support.conformance import BATCH, ModelRow, PlanRow
 from support.pipelines import PIECES, make_batch, make_params, traced_step, unpipelined
 from support.ring_model import TOKENS, D, batch, params, pieces, tp
-from support.training import KEY, assert_replicas_agree, lenient
+from support.training import KEY, check, expected, recording_sgd
 
 MODEL = ModelRow("pipelined", params, batch, lambda axis: unpipelined(pieces(axis)))
-
-
-def optimizer() -> Any:
-    """Adamw that keeps the gradient it was given, so that gradients are compared themselves."""
-    zeros = lambda params: jax.tree.map(jnp.zeros_like, params)  # noqa: E731
-    record = optax.GradientTransformation(zeros, lambda grads, state, params=None: (grads, grads))
-    # Of the usual epsilon, see "calm adamw" in support/training.py.
-    return lenient(optax.chain(record, optax.clip_by_global_norm(0.1), optax.adamw(1e-3, eps=1e-6)))
-
-
-@cache
-def wanted() -> conformance.Reference:
-    return conformance.reference(MODEL, optimizer(), 3, KEY)
 
 
 class Row(NamedTuple):
@@ -55,9 +42,13 @@ class Row(NamedTuple):
     def mesh(self) -> Any:
         return conformance.make_mesh(PlanRow("", self.sizes, lambda: self.plan))
 
-    def step(self, **options: Any) -> sk.TrainStep:
-        grad_fn = sk.pipeline_value_and_grad(*pieces(self.axis), self.schedule, "stage", numbered=True, **self.how)
-        return sk.make_train_step(grad_fn, optimizer(), mesh=self.mesh(), plan=self.plan, **options)
+    @property
+    def grad_fn(self) -> Any:
+        return sk.pipeline_value_and_grad(*pieces(self.axis), self.schedule, "stage", numbered=True, **self.how)
+
+    def step(self, optimizer: Any = None, **options: Any) -> sk.TrainStep:
+        optimizer = optimizer or recording_sgd(0.1)
+        return sk.make_train_step(self.grad_fn, optimizer, mesh=self.mesh(), plan=self.plan, **options)
 
 
 LAYERWISE: Any = {"min_size": 1, "layerwise": ("layers",)}
@@ -111,25 +102,20 @@ REST = {
 
 
 def rows() -> Any:
-    marked = [(name, row, ()) for name, row in FEW.items()] + [
-        (name, row, pytest.mark.deep) for name, row in REST.items()
-    ]
+    marked = [(name, row, ()) for name, row in FEW.items()]
+    marked += [(name, row, pytest.mark.deep) for name, row in REST.items()]
     return [pytest.param(row, id=name.replace(" ", "_"), marks=marks) for name, row, marks in marked]
 
 
 # proves S80, F36, F37, F38, F41, F42, F53, F54, F56, F58, F59: unequal weights and dropout on
 @pytest.mark.parametrize("row", rows())
-def test_three_steps_equal_one_device(row):
-    init, step = row.step()
-    state, want = init(params(), KEY), wanted()
-    for index in range(3):
-        state, metrics = step(state, batch(index))
-        np.testing.assert_allclose(metrics["loss"], want.losses[index], rtol=1e-5)
-        np.testing.assert_allclose(metrics["accuracy"], want.metrics[index]["accuracy"], rtol=1e-5)
-        if index == 0:
-            conformance.assert_close(sk.unpadded(state.opt_state[0]), want.grads, 1e-5, (), 0)
-    conformance.assert_close(sk.unpadded(state.params), want.params, 1e-5, (), 0)
-    assert_replicas_agree(state)
+def test_every_law_holds(row):
+    check(PlanRow("pipeline", row.sizes, lambda: row.plan), MODEL, grad_fn=row.grad_fn)
+
+
+def first() -> Any:
+    """The first step of one device."""
+    return expected(MODEL, "adamw", 1e-5).steps[0]
 
 
 # proves F41: evaluation lays the stages out as training does
@@ -154,8 +140,8 @@ def test_accumulation_beside_a_pipeline_warns_and_is_right():  # proves S86
         "microbatches instead."
     ]
     state, metrics = step(init(params(), KEY), batch(0))
-    np.testing.assert_allclose(metrics["loss"], wanted().losses[0], rtol=1e-5)
-    conformance.assert_close(sk.unpadded(state.opt_state[0]), wanted().grads, 1e-5, (), 0)
+    np.testing.assert_allclose(metrics["loss"], first().loss, rtol=1e-5)
+    chex.assert_trees_all_close(sk.unpadded(state.opt_state), first().grads, rtol=1e-4, atol=1e-6)
 
 
 def test_activations_travel_in_bf16_and_gradients_are_float32():  # proves S88
@@ -165,8 +151,9 @@ def test_activations_travel_in_bf16_and_gradients_are_float32():  # proves S88
     sent = sk.census(step, state, batch(0)).select(kind="ppermute")
     assert {row.bytes_in for row in sent} == {BATCH // 4 * TOKENS * D * 2}
     state, metrics = step(state, batch(0))
-    np.testing.assert_allclose(metrics["loss"], wanted().losses[0], rtol=2e-2)
-    conformance.assert_close(state.opt_state[0], wanted().grads, 1e-1, (), 0)
+    np.testing.assert_allclose(metrics["loss"], first().loss, rtol=2e-2)
+    for got, want in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(first().grads), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=0.1 * np.max(np.abs(want)))
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), make_params(2))
     low_head = lambda shared, x, batch: jnp.sum(x.astype(jnp.float32)) / x.size  # noqa: E731
     low_pieces = (lambda shared, batch, keys: shared["embed"][batch["tokens"]], PIECES[1], low_head)

@@ -1248,7 +1248,7 @@ _TESTING = (
     Mutant(
         "gradient-against-itself",
         "shardkit/testing/assertions.py",
-        "compare(wrap(backward)(inputs), gradients,",
+        "compare(_run(backward, mode)(leaves, cotangents), gradients,",
         "compare(gradients, gradients,",
         PASSES,
     ),

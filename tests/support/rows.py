@@ -28,21 +28,25 @@ MASTER = sk.Precision(param=jnp.bfloat16, compute=jnp.bfloat16, master=jnp.float
 CONFIG = transformer.Config(vocabulary=32, layers=LAYERS, dim=16, heads=8, kv_heads=2, hidden=32, dropout=0.1)
 
 FACTORS: dict[str, list[Any]] = {
-    "shard": [None, "dp", "zero1", "zero2", "zero2 by layer", "fsdp", "fsdp by layer"],
-    "stage": [None, "lockstep", "1f1b in branches", "interleaved, saved"],
-    "model": [None, "gather", "ring", "bidirectional"],
-    "context": [None, "zigzag", "contiguous", "ulysses"],
+    "shard": [None, "dp", "hsdp", "zero1", "zero2", "zero2 by layer", "fsdp", "fsdp by layer"],
+    "stage": [None, "lockstep", "1f1b in branches"],
+    "model": [None, "gather", "ring"],
+    "context": [None, "zigzag", "ulysses"],
     "experts": [None, "whole", "split"],
     "optimizer": ["adamw", "sgd", "adafactor"],
-    "accumulate": [1, 2, 4],
+    "accumulate": [1, 2],
     "precision": [None, "bf16", "fp16", "master"],
-    "replica": [False, True],
     "uneven": [False, True],
     "prefetch": [False, True],
     "nonfinite": ["keep", "skip"],
 }
-# Schedules whose programs take long to compile: the deep tier draws them too.
-DEEP_FACTORS = FACTORS | {"stage": [*FACTORS["stage"], "zb-h1"]}
+# What the deep tier draws besides: forms of the above, and schedules whose programs take long to compile.
+DEEP_FACTORS = FACTORS | {
+    "stage": [*FACTORS["stage"], "interleaved, saved", "zb-h1"],
+    "model": [*FACTORS["model"], "bidirectional"],
+    "context": [*FACTORS["context"], "contiguous"],
+    "accumulate": [1, 2, 4],
+}
 OPTIMIZERS = {
     "sgd": lenient(optax.sgd(0.5, momentum=0.9)),
     "adamw": lenient(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3))),
@@ -64,7 +68,7 @@ def sizes_of(choice: dict[str, Any]) -> dict[str, int]:
         "model": 2 if choice.get("model") else 1,
         "context": 2 if choice.get("context") else 1,
         "expert": 2 if choice.get("experts") == "split" else 1,
-        "replica": 2 if choice.get("replica") else 1,
+        "replica": 2 if choice.get("shard") == "hsdp" else 1,
     }
     return {name: size for name, size in sizes.items() if size > 1}
 
@@ -87,7 +91,6 @@ def allowed(choice: dict[str, Any]) -> bool:
         and not (low and get("experts"))  # rounding decides which expert a token goes to
         and not (stage and get("accumulate", 1) > 1)  # it warns: more microbatches do the same
         and not (branch and (get("model") in ("ring", "bidirectional") or get("context") or get("experts") == "split"))
-        and not (shard is None and "shard" in choice and get("replica"))  # replicas of one device are dp
         and BATCH % (ways_of(choice) * get("accumulate", 1)) == 0
     )
 
@@ -151,7 +154,7 @@ def _plans(choice: dict[str, Any], sizes: dict[str, int], config: transformer.Co
     if shard in ("zero2 by layer", "fsdp by layer"):
         options |= LAYERWISE
     makes = {
-        "shard": lambda: getattr(sk, shard.split()[0])("shard", **options),
+        "shard": lambda: getattr(sk, "fsdp" if shard == "hsdp" else shard.split()[0])("shard", **options),
         "replica": lambda: sk.dp("replica"),
         "model": lambda: sk.tp("model", transformer.tensor_rules(config, "model", 2), sequence=sequence),
         "context": lambda: sk.cp("context"),
