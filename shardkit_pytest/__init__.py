@@ -1,7 +1,10 @@
-"""The pytest plugin of shardkit: a `mesh` fixture, and a mark that runs a test on several meshes.
+"""The pytest plugin of shardkit: fixtures `mesh` and `prove`, and a mark that runs a test on several meshes.
 
     @pytest.mark.meshes({"data": 8}, {"data": 2, "model": 4})
     def test_kernel(mesh): ...
+
+    def test_step(prove):  # every law on every row
+        prove(grad_fn, grad_fn, rows=rows, params=params, batches=batches)
 
 It is a package of its own because importing anything from `shardkit` imports jax, which a suite that does not use the
 fixture must not pay for. Eight devices are simulated when the first test asks for a mesh; set the ini option
@@ -55,6 +58,15 @@ def mesh(request: pytest.FixtureRequest) -> Any:
     from shardkit.testing import plugin
 
     return plugin.mesh_of(getattr(request, "param", None))
+
+
+@pytest.fixture
+def prove(request: pytest.FixtureRequest) -> Any:
+    """`shardkit.testing.prove`, with the simulated devices that its rows need."""
+    _start(int(request.config.getini("shardkit_devices") or _DEVICES))
+    from shardkit import testing
+
+    return testing.prove
 
 
 @pytest.hookimpl(wrapper=True)

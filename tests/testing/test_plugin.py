@@ -28,6 +28,13 @@ def test_without_the_mark(mesh):
     assert dict(mesh.shape) == {"data": 8}
     import os
     assert os.environ["XLA_FLAGS"].count("xla_cpu_collective_timeout_seconds=60") == 1
+
+def test_a_step(prove):
+    import numpy as np
+    loss = sk.value_and_grad(lambda params, x, keys: sk.Mean.of((x @ params["w"]) ** 2))
+    rows = [sk.testing.Row({"data": 4}, sk.dp("data"))]
+    proof = prove(loss, loss, rows=rows, params={"w": np.ones(3, "f")}, batches=[np.ones((8, 3), "f")] * 2)
+    assert str(proof).count("holds") == 7
 """
 
 
@@ -45,7 +52,7 @@ def pytest_run(folder, *options, ini="", **files):
 
 def test_a_users_suite_and_the_failing_mesh_first(tmp_path):  # proves F72
     code, text = pytest_run(tmp_path, test_user=USER)
-    assert code == 1 and "1 failed, 4 passed" in text
+    assert code == 1 and "1 failed, 5 passed" in text
     assert "FAILED test_user.py::test_both[data=2,model=4]" in text
     report = text.split("test_both[data=2,model=4] ____")[1].split("FAILED")[0]
     first = next(line for line in report.splitlines()[1:] if line.strip())
@@ -57,7 +64,7 @@ def test_the_same_under_xdist_beside_a_conftest_that_simulates(tmp_path):
     conftest = "import shardkit as sk\nsk.simulate_devices(8)\n"
     options = ("-p", "xdist.plugin", "-n", "2")
     code, text = pytest_run(tmp_path, *options, ini="shardkit_devices = 8\n", test_user=USER, conftest=conftest)
-    assert code == 1 and "1 failed, 4 passed" in text
+    assert code == 1 and "1 failed, 5 passed" in text
     assert "\nmesh = data=2,model=4\n" in text
 
 
