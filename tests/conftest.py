@@ -1,5 +1,6 @@
 """Eight simulated devices, a hang that fails in seconds, strict promotion, and two hypothesis profiles."""
 
+import gc
 import os
 import sys
 import zlib
@@ -80,6 +81,13 @@ def pytest_collection_modifyitems(config, items):
     chosen = {item.nodeid for item in few}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
     items[:] = [item for item in items if item.nodeid in chosen]
+
+
+def pytest_collection_finish(session):
+    """Tracing makes many small objects that live on: looking through all of them again and again took a tenth of it."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(200_000, 20, 100)
 
 
 def pytest_runtest_setup(item):

@@ -28,20 +28,22 @@ MASTER = sk.Precision(param=jnp.bfloat16, compute=jnp.bfloat16, master=jnp.float
 CONFIG = transformer.Config(vocabulary=32, layers=LAYERS, dim=16, heads=8, kv_heads=2, hidden=32, dropout=0.1)
 
 FACTORS: dict[str, list[Any]] = {
-    "shard": [None, "dp", "hsdp", "zero1", "zero2", "zero2 by layer", "fsdp", "fsdp by layer"],
+    "shard": [None, "dp", "zero1", "zero2", "zero2 by layer", "fsdp", "fsdp by layer"],
     "stage": [None, "lockstep", "1f1b in branches"],
     "model": [None, "gather", "ring"],
     "context": [None, "zigzag", "ulysses"],
     "experts": [None, "whole", "split"],
     "optimizer": ["adamw", "sgd", "adafactor"],
     "accumulate": [1, 2],
-    "precision": [None, "bf16", "fp16", "master"],
+    "precision": [None, "fp16", "master"],
     "uneven": [False, True],
     "prefetch": [False, True],
     "nonfinite": ["keep", "skip"],
 }
 # What the deep tier draws besides: forms of the above, and schedules whose programs take long to compile.
 DEEP_FACTORS = FACTORS | {
+    "shard": [*FACTORS["shard"], "hsdp"],
+    "precision": [*FACTORS["precision"], "bf16"],
     "stage": [*FACTORS["stage"], "interleaved, saved", "zb-h1"],
     "model": [*FACTORS["model"], "bidirectional"],
     "context": [*FACTORS["context"], "contiguous"],
