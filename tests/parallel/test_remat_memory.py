@@ -35,4 +35,4 @@ def test_recomputing_layers_takes_less_memory_and_changes_no_number(data8):
         states[remat] = step(state, x)[0].params
     kept = LAYERS * ROWS * HIDDEN * 4  # of each layer at least what one matmul made
     assert temp["full"] < temp[None] - kept
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), states["full"], states[None])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), states["full"], states[None])
