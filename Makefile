@@ -27,7 +27,7 @@ test: check
 
 # Every row, compiled as users compile; SHARD=i/n for one of n parts. It takes hours: LIMIT ends it after so many seconds.
 test-deep: $(VENV)/.test
-	HYPOTHESIS_PROFILE=deep timeout --foreground -s INT $(LIMIT) $(PYTEST) --shard $(SHARD)
+	HYPOTHESIS_PROFILE=deep timeout --foreground -k 30 -s INT $(LIMIT) $(PYTEST) --shard $(SHARD)
 
 # One row of every test on the newest interpreter there is, with the newest jax it can have.
 test-newest:
