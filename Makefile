@@ -21,7 +21,7 @@ check: $(VENV)/.test
 	$(BIN)/python tests/support/proved.py
 	$(PYTEST) -m "check and not deep"
 
-# Under ten minutes on two cores.
+# Eleven minutes on two cores.
 test: check
 	$(PYTEST) -m "not check and not deep"
 
