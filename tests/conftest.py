@@ -69,6 +69,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.hookimpl(trylast=True)  # among the rows that the options -m and -k have left
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: item.get_closest_marker("check") is None)  # what takes no time tells first
     most, shard = config.getoption("rows"), config.getoption("shard")
     tests = {}
     for item in items:

@@ -15,8 +15,8 @@ from shardkit.collectives import basic
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-# The longest: layers split inside, pipelines, and eight jobs of processes.
-LONG = {"05_inside_the_layer", "06_pipelines", "07_many_processes"}
+# The longest; the README's Python, which always runs, begins as the first of them does.
+LONG = {"01_data_parallel", "02_prove_your_kernel", "05_inside_the_layer", "06_pipelines", "07_many_processes"}
 
 
 def run(code):

@@ -130,7 +130,7 @@ def census(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Census:
     and remat.
 
     Args:
-        fn: any function that jax can trace: a step, a loss, a shard_map.
+        fn: any function that jax can trace: a step, a loss, a shard_map; or what `.trace` returned, without arguments.
         *args: its arguments; `jax.ShapeDtypeStruct` will do.
         **kwargs: its keyword arguments.
 
@@ -145,7 +145,9 @@ def census(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Census:
 
 
 def traced(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The program of one call as a closed jaxpr, from the function's own `.trace` where it has one, as with jit."""
+    """The program of one call as a closed jaxpr: traced already, or by the function's own `.trace`, or by jax."""
+    if isinstance(fn, jax.stages.Traced):
+        return fn.jaxpr
     trace = getattr(fn, "trace", None)
     return trace(*args, **kwargs).jaxpr if callable(trace) else jax.make_jaxpr(fn)(*args, **kwargs)
 

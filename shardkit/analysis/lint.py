@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
+import jax
+
 from shardkit._check import quoted
 from shardkit.analysis import rules, waste
 from shardkit.analysis.census import traced
@@ -27,13 +29,14 @@ def lint(
     """Finds communication that hangs, gives wrong numbers or is wasted in one call of `fn`, by tracing it.
 
     Nothing is run and no device is needed; an AbstractMesh of any size will do. The function is traced twice, the
-    second time as another process would trace it. `RULES` lists the rules.
+    second time as another process would trace it; a program that is traced already (`jax.jit(fn).trace(...)`) is not
+    traced again, and cannot be compared with another process'. `RULES` lists the rules.
 
     What is not found: a mistake that only values at run time show, in Pallas kernels, in what the compiler adds, and in
     mutable references (`jax.new_ref`), whose contents are not followed.
 
     Args:
-        fn: any function that jax can trace: a step, a loss, a shard_map.
+        fn: any function that jax can trace: a step, a loss, a shard_map; or what `.trace` returned, without arguments.
         *args: its arguments; `jax.ShapeDtypeStruct` will do.
         large: bytes from which a replicated input is reported (`large-replicated`).
         small: bytes below which a message costs its latency alone: waste of less is not reported, and pieces of less
@@ -61,6 +64,7 @@ def lint(
         found.extend(waste.tiny(block, small))
 
     walk(closed.jaxpr, visit)
-    if not any(each.rule == "pmap" for each in found):  # pmap asks for its own process' devices as it traces
+    # pmap asks for its own process' devices as it traces.
+    if not isinstance(fn, jax.stages.Traced) and not any(each.rule == "pmap" for each in found):
         found.extend(other_process(fn, args, kwargs, closed))
     return [each for each in dict.fromkeys(found) if each.rule not in ignore]

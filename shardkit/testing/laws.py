@@ -19,6 +19,7 @@ from shardkit import _compat
 from shardkit.analysis.account import added_by_compiler, changes, read_compiled
 from shardkit.analysis.census import census_of
 from shardkit.analysis.lint import lint
+from shardkit.analysis.processes import other_process
 from shardkit.layout import bytes_per_device, path_name
 from shardkit.precision import precision_of
 from shardkit.testing._compare import first_gap, leaves_of, shapes_differ
@@ -119,10 +120,19 @@ def compiled_as_written(program: Program, reference: Reference) -> str | None:
 
 
 def lint_is_silent(program: Program, reference: Reference) -> None:
-    """`lint` finds nothing in the step."""
-    found = lint(program.step, *program.shapes)
+    """`lint` finds nothing in the program."""
+    found = lint(program.traced)
     if found:
         raise AssertionError("the lint must find nothing; it finds: " + "; ".join(str(each) for each in found))
+
+
+def processes_agree(program: Program, reference: Reference) -> None:
+    """Another process traces the same program. This law traces the step once more."""
+    found = list(other_process(program.step, program.shapes, {}, program.traced.jaxpr))
+    if found:
+        raise AssertionError(
+            "all processes must run the same program; the lint finds: " + "; ".join(str(each) for each in found)
+        )
 
 
 def donates_the_state(program: Program, reference: Reference) -> None:
@@ -154,6 +164,7 @@ LAWS: tuple[Law, ...] = (
     census_is_the_closed_form,
     compiled_as_written,
     lint_is_silent,
+    processes_agree,
     donates_the_state,
     compiles_once,
 )

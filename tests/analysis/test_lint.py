@@ -46,6 +46,19 @@ def test_every_rule_is_planted_and_no_name_is_used_twice():
     assert {row.rule for row in PLANTED} == set(RULES)
 
 
+@pytest.mark.parametrize("row", PLANTED[:5], ids=ids)
+def test_a_program_that_is_traced_already_is_not_traced_again(row):
+    calls = []
+
+    def counted(*args):
+        calls.append(args)
+        return row.wrong(*args)
+
+    traced = jax.jit(counted).trace(*row.args)
+    assert {f.rule for f in lint(traced, **row.options)} == {row.rule} and len(calls) == 1
+    assert sk.census(traced).sent() == sk.census(counted, *row.args).sent()
+
+
 def messages(name):
     (row,) = [row for row in PLANTED if row.name == name]
     return [(f.message, f.remedy) for f in lint(row.wrong, *row.args, **row.options)]
