@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit.parallel.padded import Held, is_padded, padded, unpadded
@@ -72,19 +73,26 @@ def make_init(optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> Call
 
     def init(params: Any, key: jax.Array) -> TrainState:
         key = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
-        params = _place_params(params, key, plan, mesh, policy)
-        update = map_layouts(Layout.in_update, plan.layouts(params, mesh))
+        made = callable(params)
+        params = (_made_params if made else _placed_params)(params, key, plan, mesh, policy)
+        layouts = plan.layouts(params, mesh)
+        update = map_layouts(Layout.in_update, layouts)
 
         def fresh(params: Any) -> Any:  # the copies keep donated buffers apart from the parameters'
             natural = jax.lax.with_sharding_constraint(unpadded(params), shardings(mesh, update))
             return jax.tree.map(jnp.copy, first_opt_state(optimizer, policy, natural))
 
         held = optimizer_held(jax.eval_shape(fresh, params), params, update)
-        opt_state = jax.jit(lambda p: padded(fresh(p), held, mesh), out_shardings=shardings(mesh, held))(params)
-        params = cast_floating(params, policy.param)
-        rest = lambda key: (jnp.int32(0), jnp.copy(key), first_loss_scale(policy))  # noqa: E731
-        step, key, loss_scale = jax.jit(rest, out_shardings=NamedSharding(mesh, _REPLICATED))(key)
-        return TrainState(step, params, opt_state, key, loss_scale)
+
+        def first(params: Any, key: jax.Array) -> Any:  # one program, because each is compiled
+            # device_put may hand back the caller's own buffers; the step donates the state's, so these are copies.
+            copies = None if made else jax.tree.map(jnp.copy, params)
+            return padded(fresh(params), held, mesh), copies, (jnp.int32(0), jnp.copy(key), first_loss_scale(policy))
+
+        rest = None if made else shardings(mesh, map_layouts(Layout.at_rest, layouts))
+        out = (shardings(mesh, held), rest, NamedSharding(mesh, _REPLICATED))
+        opt_state, copies, (step, key, loss_scale) = jax.jit(first, out_shardings=out)(params, key)
+        return TrainState(step, cast_floating(params if made else copies, policy.param), opt_state, key, loss_scale)
 
     def abstract(params: Any) -> TrainState:
         key = jax.eval_shape(lambda: jax.random.key(0))
@@ -151,27 +159,27 @@ def shardings(mesh: Mesh, held: Any) -> Any:
     return jax.tree.map(lambda each: NamedSharding(mesh, each.spec), held)
 
 
-def _place_params(params: Any, key: jax.Array, plan: Plan, mesh: Mesh, policy: Precision) -> Any:
-    if callable(params):
-        make = params
-        shapes = jax.eval_shape(make, key)
-        rest = map_layouts(Layout.at_rest, plan.layouts(shapes, mesh))
+def _made_params(make: Callable[[jax.Array], Any], key: jax.Array, plan: Plan, mesh: Mesh, policy: Precision) -> Any:
+    """Parameters that are made where they lie."""
+    rest = map_layouts(Layout.at_rest, plan.layouts(jax.eval_shape(make, key), mesh))
 
-        def made(key: jax.Array) -> Any:
-            return padded(cast_floating(make(key), policy.master or policy.param), rest, mesh)
+    def made(key: jax.Array) -> Any:
+        return padded(cast_floating(make(key), policy.master or policy.param), rest, mesh)
 
-        return jax.jit(made, out_shardings=shardings(mesh, rest))(key)
+    return jax.jit(made, out_shardings=shardings(mesh, rest))(key)
+
+
+def _placed_params(params: Any, key: jax.Array, plan: Plan, mesh: Mesh, policy: Precision) -> Any:
+    """Parameters that the caller has, laid out; those of the host never lie whole on a device."""
 
     def strong(x: Any) -> Any:  # weakly typed leaves would compile the step twice
-        return (
-            jax.lax.convert_element_type(x, x.dtype) if isinstance(x, jax.Array) else jnp.asarray(x, jnp.result_type(x))
-        )
+        if isinstance(x, jax.Array):
+            return jax.lax.convert_element_type(x, x.dtype)
+        return np.asarray(x, jnp.result_type(x))
 
     params = cast_floating(jax.tree.map(strong, unpadded(params)), policy.master or policy.param)
-    held = map_layouts(Layout.at_rest, plan.layouts(params, mesh))
-    params, rest = padded(params, held, mesh), shardings(mesh, held)
-    # device_put may hand back the caller's own buffers; the step donates the state's, so these are copies.
-    return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=rest)(jax.device_put(params, rest))
+    rest = map_layouts(Layout.at_rest, plan.layouts(params, mesh))
+    return jax.device_put(padded(params, rest, mesh), shardings(mesh, rest))
 
 
 def _described(shapes: Any, layouts: Any) -> Any:

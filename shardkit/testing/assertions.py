@@ -98,7 +98,7 @@ def assert_matches_reference(
     rng = np.random.default_rng(zlib.crc32(b"cotangent"))  # a seed that the caller's arguments hardly share
     draws = [rng.normal(size=np.shape(y)) for y in jax.tree.leaves(wanted)]
     cotangents = [
-        jnp.asarray(d, jnp.result_type(y)) for d, y in zip(draws, jax.tree.leaves(wanted), strict=True) if is_float(y)
+        d.astype(jnp.result_type(y)) for d, y in zip(draws, jax.tree.leaves(wanted), strict=True) if is_float(y)
     ]
     gradients = _vjp_of(reference, structure, floats)(leaves, cotangents)
     backward = _vjp_of(mapped, structure, floats)
