@@ -17,6 +17,7 @@ from jax._src import distributed as _distributed
 from jax._src import hardware_utils as _hardware
 from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
+from jax._src.dtypes import ExtendedDType as ExtendedDType
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax.experimental.xla_metadata import set_xla_metadata
 

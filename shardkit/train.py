@@ -15,7 +15,7 @@ from shardkit.collectives import all_reduce
 from shardkit.layout import spec_axes
 from shardkit.parallel.batch import accumulated, batch_specs, device_keys
 from shardkit.parallel.gradient import GradFn, LossFn, Mean, global_means, loss_and_aux
-from shardkit.parallel.handles import parts, with_parts
+from shardkit.parallel.handles import parts, shown, with_parts
 from shardkit.parallel.padded import exact, padded
 from shardkit.parallel.passage import enter, leave, to_rest
 from shardkit.parallel.plan import Layout, Plan, map_layouts
@@ -206,7 +206,7 @@ def make_eval_step(
         def per_device(params: Any, batch: Any) -> dict[str, jax.Array]:
             seen = enter(params, layouts, split_axes, policy.compute)
             seen = with_parts(seen, parts(seen))
-            loss, aux = loss_and_aux(loss_fn(seen, cast_floating(batch, policy.compute), None))
+            loss, aux = loss_and_aux(shown(loss_fn, seen, cast_floating(batch, policy.compute), None))
             return _metrics(global_means({"loss": loss, **aux}, plan.batch_axes), policy.output)
 
         specs = batch_specs(batch, batch_spec, mesh, 1)

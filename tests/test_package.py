@@ -17,7 +17,7 @@ PACKAGE = ROOT / "shardkit"
 
 # From the lowest floor up. A file imports from its own folder and from lower floors.
 FLOORS = [
-    ["_compat", "_check", "schedules", "cost"],
+    ["_compat", "_sealed", "_check", "schedules", "cost"],
     ["mesh", "layout", "rng", "config", "collectives"],
     ["parallel"],
     ["train", "state", "precision"],
@@ -31,6 +31,7 @@ FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 # On floors made of single files, these may also use a neighbour.
 NEIGHBOURS = {
     "_check": {"_compat"},
+    "_sealed": {"_compat"},
     "schedules": {"cost"},
     "layout": {"mesh"},
     "config": {"mesh"},

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from shardkit._check import quoted
 from shardkit._compat import varying_axes
 from shardkit.collectives import all_reduce, vary
-from shardkit.parallel.handles import parts, with_parts
+from shardkit.parallel.handles import parts, shown, with_parts
 
 
 class Mean(NamedTuple):
@@ -69,7 +69,7 @@ def value_and_grad(loss_fn: LossFn) -> GradFn:
 
     def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
         def total(leaves: Any) -> tuple[jax.Array, tuple[Any, Mapping[str, Any]]]:
-            mean, aux = loss_and_aux(loss_fn(with_parts(params, leaves), batch, keys))
+            mean, aux = loss_and_aux(shown(loss_fn, with_parts(params, leaves), batch, keys))
             return mean.total, (mean.weight, aux)
 
         value, backward, (weight, aux) = jax.vjp(total, parts(params), has_aux=True)

@@ -2,11 +2,13 @@
 
 A handle holds this device's part of a leaf. `opened` makes the weight: gathered (fsdp), or whole already, with a
 gradient that is scattered as soon as it exists (zero2). Its gradient always leaves as the part, reduced over the axes
-that it names.
+that it names. A handle is a node of a pytree, so that scans, slices and checkpoints carry it; what a loss is `shown` is
+sealed, so that nothing computes with a part as if it were the weight.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +18,9 @@ from jax import lax
 
 from shardkit._check import quoted
 from shardkit._compat import varying_axes
+from shardkit._sealed import seal, unseal
 from shardkit.collectives import all_gather, axis_index, axis_size, pad_to_axis, reduce_scatter
+from shardkit.layout import path_name
 from shardkit.parallel.padded import Sizes, cut
 
 # Dims are counted from the end, so that they stay right when `scan` takes the layer's dim off the front.
@@ -36,6 +40,7 @@ class Handle:
         reduce: dtype in which its gradient is summed.
         entry: whether it is opened before the loss sees it.
         sizes: dims that are padded in the part, with their natural size, to which opening cuts them.
+        path: where the leaf stands in what the loss is shown.
     """
 
     def __init__(
@@ -48,9 +53,10 @@ class Handle:
         reduce: Any,
         entry: bool,
         sizes: Sizes = (),
+        path: str = "",
     ):
         self.part, self.whole, self.gathers, self.scatters = part, whole, gathers, scatters
-        self.compute, self.reduce, self.entry, self.sizes = compute, reduce, entry, sizes
+        self.compute, self.reduce, self.entry, self.sizes, self.path = compute, reduce, entry, sizes, path
 
     def tree_flatten(self) -> tuple[tuple[Any, Any], Any]:
         return (self.part, self.whole), tuple(getattr(self, name) for name in _FIELDS[2:])
@@ -75,12 +81,21 @@ class Handle:
             raise AttributeError(name)
         raise self._unopened()
 
-    def _unopened(self) -> TypeError:
+    @property
+    def words(self) -> str:
+        """The leaf in the words of an error."""
         axes = [axis for _, axes in (*self.gathers, *self.scatters) for axis in axes]
-        return TypeError(
-            f"a leaf that is sharded over {quoted(axes)} was used before it was gathered. Wrap the function that uses "
-            "it in gathered(...), or run the stack with scan_layers."
-        )
+        return f"{self.path or 'a leaf'}, which is sharded over {quoted(axes)}"
+
+    def _unopened(self) -> TypeError:
+        return TypeError(_unopened(self.words))
+
+
+def _unopened(words: str) -> str:
+    return (
+        f"{words}, was used before it was gathered. Wrap the function that uses it in gathered(...), or run the stack "
+        "with scan_layers."
+    )
 
 
 def _refuse(handle: Handle, *_: Any) -> Any:
@@ -91,7 +106,8 @@ for _name in ("add", "sub", "mul", "matmul", "truediv", "pow", "neg", "getitem",
     setattr(Handle, f"__{_name}__", _refuse)
     setattr(Handle, f"__r{_name}__", _refuse)
 
-_FIELDS = ("part", "whole", "gathers", "scatters", "compute", "reduce", "entry", "sizes")
+_FIELDS = ("part", "whole", "gathers", "scatters", "compute", "reduce", "entry", "sizes", "path")
+_BEGIN, _END = "the unopened leaf <", ">"  # around the words in the dtype's name
 
 
 def is_handle(x: Any) -> bool:
@@ -119,6 +135,51 @@ def with_parts(tree: Any, leaves: Any) -> Any:
         return _open(x) if x.entry else x
 
     return jax.tree.map(one, tree, leaves, is_leaf=is_handle)
+
+
+def shown(fn: Callable[..., Any], tree: Any, *args: Any, at: str = "") -> Any:
+    """`fn(tree, *args)`, a function of the user's, with every handle of the tree sealed.
+
+    Args:
+        fn: a loss, or a piece of a pipeline.
+        tree: pytree of handles and arrays, which it may open with `gathered` and `scan_layers`.
+        *args: its other arguments.
+        at: where the tree stands in the parameters, such as "layers".
+
+    Raises:
+        TypeError: a handle's part is computed with, with the leaf's path and the remedy.
+    """
+
+    def sealed(path: Any, x: Any) -> Any:
+        if not is_handle(x):
+            return x
+        x = x.replaced(path=path_name((*_keys(at), *path)))
+        name = f"{_BEGIN}{x.words}{_END}"
+        return x.replaced(part=seal(x.part, name), whole=None if x.whole is None else seal(x.whole, name))
+
+    try:
+        return fn(jax.tree_util.tree_map_with_path(sealed, tree, is_leaf=is_handle), *args)
+    except Exception as error:
+        # jax says in its own words, as TypeError, ValueError or an assertion, that it does not know the dtype.
+        _, found, rest = str(error).partition(_BEGIN)
+        if not found:
+            raise
+        raise TypeError(_unopened(rest.partition(_END)[0])) from error
+
+
+def unsealed(tree: Any) -> Any:
+    """The tree with its handles as they were before `shown` sealed them."""
+
+    def one(x: Any) -> Any:
+        if not is_handle(x):
+            return x
+        return x.replaced(part=unseal(x.part), whole=None if x.whole is None else unseal(x.whole))
+
+    return jax.tree.map(one, tree, is_leaf=is_handle)
+
+
+def _keys(at: str) -> tuple[Any, ...]:
+    return (jax.tree_util.DictKey(at),) if at else ()
 
 
 def _open(handle: Handle) -> jax.Array:

@@ -10,7 +10,7 @@ import jax
 
 from shardkit._compat import varying_axes
 from shardkit.collectives import vary
-from shardkit.parallel.handles import is_handle, opened, parts
+from shardkit.parallel.handles import is_handle, opened, parts, unsealed
 from shardkit.parallel.recompute import POLICIES, Mask, Remat, policy_of
 from shardkit.parallel.reopened import reopened
 
@@ -47,9 +47,9 @@ def gathered(
 
     @wraps(layer_fn)
     def layer(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_handle)
+        leaves, tree = jax.tree.flatten(unsealed((args, kwargs)), is_leaf=is_handle)
         if keep or not any(is_handle(leaf) for leaf in leaves):
-            args, kwargs = opened((args, kwargs))
+            args, kwargs = jax.tree.unflatten(tree, opened(leaves))
             return (jax.checkpoint(layer_fn, policy=policy) if policy else layer_fn)(*args, **kwargs)
 
         handles = Mask([is_handle(leaf) for leaf in leaves])
@@ -113,6 +113,7 @@ def scan_layers(
         Layered gradient accumulation (arXiv:2106.02679): a layer at a time over all microbatches.
     """
     policy = None if remat is None and not offload else policy_of("scan_layers", remat, offload)
+    stacked = unsealed(stacked)
     counts = {leaf.shape[0] if leaf.ndim else 0 for leaf in jax.tree.leaves(parts(stacked))}
     if len(counts) != 1:
         raise ValueError(

@@ -16,7 +16,7 @@ from shardkit.collectives import axis_index, axis_size, vary
 from shardkit.parallel.divergent import refuse_divergent, refuse_mixed
 from shardkit.parallel.executor import Executor, Sums
 from shardkit.parallel.gradient import GradFn, LossFn, Mean
-from shardkit.parallel.handles import is_handle, part_gradient, parts, with_parts
+from shardkit.parallel.handles import is_handle, part_gradient, parts, unsealed, with_parts
 from shardkit.parallel.local import live_axes
 from shardkit.parallel.pieces import Given, Model, Pieces
 from shardkit.parallel.stages import Stages
@@ -172,7 +172,7 @@ def _run(
         )
     live = live_axes(where, names, *jax.tree.leaves(params))
     device = axis_index(names) if live else jnp.int32(0)
-    params = vary(dict(params), live)  # gradients stay this stage's own until the step sums them
+    params = vary(unsealed(dict(params)), live)  # gradients stay this stage's own until the step sums them
     layers, shared = params.pop("layers"), params
     rows = jax.tree.leaves(layers)[0].shape[0]
     each = stages.sizes or stages.layers_of(rows * p)

@@ -180,22 +180,81 @@ def test_a_plan_describes_every_leaf_and_says_why():  # proves S65, S68
 # ---- handles
 
 
-@pytest.mark.parametrize(
-    "use", [lambda w: jnp.ones((2, 16)) @ w, lambda w: w.T, lambda w: w[0], lambda w: jnp.sum(w), lambda w: w + 1]
-)
-def test_an_unopened_handle_is_an_error_wherever_it_is_used(use):
+USES = {
+    "matmul": lambda w: jnp.ones((2, 16)) @ w,
+    "attribute": lambda w: w.T,
+    "index": lambda w: w[0],
+    "sum": lambda w: jnp.sum(w),
+    "add": lambda w: w + 1,
+    "sum of the leaves": lambda w: sum(jnp.sum(x) for x in jax.tree.leaves(w)),
+    "squares of the leaves": lambda w: sum(jnp.sum(x**2) for x in jax.tree.leaves(w)),
+    "global norm": lambda w: optax.tree.norm(w),
+    "dot": lambda w: optax.tree.vdot(w, w),
+    "cast": lambda w: jax.tree.map(lambda x: x.astype(jnp.float32), w),
+    "sum in a dtype": lambda w: sum(jnp.sum(x, dtype=jnp.float32) for x in jax.tree.leaves(w)),
+    "einsum": lambda w: jnp.einsum("ld->l", jax.tree.leaves(w)[0]),
+    "lax": lambda w: jax.lax.dot_general(*jax.tree.leaves(w)[:1] * 2, (((1,), (1,)), ((), ()))),
+    "bits": lambda w: jax.lax.bitcast_convert_type(jax.tree.leaves(w)[0], jnp.uint32),
+    "where": lambda w: jnp.where(True, jax.tree.leaves(w)[0], 0.0),
+    "like": lambda w: jnp.zeros_like(jax.tree.leaves(w)[0]),
+    "max": lambda w: jnp.max(jax.tree.leaves(w)[0]),
+    "own sum": lambda w: jax.lax.psum(jax.tree.leaves(w)[0], "d"),
+    "own scan": lambda w: jax.lax.scan(lambda c, x: (c + jnp.sum(x**2), None), 0.0, jax.tree.leaves(w)[0])[0],
+    "checkpoint": lambda w: jax.checkpoint(lambda w: jnp.sum(jax.tree.leaves(w)[0] ** 2))(w),
+    "cond": lambda w: jax.lax.cond(True, lambda w: jnp.sum(jnp.exp(jax.tree.leaves(w)[0])), lambda w: 0.0, w),
+    "vmap": lambda w: jax.vmap(lambda x: jnp.sum(jnp.tanh(x)))(jax.tree.leaves(w)[0]),
+}
+
+
+# A part is not the weight: what a regularizer over jax.tree.leaves computes of it would be wrong in silence.
+@pytest.mark.parametrize("plan", ["fsdp layerwise", "zero2 layerwise"])
+@pytest.mark.parametrize("use", USES)
+def test_an_unopened_leaf_is_an_error_wherever_it_is_used(use, plan):
     def loss(params, batch, keys):
-        return jnp.sum(use(params["layers"]["w"]))
+        return jnp.sum(USES[use](params["layers"]["w"]))
 
     mesh = sk.make_mesh(jax.devices()[:4], d=4)
-    init, step = sk.make_train_step(sk.value_and_grad(loss), optax.sgd(0.1), mesh=mesh, plan=PLANS["fsdp layerwise"]())
-    state = init({"layers": {"w": jnp.ones((3, 16))}}, jax.random.key(0))
-    with pytest.raises(TypeError) as error:
-        step(state, jnp.ones((4, 2)))
-    assert str(error.value) == (
-        "a leaf that is sharded over 'd' was used before it was gathered. Wrap the function that uses it in "
-        "gathered(...), or run the stack with scan_layers."
-    )
+    init, step = sk.make_train_step(sk.value_and_grad(loss), optax.sgd(0.1), mesh=mesh, plan=PLANS[plan]())
+    state = init.abstract({"layers": {"w": jnp.ones((3, 16))}})
+    for run in (
+        lambda: jax.eval_shape(step, state, jnp.ones((4, 2))),
+        lambda: sk.make_eval_step(loss, mesh=mesh, plan=PLANS[plan]())(state.params, jnp.ones((4, 2))),
+    ):
+        with pytest.raises(TypeError) as error:
+            run()
+        assert str(error.value) == (
+            "layers.w, which is sharded over 'd', was used before it was gathered. Wrap the function that uses it in "
+            "gathered(...), or run the stack with scan_layers."
+        )
+
+
+def test_unopened_leaves_may_be_carried_and_sliced():
+    """Two stacks of one, a scan and a checkpoint of one's own around `gathered`: the numbers of plain arrays."""
+    layer = lambda w, x: jnp.tanh(x @ w)  # noqa: E731
+
+    def loss(params, batch, keys):
+        stack = params["layers"]
+        first, last = jax.tree.map(lambda leaf: leaf[:1], stack), jax.tree.map(lambda leaf: leaf[1:], stack)
+        x = sk.scan_layers(layer, first["w"], batch)
+        body = jax.checkpoint(lambda x, w: (sk.gathered(layer)(w, x), None))
+        x = jax.lax.scan(body, x, last["w"])[0]
+        one = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, 1, 0, keepdims=False), stack)
+        return sk.Mean.of(sk.gathered(layer, keep=True)(one["w"], x) ** 2)
+
+    params = {"layers": {"w": 0.3 * np.random.default_rng(0).normal(size=(3, 16, 16)).astype("f")}}
+    batches = [np.random.default_rng(1).normal(size=(8, 16)).astype("f")] * 2
+    for plan in ("fsdp layerwise", "zero2 layerwise"):
+        mesh = sk.make_mesh(jax.devices()[:4], d=4)
+        with jax.numpy_dtype_promotion("standard"):
+            sk.testing.assert_same_training(
+                sk.value_and_grad(loss),
+                sk.value_and_grad(loss),
+                optax.sgd(0.1),
+                mesh=mesh,
+                plan=PLANS[plan](),
+                params=params,
+                batches=batches,
+            )
 
 
 def test_gathered_is_the_function_itself_on_plain_arrays():
