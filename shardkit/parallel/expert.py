@@ -15,7 +15,7 @@ from shardkit.collectives._sums import dot_dtype
 from shardkit.collectives.ragged import ragged_all_to_all, segments
 from shardkit.parallel.plan import Leaf, Placement, Plan, strategy
 from shardkit.parallel.routing import Routing, RoutingStats, places, ranks, route, routing_stats
-from shardkit.parallel.rules import DimRules, dim_chooser
+from shardkit.parallel.rules import DimRules, dim_chooser, names_in
 
 Dot = Callable[[jax.Array, jax.Array], jax.Array]
 ExpertFn = Callable[[Any, jax.Array, Dot], jax.Array]
@@ -71,7 +71,7 @@ def ep(axis: Axis, rules: DimRules = _experts_dim) -> Plan:
             )
         return Placement(dim, rest=True, seen=True, update=True)
 
-    return strategy("ep", axis, rank=0, batch_dim=0, place=place)
+    return strategy("ep", axis, rank=0, batch_dim=0, place=place, names=names_in(rules, names))
 
 
 def moe(

@@ -39,7 +39,8 @@ def gathered(
     Raises:
         ValueError: an unknown policy, or one that cannot be offloaded.
 
-    Cost: an all_gather of each handle's part, twice unless `keep`, and a reduce_scatter of its gradient.
+    Cost: an all_gather of each handle's part, twice unless `keep`, and a reduce_scatter of its gradient. The CPU
+        compiler, for simulated devices, merges the two gathers and keeps the weights; those of TPU and GPU do not.
 
     Source: Zhao et al., PyTorch FSDP (VLDB 2023), section 3: reshard after forward.
     """

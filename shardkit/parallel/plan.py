@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from shardkit._check import Axis, axis_names, quoted, sized
 from shardkit.layout import canonical, local_shape, path_name, spec_axes
 from shardkit.parallel.padded import Held, Rows, Sizes, is_padded, padded_shape, padding
+from shardkit.parallel.rules import inside
 
 
 class Layout(NamedTuple):
@@ -102,6 +103,7 @@ class Strategy(NamedTuple):
         place: the placement rule, which may also say in a few words why it leaves a leaf whole; None keeps every leaf
             whole.
         varies: whether the leaves that it leaves whole are used on data that differ along its axes.
+        names: leaves or subtrees that its user named: each must be among the parameters.
     """
 
     name: str
@@ -110,6 +112,7 @@ class Strategy(NamedTuple):
     batch_dim: int | None
     place: Callable[[Leaf], Placement | str | None] | None = None
     varies: bool = False
+    names: tuple[str, ...] = ()
 
 
 class Plan(NamedTuple):
@@ -147,7 +150,7 @@ class Plan(NamedTuple):
         """The layouts of every leaf of `params` (arrays or their shapes).
 
         Raises:
-            ValueError: a tree without leaves, or an axis that the mesh does not have.
+            ValueError: a tree without leaves, an axis that the mesh does not have, or a name that is no leaf's.
         """
         self.check(mesh)
         if not jax.tree.leaves(params):
@@ -155,6 +158,13 @@ class Plan(NamedTuple):
                 f"{self}: the parameters must have at least one array; got {params!r}. Pass the model's pytree, or the "
                 "function of a key that makes it."
             )
+        paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_padded)]
+        for s, name in ((each, name) for each in self.strategies for name in each.names):
+            if not any(inside(path, (name,)) for path in paths):
+                raise ValueError(
+                    f"{s.name}: whatever it names must be among the parameters; {name!r} is not, and the leaves are "
+                    f"{quoted(paths[:8])}{', ...' * (len(paths) > 8)}. Correct the name, or leave it out."
+                )
         layout = lambda path, x: self._layout(path_name(path), x, mesh)  # noqa: E731
         return jax.tree_util.tree_map_with_path(layout, params, is_leaf=is_padded)
 
@@ -226,10 +236,11 @@ def strategy(
     batch_dim: int | None = None,
     place: Callable[[Leaf], Placement | str | None] | None = None,
     varies: bool = False,
+    names: tuple[str, ...] = (),
 ) -> Plan:
     """A plan of one strategy; the fields are those of `Strategy`."""
     axes = axis_names(name, axis)
-    return Plan((Strategy(f"{name}({quoted(axes)})", axes, rank, batch_dim, place, varies),))
+    return Plan((Strategy(f"{name}({quoted(axes)})", axes, rank, batch_dim, place, varies, names),))
 
 
 def chain(*plans: Plan) -> Plan:

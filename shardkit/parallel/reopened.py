@@ -79,9 +79,25 @@ def _here(forward: Forward, weights: Any, shared: Leaves, x: Leaves) -> tuple[li
 
 
 def _back_here(halves: Halves, weights: Any, shared: Leaves, saved: Leaves, ct: Leaves) -> list[Any]:
-    grads, x_grads = halves.backward(jax.tree.leaves(opened(weights)), shared, saved, ct)
+    grads, x_grads = halves.backward(jax.tree.leaves(opened(_waiting(weights, ct))), shared, saved, ct)
     nodes = [*jax.tree.leaves(weights, is_leaf=is_handle), *shared]
     return [*_part_gradients(halves.wanted_of(nodes), grads), *x_grads]
+
+
+def _waiting(weights: Any, ct: Leaves) -> Any:
+    """The weights, not to be gathered before the cotangents are there.
+
+    Without a barrier the compiler finds the same gather in the forward pass, and keeps all weights from there to here.
+    What comes out of one varies wherever something that goes in does, so a part waits for those that vary no further.
+    """
+
+    def one(node: Any) -> Any:
+        if not (is_handle(node) and node.gathers):
+            return node
+        first = [c for c in ct if varying_axes(c) <= varying_axes(node.part)]
+        return node.replaced(part=jax.lax.optimization_barrier((node.part, first))[0])
+
+    return jax.tree.map(one, weights, is_leaf=is_handle)
 
 
 def _ahead(forward: Forward, stacked: Any, shared: Leaves, x: Leaves, *, layers: int) -> tuple[list[Any], Any]:

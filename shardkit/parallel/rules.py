@@ -70,6 +70,14 @@ def dim_chooser(name: str, axes: tuple[str, ...], rules: DimRules) -> ChooseDim:
     return choose
 
 
+def names_in(rules: DimRules | None, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The leaves that a tree of specs splits over the axes, by path; a function names none."""
+    if rules is None or callable(rules):
+        return ()
+    flat = jax.tree_util.tree_flatten_with_path(rules, is_leaf=lambda x: isinstance(x, PartitionSpec))[0]
+    return tuple(path_name(path) for path, spec in flat if all_axes(spec) & set(axes))
+
+
 def inside(path: str, subtrees: tuple[str, ...]) -> bool:
     """Whether a leaf stands in one of the named subtrees."""
     return any(path == name or path.startswith(name + ".") for name in subtrees)

@@ -21,7 +21,7 @@ from shardkit.collectives import all_gather_matmul, all_reduce, axis_index, axis
 from shardkit.collectives.matmul import Impl
 from shardkit.parallel.local import live_axes, matmul
 from shardkit.parallel.plan import Leaf, Placement, Plan, strategy
-from shardkit.parallel.rules import DimRules, dim_chooser
+from shardkit.parallel.rules import DimRules, dim_chooser, names_in
 
 
 def tp(axis: Axis, rules: DimRules, *, sequence: bool = False) -> Plan:
@@ -69,7 +69,7 @@ def tp(axis: Axis, rules: DimRules, *, sequence: bool = False) -> Plan:
             )
         return Placement(at, rest=True, seen=True, update=True)
 
-    return strategy("tp", axis, rank=0, place=place, varies=sequence)
+    return strategy("tp", axis, rank=0, place=place, varies=sequence, names=names_in(rules, axes))
 
 
 def column_linear(x: jax.Array, w: Any, axis: Axis | None, *, sequence: bool = False, impl: Impl = "auto") -> Any:

@@ -25,7 +25,7 @@ from typing import Literal, get_args
 
 from shardkit._check import Axis, axis_names, named
 from shardkit.parallel.plan import Leaf, Placement, Plan, strategy
-from shardkit.parallel.rules import DimRules, dim_chooser, inside
+from shardkit.parallel.rules import DimRules, dim_chooser, inside, names_in
 
 MIN_SIZE = 1024
 Handled = Literal["loss", "entry"] | None
@@ -66,7 +66,7 @@ def zero1(axis: Axis, *, min_size: int = MIN_SIZE, rules: DimRules | None = None
             return at
         return Placement(at, rest=False, seen=False, update=True, pad=uneven == "pad")
 
-    return strategy("zero1", axis, rank=2, batch_dim=0, place=place)
+    return strategy("zero1", axis, rank=2, batch_dim=0, place=place, names=names_in(rules, axis_names("zero1", axis)))
 
 
 def zero2(
@@ -115,7 +115,9 @@ def zero2(
         handle: Handled = "loss" if inside(leaf.path, layerwise) else "entry"
         return Placement(at, rest=False, seen=False, update=True, handle=handle, pad=uneven == "pad")
 
-    return strategy("zero2", axis, rank=2, batch_dim=0, place=place)
+    return strategy(
+        "zero2", axis, rank=2, batch_dim=0, place=place, names=(*layerwise, *names_in(rules, axis_names("zero2", axis)))
+    )
 
 
 def fsdp(
@@ -165,7 +167,9 @@ def fsdp(
         handle: Handled = "loss" if inside(leaf.path, layerwise) else None
         return Placement(at, rest=True, seen=False, update=True, handle=handle, pad=uneven == "pad")
 
-    return strategy("fsdp", axis, rank=1, batch_dim=0, place=place)
+    return strategy(
+        "fsdp", axis, rank=1, batch_dim=0, place=place, names=(*layerwise, *names_in(rules, axis_names("fsdp", axis)))
+    )
 
 
 def _chooser(

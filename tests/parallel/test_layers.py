@@ -1,6 +1,7 @@
 """scan_layers: the same bits however the weights travel, the traffic of each way, and what is refused."""
 
 from functools import cache
+from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
@@ -216,3 +217,38 @@ def test_mistakes_are_refused():
         "microbatches=3. Choose a divisor of the examples on a device, and pass anything that is not of an example "
         "through layer_fn."
     )
+
+
+# ---- what compilers leave of it
+
+
+@pytest.mark.parametrize(
+    "topology, compiler, extra",
+    [
+        pytest.param("v5e:2x4", "libtpu", "aot", id="tpu"),
+        pytest.param("h100:1x1x8", "jax_cuda13_plugin", "aot-gpu", id="gpu"),
+    ],
+)
+def test_a_list_of_layers_is_gathered_again_for_its_backward_pass(topology, compiler, extra):
+    """Without a barrier compilers find the forward pass' gathers once more, merge the two, and keep all weights."""
+    if find_spec(compiler) is None:
+        pytest.skip(f"the compiler is not installed: shardkit[{extra}]")
+    layers, width = 6, 512
+
+    def compiled(keep):
+        def loss(params, x, keys):
+            for layer in params["layers"]:
+                x = sk.gathered(lambda layer, x: jnp.tanh(x @ layer["w"]), keep=keep)(layer, x)
+            return sk.Mean.of(x**2)
+
+        plan = sk.fsdp("d", layerwise=("layers",))
+        mesh = sk.abstract_mesh(d=8)
+        init, step = sk.make_train_step(sk.value_and_grad(loss), optax.sgd(0.1), mesh=mesh, plan=plan)
+        state = init.abstract({"layers": [{"w": jax.ShapeDtypeStruct((width, width), jnp.float32)}] * layers})
+        x = jax.ShapeDtypeStruct((64, width), jnp.float32)
+        with jax.numpy_dtype_promotion("standard"):
+            return sk.aot.compile(step, (state, x), topology=topology)
+
+    again, kept = (sum(row.times * row.arrays for row in compiled(keep).select(kind="all_gather")) for keep in (0, 1))
+    assert kept == layers
+    assert again >= 2 * layers - 1  # the last layer's weights are at hand when its backward pass begins

@@ -228,6 +228,28 @@ def test_an_unopened_leaf_is_an_error_wherever_it_is_used(use, plan):
         )
 
 
+@pytest.mark.parametrize(
+    "make, name",
+    [
+        (lambda: sk.fsdp("d", layerwise=("layers", "layrs")), "layrs"),
+        (lambda: sk.zero2("d", layerwise=("layer",)), "layer"),
+        (lambda: sk.fsdp("d", rules={"layers": {"w": P(None, "d"), "v": P("d")}}), "layers.v"),
+        (lambda: sk.zero1("d", rules={"layers": {"w": P()}, "head": P("d")}), "head"),
+        (lambda: sk.tp("d", {"layers": {"w": P(None, "d")}, "head": P("d")}), "head"),
+        (lambda: sk.ep("d", {"layers": {"w": P("d")}, "experts": P("d")}), "experts"),
+    ],
+)
+@pytest.mark.check
+def test_what_a_plan_names_is_there(make, name):
+    plan = make()
+    with pytest.raises(ValueError) as error:
+        plan.layouts({"layers": {"w": jax.ShapeDtypeStruct((4, 16), jnp.float32)}}, sk.abstract_mesh(d=4))
+    assert str(error.value) == (
+        f"{plan.strategies[0].name}: whatever it names must be among the parameters; {name!r} is not, and the leaves "
+        "are 'layers.w'. Correct the name, or leave it out."
+    )
+
+
 def test_unopened_leaves_may_be_carried_and_sliced():
     """Two stacks of one, a scan and a checkpoint of one's own around `gathered`: the numbers of plain arrays."""
     layer = lambda w, x: jnp.tanh(x @ w)  # noqa: E731
