@@ -58,9 +58,15 @@ def precision_of(name: Precision | str | None) -> Precision:
     """The policy for a name: "no" (or None), "bf16" (compute in bfloat16), "fp16" (with dynamic loss scaling).
 
     Raises:
-        ValueError: another name, or a loss scale that is not a positive power of two.
+        ValueError: another name, a dtype that is no float, or a loss scale that is not a positive power of two.
     """
     if isinstance(name, Precision):
+        for field in ("param", "compute", "reduce", "output", "master"):
+            dtype = getattr(name, field)
+            if not (dtype is None and field == "master") and not _floating(dtype):
+                raise ValueError(
+                    f"Precision: {field} must be a floating-point dtype; got {dtype!r}. Use for example jnp.bfloat16."
+                )
         scale = name.loss_scale
         if scale not in (None, "dynamic") and not _power_of_two(scale):
             raise ValueError(
@@ -101,6 +107,13 @@ def next_loss_scale(policy: Precision, state: LossScale, finite: jax.Array) -> L
     grow = good == policy.growth_interval
     scale = jnp.where(finite, jnp.where(grow, state.scale * 2, state.scale), jnp.maximum(state.scale / 2, 1.0))
     return LossScale(scale, jnp.where(grow, 0, good))
+
+
+def _floating(dtype: Any) -> bool:
+    try:
+        return dtype is not None and bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+    except TypeError:
+        return False
 
 
 def _power_of_two(x: Any) -> bool:

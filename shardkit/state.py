@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardkit.layout import path_name
 from shardkit.parallel.padded import Held, is_padded, padded, unpadded
 from shardkit.parallel.plan import Layout, Plan, map_layouts
 from shardkit.precision import LossScale, Precision, cast_floating, first_loss_scale
@@ -97,7 +98,7 @@ def make_init(optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> Call
     def abstract(params: Any) -> TrainState:
         key = jax.eval_shape(lambda: jax.random.key(0))
         params = jax.eval_shape(params, key) if callable(params) else params
-        params = jax.eval_shape(lambda p: cast_floating(p, policy.master or policy.param), params)
+        params = jax.eval_shape(lambda p: cast_floating(p, policy.master or policy.param), trained(params))
         layouts = plan.layouts(params, mesh)
         opt_state = jax.eval_shape(lambda p: first_opt_state(optimizer, policy, p), params)
         held = optimizer_held(opt_state, params, map_layouts(Layout.in_update, layouts))
@@ -159,9 +160,22 @@ def shardings(mesh: Mesh, held: Any) -> Any:
     return jax.tree.map(lambda each: NamedSharding(mesh, each.spec), held)
 
 
+def trained(params: Any) -> Any:
+    """The parameters, all of which an optimizer can train; refuses any other leaf, by path."""
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        dtype = jnp.result_type(x) if isinstance(x, int | float | complex) else getattr(x, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                f"init: every leaf of the parameters must be a real floating-point array, which the optimizer trains; "
+                f"leaf {path_name(path)} is {dtype or type(x).__name__}. Pass what is not trained in the batch, or let "
+                "the loss close over it; split a complex leaf into its real and imaginary parts."
+            )
+    return params
+
+
 def _made_params(make: Callable[[jax.Array], Any], key: jax.Array, plan: Plan, mesh: Mesh, policy: Precision) -> Any:
     """Parameters that are made where they lie."""
-    rest = map_layouts(Layout.at_rest, plan.layouts(jax.eval_shape(make, key), mesh))
+    rest = map_layouts(Layout.at_rest, plan.layouts(trained(jax.eval_shape(make, key)), mesh))
 
     def made(key: jax.Array) -> Any:
         return padded(cast_floating(make(key), policy.master or policy.param), rest, mesh)
@@ -177,7 +191,7 @@ def _placed_params(params: Any, key: jax.Array, plan: Plan, mesh: Mesh, policy: 
             return jax.lax.convert_element_type(x, x.dtype)
         return np.asarray(x, jnp.result_type(x))
 
-    params = cast_floating(jax.tree.map(strong, unpadded(params)), policy.master or policy.param)
+    params = cast_floating(jax.tree.map(strong, trained(unpadded(params))), policy.master or policy.param)
     rest = map_layouts(Layout.at_rest, plan.layouts(params, mesh))
     return jax.device_put(padded(params, rest, mesh), shardings(mesh, rest))
 

@@ -14,7 +14,7 @@ from shardkit._compat import varying_axes
 from shardkit.collectives import all_reduce
 from shardkit.layout import spec_axes
 from shardkit.parallel.batch import accumulated, batch_specs, device_keys
-from shardkit.parallel.gradient import GradFn, LossFn, Mean, global_means, loss_and_aux
+from shardkit.parallel.gradient import GradFn, LossFn, Mean, counted, global_means, loss_and_aux
 from shardkit.parallel.handles import parts, shown, with_parts
 from shardkit.parallel.padded import exact, padded
 from shardkit.parallel.passage import enter, leave, to_rest
@@ -132,8 +132,8 @@ def make_train_step(
                 grad_fn, params, batch, key, scale, layouts, batch_spec, policy, accumulate
             )
             sums = global_means(means, plan.batch_axes)
-            grads = leave(grads, layouts, sums["loss"].weight * scale, policy.reduce)
-            metrics = _metrics(sums, policy.output)
+            grads = leave(grads, layouts, counted(sums["loss"].weight) * scale, policy.reduce)
+            metrics = _metrics(sums)
             if guarded:
                 metrics["finite"] = _all_finite(metrics["loss"], grads)
             return metrics, grads
@@ -161,6 +161,7 @@ def make_train_step(
             if loss_scale is not None:
                 metrics["loss_scale"] = loss_scale.scale
                 loss_scale = next_loss_scale(policy, loss_scale, finite)
+        metrics = _returned(metrics, policy.output)
         params = pinned(padded(params, held, mesh, in_order=in_order), held)
         new_opt_state = pinned(padded(new_opt_state, opt_held, mesh, in_order=in_order), opt_held)
         if rest != update:
@@ -207,7 +208,7 @@ def make_eval_step(
             seen = enter(params, layouts, split_axes, policy.compute)
             seen = with_parts(seen, parts(seen))
             loss, aux = loss_and_aux(shown(loss_fn, seen, cast_floating(batch, policy.compute), None))
-            return _metrics(global_means({"loss": loss, **aux}, plan.batch_axes), policy.output)
+            return _returned(_metrics(global_means({"loss": loss, **aux}, plan.batch_axes)), policy.output)
 
         specs = batch_specs(batch, batch_spec, mesh, 1)
         return jax.shard_map(per_device, mesh=mesh, in_specs=(rest, specs), out_specs=_REPLICATED)(params, batch)
@@ -252,9 +253,16 @@ def step_key(key: jax.Array, step: jax.Array | int) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(key, salt("shardkit.step")), step)
 
 
-def _metrics(sums: Mapping[str, Mean], dtype: Any) -> dict[str, jax.Array]:
-    out = {name: (mean.total / mean.weight).astype(dtype) for name, mean in sums.items()}
+def _metrics(sums: Mapping[str, Mean]) -> dict[str, jax.Array]:
+    """The means in float32: an overflow of the output's dtype is no overflow of the loss."""
+    out = {name: mean.total / counted(mean.weight) for name, mean in sums.items()}
     return {"loss": out.pop("loss"), "weight": sums["loss"].weight, **out}
+
+
+def _returned(metrics: dict[str, jax.Array], dtype: Any) -> dict[str, jax.Array]:
+    """The metrics as the step returns them; what counts stays in float32."""
+    kept = ("weight", "finite", "loss_scale")
+    return {name: x if name in kept else x.astype(dtype) for name, x in metrics.items()}
 
 
 def _all_finite(loss: jax.Array, grads: Any) -> jax.Array:

@@ -224,6 +224,7 @@ def _activations(model: Model, batch: int, sequence: int, tensor: int, remat: st
             sequence=sequence,
             hidden=model.hidden,
             heads=model.heads,
+            kv_heads=model.kv_heads,
             tensor=tensor,
             sequence_parallel=True,
             recompute=recompute,

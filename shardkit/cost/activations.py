@@ -17,6 +17,7 @@ def activation_memory(
     sequence: int,
     hidden: int,
     heads: int,
+    kv_heads: int | None = None,
     tensor: int = 1,
     sequence_parallel: bool = False,
     recompute: str | bool = "none",
@@ -25,13 +26,15 @@ def activation_memory(
 
     sbh (34 + 5as/h) without parallelism; sbh (10 + 24/t + 5as/(ht)) with tensor parallelism; sbh/t (34 + 5as/h) with
     sequence parallelism too. Selective recomputation drops the 5as/h term (attention's core; a fused attention kernel
-    does the same); full recomputation keeps the layer's input, 2sbh.
+    does the same); full recomputation keeps the layer's input, 2sbh. Of the 24, keys and values are 4, and with fewer
+    key/value heads as many times fewer, but at least one head a device.
 
     Args:
         batch: sequences of one microbatch.
         sequence: tokens a sequence.
         hidden: model width.
         heads: attention heads.
+        kv_heads: key/value heads, a divisor of heads; None: heads.
         tensor: tensor-parallel ways.
         sequence_parallel: whether norms and dropout are sharded over the sequence, on the same axis.
         recompute: "none", "selective" or "full" (False and True: the first and the last).
@@ -40,7 +43,7 @@ def activation_memory(
         Bytes.
 
     Raises:
-        ValueError: a size below 1, or an unknown recompute.
+        ValueError: a size below 1, kv_heads that do not divide heads, or an unknown recompute.
 
     Source: Korthikanti et al., equations 1, 2, 4 and table 2.
     """
@@ -48,13 +51,16 @@ def activation_memory(
     batch, sequence, hidden, heads, tensor = _check.whole(
         where, batch=batch, sequence=sequence, hidden=hidden, heads=heads, tensor=tensor
     )
+    [kv_heads] = _check.whole(where, kv_heads=heads if kv_heads is None else kv_heads)
+    _check.divides(where, "kv_heads", kv_heads, "heads", heads)
     recompute = _check.recomputation(where, recompute)
     sbh = sequence * batch * hidden
     if recompute == "full":
         return 2.0 * sbh
     core = 5 * heads * sequence / hidden if recompute == "none" else 0
+    shared = 4 * (heads - min(heads, max(kv_heads, tensor))) / heads
     whole = 10 / tensor if sequence_parallel else 10
-    return sbh * (whole + (24 + core) / tensor)
+    return sbh * (whole + (24 - shared + core) / tensor)
 
 
 def interleaving_factor(stages: int, chunks: int) -> float:
@@ -83,6 +89,7 @@ def model_activation_memory(
     sequence: int,
     hidden: int,
     heads: int,
+    kv_heads: int | None = None,
     vocabulary: int = 0,
     tensor: int = 1,
     sequence_parallel: bool = False,
@@ -103,6 +110,7 @@ def model_activation_memory(
         sequence: tokens a sequence.
         hidden: model width.
         heads: attention heads.
+        kv_heads: key/value heads, a divisor of heads; None: heads.
         vocabulary: number of token values; 0 leaves the embedding and the head out.
         tensor: tensor-parallel ways.
         sequence_parallel: whether norms and dropout are sharded over the sequence.
@@ -139,6 +147,7 @@ def model_activation_memory(
         sequence=sequence,
         hidden=hidden,
         heads=heads,
+        kv_heads=kv_heads,
         tensor=tensor,
         sequence_parallel=sequence_parallel,
         recompute=recompute,

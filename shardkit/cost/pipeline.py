@@ -7,6 +7,9 @@ weight gradients. Communication between stages is left out.
 
 from __future__ import annotations
 
+import math
+from typing import NoReturn
+
 from shardkit.cost import _check
 
 SCHEDULES = (
@@ -24,6 +27,7 @@ SCHEDULES = (
 _CHUNKED = ("interleaved", "lockstep", "looped_bfs")
 _OTHER_NAMES = {
     "one_f_one_b": "1f1b",
+    "breadth_first": "looped_bfs",
     "interleaved_1f1b": "interleaved",
     "zb_h1": "zero_bubble_h1",
     "zb_h2": "zero_bubble_h2",
@@ -63,23 +67,26 @@ def bubble_time(
     |---|---|
     | gpipe, 1f1b | (p-1) (F + B) |
     | interleaved, lockstep, looped_bfs | (p-1) (F + B) / v |
-    | zero_bubble_h1 | (p-1) (F + B - 2W): where F = B - W = W, a step takes 3m + p - 1 |
+    | zero_bubble_h1 | (p-1) (F + B - W - min(F, B-W, W)); the paper's (p-1) (F + B - 2W) where W is the least |
     | zero_bubble_h2 | (p-1) (F + B - 3W), at least 0: where F = B - W = W, a step takes 3m + p - 1 too |
     | zero_bubble_v | 0, where F = B - W = W |
     | dualpipe | (p/2 - 1) (F&B + B - 3W), with two copies of the parameters |
     | dualpipe_v | (p-1) (F&B + B - 3W) / 2 |
 
-    The papers write B for B - W. The formulas hold for m >= p (gpipe, 1f1b: any m; zero_bubble_h2: 2p - 1; dualpipe:
-    2p; interleaved: m a multiple of p), and none depends on m. With fewer microbatches a device idles longer. It is the
-    most that one device idles between its first forward and its last weight gradient, which is all of a step's bubble
-    except for zero_bubble_h2 and zero_bubble_v: there each device starts and ends later than the one before, so that
+    The papers write B for B - W. The formulas hold for m >= p (gpipe, 1f1b: any m; zero_bubble_h2, zero_bubble_v:
+    2p - 1; the dualpipes: 2p; interleaved, lockstep with chunks: multiples of p), and none depends on m. zero_bubble_h2
+    needs W or B - W of at most F; dualpipe_v F = B - W, W of at most F and F&B = F + B. What lies outside is refused:
+    `Schedule.simulate` has it. dualpipe is as published, and exact for the costs of dualpipe_v.
+
+    It is all of a step's bubble, except for zero_bubble_h2 and zero_bubble_v: there each device starts and ends later
+    than the one before, this is the most that one idles between its first forward and its last weight gradient, and
     only an optimizer that does not wait for all devices gains the rest.
 
     Args:
         stages: devices p of the pipe axis.
         microbatches: m, in a step.
         schedule: a name of the table; capitals, "-", "_" and spaces do not matter, and the papers' "ZB-H1", "ZB-H2",
-            "ZB-V" are known too.
+            "ZB-V" are known too, as are "one_f_one_b" and "breadth_first" (looped_bfs).
         chunks: model chunks v a device, for the three schedules that have them; "1f1b" with chunks is "interleaved".
         forward: F, time of one microbatch's forward on one device.
         backward: B, time of its whole backward.
@@ -91,15 +98,15 @@ def bubble_time(
 
     Raises:
         ValueError: an unknown schedule; a size below 1; a cost that is not positive, or a weight above backward; chunks
-            or overlapped where the schedule has none; an odd number of stages for dualpipe; unequal costs for
-            zero_bubble_v.
+            or overlapped where the schedule has none; an odd number of stages for dualpipe; microbatches or costs for
+            which the formula does not hold.
 
     Source: Huang et al., GPipe (arXiv:1811.06965); Narayanan et al. (arXiv:2104.04473), section 2.2; Lamy-Poirier,
     Breadth-First Pipeline Parallelism (arXiv:2211.05953); Qi et al., Zero Bubble Pipeline Parallelism
     (arXiv:2401.10241), table 2; DeepSeek-V3 (arXiv:2412.19437), table 2, and the DualPipe repository for dualpipe_v.
     """
     where = "bubble"
-    name, stages, _, chunks = _named(where, schedule, stages, microbatches, chunks)
+    name, stages, microbatches, chunks = _named(where, schedule, stages, microbatches, chunks)
     forward, backward = map(float, _check.positive(where, forward=forward, backward=backward))
     [weight] = map(float, _check.at_least_zero(where, weight=backward / 2 if weight is None else weight))
     if weight > backward:
@@ -114,21 +121,63 @@ def bubble_time(
         )
     both = forward + backward
     [overlapped] = _check.positive(where, overlapped=both if overlapped is None else overlapped)
+    if stages > 1:
+        _in_range(name, stages, microbatches, chunks)
+        _at_costs(name, stages, microbatches, (forward, backward - weight, weight), overlapped)
     if name in ("gpipe", "1f1b", *_CHUNKED):
         return (stages - 1) * both / chunks
     if name == "zero_bubble_h1":
-        return (stages - 1) * max(0.0, both - 2 * weight)
+        return (stages - 1) * (both - weight - min(forward, backward - weight, weight))
     if name == "zero_bubble_h2":
         return (stages - 1) * max(0.0, both - 3 * weight)
     if name == "zero_bubble_v":
-        if not forward == weight == backward - weight:
-            raise ValueError(
-                "bubble: the published form of 'zero_bubble_v' needs equal times of forward, input gradient and weight "
-                f"gradient; got {forward}, {backward - weight} and {weight}. Simulate the schedule for other times."
-            )
         return 0.0
     gap = max(0.0, overlapped + backward - 3 * weight)
     return (stages / 2 - 1) * gap if name == "dualpipe" else (stages - 1) * gap / 2
+
+
+def _in_range(name: str, stages: int, microbatches: int, chunks: int) -> None:
+    """Refuses microbatches for which the form does not hold."""
+    if name in ("interleaved", "lockstep") and chunks > 1:
+        fits, rule = microbatches % stages == 0, f"a multiple of stages={stages} microbatches"
+    else:
+        least = {"zero_bubble_h1": stages, "zero_bubble_h2": 2 * stages - 1, "zero_bubble_v": 2 * stages - 1}
+        least |= {"dualpipe": 2 * stages, "dualpipe_v": 2 * stages}
+        if name == "looped_bfs" and chunks > 1:
+            least[name] = stages
+        fits = microbatches >= least.get(name, 1)
+        rule = f"at least {least.get(name, 1)} microbatches on {stages} stages"
+    if not fits:
+        _refuse(name, rule, str(microbatches), stages, microbatches, chunks)
+
+
+def _at_costs(name: str, stages: int, microbatches: int, costs: tuple[float, float, float], overlapped: float) -> None:
+    """Refuses costs of F, I and W, or of F&B, for which the form does not hold."""
+    forward, inputs, weight = costs
+    got = f"{forward}, {inputs} and {weight}"
+    if name == "zero_bubble_v":
+        fits = math.isclose(forward, inputs) and math.isclose(forward, weight)
+        rule = "equal times of forward, input gradient and weight gradient"
+    elif name == "zero_bubble_h2":
+        fits = min(inputs, weight) <= forward or math.isclose(min(inputs, weight), forward)
+        rule = "an input gradient or a weight gradient no longer than forward in the times of the three"
+    elif name == "dualpipe_v":
+        fits = math.isclose(forward, inputs) and (weight <= forward or math.isclose(forward, weight))
+        rule = "equal times of forward and input gradient, and a weight gradient no longer"
+        both = forward + inputs + weight
+        if fits and not math.isclose(overlapped, both):
+            fits, rule, got = False, f"overlapped to be forward + backward, {both}", f"{overlapped}"
+    else:
+        return
+    if not fits:
+        _refuse(name, rule, got, stages, microbatches, 1)
+
+
+def _refuse(name: str, rule: str, got: str, stages: int, microbatches: int, chunks: int) -> NoReturn:
+    sizes = f"{stages}, {microbatches}" + (f", {chunks}" if chunks > 1 else "")
+    call = f"schedules.{'breadth_first' if name == 'looped_bfs' else name}({sizes}).simulate(...)"
+    remedy = "Change them" if name in ("zero_bubble_h2", "dualpipe") else f"Change them, or call {call}, which is exact"
+    raise ValueError(f"bubble: the closed form of {name!r} needs {rule}; got {got}. {remedy}.")
 
 
 def bubble(
@@ -152,7 +201,7 @@ def bubble(
         stages: devices p of the pipe axis.
         microbatches: m, in a step.
         schedule: "gpipe", "1f1b", "interleaved", "lockstep", "looped_bfs", "zero_bubble_h1", "zero_bubble_h2",
-            "zero_bubble_v", "dualpipe" or "dualpipe_v".
+            "zero_bubble_v", "dualpipe" or "dualpipe_v"; "breadth_first" is "looped_bfs".
         chunks: model chunks v a device, for "interleaved", "lockstep" and "looped_bfs".
         of: "ideal", Megatron's convention: over m (F + B), the time without idling (m F&B for the dualpipes); or
             "total", GPipe's: over the ideal time and the bubble.
@@ -187,9 +236,9 @@ def bubble(
 def in_flight(stages: int, microbatches: int, schedule: str = "1f1b", *, chunks: int = 1) -> float:
     """The most activations that one device holds, in units of one microbatch on one device's whole share of layers.
 
-    gpipe and looped_bfs: m; 1f1b, zero_bubble_h1, zero_bubble_v: p; interleaved: p + (p-1)/v; zero_bubble_h2: 2p - 1;
-    dualpipe: p + 1; dualpipe_v: p + 1/2. Never more than m. Zero-bubble schedules count a microbatch until its weight
-    gradient is done.
+    gpipe and looped_bfs: m; 1f1b, zero_bubble_h1, zero_bubble_v: p; interleaved: p + (p-1)/v from 2p - 1
+    microbatches on, p + (m-p)/v below; zero_bubble_h2: 2p - 1; dualpipe: p + 1; dualpipe_v: p + 1/2. Never more than m.
+    Zero-bubble schedules count a microbatch until its weight gradient is done.
 
     Args:
         stages: devices p of the pipe axis.
@@ -210,10 +259,11 @@ def in_flight(stages: int, microbatches: int, schedule: str = "1f1b", *, chunks:
         raise ValueError(
             "in_flight: 'lockstep' has no published form; got schedule='lockstep'. Simulate the schedule to count."
         )
+    further = min(max(0, microbatches - stages), stages - 1)  # forwards of the second round that start in the warm-up
     most = {
         "gpipe": microbatches,
         "looped_bfs": microbatches,
-        "interleaved": stages + (stages - 1) / chunks if chunks > 1 else stages,
+        "interleaved": stages + further / chunks if chunks > 1 else stages,
         "zero_bubble_h2": 2 * stages - 1,
         "dualpipe": stages + 1,
         "dualpipe_v": stages + 0.5,

@@ -204,7 +204,9 @@ def fsdp_tensor_batch(
 ) -> float:
     """Tokens a device from which the best mix of FSDP and tensor parallelism is compute bound.
 
-    4 a^2 / (F M_X M_Y), where a = C / W: 2 * 2550^2 / F on v5p with two axes for FSDP and one for tensor parallelism.
+    a^2 / (F M_X M_Y), where a = C / W: 2550^2 / (2 F) on v5p with two axes for FSDP and one for tensor parallelism.
+    These send along different axes, and so at once; on a GPU both use the same links, one after the other, and it is
+    4 a^2 / F.
 
     Args:
         chip: a chip or its name.
@@ -221,7 +223,9 @@ def fsdp_tensor_batch(
     Source: How to Scale Your Model, part 5, "Mixed FSDP and Tensor Parallelism".
     """
     ffn, fsdp_axes, tensor_axes = _split_axes("fsdp_tensor_batch", chip, ffn, fsdp_axes, tensor_axes)
-    return 4 * network_intensity(chip) ** 2 / (ffn * fsdp_axes * tensor_axes)
+    # at the best split both take equally long: twice that where they share the links, and tokens go by the square
+    shared = 1 if hardware.chip(chip).torus else 4
+    return shared * network_intensity(chip) ** 2 / (ffn * fsdp_axes * tensor_axes)
 
 
 def fsdp_tensor_split(
@@ -235,8 +239,8 @@ def fsdp_tensor_split(
 ) -> tuple[float, float]:
     """The FSDP and tensor-parallel ways that together send for the shortest time.
 
-    Forward, FSDP takes 4 D F / (Y W M_X) and tensor parallelism 4 B D / (X W M_Y) seconds a layer; with X Y = N their
-    sum is least at X = sqrt(B N M_X / (F M_Y)).
+    Forward, FSDP takes 4 D F / (Y W M_X) and tensor parallelism 4 B D / (X W M_Y) seconds a layer; with X Y = N the
+    longer of the two, and their sum too, is least at X = sqrt(B N M_X / (F M_Y)), where they are equal.
 
     Args:
         chip: a chip or its name.
@@ -252,7 +256,7 @@ def fsdp_tensor_split(
     Raises:
         ValueError: an unknown chip, a size below 1, or more axes together than the torus has.
 
-    Source: How to Scale Your Model, part 5, "Mixed FSDP and Tensor Parallelism": the least sum of its two times.
+    Source: How to Scale Your Model, part 5, "Mixed FSDP and Tensor Parallelism".
     """
     where = "fsdp_tensor_split"
     ffn, fsdp_axes, tensor_axes = _split_axes(where, chip, ffn, fsdp_axes, tensor_axes)

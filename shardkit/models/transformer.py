@@ -124,7 +124,7 @@ def pieces(config: Config, axes: Axes = ONE_DEVICE) -> tuple[Piece, Piece, Piece
 
     def embed(shared: Any, batch: Any, keys_b: jax.Array | None) -> Stream:
         x_btD = vocab_embed(batch["tokens"], shared["embed"], axes.model, sequence=axes.sequence)
-        weights_bT = batch.get("weights") if config.experts else None
+        weights_bT = _weights(batch) if config.experts else None
         weights_bt = None if weights_bT is None else mine(weights_bT, 1)
         counts = [jnp.zeros((x_btD.shape[0], 2)) if config.experts else None for _ in range(2)]
         return Stream(x_btD, None, weights_bt, batch.get("segments"), *counts)
@@ -139,20 +139,28 @@ def pieces(config: Config, axes: Axes = ONE_DEVICE) -> tuple[Piece, Piece, Piece
         return scan_layers(partial(_layer, config, axes, places_T), layers, stream, **how)._replace(keys=None)
 
     def head(shared: Any, stream: Stream, batch: Any) -> tuple[Mean, dict[str, Mean]]:
-        x_btD, weights_bT = rms_norm(stream.x, shared["final_norm"]), batch.get("weights")
+        x_btD, weights_bT = rms_norm(stream.x, shared["final_norm"]), _weights(batch)
         nats_bT, hits_bT = vocab_cross_entropy_and_hits(
             x_btD, _head(shared, config), batch["targets"], axes.model, sequence=axes.sequence
         )
+        assert weights_bT is not None  # there are targets
         mean = Mean.of(nats_bT, weights_bT)
         aux = {"accuracy": Mean.of(hits_bT, weights_bT)}
         if config.experts:
-            weight_bT = jnp.ones_like(nats_bT) if weights_bT is None else weights_bT.astype(jnp.float32)
             extra_b = stream.losses @ jnp.array([config.balance, config.router_z])
-            mean = Mean(mean.total + jnp.sum(extra_b * jnp.sum(weight_bT, axis=1)), mean.weight)
+            mean = Mean(mean.total + jnp.sum(extra_b * jnp.sum(weights_bT.astype(jnp.float32), axis=1)), mean.weight)
             aux["dropped"] = Mean(*jnp.sum(stream.dropped, axis=0))
         return mean, aux
 
     return embed, stage, head
+
+
+def _weights(batch: Any) -> jax.Array | None:
+    """The tokens' weights: those of the batch, and 0 where the target is negative; None where nothing says so."""
+    weights, targets = batch.get("weights"), batch.get("targets")
+    if targets is None:
+        return weights
+    return (targets >= 0).astype(jnp.float32) if weights is None else jnp.where(targets >= 0, weights, 0)
 
 
 def _layer(config: Config, axes: Axes, places_T: jax.Array, each: tuple[Any, jax.Array], stream: Stream) -> Stream:
@@ -182,9 +190,9 @@ def loss_fn(config: Config, axes: Axes = ONE_DEVICE) -> Callable[[Any, Any, Any]
 
     Returns:
         `loss(params, batch, keys)` for `value_and_grad`. The batch holds "tokens" and "targets", int32 [b, T], and may
-        hold "weights" [b, T], tokens of weight 0 count for nothing, and "segments", int32 [b, T]: the document of each
-        token, which attends to its own only. With experts the loss includes those of the router, and "dropped" is the
-        share of choices without room.
+        hold "weights" [b, T], tokens of weight 0 or of a negative target count for nothing, and "segments", int32
+        [b, T]: the document of each token, which attends to its own only. With experts the loss includes those of the
+        router, and "dropped" is the share of choices without room.
 
     Raises:
         ValueError: at trace time, heads or tokens that the plan does not split as `axes` say.

@@ -14,6 +14,7 @@ from shardkit._compat import varying_axes
 from shardkit.collectives import axis_index, axis_size, vary
 from shardkit.layout import path_name, spec_axes
 from shardkit.parallel.gradient import GradFn, Mean, loss_and_aux
+from shardkit.parallel.handles import parts
 from shardkit.rng import fold_keys
 
 
@@ -82,12 +83,13 @@ def accumulated(
         taken = {"loss", "weight", "finite", "loss_scale"} & set(aux)
         if taken:
             raise ValueError(f"make_train_step: aux must not use the names {quoted(sorted(taken))}. Rename them.")
+        _check_gradients(params, grads)
         return {"loss": loss, **aux}, grads
 
     if accumulate == 1:
         return call(batch, keys)
 
-    def parts(x: jax.Array) -> jax.Array:
+    def cut(x: jax.Array) -> jax.Array:
         return x.reshape(accumulate, x.shape[0] // accumulate, *x.shape[1:])
 
     def add(carry: Any, microbatch: tuple[list[jax.Array], jax.Array]) -> tuple[Any, None]:
@@ -95,13 +97,13 @@ def accumulated(
         return jax.tree.map(lambda sum_, x: sum_ + x.astype(sum_.dtype), carry, out), None
 
     leaves, structure = jax.tree.flatten(batch)
-    split = [parts(x) for x in leaves if x.ndim]
+    split = [cut(x) for x in leaves if x.ndim]
 
     def rejoin(microbatch: tuple[list[jax.Array], jax.Array]) -> tuple[Any, jax.Array]:
         arrays = iter(microbatch[0])
         return jax.tree.unflatten(structure, [next(arrays) if x.ndim else x for x in leaves]), microbatch[1]
 
-    every = (split, parts(keys))
+    every = (split, cut(keys))
     shapes = jax.eval_shape(lambda m: call(*rejoin(m)), jax.tree.map(lambda x: x[0], every))
 
     def zero(x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -109,3 +111,16 @@ def accumulated(
 
     sums, _ = jax.lax.scan(add, jax.tree.map(zero, shapes), every)
     return sums
+
+
+def _check_gradients(params: Any, grads: Any) -> None:
+    """Refuses gradients that are not one for each parameter, of the shape in which the GradFn saw it."""
+    rule = "make_train_step: a GradFn must return a gradient of every parameter, of the shape that it was given"
+    remedy = "Return what value_and_grad returns, or pytrees like it."
+    seen = parts(params)
+    ours, theirs = str(jax.tree.structure(grads)), str(jax.tree.structure(seen))
+    if ours != theirs:
+        raise ValueError(f"{rule}; got {ours} for {theirs}. {remedy}")
+    for (path, grad), x in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(seen), strict=True):
+        if jnp.shape(grad) != x.shape:
+            raise ValueError(f"{rule}; leaf {path_name(path)} has {x.shape}, its gradient {jnp.shape(grad)}. {remedy}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -27,10 +28,19 @@ class Mean(NamedTuple):
 
     @classmethod
     def of(cls, values: jax.Array, weights: jax.Array | None = None) -> Mean:
-        """Sums `values` (any shape), weighted by `weights` (the same shape), both in float32."""
+        """Sums `values` (any shape), weighted by `weights` (the same shape), both in float32.
+
+        Raises:
+            ValueError: weights of another shape, because a weight that is broadcast would count once for many values.
+        """
         values = values.astype(jnp.float32)
         if weights is None:
             return cls(jnp.sum(values), jnp.float32(values.size))
+        if jnp.shape(weights) != values.shape:
+            raise ValueError(
+                f"Mean.of: the weights must have the shape of the values, one for each; got {jnp.shape(weights)} for "
+                f"{values.shape}. Broadcast them with jnp.broadcast_to(weights, values.shape)."
+            )
         weights = weights.astype(jnp.float32)
         return cls(jnp.sum(values * weights), jnp.sum(weights))
 
@@ -62,7 +72,8 @@ def value_and_grad(loss_fn: LossFn) -> GradFn:
         A GradFn: `(params, batch, keys, *, scale=1) -> (Mean, aux, gradients of scale * total)`.
 
     Raises:
-        TypeError: at trace time, when the loss is neither a scalar nor a Mean, or a weight is not float32 or integer.
+        TypeError: at trace time, when the loss is neither a real scalar nor a Mean, a weight is not float32 or integer,
+            or the loss' weight depends on the parameters.
 
     Cost: nothing is sent beyond what `loss_fn` sends.
     """
@@ -70,7 +81,7 @@ def value_and_grad(loss_fn: LossFn) -> GradFn:
     def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
         def total(leaves: Any) -> tuple[jax.Array, tuple[Any, Mapping[str, Any]]]:
             mean, aux = loss_and_aux(shown(loss_fn, with_parts(params, leaves), batch, keys))
-            return mean.total, (mean.weight, aux)
+            return mean.total, (constant_weight(mean.weight), aux)
 
         value, backward, (weight, aux) = jax.vjp(total, parts(params), has_aux=True)
         # The scale enters as the cotangent: a scaled float16 total would overflow.
@@ -78,6 +89,23 @@ def value_and_grad(loss_fn: LossFn) -> GradFn:
         return Mean(value, weight), aux, grads
 
     return grad_fn
+
+
+@jax.custom_jvp
+def constant_weight(weight: jax.Array) -> jax.Array:
+    """The weight of a loss, where the parameters have no part in it: gradients are those of the total alone."""
+    return weight
+
+
+@partial(constant_weight.defjvp, symbolic_zeros=True)
+def _weight_jvp(primals: Any, tangents: Any) -> Any:
+    (weight,), (tangent,) = primals, tangents
+    if not isinstance(tangent, jax.custom_derivatives.SymbolicZero):
+        raise TypeError(
+            "Mean: the weight of a loss must not depend on the parameters, because gradients are those of the total "
+            "alone; this one does. Pass jax.lax.stop_gradient(weight), or divide in the loss and return a scalar."
+        )
+    return weight, tangent
 
 
 def loss_and_aux(out: Any) -> tuple[Mean, dict[str, Mean]]:
@@ -101,7 +129,8 @@ def _as_mean(value: Any, rule: str) -> Mean:
     pair = value if isinstance(value, Mean) else Mean(value, jnp.float32(1))
     for x in pair:
         dtype = getattr(x, "dtype", None) or (jnp.result_type(x) if isinstance(x, int | float) else None)
-        if dtype is None or jnp.shape(x) or not (jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)):
+        real = dtype is not None and any(jnp.issubdtype(dtype, each) for each in (jnp.floating, jnp.integer, jnp.bool_))
+        if not real or jnp.shape(x):
             raise TypeError(
                 f"{rule}; got {kind(value)}. Sum over the examples and return Mean(total, weight), or their mean."
             )
@@ -142,9 +171,17 @@ def global_means(means: Mapping[str, Mean], batch_axes: Collection[str]) -> dict
     return {name: out[name] for name in means}
 
 
+def counted(weight: jax.Array) -> jax.Array:
+    """What a total is divided by: 1 where nothing counts, so that a batch of no weight changes no parameter."""
+    return jnp.where(weight == 0, jnp.ones_like(weight), weight)
+
+
 def _axes_of_sum(name: str, mean: Mean, batch_axes: Collection[str]) -> tuple[str, ...]:
     total, weight = varying_axes(mean.total), varying_axes(mean.weight)
-    wrong = sorted((weight - total) | ((total - weight) - frozenset(batch_axes)))
+    # A number that is the same everywhere, such as how many values there are, counts once on each device; a weight that
+    # is split over some of the axes alone would be counted again along the others.
+    cast = frozenset(batch_axes) if not weight else frozenset()
+    wrong = sorted((weight - total) | ((total - weight) - cast))
     if wrong:
         raise ValueError(
             f"Mean {name!r}: total and weight must vary over the same axes; the total varies over "

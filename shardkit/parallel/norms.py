@@ -43,7 +43,7 @@ def sharded_rms_norm(x_Td: jax.Array, gain_d: jax.Array, axis: Axis | None, *, e
     names = live_axes("sharded_rms_norm", axis, x_Td, gain_d)
     x = x_Td.astype(wide(x_Td.dtype))
     scale = lax.rsqrt(_mean(x * x, names, -1) + epsilon)
-    return (x * scale).astype(x_Td.dtype) * _as_row(gain_d, x)
+    return (x * scale).astype(x_Td.dtype) * _as_row(gain_d, x_Td)
 
 
 def sharded_layer_norm(
@@ -74,7 +74,7 @@ def sharded_layer_norm(
     x = x_Td.astype(wide(x_Td.dtype))
     centred = x - vary(_mean(x, names, -1), names)
     scale = lax.rsqrt(_mean(centred * centred, names, -1) + epsilon)
-    return (centred * scale).astype(x_Td.dtype) * _as_row(gain_d, x) + _as_row(bias_d, x)
+    return (centred * scale).astype(x_Td.dtype) * _as_row(gain_d, x_Td) + _as_row(bias_d, x_Td)
 
 
 def sharded_moments(x: jax.Array, axis: Axis | None, *, dims: Dims = -1) -> tuple[jax.Array, jax.Array]:
@@ -111,4 +111,4 @@ def _mean(x: jax.Array, names: tuple[str, ...], dims: Dims) -> jax.Array:
 
 
 def _as_row(x_d: jax.Array, like: jax.Array) -> jax.Array:
-    return x_d.reshape((1,) * (like.ndim - 1) + x_d.shape)
+    return x_d.reshape((1,) * (like.ndim - 1) + x_d.shape).astype(like.dtype)

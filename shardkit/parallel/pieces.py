@@ -19,7 +19,7 @@ from shardkit._check import Axis
 from shardkit._compat import varying_axes
 from shardkit.collectives import vary
 from shardkit.parallel.divergent import collectives
-from shardkit.parallel.gradient import Mean, kind, loss_and_aux
+from shardkit.parallel.gradient import Mean, constant_weight, kind, loss_and_aux
 from shardkit.parallel.handles import is_handle, parts, shown, with_parts
 from shardkit.parallel.recompute import Halves, Mask, Traced, learnable
 from shardkit.parallel.reopened import learned
@@ -173,7 +173,9 @@ class Pieces:
 
             def total(leaves: Any, moving: list[Any]) -> Any:
                 means = self._means(with_parts(shared, leaves), given, self.moving.join(moving, others))
-                return means["loss"].total, means
+                return means["loss"].total, means | {
+                    "loss": Mean(means["loss"].total, constant_weight(means["loss"].weight))
+                }
 
             value, pull, means = jax.vjp(total, parts(shared), moving, has_aux=True)
             # The scale enters as the cotangent: a scaled float16 total would overflow.
@@ -206,7 +208,7 @@ class Pieces:
 
     def _means(self, shared: Any, given: Given, y: list[Any]) -> dict[str, Mean]:
         loss, aux = loss_and_aux(shown(self._model.head, shared, self._tree(y), given.batch))
-        return {"loss": loss, **aux}
+        return {name: _alike_in_mask(mean) for name, mean in {"loss": loss, **aux}.items()}
 
     def _summed(self, means: Mapping[str, Mean]) -> Any:
         return {name: Mean(*(vary(x.astype(jnp.float32), self._axes) for x in mean)) for name, mean in means.items()}
@@ -228,6 +230,13 @@ class Pieces:
                 f"{self._model.where}: a stage must return what it was given, in shape and dtype; it was given "
                 f"{kinds[0]} and returned {kinds[1]}. Pad to a common width, or leave the change to embed and head."
             )
+
+
+def _alike_in_mask(mean: Mean) -> Mean:
+    """A mean whose weight is a plain number, typed as its total is: the pipeline masks both, and then it is no more."""
+    if varying_axes(mean.weight):
+        return mean
+    return Mean(mean.total, vary(mean.weight, tuple(varying_axes(mean.total))))
 
 
 def _alike(x: Any, like: Any) -> Any:

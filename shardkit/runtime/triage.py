@@ -18,7 +18,7 @@ from shardkit._check import sized
 from shardkit.collectives import axis_index
 from shardkit.layout import path_name, spec_axes, table
 from shardkit.parallel.batch import batch_specs
-from shardkit.parallel.gradient import GradFn, global_means
+from shardkit.parallel.gradient import GradFn, counted, global_means
 from shardkit.parallel.padded import array_of
 from shardkit.parallel.plan import Layout, Plan, map_layouts
 from shardkit.parallel.stages import arranged
@@ -70,7 +70,7 @@ class Report(NamedTuple):
     def __str__(self) -> str:
         lines = [f"loss {self.loss:g}, weight {self.weight:g}"]
         if self.weight == 0:
-            lines.append("the weights of all examples sum to 0, by which loss and gradients are divided")
+            lines.append("the weights of all examples sum to 0: nothing counts, and no gradient moves a parameter")
         if not self.rows:
             lines.append("all values are finite before they are summed over devices")
             return "\n".join(lines)
@@ -169,7 +169,7 @@ def triage(
                 "grads": map_layouts(lambda layout, x: _observed(x, _of_gradient(layout)), layouts, grads),
             }
             total, weight = global_means(means, plan.batch_axes)["loss"]
-            return total / weight, weight, from_every_device(looked_at, mesh.axis_names)
+            return total / counted(weight), weight, from_every_device(looked_at, mesh.axis_names)
 
         return jax.shard_map(
             per_device, mesh=mesh, in_specs=(rest, specs, _REPLICATED, _REPLICATED), out_specs=_REPLICATED

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import get_args
 
 from shardkit.schedules import rules
 from shardkit.schedules.action import Action, Cell, Placement, Rows, device_of, drawn, parsed, written
@@ -86,15 +87,18 @@ class Schedule:
         A cell keeps its column, or moves right until its inputs are there: a file without idle ticks is an order.
 
         Args:
-            text: one line a device; the columns are ticks, an empty cell is an idle one.
+            text: one line a device; the columns are ticks, an empty cell is an idle one. A byte-order mark and blank
+                lines before the first device are skipped.
 
         Returns:
-            A checked schedule; its placement is the one that fits.
+            A checked schedule; its placement is the one that fits more of its actions.
 
         Raises:
             ValueError: a cell that is no action, or as `check`.
         """
-        lines = text.rstrip().splitlines()
+        lines = text.removeprefix("\ufeff").rstrip().splitlines()
+        while lines and not lines[0].strip():
+            del lines[0]
         cells = [[parsed(cell.strip()) for cell in line.split(",")] for line in lines]
         for device, row in enumerate(cells):
             if None in row:
@@ -104,9 +108,7 @@ class Schedule:
                     f"got {lines[device].split(',')[tick].strip()!r} on device {device} at tick {tick}. Correct it."
                 )
         rows = tuple(tuple(cell or () for cell in row) for row in cells)
-        # The stage after the turn tells: in a loop it is on device 0.
-        turned = len(rows) > 1 and any(action.stage == len(rows) for cell in rows[-1] for action in cell)
-        placement: Placement = "v" if turned else "loop"
+        placement = _placement(rows)
         rules.check_cells("from_csv", rows, placement)
         return Schedule(rules.times("from_csv", rows), placement, "from_csv")
 
@@ -161,6 +163,16 @@ class Schedule:
 
     def __str__(self) -> str:
         return drawn(self.rows)
+
+
+def _placement(rows: Rows) -> Placement:
+    """Where most of the actions are at home, so that one wrong cell does not turn the others; "loop" in doubt."""
+    placed = [(action.stage, device) for device, row in enumerate(rows) for cell in row for action in cell]
+    loop, turned = (
+        sum(device_of(stage, len(rows), placement) == device for stage, device in placed)
+        for placement in get_args(Placement)
+    )
+    return "v" if turned > loop else "loop"
 
 
 def scheduled(

@@ -23,8 +23,8 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
     Raises:
         ValueError: a size below 1.
 
-    Cost: a bubble of (p-1) (F&B + B - 3W) / 2 where m is at least 2p, F = B - W = W and F&B = F + B (simulate other
-        costs); p + 1/2 microbatches in flight.
+    Cost: a bubble of (p-1) (F&B + B - 3W) / 2 where m is at least 2p, F = B - W, W is at most F and F&B = F + B
+        (simulate other costs); p + 1/2 microbatches in flight.
 
     Source: DeepSeek-V3 (arXiv:2412.19437) and the DualPipe repository, where it is the "cut-in-half" schedule.
     """

@@ -23,7 +23,8 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     Raises:
         ValueError: a size below 1.
 
-    Cost: a bubble of (p-1) (F + B) / v where p divides m; p + (p-1)/v microbatches in flight.
+    Cost: a bubble of (p-1) (F + B) / v where p divides m; p + (p-1)/v microbatches in flight, p + (m-p)/v
+        where m is from p to 2p - 1.
 
     Source: Narayanan et al., Megatron-LM (arXiv:2104.04473), section 2.2.2.
     """

@@ -64,9 +64,8 @@ def check_cells(name: str, rows: Rows, placement: Placement) -> None:
                 )
                 refuse(name, reason, rows, device, tick)
             for action in cell:
-                wrong = _misplaced(
-                    action, device, tick, device_of(action.stage, len(rows), placement), seen, everything
-                )
+                home = device_of(action.stage, len(rows), placement)
+                wrong = _uncounted(action, len(everything)) or _misplaced(action, device, tick, home, seen, everything)
                 if wrong:
                     refuse(name, wrong, rows, device, tick)
                 seen[action] = tick
@@ -79,6 +78,17 @@ def check_cells(name: str, rows: Rows, placement: Placement) -> None:
                 reason = f"every stage must run every microbatch; {stage}{op}{i} is missing on device {device}. Add it."
                 end = 1 + max((t for t, cell in enumerate(rows[device]) if cell), default=-1)
                 refuse(name, reason, rows, device, end)
+
+
+def _uncounted(action: Action, actions: int) -> str | None:
+    """What is wrong with an action whose numbers are larger than so many different actions can reach; or None."""
+    for name, number in (("stages", action.stage), ("microbatches", action.microbatch)):
+        if number >= actions:
+            return (
+                f"{name} must be counted from 0 without a gap; got {action} in a schedule of {actions} actions. "
+                "Correct the number."
+            )
+    return None
 
 
 def _misplaced(

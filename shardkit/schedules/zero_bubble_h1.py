@@ -20,8 +20,8 @@ def zero_bubble_h1(stages: int, microbatches: int) -> Schedule:
     Raises:
         ValueError: a size below 1.
 
-    Cost: a bubble of (p-1) (F + B - 2W) where m is at least p and W no more than F or B - W; at most p
-        microbatches in flight.
+    Cost: a bubble of (p-1) (F + B - W - min(F, B-W, W)) where m is at least p: the paper's (p-1) (F + B - 2W) where
+        W is no more than F or B - W; at most p microbatches in flight.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.2.
     """

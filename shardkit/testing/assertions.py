@@ -65,6 +65,11 @@ def assert_matches_reference(
     mapped = _mapped(kernel, mesh, *_hashable(in_specs), *_hashable(out_specs))
     wanted = reference(*args)
     everything = [np.asarray(x) for x in jax.tree.leaves((list(args), wanted))]
+    if summands is not None and not (isinstance(summands, int) and summands > 0):
+        raise ValueError(
+            f"assert_matches_reference: summands must be a whole number of terms, 1 or more; got {summands!r}. Leave "
+            "it out, or pass the length of the longest sum."
+        )
     n = summands if summands is not None else max((x.size for x in everything), default=1)
     eps = max((float(jnp.finfo(x.dtype).eps) for x in everything if is_float(x)), default=0.0)
 

@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardkit._check import quoted
 from shardkit.parallel import GradFn
+from shardkit.parallel.gradient import counted
 from shardkit.rng import example_keys
 from shardkit.testing._compare import leaves_of, magnitude
 from shardkit.train import step_key
@@ -86,13 +88,20 @@ def one_device(
         Reference: loss, metrics, gradients and parameters of each step, and what is allowed.
 
     Raises:
-        ValueError: no batch.
+        ValueError: no batch, a relative error that is not between 0 and 1, or a run that cannot tell right from wrong:
+            its loss or a gradient is not finite, or all gradients of a step are zero.
     """
     if not batches:
         raise ValueError("one_device: at least one batch is needed; got none. Pass one for each step.")
+    if not 0 < relative < 1:
+        raise ValueError(
+            f"one_device: relative must lie between 0 and 1; got {relative}. Pass for example 1e-5, that of float32."
+        )
     key = jax.random.key(0) if key is None else key
     run = lambda sign: _run(grad_fn, optimizer, params, batches, key, relative, sign)  # noqa: E731
-    plain, *noisy = (run(sign) for sign in (0, 1, -1))
+    plain = run(0)
+    _check_telling(plain)
+    noisy = run(1), run(-1)
     return Reference(tuple(_wanted(*steps, relative=relative) for steps in zip(plain, *noisy, strict=True)))
 
 
@@ -111,6 +120,25 @@ def _wanted(plain: _Step, *noisy: _Step, relative: float) -> Wanted:
     )
     params = jax.tree.map(lambda x, gap: relative * magnitude(x) + gap, plain.params, spread(lambda step: step.params))
     return Wanted(plain.loss, plain.metrics, plain.grads, plain.params, loss, grads, params)
+
+
+def _check_telling(steps: list[_Step]) -> None:
+    """Refuses a run that nothing could differ from."""
+    for index, step in enumerate(steps):
+        grads = dict(leaves_of(step.grads))
+        loss = {"the loss": np.asarray(step.loss)}
+        wrong = [name for name, x in (loss | grads).items() if not np.all(np.isfinite(_wide(x)))]
+        if wrong:
+            are = "is" if len(wrong) == 1 else "are"
+            raise ValueError(
+                f"one_device: the loss and all gradients of the reference must be finite, or nothing is proved; in "
+                f"step {index} {quoted(wrong)} {are} not. Pass other batches or parameters."
+            )
+        if not any(np.any(x) for x in grads.values()):
+            raise ValueError(
+                f"one_device: some gradient of the reference must differ from zero, or nothing is proved; in step "
+                f"{index} all are zero. Pass other batches or parameters."
+            )
 
 
 def noise_of(grads: Any, relative: float) -> Any:
@@ -146,9 +174,9 @@ def _gradient(grad_fn: Any) -> Callable[..., Any]:
     @jax.jit
     def gradient(params: Any, batch: Any, keys: jax.Array) -> Any:
         (total, weight), aux, grads = grad_fn(params, batch, keys)
-        weight = jnp.asarray(weight, jnp.float32)
+        weight = counted(jnp.asarray(weight, jnp.float32))
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / weight, grads)
-        means = {name: mean.total / jnp.asarray(mean.weight, jnp.float32) for name, mean in aux.items()}
+        means = {name: mean.total / counted(jnp.asarray(mean.weight, jnp.float32)) for name, mean in aux.items()}
         return total / weight.astype(total.dtype), means, grads
 
     return gradient

@@ -132,6 +132,23 @@ def test_activation_table_2(heads, hidden, tensor):
     assert layer(recompute=False) == layer()
 
 
+# Keys and values are 4 sbh of the 34 at as many heads as queries; with fewer they shrink, and nothing else does.
+@pytest.mark.parametrize("tensor", [1, 4, 16])
+def test_fewer_key_value_heads_keep_less(tensor):
+    sizes = {"batch": 3, "sequence": 512, "hidden": 1024, "heads": 16, "tensor": tensor}
+    sbh = 3 * 512 * 1024
+    for recompute in ("none", "selective", "full"):
+        whole = cost.activation_memory(**sizes, recompute=recompute)
+        assert cost.activation_memory(**sizes, kv_heads=16, recompute=recompute) == whole
+        for kv_heads in (1, 2, 4, 8):
+            found = cost.activation_memory(**sizes, kv_heads=kv_heads, recompute=recompute)
+            here = max(1, kv_heads / tensor)  # a device holds at least one
+            dropped = 0 if recompute == "full" else 4 * sbh * (16 / tensor - here) / 16
+            assert found == pytest.approx(whole - dropped)
+            of_four = cost.model_activation_memory(4, **sizes, kv_heads=kv_heads, recompute=recompute)
+            assert of_four == pytest.approx(4 * found)
+
+
 # Section 5: for GPT-3 and MT-NLG, 5as/h is 80 and 64, and selective recomputation saves 70% and 65% of the activations.
 @pytest.mark.parametrize(("model", "core", "saved"), [("175B", 80, 70), ("530B", 64, 65)])
 def test_what_selective_recomputation_saves(model, core, saved):
@@ -222,6 +239,10 @@ LAYER = {"batch": 1, "sequence": 8, "hidden": 8, "heads": 2}
         (
             lambda: cost.activation_memory(**LAYER | {"tensor": 0}),
             "activation_memory: tensor must be a whole number of at least 1; got 0. Correct tensor.",
+        ),
+        (
+            lambda: cost.activation_memory(**LAYER | {"heads": 8}, kv_heads=3),
+            "activation_memory: kv_heads must divide heads; got 3 and 8. Change one of them.",
         ),
         (
             lambda: cost.activation_memory(**LAYER, recompute="some"),

@@ -157,3 +157,17 @@ def test_weights_that_no_plan_splits_are_refused():
         "transformer: the 4 query heads must be split over axes.model='model'; got 4 heads on each of 2 devices. "
         "Chain tp('model', tensor_rules(config, 'model', 2)) into the plan."
     )
+
+
+def test_tokens_of_a_negative_target_count_for_nothing():
+    config = transformer.Config(vocabulary=8, layers=1, dim=8, heads=2, hidden=8)
+    params = transformer.init(jax.random.key(0), config)
+    tokens = np.arange(8, dtype=np.int32).reshape(2, 4)
+    targets = np.array([[1, 2, -1, -1], [5, -1, 7, 0]], np.int32)
+    batch = {"tokens": tokens, "targets": targets}
+    total, weight = transformer.loss_fn(config)(params, batch, None)[0]
+    weighed = batch | {"targets": np.maximum(targets, 0), "weights": (targets >= 0).astype(np.float32)}
+    wanted = transformer.loss_fn(config)(params, weighed, None)[0]
+    assert float(weight) == 5 == float(wanted.weight) and float(total) == pytest.approx(float(wanted.total))
+    both = transformer.loss_fn(config)(params, batch | {"weights": np.full((2, 4), 2.0, np.float32)}, None)[0]
+    assert float(both.weight) == 10 and float(both.total) == pytest.approx(2 * float(total))

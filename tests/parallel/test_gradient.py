@@ -197,3 +197,99 @@ def test_mean_of_sums_in_float32():
     assert float(mean.weight) == 4173  # bfloat16 itself says 4160
     assert float(jnp.sum(ones)) == 4160
     assert (mean.total.dtype, mean.weight.dtype) == (jnp.float32, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "values, weights", [((4, 3), (4, 1)), ((4,), (4, 1)), ((4, 3), ()), ((4, 3), (3,)), ((4, 3), (3, 4))]
+)
+@pytest.mark.check
+def test_weights_are_of_the_shape_of_the_values(values, weights):
+    with pytest.raises(ValueError) as error:
+        jax.eval_shape(sk.Mean.of, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (values, weights)))
+    assert str(error.value) == (
+        f"Mean.of: the weights must have the shape of the values, one for each; got {weights} for {values}. Broadcast "
+        "them with jnp.broadcast_to(weights, values.shape)."
+    )
+
+
+def gated(stop):
+    def loss_fn(w, c, keys):
+        gate = jax.nn.sigmoid(c * w)
+        weight = jnp.sum(jax.lax.scan(lambda s, g: (s + g, None), jnp.zeros_like(gate[0]), gate)[0])
+        return sk.Mean(jnp.sum(gate * c), jax.lax.stop_gradient(weight) if stop else weight)
+
+    return loss_fn
+
+
+def test_a_weight_that_depends_on_the_parameters_is_refused(mesh4):
+    init, step = sk.make_train_step(sk.value_and_grad(gated(False)), optax.sgd(1.0), mesh=mesh4, plan=sk.dp("data"))
+    with pytest.raises(TypeError) as error:
+        step(init(W, jax.random.key(0)), COEFFICIENTS)
+    assert str(error.value) == (
+        "Mean: the weight of a loss must not depend on the parameters, because gradients are those of the total alone; "
+        "this one does. Pass jax.lax.stop_gradient(weight), or divide in the loss and return a scalar."
+    )
+    init, step = sk.make_train_step(sk.value_and_grad(gated(True)), optax.sgd(1.0), mesh=mesh4, plan=sk.dp("data"))
+    state, _ = step(init(W, jax.random.key(0)), COEFFICIENTS)
+    c = jnp.asarray(COEFFICIENTS)
+    gate = lambda w: jax.nn.sigmoid(c * w)  # noqa: E731
+    wanted = jax.grad(lambda w: jnp.sum(gate(w) * c))(1.0) / jnp.sum(gate(1.0))
+    np.testing.assert_allclose(1.0 - float(state.params), float(wanted), rtol=1e-5)
+
+
+def test_a_weight_that_is_whole_along_an_axis_that_splits_the_total_is_refused():
+    """Lengths of sequences whose tokens are split: summed over that axis they would count once on each device."""
+    mesh = sk.make_mesh(jax.devices()[:4], data=2, context=2)
+    loss_fn = lambda w, b, keys: sk.Mean(jnp.sum(b["x"] * w), jnp.sum(b["n"]))  # noqa: E731
+    evaluate = sk.make_eval_step(loss_fn, mesh=mesh, plan=sk.chain(sk.dp("data"), sk.cp("context")))
+    with pytest.raises(ValueError) as error:
+        evaluate(jnp.float32(1), {"x": np.ones((8, 16), np.float32), "n": np.full(8, 16, np.int32)})
+    assert str(error.value) == (
+        "Mean 'loss': total and weight must vary over the same axes; the total varies over 'context', 'data' and the "
+        "weight over 'data', which differ in 'context'. Compute both from the same shards, or reduce both alike."
+    )
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_batch_of_no_weight_changes_nothing(accumulate, mesh4):
+    loss_fn = lambda w, c, keys: sk.Mean.of(w * c, 0 * c)  # noqa: E731
+    step_of = lambda grad_fn: sk.make_train_step(  # noqa: E731
+        grad_fn, optax.sgd(1.0), mesh=mesh4, plan=sk.dp("data"), accumulate=accumulate
+    )
+    init, step = step_of(sk.value_and_grad(loss_fn))
+    state, metrics = step(init(W, jax.random.key(0)), np.arange(8.0, dtype=np.float32))
+    assert (float(state.params), float(metrics["loss"]), float(metrics["weight"])) == (1.0, 0.0, 0.0)
+
+
+def test_a_complex_loss_is_refused(mesh4):
+    evaluate = sk.make_eval_step(lambda w, c, keys: jnp.sum(w * c) * 1j, mesh=mesh4, plan=sk.dp("data"))
+    with (
+        pytest.raises(
+            TypeError, match=r"must return a scalar, Mean\(total, weight\) or \(either, aux\); got complex64"
+        ),
+        jax.numpy_dtype_promotion("standard"),
+    ):
+        evaluate(W, COEFFICIENTS)
+
+
+def test_gradients_of_other_shapes_are_refused(mesh4):
+    own = sk.value_and_grad(lambda p, c, keys: sk.Mean.of(c[:, None] * p["w"][None]))
+
+    def cut(p, c, keys, *, scale=1):
+        loss, aux, grads = own(p, c, keys, scale=scale)
+        return loss, aux, {"w": grads["w"][:1]}
+
+    def renamed(p, c, keys, *, scale=1):
+        loss, aux, grads = own(p, c, keys, scale=scale)
+        return loss, aux, {"v": grads["w"]}
+
+    rule = "make_train_step: a GradFn must return a gradient of every parameter, of the shape that it was given"
+    remedy = "Return what value_and_grad returns, or pytrees like it."
+    for grad_fn, found in (
+        (cut, "leaf w has (4,), its gradient (1,)"),
+        (renamed, "got PyTreeDef({'v': *}) for PyTreeDef({'w': *})"),
+    ):
+        init, step = sk.make_train_step(grad_fn, optax.sgd(1.0), mesh=mesh4, plan=sk.dp("data"))
+        with pytest.raises(ValueError) as error:
+            step(init({"w": jnp.ones(4)}, jax.random.key(0)), COEFFICIENTS)
+        assert str(error.value) == f"{rule}; {found}. {remedy}"

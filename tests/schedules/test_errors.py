@@ -95,6 +95,60 @@ def test_illegal_tables(text, reason, grid):  # proves F39
     assert str(error.value) == f"from_csv: {reason}\n{grid}"
 
 
+@pytest.mark.parametrize(
+    ("text", "reason", "grid"),
+    [
+        (
+            GOOD.replace("1F0", "1F4000000000"),
+            "microbatches must be counted from 0 without a gap; got 1F4000000000 in a schedule of 4 actions. Correct "
+            "the number.",
+            """\
+tick      0            1            2            3
+device 0  0F0          .            .            0B0
+device 1  .            1F4000000000 1B0          .
+                       ^""",
+        ),
+        (
+            GOOD.replace("0B0", "4000000000B0"),
+            "stages must be counted from 0 without a gap; got 4000000000B0 in a schedule of 4 actions. Correct the "
+            "number.",
+            """\
+tick      0            1            2            3
+device 0  0F0          .            .            4000000000B0
+                                                 ^
+device 1  .            1F0          1B0          .""",
+        ),
+    ],
+)
+def test_a_number_that_nothing_leads_to(text, reason, grid):  # was a MemoryError
+    with pytest.raises(ValueError) as error:
+        Schedule.from_csv(text)
+    assert str(error.value) == f"from_csv: {reason}\n{grid}"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "right", "wrong", "device", "home"),
+    [
+        (schedules.interleaved(2, 4, 2), "1F0", "2F0", 1, 0),
+        (schedules.interleaved(4, 8, 2), "7F1", "4F1", 3, 0),
+        (schedules.zero_bubble_v(4, 8), "3F1", "7F1", 3, 0),
+        (schedules.dualpipe_v(4, 8), "4F1", "7F1", 3, 0),
+    ],
+)
+def test_one_wrong_stage_does_not_turn_the_rest(schedule, right, wrong, device, home):
+    with pytest.raises(ValueError) as error:
+        lines = schedule.to_csv().splitlines()
+        lines[device] = ",".join(wrong if cell == right else cell for cell in lines[device].split(","))
+        Schedule.from_csv("\n".join(lines))
+    reason, *grid = str(error.value).splitlines()
+    assert reason == (
+        f"from_csv: each stage must run on one device; got {wrong} on device {device}, and stage {wrong[0]} lives on "
+        f"device {home}. Move it there."
+    )
+    at = next(i for i, line in enumerate(grid) if line.strip() == "^")
+    assert grid[at - 1].startswith(f"device {device}") and grid[at - 1][grid[at].index("^") :].startswith(wrong)
+
+
 def test_a_table_with_an_input_that_comes_too_late():
     rows = Schedule.from_csv(GOOD).rows
     late = Schedule((rows[0], (*rows[1][1:], ())), name="mine")

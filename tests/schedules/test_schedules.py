@@ -267,6 +267,12 @@ def test_a_cell_keeps_its_column_or_moves_right():
     assert Schedule.from_csv("(0F0;0B0)") == schedules.lockstep(1, 1)
 
 
+@pytest.mark.parametrize("before", ["\ufeff", "\n", "\ufeff\n", " \n\n", "\r\n"])
+def test_what_editors_put_before_a_table(before):
+    schedule = schedules.interleaved(2, 4, 2)
+    assert Schedule.from_csv(before + schedule.to_csv()) == schedule
+
+
 def test_a_simulated_step_prints_as_a_sentence():
     assert str(sk.schedules.gpipe(2, 2).simulate()) == (
         "makespan 9; idle 50.0% of the work, 33.3% of the makespan, 50.0% inside a device's own span; microbatches in "

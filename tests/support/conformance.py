@@ -133,8 +133,9 @@ class ModelRow(NamedTuple):
 
 
 def _softmax_params() -> Any:
-    key = jax.random.key(1)
-    return {"weight": jax.random.normal(key, (8, 5)) * 0.5, "bias": jnp.zeros(5), "shift": jnp.float32(0.3)}
+    rng = np.random.default_rng(1)
+    draw = lambda *shape: 0.5 * rng.normal(size=shape).astype("f")  # noqa: E731
+    return {"layers": draw(2, 8), "weight": draw(8, 5), "bias": np.zeros(5, "f"), "shift": np.float32(0.3)}
 
 
 def _softmax_batch(step: int) -> Any:
@@ -150,6 +151,7 @@ def _softmax_batch(step: int) -> Any:
 def _softmax_loss(model_axis: str | None) -> Callable[..., Any]:
     def loss(params: Any, batch: Any, keys: Any) -> Any:
         x = sk.dropout(batch["x"], keys, 0.25)
+        x = sk.scan_layers(lambda gain, x: x + jnp.tanh(x * gain[None]), params["layers"], x)
         if model_axis:
             size = params["weight"].shape[0]
             x = jax.lax.dynamic_slice_in_dim(x, sk.axis_index(model_axis) * size, size, 1)

@@ -150,3 +150,20 @@ def test_errors_in_full():
         "certify_gradients: the gradients must be a pytree like the parameters; got PyTreeDef(*). Return one gradient "
         "for each parameter."
     )
+
+
+def test_a_reference_that_cannot_tell_is_refused():
+    loss = lambda p, b: jnp.mean((b @ p) ** 2)  # noqa: E731
+    wrong = lambda p, b: 7 * sk.all_reduce(jax.grad(loss)(sk.vary(p, "data"), b), "data")  # noqa: E731
+    rule = "certify_gradients: the reference's gradient must be finite and differ from zero, or nothing is proved; "
+    remedy = ". Pass other parameters or another batch."
+    for batch, what in (
+        (np.zeros((8, 3), "f"), "all of it is zero"),
+        (np.full((8, 3), np.nan, "f"), "'(the whole tree)' of it is not"),
+    ):
+        with pytest.raises(ValueError) as error:
+            certify_gradients(wrong, loss, jnp.ones(3), batch)
+        assert str(error.value) == f"{rule}{what}{remedy}"
+    with pytest.raises(ValueError) as error:
+        certify_gradients(wrong, loss, jnp.ones(3), np.ones((8, 3), "f"), relative=float("nan"))
+    assert str(error.value) == "certify_gradients: relative must lie between 0 and 1; got nan. Pass for example 1e-5."

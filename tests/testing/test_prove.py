@@ -232,3 +232,60 @@ def test_a_recording_optimizer_changes_nothing_and_shows_the_gradients():
     clipped = recording(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
     updates, state = clipped.update(grads, clipped.init(params), params)
     assert float(updates["w"]) == -1 and state.grads == grads
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"batches": [{**BATCHES[0], "x": BATCHES[0]["x"] * np.nan}]},
+            "one_device: the loss and all gradients of the reference must be finite, or nothing is proved; in step 0 "
+            "'the loss', 'b', 'w' are not. Pass other batches or parameters.",
+        ),
+        (
+            {"batches": [{**BATCHES[0], "weight": 0 * BATCHES[0]["weight"]}]},
+            "one_device: some gradient of the reference must differ from zero, or nothing is proved; in step 0 all are "
+            "zero. Pass other batches or parameters.",
+        ),
+        *[
+            (
+                {"relative": wrong},
+                f"one_device: relative must lie between 0 and 1; got {wrong}. Pass for example 1e-5, that of float32.",
+            )
+            for wrong in (float("nan"), 0, -1e-5, 1.0, float("inf"))
+        ],
+    ],
+)
+def test_what_proves_nothing_is_refused(change, message):
+    mesh = sk.make_mesh(jax.devices()[:4], data=4)
+    given = {"params": PARAMS, "batches": BATCHES[:1]} | change
+    with pytest.raises(ValueError) as error:
+        sk.testing.assert_same_training(OWN, OWN, optax.sgd(0.1), mesh=mesh, plan=sk.dp("data"), **given)
+    assert str(error.value) == message
+
+
+# A hidden layer of relus has gradients that are nearly zero; Adam moves their weights by the whole rate either way.
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "lion"])
+def test_relus_under_adam_are_the_same_training(optimizer):
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=(64, 48)).astype("f") / 8, "v": rng.normal(size=(48, 10)).astype("f") / 7}
+    batches = [{"x": rng.normal(size=(32, 64)).astype("f"), "y": rng.integers(0, 10, 32)} for _ in range(2)]
+
+    def loss(params, batch, keys):
+        logits = jax.nn.relu(batch["x"] @ params["w"]) @ params["v"]
+        return sk.Mean.of(optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]))
+
+    own, mesh = sk.value_and_grad(loss), sk.make_mesh(jax.devices()[:8], data=8)
+    with jax.numpy_dtype_promotion("standard"):
+        sk.testing.assert_same_training(
+            own, own, getattr(optax, optimizer)(1e-3), mesh=mesh, plan=sk.dp("data"), params=params, batches=batches
+        )
+
+        def off(params, batch, keys, *, scale=1):
+            loss, aux, grads = own(params, batch, keys, scale=scale)
+            return loss, aux, jax.tree.map(lambda g: 1.001 * g, grads)
+
+        with pytest.raises(AssertionError, match="the gradient of v must be as on one device"):
+            sk.testing.assert_same_training(
+                off, own, getattr(optax, optimizer)(1e-3), mesh=mesh, plan=sk.dp("data"), params=params, batches=batches
+            )

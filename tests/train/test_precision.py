@@ -181,3 +181,36 @@ def test_a_scale_that_is_no_power_of_two_is_refused(scale):
         "Precision: loss_scale must be None, 'dynamic' or a positive power of two, so that scaling is exact; got "
         f"{scale!r}. Use for example 1024.0."
     )
+
+
+@pytest.mark.parametrize("field", ["param", "compute", "reduce", "output", "master"])
+@pytest.mark.parametrize("wrong", [jnp.int32, "int8", bool, "float33", None, 3])
+@pytest.mark.check
+def test_a_dtype_that_is_no_float_is_refused(field, wrong):
+    if field == "master" and wrong is None:
+        return  # no master copy
+    with pytest.raises(ValueError) as error:
+        precision_of(sk.Precision(**{field: wrong}))
+    assert str(error.value) == (
+        f"Precision: {field} must be a floating-point dtype; got {wrong!r}. Use for example jnp.bfloat16."
+    )
+
+
+def test_a_loss_that_overflows_the_output_alone_is_finite(data8):
+    """Finiteness is that of the loss, and the optimizer is given it as it is."""
+    given = []
+    optimizer = optax.GradientTransformationExtraArgs(
+        lambda params: optax.EmptyState(),
+        lambda grads, state, params=None, *, value: (
+            given.append(value.dtype) or jax.tree.map(lambda g: -g, grads),
+            state,
+        ),
+    )
+    policy = sk.Precision(output=jnp.float16)
+    loss_fn = lambda params, batch, keys: sk.Mean.of(1e6 * batch * params)  # noqa: E731
+    init, step = sk.make_train_step(
+        sk.value_and_grad(loss_fn), optimizer, mesh=data8, plan=sk.dp("data"), precision=policy, nonfinite="skip"
+    )
+    state, metrics = step(init(jnp.float32(1), jax.random.key(0)), jnp.ones(8))
+    assert bool(metrics["finite"]) and np.isinf(metrics["loss"]) and metrics["loss"].dtype == jnp.float16
+    assert float(state.params) == 1 - 1e6 and given == [jnp.float32]

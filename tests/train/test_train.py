@@ -275,3 +275,27 @@ def test_aux_must_not_take_the_builders_names(data8):
     with pytest.raises(ValueError) as error:
         step(init(np.float32(0), KEY), np.ones(8, np.float32))
     assert str(error.value) == "make_train_step: aux must not use the names 'loss'. Rename them."
+
+
+@pytest.mark.parametrize(
+    "leaf, name",
+    [
+        (np.array([3, 7, -2]), "int64"),
+        (np.ones(2, bool), "bool"),
+        (np.ones(2, np.complex64), "complex64"),
+        (jax.random.key(0), "key<fry>"),
+        ("relu", "str"),
+        (len, "builtin_function_or_method"),
+    ],
+)
+def test_leaves_that_cannot_be_trained_are_refused(leaf, name, data8):
+    init, _ = sk.make_train_step(sk.value_and_grad(loss_fn), optax.adamw(1e-3), mesh=data8, plan=sk.dp("data"))
+    params = {"w": np.ones((4, 1), np.float32), "table": leaf}
+    for make in (init, lambda params, key: init.abstract(params)):
+        with pytest.raises(TypeError) as error:
+            make(params, jax.random.key(0))
+        assert str(error.value) == (
+            "init: every leaf of the parameters must be a real floating-point array, which the optimizer trains; leaf "
+            f"table is {name}. Pass what is not trained in the batch, or let the loss close over it; split a complex "
+            "leaf into its real and imaginary parts."
+        )
