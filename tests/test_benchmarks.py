@@ -254,7 +254,8 @@ def test_large_model_smoke(tmp_path):
     assert json.loads(file.read_text())["fits"]
 
 
-@pytest.mark.parametrize("schedules", [("one_f_one_b",), pytest.param(None, marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("schedules", [("one_f_one_b",), None])
 def test_pipeline_smoke(schedules, monkeypatch, tmp_path):
     """A scan as tutorials write it, and each schedule, masked or branched, recomputed or saved."""
     names = schedules or pipeline.SCHEDULES

@@ -15,9 +15,8 @@ STRATEGIES = {
 
 
 # proves F83 in part: pipelines are timed by themselves, in benchmarks/pipeline.py
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=[] if row.startswith("heads") else pytest.mark.deep) for row in STRATEGIES]
-)
+@pytest.mark.deep
+@pytest.mark.parametrize("row", STRATEGIES)
 def test_every_strategy_is_timed_against_jit_and_gives_its_numbers(row):
     config = transformer.Config(vocabulary=32, layers=2, dim=16, heads=8, hidden=32)
     each = partitioner.ROWS[row]

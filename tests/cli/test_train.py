@@ -126,7 +126,7 @@ INSIDE = [
     deep(["model=2", "data=4"]),
     deep(["fsdp=2", "model=2", "context=2", "--sequence", "--impl", "ring"]),
     deep(["context=2", "ulysses=2", "fsdp=2", "--dropout", "0.1"]),
-    ["expert=2", "data=4", "--top-k", "1"],
+    deep(["expert=2", "data=4", "--top-k", "1"]),
 ]
 
 

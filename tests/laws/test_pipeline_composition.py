@@ -59,7 +59,6 @@ FEW = {
     "tp by rings, fsdp layerwise": Row(
         schedules.lockstep(2, 4, 2), {"fsdp": 2, "stage": 2, "model": 2}, (each, tp()), "model"
     ),
-    "dp, fsdp whole": Row(schedules.one_f_one_b(2, 4), PAIR, (dp, fsdp), how=BRANCH),
     "dp, zero2 layerwise": Row(
         schedules.zero_bubble_h1(2, 2), {"zero": 2, "data": 2, "stage": 2}, (dp, sk.zero2("zero", **LAYERWISE))
     ),
@@ -69,6 +68,7 @@ FEW = {
     ),
 }
 REST = {
+    "dp, fsdp whole": Row(schedules.one_f_one_b(2, 4), PAIR, (dp, fsdp), how=BRANCH),
     "dp, fsdp layerwise": Row(schedules.interleaved(2, 2, 2), PAIR, (dp, each), how={"recompute": False}),
     "fsdp layerwise in branches": Row(schedules.zero_bubble_v(2, 4), PAIR, (dp, each), how={"mode": "branch"}),
     "fsdp, padded": Row(

@@ -624,7 +624,7 @@ _PARALLEL = (
     Mutant(
         "submesh-gradient-not-divided",
         "shardkit/parallel/stations.py",
-        "if axes else sum_[0]) / weight",
+        "if axes else sum_[0]) / counted(weight)",
         "if axes else sum_[0])",
         DIVISION,
     ),
@@ -920,8 +920,8 @@ _TOP = (
     Mutant(
         "metrics-are-totals",
         "shardkit/train.py",
-        "(mean.total / mean.weight).astype(dtype)",
-        "mean.total.astype(dtype)",
+        "{name: mean.total / counted(mean.weight) for",
+        "{name: mean.total for",
         DIVISION,
     ),
     Mutant(

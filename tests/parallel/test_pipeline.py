@@ -63,8 +63,6 @@ ROWS = [
     ("from_csv", (2, 3, 1), FORMS[0], 1),
     ("one_f_one_b", (1, 3, 1), FORMS[2], 1),
     ("lockstep", (2, 4, 3), FORMS[3], 1),
-    ("zero_bubble_h1", (3, 4, 1), FORMS[3], 2),
-    ("dualpipe_v", (2, 3, 1), FORMS[2], 1),
 ]
 
 

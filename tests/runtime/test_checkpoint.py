@@ -533,7 +533,9 @@ def test_leaves_that_are_not_those_of_the_checkpoint(tmp_path):  # proves F62
         f"{where} has leaf 'params.b' with dtype float32; this state has bfloat16, and 1 leaf more differs. Nothing is "
         "cast: restore with the precision that was saved, and cast afterwards."
     )
-    assert message({"w": w, "b": jax.random.split(KEY, 3)}) == (
+    plain = described({"w": w, "b": b})
+    keys = jax.ShapeDtypeStruct((3,), KEY.dtype, sharding=plain.params["b"].sharding)
+    assert refused(lambda: restored(tmp_path, plain._replace(params=plain.params | {"b": keys}))) == (
         f"{where} has leaf 'params.b' with dtype float32; this state has key. Nothing is cast: restore with the "
         "precision that was saved, and cast afterwards."
     )
