@@ -62,6 +62,7 @@ def example_keys(key: jax.Array, n: int) -> jax.Array:
     Returns:
         Keys of shape [n] (raw keys: [n, 2]), to be sharded like the batch's dim 0.
     """
+    refuse_unstable("example_keys", key)
     return fold_keys(key, jnp.arange(n, dtype=jnp.uint32))
 
 
@@ -109,6 +110,7 @@ def dropout(x_b: jax.Array, keys_b: jax.Array | None, rate: float) -> jax.Array:
         raise TypeError(f"dropout: x must be floating-point; got {x_b.dtype}. Drop after the embedding, not before it.")
     if keys_b is None or rate == 0:
         return x_b
+    refuse_unstable("dropout", keys_b)
     shape = _keys_shape(keys_b)
     if not shape or shape != x_b.shape[: len(shape)]:
         raise ValueError(
@@ -119,6 +121,15 @@ def dropout(x_b: jax.Array, keys_b: jax.Array | None, rate: float) -> jax.Array:
     for _ in shape:
         draw = jax.vmap(draw)
     return jnp.where(draw(keys_b), x_b / jnp.asarray(1 - rate, x_b.dtype), jnp.zeros_like(x_b))
+
+
+def refuse_unstable(where: str, keys: jax.Array) -> None:
+    """Refuses keys whose draws under vmap are not those of each key alone, so that they depend on mesh and batch."""
+    if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) and str(jax.random.key_impl(keys)) in ("rbg", "unsafe_rbg"):
+        raise ValueError(
+            f"{where}: keys must be of an implementation that draws the same for each key, whatever the batch; got "
+            f"{jax.random.key_impl(keys)!r}. Pass jax.random.key(seed, impl='threefry2x32')."
+        )
 
 
 def salt(name: str) -> int:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardkit.arguments import checked_key
 from shardkit.layout import path_name
 from shardkit.parallel.padded import Held, is_padded, padded, unpadded
 from shardkit.parallel.plan import Layout, Plan, map_layouts
@@ -73,7 +74,7 @@ def make_init(optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> Call
     """The `init` of a train step, with `init.abstract(params)` for its shapes and layouts alone."""
 
     def init(params: Any, key: jax.Array) -> TrainState:
-        key = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
+        key = checked_key(key)
         made = callable(params)
         params = (_made_params if made else _placed_params)(params, key, plan, mesh, policy)
         layouts = plan.layouts(params, mesh)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._compat import varying_axes
+from shardkit.arguments import check_builder, check_optimizer
 from shardkit.collectives import all_reduce
 from shardkit.layout import spec_axes
 from shardkit.parallel.batch import accumulated, batch_specs, device_keys
@@ -90,12 +91,15 @@ def make_train_step(
     Raises:
         ValueError: an axis the mesh does not have, an accumulation below 1, an unknown name, a pipeline without `pp`;
             at trace time a batch that does not divide by the batch axes times `accumulate`.
+        ValueError: from `step`, for a state that an earlier step has used up.
         NonFiniteError: from `step`, under `nonfinite="stop"`.
 
     Cost: that of the plan, and one all_reduce of 8 bytes for the loss and for each auxiliary mean.
     """
     import optax
 
+    check_builder("make_train_step", grad_fn, mesh, plan)
+    check_optimizer(optimizer)
     plan = arranged(plan, grad_fn)
     plan.check(mesh)
     policy = precision_of(precision)
@@ -193,6 +197,7 @@ def make_eval_step(
 
     Cost: an all_gather of `rest - seen` for each leaf, and one all_reduce of 8 bytes a mean.
     """
+    check_builder("make_eval_step", loss_fn, mesh, plan)
     plan = arranged(plan, loss_fn)
     plan.check(mesh)
     policy = precision_of(precision)
@@ -283,6 +288,13 @@ def _keyed(
     """
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        taken = state.step
+        if isinstance(taken, jax.Array) and not isinstance(taken, jax.core.Tracer) and taken.is_deleted():
+            raise ValueError(  # jax 0.10 on simulated devices ends the process instead
+                "step: the state must be the newest; an earlier step wrote its new state in the place of this one. "
+                "Pass the state which that step returned, or copy one that you want to keep: jax.tree.map(jnp.copy, "
+                "state)."
+            )
         new, metrics = compiled(*split(state), batch)
         new = TrainState(new.step, new.params, new.opt_state, state.key, new.loss_scale)
         # With a dynamic loss scale, overflowing gradients are how the scale is found; only the loss can be wrong.

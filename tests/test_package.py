@@ -20,7 +20,7 @@ FLOORS = [
     ["_compat", "_sealed", "_check", "schedules", "cost"],
     ["mesh", "layout", "rng", "config", "collectives"],
     ["parallel"],
-    ["train", "state", "precision"],
+    ["train", "state", "precision", "arguments"],
     ["analysis"],
     ["testing"],
     ["models", "runtime", "viz"],
@@ -35,8 +35,8 @@ NEIGHBOURS = {
     "schedules": {"cost"},
     "layout": {"mesh"},
     "config": {"mesh"},
-    "train": {"precision", "state"},
-    "state": {"precision"},
+    "train": {"arguments", "precision", "state"},
+    "state": {"arguments", "precision"},
 }
 
 

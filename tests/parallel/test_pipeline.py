@@ -50,7 +50,8 @@ def cases(draw: Any) -> Any:
     return draw(st.sampled_from(NAMES)), sizes, draw(st.sampled_from(FORMS)), draw(st.integers(1, 2))
 
 
-# Stages, microbatches and chunks: one stage, fewer microbatches than stages, more, and as many devices as there are.
+# Stages, microbatches and chunks: one stage, fewer microbatches than stages, more, as many devices as there are, and a
+# tick in which one device takes the whole of a backward pass and another its first half (dualpipe_v with three stages).
 ROWS = [
     ("gpipe", (4, 3, 1), FORMS[0], 2),
     ("one_f_one_b", (8, 11, 1), FORMS[1], 1),
@@ -59,7 +60,7 @@ ROWS = [
     ("lockstep", (4, 6, 2), FORMS[0], 1),
     ("zero_bubble_h1", (3, 7, 1), FORMS[1], 1),
     ("zero_bubble_v", (3, 3, 1), FORMS[1], 2),
-    ("dualpipe_v", (2, 5, 1), FORMS[1], 2),
+    ("dualpipe_v", (3, 4, 1), FORMS[1], 1),
     ("from_csv", (2, 3, 1), FORMS[0], 1),
     ("one_f_one_b", (1, 3, 1), FORMS[2], 1),
     ("lockstep", (2, 4, 3), FORMS[3], 1),

@@ -80,3 +80,20 @@ def test_a_donated_state_is_gone(plan):  # proves F51
     step(state, BATCH)
     with pytest.raises(RuntimeError, match="Array has been deleted"):
         np.asarray(state.params["w"])
+
+
+def test_a_state_that_is_used_up_is_refused(data8):
+    init, step = sk.make_train_step(
+        sk.value_and_grad(lambda p, b, k: sk.Mean.of(b @ p)), optax.sgd(0.1), mesh=data8, plan=sk.dp("data")
+    )
+    state = init(np.ones((4, 1), np.float32), jax.random.key(0))
+    kept = jax.tree.map(jnp.copy, state)
+    newest, _ = step(state, np.ones((8, 4), np.float32))
+    with pytest.raises(ValueError) as error:
+        step(state, np.ones((8, 4), np.float32))
+    assert str(error.value) == (
+        "step: the state must be the newest; an earlier step wrote its new state in the place of this one. Pass the "
+        "state which that step returned, or copy one that you want to keep: jax.tree.map(jnp.copy, state)."
+    )
+    assert int(step(newest, np.ones((8, 4), np.float32))[0].step) == 2
+    assert int(step(kept, np.ones((8, 4), np.float32))[0].step) == 1

@@ -214,3 +214,32 @@ def test_a_loss_that_overflows_the_output_alone_is_finite(data8):
     state, metrics = step(init(jnp.float32(1), jax.random.key(0)), jnp.ones(8))
     assert bool(metrics["finite"]) and np.isinf(metrics["loss"]) and metrics["loss"].dtype == jnp.float16
     assert float(state.params) == 1 - 1e6 and given == [jnp.float32]
+
+
+# 256 + 1 + 1 + 1 is 259, which bfloat16 does not know: gradients are sums in the dtype of reductions, wherever they are
+# scattered.
+@pytest.mark.parametrize(
+    "plan",
+    [
+        lambda: sk.dp("d"),
+        lambda: sk.zero1("d", min_size=1),
+        lambda: sk.zero2("d", min_size=1),
+        lambda: sk.zero2("d", min_size=1, layerwise=("layers",)),
+        lambda: sk.fsdp("d", min_size=1),
+        lambda: sk.fsdp("d", min_size=1, layerwise=("layers",)),
+    ],
+    ids=["dp", "zero1", "zero2", "zero2 layerwise", "fsdp", "fsdp layerwise"],
+)
+def test_gradients_are_summed_in_the_dtype_of_reductions(plan):
+    def loss_fn(params, x, keys):
+        add = sk.gathered(lambda w, x: jnp.sum(x[:, None] * w))
+        return sk.Mean(add(params["layers"], x).astype(jnp.float32), jnp.float32(1))
+
+    mesh = sk.make_mesh(jax.devices()[:4], d=4)
+    policy = sk.Precision(compute=jnp.bfloat16, reduce=jnp.float32)
+    init, step = sk.make_train_step(
+        sk.value_and_grad(loss_fn), optax.sgd(1.0), mesh=mesh, plan=plan(), precision=policy
+    )
+    x = np.array([256, 1, 1, 1], np.float32)
+    state, _ = step(init({"layers": np.zeros((1, 8), np.float32)}, jax.random.key(0)), x)
+    np.testing.assert_array_equal(state.params["layers"], np.full((1, 8), -259 / 4, np.float32))

@@ -1,0 +1,84 @@
+"""What the builders are given, looked at before anything is traced: the mistakes that users make first."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from shardkit.parallel.gradient import kind
+from shardkit.parallel.plan import Plan
+from shardkit.rng import refuse_unstable
+
+
+def check_builder(where: str, function: Any, mesh: Any, plan: Any) -> None:
+    """Refuses a function, a mesh or a plan that is something else.
+
+    Args:
+        where: `make_train_step`, whose function is a GradFn, or `make_eval_step`, whose function is a loss.
+        function: the GradFn or the loss.
+        mesh: the mesh.
+        plan: the plan.
+
+    Raises:
+        TypeError: with the rule, what was given, and the remedy.
+    """
+    training = where == "make_train_step"
+    what, remedy = (
+        ("grad_fn must be a GradFn", "Pass sk.value_and_grad(loss_fn).")
+        if training
+        else ("loss_fn must be a loss function", "Pass loss_fn itself, without value_and_grad.")
+    )
+    scaled = _takes_scale(function) if callable(function) else not training
+    if scaled is not None and scaled != training:
+        raise TypeError(f"{where}: {what}; got {_told(function)}. {remedy}")
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"{where}: mesh must be a mesh; got {_told(mesh)}. Pass for example sk.make_mesh(data=8).")
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"{where}: plan must be a Plan; got {_told(plan)}. Pass for example sk.dp('data'), or sk.chain(...) "
+            "of several."
+        )
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuses what is no optax transformation."""
+    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
+        raise TypeError(
+            f"make_train_step: optimizer must be an optax GradientTransformation; got {_told(optimizer)}. Pass for "
+            "example optax.adamw(3e-4)."
+        )
+
+
+def checked_key(key: Any) -> jax.Array:
+    """The key of a run as a typed key; refuses what is none, and implementations whose draws go by the batch."""
+    typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    raw = hasattr(key, "dtype") and key.dtype == jnp.uint32 and jnp.ndim(key) == 1
+    if (not typed and not raw) or (typed and jnp.ndim(key)):
+        raise TypeError(f"init: key must be one jax key; got {_told(key)}. Pass for example jax.random.key(0).")
+    key = key if typed else jax.random.wrap_key_data(key)
+    refuse_unstable("init", key)
+    return key
+
+
+def _takes_scale(function: Any) -> bool | None:
+    """Whether a function takes `scale=`, as a GradFn does; None where nobody can tell."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return None
+    return "scale" in parameters
+
+
+def _told(x: Any) -> str:
+    if hasattr(x, "dtype"):
+        return kind(x)
+    name = getattr(x, "__name__", None)
+    if callable(x) and name:
+        return f"the function {name!r}"
+    return f"{type(x).__name__} {x!r}" if len(repr(x)) < 60 else type(x).__name__
