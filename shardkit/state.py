@@ -76,7 +76,7 @@ def make_init(optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> Call
     def init(params: Any, key: jax.Array) -> TrainState:
         key = checked_key(key)
         made = callable(params)
-        params = (_made_params if made else _placed_params)(params, key, plan, mesh, policy)
+        params = _made(params, key, plan, mesh, policy) if made else _placed(params, plan, mesh, policy)
         layouts = plan.layouts(params, mesh)
         update = map_layouts(Layout.in_update, layouts)
 
@@ -167,14 +167,14 @@ def trained(params: Any) -> Any:
         dtype = jnp.result_type(x) if isinstance(x, int | float | complex) else getattr(x, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
-                f"init: every leaf of the parameters must be a real floating-point array, which the optimizer trains; "
+                "init: every leaf of the parameters must be a real floating-point array, which the optimizer trains; "
                 f"leaf {path_name(path)} is {dtype or type(x).__name__}. Pass what is not trained in the batch, or let "
                 "the loss close over it; split a complex leaf into its real and imaginary parts."
             )
     return params
 
 
-def _made_params(make: Callable[[jax.Array], Any], key: jax.Array, plan: Plan, mesh: Mesh, policy: Precision) -> Any:
+def _made(make: Callable[[jax.Array], Any], key: jax.Array, plan: Plan, mesh: Mesh, policy: Precision) -> Any:
     """Parameters that are made where they lie."""
     rest = map_layouts(Layout.at_rest, plan.layouts(trained(jax.eval_shape(make, key)), mesh))
 
@@ -184,7 +184,7 @@ def _made_params(make: Callable[[jax.Array], Any], key: jax.Array, plan: Plan, m
     return jax.jit(made, out_shardings=shardings(mesh, rest))(key)
 
 
-def _placed_params(params: Any, key: jax.Array, plan: Plan, mesh: Mesh, policy: Precision) -> Any:
+def _placed(params: Any, plan: Plan, mesh: Mesh, policy: Precision) -> Any:
     """Parameters that the caller has, laid out; those of the host never lie whole on a device."""
 
     def strong(x: Any) -> Any:  # weakly typed leaves would compile the step twice

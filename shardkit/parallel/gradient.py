@@ -81,7 +81,7 @@ def value_and_grad(loss_fn: LossFn) -> GradFn:
     def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
         def total(leaves: Any) -> tuple[jax.Array, tuple[Any, Mapping[str, Any]]]:
             mean, aux = loss_and_aux(shown(loss_fn, with_parts(params, leaves), batch, keys))
-            return mean.total, (constant_weight(mean.weight), aux)
+            return mean.total, (mean.weight, aux)
 
         value, backward, (weight, aux) = jax.vjp(total, parts(params), has_aux=True)
         # The scale enters as the cotangent: a scaled float16 total would overflow.
@@ -92,12 +92,12 @@ def value_and_grad(loss_fn: LossFn) -> GradFn:
 
 
 @jax.custom_jvp
-def constant_weight(weight: jax.Array) -> jax.Array:
+def _constant(weight: jax.Array) -> jax.Array:
     """The weight of a loss, where the parameters have no part in it: gradients are those of the total alone."""
     return weight
 
 
-@partial(constant_weight.defjvp, symbolic_zeros=True)
+@partial(_constant.defjvp, symbolic_zeros=True)
 def _weight_jvp(primals: Any, tangents: Any) -> Any:
     (weight,), (tangent,) = primals, tangents
     if not isinstance(tangent, jax.custom_derivatives.SymbolicZero):
@@ -119,7 +119,7 @@ def loss_and_aux(out: Any) -> tuple[Mean, dict[str, Mean]]:
             f"value_and_grad: aux must be a dict of scalars or Means by name; got {kind(aux)}. "
             "Return for example (loss, {'accuracy': Mean(correct, count)})."
         )
-    return loss, {
+    return loss._replace(weight=_constant(loss.weight)), {
         name: _as_mean(value, f"value_and_grad: aux {name!r} must be a scalar or Mean(total, weight)")
         for name, value in aux.items()
     }

@@ -150,10 +150,12 @@ def shown(fn: Callable[..., Any], tree: Any, *args: Any, at: str = "") -> Any:
         TypeError: a handle's part is computed with, with the leaf's path and the remedy.
     """
 
+    prefix = (jax.tree_util.DictKey(at),) if at else ()
+
     def sealed(path: Any, x: Any) -> Any:
         if not is_handle(x):
             return x
-        x = x.replaced(path=path_name((*_keys(at), *path)))
+        x = x.replaced(path=path_name((*prefix, *path)))
         name = f"{_BEGIN}{x.words}{_END}"
         return x.replaced(part=seal(x.part, name), whole=None if x.whole is None else seal(x.whole, name))
 
@@ -176,10 +178,6 @@ def unsealed(tree: Any) -> Any:
         return x.replaced(part=unseal(x.part), whole=None if x.whole is None else unseal(x.whole))
 
     return jax.tree.map(one, tree, is_leaf=is_handle)
-
-
-def _keys(at: str) -> tuple[Any, ...]:
-    return (jax.tree_util.DictKey(at),) if at else ()
 
 
 def _open(handle: Handle) -> jax.Array:

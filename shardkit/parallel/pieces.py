@@ -19,7 +19,7 @@ from shardkit._check import Axis
 from shardkit._compat import varying_axes
 from shardkit.collectives import vary
 from shardkit.parallel.divergent import collectives
-from shardkit.parallel.gradient import Mean, constant_weight, kind, loss_and_aux
+from shardkit.parallel.gradient import Mean, kind, loss_and_aux
 from shardkit.parallel.handles import is_handle, parts, shown, with_parts
 from shardkit.parallel.recompute import Halves, Mask, Traced, learnable
 from shardkit.parallel.reopened import learned
@@ -173,9 +173,7 @@ class Pieces:
 
             def total(leaves: Any, moving: list[Any]) -> Any:
                 means = self._means(with_parts(shared, leaves), given, self.moving.join(moving, others))
-                return means["loss"].total, means | {
-                    "loss": Mean(means["loss"].total, constant_weight(means["loss"].weight))
-                }
+                return means["loss"].total, means
 
             value, pull, means = jax.vjp(total, parts(shared), moving, has_aux=True)
             # The scale enters as the cotangent: a scaled float16 total would overflow.

@@ -158,15 +158,22 @@ class Plan(NamedTuple):
                 f"{self}: the parameters must have at least one array; got {params!r}. Pass the model's pytree, or the "
                 "function of a key that makes it."
             )
-        paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_padded)]
-        for s, name in ((each, name) for each in self.strategies for name in each.names):
-            if not any(inside(path, (name,)) for path in paths):
-                raise ValueError(
-                    f"{s.name}: whatever it names must be among the parameters; {name!r} is not, and the leaves are "
-                    f"{quoted(paths[:8])}{', ...' * (len(paths) > 8)}. Correct the name, or leave it out."
-                )
+        self._check_names(params)
         layout = lambda path, x: self._layout(path_name(path), x, mesh)  # noqa: E731
         return jax.tree_util.tree_map_with_path(layout, params, is_leaf=is_padded)
+
+    def _check_names(self, params: Any) -> None:
+        """Refuses a name in a strategy that is no leaf's."""
+        named = [(s.name, name) for s in self.strategies for name in s.names]
+        if not named:
+            return
+        paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_padded)]
+        for strategy, name in named:
+            if not any(inside(path, (name,)) for path in paths):
+                raise ValueError(
+                    f"{strategy}: whatever it names must be among the parameters; {name!r} is not, and the leaves are "
+                    f"{quoted(paths[:8])}{', ...' * (len(paths) > 8)}. Correct the name, or leave it out."
+                )
 
     def placed(self, path: str, x: Any, mesh: Mesh) -> Iterator[tuple[Strategy, Placement | str]]:
         """What each strategy that splits leaves says of one: where it splits it, or why it does not."""

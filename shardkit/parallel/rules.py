@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from shardkit._check import named, quoted
+from shardkit._check import Axis, named, quoted
 from shardkit.layout import all_axes, path_name, spec_axes
 
 ChooseDim = Callable[[str, tuple[int, ...]], int | None]
@@ -70,10 +70,11 @@ def dim_chooser(name: str, axes: tuple[str, ...], rules: DimRules) -> ChooseDim:
     return choose
 
 
-def names_in(rules: DimRules | None, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The leaves that a tree of specs splits over the axes, by path; a function names none."""
+def names_in(rules: DimRules | None, axis: Axis) -> tuple[str, ...]:
+    """The leaves that a tree of specs splits over the axis, by path; a function names none."""
     if rules is None or callable(rules):
         return ()
+    axes = (axis,) if isinstance(axis, str) else axis
     flat = jax.tree_util.tree_flatten_with_path(rules, is_leaf=lambda x: isinstance(x, PartitionSpec))[0]
     return tuple(path_name(path) for path, spec in flat if all_axes(spec) & set(axes))
 

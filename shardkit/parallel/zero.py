@@ -50,8 +50,8 @@ def zero1(axis: Axis, *, min_size: int = MIN_SIZE, rules: DimRules | None = None
 
     Raises:
         TypeError: `axis` is not a name or a tuple of names.
-        ValueError: an unknown `uneven`; at trace time a leaf that does not divide, where that is refused, or a chosen
-            dim that cannot be padded.
+        ValueError: an unknown `uneven`; at trace time a leaf that does not divide, where that is refused, a chosen dim
+            that cannot be padded, or a name that no leaf has.
 
     Cost: a reduce_scatter of every gradient and an all_gather of every updated parameter once a step, 2 (n-1)/n of the
         parameters' bytes, whatever the accumulation. A device holds 1/n of the optimizer state.
@@ -66,7 +66,7 @@ def zero1(axis: Axis, *, min_size: int = MIN_SIZE, rules: DimRules | None = None
             return at
         return Placement(at, rest=False, seen=False, update=True, pad=uneven == "pad")
 
-    return strategy("zero1", axis, rank=2, batch_dim=0, place=place, names=names_in(rules, axis_names("zero1", axis)))
+    return strategy("zero1", axis, rank=2, batch_dim=0, place=place, names=names_in(rules, axis))
 
 
 def zero2(
@@ -98,8 +98,8 @@ def zero2(
 
     Raises:
         TypeError: `axis` is not a name or a tuple of names; at trace time a handle that is used unopened.
-        ValueError: an unknown `uneven`; at trace time a leaf that does not divide, where that is refused, or a chosen
-            dim that cannot be padded.
+        ValueError: an unknown `uneven`; at trace time a leaf that does not divide, where that is refused, a chosen dim
+            that cannot be padded, or a name that no leaf has.
 
     Cost: a reduce_scatter of every gradient in each microbatch and an all_gather of every updated parameter once a
         step: (k + 1) (n-1)/n of the parameters' bytes with k microbatches. A device holds 1/n of gradients and state.
@@ -115,9 +115,7 @@ def zero2(
         handle: Handled = "loss" if inside(leaf.path, layerwise) else "entry"
         return Placement(at, rest=False, seen=False, update=True, handle=handle, pad=uneven == "pad")
 
-    return strategy(
-        "zero2", axis, rank=2, batch_dim=0, place=place, names=(*layerwise, *names_in(rules, axis_names("zero2", axis)))
-    )
+    return strategy("zero2", axis, rank=2, batch_dim=0, place=place, names=(*layerwise, *names_in(rules, axis)))
 
 
 def fsdp(
@@ -149,8 +147,8 @@ def fsdp(
 
     Raises:
         TypeError: `axis` is not a name or a tuple of names; at trace time a handle that is used unopened.
-        ValueError: an unknown `uneven`; at trace time a leaf that does not divide, where that is refused, or a chosen
-            dim that cannot be padded.
+        ValueError: an unknown `uneven`; at trace time a leaf that does not divide, where that is refused, a chosen dim
+            that cannot be padded, or a name that no leaf has.
 
     Cost: of whole leaves an all_gather and a reduce_scatter once a step, 2 (n-1)/n of their bytes, whatever the
         accumulation; of layer-wise ones two gathers and a reduce_scatter in each microbatch, 3 k (n-1)/n, or 2 k with
@@ -167,9 +165,7 @@ def fsdp(
         handle: Handled = "loss" if inside(leaf.path, layerwise) else None
         return Placement(at, rest=True, seen=False, update=True, handle=handle, pad=uneven == "pad")
 
-    return strategy(
-        "fsdp", axis, rank=1, batch_dim=0, place=place, names=(*layerwise, *names_in(rules, axis_names("fsdp", axis)))
-    )
+    return strategy("fsdp", axis, rank=1, batch_dim=0, place=place, names=(*layerwise, *names_in(rules, axis)))
 
 
 def _chooser(

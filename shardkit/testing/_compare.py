@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from shardkit._check import sized
+from shardkit._check import quoted, sized
 from shardkit.layout import path_name
 
 
@@ -44,6 +44,25 @@ def on(mesh: Mesh) -> str:
 def leaves_of(tree: Any) -> list[tuple[str, np.ndarray]]:
     """Paths and values, on the host."""
     return [(path_name(path), np.asarray(x)) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def check_relative(where: str, relative: float) -> None:
+    """Refuses a relative error that allows nothing, or anything."""
+    if not 0 < relative < 1:
+        raise ValueError(f"{where}: relative must lie between 0 and 1; got {relative}. Pass for example 1e-5.")
+
+
+def check_telling(where: str, grads: Any, loss: Any = 0.0) -> None:
+    """Refuses a reference that a wrong result could equal."""
+    leaves = dict(leaves_of(grads))
+    values = {"the loss": np.asarray(loss)} | leaves
+    wrong = [name for name, x in values.items() if not np.all(np.isfinite(x.astype(np.float64)))]
+    if wrong or not any(np.any(x) for x in leaves.values()):
+        found = f"{quoted(wrong)} {'is' if len(wrong) == 1 else 'are'} not finite" if wrong else "all of them are zero"
+        raise ValueError(
+            f"{where}: the reference must be finite, and not all of its gradients zero, or nothing is proved; {found}. "
+            "Pass other parameters or another batch."
+        )
 
 
 def is_float(x: Any) -> bool:

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from shardkit._check import named, quoted, sized
+from shardkit._check import named, sized
 from shardkit.collectives import vary
 from shardkit.layout import broadcast_specs, local_shape, path_name, spec_axes
 from shardkit.mesh import make_mesh
-from shardkit.testing._compare import constant_factor, distance, magnitude, times
+from shardkit.testing._compare import check_relative, check_telling, constant_factor, distance, magnitude, times
 
 
 class Certificate(NamedTuple):
@@ -68,12 +68,9 @@ def certify_gradients(
     batch_spec = PartitionSpec(axes[0]) if batch_spec is None else batch_spec
     param_specs = PartitionSpec() if param_specs is None else param_specs
     count = len(jax.devices()) if devices is None else devices
-    if not 0 < relative < 1:
-        raise ValueError(
-            f"certify_gradients: relative must lie between 0 and 1; got {relative}. Pass for example 1e-5."
-        )
+    check_relative("certify_gradients", relative)
     expected = jax.tree.map(np.asarray, jax.grad(loss_fn)(params, batch))
-    _check_telling(expected)
+    check_telling("certify_gradients", expected)
     proved: list[dict[str, int]] = []
     found: list[_Finding] = []
     for sizes in _meshes(axes, count):
@@ -92,18 +89,6 @@ def certify_gradients(
     if found:
         raise AssertionError(_report(found))
     return Certificate(tuple(proved), len(jax.tree.leaves(expected)))
-
-
-def _check_telling(expected: Any) -> None:
-    """Refuses a reference that a wrong gradient could equal."""
-    leaves = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(expected)}
-    wrong = [name for name, x in leaves.items() if not np.all(np.isfinite(x.astype(np.float64)))]
-    if wrong or not any(np.any(x) for x in leaves.values()):
-        what = f"{quoted(wrong)} of it {'is' if len(wrong) == 1 else 'are'} not" if wrong else "all of it is zero"
-        raise ValueError(
-            "certify_gradients: the reference's gradient must be finite and differ from zero, or nothing is proved; "
-            f"{what}. Pass other parameters or another batch."
-        )
 
 
 class _Finding(NamedTuple):

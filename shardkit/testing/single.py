@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardkit._check import quoted
 from shardkit.parallel import GradFn
 from shardkit.parallel.gradient import counted
 from shardkit.rng import example_keys
-from shardkit.testing._compare import leaves_of, magnitude
+from shardkit.testing._compare import check_relative, check_telling, leaves_of, magnitude
 from shardkit.train import step_key
 
 # A gradient leaf this much smaller than the largest one is rounding noise: its true value is zero.
@@ -93,14 +92,12 @@ def one_device(
     """
     if not batches:
         raise ValueError("one_device: at least one batch is needed; got none. Pass one for each step.")
-    if not 0 < relative < 1:
-        raise ValueError(
-            f"one_device: relative must lie between 0 and 1; got {relative}. Pass for example 1e-5, that of float32."
-        )
+    check_relative("one_device", relative)
     key = jax.random.key(0) if key is None else key
     run = lambda sign: _run(grad_fn, optimizer, params, batches, key, relative, sign)  # noqa: E731
     plain = run(0)
-    _check_telling(plain)
+    for index, step in enumerate(plain):
+        check_telling(f"one_device: step {index}", step.grads, step.loss)
     noisy = run(1), run(-1)
     return Reference(tuple(_wanted(*steps, relative=relative) for steps in zip(plain, *noisy, strict=True)))
 
@@ -120,25 +117,6 @@ def _wanted(plain: _Step, *noisy: _Step, relative: float) -> Wanted:
     )
     params = jax.tree.map(lambda x, gap: relative * magnitude(x) + gap, plain.params, spread(lambda step: step.params))
     return Wanted(plain.loss, plain.metrics, plain.grads, plain.params, loss, grads, params)
-
-
-def _check_telling(steps: list[_Step]) -> None:
-    """Refuses a run that nothing could differ from."""
-    for index, step in enumerate(steps):
-        grads = dict(leaves_of(step.grads))
-        loss = {"the loss": np.asarray(step.loss)}
-        wrong = [name for name, x in (loss | grads).items() if not np.all(np.isfinite(_wide(x)))]
-        if wrong:
-            are = "is" if len(wrong) == 1 else "are"
-            raise ValueError(
-                f"one_device: the loss and all gradients of the reference must be finite, or nothing is proved; in "
-                f"step {index} {quoted(wrong)} {are} not. Pass other batches or parameters."
-            )
-        if not any(np.any(x) for x in grads.values()):
-            raise ValueError(
-                f"one_device: some gradient of the reference must differ from zero, or nothing is proved; in step "
-                f"{index} all are zero. Pass other batches or parameters."
-            )
 
 
 def noise_of(grads: Any, relative: float) -> Any:

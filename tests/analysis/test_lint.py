@@ -57,6 +57,7 @@ def test_a_program_that_is_traced_already_is_not_traced_again(row):
     traced = jax.jit(counted).trace(*row.args)
     assert {f.rule for f in lint(traced, **row.options)} == {row.rule} and len(calls) == 1
     assert sk.census(traced).sent() == sk.census(counted, *row.args).sent()
+    assert str(sk.explain(traced)) == str(sk.explain(jax.jit(row.wrong).trace(*row.args)))
 
 
 def messages(name):

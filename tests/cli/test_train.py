@@ -33,6 +33,7 @@ def test_train_prints_a_summary_and_writes_the_results(corpus, tmp_path):
 
 
 # proves F66: the same numbers on another mesh, with accumulation and dropout
+@pytest.mark.deep  # tests of single meshes, below, compare each with one device
 def test_two_meshes_give_the_same_numbers(inside, corpus, tmp_path):
     results = []
     for words in (["data=1"], ["data=2", "--accumulate", "4"]):

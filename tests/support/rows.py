@@ -27,9 +27,10 @@ FP16 = sk.Precision(compute=jnp.float16, loss_scale=256.0)
 MASTER = sk.Precision(param=jnp.bfloat16, compute=jnp.bfloat16, master=jnp.float32)
 CONFIG = transformer.Config(vocabulary=32, layers=LAYERS, dim=16, heads=8, kv_heads=2, hidden=32, dropout=0.1)
 
+# In this order of the values the list has 32 rows; in most others two or three more.
 FACTORS: dict[str, list[Any]] = {
-    "shard": [None, "dp", "zero1", "zero2", "zero2 by layer", "fsdp", "fsdp by layer"],
-    "stage": [None, "lockstep", "1f1b in branches"],
+    "shard": [None, "zero2", "fsdp by layer", "zero1", "dp", "fsdp", "zero2 by layer"],
+    "stage": [None, "1f1b in branches", "lockstep"],
     "model": [None, "gather", "ring"],
     "context": [None, "zigzag", "ulysses"],
     "experts": [None, "whole", "split"],

@@ -155,11 +155,11 @@ def test_errors_in_full():
 def test_a_reference_that_cannot_tell_is_refused():
     loss = lambda p, b: jnp.mean((b @ p) ** 2)  # noqa: E731
     wrong = lambda p, b: 7 * sk.all_reduce(jax.grad(loss)(sk.vary(p, "data"), b), "data")  # noqa: E731
-    rule = "certify_gradients: the reference's gradient must be finite and differ from zero, or nothing is proved; "
+    rule = "certify_gradients: the reference must be finite, and not all of its gradients zero, or nothing is proved; "
     remedy = ". Pass other parameters or another batch."
     for batch, what in (
-        (np.zeros((8, 3), "f"), "all of it is zero"),
-        (np.full((8, 3), np.nan, "f"), "'(the whole tree)' of it is not"),
+        (np.zeros((8, 3), "f"), "all of them are zero"),
+        (np.full((8, 3), np.nan, "f"), "'(the whole tree)' is not finite"),
     ):
         with pytest.raises(ValueError) as error:
             certify_gradients(wrong, loss, jnp.ones(3), batch)

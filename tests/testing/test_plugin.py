@@ -60,6 +60,7 @@ def test_a_users_suite_and_the_failing_mesh_first(tmp_path):  # proves F72
     assert "\nmesh = data=2,model=4\n" in pytest_run(tmp_path, "--tb=short", test_user=USER)[1]
 
 
+@pytest.mark.deep
 def test_the_same_under_xdist_beside_a_conftest_that_simulates(tmp_path):
     conftest = "import shardkit as sk\nsk.simulate_devices(8)\n"
     options = ("-p", "xdist.plugin", "-n", "2")

@@ -239,18 +239,18 @@ def test_a_recording_optimizer_changes_nothing_and_shows_the_gradients():
     [
         (
             {"batches": [{**BATCHES[0], "x": BATCHES[0]["x"] * np.nan}]},
-            "one_device: the loss and all gradients of the reference must be finite, or nothing is proved; in step 0 "
-            "'the loss', 'b', 'w' are not. Pass other batches or parameters.",
+            "one_device: step 0: the reference must be finite, and not all of its gradients zero, or nothing is proved"
+            "; 'the loss', 'b', 'w' are not finite. Pass other parameters or another batch.",
         ),
         (
             {"batches": [{**BATCHES[0], "weight": 0 * BATCHES[0]["weight"]}]},
-            "one_device: some gradient of the reference must differ from zero, or nothing is proved; in step 0 all are "
-            "zero. Pass other batches or parameters.",
+            "one_device: step 0: the reference must be finite, and not all of its gradients zero, or nothing is proved"
+            "; all of them are zero. Pass other parameters or another batch.",
         ),
         *[
             (
                 {"relative": wrong},
-                f"one_device: relative must lie between 0 and 1; got {wrong}. Pass for example 1e-5, that of float32.",
+                f"one_device: relative must lie between 0 and 1; got {wrong}. Pass for example 1e-5.",
             )
             for wrong in (float("nan"), 0, -1e-5, 1.0, float("inf"))
         ],
