@@ -167,6 +167,7 @@ def test_the_builders_unused_keys_do_not_reach_the_compiled_step():
 
 
 # proves S61: explicit collectives give what jit with NamedShardings gives, and send less
+@pytest.mark.deep
 def test_explicit_fsdp_sends_less_than_the_automatic_partitioner():
     mesh = sk.make_mesh(jax.devices()[:4], data=4)
     config = transformer.Config(vocabulary=64, layers=2, dim=64, heads=2)
@@ -224,7 +225,7 @@ def test_experts_smoke(capsys):
     assert "capacity 1.25: 3 all_to_alls, 0.41 MiB sent a device" in printed
 
 
-@pytest.mark.deep  # one of its rows is measured above
+@pytest.mark.deep
 def test_partitioner_smoke(tmp_path, capsys):
     records = recorded(tmp_path, "partitioner")
     assert all(set(record) == FIELDS | {"written_bytes", "wire_bytes", "temp_bytes"} for record in records)
@@ -234,6 +235,7 @@ def test_partitioner_smoke(tmp_path, capsys):
     assert len(lines) == 2 + len(records)
 
 
+@pytest.mark.deep
 def test_context_smoke(tmp_path):
     records = recorded(tmp_path, "context")
     causal = ["ring, contiguous", "ring, zigzag", "ulysses"]
@@ -246,6 +248,7 @@ def test_instruments_smoke(tmp_path):
     assert all(value > 0 for value in record["seconds_median"].values())
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed: shardkit[aot]")
 def test_large_model_smoke(tmp_path):
     file = tmp_path / "report.json"

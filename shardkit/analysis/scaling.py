@@ -168,13 +168,15 @@ def _timed(
     wall = cpu = 0.0
     for _ in range(calls):
         call = prepare()
+        collected = gc.isenabled()
         gc.disable()  # a collection would fall on one size by chance
         try:
             started = clock()
             call()
             ended = clock()
         finally:
-            gc.enable()
+            if collected:
+                gc.enable()
         wall += ended[0] - started[0]
         cpu += ended[1] - started[1]
     return wall / calls, cpu / calls

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -15,6 +17,18 @@ _NO_DASHES = (
 
 def main() -> None:
     """Runs `shardkit COMMAND`; a mistake in what was asked ends with one sentence and exit code 2."""
+    try:
+        try:
+            _main()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has enough of it: | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def _main() -> None:
     try:
         import rich  # noqa: F401
         import tyro  # noqa: F401

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import selectors
@@ -87,13 +88,14 @@ def _read(pipes: Mapping[int, _Pipe], over: threading.Event) -> None:
 
 def write(stream: TextIO, data: bytes) -> None:
     """Writes bytes as they are; a reader that has gone (`| head`) or a full disk is no reason to end the job."""
-    try:
+    with contextlib.suppress(OSError):
         stream.flush()
-        if hasattr(stream, "buffer"):
-            stream.buffer.write(data)
-        else:  # a notebook's stream takes text alone
+        try:
+            number = stream.fileno()
+        except (OSError, AttributeError):  # a notebook's stream takes text alone
             stream.write(data.decode(errors="replace"))
-        stream.flush()
-    except OSError:
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), stream.fileno())
+            stream.flush()
+            return
+        rest = memoryview(data)  # not by the stream's buffer, which would keep what it could not write
+        while rest:
+            rest = rest[os.write(number, rest) :]

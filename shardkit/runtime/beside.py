@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -16,14 +15,16 @@ from multiprocessing import active_children
 from pathlib import Path
 from types import TracebackType
 
-from shardkit.runtime.monitor.main import FAILED, LEAVES_LAST
-from shardkit.runtime.monitor.rendezvous import Place
-from shardkit.runtime.monitor.ring import Recorder
-from shardkit.runtime.monitor.wire import Message, encoded
+from shardkit.runtime.monitor.hello import Place
+from shardkit.runtime.monitor.main import FAILED, LEAVES_LAST, as_line, state
+from shardkit.runtime.monitor.ring import SIZE, Recorder
+from shardkit.runtime.monitor.wire import Lines, Message, encoded
 
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from monitor.main import main; main()"
 _WORDS = 300  # characters of an exception that go to the other processes
-_NO_ANSWER = b"""{"refused": "initialize: the monitor of this process ended before all had met. Start again."}"""
+_NO_ANSWER = "initialize: the monitor of this process ended before all had met. Start again."
+_LOOK = 1.0  # seconds between two looks at the monitor
+_STOPPED = 3  # looks at which it may be stopped, as all is when a job is stopped and goes on
 _PHASE = "shardkit_phase"
 _STARTED: list[Beside] = []
 
@@ -37,9 +38,8 @@ class Beside:
     """
 
     def __init__(self, place: Place):
-        ring = Path(tempfile.mkdtemp(prefix="shardkit-")) / "ring"
-        self.place, self.recorder = place, Recorder(str(ring))
-        self._own = os.getpid()
+        self.place, self._own = place, os.getpid()
+        self.recorder, ring = _recorder()
         _open_closed_descriptors()
         command = [sys.executable, "-I", "-S", "-c", _START, str(Path(__file__).parent)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -49,17 +49,18 @@ class Beside:
         self._left = False
         self.tell({"ring": str(ring), "parent": os.getpid(), "place": list(place)})
         assert self._process.stdout is not None
+        words = Lines(self._process.stdout.fileno())
         try:
-            answer = json.loads(self._process.stdout.readline() or _NO_ANSWER)
+            refusal = self._met(words)
         except KeyboardInterrupt:
             self._process.kill()
             raise
         finally:
             shutil.rmtree(ring.parent, ignore_errors=True)  # the monitor has taken the file out already
-        if "refused" in answer:
+        if refusal:
             self._process.wait()
-            raise RuntimeError(answer["refused"])
-        threading.Thread(target=self._listen, name="shardkit-monitor", daemon=True).start()
+            raise RuntimeError(refusal)
+        threading.Thread(target=self._listen, args=(words,), name="shardkit-monitor", daemon=True).start()
 
     @property
     def process_id(self) -> int:
@@ -104,23 +105,43 @@ class Beside:
         self.recorder.enter("end", self.recorder.status.step)
         self.tell({"left": True})
 
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            message = json.loads(line)
-            if "end" in message:
-                self._leave(self._exit_code or message["end"], message["text"])
-            if "agreed" in message and message["agreed"] in self._agreed:
-                self._agreed[message["agreed"]].set()
-        if not self._left:  # the others have been told that this process ended, and end
-            time.sleep(LEAVES_LAST if self.place.rank == 0 else 0.0)
-            self._leave(FAILED, f"shardkit guard: the monitor of process {self.place.rank} ended (killed?).")
+    def _met(self, words: Lines) -> str:
+        """Waits until all have met; why not, or an empty string."""
+        while not words.closed:
+            for message in words.read():
+                if "note" in message:
+                    os.write(2, as_line(message["note"]))
+                else:
+                    return str(message.get("refused", ""))
+        return _NO_ANSWER
+
+    def _listen(self, words: Lines) -> None:
+        stopped = 0
+        while not words.closed:
+            if not words.waits(_LOOK):
+                stopped = stopped + 1 if state(self._process.pid) in ("T", "t") else 0
+                if stopped > _STOPPED and not self._left:
+                    self._process.kill()
+                    self._alone("is stopped (SIGSTOP?)")
+                continue
+            for message in words.read():
+                if "end" in message:
+                    self._leave(self._exit_code or message["end"], message["text"])
+                if "agreed" in message and message["agreed"] in self._agreed:
+                    self._agreed[message["agreed"]].set()
+        if not self._left:
+            self._alone("ended (killed?)")
+
+    def _alone(self, what: str) -> None:
+        """Ends this process, whose monitor is no more: the others learn of that, and end."""
+        time.sleep(LEAVES_LAST if self.place.rank == 0 else 0.0)
+        self._leave(FAILED, f"shardkit guard: the monitor of process {self.place.rank} {what}.")
 
     def _leave(self, code: int, text: str) -> None:
         """Ends this process, with these as its last words."""
 
         def say() -> None:
-            os.write(2, text.encode() + b"\n")
+            os.write(2, as_line(text))
             self.tell({"told": True})
 
         leave(code, say)
@@ -182,6 +203,21 @@ def leave(code: int, last: Callable[[], None] = lambda: None) -> None:
     with contextlib.suppress(OSError):
         last()
     os._exit(code)
+
+
+def _recorder() -> tuple[Recorder, Path]:
+    """A flight recorder, and the file that its monitor will open."""
+    folder = None
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="shardkit-"))
+        return Recorder(str(folder / "ring")), folder / "ring"
+    except OSError as error:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise RuntimeError(
+            f"initialize: the directory for temporary files must have room for {SIZE} bytes; {error.strerror}. Make "
+            "room, or set TMPDIR to another directory."
+        ) from None
 
 
 def _open_closed_descriptors() -> None:

@@ -13,7 +13,8 @@ import jax
 from shardkit import _compat
 from shardkit.config import DistributedConfig
 from shardkit.runtime import beside
-from shardkit.runtime.monitor.rendezvous import Place
+from shardkit.runtime.monitor.hello import TOKEN, Place
+from shardkit.runtime.monitor.rendezvous import bind_address
 
 # Seconds that jax's own exit barrier waits for the others, then ends all by abort: a process may have more to do than
 # the others after the last step, and where one ends badly the monitors end the wait.
@@ -67,9 +68,11 @@ def initialize(
 ) -> Cluster:
     """Starts this process as one of a job's, or says why the job cannot run; without a job it is the only process.
 
-    Before jax starts, all processes meet at the coordinator's address and compare what they were told. Then a monitor
-    beside each process goes on listening (`guard`): a process that ends without a word, or with an exception, ends all
-    others within a second or two, each with the cause as its last line.
+    Before jax starts, all processes meet at the coordinator's address and compare what they were told. Only those with
+    the same token in SHARDKIT_JOB_TOKEN, a secret that `launch` and its manifests provide, belong to the job; process 0
+    listens on the coordinator's address alone, where that is one of its machine's. Then a monitor beside each process
+    goes on listening (`guard`): a process that ends without a word, or with an exception, ends all others within a
+    second or two, each with the cause as its last line.
 
     Args:
         config: a DistributedConfig, whose rank and world_size count processes, as do those of its environment.
@@ -120,6 +123,7 @@ def initialize(
             jax.config.update(name, value)
     beside.start(place)
     _compat.leave_out_idle_tpu()
+    listens = bind_address(place.host) if place.rank == 0 else ""
     jax.distributed.initialize(
         place.address,
         place.size,
@@ -128,6 +132,7 @@ def initialize(
         cluster_detection_method="deactivate",
         initialization_timeout=max(1, int(timeout)),
         shutdown_timeout_seconds=_SHUTDOWN,
+        coordinator_bind_address=_join(listens, place.port) if listens else None,
     )
     _check_devices(expect_devices)
     return Cluster(place.rank, place.size, local_rank, place.rank == 0, place.address)
@@ -290,7 +295,11 @@ def _place(found: _Found, timeout: float) -> Place:
             f"initialize: coordinator_address must be host:port with a port from 1 to 65535; got {found.address!r}. "
             "Write for example node0:29500."
         )
-    return Place(host.strip("[]"), int(port), rank, size, timeout, _compat.cpu_only())
+    return Place(host.strip("[]"), int(port), rank, size, timeout, _compat.cpu_only(), os.environ.get(TOKEN, ""))
+
+
+def _join(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def _check_devices(expected: int | None) -> None:

@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 from shardkit._check import quoted
 from shardkit.runtime import beside
 from shardkit.runtime.fingerprint import fingerprint
+from shardkit.runtime.monitor.hello import Place
 from shardkit.runtime.monitor.judge import Deadlines
-from shardkit.runtime.monitor.rendezvous import Place
 
 
 class Guard(NamedTuple):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import os
 import queue
+import secrets
 import signal
 import socket
 import subprocess
@@ -30,6 +31,7 @@ from typing import BinaryIO
 
 from shardkit.mesh import cpu_environment
 from shardkit.runtime._lines import passing_on, write
+from shardkit.runtime.monitor.hello import TOKEN
 from shardkit.runtime.preemption import PREEMPTED
 
 _LONGEST_BEFORE_KILL = 5.0  # seconds from SIGTERM to SIGKILL
@@ -57,9 +59,10 @@ def launch(
     """Runs `processes` processes of one command on this machine, and ends all of them when one fails.
 
     Each finds its place in JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, and in MASTER_ADDR,
-    MASTER_PORT, WORLD_SIZE, RANK and LOCAL_RANK. Its lines are passed on behind `[index] `, each when it is complete.
-    When one fails, the others have `grace` seconds to report and to end by themselves, then they get SIGTERM, and after
-    as long again, at most 5 s, SIGKILL. SIGINT, SIGTERM and SIGHUP to the launcher are passed on, with the same sequel.
+    MASTER_PORT, WORLD_SIZE, RANK and LOCAL_RANK; and in SHARDKIT_JOB_TOKEN, if the environment has none, a new secret
+    without which no other process can join. Its lines are passed on behind `[index] `, each when it is complete. When
+    one fails, the others have `grace` seconds to report and to end by themselves, then they get SIGTERM, and after as
+    long again, at most 5 s, SIGKILL. SIGINT, SIGTERM and SIGHUP to the launcher are passed on, with the same sequel.
     Signals reach the processes alone. What these have started ends with the last of them, and all of it with the
     launcher, even by SIGKILL, as far as it stays in their process groups. Standard input is empty.
 
@@ -84,11 +87,12 @@ def launch(
     check_counts("launch", processes=processes, devices=devices, port=port)
     if not grace >= 0:
         raise ValueError(f"launch: grace must be 0 seconds or more; got {grace:g}. Raise it.")
-    common = _environment(os.environ if environ is None else environ, processes, devices, port or _free_port())
+    environ = os.environ if environ is None else environ
     events: _Events = queue.SimpleQueue()
     blamed: list[int] = []
     with ExitStack() as stack:  # what is left when all have ended: to pass on their last lines, and to close
         files = [] if output is None else _files(Path(output), processes, stack)
+        common = _environment(environ, processes, devices, port or stack.enter_context(_free_port()))
         with _signals_to(events), _keepers(processes) as keepers:
             children = []
             for index, keeper in enumerate(keepers):
@@ -121,10 +125,13 @@ def check_counts(where: str, *, processes: int, devices: int | None, port: int |
         raise ValueError(f"{where}: port must be from 1 to 65535; got {port}. Choose another one.")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+@contextmanager
+def _free_port() -> Iterator[int]:
+    """A port that no other program is given meanwhile, though process 0 may listen on it."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        yield int(reserved.getsockname()[1])
 
 
 def _environment(environ: Mapping[str, str], processes: int, devices: int | None, port: int) -> dict[str, str]:
@@ -135,6 +142,7 @@ def _environment(environ: Mapping[str, str], processes: int, devices: int | None
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(processes),
         "PYTHONUNBUFFERED": "1",
+        TOKEN: environ.get(TOKEN) or secrets.token_hex(32),
     }
     if devices is not None:
         place |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)} | cpu_environment(devices, environ)

@@ -16,6 +16,7 @@ import yaml
 
 from shardkit.mesh import cpu_environment
 from shardkit.runtime.launch import check_counts, program
+from shardkit.runtime.monitor.hello import TOKEN
 from shardkit.runtime.preemption import PREEMPTED
 
 Kind = Literal["slurm", "k8s", "jobset"]
@@ -24,6 +25,10 @@ _PORT = 55527  # the port that jax itself chooses on Kubernetes
 _NOTICE = 120  # seconds between SIGTERM and SIGKILL, for the last save
 # Longer names would not leave room for what Kubernetes adds: -workers-0, the index of the process and five letters.
 _LONGEST_NAME = 40
+_SECRET = """\
+# The secret by which the processes know each other is made once, and is in no file:
+#   kubectl create secret generic {} --from-literal=token="$(openssl rand -hex 32)"
+"""
 
 
 def render(
@@ -42,7 +47,8 @@ def render(
 
     Args:
         kind: "slurm" (`sbatch FILE`); "k8s", an indexed Job with its headless Service; "jobset", the same as a JobSet,
-            which also starts again when a machine is lost (both `kubectl apply -f FILE`).
+            which also starts again when a machine is lost (both `kubectl apply -f FILE`, after the command that
+            stands at the top of it: it makes the Secret NAME-token, the job's SHARDKIT_JOB_TOKEN).
         command: the words of the command; `script.py ...` and `-m module ...` run under the `python` found there.
         processes: number of processes.
         devices: devices of each process: accelerators asked for, or simulated CPU devices.
@@ -77,15 +83,16 @@ def render(
         "JAX_COORDINATOR_ADDRESS": f"{host}.{name}:{_PORT if port is None else port}",
         "JAX_NUM_PROCESSES": str(processes),
     }
+    secret = f"{name}-token"
     pod = {
         "serviceAccountName": name,
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": _NOTICE,
         **_selected_nodes(accelerator, topology),
-        "containers": [_container(words, image, variables, _limits(devices, accelerator))],
+        "containers": [_container(words, image, variables, secret, _limits(devices, accelerator))],
     }
     job = [_jobset(name, processes, pod)] if in_jobset else [_service(name), _indexed(name, processes, pod)]
-    return _as_yaml([*_account(name), *job])
+    return _SECRET.format(secret) + _as_yaml([*_account(name), *job])
 
 
 def _check_name(name: str) -> None:
@@ -159,6 +166,8 @@ def _slurm(words: Sequence[str], processes: int, devices: int | None, name: str,
         "",
         "# jax finds the coordinator, the number of processes and each one's index in Slurm's own variables.",
         *(f"export {variable}={value}" for variable, value in variables.items()),
+        "# The secret by which the processes know each other.",
+        f"export {TOKEN}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
         f"srun --kill-on-bad-exit=1 {shlex.join(words)}",
         "code=$?",
         f"# {PREEMPTED}: preempted or out of time, and saved. The job goes back to the queue and resumes.",
@@ -203,11 +212,12 @@ def _service(name: str) -> dict[str, Any]:
 
 
 def _container(
-    words: Sequence[str], image: str, variables: Mapping[str, str], limits: Mapping[str, Any]
+    words: Sequence[str], image: str, variables: Mapping[str, str], secret: str, limits: Mapping[str, Any]
 ) -> dict[str, Any]:
     index = {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}
     environment: list[dict[str, Any]] = [{"name": name, "value": _Text(value)} for name, value in variables.items()]
     environment.append({"name": "JAX_PROCESS_ID", "valueFrom": {"fieldRef": index}})
+    environment.append({"name": TOKEN, "valueFrom": {"secretKeyRef": {"name": secret, "key": "token"}}})
     # Kubernetes replaces $(NAME) in the words of a command, and $$ stands for one $.
     command = [_Text(word.replace("$", "$$")) for word in words]
     return {"name": "main", "image": _Text(image), "command": command, "env": environment, **limits}

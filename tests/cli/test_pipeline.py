@@ -48,6 +48,7 @@ def test_a_pipeline_trains_to_one_devices_numbers(words, trained):
     trained(*words)
 
 
+@pytest.mark.deep  # the row above trains by a schedule too, and tests/schedules reads files
 def test_the_schedule_of_a_file_is_run(trained, tmp_path):
     file = tmp_path / "mine.csv"
     file.write_text(schedules.zero_bubble_h1(2, 4).to_csv())

@@ -430,6 +430,7 @@ def compiled(form, topology):
 
 
 # proves F26, F86
+@pytest.mark.deep  # it compiles for long, and the census counts the hops
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed: shardkit[aot]")
 def test_on_a_tpu_every_hop_is_hidden_in_less_memory_than_the_gather_needs():
     report = compiled("auto", "v5e:2x4")

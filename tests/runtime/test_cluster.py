@@ -1,13 +1,10 @@
 """Starting a job: who is who, and one clear sentence on every process when it cannot start."""
 
-import gc
 import re
 import socket
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
@@ -15,7 +12,6 @@ import pytest
 import shardkit as sk
 from shardkit.config import DistributedConfig
 from shardkit.runtime import cluster
-from shardkit.runtime.monitor.rendezvous import Place, Refused, _address_refusal, meet
 from support import jobs
 
 SLACK = 5.0
@@ -66,40 +62,6 @@ def test_missing_processes_are_named():
     )
 
 
-def meetings(*places):
-    """What becomes of processes of a job that meet: each a rank and the number of processes that it was told."""
-    port = jobs.free_port()
-
-    def come(rank, size):
-        try:
-            return meet(Place("127.0.0.1", port, rank, size, 20.0, True))
-        except Refused as refusal:
-            return str(refusal)
-
-    with ThreadPoolExecutor() as pool:
-        told = [each.result() for each in [pool.submit(come, *place) for place in places]]
-    gc.collect()  # a process ends with its refusal, and its connections with it
-    return told
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
-def test_another_number_of_processes_is_refused():
-    host = socket.gethostname()
-    assert meetings((0, 3), (1, 2), (2, 3)) == 3 * [
-        f"initialize: all processes must be started with the same number of processes; process 1 on {host} was started "
-        f"with 2, process 0 on {host} with 3. Correct one of them."
-    ]
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
-def test_a_number_that_comes_twice_is_refused():
-    host = socket.gethostname()
-    assert meetings((0, 3), (1, 3), (1, 3)) == 3 * [
-        f"initialize: each process must have a number of its own; number 1 came twice, from {host} and from {host}. "
-        "Start one with another number."
-    ]
-
-
 def test_no_coordinator():
     each = variables(p0={"JAX_PROCESS_ID": "1", "JAX_NUM_PROCESSES": "2"})
     ended = jobs.run("meet.py", "--timeout", 2, processes=1, each=each)
@@ -111,69 +73,11 @@ def test_no_coordinator():
     )
 
 
-def test_a_name_that_does_not_resolve():
-    with pytest.raises(Refused, match=r"the name 'no-such-host\.invalid' does not resolve") as refusal:
-        meet(Place("no-such-host.invalid", 29500, 1, 2, 0.5, True))
-    assert "within 0.5 s" in str(refusal.value)
-
-
-def test_a_port_that_is_taken():
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(Refused) as refusal:
-            meet(Place("127.0.0.1", port, 0, 2, 1.0, True))
-        assert str(refusal.value) == (
-            f"initialize: process 0 cannot listen on port {port}: Address already in use. Another program, or an "
-            "earlier run, may hold it: end that, or choose another port."
-        )
-        begun = time.monotonic()
-        with pytest.raises(Refused) as refusal:
-            meet(Place("127.0.0.1", port, 1, 2, 1.0, True))
-        assert str(refusal.value) == (
-            f"initialize: what listens at 127.0.0.1:{port} did not answer process 1 as shardkit's process 0 within "
-            "1 s. Another program may hold the port: choose another."
-        )
-        assert time.monotonic() - begun < 1.0 + SLACK
-
-
-def test_what_closes_every_connection():
-    with socket.create_server(("127.0.0.1", 0)) as proxy:
-        threading.Thread(target=lambda: [proxy.accept()[0].close() for _ in range(20)], daemon=True).start()
-        port = proxy.getsockname()[1]
-        with pytest.raises(Refused) as refusal:
-            meet(Place("127.0.0.1", port, 1, 2, 1.0, True))
-    assert str(refusal.value) == (
-        f"initialize: process 1 cannot reach the coordinator at 127.0.0.1:{port} within 1 s: what listens there closes "
-        "the connection. Is process 0 running, and the address that of its host?"
-    )
-
-
-def test_strangers_are_not_in_the_way():
-    port, met, strangers = jobs.free_port(), {}, []
-
-    def come(rank):
-        met[rank] = meet(Place("127.0.0.1", port, rank, 4, 10.0, True))
-
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(4)]
-    for thread in threads[:3]:
-        thread.start()
-    time.sleep(0.3)  # until process 0 listens
-    for words in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 10000, b"", b"{}\n", b"[1]\n", b'{"shardkit": 1}\n'):
-        strangers.append(socket.create_connection(("127.0.0.1", port)))
-        strangers[-1].sendall(words)
-    threads[3].start()
-    for thread in threads:
-        thread.join()
-    assert [len(met[rank]) for rank in range(4)] == [3, 1, 1, 1]
-    for line in [each for lines in met.values() for each in lines] + strangers:
-        line.close()
-
-
 def test_a_monitor_that_still_waits_ends_with_its_process():
     port = jobs.free_port()
     script = (
         "from shardkit.runtime.beside import Beside\n"
-        "from shardkit.runtime.monitor.rendezvous import Place\n"
+        "from shardkit.runtime.monitor.hello import Place\n"
         f"Beside(Place('127.0.0.1', {port}, 0, 2, 60.0, True))"
     )
     with subprocess.Popen([sys.executable, "-c", script]) as process:
@@ -214,19 +118,6 @@ def test_another_number_of_devices():
             f"RuntimeError: initialize: the job must have 8 devices; it has 4, of which process {rank} has 2. Check "
             "each host, or the number."
         ) in each.output
-
-
-def test_a_host_name_that_leads_nowhere():
-    hello = {"host": "a", "address": "10.0.0.1", "cpu": True}
-    one_host = {0: hello | {"address": "127.0.1.1"}, 1: hello | {"address": "127.0.1.1"}}
-    assert not _address_refusal({0: hello, 1: hello | {"host": "b", "address": "10.0.0.2"}})
-    assert not _address_refusal(one_host)
-    assert not _address_refusal({0: hello, 1: hello | {"host": "b", "address": "127.0.1.1", "cpu": False}})
-    for address, got in (("127.0.1.1", "resolves to 127.0.1.1"), ("", "does not resolve")):
-        assert _address_refusal({0: hello, 1: hello | {"host": "b", "address": address}}) == (
-            "initialize: the host name 'b' of process 1 must resolve to an address that the other hosts can reach; it "
-            f"{got}. Correct /etc/hosts or the name service on that host."
-        )
 
 
 # proves S11, F67: where the numbers come from

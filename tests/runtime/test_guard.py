@@ -191,7 +191,7 @@ def test_one_process_is_guarded_too():
 ALONE = """
 import os, sys, time
 from shardkit.runtime import beside
-from shardkit.runtime.monitor.rendezvous import Place
+from shardkit.runtime.monitor.hello import Place
 monitor = beside.start(Place("", 0, 0, 1, 0.0, False))
 """
 
@@ -240,6 +240,22 @@ def test_a_full_pipe_holds_nothing_up():
     os.close(out)
     os.close(full)
     assert code == -signal.SIGKILL
+
+
+def test_a_monitor_that_is_stopped_ends_its_process():
+    """The others cannot tell it from a machine that is busy; it took the 30 s after which a machine counts as lost."""
+    begun = time.monotonic()
+    code, output = alone("import signal\nos.kill(monitor.process_id, signal.SIGSTOP)\ntime.sleep(60.0)")
+    assert code == 70 and time.monotonic() - begun < 15.0
+    assert output.splitlines()[-1] == "shardkit guard: the monitor of process 0 is stopped (SIGSTOP?)."
+
+
+def test_the_last_line_is_a_line_and_what_is_not_utf8_is_no_reason_to_lose_it():
+    code, output = alone("os.write(2, b'in the middle'); raise ValueError('file \\udcff')")
+    assert code == 1
+    assert (
+        output.splitlines()[-1] == r"shardkit guard: process 0 failed before its first step: ValueError: file \udcff."
+    )
 
 
 def test_a_process_without_standard_streams():

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -18,6 +19,7 @@ import pytest
 
 from shardkit.cli import launch as cli
 from shardkit.cli import main
+from shardkit.runtime._lines import write
 from shardkit.runtime.launch import launch
 from support import commands
 from support.commands import environment
@@ -362,12 +364,50 @@ def test_the_job_runs_on_when_nobody_reads(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
+def test_a_stream_that_nobody_reads_stays_the_callers():
+    """It was made /dev/null, for all that the caller writes later."""
+    out, into = os.pipe()
+    os.close(out)
+    with open(into, "w") as stream:
+        before = os.fstat(stream.fileno())
+        write(stream, b"a line\n")
+        assert os.fstat(stream.fileno()) == before
+
+
+def test_help_that_nobody_reads_to_its_end():
+    """As in `shardkit launch --help | head`."""
+    with subprocess.Popen(
+        commands.command("launch", "--help"), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as started:
+        started.stdout.close()
+        assert (started.wait(timeout=60), started.stderr.read()) == (128 + signal.SIGPIPE, b"")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_the_job_runs_on_when_nobody_can_read():
     """As in `shardkit launch ... > FILE` on a full disk."""
     command = launching(program("print('a' * 1_000_000, flush=True); sys.exit(3)"))
     with open("/dev/full", "w") as full:
         assert subprocess.run(command, env=environment(), stdout=full, timeout=60).returncode == 3
+
+
+def test_a_token_for_each_job_that_is_not_printed(tmp_path, capfd):
+    names = [tmp_path / "first", tmp_path / "second"]
+    for name in names:
+        say = f"open({str(name)!r} + os.environ['RANK'], 'w').write(os.environ['SHARDKIT_JOB_TOKEN'])"
+        assert launch(program(say), processes=2) == 0
+    tokens = [path.read_text() for path in sorted(tmp_path.glob("*[01]"))]
+    assert tokens[0] == tokens[1] != tokens[2] == tokens[3] and {len(token) for token in tokens} == {64}
+    assert not any(token in "".join(capfd.readouterr()) for token in tokens)
+
+
+def test_a_port_that_no_other_job_is_given():
+    """Two jobs that began at once were given the same one."""
+    with contextlib.ExitStack() as stack:
+        ports = [stack.enter_context(LAUNCH._free_port()) for _ in range(200)]
+        assert len(set(ports)) == 200
+        with socket.create_server(("127.0.0.1", ports[0])):  # process 0 may have it
+            pass
 
 
 def test_ignored_signals_stay_ignored():

@@ -98,11 +98,13 @@ def test_what_the_processes_of_a_manifest_get(kind):
         "JAX_PROCESS_ID": {
             "fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}
         },
+        "SHARDKIT_JOB_TOKEN": {"secretKeyRef": {"name": "run-1-token", "key": "token"}},
     }
     assert main["resources"] == {"limits": {"nvidia.com/gpu": 8}}
     assert main["image"] == "me/train:1"
     assert [expanded(word, {"JAX_PROCESS_ID": "2"}) for word in main["command"]] == ["python", *WORDS]
     text = render(kind, WORDS, processes=3, image="me/train:1")
+    assert "#   kubectl create secret generic shardkit-token --from-literal=token=" in text  # and no secret itself
     for word in ("1e-3", "12:30", "yes", "3"):  # plain, other readers than this one take them for something else
         assert re.search(rf'(-|value:) "{word}"\n', text)
     pod = spec["template"]["spec"]
@@ -163,7 +165,10 @@ def test_only_a_preempted_job_is_started_again():  # proves S108
 
 def batch(script, directory, code=0):
     """Runs a batch script with an srun that prints its words and ends with `code`."""
-    say = f"import os, sys; print([sys.argv[1:], os.environ.get('JAX_LOCAL_DEVICE_IDS')]); sys.exit({code})"
+    say = (
+        "import os, sys; assert len(os.environ['SHARDKIT_JOB_TOKEN']) == 64; "
+        f"print([sys.argv[1:], os.environ.get('JAX_LOCAL_DEVICE_IDS')]); sys.exit({code})"
+    )
     programs = {"srun": f"#!{sys.executable}\n{say}\n", "scontrol": '#!/bin/sh\necho "scontrol $@"\n'}
     for name, text in programs.items():
         (directory / name).write_text(text)

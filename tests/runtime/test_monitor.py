@@ -1,18 +1,31 @@
 """The monitor's judgement, its records and its messages, without processes: plain values in, sentences out."""
 
+import errno
 import os
 import socket
+import tempfile
 import threading
 import time
 
 import pytest
 
+from shardkit.runtime.beside import Beside
 from shardkit.runtime.fingerprint import _plain
 from shardkit.runtime.monitor.agreement import Agreement, compared
+from shardkit.runtime.monitor.hello import Place
 from shardkit.runtime.monitor.judge import Deadlines, Known, fault
 from shardkit.runtime.monitor.main import Monitor
-from shardkit.runtime.monitor.rendezvous import Place
-from shardkit.runtime.monitor.ring import SLOTS, Reader, Recorder, Status
+from shardkit.runtime.monitor.ring import (
+    _EVENT,
+    _EVENTS_AT,
+    _STATUS,
+    SIZE,
+    SLOTS,
+    Reader,
+    Recorder,
+    Status,
+    _status_at,
+)
 from shardkit.runtime.monitor.wire import Lines, encoded
 
 pytestmark = pytest.mark.check
@@ -206,13 +219,52 @@ def test_the_record_keeps_the_last_events(tmp_path):
         recorder.dispatched(step)
         recorder.done(step)
     events = reader.events()
-    assert len(events) == SLOTS
+    assert len(events) == SLOTS - 1
     assert [(phase, step) for _, phase, step in events[-4:]] == [
         (phase, SLOTS - 1) for phase in ("data", "step", "host", "done")
     ]
     status = reader.status()
     assert status == recorder.status
     assert (status.phase, status.step, status.dispatched, status.done) == ("host", SLOTS - 1, SLOTS - 1, SLOTS - 1)
+
+
+def test_a_process_that_is_stopped_while_it_writes_tears_no_record(tmp_path):
+    """All that it writes before it counts the event may be half there."""
+    recorder = Recorder(str(tmp_path / "ring"))
+    reader = Reader(str(tmp_path / "ring"))
+    for step in range(SLOTS + 9):
+        recorder.enter("data", step)
+    events, status = reader.events(), reader.status()
+    at = _EVENTS_AT + recorder._count % SLOTS * _EVENT.size
+    recorder._memory[at : at + _EVENT.size] = b"\xff" * _EVENT.size
+    at = _status_at(recorder._count)
+    recorder._memory[at : at + _STATUS.size] = b"\xff" * _STATUS.size
+    assert (reader.events(), reader.status()) == (events, status)
+
+
+def test_a_full_disk_is_a_sentence_and_no_signal(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(RuntimeError) as error:
+        Beside(Place("", 0, 0, 1, 0.0, False))
+    assert str(error.value) == (
+        f"initialize: the directory for temporary files must have room for {SIZE} bytes; No space left on device. Make "
+        "room, or set TMPDIR to another directory."
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_message_of_a_monitor_ends_its_line_alone():
+    for words in ({"status": 1}, {"status": ["x"] * 6}, {"over": []}, {"program": []}):
+        ours, theirs = socket.socketpair()
+        watching = Monitor(Place("", 0, 0, 2, 0.0, False), os.getppid(), Lines(0), None, [Lines(ours)])
+        with theirs, ours:
+            theirs.sendall(encoded(words))
+            watching.take(watching.peers[1])
+        assert watching.peers[1].closed and not watching.over and watching.known[1].gone
 
 
 def test_a_run_that_goes_on_counts_from_there(tmp_path):

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from .agreement import Agreement
+from .hello import Place
 from .judge import Deadlines, Fault, Known, fault, unanswered
-from .rendezvous import Place, Refused, meet
+from .rendezvous import Refused, meet
 from .ring import Reader, Status
-from .wire import Lines, Message, encoded
+from .wire import Lines, Message, encoded, plain
 
 FAILED = 70  # the exit code of a process that the guard ends
 _TICK = 0.1
@@ -47,7 +48,7 @@ def main() -> None:
     met = threading.Event()
     threading.Thread(target=_end_with, args=(spec["parent"], met), daemon=True).start()
     try:
-        peers = meet(place) if place.size > 1 else []
+        peers = meet(place, note=lambda text: say({"note": text})) if place.size > 1 else []
     except Refused as refusal:
         say({"refused": str(refusal)})
         return
@@ -61,6 +62,11 @@ def _end_with(parent: int, met: threading.Event) -> None:
     while not met.wait(_TICK):
         if os.getppid() != parent:
             os._exit(0)
+
+
+def as_line(text: str) -> bytes:
+    """Last words: a line of their own, even where the process was in the middle of one."""
+    return b"\n" + text.encode(errors="backslashreplace") + b"\n"
 
 
 def say(message: Message) -> None:
@@ -98,11 +104,9 @@ class Monitor:
             while not self.over:
                 for key, _ in selector.select(_TICK):
                     line: Any = key.fileobj
-                    for message in line.read():
-                        self._hear(self._rank_of(line), message)
+                    self.take(line)
                     if line.closed:
                         selector.unregister(line)
-                        self._closed(self._rank_of(line))
                 now, before = time.monotonic(), seen
                 if now - before < _TICK / 2 and not self.over:  # among a thousand processes there is always something
                     continue
@@ -119,6 +123,16 @@ class Monitor:
                         return
         self._end()
 
+    def take(self, line: Lines) -> None:
+        """Hears what came by a line; what no monitor says ends it."""
+        for message in line.read():
+            try:
+                self._hear(self._rank_of(line), message)
+            except (KeyError, TypeError, ValueError, AttributeError):
+                line.closed = True
+        if line.closed:
+            self._closed(self._rank_of(line))
+
     def _excuse(self, away: float, now: float) -> None:
         """What this monitor did not hear while it was stopped or starved itself is no one's fault."""
         if away > _AWAY:
@@ -133,7 +147,7 @@ class Monitor:
         own = self.known[self.place.rank]
         status = self.reader.status()
         own.heard, own.status = now, _aged(status, now)
-        own.stopped = _state(self.parent) in ("T", "t")
+        own.stopped = state(self.parent) in ("T", "t")
         if self.alive and os.getppid() != self.parent:
             self.alive = False
             self._last_words()
@@ -160,11 +174,14 @@ class Monitor:
         known, own = self.known[rank], rank == self.place.rank
         known.heard = time.monotonic()
         if "status" in message:
-            known.status = Status(*message["status"])
+            phase, step, since, dispatched, done, device_since = message["status"]
+            known.status = Status(
+                plain(phase), int(step), float(since), int(dispatched), int(done), float(device_since)
+            )
             known.stopped, known.gone, known.left = message["stopped"], message["gone"], message["left"]
-            known.cause = message["cause"]
+            known.cause = plain(message["cause"])
         elif "over" in message:
-            self.over = message["over"]
+            self.over = plain(message["over"])
         elif "program" in message and self.place.rank == 0:
             self._agree(rank, message)
         elif "program" in message:
@@ -175,7 +192,7 @@ class Monitor:
             if "deadlines" in message:
                 self.deadlines, self.flight = Deadlines(*message["deadlines"]), message["flight"]
             if "cause" in message:
-                known.cause = message["cause"]
+                known.cause = plain(message["cause"])
                 self._look(known.heard)
                 self._send(self._own())
             if "left" in message:
@@ -291,7 +308,7 @@ def _in_time(speak: Callable[[], str | None]) -> str | None:
     return said[0] if said else None
 
 
-def _state(process: int) -> str:
+def state(process: int) -> str:
     """The system's one-letter state of a process, T for stopped; empty where it shows none."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
@@ -300,5 +317,5 @@ def _state(process: int) -> str:
 
 
 def _print(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        os.write(2, text.encode() + b"\n")
+    with contextlib.suppress(OSError):
+        os.write(2, as_line(text))

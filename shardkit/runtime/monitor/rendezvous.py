@@ -9,162 +9,223 @@ import resource
 import selectors
 import socket
 import time
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
-from .wire import Lines, Message
+from .hello import OTHERS, Hello, Place, heard, is_signed, own, said, signed
+from .wire import LONGEST, Lines, Message, plain
 
-VERSION = 1
 _LATECOMERS = 5.0  # seconds for which process 0 tells those that come after a refusal of it
 _NAMED = 8  # so few missing processes are news for all; more would be too many messages
+_SHORT = 1 << 16  # bytes of a line before the welcome
+_UNKNOWN = 64  # connections, besides one a process, that have not introduced themselves yet
+_SHY = 10.0  # seconds that a connection has to introduce itself
 
 
 class Refused(Exception):
     """The job cannot start; the message is for the user."""
 
 
-class Place(NamedTuple):
-    """Where a job meets: its coordinator, its size, and which of its processes this is.
-
-    Attributes:
-        host: the coordinator's host name or address.
-        port: its port.
-        rank: this process, from 0.
-        size: number of processes.
-        timeout: seconds to wait for all.
-        cpu: whether the devices are CPUs, whose collectives (gloo) go by the host name's address.
-    """
-
-    host: str
-    port: int
-    rank: int
-    size: int
-    timeout: float
-    cpu: bool
-
-    @property
-    def address(self) -> str:
-        """host:port."""
-        return f"{self.host}:{self.port}"
-
-
-def meet(place: Place) -> list[Lines]:
+def meet(place: Place, note: Callable[[str], None] = lambda text: None) -> list[Lines]:
     """Connects this process with the coordinator; the connections of process 0 are those of all others, in order.
+
+    Args:
+        place: where, and as whom.
+        note: is told in one sentence, at the end, of connections that were turned away.
 
     Raises:
         Refused: one sentence for the user, the same in every process that could be reached.
     """
     until = time.monotonic() + place.timeout
-    return _receive(place, until) if place.rank == 0 else [_join(place, until)]
-
-
-def _hello(place: Place) -> Message:
-    name = socket.gethostname()
-    try:
-        address = socket.gethostbyname(name)
-    except OSError:
-        address = ""
-    return {
-        "shardkit": VERSION,
-        "rank": place.rank,
-        "size": place.size,
-        "host": name,
-        "address": address,
-        "cpu": place.cpu,
-    }
-
-
-def _receive(place: Place, until: float) -> list[Lines]:
-    """Process 0: waits for all others; a refusal goes to those that are there, and to those that come soon after."""
+    if place.rank:
+        return [_join(place, until)]
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # a connection for each process: often more than are free to use
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    listener = _listener(place)
-    peers: dict[int, Lines] = {}
-    hellos = {0: _hello(place)}
-    refusal = ""
-    try:
-        with selectors.DefaultSelector() as selector:
-            selector.register(listener, selectors.EVENT_READ)
-            while len(hellos) < place.size:
-                left = until - time.monotonic()
-                if left <= 0:
-                    refusal = refusal or _missing(place, [rank for rank in range(place.size) if rank not in hellos])
-                    break
-                for line, hello in _heard(listener, selector, left):
-                    refusal = refusal or _objection(place, hello, hellos, peers, line)
-                    if refusal:
-                        until = min(until, time.monotonic() + _LATECOMERS)
-                        for each in [*peers.values(), line]:
-                            each.send({"refused": refusal})
-                        hellos.setdefault(hello.get("rank", 0), hello)
-                        continue
-                    if not hello:  # something else that looked in
-                        continue
-                    peers[hello["rank"]], hellos[hello["rank"]] = line, hello
-                    missing = [rank for rank in range(place.size) if rank not in hellos]
-                    for peer in peers.values() if len(missing) < _NAMED else [line]:
-                        peer.send({"missing": missing[:_NAMED]})
-            for key in list(selector.get_map().values()):
-                if isinstance(key.fileobj, Lines) and key.fileobj not in peers.values():
-                    key.fileobj.close()  # of strangers
-        refusal = refusal or _address_refusal(hellos)
-    finally:
-        listener.close()
-    for line in peers.values():
-        line.send({"refused": refusal} if refusal else {"welcome": True})
-    if refusal:
-        raise Refused(refusal)
-    return [peers[rank] for rank in range(1, place.size)]
+    with _listener(place) as listener, selectors.DefaultSelector() as selector:
+        meeting = _Meeting(place, listener, selector)
+        try:
+            return meeting.held(until)
+        finally:
+            if words := meeting.strangers():
+                note(words)
 
 
-def _heard(
-    listener: socket.socket, selector: selectors.BaseSelector, timeout: float
-) -> Iterator[tuple[Lines, Message]]:
-    """The words of those that came, as they introduce themselves, or an empty one of a connection that ended."""
-    for key, _ in selector.select(timeout):
-        if key.fileobj is listener:
-            connection, _ = listener.accept()
-            selector.register(Lines(connection), selectors.EVENT_READ)
-            continue
-        line: Any = key.fileobj
-        for hello in line.read():
-            if hello.get("shardkit") == VERSION and hello.keys() >= {"rank", "size", "host", "address", "cpu"}:
-                yield line, hello
+class _Meeting:
+    """Process 0's side: who has come, and who was turned away."""
+
+    def __init__(self, place: Place, listener: socket.socket, selector: selectors.BaseSelector):
+        self._place, self._listener, self._selector = place, listener, selector
+        self._hellos = {0: own(place)}
+        self._peers: dict[int, Lines] = {}
+        self._unknown: dict[Lines, tuple[str, float]] = {}  # from where, and until when, oldest first
+        self._turned_away: dict[str, int] = {}  # why, and how many
+        self._first = ""  # address that was turned away
+        self._refusal = ""
+        selector.register(listener, selectors.EVENT_READ)
+
+    def held(self, until: float) -> list[Lines]:
+        """The connections once all are there; a refusal goes to those that are, and to those that come soon after."""
+        while len(self._hellos) < self._place.size:
+            now = time.monotonic()
+            if self._refusal:
+                until = min(until, now + _LATECOMERS)
+            if now >= until:
+                self._refusal = self._refusal or self._too_late()
+                break
+            for key, _ in self._selector.select(min(until - now, 1.0)):
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._read(key.fileobj)
+            for line in [line for line, (_, end) in self._unknown.items() if end < time.monotonic()]:
+                self._turn_away(line, "silence")
+        for line in list(self._unknown):
+            line.close()
+        self._refusal = self._refusal or _address_refusal(self._hellos)
+        for rank, line in self._peers.items():
+            self._tell(rank, {"refused": self._refusal} if self._refusal else {"welcome": True})
+            line.longest = LONGEST
+        if self._refusal:
+            for line in self._peers.values():
+                line.close()
+            raise Refused(self._refusal)
+        return [self._peers[rank] for rank in range(1, self._place.size)]
+
+    def strangers(self) -> str:
+        """What to say of the connections that were turned away."""
+        count = sum(self._turned_away.values())
+        if not count:
+            return ""
+        one = count == 1
+        why = [f"{n} with {OTHERS[reason]}" for reason, n in self._turned_away.items() if reason in OTHERS]
+        return (
+            f"shardkit: {count} connection{'s' * (not one)} to {self._place.address} {'was' if one else 'were'} not of "
+            f"this job and turned away, {'' if one else 'the first '}from {self._first}"
+            f"{' (' + ', '.join(why) + ')' if why else ''}."
+        )
+
+    def _accept(self) -> None:
+        try:
+            connection, address = self._listener.accept()
+        except OSError:  # it has gone already, or this process may open no more files: others must go first
+            if self._unknown:
+                self._turn_away(next(iter(self._unknown)), "room")
+            return
+        if len(self._unknown) >= self._place.size + _UNKNOWN:
+            self._turn_away(next(iter(self._unknown)), "room")
+        line = Lines(connection, _SHORT)
+        self._unknown[line] = str(address[0]), time.monotonic() + _SHY
+        self._selector.register(line, selectors.EVENT_READ)
+
+    def _read(self, line: Any) -> None:
+        rank = next((rank for rank, peer in self._peers.items() if peer is line), None)
+        if rank is not None:  # it has nothing to say before the welcome
+            list(line.read())
+            self._selector.unregister(line)
+            where = self._place.address
+            self._refuse(f"process {rank} came to {where} and ended before all were there. Look at its output.")
+            return
+        if line not in self._unknown:  # closed a moment ago
+            return
+        for message in line.read():
+            hello = heard(message, self._place.token)
+            if isinstance(hello, Hello) and not line.closed:
+                self._came(line, hello)
             else:
-                line.closed = True
+                self._turn_away(line, hello if isinstance(hello, str) else "")
+            return
         if line.closed:
-            selector.unregister(line)
-            yield line, {}
+            self._turn_away(line, "")
 
+    def _came(self, line: Lines, hello: Hello) -> None:
+        del self._unknown[line]
+        objection = self._objection(hello)
+        if objection:
+            self._refuse(objection)
+        if self._refusal:
+            line.send(signed({"refused": self._refusal}, self._place.token, hello.nonce))
+            self._selector.unregister(line)
+            line.close()
+            self._hellos.setdefault(hello.rank, hello)
+            return
+        self._peers[hello.rank], self._hellos[hello.rank] = line, hello
+        missing = self._missing()
+        for rank in self._peers if len(missing) < _NAMED else [hello.rank]:
+            self._tell(rank, {"missing": missing[:_NAMED]})
 
-def _objection(place: Place, hello: Message, hellos: dict[int, Message], peers: dict[int, Lines], line: Lines) -> str:
-    """Why the job cannot start with this process; empty if it can."""
-    if not hello:
+    def _turn_away(self, line: Lines, why: str) -> None:
+        address, _ = self._unknown.pop(line)
+        self._first = self._first or address
+        self._turned_away[why] = self._turned_away.get(why, 0) + 1
+        if why in OTHERS:
+            line.send({"another": why})
+        self._selector.unregister(line)
         line.close()
-        lost = [rank for rank, peer in peers.items() if peer is line]
-        text = "initialize: process {} came to {} and ended before all were there. Look at its output."
-        return text.format(lost[0], place.address) if lost else ""
-    rank, size, host = hello["rank"], hello["size"], hello["host"]
-    if size != place.size:
-        return (
-            f"initialize: all processes must be started with the same number of processes; process {rank} on {host} "
-            f"was started with {size}, process 0 on {hellos[0]['host']} with {place.size}. Correct one of them."
-        )
-    if rank in hellos:
-        return (
-            f"initialize: each process must have a number of its own; number {rank} came twice, from "
-            f"{hellos[rank]['host']} and from {host}. Start one with another number."
-        )
-    return ""
+
+    def _refuse(self, why: str) -> None:
+        """The first refusal stays; those that are there hear it at once."""
+        if not self._refusal:
+            self._refusal = f"initialize: {why}"
+            for rank in self._peers:
+                self._tell(rank, {"refused": self._refusal})
+
+    def _tell(self, rank: int, message: Message) -> None:
+        self._peers[rank].send(signed(message, self._place.token, self._hellos[rank].nonce))
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self._place.size) if rank not in self._hellos]
+
+    def _too_late(self) -> str:
+        found = _too_late(self._place, self._missing())
+        count = self._turned_away.get("token", 0)
+        return found + (f" {count} came with {OTHERS['token']}: it must be the same in all." if count else "")
+
+    def _objection(self, hello: Hello) -> str:
+        """Why the job cannot start with this process; empty if it can."""
+        first, known = self._hellos[0], self._hellos.get(hello.rank)
+        if hello.size != first.size:
+            return (
+                "all processes must be started with the same number of processes; process "
+                f"{hello.rank} on {hello.host} was started with {hello.size}, process 0 on {first.host} with "
+                f"{first.size}. Correct one of them."
+            )
+        if known is not None:
+            return (
+                f"each process must have a number of its own; number {hello.rank} came twice, from {known.host} and "
+                f"from {hello.host}. Start one with another number."
+            )
+        return ""
+
+
+def bind_address(host: str) -> str:
+    """The address of this machine that a host name stands for; empty, for all addresses, where it stands for none.
+
+    A machine's own name may lead to loopback on the machine itself and to its address elsewhere; and the address of a
+    service in front of a machine is not its own.
+    """
+    try:
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        is_loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
+        if is_loopback and host not in ("localhost", address):
+            return ""
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.bind((address, 0))
+    except (OSError, ValueError):
+        return ""
+    return address
 
 
 def _listener(place: Place) -> socket.socket:
     """Listens where jax's service will: the connections made here do not stand in its way."""
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    address = bind_address(place.host)
+    wide = ":" in address or (not address and socket.has_dualstack_ipv6())
     try:
         return socket.create_server(
-            ("", place.port), family=family, dualstack_ipv6=family == socket.AF_INET6, backlog=max(128, place.size)
+            (address, place.port),
+            family=socket.AF_INET6 if wide else socket.AF_INET,
+            dualstack_ipv6=wide and not address,
+            backlog=max(128, place.size),
         )
     except OSError as error:
         raise Refused(
@@ -173,16 +234,16 @@ def _listener(place: Place) -> socket.socket:
         ) from None
 
 
-def _address_refusal(hellos: dict[int, Message]) -> str:
+def _address_refusal(hellos: dict[int, Hello]) -> str:
     """Over several hosts, gloo tells the others the address of its host's name: it must be one that they can reach."""
-    if len({hello["host"] for hello in hellos.values()}) == 1:
+    if len({hello.host for hello in hellos.values()}) == 1:
         return ""
     for rank, hello in sorted(hellos.items()):
-        loopback = not hello["address"] or ipaddress.ip_address(hello["address"]).is_loopback
-        if hello["cpu"] and loopback:
-            got = f"resolves to {hello['address']}" if hello["address"] else "does not resolve"
+        loopback = not hello.address or ipaddress.ip_address(hello.address).is_loopback
+        if hello.cpu and loopback:
+            got = f"resolves to {hello.address}" if hello.address else "does not resolve"
             return (
-                f"initialize: the host name {hello['host']!r} of process {rank} must resolve to an address that the "
+                f"initialize: the host name {hello.host!r} of process {rank} must resolve to an address that the "
                 f"other hosts can reach; it {got}. Correct /etc/hosts or the name service on that host."
             )
     return ""
@@ -193,14 +254,15 @@ def _join(place: Place, until: float) -> Lines:
     while (left := until - time.monotonic()) > 0:
         try:
             connection = socket.create_connection((place.host, place.port), timeout=min(left, 5.0))
-        except socket.gaierror as failure:
-            error = f"the name {place.host!r} does not resolve ({failure.strerror})"
+        except (socket.gaierror, UnicodeError) as failure:
+            error = f"the name {place.host!r} does not resolve ({getattr(failure, 'strerror', failure)})"
         except OSError as failure:
             error = failure.strerror or str(failure)
         else:
-            if line := _welcomed(place, Lines(connection), until):
-                return line
-            error = "what listens there closes the connection"
+            found = _welcomed(place, Lines(connection, _SHORT), until)
+            if isinstance(found, Lines):
+                return found
+            error = found
         time.sleep(min(0.1, max(0.0, until - time.monotonic())))
     raise Refused(
         f"initialize: process {place.rank} cannot reach the coordinator at {place.address} within {place.timeout:g} s: "
@@ -208,41 +270,58 @@ def _join(place: Place, until: float) -> Lines:
     )
 
 
-def _welcomed(place: Place, line: Lines, until: float) -> Lines | None:
-    """The connection once process 0 says welcome; None if the other side closes it, as an earlier run's may."""
-    line.send(_hello(place))
+def _welcomed(place: Place, line: Lines, until: float) -> Lines | str:
+    """The connection once process 0 says welcome; why not, if it is worth another attempt."""
+    hello = own(place)
+    line.send(said(hello, place.token))
     # Process 0 waits as long as this one: give it the time to say who is missing.
-    answer = _answer(line, until + 2.0)
+    answer = _answer(line, until + 2.0, place.token, hello.nonce)
     if "welcome" in answer:
+        line.longest = LONGEST
         return line
     closed = line.closed
     line.close()
     if "refused" in answer:
-        raise Refused(answer["refused"])
+        raise Refused(plain(answer["refused"]))
+    if "another" in answer:
+        return f"what listens there has {OTHERS[answer['another']]}"
     if closed or "shardkit" in answer:  # a free port of this machine can answer to itself
-        return None
+        return "what listens there closes the connection"
     if "missing" in answer:
-        raise Refused(_missing(place, answer["missing"]))
+        raise Refused(_too_late(place, answer["missing"]))
     raise Refused(
         f"initialize: what listens at {place.address} did not answer process {place.rank} as shardkit's process 0 "
         f"within {place.timeout:g} s. Another program may hold the port: choose another."
     )
 
 
-def _answer(line: Lines, until: float) -> Message:
+def _answer(line: Lines, until: float, token: str, nonce: str) -> Message:
     """The last word of process 0: welcome, refused, or who is missing still; empty if there was none."""
     last: Message = {}
-    with selectors.DefaultSelector() as selector:
-        selector.register(line, selectors.EVENT_READ)
-        while not line.closed and (left := until - time.monotonic()) > 0:
-            if selector.select(left):
-                for last in line.read():
-                    if last.keys() & {"welcome", "refused", "shardkit"}:
-                        return last
+    while not line.closed and (left := until - time.monotonic()) > 0:
+        if not line.waits(left):
+            continue
+        for message in line.read():
+            if "shardkit" in message or str(message.get("another")) in OTHERS:
+                return message
+            if _is_answer(message) and is_signed(message, token, nonce):
+                last = message
+                if "missing" not in message:
+                    return message
     return last
 
 
-def _missing(place: Place, ranks: list[int]) -> str:
+def _is_answer(message: Message) -> bool:
+    """Whether a message has one of the forms that process 0 answers in."""
+    missing = message.get("missing")
+    return message.keys() in ({"welcome", "mac"}, {"refused", "mac"}, {"missing", "mac"}) and (
+        message.get("welcome") is True
+        or isinstance(message.get("refused"), str)
+        or (isinstance(missing, list) and len(missing) > 0 and all(type(rank) is int for rank in missing))
+    )
+
+
+def _too_late(place: Place, ranks: list[int]) -> str:
     return (
         f"initialize: {processes(ranks)} of {place.size} did not come to {place.address} within {place.timeout:g} s. "
         f"Look at the output of {'it' if len(ranks) == 1 else 'them'}, or raise timeout."

@@ -15,8 +15,8 @@ from typing import NamedTuple
 SLOTS = 256
 _STATUS = struct.Struct("<qdqqd24s")  # step, since, dispatched, done, device_since, phase
 _EVENT = struct.Struct("<dq24s")  # time, step, phase
-_COUNT = struct.Struct("<q")
-_EVENTS_AT = _STATUS.size + _COUNT.size
+_COUNT = struct.Struct("q")  # of the events; native, and so written at once: what it counts is complete
+_EVENTS_AT = _COUNT.size + 2 * _STATUS.size
 SIZE = _EVENTS_AT + SLOTS * _EVENT.size
 
 
@@ -42,14 +42,19 @@ class Status(NamedTuple):
 
 
 class Recorder:
-    """The writing end, in the process itself; its threads may share it."""
+    """The writing end, in the process itself; its threads may share it.
+
+    Raises:
+        OSError: there is no room for the file.
+    """
 
     def __init__(self, path: str):
-        with open(path, "wb") as file:
-            file.truncate(SIZE)
-        descriptor = os.open(path, os.O_RDWR)
-        self._memory = mmap.mmap(descriptor, SIZE)
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, SIZE)  # to write where a full disk has no room ends a process by SIGBUS
+            self._memory = mmap.mmap(descriptor, SIZE)
+        finally:
+            os.close(descriptor)
         self._lock = threading.Lock()
         self._count = 0
         self.status = Status()
@@ -83,10 +88,11 @@ class Recorder:
         self.status = status
         at = _EVENTS_AT + self._count % SLOTS * _EVENT.size
         _EVENT.pack_into(self._memory, at, time.monotonic(), step, phase.encode()[:24])
-        self._count += 1
-        _COUNT.pack_into(self._memory, _STATUS.size, self._count)
         s = status
-        _STATUS.pack_into(self._memory, 0, s.step, s.since, s.dispatched, s.done, s.device_since, s.phase.encode()[:24])
+        values = s.step, s.since, s.dispatched, s.done, s.device_since, s.phase.encode()[:24]
+        _STATUS.pack_into(self._memory, _status_at(self._count), *values)
+        self._count += 1
+        _COUNT.pack_into(self._memory, 0, self._count)
 
 
 class Reader:
@@ -99,19 +105,29 @@ class Reader:
         os.unlink(path)  # the memory lives on in the two processes
 
     def status(self) -> Status:
-        """What the process does now; read again if it was written meanwhile."""
+        """What the process does now; read again if it went on meanwhile."""
         while True:
-            data = self._memory[: _STATUS.size]
-            if data == self._memory[: _STATUS.size]:
+            count = self._count()
+            data = self._memory[_status_at(count - 1) : _status_at(count - 1) + _STATUS.size]
+            if count == self._count():
                 break
         step, since, dispatched, done, device_since, phase = _STATUS.unpack(data)
         return Status(phase.rstrip(b"\0").decode(errors="replace"), step, since, dispatched, done, device_since)
 
     def events(self) -> list[tuple[float, str, int]]:
         """The last events, oldest first: (monotonic time, phase, step)."""
-        (count,) = _COUNT.unpack_from(self._memory, _STATUS.size)
+        count = self._count()
         events = []
-        for index in range(max(0, count - SLOTS), count):
+        for index in range(max(0, count - SLOTS + 1), count):  # the oldest may be half overwritten
             time_, step, phase = _EVENT.unpack_from(self._memory, _EVENTS_AT + index % SLOTS * _EVENT.size)
             events.append((time_, phase.rstrip(b"\0").decode(errors="replace"), step))
         return events
+
+    def _count(self) -> int:
+        (count,) = _COUNT.unpack_from(self._memory, 0)
+        return int(count)
+
+
+def _status_at(count: int) -> int:
+    """Where the status after so many events is; the one before stays whole if the process is stopped in writing."""
+    return _COUNT.size + count % 2 * _STATUS.size

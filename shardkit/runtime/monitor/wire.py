@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 Message = dict[str, Any]
-_LONGEST = 1 << 28  # a peer that sends more without an end of line is not one of ours
+LONGEST = 1 << 28  # bytes of a line; a peer that sends more is not one of ours
+_LONGEST_TEXT = 2000  # characters of another process that are shown
 _PATIENCE = 5.0  # seconds in which a peer takes nothing before it counts as closed: it may be hearing many others
 
 
@@ -19,11 +20,29 @@ def encoded(message: Message) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-class Lines:
-    """Messages from a file descriptor or socket as they come; what is not a message closes the line."""
+def plain(text: str) -> str:
+    """Another process's text as a log may show it: on one line, what is not printable escaped, and not without end.
 
-    def __init__(self, source: socket.socket | int):
-        self._source, self._buffer = source, bytearray()
+    Raises:
+        TypeError: it is no text.
+    """
+    if not isinstance(text, str):
+        raise TypeError("a message's text must be a string")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:_LONGEST_TEXT])
+
+
+class Lines:
+    """Messages from a file descriptor or socket as they come; what is not a message closes the line.
+
+    Attributes:
+        longest: bytes of the longest line that is taken.
+        closed: whether there will be no more messages.
+    """
+
+    def __init__(self, source: socket.socket | int, longest: int = LONGEST):
+        self._source, self.longest = source, longest
+        self._begun: list[bytes] = []  # of the next line: joined once, when it ends
+        self._size = 0
         self.closed = False
 
     def fileno(self) -> int:
@@ -38,25 +57,25 @@ class Lines:
             return
         except OSError:
             data = b""
-        self.closed = self.closed or not data or len(self._buffer) > _LONGEST
-        self._buffer += data
-        *lines, rest = self._buffer.split(b"\n") if b"\n" in data else [self._buffer]
-        self._buffer = bytearray(rest)
-        for line in lines:
-            try:
-                message = json.loads(line)
-            except ValueError:
-                message = None
-            if not isinstance(message, dict):
+        *ended, rest = data.split(b"\n")
+        if ended:
+            ended[0] = b"".join([*self._begun, ended[0]])
+            self._begun, self._size = [], 0
+        self._begun.append(rest)
+        self._size += len(rest)
+        self.closed = self.closed or not data or self._size > self.longest
+        for line in ended:
+            message = _decoded(line) if len(line) <= self.longest else None
+            if message is None:
                 self.closed = True
                 return
             yield message
 
-    def waits(self) -> bool:
-        """Whether a read would find something."""
+    def waits(self, seconds: float = 0.0) -> bool:
+        """Whether a read finds something, or will within so many seconds."""
         poll = select.poll()  # select itself knows no descriptor above 1023
         poll.register(self, select.POLLIN)
-        return bool(poll.poll(0))
+        return bool(poll.poll(1000 * seconds))
 
     def send(self, message: Message) -> None:
         """Sends a message, however long; a peer that takes nothing counts as closed."""
@@ -71,5 +90,15 @@ class Lines:
 
     def close(self) -> None:
         """Closes a socket."""
+        self.closed = True
         if isinstance(self._source, socket.socket):
             self._source.close()
+
+
+def _decoded(line: bytes) -> Message | None:
+    """The JSON object of a line; None if it is none."""
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):  # brackets without end
+        return None
+    return message if isinstance(message, dict) else None
