@@ -1,25 +1,21 @@
-"""Every call whose spelling depends on the jax version (0.10 to 0.12). Nothing else imports jax privately."""
+"""Programs and types, in what depends on the jax version (0.10 to 0.12).
+
+Only this file and `_platform.py` (devices, processes, compilers) import jax privately.
+"""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax import lax
-from jax._src import clusters as _clusters
 from jax._src import core as _core
-from jax._src import distributed as _distributed
-from jax._src import hardware_utils as _hardware
 from jax._src import source_info_util as _source_info_util
-from jax._src import xla_bridge as _xla_bridge
 from jax._src.dtypes import ExtendedDType as ExtendedDType
 from jax._src.interpreters import partial_eval as _partial_eval
-from jax.experimental.xla_metadata import set_xla_metadata
 
 # jax's primitives that communicate, under the names that shardkit gives the operations.
 COLLECTIVES = {
@@ -36,6 +32,7 @@ COLLECTIVES = {
     "all_to_all": "all_to_all",
     "ragged_all_to_all": "all_to_all",  # counted as if a device sent all that its operand and its result can hold
     "ppermute": "ppermute",
+    "pbroadcast": "broadcast",
 }
 
 
@@ -70,66 +67,6 @@ def bound_axes() -> dict[str, int]:
     sizes = {name: size for name, size in _core.get_axis_env().axis_sizes.items() if isinstance(name, str)}
     mesh = jax.sharding.get_abstract_mesh().axis_names  # shard_maps inside each other bind in another order
     return {name: sizes[name] for name in sorted(sizes, key=lambda n: mesh.index(n) if n in mesh else len(mesh))}
-
-
-def platform() -> str | None:
-    """The platform of the devices whose program is traced here: "cpu", "tpu", "gpu"; None over an abstract mesh."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return jax.default_backend()
-    return getattr(mesh.abstract_device, "platform", None)
-
-
-def jax_has_started() -> bool:
-    """Whether jax has created its backends, after which devices can no longer be chosen."""
-    return _xla_bridge.backends_are_initialized()
-
-
-def leave_out_idle_tpu() -> None:
-    """Keeps jax from trying the TPU's library where only its compiler is of use: slow, and errors on the screen."""
-    if not jax_has_started() and not getattr(jax.config, "jax_platforms", None) and _idle_tpu_library():
-        jax.config.update("jax_platforms", "cpu")
-
-
-def _idle_tpu_library() -> bool:
-    return _no_accelerator() and find_spec("libtpu") is not None
-
-
-def _no_accelerator() -> bool:
-    return not (
-        _hardware.num_available_tpu_chips_and_device_id()[0]
-        or _hardware.has_visible_nvidia_gpu()
-        or _hardware.num_available_amd_gpus(stop_at=1)
-    )
-
-
-def cpu_only() -> bool:
-    """Whether jax will find no accelerator, or is told to use none."""
-    chosen = getattr(jax.config, "jax_platforms", None)
-    return chosen == "cpu" if chosen else _no_accelerator()
-
-
-def detect_cluster(timeout: int) -> tuple[str | None, int | None, int | None, tuple[int, ...] | None]:
-    """What jax itself finds of a job: the coordinator's address, processes, this one, its devices."""
-    found = _clusters.ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, timeout)
-    address, size, rank, devices = found
-    return address, size, rank, None if devices is None else tuple(devices)
-
-
-def wait_at_barrier(name: str, timeout: float) -> str | None:
-    """Waits for all processes in jax's coordination service; None, or its words about those that did not come."""
-    client = _distributed.global_state.client
-    assert client is not None
-    try:
-        client.wait_at_barrier(name, int(timeout * 1000))
-    except jax.errors.JaxRuntimeError as error:
-        return str(error)
-    return None
-
-
-def cpu_devices_asked_for() -> int:
-    """The CPU devices that jax's own configuration asks for; -1 where it says nothing."""
-    return int(getattr(jax.config, "jax_num_cpu_devices", -1))
 
 
 def eval_jaxpr(jaxpr: Any, constants: Sequence[Any], *args: Any) -> list[Any]:
@@ -243,17 +180,22 @@ def user_frames(equation: Any) -> list[tuple[str, int, str]]:
 
 def in_backward(equation: Any) -> bool:
     """Whether an equation was made by transposing (the backward pass)."""
-    return "transpose" in str(equation.source_info.name_stack)
+    return "transpose" in _transforms(equation)
 
 
 def in_jvp(equation: Any) -> bool:
     """Whether an equation was made by differentiating: a tangent, or the primal beside it."""
-    return "jvp" in str(equation.source_info.name_stack)
+    return "jvp" in _transforms(equation)
 
 
 def recomputed(equation: Any) -> bool:
     """Whether an equation repeats one of the forward pass for the backward pass (jax.checkpoint)."""
-    return "rematted_computation" in str(equation.source_info.name_stack)
+    return any(scope.name == "rematted_computation" for scope in equation.source_info.name_stack.stack)
+
+
+def _transforms(equation: Any) -> set[str]:
+    """jax's transformations that an equation went through; a scope that the user names may be called the same."""
+    return {each.name for each in equation.source_info.name_stack.stack if type(each).__name__ == "Transform"}
 
 
 def made_by_pmap(equation: Any) -> bool:
@@ -273,56 +215,3 @@ def scan_parts(equation: Any) -> tuple[int, int]:
         consts, carry, _ = equation.params["ft_in"].update(equation.invars).unpack()
         return len(list(consts)), len(list(carry))
     return equation.params["num_consts"], equation.params["num_carry"]
-
-
-_AS_PROCESS = {0: lambda backend=None: 0, 1: lambda backend=None: 1}
-
-
-@contextmanager
-def as_process(index: int) -> Iterator[None]:
-    """Traces as process 0 or 1 would: `jax.process_index()` answers so, under whatever name it was imported.
-
-    What is traced inside is kept apart from jax's trace caches, in which functions traced before would be found.
-    """
-    function = _xla_bridge.process_index
-    code = function.__code__
-    function.__code__ = _AS_PROCESS[index].__code__
-    try:
-        with set_xla_metadata(shardkit_as_process=str(index)):
-            yield
-    finally:
-        function.__code__ = code
-
-
-def lowered_mesh(lowered: Any) -> tuple[dict[str, int], int]:
-    """Names and sizes of the axes of a lowered program's first mesh, none if it has none, and its partitions."""
-    module = lowered.compiler_ir("stablehlo")
-    meshes = [str(op.attributes["mesh"]) for op in module.body.operations if op.operation.name == "sdy.mesh"]
-    axes = re.findall(r'"([^"]*)"=(\d+)', next((text for text in meshes if "=" in text), ""))
-    return {name: int(size) for name, size in axes}, int(module.operation.attributes["mhlo.num_partitions"])
-
-
-def compile_for(bytecode: bytes, devices: list[Any], options: dict[str, Any]) -> Any:
-    """Compiles a StableHLO module for devices that need not exist; they stand in the order of the program's partitions.
-
-    Returns:
-        The executable: `.hlo_modules()`, `.get_compiled_memory_stats()`.
-    """
-    import numpy as np
-    from jax._src import compiler as _compiler
-    from jax._src.interpreters import mlir as _mlir
-    from jaxlib import _jax
-    from jaxlib.mlir import ir
-
-    with _mlir.make_ir_context():
-        module: Any = ir.Module.parse(bytecode)
-        named = {op.attributes["sym_name"].value: op for op in module.body.operations if "sym_name" in op.attributes}
-        main = named["main"]
-        # Where the program says nothing of an argument's or a result's layout, the compiler is free to choose.
-        free = [["sdy.sharding" not in each for each in attrs] for attrs in (main.arg_attrs, main.result_attrs)]
-        client = devices[0].client
-        placed = np.array(devices).reshape(1, -1)
-        settings = _compiler.get_compile_options(1, len(devices), placed, options, backend=client)
-        build = settings.executable_build_options
-        build.allow_spmd_sharding_propagation_to_parameters, build.allow_spmd_sharding_propagation_to_output = free
-        return client.compile(module, executable_devices=_jax.DeviceList(tuple(devices)), compile_options=settings)

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from shardkit import _compat
+from shardkit import _platform
 from shardkit._check import quoted, sized
 
 # jax 0.10 runs the executions of all simulated devices in one pool of max(NPROC, n) threads. Of n devices, n - 1
@@ -41,7 +41,7 @@ def simulate_devices(n: int) -> None:
     """
     if n < 1:
         raise ValueError(f"simulate_devices: n must be at least 1; got {n}. Pass the number of devices you want.")
-    if _compat.jax_has_started():
+    if _platform.jax_has_started():
         devices = jax.devices()
         if len(devices) == n and devices[0].platform == "cpu":
             _warn_if_few_threads(n, stacklevel=3)
@@ -60,7 +60,7 @@ def offer_cpu_devices(n: int) -> None:
     """Has jax start `n` CPU devices, with the threads they need, where it finds no accelerator."""
     os.environ.update(cpu_environment(n, os.environ))
     jax.config.update("jax_num_cpu_devices", n)
-    _compat.leave_out_idle_tpu()
+    _platform.leave_out_idle_tpu()
 
 
 def cpu_environment(n: int, environ: Mapping[str, str]) -> dict[str, str]:
@@ -127,7 +127,7 @@ def make_mesh(
         raise ValueError("make_mesh: at least one axis is needed; got none. Write for example make_mesh(data=-1).")
     chosen = devices is not None
     if devices is None:
-        if not _compat.jax_has_started():
+        if not _platform.jax_has_started():
             _widen_thread_pool(_cpu_devices_to_come())
         devices = jax.devices()
     sizes = _fill(sizes, len(devices))
@@ -250,7 +250,7 @@ def _count(n: int, thing: str, plural: str = "s") -> str:
 
 def _cpu_devices_to_come() -> int:
     flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    return max(int(flag.group(1)) if flag else 1, _compat.cpu_devices_asked_for(), 1)
+    return max(int(flag.group(1)) if flag else 1, _platform.cpu_devices_asked_for(), 1)
 
 
 def _fill(sizes: Mapping[str, int], count: int) -> dict[str, int]:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from shardkit import _compat
+from shardkit import _platform
 from shardkit._check import quoted, sized
 from shardkit.analysis import hlo
 from shardkit.analysis.census import census_of, mesh_sizes
@@ -136,7 +136,7 @@ def compile(
         )
     options = _checked(options)
     package = compiler_package(where)
-    _compat.leave_out_idle_tpu()
+    _platform.leave_out_idle_tpu()
     started = time.monotonic()
     traced = _traced(step, args)
     sizes = dict(mesh.shape) if mesh is not None else mesh_sizes(traced.jaxpr.jaxpr, args)
@@ -145,7 +145,7 @@ def compile(
     except Exception as error:
         raise _untraceable("lowered for this platform", error) from error
     lowering = time.monotonic() - started
-    inside, partitions = _compat.lowered_mesh(lowered)
+    inside, partitions = _platform.lowered_mesh(lowered)
     sizes = sizes or inside  # a sharding constraint's, or that of the jit's own shardings
     devices = math.prod(sizes.values())
     if partitions not in (1, devices):

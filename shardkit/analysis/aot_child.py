@@ -23,7 +23,7 @@ def compile_in(folder: Path) -> dict[str, Any]:
     import jax
     from jax.experimental import mesh_utils, topologies
 
-    from shardkit import _compat
+    from shardkit import _platform
     from shardkit.analysis.memory import memory_of
 
     request = json.loads((folder / "request.json").read_text())
@@ -41,7 +41,9 @@ def compile_in(folder: Path) -> dict[str, Any]:
         placed = np.array(devices[:wanted]).reshape(shape)
     started = time.monotonic()
     try:
-        executable = _compat.compile_for((folder / "module.mlirbc").read_bytes(), list(placed.flat), request["options"])
+        executable = _platform.compile_for(
+            (folder / "module.mlirbc").read_bytes(), list(placed.flat), request["options"]
+        )
     except jax.errors.JaxRuntimeError as error:
         return {"error": "compile", "message": str(error)}
     seconds = time.monotonic() - started

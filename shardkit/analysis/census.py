@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from shardkit.layout import table
 KINDS = _compat.COLLECTIVES
 # Primitives that carry axis names and send nothing.
 SILENT = {"axis_index", "pvary", "pcast", "preduced", "reduced_vary_cast", "vary_unreduced_cast", "shard_map"}
+SILENT |= {f"{name}_p" for name in SILENT}  # as jax 0.10 calls some of them
 _HERE = Path(__file__).parents[1]
 _KERNELS = {_HERE / "collectives", _HERE / "_compat.py"}
 
@@ -33,7 +34,7 @@ class Row:
     """One place of the program that communicates.
 
     Attributes:
-        kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ppermute".
+        kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ppermute", "broadcast".
         primitive: jax's name for it.
         axes: the mesh axes, in order.
         n: devices along them, or in a group where axis_index_groups makes some.
@@ -44,6 +45,7 @@ class Row:
         source: the user's line, "file.py:12 (function)".
         backward: whether differentiation made it.
         branch: "" or "branch 1 of 2" inside a `cond`, whose branches are all listed.
+        update: whether a gradient goes into it, after the backward pass: those of data parallelism are summed there.
     """
 
     kind: str
@@ -57,6 +59,7 @@ class Row:
     source: str
     backward: bool
     branch: str
+    update: bool = False
 
     @property
     def total(self) -> Fraction:
@@ -113,7 +116,7 @@ class Census:
         for r in self.rows:
             times = "?" if r.count is None else str(r.count)
             where = r.source + (f" [{r.branch}]" if r.branch else "")
-            pass_ = "backward" if r.backward else "forward"
+            pass_ = "backward" if r.backward else "update" if r.update else "forward"
             sizes = (f"{r.bytes_in:,}", f"{r.bytes_out:,}", _bytes(r.total))
             lines.append((r.kind, f"{_axes(r.axes)}={r.n}", times, *sizes, pass_, where))
         text = [table(lines)]
@@ -154,7 +157,24 @@ def traced(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def census_of(jaxpr: Any) -> Census:
     """The census of a program that is traced already."""
-    return Census(tuple(_walk(jaxpr, 1, {}, False, "")))
+    after = _after(jaxpr)
+    rows = _walk(jaxpr, 1, {}, False, "")
+    return Census(tuple(replace(row, update=id(equation) in after and not row.backward) for equation, row in rows))
+
+
+def _after(jaxpr: Any) -> set[int]:
+    """The communicating equations that a gradient goes into, by identity."""
+    from shardkit.analysis.dataflow import walk  # which knows from here what communicates
+
+    found = set()
+
+    def visit(block: Any) -> None:
+        for equation in block.jaxpr.eqns:
+            if equation.primitive.name in KINDS and any(block.state(v).graded for v in equation.invars):
+                found.add(id(equation))
+
+    walk(jaxpr, visit)
+    return found
 
 
 def mesh_sizes(jaxpr: Any, args: Any) -> dict[str, int]:
@@ -175,12 +195,12 @@ def mesh_sizes(jaxpr: Any, args: Any) -> dict[str, int]:
 
 def _walk(
     jaxpr: Any, count: int | None, sizes: Mapping[str, int], backward: bool, branch: str, around: str = ""
-) -> Iterator[Row]:
+) -> Iterator[tuple[Any, Row]]:
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         behind = backward or _compat.in_backward(equation)
         if name in KINDS:
-            yield row_of(equation, count, sizes, behind, branch, around)
+            yield equation, row_of(equation, count, sizes, behind, branch, around)
             continue
         inner = _compat.inner_jaxprs(equation)
         if not inner and name not in SILENT and _names_axes(equation.params, sizes):

@@ -27,14 +27,26 @@ class State(NamedTuple):
         reduced: axes over which a collective has made it equal at some time.
         given: whether an argument went into it; if not, it is a constant of the program.
         hidden: axes over which it differs although its type says that it does not, each with the line of the cause.
+        moved: axes over which pieces have been exchanged: what differs along them may have been put together since.
+        drawn: axes over which it is the same random draw, element for element.
+        graded: whether a gradient went into it.
     """
 
     varies: frozenset[str] = _NONE
     reduced: frozenset[str] = _NONE
     given: bool = False
     hidden: frozenset[tuple[str, str]] = _NONE
+    moved: frozenset[str] = _NONE
+    drawn: frozenset[str] = _NONE
+    graded: bool = False
 
 
+# What a draw is made of random bits with; its elements stay those of the draw.
+_ELEMENTWISE = {
+    *("shift_right_logical", "or", "and", "xor", "not", "bitcast_convert_type", "convert_element_type", "copy"),
+    *("sub", "add", "mul", "div", "neg", "max", "min", "abs", "sign", "sqrt", "log", "log1p", "exp", "erf_inv"),
+    *("lt", "le", "gt", "ge", "ne", "eq", "clamp", "select_n", "integer_pow", "reshape", "squeeze", "pvary", "pcast"),
+}
 CONSTANT = State()
 ARGUMENT = State(given=True)
 
@@ -43,7 +55,14 @@ def join(states: Iterable[State]) -> State:
     """The state of what is computed from values in these states."""
 
     def both(a: State, b: State) -> State:
-        return State(a.varies | b.varies, a.reduced | b.reduced, a.given or b.given, a.hidden | b.hidden)
+        return State(
+            a.varies | b.varies,
+            a.reduced | b.reduced,
+            a.given or b.given,
+            a.hidden | b.hidden,
+            a.moved | b.moved,
+            graded=a.graded or b.graded,
+        )
 
     return reduce(both, states, CONSTANT)
 
@@ -140,6 +159,8 @@ def _run(jaxpr: Any, inputs: Sequence[State], context: Context, visit: Visit | N
     block = Block(jaxpr, states, context, owner)
     for equation in jaxpr.eqns:
         results = _step(equation, [block.state(v) for v in equation.invars], context, visit)
+        if context.backward or _compat.in_backward(equation):
+            results = [state._replace(graded=True) for state in results]
         states |= zip(equation.outvars, results, strict=True)
     if visit is not None:
         visit(block)
@@ -153,7 +174,9 @@ def _step(equation: Any, ins: list[State], context: Context, visit: Visit | None
             ins = [join(ins)]
         return [_collective(equation, each, context.sizes) for each in ins]
     if name == "axis_index":
-        return [State(_split(named_axes(equation), context.sizes), given=True)]
+        return [State(_split(named_axes(equation), context.sizes))]
+    if name == "random_bits":
+        return [ins[0]._replace(drawn=_split(context.sizes, context.sizes) - ins[0].varies)]
     if name == "optimization_barrier":
         return ins
     if name == "io_callback":  # the host may answer each device differently
@@ -175,6 +198,8 @@ def _step(equation: Any, ins: list[State], context: Context, visit: Visit | None
     if name in _compat.CALLS and len(inner) == 1 and len(inner[0].invars) == len(ins):
         return _run(inner[0], ins, context, visit)
     every = join(ins)
+    if name in _ELEMENTWISE and (drawn := [s.drawn for s in ins if s.drawn]):
+        every = every._replace(drawn=frozenset.intersection(*drawn) - every.varies)
     for sub in inner:  # a primitive with functions of its own: whatever they are given comes from the operands
         every = join([every, *_run(sub, [every] * len(sub.invars), context, visit)])
     return [every] * len(equation.outvars)
@@ -187,18 +212,19 @@ def _split(axes: Iterable[str], sizes: Mapping[str, int]) -> frozenset[str]:
 def _collective(equation: Any, state: State, sizes: Mapping[str, int]) -> State:
     axes = _split(named_axes(equation), sizes)
     if equation.params.get("axis_index_groups") is not None:
-        return state._replace(varies=state.varies | axes)
+        return state._replace(varies=state.varies | axes, moved=state.moved | axes, drawn=_NONE)
     kind = KINDS[equation.primitive.name]
     if kind == "ppermute":
         n = math.prod(sizes[a] for a in axes)
         everyone = len({target for _, target in equation.params["perm"]}) == n
-        return state if everyone and not axes & state.varies else state._replace(varies=state.varies | axes)
-    if kind in ("reduce_scatter", "all_to_all"):
-        return state._replace(varies=state.varies | axes)
+        if everyone and not axes & state.varies:
+            return state
+    if kind in ("ppermute", "reduce_scatter", "all_to_all"):
+        return state._replace(varies=state.varies | axes, moved=state.moved | axes, drawn=_NONE)
     hidden = frozenset(h for h in state.hidden if h[0] not in axes)
     # A count, as in psum(1), is as much a constant as what was counted.
     reduced = state.reduced | axes if state.given else state.reduced
-    return State(state.varies - axes, reduced, state.given, hidden)
+    return State(state.varies - axes, reduced, state.given, hidden, state.moved, graded=state.graded)
 
 
 def _shard_map(equation: Any, sub: Any, ins: list[State], context: Context, visit: Visit | None) -> list[State]:
@@ -211,7 +237,13 @@ def _shard_map(equation: Any, sub: Any, ins: list[State], context: Context, visi
     ]
     leaving = _run(sub, entering, context._replace(sizes=sizes), visit, equation)
     return [
-        State(s.varies - manual, s.reduced - manual, s.given, frozenset(h for h in s.hidden if h[0] not in manual))
+        State(
+            s.varies - manual,
+            s.reduced - manual,
+            s.given,
+            frozenset(h for h in s.hidden if h[0] not in manual),
+            graded=s.graded,
+        )
         for s in leaving
     ]
 

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 from shardkit import _compat
 from shardkit._check import named, quoted
-from shardkit.analysis.census import KINDS, row_of, source_line, traced
+from shardkit.analysis.census import KINDS, census_of, row_of, source_line, traced
 from shardkit.analysis.dataflow import named_axes, short
 
 # What the backward pass sends, and the forward primitives whose transpose sends it.
 _TRANSPOSED = {
-    "all_reduce": ("pvary", "pcast", "psum"),
-    "reduce_scatter": ("all_gather",),
+    "all_reduce": ("pvary", "pcast", "psum", "reduced_vary_cast", "reduced_vary_cast_p"),
+    "reduce_scatter": ("all_gather", "all_gather_reduced"),
     "all_gather": ("reduce_scatter",),
     "ppermute": ("ppermute",),
     "all_to_all": ("all_to_all",),
@@ -72,9 +72,15 @@ class Reason:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a backward pass communicates; `print` it, or go through the rows."""
+    """Why a backward pass communicates; `print` it, or go through the rows.
+
+    Attributes:
+        rows: one for each collective of the backward pass.
+        after: collectives after it that gradients go into, as the sum of data parallelism; `census` has them.
+    """
 
     rows: tuple[Reason, ...]
+    after: int = 0
 
     def __iter__(self) -> Iterator[Reason]:
         return iter(self.rows)
@@ -83,7 +89,13 @@ class Explanation:
         return len(self.rows)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.rows)) or "the backward pass sends nothing"
+        lines = [*map(str, self.rows)] or ["the backward pass sends nothing"]
+        if self.after:
+            plural = "s" * (self.after > 1)
+            lines.append(
+                f"{self.after} collective{plural} after it take{'' if plural else 's'} its gradients: see census"
+            )
+        return "\n".join(lines)
 
     def to_json(self) -> str:
         """The rows as a JSON list; bytes sent as numbers."""
@@ -119,7 +131,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         for number, line in enumerate(group):
             # Transposing goes through a program backwards: the last one of a line is the first to come.
             origins[id(line)] = [found[-1 - number]] if len(found) == len(group) else found
-    return Explanation(tuple(_reason(line, origins.get(id(line), [])) for line in backward))
+    after = sum(1 if row.count is None else row.count for row in census_of(closed.jaxpr).rows if row.update)
+    return Explanation(tuple(_reason(line, origins.get(id(line), [])) for line in backward), after)
 
 
 class _Scope(NamedTuple):
@@ -227,7 +240,8 @@ def _it(axes: tuple[str, ...]) -> str:
 def _asked_for(equation: Any) -> bool:
     """Whether `vary` made a cast, and not an operation that needed one."""
     frames = _compat.user_frames(equation)
-    return bool(frames) and frames[0][2] == _compat.cast_varying.__name__
+    by_vary = bool(frames) and frames[0][2] == _compat.cast_varying.__name__
+    return by_vary or equation.primitive.name.startswith("reduced_vary_cast")
 
 
 def _beside(line: _Line, axes: tuple[str, ...]) -> str:

@@ -14,6 +14,7 @@ from shardkit.analysis.dataflow import Block, walk
 from shardkit.analysis.processes import other_process
 from shardkit.analysis.rules import RULES, Finding
 
+_RULES = (rules.divergence, rules.permutations, rules.reductions, rules.draws, rules.types, rules.outputs)
 LARGE = 256 * 2**20
 SMALL = 1024
 
@@ -57,7 +58,7 @@ def lint(
     found: list[Finding] = []
 
     def visit(block: Block) -> None:
-        for rule in (rules.divergence, rules.permutations, rules.reductions, rules.types, rules.outputs):
+        for rule in _RULES:
             found.extend(rule(block))
         found.extend(waste.one_shard(block, small))
         found.extend(waste.held_whole(block, large))

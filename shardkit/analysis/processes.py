@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shardkit import _compat
+from shardkit import _compat, _platform
 from shardkit._check import quoted
 from shardkit.analysis.census import KINDS, source_line, traced
 from shardkit.analysis.dataflow import Context, named_axes, short
@@ -37,10 +37,10 @@ class _Line(NamedTuple):
 def other_process(fn: Callable[..., Any], args: Any, kwargs: Any, closed: Any) -> Iterator[Finding]:
     """Compares a program that was traced here with what another process would trace."""
     # A process that has not asked jax for its index is process 0 as far as it knows.
-    here = jax.process_index() if _compat.jax_has_started() else 0
+    here = jax.process_index() if _platform.jax_has_started() else 0
     there = 1 if here == 0 else 0
     try:
-        with _compat.as_process(there):
+        with _platform.as_process(there):
             other = traced(fn, args, kwargs)
     except Exception as error:
         yield Finding(
@@ -119,8 +119,8 @@ def _is_simple(value: Any) -> bool:
 def _digest(constant: Any) -> Any:
     """What tells constants apart: their bytes, where they are plain arrays at hand and not too large."""
     shape, dtype = np.shape(constant), getattr(constant, "dtype", type(constant))
-    plain = isinstance(dtype, np.dtype) and getattr(constant, "is_fully_addressable", True)
-    if not plain or np.size(constant) > _LARGEST_CONSTANT:
+    plain = isinstance(dtype, np.dtype) and not isinstance(constant, jax.core.Tracer)  # inside an outer trace
+    if not plain or not getattr(constant, "is_fully_addressable", True) or np.size(constant) > _LARGEST_CONSTANT:
         return shape, str(dtype)
     return shape, str(dtype), np.asarray(constant).tobytes()
 

@@ -22,6 +22,7 @@ RULES = {
     "non-bijective-permutation": "a ppermute with a device named twice, or one that there is not",
     "identity-permutation": "a ppermute in which every device sends to itself",
     "repeated-reduction": "a sum over devices that hold the same value",
+    "repeated-draw": "the same random numbers for different elements on different devices",
     "gather-one-shard-used": "an all_gather of which each device uses one piece",
     "all-reduce-then-slice": "an all_reduce of which each device keeps its piece",
     "large-replicated": "a large array that every device holds whole",
@@ -205,6 +206,31 @@ def reductions(block: Block) -> Iterator[Finding]:
             break
 
 
+def draws(block: Block) -> Iterator[Finding]:
+    """Random numbers that are the same on devices whose elements differ: one dropout mask for all, for example."""
+    for equation in block.jaxpr.eqns:
+        if equation.primitive.name not in ("mul", "add", "sub", "div", "select_n", "and", "or"):
+            continue
+        operands = [(each, block.state(each)) for each in equation.invars if hasattr(each, "aval")]
+        for draw, alike in operands:
+            others = [(each, s) for each, s in operands if s.given and s.varies & alike.drawn and _like(each, draw)]
+            if others:
+                axes = sorted(others[0][1].varies & alike.drawn)
+                yield Finding(
+                    "repeated-draw",
+                    f"{short(others[0][0])}, which differs along {quoted(axes)}, meets random numbers that are the "
+                    "same there: their key does not differ.",
+                    where(equation, block.context),
+                    f"Fold the device's place into the key first, with fold_axis(key, {axes[0]!r}), or draw a key "
+                    "for each example with fold_keys.",
+                )
+                break
+
+
+def _like(one: Any, other: Any) -> bool:
+    return math.prod(one.aval.shape) > 1 and one.aval.shape == other.aval.shape
+
+
 def types(block: Block) -> Iterator[Finding]:
     """Types that are not checked, and pmap."""
     for equation in block.jaxpr.eqns:
@@ -227,8 +253,15 @@ def types(block: Block) -> Iterator[Finding]:
 
 
 def outputs(block: Block) -> Iterator[Finding]:
-    """What leaves a shard_map as equal on all devices, and is not: jax does not see that a predicate varies."""
-    if block.owner is None or not block.owner.params["check_vma"]:
+    """What leaves a shard_map as equal on all devices, and is not.
+
+    Where types are checked jax does not see that a predicate varies. Where they are not, whatever differs is reported
+    along axes over which no pieces were exchanged: those that were may have been put together to the same whole.
+    """
+    if block.owner is None:
+        return
+    if not block.owner.params["check_vma"]:
+        yield from _unchecked(block)
         return
     for number, (out, spec) in enumerate(zip(block.jaxpr.outvars, block.owner.params["out_specs"], strict=True)):
         wrong = [(a, line) for a, line in sorted(block.state(out).hidden) if a not in spec_axes(spec)]
@@ -240,4 +273,19 @@ def outputs(block: Block) -> Iterator[Finding]:
                 f"out_specs {spec} takes for equal there, so that each device holds another value.",
                 line,
                 f"Cast the operands with vary over {quoted(axes)}, so that the type tells, and reduce the result.",
+            )
+
+
+def _unchecked(block: Block) -> Iterator[Finding]:
+    made = {out: equation for equation in block.jaxpr.eqns for out in equation.outvars}
+    for number, (out, spec) in enumerate(zip(block.jaxpr.outvars, block.owner.params["out_specs"], strict=True)):
+        state = block.state(out)
+        axes = sorted(state.varies - state.moved - spec_axes(spec))
+        if axes and not block.context.mapped:
+            yield Finding(
+                "unequal-output",
+                f"output {number} of the shard_map differs along {quoted(axes)}, and nothing reduces it; out_specs "
+                f"{spec} takes it for equal there, and check_vma=False lets that pass.",
+                where(made[out], block.context) if out in made else place(block.owner, block.context),
+                f"Reduce it over {quoted(axes)}, or name the axis in out_specs; check_vma=True finds this by type.",
             )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit import _compat
+from shardkit import _compat, _platform
 from shardkit._check import Axis, bound
 from shardkit.collectives.basic import all_to_all, axis_index, axis_size, vary
 
@@ -40,7 +40,7 @@ def ragged_all_to_all(
     x, counts = vary(x, names), vary(counts, names)
     sent, received = counts[me], counts[:, me]
     starts, arrivals = _before(sent), _before(received)
-    if not (_compat.platform() == "cpu" if dense is None else dense):
+    if not (_platform.platform() == "cpu" if dense is None else dense):
         result = vary(jnp.zeros((rows, *x.shape[1:]), x.dtype), tuple(_compat.varying_axes(x)))
         return lax.ragged_all_to_all(x, result, starts, sent, _before(counts)[me], received, axis_name=names)
     place_L = jnp.arange(limit)

@@ -34,7 +34,7 @@ def wire(kind: str, size: float, n: int, pairs: Sequence[tuple[int, int]] | None
     """The traffic of a collective.
 
     Args:
-        kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "ppermute".
+        kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ppermute" or "broadcast".
         size: bytes of the operand on one device.
         n: devices along the axes.
         pairs: for a ppermute, who sends to whom; only the busiest device counts, and sending to oneself is free. None:
@@ -62,8 +62,10 @@ def wire(kind: str, size: float, n: int, pairs: Sequence[tuple[int, int]] | None
     if kind == "ppermute":
         moves = n > 1 if pairs is None else any(source != target for source, target in pairs)
         return Traffic(operand * moves, int(moves))
+    if kind == "broadcast":  # from one to the next: all but the last of them send it on
+        return Traffic(operand * (n > 1), n - 1)
     raise ValueError(
-        "wire: kind must be 'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all' or 'ppermute'; "
+        "wire: kind must be 'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all', 'ppermute' or 'broadcast'; "
         f"got {kind!r}. Choose one of them."
     )
 

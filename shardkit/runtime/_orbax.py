@@ -18,10 +18,16 @@ def reason(error: BaseException) -> str:
 
 def system_reason(error: BaseException) -> str | None:
     """The system's own words; None where it is not at fault."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
+    code = system_code(error)
+    return None if code is None else os.strerror(code)
+
+
+def system_code(error: BaseException) -> int | None:
+    """The system's number of an error; None where it is not at fault."""
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
     code = re.search(r"os_error_code='(\d+)'", str(error))  # as tensorstore reports it
-    return os.strerror(int(code[1])) if code else None
+    return int(code[1]) if code else None
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from shardkit._check import quoted
 
-FORMAT = 1
-_FILE = "_CHECKPOINT_METADATA"  # orbax writes it last, before a step gets its name
+FORMAT = 2  # another one wherever a reader of this one would go wrong: other checksums, too
+RECORD = "_CHECKPOINT_METADATA"  # orbax writes it last, before a step gets its name
 _NAMED = 3  # leaves that an error names
 
 
@@ -58,13 +58,13 @@ def read_record(path: Path) -> tuple[Run, dict[str, Any]]:
         OSError: it cannot be read.
     """
     try:
-        record = json.loads((path / _FILE).read_text("utf-8"))["custom_metadata"]
+        record = json.loads((path / RECORD).read_text("utf-8"))["custom_metadata"]
         document, intact = record["shardkit"], record["crc32"] == _seal(record["shardkit"])
     except (ValueError, KeyError, TypeError):
         intact = False
     if not intact:
         raise ValueError("its record is damaged, or not of shardkit")
-    if document["format"] > FORMAT:
+    if document["format"] not in (1, FORMAT):  # 1 is the same; its first checksums, before any release, were not
         raise ValueError(f"its format is {document['format']}, and this shardkit reads up to {FORMAT}")
     return Run(**{name: document[name] for name in Run._fields}), document["leaves"]
 
@@ -105,12 +105,21 @@ def _count(paths: list[str]) -> str:
 
 def _as_json(name: str, value: Any) -> Any:
     try:
-        return json.loads(json.dumps(value))
+        return json.loads(json.dumps(value), object_pairs_hook=_distinct)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"save: {name} must be JSON, of dicts, lists, strings, numbers, booleans and None; {error}. "
             "Convert it, an array for example with .tolist()."
         ) from error
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object as a dict; the keys of JSON are strings, and two keys that differ in Python may be one there."""
+    names = [name for name, _ in pairs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"two keys of a dict are {twice!r} there")
+    return dict(pairs)
 
 
 def _version(name: str) -> str:

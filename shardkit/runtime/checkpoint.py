@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardkit.parallel.padded import is_padded
-from shardkit.runtime._directory import delete, directory_of, named, steps_in
+from shardkit.runtime._directory import (
+    check_damage,
+    check_free,
+    check_writable,
+    delete,
+    directory_of,
+    lock,
+    named,
+    set_aside,
+    steps_in,
+    warn_of_strange,
+)
 from shardkit.runtime._natural import abstract, checksums, form, held, leaves_of, natural
 from shardkit.runtime._orbax import orbax, quiet, reason, save_async, system_reason
 from shardkit.runtime._record import Run, compare, make_record, read_record
@@ -44,10 +55,12 @@ class Checkpoints:
         best: the name of a metric by which further steps are kept; None for none.
         keep_best: how many of those. Steps without that metric, or for which it is not a number, are none of the best.
         higher_is_better: whether the best have the highest metric, as an accuracy, or the lowest, as a loss.
+        read_only: to restore from a directory that cannot be written.
 
     Raises:
         ImportError: orbax-checkpoint is not installed.
-        ValueError: a count below 1, or a directory that is an address or has one of `*?[` in its path.
+        ValueError: a count below 1, a directory that is an address or has one of `*?[` in its path, or one that cannot
+            be written.
     """
 
     def __init__(
@@ -58,16 +71,22 @@ class Checkpoints:
         best: str | None = None,
         keep_best: int = 1,
         higher_is_better: bool = False,
+        read_only: bool = False,
     ):
         orbax()
         for name, count in (("keep", keep), ("keep_best", keep_best)):
             if count < 1:
                 raise ValueError(f"Checkpoints: {name} must be at least 1; got {count}. Pass how many steps to keep.")
         self._directory = directory_of("Checkpoints", directory)
+        if not read_only:
+            check_writable(self._directory)
+        self._read_only = read_only
         self._keep, self._best = keep, best
         self._keep_best, self._higher_is_better = keep_best, higher_is_better
         self._saving: tuple[int, Any] | None = None
         self._cleared = False
+        self._since = math.inf  # the step that was restored or saved last
+        self._unlock: Callable[[], None] | None = None
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -79,6 +98,9 @@ class Checkpoints:
             if error is None or isinstance(error, SystemExit):
                 raise  # an exit code may say that all is saved
             error.add_note(str(failed))  # what ended the run is the error; this came on top of it
+        finally:
+            if self._unlock is not None:
+                self._unlock = self._unlock()
 
     def latest_step(self) -> int | None:
         """The newest finished step, as process 0 sees the directory; None without one.
@@ -105,17 +127,25 @@ class Checkpoints:
             config: what the run is to be resumed with, any JSON value.
             metrics: numbers by name, or None.
 
+        A run that goes on from a step that is not the newest, because that is damaged for example, renames those that
+        are newer at its first save, with a warning: they no longer count.
+
         Raises:
-            ValueError: a step that is not newer than all that are there; a position or configuration that is no JSON;
-                metrics that are no numbers; two leaves of one path.
-            RuntimeError: this save, or the one before, could not be written.
+            ValueError: a step that is not newer than all that are there, other than those; a position or configuration
+                that is no JSON; metrics that are no numbers; two leaves of one path; `read_only`.
+            RuntimeError: this save, or the one before, could not be written, or another job writes there.
 
         Cost: one pass over the state on the devices for its checksums, a psum of 4 bytes a leaf. Leaves in the order of
             pipeline stages move between devices, and padded ones are whole on every device until they are written.
         """
         self.wait()
+        if self._read_only:
+            raise ValueError(
+                f"save: {named(self._directory)} was opened with read_only=True. Leave it out to save there."
+            )
         step, newest = int(state.step), self.latest_step()
-        if newest is not None and step <= newest:
+        goes_back = newest is not None and self._since < min(step, newest)
+        if newest is not None and step <= newest and not goes_back:
             raise ValueError(
                 f"save: a step must be newer than all that are there; got step {step}, and {named(self._directory)} "
                 f"has step {newest}. Restore that step first, delete it, or save into another directory."
@@ -126,9 +156,16 @@ class Checkpoints:
         forms = {path: {**form(x), "checksum": sums[path]} for path, x in leaves.items()}
         record = make_record(step, position, config, metrics, forms)
         with self._writing(step):
+            self._directory.mkdir(parents=True, exist_ok=True)
+        if jax.process_index() == 0:
+            self._unlock = self._unlock or lock(self._directory)
+            if goes_back:
+                set_aside(self._directory, self._since)
+            check_free(self._path(step))
+        with self._writing(step):
             self._clear()
             response = save_async(self._path(step), _stored(arrays), record)
-        self._saving = step, response
+        self._saving, self._since = (step, response), step
 
     def wait(self) -> None:
         """Waits until the save under way is finished, and deletes the steps that are no longer kept.
@@ -163,6 +200,7 @@ class Checkpoints:
         Raises:
             ValueError: there is no such step, it is damaged or no checkpoint of shardkit, or has leaves, shapes or
                 dtypes other than the target.
+            RuntimeError: it could not be read, for a reason that says nothing of it, such as too many open files.
 
         Cost: each process reads what its devices hold, of padded leaves all. Those that the target pads or orders are
             moved by one program.
@@ -175,6 +213,7 @@ class Checkpoints:
         except (MemoryError, jax.errors.JaxRuntimeError):
             raise  # which says nothing of the files
         except Exception as error:  # whatever a damaged file makes of a reader
+            check_damage(self._path(step), error)
             words = system_reason(error)
             what = f"its arrays cannot be read, {words}" if words else "its arrays are damaged"
             raise self._unusable(step, what) from error
@@ -182,6 +221,7 @@ class Checkpoints:
         if wrong:
             raise self._unusable(step, f"its leaf {wrong[0]!r} is not what was saved")
         treedef = jax.tree.structure(target, is_leaf=is_padded)
+        self._since = step
         return jax.tree.unflatten(treedef, held(arrays, leaves, forms).values()), run
 
     def run(self, step: int | None = None) -> Run:
@@ -194,7 +234,9 @@ class Checkpoints:
 
     def _record(self, step: int | None) -> tuple[int, tuple[Run, dict[str, Any]]]:
         where, steps = named(self._directory), steps_in(self._directory)
-        step = self.latest_step() if step is None else step
+        if step is None:
+            step = self.latest_step()
+            warn_of_strange(self._directory, -1 if step is None else step)
         if step is None:
             raise ValueError(
                 f"restore: {where} has no finished step. Begin with init(params, key), or correct the directory."
@@ -207,6 +249,7 @@ class Checkpoints:
         try:
             return step, read_record(self._path(step))
         except (ValueError, OSError) as error:
+            check_damage(self._path(step), error)
             raise self._unusable(step, reason(error)) from error
 
     def _path(self, step: int) -> Path:
@@ -239,9 +282,8 @@ class Checkpoints:
             delete(self._path(step), f"{step}{_UNFINISHED}")  # first the name: a step that is half deleted is no step
 
     def _clear(self) -> None:
-        """Makes the directory, and clears away what saves that were cut off have left."""
+        """Clears away what saves that were cut off have left."""
         if jax.process_index() == 0 and not self._cleared:
-            self._directory.mkdir(parents=True, exist_ok=True)
             for path in self._directory.glob(f"[0-9]*{_UNFINISHED}*"):
                 delete(path, path.name)
         self._cleared = True

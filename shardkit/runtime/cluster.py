@@ -10,7 +10,7 @@ from typing import NamedTuple, NoReturn
 
 import jax
 
-from shardkit import _compat
+from shardkit import _platform
 from shardkit.config import DistributedConfig
 from shardkit.runtime import beside
 from shardkit.runtime.monitor.hello import TOKEN, Place
@@ -102,10 +102,10 @@ def initialize(
         return Cluster(0, 1, 0, True, "")
     found = _filled(found, _from_environment(os.environ))
     if None in found[:3]:
-        found = _filled(found, _Found(*_compat.detect_cluster(int(timeout))))
+        found = _filled(found, _Found(*_platform.detect_cluster(int(timeout))))
     local_rank = _local_rank(config, os.environ)
     if found.address is None and found.size in (None, 1):
-        _compat.leave_out_idle_tpu()
+        _platform.leave_out_idle_tpu()
         _check_devices(expect_devices)
         return Cluster(0, 1, local_rank, True, "")
     place = _place(found, timeout)
@@ -113,7 +113,7 @@ def initialize(
         raise RuntimeError(
             "initialize: it may be called once in a process; it was called before. Remove the second call."
         )
-    if _compat.jax_has_started():
+    if _platform.jax_has_started():
         raise RuntimeError(
             "initialize: it must come before jax starts its devices; they were touched already (jax.devices(), an "
             "array, a computation). Call it first."
@@ -122,7 +122,7 @@ def initialize(
         for name, value in config.jax_settings().items():
             jax.config.update(name, value)
     beside.start(place)
-    _compat.leave_out_idle_tpu()
+    _platform.leave_out_idle_tpu()
     listens = bind_address(place.host) if place.rank == 0 else ""
     jax.distributed.initialize(
         place.address,
@@ -183,7 +183,7 @@ def barrier(name: str, timeout: float = 60.0) -> None:
 
 def absent(name: str, timeout: float) -> str | None:
     """Waits for all processes under a name; None, or those that did not come: `processes 1, 3`."""
-    words = _compat.wait_at_barrier(name, timeout)
+    words = _platform.wait_at_barrier(name, timeout)
     if words is None:
         return None
     found = re.search(r"timed out task names:\n((?:\S*\d\n)+)", words)
@@ -295,7 +295,7 @@ def _place(found: _Found, timeout: float) -> Place:
             f"initialize: coordinator_address must be host:port with a port from 1 to 65535; got {found.address!r}. "
             "Write for example node0:29500."
         )
-    return Place(host.strip("[]"), int(port), rank, size, timeout, _compat.cpu_only(), os.environ.get(TOKEN, ""))
+    return Place(host.strip("[]"), int(port), rank, size, timeout, _platform.cpu_only(), os.environ.get(TOKEN, ""))
 
 
 def _join(address: str, port: int) -> str:

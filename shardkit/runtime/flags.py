@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from shardkit import _compat
+from shardkit import _platform
 
 # A schedule that puts compute between the start and the end of a collective; collectives of a loop's neighbouring
 # iterations moved into it; and Triton wherever it can write the matmul.
@@ -34,12 +34,12 @@ def gpu_flags(flags: tuple[str, ...] = GPU_OVERLAP) -> tuple[str, ...]:
     Raises:
         RuntimeError: jax has already started on a machine with GPUs, and would not read them.
     """
-    if _compat.cpu_only() or not any(Path("/dev", name).exists() for name in _DEVICES):
+    if _platform.cpu_only() or not any(Path("/dev", name).exists() for name in _DEVICES):
         return ()
     given = os.environ.get("XLA_FLAGS", "").split()
     known = {flag.partition("=")[0] for flag in given}
     added = tuple(flag for flag in flags if flag.partition("=")[0] not in known)
-    if added and _compat.jax_has_started():
+    if added and _platform.jax_has_started():
         raise RuntimeError(
             f"gpu_flags: it must come before jax starts, which reads XLA_FLAGS once; {' '.join(added)} would be "
             "ignored. Call it first, before anything touches a device."

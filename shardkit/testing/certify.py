@@ -41,6 +41,7 @@ def certify_gradients(
     param_specs: Any = None,
     devices: int | None = None,
     relative: float = 1e-4,
+    check_vma: bool = True,
 ) -> Certificate:
     """Proves a per-device gradient function on every mesh over the given axes, or says which axis it counts wrongly.
 
@@ -57,6 +58,8 @@ def certify_gradients(
         param_specs: how `grad_fn` sees the parameters; by default whole on every device.
         devices: how many devices to use; by default all.
         relative: the largest difference, relative to the largest magnitude in the leaf.
+        check_vma: False for a function written for `jax.shard_map(..., check_vma=False)`, where the gradient of a
+            replicated value is not summed, and `pmean(jax.grad(loss))` is right.
 
     Returns:
         Certificate: the meshes on which it was proved; printed, a sentence.
@@ -76,7 +79,7 @@ def certify_gradients(
     for sizes in _meshes(axes, count):
         if not _fits(sizes, ((params, param_specs), (batch, batch_spec))):
             continue
-        held = _held_gradients(grad_fn, params, batch, sizes, param_specs, batch_spec)
+        held = _held_gradients(grad_fn, params, batch, sizes, param_specs, batch_spec, check_vma)
         pieces = _pieces(expected, sizes, param_specs)
         wrong = _diagnose(held, pieces, sizes, relative)
         found += wrong
@@ -133,17 +136,19 @@ def _held_gradients(
     sizes: dict[str, Any],
     param_specs: Any,
     batch_spec: Any,
+    check_vma: bool,
 ) -> Any:
     """What every device holds: arrays [*sizes, *local shape]."""
     names = tuple(sizes)
     mesh = make_mesh(jax.devices()[: math.prod(sizes.values())], **sizes)
 
     def device(params: Any, batch: Any) -> Any:
-        grads = vary(grad_fn(params, batch), names)
+        grads = grad_fn(params, batch)
+        grads = vary(grads, names) if check_vma else grads
         return jax.tree.map(lambda g: jnp.expand_dims(g, tuple(range(len(names)))), grads)
 
     in_specs = (broadcast_specs(param_specs, params), broadcast_specs(batch_spec, batch))
-    mapped = jax.shard_map(device, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(*names))
+    mapped = jax.shard_map(device, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(*names), check_vma=check_vma)
     return jax.jit(mapped)(params, batch)
 
 

@@ -11,7 +11,7 @@ import jax
 import pytest
 from jax.sharding import Mesh
 
-from shardkit._compat import jax_has_started
+from shardkit._platform import jax_has_started
 from shardkit.mesh import make_mesh, simulate_devices
 
 TIMEOUTS = {  # seconds: a collective that waits for a device that never comes ends the run

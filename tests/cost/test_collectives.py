@@ -277,7 +277,7 @@ def test_all_to_all_on_a_ring_by_counting_links(n, wrap):
         (lambda: cost.wire("all_reduce", -8, 2), "wire: size must be 0 or more; got -8. Correct size."),
         (
             lambda: cost.wire("allsum", 8, 2),
-            "wire: kind must be 'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all' or 'ppermute'; "
+            "wire: kind must be 'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all', 'ppermute' or 'broadcast'; "
             "got 'allsum'. Choose one of them.",
         ),
         (

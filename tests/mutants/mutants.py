@@ -1056,8 +1056,8 @@ _ANALYSIS = (
     Mutant(
         "reduced-still-varies",
         "shardkit/analysis/dataflow.py",
-        "return State(state.varies - axes, reduced, state.given, hidden)",
-        "return State(state.varies, reduced, state.given, hidden)",
+        "return State(state.varies - axes, reduced, state.given, hidden, state.moved, graded=state.graded)",
+        "return State(state.varies, reduced, state.given, hidden, state.moved, graded=state.graded)",
         TERM,
     ),
     Mutant(
@@ -1390,7 +1390,7 @@ _RUNTIME = (
     ),
     Mutant(
         "answers-unsigned",
-        "shardkit/runtime/monitor/rendezvous.py",
+        "shardkit/runtime/monitor/joining.py",
         "if _is_answer(message) and is_signed(message, token, nonce):",
         "if _is_answer(message):",
         REFUSAL,
@@ -1468,8 +1468,8 @@ _RUNTIME = (
     Mutant(
         "same-step-saved-again",
         "shardkit/runtime/checkpoint.py",
-        "newest is not None and step <= newest:",
-        "newest is not None and step < newest:",
+        "if newest is not None and step <= newest and not goes_back:",
+        "if newest is not None and step < newest and not goes_back:",
         STALE,
     ),
     Mutant(

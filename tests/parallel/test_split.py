@@ -314,3 +314,19 @@ def test_without_gradients_of_weights_nothing_is_left():  # proves F38
         "Split: the second results must have equations of their own, which the first results do not need; got none "
         "that compute anything. Run the function unsplit."
     )
+
+
+def test_what_acts_on_the_host_runs_once_in_the_first_half():  # proves F38
+    """Nothing needs its results: it has none."""
+    seen = []
+
+    def fn(w, dy):
+        jax.debug.callback(lambda: seen.append("called"))
+        return [dy @ w.T, dy.T @ dy]
+
+    args = [draw(8, 8), draw(4, 8)]
+    split = Split(fn, args, [True, False], [True, False])
+    for half, calls in ((lambda: split.first(*args)[1], 1), (lambda: split.second(args[0], kept=kept), 1)):
+        kept = jax.block_until_ready(jax.jit(half)())
+        jax.effects_barrier()
+        assert len(seen) == calls

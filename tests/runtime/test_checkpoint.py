@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -25,9 +27,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkit as sk
-from shardkit.runtime import checkpoint
+from shardkit.runtime import _bits, checkpoint
 from shardkit.runtime._natural import checksums, leaves_of, natural
-from shardkit.runtime._record import _seal
+from shardkit.runtime._record import FORMAT, _seal
 from shardkit.runtime.checkpoint import Checkpoints, latest_step
 from support.checkpoint_rows import KEY, ROWS, batch, make, params
 from support.checkpoint_runs import start, wait_until
@@ -55,6 +57,11 @@ def assert_laid_out(state: Any, target: Any) -> None:
     for x, described in zip(jax.tree.leaves(state), jax.tree.leaves(target), strict=True):
         assert (x.shape, x.dtype, x.sharding) == (described.shape, described.dtype, described.sharding)
         assert not getattr(x, "weak_type", False)  # keys have none
+
+
+def names(directory: Any) -> list[str]:
+    """What is in a directory of checkpoints, besides the file that says whose it is."""
+    return sorted({*os.listdir(directory)} - {".lock"})
 
 
 def save(directory: Any, state: Any, **more: Any) -> None:
@@ -235,10 +242,10 @@ DTYPES = ["float16", "bfloat16", "float8_e4m3fn", "float4_e2m1fn", "int8", "int4
 
 def test_every_dtype_empty_arrays_and_strange_names(tmp_path):
     tree = {name: jnp.asarray(np.arange(6) % 3, name) for name in DTYPES}
-    names = {"../../out": jnp.ones(2), "/etc/x": jnp.ones(2), "a b\n%2F": jnp.ones(2), "": jnp.ones(2)}
+    strange = {"../../out": jnp.ones(2), "/etc/x": jnp.ones(2), "a b\n%2F": jnp.ones(2), "": jnp.ones(2)}
     mesh = sk.make_mesh(jax.devices()[:2], data=2)
     whole = NamedSharding(mesh, PartitionSpec())
-    tree = jax.device_put({**tree, **names, "empty": jnp.zeros((0, 3)), "odd": -jnp.zeros(5)}, whole)
+    tree = jax.device_put({**tree, **strange, "empty": jnp.zeros((0, 3)), "odd": -jnp.zeros(5)}, whole)
     state = sk.TrainState(jnp.int32(1), tree, (), KEY)
     state = jax.tree.map(lambda x: jax.device_put(x, whole), state._replace(key=None))
     directory = tmp_path / "inner" / "checkpoints"
@@ -247,7 +254,7 @@ def test_every_dtype_empty_arrays_and_strange_names(tmp_path):
         found, _ = checkpoints.restore(state)  # a state describes itself
     assert_same(found, state)
     assert [path.name for path in tmp_path.iterdir()] == ["inner"]
-    assert os.listdir(directory) == ["1"]
+    assert names(directory) == ["1"]
 
 
 def test_a_checksum_is_the_same_on_every_mesh_and_sees_every_bit():
@@ -282,19 +289,19 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
         for step, loss in enumerate(losses):
             checkpoints.save(at(state, step), metrics={"loss": loss})
             checkpoints.wait()
-            assert len(os.listdir(tmp_path / "low")) <= 4
-    assert sorted(os.listdir(tmp_path / "low")) == ["1", "3", "6", "7"]
+            assert len(names(tmp_path / "low")) <= 4
+    assert names(tmp_path / "low") == ["1", "3", "6", "7"]
     with Checkpoints(tmp_path / "low", keep=1, best="loss", keep_best=1) as checkpoints:  # as another run leaves it
         checkpoints.save(at(state, 8))
-    assert sorted(os.listdir(tmp_path / "low")) == ["3", "8"]  # of two alike the newer
+    assert names(tmp_path / "low") == ["3", "8"]  # of two alike the newer
     with Checkpoints(tmp_path / "high", keep=1, best="loss", higher_is_better=True) as checkpoints:
         for step, loss in enumerate(losses):
             checkpoints.save(at(state, step), metrics={"loss": loss, "other": 0})
-    assert sorted(os.listdir(tmp_path / "high")) == ["7"]
+    assert names(tmp_path / "high") == ["7"]
     with Checkpoints(tmp_path / "none", keep=2) as checkpoints:
         for step in range(4):
             checkpoints.save(at(state, step))
-    assert sorted(os.listdir(tmp_path / "none")) == ["2", "3"]
+    assert names(tmp_path / "none") == ["2", "3"]
 
 
 def test_only_finished_steps_count(tmp_path):
@@ -312,7 +319,7 @@ def test_only_finished_steps_count(tmp_path):
         assert checkpoints.latest_step() == 3
         assert checkpoints.restore(target)[1].step == 3
         checkpoints.save(at(state, 4))
-    assert sorted(os.listdir(tmp_path)) == [
+    assert names(tmp_path) == [
         "05",
         "20251231235959",
         "3",
@@ -361,7 +368,7 @@ def test_links_go_and_what_they_lead_to_stays(tmp_path):
     (directory / "3.orbax-checkpoint-tmp").write_text("no directory")
     with Checkpoints(directory, keep=1) as checkpoints:
         checkpoints.save(at(state, 2))
-    assert os.listdir(directory) == ["2"]
+    assert names(directory) == ["2"]
     assert os.listdir(archive) == ["1"] and latest_step(archive) == 1
 
 
@@ -454,6 +461,10 @@ def test_a_save_that_is_refused(tmp_path):
         "save: config must be JSON, of dicts, lists, strings, numbers, booleans and None; Object of type PosixPath is "
         "not JSON serializable. Convert it, an array for example with .tolist()."
     )
+    assert refused(lambda: save(tmp_path, at(state, 11), config={1: "a", "1": "b"})) == (
+        "save: config must be JSON, of dicts, lists, strings, numbers, booleans and None; two keys of a dict are '1' "
+        "there. Convert it, an array for example with .tolist()."
+    )
     for metrics, reason in (
         ({"loss": "high"}, "could not convert string to float: 'high'"),
         ([0.5], "'list' object has no attribute 'items'"),
@@ -465,7 +476,7 @@ def test_a_save_that_is_refused(tmp_path):
     assert refused(lambda: save(tmp_path, at(twice, 11))) == (
         "save: each leaf must have a path of its own; got two of 'params.a.b'. Rename one of the entries."
     )
-    assert sorted(os.listdir(tmp_path)) == ["10", "2"]
+    assert names(tmp_path) == ["10", "2"]
 
 
 def test_arguments_that_are_refused(tmp_path, monkeypatch):
@@ -579,13 +590,12 @@ def test_damage_is_found_and_named(tmp_path):
     where += " cannot be restored:"
     foreign = f"{where} its record is damaged, or not of shardkit. {older}"
     unreadable = f"{where} its arrays are damaged. {older}"
-    assert damaged(lambda: shutil.rmtree(step) or step.mkdir()) == (f"{where} No such file or directory. {older}")
     assert damaged(lambda: edit(lambda record: record.clear())) == foreign
     assert damaged(lambda: edit(lambda record: record["shardkit"].update(position=5))) == foreign
     assert damaged(lambda: (step / "_CHECKPOINT_METADATA").write_bytes(b"\xff{")) == foreign
     assert damaged(lambda: os.truncate(step / "_CHECKPOINT_METADATA", 40)) == foreign
-    assert damaged(lambda: edit(lambda record: sealed(record, format=2))) == (
-        f"{where} its format is 2, and this shardkit reads up to 1. {older}"
+    assert damaged(lambda: edit(lambda record: sealed(record, format=3))) == (
+        f"{where} its format is 3, and this shardkit reads up to 2. {older}"
     )
     for path in files(untouched / "state" / "d"):
         assert damaged(lambda: os.truncate(step / path.relative_to(untouched), 10)) == unreadable
@@ -599,9 +609,97 @@ def test_damage_is_found_and_named(tmp_path):
     assert damaged(lambda: edit(lambda record: sealed(record, leaves=leaf))) == (
         f"{where} its leaf 'params.w' is not what was saved. {older}"
     )
-    (tmp_path / "1" / "_CHECKPOINT_METADATA").unlink()
-    (tmp_path / "2" / "_CHECKPOINT_METADATA").unlink()
+    for number in ("1", "2"):
+        (tmp_path / number / "_CHECKPOINT_METADATA").write_text("")
     assert refused(lambda: restored(tmp_path, target)).endswith(". No step before it can.")
+
+
+def test_a_run_goes_on_from_before_the_damage(tmp_path):
+    """Its next save was refused: the damaged step was the newest."""
+    target = saved(tmp_path, 1, 2, 9)
+    (tmp_path / "9" / "_CHECKPOINT_METADATA").write_text("")
+    with Checkpoints(tmp_path) as checkpoints:
+        assert "pass step=2" in refused(lambda: checkpoints.restore(target))
+        state, _ = checkpoints.restore(target, step=2)
+        with pytest.warns(RuntimeWarning) as caught:
+            checkpoints.save(at(state, 3))
+        assert str(caught[0].message) == (
+            f"save: this run goes on from step 2 of '{tmp_path}'; step 9, which is newer, no longer counts and is now "
+            "called '9.aside'."
+        )
+        checkpoints.save(at(state, 9))
+        checkpoints.wait()
+        assert checkpoints.latest_step() == 9
+    assert names(tmp_path) == ["2", "3", "9", "9.aside"]
+    assert restored(tmp_path, target)[1].step == 9
+
+
+def test_a_directory_that_only_looks_like_a_step(tmp_path):
+    """It was taken for the newest step, and nothing could start."""
+    target = saved(tmp_path, 3)
+    (tmp_path / "1400").mkdir()
+    with pytest.warns(RuntimeWarning) as caught:
+        state, run = restored(tmp_path, target)
+    assert run.step == latest_step(tmp_path) == 3
+    assert str(caught[0].message) == (
+        f"restore: '{tmp_path / '1400'}' is passed over: it has no _CHECKPOINT_METADATA, and so is no finished step."
+    )
+    assert refused(lambda: restored(tmp_path, target, step=1400)) == (
+        f"restore: '{tmp_path}' has no finished step 1400; it has 3. Pass one of them as step=."
+    )
+    assert refused(lambda: save(tmp_path, at(state, 1400))) == (
+        f"save: '{tmp_path / '1400'}' must not be there before that step is saved; it is no finished step. Move it "
+        "away, or save into another directory."
+    )
+
+
+LOCKING = """
+import sys, time
+from pathlib import Path
+from shardkit.runtime._directory import lock
+lock(Path(sys.argv[1]))
+print("locked", flush=True)
+time.sleep(600)
+"""
+
+
+def test_two_jobs_in_one_directory(tmp_path):
+    _, _, state = tiny()
+    save(tmp_path, at(state, 1))
+    with Checkpoints(tmp_path) as one, Checkpoints(tmp_path) as other:  # one process may have several
+        one.save(at(state, 2))
+        one.wait()
+        other.save(at(state, 3))
+    with subprocess.Popen([sys.executable, "-c", LOCKING, tmp_path], stdout=subprocess.PIPE) as job:
+        assert job.stdout.readline() == b"locked\n"
+        message = refused(lambda: save(tmp_path, at(state, 4)), RuntimeError)
+        job.kill()
+    found = re.fullmatch(
+        rf"save: '{tmp_path}' is written by another job, process {job.pid} on '(.*)' since '[-\d: ]+'\. End that one, "
+        r"or save into another directory\.",
+        message,
+    )
+    assert found and found[1] == socket.gethostname()
+    save(tmp_path, at(state, 4))  # it is dead
+    assert names(tmp_path) == ["2", "3", "4"]
+
+
+def test_what_says_nothing_of_the_files_is_no_damage(tmp_path, monkeypatch):
+    target = saved(tmp_path, 1, 2)
+    text = "UNAVAILABLE: Error opening [os_error_code='24']"
+    for error in (OSError(errno.EMFILE, "Too many open files"), ValueError(text)):
+        monkeypatch.setattr(checkpoint, "_load", Mock(side_effect=error))
+        assert refused(lambda: restored(tmp_path, target), RuntimeError) == (
+            f"restore: step 2 of '{tmp_path}' could not be read: Too many open files. That says nothing of the step "
+            "itself: see to it, and start again."
+        )
+
+
+def test_the_format_moves_with_the_checksum():
+    """A reader with other checksums would call every leaf damaged."""
+    array = jnp.arange(6, dtype=jnp.float32).reshape(2, 3)
+    assert (FORMAT, int(_bits.checksum(array))) == (2, checksum(np.asarray(array)))
+    assert checksum(np.arange(6, dtype=np.float32)) == 3757635346
 
 
 def test_too_little_memory_is_no_damage(tmp_path, monkeypatch):
@@ -712,20 +810,23 @@ def test_a_full_disk(small_disk):
         assert refused(lambda: checkpoints.save(at(state, 3)), RuntimeError) == wanted  # the next save tells
         assert checkpoints.latest_step() == 1
         checkpoints.save(at(state, 3))  # clears away what was left, and goes on
-    assert sorted(os.listdir(small_disk)) == ["1", "3"]
+    assert names(small_disk) == ["1", "3"]
     assert_same(restored(small_disk, init.abstract(noise), step=1)[0], good)
     with pytest.raises(ZeroDivisionError) as caught, Checkpoints(small_disk) as checkpoints:
         checkpoints.save(at(large, 4))
         1 / 0  # noqa: B018
     assert caught.value.__notes__[0].startswith(f"save: step 4 could not be written to '{small_disk}': No space")
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    assert restored(small_disk, init.abstract(noise))[1].step == 3  # who reads needs no room
-    before = set(threading.enumerate())
-    with pytest.warns(RuntimeWarning, match="4.orbax-checkpoint-tmp' is no longer needed"):
-        assert refused(lambda: save(small_disk, at(state, 5)), RuntimeError) == (
-            f"save: step 5 could not be written to '{small_disk}': Read-only file system. Step 3, the newest that is, "
-            "is untouched; see to the disk and save again."
+    with Checkpoints(small_disk, read_only=True) as checkpoints:  # who reads needs no room
+        assert checkpoints.restore(init.abstract(noise))[1].step == 3
+        assert refused(lambda: checkpoints.save(at(state, 5))) == (
+            f"save: '{small_disk}' was opened with read_only=True. Leave it out to save there."
         )
+    before = set(threading.enumerate())
+    assert refused(lambda: save(small_disk, at(state, 5))) == (
+        f"Checkpoints: directory must be one that can be written; '{small_disk}' may not be written. Choose another "
+        "one, or pass read_only=True to restore alone."
+    )
     left = {thread.name.partition("_")[0] for thread in set(threading.enumerate()) - before}
     assert left <= {"asyncio"}  # idle; one of a save would keep the process from ending for 20 minutes
 
@@ -733,10 +834,10 @@ def test_a_full_disk(small_disk):
 def test_a_directory_that_cannot_be(tmp_path):
     _, _, state = tiny()
     (tmp_path / "file").write_text("mine")
-    for directory, reason in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "x", "Not a directory")):
-        assert refused(lambda: save(directory, state), RuntimeError) == (
-            f"save: step 0 could not be written to '{directory}': {reason}. No step is finished there; see to the disk "
-            "and save again."
+    for directory in (tmp_path / "file", tmp_path / "file" / "x"):
+        assert refused(lambda: save(directory, state)) == (
+            f"Checkpoints: directory must be one that can be written; '{tmp_path / 'file'}' is no directory. Choose "
+            "another one, or pass read_only=True to restore alone."
         )
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -774,4 +875,4 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(kills, tmp_path):  # proves 
     assert (killed["resumed"], whole["resumed"]) == (last, None)
     assert killed["losses"] == whole["losses"][last:]
     assert killed["ended"] == whole["ended"]
-    assert sorted(map(int, os.listdir(directory))) == [last, last + 1, last + 2]  # what was cut off is cleared away
+    assert sorted(map(int, names(directory))) == [last, last + 1, last + 2]  # what was cut off is cleared away

@@ -72,7 +72,7 @@ def test_without_arguments(environ, place, local_rank, monkeypatch):
     monkeypatch.setattr(k8s_cluster.K8sCluster, "_namespace", classmethod(lambda cls: "default"))
     monkeypatch.setattr(k8s_cluster.socket, "gethostbyname", lambda name: "127.0.0.1")
     monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", environ is TPU)
-    monkeypatch.setattr(cluster._compat, "jax_has_started", lambda: False)
+    monkeypatch.setattr(cluster._platform, "jax_has_started", lambda: False)
     monkeypatch.setattr(cluster.beside, "start", start)
     with pytest.raises(Reached) as reached:
         sk.runtime.initialize(timeout=5)

@@ -90,11 +90,11 @@ def launching(command):
     """A command that calls `launch`, and says so should that start jax."""
     code = f"""
 import sys
-from shardkit import _compat
+from shardkit import _platform
 from shardkit.runtime.launch import launch
 sys.modules[launch.__module__]._LAST_WORDS = 1.0
 code = launch({command!r}, processes=2, grace=1)
-sys.exit("jax has started" if _compat.jax_has_started() else code)
+sys.exit("jax has started" if _platform.jax_has_started() else code)
 """
     return [sys.executable, "-c", code]
 

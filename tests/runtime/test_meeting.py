@@ -15,8 +15,8 @@ import pytest
 
 from shardkit import runtime
 from shardkit.runtime.monitor import hello, rendezvous
-from shardkit.runtime.monitor.hello import Hello, Place
-from shardkit.runtime.monitor.rendezvous import Refused, bind_address, meet
+from shardkit.runtime.monitor.hello import Hello, Place, Refused
+from shardkit.runtime.monitor.rendezvous import bind_address, meet
 from shardkit.runtime.monitor.wire import plain
 from support import jobs
 

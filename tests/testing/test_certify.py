@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
@@ -167,3 +168,15 @@ def test_a_reference_that_cannot_tell_is_refused():
     with pytest.raises(ValueError) as error:
         certify_gradients(wrong, loss, jnp.ones(3), np.ones((8, 3), "f"), relative=float("nan"))
     assert str(error.value) == "certify_gradients: relative must lie between 0 and 1; got nan. Pass for example 1e-5."
+
+
+def test_a_function_for_check_vma_off_is_certified_as_such():
+    """It was called 8 times wrong: shard_map's types sum the gradient of a replicated value."""
+    loss = lambda w, x: jnp.mean((x @ w) ** 2)  # noqa: E731
+    mean = lambda w, x: lax.pmean(jax.grad(loss)(w, x), "data")  # noqa: E731
+    alone = lambda w, x: jax.grad(lambda w: lax.pmean(loss(w, x), "data"))(w)  # noqa: E731
+    arguments = loss, np.ones(4, "f"), np.random.default_rng(0).normal(size=(16, 4)).astype("f")
+    assert len(certify_gradients(mean, *arguments, check_vma=False).meshes) == 4
+    for wrong, check_vma in ((mean, True), (alone, False)):
+        with pytest.raises(AssertionError):
+            certify_gradients(wrong, *arguments, check_vma=check_vma)

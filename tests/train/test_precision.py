@@ -243,3 +243,18 @@ def test_gradients_are_summed_in_the_dtype_of_reductions(plan):
     x = np.array([256, 1, 1, 1], np.float32)
     state, _ = step(init({"layers": np.zeros((1, 8), np.float32)}, jax.random.key(0)), x)
     np.testing.assert_array_equal(state.params["layers"], np.full((1, 8), -259 / 4, np.float32))
+
+
+def test_gradients_of_microbatches_are_summed_in_float32():
+    """In bfloat16 256 and 1 are 256."""
+    low = sk.Precision(param=jnp.bfloat16, compute=jnp.bfloat16, master=jnp.float32)
+    init, step = sk.make_train_step(
+        sk.value_and_grad(lambda params, batch, keys: sk.Mean.of(batch * params["w"])),
+        optax.sgd(1.0),
+        mesh=sk.make_mesh(jax.devices()[:1], data=1),
+        plan=sk.dp("data"),
+        precision=low,
+        accumulate=8,
+    )
+    state, _ = step(init({"w": jnp.zeros(())}, KEY), np.array([256, *7 * [1]], np.float32))
+    assert float(jax.tree.leaves(state.opt_state)[0]) == -263 / 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import zip_longest
 
-from .rendezvous import processes
+from .hello import processes
 from .wire import Message
 
 _NAMED = 4  # components in a sentence

@@ -22,6 +22,10 @@ _LONGEST_NAME = 255
 _MOST = 1 << 20  # processes
 
 
+class Refused(Exception):
+    """The job cannot start; the message is for the user."""
+
+
 class Place(NamedTuple):
     """Where a job meets: its coordinator, its size, and which of its processes this is.
 
@@ -123,3 +127,16 @@ def _is_address(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def too_late(place: Place, ranks: list[int]) -> str:
+    """Why the job cannot start without these processes."""
+    return (
+        f"initialize: {processes(ranks)} of {place.size} did not come to {place.address} within {place.timeout:g} s. "
+        f"Look at the output of {'it' if len(ranks) == 1 else 'them'}, or raise timeout."
+    )
+
+
+def processes(ranks: list[int]) -> str:
+    """Processes by number, for a sentence."""
+    return f"process {ranks[0]}" if len(ranks) == 1 else f"processes {', '.join(map(str, ranks))}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .rendezvous import processes
+from .hello import processes
 from .ring import Status
 
 # The order of a loop's phases within one step; a process waits in "agree", "step" and "save" for all others.

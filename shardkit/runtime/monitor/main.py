@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from .agreement import Agreement
-from .hello import Place
+from .hello import Place, Refused
 from .judge import Deadlines, Fault, Known, fault, unanswered
-from .rendezvous import Refused, meet
+from .rendezvous import meet
 from .ring import Reader, Status
 from .wire import Lines, Message, encoded, plain
 

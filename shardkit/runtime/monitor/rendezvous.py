@@ -12,18 +12,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .hello import OTHERS, Hello, Place, heard, is_signed, own, said, signed
-from .wire import LONGEST, Lines, Message, plain
+from .hello import OTHERS, Hello, Place, Refused, heard, own, signed, too_late
+from .joining import SHORT, join
+from .wire import LONGEST, Lines, Message
 
 _LATECOMERS = 5.0  # seconds for which process 0 tells those that come after a refusal of it
 _NAMED = 8  # so few missing processes are news for all; more would be too many messages
-_SHORT = 1 << 16  # bytes of a line before the welcome
 _UNKNOWN = 64  # connections, besides one a process, that have not introduced themselves yet
 _SHY = 10.0  # seconds that a connection has to introduce itself
-
-
-class Refused(Exception):
-    """The job cannot start; the message is for the user."""
 
 
 def meet(place: Place, note: Callable[[str], None] = lambda text: None) -> list[Lines]:
@@ -38,7 +34,7 @@ def meet(place: Place, note: Callable[[str], None] = lambda text: None) -> list[
     """
     until = time.monotonic() + place.timeout
     if place.rank:
-        return [_join(place, until)]
+        return [join(place, until)]
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # a connection for each process: often more than are free to use
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -114,7 +110,7 @@ class _Meeting:
             return
         if len(self._unknown) >= self._place.size + _UNKNOWN:
             self._turn_away(next(iter(self._unknown)), "room")
-        line = Lines(connection, _SHORT)
+        line = Lines(connection, SHORT)
         self._unknown[line] = str(address[0]), time.monotonic() + _SHY
         self._selector.register(line, selectors.EVENT_READ)
 
@@ -177,7 +173,7 @@ class _Meeting:
         return [rank for rank in range(self._place.size) if rank not in self._hellos]
 
     def _too_late(self) -> str:
-        found = _too_late(self._place, self._missing())
+        found = too_late(self._place, self._missing())
         count = self._turned_away.get("token", 0)
         return found + (f" {count} came with {OTHERS['token']}: it must be the same in all." if count else "")
 
@@ -247,87 +243,3 @@ def _address_refusal(hellos: dict[int, Hello]) -> str:
                 f"other hosts can reach; it {got}. Correct /etc/hosts or the name service on that host."
             )
     return ""
-
-
-def _join(place: Place, until: float) -> Lines:
-    error = "no answer"
-    while (left := until - time.monotonic()) > 0:
-        try:
-            connection = socket.create_connection((place.host, place.port), timeout=min(left, 5.0))
-        except (socket.gaierror, UnicodeError) as failure:
-            error = f"the name {place.host!r} does not resolve ({getattr(failure, 'strerror', failure)})"
-        except OSError as failure:
-            error = failure.strerror or str(failure)
-        else:
-            found = _welcomed(place, Lines(connection, _SHORT), until)
-            if isinstance(found, Lines):
-                return found
-            error = found
-        time.sleep(min(0.1, max(0.0, until - time.monotonic())))
-    raise Refused(
-        f"initialize: process {place.rank} cannot reach the coordinator at {place.address} within {place.timeout:g} s: "
-        f"{error}. Is process 0 running, and the address that of its host?"
-    )
-
-
-def _welcomed(place: Place, line: Lines, until: float) -> Lines | str:
-    """The connection once process 0 says welcome; why not, if it is worth another attempt."""
-    hello = own(place)
-    line.send(said(hello, place.token))
-    # Process 0 waits as long as this one: give it the time to say who is missing.
-    answer = _answer(line, until + 2.0, place.token, hello.nonce)
-    if "welcome" in answer:
-        line.longest = LONGEST
-        return line
-    closed = line.closed
-    line.close()
-    if "refused" in answer:
-        raise Refused(plain(answer["refused"]))
-    if "another" in answer:
-        return f"what listens there has {OTHERS[answer['another']]}"
-    if closed or "shardkit" in answer:  # a free port of this machine can answer to itself
-        return "what listens there closes the connection"
-    if "missing" in answer:
-        raise Refused(_too_late(place, answer["missing"]))
-    raise Refused(
-        f"initialize: what listens at {place.address} did not answer process {place.rank} as shardkit's process 0 "
-        f"within {place.timeout:g} s. Another program may hold the port: choose another."
-    )
-
-
-def _answer(line: Lines, until: float, token: str, nonce: str) -> Message:
-    """The last word of process 0: welcome, refused, or who is missing still; empty if there was none."""
-    last: Message = {}
-    while not line.closed and (left := until - time.monotonic()) > 0:
-        if not line.waits(left):
-            continue
-        for message in line.read():
-            if "shardkit" in message or str(message.get("another")) in OTHERS:
-                return message
-            if _is_answer(message) and is_signed(message, token, nonce):
-                last = message
-                if "missing" not in message:
-                    return message
-    return last
-
-
-def _is_answer(message: Message) -> bool:
-    """Whether a message has one of the forms that process 0 answers in."""
-    missing = message.get("missing")
-    return message.keys() in ({"welcome", "mac"}, {"refused", "mac"}, {"missing", "mac"}) and (
-        message.get("welcome") is True
-        or isinstance(message.get("refused"), str)
-        or (isinstance(missing, list) and len(missing) > 0 and all(type(rank) is int for rank in missing))
-    )
-
-
-def _too_late(place: Place, ranks: list[int]) -> str:
-    return (
-        f"initialize: {processes(ranks)} of {place.size} did not come to {place.address} within {place.timeout:g} s. "
-        f"Look at the output of {'it' if len(ranks) == 1 else 'them'}, or raise timeout."
-    )
-
-
-def processes(ranks: list[int]) -> str:
-    """Processes by number, for a sentence."""
-    return f"process {ranks[0]}" if len(ranks) == 1 else f"processes {', '.join(map(str, ranks))}"

@@ -30,6 +30,7 @@ def abstract(**sizes: int) -> AbstractMesh:
 
 MESH = abstract(data=2, model=4)
 X = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+KEY = jax.eval_shape(lambda: jax.random.key(0))
 
 
 class Planted(NamedTuple):
@@ -218,6 +219,17 @@ def _pmap(x: jax.Array) -> jax.Array:
 
 def _shard_mapped(x: jax.Array) -> jax.Array:
     return jax.shard_map(lambda x: lax.psum(x, "i"), mesh=abstract(i=8), in_specs=P("i"), out_specs=P())(x)
+
+
+def _dropout(fold: Any, use: Any = lambda draws, x: jnp.where(draws > 0, x, 0)) -> Callable[..., Any]:
+    def kernel(key: Any, x: Any) -> Any:
+        return use(jax.random.normal(fold(key), x.shape), x)
+
+    return jax.shard_map(kernel, mesh=MESH, in_specs=(P(), P("data", "model")), out_specs=P("data", "model"))
+
+
+def _off(kernel: Any) -> Callable[..., Any]:
+    return jax.shard_map(kernel, mesh=MESH, in_specs=P(BOTH), out_specs=P(), check_vma=False)
 
 
 def _unchecked(check: bool, kernel: Any = None, out_specs: Any = None) -> Callable[[Any], Any]:
@@ -599,6 +611,36 @@ WRONG = [
         _gain(P("fsdp")),
         _gain(P()),
         (jax.ShapeDtypeStruct((256,), jnp.float32), jax.ShapeDtypeStruct((64, 256), jnp.float32)),
+    ),
+    Planted(
+        "one dropout mask on all devices",
+        "repeated-draw",
+        _dropout(lambda key: key),
+        _dropout(lambda key: sk.fold_axis(sk.fold_axis(key, "data"), "model")),
+        (KEY, X),
+    ),
+    Planted(
+        "one noise along the other axis",
+        "repeated-draw",
+        _dropout(lambda key: sk.fold_axis(key, "data"), lambda draws, x: x + draws),
+        _dropout(lambda key: sk.fold_axis(sk.fold_axis(key, "data"), "model"), lambda draws, x: x + draws),
+        (KEY, X),
+    ),
+    Planted(
+        "never reduced, unchecked",
+        "unequal-output",
+        _off(lambda x: jnp.sum(x)),
+        _off(lambda x: lax.psum(jnp.sum(x), BOTH)),
+        (X,),
+        {"ignore": ("check-vma-off",)},
+    ),
+    Planted(
+        "the gradient of a mean, unchecked",
+        "unequal-output",
+        _off(lambda x: jax.grad(lambda w: lax.pmean(jnp.sum((x @ w) ** 2), BOTH))(jnp.ones(64))),
+        _off(lambda x: lax.pmean(jax.grad(lambda w: jnp.sum((x @ w) ** 2))(jnp.ones(64)), BOTH)),
+        (X,),
+        {"ignore": ("check-vma-off",)},
     ),
     Planted("unchecked types", "check-vma-off", _unchecked(False), _unchecked(True)),
     Planted("pmap", "pmap", _pmap, _shard_mapped, (jax.ShapeDtypeStruct((8, 4), jnp.float32),)),
