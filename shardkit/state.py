@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ from shardkit.arguments import checked_key
 from shardkit.layout import path_name
 from shardkit.parallel.padded import Held, is_padded, padded, unpadded
 from shardkit.parallel.plan import Layout, Plan, map_layouts
+from shardkit.parallel.positions import order_matters
 from shardkit.precision import LossScale, Precision, cast_floating, first_loss_scale
 
 _REPLICATED = PartitionSpec()
@@ -120,40 +121,40 @@ def make_init(optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> Call
 
 
 def optimizer_held(opt_state: Any, params: Any, update: Any) -> Any:
-    """How each leaf of an optimizer's state is held: as the parameter that it mirrors in the update, or replicated."""
-    return _mirrored(opt_state, params, update, Held(_REPLICATED))
-
-
-def reads_order(opt_state: Any, params: Any) -> bool:
-    """Whether an optimizer must see a stack's layers in their natural order.
-
-    It must if it keeps arrays that mirror no parameter: factors and histories, which are held as they are and so would
-    not be those of another mesh, and keys, whose random numbers go by an element's place.
-    """
-    mirrors = _mirrored(opt_state, params, jax.tree.map(lambda _: True, params, is_leaf=is_padded), False)
-    leaves = jax.tree.leaves(opt_state, is_leaf=is_padded)
-    return any(
-        not mirror and (math.prod(x.shape) > 1 or jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
-        for mirror, x in zip(jax.tree.leaves(mirrors), leaves, strict=True)
-    )
-
-
-def _mirrored(opt_state: Any, params: Any, values: Any, other: Any) -> Any:
-    """For each leaf of an optimizer's state the value of the parameter that it mirrors, or the other value.
+    """How each leaf of an optimizer's state is held: as the parameter that it mirrors in the update, or replicated.
 
     A leaf mirrors a parameter when its path ends with the parameter's and its shape is the same.
     """
     param_leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)[0]
-    known = {path: (x.shape, value) for (path, x), value in zip(param_leaves, jax.tree.leaves(values), strict=True)}
+    known = {path: (x.shape, each) for (path, x), each in zip(param_leaves, jax.tree.leaves(update), strict=True)}
 
-    def value_of(path: Any, x: Any) -> Any:
+    def held(path: Any, x: Any) -> Any:
         for start in range(len(path) + 1):
-            shape, value = known.get(path[start:], (None, other))
+            shape, mirrored = known.get(path[start:], (None, None))
             if shape == x.shape:
-                return value
-        return other
+                return mirrored
+        return Held(_REPLICATED)
 
-    return jax.tree_util.tree_map_with_path(value_of, opt_state, is_leaf=is_padded)
+    return jax.tree_util.tree_map_with_path(held, opt_state, is_leaf=is_padded)
+
+
+def reads_order(optimizer: Any, policy: Precision, trees: tuple[Any, Any, Any], held: Any, opt_held: Any) -> bool:
+    """Whether an optimizer must see the layers of a stack in their natural order, as one that indexes them must.
+
+    Args:
+        optimizer: the transformation.
+        policy: the dtypes.
+        trees: gradients, optimizer state and parameters, of any form.
+        held: how the gradients and parameters are held in the update.
+        opt_held: how the optimizer state is held.
+    """
+    stacked, opt_stacked = (jax.tree.map(lambda each: bool(each.rows), tree) for tree in (held, opt_held))
+    if not any(jax.tree.leaves(stacked)):
+        return False
+    natural = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trees, is_leaf=is_padded)
+    update = partial(advance, optimizer, policy)
+    args = *natural, jax.ShapeDtypeStruct((), jnp.float32)
+    return order_matters(update, args, (stacked, opt_stacked, stacked, False), (stacked, opt_stacked))
 
 
 def shardings(mesh: Mesh, held: Any) -> Any:

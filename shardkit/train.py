@@ -17,7 +17,7 @@ from shardkit.layout import spec_axes
 from shardkit.parallel.batch import accumulated, batch_specs, device_keys
 from shardkit.parallel.gradient import GradFn, LossFn, Mean, counted, global_means, loss_and_aux
 from shardkit.parallel.handles import parts, shown, with_parts
-from shardkit.parallel.padded import exact, padded
+from shardkit.parallel.padded import check_held, exact, padded
 from shardkit.parallel.passage import enter, leave, to_rest
 from shardkit.parallel.plan import Layout, Plan, map_layouts
 from shardkit.parallel.stages import arranged
@@ -91,7 +91,8 @@ def make_train_step(
     Raises:
         ValueError: an axis the mesh does not have, an accumulation below 1, an unknown name, a pipeline without `pp`;
             at trace time a batch that does not divide by the batch axes times `accumulate`.
-        ValueError: from `step`, for a state that an earlier step has used up.
+        ValueError: from `step`, for a state that an earlier step has used up, or that another plan pads otherwise or
+            holds in the order of other stages.
         NonFiniteError: from `step`, under `nonfinite="stop"`.
 
     Cost: that of the plan, and one all_reduce of 8 bytes for the loss and for each auxiliary mean.
@@ -126,6 +127,7 @@ def make_train_step(
 
     def traced_step(state: TrainState, key: jax.Array, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         layouts = plan.layouts(state.params, mesh)
+        check_held("step: the parameters", state.params, map_layouts(Layout.at_rest, layouts), mesh)
         specs = batch_specs(batch, batch_spec, mesh, accumulate)
         rest = map_layouts(lambda layout: layout.rest, layouts)
         update = map_layouts(lambda layout: layout.update, layouts)
@@ -151,7 +153,8 @@ def make_train_step(
 
         held = map_layouts(Layout.in_update, layouts)
         opt_held = optimizer_held(state.opt_state, state.params, held)
-        in_order = reads_order(state.opt_state, state.params)
+        check_held("step: the optimizer state", state.opt_state, opt_held, mesh)
+        in_order = reads_order(optimizer, policy, (grads, state.opt_state, state.params), held, opt_held)
         natural = lambda tree, held: pinned(exact(tree, in_order=in_order), held)  # noqa: E731
         grads, old_params = natural(grads, held), natural(state.params, held)
         opt_state = natural(state.opt_state, opt_held)
@@ -193,7 +196,8 @@ def make_eval_step(
         A jitted function; its metrics are "loss", "weight" and the auxiliary means, float32 scalars.
 
     Raises:
-        ValueError: as `make_train_step`.
+        ValueError: as `make_train_step`; from `evaluate`, for parameters that another plan pads, or holds in the order
+            of its stages: pass `unpadded` ones.
 
     Cost: an all_gather of `rest - seen` for each leaf, and one all_reduce of 8 bytes a mean.
     """
@@ -207,6 +211,7 @@ def make_eval_step(
     @jax.jit
     def evaluate(params: Any, batch: Any) -> dict[str, jax.Array]:
         layouts = plan.layouts(params, mesh)
+        check_held("evaluate: the parameters", params, map_layouts(Layout.at_rest, layouts), mesh)
         rest = map_layouts(lambda layout: layout.rest, layouts)
 
         def per_device(params: Any, batch: Any) -> dict[str, jax.Array]:

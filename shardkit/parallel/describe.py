@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit.layout import local_shape, path_name, table
-from shardkit.parallel.padded import is_padded, padded_shape
-from shardkit.parallel.plan import Placement, Plan, Strategy, in_rows
+from shardkit.parallel.padded import in_rows, is_padded, padded_shape
+from shardkit.parallel.plan import Placement, Plan, Strategy
 
 _TRAVELS = {
     None: "",

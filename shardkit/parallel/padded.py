@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit.collectives import unpad
-from shardkit.layout import spec_axes
+from shardkit.layout import path_name, spec_axes
 
 Sizes = tuple[tuple[int, int], ...]
 Rows = tuple[int, ...]
@@ -141,6 +141,35 @@ def padded(tree: Any, held: Any, mesh: Mesh, *, in_order: bool = True) -> Any:
         return wrapped(jnp.pad(x, zeros) if sizes else x, sizes, held.rows)
 
     return jax.tree.map(one, held, tree)
+
+
+def check_held(where: str, tree: Any, held: Any, mesh: Mesh) -> None:
+    """Refuses leaves that are held in another form than a plan holds them: as they lie, they would be other numbers.
+
+    Raises:
+        ValueError: with the leaf's path and both forms.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_padded)
+    for (path, x), each in zip(leaves, jax.tree.leaves(held), strict=True):
+        wanted = padding(in_rows(x.shape, each.rows), each.spec, mesh), each.rows
+        found = (x.sizes, x.rows) if is_padded(x) else ((), ())
+        if found != wanted:
+            raise ValueError(
+                f"{where} must be held as this plan holds them, and another plan's are not; leaf {path_name(path)} is "
+                f"held {_form(*found)}, and here {_form(*wanted)}. Pass unpadded(...) of them to init, or to an "
+                "evaluation whose plan pads nothing."
+            )
+
+
+def _form(sizes: Sizes, rows: Rows) -> str:
+    padded = [f"with dim {dim} of {size} padded" for dim, size in sizes]
+    order = ["with its rows in the order of stages " + str(rows[:8])[:-1].rstrip(",") + (", ...)" if rows[8:] else ")")]
+    return ", ".join(padded + order * bool(rows)) or "in its natural form"
+
+
+def in_rows(shape: tuple[int, ...], rows: Rows) -> tuple[int, ...]:
+    """The shape of a leaf with its rows as they are held."""
+    return (len(rows), *shape[1:]) if rows else shape
 
 
 def _moves(rows: Rows, in_order: bool) -> bool:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._check import Axis, axis_names, quoted, sized
 from shardkit.layout import canonical, local_shape, path_name, spec_axes
-from shardkit.parallel.padded import Held, Rows, Sizes, is_padded, padded_shape, padding
+from shardkit.parallel.padded import Held, Rows, Sizes, in_rows, is_padded, padded_shape, padding
 from shardkit.parallel.rules import inside
 
 
@@ -280,8 +280,3 @@ def chain(*plans: Plan) -> Plan:
 def map_layouts(fn: Callable[..., Any], layouts: Any, *trees: Any) -> Any:
     """`jax.tree.map` with each Layout as a leaf."""
     return jax.tree.map(fn, layouts, *trees, is_leaf=lambda x: isinstance(x, Layout))
-
-
-def in_rows(shape: tuple[int, ...], rows: Rows) -> tuple[int, ...]:
-    """The shape of a leaf with its rows as they are held."""
-    return (len(rows), *shape[1:]) if rows else shape

@@ -313,3 +313,27 @@ def test_evaluation_takes_a_padded_state():
     evaluate = sk.make_eval_step(loss_fn, mesh=mesh4(), plan=PLANS["fsdp layerwise"]())
     loss = loss_fn(make_params(), make_batch(), None)
     np.testing.assert_allclose(evaluate(state.params, make_batch())["loss"], loss.total / loss.weight, rtol=1e-6)
+
+
+def test_a_padded_state_is_evaluated_under_its_own_plan_or_unpadded():
+    """Under another plan the zeros counted as classes: 2.079 where it is 1.609."""
+    mesh = sk.make_mesh(data=8)
+    classes = {"b": np.zeros(5, np.float32)}  # of equal logits: log 5
+    loss = lambda params, batch, keys: sk.Mean.of(-jax.nn.log_softmax(params["b"])[batch])  # noqa: E731
+    init, step = sk.make_train_step(
+        sk.value_and_grad(loss), optax.sgd(0.1), mesh=mesh, plan=sk.fsdp("data", min_size=1, uneven="pad")
+    )
+    state, batch = init(classes, jax.random.key(0)), np.arange(40, dtype=np.int32) % 5
+    evaluate = sk.make_eval_step(loss, mesh=mesh, plan=sk.dp("data"))
+    with pytest.raises(ValueError) as error:
+        evaluate(state.params, batch)
+    assert str(error.value) == (
+        "evaluate: the parameters must be held as this plan holds them, and another plan's are not; leaf b is held with dim "
+        "0 of 5 padded, and here in its natural form. Pass unpadded(...) of them to init, or to an evaluation whose "
+        "plan pads nothing."
+    )
+    np.testing.assert_allclose(evaluate(sk.unpadded(state.params), batch)["loss"], np.log(5), rtol=1e-6)
+    _, other = sk.make_train_step(sk.value_and_grad(loss), optax.sgd(0.1), mesh=mesh, plan=sk.dp("data"))
+    with pytest.raises(ValueError, match="step: the parameters must be held as this plan holds them"):
+        other(state, batch)
+    step(state, batch)

@@ -14,12 +14,13 @@ import shardkit as sk
 from shardkit.analysis.account import compiled
 from shardkit.parallel import Padded, Stages
 from shardkit.parallel.plan import Layout
-from support.optimizers import OPTIMIZERS
+from support import optimizers
 from support.tiers import DEEP
 from support.trees import assert_close
 
 BATCH, D, F = 8, 6, 4
 UNEVEN = (1, 3, 1, 2)
+OPTIMIZERS = dict(optimizers.OPTIMIZERS)
 STAGES = {
     "one chunk": (12, Stages("stage", 2)),
     "loop, 2 chunks": (12, Stages("stage", 2, 2)),
@@ -310,6 +311,62 @@ def test_evaluation_and_accumulation_know_the_stages():  # proves F58
     np.testing.assert_allclose(found["loss"], one_device("momentum", layers, 1)[2], rtol=1e-6)
     state, _ = step(state, make_batch())
     assert_close(sk.unpadded(state.params), one_device("momentum", layers, 1)[0])
+
+
+def by_layer(change):
+    """A transformation that tells layers by their place in the stack, and keeps no array."""
+
+    def update(updates, state, params=None):
+        return {**updates, "layers": jax.tree.map(change, updates["layers"])}, state
+
+    return optax.chain(
+        optax.sgd(0.1, momentum=0.9), optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    )
+
+
+OPTIMIZERS |= {
+    "the first layers frozen": lambda: by_layer(lambda g: g.at[:2].set(0)),
+    "another rate for each layer": lambda: by_layer(
+        lambda g: g * (0.8 ** jnp.arange(g.shape[0], dtype=g.dtype)).reshape(-1, *[1] * (g.ndim - 1))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["the first layers frozen", "another rate for each layer"])
+def test_an_optimizer_that_tells_layers_by_their_place_sees_them_in_order(name):  # proves F53
+    check("v, 2 chunks", name)
+
+
+FORMS = {  # a state of the first, in the step of the second: what its first leaf is said to be
+    ("loop, 2 chunks", "one chunk"): (
+        "held with its rows in the order of stages (0, 1, 2, 6, 7, 8, 3, 4, ...), and here in its natural form"
+    ),
+    ("one chunk", "loop, 2 chunks"): (
+        "held in its natural form, and here with its rows in the order of stages (0, 1, 2, 6, 7, 8, 3, 4, ...)"
+    ),
+    ("loop, 2 chunks", "v, 2 chunks"): (
+        "held with its rows in the order of stages (0, 1, 2, 6, 7, 8, 3, 4, ...), and here with its rows in the order "
+        "of stages (0, 1, 2, 9, 10, 11, 3, 4, ...)"
+    ),
+}
+
+
+@pytest.mark.parametrize(("has", "wants"), FORMS)
+def test_a_state_of_other_stages_is_refused(has, wants):
+    """It was taken as it lies: the layers stood in another order."""
+    layers, stages = STAGES[wants]
+    state = make(has)[0](make_params(layers), jax.random.key(0))
+    with pytest.raises(ValueError) as error:
+        make(wants)[1](state, make_batch())
+    assert str(error.value) == (
+        "step: the parameters must be held as this plan holds them, and another plan's are not; leaf layers.b is "
+        f"{FORMS[has, wants]}. Pass unpadded(...) of them to init, or to an evaluation whose plan pads nothing."
+    )
+    _, loss = make_grad_fn(layers, stages)
+    with pytest.raises(ValueError, match="evaluate: the parameters must be held"):
+        sk.make_eval_step(loss, mesh=make_mesh(stage=2), plan=sk.pp("stage"))(state.params, make_batch())
+    init, step = make(wants)
+    step(init(sk.unpadded(state.params), jax.random.key(0)), make_batch())
 
 
 # ---- what is held and sent
