@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardkit import _platform
 from shardkit._check import quoted, sized
+from shardkit._typed import typed
 
 # jax 0.10 runs the executions of all simulated devices in one pool of max(NPROC, n) threads. Of n devices, n - 1
 # can sit in a collective, and the n launches of a later step wait for their turn in the same pool: from 2n threads
@@ -25,6 +26,7 @@ _THREADS_PER_DEVICE = 4
 _SAFE_THREADS_PER_DEVICE = 2
 
 
+@typed
 def simulate_devices(n: int) -> None:
     """Replaces this process's devices by `n` CPU devices; call it before jax touches a device.
 
@@ -103,6 +105,7 @@ def _warn_if_few_threads(n: int, stacklevel: int) -> None:
         )
 
 
+@typed
 def make_mesh(
     devices: Sequence[jax.Device] | None = None,
     *,
@@ -143,6 +146,7 @@ def make_mesh(
     return _mesh(grid, names, axis_types)
 
 
+@typed
 def abstract_mesh(**sizes: int) -> AbstractMesh:
     """A mesh of named axes without devices, of any size: for `census`, `lint`, `explain` and `aot.compile`.
 

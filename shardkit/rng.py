@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from shardkit._check import Axis, bound
+from shardkit._typed import typed
 
 
 def fold_axis(key: jax.Array, axis: Axis) -> jax.Array:
@@ -52,6 +53,7 @@ def fold_axes(key: jax.Array, axes: Axis) -> jax.Array:
     return key
 
 
+@typed
 def example_keys(key: jax.Array, n: int) -> jax.Array:
     """One key for each of `n` examples, by global index: key i is `fold_in(key, i)`, whatever `n` is.
 
@@ -88,6 +90,7 @@ def fold_keys(keys: jax.Array, data: jax.Array | int) -> jax.Array:
     return fold(*folded)
 
 
+@typed
 def dropout(x_b: jax.Array, keys_b: jax.Array | None, rate: float) -> jax.Array:
     """Dropout whose draws belong to the example, not to the device: the same on every mesh and accumulation.
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._compat import varying_axes
+from shardkit._typed import typed
 from shardkit.arguments import check_builder, check_optimizer
 from shardkit.collectives import all_reduce
 from shardkit.layout import spec_axes
@@ -56,6 +57,7 @@ class NonFiniteError(FloatingPointError):
         self.state, self.metrics = state, metrics
 
 
+@typed
 def make_train_step(
     grad_fn: GradFn,
     optimizer: Any,

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "shardkit"
 
 # From the lowest floor up. A file imports from its own folder and from lower floors.
 FLOORS = [
-    ["_compat", "_platform", "_sealed", "_check", "schedules", "cost"],
+    ["_compat", "_platform", "_sealed", "_check", "_typed", "schedules", "cost"],
     ["mesh", "layout", "rng", "config", "collectives"],
     ["parallel"],
     ["train", "state", "precision", "arguments"],

@@ -26,7 +26,7 @@ KINDS = _compat.COLLECTIVES
 SILENT = {"axis_index", "pvary", "pcast", "preduced", "reduced_vary_cast", "vary_unreduced_cast", "shard_map"}
 SILENT |= {f"{name}_p" for name in SILENT}  # as jax 0.10 calls some of them
 _HERE = Path(__file__).parents[1]
-_KERNELS = {_HERE / "collectives", _HERE / "_compat.py"}
+_KERNELS = {_HERE / "collectives", _HERE / "_compat.py", _HERE / "_typed.py"}
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from shardkit._check import Axis, axis_names, quoted
+from shardkit._typed import typed
 from shardkit.analysis.account import as_census, compiled
 from shardkit.analysis.census import Census, Row, census
 from shardkit.cost.collectives import KINDS
@@ -29,6 +30,7 @@ class Collective(NamedTuple):
         return f"{times} {self.kind} over {quoted(self.axes)}{sent}"
 
 
+@typed
 def collective(kind: str, axis: Axis, *, times: int | None = None, sent: int | Fraction | None = None) -> Collective:
     """What `expects` is told of one kind of collective.
 

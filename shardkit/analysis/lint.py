@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from shardkit._check import quoted
+from shardkit._typed import typed
 from shardkit.analysis import rules, waste
 from shardkit.analysis.census import traced
 from shardkit.analysis.dataflow import Block, walk
@@ -19,6 +20,7 @@ LARGE = 256 * 2**20
 SMALL = 1024
 
 
+@typed
 def lint(
     fn: Callable[..., Any],
     *args: Any,

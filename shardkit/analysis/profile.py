@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.profiler import ProfileData
 
+from shardkit._typed import typed
 from shardkit.analysis import hlo
 from shardkit.analysis.census import mesh_sizes
 from shardkit.analysis.compiled import CompiledRow, compiled_rows
@@ -26,6 +27,7 @@ from shardkit.analysis.timings import Profile, Span, Spans, profile_of
 from shardkit.cost._check import whole
 
 
+@typed
 @contextmanager
 def trace(folder: str | Path, *, python: bool = False) -> Iterator[Path]:
     """Records what runs inside the `with` block, for TensorBoard's profile plugin and for Perfetto.
@@ -65,6 +67,7 @@ def _recording(name: str, folder: Path, *, python: bool, perfetto: bool) -> Iter
         jax.profiler.stop_trace()
 
 
+@typed
 def profile(fn: Callable[..., Any], *args: Any, calls: int = 3, folder: str | Path | None = None) -> Profile:
     """Runs `fn` under jax's profiler and reports the time, the bytes and the bandwidth of each of its collectives.
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardkit._typed import typed
 from shardkit.analysis.runs import Machine, machine, refuse_abstract, repeatable, traceable
 from shardkit.cost._check import known, whole
 from shardkit.layout import table
@@ -102,6 +103,7 @@ class Scaling:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
+@typed
 def scaling(
     make: Callable[[int], tuple[Callable[..., Any], Sequence[Any]]],
     sizes: Sequence[int],

@@ -17,6 +17,7 @@ from jax import lax
 
 from shardkit import _compat
 from shardkit._check import Axis, bound, dim_of, divides, member
+from shardkit._typed import typed
 from shardkit.collectives._derivatives import extremum, from_source
 from shardkit.collectives.deterministic import blocks_sum
 
@@ -64,6 +65,7 @@ def vary(tree: Any, axes: Axis | tuple[()]) -> Any:
     return jax.tree.map(cast, tree)
 
 
+@typed
 def all_reduce(x: Any, axis: Axis, *, op: Op = "sum", deterministic: bool = False) -> Any:
     """Reduces each leaf over the devices of `axis`; every device gets the result.
 
@@ -121,6 +123,7 @@ def all_reduce(x: Any, axis: Axis, *, op: Op = "sum", deterministic: bool = Fals
     return jax.tree.map(reduce, x)
 
 
+@typed
 def all_gather(x: Any, axis: Axis, *, dim: int = 0, replicated: bool = False) -> Any:
     """Joins the devices' pieces of each leaf along dimension `dim`; every device gets the whole.
 
@@ -158,6 +161,7 @@ def all_gather(x: Any, axis: Axis, *, dim: int = 0, replicated: bool = False) ->
     return jax.tree.map(gather, x)
 
 
+@typed
 def reduce_scatter(x: Any, axis: Axis, *, dim: int = 0, op: Literal["sum", "mean"] = "sum") -> Any:
     """Reduces each leaf over the devices of `axis`; each device gets its piece along dimension `dim`.
 
@@ -197,6 +201,7 @@ def reduce_scatter(x: Any, axis: Axis, *, dim: int = 0, op: Literal["sum", "mean
     return jax.tree.map(scatter, x)
 
 
+@typed
 def all_to_all(x: Any, axis: Axis, *, split_dim: int, concat_dim: int) -> Any:
     """Splits each leaf along `split_dim`, sends piece j to device j, and joins what arrives along `concat_dim`.
 
@@ -231,6 +236,7 @@ def all_to_all(x: Any, axis: Axis, *, split_dim: int, concat_dim: int) -> Any:
     return jax.tree.map(exchange, x)
 
 
+@typed
 def shift(x: Any, axis: Axis, *, by: int = 1, wrap: bool = True) -> Any:
     """Sends each leaf `by` places up along `axis`: device i gets what device i - by held.
 
@@ -270,6 +276,7 @@ def shift(x: Any, axis: Axis, *, by: int = 1, wrap: bool = True) -> Any:
     return permuted(x, names, pairs)
 
 
+@typed
 def broadcast(x: Any, axis: Axis, *, source: int = 0) -> Any:
     """Every device of `axis` gets what device `source` holds.
 

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 
 from shardkit import _compat
 from shardkit._check import Axis, bound
+from shardkit._typed import typed
 from shardkit.collectives.basic import all_gather, all_reduce, axis_size, reduce_scatter, vary
 
 
+@typed
 def all_reduce_tree(
     tree: Any,
     axis: Axis,

@@ -19,6 +19,7 @@ from jax import lax
 
 from shardkit import _compat
 from shardkit._check import Axis, bound
+from shardkit._typed import typed
 from shardkit.collectives.basic import axis_size, vary
 
 # The largest value of each dtype that is sent with a scale for every block; bfloat16 needs none.
@@ -43,6 +44,7 @@ def init_residual(x: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), x)
 
 
+@partial(typed, where="compressed.all_reduce")
 def all_reduce(
     x: Any, axis: Axis, residual: Any, *, dtype: Any, block: int = 256, compress_result: bool = False
 ) -> tuple[Any, Any]:

@@ -6,15 +6,18 @@ links carry 1/I of the bytes.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from shardkit._check import Axis, bound, dim_of, divides
+from shardkit._typed import typed
 from shardkit.collectives import basic
 
 
+@partial(typed, where="hierarchical.all_reduce")
 def all_reduce(x: Any, inner: Axis, outer: Axis, *, op: Literal["sum", "mean"] = "sum") -> Any:
     """Sums over both axes: reduce_scatter inside, all_reduce across, all_gather inside.
 
@@ -48,6 +51,7 @@ def all_reduce(x: Any, inner: Axis, outer: Axis, *, op: Literal["sum", "mean"] =
     return jax.tree.map(reduce, x)
 
 
+@partial(typed, where="hierarchical.all_gather")
 def all_gather(x: Any, inner: Axis, outer: Axis, *, dim: int = 0, replicated: bool = False) -> Any:
     """Joins the pieces along `dim` in the order of `(outer, inner)`: across the slow links first, while they are small.
 
@@ -79,6 +83,7 @@ def all_gather(x: Any, inner: Axis, outer: Axis, *, dim: int = 0, replicated: bo
     return jax.tree.map(gather, x)
 
 
+@partial(typed, where="hierarchical.reduce_scatter")
 def reduce_scatter(x: Any, inner: Axis, outer: Axis, *, dim: int = 0, op: Literal["sum", "mean"] = "sum") -> Any:
     """Sums over both axes and leaves each device its piece in the order of `(outer, inner)`: inside first.
 

@@ -19,6 +19,7 @@ from jax import lax
 
 from shardkit import _compat
 from shardkit._check import Axis, bound, divides
+from shardkit._typed import typed
 from shardkit.collectives._sums import saved_as_dot, wide, wide_zeros
 from shardkit.collectives.basic import all_gather, axis_index, axis_size, reduce_scatter, shift, vary
 
@@ -28,6 +29,7 @@ _Names = tuple[str, ...]
 _Arrays = tuple[jax.Array, ...]
 
 
+@typed
 def all_gather_matmul(x_tD: jax.Array, w_Df: Any, axis: Axis, *, impl: Impl = "auto") -> Any:
     """Multiplies the tokens of all devices with this device's columns; tokens travel while others are multiplied.
 
@@ -71,6 +73,7 @@ def all_gather_matmul(x_tD: jax.Array, w_Df: Any, axis: Axis, *, impl: Impl = "a
     return jax.tree.unflatten(tree, _all_gather_matmul(x, tuple(weights), names, chosen))
 
 
+@typed
 def matmul_reduce_scatter(h_Tf: jax.Array, w_fD: jax.Array, axis: Axis, *, impl: Impl = "auto") -> jax.Array:
     """Multiplies all tokens with this device's rows and sums over devices; sums travel while others are made.
 

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardkit._check import Axis, bound, dim_of, named
+from shardkit._typed import typed
 from shardkit.collectives.basic import all_gather, axis_size, reduce_scatter
 
 
+@typed
 def pad_to_axis(x: Any, axis: Axis, *, dim: int = 0) -> Any:
     """Pads each leaf with zeros at the end of `dim` up to the next multiple of the size of `axis`.
 
@@ -43,6 +45,7 @@ def pad_to_axis(x: Any, axis: Axis, *, dim: int = 0) -> Any:
     return jax.tree.map(pad, x)
 
 
+@typed
 def unpad(x: Any, size: int, *, dim: int = 0) -> Any:
     """Takes the padding off again: the first `size` rows of each leaf.
 
@@ -73,6 +76,7 @@ def unpad(x: Any, size: int, *, dim: int = 0) -> Any:
     return jax.tree.map(cut, x)
 
 
+@typed
 def all_gather_uneven(x: Any, sizes: Sequence[int], axis: Axis, *, dim: int = 0, replicated: bool = False) -> Any:
     """Joins pieces of different sizes along `dim`; every device gets the whole, without padding.
 
@@ -105,6 +109,7 @@ def all_gather_uneven(x: Any, sizes: Sequence[int], axis: Axis, *, dim: int = 0,
     return jax.tree.map(gather, x)
 
 
+@typed
 def reduce_scatter_uneven(
     x: Any, sizes: Sequence[int], axis: Axis, *, dim: int = 0, op: Literal["sum", "mean"] = "sum"
 ) -> Any:

@@ -8,9 +8,11 @@ from jax import lax
 
 from shardkit import _compat, _platform
 from shardkit._check import Axis, bound
+from shardkit._typed import typed
 from shardkit.collectives.basic import all_to_all, axis_index, axis_size, vary
 
 
+@typed
 def ragged_all_to_all(
     x: jax.Array, counts: jax.Array, axis: Axis, *, rows: int, limit: int, dense: bool | None = None
 ) -> jax.Array:
@@ -52,6 +54,7 @@ def ragged_all_to_all(
     return blocks.at[jnp.where(sender < n, inside, n * limit)].get(mode="fill", fill_value=0)
 
 
+@typed
 def segments(sizes: jax.Array, rows: int) -> jax.Array:
     """The segment that each of `rows` rows lies in, when segments of these sizes follow each other; int32 [rows].
 

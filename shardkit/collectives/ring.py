@@ -15,11 +15,13 @@ from jax import lax
 
 from shardkit import _compat
 from shardkit._check import Axis, bound, dim_of, divides
+from shardkit._typed import typed
 from shardkit.collectives.basic import axis_index, axis_size, shift, vary
 
 _Names = tuple[str, ...]
 
 
+@partial(typed, where="ring.all_gather")
 def all_gather(x: Any, axis: Axis, *, dim: int = 0, bidirectional: bool = False) -> Any:
     """Joins the devices' pieces along dimension `dim`, passing them round a ring.
 
@@ -49,6 +51,7 @@ def all_gather(x: Any, axis: Axis, *, dim: int = 0, bidirectional: bool = False)
     return jax.tree.map(gather, x)
 
 
+@partial(typed, where="ring.reduce_scatter")
 def reduce_scatter(
     x: Any, axis: Axis, *, dim: int = 0, op: Literal["sum", "mean"] = "sum", bidirectional: bool = False
 ) -> Any:
@@ -87,6 +90,7 @@ def reduce_scatter(
     return jax.tree.map(scatter, x)
 
 
+@partial(typed, where="ring.all_reduce")
 def all_reduce(x: Any, axis: Axis, *, op: Literal["sum", "mean"] = "sum", bidirectional: bool = False) -> Any:
     """Sums over the devices of `axis`: a ring reduce_scatter of the flattened array, then a ring all_gather.
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardkit._check import Axis, bound, dim_of, member
+from shardkit._typed import typed
 from shardkit.collectives.basic import all_gather, axis_size, shift, vary
 
 _COMBINE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
@@ -19,6 +20,7 @@ _COMBINE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 }
 
 
+@typed
 def scan(x: Any, axis: Axis, *, op: Literal["sum", "max", "min"] = "sum", exclusive: bool = False) -> Any:
     """Device i gets the sum, max or min of what devices 0 to i hold, element by element.
 
@@ -63,6 +65,7 @@ def scan(x: Any, axis: Axis, *, op: Literal["sum", "max", "min"] = "sum", exclus
     return jax.tree.map(prefix, x)
 
 
+@typed
 def halo_exchange(x: Any, axis: Axis, *, dim: int = 0, before: int = 1, after: int = 1, wrap: bool = False) -> Any:
     """Joins the last rows of the devices before and the first rows of those behind to this device's block.
 
@@ -109,6 +112,7 @@ def halo_exchange(x: Any, axis: Axis, *, dim: int = 0, before: int = 1, after: i
     return jax.tree.map(join, x)
 
 
+@typed
 def gather_to_one(x: Any, axis: Axis, *, dim: int = 0, target: int = 0) -> Any:
     """Joins the devices' pieces of each leaf along `dim` on device `target`; the others get zeros.
 

@@ -8,9 +8,13 @@ L layers, v vocabulary, t tensor-parallel ways, p pipeline stages, m chunks a st
 
 from __future__ import annotations
 
+from functools import partial
+
+from shardkit._typed import typed
 from shardkit.cost import _check
 
 
+@partial(typed, only=bool)
 def activation_memory(
     *,
     batch: int,
@@ -82,6 +86,7 @@ def interleaving_factor(stages: int, chunks: int) -> float:
     return 1.0 if chunks == 1 else 1 + (stages - 1) / (stages * chunks)
 
 
+@partial(typed, only=bool)
 def model_activation_memory(
     layers: int,
     *,

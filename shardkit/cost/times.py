@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
+from shardkit._typed import typed
 from shardkit.cost import _check
 from shardkit.cost.collectives import KINDS, wire
 
@@ -138,6 +140,7 @@ def hierarchical_time(
     return inside(kind, size) + across(kind, size)
 
 
+@partial(typed, only=bool)
 def torus_time(
     kind: str, size: float, sizes: Sequence[int], *, bandwidth: float, latency: float = 0.0, wrap: bool = True
 ) -> float:

@@ -7,8 +7,10 @@ Megatron-LM (arXiv:2104.04473), section 5.1 and appendix; the variants are count
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
+from shardkit._typed import typed
 from shardkit.cost import _check
 from shardkit.cost.hardware import Chip, chip
 
@@ -57,6 +59,7 @@ def _matrices(
     )
 
 
+@partial(typed, only=bool)
 def transformer_parameters(
     *,
     layers: int,
@@ -111,6 +114,7 @@ def transformer_parameters(
     return layers * layer + embeddings + (norm if final_norm else 0)
 
 
+@partial(typed, only=bool)
 def transformer_flops(
     *,
     layers: int,
@@ -169,6 +173,7 @@ def transformer_flops(
     return float(batch * sequence * (layers * (3 * layer + repeated) + 3 * 2 * hidden * vocabulary))
 
 
+@partial(typed, only=bool)
 def training_flops(parameters: float, tokens: float, *, recompute: bool = False) -> float:
     """FLOPs of training without the attention scores: 6 N D, or 8 N D with full recomputation.
 
@@ -189,6 +194,7 @@ def training_flops(parameters: float, tokens: float, *, recompute: bool = False)
     return (8.0 if recompute else 6.0) * parameters * tokens
 
 
+@partial(typed, only=bool)
 def training_time(
     parameters: float, tokens: float, *, chips: int, flops_per_chip: float, recompute: bool = True
 ) -> float:

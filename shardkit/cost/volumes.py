@@ -6,8 +6,10 @@ counts are of bandwidth-optimal collectives, as in `wire`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
+from shardkit._typed import typed
 from shardkit.cost import _check
 from shardkit.cost.collectives import wire
 
@@ -29,6 +31,7 @@ class Volume(NamedTuple):
         return self.forward + self.backward
 
 
+@partial(typed, only=bool)
 def tensor_volume(
     *,
     batch: int,

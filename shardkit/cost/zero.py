@@ -6,8 +6,10 @@ Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
+from shardkit._typed import typed
 from shardkit.cost import _check
 from shardkit.cost.collectives import wire
 
@@ -115,6 +117,7 @@ def zero_memory(
     ).total
 
 
+@partial(typed, only=bool)
 def zero_volume(
     parameters: float,
     ways: int,

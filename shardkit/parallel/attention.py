@@ -13,12 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardkit._typed import typed
 from shardkit.collectives._sums import dot_dtype, saved_as_dot
 from shardkit.parallel.local import alike
 
 MASKED = -1e30  # finite: a row of -inf would make NaN gradients
 
 
+@typed
 def dot_attention(
     q_bTHK: jax.Array,
     k_bTGK: jax.Array,

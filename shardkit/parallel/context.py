@@ -27,6 +27,7 @@ import jax.numpy as jnp
 
 from shardkit import _compat
 from shardkit._check import Axis, bound, named
+from shardkit._typed import typed
 from shardkit.collectives import all_gather, all_to_all, axis_size, vary
 from shardkit.parallel.attention import check, join_heads, scale_of, split_heads
 from shardkit.parallel.blockwise import Form, attend
@@ -59,6 +60,7 @@ def cp(axis: Axis) -> Plan:
     return strategy("cp", axis, batch_dim=1)
 
 
+@typed
 def ring_attention(
     q_btHK: jax.Array,
     k_btGK: jax.Array,
@@ -111,6 +113,7 @@ def ring_attention(
     return _attention("ring_attention", q_btHK, k_btGK, v_btGK, segments_bt, form)
 
 
+@typed
 def ulysses_attention(
     q_btHK: jax.Array,
     k_btGK: jax.Array,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardkit._check import Axis, axis_names, bound, named
+from shardkit._typed import typed
 from shardkit.collectives import all_gather, all_to_all, axis_index, axis_size
 from shardkit.collectives._sums import dot_dtype
 from shardkit.collectives.ragged import ragged_all_to_all, segments
@@ -74,6 +75,7 @@ def ep(axis: Axis, rules: DimRules = _experts_dim) -> Plan:
     return strategy("ep", axis, rank=0, batch_dim=0, place=place, names=names_in(rules, names))
 
 
+@typed
 def moe(
     x: jax.Array,
     router_DE: jax.Array,

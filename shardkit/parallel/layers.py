@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from shardkit._compat import varying_axes
+from shardkit._typed import typed
 from shardkit.collectives import vary
 from shardkit.parallel.handles import is_handle, opened, parts, unsealed
 from shardkit.parallel.recompute import POLICIES, Mask, Remat, policy_of
@@ -17,6 +18,7 @@ from shardkit.parallel.reopened import reopened
 LayerFn = Callable[[Any, Any], Any]
 
 
+@typed
 def gathered(
     layer_fn: Callable[..., Any], *, keep: bool = False, remat: Remat = None, offload: bool = False
 ) -> Callable[..., Any]:
@@ -64,6 +66,7 @@ def gathered(
     return layer
 
 
+@typed
 def scan_layers(
     layer_fn: LayerFn,
     stacked: Any,

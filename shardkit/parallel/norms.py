@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardkit._check import Axis
+from shardkit._typed import typed
 from shardkit.collectives import all_reduce, axis_size, vary
 from shardkit.collectives._sums import wide
 from shardkit.parallel.local import live_axes
@@ -19,6 +20,7 @@ from shardkit.parallel.local import live_axes
 Dims = int | tuple[int, ...]
 
 
+@typed
 def sharded_rms_norm(x_Td: jax.Array, gain_d: jax.Array, axis: Axis | None, *, epsilon: float = 1e-6) -> jax.Array:
     """x / sqrt(mean(x^2) + epsilon) times a gain, where the features are split over `axis`.
 
@@ -46,6 +48,7 @@ def sharded_rms_norm(x_Td: jax.Array, gain_d: jax.Array, axis: Axis | None, *, e
     return (x * scale).astype(x_Td.dtype) * _as_row(gain_d, x_Td)
 
 
+@typed
 def sharded_layer_norm(
     x_Td: jax.Array, gain_d: jax.Array, bias_d: jax.Array, axis: Axis | None, *, epsilon: float = 1e-5
 ) -> jax.Array:

@@ -11,12 +11,14 @@ from jax import lax
 
 from shardkit import _compat
 from shardkit._check import Axis, bound, named, quoted
+from shardkit._typed import typed
 from shardkit.collectives import axis_index, axis_size
 from shardkit.collectives.basic import permuted
 
 Order = Literal["contiguous", "zigzag"]
 
 
+@typed
 def zigzag(tree: Any, axis: Axis, *, ulysses: Axis | None = None, dim: int = 1, inverse: bool = False) -> Any:
     """Brings contiguous shards of a sequence into zigzag order, or back: tokens, targets, weights, positions.
 
@@ -63,6 +65,7 @@ def zigzag(tree: Any, axis: Axis, *, ulysses: Axis | None = None, dim: int = 1, 
     return jax.tree.map(reorder, tree)
 
 
+@typed
 def positions(
     tokens_per_device: int, axis: Axis, *, order: Order = "contiguous", ulysses: Axis | None = None
 ) -> jax.Array:

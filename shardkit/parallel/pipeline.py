@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from shardkit._check import bound, named, quoted
+from shardkit._typed import typed
 from shardkit.collectives import axis_index, axis_size, vary
 from shardkit.parallel.divergent import refuse_divergent, refuse_mixed
 from shardkit.parallel.executor import Executor, Sums
@@ -25,6 +26,7 @@ from shardkit.schedules import Schedule
 Mode = Literal["masked", "branch"]
 
 
+@typed
 def pipeline_value_and_grad(
     embed: Callable[[Any, Any, Any], Any],
     stage: Callable[[Any, Any, Any], Any],
@@ -99,6 +101,7 @@ def pipeline_value_and_grad(
     return grad_fn
 
 
+@typed
 def pipeline_loss(
     embed: Callable[[Any, Any, Any], Any],
     stage: Callable[[Any, Any, Any], Any],

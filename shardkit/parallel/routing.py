@@ -11,6 +11,7 @@ from jax import lax
 
 from shardkit._check import Axis, bound
 from shardkit._compat import varying_axes
+from shardkit._typed import typed
 from shardkit.collectives import all_reduce
 from shardkit.parallel.gradient import Mean
 
@@ -47,6 +48,7 @@ class RoutingStats(NamedTuple):
     dropped: Mean
 
 
+@typed
 def route(
     logits_NE: jax.Array,
     *,

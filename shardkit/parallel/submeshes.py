@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._check import quoted, sized
+from shardkit._typed import typed
 from shardkit.cost._check import divides, whole
 from shardkit.layout import check_spec, local_shape, path_name
 from shardkit.parallel import stations
@@ -33,6 +34,7 @@ Specs = PartitionSpec | Sequence[Any]
 REPLICATED = PartitionSpec()
 
 
+@typed
 def submeshes(mesh: Mesh, axis: str) -> list[Mesh]:
     """The slices of a mesh along one axis, one for each stage of a pipeline.
 

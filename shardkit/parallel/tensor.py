@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardkit._check import Axis, axis_names, dim_of, named
+from shardkit._typed import typed
 from shardkit.collectives import all_gather_matmul, all_reduce, axis_index, axis_size, matmul_reduce_scatter, vary
 from shardkit.collectives.matmul import Impl
 from shardkit.parallel.local import live_axes, matmul
@@ -24,6 +25,7 @@ from shardkit.parallel.plan import Leaf, Placement, Plan, strategy
 from shardkit.parallel.rules import DimRules, dim_chooser, names_in
 
 
+@typed
 def tp(axis: Axis, rules: DimRules, *, sequence: bool = False) -> Plan:
     """Tensor parallelism: leaves stay split over `axis` while the loss uses them, and all devices see the same batch.
 
@@ -72,6 +74,7 @@ def tp(axis: Axis, rules: DimRules, *, sequence: bool = False) -> Plan:
     return strategy("tp", axis, rank=0, place=place, varies=sequence, names=names_in(rules, axes))
 
 
+@typed
 def column_linear(x: jax.Array, w: Any, axis: Axis | None, *, sequence: bool = False, impl: Impl = "auto") -> Any:
     """Multiplies by weights that are split by columns; each device makes its own columns, or heads.
 
@@ -105,6 +108,7 @@ def column_linear(x: jax.Array, w: Any, axis: Axis | None, *, sequence: bool = F
     return jax.tree.map(lambda each: matmul(x, each), w)
 
 
+@typed
 def row_linear(
     h: jax.Array, w: jax.Array, axis: Axis | None, *, sequence: bool = False, impl: Impl = "auto"
 ) -> jax.Array:
@@ -140,6 +144,7 @@ def row_linear(
     return all_reduce(y, names) if names else y
 
 
+@typed
 def local_groups(w_DGK: jax.Array, axis: Axis | None, *, heads: int, kv_heads: int, dim: int = -2) -> jax.Array:
     """The key or value heads that this device's query heads use, of weights that are whole on every device.
 
@@ -189,6 +194,7 @@ def local_groups(w_DGK: jax.Array, axis: Axis | None, *, heads: int, kv_heads: i
     return jnp.take(w_DGK, (first + np.arange(0, here, block, dtype=np.int32)) // group, axis=at, mode="clip")
 
 
+@typed
 def device_major_qkv(
     w: jax.Array, ways: int, *, heads: int, kv_heads: int | None = None, dim: int = -1, inverse: bool = False
 ) -> jax.Array:

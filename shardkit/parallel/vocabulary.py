@@ -13,10 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardkit._check import Axis
+from shardkit._typed import typed
 from shardkit.collectives import all_gather, all_reduce, axis_index, axis_size, reduce_scatter
 from shardkit.parallel.local import alike, live_axes, matmul_gradients
 
 
+@typed
 def vocab_embed(tokens_bT: jax.Array, table_vD: jax.Array, axis: Axis | None, *, sequence: bool = False) -> jax.Array:
     """Looks tokens up in a table whose rows are split over `axis`.
 
@@ -51,6 +53,7 @@ def vocab_embed(tokens_bT: jax.Array, table_vD: jax.Array, axis: Axis | None, *,
     return reduce_scatter(x_bTD, names, dim=-2) if sequence else all_reduce(x_bTD, names)
 
 
+@typed
 def vocab_cross_entropy(
     x_bTD: jax.Array,
     head_Dv: jax.Array,
@@ -94,6 +97,7 @@ def vocab_cross_entropy(
     return _cross_entropy("vocab_cross_entropy", x_bTD, head_Dv, targets_bT, axis, sequence, options)[0]
 
 
+@typed
 def vocab_cross_entropy_and_hits(
     x_bTD: jax.Array,
     head_Dv: jax.Array,

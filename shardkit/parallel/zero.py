@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 from shardkit._check import Axis, axis_names, named
+from shardkit._typed import typed
 from shardkit.parallel.plan import Leaf, Placement, Plan, strategy
 from shardkit.parallel.rules import DimRules, dim_chooser, inside, names_in
 
@@ -32,6 +33,7 @@ Handled = Literal["loss", "entry"] | None
 Uneven = Literal["replicate", "refuse", "pad"]
 
 
+@typed
 def zero1(axis: Axis, *, min_size: int = MIN_SIZE, rules: DimRules | None = None, uneven: Uneven = "replicate") -> Plan:
     """ZeRO-1: the optimizer state is split; parameters and gradients are whole on every device.
 
@@ -69,6 +71,7 @@ def zero1(axis: Axis, *, min_size: int = MIN_SIZE, rules: DimRules | None = None
     return strategy("zero1", axis, rank=2, batch_dim=0, place=place, names=names_in(rules, axis))
 
 
+@typed
 def zero2(
     axis: Axis,
     *,
@@ -118,6 +121,7 @@ def zero2(
     return strategy("zero2", axis, rank=2, batch_dim=0, place=place, names=(*layerwise, *names_in(rules, axis)))
 
 
+@typed
 def fsdp(
     axis: Axis,
     *,

@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._check import named
+from shardkit._typed import typed
 from shardkit.layout import broadcast_specs, path_name, spec_axes
 from shardkit.runtime._bits import plain
 from shardkit.runtime._placing import cut, on_host, sharding_of
@@ -55,6 +56,7 @@ def from_full(tree: Any, mesh: Mesh, spec: Any) -> Any:
     return jax.tree.map(lambda x, sharding: cut(x, sharding, x.shape), tree, shardings)
 
 
+@typed
 def from_process_local(tree: Any, mesh: Mesh, spec: PartitionSpec, *, batch: int | None = None) -> Any:
     """Global arrays of which every process holds its rows: the batch of a step.
 
@@ -103,6 +105,7 @@ def from_process_local(tree: Any, mesh: Mesh, spec: PartitionSpec, *, batch: int
     return from_rows(tree, held, batch, mesh, spec)
 
 
+@typed
 def from_rows(tree: Any, rows: np.ndarray, batch: int, mesh: Mesh, spec: PartitionSpec) -> Any:
     """Global arrays of `batch` rows, from a process's rows of them in ascending order; nothing is sent."""
 
@@ -156,6 +159,7 @@ def from_single_device(
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, list(shards), dtype=dtype)
 
 
+@typed
 def local_rows(batch: int, mesh: Mesh, spec: PartitionSpec) -> np.ndarray:
     """The rows of a global batch that this process's devices hold, ascending; none outside the mesh.
 
@@ -242,6 +246,7 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
     return jax.jit(_identity, out_shardings=NamedSharding(mesh, PartitionSpec()))(tree)
 
 
+@typed
 def print_global(tree: Any, *, timeout: float = 60.0) -> None:
     """Prints the whole arrays of a tree, once: every process fetches them, process 0 prints.
 

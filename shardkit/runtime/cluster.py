@@ -11,6 +11,7 @@ from typing import NamedTuple, NoReturn
 import jax
 
 from shardkit import _platform
+from shardkit._typed import typed
 from shardkit.config import DistributedConfig
 from shardkit.runtime import beside
 from shardkit.runtime.monitor.hello import TOKEN, Place
@@ -56,6 +57,7 @@ class _Found(NamedTuple):
     local_devices: tuple[int, ...] | None = None
 
 
+@typed
 def initialize(
     config: DistributedConfig | None = None,
     *,
@@ -143,6 +145,7 @@ def is_main() -> bool:
     return jax.process_index() == 0
 
 
+@typed
 def finish(code: int = 0) -> NoReturn:
     """Ends this process in good order, in a job without the seconds that Python takes to clear up.
 
@@ -166,6 +169,7 @@ def log(*values: object) -> None:
         print(*values, file=sys.stderr, flush=True)  # noqa: T201
 
 
+@typed
 def barrier(name: str, timeout: float = 60.0) -> None:
     """Waits for all processes; a name is used once.
 
@@ -195,6 +199,7 @@ def absent(name: str, timeout: float) -> str | None:
     return f"process{'es' if ranks[1:] or more else ''} {', '.join(map(str, ranks))}{more}"
 
 
+@typed
 def health_check(*, processes: int | None = None, devices: int | None = None) -> str:
     """Runs one sum over all devices and checks what it must give; call it on every process.
 

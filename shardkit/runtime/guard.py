@@ -15,6 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from shardkit._check import quoted
+from shardkit._typed import typed
 from shardkit.runtime import beside
 from shardkit.runtime.fingerprint import fingerprint
 from shardkit.runtime.monitor.hello import Place
@@ -37,6 +38,7 @@ class Guard(NamedTuple):
     phase: Callable[[str], AbstractContextManager[None]]
 
 
+@typed
 def guard(
     *,
     mesh: Mesh,

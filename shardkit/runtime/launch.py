@@ -29,6 +29,7 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
+from shardkit._typed import typed
 from shardkit.mesh import cpu_environment
 from shardkit.runtime._lines import passing_on, write
 from shardkit.runtime.monitor.hello import TOKEN
@@ -46,6 +47,7 @@ _Child = subprocess.Popen[bytes]
 _Events = queue.SimpleQueue[int | signal.Signals]  # the index of a process that has ended, or a signal for the launcher
 
 
+@typed
 def launch(
     command: Sequence[str],
     *,

@@ -10,11 +10,13 @@ from typing import Any, TypeVar
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from shardkit._typed import typed
 from shardkit.runtime.arrays import from_rows, local_rows
 
 T = TypeVar("T")
 
 
+@typed
 def loader(
     source: Any,
     *,
@@ -152,6 +154,7 @@ class _Rows:
         return sample
 
 
+@typed
 def prefetch_to_device(batches: Iterable[T], n: int = 2) -> Iterator[T]:
     """Takes `n` batches more than it has given, so that their transfers run while the step computes.
 

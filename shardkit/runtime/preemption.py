@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from shardkit._typed import typed
+
 PREEMPTED = 75  # the exit code after a save because of a notice: EX_TEMPFAIL, "try again later"
 
 
@@ -29,6 +31,7 @@ def watch_preemption() -> None:
         signal.signal(signal.SIGTERM, _Notice())
 
 
+@typed
 def preempted(step: int) -> bool:
     """Whether SIGTERM, or the cloud's notice, was received by any process, and this is the step at which all save.
 

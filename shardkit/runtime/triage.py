@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._check import sized
+from shardkit._typed import typed
 from shardkit.collectives import axis_index
 from shardkit.layout import path_name, spec_axes, table
 from shardkit.parallel.batch import batch_specs
@@ -112,6 +113,7 @@ def nonfinite(tree: Any, mesh: Mesh | None = None) -> list[NonFinite]:
     return [row for (path, _), x in zip(leaves, seen, strict=True) for row in _places(path, x, mesh)]
 
 
+@typed
 def triage(
     grad_fn: GradFn,
     *,

@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from shardkit._typed import typed
 from shardkit.testing._compare import first_gap, is_float, magnitude, on, shapes_differ
 
 # A wrong factor or sign must never hide behind coarse dtypes and long sums.
 LARGEST_RELATIVE = 0.25
 
 
+@typed
 def assert_matches_reference(
     kernel: Callable[..., Any],
     reference: Callable[..., Any],

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardkit._check import named, sized
+from shardkit._typed import typed
 from shardkit.collectives import vary
 from shardkit.layout import broadcast_specs, local_shape, path_name, spec_axes
 from shardkit.mesh import make_mesh
@@ -30,6 +31,7 @@ class Certificate(NamedTuple):
         return f"the gradients of {self.leaves} leaves are those of one device on {len(self.meshes)} meshes: {meshes}"
 
 
+@typed
 def certify_gradients(
     grad_fn: Callable[[Any, Any], Any],
     loss_fn: Callable[[Any, Any], jax.Array],

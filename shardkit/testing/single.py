@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardkit._typed import typed
 from shardkit.parallel import GradFn
 from shardkit.parallel.gradient import counted
 from shardkit.rng import example_keys
@@ -57,6 +58,7 @@ class _Step(NamedTuple):
     params: Any
 
 
+@typed
 def one_device(
     grad_fn: GradFn,
     optimizer: Any,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from shardkit._typed import typed
 from shardkit.layout import canonical, spec_axes
 from shardkit.testing.chains import DTYPES, Chain, Op, legal_ops, state_of
 
@@ -32,6 +33,7 @@ class ShardedArray(NamedTuple):
     sizes: dict[str, int]
 
 
+@typed
 def meshes(*, devices: int = 8, names: Sequence[str] = NAMES) -> st.SearchStrategy[dict[str, int]]:
     """Every mesh of up to `devices` devices: each number of them factored into one axis, two, ... in every order.
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from shardkit._typed import typed
 from shardkit.parallel import GradFn, Plan
 from shardkit.testing._compare import on
 from shardkit.testing.laws import equal_copies, same_numbers
@@ -16,6 +17,7 @@ from shardkit.testing.rows import Row
 from shardkit.testing.single import one_device
 
 
+@typed
 def assert_same_training(
     grad_fn: GradFn,
     reference_grad_fn: GradFn,

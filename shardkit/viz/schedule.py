@@ -7,6 +7,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardkit._typed import typed
 from shardkit.schedules import Action, Schedule, Timeline
 from shardkit.viz.colours import GREY, OPS, shade, text_on
 
@@ -65,6 +66,7 @@ def boxes(schedule: Schedule, timeline: Timeline) -> list[Box]:
     return out
 
 
+@typed
 def in_flight(schedule: Schedule, timeline: Timeline, device: int) -> list[tuple[float, float]]:
     """How many microbatches' activations a device holds, from each time on at which that changes.
 

@@ -1,0 +1,106 @@
+"""Arguments of a kind other than the signature says: one sentence, where Python would take them for something else."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import types
+from collections.abc import Callable, Mapping
+from numbers import Integral, Real
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+F = TypeVar("F", bound=Callable[..., Any])
+_WORDS = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+}
+
+
+def typed(fn: F, where: str = "", only: type | None = None) -> F:
+    """Refuses arguments that are not what their annotations say, before the function sees them.
+
+    Looked at are bool, int, float, str, Literal and None, and unions of them: strings are true, nan is neither large
+    nor small, and True is 1, so that each of them would be taken in earnest somewhere. Any other annotation is left to
+    the function. Ranges are the function's own affair. `where` is what the function is called in errors; `only` is the
+    one kind to look at, where the function looks at the others itself.
+
+    Raises:
+        TypeError: from the call: "function: argument must be a whole number; got 1.5. Correct argument."
+    """
+    signature = inspect.signature(fn)
+    name = where or fn.__name__
+
+    @functools.cache
+    def kinds() -> Mapping[str, tuple[Any, ...]]:
+        hints = get_type_hints(fn)
+        found = {each: _kinds(hints.get(each, Any)) for each in signature.parameters}
+        return {each: kinds for each, kinds in found.items() if kinds and only in (None, *kinds)}
+
+    @functools.wraps(fn)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError:  # which Python says in its own words
+            return fn(*args, **kwargs)
+        for each, allowed in kinds().items():
+            several = signature.parameters[each].kind
+            if several is inspect.Parameter.VAR_KEYWORD:
+                for key, value in given.get(each, {}).items():
+                    check_kind(name, key, value, allowed)
+            elif several is inspect.Parameter.VAR_POSITIONAL:
+                for value in given.get(each, ()):
+                    check_kind(name, each, value, allowed)
+            elif each in given:
+                check_kind(name, each, given[each], allowed)
+        return fn(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]
+
+
+def check_kind(where: str, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    """Refuses a value that is of none of these kinds: types of `_WORDS`, None, or choices."""
+    if any(_is(value, kind) for kind in allowed):
+        return
+    choices = [kind for kind in allowed if not isinstance(kind, type) and kind is not None]
+    words = [_WORDS[kind] for kind in allowed if isinstance(kind, type)] + [repr(choice) for choice in choices]
+    words += ["None"] * (None in allowed)
+    rule = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+    error = ValueError if choices and isinstance(value, str) else TypeError
+    remedy = "Choose one of them" if choices else f"Correct {name}"
+    raise error(f"{where}: {name} must be {rule}; got {_told(value)}. {remedy}.")
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """What `check_kind` is to allow; () where some of it is not for it to judge."""
+    if hint in _WORDS:
+        return (hint,)
+    if hint is type(None):
+        return (None,)
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    if get_origin(hint) in (Union, types.UnionType):
+        found = [_kinds(each) for each in get_args(hint)]
+        return tuple(kind for each in found for kind in each) if all(found) else ()
+    return ()
+
+
+def _is(value: Any, kind: Any) -> bool:
+    if kind is bool:
+        return isinstance(value, bool | np.bool_)
+    if kind is int:
+        return isinstance(value, Integral) and not isinstance(value, bool)
+    if kind is float:
+        return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+    if kind is str:
+        return isinstance(value, str)
+    return value is None if kind is None else type(value) is type(kind) and bool(value == kind)
+
+
+def _told(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"a {type(value).__name__}"
