@@ -62,6 +62,13 @@ def typed(fn: F, where: str = "", only: type | None = None) -> F:
     return checked  # type: ignore[return-value]
 
 
+def check_fields(options: Any) -> None:
+    """Refuses fields of a dataclass, or of a NamedTuple, that are not what their annotations say."""
+    for name, hint in get_type_hints(type(options)).items():
+        if allowed := _kinds(hint):
+            check_kind(type(options).__name__, name, getattr(options, name), allowed)
+
+
 def check_kind(where: str, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """Refuses a value that is of none of these kinds: types of `_WORDS`, None, or choices."""
     if any(_is(value, kind) for kind in allowed):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import Mesh
 
+from shardkit._typed import check_fields
 from shardkit.mesh import make_mesh
 
 _BACKENDS = ("nccl", "gloo", "mpi")
@@ -56,6 +57,7 @@ class DistributedConfig:
     mixed_precision: str = "no"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("world_size", "num_nodes", "tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"DistributedConfig: {name} must be at least 1; got {getattr(self, name)}. Raise it.")

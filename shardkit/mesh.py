@@ -46,7 +46,7 @@ def simulate_devices(n: int) -> None:
     if _platform.jax_has_started():
         devices = jax.devices()
         if len(devices) == n and devices[0].platform == "cpu":
-            _warn_if_few_threads(n, stacklevel=3)
+            _warn_if_few_threads(n, stacklevel=4)
             return
         raise RuntimeError(
             f"simulate_devices: jax has already started with {_count(len(devices), devices[0].platform + ' device')}, "
@@ -124,11 +124,15 @@ def make_mesh(
         `jax.sharding.Mesh` whose axes have the given names and sizes.
 
     Raises:
-        ValueError: no axis, a size below 1, two sizes of -1, or a product that is not the number of devices.
+        ValueError: no axis, a size below 1, two sizes of -1, a device that is named twice, or a product that is not the
+            number of devices.
     """
     if not sizes:
         raise ValueError("make_mesh: at least one axis is needed; got none. Write for example make_mesh(data=-1).")
     chosen = devices is not None
+    twice = next((d for d in devices or () if list(devices or ()).count(d) > 1), None)
+    if twice is not None:
+        raise ValueError(f"make_mesh: each device must be named once; got {twice} more than once. Name others.")
     if devices is None:
         if not _platform.jax_has_started():
             _widen_thread_pool(_cpu_devices_to_come())
@@ -170,6 +174,7 @@ def abstract_mesh(**sizes: int) -> AbstractMesh:
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
+@typed
 def make_hybrid_mesh(
     *,
     fast: Mapping[str, int],
@@ -244,7 +249,7 @@ def _mesh(grid: np.ndarray, names: tuple[str, ...], axis_types: AxisType | Seque
     types = (axis_types,) * len(names) if isinstance(axis_types, AxisType) else tuple(axis_types)
     local = [d for d in grid.flat if d.process_index == d.client.process_index()]
     if len(local) > 1 and local[0].platform == "cpu":
-        _warn_if_few_threads(len(local), stacklevel=4)  # the caller of make_mesh or make_hybrid_mesh
+        _warn_if_few_threads(len(local), stacklevel=5)  # the caller of make_mesh or make_hybrid_mesh
     return Mesh(grid, names, axis_types=types)
 
 

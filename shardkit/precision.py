@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from shardkit._check import quoted
+from shardkit._typed import check_kind
 
 
 class LossScale(NamedTuple):
@@ -58,7 +59,8 @@ def precision_of(name: Precision | str | None) -> Precision:
     """The policy for a name: "no" (or None), "bf16" (compute in bfloat16), "fp16" (with dynamic loss scaling).
 
     Raises:
-        ValueError: another name, a dtype that is no float, or a loss scale that is not a positive power of two.
+        ValueError: another name, a dtype that is no float, or a loss scale that is not a positive power of two, or one
+            that float16 does not hold.
     """
     if isinstance(name, Precision):
         for field in ("param", "compute", "reduce", "output", "master"):
@@ -72,6 +74,16 @@ def precision_of(name: Precision | str | None) -> Precision:
             raise ValueError(
                 f"Precision: loss_scale must be None, 'dynamic' or a positive power of two, so that scaling is exact; "
                 f"got {scale!r}. Use for example 1024.0."
+            )
+        if isinstance(scale, int | float) and name.compute == jnp.float16 and scale > _FIRST_DYNAMIC_SCALE:
+            raise ValueError(
+                f"Precision: loss_scale must be at most {_FIRST_DYNAMIC_SCALE:g} where float16 computes, or every step "
+                f"overflows and is skipped; got {scale!r}. Lower it."
+            )
+        check_kind("Precision", "growth_interval", name.growth_interval, (int,))
+        if name.growth_interval < 1:
+            raise ValueError(
+                f"Precision: growth_interval must be at least 1; got {name.growth_interval}. Correct growth_interval."
             )
         return name
     policy = _NAMED.get("no" if name is None else name)

@@ -118,7 +118,7 @@ def make_train_step(
         warnings.warn(
             f"make_train_step: accumulate={accumulate} fills and drains the pipeline {accumulate} times a step. Give "
             f"the schedule {accumulate} times as many microbatches instead.",
-            stacklevel=2,
+            stacklevel=3,  # the caller's line, behind `typed`
         )
     optimizer = optax.with_extra_args_support(optimizer)
     batch_spec = plan.batch_spec(mesh)

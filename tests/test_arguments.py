@@ -3,15 +3,22 @@
 import inspect
 import math
 import re
+from pathlib import Path
 from typing import get_type_hints
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit import analysis, collectives, cost, runtime, schedules, testing, viz
 from shardkit._typed import _kinds, typed
+from shardkit.analysis import planner
+from shardkit.cli import soak, train
 from shardkit.collectives import compressed, hierarchical, ring
+from shardkit.config import DistributedConfig
 
 pytestmark = pytest.mark.check
 ROOMS = (sk, analysis, collectives, compressed, hierarchical, ring, cost, runtime, schedules, testing, viz)
@@ -115,3 +122,111 @@ def test_what_is_left_to_the_function():
         with pytest.raises(TypeError) as error:
             call()
         assert str(error.value) == words
+
+
+MESH = sk.abstract_mesh(data=8)
+
+
+def on_devices(kernel):
+    x = jax.ShapeDtypeStruct((16, 4), np.float32)
+    return jax.eval_shape(jax.shard_map(kernel, mesh=MESH, in_specs=P("data"), out_specs=P("data")), x)
+
+
+RANGES = [
+    (
+        lambda: sk.make_mesh([jax.devices()[0]] * 8, data=8),
+        r"make_mesh: each device must be named once; got .* more than once\. Name others\.",
+    ),
+    (
+        lambda: sk.precision.precision_of(sk.Precision(compute=jnp.float16, loss_scale=2.0**20)),
+        r"Precision: loss_scale must be at most 32768 where float16 computes, or every step overflows and is skipped; "
+        r"got 1048576\.0\. Lower it\.",
+    ),
+    (
+        lambda: sk.precision.precision_of(sk.Precision(growth_interval=0)),
+        r"Precision: growth_interval must be at least 1; got 0\. Correct growth_interval\.",
+    ),
+    (
+        lambda: DistributedConfig(enabled="false"),
+        r"DistributedConfig: enabled must be True or False; got 'false'\. Correct enabled\.",
+    ),
+    (
+        lambda: runtime.initialize(process_id=5),
+        r"initialize: coordinator_address must be known in a job of many processes; it is neither given nor in the "
+        r"environment\. Pass it, or start the job with shardkit launch\.",
+    ),
+    (
+        lambda: runtime.guard(mesh=MESH, deadlines=runtime.Deadlines(step=math.nan)),
+        r"Deadlines: step must be a number; got nan\. Correct step\.",
+    ),
+    (
+        lambda: runtime.guard(mesh=MESH, deadlines=runtime.Deadlines(data=0)),
+        r"Deadlines: data must be more than 0 seconds; got 0\. Raise it\.",
+    ),
+    (
+        lambda: on_devices(lambda x: sk.halo_exchange(x, "data", before=10**9)),
+        r"halo_exchange: before must be at most the rows of 1024 devices, of 2 each; got 1000000000\. Lower it\.",
+    ),
+    (
+        lambda: on_devices(lambda x: sk.zigzag(x, "data", dim=7)),
+        r"zigzag: dim must name a dim of one array at least; got 7\. Correct dim\.",
+    ),
+    (
+        lambda: on_devices(lambda x: sk.vocab_embed(x, np.ones((5, 4), "f"), "data")),
+        r"vocab_embed: tokens must be integers; got float32\. Convert them, or pass others\.",
+    ),
+    (
+        lambda: sk.vocab_cross_entropy(
+            np.ones((2, 3, 4), "f"), np.ones((4, 5), "f"), np.ones((2, 3), int), None, label_smoothing=2.0
+        ),
+        r"vocab_cross_entropy: label_smoothing must be at least 0 and below 1; got 2\.0\. Pass for example 0\.1\.",
+    ),
+    (
+        lambda: list(planner.layouts(planner.Model(8, 64, 4, vocabulary=256), chip="v5e", chips=8, batch=10**30)),
+        r"planner: batch must be at most 1,000,000,000; got 1e\+30\. Correct batch\.",
+    ),
+    (
+        lambda: runtime.loader([1], batch=1, seed=0, mesh=MESH, spec=P("data"), threads=10**6),
+        r"loader: threads must be at most 1024; got 1000000\. Pass a smaller number\.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), RANGES, ids=lambda each: each if isinstance(each, str) else "")
+def test_what_means_nothing_is_refused(call, message, monkeypatch):
+    for name in ("JAX_COORDINATOR_ADDRESS", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises((TypeError, ValueError)) as error:
+        call()
+    assert re.fullmatch(message, str(error.value)), error.value
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"verify": -1}, "train: --verify must be at least 0; got -1. Raise it."),
+        ({"hidden": 0}, "train: --hidden must be at least 1; got 0. Raise it."),
+        ({"clip": -1.0}, "train: --clip must be at least 0; got -1.0. Raise it."),
+        ({"learning_rate": math.nan}, "train: --learning-rate must be above 0; got nan. Correct it."),
+        ({"layers": 0}, "train: --layers must be at least 1; got 0. Raise it."),
+        ({"dim": -16}, "train: --dim must be at least 1; got -16. Raise it."),
+        ({"seed": -1}, "train: --seed must be at least 0; got -1. Raise it."),
+        ({"dropout": 1.0}, "train: --dropout must be below 1; got 1.0. Lower it."),
+        (
+            {"json": Path("/tmp")},
+            "train: --json must be a file in a directory that is there; got /tmp. Choose another.",
+        ),
+    ],
+)
+def test_options_of_training_that_mean_nothing(options, message):
+    with pytest.raises(ValueError) as error:
+        train.train(train.Options(**options))
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("options", [{"threads": 0}, {"devices": 0}, {"starts": 0}, {"timeout": math.nan}])
+def test_options_of_soak_that_mean_nothing(options):
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError) as error:
+        soak.soak(soak.Options(**options))
+    assert str(error.value) == f"soak: --{name} must be at least 1; got {value}. Raise it."

@@ -20,6 +20,8 @@ from shardkit.cost import _check
 
 __all__ = ["Advice", "Candidate", "Layout", "Model", "advise", "batch_size", "estimate", "layouts", "search", "table"]
 
+_MOST = 10**9  # chips, and sequences in a step
+
 
 def layouts(model: Model, *, chip: str | cost.Chip, chips: int, batch: int) -> Iterator[Layout]:
     """Every layout of the model on that many chips: what divides the chips, the model and the batch.
@@ -38,6 +40,9 @@ def layouts(model: Model, *, chip: str | cost.Chip, chips: int, batch: int) -> I
     """
     it = cost.chip(chip)
     chips, batch = _check.whole("planner", chips=chips, batch=batch)
+    for name, number in (("chips", chips), ("batch", batch)):
+        if number > _MOST:  # all of its divisors are looked for
+            raise ValueError(f"planner: {name} must be at most {_MOST:,}; got {number:.3g}. Correct {name}.")
     for tensor in _divisors(chips):
         for fsdp in _divisors(chips // tensor) if divides(model, it, tensor) else ():
             data = chips // (tensor * fsdp)

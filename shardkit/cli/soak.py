@@ -55,6 +55,10 @@ class Options:
 
 def soak(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     """Look for hangs on simulated devices."""
+    for name in ("starts", "steps", "devices", "threads", "timeout"):
+        value = getattr(options, name)
+        if value is not None and not value >= 1:
+            raise ValueError(f"soak: --{name} must be at least 1; got {value}. Raise it.")
     console = Console(soft_wrap=True, highlight=False)
     failures, begin, answers = 0, time.perf_counter(), set()
     for start in track(range(options.starts), "starts", console=console, disable=not console.is_terminal):

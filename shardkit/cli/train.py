@@ -118,7 +118,7 @@ class Options:
 
 def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     """Train a transformer on text."""
-    _check_counts(options)
+    _check_numbers(options)
     cluster = sk.runtime.initialize()
     many = cluster.world_size > 1
     console = Console(soft_wrap=True, highlight=False, quiet=not cluster.is_master)
@@ -152,11 +152,35 @@ def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     return _summary(run, trained, differences, console, writes=cluster.is_master)
 
 
-def _check_counts(options: Options) -> None:
-    for name in ("steps", "batch", "length", "evaluate_every", "checkpoint_every"):
-        if getattr(options, name) < 1:
-            word = name.replace("_", "-")
-            raise ValueError(f"train: --{word} must be at least 1; got {getattr(options, name)}. Raise it.")
+# The least of each option, and what is refused without it: no step, no layer, a division by zero.
+_AT_LEAST = {
+    **dict.fromkeys(("steps", "batch", "length", "accumulate", "layers", "dim", "heads", "kv_heads", "hidden"), 1),
+    **dict.fromkeys(("top_k", "microbatches", "chunks", "evaluate_every", "checkpoint_every", "keep"), 1),
+    **dict.fromkeys(("experts", "seed", "verify", "compare_replicas", "clip", "weight_decay", "dropout"), 0),
+}
+_ABOVE_ZERO = ("learning_rate", "deadline", "capacity")
+
+
+def _check_numbers(options: Options) -> None:
+    for name, least in _AT_LEAST.items():
+        value = getattr(options, name)
+        if value is not None and not least <= value < math.inf:
+            raise ValueError(f"train: {_word(name)} must be at least {least}; got {value}. Raise it.")
+    for name in _ABOVE_ZERO:
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"train: {_word(name)} must be above 0; got {value}. Correct it.")
+    if options.dropout >= 1:
+        raise ValueError(f"train: --dropout must be below 1; got {options.dropout}. Lower it.")
+    parent = options.json.parent if options.json is not None else Path()
+    if options.json is not None and (options.json.is_dir() or not parent.is_dir()):
+        raise ValueError(
+            f"train: --json must be a file in a directory that is there; got {options.json}. Choose another."
+        )
+
+
+def _word(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _guard(run: Run, first: int) -> sk.runtime.Guard:

@@ -19,6 +19,8 @@ _COMBINE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "min": jnp.minimum,
 }
 
+_FARTHEST = 1024  # devices whose rows a halo may reach
+
 
 @typed
 def scan(x: Any, axis: Axis, *, op: Literal["sum", "max", "min"] = "sum", exclusive: bool = False) -> Any:
@@ -82,7 +84,8 @@ def halo_exchange(x: Any, axis: Axis, *, dim: int = 0, before: int = 1, after: i
         Arrays whose size along `dim` is larger by before + after.
 
     Raises:
-        ValueError: an unbound axis, a `dim` the array does not have or that is empty, or a negative number of rows.
+        ValueError: an unbound axis, a `dim` the array does not have or that is empty, a negative number of rows, or
+            more than 1024 devices have: each takes a message.
 
     Cost: B (before + after)/D bytes, D the block's size along `dim`, in one step for each neighbour reached.
     """
@@ -94,6 +97,12 @@ def halo_exchange(x: Any, axis: Axis, *, dim: int = 0, before: int = 1, after: i
     def join(leaf: jax.Array) -> jax.Array:
         at = dim_of("halo_exchange", dim, jnp.ndim(leaf))
         size = leaf.shape[at]
+        for side, rows in (("before", before), ("after", after)):
+            if rows > _FARTHEST * size > 0:
+                raise ValueError(
+                    f"halo_exchange: {side} must be at most the rows of {_FARTHEST} devices, of {size} each; got "
+                    f"{rows}. Lower it."
+                )
         if not size:
             raise ValueError(
                 f"halo_exchange: dim {at} must have one row or more on each device; got shape {leaf.shape}. "

@@ -53,6 +53,9 @@ def zigzag(tree: Any, axis: Axis, *, ulysses: Axis | None = None, dim: int = 1, 
     stays = [all(source == target for source, target in route) for route in routes]  # over two devices one of them
     in_order = jnp.asarray(even_first)[axis_index(names)]
 
+    if not any(-jnp.ndim(x) <= dim < jnp.ndim(x) for x in jax.tree.leaves(tree)):
+        raise ValueError(f"zigzag: dim must name a dim of one array at least; got {dim}. Correct dim.")
+
     def reorder(x: jax.Array) -> jax.Array:
         if not -jnp.ndim(x) <= dim < jnp.ndim(x):
             return x

@@ -5,6 +5,7 @@ Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ def vocab_embed(tokens_bT: jax.Array, table_vD: jax.Array, axis: Axis | None, *,
 
     Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3.
     """
+    _check_integers("vocab_embed", "tokens", tokens_bT)
     names = live_axes("vocab_embed", axis, table_vD)
     rows = table_vD.shape[0]
     local_bT = _local(tokens_bT, rows, names)
@@ -133,6 +135,11 @@ def vocab_cross_entropy_and_hits(
     return _cross_entropy("vocab_cross_entropy_and_hits", x_bTD, head_Dv, targets_bT, axis, sequence, options)
 
 
+def _check_integers(where: str, name: str, x: Any) -> None:
+    if not jnp.issubdtype(jnp.result_type(x), jnp.integer):
+        raise TypeError(f"{where}: {name} must be integers; got {jnp.result_type(x)}. Convert them, or pass others.")
+
+
 class _Options(NamedTuple):
     z_loss: float
     smoothing: float
@@ -142,6 +149,13 @@ class _Options(NamedTuple):
 def _cross_entropy(
     where: str, x: jax.Array, head: jax.Array, targets: jax.Array, axis: Axis | None, sequence: bool, options: _Options
 ) -> tuple[jax.Array, jax.Array]:
+    _check_integers(where, "targets", targets)
+    if not 0 <= options.smoothing < 1:
+        raise ValueError(
+            f"{where}: label_smoothing must be at least 0 and below 1; got {options.smoothing}. Pass for example 0.1."
+        )
+    if not 0 <= options.z_loss < math.inf:
+        raise ValueError(f"{where}: z_loss must be 0 or more; got {options.z_loss}. Pass for example 1e-4.")
     names = live_axes(where, axis, x, head)
     if sequence and names:
         x = all_gather(x, names, dim=-2)

@@ -106,7 +106,7 @@ def initialize(
     if None in found[:3]:
         found = _filled(found, _Found(*_platform.detect_cluster(int(timeout))))
     local_rank = _local_rank(config, os.environ)
-    if found.address is None and found.size in (None, 1):
+    if found.address is None and found.size in (None, 1) and not found.rank:
         _platform.leave_out_idle_tpu()
         _check_devices(expect_devices)
         return Cluster(0, 1, local_rank, True, "")

@@ -13,6 +13,8 @@ from jax.sharding import Mesh, PartitionSpec
 from shardkit._typed import typed
 from shardkit.runtime.arrays import from_rows, local_rows
 
+_MOST = 1024  # threads, and batches made ahead
+
 T = TypeVar("T")
 
 
@@ -64,6 +66,8 @@ def loader(
         least = 1 if name == "batch" else 0
         if value < least:
             raise ValueError(f"loader: {name} must be at least {least}; got {value}. Pass a larger number.")
+        if name in ("threads", "prefetch") and value > _MOST:
+            raise ValueError(f"loader: {name} must be at most {_MOST}; got {value}. Pass a smaller number.")
     if len(samples) < batch:
         raise ValueError(
             f"loader: the source must fill one batch; it has {len(samples)} samples in all epochs, and the batch takes "
