@@ -56,6 +56,10 @@ ERRORS = [
         f"{PRODUCT} divide world_size; got 3 x 1 = 3 for world_size=8. Choose sizes whose product divides it.",
     ),
     (
+        {"world_size": 12, "tensor_parallel_size": 2, "pipeline_parallel_size": 4},
+        f"{PRODUCT} divide world_size; got 2 x 4 = 8 for world_size=12. Choose sizes whose product divides it.",
+    ),
+    (
         {"world_size": 8, "rank": 8},
         "DistributedConfig: rank must be at least 0 and below world_size; got rank=8 for world_size=8. Choose 0 to 7.",
     ),

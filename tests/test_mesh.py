@@ -232,6 +232,8 @@ def test_fast_axes_stay_inside_a_group():  # proves F3
 
     subset = sk.make_hybrid_mesh(fast={"f": 2}, slow={"s": 2}, devices=jax.devices()[4:], group_of=group_of)
     assert ids(subset) == [[4, 6], [5, 7]]
+    backwards = sk.make_hybrid_mesh(fast={"f": 4}, slow={"s": 2}, devices=jax.devices()[::-1], group_of=group_of)
+    assert ids(backwards) == [[6, 4, 2, 0], [7, 5, 3, 1]]  # groups by their number, and not as they come
     one_process = sk.make_hybrid_mesh(fast={"f": 8}, slow={"s": 1})
     assert ids(one_process) == [list(range(8))]
 

@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.analysis import aot, hlo
 from shardkit.analysis.census import census_of, mesh_sizes
-from shardkit.analysis.compiled import Clock, compiled_rows, total_work
+from shardkit.analysis.compiled import Clock, _Reader, _Slot, compiled_rows, total_work
 from shardkit.analysis.report import Report
+from shardkit.analysis.work import Work
 from support.recorded.programs import PROGRAMS, abstract_mesh
 from support.recorded.record import HERE, load
 
@@ -149,6 +150,22 @@ def test_a_window_hides_one_collective_of_an_axis_only():
     rows = compiled_rows(hlo.read(module), {"fsdp": 4, "tp": 2}, clock)
     hidden = sum((r.seconds - r.exposed) * r.times for r in rows if "fsdp" in r.axes)
     assert hidden <= total_work(hlo.read(module), clock).seconds + 1e-9
+
+
+def test_compute_that_hides_one_collective_is_used_up_for_the_next():
+    """Of the same links; the recordings have no two that overlap for longer than what they overlap with."""
+    _, serialized = load("fsdp_tp-v5e_2x4-jax0.10.json.gz")
+    module = hlo.read(serialized)
+    clock = Clock(lambda flops, size: 1.0, lambda kind, groups, sent: 1.5)
+    reader = _Reader(module, {"fsdp": 4, "tp": 2}, clock)
+    found = next(
+        each
+        for computation in module.computations.values()
+        for instruction in computation.instructions.values()
+        if (each := reader._collective_of(computation, instruction)) and each.kind == "all_gather"
+    )
+    window = [_Slot(Work(1.0, 1.0, 1.0)), _Slot(Work(1.0, 1.0, 1.0))]
+    assert [reader._row(found, 1, "", window).exposed for _ in range(3)] == [0.0, 1.0, 1.5]
 
 
 def test_a_report_goes_to_json_and_back_and_beside_another():

@@ -375,3 +375,11 @@ def test_specs_of_an_axis_of_one_device_split_nothing():
         lambda x: sk.vary(kernel(x), ("data", "model")), mesh=mesh, in_specs=P("data"), out_specs=P(BOTH)
     )
     assert lint(fn, X) == [] and MESH.shape["data"] == 2
+
+
+def test_a_slice_at_the_same_place_on_every_device_needs_the_whole_sum():
+    """What each keeps is not its own piece: no reduce_scatter would do."""
+    kernel = on(lambda x: lax.dynamic_slice_in_dim(sk.all_reduce(x, "model"), jnp.int32(2), 2))
+    assert not [each for each in lint(kernel, X, small=0) if each.rule == "all-reduce-then-slice"]
+    own = on(lambda x: lax.dynamic_slice_in_dim(sk.all_reduce(x, "model"), 2 * lax.axis_index("model"), 2))
+    assert [each.rule for each in lint(own, X, small=0)] == ["all-reduce-then-slice"]

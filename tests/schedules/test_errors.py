@@ -78,6 +78,16 @@ device 0  0F0/0F1 .       0B0     0B1     .
 device 1  .       1F0     1B0     1F1     1B1""",
         ),
         (
+            "0F0,,0I0,(0F1;0W0)\n,1F0,1B0,",
+            "a device must do one action at a tick, or a forward and then a backward; got 0F1 and 0W0 on device 0 at "
+            "tick 3. Give each a tick.",
+            """\
+tick      0       1       2       3
+device 0  0F0     .       0I0     0F1/0W0
+                                  ^
+device 1  .       1F0     1B0     .""",
+        ),
+        (
             "0F0,0B0,0F1,0B1\n,1F1,1F0,1B0,1B1",
             "an order must not wait for itself; got 0B0 on device 0, which waits for 1B0, and that comes only after "
             "0B0. Change the order.",

@@ -62,3 +62,11 @@ def test_lockstep_is_its_closed_form():
         forward, backward = g * v * p + c * p + r + d, (v * p - 1) + g * v * p + (v - 1 - c) * p + r + (p - 1 - d)
         assert tick == (forward if op == "F" else backward)
     assert len(at) == 2 * m * v * p
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 2), (3, 2), (3, 4), (4, 6)])
+def test_zero_bubble_v_with_few_microbatches_leaves_out_the_others(stages, microbatches):
+    few, enough = (schedules.zero_bubble_v(stages, m) for m in (microbatches, 2 * stages - 1))
+    for device in range(stages):
+        kept = [action for action in enough.order(device) if action.microbatch < microbatches]
+        assert list(few.order(device)) == kept

@@ -258,3 +258,20 @@ def test_gradients_of_microbatches_are_summed_in_float32():
     )
     state, _ = step(init({"w": jnp.zeros(())}, KEY), np.array([256, *7 * [1]], np.float32))
     assert float(jax.tree.leaves(state.opt_state)[0]) == -263 / 8
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "stop"])
+def test_a_gradient_that_is_infinite_on_one_device_is_seen_by_all(nonfinite, data8):
+    """The loss is finite, and so is every other device's piece of the gradient."""
+    root = sk.value_and_grad(lambda params, batch, keys: sk.Mean.of(batch * jnp.sum(jnp.sqrt(params["w"]))))
+    init, step = sk.make_train_step(
+        root, optax.sgd(0.1), mesh=data8, plan=sk.fsdp("data", min_size=1), nonfinite=nonfinite
+    )
+    state, batch = init({"w": np.arange(16, dtype=np.float32)}, KEY), np.ones(8, np.float32)
+    if nonfinite == "stop":
+        with pytest.raises(sk.NonFiniteError):
+            step(state, batch)
+        return
+    state, metrics = step(state, batch)
+    assert jnp.isfinite(metrics["loss"]) and not metrics["finite"]
+    np.testing.assert_array_equal(state.params["w"], np.arange(16))

@@ -613,6 +613,12 @@ WRONG = [
         (jax.ShapeDtypeStruct((256,), jnp.float32), jax.ShapeDtypeStruct((64, 256), jnp.float32)),
     ),
     Planted(
+        "zeros that a chain leaves as a predicate",
+        "incomplete-permutation",
+        on(lambda x: jnp.where(lax.ppermute(x > 0, "model", [(0, 1), (1, 2)]), x, 0)),
+        on(lambda x: jnp.where(lax.ppermute(x > 0, "model", [(0, 1), (1, 2), (2, 3), (3, 0)]), x, 0)),
+    ),
+    Planted(
         "one dropout mask on all devices",
         "repeated-draw",
         _dropout(lambda key: key),
