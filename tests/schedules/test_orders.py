@@ -4,6 +4,7 @@ Four devices, eight microbatches, two chunks where there are chunks; idle ticks 
 counts the last device's forwards from 1, a slip that its execution does not make: recorded from 0.
 """
 
+import re
 from pathlib import Path
 
 import pytest
@@ -68,5 +69,5 @@ def test_lockstep_is_its_closed_form():
 def test_zero_bubble_v_with_few_microbatches_leaves_out_the_others(stages, microbatches):
     few, enough = (schedules.zero_bubble_v(stages, m) for m in (microbatches, 2 * stages - 1))
     for device in range(stages):
-        kept = [action for action in enough.order(device) if action.microbatch < microbatches]
-        assert list(few.order(device)) == kept
+        kept = [each for each in enough.order(device) if int(re.split("[FIBW]", each)[1]) < microbatches]
+        assert few.order(device) == kept
