@@ -1,6 +1,7 @@
 """The planner's estimates: by hand, and against the state of a real train step."""
 
 import math
+from fractions import Fraction
 
 import jax
 import pytest
@@ -9,6 +10,7 @@ from benchmarks import large_model
 from shardkit import cost
 from shardkit.analysis import planner
 from shardkit.analysis.planner import Layout, Model
+from shardkit.analysis.wires import clock_of
 
 pytestmark = pytest.mark.check
 
@@ -71,6 +73,15 @@ def test_groups_that_leave_a_gpu_host_are_bound_by_its_network():
     # eight members a host send 8 * 50 GB/s together; with 8 copies a host, each group has one member there
     assert hidden(fsdp=16) == pytest.approx(8 * p * 15 / 16 / 400e9)
     assert hidden(fsdp=8, data=2) == pytest.approx(8 * p * 7 / 8 / 450e9 + 2 * p / 8 * 4 / 2 / 50e9)
+
+
+def test_the_wire_of_a_gpu_group_is_its_hosts_or_the_network():
+    """Places are (slice, host, GPU): another host of the same slice is behind the network, too."""
+    chip = cost.chip("h100")
+    clock = clock_of("cuda", chip, [(0, host, gpu) for host in range(2) for gpu in range(2)])
+    inside, across = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+    assert clock.wire("all_gather", inside, Fraction(10**9)) == 1e9 / chip.link_bandwidth
+    assert clock.wire("all_gather", across, Fraction(10**9)) == 1e9 / chip.network_bandwidth
 
 
 def test_selective_recomputation_repeats_two_products():

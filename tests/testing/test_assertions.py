@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.testing import assert_matches_reference, assert_same_training
-from shardkit.testing._compare import constant_factor, distance, times
+from shardkit.testing._compare import constant_factor, distance, first_gap, times
 from support.conformance import MODELS
 from support.training import lenient
 
@@ -112,6 +112,13 @@ def test_words_for_factors():
         *("4x", "1/4 of", "-1x", "0x", "1.5x", "-1/2 of"),
     ]
     assert distance(np.array([np.nan, np.inf, 1]), np.array([np.nan, np.inf, np.nan])).tolist() == [0, 0, np.inf]
+
+
+def test_integers_must_be_equal_whatever_is_allowed():
+    floats, integers = {"x": np.array([1000.0, 2.0])}, {"n": np.array([1000, 2])}
+    assert first_gap({"x": floats["x"] + 1}, floats, lambda *_: 2.0) is None
+    found = first_gap({"n": integers["n"] + 1}, integers, lambda *_: 2.0)
+    assert found is not None and (found.path, found.largest, found.allowed) == ("n", 1, 0)
 
 
 SOFTMAX = MODELS[0]
