@@ -267,11 +267,14 @@ def _in_child(
     request: dict[str, Any], bytecode: bytes, timeout: float, where: Topology, sizes: Mapping[str, int]
 ) -> tuple[dict[str, Any], bytes | None]:
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | _QUIET
+    # Its own modules, and none of the working directory's (-P), which may be called as they are.
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     with tempfile.TemporaryDirectory(prefix="shardkit-aot-") as name:
         folder = Path(name)
         (folder / "request.json").write_text(json.dumps(request))
         (folder / "module.mlirbc").write_bytes(bytecode)
-        command = [sys.executable, "-m", "shardkit.analysis.aot_child", name]
+        command = [sys.executable, "-P", "-m", "shardkit.analysis.aot_child", name]
         try:
             child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
         except subprocess.TimeoutExpired:

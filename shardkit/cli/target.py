@@ -96,10 +96,13 @@ def _import(where: str) -> ModuleType:
         if not path.is_file():
             raise ValueError(f"target: the file must exist; {where} does not. Check the path.")
         sys.path[:0] = [str(path.resolve().parent)]
-        spec = importlib.util.spec_from_file_location(path.stem, path)
+        there = getattr(sys.modules.get(path.stem), "__file__", None)
+        # A file may be called as a module that others import: json.py must not take json's place.
+        name = path.stem if there in (None, str(path), str(path.resolve())) else f"{path.stem} ({path.resolve()})"
+        spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None, f"{where} is a Python file"
         module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module
+        sys.modules[name] = module
         spec.loader.exec_module(module)
         return module
     except ModuleNotFoundError as error:

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 
 import jax
 import pytest
@@ -179,3 +180,12 @@ def test_a_module_that_cannot_be_imported(tmp_path):
 def test_nothing_is_drawn_for_a_key():
     _, (key,) = target.load("json:dumps", ["key"])
     assert isinstance(key, jax.ShapeDtypeStruct)
+
+
+def test_a_file_that_is_called_as_a_module_does_not_take_its_place(tmp_path):
+    """`shardkit lint json.py:f` gave all that came after another json."""
+    (tmp_path / "json.py").write_text("def f():\n    return f,\n")
+    before = list(sys.path)
+    fn, _ = target.load(f"{tmp_path / 'json.py'}:f")
+    assert fn.__name__ == "f" and sys.modules["json"] is json
+    sys.path[:] = before

@@ -1,5 +1,7 @@
 """assert_matches_reference and assert_same_training: right code passes, wrong code fails in full words."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,6 +124,16 @@ def test_integers_must_be_equal_whatever_is_allowed():
 
 
 SOFTMAX = MODELS[0]
+
+
+def test_training_compares_the_copies_too(data8, monkeypatch):
+    def differ(program, reference):
+        raise AssertionError("the copies differ")
+
+    monkeypatch.setattr(sys.modules[assert_same_training.__module__], "equal_copies", differ)
+    with pytest.raises(AssertionError) as error:
+        training(mesh=data8)
+    assert str(error.value) == "assert_same_training: on mesh data=8 with plan dp('data'), the copies differ"
 
 
 def training(grad_fn=None, reference=None, plan=None, mesh=None, optimizer=None, steps=3, **options):

@@ -76,6 +76,22 @@ def test_a_step_of_ones_own_and_a_law_of_ones_own():
     ]
 
 
+def test_one_law_that_breaks_is_enough_wherever_it_stands():
+    def breaks(program, reference):
+        raise AssertionError("it breaks")
+
+    def holds(program, reference):
+        return ""
+
+    for order in ([breaks, holds], [holds, breaks], [holds, breaks, holds]):
+        with pytest.raises(AssertionError) as error:
+            proved(OWN, DP4, laws=order)
+        assert str(error.value).splitlines() == [
+            f"prove: 1 of {len(order)} do not hold:",
+            "- data=4: dp('data'), breaks: it breaks",
+        ]
+
+
 def test_a_wrong_gradient_behind_a_clip():
     def doubled(params, batch, keys, *, scale=1):
         loss, aux, grads = OWN(params, batch, keys, scale=scale)
