@@ -81,10 +81,11 @@ def forged(token="guessed", **changed):
     return json.dumps({**message, **changed}).encode() + b"\n"
 
 
-def test_another_number_of_processes_is_refused():
-    assert meetings((0, 3), (1, 2), (2, 3)) == 3 * [
+@pytest.mark.parametrize("size", [2, 4])
+def test_another_number_of_processes_is_refused(size):
+    assert meetings((0, 3), (1, size), (2, 3)) == 3 * [
         f"initialize: all processes must be started with the same number of processes; process 1 on {HOST} was started "
-        f"with 2, process 0 on {HOST} with 3. Correct one of them."
+        f"with {size}, process 0 on {HOST} with 3. Correct one of them."
     ]
 
 

@@ -88,7 +88,7 @@ def test_one_law_that_breaks_is_enough_wherever_it_stands():
             proved(OWN, DP4, laws=order)
         assert str(error.value).splitlines() == [
             f"prove: 1 of {len(order)} do not hold:",
-            "- data=4: dp('data'), breaks: it breaks",
+            "- data=4: dp('data'), breaks: on mesh data=4 with plan dp('data'), it breaks",
         ]
 
 
