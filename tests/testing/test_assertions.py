@@ -106,6 +106,14 @@ def test_no_dtype_is_so_coarse_that_a_factor_passes(data8):
     assert "1/2 of the reference" in complaint(data8, lambda x: x / 2, lambda x: x, (x,), **options)
 
 
+def test_what_is_allowed_is_rounding_and_not_a_percent(data8):
+    options = {"in_specs": P("data"), "out_specs": P("data"), "grad": False, "eager": False, "mesh": data8}
+    args = (np.arange(1, 17, dtype=np.float32),)
+    assert_matches_reference(lambda x: x * np.float32(1 + 2e-7), lambda x: x, args=args, **options)
+    with pytest.raises(AssertionError, match="the largest difference"):
+        assert_matches_reference(lambda x: x * np.float32(1 + 1e-4), lambda x: x, args=args, **options)
+
+
 def test_words_for_factors():
     y = np.array([1.0, -2, 0])
     assert constant_factor(3 * y, y) == 3
