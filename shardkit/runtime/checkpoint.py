@@ -128,7 +128,7 @@ class Checkpoints:
             metrics: numbers by name, or None.
 
         A run that goes on from a step that is not the newest, because that is damaged for example, renames those that
-        are newer at its first save, with a warning: they no longer count.
+        are newer where a save would come before them, with a warning: they no longer count.
 
         Raises:
             ValueError: a step that is not newer than all that are there, other than those; a position or configuration
@@ -144,7 +144,7 @@ class Checkpoints:
                 f"save: {named(self._directory)} was opened with read_only=True. Leave it out to save there."
             )
         step, newest = int(state.step), self.latest_step()
-        goes_back = newest is not None and self._since < min(step, newest)
+        goes_back = newest is not None and self._since < step <= newest
         if newest is not None and step <= newest and not goes_back:
             raise ValueError(
                 f"save: a step must be newer than all that are there; got step {step}, and {named(self._directory)} "

@@ -1,6 +1,7 @@
 """The census and the contracts: every form of control flow, exact counts, and messages that name the line."""
 
 import json
+import threading
 from fractions import Fraction
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
+from shardkit import _platform
 from shardkit.analysis import census, collective, expects
 from shardkit.cost import wire
 
@@ -246,3 +248,92 @@ def test_a_kernel_with_its_own_derivative_is_named_by_its_callers_line(op):
 
     found = sk.census(jax.shard_map(largest, mesh=mesh, in_specs=P("d"), out_specs=P()), np.ones(4, np.float32))
     assert [row.source.split(":")[0] for row in found.rows] == ["test_census.py"]
+
+
+def dp_step(p, x):
+    """Data parallelism by hand: the gradients of each device are summed after its backward pass."""
+    loss, grads = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(sk.vary(p, ("data", "model")))
+    return sk.all_reduce(loss, ("data", "model"), op="mean"), p - sk.all_reduce(grads, ("data", "model"), op="mean")
+
+
+def test_what_takes_gradients_after_the_backward_pass_is_the_update():
+    """It was called forward, and the backward pass was said to send nothing without a word of this."""
+    step = jax.shard_map(dp_step, mesh=MESH, in_specs=(P(), P(("data", "model"))), out_specs=P())
+    rows = census(step, jax.ShapeDtypeStruct((8, 3), jnp.float32), X).rows
+    assert [(row.backward, row.update) for row in rows] == [(False, False), (False, True)]
+    assert " update " in str(census(step, jax.ShapeDtypeStruct((8, 3), jnp.float32), X))
+    told = sk.explain(step, jax.ShapeDtypeStruct((8, 3), jnp.float32), X)
+    assert (len(told), told.after) == (0, 1)
+    assert str(told) == "the backward pass sends nothing\n1 collective after it takes its gradients: see census"
+
+
+def test_a_scope_that_the_user_calls_transpose_is_no_backward_pass():
+    def kernel(x):
+        with jax.named_scope("transpose"):
+            return sk.all_reduce(x, "data")
+
+    (row,) = census(on(kernel), X).rows
+    assert not row.backward
+
+
+def test_casts_to_reduced_and_unreduced_send_nothing_and_a_broadcast_is_counted():
+    """On jax 0.10 the census knew none of them."""
+    both = ("data", "model")
+
+    def reduced(w, x):
+        return jnp.sum((x @ lax.pcast(w, both, to="reduced")) ** 2)[None]
+
+    mapped = jax.shard_map(reduced, mesh=MESH, in_specs=(P(), P(both)), out_specs=P(both))
+    w = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    assert census(mapped, w, X).rows == ()
+    gradient = jax.grad(lambda w, x: mapped(w, x).sum())
+    (row,) = census(gradient, w, X).rows
+    assert (row.kind, row.axes, row.bytes_in, row.backward) == ("all_reduce", both, 8 * 4 * 4, True)
+    (told,) = sk.explain(gradient, w, X)
+    assert "is cast there to vary over them; the gradient of the cast is a sum." in told.why
+
+    def unreduced(x):
+        return lax.psum(lax.pcast(x, "model", to="unreduced"), "model")
+
+    mapped = jax.shard_map(unreduced, mesh=MESH, in_specs=P(both), out_specs=P("data"))
+    assert [row.kind for row in census(mapped, X).rows] == ["all_reduce"]
+
+    def sent_on(x):
+        return lax.pbroadcast(x, ("data",), 0)
+
+    (row,) = census(jax.shard_map(sent_on, mesh=MESH, in_specs=P(both), out_specs=P(both)), X).rows
+    assert (row.kind, row.n, row.sent) == ("broadcast", 2, PIECE)
+
+
+def test_the_instruments_work_inside_an_outer_trace():
+    """A closed-over tracer ended in ConcretizationTypeError."""
+    seen = []
+
+    def outer(w):
+        fn = on(lambda x: sk.all_reduce(x * jnp.sum(w), "data"))
+        seen.append((sk.lint(fn, X), census(fn, X).count(), str(sk.explain(fn, X))))
+        return jnp.sum(w**2)
+
+    w = jax.ShapeDtypeStruct((4,), jnp.float32)
+    for traced in (outer, jax.grad(outer), jax.vmap(lambda x: outer(x[None]))):
+        jax.eval_shape(traced, w)
+    assert seen == 3 * [([], 1, "the backward pass sends nothing")]
+
+
+def test_another_thread_keeps_its_process_index():
+    """What it was told by a trace as process 1 it would have believed: a checkpoint, for example."""
+    told, here, go_on = [], threading.Event(), threading.Event()
+
+    def other():
+        here.wait(10)
+        told.append(jax.process_index())
+        go_on.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with _platform.as_process(1):
+        assert jax.process_index() == 1
+        here.set()
+        assert go_on.wait(10)
+    thread.join()
+    assert told == [0] and jax.process_index() == 0
