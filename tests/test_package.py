@@ -31,6 +31,7 @@ FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 NEIGHBOURS = {
     "_check": {"_compat"},
     "_sealed": {"_compat"},
+    "cost": {"_typed"},
     "schedules": {"cost"},
     "layout": {"mesh"},
     "config": {"mesh"},

@@ -13,6 +13,7 @@ from shardkit.analysis.census import KINDS, Census, Row, census_of, mesh_sizes
 from shardkit.analysis.compiled import CompiledRow, compiled_rows
 from shardkit.analysis.memory import Memory, memory_of
 from shardkit.analysis.runs import traceable
+from shardkit.layout import table
 
 
 class Compiled(NamedTuple):
@@ -31,6 +32,23 @@ class Compiled(NamedTuple):
     def differences(self) -> list[str]:
         """What the compiler changed, a line each."""
         return account(self.census, self.rows)
+
+    def __str__(self) -> str:
+        lines = [("kind", "axes", "times", "bytes in", "sent/device", "runs", "source")]
+        for rows in grouped(self.rows):
+            first, times = rows[0], sum(r.times for r in rows)
+            lines.append(
+                (
+                    first.kind,
+                    f"{','.join(first.axes)}={first.n}",
+                    f"{times}" + ("?" if first.count is None else ""),
+                    f"{first.bytes_in:,}",
+                    f"{int(sum((r.total for r in rows), Fraction(0))):,}",
+                    "overlapped" if first.asynchronous else "synchronous",
+                    (first.source or first.op_name or "unknown") + (f" [{first.branch}]" if first.branch else ""),
+                )
+            )
+        return "\n".join([table(lines) if self.rows else "no collectives", changed(self.differences())])
 
 
 def compiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Compiled:
@@ -55,6 +73,20 @@ def read_compiled(traced: Any, program: Any, args: Any = (), kwargs: Any = None)
     sizes = mesh_sizes(traced.jaxpr.jaxpr, (args, kwargs))
     rows = compiled_rows(hlo.read(module.as_serialized_hlo_module_proto()), sizes)
     return Compiled(census_of(traced.jaxpr.jaxpr), rows, memory_of(executable))
+
+
+def grouped(rows: tuple[CompiledRow, ...]) -> list[list[CompiledRow]]:
+    """Rows that read alike, together."""
+    groups: dict[tuple[Any, ...], list[CompiledRow]] = {}
+    for r in rows:
+        key = (r.kind, r.axes, r.arrays, r.bytes_in, r.asynchronous, r.source, r.branch, r.count is None)
+        groups.setdefault(key, []).append(r)
+    return list(groups.values())
+
+
+def changed(differences: list[str]) -> str:
+    """What the compiler changed, in a paragraph."""
+    return "what the compiler changed:\n" + "\n".join(f"- {c}" for c in differences) if differences else "as written"
 
 
 def added_by_compiler(found: Compiled) -> Fraction:

@@ -49,7 +49,7 @@ class Shape(NamedTuple):
         return math.prod(self.dims)
 
 
-_KERNELS = re.compile(r"shardkit/(collectives/|_compat\.py)")
+_KERNELS = re.compile(r"shardkit/(collectives/|_compat\.py|_typed\.py)")
 _NO_SHAPE = Shape(0, ())
 
 

@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from shardkit._check import sized
-from shardkit.analysis.account import account
+from shardkit.analysis.account import account, changed, grouped
 from shardkit.analysis.census import Census, Row
 from shardkit.analysis.compiled import CompiledRow
 from shardkit.analysis.memory import Memory
@@ -147,13 +147,9 @@ class Report:
         rows: list[tuple[str, ...]] = [
             ("kind", "axes", "times", "arrays", "bytes in", "sent/device", "runs", "hidden behind", "exposed", "source")
         ]
-        rows += [_line(same) for same in _grouped(self.rows)]
+        rows += [_line(same) for same in grouped(self.rows)]
         lines.append(table(rows) if self.rows else "no collectives")
-        changes = self.differences()
-        lines.append(
-            "as written" if not changes else "what the compiler changed:\n" + "\n".join(f"- {c}" for c in changes)
-        )
-        return "\n".join(lines)
+        return "\n".join([*lines, changed(self.differences())])
 
     def _in_message(self, patterns: tuple[str, ...]) -> int:
         found = next(filter(None, (re.search(pattern, self.message) for pattern in patterns)), None)
@@ -184,15 +180,6 @@ def size(count: float | Fraction) -> str:
             break
         value /= 1024
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:,.2f} {unit}"
-
-
-def _grouped(rows: tuple[CompiledRow, ...]) -> list[list[CompiledRow]]:
-    """Rows that read alike, together."""
-    groups: dict[tuple[Any, ...], list[CompiledRow]] = {}
-    for r in rows:
-        key = (r.kind, r.axes, r.arrays, r.bytes_in, r.asynchronous, r.source, r.branch, r.count is None)
-        groups.setdefault(key, []).append(r)
-    return list(groups.values())
 
 
 def _line(rows: list[CompiledRow]) -> tuple[str, ...]:
