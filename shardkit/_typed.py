@@ -31,6 +31,7 @@ def typed(fn: F, where: str = "", only: type | None = None) -> F:
 
     Raises:
         TypeError: from the call: "function: argument must be a whole number; got 1.5. Correct argument."
+        ValueError: likewise, for nan, and for a string that is none of the choices.
     """
     signature = inspect.signature(fn)
     name = where or fn.__name__
@@ -77,7 +78,8 @@ def check_kind(where: str, name: str, value: Any, allowed: tuple[Any, ...]) -> N
     words = [_WORDS[kind] for kind in allowed if isinstance(kind, type)] + [repr(choice) for choice in choices]
     words += ["None"] * (None in allowed)
     rule = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
-    error = ValueError if choices and isinstance(value, str) else TypeError
+    of_its_kind = (choices and isinstance(value, str)) or (isinstance(value, float) and math.isnan(value))
+    error = ValueError if of_its_kind else TypeError
     remedy = "Choose one of them" if choices else f"Correct {name}"
     raise error(f"{where}: {name} must be {rule}; got {_told(value)}. {remedy}.")
 

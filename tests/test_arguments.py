@@ -214,7 +214,7 @@ def test_what_means_nothing_is_refused(call, message, monkeypatch):
         ({"dropout": 1.0}, "train: --dropout must be below 1; got 1.0. Lower it."),
         (
             {"json": Path("/tmp")},
-            "train: --json must be a file in a directory that is there; got /tmp. Choose another.",
+            "train: --json must be a file; got the directory /tmp. Name a file in it.",
         ),
     ],
 )

@@ -172,11 +172,8 @@ def _check_numbers(options: Options) -> None:
             raise ValueError(f"train: {_word(name)} must be above 0; got {value}. Correct it.")
     if options.dropout >= 1:
         raise ValueError(f"train: --dropout must be below 1; got {options.dropout}. Lower it.")
-    parent = options.json.parent if options.json is not None else Path()
-    if options.json is not None and (options.json.is_dir() or not parent.is_dir()):
-        raise ValueError(
-            f"train: --json must be a file in a directory that is there; got {options.json}. Choose another."
-        )
+    if options.json is not None and options.json.is_dir():
+        raise ValueError(f"train: --json must be a file; got the directory {options.json}. Name a file in it.")
 
 
 def _word(name: str) -> str:
@@ -194,7 +191,6 @@ def _guard(run: Run, first: int) -> sk.runtime.Guard:
 def _checkpoints(options: Options) -> Any:
     if options.checkpoint is None:
         return nullcontext()
-    checkpoints = sk.runtime.Checkpoints(options.checkpoint, keep=options.keep, best="validation_loss")
     try:  # now, and not when the first save fails
         options.checkpoint.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=options.checkpoint).close()
@@ -203,7 +199,7 @@ def _checkpoints(options: Options) -> Any:
             f"--checkpoint: the directory must be one that can be written; {options.checkpoint} cannot "
             f"({error.strerror}). Choose another one."
         ) from None
-    return checkpoints
+    return sk.runtime.Checkpoints(options.checkpoint, keep=options.keep, best="validation_loss")
 
 
 def _introduce(

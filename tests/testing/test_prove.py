@@ -268,8 +268,12 @@ def test_a_recording_optimizer_changes_nothing_and_shows_the_gradients():
                 {"relative": wrong},
                 f"one_device: relative must lie between 0 and 1; got {wrong}. Pass for example 1e-5.",
             )
-            for wrong in (float("nan"), 0, -1e-5, 1.0, float("inf"))
+            for wrong in (0, -1e-5, 1.0, float("inf"))
         ],
+        (
+            {"relative": float("nan")},
+            "assert_same_training: relative must be a number; got nan. Correct relative.",
+        ),
     ],
 )
 def test_what_proves_nothing_is_refused(change, message):
