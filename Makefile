@@ -27,8 +27,9 @@ check: lint
 test: lint
 	$(PYTEST) -m "not deep"
 
-# Every row, compiled as users compile; SHARD=i/n for one of n parts. It takes hours: LIMIT ends it after so many seconds.
-test-deep: $(VENV)/.test
+# Every row, compiled as users compile, and the GPU compiler's tests; SHARD=i/n for one of n parts. It takes hours: LIMIT
+# ends it after so many seconds.
+test-deep: $(VENV)/.gpu
 	HYPOTHESIS_PROFILE=deep timeout --foreground -k 30 -s INT $(LIMIT) $(PYTEST) --shard $(SHARD)
 
 # One row of every test on the newest interpreter there is, with the newest jax it can have.
@@ -69,6 +70,11 @@ $(VENV)/.cli: $(VENV)/.created pyproject.toml
 $(VENV)/.test: $(VENV)/.created pyproject.toml
 	$(PIP) -e '.[test,aot]'
 	@touch $@ $(VENV)/.cli
+
+# 130 MB, and for Linux alone; without it the tests that need it are skipped, with that reason.
+$(VENV)/.gpu: $(VENV)/.test
+	$(PIP) -e '.[aot-gpu]' || echo "the GPU compiler could not be installed"
+	@touch $@
 
 clean:
 	rm -rf $(VENV) $(VENV)-newest .pytest_cache .hypothesis .mypy_cache .ruff_cache

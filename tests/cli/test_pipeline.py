@@ -33,7 +33,8 @@ def trained(inside, corpus, tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        ["data=2", "stage=2", "model=2", "--dropout", 0.1],
+        ["data=2", "stage=2", "--dropout", 0.1],
+        deep(["data=2", "stage=2", "model=2", "--dropout", 0.1]),
         deep(["stage=2", "fsdp=4", "--schedule", "interleaved", "--chunks", 2, "--tied"]),
         deep(["stage=2", "--mode", "branch", "--no-recompute", "--schedule", "1f1b"]),
         deep(["stage=4", "--dropout", 0.1]),

@@ -59,15 +59,15 @@ FEW = {
     "tp by rings, fsdp layerwise": Row(
         schedules.lockstep(2, 4, 2), {"fsdp": 2, "stage": 2, "model": 2}, (each, tp()), "model"
     ),
-    "dp, zero2 layerwise": Row(
-        schedules.zero_bubble_h1(2, 2), {"zero": 2, "data": 2, "stage": 2}, (dp, sk.zero2("zero", **LAYERWISE))
-    ),
     "unequal, interleaved": Row(schedules.interleaved(2, 4, 2), {"stage": 2}, how={"sizes": (1, 3, 2, 2)}),
     "every axis of one device": Row(
         schedules.lockstep(1, 4), {"stage": 1, "fsdp": 1, "model": 1}, (each, tp()), "model"
     ),
 }
 REST = {
+    "dp, zero2 layerwise": Row(
+        schedules.zero_bubble_h1(2, 2), {"zero": 2, "data": 2, "stage": 2}, (dp, sk.zero2("zero", **LAYERWISE))
+    ),
     "dp, fsdp whole": Row(schedules.one_f_one_b(2, 4), PAIR, (dp, fsdp), how=BRANCH),
     "dp, fsdp layerwise": Row(schedules.interleaved(2, 2, 2), PAIR, (dp, each), how={"recompute": False}),
     "fsdp layerwise in branches": Row(schedules.zero_bubble_v(2, 4), PAIR, (dp, each), how={"mode": "branch"}),
@@ -163,7 +163,7 @@ def test_activations_travel_in_bf16_and_gradients_are_float32():  # proves S88
 
 
 # proves F41: the weight of a mean over equally many examples is a number, the same on all devices, its total is not
-@pytest.mark.parametrize("mode", ["masked", "branch"])
+@pytest.mark.parametrize("mode", ["branch", pytest.param("masked", marks=pytest.mark.deep)])
 def test_a_loss_without_weights_beside_data_parallelism(mode):
     embed, stage, _ = pieces()
     head = lambda shared, x, batch: sk.Mean.of(jnp.square(x @ shared["out"]))  # noqa: E731

@@ -1,7 +1,7 @@
 """A backward pass in two halves: the same numbers, no matmul and no collective twice, and only what is needed kept."""
 
 import inspect
-from functools import partial
+from functools import cache, partial
 from itertools import compress, pairwise
 
 import jax
@@ -46,9 +46,9 @@ def block(w, x):
 
 MLP = {"up": draw(LAYERS, WIDTH, HIDDEN), "bias": draw(LAYERS, HIDDEN), "down": draw(LAYERS, HIDDEN, WIDTH)}
 LAYER_FNS = {
-    "mlp": (mlp, MLP),
-    "normed": (normed, MLP),
-    "transformer": (block, transformer.init(jax.random.key(0), CONFIG)["layers"]),
+    "mlp": (mlp, lambda: MLP),
+    "normed": (normed, lambda: MLP),
+    "transformer": (block, cache(lambda: transformer.init(jax.random.key(0), CONFIG)["layers"])),
 }
 X = draw(2, TOKENS, WIDTH)
 
@@ -162,7 +162,7 @@ WAYS = [*((how, None) for how in STAGES), ("unrolled", "full"), ("scan", "dots")
 )
 def test_both_halves_are_the_whole_and_nothing_runs_twice(name, how, policy):  # proves F38
     layer, weights = LAYER_FNS[name]
-    _, (whole, first, second) = check(*backward_of(STAGES[how](layer), weights, X, policy and POLICIES[policy]))
+    _, (whole, first, second) = check(*backward_of(STAGES[how](layer), weights(), X, policy and POLICIES[policy]))
     matmuls = {"mlp": 2, "normed": 2, "transformer": 7}[name] * LAYERS  # one for the gradient of each weight
     assert second == matmuls * (2 if how == "microbatches" else 1)
     if name != "transformer" and policy is None and how in ("unrolled", "scan"):

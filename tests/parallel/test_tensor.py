@@ -231,7 +231,7 @@ STEPS = [  # and whether with sequence parallelism
 
 
 # Beside other plans it stands in tests/laws too.
-BY_DEFAULT = ("tp", "tp over two axes", "tp and sp x fsdp", "sp of one device")
+BY_DEFAULT = ("tp over two axes", "tp and sp x fsdp", "sp of one device")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
 
 import shardkit as sk
 from shardkit import schedules, viz
@@ -84,6 +83,8 @@ def test_the_curve_of_1f1b():
 def test_a_png_shows_the_simulation(case, tmp_path):
     schedule, timeline, costs = case
     viz.draw(schedule, tmp_path / "made" / "picture.PNG", **costs)
+    from matplotlib.image import imread
+
     pixels = imread(tmp_path / "made" / "picture.PNG")[:, :, :3]
     picture = viz.figure(schedule, timeline)
     height, width = (round(length) for length in picture.get_size_inches()[::-1] * picture.dpi)
