@@ -20,6 +20,7 @@ from shardkit.runtime.drift import Drift, DriftError, assert_no_drift, replica_d
 from shardkit.runtime.flags import gpu_flags
 from shardkit.runtime.guard import Deadlines, Guard, guard
 from shardkit.runtime.launch import launch
+from shardkit.runtime.laws import restores_elsewhere
 from shardkit.runtime.loader import Loader, loader, prefetch_to_device
 from shardkit.runtime.preemption import PREEMPTED, preempted, watch_preemption
 from shardkit.runtime.triage import NonFinite, Report, nonfinite, triage
@@ -61,6 +62,7 @@ __all__ = [
     "print_global",
     "replica_drift",
     "replicate",
+    "restores_elsewhere",
     "to_numpy",
     "triage",
     "watch_preemption",

@@ -1508,6 +1508,13 @@ _RUNTIME = (
         PASSES,
     ),
     Mutant(
+        "restored-in-shape-alone",
+        "shardkit/runtime/laws.py",
+        "elif back.tobytes() != saved.tobytes():",
+        "elif back.size != saved.size:",
+        PASSES,
+    ),
+    Mutant(
         "majority-of-a-tie",
         "shardkit/runtime/drift.py",
         "return None if others and others[0][1] == count else value",
