@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import sys
 import zlib
 
@@ -49,6 +50,7 @@ jax.monitoring.register_event_duration_secs_listener(_heard)
 
 def pytest_addoption(parser):
     parser.addoption("--rows", type=int, help="of every parametrized test, run at most this many rows, spread evenly")
+    parser.addoption("--shuffle", type=int, help="run the tests in an order drawn from this number")
     parser.addoption("--shard", help="i/n: of all tests that are chosen, run the i-th of n parts, from 0")
 
 
@@ -82,6 +84,8 @@ def pytest_collection_modifyitems(config, items):
     chosen = {item.nodeid for item in few}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
     items[:] = [item for item in items if item.nodeid in chosen]
+    if (seed := config.getoption("shuffle")) is not None:
+        random.Random(seed).shuffle(items)
 
 
 def pytest_collection_finish(session):
