@@ -301,8 +301,8 @@ def _in_child(
     if _PART.search(message) and wanted < where.devices:
         raise ValueError(
             f"aot.compile: the compiler for {where} cannot leave {where.devices - wanted} of its {where.devices} "
-            f"devices idle, as {f'the mesh {sized(sizes.items())}' if sizes else 'a program of one device'} would. Choose a "
-            f"topology of {wanted} devices, or a mesh of {where.devices}."
+            f"devices idle, as {f'the mesh {sized(sizes.items())}' if sizes else 'a program of one device'} would. "
+            f"Choose a topology of {wanted} devices, or a mesh of {where.devices}."
         )
     raise RuntimeError(f"aot.compile: the compiler for {where} refused the program: {message}")
 
