@@ -118,7 +118,8 @@ def compile(
 
     Raises:
         TypeError: args is no tuple or list, topology no string, mesh no mesh, options no mapping of names to values.
-        ValueError: an unknown topology, one smaller than the mesh, a function that cannot be traced.
+        ValueError: an unknown topology, one smaller than the mesh or that its compiler takes only as a whole, a
+            function that cannot be traced.
         RuntimeError: the compiler's package is missing, it aborted, refused the program or took too long.
 
     Cost: tracing does not grow with the number of chips; the compiler takes seconds to minutes, in one process.
@@ -296,6 +297,13 @@ def _in_child(
         raise ValueError(f"aot.compile: the compiler knows no topology {str(where)!r}: {message}")
     if _OVER_MEMORY.search(answer["message"]) and not _ON_CHIP.search(message):
         return answer, None
+    wanted = math.prod(sizes.values())
+    if _PART.search(message) and wanted < where.devices:
+        raise ValueError(
+            f"aot.compile: the compiler for {where} cannot leave {where.devices - wanted} of its {where.devices} "
+            f"devices idle, as {f'the mesh {sized(sizes.items())}' if sizes else 'a program of one device'} would. "
+            f"Choose a topology of {wanted} devices, or a mesh of {where.devices}."
+        )
     raise RuntimeError(f"aot.compile: the compiler for {where} refused the program: {message}")
 
 
@@ -306,6 +314,8 @@ def _cause(output: str) -> str:
     return (fatal or lines[-1:] or ["it said nothing"])[0]
 
 
+# How libtpu says that a program must run on the whole of a torus; of which part it need not follows no rule we know.
+_PART = re.compile("RET_CHECK failure.*(should include all slice devices|Unexpected device_id)")
 _ON_CHIP = re.compile(r"\b[vs]mem\b", re.IGNORECASE)  # a kernel's scratch memory ran out, not the device's
 _OVER_MEMORY = re.compile("RESOURCE_EXHAUSTED|CompileTimeHbmOom|[Rr]an out of memory")
 

@@ -14,6 +14,7 @@ which the compiler moves rows, where there are rows to be left out or it keeps a
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit.collectives import unpad
@@ -123,7 +125,8 @@ def exact(tree: Any, *, in_order: bool) -> Any:
         array = cut(x.array, x.sizes)
         if not _moves(x.rows, in_order):
             return array
-        return jnp.take(array, np.argsort(x.rows, kind="stable")[x.rows.count(-1) :], axis=0, mode="clip")
+        filled = x.rows.count(-1)
+        return _rows(array, tuple(np.argsort(x.rows, kind="stable")[filled:].tolist()), filled > 0)
 
     return jax.tree.map(one, tree, is_leaf=is_padded)
 
@@ -133,14 +136,28 @@ def padded(tree: Any, held: Any, mesh: Mesh, *, in_order: bool = True) -> Any:
 
     def one(held: Held, x: Any) -> Any:
         if _moves(held.rows, in_order):
-            rows = np.array(held.rows)
-            x = jnp.take(x, np.where(rows < 0, x.shape[0], rows), axis=0, mode="fill", fill_value=0)
+            x = _rows(x, held.rows, -1 in held.rows)
         sizes = padding(x.shape, held.spec, mesh)
         shape = padded_shape(x.shape, held.spec, mesh)
         zeros = [(0, longer - size) for size, longer in zip(x.shape, shape, strict=True)]
         return wrapped(jnp.pad(x, zeros) if sizes else x, sizes, held.rows)
 
     return jax.tree.map(one, held, tree)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _rows(x: Any, rows: Rows, uneven: bool) -> Any:
+    """These rows, zeros for those below 0; where stages are uneven as slices, and not by one gather.
+
+    XLA's partitioner ends with an internal error on a gather of other than as many rows, where two further dims are
+    split over axes of their own. Of as many it is what sends least.
+    """
+    if not uneven:
+        return jnp.take(x, np.array(rows), axis=0, mode="clip")
+    first = [i for i, row in enumerate(rows) if i == 0 or row <= 0 or row != rows[i - 1] + 1]
+    runs = [(rows[i], after - i) for i, after in itertools.pairwise([*first, len(rows)])]
+    zeros = lambda count: jnp.zeros((count, *x.shape[1:]), x.dtype)  # noqa: E731
+    return jnp.concatenate([zeros(n) if row < 0 else lax.slice_in_dim(x, row, row + n) for row, n in runs])
 
 
 def check_held(where: str, tree: Any, held: Any, mesh: Mesh) -> None:

@@ -15,9 +15,37 @@ def is_key(x: Any) -> bool:
     return jax.dtypes.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)
 
 
+# What tensorstore has no type for; it lies there as uint8.
+_AS_BYTES = ("uint2", "uint4", "float8_e4m3")
+# What XLA itself fails on, or aborts.
+NOT_COMPUTED = ("int1", "uint1")
+
+
+def is_plain(x: Any) -> bool:
+    """Whether a leaf's array is stored as it is."""
+    return not is_key(x) and str(x.dtype) not in _AS_BYTES
+
+
+def stored_dtype(dtype: Any) -> Any:
+    """The dtype under which numbers of another one are stored."""
+    return jnp.dtype(jnp.uint8) if str(dtype) in _AS_BYTES else dtype
+
+
 def plain(x: Any) -> Any:
-    """Typed keys as the integers that they are made of; everything else as it is."""
-    return jax.random.key_data(x) if is_key(x) else x
+    """Typed keys as the integers that they are made of, what is stored as bytes as those; all else as it is."""
+    if is_key(x):
+        return jax.random.key_data(x)
+    if is_plain(x):
+        return x
+    floating = jnp.issubdtype(x.dtype, jnp.floating)
+    return lax.bitcast_convert_type(x, jnp.uint8) if floating else x.astype(jnp.uint8)
+
+
+def from_plain(x: jax.Array, dtype: Any) -> jax.Array:
+    """What `plain` gave for numbers of this dtype, as those numbers."""
+    if stored_dtype(dtype) == dtype:
+        return x
+    return lax.bitcast_convert_type(x, dtype) if jnp.issubdtype(dtype, jnp.floating) else x.astype(dtype)
 
 
 def words(x: jax.Array) -> jax.Array:

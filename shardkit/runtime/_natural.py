@@ -1,7 +1,8 @@
 """A training state as a checkpoint holds it: plain arrays by path, in their natural shapes and orders.
 
 So a checkpoint knows no mesh, no plan and no number of processes. A leaf that is held padded or in the order of
-pipeline stages is stored without; a key as its data, and beside it the name of its implementation.
+pipeline stages is stored without; a key as its data, and beside it the name of its implementation; a dtype that the
+files have no name for as bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardkit._check import quoted
 from shardkit.layout import canonical, path_name, spec_axes
 from shardkit.parallel.padded import Held, array_of, is_padded, padded, padding, unpadded
-from shardkit.runtime._bits import checksum, is_key, plain
+from shardkit.runtime._bits import NOT_COMPUTED, checksum, from_plain, is_key, is_plain, plain, stored_dtype
 
 Leaves = dict[str, Any]
 
@@ -28,7 +29,7 @@ def leaves_of(where: str, state: Any) -> Leaves:
     """The leaves of a state by path, each as it is held.
 
     Raises:
-        ValueError: two leaves of one path, or leaves that lie on no mesh of devices.
+        ValueError: two leaves of one path, leaves that lie on no mesh of devices, or of a dtype that nothing computes.
     """
     found = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_padded)
     leaves = {path_name(path): x for path, x in found}
@@ -44,6 +45,11 @@ def leaves_of(where: str, state: Any) -> Leaves:
             raise ValueError(
                 f"{where}: every leaf must be laid out over a mesh of devices; leaf {path!r} has {sharding}. Pass what "
                 "init or init.abstract of make_train_step gives, over a mesh from make_mesh."
+            )
+        if str(x.dtype) in NOT_COMPUTED:
+            raise ValueError(
+                f"{where}: every leaf must be of a dtype that XLA computes with; leaf {path!r} is {x.dtype}. Hold "
+                "it as bool or int2."
             )
     return leaves
 
@@ -62,7 +68,7 @@ def natural(leaves: Leaves) -> dict[str, jax.Array]:
 
     A leaf keeps its layout but for dims that do not divide, which are whole on every device.
     """
-    changed = {path: x for path, x in leaves.items() if is_padded(x) or is_key(x)}
+    changed = {path: x for path, x in leaves.items() if is_padded(x) or not is_plain(x)}
     arrays = _natural(tuple(changed.values()), tuple(_natural_sharding(x) for x in changed.values()))
     return leaves | dict(zip(changed, arrays, strict=True))
 
@@ -86,7 +92,7 @@ def abstract(leaves: Leaves, forms: Mapping[str, Any]) -> dict[str, jax.ShapeDty
     """The arrays to be read for leaves that are to be held so; `forms` are those of the checkpoint."""
 
     def one(path: str, x: Any) -> jax.ShapeDtypeStruct:
-        shape, dtype = x.shape, x.dtype
+        shape, dtype = x.shape, stored_dtype(x.dtype)
         if is_key(x):
             data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=forms[path]["implementation"])))
             shape, dtype = shape + data.shape, data.dtype
@@ -97,14 +103,17 @@ def abstract(leaves: Leaves, forms: Mapping[str, Any]) -> dict[str, jax.ShapeDty
 
 def held(arrays: Mapping[str, jax.Array], leaves: Leaves, forms: Mapping[str, Any]) -> Leaves:
     """Natural arrays as the leaves hold them; those that are held in natural form are the same arrays."""
-    changed = {path: x for path, x in leaves.items() if is_padded(x) or is_key(x)}
+    changed = {path: x for path, x in leaves.items() if is_padded(x) or not is_plain(x)}
 
     def make(arrays: dict[str, jax.Array]) -> Leaves:
         def one(path: str, x: Any) -> Any:
             if is_key(x):
                 return jax.random.wrap_key_data(arrays[path], impl=forms[path]["implementation"])
+            array = from_plain(arrays[path], x.dtype)
+            if not is_padded(x):
+                return array
             sharding = x.array.sharding
-            return padded(arrays[path], Held(sharding.spec, x.rows), sharding.mesh)
+            return padded(array, Held(sharding.spec, x.rows), sharding.mesh)
 
         return {path: one(path, x) for path, x in changed.items()}
 

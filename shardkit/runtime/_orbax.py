@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from shardkit.runtime import beside
+from shardkit.runtime._written import Part
+
 
 def reason(error: BaseException) -> str:
     """The system's own words where it is at fault, else the error's first line."""
@@ -45,7 +48,7 @@ def quiet() -> Iterator[None]:
 
 
 def save_async(path: Path, arrays: Any, record: Any) -> Any:
-    """Orbax's function of this name, with two of its defaults changed.
+    """Orbax's function of this name, with two of its defaults changed; under a guard it tells when its part is written.
 
     Every piece comes from one of the devices that hold it: if each copy gave a part, copies that have drifted apart
     would be saved as none of them was. Directories are made before it returns: where one cannot be made in the
@@ -54,8 +57,29 @@ def save_async(path: Path, arrays: Any, record: Any) -> Any:
     v1 = orbax()
     saving = v1.options.ArrayOptions.Saving(use_replica_parallel=False)
     background = v1.options.AsyncOptions(create_directories_asynchronously=False)
-    with v1.Context(array_options=v1.options.ArrayOptions(saving=saving), async_options=background):
-        return v1.save_async(path, arrays, custom_metadata=record)
+    how: dict[str, Any] = {"array_options": v1.options.ArrayOptions(saving=saving), "async_options": background}
+    if beside.running() is None:
+        with v1.Context(**how):
+            return v1.save_async(path, arrays, custom_metadata=record)
+    part = Part()
+    registry = v1.handlers.local_registry(include_global_registry=False).add(_telling(v1, part))
+    with v1.Context(**how, checkpointables_options=v1.options.CheckpointablesOptions(registry=registry)):
+        return part.of(v1.save_async(path, arrays, custom_metadata=record))
+
+
+def _telling(v1: Any, part: Part) -> type:
+    """Orbax's own handler, whose save also tells the part by which writes it ends."""
+    plain = v1.handlers.PyTreeHandler
+
+    async def save(self: Any, directory: Any, checkpointable: Any) -> Any:
+        saving = await plain.save(self, directory, checkpointable)
+        if (writes := getattr(saving, "commit_futures", None)) is not None:
+            part.ends_with(writes)
+        return saving
+
+    # What is written names its handler, and is to be read by any orbax: under the name of its own.
+    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "save": save}
+    return type(plain.__name__, (plain,), names)
 
 
 def orbax() -> Any:

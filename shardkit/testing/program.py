@@ -125,7 +125,7 @@ class Program:
             params: pytree of arrays.
             batches: one global batch for each step.
             key: the key of the run.
-            mesh: the row's mesh; by default over the first devices there are.
+            mesh: the row's mesh; by default over the row's devices, or else the first there are.
 
         Raises:
             TypeError: a step that is neither.
@@ -134,7 +134,7 @@ class Program:
         row = row._replace(optimizer=recording(row.optimizer or optimizer), grad_fn=row.grad_fn or _grad_fn(step))
         if mesh is None:
             sizes: dict[str, Any] = dict(row.mesh)
-            mesh = make_mesh(jax.devices()[: math.prod(row.mesh.values())], **sizes)
+            mesh = make_mesh(row.devices or jax.devices()[: math.prod(row.mesh.values())], **sizes)
         if row.grad_fn is None:
             build: Any = step
             built = build(row)

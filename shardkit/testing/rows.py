@@ -18,7 +18,7 @@ class Row(NamedTuple):
     """One way to run a training step. What is None is that of `prove`.
 
     Attributes:
-        mesh: axis name and size, in the mesh's order, over the first devices there are.
+        mesh: axis name and size, in the mesh's order.
         plan: how the axes are used.
         grad_fn: what each device computes, where it must know the row's axes or schedule.
         accumulate: microbatches, as for `make_train_step`.
@@ -27,6 +27,8 @@ class Row(NamedTuple):
         optimizer: an optax GradientTransformation.
         relative: what may differ, relative to the largest magnitude in a leaf.
         label: the row's name; by default made of mesh and plan.
+        devices: the devices in row-major order of the axes; by default the first there are, in the order that jax
+            gives them.
     """
 
     mesh: Mapping[str, int]
@@ -38,6 +40,7 @@ class Row(NamedTuple):
     optimizer: Any = None
     relative: float | None = None
     label: str = ""
+    devices: Sequence[Any] | None = None
 
     def __str__(self) -> str:
         options = [f"accumulate={self.accumulate}"] * (self.accumulate > 1)

@@ -75,7 +75,8 @@ def one_device(
     later gradients and the parameters depends on model and optimizer: Adam moves a parameter whose gradient is nearly
     zero by the whole rate, in the direction of the noise. So the run is made twice more with gradients that are off by
     this much in every element, once in a random direction and once in the opposite one. Twice the distance between the
-    runs is allowed on top.
+    runs is allowed on top. A leaf whose gradient is nothing but such noise may differ in each element by the norm of
+    that over the leaf: an optimizer that scales the update of a leaf to a norm, as lamb does, may put it all there.
 
     Args:
         grad_fn: what one device computes over the whole batch, with no axis bound; from `value_and_grad(loss_fn)`.
@@ -101,10 +102,21 @@ def one_device(
     for index, step in enumerate(plain):
         check_telling(f"one_device: step {index}", step.grads, step.loss)
     noisy = run(1), run(-1)
-    return Reference(tuple(_wanted(*steps, relative=relative) for steps in zip(plain, *noisy, strict=True)))
+    noise: Any = jax.tree.map(lambda x: False, plain[0].grads)
+    wanted = []
+    for steps in zip(plain, *noisy, strict=True):
+        # An optimizer remembers: what was noise once moves the leaf in the later steps, too.
+        noise = jax.tree.map(
+            lambda was, x, error: was or magnitude(x) <= error,
+            noise,
+            steps[0].grads,
+            noise_of(steps[0].grads, relative),
+        )
+        wanted.append(_wanted(*steps, relative=relative, noise=noise))
+    return Reference(tuple(wanted))
 
 
-def _wanted(plain: _Step, *noisy: _Step, relative: float) -> Wanted:
+def _wanted(plain: _Step, *noisy: _Step, relative: float, noise: Any) -> Wanted:
     def spread(pick: Callable[[_Step], Any]) -> Any:
         others = [pick(step) for step in noisy]
         return jax.tree.map(
@@ -117,7 +129,14 @@ def _wanted(plain: _Step, *noisy: _Step, relative: float) -> Wanted:
         noise_of(plain.grads, relative),
         spread(lambda step: step.grads),
     )
-    params = jax.tree.map(lambda x, gap: relative * magnitude(x) + gap, plain.params, spread(lambda step: step.params))
+    params = jax.tree.map(
+        lambda x, gap, all_noise: (
+            relative * magnitude(x) + (np.full_like(gap, np.linalg.norm(gap)) if all_noise else gap)
+        ),
+        plain.params,
+        spread(lambda step: step.params),
+        noise,
+    )
     return Wanted(plain.loss, plain.metrics, plain.grads, plain.params, loss, grads, params)
 
 

@@ -126,6 +126,17 @@ def test_what_the_compiler_refuses_is_passed_on(monkeypatch):
     assert refused(*data_parallel(), error=RuntimeError) == (
         "aot.compile: the compiler for v5e:2x4 refused the program: INVALID_ARGUMENT: No such compile option: 'x'"
     )
+    for words in (  # of v5e:8x8 and of v6e:4x4: they are no fault of the program
+        "INTERNAL: RET_CHECK failure (a.cc:1879) device_count == target.Topology()->LogicalDeviceCount( kTensorCore) "
+        "On platforms with limited ICI routing device assignment should include all slice devices",
+        "INTERNAL: RET_CHECK failure (net_util.cc:2304) device_id < kMaxDeviceCount Unexpected device_id 8 [0:2]",
+    ):
+        child_that(monkeypatch, answers({"error": "compile", "message": words}))
+        assert refused(*data_parallel(), topology="v5e:8x8") == (
+            "aot.compile: the compiler for v5e:8x8 cannot leave 56 of its 64 devices idle, as the mesh data=8 would. "
+            "Choose a topology of 8 devices, or a mesh of 64."
+        )
+        assert refused(*data_parallel(), error=RuntimeError).endswith(f"refused the program: {words}")
     child_that(monkeypatch, answers({"error": "small", "devices": 4}))
     assert "has 4 devices, fewer than the 8 of the mesh data=8" in refused(*data_parallel())
 
@@ -235,6 +246,15 @@ def test_the_tpu_compiler_refuses_a_torus_it_does_not_know_and_an_unknown_option
     assert refused(step, args, error=RuntimeError, options={"nonsense": 1}) == (
         "aot.compile: the compiler for v5e:2x4 refused the program: "
         "INVALID_ARGUMENT: No such compile option: 'nonsense'"
+    )
+
+
+@tpu
+@pytest.mark.deep
+@pytest.mark.parametrize("topology", ["v5e:8x8", "v6e:8x8"])
+def test_a_torus_that_the_compiler_takes_only_as_a_whole(topology):
+    assert refused(*data_parallel(), topology=topology).startswith(
+        f"aot.compile: the compiler for {topology} cannot leave 56 of its 64 devices idle, as the mesh data=8"
     )
 
 

@@ -1,18 +1,26 @@
-"""Strategies that nobody chose: options of a training step drawn by hypothesis, each under every law."""
+"""Strategies that nobody chose: what a training step is made of is drawn, each under every law."""
 
 from __future__ import annotations
 
 import random
+import re
+import traceback
+from pathlib import Path
 
 import hypothesis.strategies as st
+import jax
 import pytest
 from hypothesis import Phase, assume, given, settings
 
+import shardkit as sk
 from shardkit.testing import LAWS
+from support.drawn import assert_as_one_device, drawn
 from support.rows import DEEP_FACTORS, FACTORS, allowed, assert_every_law, case_of
 from support.training import ONCE
 
 PARTS = 40
+STRATEGIES = 200
+ATTEMPTS = 10
 
 
 @st.composite
@@ -39,3 +47,27 @@ def test_drawn_strategies(part):  # proves N10
         assert_every_law(case_of(choice, turn), LAWS if part else ONCE)
 
     law()
+
+
+def refused_in_words(error):
+    """Whether the library itself refused, in a sentence with a remedy: all else is a failure."""
+    raised_by = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    return Path(sk.__file__).parent in raised_by.parents and re.match(r"[\w. ()]+: .+[.;] [A-Z].*\.$", str(error), re.S)
+
+
+# proves N10: models of odd sizes on meshes of one to eight devices in any order
+@pytest.mark.deep
+@pytest.mark.parametrize("seed", range(STRATEGIES))
+def test_a_drawn_strategy_is_one_device(seed, record_property):
+    """What is refused gives its place to the next that the seed draws; the report says how many were."""
+    for attempt in range(ATTEMPTS):
+        try:
+            assert_as_one_device(drawn(f"{seed}-{attempt}"), LAWS if seed % 4 == 0 else ONCE)
+            break
+        except (ValueError, TypeError) as error:
+            if not refused_in_words(error):
+                raise
+    else:
+        pytest.fail(f"all {ATTEMPTS} were refused")
+    record_property("refused", attempt)
+    jax.clear_caches()  # no other test runs these programs

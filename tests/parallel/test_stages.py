@@ -11,10 +11,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
+from shardkit import schedules
 from shardkit.analysis.account import compiled
 from shardkit.parallel import Padded, Stages
 from shardkit.parallel.plan import Layout
-from support import optimizers
+from support import optimizers, pipelines
 from support.tiers import DEEP
 from support.trees import assert_close
 
@@ -259,6 +260,17 @@ def test_other_plans_share_the_leaves(beside, case):  # proves F59
     plans, sizes = COMPOSED[beside]
     state = check(case, "adamw", *plans, sizes=sizes, model="model" if "model" in sizes else None)
     assert state.params["layers"]["w"].array.sharding.spec[0] in ("stage", ("stage", "d"))
+
+
+# XLA's partitioner ended with an internal error: it fails on a gather of rows whose other dims are split two ways.
+def test_uneven_stages_of_leaves_that_are_split_over_two_more_axes():
+    grad_fn = sk.pipeline_value_and_grad(
+        *pipelines.PIECES, schedules.lockstep(2, 2), "stage", numbered=True, sizes=(1, 2)
+    )
+    plan = sk.chain(sk.pp("stage"), sk.fsdp("fsdp", min_size=1), sk.zero1("zero", min_size=1))
+    options = {"mesh": make_mesh(fsdp=2, zero=2, stage=2), "plan": plan}
+    init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), **options)
+    assert step.lower(init.abstract(pipelines.make_params(3, 8)), pipelines.make_batch(8)).compile()
 
 
 def test_a_master_copy_and_a_loss_scale_go_with_it():  # proves F47, F48

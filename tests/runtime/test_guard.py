@@ -9,8 +9,13 @@ import subprocess
 import sys
 import time
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
+import shardkit as sk
+from shardkit.runtime.checkpoint import Checkpoints
 from shardkit.runtime.guard import Deadlines, check_phase, check_step
 from support import jobs
 from support.commands import command, environment
@@ -277,3 +282,32 @@ def test_guard_errors():
         "Choose one of them."
     )
     assert Deadlines().of("agree") == 1800
+
+
+# proves F69 in part: all wait in one barrier of orbax, and it was "processes 0, 1 are all late saving"
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    ("held", "rank", "text"),
+    [
+        ("write", 1, r"process 1 is late saving after step 1: 3\.\d s, of 3 s allowed; process 0 waits in the save .*"),
+        ("write", 0, r"process 0 is late saving after step 1: 3\.\d s, of 3 s allowed; process 1 waits in the save .*"),
+        ("end", 0, r"process 0 is late finishing the save after step 1: 3\.\d s, of 3 s allowed; process 1 waits .*"),
+    ],
+)
+def test_the_process_whose_write_does_not_end_is_named(held, rank, text, tmp_path):
+    ended = jobs.run("saver.py", tmp_path, "--held", held, "--rank", rank, processes=2)
+    agree(ended, rank, f"shardkit guard: {text}")
+
+
+@pytest.mark.deep
+def test_a_save_under_the_guard_is_any_save(tmp_path):
+    ended = jobs.run("saver.py", tmp_path, "--deadline", 60, processes=2)
+    assert [each.code for each in ended] == [0, 0], ended
+    loss = lambda params, batch, keys: jnp.mean(batch["x"] @ params["w"])  # noqa: E731
+    mesh = sk.make_mesh(jax.devices()[:1], data=1)
+    init, _ = sk.make_train_step(sk.value_and_grad(loss), optax.sgd(0.1), mesh=mesh, plan=sk.dp("data"))
+    with Checkpoints(tmp_path) as checkpoints:
+        state, run = checkpoints.restore(init.abstract({"w": jnp.ones((8, 3))}))
+    assert run.step == 3 and state.params["w"].shape == (8, 3) and not jnp.any(state.params["w"] == 1)
+    names = [json.loads((tmp_path / str(step) / "_CHECKPOINT_METADATA").read_text()) for step in (2, 3)]
+    assert "orbax" in str(names) and "PyTreeHandler" in str(names) and "shardkit.runtime._" not in str(names)

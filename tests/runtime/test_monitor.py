@@ -6,9 +6,12 @@ import socket
 import tempfile
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from shardkit.runtime import beside
+from shardkit.runtime._written import Part
 from shardkit.runtime.beside import Beside
 from shardkit.runtime.fingerprint import _plain
 from shardkit.runtime.monitor.agreement import Agreement, compared
@@ -36,7 +39,7 @@ NOW = 1000.0
 
 def at(phase, step, seconds=1.0, *, flying=None, heard=0.1, **more):
     """A process in a phase since so many seconds; `flying`: its devices are in that step, since as long."""
-    last = step if phase in ("host", "evaluate", "save", "end") else step - 1
+    last = step if phase in ("host", "evaluate", "save", "written", "end") else step - 1
     status = Status(phase, step, seconds, last, last if flying is None else flying - 1, seconds)
     return Known(status, NOW - heard, **more)
 
@@ -107,6 +110,29 @@ TABLE = [  # processes, and what is said of them
     (
         [at("save", 5, 11), at("save", 5, 11), at("data", 6, 2)],
         "processes 0, 1 are all late saving after step 5: 11.1 s, of 10 s allowed",
+    ),
+    # of a save: whose own part is written waits for the others', and process 0 finishes it when all are
+    ([at("written", 5, 11), at("save", 5, 9)], None),
+    (
+        [at("written", 5, 11), at("save", 5, 11), at("written", 5, 11)],
+        "process 1 is late saving after step 5: 11.1 s, of 10 s allowed; processes 0, 2 wait in the save after step 5 "
+        "(own part written)",
+    ),
+    (
+        [at("save", 5, 11), at("written", 5, 11), at("save", 5, 11)],
+        "processes 0, 2 are all late saving after step 5: 11.1 s, of 10 s allowed; process 1 waits in the save after "
+        "step 5 (own part written)",
+    ),
+    (
+        [at("written", 5, 11), at("written", 5, 11), at("written", 5, 11)],
+        "process 0 is late finishing the save after step 5: 11.1 s, of 10 s allowed; processes 1, 2 wait in the save "
+        "after step 5 (own part written)",
+    ),
+    ([at("written", 5, 11), at("host", 5, 9)], None),
+    (
+        [at("written", 5, 11), at("host", 5, 11)],
+        "process 1 holds up the others: it has been in its own code after step 5 for 11.1 s; process 0 waits in the "
+        "save after step 5 (own part written)",
     ),
     ([at("step", 6, 6), at("end", 5, 6, left=True)], "process 1 has ended, after step 5; process 0 waits in step 6"),
     ([at("end", 5, 60, left=True), at("end", 5, 60, left=True)], None),
@@ -226,6 +252,54 @@ def test_the_record_keeps_the_last_events(tmp_path):
     status = reader.status()
     assert status == recorder.status
     assert (status.phase, status.step, status.dispatched, status.done) == ("host", SLOTS - 1, SLOTS - 1, SLOTS - 1)
+
+
+def test_a_phase_turns_into_another_under_the_same_deadline(tmp_path):
+    recorder = Recorder(str(tmp_path / "ring"))
+    recorder.enter("save", 5)
+    since = recorder.status.since
+    recorder.turn("written", "save")  # it is not in that one
+    recorder.turn("save", "written")
+    assert recorder.status[:3] == ("written", 5, since)
+    reader = Reader(str(tmp_path / "ring"))
+    assert reader.status() == recorder.status and [each[1:] for each in reader.events()][-1] == ("written", 5)
+    recorder.turn("written", "save")
+    assert recorder.status[:3] == ("save", 5, since)
+
+
+def test_a_part_is_told_while_its_process_waits_for_the_others(tmp_path, monkeypatch):
+    recorder = Recorder(str(tmp_path / "ring"))
+    monkeypatch.setattr(beside, "_STARTED", [SimpleNamespace(recorder=recorder)])
+    seen, writes, end = [], [threading.Event(), threading.Event()], threading.Event()
+
+    def phase(wanted):
+        until = time.monotonic() + 10
+        while recorder.status.phase != wanted:
+            assert time.monotonic() < until, recorder.status
+            time.sleep(0.001)
+        seen.append(wanted)
+
+    part = Part().of(SimpleNamespace(result=lambda: end.wait(10)))
+    part.ends_with([SimpleNamespace(result=lambda write=write: write.wait(10)) for write in writes])
+    recorder.enter("save", 5)
+    waiting = threading.Thread(target=part.result)
+    waiting.start()
+    writes[0].set()
+    time.sleep(0.05)
+    phase("save")  # one of two is written
+    writes[1].set()
+    phase("written")
+    end.set()
+    waiting.join()
+    phase("save")  # of the next, for which it waited
+    recorder.enter("step", 6)
+    part.result()  # no phase of a save: nothing to tell
+    phase("step")
+    failed = Part().of(SimpleNamespace(result=lambda: phase("save")))
+    failed.ends_with([SimpleNamespace(result=lambda: 1 / 0)])
+    recorder.enter("save", 6)
+    failed.result()
+    assert seen == ["save", "written", "save", "step", "save"]
 
 
 def test_a_process_that_is_stopped_while_it_writes_tears_no_record(tmp_path):

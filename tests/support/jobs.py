@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import itertools
 import os
 import signal
 import socket
@@ -35,18 +35,26 @@ class Ended:
         return (self.output.strip().splitlines() or [""])[-1]
 
 
-_PORTS = itertools.count()
+_RESERVED: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """A port that is free now and that nobody else will be given.
+    """A port that is free, and that nobody else is given while this process runs, though whoever names it may listen.
 
-    Linux hands out ports from 32768 on; below, each process of the tests has a hundred of its own.
+    It stays bound, as in `shardkit.runtime.launch`: one that was asked for and let go was given to another job that
+    began at the same time.
     """
-    while True:
-        port = 10000 + os.getpid() % 220 * 100 + next(_PORTS) % 100
-        with contextlib.suppress(OSError), socket.create_server(("", port)):
-            return port
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    _RESERVED.append(reserved)
+    return int(reserved.getsockname()[1])
+
+
+@atexit.register
+def _release() -> None:
+    for reserved in _RESERVED:
+        reserved.close()
 
 
 class Job:

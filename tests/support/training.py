@@ -29,12 +29,13 @@ def recording_sgd(rate: float) -> optax.GradientTransformation:
 
 def lenient(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """optax itself promotes an integer count; everything around it stays strict."""
+    optimizer = optax.with_extra_args_support(optimizer)
 
-    def update(grads: Any, state: Any, params: Any = None) -> Any:
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         with jax.numpy_dtype_promotion("standard"):
-            return optimizer.update(grads, state, params)
+            return optimizer.update(grads, state, params, **extra)
 
-    return optax.GradientTransformation(optimizer.init, update)
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
 OPTIMIZERS = {

@@ -9,8 +9,11 @@ from typing import NamedTuple
 from .hello import processes
 from .ring import Status
 
-# The order of a loop's phases within one step; a process waits in "agree", "step" and "save" for all others.
-_ORDER = {"start": 0, "data": 0, "compile": 1, "agree": 2, "step": 3, "host": 4, "evaluate": 5, "save": 6, "end": 7}
+# The order of a loop's phases within one step; a process waits in those of _WAITING for all others.
+_ORDER = {"start": 0, "data": 0, "compile": 1, "agree": 2, "step": 3, "host": 4, "evaluate": 5, "save": 6, "written": 7}
+_ORDER |= {"end": 8}
+_WAITING = ("agree", "step", "written")
+_DEADLINES = {"agree": "compile", "written": "save"}  # of those without one of their own name
 _ENDED = 5.0  # seconds in a step that another process will not take before that is said
 _SILENT = 2.0  # seconds after which a monitor that says nothing is suspected, once some process is late
 # How the libraries of collectives tell that the other side is gone: what follows from another process's end.
@@ -39,7 +42,7 @@ class Deadlines(NamedTuple):
 
     def of(self, phase: str) -> float | None:
         """The deadline of a phase; None if it has none."""
-        return self.compile if phase == "agree" else getattr(self, phase, None)
+        return getattr(self, _DEADLINES.get(phase, phase), None)
 
 
 @dataclass
@@ -136,7 +139,7 @@ def _overdue(each: Known, coming: tuple[int, int] | None, deadlines: Deadlines, 
     if found is None:
         return False
     phase, step, age, limit = found
-    if phase not in ("agree", "step") or age > limit + max(deadlines[:-1]):
+    if phase not in _WAITING or age > limit + max(deadlines[:-1]):
         return True
     return coming is None or coming > (step, _ORDER[phase])
 
@@ -147,7 +150,7 @@ def _comes(each: Known, deadlines: Deadlines, now: float) -> bool:
     # What has no deadline of its own has that of what the others wait in meanwhile.
     limit = deadlines.of({"start": "compile", "host": "step"}.get(phase, phase))
     since = each.status.device_since if each.status.dispatched > each.status.done else each.status.since
-    if each.left or each.stopped or phase == "agree" or limit is None or now - each.heard > _SILENT:
+    if each.left or each.stopped or phase in ("agree", "written") or limit is None or now - each.heard > _SILENT:
         return False
     return now - each.heard + since <= limit
 
@@ -174,8 +177,11 @@ def _late(late: Sequence[int], known: Mapping[int, Known], deadlines: Deadlines,
         return f"{processes(last)} {verb} up the others: {what}{_waiting(late, last, known, now)}"
     last = [rank for rank in last if rank in late] or list(late)
     phase, step, age, limit = lateness(known[last[0]], deadlines, now) or ("step", 0, 0.0, 0.0)
+    where = _in(phase, step)
+    if phase == "written" and 0 in last:  # what is left when all have written is up to process 0
+        last, where = [0], f"finishing the save after step {step}"
     verb = "is" if len(last) == 1 else "are all"
-    text = f"{processes(last)} {verb} late {_in(phase, step)}: {age:.1f} s, of {limit:g} s allowed"
+    text = f"{processes(last)} {verb} late {where}: {age:.1f} s, of {limit:g} s allowed"
     return text + _waiting(late, last, known, now)
 
 
@@ -227,6 +233,7 @@ def _in(phase: str, step: int) -> str:
         "host": f"in its own code after step {step}",
         "evaluate": f"evaluating after step {step}",
         "save": f"saving after step {step}",
+        "written": f"in the save after step {step} (own part written)",
         "end": f"at its end, after step {step}",
     }
     return words.get(phase, f"in {phase} of step {step}")

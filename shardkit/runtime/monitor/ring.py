@@ -25,7 +25,7 @@ class Status(NamedTuple):
 
     Attributes:
         phase: what the host does: "start", "data", "compile", "agree", "step" (the call), "host" (the user's code after
-            it), "save", "end".
+            it), "save", "written" (of a save: its own part is, and it waits for the others'), "end".
         step: the step that the phase belongs to, from 0.
         since: when the phase began, seconds of the machine's monotonic clock.
         dispatched: the last step that was handed to the devices; -1 before the first.
@@ -69,6 +69,12 @@ class Recorder:
         """The host begins something else."""
         with self._lock:
             self._write(self.status._replace(phase=phase, step=step, since=time.monotonic()), phase, step)
+
+    def turn(self, phase: str, into: str) -> None:
+        """A phase, if the host is in it, goes on under another name and under the same deadline."""
+        with self._lock:
+            if self.status.phase == phase:
+                self._write(self.status._replace(phase=into), into, self.status.step)
 
     def dispatched(self, step: int) -> None:
         """A step was handed to the devices; the host goes on with the user's code."""
