@@ -34,7 +34,8 @@ class TrainStep(NamedTuple):
 
     Attributes:
         init: `init(params, key) -> TrainState`; `params` is a pytree, or a function of the key that makes one, which
-            then runs inside jit so that no device ever holds the whole model. `init.abstract(params)` gives the state's
+            then runs inside jit so that no device ever holds the whole model. What is both, as a module that is called,
+            is a pytree if it has leaves. `init.abstract(params)` gives the state's
             shapes, dtypes and layouts instead, over any mesh, an AbstractMesh too, and makes no array.
         step: `step(state, batch) -> (state, metrics)`; donates `state`. Metrics are float32 scalars by name: "loss",
             "weight" (what it was divided by), and the auxiliary means.
