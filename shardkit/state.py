@@ -191,11 +191,13 @@ def made_by(make: Callable[[jax.Array], Any], key: jax.Array) -> Any:
     Raises:
         TypeError: an object that can be called, is no pytree and fails: parameters rather than a function of the key.
     """
-    if inspect.isroutine(make) or inspect.isclass(make) or hasattr(make, "__wrapped__") or isinstance(make, partial):
-        return make(key)
+    kinds: tuple[Any, ...] = (type, partial)
+    function = inspect.isroutine(make) or hasattr(make, "__wrapped__") or isinstance(make, kinds)
     try:
         return make(key)
     except Exception as error:
+        if function:
+            raise
         raise TypeError(
             "init: params must be a pytree of arrays, or a function of the key that makes one; got an object of type "
             f"{type(make).__name__}, which is no pytree, was called with the key, and failed: {error}. Register the "

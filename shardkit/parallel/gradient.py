@@ -21,7 +21,9 @@ class Mean(NamedTuple):
 
     Attributes:
         total: scalar, the sum of the values that this device saw.
-        weight: scalar, how many they were (or the sum of their weights), float32 or integer.
+        weight: scalar, how many they were (or the sum of their weights), float32 or integer; over devices and
+            microbatches it is summed in float32: counts are exact up to 2^24, and beyond that to 7 digits. It is each
+            device's own, made of its examples or of how many they are.
     """
 
     total: Any
@@ -121,6 +123,12 @@ def loss_and_aux(out: Any) -> tuple[Mean, dict[str, Mean]]:
             "Return for example (loss, {'accuracy': Mean(correct, count)})."
         )
     return loss._replace(weight=_constant(loss.weight)), {name: _aux(name, value) for name, value in aux.items()}
+
+
+def named_means(out: Any) -> dict[str, Mean]:
+    """What a loss function returned, as Means by name; the loss under "loss"."""
+    loss, aux = loss_and_aux(out)
+    return {"loss": loss, **aux}
 
 
 def _aux(name: Any, value: Any) -> Mean:
