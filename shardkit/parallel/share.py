@@ -11,6 +11,7 @@ from shardkit.layout import spec_axes
 from shardkit.parallel.batch import accumulated, device_keys
 from shardkit.parallel.gradient import GradFn, LossFn, Mean, named_means
 from shardkit.parallel.handles import parts, shown, with_parts
+from shardkit.parallel.orders import tokens_split
 from shardkit.parallel.passage import enter
 from shardkit.parallel.weights import in_compute
 
@@ -42,8 +43,9 @@ def local_gradients(
         loss, aux, _ = grad_fn(seen, *jax.tree.map(cut, (batch, keys)), scale=scale)
         return named_means((loss, aux))
 
-    batch = in_compute(first, batch, policy.compute, once=accumulate == 1 and _in_one(axes, grad_fn))
-    means, grads = accumulated(grad_fn, seen, batch, keys, scale, accumulate)
+    with tokens_split(_axes(batch_spec, 1)):
+        batch = in_compute(first, batch, policy.compute, once=accumulate == 1 and _in_one(axes, grad_fn))
+        means, grads = accumulated(grad_fn, seen, batch, keys, scale, accumulate)
     return batch, means, grads
 
 
@@ -58,11 +60,13 @@ def local_means(
     seen = enter(params, layouts, axes, policy.compute)
     seen = with_parts(seen, parts(seen))
     means = lambda batch: named_means(shown(loss_fn, seen, batch, None))  # noqa: E731
-    return means(in_compute(means, batch, policy.compute, once=_in_one(axes, loss_fn)))
+    with tokens_split(_axes(batch_spec, 1)):
+        return means(in_compute(means, batch, policy.compute, once=_in_one(axes, loss_fn)))
 
 
-def _axes(batch_spec: PartitionSpec) -> tuple[str, ...]:
-    return tuple(axis for axes in spec_axes(batch_spec) for axis in axes)
+def _axes(batch_spec: PartitionSpec, *dims: int) -> tuple[str, ...]:
+    """The axes that split the batch, or some of its dims."""
+    return tuple(axis for dim, axes in enumerate(spec_axes(batch_spec)) if not dims or dim in dims for axis in axes)
 
 
 def _in_one(axes: tuple[str, ...], function: Any) -> bool:

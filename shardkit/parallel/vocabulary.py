@@ -16,7 +16,7 @@ from jax import lax
 from shardkit._check import Axis
 from shardkit._typed import typed
 from shardkit.collectives import all_gather, all_reduce, axis_index, axis_size, reduce_scatter
-from shardkit.parallel.local import alike, live_axes, matmul_gradients
+from shardkit.parallel.local import alike, check_split, live_axes, matmul_gradients
 
 
 @typed
@@ -85,7 +85,7 @@ def vocab_cross_entropy(
         float32 [..., T], typed as equal over `axis`. Logits and sums are float32.
 
     Raises:
-        ValueError: an unbound axis, or targets that are not one for each token.
+        ValueError: an unbound axis, a head that is whole on every device, or targets that are not one for each token.
 
     Cost: all_reduces of 4 bytes a token (the largest logit) and 8 bytes a token (the denominator and the target's
         logit; 12 with `label_smoothing`) forward; one all_reduce of x's gradient backward. With `sequence` an
@@ -127,7 +127,7 @@ def vocab_cross_entropy_and_hits(
         The nats, float32 [..., T], and the hits, bool [..., T]: `argmax(logits) == target`, the first of equals.
 
     Raises:
-        ValueError: an unbound axis, or targets that are not one for each token.
+        ValueError: an unbound axis, a head that is whole on every device, or targets that are not one for each token.
 
     Cost: that of `vocab_cross_entropy`, and 4 bytes a token more in its second all_reduce.
     """
@@ -157,6 +157,7 @@ def _cross_entropy(
     if not 0 <= options.z_loss < math.inf:
         raise ValueError(f"{where}: z_loss must be 0 or more; got {options.z_loss}. Pass for example 1e-4.")
     names = live_axes(where, axis, x, head)
+    check_split(where, "head", names, head)
     if sequence and names:
         x = all_gather(x, names, dim=-2)
     if targets.shape != x.shape[:-1]:

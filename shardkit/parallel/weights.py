@@ -66,7 +66,7 @@ def in_compute(means_of: MeansFn, batch: Any, compute: Any, *, once: bool) -> An
 
     try:
         jaxpr = jax.make_jaxpr(pairs)(*lower(())).jaxpr
-    except TypeError as error:  # a weight that is summed in the compute dtype is refused; it is to be told from the rest
+    except TypeError as error:  # a weight that is summed in the compute dtype is refused; which one, float32 tells
         try:
             jaxpr = jax.make_jaxpr(pairs)(*lower(rounded)).jaxpr
         except Exception:
