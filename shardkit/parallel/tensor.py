@@ -58,10 +58,9 @@ def tp(axis: Axis, rules: DimRules, *, sequence: bool = False) -> Plan:
     def place(leaf: Leaf) -> Placement | str:
         if leaf.ways == 1:
             return "the axis has one device"
-        dim = choose(leaf.path, leaf.shape)
-        if dim is None:
+        at = choose(leaf.path, leaf.shape)
+        if at is None:
             return "the rules name no dim"
-        at = dim_of(f"tp: leaf {leaf.path}", dim, len(leaf.shape))
         size = leaf.shape[at]
         if size % leaf.ways:
             raise ValueError(
