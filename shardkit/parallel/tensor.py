@@ -65,8 +65,9 @@ def tp(axis: Axis, rules: DimRules, *, sequence: bool = False) -> Plan:
         if size % leaf.ways:
             raise ValueError(
                 f"tp: dim {at} of leaf {leaf.path} must be divisible by {named(axes)}; got size {size} over "
-                f"{leaf.ways} devices. Pad it to {math.ceil(size / leaf.ways) * leaf.ways} (a vocabulary), leave the "
-                "leaf whole (key/value heads), or use a smaller axis."
+                f"{leaf.ways} devices. Pad it to {math.ceil(size / leaf.ways) * leaf.ways} (a vocabulary, which the "
+                f"loss is told by vocab_cross_entropy(vocabulary={size})), leave the leaf whole (key/value heads), or "
+                "use a smaller axis."
             )
         return Placement(at, rest=True, seen=True, update=True)
 

@@ -356,13 +356,15 @@ def on_two(fn, *args):
             lambda: laid_out(sk.tp("model", rules()), model=5),
             ValueError,
             "tp: dim 0 of leaf embed must be divisible by axis 'model'; got size 24 over 5 devices. Pad it to 25 (a "
-            "vocabulary), leave the leaf whole (key/value heads), or use a smaller axis.",
+            "vocabulary, which the loss is told by vocab_cross_entropy(vocabulary=24)), leave the leaf whole "
+            "(key/value heads), or use a smaller axis.",
         ),
         (
             lambda: laid_out(sk.tp(("a", "b"), lambda path, shape: 1 if path == "layers.key" else None), a=2, b=16),
             ValueError,
             "tp: dim 1 of leaf layers.key must be divisible by axes 'a', 'b'; got size 16 over 32 devices. Pad it to "
-            "32 (a vocabulary), leave the leaf whole (key/value heads), or use a smaller axis.",
+            "32 (a vocabulary, which the loss is told by vocab_cross_entropy(vocabulary=16)), leave the leaf whole "
+            "(key/value heads), or use a smaller axis.",
         ),
         (
             lambda: laid_out(sk.tp("model", lambda path, shape: 2), model=2),

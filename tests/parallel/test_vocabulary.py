@@ -257,3 +257,35 @@ def test_targets_of_part_of_the_tokens_are_refused():
         "vocab_cross_entropy_and_hits: there must be one target for each token; got targets of shape (4, 120) for "
         "tokens of shape (4, 30). Pass the targets of all tokens, and sequence=True where x holds a part of them."
     )
+
+
+# Columns of padding, which a split needs, were classes: each of logit 0 or, once it is trained, of any other.
+def test_columns_of_padding_are_no_classes():
+    options = {"z_loss": 0.1, "label_smoothing": 0.3}
+    x, head, targets = drawn(1, "float32", 0)
+    targets = jnp.where(targets < 109, targets, -1)
+    head = head.at[:, 109:].set(50.0)  # the largest of all logits, in the last of four devices' columns
+    args = {"mesh": mesh_of({"data": 2, "model": 4}), "args": (x, head, targets)}
+    assert_matches_reference(
+        lambda *args: sk.vocab_cross_entropy_and_hits(*args, "model", sequence=True, vocabulary=109, **options),
+        lambda x, head, targets: cross_entropy(x, head[:, :109], targets, **options),
+        in_specs=(P("data", "model"), P(None, "model"), P("data")),
+        out_specs=P("data"),
+        **args,
+    )
+    one = sk.vocab_cross_entropy(x, head, targets, None, vocabulary=109, **options)
+    np.testing.assert_allclose(one, cross_entropy(x, head[:, :109], targets, **options)[0], rtol=1e-5, atol=1e-5)
+    beyond = sk.vocab_cross_entropy(x[:1, :1], head, jnp.array([[110]]), None, vocabulary=109)
+    assert np.isnan(beyond).all()  # a target that is padding
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("vocabulary", [0, 121])
+def test_a_vocabulary_that_the_head_does_not_hold_is_refused(vocabulary):
+    shapes = [jax.ShapeDtypeStruct(*each) for each in (((2, D), "float32"), ((D, 120), "float32"), ((2,), "int32"))]
+    with pytest.raises(ValueError) as error:
+        jax.eval_shape(lambda *args: sk.vocab_cross_entropy(*args, None, vocabulary=vocabulary), *shapes)
+    assert str(error.value) == (
+        "vocab_cross_entropy: vocabulary must be at least 1 and at most the 120 columns of the head; got "
+        f"{vocabulary}. Pass the number of classes."
+    )
