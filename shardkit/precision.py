@@ -28,7 +28,8 @@ class Precision(NamedTuple):
 
     Attributes:
         param: dtype in which the state holds the parameters, and, without a master copy, of the optimizer's arithmetic.
-        compute: dtype to which parameters and the batch's floating-point arrays are cast for the GradFn.
+        compute: dtype to which parameters and the batch's floating-point arrays are cast for the GradFn. Arrays of
+            which the weight of a Mean is made stay as they are: weights are data, and a bfloat16 has 8 bits to count.
         reduce: dtype in which gradients are summed over devices; microbatches are always summed in float32.
         output: dtype of the metrics.
         loss_scale: None, a fixed power of two, or "dynamic": halved when a gradient is not finite, and that step

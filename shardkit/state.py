@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -76,7 +77,7 @@ def make_init(optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> Call
 
     def init(params: Any, key: jax.Array) -> TrainState:
         key = checked_key(key)
-        made = callable(params)
+        made = makes(params)
         params = _made(params, key, plan, mesh, policy) if made else _placed(params, plan, mesh, policy)
         layouts = plan.layouts(params, mesh)
         update = map_layouts(Layout.in_update, layouts)
@@ -99,7 +100,7 @@ def make_init(optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> Call
 
     def abstract(params: Any) -> TrainState:
         key = jax.eval_shape(lambda: jax.random.key(0))
-        params = jax.eval_shape(params, key) if callable(params) else params
+        params = jax.eval_shape(partial(made_by, params), key) if makes(params) else params
         params = jax.eval_shape(lambda p: cast_floating(p, policy.master or policy.param), trained(params))
         layouts = plan.layouts(params, mesh)
         opt_state = jax.eval_shape(lambda p: first_opt_state(optimizer, policy, p), params)
@@ -175,12 +176,41 @@ def trained(params: Any) -> Any:
     return params
 
 
+def makes(params: Any) -> bool:
+    """Whether this is a function that makes the parameters; a callable pytree with leaves of its own is the parameters.
+
+    A module of equinox, for example, can be called and is a pytree: it is what is trained.
+    """
+    leaves = jax.tree.leaves(params)
+    return callable(params) and not [leaf for leaf in leaves if leaf is not params]
+
+
+def made_by(make: Callable[[jax.Array], Any], key: jax.Array) -> Any:
+    """What a function of the key makes.
+
+    Raises:
+        TypeError: an object that can be called, is no pytree and fails: parameters rather than a function of the key.
+    """
+    kinds: tuple[Any, ...] = (type, partial)
+    function = inspect.isroutine(make) or hasattr(make, "__wrapped__") or isinstance(make, kinds)
+    try:
+        return make(key)
+    except Exception as error:
+        if function:
+            raise
+        raise TypeError(
+            "init: params must be a pytree of arrays, or a function of the key that makes one; got an object of type "
+            f"{type(make).__name__}, which is no pytree, was called with the key, and failed: {error}. Register the "
+            "type with jax.tree_util.register_dataclass, or pass its arrays."
+        ) from error
+
+
 def _made(make: Callable[[jax.Array], Any], key: jax.Array, plan: Plan, mesh: Mesh, policy: Precision) -> Any:
     """Parameters that are made where they lie."""
-    rest = map_layouts(Layout.at_rest, plan.layouts(trained(jax.eval_shape(make, key)), mesh))
+    rest = map_layouts(Layout.at_rest, plan.layouts(trained(jax.eval_shape(partial(made_by, make), key)), mesh))
 
     def made(key: jax.Array) -> Any:
-        return padded(cast_floating(make(key), policy.master or policy.param), rest, mesh)
+        return padded(cast_floating(made_by(make, key), policy.master or policy.param), rest, mesh)
 
     return jax.jit(made, out_shardings=shardings(mesh, rest))(key)
 

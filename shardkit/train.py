@@ -14,15 +14,14 @@ from shardkit._compat import varying_axes
 from shardkit._typed import typed
 from shardkit.arguments import check_builder, check_optimizer
 from shardkit.collectives import all_reduce
-from shardkit.layout import spec_axes
-from shardkit.parallel.batch import accumulated, batch_specs, device_keys
-from shardkit.parallel.gradient import GradFn, LossFn, Mean, counted, global_means, loss_and_aux
-from shardkit.parallel.handles import parts, shown, with_parts
+from shardkit.parallel.batch import batch_specs
+from shardkit.parallel.gradient import GradFn, LossFn, Mean, counted, global_means
 from shardkit.parallel.padded import check_held, exact, padded
-from shardkit.parallel.passage import enter, leave, to_rest
+from shardkit.parallel.passage import leave, to_rest
 from shardkit.parallel.plan import Layout, Plan, map_layouts
+from shardkit.parallel.share import local_gradients, local_means
 from shardkit.parallel.stages import arranged
-from shardkit.precision import Precision, cast_floating, next_loss_scale, precision_of
+from shardkit.precision import Precision, next_loss_scale, precision_of
 from shardkit.rng import salt
 from shardkit.state import TrainState, advance, make_init, optimizer_held, reads_order, shardings
 
@@ -34,7 +33,8 @@ class TrainStep(NamedTuple):
 
     Attributes:
         init: `init(params, key) -> TrainState`; `params` is a pytree, or a function of the key that makes one, which
-            then runs inside jit so that no device ever holds the whole model. `init.abstract(params)` gives the state's
+            then runs inside jit so that no device ever holds the whole model. What is both, as a module that is called,
+            is a pytree if it has leaves. `init.abstract(params)` gives the state's
             shapes, dtypes and layouts instead, over any mesh, an AbstractMesh too, and makes no array.
         step: `step(state, batch) -> (state, metrics)`; donates `state`. Metrics are float32 scalars by name: "loss",
             "weight" (what it was divided by), and the auxiliary means.
@@ -93,6 +93,7 @@ def make_train_step(
     Raises:
         ValueError: an axis the mesh does not have, an accumulation below 1, an unknown name, a pipeline without `pp`;
             at trace time a batch that does not divide by the batch axes times `accumulate`.
+        ValueError: at trace time a loss' weight that is made of scalars of the batch alone.
         ValueError: from `step`, for a state that an earlier step has used up, or that another plan pads otherwise or
             holds in the order of other stages.
         NonFiniteError: from `step`, under `nonfinite="stop"`.
@@ -208,7 +209,6 @@ def make_eval_step(
     plan.check(mesh)
     policy = precision_of(precision)
     batch_spec = plan.batch_spec(mesh)
-    split_axes = tuple(axis for axes in spec_axes(batch_spec) for axis in axes)
 
     @jax.jit
     def evaluate(params: Any, batch: Any) -> dict[str, jax.Array]:
@@ -217,41 +217,13 @@ def make_eval_step(
         rest = map_layouts(lambda layout: layout.rest, layouts)
 
         def per_device(params: Any, batch: Any) -> dict[str, jax.Array]:
-            seen = enter(params, layouts, split_axes, policy.compute)
-            seen = with_parts(seen, parts(seen))
-            loss, aux = loss_and_aux(shown(loss_fn, seen, cast_floating(batch, policy.compute), None))
-            return _returned(_metrics(global_means({"loss": loss, **aux}, plan.batch_axes)), policy.output)
+            means = local_means(loss_fn, params, batch, layouts, batch_spec, policy)
+            return _returned(_metrics(global_means(means, plan.batch_axes)), policy.output)
 
         specs = batch_specs(batch, batch_spec, mesh, 1)
         return jax.shard_map(per_device, mesh=mesh, in_specs=(rest, specs), out_specs=_REPLICATED)(params, batch)
 
     return evaluate
-
-
-def local_gradients(
-    grad_fn: GradFn,
-    params: Any,
-    batch: Any,
-    key: jax.Array,
-    scale: jax.Array,
-    layouts: Any,
-    batch_spec: PartitionSpec,
-    policy: Precision,
-    accumulate: int,
-) -> tuple[Any, dict[str, Mean], Any]:
-    """What one device computes in a step, inside shard_map, before anything is summed over devices.
-
-    Returns:
-        The device's examples as the loss sees them, the Means, and the gradients.
-
-    Cost: that of `enter` and of the GradFn, `accumulate` times.
-    """
-    split_axes = tuple(axis for axes in spec_axes(batch_spec) for axis in axes)
-    seen = enter(params, layouts, split_axes, policy.compute, policy.reduce)
-    batch = cast_floating(batch, policy.compute)
-    keys = device_keys(key, batch, batch_spec)
-    means, grads = accumulated(grad_fn, seen, batch, keys, scale, accumulate)
-    return batch, means, grads
 
 
 def step_key(key: jax.Array, step: jax.Array | int) -> jax.Array:

@@ -6,49 +6,17 @@ are split), D model, F hidden, H heads, G key/value heads, K head size, E expert
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from shardkit._check import Axis
-from shardkit.collectives import axis_size
-from shardkit.collectives.matmul import Impl
 from shardkit.models.parameters import Config
+from shardkit.models.places import ONE_DEVICE, Axes, check_split
 from shardkit.parallel.attention import dot_attention
 from shardkit.parallel.context import ring_attention, ulysses_attention
 from shardkit.parallel.expert import moe
-from shardkit.parallel.orders import Order, positions
 from shardkit.parallel.tensor import column_linear, local_groups, row_linear
-
-
-@dataclass(frozen=True)
-class Axes:
-    """The mesh axes over which the model itself communicates; without any it is a model on one device.
-
-    Attributes:
-        model: tensor parallelism: heads, hidden width and vocabulary are split, as `tensor_rules` lays them out.
-        sequence: between blocks, tokens are split over `model` too.
-        context: tokens are split over it, and attention goes round a ring.
-        ulysses: tokens are split over it, and attention splits heads instead; with `context`, inside of it.
-        order: the order of the tokens along `context`; the batch comes in natural order.
-        expert: the experts are split over it.
-        impl: how gathered matmuls are cut up, with `sequence`.
-        stage: the pipeline's, where the layers run as its stages.
-    """
-
-    model: Axis | None = None
-    sequence: bool = False
-    context: Axis | None = None
-    ulysses: Axis | None = None
-    order: Order = "zigzag"
-    expert: Axis | None = None
-    impl: Impl = "auto"
-    stage: Axis | None = None
-
-
-ONE_DEVICE = Axes()
 
 
 def attention(
@@ -61,15 +29,7 @@ def attention(
 ) -> jax.Array:
     """Causal self-attention with rotary positions; each group of H/G heads shares one key/value head."""
     places_T = jnp.arange(x_btD.shape[1]) if places_T is None else places_T
-    ways, heads = 1 if axes.model is None else axis_size(axes.model), weights["query"].shape[-2]
-    if heads * ways != config.heads:
-        remedy = f"Chain tp({axes.model!r}, tensor_rules(config, {axes.model!r}, {ways})) into the plan."
-        if axes.model is None:
-            remedy = "Pass Axes(model=...) with the axis of the plan's tp."
-        raise ValueError(
-            f"transformer: the {config.heads} query heads must be split over axes.model={axes.model!r}; got {heads} "
-            f"heads on each of {ways} devices. {remedy}"
-        )
+    check_split("query heads", weights["query"].shape[-2], config.heads, axes)
     share: dict[str, Any] = {"sequence": axes.sequence, "impl": axes.impl}
     key, value = (
         local_groups(weights[name], axes.model, heads=config.heads, kv_heads=config.groups) for name in ("key", "value")
@@ -126,10 +86,3 @@ def rotate(x_bTHK: jax.Array, places_T: jax.Array) -> jax.Array:
     cos, sin = jnp.cos(angles)[None, :, None, :], jnp.sin(angles)[None, :, None, :]
     a, b = jnp.split(x_bTHK.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x_bTHK.dtype)
-
-
-def token_places(tokens: int, axes: Axes) -> jax.Array:
-    """Where this device's tokens stand in the sequence, [T]."""
-    if axes.context is not None:
-        return positions(tokens, axes.context, order=axes.order, ulysses=axes.ulysses)
-    return jnp.arange(tokens, dtype=jnp.int32) if axes.ulysses is None else positions(tokens, axes.ulysses)

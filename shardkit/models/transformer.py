@@ -15,14 +15,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardkit._check import named
-from shardkit._compat import varying_axes
 from shardkit.collectives import axis_index, axis_size
-from shardkit.models.blocks import ONE_DEVICE, Axes, attention, experts, mlp, rms_norm, rotate, token_places
+from shardkit.models.blocks import ONE_DEVICE, Axes, attention, experts, mlp, rms_norm, rotate
 from shardkit.models.parameters import Config, init, logical_axes, tensor_rules
+from shardkit.models.places import check_split, check_tokens, token_places
 from shardkit.parallel.gradient import Mean
 from shardkit.parallel.layers import scan_layers
-from shardkit.parallel.local import live_axes
 from shardkit.parallel.orders import zigzag
 from shardkit.parallel.tensor import column_linear
 from shardkit.parallel.vocabulary import vocab_cross_entropy_and_hits, vocab_embed
@@ -123,6 +121,7 @@ def pieces(config: Config, axes: Axes = ONE_DEVICE) -> tuple[Piece, Piece, Piece
         return jax.lax.dynamic_slice_in_dim(x, axis_index(axes.model) * size, size, dim)
 
     def embed(shared: Any, batch: Any, keys_b: jax.Array | None) -> Stream:
+        check_tokens(axes, batch["tokens"])
         x_btD = vocab_embed(batch["tokens"], shared["embed"], axes.model, sequence=axes.sequence)
         weights_bT = _weights(batch) if config.experts else None
         weights_bt = None if weights_bT is None else mine(weights_bT, 1)
@@ -139,6 +138,7 @@ def pieces(config: Config, axes: Axes = ONE_DEVICE) -> tuple[Piece, Piece, Piece
         return scan_layers(partial(_layer, config, axes, places_T), layers, stream, **how)._replace(keys=None)
 
     def head(shared: Any, stream: Stream, batch: Any) -> tuple[Mean, dict[str, Mean]]:
+        check_split("vocabulary entries", _head(shared, config).shape[-1], config.vocabulary, axes)
         x_btD, weights_bT = rms_norm(stream.x, shared["final_norm"]), _weights(batch)
         nats_bT, hits_bT = vocab_cross_entropy_and_hits(
             x_btD, _head(shared, config), batch["targets"], axes.model, sequence=axes.sequence
@@ -172,6 +172,7 @@ def _layer(config: Config, axes: Axes, places_T: jax.Array, each: tuple[Any, jax
     x_btD = stream.x + dropout(y_btD, drop[0], config.dropout)
     h_btD = rms_norm(x_btD, weights["mlp_norm"])
     if not config.experts:
+        check_split("hidden features", weights["down"].shape[0], config.width, axes)
         return stream._replace(x=x_btD + dropout(mlp(weights, h_btD, axes), drop[1], config.dropout))
     y_btD, losses_2, dropped_2 = experts(weights, h_btD, config, axes, stream.weights)
     return stream._replace(
@@ -222,13 +223,7 @@ def in_order(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
 
     @wraps(function)
     def ordered(params: Any, batch: Any, keys: jax.Array | None, **options: Any) -> Any:
-        for name, axis in (("context", axes.context), ("ulysses", axes.ulysses)):
-            whole = set(live_axes("transformer", axis)) - varying_axes(batch["tokens"])
-            if whole:
-                raise ValueError(
-                    f"transformer: the tokens must be split over axes.{name}={axis!r}; got the same along "
-                    f"{named(sorted(whole))}. Chain cp({axis!r}) into the plan."
-                )
+        check_tokens(axes, batch["tokens"])
         if axes.context is not None and axes.order == "zigzag":
             batch = zigzag(batch, axes.context, ulysses=axes.ulysses)
         return function(params, batch, keys, **options)

@@ -13,7 +13,7 @@ from shardkit._check import named, quoted
 from shardkit._compat import varying_axes
 from shardkit.collectives import axis_index, axis_size, vary
 from shardkit.layout import path_name, spec_axes
-from shardkit.parallel.gradient import GradFn, Mean, loss_and_aux
+from shardkit.parallel.gradient import GradFn, Mean, named_means
 from shardkit.parallel.handles import parts
 from shardkit.rng import fold_keys
 
@@ -79,12 +79,11 @@ def accumulated(
 
     def call(batch: Any, keys: jax.Array) -> tuple[dict[str, Mean], Any]:
         loss, aux, grads = grad_fn(params, batch, keys, scale=scale)
-        loss, aux = loss_and_aux((loss, aux))
         taken = {"loss", "weight", "finite", "loss_scale"} & set(aux)
         if taken:
             raise ValueError(f"make_train_step: aux must not use the names {quoted(sorted(taken))}. Rename them.")
         _check_gradients(params, grads)
-        return {"loss": loss, **aux}, grads
+        return named_means((loss, aux)), grads
 
     if accumulate == 1:
         return call(batch, keys)

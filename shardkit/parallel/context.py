@@ -31,7 +31,7 @@ from shardkit._typed import typed
 from shardkit.collectives import all_gather, all_to_all, axis_size, vary
 from shardkit.parallel.attention import check, join_heads, scale_of, split_heads
 from shardkit.parallel.blockwise import Form, attend
-from shardkit.parallel.orders import Order, half_of, is_zigzag, ring_first
+from shardkit.parallel.orders import Order, half_of, in_plan_order, is_zigzag, ring_first
 from shardkit.parallel.plan import Plan, strategy
 
 
@@ -99,15 +99,15 @@ def ring_attention(
         Array of the shape and dtype of the queries.
 
     Raises:
-        ValueError: an unbound axis, an unknown order, an odd number of tokens a device in zigzag order, a block that
-            does not divide a chunk, or shapes that do not fit each other.
+        ValueError: an unbound axis, axes in another order than the plan's, an unknown order, an odd number of tokens a
+            device in zigzag order, a block that does not divide a chunk, or shapes that do not fit each other.
 
     Cost: forward n-1 times this device's keys, values and segments, in n-1 hops; backward the same, and n times the
         gradients of its keys and values in float32, which then are home. An axis of one device sends nothing.
 
     Source: Liu et al., Ring Attention (arXiv:2310.01889); Dao, FlashAttention-2 (arXiv:2307.08691).
     """
-    names = bound("ring_attention", axis)
+    names = in_plan_order("ring_attention", bound("ring_attention", axis))
     check("ring_attention", q_btHK, k_btGK, v_btGK, segments_bt)
     form = Form(names, causal, order, block, scale_of(q_btHK, scale))
     return _attention("ring_attention", q_btHK, k_btGK, v_btGK, segments_bt, form)
@@ -150,8 +150,9 @@ def ulysses_attention(
         Array of the shape and dtype of the queries.
 
     Raises:
-        ValueError: an unbound axis, heads that do not divide, zigzag order without a ring, a ring that comes behind
-            `axis` in the mesh, a block that does not divide a chunk, or shapes that do not fit each other.
+        ValueError: an unbound axis, axes in another order than the plan's, heads that do not divide, zigzag order
+            without a ring, a ring that comes behind `axis` in the mesh, a block that does not divide a chunk, or shapes
+            that do not fit each other.
 
     Cost: (n-1)/n of this device's queries, keys, values and result, forward and again backward, each in an all_to_all;
         n-1 times the segments. A ring adds its own, of n times the tokens and 1/n of the heads. An axis of one device
@@ -160,7 +161,7 @@ def ulysses_attention(
     Source: Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509); Fang and Zhao (arXiv:2405.07719) for both at once.
     """
     where = "ulysses_attention"
-    names = bound(where, axis)
+    names = in_plan_order(where, bound(where, axis))
     check(where, q_btHK, k_btGK, v_btGK, segments_bt)
     n, heads, groups = axis_size(names), q_btHK.shape[2], k_btGK.shape[2]
     if heads % n:

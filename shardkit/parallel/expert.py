@@ -16,18 +16,19 @@ from shardkit.collectives._sums import dot_dtype
 from shardkit.collectives.ragged import ragged_all_to_all, segments
 from shardkit.parallel.plan import Leaf, Placement, Plan, strategy
 from shardkit.parallel.routing import Routing, RoutingStats, places, ranks, route, routing_stats
-from shardkit.parallel.rules import DimRules, dim_chooser, names_in
+from shardkit.parallel.rules import DimRules, dim_chooser, names_in, stacked
 
 Dot = Callable[[jax.Array, jax.Array], jax.Array]
 ExpertFn = Callable[[Any, jax.Array, Dot], jax.Array]
 
 
 def _experts_dim(path: str, shape: tuple[int, ...]) -> int | None:
-    """The dim that counts the experts of a leaf inside "experts": the first, or the second inside a stack "layers"."""
+    """The dim that counts the experts of a leaf in "experts": the first, or behind the layers of a stack "layers"."""
     names = path.split(".")
     if "experts" not in names:
         return None
-    return int("layers" in names[: names.index("experts")])
+    before = names[: names.index("experts")]
+    return int("layers" in before and stacked(".".join(names[before.index("layers") :]), ("layers",)))
 
 
 def ep(axis: Axis, rules: DimRules = _experts_dim) -> Plan:
@@ -42,7 +43,7 @@ def ep(axis: Axis, rules: DimRules = _experts_dim) -> Plan:
         axis: mesh axis or tuple of axes.
         rules: `(path, shape) -> dim`, None for a leaf that is not split, or a pytree of PartitionSpecs, as
             `specs_from_rules` makes it. By default the leaves inside a subtree "experts" are split along dim 0, or dim
-            1 inside a stack "layers".
+            1 inside a stack "layers"; in a list of layers dim 0.
 
     Returns:
         A plan for `make_train_step`; `chain` joins it with others.

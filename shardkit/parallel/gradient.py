@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from shardkit._check import quoted
 from shardkit._compat import varying_axes
 from shardkit.collectives import all_reduce, vary
+from shardkit.layout import path_name
 from shardkit.parallel.handles import parts, shown, with_parts
 
 
@@ -20,7 +21,9 @@ class Mean(NamedTuple):
 
     Attributes:
         total: scalar, the sum of the values that this device saw.
-        weight: scalar, how many they were (or the sum of their weights), float32 or integer.
+        weight: scalar, how many they were (or the sum of their weights), float32 or integer; over devices and
+            microbatches it is summed in float32: counts are exact up to 2^24, and beyond that to 7 digits. It is each
+            device's own, made of its examples or of how many they are.
     """
 
     total: Any
@@ -119,10 +122,29 @@ def loss_and_aux(out: Any) -> tuple[Mean, dict[str, Mean]]:
             f"value_and_grad: aux must be a dict of scalars or Means by name; got {kind(aux)}. "
             "Return for example (loss, {'accuracy': Mean(correct, count)})."
         )
-    return loss._replace(weight=_constant(loss.weight)), {
-        name: _as_mean(value, f"value_and_grad: aux {name!r} must be a scalar or Mean(total, weight)")
-        for name, value in aux.items()
-    }
+    return loss._replace(weight=_constant(loss.weight)), {name: _aux(name, value) for name, value in aux.items()}
+
+
+def named_means(out: Any) -> dict[str, Mean]:
+    """What a loss function returned, as Means by name; the loss under "loss"."""
+    loss, aux = loss_and_aux(out)
+    return {"loss": loss, **aux}
+
+
+def _aux(name: Any, value: Any) -> Mean:
+    if not isinstance(name, str):
+        raise TypeError(
+            f"value_and_grad: aux must be a dict of scalars or Means by name; got the key {name!r}. Name it by a "
+            "string."
+        )
+    inside = [] if isinstance(value, Mean) else jax.tree_util.tree_leaves_with_path(value)
+    if inside and inside[0][0]:  # a tree of its own
+        at = path_name((jax.tree_util.DictKey(name), *inside[0][0]))
+        raise TypeError(
+            f"value_and_grad: aux {name!r} must be a scalar or Mean(total, weight); got {kind(value)} with the leaf "
+            f"{at}. Put each of its leaves into aux itself, by a name such as {at!r}."
+        )
+    return _as_mean(value, f"value_and_grad: aux {name!r} must be a scalar or Mean(total, weight)")
 
 
 def _as_mean(value: Any, rule: str) -> Mean:

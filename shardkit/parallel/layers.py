@@ -7,7 +7,9 @@ from functools import wraps
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from shardkit._check import named
 from shardkit._compat import varying_axes
 from shardkit._typed import typed
 from shardkit.collectives import vary
@@ -106,8 +108,9 @@ def scan_layers(
         The activations after the last layer.
 
     Raises:
-        ValueError: an unknown policy, one that cannot be offloaded, leaves with different numbers of layers, or
-            activations that do not divide into the microbatches.
+        TypeError: a list of layers where a stack is meant.
+        ValueError: an unknown policy, one that cannot be offloaded, leaves with different numbers of layers or whose
+            layers a plan splits, or activations that do not divide into the microbatches.
 
     Cost: two all_gathers and one reduce_scatter of each layer's weights, with `prefetch` as without it, whatever
         `microbatches`: 3 (n-1)/n of the bytes of parameters that fsdp shards. On a device or under a plan that gathers
@@ -118,6 +121,7 @@ def scan_layers(
     """
     policy = None if remat is None and not offload else policy_of("scan_layers", remat, offload)
     stacked = unsealed(stacked)
+    _check_stack(stacked)
     counts = {leaf.shape[0] if leaf.ndim else 0 for leaf in jax.tree.leaves(parts(stacked))}
     if len(counts) != 1:
         raise ValueError(
@@ -126,7 +130,16 @@ def scan_layers(
         )
     (layers,) = counts
     first = jax.tree.map(lambda leaf: leaf[0], stacked)
-    after = jax.eval_shape(lambda w, x: layer_fn(opened(w), x), first, x)
+    try:
+        after = jax.eval_shape(lambda w, x: layer_fn(opened(w), x), first, x)
+    except Exception as error:
+        if not _layers_in_a_list(stacked):
+            raise
+        raise TypeError(
+            f"scan_layers: the layers must be one stack, a pytree whose leaves have the layer as dim 0; got a list of "
+            f"{len(stacked)}. Stack them once, before init, with jax.tree.map(lambda *leaves: jnp.stack(leaves), "
+            "*layers), or call gathered(layer_fn)(weights, x) for one after the other."
+        ) from error
     x = jax.tree.map(lambda x, y: vary(x, tuple(varying_axes(y))), x, after)  # as the layers will type it
     x = _cut(x, microbatches)
     if microbatches > 1 or any(is_handle(leaf) for leaf in jax.tree.leaves(stacked, is_leaf=is_handle)):
@@ -139,6 +152,26 @@ def scan_layers(
         layer = jax.checkpoint(layer_fn, policy=policy) if policy else layer_fn
         x, _ = jax.lax.scan(lambda x, w: (layer(w, x), None), x, stacked)
     return x if microbatches == 1 else jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), x)
+
+
+def _check_stack(stacked: Any) -> None:
+    """Refuses handles of which a device holds some of the layers: it would run no others."""
+    for leaf in jax.tree.leaves(stacked, is_leaf=is_handle):
+        splits = (*leaf.gathers, *leaf.scatters) if is_handle(leaf) else ()
+        axes = [axis for dim, axes in splits if dim == -leaf.part.ndim for axis in axes]
+        if axes:
+            raise ValueError(
+                f"scan_layers: dim 0 of a stack, the layers, must be whole; {leaf.path or 'a leaf'} is split there "
+                f"over {named(axes)}, as a layer of a list may be. Stack the layers of a list, or choose another dim "
+                "by the plan's rules=."
+            )
+
+
+def _layers_in_a_list(stacked: Any) -> bool:
+    """Whether this is a list of pytrees that are all alike: layers that nobody has stacked."""
+    if not isinstance(stacked, list) or len(stacked) < 2:
+        return False
+    return len({str(jax.tree.map(jnp.shape, parts(layer))) for layer in stacked}) == 1
 
 
 def _cut(x: Any, microbatches: int) -> Any:

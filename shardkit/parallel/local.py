@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from shardkit import _compat
-from shardkit._check import Axis, bound
+from shardkit._check import Axis, bound, named
 from shardkit.collectives import vary
 from shardkit.collectives._sums import dot_dtype
 
@@ -23,6 +23,17 @@ def live_axes(where: str, axis: Axis | None, *arrays: Any) -> tuple[str, ...]:
         return ()
     sizes, varying = _compat.bound_axes(), _everywhere(arrays)
     return tuple(name for name in bound(where, axis) if sizes[name] > 1 or name in varying)
+
+
+def check_split(where: str, what: str, names: tuple[str, ...], w: jax.Array) -> None:
+    """Refuses weights that are typed as the same on all devices over which the sum goes: each would add all of it."""
+    sizes, known = _compat.bound_axes(), _compat.tracked_axes()
+    whole = [name for name in names if sizes[name] > 1 and name in known - _compat.varying_axes(w)]
+    if whole:
+        raise ValueError(
+            f"{where}: {what} must be split over {named(names)}, over which the devices' parts are summed; got the "
+            f"same along {named(whole)}. Split it, with tp for example, or pass another axis."
+        )
 
 
 def matmul(x: jax.Array, w: jax.Array, dims: int = 1) -> jax.Array:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import jax
@@ -16,6 +19,36 @@ from shardkit.collectives import axis_index, axis_size
 from shardkit.collectives.basic import permuted
 
 Order = Literal["contiguous", "zigzag"]
+
+# The type of an array says over which axes it varies, and neither on which dim nor in which order: while a step is
+# traced this says it of the tokens. It goes where jax's own axis names go, and like them it is bound inside alone.
+_SPLIT: ContextVar[tuple[str, ...] | None] = ContextVar("axes that split the tokens", default=None)
+
+
+@contextmanager
+def tokens_split(axes: tuple[str, ...]) -> Iterator[None]:
+    """While a loss is traced: its plan splits the tokens over these axes, in this order."""
+    before = _SPLIT.set(axes)
+    try:
+        yield
+    finally:
+        _SPLIT.reset(before)
+
+
+def token_axes() -> tuple[str, ...] | None:
+    """The axes over which the plan of the step that is traced splits the tokens, in order; None outside of a step."""
+    return _SPLIT.get()
+
+
+def in_plan_order(where: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes of a sequence; refuses another order than that in which the plan splits it."""
+    split = [axis for axis in token_axes() or () if axis in names]
+    if split != [axis for axis in names if axis in split]:
+        raise ValueError(
+            f"{where}: the axes must stand in the order in which the plan splits the tokens, {quoted(split)}; got "
+            f"{quoted(names)}. Name them in that order."
+        )
+    return names
 
 
 @typed
@@ -35,7 +68,7 @@ def zigzag(tree: Any, axis: Axis, *, ulysses: Axis | None = None, dim: int = 1, 
         Arrays of the same shapes.
 
     Raises:
-        ValueError: an unbound axis, or an odd number of tokens on each device.
+        ValueError: an unbound axis, axes in another order than the plan's, or an odd number of tokens on each device.
 
     Cost: this device's bytes in two messages of half of them; on two devices one of the two; on one, nothing.
 
@@ -84,7 +117,8 @@ def positions(
         int32 [t], varying over the axes unless they are one device.
 
     Raises:
-        ValueError: an unbound axis, an unknown order, or an odd number of tokens in zigzag order.
+        ValueError: an unbound axis, axes in another order than the plan's, an unknown order, or an odd number of tokens
+            in zigzag order.
 
     Cost: none.
     """
@@ -125,12 +159,12 @@ def ring_first(where: str, ring: Axis, ulysses: Axis) -> tuple[str, ...]:
             f"{where}: the ring's {named(outer)} must come before {named(inner)} in the mesh; its axes are "
             f"{quoted(known)}. Name the ring's first in make_mesh."
         )
-    return names
+    return in_plan_order(where, names)
 
 
 def _chunks(where: str, axis: Axis, ulysses: Axis | None) -> tuple[tuple[str, ...], np.ndarray]:
     """The axes, and which two half-shards of the sequence each device along them holds in zigzag order, [n, 2]."""
-    names = bound(where, axis) if ulysses is None else ring_first(where, axis, ulysses)
+    names = in_plan_order(where, bound(where, axis)) if ulysses is None else ring_first(where, axis, ulysses)
     n, inner = axis_size(names), 1 if ulysses is None else axis_size(ulysses)
     early, late = np.arange(2 * n).reshape(2, -1, inner)
     return names, np.concatenate([early, late[::-1]], axis=1).reshape(n, 2)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit._check import Axis, axis_names, quoted, sized
+from shardkit._check import Axis, axis_names, dim_of, quoted, sized
 from shardkit.layout import canonical, local_shape, path_name, spec_axes
 from shardkit.parallel.padded import Held, Rows, Sizes, in_rows, is_padded, padded_shape, padding
 from shardkit.parallel.rules import inside
@@ -183,6 +183,8 @@ class Plan(NamedTuple):
                 continue
             ways = math.prod(mesh.shape[axis] for axis in s.axes)
             place = s.place(Leaf(path, left, jnp.result_type(x), ways, split)) or "left whole"
+            if not isinstance(place, str):
+                place = place._replace(dim=dim_of(f"{s.name}: leaf {path}", place.dim, jnp.ndim(x)))
             yield s, place
             if not isinstance(place, str):
                 spec = PartitionSpec(*([None] * place.dim), s.axes)

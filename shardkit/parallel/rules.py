@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
-from shardkit._check import Axis, named, quoted
+from shardkit._check import Axis, dim_of, named, quoted
 from shardkit.layout import all_axes, path_name, spec_axes
 
 ChooseDim = Callable[[str, tuple[int, ...]], int | None]
@@ -26,15 +27,15 @@ def dim_chooser(name: str, axes: tuple[str, ...], rules: DimRules) -> ChooseDim:
             leaf on which they do not stand is left whole.
 
     Returns:
-        `(path, shape) -> dim`, or None for a leaf that is not split.
+        `(path, shape) -> dim`, counted from the front, or None for a leaf that is not split.
 
     Raises:
-        TypeError: the tree holds something else than specs.
-        ValueError: no spec of the tree names the axes; when it is called, a leaf that has no spec, or one whose spec is
-            longer than its shape or has the axes on several dims.
+        TypeError: the tree holds something else than specs; when it is called, a function that returns something else.
+        ValueError: no spec of the tree names the axes; when it is called, a dim that a leaf does not have, a leaf that
+            has no spec, or one whose spec is longer than its shape or has the axes on several dims.
     """
     if callable(rules):
-        return rules
+        return lambda path, shape: _counted(f"{name}: leaf {path}", rules(path, shape), len(shape))
     flat = jax.tree_util.tree_flatten_with_path(rules, is_leaf=lambda x: isinstance(x, PartitionSpec))[0]
     specs = {path_name(path): spec for path, spec in flat}
     for path, spec in specs.items():
@@ -70,6 +71,18 @@ def dim_chooser(name: str, axes: tuple[str, ...], rules: DimRules) -> ChooseDim:
     return choose
 
 
+def _counted(where: str, dim: Any, ndim: int) -> int | None:
+    """What a function of the user's says, as a dim counted from the front."""
+    if dim is None:
+        return None
+    if isinstance(dim, bool) or not isinstance(dim, Integral):
+        raise TypeError(
+            f"{where}: rules must return a dim, or None for a leaf that is left whole; got {dim!r}. Return a whole "
+            "number."
+        )
+    return dim_of(where, int(dim), ndim)
+
+
 def names_in(rules: DimRules | None, axis: Axis) -> tuple[str, ...]:
     """The leaves that a tree of specs splits over the axis, by path; a function names none."""
     if rules is None or callable(rules):
@@ -82,3 +95,12 @@ def names_in(rules: DimRules | None, axis: Axis) -> tuple[str, ...]:
 def inside(path: str, subtrees: tuple[str, ...]) -> bool:
     """Whether a leaf stands in one of the named subtrees."""
     return any(path == name or path.startswith(name + ".") for name in subtrees)
+
+
+def stacked(path: str, subtrees: tuple[str, ...]) -> bool:
+    """Whether dim 0 of a leaf counts layers: it stands in one of the named subtrees, which is no list of layers.
+
+    In a list the number of the layer comes next, and then the leaf's place in that layer. A tuple of stacks is a stack.
+    """
+    rest = [path[len(name) + 1 :].split(".") for name in subtrees if inside(path, (name,))]
+    return any(not (len(parts) > 1 and parts[0].isdigit()) for parts in rest)

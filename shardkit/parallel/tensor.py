@@ -20,7 +20,7 @@ from shardkit._check import Axis, axis_names, dim_of, named
 from shardkit._typed import typed
 from shardkit.collectives import all_gather_matmul, all_reduce, axis_index, axis_size, matmul_reduce_scatter, vary
 from shardkit.collectives.matmul import Impl
-from shardkit.parallel.local import live_axes, matmul
+from shardkit.parallel.local import check_split, live_axes, matmul
 from shardkit.parallel.plan import Leaf, Placement, Plan, strategy
 from shardkit.parallel.rules import DimRules, dim_chooser, names_in
 
@@ -58,16 +58,16 @@ def tp(axis: Axis, rules: DimRules, *, sequence: bool = False) -> Plan:
     def place(leaf: Leaf) -> Placement | str:
         if leaf.ways == 1:
             return "the axis has one device"
-        dim = choose(leaf.path, leaf.shape)
-        if dim is None:
+        at = choose(leaf.path, leaf.shape)
+        if at is None:
             return "the rules name no dim"
-        at = dim_of(f"tp: leaf {leaf.path}", dim, len(leaf.shape))
         size = leaf.shape[at]
         if size % leaf.ways:
             raise ValueError(
                 f"tp: dim {at} of leaf {leaf.path} must be divisible by {named(axes)}; got size {size} over "
-                f"{leaf.ways} devices. Pad it to {math.ceil(size / leaf.ways) * leaf.ways} (a vocabulary), leave the "
-                "leaf whole (key/value heads), or use a smaller axis."
+                f"{leaf.ways} devices. Pad it to {math.ceil(size / leaf.ways) * leaf.ways} (a vocabulary, which the "
+                f"loss is told by vocab_cross_entropy(vocabulary={size})), leave the leaf whole (key/value heads), or "
+                "use a smaller axis."
             )
         return Placement(at, rest=True, seen=True, update=True)
 
@@ -129,7 +129,8 @@ def row_linear(
         [..., T, D], typed as equal over `axis`; with `sequence` this device's tokens, [..., t, D].
 
     Raises:
-        ValueError: an unbound axis, another `impl`, or tokens that do not divide.
+        ValueError: an unbound axis, weights that are whole on every device, another `impl`, or tokens that do not
+            divide.
 
     Cost: one all_reduce of the result forward, and nothing backward; with `sequence` a reduce_scatter forward and an
         all_gather backward.
@@ -138,6 +139,7 @@ def row_linear(
         4.2.2.
     """
     names = live_axes("row_linear", axis, h, w)
+    check_split("row_linear", "w", names, w)
     if sequence and names:
         return matmul_reduce_scatter(h, w, names, impl=impl)
     y = matmul(h, w, w.ndim - 1)

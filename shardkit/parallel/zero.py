@@ -26,7 +26,7 @@ from typing import Literal, get_args
 from shardkit._check import Axis, axis_names, named
 from shardkit._typed import typed
 from shardkit.parallel.plan import Leaf, Placement, Plan, strategy
-from shardkit.parallel.rules import DimRules, dim_chooser, inside, names_in
+from shardkit.parallel.rules import DimRules, dim_chooser, inside, names_in, stacked
 
 MIN_SIZE = 1024
 Handled = Literal["loss", "entry"] | None
@@ -89,7 +89,8 @@ def zero2(
     Args:
         axis: mesh axis or tuple of axes, which also split the batch.
         layerwise: names of subtrees, such as "layers", whose leaves reach the loss as handles: `gathered` opens them in
-            each layer, so that a stack's gradients are scattered layer by layer. Their dim 0, the layer, is not split.
+            each layer, so that a stack's gradients are scattered layer by layer. Their dim 0, the layer, is not split;
+            in a list of layers it may be.
         min_size: leaves of fewer elements are not split.
         rules: which dim of a leaf is split: a function of path and shape (None for a leaf that is left whole), or a
             pytree of PartitionSpecs that name `axis`, as `specs_from_rules` makes; by default the largest that divides.
@@ -137,8 +138,8 @@ def fsdp(
     Args:
         axis: mesh axis or tuple of axes, which also split the batch.
         layerwise: names of subtrees, such as "layers", whose leaves reach the loss as handles: `gathered` gathers them
-            in each layer, so that no more than a layer is ever whole. Their dim 0, the layer, is not split. All other
-            leaves are gathered once, at the start of the step, and kept.
+            in each layer, so that no more than a layer is ever whole. Their dim 0, the layer, is not split; in a list
+            of layers it may be. All other leaves are gathered once, at the start of the step, and kept.
         min_size: leaves of fewer elements are not split.
         rules: which dim of a leaf is split: a function of path and shape (None for a leaf that is left whole), or a
             pytree of PartitionSpecs that name `axis`, as `specs_from_rules` makes; by default the largest that divides.
@@ -187,7 +188,7 @@ def _chooser(
 
     def choose(leaf: Leaf) -> int | str:
         size = math.prod(leaf.shape)
-        first = 1 if inside(leaf.path, layerwise) else 0  # the dim that scan takes off
+        first = 1 if stacked(leaf.path, layerwise) else 0  # the dim that scan takes off
         if leaf.ways == 1:
             return "the axis has one device"
         if not leaf.shape:

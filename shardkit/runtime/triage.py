@@ -22,11 +22,12 @@ from shardkit.parallel.batch import batch_specs
 from shardkit.parallel.gradient import GradFn, counted, global_means
 from shardkit.parallel.padded import array_of
 from shardkit.parallel.plan import Layout, Plan, map_layouts
+from shardkit.parallel.share import local_gradients
 from shardkit.parallel.stages import arranged
 from shardkit.precision import Precision, precision_of
 from shardkit.runtime.drift import from_every_device, on_mesh
 from shardkit.state import TrainState
-from shardkit.train import local_gradients, step_key
+from shardkit.train import step_key
 
 _REPLICATED = PartitionSpec()
 _PRINTED = 40

@@ -211,7 +211,7 @@ _PARALLEL = (
     Mutant(
         "zero-splits-the-layers",
         "shardkit/parallel/zero.py",
-        "first = 1 if inside(leaf.path, layerwise) else 0",
+        "first = 1 if stacked(leaf.path, layerwise) else 0",
         "first = 0",
         AXIS,
     ),
@@ -589,7 +589,7 @@ _PARALLEL = (
     Mutant(
         "smoothing-over-own-part",
         "shardkit/parallel/vocabulary.py",
-        "options.smoothing / (head.shape[-1] * _ways(names)) * others[0]",
+        "options.smoothing / options.vocabulary * others[0]",
         "options.smoothing / head.shape[-1] * others[0]",
         DIVISION,
     ),

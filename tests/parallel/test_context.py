@@ -633,3 +633,51 @@ def test_a_sequence_that_does_not_divide():
         "make_train_step: batch dim 1 must be divisible by axis 'c'; leaf segments has size 6 over 4 devices. "
         "Choose another size, or pad with examples of weight 0."
     )
+
+
+ORDERED = {
+    "positions": lambda axes, x: sk.positions(x.shape[1], axes),
+    "zigzag": lambda axes, x: sk.zigzag(x, axes),
+    "ring_attention": lambda axes, x: sk.ring_attention(x, x, x, axes),
+    "ulysses_attention": lambda axes, x: sk.ulysses_attention(x, x, x, axes),
+}
+
+
+# The same axes in another order give each device another device's place in the sequence.
+@pytest.mark.check
+@pytest.mark.parametrize("name", ORDERED)
+@pytest.mark.parametrize("given", [("a", "b"), ("b", "a")])
+@pytest.mark.parametrize("plan", ["mesh", ("a", "b"), ("b", "a")])
+def test_the_axes_of_a_sequence_stand_in_the_order_of_the_plan(name, given, plan):
+    mesh = sk.make_mesh(data=2, a=2, b=2)
+    order = ("a", "b") if plan == "mesh" else plan
+    parts = (sk.cp("b"), sk.cp("a")) if plan == "mesh" else (sk.cp(plan),)
+
+    def loss_fn(p, x, keys):
+        return sk.Mean.of(ORDERED[name](given, x).astype(jnp.float32))
+
+    evaluate = sk.make_eval_step(loss_fn, mesh=mesh, plan=sk.chain(sk.dp("data"), *parts))
+    run = lambda: jax.eval_shape(evaluate, {"w": np.ones(1, np.float32)}, np.ones((2, 16, 4, 2), np.float32))  # noqa: E731
+    if given == order:
+        run()
+        return
+    with pytest.raises(ValueError) as error:
+        run()
+    assert str(error.value) == (
+        f"{name}: the axes must stand in the order in which the plan splits the tokens, {order[0]!r}, {order[1]!r}; "
+        f"got {given[0]!r}, {given[1]!r}. Name them in that order."
+    )
+
+
+@pytest.mark.check
+def test_a_ring_inside_a_heads_axis_stands_in_the_order_of_the_plan():
+    mesh = sk.make_mesh(jax.devices()[:8], r=2, s=2, u=2)
+    loss_fn = lambda p, x, keys: sk.Mean.of(sk.ulysses_attention(x, x, x, "u", ring=("r", "s")))  # noqa: E731
+    params, x = {"w": np.ones(1, np.float32)}, np.ones((2, 16, 4, 2), np.float32)
+    jax.eval_shape(sk.make_eval_step(loss_fn, mesh=mesh, plan=sk.cp(("r", "s", "u"))), params, x)
+    with pytest.raises(ValueError) as error:
+        jax.eval_shape(sk.make_eval_step(loss_fn, mesh=mesh, plan=sk.cp(("s", "r", "u"))), params, x)
+    assert str(error.value) == (
+        "ulysses_attention: the axes must stand in the order in which the plan splits the tokens, 's', 'r', 'u'; got "
+        "'r', 's', 'u'. Name them in that order."
+    )

@@ -1,5 +1,7 @@
 """Which dim a strategy splits, from a function or from a tree of specs."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,8 +9,10 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.models import transformer
+from shardkit.parallel.plan import Layout, Placement, strategy
 from shardkit.parallel.rules import dim_chooser
 
+is_layout = lambda x: isinstance(x, Layout)  # noqa: E731
 SPECS = {"embed": P(None, "d"), "layers": {"up": P(None, None, ("t", "d")), "gain": P()}}
 
 
@@ -20,9 +24,65 @@ def test_the_dim_is_the_one_on_which_the_axis_stands():
     assert dim_chooser("fsdp", ("t", "d"), SPECS)("layers.up", (2, 8, 8)) == 2
 
 
-def test_a_function_is_taken_as_it_is():
-    rule = lambda path, shape: 1  # noqa: E731
-    assert dim_chooser("fsdp", ("d",), rule) is rule
+@pytest.mark.check
+def test_a_function_may_count_from_the_end():
+    choose = dim_chooser("fsdp", ("d",), lambda path, shape: {"w": -1, "v": 0}.get(path))
+    assert [choose(name, (4, 8)) for name in ("w", "v", "b")] == [1, 0, None]
+
+
+# A negative dim of ep went on the leaf and on dim 0 of what is left of it; True was 1.
+@pytest.mark.check
+@pytest.mark.parametrize("make", [sk.ep, sk.tp, partial(sk.fsdp, min_size=1), partial(sk.zero2, min_size=1)])
+def test_dims_from_the_end_and_dims_that_are_none(make):
+    mesh, params = sk.abstract_mesh(d=2, e=4), {"w": jax.ShapeDtypeStruct((2, 8, 4), jnp.float32)}
+    other = sk.zero1("d", min_size=1, rules=lambda path, shape: -1)
+
+    def layout(dim):
+        return sk.chain(make("e", rules=lambda path, shape: dim), other).layouts(params, mesh)["w"]
+
+    assert layout(-2) == layout(1)
+    assert layout(-2).update == P(None, "e", "d")
+    name = make("e", rules=lambda path, shape: 0).strategies[0].name.partition("(")[0]
+    for dim, kind, found in (
+        (3, ValueError, "dim must name a dimension of the array; got 3 for an array of rank 3. Choose 0 to 2."),
+        (-4, ValueError, "dim must name a dimension of the array; got -4 for an array of rank 3. Choose 0 to 2."),
+        *(
+            (
+                dim,
+                TypeError,
+                f"rules must return a dim, or None for a leaf that is left whole; got {dim!r}. Return a whole number.",
+            )
+            for dim in (True, 1.0, "1")
+        ),
+    ):
+        with pytest.raises(kind) as error:
+            layout(dim)
+        assert str(error.value) == f"{name}: leaf w: {found}"
+
+
+@pytest.mark.check
+def test_the_placement_of_a_strategy_of_ones_own_may_count_from_the_end():
+    own = strategy("own", "e", rank=0, place=lambda leaf: Placement(-2, True, True, True))
+    params = {"w": jax.ShapeDtypeStruct((2, 8, 4), jnp.float32)}
+    plan = sk.chain(own, sk.fsdp("d", min_size=1, rules=lambda path, shape: 1))
+    assert plan.layouts(params, sk.abstract_mesh(d=2, e=4))["w"].rest == P(None, ("e", "d"))
+
+
+# Of a list only dim 0 of what is in it may be left to split: the experts, the rows of a gain.
+@pytest.mark.check
+def test_in_a_list_of_layers_dim_0_is_no_layer():
+    mesh, leaf = sk.abstract_mesh(e=4), jax.ShapeDtypeStruct((4, 8, 3), jnp.float32)
+    gain = jax.ShapeDtypeStruct((4,), jnp.float32)
+    stack = {"layers": {"experts": {"w": leaf}, "gain": gain}}
+    listed = {"layers": [{"experts": {"w": leaf}, "gain": gain}] * 2}
+    by_layer = sk.fsdp("e", layerwise=("layers",), min_size=1)
+    rests = lambda plan, params: [x.rest for x in jax.tree.leaves(plan.layouts(params, mesh), is_leaf=is_layout)]  # noqa: E731
+    assert rests(sk.ep("e"), stack) == [P(None, "e"), P()]
+    assert rests(sk.ep("e"), listed) == [P("e"), P()] * 2
+    assert rests(by_layer, stack) == [P(None, "e"), P()]
+    assert rests(by_layer, listed) == [P(None, "e"), P("e")] * 2
+    pair = {"layers": (leaf, gain)}  # a tuple of stacks is a stack
+    assert rests(by_layer, pair) == [P(None, "e"), P()]
 
 
 @pytest.mark.parametrize(

@@ -387,6 +387,77 @@ def test_rows_arrive_in_the_order_of_their_senders(n, numbers):
         assert not got[len(wanted) :].any()
 
 
+CANNOT = {
+    "beyond limit": [[1, 4], [2, 2]],
+    "more than a device has": [[3, 3], [2, 1]],
+    "more than rows hold": [[1, 3], [1, 3]],
+    "negative": [[-1, 3], [2, 2]],
+}
+
+
+# Rows were lost, or read from where another device's lie; on a GPU they would be written behind the buffer.
+@pytest.mark.parametrize("dense", [True, False])
+def test_counts_that_cannot_be_are_seen_in_the_result(dense, monkeypatch):
+    monkeypatch.setattr(ragged.lax, "ragged_all_to_all", by_gathers)
+    over = ("data", "expert")
+    mesh, dtypes = sk.make_mesh(jax.devices()[:4], data=2, expert=2), (np.float32, np.int32, np.uint8, np.bool_)
+
+    def kernel(x, counts):
+        send = lambda x: sk.ragged_all_to_all(x, counts, "expert", rows=5, limit=3, dense=dense)  # noqa: E731
+        total = lambda x: jnp.sum(send(x))  # noqa: E731
+        return [send(x.astype(dtype)) for dtype in dtypes], jax.grad(total)(x)
+
+    run = jax.jit(jax.shard_map(kernel, mesh=mesh, in_specs=(P(over), P()), out_specs=P(over)))
+    x = np.arange(1, 21, dtype=np.float32).reshape(20, 1)
+    for counts in CANNOT.values():
+        (floats, ints, bytes_, bools), grads = run(x, jnp.asarray(counts, jnp.int32))
+        assert np.isnan(floats).all() and not np.isnan(grads).any()
+        assert (np.asarray(ints) == np.iinfo(np.int32).min).all()
+        assert (np.asarray(bytes_) == 255).all() and np.asarray(bools).all()
+    (floats, *_), grads = run(x, jnp.asarray([[1, 3], [2, 2]], jnp.int32))
+    np.testing.assert_array_equal(np.ravel(floats[:10]), [1, 6, 7, 0, 0, 2, 3, 4, 8, 9])
+    np.testing.assert_array_equal(np.ravel(grads), [1, 1, 1, 1, 0] * 4)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("counts", "options", "error", "message"),
+    [
+        (
+            np.ones((2, 2), np.float32),
+            {},
+            TypeError,
+            "counts must be integers; got float32. Convert them with astype(jnp.int32).",
+        ),
+        (
+            np.ones(2, np.int32),
+            {},
+            ValueError,
+            "counts must say for each of 2 devices how many rows it sends each; got shape (2,). Gather them to shape "
+            "(2, 2).",
+        ),
+        (np.ones((2, 2), np.int32), {"rows": -1}, ValueError, "rows must be 0 or more; got -1. Correct rows."),
+        (np.ones((2, 2), np.int32), {"limit": -1}, ValueError, "limit must be 0 or more; got -1. Correct limit."),
+        *(
+            (
+                np.array(counts),
+                {},
+                ValueError,
+                "no count may be below 0 or beyond limit=3, and no device may send more than the 5 rows that it has or "
+                f"receive more than rows=5; got {counts}. Correct the counts, or make limit or rows larger.",
+            )
+            for counts in CANNOT.values()
+        ),
+    ],
+)
+def test_counts_that_are_known_to_be_wrong_are_refused(counts, options, error, message):
+    kernel = lambda x: sk.ragged_all_to_all(x, counts, "expert", **({"rows": 5, "limit": 3} | options))  # noqa: E731
+    run = jax.shard_map(kernel, mesh=expert_mesh(2), in_specs=OVER, out_specs=OVER)
+    with pytest.raises(error) as caught:
+        jax.eval_shape(run, jax.ShapeDtypeStruct((10, 1), jnp.float32))
+    assert str(caught.value) == f"ragged_all_to_all: {message}"
+
+
 def absent(n, **options):
     """A dropless layer with its gradient over devices that are not there, and the shapes of its arguments."""
     mesh = sk.abstract_mesh(expert=n)

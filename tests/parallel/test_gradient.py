@@ -158,6 +158,15 @@ def bfloat16_weight(w, c, keys):
             "Sum over the examples and return Mean(total, weight), or their mean.",
         ),
         (
+            lambda w, c, keys: (jnp.sum(w * c), {"norms": {"first": jnp.float32(1), "each": w * c}}),
+            "value_and_grad: aux 'norms' must be a scalar or Mean(total, weight); got dict with the leaf norms.each. "
+            "Put each of its leaves into aux itself, by a name such as 'norms.each'.",
+        ),
+        (
+            lambda w, c, keys: (jnp.sum(w * c), {1: jnp.float32(1)}),
+            "value_and_grad: aux must be a dict of scalars or Means by name; got the key 1. Name it by a string.",
+        ),
+        (
             bfloat16_weight,
             "Mean: the weight must be float32 or an integer, because bfloat16 cannot count; got bfloat16. "
             "Sum it in float32, as Mean.of(values, weights) does.",

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import shardkit as sk
 from shardkit import _compat, cost
+from shardkit.testing import assert_same_training
 
 BATCH, WIDTH, HIDDEN = 16, 16, 32
 PLANS = {
@@ -253,3 +254,52 @@ def test_a_list_of_layers_is_gathered_again_for_its_backward_pass(topology, comp
     again, kept = (sum(row.times * row.arrays for row in rows) for rows in counts)
     assert kept == layers
     assert again >= 2 * layers - 1  # the last layer's weights are at hand when its backward pass begins
+
+
+def in_a_list(way):
+    def loss_fn(params, batch, keys):
+        layer, x = (lambda w, x: x + jnp.tanh(x @ w["w"]) * w["b"][None]), batch["x"]
+        if way == "scan":
+            return sk.Mean.of(sk.scan_layers(layer, params["layers"], x))
+        for weights in params["layers"]:
+            x = sk.gathered(layer)(weights, x)
+        return sk.Mean.of(x * x)
+
+    return loss_fn
+
+
+def listed():
+    return {
+        "layers": [
+            {"w": jax.random.normal(jax.random.key(i), (8, 3)) @ jnp.ones((3, 8)), "b": jnp.ones(8)} for i in (0, 1)
+        ]
+    }
+
+
+# Its rows were taken for layers, and what jax says of that names neither.
+@pytest.mark.parametrize("by", [sk.fsdp, sk.zero2])
+def test_a_list_of_layers_is_gathered_one_by_one_and_not_scanned(by):
+    mesh = sk.make_mesh(data=2, fsdp=2, model=2)
+    plan = sk.chain(sk.dp("data"), by("fsdp", layerwise=("layers",), min_size=1))
+    batch = {"x": np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)}
+    losses = [sk.value_and_grad(in_a_list("gathered"))] * 2
+    assert_same_training(*losses, optax.sgd(0.1), mesh=mesh, plan=plan, params=listed(), batches=[batch])
+    for other, kind, message in (
+        (
+            sk.dp("data"),
+            TypeError,
+            "scan_layers: the layers must be one stack, a pytree whose leaves have the layer as dim 0; got a list of "
+            "2. Stack them once, before init, with jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers), or call "
+            "gathered(layer_fn)(weights, x) for one after the other.",
+        ),
+        (
+            plan,
+            ValueError,
+            "scan_layers: dim 0 of a stack, the layers, must be whole; layers.0.b is split there over axis 'fsdp', as "
+            "a layer of a list may be. Stack the layers of a list, or choose another dim by the plan's rules=.",
+        ),
+    ):
+        evaluate = sk.make_eval_step(in_a_list("scan"), mesh=mesh, plan=other)
+        with pytest.raises(kind) as error:
+            jax.eval_shape(evaluate, jax.eval_shape(listed), batch)
+        assert str(error.value) == message

@@ -356,13 +356,15 @@ def on_two(fn, *args):
             lambda: laid_out(sk.tp("model", rules()), model=5),
             ValueError,
             "tp: dim 0 of leaf embed must be divisible by axis 'model'; got size 24 over 5 devices. Pad it to 25 (a "
-            "vocabulary), leave the leaf whole (key/value heads), or use a smaller axis.",
+            "vocabulary, which the loss is told by vocab_cross_entropy(vocabulary=24)), leave the leaf whole "
+            "(key/value heads), or use a smaller axis.",
         ),
         (
             lambda: laid_out(sk.tp(("a", "b"), lambda path, shape: 1 if path == "layers.key" else None), a=2, b=16),
             ValueError,
             "tp: dim 1 of leaf layers.key must be divisible by axes 'a', 'b'; got size 16 over 32 devices. Pad it to "
-            "32 (a vocabulary), leave the leaf whole (key/value heads), or use a smaller axis.",
+            "32 (a vocabulary, which the loss is told by vocab_cross_entropy(vocabulary=16)), leave the leaf whole "
+            "(key/value heads), or use a smaller axis.",
         ),
         (
             lambda: laid_out(sk.tp("model", lambda path, shape: 2), model=2),
@@ -463,3 +465,23 @@ def test_a_policy_that_saves_matmuls_saves_those_of_the_kernels(sequence):
 
     saved = jax.checkpoint(block, policy=jax.checkpoint_policies.dots_saveable)
     assert matmuls_and_bytes(saved) == matmuls_and_bytes(block)
+
+
+# Each device would add the whole product, and count every class of a head: the sums were n times too large.
+@pytest.mark.check
+def test_weights_that_are_summed_over_an_axis_must_be_split_over_it():
+    mesh = sk.make_mesh(jax.devices()[:4], data=2, model=2)
+    h, w, targets = np.ones((2, 3, 4), np.float32), np.ones((4, 8), np.float32), np.zeros((2, 3), np.int32)
+    calls = {
+        "row_linear: w": lambda h, w, t: sk.row_linear(sk.vary(h, "model"), w, "model"),
+        "vocab_cross_entropy: head": lambda h, w, t: sk.vocab_cross_entropy(h, w, t, "model"),
+        "vocab_cross_entropy_and_hits: head": lambda h, w, t: sk.vocab_cross_entropy_and_hits(h, w, t, "model"),
+    }
+    for name, call in calls.items():
+        kernel = jax.shard_map(call, mesh=mesh, in_specs=(P("data"), P(), P("data")), out_specs=P("data"))
+        with pytest.raises(ValueError) as error:
+            jax.eval_shape(kernel, h, w, targets)
+        assert str(error.value) == (
+            f"{name} must be split over axis 'model', over which the devices' parts are summed; got the same along "
+            "axis 'model'. Split it, with tp for example, or pass another axis."
+        )

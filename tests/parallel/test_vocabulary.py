@@ -1,6 +1,7 @@
 """Vocabulary-parallel embedding and cross-entropy: against one device, what is sent and held, and what is ignored."""
 
 import math
+from functools import partial
 
 import hypothesis.strategies as st
 import jax
@@ -256,4 +257,49 @@ def test_targets_of_part_of_the_tokens_are_refused():
     assert str(error.value) == (
         "vocab_cross_entropy_and_hits: there must be one target for each token; got targets of shape (4, 120) for "
         "tokens of shape (4, 30). Pass the targets of all tokens, and sequence=True where x holds a part of them."
+    )
+
+
+# Columns of padding, which a split needs, were classes: each of logit 0 or, once it is trained, of any other.
+def test_columns_of_padding_are_no_classes():
+    options = {"z_loss": 0.1, "label_smoothing": 0.3}
+    x, head, targets = jax.device_get(drawn(1, "float32", 0))
+    targets = np.where(targets < 109, targets, -1)
+    head = np.where(
+        np.arange(120) < 109, head, np.float32(50)
+    )  # the largest of all logits, in the last of four devices' columns
+    split = jax.shard_map(
+        partial(sk.vocab_cross_entropy_and_hits, axis="model", sequence=True, vocabulary=109, **options),
+        mesh=sk.make_mesh(data=2, model=4),
+        in_specs=(P("data", "model"), P(None, "model"), P("data")),
+        out_specs=P("data"),
+    )
+    forms = {
+        "split": split,
+        "one device": partial(sk.vocab_cross_entropy_and_hits, axis=None, vocabulary=109, **options),
+        "without padding": lambda x, head, targets: cross_entropy(x, head[:, :109], targets, **options),
+    }
+
+    @jax.jit
+    def every(x, head):
+        vjps = [jax.vjp(lambda x, head, f=f: f(x, head, targets), x, head, has_aux=True) for f in forms.values()]
+        return [(nats, hits, backward(jnp.cos(nats))) for nats, backward, hits in vjps]
+
+    *found, wanted = every(x, head)
+    for each in found:
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), each, wanted)
+        assert not np.any(each[2][1][:, 109:])
+    beyond = sk.vocab_cross_entropy(x[:1, :1], head, np.array([[110]]), None, vocabulary=109)
+    assert np.isnan(beyond).all()  # a target that is padding
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("vocabulary", [0, 121])
+def test_a_vocabulary_that_the_head_does_not_hold_is_refused(vocabulary):
+    shapes = [jax.ShapeDtypeStruct(*each) for each in (((2, D), "float32"), ((D, 120), "float32"), ((2,), "int32"))]
+    with pytest.raises(ValueError) as error:
+        jax.eval_shape(lambda *args: sk.vocab_cross_entropy(*args, None, vocabulary=vocabulary), *shapes)
+    assert str(error.value) == (
+        "vocab_cross_entropy: vocabulary must be at least 1 and at most the 120 columns of the head; got "
+        f"{vocabulary}. Pass the number of classes."
     )

@@ -92,9 +92,9 @@ def test_one_device_splits_nothing():
             "Pass uneven='pad' or uneven='replicate'.",
         ),
         (
-            lambda: layouts(sk.zero1("d", min_size=1, rules=lambda path, shape: 1), d=5),
+            lambda: layouts(sk.zero1("d", min_size=1, rules=lambda path, shape: 0), d=5),
             ValueError,
-            "zero1: dim 1 of leaf bias must be divisible by axis 'd'; got shape (48,) over 5 devices. "
+            "zero1: dim 0 of leaf bias must be divisible by axis 'd'; got shape (48,) over 5 devices. "
             "Choose another dim, or pass uneven='pad'.",
         ),
         (

@@ -1,5 +1,7 @@
 """The builder: state and its layout, one compile, one reduction, donation, non-finite steps, bad batches."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,6 +106,50 @@ def test_init_of_a_function_equals_init_of_its_result(data8):
     made = init(lambda key: {"weight": jax.random.normal(key, (16, 8))}, KEY)
     given = init({"weight": jax.random.normal(KEY, (16, 8))}, KEY)
     np.testing.assert_array_equal(made.params["weight"], given.params["weight"])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Linear:
+    """A module as equinox makes them: a pytree, and it can be called."""
+
+    weight: jax.Array
+
+    def __call__(self, x):
+        return x @ self.weight
+
+
+class Unregistered(Linear):
+    """The same, but no pytree."""
+
+
+# It was called with the key, as the function that makes the parameters.
+@pytest.mark.parametrize("plan", [sk.dp("data"), sk.fsdp("data", min_size=1)], ids=str)
+def test_a_module_that_can_be_called_is_the_parameters(plan, data8):
+    grad_fn = sk.value_and_grad(lambda model, batch, keys: sk.Mean.of(model(batch["x"])))
+    init, step = sk.make_train_step(grad_fn, optax.sgd(1.0), mesh=data8, plan=plan, accumulate=2)
+    model, batch = Linear(jax.random.normal(KEY, (8,))), {"x": np.ones((16, 8), np.float32)}
+    assert init.abstract(model).params.weight.shape == (8,)
+    state, metrics = step(init(model, KEY), batch)
+    assert isinstance(state.params, Linear)
+    np.testing.assert_allclose(metrics["loss"], jnp.sum(model.weight), rtol=1e-6)
+    np.testing.assert_allclose(state.params.weight, model.weight - 1, rtol=1e-6)
+    made = init.abstract(jax.tree_util.Partial(lambda key: Linear(jax.random.normal(key, (8,)))))  # without a leaf
+    assert made.params.weight.shape == (8,)
+
+
+@pytest.mark.check
+def test_an_object_that_is_no_pytree_and_no_function_of_a_key_is_told(data8):
+    init, _ = make(data8)
+    for make_ in (init, lambda params, key: init.abstract(params)):
+        with pytest.raises(TypeError) as error:
+            make_(Unregistered(np.ones((3, 2), np.float32)), KEY)
+        text, end = str(error.value).split(" failed: ")[0], str(error.value).split(". Register ")[1]
+        assert text == (
+            "init: params must be a pytree of arrays, or a function of the key that makes one; got an object of type "
+            "Unregistered, which is no pytree, was called with the key, and"
+        )
+        assert end == "the type with jax.tree_util.register_dataclass, or pass its arrays."
 
 
 # proves S58, S64, S65, S69: what each device holds
