@@ -13,7 +13,6 @@ from .ring import Status
 _ORDER = {"start": 0, "data": 0, "compile": 1, "agree": 2, "step": 3, "host": 4, "evaluate": 5, "save": 6, "written": 7}
 _ORDER |= {"end": 8}
 _WAITING = ("agree", "step", "written")
-_DEADLINES = {"agree": "compile", "written": "save"}  # of those without one of their own name
 _ENDED = 5.0  # seconds in a step that another process will not take before that is said
 _SILENT = 2.0  # seconds after which a monitor that says nothing is suspected, once some process is late
 # How the libraries of collectives tell that the other side is gone: what follows from another process's end.
@@ -42,7 +41,8 @@ class Deadlines(NamedTuple):
 
     def of(self, phase: str) -> float | None:
         """The deadline of a phase; None if it has none."""
-        return getattr(self, _DEADLINES.get(phase, phase), None)
+        phase = "save" if phase == "written" else phase
+        return self.compile if phase == "agree" else getattr(self, phase, None)
 
 
 @dataclass
