@@ -184,7 +184,7 @@ class Plan(NamedTuple):
             ways = math.prod(mesh.shape[axis] for axis in s.axes)
             place = s.place(Leaf(path, left, jnp.result_type(x), ways, split)) or "left whole"
             if not isinstance(place, str):
-                place = place._replace(dim=dim_of(f"{s.name}: leaf {path}", place.dim, jnp.ndim(x)))
+                place = place._replace(dim=dim_of(f"{s.name}: leaf {path}", place.dim, len(left)))
             yield s, place
             if not isinstance(place, str):
                 spec = PartitionSpec(*([None] * place.dim), s.axes)
