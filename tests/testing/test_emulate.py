@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.testing import emulate, programs, reference, sharded_arrays
+from support.vmapped import under_vmap
 
 
 def on_mesh(kernel, sizes, in_specs, out_specs):
@@ -25,12 +26,13 @@ def same_bits(got, wanted):
     assert got.tobytes() == wanted.tobytes()
 
 
-# proves F73, F78: emulation, shard_map and lists of blocks agree on chains of collectives
+# proves F73, F78: emulation, shard_map, plain vmap and lists of blocks agree on chains of collectives
 @given(programs())
 def test_random_programs_agree_in_every_bit(program):
     x = program.blocks()
     emulated = emulate(program.kernel, program.sizes, program.spec, program.spec)(x)
     same_bits(emulated, on_mesh(program.kernel, program.sizes, program.spec, program.spec)(x))
+    same_bits(jax.jit(under_vmap(program.kernel, program.sizes, (program.spec,), program.spec))(x), emulated)
     assert emulated.dtype == program.reference(x).dtype
     np.testing.assert_array_equal(np.asarray(emulated), program.reference(x))
 
@@ -50,6 +52,7 @@ def test_gradients_of_random_programs(program):
         return  # how ties share a derivative depends on the order of reductions
     wanted = vjp(lambda x: program.reference(x, xp=jnp))
     np.testing.assert_array_equal(vjp(emulate(program.kernel, program.sizes, program.spec, program.spec)), wanted)
+    np.testing.assert_array_equal(vjp(under_vmap(program.kernel, program.sizes, (program.spec,), program.spec)), wanted)
 
 
 @given(sharded_arrays())
