@@ -13,6 +13,7 @@ from shardkit.analysis import rules, waste
 from shardkit.analysis.census import traced
 from shardkit.analysis.dataflow import Block, walk
 from shardkit.analysis.processes import other_process
+from shardkit.analysis.reuse import reused_keys
 from shardkit.analysis.rules import RULES, Finding
 
 _RULES = (rules.divergence, rules.permutations, rules.reductions, rules.draws, rules.types, rules.outputs)
@@ -36,7 +37,8 @@ def lint(
     traced again, and cannot be compared with another process'. `RULES` lists the rules.
 
     What is not found: a mistake that only values at run time show, in Pallas kernels, in what the compiler adds, and in
-    mutable references (`jax.new_ref`), whose contents are not followed.
+    mutable references (`jax.new_ref`), whose contents are not followed. jax takes a draw that is the same in every
+    iteration out of a scan that it differentiates: lint the loss too, where a key may be one for all layers.
 
     Args:
         fn: any function that jax can trace: a step, a loss, a shard_map; or what `.trace` returned, without arguments.
@@ -67,6 +69,7 @@ def lint(
         found.extend(waste.tiny(block, small))
 
     walk(closed.jaxpr, visit)
+    found.extend(reused_keys(closed.jaxpr))
     # pmap asks for its own process' devices as it traces.
     if not isinstance(fn, jax.stages.Traced) and not any(each.rule == "pmap" for each in found):
         found.extend(other_process(fn, args, kwargs, closed))

@@ -23,6 +23,7 @@ RULES = {
     "identity-permutation": "a ppermute in which every device sends to itself",
     "repeated-reduction": "a sum over devices that hold the same value",
     "repeated-draw": "the same random numbers for different elements on different devices",
+    "reused-key": "two draws of random numbers from one key",
     "gather-one-shard-used": "an all_gather of which each device uses one piece",
     "all-reduce-then-slice": "an all_reduce of which each device keeps its piece",
     "large-replicated": "a large array that every device holds whole",

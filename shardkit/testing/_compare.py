@@ -13,6 +13,9 @@ from jax.sharding import Mesh
 from shardkit._check import quoted, sized
 from shardkit.layout import path_name
 
+# What tells one kind of numbers from another, where a difference of dtypes is more than rounding.
+_KINDS = (jnp.floating, jnp.complexfloating)
+
 
 class Gap(NamedTuple):
     """Where a leaf is further from the reference than allowed."""
@@ -42,8 +45,13 @@ def on(mesh: Mesh) -> str:
 
 
 def leaves_of(tree: Any) -> list[tuple[str, np.ndarray]]:
-    """Paths and values, on the host."""
-    return [(path_name(path), np.asarray(x)) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    """Paths and values, on the host; keys as the numbers they are made of."""
+    return [(path_name(path), _on_host(x)) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def _on_host(x: Any) -> np.ndarray:
+    is_key = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x)
 
 
 def check_relative(where: str, relative: float) -> None:
@@ -78,6 +86,14 @@ def shapes_differ(got: Any, wanted: Any) -> str:
     for (path, x), (_, y) in zip(leaves_of(got), leaves_of(wanted), strict=True):
         if x.shape != y.shape:
             return f"{path} has shape {x.shape} and the reference {y.shape}"
+    return ""
+
+
+def kinds_differ(got: Any, wanted: Any) -> str:
+    """Which leaf has a derivative in one tree alone, or is complex in one alone; or nothing."""
+    for (path, x), (_, y) in zip(leaves_of(got), leaves_of(wanted), strict=True):
+        if any(jnp.issubdtype(x.dtype, each) != jnp.issubdtype(y.dtype, each) for each in _KINDS):
+            return f"{path} is {x.dtype} and the reference {y.dtype}"
     return ""
 
 

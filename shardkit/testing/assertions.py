@@ -13,7 +13,8 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._typed import typed
-from shardkit.testing._compare import first_gap, is_float, magnitude, on, shapes_differ
+from shardkit.parallel.gradient import kind
+from shardkit.testing._compare import first_gap, is_float, kinds_differ, leaves_of, magnitude, on, shapes_differ
 
 # A wrong factor or sign must never hide behind coarse dtypes and long sums.
 LARGEST_RELATIVE = 0.25
@@ -60,13 +61,19 @@ def assert_matches_reference(
     Raises:
         AssertionError: a difference; names the mesh, the result or argument, how far it is off, what is allowed, where,
             and the factor if it is the same everywhere.
+        TypeError: args that are no tuple, or a reference in numpy where gradients are compared.
         TypeError, ValueError: what tracing the kernel raises, for example by check_vma.
     """
     if kernel.__hash__ is None:  # an object of a class with an equality of its own
         kernel = partial(kernel)
     mapped = _mapped(kernel, mesh, *_hashable(in_specs), *_hashable(out_specs))
-    wanted = reference(*args)
-    everything = [np.asarray(x) for x in jax.tree.leaves((list(args), wanted))]
+    if not isinstance(args, tuple | list):
+        raise TypeError(
+            f"assert_matches_reference: args must be a tuple with the arguments; got {kind(args)}. Write args=(x,) for "
+            "one."
+        )
+    wanted = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), reference(*args))
+    everything = [x for _, x in leaves_of((list(args), wanted))]
     if summands is not None and not (isinstance(summands, int) and summands > 0):
         raise ValueError(
             f"assert_matches_reference: summands must be a whole number of terms, 1 or more; got {summands!r}. Leave "
@@ -87,6 +94,9 @@ def assert_matches_reference(
             raise AssertionError(
                 f"{where} must be of the reference's structure and shapes; {wrong}. Compare out_specs and the gathers."
             )
+        wrong = kinds_differ(got, wanted)
+        if wrong:
+            raise AssertionError(f"{where} must be of the reference's kind of numbers; {wrong}. Cast one of them.")
         gap = first_gap(got, wanted, allowed)
         if gap:
             path = "" if gap.path == "(the whole tree)" else f" {gap.path}"
@@ -107,7 +117,13 @@ def assert_matches_reference(
     cotangents = [
         d.astype(jnp.result_type(y)) for d, y in zip(draws, jax.tree.leaves(wanted), strict=True) if is_float(y)
     ]
-    gradients = _vjp_of(reference, structure, floats)(leaves, cotangents)
+    try:
+        gradients = _vjp_of(reference, structure, floats)(leaves, cotangents)
+    except jax.errors.TracerArrayConversionError:
+        raise TypeError(
+            "assert_matches_reference: the reference must be written in jax where gradients are compared; it turns its "
+            "arguments into numpy arrays. Use jax.numpy in it, or pass grad=False."
+        ) from None
     backward = _vjp_of(mapped, structure, floats)
     for mode in modes:
         compare(_run(backward, mode)(leaves, cotangents), gradients, "the gradient of argument", mode)
@@ -144,7 +160,7 @@ def _vjp_of(fn: Any, structure: Any, floats: tuple[int, ...]) -> Callable[..., A
             every = list(leaves)
             for i, x in zip(floats, inputs, strict=True):
                 every[i] = x
-            return [y for y in jax.tree.leaves(fn(*jax.tree.unflatten(structure, every))) if is_float(y)]
+            return [jnp.asarray(y) for y in jax.tree.leaves(fn(*jax.tree.unflatten(structure, every))) if is_float(y)]
 
         out, vjp = jax.vjp(floating, [jnp.asarray(leaves[i]) for i in floats])
         (grads,) = vjp([c.astype(y.dtype) for c, y in zip(cotangents, out, strict=True)])

@@ -12,12 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from shardkit._check import named, sized
+from shardkit._check import axis_names, named, sized
 from shardkit._typed import typed
 from shardkit.collectives import vary
 from shardkit.layout import broadcast_specs, local_shape, path_name, spec_axes
 from shardkit.mesh import make_mesh
-from shardkit.testing._compare import check_relative, check_telling, constant_factor, distance, magnitude, times
+from shardkit.testing._compare import (
+    check_relative,
+    check_telling,
+    constant_factor,
+    distance,
+    is_float,
+    magnitude,
+    times,
+)
 
 
 class Certificate(NamedTuple):
@@ -56,8 +64,9 @@ def certify_gradients(
         params: the parameters, a pytree of global arrays.
         batch: the global batch, a pytree of arrays.
         axes: names of the mesh axes.
-        batch_spec: one PartitionSpec, or a pytree of them; by default dim 0 is split over `axes[0]`.
-        param_specs: how `grad_fn` sees the parameters; by default whole on every device.
+        batch_spec: one PartitionSpec, or a pytree of them, where None is `P()`; by default dim 0 is split over
+            `axes[0]`, and scalars are whole.
+        param_specs: how `grad_fn` sees the parameters, likewise; by default whole on every device.
         devices: how many devices to use; by default all.
         relative: the largest difference, relative to the largest magnitude in the leaf.
         check_vma: False for a function written for `jax.shard_map(..., check_vma=False)`, where the gradient of a
@@ -68,12 +77,22 @@ def certify_gradients(
 
     Raises:
         AssertionError: a gradient that is not the reference's, with the axis and the factor in words.
-        ValueError: no mesh of two devices or more fits the arrays.
+        ValueError: no mesh of two devices or more fits the arrays; an axis named twice; a spec with another axis; more
+            devices than there are, or fewer than two.
+        TypeError: a parameter that has no gradient, or axes that are no names.
     """
-    batch_spec = PartitionSpec(axes[0]) if batch_spec is None else batch_spec
-    param_specs = PartitionSpec() if param_specs is None else param_specs
-    count = len(jax.devices()) if devices is None else devices
+    axes = axis_names("certify_gradients", axes if isinstance(axes, str) else tuple(axes))
+    count = _count(devices)
     check_relative("certify_gradients", relative)
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        if not is_float(x):
+            raise TypeError(
+                f"certify_gradients: the parameters must be floating-point numbers; leaf {path_name(path)} is "
+                f"{jnp.result_type(x)}. Put it into the batch, or close over it."
+            )
+    if batch_spec is None:
+        batch_spec = jax.tree.map(lambda x: PartitionSpec(axes[0]) if np.ndim(x) else PartitionSpec(), batch)
+    batch_spec, param_specs = _spelled(batch_spec), _spelled(param_specs)
     expected = jax.tree.map(np.asarray, jax.grad(loss_fn)(params, batch))
     check_telling("certify_gradients", expected)
     proved: list[dict[str, int]] = []
@@ -94,6 +113,24 @@ def certify_gradients(
     if found:
         raise AssertionError(_report(found))
     return Certificate(tuple(proved), len(jax.tree.leaves(expected)))
+
+
+def _count(devices: int | None) -> int:
+    """How many devices to use."""
+    available = len(jax.devices())
+    count = available if devices is None else devices
+    if not 2 <= count <= available:
+        raise ValueError(
+            f"certify_gradients: devices must be 2 or more of those that there are; got {count} and there are "
+            f"{available}. Correct devices, or call simulate_devices({max(count, 2)}) before jax starts."
+        )
+    return count
+
+
+def _spelled(specs: Any) -> Any:
+    """Specs in which None, for what is whole on every device, is spelled P()."""
+    is_leaf: Callable[[Any], bool] = lambda s: s is None or isinstance(s, PartitionSpec)  # noqa: E731
+    return jax.tree.map(lambda s: PartitionSpec() if s is None else s, specs, is_leaf=is_leaf)
 
 
 class _Finding(NamedTuple):
@@ -127,7 +164,10 @@ def _fits(sizes: Mapping[str, int], trees: Any) -> bool:
             split = zip(np.shape(x), spec_axes(spec), strict=False)
             if any(n % math.prod(sizes.get(a, 1) for a in axes) for n, axes in split):
                 return False
-            local_shape(np.shape(x), spec, mesh)  # refuses axes that are not there
+            try:
+                local_shape(np.shape(x), spec, mesh)  # refuses axes that are not there
+            except ValueError as error:
+                raise ValueError(str(error).replace("local_shape:", "certify_gradients:", 1)) from None
     return True
 
 
@@ -218,12 +258,14 @@ def _words(x: np.ndarray, y: np.ndarray, sizes: dict[str, int], relative: float)
             if np.max(distance(joined, first(y, apart))) <= near:
                 return f"differ between devices: {axes} is not reduced; the {word} over it is the reference"
         return f"differ between devices along {axes}, and neither their sum nor their mean is the reference"
+    if not np.isfinite(x).all():
+        return "are not finite where the reference's are"
     gap = distance(x, y)
     at = np.unravel_index(int(np.argmax(gap)), x.shape)
     return (
         "are not the reference's, and not by one factor: the largest difference is "
-        f"{float(gap[at]):.3g}, where it is {float(x[at]):.6g} and the reference {float(y[at]):.6g}, as when means of "
-        "unequal weight are averaged"
+        f"{float(gap[at]):.3g}, where it is {x[at]:.6g} and the reference {y[at]:.6g}"
+        + (", as when means of unequal weight are averaged" if math.prod(sizes.values()) > 1 else "")
     )
 
 

@@ -1,8 +1,9 @@
-"""The per-device function on one device: nested vmap with axis names instead of a mesh."""
+"""The per-device function on one device: traced over an abstract mesh, run by nested vmap."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from shardkit.layout import all_axes, broadcast_specs, check_spec, local_shape, path_name, spec_axes
+from shardkit.collectives import vary
+from shardkit.layout import all_axes, check_spec, local_shape, path_name
+from shardkit.testing._devices import joined, on_one_device
 
 
 def emulate(
@@ -18,39 +21,46 @@ def emulate(
 ) -> Callable[..., Any]:
     """Runs a per-device function for all devices of a mesh on one device, by vmap over every axis.
 
-    It splits the global arguments by their specs, maps the kernel over every axis under its name, and joins the results
-    by theirs, as `jax.shard_map` does, with no more than one device. It may be differentiated, and gives the gradients
-    of the global function. Two things differ: nothing is typed as varying, so a mistake that check_vma finds must show
-    in the values; and a kernel that calls `jax.grad` itself does not get shard_map's rules (there, the gradient of a
-    value that is equal everywhere is summed over the devices). Mark values with `sk.vary`, not with `lax.pcast`, which
-    vmap does not know.
+    The kernel is traced inside `jax.shard_map` over an abstract mesh, so that it sees that mesh, its types and its
+    rules of differentiation; what was traced is then mapped over every axis under its name, on one device. It may be
+    differentiated, and gives the gradients of the global function. Two things differ: a result that is typed as varying
+    may be named equal by out_specs if its values are equal; and a collective that only some devices reach does not hang
+    (`sk.lint` finds it).
 
     Args:
         kernel: the function that each device runs, on local arrays; a pytree in, a pytree out.
         mesh_sizes: axis name and size, from the outermost axis to the innermost, for example `{"data": 2, "model": 4}`.
-        in_specs: one PartitionSpec for all arguments, or a tuple with a spec, or a pytree of them, for each.
+        in_specs: one PartitionSpec for all arguments, or a tuple with a spec, or a pytree of them, for each; None is
+            `P()`.
         out_specs: one PartitionSpec, or a pytree of them that is a prefix of the result.
 
     Returns:
         A function of the global arguments with the global result, of the same shapes as that of shard_map.
 
     Raises:
-        ValueError: from the call: a dim that does not divide, a spec that does not fit, or a result that out_specs do
-            not split over an axis and that is not equal along it. Under an outer jit or grad the values are not known
-            and this is not checked.
+        ValueError: no axis, or one without devices. From the call: a dim that does not divide, a spec that does not
+            fit, `axis_index_groups`, a collective that is not known, or a result that out_specs do not split over an
+            axis and that is not equal along it. Under an outer jit or grad the values are not known and this is not
+            checked.
+        TypeError: from the call: a spec that is none.
+        TypeError, ValueError: what tracing the kernel raises.
     """
     names = tuple(mesh_sizes)
+    if not names or not all(isinstance(size, int) and size > 0 for size in mesh_sizes.values()):
+        raise ValueError(
+            f"emulate: mesh_sizes must give one axis or more a whole number of devices; got {dict(mesh_sizes)}. Write "
+            "for example {'data': 2, 'model': 4}."
+        )
     mesh: Any = AbstractMesh(tuple(mesh_sizes.values()), names)
 
-    def each_device(flat: list[Any], used: tuple[tuple[str, ...], ...], structure: Any) -> Any:
-        def one(_: Any, *leaves: Any) -> Any:
-            return kernel(*jax.tree.unflatten(structure, leaves))
+    @partial(jax.jit, static_argnums=(1, 2))
+    def each_device(leaves: list[Any], specs: tuple[PartitionSpec, ...], structure: Any) -> Any:
+        def device(*leaves: Any) -> Any:
+            out = jax.tree.map(jnp.asarray, kernel(*jax.tree.unflatten(structure, leaves)))
+            return jax.tree.map(lambda x: jnp.expand_dims(x, tuple(range(len(names)))), vary(out, names))
 
-        for name in reversed(names):
-            one = jax.vmap(one, in_axes=(0, *(0 if name in axes else None for axes in used)), axis_name=name)
-        return one(jnp.zeros(tuple(mesh_sizes.values()), jnp.int8), *flat)
-
-    compiled = jax.jit(each_device, static_argnums=(1, 2))
+        mapped = jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(*names))
+        return on_one_device(mapped, mesh)(*leaves)
 
     def run(*args: Any) -> Any:
         if isinstance(in_specs, tuple) and not isinstance(in_specs, PartitionSpec) and len(in_specs) != len(args):
@@ -59,69 +69,57 @@ def emulate(
                 "arguments. Add or drop an entry, or pass one PartitionSpec for all."
             )
         paths, structure = jax.tree_util.tree_flatten_with_path(args)
-        specs = _specs(in_specs, args)
-        split = [
-            _split(_on_host(jnp.asarray(x)), spec, mesh, f"argument {path_name(path)}")
-            for (path, x), spec in zip(paths, specs, strict=True)
-        ]
-        used = tuple(tuple(name for name in names if name in all_axes(spec)) for spec in specs)
-        # A derivative that jax takes of compiled code finds no axes bound in the rules of custom_jvp.
-        traced = any(isinstance(x, jax.core.Tracer) for x in split)
-        out = (each_device if traced else compiled)(split, used, structure)
+        specs = tuple(_specs("in_specs", in_specs, args))
+        leaves = [jnp.asarray(x) for _, x in paths]
+        for (path, _), x, spec in zip(paths, leaves, specs, strict=True):
+            _fits(partial(local_shape, x.shape, spec, mesh), f"argument {path_name(path)}")
+        out = each_device(leaves, specs, structure)
         paths, structure = jax.tree_util.tree_flatten_with_path(out)
-        specs = _specs(out_specs, out)
         whole = [
             _join(_on_host(x), spec, mesh, f"result {path_name(path)}")
-            for (path, x), spec in zip(paths, specs, strict=True)
+            for (path, x), spec in zip(paths, _specs("out_specs", out_specs, out), strict=True)
         ]
         return jax.tree.unflatten(structure, [jnp.asarray(x) for x in whole])
 
     return run
 
 
-def _specs(specs: Any, tree: Any) -> list[PartitionSpec]:
-    return jax.tree.leaves(broadcast_specs(specs, tree), is_leaf=lambda s: isinstance(s, PartitionSpec))
+def _specs(what: str, specs: Any, tree: Any) -> list[PartitionSpec]:
+    def one(path: Any, spec: Any, sub: Any) -> Any:
+        if spec is None and (what == "in_specs" or not jax.tree.leaves(sub)):
+            spec = PartitionSpec()
+        if not isinstance(spec, PartitionSpec):
+            place = f" at {path_name(path)}" if path else ""
+            raise TypeError(
+                f"emulate: {what} must be a PartitionSpec, or a pytree of them; got {spec!r}{place}. Write P('data') "
+                "for an array that an axis splits, P() for one that is equal on all devices."
+            )
+        return jax.tree.map(lambda _: spec, sub)
+
+    is_leaf: Callable[[Any], bool] = lambda s: s is None or isinstance(s, PartitionSpec)  # noqa: E731
+    try:
+        every = jax.tree_util.tree_map_with_path(one, specs, tree, is_leaf=is_leaf)
+    except ValueError:
+        of = "the arguments" if what == "in_specs" else "the result"
+        raise ValueError(
+            f"emulate: {what} must be a prefix of {of}; got {specs!r} for {jax.tree.structure(tree)}. Give a spec for "
+            "each leaf, or one for a whole branch."
+        ) from None
+    return jax.tree.leaves(every, is_leaf=lambda s: isinstance(s, PartitionSpec))
 
 
 def _on_host(x: jax.Array) -> Any:
-    """As a numpy array where that is possible: splitting and joining then compile nothing."""
+    """As a numpy array where that is possible: joining then compiles nothing."""
     return x if isinstance(x, jax.core.Tracer) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
 
 
-def _split(x: Any, spec: PartitionSpec, mesh: Any, what: str) -> Any:
-    """From a global array to the pieces of all devices: [*sizes of the axes that split it, *local shape]."""
-    _fits(lambda: local_shape(x.shape, spec, mesh), what)
-    shape: list[int] = []
-    at: dict[str, int] = {}
-    for dim, axes in enumerate(spec_axes(spec) + [()] * (x.ndim - len(spec))):
-        left = x.shape[dim]
-        for axis in axes:
-            at[axis] = len(shape)
-            shape.append(mesh.shape[axis])
-            left //= mesh.shape[axis]
-        shape.append(left)
-    lead = [at[name] for name in mesh.axis_names if name in at]
-    rest = [i for i in range(len(shape)) if i not in lead]
-    return x.reshape(shape).transpose(lead + rest)
-
-
 def _join(x: Any, spec: PartitionSpec, mesh: Any, what: str) -> Any:
-    """From [*all mesh sizes, *local shape] to the global array."""
-    local = x.shape[len(mesh.axis_names) :]
-    _fits(lambda: check_spec("local_shape", spec, mesh, len(local)), what)
-    split = [name for name in mesh.axis_names if name in all_axes(spec)]
-    for name in reversed([name for name in mesh.axis_names if name not in split]):
-        at = mesh.axis_names.index(name)
-        if not isinstance(x, jax.core.Tracer):
+    """From what all devices hold, [*all mesh sizes, *local shape], to the global array."""
+    _fits(lambda: check_spec("local_shape", spec, mesh, x.ndim - len(mesh.axis_names)), what)
+    for at, name in reversed(list(enumerate(mesh.axis_names))):
+        if name not in all_axes(spec) and not isinstance(x, jax.core.Tracer):
             _check_equal(x, at, name, what)
-        x = x[(slice(None),) * at + (0,)]
-    order: list[int] = []
-    shape: list[int] = []
-    for dim, axes in enumerate(spec_axes(spec) + [()] * (len(local) - len(spec))):
-        order += [split.index(axis) for axis in axes] + [len(split) + dim]
-        count = int(np.prod([mesh.shape[axis] for axis in axes], dtype=int))
-        shape.append(local[dim] * count)
-    return x.transpose(order).reshape(shape)
+    return joined(x, spec, dict(mesh.shape))
 
 
 def _check_equal(x: Any, at: int, name: str, what: str) -> None:

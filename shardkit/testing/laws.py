@@ -22,9 +22,9 @@ from shardkit.analysis.lint import lint
 from shardkit.analysis.processes import other_process
 from shardkit.layout import bytes_per_device, path_name
 from shardkit.precision import precision_of
-from shardkit.testing._compare import first_gap, leaves_of, shapes_differ
+from shardkit.testing._compare import constant_factor, first_gap, leaves_of, shapes_differ
 from shardkit.testing._traffic import plan_traffic
-from shardkit.testing.program import Program
+from shardkit.testing.program import SCALE, Program
 from shardkit.testing.single import Reference
 
 Law = Callable[[Program, Reference], str | None]
@@ -50,7 +50,8 @@ _MIXING = (
 def same_numbers(program: Program, reference: Reference) -> str | None:
     """Loss, metrics, gradients and parameters of every step are those of one device.
 
-    The gradients are compared themselves, because an optimizer that clips or normalises hides a wrong factor. A step of
+    The gradients are compared themselves, because an optimizer that clips or normalises hides a wrong factor. A GradFn
+    is given a scale other than 1, divided out again, because one that ignores it fails in float16 alone. A step of
     one's own that does not use `row.optimizer` records none, and the proof says so.
     """
     for index, (taken, want) in enumerate(zip(program.ran.steps, reference.steps, strict=True)):
@@ -204,7 +205,10 @@ def _compare(where: str, what: str, got: Any, wanted: Any, allowed: Any) -> None
     if gap:
         name = "" if gap.path == "(the whole tree)" else f" {gap.path}"
         text = str(gap).replace("the reference", "one device's")
+        factors = [constant_factor(x, y) for (_, x), (_, y) in zip(leaves_of(got), leaves_of(wanted), strict=True)]
+        scaled = any(all(f and math.isclose(f, s, rel_tol=0.01) for f in factors) for s in (SCALE, 1 / SCALE))
+        hint = f", and at `scale`, which is {SCALE:g} in a proof and multiplies the gradients alone" if scaled else ""
         raise AssertionError(
             f"{where}: {what}{name} must be as on one device; {text}. Look at what the loss sums and over which axes "
-            "it varies."
+            f"it varies{hint}."
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,13 +15,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from shardkit.mesh import make_mesh
-from shardkit.parallel import GradFn, Plan, unpadded
+from shardkit.parallel import GradFn, Mean, Plan, unpadded
 from shardkit.parallel.stages import arranged
 from shardkit.state import TrainState
+from shardkit.testing._compare import is_float
 from shardkit.testing.rows import Row
 from shardkit.train import TrainStep, make_train_step
 
 Build = Callable[[Row], TrainStep]
+
+# What a GradFn is given as `scale` in a proof, times the loss scale: a power of two, so that nothing is rounded, and
+# below 1, so that float16 does not overflow.
+SCALE = 0.5
 
 
 class Recorded(NamedTuple):
@@ -140,9 +146,11 @@ class Program:
             built = build(row)
             plan = row.plan
         else:
+            grad_fn = _scaled(row.grad_fn)
+            row = row._replace(grad_fn=grad_fn)
             options: dict[str, Any] = {name: getattr(row, name) for name in ("accumulate", "precision", "nonfinite")}
-            built = make_train_step(row.grad_fn, row.optimizer, mesh=mesh, plan=row.plan, **options)
-            plan = arranged(row.plan, row.grad_fn)
+            built = make_train_step(grad_fn, row.optimizer, mesh=mesh, plan=row.plan, **options)
+            plan = arranged(row.plan, grad_fn)
         return cls(row, mesh, plan, built.init, built.step, params, batches, key)
 
     @cached_property
@@ -183,6 +191,20 @@ class Program:
             params = jax.device_get(unpadded(state.params))
             steps.append(Taken(jax.device_get(metrics), grads, params, compiles.count))
         return Ran(tuple(steps), state)
+
+
+def _scaled(grad_fn: GradFn) -> GradFn:
+    """The GradFn called with another scale, which is then divided out: one that ignores its scale gives another result.
+
+    This costs a multiplication, and no program of its own.
+    """
+
+    @functools.wraps(grad_fn)
+    def scaled(params: Any, batch: Any, keys: jax.Array, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
+        loss, aux, grads = grad_fn(params, batch, keys, scale=SCALE * scale)
+        return loss, aux, jax.tree.map(lambda g: g / SCALE if is_float(g) else g, grads)
+
+    return scaled
 
 
 class _Compiles:

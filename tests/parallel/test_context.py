@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit import _compat, cost
 from shardkit.analysis import census
-from shardkit.testing import assert_matches_reference, assert_same_training, covering, emulate
+from shardkit.testing import assert_matches_reference, assert_same_training, covering
 from support.tiers import covered
+from support.vmapped import under_vmap
 
 SIZES = [1, 2, 3, 4, 8]
 
@@ -225,8 +226,8 @@ def test_under_vmap():
     q, k, v, segments = drawn(2, 8, 2, 1, 4, packed=True)
     for kernel in (over_ring(), over_ring("zigzag"), lambda *x: sk.ulysses_attention(*x[:3], "c", segments_bt=x[3])):
         heads = lambda k: jnp.repeat(k, 2, axis=2)  # noqa: E731
-        emulated = emulate(kernel, {"c": 2}, P(None, "c"), P(None, "c"))
-        got = jax.jit(emulated)(q, heads(k), heads(v), segments)
+        mapped = under_vmap(kernel, {"c": 2}, (P(None, "c"),) * 4, P(None, "c"))
+        got = jax.jit(mapped)(q, heads(k), heads(v), segments)
         np.testing.assert_allclose(got, sk.dot_attention(q, k, v, segments_bt=segments), rtol=1e-5, atol=1e-5)
 
 

@@ -100,6 +100,43 @@ def test_integers_and_nan_are_compared_exactly(data8):
     )
 
 
+def test_keys_scalars_and_none_among_arguments_and_results():
+    """A key has no values of its own to compare; a Python number no dtype."""
+    options = {"mesh": sk.make_mesh(jax.devices()[:2], data=2), "eager": False, "out_specs": P()}
+    folded = lambda tree, key: {"key": jax.random.fold_in(key, 1), "three": 3.0 + 0 * jnp.sum(tree["x"])}  # noqa: E731
+    args = ({"x": np.ones(4, np.float32), "none": None}, jax.random.key(0))
+    whole = lambda tree, key: {"key": jax.random.fold_in(key, 1), "three": 3.0}  # noqa: E731
+    assert_matches_reference(folded, whole, in_specs=None, args=args, **options)
+    other = lambda tree, key: {**whole(tree, key), "key": jax.random.fold_in(key, 2)}  # noqa: E731
+    with pytest.raises(AssertionError, match="the result key must equal the reference; the largest difference is "):
+        assert_matches_reference(folded, other, in_specs=None, args=args, **options)
+
+
+def test_what_cannot_be_compared_is_said_in_full(data8):
+    x, options = np.arange(8, dtype=np.float32), {"in_specs": P("data"), "out_specs": P("data"), "eager": False}
+    assert complaint(data8, lambda x: x.astype(jnp.int32), lambda x: x, (x,), **options) == (
+        "assert_matches_reference: on mesh data=8, under jit, the result must be of the reference's kind of numbers; "
+        "(the whole tree) is int32 and the reference float32. Cast one of them."
+    )
+    for reference, args, message in (
+        (
+            lambda x: np.asarray(x),
+            (x,),
+            "assert_matches_reference: the reference must be written in jax where gradients are compared; it turns its "
+            "arguments into numpy arrays. Use jax.numpy in it, or pass grad=False.",
+        ),
+        (
+            lambda x: x,
+            x,
+            "assert_matches_reference: args must be a tuple with the arguments; got float32[8]. Write args=(x,) for "
+            "one.",
+        ),
+    ):
+        with pytest.raises(TypeError) as error:
+            assert_matches_reference(lambda x: sk.vary(x, "data"), reference, mesh=data8, args=args, **options)
+        assert str(error.value) == message
+
+
 def test_no_dtype_is_so_coarse_that_a_factor_passes(data8):
     x = jnp.ones((8, 4096), jnp.bfloat16)
     options = {"in_specs": P("data"), "out_specs": P("data"), "grad": False, "eager": False}

@@ -153,6 +153,56 @@ def test_errors_in_full():
     )
 
 
+def refused(kind, **changed):
+    options = {"grad_fn": RIGHT["cast, then pmean(grad(local))"], "loss_fn": square, "params": PARAMS, "batch": BATCH}
+    with pytest.raises(kind) as error:
+        certify_gradients(**{**options, **changed})
+    return str(error.value)
+
+
+def test_arguments_that_cannot_be_meant():
+    assert refused(TypeError, params={**PARAMS, "n": np.int32(3)}) == (
+        "certify_gradients: the parameters must be floating-point numbers; leaf n is int32. Put it into the batch, or "
+        "close over it."
+    )
+    for devices in (1, 64):
+        assert refused(ValueError, devices=devices) == (
+            f"certify_gradients: devices must be 2 or more of those that there are; got {devices} and there are 8. "
+            f"Correct devices, or call simulate_devices({max(devices, 2)}) before jax starts."
+        )
+    assert refused(ValueError, axes=("data", "data")) == (
+        "certify_gradients: axis 'data' is used twice in ('data', 'data'). Name each axis once."
+    )
+    assert refused(TypeError, axes=()).startswith(
+        "certify_gradients: axis must be a mesh axis name or a tuple of names"
+    )
+    assert refused(ValueError, batch_spec=P("rows")) == (
+        "certify_gradients: the spec P('rows',) uses axis 'rows', which the mesh does not have; its axes are 'data'. "
+        "Use one of them, or add the axis to make_mesh."
+    )
+
+
+def test_scalars_of_the_batch_are_whole_and_none_is_equal_everywhere():
+    scaled = lambda p, b: square(p, b["x"]) * b["scale"]  # noqa: E731
+    grads = lambda p, b: mean(jax.grad(scaled)(sk.vary(p, "data"), b))  # noqa: E731
+    batch = {"x": BATCH, "scale": np.float32(2)}
+    for spec in (None, {"x": P("data"), "scale": None}):
+        assert certify_gradients(grads, scaled, PARAMS, batch, axes="data", batch_spec=spec, devices=2).leaves == 2
+
+
+def test_what_is_not_finite_and_what_is_wrong_on_one_device_are_called_so():
+    """Neither has to do with means of unequal weight."""
+    right = RIGHT["cast, then pmean(grad(local))"]
+    nan = lambda p, x: jax.tree.map(lambda g: g / 0, right(p, x))  # noqa: E731
+    shifted = lambda p, x: jax.tree.map(lambda g: g + 1, right(p, x))  # noqa: E731
+    for wrong, words in (
+        (nan, "are not finite where the reference's are. Cast"),
+        (shifted, r"reference -?\d\.\d+;"),
+    ):
+        with pytest.raises(AssertionError, match=rf"on mesh data=1, gradients of `w_down`.* {words}"):
+            certify_gradients(wrong, square, PARAMS, BATCH, devices=2)
+
+
 def test_a_reference_that_cannot_tell_is_refused():
     loss = lambda p, b: jnp.mean((b @ p) ** 2)  # noqa: E731
     wrong = lambda p, b: 7 * sk.all_reduce(jax.grad(loss)(sk.vary(p, "data"), b), "data")  # noqa: E731

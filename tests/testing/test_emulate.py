@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.testing import emulate, programs, reference, sharded_arrays
+from support.vmapped import under_vmap
 
 
 def on_mesh(kernel, sizes, in_specs, out_specs):
@@ -24,12 +26,13 @@ def same_bits(got, wanted):
     assert got.tobytes() == wanted.tobytes()
 
 
-# proves F73, F78: emulation, shard_map and lists of blocks agree on chains of collectives
+# proves F73, F78: emulation, shard_map, plain vmap and lists of blocks agree on chains of collectives
 @given(programs())
 def test_random_programs_agree_in_every_bit(program):
     x = program.blocks()
     emulated = emulate(program.kernel, program.sizes, program.spec, program.spec)(x)
     same_bits(emulated, on_mesh(program.kernel, program.sizes, program.spec, program.spec)(x))
+    same_bits(jax.jit(under_vmap(program.kernel, program.sizes, (program.spec,), program.spec))(x), emulated)
     assert emulated.dtype == program.reference(x).dtype
     np.testing.assert_array_equal(np.asarray(emulated), program.reference(x))
 
@@ -49,6 +52,7 @@ def test_gradients_of_random_programs(program):
         return  # how ties share a derivative depends on the order of reductions
     wanted = vjp(lambda x: program.reference(x, xp=jnp))
     np.testing.assert_array_equal(vjp(emulate(program.kernel, program.sizes, program.spec, program.spec)), wanted)
+    np.testing.assert_array_equal(vjp(under_vmap(program.kernel, program.sizes, (program.spec,), program.spec)), wanted)
 
 
 @given(sharded_arrays())
@@ -85,15 +89,123 @@ def test_it_is_differentiated_as_the_global_function():
     assert float(jax.jit(f)(jnp.float32(3), x)) == 21
 
 
-def test_a_gradient_inside_the_kernel_is_that_of_one_device():
-    """The documented difference: check_vma sums the gradient of an equal value, vmap does not."""
+def test_a_gradient_inside_the_kernel_is_that_of_shard_map():
+    """The rule of check_vma: the gradient of an equal value is summed over the devices. Plain vmap gives 7."""
 
     def kernel(w, x):
         return sk.all_reduce(jax.grad(lambda w: jnp.sum(w * x))(w), "a", op="mean")
 
     args = jnp.float32(3), np.arange(8.0, dtype=np.float32)
     assert float(on_mesh(kernel, {"a": 4}, (P(), P("a")), P())(*args)) == 28
-    assert float(emulate(kernel, {"a": 4}, (P(), P("a")), P())(*args)) == 7
+    assert float(emulate(kernel, {"a": 4}, (P(), P("a")), P())(*args)) == 28
+
+
+AB, BA = ("a", "b"), ("b", "a")
+X = np.arange(64, dtype=np.float32).reshape(8, 8)
+
+
+def every_collective(x):
+    """Each of them over a tuple, in both orders: plain vmap refuses half of them."""
+    yield lax.psum({"x": x}, BA)["x"], lax.pmax(x, AB), lax.pmean(x, ("a",))
+    yield lax.ppermute(x, BA, [(0, 3), (2, 1)]), lax.ppermute(x, "b", [(1, 0)]), lax.pshuffle(x, "a", [1, 0])
+    mesh = jax.sharding.get_abstract_mesh()
+    yield lax.pcast(jnp.ones(3), AB, to="varying") * mesh.shape["b"] + len(mesh.manual_axes)
+    for names in (AB, BA):
+        yield lax.all_gather(x, names), lax.all_gather(x, names, axis=1, tiled=True)
+        yield lax.all_gather(x, names, to="invarying"), lax.psum_scatter(x, names, scatter_dimension=1)
+        yield lax.psum_scatter(x, names, scatter_dimension=0, tiled=True)
+        yield lax.all_to_all(x, names, 1, 0), lax.all_to_all(x, names, 1, 1, tiled=True)
+        yield lax.axis_index(names), lax.axis_size(names)
+
+
+def what_they_mean(blocks, device):
+    total, zero = sum(blocks), np.zeros_like(blocks[0])
+    yield total, np.max(blocks, 0), (blocks[device] + blocks[device ^ 2]) / 2
+    yield {3: blocks[0], 1: blocks[2]}.get(device, zero), zero if device % 2 else blocks[device + 1], blocks[device ^ 2]
+    yield np.full(3, 4.0)
+    for order in ([0, 1, 2, 3], [0, 2, 1, 3]):  # a joint index over ("b", "a") counts "a" first
+        ordered, at = [blocks[i] for i in order], order.index(device)
+        yield np.stack(ordered), np.concatenate(ordered, 1)
+        yield np.stack(ordered), total[:, at]
+        yield total[2 * at : 2 * at + 2]
+        yield np.stack([x[:, at] for x in ordered]), np.concatenate([x[:, at : at + 1] for x in ordered], 1)
+        yield at, 4
+
+
+# Each entry alone catches a wrong order of the devices in that collective.
+def test_the_collectives_of_lax_over_tuples_of_axes():
+    def kernel(x):
+        return jax.tree.map(lambda y: sk.vary(jnp.asarray(y), AB)[None], list(every_collective(x)))
+
+    x = np.random.default_rng(0).integers(0, 9, (8, 16)).astype(np.float32)
+    got = emulate(kernel, {"a": 2, "b": 2}, P(None, AB), P(AB))(x)
+    blocks = np.split(x, 4, 1)
+    for device in range(4):
+        mine = jax.tree.map(lambda y, device=device: y[device], got)
+        jax.tree.map(np.testing.assert_array_equal, mine, list(what_they_mean(blocks, device)))
+
+
+def softmax_of_all(x):
+    """Flash attention around a ring of both axes: casts, a scan, recomputation, a custom derivative."""
+
+    def step(carry, _):
+        largest, total, k = carry
+        new = jnp.maximum(largest, jnp.max(x @ k.T, -1))
+        total = total * jnp.exp(largest - new) + jnp.sum(jax.nn.relu(jnp.exp(x @ k.T - new[:, None])), -1)
+        return (new, total, lax.ppermute(k, AB, [(i, (i + 1) % 4) for i in range(4)])), None
+
+    start = lax.pcast((jnp.full(x.shape[0], -jnp.inf), jnp.zeros(x.shape[0])), AB, to="varying")
+    return lax.scan(jax.checkpoint(step), (*start, x), None, length=4)[0][1]
+
+
+@jax.custom_vjp
+def summed(x):
+    return lax.psum(x, AB)
+
+
+summed.defvjp(lambda x: (summed(x), x), lambda x, g: (3 * lax.pcast(g, AB, to="varying") + 0 * x,))
+
+
+def branches_and_loops(x):
+    x = lax.cond(lax.pmin(jnp.sum(x), AB) > 1, lambda x: lax.pmean(x, "b") + 0 * x, lambda x: -x, x)
+    x = lax.cond(jnp.sum(x) > 1, jnp.sin, lambda x: -x, x)  # each device its own way
+    return lax.while_loop(lambda c: lax.pmax(jnp.sum(c), AB) < 99, lambda c: c + 1 + 0 * x, x)
+
+
+def solved(x):
+    """A conjugate gradient whose product is a collective."""
+    return jax.scipy.sparse.linalg.cg(lambda v: 2 * v + lax.psum(v, AB), x, maxiter=3)[0]
+
+
+@pytest.mark.parametrize("kernel", [softmax_of_all, summed, branches_and_loops, solved])
+def test_kernels_with_rules_and_loops_of_their_own(kernel):
+    sizes, x = {"a": 2, "b": 2}, np.cos(X)
+    out = P() if kernel is summed else P(AB)
+    emulated, mapped = emulate(kernel, sizes, P(AB), out), on_mesh(kernel, sizes, P(AB), out)
+    if kernel is branches_and_loops:  # jax does not differentiate a while loop
+        return np.testing.assert_allclose(emulated(x), mapped(x), rtol=1e-6)
+
+    def both(f):
+        out, back = jax.vjp(f, x)
+        return out, back(jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))[0]
+
+    for got, wanted in zip(both(emulated), jax.jit(lambda: both(mapped))(), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_derivatives_of_every_order_and_of_what_is_closed_over():
+    f = lambda w: emulate(lambda x: lax.psum(jnp.sum(jax.nn.silu(w * x)), "a"), {"a": 2}, P("a"), P())(X[0] / 64)  # noqa: E731
+    plain = lambda w: jnp.sum(jax.nn.silu(w * X[0] / 64))  # noqa: E731
+    for derived in (lambda f: jax.jvp(f, (2.0,), (1.0,)), lambda f: jax.hessian(f)(2.0)):
+        np.testing.assert_allclose(derived(f), derived(plain), rtol=1e-5)
+
+
+def test_none_is_equal_everywhere_and_the_callers_mesh_does_not_matter():
+    kernel = lambda tree, y: tree["u"] + tree["v"] + jax.nn.relu(y)  # noqa: E731
+    with jax.set_mesh(sk.make_mesh(jax.devices()[:2], other=2)):
+        got = emulate(kernel, {"a": 2}, ({"u": None, "v": P()}, None), P())({"u": X, "v": X}, X)
+    same_bits(got, 3 * X)
+    assert emulate(lambda x: {"x": x, "y": None}, {"a": 2}, None, {"x": P(), "y": None})(X)["y"] is None
 
 
 def test_errors_in_full():
@@ -118,9 +230,50 @@ def test_errors_in_full():
     assert message(lambda x: x[0], P("b"), P("b"), x) == (
         "emulate: result (the whole tree): the spec P('b',) has 1 entries for an array of rank 0. Drop an entry."
     )
+    assert message(lambda x: lax.all_gather(x, "a", axis_index_groups=[[0], [1]]), P("b"), P(), x) == (
+        "emulate: all_gather must go over whole axes; got axis_index_groups ((0,), (1,)). Make the groups an axis of "
+        "the mesh, and name it."
+    )
+    psum = lambda x: lax.psum(x, "b", axis_index_groups=[[0], [1]])  # noqa: E731
+    assert message(psum, P("b"), P(), x) == (
+        f"emulate: what the kernel calls at test_emulate.py:{psum.__code__.co_firstlineno} must be possible in "
+        "jax.shard_map; jax refuses it with a bare NotImplementedError, as it does a psum with axis_index_groups or "
+        "over an axis that there is not. Name axes of the mesh, 'a', 'b', and make groups an axis of their own."
+    )
+    assert message(lambda x: lax.ppermute(x, BA, [(0, 4)]), P("b"), P(), x) == (
+        "emulate: ppermute over 'a', 'b' must name each of its 4 devices at most once as source and once as target; "
+        "got ((0, 4),). Leave out what is named twice or is no device."
+    )
+    assert message(lambda x: lax.pbroadcast(x, "b", 1), P("b"), P(), x) == (
+        "emulate: pbroadcast is a collective that it does not know; it knows 'all_gather', 'all_gather_invariant', "
+        "'all_gather_reduced', 'all_to_all', 'pmax', 'pmin', 'ppermute', 'psum', 'psum_invariant', 'reduce_scatter', "
+        "'unreduced_psum', 'unreduced_reduce_scatter'. Run the kernel by jax.shard_map on simulated devices."
+    )
+    assert message(lambda x: x, ({"u": P()},), P(), {"u": x, "v": x}) == (
+        "emulate: in_specs must be a prefix of the arguments; got ({'u': P()},) for PyTreeDef(({'u': *, 'v': *},)). "
+        "Give a spec for each leaf, or one for a whole branch."
+    )
     assert message(lambda x: x, P("c"), P(), x) == (
         "emulate: argument 0: the spec P('c',) uses axis 'c', which the mesh does not have; its axes are 'a', 'b'. Use "
         "one of them, or add the axis to make_mesh."
+    )
+
+
+def test_specs_that_are_none():
+    for specs, got in (((P(), None), "out_specs must be a PartitionSpec, or a pytree of them; got None"),):
+        with pytest.raises(TypeError) as error:
+            emulate(lambda x: x, {"a": 2}, *specs)(X)
+        assert str(error.value) == (
+            f"emulate: {got}. Write P('data') for an array that an axis splits, P() for one that is equal on all "
+            "devices."
+        )
+    with pytest.raises(TypeError, match=r"in_specs must be a PartitionSpec, or a pytree of them; got 'a' at 0\.u"):
+        emulate(lambda x: x, {"a": 2}, ({"u": "a"},), P())({"u": X})
+    with pytest.raises(ValueError) as error:
+        emulate(lambda x: x, {}, P(), P())
+    assert str(error.value) == (
+        "emulate: mesh_sizes must give one axis or more a whole number of devices; got {}. Write for example "
+        "{'data': 2, 'model': 4}."
     )
 
 

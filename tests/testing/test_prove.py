@@ -105,6 +105,24 @@ def test_a_wrong_gradient_behind_a_clip():
     assert "(everywhere 2x one device's); allowed is " in text
 
 
+# A GradFn that is right wherever scale is 1, and trains a float16 model on gradients that are too small or too large.
+@pytest.mark.parametrize("wrong", ["ignored", "squared", "loss"])
+def test_a_scale_that_is_not_that_of_the_gradients_alone(wrong):
+    def scaled(params, batch, keys, *, scale=1):
+        loss, aux, grads = OWN(params, batch, keys, scale={"ignored": 1, "squared": scale * scale}.get(wrong, scale))
+        return sk.Mean(loss.total * (scale if wrong == "loss" else 1), loss.weight), aux, grads
+
+    what, factor = {"ignored": ("the gradient of", 2), "squared": ("the gradient of", 0.5)}.get(
+        wrong, ("the loss", 0.5)
+    )
+    text = broken(laws.same_numbers, scaled)
+    assert re.search(f"step 0: {what} .*{'everywhere 2x' if factor == 2 else 'everywhere 1/2 of'} one device's", text)
+    assert text.endswith(
+        "Look at what the loss sums and over which axes it varies, and at `scale`, which is 0.5 in a proof and "
+        "multiplies the gradients alone."
+    )
+
+
 def test_copies_that_differ(data8):
     pieces = [jax.device_put(np.float32([i // 7]), d) for i, d in enumerate(data8.devices.flat)]
     whole = jax.make_array_from_single_device_arrays((1,), jax.NamedSharding(data8, P()), pieces)

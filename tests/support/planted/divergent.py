@@ -506,6 +506,11 @@ DIVERGENT = [
     ),
 ]
 
+
+def _masked(x: jax.Array, key: jax.Array) -> jax.Array:
+    return jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x, 0)
+
+
 WRONG = [
     Planted(
         "a source twice", "non-bijective-permutation", _permute("model", [(0, 1), (0, 2)]), _permute("model", RING)
@@ -631,6 +636,20 @@ WRONG = [
         _dropout(lambda key: sk.fold_axis(key, "data"), lambda draws, x: x + draws),
         _dropout(lambda key: sk.fold_axis(sk.fold_axis(key, "data"), "model"), lambda draws, x: x + draws),
         (KEY, X),
+    ),
+    Planted(
+        "one key for two dropouts",
+        "reused-key",
+        lambda key, x: _masked(_masked(x, key) @ x, key),
+        lambda key, x: _masked(_masked(x, jax.random.fold_in(key, 0)) @ x, jax.random.fold_in(key, 1)),
+        (KEY, X),
+    ),
+    Planted(
+        "one mask for every layer",
+        "reused-key",
+        lambda keys, x: lax.scan(lambda y, w: (_masked(y * w[None], keys[0]), None), x, x)[0],
+        lambda keys, x: lax.scan(lambda y, each: (_masked(y * each[1][None], each[0]), None), x, (keys, x))[0],
+        (jax.ShapeDtypeStruct((64,), KEY.dtype), X),
     ),
     Planted(
         "never reduced, unchecked",

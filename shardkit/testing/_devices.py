@@ -1,0 +1,269 @@
+"""A traced shard_map, run on one device: its jaxpr under nested vmap with axis names, collective by collective."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardkit import _compat
+from shardkit._check import quoted
+from shardkit.layout import all_axes, spec_axes
+from shardkit.testing._compare import is_float
+from shardkit.testing._vmapped import RULES
+
+# They change the type of a value, not the value.
+_CASTS = {"pvary", "pcast", "preduced", "reduced_vary_cast_p", "vary_unreduced_cast_p"}
+
+_SOLVE = "custom_linear_solve"
+
+
+def on_one_device(function: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+    """`function` of arrays with the shard_maps over `mesh` in it run on one device, differentiated as it is itself."""
+
+    def run(*args: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(mesh):  # whatever mesh the caller has set
+            try:
+                closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+            except (AssertionError, NotImplementedError) as error:
+                raise _worded(error, mesh) from error
+        given = [jnp.asarray(x) for x in (*closed.consts, *jax.tree.leaves(args))]
+        return jax.tree.unflatten(jax.tree.structure(shapes), _flat(closed.jaxpr, mesh)(*given))
+
+    return run
+
+
+def _worded(error: Exception, mesh: Any) -> Exception:
+    """An error that jax raises without a word, in words; any other as it is."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if Path(jax.__file__).parent not in Path(frame.filename).parents]
+    if str(error) or ours[-1] is frames[-1]:
+        return error
+    line = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}"
+    return ValueError(
+        f"emulate: what the kernel calls at {line} must be possible in jax.shard_map; jax refuses it with a bare "
+        f"{type(error).__name__}, as it does a psum with axis_index_groups or over an axis that there is not. Name "
+        f"axes of the mesh, {quoted(mesh.axis_names)}, and make groups an axis of their own."
+    )
+
+
+def _flat(jaxpr: Any, mesh: Any) -> Callable[..., list[Any]]:
+    """A jaxpr as a function of its constants and arguments.
+
+    A derivative that the kernel brings itself (jax.custom_jvp, jax.custom_vjp) must be traced inside shard_map too. So
+    the function that is returned has one of its own: that of the jaxpr with its shard_maps, run in the same way.
+    """
+    constants = len(jaxpr.constvars)
+
+    def original(*xs: Any) -> list[Any]:
+        return _compat.eval_jaxpr(jaxpr, xs[:constants], *xs[constants:])
+
+    def emulated(*xs: Any) -> list[Any]:
+        return _evaluated(jaxpr, xs)
+
+    own = _own_derivatives(jaxpr)
+    if any("jvp" not in name for name in own):
+        pulled: Any = jax.custom_vjp(emulated)
+        pulled.defvjp(lambda *xs: (emulated(*xs), xs), partial(_pulled_back, original, mesh))
+        return pulled
+    if own:
+        pushed: Any = jax.custom_jvp(emulated)
+        pushed.defjvp(partial(_pushed_forward, original, mesh))
+        return pushed
+    return emulated
+
+
+def _own_derivatives(jaxpr: Any) -> set[str]:
+    names = {e.primitive.name for e in jaxpr.eqns if e.primitive.name.startswith(("custom_jvp", "custom_vjp"))}
+    names |= {_SOLVE for e in jaxpr.eqns if e.primitive.name == _SOLVE and _on_devices(e.params["jaxprs"].solve.jaxpr)}
+    return names.union(*(_own_derivatives(sub) for e in jaxpr.eqns for _, sub in _compat.inner_jaxprs(e)))
+
+
+def _on_devices(jaxpr: Any) -> bool:
+    """Whether a jaxpr holds what only has a meaning inside shard_map."""
+    return any(
+        e.primitive.name in _CASTS | _compat.COLLECTIVES.keys() | {"shard_map"}
+        or any(_on_devices(sub) for _, sub in _compat.inner_jaxprs(e))
+        for e in jaxpr.eqns
+    )
+
+
+def _pushed_forward(original: Callable[..., list[Any]], mesh: Any, primals: Any, tangents: Any) -> Any:
+    floats = [i for i, x in enumerate(primals) if is_float(x)]
+
+    def both(primals: Any, tangents: Any) -> Any:
+        outs, moved = jax.jvp(_of_floats(original, primals), ([primals[i] for i in floats],), (tangents,))
+        return _with_floats(original(*primals), outs), moved
+
+    outs, moved = on_one_device(both, mesh)(list(primals), [tangents[i] for i in floats])
+    still = [np.zeros(jnp.shape(y), jax.dtypes.float0) for y in outs]
+    return outs, _with_floats(still, moved, [is_float(y) for y in outs])
+
+
+def _pulled_back(original: Callable[..., list[Any]], mesh: Any, primals: Any, cotangents: Any) -> Any:
+    floats = [i for i, x in enumerate(primals) if is_float(x)]
+
+    def back(primals: Any, cotangents: Any) -> Any:
+        return jax.vjp(_of_floats(original, primals), [primals[i] for i in floats])[1](cotangents)[0]
+
+    kept = [c for c in cotangents if jnp.result_type(c) != jax.dtypes.float0]
+    grads = iter(on_one_device(back, mesh)(list(primals), kept))
+    return tuple(next(grads) if i in floats else None for i in range(len(primals)))
+
+
+def _of_floats(original: Callable[..., list[Any]], primals: Any) -> Callable[[list[Any]], list[Any]]:
+    """The floating-point results as a function of the floating-point arguments."""
+
+    def restricted(floats: list[Any]) -> list[Any]:
+        return [y for y in original(*_with_floats(primals, floats)) if is_float(y)]
+
+    return restricted
+
+
+def _with_floats(values: Any, floats: Any, places: Sequence[bool] | None = None) -> list[Any]:
+    new = iter(floats)
+    places = [is_float(x) for x in values] if places is None else places
+    return [next(new) if place else x for x, place in zip(values, places, strict=True)]
+
+
+def _evaluated(jaxpr: Any, given: Sequence[Any]) -> list[Any]:
+    """The results of a jaxpr for the values of its constants and arguments, in that order."""
+    values = {v: _untyped(x) for v, x in zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True)}
+    for equation in jaxpr.eqns:
+        operands = [_untyped(_compat.value_of(v, values)) for v in equation.invars]
+        values.update(zip(equation.outvars, _step(equation, operands), strict=True))
+    return [_untyped(_compat.value_of(v, values)) for v in jaxpr.outvars]
+
+
+def _untyped(x: Any) -> Any:
+    """Without the mesh that jax notes in the constants of a shard_map."""
+    if isinstance(x, jax.core.Tracer) or jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended):
+        return x
+    return np.asarray(x, jnp.result_type(x))
+
+
+def _step(equation: Any, operands: list[Any]) -> list[Any]:
+    name, params = equation.primitive.name, equation.params
+    if name in _CASTS:
+        return operands
+    if name in RULES:
+        if params.get("axis_index_groups") is not None:
+            raise ValueError(
+                f"emulate: {name} must go over whole axes; got axis_index_groups {params['axis_index_groups']}. Make "
+                "the groups an axis of the mesh, and name it."
+            )
+        return [RULES[name](x, params) for x in operands]
+    if name in _compat.COLLECTIVES:
+        raise ValueError(
+            f"emulate: {name} is a collective that it does not know; it knows {quoted(sorted(RULES))}. Run the "
+            "kernel by jax.shard_map on simulated devices."
+        )
+    inner = [
+        partial(_inner, sub, constants)
+        for (_, sub), constants in zip(_compat.inner_jaxprs(equation), _compat.inner_constants(equation), strict=True)
+    ]
+    if name == "shard_map":
+        return _by_vmap(equation, inner[0], operands)
+    if name == "scan":
+        return _scan(equation, inner[0], operands)
+    if name == "while":
+        return _while(equation, operands)
+    if name == "cond":
+        return list(lax.switch(operands[0], inner, *operands[1:]))
+    if name in _compat.CALLS and len(inner) == 1:
+        return inner[0](*operands)
+    if not any(_on_devices(sub) for _, sub in _compat.inner_jaxprs(equation)):
+        # Not as `_compat.bind`: that would bring back the mesh.
+        params = {name: None if isinstance(each, NamedSharding) else each for name, each in params.items()}
+        results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(params))
+        return list(results) if equation.primitive.multiple_results else [results]
+    if name == _SOLVE:
+        solve, lengths = params["jaxprs"].solve, params["const_lengths"]
+        first = lengths.matvec + lengths.vecmat
+        return _inner(solve.jaxpr, solve.consts, *operands[first : first + lengths.solve], *operands[sum(lengths) :])
+    raise ValueError(
+        f"emulate: {name} must not hold a collective or a cast, because how it runs them is not known to emulate. Run "
+        "the kernel by jax.shard_map on simulated devices."
+    )
+
+
+def _inner(jaxpr: Any, constants: Sequence[Any], *operands: Any) -> list[Any]:
+    return _evaluated(jaxpr, [*constants, *operands])
+
+
+def _scan(equation: Any, body: Callable[..., list[Any]], operands: list[Any]) -> list[Any]:
+    consts, carry = _compat.scan_parts(equation)
+    fixed, held, each = operands[:consts], operands[consts : consts + carry], operands[consts + carry :]
+
+    def step(held: list[Any], each: list[Any]) -> tuple[list[Any], list[Any]]:
+        results = body(*fixed, *held, *each)
+        return results[:carry], results[carry:]
+
+    length, reverse = equation.params["length"], equation.params["reverse"]
+    held, each = lax.scan(step, held, each, length=length, reverse=reverse)
+    return [*held, *each]
+
+
+def _while(equation: Any, operands: list[Any]) -> list[Any]:
+    test, body = equation.params["cond_jaxpr"], equation.params["body_jaxpr"]
+    n = equation.params["cond_nconsts"]
+    m = n + equation.params["body_nconsts"]
+    return list(
+        lax.while_loop(
+            lambda held: _inner(test.jaxpr, test.consts, *operands[:n], *held)[0],
+            lambda held: _inner(body.jaxpr, body.consts, *operands[n:m], *held),
+            operands[m:],
+        )
+    )
+
+
+def _by_vmap(equation: Any, body: Callable[..., list[Any]], operands: list[Any]) -> list[Any]:
+    """A shard_map on one device: every axis is a vmap of its name."""
+    params = equation.params
+    sizes = {name: params["mesh"].shape[name] for name in _compat.manual_axes(equation)}
+    split = [tuple(name for name in sizes if name in all_axes(spec)) for spec in params["in_specs"]]
+
+    def one(_: Any, *leaves: Any) -> list[Any]:
+        return body(*leaves)
+
+    for name in reversed(sizes):
+        one = jax.vmap(one, in_axes=(0, *(0 if name in axes else None for axes in split)), axis_name=name)
+    pieces = [pieces_of(x, spec, sizes) for x, spec in zip(operands, params["in_specs"], strict=True)]
+    results = one(jnp.zeros(tuple(sizes.values()), jnp.int8), *pieces)
+    return [joined(x, spec, sizes) for x, spec in zip(results, params["out_specs"], strict=True)]
+
+
+def pieces_of(x: Any, spec: PartitionSpec, sizes: dict[str, int]) -> Any:
+    """From a global array to the pieces of all devices: [*sizes of the axes that split it, *local shape]."""
+    shape: list[int] = []
+    at: dict[str, int] = {}
+    for dim, axes in enumerate(spec_axes(spec) + [()] * (x.ndim - len(spec))):
+        for axis in axes:
+            at[axis] = len(shape)
+            shape.append(sizes[axis])
+        shape.append(x.shape[dim] // math.prod(sizes[axis] for axis in axes))
+    lead = [at[name] for name in sizes if name in at]
+    rest = [i for i in range(len(shape)) if i not in lead]
+    return x.reshape(shape).transpose(lead + rest)
+
+
+def joined(x: Any, spec: PartitionSpec, sizes: dict[str, int]) -> Any:
+    """From [*all sizes, *local shape] to the global array; along axes that do not split it, the first device's."""
+    names, local = list(sizes), x.shape[len(sizes) :]
+    x = x[tuple(slice(None) if name in all_axes(spec) else 0 for name in names)]
+    split = [name for name in names if name in all_axes(spec)]
+    order: list[int] = []
+    shape: list[int] = []
+    for dim, axes in enumerate(spec_axes(spec) + [()] * (len(local) - len(spec))):
+        order += [split.index(axis) for axis in axes] + [len(split) + dim]
+        shape.append(local[dim] * math.prod(sizes[axis] for axis in axes))
+    return x.transpose(order).reshape(shape)

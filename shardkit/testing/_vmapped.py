@@ -1,0 +1,85 @@
+"""What each collective primitive of jax does under vmap with axis names.
+
+There jax reduces over a tuple of axes as under shard_map. It gathers, scatters and permutes over one axis at a time,
+and permutes only where every device sends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardkit import _compat
+from shardkit._check import quoted
+
+
+def _names(params: Any) -> tuple[str, ...]:
+    named = params["axes"] if "axes" in params else params["axis_name"]
+    return tuple(named) if isinstance(named, tuple | list) else (named,)
+
+
+def _gathered(x: Any, names: tuple[str, ...], dim: int) -> Any:
+    for name in reversed(names):
+        x = lax.all_gather(x, name, axis=dim, tiled=True)
+    return x
+
+
+def _all_gather(x: Any, params: Any) -> Any:
+    dim = params["all_gather_dimension"]
+    return _gathered(x if params["tiled"] else jnp.expand_dims(x, dim), _names(params), dim)
+
+
+def _reduce_scatter(x: Any, params: Any) -> Any:
+    dim = params["scatter_dimension"]
+    for name in _names(params):
+        x = lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
+    return x if params["tiled"] else jnp.squeeze(x, dim)
+
+
+def _all_to_all(x: Any, params: Any) -> Any:
+    names = _names(params)
+    x = jnp.where(lax.axis_index(names) >= 0, x, x)  # vmap gives a value that is equal everywhere one dim too many
+    return lax.all_to_all(x, names, params["split_axis"], params["concat_axis"], tiled=True)
+
+
+def _ppermute(x: Any, params: Any) -> Any:
+    known = list(_compat.bound_axes())
+    names = tuple(sorted(_names(params), key=known.index))  # it counts devices in the mesh's order
+    source = np.full(math.prod(_compat.bound_axes()[name] for name in names), -1)
+    senders, targets = zip(*params["perm"], strict=True) if params["perm"] else ((), ())
+    for places in (senders, targets):
+        if len(set(places)) < len(places) or not set(places) <= set(range(len(source))):
+            raise ValueError(
+                f"emulate: ppermute over {quoted(names)} must name each of its {len(source)} devices at most once as "
+                f"source and once as target; got {params['perm']}. Leave out what is named twice or is no device."
+            )
+    if len(names) == 1 and len(targets) == len(source):
+        return lax.ppermute(x, names[0], params["perm"])
+    source[list(targets)] = senders
+    mine = jnp.asarray(source)[lax.axis_index(names)]
+    return jnp.where(mine >= 0, _gathered(x[None], names, 0)[mine], jnp.zeros_like(x))
+
+
+def _sum(x: Any, params: Any) -> Any:
+    return lax.psum(x, _names(params))
+
+
+RULES: dict[str, Callable[[Any, Any], Any]] = {
+    "psum": _sum,
+    "psum_invariant": _sum,
+    "unreduced_psum": _sum,
+    "pmax": lambda x, params: lax.pmax(x, _names(params)),
+    "pmin": lambda x, params: lax.pmin(x, _names(params)),
+    "all_gather": _all_gather,
+    "all_gather_invariant": _all_gather,
+    "all_gather_reduced": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "unreduced_reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "ppermute": _ppermute,
+}
