@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.analysis import aot, hlo
 from shardkit.analysis.census import census_of, mesh_sizes
-from shardkit.analysis.compiled import Clock, _Reader, _Slot, compiled_rows, total_work
+from shardkit.analysis.compiled import Clock, _Reader, _Slot, _unpadded, compiled_rows, total_work
 from shardkit.analysis.report import Report
 from shardkit.analysis.work import Work
 from support.recorded.programs import PROGRAMS, abstract_mesh
@@ -224,6 +224,15 @@ def test_the_memory_of_a_report_adds_up():
     assert memory.argument == memory.held == weights + 2 * 512 * 1024 * 2
     assert memory.alias == weights  # donated
     assert memory.peak == memory.argument + memory.output - memory.alias + memory.temp + memory.generated_code
+
+
+def test_a_pad_before_a_reduce_scatter_is_the_compilers_or_written():
+    """The compiler's own costs nothing that was asked for; what the author pads is sent, and was counted without it."""
+    part, whole = hlo.Shape(11, (50,)), hlo.Shape(11, (56,))  # float32
+    for op_name, shape in (("jit(f)/shard_map/psum_scatter", part), ("", part), ("jit(f)/shard_map/pad", whole)):
+        pad = hlo.Instruction(2, "pad.1", "pad", whole, operands=(1,), op_name=op_name)
+        held = hlo.Computation(1, "main", 2, {1: hlo.Instruction(1, "x", "parameter", part), 2: pad})
+        assert (_unpadded(held, 2), _unpadded(held, 1)) == (shape, part)
 
 
 def test_taps_of_a_convolution_leave_out_padding_and_holes():

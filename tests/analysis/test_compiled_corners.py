@@ -9,8 +9,9 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.analysis import aot, hlo, trips
-from shardkit.analysis.account import compiled
+from shardkit.analysis.account import account, compiled
 from shardkit.analysis.census import Census
+from shardkit.analysis.compiled import CompiledRow
 from shardkit.analysis.work import Work, Workload
 from support.commands import deep
 from support.compilers import answers, child_that, gpu, refused, tpu
@@ -54,6 +55,22 @@ def test_a_loop_whose_length_only_the_compiler_knows_is_no_difference(data8):
     found = compiled(mapped(body, data8, P("data"), P("data")), jnp.ones((8, 4)))
     assert [row.count for row in found.census.rows] == [None] and sum(row.times for row in found.rows) == 5
     assert found.differences() == []
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("mine", [True, False])
+def test_what_is_merged_under_the_name_of_another_operation_is_told_by_its_line(mine):
+    mesh = abstract_mesh(data=8)
+    f = mapped(lambda x: lax.psum(x, "data") + lax.psum(x * x, "data"), mesh, P("data"), P())
+    written = sk.census(f, shape((64, 4), mesh, P("data"), jnp.float32))
+    one, other = written.rows
+    sent, line = one.sent + other.sent, one.source if mine else "layers.py:7 (gelu)"
+    merged = CompiledRow(
+        *("all_reduce", "all-reduce.1", ("data",), 8, 1, 2, 2 * one.bytes_in, 2 * one.bytes_out, sent),
+        *(False, 0, 0.0, 0.0, "jit(f)/shard_map/mul", line, ""),
+    )
+    words = [each.partition(":")[0] for each in account(written, [merged])]
+    assert words == (["merged"] if mine else ["dropped", "added"])
 
 
 # ---- the module

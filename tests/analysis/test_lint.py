@@ -208,6 +208,8 @@ def test_the_two_thresholds():
         lambda x: x * lax.psum(1, BOTH),
         lambda x: x / lax.psum(sk.vary(jnp.float32(3), "model"), "model"),
         lambda x: x + sk.all_reduce(jnp.ones(()), "model"),
+        # a count of rows, on the first device of each group alone
+        lambda x: x / sk.all_reduce(sk.vary(jnp.where(sk.axis_index("model") == 0, x.shape[0], 0), "data"), BOTH),
         lambda x: sk.all_reduce(jnp.where(sk.axis_index("model") == 0, sk.all_reduce(x, "model"), 0), "model"),
         lambda x: lax.cond(sk.axis_size("model") > 2, lambda x: sk.shift(x, "model"), lambda x: x, x),
         lambda x: lax.fori_loop(0, 4, lambda i, x: sk.shift(x, "model"), x),

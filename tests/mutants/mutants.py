@@ -6,6 +6,8 @@ crash at import, not a change that nobody can see.
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -41,6 +43,7 @@ PASSES = "a proof that passes a wrong thing"
 REFUSAL = "a refusal lost"
 ORDER = "a wrong order"
 FIGURE = "a wrong figure"
+REVERTED = "a mend taken back"
 
 _COLLECTIVES = (
     Mutant(
@@ -1686,6 +1689,11 @@ _VIZ = (
     ),
 )
 
+# By its path, as test_mutants.py reads this file.
+_REVERTS = tuple(
+    Mutant(*row, REVERTED) for row in runpy.run_path(str(Path(__file__).with_name("reverts.py")))["REVERTS"]
+)
+
 MUTANTS = (
     *_COLLECTIVES,
     *_PARALLEL,
@@ -1698,4 +1706,5 @@ MUTANTS = (
     *_CLI,
     *_MODELS,
     *_VIZ,
+    *_REVERTS,
 )

@@ -69,6 +69,14 @@ def test_norms_over_split_features_are_those_over_whole_ones(mesh, dtype, width,
         np.testing.assert_array_equal(kernel(*args, None), reference(*args))
 
 
+def test_the_result_has_the_dtype_of_the_input():
+    """Gains and biases in float32 made the activations of a bfloat16 model float32, layer after layer."""
+    x, (gain, bias) = jnp.ones((2, 6, 8), jnp.bfloat16), jnp.ones((2, 8))
+    with jax.numpy_dtype_promotion("standard"):  # strict promotion refuses the product
+        found = jax.eval_shape(lambda: (sk.sharded_rms_norm(x, gain, None), sk.sharded_layer_norm(x, gain, bias, None)))
+    assert [each.dtype for each in found] == [jnp.bfloat16] * 2
+
+
 def test_a_large_mean_does_not_cancel():  # proves F28
     mesh = sk.make_mesh(model=8)
     x, gain, bias = arguments(64, "float32", 1e4, 0)

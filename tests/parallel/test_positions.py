@@ -67,6 +67,10 @@ POSITIONS = {
     "random numbers": stateless(lambda g: g + jax.random.normal(jax.random.key(0), g.shape)),
     "a matrix over the layers": stateless(lambda g: jnp.einsum("ml,lij->mij", jnp.tri(L), g)),
     "a loop over the layers": stateless(lambda g: jax.lax.scan(lambda c, x: (c + x, c), g[0] * 0, g)[1]),
+    "a weighted sum of the layers": stateless(lambda g: g * jnp.einsum("l,lij->", jnp.arange(1.0, L + 1), g)),
+    "a running mean of the layers": stateless(
+        lambda g: g * jax.lax.scan(lambda c, x: (0.5 * c + jnp.sum(x), None), jnp.float32(0), g)[0]
+    ),
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=2),
     "a loop that mixes in a table": stateless(
         lambda g: jax.lax.fori_loop(0, 2, lambda _, x: x * jnp.arange(4.0)[:, None, None], g)

@@ -381,6 +381,19 @@ def test_a_state_of_other_stages_is_refused(has, wants):
     step(init(sk.unpadded(state.params), jax.random.key(0)), make_batch())
 
 
+def test_an_optimizer_state_of_other_stages_is_refused():
+    """Beside the right parameters: each layer would be given another one's momentum."""
+    has, wants = "loop, 2 chunks", "v, 2 chunks"
+    states = {case: make(case)[0](make_params(STAGES[case][0]), jax.random.key(0)) for case in (has, wants)}
+    with pytest.raises(ValueError) as error:
+        make(wants)[1](states[wants]._replace(opt_state=states[has].opt_state), make_batch())
+    assert str(error.value) == (
+        "step: the optimizer state must be held as this plan holds them, and another plan's are not; leaf "
+        f"0.trace.layers.b is {FORMS[has, wants]}. Pass unpadded(...) of them to init, or to an evaluation whose plan "
+        "pads nothing."
+    )
+
+
 # ---- what is held and sent
 
 

@@ -724,9 +724,11 @@ def test_two_jobs_in_one_directory(tmp_path):
         one.wait()
         other.save(at(state, 3))
     with subprocess.Popen([sys.executable, "-c", LOCKING, tmp_path], stdout=subprocess.PIPE) as job:
-        assert job.stdout.readline() == b"locked\n"
-        message = refused(lambda: save(tmp_path, at(state, 4)), RuntimeError)
-        job.kill()
+        try:
+            assert job.stdout.readline() == b"locked\n"
+            message = refused(lambda: save(tmp_path, at(state, 4)), RuntimeError)
+        finally:
+            job.kill()
     found = re.fullmatch(
         rf"save: '{tmp_path}' is written by another job, process {job.pid} on '(.*)' since '[-\d: ]+'\. End that one, "
         r"or save into another directory\.",
@@ -882,6 +884,16 @@ def test_a_full_disk(small_disk):
     )
     left = {thread.name.partition("_")[0] for thread in set(threading.enumerate()) - before}
     assert left <= {"asyncio"}  # idle; one of a save would keep the process from ending for 20 minutes
+
+
+def test_who_reads_alone_does_not_save(tmp_path):
+    target = saved(tmp_path, 1)
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        assert checkpoints.restore(target)[1].step == 1
+        assert refused(lambda: checkpoints.save(at(tiny()[2], 2))) == (
+            f"save: '{tmp_path}' was opened with read_only=True. Leave it out to save there."
+        )
+    assert names(tmp_path) == ["1"]
 
 
 def test_a_directory_that_cannot_be(tmp_path):

@@ -18,7 +18,7 @@ from support import jobs
 SLACK = 5.0
 
 
-# proves S98, S99, S102, S110
+# proves S98, S99, S102, S110, T3: the job's devices, and of them a process' own, in a job that was initialized
 @pytest.mark.parametrize(
     ("processes", "devices"),
     [(2, 2), pytest.param(4, 2, marks=pytest.mark.deep), pytest.param(4, 4, marks=pytest.mark.deep)],

@@ -78,3 +78,27 @@ def test_without_arguments(environ, place, local_rank, monkeypatch):
         sk.runtime.initialize(timeout=5)
     assert reached.value.args == place
     assert cluster._local_rank(None, environ) == local_rank
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("host", "rank", "bound"),
+    [
+        ("127.0.0.1", 0, "127.0.0.1:5000"),
+        ("127.0.0.1", 1, None),  # only process 0 listens
+        ("192.0.2.1", 0, None),  # of a service in front of the machine: jax listens on all addresses
+    ],
+)
+def test_jax_listens_where_the_processes_met(host, rank, bound, monkeypatch):
+    """By itself its service listens on every address of the machine, and asks nobody for a token."""
+
+    def start(*place, coordinator_bind_address, **options):
+        raise Reached(coordinator_bind_address)
+
+    monkeypatch.setattr(cluster._platform, "jax_has_started", lambda: False)
+    monkeypatch.setattr(cluster._platform, "leave_out_idle_tpu", lambda: None)
+    monkeypatch.setattr(cluster.beside, "start", lambda place: None)
+    monkeypatch.setattr(cluster.jax.distributed, "initialize", start)
+    with pytest.raises(Reached) as reached:
+        sk.runtime.initialize(coordinator_address=f"{host}:5000", num_processes=2, process_id=rank)
+    assert reached.value.args == (bound,)

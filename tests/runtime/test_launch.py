@@ -375,9 +375,10 @@ def test_a_stream_that_nobody_reads_stays_the_callers():
 
 
 def test_help_that_nobody_reads_to_its_end():
-    """As in `shardkit launch --help | head`."""
+    """As in `shardkit launch --help | head`; what Python holds back it would write again at its end, and complain."""
+    env = environment() | {"PYTHONUNBUFFERED": ""}
     with subprocess.Popen(
-        commands.command("launch", "--help"), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        commands.command("launch", "--help"), env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as started:
         started.stdout.close()
         assert (started.wait(timeout=60), started.stderr.read()) == (128 + signal.SIGPIPE, b"")

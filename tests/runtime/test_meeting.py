@@ -229,7 +229,10 @@ def malicious(draw):
     if kind == 0:
         return draw.randbytes(draw.randrange(200)) + b"\n" * draw.randrange(2)
     if kind == 1:
-        return draw.choice([b"[" * 200_000, b'{"a":' * 50_000, b"9" * 5000, b"\n", b"null\n", b"[]\n"]) + b"\n"
+        return (
+            draw.choice([b"[" * 200_000, b"[" * 50_000, b'{"a":' * 10_000, b"9" * 5000, b"\n", b"null\n", b"[]\n"])
+            + b"\n"
+        )
     if kind == 2:
         words = draw.choice(
             [{"over": "stranger"}, {"status": [1] * 6}, {"welcome": True}, {"refused": "no"}, {"cause": "x"}]
@@ -261,6 +264,22 @@ def test_no_message_of_a_stranger_has_an_effect(messages):
         f"shardkit: {messages + 1} connections to 127.0.0.1:"
     )  # and the one that looked for the port
     assert "\n" not in note and "turned away, the first from 127.0.0.1 (" in note
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *[{"rank": rank} for rank in (-1, 0, 3, 7, True, "1")],
+        *[{"size": size} for size in (1, 2**20 + 1, 3.0)],
+        *[{"host": "h" * 256}, {"address": "10.0.0"}, {"address": None}, {"nonce": "0" * 31}, {"cpu": 1}],
+    ],
+    ids=str,
+)
+def test_an_introduction_beyond_its_limits_is_none(wrong):
+    """Of a job without a token, too, in which whoever comes can sign: number 7 of 3 would have been counted as come."""
+    right = Hello(2, 3, "host", "10.0.0.1", True, "0" * 32)
+    assert hello.heard(hello.said(right, ""), "") == right
+    assert hello.heard(hello.said(right._replace(**wrong), ""), "") == ""
 
 
 def test_a_line_without_an_end_costs_little():
@@ -300,6 +319,22 @@ def test_more_connections_than_files_may_be_open():
             line.close()
         note, peers = process.stdout.read().splitlines()
     assert peers == "1" and note.startswith("shardkit: ") and "were not of this job and turned away" in note
+
+
+@pytest.mark.parametrize(("limit", "at_most"), [("_UNKNOWN", 4), ("_SHY", 0.2)])
+def test_who_says_nothing_has_to_go(limit, at_most, monkeypatch):
+    """The oldest where there are many, and each after some seconds."""
+    monkeypatch.setattr(rendezvous, limit, at_most)
+
+    def wait(port):
+        held = [socket.create_connection(("127.0.0.1", port), timeout=SLACK) for _ in range(9)]
+        try:
+            assert held[0].recv(1) == b""
+        finally:
+            for connection in held:
+                connection.close()
+
+    assert count(meetings((0, 2), (1, 2), before=wait)) == [1, 1]
 
 
 def test_text_of_others_cannot_forge_lines():

@@ -17,7 +17,7 @@ from shardkit.runtime.fingerprint import _plain
 from shardkit.runtime.monitor.agreement import Agreement, compared
 from shardkit.runtime.monitor.hello import Place
 from shardkit.runtime.monitor.judge import Deadlines, Known, fault
-from shardkit.runtime.monitor.main import Monitor
+from shardkit.runtime.monitor.main import Monitor, as_line
 from shardkit.runtime.monitor.ring import (
     _EVENT,
     _EVENTS_AT,
@@ -393,6 +393,10 @@ def test_a_long_message_may_take_its_time():
             got = list(lines.read())
         sending.join()
         assert got == [long]
+
+
+def test_last_words_are_a_line_whatever_is_in_them():  # the name of a directory for flight records need be no UTF-8
+    assert as_line("Flight record: \udcff/flight.0.json") == b"\nFlight record: \\udcff/flight.0.json\n"
 
 
 def test_messages_come_whole():

@@ -41,6 +41,18 @@ def test_a_sharded_layer_norm_is_the_whole_one(mesh2x4):
     assert_matches_reference(layer_norm, whole_layer_norm, mesh=mesh2x4, args=norm_args(), **LAYOUT)
 
 
+@pytest.mark.parametrize("summands", [0, -4])
+def test_a_sum_of_no_terms_is_refused(summands, mesh2x4):  # the square root of -4 is nan, within which all is right
+    with pytest.raises(ValueError) as error:
+        assert_matches_reference(
+            layer_norm, whole_layer_norm, mesh=mesh2x4, args=norm_args(), summands=summands, **LAYOUT
+        )
+    assert str(error.value) == (
+        f"assert_matches_reference: summands must be a whole number of terms, 1 or more; got {summands!r}. Leave it "
+        "out, or pass the length of the longest sum."
+    )
+
+
 def test_the_tolerance_follows_the_coarsest_dtype(mesh2x4):
     args = norm_args("bfloat16")
     whole = lambda x, gain: whole_layer_norm(x.astype(jnp.float32), gain.astype(jnp.float32))  # noqa: E731

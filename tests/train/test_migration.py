@@ -24,7 +24,7 @@ def before(params, x, y):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
 
 
-# proves S62: the docstring of replicate and the lint's remedy name what is new, which gives the same numbers
+# proves S62, T5: the docstring of replicate and the lint's remedy name what is new, which gives the same numbers
 def test_a_step_of_pmap_and_what_takes_its_place():
     devices = jax.devices()[:N]
     assert not hasattr(jax, "device_put_replicated") and "device_put_replicated" in sk.runtime.replicate.__doc__

@@ -152,6 +152,28 @@ def test_an_object_that_is_no_pytree_and_no_function_of_a_key_is_told(data8):
         assert end == "the type with jax.tree_util.register_dataclass, or pass its arrays."
 
 
+def test_init_compiles_one_program_and_leaves_the_hosts_arrays_to_the_layout(data8, monkeypatch):
+    """Each program costs seconds where a model is large; a whole array on one device may be more than it holds."""
+    params, placed, put = jax.tree.map(np.asarray, make_params()), [], jax.device_put
+    monkeypatch.setattr(jax, "device_put", lambda x, *where: (placed.extend(jax.tree.leaves(x)), put(x, *where))[1])
+    init, _ = make(data8, sk.fsdp("data", min_size=1), optax.sgd(0.1, momentum=0.9))
+    with Compiles() as counted:
+        init(params, KEY)
+    assert counted.count == 1
+    assert placed and all(isinstance(x, np.ndarray) for x in placed)
+
+
+# proves T2: microbatches are parts of the batch; each of them the whole batch gives the same mean, and counts it again
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_accumulation_leaves_the_effective_batch_as_it_is(accumulate):
+    grad_fn = sk.value_and_grad(lambda params, x, keys: sk.Mean.of(x * params))
+    mesh = sk.make_mesh(jax.devices()[:2], data=2)
+    init, step = sk.make_train_step(grad_fn, optax.sgd(1.0), mesh=mesh, plan=sk.dp("data"), accumulate=accumulate)
+    state, metrics = step(init(jnp.float32(2), KEY), np.arange(32, dtype=np.float32))
+    assert (float(metrics["weight"]), float(metrics["loss"])) == (32, 31)
+    assert float(state.params) == 2 - 15.5
+
+
 # proves S58, S64, S65, S69: what each device holds
 def test_optimizer_state_is_laid_out_as_the_update(data8):
     params = make_params()

@@ -1,0 +1,93 @@
+"""What a builder is given instead of what it wants: one sentence, before anything is traced."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardkit as sk
+
+MESH, PLAN, SGD = sk.abstract_mesh(data=8), sk.dp("data"), optax.sgd(0.1)
+
+
+def loss(params, batch, keys):
+    return sk.Mean.of(batch @ params["w"])
+
+
+def loss_of_two(params, batch):
+    return jnp.mean(batch @ params["w"])
+
+
+OWN = sk.value_and_grad(loss)
+FUNCTION = "make_train_step: grad_fn must be a GradFn; got {}. Pass sk.value_and_grad(loss_fn)."
+PLANS = "make_train_step: plan must be a Plan; got {}. Pass for example sk.dp('data'), or sk.chain(...) of several."
+MESHES = "make_train_step: mesh must be a mesh; got {}. Pass for example sk.make_mesh(data=8)."
+OPTIMIZER = (
+    "make_train_step: optimizer must be an optax GradientTransformation; got {}. Pass for example optax.adamw(3e-4)."
+)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"grad_fn": loss}, FUNCTION.format("the function 'loss'")),
+        ({"grad_fn": loss_of_two}, FUNCTION.format("the function 'loss_of_two'")),
+        ({"grad_fn": None}, FUNCTION.format("NoneType None")),
+        ({"grad_fn": jnp.ones(3)}, FUNCTION.format("float32[3]")),
+        ({"plan": "dp"}, PLANS.format("str 'dp'")),
+        ({"plan": sk.dp}, PLANS.format("the function 'dp'")),
+        ({"plan": [PLAN]}, PLANS.format("list")),
+        ({"mesh": 8}, MESHES.format("int 8")),
+        ({"mesh": {"data": 8}}, MESHES.format("dict {'data': 8}")),
+        ({"mesh": None}, MESHES.format("NoneType None")),
+        ({"optimizer": 0.1}, OPTIMIZER.format("float 0.1")),
+        ({"optimizer": optax.sgd}, OPTIMIZER.format("the function 'sgd'")),
+    ],
+)
+def test_a_train_step_of_something_else(change, message):
+    given = {"grad_fn": OWN, "optimizer": SGD, "mesh": MESH, "plan": PLAN} | change
+    with pytest.raises(TypeError) as error:
+        sk.make_train_step(given.pop("grad_fn"), given.pop("optimizer"), **given)
+    assert str(error.value) == message
+
+
+@pytest.mark.check
+def test_an_evaluation_of_a_gradfn():
+    with pytest.raises(TypeError) as error:
+        sk.make_eval_step(OWN, mesh=MESH, plan=PLAN)
+    assert str(error.value) == (
+        "make_eval_step: loss_fn must be a loss function; got the function 'grad_fn'. Pass loss_fn itself, without "
+        "value_and_grad."
+    )
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    "key, told", [(0, "int 0"), (None, "NoneType None"), (np.int32(3), "int32[]"), (jnp.zeros(2), "float32[2]")]
+)
+def test_a_run_without_a_key(key, told):
+    init, _ = sk.make_train_step(OWN, SGD, mesh=MESH, plan=PLAN)
+    with pytest.raises(TypeError) as error:
+        init({"w": jnp.ones(3)}, key)
+    assert str(error.value) == f"init: key must be one jax key; got {told}. Pass for example jax.random.key(0)."
+
+
+# Their draws under vmap are those of the whole batch: dropout would depend on mesh and accumulation.
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_keys_whose_draws_go_by_the_batch(impl):
+    key = jax.random.key(0, impl=impl)
+    keys = jax.random.split(key, 4)
+    init, _ = sk.make_train_step(OWN, SGD, mesh=MESH, plan=PLAN)
+    for where, use in {
+        "init": lambda: init({"w": jnp.ones(3)}, key),
+        "example_keys": lambda: sk.example_keys(key, 4),
+        "dropout": lambda: sk.dropout(jnp.ones((4, 2)), keys, 0.5),
+    }.items():
+        with pytest.raises(ValueError) as error:
+            use()
+        assert str(error.value) == (
+            f"{where}: keys must be of an implementation that draws the same for each key, whatever the batch; got "
+            f"{impl!r}. Pass jax.random.key(seed, impl='threefry2x32')."
+        )
