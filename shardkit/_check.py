@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from shardkit import _compat
@@ -27,7 +28,7 @@ def sized(sizes: Iterable[tuple[str, int]]) -> str:
 def axis_names(where: str, axis: Axis) -> tuple[str, ...]:
     """The axis names as a tuple; refuses other types, no axis at all and an axis named twice."""
     names = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, Iterable) else ()
-    if not names or not all(isinstance(name, str) for name in names):
+    if not names or not all(isinstance(name, str) and name for name in names):
         raise TypeError(
             f"{where}: axis must be a mesh axis name or a tuple of names; got {axis!r}. "
             "Pass for example axis='data' or axis=('data', 'model')."
@@ -54,6 +55,20 @@ def bound(where: str, axis: Axis) -> tuple[str, ...]:
                 "Use one of them, or add the axis to make_mesh."
             )
     return names
+
+
+def at_least(where: str, least: float, **values: float | None) -> None:
+    """Refuses numbers below `least`; None is no number."""
+    for name, value in values.items():
+        if value is not None and not least <= value:
+            raise ValueError(f"{where}: {name} must be at least {least}; got {value}. Correct {name}.")
+
+
+def finite(where: str, **values: float | None) -> None:
+    """Refuses infinity."""
+    for name, value in values.items():
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"{where}: {name} must be finite; got {value}. Correct {name}.")
 
 
 def dim_of(where: str, dim: int, ndim: int, name: str = "dim") -> int:

@@ -11,11 +11,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit import mesh as _mesh
 from shardkit._check import divides, quoted
+from shardkit._kinds import Arrays
+from shardkit._typed import typed
 
 AxisEntry = str | tuple[str, ...] | None
 Rules = Mapping[str, AxisEntry] | Sequence[tuple[str, AxisEntry]]
 
 
+@typed
 def specs_from_rules(logical_axes: Any, rules: Rules) -> Any:
     """Turns logical axis names into mesh layouts: `("embed", "hidden")` into `P(None, "model")`.
 
@@ -56,6 +59,7 @@ def specs_from_rules(logical_axes: Any, rules: Rules) -> Any:
     return jax.tree_util.tree_map_with_path(spec_of, logical_axes, is_leaf=_is_names)
 
 
+@typed
 def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
     """The shape of one device's piece of a global array.
 
@@ -78,6 +82,7 @@ def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> tuple[
     return tuple(local)
 
 
+@typed
 def global_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
     """The shape of the whole array of which one device holds a piece of `shape`; the inverse of `local_shape`."""
     check_spec("global_shape", spec, mesh, len(shape))
@@ -86,7 +91,8 @@ def global_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> tuple
     return tuple(size * count for size, count in zip(shape, counts, strict=True))
 
 
-def shard(tree: Any, mesh: Mesh, specs: Any) -> Any:
+@typed
+def shard(tree: Arrays, mesh: Mesh, specs: Any) -> Any:
     """Places the arrays of a pytree on the mesh.
 
     Args:
@@ -151,7 +157,8 @@ def table(rows: Sequence[tuple[str, ...]]) -> str:
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def bytes_per_device(tree: Any) -> int:
+@typed
+def bytes_per_device(tree: Arrays) -> int:
     """Bytes that one device holds of a pytree of arrays (the sum of its pieces)."""
     return sum(_shard_bytes(x) for x in jax.tree.leaves(tree))
 

@@ -26,6 +26,7 @@ import jax
 
 from shardkit import _platform
 from shardkit._check import quoted, sized
+from shardkit._typed import typed
 from shardkit.analysis import hlo
 from shardkit.analysis.census import census_of, mesh_sizes
 from shardkit.analysis.compiled import compiled_rows, total_work
@@ -62,6 +63,7 @@ class Topology(NamedTuple):
         return f"{self.chip}:{'x'.join(map(str, self.shape))}"
 
 
+@typed
 def parse_topology(text: str) -> Topology:
     """Reads "v5p:8x8x8" or "h100:1x1x8".
 
@@ -86,6 +88,7 @@ def parse_topology(text: str) -> Topology:
     return Topology(chip, tuple(map(int, shape.split("x"))))
 
 
+@typed
 def compile(
     step: Any,
     args: Sequence[Any],

@@ -22,6 +22,7 @@ from numbers import Real
 from typing import NamedTuple
 
 from shardkit import cost
+from shardkit._typed import typed
 from shardkit.cost import _check
 
 REMAT = ("none", "selective", "full")
@@ -136,6 +137,7 @@ class Candidate(NamedTuple):
         return max(self.compute_seconds, self.hidden_seconds) + self.exposed_seconds
 
 
+@typed
 def estimate(
     model: Model,
     layout: Layout,

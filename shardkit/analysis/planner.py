@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from shardkit import cost
+from shardkit._typed import typed
 from shardkit.analysis.estimate import REMAT, Candidate, Layout, Model, check, divides, estimate, share
 from shardkit.cost import _check
 
@@ -23,6 +24,7 @@ __all__ = ["Advice", "Candidate", "Layout", "Model", "advise", "batch_size", "es
 _MOST = 10**9  # chips, and sequences in a step
 
 
+@typed
 def layouts(model: Model, *, chip: str | cost.Chip, chips: int, batch: int) -> Iterator[Layout]:
     """Every layout of the model on that many chips: what divides the chips, the model and the batch.
 
@@ -51,6 +53,7 @@ def layouts(model: Model, *, chip: str | cost.Chip, chips: int, batch: int) -> I
                     yield from (Layout(data, fsdp, tensor, accumulate, remat) for remat in REMAT)
 
 
+@typed
 def search(
     model: Model,
     *,
@@ -137,6 +140,7 @@ class Advice(NamedTuple):
         return "\n".join(lines)
 
 
+@typed
 def advise(
     model: Model,
     layout: Layout,
@@ -222,6 +226,7 @@ _CHANGES: dict[str, Callable[[Layout, Layout], bool]] = {
 }
 
 
+@typed
 def batch_size(model: Model, layout: Layout, *, chip: str | cost.Chip, sequence: int, target: float = 0.8) -> int:
     """The most sequences in a step that fill at most that share of a device's memory.
 
@@ -246,6 +251,7 @@ def batch_size(model: Model, layout: Layout, *, chip: str | cost.Chip, sequence:
     return max(0, math.floor((one.usable_bytes - one.state_bytes) / one.activation_bytes)) * step
 
 
+@typed
 def table(candidates: Iterable[Candidate], *, names: Iterable[str] = ()) -> str:
     """Candidates as aligned text: memory in GB (10^9 bytes) a device, times in ms a step, MFU in percent.
 

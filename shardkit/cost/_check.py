@@ -45,6 +45,8 @@ def at_least_zero(where: str, **values: float) -> tuple[float, ...]:
 
 def _number(value: object) -> float:
     """NumPy's scalars as Python's; nan, which every check refuses, for what is no number."""
+    if isinstance(value, bool):  # True is no number of anything
+        return math.nan
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Rational):

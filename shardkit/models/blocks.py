@@ -6,6 +6,7 @@ are split), D model, F hidden, H heads, G key/value heads, K head size, E expert
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from shardkit._check import Axis
+from shardkit._typed import check_fields, typed
 from shardkit.collectives import axis_size
 from shardkit.collectives.matmul import Impl
 from shardkit.models.parameters import Config
@@ -47,12 +49,16 @@ class Axes:
     impl: Impl = "auto"
     stage: Axis | None = None
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 ONE_DEVICE = Axes()
 
 
+@typed
 def attention(
-    weights: Any,
+    weights: Mapping[str, Any],
     x_btD: jax.Array,
     config: Config,
     places_T: jax.Array | None = None,
@@ -88,15 +94,21 @@ def attention(
     return row_linear(y_bThK, weights["attention_out"], axes.model, **share)
 
 
-def mlp(weights: Any, x_btD: jax.Array, axes: Axes = ONE_DEVICE) -> jax.Array:
+@typed
+def mlp(weights: Mapping[str, Any], x_btD: jax.Array, axes: Axes = ONE_DEVICE) -> jax.Array:
     """SwiGLU: silu(x W_gate) * (x W_up), then W_down."""
     share: dict[str, Any] = {"sequence": axes.sequence, "impl": axes.impl}
     gate_bTf, up_bTf = column_linear(x_btD, (weights["gate"], weights["up"]), axes.model, **share)
     return row_linear(jax.nn.silu(gate_bTf) * up_bTf, weights["down"], axes.model, **share)
 
 
+@typed
 def experts(
-    weights: Any, x_btD: jax.Array, config: Config, axes: Axes = ONE_DEVICE, weights_bt: jax.Array | None = None
+    weights: Mapping[str, Any],
+    x_btD: jax.Array,
+    config: Config,
+    axes: Axes = ONE_DEVICE,
+    weights_bt: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A mixture of SwiGLU experts: its answer, the two losses of its router, and the dropped and all choices."""
 
@@ -111,6 +123,7 @@ def experts(
     return y_btD, jnp.stack([stats.balance_loss, stats.z_loss]), jnp.stack(stats.dropped)
 
 
+@typed
 def rms_norm(x_bTD: jax.Array, gain_D: jax.Array) -> jax.Array:
     """x / sqrt(mean(x^2) + 1e-6) times a gain; the statistics are float32."""
     wide = x_bTD.astype(jnp.float32)
@@ -118,6 +131,7 @@ def rms_norm(x_bTD: jax.Array, gain_D: jax.Array) -> jax.Array:
     return (wide * scale).astype(x_bTD.dtype) * gain_D[None, None, :]
 
 
+@typed
 def rotate(x_bTHK: jax.Array, places_T: jax.Array) -> jax.Array:
     """Rotary positions (Su et al., 2021): pairs of features turn by an angle that grows with the token's place."""
     K = x_bTHK.shape[-1]

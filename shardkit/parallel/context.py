@@ -35,6 +35,7 @@ from shardkit.parallel.orders import Order, half_of, is_zigzag, ring_first
 from shardkit.parallel.plan import Plan, strategy
 
 
+@typed
 def cp(axis: Axis) -> Plan:
     """Context parallelism over `axis`: the tokens, dim 1 of the batch, are split; parameters are whole.
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardkit._check import Axis, axis_names, bound, named
+from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives import all_gather, all_to_all, axis_index, axis_size
 from shardkit.collectives._sums import dot_dtype
@@ -30,6 +31,7 @@ def _experts_dim(path: str, shape: tuple[int, ...]) -> int | None:
     return int("layers" in names[: names.index("experts")])
 
 
+@typed
 def ep(axis: Axis, rules: DimRules = _experts_dim) -> Plan:
     """Expert parallelism: the experts' weights are split over `axis`, which also splits the batch.
 
@@ -79,7 +81,7 @@ def ep(axis: Axis, rules: DimRules = _experts_dim) -> Plan:
 def moe(
     x: jax.Array,
     router_DE: jax.Array,
-    experts: Any,
+    experts: Arrays,
     expert_fn: ExpertFn,
     axis: Axis | None,
     *,

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from shardkit._compat import varying_axes
+from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives import vary
 from shardkit.parallel.handles import is_handle, opened, parts, unsealed
@@ -69,8 +70,8 @@ def gathered(
 @typed
 def scan_layers(
     layer_fn: LayerFn,
-    stacked: Any,
-    x: Any,
+    stacked: Arrays,
+    x: Arrays,
     *,
     prefetch: bool = False,
     remat: Remat = None,

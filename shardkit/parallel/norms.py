@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._check import Axis
+from shardkit._check import Axis, dim_of
 from shardkit._typed import typed
 from shardkit.collectives import all_reduce, axis_size, vary
 from shardkit.collectives._sums import wide
@@ -101,6 +101,8 @@ def sharded_moments(x: jax.Array, axis: Axis | None, *, dims: Dims = -1) -> tupl
     Source: Ioffe, Szegedy, Batch Normalization (arXiv:1502.03167).
     """
     names = live_axes("sharded_moments", axis, x)
+    for dim in dims if isinstance(dims, tuple) else (dims,):
+        dim_of("sharded_moments", dim, x.ndim, "dims")
     x = x.astype(wide(x.dtype))
     mean = _mean(x, names, dims)
     centred = x - vary(mean, names)

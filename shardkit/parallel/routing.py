@@ -111,6 +111,7 @@ def route(
     return Routing(expert_Nk, gate_Nk, position_Nk, kept_Nk if capacity is None else kept_Nk & (position_Nk < capacity))
 
 
+@typed
 def routing_stats(
     logits_NE: jax.Array, routing: Routing, weights_N: jax.Array | None = None, stage: Axis | None = None
 ) -> RoutingStats:

@@ -57,6 +57,7 @@ def submeshes(mesh: Mesh, axis: str) -> list[Mesh]:
     return [Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types) for devices in slices]
 
 
+@typed
 def device_put_pipeline(
     stages: Sequence[Stage],
     meshes: Sequence[Mesh],
@@ -108,6 +109,7 @@ def device_put_pipeline(
     return forward
 
 
+@typed
 def device_put_value_and_grad(
     stages: Sequence[Stage],
     loss: Callable[[jax.Array, Any], Any],

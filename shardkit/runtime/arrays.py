@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._check import named
+from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.layout import broadcast_specs, path_name, spec_axes
 from shardkit.runtime._bits import plain
@@ -27,7 +28,8 @@ from shardkit.runtime.cluster import absent
 _PRINTS = itertools.count()  # all processes print in one order, so that the numbers of their barriers agree
 
 
-def from_full(tree: Any, mesh: Mesh, spec: Any) -> Any:
+@typed
+def from_full(tree: Arrays, mesh: Mesh, spec: Any) -> Any:
     """Global arrays of which every process holds the whole: parameters made from one seed, a small data set.
 
     Args:
@@ -57,7 +59,7 @@ def from_full(tree: Any, mesh: Mesh, spec: Any) -> Any:
 
 
 @typed
-def from_process_local(tree: Any, mesh: Mesh, spec: PartitionSpec, *, batch: int | None = None) -> Any:
+def from_process_local(tree: Arrays, mesh: Mesh, spec: PartitionSpec, *, batch: int | None = None) -> Any:
     """Global arrays of which every process holds its rows: the batch of a step.
 
     A process holds the rows of its own devices, as `local_rows` says: where dim 0 is split over all devices, batch /
@@ -117,6 +119,7 @@ def from_rows(tree: Any, rows: np.ndarray, batch: int, mesh: Mesh, spec: Partiti
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
+@typed
 def from_single_device(
     shards: Sequence[jax.Array], mesh: Mesh, spec: PartitionSpec, shape: Sequence[int], dtype: Any = None
 ) -> jax.Array:
@@ -182,12 +185,14 @@ def local_rows(batch: int, mesh: Mesh, spec: PartitionSpec) -> np.ndarray:
     return np.flatnonzero(held)
 
 
+@typed
 def local_shards(x: jax.Array) -> dict[jax.Device, np.ndarray]:
     """What this process's devices hold of a global array, by device, if any; of typed keys, their integers."""
     return {shard.device: np.asarray(plain(shard.data)) for shard in x.addressable_shards}
 
 
-def to_numpy(tree: Any) -> Any:
+@typed
+def to_numpy(tree: Arrays) -> Any:
     """The arrays of a tree as NumPy arrays, where this process holds all of each; nothing is sent.
 
     Raises:
@@ -206,7 +211,8 @@ def to_numpy(tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
-def fetch(tree: Any) -> Any:
+@typed
+def fetch(tree: Arrays) -> Any:
     """The whole arrays of a tree as NumPy arrays, on every process; every process must call it.
 
     What a process holds whole is not sent; of typed keys come the integers that they are made of.
@@ -231,7 +237,8 @@ def fetch(tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
-def replicate(tree: Any, mesh: Mesh) -> Any:
+@typed
+def replicate(tree: Arrays, mesh: Mesh) -> Any:
     """The arrays of a tree, whole on every device of the mesh; every process of the mesh must call it.
 
     In place of `jax.device_put_replicated`, which jax 0.10 has no longer: that put a dim of devices in front of every

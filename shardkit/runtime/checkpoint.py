@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -21,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardkit._typed import typed
 from shardkit.parallel.padded import is_padded
 from shardkit.runtime._directory import (
     check_damage,
@@ -63,6 +65,7 @@ class Checkpoints:
             be written.
     """
 
+    @partial(typed, where="Checkpoints")
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -303,6 +306,7 @@ class Checkpoints:
             ) from error
 
 
+@typed
 def latest_step(directory: str | os.PathLike[str]) -> int | None:
     """The newest finished step in a directory of checkpoints, as this process sees it; None without one.
 

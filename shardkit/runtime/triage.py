@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._check import sized
+from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives import axis_index
 from shardkit.layout import path_name, spec_axes, table
@@ -88,7 +89,8 @@ class Report(NamedTuple):
         return "\n".join(lines)
 
 
-def nonfinite(tree: Any, mesh: Mesh | None = None) -> list[NonFinite]:
+@typed
+def nonfinite(tree: Arrays, mesh: Mesh | None = None) -> list[NonFinite]:
     """Which leaves of a tree hold NaN or infinity, and where; every process of the mesh must call it.
 
     Args:

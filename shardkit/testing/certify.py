@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardkit._check import named, sized
+from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives import vary
 from shardkit.layout import broadcast_specs, local_shape, path_name, spec_axes
@@ -35,8 +36,8 @@ class Certificate(NamedTuple):
 def certify_gradients(
     grad_fn: Callable[[Any, Any], Any],
     loss_fn: Callable[[Any, Any], jax.Array],
-    params: Any,
-    batch: Any,
+    params: Arrays,
+    batch: Arrays,
     *,
     axes: Sequence[str] = ("data",),
     batch_spec: Any = None,

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from shardkit._typed import typed
 from shardkit.layout import all_axes, broadcast_specs, check_spec, local_shape, path_name, spec_axes
 
 
+@typed
 def emulate(
     kernel: Callable[..., Any], mesh_sizes: Mapping[str, int], in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 
 from shardkit._check import sized
+from shardkit._kinds import Arrays, Key, Optimizer
+from shardkit._typed import typed
 from shardkit.layout import table
 from shardkit.parallel import GradFn
 from shardkit.testing.laws import LAWS, Law
@@ -50,16 +52,17 @@ class Proof(NamedTuple):
         return "\n".join([table(rows), *(f"({number}) {note}" for note, number in notes.items())])
 
 
+@typed
 def prove(
     step: GradFn | Build,
     reference: GradFn | Reference,
     *,
     rows: Sequence[Row],
-    params: Any,
+    params: Arrays,
     batches: Sequence[Any],
-    optimizer: Any = None,
+    optimizer: Optimizer | None = None,
     laws: Sequence[Law] = LAWS,
-    key: jax.Array | None = None,
+    key: Key | None = None,
 ) -> Proof:
     """Proves a training step: every law on every row, from one compiled program a row.
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardkit._kinds import Arrays, Key, Optimizer
 from shardkit._typed import typed
 from shardkit.parallel import GradFn
 from shardkit.parallel.gradient import counted
@@ -61,11 +62,11 @@ class _Step(NamedTuple):
 @typed
 def one_device(
     grad_fn: GradFn,
-    optimizer: Any,
-    params: Any,
+    optimizer: Optimizer,
+    params: Arrays,
     batches: Sequence[Any],
     *,
-    key: jax.Array | None = None,
+    key: Key | None = None,
     relative: float = _RELATIVE,
 ) -> Reference:
     """Trains on one device with nothing but jax and optax, and derives what may differ elsewhere.

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from shardkit._kinds import Arrays, Key, Optimizer
 from shardkit._typed import typed
 from shardkit.parallel import GradFn, Plan
 from shardkit.testing._compare import on
@@ -21,13 +22,13 @@ from shardkit.testing.single import one_device
 def assert_same_training(
     grad_fn: GradFn,
     reference_grad_fn: GradFn,
-    optimizer: Any,
+    optimizer: Optimizer,
     *,
     mesh: Mesh,
     plan: Plan,
-    params: Any,
+    params: Arrays,
     batches: Sequence[Any],
-    key: jax.Array | None = None,
+    key: Key | None = None,
     accumulate: int = 1,
     relative: float = 1e-5,
 ) -> None:
