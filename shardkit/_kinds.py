@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from fractions import Fraction
 from numbers import Integral, Number
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -39,6 +40,10 @@ def is_array(x: Any) -> bool:
 def is_whole(x: Any) -> bool:
     """Whether a value is a whole number; True is none."""
     return isinstance(x, Integral) and not isinstance(x, bool | np.bool_)
+
+
+def _is_small(x: Any) -> bool:
+    return is_whole(x) and abs(int(x)) < 2**63
 
 
 def _is_key(x: Any) -> bool:
@@ -85,12 +90,26 @@ def _is_axis(x: Any) -> bool:
     return bool(names) and all(isinstance(name, str) and name for name in names)
 
 
+def _is_spec(x: Any) -> bool:
+    if not isinstance(x, PartitionSpec):
+        return False
+    entries = [e if isinstance(e, tuple) else (e,) for e in x if e is not None]
+    return all(isinstance(name, str) for entry in entries for name in entry)
+
+
+def _are_specs(x: Any) -> bool:
+    if x is None:
+        return False
+    return all(map(_is_spec, jax.tree.leaves(x, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))))
+
+
 def short(value: Any) -> str:
     """A value as an error shows it."""
     text = repr(value)
     return text if len(text) <= 80 else f"a {type(value).__name__}"
 
 
+FRACTION = Kind("a Fraction", lambda x: isinstance(x, Fraction))
 ARRAY = Kind("an array", is_array, "Pass an array of jax or NumPy")
 ARRAYS = Kind(
     "an array or a pytree of arrays", lambda x: _wrong_leaf(x) is None, "Pass arrays of jax or NumPy", _leaf_told
@@ -104,28 +123,34 @@ OPTIMIZER = Kind(
 )
 AXIS = Kind("a mesh axis name or a tuple of names", _is_axis, "Pass for example axis='data' or axis=('data', 'model')")
 FUNCTION = Kind("a function", callable, "Pass the function itself")
-WHOLES = Kind("a sequence of whole numbers", lambda x: _items(x, is_whole))
+WHOLES = Kind("a sequence of whole numbers below 2**63", lambda x: _items(x, _is_small))
 NAMES = Kind("a sequence of strings", lambda x: _items(x, lambda name: isinstance(name, str)))
 SEQUENCE = Kind("a sequence", lambda x: _items(x, lambda _: True))
+COLLECTION = Kind("a collection", lambda x: isinstance(x, Collection) and not isinstance(x, str | bytes))
 ITERABLE = Kind("an iterable", lambda x: isinstance(x, Iterable) and not isinstance(x, str | bytes))
 MAPPING = Kind("a mapping", lambda x: isinstance(x, Mapping))
 SIZES = Kind(
-    "a mapping of names to whole numbers",
-    lambda x: isinstance(x, Mapping) and all(isinstance(k, str) and is_whole(v) for k, v in x.items()),
+    "a mapping of names to sizes of at least 1",
+    lambda x: (
+        isinstance(x, Mapping) and all(isinstance(k, str) and is_whole(v) and 0 < v < 2**31 for k, v in x.items())
+    ),
 )
 PATH = Kind("a path", lambda x: isinstance(x, str | os.PathLike) and str(x) != "", "Pass a string or a pathlib.Path")
 NOTHING = Kind("()", lambda x: isinstance(x, tuple) and not x)
 _MESH = Kind("a mesh", lambda x: isinstance(x, Mesh | AbstractMesh), "Pass for example sk.make_mesh(data=8)")
 _REMEDIES = {
-    "PartitionSpec": "Pass for example jax.sharding.PartitionSpec('data')",
     "Plan": "Pass for example sk.dp('data'), or sk.chain(...) of several",
     "Schedule": "Pass for example sk.schedules.gpipe(stages=2, microbatches=4)",
 }
+
+SPEC = Kind("a PartitionSpec of axis names", _is_spec, "Pass for example jax.sharding.PartitionSpec('data')")
+SPECS = Kind("a PartitionSpec or a pytree of them", _are_specs, "Pass for example jax.sharding.PartitionSpec('data')")
 
 # Annotations of arguments whose type alone does not say what they are.
 Arrays = Annotated[Any, ARRAYS]
 Key = Annotated[jax.Array, KEY]
 DType = Annotated[Any, DTYPE]
+Specs = Annotated[Any, SPECS]
 Optimizer = Annotated[Any, OPTIMIZER]
 SCALARS = (bool, int, float, str)
 
@@ -153,12 +178,16 @@ def kinds_of(hint: Any) -> tuple[Any, ...]:
 
 
 def _of_class(hint: Any, origin: Any, args: tuple[Any, ...]) -> tuple[Kind, ...]:
+    if hint is Fraction:
+        return (FRACTION,)
     if hint == tuple[()]:
         return (NOTHING,)
     if origin is Callable or getattr(hint, "_is_protocol", False):
         return (FUNCTION,)
     if origin is Mapping:
         return (SIZES if args == (str, int) else MAPPING,)
+    if origin is Collection:
+        return (COLLECTION,)
     if origin is Sequence or (origin is tuple and args[1:] == (...,)):
         return ({int: WHOLES, str: NAMES}.get(args[0], SEQUENCE),)
     if origin is Iterable:
@@ -167,7 +196,9 @@ def _of_class(hint: Any, origin: Any, args: tuple[Any, ...]) -> tuple[Kind, ...]
         return (PATH,)
     if hint is Mesh:
         return (_MESH,)
-    if hint is PartitionSpec or (isinstance(hint, type) and hint.__module__.startswith("shardkit.")):
+    if hint is PartitionSpec:
+        return (SPEC,)
+    if isinstance(hint, type) and hint.__module__.startswith("shardkit."):
         name = hint.__name__
         article = "an" if name[0] in "AEIO" else "a"
         return (Kind(f"{article} {name}", lambda x: isinstance(x, hint), _REMEDIES.get(name, "")),)

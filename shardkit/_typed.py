@@ -38,7 +38,7 @@ def typed(fn: F, where: str = "", only: type | None = None) -> F:
         ValueError: likewise, for nan, and for a string that is none of the choices.
     """
     signature = inspect.signature(fn)
-    name = where or fn.__name__
+    name = where or (fn.__qualname__.split(".")[-2] if fn.__name__ == "__init__" else fn.__name__)
 
     @functools.cache
     def kinds() -> Mapping[str, tuple[Any, ...]]:

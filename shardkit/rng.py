@@ -11,7 +11,7 @@ import zlib
 import jax
 import jax.numpy as jnp
 
-from shardkit._check import Axis, bound
+from shardkit._check import Axis, at_least, bound
 from shardkit._kinds import Key
 from shardkit._typed import typed
 
@@ -67,6 +67,7 @@ def example_keys(key: Key, n: int) -> jax.Array:
     Returns:
         Keys of shape [n] (raw keys: [n, 2]), to be sharded like the batch's dim 0.
     """
+    at_least("example_keys", 0, n=n)
     refuse_unstable("example_keys", key)
     return fold_keys(key, jnp.arange(n, dtype=jnp.uint32))
 
@@ -86,7 +87,13 @@ def fold_keys(keys: Key, data: jax.Array | int) -> jax.Array:
         Keys of the shape to which both broadcast.
     """
     raw = () if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else keys.shape[-1:]
-    shape = jnp.broadcast_shapes(_keys_shape(keys), jnp.shape(data))
+    try:
+        shape = jnp.broadcast_shapes(_keys_shape(keys), jnp.shape(data))
+    except ValueError:
+        raise ValueError(
+            f"fold_keys: data must have a shape that broadcasts with the keys' {_keys_shape(keys)}; got "
+            f"{jnp.shape(data)}. Add dims of size 1."
+        ) from None
     folded = jnp.broadcast_to(keys, shape + raw), jnp.broadcast_to(data, shape)
     fold = jax.random.fold_in
     for _ in shape:

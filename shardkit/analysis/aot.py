@@ -126,6 +126,8 @@ def compile(
 
     Cost: tracing does not grow with the number of chips; the compiler takes seconds to minutes, in one process.
     """
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"aot.compile: timeout must be above 0 and finite; got {timeout}. Correct timeout.")
     where = parse_topology(topology)
     if not isinstance(args, tuple | list):
         raise TypeError(
@@ -208,6 +210,8 @@ def _checked(options: Any) -> dict[str, Any]:
 
 
 def _traced(step: Any, args: Sequence[Any]) -> Any:
+    if not callable(step) and not hasattr(step, "trace"):
+        raise TypeError(f"aot.compile: step must be a function; got {step!r}. Pass the step itself.")
     try:
         return traceable(step).trace(*args)
     except Exception as error:

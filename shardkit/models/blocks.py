@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardkit._check import Axis
+from shardkit._check import Axis, shapes
 from shardkit._typed import check_fields, typed
 from shardkit.collectives import axis_size
 from shardkit.collectives.matmul import Impl
@@ -126,6 +126,7 @@ def experts(
 @typed
 def rms_norm(x_bTD: jax.Array, gain_D: jax.Array) -> jax.Array:
     """x / sqrt(mean(x^2) + 1e-6) times a gain; the statistics are float32."""
+    shapes("rms_norm", x_bTD=(x_bTD, "bTD"), gain_D=(gain_D, "D"))
     wide = x_bTD.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
     return (wide * scale).astype(x_bTD.dtype) * gain_D[None, None, :]
@@ -134,6 +135,7 @@ def rms_norm(x_bTD: jax.Array, gain_D: jax.Array) -> jax.Array:
 @typed
 def rotate(x_bTHK: jax.Array, places_T: jax.Array) -> jax.Array:
     """Rotary positions (Su et al., 2021): pairs of features turn by an angle that grows with the token's place."""
+    shapes("rotate", x_bTHK=(x_bTHK, "bTHK"), places_T=(places_T, "T"))
     K = x_bTHK.shape[-1]
     rates = 10_000.0 ** (-jnp.arange(0, K, 2, dtype=jnp.float32) / K)
     angles = places_T.astype(jnp.float32)[:, None] * rates[None, :]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._check import Axis, axis_names, bound, named
+from shardkit._check import Axis, axis_names, bound, named, shapes
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives import all_gather, all_to_all, axis_index, axis_size
@@ -139,6 +139,11 @@ def moe(
     """
     names = () if axis is None else bound("moe", axis)
     n = axis_size(names) if names else 1
+    shapes("moe", x=(x, "..D"), router_DE=(router_DE, "DE"))
+    if weights is not None and weights.shape != x.shape[:-1]:
+        raise ValueError(
+            f"moe: weights must have one for each token, {x.shape[:-1]}; got shape {weights.shape}. Correct weights."
+        )
     E = router_DE.shape[1]
     _check_experts(experts, E, names, n)
     group = (x.shape[-2] if group is None else group) if x.ndim > 1 else 1

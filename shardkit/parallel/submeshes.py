@@ -215,6 +215,8 @@ def _line(
     for s, mesh in enumerate(meshes):
         for spec in borders[s : s + 2]:
             check_spec(f"{where}: stage {s}", spec, mesh, len(spec))
+        for spec in jax.tree.leaves(leaves[s], is_leaf=lambda x: isinstance(x, PartitionSpec)):
+            check_spec(f"{where}: the parameters of stage {s}", spec, mesh, len(spec))
     line = []
     for s, (stage, mesh, (entering, leaving)) in enumerate(zip(stages, meshes, pairwise(borders), strict=True)):
         kernel = partial(stations.checked, f"{where}: the output of stage {s}", stage, leaving, mesh)

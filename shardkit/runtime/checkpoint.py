@@ -13,7 +13,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -65,7 +64,7 @@ class Checkpoints:
             be written.
     """
 
-    @partial(typed, where="Checkpoints")
+    @typed
     def __init__(
         self,
         directory: str | os.PathLike[str],

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit._check import sized
+from shardkit._check import at_least, sized
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives import axis_index
@@ -150,6 +150,7 @@ def triage(
     Cost: that of the GradFn and of the gathers of `rest - seen`, an all_reduce of 8 bytes for each mean, and an
         all_gather over the mesh's n devices of 4 (1 + rank) bytes for each floating-point leaf.
     """
+    at_least("triage", 1, accumulate=accumulate)
     plan = arranged(plan, grad_fn)
     plan.check(mesh)
     policy = precision_of(precision)

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from shardkit._kinds import Specs
 from shardkit._typed import typed
+from shardkit.layout import check_spec
 from shardkit.testing._compare import first_gap, is_float, magnitude, on, shapes_differ
 
 # A wrong factor or sign must never hide behind coarse dtypes and long sums.
@@ -25,8 +27,8 @@ def assert_matches_reference(
     reference: Callable[..., Any],
     *,
     mesh: Mesh,
-    in_specs: Any,
-    out_specs: Any,
+    in_specs: Specs,
+    out_specs: Specs,
     args: Sequence[Any],
     grad: bool = True,
     eager: bool = True,
@@ -64,6 +66,8 @@ def assert_matches_reference(
     """
     if kernel.__hash__ is None:  # an object of a class with an equality of its own
         kernel = partial(kernel)
+    for spec in jax.tree.leaves((in_specs, out_specs), is_leaf=lambda x: isinstance(x, PartitionSpec)):
+        check_spec("assert_matches_reference", spec, mesh, len(spec))
     mapped = _mapped(kernel, mesh, *_hashable(in_specs), *_hashable(out_specs))
     wanted = reference(*args)
     everything = [np.asarray(x) for x in jax.tree.leaves((list(args), wanted))]

@@ -13,10 +13,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardkit._check import named, sized
-from shardkit._kinds import Arrays
+from shardkit._kinds import Arrays, Specs
 from shardkit._typed import typed
 from shardkit.collectives import vary
-from shardkit.layout import broadcast_specs, local_shape, path_name, spec_axes
+from shardkit.layout import broadcast_specs, check_axes, local_shape, path_name, spec_axes
 from shardkit.mesh import make_mesh
 from shardkit.testing._compare import check_relative, check_telling, constant_factor, distance, magnitude, times
 
@@ -40,8 +40,8 @@ def certify_gradients(
     batch: Arrays,
     *,
     axes: Sequence[str] = ("data",),
-    batch_spec: Any = None,
-    param_specs: Any = None,
+    batch_spec: Specs | None = None,
+    param_specs: Specs | None = None,
     devices: int | None = None,
     relative: float = 1e-4,
     check_vma: bool = True,
@@ -73,6 +73,7 @@ def certify_gradients(
     """
     batch_spec = PartitionSpec(axes[0]) if batch_spec is None else batch_spec
     param_specs = PartitionSpec() if param_specs is None else param_specs
+    check_axes("certify_gradients", (batch_spec, param_specs), axes)
     count = len(jax.devices()) if devices is None else devices
     check_relative("certify_gradients", relative)
     expected = jax.tree.map(np.asarray, jax.grad(loss_fn)(params, batch))

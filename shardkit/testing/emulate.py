@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from shardkit._kinds import Specs
 from shardkit._typed import typed
-from shardkit.layout import all_axes, broadcast_specs, check_spec, local_shape, path_name, spec_axes
+from shardkit.layout import all_axes, broadcast_specs, check_axes, check_spec, local_shape, path_name, spec_axes
 
 
 @typed
 def emulate(
-    kernel: Callable[..., Any], mesh_sizes: Mapping[str, int], in_specs: Any, out_specs: Any
+    kernel: Callable[..., Any], mesh_sizes: Mapping[str, int], in_specs: Specs, out_specs: Specs
 ) -> Callable[..., Any]:
     """Runs a per-device function for all devices of a mesh on one device, by vmap over every axis.
 
@@ -41,6 +42,7 @@ def emulate(
             not split over an axis and that is not equal along it. Under an outer jit or grad the values are not known
             and this is not checked.
     """
+    check_axes("emulate", (in_specs, out_specs), mesh_sizes)
     names = tuple(mesh_sizes)
     mesh: Any = AbstractMesh(tuple(mesh_sizes.values()), names)
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardkit._kinds import Arrays, Key, Optimizer
-from shardkit._typed import typed
+from shardkit._kinds import ARRAYS, Arrays, Key, Optimizer
+from shardkit._typed import check_kind, typed
 from shardkit.parallel import GradFn
 from shardkit.parallel.gradient import counted
 from shardkit.rng import example_keys
@@ -95,6 +95,8 @@ def one_device(
     """
     if not batches:
         raise ValueError("one_device: at least one batch is needed; got none. Pass one for each step.")
+    for batch in batches:
+        check_kind("one_device", "batches", batch, (ARRAYS,))
     check_relative("one_device", relative)
     key = jax.random.key(0) if key is None else key
     run = lambda sign: _run(grad_fn, optimizer, params, batches, key, relative, sign)  # noqa: E731

@@ -15,8 +15,8 @@ import shardkit as sk
 from shardkit import analysis, collectives, cost, runtime, schedules, testing, viz
 from shardkit.analysis import aot, planner
 from shardkit.collectives import compressed, hierarchical, ring
-from shardkit.precision import precision_of
 from shardkit.models import blocks, parameters, transformer
+from shardkit.precision import precision_of
 
 SIZES = {"data": 4, "model": 2}
 MESH = sk.abstract_mesh(**SIZES)
@@ -142,6 +142,7 @@ def builders():
     training = {"params": params, "batches": [batch], "optimizer": optimizer}
     laid = sk.shard(batch, mesh, P("data"))
     kernel = lambda x: jax.lax.psum(x, "data")  # noqa: E731
+    mapped = {"mesh": mesh, "in_specs": P("data"), "out_specs": P()}
     config = transformer.Config(vocabulary=16, layers=1, dim=8, heads=2)
     path = Path(tempfile.mkdtemp())
     fresh = itertools.count()
@@ -153,7 +154,10 @@ def builders():
     return [
         (sk.abstract_mesh, {"sizes": {"data": 8}}),
         (sk.make_mesh, {"sizes": {"data": 8}, "devices": devices}),
-        (sk.make_hybrid_mesh, {"fast": {"m": 4}, "slow": {"d": 2}, "devices": devices, "group_of": lambda d: d.id // 4}),
+        (
+            sk.make_hybrid_mesh,
+            {"fast": {"m": 4}, "slow": {"d": 2}, "devices": devices, "group_of": lambda d: d.id // 4},
+        ),
         (sk.simulate_devices, {"n": len(jax.devices())}),
         (sk.DistributedConfig, {}),
         (used_precision, {}),
@@ -183,13 +187,22 @@ def builders():
         *((each, {"stages": 2, "microbatches": 4}) for each in (schedules.gpipe, schedules.one_f_one_b)),
         *((each, {"stages": 2, "microbatches": 4}) for each in (schedules.dualpipe_v, schedules.zero_bubble_h1)),
         *((each, {"stages": 2, "microbatches": 4}) for each in (schedules.zero_bubble_v, schedules.lockstep)),
-        *((each, {"stages": 2, "microbatches": 4, "chunks": 2}) for each in (schedules.interleaved, schedules.breadth_first)),
+        *(
+            (each, {"stages": 2, "microbatches": 4, "chunks": 2})
+            for each in (schedules.interleaved, schedules.breadth_first)
+        ),
         (schedules.Schedule.from_csv, {"text": schedule.to_csv()}),
         (schedules.Schedule.simulate, {"self": schedule}),
         (schedules.Schedule.order, {"self": schedule, "device": 0}),
-        (testing.assert_matches_reference, dict(kernel=kernel, reference=lambda x: x, mesh=mesh, in_specs=P("data"), out_specs=P(), args=(batch,))),
-        (testing.assert_same_training, {"grad_fn": grad_fn, "reference_grad_fn": grad_fn, "mesh": mesh, "plan": plan} | training),
-        (testing.certify_gradients, {"grad_fn": lambda p, b: p, "loss_fn": lambda p, b: jnp.sum(p["w"]), "params": params, "batch": batch}),
+        (testing.assert_matches_reference, {"kernel": kernel, "reference": lambda x: x, **mapped, "args": (batch,)}),
+        (
+            testing.assert_same_training,
+            {"grad_fn": grad_fn, "reference_grad_fn": grad_fn, "mesh": mesh, "plan": plan} | training,
+        ),
+        (
+            testing.certify_gradients,
+            {"grad_fn": lambda p, b: p, "loss_fn": lambda p, b: jnp.sum(p["w"]), "params": params, "batch": batch},
+        ),
         (testing.covering, {"factors": {"a": [1, 2], "b": [1, 2]}}),
         (testing.emulate, {"kernel": kernel, "mesh_sizes": {"data": 4}, "in_specs": P("data"), "out_specs": P()}),
         (testing.one_device, {"grad_fn": grad_fn} | training),
@@ -234,7 +247,10 @@ def builders():
         (cost.matmul_intensity, {"rows": 4, "inner": 4, "columns": 4}),
         (cost.mfu, {"flops": 1.0, "seconds": 1.0, "peak": 1.0}),
         (cost.collective_time, {"kind": "all_reduce", "size": 8, "n": 4, "bandwidth": 1.0}),
-        (cost.hierarchical_time, {"kind": "all_reduce", "size": 8, "inner": 2, "outer": 2, "inner_bandwidth": 1.0, "outer_bandwidth": 1.0}),
+        (
+            cost.hierarchical_time,
+            {"kind": "all_reduce", "size": 8, "inner": 2, "outer": 2, "inner_bandwidth": 1.0, "outer_bandwidth": 1.0},
+        ),
         (cost.torus_time, {"kind": "all_reduce", "size": 8, "sizes": (2, 2), "bandwidth": 1.0}),
         (cost.wire, {"kind": "all_reduce", "size": 8, "n": 4}),
         (cost.context_volume, rooms | {"ways": 2}),
@@ -245,10 +261,16 @@ def builders():
         (cost.training_time, {"parameters": 1.0, "tokens": 1.0, "chips": 1, "flops_per_chip": 1.0}),
         (cost.transformer_flops, {"layers": 1, "hidden": 8, "sequence": 8}),
         (cost.transformer_parameters, {"layers": 1, "hidden": 8}),
-        *((each, {"parameters": 8.0, "ways": 2, "stage": 1}) for each in (cost.zero_breakdown, cost.zero_memory, cost.zero_volume)),
+        *(
+            (each, {"parameters": 8.0, "ways": 2, "stage": 1})
+            for each in (cost.zero_breakdown, cost.zero_memory, cost.zero_volume)
+        ),
         (runtime.from_full, placed),
         (runtime.from_process_local, placed),
-        (runtime.from_single_device, {"shards": [s.data for s in laid.addressable_shards], "mesh": mesh, "spec": P("data"), "shape": (8, 4)}),
+        (
+            runtime.from_single_device,
+            {"shards": [s.data for s in laid.addressable_shards], "mesh": mesh, "spec": P("data"), "shape": (8, 4)},
+        ),
         (runtime.local_rows, {"batch": 8, "mesh": mesh, "spec": P("data")}),
         (runtime.local_shards, {"x": laid}),
         (runtime.fetch, {"tree": batch}),

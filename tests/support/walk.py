@@ -4,7 +4,6 @@ import inspect
 import math
 import re
 import signal
-import sys
 import traceback
 from pathlib import Path
 from typing import NamedTuple
@@ -60,7 +59,7 @@ WRONG = {
     "path": [None, 1, 1.5, ["x"], len, THING],
     "shape": [None, "84", 8, (-1, 4), (1.5, 4), (NAN,), ("8",), (), THING],
     "wholes": [None, "84", 8, (-1, 4), (1.5, 4), (NAN, 1), ("8", 1), (), (True, True), (HUGE, 1), THING],
-    "sizes": [None, "data", 8, {1: 2}, {"data": 0}, {"data": -2}, {"data": 1.5}, {"data": "2"}, {"data": HUGE}, {}, THING],
+    "sizes": [None, "x", 8, {1: 2}, {}, *({"data": size} for size in (0, -2, 1.5, "2", HUGE)), THING],
     "schedule": [None, "gpipe", 1, {}, len, THING],
     "dtype": [None, "nothing", 1, "int64", object, THING],
     "sequence": [None, 1, THING, [None], "x"],
@@ -73,24 +72,26 @@ WRONG = {
 NAMED = {
     "dim": "dim", "split_dim": "dim", "concat_dim": "dim", "dims": "dim",
     "optimizer": "optimizer", "specs": "spec", "spec": "spec", "in_specs": "spec", "out_specs": "spec",
-    "param_specs": "spec", "batch_spec": "spec", "key": "key", "keys": "key", "keys_b": "key", "axes_": "axis",
+    "param_specs": "spec", "batch_spec": "spec", "key": "key", "keys": "key", "keys_b": "key",
     "dtype": "dtype", "shape": "shape", "sizes": "wholes", "mesh_sizes": "sizes", "fast": "sizes", "slow": "sizes",
-    "rules": "rules", "grad_fn": "function", "reference_grad_fn": "function", "step": "function", "reference": "function",
-    "loss_fn": "function", "args": "sequence", "batches": "sequence", "rows": "sequence", "laws": "sequence",
+    "rules": "rules", "grad_fn": "function", "reference_grad_fn": "function", "step": "function",
+    "reference": "function", "loss_fn": "function", "args": "sequence", "batches": "sequence",
+    "rows": "sequence", "laws": "sequence",
     "stages": "sequence", "meshes": "sequence", "experts": "tree", "config": "record", "axes": "record",
     "model": "record", "layout": "record", "chip": "record", "logical_axes": "mapping", "factors": "mapping",
     "command": "names", "layerwise": "names", "flags": "names", "dtypes": "names", "names": "names", "ignore": "names",
     "routing": "record", "devices": "sequence", "shards": "sequence", "folder": "path", "directory": "path",
     "file": "path", "output": "path", "candidates": "sequence", "thing": "tree", "source": "sequence",
     "param": "dtype", "compute": "dtype", "reduce": "dtype", "master": "dtype", "axis_types": "record",
-    "experts_fn": "function", "peak": "number", "w": "array", "w_Df": "array", "residual": "tree", "text": "text",
+    "peak": "number", "w": "array", "w_Df": "array", "residual": "tree", "text": "text",
     "loss_scale": "number", "layer_fn": "function", "expert_fn": "function", "pairs": "sequence", "plans": "plan",
 }  # fmt: skip
 BY_HINT = [
     (r"bool", "bool"), (r"int", "whole"), (r"float", "number"), (r"str", "text"), (r"Axis", "axis"),
     (r"jax\.Array", "array"), (r"Mesh", "mesh"), (r"Plan", "plan"), (r"Schedule", "schedule"),
     (r"Callable.*", "function"), (r"Literal.*|Op|Impl|Order|Mode|Uneven|Remat", "text"), (r"Any", "tree"),
-    (r"Sequence\[int\]|tuple\[int, \.\.\.\]", "wholes"), (r"Mapping.*", "mapping"), (r"Sequence.*|Iterable.*", "sequence"),
+    (r"Sequence\[int\]|tuple\[int, \.\.\.\]", "wholes"), (r"Mapping.*", "mapping"),
+    (r"Sequence.*|Iterable.*", "sequence"),
 ]  # fmt: skip
 
 
@@ -103,15 +104,21 @@ class Call(NamedTuple):
     verdict: str
     said: str
 
+    @property
+    def call(self):
+        return f"{self.function}({self.parameter}={self.value})"
+
     def __str__(self):
-        return f"{self.verdict:8} {self.function}({self.parameter}={self.value}): {self.said}"
+        return f"{self.verdict:8} {self.call}: {self.said}"
 
 
 def name_of(function):
-    return f"{function.__module__.removeprefix('shardkit.')}.{function.__qualname__}"
+    room = function.__module__.removeprefix("shardkit.").removeprefix("support.")
+    name = function.__qualname__ if "<" not in function.__qualname__ else function.__name__
+    return f"{room}.{name}"
 
 
-def kind_of(name, parameter, valid):
+def kind_of(name, parameter):
     """The kind of a parameter's wrong values, and whether None is right."""
     hint = parameter.annotation
     hint = str(getattr(hint, "__forward_arg__", hint)) if hint is not parameter.empty else "Any"
@@ -149,43 +156,36 @@ def wrong_calls(function, valid):
             continue
         if parameter.kind is parameter.VAR_POSITIONAL and name not in ("plans", "rows"):
             continue  # what is handed on to the user's own function
-        kind, optional = kind_of(name, parameter, valid)
+        kind, optional = kind_of(name, parameter)
         for value in WRONG[kind]:
             if value is None and optional:
                 continue
+            if parameter.kind is parameter.VAR_KEYWORD and not (isinstance(value, dict) and 1 not in value):
+                continue  # what Python itself refuses
             yield name, value, {**valid, name: value}
 
 
 def invoke(function, given):
     args, kwargs = [], {}
-    for name, parameter in inspect.signature(function).parameters.items():
-        if name not in given:
-            continue
-        value = given[name]
-        if parameter.kind is parameter.VAR_KEYWORD:
-            kwargs.update(value)
-        elif parameter.kind is parameter.VAR_POSITIONAL:
+    parameters = inspect.signature(function).parameters
+    listed = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+    for name, value in given.items():
+        kind = parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            kwargs |= value
+        elif kind is inspect.Parameter.VAR_POSITIONAL:
             args += list(value) if isinstance(value, tuple | list) else [value]
-        elif parameter.kind is parameter.KEYWORD_ONLY or len(args) < len([]):
-            kwargs[name] = value
+        elif listed and kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            args.append(value)
         else:
             kwargs[name] = value
-    if any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(function).parameters.values()):
-        first = [
-            kwargs.pop(n)
-            for n, p in inspect.signature(function).parameters.items()
-            if p.kind is p.POSITIONAL_OR_KEYWORD and n in kwargs
-        ]
-        args = first + args
     result = function(*args, **kwargs)
-    if inspect.isgenerator(result):
-        next(result, None)
-    return result
+    return next(result, None) if inspect.isgenerator(result) else result
 
 
 def judged(function, given):
     """Verdict of a call, and what it said."""
-    signal.setitimer(signal.ITIMER_REAL, 3, 1)
+    signal.setitimer(signal.ITIMER_REAL, 5, 1)
     try:
         result = invoke(function, given)
     except Reached:
@@ -206,15 +206,8 @@ def judged(function, given):
     return "accepted", told(result)
 
 
-def walked(calls, progress=False):
-    rows = []
+def walked(calls):
+    """Each parameter of each call with each wrong value of its kind, all others as they were."""
     for function, valid in calls:
         for name, value, given in wrong_calls(function, valid):
-            if progress:
-                print(name_of(function), name, told(value), file=sys.stderr, flush=True)
-            try:
-                verdict, said = judged(function, given)
-            except TypeError as error:  # ** of something that is no mapping
-                verdict, said = "raw", str(error)
-            rows.append(Call(name_of(function), name, told(value), verdict, said))
-    return rows
+            yield Call(name_of(function), name, told(value), *judged(function, given))
