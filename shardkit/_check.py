@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from typing import Any
 
 from shardkit import _compat
 
@@ -27,7 +31,7 @@ def sized(sizes: Iterable[tuple[str, int]]) -> str:
 def axis_names(where: str, axis: Axis) -> tuple[str, ...]:
     """The axis names as a tuple; refuses other types, no axis at all and an axis named twice."""
     names = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, Iterable) else ()
-    if not names or not all(isinstance(name, str) for name in names):
+    if not names or not all(isinstance(name, str) and name for name in names):
         raise TypeError(
             f"{where}: axis must be a mesh axis name or a tuple of names; got {axis!r}. "
             "Pass for example axis='data' or axis=('data', 'model')."
@@ -54,6 +58,41 @@ def bound(where: str, axis: Axis) -> tuple[str, ...]:
                 "Use one of them, or add the axis to make_mesh."
             )
     return names
+
+
+def at_least(where: str, least: float, **values: float | Fraction | None) -> None:
+    """Refuses numbers below `least`; None is no number."""
+    for name, value in values.items():
+        if value is not None and not least <= value:
+            raise ValueError(f"{where}: {name} must be at least {least}; got {value}. Correct {name}.")
+
+
+def finite(where: str, **values: float | None) -> None:
+    """Refuses infinity."""
+    for name, value in values.items():
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"{where}: {name} must be finite; got {value}. Correct {name}.")
+
+
+def shapes(where: str, **arrays: tuple[Any, str]) -> None:
+    """Refuses arrays that do not fit each other: each with its dims as letters, `x=(x, "..D"), gain=(gain, "D")`.
+
+    A letter has one size, which the first array says that has it; ".." are any dims.
+    """
+    sizes: dict[str, int] = {}
+    for name, (x, dims) in arrays.items():
+        letters, shape = dims.replace(".", ""), tuple(getattr(x, "shape", ()))
+        before = len(shape) - len(letters) if dims.startswith("..") else 0
+        fits = len(shape) >= len(letters) if ".." in dims else len(shape) == len(letters)
+        found = list(zip(letters, shape[max(before, 0) :], strict=False))
+        if not fits or any(sizes.get(letter, size) != size for letter, size in found):
+            wanted = ", ".join(re.findall(r"\.\.|\w", dims))
+            known = ", ".join(f"{letter}={sizes[letter]}" for letter in letters if letter in sizes)
+            raise ValueError(
+                f"{where}: {name} must have the shape [{wanted}]{f', {known}' if known else ''}; got {shape}. "
+                f"Correct {name}."
+            )
+        sizes |= dict(found)
 
 
 def dim_of(where: str, dim: int, ndim: int, name: str = "dim") -> int:

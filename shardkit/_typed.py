@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import types
 from collections.abc import Callable, Mapping
-from numbers import Integral, Real
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from numbers import Real
+from typing import Any, TypeVar, get_type_hints
 
 import numpy as np
+
+from shardkit._kinds import Kind, is_whole, kinds_of, short
 
 F = TypeVar("F", bound=Callable[..., Any])
 _WORDS = {
@@ -19,27 +20,30 @@ _WORDS = {
     float: "a number",
     str: "a string",
 }
+_HUGE = 2**63
 
 
 def typed(fn: F, where: str = "", only: type | None = None) -> F:
     """Refuses arguments that are not what their annotations say, before the function sees them.
 
-    Looked at are bool, int, float, str, Literal and None, and unions of them: strings are true, nan is neither large
-    nor small, and True is 1, so that each of them would be taken in earnest somewhere. Any other annotation is left to
-    the function. Ranges are the function's own affair. `where` is what the function is called in errors; `only` is the
-    one kind to look at, where the function looks at the others itself.
+    Looked at are bool, int, float, str, Literal and None: strings are true, nan is neither large nor small, and True is
+    1, so that each of them would be taken in earnest somewhere; the kinds of `_kinds.py`: arrays, axes, meshes, plans,
+    keys, functions, paths, sequences; and unions of them. Any other annotation is left to the function. A whole number
+    has 63 bits: nothing that is counted here needs more, and jax cannot hold it. Other ranges are the function's own
+    affair. `where` is what the function is called in errors; `only` is the one kind to look at, where the function
+    looks at the others itself.
 
     Raises:
         TypeError: from the call: "function: argument must be a whole number; got 1.5. Correct argument."
         ValueError: likewise, for nan, and for a string that is none of the choices.
     """
     signature = inspect.signature(fn)
-    name = where or fn.__name__
+    name = where or (fn.__qualname__.split(".")[-2] if fn.__name__ == "__init__" else fn.__name__)
 
     @functools.cache
     def kinds() -> Mapping[str, tuple[Any, ...]]:
-        hints = get_type_hints(fn)
-        found = {each: _kinds(hints.get(each, Any)) for each in signature.parameters}
+        hints = get_type_hints(fn, include_extras=True)
+        found = {each: kinds_of(hints.get(each, Any)) for each in signature.parameters}
         return {each: kinds for each, kinds in found.items() if kinds and only in (None, *kinds)}
 
     @functools.wraps(fn)
@@ -65,51 +69,39 @@ def typed(fn: F, where: str = "", only: type | None = None) -> F:
 
 def check_fields(options: Any) -> None:
     """Refuses fields of a dataclass, or of a NamedTuple, that are not what their annotations say."""
-    for name, hint in get_type_hints(type(options)).items():
-        if allowed := _kinds(hint):
+    for name, hint in get_type_hints(type(options), include_extras=True).items():
+        if allowed := kinds_of(hint):
             check_kind(type(options).__name__, name, getattr(options, name), allowed)
 
 
 def check_kind(where: str, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    """Refuses a value that is of none of these kinds: types of `_WORDS`, None, or choices."""
+    """Refuses a value that is of none of these kinds: types of `_WORDS`, Kinds, None, or choices."""
     if any(_is(value, kind) for kind in allowed):
+        if is_whole(value) and abs(int(value)) >= _HUGE:
+            raise ValueError(f"{where}: {name} must be a whole number below 2**63; got {value}. Correct {name}.")
         return
-    choices = [kind for kind in allowed if not isinstance(kind, type) and kind is not None]
+    kinds = [kind for kind in allowed if isinstance(kind, Kind)]
+    choices = [kind for kind in allowed if not isinstance(kind, type | Kind) and kind is not None]
     words = [_WORDS[kind] for kind in allowed if isinstance(kind, type)] + [repr(choice) for choice in choices]
-    words += ["None"] * (None in allowed)
+    words += [kind.words for kind in kinds] + ["None"] * (None in allowed)
+    words = list(dict.fromkeys(words))
     rule = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
     of_its_kind = (choices and isinstance(value, str)) or (isinstance(value, float) and math.isnan(value))
     error = ValueError if of_its_kind else TypeError
-    remedy = "Choose one of them" if choices else f"Correct {name}"
-    raise error(f"{where}: {name} must be {rule}; got {_told(value)}. {remedy}.")
-
-
-def _kinds(hint: Any) -> tuple[Any, ...]:
-    """What `check_kind` is to allow; () where some of it is not for it to judge."""
-    if hint in _WORDS:
-        return (hint,)
-    if hint is type(None):
-        return (None,)
-    if get_origin(hint) is Literal:
-        return get_args(hint)
-    if get_origin(hint) in (Union, types.UnionType):
-        found = [_kinds(each) for each in get_args(hint)]
-        return tuple(kind for each in found for kind in each) if all(found) else ()
-    return ()
+    remedy = "Choose one of them" if choices else next((k.remedy for k in kinds if k.remedy), f"Correct {name}")
+    told = kinds[0].told(value) if kinds else ""
+    raise error(f"{where}: {name} must be {rule}; got {told if 0 < len(told) <= 120 else short(value)}. {remedy}.")
 
 
 def _is(value: Any, kind: Any) -> bool:
+    if isinstance(kind, Kind):
+        return kind.test(value)
     if kind is bool:
         return isinstance(value, bool | np.bool_)
     if kind is int:
-        return isinstance(value, Integral) and not isinstance(value, bool)
+        return is_whole(value)
     if kind is float:
         return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
     if kind is str:
         return isinstance(value, str)
     return value is None if kind is None else type(value) is type(kind) and bool(value == kind)
-
-
-def _told(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"a {type(value).__name__}"

@@ -11,11 +11,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit import mesh as _mesh
 from shardkit._check import divides, quoted
+from shardkit._kinds import ARRAYS, Arrays, Specs
+from shardkit._typed import check_kind, typed
 
 AxisEntry = str | tuple[str, ...] | None
 Rules = Mapping[str, AxisEntry] | Sequence[tuple[str, AxisEntry]]
 
 
+@typed
 def specs_from_rules(logical_axes: Any, rules: Rules) -> Any:
     """Turns logical axis names into mesh layouts: `("embed", "hidden")` into `P(None, "model")`.
 
@@ -30,6 +33,8 @@ def specs_from_rules(logical_axes: Any, rules: Rules) -> Any:
         ValueError: a name without a rule, a name with two rules, or one mesh axis on two dims of a leaf.
         TypeError: a leaf that is not a tuple of names.
     """
+    if logical_axes is None:
+        raise TypeError("specs_from_rules: logical_axes must be a pytree of tuples of names; got None. Pass one.")
     pairs = list(rules.items()) if isinstance(rules, Mapping) else list(rules)
     table = dict(pairs)
     for name in table:
@@ -56,6 +61,7 @@ def specs_from_rules(logical_axes: Any, rules: Rules) -> Any:
     return jax.tree_util.tree_map_with_path(spec_of, logical_axes, is_leaf=_is_names)
 
 
+@typed
 def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
     """The shape of one device's piece of a global array.
 
@@ -68,6 +74,7 @@ def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> tuple[
         ValueError: a dim that does not divide, an axis the mesh does not have or that is used twice, or a spec
             longer than the shape.
     """
+    _check_shape("local_shape", shape)
     check_spec("local_shape", spec, mesh, len(shape))
     local = list(shape)
     for dim, axes in enumerate(spec_axes(spec)):
@@ -78,15 +85,18 @@ def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> tuple[
     return tuple(local)
 
 
+@typed
 def global_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
     """The shape of the whole array of which one device holds a piece of `shape`; the inverse of `local_shape`."""
+    _check_shape("global_shape", shape)
     check_spec("global_shape", spec, mesh, len(shape))
     counts = [math.prod(mesh.shape[axis] for axis in axes) for axes in spec_axes(spec)]
     counts += [1] * (len(shape) - len(counts))
     return tuple(size * count for size, count in zip(shape, counts, strict=True))
 
 
-def shard(tree: Any, mesh: Mesh, specs: Any) -> Any:
+@typed
+def shard(tree: Arrays, mesh: Mesh, specs: Specs) -> Any:
     """Places the arrays of a pytree on the mesh.
 
     Args:
@@ -124,6 +134,7 @@ def describe(thing: Any, *args: Any) -> str:
         return _mesh.draw(thing)
     if hasattr(thing, "describe"):
         return str(thing.describe(*args))
+    check_kind("describe", "thing", thing, (ARRAYS,))
     rows = [("leaf", "global", "dtype", "spec", "local", "devices", "bytes/device")]
     leaves = jax.tree_util.tree_flatten_with_path(thing)[0]
     for path, x in leaves:
@@ -151,7 +162,8 @@ def table(rows: Sequence[tuple[str, ...]]) -> str:
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def bytes_per_device(tree: Any) -> int:
+@typed
+def bytes_per_device(tree: Arrays) -> int:
     """Bytes that one device holds of a pytree of arrays (the sum of its pieces)."""
     return sum(_shard_bytes(x) for x in jax.tree.leaves(tree))
 
@@ -198,9 +210,24 @@ def check_spec(where: str, spec: PartitionSpec, mesh: Mesh, ndim: int) -> None:
     _refuse_double_use(where, spec)
 
 
+def _check_shape(where: str, shape: Sequence[int]) -> None:
+    if min(shape, default=0) < 0:
+        raise ValueError(f"{where}: shape must have sizes of 0 or more; got {shape}. Correct shape.")
+
+
 def path_name(path: Iterable[Any]) -> str:
     """A leaf's place in its pytree, as `layers.norm` or `blocks[0].w`."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator=".") or "(the whole tree)"
+
+
+def check_axes(where: str, specs: Any, known: Iterable[str]) -> None:
+    """Refuses a pytree of specs that name other axes, or one of them twice in a spec."""
+    for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)):
+        for axis in sorted(all_axes(spec) - set(known)):
+            raise ValueError(
+                f"{where}: the spec {spec} uses axis {axis!r}, which is none of {quoted(known)}. Use one of them."
+            )
+        _refuse_double_use(where=where, spec=spec)
 
 
 def _refuse_double_use(where: str, spec: PartitionSpec, names: tuple[str | None, ...] = ()) -> None:

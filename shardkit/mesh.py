@@ -127,9 +127,11 @@ def make_mesh(
         ValueError: no axis, a size below 1, two sizes of -1, a device that is named twice, or a product that is not the
             number of devices.
     """
+    _check_types(axis_types, len(sizes))
     if not sizes:
         raise ValueError("make_mesh: at least one axis is needed; got none. Write for example make_mesh(data=-1).")
     chosen = devices is not None
+    _check_devices("make_mesh", devices or ())
     twice = next((d for d in devices or () if list(devices or ()).count(d) > 1), None)
     if twice is not None:
         raise ValueError(f"make_mesh: each device must be named once; got {twice} more than once. Name others.")
@@ -200,6 +202,7 @@ def make_hybrid_mesh(
         ValueError: the groups differ in size, or their number or size does not match the products.
     """
     devices = jax.devices() if devices is None else devices
+    _check_devices("make_hybrid_mesh", devices)
     group_of = group_of or (lambda d: getattr(d, "slice_index", d.process_index))
     groups: dict[int, list[jax.Device]] = {}
     for device in devices:
@@ -220,6 +223,23 @@ def make_hybrid_mesh(
         order += [len(slow) + list(fast).index(name)] if name in fast else []
     shape = [slow.get(name, 1) * fast.get(name, 1) for name in names]
     return _mesh(grid.transpose(order).reshape(shape), tuple(names), AxisType.Auto)
+
+
+def _check_devices(where: str, devices: Sequence[object]) -> None:
+    for device in devices:
+        if not hasattr(device, "id"):
+            raise TypeError(
+                f"{where}: devices must be those of jax; got {device!r}. Pass for example jax.devices()[:4]."
+            )
+
+
+def _check_types(axis_types: object, count: int) -> None:
+    each = axis_types if isinstance(axis_types, Sequence) and not isinstance(axis_types, str) else [axis_types] * count
+    if len(each) != count or not all(isinstance(kind, AxisType) for kind in each):
+        raise TypeError(
+            f"make_mesh: axis_types must be one AxisType, or one for each of {count} axes; got {axis_types!r}. Pass "
+            "jax.sharding.AxisType.Auto."
+        )
 
 
 def draw(mesh: Mesh) -> str:

@@ -132,4 +132,4 @@ def _floating(dtype: Any) -> bool:
 def _power_of_two(x: Any) -> bool:
     import math
 
-    return isinstance(x, int | float) and x > 0 and math.frexp(x)[0] == 0.5
+    return isinstance(x, int | float) and not isinstance(x, bool) and x > 0 and math.frexp(x)[0] == 0.5

@@ -11,11 +11,13 @@ import zlib
 import jax
 import jax.numpy as jnp
 
-from shardkit._check import Axis, bound
+from shardkit._check import Axis, at_least, bound
+from shardkit._kinds import Key
 from shardkit._typed import typed
 
 
-def fold_axis(key: jax.Array, axis: Axis) -> jax.Array:
+@typed
+def fold_axis(key: Key, axis: Axis) -> jax.Array:
     """`fold_in(key, axis_index)`: keys that differ along `axis` and agree along every other axis.
 
     This is the field's plain rule. Two axes give the same stream at equal index; `fold_axes` does not.
@@ -33,7 +35,8 @@ def fold_axis(key: jax.Array, axis: Axis) -> jax.Array:
     return jax.random.fold_in(key, jax.lax.axis_index(bound("fold_axis", axis)))
 
 
-def fold_axes(key: jax.Array, axes: Axis) -> jax.Array:
+@typed
+def fold_axes(key: Key, axes: Axis) -> jax.Array:
     """Keys that differ for every coordinate along `axes`, salted by axis name.
 
     The order of `axes` does not matter, and no coordinate of one axis repeats the stream of another axis.
@@ -54,7 +57,7 @@ def fold_axes(key: jax.Array, axes: Axis) -> jax.Array:
 
 
 @typed
-def example_keys(key: jax.Array, n: int) -> jax.Array:
+def example_keys(key: Key, n: int) -> jax.Array:
     """One key for each of `n` examples, by global index: key i is `fold_in(key, i)`, whatever `n` is.
 
     Args:
@@ -64,11 +67,13 @@ def example_keys(key: jax.Array, n: int) -> jax.Array:
     Returns:
         Keys of shape [n] (raw keys: [n, 2]), to be sharded like the batch's dim 0.
     """
+    at_least("example_keys", 0, n=n)
     refuse_unstable("example_keys", key)
     return fold_keys(key, jnp.arange(n, dtype=jnp.uint32))
 
 
-def fold_keys(keys: jax.Array, data: jax.Array | int) -> jax.Array:
+@typed
+def fold_keys(keys: Key, data: jax.Array | int) -> jax.Array:
     """`fold_in` for each of several keys: `fold_keys(keys_b, layer)` gives each example another key in each layer.
 
     With `fold_keys(keys_b[:, None], positions_t[None, :])` each token of each example has a key of its own, which does
@@ -82,7 +87,13 @@ def fold_keys(keys: jax.Array, data: jax.Array | int) -> jax.Array:
         Keys of the shape to which both broadcast.
     """
     raw = () if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else keys.shape[-1:]
-    shape = jnp.broadcast_shapes(_keys_shape(keys), jnp.shape(data))
+    try:
+        shape = jnp.broadcast_shapes(_keys_shape(keys), jnp.shape(data))
+    except ValueError:
+        raise ValueError(
+            f"fold_keys: data must have a shape that broadcasts with the keys' {_keys_shape(keys)}; got "
+            f"{jnp.shape(data)}. Add dims of size 1."
+        ) from None
     folded = jnp.broadcast_to(keys, shape + raw), jnp.broadcast_to(data, shape)
     fold = jax.random.fold_in
     for _ in shape:
@@ -91,7 +102,7 @@ def fold_keys(keys: jax.Array, data: jax.Array | int) -> jax.Array:
 
 
 @typed
-def dropout(x_b: jax.Array, keys_b: jax.Array | None, rate: float) -> jax.Array:
+def dropout(x_b: jax.Array, keys_b: Key | None, rate: float) -> jax.Array:
     """Dropout whose draws belong to the example, not to the device: the same on every mesh and accumulation.
 
     Args:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._compat import varying_axes
+from shardkit._kinds import Key
 from shardkit._typed import typed
 from shardkit.arguments import check_builder, check_optimizer
 from shardkit.collectives import all_reduce
@@ -184,6 +185,7 @@ def make_train_step(
     )
 
 
+@typed
 def make_eval_step(
     loss_fn: LossFn, *, mesh: Mesh, plan: Plan, precision: Precision | str | None = None
 ) -> Callable[[Any, Any], dict[str, jax.Array]]:
@@ -226,7 +228,8 @@ def make_eval_step(
     return evaluate
 
 
-def step_key(key: jax.Array, step: jax.Array | int) -> jax.Array:
+@typed
+def step_key(key: Key, step: jax.Array | int) -> jax.Array:
     """The key of one step: its examples get `example_keys(step_key(state.key, state.step), batch size)`.
 
     Args:

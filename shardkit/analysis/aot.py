@@ -26,6 +26,7 @@ import jax
 
 from shardkit import _platform
 from shardkit._check import quoted, sized
+from shardkit._typed import typed
 from shardkit.analysis import hlo
 from shardkit.analysis.census import census_of, mesh_sizes
 from shardkit.analysis.compiled import compiled_rows, total_work
@@ -62,6 +63,7 @@ class Topology(NamedTuple):
         return f"{self.chip}:{'x'.join(map(str, self.shape))}"
 
 
+@typed
 def parse_topology(text: str) -> Topology:
     """Reads "v5p:8x8x8" or "h100:1x1x8".
 
@@ -86,6 +88,7 @@ def parse_topology(text: str) -> Topology:
     return Topology(chip, tuple(map(int, shape.split("x"))))
 
 
+@typed
 def compile(
     step: Any,
     args: Sequence[Any],
@@ -124,6 +127,8 @@ def compile(
 
     Cost: tracing does not grow with the number of chips; the compiler takes seconds to minutes, in one process.
     """
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"aot.compile: timeout must be above 0 and finite; got {timeout}. Correct timeout.")
     where = parse_topology(topology)
     if not isinstance(args, tuple | list):
         raise TypeError(
@@ -206,6 +211,8 @@ def _checked(options: Any) -> dict[str, Any]:
 
 
 def _traced(step: Any, args: Sequence[Any]) -> Any:
+    if not callable(step) and not hasattr(step, "trace"):
+        raise TypeError(f"aot.compile: step must be a function; got {step!r}. Pass the step itself.")
     try:
         return traceable(step).trace(*args)
     except Exception as error:

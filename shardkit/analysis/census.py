@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from shardkit import _compat
+from shardkit._typed import typed
 from shardkit.cost import wire
 from shardkit.layout import table
 
@@ -126,6 +127,7 @@ class Census:
         return "\n".join(text)
 
 
+@typed
 def census(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Census:
     """Counts every collective in one call of `fn`, by tracing it.
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from shardkit._check import Axis, axis_names, quoted
+from shardkit._check import Axis, at_least, axis_names, quoted
 from shardkit._typed import typed
 from shardkit.analysis.account import as_census, compiled
 from shardkit.analysis.census import Census, Row, census
@@ -45,6 +45,7 @@ def collective(kind: str, axis: Axis, *, times: int | None = None, sent: int | F
     """
     if kind not in KINDS:
         raise ValueError(f"collective: kind must be one of {quoted(KINDS)}; got {kind!r}. Choose one of them.")
+    at_least("collective", 0, times=times, sent=sent)
     return Collective(kind, tuple(sorted(axis_names("collective", axis))), times, sent)
 
 
@@ -64,6 +65,12 @@ class expects:
     """
 
     def __init__(self, *rows: Collective):
+        for row in rows:
+            if not isinstance(row, Collective):
+                raise TypeError(
+                    f"expects: each row must be a collective; got {row!r}. Pass for example "
+                    "sk.collective('all_reduce', 'data')."
+                )
         keys = [(row.kind, row.axes) for row in rows]
         for key in keys:
             if keys.count(key) > 1:

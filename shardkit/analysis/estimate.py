@@ -257,7 +257,7 @@ def _bandwidth(chip: cost.Chip, stride: int, ways: int, tensor: int) -> float:
 def share(**values: float) -> None:
     """Refuses what is no share of a whole."""
     for name, value in values.items():
-        if not (isinstance(value, Real) and 0 < value <= 1):
+        if isinstance(value, bool) or not (isinstance(value, Real) and 0 < value <= 1):
             raise ValueError(f"planner: {name} must be above 0 and at most 1; got {value!r}. Correct {name}.")
 
 
@@ -272,10 +272,7 @@ def check(
 ) -> tuple[Layout, int, int]:
     """The layout, batch and sequence in Python's integers; refuses a layout that does not divide the batch or the
     model, and shares that are none."""
-    if not isinstance(layout, Layout):
-        raise TypeError(
-            f"planner: layout must be a Layout; got {layout!r}. Pass for example planner.Layout(fsdp=8, tensor=2)."
-        )
+    of_kind(model, layout)
     data, fsdp, tensor, accumulate, batch, sequence = _check.whole(
         "planner",
         data=layout.data,
@@ -301,6 +298,21 @@ def check(
             "Choose fewer tensor ways."
         )
     return layout, batch, sequence
+
+
+def of_kind(model: Model, *layouts: Layout) -> None:
+    """Refuses what is no Model, or no Layout."""
+    if not isinstance(model, Model):
+        raise TypeError(
+            f"planner: model must be a Model; got {model!r}. Pass for example planner.Model(layers=8, hidden=64, "
+            "heads=4, vocabulary=256)."
+        )
+    for layout in layouts:
+        if isinstance(layout, Layout):
+            continue
+        raise TypeError(
+            f"planner: layout must be a Layout; got {layout!r}. Pass for example planner.Layout(fsdp=8, tensor=2)."
+        )
 
 
 def divides(model: Model, chip: cost.Chip, tensor: int) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from shardkit import _compat
 from shardkit._check import named, quoted
+from shardkit._typed import typed
 from shardkit.analysis.census import KINDS, census_of, row_of, source_line, traced
 from shardkit.analysis.dataflow import named_axes, short
 
@@ -102,6 +103,7 @@ class Explanation:
         return json.dumps([{**asdict(r), "sent": float(r.sent)} for r in self.rows], indent=1)
 
 
+@typed
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Says for each collective of the backward pass which forward line pays for it, and why.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from shardkit._check import quoted
+from shardkit._check import at_least, quoted
 from shardkit._typed import typed
 from shardkit.analysis import rules, waste
 from shardkit.analysis.census import traced
@@ -55,6 +55,7 @@ def lint(
     Raises:
         ValueError: a name in `ignore` that is no rule.
     """
+    at_least("lint", 0, large=large, small=small)
     unknown = sorted(set(ignore) - set(RULES))
     if unknown:
         raise ValueError(f"lint: ignore must name rules, {quoted(RULES)}; got {quoted(unknown)}. Use one of them.")

@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from shardkit import cost
-from shardkit.analysis.estimate import REMAT, Candidate, Layout, Model, check, divides, estimate, share
+from shardkit._kinds import ITERABLE
+from shardkit._typed import check_kind
+from shardkit.analysis.estimate import REMAT, Candidate, Layout, Model, check, divides, estimate, of_kind, share
 from shardkit.cost import _check
 
 __all__ = ["Advice", "Candidate", "Layout", "Model", "advise", "batch_size", "estimate", "layouts", "search", "table"]
@@ -38,6 +40,7 @@ def layouts(model: Model, *, chip: str | cost.Chip, chips: int, batch: int) -> I
     Raises:
         ValueError: chips or batch below 1, or an unknown chip.
     """
+    of_kind(model)
     it = cost.chip(chip)
     chips, batch = _check.whole("planner", chips=chips, batch=batch)
     for name, number in (("chips", chips), ("batch", batch)):
@@ -78,6 +81,7 @@ def search(
     Raises:
         ValueError: chips or batch below 1, no layout that divides, an unknown chip, or a share outside 0 to 1.
     """
+    of_kind(model)
     _, batch, sequence = check(model, Layout(), cost.chip(chip), batch, sequence, memory_share, efficiency)
     [chips] = _check.whole("planner", chips=chips)
     found = [
@@ -166,6 +170,7 @@ def advise(
     Raises:
         ValueError: as `estimate`.
     """
+    of_kind(model, layout)
 
     def judged(layout: Layout) -> Candidate:
         return estimate(
@@ -240,6 +245,7 @@ def batch_size(model: Model, layout: Layout, *, chip: str | cost.Chip, sequence:
     Raises:
         ValueError: as `estimate`.
     """
+    of_kind(model, layout)
     share(target=target)
     step = layout.data * layout.fsdp * layout.accumulate
     one = estimate(model, layout, chip=chip, batch=step, sequence=sequence, memory_share=target)
@@ -259,7 +265,12 @@ def table(candidates: Iterable[Candidate], *, names: Iterable[str] = ()) -> str:
     Raises:
         ValueError: names that are not one for each candidate.
     """
+    check_kind("planner", "candidates", candidates, (ITERABLE,))
+    check_kind("planner", "names", names, (ITERABLE,))
     candidates, names = list(candidates), list(names)
+    for each in candidates:
+        if not isinstance(each, Candidate):
+            raise TypeError(f"planner: candidates must be those of search or estimate; got {each!r}. Pass them.")
     if names and len(names) != len(candidates):
         raise ValueError(
             f"planner: names must be one for each candidate; got {len(names)} for {len(candidates)}. Correct names."

@@ -17,6 +17,7 @@ from jax import lax
 
 from shardkit import _compat
 from shardkit._check import Axis, bound, dim_of, divides, member
+from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives._derivatives import extremum, from_source
 from shardkit.collectives.deterministic import blocks_sum
@@ -25,18 +26,21 @@ Op = Literal["sum", "mean", "max", "min", "any", "all"]
 OPS = ("sum", "mean", "max", "min", "any", "all")
 
 
+@typed
 def axis_size(axis: Axis) -> int:
     """Number of devices along `axis` (the product over a tuple); a Python integer, nothing is sent."""
     known = _compat.bound_axes()
     return math.prod(known[name] for name in bound("axis_size", axis))
 
 
+@typed
 def axis_index(axis: Axis) -> jax.Array:
     """This device's place along `axis` (int32 scalar); over a tuple the joint index, the first axis major."""
     return lax.axis_index(bound("axis_index", axis))
 
 
-def vary(tree: Any, axes: Axis | tuple[()]) -> Any:
+@typed
+def vary(tree: Arrays | None, axes: Axis | tuple[()]) -> Any:
     """Marks every leaf as varying over `axes`; what already varies is left alone, and nothing is sent.
 
     Differentiating with respect to a marked value gives this device's own gradient, and leaves the reduction to be
@@ -56,7 +60,7 @@ def vary(tree: Any, axes: Axis | tuple[()]) -> Any:
     Cost: none.
     """
     tracked = _compat.tracked_axes()
-    names = tuple(name for name in bound("vary", axes) if name in tracked) if axes else ()
+    names = tuple(name for name in bound("vary", axes) if name in tracked) if axes != () else ()
 
     def cast(x: Any) -> jax.Array:
         missing = tuple(name for name in names if name not in _compat.varying_axes(x))
@@ -66,7 +70,7 @@ def vary(tree: Any, axes: Axis | tuple[()]) -> Any:
 
 
 @typed
-def all_reduce(x: Any, axis: Axis, *, op: Op = "sum", deterministic: bool = False) -> Any:
+def all_reduce(x: Arrays, axis: Axis, *, op: Op = "sum", deterministic: bool = False) -> Any:
     """Reduces each leaf over the devices of `axis`; every device gets the result.
 
     Layout: `X[...] {U_a} -> X[...]`
@@ -124,7 +128,7 @@ def all_reduce(x: Any, axis: Axis, *, op: Op = "sum", deterministic: bool = Fals
 
 
 @typed
-def all_gather(x: Any, axis: Axis, *, dim: int = 0, replicated: bool = False) -> Any:
+def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, replicated: bool = False) -> Any:
     """Joins the devices' pieces of each leaf along dimension `dim`; every device gets the whole.
 
     Layout: `X[.., D_a, ..] -> X[.., D, ..]`
@@ -162,7 +166,7 @@ def all_gather(x: Any, axis: Axis, *, dim: int = 0, replicated: bool = False) ->
 
 
 @typed
-def reduce_scatter(x: Any, axis: Axis, *, dim: int = 0, op: Literal["sum", "mean"] = "sum") -> Any:
+def reduce_scatter(x: Arrays, axis: Axis, *, dim: int = 0, op: Literal["sum", "mean"] = "sum") -> Any:
     """Reduces each leaf over the devices of `axis`; each device gets its piece along dimension `dim`.
 
     Layout: `X[.., D, ..] {U_a} -> X[.., D_a, ..]`
@@ -202,7 +206,7 @@ def reduce_scatter(x: Any, axis: Axis, *, dim: int = 0, op: Literal["sum", "mean
 
 
 @typed
-def all_to_all(x: Any, axis: Axis, *, split_dim: int, concat_dim: int) -> Any:
+def all_to_all(x: Arrays, axis: Axis, *, split_dim: int, concat_dim: int) -> Any:
     """Splits each leaf along `split_dim`, sends piece j to device j, and joins what arrives along `concat_dim`.
 
     Layout: `X[A_a, B] -> X[A, B_a]` for split_dim=1, concat_dim=0
@@ -237,7 +241,7 @@ def all_to_all(x: Any, axis: Axis, *, split_dim: int, concat_dim: int) -> Any:
 
 
 @typed
-def shift(x: Any, axis: Axis, *, by: int = 1, wrap: bool = True) -> Any:
+def shift(x: Arrays, axis: Axis, *, by: int = 1, wrap: bool = True) -> Any:
     """Sends each leaf `by` places up along `axis`: device i gets what device i - by held.
 
     Layout: `X[...] on device i -> X[...] on device i + by`
@@ -277,7 +281,7 @@ def shift(x: Any, axis: Axis, *, by: int = 1, wrap: bool = True) -> Any:
 
 
 @typed
-def broadcast(x: Any, axis: Axis, *, source: int = 0) -> Any:
+def broadcast(x: Arrays, axis: Axis, *, source: int = 0) -> Any:
     """Every device of `axis` gets what device `source` holds.
 
     Layout: `X[...] on device source -> X[...]`

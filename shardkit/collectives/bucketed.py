@@ -10,13 +10,14 @@ import jax.numpy as jnp
 
 from shardkit import _compat
 from shardkit._check import Axis, bound
+from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives.basic import all_gather, all_reduce, axis_size, reduce_scatter, vary
 
 
 @typed
 def all_reduce_tree(
-    tree: Any,
+    tree: Arrays,
     axis: Axis,
     *,
     bucket_bytes: int = 32 * 2**20,

@@ -19,6 +19,7 @@ from jax import lax
 
 from shardkit import _compat
 from shardkit._check import Axis, bound
+from shardkit._kinds import Arrays, DType
 from shardkit._typed import typed
 from shardkit.collectives.basic import axis_size, vary
 
@@ -27,7 +28,8 @@ _LARGEST = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
 _DTYPES = (jnp.dtype(jnp.bfloat16), *_LARGEST)
 
 
-def init_residual(x: Any) -> Any:
+@typed
+def init_residual(x: Arrays) -> Any:
     """The residual to start from: zeros in float32, shaped and typed as x.
 
     It differs between devices, like the gradients before they are reduced: between steps hold it in arrays whose
@@ -46,7 +48,7 @@ def init_residual(x: Any) -> Any:
 
 @partial(typed, where="compressed.all_reduce")
 def all_reduce(
-    x: Any, axis: Axis, residual: Any, *, dtype: Any, block: int = 256, compress_result: bool = False
+    x: Arrays, axis: Axis, residual: Arrays, *, dtype: DType, block: int = 256, compress_result: bool = False
 ) -> tuple[Any, Any]:
     """Sums each leaf over the devices of `axis`, sent in a small dtype, with error feedback.
 

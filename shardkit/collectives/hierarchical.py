@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from shardkit._check import Axis, bound, dim_of, divides
+from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives import basic
 
 
 @partial(typed, where="hierarchical.all_reduce")
-def all_reduce(x: Any, inner: Axis, outer: Axis, *, op: Literal["sum", "mean"] = "sum") -> Any:
+def all_reduce(x: Arrays, inner: Axis, outer: Axis, *, op: Literal["sum", "mean"] = "sum") -> Any:
     """Sums over both axes: reduce_scatter inside, all_reduce across, all_gather inside.
 
     Layout: `X[...] {U_inner, U_outer} -> X[...]`
@@ -52,7 +53,7 @@ def all_reduce(x: Any, inner: Axis, outer: Axis, *, op: Literal["sum", "mean"] =
 
 
 @partial(typed, where="hierarchical.all_gather")
-def all_gather(x: Any, inner: Axis, outer: Axis, *, dim: int = 0, replicated: bool = False) -> Any:
+def all_gather(x: Arrays, inner: Axis, outer: Axis, *, dim: int = 0, replicated: bool = False) -> Any:
     """Joins the pieces along `dim` in the order of `(outer, inner)`: across the slow links first, while they are small.
 
     Layout: `X[.., D_(outer,inner), ..] -> X[.., D, ..]`
@@ -84,7 +85,7 @@ def all_gather(x: Any, inner: Axis, outer: Axis, *, dim: int = 0, replicated: bo
 
 
 @partial(typed, where="hierarchical.reduce_scatter")
-def reduce_scatter(x: Any, inner: Axis, outer: Axis, *, dim: int = 0, op: Literal["sum", "mean"] = "sum") -> Any:
+def reduce_scatter(x: Arrays, inner: Axis, outer: Axis, *, dim: int = 0, op: Literal["sum", "mean"] = "sum") -> Any:
     """Sums over both axes and leaves each device its piece in the order of `(outer, inner)`: inside first.
 
     Layout: `X[.., D, ..] {U_inner, U_outer} -> X[.., D_(outer,inner), ..]`

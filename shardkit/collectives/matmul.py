@@ -19,6 +19,7 @@ from jax import lax
 
 from shardkit import _compat
 from shardkit._check import Axis, bound, divides
+from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives._sums import saved_as_dot, wide, wide_zeros
 from shardkit.collectives.basic import all_gather, axis_index, axis_size, reduce_scatter, shift, vary
@@ -30,7 +31,7 @@ _Arrays = tuple[jax.Array, ...]
 
 
 @typed
-def all_gather_matmul(x_tD: jax.Array, w_Df: Any, axis: Axis, *, impl: Impl = "auto") -> Any:
+def all_gather_matmul(x_tD: jax.Array, w_Df: Arrays, axis: Axis, *, impl: Impl = "auto") -> Any:
     """Multiplies the tokens of all devices with this device's columns; tokens travel while others are multiplied.
 
     Layout: `X[T_a, D] . W[D, F_a] -> Y[T, F_a]`

@@ -14,12 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardkit._check import Axis, bound, dim_of, named
+from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives.basic import all_gather, axis_size, reduce_scatter
 
 
 @typed
-def pad_to_axis(x: Any, axis: Axis, *, dim: int = 0) -> Any:
+def pad_to_axis(x: Arrays, axis: Axis, *, dim: int = 0) -> Any:
     """Pads each leaf with zeros at the end of `dim` up to the next multiple of the size of `axis`.
 
     Layout: `X[.., D, ..] -> X[.., n ceil(D/n), ..]`
@@ -46,7 +47,7 @@ def pad_to_axis(x: Any, axis: Axis, *, dim: int = 0) -> Any:
 
 
 @typed
-def unpad(x: Any, size: int, *, dim: int = 0) -> Any:
+def unpad(x: Arrays, size: int, *, dim: int = 0) -> Any:
     """Takes the padding off again: the first `size` rows of each leaf.
 
     Layout: `X[.., P, ..] -> X[.., size, ..]`
@@ -77,7 +78,7 @@ def unpad(x: Any, size: int, *, dim: int = 0) -> Any:
 
 
 @typed
-def all_gather_uneven(x: Any, sizes: Sequence[int], axis: Axis, *, dim: int = 0, replicated: bool = False) -> Any:
+def all_gather_uneven(x: Arrays, sizes: Sequence[int], axis: Axis, *, dim: int = 0, replicated: bool = False) -> Any:
     """Joins pieces of different sizes along `dim`; every device gets the whole, without padding.
 
     Layout: `X[.., max(sizes), ..] -> X[.., sum(sizes), ..]`
@@ -111,7 +112,7 @@ def all_gather_uneven(x: Any, sizes: Sequence[int], axis: Axis, *, dim: int = 0,
 
 @typed
 def reduce_scatter_uneven(
-    x: Any, sizes: Sequence[int], axis: Axis, *, dim: int = 0, op: Literal["sum", "mean"] = "sum"
+    x: Arrays, sizes: Sequence[int], axis: Axis, *, dim: int = 0, op: Literal["sum", "mean"] = "sum"
 ) -> Any:
     """Reduces each leaf over the devices; device i gets its sizes[i] rows, padded with zeros to max(sizes).
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from shardkit import _compat, _platform
-from shardkit._check import Axis, bound
+from shardkit._check import Axis, at_least, bound, shapes
 from shardkit._typed import typed
 from shardkit.collectives.basic import all_to_all, axis_index, axis_size, vary
 
@@ -45,6 +45,10 @@ def ragged_all_to_all(
         blocks of `limit` rows.
     """
     names = bound("ragged_all_to_all", axis)
+    shapes("ragged_all_to_all", counts=(counts, "nn"))
+    at_least("ragged_all_to_all", 0, rows=rows, limit=limit)
+    if not jnp.issubdtype(counts.dtype, jnp.integer):
+        raise TypeError(f"ragged_all_to_all: counts must be integers; got {counts.dtype}. Convert them.")
     n, me = axis_size(names), axis_index(names)
     _check(x, counts, n, rows, limit)
     x, counts = vary(x, names), vary(jnp.asarray(counts), names)

@@ -15,6 +15,7 @@ from jax import lax
 
 from shardkit import _compat
 from shardkit._check import Axis, bound, dim_of, divides
+from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives.basic import axis_index, axis_size, shift, vary
 
@@ -22,7 +23,7 @@ _Names = tuple[str, ...]
 
 
 @partial(typed, where="ring.all_gather")
-def all_gather(x: Any, axis: Axis, *, dim: int = 0, bidirectional: bool = False) -> Any:
+def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, bidirectional: bool = False) -> Any:
     """Joins the devices' pieces along dimension `dim`, passing them round a ring.
 
     Layout: `X[.., D_a, ..] -> X[.., D, ..]`
@@ -53,7 +54,7 @@ def all_gather(x: Any, axis: Axis, *, dim: int = 0, bidirectional: bool = False)
 
 @partial(typed, where="ring.reduce_scatter")
 def reduce_scatter(
-    x: Any, axis: Axis, *, dim: int = 0, op: Literal["sum", "mean"] = "sum", bidirectional: bool = False
+    x: Arrays, axis: Axis, *, dim: int = 0, op: Literal["sum", "mean"] = "sum", bidirectional: bool = False
 ) -> Any:
     """Sums over the devices of `axis` and leaves each its piece along `dim`, passing partial sums round a ring.
 
@@ -91,7 +92,7 @@ def reduce_scatter(
 
 
 @partial(typed, where="ring.all_reduce")
-def all_reduce(x: Any, axis: Axis, *, op: Literal["sum", "mean"] = "sum", bidirectional: bool = False) -> Any:
+def all_reduce(x: Arrays, axis: Axis, *, op: Literal["sum", "mean"] = "sum", bidirectional: bool = False) -> Any:
     """Sums over the devices of `axis`: a ring reduce_scatter of the flattened array, then a ring all_gather.
 
     Layout: `X[...] {U_a} -> X[...]`

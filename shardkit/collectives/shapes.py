@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardkit._check import Axis, bound, dim_of, member
+from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives.basic import all_gather, axis_size, shift, vary
 
@@ -23,7 +24,7 @@ _FARTHEST = 1024  # devices whose rows a halo may reach
 
 
 @typed
-def scan(x: Any, axis: Axis, *, op: Literal["sum", "max", "min"] = "sum", exclusive: bool = False) -> Any:
+def scan(x: Arrays, axis: Axis, *, op: Literal["sum", "max", "min"] = "sum", exclusive: bool = False) -> Any:
     """Device i gets the sum, max or min of what devices 0 to i hold, element by element.
 
     Layout: `X[...] on device i -> X[...] {reduced over devices 0..i}`
@@ -68,7 +69,7 @@ def scan(x: Any, axis: Axis, *, op: Literal["sum", "max", "min"] = "sum", exclus
 
 
 @typed
-def halo_exchange(x: Any, axis: Axis, *, dim: int = 0, before: int = 1, after: int = 1, wrap: bool = False) -> Any:
+def halo_exchange(x: Arrays, axis: Axis, *, dim: int = 0, before: int = 1, after: int = 1, wrap: bool = False) -> Any:
     """Joins the last rows of the devices before and the first rows of those behind to this device's block.
 
     Layout: `X[.., D_a, ..] -> X[.., before + D_a + after, ..]`
@@ -122,7 +123,7 @@ def halo_exchange(x: Any, axis: Axis, *, dim: int = 0, before: int = 1, after: i
 
 
 @typed
-def gather_to_one(x: Any, axis: Axis, *, dim: int = 0, target: int = 0) -> Any:
+def gather_to_one(x: Arrays, axis: Axis, *, dim: int = 0, target: int = 0) -> Any:
     """Joins the devices' pieces of each leaf along `dim` on device `target`; the others get zeros.
 
     Layout: `X[.., D_a, ..] -> X[.., D, ..] on device target`

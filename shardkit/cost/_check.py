@@ -30,6 +30,7 @@ def _whole(where: str, least: int, values: dict[str, int]) -> tuple[int, ...]:
 def positive(where: str, **values: float) -> tuple[float, ...]:
     """The values as Python numbers; refuses what is not greater than 0."""
     for name, value in values.items():
+        _finite(where, name, value)
         if not _number(value) > 0:
             raise ValueError(f"{where}: {name} must be greater than 0; got {value!r}. Correct {name}.")
     return tuple(map(_number, values.values()))
@@ -38,13 +39,22 @@ def positive(where: str, **values: float) -> tuple[float, ...]:
 def at_least_zero(where: str, **values: float) -> tuple[float, ...]:
     """The values as Python numbers; refuses what is negative."""
     for name, value in values.items():
+        _finite(where, name, value)
         if not _number(value) >= 0:
             raise ValueError(f"{where}: {name} must be 0 or more; got {value!r}. Correct {name}.")
     return tuple(map(_number, values.values()))
 
 
+def _finite(where: str, name: str, value: float) -> None:
+    """Refuses infinity for all but a bandwidth, that of a wire that costs nothing."""
+    if _number(value) == math.inf and not name.endswith("bandwidth"):
+        raise ValueError(f"{where}: {name} must be finite; got {value!r}. Correct {name}.")
+
+
 def _number(value: object) -> float:
     """NumPy's scalars as Python's; nan, which every check refuses, for what is no number."""
+    if isinstance(value, bool):  # True is no number of anything
+        return math.nan
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Rational):
@@ -52,9 +62,18 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, Real) else math.nan
 
 
+def pieces(where: str, **sizes: int) -> tuple[int, ...]:
+    """As `whole`; refuses a schedule of more pieces of work than anybody can lay out, a million."""
+    found = whole(where, **sizes)
+    if math.prod(found) > 10**6:
+        told = ", ".join(f"{name}={size}" for name, size in zip(sizes, found, strict=True))
+        raise ValueError(f"{where}: a schedule must have a million pieces of work at most; got {told}. Lower one.")
+    return found
+
+
 def known(where: str, name: str, value: object, choices: Sequence[object]) -> None:
     """Refuses what is none of the choices."""
-    if value not in choices:
+    if value not in choices or isinstance(value, bool):  # True would be 1
         *others, last = map(repr, choices)
         raise ValueError(f"{where}: {name} must be {', '.join(others)} or {last}; got {value!r}. Choose one of them.")
 

@@ -50,6 +50,10 @@ def wire(kind: str, size: float, n: int, pairs: Sequence[tuple[int, int]] | None
     """
     [n] = _check.whole("wire", n=n)
     [size] = _check.at_least_zero("wire", size=size)
+    if pairs is not None and not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in _listed(pairs)):
+        raise ValueError(
+            f"wire: pairs must be a sequence of (source, target); got {pairs!r}. Pass for example [(0, 1), (1, 0)]."
+        )
     operand, share = Fraction(size), Fraction(n - 1, n)
     if kind == "all_reduce":
         return Traffic(2 * share * operand, 2 * (n - 1))
@@ -68,6 +72,10 @@ def wire(kind: str, size: float, n: int, pairs: Sequence[tuple[int, int]] | None
         "wire: kind must be 'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all', 'ppermute' or 'broadcast'; "
         f"got {kind!r}. Choose one of them."
     )
+
+
+def _listed(pairs: object) -> Sequence[object]:
+    return pairs if isinstance(pairs, Sequence) else [pairs]
 
 
 def bus_factor(op: str, n: int) -> float:

@@ -170,7 +170,7 @@ def torus_time(
     """
     where = "torus_time"
     _check.known(where, "kind", kind, KINDS)
-    if not sizes:
+    if not isinstance(sizes, Sequence) or not sizes:
         raise ValueError(f"{where}: sizes must name at least one dimension; got {sizes!r}. Pass for example (4, 4).")
     sizes = _check.whole(where, **{f"sizes[{i}]": s for i, s in enumerate(sizes)})
     [bandwidth] = _check.positive(where, bandwidth=bandwidth)

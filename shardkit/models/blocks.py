@@ -6,11 +6,14 @@ are split), D model, F hidden, H heads, G key/value heads, K head size, E expert
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from shardkit._check import shapes
+from shardkit._typed import typed
 from shardkit.models.parameters import Config
 from shardkit.models.places import ONE_DEVICE, Axes, check_split
 from shardkit.parallel.attention import dot_attention
@@ -19,8 +22,9 @@ from shardkit.parallel.expert import moe
 from shardkit.parallel.tensor import column_linear, local_groups, row_linear
 
 
+@typed
 def attention(
-    weights: Any,
+    weights: Mapping[str, Any],
     x_btD: jax.Array,
     config: Config,
     places_T: jax.Array | None = None,
@@ -48,15 +52,21 @@ def attention(
     return row_linear(y_bThK, weights["attention_out"], axes.model, **share)
 
 
-def mlp(weights: Any, x_btD: jax.Array, axes: Axes = ONE_DEVICE) -> jax.Array:
+@typed
+def mlp(weights: Mapping[str, Any], x_btD: jax.Array, axes: Axes = ONE_DEVICE) -> jax.Array:
     """SwiGLU: silu(x W_gate) * (x W_up), then W_down."""
     share: dict[str, Any] = {"sequence": axes.sequence, "impl": axes.impl}
     gate_bTf, up_bTf = column_linear(x_btD, (weights["gate"], weights["up"]), axes.model, **share)
     return row_linear(jax.nn.silu(gate_bTf) * up_bTf, weights["down"], axes.model, **share)
 
 
+@typed
 def experts(
-    weights: Any, x_btD: jax.Array, config: Config, axes: Axes = ONE_DEVICE, weights_bt: jax.Array | None = None
+    weights: Mapping[str, Any],
+    x_btD: jax.Array,
+    config: Config,
+    axes: Axes = ONE_DEVICE,
+    weights_bt: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A mixture of SwiGLU experts: its answer, the two losses of its router, and the dropped and all choices."""
 
@@ -71,15 +81,19 @@ def experts(
     return y_btD, jnp.stack([stats.balance_loss, stats.z_loss]), jnp.stack(stats.dropped)
 
 
+@typed
 def rms_norm(x_bTD: jax.Array, gain_D: jax.Array) -> jax.Array:
     """x / sqrt(mean(x^2) + 1e-6) times a gain; the statistics are float32."""
+    shapes("rms_norm", x_bTD=(x_bTD, "bTD"), gain_D=(gain_D, "D"))
     wide = x_bTD.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
     return (wide * scale).astype(x_bTD.dtype) * gain_D[None, None, :]
 
 
+@typed
 def rotate(x_bTHK: jax.Array, places_T: jax.Array) -> jax.Array:
     """Rotary positions (Su et al., 2021): pairs of features turn by an angle that grows with the token's place."""
+    shapes("rotate", x_bTHK=(x_bTHK, "bTHK"), places_T=(places_T, "T"))
     K = x_bTHK.shape[-1]
     rates = 10_000.0 ** (-jnp.arange(0, K, 2, dtype=jnp.float32) / K)
     angles = places_T.astype(jnp.float32)[:, None] * rates[None, :]

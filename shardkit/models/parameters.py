@@ -12,9 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardkit._check import Axis
+from shardkit._check import Axis, at_least, finite
+from shardkit._kinds import Key
+from shardkit._typed import check_fields, typed
 from shardkit.layout import specs_from_rules
-from shardkit.parallel.recompute import Remat
+from shardkit.parallel.recompute import Remat, policy_of
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,18 @@ class Config:
     microbatches: int = 1
 
     def __post_init__(self) -> None:
+        check_fields(self)
+        if self.remat is not None:
+            policy_of("Config", self.remat, False)
+        least_one = ("vocabulary", "layers", "dim", "heads", "kv_heads", "hidden", "top_k", "group", "microbatches")
+        at_least("Config", 1, **{name: getattr(self, name) for name in least_one})
+        at_least("Config", 0, **{name: getattr(self, name) for name in ("dropout", "experts", "balance", "router_z")})
+        finite("Config", capacity=self.capacity, balance=self.balance, router_z=self.router_z)
+        if self.dropout >= 1 or (self.capacity is not None and self.capacity <= 0):
+            raise ValueError(
+                f"Config: dropout must be below 1 and capacity above 0; got {self.dropout} and {self.capacity}. "
+                "Correct them."
+            )
         if self.dim % self.heads or (self.dim // self.heads) % 2:
             raise ValueError(
                 f"transformer: dim must be divisible by heads into an even head size; got dim {self.dim} over "
@@ -86,7 +100,8 @@ class Config:
         return self.hidden or 32 * math.ceil(8 * self.dim / 3 / 32)
 
 
-def init(key: jax.Array, config: Config) -> Any:
+@typed
+def init(key: Key, config: Config) -> Any:
     """Draws the parameters: the same values on every mesh, float32.
 
     Args:
@@ -128,6 +143,7 @@ def init(key: jax.Array, config: Config) -> Any:
     return params
 
 
+@typed
 def logical_axes(config: Config) -> Any:
     """The logical name of every dim of every leaf of `init`, for `specs_from_rules` and the plans' rules."""
     layers: dict[str, Any] = {
@@ -149,6 +165,7 @@ def logical_axes(config: Config) -> Any:
     return axes if config.tied else axes | {"head": ("embed", "vocabulary")}
 
 
+@typed
 def tensor_rules(config: Config, axis: Axis, ways: int) -> Any:
     """The specs of `tp(axis, tensor_rules(config, axis, ways))`: vocabulary, heads and hidden width are split.
 
@@ -159,6 +176,7 @@ def tensor_rules(config: Config, axis: Axis, ways: int) -> Any:
         axis: the axis, or tuple of axes, of `Axes.model`.
         ways: devices along it.
     """
+    at_least("tensor_rules", 1, ways=ways)
     whole = ("layers", "embed", "head_size", "experts", "expert_embed", "expert_hidden")
     rules = dict.fromkeys(whole) | dict.fromkeys(("vocabulary", "heads", "hidden"), axis)
     return specs_from_rules(logical_axes(config), rules | {"kv_heads": None if config.groups % ways else axis})

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from shardkit._check import Axis, named
 from shardkit._compat import varying_axes
+from shardkit._typed import check_fields
 from shardkit.collectives import axis_size
 from shardkit.collectives.matmul import Impl
 from shardkit.parallel.local import live_axes
@@ -38,6 +39,9 @@ class Axes:
     expert: Axis | None = None
     impl: Impl = "auto"
     stage: Axis | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 ONE_DEVICE = Axes()

@@ -8,13 +8,15 @@ where they are split), D model, V vocabulary, L layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from shardkit._kinds import Arrays, Key
+from shardkit._typed import typed
 from shardkit.collectives import axis_index, axis_size
 from shardkit.models.blocks import ONE_DEVICE, Axes, attention, experts, mlp, rms_norm, rotate
 from shardkit.models.parameters import Config, init, logical_axes, tensor_rules
@@ -68,11 +70,12 @@ class Stream(NamedTuple):
     dropped: Any
 
 
+@typed
 def apply(
-    params: Any,
+    params: Arrays,
     tokens_bT: jax.Array,
     config: Config,
-    keys_b: jax.Array | None = None,
+    keys_b: Key | None = None,
     axes: Axes = ONE_DEVICE,
 ) -> jax.Array:
     """The logits of the next token after each token.
@@ -91,12 +94,16 @@ def apply(
     return column_linear(x_btD, _head(params, config), axes.model, sequence=axes.sequence, impl=axes.impl)
 
 
-def run(params: Any, batch: Any, config: Config, keys_b: jax.Array | None = None, axes: Axes = ONE_DEVICE) -> Stream:
+@typed
+def run(
+    params: Arrays, batch: Mapping[str, Any], config: Config, keys_b: Key | None = None, axes: Axes = ONE_DEVICE
+) -> Stream:
     """The stream after the last layer."""
     embed, stage, _ = pieces(config, axes)
     return stage((params["layers"], jnp.arange(config.layers)), embed(params, batch, keys_b), keys_b)
 
 
+@typed
 def pieces(config: Config, axes: Axes = ONE_DEVICE) -> tuple[Piece, Piece, Piece]:
     """The model in the three pieces of a pipeline; one after the other, over all layers, they are the loss.
 
@@ -182,6 +189,7 @@ def _layer(config: Config, axes: Axes, places_T: jax.Array, each: tuple[Any, jax
     )
 
 
+@typed
 def loss_fn(config: Config, axes: Axes = ONE_DEVICE) -> Callable[[Any, Any, Any], tuple[Mean, dict[str, Mean]]]:
     """The mean cross-entropy of the next token in nats, and the share that was predicted right.
 

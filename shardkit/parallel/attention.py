@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardkit._check import finite
 from shardkit._typed import typed
 from shardkit.collectives._sums import dot_dtype, saved_as_dot
 from shardkit.parallel.local import alike
@@ -52,6 +53,7 @@ def dot_attention(
 
     Source: Vaswani et al. (arXiv:1706.03762); Ainslie et al., grouped queries (arXiv:2305.13245).
     """
+    finite("dot_attention", scale=scale)
     check("dot_attention", q_bTHK, k_bTGK, v_bTGK, segments_bt)
     q, k, v, segments = alike(*split_heads(q_bTHK, k_bTGK, v_bTGK, segments_bt))
     return join_heads(_attend(q, k, v, segments, causal, scale_of(q, scale)))

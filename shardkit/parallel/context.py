@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from shardkit import _compat
-from shardkit._check import Axis, bound, named
+from shardkit._check import Axis, bound, finite, named
 from shardkit._typed import typed
 from shardkit.collectives import all_gather, all_to_all, axis_size, vary
 from shardkit.parallel.attention import check, join_heads, scale_of, split_heads
@@ -35,6 +35,7 @@ from shardkit.parallel.orders import Order, half_of, in_plan_order, is_zigzag, r
 from shardkit.parallel.plan import Plan, strategy
 
 
+@typed
 def cp(axis: Axis) -> Plan:
     """Context parallelism over `axis`: the tokens, dim 1 of the batch, are split; parameters are whole.
 
@@ -107,6 +108,7 @@ def ring_attention(
 
     Source: Liu et al., Ring Attention (arXiv:2310.01889); Dao, FlashAttention-2 (arXiv:2307.08691).
     """
+    finite("ring_attention", scale=scale)
     names = in_plan_order("ring_attention", bound("ring_attention", axis))
     check("ring_attention", q_btHK, k_btGK, v_btGK, segments_bt)
     form = Form(names, causal, order, block, scale_of(q_btHK, scale))
@@ -160,6 +162,7 @@ def ulysses_attention(
 
     Source: Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509); Fang and Zhao (arXiv:2405.07719) for both at once.
     """
+    finite("ulysses_attention", scale=scale)
     where = "ulysses_attention"
     names = in_plan_order(where, bound(where, axis))
     check(where, q_btHK, k_btGK, v_btGK, segments_bt)

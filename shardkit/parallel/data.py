@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from shardkit._check import Axis
+from shardkit._typed import typed
 from shardkit.parallel.plan import Plan, strategy
 
 
+@typed
 def dp(axis: Axis) -> Plan:
     """Data parallelism over `axis`: parameters whole on every device, the batch split, gradients summed once a step.
 

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._check import Axis, axis_names, bound, named
+from shardkit._check import Axis, axis_names, bound, named, shapes
+from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives import all_gather, all_to_all, axis_index, axis_size
 from shardkit.collectives._sums import dot_dtype
@@ -31,6 +32,7 @@ def _experts_dim(path: str, shape: tuple[int, ...]) -> int | None:
     return int("layers" in before and stacked(".".join(names[before.index("layers") :]), ("layers",)))
 
 
+@typed
 def ep(axis: Axis, rules: DimRules = _experts_dim) -> Plan:
     """Expert parallelism: the experts' weights are split over `axis`, which also splits the batch.
 
@@ -80,7 +82,7 @@ def ep(axis: Axis, rules: DimRules = _experts_dim) -> Plan:
 def moe(
     x: jax.Array,
     router_DE: jax.Array,
-    experts: Any,
+    experts: Arrays,
     expert_fn: ExpertFn,
     axis: Axis | None,
     *,
@@ -138,6 +140,11 @@ def moe(
     """
     names = () if axis is None else bound("moe", axis)
     n = axis_size(names) if names else 1
+    shapes("moe", x=(x, "..D"), router_DE=(router_DE, "DE"))
+    if weights is not None and weights.shape != x.shape[:-1]:
+        raise ValueError(
+            f"moe: weights must have one for each token, {x.shape[:-1]}; got shape {weights.shape}. Correct weights."
+        )
     E = router_DE.shape[1]
     _check_experts(experts, E, names, n)
     group = (x.shape[-2] if group is None else group) if x.ndim > 1 else 1

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from shardkit._check import quoted
 from shardkit._compat import varying_axes
+from shardkit._typed import typed
 from shardkit.collectives import all_reduce, vary
 from shardkit.layout import path_name
 from shardkit.parallel.handles import parts, shown, with_parts
@@ -63,6 +64,7 @@ class GradFn(Protocol):
 LossFn = Callable[[Any, Any, Any], Any]
 
 
+@typed
 def value_and_grad(loss_fn: LossFn) -> GradFn:
     """Makes the function that each device runs from a loss function of any pytree model.
 

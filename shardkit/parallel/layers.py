@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from shardkit._check import named
 from shardkit._compat import varying_axes
+from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives import vary
 from shardkit.parallel.handles import is_handle, opened, parts, unsealed
@@ -71,8 +72,8 @@ def gathered(
 @typed
 def scan_layers(
     layer_fn: LayerFn,
-    stacked: Any,
-    x: Any,
+    stacked: Arrays,
+    x: Arrays,
     *,
     prefetch: bool = False,
     remat: Remat = None,

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._check import Axis
-from shardkit._typed import typed
+from shardkit._check import Axis, at_least, dim_of, finite, shapes
+from shardkit._typed import check_kind, typed
 from shardkit.collectives import all_reduce, axis_size, vary
 from shardkit.collectives._sums import wide
 from shardkit.parallel.local import live_axes
@@ -42,6 +42,9 @@ def sharded_rms_norm(x_Td: jax.Array, gain_d: jax.Array, axis: Axis | None, *, e
 
     Source: Zhang, Sennrich, Root Mean Square Layer Normalization (arXiv:1910.07467).
     """
+    at_least("sharded_rms_norm", 0, epsilon=epsilon)
+    finite("sharded_rms_norm", epsilon=epsilon)
+    shapes("sharded_rms_norm", x_Td=(x_Td, "..d"), gain_d=(gain_d, "d"))
     names = live_axes("sharded_rms_norm", axis, x_Td, gain_d)
     x = x_Td.astype(wide(x_Td.dtype))
     scale = lax.rsqrt(_mean(x * x, names, -1) + epsilon)
@@ -73,6 +76,9 @@ def sharded_layer_norm(
 
     Source: Ba et al., Layer Normalization (arXiv:1607.06450).
     """
+    at_least("sharded_layer_norm", 0, epsilon=epsilon)
+    finite("sharded_layer_norm", epsilon=epsilon)
+    shapes("sharded_layer_norm", x_Td=(x_Td, "..d"), gain_d=(gain_d, "d"), bias_d=(bias_d, "d"))
     names = live_axes("sharded_layer_norm", axis, x_Td, gain_d, bias_d)
     x = x_Td.astype(wide(x_Td.dtype))
     centred = x - vary(_mean(x, names, -1), names)
@@ -80,6 +86,7 @@ def sharded_layer_norm(
     return (centred * scale).astype(x_Td.dtype) * _as_row(gain_d, x_Td) + _as_row(bias_d, x_Td)
 
 
+@typed
 def sharded_moments(x: jax.Array, axis: Axis | None, *, dims: Dims = -1) -> tuple[jax.Array, jax.Array]:
     """Mean and variance over `dims` of all devices' pieces, as a batch norm needs them.
 
@@ -101,6 +108,9 @@ def sharded_moments(x: jax.Array, axis: Axis | None, *, dims: Dims = -1) -> tupl
     Source: Ioffe, Szegedy, Batch Normalization (arXiv:1502.03167).
     """
     names = live_axes("sharded_moments", axis, x)
+    for dim in dims if isinstance(dims, tuple) else (dims,):
+        check_kind("sharded_moments", "dims", dim, (int,))
+        dim_of("sharded_moments", dim, x.ndim, "dims")
     x = x.astype(wide(x.dtype))
     mean = _mean(x, names, dims)
     centred = x - vary(mean, names)

@@ -13,7 +13,8 @@ import numpy as np
 from jax import lax
 
 from shardkit import _compat
-from shardkit._check import Axis, bound, named, quoted
+from shardkit._check import Axis, at_least, bound, named, quoted
+from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives import axis_index, axis_size
 from shardkit.collectives.basic import permuted
@@ -52,7 +53,7 @@ def in_plan_order(where: str, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @typed
-def zigzag(tree: Any, axis: Axis, *, ulysses: Axis | None = None, dim: int = 1, inverse: bool = False) -> Any:
+def zigzag(tree: Arrays, axis: Axis, *, ulysses: Axis | None = None, dim: int = 1, inverse: bool = False) -> Any:
     """Brings contiguous shards of a sequence into zigzag order, or back: tokens, targets, weights, positions.
 
     Layout: `X[.., T_a, ..] -> X[.., T'_a, ..]`, T' the tokens in zigzag order
@@ -122,6 +123,7 @@ def positions(
 
     Cost: none.
     """
+    at_least("positions", 0, tokens_per_device=tokens_per_device)
     names, chunks = _chunks("positions", axis, ulysses)
     within = jnp.arange(tokens_per_device, dtype=jnp.int32)
     if not is_zigzag("positions", order):

@@ -27,6 +27,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from shardkit._kinds import Arrays
+from shardkit._typed import typed
 from shardkit.collectives import unpad
 from shardkit.layout import path_name, spec_axes
 
@@ -97,7 +99,8 @@ def cut(x: Any, sizes: Iterable[tuple[int, int]]) -> Any:
     return x
 
 
-def unpadded(tree: Any) -> Any:
+@typed
+def unpadded(tree: Arrays) -> Any:
     """The leaves of a state in their natural shapes and order, for evaluation, checkpoints, export or another plan.
 
     Layout: `X[.., n ceil(D/n), ..] -> X[.., D, ..]` of leaves that `uneven="pad"` padded, and the layers of a pipeline

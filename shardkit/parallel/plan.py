@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._check import Axis, axis_names, dim_of, quoted, sized
+from shardkit._typed import typed
 from shardkit.layout import canonical, local_shape, path_name, spec_axes
 from shardkit.parallel.padded import Held, Rows, Sizes, in_rows, is_padded, padded_shape, padding
 from shardkit.parallel.rules import inside
@@ -252,6 +253,7 @@ def strategy(
     return Plan((Strategy(f"{name}({quoted(axes)})", axes, rank, batch_dim, place, varies, names),))
 
 
+@typed
 def chain(*plans: Plan) -> Plan:
     """Joins plans over different axes into one; the order in which they are written does not matter.
 

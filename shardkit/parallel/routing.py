@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._check import Axis, bound
+from shardkit._check import Axis, bound, shapes
 from shardkit._compat import varying_axes
 from shardkit._typed import typed
 from shardkit.collectives import all_reduce
@@ -85,6 +85,9 @@ def route(
     Source: Shazeer et al., Outrageously Large Neural Networks (2017), for top-k gates; Lepikhin et al., GShard
     (arXiv:2006.16668), algorithm 1, for groups and capacity.
     """
+    shapes("route", logits_NE=(logits_NE, "NE"))
+    if weights_N is not None:
+        shapes("route", logits_NE=(logits_NE, "NE"), weights_N=(weights_N, "N"))
     N, E = logits_NE.shape
     group = N if group is None else group
     if not 1 <= top_k <= E:
@@ -111,6 +114,7 @@ def route(
     return Routing(expert_Nk, gate_Nk, position_Nk, kept_Nk if capacity is None else kept_Nk & (position_Nk < capacity))
 
 
+@typed
 def routing_stats(
     logits_NE: jax.Array, routing: Routing, weights_N: jax.Array | None = None, stage: Axis | None = None
 ) -> RoutingStats:
@@ -139,6 +143,9 @@ def routing_stats(
     Source: Fedus et al., Switch Transformer (arXiv:2101.03961), equations 4 to 6, over all top_k choices; Zoph et al.,
     ST-MoE (arXiv:2202.08906), equation 5.
     """
+    shapes("routing_stats", logits_NE=(logits_NE, "NE"))
+    if weights_N is not None:
+        shapes("routing_stats", logits_NE=(logits_NE, "NE"), weights_N=(weights_N, "N"))
     N, E = logits_NE.shape
     top_k = routing.expert.shape[1]
     logits_NE = logits_NE.astype(jnp.float32)

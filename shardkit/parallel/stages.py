@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from shardkit._check import Axis, axis_names, named
+from shardkit._typed import typed
 from shardkit.parallel.plan import Leaf, Placement, Plan, strategy
 from shardkit.parallel.rules import inside
 from shardkit.schedules import Schedule
@@ -99,6 +100,7 @@ class Stages(NamedTuple):
         return chunks + turning + (f", stages of {', '.join(map(str, self.sizes))} layers" if self.sizes else "")
 
 
+@typed
 def pp(axis: Axis) -> Plan:
     """Pipeline parallelism: each device holds the layers of its own stages, and all devices see the same batch.
 

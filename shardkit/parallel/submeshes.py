@@ -57,6 +57,7 @@ def submeshes(mesh: Mesh, axis: str) -> list[Mesh]:
     return [Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types) for devices in slices]
 
 
+@typed
 def device_put_pipeline(
     stages: Sequence[Stage],
     meshes: Sequence[Mesh],
@@ -108,6 +109,7 @@ def device_put_pipeline(
     return forward
 
 
+@typed
 def device_put_value_and_grad(
     stages: Sequence[Stage],
     loss: Callable[[jax.Array, Any], Any],
@@ -213,6 +215,8 @@ def _line(
     for s, mesh in enumerate(meshes):
         for spec in borders[s : s + 2]:
             check_spec(f"{where}: stage {s}", spec, mesh, len(spec))
+        for spec in jax.tree.leaves(leaves[s], is_leaf=lambda x: isinstance(x, PartitionSpec)):
+            check_spec(f"{where}: the parameters of stage {s}", spec, mesh, len(spec))
     line = []
     for s, (stage, mesh, (entering, leaving)) in enumerate(zip(stages, meshes, pairwise(borders), strict=True)):
         kernel = partial(stations.checked, f"{where}: the output of stage {s}", stage, leaving, mesh)

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardkit._check import Axis, axis_names, dim_of, named
+from shardkit._check import Axis, at_least, axis_names, dim_of, named, shapes
+from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives import all_gather_matmul, all_reduce, axis_index, axis_size, matmul_reduce_scatter, vary
 from shardkit.collectives.matmul import Impl
@@ -75,7 +76,7 @@ def tp(axis: Axis, rules: DimRules, *, sequence: bool = False) -> Plan:
 
 
 @typed
-def column_linear(x: jax.Array, w: Any, axis: Axis | None, *, sequence: bool = False, impl: Impl = "auto") -> Any:
+def column_linear(x: jax.Array, w: Arrays, axis: Axis | None, *, sequence: bool = False, impl: Impl = "auto") -> Any:
     """Multiplies by weights that are split by columns; each device makes its own columns, or heads.
 
     Layout: `X[T, D] . W[D, F_a] -> Y[T, F_a]`; with `sequence` `X[T_a, D] -> X[T, D]` first
@@ -101,6 +102,8 @@ def column_linear(x: jax.Array, w: Any, axis: Axis | None, *, sequence: bool = F
     Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; Korthikanti et al. (arXiv:2205.05198), section
         4.2.2.
     """
+    for each in jax.tree.leaves(w):
+        shapes("column_linear", x=(x, "..D"), w=(each, "D.."))
     names = live_axes("column_linear", axis, x, w)
     if sequence and names:
         return all_gather_matmul(x, w, names, impl=impl)
@@ -138,6 +141,11 @@ def row_linear(
     Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; Korthikanti et al. (arXiv:2205.05198), section
         4.2.2.
     """
+    if not 2 <= w.ndim <= h.ndim + 1 or h.shape[1 - w.ndim :] != w.shape[:-1]:
+        raise ValueError(
+            f"row_linear: w must be [f, D] or [h, K, D], as h is [.., f] or [.., h, K]; got {w.shape} for {h.shape}. "
+            "Correct w."
+        )
     names = live_axes("row_linear", axis, h, w)
     check_split("row_linear", "w", names, w)
     if sequence and names:
@@ -178,6 +186,7 @@ def local_groups(w_DGK: jax.Array, axis: Axis | None, *, heads: int, kv_heads: i
     names = live_axes("local_groups", axis, w_DGK)
     ways = axis_size(names) if names else 1
     at = dim_of("local_groups", dim, w_DGK.ndim)
+    at_least("local_groups", 1, heads=heads, kv_heads=kv_heads)
     _check_heads("local_groups", ways, heads)
     if heads % kv_heads:
         raise ValueError(
@@ -224,6 +233,7 @@ def device_major_qkv(
     Cost: none that is sent, where w is whole on every device.
     """
     kv_heads = heads if kv_heads is None else kv_heads
+    at_least("device_major_qkv", 1, ways=ways, heads=heads, kv_heads=kv_heads)
     at = dim_of("device_major_qkv", dim, w.ndim)
     _check_heads("device_major_qkv", ways, heads)
     _check_heads("device_major_qkv", ways, kv_heads, "kv_heads")

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._check import Axis
+from shardkit._check import Axis, shapes
 from shardkit._typed import typed
 from shardkit.collectives import all_gather, all_reduce, axis_index, axis_size, reduce_scatter
 from shardkit.parallel.attention import MASKED
@@ -45,6 +45,7 @@ def vocab_embed(tokens_bT: jax.Array, table_vD: jax.Array, axis: Axis | None, *,
     Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3.
     """
     _check_integers("vocab_embed", "tokens", tokens_bT)
+    shapes("vocab_embed", table_vD=(table_vD, "vD"))
     names = live_axes("vocab_embed", axis, table_vD)
     rows = table_vD.shape[0]
     local_bT = _local(tokens_bT, rows, names)
@@ -166,6 +167,7 @@ def _cross_entropy(
         )
     if not 0 <= options.z_loss < math.inf:
         raise ValueError(f"{where}: z_loss must be 0 or more; got {options.z_loss}. Pass for example 1e-4.")
+    shapes(where, x_bTD=(x, "..D"), head_Dv=(head, "Dv"))
     names = live_axes(where, axis, x, head)
     check_split(where, "head", names, head)
     if sequence and names:

@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable
 from typing import Literal, get_args
 
-from shardkit._check import Axis, axis_names, named
+from shardkit._check import Axis, at_least, axis_names, named
 from shardkit._typed import typed
 from shardkit.parallel.plan import Leaf, Placement, Plan, strategy
 from shardkit.parallel.rules import DimRules, dim_chooser, inside, names_in, stacked
@@ -60,6 +60,7 @@ def zero1(axis: Axis, *, min_size: int = MIN_SIZE, rules: DimRules | None = None
 
     Source: Rajbhandari et al., ZeRO (SC 2020), section 5.1.
     """
+    at_least("zero1", 0, min_size=min_size)
     choose = _chooser("zero1", axis, min_size, rules, uneven, ())
 
     def place(leaf: Leaf) -> Placement | str:
@@ -110,6 +111,7 @@ def zero2(
 
     Source: Rajbhandari et al., ZeRO (SC 2020), section 5.2.
     """
+    at_least("zero2", 0, min_size=min_size)
     choose = _chooser("zero2", axis, min_size, rules, uneven, layerwise)
 
     def place(leaf: Leaf) -> Placement | str:
@@ -161,6 +163,7 @@ def fsdp(
 
     Source: Rajbhandari et al., ZeRO (SC 2020), section 5.3; Zhao et al., PyTorch FSDP (VLDB 2023).
     """
+    at_least("fsdp", 0, min_size=min_size)
     choose = _chooser("fsdp", axis, min_size, rules, uneven, layerwise)
 
     def place(leaf: Leaf) -> Placement | str:

@@ -18,8 +18,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._check import named
+from shardkit._kinds import Arrays, DType, Specs
 from shardkit._typed import typed
-from shardkit.layout import broadcast_specs, path_name, spec_axes
+from shardkit.layout import broadcast_specs, check_spec, path_name, spec_axes
 from shardkit.runtime._bits import plain
 from shardkit.runtime._placing import cut, on_host, sharding_of
 from shardkit.runtime.cluster import absent
@@ -27,7 +28,8 @@ from shardkit.runtime.cluster import absent
 _PRINTS = itertools.count()  # all processes print in one order, so that the numbers of their barriers agree
 
 
-def from_full(tree: Any, mesh: Mesh, spec: Any) -> Any:
+@typed
+def from_full(tree: Arrays, mesh: Mesh, spec: Specs) -> Any:
     """Global arrays of which every process holds the whole: parameters made from one seed, a small data set.
 
     Args:
@@ -57,7 +59,7 @@ def from_full(tree: Any, mesh: Mesh, spec: Any) -> Any:
 
 
 @typed
-def from_process_local(tree: Any, mesh: Mesh, spec: PartitionSpec, *, batch: int | None = None) -> Any:
+def from_process_local(tree: Arrays, mesh: Mesh, spec: PartitionSpec, *, batch: int | None = None) -> Any:
     """Global arrays of which every process holds its rows: the batch of a step.
 
     A process holds the rows of its own devices, as `local_rows` says: where dim 0 is split over all devices, batch /
@@ -77,6 +79,7 @@ def from_process_local(tree: Any, mesh: Mesh, spec: PartitionSpec, *, batch: int
         ValueError: rows that do not divide over this process's devices, or are not this process's share of `batch`; a
             dim that does not divide; an integer too large for jax's dtype. Nothing is sent, so no process waits.
     """
+    check_spec("from_process_local", spec, mesh, len(spec))
     pieces = math.prod(mesh.shape[axis] for axis in _row_axes(spec))
     mine = len(local_rows(pieces, mesh, spec))
     if not mine and batch is None:
@@ -117,8 +120,9 @@ def from_rows(tree: Any, rows: np.ndarray, batch: int, mesh: Mesh, spec: Partiti
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
+@typed
 def from_single_device(
-    shards: Sequence[jax.Array], mesh: Mesh, spec: PartitionSpec, shape: Sequence[int], dtype: Any = None
+    shards: Sequence[jax.Array], mesh: Mesh, spec: PartitionSpec, shape: Sequence[int], dtype: DType | None = None
 ) -> jax.Array:
     """A global array from the pieces that lie on this process's devices already.
 
@@ -135,6 +139,9 @@ def from_single_device(
     Raises:
         ValueError: a dim that does not divide, a device without a piece, another shape or dtype, or no dtype at all.
     """
+    for x in shards:
+        if not isinstance(x, jax.Array):
+            raise TypeError(f"from_single_device: shards must be jax arrays; got {x!r}. Put each on its device.")
     sharding = sharding_of("from_single_device", (), tuple(shape), mesh, spec)
     held = [device for x in shards for device in list[Any](x.devices())]
     want, have = (sorted(d.id for d in devices) for devices in (list[Any](sharding.addressable_devices), held))
@@ -148,15 +155,15 @@ def from_single_device(
             f"from_single_device: the dtype must be given on a process outside the mesh; process {jax.process_index()} "
             f"has none of its {mesh.size} devices. Pass dtype=, as on the other processes."
         )
-    dtype = shards[0].dtype if dtype is None else jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+    whole: Any = shards[0].dtype if dtype is None else jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
     piece = sharding.shard_shape(tuple(shape))
     for x in shards:
-        if x.shape != piece or x.dtype != dtype:
+        if x.shape != piece or x.dtype != whole:
             raise ValueError(
-                f"from_single_device: every piece must be {dtype}{list(piece)}, which {spec} makes of {list(shape)}; "
+                f"from_single_device: every piece must be {whole}{list(piece)}, which {spec} makes of {list(shape)}; "
                 f"got {x.dtype}{list(x.shape)} on {next(iter(x.devices()))}. Cut it so, or pass another shape or dtype."
             )
-    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, list(shards), dtype=dtype)
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, list(shards), dtype=whole)
 
 
 @typed
@@ -166,6 +173,7 @@ def local_rows(batch: int, mesh: Mesh, spec: PartitionSpec) -> np.ndarray:
     Raises:
         ValueError: a batch that does not divide over the devices of the spec's first entry.
     """
+    check_spec("local_rows", spec, mesh, len(spec))
     axes = _row_axes(spec)
     parts = math.prod(mesh.shape[axis] for axis in axes)
     if batch % parts:
@@ -182,12 +190,16 @@ def local_rows(batch: int, mesh: Mesh, spec: PartitionSpec) -> np.ndarray:
     return np.flatnonzero(held)
 
 
+@typed
 def local_shards(x: jax.Array) -> dict[jax.Device, np.ndarray]:
     """What this process's devices hold of a global array, by device, if any; of typed keys, their integers."""
+    if not isinstance(x, jax.Array):
+        raise TypeError(f"local_shards: x must be a jax.Array; got a {type(x).__name__}. Place it with from_full.")
     return {shard.device: np.asarray(plain(shard.data)) for shard in x.addressable_shards}
 
 
-def to_numpy(tree: Any) -> Any:
+@typed
+def to_numpy(tree: Arrays) -> Any:
     """The arrays of a tree as NumPy arrays, where this process holds all of each; nothing is sent.
 
     Raises:
@@ -206,7 +218,8 @@ def to_numpy(tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
-def fetch(tree: Any) -> Any:
+@typed
+def fetch(tree: Arrays) -> Any:
     """The whole arrays of a tree as NumPy arrays, on every process; every process must call it.
 
     What a process holds whole is not sent; of typed keys come the integers that they are made of.
@@ -231,7 +244,8 @@ def fetch(tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
-def replicate(tree: Any, mesh: Mesh) -> Any:
+@typed
+def replicate(tree: Arrays, mesh: Mesh) -> Any:
     """The arrays of a tree, whole on every device of the mesh; every process of the mesh must call it.
 
     In place of `jax.device_put_replicated`, which jax 0.10 has no longer: that put a dim of devices in front of every

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardkit._typed import typed
 from shardkit.parallel.padded import is_padded
 from shardkit.runtime._directory import (
     check_damage,
@@ -63,6 +64,7 @@ class Checkpoints:
             be written.
     """
 
+    @typed
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -303,6 +305,7 @@ class Checkpoints:
             ) from error
 
 
+@typed
 def latest_step(directory: str | os.PathLike[str]) -> int | None:
     """The newest finished step in a directory of checkpoints, as this process sees it; None without one.
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 import jax
 
 from shardkit import _platform
+from shardkit._check import at_least, finite
 from shardkit._typed import typed
 from shardkit.config import DistributedConfig
 from shardkit.runtime import beside
@@ -98,6 +99,11 @@ def initialize(
 
     Source: `jax.distributed.initialize`, whose own failures here abort the process.
     """
+    finite("initialize", timeout=timeout)
+    ids = local_device_ids
+    at_least(
+        "initialize", 0, timeout=timeout, local_device_ids=min(ids, default=0) if isinstance(ids, Sequence) else ids
+    )
     found = _given(coordinator_address, num_processes, process_id, local_device_ids)
     found = _filled(found, _from_config(config)) if config is not None else found
     if config is not None and not config.enabled:
@@ -176,6 +182,8 @@ def barrier(name: str, timeout: float = 60.0) -> None:
     Raises:
         RuntimeError: not all came within `timeout` seconds; names those that did not.
     """
+    at_least("barrier", 0, timeout=timeout)
+    finite("barrier", timeout=timeout)
     if jax.process_count() > 1:
         missing = absent(name, timeout)
         if missing is not None:

@@ -13,6 +13,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._check import sized
+from shardkit._kinds import Arrays
+from shardkit._typed import typed
 from shardkit.collectives import all_gather, vary
 from shardkit.layout import all_axes, path_name
 from shardkit.parallel.padded import array_of, is_padded
@@ -55,7 +57,8 @@ class DriftError(RuntimeError):
         self.drifts = drifts
 
 
-def replica_drift(tree: Any, mesh: Mesh | None = None) -> list[Drift]:
+@typed
+def replica_drift(tree: Arrays, mesh: Mesh | None = None) -> list[Drift]:
     """Compares the bits of all copies of every leaf; every process of the mesh must call it, and gets the same list.
 
     The devices that differ only along axes that a leaf's spec does not name should hold the same. NaNs are bits like
@@ -87,7 +90,8 @@ def replica_drift(tree: Any, mesh: Mesh | None = None) -> list[Drift]:
     return found
 
 
-def assert_no_drift(tree: Any, mesh: Mesh | None = None) -> None:
+@typed
+def assert_no_drift(tree: Arrays, mesh: Mesh | None = None) -> None:
     """Raises where the copies of a leaf differ, on every process of the mesh alike.
 
     Args:

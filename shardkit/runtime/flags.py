@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from shardkit import _platform
+from shardkit._typed import typed
 
 # A schedule that puts compute between the start and the end of a collective; collectives of a loop's neighbouring
 # iterations moved into it; and Triton wherever it can write the matmul.
@@ -19,6 +20,7 @@ GPU_OVERLAP = (
 _DEVICES = ("nvidia0", "dxg", "kfd")
 
 
+@typed
 def gpu_flags(flags: tuple[str, ...] = GPU_OVERLAP) -> tuple[str, ...]:
     """Adds flags to XLA_FLAGS where jax will run on GPUs; elsewhere it does nothing. Call it before jax starts.
 

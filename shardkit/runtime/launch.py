@@ -29,6 +29,7 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
+from shardkit._check import finite
 from shardkit._typed import typed
 from shardkit.mesh import cpu_environment
 from shardkit.runtime._lines import passing_on, write
@@ -85,6 +86,7 @@ def launch(
         ValueError: no process, no device, no such port, a negative grace, no command or one that cannot be started, or
             an output directory that cannot be written.
     """
+    finite("launch", grace=grace)
     words = program(command)
     check_counts("launch", processes=processes, devices=devices, port=port)
     if not grace >= 0:

@@ -206,5 +206,10 @@ def _line(source: Any, seed: int | None, epochs: int | None) -> Any:
         raise ValueError(f"loader: the seed must be None or 0 to 2**32 - 1; got {seed}. Choose another seed.")
     if epochs is not None and epochs < 1:
         raise ValueError(f"loader: epochs must be None or at least 1; got {epochs}. Pass how often to repeat.")
+    if not isinstance(source, grain.MapDataset) and not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+        raise TypeError(
+            f"loader: source must have a length and be indexed, or be a grain.MapDataset; got {source!r}. Pass for "
+            "example a list of samples."
+        )
     samples = source if isinstance(source, grain.MapDataset) else grain.MapDataset.source(source)
     return (samples if seed is None else samples.shuffle(seed=seed)).repeat(epochs)

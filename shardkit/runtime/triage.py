@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit._check import sized
+from shardkit._check import at_least, sized
+from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives import axis_index
 from shardkit.layout import path_name, spec_axes, table
@@ -89,7 +90,8 @@ class Report(NamedTuple):
         return "\n".join(lines)
 
 
-def nonfinite(tree: Any, mesh: Mesh | None = None) -> list[NonFinite]:
+@typed
+def nonfinite(tree: Arrays, mesh: Mesh | None = None) -> list[NonFinite]:
     """Which leaves of a tree hold NaN or infinity, and where; every process of the mesh must call it.
 
     Args:
@@ -149,6 +151,7 @@ def triage(
     Cost: that of the GradFn and of the gathers of `rest - seen`, an all_reduce of 8 bytes for each mean, and an
         all_gather over the mesh's n devices of 4 (1 + rank) bytes for each floating-point leaf.
     """
+    at_least("triage", 1, accumulate=accumulate)
     plan = arranged(plan, grad_fn)
     plan.check(mesh)
     policy = precision_of(precision)

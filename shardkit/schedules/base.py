@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import get_args
 
+from shardkit.cost import _check
 from shardkit.schedules import rules
 from shardkit.schedules.action import Action, Cell, Placement, Rows, device_of, drawn, parsed, written
 from shardkit.schedules.simulate import Timeline, simulated
@@ -65,6 +66,11 @@ class Schedule:
 
     def order(self, device: int) -> list[str]:
         """What a device does, one after the other: `["0F0", "0F1", "0B0", ...]`."""
+        [device] = _check.count("Schedule.order", device=device)
+        if device >= self.stages:
+            raise ValueError(
+                f"Schedule.order: device must be one of {self.stages}; got {device}. Choose 0 to {self.stages - 1}."
+            )
         return [str(action) for cell in self.rows[device] for action in cell]
 
     def check(self) -> None:
@@ -96,6 +102,8 @@ class Schedule:
         Raises:
             ValueError: a cell that is no action, or as `check`.
         """
+        if not isinstance(text, str):
+            raise TypeError(f"from_csv: text must be a string; got a {type(text).__name__}. Pass what to_csv made.")
         lines = text.removeprefix("\ufeff").rstrip().splitlines()
         while lines and not lines[0].strip():
             del lines[0]

@@ -25,7 +25,7 @@ def breadth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
 
     Source: Lamy-Poirier, Breadth-First Pipeline Parallelism (arXiv:2211.05953).
     """
-    stages, microbatches, chunks = _check.whole(
+    stages, microbatches, chunks = _check.pieces(
         "breadth_first", stages=stages, microbatches=microbatches, chunks=chunks
     )
     there = [(chunk, "F") for chunk in range(chunks)]

@@ -28,7 +28,7 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
 
     Source: DeepSeek-V3 (arXiv:2412.19437) and the DualPipe repository, where it is the "cut-in-half" schedule.
     """
-    p, microbatches = _check.whole("dualpipe_v", stages=stages, microbatches=microbatches)
+    p, microbatches = _check.pieces("dualpipe_v", stages=stages, microbatches=microbatches)
     total = max(microbatches, 2 * p)
     orders = []
     for d in range(p):

@@ -24,6 +24,6 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
     Source: Huang et al., GPipe (arXiv:1811.06965).
     """
-    stages, microbatches = _check.whole("gpipe", stages=stages, microbatches=microbatches)
+    stages, microbatches = _check.pieces("gpipe", stages=stages, microbatches=microbatches)
     orders = [[alone(d, op, i) for op in "FB" for i in range(microbatches)] for d in range(stages)]
     return scheduled("gpipe", orders, microbatches)

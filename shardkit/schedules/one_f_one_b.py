@@ -24,7 +24,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 
     Source: Narayanan et al., PipeDream (SOSP 2019) and Megatron-LM (arXiv:2104.04473), section 2.2.1.
     """
-    stages, microbatches = _check.whole("one_f_one_b", stages=stages, microbatches=microbatches)
+    stages, microbatches = _check.pieces("one_f_one_b", stages=stages, microbatches=microbatches)
     orders = []
     for d in range(stages):
         ahead = stages - 1 - d

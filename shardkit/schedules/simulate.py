@@ -55,6 +55,11 @@ def simulated(
     synchronous: bool,
 ) -> Timeline:
     """The timeline of a schedule; see `Schedule.simulate`."""
+    for name, cost in (("input_grad", input_grad), ("weight_grad", weight_grad)):
+        if cost is not None:
+            _check.at_least_zero("simulate", **{name: cost})
+    if not isinstance(synchronous, bool):
+        raise TypeError(f"simulate: synchronous must be True or False; got {synchronous!r}. Correct synchronous.")
     forward, backward = _check.positive("simulate", forward=forward, backward=backward)
     if input_grad is None:
         input_grad = backward / 2 if weight_grad is None else backward - weight_grad

@@ -25,7 +25,7 @@ def zero_bubble_h1(stages: int, microbatches: int) -> Schedule:
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.2.
     """
-    stages, microbatches = _check.whole("zero_bubble_h1", stages=stages, microbatches=microbatches)
+    stages, microbatches = _check.pieces("zero_bubble_h1", stages=stages, microbatches=microbatches)
     orders = []
     for d in range(stages):
         ahead, weighed = min(microbatches, stages - 1 - d), 0

@@ -27,7 +27,7 @@ def zero_bubble_v(stages: int, microbatches: int) -> Schedule:
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 6.
     """
-    p, microbatches = _check.whole("zero_bubble_v", stages=stages, microbatches=microbatches)
+    p, microbatches = _check.pieces("zero_bubble_v", stages=stages, microbatches=microbatches)
     total = max(microbatches, 2 * p - 1)
     orders = []
     for d in range(p):

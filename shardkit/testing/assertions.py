@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from shardkit._kinds import Specs
 from shardkit._typed import typed
+from shardkit.layout import check_spec
 from shardkit.parallel.gradient import kind
 from shardkit.testing._compare import first_gap, is_float, kinds_differ, leaves_of, magnitude, on, shapes_differ
 
@@ -26,8 +28,8 @@ def assert_matches_reference(
     reference: Callable[..., Any],
     *,
     mesh: Mesh,
-    in_specs: Any,
-    out_specs: Any,
+    in_specs: Specs,
+    out_specs: Specs,
     args: Sequence[Any],
     grad: bool = True,
     eager: bool = True,
@@ -66,6 +68,8 @@ def assert_matches_reference(
     """
     if kernel.__hash__ is None:  # an object of a class with an equality of its own
         kernel = partial(kernel)
+    for spec in jax.tree.leaves((in_specs, out_specs), is_leaf=lambda x: isinstance(x, PartitionSpec)):
+        check_spec("assert_matches_reference", spec, mesh, len(spec))
     mapped = _mapped(kernel, mesh, *_hashable(in_specs), *_hashable(out_specs))
     if not isinstance(args, tuple | list):
         raise TypeError(

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from shardkit._kinds import Optimizer
+from shardkit._typed import typed
 from shardkit.mesh import make_mesh
 from shardkit.parallel import GradFn, Mean, Plan, unpadded
 from shardkit.parallel.stages import arranged
@@ -36,7 +38,8 @@ class Recorded(NamedTuple):
     grads: Any
 
 
-def recording(optimizer: Any) -> Any:
+@typed
+def recording(optimizer: Optimizer) -> Any:
     """Wraps an optimizer so that its state also holds the gradients of the last step.
 
     A clipped or adaptive optimizer hides a wrong factor in the gradients; this shows them.

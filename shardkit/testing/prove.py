@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 
 from shardkit._check import sized
+from shardkit._kinds import ARRAYS, FUNCTION, Arrays, Key, Optimizer, kinds_of
+from shardkit._typed import check_kind, typed
 from shardkit.layout import table
 from shardkit.parallel import GradFn
 from shardkit.testing.laws import LAWS, Law
@@ -50,16 +52,17 @@ class Proof(NamedTuple):
         return "\n".join([table(rows), *(f"({number}) {note}" for note, number in notes.items())])
 
 
+@typed
 def prove(
     step: GradFn | Build,
     reference: GradFn | Reference,
     *,
     rows: Sequence[Row],
-    params: Any,
+    params: Arrays,
     batches: Sequence[Any],
-    optimizer: Any = None,
+    optimizer: Optimizer | None = None,
     laws: Sequence[Law] = LAWS,
-    key: jax.Array | None = None,
+    key: Key | None = None,
 ) -> Proof:
     """Proves a training step: every law on every row, from one compiled program a row.
 
@@ -91,6 +94,12 @@ def prove(
     for name, given in (("row", rows), ("batch", batches), ("law", laws)):
         if not given:
             raise ValueError(f"prove: at least one {name} is needed; got none. Pass one or more.")
+    for way in rows:
+        check_kind("prove", "rows", way, kinds_of(Row))
+    for each in batches:
+        check_kind("prove", "batches", each, (ARRAYS,))
+    for law in laws:
+        check_kind("prove", "laws", law, (FUNCTION,))
     key = jax.random.key(0) if key is None else key
     if optimizer is None:
         import optax

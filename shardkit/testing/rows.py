@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardkit._check import sized
+from shardkit._typed import typed
 from shardkit.parallel import GradFn, Plan
 from shardkit.precision import Precision
 
@@ -48,6 +49,7 @@ class Row(NamedTuple):
         return self.label or ", ".join([f"{sized(self.mesh.items())}: {self.plan}", *options])
 
 
+@typed
 def covering(
     factors: Mapping[str, Sequence[Any]], allowed: Callable[[Choice], bool] = lambda choice: True
 ) -> list[Choice]:

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardkit._typed import typed
+from shardkit._kinds import ARRAYS, Arrays, Key, Optimizer
+from shardkit._typed import check_kind, typed
 from shardkit.parallel import GradFn
 from shardkit.parallel.gradient import counted
 from shardkit.rng import example_keys
@@ -61,11 +62,11 @@ class _Step(NamedTuple):
 @typed
 def one_device(
     grad_fn: GradFn,
-    optimizer: Any,
-    params: Any,
+    optimizer: Optimizer,
+    params: Arrays,
     batches: Sequence[Any],
     *,
-    key: jax.Array | None = None,
+    key: Key | None = None,
     relative: float = _RELATIVE,
 ) -> Reference:
     """Trains on one device with nothing but jax and optax, and derives what may differ elsewhere.
@@ -95,6 +96,8 @@ def one_device(
     """
     if not batches:
         raise ValueError("one_device: at least one batch is needed; got none. Pass one for each step.")
+    for batch in batches:
+        check_kind("one_device", "batches", batch, (ARRAYS,))
     check_relative("one_device", relative)
     key = jax.random.key(0) if key is None else key
     run = lambda sign: _run(grad_fn, optimizer, params, batches, key, relative, sign)  # noqa: E731

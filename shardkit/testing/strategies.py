@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from inspect import signature
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from shardkit._check import at_least
 from shardkit._typed import typed
 from shardkit.layout import canonical, spec_axes
 from shardkit.testing.chains import DTYPES, Chain, Op, legal_ops, state_of
@@ -57,7 +60,33 @@ def meshes(*, devices: int = 8, names: Sequence[str] = NAMES) -> st.SearchStrate
     return st.sampled_from([dict(zip(names, sizes, strict=False)) for sizes in every])
 
 
-@st.composite
+def _drawn(fn: Callable[..., Any]) -> Callable[..., st.SearchStrategy[Any]]:
+    """`st.composite`, with arguments looked at when the strategy is made, and not where an example is drawn."""
+    made = st.composite(fn)
+
+    @wraps(fn)
+    def seen(draw: Any, *args: Any, **kwargs: Any) -> Any:
+        return made(*args, **kwargs)
+
+    checked = typed(seen)
+
+    @wraps(made)
+    def strategy(*args: Any, **kwargs: Any) -> st.SearchStrategy[Any]:
+        made = checked(None, *args, **kwargs)
+        given = signature(fn).bind(None, *args, **kwargs).arguments
+        for name, least in (("rank", 0), ("length", 0), ("largest", 1)):
+            at_least(fn.__name__, least, **{name: given.get(name)})
+        at_least(fn.__name__, 0, shape=min(given.get("shape", ()), default=0))
+        if not given.get("dtypes", DTYPES):
+            raise ValueError(
+                f"{fn.__name__}: dtypes must name one dtype or more; got (). Pass for example ('float32',)."
+            )
+        return made
+
+    return strategy
+
+
+@_drawn
 def specs(draw: _Draw, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
     """Every layout of an array of that shape on that mesh: each axis on one dim that it divides, or on none.
 
@@ -80,7 +109,7 @@ def specs(draw: _Draw, shape: Sequence[int], sizes: Mapping[str, int]) -> Partit
     return canonical(PartitionSpec(*entries))
 
 
-@st.composite
+@_drawn
 def sharded_arrays(
     draw: _Draw,
     sizes: Mapping[str, int] | None = None,
@@ -122,7 +151,7 @@ def sharded_arrays(
     return ShardedArray(np.asarray(whole).astype(jnp.dtype(dtype)), spec, sizes)
 
 
-@st.composite
+@_drawn
 def programs(
     draw: _Draw,
     sizes: Mapping[str, int] | None = None,

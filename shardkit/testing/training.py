@@ -8,9 +8,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from shardkit._typed import typed
+from shardkit._check import at_least
+from shardkit._kinds import ARRAYS, Arrays, Key, Optimizer
+from shardkit._typed import check_kind, typed
 from shardkit.parallel import GradFn, Plan
-from shardkit.testing._compare import on
+from shardkit.testing._compare import check_relative, on
 from shardkit.testing.laws import equal_copies, same_numbers
 from shardkit.testing.program import Program
 from shardkit.testing.rows import Row
@@ -21,13 +23,13 @@ from shardkit.testing.single import one_device
 def assert_same_training(
     grad_fn: GradFn,
     reference_grad_fn: GradFn,
-    optimizer: Any,
+    optimizer: Optimizer,
     *,
     mesh: Mesh,
     plan: Plan,
-    params: Any,
+    params: Arrays,
     batches: Sequence[Any],
-    key: jax.Array | None = None,
+    key: Key | None = None,
     accumulate: int = 1,
     relative: float = 1e-5,
 ) -> None:
@@ -56,6 +58,10 @@ def assert_same_training(
         ValueError: no batch.
         TypeError, ValueError: what building or tracing the step raises.
     """
+    at_least("assert_same_training", 1, accumulate=accumulate)
+    check_relative("assert_same_training", relative)
+    for batch in batches:
+        check_kind("assert_same_training", "batches", batch, (ARRAYS,))
     if not batches:
         raise ValueError("assert_same_training: at least one batch is needed; got none. Pass one for each step.")
     key = jax.random.key(0) if key is None else key

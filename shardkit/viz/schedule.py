@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -144,6 +145,7 @@ def figure(schedule: Schedule, timeline: Timeline) -> Figure:
     return picture
 
 
+@partial(typed, where="viz.draw")
 def draw(schedule: Schedule, file: str | Path, **costs: Any) -> None:
     """Simulates a schedule and writes its picture.
 

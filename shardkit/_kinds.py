@@ -1,0 +1,205 @@
+"""The kinds of argument that annotations tell of: what is one, what an error calls it, and what to pass instead."""
+
+from __future__ import annotations
+
+import os
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from fractions import Fraction
+from numbers import Integral, Number
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+
+class Kind(NamedTuple):
+    """A kind of argument.
+
+    Attributes:
+        words: what an argument of it is, after "must be".
+        test: whether a value is one.
+        remedy: what to do instead; "" for "Correct the argument".
+        told: what a wrong value is called.
+    """
+
+    words: str
+    test: Callable[[Any], bool]
+    remedy: str = ""
+    told: Callable[[Any], str] = repr
+
+
+def is_array(x: Any) -> bool:
+    """Whether a value has a shape and a dtype that jax knows; a number is no array."""
+    kind = getattr(getattr(x, "dtype", None), "kind", None if not hasattr(x, "dtype") else "")
+    return kind is not None and hasattr(x, "shape") and kind not in {"O", "U", "S", "M", "m"}
+
+
+def is_whole(x: Any) -> bool:
+    """Whether a value is a whole number; True is none."""
+    return isinstance(x, Integral) and not isinstance(x, bool | np.bool_)
+
+
+def _is_small(x: Any) -> bool:
+    return is_whole(x) and abs(int(x)) < 2**63
+
+
+def _is_key(x: Any) -> bool:
+    if not is_array(x):
+        return False
+    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key)) or (x.dtype == jnp.uint32 and len(x.shape) > 0)
+
+
+def _wrong_leaf(tree: Any) -> tuple[str, Any] | None:
+    """The first leaf of a pytree that is neither an array nor a number, with its path; None if all are."""
+    if tree is None:
+        return "", tree
+    try:
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+    except (TypeError, ValueError):  # keys that cannot be sorted
+        return "", tree
+    for path, leaf in leaves:
+        if not (is_array(leaf) or isinstance(leaf, Number)):
+            return jax.tree_util.keystr(tuple(path), simple=True, separator="."), leaf
+    return None
+
+
+def _leaf_told(tree: Any) -> str:
+    path, leaf = _wrong_leaf(tree) or ("", tree)
+    return short(leaf) + (f" for leaf {path}" if path else "")
+
+
+def _is_dtype(x: Any) -> bool:
+    if x is None or isinstance(x, Number):
+        return False
+    try:
+        return np.dtype(x).kind not in {"O", "U", "S", "M", "m"}
+    except (TypeError, ValueError):
+        return False
+
+
+def _items(x: Any, test: Callable[[Any], bool]) -> bool:
+    listed = isinstance(x, Sequence) and not isinstance(x, str | bytes)
+    return (listed or isinstance(x, np.ndarray)) and all(map(test, x))
+
+
+def _is_axis(x: Any) -> bool:
+    names = (x,) if isinstance(x, str) else tuple(x) if isinstance(x, Iterable) else ()
+    return bool(names) and all(isinstance(name, str) and name for name in names)
+
+
+def _is_spec(x: Any) -> bool:
+    if not isinstance(x, PartitionSpec):
+        return False
+    entries = [e if isinstance(e, tuple) else (e,) for e in x if e is not None]
+    return all(isinstance(name, str) for entry in entries for name in entry)
+
+
+def _are_specs(x: Any) -> bool:
+    if x is None:
+        return False
+    return all(map(_is_spec, jax.tree.leaves(x, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))))
+
+
+def short(value: Any) -> str:
+    """A value as an error shows it."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"a {type(value).__name__}"
+
+
+FRACTION = Kind("a Fraction", lambda x: isinstance(x, Fraction))
+ARRAY = Kind("an array", is_array, "Pass an array of jax or NumPy")
+ARRAYS = Kind(
+    "an array or a pytree of arrays", lambda x: _wrong_leaf(x) is None, "Pass arrays of jax or NumPy", _leaf_told
+)
+KEY = Kind("a jax key", _is_key, "Pass for example jax.random.key(0)")
+DTYPE = Kind("a dtype of numbers", _is_dtype, "Pass for example jnp.float32")
+OPTIMIZER = Kind(
+    "an optax GradientTransformation",
+    lambda x: all(callable(getattr(x, name, None)) for name in ("init", "update")),
+    "Pass for example optax.adamw(3e-4)",
+)
+AXIS = Kind("a mesh axis name or a tuple of names", _is_axis, "Pass for example axis='data' or axis=('data', 'model')")
+FUNCTION = Kind("a function", callable, "Pass the function itself")
+WHOLES = Kind("a sequence of whole numbers below 2**63", lambda x: _items(x, _is_small))
+NAMES = Kind("a sequence of strings", lambda x: _items(x, lambda name: isinstance(name, str)))
+SEQUENCE = Kind("a sequence", lambda x: _items(x, lambda _: True))
+COLLECTION = Kind("a collection", lambda x: isinstance(x, Collection) and not isinstance(x, str | bytes))
+ITERABLE = Kind("an iterable", lambda x: isinstance(x, Iterable) and not isinstance(x, str | bytes))
+MAPPING = Kind("a mapping", lambda x: isinstance(x, Mapping))
+SIZES = Kind(
+    "a mapping of names to sizes of at least 1",
+    lambda x: (
+        isinstance(x, Mapping) and all(isinstance(k, str) and is_whole(v) and 0 < v < 2**31 for k, v in x.items())
+    ),
+)
+PATH = Kind("a path", lambda x: isinstance(x, str | os.PathLike) and str(x) != "", "Pass a string or a pathlib.Path")
+NOTHING = Kind("()", lambda x: isinstance(x, tuple) and not x)
+_MESH = Kind("a mesh", lambda x: isinstance(x, Mesh | AbstractMesh), "Pass for example sk.make_mesh(data=8)")
+_REMEDIES = {
+    "Plan": "Pass for example sk.dp('data'), or sk.chain(...) of several",
+    "Schedule": "Pass for example sk.schedules.gpipe(stages=2, microbatches=4)",
+}
+
+SPEC = Kind("a PartitionSpec of axis names", _is_spec, "Pass for example jax.sharding.PartitionSpec('data')")
+SPECS = Kind("a PartitionSpec or a pytree of them", _are_specs, "Pass for example jax.sharding.PartitionSpec('data')")
+
+# Annotations of arguments whose type alone does not say what they are.
+Arrays = Annotated[Any, ARRAYS]
+Key = Annotated[jax.Array, KEY]
+DType = Annotated[Any, DTYPE]
+Specs = Annotated[Any, SPECS]
+Optimizer = Annotated[Any, OPTIMIZER]
+SCALARS = (bool, int, float, str)
+
+
+def kinds_of(hint: Any) -> tuple[Any, ...]:
+    """What an annotation allows: of `SCALARS`, None, choices and Kinds; () where some of it is for nobody to judge."""
+    if hint in SCALARS:
+        return (hint,)
+    if hint is type(None):
+        return (None,)
+    if hint is jax.Array:
+        return (ARRAY,)
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return tuple(each for each in args[1:] if isinstance(each, Kind))
+    if origin is Literal:
+        return args
+    if origin in (Union, types.UnionType):
+        if str in args and tuple[str, ...] in args:  # an Axis
+            found = [(AXIS,), *(kinds_of(each) for each in args if each not in (str, tuple[str, ...]))]
+        else:
+            found = [kinds_of(each) for each in args]
+        return tuple(kind for each in found for kind in each) if all(found) else ()
+    return _of_class(hint, origin, args)
+
+
+def _of_class(hint: Any, origin: Any, args: tuple[Any, ...]) -> tuple[Kind, ...]:
+    if hint is Fraction:
+        return (FRACTION,)
+    if hint == tuple[()]:
+        return (NOTHING,)
+    if origin is Callable or getattr(hint, "_is_protocol", False):
+        return (FUNCTION,)
+    if origin is Mapping:
+        return (SIZES if args == (str, int) else MAPPING,)
+    if origin is Collection:
+        return (COLLECTION,)
+    if origin is Sequence or (origin is tuple and args[1:] == (...,)):
+        return ({int: WHOLES, str: NAMES}.get(args[0], SEQUENCE),)
+    if origin is Iterable:
+        return (ITERABLE,)
+    if hint is os.PathLike or origin is os.PathLike or (isinstance(hint, type) and issubclass(hint, os.PathLike)):
+        return (PATH,)
+    if hint is Mesh:
+        return (_MESH,)
+    if hint is PartitionSpec:
+        return (SPEC,)
+    if isinstance(hint, type) and hint.__module__.startswith("shardkit."):
+        name = hint.__name__
+        article = "an" if name[0] in "AEIO" else "a"
+        return (Kind(f"{article} {name}", lambda x: isinstance(x, hint), _REMEDIES.get(name, "")),)
+    return ()

@@ -1,0 +1,300 @@
+"""One valid call of each public function, for the walk over wrong arguments: nothing here is compiled or started."""
+
+import inspect
+import itertools
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from shardkit import analysis, collectives, cost, runtime, schedules, testing, viz
+from shardkit.analysis import aot, planner
+from shardkit.collectives import compressed, hierarchical, ring
+from shardkit.models import blocks, parameters, transformer
+from shardkit.precision import precision_of
+
+SIZES = {"data": 4, "model": 2}
+MESH = sk.abstract_mesh(**SIZES)
+
+
+def ones(*shape):
+    return np.ones(shape, np.float32)
+
+
+def loss(params, batch, keys):
+    return jnp.sum((batch @ params["w"]) ** 2)
+
+
+def used_precision(**fields):
+    return precision_of(sk.Precision(**fields))
+
+
+used_precision.__signature__ = inspect.signature(sk.Precision)  # a NamedTuple is looked at where it is used
+
+
+def kernels():
+    """Calls inside shard_map over `MESH`, as (function, valid arguments)."""
+    x, tokens = ones(8, 4), np.zeros((2, 4), np.int32)
+    q = ones(2, 4, 4, 4)
+    key = jax.random.key(0)
+    keys = jax.random.split(key, 8)
+    over = {"x": x, "axis": "data"}
+    routing = sk.route(ones(8, 4), top_k=2)
+    config = transformer.Config(vocabulary=16, layers=1, dim=8, heads=2, experts=2, group=4)
+    weights = transformer.init(key, config)
+    layer = jax.tree.map(lambda leaf: leaf[0], weights["layers"])
+    state = {"weights": layer, "x_btD": jnp.ones((2, 4, 8))}
+    return [
+        (collectives.all_gather, over),
+        (collectives.reduce_scatter, over),
+        (collectives.all_reduce, over),
+        (collectives.all_to_all, over | {"split_dim": 0, "concat_dim": 1}),
+        (collectives.axis_index, {"axis": "data"}),
+        (collectives.axis_size, {"axis": "data"}),
+        (collectives.broadcast, over),
+        (collectives.shift, over),
+        (collectives.vary, {"tree": x, "axes": "data"}),
+        (collectives.gather_to_one, over),
+        (collectives.halo_exchange, over),
+        (collectives.scan, over),
+        (collectives.pad_to_axis, over),
+        (collectives.unpad, {"x": x, "size": 4}),
+        (collectives.all_gather_uneven, over | {"sizes": (8, 7, 6, 5)}),
+        (collectives.reduce_scatter_uneven, over | {"sizes": (3, 2, 2, 1)}),
+        (collectives.all_reduce_tree, {"tree": x, "axis": "data"}),
+        (collectives.ragged_all_to_all, over | {"counts": np.ones((4, 4), np.int32), "rows": 8, "limit": 4}),
+        (collectives.all_gather_matmul, {"x_tD": x, "w_Df": ones(4, 4), "axis": "data"}),
+        (collectives.matmul_reduce_scatter, {"h_Tf": x, "w_fD": ones(4, 4), "axis": "data"}),
+        (ring.all_gather, over),
+        (ring.reduce_scatter, over),
+        (ring.all_reduce, over),
+        (hierarchical.all_reduce, {"x": x, "inner": "model", "outer": "data"}),
+        (hierarchical.all_gather, {"x": x, "inner": "model", "outer": "data"}),
+        (hierarchical.reduce_scatter, {"x": x, "inner": "model", "outer": "data"}),
+        (compressed.init_residual, {"x": x}),
+        (compressed.all_reduce, over | {"residual": ones(8, 4), "dtype": jnp.bfloat16}),
+        (sk.column_linear, {"x": x, "w": ones(4, 4), "axis": "model"}),
+        (sk.row_linear, {"h": x, "w": ones(4, 4), "axis": "model"}),
+        (sk.device_major_qkv, {"w": ones(4, 24), "ways": 2, "heads": 4}),
+        (sk.local_groups, {"w_DGK": ones(8, 2, 4), "axis": "model", "heads": 4, "kv_heads": 2}),
+        (sk.dot_attention, {"q_bTHK": q, "k_bTGK": q, "v_bTGK": q}),
+        (sk.ring_attention, {"q_btHK": q, "k_btGK": q, "v_btGK": q, "axis": "data"}),
+        (sk.ulysses_attention, {"q_btHK": q, "k_btGK": q, "v_btGK": q, "axis": "data"}),
+        (sk.positions, {"tokens_per_device": 4, "axis": "data"}),
+        (sk.zigzag, {"tree": tokens, "axis": "data"}),
+        (sk.dropout, {"x_b": x, "keys_b": keys, "rate": 0.5}),
+        (sk.example_keys, {"key": key, "n": 4}),
+        (sk.fold_axes, {"key": key, "axes": "data"}),
+        (sk.fold_axis, {"key": key, "axis": "data"}),
+        (sk.fold_keys, {"keys": keys, "data": 1}),
+        (sk.step_key, {"key": key, "step": 1}),
+        (
+            sk.moe,
+            {
+                "x": jnp.ones((2, 4, 8)),
+                "router_DE": jnp.ones((8, 4)),
+                "experts": {"w": ones(1, 8, 8)},
+                "expert_fn": lambda experts, x, dot: dot(x, experts["w"]),
+                "axis": "data",
+            },
+        ),
+        (sk.route, {"logits_NE": ones(8, 4), "top_k": 2}),
+        (sk.routing_stats, {"logits_NE": ones(8, 4), "routing": routing}),
+        (sk.scan_layers, {"layer_fn": lambda w, x: x * w, "stacked": ones(3, 4), "x": ones(4)}),
+        (sk.sharded_layer_norm, {"x_Td": x, "gain_d": ones(4), "bias_d": ones(4), "axis": "model"}),
+        (sk.sharded_rms_norm, {"x_Td": x, "gain_d": ones(4), "axis": "model"}),
+        (sk.sharded_moments, {"x": x, "axis": "model"}),
+        (sk.vocab_embed, {"tokens_bT": tokens, "table_vD": ones(8, 4), "axis": "model"}),
+        *(
+            (each, {"x_bTD": ones(2, 4, 4), "head_Dv": ones(4, 8), "targets_bT": tokens, "axis": "model"})
+            for each in (sk.vocab_cross_entropy, sk.vocab_cross_entropy_and_hits)
+        ),
+        (sk.bytes_per_device, {"tree": x}),
+        (sk.unpadded, {"tree": {"w": x}}),
+        (transformer.init, {"key": key, "config": config}),
+        (transformer.apply, {"params": weights, "tokens_bT": tokens, "config": config}),
+        (transformer.run, {"params": weights, "batch": {"tokens": tokens}, "config": config}),
+        (blocks.attention, state | {"config": config}),
+        (blocks.experts, state | {"config": config}),
+        (blocks.rms_norm, {"x_bTD": ones(2, 4, 8), "gain_D": ones(8)}),
+        (blocks.rotate, {"x_bTHK": q, "places_T": np.arange(4)}),
+    ]
+
+
+def builders():
+    """Calls outside of shard_map."""
+    devices = jax.devices()[:8]
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(4, 2), ("data", "model"))
+    grad_fn, optimizer, plan = sk.value_and_grad(loss), optax.sgd(0.1), sk.dp("data")
+    step = {"grad_fn": grad_fn, "optimizer": optimizer, "mesh": mesh, "plan": plan}
+    schedule = schedules.one_f_one_b(2, 4)
+    functions = {"embed": lambda s, b, k: b, "stage": lambda w, x, k: x, "head": lambda s, x, b: jnp.sum(x)}
+    pipeline = {**functions, "schedule": schedule, "axis": "stage"}
+    rules = {"w": P(None, "data")}
+    halves = sk.submeshes(mesh, "model")
+    put = {"stages": [lambda p, x: x] * 2, "meshes": halves}
+    params, batch = {"w": ones(4, 4)}, ones(8, 4)
+    training = {"params": params, "batches": [batch], "optimizer": optimizer}
+    laid = sk.shard(batch, mesh, P("data"))
+    kernel = lambda x: jax.lax.psum(x, "data")  # noqa: E731
+    mapped = {"mesh": mesh, "in_specs": P("data"), "out_specs": P()}
+    config = transformer.Config(vocabulary=16, layers=1, dim=8, heads=2)
+    path = Path(tempfile.mkdtemp())
+    fresh = itertools.count()
+    model = planner.Model(8, 64, 4, vocabulary=256)
+    place = {"chip": "v5e", "batch": 64, "sequence": 128}
+    rooms = {"batch": 1, "sequence": 8, "hidden": 8}
+    traced = {"fn": lambda x: x + 1, "args": (ones(4),)}
+    placed = {"tree": batch, "mesh": mesh, "spec": P("data")}
+    return [
+        (sk.abstract_mesh, {"sizes": {"data": 8}}),
+        (sk.make_mesh, {"sizes": {"data": 8}, "devices": devices}),
+        (
+            sk.make_hybrid_mesh,
+            {"fast": {"m": 4}, "slow": {"d": 2}, "devices": devices, "group_of": lambda d: d.id // 4},
+        ),
+        (sk.simulate_devices, {"n": len(jax.devices())}),
+        (sk.DistributedConfig, {}),
+        (used_precision, {}),
+        (sk.dp, {"axis": "data"}),
+        (sk.cp, {"axis": "data"}),
+        (sk.pp, {"axis": "data"}),
+        (sk.ep, {"axis": "data"}),
+        (sk.tp, {"axis": "data", "rules": rules}),
+        (sk.fsdp, {"axis": "data"}),
+        (sk.zero1, {"axis": "data"}),
+        (sk.zero2, {"axis": "data"}),
+        (sk.chain, {"plans": (plan,)}),
+        (sk.describe, {"thing": mesh}),
+        (sk.local_shape, {"shape": (8, 4), "spec": P("data"), "mesh": mesh}),
+        (sk.global_shape, {"shape": (8, 4), "spec": P("data"), "mesh": mesh}),
+        (sk.shard, {"tree": batch, "mesh": mesh, "specs": P("data")}),
+        (sk.specs_from_rules, {"logical_axes": {"w": ("a", "b")}, "rules": {"a": "data", "b": None}}),
+        (sk.submeshes, {"mesh": mesh, "axis": "data"}),
+        (sk.gathered, {"layer_fn": lambda w, x: x}),
+        (sk.value_and_grad, {"loss_fn": loss}),
+        (sk.make_train_step, step),
+        (sk.make_eval_step, {"loss_fn": loss, "mesh": mesh, "plan": plan}),
+        (sk.pipeline_loss, pipeline),
+        (sk.pipeline_value_and_grad, pipeline),
+        (sk.device_put_pipeline, put),
+        (sk.device_put_value_and_grad, put | {"loss": lambda y, b: jnp.sum(y)}),
+        *((each, {"stages": 2, "microbatches": 4}) for each in (schedules.gpipe, schedules.one_f_one_b)),
+        *((each, {"stages": 2, "microbatches": 4}) for each in (schedules.dualpipe_v, schedules.zero_bubble_h1)),
+        *((each, {"stages": 2, "microbatches": 4}) for each in (schedules.zero_bubble_v, schedules.lockstep)),
+        *(
+            (each, {"stages": 2, "microbatches": 4, "chunks": 2})
+            for each in (schedules.interleaved, schedules.breadth_first)
+        ),
+        (schedules.Schedule.from_csv, {"text": schedule.to_csv()}),
+        (schedules.Schedule.simulate, {"self": schedule}),
+        (schedules.Schedule.order, {"self": schedule, "device": 0}),
+        (testing.assert_matches_reference, {"kernel": kernel, "reference": lambda x: x, **mapped, "args": (batch,)}),
+        (
+            testing.assert_same_training,
+            {"grad_fn": grad_fn, "reference_grad_fn": grad_fn, "mesh": mesh, "plan": plan} | training,
+        ),
+        (
+            testing.certify_gradients,
+            {"grad_fn": lambda p, b: p, "loss_fn": lambda p, b: jnp.sum(p["w"]), "params": params, "batch": batch},
+        ),
+        (testing.covering, {"factors": {"a": [1, 2], "b": [1, 2]}}),
+        (testing.emulate, {"kernel": kernel, "mesh_sizes": {"data": 4}, "in_specs": P("data"), "out_specs": P()}),
+        (testing.one_device, {"grad_fn": grad_fn} | training),
+        (testing.prove, {"step": grad_fn, "reference": grad_fn, "rows": [testing.Row({"data": 4}, plan)]} | training),
+        (testing.recording, {"optimizer": optimizer}),
+        (testing.meshes, {}),
+        (testing.programs, {}),
+        (testing.sharded_arrays, {}),
+        (testing.specs, {"shape": (4, 4), "sizes": {"a": 2}}),
+        (analysis.census, traced),
+        (analysis.explain, traced),
+        (analysis.lint, traced),
+        (analysis.collective, {"kind": "all_reduce", "axis": "data"}),
+        (analysis.expects, {"rows": ()}),
+        (analysis.profile, traced | {"folder": path}),
+        (analysis.scaling, {"make": lambda n: (lambda x: x, (ones(4),)), "sizes": (1, 2)}),
+        (aot.compile, {"step": jax.jit(lambda x: x), "args": (ones(4),), "topology": "v5e:2x4"}),
+        (aot.parse_topology, {"text": "v5e:2x4"}),
+        (planner.estimate, {"model": model, "layout": planner.Layout(data=8)} | place),
+        (planner.advise, {"model": model, "layout": planner.Layout(data=8)} | place),
+        (planner.batch_size, {"model": model, "layout": planner.Layout(data=8), "chip": "v5e", "sequence": 128}),
+        (planner.search, {"model": model, "chips": 8} | place),
+        (planner.layouts, {"model": model, "chips": 8, "chip": "v5e", "batch": 64}),
+        (planner.table, {"candidates": []}),
+        (cost.activation_memory, rooms | {"heads": 2}),
+        (cost.model_activation_memory, rooms | {"layers": 2, "heads": 2}),
+        (cost.arithmetic_intensity, {"flops": 1.0, "bytes": 1.0}),
+        (cost.bubble, {"stages": 2, "microbatches": 4}),
+        (cost.bubble_time, {"stages": 2, "microbatches": 4}),
+        (cost.in_flight, {"stages": 2, "microbatches": 4}),
+        (cost.interleaving_factor, {"stages": 2, "chunks": 2}),
+        (cost.bus_factor, {"op": "all_reduce", "n": 4}),
+        (cost.chip, {"name": "v5e"}),
+        (cost.critical_intensity, {"chip": "v5e"}),
+        (cost.data_parallel_batch, {"chip": "v5e"}),
+        (cost.group_bandwidth, {"chip": "v5e"}),
+        (cost.network_intensity, {"chip": "v5e"}),
+        (cost.tensor_parallel_ways, {"chip": "v5e", "ffn": 64}),
+        (cost.fsdp_tensor_batch, {"chip": "v5e", "ffn": 64}),
+        (cost.fsdp_tensor_split, {"chip": "v5e", "ffn": 64, "tokens": 64, "chips": 8}),
+        (cost.roofline, {"flops": 1.0, "bytes": 1.0, "chip": "v5e"}),
+        (cost.matmul_intensity, {"rows": 4, "inner": 4, "columns": 4}),
+        (cost.mfu, {"flops": 1.0, "seconds": 1.0, "peak": 1.0}),
+        (cost.collective_time, {"kind": "all_reduce", "size": 8, "n": 4, "bandwidth": 1.0}),
+        (
+            cost.hierarchical_time,
+            {"kind": "all_reduce", "size": 8, "inner": 2, "outer": 2, "inner_bandwidth": 1.0, "outer_bandwidth": 1.0},
+        ),
+        (cost.torus_time, {"kind": "all_reduce", "size": 8, "sizes": (2, 2), "bandwidth": 1.0}),
+        (cost.wire, {"kind": "all_reduce", "size": 8, "n": 4}),
+        (cost.context_volume, rooms | {"ways": 2}),
+        (cost.expert_volume, {"tokens": 8, "hidden": 8, "ways": 2}),
+        (cost.pipeline_volume, rooms),
+        (cost.tensor_volume, rooms | {"ways": 2}),
+        (cost.training_flops, {"parameters": 1.0, "tokens": 1.0}),
+        (cost.training_time, {"parameters": 1.0, "tokens": 1.0, "chips": 1, "flops_per_chip": 1.0}),
+        (cost.transformer_flops, {"layers": 1, "hidden": 8, "sequence": 8}),
+        (cost.transformer_parameters, {"layers": 1, "hidden": 8}),
+        *(
+            (each, {"parameters": 8.0, "ways": 2, "stage": 1})
+            for each in (cost.zero_breakdown, cost.zero_memory, cost.zero_volume)
+        ),
+        (runtime.from_full, placed),
+        (runtime.from_process_local, placed),
+        (
+            runtime.from_single_device,
+            {"shards": [s.data for s in laid.addressable_shards], "mesh": mesh, "spec": P("data"), "shape": (8, 4)},
+        ),
+        (runtime.local_rows, {"batch": 8, "mesh": mesh, "spec": P("data")}),
+        (runtime.local_shards, {"x": laid}),
+        (runtime.fetch, {"tree": batch}),
+        (runtime.to_numpy, {"tree": batch}),
+        (runtime.replicate, {"tree": batch, "mesh": mesh}),
+        (runtime.replica_drift, {"tree": laid}),
+        (runtime.assert_no_drift, {"tree": laid}),
+        (runtime.nonfinite, {"tree": laid}),
+        (runtime.triage, {"grad_fn": grad_fn, "mesh": mesh, "plan": plan}),
+        (runtime.loader, {"source": [np.ones(4)] * 8, "batch": 4, "seed": 0, "mesh": mesh, "spec": P("data")}),
+        (runtime.prefetch_to_device, {"batches": []}),
+        (runtime.latest_step, {"directory": path}),
+        (runtime.Checkpoints, {"directory": path / str(next(fresh))}),
+        (runtime.health_check, {}),
+        (runtime.launch, {"command": ["true"], "processes": 1}),
+        (runtime.initialize, {}),
+        (runtime.preempted, {"step": 1}),
+        (runtime.barrier, {"name": "x"}),
+        (runtime.gpu_flags, {}),
+        (viz.draw, {"schedule": schedule, "file": path / "a.svg"}),
+        (transformer.Config, {}),
+        (transformer.Axes, {}),
+        (transformer.loss_fn, {"config": config}),
+        (transformer.pieces, {"config": config}),
+        (parameters.logical_axes, {"config": config}),
+        (parameters.tensor_rules, {"config": config, "axis": "model", "ways": 2}),
+    ]

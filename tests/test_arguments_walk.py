@@ -1,0 +1,138 @@
+"""Every public function with every wrong value of each argument's kind: a sentence, or a reason to take it."""
+
+import collections
+import inspect
+import re
+import signal
+import subprocess
+
+import jax
+import pytest
+from jax._src.interpreters import pxla
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from shardkit import analysis, collectives, cost, runtime, schedules, testing, viz
+from shardkit.analysis import planner
+from shardkit.collectives import compressed, hierarchical, ring
+from shardkit.models import transformer
+from support import calls, walk
+
+pytestmark = pytest.mark.check
+ROOMS = (sk, analysis, planner, collectives, cost, runtime, schedules, testing, viz, transformer)
+FEWEST = 7000
+
+# What is taken and means something: which calls, and why. Matched as `room.function(parameter=value)`.
+HUGE = "10{30}"
+TAKEN = [
+    (rf"cost\..*=\(?{HUGE}.*|analysis\.(estimate|planner)\..*={HUGE}\)", "closed forms are exact at any size"),
+    (r"cost\..*bandwidth=inf\)", "a wire that costs nothing"),
+    (r"cost\..*\(recompute=True\)", "another word for 'full'"),
+    (r"cost\..*=(0|0\.0)\)", "nothing of it: no bytes, no latency, stage 0, no vocabulary"),
+    (r"(cost|schedules)\..*\((axes|rows|stages)=1\)", "one"),
+    (r".*\((axis|context|expert|stage|ulysses)=('nowhere'|'nothing of the kind'|\('data', '(data|nowhere)'\))\)",
+     "a plan, a model and an expectation know no mesh; make_train_step and the kernels refuse it"),
+    (r"models\.blocks\.Axes\(model='x'\)", "an axis; a kernel refuses it where the mesh has none of that name"),
+    (r".*\((spec|specs|in_specs|out_specs|batch_spec|param_specs)=P\(None, None, 'data'\)\)",
+     "a leaf takes as many entries as it has dims, or what the rank is shows at the call"),
+    (r".*\((ignore|names|layerwise|flags)=\(\)\)|collectives\.basic\.vary\(axes=\(\)\)", "none of them"),
+    (r".*\((w|w_Df)=(\{\}|\(\))\)", "a pytree without leaves"),
+    (r".*\((x|w_DGK)=ndarray \(2, 2, 2, 2, 2, 2\)\)", "an array of any rank: dims before the last are a batch"),
+    (r"testing\.strategies\.specs\(shape=\(\)\)", "a scalar"),
+    (r".*\((args|batches|source)=(\[None\]|'x')\)", "handed on: what is in it is the user's function's affair"),
+    (r".*\((name|best|master_addr)=(''|'nothing of the kind')\)", "any name"),
+    (r"(collectives|rng|runtime|train|config|testing|schedules|parallel\.(zero|orders)|analysis)\..*=(0|1|\[1\])\)",
+     "a place, an index, a seed, a number of rows, steps, devices or bytes"),
+    (r"collectives\.basic\.shift\(by=-1\)", "the other way"),
+    (r"(collectives|models|parallel|rng|runtime|schedules)\..*=0\.0\)", "no dropout, smoothing, cost, wait or loss"),
+    (r"parallel\..*attention\(scale=-1\.0\)", "a factor of the scores, of either sign"),
+]  # fmt: skip
+# Raised below our own frames, and rightly so.
+BELOW = r"testing\.assertions\.assert_matches_reference\((in_specs|out_specs)=P\(None, None, 'data'\)\)"
+# Not walked: they take nothing, anything, or start what outlives a test.
+UNWALKED = {
+    "runtime.cluster.finish": "ends the process",
+    "runtime.cluster.is_main": "takes nothing",
+    "runtime.cluster.log": "prints anything",
+    "runtime.guard.guard": "starts a process; tests/runtime has its sentences",
+    "runtime.arrays.print_global": "prints any tree",
+    "runtime.arrays.from_rows": "what from_process_local and the loader call",
+    "runtime.laws.restores_elsewhere": "a law, called by prove alone",
+    "runtime.preemption.watch_preemption": "takes nothing",
+    "models.transformer.in_order": "a function of what pieces gives",
+    "models.blocks.mlp": "a layer of the model, walked with apply",
+    "analysis.account.compiled": "compiles",
+    "analysis.profile.trace": "starts the profiler",
+    "viz.schedule.boxes": "of a timeline, which simulate gives",
+    "viz.schedule.facts": "of a timeline, which simulate gives",
+    "viz.schedule.figure": "of a timeline, which simulate gives",
+    "viz.schedule.in_flight": "of a timeline, which simulate gives",
+    "viz.schedule.title": "of a schedule",
+}
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """The whole walk. What is compiled or started ends the call there: its arguments have been taken."""
+    found = []
+    outside = calls.builders()
+    monkeypatch.setattr(pxla.MeshComputation, "compile", walk.raising)
+    monkeypatch.setattr(subprocess, "Popen", walk.raising)
+    filtering = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", "off")
+    for name in ("JAX_COORDINATOR_ADDRESS", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    before = signal.signal(signal.SIGALRM, walk.late)
+    try:
+
+        def inside():
+            found.extend(walk.walked(calls.kernels()))
+            return jax.numpy.zeros(())
+
+        jax.eval_shape(jax.shard_map(inside, mesh=calls.MESH, in_specs=(), out_specs=P()))
+        found.extend(walk.walked(outside))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        jax.config.update("jax_traceback_filtering", filtering)
+    return found
+
+
+def test_wrong_arguments_get_a_sentence(rows):
+    # It alone finds an argument whose mistake shows as an AttributeError of jax, or not at all.
+    count = collections.Counter(row.verdict for row in rows)
+    print(f"\n{len(rows)} wrong arguments: {dict(count)}")
+    below = [row for row in rows if row.verdict in ("raw", "hang") and not re.fullmatch(BELOW, row.call)]
+    assert not below, "\n".join(map(str, below))
+    taken = [row for row in rows if row.verdict == "accepted"]
+    meaningless = [row for row in taken if not any(re.fullmatch(pattern, row.call) for pattern, _ in TAKEN)]
+    assert not meaningless, "\n".join(map(str, meaningless))
+    unused = [pattern for pattern, _ in TAKEN if not any(re.fullmatch(pattern, row.call) for row in taken)]
+    assert not unused
+    assert len(rows) >= FEWEST and count["sentence"] >= 0.95 * len(rows), count
+
+
+def test_every_public_function_is_walked():
+    inside = []
+    jax.eval_shape(
+        jax.shard_map(
+            lambda: [inside.extend(calls.kernels()), jax.numpy.zeros(())][1],
+            mesh=calls.MESH,
+            in_specs=(),
+            out_specs=P(),
+        )
+    )
+    walked = {walk.name_of(function) for function, _ in inside + calls.builders()}
+    public = set()
+    for room in ROOMS:
+        for name in room.__all__:
+            each = getattr(room, name)
+            if inspect.isfunction(each) and each.__module__.startswith("shardkit."):
+                public.add(walk.name_of(each))
+    for room in (compressed, hierarchical, ring):
+        public |= {
+            walk.name_of(each)
+            for name, each in vars(room).items()
+            if inspect.isfunction(each) and each.__module__ == room.__name__ and not name.startswith("_")
+        }
+    assert public - walked - set(UNWALKED) == set()
+    assert set(UNWALKED) <= public and not set(UNWALKED) & walked
