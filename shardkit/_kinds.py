@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -105,6 +106,10 @@ def _are_specs(x: Any) -> bool:
 
 def short(value: Any) -> str:
     """A value as an error shows it."""
+    if inspect.isroutine(value):
+        return f"the function {value.__name__!r}"
+    if isinstance(value, jax.Array):
+        return value.aval.str_short()
     text = repr(value)
     return text if len(text) <= 80 else f"a {type(value).__name__}"
 
@@ -139,6 +144,7 @@ PATH = Kind("a path", lambda x: isinstance(x, str | os.PathLike) and str(x) != "
 NOTHING = Kind("()", lambda x: isinstance(x, tuple) and not x)
 _MESH = Kind("a mesh", lambda x: isinstance(x, Mesh | AbstractMesh), "Pass for example sk.make_mesh(data=8)")
 _REMEDIES = {
+    "GradFn": "Pass sk.value_and_grad(loss_fn)",
     "Plan": "Pass for example sk.dp('data'), or sk.chain(...) of several",
     "Schedule": "Pass for example sk.schedules.gpipe(stages=2, microbatches=4)",
 }
@@ -183,7 +189,8 @@ def _of_class(hint: Any, origin: Any, args: tuple[Any, ...]) -> tuple[Kind, ...]
     if hint == tuple[()]:
         return (NOTHING,)
     if origin is Callable or getattr(hint, "_is_protocol", False):
-        return (FUNCTION,)
+        remedy = _REMEDIES.get(getattr(hint, "__name__", ""))
+        return (FUNCTION._replace(words=f"a {hint.__name__}", remedy=remedy) if remedy else FUNCTION,)
     if origin is Mapping:
         return (SIZES if args == (str, int) else MAPPING,)
     if origin is Collection:

@@ -7,21 +7,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
 
 from shardkit.parallel.gradient import kind
-from shardkit.parallel.plan import Plan
 from shardkit.rng import refuse_unstable
 
 
-def check_builder(where: str, function: Any, mesh: Any, plan: Any) -> None:
-    """Refuses a function, a mesh or a plan that is something else.
+def check_function(where: str, function: Any) -> None:
+    """Refuses a loss where a GradFn is meant, and the other way round.
 
     Args:
         where: `make_train_step`, whose function is a GradFn, or `make_eval_step`, whose function is a loss.
         function: the GradFn or the loss.
-        mesh: the mesh.
-        plan: the plan.
 
     Raises:
         TypeError: with the rule, what was given, and the remedy.
@@ -35,22 +31,6 @@ def check_builder(where: str, function: Any, mesh: Any, plan: Any) -> None:
     scaled = _takes_scale(function) if callable(function) else not training
     if scaled is not None and scaled != training:
         raise TypeError(f"{where}: {what}; got {_told(function)}. {remedy}")
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(f"{where}: mesh must be a mesh; got {_told(mesh)}. Pass for example sk.make_mesh(data=8).")
-    if not isinstance(plan, Plan):
-        raise TypeError(
-            f"{where}: plan must be a Plan; got {_told(plan)}. Pass for example sk.dp('data'), or sk.chain(...) "
-            "of several."
-        )
-
-
-def check_optimizer(optimizer: Any) -> None:
-    """Refuses what is no optax transformation."""
-    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
-        raise TypeError(
-            f"make_train_step: optimizer must be an optax GradientTransformation; got {_told(optimizer)}. Pass for "
-            "example optax.adamw(3e-4)."
-        )
 
 
 def checked_key(key: Any) -> jax.Array:

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._compat import varying_axes
-from shardkit._kinds import Key
+from shardkit._kinds import Key, Optimizer
 from shardkit._typed import typed
-from shardkit.arguments import check_builder, check_optimizer
+from shardkit.arguments import check_function
 from shardkit.collectives import all_reduce
 from shardkit.parallel.batch import batch_specs
 from shardkit.parallel.gradient import GradFn, LossFn, Mean, counted, global_means
@@ -61,7 +61,7 @@ class NonFiniteError(FloatingPointError):
 @typed
 def make_train_step(
     grad_fn: GradFn,
-    optimizer: Any,
+    optimizer: Optimizer,
     *,
     mesh: Mesh,
     plan: Plan,
@@ -103,8 +103,7 @@ def make_train_step(
     """
     import optax
 
-    check_builder("make_train_step", grad_fn, mesh, plan)
-    check_optimizer(optimizer)
+    check_function("make_train_step", grad_fn)
     plan = arranged(plan, grad_fn)
     plan.check(mesh)
     policy = precision_of(precision)
@@ -206,7 +205,7 @@ def make_eval_step(
 
     Cost: an all_gather of `rest - seen` for each leaf, and one all_reduce of 8 bytes a mean.
     """
-    check_builder("make_eval_step", loss_fn, mesh, plan)
+    check_function("make_eval_step", loss_fn)
     plan = arranged(plan, loss_fn)
     plan.check(mesh)
     policy = precision_of(precision)

@@ -32,7 +32,7 @@ TAKEN = [
     (r"(cost|schedules)\..*\((axes|rows|stages)=1\)", "one"),
     (r".*\((axis|context|expert|stage|ulysses)=('nowhere'|'nothing of the kind'|\('data', '(data|nowhere)'\))\)",
      "a plan, a model and an expectation know no mesh; make_train_step and the kernels refuse it"),
-    (r"models\.blocks\.Axes\(model='x'\)", "an axis; a kernel refuses it where the mesh has none of that name"),
+    (r"models\.places\.Axes\(model='x'\)", "an axis; a kernel refuses it where the mesh has none of that name"),
     (r".*\((spec|specs|in_specs|out_specs|batch_spec|param_specs)=P\(None, None, 'data'\)\)",
      "a leaf takes as many entries as it has dims, or what the rank is shows at the call"),
     (r".*\((ignore|names|layerwise|flags)=\(\)\)|collectives\.basic\.vary\(axes=\(\)\)", "none of them"),

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from shardkit import _compat, _platform
-from shardkit._check import Axis, at_least, bound, shapes
+from shardkit._check import Axis, at_least, bound
 from shardkit._typed import typed
 from shardkit.collectives.basic import all_to_all, axis_index, axis_size, vary
 
@@ -45,10 +45,6 @@ def ragged_all_to_all(
         blocks of `limit` rows.
     """
     names = bound("ragged_all_to_all", axis)
-    shapes("ragged_all_to_all", counts=(counts, "nn"))
-    at_least("ragged_all_to_all", 0, rows=rows, limit=limit)
-    if not jnp.issubdtype(counts.dtype, jnp.integer):
-        raise TypeError(f"ragged_all_to_all: counts must be integers; got {counts.dtype}. Convert them.")
     n, me = axis_size(names), axis_index(names)
     _check(x, counts, n, rows, limit)
     x, counts = vary(x, names), vary(jnp.asarray(counts), names)
@@ -98,9 +94,7 @@ def _check(x: jax.Array, counts: Any, n: int, rows: int, limit: int) -> None:
             f"{where}: counts must say for each of {n} devices how many rows it sends each; got shape "
             f"{jnp.shape(counts)}. Gather them to shape {(n, n)}."
         )
-    for name, size in (("rows", rows), ("limit", limit)):
-        if size < 0:
-            raise ValueError(f"{where}: {name} must be 0 or more; got {size}. Correct {name}.")
+    at_least(where, 0, rows=rows, limit=limit)
     if not isinstance(counts, jax.core.Tracer) and _wrong(np.asarray(counts), x.shape[0], rows, limit):
         raise ValueError(
             f"{where}: no count may be below 0 or beyond limit={limit}, and no device may send more than the "

@@ -436,8 +436,8 @@ def test_counts_that_cannot_be_are_seen_in_the_result(dense, monkeypatch):
             "counts must say for each of 2 devices how many rows it sends each; got shape (2,). Gather them to shape "
             "(2, 2).",
         ),
-        (np.ones((2, 2), np.int32), {"rows": -1}, ValueError, "rows must be 0 or more; got -1. Correct rows."),
-        (np.ones((2, 2), np.int32), {"limit": -1}, ValueError, "limit must be 0 or more; got -1. Correct limit."),
+        (np.ones((2, 2), np.int32), {"rows": -1}, ValueError, "rows must be at least 0; got -1. Correct rows."),
+        (np.ones((2, 2), np.int32), {"limit": -1}, ValueError, "limit must be at least 0; got -1. Correct limit."),
         *(
             (
                 np.array(counts),
