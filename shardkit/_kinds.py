@@ -158,6 +158,7 @@ Key = Annotated[jax.Array, KEY]
 DType = Annotated[Any, DTYPE]
 Specs = Annotated[Any, SPECS]
 Optimizer = Annotated[Any, OPTIMIZER]
+_NO_AXIS = {type(None), tuple[()]}
 SCALARS = (bool, int, float, str)
 
 
@@ -175,10 +176,11 @@ def kinds_of(hint: Any) -> tuple[Any, ...]:
     if origin is Literal:
         return args
     if origin in (Union, types.UnionType):
-        if str in args and tuple[str, ...] in args:  # an Axis
-            found = [(AXIS,), *(kinds_of(each) for each in args if each not in (str, tuple[str, ...]))]
-        else:
-            found = [kinds_of(each) for each in args]
+        named = {str, tuple[str, ...]}
+        if named <= set(args):  # an Axis, or what else may be told by names, which the function knows
+            rest = [kinds_of(each) for each in args if each in _NO_AXIS]
+            return (AXIS, *(kind for each in rest for kind in each)) if set(args) <= named | _NO_AXIS else ()
+        found = [kinds_of(each) for each in args]
         return tuple(kind for each in found for kind in each) if all(found) else ()
     return _of_class(hint, origin, args)
 

@@ -38,6 +38,8 @@ TAKEN = [
     (r".*\((ignore|names|layerwise|flags)=\(\)\)|collectives\.basic\.vary\(axes=\(\)\)", "none of them"),
     (r".*\((w|w_Df)=(\{\}|\(\))\)", "a pytree without leaves"),
     (r".*\((x|w_DGK)=ndarray \(2, 2, 2, 2, 2, 2\)\)", "an array of any rank: dims before the last are a batch"),
+    (r"testing\.emulate\.emulate\((in_specs|out_specs|mesh_sizes)=(P\('nowhere',\)|P\('data', 'data'\)|\{\})\)",
+     "the arrays' ranks show at the call, which refuses them by argument"),
     (r"testing\.strategies\.specs\(shape=\(\)\)", "a scalar"),
     (r".*\((args|batches|source)=(\[None\]|'x')\)", "handed on: what is in it is the user's function's affair"),
     (r".*\((name|best|master_addr)=(''|'nothing of the kind')\)", "any name"),

@@ -24,7 +24,7 @@ import jax
 
 from shardkit import _platform
 from shardkit._check import sized
-from shardkit._typed import typed
+from shardkit._typed import check_kind
 from shardkit.analysis import hlo
 from shardkit.analysis.census import census_of, mesh_sizes
 from shardkit.analysis.compiled import compiled_rows, total_work
@@ -44,7 +44,6 @@ from shardkit.analysis.wires import clock_of
 _QUIET = {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1"}
 
 
-@typed
 def compile(
     step: Any,
     args: Sequence[Any],
@@ -83,6 +82,7 @@ def compile(
 
     Cost: tracing does not grow with the number of chips; the compiler takes seconds to minutes, in one process.
     """
+    check_kind("aot.compile", "timeout", timeout, (float,))
     if not 0 < timeout < math.inf:
         raise ValueError(f"aot.compile: timeout must be above 0 and finite; got {timeout}. Correct timeout.")
     where = parse_topology(topology)

@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from shardkit._check import quoted
-from shardkit._typed import typed
 from shardkit.cost import Chip, chips
 
 # jax's names for the topologies, and the packages that hold their compilers
@@ -38,7 +37,6 @@ class Topology(NamedTuple):
         return f"{self.chip}:{'x'.join(map(str, self.shape))}"
 
 
-@typed
 def parse_topology(text: str) -> Topology:
     """Reads "v5p:8x8x8" or "h100:1x1x8".
 

@@ -28,7 +28,7 @@ def assert_matches_reference(
     reference: Callable[..., Any],
     *,
     mesh: Mesh,
-    in_specs: Specs,
+    in_specs: Specs | None,
     out_specs: Specs,
     args: Sequence[Any],
     grad: bool = True,

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.analysis import aot
+from shardkit.analysis import aot, topology
 from shardkit.analysis.report import Report
 from shardkit.models import transformer
 from support.compilers import answers, child_that, gpu, refused, tpu
@@ -66,7 +66,7 @@ def test_unreadable_topologies_are_refused(text, message):
 
 
 def test_a_missing_compiler_is_named(monkeypatch):
-    monkeypatch.setattr(aot, "find_spec", lambda name: None)
+    monkeypatch.setattr(topology, "find_spec", lambda name: None)
     assert refused(lambda x: x, (1.0,), error=RuntimeError) == (
         "aot.compile: the compiler for v5e is not installed. Install it with: pip install 'shardkit[aot]'"
     )

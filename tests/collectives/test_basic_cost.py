@@ -189,7 +189,8 @@ def test_errors_of_the_axis(name):
     )
     assert refused(lambda x: call(x, 3)) == (
         TypeError,
-        f"{name}: axis must be a mesh axis name or a tuple of names; got 3. "
+        f"{name}: {'axes' if name == 'vary' else 'axis'} must be a mesh axis name or a tuple of names"
+        f"{' or ()' * (name == 'vary')}; got 3. "
         "Pass for example axis='data' or axis=('data', 'model').",
     )
     with pytest.raises(ValueError) as error:

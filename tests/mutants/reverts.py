@@ -307,15 +307,15 @@ REVERTS = (
     ),
     (
         "plan-that-is-none",
-        "shardkit/train.py",
-        "    plan: Plan,\n    accumulate: int = 1,",
-        "    plan: Any,\n    accumulate: int = 1,",
+        "shardkit/_kinds.py",
+        "lambda x: isinstance(x, hint)",
+        "lambda x: x is not None",
     ),
     (
         "mesh-that-is-none",
-        "shardkit/train.py",
-        "    mesh: Mesh,\n    plan: Plan,\n    accumulate",
-        "    mesh: Any,\n    plan: Plan,\n    accumulate",
+        "shardkit/_kinds.py",
+        "lambda x: isinstance(x, Mesh | AbstractMesh)",
+        "lambda x: x is not None",
     ),
     (
         "optimizer-that-is-none",
@@ -697,9 +697,9 @@ REVERTS = (
     ),
     (
         "fractions-are-counts",
-        "shardkit/_typed.py",
-        "return isinstance(value, Integral) and not isinstance(value, bool)",
-        "return isinstance(value, Real) and not isinstance(value, bool)",
+        "shardkit/_kinds.py",
+        "return isinstance(x, Integral) and not",
+        "return isinstance(x, Number) and not",
     ),
     (
         "nan-is-a-number",

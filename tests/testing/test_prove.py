@@ -284,7 +284,7 @@ def test_a_recording_optimizer_changes_nothing_and_shows_the_gradients():
         *[
             (
                 {"relative": wrong},
-                f"one_device: relative must lie between 0 and 1; got {wrong}. Pass for example 1e-5.",
+                f"assert_same_training: relative must lie between 0 and 1; got {wrong}. Pass for example 1e-5.",
             )
             for wrong in (0, -1e-5, 1.0, float("inf"))
         ],

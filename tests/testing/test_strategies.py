@@ -19,13 +19,6 @@ from shardkit.testing.strategies import _factorisations
 QUICK = settings(max_examples=300, deadline=None, derandomize=True, database=None)
 
 
-class Sizes:
-    """What local_shape reads of a mesh."""
-
-    def __init__(self, sizes):
-        self.shape, self.axis_names = sizes, tuple(sizes)
-
-
 def test_every_factorisation_of_up_to_eight_devices_is_a_mesh():
     for k, count in ((1, 8), (2, 20), (3, 38)):
         ways = _factorisations(8, k)
@@ -47,7 +40,7 @@ def test_they_shrink_to_the_smallest():  # proves F73
 
 @given(sharded_arrays())
 def test_arrays_are_split_evenly_and_whole_numbered(array):
-    assert all(size >= 1 for size in local_shape(array.value.shape, array.spec, Sizes(array.sizes)))
+    assert all(size >= 1 for size in local_shape(array.value.shape, array.spec, sk.abstract_mesh(**array.sizes)))
     values = array.value.astype(np.float64)
     assert np.array_equal(values, np.round(values)) and np.abs(values).max(initial=0) <= 3
 
@@ -59,7 +52,7 @@ def test_arrays_of_normal_draws(array):
 
 @given(specs((4, 6), {"a": 2, "b": 3, "c": 1}))
 def test_specs_divide(spec):
-    local_shape((4, 6), spec, Sizes({"a": 2, "b": 3, "c": 1}))
+    local_shape((4, 6), spec, sk.abstract_mesh(a=2, b=3, c=1))
     assert spec == sk.layout.canonical(spec)
 
 
