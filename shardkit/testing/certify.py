@@ -13,10 +13,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardkit._check import axis_names, named, sized
-from shardkit._kinds import Arrays
+from shardkit._kinds import Arrays, Specs
 from shardkit._typed import typed
 from shardkit.collectives import vary
-from shardkit.layout import broadcast_specs, local_shape, path_name, spec_axes
+from shardkit.layout import broadcast_specs, check_axes, local_shape, path_name, spec_axes
 from shardkit.mesh import make_mesh
 from shardkit.testing._compare import (
     check_relative,
@@ -48,8 +48,8 @@ def certify_gradients(
     batch: Arrays,
     *,
     axes: str | Sequence[str] = ("data",),
-    batch_spec: Any = None,
-    param_specs: Any = None,
+    batch_spec: Specs | None = None,
+    param_specs: Specs | None = None,
     devices: int | None = None,
     relative: float = 1e-4,
     check_vma: bool = True,
@@ -94,6 +94,7 @@ def certify_gradients(
     if batch_spec is None:
         batch_spec = jax.tree.map(lambda x: PartitionSpec(axes[0]) if np.ndim(x) else PartitionSpec(), batch)
     batch_spec, param_specs = _spelled(batch_spec), _spelled(param_specs)
+    check_axes("certify_gradients", (batch_spec, param_specs), axes)
     expected = jax.tree.map(np.asarray, jax.grad(loss_fn)(params, batch))
     check_telling("certify_gradients", expected)
     proved: list[dict[str, int]] = []
