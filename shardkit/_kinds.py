@@ -129,7 +129,7 @@ OPTIMIZER = Kind(
 AXIS = Kind("a mesh axis name or a tuple of names", _is_axis, "Pass for example axis='data' or axis=('data', 'model')")
 FUNCTION = Kind("a function", callable, "Pass the function itself")
 WHOLES = Kind("a sequence of whole numbers below 2**63", lambda x: _items(x, _is_small))
-NAMES = Kind("a sequence of strings", lambda x: _items(x, lambda name: isinstance(name, str)))
+NAMES = Kind("a tuple of names", lambda x: _items(x, lambda name: isinstance(name, str)))
 SEQUENCE = Kind("a sequence", lambda x: _items(x, lambda _: True))
 COLLECTION = Kind("a collection", lambda x: isinstance(x, Collection) and not isinstance(x, str | bytes))
 ITERABLE = Kind("an iterable", lambda x: isinstance(x, Iterable) and not isinstance(x, str | bytes))
@@ -141,7 +141,6 @@ SIZES = Kind(
     ),
 )
 PATH = Kind("a path", lambda x: isinstance(x, str | os.PathLike) and str(x) != "", "Pass a string or a pathlib.Path")
-NOTHING = Kind("()", lambda x: isinstance(x, tuple) and not x)
 _MESH = Kind("a mesh", lambda x: isinstance(x, Mesh | AbstractMesh), "Pass for example sk.make_mesh(data=8)")
 _REMEDIES = {
     "GradFn": "Pass sk.value_and_grad(loss_fn)",
@@ -158,7 +157,6 @@ Key = Annotated[jax.Array, KEY]
 DType = Annotated[Any, DTYPE]
 Specs = Annotated[Any, SPECS]
 Optimizer = Annotated[Any, OPTIMIZER]
-_NO_AXIS = {type(None), tuple[()]}
 SCALARS = (bool, int, float, str)
 
 
@@ -178,8 +176,7 @@ def kinds_of(hint: Any) -> tuple[Any, ...]:
     if origin in (Union, types.UnionType):
         named = {str, tuple[str, ...]}
         if named <= set(args):  # an Axis, or what else may be told by names, which the function knows
-            rest = [kinds_of(each) for each in args if each in _NO_AXIS]
-            return (AXIS, *(kind for each in rest for kind in each)) if set(args) <= named | _NO_AXIS else ()
+            return (AXIS, *(None for each in args if each is type(None))) if set(args) <= named | {type(None)} else ()
         found = [kinds_of(each) for each in args]
         return tuple(kind for each in found for kind in each) if all(found) else ()
     return _of_class(hint, origin, args)
@@ -188,8 +185,6 @@ def kinds_of(hint: Any) -> tuple[Any, ...]:
 def _of_class(hint: Any, origin: Any, args: tuple[Any, ...]) -> tuple[Kind, ...]:
     if hint is Fraction:
         return (FRACTION,)
-    if hint == tuple[()]:
-        return (NOTHING,)
     if origin is Callable or getattr(hint, "_is_protocol", False):
         remedy = _REMEDIES.get(getattr(hint, "__name__", ""))
         return (FUNCTION._replace(words=f"a {hint.__name__}", remedy=remedy) if remedy else FUNCTION,)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import numpy as np
 
-from shardkit._kinds import Kind, is_whole, kinds_of, short
+from shardkit._kinds import NAMES, Kind, is_whole, kinds_of, short
 
 F = TypeVar("F", bound=Callable[..., Any])
 _WORDS = {
@@ -89,6 +89,8 @@ def check_kind(where: str, name: str, value: Any, allowed: tuple[Any, ...]) -> N
     of_its_kind = (choices and isinstance(value, str)) or (isinstance(value, float) and math.isnan(value))
     error = ValueError if of_its_kind else TypeError
     remedy = "Choose one of them" if choices else next((k.remedy for k in kinds if k.remedy), f"Correct {name}")
+    if NAMES in kinds and isinstance(value, str):
+        remedy = f"Write {name}=({value!r},)"
     told = kinds[0].told(value) if kinds and kinds[0].told is not repr else ""
     raise error(f"{where}: {name} must be {rule}; got {told if 0 < len(told) <= 120 else short(value)}. {remedy}.")
 

@@ -41,6 +41,8 @@ TAKEN = [
     (r"testing\.emulate\.emulate\((in_specs|out_specs|mesh_sizes)=.*\)",
      "refused by the call, with the argument's path: the ranks show there"),
     (r"testing\.certify\.certify_gradients\(axes='x'\)", "one axis, by any name"),
+    (r"parallel\.padded\.unpadded\(.*", "what is not padded stays what it is"),
+    (r"parallel\.pipeline\..*\(sizes=(\(-1, 4\)|\(\))\)", "counted where a step is traced, which refuses it"),
     (r"testing\.strategies\.specs\(shape=\(\)\)", "a scalar"),
     (r".*\((args|batches|source)=(\[None\]|'x')\)", "handed on: what is in it is the user's function's affair"),
     (r".*\((name|best|master_addr)=(''|'nothing of the kind')\)", "any name"),

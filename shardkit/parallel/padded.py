@@ -27,8 +27,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit._kinds import Arrays
-from shardkit._typed import typed
 from shardkit.collectives import unpad
 from shardkit.layout import path_name, spec_axes
 
@@ -99,8 +97,7 @@ def cut(x: Any, sizes: Iterable[tuple[int, int]]) -> Any:
     return x
 
 
-@typed
-def unpadded(tree: Arrays) -> Any:
+def unpadded(tree: Any) -> Any:
     """The leaves of a state in their natural shapes and order, for evaluation, checkpoints, export or another plan.
 
     Layout: `X[.., n ceil(D/n), ..] -> X[.., D, ..]` of leaves that `uneven="pad"` padded, and the layers of a pipeline

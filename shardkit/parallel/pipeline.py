@@ -144,11 +144,6 @@ def _stages(where: str, schedule: Schedule, axis: str, mode: Mode, sizes: tuple[
         raise ValueError(f"{where}: mode must be 'masked' or 'branch'; got {mode!r}. Choose one of them.")
     if not axis:
         raise ValueError(f"{where}: axis must be a mesh axis name; got {axis!r}. Pass for example 'stage'.")
-    if sizes is not None and (len(sizes) != schedule.stages * schedule.chunks or min(sizes) < 0):
-        raise ValueError(
-            f"{where}: sizes must hold the layers of each of {schedule.stages * schedule.chunks} stages; got {sizes}. "
-            "Write one number, 0 or more, for each."
-        )
     schedule.check()
     return Stages.of(schedule, axis, sizes)
 

@@ -23,7 +23,7 @@ NOT_COMPUTED = ("int1", "uint1")
 
 def is_plain(x: Any) -> bool:
     """Whether a leaf's array is stored as it is."""
-    return not is_key(x) and str(x.dtype) not in _AS_BYTES
+    return not is_key(x) and str(getattr(x, "dtype", "")) not in _AS_BYTES
 
 
 def stored_dtype(dtype: Any) -> Any:

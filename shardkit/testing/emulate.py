@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from shardkit._typed import typed
 from shardkit.collectives import vary
@@ -53,7 +53,7 @@ def emulate(
             f"emulate: mesh_sizes must give one axis or more a whole number of devices; got {dict(mesh_sizes)}. Write "
             "for example {'data': 2, 'model': 4}."
         )
-    mesh: Any = AbstractMesh(tuple(mesh_sizes.values()), names)
+    mesh: Any = AbstractMesh(tuple(mesh_sizes.values()), names, axis_types=(AxisType.Auto,) * len(names))
 
     @partial(jax.jit, static_argnums=(1, 2))
     def each_device(leaves: list[Any], specs: tuple[PartitionSpec, ...], structure: Any) -> Any:

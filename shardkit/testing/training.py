@@ -12,7 +12,7 @@ from shardkit._check import at_least
 from shardkit._kinds import ARRAYS, Arrays, Key, Optimizer
 from shardkit._typed import check_kind, typed
 from shardkit.parallel import GradFn, Plan
-from shardkit.testing._compare import check_relative, on
+from shardkit.testing._compare import on
 from shardkit.testing.laws import equal_copies, same_numbers
 from shardkit.testing.program import Program
 from shardkit.testing.rows import Row
@@ -59,13 +59,12 @@ def assert_same_training(
         TypeError, ValueError: what building or tracing the step raises.
     """
     at_least("assert_same_training", 1, accumulate=accumulate)
-    check_relative("assert_same_training", relative)
     for batch in batches:
         check_kind("assert_same_training", "batches", batch, (ARRAYS,))
     if not batches:
         raise ValueError("assert_same_training: at least one batch is needed; got none. Pass one for each step.")
-    key = jax.random.key(0) if key is None else key
     reference = one_device(reference_grad_fn, optimizer, params, batches, key=key, relative=relative)
+    key = jax.random.key(0) if key is None else key
     row = Row(dict(mesh.shape), plan, accumulate=accumulate)
     program = Program.of(row, grad_fn, optimizer, params, batches, key, mesh=mesh)
     for law in (same_numbers, equal_copies):
