@@ -71,7 +71,8 @@ def _flat(jaxpr: Any, mesh: Any) -> Callable[..., list[Any]]:
         return _evaluated(jaxpr, xs)
 
     own = _own_derivatives(jaxpr)
-    if any("jvp" not in name for name in own):
+    # jax 0.12 linearizes as it traces, and cannot transpose a rule that holds further calls of custom_jvp.
+    if own and (jax.__version_info__ >= (0, 11) or any("jvp" not in name for name in own)):
         pulled: Any = jax.custom_vjp(emulated)
         pulled.defvjp(lambda *xs: (emulated(*xs), xs), partial(_pulled_back, original, mesh))
         return pulled
