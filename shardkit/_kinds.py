@@ -127,6 +127,7 @@ OPTIMIZER = Kind(
     "Pass for example optax.adamw(3e-4)",
 )
 AXIS = Kind("a mesh axis name or a tuple of names", _is_axis, "Pass for example axis='data' or axis=('data', 'model')")
+_NO_AXIS = {type(None): None, tuple[()]: Kind("()", lambda x: isinstance(x, tuple) and not x)}
 FUNCTION = Kind("a function", callable, "Pass the function itself")
 WHOLES = Kind("a sequence of whole numbers below 2**63", lambda x: _items(x, _is_small))
 NAMES = Kind("a tuple of names", lambda x: _items(x, lambda name: isinstance(name, str)))
@@ -176,7 +177,10 @@ def kinds_of(hint: Any) -> tuple[Any, ...]:
     if origin in (Union, types.UnionType):
         named = {str, tuple[str, ...]}
         if named <= set(args):  # an Axis, or what else may be told by names, which the function knows
-            return (AXIS, *(None for each in args if each is type(None))) if set(args) <= named | {type(None)} else ()
+            rest = set(args) - named
+            if not rest <= _NO_AXIS.keys():
+                return ()
+            return (AXIS, *(_NO_AXIS[each] for each in args if each in rest))
         found = [kinds_of(each) for each in args]
         return tuple(kind for each in found for kind in each) if all(found) else ()
     return _of_class(hint, origin, args)

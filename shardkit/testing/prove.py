@@ -12,6 +12,7 @@ from shardkit._kinds import ARRAYS, FUNCTION, Arrays, Key, Optimizer, kinds_of
 from shardkit._typed import check_kind, typed
 from shardkit.layout import table
 from shardkit.parallel import GradFn
+from shardkit.testing._compare import check_relative
 from shardkit.testing.laws import LAWS, Law
 from shardkit.testing.program import Build, Program
 from shardkit.testing.rows import Row
@@ -88,7 +89,7 @@ def prove(
 
     Raises:
         AssertionError: a law is broken; the message lists every broken law of every row.
-        ValueError: no row, no batch, or no law.
+        ValueError: no row, no batch, no law, or a relative error that is not between 0 and 1.
         TypeError, ValueError: what building or tracing a step raises.
     """
     for name, given in (("row", rows), ("batch", batches), ("law", laws)):
@@ -110,7 +111,8 @@ def prove(
     verdicts: list[Verdict] = []
     for row in rows:
         chosen = row.optimizer or optimizer
-        relative = row.relative or relative_of(row.precision)
+        relative = relative_of(row.precision) if row.relative is None else row.relative
+        check_relative("prove", relative)
         if isinstance(reference, Reference):
             wanted = reference
         else:

@@ -12,7 +12,7 @@ from shardkit._check import at_least
 from shardkit._kinds import ARRAYS, Arrays, Key, Optimizer
 from shardkit._typed import check_kind, typed
 from shardkit.parallel import GradFn, Plan
-from shardkit.testing._compare import on
+from shardkit.testing._compare import check_relative, on
 from shardkit.testing.laws import equal_copies, same_numbers
 from shardkit.testing.program import Program
 from shardkit.testing.rows import Row
@@ -55,7 +55,7 @@ def assert_same_training(
 
     Raises:
         AssertionError: a difference; names mesh, plan, step, leaf, how far it is off and what is allowed.
-        ValueError: no batch.
+        ValueError: no batch, or a relative error that is not between 0 and 1.
         TypeError, ValueError: what building or tracing the step raises.
     """
     at_least("assert_same_training", 1, accumulate=accumulate)
@@ -63,6 +63,7 @@ def assert_same_training(
         check_kind("assert_same_training", "batches", batch, (ARRAYS,))
     if not batches:
         raise ValueError("assert_same_training: at least one batch is needed; got none. Pass one for each step.")
+    check_relative("assert_same_training", relative)
     reference = one_device(reference_grad_fn, optimizer, params, batches, key=key, relative=relative)
     key = jax.random.key(0) if key is None else key
     row = Row(dict(mesh.shape), plan, accumulate=accumulate)

@@ -227,6 +227,9 @@ def test_what_is_refused():
         with pytest.raises(ValueError) as error:
             prove(OWN, OWN, **{"rows": [DP4], "params": PARAMS, "batches": BATCHES} | given)
         assert str(error.value) == f"prove: at least one {name} is needed; got none. Pass one or more."
+    with pytest.raises(ValueError) as error:  # zero is no "by default"
+        proved(OWN, DP4._replace(relative=0.0))
+    assert str(error.value) == "prove: relative must lie between 0 and 1; got 0.0. Pass for example 1e-5."
     with pytest.raises(TypeError) as error:
         proved(loss_fn, DP4)
     assert str(error.value) == (
