@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from benchmarks import harness
-from shardkit.parallel.attention import allowed, join_heads, scale_of, scores_of, split_heads
+from shardkit.layers.attention import allowed, join_heads, scale_of, scores_of, split_heads
 
 N = 8
 SPEC = P(None, "c")

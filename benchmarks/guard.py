@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 import shardkit as sk
 from benchmarks import harness
-from shardkit.runtime import beside
+from shardkit.runtime.monitor import client
 
 TARGET = 1.01
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         calls, rounds = (2, 2) if options.smoke else (options.calls or calls, options.rounds or 20)
         records = harness.measure("guard", row, variants, mode="dispatched", calls=calls, rounds=rounds)
         harness.report(records, options.json)
-    watcher = beside.running()
+    watcher = client.running()
     assert watcher is not None
     seconds = 0.2 if options.smoke else 10.0
     before = cpu_seconds(watcher.process_id)

@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks import harness, large_model
 from benchmarks.environment import environment
 from shardkit.analysis import census, explain, lint
-from shardkit.analysis.census import traced
+from shardkit.analysis.jaxpr.census import traced
 
 INSTRUMENTS: dict[str, Callable[..., Any]] = {
     "trace": lambda step, *args: traced(step, args, {}),

@@ -35,51 +35,29 @@ from shardkit.collectives import (
     vary,
 )
 from shardkit.config import DistributedConfig
+from shardkit.layers.attention import dot_attention
+from shardkit.layers.context_attention import ring_attention, ulysses_attention
+from shardkit.layers.linear import column_linear, device_major_qkv, local_groups, row_linear
+from shardkit.layers.moe import moe
+from shardkit.layers.norms import sharded_layer_norm, sharded_moments, sharded_rms_norm
+from shardkit.layers.routing import route, routing_stats
+from shardkit.layers.vocabulary import vocab_cross_entropy, vocab_cross_entropy_and_hits, vocab_embed
+from shardkit.layers.zigzag import positions, zigzag
 from shardkit.layout import bytes_per_device, describe, global_shape, local_shape, shard, specs_from_rules
 from shardkit.mesh import abstract_mesh, make_hybrid_mesh, make_mesh, simulate_devices
-from shardkit.parallel import (
-    GradFn,
-    Mean,
-    Plan,
-    chain,
-    column_linear,
-    cp,
-    device_major_qkv,
-    device_put_pipeline,
-    device_put_value_and_grad,
-    dot_attention,
-    dp,
-    ep,
-    fsdp,
-    gathered,
-    local_groups,
-    moe,
-    pipeline_loss,
-    pipeline_value_and_grad,
-    positions,
-    pp,
-    ring_attention,
-    route,
-    routing_stats,
-    row_linear,
-    scan_layers,
-    sharded_layer_norm,
-    sharded_moments,
-    sharded_rms_norm,
-    submeshes,
-    tp,
-    ulysses_attention,
-    unpadded,
-    value_and_grad,
-    vocab_cross_entropy,
-    vocab_cross_entropy_and_hits,
-    vocab_embed,
-    zero1,
-    zero2,
-    zigzag,
-)
+from shardkit.partitioning.gradient import GradFn, Mean, value_and_grad
+from shardkit.partitioning.plan import Plan, chain
+from shardkit.partitioning.storage import unpadded
+from shardkit.pipeline.submeshes import device_put_pipeline, device_put_value_and_grad, submeshes
 from shardkit.precision import Precision
+from shardkit.remat.layers import gathered, scan_layers
 from shardkit.rng import dropout, example_keys, fold_axes, fold_axis, fold_keys
+from shardkit.strategies.context import cp
+from shardkit.strategies.data import dp
+from shardkit.strategies.expert import ep
+from shardkit.strategies.pipeline import pipeline_loss, pipeline_value_and_grad, pp
+from shardkit.strategies.tensor import tp
+from shardkit.strategies.zero import fsdp, zero1, zero2
 from shardkit.train import NonFiniteError, TrainState, TrainStep, make_eval_step, make_train_step, step_key
 
 __version__ = "0.1.0"
@@ -169,12 +147,12 @@ __all__ = [
     "zigzag",
 ]
 
-_LAZY = ("analysis", "cost", "models", "runtime", "schedules", "testing", "viz")
+_LAZY = ("analysis", "cost", "models", "planner", "runtime", "schedules", "testing", "viz")
 
 
 def __getattr__(name: str) -> _Any:
     if name in _LAZY:
         return _import_module(f"shardkit.{name}")
-    if name in ("Finding", "aot", "census", "collective", "expects", "explain", "lint", "planner"):
+    if name in ("Finding", "aot", "census", "collective", "expects", "explain", "lint"):
         return getattr(_import_module("shardkit.analysis"), name)
     raise AttributeError(f"module 'shardkit' has no attribute {name!r}")

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardkit.parallel.gradient import kind
+from shardkit.partitioning.gradient import kind
 from shardkit.rng import refuse_unstable
 
 

@@ -14,10 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit.arguments import checked_key
 from shardkit.layout import path_name
-from shardkit.parallel.padded import Held, is_padded, padded, unpadded
-from shardkit.parallel.plan import Layout, Plan, map_layouts
-from shardkit.parallel.positions import order_matters
+from shardkit.partitioning.plan import Layout, Plan, map_layouts
+from shardkit.partitioning.storage import Held, is_padded, padded, unpadded
 from shardkit.precision import LossScale, Precision, cast_floating, first_loss_scale
+from shardkit.remat.uniform import order_matters
 
 _REPLICATED = PartitionSpec()
 

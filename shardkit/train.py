@@ -15,13 +15,13 @@ from shardkit._kinds import Key, Optimizer
 from shardkit._typed import typed
 from shardkit.arguments import check_function
 from shardkit.collectives import all_reduce
-from shardkit.parallel.batch import batch_specs
-from shardkit.parallel.gradient import GradFn, LossFn, Mean, counted, global_means
-from shardkit.parallel.padded import check_held, exact, padded
-from shardkit.parallel.passage import leave, to_rest
-from shardkit.parallel.plan import Layout, Plan, map_layouts
-from shardkit.parallel.share import local_gradients, local_means
-from shardkit.parallel.stages import arranged
+from shardkit.partitioning.batch import batch_specs
+from shardkit.partitioning.gradient import GradFn, LossFn, Mean, counted, global_means
+from shardkit.partitioning.local_step import local_gradients, local_means
+from shardkit.partitioning.plan import Layout, Plan, map_layouts
+from shardkit.partitioning.reshard import leave, to_rest
+from shardkit.partitioning.storage import check_held, exact, padded
+from shardkit.pipeline.stages import arranged
 from shardkit.precision import Precision, next_loss_scale, precision_of
 from shardkit.rng import salt
 from shardkit.state import TrainState, advance, make_init, optimizer_held, reads_order, shardings

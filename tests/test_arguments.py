@@ -11,9 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit import runtime
+from shardkit import planner, runtime
 from shardkit._typed import typed
-from shardkit.analysis import planner
 from shardkit.cli import soak, train
 from shardkit.config import DistributedConfig
 

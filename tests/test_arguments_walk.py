@@ -12,8 +12,7 @@ from jax._src.interpreters import pxla
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit import analysis, collectives, cost, runtime, schedules, testing, viz
-from shardkit.analysis import planner
+from shardkit import analysis, collectives, cost, planner, runtime, schedules, testing, viz
 from shardkit.collectives import compressed, hierarchical, ring
 from shardkit.models import transformer
 from support import calls, walk
@@ -25,7 +24,7 @@ FEWEST = 7000
 # What is taken and means something: which calls, and why. Matched as `room.function(parameter=value)`.
 HUGE = "10{30}"
 TAKEN = [
-    (rf"cost\..*=\(?{HUGE}.*|analysis\.(estimate|planner)\..*={HUGE}\)", "closed forms are exact at any size"),
+    (rf"cost\..*=\(?{HUGE}.*|planner\..*={HUGE}\)", "closed forms are exact at any size"),
     (r"cost\..*bandwidth=inf\)", "a wire that costs nothing"),
     (r"cost\..*\(recompute=True\)", "another word for 'full'"),
     (r"cost\..*=(0|0\.0)\)", "nothing of it: no bytes, no latency, stage 0, no vocabulary"),
@@ -41,33 +40,34 @@ TAKEN = [
     (r"testing\.emulate\.emulate\((in_specs|out_specs|mesh_sizes)=.*\)",
      "refused by the call, with the argument's path: the ranks show there"),
     (r"testing\.certify\.certify_gradients\(axes='x'\)", "one axis, by any name"),
-    (r"parallel\.padded\.unpadded\(.*", "what is not padded stays what it is"),
-    (r"parallel\.pipeline\..*\(sizes=(\(-1, 4\)|\(\))\)", "counted where a step is traced, which refuses it"),
+    (r"partitioning\.storage\.unpadded\(.*", "what is not padded stays what it is"),
+    (r"strategies\.pipeline\..*\(sizes=(\(-1, 4\)|\(\))\)", "counted where a step is traced, which refuses it"),
     (r"testing\.strategies\.specs\(shape=\(\)\)", "a scalar"),
     (r".*\((args|batches|source)=(\[None\]|'x')\)", "handed on: what is in it is the user's function's affair"),
     (r".*\((name|best|master_addr)=(''|'nothing of the kind')\)", "any name"),
-    (r"(collectives|rng|runtime|train|config|testing|schedules|parallel\.(zero|orders)|analysis)\..*=(0|1|\[1\])\)",
+    (r"(collectives|rng|runtime|train|config|testing|schedules|strategies\.zero|layers\.zigzag|analysis)\..*=(0|1|\[1\])\)",
      "a place, an index, a seed, a number of rows, steps, devices or bytes"),
     (r"collectives\.basic\.shift\(by=-1\)", "the other way"),
-    (r"(collectives|models|parallel|rng|runtime|schedules)\..*=0\.0\)", "no dropout, smoothing, cost, wait or loss"),
-    (r"parallel\..*attention\(scale=-1\.0\)", "a factor of the scores, of either sign"),
+    (r"(collectives|models|layers|strategies|rng|runtime|schedules)\..*=0\.0\)",
+     "no dropout, smoothing, cost, wait or loss"),
+    (r"layers\..*attention\(scale=-1\.0\)", "a factor of the scores, of either sign"),
 ]  # fmt: skip
 # Raised below our own frames, and rightly so.
 BELOW = r"testing\.assertions\.assert_matches_reference\((in_specs|out_specs)=P\(None, None, 'data'\)\)"
 # Not walked: they take nothing, anything, or start what outlives a test.
 UNWALKED = {
-    "runtime.cluster.finish": "ends the process",
-    "runtime.cluster.is_main": "takes nothing",
-    "runtime.cluster.log": "prints anything",
-    "runtime.guard.guard": "starts a process; tests/runtime has its sentences",
-    "runtime.arrays.print_global": "prints any tree",
-    "runtime.arrays.from_rows": "what from_process_local and the loader call",
-    "runtime.laws.restores_elsewhere": "a law, called by prove alone",
-    "runtime.preemption.watch_preemption": "takes nothing",
+    "runtime.cluster.join.finish": "ends the process",
+    "runtime.cluster.join.is_main": "takes nothing",
+    "runtime.cluster.join.log": "prints anything",
+    "runtime.monitor.guard.guard": "starts a process; tests/runtime has its sentences",
+    "runtime.data.arrays.print_global": "prints any tree",
+    "runtime.data.arrays.from_rows": "what from_process_local and the loader call",
+    "runtime.checkpoint.laws.restores_elsewhere": "a law, called by prove alone",
+    "runtime.cluster.preemption.watch_preemption": "takes nothing",
     "models.transformer.in_order": "a function of what pieces gives",
     "models.blocks.mlp": "a layer of the model, walked with apply",
-    "analysis.account.compiled": "compiles",
-    "analysis.profile.trace": "starts the profiler",
+    "analysis.hlo.differences.compiled": "compiles",
+    "analysis.profiling.profile.trace": "starts the profiler",
     "viz.schedule.boxes": "of a timeline, which simulate gives",
     "viz.schedule.facts": "of a timeline, which simulate gives",
     "viz.schedule.figure": "of a timeline, which simulate gives",

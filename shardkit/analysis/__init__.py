@@ -1,15 +1,19 @@
-"""Instruments: what a program communicates, read from the program itself."""
+"""Instruments: what a program communicates, read from the program itself.
 
-from shardkit.analysis import aot, planner
-from shardkit.analysis.account import Compiled, compiled
-from shardkit.analysis.census import Census, Row, census
-from shardkit.analysis.contract import Collective, collective, expects
-from shardkit.analysis.explain import Explanation, Reason, explain
-from shardkit.analysis.lint import lint
-from shardkit.analysis.profile import profile, trace
-from shardkit.analysis.rules import RULES, Finding
-from shardkit.analysis.scaling import Scaling, scaling
-from shardkit.analysis.timings import Profile, Timing
+`jaxpr/` reads the traced program, `hlo/` the compiled one, `profiling/` a run. `contracts.py` compares a program with
+what it should send. Open `jaxpr/census.py` first. Imports collectives, cost and partitioning.
+"""
+
+from shardkit.analysis.contracts import Collective, collective, expects
+from shardkit.analysis.hlo import aot
+from shardkit.analysis.hlo.differences import Compiled, compiled
+from shardkit.analysis.jaxpr.census import Census, Row, census
+from shardkit.analysis.jaxpr.explain import Explanation, Reason, explain
+from shardkit.analysis.jaxpr.lint import lint
+from shardkit.analysis.jaxpr.rules import RULES, Finding
+from shardkit.analysis.profiling.profile import profile, trace
+from shardkit.analysis.profiling.scaling import Scaling, scaling
+from shardkit.analysis.profiling.timings import Profile, Timing
 
 __all__ = [
     "RULES",
@@ -30,7 +34,6 @@ __all__ = [
     "expects",
     "explain",
     "lint",
-    "planner",
     "profile",
     "scaling",
     "trace",

@@ -49,7 +49,7 @@ def _main() -> None:
     }
     try:
         code = _run(commands)
-        from shardkit.runtime.cluster import finish
+        from shardkit.runtime.cluster.join import finish
 
         finish(code)
     except KeyboardInterrupt as error:
@@ -78,9 +78,9 @@ def _run(commands: dict[str, Any]) -> int:
 
 
 def _end(error: BaseException, code: int) -> NoReturn:
-    from shardkit.runtime import beside
+    from shardkit.runtime.monitor import client
 
-    beside.tell_others(error, code)
+    client.tell_others(error, code)
     sys.exit(code)
 
 

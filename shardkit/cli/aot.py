@@ -8,9 +8,9 @@ from typing import Annotated
 
 import tyro
 
-from shardkit.analysis.aot import compile
-from shardkit.analysis.report import Report
-from shardkit.analysis.topology import parse_topology
+from shardkit.analysis.hlo.aot import compile
+from shardkit.analysis.hlo.report import Report
+from shardkit.analysis.hlo.topology import parse_topology
 from shardkit.cli import target as targets
 from shardkit.mesh import offer_cpu_devices
 

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import tyro
 
-from shardkit.runtime.launch import launch as launch_here
-from shardkit.runtime.manifests import Kind, render
+from shardkit.runtime.cluster.launch import launch as launch_here
+from shardkit.runtime.cluster.manifests import Kind, render
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Annotated, Any, TypeVar
 import tyro
 from rich.console import Console
 
-from shardkit.analysis.explain import explain as explain_backward
-from shardkit.analysis.lint import LARGE, SMALL
-from shardkit.analysis.lint import lint as find
-from shardkit.analysis.rules import Finding
+from shardkit.analysis.jaxpr.explain import explain as explain_backward
+from shardkit.analysis.jaxpr.lint import LARGE, SMALL
+from shardkit.analysis.jaxpr.lint import lint as find
+from shardkit.analysis.jaxpr.rules import Finding
 from shardkit.cli import target as targets
 from shardkit.mesh import offer_cpu_devices
 

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import shardkit as sk
 from shardkit.cli.curve import Point
 from shardkit.cli.run import Run
-from shardkit.runtime import beside
+from shardkit.runtime.monitor import client
 
 _LOG_EVERY = 10
 
@@ -134,7 +134,7 @@ def _asked_to_end(saves: bool, many: bool) -> Iterator[Any]:
     try:
         yield asked
     except KeyboardInterrupt as error:
-        beside.tell_others(error, 130)  # in another step than this one, and waiting for it
+        client.tell_others(error, 130)  # in another step than this one, and waiting for it
         raise
     finally:
         for number, handler in old.items():

@@ -12,8 +12,8 @@ import optax
 import shardkit as sk
 from shardkit.cli.pipelines import functions, pipeline_of
 from shardkit.models import transformer
-from shardkit.parallel.batch import batch_specs
-from shardkit.runtime import data as text_data
+from shardkit.partitioning.batch import batch_specs
+from shardkit.runtime.data import text as text_data
 
 _VALIDATION_EXAMPLES = 512
 # Options that may differ when a run goes on: those of the mesh and of how it is used, which change no number beyond

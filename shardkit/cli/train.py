@@ -23,7 +23,7 @@ from shardkit.cli.run import Run, first_state, plain
 from shardkit.cli.verify import Differences, verify
 from shardkit.mesh import offer_cpu_devices
 from shardkit.models import transformer
-from shardkit.runtime import data as text_data
+from shardkit.runtime.data import text as text_data
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 
 from shardkit._check import shapes
 from shardkit._typed import typed
+from shardkit.layers.attention import dot_attention
+from shardkit.layers.context_attention import ring_attention, ulysses_attention
+from shardkit.layers.linear import column_linear, local_groups, row_linear
+from shardkit.layers.moe import moe
 from shardkit.models.parameters import Config
 from shardkit.models.places import ONE_DEVICE, Axes, check_split
-from shardkit.parallel.attention import dot_attention
-from shardkit.parallel.context import ring_attention, ulysses_attention
-from shardkit.parallel.expert import moe
-from shardkit.parallel.tensor import column_linear, local_groups, row_linear
 
 
 @typed

@@ -16,7 +16,7 @@ from shardkit._check import Axis, at_least, finite
 from shardkit._kinds import Key
 from shardkit._typed import check_fields, typed
 from shardkit.layout import specs_from_rules
-from shardkit.parallel.recompute import Remat, policy_of
+from shardkit.remat.recompute import Remat, policy_of
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from shardkit._compat import varying_axes
 from shardkit._typed import check_fields
 from shardkit.collectives import axis_size
 from shardkit.collectives.matmul import Impl
-from shardkit.parallel.local import live_axes
-from shardkit.parallel.orders import Order, positions, token_axes
+from shardkit.layers.matmul import live_axes
+from shardkit.layers.zigzag import Order, positions
+from shardkit.partitioning.token_axes import token_axes
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ import jax.numpy as jnp
 from shardkit._kinds import Arrays, Key
 from shardkit._typed import typed
 from shardkit.collectives import axis_index, axis_size
+from shardkit.layers.linear import column_linear
+from shardkit.layers.vocabulary import vocab_cross_entropy_and_hits, vocab_embed
+from shardkit.layers.zigzag import zigzag
 from shardkit.models.blocks import ONE_DEVICE, Axes, attention, experts, mlp, rms_norm, rotate
 from shardkit.models.parameters import Config, init, logical_axes, tensor_rules
 from shardkit.models.places import check_split, check_tokens, token_places
-from shardkit.parallel.gradient import Mean
-from shardkit.parallel.layers import scan_layers
-from shardkit.parallel.orders import zigzag
-from shardkit.parallel.tensor import column_linear
-from shardkit.parallel.vocabulary import vocab_cross_entropy_and_hits, vocab_embed
+from shardkit.partitioning.gradient import Mean
+from shardkit.remat.layers import scan_layers
 from shardkit.rng import dropout, fold_keys
 
 __all__ = [

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from shardkit.runtime.arrays import (
+from shardkit.runtime.checkpoint.checkpoints import Checkpoints, Run, latest_step
+from shardkit.runtime.checkpoint.laws import restores_elsewhere
+from shardkit.runtime.cluster.gpu_flags import gpu_flags
+from shardkit.runtime.cluster.join import Cluster, barrier, finish, health_check, initialize, is_main, log
+from shardkit.runtime.cluster.launch import launch
+from shardkit.runtime.cluster.preemption import PREEMPTED, preempted, watch_preemption
+from shardkit.runtime.data.arrays import (
     fetch,
     from_full,
     from_process_local,
@@ -14,15 +20,9 @@ from shardkit.runtime.arrays import (
     replicate,
     to_numpy,
 )
-from shardkit.runtime.checkpoint import Checkpoints, Run, latest_step
-from shardkit.runtime.cluster import Cluster, barrier, finish, health_check, initialize, is_main, log
+from shardkit.runtime.data.loader import Loader, loader, prefetch_to_device
 from shardkit.runtime.drift import Drift, DriftError, assert_no_drift, replica_drift
-from shardkit.runtime.flags import gpu_flags
-from shardkit.runtime.guard import Deadlines, Guard, guard
-from shardkit.runtime.launch import launch
-from shardkit.runtime.laws import restores_elsewhere
-from shardkit.runtime.loader import Loader, loader, prefetch_to_device
-from shardkit.runtime.preemption import PREEMPTED, preempted, watch_preemption
+from shardkit.runtime.monitor.guard import Deadlines, Guard, guard
 from shardkit.runtime.triage import NonFinite, Report, nonfinite, triage
 
 __all__ = [

@@ -17,8 +17,8 @@ from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives import all_gather, vary
 from shardkit.layout import all_axes, path_name
-from shardkit.parallel.padded import array_of, is_padded
-from shardkit.runtime._bits import checksum
+from shardkit.partitioning.storage import array_of, is_padded
+from shardkit.runtime.data.checksums import checksum
 
 
 class Drift(NamedTuple):

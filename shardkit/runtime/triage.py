@@ -19,12 +19,12 @@ from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives import axis_index
 from shardkit.layout import path_name, spec_axes, table
-from shardkit.parallel.batch import batch_specs
-from shardkit.parallel.gradient import GradFn, counted, global_means
-from shardkit.parallel.padded import array_of
-from shardkit.parallel.plan import Layout, Plan, map_layouts
-from shardkit.parallel.share import local_gradients
-from shardkit.parallel.stages import arranged
+from shardkit.partitioning.batch import batch_specs
+from shardkit.partitioning.gradient import GradFn, counted, global_means
+from shardkit.partitioning.local_step import local_gradients
+from shardkit.partitioning.plan import Layout, Plan, map_layouts
+from shardkit.partitioning.storage import array_of
+from shardkit.pipeline.stages import arranged
 from shardkit.precision import Precision, precision_of
 from shardkit.runtime.drift import from_every_device, on_mesh
 from shardkit.state import TrainState

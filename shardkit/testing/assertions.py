@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from shardkit._kinds import Specs
 from shardkit._typed import typed
 from shardkit.layout import check_spec
-from shardkit.parallel.gradient import kind
+from shardkit.partitioning.gradient import kind
 from shardkit.testing._compare import first_gap, is_float, kinds_differ, leaves_of, magnitude, on, shapes_differ
 
 # A wrong factor or sign must never hide behind coarse dtypes and long sums.

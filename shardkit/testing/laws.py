@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardkit import _compat
-from shardkit.analysis.account import added_by_compiler, changes, read_compiled
-from shardkit.analysis.census import census_of
-from shardkit.analysis.lint import lint
-from shardkit.analysis.processes import other_process
+from shardkit.analysis.hlo.differences import added_by_compiler, changes, read_compiled
+from shardkit.analysis.jaxpr.census import census_of
+from shardkit.analysis.jaxpr.lint import lint
+from shardkit.analysis.jaxpr.processes import other_process
 from shardkit.layout import bytes_per_device, path_name
 from shardkit.precision import precision_of
 from shardkit.testing._compare import constant_factor, first_gap, leaves_of, shapes_differ
@@ -30,7 +30,7 @@ from shardkit.testing.single import Reference
 Law = Callable[[Program, Reference], str | None]
 
 # Where leaves are gathered and their gradients reduced: on the way in and out of a step, and behind handles.
-_PLAN = ("passage.py:", "handles.py:", "reopened.py:")
+_PLAN = ("reshard.py:", "handles.py:", "regather.py:")
 # Primitives that mix elements of an array: an optimizer with one of them looks across shards.
 _MIXING = (
     "reduce_",

@@ -17,8 +17,10 @@ from jax.sharding import Mesh
 from shardkit._kinds import Optimizer
 from shardkit._typed import typed
 from shardkit.mesh import make_mesh
-from shardkit.parallel import GradFn, Mean, Plan, unpadded
-from shardkit.parallel.stages import arranged
+from shardkit.partitioning.gradient import GradFn, Mean
+from shardkit.partitioning.plan import Plan
+from shardkit.partitioning.storage import unpadded
+from shardkit.pipeline.stages import arranged
 from shardkit.state import TrainState
 from shardkit.testing._compare import is_float
 from shardkit.testing.rows import Row

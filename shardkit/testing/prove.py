@@ -11,7 +11,7 @@ from shardkit._check import sized
 from shardkit._kinds import ARRAYS, FUNCTION, Arrays, Key, Optimizer, kinds_of
 from shardkit._typed import check_kind, typed
 from shardkit.layout import table
-from shardkit.parallel import GradFn
+from shardkit.partitioning.gradient import GradFn
 from shardkit.testing._compare import check_relative
 from shardkit.testing.laws import LAWS, Law
 from shardkit.testing.program import Build, Program

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from shardkit._check import sized
 from shardkit._typed import typed
-from shardkit.parallel import GradFn, Plan
+from shardkit.partitioning.gradient import GradFn
+from shardkit.partitioning.plan import Plan
 from shardkit.precision import Precision
 
 Choice = dict[str, Any]

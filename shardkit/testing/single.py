@@ -13,8 +13,7 @@ import numpy as np
 
 from shardkit._kinds import ARRAYS, Arrays, Key, Optimizer
 from shardkit._typed import check_kind, typed
-from shardkit.parallel import GradFn
-from shardkit.parallel.gradient import counted
+from shardkit.partitioning.gradient import GradFn, counted
 from shardkit.rng import example_keys
 from shardkit.testing._compare import check_relative, check_telling, leaves_of, magnitude
 from shardkit.train import step_key

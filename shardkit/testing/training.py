@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 from shardkit._check import at_least
 from shardkit._kinds import ARRAYS, Arrays, Key, Optimizer
 from shardkit._typed import check_kind, typed
-from shardkit.parallel import GradFn, Plan
+from shardkit.partitioning.gradient import GradFn
+from shardkit.partitioning.plan import Plan
 from shardkit.testing._compare import check_relative, on
 from shardkit.testing.laws import equal_copies, same_numbers
 from shardkit.testing.program import Program

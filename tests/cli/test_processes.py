@@ -10,7 +10,7 @@ import time
 import pytest
 
 from shardkit.cli import loop, train
-from shardkit.runtime import beside
+from shardkit.runtime.monitor import client
 from support.commands import environment
 
 SMALL = ["--layers", "1", "--dim", "32", "--heads", "2", "--length", "32", "--batch", "8", "--evaluate-every", "1000"]
@@ -58,7 +58,7 @@ def test_two_processes_train_as_one_does(corpus, tmp_path):
 
 
 # proves F62, F63: as if nothing had happened, on another mesh and with another number of processes too
-@pytest.mark.deep  # the same by hand: tests/runtime/test_checkpoint.py, test_checkpoint_processes.py
+@pytest.mark.deep  # the same by hand: tests/runtime/checkpoint/test_checkpoints.py, test_checkpoint_processes.py
 def test_a_killed_run_goes_on(alone, corpus, tmp_path):
     (whole := tmp_path / "whole").mkdir(), (cut := tmp_path / "cut").mkdir()
     alone(whole, "data=4", "--steps", "30", "--checkpoint", whole / "c", "--checkpoint-every", "5")
@@ -112,7 +112,7 @@ def test_a_notice_ends_all_after_the_same_step(corpus, tmp_path):
 # proves F68: the other processes, in a step that this one has left, would hear of nothing
 def test_a_second_interrupt_ends_all_at_once(monkeypatch):
     told = []
-    monkeypatch.setattr(beside, "tell_others", lambda error, code: told.append((type(error), code)))
+    monkeypatch.setattr(client, "tell_others", lambda error, code: told.append((type(error), code)))
     passed_on = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
     try:
         with pytest.raises(KeyboardInterrupt), loop._asked_to_end(saves=True, many=True):

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.runtime import drift
-from shardkit.runtime.arrays import from_single_device
+from shardkit.runtime.data.arrays import from_single_device
 
 
 def planted(mesh, spec, shape, change, at, dtype=np.float32):

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.runtime.arrays import from_full
+from shardkit.runtime.data.arrays import from_full
 from shardkit.runtime.triage import NonFinite, Report, nonfinite, observations, triage
 from support.commands import deep
 

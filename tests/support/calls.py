@@ -12,8 +12,8 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit import analysis, collectives, cost, runtime, schedules, testing, viz
-from shardkit.analysis import aot, planner
+from shardkit import analysis, collectives, cost, planner, runtime, schedules, testing, viz
+from shardkit.analysis.hlo import aot
 from shardkit.collectives import compressed, hierarchical, ring
 from shardkit.models import blocks, parameters, transformer
 from shardkit.precision import precision_of

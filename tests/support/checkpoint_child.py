@@ -20,9 +20,9 @@ import jax
 import numpy as np
 
 import shardkit as sk
-from shardkit.runtime._natural import leaves_of, natural
-from shardkit.runtime.checkpoint import Checkpoints
-from shardkit.runtime.preemption import PREEMPTED, preempted, watch_preemption
+from shardkit.runtime.checkpoint.checkpoints import Checkpoints
+from shardkit.runtime.checkpoint.portable import leaves_of, natural
+from shardkit.runtime.cluster.preemption import PREEMPTED, preempted, watch_preemption
 
 
 def digests(state: Any) -> dict[str, str]:

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from shardkit.analysis import aot
+from shardkit.analysis.hlo import aot
 
 tpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed: shardkit[aot]")
 gpu = pytest.mark.skipif(

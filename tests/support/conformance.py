@@ -19,7 +19,7 @@ import optax
 
 import shardkit as sk
 from shardkit.models import transformer
-from shardkit.parallel.plan import Leaf, Placement, strategy
+from shardkit.partitioning.plan import Leaf, Placement, strategy
 
 BATCH = 16
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .hello import processes
-from .ring import Status
+from .recorder import Status
 
 # The order of a loop's phases within one step; a process waits in those of _WAITING for all others.
 _ORDER = {"start": 0, "data": 0, "compile": 1, "agree": 2, "step": 3, "host": 4, "evaluate": 5, "save": 6, "written": 7}

@@ -17,8 +17,8 @@ from typing import Any
 from .agreement import Agreement
 from .hello import Place, Refused
 from .judge import Deadlines, Fault, Known, fault, unanswered
+from .recorder import Reader, Status
 from .rendezvous import meet
-from .ring import Reader, Status
 from .wire import Lines, Message, encoded, plain
 
 FAILED = 70  # the exit code of a process that the guard ends

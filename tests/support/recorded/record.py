@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 
-from shardkit.analysis import aot
+from shardkit.analysis.hlo import aot
 from support.recorded.programs import PROGRAMS
 
 HERE = Path(__file__).parent

@@ -15,9 +15,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.runtime import arrays, data
+from shardkit.runtime.data import arrays
+from shardkit.runtime.data import text as corpus
+from shardkit.runtime.data.loader import loader
 from shardkit.runtime.drift import replica_drift
-from shardkit.runtime.loader import loader
 from shardkit.runtime.triage import nonfinite, triage
 
 cluster = sk.runtime.initialize(timeout=30)
@@ -108,7 +109,7 @@ saw["line"] = [arrays.fetch(x).tolist() for x in batches]
 saw["read"] = sorted(noted.read)
 text = np.arange(250, dtype=np.uint8)
 saw["text"] = arrays.fetch(
-    data.global_batch_at(text, seed=1, step=5, batch=8, length=6, mesh=mesh, spec=P("data"))["tokens"]
+    corpus.global_batch_at(text, seed=1, step=5, batch=8, length=6, mesh=mesh, spec=P("data"))["tokens"]
 ).tolist()
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.runtime import arrays
+from shardkit.runtime.data import arrays
 
 cluster = sk.runtime.initialize(timeout=30)
 rank, devices = cluster.rank, jax.devices()

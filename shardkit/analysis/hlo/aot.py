@@ -1,0 +1,242 @@
+"""Ahead-of-time compilation for absent chips: what a step will hold, send and expose, before it is paid for.
+
+`compile` lowers a step without any device and hands the program to the real compiler, TPU (extra [aot]) or GPU (extra
+[aot-gpu]), in a process of its own, so that a compiler that aborts is an error and not the end of the session. What
+comes back is the scheduled program itself; the `Report` is read from it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from shardkit import _platform
+from shardkit._check import sized
+from shardkit._typed import check_kind
+from shardkit.analysis.hlo import proto
+from shardkit.analysis.hlo.collectives import compiled_rows, total_work
+from shardkit.analysis.hlo.memory import Memory
+from shardkit.analysis.hlo.report import Report
+from shardkit.analysis.hlo.time_model import clock_of
+from shardkit.analysis.hlo.topology import (
+    Topology,
+    compiler_package,
+    description_of,
+    device_memory,
+    device_of,
+    parse_topology,
+)
+from shardkit.analysis.jaxpr.census import census_of, mesh_sizes, traceable
+
+_QUIET = {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1"}
+
+
+def compile(
+    step: Any,
+    args: Sequence[Any],
+    *,
+    topology: str,
+    mesh: Any = None,
+    options: Mapping[str, Any] | None = None,
+    timeout: float = 1800.0,
+) -> Report:
+    """Compiles one call of `step` for chips that need not exist, with their own compiler.
+
+    Nothing is run and no array is made: `jax.ShapeDtypeStruct` arguments with shardings over an AbstractMesh will do
+    (`init.abstract(params)` of a train step gives the state's). Arguments without a sharding are laid out by the
+    compiler.
+
+    Args:
+        step: any function that jax can trace, or a train step; donation is that of its own jit.
+        args: its positional arguments.
+        topology: "v4", "v5e", "v5p", "v6e" or "tpu7x" with the torus, as "v5p:8x8x8"; "a100", "h100", "h200" or "b200"
+            with slices x hosts x GPUs a host, as "h100:1x1x8". Chips beyond the mesh's size stay idle,
+            where the chip's compiler allows that.
+        mesh: the mesh of the program; None: that of its shard_map or of the arguments' shardings, else one
+            device.
+        options: options of the compiler, for example `{"xla_tpu_enable_async_collective_fusion": False}`.
+        timeout: seconds the compiler is given.
+
+    Returns:
+        Report: print it, read its fields, `.to_json()`, `.compare(other)`. A program that needs more memory than the
+        chip has is a report too, with `fits` False and the compiler's own number.
+
+    Raises:
+        TypeError: args is no tuple or list, topology no string, mesh no mesh, options no mapping of names to values.
+        ValueError: an unknown topology, one smaller than the mesh or that its compiler takes only as a whole, a
+            function that cannot be traced.
+        RuntimeError: the compiler's package is missing, it aborted, refused the program or took too long.
+
+    Cost: tracing does not grow with the number of chips; the compiler takes seconds to minutes, in one process.
+    """
+    check_kind("aot.compile", "timeout", timeout, (float,))
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"aot.compile: timeout must be above 0 and finite; got {timeout}. Correct timeout.")
+    where = parse_topology(topology)
+    if not isinstance(args, tuple | list):
+        raise TypeError(
+            "aot.compile: args must be a tuple of the step's positional arguments; "
+            f"got {type(args).__name__}. Write (x,) for a single argument."
+        )
+    if mesh is not None and not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        raise TypeError(
+            f"aot.compile: mesh must be a Mesh or an AbstractMesh; got {type(mesh).__name__}. "
+            "Pass sk.abstract_mesh(data=8), or leave it out."
+        )
+    options = _checked(options)
+    package = compiler_package(where)
+    _platform.leave_out_idle_tpu()
+    started = time.monotonic()
+    traced = _traced(step, args)
+    sizes = dict(mesh.shape) if mesh is not None else mesh_sizes(traced.jaxpr.jaxpr, args)
+    try:
+        lowered = traced.lower(lowering_platforms=(where.platform,))
+    except Exception as error:
+        raise _untraceable("lowered for this platform", error) from error
+    lowering = time.monotonic() - started
+    inside, partitions = _platform.lowered_mesh(lowered)
+    sizes = sizes or inside  # a sharding constraint's, or that of the jit's own shardings
+    devices = math.prod(sizes.values())
+    if partitions not in (1, devices):
+        raise ValueError(
+            f"aot.compile: mesh= must have as many devices as the program; got {sized(sizes.items())} for a program of "
+            f"{partitions} devices. Pass the program's own mesh as mesh=, or none."
+        )
+    if devices > where.devices:
+        raise _too_small(where, sizes, where.devices)
+    bytecode = BytesIO()
+    lowered.compiler_ir("stablehlo").operation.write_bytecode(file=bytecode)
+    request = {"topology": description_of(where), "mesh": sizes, "options": options, "package": package}
+    written = census_of(traced.jaxpr.jaxpr)
+    answer, serialized = _in_child(request, bytecode.getvalue(), timeout, where, sizes)
+    base: dict[str, Any] = {"topology": str(where), "mesh": sizes, "census": written, "lowering_seconds": lowering}
+    if serialized is None:
+        return Report(fits=False, message=answer["message"], memory=None, limit=device_memory(where), **base)
+    return report_of(serialized, answer, **base)
+
+
+def report_of(
+    serialized: bytes, answer: Mapping[str, Any], *, topology: str, mesh: Mapping[str, int], **base: Any
+) -> Report:
+    """The report on a compiled module: `serialized` by the compiler, `answer` from the child process."""
+    where = parse_topology(topology)
+    chip, limit = device_of(where), device_memory(where)
+    clock = clock_of(where.platform, chip, answer["places"])
+    module = proto.read(serialized)
+    memory = Memory(**answer["memory"])
+    return Report(
+        topology=topology,
+        mesh=dict(mesh),
+        fits=where.platform == "tpu" or memory.peak <= limit,  # the TPU compiler refuses what does not fit
+        limit=limit,
+        message="",
+        memory=memory,
+        rows=compiled_rows(module, mesh, clock),
+        compute=total_work(module, clock),
+        compile_seconds=answer["seconds"],
+        compiler_rss=answer["rss"],
+        versions=dict(answer["versions"]),
+        **base,
+    )
+
+
+def _checked(options: Any) -> dict[str, Any]:
+    """Options of the compiler, each a name and a plain value."""
+    plain = isinstance(options, Mapping) and all(
+        isinstance(name, str) and isinstance(value, bool | int | float | str) for name, value in options.items()
+    )
+    if options is not None and not plain:
+        raise TypeError(
+            "aot.compile: options must map the names of compiler options to numbers, strings or truth values; "
+            f"got {options!r}. Write for example {{'xla_tpu_enable_async_collective_fusion': False}}."
+        )
+    return dict(options or {})
+
+
+def _traced(step: Any, args: Sequence[Any]) -> Any:
+    if not callable(step) and not hasattr(step, "trace"):
+        raise TypeError(f"aot.compile: step must be a function; got {step!r}. Pass the step itself.")
+    try:
+        return traceable(step).trace(*args)
+    except Exception as error:
+        raise _untraceable("traced with these arguments", error) from error
+
+
+def _untraceable(what: str, error: Exception) -> ValueError:
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return ValueError(f"aot.compile: the function cannot be {what}: {type(error).__name__}: {first}")
+
+
+def _in_child(
+    request: dict[str, Any], bytecode: bytes, timeout: float, where: Topology, sizes: Mapping[str, int]
+) -> tuple[dict[str, Any], bytes | None]:
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | _QUIET
+    # Its own modules, and none of the working directory's (-P), which may be called as they are.
+    paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    with tempfile.TemporaryDirectory(prefix="shardkit-aot-") as name:
+        folder = Path(name)
+        (folder / "request.json").write_text(json.dumps(request))
+        (folder / "module.mlirbc").write_bytes(bytecode)
+        command = [sys.executable, "-P", "-m", "shardkit.analysis.hlo.aot_child", name]
+        try:
+            child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(
+                f"aot.compile: the compiler for {where} took longer than {timeout:g} s. Pass a longer timeout=, or a "
+                "program whose layers are a scan."
+            ) from None
+        if not (folder / "answer.json").exists():
+            raise RuntimeError(
+                f"aot.compile: the compiler for {where} ended with exit code {child.returncode}: {_cause(child.stderr)}"
+            )
+        answer = json.loads((folder / "answer.json").read_text())
+        if "error" not in answer:
+            return answer, (folder / "module.pb").read_bytes()
+    message = answer.get("message", "").splitlines()[0] if answer.get("message") else ""
+    if answer["error"] == "small":
+        raise _too_small(where, sizes, answer["devices"])
+    if answer["error"] == "topology":
+        raise ValueError(f"aot.compile: the compiler knows no topology {str(where)!r}: {message}")
+    if _OVER_MEMORY.search(answer["message"]) and not _ON_CHIP.search(message):
+        return answer, None
+    wanted = math.prod(sizes.values())
+    if _PART.search(message) and wanted < where.devices:
+        raise ValueError(
+            f"aot.compile: the compiler for {where} cannot leave {where.devices - wanted} of its {where.devices} "
+            f"devices idle, as {f'the mesh {sized(sizes.items())}' if sizes else 'a program of one device'} would. "
+            f"Choose a topology of {wanted} devices, or a mesh of {where.devices}."
+        )
+    raise RuntimeError(f"aot.compile: the compiler for {where} refused the program: {message}")
+
+
+def _cause(output: str) -> str:
+    """The line that says why a process died: that of its fatal check, else the last."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    fatal = [line.partition("] ")[2] for line in lines if re.match(r"F\d{4} ", line)]
+    return (fatal or lines[-1:] or ["it said nothing"])[0]
+
+
+# How libtpu says that a program must run on the whole of a torus; of which part it need not follows no rule we know.
+_PART = re.compile("RET_CHECK failure.*(should include all slice devices|Unexpected device_id)")
+_ON_CHIP = re.compile(r"\b[vs]mem\b", re.IGNORECASE)  # a kernel's scratch memory ran out, not the device's
+_OVER_MEMORY = re.compile("RESOURCE_EXHAUSTED|CompileTimeHbmOom|[Rr]an out of memory")
+
+
+def _too_small(where: Topology, sizes: Mapping[str, int], devices: int) -> ValueError:
+    return ValueError(
+        f"aot.compile: topology {str(where)!r} has {devices} devices, fewer than the {math.prod(sizes.values())} of "
+        f"the mesh {sized(sizes.items())}. Choose a larger topology or a smaller mesh."
+    )

@@ -1,0 +1,290 @@
+"""The collectives of a compiled program: what runs, over which axes, how often, and what compute hides it.
+
+Read from the module that the compiler scheduled (`proto.py`). The forms in which a collective appears there:
+
+- a plain instruction, synchronous (TPU, CPU);
+- a pair `X-start`, `X-done` (GPU, TPU permutes), or `async-start`, `async-done` round a computation that holds it
+  (GPU, and the sparse cores of TPU v6e and 7x); on GPU a pair may be marked synchronous all the same;
+- on TPU, a fusion that ends in a custom call AsyncCollectiveStart, fusions that carry a copy of the collective beside
+  the compute that hides it, and one with AsyncCollectiveDone: the first is counted, the copies are not;
+- on TPU, a fusion of an all-reduce and a slice of it, which is a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
+
+from shardkit.analysis.hlo import proto
+from shardkit.analysis.hlo.compute import Work, Workload
+from shardkit.analysis.hlo.trip_counts import trip_count
+from shardkit.cost import wire
+
+KINDS = {
+    "all-gather": "all_gather",
+    "all-reduce": "all_reduce",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "ragged-all-to-all": "all_to_all",
+    "collective-permute": "ppermute",
+}
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class CompiledRow:
+    """One collective of a compiled program.
+
+    Attributes:
+        kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ppermute".
+        name: the compiler's name for the instruction.
+        axes: mesh axes in mesh order; ("part of data",) where the groups are those of no set of axes.
+        n: devices in a group.
+        count: times it runs in one call, loops included; None where a loop's length is not in the program.
+        arrays: operands; above 1 the compiler merged so many.
+        bytes_in: bytes of the operands on one device.
+        bytes_out: bytes of the result on one device.
+        sent: bytes that one device sends each time, as the ring sends them.
+        asynchronous: whether it runs beside compute.
+        hidden_flops: matmul FLOPs scheduled between its start and its end, each time.
+        seconds: time on the wire each time, by the model of the report; 0 where there is none.
+        exposed: of these, the seconds that no compute hides.
+        op_name: jax's path to the operation it comes from.
+        source: the user's line, "file.py:12 (function)".
+        branch: "" or "branch 1 of 2" inside a conditional.
+    """
+
+    kind: str
+    name: str
+    axes: tuple[str, ...]
+    n: int
+    count: int | None
+    arrays: int
+    bytes_in: int
+    bytes_out: int
+    sent: Fraction
+    asynchronous: bool
+    hidden_flops: int
+    seconds: float
+    exposed: float
+    op_name: str
+    source: str
+    branch: str
+
+    @property
+    def times(self) -> int:
+        """How often it runs; a loop of unknown length counts once."""
+        return 1 if self.count is None else self.count
+
+    @property
+    def total(self) -> Fraction:
+        """Bytes sent by one device in one call."""
+        return self.sent * self.times
+
+
+class Clock(NamedTuple):
+    """The model of time: seconds of compute for FLOPs and bytes of memory traffic, seconds on the wire.
+
+    Attributes:
+        compute: (flops, bytes) -> seconds.
+        wire: (kind, groups of devices, bytes sent) -> seconds.
+    """
+
+    compute: Callable[[int, int], float]
+    wire: Callable[[str, Groups, Fraction], float]
+
+
+NO_CLOCK = Clock(lambda flops, size: 0.0, lambda kind, groups, sent: 0.0)
+
+
+@dataclass
+class _Slot:
+    """One instruction on the time line: its compute, and how much of it already hides something on which axes."""
+
+    work: Work
+    left: dict[object, float] = field(default_factory=dict)
+
+
+@dataclass
+class _Found:
+    """A collective and the instruction whose execution carries it."""
+
+    computation: proto.Computation
+    instruction: proto.Instruction
+    carrier: proto.Instruction
+    kind: str
+    groups: Groups
+
+
+def compiled_rows(module: proto.Module, sizes: Mapping[str, int], clock: Clock = NO_CLOCK) -> tuple[CompiledRow, ...]:
+    """Every collective of a compiled program, in the order in which they start.
+
+    Args:
+        module: the program, from `proto.read`.
+        sizes: names and sizes of the mesh axes, in mesh order; device i of the program is the mesh's i-th.
+        clock: the model of time.
+    """
+    return tuple(_Reader(module, dict(sizes), clock).rows(module.entry, 1, {}, ""))
+
+
+def total_work(module: proto.Module, clock: Clock = NO_CLOCK) -> Work:
+    """FLOPs, bytes and seconds of one call's compute on one device."""
+    return Workload(module, clock.compute).of_computation(module.entry)
+
+
+class _Reader:
+    def __init__(self, module: proto.Module, sizes: dict[str, int], clock: Clock):
+        self.module, self.sizes, self.clock = module, sizes, clock
+        self.workload = Workload(module, clock.compute)
+
+    def rows(self, number: int, times: int | None, known: Mapping[int, int], branch: str) -> Iterator[CompiledRow]:
+        """Rows of a computation that runs `times` times; `known` are constants in its parameter's tuple."""
+        computation = self.module.computations[number]
+        slots: list[_Slot] = []
+        started: dict[int, tuple[_Found, int]] = {}
+        carries: dict[int, int] = {}  # what hands a started collective on, and its start
+        for each in computation.instructions.values():
+            found = self._collective_of(computation, each)
+            slots.append(_Slot(self.workload.of(computation, each)))
+            start = next((carries[o] for o in each.operands if carries.get(o) in started), None)
+            if start is not None and self._continues(each, found, started[start][0]):
+                carries[each.id] = start
+                if self._ends(each):
+                    which, at = started.pop(start)
+                    yield self._row(which, times, branch, slots[at + 1 : -1])
+            elif found and self._starts(each):
+                started[each.id] = (found, len(slots) - 1)
+                carries[each.id] = each.id
+            elif found:
+                yield self._row(found, times, branch, None)
+            elif each.opcode == "while":
+                length, inside = trip_count(self.module, computation, each, known)
+                longer = None if length is None or times is None else times * length
+                yield from self.rows(each.calls[0], longer, inside, branch)
+                tests = None if length is None or times is None else times * (length + 1)
+                yield from self.rows(each.calls[1], tests, inside, branch)
+            elif each.opcode == "conditional":
+                for i, call in enumerate(each.calls):
+                    where = f"{branch + ', ' if branch else ''}branch {i + 1} of {len(each.calls)}"
+                    yield from self.rows(call, times, {}, where)
+            elif each.opcode in ("call", "async-start"):
+                for call in each.calls:
+                    yield from self.rows(call, times, {}, branch)
+        for found, _ in started.values():  # no end was scheduled: nothing is known to hide it
+            yield self._row(found, times, branch, None)
+
+    def _collective_of(self, computation: proto.Computation, each: proto.Instruction) -> _Found | None:
+        """The collective that an instruction is, starts, or holds in its fusion."""
+        opcode = each.opcode.removesuffix("-start")
+        if opcode in KINDS:
+            return _Found(computation, each, each, KINDS[opcode], each.groups or each.pairs)
+        if each.opcode not in ("fusion", "async-start"):
+            return None
+        for call in each.calls:
+            inner = self.module.computations[call]
+            for other in inner.instructions.values():
+                found = self._collective_of(inner, other)
+                if found is None and other.opcode == "call":
+                    found = self._collective_of(inner, _as_async(other))
+                if found:
+                    if found.kind == "all_reduce" and 0 < each.shape.bytes < found.instruction.shape.bytes:
+                        found.kind = "reduce_scatter"  # the fusion hands on this device's slice only
+                    found.carrier = each
+                    return found
+        return None
+
+    def _starts(self, each: proto.Instruction) -> bool:
+        if each.opcode == "fusion":
+            return self._has_target(each, "AsyncCollectiveStart")
+        return each.opcode.endswith("-start")
+
+    def _ends(self, each: proto.Instruction) -> bool:
+        return each.opcode.endswith("-done") or self._has_target(each, "AsyncCollectiveDone")
+
+    def _has_target(self, each: proto.Instruction, target: str) -> bool:
+        inner = (i for call in each.calls for i in self.module.computations[call].instructions.values())
+        return any(i.target == target for i in inner)
+
+    def _continues(self, each: proto.Instruction, found: _Found | None, start: _Found) -> bool:
+        """Whether an instruction that reads from a started collective carries it on or ends it."""
+        if each.opcode != "fusion":
+            return each.opcode == "get-tuple-element" or each.opcode.endswith(("-update", "-done"))
+        if found is None or self._starts(each):
+            return False
+        copy, first = found.instruction, start.instruction
+        return (copy.opcode, copy.shape.dims, found.groups) == (first.opcode, first.shape.dims, start.groups)
+
+    def _row(self, found: _Found, times: int | None, branch: str, between: list[_Slot] | None) -> CompiledRow:
+        each, kind = found.instruction, found.kind
+        operands = [_unpadded(found.computation, o) for o in each.operands]
+        if kind == "ppermute":
+            operands = [shape for shape in operands if shape.dims] or operands[:1]  # without its flags
+        axes, n = _axes(kind, found.groups, tuple(self.sizes.items()))
+        bytes_in = sum(shape.bytes for shape in operands)
+        sent = wire(kind, bytes_in, n, each.pairs).sent
+        asynchronous = between is not None and not _marked_synchronous(found.carrier)
+        seconds = exposed = self.clock.wire(kind, found.groups, sent)
+        flops = 0
+        if asynchronous and between:
+            flops = sum(slot.work.flops for slot in between)
+            lane = (axes, _direction(found.groups) if kind == "ppermute" else 0)
+            for slot in between:
+                covered = min(exposed, slot.left.setdefault(lane, slot.work.seconds))
+                slot.left[lane] -= covered
+                exposed -= covered
+        out = {"all_gather": bytes_in * n, "reduce_scatter": bytes_in // n}.get(kind, bytes_in)
+        source = self.module.source(each) or self.module.source(found.carrier)
+        return CompiledRow(
+            kind, each.name, axes, n, times, max(len(operands), 1), bytes_in, out, sent, asynchronous,
+            flops, seconds, exposed, each.op_name or found.carrier.op_name, source, branch,
+        )  # fmt: skip
+
+
+def _as_async(call: proto.Instruction) -> proto.Instruction:
+    """A call inside an asynchronous computation, looked through as the computation itself is."""
+    return proto.Instruction(id=call.id, opcode="async-start", shape=call.shape, calls=call.calls)
+
+
+def _marked_synchronous(each: proto.Instruction) -> bool:
+    """Whether the GPU compiler gave up on overlapping a pair."""
+    return bool(each.config.get("collective_backend_config", {}).get("is_sync"))
+
+
+def _unpadded(computation: proto.Computation, at: int) -> proto.Shape:
+    """The shape of an operand before the compiler padded it for its own reduce-scatter; a pad that is written stays."""
+    each = computation.instructions[at]
+    own = each.opcode == "pad" and not each.op_name.endswith("/pad")
+    return computation.instructions[each.operands[0]].shape if own else each.shape
+
+
+def _direction(groups: Groups) -> int:
+    """+1 or -1: which way round a permute goes, so that two opposite ones are known to use different links."""
+    steps = [target - source for source, target in groups if source != target]
+    return 1 if sum(step > 0 for step in steps) * 2 >= len(steps) else -1
+
+
+@lru_cache(maxsize=1024)
+def _axes(kind: str, groups: Groups, sizes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], int]:
+    """The mesh axes over which groups of devices, or the pairs of a permute, run, and the devices along them."""
+    names, dims = [name for name, _ in sizes], [size for _, size in sizes]
+    strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
+    if not groups:
+        groups = (tuple(range(math.prod(dims))),)
+
+    def differ(a: int, b: int) -> set[int]:
+        return {i for i, (s, d) in enumerate(zip(strides, dims, strict=True)) if a // s % d != b // s % d}
+
+    varying = set().union(*(differ(group[0], device) for group in groups for device in group[1:]))
+    axes = tuple(names[i] for i in sorted(varying))
+    n = math.prod(dims[i] for i in varying)
+    if kind != "ppermute":
+        inside = product(*(range(size) if i in varying else range(1) for i, size in enumerate(dims)))
+        offsets = {sum(c * s for c, s in zip(corner, strides, strict=True)) for corner in inside}
+        if any({device - min(group) for device in group} != offsets for group in groups):
+            return (f"part of {','.join(axes)}",), len(groups[0])
+    return axes, n

@@ -1,0 +1,166 @@
+"""The compute of a compiled program: FLOPs of its matmuls, bytes its instructions move, and the time a model gives."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from shardkit.analysis.hlo import proto
+from shardkit.analysis.hlo.trip_counts import trip_count
+
+_FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "iota", "partition-id"}
+_SLICES = {"dynamic-slice", "slice", "gather"}
+_KERNELS = re.compile(r"tpu_custom_call|__cublas|__cudnn|__gpu\$xla\.gpu\.triton|triton_kernel|mosaic_gpu")
+_COLLECTIVE = ("all-", "reduce-scatter", "collective-", "ragged-all", "async-", "send", "recv")
+
+
+class Work(NamedTuple):
+    """What some instructions compute: FLOPs of matmuls, bytes read and written, seconds by the model.
+
+    `kernels` counts the calls of kernels, a library's or written by hand, whose FLOPs the program does not tell.
+    """
+
+    flops: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    kernels: int = 0
+
+    def plus(self, other: Work, times: int = 1) -> Work:
+        """This and `times` times another."""
+        return Work(
+            self.flops + times * other.flops,
+            self.bytes + times * other.bytes,
+            self.seconds + times * other.seconds,
+            self.kernels + times * other.kernels,
+        )
+
+
+NO_WORK = Work()
+
+
+class Workload:
+    """The work of a module's instructions; a computation is looked at once.
+
+    The bytes are those of operands and result as a fused loop would move them: what a fusion only slices counts as the
+    slice. Collectives are no work; the chip computes beside them.
+    """
+
+    def __init__(self, module: proto.Module, seconds: Callable[[int, int], float]):
+        self.module, self.seconds = module, seconds
+        self._known: dict[int, Work] = {}
+
+    def of_computation(self, number: int) -> Work:
+        """The work of one run of a computation."""
+        if number not in self._known:
+            computation = self.module.computations[number]
+            total = NO_WORK
+            for each in computation.instructions.values():
+                total = total.plus(self.of(computation, each))
+            self._known[number] = total
+        return self._known[number]
+
+    def of(self, computation: proto.Computation, each: proto.Instruction) -> Work:
+        """The work of one instruction, a loop with all its iterations; an unknown length counts once.
+
+        Of a conditional's branches each figure is the largest: one may have the FLOPs and another the memory traffic.
+        """
+        if each.opcode in _FREE or each.opcode.startswith(_COLLECTIVE):
+            return NO_WORK
+        if each.opcode == "while":
+            times = trip_count(self.module, computation, each, {})[0]
+            return NO_WORK.plus(self.of_computation(each.calls[0]), 1 if times is None else times)
+        if each.opcode == "conditional":
+            return _largest([self.of_computation(call) for call in each.calls])
+        if each.opcode == "call":
+            return self.of_computation(each.calls[0])
+        flops = self.flops(computation, each)
+        size = _written(self.module, computation, each) + sum(
+            self._read(computation, each, number) for number in range(len(each.operands))
+        )
+        return Work(flops, size, self.seconds(flops, size), int(bool(_KERNELS.match(each.target))))
+
+    def flops(self, computation: proto.Computation, each: proto.Instruction) -> int:
+        """FLOPs of the matmuls in an instruction; one multiply and one add are two."""
+        if each.opcode == "dot":
+            left = computation.instructions[each.operands[0]].shape
+            return 2 * each.shape.size * math.prod(left.dims[d] for d in each.contracting)
+        if each.opcode == "convolution":
+            return _convolution(each, *(computation.instructions[o].shape for o in each.operands[:2]))
+        if each.opcode != "fusion":
+            return 0
+        inner = self.module.computations[each.calls[0]]
+        return sum(self.flops(inner, other) for other in inner.instructions.values())
+
+    def _read(self, computation: proto.Computation, each: proto.Instruction, number: int) -> int:
+        """Bytes that an instruction reads of one operand."""
+        whole = computation.instructions[each.operands[number]].shape.bytes
+        if each.opcode in _SLICES:
+            return min(whole, each.shape.bytes) if number == 0 else 0
+        if each.opcode == "dynamic-update-slice" and number == 0:
+            return 0
+        if each.opcode != "fusion":
+            return whole
+        inner = self.module.computations[each.calls[0]]
+        parameter = inner.parameters.get(number)
+        return whole if parameter is None else min(whole, self._touched(inner, parameter))
+
+    def _touched(self, computation: proto.Computation, value: proto.Instruction) -> int:
+        """Bytes that the users of a value inside a fusion read of it, fusions inside the fusion included."""
+        size = 0
+        for user in computation.instructions.values():
+            for number, operand in enumerate(user.operands):
+                if operand == value.id:
+                    seen = user.opcode == "bitcast"
+                    size += self._touched(computation, user) if seen else self._read(computation, user, number)
+        return size
+
+
+def _largest(works: Sequence[Work]) -> Work:
+    return Work(
+        max(work.flops for work in works),
+        max(work.bytes for work in works),
+        max(work.seconds for work in works),
+        max(work.kernels for work in works),
+    )
+
+
+def _written(module: proto.Module, computation: proto.Computation, each: proto.Instruction) -> int:
+    """Bytes that an instruction writes; an update in place writes what it updates."""
+    if each.opcode == "fusion":
+        inner = module.computations[each.calls[0]]
+        return _written(module, inner, inner.instructions[inner.root])
+    if each.opcode == "dynamic-update-slice":
+        return computation.instructions[each.operands[1]].shape.bytes
+    if each.opcode in ("bitcast", "tuple"):  # the root of a fusion
+        return sum(_written(module, computation, computation.instructions[o]) for o in each.operands)
+    return each.shape.bytes
+
+
+def _convolution(each: proto.Instruction, left: proto.Shape, right: proto.Shape) -> int:
+    """FLOPs of a convolution without those that padding and dilation holes would cost.
+
+    The TPU compiler writes every matmul as a convolution, and a batch dim as a window over holes.
+    """
+    numbers = each.convolution
+    pairs = 1
+    for at, kernel, result, window in zip(numbers[11], numbers[6], numbers[12], each.window, strict=True):
+        pairs *= _taps(left.dims[at], right.dims[kernel], each.shape.dims[result], window)
+    features = right.dims[numbers[3]]
+    return 2 * pairs * each.shape.dims[numbers[9]] * each.shape.dims[numbers[10]] * features
+
+
+def _taps(size: int, kernel: int, result: int, window: dict[int, int]) -> int:
+    """Pairs of an output position and a kernel position that meet an input element."""
+    stride, low = window.get(2, 1), window.get(3, 0)
+    low = low - (1 << 64) if low >= 1 << 63 else low
+    kernel_step, holes = window.get(5, 1), window.get(6, 1)
+    if kernel == 1 and low == 0 and holes == 1:
+        return result
+    count = 0
+    for k in range(kernel):
+        for o in range(result):
+            place = o * stride + k * kernel_step - low
+            count += 0 <= place <= (size - 1) * holes and place % holes == 0
+    return count

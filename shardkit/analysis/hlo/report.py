@@ -1,0 +1,210 @@
+"""What an absent chip's compiler made of a step: memory, collectives, overlap, time by a stated model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from shardkit._check import sized
+from shardkit.analysis.hlo.collectives import CompiledRow
+from shardkit.analysis.hlo.compute import NO_WORK, Work
+from shardkit.analysis.hlo.differences import account, changed, grouped
+from shardkit.analysis.hlo.memory import Memory
+from shardkit.analysis.jaxpr.census import Census, Row
+from shardkit.layout import table
+
+# A refused program leaves nothing but its message; these are the two forms that it has.
+_REQUIRED = (r"\(([\d.]+)([KMGT]?)\) exceeds available", r"[Uu]sed ([\d.]+)([KMGT]?) of")
+_AVAILABLE = (r"exceeds available \w+ \(([\d.]+)([KMGT]?)\)", r"[Uu]sed [\d.]+[KMGT]? of ([\d.]+)([KMGT]?)")
+_UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclass(frozen=True)
+class Report:
+    """One call of a step, compiled for chips that need not exist.
+
+    Attributes:
+        topology: the chips, "v5p:8x8x8".
+        mesh: names and sizes of the mesh axes.
+        fits: whether the program fits a chip's memory.
+        message: the compiler's own words when it does not.
+        memory: bytes on one device; None when the compiler refused.
+        limit: bytes of memory of one device.
+        rows: every collective of the compiled program.
+        census: every collective as written.
+        compute: matmul FLOPs, bytes moved and seconds of compute of one device, by the model in `time_model.py`.
+        lowering_seconds: time to trace and lower.
+        compile_seconds: time in the compiler.
+        compiler_rss: the largest memory of the compiler's process, bytes.
+        versions: of jax and the compiler.
+    """
+
+    topology: str
+    mesh: dict[str, int]
+    fits: bool
+    message: str
+    memory: Memory | None
+    limit: int
+    census: Census
+    lowering_seconds: float
+    rows: tuple[CompiledRow, ...] = ()
+    compute: Work = NO_WORK
+    compile_seconds: float = 0.0
+    compiler_rss: int = 0
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def available(self) -> int:
+        """Bytes that a program may use on one device: the compiler's figure when it refused, else all of `limit`."""
+        return self._in_message(_AVAILABLE) or self.limit
+
+    @property
+    def needed(self) -> int:
+        """Bytes that the program needs on one device, to the compiler's own precision when it does not fit."""
+        if self.memory is None:
+            return self._in_message(_REQUIRED)
+        return self.memory.peak
+
+    @property
+    def wire_seconds(self) -> float:
+        """Seconds on the wire in one call, by the model."""
+        return sum(r.seconds * r.times for r in self.rows)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds on the wire in one call that no compute hides, by the model."""
+        return sum(r.exposed * r.times for r in self.rows)
+
+    def select(self, *, axis: str | None = None, kind: str | None = None) -> tuple[CompiledRow, ...]:
+        """The compiled collectives that use an axis and are of a kind."""
+        return tuple(r for r in self.rows if axis in (None, *r.axes) and kind in (None, r.kind))
+
+    def count(self, *, axis: str | None = None, kind: str | None = None) -> int:
+        """Compiled collectives in one call."""
+        return sum(r.times for r in self.select(axis=axis, kind=kind))
+
+    def sent(self, *, axis: str | None = None, kind: str | None = None) -> Fraction:
+        """Bytes that one device sends in one call."""
+        return sum((r.total for r in self.select(axis=axis, kind=kind)), Fraction(0))
+
+    def differences(self) -> list[str]:
+        """What the compiler added, merged, dropped or changed against the program as written, a line each."""
+        return account(self.census, self.rows) if self.memory else []
+
+    def to_json(self) -> str:
+        """Everything in the report, with the derived figures; `from_json` reads it back."""
+        data = asdict(self) | {"rows": [_plain(r) for r in self.rows], "census": [_plain(r) for r in self.census.rows]}
+        data["compute"] = self.compute._asdict()
+        derived = {
+            "needed": self.needed,
+            "available": self.available,
+            "differences": self.differences(),
+        }
+        derived |= {"wire_seconds": self.wire_seconds, "exposed_seconds": self.exposed_seconds}
+        if self.memory:
+            derived |= {"held": self.memory.held, "peak": self.memory.peak}
+        return json.dumps(data | {"derived": derived}, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Report:
+        """The report that `to_json` wrote."""
+        data: dict[str, Any] = json.loads(text)
+        data.pop("derived")
+        data["memory"] = data["memory"] and Memory(**data["memory"])
+        data["rows"] = tuple(CompiledRow(**_read(r)) for r in data["rows"])
+        data["census"] = Census(tuple(Row(**_read(r)) for r in data["census"]))
+        data["compute"] = Work(**data["compute"])
+        return Report(**data)
+
+    def compare(self, other: Report) -> str:
+        """The figures of two reports beside each other, and every kind of collective in which they differ."""
+        lines: list[tuple[str, ...]] = [("", str(self.topology), str(other.topology))]
+        for name, of in _FIGURES.items():
+            mine, theirs = of(self), of(other)
+            lines.append((name, mine, theirs))
+        keys = sorted({(r.kind, r.axes) for r in (*self.rows, *other.rows)})
+        for kind, axes in keys:
+            sides = []
+            for report in (self, other):
+                rows = [r for r in report.rows if (r.kind, r.axes) == (kind, axes)]
+                together = sum(r.times for r in rows if r.asynchronous)
+                total = sum((r.total for r in rows), Fraction(0))
+                sides.append(f"{sum(r.times for r in rows)} x, {together} overlapped, {size(total)}")
+            lines.append((f"{kind} over {','.join(axes)}", *sides))
+        return table(lines)
+
+    def __str__(self) -> str:
+        versions = ", ".join(f"{k} {v.splitlines()[0]}" for k, v in self.versions.items())
+        head = f"{self.topology}, mesh {sized(self.mesh.items())}" + (f" ({versions})" if versions else "")
+        if not self.memory:
+            needed = f"{size(self.needed)} of {size(self.available)} a device" if self.needed else "no number is given"
+            return f"{head}\ndoes not fit: {needed}\n{self.message}"
+        lines = [head, *(f"{name}: {of(self)}" for name, of in _FIGURES.items())]
+        rows: list[tuple[str, ...]] = [
+            ("kind", "axes", "times", "arrays", "bytes in", "sent/device", "runs", "hidden behind", "exposed", "source")
+        ]
+        rows += [_line(same) for same in grouped(self.rows)]
+        lines.append(table(rows) if self.rows else "no collectives")
+        return "\n".join([*lines, changed(self.differences())])
+
+    def _in_message(self, patterns: tuple[str, ...]) -> int:
+        found = next(filter(None, (re.search(pattern, self.message) for pattern in patterns)), None)
+        return int(float(found[1]) * _UNITS[found[2]]) if found else 0
+
+
+_FIGURES = {
+    "fits": lambda r: f"{'yes' if r.fits else 'NO'}, {size(r.needed)} of {size(r.available)} a device",
+    "held": lambda r: size(r.memory.held) if r.memory else "?",
+    "temp": lambda r: size(r.memory.temp) if r.memory else "?",
+    "code": lambda r: size(r.memory.generated_code) if r.memory else "?",
+    "compute": lambda r: (
+        f"{r.compute.flops / 1e12:,.3f} TFLOP in matmuls, {1e3 * r.compute.seconds:,.3f} ms at best"
+        + (f", kernel calls not counted: {r.compute.kernels:,}" if r.compute.kernels else "")
+    ),
+    "wire": lambda r: f"{1e3 * r.wire_seconds:,.3f} ms, of which {1e3 * r.exposed_seconds:,.3f} ms exposed",
+    "compiled in": lambda r: (
+        f"{r.compile_seconds:.1f} s after {r.lowering_seconds:.1f} s of lowering, {size(r.compiler_rss)}"
+    ),
+}
+
+
+def size(count: float | Fraction) -> str:
+    """Bytes as people read them."""
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:,.2f} {unit}"
+
+
+def _line(rows: list[CompiledRow]) -> tuple[str, ...]:
+    first = rows[0]
+    times = sum(r.times for r in rows)
+    hidden = sum(r.hidden_flops * r.times for r in rows)
+    exposed = sum(r.exposed * r.times for r in rows)
+    where = (first.source or first.op_name or "unknown") + (f" [{first.branch}]" if first.branch else "")
+    return (
+        first.kind,
+        f"{','.join(first.axes)}={first.n}",
+        f"{times}" + ("?" if first.count is None else ""),
+        str(first.arrays),
+        f"{first.bytes_in:,}",
+        size(sum((r.total for r in rows), Fraction(0))),
+        "overlapped" if first.asynchronous else "synchronous",
+        f"{hidden / 1e9:,.1f} GFLOP" if first.asynchronous else "",
+        f"{1e3 * exposed:,.3f} ms",
+        where,
+    )
+
+
+def _plain(row: Row | CompiledRow) -> dict[str, Any]:
+    return asdict(row) | {"sent": [row.sent.numerator, row.sent.denominator]}
+
+
+def _read(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {**row, "axes": tuple(row["axes"]), "sent": Fraction(*row["sent"])}

@@ -1,0 +1,108 @@
+"""The chips of a program that is compiled ahead of time: how they are named, connected and described to a compiler."""
+
+from __future__ import annotations
+
+import math
+import re
+from importlib import resources
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+from shardkit._check import quoted
+from shardkit.cost import Chip, chips
+
+# jax's names for the topologies, and the packages that hold their compilers
+_TPU = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+_GPU = ("a100", "h100", "h200", "b200")
+_CORES = {"tpu7x": 2}  # devices that jax makes of one chip, where they are more than one
+
+
+class Topology(NamedTuple):
+    """Chips and how they are connected: "v5p:8x8x8" (a torus), "h100:1x4x8" (slices x hosts x GPUs a host)."""
+
+    chip: str
+    shape: tuple[int, ...]
+
+    @property
+    def platform(self) -> str:
+        """jax's name of the platform: "tpu" or "cuda"."""
+        return "tpu" if self.chip in _TPU else "cuda"
+
+    @property
+    def devices(self) -> int:
+        """Devices that jax makes of the chips: two of each tpu7x, one of any other."""
+        return math.prod(self.shape) * _CORES.get(self.chip, 1)
+
+    def __str__(self) -> str:
+        return f"{self.chip}:{'x'.join(map(str, self.shape))}"
+
+
+def parse_topology(text: str) -> Topology:
+    """Reads "v5p:8x8x8" or "h100:1x1x8".
+
+    Raises:
+        TypeError: it is no text.
+        ValueError: it is no such text, or an unknown chip.
+    """
+    if not isinstance(text, str):
+        raise TypeError(
+            f"aot: topology must be a string; got {type(text).__name__}. Write for example 'v5p:8x8x8' or 'h100:1x1x8'."
+        )
+    chip, _, shape = text.partition(":")
+    if chip not in (*_TPU, *_GPU):
+        raise ValueError(
+            f"aot: unknown chip {chip!r} in topology {text!r}; known are {quoted((*_TPU, *_GPU))}. "
+            "Write for example 'v5p:8x8x8' or 'h100:1x1x8'."
+        )
+    allowed = (2,) if chip in _GPU else range(1, chips[chip].torus)
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape) or shape.count("x") not in allowed:
+        form = "slices x hosts x GPUs a host, as 'h100:1x1x8'" if chip in _GPU else "the torus, as 'v5e:2x4'"
+        raise ValueError(f"aot: topology {text!r} has no shape that can be read. After {chip!r} write {form}.")
+    return Topology(chip, tuple(map(int, shape.split("x"))))
+
+
+def compiler_package(where: Topology) -> str:
+    """The installed package that holds the compiler.
+
+    Raises:
+        RuntimeError: it is not installed.
+    """
+    package, extra = ("libtpu", "aot") if where.platform == "tpu" else ("jax-cuda13-plugin", "aot-gpu")
+    if find_spec(package.replace("-", "_")) is None:
+        raise RuntimeError(
+            f"aot.compile: the compiler for {where.chip} is not installed. Install it with: "
+            f"pip install 'shardkit[{extra}]'"
+        )
+    return package
+
+
+def description_of(where: Topology) -> dict[str, Any]:
+    """What jax's get_topology_desc is asked for."""
+    if where.platform == "tpu":
+        # A v4 chip is one device where jobs run; its compiler must be told so.
+        both = {"chip_config_name": "megacore"} if where.chip == "v4" else {}
+        return {"platform": "tpu", "topology_name": str(where), **both}
+    shape = "x".join(map(str, where.shape))
+    return {"platform": "cuda", "topology_name": where.chip, "target_config": _target(where.chip), "topology": shape}
+
+
+def _target(chip: str) -> str:
+    """What the GPU compiler must know of a chip, as a text proto."""
+    return resources.files("shardkit.analysis.hlo").joinpath("targets", f"{chip}.txtpb").read_text()
+
+
+def device_of(where: Topology) -> Chip:
+    """What one device has of a chip: half of a tpu7x, which jax sees as two; they share the chip's links."""
+    chip, cores = chips[where.chip], _CORES.get(where.chip, 1)
+    return chip._replace(
+        flops=chip.flops / cores, hbm_bytes=chip.hbm_bytes // cores, hbm_bandwidth=chip.hbm_bandwidth / cores
+    )
+
+
+def device_memory(where: Topology) -> int:
+    """Bytes of memory of one device: what the GPU compiler is told, or the TPU's data sheet."""
+    if where.platform == "tpu":
+        return int(device_of(where).hbm_bytes)
+    found = re.search(r"device_memory_size: (\d+)", _target(where.chip))
+    assert found, "every target description gives its memory"
+    return int(found[1])

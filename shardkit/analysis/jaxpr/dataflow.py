@@ -1,0 +1,305 @@
+"""Which values of a traced program differ between devices, followed from the arguments to the results.
+
+jax's varying types answer a neighbouring question, whether a value *may be used* as different; they miss what a branch
+that only some devices take does to its results, do not exist where check_vma is off, and call an all_gather's result
+varying. Here a value starts to differ where a shard_map splits it or a device reads its own index, and stops to differ
+where a collective makes it equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
+from typing import Any, NamedTuple
+
+from shardkit import _compat
+from shardkit.analysis.jaxpr.census import KINDS, source_line, user_line
+
+_NONE: frozenset[Any] = frozenset()
+
+
+class State(NamedTuple):
+    """What is known of a value on the devices of the surrounding shard_maps.
+
+    Attributes:
+        varies: axes over which it may differ.
+        reduced: axes over which a collective has made it equal at some time.
+        given: whether an argument went into it; if not, it is a constant of the program.
+        hidden: axes over which it differs although its type says that it does not, each with the line of the cause.
+        moved: axes over which pieces have been exchanged: what differs along them may have been put together since.
+        drawn: axes over which it is the same random draw, element for element.
+        graded: whether a gradient went into it.
+    """
+
+    varies: frozenset[str] = _NONE
+    reduced: frozenset[str] = _NONE
+    given: bool = False
+    hidden: frozenset[tuple[str, str]] = _NONE
+    moved: frozenset[str] = _NONE
+    drawn: frozenset[str] = _NONE
+    graded: bool = False
+
+
+# What a draw is made of random bits with; its elements stay those of the draw.
+_ELEMENTWISE = {
+    *("shift_right_logical", "or", "and", "xor", "not", "bitcast_convert_type", "convert_element_type", "copy"),
+    *("sub", "add", "mul", "div", "neg", "max", "min", "abs", "sign", "sqrt", "log", "log1p", "exp", "erf_inv"),
+    *("lt", "le", "gt", "ge", "ne", "eq", "clamp", "select_n", "integer_pow", "reshape", "squeeze", "pvary", "pcast"),
+}
+CONSTANT = State()
+ARGUMENT = State(given=True)
+
+
+def join(states: Iterable[State]) -> State:
+    """The state of what is computed from values in these states."""
+
+    def both(a: State, b: State) -> State:
+        return State(
+            a.varies | b.varies,
+            a.reduced | b.reduced,
+            a.given or b.given,
+            a.hidden | b.hidden,
+            a.moved | b.moved,
+            graded=a.graded or b.graded,
+        )
+
+    return reduce(both, states, CONSTANT)
+
+
+class Divergence(NamedTuple):
+    """Control flow that devices take differently: over which axes, in what, where."""
+
+    axes: frozenset[str]
+    what: str
+    source: str
+
+
+class Context(NamedTuple):
+    """Where an equation stands.
+
+    Attributes:
+        sizes: the axes bound here, with their sizes.
+        divergences: the branches and loops around it that not all devices take alike, the innermost last.
+        backward: whether differentiation made what surrounds it.
+        mapped: whether jax.pmap made what surrounds it.
+        source: the innermost of the user's lines that led here; "" if none is known.
+    """
+
+    sizes: Mapping[str, int] = {}
+    divergences: tuple[Divergence, ...] = ()
+    backward: bool = False
+    mapped: bool = False
+    source: str = ""
+
+
+class Block(NamedTuple):
+    """One jaxpr as it was walked: its equations, the states of its variables, where it stands, and whose it is."""
+
+    jaxpr: Any
+    states: Mapping[Any, State]
+    context: Context
+    owner: Any = None
+
+    def state(self, value: Any) -> State:
+        """The state of an operand; literals are constants."""
+        return CONSTANT if hasattr(value, "val") else self.states[value]
+
+
+Visit = Callable[[Block], None]
+
+
+def walk(jaxpr: Any, visit: Visit) -> None:
+    """Follows the states through a program and hands every jaxpr in it to `visit`, the inner ones first."""
+    _run(jaxpr, [ARGUMENT] * len(jaxpr.invars), Context(), visit)
+
+
+def inside(block: Block, equation: Any) -> Block | None:
+    """The block of a function that an equation calls, or None where it is no plain call."""
+    blocks: list[Block] = []
+    inner = [sub for _, sub in _compat.inner_jaxprs(equation)]
+    if equation.primitive.name not in _compat.CALLS or len(inner) != 1 or len(inner[0].invars) != len(equation.invars):
+        return None
+    context = block.context._replace(source=user_line(equation) or block.context.source)
+    _run(inner[0], [block.state(v) for v in equation.invars], context, blocks.append)
+    return blocks[-1]
+
+
+def split_axes(equation: Any, context: Context) -> tuple[str, ...]:
+    """The axes of a collective along which there is more than one device."""
+    return tuple(a for a in named_axes(equation) if context.sizes.get(a, 1) > 1)
+
+
+def short(variable: Any) -> str:
+    """The type of a value as a user writes it: float32[4,8]."""
+    aval = variable.aval
+    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]" if hasattr(aval, "shape") else str(aval)
+
+
+def where(equation: Any, context: Context) -> str:
+    """The user's line of an equation; where jax has lost it, as in a loop's body, the line of what holds it."""
+    return user_line(equation) or context.source or source_line(equation)
+
+
+def named_axes(equation: Any) -> tuple[str, ...]:
+    """The mesh axes of a collective."""
+    named = equation.params.get("axes") or equation.params.get("axis_name") or ()
+    return tuple(a for a in (named if isinstance(named, tuple) else (named,)) if isinstance(a, str))
+
+
+def spec_axes(spec: Any) -> frozenset[str]:
+    """The mesh axes that a PartitionSpec names."""
+    entries = [e for e in spec if e is not None]
+    return frozenset(a for e in entries for a in (e if isinstance(e, tuple) else (e,)))
+
+
+def _run(jaxpr: Any, inputs: Sequence[State], context: Context, visit: Visit | None, owner: Any = None) -> list[State]:
+    states: dict[Any, State] = dict.fromkeys(jaxpr.constvars, CONSTANT)
+    states |= zip(jaxpr.invars, inputs, strict=True)
+    block = Block(jaxpr, states, context, owner)
+    for equation in jaxpr.eqns:
+        results = _step(equation, [block.state(v) for v in equation.invars], context, visit)
+        if context.backward or _compat.in_backward(equation):
+            results = [state._replace(graded=True) for state in results]
+        states |= zip(equation.outvars, results, strict=True)
+    if visit is not None:
+        visit(block)
+    return [block.state(v) for v in jaxpr.outvars]
+
+
+def _step(equation: Any, ins: list[State], context: Context, visit: Visit | None) -> list[State]:
+    name = equation.primitive.name
+    if name in KINDS:
+        if len(ins) > len(equation.outvars):  # ragged_all_to_all is told where and how much
+            ins = [join(ins)]
+        return [_collective(equation, each, context.sizes) for each in ins]
+    if name == "axis_index":
+        return [State(_split(named_axes(equation), context.sizes))]
+    if name == "random_bits":
+        return [ins[0]._replace(drawn=_split(context.sizes, context.sizes) - ins[0].varies)]
+    if name == "optimization_barrier":
+        return ins
+    if name == "io_callback":  # the host may answer each device differently
+        return [State(_split(context.sizes, context.sizes), given=True)] * len(equation.outvars)
+    inner = [sub for _, sub in _compat.inner_jaxprs(equation)]
+    if inner:
+        source = user_line(equation) or context.source
+        context = context._replace(backward=context.backward or _compat.in_backward(equation), source=source)
+    if name == "shard_map":
+        return _shard_map(equation, inner[0], ins, context, visit)
+    if name == "scan":
+        return _scan(equation, inner[0], ins, context, visit)
+    if name == "while":
+        return _while(equation, ins, context, visit)
+    if name == "cond":
+        return _cond(equation, inner, ins, context, visit)
+    if name in ("jit", "pjit") and not context.mapped:
+        context = context._replace(mapped=_compat.made_by_pmap(equation))
+    if name in _compat.CALLS and len(inner) == 1 and len(inner[0].invars) == len(ins):
+        return _run(inner[0], ins, context, visit)
+    every = join(ins)
+    if name in _ELEMENTWISE and (drawn := [s.drawn for s in ins if s.drawn]):
+        every = every._replace(drawn=frozenset.intersection(*drawn) - every.varies)
+    for sub in inner:  # a primitive with functions of its own: whatever they are given comes from the operands
+        every = join([every, *_run(sub, [every] * len(sub.invars), context, visit)])
+    return [every] * len(equation.outvars)
+
+
+def _split(axes: Iterable[str], sizes: Mapping[str, int]) -> frozenset[str]:
+    return frozenset(a for a in axes if sizes.get(a, 1) > 1)
+
+
+def _collective(equation: Any, state: State, sizes: Mapping[str, int]) -> State:
+    axes = _split(named_axes(equation), sizes)
+    if equation.params.get("axis_index_groups") is not None:
+        return state._replace(varies=state.varies | axes, moved=state.moved | axes, drawn=_NONE)
+    kind = KINDS[equation.primitive.name]
+    if kind == "ppermute":
+        n = math.prod(sizes[a] for a in axes)
+        everyone = len({target for _, target in equation.params["perm"]}) == n
+        if everyone and not axes & state.varies:
+            return state
+    if kind in ("ppermute", "reduce_scatter", "all_to_all"):
+        return state._replace(varies=state.varies | axes, moved=state.moved | axes, drawn=_NONE)
+    hidden = frozenset(h for h in state.hidden if h[0] not in axes)
+    # A count, as in psum(1), is as much a constant as what was counted.
+    reduced = state.reduced | axes if state.given else state.reduced
+    return State(state.varies - axes, reduced, state.given, hidden, state.moved, graded=state.graded)
+
+
+def _shard_map(equation: Any, sub: Any, ins: list[State], context: Context, visit: Visit | None) -> list[State]:
+    params = equation.params
+    manual = frozenset(_compat.manual_axes(equation))
+    sizes = {**context.sizes, **{axis: params["mesh"].shape[axis] for axis in manual}}
+    entering = [
+        state._replace(varies=state.varies | (_split(spec_axes(spec), sizes) & manual))
+        for state, spec in zip(ins, params["in_specs"], strict=True)
+    ]
+    leaving = _run(sub, entering, context._replace(sizes=sizes), visit, equation)
+    return [
+        State(
+            s.varies - manual,
+            s.reduced - manual,
+            s.given,
+            frozenset(h for h in s.hidden if h[0] not in manual),
+            graded=s.graded,
+        )
+        for s in leaving
+    ]
+
+
+def _scan(equation: Any, sub: Any, ins: list[State], context: Context, visit: Visit | None) -> list[State]:
+    consts, carry = _compat.scan_parts(equation)
+    fixed, carried, each = ins[:consts], ins[consts : consts + carry], ins[consts + carry :]
+    carried = _settle(carried, lambda held: _run(sub, [*fixed, *held, *each], context, None)[:carry])
+    return _run(sub, [*fixed, *carried, *each], context, visit)
+
+
+def _while(equation: Any, ins: list[State], context: Context, visit: Visit | None) -> list[State]:
+    params = equation.params
+    inner = dict(_compat.inner_jaxprs(equation))
+    test, body = inner["cond_jaxpr"], inner["body_jaxpr"]
+    n, m = params["cond_nconsts"], params["body_nconsts"]
+    for_test, for_body, carried = ins[:n], ins[n : n + m], ins[n + m :]
+    carried = _settle(carried, lambda held: _run(body, [*for_body, *held], context, None))
+    (goes_on,) = _run(test, [*for_test, *carried], context, None)
+    inside = _diverge(equation, goes_on, context, "while loop whose condition")
+    _run(test, [*for_test, *carried], inside, visit)
+    _run(body, [*for_body, *carried], inside, visit)
+    kept = [out is held for out, held in zip(body.outvars, body.invars[m:], strict=True)]
+    return [
+        state if same else _chosen(state, goes_on, variable, equation, context)
+        for state, same, variable in zip(carried, kept, equation.outvars, strict=True)
+    ]
+
+
+def _cond(equation: Any, inner: list[Any], ins: list[State], context: Context, visit: Visit | None) -> list[State]:
+    chosen, operands = ins[0], ins[1:]
+    inside = _diverge(equation, chosen, context, "cond whose predicate")
+    branches = [_run(sub, operands, inside, visit) for sub in inner]
+    return [
+        _chosen(join(results), chosen, variable, equation, context)
+        for results, variable in zip(zip(*branches, strict=True), equation.outvars, strict=True)
+    ]
+
+
+def _chosen(state: State, by: State, variable: Any, equation: Any, context: Context) -> State:
+    """A result that depends on which way a device went: it varies as the predicate does, whatever its type says."""
+    untold = by.varies - _compat.varying_axes(variable.aval)
+    hidden = frozenset((axis, where(equation, context)) for axis in untold)
+    return join([state, State(by.varies, by.reduced, by.given, hidden)])
+
+
+def _diverge(equation: Any, by: State, context: Context, what: str) -> Context:
+    if not by.varies:
+        return context
+    return context._replace(divergences=(*context.divergences, Divergence(by.varies, what, where(equation, context))))
+
+
+def _settle(carried: list[State], body: Callable[[list[State]], list[State]]) -> list[State]:
+    """The states of a loop's carry that hold in every iteration."""
+    while True:
+        after = [join(pair) for pair in zip(carried, body(carried), strict=True)]
+        if after == carried:
+            return carried
+        carried = after

@@ -1,0 +1,293 @@
+"""Where the collectives of the backward pass come from: for each, the forward line that pays for it, and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from shardkit import _compat
+from shardkit._check import named, quoted
+from shardkit._typed import typed
+from shardkit.analysis.jaxpr.census import KINDS, census_of, row_of, source_line, traced
+from shardkit.analysis.jaxpr.dataflow import named_axes, short
+
+# What the backward pass sends, and the forward primitives whose transpose sends it.
+_TRANSPOSED = {
+    "all_reduce": ("pvary", "pcast", "psum", "reduced_vary_cast", "reduced_vary_cast_p"),
+    "reduce_scatter": ("all_gather", "all_gather_reduced"),
+    "all_gather": ("reduce_scatter",),
+    "ppermute": ("ppermute",),
+    "all_to_all": ("all_to_all",),
+}
+# What a name may be followed through.
+_SAME = {
+    "pvary",
+    "pcast",
+    "convert_element_type",
+    "copy",
+    "reshape",
+    "transpose",
+    "squeeze",
+    "broadcast_in_dim",
+    "slice",
+}
+
+
+@dataclass(frozen=True)
+class Reason:
+    """One collective of the backward pass and what it is the gradient of.
+
+    Attributes:
+        kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ppermute".
+        axes: the mesh axes, in order.
+        n: devices along them.
+        count: times it runs in one call; None inside a `while`.
+        bytes_in: bytes of the operand on one device.
+        sent: bytes that one device sends, each time.
+        source: the forward line that pays for it, "file.py:12 (function)".
+        value: the value on that line whose gradient is communicated: a name such as "params['w']", else its type.
+        value_varies: axes over which that value varies.
+        gradient_varies: axes over which its gradient varies before the collective.
+        why: one sentence.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    n: int
+    count: int | None
+    bytes_in: int
+    sent: Fraction
+    source: str
+    value: str
+    value_varies: tuple[str, ...]
+    gradient_varies: tuple[str, ...]
+    why: str
+
+    def __str__(self) -> str:
+        times = "" if self.count == 1 else f", {'an unknown number of' if self.count is None else self.count} times"
+        return f"{self.kind} over {quoted(self.axes)} of {self.bytes_in:,} bytes{times}, at {self.source}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a backward pass communicates; `print` it, or go through the rows.
+
+    Attributes:
+        rows: one for each collective of the backward pass.
+        after: collectives after it that gradients go into, as the sum of data parallelism; `census` has them.
+    """
+
+    rows: tuple[Reason, ...]
+    after: int = 0
+
+    def __iter__(self) -> Iterator[Reason]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __str__(self) -> str:
+        lines = [*map(str, self.rows)] or ["the backward pass sends nothing"]
+        if self.after:
+            plural = "s" * (self.after > 1)
+            lines.append(
+                f"{self.after} collective{plural} after it take{'' if plural else 's'} its gradients: see census"
+            )
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """The rows as a JSON list; bytes sent as numbers."""
+        return json.dumps([{**asdict(r), "sent": float(r.sent)} for r in self.rows], indent=1)
+
+
+@typed
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Says for each collective of the backward pass which forward line pays for it, and why.
+
+    Args:
+        fn: a function that differentiates: a gradient, a training step. jax traces it; nothing is run.
+        *args: its arguments; `jax.ShapeDtypeStruct` will do.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        Explanation: a row for each collective that differentiation made, in the order in which they run.
+    """
+    closed = traced(fn, args, kwargs)
+    lines = list(_walk(_Scope(closed.jaxpr, None, None), 1, {}, False, False))
+    forward: dict[Any, list[_Line]] = {}
+    for line in {id(each.equation): each for each in lines if not each.backward or each.again}.values():
+        for kind in (k for k, names in _TRANSPOSED.items() if line.equation.primitive.name in names):
+            forward.setdefault(_key(line.equation, kind, transposed=False), []).append(line)
+    backward = [line for line in lines if line.backward and line.equation.primitive.name in KINDS]
+    mine: dict[Any, list[_Line]] = {}
+    for line in backward:
+        if not line.again:
+            mine.setdefault(_key(line.equation, KINDS[line.equation.primitive.name], transposed=True), []).append(line)
+    origins: dict[int, list[_Line]] = {}
+    for key, group in mine.items():
+        found = forward.get(key, [])
+        found = [each for each in found if not each.again] or found  # what jax.checkpoint repeats is there twice
+        for number, line in enumerate(group):
+            # Transposing goes through a program backwards: the last one of a line is the first to come.
+            origins[id(line)] = [found[-1 - number]] if len(found) == len(group) else found
+    after = sum(1 if row.count is None else row.count for row in census_of(closed.jaxpr).rows if row.update)
+    return Explanation(tuple(_reason(line, origins.get(id(line), [])) for line in backward), after)
+
+
+class _Scope(NamedTuple):
+    """A jaxpr, and the equation of the surrounding one that holds it."""
+
+    jaxpr: Any
+    owner: Any
+    outer: _Scope | None
+
+
+class _Line(NamedTuple):
+    """An equation and where it stands; `again` marks what jax.checkpoint repeats."""
+
+    equation: Any
+    scope: _Scope
+    times: int | None
+    sizes: dict[str, int]
+    backward: bool
+    again: bool
+
+
+def _walk(scope: _Scope, count: int | None, sizes: dict[str, int], backward: bool, again: bool) -> Iterator[_Line]:
+    for equation in scope.jaxpr.eqns:
+        name = equation.primitive.name
+        behind = backward or _compat.in_backward(equation)
+        repeated = again or _compat.recomputed(equation)
+        yield _Line(equation, scope, count, sizes, behind, repeated)
+        inner, times = sizes, count
+        if name == "shard_map":
+            inner = sizes | dict(equation.params["mesh"].shape)
+        elif name == "scan":
+            times = None if count is None else count * equation.params["length"]
+        elif name == "while":
+            times = None
+        for _, sub in _compat.inner_jaxprs(equation):
+            yield from _walk(_Scope(sub, equation, scope), times, inner, behind, repeated)
+
+
+def _key(equation: Any, kind: str, *, transposed: bool) -> tuple[Any, ...]:
+    """What an equation has in common with its transpose: the lines that led to it, the axes, and the shapes."""
+    shapes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    ends = shapes[::-1] if transposed else shapes
+    return kind, tuple(_compat.user_frames(equation)), frozenset(named_axes(equation)), ends
+
+
+def _reason(line: _Line, found: Sequence[_Line]) -> Reason:
+    equation = line.equation
+    row = row_of(equation, line.times, line.sizes, True, "")
+    values = list(dict.fromkeys(_name(each.equation.invars[0], each.scope) for each in found))
+    value = " or ".join(values) or _name(equation.invars[0], line.scope)
+    operand = (found[0].equation if found else equation).invars[0]
+    return Reason(
+        row.kind,
+        row.axes,
+        row.n,
+        row.count,
+        row.bytes_in,
+        row.sent,
+        row.source,
+        value,
+        tuple(sorted(_compat.varying_axes(operand.aval))),
+        tuple(sorted(_compat.varying_axes(equation.invars[0].aval))),
+        _why(line, row.kind, row.axes, value, found),
+    )
+
+
+def _why(line: _Line, kind: str, axes: tuple[str, ...], value: str, found: Sequence[_Line]) -> str:
+    over = quoted(axes)
+    if line.again:
+        return "jax.checkpoint runs this collective of the forward pass again instead of keeping its result."
+    if not found:
+        return "a backward rule written by hand (custom_vjp) calls it there."
+    if kind == "all_reduce" and found[0].equation.primitive.name == "psum":
+        return f"{value} is summed over {over} there without check_vma, under which the gradient of a sum is a sum."
+    if kind == "all_reduce":
+        same = f"{value} is the same on all devices of {over}"
+        if _asked_for(found[0].equation):
+            return f"{same} and is cast there to vary over {_it(axes)}; the gradient of the cast is a sum."
+        beside = _beside(found[0], axes)
+        return (
+            f"{same} and is used beside {beside}, which varies over {_it(axes)}; the gradient of the cast is a sum."
+            if beside
+            else f"{same} and is used where a value that varies over {_it(axes)} is wanted; the gradient of the cast "
+            "is a sum."
+        )
+    if kind == "reduce_scatter":
+        return (
+            f"{value} is gathered over {over} there and each device uses the whole; its gradient is summed over the "
+            "devices and split again."
+        )
+    if kind == "all_gather":
+        return (
+            f"{value} is summed over {over} there and each device keeps a piece; its gradient is that of all the "
+            "pieces, gathered."
+        )
+    if kind == "ppermute":
+        return f"{value} is sent along {named(axes)} there; its gradient goes back the same way."
+    return f"the pieces of {value} are exchanged over {over} there; their gradients go back to where they came from."
+
+
+def _it(axes: tuple[str, ...]) -> str:
+    return "it" if len(axes) == 1 else "them"
+
+
+def _asked_for(equation: Any) -> bool:
+    """Whether `vary` made a cast, and not an operation that needed one."""
+    frames = _compat.user_frames(equation)
+    by_vary = bool(frames) and frames[0][2] == _compat.cast_varying.__name__
+    return by_vary or equation.primitive.name.startswith("reduced_vary_cast")
+
+
+def _beside(line: _Line, axes: tuple[str, ...]) -> str:
+    """The name of the value for whose sake a value was cast: the other operand of its first use."""
+    cast = line.equation.outvars[0]
+    for equation in line.scope.jaxpr.eqns:
+        if any(v is cast for v in equation.invars):
+            for other in equation.invars:
+                if other is not cast and set(axes) <= _compat.varying_axes(other.aval):
+                    return _name(other, line.scope)
+    return ""
+
+
+def _name(value: Any, scope: _Scope) -> str:
+    """What the user calls a value: an argument's name, else its type and the line that made it."""
+    if hasattr(value, "val"):
+        return f"the constant {value.val}"
+    root, made = _root(value, scope)
+    known = _argument(root, scope)
+    if known:
+        return known
+    return f"a {short(value)}" if made is None else f"the {short(value)} of {source_line(made).split(' ')[0]}"
+
+
+def _root(value: Any, scope: _Scope) -> tuple[Any, Any]:
+    """What a value was made from by casts and reshapes alone, and the equation that made that."""
+    made = next((e for e in scope.jaxpr.eqns if any(out is value for out in e.outvars)), None)
+    if made is not None and made.primitive.name in _SAME and not hasattr(made.invars[0], "val"):
+        return _root(made.invars[0], scope)
+    return value, made
+
+
+def _argument(value: Any, scope: _Scope) -> str:
+    """The name of the argument that a value is, here or in what surrounds this; "" if it is none."""
+    place = next((i for i, v in enumerate(scope.jaxpr.invars) if v is value), None)
+    if place is None:
+        return ""
+    names = scope.jaxpr.debug_info.arg_names or ()
+    if place < len(names) and names[place]:
+        return str(names[place])
+    if scope.outer is None or scope.owner.primitive.name == "while":
+        return ""
+    offset = len(scope.owner.invars) - len(scope.jaxpr.invars)  # a cond's predicate comes first
+    outer = scope.owner.invars[place + offset] if offset >= 0 else None
+    if outer is None or hasattr(outer, "val"):
+        return ""
+    return _argument(_root(outer, scope.outer)[0], scope.outer)

@@ -1,0 +1,207 @@
+"""One key in two draws: which keys of a traced program are the same, and how often numbers are drawn from each.
+
+Two keys are the same where the same operations made them from the same values: `fold_in(key, 1)` in two places is one
+key. What is repeated for the backward pass is drawn once; of a cond's branches one is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardkit import _compat
+from shardkit.analysis.jaxpr.dataflow import Context, spec_axes, where
+from shardkit.analysis.jaxpr.rules import Finding
+
+_DRAWS = {"random_bits", "random_gamma"}
+# They hand on the value itself. Not random_clone: who calls it means to draw again.
+_SAME = {"pvary", "pcast", "copy", "copy_p", "optimization_barrier", "name", "random_wrap", "random_unwrap"}
+_REMEDY = (
+    "Split the key, or fold a number into it for each draw, as fold_keys does; jax.random.clone(key) says that equal "
+    "numbers are meant."
+)
+
+
+class Value(NamedTuple):
+    """Values of one name are equal; `loops` are those from iteration to iteration of which it may differ."""
+
+    name: int
+    loops: frozenset[int] = frozenset()
+
+
+class _Place(NamedTuple):
+    """Where an equation stands.
+
+    Attributes:
+        context: what surrounds it.
+        loops: the loops around it, each with its number and its words.
+        drawn: for each key from which numbers were drawn so far, the line.
+        line: that of the call of jax.random which it is a part of; "" outside one.
+    """
+
+    context: Context
+    loops: tuple[tuple[int, str], ...]
+    drawn: dict[int, str]
+    line: str = ""
+
+
+def reused_keys(jaxpr: Any) -> Iterator[Finding]:
+    """Draws from a key from which numbers were drawn before, and draws that the iterations of a loop repeat."""
+    names = _Names()
+    names.run(jaxpr, [names.new() for _ in (*jaxpr.constvars, *jaxpr.invars)], _Place(Context(), (), {}))
+    yield from names.found
+
+
+class _Names:
+    """The names given so far, and what was found."""
+
+    def __init__(self) -> None:
+        self.found: list[Finding] = []
+        self._known: dict[Any, int] = {}
+        self._drawing: dict[int, bool] = {}
+
+    def new(self, of: Sequence[Value] = ()) -> Value:
+        """A value that is equal to no other, made from these."""
+        return self._named(object(), of)
+
+    def _named(self, made: Any, of: Sequence[Value] = ()) -> Value:
+        key = (made, *(value.name for value in of))
+        name = self._known.setdefault(key, len(self._known))
+        return Value(name, frozenset[int]().union(*(value.loops for value in of)))
+
+    def run(self, jaxpr: Any, given: Sequence[Value], place: _Place) -> list[Value]:
+        """The values of a jaxpr's results, for those of its constants and arguments."""
+        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True))
+
+        def read(atom: Any) -> Value:
+            return self._literal(atom) if hasattr(atom, "val") else values[atom]
+
+        for equation in jaxpr.eqns:
+            results = self._step(equation, [read(v) for v in equation.invars], place)
+            values.update(zip(equation.outvars, results, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _literal(self, atom: Any) -> Value:
+        return self._named((str(atom.aval.dtype), str(atom.val)))
+
+    def _step(self, equation: Any, ins: list[Value], place: _Place) -> list[Value]:
+        name, outs = equation.primitive.name, equation.outvars
+        if name in _DRAWS:
+            self._draw(equation, ins[0], place)
+        if name in _SAME and len(ins) == len(outs):
+            return ins
+        inner = [
+            (sub, [self._named(("constant", id(each))) for each in constants] or self._new_each(sub.constvars))
+            for (_, sub), constants in zip(
+                _compat.inner_jaxprs(equation), _compat.inner_constants(equation), strict=True
+            )
+        ]
+        if not inner:
+            return self._computed(equation, ins)
+        if not any(_may_make_a_key(out.aval) for out in outs) and not any(self._draws(sub) for sub, _ in inner):
+            return [self.new(ins) for _ in outs]
+        context = place.context._replace(
+            backward=place.context.backward or _again(equation), source=where(equation, place.context)
+        )
+        place = place._replace(context=context)
+        sub, constants = inner[0]
+        if name in ("scan", "while"):
+            return self._loop(equation, ins, place)
+        if name == "cond":
+            branches = [place._replace(drawn=dict(place.drawn)) for _ in inner]
+            ways = [self.run(sub, [*c, *ins[1:]], each) for (sub, c), each in zip(inner, branches, strict=True)]
+            for each in branches:
+                place.drawn.update(each.drawn)
+            return [same[0] if len(set(same)) == 1 else self.new(ins) for same in zip(*ways, strict=True)]
+        if name in _compat.CALLS and len(inner) == 1 and len(sub.invars) == len(ins):
+            # jax traces its own functions once, and notes the line of the first call for all.
+            if not place.line and hasattr(jax.random, str(equation.params.get("name", "")).lstrip("_")):
+                place = place._replace(line=context.source)
+            return self.run(sub, [*constants, *ins], place)
+        if name == "shard_map":
+            specs = [str(spec) if spec_axes(spec) else "" for spec in equation.params["in_specs"]]
+            pieces = [self._named(spec, [v]) if spec else v for spec, v in zip(specs, ins, strict=True)]
+            self.run(sub, [*constants, *pieces], place)
+        else:
+            for sub, constants in inner:
+                self.run(sub, [*constants, *(self.new(ins) for _ in sub.invars)], place)
+        return [self.new(ins) for _ in outs]
+
+    def _draws(self, jaxpr: Any) -> bool:
+        """Whether numbers are drawn anywhere in a jaxpr."""
+        known = self._drawing.get(id(jaxpr))
+        if known is None:
+            known = any(
+                each.primitive.name in _DRAWS or any(self._draws(sub) for _, sub in _compat.inner_jaxprs(each))
+                for each in jaxpr.eqns
+            )
+            self._drawing[id(jaxpr)] = known
+        return known
+
+    def _new_each(self, variables: Sequence[Any]) -> list[Value]:
+        return [self.new() for _ in variables]
+
+    def _computed(self, equation: Any, ins: list[Value]) -> list[Value]:
+        """Keys and whole numbers are named by what made them; of floats no key is made."""
+        if _compat.acts(equation) or not all(_may_make_a_key(out.aval) for out in equation.outvars):
+            return [self.new(ins) for _ in equation.outvars]
+        made = (equation.primitive.name, str(sorted(equation.params.items(), key=lambda item: item[0])))
+        return [self._named((*made, i), ins) for i in range(len(equation.outvars))]
+
+    def _loop(self, equation: Any, ins: list[Value], place: _Place) -> list[Value]:
+        params = equation.params
+        if equation.primitive.name == "scan":
+            consts, carry = _compat.scan_parts(equation)
+            bodies = [(params["jaxpr"], ins[:consts], ins[consts : consts + carry], ins[consts + carry :])]
+            what = "scan" if params["length"] > 1 else ""
+        else:
+            n, m = params["cond_nconsts"], params["body_nconsts"]
+            held = ins[n + m :]
+            bodies = [(params["cond_jaxpr"], ins[:n], held, []), (params["body_jaxpr"], ins[n : n + m], held, [])]
+            what = "while loop"
+        number = self.new().name
+        if what:
+            words = f"{what} at {where(equation, place.context)}"
+            place = place._replace(loops=(*place.loops, (number, words)))
+        for closed, fixed, held, each in bodies:
+            sub, turning = closed.jaxpr, []
+            after = sub.outvars[: len(held)] if closed is not params.get("cond_jaxpr") else sub.outvars[:0]
+            for i, value in enumerate([*held, *each]):
+                variable = sub.invars[len(fixed) + i]
+                kept = i < len(after) and after[i] is variable
+                turned = self.new([value])
+                turning.append(value if kept else turned._replace(loops=turned.loops | {number}))
+            constants = [self._named(("constant", id(c))) for c in closed.consts]
+            self.run(sub, [*constants, *fixed, *turning], place)
+        return [self.new(ins) for _ in equation.outvars]
+
+    def _draw(self, equation: Any, key: Value, place: _Place) -> None:
+        if place.context.backward or _again(equation):
+            return
+        line = place.line or where(equation, place.context)
+        still = [words for number, words in place.loops if number not in key.loops]
+        before = place.drawn.get(key.name)
+        place.drawn[key.name] = line
+        these = f"random numbers of shape {equation.outvars[0].aval.shape} are made of the same bits"
+        if before is not None:
+            message = f"{these} as those drawn at {before}: both draws take one key."
+        elif still:
+            message = f"{these} in every iteration of the {still[-1]}: each takes the same key."
+        else:
+            return
+        self.found.append(Finding("reused-key", message, line, _REMEDY))
+
+
+def _again(equation: Any) -> bool:
+    """Whether an equation may repeat one of the forward pass: in the backward pass, or recomputed for it."""
+    return _compat.in_backward(equation) or _compat.recomputed(equation)
+
+
+def _may_make_a_key(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    kinds = (jax.dtypes.prng_key, jnp.integer, np.bool_)
+    return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in kinds)

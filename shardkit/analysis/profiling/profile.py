@@ -1,0 +1,199 @@
+"""What a run shows of its collectives: times, waiting and bandwidth, beside what the compiled program says.
+
+`census` and `aot.compile` say what a program sends before it runs. Here it runs: under jax's profiler, whose events are
+matched to the collectives of the compiled program by the name of the instruction.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import jax
+from jax.profiler import ProfileData
+
+from shardkit._typed import typed
+from shardkit.analysis.hlo import proto
+from shardkit.analysis.hlo.collectives import CompiledRow, compiled_rows
+from shardkit.analysis.jaxpr.census import mesh_sizes, traceable
+from shardkit.analysis.profiling.runs import machine, refuse_abstract, repeatable
+from shardkit.analysis.profiling.timings import Profile, Span, Spans, profile_of
+from shardkit.cost._check import whole
+
+
+@typed
+@contextmanager
+def trace(folder: str | Path, *, python: bool = False) -> Iterator[Path]:
+    """Records what runs inside the `with` block, for TensorBoard's profile plugin and for Perfetto.
+
+    Wait for the results inside the block (`jax.block_until_ready`), or what still runs at its end is cut off.
+
+    Args:
+        folder: where the trace goes; made if it is not there. `tensorboard --logdir folder` shows it, and
+            https://ui.perfetto.dev opens the `perfetto_trace.json.gz` in it. Nothing is sent anywhere.
+        python: record every Python call too, which is large and slows the program down.
+
+    Yields:
+        The folder of all runs, as a Path; each run has one of its own under `plugins/profile`.
+
+    Raises:
+        RuntimeError: a trace is running already.
+    """
+    with _recording("trace", Path(folder), python=python, perfetto=True) as where:
+        yield where
+
+
+@contextmanager
+def _recording(name: str, folder: Path, *, python: bool, perfetto: bool) -> Iterator[Path]:
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = int(python)
+    try:
+        jax.profiler.start_trace(folder, create_perfetto_trace=perfetto, profiler_options=options)
+    except RuntimeError as error:
+        if "already" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{name}: jax records one trace at a time, and one is running. Leave that one first."
+        ) from error
+    try:
+        yield folder
+    finally:
+        jax.profiler.stop_trace()
+
+
+@typed
+def profile(fn: Callable[..., Any], *args: Any, calls: int = 3, folder: str | Path | None = None) -> Profile:
+    """Runs `fn` under jax's profiler and reports the time, the bytes and the bandwidth of each of its collectives.
+
+    The program is compiled once and called once before the calls that count. Arguments that `fn` donates, such as a
+    train step's state, are copied before each call, outside the time: yours stay as they are, and memory must hold
+    them twice. Every call is waited for, so that dispatch is in its time.
+
+    Args:
+        fn: a jitted function, a train step, or any function that jax can trace.
+        *args: its arguments, arrays.
+        calls: calls under the profiler, at least 1.
+        folder: keep the trace there, as `trace` does; by default it is read and deleted.
+
+    Returns:
+        Profile: a row for every collective of the compiled program with its time (mean over devices and calls, waiting
+        for slower devices included), the time of the fastest device, its share of the call, and bandwidths in bytes/s
+        over the fastest device's time. Printed, a table with the slowest first; `.to_json()`.
+
+    Raises:
+        ValueError: calls is no whole number of at least 1.
+        TypeError: an argument is a ShapeDtypeStruct.
+        RuntimeError: a trace is running already.
+
+    Source: nccl-tests, doc/PERFORMANCE.md, for the size of a collective and both bandwidths.
+    """
+    whole("profile", calls=calls)
+    refuse_abstract("profile", args)
+    run = traceable(fn)
+    traced = run.trace(*args)
+    executable = traced.lower().compile().runtime_executable()
+    module = proto.read(executable.hlo_modules()[0].as_serialized_hlo_module_proto())
+    rows = compiled_rows(module, mesh_sizes(traced.jaxpr.jaxpr, args))
+    prepare = repeatable(run, args)
+    here = machine()
+    steps = []
+    with TemporaryDirectory(prefix="shardkit-profile-") if folder is None else nullcontext(folder) as kept:
+        with _recording("profile", Path(kept), python=False, perfetto=folder is not None):
+            for number in range(calls):
+                call = prepare()
+                with jax.profiler.StepTraceAnnotation("call", step_num=number):
+                    started = time.perf_counter()
+                    call()
+                    steps.append(time.perf_counter() - started)
+        recorded = max(Path(kept).rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
+        data = ProfileData.from_file(str(recorded))
+        spans = read_spans(data, module, rows, here.platform)
+    return profile_of(rows, spans, steps, here)
+
+
+def read_spans(data: Any, module: proto.Module, rows: Iterable[CompiledRow], platform: str) -> Spans:
+    """When each device ran each collective.
+
+    An event says in its statistics which instruction it is (`hlo_op`). On CPU and GPU it lasts as long as the
+    collective; on TPU an asynchronous one is two instructions, and lasts from the start of one to the end of the other.
+
+    Args:
+        data: the trace, a jax.profiler.ProfileData.
+        module: the compiled program.
+        rows: its collectives.
+        platform: "cpu", "gpu" or "tpu".
+    """
+    aliases = {row.name: _aliases(module, row.name) for row in rows}
+    starts = {alias: name for name, each in aliases.items() for alias in each.starts}
+    ends = {alias: name for name, each in aliases.items() for alias in each.ends} if platform == "tpu" else {}
+    begun = _events(data, module.name, starts, platform)
+    done = _events(data, module.name, ends, platform)
+    spans: dict[str, dict[object, list[Span]]] = {}
+    for row in rows:
+        spans[row.name] = begun[row.name]
+        if platform == "tpu" and (row.asynchronous or aliases[row.name].ends):
+            # A start without its end says nothing of how long the collective took.
+            pairs = {d: (each, done[row.name].get(d, [])) for d, each in begun[row.name].items()}
+            whole_ones = {d: each for d, each in pairs.items() if len(each[0]) == len(each[1])}
+            spans[row.name] = {
+                d: [Span(s.start, e.end) for s, e in zip(*each, strict=True)] for d, each in whole_ones.items()
+            }
+    return spans
+
+
+def _events(
+    data: Any, module: str, names: Mapping[str, str], platform: str
+) -> defaultdict[str, dict[object, list[Span]]]:
+    """The events of some instructions of a module by what they are called here, then by device, in order of time."""
+    found: defaultdict[str, dict[object, list[Span]]] = defaultdict(dict)
+    with warnings.catch_warnings():
+        # In jax 0.12 the first look at an event's statistics warns of jaxlib's own types, and where warnings are
+        # errors that aborts the process.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for plane in data.planes:
+            if plane.name.startswith("/host:") != (platform == "cpu"):  # a host only dispatches to an accelerator
+                continue
+            for line in plane.lines:
+                if line.name == "Async XLA Ops":  # the same pairs a second time, beside those of "XLA Ops"
+                    continue
+                for event in line.events:
+                    if platform == "cpu" and event.name not in names:  # spares the statistics of most events
+                        continue
+                    said = dict(event.stats)
+                    name = names.get(said.get("hlo_op", ""))
+                    if name is not None and said.get("hlo_module", module) == module:
+                        device = said.get("device_ordinal", plane.name)
+                        found[name].setdefault(device, []).append(Span(event.start_ns, event.end_ns))
+    for devices in found.values():
+        for spans in devices.values():
+            spans.sort()
+    return found
+
+
+class _Aliases(NamedTuple):
+    """The instructions that stand for a collective: those that run or start it, and those that wait for it."""
+
+    starts: frozenset[str]
+    ends: frozenset[str]
+
+
+def _aliases(module: proto.Module, name: str) -> _Aliases:
+    """The collective itself, what carries it as a computation of its own, and the -done of either."""
+    holders = {c.id for c in module.computations.values() if any(i.name == name for i in c.instructions.values())}
+    starts, ends = {name}, set()
+    for computation in module.computations.values():
+        carriers = {
+            i.id
+            for i in computation.instructions.values()
+            if i.name == name or (i.opcode in ("fusion", "async-start") and holders & set(i.calls))
+        }
+        starts |= {computation.instructions[at].name for at in carriers}
+        dones = (i for i in computation.instructions.values() if i.opcode.endswith("-done"))
+        ends |= {i.name for i in dones if carriers & set(i.operands)}
+    return _Aliases(frozenset(starts), frozenset(ends))

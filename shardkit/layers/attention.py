@@ -1,0 +1,152 @@
+"""Attention on one device in one piece, and the parts that every form of it shares.
+
+Shapes: b examples, T or t queries, S or s keys, H heads, G key/value heads, R = H/G heads that share one, K head size.
+Scores, softmax and sums are float32 whatever the inputs; the matrix products take the inputs' dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardkit._check import finite
+from shardkit._typed import typed
+from shardkit.collectives._sums import dot_dtype, saved_as_dot
+from shardkit.layers.matmul import alike
+
+MASKED = -1e30  # finite: a row of -inf would make NaN gradients
+
+
+@typed
+def dot_attention(
+    q_bTHK: jax.Array,
+    k_bTGK: jax.Array,
+    v_bTGK: jax.Array,
+    *,
+    causal: bool = True,
+    segments_bt: jax.Array | None = None,
+    scale: float | None = None,
+) -> jax.Array:
+    """Softmax attention over a whole sequence on one device: the reference of every other form.
+
+    Layout: `Q[b, T, H, K], K[b, T, G, K], V[b, T, G, K] -> Y[b, T, H, K]`
+
+    Args:
+        q_bTHK: queries.
+        k_bTGK: keys; H/G heads share each of the G key/value heads (G = H: each has its own).
+        v_bTGK: values.
+        causal: a token attends to itself and to those before it, not to those behind.
+        segments_bt: int32 numbers of the documents that are packed into a sequence; a token attends to its own only.
+        scale: what scores are multiplied by; None: 1/sqrt(K).
+
+    Returns:
+        Array of the shape and dtype of the queries.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or G does not divide H.
+
+    Cost: none; it holds b H T T scores, and keeps as many weights, in the dtype of v, for the backward pass.
+
+    Source: Vaswani et al. (arXiv:1706.03762); Ainslie et al., grouped queries (arXiv:2305.13245).
+    """
+    finite("dot_attention", scale=scale)
+    check("dot_attention", q_bTHK, k_bTGK, v_bTGK, segments_bt)
+    q, k, v, segments = alike(*split_heads(q_bTHK, k_bTGK, v_bTGK, segments_bt))
+    return join_heads(_attend(q, k, v, segments, causal, scale_of(q, scale)))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, causal: bool, scale: float
+) -> jax.Array:
+    return _attend_forward(q, k, v, segments, causal, scale)[0]
+
+
+def _attend_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, causal: bool, scale: float
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Autodiff would keep the float32 softmax and multiply float32 gradients; its weights are kept in v's dtype."""
+    scores = scores_of(q, k, allowed(q, k, 0 if causal else None, segments, segments), scale)
+    largest = jnp.max(scores, axis=-1, keepdims=True)
+    log_total = largest + jnp.log(jnp.sum(jnp.exp(scores - largest), axis=-1, keepdims=True))
+    weights = saved_as_dot(jnp.exp(scores - log_total).astype(v.dtype))  # a division would need float32 weights first
+    y = jnp.einsum("bGRts,bGsK->bGRtK", weights, v, preferred_element_type=dot_dtype(v)).astype(q.dtype)
+    return y, (q, k, v, weights, y)
+
+
+def _attend_backward(causal: bool, scale: float, kept: tuple[jax.Array, ...], dy: jax.Array) -> tuple[Any, ...]:
+    q, k, v, weights, y = kept
+    y_dy = jnp.sum(y.astype(jnp.float32) * dy.astype(jnp.float32), axis=-1, keepdims=True)
+    dweights = jnp.einsum("bGRtK,bGsK->bGRts", dy, v, preferred_element_type=jnp.float32)
+    dscores = (weights.astype(jnp.float32) * (dweights - y_dy) * scale).astype(q.dtype)
+    dq = jnp.einsum("bGRts,bGsK->bGRtK", dscores, k, preferred_element_type=dot_dtype(dscores, k))
+    dk = jnp.einsum("bGRts,bGRtK->bGsK", dscores, q, preferred_element_type=dot_dtype(dscores, q))
+    dv = jnp.einsum("bGRts,bGRtK->bGsK", weights, dy, preferred_element_type=dot_dtype(weights, dy))
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def check(where: str, q_btHK: jax.Array, k_btGK: jax.Array, v_btGK: jax.Array, segments_bt: jax.Array | None) -> None:
+    """Refuses queries, keys, values and segments that do not fit each other."""
+    q, k, v = jnp.shape(q_btHK), jnp.shape(k_btGK), jnp.shape(v_btGK)
+    if not (len(q) == len(k) == 4 and v == k and (*q[:2], q[3]) == (*k[:2], k[3])):
+        raise ValueError(
+            f"{where}: keys and values must be [b, t, G, K] beside queries [b, t, H, K]; got queries {q}, keys {k}, "
+            f"values {v}. Give all three the same b, t and K."
+        )
+    if q[2] % k[2]:
+        raise ValueError(f"{where}: kv heads must divide heads; got {k[2]} kv heads for {q[2]} heads. Change one.")
+    if segments_bt is not None and jnp.shape(segments_bt) != q[:2]:
+        raise ValueError(
+            f"{where}: segments must give each token its document's number; got shape {jnp.shape(segments_bt)} for "
+            f"{q[0]} x {q[1]} tokens. Pass them as [b, t]."
+        )
+
+
+def scale_of(q: jax.Array, scale: float | None) -> float:
+    """What scores are multiplied by."""
+    return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+
+
+def split_heads(
+    q_btHK: jax.Array, k_btGK: jax.Array, v_btGK: jax.Array, segments_bt: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Queries [b, G, R, t, K], keys and values [b, G, t, K], segments [b, t, 1]: in all of them tokens are dim -2."""
+    b, t, _, K = q_btHK.shape
+    q = q_btHK.reshape(b, t, k_btGK.shape[2], -1, K).transpose(0, 2, 3, 1, 4)
+    k, v = k_btGK.transpose(0, 2, 1, 3), v_btGK.transpose(0, 2, 1, 3)
+    return q, k, v, None if segments_bt is None else segments_bt[:, :, None]
+
+
+def join_heads(y_bGRtK: jax.Array) -> jax.Array:
+    """Back to [b, t, H, K]."""
+    b, G, R, t, K = y_bGRtK.shape
+    return y_bGRtK.transpose(0, 3, 1, 2, 4).reshape(b, t, G * R, K)
+
+
+def allowed(
+    q: jax.Array, k: jax.Array, ahead: Any, q_segments_bt1: jax.Array | None, k_segments_bs1: jax.Array | None
+) -> jax.Array | None:
+    """Which query may attend to which key, [b or 1, 1, 1, t, s]; None for all.
+
+    `ahead` is by how much the first query stands behind the first key where attention is causal, None where it is not.
+    """
+    mask = None
+    if ahead is not None:
+        mask = (jnp.arange(q.shape[-2])[:, None] + ahead >= jnp.arange(k.shape[-2])[None, :])[None]
+    if q_segments_bt1 is not None and k_segments_bs1 is not None:
+        same_bts = q_segments_bt1 == k_segments_bs1.swapaxes(1, 2)
+        mask = same_bts if mask is None else mask & same_bts
+    return None if mask is None else mask[:, None, None]
+
+
+def scores_of(q_bGRtK: jax.Array, k_bGsK: jax.Array, mask: jax.Array | None, scale: float) -> jax.Array:
+    """Scaled and masked scores [b, G, R, t, s], float32."""
+    scores = jnp.einsum("bGRtK,bGsK->bGRts", q_bGRtK, k_bGsK, preferred_element_type=jnp.float32) * scale
+    return scores if mask is None else jnp.where(mask, scores, MASKED)

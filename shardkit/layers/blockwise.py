@@ -1,0 +1,231 @@
+"""Attention block by block: tiles on one device, blocks of keys that pass round a ring, one derivative for both.
+
+Scores live no longer than their tile: the backward pass computes them once more, from queries, keys, values, the result
+and the logarithm of each query's denominator. Tokens are dim -2 of every array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardkit.collectives import axis_index, axis_size, shift
+from shardkit.collectives._sums import saved_as_dot, wide_zeros
+from shardkit.layers.attention import MASKED, allowed, scores_of
+from shardkit.layers.zigzag import Order
+
+
+class Form(NamedTuple):
+    """What is known of an attention before it runs.
+
+    Attributes:
+        names: the axes of the ring; () for none.
+        causal: whether a token attends only to itself and to those before it.
+        order: of the tokens along the ring.
+        block: the size of a tile, None for whole blocks.
+        scale: what scores are multiplied by.
+    """
+
+    names: tuple[str, ...]
+    causal: bool
+    order: Order
+    block: int | None
+    scale: float
+
+
+class Softmax(NamedTuple):
+    """What queries know of a softmax after some of the keys, float32.
+
+    Attributes:
+        maximum: the largest score so far, [b, G, R, t, 1].
+        total: the sum of exp(score - maximum), [b, G, R, t, 1].
+        sum: the sum of exp(score - maximum) times the values, [b, G, R, t, K].
+    """
+
+    maximum: jax.Array
+    total: jax.Array
+    sum: jax.Array
+
+    @classmethod
+    def empty(cls, q: jax.Array) -> Softmax:
+        """Before the first key."""
+        column = wide_zeros(q[..., :1])
+        return cls(column + MASKED, column, wide_zeros(q))
+
+    def meet(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, scale: float) -> Softmax:
+        """After a further block of keys. What comes of a block that a query may not attend to, the next one undoes."""
+        scores = scores_of(q, k, mask, scale)
+        maximum = jnp.maximum(self.maximum, scores.max(-1, keepdims=True))
+        weights, decay = jnp.exp(scores - maximum), jnp.exp(self.maximum - maximum)
+        found = jnp.einsum("bGRts,bGsK->bGRtK", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return Softmax(maximum, self.total * decay + weights.sum(-1, keepdims=True), self.sum * decay + found)
+
+    def result(self) -> tuple[jax.Array, jax.Array]:
+        """The attention [b, G, R, t, K], and the logarithm of its denominator [b, G, R, t, 1]."""
+        return self.sum / self.total, self.maximum + jnp.log(self.total)
+
+
+def _meet_back(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, scale: float, log_total: Any, dy: Any, y_dy: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What a block adds to the gradients of q, k and v, float32, with its scores computed once more.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        mask: as in the forward pass.
+        scale: as in the forward pass.
+        log_total: of these queries, over all keys.
+        dy: the gradient of their result.
+        y_dy: the inner product of both, [b, G, R, t, 1].
+
+    Source: Dao et al., FlashAttention (arXiv:2205.14135), appendix B.
+    """
+    weights = jnp.exp(scores_of(q, k, mask, scale) - log_total)
+    dweights = jnp.einsum("bGRtK,bGsK->bGRts", dy, v, preferred_element_type=jnp.float32)
+    dscores = (weights * (dweights - y_dy) * scale).astype(q.dtype)
+    dq = jnp.einsum("bGRts,bGsK->bGRtK", dscores, k, preferred_element_type=jnp.float32)
+    dk = jnp.einsum("bGRts,bGRtK->bGsK", dscores, q, preferred_element_type=jnp.float32)
+    dv = jnp.einsum("bGRts,bGRtK->bGsK", weights.astype(dy.dtype), dy, preferred_element_type=jnp.float32)
+    return dq, dk, dv
+
+
+class Visit(NamedTuple):
+    """Queries from `rows` on meet keys from `columns` on, `size` of each; `ahead` as in `allowed`."""
+
+    rows: Any
+    columns: Any
+    size: int
+    ahead: Any = None
+
+
+_Held = tuple[jax.Array, jax.Array, jax.Array | None]  # a block of keys, values and segments
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def attend(
+    q_bGRtK: jax.Array, k_bGtK: jax.Array, v_bGtK: jax.Array, segments_bt1: jax.Array | None, form: Form
+) -> jax.Array:
+    """The attention of this device's queries to all keys, [b, G, R, t, K]; all arrays vary over the same axes."""
+    return _forward(q_bGRtK, k_bGtK, v_bGtK, segments_bt1, form)[0]
+
+
+def _forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, form: Form
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    def visit(seen: Softmax, held: _Held, at: Visit) -> Softmax:
+        k, v, mask, (rows, part) = _tile(held, at, segments, (q, seen))
+        return _put(seen, part.meet(rows, k, v, mask, form.scale), at.rows)
+
+    y, log_total = _round(visit, Softmax.empty(q), (k, v, segments), form).result()
+    y, log_total = saved_as_dot(y.astype(q.dtype)), saved_as_dot(log_total)
+    return y, (q, k, v, segments, y, log_total)
+
+
+def _backward(form: Form, kept: tuple[Any, ...], dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    q, k, v, segments, y, log_total = kept
+    y_dy = jnp.sum(y.astype(jnp.float32) * dy.astype(jnp.float32), axis=-1, keepdims=True)
+
+    def visit(grads: Any, held: _Held, at: Visit) -> Any:
+        k, v, mask, (rows, *rest) = _tile(held, at, segments, (q, log_total, dy, y_dy))
+        dq, *of_keys = _meet_back(rows, k, v, mask, form.scale, *rest)
+        return _add(grads[0], dq, at.rows), _add(grads[1], tuple(of_keys), at.columns)
+
+    def pass_on(grads: Any) -> Any:  # the gradients of keys and values travel with them
+        return grads[0], shift(grads[1], form.names) if form.names else grads[1]
+
+    grads = _round(visit, (wide_zeros(q), (wide_zeros(k), wide_zeros(v))), (k, v, segments), form, pass_on)
+    dq, (dk, dv) = pass_on(grads)  # home
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+attend.defvjp(_forward, _backward)
+
+
+def _round(
+    visit: Callable[[Any, _Held, Visit], Any],
+    carry: Any,
+    held: _Held,
+    form: Form,
+    pass_on: Callable[[Any], Any] = lambda carry: carry,
+) -> Any:
+    """This device's queries visit its own keys, then those of every other device, each of which arrives meanwhile."""
+    names, causal, order, block, _ = form
+    t = held[0].shape[-2]
+    half = t // 2
+    visit = partial(_in_tiles, visit, block)
+    if causal and order == "zigzag":
+        own = [Visit(0, 0, half, 0), Visit(half, half, half, 0), Visit(half, 0, half)]
+    else:
+        own = [Visit(0, 0, t, 0 if causal else None)]
+    n = axis_size(names) if names else 1
+    arriving = held if n == 1 else shift(held, names)
+    for at in own:
+        carry = visit(carry, held, at)
+    if n == 1:
+        return carry
+    me = axis_index(names)
+
+    def others(step: Any, held: _Held, carry: Any) -> Any:
+        carry = pass_on(carry)
+        before = step <= me  # the block is that of device me - step, modulo n
+        if not causal:
+            return visit(carry, held, Visit(0, 0, t))
+        if order == "contiguous":
+            return lax.cond(before, lambda: visit(carry, held, Visit(0, 0, t)), lambda: carry)
+        # Late queries see the early keys of every device. Besides, early queries see the early keys of a device before
+        # this one, or late queries the late keys of one behind it.
+        carry = visit(carry, held, Visit(half, 0, half))
+        start = jnp.where(before, 0, half)
+        return visit(carry, held, Visit(start, start, half))
+
+    def body(step: Any, both: Any) -> Any:
+        held, carry = both
+        return shift(held, names), others(step, held, carry)
+
+    held, carry = lax.fori_loop(1, n - 1, body, (arriving, carry))
+    return others(n - 1, held, carry)
+
+
+def _in_tiles(visit: Callable[[Any, _Held, Visit], Any], block: int | None, carry: Any, held: _Held, at: Visit) -> Any:
+    """A visit in one piece, or tile by tile; tiles above the diagonal are left out."""
+    if block is None or block >= at.size:
+        return visit(carry, held, at)
+    count = at.size // block
+    corners = [(r, c) for r in range(count) for c in range(count if at.ahead is None else r + 1)]
+    starts = jnp.asarray(corners, jnp.int32) * block
+
+    def tile(i: Any, carry: Any) -> Any:
+        row, column = starts[i]
+        ahead = None if at.ahead is None else at.ahead + row - column
+        return visit(carry, held, Visit(at.rows + row, at.columns + column, block, ahead))
+
+    return lax.fori_loop(0, len(corners), tile, carry)
+
+
+def _tile(
+    held: _Held, at: Visit, segments: jax.Array | None, of_queries: Any
+) -> tuple[jax.Array, jax.Array, jax.Array | None, Any]:
+    """The keys and values of a visit, its mask, and the rows of all that belongs to queries, themselves first."""
+    k, v, k_segments = _cut(held, at.columns, at.size)
+    rows, q_segments = _cut((of_queries, segments), at.rows, at.size)
+    return k, v, allowed(rows[0], k, at.ahead, q_segments, k_segments), rows
+
+
+def _cut(tree: Any, start: Any, size: int) -> Any:
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, -2), tree)
+
+
+def _put(tree: Any, part: Any, start: Any) -> Any:
+    return jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, start, -2), tree, part)
+
+
+def _add(tree: Any, part: Any, start: Any) -> Any:
+    size = jax.tree.leaves(part)[0].shape[-2]
+    return _put(tree, jax.tree.map(jnp.add, _cut(tree, start, size), part), start)

@@ -1,0 +1,180 @@
+"""Attention over sequences whose tokens are split over devices: by a ring of keys and values, or by heads.
+
+| | every device computes | sent forward | sent backward |
+|---|---|---|---|
+| `ring_attention`, contiguous, causal | 4 to 4n half-chunk pairs | (n-1) kv | (n-1) kv + n dkv |
+| `ring_attention`, zigzag, causal | 2n+1 half-chunk pairs | (n-1) kv | (n-1) kv + n dkv |
+| `ulysses_attention` | H/n heads, all tokens | (n-1)/n (2 q + kv) | the same |
+
+q, kv: bytes of this device's queries, and of its keys and values together; dkv: the same in float32. A half-chunk pair
+is half of a device's queries with half of a device's keys.
+
+In zigzag order the sequence is cut into 2n chunks, of which device i holds chunks i and 2n-1-i: an early one, whose
+queries see little, and a late one, whose queries see much. `zigzag` brings a batch into that order, `positions` says
+where its tokens then stand; a loss summed over tokens does not notice.
+
+Source: Liu et al., Ring Attention (arXiv:2310.01889); Brandon et al., Striped Attention (arXiv:2311.09431) and the
+zigzag order of ring-flash-attention; Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509); Fang and Zhao, both at once
+(arXiv:2405.07719).
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from shardkit import _compat
+from shardkit._check import Axis, bound, finite, named
+from shardkit._typed import typed
+from shardkit.collectives import all_gather, all_to_all, axis_size, vary
+from shardkit.layers.attention import check, join_heads, scale_of, split_heads
+from shardkit.layers.blockwise import Form, attend
+from shardkit.layers.zigzag import Order, half_of, is_zigzag, ring_first
+from shardkit.partitioning.token_axes import in_plan_order
+
+
+@typed
+def ring_attention(
+    q_btHK: jax.Array,
+    k_btGK: jax.Array,
+    v_btGK: jax.Array,
+    axis: Axis,
+    *,
+    causal: bool = True,
+    order: Order = "contiguous",
+    segments_bt: jax.Array | None = None,
+    block: int | None = None,
+    scale: float | None = None,
+) -> jax.Array:
+    """Attention over a sequence whose tokens are split over `axis`: keys and values pass round a ring.
+
+    Each device meets one block of keys after the other with an online softmax, while the next block arrives. The
+    backward pass is a ring too: it computes the scores once more, and keeps q, k, v, the result and a number a query.
+
+    Under `causal`, device i has no use for the blocks of later devices. In contiguous order it skips them, and the last
+    device, which can skip none, sets the pace: 4n half-chunk pairs. In zigzag order every device has the same work,
+    3 pairs with its own block and 2 with every other, 2n+1 in all, and there is no branch.
+
+    Layout: `Q[b, T_a, H, K], K[b, T_a, G, K], V[b, T_a, G, K] -> Y[b, T_a, H, K]`
+
+    Args:
+        q_btHK: this device's queries.
+        k_btGK: its keys; H/G heads share each of the G key/value heads, and are not repeated on the wire.
+        v_btGK: its values.
+        axis: axis name or tuple of names; the ring runs along the joint index.
+        causal: a token attends to itself and to those before it, not to those behind.
+        order: which tokens device i holds: "contiguous" the i-th of n chunks, "zigzag" chunks i and 2n-1-i of 2n.
+        segments_bt: int32 numbers of the documents packed into each sequence; a token attends to its own only.
+        block: queries and keys meet in tiles of this many each, one after the other; None: whole chunks.
+        scale: what scores are multiplied by; None: 1/sqrt(K).
+
+    Returns:
+        Array of the shape and dtype of the queries.
+
+    Raises:
+        ValueError: an unbound axis, axes in another order than the plan's, an unknown order, an odd number of tokens a
+            device in zigzag order, a block that does not divide a chunk, or shapes that do not fit each other.
+
+    Cost: forward n-1 times this device's keys, values and segments, in n-1 hops; backward the same, and n times the
+        gradients of its keys and values in float32, which then are home. An axis of one device sends nothing.
+
+    Source: Liu et al., Ring Attention (arXiv:2310.01889); Dao, FlashAttention-2 (arXiv:2307.08691).
+    """
+    finite("ring_attention", scale=scale)
+    names = in_plan_order("ring_attention", bound("ring_attention", axis))
+    check("ring_attention", q_btHK, k_btGK, v_btGK, segments_bt)
+    form = Form(names, causal, order, block, scale_of(q_btHK, scale))
+    return _attention("ring_attention", q_btHK, k_btGK, v_btGK, segments_bt, form)
+
+
+@typed
+def ulysses_attention(
+    q_btHK: jax.Array,
+    k_btGK: jax.Array,
+    v_btGK: jax.Array,
+    axis: Axis,
+    *,
+    ring: Axis | None = None,
+    causal: bool = True,
+    order: Order = "contiguous",
+    segments_bt: jax.Array | None = None,
+    block: int | None = None,
+    scale: float | None = None,
+) -> jax.Array:
+    """Attention over a sequence whose tokens are split over `axis`: split by heads instead, and back.
+
+    With `ring` the tokens are split over (ring, axis): after the exchange over `axis` each device holds H/n heads of
+    its ring's share of the tokens, and `ring_attention` does the rest.
+
+    Layout: `Q[b, T_a, H, K] -> Q[b, T, H_a, K]`, attention, `Y[b, T, H_a, K] -> Y[b, T_a, H, K]`
+
+    Args:
+        q_btHK: this device's queries; n must divide H.
+        k_btGK: its keys. Where n does not divide G, each is repeated until it does: lcm(G, n) of them travel.
+        v_btGK: its values, repeated alike.
+        axis: axis name or tuple of names.
+        ring: a second axis (or tuple) for the ring, which must come before `axis` in the mesh.
+        causal: a token attends to itself and to those before it, not to those behind.
+        order: the order of the tokens along the ring; `zigzag(batch, ring, ulysses=axis)` brings them there.
+        segments_bt: int32 numbers of the documents packed into each sequence; a token attends to its own only.
+        block: queries and keys meet in tiles of this many each, one after the other; None: whole chunks.
+        scale: what scores are multiplied by; None: 1/sqrt(K).
+
+    Returns:
+        Array of the shape and dtype of the queries.
+
+    Raises:
+        ValueError: an unbound axis, axes in another order than the plan's, heads that do not divide, zigzag order
+            without a ring, a ring that comes behind `axis` in the mesh, a block that does not divide a chunk, or shapes
+            that do not fit each other.
+
+    Cost: (n-1)/n of this device's queries, keys, values and result, forward and again backward, each in an all_to_all;
+        n-1 times the segments. A ring adds its own, of n times the tokens and 1/n of the heads. An axis of one device
+        sends nothing.
+
+    Source: Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509); Fang and Zhao (arXiv:2405.07719) for both at once.
+    """
+    finite("ulysses_attention", scale=scale)
+    where = "ulysses_attention"
+    names = in_plan_order(where, bound(where, axis))
+    check(where, q_btHK, k_btGK, v_btGK, segments_bt)
+    n, heads, groups = axis_size(names), q_btHK.shape[2], k_btGK.shape[2]
+    if heads % n:
+        raise ValueError(
+            f"{where}: heads must be divisible by {named(names)}; got {heads} heads over {n} devices. "
+            "Use fewer devices, or ring_attention."
+        )
+    if ring is None and is_zigzag(where, order):
+        raise ValueError(
+            f"{where}: order 'zigzag' must go with a ring; got ring=None. Leave it out: all tokens are on one device "
+            "while it attends, and the work is balanced."
+        )
+    rings = () if ring is None else ring_first(where, ring, axis)[: -len(names)]
+    form = Form(rings, causal, order, block, scale_of(q_btHK, scale))
+    if n == 1:
+        return _attention(where, q_btHK, k_btGK, v_btGK, segments_bt, form)
+    repeats = math.lcm(groups, n) // groups
+    k_btGK, v_btGK = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (k_btGK, v_btGK))
+    q_bThK, k_bTgK, v_bTgK = all_to_all((q_btHK, k_btGK, v_btGK), names, split_dim=2, concat_dim=1)
+    segments_bT = None if segments_bt is None else all_gather(segments_bt, names, dim=1)
+    y_bThK = _attention(where, q_bThK, k_bTgK, v_bTgK, segments_bT, form)
+    return all_to_all(y_bThK, names, split_dim=1, concat_dim=2)
+
+
+def _attention(
+    where: str, q_btHK: jax.Array, k_btGK: jax.Array, v_btGK: jax.Array, segments_bt: jax.Array | None, form: Form
+) -> jax.Array:
+    tokens = q_btHK.shape[1]
+    chunk = half_of(where, tokens) if is_zigzag(where, form.order) else tokens
+    if form.block is not None and (form.block < 1 or chunk % form.block):
+        raise ValueError(
+            f"{where}: block must divide the tokens of a chunk; got block {form.block} for chunks of {chunk} tokens. "
+            "Choose a divisor, or leave it out."
+        )
+    if form.names and axis_size(form.names) == 1:  # what one device has does not vary
+        form = form._replace(names=())
+    arrays = (q_btHK, k_btGK, v_btGK, segments_bt)
+    axes = {*form.names, *(axis for x in jax.tree.leaves(arrays) for axis in _compat.varying_axes(x))}
+    return join_heads(attend(*split_heads(*vary(arrays, tuple(axes))), form))

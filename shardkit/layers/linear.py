@@ -1,0 +1,206 @@
+"""Linear layers whose weights are split over devices that share their tokens, with or without sequence parallelism.
+
+A block is a `column_linear`, what acts on its columns (or heads) one by one, and a `row_linear`. Between blocks every
+device holds all tokens; with `sequence=True` only its part of them, so that norms, dropout and the residual stream are
+split too. Every kernel takes `axis=None` for one device without a mesh.
+
+Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053); Korthikanti et al. (arXiv:2205.05198), section 4.2.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardkit._check import Axis, at_least, dim_of, shapes
+from shardkit._kinds import Arrays
+from shardkit._typed import typed
+from shardkit.collectives import all_gather_matmul, all_reduce, axis_index, axis_size, matmul_reduce_scatter, vary
+from shardkit.collectives.matmul import Impl
+from shardkit.layers.matmul import check_split, live_axes, matmul
+
+
+@typed
+def column_linear(x: jax.Array, w: Arrays, axis: Axis | None, *, sequence: bool = False, impl: Impl = "auto") -> Any:
+    """Multiplies by weights that are split by columns; each device makes its own columns, or heads.
+
+    Layout: `X[T, D] . W[D, F_a] -> Y[T, F_a]`; with `sequence` `X[T_a, D] -> X[T, D]` first
+
+    Args:
+        x: tokens, [..., T, D], equal on all devices of `axis`; with `sequence` this device's tokens, [..., t, D].
+        w: weights [D, f] or [D, h, K]; or a pytree of them (gate and up; query, key and value), which share what is
+            sent.
+        axis: axis name or tuple of names; None for one device.
+        sequence: the tokens are split over `axis`.
+        impl: how `all_gather_matmul` cuts up the gather, with `sequence`.
+
+    Returns:
+        [..., T, f] or [..., T, h, K] of all tokens for each weight, in the dtype of x; sums are in float32.
+
+    Raises:
+        ValueError: an unbound axis, or another `impl`.
+
+    Cost: nothing forward, and one all_reduce of x's gradient backward. With `sequence` an all_gather of x forward;
+        backward another, for the gradient of w, and a reduce_scatter of x's gradient. To gather once and keep the
+        tokens, call `column_linear(all_gather(x, axis, dim=-2), w, axis)`.
+
+    Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; Korthikanti et al. (arXiv:2205.05198), section
+        4.2.2.
+    """
+    for each in jax.tree.leaves(w):
+        shapes("column_linear", x=(x, "..D"), w=(each, "D.."))
+    names = live_axes("column_linear", axis, x, w)
+    if sequence and names:
+        return all_gather_matmul(x, w, names, impl=impl)
+    x = vary(x, names)  # once for all weights, so that the backward pass sums their gradients before it sends them
+    return jax.tree.map(lambda each: matmul(x, each), w)
+
+
+@typed
+def row_linear(
+    h: jax.Array, w: jax.Array, axis: Axis | None, *, sequence: bool = False, impl: Impl = "auto"
+) -> jax.Array:
+    """Multiplies columns, or heads, by weights that are split by rows, and sums over the devices.
+
+    A bias belongs behind it: added to each device's part it would be counted n times.
+
+    Layout: `H[T, F_a] . W[F_a, D] -> Y[T, D] {U_a} -> Y[T, D]`; with `sequence` `-> Y[T_a, D]`
+
+    Args:
+        h: this device's columns of all tokens, [..., T, f], or heads [..., T, h, K].
+        w: weights [f, D], or [h, K, D].
+        axis: axis name or tuple of names; None for one device.
+        sequence: split the tokens of the result over `axis`; their number must be divisible by n.
+        impl: how `matmul_reduce_scatter` cuts up the scatter, with `sequence`.
+
+    Returns:
+        [..., T, D], typed as equal over `axis`; with `sequence` this device's tokens, [..., t, D].
+
+    Raises:
+        ValueError: an unbound axis, weights that are whole on every device, another `impl`, or tokens that do not
+            divide.
+
+    Cost: one all_reduce of the result forward, and nothing backward; with `sequence` a reduce_scatter forward and an
+        all_gather backward.
+
+    Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; Korthikanti et al. (arXiv:2205.05198), section
+        4.2.2.
+    """
+    if not 2 <= w.ndim <= h.ndim + 1 or h.shape[1 - w.ndim :] != w.shape[:-1]:
+        raise ValueError(
+            f"row_linear: w must be [f, D] or [h, K, D], as h is [.., f] or [.., h, K]; got {w.shape} for {h.shape}. "
+            "Correct w."
+        )
+    names = live_axes("row_linear", axis, h, w)
+    check_split("row_linear", "w", names, w)
+    if sequence and names:
+        return matmul_reduce_scatter(h, w, names, impl=impl)
+    y = matmul(h, w, w.ndim - 1)
+    return all_reduce(y, names) if names else y
+
+
+@typed
+def local_groups(w_DGK: jax.Array, axis: Axis | None, *, heads: int, kv_heads: int, dim: int = -2) -> jax.Array:
+    """The key or value heads that this device's query heads use, of weights that are whole on every device.
+
+    For grouped-query attention whose key/value heads do not divide by the axis. Weights that are split over it already
+    come back as they are, so that a model need not know which is the case.
+
+    Layout: `W[D, G, K] -> W[D, g, K]`, the g heads of the groups of query heads `[i H/n, (i+1) H/n)`
+
+    Args:
+        w_DGK: weights (or projected tokens) of all key/value heads, or this device's share of them.
+        axis: axis name or tuple of names, over which the query heads are split; None for one device.
+        heads: query heads H of the whole layer.
+        kv_heads: key/value heads G of the whole layer.
+        dim: the dimension of the heads.
+
+    Returns:
+        The array with g heads along `dim`, where g divides this device's query heads and query head j uses key/value
+        head j // (h / g): one head if all of them are in one group, and a copy for each query head at the worst.
+
+    Raises:
+        ValueError: heads that do not divide by the axis, key/value heads that do not divide the heads, or a dim of
+            another size.
+
+    Cost: nothing forward. Backward one all_reduce of the gradient of w, unless w is marked as varying, as
+        `tp(sequence=True)` does: then it is summed once a step.
+
+    Source: Ainslie et al., GQA (arXiv:2305.13245).
+    """
+    names = live_axes("local_groups", axis, w_DGK)
+    ways = axis_size(names) if names else 1
+    at = dim_of("local_groups", dim, w_DGK.ndim)
+    at_least("local_groups", 1, heads=heads, kv_heads=kv_heads)
+    _check_heads("local_groups", ways, heads)
+    if heads % kv_heads:
+        raise ValueError(
+            f"local_groups: kv_heads must divide heads; got {kv_heads} for {heads} heads. Change one of them."
+        )
+    size, group, here = w_DGK.shape[at], heads // kv_heads, heads // ways
+    if size * ways == kv_heads:
+        return w_DGK
+    if size != kv_heads:
+        raise ValueError(
+            f"local_groups: dim {at} must hold all key/value heads, or this device's share of them; got size {size} "
+            f"for {kv_heads} key/value heads over {ways} devices. Pass the dim of the heads."
+        )
+    block = math.gcd(group, here)  # query heads that always stand together, in one group
+    first = axis_index(names) * here
+    return jnp.take(w_DGK, (first + np.arange(0, here, block, dtype=np.int32)) // group, axis=at, mode="clip")
+
+
+@typed
+def device_major_qkv(
+    w: jax.Array, ways: int, *, heads: int, kv_heads: int | None = None, dim: int = -1, inverse: bool = False
+) -> jax.Array:
+    """Orders the columns of a fused query-key-value weight so that each shard holds whole heads of all three.
+
+    Split as it is, the first device would hold queries only. With h = H/n and g = G/n a device's part is [h + 2g, K]:
+    `query, key, value = jnp.split(y.reshape(*y.shape[:-1], -1, K), [h, h + g], axis=-2)`.
+
+    Layout: `W[D, (q k v)] -> W[D, (q_0 k_0 v_0 q_1 k_1 v_1 ..)]`, of whole arrays, outside shard_map
+
+    Args:
+        w: weight, or bias, whose dim `dim` holds H query, G key and G value heads of equal size, one after the other.
+        ways: devices n over which that dim is to be split.
+        heads: query heads H.
+        kv_heads: key/value heads G; None: as many as query heads.
+        dim: the fused dimension.
+        inverse: take the order back.
+
+    Returns:
+        An array of the same shape.
+
+    Raises:
+        ValueError: heads that do not divide by `ways`, or a dim that does not hold H + 2 G heads of equal size.
+
+    Cost: none that is sent, where w is whole on every device.
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    at_least("device_major_qkv", 1, ways=ways, heads=heads, kv_heads=kv_heads)
+    at = dim_of("device_major_qkv", dim, w.ndim)
+    _check_heads("device_major_qkv", ways, heads)
+    _check_heads("device_major_qkv", ways, kv_heads, "kv_heads")
+    every, size = heads + 2 * kv_heads, w.shape[at]
+    if size % every:
+        raise ValueError(
+            f"device_major_qkv: dim {at} must hold heads + 2 kv_heads heads of equal size; got size {size} for {every} "
+            "heads. Pass the fused dim and its heads."
+        )
+    columns = np.arange(size).reshape(every, -1)
+    kinds = np.split(columns, [heads, heads + kv_heads])
+    order = np.concatenate([kind.reshape(ways, -1) for kind in kinds], axis=1).ravel()
+    return jnp.take(w, np.argsort(order) if inverse else order, axis=at)
+
+
+def _check_heads(where: str, ways: int, heads: int, name: str = "heads") -> None:
+    if heads % ways:
+        raise ValueError(
+            f"{where}: {name} must be divisible by the devices that share them; got {heads} {name} over {ways} "
+            "devices. Change the heads, or use fewer devices."
+        )

@@ -1,0 +1,200 @@
+"""A mixture of experts: tokens travel to the devices that hold their experts, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardkit._check import Axis, bound, named, shapes
+from shardkit._kinds import Arrays
+from shardkit._typed import typed
+from shardkit.collectives import all_gather, all_to_all, axis_index, axis_size
+from shardkit.collectives._sums import dot_dtype
+from shardkit.collectives.ragged import ragged_all_to_all, segments
+from shardkit.layers.routing import Routing, RoutingStats, places, ranks, route, routing_stats
+
+Dot = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+ExpertFn = Callable[[Any, jax.Array, Dot], jax.Array]
+
+
+@typed
+def moe(
+    x: jax.Array,
+    router_DE: jax.Array,
+    experts: Arrays,
+    expert_fn: ExpertFn,
+    axis: Axis | None,
+    *,
+    top_k: int = 2,
+    capacity_factor: float = 1.25,
+    group: int | None = None,
+    dropless: bool = False,
+    dense: bool | None = None,
+    normalise: bool | None = None,
+    weights: jax.Array | None = None,
+    stage: Axis | None = None,
+) -> tuple[jax.Array, RoutingStats]:
+    """A mixture of experts: each token goes to its `top_k` experts, and their answers come back as a weighted sum.
+
+    With a capacity, each group of tokens has C = ceil(capacity_factor * group * top_k / E) places in each expert; a
+    choice beyond adds nothing to the answer. What is dropped is the same on every mesh that splits no group, so the
+    default group is a sequence. Buffers hold E C rows for each group.
+
+    Dropless, tokens are sorted by expert and nothing is lost: a device sends its N top_k rows and no padding, where the
+    devices have a ragged all_to_all (all but CPUs). A buffer must hold what arrives in the worst case, n N
+    min(top_k, E/n) rows; experts compute only those that arrived, where `lax.ragged_dot` is native. Both paths give the
+    same numbers as long as the capacity drops nothing.
+
+    Layout: `x[N_a, D], router[D, E], experts[E_a, ..] -> y[N_a, D]`; in between `[E, C_a, D] -> [E_a, C, D]` and back
+    Args:
+        x: this device's tokens, shape [.., D].
+        router_DE: its logits are computed in float32.
+        experts: pytree of this device's experts, each leaf with dim 0 of E/n; device j holds the j-th part.
+        expert_fn: `expert_fn(experts, x_SD, dot) -> y_SD`: what the experts answer to rows that are sorted by expert.
+            `dot(x_SD, w_eDF)` multiplies each row by its expert's matrix, accumulating in float32; `dot(jnp.ones((S,
+            1)), b_eF[:, None])` gives each row its expert's bias. Rows must not depend on each other.
+        axis: axis name or tuple of names, over which the experts are split; None: all experts are here.
+        top_k: experts a token goes to.
+        capacity_factor: places over those that balanced tokens need.
+        group: consecutive tokens that share a capacity; by default the last dim but D, a sequence of x[b, T, D].
+        dropless: drop nothing.
+        dense: dropless over an ordinary all_to_all of worst-case blocks; by default only on CPUs.
+        normalise: see `route`.
+        weights: the weight of each token in the losses, shape x.shape[:-1]; tokens of weight 0 go nowhere.
+        stage: in a stage of a pipeline, its axis: see `routing_stats`.
+
+    Returns:
+        y of the shape and dtype of x, and RoutingStats with the losses.
+
+    Raises:
+        ValueError: an unbound axis, top_k outside 1 to E, a capacity factor that is not positive, a group that does not
+            divide the tokens, experts that do not divide by the axis, or a leaf with another number of them.
+
+    Cost: two all_to_alls forward and two backward of E C D G values for G groups: `cost.expert_volume`. Dropless: at
+        most N top_k D values each, and an all_gather of E int32; dense: (n-1) N min(top_k, E/n) D values each. And the
+        all_reduce of `routing_stats`.
+
+    Source: Lepikhin et al., GShard (arXiv:2006.16668), algorithm 1; Gale et al., MegaBlocks (arXiv:2211.15841), for the
+        dropless path.
+    """
+    names = () if axis is None else bound("moe", axis)
+    n = axis_size(names) if names else 1
+    shapes("moe", x=(x, "..D"), router_DE=(router_DE, "DE"))
+    if weights is not None and weights.shape != x.shape[:-1]:
+        raise ValueError(
+            f"moe: weights must have one for each token, {x.shape[:-1]}; got shape {weights.shape}. Correct weights."
+        )
+    E = router_DE.shape[1]
+    _check_experts(experts, E, names, n)
+    group = (x.shape[-2] if group is None else group) if x.ndim > 1 else 1
+    x_ND = x.reshape(-1, x.shape[-1])
+    N = x_ND.shape[0]
+    weights_N = None if weights is None else weights.reshape(-1)
+    logits_NE = jnp.dot(x_ND.astype(jnp.float32), router_DE.astype(jnp.float32), precision="highest")
+    C = None if dropless else places(group, E, top_k, capacity_factor)
+    routing = route(
+        logits_NE, top_k=top_k, capacity=C, group=None if dropless else group, normalise=normalise, weights_N=weights_N
+    )
+    if C is None:
+        slot_Nk = jnp.where(routing.kept, ranks(routing.expert.reshape(-1)).reshape(N, top_k), N * top_k)
+        rows_SD = _spread(x_ND, slot_Nk, N * top_k)
+        rows_SD = _dropless(rows_SD, routing, experts, expert_fn, names, E, dense)
+    else:
+        G = N // group
+        group_N = jnp.arange(N, dtype=jnp.int32)[:, None] // group
+        slot_Nk = (routing.expert * G + group_N) * C + routing.position
+        slot_Nk = jnp.where(routing.kept, slot_Nk, E * G * C)
+        rows_SD = _spread(x_ND, slot_Nk, E * G * C)
+        rows_SD = _with_capacity(rows_SD, experts, expert_fn, names, E)
+    answers_NkD = rows_SD.at[slot_Nk].get(mode="fill", fill_value=0).astype(jnp.float32)
+    y_ND = jnp.sum(answers_NkD * routing.gate[:, :, None], axis=1)
+    return y_ND.astype(x.dtype).reshape(x.shape), routing_stats(logits_NE, routing, weights_N, stage)
+
+
+def _check_experts(experts: Any, count: int, names: tuple[str, ...], n: int) -> None:
+    if count % n:
+        raise ValueError(
+            f"moe: the number of experts must be divisible by {named(names)}; got {count} experts over {n} devices. "
+            "Choose another number of experts or a smaller axis."
+        )
+    for path, leaf in jax.tree_util.tree_flatten_with_path(experts)[0]:
+        if leaf.ndim == 0 or leaf.shape[0] != count // n:
+            name = jax.tree_util.keystr(path, simple=True, separator=".") or "experts"
+            raise ValueError(
+                f"moe: dim 0 of every leaf must count this device's experts, {count // n} of {count}; got shape "
+                f"{leaf.shape} for {name}. Split the experts over the axis, with ep or P(axis)."
+            )
+
+
+def _spread(x_ND: jax.Array, slot_Nk: jax.Array, slots: int) -> jax.Array:
+    """Each token in its slots, zeros in the others: a gather, by the token of each slot."""
+    N, top_k = slot_Nk.shape
+    token_Nk = jnp.broadcast_to(jnp.arange(N, dtype=jnp.int32)[:, None], (N, top_k))
+    token_S = jnp.full(slots, N, jnp.int32).at[slot_Nk.reshape(-1)].set(token_Nk.reshape(-1), mode="drop")
+    return x_ND.at[token_S].get(mode="fill", fill_value=0)
+
+
+def _with_capacity(rows_SD: jax.Array, experts: Any, expert_fn: ExpertFn, names: tuple[str, ...], E: int) -> jax.Array:
+    """The experts' answers to buffers of equal size, [E C, D]."""
+    rows_ECD = rows_SD.reshape(E, -1, rows_SD.shape[1])
+    moved = names and axis_size(names) > 1
+    if moved:
+        rows_ECD = all_to_all(rows_ECD, names, split_dim=0, concat_dim=1)
+
+    def dot(x_SD: jax.Array, w_eDF: jax.Array) -> jax.Array:
+        x_eCD = x_SD.reshape(w_eDF.shape[0], -1, x_SD.shape[1])
+        y_eCF = jnp.einsum("eCD,eDF->eCF", x_eCD, w_eDF, preferred_element_type=dot_dtype(x_eCD, w_eDF))
+        return y_eCF.reshape(x_SD.shape[0], -1).astype(x_SD.dtype)
+
+    answers_SD = expert_fn(experts, rows_ECD.reshape(-1, rows_SD.shape[1]), dot)
+    answers_ECD = answers_SD.reshape(*rows_ECD.shape[:2], -1)
+    if moved:
+        answers_ECD = all_to_all(answers_ECD, names, split_dim=1, concat_dim=0)
+    return answers_ECD.reshape(rows_SD.shape[0], -1)
+
+
+def _dropless(
+    rows_SD: jax.Array,
+    routing: Routing,
+    experts: Any,
+    expert_fn: ExpertFn,
+    names: tuple[str, ...],
+    E: int,
+    dense: bool | None,
+) -> jax.Array:
+    """The experts' answers to rows sorted by expert, [N top_k, D]."""
+    N, top_k = routing.expert.shape
+    counts_E = jnp.sum(routing.expert.reshape(-1)[:, None] == jnp.arange(E)[None, :], axis=0, dtype=jnp.int32)
+    n = axis_size(names) if names else 1
+    if n == 1:
+        return expert_fn(experts, rows_SD, _grouped_dot(counts_E))
+    counts_nne = all_gather(counts_E[None], names).reshape(n, n, E // n)  # sender, receiver, its expert
+    counts_nn = jnp.sum(counts_nne, axis=2)
+    limit = N * min(top_k, E // n)
+    arrived_SD = ragged_all_to_all(rows_SD, counts_nn, names, rows=n * limit, limit=limit, dense=dense)
+    here_ne = counts_nne[:, axis_index(names)]
+    segment_S = segments(here_ne.reshape(-1), n * limit)
+    expert_S = jnp.where(segment_S < E, segment_S % (E // n), E // n)  # rows that did not arrive come last
+    slot_S = ranks(expert_S)
+    sorted_SD = _spread(arrived_SD, slot_S[:, None], n * limit)
+    answers_SD = expert_fn(experts, sorted_SD, _grouped_dot(jnp.sum(here_ne, axis=0)))
+    return ragged_all_to_all(answers_SD[slot_S], counts_nn.T, names, rows=N * top_k, limit=limit, dense=dense)
+
+
+def _grouped_dot(counts_e: jax.Array) -> Dot:
+    """Products of rows that are sorted by expert; rows after the last group give zeros."""
+
+    def dot(x_SD: jax.Array, w_eDF: jax.Array) -> jax.Array:
+        used_S1 = jnp.arange(x_SD.shape[0])[:, None] < jnp.sum(counts_e)
+        # lax.ragged_dot promises nothing for rows outside the groups, nor for their gradients
+        x_SD = jnp.where(used_S1, x_SD, jnp.zeros_like(x_SD))
+        y_SF = lax.ragged_dot(x_SD, w_eDF, counts_e, preferred_element_type=dot_dtype(x_SD, w_eDF))
+        return jnp.where(used_S1, y_SF, jnp.zeros_like(y_SF)).astype(x_SD.dtype)
+
+    return dot

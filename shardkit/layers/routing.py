@@ -1,0 +1,198 @@
+"""Which experts a token goes to, which of them have room for it, and how evenly the tokens are spread."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardkit._check import Axis, bound, shapes
+from shardkit._compat import varying_axes
+from shardkit._typed import typed
+from shardkit.collectives import all_reduce
+from shardkit.partitioning.gradient import Mean
+
+
+class Routing(NamedTuple):
+    """Where each of N tokens goes. All fields are [N, top_k], the most probable expert first.
+
+    Attributes:
+        expert: int32, the expert; E for a token of weight 0, which goes nowhere.
+        gate: float32, the weight of that expert's answer.
+        position: int32, how many of the token's group have a place in this expert before it.
+        kept: whether the expert has room for it.
+    """
+
+    expert: jax.Array
+    gate: jax.Array
+    position: jax.Array
+    kept: jax.Array
+
+
+class RoutingStats(NamedTuple):
+    """How the tokens of all devices are spread over the experts.
+
+    Attributes:
+        balance_loss: float32 scalar, E sum_e load_e p_e with p_e the mean probability of expert e; 1 when balanced.
+        z_loss: float32 scalar, the mean of the squared logsumexp of the logits.
+        load: float32 [E], each expert's share of all choices, before any is dropped; the sum is 1.
+        dropped: this device's choices without room, and all its choices: a Mean, for the metrics of a step.
+    """
+
+    balance_loss: jax.Array
+    z_loss: jax.Array
+    load: jax.Array
+    dropped: Mean
+
+
+@typed
+def route(
+    logits_NE: jax.Array,
+    *,
+    top_k: int,
+    capacity: int | None = None,
+    group: int | None = None,
+    normalise: bool | None = None,
+    weights_N: jax.Array | None = None,
+) -> Routing:
+    """Sends each token to its `top_k` most probable experts, as far as they have room.
+
+    Each group of tokens has `capacity` places in each expert. First choices take them first, in the order of the
+    tokens, then second choices, and so on; a choice without a place is dropped, and its share of the answer with it.
+    Groups know nothing of each other, so what is kept is the same on every mesh that splits no group.
+
+    Layout: `logits[N_a, E] -> expert, gate, position, kept[N_a, k]`
+    Args:
+        logits_NE: what the router says, any floating dtype; the softmax is in float32.
+        top_k: experts a token goes to.
+        capacity: places of a group in each expert; None: all that are needed.
+        group: consecutive tokens that share a capacity; None: all N.
+        normalise: divide a token's gates by their sum. By default where top_k > 1; a single gate would always be 1, and
+            teach the router nothing.
+        weights_N: tokens of weight 0 go nowhere and take no place.
+
+    Returns:
+        Routing.
+
+    Raises:
+        ValueError: top_k outside 1 to E, a capacity below 1, or a group that does not divide N.
+
+    Cost: nothing is sent.
+
+    Source: Shazeer et al., Outrageously Large Neural Networks (2017), for top-k gates; Lepikhin et al., GShard
+    (arXiv:2006.16668), algorithm 1, for groups and capacity.
+    """
+    shapes("route", logits_NE=(logits_NE, "NE"))
+    if weights_N is not None:
+        shapes("route", logits_NE=(logits_NE, "NE"), weights_N=(weights_N, "N"))
+    N, E = logits_NE.shape
+    group = N if group is None else group
+    if not 1 <= top_k <= E:
+        raise ValueError(
+            f"route: top_k must be between 1 and the number of experts; got {top_k} for {E} experts. Lower top_k."
+        )
+    if capacity is not None and capacity < 1:
+        raise ValueError(f"route: capacity must be at least 1; got {capacity}. Pass None to drop nothing.")
+    if group < 1 or N % group:
+        raise ValueError(
+            f"route: group must divide the tokens of a device; got groups of {group} for {N} tokens. Choose a divisor."
+        )
+    gate_Nk, expert_Nk = lax.top_k(jax.nn.softmax(logits_NE.astype(jnp.float32)), top_k)
+    if top_k > 1 if normalise is None else normalise:
+        gate_Nk = gate_Nk / jnp.sum(gate_Nk, axis=1, keepdims=True)
+    if weights_N is not None:
+        expert_Nk = jnp.where(weights_N[:, None] > 0, expert_Nk, E)
+    # G groups, in each all first choices before all second ones
+    expert_GA = expert_Nk.reshape(-1, group, top_k).swapaxes(1, 2).reshape(-1, top_k * group)
+    before_GA = jnp.take_along_axis(_before(_counts(expert_GA, E)), jnp.minimum(expert_GA, E - 1), axis=1)
+    position_GA = ranks(expert_GA) - before_GA
+    position_Nk = position_GA.reshape(-1, top_k, group).swapaxes(1, 2).reshape(N, top_k)
+    kept_Nk = expert_Nk < E
+    return Routing(expert_Nk, gate_Nk, position_Nk, kept_Nk if capacity is None else kept_Nk & (position_Nk < capacity))
+
+
+@typed
+def routing_stats(
+    logits_NE: jax.Array, routing: Routing, weights_N: jax.Array | None = None, stage: Axis | None = None
+) -> RoutingStats:
+    """How evenly the tokens are spread, and the losses that keep them so, over the tokens of all devices.
+
+    The sums are over exactly the axes over which the tokens vary, so the losses are the same on every mesh; with
+    accumulation and in a pipeline they are those of each microbatch. A term `coefficient * stats.balance_loss` belongs
+    to a mean as `Mean(mean.total + coefficient * stats.balance_loss * mean.weight, mean.weight)`.
+
+    Layout: `logits[N_a, E] -> losses[], load[E]`
+    Args:
+        logits_NE: what the router said.
+        routing: what `route` made of it.
+        weights_N: the weight of each token; None: 1.
+        stage: in a stage of a pipeline, its axis. Devices along it are at other microbatches, and nothing is summed
+            over it.
+
+    Returns:
+        RoutingStats.
+
+    Raises:
+        ValueError: an unbound axis.
+
+    Cost: one all_reduce of 8 (E + 1) bytes, and one in the backward pass.
+
+    Source: Fedus et al., Switch Transformer (arXiv:2101.03961), equations 4 to 6, over all top_k choices; Zoph et al.,
+    ST-MoE (arXiv:2202.08906), equation 5.
+    """
+    shapes("routing_stats", logits_NE=(logits_NE, "NE"))
+    if weights_N is not None:
+        shapes("routing_stats", logits_NE=(logits_NE, "NE"), weights_N=(weights_N, "N"))
+    N, E = logits_NE.shape
+    top_k = routing.expert.shape[1]
+    logits_NE = logits_NE.astype(jnp.float32)
+    weights_N = jnp.ones(N) if weights_N is None else weights_N.astype(jnp.float32)
+    chosen_NE = jnp.sum(routing.expert[:, :, None] == jnp.arange(E)[None, None, :], axis=1)
+    per_token = [
+        lax.stop_gradient(chosen_NE.astype(jnp.float32)),
+        jax.nn.softmax(logits_NE),
+        jax.nn.logsumexp(logits_NE, axis=1, keepdims=True) ** 2,
+        jnp.ones((N, 1)),
+    ]
+    sums = jnp.sum(jnp.concatenate(per_token, axis=1) * weights_N[:, None], axis=0)
+    axes = tuple(sorted(varying_axes(sums).difference(() if stage is None else bound("routing_stats", stage))))
+    sums = all_reduce(sums, axes) if axes else sums
+    # where there is no token at all, 0 and not NaN
+    sums = sums / jnp.maximum(sums[-1], jnp.finfo(jnp.float32).tiny)
+    load_E, mean_E, z = sums[:E] / top_k, sums[E : 2 * E], sums[2 * E]
+    choices = jnp.sum(chosen_NE).astype(jnp.float32)
+    dropped = choices - jnp.sum(routing.kept).astype(jnp.float32)
+    return RoutingStats(E * jnp.sum(load_E * mean_E), z, load_E, Mean(dropped, choices))
+
+
+def places(tokens: int, experts: int, top_k: int, capacity_factor: float) -> int:
+    """The capacity of a group of tokens: ceil(capacity_factor * tokens * top_k / experts), at most one place a token.
+
+    Raises:
+        ValueError: a capacity factor that is not positive.
+    """
+    if not 0 < capacity_factor < math.inf:
+        raise ValueError(
+            f"moe: capacity_factor must be positive; got {capacity_factor}. 1 has room for balanced tokens; pass "
+            "dropless=True to drop none."
+        )
+    exact = capacity_factor * tokens * top_k / experts
+    return min(tokens, math.ceil(round(exact, 6)))  # 1.1 * 10 is a little more than 11
+
+
+def ranks(keys: jax.Array) -> jax.Array:
+    """The place of each element when the last dim is sorted, equal ones in their order; int32, a permutation."""
+    index = jnp.broadcast_to(jnp.arange(keys.shape[-1], dtype=jnp.int32), keys.shape) + 0 * keys
+    _, order = lax.sort((keys, index), num_keys=1)
+    return lax.sort((order, index), num_keys=1)[1]
+
+
+def _counts(expert_GA: jax.Array, experts: int) -> jax.Array:
+    return jnp.sum(expert_GA[:, :, None] == jnp.arange(experts)[None, None, :], axis=1, dtype=jnp.int32)
+
+
+def _before(counts: jax.Array) -> jax.Array:
+    return jnp.cumsum(counts, axis=-1) - counts

@@ -1,0 +1,145 @@
+"""The order of a sequence's tokens over the devices: contiguous, or zigzag so that causal attention is balanced."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardkit import _compat
+from shardkit._check import Axis, at_least, bound, named, quoted
+from shardkit._kinds import Arrays
+from shardkit._typed import typed
+from shardkit.collectives import axis_index, axis_size
+from shardkit.collectives.basic import permuted
+from shardkit.partitioning.token_axes import in_plan_order
+
+Order = Literal["contiguous", "zigzag"]
+
+
+@typed
+def zigzag(tree: Arrays, axis: Axis, *, ulysses: Axis | None = None, dim: int = 1, inverse: bool = False) -> Any:
+    """Brings contiguous shards of a sequence into zigzag order, or back: tokens, targets, weights, positions.
+
+    Layout: `X[.., T_a, ..] -> X[.., T'_a, ..]`, T' the tokens in zigzag order
+
+    Args:
+        tree: pytree of arrays; leaves without the dim are left alone.
+        axis: axis name or tuple of names, the ring's.
+        ulysses: the axis that splits the tokens further, as in `ulysses_attention(..., ring=axis)`.
+        dim: the dim of the tokens.
+        inverse: from zigzag order back.
+
+    Returns:
+        Arrays of the same shapes.
+
+    Raises:
+        ValueError: an unbound axis, axes in another order than the plan's, or an odd number of tokens on each device.
+
+    Cost: this device's bytes in two messages of half of them; on two devices one of the two; on one, nothing.
+
+    Source: the zigzag order of ring-flash-attention; Brandon et al., Striped Attention (arXiv:2311.09431).
+    """
+    names, chunks = _chunks("zigzag", axis, ulysses)
+    n = len(chunks)
+    if n == 1:
+        return tree
+    # Even chunks are first halves of contiguous shards, odd ones second halves; every device holds one of each.
+    even_first = chunks[:, 0] % 2 == 0
+    routes = [[(int(c) // 2, i) for i in range(n) for c in chunks[i] if c % 2 == parity] for parity in (0, 1)]
+    if inverse:
+        routes = [[(target, source) for source, target in route] for route in routes]
+    stays = [all(source == target for source, target in route) for route in routes]  # over two devices one of them
+    in_order = jnp.asarray(even_first)[axis_index(names)]
+
+    if not any(-jnp.ndim(x) <= dim < jnp.ndim(x) for x in jax.tree.leaves(tree)):
+        raise ValueError(f"zigzag: dim must name a dim of one array at least; got {dim}. Correct dim.")
+
+    def reorder(x: jax.Array) -> jax.Array:
+        if not -jnp.ndim(x) <= dim < jnp.ndim(x):
+            return x
+        size = half_of("zigzag", x.shape[dim])
+        halves = [lax.slice_in_dim(x, start, start + size, axis=dim) for start in (0, size)]
+        sent = _swapped(halves, in_order) if inverse else halves
+        got = [half if stay else permuted(half, names, to) for half, stay, to in zip(sent, stays, routes, strict=True)]
+        return jnp.concatenate(got if inverse else _swapped(got, in_order), axis=dim)
+
+    return jax.tree.map(reorder, tree)
+
+
+@typed
+def positions(
+    tokens_per_device: int, axis: Axis, *, order: Order = "contiguous", ulysses: Axis | None = None
+) -> jax.Array:
+    """Where this device's tokens stand in the whole sequence: for rotary positions and for keys.
+
+    Args:
+        tokens_per_device: t, the number of tokens on each device.
+        axis: axis name or tuple of names, the ring's.
+        order: of the tokens, as `ring_attention` takes it.
+        ulysses: the axis that splits the tokens further, as in `ulysses_attention(..., ring=axis)`.
+
+    Returns:
+        int32 [t], varying over the axes unless they are one device.
+
+    Raises:
+        ValueError: an unbound axis, axes in another order than the plan's, an unknown order, or an odd number of tokens
+            in zigzag order.
+
+    Cost: none.
+    """
+    at_least("positions", 0, tokens_per_device=tokens_per_device)
+    names, chunks = _chunks("positions", axis, ulysses)
+    within = jnp.arange(tokens_per_device, dtype=jnp.int32)
+    if not is_zigzag("positions", order):
+        return within if len(chunks) == 1 else axis_index(names) * tokens_per_device + within
+    size = half_of("positions", tokens_per_device)
+    if len(chunks) == 1:
+        return within
+    starts = jnp.asarray(chunks, jnp.int32)[axis_index(names)] * size
+    return jnp.repeat(starts, size) + within % size
+
+
+def is_zigzag(where: str, order: str) -> bool:
+    """Whether the order is zigzag; refuses any but the two."""
+    if order not in ("contiguous", "zigzag"):
+        raise ValueError(f"{where}: order must be 'contiguous' or 'zigzag'; got {order!r}. Choose one of them.")
+    return order == "zigzag"
+
+
+def half_of(where: str, tokens: int) -> int:
+    """The size of each of a device's two chunks."""
+    if tokens % 2:
+        raise ValueError(
+            f"{where}: zigzag order must have an even number of tokens on each device; got {tokens}. "
+            "Pad the sequence to a multiple of twice the devices, or use contiguous order."
+        )
+    return tokens // 2
+
+
+def ring_first(where: str, ring: Axis, ulysses: Axis) -> tuple[str, ...]:
+    """The axes of both, the ring's first, as they must stand in the mesh: there a plan splits the tokens in order."""
+    outer, inner = bound(where, ring), bound(where, ulysses)
+    names, known = bound(where, (*outer, *inner)), list(_compat.bound_axes())
+    if max(map(known.index, outer)) > min(map(known.index, inner)):
+        raise ValueError(
+            f"{where}: the ring's {named(outer)} must come before {named(inner)} in the mesh; its axes are "
+            f"{quoted(known)}. Name the ring's first in make_mesh."
+        )
+    return in_plan_order(where, names)
+
+
+def _chunks(where: str, axis: Axis, ulysses: Axis | None) -> tuple[tuple[str, ...], np.ndarray]:
+    """The axes, and which two half-shards of the sequence each device along them holds in zigzag order, [n, 2]."""
+    names = in_plan_order(where, bound(where, axis)) if ulysses is None else ring_first(where, axis, ulysses)
+    n, inner = axis_size(names), 1 if ulysses is None else axis_size(ulysses)
+    early, late = np.arange(2 * n).reshape(2, -1, inner)
+    return names, np.concatenate([early, late[::-1]], axis=1).reshape(n, 2)
+
+
+def _swapped(pair: list[jax.Array], in_order: jax.Array) -> list[jax.Array]:
+    first, second = pair
+    return [jnp.where(in_order, first, second), jnp.where(in_order, second, first)]

@@ -1,0 +1,224 @@
+"""What one device computes: a loss as total and weight, and the gradients of the total."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from shardkit._check import quoted
+from shardkit._compat import varying_axes
+from shardkit._typed import typed
+from shardkit.collectives import all_reduce, vary
+from shardkit.layout import path_name
+from shardkit.partitioning.handles import parts, shown, with_parts
+
+
+class Mean(NamedTuple):
+    """A mean over everything that is split over devices and microbatches, kept as two sums until the end.
+
+    Attributes:
+        total: scalar, the sum of the values that this device saw.
+        weight: scalar, how many they were (or the sum of their weights), float32 or integer; over devices and
+            microbatches it is summed in float32: counts are exact up to 2^24, and beyond that to 7 digits. It is each
+            device's own, made of its examples or of how many they are.
+    """
+
+    total: Any
+    weight: Any
+
+    @classmethod
+    def of(cls, values: jax.Array, weights: jax.Array | None = None) -> Mean:
+        """Sums `values` (any shape), weighted by `weights` (the same shape), both in float32.
+
+        Raises:
+            ValueError: weights of another shape, because a weight that is broadcast would count once for many values.
+        """
+        values = values.astype(jnp.float32)
+        if weights is None:
+            return cls(jnp.sum(values), jnp.float32(values.size))
+        if jnp.shape(weights) != values.shape:
+            raise ValueError(
+                f"Mean.of: the weights must have the shape of the values, one for each; got {jnp.shape(weights)} for "
+                f"{values.shape}. Broadcast them with jnp.broadcast_to(weights, values.shape)."
+            )
+        weights = weights.astype(jnp.float32)
+        return cls(jnp.sum(values * weights), jnp.sum(weights))
+
+
+class GradFn(Protocol):
+    """What one device computes inside shard_map; `value_and_grad` makes one from a loss function.
+
+    Returns partial sums: the loss as a Mean, auxiliary means by name, and the gradients of `scale * total` with
+    respect to the parameters as they were seen.
+    """
+
+    def __call__(
+        self, params: Any, batch: Any, keys: jax.Array, *, scale: Any = 1
+    ) -> tuple[Mean, Mapping[str, Any], Any]: ...
+
+
+LossFn = Callable[[Any, Any, Any], Any]
+
+
+@typed
+def value_and_grad(loss_fn: LossFn) -> GradFn:
+    """Makes the function that each device runs from a loss function of any pytree model.
+
+    Args:
+        loss_fn: `loss_fn(params, batch, keys)` over this device's examples, with one key for each of them (None in
+            evaluation). Returns a scalar (a mean over equally many examples on every device), a
+            `Mean(total, weight)`, or either with a dict of auxiliary scalars or Means.
+
+    Returns:
+        A GradFn: `(params, batch, keys, *, scale=1) -> (Mean, aux, gradients of scale * total)`.
+
+    Raises:
+        TypeError: at trace time, when the loss is neither a real scalar nor a Mean, a weight is not float32 or integer,
+            or the loss' weight depends on the parameters.
+
+    Cost: nothing is sent beyond what `loss_fn` sends.
+    """
+
+    def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
+        def total(leaves: Any) -> tuple[jax.Array, tuple[Any, Mapping[str, Any]]]:
+            mean, aux = loss_and_aux(shown(loss_fn, with_parts(params, leaves), batch, keys))
+            return mean.total, (mean.weight, aux)
+
+        value, backward, (weight, aux) = jax.vjp(total, parts(params), has_aux=True)
+        # The scale enters as the cotangent: a scaled float16 total would overflow.
+        (grads,) = backward(vary(jnp.asarray(scale, value.dtype), tuple(varying_axes(value))))
+        return Mean(value, weight), aux, grads
+
+    return grad_fn
+
+
+@jax.custom_jvp
+def _constant(weight: jax.Array) -> jax.Array:
+    """The weight of a loss, where the parameters have no part in it: gradients are those of the total alone."""
+    return weight
+
+
+@partial(_constant.defjvp, symbolic_zeros=True)
+def _weight_jvp(primals: Any, tangents: Any) -> Any:
+    (weight,), (tangent,) = primals, tangents
+    if not isinstance(tangent, jax.custom_derivatives.SymbolicZero):
+        raise TypeError(
+            "Mean: the weight of a loss must not depend on the parameters, because gradients are those of the total "
+            "alone; this one does. Pass jax.lax.stop_gradient(weight), or divide in the loss and return a scalar."
+        )
+    return weight, tangent
+
+
+def loss_and_aux(out: Any) -> tuple[Mean, dict[str, Mean]]:
+    """What a loss function returned, in its full form: a Mean and a dict of Means."""
+    aux: Any = {}
+    if isinstance(out, tuple) and not isinstance(out, Mean) and len(out) == 2:
+        out, aux = out
+    loss = _as_mean(out, "value_and_grad: loss_fn must return a scalar, Mean(total, weight) or (either, aux)")
+    if not isinstance(aux, Mapping):
+        raise TypeError(
+            f"value_and_grad: aux must be a dict of scalars or Means by name; got {kind(aux)}. "
+            "Return for example (loss, {'accuracy': Mean(correct, count)})."
+        )
+    return loss._replace(weight=_constant(loss.weight)), {name: _aux(name, value) for name, value in aux.items()}
+
+
+def named_means(out: Any) -> dict[str, Mean]:
+    """What a loss function returned, as Means by name; the loss under "loss"."""
+    loss, aux = loss_and_aux(out)
+    return {"loss": loss, **aux}
+
+
+def _aux(name: Any, value: Any) -> Mean:
+    if not isinstance(name, str):
+        raise TypeError(
+            f"value_and_grad: aux must be a dict of scalars or Means by name; got the key {name!r}. Name it by a "
+            "string."
+        )
+    inside = [] if isinstance(value, Mean) else jax.tree_util.tree_leaves_with_path(value)
+    if inside and inside[0][0]:  # a tree of its own
+        at = path_name((jax.tree_util.DictKey(name), *inside[0][0]))
+        raise TypeError(
+            f"value_and_grad: aux {name!r} must be a scalar or Mean(total, weight); got {kind(value)} with the leaf "
+            f"{at}. Put each of its leaves into aux itself, by a name such as {at!r}."
+        )
+    return _as_mean(value, f"value_and_grad: aux {name!r} must be a scalar or Mean(total, weight)")
+
+
+def _as_mean(value: Any, rule: str) -> Mean:
+    pair = value if isinstance(value, Mean) else Mean(value, jnp.float32(1))
+    for x in pair:
+        dtype = getattr(x, "dtype", None) or (jnp.result_type(x) if isinstance(x, int | float) else None)
+        real = dtype is not None and any(jnp.issubdtype(dtype, each) for each in (jnp.floating, jnp.integer, jnp.bool_))
+        if not real or jnp.shape(x):
+            raise TypeError(
+                f"{rule}; got {kind(value)}. Sum over the examples and return Mean(total, weight), or their mean."
+            )
+    weight = jnp.asarray(pair.weight)
+    if jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize < 4:
+        raise TypeError(
+            f"Mean: the weight must be float32 or an integer, because {weight.dtype} cannot count; got {weight.dtype}. "
+            "Sum it in float32, as Mean.of(values, weights) does."
+        )
+    return Mean(jnp.asarray(pair.total), weight)
+
+
+def global_means(means: Mapping[str, Mean], batch_axes: Collection[str]) -> dict[str, Mean]:
+    """Sums totals and weights over exactly the axes over which each total varies, all of them in one collective.
+
+    Args:
+        means: this device's sums by name; the names only serve the errors.
+        batch_axes: axes that split the batch. Over these alone a weight may be given as a number that does not vary.
+
+    Returns:
+        The same means over all devices, float32, typed as equal everywhere.
+
+    Raises:
+        ValueError: a weight that varies over other axes than its total.
+
+    Cost: one all_reduce of 8 bytes a mean.
+    """
+    groups: dict[tuple[str, ...], dict[str, Mean]] = {}
+    for name, mean in means.items():
+        axes = _axes_of_sum(name, mean, batch_axes)
+        groups.setdefault(axes, {})[name] = mean
+    out: dict[str, Mean] = {}
+    for axes, group in groups.items():
+        flat = [vary(x.astype(jnp.float32), axes) for mean in group.values() for x in mean]
+        sums = jnp.stack(flat)
+        sums = all_reduce(sums, axes) if axes else sums
+        out |= {name: Mean(sums[2 * i], sums[2 * i + 1]) for i, name in enumerate(group)}
+    return {name: out[name] for name in means}
+
+
+def counted(weight: jax.Array) -> jax.Array:
+    """What a total is divided by: 1 where nothing counts, so that a batch of no weight changes no parameter."""
+    return jnp.where(weight == 0, jnp.ones_like(weight), weight)
+
+
+def _axes_of_sum(name: str, mean: Mean, batch_axes: Collection[str]) -> tuple[str, ...]:
+    total, weight = varying_axes(mean.total), varying_axes(mean.weight)
+    # A number that is the same everywhere, such as how many values there are, counts once on each device; a weight that
+    # is split over some of the axes alone would be counted again along the others.
+    cast = frozenset(batch_axes) if not weight else frozenset()
+    wrong = sorted((weight - total) | ((total - weight) - cast))
+    if wrong:
+        raise ValueError(
+            f"Mean {name!r}: total and weight must vary over the same axes; the total varies over "
+            f"{quoted(sorted(total))} and the weight over {quoted(sorted(weight))}, which differ in {quoted(wrong)}. "
+            "Compute both from the same shards, or reduce both alike."
+        )
+    return tuple(sorted(total))
+
+
+def kind(x: Any) -> str:
+    """A value in the words of an error: `float32[2,3]`, or the name of its type."""
+    if isinstance(x, Mean):
+        return f"Mean({kind(x.total)}, {kind(x.weight)})"
+    if hasattr(x, "dtype"):
+        return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+    return type(x).__name__

@@ -1,0 +1,246 @@
+"""The three pieces of a pipelined model, embedding, stage and head, each traced once, with its derivative.
+
+Activations are flat lists of leaves here: x goes into a stage, y comes out; dx and dy are the gradients of those leaves
+that can have one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardkit import _compat
+from shardkit._check import Axis
+from shardkit._compat import varying_axes
+from shardkit.collectives import vary
+from shardkit.partitioning.gradient import Mean, kind, loss_and_aux
+from shardkit.partitioning.handles import is_handle, parts, shown, with_parts
+from shardkit.pipeline.divergent import collectives
+from shardkit.pipeline.split_backward import Split
+from shardkit.remat.recompute import Halves, Mask, Traced, learnable
+from shardkit.remat.regather import learned
+
+
+class Model(NamedTuple):
+    """What a user writes.
+
+    Attributes:
+        embed: `embed(shared, batch, keys) -> x`.
+        stage: `stage(layers, x, keys) -> x`.
+        head: `head(shared, x, batch) -> Mean`, a scalar, or either with a dict of auxiliary means.
+        numbered: the stage is given `(layers, numbers)`.
+        where: what errors call it.
+    """
+
+    embed: Callable[[Any, Any, Any], Any]
+    stage: Callable[[Any, Any, Any], Any]
+    head: Callable[[Any, Any, Any], Any]
+    numbered: bool
+    where: str
+
+
+class Given(NamedTuple):
+    """What a piece is given for one stage and one microbatch.
+
+    Attributes:
+        layers: the layers of the stage, arrays and handles with the layer as dim 0.
+        number: of its first layer, int32.
+        count: of its layers, int32; those beyond are padding.
+        batch: the microbatch.
+        keys: a key for each of its examples, or None.
+    """
+
+    layers: Any
+    number: Any
+    count: Any
+    batch: Any
+    keys: Any
+
+
+class Frozen:
+    """A function that is traced once and called with other arrays of the same shapes and types."""
+
+    def __init__(self, fn: Callable[..., Any], *examples: Any):
+        closed, out = jax.make_jaxpr(fn, return_shape=True)(*examples)
+        self.jaxpr, self._constants, self.out = closed.jaxpr, closed.consts, out
+
+    def __call__(self, *args: Any) -> Any:
+        flat = _compat.eval_jaxpr(self.jaxpr, self._constants, *jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(self.out), flat)
+
+    @cached_property
+    def silent(self) -> bool:
+        """Whether it sends nothing, so that a device may leave it out."""
+        return next(collectives(self.jaxpr), None) is None
+
+
+class Pieces:
+    """The pieces of a model at given shapes.
+
+    Args:
+        model: what the user wrote.
+        shared: the entries of the parameters beside the layers.
+        given: an example of what a piece is given.
+        axes: the pipe axis, over which everything here varies.
+        least: the fewest layers of a stage; the others run one by one, and are left out where a stage lacks them.
+
+    Attributes:
+        x: shapes and types of the activations.
+        moving: which of them have a gradient.
+        embed: `(shared, given) -> x`.
+        stage: `(given, x) -> y`.
+    """
+
+    def __init__(self, model: Model, shared: Any, given: Given, axes: Axis | tuple[()], least: int):
+        self._model, self._shared, self._given, self._axes, self._least = model, shared, given, axes, least
+        tree = jax.eval_shape(lambda s, g: vary(shown(model.embed, s, g.batch, g.keys), axes), shared, given)
+        known = None
+        while known != (known := jax.tree.map(varying_axes, tree)):  # until the stage is given what it returns
+            out = jax.eval_shape(self._through, given, tree)
+            self._check(tree, out)
+            tree = jax.eval_shape(lambda x, y: jax.tree.map(_alike, x, y), tree, out)
+        self.x, self._structure = jax.tree.flatten(tree)
+        self.moving = Mask([learnable(x) for x in self.x])
+        self.embed = Frozen(self._embedded, shared, given)
+        self.stage = Frozen(lambda given, x: self._flat(self._through(given, self._tree(x))), given, self.x)
+
+    @cached_property
+    def _halves(self) -> tuple[Traced, Halves]:
+        layer = Traced(lambda g, x: self._tree(self.stage(g, jax.tree.leaves(x))), self._given, self._tree(self.x))
+        flags = jax.tree.map(lambda _: False, self._given)
+        flags = flags._replace(layers=jax.tree.map(learned, self._given.layers, is_leaf=is_handle))
+        wanted = [jax.tree.leaves(flags), [False] * len(layer.shared), self.moving.chosen]
+        return layer, Halves(layer, None, 1, (jax.tree.leaves(self._given), layer.shared, self.x), wanted)
+
+    @cached_property
+    def forward(self) -> Frozen:
+        """`(given, x) -> (y, residuals)`: the stage, and what of it the backward pass needs."""
+        layer, halves = self._halves
+        return Frozen(lambda g, x: halves.forward(jax.tree.leaves(g), layer.shared, x), self._given, self.x)
+
+    @cached_property
+    def backward(self) -> Frozen:
+        """`(given, residuals, dy) -> (gradients of the layers' parts, dx)`."""
+        layer, halves = self._halves
+
+        def backward(g: Given, residuals: list[Any], dy: list[Any]) -> Any:
+            return halves.backward(jax.tree.leaves(g), layer.shared, residuals, dy)
+
+        return Frozen(backward, self._given, self.forward.out[1], self.moving.split(self.x)[0])
+
+    @cached_property
+    def split(self) -> Split:
+        """The backward pass in two: `dx`, and the gradients of the layers' parts."""
+        residuals, dy = self.forward.out[1], self.moving.split(self.x)[0]
+        leaves, tree = jax.tree.flatten((self._given, residuals, dy))
+        grads, dx = self.backward.out
+        lasting = len(jax.tree.leaves(self._given))
+        return Split(
+            lambda *leaves: jax.tree.leaves(self.backward(*jax.tree.unflatten(tree, leaves))),
+            leaves,
+            first=[False] * len(grads) + [True] * len(dx),
+            lasting=[True] * lasting + [False] * (len(leaves) - lasting),
+        )
+
+    @cached_property
+    def embed_backward(self) -> Frozen:
+        """`(shared, given, dx) -> gradients of the shared parts`."""
+
+        def backward(shared: Any, given: Given, dx: list[Any]) -> Any:
+            def embed(leaves: Any) -> list[Any]:
+                return self.moving.split(self._embedded(with_parts(shared, leaves), given))[0]
+
+            return jax.vjp(embed, parts(shared))[1](dx)[0]
+
+        return Frozen(backward, self._shared, self._given, self.moving.split(self.x)[0])
+
+    @cached_property
+    def head(self) -> Frozen:
+        """`(shared, given, y) -> means`: the loss, under "loss", and the auxiliary means."""
+        return Frozen(lambda s, g, y: self._summed(self._means(s, g, y)), self._shared, self._given, self.x)
+
+    @cached_property
+    def head_backward(self) -> Frozen:
+        """`(shared, given, y, scale) -> (means, gradients of the shared parts, dy)`."""
+
+        def backward(shared: Any, given: Given, y: list[Any], scale: Any) -> Any:
+            moving, others = self.moving.split(y)
+
+            def total(leaves: Any, moving: list[Any]) -> Any:
+                means = self._means(with_parts(shared, leaves), given, self.moving.join(moving, others))
+                return means["loss"].total, means
+
+            value, pull, means = jax.vjp(total, parts(shared), moving, has_aux=True)
+            # The scale enters as the cotangent: a scaled float16 total would overflow.
+            shared_grads, dy = pull(vary(scale.astype(value.dtype), tuple(varying_axes(value))))
+            return self._summed(means), shared_grads, dy
+
+        return Frozen(backward, self._shared, self._given, self.x, jax.ShapeDtypeStruct((), jnp.float32))
+
+    def _embedded(self, shared: Any, given: Given) -> list[Any]:
+        return self._flat(shown(self._model.embed, shared, given.batch, given.keys))
+
+    def _through(self, given: Given, x: Any) -> Any:
+        """The layers of a stage; what is beyond the fewest is left out by stages that lack it."""
+        numbers = given.number + jnp.arange(_rows(given.layers), dtype=jnp.int32)
+
+        def run(cut: Callable[[Any], Any], x: Any) -> Any:
+            layers, here = jax.tree.map(cut, (given.layers, numbers))
+            stage = lambda layers: self._model.stage(  # noqa: E731
+                (layers, here) if self._model.numbered else layers, x, given.keys
+            )
+            return shown(stage, layers, at="layers")
+
+        x = run(lambda leaf: leaf[: self._least], x)
+        for row in range(self._least, _rows(given.layers)):
+            # A stage that lacks the row runs its last layer instead: of zeros, a layer may have no finite derivative.
+            last = jnp.minimum(row, given.count - 1)
+            y = run(partial(lax.dynamic_slice_in_dim, start_index=last, slice_size=1), x)
+            x = jax.tree.map(partial(jnp.where, row < given.count), y, x)
+        return x
+
+    def _means(self, shared: Any, given: Given, y: list[Any]) -> dict[str, Mean]:
+        loss, aux = loss_and_aux(shown(self._model.head, shared, self._tree(y), given.batch))
+        return {name: _alike_in_mask(mean) for name, mean in {"loss": loss, **aux}.items()}
+
+    def _summed(self, means: Mapping[str, Mean]) -> Any:
+        return {name: Mean(*(vary(x.astype(jnp.float32), self._axes) for x in mean)) for name, mean in means.items()}
+
+    def _tree(self, x: list[Any]) -> Any:
+        return jax.tree.unflatten(self._structure, x)
+
+    def _flat(self, x: Any) -> list[Any]:
+        """The leaves, typed as what travels."""
+        return jax.tree.map(_alike, jax.tree.leaves(x), self.x)
+
+    def _check(self, x: Any, y: Any) -> None:
+        was, became = (
+            {path: kind(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)} for tree in (x, y)
+        )
+        if was != became:
+            kinds = [", ".join(each.values()) for each in (was, became)]
+            raise ValueError(
+                f"{self._model.where}: a stage must return what it was given, in shape and dtype; it was given "
+                f"{kinds[0]} and returned {kinds[1]}. Pad to a common width, or leave the change to embed and head."
+            )
+
+
+def _alike_in_mask(mean: Mean) -> Mean:
+    """A mean whose weight is a plain number, typed as its total is: the pipeline masks both, and then it is no more."""
+    if varying_axes(mean.weight):
+        return mean
+    return Mean(mean.total, vary(mean.weight, tuple(varying_axes(mean.total))))
+
+
+def _alike(x: Any, like: Any) -> Any:
+    """The array, typed as varying wherever `like` does."""
+    return vary(x, tuple(varying_axes(like)))
+
+
+def _rows(layers: Any) -> int:
+    return int(jax.tree.leaves(layers)[0].shape[0])

@@ -1,0 +1,114 @@
+"""A pipeline's share of a step on one device: the microbatches of its stages, by the table of a schedule."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardkit._check import bound, named, quoted
+from shardkit.collectives import axis_index, axis_size, vary
+from shardkit.layers.matmul import live_axes
+from shardkit.partitioning.handles import parts, unsealed
+from shardkit.pipeline.divergent import refuse_divergent, refuse_mixed
+from shardkit.pipeline.executor import Executor, Sums
+from shardkit.pipeline.pieces import Given, Model, Pieces
+from shardkit.pipeline.stages import Stages
+from shardkit.schedules import Schedule
+
+Mode = Literal["masked", "branch"]
+
+
+def run(
+    model: Model,
+    schedule: Schedule,
+    stages: Stages,
+    params: Any,
+    batch: Any,
+    keys: Any,
+    scale: Any,
+    mode: Mode,
+    recompute: bool,
+    *,
+    train: bool,
+) -> Sums:
+    """The sums over all microbatches of this device."""
+    where, p, v = model.where, schedule.stages, schedule.chunks
+    names = bound(where, stages.axis)
+    if axis_size(names) != p:
+        raise ValueError(
+            f"{where}: the schedule must be for the devices of {named(names)}; it is for {p} and there are "
+            f"{axis_size(names)}. Make one with stages={axis_size(names)}."
+        )
+    if not isinstance(params, Mapping) or "layers" not in params:
+        found = quoted(params) if isinstance(params, Mapping) else type(params).__name__
+        raise ValueError(
+            f"{where}: the parameters must be a mapping with the entry 'layers', the stack; got {found}. Put what the "
+            "stages use under 'layers', and all else beside it."
+        )
+    live = live_axes(where, names, *jax.tree.leaves(params))
+    device = axis_index(names) if live else jnp.int32(0)
+    params = vary(unsealed(dict(params)), live)  # gradients stay this stage's own until the step sums them
+    layers, shared = params.pop("layers"), params
+    rows = jax.tree.leaves(layers)[0].shape[0]
+    each = stages.sizes or stages.layers_of(rows * p)
+    microbatches = _cut(where, (batch, keys), schedule.microbatches)
+    starts, counts = np.concatenate([[0], np.cumsum(each)[:-1]]).astype(np.int32), np.array(each, np.int32)
+    stacks = jax.tree.map(lambda leaf: leaf.reshape(v, rows // v, *leaf.shape[1:]), layers)
+
+    def given(stage: Any, chunk: Any, microbatch: Any) -> Given:
+        batch, keys = microbatches(microbatch)
+        layers = jax.tree.map(lambda leaf: _at(leaf, chunk), stacks)
+        return Given(layers, jnp.asarray(starts)[stage], jnp.asarray(counts)[stage], batch, keys)
+
+    zero = vary(jnp.int32(0), live)
+    pieces = Pieces(model, shared, jax.eval_shape(given, zero, zero, zero), live, min(each))
+    if mode == "branch":
+        traced = [pieces.embed, *([pieces.forward, pieces.backward] if train else [pieces.stage])]
+        traced += [pieces.embed_backward, pieces.head_backward] if train else [pieces.head]
+        refuse_divergent(f"{where}: mode='branch'", [t.jaxpr for t in traced], names, "Use mode='masked'.")
+    elif live:
+        traced = [pieces.embed, pieces.stage, pieces.head_backward if train else pieces.head]
+        refuse_mixed(where, [t.jaxpr for t in traced], names)
+    executor = Executor(
+        schedule.table(saved=not recompute),
+        pieces,
+        given,
+        shared,
+        jnp.asarray(scale, jnp.float32),
+        last=p * v - 1,
+        axis=live or None,
+        wrap=v > 1 and schedule.placement == "loop",
+        saved=not recompute,
+        branch=mode == "branch",
+        train=train,
+    )
+    if executor.unsplit:
+        warnings.warn(
+            f"{where}: the schedule splits backward passes, but those of this stage run whole, in place of I. "
+            f"{pieces.split.why}",
+            stacklevel=3,
+        )
+    return executor.run(jax.tree.leaves(parts(stacks)), device)
+
+
+def _cut(where: str, tree: Any, count: int) -> Callable[[Any], Any]:
+    """The microbatches of the examples that dim 0 counts, by their number; scalars belong to all of them."""
+    sizes = sorted({leaf.shape[0] for leaf in jax.tree.leaves(tree) if leaf.ndim})
+    if any(size % count for size in sizes):
+        raise ValueError(
+            f"{where}: a device's examples must be divisible by the schedule's microbatches; got "
+            f"{', '.join(map(str, sizes))} examples for {count} microbatches. Choose another batch or a schedule for "
+            "other microbatches."
+        )
+    parts = jax.tree.map(lambda leaf: leaf.reshape(count, -1, *leaf.shape[1:]) if leaf.ndim else leaf, tree)
+    return lambda i: jax.tree.map(lambda leaf: _at(leaf, i) if leaf.ndim else leaf, parts)
+
+
+def _at(leaf: jax.Array, i: Any) -> jax.Array:
+    return leaf[0] if leaf.shape[0] == 1 else lax.dynamic_index_in_dim(leaf, i, 0, keepdims=False)

@@ -1,0 +1,148 @@
+"""The programs of one stage of a pipeline on a mesh of its own: forward, backward, and the sums of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from shardkit.collectives import all_reduce, vary
+from shardkit.layout import all_axes, broadcast_specs, canonical, check_spec
+from shardkit.partitioning.gradient import Mean, counted, global_means, value_and_grad
+
+Stage = Callable[[Any, Any], jax.Array]
+
+
+class Station(NamedTuple):
+    """A stage of the model and where it runs.
+
+    Attributes:
+        kernel: `(params, x) -> y` on one device of the sub-mesh; y is typed as varying over the axes of `leaving`.
+        mesh: the devices of this stage.
+        entering: layout of x.
+        leaving: layout of y.
+        params: layouts of the parameters, a prefix of their pytree.
+    """
+
+    kernel: Stage
+    mesh: Mesh
+    entering: PartitionSpec
+    leaving: PartitionSpec
+    params: Any
+
+    @property
+    def examples(self) -> frozenset[str]:
+        """The axes whose devices see other examples, and so hold parts of the gradients until the end."""
+        return all_axes(self.entering) & all_axes(self.leaving)
+
+    def unreduced(self, spec: PartitionSpec) -> tuple[str, ...]:
+        """The axes over which the gradient of a leaf of that layout is still to be summed."""
+        return tuple(axis for axis in self.mesh.axis_names if axis in self.examples - all_axes(spec))
+
+    def sums(self, specs: Any) -> Any:
+        """The layouts of the sums of gradients: a dim in front counts the parts."""
+        return jax.tree.map(lambda spec: PartitionSpec(self.unreduced(spec) or None, *spec), specs)
+
+
+def checked(where: str, stage: Stage, leaving: PartitionSpec, mesh: Mesh, params: Any, x: Any) -> jax.Array:
+    """A stage whose output fits its layout, and varies over all of its axes."""
+    y = stage(params, x)
+    check_spec(where, leaving, mesh, y.ndim)
+    return vary(y, tuple(sorted(all_axes(leaving))))
+
+
+def fitted(spec: PartitionSpec, tree: Any) -> Any:
+    """The spec for every leaf of a tree, split as far as it has dims."""
+    return jax.tree.map(lambda x: canonical(PartitionSpec(*spec[: x.ndim])), tree)
+
+
+def forward(station: Station) -> Any:
+    """A program that runs the stage on one microbatch."""
+
+    def run(params: Any, x: Any) -> jax.Array:
+        in_specs = (broadcast_specs(station.params, params), fitted(station.entering, x))
+        return jax.shard_map(station.kernel, mesh=station.mesh, in_specs=in_specs, out_specs=station.leaving)(params, x)
+
+    return jax.jit(run)
+
+
+def zeros(station: Station) -> Any:
+    """A program that makes the sums of gradients to start from."""
+
+    def kernel(params: Any) -> Any:
+        return jax.tree.map(lambda p: jnp.zeros((1, *p.shape), jnp.float32), params)
+
+    def run(params: Any) -> Any:
+        specs = broadcast_specs(station.params, params)
+        return jax.shard_map(kernel, mesh=station.mesh, in_specs=(specs,), out_specs=station.sums(specs))(params)
+
+    return jax.jit(run)
+
+
+def backward(station: Station, first: bool) -> Any:
+    """A program that adds one microbatch's gradients to the sums and returns the cotangent of x."""
+
+    def kernel(params: Any, x: Any, dy: jax.Array, sums: Any) -> tuple[Any, Any]:
+        # Parameters that vary leave each device its part of the gradients, to be reduced once, in the end.
+        params = vary(params, tuple(sorted(station.examples)))
+        if first:  # what enters the pipeline need not be floating
+            _, pull = jax.vjp(lambda params: station.kernel(params, x), params)
+            (grads,), dx = pull(dy), None
+        else:
+            _, pull = jax.vjp(station.kernel, params, x)
+            grads, dx = pull(dy)
+        return jax.tree.map(lambda sum_, g: sum_ + g[None].astype(jnp.float32), sums, grads), dx
+
+    def run(params: Any, x: Any, dy: jax.Array, sums: Any) -> tuple[Any, Any]:
+        specs = broadcast_specs(station.params, params)
+        sum_specs = station.sums(specs)
+        in_specs = (specs, fitted(station.entering, x), station.leaving, sum_specs)
+        out_specs = (sum_specs, station.entering)
+        return jax.shard_map(kernel, mesh=station.mesh, in_specs=in_specs, out_specs=out_specs)(params, x, dy, sums)
+
+    return jax.jit(run, donate_argnums=3)
+
+
+def finish(station: Station) -> Any:
+    """A program that reduces the sums of gradients and divides by the global weight."""
+
+    def run(sums: Any, weight: jax.Array) -> Any:
+        specs = broadcast_specs(station.params, sums)
+
+        def kernel(sums: Any, weight: jax.Array) -> Any:
+            def mean(sum_: jax.Array, spec: PartitionSpec) -> jax.Array:
+                axes = station.unreduced(spec)
+                return (all_reduce(sum_[0], axes) if axes else sum_[0]) / counted(weight)
+
+            return jax.tree.map(mean, sums, specs)
+
+        in_specs = (station.sums(specs), PartitionSpec())
+        return jax.shard_map(kernel, mesh=station.mesh, in_specs=in_specs, out_specs=specs)(sums, weight)
+
+    return jax.jit(run, donate_argnums=0)
+
+
+def head(station: Station, loss: Callable[[jax.Array, Any], Any]) -> Any:
+    """A program that returns the loss's sums over the mesh, and the cotangent of the last stage's output."""
+    grad_fn: Any = value_and_grad(lambda y, targets, keys: loss(y, targets))
+
+    def kernel(y: jax.Array, targets: Any) -> tuple[dict[str, Mean], jax.Array]:
+        mean, aux, dy = grad_fn(y, targets, None)
+        return global_means({"loss": mean, **aux}, all_axes(station.leaving)), dy
+
+    def run(y: jax.Array, targets: Any) -> tuple[dict[str, Mean], jax.Array]:
+        in_specs = (station.leaving, fitted(station.leaving, targets))
+        out_specs = (PartitionSpec(), station.leaving)
+        return jax.shard_map(kernel, mesh=station.mesh, in_specs=in_specs, out_specs=out_specs)(y, targets)
+
+    return jax.jit(run)
+
+
+@jax.jit
+def averages(means: list[dict[str, Mean]]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The weight of the loss, and every mean over all microbatches."""
+    sums = jax.tree.map(lambda *x: sum(x), *means)
+    return sums["loss"].weight, {name: mean.total / counted(mean.weight) for name, mean in sums.items()}

@@ -1,0 +1,132 @@
+"""The stack of a pipeline: which device holds which layers, and in which order.
+
+A device holds the layers of its own stages alone, one stage after the other. With several stages a device that is not
+the natural order of the layers, and stages of unequal size are padded to the largest: such a leaf is held as a `Padded`
+with its rows, and `unpadded` gives it back in its natural order, which is that of a checkpoint.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from shardkit._check import Axis, axis_names, named
+from shardkit.partitioning.dim_rules import inside
+from shardkit.partitioning.plan import Leaf, Placement, Plan, strategy
+from shardkit.schedules import Schedule
+from shardkit.schedules.action import Placement as Order
+from shardkit.schedules.action import device_of
+
+STACK = "layers"
+
+
+class Stages(NamedTuple):
+    """How the layers of a stack lie on the devices of a pipeline.
+
+    Attributes:
+        axis: mesh axis of the pipeline.
+        devices: devices p along it.
+        chunks: stages v of the model on each device.
+        placement: "loop" puts stage s on device s % p; "v" there and back again.
+        sizes: layers of each of the p v stages; None for equally many.
+    """
+
+    axis: Axis
+    devices: int
+    chunks: int = 1
+    placement: Order = "loop"
+    sizes: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, schedule: Schedule, axis: Axis, sizes: tuple[int, ...] | None = None) -> Stages:
+        """The stages of a schedule."""
+        return cls(axis, schedule.stages, schedule.chunks, schedule.placement, None if sizes is None else tuple(sizes))
+
+    def layers_of(self, layers: int) -> tuple[int, ...]:
+        """How many layers of a stack each stage has.
+
+        Raises:
+            ValueError: layers that do not divide where no sizes are given; sizes of another number or sum, or below 1.
+        """
+        stages = self.devices * self.chunks
+        if self.sizes is None:
+            if layers % stages or not layers:
+                raise ValueError(
+                    f"pp: the layers of a stack must be divisible by its stages; got {layers} layers over {stages} "
+                    "stages. Pass sizes=, the number of layers of each stage, or choose another number of either."
+                )
+            return (layers // stages,) * stages
+        if len(self.sizes) != stages or sum(self.sizes) != layers or min(self.sizes) < 1:
+            raise ValueError(
+                f"pp: sizes= must be the number of layers of each stage, at least 1, here for {stages} stages and "
+                f"{layers} layers in all; got {self.sizes}. Correct sizes=."
+            )
+        return self.sizes
+
+    def rows(self, layers: int) -> tuple[int, ...]:
+        """The natural row of each row of dim 0 as it is held: device by device, and there chunk by chunk.
+
+        Stages of fewer layers than the largest are filled up with -1. Empty where this is the natural order.
+
+        Raises:
+            ValueError: as `layers_of`.
+        """
+        sizes = self.layers_of(layers)
+        starts, longest = (0, *accumulate(sizes)), max(sizes)
+        turns = range(0, len(sizes), self.devices)  # there and back again is its own inverse
+        stages = [t + device_of(t + d, self.devices, self.placement) for d in range(self.devices) for t in turns]
+        rows = tuple(starts[s] + i if i < sizes[s] else -1 for s in stages for i in range(longest))
+        return () if rows == tuple(range(layers)) else rows
+
+    def arrange(self, plan: Plan) -> Plan:
+        """The plan whose `pp` over this axis knows these stages.
+
+        Raises:
+            ValueError: the plan has no `pp` over this axis.
+        """
+        (mine,) = stack_plan(self.axis, self).strategies
+        if mine.name not in [s.name for s in plan.strategies]:
+            raise ValueError(
+                f"pp: the plan of a pipeline must have {mine.name}, which gives each stage its layers; got {plan}. "
+                f"Write chain({mine.name}, ...)."
+            )
+        return Plan(tuple(mine if s.name == mine.name else s for s in plan.strategies))
+
+    def note(self) -> str:
+        """What a description says of them."""
+        chunks = f", {self.chunks} chunks in stage order" if self.chunks > 1 else ""
+        turning = ", there and back" if chunks and self.placement == "v" else ""
+        return chunks + turning + (f", stages of {', '.join(map(str, self.sizes))} layers" if self.sizes else "")
+
+
+def arranged(plan: Plan, function: Any) -> Plan:
+    """The plan with the stages of a GradFn or of a loss, where it has any."""
+    stages = getattr(function, "stages", None)
+    return plan if stages is None else stages.arrange(plan)
+
+
+def stack_plan(axis: Axis, stages: Stages | None) -> Plan:
+    """The plan of `pp`, for the stages of a schedule; None: one stage on each device."""
+    axes = axis_names("pp", axis)
+
+    def place(leaf: Leaf) -> Placement | str:
+        here = stages or Stages(axis, leaf.ways)
+        if not inside(leaf.path, (STACK,)):
+            return f"not in the stack {STACK!r}"
+        if here.devices != leaf.ways:
+            raise ValueError(
+                f"pp: the schedule is for {here.devices} stages; {named(axes)} has {leaf.ways} devices. Give the axis "
+                f"{here.devices} devices in make_mesh, or make the schedule for {leaf.ways} stages."
+            )
+        if not leaf.shape or 0 in leaf.split:
+            what = "has no dim" if not leaf.shape else "is split on dim 0 by another strategy"
+            raise ValueError(
+                f"pp: dim 0 of a leaf of the stack must be its layers, whole but for {named(axes)}; leaf {leaf.path} "
+                f"{what}. Take it out of {STACK!r}, or split another dim."
+            )
+        rows = here.rows(leaf.shape[0])
+        if leaf.ways == 1 and not rows:
+            return "the axis has one device"
+        return Placement(0, rest=True, seen=True, update=True, rows=rows, note=here.note())
+
+    return strategy("pp", axis, place=place, rank=0)

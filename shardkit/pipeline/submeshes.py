@@ -1,0 +1,273 @@
+"""A pipeline of several programs: every stage is a program of its own on devices of its own.
+
+Microbatches move with `jax.device_put`, and overlap because jax does not wait for a program that it has started. Stages
+may differ in width, in code and in parameters; nothing runs for a stage that has no work. One Python process starts
+M programs for each stage, and moves what lies between them, in every step: for stages of a millisecond or more.
+
+Both sides of a move hold shards of the same shape, on as many devices, so that each device sends its shard to one of
+the others. Where shapes differ jax takes the value by way of the host and waits for it, so that nothing overlaps;
+between processes it refuses.
+
+Source: Huang et al., GPipe (arXiv:1811.06965); Xhebraj et al., JaxPP (arXiv:2412.14374).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from itertools import combinations, pairwise
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardkit._check import quoted, sized
+from shardkit._typed import typed
+from shardkit.cost._check import divides, whole
+from shardkit.layout import check_spec, local_shape, path_name
+from shardkit.pipeline import stage_programs
+from shardkit.pipeline.stage_programs import Stage, Station, fitted
+from shardkit.schedules import one_f_one_b
+
+Specs = PartitionSpec | Sequence[Any]
+REPLICATED = PartitionSpec()
+
+
+@typed
+def submeshes(mesh: Mesh, axis: str) -> list[Mesh]:
+    """The slices of a mesh along one axis, one for each stage of a pipeline.
+
+    Args:
+        mesh: the mesh; `make_mesh(stage=2, data=4)` is cut along "stage" into two halves.
+        axis: mesh axis along which it is cut. The slices keep it, with size 1: a spec of the mesh is one of each slice.
+
+    Returns:
+        As many meshes as the axis has devices, in its order.
+
+    Raises:
+        ValueError: the mesh has no such axis.
+    """
+    if axis not in mesh.shape:
+        raise ValueError(
+            f"submeshes: axis {axis!r} is not an axis of this mesh; its axes are {quoted(mesh.axis_names)}. "
+            "Use one of them, or add the axis to make_mesh."
+        )
+    slices = np.split(mesh.devices, mesh.shape[axis], mesh.axis_names.index(axis))
+    return [Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types) for devices in slices]
+
+
+@typed
+def device_put_pipeline(
+    stages: Sequence[Stage],
+    meshes: Sequence[Mesh],
+    *,
+    specs: Specs = REPLICATED,
+    param_specs: Specs = REPLICATED,
+) -> Callable[..., list[jax.Array]]:
+    """The forward pass of a pipeline whose stages run on sub-meshes of their own.
+
+    Layout: `X[B, ..] -> X_i[B/M, ..]` on mesh 0, `Y_i[B/M, ..]` from mesh s to mesh s + 1
+
+    Args:
+        stages: for each stage `stage(params, x) -> y`: what one device of its mesh computes inside shard_map, for which
+            kernels with the axes of that mesh may be used. x is an array, and a pytree of them for the first stage.
+        meshes: the mesh of each stage, as `submeshes` makes them.
+        specs: layout of what enters each stage and of what leaves the last: one spec, or a list with one more than
+            there are stages. A leaf of lower rank is split as far as it has dims.
+        param_specs: layout of the parameters: one spec, or a list with an entry for each stage, a spec or a pytree of
+            specs that is a prefix of its parameters.
+
+    Returns:
+        `forward(params, batch, *, microbatches)`: params is a list with those of each stage, which `shard` puts onto
+        its mesh; batch a pytree of host arrays that share dim 0. Returns a list with the last stage's y for each
+        microbatch, in the order of the batch. It returns before they are computed.
+
+    Raises:
+        ValueError: not one mesh a stage, meshes that share a device or differ in their number of devices, a list of
+            specs of another length or with an axis that a mesh does not have; at the call microbatches that do not
+            divide the batch, arrays that do not share dim 0, a dim that does not divide, or a value whose shards would
+            have another shape on the next mesh.
+
+    Cost: a device sends its shard of Y_i at each of S - 1 borders, M times, straight to one device of the next mesh.
+        Inside a mesh nothing is sent beyond what the stage sends. A step takes S + M - 1 times the slowest stage.
+
+    Source: Huang et al., GPipe (arXiv:1811.06965), for the order.
+    """
+    where = "device_put_pipeline"
+    line = _line(where, stages, meshes, specs, param_specs)
+    programs = [stage_programs.forward(station) for station in line]
+
+    def forward(params: Sequence[Any], batch: Any, *, microbatches: int) -> list[jax.Array]:
+        outputs = []
+        for x in _split(where, batch, microbatches):
+            for s, program in enumerate(programs):
+                x = program(params[s], _moved(where, line, s, x))
+            outputs.append(x)
+        return outputs
+
+    return forward
+
+
+@typed
+def device_put_value_and_grad(
+    stages: Sequence[Stage],
+    loss: Callable[[jax.Array, Any], Any],
+    meshes: Sequence[Mesh],
+    *,
+    specs: Specs = REPLICATED,
+    param_specs: Specs = REPLICATED,
+) -> Callable[..., tuple[jax.Array, dict[str, jax.Array], list[Any]]]:
+    """Loss and gradients of a pipeline whose stages run on sub-meshes of their own, in the order of 1F1B.
+
+    Layout: as `device_put_pipeline`, and `dY_i[B/M, ..]` from mesh s + 1 to mesh s; `grads[...] {U_a} -> grads[...]`
+
+    Args:
+        stages: as for `device_put_pipeline`; between stages values are floating.
+        loss: `loss(y, targets)` of what one device holds of the last stage's output; returns what a loss function for
+            `value_and_grad` returns.
+        meshes: the mesh of each stage, as `submeshes` makes them.
+        specs: as for `device_put_pipeline`; targets are split as the last stage's output.
+        param_specs: as for `device_put_pipeline`.
+
+    Returns:
+        `value_and_grad(params, batch, targets, *, microbatches)`: params and batch as for `device_put_pipeline`,
+        targets a pytree of host arrays with the batch's dim 0. Returns the loss and a dict of the auxiliary
+        values, means over all microbatches, and a list with the gradients of each stage, laid out as its parameters,
+        float32.
+
+    Raises:
+        TypeError: at trace time, as `value_and_grad`.
+        ValueError: as `device_put_pipeline`.
+
+    Cost: twice what `device_put_pipeline` moves; in each stage, once a step, an all_reduce of its gradients in float32
+        over the axes that split examples but not the leaf; and after the last one an all_reduce of 8 bytes a mean for
+        each microbatch. A stage runs forward twice, since it keeps only its input: stage s those of S - s
+        microbatches, and one that has arrived.
+
+    Source: Narayanan et al., PipeDream (SOSP 2019), for the order.
+    """
+    where = "device_put_value_and_grad"
+    line = _line(where, stages, meshes, specs, param_specs)
+    forwards = [stage_programs.forward(station) for station in line]
+    backwards = [stage_programs.backward(station, first=station is line[0]) for station in line]
+    zeros = [stage_programs.zeros(station) for station in line]
+    finishes = [stage_programs.finish(station) for station in line]
+    head = stage_programs.head(line[-1], loss)
+    actions = cache(lambda microbatches: tuple(one_f_one_b(len(line), microbatches).ticks))
+
+    def run(
+        params: Sequence[Any], batch: Any, targets: Any, *, microbatches: int
+    ) -> tuple[jax.Array, dict[str, jax.Array], list[Any]]:
+        pairs = _split(where, (batch, targets), microbatches)
+        inputs: dict[tuple[int, int], Any] = {}
+        cotangents: dict[tuple[int, int], jax.Array] = {}
+        means = []
+        sums = [zero(each) for zero, each in zip(zeros, params, strict=True)]
+        for s, op, i in actions(microbatches):
+            if op == "F":
+                x, target = pairs[i]
+                if s == 0:
+                    inputs[s, i] = _moved(where, line, s, x)
+                y = forwards[s](params[s], inputs[s, i])
+                if s + 1 < len(line):
+                    inputs[s + 1, i] = _moved(where, line, s + 1, y)
+                else:
+                    mean, cotangents[s, i] = head(y, _placed(target, line[s].leaving, line[s].mesh))
+                    means.append(mean)
+            else:
+                sums[s], dx = backwards[s](params[s], inputs.pop((s, i)), cotangents.pop((s, i)), sums[s])
+                if s > 0:
+                    cotangents[s - 1, i] = _placed(dx, line[s - 1].leaving, line[s - 1].mesh)
+        weight, values = stage_programs.averages(means)
+        weights = [_placed(weight, REPLICATED, station.mesh) for station in line]
+        grads = [finish(*each) for finish, *each in zip(finishes, sums, weights, strict=True)]
+        return values.pop("loss"), values, grads
+
+    return run
+
+
+def _line(
+    where: str, stages: Sequence[Stage], meshes: Sequence[Mesh], specs: Specs, param_specs: Specs
+) -> list[Station]:
+    """The stations, after all checks that need no shapes."""
+    count = len(stages)
+    if not count or len(meshes) != count:
+        raise ValueError(
+            f"{where}: there must be one mesh for each stage, and at least one; got stages={count}, "
+            f"meshes={len(meshes)}. Cut a mesh with submeshes along an axis of that size."
+        )
+    sizes = [mesh.size for mesh in meshes]
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"{where}: all meshes must have the same number of devices, because each device sends to one of the next "
+            f"mesh; got {', '.join(map(str, sizes))}. Cut one mesh with submeshes."
+        )
+    for (a, one), (b, other) in combinations(enumerate(meshes), 2):
+        shared = sorted(device.id for device in set(one.devices.flat) & set(other.devices.flat))
+        if shared:
+            raise ValueError(
+                f"{where}: no two meshes may share a device; stages {a} and {b} share {', '.join(map(str, shared))}. "
+                "Cut one mesh with submeshes."
+            )
+    borders = _listed(where, "specs", specs, count + 1)
+    leaves = _listed(where, "param_specs", param_specs, count)
+    for s, mesh in enumerate(meshes):
+        for spec in borders[s : s + 2]:
+            check_spec(f"{where}: stage {s}", spec, mesh, len(spec))
+        for spec in jax.tree.leaves(leaves[s], is_leaf=lambda x: isinstance(x, PartitionSpec)):
+            check_spec(f"{where}: the parameters of stage {s}", spec, mesh, len(spec))
+    line = []
+    for s, (stage, mesh, (entering, leaving)) in enumerate(zip(stages, meshes, pairwise(borders), strict=True)):
+        kernel = partial(stage_programs.checked, f"{where}: the output of stage {s}", stage, leaving, mesh)
+        line.append(Station(kernel, mesh, entering, leaving, leaves[s]))
+    return line
+
+
+def _listed(where: str, name: str, specs: Specs, count: int) -> list[Any]:
+    if isinstance(specs, PartitionSpec):
+        return [specs] * count
+    if len(specs) != count:
+        raise ValueError(
+            f"{where}: {name} must be one spec or a list of {count}; got a list of {len(specs)}. "
+            "Write one for each stage, and of specs one more for what leaves the last."
+        )
+    return list(specs)
+
+
+def _split(where: str, batch: Any, microbatches: int) -> list[Any]:
+    """The microbatches of a batch, as views of host arrays."""
+    whole(where, microbatches=microbatches)
+    shapes = {path_name(path): np.shape(x) for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]}
+    if len({shape[:1] for shape in shapes.values()} | {()}) != 2:
+        raise ValueError(
+            f"{where}: every array of the batch must have the same number of examples along dim 0; got "
+            f"{', '.join(f'{name}: {shape}' for name, shape in shapes.items()) or 'no array'}. "
+            "Pass arrays that share dim 0."
+        )
+    rows = next(iter(shapes.values()))[0]
+    divides(where, "microbatches", microbatches, "the batch", rows)
+    hosted, size = jax.tree.map(np.asarray, batch), rows // microbatches
+    return [jax.tree.map(lambda x: x[i : i + size], hosted) for i in range(0, rows, size)]  # noqa: B023
+
+
+def _placed(tree: Any, spec: PartitionSpec, mesh: Mesh) -> Any:
+    return jax.device_put(tree, jax.tree.map(partial(NamedSharding, mesh), fitted(spec, tree)))
+
+
+def _moved(where: str, line: Sequence[Station], s: int, tree: Any) -> Any:
+    """What enters stage s, on its mesh, if its shards keep their shape on the way."""
+    what, spec, mesh = f"{where}: what enters stage {s}", line[s].entering, line[s].mesh
+    source = line[s - 1].mesh if s else mesh
+    for x in jax.tree.leaves(tree):
+        try:
+            sent, arriving = (local_shape(x.shape, fitted(spec, x), each) for each in (source, mesh))
+        except ValueError as error:
+            raise ValueError(str(error).replace("local_shape", what, 1)) from None
+        if sent != arriving:
+            raise ValueError(
+                f"{what} must have shards of one shape on both sides of the move; with {spec} they are {sent} on "
+                f"{sized(source.shape.items())} and {arriving} on {sized(mesh.shape.items())}. "
+                "Give all meshes the same axis sizes, or choose another spec."
+            )
+    return _placed(tree, spec, mesh)

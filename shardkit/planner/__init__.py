@@ -1,0 +1,11 @@
+"""The planner: the layouts of a transformer that fit a machine, the fastest first.
+
+Open `search.py` first; `estimate.py` states the model of memory and time. Imports cost alone.
+"""
+
+from __future__ import annotations
+
+from shardkit.planner.estimate import Candidate, Layout, Model, estimate
+from shardkit.planner.search import Advice, advise, batch_size, layouts, search, table
+
+__all__ = ["Advice", "Candidate", "Layout", "Model", "advise", "batch_size", "estimate", "layouts", "search", "table"]

@@ -1,0 +1,215 @@
+"""Batches from a data set on grain: one global order, of which every process loads only its own rows."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from typing import Any, TypeVar
+
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from shardkit._typed import typed
+from shardkit.runtime.data.arrays import from_rows, local_rows
+
+_MOST = 1024  # threads, and batches made ahead
+
+T = TypeVar("T")
+
+
+@typed
+def loader(
+    source: Any,
+    *,
+    batch: int,
+    seed: int | None,
+    mesh: Mesh,
+    spec: PartitionSpec,
+    position: int = 0,
+    epochs: int | None = None,
+    threads: int = 4,
+    prefetch: int = 2,
+) -> Loader:
+    """Iterates over a data set in global batches, in an order that only the seed decides.
+
+    The samples stand in one line, epoch after epoch, each epoch in an order of its own; a batch is the next `batch` of
+    them, whatever the mesh. So a run that goes on from `loader.position` with other processes, another mesh or another
+    batch neither repeats nor skips a sample. A batch may reach over the end of an epoch; samples at the end of the last
+    epoch that do not fill one are dropped.
+
+    Args:
+        source: anything with `len` and `source[i]`, or a `grain.MapDataset`, whose own `.map` and `.random_map` then
+            see a sample's index in `epoch * len(source) + i` and so draw the same on every mesh. A sample is a pytree
+            of arrays or numbers. Threads read it, several at once.
+        batch: samples in a global batch, over all processes.
+        seed: decides the order of each epoch, 0 to 2**32 - 1; None keeps the source's order.
+        mesh: the mesh; a process outside it reads one sample a batch, for shapes and dtypes.
+        spec: how the batch is split, `plan.batch_spec(mesh)`.
+        position: samples that the run has consumed already, of the whole line.
+        epochs: how often the source is repeated; None for ever.
+        threads: samples read at once; 0 reads them when they are asked for (best for what lies in memory).
+        prefetch: batches that are made and sent to the devices ahead of the one that is asked for.
+
+    Returns:
+        A Loader: an iterator of batches, each a pytree of `jax.Array` with a new dim 0 of `batch` rows, that the step
+        takes without moving them, and `loader.position`.
+
+    Raises:
+        ValueError: a batch that does not divide over the devices of the spec's first entry, or a number out of range;
+            from the iterator a sample that is None, as a grain filter leaves behind.
+        ImportError: without grain, which `pip install 'shardkit[data]'` brings.
+    """
+    samples = _line(source, seed, epochs)
+    numbers = {"batch": batch, "position": position, "threads": threads, "prefetch": prefetch}
+    for name, value in numbers.items():
+        least = 1 if name == "batch" else 0
+        if value < least:
+            raise ValueError(f"loader: {name} must be at least {least}; got {value}. Pass a larger number.")
+        if name in ("threads", "prefetch") and value > _MOST:
+            raise ValueError(f"loader: {name} must be at most {_MOST}; got {value}. Pass a smaller number.")
+    if len(samples) < batch:
+        raise ValueError(
+            f"loader: the source must fill one batch; it has {len(samples)} samples in all epochs, and the batch takes "
+            f"{batch}. Choose a smaller batch, or more epochs."
+        )
+    local_rows(batch, mesh, spec)  # refuses a batch that does not divide
+
+    def batches_from(position: int) -> Iterator[Any]:
+        return prefetch_to_device(_batches(samples, position, batch, mesh, spec, threads, prefetch), prefetch)
+
+    return Loader(batches_from, batch, position)
+
+
+class Loader:
+    """An iterator of global batches; `loader` makes one.
+
+    After an exception from the source it can be asked again, and begins with the batch that it did not give.
+    """
+
+    def __init__(self, batches_from: Callable[[int], Iterator[Any]], batch: int, position: int):
+        self._batches_from, self._batch, self._position = batches_from, batch, position
+        self._batches: Any = None
+
+    @property
+    def position(self) -> int:
+        """Samples in all batches given so far, those before the first included; what was prefetched is not."""
+        return self._position
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            self._batches = self._batches_from(self._position)
+        try:
+            batch = next(self._batches)
+        except BaseException:
+            self.close()
+            raise
+        self._position += self._batch
+        return batch
+
+    def close(self) -> None:
+        """Ends the threads, as does forgetting the Loader; the next batch starts new ones."""
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
+
+
+def _batches(
+    samples: Any, position: int, batch: int, mesh: Mesh, spec: PartitionSpec, threads: int, prefetch: int
+) -> Iterator[Any]:
+    """The batches from a position on, each made of the rows that this process loads."""
+    import grain
+
+    rows = local_rows(batch, mesh, spec)
+    read = rows if rows.size else np.zeros(1, np.int64)
+    mine = grain.MapDataset.source(_Rows(samples, position, batch, read))
+    ahead = max(threads, prefetch * len(read)) if threads else 0
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead)
+    with closing(iter(mine.to_iter_dataset(options).batch(len(read)))) as every:
+        for local in every:
+            yield from_rows(local, rows, batch, mesh, spec)
+
+
+class _Rows:
+    """The samples that a process reads: of each batch from a position on, some rows."""
+
+    def __init__(self, samples: Any, position: int, batch: int, rows: np.ndarray):
+        self._samples, self._position, self._batch, self._rows = samples, position, batch, rows
+
+    def __len__(self) -> int:
+        return max(0, len(self._samples) - self._position) // self._batch * len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        batch, row = divmod(index, len(self._rows))
+        at = self._position + batch * self._batch + int(self._rows[row])
+        try:
+            sample = self._samples[at]
+        except Exception as error:
+            error.add_note(f"loader: while reading sample {at} of the run.")
+            raise
+        if sample is None:
+            raise ValueError(
+                f"loader: every index of the source must have a sample; the run's sample {at} is None. Leave out what "
+                "a filter drops before the data set is indexed: how many there are decides every later position."
+            )
+        return sample
+
+
+@typed
+def prefetch_to_device(batches: Iterable[T], n: int = 2) -> Iterator[T]:
+    """Takes `n` batches more than it has given, so that their transfers run while the step computes.
+
+    Args:
+        batches: an iterable whose items start their transfer when they are taken, as global arrays do.
+        n: batches ahead; each is held on the devices.
+
+    Returns:
+        A generator of the same batches. An exception from `batches` comes after those that came before it.
+
+    Raises:
+        ValueError: a negative `n`, when it is asked first.
+    """
+    if n < 0:
+        raise ValueError(f"prefetch_to_device: n must be at least 0; got {n}. Pass a larger number.")
+    ready: deque[T] = deque()
+    iterator = iter(batches)
+    more = True
+    failed: Exception | None = None
+    try:
+        while more or ready:
+            while more and len(ready) <= n:
+                try:
+                    ready.append(next(iterator))
+                except StopIteration:
+                    more = False
+                except Exception as error:
+                    more, failed = False, error
+            if ready:
+                yield ready.popleft()
+        if failed is not None:
+            raise failed
+    finally:
+        if hasattr(iterator, "close"):
+            iterator.close()
+
+
+def _line(source: Any, seed: int | None, epochs: int | None) -> Any:
+    """All samples of the run, in their order."""
+    try:
+        import grain
+    except ImportError:
+        raise ImportError("loader: grain must be installed; it is not. Run pip install 'shardkit[data]'.") from None
+    if seed is not None and not 0 <= seed < 2**32:
+        raise ValueError(f"loader: the seed must be None or 0 to 2**32 - 1; got {seed}. Choose another seed.")
+    if epochs is not None and epochs < 1:
+        raise ValueError(f"loader: epochs must be None or at least 1; got {epochs}. Pass how often to repeat.")
+    if not isinstance(source, grain.MapDataset) and not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+        raise TypeError(
+            f"loader: source must have a length and be indexed, or be a grain.MapDataset; got {source!r}. Pass for "
+            "example a list of samples."
+        )
+    samples = source if isinstance(source, grain.MapDataset) else grain.MapDataset.source(source)
+    return (samples if seed is None else samples.shuffle(seed=seed)).repeat(epochs)

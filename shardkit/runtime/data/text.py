@@ -1,0 +1,164 @@
+"""Text as bytes: a corpus with a fixed split, and batches that are a function of (seed, step) alone."""
+
+from __future__ import annotations
+
+import sysconfig
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from shardkit.runtime.data.arrays import from_rows, local_rows
+
+_VALIDATION_SHARE = 20  # one file in 20
+_SKIPPED = {
+    "__pycache__",
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "turtledemo",
+}
+
+
+class Text(NamedTuple):
+    """A byte-level corpus.
+
+    Attributes:
+        train: uint8 [n], the training files one after the other.
+        validation: uint8 [m], the files held out.
+        source: what it was read from, for the log.
+    """
+
+    train: np.ndarray
+    validation: np.ndarray
+    source: str
+
+
+def standard_library() -> Text:
+    """The Python standard library's own source on this machine, without tests and installed packages."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted(path for path in root.rglob("*.py") if not _SKIPPED.intersection(path.relative_to(root).parts[:-1]))
+    return _split([(str(path.relative_to(root)), path) for path in files], f"the Python standard library in {root}")
+
+
+def read_text(paths: Sequence[str | Path]) -> Text:
+    """Reads files, and every file below directories, as bytes.
+
+    The split is by file and never changes: a file belongs to the validation set when a hash of its path (below the
+    directory given) says so. With no file on one of the sides, the last tenth of every file is held out.
+
+    Args:
+        paths: files or directories.
+
+    Raises:
+        ValueError: a path that does not exist or cannot be read, or no text in all of them.
+    """
+    found: list[tuple[str, Path]] = []
+    for given in map(Path, paths):
+        if given.is_dir():
+            inside = sorted(p for p in given.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+            found += [(str(p.relative_to(given)), p) for p in inside]
+        elif given.exists():
+            found.append((given.name, given))
+        else:
+            raise ValueError(f"--data: the path must be a file or a directory; {given} does not exist. Check the path.")
+    return _split(found, ", ".join(map(str, paths)))
+
+
+def _split(files: Sequence[tuple[str, Path]], source: str) -> Text:
+    parts: dict[bool, list[bytes]] = {True: [], False: []}
+    for name, path in files:
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ValueError(
+                f"--data: every file must be readable; {path} is not ({error.strerror}). Change its permissions or "
+                "leave it out."
+            ) from None
+        if content:
+            parts[zlib.crc32(name.encode()) % _VALIDATION_SHARE == 0].append(content)
+    if not parts[True] and not parts[False]:
+        raise ValueError(f"--data: there must be text to train on; {source} holds no bytes. Name another path.")
+    if not parts[True] or not parts[False]:
+        whole = parts[True] + parts[False]
+        parts = {
+            False: [c[: len(c) - len(c) // 10] for c in whole],
+            True: [c[len(c) - len(c) // 10 :] for c in whole],
+        }
+    train, validation = (np.frombuffer(b"\n".join(parts[held]), np.uint8) for held in (False, True))
+    return Text(train, validation, source)
+
+
+def batch_at(
+    text: np.ndarray, *, seed: int, step: int, batch: int, length: int, rows: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
+    """The batch of a step: windows at random places, the same for every mesh and process count.
+
+    Args:
+        text: uint8 [n].
+        seed: the run's seed.
+        step: the global step, from 0.
+        batch: number of examples.
+        length: tokens in each, T.
+        rows: the examples that are wanted; by default all of them.
+
+    Returns:
+        `{"tokens": int32 [batch, T], "targets": int32 [batch, T]}`, targets being the tokens one place further.
+
+    Raises:
+        ValueError: a text shorter than one window of T + 1 bytes.
+    """
+    places = _places(text, length)
+    # Raw bits of a counter-based generator: NumPy keeps these streams the same for ever, unlike its distributions.
+    bits = np.random.Philox(key=np.array([seed, step], np.uint64)).random_raw(batch)
+    starts = (bits % np.uint64(places)).astype(np.int64)
+    return _windows(text, starts if rows is None else starts[rows], length)
+
+
+def global_batch_at(
+    text: np.ndarray, *, seed: int, step: int, batch: int, length: int, mesh: Mesh, spec: PartitionSpec
+) -> dict[str, jax.Array]:
+    """The batch of a step as global arrays, of which each process makes the rows of its own devices.
+
+    Args:
+        text, seed, step, batch, length: as for `batch_at`, whose examples these are.
+        mesh: the mesh.
+        spec: how the batch is split, `plan.batch_spec(mesh)`.
+
+    Raises:
+        ValueError: as `batch_at`, or a dim that does not divide.
+    """
+    rows = local_rows(batch, mesh, spec)
+    mine = batch_at(text, seed=seed, step=step, batch=batch, length=length, rows=rows)
+    return from_rows(mine, rows, batch, mesh, spec)
+
+
+def validation_batches(text: np.ndarray, *, count: int, batch: int, length: int) -> list[dict[str, np.ndarray]]:
+    """`count` batches of windows spread evenly over the text; the same ones at every call.
+
+    Raises:
+        ValueError: a text shorter than one window of length + 1 bytes.
+    """
+    starts = np.linspace(0, _places(text, length) - 1, count * batch).astype(np.int64)
+    return [_windows(text, part, length) for part in starts.reshape(count, batch)]
+
+
+def _places(text: np.ndarray, length: int) -> int:
+    if text.size < length + 1:
+        raise ValueError(
+            f"--data: the text must hold at least one sequence of {length + 1} bytes; it has {text.size}. Give more "
+            "text (training and validation each need that much) or a shorter --length."
+        )
+    return int(text.size - length)
+
+
+def _windows(text: np.ndarray, starts: np.ndarray, length: int) -> dict[str, np.ndarray]:
+    windows = text[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+    return {"tokens": windows[:, :-1], "targets": windows[:, 1:]}

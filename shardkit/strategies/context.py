@@ -1,0 +1,33 @@
+"""Context parallelism: the tokens of every sequence are split. `layers/context_attention.py` attends across devices."""
+
+from __future__ import annotations
+
+from shardkit._check import Axis
+from shardkit._typed import typed
+from shardkit.partitioning.plan import Plan, strategy
+
+
+@typed
+def cp(axis: Axis) -> Plan:
+    """Context parallelism over `axis`: the tokens, dim 1 of the batch, are split; parameters are whole.
+
+    The loss itself attends across, with `ring_attention` or `ulysses_attention`. Leaves of the batch that have no dim 1
+    stay whole, and so do the keys, one for each example.
+
+    Layout: `batch[B, T_a, ..]`, `params[...]`, `grads[...] {U_a} -> grads[...]`
+
+    Args:
+        axis: mesh axis or tuple of axes.
+
+    Returns:
+        A plan for `make_train_step`; `chain` joins it with others.
+
+    Raises:
+        TypeError: `axis` is not a name or a tuple of names.
+        ValueError: an axis named twice.
+
+    Cost: one all_reduce of every gradient a step, as `dp`; what attention sends is the loss's.
+
+    Source: Liu et al., Ring Attention (arXiv:2310.01889).
+    """
+    return strategy("cp", axis, batch_dim=1)

@@ -1,0 +1,269 @@
+"""Where a compiled program is easily read wrong: merged scalars, axes of one device, unrolled bodies, odd chips."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from shardkit.analysis.hlo import aot, proto, trip_counts
+from shardkit.analysis.hlo.collectives import CompiledRow
+from shardkit.analysis.hlo.compute import Work, Workload
+from shardkit.analysis.hlo.differences import account, compiled
+from shardkit.analysis.jaxpr.census import Census
+from support.commands import deep
+from support.compilers import answers, child_that, gpu, refused, tpu
+from support.recorded.programs import abstract_mesh, shape
+from support.recorded.record import load
+
+CHILD_THAT_SHOWS_ITS_MESH = """
+import json, sys
+mesh = json.load(open(sys.argv[1] + "/request.json"))["mesh"]
+json.dump({"error": "compile", "message": f"mesh {mesh}"}, open(sys.argv[1] + "/answer.json", "w"))
+"""
+
+
+def mapped(body, mesh, ins, outs):
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=ins, out_specs=outs))
+
+
+# ---- the same collective under another description
+
+
+def test_an_axis_of_one_device_is_no_difference():
+    mesh = sk.make_mesh(jax.devices()[:8], data=8, model=1)
+    f = mapped(lambda x: lax.psum(x, ("data", "model")), mesh, P(("data", "model")), P())
+    found = compiled(f, jnp.ones((8, 4)))
+    assert found.census.rows[0].axes == ("data", "model") and found.rows[0].axes == ("data",)
+    assert found.differences() == []
+
+
+def test_a_permute_that_stays_along_one_of_its_axes_is_no_difference(mesh2x4):
+    pairs = [(0, 1), (1, 2), (4, 5)]
+    f = mapped(lambda x: lax.ppermute(x, ("data", "model"), pairs), mesh2x4, *[P(("data", "model"))] * 2)
+    found = compiled(f, jnp.ones((8, 4)))
+    assert found.rows[0].axes == ("model",)
+    assert found.differences() == []
+
+
+def test_a_loop_whose_length_only_the_compiler_knows_is_no_difference(data8):
+    def body(x):
+        return lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, lax.psum(c[1], "data") * c[1]), (0, x))[1]
+
+    found = compiled(mapped(body, data8, P("data"), P("data")), jnp.ones((8, 4)))
+    assert [row.count for row in found.census.rows] == [None] and sum(row.times for row in found.rows) == 5
+    assert found.differences() == []
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("mine", [True, False])
+def test_what_is_merged_under_the_name_of_another_operation_is_told_by_its_line(mine):
+    mesh = abstract_mesh(data=8)
+    f = mapped(lambda x: lax.psum(x, "data") + lax.psum(x * x, "data"), mesh, P("data"), P())
+    written = sk.census(f, shape((64, 4), mesh, P("data"), jnp.float32))
+    one, other = written.rows
+    sent, line = one.sent + other.sent, one.source if mine else "layers.py:7 (gelu)"
+    merged = CompiledRow(
+        *("all_reduce", "all-reduce.1", ("data",), 8, 1, 2, 2 * one.bytes_in, 2 * one.bytes_out, sent),
+        *(False, 0, 0.0, 0.0, "jit(f)/shard_map/mul", line, ""),
+    )
+    words = [each.partition(":")[0] for each in account(written, [merged])]
+    assert words == (["merged"] if mine else ["dropped", "added"])
+
+
+# ---- the module
+
+
+def test_the_layers_of_an_unrolled_body_are_not_walked(data8, monkeypatch):
+    """Every sum with two operands used to double the walk, so that a scan over 40 unrolled layers never ended."""
+    visits, term = [], trip_counts._term
+    monkeypatch.setattr(trip_counts, "_term", lambda *args: visits.append(1) or term(*args))
+
+    def layers(x, _):
+        for _ in range(40):
+            x = x + jnp.tanh(x @ x)
+        return lax.psum(x, "data") * x, None
+
+    f = mapped(lambda x: lax.scan(layers, x, None, length=3)[0], data8, P("data"), P("data"))
+    assert sum(row.times for row in compiled(f, jnp.ones((64, 8))).rows) == 3
+    assert len(visits) < 200
+
+
+def test_a_computation_whose_number_is_zero_is_read():
+    """A message leaves out a number that is 0."""
+    instruction = b"\x0a\x01a" + b"\x12\x08constant" + b"\x1a\x02\x10\x04" + b"\x98\x02\x00"
+    read = proto._computation(b"\x0a\x01c" + b"\x12" + bytes([len(instruction)]) + instruction, {})
+    assert (read.id, read.root, read.instructions[0].opcode) == (0, 0, "constant")
+
+
+def test_a_backend_config_that_is_no_json_is_left_alone():
+    name, shape_, config = b"\x0a\x01a" + b"\x12\x0bcustom-call", b"\x1a\x02\x10\x04", b"{n = 1 : i64}"
+    read = proto._instruction(name + shape_ + b"\xda\x02" + bytes([len(config)]) + config)
+    assert read.opcode == "custom-call" and read.config == {}
+
+
+def branches_of(*computations):
+    """An entry with a conditional over computations of single instructions."""
+    entry = {0: proto.Instruction(id=0, opcode="conditional", calls=tuple(range(1, len(computations) + 1)))}
+    inner = [proto.Computation(i, "", 0, {0: each}) for i, each in enumerate(computations, 1)]
+    return proto.Module("", 0, {c.id: c for c in (proto.Computation(0, "", 0, entry), *inner)}, {})
+
+
+def test_of_a_conditionals_branches_each_figure_is_the_largest_and_kernels_are_counted():
+    copy = proto.Instruction(id=0, opcode="broadcast", shape=proto.Shape(11, (1000,)))
+    kernel = proto.Instruction(id=0, opcode="custom-call", target="tpu_custom_call", shape=proto.Shape(11, (10,)))
+    module = branches_of(copy, kernel)
+    work = Workload(module, lambda flops, size: float(size)).of_computation(0)
+    assert work == Work(0, 4000, 4000.0, 1)
+    assert Work(1, 2, 3.0, 4).plus(work, 2) == Work(1, 8002, 8003.0, 6)
+
+
+def test_a_fusion_reads_the_slice_that_a_fusion_inside_it_takes_and_writes_the_part_it_updates():
+    """Unrolled layers slice their weights out of one stack; counted whole, the stack would hide every collective."""
+    stack, layer, index = proto.Shape(16, (8, 4, 4)), proto.Shape(16, (1, 4, 4)), proto.Shape(4, ())
+    given = {n: proto.Instruction(id=n, opcode="parameter", parameter=n, shape=s) for n, s in enumerate((stack, index))}
+
+    def stage(number, opcode, result, **more):
+        last = proto.Instruction(id=3, opcode=opcode, shape=result, operands=(2, 1), **more)
+        flat = proto.Instruction(id=2, opcode="bitcast", shape=stack, operands=(0,))
+        return proto.Computation(number, "", 3, {**given, 2: flat, 3: last})
+
+    def work(*stages):
+        module = proto.Module("", 0, {s.id: s for s in stages}, {})
+        return Workload(module, lambda flops, size: 0.0).of_computation(0)
+
+    outer, inner = stage(0, "fusion", layer, calls=(1,)), stage(1, "fusion", layer, calls=(2,))
+    assert work(outer, inner, stage(2, "dynamic-slice", layer)).bytes == 2 * layer.bytes  # read and written
+    update = proto.Instruction(id=4, opcode="dynamic-update-slice", shape=stack, operands=(0, 5, 1))
+    fresh = proto.Instruction(id=5, opcode="constant", shape=layer)
+    root = proto.Instruction(id=6, opcode="bitcast", shape=stack, operands=(4,))
+    written = proto.Computation(1, "", 6, {**given, 5: fresh, 4: update, 6: root})
+    assert work(stage(0, "fusion", stack, calls=(1,)), written).bytes == layer.bytes + index.bytes
+
+
+# ---- chips and memory
+
+
+def test_a_chip_of_two_devices_gives_each_its_half():
+    seven, five = aot.parse_topology("tpu7x:2x2x1"), aot.parse_topology("v5p:2x2x1")
+    assert (seven.devices, five.devices) == (8, 4)
+    assert aot.device_memory(seven) == 96 * 2**30 and aot.device_memory(five) == 95 * 2**30
+    whole, half = sk.cost.chips["tpu7x"], aot.device_of(seven)
+    assert (2 * half.flops, 2 * half.hbm_bandwidth) == (whole.flops, whole.hbm_bandwidth)
+    assert half.link_bandwidth == whole.link_bandwidth
+    assert aot.device_of(five) == sk.cost.chips["v5p"]
+
+
+def test_what_the_tpu_compiler_let_through_fits():
+    """Its own limit is not the data sheet's: of a v5p's memory it gives out a little more."""
+    answer, module = load("fsdp_tp-v5p_2x2x2-jax0.10.json.gz")
+    answer["memory"]["argument"] = 96 * 2**30
+    sizes = {"fsdp": 4, "tp": 2}
+    report = aot.report_of(module, answer, topology="v5p:2x2x2", mesh=sizes, census=Census(()), lowering_seconds=0.0)
+    assert report.fits and report.needed > report.limit
+
+
+def test_a_kernel_that_overflows_its_scratch_memory_is_refused_and_not_too_large_for_the_chip(monkeypatch):
+    words = "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 20.0M of 16.0M vmem."
+    child_that(monkeypatch, answers({"error": "compile", "message": words}))
+    assert refused(lambda x: x, (1.0,), error=RuntimeError) == (
+        f"aot.compile: the compiler for v5e:2x4 refused the program: {words}"
+    )
+
+
+# ---- what is asked for
+
+
+def test_the_mesh_of_a_sharding_constraint_is_found(monkeypatch):
+    child_that(monkeypatch, CHILD_THAT_SHOWS_ITS_MESH)
+    rows = NamedSharding(abstract_mesh(a=2, b=4), P("a", "b"))
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    constrained = lambda x: lax.with_sharding_constraint(jnp.tanh(x), rows).sum()  # noqa: E731
+    for step in (constrained, jax.jit(jnp.sum, in_shardings=rows)):
+        assert refused(step, (x,), error=RuntimeError).endswith("refused the program: mesh {'a': 2, 'b': 4}")
+
+
+def test_wrong_types_are_refused(monkeypatch):
+    child_that(monkeypatch, "raise SystemExit('not reached')")
+    assert refused(jnp.sum, jnp.ones((2, 2)), error=TypeError) == (
+        "aot.compile: args must be a tuple of the step's positional arguments; got ArrayImpl. "
+        "Write (x,) for a single argument."
+    )
+    assert refused(jnp.sum, (1.0,), topology=8, error=TypeError) == (
+        "aot: topology must be a string; got int. Write for example 'v5p:8x8x8' or 'h100:1x1x8'."
+    )
+    assert refused(jnp.sum, (1.0,), mesh={"data": 8}, error=TypeError) == (
+        "aot.compile: mesh must be a Mesh or an AbstractMesh; got dict. Pass sk.abstract_mesh(data=8), or leave it out."
+    )
+    assert refused(jnp.sum, (1.0,), options=["fast"], error=TypeError) == (
+        "aot.compile: options must map the names of compiler options to numbers, strings or truth values; "
+        "got ['fast']. Write for example {'xla_tpu_enable_async_collective_fusion': False}."
+    )
+    x = shape((8,), abstract_mesh(data=8), P("data"))
+    assert refused(jnp.sum, (x,), mesh=abstract_mesh(data=4)) == (
+        "aot.compile: mesh= must have as many devices as the program; got data=4 for a program of 8 devices. "
+        "Pass the program's own mesh as mesh=, or none."
+    )
+    assert refused(jnp.sum, (1.0,), topology="v5e:2x2x2") == (
+        "aot: topology 'v5e:2x2x2' has no shape that can be read. After 'v5e' write the torus, as 'v5e:2x4'."
+    )
+
+
+def test_a_function_that_cannot_be_lowered_is_refused_in_its_own_words():
+    class Unlowerable:
+        def trace(self, x):
+            traced = jax.jit(jnp.sum).trace(x)
+            return type("T", (), {"jaxpr": traced.jaxpr, "lower": self.lower})
+
+        def lower(self, **_):
+            raise RuntimeError("no rule\nmore")
+
+    assert refused(Unlowerable(), (1.0,)) == (
+        "aot.compile: the function cannot be lowered for this platform: RuntimeError: no rule"
+    )
+
+
+# ---- live
+
+
+@tpu
+@pytest.mark.parametrize("topology", [deep("v4:2x2x2"), "v5e:2x4", deep("tpu7x:2x2x1")])
+def test_scalars_that_the_compiler_merges_are_counted(topology):
+    mesh = abstract_mesh(data=8)
+    body = lambda x: (lax.psum(x.sum(), "data"), lax.psum((x * x).max(), "data"), lax.psum(x.sum(0), "data"))  # noqa: E731
+    f = mapped(body, mesh, P("data"), (P(), P(), P()))
+    report = aot.compile(f, (shape((64, 256), mesh, P("data"), jnp.float32),), topology=topology)
+    assert report.sent() == report.census.sent() == 2 * 7 * (4 + 4 + 1024) / 8
+    assert sum(row.arrays for row in report.rows) == 3
+    assert all(line.startswith("merged: ") for line in report.differences())
+
+
+@tpu
+def test_a_small_reduce_scatter_that_runs_as_an_all_reduce_is_named():
+    mesh = abstract_mesh(data=8)
+    f = mapped(lambda x: sk.reduce_scatter(x, "data"), mesh, P(None, "data"), P("data"))
+    report = aot.compile(f, (shape((24, 56), mesh, P(None, "data")),), topology="v5e:2x4")
+    (line,) = report.differences()
+    assert line.startswith("run as all_reduce: 1 x reduce_scatter over 'data', 588 bytes instead of 294 at ")
+
+
+@tpu
+def test_a_program_with_a_random_key_and_one_with_kernels():
+    report = aot.compile(lambda k: jax.random.normal(k, (4,)), (jax.random.key(0),), topology="v5e:2x2")
+    assert report.fits and report.rows == () and report.compute.kernels == 0
+    grouped = [
+        jax.ShapeDtypeStruct(dims, kind) for dims, kind in [((128, 256), jnp.bfloat16), ((4, 256, 512), jnp.bfloat16)]
+    ]
+    report = aot.compile(lax.ragged_dot, (*grouped, jax.ShapeDtypeStruct((4,), jnp.int32)), topology="v5e:2x2")
+    assert report.compute.kernels > 0 and "kernel calls not counted: " in str(report)
+
+
+@gpu
+def test_a_gpu_program_with_a_librarys_calls():
+    matrix = jax.ShapeDtypeStruct((8, 64, 64), jnp.float32)
+    assert aot.compile(jnp.linalg.cholesky, (matrix,), topology="h100:1x1x8").fits
+    image, taps = (jax.ShapeDtypeStruct(d, jnp.bfloat16) for d in [(2, 16, 32, 32), (32, 16, 3, 3)])
+    report = aot.compile(lambda x, w: lax.conv(x, w, (1, 1), "SAME"), (image, taps), topology="h100:1x1x8")
+    assert report.compute.kernels == 1 and "kernel calls not counted: 1" in str(report)

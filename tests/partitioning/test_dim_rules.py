@@ -1,0 +1,143 @@
+"""Which dim a strategy splits, from a function or from a tree of specs."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from shardkit.models import transformer
+from shardkit.partitioning.dim_rules import dim_chooser
+from shardkit.partitioning.plan import Layout, Placement, strategy
+
+is_layout = lambda x: isinstance(x, Layout)  # noqa: E731
+SPECS = {"embed": P(None, "d"), "layers": {"up": P(None, None, ("t", "d")), "gain": P()}}
+
+
+def test_the_dim_is_the_one_on_which_the_axis_stands():
+    choose = dim_chooser("fsdp", ("d",), SPECS)
+    assert choose("embed", (8, 8)) == 1
+    assert choose("layers.up", (2, 8, 8)) == 2
+    assert choose("layers.gain", (2, 8)) is None
+    assert dim_chooser("fsdp", ("t", "d"), SPECS)("layers.up", (2, 8, 8)) == 2
+
+
+@pytest.mark.check
+def test_a_function_may_count_from_the_end():
+    choose = dim_chooser("fsdp", ("d",), lambda path, shape: {"w": -1, "v": 0}.get(path))
+    assert [choose(name, (4, 8)) for name in ("w", "v", "b")] == [1, 0, None]
+
+
+# A negative dim of ep went on the leaf and on dim 0 of what is left of it; True was 1.
+@pytest.mark.check
+@pytest.mark.parametrize("make", [sk.ep, sk.tp, partial(sk.fsdp, min_size=1), partial(sk.zero2, min_size=1)])
+def test_dims_from_the_end_and_dims_that_are_none(make):
+    mesh, params = sk.abstract_mesh(d=2, e=4), {"w": jax.ShapeDtypeStruct((2, 8, 4), jnp.float32)}
+    other = sk.zero1("d", min_size=1, rules=lambda path, shape: -1)
+
+    def layout(dim):
+        return sk.chain(make("e", rules=lambda path, shape: dim), other).layouts(params, mesh)["w"]
+
+    assert layout(-2) == layout(1)
+    assert layout(-2).update == P(None, "e", "d")
+    name = make("e", rules=lambda path, shape: 0).strategies[0].name.partition("(")[0]
+    for dim, kind, found in (
+        (3, ValueError, "dim must name a dimension of the array; got 3 for an array of rank 3. Choose 0 to 2."),
+        (-4, ValueError, "dim must name a dimension of the array; got -4 for an array of rank 3. Choose 0 to 2."),
+        *(
+            (
+                dim,
+                TypeError,
+                f"rules must return a dim, or None for a leaf that is left whole; got {dim!r}. Return a whole number.",
+            )
+            for dim in (True, 1.0, "1")
+        ),
+    ):
+        with pytest.raises(kind) as error:
+            layout(dim)
+        assert str(error.value) == f"{name}: leaf w: {found}"
+
+
+@pytest.mark.check
+def test_the_placement_of_a_strategy_of_ones_own_may_count_from_the_end():
+    own = strategy("own", "e", rank=0, place=lambda leaf: Placement(-2, True, True, True))
+    params = {"w": jax.ShapeDtypeStruct((2, 8, 4), jnp.float32)}
+    plan = sk.chain(own, sk.fsdp("d", min_size=1, rules=lambda path, shape: 1))
+    assert plan.layouts(params, sk.abstract_mesh(d=2, e=4))["w"].rest == P(None, ("e", "d"))
+
+
+# Of a list only dim 0 of what is in it may be left to split: the experts, the rows of a gain.
+@pytest.mark.check
+def test_in_a_list_of_layers_dim_0_is_no_layer():
+    mesh, leaf = sk.abstract_mesh(e=4), jax.ShapeDtypeStruct((4, 8, 3), jnp.float32)
+    gain = jax.ShapeDtypeStruct((4,), jnp.float32)
+    stack = {"layers": {"experts": {"w": leaf}, "gain": gain}}
+    listed = {"layers": [{"experts": {"w": leaf}, "gain": gain}] * 2}
+    by_layer = sk.fsdp("e", layerwise=("layers",), min_size=1)
+    rests = lambda plan, params: [x.rest for x in jax.tree.leaves(plan.layouts(params, mesh), is_leaf=is_layout)]  # noqa: E731
+    assert rests(sk.ep("e"), stack) == [P(None, "e"), P()]
+    assert rests(sk.ep("e"), listed) == [P("e"), P()] * 2
+    assert rests(by_layer, stack) == [P(None, "e"), P()]
+    assert rests(by_layer, listed) == [P(None, "e"), P("e")] * 2
+    pair = {"layers": (leaf, gain)}  # a tuple of stacks is a stack
+    assert rests(by_layer, pair) == [P(None, "e"), P()]
+
+
+@pytest.mark.parametrize(
+    "rules, axes, leaf, kind, message",
+    [
+        (
+            SPECS,
+            ("d",),
+            ("layers.down", (2, 8, 8)),
+            ValueError,
+            "tp: the rules have no spec for leaf layers.down; they are of another tree, with the leaves 'embed', "
+            "'layers.gain', 'layers.up'. Make them from the logical axes of these parameters.",
+        ),
+        (
+            SPECS,
+            ("d",),
+            ("embed", (8,)),
+            ValueError,
+            "tp: the rules must put axis 'd' on one dim of leaf embed; got (None, 'd') for shape (8,). "
+            "Correct the logical axes or their rules.",
+        ),
+        (
+            {"w": P("a", "b")},
+            ("a", "b"),
+            ("w", (8, 8)),
+            ValueError,
+            "tp: the rules must put axes 'a', 'b' on one dim of leaf w; got ('a', 'b') for shape (8, 8). "
+            "Correct the logical axes or their rules.",
+        ),
+        (
+            {"w": "d"},
+            ("d",),
+            ("w", (8, 8)),
+            TypeError,
+            "tp: rules must be a function of path and shape, or a tree of PartitionSpecs; got 'd' for w. "
+            "Make the tree with specs_from_rules.",
+        ),
+    ],
+)
+def test_rules_of_another_tree_are_refused(rules, axes, leaf, kind, message):
+    with pytest.raises(kind) as error:
+        dim_chooser("tp", axes, rules)(*leaf)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("make", [sk.zero1, sk.zero2, sk.fsdp])
+def test_logical_names_override_the_largest_dim(make):  # proves F54
+    config = transformer.Config(vocabulary=64, layers=2, dim=16, heads=4, hidden=64)
+    shapes = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config))
+    rules = dict.fromkeys(("layers", "vocabulary", "heads", "kv_heads", "head_size", "hidden")) | {"embed": "d"}
+    specs = sk.specs_from_rules(transformer.logical_axes(config), rules)
+    mesh = sk.abstract_mesh(d=4)
+    found = make("d", min_size=1, rules=specs).layouts(shapes, mesh)
+    assert found["layers"]["down"].update == P(None, None, "d")  # hidden, 64, would be the largest
+    assert found["embed"].update == P(None, "d")
+    assert found["layers"]["attention_norm"].update == P(None, "d")
+    assert make("d", min_size=1).layouts(shapes, mesh)["layers"]["down"].update == P(None, "d")
+    sk.describe(make("d", rules=specs), jax.tree.map(lambda x: jnp.zeros(x.shape), shapes), mesh)

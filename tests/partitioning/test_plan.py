@@ -1,0 +1,89 @@
+"""Plans as data: layouts, order, refusals."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from shardkit.partitioning.plan import Layout
+from support.conformance import toy_tp
+
+SHAPES = {"weight": jax.ShapeDtypeStruct((16, 3), jnp.float32), "shift": jax.ShapeDtypeStruct((), jnp.float32)}
+
+
+@pytest.fixture(scope="module")
+def cube():
+    return sk.make_mesh(zero=2, model=2, fsdp=2)
+
+
+def test_dp_keeps_every_leaf_whole_and_splits_the_batch(data8):
+    plan = sk.dp("data")
+    assert plan.layouts(SHAPES, data8) == {"weight": Layout(P(), P(), P()), "shift": Layout(P(), P(), P())}
+    assert plan.batch_spec(data8) == P("data")
+    assert str(plan) == "dp('data')"
+
+
+def test_axes_on_one_dim_stand_in_the_order_of_rank(cube):
+    orders = [
+        sk.chain(sk.zero1("zero", min_size=1), sk.fsdp("fsdp", min_size=1), toy_tp("model")),
+        sk.chain(toy_tp("model"), sk.fsdp("fsdp", min_size=1), sk.zero1("zero", min_size=1)),
+        sk.chain(sk.fsdp("fsdp", min_size=1), sk.chain(sk.zero1("zero", min_size=1), toy_tp("model"))),
+    ]
+    for plan in orders:
+        assert plan.layouts(SHAPES, cube)["weight"] == Layout(
+            rest=P(("model", "fsdp")), seen=P("model"), update=P(("model", "fsdp", "zero"))
+        )
+        assert plan.batch_spec(cube) == P(("zero", "fsdp"))  # the mesh's order, whatever the plan's
+        assert str(plan) == "toy_tp('model') + fsdp('fsdp') + zero1('zero')"
+
+
+def test_a_strategy_is_given_the_shape_that_is_left(cube):
+    rows_first = sk.fsdp("fsdp", min_size=1, rules=lambda path, shape: 0)
+    wide = sk.chain(rows_first, sk.zero1("zero", min_size=1))
+    two_rows = {"weight": jax.ShapeDtypeStruct((2, 4), jnp.float32)}
+    # fsdp takes both rows, so zero finds one row and splits the columns
+    assert wide.layouts(two_rows, cube)["weight"] == Layout(rest=P("fsdp"), seen=P(), update=P("fsdp", "zero"))
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (
+            lambda: sk.chain(),
+            ValueError,
+            "chain: at least one plan is needed; got none. Write for example chain(dp('data')).",
+        ),
+        (
+            lambda: sk.chain(sk.dp("data"), sk.zero1("data", min_size=1)),
+            ValueError,
+            "chain: axis 'data' is used by dp('data') and by zero1('data'). A mesh axis serves one strategy; "
+            "give one of them another axis.",
+        ),
+        (
+            lambda: sk.dp(("data", "data")),
+            ValueError,
+            "dp: axis 'data' is used twice in ('data', 'data'). Name each axis once.",
+        ),
+        (
+            lambda: sk.dp(3),
+            TypeError,
+            "dp: axis must be a mesh axis name or a tuple of names; got 3. "
+            "Pass for example axis='data' or axis=('data', 'model').",
+        ),
+    ],
+)
+def test_bad_plans_are_refused(make, kind, message):
+    with pytest.raises(kind) as error:
+        make()
+    assert str(error.value) == message
+
+
+def test_an_axis_the_mesh_does_not_have(data8):
+    import optax
+
+    with pytest.raises(ValueError) as error:
+        sk.make_train_step(sk.value_and_grad(lambda p, b, k: p), optax.sgd(1.0), mesh=data8, plan=sk.dp("dta"))
+    assert str(error.value) == (
+        "dp('dta'): the mesh has no axis 'dta'; its axes are data=8. Use one of them, or add the axis to make_mesh."
+    )

@@ -1,0 +1,278 @@
+"""The planner: its ranking against brute force, and advice that fits by the same formulas."""
+
+import itertools
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardkit as sk
+from shardkit import cost, planner
+from shardkit.planner.search import Layout, Model
+
+pytestmark = pytest.mark.check
+
+SMALL = Model(layers=4, hidden=1024, heads=16, vocabulary=32000)
+LLAMA_8B = Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256)
+
+
+def test_the_planner_is_reached_from_the_top():
+    assert sk.planner is planner
+    assert all(hasattr(sk.planner, name) for name in planner.__all__)
+
+
+def test_the_model_counts_what_the_checkpoint_holds():
+    assert LLAMA_8B.parameters() == 8030261248
+
+
+def brute_force(model, chip, chips, batch, sequence):
+    """Every combination of sizes up to the batch and the chips, refused or estimated one by one."""
+    found = []
+    for data, fsdp, tensor in itertools.product(range(1, chips + 1), repeat=3):
+        for accumulate in range(1, batch + 1) if data * fsdp * tensor == chips else ():
+            for remat in ("none", "selective", "full"):
+                layout = Layout(data, fsdp, tensor, accumulate, remat)
+                try:
+                    candidate = planner.estimate(model, layout, chip=chip, batch=batch, sequence=sequence)
+                except ValueError:
+                    continue
+                if candidate.fits:
+                    found.append(candidate)
+    return found
+
+
+# proves F85 in part: the search is exhaustive
+@settings(max_examples=15, deadline=None)
+@given(
+    chip=st.sampled_from(["v5e", "v5p", "h100"]),
+    chips=st.sampled_from([1, 2, 6, 8]),
+    batch=st.sampled_from([12, 24]),
+    sequence=st.sampled_from([512, 8192]),
+    layers=st.sampled_from([4, 96]),
+)
+def test_the_ranking_is_the_brute_force_optimum(chip, chips, batch, sequence, layers):
+    model = SMALL._replace(layers=layers)
+    found = planner.search(model, chip=chip, chips=chips, batch=batch, sequence=sequence)
+    every = brute_force(model, chip, chips, batch, sequence)
+    assert sorted(found) == sorted(every)
+    assert [c.seconds for c in found] == sorted(c.seconds for c in every)
+    assert all(c.layout.chips == chips and c.bytes <= c.usable_bytes for c in found)
+
+
+def test_sizes_may_be_numpys():
+    machine = {"chip": "v5p", "chips": 8, "batch": 8, "sequence": 512}
+    found = planner.search(
+        SMALL, **machine | {name: np.int32(machine[name]) for name in ("chips", "batch", "sequence")}
+    )
+    assert found == planner.search(SMALL, **machine)
+    assert {type(size) for c in found for size in c.layout[:-1]} == {int}
+
+
+def test_layouts_respect_the_model_and_the_host():
+    for layout in planner.layouts(LLAMA_8B, chip="h100", chips=64, batch=64):
+        assert layout.tensor in (1, 2, 4, 8) and layout.chips == 64
+    widest = max(layout.tensor for layout in planner.layouts(LLAMA_8B, chip="v5p", chips=64, batch=64))
+    assert widest == 8  # eight key/value heads
+
+
+def fits(model, candidate, **machine):
+    again = planner.estimate(model, candidate.layout, **machine)
+    return again == candidate and again.bytes <= 0.9 * cost.chip(machine["chip"]).hbm_bytes
+
+
+# proves S118
+def test_advice_when_memory_runs_out():
+    machine = {"chip": "v5p", "batch": 48, "sequence": 4096}
+    given = Layout(data=8, fsdp=2, remat="selective")
+    advice = planner.advise(LLAMA_8B, given, **machine)
+    assert not advice.given.fits and advice.given.layout == given
+    proposals = dict(advice.proposals)
+    assert {"fsdp", "tensor", "accumulate", "remat"} == set(proposals)
+    for name, candidate in proposals.items():
+        layout = candidate.layout
+        assert layout.chips == 16 and fits(LLAMA_8B, candidate, **machine), name
+    assert proposals["fsdp"].layout.fsdp > 2 and proposals["fsdp"].layout.remat == "selective"
+    assert proposals["tensor"].layout.tensor > 1 and proposals["tensor"].layout.remat == "selective"
+    assert proposals["accumulate"].layout == given._replace(accumulate=proposals["accumulate"].layout.accumulate)
+    assert proposals["remat"].layout == given._replace(remat="full")
+    text = str(advice)
+    assert text.startswith(
+        f"data=8 fsdp=2 tensor=1 accumulate=1 remat=selective does not fit: "
+        f"{advice.given.bytes / 1e9:.2f} GB of the 91.80 GB that may be used\n"
+    )
+    for name, candidate in proposals.items():
+        row = next(line for line in text.splitlines() if line.split()[0] == name)
+        assert f"{candidate.state_bytes / 1e9:.2f}" in row and f"{candidate.activation_bytes / 1e9:.2f}" in row
+
+
+def test_advice_combines_changes_only_where_one_is_not_enough():
+    machine = {"chip": "v5e", "batch": 256, "sequence": 4096}
+    advice = planner.advise(LLAMA_8B, Layout(data=64), **machine)
+    ((name, candidate),) = advice.proposals
+    assert name == "together" and fits(LLAMA_8B, candidate, **machine)
+    assert candidate == planner.search(LLAMA_8B, chips=64, **machine)[0]
+    assert advice.batch == 0 and advice.batch_candidate is None
+
+
+def test_advice_takes_more_chips_where_all_layouts_are_too_large():
+    machine = {"chip": "v5e", "batch": 4, "sequence": 4096}
+    assert planner.search(LLAMA_8B, chips=4, **machine) == []
+    ((name, candidate),) = planner.advise(LLAMA_8B, Layout(fsdp=4), **machine).proposals
+    assert name == "chips" and fits(LLAMA_8B, candidate, **machine)
+    assert candidate.layout.chips > 4 and planner.search(LLAMA_8B, chips=candidate.layout.chips // 2, **machine) == []
+
+
+def test_advice_says_when_nothing_helps():
+    advice = planner.advise(LLAMA_8B, Layout(), chip="v5e", batch=1, sequence=2**22)
+    assert advice.proposals == ()
+    assert str(advice).endswith("on any number of chips that it can use: shorten the sequence")
+
+
+def test_a_layout_that_fits_needs_no_advice():
+    advice = planner.advise(SMALL, Layout(fsdp=4), chip="v5p", batch=8, sequence=512)
+    assert advice.given.fits and advice.proposals == ()
+    assert " fits: " in str(advice).splitlines()[0]
+
+
+# proves S120
+@settings(max_examples=40, deadline=None)
+@given(
+    fsdp=st.sampled_from([1, 4, 16]),
+    tensor=st.sampled_from([1, 4]),
+    accumulate=st.integers(1, 3),
+    remat=st.sampled_from(["none", "selective", "full"]),
+    chip=st.sampled_from(["v5e", "h100"]),
+)
+def test_the_advised_batch_is_the_largest_for_its_target(fsdp, tensor, accumulate, remat, chip):
+    layout = Layout(data=2, fsdp=fsdp, tensor=tensor, accumulate=accumulate, remat=remat)
+    most = planner.batch_size(SMALL, layout, chip=chip, sequence=2048)
+    step = 2 * fsdp * accumulate
+    assert most % step == 0
+
+    def filled(batch):
+        return planner.estimate(SMALL, layout, chip=chip, batch=batch, sequence=2048).bytes / cost.chip(chip).hbm_bytes
+
+    assert filled(most + step) > 0.8
+    if most:
+        assert filled(most) <= 0.8
+        advice = planner.advise(SMALL, layout, chip=chip, batch=step, sequence=2048)
+        assert advice.batch == most and advice.batch_candidate.bytes <= advice.batch_candidate.usable_bytes
+        assert f"batch {most} fills " in str(advice)
+
+
+def test_table():
+    found = planner.search(LLAMA_8B, chip="v5p", chips=64, batch=256, sequence=4096)
+    lines = planner.table(found[:3]).splitlines()
+    assert len(lines) == 4 and len({len(line) for line in lines}) == 1
+    assert re.split(r"  +", lines[0].strip()) == [
+        "data", "fsdp", "tensor", "accumulate", "remat", "state GB", "activations GB", "compute ms", "hidden ms",
+        "exposed ms", "step ms", "MFU %",
+    ]  # fmt: skip
+    first = found[0]
+    assert lines[1].split() == [
+        *map(str, first.layout),
+        f"{first.state_bytes / 1e9:.2f}",
+        f"{first.activation_bytes / 1e9:.2f}",
+        f"{1e3 * first.compute_seconds:.1f}",
+        f"{1e3 * first.hidden_seconds:.1f}",
+        f"{1e3 * first.exposed_seconds:.1f}",
+        f"{1e3 * first.seconds:.1f}",
+        f"{100 * first.mfu:.1f}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "message"),
+    [
+        (
+            Layout(data=0),
+            {},
+            "planner: data must be a whole number of at least 1; got 0. Correct data.",
+        ),
+        (
+            Layout(),
+            {"batch": 0},
+            "planner: batch must be a whole number of at least 1; got 0. Correct batch.",
+        ),
+        (
+            Layout(),
+            {"batch": None},
+            "planner: batch must be a whole number of at least 1; got None. Correct batch.",
+        ),
+        (
+            Layout(),
+            {"sequence": 0},
+            "planner: sequence must be a whole number of at least 1; got 0. Correct sequence.",
+        ),
+        (
+            Layout(),
+            {"memory_share": "90%"},
+            "planner: memory_share must be above 0 and at most 1; got '90%'. Correct memory_share.",
+        ),
+        (
+            Layout(remat="some"),
+            {},
+            "planner: remat must be 'none', 'selective' or 'full'; got 'some'. Choose one of them.",
+        ),
+        (
+            Layout(),
+            {"memory_share": 1.5},
+            "planner: memory_share must be above 0 and at most 1; got 1.5. Correct memory_share.",
+        ),
+        (
+            Layout(),
+            {"efficiency": 0},
+            "planner: efficiency must be above 0 and at most 1; got 0. Correct efficiency.",
+        ),
+        (
+            Layout(data=2, fsdp=2, accumulate=3),
+            {},
+            "planner: batch must be divisible by data * fsdp * accumulate; got 8 over 12. "
+            "Change the batch or the layout.",
+        ),
+        (
+            Layout(tensor=3),
+            {},
+            "planner: tensor must divide heads, kv_heads and ffn, and a GPU host's chips; got 3 for 16 heads, "
+            "16 kv_heads, ffn 4096 and chip 'v5p'. Choose fewer tensor ways.",
+        ),
+    ],
+)
+def test_errors(layout, options, message):
+    for ask in (planner.estimate, planner.advise):
+        with pytest.raises(ValueError) as error:
+            ask(SMALL, layout, **{"chip": "v5p", "batch": 8, "sequence": 512} | options)
+        assert str(error.value) == message
+
+
+def test_errors_of_a_search():
+    with pytest.raises(ValueError) as error:
+        planner.search(SMALL, chip="v5p", chips=0, batch=8, sequence=512)
+    assert str(error.value) == "planner: chips must be a whole number of at least 1; got 0. Correct chips."
+    with pytest.raises(ValueError) as error:
+        planner.search(SMALL, chip="v5p", chips=7, batch=8, sequence=512)
+    assert str(error.value) == (
+        "planner: a layout must divide the chips, the model and the batch, and none does; got 7 chips, 16 heads and "
+        "batch 8. Choose a batch that more of the chips divide."
+    )
+
+
+def test_errors_of_the_rest():
+    with pytest.raises(TypeError) as error:
+        planner.estimate(SMALL, (1, 8, 1), chip="v5p", batch=8, sequence=512)
+    assert str(error.value) == (
+        "planner: layout must be a Layout; got (1, 8, 1). Pass for example planner.Layout(fsdp=8, tensor=2)."
+    )
+    for ask in (planner.batch_size, planner.advise):
+        batch = {"batch": 8} if ask is planner.advise else {}
+        with pytest.raises(ValueError) as error:
+            ask(SMALL, Layout(), chip="v5p", sequence=512, target=80, **batch)
+        assert str(error.value) == "planner: target must be above 0 and at most 1; got 80. Correct target."
+    with pytest.raises(ValueError) as error:
+        list(planner.layouts(SMALL, chip="v5p", chips=8, batch=-8))
+    assert str(error.value) == "planner: batch must be a whole number of at least 1; got -8. Correct batch."
+    with pytest.raises(ValueError) as error:
+        planner.table(planner.search(SMALL, chip="v5p", chips=8, batch=8, sequence=512)[:2], names=["first"])
+    assert str(error.value) == "planner: names must be one for each candidate; got 1 for 2. Correct names."

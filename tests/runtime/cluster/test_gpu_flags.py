@@ -1,0 +1,71 @@
+"""What a GPU's compiler is told: on GPUs, before jax starts, beside what the user says; and recorded."""
+
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import shardkit as sk
+from benchmarks.environment import environment
+from shardkit.runtime.cluster import gpu_flags
+from shardkit.runtime.monitor.fingerprint import _flags as compared
+
+pytestmark = pytest.mark.check
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Another machine: with a GPU or without, with jax started or not."""
+    assert jax.devices()  # XLA reads its flags once, and shall not read those below
+
+    def become(*, gpu, started=False, given="--xla_cpu_enable_fast_math=false"):
+        (tmp_path / "nvidia0").touch() if gpu else (tmp_path / "nvidia0").unlink(missing_ok=True)
+        monkeypatch.setattr(gpu_flags, "Path", lambda folder, name: tmp_path / name)
+        monkeypatch.setattr(gpu_flags._platform, "cpu_only", lambda: False)  # a TPU's machine without a GPU is not one
+        monkeypatch.setattr(gpu_flags._platform, "jax_has_started", lambda: started)
+        monkeypatch.setenv("XLA_FLAGS", given)
+
+    return become
+
+
+# proves S35
+def test_a_gpu_gets_them_and_they_are_recorded(machine):
+    machine(gpu=True)
+    assert sk.runtime.gpu_flags() == gpu_flags.GPU_OVERLAP
+    recorded = environment()["XLA_FLAGS"]  # of a benchmark
+    assert recorded.split() == ["--xla_cpu_enable_fast_math=false", *gpu_flags.GPU_OVERLAP]
+    assert set(recorded.split()) == set(compared("XLA_FLAGS").split())  # between processes, before the first step
+    assert sk.runtime.gpu_flags() == () and environment()["XLA_FLAGS"] == recorded
+
+
+# proves S35
+def test_nothing_else_gets_them(machine, monkeypatch):
+    machine(gpu=False)
+    assert sk.runtime.gpu_flags() == () and environment()["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
+    machine(gpu=True, started=True)
+    monkeypatch.setattr(gpu_flags._platform, "cpu_only", lambda: True)  # a GPU that the user leaves out
+    assert sk.runtime.gpu_flags() == () and environment()["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
+
+
+def test_what_the_user_set_stays(machine):
+    machine(gpu=True, given="--xla_gpu_triton_gemm_any=false")
+    assert sk.runtime.gpu_flags(gpu_flags.GPU_OVERLAP[-2:]) == gpu_flags.GPU_OVERLAP[-2:-1]
+    assert environment()["XLA_FLAGS"].split() == ["--xla_gpu_triton_gemm_any=false", gpu_flags.GPU_OVERLAP[-2]]
+
+
+def test_too_late(machine):
+    machine(gpu=True, started=True)
+    with pytest.raises(RuntimeError) as error:
+        sk.runtime.gpu_flags(("--xla_gpu_a=1", "--xla_gpu_b=2"))
+    assert str(error.value) == (
+        "gpu_flags: it must come before jax starts, which reads XLA_FLAGS once; --xla_gpu_a=1 --xla_gpu_b=2 would be "
+        "ignored. Call it first, before anything touches a device."
+    )
+
+
+def test_xla_knows_every_flag():
+    """An unknown one ends the process."""
+    code = "import os; os.environ['XLA_FLAGS'] = ' '.join({0!r}); import jax; print(len(jax.devices('cpu')))"
+    done = subprocess.run([sys.executable, "-c", code.format(gpu_flags.GPU_OVERLAP)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,210 @@
+"""Starting a job: who is who, and one clear sentence on every process when it cannot start."""
+
+import contextlib
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+import shardkit as sk
+from shardkit.config import DistributedConfig
+from shardkit.runtime.cluster import join
+from support import jobs
+
+SLACK = 5.0
+
+
+# proves S98, S99, S102, S110, T3: the job's devices, and of them a process' own, in a job that was initialized
+@pytest.mark.parametrize(
+    ("processes", "devices"),
+    [(2, 2), pytest.param(4, 2, marks=pytest.mark.deep), pytest.param(4, 4, marks=pytest.mark.deep)],
+)
+def test_all_processes_know_each_other(processes, devices):
+    ended = jobs.run("meet.py", processes=processes, devices=devices)
+    assert [each.code for each in ended] == [0] * processes, ended
+    everyone = []
+    for rank, each in enumerate(ended):
+        assert f"'rank': {rank}, 'world_size': {processes}, 'local_rank': 0, 'is_master': {rank == 0}" in each.output
+        text = (
+            f"process {rank} of {processes}: {processes * devices} devices, {devices} of them here; their sum is right"
+        )
+        assert text in each.last
+        everyone += map(int, re.search(r"\[(.*)\]$", each.last).group(1).split(","))
+        assert ("only once" in each.output) == (rank == 0)
+    assert len(set(everyone)) == len(everyone) == processes * devices  # disjoint, and together all of them
+
+
+def refused(ended, text, within=30.0):
+    """Every process said the same sentence, within the time-out and 5 s."""
+    for each in ended:
+        found = re.fullmatch(r"after ([\d.]+) s: RuntimeError: (.*)", each.last)
+        assert found, each.output
+        assert re.fullmatch(text, found[2]), found[2]
+        assert float(found[1]) < within + SLACK
+        assert each.code == 9
+
+
+def variables(**by_rank):
+    return lambda rank: by_rank.get(f"p{rank}", {})
+
+
+def test_missing_processes_are_named():
+    each = variables(p0={"JAX_NUM_PROCESSES": "4"}, p1={"JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"})
+    ended = jobs.run("meet.py", "--timeout", 3, processes=2, each=each)
+    refused(
+        ended,
+        r"initialize: processes 1, 3 of 4 did not come to 127\.0\.0\.1:\d+ within 3 s\. Look at the output of them, or "
+        r"raise timeout\.",
+        within=3,
+    )
+
+
+def test_no_coordinator():
+    each = variables(p0={"JAX_PROCESS_ID": "1", "JAX_NUM_PROCESSES": "2"})
+    ended = jobs.run("meet.py", "--timeout", 2, processes=1, each=each)
+    refused(
+        ended,
+        r"initialize: process 1 cannot reach the coordinator at 127\.0\.0\.1:\d+ within 2 s: Connection refused\. Is "
+        r"process 0 running, and the address that of its host\?",
+        within=2,
+    )
+
+
+def test_a_monitor_that_still_waits_ends_with_its_process():
+    port = jobs.free_port()
+    script = (
+        "from shardkit.runtime.monitor.client import Beside\n"
+        "from shardkit.runtime.monitor.hello import Place\n"
+        f"Beside(Place('127.0.0.1', {port}, 0, 2, 60.0, True))"
+    )
+    with subprocess.Popen([sys.executable, "-c", script]) as process:
+        until = time.monotonic() + 30.0
+        while not taken(port):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        process.kill()
+    until = time.monotonic() + 5.0
+    while taken(port):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def taken(port):
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        return True
+    return False
+
+
+def test_devices_that_were_touched():
+    assert jax.devices()
+    with pytest.raises(RuntimeError) as error:
+        sk.runtime.initialize(coordinator_address="127.0.0.1:1", num_processes=2, process_id=0)
+    assert str(error.value) == (
+        "initialize: it must come before jax starts its devices; they were touched already (jax.devices(), an array, a "
+        "computation). Call it first."
+    )
+
+
+# proves S111
+def test_another_number_of_devices():
+    ended = jobs.run("meet.py", "--expect", 8, processes=2, devices=2)
+    for rank, each in enumerate(ended):
+        assert (
+            f"RuntimeError: initialize: the job must have 8 devices; it has 4, of which process {rank} has 2. Check "
+            "each host, or the number."
+        ) in each.output
+
+
+# proves S11, F67: where the numbers come from
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, (None, None, None)),
+        ({"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}, ("h:1", 4, 3)),
+        ({"MASTER_ADDR": "h", "MASTER_PORT": "7", "WORLD_SIZE": "2", "RANK": "1"}, ("h:7", 2, 1)),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, ("localhost:29500", 2, 1)),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, (None, 1, 0)),
+        ({"JAX_COORDINATOR_ADDRESS": "h:1", "WORLD_SIZE": "2", "RANK": "0"}, ("h:1", 2, 0)),
+    ],
+)
+def test_where_the_numbers_come_from(environ, expected):
+    assert join._from_environment(environ)[:3] == expected
+
+
+def test_explicit_arguments_come_first():
+    found = join._filled(join._given("a:1", None, 1, None), join._from_config(DistributedConfig(world_size=4)))
+    assert found[:3] == ("a:1", 4, 1)
+
+
+def test_alone_there_is_nothing_to_start(monkeypatch):
+    for name in ("JAX_COORDINATOR_ADDRESS", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    alone = sk.runtime.initialize()
+    assert alone == sk.runtime.Cluster(0, 1, 0, True, "")
+    assert sk.runtime.initialize(DistributedConfig(enabled=False, world_size=4, rank=2)) == alone
+    assert sk.runtime.is_main()
+
+
+ERRORS = [
+    (
+        {"coordinator_address": "node0:29500", "process_id": 0},
+        "initialize: num_processes must be known in a job of many processes; it is neither given nor in the "
+        "environment. Pass it, or start the job with shardkit launch.",
+    ),
+    (
+        {"coordinator_address": "node0:29500", "num_processes": 2, "process_id": 2},
+        "initialize: process_id must be at least 0 and below num_processes; got 2 of 2. Choose 0 to 1.",
+    ),
+    (
+        {"coordinator_address": "node0", "num_processes": 2, "process_id": 0},
+        "initialize: coordinator_address must be host:port with a port from 1 to 65535; got 'node0'. Write for example "
+        "node0:29500.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), ERRORS)
+def test_errors(arguments, message):
+    with pytest.raises(ValueError) as error:
+        sk.runtime.initialize(**arguments)
+    assert str(error.value) == message
+
+
+def test_variables_that_are_no_numbers(monkeypatch):
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "four")
+    with pytest.raises(ValueError) as error:
+        sk.runtime.initialize()
+    assert str(error.value) == (
+        "initialize: the variable JAX_NUM_PROCESSES must be a whole number; got 'four'. Correct or unset it."
+    )
+
+
+def test_health_check_errors():
+    with pytest.raises(RuntimeError) as error:
+        sk.runtime.health_check()
+    assert str(error.value) == (
+        "health_check: the number of processes must be more than 1; got 1. Was initialize() called, and all started?"
+    )
+    with pytest.raises(RuntimeError) as error:
+        sk.runtime.health_check(processes=1, devices=9)
+    assert str(error.value) == "health_check: the number of devices must be 9; got 8. Check each host."
+    assert sk.runtime.health_check(processes=1, devices=8) == (
+        "process 0 of 1: 8 devices, 8 of them here; their sum is right"
+    )
+
+
+@pytest.mark.check
+def test_a_port_of_the_tests_is_given_to_nobody_else():
+    """It was let go before it was used: two jobs that began at once could be given the same one."""
+    with contextlib.ExitStack() as stack:
+        ports = [jobs.free_port() for _ in range(100)]
+        others = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(100)]
+        assert len({*ports, *others}) == 200
+        stack.enter_context(socket.create_server(("127.0.0.1", ports[0])))  # whoever was told of it may have it
+        assert taken(ports[0]) and not taken(ports[1])

@@ -1,0 +1,273 @@
+"""The manifests: read by a parser, checked against the schemas of Kubernetes and of JobSet, and run where possible."""
+
+import os
+import re
+import subprocess
+import sys
+
+import hypothesis
+import hypothesis.strategies as st
+import kubernetes_validate
+import pytest
+import yaml
+
+from shardkit.runtime.cluster.manifests import render
+from support.commands import environment
+
+CASES = {
+    "plain": {},
+    "simulated": {"devices": 2},
+    "gpu": {"devices": 8, "accelerator": "gpu", "name": "run-1", "port": 4000},
+    "tpu": {"devices": 4, "accelerator": "tpu-v5p-slice", "topology": "2x2x3"},
+}
+ARGUMENTS = [
+    "--lr",
+    "1e-3",
+    "12:30",
+    "yes",
+    "a b",
+    "it's",
+    '"$HOME"',
+    "$(JAX_PROCESS_ID)",
+    "$$",
+    "a\nb: c",
+    "é\x7f",
+    "",
+]
+WORDS = ["train.py", *ARGUMENTS]
+
+
+def documents(kind, command=WORDS, **options):
+    text = render(kind, command, processes=3, image="me/train:1", **options)
+    found = list(yaml.safe_load_all(text))
+    return {document["kind"]: document for document in found}
+
+
+def job_spec(found):
+    if "Job" in found:
+        return found["Job"]["spec"]
+    (jobs,) = found["JobSet"]["spec"]["replicatedJobs"]
+    return jobs["template"]["spec"]
+
+
+def container(found):
+    (only,) = job_spec(found)["template"]["spec"]["containers"]
+    return only
+
+
+def expanded(word, variables):
+    """What Kubernetes makes of a word of a command."""
+    return re.sub(r"\$\$|\$\((\w+)\)", lambda m: "$" if m[0] == "$$" else variables.get(m[1], m[0]), word)
+
+
+# proves S108
+@pytest.mark.parametrize("kind", ["k8s", "jobset"])
+@pytest.mark.parametrize("case", CASES)
+def test_manifests_follow_the_schemas(kind, case):
+    found = documents(kind, **CASES[case])
+    parts = {"k8s": ["Service", "Job"], "jobset": ["JobSet"]}[kind]
+    assert list(found) == ["ServiceAccount", "Role", "RoleBinding", *parts]
+    if kind == "jobset":
+        from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet  # a second to import
+
+        jobset = found.pop("JobSet")
+        assert JobsetV1alpha2JobSet.from_dict(jobset).to_dict() == jobset  # a field that it does not know is dropped
+        jobs = jobset["spec"]["replicatedJobs"][0]
+        metadata = {"name": f"{jobset['metadata']['name']}-{jobs['name']}-0"}
+        found["Job"] = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, **jobs["template"]}
+    for document in found.values():
+        for version in ("1.31", "1.37"):
+            kubernetes_validate.validate(document, version, strict=True)
+
+
+# proves S108
+@pytest.mark.parametrize("kind", ["k8s", "jobset"])
+def test_what_the_processes_of_a_manifest_get(kind):
+    found = documents(kind, **CASES["gpu"])
+    spec, main = job_spec(found), container(found)
+    assert (spec["completions"], spec["parallelism"], spec["completionMode"], spec["backoffLimit"]) == (
+        3,
+        3,
+        "Indexed",
+        0,
+    )
+    variables = {each["name"]: each.get("value", each.get("valueFrom")) for each in main["env"]}
+    assert variables == {
+        "PYTHONUNBUFFERED": "1",
+        "JAX_COORDINATOR_ADDRESS": {"k8s": "run-1-0.run-1:4000", "jobset": "run-1-workers-0-0.run-1:4000"}[kind],
+        "JAX_NUM_PROCESSES": "3",
+        "JAX_PROCESS_ID": {
+            "fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}
+        },
+        "SHARDKIT_JOB_TOKEN": {"secretKeyRef": {"name": "run-1-token", "key": "token"}},
+    }
+    assert main["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    assert main["image"] == "me/train:1"
+    assert [expanded(word, {"JAX_PROCESS_ID": "2"}) for word in main["command"]] == ["python", *WORDS]
+    text = render(kind, WORDS, processes=3, image="me/train:1")
+    assert "#   kubectl create secret generic shardkit-token --from-literal=token=" in text  # and no secret itself
+    for word in ("1e-3", "12:30", "yes", "3"):  # plain, other readers than this one take them for something else
+        assert re.search(rf'(-|value:) "{word}"\n', text)
+    pod = spec["template"]["spec"]
+    assert pod["restartPolicy"] == "Never" and pod["serviceAccountName"] == "run-1"
+    assert pod["terminationGracePeriodSeconds"] == 120  # by default 30, in which a last save may not end
+    assert {found[part]["metadata"]["name"] for part in found} == {"run-1"}
+    if kind == "k8s":
+        assert pod["subdomain"] == found["Service"]["metadata"]["name"] == "run-1"
+        assert found["Service"]["spec"]["selector"] == {
+            "batch.kubernetes.io/job-name": found["Job"]["metadata"]["name"]
+        }
+        assert found["Service"]["spec"]["clusterIP"] == "None" and found["Service"]["spec"]["publishNotReadyAddresses"]
+    else:
+        network = found["JobSet"]["spec"]["network"]
+        assert network == {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": "run-1"}
+
+
+@pytest.mark.parametrize("kind", ["k8s", "jobset"])
+def test_simulated_devices_and_tpu_slices(kind):  # proves S108
+    variables = {each["name"]: each.get("value") for each in container(documents(kind, devices=2))["env"]}
+    assert variables.items() >= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "NPROC": "8"}.items()
+    found = documents(kind, **CASES["tpu"])
+    assert container(found)["resources"] == {"limits": {"google.com/tpu": 4}}
+    assert job_spec(found)["template"]["spec"]["nodeSelector"] == {
+        "cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice",
+        "cloud.google.com/gke-tpu-topology": "2x2x3",
+    }
+
+
+def outcome(rules, code):
+    """What becomes of a Job's process with this exit code; None means that it counts against the limit, which is 0."""
+    for rule in rules:
+        operator, values = rule["onExitCodes"]["operator"], rule["onExitCodes"]["values"]
+        if (code in values) == (operator == "In"):
+            return rule["action"]
+    return None
+
+
+def test_only_a_preempted_job_is_started_again():  # proves S108
+    rules = job_spec(documents("k8s"))["podFailurePolicy"]["rules"]
+    assert {code: outcome(rules, code) for code in (1, 70, 75, 137)} == {
+        1: "FailJob",
+        70: "FailJob",
+        75: "Ignore",
+        137: "FailJob",
+    }
+    found = documents("jobset")
+    rules = job_spec(found)["podFailurePolicy"]["rules"]
+    assert {code: outcome(rules, code) for code in (1, 75)} == {1: "FailJob", 75: None}
+    policy = {
+        rule["onJobFailureReasons"][0]: rule["action"] for rule in found["JobSet"]["spec"]["failurePolicy"]["rules"]
+    }
+    assert policy == {
+        "PodFailurePolicy": "FailJobSet",
+        "BackoffLimitExceeded": "RestartJobSetAndIgnoreMaxRestarts",
+    }
+
+
+def batch(script, directory, code=0):
+    """Runs a batch script with an srun that prints its words and ends with `code`."""
+    say = (
+        "import os, sys; assert len(os.environ['SHARDKIT_JOB_TOKEN']) == 64; "
+        f"print([sys.argv[1:], os.environ.get('JAX_LOCAL_DEVICE_IDS')]); sys.exit({code})"
+    )
+    programs = {"srun": f"#!{sys.executable}\n{say}\n", "scontrol": '#!/bin/sh\necho "scontrol $@"\n'}
+    for name, text in programs.items():
+        (directory / name).write_text(text)
+        (directory / name).chmod(0o755)
+    environ = {"PATH": f"{directory}:{os.environ['PATH']}", "SLURM_JOB_ID": "17", "PYTHONUTF8": "1"}
+    return subprocess.run(["bash"], input=script, env=environ, capture_output=True, encoding="utf-8", timeout=60)
+
+
+def test_a_batch_script_runs(tmp_path):
+    script = render("slurm", WORDS, processes=4, devices=2, accelerator="gpu", name="run-1")
+    options = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    assert options[:3] == ["--job-name=run-1", "--ntasks=4", "--gpus-per-task=2"]
+    assert options[3:] == ["--requeue", "--open-mode=append", "--signal=TERM@120"]
+    said = f"{[['--kill-on-bad-exit=1', 'python', *WORDS], '0,1']}\n"
+    for code, more in ((0, ""), (70, ""), (75, "scontrol requeue 17\n")):
+        done = batch(script, tmp_path, code)
+        assert (done.stdout, done.stderr, done.returncode) == (said + more, "", code)
+    assert "export JAX_PLATFORMS=cpu\nexport JAX_NUM_CPU_DEVICES=2\n" in render("slurm", WORDS, processes=4, devices=2)
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
+
+
+@hypothesis.given(words=st.lists(TEXT, max_size=4))
+@hypothesis.example(words=ARGUMENTS)
+def test_words_survive(words, tmp_path_factory):  # proves S108
+    main = container(documents("k8s", ["train.py", *words]))
+    assert [expanded(word, {"JAX_PROCESS_ID": "2"}) for word in main["command"]] == ["python", "train.py", *words]
+    done = batch(render("slurm", ["train.py", *words], processes=1), tmp_path_factory.mktemp("batch"))
+    assert done.stdout == f"{[['--kill-on-bad-exit=1', 'python', 'train.py', *words], None]}\n"
+
+
+NAME = (
+    "render: name must be at most 40 small letters, digits and hyphens, begin with a letter and not end with a hyphen; "
+    "got {!r}. Choose another one."
+)
+IMAGE = "render: {} needs the name of a container image; got {!r}. Give image=, for example 'ghcr.io/me/train:1'."
+ACCELERATOR = (
+    "render: accelerator must be 'cpu', 'gpu' or on Kubernetes a TPU slice such as 'tpu-v5p-slice'; got {!r} for {}. "
+    "Choose one of them."
+)
+SHAPE = (
+    "render: topology must be the shape of a slice of processes x devices chips, such as '4x4'; got {!r} for 4 x {}. "
+    "Change one of them."
+)
+
+
+# proves S108
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("k8s", {"processes": 0}, "render: processes must be at least 1; got 0. Raise it."),
+        ("slurm", {"devices": 0}, "render: devices must be at least 1; got 0. Raise it."),
+        ("k8s", {"port": 65536}, "render: port must be from 1 to 65535; got 65536. Choose another one."),
+        *[
+            ("slurm", {"name": name}, NAME.format(name))
+            for name in ("Run", "1st", "a_b", "a-", "", "a" * 41, "a\n", "é")
+        ],
+        ("k8s", {"image": None}, IMAGE.format("k8s", None)),
+        ("jobset", {"image": "a b"}, IMAGE.format("jobset", "a b")),
+        ("k8s", {"accelerator": "fpga", "devices": 1}, ACCELERATOR.format("fpga", "k8s")),
+        ("slurm", {"accelerator": "tpu-v5p-slice", "devices": 1}, ACCELERATOR.format("tpu-v5p-slice", "slurm")),
+        (
+            "k8s",
+            {"accelerator": "gpu"},
+            "render: devices must be given with accelerator 'gpu'; got none. Say how many each process gets.",
+        ),
+        (
+            "jobset",
+            {"accelerator": "gpu", "devices": 4, "topology": "4x4"},
+            "render: topology goes with a TPU slice on Kubernetes; got '4x4' with accelerator 'gpu' for jobset. Leave "
+            "it out.",
+        ),
+        *[
+            ("k8s", {"accelerator": "tpu-v5p-slice", "devices": 4, "topology": shape}, SHAPE.format(shape, 4))
+            for shape in (None, "4x5", "4by4", "0x4", "16", "4x4\n")
+        ],
+        (
+            "slurm",
+            {"command": ["train.py", "\udcff"]},
+            "render: every word of the command must be text; got '\\udcff', which is not UTF-8. Rename what it names.",
+        ),
+        (
+            "slurm",
+            {"command": []},
+            "launch: a command must be given; got none. Write for example -- train.py --steps 100.",
+        ),
+    ],
+)
+def test_errors(kind, options, message):
+    with pytest.raises(ValueError) as error:
+        render(kind, **{"command": WORDS, "processes": 4, "image": "me/train:1", **options})
+    assert str(error.value) == message
+
+
+def test_the_command_prints_what_render_returns():  # proves S108
+    words = ["-n", "2", "--devices", "8", "--accelerator", "gpu", "--image", "me/train:1", "--name", "run-1"]
+    command = [sys.executable, "-m", "shardkit", "launch", *words, "--render", "jobset", "--", *WORDS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment())
+    options = {"processes": 2, "devices": 8, "accelerator": "gpu", "image": "me/train:1", "name": "run-1"}
+    assert (done.stdout, done.stderr, done.returncode) == (render("jobset", WORDS, **options), "", 0)

@@ -1,0 +1,664 @@
+"""Mixtures of experts on a mesh against plain jax on one device, where each token meets all experts."""
+
+import math
+from functools import cache, partial
+from importlib.util import find_spec
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from shardkit import cost
+from shardkit.collectives import ragged
+from shardkit.layers.routing import RoutingStats, places, ranks
+from shardkit.testing import assert_same_training
+from support.tiers import DEEP
+
+B, T, D, F = 8, 6, 5, 7
+OVER = P("expert")
+
+
+def swiglu(w, x_SD, dot):
+    return dot(jax.nn.silu(dot(x_SD, w["gate"])) * dot(x_SD, w["up"]), w["down"])
+
+
+def values(experts, examples=B, dtype=jnp.float32, seed=0):
+    """Tokens, router and experts; the logits are far enough from equal that rounding changes no choice."""
+    keys = jax.random.split(jax.random.key(seed), 5)
+    shapes = {"gate": (experts, D, F), "up": (experts, D, F), "down": (experts, F, D)}
+    weights = {name: jax.random.normal(k, s) / 2 for k, (name, s) in zip(keys, shapes.items(), strict=False)}
+    x, router = jax.random.normal(keys[3], (examples, T, D)), jax.random.normal(keys[4], (D, experts))
+    return jax.tree.map(lambda a: a.astype(dtype), (x, router, weights))
+
+
+def dense_moe(x, router, w, top_k, *, normalise=None, kept=None, weights=None):
+    """Every token through every expert, in the order of the batch; `kept` [N, top_k] says which answers count."""
+    rows, router = x.reshape(-1, D).astype(jnp.float32), router.astype(jnp.float32)
+    w = jax.tree.map(lambda a: a.astype(jnp.float32), w)
+    gate, expert = lax.top_k(jax.nn.softmax(jnp.dot(rows, router, precision="highest")), top_k)
+    if top_k > 1 if normalise is None else normalise:
+        gate = gate / jnp.sum(gate, axis=1, keepdims=True)
+    hidden = jax.nn.silu(jnp.einsum("nd,edf->nef", rows, w["gate"])) * jnp.einsum("nd,edf->nef", rows, w["up"])
+    every = jnp.einsum("nef,efd->ned", hidden, w["down"])
+    gate = gate if kept is None else jnp.where(kept, gate, 0.0)
+    gate = gate if weights is None else jnp.where(weights.reshape(-1, 1) > 0, gate, 0.0)
+    return jnp.sum(jnp.take_along_axis(every, expert[:, :, None], 1) * gate[:, :, None], axis=1).reshape(x.shape)
+
+
+def kept_by_hand(expert, group, capacity):
+    """Algorithm 1 of GShard, one choice after the other."""
+    expert, kept = np.asarray(expert), np.zeros(expert.shape, bool)
+    for start in range(0, len(expert), group):
+        used = dict.fromkeys(range(expert.max() + 1), 0)
+        for choice in range(expert.shape[1]):
+            for token in range(start, start + group):
+                e = expert[token, choice]
+                kept[token, choice] = used[e] < capacity
+                used[e] += 1
+    return kept
+
+
+def on_mesh(mesh, axis="expert", batch=None, expert_fn=swiglu, spec=OVER, **options):
+    """`moe` over a mesh, tokens split over `batch` (by default the axis itself)."""
+    batch = batch or axis
+    means = RoutingStats(P(), P(), P(), sk.Mean(P(batch), P(batch)))
+
+    def kernel(x, router, w, weights=None):
+        y, stats = sk.moe(x, router, w, expert_fn, axis, weights=weights, **options)
+        return y, stats._replace(dropped=sk.Mean(*(m[None] for m in stats.dropped)))
+
+    def run(x, router, w, weights=None):
+        specs, args = (P(batch), P(), spec), (x, router, w)
+        if weights is not None:
+            specs, args = (*specs, P(batch)), (*args, weights)
+        return jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=(P(batch), means))(*args)
+
+    return run
+
+
+def expert_mesh(n):
+    return sk.make_mesh(jax.devices()[:n], expert=n)
+
+
+def assert_near(got, wanted, relative):
+    for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(wanted), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        gap, bound = np.max(np.abs(a - b)), relative * max(np.max(np.abs(b)), 1e-3)
+        assert gap <= bound, f"{jax.tree_util.keystr(path)}: differs by {gap:.3g}, allowed {bound:.3g}"
+
+
+# proves F33, F34
+@pytest.mark.parametrize(
+    ("path", "n", "experts", "top_k"),
+    [("capacity", 2, 6, 1), ("capacity", 4, 4, 4), ("dropless", 3, 6, 2), ("dropless", 8, 16, 3)]
+    + [pytest.param("capacity", *row, marks=pytest.mark.deep) for row in ((1, 4, 2), (3, 6, 2), (8, 16, 3))]
+    + [pytest.param("dropless", *row, marks=pytest.mark.deep) for row in ((1, 4, 2), (2, 6, 1), (4, 4, 4))],
+)
+def test_forward_and_gradients_are_those_of_one_device(path, n, experts, top_k):
+    options = {"dropless": True} if path == "dropless" else {"capacity_factor": float(experts)}
+    x, router, w = values(experts, examples=12 if n == 3 else B)
+    moved = jax.random.normal(jax.random.key(9), x.shape)
+    run = on_mesh(expert_mesh(n), top_k=top_k, **options)
+
+    def total(moe, *args):
+        return jnp.sum(moe(*args) * moved)
+
+    def both(x, router, w):
+        forms = partial(dense_moe, top_k=top_k), lambda *a: run(*a)[0]
+        return [jax.value_and_grad(partial(total, form), argnums=(0, 1, 2))(x, router, w) for form in forms]
+
+    wanted, got = jax.jit(both)(x, router, w)
+    assert_near(got, wanted, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("path", "top_k"),
+    [("capacity", 1), ("dropless", 2), ("capacity", 3)]
+    + [pytest.param(*row, marks=pytest.mark.deep) for row in (("dropless", 1), ("capacity", 2), ("dropless", 3))],
+)
+def test_one_text_runs_on_one_device_without_an_axis(path, top_k):
+    options = {"dropless": True} if path == "dropless" else {"capacity_factor": 3.0}
+    x, router, w = values(3)
+    layer = partial(sk.moe, expert_fn=swiglu, axis=None, top_k=top_k, **options)
+
+    @jax.jit
+    def everything(x, router, w):
+        return layer(x, router, w), layer(x[0, 0], router, w)[0], dense_moe(x, router, w, top_k)
+
+    (y, stats), flat, wanted = everything(x, router, w)
+    assert_near(y, wanted, 1e-5)
+    assert_near(flat, y[0, 0], 1e-5)
+    assert stats.dropped.total == 0
+    assert stats.dropped.weight == B * T * top_k
+
+
+# proves F33
+@pytest.mark.parametrize("group", [None, 3])
+def test_what_is_dropped_is_the_same_on_every_mesh(group):
+    x, router, w = values(8)
+    capacity = places(group or T, 8, 2, 1.0)
+    _, expert = lax.top_k(jnp.dot(x.reshape(-1, D), router, precision="highest"), 2)
+    kept = kept_by_hand(expert, group or T, capacity)
+    assert 0.05 < 1 - kept.mean() < 0.5
+
+    def gradient(moe):
+        return jax.grad(lambda *a: jnp.sum(jnp.sin(moe(*a)[0])), argnums=(0, 1, 2))(x, router, w)
+
+    runs = [on_mesh(expert_mesh(n), group=group, capacity_factor=1.0) for n in (1, 8)]
+    plain = lambda *a: (dense_moe(*a, 2, kept=kept),)  # noqa: E731
+    # One program for each mesh: a jit has one set of devices.
+    (wanted,), wanted_grads = jax.jit(lambda: (plain(x, router, w), gradient(plain)))()
+    for run, what in zip(runs, (lambda run: (), gradient), strict=True):
+        (y, stats), grads = jax.jit(lambda run=run, what=what: (run(x, router, w), what(run)))()
+        assert_near(y, wanted, 1e-5)
+        assert float(jnp.sum(stats.dropped.total)) == (~kept).sum()
+        assert float(jnp.sum(stats.dropped.weight)) == kept.size
+    assert_near(grads, wanted_grads, 1e-5)
+
+
+def stats_by_hand(x, router, top_k, weights):
+    logits = np.asarray(x, np.float64).reshape(-1, D) @ np.asarray(router, np.float64)
+    p = np.exp(logits - logits.max(1, keepdims=True))
+    z = np.log(p.sum(1)) + logits.max(1)
+    p, weights = p / p.sum(1, keepdims=True), np.asarray(weights, np.float64).reshape(-1)
+    expert = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
+    load = np.zeros(router.shape[1])
+    for choices, weight in zip(expert, weights, strict=True):
+        load[choices] += weight / top_k / weights.sum()
+    mean_p = (p * weights[:, None]).sum(0) / weights.sum()
+    return len(load) * (load * mean_p).sum(), (z**2 * weights).sum() / weights.sum(), load
+
+
+# proves F33
+@pytest.mark.parametrize("dropless", [False, True])
+def test_losses_and_loads_are_global_and_padding_counts_for_nothing(dropless):
+    x, router, w = values(8)
+    weights = (np.arange(B * T).reshape(B, T) % 5).astype(np.float32)  # far from equal between devices, some zero
+    balance, z, load = stats_by_hand(x, router, 2, weights)
+    noise = jnp.where(weights[:, :, None] > 0, x, 100.0)
+    for n in (8,) if dropless else (1, 8):
+        run = jax.jit(on_mesh(expert_mesh(n), dropless=dropless, capacity_factor=8.0))
+        y, stats = run(x, router, w, weights)
+        assert_near(stats[:3], (balance, z, load), 1e-5)
+        assert float(jnp.sum(stats.dropped.weight)) == 2 * (weights > 0).sum()
+        assert_near(y, dense_moe(x, router, w, 2, weights=weights), 1e-5)
+        # what stands in the padding changes nothing, and takes nobody's place
+        tight = jax.jit(on_mesh(expert_mesh(n), dropless=dropless, capacity_factor=1.0))
+        assert_near(tight(x, router, w, weights), tight(noise, router, w, weights), 1e-5)
+
+
+def test_a_batch_of_nothing_but_padding_gives_zeros():
+    x, router, w = values(4)
+    for dropless in (False, True):
+        layer = jax.jit(partial(sk.moe, expert_fn=swiglu, axis=None, dropless=dropless))
+        y, stats = layer(x, router, w, weights=jnp.zeros((B, T)))
+        assert not np.any(y)
+        assert stats.balance_loss == stats.z_loss == stats.dropped.weight == 0
+
+
+def test_balanced_tokens_have_a_balance_loss_of_one():
+    logits = 30 * jnp.eye(4)[jnp.arange(32) % 4]
+    stats = sk.routing_stats(logits, sk.route(logits, top_k=1))
+    assert stats.balance_loss == pytest.approx(1, abs=1e-5)
+    np.testing.assert_allclose(stats.load, 0.25)
+
+
+@cache
+def routed(top_k, capacity, group):
+    return jax.jit(partial(sk.route, top_k=top_k, capacity=capacity, group=group))
+
+
+@given(
+    st.integers(0, 2**32 - 1), st.sampled_from([(1, 4, 2, 3), (9, 3, 3, 1), (6, 6, 1, 4), (8, 5, 2, 2), (5, 1, 1, 2)])
+)
+def test_routes_fill_the_places_in_order(seed, sizes):
+    group, experts, top_k, groups = sizes
+    logits = np.random.default_rng(seed).integers(0, 3, (groups * group, experts)).astype(np.float32)  # many ties
+    capacity = 1 + seed % 2 * 2
+    routing = routed(top_k, capacity, group)(jnp.asarray(logits))
+    np.testing.assert_array_equal(routing.kept, kept_by_hand(routing.expert, group, capacity))
+    assert all(len(set(row)) == top_k for row in np.asarray(routing.expert))
+    for start in range(0, groups * group, group):
+        for e in range(experts):
+            mine = np.asarray(routing.expert)[start : start + group] == e
+            taken = np.asarray(routing.position)[start : start + group][mine]
+            assert sorted(taken) == list(range(mine.sum()))
+
+
+def test_gates_are_normalised_where_there_are_several():
+    logits = jax.random.normal(jax.random.key(3), (10, 4))
+    p = np.sort(jax.nn.softmax(logits), axis=1)[:, ::-1]
+    np.testing.assert_allclose(sk.route(logits, top_k=1).gate, p[:, :1], rtol=1e-6)
+    np.testing.assert_allclose(sk.route(logits, top_k=2).gate, p[:, :2] / p[:, :2].sum(1, keepdims=True), rtol=1e-6)
+    np.testing.assert_allclose(sk.route(logits, top_k=2, normalise=False).gate, p[:, :2], rtol=1e-6)
+    np.testing.assert_array_equal(sk.route(logits, top_k=1, normalise=True).gate, np.ones((10, 1)))
+
+
+def test_ranks_are_those_of_a_stable_sort():
+    keys = jnp.asarray([[3, 1, 3, 0], [0, 0, 0, 0]], jnp.int32)
+    np.testing.assert_array_equal(ranks(keys), [[2, 1, 3, 0], [0, 1, 2, 3]])
+
+
+# proves F33, F34
+@pytest.mark.parametrize("dropless", [False, True])
+def test_bfloat16_tokens_are_summed_in_float32(dropless):
+    x, router, w = values(8, dtype=jnp.bfloat16)
+    run = on_mesh(expert_mesh(4), dropless=dropless, capacity_factor=8.0)
+
+    @jax.jit
+    def both(*args):
+        def summed(moe, *args):
+            y = moe(*args)
+            return jnp.sum(y.astype(jnp.float32)), y
+
+        forms = (lambda *a: run(*a)[0]), partial(dense_moe, top_k=2)
+        return [jax.grad(partial(summed, moe), argnums=(0, 1, 2), has_aux=True)(*args) for moe in forms]
+
+    (grads, y), (wanted_grads, wanted) = both(x, router, w)
+    assert y.dtype == jnp.bfloat16
+    assert_near(y, wanted, 2e-2)
+    assert_near(grads, wanted_grads, 3e-2)
+
+
+@pytest.mark.parametrize("dropless", [False, True])
+def test_experts_beside_data_and_tensor_parallelism(dropless):
+    """Tokens over data and expert, each expert's hidden dim over model; summed inside the experts or after."""
+    mesh = sk.make_mesh(data=2, expert=2, model=2)
+    x, router, w = values(4)
+    w = {name: leaf[:, :, :6] if name != "down" else leaf[:, :6] for name, leaf in w.items()}
+    spec = {"gate": P("expert", None, "model"), "up": P("expert", None, "model"), "down": P("expert", "model")}
+
+    def summed(w, rows, dot):
+        return sk.all_reduce(swiglu(w, rows, dot), "model")
+
+    options = {"dropless": dropless, "capacity_factor": 4.0, "batch": ("data", "expert"), "spec": spec}
+    inside = on_mesh(mesh, expert_fn=summed, **options)
+
+    def after(x, router, w):
+        return sk.all_reduce(sk.moe(x, router, w, swiglu, "expert", dropless=dropless, capacity_factor=4.0)[0], "model")
+
+    specs = (P(("data", "expert")), P(), spec)
+    run = jax.shard_map(after, mesh=mesh, in_specs=specs, out_specs=P(("data", "expert")))
+    forms = partial(dense_moe, top_k=2), (lambda *a: inside(*a)[0]), run
+
+    @jax.jit
+    def everything(*args):
+        return [jax.value_and_grad(lambda *a: jnp.sum(jnp.sin(f(*a))), argnums=(0, 1, 2))(*args) for f in forms]
+
+    wanted, *found = everything(x, router, w)
+    for got in found:
+        assert_near(got, wanted, 1e-5)
+
+
+def test_experts_over_two_axes():
+    mesh = sk.make_mesh(jax.devices()[:4], a=2, b=2)
+    args = values(8)
+    options = {"dropless": True}, {"capacity_factor": 8.0}
+    runs = [on_mesh(mesh, axis=("b", "a"), spec=P(("b", "a")), **each) for each in options]
+    wanted, *found = jax.jit(lambda *a: (dense_moe(*a, 2), *(run(*a)[0] for run in runs)))(*args)
+    for got in found:
+        assert_near(got, wanted, 1e-5)
+
+
+# proves F33, F34
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_bytes_are_the_closed_forms(n):
+    E, top_k, examples = 24, 2, 24
+    x, router, w = values(E, examples)
+    tokens = examples // n * T
+
+    def sent(backward, **options):
+        run = on_mesh(expert_mesh(n), top_k=top_k, **options)
+        call = jax.grad(lambda *a: jnp.sum(run(*a)[0]), argnums=(0, 1, 2)) if backward else run
+        return sk.census(call, x, router, w).sent(kind="all_to_all")
+
+    for factor in (1.0, 1.25, 30.0):
+        room = places(T, E, top_k, factor) * E / (top_k * T)  # the factor after rounding up
+        form = cost.expert_volume(tokens=tokens, hidden=D, ways=n, top_k=top_k, capacity_factor=room, value_bytes=4)
+        assert float(sent(False, capacity_factor=factor)) == pytest.approx(form.forward)
+        assert float(sent(True, capacity_factor=factor)) == pytest.approx(form.total)
+    form = cost.expert_volume(
+        tokens=tokens, hidden=D, ways=n, top_k=min(top_k, E // n), capacity_factor=n, value_bytes=4
+    )
+    assert float(sent(False, dropless=True)) == pytest.approx(form.forward)
+    assert float(sent(True, dropless=True)) == pytest.approx(form.total)
+    counts = sk.census(on_mesh(expert_mesh(n), dropless=True), x, router, w)
+    assert counts.sent(kind="all_gather") == (n - 1) * E * 4
+    assert counts.sent(kind="all_reduce") == cost.wire("all_reduce", 8 * (E + 1), n).sent
+
+
+def test_one_device_sends_nothing():
+    x, router, w = values(4)
+    for options in ({"dropless": True}, {}):
+        assert sk.census(on_mesh(expert_mesh(1), **options), x, router, w).sent() == 0
+        assert sk.census(partial(sk.moe, expert_fn=swiglu, axis=None, **options), x, router, w).count() == 0
+
+
+def by_gathers(operand, output, starts, sizes, targets, received, *, axis_name):
+    """What the documentation of lax.ragged_all_to_all says, for devices that have none."""
+    del received
+    sources = sk.all_gather(operand[None], axis_name)
+    starts, sizes, targets = (
+        sk.all_gather(a[None], axis_name)[:, lax.axis_index(axis_name)] for a in (starts, sizes, targets)
+    )
+    row = jnp.arange(output.shape[0])
+    for sender in range(len(sources)):
+        inside = (row >= targets[sender]) & (row < targets[sender] + sizes[sender])
+        at = jnp.clip(row - targets[sender] + starts[sender], 0, operand.shape[0] - 1)
+        output = jnp.where(inside[:, None], sources[sender][at], output)
+    return output
+
+
+# proves F34
+def test_the_ragged_exchange_is_the_dense_one(monkeypatch):
+    monkeypatch.setattr(ragged.lax, "ragged_all_to_all", by_gathers)
+    x, router, w = values(8)
+    weights = (np.arange(B * T).reshape(B, T) % 3).astype(np.float32)
+    outs = []
+    for dense in (True, False):
+        run = on_mesh(expert_mesh(4), dropless=True, dense=dense)
+        outs.append(jax.value_and_grad(lambda *a, r=run: jnp.sum(jnp.sin(r(*a, weights)[0])), argnums=(0, 1, 2)))
+    assert_near(*jax.jit(lambda *a: [f(*a) for f in outs])(x, router, w), 1e-6)
+
+
+@cache
+def exchange(n):
+    kernel = lambda x, counts: sk.ragged_all_to_all(x, counts, "expert", rows=16, limit=3)  # noqa: E731
+    return jax.jit(jax.shard_map(kernel, mesh=expert_mesh(n), in_specs=(OVER, P()), out_specs=OVER))
+
+
+@given(st.sampled_from([1, 2, 5] if not DEEP else range(1, 6)), st.lists(st.integers(0, 3), min_size=25, max_size=25))
+def test_rows_arrive_in_the_order_of_their_senders(n, numbers):
+    counts = np.asarray(numbers[: n * n], np.int32).reshape(n, n)
+    x = np.arange(1, n * 15 * 2 + 1, dtype=np.float32).reshape(n, 15, 2)
+    out = exchange(n)(x.reshape(-1, 2), jnp.asarray(counts))
+    for receiver, got in enumerate(np.asarray(out).reshape(n, 16, 2)):
+        rows = [x[i, counts[i, :receiver].sum() :][: counts[i, receiver]] for i in range(n)]
+        wanted = np.concatenate(rows)
+        np.testing.assert_array_equal(got[: len(wanted)], wanted)
+        assert not got[len(wanted) :].any()
+
+
+CANNOT = {
+    "beyond limit": [[1, 4], [2, 2]],
+    "more than a device has": [[3, 3], [2, 1]],
+    "more than rows hold": [[1, 3], [1, 3]],
+    "negative": [[-1, 3], [2, 2]],
+}
+
+
+# Rows were lost, or read from where another device's lie; on a GPU they would be written behind the buffer.
+@pytest.mark.parametrize("dense", [True, False])
+def test_counts_that_cannot_be_are_seen_in_the_result(dense, monkeypatch):
+    monkeypatch.setattr(ragged.lax, "ragged_all_to_all", by_gathers)
+    over = ("data", "expert")
+    mesh, dtypes = sk.make_mesh(jax.devices()[:4], data=2, expert=2), (np.float32, np.int32, np.uint8, np.bool_)
+
+    def kernel(x, counts):
+        send = lambda x: sk.ragged_all_to_all(x, counts, "expert", rows=5, limit=3, dense=dense)  # noqa: E731
+        total = lambda x: jnp.sum(send(x))  # noqa: E731
+        return [send(x.astype(dtype)) for dtype in dtypes], jax.grad(total)(x)
+
+    run = jax.jit(jax.shard_map(kernel, mesh=mesh, in_specs=(P(over), P()), out_specs=P(over)))
+    x = np.arange(1, 21, dtype=np.float32).reshape(20, 1)
+    for counts in CANNOT.values():
+        (floats, ints, bytes_, bools), grads = run(x, jnp.asarray(counts, jnp.int32))
+        assert np.isnan(floats).all() and not np.isnan(grads).any()
+        assert (np.asarray(ints) == np.iinfo(np.int32).min).all()
+        assert (np.asarray(bytes_) == 255).all() and np.asarray(bools).all()
+    (floats, *_), grads = run(x, jnp.asarray([[1, 3], [2, 2]], jnp.int32))
+    np.testing.assert_array_equal(np.ravel(floats[:10]), [1, 6, 7, 0, 0, 2, 3, 4, 8, 9])
+    np.testing.assert_array_equal(np.ravel(grads), [1, 1, 1, 1, 0] * 4)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("counts", "options", "error", "message"),
+    [
+        (
+            np.ones((2, 2), np.float32),
+            {},
+            TypeError,
+            "counts must be integers; got float32. Convert them with astype(jnp.int32).",
+        ),
+        (
+            np.ones(2, np.int32),
+            {},
+            ValueError,
+            "counts must say for each of 2 devices how many rows it sends each; got shape (2,). Gather them to shape "
+            "(2, 2).",
+        ),
+        (np.ones((2, 2), np.int32), {"rows": -1}, ValueError, "rows must be at least 0; got -1. Correct rows."),
+        (np.ones((2, 2), np.int32), {"limit": -1}, ValueError, "limit must be at least 0; got -1. Correct limit."),
+        *(
+            (
+                np.array(counts),
+                {},
+                ValueError,
+                "no count may be below 0 or beyond limit=3, and no device may send more than the 5 rows that it has or "
+                f"receive more than rows=5; got {counts}. Correct the counts, or make limit or rows larger.",
+            )
+            for counts in CANNOT.values()
+        ),
+    ],
+)
+def test_counts_that_are_known_to_be_wrong_are_refused(counts, options, error, message):
+    kernel = lambda x: sk.ragged_all_to_all(x, counts, "expert", **({"rows": 5, "limit": 3} | options))  # noqa: E731
+    run = jax.shard_map(kernel, mesh=expert_mesh(2), in_specs=OVER, out_specs=OVER)
+    with pytest.raises(error) as caught:
+        jax.eval_shape(run, jax.ShapeDtypeStruct((10, 1), jnp.float32))
+    assert str(caught.value) == f"ragged_all_to_all: {message}"
+
+
+def absent(n, **options):
+    """A dropless layer with its gradient over devices that are not there, and the shapes of its arguments."""
+    mesh = sk.abstract_mesh(expert=n)
+    run = on_mesh(mesh, **options)
+    shape = lambda spec, *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=NamedSharding(mesh, spec))  # noqa: E731
+    w = {name: shape(OVER, 2 * n, 128, 128) for name in ("gate", "up", "down")}
+    args = (shape(OVER, n, 32, 128), shape(P(), 128, 2 * n), w)
+    return jax.jit(jax.grad(lambda *a: jnp.sum(run(*a)[0].astype(jnp.float32)), argnums=(0, 1, 2))), args
+
+
+# proves F34
+def test_devices_with_a_ragged_exchange_use_it():
+    step, args = absent(4, dropless=True)
+    text = step.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("@ragged_all_to_all(") == 4
+    form = cost.expert_volume(tokens=32, hidden=128, ways=4, top_k=2)  # n int32 beside each in the backward pass
+    assert float(sk.census(step, *args).sent(kind="all_to_all")) == form.total + 4 * 3 / 4 * 4 * 4
+    step, args = absent(4, dropless=True, dense=True)
+    assert "ragged_all_to_all" not in step.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+    x, router, w = values(4)
+    assert "ragged_all_to_all" not in str(jax.make_jaxpr(on_mesh(expert_mesh(2), dropless=True))(x, router, w))
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed: shardkit[aot]")
+def test_the_tpu_compiles_the_ragged_exchange():
+    step, args = absent(4, dropless=True)
+    report = sk.aot.compile(step, args, topology="v5e:2x2")
+    rows = [row for row in report.rows if row.kind == "all_to_all" and row.bytes_in > 1000]
+    assert sum(row.count for row in rows) == 4
+
+
+L, V = 2, 16
+
+
+def init_model(key, experts=4):
+    keys = jax.random.split(key, 6)
+    scaled = lambda k, *shape: jax.random.normal(k, shape) * 0.5  # noqa: E731
+    return {
+        "embed": scaled(keys[0], V, D),
+        "layers": {
+            "router": scaled(keys[1], L, D, experts),
+            "experts": {
+                "gate": scaled(keys[2], L, experts, D, F),
+                "up": scaled(keys[3], L, experts, D, F),
+                "down": scaled(keys[4], L, experts, F, D),
+            },
+        },
+        "head": scaled(keys[5], D, V),
+    }
+
+
+def text_batch(step, examples=16):
+    rng = np.random.default_rng(step)
+    weights = (np.arange(T)[None, :] < rng.integers(1, T + 1, examples)[:, None]).astype(np.float32)
+    return {
+        "tokens": rng.integers(0, V, (examples, T)).astype(np.int32),
+        "targets": rng.integers(0, V, (examples, T)).astype(np.int32),
+        "weights": weights,
+    }
+
+
+def model_loss(axis, **options):
+    def loss(params, batch, keys):
+        def layer(x, w):
+            y, stats = sk.moe(x, w["router"], w["experts"], swiglu, axis, weights=batch["weights"], **options)
+            return x + y, stats
+
+        x, stats = lax.scan(sk.gathered(layer), params["embed"][batch["tokens"]], params["layers"])
+        nats = optax.softmax_cross_entropy_with_integer_labels(x @ params["head"], batch["targets"])
+        total, weight = sk.Mean.of(nats, batch["weights"])
+        extra = 0.1 * jnp.sum(stats.balance_loss) + 0.01 * jnp.sum(stats.z_loss)
+        dropped = sk.Mean(*(jnp.sum(m) for m in stats.dropped))
+        return sk.Mean(total + extra * weight, weight), {"dropped": dropped}
+
+    return loss
+
+
+TIGHT, DROPLESS = {"capacity_factor": 1.0}, {"dropless": True}
+PLANS = {
+    "ep": ({"expert": 4}, lambda: sk.ep("expert"), DROPLESS),
+    "ep of one device": ({"expert": 1, "data": 2}, lambda: sk.chain(sk.dp("data"), sk.ep("expert")), TIGHT),
+    "dp x ep": ({"data": 2, "expert": 4}, lambda: sk.chain(sk.dp("data"), sk.ep("expert")), TIGHT),
+    "dp x ep dropless": ({"expert": 2, "data": 2}, lambda: sk.chain(sk.dp("data"), sk.ep("expert")), DROPLESS),
+    "fsdp x ep": ({"fsdp": 2, "expert": 2}, lambda: sk.chain(sk.fsdp("fsdp", min_size=1), sk.ep("expert")), TIGHT),
+    "fsdp layerwise x ep": (
+        {"expert": 2, "fsdp": 2},
+        lambda: sk.chain(sk.fsdp("fsdp", min_size=1, layerwise=("layers",)), sk.ep("expert")),
+        DROPLESS,
+    ),
+    "zero1 x ep": ({"zero": 2, "expert": 4}, lambda: sk.chain(sk.zero1("zero", min_size=1), sk.ep("expert")), TIGHT),
+    "zero2 x ep": ({"zero": 2, "expert": 2}, lambda: sk.chain(sk.zero2("zero", min_size=1), sk.ep("expert")), DROPLESS),
+}
+
+
+# proves F33, F34
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "fsdp layerwise x ep",
+        *(pytest.param(plan, marks=pytest.mark.deep) for plan in PLANS if plan != "fsdp layerwise x ep"),
+    ],
+)
+def test_training_is_that_of_one_device(plan):
+    sizes, make, options = PLANS[plan]
+    devices = jax.devices()[: math.prod(sizes.values())]
+    for order in (devices, devices[::-1]) if DEEP else (devices[::-1],):
+        with jax.numpy_dtype_promotion("standard"):  # optax's adamw relies on it
+            assert_same_training(
+                sk.value_and_grad(model_loss("expert", **options)),
+                sk.value_and_grad(model_loss(None, **options)),
+                optax.adamw(1e-2),
+                mesh=sk.make_mesh(order, **sizes),
+                plan=make(),
+                params=init_model(jax.random.key(5)),
+                batches=[text_batch(step) for step in range(3)],
+            )
+
+
+def test_dropped_choices_are_a_metric():
+    params, batch = init_model(jax.random.key(5)), text_batch(0)
+    seen = []
+    for sizes in ({"data": 1, "expert": 1}, {"data": 2, "expert": 4}):
+        mesh = sk.make_mesh(jax.devices()[: math.prod(sizes.values())], **sizes)
+        plan = sk.chain(sk.dp("data"), sk.ep("expert"))
+        evaluate = sk.make_eval_step(model_loss("expert", capacity_factor=1.0), mesh=mesh, plan=plan)
+        seen.append(float(evaluate(params, batch)["dropped"]))
+    assert 0 < seen[0] < 1
+    assert seen[0] == seen[1]
+
+
+def test_the_plan_splits_the_experts_and_nothing_else():
+    mesh = sk.make_mesh(data=2, expert=4)
+    params = init_model(jax.random.key(5)) | {"experts": jnp.zeros((4, 3))}
+    layouts = sk.chain(sk.dp("data"), sk.ep("expert")).layouts(params, mesh)
+    inside = layouts["layers"]["experts"]["down"]
+    assert inside.rest == inside.seen == inside.update == P(None, "expert")
+    assert layouts["experts"].rest == P("expert")
+    assert layouts["layers"]["router"].rest == layouts["head"].update == P()
+    assert sk.ep("expert").batch_spec(mesh) == P("expert")
+    assert str(sk.ep("expert")) == "ep('expert')"
+    head = sk.ep("expert", lambda path, shape: 1 if path == "head" else None).layouts(params, mesh)["head"]
+    assert head.rest == P(None, "expert")
+    specs = jax.tree.map(lambda _: P(), params) | {"experts": P("expert")}
+    assert sk.ep("expert", specs).layouts(params, mesh)["experts"].rest == P("expert")
+
+
+def raised(match, fn, *args, **kwargs):
+    with pytest.raises(ValueError) as caught:
+        fn(*args, **kwargs)
+    assert str(caught.value) == match
+
+
+# proves F33
+def test_errors_name_rule_values_and_remedy():
+    x, router, w = values(6)
+    call = partial(sk.moe, x, router, w, swiglu, None)
+    raised("route: top_k must be between 1 and the number of experts; got 7 for 6 experts. Lower top_k.", call, top_k=7)
+    raised(
+        "moe: capacity_factor must be positive; got 0. 1 has room for balanced tokens; pass dropless=True to drop "
+        "none.",
+        call,
+        capacity_factor=0,
+    )
+    raised(
+        "route: group must divide the tokens of a device; got groups of 7 for 48 tokens. Choose a divisor.",
+        call,
+        group=7,
+    )
+    raised(
+        "moe: dim 0 of every leaf must count this device's experts, 6 of 6; got shape (3, 7, 5) for down. "
+        "Split the experts over the axis, with ep or P(axis).",
+        sk.moe,
+        x,
+        router,
+        w | {"down": w["down"][:3]},
+        swiglu,
+        None,
+    )
+    raised(
+        "moe: the number of experts must be divisible by axis 'expert'; got 6 experts over 4 devices. "
+        "Choose another number of experts or a smaller axis.",
+        on_mesh(expert_mesh(4), spec=P()),
+        x,
+        router,
+        w,
+    )
+    raised("route: capacity must be at least 1; got 0. Pass None to drop nothing.", sk.route, x[0], top_k=1, capacity=0)
+    raised(
+        "ep: the experts, dim 1 of leaf layers.experts.down, must be divisible by axis 'expert'; got shape (2, 6, "
+        "7, 5) over 4 devices. Choose another number of experts or a smaller axis.",
+        sk.ep("expert").layouts,
+        {"layers": {"experts": {"down": jnp.zeros((2, 6, 7, 5))}}},
+        expert_mesh(4),
+    )
+    raised(
+        "moe: axis 'expert' is not bound here, because no shard_map surrounds this call. "
+        "Call it inside jax.shard_map over a mesh with that axis.",
+        sk.moe,
+        x,
+        router,
+        w,
+        swiglu,
+        "expert",
+    )

@@ -1,0 +1,222 @@
+"""The laws of the pipeline: every schedule in every form gives the unpipelined model's loss and gradients."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from shardkit import _compat, schedules
+from shardkit.analysis.jaxpr.census import census_of
+from shardkit.pipeline.pieces import Given, Model, Pieces
+from shardkit.schedules import Schedule
+from support.pipelines import (
+    CHUNKED,
+    PIECES,
+    TOKENS,
+    D,
+    check,
+    embed,
+    head,
+    layer,
+    make,
+    make_batch,
+    make_params,
+    mesh_of,
+    stage,
+    traced_step,
+)
+from support.tiers import covered
+
+NAMES = ("gpipe", "one_f_one_b", *CHUNKED, "zero_bubble_h1", "zero_bubble_v", "dualpipe_v", "from_csv")
+ROW = (len(schedules.FIELDS),)
+
+
+FORMS = [{"mode": mode, "recompute": recompute} for mode in ("masked", "branch") for recompute in (True, False)]
+
+
+@st.composite
+def cases(draw: Any) -> Any:
+    """A schedule, its form, the layers of a stage and the examples of a microbatch; nothing need divide anything."""
+    sizes = draw(st.integers(1, 8)), draw(st.integers(1, 10)), draw(st.integers(1, 3))
+    return draw(st.sampled_from(NAMES)), sizes, draw(st.sampled_from(FORMS)), draw(st.integers(1, 2))
+
+
+# Stages, microbatches and chunks: one stage, fewer microbatches than stages, more, as many devices as there are, and a
+# tick in which one device takes the whole of a backward pass and another its first half (dualpipe_v with three stages).
+ROWS = [
+    ("gpipe", (4, 3, 1), FORMS[0], 2),
+    ("one_f_one_b", (8, 11, 1), FORMS[1], 1),
+    ("interleaved", (3, 4, 2), FORMS[0], 1),
+    ("breadth_first", (3, 4, 2), FORMS[1], 2),
+    ("lockstep", (4, 6, 2), FORMS[0], 1),
+    ("zero_bubble_h1", (3, 7, 1), FORMS[1], 1),
+    ("zero_bubble_v", (3, 3, 1), FORMS[1], 2),
+    ("dualpipe_v", (3, 4, 1), FORMS[1], 1),
+    ("from_csv", (2, 3, 1), FORMS[0], 1),
+    ("one_f_one_b", (1, 3, 1), FORMS[2], 1),
+    ("lockstep", (2, 4, 3), FORMS[3], 1),
+]
+
+
+# proves S77, S78, S79, S80, S81, S82, F35, F36, F37, F38, F39, F41, F42: unequal weights, dropout, tied, aux means
+# Whatever a masked device computes from zeros, or from what it was sent last, is left out, or its NaN would spread.
+@covered([{"case": row} for row in ROWS], case=cases())
+def test_every_schedule_is_the_unpipelined_model(case):
+    name, sizes, form, each = case
+    schedule = make(name, *sizes)
+    check(schedule, layers=schedule.stages * schedule.chunks * each, each=3 - each, **form)
+
+
+def test_a_layer_is_nan_on_zeros():  # what a masked device computes would show in every test
+    hidden = layer(None, ({"w": jnp.ones((D, D)), "b": jnp.ones(D)}, 0), jnp.zeros((1, TOKENS, D)))
+    assert np.isnan(hidden).all()
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form['mode']}-{form['recompute']}")
+@pytest.mark.parametrize("name", NAMES)
+def test_every_form_of_every_schedule(name, form):  # proves S80, F35, F36, F37, F38, F42
+    for p, m, v in ((1, 1, 3), (2, 5, 3), (4, 2, 2), (3, 4, 2), (8, 11, 1)):
+        check(make(name, p, m, v), **form)
+
+
+def tutorial(stages: int, microbatches: list[int]) -> list[int]:
+    """The loop of a tutorial: stage s - 1 overwrites what stage s has not read yet."""
+    held, outputs = [0] * stages, list(microbatches)
+    for tick in range(len(microbatches) + stages - 1):
+        for s in range(stages):
+            i = tick - s
+            if 0 <= i < len(microbatches):
+                held[s] = microbatches[i] if s == 0 else held[s - 1]
+                outputs[i] = held[s] if s == stages - 1 else outputs[i]
+    return outputs
+
+
+@pytest.mark.parametrize(("p", "wrong"), [(2, [1, 2, 3, 3]), (4, [3, 3, 3, 3])])
+def test_every_microbatch_comes_out_in_its_place(p, wrong):  # proves S77, S79, T1
+    assert tutorial(p, [0, 1, 2, 3]) == wrong
+
+    def outputs(shared: Any, x: jax.Array, batch: Any) -> Any:
+        places = {str(i): jnp.sum(jnp.where(batch == i, x, 0.0)) for i in range(4)}
+        return jnp.sum(x), places
+
+    identity = (lambda shared, batch, keys: 1.0 * batch, lambda layers, x, keys: x, outputs)
+    for make_fn in (sk.pipeline_loss, lambda *args: partial(sk.pipeline_value_and_grad(*args), scale=1)):
+        fn = make_fn(*identity, schedules.gpipe(p, 4), "stage")
+
+        def device(layers: Any, batch: Any, fn: Any = fn) -> Any:
+            return sk.all_reduce(fn({"layers": layers}, batch, None)[1], "stage")
+
+        run = jax.shard_map(device, mesh=mesh_of(p), in_specs=(P("stage"), P()), out_specs=P())
+        out = jax.jit(run)(jnp.zeros(p), jnp.arange(4.0))
+        assert [int(out[str(i)].total) for i in range(4)] == [0, 1, 2, 3]
+
+
+# ---- what is sent and computed
+
+
+def walk(jaxpr: Any, times: int = 1) -> Any:
+    """Every equation and how often it runs."""
+    for equation in jaxpr.eqns:
+        yield equation, times
+        inside = times * (equation.params["length"] if equation.primitive.name == "scan" else 1)
+        for _, inner in _compat.inner_jaxprs(equation):
+            yield from walk(inner, inside)
+
+
+def jaxpr_of(schedule: Schedule, layers: int, pieces: Any = PIECES, **how: Any) -> Any:
+    step = traced_step(schedule, layers, pieces, **how)
+    examples = schedule.microbatches
+    args = make_params(layers), make_batch(examples), sk.example_keys(jax.random.key(1), examples)
+    return jax.make_jaxpr(step)(*args)
+
+
+def packed(dtype: Any) -> Any:
+    """Pieces whose activations are a tree with integers in it, in some dtype."""
+
+    def widened(x: jax.Array) -> jax.Array:
+        return x.astype(jnp.float32)
+
+    return (
+        lambda shared, batch, keys: {"x": embed(shared, batch, keys).astype(dtype), "segments": batch["tokens"]},
+        lambda layers, x, keys: x | {"x": stage(layers, widened(x["x"]), keys).astype(dtype)},
+        lambda shared, x, batch: head(shared, widened(x["x"]), batch),
+    )
+
+
+# proves S78, S82, F39, F40
+@pytest.mark.parametrize("name", NAMES)
+def test_ticks_and_traffic_are_those_of_the_table(name):
+    schedule, dtype = make(name, 4, 6, 2), (jnp.float32, jnp.bfloat16)[NAMES.index(name) % 2]
+    closed = jaxpr_of(schedule, schedule.stages * schedule.chunks, packed(dtype), recompute=False)
+    times = sent = 0
+    for segment in schedule.table(saved=True).segments:
+        for move in segment.moves:
+            if not move.endswith("_self"):
+                sizes = [TOKENS * D * jnp.dtype(dtype).itemsize] + [4 * TOKENS] * move.startswith("input")
+                times, sent = times + segment.ticks * len(sizes), sent + segment.ticks * sum(sizes)
+    rows = census_of(closed.jaxpr).select(kind="ppermute")
+    assert {row.axes for row in rows} == {("stage",)}
+    assert (sum(row.count for row in rows), sum(row.count * row.bytes_in for row in rows)) == (times, sent)
+    # A tick reads one row of the table.
+    scans = [(e.params, n) for e, n in walk(closed.jaxpr) if e.primitive.name == "scan"]
+    reads = [n * params["length"] for params, n in scans if ROW in [x.shape for x in params["jaxpr"].in_avals]]
+    assert sum(reads) == max(map(len, schedule.rows))
+
+
+@pytest.mark.parametrize(
+    ("name", "p"),
+    [
+        *[("gpipe", 2), ("interleaved", 1), ("lockstep", 4), ("zero_bubble_h1", 4), ("dualpipe_v", 2)],
+        *[pytest.param(name, 2, marks=pytest.mark.deep) for name in NAMES[1:-2]],
+    ],
+)
+def test_the_program_does_not_grow_with_the_microbatches(name, p):
+    few, many = (make(name, p, m, 2) for m in (16, 64))
+    sizes = [sum(1 for _ in walk(jaxpr_of(s, s.stages * s.chunks).jaxpr)) for s in (few, many)]
+    assert sizes[0] == sizes[1]
+
+
+def dots(jaxpr: Any) -> int:
+    return sum(times for equation, times in walk(jaxpr) if equation.primitive.name == "dot_general")
+
+
+# proves F38: I and W together do what B does, and the step no more than its table says
+def test_a_split_backward_does_no_work_twice():
+    schedule, layers = schedules.zero_bubble_h1(4, 6), 8
+    params, batch = make_params(2), make_batch(1)
+    given = Given(params.pop("layers"), jnp.int32(0), jnp.int32(2), batch, sk.example_keys(jax.random.key(1), 1))
+    pieces = Pieces(Model(*PIECES, True, "here"), params, given, (), 2)
+    (x,), residuals = pieces.x, pieces.forward.out[1]
+    second = jax.make_jaxpr(lambda given, kept: pieces.split.second(*jax.tree.leaves(given), kept=kept))
+    first = jax.make_jaxpr(lambda *args: pieces.split.first(*jax.tree.leaves(args)))(given, residuals, [x])
+    i, w = dots(first.jaxpr), dots(second(given, pieces.split.kept).jaxpr)
+    assert i > 0 and w > 0 and i + w == dots(pieces.backward.jaxpr)
+    f, end = dots(pieces.forward.jaxpr), dots(pieces.head_backward.jaxpr)
+    work = {"F": f, "I": f + i + end, "W": w}  # the backward pass begins again with the input
+    wanted = sum(segment.ticks * sum(work[op] for op in segment.ops) for segment in schedule.table().segments)
+    assert dots(jaxpr_of(schedule, layers).jaxpr) == wanted
+
+
+def test_a_stage_that_cannot_be_split_says_so():  # proves F38
+    def stubborn(layers: Any, x: jax.Array, keys: Any) -> jax.Array:
+        return jax.lax.cond(x[0, 0, 0] > 5, lambda: x, lambda: stage(layers, x, keys))
+
+    pieces = (embed, stubborn, head)
+    with pytest.warns(UserWarning) as caught:
+        check(schedules.zero_bubble_h1(2, 3), pieces=pieces)
+    assert {re.sub(r" at \S+:\d+ \(.*?\),", " at LINE,", str(warning.message)) for warning in caught} == {
+        "pipeline_value_and_grad: the schedule splits backward passes, but those of this stage run whole, in place of "
+        "I. Split: the second results must have equations of their own, which the first results do not need; got "
+        "`cond` at LINE, which both need. Take it apart, or run the function unsplit."
+    }
+    assert "test_pipeline.py:" in str(caught[0].message)

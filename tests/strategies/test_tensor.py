@@ -1,0 +1,487 @@
+"""Tensor and sequence parallelism: kernels and whole steps against one device, what they send, what is refused."""
+
+import math
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from shardkit import cost
+from shardkit.models import transformer
+from shardkit.partitioning.plan import Layout
+from shardkit.testing import assert_matches_reference, assert_same_training, covering
+from support.tiers import covered
+
+MESHES = [  # sizes and axis
+    ({"model": 1}, "model"),
+    ({"model": 3}, "model"),
+    ({"model": 5}, "model"),
+    ({"data": 2, "model": 4}, "model"),
+    ({"model": 2, "data": 2, "other": 2}, ("other", "model")),
+]
+B, T, D, H, K = 2, 120, 6, 120, 2  # tokens and heads divide by every axis
+
+
+def mesh_of(sizes):
+    return sk.make_mesh(jax.devices()[: math.prod(sizes.values())], **sizes)
+
+
+def normal(seed, *shapes, dtype="float32"):
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.normal(size=shape).astype(np.float32), dtype) for shape in shapes]
+
+
+# ---- kernels
+
+
+DTYPES, IMPLS = ["float32", "bfloat16"], ["gather", "ring", "auto"]
+
+
+@covered(
+    [  # impl is about sequence parallelism alone
+        row | {"seed": i}
+        for i, row in enumerate(
+            covering(
+                {"mesh": MESHES[1::2] + MESHES[4:], "dtype": DTYPES, "sequence": [True, False], "impl": IMPLS},
+                lambda row: row.get("sequence", True) or row.get("impl", "auto") == "auto",
+            )
+        )
+    ],
+    mesh=st.sampled_from(MESHES),
+    dtype=st.sampled_from(DTYPES),
+    sequence=st.booleans(),
+    impl=st.sampled_from(IMPLS),
+    seed=st.integers(0, 9),
+)
+def test_a_column_and_a_row_are_one_block(mesh, dtype, sequence, impl, seed):  # proves F24, F25
+    sizes, axis = mesh
+    data = "data" if "data" in sizes else None
+    x, gate, up, out = normal(seed, (B, T, D), (D, H, K), (D, H, K), (H, K, D), dtype=dtype)
+
+    def block(x, gate, up, out, axis=None, **options):
+        h = sk.column_linear(x, {"gate": gate, "up": up}, axis, **options)
+        return sk.row_linear(jnp.tanh(h["gate"]) * h["up"], out, axis, **options)
+
+    def reference(x, gate, up, out):
+        gate, up = (jnp.einsum("bTD,DHK->bTHK", x, each) for each in (gate, up))
+        return jnp.einsum("bTHK,HKD->bTD", jnp.tanh(gate) * up, out)
+
+    tokens = P(data, axis if sequence else None)
+    assert_matches_reference(
+        lambda *args: block(*args, axis, sequence=sequence, impl=impl),
+        reference,
+        mesh=mesh_of(sizes),
+        in_specs=(tokens, P(None, axis), P(None, axis), P(axis)),
+        out_specs=tokens,  # without sequence parallelism typed as equal over the axis
+        args=(x, gate, up, out),
+        eager=False,
+    )
+    assert block(x, gate, up, out).dtype == x.dtype  # one device, no mesh
+
+
+def grouped(heads, kv_heads):
+    """Attention scores' sums, as each query head meets the key head of its group."""
+
+    def reference(x, query, key):
+        q = jnp.einsum("bTD,DHK->bTHK", x, query)
+        k = jnp.einsum("bTD,DGK->bTGK", x, jnp.repeat(key, heads // kv_heads, axis=1))
+        return jnp.sum(q * k, axis=-1)
+
+    def kernel(x, query, key):
+        key = sk.local_groups(key, "model", heads=heads, kv_heads=kv_heads)
+        q, k = sk.column_linear(x, (query, key), "model")
+        return jnp.sum(q * jnp.repeat(k, q.shape[2] // k.shape[2], axis=2), axis=-1)
+
+    return kernel, reference
+
+
+# devices, query heads, key/value heads, and how many of these a device takes
+@pytest.mark.parametrize(
+    "n, heads, kv_heads, taken",
+    [
+        (1, 6, 3, 3),
+        (4, 8, 2, 1),
+        (8, 8, 1, 1),
+        (2, 6, 3, 3),
+        (4, 12, 3, 3),
+        (3, 12, 4, 4),
+        (3, 12, 2, 2),
+        (2, 8, 4, 2),
+        (5, 5, 5, 1),
+    ],
+)
+def test_each_device_takes_the_groups_of_its_query_heads(n, heads, kv_heads, taken):  # proves F24
+    x, query, key = normal(n, (B, 3, D), (D, heads, K), (D, kv_heads, K))
+    kernel, reference = grouped(heads, kv_heads)
+    for split in [P()] if kv_heads % n else [P(), P(None, "model")]:
+        assert_matches_reference(
+            kernel,
+            reference,
+            mesh=sk.make_mesh(jax.devices()[:n], model=n),
+            in_specs=(P(), P(None, "model"), split),
+            out_specs=P(None, None, "model"),
+            args=(x, query, key),
+            eager=False,
+        )
+    own = jax.shard_map(
+        lambda key: sk.local_groups(key, "model", heads=heads, kv_heads=kv_heads),
+        mesh=sk.abstract_mesh(model=n),
+        in_specs=P(),
+        out_specs=P(None, "model") if n > 1 else P(),
+    )
+    assert jax.eval_shape(own, key).shape == (D, n * taken, K)
+    np.testing.assert_array_equal(sk.local_groups(key, None, heads=heads, kv_heads=kv_heads), key)
+
+
+@pytest.mark.parametrize("n, heads, kv_heads", [(1, 4, 4), (2, 4, 2), (4, 8, 8), (3, 6, 3)])
+def test_a_fused_weight_is_the_three_unfused_ones(n, heads, kv_heads):  # proves F24
+    widths = (heads * K, kv_heads * K, kv_heads * K)
+    # integers, so that every sum is exact
+    query, key, value, x = (jnp.round(3 * each) for each in normal(n, *[(D, each) for each in widths], (B, 3, D)))
+    fused = jnp.concatenate([query, key, value], axis=1)
+    ordered = sk.device_major_qkv(fused, n, heads=heads, kv_heads=kv_heads)
+    back = sk.device_major_qkv(ordered, n, heads=heads, kv_heads=kv_heads, inverse=True)
+    np.testing.assert_array_equal(back, fused)
+    h, g = heads // n, kv_heads // n
+
+    def kernel(x, w):
+        y = sk.column_linear(x, w, "model")
+        return tuple(jnp.split(y.reshape(*y.shape[:-1], -1, K), [h, h + g], axis=-2))
+
+    mesh = sk.make_mesh(jax.devices()[:n], model=n)
+    split = jax.shard_map(kernel, mesh=mesh, in_specs=(P(), P(None, "model")), out_specs=P(None, None, "model"))
+    for each, w in zip(jax.jit(split)(x, ordered), (query, key, value), strict=True):
+        np.testing.assert_array_equal(each, jnp.einsum("bTD,DC->bTC", x, w).reshape(B, 3, -1, K))
+    if kv_heads == heads:
+        np.testing.assert_array_equal(sk.device_major_qkv(fused[0], n, heads=heads, dim=0), ordered[0])
+
+
+# ---- a transformer's block made of the kernels
+
+
+CONFIG = transformer.Config(vocabulary=24, layers=2, dim=16, heads=4, kv_heads=2, hidden=24)
+AXES = transformer.logical_axes(CONFIG)
+RULES = dict.fromkeys(["layers", "embed", "kv_heads", "head_size"]) | dict.fromkeys(
+    ["vocabulary", "heads", "hidden"], "model"
+)
+
+
+def rules(**changed):
+    return sk.specs_from_rules(AXES, RULES | changed)
+
+
+def block(w, x, axis, sequence=False, keep=False):
+    """A layer of models/transformer.py, without rotary positions."""
+
+    def columns(x, weights):
+        if keep:
+            return sk.column_linear(sk.all_gather(x, axis, dim=-2), weights, axis)
+        return sk.column_linear(x, weights, axis, sequence=sequence)
+
+    sizes = {"heads": CONFIG.heads, "kv_heads": CONFIG.groups, "dim": 1}
+    key, value = (sk.local_groups(w[name], axis, **sizes) for name in ("key", "value"))
+    q, k, v = columns(transformer.rms_norm(x, w["attention_norm"]), (w["query"], key, value))
+    k, v = (jnp.repeat(each, q.shape[2] // each.shape[2], axis=2) for each in (k, v))
+    s = jax.nn.softmax(jnp.einsum("bTHK,bSHK->bHTS", q, k), axis=-1)
+    x = x + sk.row_linear(jnp.einsum("bHTS,bSHK->bTHK", s, v), w["attention_out"], axis, sequence=sequence)
+    gate, up = columns(transformer.rms_norm(x, w["mlp_norm"]), (w["gate"], w["up"]))
+    return x + sk.row_linear(jax.nn.silu(gate) * up, w["down"], axis, sequence=sequence)
+
+
+def loss_fn(axis, sequence=False):
+    def loss(params, batch, keys):
+        x = sk.vocab_embed(batch["tokens"], params["embed"], axis, sequence=sequence)
+        layer = sk.gathered(lambda w, x: block(w, x, axis, sequence))
+        x, _ = jax.lax.scan(lambda x, w: (layer(w, x), None), x, params["layers"])
+        x = transformer.rms_norm(x, params["final_norm"])
+        nats, hits = sk.vocab_cross_entropy_and_hits(x, params["head"], batch["targets"], axis, sequence=sequence)
+        counted = batch["targets"] >= 0
+        return sk.Mean.of(nats, counted), {"accuracy": sk.Mean.of(hits, counted)}
+
+    return loss
+
+
+def params():
+    return jax.tree.map(lambda x: 3 * x, transformer.init(jax.random.key(0), CONFIG))
+
+
+def batch(step):
+    rng = np.random.default_rng(step)
+    tokens, targets = rng.integers(0, 24, (2, 8, 12)).astype(np.int32)
+    return {"tokens": tokens, "targets": np.where(rng.random((8, 12)) < 0.3, -1, targets)}
+
+
+ZERO = {"min_size": 1, "layerwise": ("layers",)}
+STEPS = [  # and whether with sequence parallelism
+    ("tp", {"model": 4}, lambda tp: tp, False),
+    ("tp over two axes", {"x": 2, "model": 2}, None, True),
+    ("tp x dp", {"data": 2, "model": 4}, lambda tp: sk.chain(sk.dp("data"), tp), False),
+    ("tp and sp x dp", {"data": 2, "model": 4}, lambda tp: sk.chain(sk.dp("data"), tp), True),
+    ("tp x fsdp", {"model": 2, "data": 4}, lambda tp: sk.chain(sk.fsdp("data", **ZERO), tp), False),
+    ("tp and sp x fsdp", {"model": 4, "data": 2}, lambda tp: sk.chain(sk.fsdp("data", **ZERO), tp), True),
+    ("tp and sp x zero1", {"data": 4, "model": 2}, lambda tp: sk.chain(tp, sk.zero1("data", min_size=1)), True),
+    ("tp and sp x zero2", {"data": 2, "model": 4}, lambda tp: sk.chain(tp, sk.zero2("data", min_size=1)), True),
+    ("sp of one device", {"data": 2, "model": 1}, lambda tp: sk.chain(sk.dp("data"), tp), True),
+]
+
+
+# Beside other plans it stands in tests/laws too.
+BY_DEFAULT = ("tp over two axes", "tp and sp x fsdp", "sp of one device")
+
+
+@pytest.mark.parametrize(
+    "name, sizes, plan, sequence",
+    [pytest.param(*row, id=row[0], marks=[] if row[0] in BY_DEFAULT else pytest.mark.deep) for row in STEPS],
+)
+def test_a_step_is_that_of_one_device(name, sizes, plan, sequence):  # proves F24, F25, F27
+    axis, specs = "model", rules()
+    if plan is None:
+        axis = ("model", "x")
+        specs = rules(vocabulary=axis, heads=axis, hidden=axis)
+        plan = lambda tp: tp  # noqa: E731
+    with jax.numpy_dtype_promotion("standard"):  # optax does not trace under strict promotion
+        assert_same_training(
+            sk.value_and_grad(loss_fn(axis, sequence)),
+            sk.value_and_grad(loss_fn(None)),
+            optax.adamw(1e-2),
+            mesh=mesh_of(sizes),
+            plan=plan(sk.tp(axis, specs, sequence=sequence)),
+            params=params(),
+            batches=[batch(step) for step in range(3)],
+            accumulate=2,
+        )
+
+
+# ---- what is sent
+
+
+@pytest.mark.parametrize(
+    "options, forward, backward, volume",
+    [
+        ({}, {"all_reduce": 2}, {"all_reduce": 2}, {}),
+        (
+            {"sequence": True},
+            {"all_gather": 2, "reduce_scatter": 2},
+            {"all_gather": 4, "reduce_scatter": 2},
+            {"sequence_parallel": True, "regather": True},
+        ),
+        (
+            {"sequence": True, "keep": True},
+            {"all_gather": 2, "reduce_scatter": 2},
+            {"all_gather": 2, "reduce_scatter": 2},
+            {"sequence_parallel": True},
+        ),
+    ],
+)
+def test_a_layer_sends_what_megatron_sends(options, forward, backward, volume):  # proves F24, F25
+    n, sequence = 2, options.get("sequence", False)  # two key/value heads divide by two devices
+    mesh = sk.abstract_mesh(model=n)
+    layer = jax.tree.map(lambda x: x[0], params()["layers"])
+    specs = jax.tree.map(lambda spec: P(*spec[1:]), rules(kv_heads="model")["layers"])
+    tokens = P(None, "model") if sequence else P()
+
+    def gradients(w, x):
+        norms = {name: sk.vary(w[name], "model" if sequence else ()) for name in ("attention_norm", "mlp_norm")}
+        y, backward = jax.vjp(lambda w, x: block(w, x, "model", **options), w | norms, x)
+        dw, dx = backward(y)
+        return {name: dw[name] for name in specs if name not in norms}, dx
+
+    out = {name: spec for name, spec in specs.items() if not name.endswith("norm")}
+    f = jax.shard_map(gradients, mesh=mesh, in_specs=(specs, tokens), out_specs=(out, tokens))
+    found = sk.census(f, layer, jax.ShapeDtypeStruct((B, T, CONFIG.dim), jnp.float32))
+    for passed, expected in ((False, forward), (True, backward)):
+        rows = [row for row in found.rows if row.backward == passed]
+        assert {kind: sum(row.count for row in rows if row.kind == kind) for kind in {r.kind for r in rows}} == expected
+    closed = cost.tensor_volume(batch=B, sequence=T, hidden=CONFIG.dim, ways=n, value_bytes=4, **volume)
+    assert found.sent() == closed.total
+    assert sum(row.total for row in found.rows if row.backward) == closed.backward
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_gradients_of_gains_are_summed_once_a_step(accumulate):  # proves F25
+    mesh = sk.abstract_mesh(data=2, model=2)
+    plan = sk.chain(sk.dp("data"), sk.tp("model", rules(kv_heads="model"), sequence=True))
+    init, step = sk.make_train_step(
+        sk.value_and_grad(loss_fn("model", True)), optax.sgd(0.1), mesh=mesh, plan=plan, accumulate=accumulate
+    )
+    state = init.abstract(jax.eval_shape(params))
+    small = sk.census(step, state, batch(0)).select(axis="model", kind="all_reduce")
+    gains = [row for row in small if row.bytes_in in (4 * CONFIG.dim, 4 * CONFIG.layers * CONFIG.dim)]
+    assert sorted((row.axes, row.bytes_in, row.count) for row in gains) == [
+        (("data", "model"), 4 * CONFIG.dim, 1),
+        *[(("data", "model"), 4 * CONFIG.layers * CONFIG.dim, 1)] * 2,
+    ]
+
+
+# ---- the plan, and what is refused
+
+
+def test_leaves_stay_split_and_whole_ones_are_marked_under_sequence_parallelism():
+    shapes = jax.eval_shape(params)
+    mesh = sk.abstract_mesh(data=2, model=2)
+    plain, sequence = (sk.tp("model", rules(), sequence=each) for each in (False, True))
+    assert str(plain) == "tp('model')" and plain.batch_spec(mesh) == P()
+    up, head = P(None, None, "model"), P(None, "model")
+    for plan, varies in ((plain, ()), (sequence, ("model",))):
+        found = plan.layouts(shapes, mesh)
+        assert found["layers"]["up"] == Layout(up, up, up) and found["head"] == Layout(head, head, head)
+        assert found["final_norm"] == found["layers"]["key"] == Layout(P(), P(), P(), varies=varies)
+    whole = Layout(P(), P(), P())
+    alone = sequence.layouts(shapes, sk.abstract_mesh(data=2, model=1))
+    assert set(jax.tree.leaves(alone, is_leaf=lambda x: isinstance(x, Layout))) == {whole}
+    chosen = sk.tp("model", lambda path, shape: -1 if path == "layers.up" else None)
+    assert chosen.layouts(shapes, mesh)["layers"]["up"] == Layout(up, up, up)
+    both = sk.chain(sk.zero1("data", min_size=1), sequence).layouts(shapes, mesh)
+    assert both["final_norm"] == Layout(P(), P(), P("data"), varies=("model",))
+    assert both["layers"]["up"].update == P(None, "data", "model")
+
+
+def laid_out(plan, **sizes):
+    return plan.layouts(jax.eval_shape(params), sk.abstract_mesh(**sizes))
+
+
+def on_two(fn, *args):
+    return jax.eval_shape(jax.shard_map(fn, mesh=sk.abstract_mesh(model=2), in_specs=P(), out_specs=P()), *args)
+
+
+@pytest.mark.parametrize(
+    "make, kind, message",
+    [
+        (
+            lambda: laid_out(sk.tp("model", rules()), model=5),
+            ValueError,
+            "tp: dim 0 of leaf embed must be divisible by axis 'model'; got size 24 over 5 devices. Pad it to 25 (a "
+            "vocabulary, which the loss is told by vocab_cross_entropy(vocabulary=24)), leave the leaf whole "
+            "(key/value heads), or use a smaller axis.",
+        ),
+        (
+            lambda: laid_out(sk.tp(("a", "b"), lambda path, shape: 1 if path == "layers.key" else None), a=2, b=16),
+            ValueError,
+            "tp: dim 1 of leaf layers.key must be divisible by axes 'a', 'b'; got size 16 over 32 devices. Pad it to "
+            "32 (a vocabulary, which the loss is told by vocab_cross_entropy(vocabulary=16)), leave the leaf whole "
+            "(key/value heads), or use a smaller axis.",
+        ),
+        (
+            lambda: laid_out(sk.tp("model", lambda path, shape: 2), model=2),
+            ValueError,
+            "tp: leaf embed: dim must name a dimension of the array; got 2 for an array of rank 2. Choose 0 to 1.",
+        ),
+        (
+            lambda: sk.tp("modell", rules()),
+            ValueError,
+            "tp: the rules must put axis 'modell' on some dim; the axes that they name are 'model'. Correct the rules, "
+            "or the axis.",
+        ),
+        (
+            lambda: laid_out(sk.tp("model", {"embed": P("model")}), model=2),
+            ValueError,
+            "tp: the rules have no spec for leaf final_norm; they are of another tree, with the leaves 'embed'. Make "
+            "them from the logical axes of these parameters.",
+        ),
+        (
+            lambda: sk.tp("model", {"embed": ("vocabulary", "embed")}),
+            TypeError,
+            "tp: rules must be a function of path and shape, or a tree of PartitionSpecs; got 'vocabulary' for "
+            "embed.0. Make the tree with specs_from_rules.",
+        ),
+        (
+            lambda: sk.tp(3, rules()),
+            TypeError,
+            "tp: axis must be a mesh axis name or a tuple of names; got 3. "
+            "Pass for example axis='data' or axis=('data', 'model').",
+        ),
+        (
+            lambda: on_two(lambda w: sk.local_groups(w, "model", heads=5, kv_heads=1), jnp.ones((D, 1, K))),
+            ValueError,
+            "local_groups: heads must be divisible by the devices that share them; got 5 heads over 2 devices. Change "
+            "the heads, or use fewer devices.",
+        ),
+        (
+            lambda: sk.local_groups(jnp.ones((D, 4, K)), None, heads=6, kv_heads=4),
+            ValueError,
+            "local_groups: kv_heads must divide heads; got 4 for 6 heads. Change one of them.",
+        ),
+        (
+            lambda: on_two(lambda w: sk.local_groups(w, "model", heads=8, kv_heads=4), jnp.ones((D, 3, K))),
+            ValueError,
+            "local_groups: dim 1 must hold all key/value heads, or this device's share of them; got size 3 for 4 "
+            "key/value heads over 2 devices. Pass the dim of the heads.",
+        ),
+        (
+            lambda: sk.device_major_qkv(jnp.ones((D, 24)), 4, heads=6),
+            ValueError,
+            "device_major_qkv: heads must be divisible by the devices that share them; got 6 heads over 4 devices. "
+            "Change the heads, or use fewer devices.",
+        ),
+        (
+            lambda: sk.device_major_qkv(jnp.ones((D, 24)), 4, heads=8, kv_heads=2),
+            ValueError,
+            "device_major_qkv: kv_heads must be divisible by the devices that share them; got 2 kv_heads over 4 "
+            "devices. Change the heads, or use fewer devices.",
+        ),
+        (
+            lambda: sk.device_major_qkv(jnp.ones((D, 25)), 2, heads=8),
+            ValueError,
+            "device_major_qkv: dim 1 must hold heads + 2 kv_heads heads of equal size; got size 25 for 24 heads. Pass "
+            "the fused dim and its heads.",
+        ),
+        (
+            lambda: on_two(lambda x, w: sk.column_linear(x, w, "modell"), jnp.ones((T, D)), jnp.ones((D, 4))),
+            ValueError,
+            "column_linear: axis 'modell' is not an axis of this mesh; its axes are 'model'. Use one of them, or add "
+            "the axis to make_mesh.",
+        ),
+    ],
+)
+def test_bad_use_is_refused(make, kind, message):
+    with pytest.raises(kind) as error:
+        make()
+    assert str(error.value) == message
+
+
+# proves F49: a policy that saves matmuls finds those of the kernels, so that nothing is made or gathered twice for it
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_policy_that_saves_matmuls_saves_those_of_the_kernels(sequence):
+    mesh, share = sk.make_mesh(jax.devices()[:2], model=2), {"sequence": sequence, "impl": "gather"}
+    tokens, halves = P("model" if sequence else None), (P(None, "model"), P("model"))
+
+    def block(x, up, down):
+        return sk.row_linear(jnp.sin(sk.column_linear(x, up, "model", **share)), down, "model", **share)
+
+    def gradients(block):
+        grad = jax.grad(lambda *args: jnp.sum(block(*args)), argnums=(0, 1, 2))
+        return jax.shard_map(grad, mesh=mesh, in_specs=(tokens, *halves), out_specs=(tokens, *halves))
+
+    def matmuls_and_bytes(block):
+        args = [jnp.ones(shape) for shape in ((4, 6), (6, 8), (8, 6))]
+        return str(jax.make_jaxpr(gradients(block))(*args)).count("dot_general["), sk.census(
+            gradients(block), *args
+        ).sent()
+
+    saved = jax.checkpoint(block, policy=jax.checkpoint_policies.dots_saveable)
+    assert matmuls_and_bytes(saved) == matmuls_and_bytes(block)
+
+
+# Each device would add the whole product, and count every class of a head: the sums were n times too large.
+@pytest.mark.check
+def test_weights_that_are_summed_over_an_axis_must_be_split_over_it():
+    mesh = sk.make_mesh(jax.devices()[:4], data=2, model=2)
+    h, w, targets = np.ones((2, 3, 4), np.float32), np.ones((4, 8), np.float32), np.zeros((2, 3), np.int32)
+    calls = {
+        "row_linear: w": lambda h, w, t: sk.row_linear(sk.vary(h, "model"), w, "model"),
+        "vocab_cross_entropy: head": lambda h, w, t: sk.vocab_cross_entropy(h, w, t, "model"),
+        "vocab_cross_entropy_and_hits: head": lambda h, w, t: sk.vocab_cross_entropy_and_hits(h, w, t, "model"),
+    }
+    for name, call in calls.items():
+        kernel = jax.shard_map(call, mesh=mesh, in_specs=(P("data"), P(), P("data")), out_specs=P("data"))
+        with pytest.raises(ValueError) as error:
+            jax.eval_shape(kernel, h, w, targets)
+        assert str(error.value) == (
+            f"{name} must be split over axis 'model', over which the devices' parts are summed; got the same along "
+            "axis 'model'. Split it, with tp for example, or pass another axis."
+        )

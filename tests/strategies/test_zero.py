@@ -1,0 +1,549 @@
+"""ZeRO and FSDP: which leaf is split where, what is held, what is sent, and what is refused."""
+
+from fractions import Fraction
+from functools import cache
+from importlib.util import find_spec
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from benchmarks import zero_memory
+from shardkit import _compat
+from shardkit.analysis.hlo.differences import compiled, written
+from shardkit.models import transformer
+from shardkit.partitioning.handles import Handle
+from shardkit.partitioning.plan import Layout
+from support.conformance import BATCH, TRANSFORMER, text_batch
+from support.optimizers import OPTIMIZERS, OWN
+
+SHAPES = {
+    "layers": {"up": (4, 16, 32), "gain": (4, 16), "odd": (4, 5, 3)},
+    "head": (16, 48),
+    "bias": (48,),
+    "scale": (),
+}
+TREE = jax.tree.map(
+    lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), SHAPES, is_leaf=lambda x: isinstance(x, tuple)
+)
+PLANS = {
+    "dp": lambda **o: sk.dp("d"),
+    "zero1": lambda **o: sk.zero1("d", min_size=1, **o),
+    "zero2": lambda **o: sk.zero2("d", min_size=1, **o),
+    "fsdp": lambda **o: sk.fsdp("d", min_size=1, **o),
+    "zero2 layerwise": lambda **o: sk.zero2("d", min_size=1, layerwise=("layers",), **o),
+    "fsdp layerwise": lambda **o: sk.fsdp("d", min_size=1, layerwise=("layers",), **o),
+}
+
+
+def layouts(plan, **sizes):
+    return plan.layouts(TREE, sk.abstract_mesh(**sizes))
+
+
+# ---- which dim
+
+
+def test_the_largest_dim_that_divides_is_split_and_small_leaves_are_not():  # proves S69, F21
+    found = layouts(sk.fsdp("d", min_size=100), d=4)
+    assert found["layers"]["up"] == Layout(P(None, None, "d"), P(), P(None, None, "d"))
+    assert found["head"] == Layout(P(None, "d"), P(), P(None, "d"))
+    whole = Layout(P(), P(), P())
+    assert found["bias"] == found["layers"]["gain"] == found["scale"] == whole
+    assert layouts(sk.fsdp("d"), d=4)["head"] == whole  # 768 elements are few
+    assert layouts(sk.zero1("d", min_size=100), d=4)["head"] == Layout(P(), P(), P(None, "d"))
+
+
+def test_a_stacks_layers_are_never_split_layer_by_layer():
+    whole, layerwise = (layouts(PLANS[name](), d=4)["layers"] for name in ("fsdp", "fsdp layerwise"))
+    assert whole["odd"].rest == P("d")  # its four layers divide
+    assert layerwise["odd"] == Layout(P(), P(), P())  # nothing else does
+    assert layerwise["gain"] == Layout(P(None, "d"), P(), P(None, "d"), P(None, "d"), P(None, "d"))
+    assert layouts(PLANS["zero2 layerwise"](), d=4)["layers"]["gain"] == Layout(
+        P(), P(), P(None, "d"), grad=P(None, "d")
+    )
+    assert layouts(PLANS["zero2"](), d=4)["bias"] == Layout(P(), P(), P("d"), grad=P("d"), entry=True)
+
+
+def test_the_dim_can_be_chosen():
+    choose = {"head": 0, "layers.up": 1}
+    found = layouts(sk.fsdp("d", min_size=1, rules=lambda path, shape: choose.get(path)), d=4)
+    assert found["head"].rest == P("d") and found["layers"]["up"].rest == P(None, "d")
+    assert found["bias"].rest == P()
+
+
+def test_one_device_splits_nothing():
+    for make in PLANS.values():
+        assert set(jax.tree.leaves(layouts(make(), d=1), is_leaf=lambda x: isinstance(x, Layout))) == {
+            Layout(P(), P(), P())
+        }
+
+
+@pytest.mark.parametrize(
+    "make, kind, message",
+    [
+        (
+            lambda: layouts(sk.fsdp("d", min_size=1, uneven="refuse", layerwise=("layers",)), d=4),
+            ValueError,
+            "fsdp: one dim of leaf layers.odd must be divisible by axis 'd'; got shape (4, 5, 3) over 4 devices. "
+            "Pass uneven='pad' or uneven='replicate'.",
+        ),
+        (
+            lambda: layouts(sk.zero1("d", min_size=1, rules=lambda path, shape: 0), d=5),
+            ValueError,
+            "zero1: dim 0 of leaf bias must be divisible by axis 'd'; got shape (48,) over 5 devices. "
+            "Choose another dim, or pass uneven='pad'.",
+        ),
+        (
+            lambda: sk.zero2("d", uneven="fill"),
+            ValueError,
+            "zero2: uneven must be 'replicate', 'refuse' or 'pad'; got 'fill'. Choose one of them.",
+        ),
+        (
+            lambda: sk.fsdp("d", layerwise="layers"),
+            TypeError,
+            "fsdp: layerwise must be a tuple of names; got 'layers'. Write layerwise=('layers',).",
+        ),
+        (
+            lambda: sk.zero1(3),
+            TypeError,
+            "zero1: axis must be a mesh axis name or a tuple of names; got 3. "
+            "Pass for example axis='data' or axis=('data', 'model').",
+        ),
+        (
+            lambda: sk.fsdp("d").layouts({}, sk.abstract_mesh(d=4)),
+            ValueError,
+            "fsdp('d'): the parameters must have at least one array; got {}. Pass the model's pytree, or the function "
+            "of a key that makes it.",
+        ),
+        (
+            lambda: layouts(sk.fsdp("d", min_size=1, rules={"head": P("d")}), d=4),
+            ValueError,
+            "fsdp: the rules have no spec for leaf bias; they are of another tree, with the leaves 'head'. Make them "
+            "from the logical axes of these parameters.",
+        ),
+        (
+            lambda: sk.chain(sk.fsdp("d"), sk.zero1("d")),
+            ValueError,
+            "chain: axis 'd' is used by fsdp('d') and by zero1('d'). A mesh axis serves one strategy; "
+            "give one of them another axis.",
+        ),
+    ],
+)
+def test_bad_plans_are_refused(make, kind, message):
+    with pytest.raises(kind) as error:
+        make()
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("uneven", ["replicate", "refuse", "pad"])
+def test_a_scalar_is_whole_whatever_is_asked_of_the_others(uneven):
+    found = sk.fsdp("d", min_size=1, uneven=uneven).layouts({"scale": jnp.float32(1)}, sk.abstract_mesh(d=4))
+    assert found["scale"] == Layout(P(), P(), P())
+
+
+def test_a_plan_describes_every_leaf_and_says_why():  # proves S65, S68
+    plan = sk.chain(sk.dp("r"), sk.fsdp("d", min_size=200, layerwise=("layers",)))
+    text = sk.describe(plan, TREE, sk.abstract_mesh(r=2, d=4))
+    assert text.splitlines() == [
+        "leaf         shape        at rest            bytes/device  update             bytes/device  why",
+        "bias         [48]         whole              192           whole              192           "
+        "fsdp('d'): 48 elements, fewer than min_size=200",
+        "head         [16, 48]     (None, 'd')        768           (None, 'd')        768           "
+        "fsdp('d') splits dim 1",
+        "layers.gain  [4, 16]      whole              256           whole              256           "
+        "fsdp('d'): 64 elements, fewer than min_size=200",
+        "layers.odd   [4, 5, 3]    whole              240           whole              240           "
+        "fsdp('d'): 60 elements, fewer than min_size=200",
+        "layers.up    [4, 16, 32]  (None, None, 'd')  2,048         (None, None, 'd')  2,048         "
+        "fsdp('d') splits dim 2, opened by the loss",
+        "scale        []           whole              4             whole              4             "
+        "fsdp('d'): a scalar, which has no dim",
+        "fsdp('d') + dp('r'): a device holds 3,508 bytes at rest, and 3,508 of each copy that the update keeps",
+    ]
+    odd = sk.describe(sk.zero2("d", min_size=1, layerwise=("layers",)), TREE, sk.abstract_mesh(d=4)).splitlines()
+    assert odd[4].endswith("zero2('d'): no dim but the layer divides by 4")
+    assert odd[1].endswith("zero2('d') splits dim 0, opened before the loss")
+    state = built(sk.zero1("d", min_size=1))[1]
+    assert "zero1('d') splits dim" in sk.describe(sk.zero1("d", min_size=1), state.params)
+    assert "4" in sk.describe(state.params).splitlines()[1]  # a state without devices has a description too
+    with pytest.raises(ValueError) as error:
+        sk.describe(sk.zero1("d"), TREE)
+    assert str(error.value) == (
+        "describe: the layouts of a plan depend on a mesh, and no leaf has one. Call describe(plan, params, mesh)."
+    )
+
+
+# ---- handles
+
+
+USES = {
+    "matmul": lambda w: jnp.ones((2, 16)) @ w,
+    "attribute": lambda w: w.T,
+    "index": lambda w: w[0],
+    "sum": lambda w: jnp.sum(w),
+    "add": lambda w: w + 1,
+    "sum of the leaves": lambda w: sum(jnp.sum(x) for x in jax.tree.leaves(w)),
+    "squares of the leaves": lambda w: sum(jnp.sum(x**2) for x in jax.tree.leaves(w)),
+    "global norm": lambda w: optax.tree.norm(w),
+    "dot": lambda w: optax.tree.vdot(w, w),
+    "cast": lambda w: jax.tree.map(lambda x: x.astype(jnp.float32), w),
+    "sum in a dtype": lambda w: sum(jnp.sum(x, dtype=jnp.float32) for x in jax.tree.leaves(w)),
+    "einsum": lambda w: jnp.einsum("ld->l", jax.tree.leaves(w)[0]),
+    "lax": lambda w: jax.lax.dot_general(*jax.tree.leaves(w)[:1] * 2, (((1,), (1,)), ((), ()))),
+    "bits": lambda w: jax.lax.bitcast_convert_type(jax.tree.leaves(w)[0], jnp.uint32),
+    "where": lambda w: jnp.where(True, jax.tree.leaves(w)[0], 0.0),
+    "like": lambda w: jnp.zeros_like(jax.tree.leaves(w)[0]),
+    "max": lambda w: jnp.max(jax.tree.leaves(w)[0]),
+    "own sum": lambda w: jax.lax.psum(jax.tree.leaves(w)[0], "d"),
+    "own scan": lambda w: jax.lax.scan(lambda c, x: (c + jnp.sum(x**2), None), 0.0, jax.tree.leaves(w)[0])[0],
+    "checkpoint": lambda w: jax.checkpoint(lambda w: jnp.sum(jax.tree.leaves(w)[0] ** 2))(w),
+    "cond": lambda w: jax.lax.cond(True, lambda w: jnp.sum(jnp.exp(jax.tree.leaves(w)[0])), lambda w: 0.0, w),
+    "vmap": lambda w: jax.vmap(lambda x: jnp.sum(jnp.tanh(x)))(jax.tree.leaves(w)[0]),
+}
+
+
+# A part is not the weight: what a regularizer over jax.tree.leaves computes of it would be wrong in silence.
+@pytest.mark.parametrize("plan", ["fsdp layerwise", "zero2 layerwise"])
+@pytest.mark.parametrize("use", USES)
+def test_an_unopened_leaf_is_an_error_wherever_it_is_used(use, plan):
+    def loss(params, batch, keys):
+        return jnp.sum(USES[use](params["layers"]["w"]))
+
+    mesh = sk.make_mesh(jax.devices()[:4], d=4)
+    init, step = sk.make_train_step(sk.value_and_grad(loss), optax.sgd(0.1), mesh=mesh, plan=PLANS[plan]())
+    state = init.abstract({"layers": {"w": jnp.ones((3, 16))}})
+    for run in (
+        lambda: jax.eval_shape(step, state, jnp.ones((4, 2))),
+        lambda: sk.make_eval_step(loss, mesh=mesh, plan=PLANS[plan]())(state.params, jnp.ones((4, 2))),
+    ):
+        with pytest.raises(TypeError) as error:
+            run()
+        assert str(error.value) == (
+            "layers.w, which is sharded over 'd', was used before it was gathered. Wrap the function that uses it in "
+            "gathered(...), or run the stack with scan_layers."
+        )
+
+
+@pytest.mark.parametrize(
+    "make, name",
+    [
+        (lambda: sk.fsdp("d", layerwise=("layers", "layrs")), "layrs"),
+        (lambda: sk.zero2("d", layerwise=("layer",)), "layer"),
+        (lambda: sk.fsdp("d", rules={"layers": {"w": P(None, "d"), "v": P("d")}}), "layers.v"),
+        (lambda: sk.zero1("d", rules={"layers": {"w": P()}, "head": P("d")}), "head"),
+        (lambda: sk.tp("d", {"layers": {"w": P(None, "d")}, "head": P("d")}), "head"),
+        (lambda: sk.ep("d", {"layers": {"w": P("d")}, "experts": P("d")}), "experts"),
+    ],
+)
+@pytest.mark.check
+def test_what_a_plan_names_is_there(make, name):
+    plan = make()
+    with pytest.raises(ValueError) as error:
+        plan.layouts({"layers": {"w": jax.ShapeDtypeStruct((4, 16), jnp.float32)}}, sk.abstract_mesh(d=4))
+    assert str(error.value) == (
+        f"{plan.strategies[0].name}: whatever it names must be among the parameters; {name!r} is not, and the leaves "
+        "are 'layers.w'. Correct the name, or leave it out."
+    )
+
+
+def test_unopened_leaves_may_be_carried_and_sliced():
+    """Two stacks of one, a scan and a checkpoint of one's own around `gathered`: the numbers of plain arrays."""
+    layer = lambda w, x: jnp.tanh(x @ w)  # noqa: E731
+
+    def loss(params, batch, keys):
+        stack = params["layers"]
+        first, last = jax.tree.map(lambda leaf: leaf[:1], stack), jax.tree.map(lambda leaf: leaf[1:], stack)
+        x = sk.scan_layers(layer, first["w"], batch)
+        body = jax.checkpoint(lambda x, w: (sk.gathered(layer)(w, x), None))
+        x = jax.lax.scan(body, x, last["w"])[0]
+        one = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, 1, 0, keepdims=False), stack)
+        return sk.Mean.of(sk.gathered(layer, keep=True)(one["w"], x) ** 2)
+
+    params = {"layers": {"w": 0.3 * np.random.default_rng(0).normal(size=(3, 16, 16)).astype("f")}}
+    batches = [np.random.default_rng(1).normal(size=(8, 16)).astype("f")] * 2
+    for plan in ("fsdp layerwise", "zero2 layerwise"):
+        mesh = sk.make_mesh(jax.devices()[:4], d=4)
+        with jax.numpy_dtype_promotion("standard"):
+            sk.testing.assert_same_training(
+                sk.value_and_grad(loss),
+                sk.value_and_grad(loss),
+                optax.sgd(0.1),
+                mesh=mesh,
+                plan=PLANS[plan](),
+                params=params,
+                batches=batches,
+            )
+
+
+def test_gathered_is_the_function_itself_on_plain_arrays():
+    layer = sk.gathered(lambda w, x: x @ w)
+    x = jnp.ones((2, 3))
+    assert jnp.all(layer(jnp.eye(3), x) == x)
+    assert "checkpoint" not in str(jax.make_jaxpr(layer)(jnp.eye(3), x))
+    assert repr(Handle(jnp.ones(3), None, ((-1, ("d",)),), (), jnp.float32, jnp.float32, False)) == (
+        "Handle((3,) over 'd')"
+    )
+
+
+# ---- what is sent and held
+
+
+def built(plan, accumulate=1, loss=None, optimizer=None, precision=None):
+    mesh = sk.abstract_mesh(d=4)
+    loss = loss or transformer.loss_fn(TRANSFORMER)
+    made = sk.make_train_step(
+        sk.value_and_grad(loss),
+        optimizer or optax.sgd(0.1),
+        mesh=mesh,
+        plan=plan,
+        accumulate=accumulate,
+        precision=precision,
+    )
+    return made, made.init.abstract(lambda key: transformer.init(key, TRANSFORMER))
+
+
+def volume(plan, accumulate, **options):
+    """Bytes sent a step, without the loss and the accuracy, in parameter bytes x (n-1)/n."""
+    (_, step), state = built(plan, accumulate, **options)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), text_batch(0))
+    # the statistics are gathered in every microbatch or once: they are the same 16 bytes
+    census = sk.census(step, state, batch)
+    scalars = sum(r.total for r in census.rows if r.kind == "all_reduce" and r.bytes_in == 16)
+    size = sum(x.size * 4 for x in jax.tree.leaves(state.params))
+    return (census.sent() - scalars) / (Fraction(3, 4) * size)
+
+
+def share_of_layers():
+    params = jax.eval_shape(lambda: transformer.init(jax.random.key(0), TRANSFORMER))
+    size = lambda tree: sum(x.size for x in jax.tree.leaves(tree))  # noqa: E731
+    return Fraction(size(params["layers"]), size(params))
+
+
+@pytest.mark.parametrize("k", [1, pytest.param(2, marks=pytest.mark.deep), 4])
+def test_what_each_stage_sends_is_the_closed_form(k):  # proves S66, S68, F17, F18, F19, F58
+    assert volume(PLANS["dp"](), k) == 2
+    assert volume(PLANS["zero1"](), k) == 2
+    assert volume(PLANS["fsdp"](), k) == 2
+    assert volume(PLANS["zero2"](), k) == volume(PLANS["zero2 layerwise"](), k) == k + 1
+    layers = share_of_layers()
+    assert volume(PLANS["fsdp layerwise"](), k) == 3 * k * layers + 2 * (1 - layers)
+
+
+def scan_kept(layer_fn, stacked, x, **_):
+    """A stack whose gathered weights are kept for the backward pass."""
+    layer = sk.gathered(layer_fn, keep=True)
+    return jax.lax.scan(lambda x, w: (layer(w, x), None), x, stacked)[0]
+
+
+def test_weights_that_are_kept_are_gathered_once(monkeypatch):  # proves F20
+    monkeypatch.setattr(transformer, "scan_layers", scan_kept)
+    layers = share_of_layers()
+    for k in (1, 2):
+        assert volume(PLANS["fsdp layerwise"](), k) == 2 * k * layers + 2 * (1 - layers)
+
+
+def test_gathers_are_in_the_compute_dtype_and_sums_in_the_reduce_dtype():  # proves F23
+    (_, step), state = built(PLANS["fsdp layerwise"](), precision="bf16")
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), text_batch(0))
+    census = sk.census(step, state, batch)
+    size = sum(x.size for x in jax.tree.leaves(state.params))
+    layers = share_of_layers()
+    sent = Fraction(3, 4) * size
+    assert census.sent(kind="all_gather") == sent * 2 * (1 + layers)
+    assert census.sent(kind="reduce_scatter") == sent * 4
+
+
+def test_what_is_held_is_total_over_n():  # proves S65, S68, S69, F54
+    params = 4 * sum(x.size for x in jax.tree.leaves(TREE))
+    held = {}
+    for name, make in PLANS.items():
+        init, _ = sk.make_train_step(
+            sk.value_and_grad(lambda p, b, k: 0.0), optax.adam(1e-3), mesh=sk.abstract_mesh(d=4), plan=make()
+        )
+        state = init.abstract(TREE)
+        held[name] = sk.bytes_per_device(state.params), sk.bytes_per_device(state.opt_state)
+    left = 4 * (1 + 60)  # the scalar and what does not divide layer by layer
+    assert held["dp"] == (params, 2 * params + 4)
+    assert held["zero1"] == held["zero2"] == (params, 2 * ((params - 4) // 4 + 4) + 4)
+    assert held["fsdp"] == ((params - 4) // 4 + 4, 2 * ((params - 4) // 4 + 4) + 4)
+    assert held["fsdp layerwise"] == ((params - left) // 4 + left, 2 * ((params - left) // 4 + left) + 4)
+
+
+def stacked_by_scans(jaxpr):
+    """Shapes of what the scans of a program, at any depth, stack up for later."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            yield from (v.aval.shape for v in equation.outvars[_compat.scan_parts(equation)[1] :])
+        for _, inner in _compat.inner_jaxprs(equation):
+            yield from stacked_by_scans(inner)
+
+
+@pytest.mark.parametrize("name", ["fsdp layerwise", "zero2 layerwise"])
+def test_no_whole_weight_or_gradient_of_a_stack_is_kept(monkeypatch, name):  # proves S66, F18
+    def kept():
+        (_, step), state = built(PLANS[name]())
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), text_batch(0))
+        whole = {x.shape for x in jax.tree.leaves(state.params["layers"]) if x.ndim > 2}
+        return whole & set(stacked_by_scans(step.trace(state, batch).jaxpr.jaxpr))
+
+    assert kept() == set()
+    if name == "fsdp layerwise":  # the test can fail: weights that are asked for are kept
+        monkeypatch.setattr(transformer, "scan_layers", scan_kept)
+        assert len(kept()) >= 4
+
+
+# ---- optimizers
+
+
+def quadratic(params, batch, keys):
+    y = jnp.tanh(batch["x"] @ params["w"] + params["b"][None, :]) @ params["v"]
+    return sk.Mean.of((y - batch["y"]) ** 2)
+
+
+def quadratic_params():
+    rng = np.random.default_rng(0)
+    shapes = {"w": (16, 8), "b": (8,), "v": (8, 4)}
+    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) * 0.5 for name, shape in shapes.items()}
+
+
+def quadratic_batch(step):
+    rng = np.random.default_rng(step)
+    return {"x": rng.normal(size=(BATCH, 16)).astype("f"), "y": rng.normal(size=(BATCH, 4)).astype("f")}
+
+
+LAID_OUT = {
+    "zero1": ({"d": 4}, lambda: sk.zero1("d", min_size=1)),
+    "zero2": ({"d": 4}, lambda: sk.zero2("d", min_size=1)),
+    "fsdp": ({"d": 4}, lambda: sk.fsdp("d", min_size=1)),
+    "hsdp": ({"r": 2, "d": 4}, lambda: sk.chain(sk.dp("r"), sk.fsdp("d", min_size=1))),
+}
+
+
+@cache
+def one_device(name):
+    """The parameters after three steps without a mesh."""
+    optimizer = optax.with_extra_args_support(OPTIMIZERS[name]())
+
+    def mean(params, batch):
+        loss = quadratic(params, batch, None)
+        return loss.total / loss.weight
+
+    @jax.jit
+    def one_step(params, state, batch):
+        loss, grads = jax.value_and_grad(mean)(params, batch)
+        updates, state = optimizer.update(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state
+
+    params = quadratic_params()
+    state = optimizer.init(params)
+    for index in range(3):
+        params, state = one_step(params, state, quadratic_batch(index))
+    return params
+
+
+# Of every optimizer one layout, in turn; of one that looks across shards, a layout whose traffic is bounded too.
+TURNS = [
+    pytest.param(name, kind, marks=[] if kind == kinds[i % len(kinds)] else pytest.mark.deep)
+    for i, name in enumerate(OPTIMIZERS)
+    for kinds in [("zero1", "fsdp") if name in OWN else tuple(LAID_OUT)]
+    for kind in LAID_OUT
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), TURNS)
+def test_every_optax_transformation_is_right_on_sharded_state(name, kind):
+    # proves S67, F17, F18, F19, F22, F53, F54, F55
+    sizes, plan = LAID_OUT[kind]
+    mesh = sk.make_mesh(jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
+    optimizer = optax.with_extra_args_support(OPTIMIZERS[name]())
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        init, step = sk.make_train_step(sk.value_and_grad(quadratic), optimizer, mesh=mesh, plan=plan())
+        state = init(quadratic_params(), jax.random.key(0))
+        if name in OWN and kind in ("zero1", "fsdp"):  # the compiled program is the one that runs
+            assert_own_traffic(compiled(step, state, quadratic_batch(0)).rows, *OWN[name])
+        for index in range(3):
+            state, _ = step(state, quadratic_batch(index))
+        for leaf, wanted in one_device(name).items():
+            gap = float(jnp.max(jnp.abs(state.params[leaf] - wanted)))
+            assert gap <= 1e-5 * float(jnp.max(jnp.abs(wanted))), f"{leaf} differs by {gap:.3g}"
+
+
+def assert_own_traffic(rows, most, most_bytes):
+    """What the compiler adds for an optimizer is listed apart and bounded."""
+    own = [row for row in rows if not written(row)]
+    count, sent = sum(row.times for row in own), sum(row.total for row in own)
+    assert count <= most and sent <= most_bytes
+    assert (count == 0) == (most == 0)  # the bound is not idle
+    gradients = [row for row in rows if written(row) and row.kind == "reduce_scatter"]
+    assert sum(row.total for row in gradients) == Fraction(3, 4) * 4 * (16 * 8 + 8 + 8 * 4)
+
+
+# ---- a master copy
+
+
+def trained(plan, precision, steps=4, rate=1e-2):
+    mesh = sk.make_mesh(jax.devices()[:4], d=4)
+    with jax.numpy_dtype_promotion("standard"):
+        init, step = sk.make_train_step(
+            sk.value_and_grad(quadratic), optax.adam(rate), mesh=mesh, plan=plan, precision=precision
+        )
+        state = init(quadratic_params(), jax.random.key(0))
+        for index in range(steps):
+            state, _ = step(state, quadratic_batch(index))
+    return state
+
+
+SOME = [*("zero1", "fsdp"), *(pytest.param(name, marks=pytest.mark.deep) for name in ("dp", "zero2"))]
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_master_copy_in_the_same_dtype_changes_nothing(name):
+    plain = trained(PLANS[name](), None)
+    with_copy = trained(PLANS[name](), sk.Precision(master=jnp.float32))
+    for leaf in plain.params:
+        assert jnp.array_equal(plain.params[leaf], with_copy.params[leaf])
+        assert jnp.array_equal(with_copy.params[leaf], with_copy.opt_state.copy[leaf])
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_low_precision_parameters_follow_their_master_copy(name):  # proves F23
+    low = sk.Precision(param=jnp.bfloat16, compute=jnp.bfloat16, master=jnp.float32)
+    state = trained(PLANS[name](), low, steps=8, rate=1e-5)
+    start = quadratic_params()
+    for leaf, copy in state.opt_state.copy.items():
+        assert copy.dtype == jnp.float32 and state.params[leaf].dtype == jnp.bfloat16
+        assert jnp.array_equal(state.params[leaf], copy.astype(jnp.bfloat16))
+        # eight updates of 1e-5 are lost in bfloat16, and are all in the copy
+        assert float(jnp.max(jnp.abs(copy - start[leaf]))) > 2e-5
+    init, _ = sk.make_train_step(
+        sk.value_and_grad(quadratic),
+        optax.adam(1e-3),
+        mesh=sk.make_mesh(jax.devices()[:4], d=4),
+        plan=PLANS[name](),
+        precision=low,
+    )
+    abstract = init.abstract(quadratic_params())
+    for a, b in zip(jax.tree.leaves(abstract), jax.tree.leaves(state), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype) and a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed: shardkit[aot]")
+@pytest.mark.parametrize(  # one that holds all in parts; each compiles for ten seconds
+    "name", [pytest.param(name, marks=[] if name == "ZeRO-3" else pytest.mark.deep) for name in zero_memory.ROWS]
+)
+def test_held_bytes_are_those_of_the_paper_on_a_tpu(name):  # proves S65, S68, S70, F17, F18, F19, F51
+    with jax.numpy_dtype_promotion("standard"):  # optax does not trace under strict promotion
+        report, parameters = zero_memory.report(name)
+    held = report.memory.held - zero_memory.TOKENS * zero_memory.WIDTH * 2
+    assert abs(held / parameters / zero_memory.ROWS[name][2] - 1) < 0.01
+    assert report.memory.alias >= 0.999 * held  # the whole state is donated
+    # what earlier prototypes needed; gathering ahead holds one layer's weights and one layer's gradient more
+    most = {"DP": 3.0, "ZeRO-1": 4.14, "ZeRO-2": 2.45, "ZeRO-3": 0.95, "ZeRO-3, prefetch": 1.5}
+    assert report.memory.temp / parameters < most[name]
+    if "prefetch" in name:  # and hides gathers for it: without, each layer's first is waited for, forward and backward
+        waited = sum(r.bytes_out * r.times for r in report.select(kind="all_gather") if not r.asynchronous)
+        assert waited < 0.7 * 2 * parameters  # 0.63 was measured
