@@ -166,6 +166,6 @@ def test_the_lines_of_both_draws_and_of_the_loop():
     line = looped.__code__.co_firstlineno + 1
     assert [str(each) for each in lint(looped, KEY, X)] == [
         f"test_reused_keys.py:{line} (looped.<locals>.<lambda>): reused-key: random numbers of shape (3,) are made of "
-        f"the same bits in every iteration of the scan at test_reused_keys.py:{line} (looped): each takes the same key. "
-        f"{remedy}"
+        f"the same bits in every iteration of the scan at test_reused_keys.py:{line} (looped): each takes the same "
+        f"key. {remedy}"
     ]

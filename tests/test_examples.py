@@ -1,0 +1,54 @@
+"""The examples in docstrings run, and print what they say."""
+
+import doctest
+import importlib
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+
+# What the public names are reached through; a name that several of them export is looked at once.
+FACES = ("", "analysis", "cost", "models.transformer", "planner", "runtime", "schedules", "testing", "viz")
+
+
+def public():
+    """Public functions by name, as a user writes them."""
+    found = {}
+    for face in FACES:
+        room = importlib.import_module(f"shardkit.{face}" if face else "shardkit")
+        for name in room.__all__:
+            each = getattr(room, name)
+            if inspect.ismodule(each):
+                inside = vars(each).items()
+                found |= {
+                    f"{name}.{n}": f
+                    for n, f in inside
+                    if inspect.isfunction(f) and f.__module__ == each.__name__ and n[0] != "_"
+                }
+            elif inspect.isfunction(each):
+                found.setdefault(f"{face}.{name}".lstrip("."), each)
+    return {name: each for name, each in found.items() if each.__module__.startswith("shardkit.")}
+
+
+def examples_of(name, function):
+    names = {"sk": sk, "jax": jax, "jnp": jnp, "np": np, "optax": optax, "P": P}
+    return doctest.DocTestParser().get_doctest(inspect.getdoc(function) or "", names, name, None, 0)
+
+
+EXAMPLES = {name: each for name, each in public().items() if ">>>" in (each.__doc__ or "")}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_print_what_they_say(name):
+    """In each: sk, jax, jnp, np, optax, P, eight devices and `mesh`, of which "data" has two and "model" four."""
+    test = examples_of(name, EXAMPLES[name])
+    test.globs["mesh"] = sk.make_mesh(data=2, model=4)
+    said = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert runner.run(test, out=said.append).failed == 0, "".join(said)
