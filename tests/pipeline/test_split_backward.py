@@ -292,7 +292,7 @@ def test_what_cannot_be_cut_is_named():  # proves F38
     assert split.whole
     assert split.why == (
         "Split: the second results must have equations of their own, which the first results do not need; got `while` "
-        f"at test_split.py:{line} (stubborn), which both need. Take it apart, or run the function unsplit."
+        f"at test_split_backward.py:{line} (stubborn), which both need. Take it apart, or run the function unsplit."
     )
     first, kept = split.first(*args)
     for got, want in zip([*first, *split.second(args[0], kept=kept)], stubborn(*args), strict=True):

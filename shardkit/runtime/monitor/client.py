@@ -41,7 +41,7 @@ class Beside:
         self.place, self._own = place, os.getpid()
         self.recorder, ring = _recorder()
         _open_closed_descriptors()
-        command = [sys.executable, "-I", "-S", "-c", _START, str(Path(__file__).parent)]
+        command = [sys.executable, "-I", "-S", "-c", _START, str(Path(__file__).parents[1])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._writing = threading.Lock()
         self._agreed: dict[str, threading.Event] = {}

@@ -56,10 +56,11 @@ def briefly(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def heard():
-    """Ctrl-C is heard, also where the tests run in the background of a shell, which has it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Ctrl-C and hang-ups reach what the tests start, also in the background of a shell and under nohup."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in zip((signal.SIGINT, signal.SIGHUP), before, strict=True):
+        signal.signal(number, handler)
 
 
 def program(text):
@@ -89,8 +90,7 @@ def assert_gone(pids, seconds=10.0):
 def launching(command):
     """A command that calls `launch`, and says so should that start jax."""
     code = f"""
-import signal, sys
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored, if the tests themselves run under nohup
+import sys
 from shardkit import _platform
 from shardkit.runtime.cluster.launch import launch
 sys.modules[launch.__module__]._LAST_WORDS = 1.0
