@@ -1,6 +1,9 @@
 """The house: who imports whom, what an import costs, and what the package promises about itself."""
 
 import ast
+import importlib
+import inspect
+import re
 import subprocess
 import sys
 import tomllib
@@ -143,3 +146,60 @@ def test_vma_tracking_is_never_switched_off():
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         words = [word for call in calls for word in call.keywords if word.arg in ("check_vma", "check_rep")]
         assert not any(isinstance(word.value, ast.Constant) and not word.value.value for word in words), path.name
+
+
+def imports_of(path):
+    """The modules of the package that a file imports, wherever in it."""
+    names = {
+        str(p.relative_to(ROOT).with_suffix("")).replace("/", ".").removesuffix(".__init__")
+        for p in PACKAGE.rglob("*.py")
+    }
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "shardkit":
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in names else node.module
+
+
+@pytest.mark.check
+def test_no_two_files_import_each_other():
+    graph = {}
+    for path in modules():
+        name = str(path.relative_to(ROOT).with_suffix("")).replace("/", ".").removesuffix(".__init__")
+        graph[name] = set(imports_of(path)) - {name, "shardkit"}
+    while True:  # what imports none of the rest, or is imported by none of it, is in no circle
+        imported = set().union(*graph.values()) if graph else set()
+        outside = [name for name, needs in graph.items() if not needs & graph.keys() or name not in imported]
+        if not outside:
+            break
+        for name in outside:
+            del graph[name]
+    assert not graph, {name: sorted(needs & graph.keys()) for name, needs in graph.items()}
+
+
+# What users import from. `sk` is the face of the folders below it, such as collectives and strategies.
+FACES = ("", "analysis", "cost", "models.transformer", "planner", "runtime", "schedules", "testing", "viz")
+
+
+@pytest.mark.check
+def test_every_public_name_is_documented_and_exported_once():
+    seen = {}
+    for face in FACES:
+        room = importlib.import_module(f"shardkit.{face}".rstrip("."))
+        for name in room.__all__:
+            each = getattr(room, name)
+            if inspect.isfunction(each) or inspect.isclass(each):
+                assert inspect.getdoc(each), f"{face}.{name}"
+                seen.setdefault(id(each), []).append(f"{face}.{name}".lstrip("."))
+    assert [names for names in seen.values() if len(names) > 1] == []
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*/__init__.py")), ids=lambda p: p.parent.relative_to(PACKAGE).as_posix()
+)
+def test_a_folder_says_what_is_in_it_and_which_file_to_open_first(path):
+    text = ast.get_docstring(ast.parse(path.read_text()))
+    first = re.search(r"Open\s+`([\w/]+\.py)`", text)
+    assert first and (path.parent / first[1]).exists(), path
+    assert "Imports " in text or "imports " in text, f"{path}: what may be imported here?"
