@@ -46,7 +46,7 @@ class Pipeline:
         s = self.schedule
         chunks = f" x {s.chunks} chunks" if s.chunks > 1 else ""
         bubble = s.simulate(synchronous=True).bubble
-        sizes = f"{s.stages} stages{chunks}, {s.microbatches} microbatches"
+        sizes = f"{s.devices} stages{chunks}, {s.microbatches} microbatches"
         return f"{s.name}, {sizes}; simulated bubble {bubble:.1%} of the work"
 
 
@@ -103,10 +103,10 @@ def pipeline_of(options: Any, sizes: Mapping[str, int]) -> Pipeline | None:
     else:
         count = _most(examples, stages) if o.microbatches is None else o.microbatches
         schedule = named("train", o.schedule or "lockstep", stages, count, o.chunks)
-    if schedule.stages != stages:
+    if schedule.devices != stages:
         raise ValueError(
-            f"train: the schedule must be for as many stages as axis 'stage' has devices; got {schedule.stages} for "
-            f"{stages} devices. Write stage={schedule.stages}, or pass another schedule."
+            f"train: the schedule must be for as many stages as axis 'stage' has devices; got {schedule.devices} for "
+            f"{stages} devices. Write stage={schedule.devices}, or pass another schedule."
         )
     if examples % schedule.microbatches:
         raise ValueError(

@@ -38,7 +38,7 @@ def run(
     train: bool,
 ) -> Sums:
     """The sums over all microbatches of this device."""
-    where, p, v = model.where, schedule.stages, schedule.chunks
+    where, p, v = model.where, schedule.devices, schedule.chunks
     names = bound(where, stages.axis)
     if axis_size(names) != p:
         raise ValueError(

@@ -14,8 +14,7 @@ from shardkit._check import Axis, axis_names, named
 from shardkit.partitioning.dim_rules import inside
 from shardkit.partitioning.plan import Leaf, Placement, Plan, strategy
 from shardkit.schedules import Schedule
-from shardkit.schedules.action import Placement as Order
-from shardkit.schedules.action import device_of
+from shardkit.schedules.action import StagePlacement, device_of
 
 STACK = "layers"
 
@@ -34,13 +33,13 @@ class Stages(NamedTuple):
     axis: Axis
     devices: int
     chunks: int = 1
-    placement: Order = "loop"
+    placement: StagePlacement = "loop"
     sizes: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, schedule: Schedule, axis: Axis, sizes: tuple[int, ...] | None = None) -> Stages:
         """The stages of a schedule."""
-        return cls(axis, schedule.stages, schedule.chunks, schedule.placement, None if sizes is None else tuple(sizes))
+        return cls(axis, schedule.devices, schedule.chunks, schedule.placement, None if sizes is None else tuple(sizes))
 
     def layers_of(self, layers: int) -> tuple[int, ...]:
         """How many layers of a stack each stage has.

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-Placement = Literal["loop", "v"]
+StagePlacement = Literal["loop", "v"]
 OPS = "FBIW"
 _ACTION = re.compile(rf"(\d+)([{OPS}])(\d+)")
 _PAIR = re.compile(r"\((.*);(.*)\)(?:OVERLAP_F_B)?")
@@ -40,7 +40,7 @@ def alone(stage: int, op: str, microbatch: int) -> Cell:
     return (Action(stage, op, microbatch),)
 
 
-def device_of(stage: int, devices: int, placement: Placement) -> int:
+def device_of(stage: int, devices: int, placement: StagePlacement) -> int:
     """The device that holds a stage: round and round, or there and back."""
     turn, place = divmod(stage, devices)
     return devices - 1 - place if placement == "v" and turn % 2 else place

@@ -13,7 +13,7 @@ from typing import get_args
 
 from shardkit.cost import _check
 from shardkit.schedules import rules
-from shardkit.schedules.action import Action, Cell, Placement, Rows, device_of, drawn, parsed, written
+from shardkit.schedules.action import Action, Cell, Rows, StagePlacement, device_of, drawn, parsed, written
 from shardkit.schedules.simulate import Timeline, simulated
 from shardkit.schedules.slots import Slots, coloured
 from shardkit.schedules.table import Table, lowered
@@ -31,18 +31,18 @@ class Schedule:
     """
 
     rows: Rows
-    placement: Placement = "loop"
+    placement: StagePlacement = "loop"
     name: str = field(default="schedule", compare=False)
 
     @property
-    def stages(self) -> int:
+    def devices(self) -> int:
         """Devices p of the pipe axis."""
         return len(self.rows)
 
     @cached_property
     def chunks(self) -> int:
         """Stages v of the model on each device."""
-        return max(action.stage for action in self.ticks) // self.stages + 1
+        return max(action.stage for action in self.ticks) // self.devices + 1
 
     @cached_property
     def microbatches(self) -> int:
@@ -58,18 +58,18 @@ class Schedule:
 
     def device(self, stage: int) -> int:
         """The device that holds a stage of the model."""
-        return device_of(stage, self.stages, self.placement)
+        return device_of(stage, self.devices, self.placement)
 
     def needs(self, action: Action) -> list[Action]:
         """The actions that must be over before this one begins."""
-        return rules.needs(action, self.stages * self.chunks - 1, self.ticks)
+        return rules.needs(action, self.devices * self.chunks - 1, self.ticks)
 
     def order(self, device: int) -> list[str]:
         """What a device does, one after the other: `["0F0", "0F1", "0B0", ...]`."""
         [device] = _check.count("Schedule.order", device=device)
-        if device >= self.stages:
+        if device >= self.devices:
             raise ValueError(
-                f"Schedule.order: device must be one of {self.stages}; got {device}. Choose 0 to {self.stages - 1}."
+                f"Schedule.order: device must be one of {self.devices}; got {device}. Choose 0 to {self.devices - 1}."
             )
         return [str(action) for cell in self.rows[device] for action in cell]
 
@@ -173,18 +173,18 @@ class Schedule:
         return drawn(self.rows)
 
 
-def _placement(rows: Rows) -> Placement:
+def _placement(rows: Rows) -> StagePlacement:
     """Where most of the actions are at home, so that one wrong cell does not turn the others; "loop" in doubt."""
     placed = [(action.stage, device) for device, row in enumerate(rows) for cell in row for action in cell]
     loop, turned = (
         sum(device_of(stage, len(rows), placement) == device for stage, device in placed)
-        for placement in get_args(Placement)
+        for placement in get_args(StagePlacement)
     )
     return "v" if turned > loop else "loop"
 
 
 def scheduled(
-    name: str, orders: Iterable[Sequence[Cell]], microbatches: int, placement: Placement = "loop"
+    name: str, orders: Iterable[Sequence[Cell]], microbatches: int, placement: StagePlacement = "loop"
 ) -> Schedule:
     """The schedule in which each device keeps to its order and begins each cell as soon as its inputs are there.
 

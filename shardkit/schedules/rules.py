@@ -7,7 +7,7 @@ from itertools import product
 from typing import NoReturn, get_args
 
 from shardkit.cost import _check
-from shardkit.schedules.action import OPS, Action, Cell, Placement, Rows, device_of, drawn
+from shardkit.schedules.action import OPS, Action, Cell, Rows, StagePlacement, device_of, drawn
 
 
 def needs(action: Action, last_stage: int, known: Container[Action]) -> list[Action]:
@@ -29,9 +29,9 @@ def refuse(name: str, reason: str, rows: Sequence[Sequence[Cell]], device: int, 
     raise ValueError(f"{name}: {reason}\n{drawn(rows, (device, tick))}")
 
 
-def check(name: str, rows: Rows, placement: Placement) -> None:
+def check(name: str, rows: Rows, placement: StagePlacement) -> None:
     """Refuses a table that does not do every piece of work once, in the right place and after its inputs."""
-    _check.known(name, "placement", placement, get_args(Placement))
+    _check.known(name, "placement", placement, get_args(StagePlacement))
     check_cells(name, rows, placement)
     at = {action: t for row in rows for t, cell in enumerate(row) for action in cell}
     last_stage = max(action.stage for action in at)
@@ -49,7 +49,7 @@ def check(name: str, rows: Rows, placement: Placement) -> None:
             refuse(name, reason, rows, device, tick)
 
 
-def check_cells(name: str, rows: Rows, placement: Placement) -> None:
+def check_cells(name: str, rows: Rows, placement: StagePlacement) -> None:
     """As `check`, but for when the inputs of other devices come."""
     everything = {action for row in rows for cell in row for action in cell}
     if not everything:

@@ -73,10 +73,10 @@ def simulated(
     costs = {op: cost / schedule.chunks for op, cost in whole.items()}
 
     spans: dict[Action, tuple[float, float]] = {}
-    free: list[float] = [0] * schedule.stages
+    free: list[float] = [0] * schedule.devices
     for tick in range(max(map(len, schedule.rows))):
         if synchronous and tick:
-            free = [max(free) + communication] * schedule.stages
+            free = [max(free) + communication] * schedule.devices
         for device, row in enumerate(schedule.rows):
             cell = row[tick] if tick < len(row) else ()
             together = overlapped is not None and len(cell) == 2
@@ -89,7 +89,7 @@ def simulated(
                 free[device] = start + (costs["FB"] if together else costs[actions[0].op])
                 spans.update(dict.fromkeys(actions, (start, free[device])))
 
-    own = [[a for a in schedule.ticks if schedule.device(a.stage) == d] for d in range(schedule.stages)]
+    own = [[a for a in schedule.ticks if schedule.device(a.stage) == d] for d in range(schedule.devices)]
     makespan = max(end for _, end in spans.values())
     # What runs together counts once.
     busy = [sum(end - begin for begin, end in {spans[action] for action in actions}) for actions in own]

@@ -64,7 +64,7 @@ def coloured(schedule: Schedule, saved: bool) -> Slots:
 def _coloured(schedule: Schedule, live: dict[Work, tuple[int, int]]) -> tuple[int, dict[Work, int]]:
     """A place for each interval of ticks, the lowest that is free on its device: no device uses more than it must."""
     places: dict[Work, int] = {}
-    counts = [0] * schedule.stages
+    counts = [0] * schedule.devices
     free: list[list[int]] = [[] for _ in counts]
     held: list[list[tuple[int, int]]] = [[] for _ in counts]
     for work, (begin, end) in sorted(live.items(), key=lambda item: item[1]):

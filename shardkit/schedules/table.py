@@ -79,7 +79,7 @@ def lowered(schedule: Schedule, saved: bool) -> Table:
     # Off and aimed at the rubbish slots, until an action says otherwise.
     rubbish = {"input": slots.inputs, "saved": slots.saved, "cotangent": slots.cotangents, "kept": slots.kept}
     blank = [next((size for kind, size in rubbish.items() if _slot(field) == kind), 0) for field in FIELDS]
-    rows = np.tile(np.array(blank, np.int32), (ticks, schedule.stages, 1))
+    rows = np.tile(np.array(blank, np.int32), (ticks, schedule.devices, 1))
     kinds: list[set[str]] = [set() for _ in range(ticks)]
     for (stage, op, i), tick in schedule.ticks.items():
         kinds[tick].add(op)
@@ -88,7 +88,7 @@ def lowered(schedule: Schedule, saved: bool) -> Table:
         values = {
             f"{name}_on": 2 if op == "I" else 1,
             f"{name}_stage": stage,
-            f"{name}_chunk": stage // schedule.stages,
+            f"{name}_chunk": stage // schedule.devices,
             f"{name}_microbatch": i,
             f"{name}_input": slots.input_of.get(work, slots.inputs),
             f"{name}_saved": slots.saved_of.get(work, slots.saved),

@@ -88,7 +88,7 @@ def in_flight(schedule: Schedule, timeline: Timeline, device: int) -> list[tuple
 def title(schedule: Schedule) -> str:
     """The name and the sizes: `lockstep: 4 devices x 2 chunks, 8 microbatches`."""
     chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
-    devices = f"{schedule.stages} device{'s' * (schedule.stages > 1)}"
+    devices = f"{schedule.devices} device{'s' * (schedule.devices > 1)}"
     return f"{schedule.name}: {devices}{chunks}, {schedule.microbatches} microbatch{'es' * (schedule.microbatches > 1)}"
 
 
@@ -131,14 +131,14 @@ def figure(schedule: Schedule, timeline: Timeline) -> Figure:
 
     shortest = min(end - begin for begin, end in timeline.spans.values() if end > begin)
     width = min(max(timeline.makespan / shortest * _SHORTEST, _NARROW), _WIDE)
-    row = min(_ROW, _TALL / schedule.stages)
-    above, below = row * schedule.stages, min(row, _CURVE) * schedule.stages
+    row = min(_ROW, _TALL / schedule.devices)
+    above, below = row * schedule.devices, min(row, _CURVE) * schedule.devices
     across, up = _LEFT + width + _RIGHT, _TOP + above + _GAP + below + _BOTTOM
     picture = Picture(figsize=(across, up), dpi=150)
     work = picture.add_axes((_LEFT / across, 1 - (_TOP + above) / up, width / across, above / up))
     memory = picture.add_axes((_LEFT / across, _BOTTOM / up, width / across, below / up), sharex=work)
     for axes in (work, memory):
-        _style(axes, schedule.stages, timeline.makespan)
+        _style(axes, schedule.devices, timeline.makespan)
     _draw_actions(work, schedule, timeline, 72 * width / timeline.makespan, 72 * row)
     _draw_memory(memory, schedule, timeline)
     _write(picture, schedule, timeline, _LEFT / across, lambda inches: 1 - inches / up)
@@ -181,7 +181,7 @@ def draw(schedule: Schedule, file: str | Path, **costs: Any) -> None:
 def _draw_actions(axes: Axes, schedule: Schedule, timeline: Timeline, unit: float, row: float) -> None:
     """The boxes and their microbatches; a unit of time is `unit` points wide, a row `row` points high."""
     drawn = boxes(schedule, timeline)
-    colours = [shade(OPS[box.action.op], box.action.stage // schedule.stages, schedule.chunks) for box in drawn]
+    colours = [shade(OPS[box.action.op], box.action.stage // schedule.devices, schedule.chunks) for box in drawn]
     inner = 1 - 2 * _MARGIN
     bars = axes.bar(
         [box.begin for box in drawn],
@@ -219,7 +219,7 @@ def _draw_actions(axes: Axes, schedule: Schedule, timeline: Timeline, unit: floa
 def _draw_memory(axes: Axes, schedule: Schedule, timeline: Timeline) -> None:
     """For each device the curve of what it holds, all to one scale."""
     unit = 0.88 / max(timeline.peak_in_flight)
-    for device in range(schedule.stages):
+    for device in range(schedule.devices):
         times, held = zip(*in_flight(schedule, timeline, device), strict=True)
         floor = device + 0.5
         axes.fill_between(times, [floor - unit * h for h in held], floor, step="post", color="0.62", linewidth=0)

@@ -728,8 +728,8 @@ _SCHEDULES = (
     Mutant(
         "table-chunk",
         "shardkit/schedules/table.py",
-        "stage // schedule.stages,",
-        "stage % schedule.stages,",
+        "stage // schedule.devices,",
+        "stage % schedule.devices,",
         SLOT,
     ),
     Mutant(

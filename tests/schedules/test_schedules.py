@@ -33,8 +33,8 @@ def test_every_schedule_is_legal_and_survives_csv(case):  # proves F39
     schedule.check()
     back = Schedule.from_csv(schedule.to_csv())
     assert back == schedule and back.to_csv() == schedule.to_csv()
-    assert (back.stages, back.chunks, back.microbatches) == (schedule.stages, schedule.chunks, schedule.microbatches)
-    work = schedule.microbatches * schedule.chunks * schedule.stages
+    assert (back.devices, back.chunks, back.microbatches) == (schedule.devices, schedule.chunks, schedule.microbatches)
+    work = schedule.microbatches * schedule.chunks * schedule.devices
     ops = [action.op for action in schedule.ticks]
     assert ops.count("F") == ops.count("B") + ops.count("I") == work and ops.count("I") == ops.count("W")
 
@@ -47,7 +47,7 @@ def test_every_schedule_is_legal_and_survives_csv(case):  # proves F39
 )
 def test_closed_forms(case, forward, weight, more):  # proves F40, S82
     schedule, name, chunks = case
-    p, m = schedule.stages, schedule.microbatches
+    p, m = schedule.devices, schedule.microbatches
     costs = {"forward": Fraction(1), "backward": Fraction(2)}  # where the published forms of the V hold
     if name not in ("zero_bubble_v", "dualpipe_v"):
         weight = min(forward, weight)
@@ -157,7 +157,7 @@ def test_lockstep_ticks_slots_and_segments(p, m, v):
 def run(schedule):
     """Runs the table alone, on what each (stage, microbatch) computed instead of arrays; returns the work done."""
     table = schedule.table()
-    p, done = schedule.stages, []
+    p, done = schedule.devices, []
     last = p * schedule.chunks - 1
     columns = {field: table.column(field) for field in schedules.FIELDS}
     sizes = (table.slots.inputs, table.slots.cotangents, table.slots.kept)
@@ -205,7 +205,7 @@ def test_the_table_alone_runs_the_schedule(case):  # proves F39
     schedule, _, _ = case
     done = run(schedule)
     assert sorted(done) == sorted((schedule.device(action.stage), action) for action in schedule.ticks)
-    for device in range(schedule.stages):
+    for device in range(schedule.devices):
         assert [str(action) for d, action in done if d == device and action.op != "W"] == [
             text for text in schedule.order(device) if "W" not in text
         ]
@@ -217,7 +217,7 @@ def test_slots_are_as_few_as_can_be(case):
     slots = schedule.slots()
     most = [0] * 2
     for tick in range(len(schedule.rows[0])):
-        for device in range(schedule.stages):
+        for device in range(schedule.devices):
             for n, (places, giver) in enumerate(((slots.input_of, -1), (slots.cotangent_of, 1))):
                 live = 0
                 for stage, i in places:

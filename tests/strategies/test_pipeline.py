@@ -73,7 +73,7 @@ ROWS = [
 def test_every_schedule_is_the_unpipelined_model(case):
     name, sizes, form, each = case
     schedule = make(name, *sizes)
-    check(schedule, layers=schedule.stages * schedule.chunks * each, each=3 - each, **form)
+    check(schedule, layers=schedule.devices * schedule.chunks * each, each=3 - each, **form)
 
 
 def test_a_layer_is_nan_on_zeros():  # what a masked device computes would show in every test
@@ -157,7 +157,7 @@ def packed(dtype: Any) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 def test_ticks_and_traffic_are_those_of_the_table(name):
     schedule, dtype = make(name, 4, 6, 2), (jnp.float32, jnp.bfloat16)[NAMES.index(name) % 2]
-    closed = jaxpr_of(schedule, schedule.stages * schedule.chunks, packed(dtype), recompute=False)
+    closed = jaxpr_of(schedule, schedule.devices * schedule.chunks, packed(dtype), recompute=False)
     times = sent = 0
     for segment in schedule.table(saved=True).segments:
         for move in segment.moves:
@@ -182,7 +182,7 @@ def test_ticks_and_traffic_are_those_of_the_table(name):
 )
 def test_the_program_does_not_grow_with_the_microbatches(name, p):
     few, many = (make(name, p, m, 2) for m in (16, 64))
-    sizes = [sum(1 for _ in walk(jaxpr_of(s, s.stages * s.chunks).jaxpr)) for s in (few, many)]
+    sizes = [sum(1 for _ in walk(jaxpr_of(s, s.devices * s.chunks).jaxpr)) for s in (few, many)]
     assert sizes[0] == sizes[1]
 
 

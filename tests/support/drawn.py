@@ -112,7 +112,7 @@ def _pieces(draw: random.Random) -> Drawn:
     mesh = mesh if "stage" in mesh.axes else Mesh(mesh.axes | {"stage": ("stage",)}, {"stage": 1} | mesh.sizes)
     name, schedule = draw_schedule(draw, mesh)
     sizes = draw_sizes(draw, schedule, 3)
-    layers = sum(sizes) if sizes else schedule.stages * schedule.chunks * draw.randint(1, 2)
+    layers = sum(sizes) if sizes else schedule.devices * schedule.chunks * draw.randint(1, 2)
     dim, rows = draw.randint(5, 9), mesh.ways(*SPLIT_THE_BATCH) * schedule.microbatches * draw.randint(1, 2)
     plans, said = draw_plans(draw, mesh, None, False)
     how = {"sizes": sizes, "recompute": draw.random() < 0.6, "mode": draw.choice(["masked", "branch"])}
@@ -135,7 +135,7 @@ def _transformer(draw: random.Random) -> Drawn:
     name, schedule = draw_schedule(draw, mesh)
     in_branches = schedule is not None and draw.random() < 0.3
     sizes = draw_sizes(draw, schedule, 2) if schedule else None
-    pieces = schedule.stages * schedule.chunks if schedule else 1
+    pieces = schedule.devices * schedule.chunks if schedule else 1
     sequence = "model" in mesh.axes and not in_branches and draw.random() < 0.5
     if in_branches:
         in_branches = not (set(mesh.axes) & {"context", "ulysses", "expert"})

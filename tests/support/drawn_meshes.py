@@ -144,5 +144,5 @@ def draw_schedule(draw: random.Random, mesh: Mesh) -> tuple[str, Any]:
 
 def draw_sizes(draw: random.Random, schedule: Any, most: int) -> tuple[int, ...] | None:
     """The layers of each stage, where they are not equal."""
-    count = schedule.stages * schedule.chunks
+    count = schedule.devices * schedule.chunks
     return tuple(draw.randint(1, most) for _ in range(count)) if draw.random() < 0.5 else None

@@ -82,7 +82,7 @@ def mesh_of(p: int) -> Any:
 
 
 def traced_step(schedule: Schedule, layers: int, pieces: Any = PIECES, **how: Any) -> Any:
-    """`(params, batch, keys) -> (loss, aux, gradients)` on natural stacks, over `schedule.stages` devices."""
+    """`(params, batch, keys) -> (loss, aux, gradients)` on natural stacks, over `schedule.devices` devices."""
     grad_fn = sk.pipeline_value_and_grad(*pieces, schedule, "stage", numbered=True, **how)
     rows = np.array(grad_fn.stages.rows(layers) or range(layers))
 
@@ -95,7 +95,7 @@ def traced_step(schedule: Schedule, layers: int, pieces: Any = PIECES, **how: An
         return *summed((mean, aux)), shared | {"layers": grads["layers"]}
 
     specs = {"in_specs": (SPECS, P(), P()), "out_specs": (P(), P(), SPECS)}
-    per_device = jax.shard_map(device, mesh=mesh_of(schedule.stages), **specs)
+    per_device = jax.shard_map(device, mesh=mesh_of(schedule.devices), **specs)
 
     def step(params: Any, batch: Any, keys: Any) -> Any:
         held = jax.tree.map(lambda leaf: leaf[np.maximum(rows, 0)], params["layers"])
@@ -125,7 +125,7 @@ def assert_close(actual: Any, wanted: Any, relative: float = 1e-6) -> None:
 
 def check(schedule: Schedule, *, each: int = 1, layers: int = 0, pieces: Any = PIECES, **how: Any) -> None:
     """Loss, auxiliary means and gradients of a schedule equal those of the model without a pipeline."""
-    layers = layers or schedule.stages * schedule.chunks
+    layers = layers or schedule.devices * schedule.chunks
     examples = each * schedule.microbatches
     keys = sk.example_keys(jax.random.key(1), examples)
     step = jax.jit(traced_step(schedule, layers, pieces, **how), compiler_options=QUICKLY)

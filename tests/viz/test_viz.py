@@ -40,7 +40,7 @@ def test_boxes_are_the_simulated_actions(case):
     for box in boxes:
         assert (box.begin, box.begin + box.length) == pytest.approx(timeline.spans[box.action])
         assert str(box.action) in schedule.order(box.device)
-    for device in range(schedule.stages):
+    for device in range(schedule.devices):
         row = [box for box in boxes if box.device == device]
         assert sum(box.length * box.height for box in row) == pytest.approx(timeline.busy[device])
         for one, other in itertools.combinations(row, 2):
@@ -92,7 +92,7 @@ def test_a_png_shows_the_simulation(case, tmp_path):
     place = picture.axes[0].transData.transform
     for box in (box for box in viz.boxes(schedule, timeline) if box.length):
         x, y = place((box.begin + 0.12 * box.length, box.device - 0.5 + box.top + box.height / 2))
-        chunk = box.action.stage // schedule.stages
+        chunk = box.action.stage // schedule.devices
         colour = colours.shade(colours.OPS[box.action.op], chunk, schedule.chunks)
         assert pixels[pixels.shape[0] - 1 - int(y), int(x)] == pytest.approx(colour, abs=0.01), box
 
