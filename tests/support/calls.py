@@ -61,7 +61,7 @@ def kernels():
         (collectives.vary, {"tree": x, "axes": "data"}),
         (collectives.gather_to_one, over),
         (collectives.halo_exchange, over),
-        (collectives.scan, over),
+        (collectives.prefix_scan, over),
         (collectives.pad_to_axis, over),
         (collectives.unpad, {"x": x, "size": 4}),
         (collectives.all_gather_uneven, over | {"sizes": (8, 7, 6, 5)}),
