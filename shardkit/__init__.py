@@ -31,7 +31,7 @@ from shardkit.collectives import (
     reduce_scatter,
     ring,
     shift,
-    unpad,
+    unpad_from_axis,
     vary,
 )
 from shardkit.config import DistributedConfig
@@ -135,7 +135,7 @@ __all__ = [
     "submeshes",
     "tp",
     "ulysses_attention",
-    "unpad",
+    "unpad_from_axis",
     "unpadded",
     "value_and_grad",
     "vary",

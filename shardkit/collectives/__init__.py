@@ -14,7 +14,7 @@ from shardkit.collectives.basic import (
 )
 from shardkit.collectives.bucketed import all_reduce_tree
 from shardkit.collectives.matmul import all_gather_matmul, matmul_reduce_scatter
-from shardkit.collectives.padding import all_gather_uneven, pad_to_axis, reduce_scatter_uneven, unpad
+from shardkit.collectives.padding import all_gather_uneven, pad_to_axis, reduce_scatter_uneven, unpad_from_axis
 from shardkit.collectives.ragged import ragged_all_to_all
 from shardkit.collectives.shapes import gather_to_one, halo_exchange, prefix_scan
 
@@ -40,6 +40,6 @@ __all__ = [
     "reduce_scatter_uneven",
     "ring",
     "shift",
-    "unpad",
+    "unpad_from_axis",
     "vary",
 ]

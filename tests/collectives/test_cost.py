@@ -55,7 +55,7 @@ COSTS = [  # kernel of the block and n, collectives and bytes as functions of n
         lambda n: (2, B * (ROWS + 2) / ROWS) if n > 2 else ((1, B) if n == 2 else (0, 0)),
     ),
     (lambda x, n: sk.gather_to_one(x, "a", dim=1), lambda n: (1, B * (n - 1))),
-    (lambda x, n: sk.unpad(sk.pad_to_axis(x, "a"), ROWS), lambda n: (0, 0)),
+    (lambda x, n: sk.unpad_from_axis(sk.pad_to_axis(x, "a"), ROWS), lambda n: (0, 0)),
     (lambda x, n: all_gather_uneven(x, uneven(n), "a"), lambda n: (1, B * (n - 1))),
     (
         lambda x, n: reduce_scatter_uneven(jnp.tile(x, (9, 1))[: sum(uneven(n))], uneven(n), "a"),
@@ -102,7 +102,7 @@ FORMULAS = {
     sk.gather_to_one: "B (n-1) bytes in n-1 hops, B being one piece: an all_gather, since the target's own links are "
     "the bottleneck of n-1 single messages too.",
     sk.pad_to_axis: "none.",
-    sk.unpad: "none.",
+    sk.unpad_from_axis: "none.",
     all_gather_uneven: "B (n-1) bytes in n-1 hops, B being one padded piece.",
     reduce_scatter_uneven: "P (n-1)/n bytes in n-1 hops, P being the padded array: n max(sizes) rows.",
     all_reduce_tree: "2 B (n-1)/n bytes in 2 (n-1) hops a bucket, B being all its leaves, padded to a multiple of n "
@@ -169,9 +169,9 @@ ERRORS = [
         "gather_to_one: target must be a device of the axis; got 4 over 4 devices. Choose 0 to 3.",
     ),
     (
-        lambda x: sk.unpad(x, 7),
+        lambda x: sk.unpad_from_axis(x, 7),
         ValueError,
-        "unpad: size must be 0 to the size of dim 0; got 7 for shape (6, 5). Pass the size before padding.",
+        "unpad_from_axis: size must be 0 to the size of dim 0; got 7 for shape (6, 5). Pass the size before padding.",
     ),
     (
         lambda x: all_gather_uneven(x, (1, 2, 3), "a"),
@@ -278,8 +278,9 @@ def test_errors_of_axis_and_dim(name):
         "Call it inside jax.shard_map over a mesh with that axis."
     )
     if name not in ("all_reduce_tree", "compressed.all_reduce"):
-        assert refused(lambda x: kernel(x, "a", dim=2) if name != "prefix_scan" else sk.unpad(x, 1, dim=2)) == (
+        unpad = name == "prefix_scan"  # which has no dim
+        assert refused(lambda x: sk.unpad_from_axis(x, 1, dim=2) if unpad else kernel(x, "a", dim=2)) == (
             ValueError,
-            f"{name if name != 'prefix_scan' else 'unpad'}: dim must name a dimension of the array; "
+            f"{'unpad_from_axis' if unpad else name}: dim must name a dimension of the array; "
             "got 2 for an array of rank 2. Choose 0 to 1.",
         )

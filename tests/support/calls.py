@@ -63,7 +63,7 @@ def kernels():
         (collectives.halo_exchange, over),
         (collectives.prefix_scan, over),
         (collectives.pad_to_axis, over),
-        (collectives.unpad, {"x": x, "size": 4}),
+        (collectives.unpad_from_axis, {"x": x, "size": 4}),
         (collectives.all_gather_uneven, over | {"sizes": (8, 7, 6, 5)}),
         (collectives.reduce_scatter_uneven, over | {"sizes": (3, 2, 2, 1)}),
         (collectives.all_reduce_tree, {"tree": x, "axis": "data"}),
