@@ -1,21 +1,21 @@
-"""Programs and types, in what depends on the jax version (0.10 to 0.12).
+"""Programs and types, where they depend on the jax version (0.10 to 0.12).
 
-Only this file and `_platform.py` (devices, processes, compilers) import jax privately.
+Only this file and `_platform.py` (devices, processes, compilers) use private names of jax, through `private`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax import lax
-from jax._src import core as _core
-from jax._src import source_info_util as _source_info_util
-from jax._src.dtypes import ExtendedDType as ExtendedDType
-from jax._src.interpreters import partial_eval as _partial_eval
+from jax.extend.core import Literal
+from jax.interpreters import partial_eval
 
 # jax's primitives that communicate, under the names that shardkit gives the operations.
 COLLECTIVES = {
@@ -36,9 +36,26 @@ COLLECTIVES = {
 }
 
 
+@cache
+def private(path: str) -> Any:
+    """The private jax name `jax._src.<path>`, looked up on first use, so that importing shardkit needs none of them.
+
+    Raises:
+        ImportError: this version of jax has no such name.
+    """
+    module, name = path.rsplit(".", 1)
+    try:
+        return getattr(import_module(f"jax._src.{module}"), name)
+    except (ImportError, AttributeError):
+        raise ImportError(
+            f"shardkit needs jax._src.{path}, which jax {jax.__version__} does not have. Install a supported version: "
+            'pip install "jax>=0.10,<0.13".'
+        ) from None
+
+
 def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes over which `x` may differ between devices, as check_vma tracks them."""
-    aval = x if isinstance(x, jax.ShapeDtypeStruct | _core.AbstractValue) else jax.typeof(x)
+    aval = x if isinstance(x, jax.ShapeDtypeStruct | jax.core.AbstractValue) else jax.typeof(x)
     manual = getattr(aval, "manual_axis_type", None)
     if manual is not None:
         return frozenset(manual.varying)
@@ -64,36 +81,75 @@ def all_gather_replicated(x: jax.Array, axes: str | tuple[str, ...], dim: int) -
 
 def bound_axes() -> dict[str, int]:
     """Names and sizes of the axes bound here by shard_map or vmap, in mesh order."""
-    sizes = {name: size for name, size in _core.get_axis_env().axis_sizes.items() if isinstance(name, str)}
+    sizes = {name: size for name, size in private("core.get_axis_env")().axis_sizes.items() if isinstance(name, str)}
     mesh = jax.sharding.get_abstract_mesh().axis_names  # shard_maps inside each other bind in another order
     return {name: sizes[name] for name in sorted(sizes, key=lambda n: mesh.index(n) if n in mesh else len(mesh))}
 
 
 def eval_jaxpr(jaxpr: Any, constants: Sequence[Any], *args: Any) -> list[Any]:
     """The results of a jaxpr, equation by equation."""
-    return _core.eval_jaxpr(jaxpr, constants, *args)
+    return jax.core.eval_jaxpr(jaxpr, constants, *args)
 
 
 def not_reached(jaxpr: Any, given: int, last: int) -> tuple[Any, list[bool]]:
-    """What of a jaxpr follows from its first `given` arguments alone, inside its loops too.
+    """What of a jaxpr follows from its first `given` arguments alone, inside its loops and calls too.
 
     Returns:
         A jaxpr of those arguments, whose results are those of the `last` results that follow from them; and for each of
         the `last` results whether it does not.
     """
-    results, inputs = len(jaxpr.outvars), len(jaxpr.invars)
-
-    def needs(used: list[bool]) -> tuple[Any, list[bool]]:
-        return _partial_eval.dce_jaxpr(jaxpr, used, instantiate=[True] * given + [False] * (inputs - given))
-
-    moved = [any(needs([i == k for i in range(results)])[1][given:]) for k in range(results - last, results)]
-    still, _ = needs([False] * (results - last) + [not moves for moves in moved])
+    inputs, before = len(jaxpr.invars), len(jaxpr.outvars) - last
+    reached = _reached(jaxpr, [k >= given for k in range(inputs)])
+    moved = _marks(jaxpr.outvars[before:], reached)
+    # An equation with an effect is never dead code: those that other arguments reach are taken out first.
+    first = [e for e in jaxpr.eqns if not all(_marks(e.outvars, reached)) or not any(_marks(e.invars, reached))]
+    still, _ = partial_eval.dce_jaxpr(
+        jaxpr.replace(eqns=first),
+        [False] * before + [not moves for moves in moved],
+        instantiate=[True] * given + [False] * (inputs - given),
+    )
     return still, moved
+
+
+def _reached(jaxpr: Any, arguments: Sequence[bool]) -> set[Any]:
+    """The variables of a jaxpr that depend on these arguments."""
+    reached = {v for v, marked in zip(jaxpr.invars, arguments, strict=True) if marked}
+    for equation in jaxpr.eqns:
+        ins = _marks(equation.invars, reached)
+        if any(ins):
+            outs = _results_reached(equation, ins)
+            reached.update(v for v, marked in zip(equation.outvars, outs, strict=True) if marked)
+    return reached
+
+
+def _marks(atoms: Sequence[Any], variables: set[Any]) -> list[bool]:
+    return [not isinstance(atom, Literal) and atom in variables for atom in atoms]
+
+
+def _results_reached(equation: Any, ins: list[bool]) -> list[bool]:
+    def through(jaxpr: Any, arguments: Sequence[bool]) -> list[bool]:
+        return _marks(jaxpr.outvars, _reached(jaxpr, arguments))
+
+    name, inner = equation.primitive.name, [jaxpr for _, jaxpr in inner_jaxprs(equation)]
+    if name in {*CALLS, "shard_map"} and len(inner) == 1 and len(inner[0].invars) == len(ins):
+        return through(inner[0], ins)
+    if name == "cond":
+        return [ins[0] or any(branches) for branches in zip(*(through(each, ins[1:]) for each in inner), strict=True)]
+    if name == "scan":
+        first, carry = scan_parts(equation)
+        last = first + carry
+        while True:
+            outs = through(inner[0], ins)
+            carried = [a or b for a, b in zip(ins[first:last], outs[:carry], strict=True)]
+            if carried == ins[first:last]:
+                return [*carried, *outs[carry:]]
+            ins[first:last] = carried
+    return [True] * len(equation.outvars)
 
 
 def arguments_used(jaxpr: Any) -> list[bool]:
     """For each argument of a jaxpr whether any of its results depends on it."""
-    return list(_partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
+    return list(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
 
 
 # Primitives that call their only jaxpr with the operands that it takes, one to one.
@@ -127,15 +183,15 @@ def inlined(jaxpr: Any, constants: Sequence[Any], *args: Any) -> list[Any]:
 
 def value_of(atom: Any, values: Mapping[Any, Any]) -> Any:
     """The value of a literal or of a variable; None for a variable that has none."""
-    return atom.val if isinstance(atom, _core.Literal) else values.get(atom)
+    return atom.val if isinstance(atom, Literal) else values.get(atom)
 
 
 @contextmanager
 def made_by(equation: Any) -> Iterator[None]:
     """Traces as if the user's line of an equation had made what is made inside."""
     source = equation.source_info
-    names = _source_info_util.current_name_stack() + source.name_stack
-    with _source_info_util.user_context(source.traceback, name_stack=names), equation.ctx.manager:
+    names = private("source_info_util.current_name_stack")() + source.name_stack
+    with private("source_info_util.user_context")(source.traceback, name_stack=names), equation.ctx.manager:
         yield
 
 
@@ -148,7 +204,7 @@ def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
 
 def acts(equation: Any) -> bool:
     """Whether an equation does something besides its results: it prints, or calls the host."""
-    return any(not isinstance(effect, _core.NamedAxisEffect) for effect in equation.effects)
+    return any(not isinstance(effect, private("core.NamedAxisEffect")) for effect in equation.effects)
 
 
 def inner_jaxprs(equation: Any) -> list[tuple[str, Any]]:
@@ -174,7 +230,7 @@ def inner_constants(equation: Any) -> list[Sequence[Any]]:
 
 def user_frames(equation: Any) -> list[tuple[str, int, str]]:
     """File, line and function of the frames outside jax that made an equation, innermost first."""
-    frames = _source_info_util.user_frames(equation.source_info.traceback)
+    frames = private("source_info_util.user_frames")(equation.source_info.traceback)
     return [(frame.file_name, frame.start_line, frame.function_name) for frame in frames]
 
 

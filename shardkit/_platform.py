@@ -10,11 +10,9 @@ from importlib.util import find_spec
 from typing import Any
 
 import jax
-from jax._src import clusters as _clusters
-from jax._src import distributed as _distributed
-from jax._src import hardware_utils as _hardware
-from jax._src import xla_bridge as _xla_bridge
 from jax.experimental.xla_metadata import set_xla_metadata
+
+from shardkit._compat import private
 
 
 def platform() -> str | None:
@@ -27,7 +25,7 @@ def platform() -> str | None:
 
 def jax_has_started() -> bool:
     """Whether jax has created its backends, after which devices can no longer be chosen."""
-    return _xla_bridge.backends_are_initialized()
+    return private("xla_bridge.backends_are_initialized")()
 
 
 def leave_out_idle_tpu() -> None:
@@ -42,9 +40,9 @@ def _idle_tpu_library() -> bool:
 
 def _no_accelerator() -> bool:
     return not (
-        _hardware.num_available_tpu_chips_and_device_id()[0]
-        or _hardware.has_visible_nvidia_gpu()
-        or _hardware.num_available_amd_gpus(stop_at=1)
+        private("hardware_utils.num_available_tpu_chips_and_device_id")()[0]
+        or private("hardware_utils.has_visible_nvidia_gpu")()
+        or private("hardware_utils.num_available_amd_gpus")(stop_at=1)
     )
 
 
@@ -56,14 +54,14 @@ def cpu_only() -> bool:
 
 def detect_cluster(timeout: int) -> tuple[str | None, int | None, int | None, tuple[int, ...] | None]:
     """What jax itself finds of a job: the coordinator's address, processes, this one, its devices."""
-    found = _clusters.ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, timeout)
-    address, size, rank, devices = found
+    detect = private("clusters.ClusterEnv").auto_detect_unset_distributed_params
+    address, size, rank, devices = detect(None, None, None, None, None, timeout)
     return address, size, rank, None if devices is None else tuple(devices)
 
 
 def wait_at_barrier(name: str, timeout: float) -> str | None:
     """Waits for all processes in jax's coordination service; None, or its words about those that did not come."""
-    client = _distributed.global_state.client
+    client = private("distributed.global_state").client
     assert client is not None
     try:
         client.wait_at_barrier(name, int(timeout * 1000))
@@ -91,7 +89,7 @@ def _process_index(backend: Any = None) -> int:
 def process_index_here(backend: Any) -> int:
     """The process as which this thread traces; for all other threads, and for a backend, jax's own answer."""
     index = getattr(_AS_PROCESS, "index", None)
-    return int(_xla_bridge.get_backend(backend).process_index()) if index is None else index
+    return int(private("xla_bridge.get_backend")(backend).process_index()) if index is None else index
 
 
 @contextmanager
@@ -101,7 +99,7 @@ def as_process(index: int) -> Iterator[None]:
     What is traced inside is kept apart from jax's trace caches, in which functions traced before would be found.
     """
     with _AS_PROCESS_LOCK:
-        function = _xla_bridge.process_index
+        function = private("xla_bridge.process_index")
         code, before = function.__code__, getattr(_AS_PROCESS, "index", None)
         _AS_PROCESS.index = index
         function.__code__ = _process_index.__code__
@@ -128,12 +126,10 @@ def compile_for(bytecode: bytes, devices: list[Any], options: dict[str, Any]) ->
         The executable: `.hlo_modules()`, `.get_compiled_memory_stats()`.
     """
     import numpy as np
-    from jax._src import compiler as _compiler
-    from jax._src.interpreters import mlir as _mlir
     from jaxlib import _jax
     from jaxlib.mlir import ir
 
-    with _mlir.make_ir_context():
+    with private("interpreters.mlir.make_ir_context")():
         module: Any = ir.Module.parse(bytecode)
         named = {op.attributes["sym_name"].value: op for op in module.body.operations if "sym_name" in op.attributes}
         main = named["main"]
@@ -141,7 +137,7 @@ def compile_for(bytecode: bytes, devices: list[Any], options: dict[str, Any]) ->
         free = [["sdy.sharding" not in each for each in attrs] for attrs in (main.arg_attrs, main.result_attrs)]
         client = devices[0].client
         placed = np.array(devices).reshape(1, -1)
-        settings = _compiler.get_compile_options(1, len(devices), placed, options, backend=client)
+        settings = private("compiler.get_compile_options")(1, len(devices), placed, options, backend=client)
         build = settings.executable_build_options
         build.allow_spmd_sharding_propagation_to_parameters, build.allow_spmd_sharding_propagation_to_output = free
         return client.compile(module, executable_devices=_jax.DeviceList(tuple(devices)), compile_options=settings)

@@ -42,13 +42,20 @@ class _Rules:
         raise TypeError(f"a zero of {dtype}")
 
 
-class Sealed(_compat.ExtendedDType):
+try:
+    _ExtendedDType: Any = _compat.private("dtypes.ExtendedDType")
+except ImportError:  # raised again by the first array that is sealed
+    _ExtendedDType = object
+
+
+class Sealed(_ExtendedDType):
     """The dtype of a sealed array: what it holds, and the words that stand in every error about it."""
 
     _rules = _Rules
     type = SealedType
 
     def __init__(self, holds: Any, name: str):
+        _compat.private("dtypes.ExtendedDType")
         self.holds, self._name = jnp.dtype(holds), name
 
     @property

@@ -23,7 +23,8 @@ class DistributedConfig:
 
     Attributes:
         enabled: False means one device whatever else is written, so that the same code runs undistributed.
-        world_size: number of devices in the job (one for each of the launcher's local processes).
+        world_size: number of devices in the job, of which launchers give each process one. (Processes are counted by
+            `runtime.Cluster.processes`.)
         backend: "nccl" (GPU), "gloo" or "mpi" (CPU); see `jax_settings`.
         rank: index of this process among all, 0 <= rank < world_size.
         local_rank: index of this process on its node.

@@ -44,6 +44,7 @@ FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 # On floors made of single files, these may also use a neighbour.
 NEIGHBOURS = {
     "_check": {"_compat"},
+    "_platform": {"_compat"},
     "_sealed": {"_compat"},
     "_typed": {"_kinds"},
     "cost": {"_typed"},

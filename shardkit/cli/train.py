@@ -120,7 +120,7 @@ def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     """Train a transformer on text."""
     _check_numbers(options)
     cluster = sk.runtime.initialize()
-    many = cluster.world_size > 1
+    many = cluster.processes > 1
     console = Console(soft_wrap=True, highlight=False, quiet=not cluster.is_master)
     sizes = mesh_words(options.mesh)
     if not many and all(size > 0 for size in sizes.values()):

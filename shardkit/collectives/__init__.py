@@ -14,9 +14,9 @@ from shardkit.collectives.basic import (
 )
 from shardkit.collectives.bucketed import all_reduce_tree
 from shardkit.collectives.matmul import all_gather_matmul, matmul_reduce_scatter
-from shardkit.collectives.padding import all_gather_uneven, pad_to_axis, reduce_scatter_uneven, unpad
+from shardkit.collectives.padding import all_gather_uneven, pad_to_axis, reduce_scatter_uneven, unpad_from_axis
 from shardkit.collectives.ragged import ragged_all_to_all
-from shardkit.collectives.shapes import gather_to_one, halo_exchange, scan
+from shardkit.collectives.shapes import gather_to_one, halo_exchange, prefix_scan
 
 __all__ = [
     "all_gather",
@@ -34,12 +34,12 @@ __all__ = [
     "hierarchical",
     "matmul_reduce_scatter",
     "pad_to_axis",
+    "prefix_scan",
     "ragged_all_to_all",
     "reduce_scatter",
     "reduce_scatter_uneven",
     "ring",
-    "scan",
     "shift",
-    "unpad",
+    "unpad_from_axis",
     "vary",
 ]

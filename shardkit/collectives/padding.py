@@ -47,7 +47,7 @@ def pad_to_axis(x: Arrays, axis: Axis, *, dim: int = 0) -> Any:
 
 
 @typed
-def unpad(x: Arrays, size: int, *, dim: int = 0) -> Any:
+def unpad_from_axis(x: Arrays, size: int, *, dim: int = 0) -> Any:
     """Takes the padding off again: the first `size` rows of each leaf.
 
     Layout: `X[.., P, ..] -> X[.., size, ..]`
@@ -66,10 +66,10 @@ def unpad(x: Arrays, size: int, *, dim: int = 0) -> Any:
     """
 
     def cut(leaf: jax.Array) -> jax.Array:
-        at = dim_of("unpad", dim, jnp.ndim(leaf))
+        at = dim_of("unpad_from_axis", dim, jnp.ndim(leaf))
         if not 0 <= size <= leaf.shape[at]:
             raise ValueError(
-                f"unpad: size must be 0 to the size of dim {at}; got {size} for shape {leaf.shape}. "
+                f"unpad_from_axis: size must be 0 to the size of dim {at}; got {size} for shape {leaf.shape}. "
                 "Pass the size before padding."
             )
         return lax.slice_in_dim(leaf, 0, size, axis=at)

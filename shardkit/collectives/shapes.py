@@ -24,7 +24,7 @@ _FARTHEST = 1024  # devices whose rows a halo may reach
 
 
 @typed
-def scan(x: Arrays, axis: Axis, *, op: Literal["sum", "max", "min"] = "sum", exclusive: bool = False) -> Any:
+def prefix_scan(x: Arrays, axis: Axis, *, op: Literal["sum", "max", "min"] = "sum", exclusive: bool = False) -> Any:
     """Device i gets the sum, max or min of what devices 0 to i hold, element by element.
 
     Layout: `X[...] on device i -> X[...] {reduced over devices 0..i}`
@@ -44,10 +44,10 @@ def scan(x: Arrays, axis: Axis, *, op: Literal["sum", "max", "min"] = "sum", exc
     Cost: s B bytes in s steps, s = ceil(log2 n), or 1 + ceil(log2(n-1)) if exclusive; an all_gather needs n-1.
     Source: Hillis, Steele, Data Parallel Algorithms (1986).
     """
-    names = bound("scan", axis)
+    names = bound("prefix_scan", axis)
     count = axis_size(names)
     if op not in _COMBINE:
-        raise ValueError(f"scan: op must be 'sum', 'max' or 'min'; got {op!r}. Choose one of them.")
+        raise ValueError(f"prefix_scan: op must be 'sum', 'max' or 'min'; got {op!r}. Choose one of them.")
     index = lax.axis_index(names)
     first = int(exclusive)  # the first device that has something to add up
 

@@ -36,7 +36,7 @@ def moe(
     group: int | None = None,
     dropless: bool = False,
     dense: bool | None = None,
-    normalise: bool | None = None,
+    normalize_gates: bool | None = None,
     weights: jax.Array | None = None,
     stage: Axis | None = None,
 ) -> tuple[jax.Array, RoutingStats]:
@@ -65,7 +65,7 @@ def moe(
         group: consecutive tokens that share a capacity; by default the last dim but D, a sequence of x[b, T, D].
         dropless: drop nothing.
         dense: dropless over an ordinary all_to_all of worst-case blocks; by default only on CPUs.
-        normalise: see `route`.
+        normalize_gates: see `route`.
         weights: the weight of each token in the losses, shape x.shape[:-1]; tokens of weight 0 go nowhere.
         stage: in a stage of a pipeline, its axis: see `routing_stats`.
 
@@ -99,7 +99,12 @@ def moe(
     logits_NE = jnp.dot(x_ND.astype(jnp.float32), router_DE.astype(jnp.float32), precision="highest")
     C = None if dropless else places(group, E, top_k, capacity_factor)
     routing = route(
-        logits_NE, top_k=top_k, capacity=C, group=None if dropless else group, normalise=normalise, weights_N=weights_N
+        logits_NE,
+        top_k=top_k,
+        capacity=C,
+        group=None if dropless else group,
+        normalize_gates=normalize_gates,
+        weights_N=weights_N,
     )
     if C is None:
         slot_Nk = jnp.where(routing.kept, ranks(routing.expert.reshape(-1)).reshape(N, top_k), N * top_k)

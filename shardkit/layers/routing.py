@@ -55,7 +55,7 @@ def route(
     top_k: int,
     capacity: int | None = None,
     group: int | None = None,
-    normalise: bool | None = None,
+    normalize_gates: bool | None = None,
     weights_N: jax.Array | None = None,
 ) -> Routing:
     """Sends each token to its `top_k` most probable experts, as far as they have room.
@@ -70,8 +70,8 @@ def route(
         top_k: experts a token goes to.
         capacity: places of a group in each expert; None: all that are needed.
         group: consecutive tokens that share a capacity; None: all N.
-        normalise: divide a token's gates by their sum. By default where top_k > 1; a single gate would always be 1, and
-            teach the router nothing.
+        normalize_gates: divide a token's gates by their sum. By default where top_k > 1; a single gate would always be
+            1, and teach the router nothing.
         weights_N: tokens of weight 0 go nowhere and take no place.
 
     Returns:
@@ -101,7 +101,7 @@ def route(
             f"route: group must divide the tokens of a device; got groups of {group} for {N} tokens. Choose a divisor."
         )
     gate_Nk, expert_Nk = lax.top_k(jax.nn.softmax(logits_NE.astype(jnp.float32)), top_k)
-    if top_k > 1 if normalise is None else normalise:
+    if top_k > 1 if normalize_gates is None else normalize_gates:
         gate_Nk = gate_Nk / jnp.sum(gate_Nk, axis=1, keepdims=True)
     if weights_N is not None:
         expert_Nk = jnp.where(weights_N[:, None] > 0, expert_Nk, E)

@@ -27,7 +27,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit.collectives import unpad
+from shardkit.collectives import unpad_from_axis
 from shardkit.layout import path_name, spec_axes
 
 Sizes = tuple[tuple[int, int], ...]
@@ -93,7 +93,7 @@ def wrapped(array: Any, sizes: Sizes, rows: Rows = ()) -> Any:
 def cut(x: Any, sizes: Iterable[tuple[int, int]]) -> Any:
     """An array without the padding of these dims."""
     for dim, size in sizes:
-        x = unpad(x, size, dim=dim)
+        x = unpad_from_axis(x, size, dim=dim)
     return x
 
 

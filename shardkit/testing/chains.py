@@ -117,7 +117,7 @@ def legal_ops(state: State, axes: tuple[str, ...], sizes: Mapping[str, int]) -> 
     ops += [("all_gather", {"dim": dim}) for dim in dims]
     ops += [("shift", {"by": by, "wrap": wrap}) for by in (1, -1, 2) for wrap in (True, False)]
     ops += [("broadcast", {"source": source}) for source in sorted({0, n - 1})]
-    ops += [("scan", {"op": op, "exclusive": before}) for op in ("sum", "max") for before in (False, True)]
+    ops += [("prefix_scan", {"op": op, "exclusive": before}) for op in ("sum", "max") for before in (False, True)]
     ops += [("halo_exchange", {"dim": dim, "wrap": wrap}) for dim in dims for wrap in (True, False)]
     ops += [("gather_to_one", {"dim": dim, "target": n - 1}) for dim in dims]
     # last, since they do not always fit: while an example shrinks, the places of the others stay the same
@@ -135,7 +135,7 @@ def _fits(state: State, op: Op, n: int) -> bool:
         return False
     if options.get("op") == "mean" and n & (n - 1):
         return False  # a third is not exact
-    if op.kernel == "scan" and options == {"op": "max", "exclusive": True}:
+    if op.kernel == "prefix_scan" and options == {"op": "max", "exclusive": True}:
         return False  # begins with minus infinity
     after = _after(state, op, n)
     return math.prod(after.shape) <= _LARGEST_BLOCK and after.bits <= _BITS[after.dtype]

@@ -50,7 +50,7 @@ _MIXING = (
 def same_numbers(program: Program, reference: Reference) -> str | None:
     """Loss, metrics, gradients and parameters of every step are those of one device.
 
-    The gradients are compared themselves, because an optimizer that clips or normalises hides a wrong factor. A GradFn
+    The gradients are compared themselves, because an optimizer that clips or normalizes hides a wrong factor. A GradFn
     is given a scale other than 1, divided out again, because one that ignores it fails in float16 alone. A step of
     one's own that does not use `row.optimizer` records none, and the proof says so.
     """

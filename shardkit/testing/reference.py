@@ -56,7 +56,7 @@ def vary(blocks: Blocks, *, xp: Any = np) -> list[Any]:
     return list(blocks)
 
 
-def scan(blocks: Blocks, *, op: str = "sum", exclusive: bool = False, xp: Any = np) -> list[Any]:
+def prefix_scan(blocks: Blocks, *, op: str = "sum", exclusive: bool = False, xp: Any = np) -> list[Any]:
     """Device i gets what devices 0 to i give together, or to i - 1; the first then gets the neutral element."""
     blocks = [_counted(block, xp) for block in blocks] if op == "sum" else blocks
     combine = {"sum": xp.add, "max": xp.maximum, "min": xp.minimum}[op]

@@ -38,7 +38,7 @@ def assert_same_training(
 
     Runs `make_train_step(grad_fn, ...)` and, without a mesh, `reference_grad_fn` with the same optimizer for
     `len(batches)` steps. The gradients are compared themselves, through a recording optimizer, because an optimizer
-    that clips or normalises hides a wrong factor. What is allowed is derived from what gradients that are off by
+    that clips or normalizes hides a wrong factor. What is allowed is derived from what gradients that are off by
     `relative` do to the same run on one device (see `one_device`). Copies of a parameter on several devices must agree
     in every bit. These are two of the laws of `prove`, which holds several meshes and plans to all of them.
 

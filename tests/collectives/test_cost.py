@@ -41,8 +41,11 @@ COSTS = [  # kernel of the block and n, collectives and bytes as functions of n
     (lambda x, n: sk.all_reduce(x > 0, "a", op="all"), lambda n: (1, 2 * (B // 4) * (n - 1) / n)),
     (lambda x, n: sk.broadcast(x > 0, "a"), lambda n: (1, 2 * (B // 4) * (n - 1) / n)),
     (lambda x, n: sk.broadcast(x.astype(jnp.bfloat16), "a"), lambda n: (1, 2 * (B // 2) * (n - 1) / n)),
-    (lambda x, n: sk.scan(x, "a"), lambda n: (log2(n), log2(n) * B)),
-    (lambda x, n: sk.scan(x, "a", exclusive=True), lambda n: ((n > 1) + log2(n - 1), ((n > 1) + log2(n - 1)) * B)),
+    (lambda x, n: sk.prefix_scan(x, "a"), lambda n: (log2(n), log2(n) * B)),
+    (
+        lambda x, n: sk.prefix_scan(x, "a", exclusive=True),
+        lambda n: ((n > 1) + log2(n - 1), ((n > 1) + log2(n - 1)) * B),
+    ),
     (
         lambda x, n: sk.halo_exchange(x, "a", before=2, after=3, wrap=True),
         lambda n: (2 * (n > 1), B * (2 + 3) / ROWS * (n > 1)),
@@ -52,7 +55,7 @@ COSTS = [  # kernel of the block and n, collectives and bytes as functions of n
         lambda n: (2, B * (ROWS + 2) / ROWS) if n > 2 else ((1, B) if n == 2 else (0, 0)),
     ),
     (lambda x, n: sk.gather_to_one(x, "a", dim=1), lambda n: (1, B * (n - 1))),
-    (lambda x, n: sk.unpad(sk.pad_to_axis(x, "a"), ROWS), lambda n: (0, 0)),
+    (lambda x, n: sk.unpad_from_axis(sk.pad_to_axis(x, "a"), ROWS), lambda n: (0, 0)),
     (lambda x, n: all_gather_uneven(x, uneven(n), "a"), lambda n: (1, B * (n - 1))),
     (
         lambda x, n: reduce_scatter_uneven(jnp.tile(x, (9, 1))[: sum(uneven(n))], uneven(n), "a"),
@@ -92,13 +95,14 @@ def test_cost_of_the_derivative_of_an_extremum(n):
 
 
 FORMULAS = {
-    sk.scan: "s B bytes in s steps, s = ceil(log2 n), or 1 + ceil(log2(n-1)) if exclusive; an all_gather needs n-1.",
+    sk.prefix_scan: "s B bytes in s steps, s = ceil(log2 n), or 1 + ceil(log2(n-1)) if exclusive; an all_gather needs "
+    "n-1.",
     sk.halo_exchange: "B (before + after)/D bytes, D the block's size along `dim`, in one step for each neighbour "
     "reached.",
     sk.gather_to_one: "B (n-1) bytes in n-1 hops, B being one piece: an all_gather, since the target's own links are "
     "the bottleneck of n-1 single messages too.",
     sk.pad_to_axis: "none.",
-    sk.unpad: "none.",
+    sk.unpad_from_axis: "none.",
     all_gather_uneven: "B (n-1) bytes in n-1 hops, B being one padded piece.",
     reduce_scatter_uneven: "P (n-1)/n bytes in n-1 hops, P being the padded array: n max(sizes) rows.",
     all_reduce_tree: "2 B (n-1)/n bytes in 2 (n-1) hops a bucket, B being all its leaves, padded to a multiple of n "
@@ -139,9 +143,9 @@ ERRORS = [
         "got shape (0, 5). Pass x[None] if each device holds one block.",
     ),
     (
-        lambda x: sk.scan(x, "a", op="mean"),
+        lambda x: sk.prefix_scan(x, "a", op="mean"),
         ValueError,
-        "scan: op must be 'sum', 'max' or 'min'; got 'mean'. Choose one of them.",
+        "prefix_scan: op must be 'sum', 'max' or 'min'; got 'mean'. Choose one of them.",
     ),
     (
         lambda x: sk.halo_exchange(x, "a", before=-1),
@@ -165,9 +169,9 @@ ERRORS = [
         "gather_to_one: target must be a device of the axis; got 4 over 4 devices. Choose 0 to 3.",
     ),
     (
-        lambda x: sk.unpad(x, 7),
+        lambda x: sk.unpad_from_axis(x, 7),
         ValueError,
-        "unpad: size must be 0 to the size of dim 0; got 7 for shape (6, 5). Pass the size before padding.",
+        "unpad_from_axis: size must be 0 to the size of dim 0; got 7 for shape (6, 5). Pass the size before padding.",
     ),
     (
         lambda x: all_gather_uneven(x, (1, 2, 3), "a"),
@@ -248,7 +252,7 @@ def test_errors_of_the_arguments(call, kind, message):
 
 
 KERNELS = {
-    "scan": sk.scan,
+    "prefix_scan": sk.prefix_scan,
     "halo_exchange": sk.halo_exchange,
     "gather_to_one": sk.gather_to_one,
     "pad_to_axis": sk.pad_to_axis,
@@ -274,8 +278,9 @@ def test_errors_of_axis_and_dim(name):
         "Call it inside jax.shard_map over a mesh with that axis."
     )
     if name not in ("all_reduce_tree", "compressed.all_reduce"):
-        assert refused(lambda x: kernel(x, "a", dim=2) if name != "scan" else sk.unpad(x, 1, dim=2)) == (
+        unpad = name == "prefix_scan"  # which has no dim
+        assert refused(lambda x: sk.unpad_from_axis(x, 1, dim=2) if unpad else kernel(x, "a", dim=2)) == (
             ValueError,
-            f"{name if name != 'scan' else 'unpad'}: dim must name a dimension of the array; "
+            f"{'unpad_from_axis' if unpad else name}: dim must name a dimension of the array; "
             "got 2 for an array of rank 2. Choose 0 to 1.",
         )

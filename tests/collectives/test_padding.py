@@ -58,7 +58,8 @@ def test_pad_and_unpad(n, size, padded):  # proves F13
         seen.update(rows=rows.shape, columns=columns.shape)
         mine = sk.reduce_scatter(rows, "a")
         whole = sk.all_gather(mine, "a", replicated=True)
-        return {"rows": sk.unpad(whole, size), "columns": sk.unpad(columns, size, dim=1), "padded": rows}
+        unpad = sk.unpad_from_axis
+        return {"rows": unpad(whole, size), "columns": unpad(columns, size, dim=1), "padded": rows}
 
     got = jax.jit(jax.shard_map(kernel, mesh=mesh, in_specs=P(), out_specs=P()))(x)
     assert seen == {"rows": (padded, 2), "columns": (3, padded)}

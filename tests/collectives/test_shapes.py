@@ -42,10 +42,10 @@ def test_booleans(case):
 
 
 @on_cases
-def test_scan(case):
+def test_prefix_scan(case):
     def kernel(op, exclusive):
-        run = partial(sk.scan, axis=case.axis, op=op, exclusive=exclusive)
-        return Kernel(run, partial(reference.scan, op=op, exclusive=exclusive), gradient=op == "sum")
+        run = partial(sk.prefix_scan, axis=case.axis, op=op, exclusive=exclusive)
+        return Kernel(run, partial(reference.prefix_scan, op=op, exclusive=exclusive), gradient=op == "sum")
 
     check(case, *[kernel(op, exclusive) for op in ("sum", "max", "min") for exclusive in (False, True)])
 
@@ -86,9 +86,9 @@ def test_a_tie_is_shared_and_the_others_get_nothing():
 def test_gradient_of_a_running_max():
     x = np.array([3.0, 1, 4, 2, 9], np.float32)
     weights = np.array([1.0, 10, 100, 1000, 10000], np.float32)
-    got = on_devices(grad_of(partial(sk.scan, op="max"), weights), x)
+    got = on_devices(grad_of(partial(sk.prefix_scan, op="max"), weights), x)
     assert got.tolist() == [11, 0, 1100, 0, 10000]
-    got = on_devices(grad_of(partial(sk.scan, op="max", exclusive=True), weights), x)
+    got = on_devices(grad_of(partial(sk.prefix_scan, op="max", exclusive=True), weights), x)
     assert got.tolist() == [110, 0, 11000, 0, 0]
 
 
@@ -120,8 +120,8 @@ def test_integers_beside_floats_in_a_derivative():
 
 KERNELS = {
     "all_reduce max": partial(sk.all_reduce, op="max"),
-    "scan": sk.scan,
-    "scan exclusive": partial(sk.scan, exclusive=True),
+    "prefix_scan": sk.prefix_scan,
+    "prefix_scan exclusive": partial(sk.prefix_scan, exclusive=True),
     "halo_exchange": partial(sk.halo_exchange, before=3, after=2),
     "gather_to_one": partial(sk.gather_to_one, target=1),
     "broadcast": partial(sk.broadcast, source=1),

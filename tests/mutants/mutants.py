@@ -387,7 +387,7 @@ _PARALLEL = (
         FIGURE,
     ),
     Mutant(
-        "gates-not-normalised",
+        "gates-not-normalized",
         "shardkit/layers/routing.py",
         "gate_Nk = gate_Nk / jnp.sum(gate_Nk, axis=1, keepdims=True)",
         "gate_Nk = gate_Nk / 1",

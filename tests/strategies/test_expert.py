@@ -39,12 +39,12 @@ def values(experts, examples=B, dtype=jnp.float32, seed=0):
     return jax.tree.map(lambda a: a.astype(dtype), (x, router, weights))
 
 
-def dense_moe(x, router, w, top_k, *, normalise=None, kept=None, weights=None):
+def dense_moe(x, router, w, top_k, *, normalize_gates=None, kept=None, weights=None):
     """Every token through every expert, in the order of the batch; `kept` [N, top_k] says which answers count."""
     rows, router = x.reshape(-1, D).astype(jnp.float32), router.astype(jnp.float32)
     w = jax.tree.map(lambda a: a.astype(jnp.float32), w)
     gate, expert = lax.top_k(jax.nn.softmax(jnp.dot(rows, router, precision="highest")), top_k)
-    if top_k > 1 if normalise is None else normalise:
+    if top_k > 1 if normalize_gates is None else normalize_gates:
         gate = gate / jnp.sum(gate, axis=1, keepdims=True)
     hidden = jax.nn.silu(jnp.einsum("nd,edf->nef", rows, w["gate"])) * jnp.einsum("nd,edf->nef", rows, w["up"])
     every = jnp.einsum("nef,efd->ned", hidden, w["down"])
@@ -238,8 +238,8 @@ def test_gates_are_normalised_where_there_are_several():
     p = np.sort(jax.nn.softmax(logits), axis=1)[:, ::-1]
     np.testing.assert_allclose(sk.route(logits, top_k=1).gate, p[:, :1], rtol=1e-6)
     np.testing.assert_allclose(sk.route(logits, top_k=2).gate, p[:, :2] / p[:, :2].sum(1, keepdims=True), rtol=1e-6)
-    np.testing.assert_allclose(sk.route(logits, top_k=2, normalise=False).gate, p[:, :2], rtol=1e-6)
-    np.testing.assert_array_equal(sk.route(logits, top_k=1, normalise=True).gate, np.ones((10, 1)))
+    np.testing.assert_allclose(sk.route(logits, top_k=2, normalize_gates=False).gate, p[:, :2], rtol=1e-6)
+    np.testing.assert_array_equal(sk.route(logits, top_k=1, normalize_gates=True).gate, np.ones((10, 1)))
 
 
 def test_ranks_are_those_of_a_stable_sort():

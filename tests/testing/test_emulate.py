@@ -291,5 +291,5 @@ def test_the_reference_of_uneven_sizes():
     assert reference.all_gather_uneven(blocks, sizes=(1, 3))[1].tolist() == [[0, 1], [10, 11], [12, 13], [14, 15]]
     parts = reference.reduce_scatter_uneven(blocks, sizes=(1, 2))
     assert [p.tolist() for p in parts] == [[[10, 12], [0, 0]], [[14, 16], [18, 20]]]
-    assert reference.scan([np.array([True]), np.array([True])], exclusive=True)[1].tolist() == [1]
-    assert reference.scan([np.int32([3]), np.int32([1])], op="min", exclusive=True)[0].tolist() == [2**31 - 1]
+    assert reference.prefix_scan([np.array([True]), np.array([True])], exclusive=True)[1].tolist() == [1]
+    assert reference.prefix_scan([np.int32([3]), np.int32([1])], op="min", exclusive=True)[0].tolist() == [2**31 - 1]

@@ -28,14 +28,14 @@ class Cluster(NamedTuple):
 
     Attributes:
         rank: this process, from 0.
-        world_size: number of processes.
+        processes: number of processes of the job; its devices are `device_count`.
         local_rank: this process among those of its host, as the launcher says.
         is_master: whether this is process 0, which logs.
         coordinator: host:port at which the processes met; empty for a single process.
     """
 
     rank: int
-    world_size: int
+    processes: int
     local_rank: int
     is_master: bool
     coordinator: str
@@ -78,7 +78,7 @@ def initialize(
     second or two, each with the cause as its last line.
 
     Args:
-        config: a DistributedConfig, whose rank and world_size count processes, as do those of its environment.
+        config: a DistributedConfig of one device per process: its world_size counts devices and processes alike.
         coordinator_address: host:port of process 0. An argument that is not given comes from the config, else from
             JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, else from MASTER_ADDR, MASTER_PORT,
             WORLD_SIZE and RANK, else from what jax itself detects (Slurm, Open MPI, Kubernetes, Cloud TPU).

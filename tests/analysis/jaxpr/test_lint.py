@@ -228,14 +228,15 @@ def kernels():
     for axis in ("model", BOTH, BOTH[::-1]):
         for op in ("sum", "mean", "max", "min"):
             yield f"all_reduce {op} {axis}", functools.partial(sk.all_reduce, axis=axis, op=op)
-            yield f"scan {op} {axis}", functools.partial(sk.scan, axis=axis, op="sum" if op == "mean" else op)
+            combine = "sum" if op == "mean" else op
+            yield f"prefix_scan {op} {axis}", functools.partial(sk.prefix_scan, axis=axis, op=combine)
         yield f"deterministic {axis}", functools.partial(sk.all_reduce, axis=axis, deterministic=True)
         yield f"all_gather {axis}", functools.partial(sk.all_gather, axis=axis)
         yield f"reduce_scatter {axis}", functools.partial(sk.reduce_scatter, axis=axis)
         yield f"all_to_all {axis}", functools.partial(sk.all_to_all, axis=axis, split_dim=0, concat_dim=1)
         yield f"broadcast {axis}", functools.partial(sk.broadcast, axis=axis, source=1)
         yield f"gather_to_one {axis}", functools.partial(sk.gather_to_one, axis=axis, target=1)
-        yield f"exclusive scan {axis}", functools.partial(sk.scan, axis=axis, exclusive=True)
+        yield f"exclusive prefix_scan {axis}", functools.partial(sk.prefix_scan, axis=axis, exclusive=True)
         for wrap in (True, False):
             yield f"halo {wrap} {axis}", functools.partial(sk.halo_exchange, axis=axis, before=2, after=9, wrap=wrap)
             for by in (1, -1, 3):

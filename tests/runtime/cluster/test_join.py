@@ -28,7 +28,7 @@ def test_all_processes_know_each_other(processes, devices):
     assert [each.code for each in ended] == [0] * processes, ended
     everyone = []
     for rank, each in enumerate(ended):
-        assert f"'rank': {rank}, 'world_size': {processes}, 'local_rank': 0, 'is_master': {rank == 0}" in each.output
+        assert f"'rank': {rank}, 'processes': {processes}, 'local_rank': 0, 'is_master': {rank == 0}" in each.output
         text = (
             f"process {rank} of {processes}: {processes * devices} devices, {devices} of them here; their sum is right"
         )

@@ -237,7 +237,7 @@ KERNELS = [
         r"the result must equal the reference",
     ),
     Planted(
-        "softmax normalised per shard",
+        "softmax normalized per shard",
         local_softmax,
         lambda x: jax.nn.softmax(x, 1),
         (X,),
@@ -334,6 +334,6 @@ RIGHT = {
     "split and concat exchanged": lambda x: sk.all_to_all(x, "model", split_dim=1, concat_dim=0),
     "pmean of element-wise values as normalisation": lambda x: (x - moments(x)[0]) / jnp.sqrt(moments(x)[1]),
     "mean of variances": lambda x: moments(x)[1],
-    "softmax normalised per shard": softmax,
+    "softmax normalized per shard": softmax,
     "clip per shard": lambda x: x * jnp.minimum(1, 1 / jnp.sqrt(sk.all_reduce(jnp.sum(x**2), "data"))),
 }

@@ -28,7 +28,7 @@ def refusal(fn, *args, **options):
 
 # From here on the last one is late by what it sleeps, and by nothing else.
 sk.runtime.barrier("begun", 30)
-if rank == cluster.world_size - 1:
+if rank == cluster.processes - 1:
     time.sleep(float(sys.argv[2]))
 saw["came"] = time.monotonic()
 sk.runtime.barrier("all here", 30)
@@ -44,7 +44,7 @@ if rank == 0:  # as everybody writes it first
 sk.runtime.barrier("after the refusals", 30)
 sk.runtime.log("only once")
 
-some = sk.make_mesh(jax.devices()[: len(devices) // cluster.world_size], a=-1)  # the devices of process 0
+some = sk.make_mesh(jax.devices()[: len(devices) // cluster.processes], a=-1)  # the devices of process 0
 outside = arrays.from_full(whole, some, P("a"))
 total = jax.jit(jax.shard_map(lambda x: sk.all_reduce(x, "a"), mesh=some, in_specs=P("a"), out_specs=P()))
 saw["held"] = [np.asarray(piece).tolist() for piece in arrays.local_shards(outside).values()]
