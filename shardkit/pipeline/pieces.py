@@ -33,14 +33,14 @@ class Model(NamedTuple):
         embed: `embed(shared, batch, keys) -> x`.
         stage: `stage(layers, x, keys) -> x`.
         head: `head(shared, x, batch) -> Mean`, a scalar, or either with a dict of auxiliary means.
-        numbered: the stage is given `(layers, numbers)`.
+        layer_numbers: the stage is given `(layers, numbers)`.
         where: what errors call it.
     """
 
     embed: Callable[[Any, Any, Any], Any]
     stage: Callable[[Any, Any, Any], Any]
     head: Callable[[Any, Any, Any], Any]
-    numbered: bool
+    layer_numbers: bool
     where: str
 
 
@@ -192,7 +192,7 @@ class Pieces:
         def run(cut: Callable[[Any], Any], x: Any) -> Any:
             layers, here = jax.tree.map(cut, (given.layers, numbers))
             stage = lambda layers: self._model.stage(  # noqa: E731
-                (layers, here) if self._model.numbered else layers, x, given.keys
+                (layers, here) if self._model.layer_numbers else layers, x, given.keys
             )
             return shown(stage, layers, at="layers")
 

@@ -59,7 +59,7 @@ def pipeline_value_and_grad(
     mode: Mode = "masked",
     recompute: bool = True,
     sizes: tuple[int, ...] | None = None,
-    numbered: bool = False,
+    layer_numbers: bool = False,
 ) -> GradFn:
     """Makes the function that each device of a pipeline runs: one program for all of them, for every schedule.
 
@@ -84,7 +84,7 @@ def pipeline_value_and_grad(
         recompute: the backward pass begins again with the stage's input, all that is held of a microbatch in flight.
             False: it finds saved all that depends on the input; less work, more memory.
         sizes: the layers of each stage, where they are not equal.
-        numbered: the stage is given `(layers, numbers)`, the layers' places in the whole stack, int32 [layers]: for
+        layer_numbers: the stage is given `(layers, numbers)`, the layers' places in the whole stack, int32 [layers]: for
             dropout keys that differ by layer, `fold_keys(keys, number)`.
 
     Returns:
@@ -106,7 +106,7 @@ def pipeline_value_and_grad(
     Source: Huang et al., GPipe (arXiv:1811.06965); Narayanan et al., Megatron-LM (arXiv:2104.04473), section 2.2; Qi et
         al., Zero bubble (arXiv:2401.10241).
     """
-    model = Model(embed, stage, head, numbered, "pipeline_value_and_grad")
+    model = Model(embed, stage, head, layer_numbers, "pipeline_value_and_grad")
     stages = _stages(model.where, schedule, axis, mode, sizes)
 
     def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
@@ -133,12 +133,12 @@ def pipeline_loss(
     *,
     mode: Mode = "masked",
     sizes: tuple[int, ...] | None = None,
-    numbered: bool = False,
+    layer_numbers: bool = False,
 ) -> LossFn:
     """The loss alone, through the forwards of a schedule: for `make_eval_step`.
 
     Args:
-        embed, stage, head, schedule, axis, mode, sizes, numbered: as for `pipeline_value_and_grad`.
+        embed, stage, head, schedule, axis, mode, sizes, layer_numbers: as for `pipeline_value_and_grad`.
 
     Returns:
         `loss(params, batch, keys) -> (Mean, aux)`.
@@ -148,7 +148,7 @@ def pipeline_loss(
 
     Cost: the activations once at every tick of `schedule.forward()`.
     """
-    model = Model(embed, stage, head, numbered, "pipeline_loss")
+    model = Model(embed, stage, head, layer_numbers, "pipeline_loss")
     stages = _stages(model.where, schedule, axis, mode, sizes)
     forward = schedule.forward()
 

@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
     @property
     def grad_fn(self) -> Any:
-        return sk.pipeline_value_and_grad(*pieces(self.axis), self.schedule, "stage", numbered=True, **self.how)
+        return sk.pipeline_value_and_grad(*pieces(self.axis), self.schedule, "stage", layer_numbers=True, **self.how)
 
     def step(self, optimizer: Any = None, **options: Any) -> sk.TrainStep:
         optimizer = optimizer or recording_sgd(0.1)
@@ -122,7 +122,7 @@ def first() -> Any:
 @pytest.mark.parametrize("name", ["tp by rings, fsdp layerwise", "unequal, interleaved"])
 def test_evaluation_is_the_loss_without_dropout(name):
     row = FEW[name]
-    how = row.how | {"numbered": True}
+    how = row.how | {"layer_numbers": True}
     init, _ = row.step()
     loss = sk.pipeline_loss(*pieces(row.axis), row.schedule, "stage", **how)
     metrics = sk.make_eval_step(loss, mesh=row.mesh(), plan=row.plan)(init(params(), KEY).params, batch(0))
@@ -168,7 +168,7 @@ def test_a_loss_without_weights_beside_data_parallelism(mode):
     embed, stage, _ = pieces()
     head = lambda shared, x, batch: sk.Mean.of(jnp.square(x @ shared["out"]))  # noqa: E731
     grad_fn = sk.pipeline_value_and_grad(
-        embed, stage, head, schedules.lockstep(2, 4), "stage", mode=mode, numbered=True
+        embed, stage, head, schedules.lockstep(2, 4), "stage", mode=mode, layer_numbers=True
     )
     sk.testing.assert_same_training(
         grad_fn,

@@ -266,7 +266,7 @@ def test_other_plans_share_the_leaves(beside, case):  # proves F59
 # XLA's partitioner ended with an internal error: it fails on a gather of rows whose other dims are split two ways.
 def test_uneven_stages_of_leaves_that_are_split_over_two_more_axes():
     grad_fn = sk.pipeline_value_and_grad(
-        *pipelines.PIECES, schedules.lockstep(2, 2), "stage", numbered=True, sizes=(1, 2)
+        *pipelines.PIECES, schedules.lockstep(2, 2), "stage", layer_numbers=True, sizes=(1, 2)
     )
     plan = sk.chain(sk.pp("stage"), sk.fsdp("fsdp", min_size=1), sk.zero1("zero", min_size=1))
     options = {"mesh": make_mesh(fsdp=2, zero=2, stage=2), "plan": plan}

@@ -60,6 +60,6 @@ def make(name: str, **options: Any) -> sk.TrainStep:
     if row.schedule is None:
         grad_fn = sk.value_and_grad(unpipelined(pieces(row.axis)))
     else:
-        grad_fn = sk.pipeline_value_and_grad(*pieces(row.axis), row.schedule, "stage", numbered=True, **row.how)
+        grad_fn = sk.pipeline_value_and_grad(*pieces(row.axis), row.schedule, "stage", layer_numbers=True, **row.how)
     mesh = sk.make_mesh(jax.devices()[: math.prod(row.sizes.values())], **row.sizes)
     return sk.make_train_step(grad_fn, lenient(optax.adamw(1e-2)), mesh=mesh, plan=row.plan, **options)
