@@ -56,7 +56,7 @@ def run(
     params = vary(unsealed(dict(params)), live)  # gradients stay this stage's own until the step sums them
     layers, shared = params.pop("layers"), params
     rows = jax.tree.leaves(layers)[0].shape[0]
-    each = stages.sizes or stages.layers_of(rows * p)
+    each = stages.layers_per_stage or stages.layers_of(rows * p)
     microbatches = _cut(where, (batch, keys), schedule.microbatches)
     starts, counts = np.concatenate([[0], np.cumsum(each)[:-1]]).astype(np.int32), np.array(each, np.int32)
     stacks = jax.tree.map(lambda leaf: leaf.reshape(v, rows // v, *leaf.shape[1:]), layers)

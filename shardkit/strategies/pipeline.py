@@ -58,7 +58,7 @@ def pipeline_value_and_grad(
     *,
     mode: Mode = "masked",
     recompute: bool = True,
-    sizes: tuple[int, ...] | None = None,
+    layers_per_stage: tuple[int, ...] | None = None,
     layer_numbers: bool = False,
 ) -> GradFn:
     """Makes the function that each device of a pipeline runs: one program for all of them, for every schedule.
@@ -83,9 +83,9 @@ def pipeline_value_and_grad(
             `axis`. An embedding or head that sends nothing is always left out by the other stages.
         recompute: the backward pass begins again with the stage's input, all that is held of a microbatch in flight.
             False: it finds saved all that depends on the input; less work, more memory.
-        sizes: the layers of each stage, where they are not equal.
-        layer_numbers: the stage is given `(layers, numbers)`, the layers' places in the whole stack, int32 [layers]: for
-            dropout keys that differ by layer, `fold_keys(keys, number)`.
+        layers_per_stage: how many layers each stage has, where that differs.
+        layer_numbers: whether the stage gets `(layers, numbers)`, with each layer's place in the whole stack, int32
+            [layers]: for dropout keys that differ by layer, `fold_keys(keys, number)`.
 
     Returns:
         A GradFn `(params, batch, keys, *, scale=1) -> (Mean, aux, gradients)`, whose gradients are float32. Keys are
@@ -107,7 +107,7 @@ def pipeline_value_and_grad(
         al., Zero bubble (arXiv:2401.10241).
     """
     model = Model(embed, stage, head, layer_numbers, "pipeline_value_and_grad")
-    stages = _stages(model.where, schedule, axis, mode, sizes)
+    stages = _stages(model.where, schedule, axis, mode, layers_per_stage)
 
     def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
         opened = with_parts(params, parts(params))  # those handles that the loss is not to see
@@ -132,13 +132,13 @@ def pipeline_loss(
     axis: str,
     *,
     mode: Mode = "masked",
-    sizes: tuple[int, ...] | None = None,
+    layers_per_stage: tuple[int, ...] | None = None,
     layer_numbers: bool = False,
 ) -> LossFn:
     """The loss alone, through the forwards of a schedule: for `make_eval_step`.
 
     Args:
-        embed, stage, head, schedule, axis, mode, sizes, layer_numbers: as for `pipeline_value_and_grad`.
+        embed, stage, head, schedule, axis, mode, layers_per_stage, layer_numbers: as for `pipeline_value_and_grad`.
 
     Returns:
         `loss(params, batch, keys) -> (Mean, aux)`.
@@ -149,7 +149,7 @@ def pipeline_loss(
     Cost: the activations once at every tick of `schedule.forward()`.
     """
     model = Model(embed, stage, head, layer_numbers, "pipeline_loss")
-    stages = _stages(model.where, schedule, axis, mode, sizes)
+    stages = _stages(model.where, schedule, axis, mode, layers_per_stage)
     forward = schedule.forward()
 
     def loss(params: Any, batch: Any, keys: Any) -> tuple[Mean, dict[str, Mean]]:
@@ -160,14 +160,14 @@ def pipeline_loss(
     return loss
 
 
-def _stages(where: str, schedule: Schedule, axis: str, mode: Mode, sizes: tuple[int, ...] | None) -> Stages:
+def _stages(where: str, schedule: Schedule, axis: str, mode: Mode, layers_per_stage: tuple[int, ...] | None) -> Stages:
     """The stages of a legal schedule; refuses another one, and an unknown mode."""
     if mode not in get_args(Mode):
         raise ValueError(f"{where}: mode must be 'masked' or 'branch'; got {mode!r}. Choose one of them.")
     if not axis:
         raise ValueError(f"{where}: axis must be a mesh axis name; got {axis!r}. Pass for example 'stage'.")
     schedule.check()
-    return Stages.of(schedule, axis, sizes)
+    return Stages.of(schedule, axis, layers_per_stage)
 
 
 def _left(node: Any, grad: Any) -> Any:

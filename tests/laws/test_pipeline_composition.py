@@ -59,7 +59,7 @@ FEW = {
     "tp by rings, fsdp layerwise": Row(
         schedules.lockstep(2, 4, 2), {"fsdp": 2, "stage": 2, "model": 2}, (each, tp()), "model"
     ),
-    "unequal, interleaved": Row(schedules.interleaved(2, 4, 2), {"stage": 2}, how={"sizes": (1, 3, 2, 2)}),
+    "unequal, interleaved": Row(schedules.interleaved(2, 4, 2), {"stage": 2}, how={"layers_per_stage": (1, 3, 2, 2)}),
     "every axis of one device": Row(
         schedules.lockstep(1, 4), {"stage": 1, "fsdp": 1, "model": 1}, (each, tp()), "model"
     ),
@@ -75,7 +75,7 @@ REST = {
         schedules.lockstep(2, 4, 2),
         {"stage": 2, "fsdp": 4},
         (sk.fsdp("fsdp", **conformance.padding(4), layerwise=("layers",)),),
-        how={"sizes": (1, 1, 4, 2)},
+        how={"layers_per_stage": (1, 1, 4, 2)},
     ),
     "zero1": Row(schedules.gpipe(2, 8), {"zero": 2, "stage": 2}, (sk.zero1("zero", min_size=1),), how=BRANCH),
     "zero2": Row(schedules.dualpipe_v(2, 4), {"zero": 2, "stage": 2, "data": 2}, (dp, sk.zero2("zero", min_size=1))),
@@ -91,12 +91,21 @@ REST = {
         {"recompute": False},
     ),
     "unequal, there and back": Row(
-        schedules.zero_bubble_v(2, 4), {"stage": 2, "data": 2}, (dp,), how={"sizes": (3, 1, 1, 3), "recompute": False}
+        schedules.zero_bubble_v(2, 4),
+        {"stage": 2, "data": 2},
+        (dp,),
+        how={"layers_per_stage": (3, 1, 1, 3), "recompute": False},
     ),
     "unequal, tp and fsdp": Row(
-        schedules.lockstep(2, 4), {"fsdp": 2, "stage": 2, "model": 2}, (each, tp()), "model", {"sizes": (3, 5)}
+        schedules.lockstep(2, 4),
+        {"fsdp": 2, "stage": 2, "model": 2},
+        (each, tp()),
+        "model",
+        {"layers_per_stage": (3, 5)},
     ),
-    "unequal, in branches": Row(schedules.one_f_one_b(4, 4), {"stage": 4}, how=BRANCH | {"sizes": (1, 3, 2, 2)}),
+    "unequal, in branches": Row(
+        schedules.one_f_one_b(4, 4), {"stage": 4}, how=BRANCH | {"layers_per_stage": (1, 3, 2, 2)}
+    ),
     "stages over two axes": Row(schedules.lockstep(4, 4), {"a": 2, "stage": 4}, (sk.dp("a"),)),
 }
 

@@ -121,19 +121,19 @@ def train_step(schedule: Schedule, plan: Any = None, **how: Any) -> Any:
 
 def test_layers_that_do_not_divide():
     with refused(
-        "pp: the layers of a stack must be divisible by its stages; got 6 layers over 4 stages. Pass sizes=, the "
-        "number of layers of each stage, or choose another number of either."
+        "pp: the layers of a stack must be divisible by its stages; got 6 layers over 4 stages. Pass "
+        "layers_per_stage=, or choose another number of layers or stages."
     ):
         train_step(schedules.lockstep(2, 2, 2))[0](make_params(6), KEY)
 
 
-@pytest.mark.parametrize("sizes", [(1, 2), (6,), (2, 2, 2), (6, 0), (7, -1)])
-def test_wrong_sizes(sizes):
+@pytest.mark.parametrize("layers_per_stage", [(1, 2), (6,), (2, 2, 2), (6, 0), (7, -1)])
+def test_wrong_layers_per_stage(layers_per_stage):
     with refused(
-        "pp: sizes= must be the number of layers of each stage, at least 1, here for 2 stages and 6 layers in all; got "
-        f"{sizes}. Correct sizes=."
+        "pp: layers_per_stage= must give each of 2 stages at least one layer, 6 in all; got "
+        f"{layers_per_stage}. Correct layers_per_stage=."
     ):
-        train_step(schedules.gpipe(2, 2), sizes=sizes)[0](make_params(6), KEY)
+        train_step(schedules.gpipe(2, 2), layers_per_stage=layers_per_stage)[0](make_params(6), KEY)
 
 
 @pytest.mark.parametrize("build", ["train", "eval"])

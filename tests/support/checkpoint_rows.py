@@ -41,16 +41,18 @@ ROWS = {
     "zero2": Row({"data": 4}, sk.zero2("data", min_size=1)),
     "tp": Row({"model": 4}, tp(), "model"),
     "pipeline of chunks": Row({"stage": 2}, sk.pp("stage"), None, schedules.lockstep(2, 4, 2)),
-    "unequal stages": Row({"stage": 2}, sk.pp("stage"), None, schedules.lockstep(2, 4, 2), {"sizes": (1, 3, 2, 2)}),
+    "unequal stages": Row(
+        {"stage": 2}, sk.pp("stage"), None, schedules.lockstep(2, 4, 2), {"layers_per_stage": (1, 3, 2, 2)}
+    ),
     "unequal stages, fsdp padded": Row(
         {"stage": 2, "fsdp": 4},
         sk.chain(sk.fsdp("fsdp", **conformance.padding(4), layerwise=("layers",)), sk.pp("stage")),
         None,
         schedules.lockstep(2, 4, 2),
-        {"sizes": (1, 1, 4, 2)},
+        {"layers_per_stage": (1, 1, 4, 2)},
     ),
 }
-THREE = Row({"stage": 3}, sk.pp("stage"), None, schedules.lockstep(3, 4), {"sizes": (3, 3, 2)})
+THREE = Row({"stage": 3}, sk.pp("stage"), None, schedules.lockstep(3, 4), {"layers_per_stage": (3, 3, 2)})
 
 
 @cache
