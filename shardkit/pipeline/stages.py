@@ -11,8 +11,9 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from shardkit._check import Axis, axis_names, named
-from shardkit.partitioning.dim_rules import inside
-from shardkit.partitioning.plan import Leaf, Placement, Plan, strategy
+from shardkit.partitioning.dim_rules import in_subtrees
+from shardkit.partitioning.placement import Leaf, Placement
+from shardkit.partitioning.plan import Plan, strategy
 from shardkit.schedules import Schedule
 from shardkit.schedules.action import Placement as Order
 from shardkit.schedules.action import device_of
@@ -113,7 +114,7 @@ def stack_plan(axis: Axis, stages: Stages | None) -> Plan:
 
     def place(leaf: Leaf) -> Placement | str:
         here = stages or Stages(axis, leaf.ways)
-        if not inside(leaf.path, (STACK,)):
+        if not in_subtrees(leaf.path, (STACK,)):
             return f"not in the stack {STACK!r}"
         if here.devices != leaf.ways:
             raise ValueError(

@@ -145,8 +145,8 @@ def test_accumulation_beside_a_pipeline_warns_and_is_right():  # proves S86
     with pytest.warns(UserWarning) as caught:
         init, step = row.step(accumulate=2)
     assert [str(warning.message) for warning in caught] == [
-        "make_train_step: accumulate=2 fills and drains the pipeline 2 times a step. Give the schedule 2 times as many "
-        "microbatches instead."
+        "make_train_step: accumulate=2 fills and drains the pipeline 2 times per step. Give the schedule 2 times as "
+        "many microbatches instead."
     ]
     state, metrics = step(init(params(), KEY), batch(0))
     np.testing.assert_allclose(metrics["loss"], first().loss, rtol=1e-5)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit import schedules
 from shardkit.analysis.hlo.differences import compiled
-from shardkit.partitioning.plan import Layout
+from shardkit.partitioning.placement import Layout
 from shardkit.partitioning.storage import Padded
 from shardkit.pipeline.stages import Stages
 from support import optimizers, pipelines
@@ -315,8 +315,8 @@ def test_evaluation_and_accumulation_know_the_stages():  # proves F58
     with pytest.warns(UserWarning) as caught:
         init, step = make(case, accumulate=2)
     assert [str(each.message) for each in caught] == [
-        "make_train_step: accumulate=2 fills and drains the pipeline 2 times a step. Give the schedule 2 times as many "
-        "microbatches instead."
+        "make_train_step: accumulate=2 fills and drains the pipeline 2 times per step. Give the schedule 2 times as "
+        "many microbatches instead."
     ]
     state = init(make_params(layers), jax.random.key(0))
     evaluate = sk.make_eval_step(loss, mesh=make_mesh(stage=2), plan=sk.pp("stage"))
@@ -472,7 +472,7 @@ def test_a_plan_says_what_it_does_with_a_stack():
         "pp('stage') splits dim 0, 3 chunks in stage order; zero1('d') splits dim 0",
         "out       [4]         whole       16            ('d',)             8             "
         "pp('stage'): not in the stack 'layers'; zero1('d') splits dim 0",
-        "pp('stage') + zero1('d'): a device holds 688 bytes at rest, and 344 of each copy that the update keeps",
+        "pp('stage') + zero1('d'): 688 bytes per device at rest, 344 per gradient or optimizer moment",
     ]
     uneven = Stages("stage", 2, 2, "v", UNEVEN).arrange(sk.pp("stage"))
     assert sk.describe(uneven, make_params(7), mesh).splitlines()[1] == (
