@@ -34,7 +34,7 @@ from shardkit.analysis import compiled
 from shardkit.layers.attention import dot_attention
 from shardkit.models import transformer
 from shardkit.models.transformer import Axes
-from shardkit.partitioning.plan import map_layouts
+from shardkit.partitioning.placement import map_layouts
 
 MIB = 2**20
 LEARNING_RATE = 1e-5  # small: AdamW makes whole steps of rounding where a gradient is nearly zero

@@ -1,4 +1,4 @@
-"""What the builders are given, looked at before anything is traced: the mistakes that users make first."""
+"""Checks of the builders' arguments before anything is traced: the mistakes that users make first."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shardkit.rng import refuse_unstable
 
 
 def check_function(where: str, function: Any) -> None:
-    """Refuses a loss where a GradFn is meant, and the other way round.
+    """Refuses a loss in place of a GradFn, and a GradFn in place of a loss.
 
     Args:
         where: `make_train_step`, whose function is a GradFn, or `make_eval_step`, whose function is a loss.
         function: the GradFn or the loss.
 
     Raises:
-        TypeError: with the rule, what was given, and the remedy.
+        TypeError: the other kind of function, or no function.
     """
     training = where == "make_train_step"
     what, remedy = (
@@ -34,7 +34,12 @@ def check_function(where: str, function: Any) -> None:
 
 
 def checked_key(key: Any) -> jax.Array:
-    """The key of a run as a typed key; refuses what is none, and implementations whose draws go by the batch."""
+    """The key of a run as a typed key.
+
+    Raises:
+        TypeError: not one jax key.
+        ValueError: a key implementation whose draws depend on the batch size.
+    """
     typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     raw = hasattr(key, "dtype") and key.dtype == jnp.uint32 and jnp.ndim(key) == 1
     if (not typed and not raw) or (typed and jnp.ndim(key)):
@@ -45,7 +50,7 @@ def checked_key(key: Any) -> jax.Array:
 
 
 def _takes_scale(function: Any) -> bool | None:
-    """Whether a function takes `scale=`, as a GradFn does; None where nobody can tell."""
+    """Whether a function takes `scale=`, as a GradFn does; None if its signature does not say."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

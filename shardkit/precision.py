@@ -1,7 +1,8 @@
-"""Which dtype is used where: parameters, compute, reductions, what the step returns; and the float16 loss scale."""
+"""Dtypes of parameters, compute, reductions and metrics, and the float16 loss scale."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ class LossScale(NamedTuple):
     """The state of dynamic loss scaling.
 
     Attributes:
-        scale: float32 scalar, a power of two, by which the gradients inside the GradFn are larger.
+        scale: float32 scalar, a power of two: the factor on the gradients inside the GradFn.
         good_steps: int32 scalar, finite steps since the scale last changed.
     """
 
@@ -27,17 +28,17 @@ class Precision(NamedTuple):
     """A dtype policy. Integers and keys are never cast.
 
     Attributes:
-        param: dtype in which the state holds the parameters, and, without a master copy, of the optimizer's arithmetic.
-        compute: dtype to which parameters and the batch's floating-point arrays are cast for the GradFn. Arrays of
-            which the weight of a Mean is made stay as they are: weights are data, and a bfloat16 has 8 bits to count.
+        param: dtype of the parameters in the state and, without a master copy, of the optimizer's arithmetic.
+        compute: dtype to which parameters and the batch's floating-point arrays are cast for the GradFn. Arrays from
+            which the weight of a Mean is computed are not cast: bfloat16 counts exactly only up to 256.
         reduce: dtype in which gradients are summed over devices; microbatches are always summed in float32.
         output: dtype of the metrics.
         loss_scale: None, a fixed power of two, or "dynamic": halved when a gradient is not finite, and that step
             skipped on all devices; doubled after `growth_interval` finite steps.
         growth_interval: finite steps before a dynamic scale doubles.
-        master: dtype of a second copy of the parameters, held with the optimizer state in the layout of the update, to
-            which updates are applied; None for none. With `param` and `compute` in bfloat16 it is what ZeRO's papers
-            count: 2 bytes a parameter on every device, 12 split.
+        master: dtype of a second copy of the parameters, stored with the optimizer state in the layout of the update,
+            to which updates are applied; None for no copy. With `param` and `compute` in bfloat16 these are the bytes
+            of the ZeRO papers: 2 per parameter on every device, 12 split.
     """
 
     param: Any = jnp.float32
@@ -60,52 +61,43 @@ def precision_of(name: Precision | str | None) -> Precision:
     """The policy for a name: "no" (or None), "bf16" (compute in bfloat16), "fp16" (with dynamic loss scaling).
 
     Raises:
-        ValueError: another name, a dtype that is no float, or a loss scale that is not a positive power of two, or one
-            that float16 does not hold.
+        ValueError: another name, a dtype that is not floating-point, or a loss scale that is not a positive power of
+            two or overflows float16.
     """
     if isinstance(name, Precision):
         for field in ("param", "compute", "reduce", "output", "master"):
             dtype = getattr(name, field)
             if not (dtype is None and field == "master") and not _floating(dtype):
                 raise ValueError(
-                    f"Precision: {field} must be a floating-point dtype; got {dtype!r}. Use for example jnp.bfloat16."
+                    f"Precision: {field} must be a floating-point dtype; got {dtype!r}. Pass for example jnp.bfloat16."
                 )
         scale = name.loss_scale
         if scale not in (None, "dynamic") and not _power_of_two(scale):
             raise ValueError(
                 f"Precision: loss_scale must be None, 'dynamic' or a positive power of two, so that scaling is exact; "
-                f"got {scale!r}. Use for example 1024.0."
+                f"got {scale!r}. Pass for example 1024.0."
             )
         if isinstance(scale, int | float) and name.compute == jnp.float16 and scale > _FIRST_DYNAMIC_SCALE:
             raise ValueError(
-                f"Precision: loss_scale must be at most {_FIRST_DYNAMIC_SCALE:g} where float16 computes, or every step "
+                f"Precision: loss_scale must be at most {_FIRST_DYNAMIC_SCALE:g} with compute=float16, or every step "
                 f"overflows and is skipped; got {scale!r}. Lower it."
             )
         check_kind("Precision", "growth_interval", name.growth_interval, (int,))
         if name.growth_interval < 1:
             raise ValueError(
-                f"Precision: growth_interval must be at least 1; got {name.growth_interval}. Correct growth_interval."
+                f"Precision: growth_interval must be at least 1; got {name.growth_interval}. Pass for example 2000."
             )
         return name
     policy = _NAMED.get("no" if name is None else name)
     if policy is None:
         raise ValueError(
-            f"precision: the name must be one of {quoted(_NAMED)}; got {name!r}. Use one of them or a Precision."
+            f"precision: the name must be one of {quoted(_NAMED)}; got {name!r}. Pass one of them or a Precision."
         )
     return policy
 
 
-def cast_floating(tree: Any, dtype: Any) -> Any:
-    """Casts the floating-point leaves of a pytree; integers, booleans and keys stay as they are."""
-
-    def cast(x: Any) -> Any:
-        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-    return jax.tree.map(cast, tree)
-
-
 def first_loss_scale(policy: Precision) -> LossScale | None:
-    """The loss scale that a fresh TrainState holds; None without scaling."""
+    """The loss scale of a new TrainState; None without scaling."""
     if policy.loss_scale is None:
         return None
     scale = _FIRST_DYNAMIC_SCALE if policy.loss_scale == "dynamic" else float(policy.loss_scale)
@@ -113,7 +105,7 @@ def first_loss_scale(policy: Precision) -> LossScale | None:
 
 
 def next_loss_scale(policy: Precision, state: LossScale, finite: jax.Array) -> LossScale:
-    """The loss scale after a step whose gradients were all finite, or not."""
+    """The loss scale after a step; `finite` says whether its gradients all were."""
     if policy.loss_scale != "dynamic":
         return state
     good = jnp.where(finite, state.good_steps + 1, 0)
@@ -130,6 +122,4 @@ def _floating(dtype: Any) -> bool:
 
 
 def _power_of_two(x: Any) -> bool:
-    import math
-
     return isinstance(x, int | float) and not isinstance(x, bool) and x > 0 and math.frexp(x)[0] == 0.5

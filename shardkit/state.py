@@ -1,4 +1,4 @@
-"""A training run's state: what it holds, how each leaf is laid out, how it is made."""
+"""A training run's state: what it holds, how it is laid out, made and updated."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit.arguments import checked_key
 from shardkit.layout import path_name
-from shardkit.partitioning.plan import Layout, Plan, map_layouts
-from shardkit.partitioning.storage import Held, is_padded, padded, unpadded
-from shardkit.precision import LossScale, Precision, cast_floating, first_loss_scale
+from shardkit.partitioning.handles import cast_floating
+from shardkit.partitioning.placement import Layout, map_layouts
+from shardkit.partitioning.plan import Plan
+from shardkit.partitioning.storage import Held, check_held, is_padded, natural, padded, unpadded
+from shardkit.precision import LossScale, Precision, first_loss_scale, next_loss_scale
 from shardkit.remat.uniform import order_matters
 
 _REPLICATED = PartitionSpec()
@@ -27,8 +29,8 @@ class TrainState(NamedTuple):
 
     Attributes:
         step: int32 scalar, steps taken.
-        params: the parameters, each leaf laid out as the plan's `rest`; `unpadded` gives those that a plan pads or
-            holds in the order of stages in their natural form.
+        params: the parameters, each leaf laid out as the plan's `rest`; `unpadded` returns padded leaves, and stacks in
+            the order of stages, in their natural form.
         opt_state: the optimizer's state; leaves that mirror a parameter are laid out as the plan's `update`.
         key: typed key from which the keys of every step's examples are derived; it never changes.
         loss_scale: the float16 loss scale, or None.
@@ -54,14 +56,14 @@ class Master(NamedTuple):
 
 
 def first_opt_state(optimizer: Any, policy: Precision, params: Any) -> Any:
-    """The optimizer state that a fresh TrainState holds; `params` are in the master dtype where there is one."""
+    """The optimizer state of a new TrainState; `params` are in the master dtype where there is one."""
     if policy.master is None:
         return optimizer.init(params)
     return Master(params, optimizer.init(params))
 
 
 def advance(optimizer: Any, policy: Precision, grads: Any, opt_state: Any, params: Any, value: Any) -> tuple[Any, Any]:
-    """One update, of the master copy where there is one: the new parameters and the new optimizer state."""
+    """The new parameters and optimizer state after one update, which is applied to the master copy if there is one."""
     import optax
 
     if policy.master is None:
@@ -73,7 +75,7 @@ def advance(optimizer: Any, policy: Precision, grads: Any, opt_state: Any, param
 
 
 def make_init(optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> Callable[[Any, jax.Array], TrainState]:
-    """The `init` of a train step, with `init.abstract(params)` for its shapes and layouts alone."""
+    """The `init` of a train step; its `init.abstract(params)` returns shapes and layouts only."""
 
     def init(params: Any, key: jax.Array) -> TrainState:
         key = checked_key(key)
@@ -82,14 +84,14 @@ def make_init(optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> Call
         layouts = plan.layouts(params, mesh)
         update = map_layouts(Layout.in_update, layouts)
 
-        def fresh(params: Any) -> Any:  # the copies keep donated buffers apart from the parameters'
+        def fresh(params: Any) -> Any:  # copied: a buffer must not be donated twice
             natural = jax.lax.with_sharding_constraint(unpadded(params), shardings(mesh, update))
             return jax.tree.map(jnp.copy, first_opt_state(optimizer, policy, natural))
 
         held = optimizer_held(jax.eval_shape(fresh, params), params, update)
 
-        def first(params: Any, key: jax.Array) -> Any:  # one program, because each is compiled
-            # device_put may hand back the caller's own buffers; the step donates the state's, so these are copies.
+        def first(params: Any, key: jax.Array) -> Any:  # one program, to compile once
+            # Copied, since device_put may return the caller's own buffers and the step donates the state's.
             copies = None if made else jax.tree.map(jnp.copy, params)
             return padded(fresh(params), held, mesh), copies, (jnp.int32(0), jnp.copy(key), first_loss_scale(policy))
 
@@ -122,9 +124,9 @@ def make_init(optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> Call
 
 
 def optimizer_held(opt_state: Any, params: Any, update: Any) -> Any:
-    """How each leaf of an optimizer's state is held: as the parameter that it mirrors in the update, or replicated.
+    """How each leaf of an optimizer state is stored: as the parameter that it mirrors, in the update, or replicated.
 
-    A leaf mirrors a parameter when its path ends with the parameter's and its shape is the same.
+    A leaf mirrors a parameter if its path ends with the parameter's path and the shapes are equal.
     """
     param_leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)[0]
     known = {path: (x.shape, each) for (path, x), each in zip(param_leaves, jax.tree.leaves(update), strict=True)}
@@ -140,14 +142,14 @@ def optimizer_held(opt_state: Any, params: Any, update: Any) -> Any:
 
 
 def reads_order(optimizer: Any, policy: Precision, trees: tuple[Any, Any, Any], held: Any, opt_held: Any) -> bool:
-    """Whether an optimizer must see the layers of a stack in their natural order, as one that indexes them must.
+    """Whether an optimizer depends on the order of a stack's layers, as one that indexes them does.
 
     Args:
         optimizer: the transformation.
         policy: the dtypes.
-        trees: gradients, optimizer state and parameters, of any form.
-        held: how the gradients and parameters are held in the update.
-        opt_held: how the optimizer state is held.
+        trees: gradients, optimizer state and parameters, in any form.
+        held: how gradients and parameters are stored in the update.
+        opt_held: how the optimizer state is stored.
     """
     stacked, opt_stacked = (jax.tree.map(lambda each: bool(each.rows), tree) for tree in (held, opt_held))
     if not any(jax.tree.leaves(stacked)):
@@ -159,12 +161,40 @@ def reads_order(optimizer: Any, policy: Precision, trees: tuple[Any, Any, Any], 
 
 
 def shardings(mesh: Mesh, held: Any) -> Any:
-    """How the leaves of a tree are held, as shardings over a mesh."""
+    """The shardings over a mesh of leaves that are stored like this."""
     return jax.tree.map(lambda each: NamedSharding(mesh, each.spec), held)
 
 
+def updated(
+    optimizer: Any, policy: Precision, mesh: Mesh, layouts: Any, state: TrainState, grads: Any, metrics: Any
+) -> tuple[Any, Any, LossScale | None]:
+    """The new parameters (in the layout of the update), optimizer state and loss scale, in the jit of the step.
+
+    The optimizer runs on global arrays in their natural shapes, pinned to the layout of the update before and after.
+    Where the metrics have "finite" and it is False, parameters and optimizer state stay as they were.
+    """
+    held = map_layouts(Layout.in_update, layouts)
+    opt_held = optimizer_held(state.opt_state, state.params, held)
+    check_held("step: the optimizer state", state.opt_state, opt_held, mesh)
+    in_order = reads_order(optimizer, policy, (grads, state.opt_state, state.params), held, opt_held)
+    pinned = lambda tree, held: jax.lax.with_sharding_constraint(tree, shardings(mesh, held))  # noqa: E731
+    seen = lambda tree, held: pinned(natural(tree, in_order=in_order), held)  # noqa: E731
+    stored = lambda tree, held: pinned(padded(tree, held, mesh, in_order=in_order), held)  # noqa: E731
+
+    grads, params, opt_state = seen(grads, held), seen(state.params, held), seen(state.opt_state, opt_held)
+    new, loss_scale = advance(optimizer, policy, grads, opt_state, params, metrics["loss"]), state.loss_scale
+    if "finite" in metrics:
+        new = jax.tree.map(lambda new, old: jnp.where(metrics["finite"], new, old), new, (params, opt_state))
+        loss_scale = loss_scale and next_loss_scale(policy, loss_scale, metrics["finite"])
+    return stored(new[0], held), stored(new[1], opt_held), loss_scale
+
+
 def trained(params: Any) -> Any:
-    """The parameters, all of which an optimizer can train; refuses any other leaf, by path."""
+    """The parameters, after a check that an optimizer can train every leaf.
+
+    Raises:
+        TypeError: a leaf that is not a real floating-point array.
+    """
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         dtype = jnp.result_type(x) if isinstance(x, int | float | complex) else getattr(x, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
@@ -177,19 +207,19 @@ def trained(params: Any) -> Any:
 
 
 def makes(params: Any) -> bool:
-    """Whether this is a function that makes the parameters; a callable pytree with leaves of its own is the parameters.
+    """Whether this is a function that makes the parameters.
 
-    A module of equinox, for example, can be called and is a pytree: it is what is trained.
+    A callable pytree with leaves, such as an equinox module, is the parameters.
     """
     leaves = jax.tree.leaves(params)
     return callable(params) and not [leaf for leaf in leaves if leaf is not params]
 
 
 def made_by(make: Callable[[jax.Array], Any], key: jax.Array) -> Any:
-    """What a function of the key makes.
+    """`make(key)`.
 
     Raises:
-        TypeError: an object that can be called, is no pytree and fails: parameters rather than a function of the key.
+        TypeError: a callable object that is not a pytree fails: probably parameters of an unregistered type.
     """
     kinds: tuple[Any, ...] = (type, partial)
     function = inspect.isroutine(make) or hasattr(make, "__wrapped__") or isinstance(make, kinds)
@@ -200,13 +230,13 @@ def made_by(make: Callable[[jax.Array], Any], key: jax.Array) -> Any:
             raise
         raise TypeError(
             "init: params must be a pytree of arrays, or a function of the key that makes one; got an object of type "
-            f"{type(make).__name__}, which is no pytree, was called with the key, and failed: {error}. Register the "
+            f"{type(make).__name__}, which is not a pytree and failed when called with the key: {error}. Register the "
             "type with jax.tree_util.register_dataclass, or pass its arrays."
         ) from error
 
 
 def _made(make: Callable[[jax.Array], Any], key: jax.Array, plan: Plan, mesh: Mesh, policy: Precision) -> Any:
-    """Parameters that are made where they lie."""
+    """Parameters made inside jit, in the layout at rest."""
     rest = map_layouts(Layout.at_rest, plan.layouts(trained(jax.eval_shape(partial(made_by, make), key)), mesh))
 
     def made(key: jax.Array) -> Any:
@@ -216,7 +246,7 @@ def _made(make: Callable[[jax.Array], Any], key: jax.Array, plan: Plan, mesh: Me
 
 
 def _placed(params: Any, plan: Plan, mesh: Mesh, policy: Precision) -> Any:
-    """Parameters that the caller has, laid out; those of the host never lie whole on a device."""
+    """The caller's parameters in the layout at rest; host arrays are never whole on a device."""
 
     def strong(x: Any) -> Any:  # weakly typed leaves would compile the step twice
         if isinstance(x, jax.Array):
@@ -229,7 +259,7 @@ def _placed(params: Any, plan: Plan, mesh: Mesh, policy: Precision) -> Any:
 
 
 def _described(shapes: Any, layouts: Any) -> Any:
-    """Shapes with their shardings; one sharding does for a whole tree."""
+    """Shapes with their shardings, which may be a prefix of the tree."""
 
     def one(layout: NamedSharding, tree: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), tree)

@@ -16,15 +16,16 @@ from shardkit._typed import typed
 from shardkit.arguments import check_function
 from shardkit.collectives import all_reduce
 from shardkit.partitioning.batch import batch_specs
-from shardkit.partitioning.gradient import GradFn, LossFn, Mean, counted, global_means
+from shardkit.partitioning.gradient import GradFn, LossFn, Mean, divisor_of, global_means
 from shardkit.partitioning.local_step import local_gradients, local_means
-from shardkit.partitioning.plan import Layout, Plan, map_layouts
-from shardkit.partitioning.reshard import leave, to_rest
-from shardkit.partitioning.storage import check_held, exact, padded
+from shardkit.partitioning.placement import Layout, map_layouts
+from shardkit.partitioning.plan import Plan
+from shardkit.partitioning.reshard import enter, leave, to_rest
+from shardkit.partitioning.storage import check_held
 from shardkit.pipeline.stages import arranged
-from shardkit.precision import Precision, next_loss_scale, precision_of
+from shardkit.precision import Precision, precision_of
 from shardkit.rng import salt
-from shardkit.state import TrainState, advance, make_init, optimizer_held, reads_order, shardings
+from shardkit.state import TrainState, make_init, updated
 
 _REPLICATED = PartitionSpec()
 
@@ -33,12 +34,12 @@ class TrainStep(NamedTuple):
     """The two functions of a training run.
 
     Attributes:
-        init: `init(params, key) -> TrainState`; `params` is a pytree, or a function of the key that makes one, which
-            then runs inside jit so that no device ever holds the whole model. What is both, as a module that is called,
-            is a pytree if it has leaves. `init.abstract(params)` gives the state's
-            shapes, dtypes and layouts instead, over any mesh, an AbstractMesh too, and makes no array.
+        init: `init(params, key) -> TrainState`; `params` is a pytree, or a function of the key that returns one, which
+            runs inside jit so that no device ever holds the whole model. A callable pytree with leaves, such as a
+            module, counts as a pytree. `init.abstract(params)` returns the state's shapes, dtypes and layouts without
+            making an array, over any mesh, even an AbstractMesh.
         step: `step(state, batch) -> (state, metrics)`; donates `state`. Metrics are float32 scalars by name: "loss",
-            "weight" (what it was divided by), and the auxiliary means.
+            "weight" (the divisor of the loss), and the auxiliary means.
     """
 
     init: Callable[[Any, jax.Array], TrainState]
@@ -79,27 +80,36 @@ def make_train_step(
         optimizer: an optax GradientTransformation; it is given `value=loss` if it takes extra arguments.
         mesh: the mesh.
         plan: how its axes are used, for example `dp("data")`.
-        accumulate: microbatches a step; the batch is split into so many parts, one after the other, and the gradient
-            reduced once. The effective batch does not change. A pipeline warns: more microbatches in its schedule do
-            the same, and it fills and drains once.
+        accumulate: microbatches per step: the batch is split into as many parts, which run one after the other, and the
+            gradient is reduced once. The effective batch does not change. With a pipeline this warns, because more
+            microbatches in its schedule do the same and it fills and drains only once.
         precision: a Precision, or "no", "bf16", "fp16".
-        nonfinite: what happens when the loss or a gradient is not finite: "keep" takes the step all the same, "skip"
-            leaves parameters and optimizer state as they were on all devices, "stop" does so and raises. A loss
-            scale always skips, and a dynamic one stops only for the loss itself. "skip" and "stop" add the metric
-            "finite"; "stop" waits for each step to end.
+        nonfinite: what happens when the loss or a gradient is not finite: "keep" takes the step anyway, "skip" leaves
+            parameters and optimizer state unchanged on all devices, "stop" does the same and raises. With a loss scale
+            such a step is always skipped, and with a dynamic one "stop" raises only if the loss itself is not finite.
+            "skip" and "stop" add the metric "finite"; "stop" waits for each step to end.
 
     Returns:
         TrainStep(init, step). `step` calls one compiled program; `step.lower(state, batch)` and `step.trace` show it.
 
     Raises:
         ValueError: an axis the mesh does not have, an accumulation below 1, an unknown name, a pipeline without `pp`;
-            at trace time a batch that does not divide by the batch axes times `accumulate`.
-        ValueError: at trace time a loss' weight that is made of scalars of the batch alone.
-        ValueError: from `step`, for a state that an earlier step has used up, or that another plan pads otherwise or
-            holds in the order of other stages.
+            at trace time a batch that does not divide by the batch axes times `accumulate`, or a weight computed only
+            from scalars of the batch.
+        ValueError: from `step`, for a state that an earlier step has donated, or that another plan stores with other
+            padding or with its layers in another order.
         NonFiniteError: from `step`, under `nonfinite="stop"`.
 
     Cost: that of the plan, and one all_reduce of 8 bytes for the loss and for each auxiliary mean.
+
+    Example:
+        >>> loss_fn = lambda params, batch, keys: jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+        >>> grad_fn = sk.value_and_grad(loss_fn)
+        >>> init, step = sk.make_train_step(grad_fn, optax.sgd(0.5), mesh=mesh, plan=sk.dp("data"))
+        >>> state = init({"w": jnp.zeros(2)}, jax.random.key(0))
+        >>> state, metrics = step(state, {"x": jnp.eye(2), "y": jnp.ones(2)})
+        >>> print(metrics["loss"], state.params["w"])
+        1.0 [0.5 0.5]
     """
     import optax
 
@@ -117,71 +127,45 @@ def make_train_step(
         )
     if accumulate > 1 and hasattr(grad_fn, "stages"):
         warnings.warn(
-            f"make_train_step: accumulate={accumulate} fills and drains the pipeline {accumulate} times a step. Give "
+            f"make_train_step: accumulate={accumulate} fills and drains the pipeline {accumulate} times per step. Give "
             f"the schedule {accumulate} times as many microbatches instead.",
-            stacklevel=3,  # the caller's line, behind `typed`
+            stacklevel=3,  # the caller's line, above `typed`
         )
     optimizer = optax.with_extra_args_support(optimizer)
     batch_spec = plan.batch_spec(mesh)
     guarded = nonfinite != "keep" or policy.loss_scale is not None
 
-    def pinned(tree: Any, held: Any) -> Any:
-        return jax.lax.with_sharding_constraint(tree, shardings(mesh, held))
-
     def traced_step(state: TrainState, key: jax.Array, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         layouts = plan.layouts(state.params, mesh)
         check_held("step: the parameters", state.params, map_layouts(Layout.at_rest, layouts), mesh)
-        specs = batch_specs(batch, batch_spec, mesh, accumulate)
         rest = map_layouts(lambda layout: layout.rest, layouts)
         update = map_layouts(lambda layout: layout.update, layouts)
+        specs = batch_specs(batch, batch_spec, mesh, accumulate)
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
 
-        def per_device(params: Any, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
-            _, means, grads = local_gradients(
-                grad_fn, params, batch, key, scale, layouts, batch_spec, policy, accumulate
-            )
-            sums = global_means(means, plan.batch_axes)
-            grads = leave(grads, layouts, counted(sums["loss"].weight) * scale, policy.reduce)
-            metrics = _metrics(sums)
+        def on_device(params: Any, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
+            seen = enter(params, layouts, batch_spec, policy.compute, policy.reduce)
+            _, means, grads = local_gradients(grad_fn, seen, batch, key, scale, batch_spec, policy.compute, accumulate)
+            means = global_means(means, plan.batch_axes)
+            grads = leave(grads, layouts, divisor_of(means["loss"].weight) * scale, policy.reduce)
+            metrics = _metrics(means)
             if guarded:
                 metrics["finite"] = _all_finite(metrics["loss"], grads)
             return metrics, grads
 
-        metrics, grads = jax.shard_map(
-            per_device,
-            mesh=mesh,
-            in_specs=(rest, specs, _REPLICATED, _REPLICATED),
-            out_specs=(_REPLICATED, update),
-        )(state.params, batch, step_key(key, state.step), scale)
-
-        held = map_layouts(Layout.in_update, layouts)
-        opt_held = optimizer_held(state.opt_state, state.params, held)
-        check_held("step: the optimizer state", state.opt_state, opt_held, mesh)
-        in_order = reads_order(optimizer, policy, (grads, state.opt_state, state.params), held, opt_held)
-        natural = lambda tree, held: pinned(exact(tree, in_order=in_order), held)  # noqa: E731
-        grads, old_params = natural(grads, held), natural(state.params, held)
-        opt_state = natural(state.opt_state, opt_held)
-        params, new_opt_state = advance(optimizer, policy, grads, opt_state, old_params, metrics["loss"])
-        loss_scale = state.loss_scale
-        if guarded:
-            finite = metrics["finite"]
-            params, new_opt_state = jax.tree.map(
-                lambda new, old: jnp.where(finite, new, old), (params, new_opt_state), (old_params, opt_state)
-            )
-            if loss_scale is not None:
-                metrics["loss_scale"] = loss_scale.scale
-                loss_scale = next_loss_scale(policy, loss_scale, finite)
-        metrics = _returned(metrics, policy.output)
-        params = pinned(padded(params, held, mesh, in_order=in_order), held)
-        new_opt_state = pinned(padded(new_opt_state, opt_held, mesh, in_order=in_order), opt_held)
+        in_specs, out_specs = (rest, specs, _REPLICATED, _REPLICATED), (_REPLICATED, update)
+        on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+        metrics, grads = on_mesh(state.params, batch, step_key(key, state.step), scale)
+        params, opt_state, loss_scale = updated(optimizer, policy, mesh, layouts, state, grads, metrics)
         if rest != update:
             params = jax.shard_map(lambda p: to_rest(p, layouts), mesh=mesh, in_specs=(update,), out_specs=rest)(params)
-        return TrainState(state.step + 1, params, new_opt_state, None, loss_scale), metrics
+        if state.loss_scale:
+            metrics["loss_scale"] = scale
+        return TrainState(state.step + 1, params, opt_state, None, loss_scale), _returned(metrics, policy.output)
 
     compiled = jax.jit(traced_step, donate_argnums=0)
-    return TrainStep(
-        make_init(optimizer, mesh, plan, policy), _keyed(compiled, nonfinite == "stop", policy.loss_scale == "dynamic")
-    )
+    step = _keyed(compiled, stop=nonfinite == "stop", dynamic=policy.loss_scale == "dynamic")
+    return TrainStep(make_init(optimizer, mesh, plan, policy), step)
 
 
 @typed
@@ -193,17 +177,24 @@ def make_eval_step(
     Args:
         loss_fn: as for `value_and_grad`; it is called with `keys=None`.
         mesh: the mesh.
-        plan: the plan under which the parameters are laid out.
+        plan: the plan of the parameters' layouts.
         precision: as for `make_train_step`.
 
     Returns:
         A jitted function; its metrics are "loss", "weight" and the auxiliary means, float32 scalars.
 
     Raises:
-        ValueError: as `make_train_step`; from `evaluate`, for parameters that another plan pads, or holds in the order
-            of its stages: pass `unpadded` ones.
+        ValueError: as `make_train_step`; from `evaluate`, for parameters that another plan pads or stores in the order
+            of its stages: pass `unpadded(params)`.
 
-    Cost: an all_gather of `rest - seen` for each leaf, and one all_reduce of 8 bytes a mean.
+    Cost: an all_gather of `rest - seen` for each leaf, and one all_reduce of 8 bytes per mean.
+
+    Example:
+        >>> loss_fn = lambda params, batch, keys: jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+        >>> evaluate = sk.make_eval_step(loss_fn, mesh=mesh, plan=sk.dp("data"))
+        >>> metrics = evaluate({"w": jnp.zeros(2)}, {"x": jnp.eye(2), "y": jnp.ones(2)})
+        >>> print(metrics["loss"])
+        1.0
     """
     check_function("make_eval_step", loss_fn)
     plan = arranged(plan, loss_fn)
@@ -217,12 +208,13 @@ def make_eval_step(
         check_held("evaluate: the parameters", params, map_layouts(Layout.at_rest, layouts), mesh)
         rest = map_layouts(lambda layout: layout.rest, layouts)
 
-        def per_device(params: Any, batch: Any) -> dict[str, jax.Array]:
-            means = local_means(loss_fn, params, batch, layouts, batch_spec, policy)
+        def on_device(params: Any, batch: Any) -> dict[str, jax.Array]:
+            seen = enter(params, layouts, batch_spec, policy.compute)
+            means = local_means(loss_fn, seen, batch, batch_spec, policy.compute)
             return _returned(_metrics(global_means(means, plan.batch_axes)), policy.output)
 
         specs = batch_specs(batch, batch_spec, mesh, 1)
-        return jax.shard_map(per_device, mesh=mesh, in_specs=(rest, specs), out_specs=_REPLICATED)(params, batch)
+        return jax.shard_map(on_device, mesh=mesh, in_specs=(rest, specs), out_specs=_REPLICATED)(params, batch)
 
     return evaluate
 
@@ -234,25 +226,33 @@ def step_key(key: Key, step: jax.Array | int) -> jax.Array:
     Args:
         key: the TrainState's key.
         step: steps taken before, from 0.
+
+    Returns:
+        A typed key.
+
+    Example:
+        >>> key = sk.step_key(jax.random.key(0), 7)
+        >>> sk.example_keys(key, 4).shape
+        (4,)
     """
-    # Salted, so that it never meets a key that the parameters were drawn from.
+    # Salted, so that it differs from every key that the parameters were drawn from.
     return jax.random.fold_in(jax.random.fold_in(key, salt("shardkit.step")), step)
 
 
 def _metrics(sums: Mapping[str, Mean]) -> dict[str, jax.Array]:
-    """The means in float32: an overflow of the output's dtype is no overflow of the loss."""
-    out = {name: mean.total / counted(mean.weight) for name, mean in sums.items()}
+    """The means in float32, so that a loss beyond the output dtype's range still counts as finite."""
+    out = {name: mean.total / divisor_of(mean.weight) for name, mean in sums.items()}
     return {"loss": out.pop("loss"), "weight": sums["loss"].weight, **out}
 
 
 def _returned(metrics: dict[str, jax.Array], dtype: Any) -> dict[str, jax.Array]:
-    """The metrics as the step returns them; what counts stays in float32."""
+    """The metrics in the output dtype, except for counts and scales."""
     kept = ("weight", "finite", "loss_scale")
     return {name: x if name in kept else x.astype(dtype) for name, x in metrics.items()}
 
 
 def _all_finite(loss: jax.Array, grads: Any) -> jax.Array:
-    """One verdict for all devices; a gradient that is equal everywhere costs nothing to agree on."""
+    """Whether loss and gradients are finite on all devices; nothing is sent for those that are invariant."""
     finite = jnp.isfinite(loss)
     for grad in jax.tree.leaves(grads):
         finite = finite & jnp.all(jnp.isfinite(grad))
@@ -261,24 +261,23 @@ def _all_finite(loss: jax.Array, grads: Any) -> jax.Array:
 
 
 def _keyed(
-    compiled: Any, stop: bool, dynamic: bool
+    compiled: Any, *, stop: bool, dynamic: bool
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
-    """The step as its user calls it: the key, which never changes, goes round the compiled program, not through it.
+    """The step as its user calls it. The key never changes, and stays outside jit.
 
-    A typed key that jit returns is rebuilt in Python at every call, which costs more than all the rest of a dispatch.
+    A typed key that jit returns is rebuilt in Python at every call, which costs more than the rest of the dispatch.
     """
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         taken = state.step
         if isinstance(taken, jax.Array) and not isinstance(taken, jax.core.Tracer) and taken.is_deleted():
-            raise ValueError(  # jax 0.10 on simulated devices ends the process instead
-                "step: the state must be the newest; an earlier step wrote its new state in the place of this one. "
-                "Pass the state which that step returned, or copy one that you want to keep: jax.tree.map(jnp.copy, "
-                "state)."
+            raise ValueError(  # jax 0.10 on simulated devices aborts the process instead
+                "step: the state must be the newest; an earlier step was passed this one and donated its buffers. Pass "
+                "the state that step returned, or copy a state that you want to keep: jax.tree.map(jnp.copy, state)."
             )
         new, metrics = compiled(*split(state), batch)
         new = TrainState(new.step, new.params, new.opt_state, state.key, new.loss_scale)
-        # With a dynamic loss scale, overflowing gradients are how the scale is found; only the loss can be wrong.
+        # A dynamic loss scale is found by letting gradients overflow, so only the loss tells of an error.
         if stop and not metrics["finite"] and not (dynamic and jnp.isfinite(metrics["loss"])):
             raise NonFiniteError(
                 f"step {int(new.step)}: the loss ({float(metrics['loss'])}) or a gradient is not finite. The "

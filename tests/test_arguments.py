@@ -55,12 +55,12 @@ RANGES = [
     ),
     (
         lambda: sk.precision.precision_of(sk.Precision(compute=jnp.float16, loss_scale=2.0**20)),
-        r"Precision: loss_scale must be at most 32768 where float16 computes, or every step overflows and is skipped; "
+        r"Precision: loss_scale must be at most 32768 with compute=float16, or every step overflows and is skipped; "
         r"got 1048576\.0\. Lower it\.",
     ),
     (
         lambda: sk.precision.precision_of(sk.Precision(growth_interval=0)),
-        r"Precision: growth_interval must be at least 1; got 0\. Correct growth_interval\.",
+        r"Precision: growth_interval must be at least 1; got 0\. Pass for example 2000\.",
     ),
     (
         lambda: DistributedConfig(enabled="false"),

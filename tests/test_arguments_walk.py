@@ -41,7 +41,7 @@ TAKEN = [
      "refused by the call, with the argument's path: the ranks show there"),
     (r"testing\.certify\.certify_gradients\(axes='x'\)", "one axis, by any name"),
     (r"partitioning\.storage\.unpadded\(.*", "what is not padded stays what it is"),
-    (r"strategies\.pipeline\..*\(sizes=(\(-1, 4\)|\(\))\)", "counted where a step is traced, which refuses it"),
+    (r"strategies\.pipeline\..*\(layers_per_stage=(\(-1, 4\)|\(\))\)", "refused where a step is traced"),
     (r"testing\.strategies\.specs\(shape=\(\)\)", "a scalar"),
     (r".*\((args|batches|source)=(\[None\]|'x')\)", "handed on: what is in it is the user's function's affair"),
     (r".*\((name|best|master_addr)=(''|'nothing of the kind')\)", "any name"),

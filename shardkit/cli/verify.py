@@ -10,7 +10,8 @@ import numpy as np
 import optax
 
 import shardkit as sk
-from shardkit.precision import cast_floating, precision_of
+from shardkit.partitioning.handles import cast_floating
+from shardkit.precision import precision_of
 
 
 class Differences(NamedTuple):

@@ -29,9 +29,19 @@ def dot_dtype(*operands: Any) -> Any:
     return max((x.dtype for x in operands), key=lambda dtype: dtype.itemsize)
 
 
+def varying_like(x: Any, like: Any) -> Any:
+    """`x`, marked as varying over the axes over which `like` (an array, or its shape) varies."""
+    return vary(x, tuple(varying_axes(like)))
+
+
+def typed_zeros(like: Any, *, shape: tuple[int, ...] | None = None, dtype: Any = None) -> jax.Array:
+    """Zeros of the shape and dtype of `like`, or of the given ones, that vary over the same axes."""
+    return varying_like(jnp.zeros(like.shape if shape is None else shape, dtype or like.dtype), like)
+
+
 def wide_zeros(x: Any) -> jax.Array:
-    """Zeros to sum such arrays in, varying as they do."""
-    return vary(jnp.zeros(x.shape, wide(x.dtype)), tuple(varying_axes(x)))
+    """Zeros in which to sum arrays like `x`."""
+    return typed_zeros(x, dtype=wide(x.dtype))
 
 
 def saved_as_dot(x: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ from shardkit import _compat
 from shardkit._check import Axis, bound, divides
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
-from shardkit.collectives._sums import saved_as_dot, wide, wide_zeros
+from shardkit.collectives._sums import saved_as_dot, varying_like, wide, wide_zeros
 from shardkit.collectives.basic import all_gather, axis_index, axis_size, reduce_scatter, shift, vary
 
 Impl = Literal["gather", "ring", "bidirectional", "auto"]
@@ -132,7 +132,7 @@ def _all_gather_matmul_primal(x: jax.Array, ws: _Arrays, names: _Names, impl: st
         return _sent(pieces, ways, names), multiply(k, pieces, outs)
 
     pieces = [lax.slice_in_dim(x, way.first, way.first + way.size, axis=at) for way in ways]
-    outs = tuple(_like(x, lax.empty((*x.shape[:at], n, x.shape[at], *w.shape[1:]), x.dtype)) for w in ws)
+    outs = tuple(varying_like(lax.empty((*x.shape[:at], n, x.shape[at], *w.shape[1:]), x.dtype), x) for w in ws)
     pieces, outs = lax.fori_loop(0, n - 1, turn, (pieces, outs))
     return tuple(_joined(out, at) for out in multiply(n - 1, pieces, outs))
 
@@ -211,7 +211,7 @@ def _matmul_reduce_scatter_backward(names: _Names, impl: str, kept: Any, dy: jax
         piece, *gradients = state
         return shift(piece, names), *multiply(k, piece, *gradients)
 
-    piece, *gradients = lax.fori_loop(0, n - 1, turn, (dy, _like(h, lax.empty(h.shape, h.dtype)), wide_zeros(w)))
+    piece, *gradients = lax.fori_loop(0, n - 1, turn, (dy, varying_like(lax.empty(h.shape, h.dtype), h), wide_zeros(w)))
     dh, dw = multiply(n - 1, piece, *gradients)
     return _joined(dh, at), dw.astype(h.dtype)
 
@@ -277,10 +277,6 @@ def _take(x: jax.Array, at: int, device: Any) -> jax.Array:
 def _put(out: jax.Array, rows: jax.Array, at: int, device: Any, first: int = 0) -> jax.Array:
     start = [0] * at + [device % out.shape[at], first] + [0] * (out.ndim - at - 2)
     return lax.dynamic_update_slice(out, jnp.expand_dims(rows.astype(out.dtype), at), start)
-
-
-def _like(x: jax.Array, made: jax.Array) -> jax.Array:
-    return vary(made, tuple(_compat.varying_axes(x)))
 
 
 def _operands(where: str, names: _Names, *arrays: jax.Array) -> list[jax.Array]:

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardkit import _compat, _platform
+from shardkit import _platform
 from shardkit._check import Axis, at_least, bound
 from shardkit._typed import typed
+from shardkit.collectives._sums import varying_like
 from shardkit.collectives.basic import all_to_all, axis_index, axis_size, vary
 
 
@@ -54,7 +55,7 @@ def ragged_all_to_all(
     starts, arrivals = _before(sent), _before(received)
     if not (_platform.platform() == "cpu" if dense is None else dense):
         fill = jnp.where(wrong, _no_number(x.dtype), jnp.zeros((), x.dtype))
-        result = vary(jnp.full((rows, *x.shape[1:]), fill), tuple(_compat.varying_axes(x)))
+        result = varying_like(jnp.full((rows, *x.shape[1:]), fill), x)
         return lax.ragged_all_to_all(x, result, starts, sent, _before(counts)[me], received, axis_name=names)
     place_L = jnp.arange(limit)
     from_nL = jnp.where(place_L[None, :] < sent[:, None], starts[:, None] + place_L[None, :], x.shape[0])

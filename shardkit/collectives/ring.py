@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit import _compat
 from shardkit._check import Axis, bound, dim_of, divides
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
+from shardkit.collectives._sums import typed_zeros
 from shardkit.collectives.basic import axis_index, axis_size, shift, vary
 
 _Names = tuple[str, ...]
@@ -143,7 +143,7 @@ def _all_gather(x: jax.Array, names: _Names, dim: int, bidirectional: bool) -> j
         up, down = shift(up, names), shift(down, names, by=-1)
         return up, down, put(put(out, up, me - k - 1), down, me + k + 1)
 
-    out = put(_zeros((n, *x.shape), x), x, me)
+    out = put(typed_zeros(x, shape=(n, *x.shape)), x, me)
     if bidirectional:
         up, _, out = lax.fori_loop(0, (n - 1) // 2, both_ways, (x, x, out))
         if n % 2 == 0:  # the device opposite is reached one way only
@@ -194,10 +194,6 @@ def _transpose(kernel: Any, *args: Any) -> tuple[jax.Array]:
 # Each is the other's transpose.
 _all_gather.defvjp(partial(_forward, _all_gather), partial(_transpose, _reduce_scatter))
 _reduce_scatter.defvjp(partial(_forward, _reduce_scatter), partial(_transpose, _all_gather))
-
-
-def _zeros(shape: tuple[int, ...], like: jax.Array) -> jax.Array:
-    return vary(jnp.zeros(shape, like.dtype), tuple(_compat.varying_axes(like)))
 
 
 def _countable(x: jax.Array) -> jax.Array:

@@ -107,7 +107,7 @@ def run(
 def pieces(config: Config, axes: Axes = ONE_DEVICE) -> tuple[Piece, Piece, Piece]:
     """The model in the three pieces of a pipeline; one after the other, over all layers, they are the loss.
 
-    `in_order(pipeline_value_and_grad(*pieces(config, axes), schedule, axes.stage, numbered=True), axes)` is the
+    `in_order(pipeline_value_and_grad(*pieces(config, axes), schedule, axes.stage, layer_numbers=True), axes)` is the
     pipeline's GradFn, `in_order(pipeline_loss(...), axes)` its loss.
 
     Args:

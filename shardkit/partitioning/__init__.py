@@ -1,5 +1,5 @@
-"""What every strategy shares: how leaves lie on a mesh, and how they get there and back.
+"""What all strategies share: plans, the layouts of leaves, and the resharding of parameters and gradients.
 
-Open `plan.py` first: a plan is data, three layouts for each leaf and one spec for the batch. `reshard.py` brings
-parameters into a loss and gradients out of it. Imports collectives and what is below them; no strategy and no layer.
+Start with `plan.py`: a plan is data, three layouts for each leaf and one spec for the batch. `reshard.py` reshards
+parameters into a loss and gradients out of it. Imports collectives and what they import; no strategy and no layer.
 """

@@ -1,4 +1,4 @@
-"""Which dim of a leaf a strategy splits, as its user says it: a function of the leaf, or a tree of specs."""
+"""Which dim of a leaf a strategy splits, from the user's rules: a function of the leaf, or a tree of specs."""
 
 from __future__ import annotations
 
@@ -22,22 +22,20 @@ def dim_chooser(name: str, axes: tuple[str, ...], rules: DimRules) -> ChooseDim:
     Args:
         name: the strategy, for errors.
         axes: its mesh axes.
-        rules: such a function already, or a pytree of PartitionSpecs like the parameters', as `specs_from_rules` makes
-            from the logical names of a model's dims; the dim on which the axes stand is the one that is split, and a
-            leaf on which they do not stand is left whole.
+        rules: such a function, or a pytree of PartitionSpecs like the parameters, such as `specs_from_rules` returns:
+            the dim with the axes is split, and a leaf without them stays whole.
 
     Returns:
         `(path, shape) -> dim`, counted from the front, or None for a leaf that is not split.
 
     Raises:
-        TypeError: the tree holds something else than specs; when it is called, a function that returns something else.
-        ValueError: no spec of the tree names the axes; when it is called, a dim that a leaf does not have, a leaf that
-            has no spec, or one whose spec is longer than its shape or has the axes on several dims.
+        TypeError: a tree of anything but specs; when called, rules that return anything but a dim or None.
+        ValueError: no spec of the tree names the axes; when called, a dim that a leaf does not have, a leaf without a
+            spec, or a spec that is longer than the leaf's shape or has the axes on several dims.
     """
     if callable(rules):
-        return lambda path, shape: _counted(f"{name}: leaf {path}", rules(path, shape), len(shape))
-    flat = jax.tree_util.tree_flatten_with_path(rules, is_leaf=lambda x: isinstance(x, PartitionSpec))[0]
-    specs = {path_name(path): spec for path, spec in flat}
+        return lambda path, shape: _from_front(f"{name}: leaf {path}", rules(path, shape), len(shape))
+    specs = _specs_by_path(rules)
     for path, spec in specs.items():
         if not isinstance(spec, PartitionSpec):
             raise TypeError(
@@ -55,8 +53,8 @@ def dim_chooser(name: str, axes: tuple[str, ...], rules: DimRules) -> ChooseDim:
     def choose(path: str, shape: tuple[int, ...]) -> int | None:
         if path not in specs:
             raise ValueError(
-                f"{name}: the rules have no spec for leaf {path}; they are of another tree, with the leaves "
-                f"{quoted(sorted(specs))}. Make them from the logical axes of these parameters."
+                f"{name}: the rules have no spec for leaf {path}; theirs are for the leaves "
+                f"{quoted(sorted(specs))}. Make the rules from the logical axes of these parameters."
             )
         spec = tuple(specs[path])
         found = spec_axes(specs[path])
@@ -71,36 +69,41 @@ def dim_chooser(name: str, axes: tuple[str, ...], rules: DimRules) -> ChooseDim:
     return choose
 
 
-def _counted(where: str, dim: Any, ndim: int) -> int | None:
-    """What a function of the user's says, as a dim counted from the front."""
+def _from_front(where: str, dim: Any, ndim: int) -> int | None:
+    """The dim that the user's function returned, counted from the front."""
     if dim is None:
         return None
     if isinstance(dim, bool) or not isinstance(dim, Integral):
         raise TypeError(
-            f"{where}: rules must return a dim, or None for a leaf that is left whole; got {dim!r}. Return a whole "
-            "number."
+            f"{where}: rules must return a dim, or None for a leaf that stays whole; got {dim!r}. Return an int or "
+            "None."
         )
     return dim_of(where, int(dim), ndim)
 
 
-def names_in(rules: DimRules | None, axis: Axis) -> tuple[str, ...]:
-    """The leaves that a tree of specs splits over the axis, by path; a function names none."""
+def leaves_split_over(rules: DimRules | None, axis: Axis) -> tuple[str, ...]:
+    """The paths of the leaves that a tree of specs splits over the axis; none for a function."""
     if rules is None or callable(rules):
         return ()
     axes = (axis,) if isinstance(axis, str) else axis
+    return tuple(path for path, spec in _specs_by_path(rules).items() if all_axes(spec) & set(axes))
+
+
+def _specs_by_path(rules: Any) -> dict[str, Any]:
     flat = jax.tree_util.tree_flatten_with_path(rules, is_leaf=lambda x: isinstance(x, PartitionSpec))[0]
-    return tuple(path_name(path) for path, spec in flat if all_axes(spec) & set(axes))
+    return {path_name(path): spec for path, spec in flat}
 
 
-def inside(path: str, subtrees: tuple[str, ...]) -> bool:
-    """Whether a leaf stands in one of the named subtrees."""
+def in_subtrees(path: str, subtrees: tuple[str, ...]) -> bool:
+    """Whether a leaf is in one of the named subtrees."""
     return any(path == name or path.startswith(name + ".") for name in subtrees)
 
 
-def stacked(path: str, subtrees: tuple[str, ...]) -> bool:
-    """Whether dim 0 of a leaf counts layers: it stands in one of the named subtrees, which is no list of layers.
+def dim0_counts_layers(path: str, subtrees: tuple[str, ...]) -> bool:
+    """Whether dim 0 of a leaf counts layers: it is in one of the named subtrees, and that is a stack.
 
-    In a list the number of the layer comes next, and then the leaf's place in that layer. A tuple of stacks is a stack.
+    In a list of layers the path continues with the layer's number and a path within the layer. A tuple of stacks is a
+    stack.
     """
-    rest = [path[len(name) + 1 :].split(".") for name in subtrees if inside(path, (name,))]
+    rest = [path[len(name) + 1 :].split(".") for name in subtrees if in_subtrees(path, (name,))]
     return any(not (len(parts) > 1 and parts[0].isdigit()) for parts in rest)

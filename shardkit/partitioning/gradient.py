@@ -14,17 +14,17 @@ from shardkit._compat import varying_axes
 from shardkit._typed import typed
 from shardkit.collectives import all_reduce, vary
 from shardkit.layout import path_name
-from shardkit.partitioning.handles import parts, shown, with_parts
+from shardkit.partitioning.handles import call_sealed, parts, with_parts
 
 
 class Mean(NamedTuple):
-    """A mean over everything that is split over devices and microbatches, kept as two sums until the end.
+    """A mean over devices and microbatches, as two sums that are divided only at the end.
 
     Attributes:
-        total: scalar, the sum of the values that this device saw.
-        weight: scalar, how many they were (or the sum of their weights), float32 or integer; over devices and
-            microbatches it is summed in float32: counts are exact up to 2^24, and beyond that to 7 digits. It is each
-            device's own, made of its examples or of how many they are.
+        total: scalar, the sum of this device's values.
+        weight: scalar, the number of those values or the sum of their weights, float32 or integer, computed from this
+            device's examples. It is summed over devices and microbatches in float32: counts are exact up to 2^24, and
+            to 7 digits beyond.
     """
 
     total: Any
@@ -35,14 +35,14 @@ class Mean(NamedTuple):
         """Sums `values` (any shape), weighted by `weights` (the same shape), both in float32.
 
         Raises:
-            ValueError: weights of another shape, because a weight that is broadcast would count once for many values.
+            ValueError: weights of another shape, because a broadcast weight would count once for many values.
         """
         values = values.astype(jnp.float32)
         if weights is None:
             return cls(jnp.sum(values), jnp.float32(values.size))
         if jnp.shape(weights) != values.shape:
             raise ValueError(
-                f"Mean.of: the weights must have the shape of the values, one for each; got {jnp.shape(weights)} for "
+                f"Mean.of: the weights must have the shape of the values; got {jnp.shape(weights)} for "
                 f"{values.shape}. Broadcast them with jnp.broadcast_to(weights, values.shape)."
             )
         weights = weights.astype(jnp.float32)
@@ -50,10 +50,10 @@ class Mean(NamedTuple):
 
 
 class GradFn(Protocol):
-    """What one device computes inside shard_map; `value_and_grad` makes one from a loss function.
+    """What one device computes inside shard_map, as `value_and_grad(loss_fn)` does.
 
-    Returns partial sums: the loss as a Mean, auxiliary means by name, and the gradients of `scale * total` with
-    respect to the parameters as they were seen.
+    Returns partial sums: the loss as a Mean, auxiliary means by name, and the gradients of `scale * total` with respect
+    to the parameters that it was passed.
     """
 
     def __call__(
@@ -66,7 +66,7 @@ LossFn = Callable[[Any, Any, Any], Any]
 
 @typed
 def value_and_grad(loss_fn: LossFn) -> GradFn:
-    """Makes the function that each device runs from a loss function of any pytree model.
+    """The function that each device runs in a step, from a loss function of any pytree model.
 
     Args:
         loss_fn: `loss_fn(params, batch, keys)` over this device's examples, with one key for each of them (None in
@@ -77,15 +77,21 @@ def value_and_grad(loss_fn: LossFn) -> GradFn:
         A GradFn: `(params, batch, keys, *, scale=1) -> (Mean, aux, gradients of scale * total)`.
 
     Raises:
-        TypeError: at trace time, when the loss is neither a real scalar nor a Mean, a weight is not float32 or integer,
-            or the loss' weight depends on the parameters.
+        TypeError: at trace time, if the loss is neither a real scalar nor a Mean, a weight is not float32 or integer,
+            or the weight of the loss depends on the parameters.
 
-    Cost: nothing is sent beyond what `loss_fn` sends.
+    Cost: what `loss_fn` sends.
+
+    Example:
+        >>> loss_fn = lambda params, batch, keys: sk.Mean.of((batch @ params) ** 2)
+        >>> loss, aux, grads = sk.value_and_grad(loss_fn)(jnp.ones(2), jnp.ones((3, 2)), None)
+        >>> print(loss.total, loss.weight, grads)
+        12.0 3.0 [12. 12.]
     """
 
     def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
         def total(leaves: Any) -> tuple[jax.Array, tuple[Any, Mapping[str, Any]]]:
-            mean, aux = loss_and_aux(shown(loss_fn, with_parts(params, leaves), batch, keys))
+            mean, aux = loss_and_aux(call_sealed(loss_fn, with_parts(params, leaves), batch, keys))
             return mean.total, (mean.weight, aux)
 
         value, backward, (weight, aux) = jax.vjp(total, parts(params), has_aux=True)
@@ -98,7 +104,7 @@ def value_and_grad(loss_fn: LossFn) -> GradFn:
 
 @jax.custom_jvp
 def _constant(weight: jax.Array) -> jax.Array:
-    """The weight of a loss, where the parameters have no part in it: gradients are those of the total alone."""
+    """The weight of a loss; differentiating it is an error, because gradients are those of the total."""
     return weight
 
 
@@ -107,14 +113,14 @@ def _weight_jvp(primals: Any, tangents: Any) -> Any:
     (weight,), (tangent,) = primals, tangents
     if not isinstance(tangent, jax.custom_derivatives.SymbolicZero):
         raise TypeError(
-            "Mean: the weight of a loss must not depend on the parameters, because gradients are those of the total "
-            "alone; this one does. Pass jax.lax.stop_gradient(weight), or divide in the loss and return a scalar."
+            "Mean: the weight of a loss must not depend on the parameters, because gradients are those of the total; "
+            "this one does. Pass jax.lax.stop_gradient(weight), or divide in the loss and return a scalar."
         )
     return weight, tangent
 
 
 def loss_and_aux(out: Any) -> tuple[Mean, dict[str, Mean]]:
-    """What a loss function returned, in its full form: a Mean and a dict of Means."""
+    """What a loss function returned, as a Mean and a dict of Means."""
     aux: Any = {}
     if isinstance(out, tuple) and not isinstance(out, Mean) and len(out) == 2:
         out, aux = out
@@ -144,7 +150,7 @@ def _aux(name: Any, value: Any) -> Mean:
         at = path_name((jax.tree_util.DictKey(name), *inside[0][0]))
         raise TypeError(
             f"value_and_grad: aux {name!r} must be a scalar or Mean(total, weight); got {kind(value)} with the leaf "
-            f"{at}. Put each of its leaves into aux itself, by a name such as {at!r}."
+            f"{at}. Pass each leaf as an entry of aux, by a name such as {at!r}."
         )
     return _as_mean(value, f"value_and_grad: aux {name!r} must be a scalar or Mean(total, weight)")
 
@@ -168,19 +174,19 @@ def _as_mean(value: Any, rule: str) -> Mean:
 
 
 def global_means(means: Mapping[str, Mean], batch_axes: Collection[str]) -> dict[str, Mean]:
-    """Sums totals and weights over exactly the axes over which each total varies, all of them in one collective.
+    """The means over all devices: each summed over exactly the axes over which its total varies.
 
     Args:
-        means: this device's sums by name; the names only serve the errors.
-        batch_axes: axes that split the batch. Over these alone a weight may be given as a number that does not vary.
+        means: this device's sums by name.
+        batch_axes: axes that split the batch; only over these may the total vary and the weight not.
 
     Returns:
-        The same means over all devices, float32, typed as equal everywhere.
+        The sums over devices by name, float32, invariant over all axes.
 
     Raises:
         ValueError: a weight that varies over other axes than its total.
 
-    Cost: one all_reduce of 8 bytes a mean.
+    Cost: one all_reduce of 8 bytes per mean; those over the same axes share one collective.
     """
     groups: dict[tuple[str, ...], dict[str, Mean]] = {}
     for name, mean in means.items():
@@ -195,15 +201,15 @@ def global_means(means: Mapping[str, Mean], batch_axes: Collection[str]) -> dict
     return {name: out[name] for name in means}
 
 
-def counted(weight: jax.Array) -> jax.Array:
-    """What a total is divided by: 1 where nothing counts, so that a batch of no weight changes no parameter."""
+def divisor_of(weight: jax.Array) -> jax.Array:
+    """The weight, or 1 where it is 0: without a weight the total is 0, and so are the gradients."""
     return jnp.where(weight == 0, jnp.ones_like(weight), weight)
 
 
 def _axes_of_sum(name: str, mean: Mean, batch_axes: Collection[str]) -> tuple[str, ...]:
     total, weight = varying_axes(mean.total), varying_axes(mean.weight)
-    # A number that is the same everywhere, such as how many values there are, counts once on each device; a weight that
-    # is split over some of the axes alone would be counted again along the others.
+    # A weight that varies over no axis, such as a number of values, counts once on each device; one that varies over only
+    # some of the axes of the total would be counted again along the others.
     cast = frozenset(batch_axes) if not weight else frozenset()
     wrong = sorted((weight - total) | ((total - weight) - cast))
     if wrong:
@@ -216,7 +222,7 @@ def _axes_of_sum(name: str, mean: Mean, batch_axes: Collection[str]) -> tuple[st
 
 
 def kind(x: Any) -> str:
-    """A value in the words of an error: `float32[2,3]`, or the name of its type."""
+    """A value as an error names it: `float32[2,3]`, or the name of its type."""
     if isinstance(x, Mean):
         return f"Mean({kind(x.total)}, {kind(x.weight)})"
     if hasattr(x, "dtype"):

@@ -1,74 +1,112 @@
-"""A device's share of a step or of an evaluation, inside shard_map, before anything is summed over devices."""
+"""One device's share of a step or of an evaluation, inside shard_map, before anything is summed over devices."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from shardkit.layout import spec_axes
-from shardkit.partitioning.batch import accumulated, device_keys
+from shardkit._check import quoted
+from shardkit.collectives._sums import typed_zeros
+from shardkit.layout import path_name, spec_axes
+from shardkit.partitioning.batch import device_keys, split_microbatches, take_microbatch
 from shardkit.partitioning.gradient import GradFn, LossFn, Mean, named_means
-from shardkit.partitioning.handles import parts, shown, with_parts
+from shardkit.partitioning.handles import call_sealed, parts, with_parts
 from shardkit.partitioning.loss_weights import in_compute
-from shardkit.partitioning.reshard import enter
 from shardkit.partitioning.token_axes import tokens_split
 
 
 def local_gradients(
     grad_fn: GradFn,
-    params: Any,
+    seen: Any,
     batch: Any,
     key: jax.Array,
     scale: jax.Array,
-    layouts: Any,
     batch_spec: PartitionSpec,
-    policy: Any,
+    compute: Any,
     accumulate: int,
 ) -> tuple[Any, dict[str, Mean], Any]:
-    """What one device computes in a step; `policy` is a Precision.
+    """What one device computes in a step.
+
+    Args:
+        grad_fn: the GradFn.
+        seen: the parameters as the loss sees them, from `enter`.
+        batch: this device's examples.
+        key: the key of the step.
+        scale: the loss scale.
+        batch_spec: how the batch is split.
+        compute: dtype of the batch's floating-point arrays.
+        accumulate: number of microbatches.
 
     Returns:
-        The device's examples as the loss sees them, the Means, and the gradients.
+        The device's examples as the loss sees them; its Means, the loss under "loss"; its gradients. Means and
+        gradients are sums over the microbatches, in float32 where there are several.
 
-    Cost: that of `enter` and of the GradFn, `accumulate` times.
+    Cost: what the GradFn sends, `accumulate` times.
     """
-    axes = _axes(batch_spec)
-    seen = enter(params, layouts, axes, policy.compute, policy.reduce)
     keys = device_keys(key, batch, batch_spec)
 
     def first(batch: Any) -> dict[str, Mean]:
-        cut = lambda x: x[: x.shape[0] // accumulate] if x.ndim else x  # noqa: E731
-        loss, aux, _ = grad_fn(seen, *jax.tree.map(cut, (batch, keys)), scale=scale)
+        loss, aux, _ = grad_fn(seen, *take_microbatch(split_microbatches((batch, keys), accumulate), 0), scale=scale)
         return named_means((loss, aux))
 
+    def call(batch: Any, keys: jax.Array) -> tuple[dict[str, Mean], Any]:
+        loss, aux, grads = grad_fn(seen, batch, keys, scale=scale)
+        taken = {"loss", "weight", "finite", "loss_scale"} & set(aux)
+        if taken:
+            raise ValueError(f"make_train_step: aux must not use the names {quoted(sorted(taken))}. Rename them.")
+        _check_gradients(seen, grads)
+        return named_means((loss, aux)), grads
+
     with tokens_split(_axes(batch_spec, 1)):
-        batch = in_compute(first, batch, policy.compute, once=accumulate == 1 and _in_one(axes, grad_fn))
-        means, grads = accumulated(grad_fn, seen, batch, keys, scale, accumulate)
-    return batch, means, grads
+        batch = in_compute(first, batch, compute, once=accumulate == 1 and _sees_all(batch_spec, grad_fn))
+        if accumulate == 1:
+            return batch, *call(batch, keys)
+        split = split_microbatches((batch, keys), accumulate)
+        leaves, structure = jax.tree.flatten(split)
+        zeros = lambda x: typed_zeros(x, dtype=jnp.float32)  # noqa: E731
+        sums = jax.tree.map(zeros, jax.eval_shape(call, *take_microbatch(split, 0)))
+
+        def add(sums: Any, arrays: list[jax.Array]) -> tuple[Any, None]:
+            here = iter(arrays)  # scan takes no scalars
+            each = call(*jax.tree.unflatten(structure, [next(here) if x.ndim else x for x in leaves]))
+            return jax.tree.map(lambda sum_, x: sum_ + x.astype(sum_.dtype), sums, each), None
+
+        return batch, *jax.lax.scan(add, sums, [x for x in leaves if x.ndim])[0]
 
 
-def local_means(
-    loss_fn: LossFn, params: Any, batch: Any, layouts: Any, batch_spec: PartitionSpec, policy: Any
-) -> dict[str, Mean]:
-    """What one device computes in an evaluation: the loss and the auxiliary Means; `policy` is a Precision.
+def local_means(loss_fn: LossFn, seen: Any, batch: Any, batch_spec: PartitionSpec, compute: Any) -> dict[str, Mean]:
+    """What one device computes in an evaluation: its Means, the loss under "loss". `seen` comes from `enter`.
 
-    Cost: that of `enter` and of the loss.
+    Cost: what the loss sends.
     """
-    axes = _axes(batch_spec)
-    seen = enter(params, layouts, axes, policy.compute)
     seen = with_parts(seen, parts(seen))
-    means = lambda batch: named_means(shown(loss_fn, seen, batch, None))  # noqa: E731
+    means = lambda batch: named_means(call_sealed(loss_fn, seen, batch, None))  # noqa: E731
     with tokens_split(_axes(batch_spec, 1)):
-        return means(in_compute(means, batch, policy.compute, once=_in_one(axes, loss_fn)))
+        return means(in_compute(means, batch, compute, once=_sees_all(batch_spec, loss_fn)))
 
 
-def _axes(batch_spec: PartitionSpec, *dims: int) -> tuple[str, ...]:
-    """The axes that split the batch, or some of its dims."""
-    return tuple(axis for dim, axes in enumerate(spec_axes(batch_spec)) if not dims or dim in dims for axis in axes)
+def _check_gradients(params: Any, grads: Any) -> None:
+    """Refuses gradients that differ in tree or shape from the parameters that the GradFn got."""
+    rule = "make_train_step: a GradFn must return a gradient of every parameter, of the shape that it was given"
+    remedy = "Return what value_and_grad returns, or pytrees like it."
+    seen = parts(params)
+    ours, theirs = str(jax.tree.structure(grads)), str(jax.tree.structure(seen))
+    if ours != theirs:
+        raise ValueError(f"{rule}; got {ours} for {theirs}. {remedy}")
+    for (path, grad), x in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(seen), strict=True):
+        if jnp.shape(grad) != x.shape:
+            raise ValueError(f"{rule}; leaf {path_name(path)} has {x.shape}, its gradient {jnp.shape(grad)}. {remedy}")
 
 
-def _in_one(axes: tuple[str, ...], function: Any) -> bool:
+def _axes(batch_spec: PartitionSpec, dim: int) -> tuple[str, ...]:
+    """The axes that split a dim of the batch."""
+    axes = spec_axes(batch_spec)
+    return axes[dim] if dim < len(axes) else ()
+
+
+def _sees_all(batch_spec: PartitionSpec, function: Any) -> bool:
     """Whether a function sees all examples of a batch at once: on one device, and in no pipeline."""
-    return not axes and not hasattr(function, "stages")
+    return not any(spec_axes(batch_spec)) and not hasattr(function, "stages")

@@ -1,7 +1,7 @@
-"""The weights of a loss are data: what they are made of is not rounded, and counts once.
+"""The weights of a loss are data: the arrays from which they are computed are not rounded, and count once.
 
-Which arrays of the batch the weights are made of is read from the traced loss. A value goes on through whatever
-computes numbers from numbers; a comparison ends it: of a mask made of rounded numbers nothing is left to be rounded.
+The traced loss says from which arrays of the batch a weight is computed. A comparison ends the dependence on an array's
+precision: a mask is exact even if it is computed from rounded numbers.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ import numpy as np
 from shardkit import _compat
 from shardkit.layout import path_name
 from shardkit.partitioning.gradient import Mean
-from shardkit.partitioning.handles import cast
+from shardkit.partitioning.handles import cast_floating
 
 MeansFn = Callable[[Any], Mapping[str, Mean]]
 
 
 class _Tag(NamedTuple):
-    """Where something comes from: the leaf of the batch, and whether as its value or by way of a comparison, too."""
+    """A leaf of the batch on which a value depends, and whether by its value or (also) through a comparison."""
 
     leaf: int
     value: bool
 
 
 Tags = frozenset[_Tag]
-_ONE_TO_ONE = {"optimization_barrier", *_compat.COLLECTIVES}  # each result is that of the operand at its place
+_ONE_TO_ONE = {"optimization_barrier", *_compat.COLLECTIVES}  # result i depends on operand i
 
 
 def in_compute(means_of: MeansFn, batch: Any, compute: Any, *, once: bool) -> Any:
-    """The batch as a loss sees it: floating-point arrays in the compute dtype, but for those that weights are made of.
+    """The batch as a loss sees it: floating-point arrays in the compute dtype, except for those that make a weight.
 
     Args:
         means_of: the loss and the auxiliary means of a batch, by name.
         batch: this device's examples.
-        compute: the dtype.
-        once: all examples are on one device, in one microbatch.
+        compute: the compute dtype.
+        once: whether all examples are on one device, in one microbatch.
 
     Returns:
         The batch with other dtypes.
 
     Raises:
-        ValueError: a total of examples, with a weight that is made of scalar leaves alone: each device and each
+        ValueError: a total over examples whose weight is computed from scalar leaves only: each device and each
             microbatch would count it again.
 
-    Cost: none that is sent; where the question arises, the loss is traced once more.
+    Cost: nothing is sent. A batch with arrays that would be rounded, or with scalars, costs a second trace of the loss.
     """
     paths, structure = jax.tree_util.tree_flatten_with_path(batch)
     leaves = [leaf for _, leaf in paths]
     scalars = {i for i, leaf in enumerate(leaves) if not leaf.ndim}
     rounded = {i for i, leaf in enumerate(leaves) if _rounds(leaf.dtype, compute)}
-    lower = lambda exact: [x if i in exact else cast(x, compute) for i, x in enumerate(leaves)]  # noqa: E731
+    lower = lambda exact: [x if i in exact else cast_floating(x, compute) for i, x in enumerate(leaves)]  # noqa: E731
     if not rounded and (once or not scalars):
         return jax.tree.unflatten(structure, lower(()))
     names: list[str] = []
@@ -66,7 +66,7 @@ def in_compute(means_of: MeansFn, batch: Any, compute: Any, *, once: bool) -> An
 
     try:
         jaxpr = jax.make_jaxpr(pairs)(*lower(())).jaxpr
-    except TypeError as error:  # a weight that is summed in the compute dtype is refused; which one, float32 tells
+    except TypeError as error:  # a weight that was summed in the compute dtype: find out which one in the given dtypes
         try:
             jaxpr = jax.make_jaxpr(pairs)(*lower(rounded)).jaxpr
         except Exception:
@@ -78,9 +78,9 @@ def in_compute(means_of: MeansFn, batch: Any, compute: Any, *, once: bool) -> An
         made_of, counted = {tag.leaf for tag in weight}, {tag.leaf for tag in total}
         if not once and made_of and made_of <= scalars and not counted <= scalars:
             raise ValueError(
-                f"Mean {name!r}: the weight of examples must be summed over them, because each device and microbatch "
-                f"adds its own; this one is made of the scalar leaf {path_name(paths[min(made_of)][0])} alone, which "
-                "all of them would add. Pass a weight for each example: an array with the examples along dim 0."
+                f"Mean {name!r}: the weight of examples must be a sum over them, because those of all devices and "
+                f"microbatches are added; this one depends only on the scalar leaf {path_name(paths[min(made_of)][0])}. "
+                "Pass a weight for each example: an array with the examples along dim 0."
             )
     return jax.tree.unflatten(structure, lower(exact))
 
@@ -93,7 +93,7 @@ def _rounds(dtype: Any, compute: Any) -> bool:
 
 
 def _flow(jaxpr: Any, given: Sequence[Tags]) -> list[Tags]:
-    """For each result of a jaxpr what it is made of, from the same of its arguments."""
+    """The tags of each result of a jaxpr, from those of its arguments."""
     known: dict[Any, Tags] = dict(zip(jaxpr.invars, given, strict=True))
 
     def of(atom: Any) -> Tags:
@@ -124,7 +124,7 @@ def _step(equation: Any, ins: list[Tags]) -> list[Tags]:
 
 
 def _scan(equation: Any, body: Any, ins: list[Tags]) -> list[Tags]:
-    """A loop of known length: what is known of its carry holds in every turn."""
+    """The tags of a scan's results, with those of its carry iterated to a fixed point."""
     consts, carry = _compat.scan_parts(equation)
     carried = ins[consts : consts + carry]
     while True:

@@ -1,15 +1,15 @@
 """How mesh axes are used, as data: three layouts for each leaf, and one spec for the batch.
 
-A strategy says for each leaf which dimension it splits, in which of three places: at `rest` (how the state holds the
-leaf), as `seen` (what the GradFn gets) and for the `update` (gradients and optimizer state). `enter` and `leave` (in
-`reshard.py`) read nothing else, so a new strategy is a new file with a placement rule, and no new code here.
+A strategy says which dim of each leaf it splits, and in which of three layouts: at `rest` (in the state), as `seen` (in
+the GradFn) and for the `update` (gradients and optimizer state). `enter` and `leave` (in `reshard.py`) read nothing
+else, so a new strategy is a new file with a placement rule.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,107 +17,15 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._check import Axis, axis_names, dim_of, quoted, sized
 from shardkit._typed import typed
-from shardkit.layout import canonical, local_shape, path_name, spec_axes
-from shardkit.partitioning.dim_rules import inside
-from shardkit.partitioning.storage import Held, Rows, Sizes, in_rows, is_padded, padded_shape, padding
-
-
-class Layout(NamedTuple):
-    """The layouts of one leaf. On each dim, `seen` uses a prefix of the axes of `rest` and of `update`.
-
-    Attributes:
-        rest: how the state holds the leaf.
-        seen: how the loss uses it.
-        update: how gradients and optimizer state are held.
-        grad: how its gradient leaves the GradFn, where a handle splits it further than `seen`; None for no handle.
-        opens: the axes that opening the handle gathers.
-        entry: whether the handle is opened before the loss sees it.
-        padded: the dims that are padded where they are split, each with its natural size.
-        varies: axes, beyond those of the batch, whose devices use the leaf on different data: its gradient is partial.
-        rows: the natural row of each row of dim 0 as it is held, with -1 for one of zeros; () for the natural order.
-    """
-
-    rest: PartitionSpec
-    seen: PartitionSpec
-    update: PartitionSpec
-    grad: PartitionSpec | None = None
-    opens: PartitionSpec = PartitionSpec()
-    entry: bool = False
-    padded: Sizes = ()
-    varies: tuple[str, ...] = ()
-    rows: Rows = ()
-
-    def at_rest(self) -> Held:
-        """How the state holds the leaf, rows and all."""
-        return Held(self.rest, self.rows)
-
-    def in_update(self) -> Held:
-        """How the update holds it, rows and all."""
-        return Held(self.update, self.rows)
-
-    def padding(self, spec: PartitionSpec) -> Sizes:
-        """The dims that are padded in this one of the layouts."""
-        split = [dim for dim, axes in enumerate(spec_axes(spec)) if axes]
-        return tuple((dim, size) for dim, size in self.padded if dim in split)
-
-
-class Leaf(NamedTuple):
-    """What a placement rule is told of a leaf: path, shape that is left to split, dtype, devices along its axes.
-
-    `split` are the dims that other strategies split already; these must not be padded.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    ways: int
-    split: frozenset[int] = frozenset()
-
-
-class Placement(NamedTuple):
-    """A strategy's answer for a leaf: the dim that it splits, and in which of the three layouts.
-
-    `handle` has the leaf travel behind a handle, whose gradient leaves the GradFn split: "loss" for one that the loss
-    opens, "entry" for one that is opened before the loss sees it. `pad` has a dim that does not divide padded. `rows`
-    is the order in which dim 0 is held, as in `Layout`, and `note` what a description adds of it.
-    """
-
-    dim: int
-    rest: bool
-    seen: bool
-    update: bool
-    handle: Literal["loss", "entry"] | None = None
-    pad: bool = False
-    rows: Rows = ()
-    note: str = ""
-
-
-class Strategy(NamedTuple):
-    """One use of one mesh axis (or tuple of axes).
-
-    Attributes:
-        name: how it is written, `dp('data')`.
-        axes: the mesh axes it uses.
-        rank: its order on a dim that several strategies split, major first: 0 inside the layer (tp, pp, ep), 1 fsdp,
-            2 zero; 3 for those that split no leaf.
-        batch_dim: the dim of the batch that it splits, or None.
-        place: the placement rule, which may also say in a few words why it leaves a leaf whole; None keeps every leaf
-            whole.
-        varies: whether the leaves that it leaves whole are used on data that differ along its axes.
-        names: leaves or subtrees that its user named: each must be among the parameters.
-    """
-
-    name: str
-    axes: tuple[str, ...]
-    rank: int
-    batch_dim: int | None
-    place: Callable[[Leaf], Placement | str | None] | None = None
-    varies: bool = False
-    names: tuple[str, ...] = ()
+from shardkit.layout import canonical, local_shape, path_name
+from shardkit.partitioning.describe import Planned, mesh_of, plan_table
+from shardkit.partitioning.dim_rules import in_subtrees
+from shardkit.partitioning.placement import Layout, Leaf, Placement, Strategy
+from shardkit.partitioning.storage import Rows, in_rows, is_padded, padded_shape, padding
 
 
 class Plan(NamedTuple):
-    """Strategies in the order of their rank. Made by `dp` and its like, joined by `chain`."""
+    """Strategies in the order of their rank: `dp` and the like make a plan of one, `chain` joins plans."""
 
     strategies: tuple[Strategy, ...]
 
@@ -135,9 +43,9 @@ class Plan(NamedTuple):
         return tuple(axis for s in self.strategies if s.batch_dim is not None for axis in s.axes)
 
     def batch_spec(self, mesh: Mesh) -> PartitionSpec:
-        """How the batch is split: for each of its dims the axes, in the mesh's order; a tuple of axes keeps its own.
+        """How the batch is split: for each dim its axes, in the mesh's order; a tuple of axes keeps its own.
 
-        An axis of size 1 splits nothing; left out, it costs no one-device collective either.
+        Axes of size 1 are left out, so that no collective over one device is traced.
         """
         splits = [s for s in self.strategies if s.batch_dim is not None]
         splits.sort(key=lambda s: mesh.axis_names.index(s.axes[0]))
@@ -148,36 +56,33 @@ class Plan(NamedTuple):
         return canonical(PartitionSpec(*entries))
 
     def layouts(self, params: Any, mesh: Mesh) -> Any:
-        """The layouts of every leaf of `params` (arrays or their shapes).
+        """The Layout of each leaf of `params` (arrays or their shapes).
 
         Raises:
-            ValueError: a tree without leaves, an axis that the mesh does not have, or a name that is no leaf's.
+            ValueError: a tree without leaves, an axis that the mesh does not have, or a name that matches no leaf.
         """
         self.check(mesh)
         if not jax.tree.leaves(params):
             raise ValueError(
-                f"{self}: the parameters must have at least one array; got {params!r}. Pass the model's pytree, or the "
-                "function of a key that makes it."
+                f"{self}: the parameters must have at least one array; got {params!r}. Pass the model's pytree, or a "
+                "function of a key that returns it."
             )
         self._check_names(params)
         layout = lambda path, x: self._layout(path_name(path), x, mesh)  # noqa: E731
         return jax.tree_util.tree_map_with_path(layout, params, is_leaf=is_padded)
 
     def _check_names(self, params: Any) -> None:
-        """Refuses a name in a strategy that is no leaf's."""
-        named = [(s.name, name) for s in self.strategies for name in s.names]
-        if not named:
-            return
+        """Refuses a strategy that names a leaf or subtree which the parameters do not have."""
         paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_padded)]
-        for strategy, name in named:
-            if not any(inside(path, (name,)) for path in paths):
+        for strategy, name in [(s.name, name) for s in self.strategies for name in s.names]:
+            if not any(in_subtrees(path, (name,)) for path in paths):
                 raise ValueError(
-                    f"{strategy}: whatever it names must be among the parameters; {name!r} is not, and the leaves are "
-                    f"{quoted(paths[:8])}{', ...' * (len(paths) > 8)}. Correct the name, or leave it out."
+                    f"{strategy}: every name must be a leaf or subtree of the parameters; got {name!r} for the leaves "
+                    f"{quoted(paths[:8])}{', ...' * (len(paths) > 8)}. Correct the name, or remove it."
                 )
 
     def placed(self, path: str, x: Any, mesh: Mesh) -> Iterator[tuple[Strategy, Placement | str]]:
-        """What each strategy that splits leaves says of one: where it splits it, or why it does not."""
+        """Where each strategy that splits leaves splits this one, or why it does not."""
         left, split = tuple(jnp.shape(x)), frozenset[int]()
         for s in self.strategies:
             if s.place is None:
@@ -194,10 +99,13 @@ class Plan(NamedTuple):
                 split |= {place.dim}
 
     def describe(self, params: Any, mesh: Mesh | None = None) -> str:
-        """A line for each leaf: its layouts, the bytes a device holds of it, and why; `sk.describe(plan, params)`."""
-        from shardkit.partitioning.describe import describe_plan
-
-        return describe_plan(self, params, mesh)
+        """A line for each leaf: its layouts, bytes per device, and why; `sk.describe(plan, params)` calls this."""
+        mesh = mesh or mesh_of(params)
+        layouts = jax.tree.leaves(self.layouts(params, mesh), is_leaf=lambda x: isinstance(x, Layout))
+        leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)[0]
+        named = [(path_name(path), x) for path, x in leaves]
+        planned = [Planned(*n, each, list(self.placed(*n, mesh))) for n, each in zip(named, layouts, strict=True)]
+        return plan_table(str(self), planned, mesh)
 
     def _layout(self, path: str, x: Any, mesh: Mesh) -> Layout:
         shape = tuple(jnp.shape(x))
@@ -255,20 +163,28 @@ def strategy(
 
 @typed
 def chain(*plans: Plan) -> Plan:
-    """Joins plans over different axes into one; the order in which they are written does not matter.
+    """Joins plans over different axes into one, in any order.
 
     Args:
         *plans: plans such as `dp("data")` and `fsdp("fsdp")`.
 
     Returns:
-        One plan. Where two split the same dim of a leaf, the axes stand in the order of their rank.
+        One plan. Where several split the same dim of a leaf, their axes are in order of rank: tp, pp and ep, then fsdp,
+            then zero.
 
     Raises:
         ValueError: no plan, or an axis that two plans use.
+
+    Example:
+        >>> plan = sk.chain(sk.dp("data"), sk.fsdp("model", min_size=1))
+        >>> tuple(plan.layouts({"w": jnp.ones((8, 4))}, mesh)["w"].rest)
+        ('model',)
+        >>> tuple(plan.batch_spec(mesh))
+        (('data', 'model'),)
     """
     parts = [s for plan in plans for s in plan.strategies]
     if not parts:
-        raise ValueError("chain: at least one plan is needed; got none. Write for example chain(dp('data')).")
+        raise ValueError("chain: at least one plan is needed; got none. Pass for example dp('data').")
     owner: dict[str, str] = {}
     for s in parts:
         for axis in s.axes:
@@ -279,8 +195,3 @@ def chain(*plans: Plan) -> Plan:
                 )
             owner[axis] = s.name
     return Plan(tuple(sorted(parts, key=lambda s: (s.rank, s.name))))
-
-
-def map_layouts(fn: Callable[..., Any], layouts: Any, *trees: Any) -> Any:
-    """`jax.tree.map` with each Layout as a leaf."""
-    return jax.tree.map(fn, layouts, *trees, is_leaf=lambda x: isinstance(x, Layout))

@@ -1,15 +1,14 @@
-"""Leaves that are held in another form than their natural one: padded, or with their layers in the order of stages.
+"""Leaves that are stored padded, or with their layers permuted into the order of stages.
 
-Leaves that do not divide are held and sent with zeros at the end of the dim that is split.
+A leaf that does not divide is stored and sent with zeros at the end of the dim that is split. The arrays of a state need
+dims that divide; inside a step the compiler stores any D rows over n devices as ceil(D/n) rows each, which is the padded
+form: cutting and adding the zeros sends nothing. So the loss and the optimizer see natural shapes, and the numbers are
+those of one device. Only optimizers that multiply matrices (muon) pay: for the products the compiler gathers rows that
+do not divide, where it would otherwise sum over them.
 
-A state's arrays need dims that divide. Inside a step the compiler holds any D rows over n devices as ceil(D/n) rows
-each, which is just how they are held padded: to cut the zeros off and to add them again sends nothing. So the loss and
-the optimizer always see natural shapes, and the numbers are those of one device. Only an optimizer that multiplies
-matrices (muon) pays: for its products the compiler gathers rows that do not divide, where it sums over those that do.
-
-The stack of a pipeline is held stage by stage (`stages.py`), each filled up with rows of zeros to the largest. Nearly
-every optimizer is indifferent to the order of layers and sees them as they are held. It sees the natural order, for
-which the compiler moves rows, where there are rows to be left out or it keeps arrays that mirror no parameter.
+The stack of a pipeline is stored stage by stage (`stages.py`), each padded with rows of zeros to the longest. Most
+optimizers do not depend on the order of layers, and see the stored order. They see the natural order, for which the
+compiler moves rows, if there is padding to remove or the optimizer depends on it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ Rows = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Held:
-    """How a leaf is held: its spec, and the natural row of each row of dim 0 (-1 for zeros); () for natural order."""
+    """How a leaf is stored: its spec, and the natural index of each row of dim 0, -1 for zeros; () for natural order."""
 
     spec: PartitionSpec
     rows: Rows = ()
@@ -45,12 +44,12 @@ class Held:
 @partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["sizes", "rows"])
 @dataclass(frozen=True, eq=False)
 class Padded:
-    """A leaf with zeros at the end of some dims, or with its rows in another order; `unpadded` gives it back.
+    """A leaf with zeros at the end of some dims, or with its rows permuted; `unpadded` undoes both.
 
     Attributes:
-        array: the array as it is held; inside shard_map this device's part.
+        array: the stored array; inside shard_map this device's part.
         sizes: each padded dim with its natural size.
-        rows: the natural row of each row of dim 0, with -1 for one of zeros; () for the natural order.
+        rows: the natural index of each stored row of dim 0, -1 for a row of zeros; () for natural order.
     """
 
     array: Any
@@ -67,7 +66,7 @@ class Padded:
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the array."""
+        """The dtype."""
         return self.array.dtype
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -80,18 +79,18 @@ def is_padded(x: Any) -> bool:
     return isinstance(x, Padded)
 
 
-def array_of(x: Any) -> Any:
-    """A leaf's array as it is held, padding and all."""
+def stored_array(x: Any) -> Any:
+    """A leaf's array as it is stored, with its padding."""
     return x.array if is_padded(x) else x
 
 
-def wrapped(array: Any, sizes: Sizes, rows: Rows = ()) -> Any:
-    """An array with what is known of its padding and its rows; itself where it is held in its natural form."""
+def as_stored(array: Any, sizes: Sizes, rows: Rows = ()) -> Any:
+    """A stored array as a Padded; a plain array where it is stored in its natural form."""
     return Padded(array, sizes, rows) if sizes or rows else array
 
 
-def cut(x: Any, sizes: Iterable[tuple[int, int]]) -> Any:
-    """An array without the padding of these dims."""
+def cut_padding(x: Any, sizes: Iterable[tuple[int, int]]) -> Any:
+    """An array with these dims cut to their natural sizes."""
     for dim, size in sizes:
         x = unpad_from_axis(x, size, dim=dim)
     return x
@@ -100,8 +99,8 @@ def cut(x: Any, sizes: Iterable[tuple[int, int]]) -> Any:
 def unpadded(tree: Any) -> Any:
     """The leaves of a state in their natural shapes and order, for evaluation, checkpoints, export or another plan.
 
-    Layout: `X[.., n ceil(D/n), ..] -> X[.., D, ..]` of leaves that `uneven="pad"` padded, and the layers of a pipeline
-        from the order of its stages to their own; all others as they are.
+    Layout: `X[.., n ceil(D/n), ..] -> X[.., D, ..]` for leaves that `uneven="pad"` padded; the layers of a pipeline from
+        the order of its stages to their own; all others unchanged.
 
     Args:
         tree: pytree of arrays, for example `state.params` or `state.opt_state`.
@@ -109,21 +108,28 @@ def unpadded(tree: Any) -> Any:
     Returns:
         The pytree with a plain array for each leaf.
 
-    Cost: of padding none inside jit, where the natural array keeps the layout that it is pinned to. Outside, an array
-        cannot lie split over devices that do not divide it: a padded leaf comes back whole on every device. Layers in
-        the order of stages move between devices.
+    Cost: inside jit, nothing for padding. Outside, arrays cannot be split over devices that do not divide them, so a
+        padded leaf is gathered to every device. Layers in the order of stages move between devices.
+
+    Example:
+        >>> plan = sk.fsdp("model", min_size=1, uneven="pad")
+        >>> grad_fn = sk.value_and_grad(lambda params, batch, keys: jnp.mean(batch @ params))
+        >>> init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh, plan=plan)
+        >>> state = init(jnp.ones(3), jax.random.key(0))
+        >>> state.params.array.shape, sk.unpadded(state.params).shape
+        ((4,), (3,))
     """
-    return exact(tree, in_order=True)
+    return natural(tree, in_order=True)
 
 
-def exact(tree: Any, *, in_order: bool) -> Any:
-    """The leaves without their padding, with their rows in natural order or, where none is padding, as they stand."""
+def natural(tree: Any, *, in_order: bool) -> Any:
+    """The leaves without padding; with `in_order`, or if there are rows of padding, their rows in natural order."""
 
     def one(x: Any) -> Any:
         if not is_padded(x):
             return x
-        array = cut(x.array, x.sizes)
-        if not _moves(x.rows, in_order):
+        array = cut_padding(x.array, x.sizes)
+        if not _reorders(x.rows, in_order):
             return array
         filled = x.rows.count(-1)
         return _rows(array, tuple(np.argsort(x.rows, kind="stable")[filled:].tolist()), filled > 0)
@@ -132,25 +138,25 @@ def exact(tree: Any, *, in_order: bool) -> Any:
 
 
 def padded(tree: Any, held: Any, mesh: Mesh, *, in_order: bool = True) -> Any:
-    """What `exact` gave, as it is held: padded where a dim does not divide, and with its rows in place."""
+    """The inverse of `natural`: the leaves as they are stored."""
 
     def one(held: Held, x: Any) -> Any:
-        if _moves(held.rows, in_order):
+        if _reorders(held.rows, in_order):
             x = _rows(x, held.rows, -1 in held.rows)
         sizes = padding(x.shape, held.spec, mesh)
         shape = padded_shape(x.shape, held.spec, mesh)
         zeros = [(0, longer - size) for size, longer in zip(x.shape, shape, strict=True)]
-        return wrapped(jnp.pad(x, zeros) if sizes else x, sizes, held.rows)
+        return as_stored(jnp.pad(x, zeros) if sizes else x, sizes, held.rows)
 
     return jax.tree.map(one, held, tree)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _rows(x: Any, rows: Rows, uneven: bool) -> Any:
-    """These rows, zeros for those below 0; where stages are uneven as slices, and not by one gather.
+    """These rows, with zeros for those below 0: by one gather, or for uneven stages as slices.
 
-    XLA's partitioner ends with an internal error on a gather of other than as many rows, where two further dims are
-    split over axes of their own. Of as many it is what sends least.
+    The gather sends least, but XLA's partitioner fails with an internal error if it changes the number of rows and two
+    further dims are split.
     """
     if not uneven:
         return jnp.take(x, np.array(rows), axis=0, mode="clip")
@@ -161,7 +167,7 @@ def _rows(x: Any, rows: Rows, uneven: bool) -> Any:
 
 
 def check_held(where: str, tree: Any, held: Any, mesh: Mesh) -> None:
-    """Refuses leaves that are held in another form than a plan holds them: as they lie, they would be other numbers.
+    """Refuses leaves that are not stored as a plan stores them.
 
     Raises:
         ValueError: with the leaf's path and both forms.
@@ -172,9 +178,9 @@ def check_held(where: str, tree: Any, held: Any, mesh: Mesh) -> None:
         found = (x.sizes, x.rows) if is_padded(x) else ((), ())
         if found != wanted:
             raise ValueError(
-                f"{where} must be held as this plan holds them, and another plan's are not; leaf {path_name(path)} is "
-                f"held {_form(*found)}, and here {_form(*wanted)}. Pass unpadded(...) of them to init, or to an "
-                "evaluation whose plan pads nothing."
+                f"{where} must be stored as this plan stores them; leaf {path_name(path)} is stored {_form(*found)}, but "
+                f"must be stored {_form(*wanted)}. Pass unpadded(...) of them to init, or to an evaluation whose plan "
+                "pads nothing."
             )
 
 
@@ -185,11 +191,11 @@ def _form(sizes: Sizes, rows: Rows) -> str:
 
 
 def in_rows(shape: tuple[int, ...], rows: Rows) -> tuple[int, ...]:
-    """The shape of a leaf with its rows as they are held."""
+    """The shape of a leaf with its rows as they are stored."""
     return (len(rows), *shape[1:]) if rows else shape
 
 
-def _moves(rows: Rows, in_order: bool) -> bool:
+def _reorders(rows: Rows, in_order: bool) -> bool:
     return bool(rows) and (in_order or -1 in rows)
 
 
@@ -200,7 +206,7 @@ def padding(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> Sizes:
 
 
 def padded_shape(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
-    """The shape with each dim up to the next multiple of the devices that split it."""
+    """The shape with each dim rounded up to a multiple of the devices that split it."""
     ways = [math.prod(mesh.shape[axis] for axis in axes) for axes in spec_axes(spec)]
     ways += [1] * (len(shape) - len(ways))
     return tuple(-(-size // n) * n for size, n in zip(shape, ways, strict=True))

@@ -1,4 +1,4 @@
-"""The axes over which the plan of the step that is traced splits the tokens, for layers that depend on their order."""
+"""The axes over which a plan splits the tokens, for layers that depend on the order of the tokens."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextvars import ContextVar
 
 from shardkit._check import quoted
 
-# The type of an array says over which axes it varies, and neither on which dim nor in which order: while a step is
-# traced this says it of the tokens. It goes where jax's own axis names go, and like them it is bound inside alone.
+# The type of an array says over which axes it varies, but neither on which dim nor in which order. This says so for the
+# tokens; like an axis name of jax, it is bound only while the step is traced.
 _SPLIT: ContextVar[tuple[str, ...] | None] = ContextVar("axes that split the tokens", default=None)
 
 
 @contextmanager
 def tokens_split(axes: tuple[str, ...]) -> Iterator[None]:
-    """While a loss is traced: its plan splits the tokens over these axes, in this order."""
+    """Binds the axes over which the plan splits the tokens, in order, while a loss is traced."""
     before = _SPLIT.set(axes)
     try:
         yield
@@ -24,16 +24,16 @@ def tokens_split(axes: tuple[str, ...]) -> Iterator[None]:
 
 
 def token_axes() -> tuple[str, ...] | None:
-    """The axes over which the plan of the step that is traced splits the tokens, in order; None outside of a step."""
+    """The axes over which the plan splits the tokens, in order; None outside a step."""
     return _SPLIT.get()
 
 
 def in_plan_order(where: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes of a sequence; refuses another order than that in which the plan splits it."""
+    """The axes of a sequence, if they are in the order in which the plan splits the tokens."""
     split = [axis for axis in token_axes() or () if axis in names]
     if split != [axis for axis in names if axis in split]:
         raise ValueError(
-            f"{where}: the axes must stand in the order in which the plan splits the tokens, {quoted(split)}; got "
+            f"{where}: the axes must be in the order in which the plan splits the tokens, {quoted(split)}; got "
             f"{quoted(names)}. Name them in that order."
         )
     return names

@@ -18,8 +18,8 @@ from jax import lax
 
 from shardkit._check import Axis
 from shardkit._compat import varying_axes
-from shardkit.collectives import shift, vary
-from shardkit.collectives._sums import wide_zeros
+from shardkit.collectives import shift
+from shardkit.collectives._sums import typed_zeros, wide_zeros
 from shardkit.partitioning.handles import parts
 from shardkit.pipeline.pieces import Given, Pieces
 from shardkit.schedules.table import FIELDS, Segment, Table
@@ -101,7 +101,9 @@ class Executor:
         zeros = partial(jax.tree.map, wide_zeros)
         learned = (layers, parts(self.shared)) if self.train else ([], [])
         sums = Sums(zeros(learned[0]), zeros(learned[1]), zeros(means))
-        inputs, saved, cotangents, kept = ([_zeros(leaf, count + 1) for leaf in leaves] for count, leaves in buffers)
+        inputs, saved, cotangents, kept = (
+            [typed_zeros(leaf, shape=(count + 1, *leaf.shape)) for leaf in leaves] for count, leaves in buffers
+        )
         state = State(inputs, saved, cotangents, kept, sums)
         mine = lax.dynamic_index_in_dim(jnp.asarray(self.table.rows), device, 1, keepdims=False)
         for segments, times in _rounds(self.table.segments):
@@ -118,7 +120,7 @@ class Executor:
             nowhere = [getattr(self.table.slots, _buffer(field)) for field in segment.moves]
             columns = np.array([FIELDS.index(field) for field in segment.moves], int)
             places = jnp.concatenate([jnp.array([nowhere], jnp.int32), here[:, columns]])
-            none = [[_zeros(x) for x in self._moved(field)] for field in segment.moves]
+            none = [[typed_zeros(x) for x in self._moved(field)] for field in segment.moves]
             (state, moved), _ = lax.scan(partial(self._tick, segment), (state, none), (here, places[:-1]))
             state = _arrived(state, segment, moved, places[-1])
         return state, None
@@ -207,7 +209,7 @@ class Executor:
 
         def skip(sums: Sums) -> Any:
             kept = splits.kept if splits else []
-            return sums, [_zeros(x) for x in p.moving.split(p.x)[0]], [_zeros(x) for x in kept]
+            return sums, [typed_zeros(x) for x in p.moving.split(p.x)[0]], [typed_zeros(x) for x in kept]
 
         sums, dx, kept = lax.cond(on > 0, run, skip, state.sums) if self.branch else run(state.sums)
         state = state._replace(sums=sums)
@@ -252,7 +254,7 @@ class Executor:
         if not self.branch:
             return run()
         shapes = jax.eval_shape(run)
-        return lax.cond(on, run, lambda: jax.tree.map(_zeros, shapes))
+        return lax.cond(on, run, lambda: jax.tree.map(typed_zeros, shapes))
 
     def _choose(self, on: Any, run: Callable[[], Any], otherwise: Callable[[], Any], piece: Any) -> Any:
         """`run()` where on, else `otherwise()`: by a branch where devices may, else both are computed."""
@@ -308,10 +310,6 @@ def _complete(tree: Any) -> Any:
         for k, leaf in zip(alike, lax.optimization_barrier([leaves[k] for k in alike]), strict=True):
             leaves[k] = leaf
     return jax.tree.unflatten(structure, leaves)
-
-
-def _zeros(like: Any, *count: int) -> jax.Array:
-    return vary(jnp.zeros((*count, *like.shape), like.dtype), tuple(varying_axes(like)))
 
 
 def _read(buffers: list[jax.Array], slot: Any) -> list[jax.Array]:

@@ -19,7 +19,7 @@ from shardkit._check import Axis
 from shardkit._compat import varying_axes
 from shardkit.collectives import vary
 from shardkit.partitioning.gradient import Mean, kind, loss_and_aux
-from shardkit.partitioning.handles import is_handle, parts, shown, with_parts
+from shardkit.partitioning.handles import call_sealed, is_handle, parts, with_parts
 from shardkit.pipeline.divergent import collectives
 from shardkit.pipeline.split_backward import Split
 from shardkit.remat.recompute import Halves, Mask, Traced, learnable
@@ -33,14 +33,14 @@ class Model(NamedTuple):
         embed: `embed(shared, batch, keys) -> x`.
         stage: `stage(layers, x, keys) -> x`.
         head: `head(shared, x, batch) -> Mean`, a scalar, or either with a dict of auxiliary means.
-        numbered: the stage is given `(layers, numbers)`.
+        layer_numbers: the stage is given `(layers, numbers)`.
         where: what errors call it.
     """
 
     embed: Callable[[Any, Any, Any], Any]
     stage: Callable[[Any, Any, Any], Any]
     head: Callable[[Any, Any, Any], Any]
-    numbered: bool
+    layer_numbers: bool
     where: str
 
 
@@ -98,7 +98,7 @@ class Pieces:
 
     def __init__(self, model: Model, shared: Any, given: Given, axes: Axis | tuple[()], least: int):
         self._model, self._shared, self._given, self._axes, self._least = model, shared, given, axes, least
-        tree = jax.eval_shape(lambda s, g: vary(shown(model.embed, s, g.batch, g.keys), axes), shared, given)
+        tree = jax.eval_shape(lambda s, g: vary(call_sealed(model.embed, s, g.batch, g.keys), axes), shared, given)
         known = None
         while known != (known := jax.tree.map(varying_axes, tree)):  # until the stage is given what it returns
             out = jax.eval_shape(self._through, given, tree)
@@ -183,7 +183,7 @@ class Pieces:
         return Frozen(backward, self._shared, self._given, self.x, jax.ShapeDtypeStruct((), jnp.float32))
 
     def _embedded(self, shared: Any, given: Given) -> list[Any]:
-        return self._flat(shown(self._model.embed, shared, given.batch, given.keys))
+        return self._flat(call_sealed(self._model.embed, shared, given.batch, given.keys))
 
     def _through(self, given: Given, x: Any) -> Any:
         """The layers of a stage; what is beyond the fewest is left out by stages that lack it."""
@@ -192,9 +192,9 @@ class Pieces:
         def run(cut: Callable[[Any], Any], x: Any) -> Any:
             layers, here = jax.tree.map(cut, (given.layers, numbers))
             stage = lambda layers: self._model.stage(  # noqa: E731
-                (layers, here) if self._model.numbered else layers, x, given.keys
+                (layers, here) if self._model.layer_numbers else layers, x, given.keys
             )
-            return shown(stage, layers, at="layers")
+            return call_sealed(stage, layers, at="layers")
 
         x = run(lambda leaf: leaf[: self._least], x)
         for row in range(self._least, _rows(given.layers)):
@@ -205,7 +205,7 @@ class Pieces:
         return x
 
     def _means(self, shared: Any, given: Given, y: list[Any]) -> dict[str, Mean]:
-        loss, aux = loss_and_aux(shown(self._model.head, shared, self._tree(y), given.batch))
+        loss, aux = loss_and_aux(call_sealed(self._model.head, shared, self._tree(y), given.batch))
         return {name: _alike_in_mask(mean) for name, mean in {"loss": loss, **aux}.items()}
 
     def _summed(self, means: Mapping[str, Mean]) -> Any:

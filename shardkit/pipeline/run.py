@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from shardkit._check import bound, named, quoted
 from shardkit.collectives import axis_index, axis_size, vary
 from shardkit.layers.matmul import live_axes
+from shardkit.partitioning.batch import split_microbatches, take_microbatch
 from shardkit.partitioning.handles import parts, unsealed
 from shardkit.pipeline.divergent import refuse_divergent, refuse_mixed
 from shardkit.pipeline.executor import Executor, Sums
@@ -56,15 +56,17 @@ def run(
     params = vary(unsealed(dict(params)), live)  # gradients stay this stage's own until the step sums them
     layers, shared = params.pop("layers"), params
     rows = jax.tree.leaves(layers)[0].shape[0]
-    each = stages.sizes or stages.layers_of(rows * p)
-    microbatches = _cut(where, (batch, keys), schedule.microbatches)
+    each = stages.layers_per_stage or stages.layers_of(rows * p)
+    _check_divides(where, (batch, keys), schedule.microbatches)
+    microbatches = split_microbatches((batch, keys), schedule.microbatches)
     starts, counts = np.concatenate([[0], np.cumsum(each)[:-1]]).astype(np.int32), np.array(each, np.int32)
     stacks = jax.tree.map(lambda leaf: leaf.reshape(v, rows // v, *leaf.shape[1:]), layers)
 
     def given(stage: Any, chunk: Any, microbatch: Any) -> Given:
-        batch, keys = microbatches(microbatch)
-        layers = jax.tree.map(lambda leaf: _at(leaf, chunk), stacks)
-        return Given(layers, jnp.asarray(starts)[stage], jnp.asarray(counts)[stage], batch, keys)
+        batch, keys = take_microbatch(microbatches, microbatch)
+        return Given(
+            take_microbatch(stacks, chunk), jnp.asarray(starts)[stage], jnp.asarray(counts)[stage], batch, keys
+        )
 
     zero = vary(jnp.int32(0), live)
     pieces = Pieces(model, shared, jax.eval_shape(given, zero, zero, zero), live, min(each))
@@ -97,8 +99,8 @@ def run(
     return executor.run(jax.tree.leaves(parts(stacks)), device)
 
 
-def _cut(where: str, tree: Any, count: int) -> Callable[[Any], Any]:
-    """The microbatches of the examples that dim 0 counts, by their number; scalars belong to all of them."""
+def _check_divides(where: str, tree: Any, count: int) -> None:
+    """Refuses examples that do not divide into the schedule's microbatches."""
     sizes = sorted({leaf.shape[0] for leaf in jax.tree.leaves(tree) if leaf.ndim})
     if any(size % count for size in sizes):
         raise ValueError(
@@ -106,9 +108,3 @@ def _cut(where: str, tree: Any, count: int) -> Callable[[Any], Any]:
             f"{', '.join(map(str, sizes))} examples for {count} microbatches. Choose another batch or a schedule for "
             "other microbatches."
         )
-    parts = jax.tree.map(lambda leaf: leaf.reshape(count, -1, *leaf.shape[1:]) if leaf.ndim else leaf, tree)
-    return lambda i: jax.tree.map(lambda leaf: _at(leaf, i) if leaf.ndim else leaf, parts)
-
-
-def _at(leaf: jax.Array, i: Any) -> jax.Array:
-    return leaf[0] if leaf.shape[0] == 1 else lax.dynamic_index_in_dim(leaf, i, 0, keepdims=False)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardkit.collectives import all_reduce, vary
 from shardkit.layout import all_axes, broadcast_specs, canonical, check_spec
-from shardkit.partitioning.gradient import Mean, counted, global_means, value_and_grad
+from shardkit.partitioning.gradient import Mean, divisor_of, global_means, value_and_grad
 
 Stage = Callable[[Any, Any], jax.Array]
 
@@ -115,7 +115,7 @@ def finish(station: Station) -> Any:
         def kernel(sums: Any, weight: jax.Array) -> Any:
             def mean(sum_: jax.Array, spec: PartitionSpec) -> jax.Array:
                 axes = station.unreduced(spec)
-                return (all_reduce(sum_[0], axes) if axes else sum_[0]) / counted(weight)
+                return (all_reduce(sum_[0], axes) if axes else sum_[0]) / divisor_of(weight)
 
             return jax.tree.map(mean, sums, specs)
 
@@ -145,4 +145,4 @@ def head(station: Station, loss: Callable[[jax.Array, Any], Any]) -> Any:
 def averages(means: list[dict[str, Mean]]) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The weight of the loss, and every mean over all microbatches."""
     sums = jax.tree.map(lambda *x: sum(x), *means)
-    return sums["loss"].weight, {name: mean.total / counted(mean.weight) for name, mean in sums.items()}
+    return sums["loss"].weight, {name: mean.total / divisor_of(mean.weight) for name, mean in sums.items()}

@@ -11,8 +11,9 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from shardkit._check import Axis, axis_names, named
-from shardkit.partitioning.dim_rules import inside
-from shardkit.partitioning.plan import Leaf, Placement, Plan, strategy
+from shardkit.partitioning.dim_rules import in_subtrees
+from shardkit.partitioning.placement import Leaf, Placement
+from shardkit.partitioning.plan import Plan, strategy
 from shardkit.schedules import Schedule
 from shardkit.schedules.action import StagePlacement, device_of
 
@@ -27,40 +28,41 @@ class Stages(NamedTuple):
         devices: devices p along it.
         chunks: stages v of the model on each device.
         placement: "loop" puts stage s on device s % p; "v" there and back again.
-        sizes: layers of each of the p v stages; None for equally many.
+        layers_per_stage: layers of each of the p v stages; None for equally many.
     """
 
     axis: Axis
     devices: int
     chunks: int = 1
     placement: StagePlacement = "loop"
-    sizes: tuple[int, ...] | None = None
+    layers_per_stage: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, schedule: Schedule, axis: Axis, sizes: tuple[int, ...] | None = None) -> Stages:
+    def of(cls, schedule: Schedule, axis: Axis, layers_per_stage: tuple[int, ...] | None = None) -> Stages:
         """The stages of a schedule."""
-        return cls(axis, schedule.devices, schedule.chunks, schedule.placement, None if sizes is None else tuple(sizes))
+        each = None if layers_per_stage is None else tuple(layers_per_stage)
+        return cls(axis, schedule.devices, schedule.chunks, schedule.placement, each)
 
     def layers_of(self, layers: int) -> tuple[int, ...]:
         """How many layers of a stack each stage has.
 
         Raises:
-            ValueError: layers that do not divide where no sizes are given; sizes of another number or sum, or below 1.
+            ValueError: layers that the stages do not divide; a `layers_per_stage` of another length or sum, or below 1.
         """
-        stages = self.devices * self.chunks
-        if self.sizes is None:
+        stages, each = self.devices * self.chunks, self.layers_per_stage
+        if each is None:
             if layers % stages or not layers:
                 raise ValueError(
                     f"pp: the layers of a stack must be divisible by its stages; got {layers} layers over {stages} "
-                    "stages. Pass sizes=, the number of layers of each stage, or choose another number of either."
+                    "stages. Pass layers_per_stage=, or choose another number of layers or stages."
                 )
             return (layers // stages,) * stages
-        if len(self.sizes) != stages or sum(self.sizes) != layers or min(self.sizes) < 1:
+        if len(each) != stages or sum(each) != layers or min(each) < 1:
             raise ValueError(
-                f"pp: sizes= must be the number of layers of each stage, at least 1, here for {stages} stages and "
-                f"{layers} layers in all; got {self.sizes}. Correct sizes=."
+                f"pp: layers_per_stage= must give each of {stages} stages at least one layer, {layers} in all; got "
+                f"{each}. Correct layers_per_stage=."
             )
-        return self.sizes
+        return each
 
     def rows(self, layers: int) -> tuple[int, ...]:
         """The natural row of each row of dim 0 as it is held: device by device, and there chunk by chunk.
@@ -95,7 +97,8 @@ class Stages(NamedTuple):
         """What a description says of them."""
         chunks = f", {self.chunks} chunks in stage order" if self.chunks > 1 else ""
         turning = ", there and back" if chunks and self.placement == "v" else ""
-        return chunks + turning + (f", stages of {', '.join(map(str, self.sizes))} layers" if self.sizes else "")
+        each = f", stages of {', '.join(map(str, self.layers_per_stage))} layers" if self.layers_per_stage else ""
+        return chunks + turning + each
 
 
 def arranged(plan: Plan, function: Any) -> Plan:
@@ -110,7 +113,7 @@ def stack_plan(axis: Axis, stages: Stages | None) -> Plan:
 
     def place(leaf: Leaf) -> Placement | str:
         here = stages or Stages(axis, leaf.ways)
-        if not inside(leaf.path, (STACK,)):
+        if not in_subtrees(leaf.path, (STACK,)):
             return f"not in the stack {STACK!r}"
         if here.devices != leaf.ways:
             raise ValueError(

@@ -26,6 +26,7 @@ from shardkit._check import quoted, sized
 from shardkit._typed import typed
 from shardkit.cost._check import divides, whole
 from shardkit.layout import check_spec, local_shape, path_name
+from shardkit.partitioning.batch import split_microbatches, take_microbatch
 from shardkit.pipeline import stage_programs
 from shardkit.pipeline.stage_programs import Stage, Station, fitted
 from shardkit.schedules import one_f_one_b
@@ -247,8 +248,8 @@ def _split(where: str, batch: Any, microbatches: int) -> list[Any]:
         )
     rows = next(iter(shapes.values()))[0]
     divides(where, "microbatches", microbatches, "the batch", rows)
-    hosted, size = jax.tree.map(np.asarray, batch), rows // microbatches
-    return [jax.tree.map(lambda x: x[i : i + size], hosted) for i in range(0, rows, size)]  # noqa: B023
+    split = split_microbatches(jax.tree.map(np.asarray, batch), microbatches)
+    return [take_microbatch(split, i) for i in range(microbatches)]
 
 
 def _placed(tree: Any, spec: PartitionSpec, mesh: Mesh) -> Any:

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from shardkit._check import named
-from shardkit._compat import varying_axes
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
-from shardkit.collectives import vary
+from shardkit.collectives._sums import varying_like
+from shardkit.partitioning.batch import split_microbatches
 from shardkit.partitioning.handles import is_handle, opened, parts, unsealed
 from shardkit.remat.recompute import POLICIES, Mask, Remat, policy_of
 from shardkit.remat.regather import reopened
@@ -141,8 +141,9 @@ def scan_layers(
             f"{len(stacked)}. Stack them once, before init, with jax.tree.map(lambda *leaves: jnp.stack(leaves), "
             "*layers), or call gathered(layer_fn)(weights, x) for one after the other."
         ) from error
-    x = jax.tree.map(lambda x, y: vary(x, tuple(varying_axes(y))), x, after)  # as the layers will type it
-    x = _cut(x, microbatches)
+    x = jax.tree.map(varying_like, x, after)  # as the layers will type it
+    _check_microbatches(x, microbatches)
+    x = split_microbatches(x, microbatches) if microbatches > 1 else x
     if microbatches > 1 or any(is_handle(leaf) for leaf in jax.tree.leaves(stacked, is_leaf=is_handle)):
         options: dict[str, Any] = {"policy": policy or POLICIES["dots"], "microbatches": microbatches}
         if prefetch:
@@ -175,8 +176,8 @@ def _layers_in_a_list(stacked: Any) -> bool:
     return len({str(jax.tree.map(jnp.shape, parts(layer))) for layer in stacked}) == 1
 
 
-def _cut(x: Any, microbatches: int) -> Any:
-    """The activations with the microbatch as dim 0, where there are several."""
+def _check_microbatches(x: Any, microbatches: int) -> None:
+    """Refuses activations that do not divide into microbatches."""
     sizes = sorted({leaf.shape[0] if leaf.ndim else 0 for leaf in jax.tree.leaves(x)})
     if microbatches < 1 or (microbatches > 1 and any(not size or size % microbatches for size in sizes)):
         raise ValueError(
@@ -184,6 +185,3 @@ def _cut(x: Any, microbatches: int) -> Any:
             f"and microbatches={microbatches}. Choose a divisor of the examples on a device, and pass anything that is "
             "not of an example through layer_fn."
         )
-    if microbatches == 1:
-        return x
-    return jax.tree.map(lambda leaf: leaf.reshape(microbatches, -1, *leaf.shape[1:]), x)

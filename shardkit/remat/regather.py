@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from shardkit._compat import varying_axes
-from shardkit.collectives import vary
-from shardkit.collectives._sums import wide_zeros
+from shardkit.collectives._sums import typed_zeros, wide_zeros
 from shardkit.partitioning.handles import is_handle, opened, part_gradient, parts
 from shardkit.remat.recompute import Halves, Mask, Traced, learnable
 
@@ -138,7 +137,7 @@ def _back_ahead(halves: Halves, stacked: Any, shared: Leaves, saved: Any, ct: Le
         ahead = fetch(i - 1)
         return (ahead, layer(i, weights, _at(saved, i), carry)), None
 
-    stores = [vary(jnp.zeros(p.shape, p.dtype), tuple(varying_axes(p))) for p in parts(stacks)]
+    stores = [typed_zeros(p) for p in parts(stacks)]
     carry = (ct, stores, [wide_zeros(leaf) for leaf in held])
     final = layers - 1
     ahead = fetch(final - 1) if final else []
@@ -168,5 +167,5 @@ def learned(node: Any) -> Any:
 
 def _instantiated(ct: Any) -> Any:
     if isinstance(ct, jax.custom_derivatives.SymbolicZero):
-        return vary(jnp.zeros(ct.shape, ct.dtype), tuple(varying_axes(ct.aval)))
+        return typed_zeros(ct.aval)
     return ct

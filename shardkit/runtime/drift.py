@@ -17,7 +17,7 @@ from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives import all_gather, vary
 from shardkit.layout import all_axes, path_name
-from shardkit.partitioning.storage import array_of, is_padded
+from shardkit.partitioning.storage import is_padded, stored_array
 from shardkit.runtime.data.checksums import checksum
 
 
@@ -141,7 +141,7 @@ def from_every_device(tree: Any, axes: tuple[str, ...]) -> Any:
 def on_mesh(where: str, tree: Any, mesh: Mesh | None) -> tuple[Mesh | None, list[tuple[str, Any]]]:
     """The mesh that all leaves lie on (None without leaves), and each leaf as it is held, by its path."""
     leaves = [
-        (path_name(path), array_of(x)) for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_padded)
+        (path_name(path), stored_array(x)) for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_padded)
     ]
     for path, x in leaves:
         sharding = getattr(x, "sharding", None)

@@ -20,10 +20,12 @@ from shardkit._typed import typed
 from shardkit.collectives import axis_index
 from shardkit.layout import path_name, spec_axes, table
 from shardkit.partitioning.batch import batch_specs
-from shardkit.partitioning.gradient import GradFn, counted, global_means
+from shardkit.partitioning.gradient import GradFn, divisor_of, global_means
 from shardkit.partitioning.local_step import local_gradients
-from shardkit.partitioning.plan import Layout, Plan, map_layouts
-from shardkit.partitioning.storage import array_of
+from shardkit.partitioning.placement import Layout, map_layouts
+from shardkit.partitioning.plan import Plan
+from shardkit.partitioning.reshard import enter
+from shardkit.partitioning.storage import stored_array
 from shardkit.pipeline.stages import arranged
 from shardkit.precision import Precision, precision_of
 from shardkit.runtime.drift import from_every_device, on_mesh
@@ -165,17 +167,18 @@ def triage(
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
 
         def per_device(params: Any, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
+            seen = enter(params, layouts, batch_spec, policy.compute, policy.reduce)
             batch, means, grads = local_gradients(
-                grad_fn, params, batch, key, scale, layouts, batch_spec, policy, accumulate
+                grad_fn, seen, batch, key, scale, batch_spec, policy.compute, accumulate
             )
             looked_at = {
-                "params": map_layouts(lambda layout, x: _observed(array_of(x), layout.rest), layouts, params),
+                "params": map_layouts(lambda layout, x: _observed(stored_array(x), layout.rest), layouts, params),
                 "batch": jax.tree.map(lambda spec, x: _observed(x, spec), specs, batch),
                 "means": jax.tree.map(_observed, means),
                 "grads": map_layouts(lambda layout, x: _observed(x, _of_gradient(layout)), layouts, grads),
             }
             total, weight = global_means(means, plan.batch_axes)["loss"]
-            return total / counted(weight), weight, from_every_device(looked_at, mesh.axis_names)
+            return total / divisor_of(weight), weight, from_every_device(looked_at, mesh.axis_names)
 
         return jax.shard_map(
             per_device, mesh=mesh, in_specs=(rest, specs, _REPLICATED, _REPLICATED), out_specs=_REPLICATED

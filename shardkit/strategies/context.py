@@ -11,8 +11,8 @@ from shardkit.partitioning.plan import Plan, strategy
 def cp(axis: Axis) -> Plan:
     """Context parallelism over `axis`: the tokens, dim 1 of the batch, are split; parameters are whole.
 
-    The loss itself attends across, with `ring_attention` or `ulysses_attention`. Leaves of the batch that have no dim 1
-    stay whole, and so do the keys, one for each example.
+    The loss attends across devices, with `ring_attention` or `ulysses_attention`. Leaves of the batch without a dim 1,
+    and the keys, one for each example, stay whole.
 
     Layout: `batch[B, T_a, ..]`, `params[...]`, `grads[...] {U_a} -> grads[...]`
 
@@ -26,7 +26,12 @@ def cp(axis: Axis) -> Plan:
         TypeError: `axis` is not a name or a tuple of names.
         ValueError: an axis named twice.
 
-    Cost: one all_reduce of every gradient a step, as `dp`; what attention sends is the loss's.
+    Cost: one all_reduce of every gradient per step, as `dp`, and what the attention sends.
+
+    Example:
+        >>> plan = sk.chain(sk.dp("data"), sk.cp("model"))
+        >>> tuple(plan.batch_spec(mesh))
+        ('data', 'model')
 
     Source: Liu et al., Ring Attention (arXiv:2310.01889).
     """

@@ -1,4 +1,4 @@
-"""Data parallelism: every device holds the whole model and sees its share of the examples."""
+"""Data parallelism: every device has the whole model and a share of the examples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardkit.partitioning.plan import Plan, strategy
 
 @typed
 def dp(axis: Axis) -> Plan:
-    """Data parallelism over `axis`: parameters whole on every device, the batch split, gradients summed once a step.
+    """Data parallelism over `axis`: parameters whole on every device, the batch split, gradients summed once per step.
 
     Layout: `batch[B_a, ..]`, `params[...]`, `grads[...] {U_a} -> grads[...]`
 
@@ -23,9 +23,15 @@ def dp(axis: Axis) -> Plan:
         TypeError: `axis` is not a name or a tuple of names.
         ValueError: an axis named twice.
 
-    Cost: one all_reduce of every gradient a step, 2 (n-1)/n of the parameters' bytes in the reduce dtype, whatever
-        the accumulation. Each device holds parameters, gradients and optimizer state whole.
+    Cost: one all_reduce of every gradient per step, 2 (n-1)/n of the parameters' bytes in the reduce dtype, whatever
+        the accumulation. Each device holds all parameters, gradients and optimizer state.
 
-    Source: Li et al., PyTorch Distributed (VLDB 2020), for the baseline that this makes explicit.
+    Example:
+        >>> tuple(sk.dp("data").layouts({"w": jnp.ones(8)}, mesh)["w"].rest)
+        ()
+        >>> tuple(sk.dp("data").batch_spec(mesh))
+        ('data',)
+
+    Source: Li et al., PyTorch Distributed (VLDB 2020), the baseline.
     """
     return strategy("dp", axis, batch_dim=0)

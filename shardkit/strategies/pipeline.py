@@ -1,9 +1,9 @@
-"""Pipelines: the same GradFn as any other, run by the table of a schedule."""
+"""Pipeline parallelism: a GradFn like any other, which runs the table of a schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, get_args
+from typing import Any
 
 import jax
 
@@ -22,10 +22,10 @@ from shardkit.schedules import Schedule
 def pp(axis: Axis) -> Plan:
     """Pipeline parallelism: each device holds the layers of its own stages, and all devices see the same batch.
 
-    The stack is what stands in the parameters under the entry "layers", with the layer as dim 0 of every leaf. Alone it
-    is one stage a device; under the GradFn of a pipeline the stages are those of its schedule.
+    The stack is the entry "layers" of the parameters, with the layer as dim 0 of every leaf. The stages are those of
+    the schedule of the GradFn; with any other GradFn there is one stage per device.
 
-    Layout: `layers[L_a, ..]`, `grads[L_a, ..]` at rest, in use and in the update; all else whole
+    Layout: `layers[L_a, ..]`, `grads[L_a, ..]` at rest, in use and in the update; all other leaves whole
 
     Args:
         axis: mesh axis of the pipeline.
@@ -35,13 +35,17 @@ def pp(axis: Axis) -> Plan:
 
     Raises:
         TypeError: `axis` is not a name or a tuple of names.
-        ValueError: at trace time layers that do not fit the stages, a mesh that does not fit the schedule, a leaf of
-            the stack without a dim, or one whose layers another strategy splits.
+        ValueError: at trace time layers that the stages do not divide, an axis whose size is not that of the schedule,
+            a leaf of the stack without a dim, or one whose layers another strategy splits.
 
-    Cost: nothing of the stack: its gradients are complete. What the GradFn sends stands there, as does the sum over
-        `axis` of the gradients of all other leaves. For the optimizer the compiler moves rows between devices where
-        stages differ in size and, with several stages a device, where it keeps arrays that mirror no parameter, as
-        adafactor does.
+    Cost: what the GradFn sends, and an all_reduce over `axis` of the gradients of all leaves outside the stack. The
+        compiler moves rows between devices for the optimizer if stages differ in size, and, with several stages per
+        device, if the optimizer state has arrays that mirror no parameter, as adafactor's does.
+
+    Example:
+        >>> layouts = sk.pp("model").layouts({"layers": jnp.ones((8, 3)), "head": jnp.ones(3)}, mesh)
+        >>> tuple(layouts["layers"].rest), tuple(layouts["head"].rest)
+        (('model',), ())
 
     Source: Huang et al., GPipe (arXiv:1811.06965); Narayanan et al. (arXiv:2104.04473), section 2.2.
     """
@@ -58,59 +62,70 @@ def pipeline_value_and_grad(
     *,
     mode: Mode = "masked",
     recompute: bool = True,
-    sizes: tuple[int, ...] | None = None,
-    numbered: bool = False,
+    layers_per_stage: tuple[int, ...] | None = None,
+    layer_numbers: bool = False,
 ) -> GradFn:
-    """Makes the function that each device of a pipeline runs: one program for all of them, for every schedule.
+    """The GradFn of a pipeline: one program for all devices, which runs any schedule.
 
-    The parameters are a mapping. Its entry "layers" is the stack, with the layer as dim 0 of every leaf, and belongs to
-    the stages; all other entries are shared by all devices. The numbers are those of
+    The parameters are a mapping. Its entry "layers" is the stack, with the layer as dim 0 of every leaf, and is split
+    into stages; all other entries are shared by all devices. The numbers are those of
     `head(shared, stage(layers, embed(shared, batch, keys), keys), batch)`, microbatch by microbatch.
 
     Args:
-        embed: `embed(shared, batch, keys) -> x`: what the first stage is given, a pytree. It is computed again for its
-            own backward pass.
-        stage: `stage(layers, x, keys) -> x`: some consecutive layers of the stack; returns what it was given, in shape
-            and dtype. It may hold collectives over other axes, `scan_layers` and handles. Stages of different widths
-            pad their activations to a common one; what the head needs of every layer (a router's losses) travels in x.
+        embed: `embed(shared, batch, keys) -> x`, the input of the first stage, a pytree. It is recomputed for its
+            backward pass.
+        stage: `stage(layers, x, keys) -> x`: some consecutive layers of the stack; returns the shapes and dtypes that
+            it got. It may use collectives over other axes, `scan_layers` and lazy leaves. Stages of different widths
+            pad their activations to a common one; what the head needs of every layer (a router's losses) is part of x.
         head: `head(shared, x, batch) ->` a scalar (a mean over equally many examples), a `Mean(total, weight)`, or
-            either with a dict of auxiliary ones. A weight that embedding and head both use (tied) needs nothing more.
+            either with a dict of auxiliary ones. Embedding and head may share (tie) a weight.
         schedule: when each device does what; its microbatches must divide the examples of a device.
         axis: the mesh axis of the pipeline; the plan has `pp(axis)`.
-        mode: "masked": every device computes whatever some device computes at that tick, and leaves out what is not
-            its own; no branch surrounds a stage, so that it may hold any collective. "branch": devices compute only
-            what is theirs, which is refused where the stage or its derivative holds a ppermute or a collective over
-            `axis`. An embedding or head that sends nothing is always left out by the other stages.
-        recompute: the backward pass begins again with the stage's input, all that is held of a microbatch in flight.
-            False: it finds saved all that depends on the input; less work, more memory.
-        sizes: the layers of each stage, where they are not equal.
-        numbered: the stage is given `(layers, numbers)`, the layers' places in the whole stack, int32 [layers]: for
-            dropout keys that differ by layer, `fold_keys(keys, number)`.
+        mode: "masked": every device computes what any device computes at that tick, and discards what is not its own;
+            no stage is inside a branch, so it may use any collective. "branch": devices compute only what is theirs;
+            refused if the stage or its derivative uses a ppermute or a collective over `axis`. In both modes an
+            embedding or head without collectives runs only where it is needed.
+        recompute: whether the backward pass starts again from the stage's input, the only residual of a microbatch in
+            flight. False: all residuals that depend on the input are saved; less work, more memory.
+        layers_per_stage: how many layers each stage has, where that differs.
+        layer_numbers: whether the stage gets `(layers, numbers)`, with each layer's index in the whole stack, int32
+            [layers]: for dropout keys that differ by layer, `fold_keys(keys, number)`.
 
     Returns:
-        A GradFn `(params, batch, keys, *, scale=1) -> (Mean, aux, gradients)`, whose gradients are float32. Keys are
-            one for each example, cut like the batch, so that dropout is that of the unpipelined model. Its attribute
-            `stages` tells `make_train_step` where each layer lies: a function that wraps it must keep that, as
+        A GradFn `(params, batch, keys, *, scale=1) -> (Mean, aux, gradients)` with float32 gradients. There is one key
+            per example, split like the batch, so that dropout is that of the unpipelined model. Its attribute `stages`
+            tells `make_train_step` the order of the layers: a function that wraps it must keep that attribute, as
             `functools.wraps` does.
 
     Raises:
         ValueError: an unknown mode, an illegal schedule (with its grid); at trace time a schedule for another number of
             devices, examples that the microbatches do not divide, layers that the stages do not, a stage that returns
-            another shape or dtype, a collective over `axis`, or one that `mode="branch"` cannot have.
+            another shape or dtype, a collective over `axis`, or one that `mode="branch"` forbids.
 
-    Cost: what the table says: at every tick of a segment each of its moves sends the activations, or their gradients,
-        once, in their own dtype. Shared leaves are summed once a step over `axis`. Time is that of
-        `schedule.simulate(..., synchronous=True)`; what waits for its turn lies in as many places as `schedule.slots()`
-        says, which only those of gpipe and breadth_first grow with the microbatches.
+    Cost: at every tick of a segment each of its moves sends the activations, or their gradients, once, in their own
+        dtype. Shared leaves are summed once per step over `axis`. Time is that of
+        `schedule.simulate(..., synchronous=True)`; buffers are as large as `schedule.slots()` says, which grows with
+        the microbatches only for gpipe and breadth_first.
+
+    Example:
+        >>> schedule = sk.schedules.one_f_one_b(stages=4, microbatches=8)
+        >>> embed, head = lambda shared, batch, keys: batch, lambda shared, x, batch: jnp.mean(x**2)
+        >>> stage = lambda layers, x, keys: sk.scan_layers(lambda w, x: jnp.tanh(x @ w), layers, x)
+        >>> grad_fn = sk.pipeline_value_and_grad(embed, stage, head, schedule, "model")
+        >>> plan = sk.chain(sk.dp("data"), sk.pp("model"))
+        >>> init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh, plan=plan)
+        >>> state, metrics = step(init({"layers": jnp.ones((4, 2, 2))}, jax.random.key(0)), jnp.ones((16, 2)))
+        >>> print(metrics["weight"])
+        16.0
 
     Source: Huang et al., GPipe (arXiv:1811.06965); Narayanan et al., Megatron-LM (arXiv:2104.04473), section 2.2; Qi et
         al., Zero bubble (arXiv:2401.10241).
     """
-    model = Model(embed, stage, head, numbered, "pipeline_value_and_grad")
-    stages = _stages(model.where, schedule, axis, mode, sizes)
+    model = Model(embed, stage, head, layer_numbers, "pipeline_value_and_grad")
+    stages = _stages(model.where, schedule, axis, layers_per_stage)
 
     def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
-        opened = with_parts(params, parts(params))  # those handles that the loss is not to see
+        opened = with_parts(params, parts(params))
         sums = run(model, schedule, stages, opened, batch, keys, scale, mode, recompute, train=True)
         layers = jax.tree.leaves(parts(opened["layers"]))
         stack = [total.reshape(leaf.shape) for total, leaf in zip(sums.layers, layers, strict=True)]
@@ -132,13 +147,13 @@ def pipeline_loss(
     axis: str,
     *,
     mode: Mode = "masked",
-    sizes: tuple[int, ...] | None = None,
-    numbered: bool = False,
+    layers_per_stage: tuple[int, ...] | None = None,
+    layer_numbers: bool = False,
 ) -> LossFn:
-    """The loss alone, through the forwards of a schedule: for `make_eval_step`.
+    """The loss of a pipeline, by the forward actions of a schedule: for `make_eval_step`.
 
     Args:
-        embed, stage, head, schedule, axis, mode, sizes, numbered: as for `pipeline_value_and_grad`.
+        embed, stage, head, schedule, axis, mode, layers_per_stage, layer_numbers: as for `pipeline_value_and_grad`.
 
     Returns:
         `loss(params, batch, keys) -> (Mean, aux)`.
@@ -147,9 +162,18 @@ def pipeline_loss(
         ValueError: as `pipeline_value_and_grad`.
 
     Cost: the activations once at every tick of `schedule.forward()`.
+
+    Example:
+        >>> schedule = sk.schedules.gpipe(stages=4, microbatches=8)
+        >>> embed, head = lambda shared, batch, keys: batch, lambda shared, x, batch: jnp.mean(x**2)
+        >>> stage = lambda layers, x, keys: sk.scan_layers(lambda w, x: x @ w, layers, x)
+        >>> loss_fn = sk.pipeline_loss(embed, stage, head, schedule, "model")
+        >>> evaluate = sk.make_eval_step(loss_fn, mesh=mesh, plan=sk.chain(sk.dp("data"), sk.pp("model")))
+        >>> print(evaluate({"layers": jnp.ones((4, 1, 1))}, jnp.ones((16, 1)))["loss"])
+        1.0
     """
-    model = Model(embed, stage, head, numbered, "pipeline_loss")
-    stages = _stages(model.where, schedule, axis, mode, sizes)
+    model = Model(embed, stage, head, layer_numbers, "pipeline_loss")
+    stages = _stages(model.where, schedule, axis, layers_per_stage)
     forward = schedule.forward()
 
     def loss(params: Any, batch: Any, keys: Any) -> tuple[Mean, dict[str, Mean]]:
@@ -160,16 +184,14 @@ def pipeline_loss(
     return loss
 
 
-def _stages(where: str, schedule: Schedule, axis: str, mode: Mode, sizes: tuple[int, ...] | None) -> Stages:
-    """The stages of a legal schedule; refuses another one, and an unknown mode."""
-    if mode not in get_args(Mode):
-        raise ValueError(f"{where}: mode must be 'masked' or 'branch'; got {mode!r}. Choose one of them.")
+def _stages(where: str, schedule: Schedule, axis: str, layers_per_stage: tuple[int, ...] | None) -> Stages:
+    """The stages of a schedule, after checks."""
     if not axis:
         raise ValueError(f"{where}: axis must be a mesh axis name; got {axis!r}. Pass for example 'stage'.")
     schedule.check()
-    return Stages.of(schedule, axis, sizes)
+    return Stages.of(schedule, axis, layers_per_stage)
 
 
 def _left(node: Any, grad: Any) -> Any:
-    """The gradient of a leaf as it leaves the GradFn: a handle that was opened for the loss had it whole until here."""
+    """The gradient of a leaf as it leaves the GradFn: of a lazy leaf with `entry`, that of its part."""
     return part_gradient(node, grad) if is_handle(node) and node.entry else grad

@@ -1,4 +1,4 @@
-"""Tensor parallelism: weights split over devices that all see the same batch. The layers are in `layers/linear.py`."""
+"""Tensor parallelism: weights split over devices that see the same batch. The layers are in `layers/linear.py`."""
 
 from __future__ import annotations
 
@@ -6,33 +6,40 @@ import math
 
 from shardkit._check import Axis, axis_names, named
 from shardkit._typed import typed
-from shardkit.partitioning.dim_rules import DimRules, dim_chooser, names_in
-from shardkit.partitioning.plan import Leaf, Placement, Plan, strategy
+from shardkit.partitioning.dim_rules import DimRules, dim_chooser, leaves_split_over
+from shardkit.partitioning.placement import Leaf, Placement
+from shardkit.partitioning.plan import Plan, strategy
 
 
 @typed
 def tp(axis: Axis, rules: DimRules, *, sequence: bool = False) -> Plan:
-    """Tensor parallelism: leaves stay split over `axis` while the loss uses them, and all devices see the same batch.
+    """Tensor parallelism: leaves stay split over `axis` in the loss, and all devices see the same batch.
 
     Layout: `params[.., F_a, ..]`, `grads[.., F_a, ..]` at rest, in use and in the update
 
     Args:
         axis: mesh axis or tuple of axes.
-        rules: which dim of a leaf is split: a function of path and shape (None for a leaf that is left whole), or a
-            pytree of PartitionSpecs that name `axis`, as `specs_from_rules` makes.
-        sequence: the loss uses `sequence=True`. Leaves that are left whole (gains of norms, biases) are then used on
-            each device's own tokens: their gradients are summed over `axis` once a step, and not in every layer.
+        rules: which dim of a leaf is split: a function of path and shape (None: leave the leaf whole), or a pytree of
+            PartitionSpecs that name `axis`, such as `specs_from_rules` returns.
+        sequence: whether the loss uses `sequence=True`. Whole leaves (gains of norms, biases) are then used on each
+            device's own tokens, and their gradients are summed over `axis` once per step, not in every layer.
 
     Returns:
         A plan for `make_train_step`; `chain` joins it with others.
 
     Raises:
-        TypeError: `axis` is not a name or a tuple of names, or the tree holds something else than specs.
+        TypeError: `axis` is not a name or a tuple of names, or `rules` is a tree of anything but specs.
         ValueError: specs that never name `axis`; at trace time a dim that a leaf does not have or that does not divide,
             or a leaf without a spec.
 
-    Cost: nothing of split leaves: their gradients are complete. With `sequence`, every other gradient is in the step's
-        all_reduce over `axis`, 2 (n-1)/n of their bytes. What the loss sends stands in its kernels.
+    Cost: what the kernels in the loss send. Gradients of split leaves are complete; with `sequence` all others are
+        summed once per step by an all_reduce over `axis`, 2 (n-1)/n of their bytes.
+
+    Example:
+        >>> rules = {"up": P(None, "model"), "down": P("model", None)}
+        >>> layouts = sk.tp("model", rules).layouts({"up": jnp.ones((4, 8)), "down": jnp.ones((8, 4))}, mesh)
+        >>> tuple(layouts["up"].seen), tuple(layouts["down"].seen)
+        ((None, 'model'), ('model',))
 
     Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; Korthikanti et al. (arXiv:2205.05198), section
         4.2.2.
@@ -50,10 +57,10 @@ def tp(axis: Axis, rules: DimRules, *, sequence: bool = False) -> Plan:
         if size % leaf.ways:
             raise ValueError(
                 f"tp: dim {at} of leaf {leaf.path} must be divisible by {named(axes)}; got size {size} over "
-                f"{leaf.ways} devices. Pad it to {math.ceil(size / leaf.ways) * leaf.ways} (a vocabulary, which the "
-                f"loss is told by vocab_cross_entropy(vocabulary={size})), leave the leaf whole (key/value heads), or "
+                f"{leaf.ways} devices. Pad it to {math.ceil(size / leaf.ways) * leaf.ways} (a vocabulary; then pass "
+                f"vocab_cross_entropy(vocabulary={size})), leave the leaf whole (key/value heads), or "
                 "use a smaller axis."
             )
         return Placement(at, rest=True, seen=True, update=True)
 
-    return strategy("tp", axis, rank=0, place=place, varies=sequence, names=names_in(rules, axes))
+    return strategy("tp", axis, rank=0, place=place, varies=sequence, names=leaves_split_over(rules, axes))

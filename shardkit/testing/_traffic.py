@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit.layout import all_axes, canonical, local_shape, spec_axes
-from shardkit.partitioning.plan import Layout, Plan
+from shardkit.partitioning.placement import Layout
+from shardkit.partitioning.plan import Plan
 from shardkit.partitioning.storage import is_padded, padded_shape
 from shardkit.precision import precision_of
 from shardkit.testing.rows import Row

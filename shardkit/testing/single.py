@@ -13,7 +13,7 @@ import numpy as np
 
 from shardkit._kinds import ARRAYS, Arrays, Key, Optimizer
 from shardkit._typed import check_kind, typed
-from shardkit.partitioning.gradient import GradFn, counted
+from shardkit.partitioning.gradient import GradFn, divisor_of
 from shardkit.rng import example_keys
 from shardkit.testing._compare import check_relative, check_telling, leaves_of, magnitude
 from shardkit.train import step_key
@@ -175,9 +175,9 @@ def _gradient(grad_fn: Any) -> Callable[..., Any]:
     @jax.jit
     def gradient(params: Any, batch: Any, keys: jax.Array) -> Any:
         (total, weight), aux, grads = grad_fn(params, batch, keys)
-        weight = counted(jnp.asarray(weight, jnp.float32))
+        weight = divisor_of(jnp.asarray(weight, jnp.float32))
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / weight, grads)
-        means = {name: mean.total / counted(jnp.asarray(mean.weight, jnp.float32)) for name, mean in aux.items()}
+        means = {name: mean.total / divisor_of(jnp.asarray(mean.weight, jnp.float32)) for name, mean in aux.items()}
         return total / weight.astype(total.dtype), means, grads
 
     return gradient

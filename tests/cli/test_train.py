@@ -78,7 +78,7 @@ def test_interrupting_ends_with_a_summary(corpus):
         (
             ["model=8"],
             "error: tp: dim 1 of leaf layers.attention_out must be divisible by axis 'model'; got size 4 over 8 "
-            "devices. Pad it to 8 (a vocabulary, which the loss is told by vocab_cross_entropy(vocabulary=4)), leave "
+            "devices. Pad it to 8 (a vocabulary; then pass vocab_cross_entropy(vocabulary=4)), leave "
             "the leaf whole (key/value heads), or use a smaller axis.",
         ),
         (

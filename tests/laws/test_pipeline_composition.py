@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
     @property
     def grad_fn(self) -> Any:
-        return sk.pipeline_value_and_grad(*pieces(self.axis), self.schedule, "stage", numbered=True, **self.how)
+        return sk.pipeline_value_and_grad(*pieces(self.axis), self.schedule, "stage", layer_numbers=True, **self.how)
 
     def step(self, optimizer: Any = None, **options: Any) -> sk.TrainStep:
         optimizer = optimizer or recording_sgd(0.1)
@@ -59,7 +59,7 @@ FEW = {
     "tp by rings, fsdp layerwise": Row(
         schedules.lockstep(2, 4, 2), {"fsdp": 2, "stage": 2, "model": 2}, (each, tp()), "model"
     ),
-    "unequal, interleaved": Row(schedules.interleaved(2, 4, 2), {"stage": 2}, how={"sizes": (1, 3, 2, 2)}),
+    "unequal, interleaved": Row(schedules.interleaved(2, 4, 2), {"stage": 2}, how={"layers_per_stage": (1, 3, 2, 2)}),
     "every axis of one device": Row(
         schedules.lockstep(1, 4), {"stage": 1, "fsdp": 1, "model": 1}, (each, tp()), "model"
     ),
@@ -75,7 +75,7 @@ REST = {
         schedules.lockstep(2, 4, 2),
         {"stage": 2, "fsdp": 4},
         (sk.fsdp("fsdp", **conformance.padding(4), layerwise=("layers",)),),
-        how={"sizes": (1, 1, 4, 2)},
+        how={"layers_per_stage": (1, 1, 4, 2)},
     ),
     "zero1": Row(schedules.gpipe(2, 8), {"zero": 2, "stage": 2}, (sk.zero1("zero", min_size=1),), how=BRANCH),
     "zero2": Row(schedules.dualpipe_v(2, 4), {"zero": 2, "stage": 2, "data": 2}, (dp, sk.zero2("zero", min_size=1))),
@@ -91,12 +91,21 @@ REST = {
         {"recompute": False},
     ),
     "unequal, there and back": Row(
-        schedules.zero_bubble_v(2, 4), {"stage": 2, "data": 2}, (dp,), how={"sizes": (3, 1, 1, 3), "recompute": False}
+        schedules.zero_bubble_v(2, 4),
+        {"stage": 2, "data": 2},
+        (dp,),
+        how={"layers_per_stage": (3, 1, 1, 3), "recompute": False},
     ),
     "unequal, tp and fsdp": Row(
-        schedules.lockstep(2, 4), {"fsdp": 2, "stage": 2, "model": 2}, (each, tp()), "model", {"sizes": (3, 5)}
+        schedules.lockstep(2, 4),
+        {"fsdp": 2, "stage": 2, "model": 2},
+        (each, tp()),
+        "model",
+        {"layers_per_stage": (3, 5)},
     ),
-    "unequal, in branches": Row(schedules.one_f_one_b(4, 4), {"stage": 4}, how=BRANCH | {"sizes": (1, 3, 2, 2)}),
+    "unequal, in branches": Row(
+        schedules.one_f_one_b(4, 4), {"stage": 4}, how=BRANCH | {"layers_per_stage": (1, 3, 2, 2)}
+    ),
     "stages over two axes": Row(schedules.lockstep(4, 4), {"a": 2, "stage": 4}, (sk.dp("a"),)),
 }
 
@@ -122,7 +131,7 @@ def first() -> Any:
 @pytest.mark.parametrize("name", ["tp by rings, fsdp layerwise", "unequal, interleaved"])
 def test_evaluation_is_the_loss_without_dropout(name):
     row = FEW[name]
-    how = row.how | {"numbered": True}
+    how = row.how | {"layer_numbers": True}
     init, _ = row.step()
     loss = sk.pipeline_loss(*pieces(row.axis), row.schedule, "stage", **how)
     metrics = sk.make_eval_step(loss, mesh=row.mesh(), plan=row.plan)(init(params(), KEY).params, batch(0))
@@ -136,8 +145,8 @@ def test_accumulation_beside_a_pipeline_warns_and_is_right():  # proves S86
     with pytest.warns(UserWarning) as caught:
         init, step = row.step(accumulate=2)
     assert [str(warning.message) for warning in caught] == [
-        "make_train_step: accumulate=2 fills and drains the pipeline 2 times a step. Give the schedule 2 times as many "
-        "microbatches instead."
+        "make_train_step: accumulate=2 fills and drains the pipeline 2 times per step. Give the schedule 2 times as "
+        "many microbatches instead."
     ]
     state, metrics = step(init(params(), KEY), batch(0))
     np.testing.assert_allclose(metrics["loss"], first().loss, rtol=1e-5)
@@ -168,7 +177,7 @@ def test_a_loss_without_weights_beside_data_parallelism(mode):
     embed, stage, _ = pieces()
     head = lambda shared, x, batch: sk.Mean.of(jnp.square(x @ shared["out"]))  # noqa: E731
     grad_fn = sk.pipeline_value_and_grad(
-        embed, stage, head, schedules.lockstep(2, 4), "stage", mode=mode, numbered=True
+        embed, stage, head, schedules.lockstep(2, 4), "stage", mode=mode, layer_numbers=True
     )
     sk.testing.assert_same_training(
         grad_fn,

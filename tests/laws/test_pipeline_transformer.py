@@ -61,8 +61,8 @@ def pipelined(row, stages):
 
 def functions(row, config, schedule, **options):
     model = (*transformer.pieces(config, row.model_axis), schedule, "stage")
-    grad_fn = sk.pipeline_value_and_grad(*model, numbered=True, **options)
-    loss = sk.pipeline_loss(*model, numbered=True)
+    grad_fn = sk.pipeline_value_and_grad(*model, layer_numbers=True, **options)
+    loss = sk.pipeline_loss(*model, layer_numbers=True)
     return transformer.in_order(grad_fn, row.model_axis), transformer.in_order(loss, row.model_axis)
 
 

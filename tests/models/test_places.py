@@ -84,7 +84,7 @@ def test_tokens_are_split_over_the_axes_along_which_attention_looks(case):
 def test_a_pipeline_is_told_of_tokens_that_nothing_looks_across():
     axes = Axes(stage="stage")
     grad_fn = sk.pipeline_value_and_grad(
-        *transformer.pieces(CONFIG, axes), schedules.gpipe(2, 2), "stage", numbered=True
+        *transformer.pieces(CONFIG, axes), schedules.gpipe(2, 2), "stage", layer_numbers=True
     )
     plan = sk.chain(sk.dp("data"), sk.cp("context"), sk.pp("stage"))
     message = LOOK.format("'context'", None, None)

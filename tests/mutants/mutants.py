@@ -214,7 +214,7 @@ _PARALLEL = (
     Mutant(
         "zero-splits-the-layers",
         "shardkit/strategies/zero.py",
-        "first = 1 if stacked(leaf.path, layerwise) else 0",
+        "first = 1 if dim0_counts_layers(leaf.path, layerwise) else 0",
         "first = 0",
         AXIS,
     ),
@@ -235,8 +235,8 @@ _PARALLEL = (
     Mutant(
         "zero2-never-layer-by-layer",
         "shardkit/strategies/zero.py",
-        '"loss" if inside(leaf.path, layerwise) else "entry"',
-        '"entry"',
+        '"loss" if in_subtrees(leaf.path, layerwise) else otherwise',
+        "otherwise",
         TWICE,
     ),
     Mutant(
@@ -249,15 +249,15 @@ _PARALLEL = (
     Mutant(
         "weights-enter-unvaried",
         "shardkit/partitioning/reshard.py",
-        "return vary(cut(x, layout.padding(layout.rest)), data_axes)",
-        "return cut(x, layout.padding(layout.rest))",
+        "return vary(cut_padding(x, layout.padding(layout.rest)), data_axes)",
+        "return cut_padding(x, layout.padding(layout.rest))",
         TWICE,
     ),
     Mutant(
         "part-in-compute-dtype",
         "shardkit/partitioning/reshard.py",
-        "part = cast(part, reduce)",
-        "part = cast(part, compute)",
+        "part = cast_floating(part, reduce)",
+        "part = cast_floating(part, compute)",
         CAST,
     ),
     Mutant(
@@ -270,7 +270,7 @@ _PARALLEL = (
     Mutant(
         "gathered-in-stored-dtype",
         "shardkit/partitioning/handles.py",
-        "x = cast(part, compute)",
+        "x = cast_floating(part, compute)",
         "x = part",
         CAST,
     ),
@@ -563,9 +563,9 @@ _PARALLEL = (
     ),
     Mutant(
         "accumulated-in-own-dtype",
-        "shardkit/partitioning/batch.py",
-        "jnp.zeros(x.shape, jnp.float32)",
-        "jnp.zeros(x.shape, x.dtype)",
+        "shardkit/partitioning/local_step.py",
+        "typed_zeros(x, dtype=jnp.float32)",
+        "typed_zeros(x)",
         CAST,
     ),
     Mutant(
@@ -627,7 +627,7 @@ _PARALLEL = (
     Mutant(
         "submesh-gradient-not-divided",
         "shardkit/pipeline/stage_programs.py",
-        "if axes else sum_[0]) / counted(weight)",
+        "if axes else sum_[0]) / divisor_of(weight)",
         "if axes else sum_[0])",
         DIVISION,
     ),
@@ -894,9 +894,9 @@ _TOP = (
     ),
     Mutant(
         "skip-keeps-new-optimizer",
-        "shardkit/train.py",
-        "(params, new_opt_state), (old_params, opt_state)",
-        "(params, new_opt_state), (old_params, new_opt_state)",
+        "shardkit/state.py",
+        'jnp.where(metrics["finite"], new, old), new, (params, opt_state))',
+        'jnp.where(metrics["finite"], new, old), new, (params, new[1]))',
         SWALLOWED,
     ),
     Mutant(
@@ -923,7 +923,7 @@ _TOP = (
     Mutant(
         "metrics-are-totals",
         "shardkit/train.py",
-        "{name: mean.total / counted(mean.weight) for",
+        "{name: mean.total / divisor_of(mean.weight) for",
         "{name: mean.total for",
         DIVISION,
     ),
@@ -950,7 +950,7 @@ _TOP = (
     ),
     Mutant(
         "integers-cast",
-        "shardkit/precision.py",
+        "shardkit/partitioning/handles.py",
         "if jnp.issubdtype(x.dtype, jnp.floating) else x",
         "if jnp.issubdtype(x.dtype, jnp.number) else x",
         CAST,

@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.models import transformer
 from shardkit.partitioning.dim_rules import dim_chooser
-from shardkit.partitioning.plan import Layout, Placement, strategy
+from shardkit.partitioning.placement import Layout, Placement
+from shardkit.partitioning.plan import strategy
 
 is_layout = lambda x: isinstance(x, Layout)  # noqa: E731
 SPECS = {"embed": P(None, "d"), "layers": {"up": P(None, None, ("t", "d")), "gain": P()}}
@@ -50,7 +51,7 @@ def test_dims_from_the_end_and_dims_that_are_none(make):
             (
                 dim,
                 TypeError,
-                f"rules must return a dim, or None for a leaf that is left whole; got {dim!r}. Return a whole number.",
+                f"rules must return a dim, or None for a leaf that stays whole; got {dim!r}. Return an int or None.",
             )
             for dim in (True, 1.0, "1")
         ),
@@ -93,8 +94,8 @@ def test_in_a_list_of_layers_dim_0_is_no_layer():
             ("d",),
             ("layers.down", (2, 8, 8)),
             ValueError,
-            "tp: the rules have no spec for leaf layers.down; they are of another tree, with the leaves 'embed', "
-            "'layers.gain', 'layers.up'. Make them from the logical axes of these parameters.",
+            "tp: the rules have no spec for leaf layers.down; theirs are for the leaves 'embed', 'layers.gain', "
+            "'layers.up'. Make the rules from the logical axes of these parameters.",
         ),
         (
             SPECS,

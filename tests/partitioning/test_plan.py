@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.partitioning.plan import Layout
+from shardkit.partitioning.placement import Layout
 from support.conformance import toy_tp
 
 SHAPES = {"weight": jax.ShapeDtypeStruct((16, 3), jnp.float32), "shift": jax.ShapeDtypeStruct((), jnp.float32)}
@@ -52,7 +52,7 @@ def test_a_strategy_is_given_the_shape_that_is_left(cube):
         (
             lambda: sk.chain(),
             ValueError,
-            "chain: at least one plan is needed; got none. Write for example chain(dp('data')).",
+            "chain: at least one plan is needed; got none. Pass for example dp('data').",
         ),
         (
             lambda: sk.chain(sk.dp("data"), sk.zero1("data", min_size=1)),

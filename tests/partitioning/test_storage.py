@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.analysis.hlo.differences import compiled, written
-from shardkit.partitioning.plan import Layout
+from shardkit.partitioning.placement import Layout
 from shardkit.partitioning.storage import Padded
 from support.optimizers import OPTIMIZERS, OWN
 from support.trees import assert_close
@@ -231,7 +231,7 @@ def test_a_plan_says_what_is_padded():  # proves F13, S65, S68
         "fsdp('d') splits dim 1, padded from 3 to 4; zero1('z') splits dim 0, padded from 5 to 6",
         "w      [7, 5]  ('d',)       40            ('d', 'z')  16            "
         "fsdp('d') splits dim 0, padded from 7 to 8; zero1('z') splits dim 1, padded from 5 to 6",
-        "fsdp('d') + zero1('z'): a device holds 72 bytes at rest, and 36 of each copy that the update keeps",
+        "fsdp('d') + zero1('z'): 72 bytes per device at rest, 36 per gradient or optimizer moment",
     ]
     init, _ = make(PLANS["fsdp"]())
     state = init(make_params(), jax.random.key(0))
@@ -250,15 +250,15 @@ def mesh4():
                 sk.fsdp("d", min_size=1, uneven="pad", rules=lambda path, shape: 0),
                 sk.zero1("z", min_size=1, uneven="pad", rules=lambda path, shape: 0),
             ).layouts(tree, sk.abstract_mesh(d=4, z=3)),
-            "zero1: dim 0 of leaf b must be divisible by axis 'z' or one that can be padded, which a dim that another "
-            "strategy splits or a layer's cannot; got shape (2,) over 3 devices. Choose another dim.",
+            "zero1: dim 0 of leaf b must be divisible by axis 'z' or one that can be padded, which a layer dim, or "
+            "a dim that another strategy splits, cannot; got shape (2,) over 3 devices. Choose another dim.",
         ),
         (
             lambda tree: sk.zero2("d", min_size=1, uneven="pad", layerwise=("w",), rules=lambda path, shape: 0).layouts(
                 {"w": tree["w"]}, sk.abstract_mesh(d=4)
             ),
-            "zero2: dim 0 of leaf w must be divisible by axis 'd' or one that can be padded, which a dim that another "
-            "strategy splits or a layer's cannot; got shape (7, 5) over 4 devices. Choose another dim.",
+            "zero2: dim 0 of leaf w must be divisible by axis 'd' or one that can be padded, which a layer dim, or "
+            "a dim that another strategy splits, cannot; got shape (7, 5) over 4 devices. Choose another dim.",
         ),
     ],
 )

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit import schedules
 from shardkit.analysis.hlo.differences import compiled
-from shardkit.partitioning.plan import Layout
+from shardkit.partitioning.placement import Layout
 from shardkit.partitioning.storage import Padded
 from shardkit.pipeline.stages import Stages
 from support import optimizers, pipelines
@@ -31,10 +31,10 @@ STAGES = {
     "v, 2 chunks": (12, Stages("stage", 2, 2, "v")),
     "v, 3 chunks": (12, Stages("stage", 2, 3, "v")),
     "v, 2 chunks of 4 devices": (8, Stages("stage", 4, 2, "v")),
-    "uneven": (7, Stages("stage", 4, sizes=UNEVEN)),
-    "uneven, loop": (7, Stages("stage", 2, 2, sizes=UNEVEN)),
+    "uneven": (7, Stages("stage", 4, layers_per_stage=UNEVEN)),
+    "uneven, loop": (7, Stages("stage", 2, 2, layers_per_stage=UNEVEN)),
     "uneven, v": (7, Stages("stage", 2, 2, "v", UNEVEN)),
-    "uneven on one device": (7, Stages("stage", 1, 4, sizes=UNEVEN)),
+    "uneven on one device": (7, Stages("stage", 1, 4, layers_per_stage=UNEVEN)),
 }
 
 
@@ -154,9 +154,9 @@ def test_rows_are_the_layers_of_each_device_chunk_by_chunk():  # proves F37
     assert Stages("stage", 2, 2, "v").rows(8) == (0, 1, 6, 7, 2, 3, 4, 5)
     assert Stages("stage", 2, 3, "v").rows(6) == (0, 3, 4, 1, 2, 5)
     assert Stages("stage", 2, 2, "loop", UNEVEN).rows(7) == (0, -1, -1, 4, -1, -1, 1, 2, 3, 5, 6, -1)
-    assert Stages("stage", 2, sizes=(1, 3)).rows(4) == (0, -1, -1, 1, 2, 3)
+    assert Stages("stage", 2, layers_per_stage=(1, 3)).rows(4) == (0, -1, -1, 1, 2, 3)
     natural = [Stages("a", 4), Stages("a", 4, 1, "v"), Stages("a", 1, 4), Stages("a", 1, 4, "v"), Stages("a", 2, 1)]
-    assert [stages.rows(8) for stages in (*natural, Stages("a", 2, sizes=(4, 4)))] == [()] * 6
+    assert [stages.rows(8) for stages in (*natural, Stages("a", 2, layers_per_stage=(4, 4)))] == [()] * 6
     assert Stages("a", 2, 2).layers_of(8) == (2, 2, 2, 2)
 
 
@@ -166,7 +166,7 @@ def test_each_layer_has_one_row_on_the_device_of_its_stage(case):  # proves F37
     rows = stages.rows(layers) or tuple(range(layers))
     assert sorted(row for row in rows if row >= 0) == list(range(layers))
     schedule = SimpleNamespace(stages=stages.devices, chunks=stages.chunks, placement=stages.placement)
-    assert Stages.of(schedule, "stage", stages.sizes) == stages
+    assert Stages.of(schedule, "stage", stages.layers_per_stage) == stages
     starts = np.cumsum([0, *stages.layers_of(layers)])
     held = np.array(rows).reshape(stages.devices, stages.chunks, -1)
     device = sk.schedules.base.device_of
@@ -266,7 +266,7 @@ def test_other_plans_share_the_leaves(beside, case):  # proves F59
 # XLA's partitioner ended with an internal error: it fails on a gather of rows whose other dims are split two ways.
 def test_uneven_stages_of_leaves_that_are_split_over_two_more_axes():
     grad_fn = sk.pipeline_value_and_grad(
-        *pipelines.PIECES, schedules.lockstep(2, 2), "stage", numbered=True, sizes=(1, 2)
+        *pipelines.PIECES, schedules.lockstep(2, 2), "stage", layer_numbers=True, layers_per_stage=(1, 2)
     )
     plan = sk.chain(sk.pp("stage"), sk.fsdp("fsdp", min_size=1), sk.zero1("zero", min_size=1))
     options = {"mesh": make_mesh(fsdp=2, zero=2, stage=2), "plan": plan}
@@ -315,8 +315,8 @@ def test_evaluation_and_accumulation_know_the_stages():  # proves F58
     with pytest.warns(UserWarning) as caught:
         init, step = make(case, accumulate=2)
     assert [str(each.message) for each in caught] == [
-        "make_train_step: accumulate=2 fills and drains the pipeline 2 times a step. Give the schedule 2 times as many "
-        "microbatches instead."
+        "make_train_step: accumulate=2 fills and drains the pipeline 2 times per step. Give the schedule 2 times as "
+        "many microbatches instead."
     ]
     state = init(make_params(layers), jax.random.key(0))
     evaluate = sk.make_eval_step(loss, mesh=make_mesh(stage=2), plan=sk.pp("stage"))
@@ -472,7 +472,7 @@ def test_a_plan_says_what_it_does_with_a_stack():
         "pp('stage') splits dim 0, 3 chunks in stage order; zero1('d') splits dim 0",
         "out       [4]         whole       16            ('d',)             8             "
         "pp('stage'): not in the stack 'layers'; zero1('d') splits dim 0",
-        "pp('stage') + zero1('d'): a device holds 688 bytes at rest, and 344 of each copy that the update keeps",
+        "pp('stage') + zero1('d'): 688 bytes per device at rest, 344 per gradient or optimizer moment",
     ]
     uneven = Stages("stage", 2, 2, "v", UNEVEN).arrange(sk.pp("stage"))
     assert sk.describe(uneven, make_params(7), mesh).splitlines()[1] == (
@@ -488,23 +488,23 @@ def test_a_plan_says_what_it_does_with_a_stack():
     [
         (
             lambda: Stages("stage", 2, 2).layers_of(6),
-            "pp: the layers of a stack must be divisible by its stages; got 6 layers over 4 stages. Pass sizes=, the "
-            "number of layers of each stage, or choose another number of either.",
+            "pp: the layers of a stack must be divisible by its stages; got 6 layers over 4 stages. Pass "
+            "layers_per_stage=, or choose another number of layers or stages.",
         ),
         (
-            lambda: Stages("stage", 2, sizes=(3, 2)).layers_of(6),
-            "pp: sizes= must be the number of layers of each stage, at least 1, here for 2 stages and 6 layers in all; "
-            "got (3, 2). Correct sizes=.",
+            lambda: Stages("stage", 2, layers_per_stage=(3, 2)).layers_of(6),
+            "pp: layers_per_stage= must give each of 2 stages at least one layer, 6 in all; got "
+            "(3, 2). Correct layers_per_stage=.",
         ),
         (
-            lambda: Stages("stage", 2, sizes=(3, 2, 1)).layers_of(6),
-            "pp: sizes= must be the number of layers of each stage, at least 1, here for 2 stages and 6 layers in all; "
-            "got (3, 2, 1). Correct sizes=.",
+            lambda: Stages("stage", 2, layers_per_stage=(3, 2, 1)).layers_of(6),
+            "pp: layers_per_stage= must give each of 2 stages at least one layer, 6 in all; got "
+            "(3, 2, 1). Correct layers_per_stage=.",
         ),
         (
-            lambda: Stages("stage", 2, sizes=(6, 0)).layers_of(6),
-            "pp: sizes= must be the number of layers of each stage, at least 1, here for 2 stages and 6 layers in all; "
-            "got (6, 0). Correct sizes=.",
+            lambda: Stages("stage", 2, layers_per_stage=(6, 0)).layers_of(6),
+            "pp: layers_per_stage= must give each of 2 stages at least one layer, 6 in all; got "
+            "(6, 0). Correct layers_per_stage=.",
         ),
         (
             lambda: Stages("stage", 2).arrange(sk.dp("data")),

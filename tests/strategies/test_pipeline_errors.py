@@ -54,7 +54,7 @@ def test_an_illegal_schedule_comes_with_its_grid():
 
 
 def test_a_schedule_for_another_number_of_devices():
-    grad_fn = sk.pipeline_value_and_grad(*PIECES, schedules.gpipe(4, 2), "stage", numbered=True)
+    grad_fn = sk.pipeline_value_and_grad(*PIECES, schedules.gpipe(4, 2), "stage", layer_numbers=True)
     specs = {"in_specs": (P("stage"), P()), "out_specs": P()}
     run = jax.shard_map(
         lambda stack, batch: grad_fn(make_params(4) | {"layers": stack}, batch, None), mesh=mesh_of(2), **specs
@@ -115,25 +115,25 @@ def test_a_stage_whose_output_differs_from_its_input(wrong, returned):
 
 
 def train_step(schedule: Schedule, plan: Any = None, **how: Any) -> Any:
-    grad_fn = sk.pipeline_value_and_grad(*PIECES, schedule, "stage", numbered=True, **how)
+    grad_fn = sk.pipeline_value_and_grad(*PIECES, schedule, "stage", layer_numbers=True, **how)
     return sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh_of(2), plan=plan or sk.pp("stage"))
 
 
 def test_layers_that_do_not_divide():
     with refused(
-        "pp: the layers of a stack must be divisible by its stages; got 6 layers over 4 stages. Pass sizes=, the "
-        "number of layers of each stage, or choose another number of either."
+        "pp: the layers of a stack must be divisible by its stages; got 6 layers over 4 stages. Pass "
+        "layers_per_stage=, or choose another number of layers or stages."
     ):
         train_step(schedules.lockstep(2, 2, 2))[0](make_params(6), KEY)
 
 
-@pytest.mark.parametrize("sizes", [(1, 2), (6,), (2, 2, 2), (6, 0), (7, -1)])
-def test_wrong_sizes(sizes):
+@pytest.mark.parametrize("layers_per_stage", [(1, 2), (6,), (2, 2, 2), (6, 0), (7, -1)])
+def test_wrong_layers_per_stage(layers_per_stage):
     with refused(
-        "pp: sizes= must be the number of layers of each stage, at least 1, here for 2 stages and 6 layers in all; got "
-        f"{sizes}. Correct sizes=."
+        "pp: layers_per_stage= must give each of 2 stages at least one layer, 6 in all; got "
+        f"{layers_per_stage}. Correct layers_per_stage=."
     ):
-        train_step(schedules.gpipe(2, 2), sizes=sizes)[0](make_params(6), KEY)
+        train_step(schedules.gpipe(2, 2), layers_per_stage=layers_per_stage)[0](make_params(6), KEY)
 
 
 @pytest.mark.parametrize("build", ["train", "eval"])
@@ -199,7 +199,7 @@ def beside(stage_fn: Any, mode: str, recompute: bool = True, schedule: Any = Non
     """A step over stages and `model`, over which only the stage itself sends."""
     schedule = schedule or schedules.one_f_one_b(2, 4)
     grad_fn = sk.pipeline_value_and_grad(
-        embed, stage_fn, head, schedule, "stage", mode=mode, recompute=recompute, numbered=True
+        embed, stage_fn, head, schedule, "stage", mode=mode, recompute=recompute, layer_numbers=True
     )
     mesh = sk.make_mesh(jax.devices()[:4], stage=2, model=2)
     return sk.make_train_step(grad_fn, recording_sgd(0.5), mesh=mesh, plan=sk.pp("stage"))
@@ -220,7 +220,7 @@ def test_branches_refuse_what_may_not_run_apart(stage_fn, kind, axis, line, reco
 def test_evaluation_in_branches_looks_at_the_forward_pass_alone():
     mesh = sk.make_mesh(jax.devices()[:2], stage=2)
     build = lambda fn: sk.make_eval_step(  # noqa: E731
-        sk.pipeline_loss(embed, fn, head, schedules.gpipe(2, 4), "stage", mode="branch", numbered=True),
+        sk.pipeline_loss(embed, fn, head, schedules.gpipe(2, 4), "stage", mode="branch", layer_numbers=True),
         mesh=mesh,
         plan=sk.pp("stage"),
     )

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit import cost
 from shardkit.models import transformer
-from shardkit.partitioning.plan import Layout
+from shardkit.partitioning.placement import Layout
 from shardkit.testing import assert_matches_reference, assert_same_training, covering
 from support.tiers import covered
 
@@ -356,14 +356,14 @@ def on_two(fn, *args):
             lambda: laid_out(sk.tp("model", rules()), model=5),
             ValueError,
             "tp: dim 0 of leaf embed must be divisible by axis 'model'; got size 24 over 5 devices. Pad it to 25 (a "
-            "vocabulary, which the loss is told by vocab_cross_entropy(vocabulary=24)), leave the leaf whole "
+            "vocabulary; then pass vocab_cross_entropy(vocabulary=24)), leave the leaf whole "
             "(key/value heads), or use a smaller axis.",
         ),
         (
             lambda: laid_out(sk.tp(("a", "b"), lambda path, shape: 1 if path == "layers.key" else None), a=2, b=16),
             ValueError,
             "tp: dim 1 of leaf layers.key must be divisible by axes 'a', 'b'; got size 16 over 32 devices. Pad it to "
-            "32 (a vocabulary, which the loss is told by vocab_cross_entropy(vocabulary=16)), leave the leaf whole "
+            "32 (a vocabulary; then pass vocab_cross_entropy(vocabulary=16)), leave the leaf whole "
             "(key/value heads), or use a smaller axis.",
         ),
         (
@@ -380,7 +380,7 @@ def on_two(fn, *args):
         (
             lambda: laid_out(sk.tp("model", {"embed": P("model")}), model=2),
             ValueError,
-            "tp: the rules have no spec for leaf final_norm; they are of another tree, with the leaves 'embed'. Make "
+            "tp: the rules have no spec for leaf final_norm; theirs are for the leaves 'embed'. Make "
             "them from the logical axes of these parameters.",
         ),
         (

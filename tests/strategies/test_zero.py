@@ -17,7 +17,7 @@ from shardkit import _compat
 from shardkit.analysis.hlo.differences import compiled, written
 from shardkit.models import transformer
 from shardkit.partitioning.handles import Handle
-from shardkit.partitioning.plan import Layout
+from shardkit.partitioning.placement import Layout
 from support.conformance import BATCH, TRANSFORMER, text_batch
 from support.optimizers import OPTIMIZERS, OWN
 
@@ -116,13 +116,13 @@ def test_one_device_splits_nothing():
         (
             lambda: sk.fsdp("d").layouts({}, sk.abstract_mesh(d=4)),
             ValueError,
-            "fsdp('d'): the parameters must have at least one array; got {}. Pass the model's pytree, or the function "
-            "of a key that makes it.",
+            "fsdp('d'): the parameters must have at least one array; got {}. Pass the model's pytree, or a function "
+            "of a key that returns it.",
         ),
         (
             lambda: layouts(sk.fsdp("d", min_size=1, rules={"head": P("d")}), d=4),
             ValueError,
-            "fsdp: the rules have no spec for leaf bias; they are of another tree, with the leaves 'head'. Make them "
+            "fsdp: the rules have no spec for leaf bias; theirs are for the leaves 'head'. Make the rules "
             "from the logical axes of these parameters.",
         ),
         (
@@ -159,14 +159,14 @@ def test_a_plan_describes_every_leaf_and_says_why():  # proves S65, S68
         "layers.odd   [4, 5, 3]    whole              240           whole              240           "
         "fsdp('d'): 60 elements, fewer than min_size=200",
         "layers.up    [4, 16, 32]  (None, None, 'd')  2,048         (None, None, 'd')  2,048         "
-        "fsdp('d') splits dim 2, opened by the loss",
+        "fsdp('d') splits dim 2, passed lazily to the loss",
         "scale        []           whole              4             whole              4             "
         "fsdp('d'): a scalar, which has no dim",
-        "fsdp('d') + dp('r'): a device holds 3,508 bytes at rest, and 3,508 of each copy that the update keeps",
+        "fsdp('d') + dp('r'): 3,508 bytes per device at rest, 3,508 per gradient or optimizer moment",
     ]
     odd = sk.describe(sk.zero2("d", min_size=1, layerwise=("layers",)), TREE, sk.abstract_mesh(d=4)).splitlines()
-    assert odd[4].endswith("zero2('d'): no dim but the layer divides by 4")
-    assert odd[1].endswith("zero2('d') splits dim 0, opened before the loss")
+    assert odd[4].endswith("zero2('d'): no dim except the layer divides by 4")
+    assert odd[1].endswith("zero2('d') splits dim 0, gradient scattered in the backward pass")
     state = built(sk.zero1("d", min_size=1))[1]
     assert "zero1('d') splits dim" in sk.describe(sk.zero1("d", min_size=1), state.params)
     assert "4" in sk.describe(state.params).splitlines()[1]  # a state without devices has a description too
@@ -245,8 +245,8 @@ def test_what_a_plan_names_is_there(make, name):
     with pytest.raises(ValueError) as error:
         plan.layouts({"layers": {"w": jax.ShapeDtypeStruct((4, 16), jnp.float32)}}, sk.abstract_mesh(d=4))
     assert str(error.value) == (
-        f"{plan.strategies[0].name}: whatever it names must be among the parameters; {name!r} is not, and the leaves "
-        "are 'layers.w'. Correct the name, or leave it out."
+        f"{plan.strategies[0].name}: every name must be a leaf or subtree of the parameters; got {name!r} for the "
+        "leaves 'layers.w'. Correct the name, or remove it."
     )
 
 

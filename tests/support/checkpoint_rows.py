@@ -41,16 +41,18 @@ ROWS = {
     "zero2": Row({"data": 4}, sk.zero2("data", min_size=1)),
     "tp": Row({"model": 4}, tp(), "model"),
     "pipeline of chunks": Row({"stage": 2}, sk.pp("stage"), None, schedules.lockstep(2, 4, 2)),
-    "unequal stages": Row({"stage": 2}, sk.pp("stage"), None, schedules.lockstep(2, 4, 2), {"sizes": (1, 3, 2, 2)}),
+    "unequal stages": Row(
+        {"stage": 2}, sk.pp("stage"), None, schedules.lockstep(2, 4, 2), {"layers_per_stage": (1, 3, 2, 2)}
+    ),
     "unequal stages, fsdp padded": Row(
         {"stage": 2, "fsdp": 4},
         sk.chain(sk.fsdp("fsdp", **conformance.padding(4), layerwise=("layers",)), sk.pp("stage")),
         None,
         schedules.lockstep(2, 4, 2),
-        {"sizes": (1, 1, 4, 2)},
+        {"layers_per_stage": (1, 1, 4, 2)},
     ),
 }
-THREE = Row({"stage": 3}, sk.pp("stage"), None, schedules.lockstep(3, 4), {"sizes": (3, 3, 2)})
+THREE = Row({"stage": 3}, sk.pp("stage"), None, schedules.lockstep(3, 4), {"layers_per_stage": (3, 3, 2)})
 
 
 @cache
@@ -60,6 +62,6 @@ def make(name: str, **options: Any) -> sk.TrainStep:
     if row.schedule is None:
         grad_fn = sk.value_and_grad(unpipelined(pieces(row.axis)))
     else:
-        grad_fn = sk.pipeline_value_and_grad(*pieces(row.axis), row.schedule, "stage", numbered=True, **row.how)
+        grad_fn = sk.pipeline_value_and_grad(*pieces(row.axis), row.schedule, "stage", layer_numbers=True, **row.how)
     mesh = sk.make_mesh(jax.devices()[: math.prod(row.sizes.values())], **row.sizes)
     return sk.make_train_step(grad_fn, lenient(optax.adamw(1e-2)), mesh=mesh, plan=row.plan, **options)

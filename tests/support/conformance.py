@@ -19,7 +19,8 @@ import optax
 
 import shardkit as sk
 from shardkit.models import transformer
-from shardkit.partitioning.plan import Leaf, Placement, strategy
+from shardkit.partitioning.placement import Leaf, Placement
+from shardkit.partitioning.plan import strategy
 
 BATCH = 16
 

@@ -44,7 +44,7 @@ def drawn(seed: int | str) -> Drawn:
 def assert_as_one_device(case: Drawn, every: Any) -> None:
     """These laws on a drawn row."""
     # Before the update, layers of unequal stages go back to their own order, and the compiler moves them.
-    sizes = getattr(getattr(case.row.grad_fn, "stages", None), "sizes", None)
+    sizes = getattr(getattr(case.row.grad_fn, "stages", None), "layers_per_stage", None)
     left_out = {laws.compiled_as_written} if sizes and len(set(sizes)) > 1 else set()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "make_train_step: accumulate=")  # slower in a pipeline, and right
@@ -115,9 +115,9 @@ def _pieces(draw: random.Random) -> Drawn:
     layers = sum(sizes) if sizes else schedule.devices * schedule.chunks * draw.randint(1, 2)
     dim, rows = draw.randint(5, 9), mesh.ways(*SPLIT_THE_BATCH) * schedule.microbatches * draw.randint(1, 2)
     plans, said = draw_plans(draw, mesh, None, False)
-    how = {"sizes": sizes, "recompute": draw.random() < 0.6, "mode": draw.choice(["masked", "branch"])}
+    how = {"layers_per_stage": sizes, "recompute": draw.random() < 0.6, "mode": draw.choice(["masked", "branch"])}
     label = f"pieces dim={dim} layers={layers} examples={rows}; {name} of {schedule.microbatches} {how}; {said}"
-    grad_fn = sk.pipeline_value_and_grad(*pipelines.PIECES, schedule, "stage", numbered=True, **how)
+    grad_fn = sk.pipeline_value_and_grad(*pipelines.PIECES, schedule, "stage", layer_numbers=True, **how)
     batches = [pipelines.make_batch(rows, seed) for seed in range(STEPS)]
     alone = sk.value_and_grad(pipelines.unpipelined(pipelines.PIECES))
     return Drawn(draw_row(draw, mesh, plans, grad_fn, label), alone, pipelines.make_params(layers, dim), batches)
@@ -180,9 +180,11 @@ def _transformer(draw: random.Random) -> Drawn:
     rules = transformer.tensor_rules(config, has("model"), model) if has("model") else None
     plans, said = draw_plans(draw, mesh, rules, sequence)
     config = dataclasses.replace(config, prefetch=schedule is None and "by layer" in said and draw.random() < 0.4)
-    how = {"mode": "branch" if in_branches else "masked", "recompute": draw.random() < 0.6, "sizes": sizes}
+    how = {"mode": "branch" if in_branches else "masked", "recompute": draw.random() < 0.6, "layers_per_stage": sizes}
     if schedule:
-        grad_fn = sk.pipeline_value_and_grad(*transformer.pieces(config, axes), schedule, "stage", numbered=True, **how)
+        grad_fn = sk.pipeline_value_and_grad(
+            *transformer.pieces(config, axes), schedule, "stage", layer_numbers=True, **how
+        )
         grad_fn = transformer.in_order(grad_fn, axes)
         said += f"; {name} of {schedule.microbatches} {how}"
     else:

@@ -174,7 +174,7 @@ def _grad_fn(choice: dict[str, Any], config: transformer.Config, axes: transform
         return sk.value_and_grad(transformer.loss_fn(config, axes))
     schedule, how = SCHEDULES[choice["stage"]]
     pieces = transformer.pieces(config, axes)
-    grad_fn = sk.pipeline_value_and_grad(*pieces, schedule, "stage", numbered=True, **how)
+    grad_fn = sk.pipeline_value_and_grad(*pieces, schedule, "stage", layer_numbers=True, **how)
     return transformer.in_order(grad_fn, axes)
 
 

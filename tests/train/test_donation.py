@@ -92,8 +92,8 @@ def test_a_state_that_is_used_up_is_refused(data8):
     with pytest.raises(ValueError) as error:
         step(state, np.ones((8, 4), np.float32))
     assert str(error.value) == (
-        "step: the state must be the newest; an earlier step wrote its new state in the place of this one. Pass the "
-        "state which that step returned, or copy one that you want to keep: jax.tree.map(jnp.copy, state)."
+        "step: the state must be the newest; an earlier step was passed this one and donated its buffers. Pass the "
+        "state that step returned, or copy a state that you want to keep: jax.tree.map(jnp.copy, state)."
     )
     assert int(step(newest, np.ones((8, 4), np.float32))[0].step) == 2
     assert int(step(kept, np.ones((8, 4), np.float32))[0].step) == 1

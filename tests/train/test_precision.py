@@ -179,7 +179,7 @@ def test_a_scale_that_is_no_power_of_two_is_refused(scale):
         precision_of(sk.Precision(loss_scale=scale))
     assert str(error.value) == (
         "Precision: loss_scale must be None, 'dynamic' or a positive power of two, so that scaling is exact; got "
-        f"{scale!r}. Use for example 1024.0."
+        f"{scale!r}. Pass for example 1024.0."
     )
 
 
@@ -192,7 +192,7 @@ def test_a_dtype_that_is_no_float_is_refused(field, wrong):
     with pytest.raises(ValueError) as error:
         precision_of(sk.Precision(**{field: wrong}))
     assert str(error.value) == (
-        f"Precision: {field} must be a floating-point dtype; got {wrong!r}. Use for example jnp.bfloat16."
+        f"Precision: {field} must be a floating-point dtype; got {wrong!r}. Pass for example jnp.bfloat16."
     )
 
 

@@ -147,7 +147,7 @@ def test_an_object_that_is_no_pytree_and_no_function_of_a_key_is_told(data8):
         text, end = str(error.value).split(" failed: ")[0], str(error.value).split(". Register ")[1]
         assert text == (
             "init: params must be a pytree of arrays, or a function of the key that makes one; got an object of type "
-            "Unregistered, which is no pytree, was called with the key, and"
+            "Unregistered, which is not a pytree and"
         )
         assert end == "the type with jax.tree_util.register_dataclass, or pass its arrays."
 
@@ -327,7 +327,7 @@ def test_bad_batches_are_refused(batch, options, message, data8):
         ),
         (
             {"precision": "fp8"},
-            "precision: the name must be one of 'no', 'bf16', 'fp16'; got 'fp8'. Use one of them or a Precision.",
+            "precision: the name must be one of 'no', 'bf16', 'fp16'; got 'fp8'. Pass one of them or a Precision.",
         ),
     ],
 )

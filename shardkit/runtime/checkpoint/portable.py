@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._check import quoted
 from shardkit.layout import canonical, path_name, spec_axes
-from shardkit.partitioning.storage import Held, array_of, is_padded, padded, padding, unpadded
+from shardkit.partitioning.storage import Held, is_padded, padded, padding, stored_array, unpadded
 from shardkit.runtime.data.checksums import NOT_COMPUTED, checksum, from_plain, is_key, is_plain, plain, stored_dtype
 
 Leaves = dict[str, Any]
@@ -40,7 +40,7 @@ def leaves_of(where: str, state: Any) -> Leaves:
             f"{quoted(sorted({path for path in paths if paths.count(path) > 1}))}. Rename one of the entries."
         )
     for path, x in leaves.items():
-        sharding = getattr(array_of(x), "sharding", None)
+        sharding = getattr(stored_array(x), "sharding", None)
         if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
             raise ValueError(
                 f"{where}: every leaf must be laid out over a mesh of devices; leaf {path!r} has {sharding}. Pass what "
@@ -80,7 +80,7 @@ def _natural(leaves: tuple[Any, ...], shardings: tuple[NamedSharding, ...]) -> l
 
 
 def _natural_sharding(x: Any) -> NamedSharding:
-    sharding = array_of(x).sharding
+    sharding = stored_array(x).sharding
     if not is_padded(x):
         return sharding
     uneven = {dim for dim, _ in padding(x.shape, sharding.spec, sharding.mesh)}
@@ -117,7 +117,7 @@ def held(arrays: Mapping[str, jax.Array], leaves: Leaves, forms: Mapping[str, An
 
         return {path: one(path, x) for path, x in changed.items()}
 
-    shardings = {path: array_of(x).sharding for path, x in changed.items()}
+    shardings = {path: stored_array(x).sharding for path, x in changed.items()}
     made = jax.jit(make, out_shardings=shardings)({path: arrays[path] for path in changed})
     return {path: made.get(path, arrays[path]) for path in leaves}
 
