@@ -25,7 +25,7 @@ from shardkit.analysis.hlo.compute import Work, Workload
 from shardkit.analysis.hlo.trip_counts import trip_count
 from shardkit.cost import wire
 
-KINDS = {
+KIND_OF_OPCODE = {
     "all-gather": "all_gather",
     "all-reduce": "all_reduce",
     "reduce-scatter": "reduce_scatter",
@@ -121,7 +121,7 @@ class _Found:
     groups: Groups
 
 
-def compiled_rows(module: proto.Module, sizes: Mapping[str, int], clock: Clock = NO_CLOCK) -> tuple[CompiledRow, ...]:
+def collectives_of(module: proto.Module, sizes: Mapping[str, int], clock: Clock = NO_CLOCK) -> tuple[CompiledRow, ...]:
     """Every collective of a compiled program, in the order in which they start.
 
     Args:
@@ -181,8 +181,8 @@ class _Reader:
     def _collective_of(self, computation: proto.Computation, each: proto.Instruction) -> _Found | None:
         """The collective that an instruction is, starts, or holds in its fusion."""
         opcode = each.opcode.removesuffix("-start")
-        if opcode in KINDS:
-            return _Found(computation, each, each, KINDS[opcode], each.groups or each.pairs)
+        if opcode in KIND_OF_OPCODE:
+            return _Found(computation, each, each, KIND_OF_OPCODE[opcode], each.groups or each.pairs)
         if each.opcode not in ("fusion", "async-start"):
             return None
         for call in each.calls:

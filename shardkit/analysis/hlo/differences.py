@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from shardkit._check import quoted
 from shardkit.analysis.hlo import proto
-from shardkit.analysis.hlo.collectives import CompiledRow, compiled_rows
+from shardkit.analysis.hlo.collectives import CompiledRow, collectives_of
 from shardkit.analysis.hlo.memory import Memory, memory_of
 from shardkit.analysis.jaxpr.census import KINDS, Census, Row, census_of, mesh_sizes, traceable
 from shardkit.layout import table
@@ -70,7 +70,7 @@ def read_compiled(traced: Any, program: Any, args: Any = (), kwargs: Any = None)
     executable = program.runtime_executable()
     module = executable.hlo_modules()[0]
     sizes = mesh_sizes(traced.jaxpr.jaxpr, (args, kwargs))
-    rows = compiled_rows(proto.read(module.as_serialized_hlo_module_proto()), sizes)
+    rows = collectives_of(proto.read(module.as_serialized_hlo_module_proto()), sizes)
     return Compiled(census_of(traced.jaxpr.jaxpr), rows, memory_of(executable))
 
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.analysis.hlo import aot, proto
-from shardkit.analysis.hlo.collectives import Clock, _Reader, _Slot, _unpadded, compiled_rows, total_work
+from shardkit.analysis.hlo.collectives import Clock, _Reader, _Slot, _unpadded, collectives_of, total_work
 from shardkit.analysis.hlo.compute import Work
 from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.jaxpr.census import census_of, mesh_sizes
@@ -145,9 +145,9 @@ def test_a_window_hides_one_collective_of_an_axis_only():
     """Two gathers over the same links cannot both hide behind the same matmul."""
     _, module = load("fsdp_tp-v6e_2x4-offload-jax0.10.json.gz")
     clock = Clock(lambda flops, size: flops / 1e12, lambda kind, groups, sent: float(sent))
-    for row in compiled_rows(proto.read(module), {"fsdp": 4, "tp": 2}, clock):
+    for row in collectives_of(proto.read(module), {"fsdp": 4, "tp": 2}, clock):
         assert 0 <= row.exposed <= row.seconds == float(row.sent)
-    rows = compiled_rows(proto.read(module), {"fsdp": 4, "tp": 2}, clock)
+    rows = collectives_of(proto.read(module), {"fsdp": 4, "tp": 2}, clock)
     hidden = sum((r.seconds - r.exposed) * r.times for r in rows if "fsdp" in r.axes)
     assert hidden <= total_work(proto.read(module), clock).seconds + 1e-9
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.analysis import collective, compiled, expects, lint, scaling
 from shardkit.analysis.hlo import proto
-from shardkit.analysis.hlo.collectives import compiled_rows, total_work
+from shardkit.analysis.hlo.collectives import collectives_of, total_work
 
 
 def kernel(x):
@@ -39,7 +39,7 @@ def test_trip_counts_of_loops_that_count(count, step):
     for each in module.computations.values():
         for instruction in each.instructions.values():
             instruction.config = {}
-    rows = compiled_rows(module, {"data": 2})
+    rows = collectives_of(module, {"data": 2})
     assert sum(r.count for r in rows) == count
 
 
@@ -88,7 +88,7 @@ def test_expects_holds_a_compiled_program(mesh2x4):  # proves F76
         "- not expected: 1 x all_reduce over 'data', 128 bytes sent",
     ]
     assert (
-        message[2].startswith("    1 x at test_compiled_here.py:")
+        message[2].startswith("    1 x at test_on_this_machine.py:")
         and message[3] == "the compiler kept what was written"
     )
 
@@ -99,7 +99,7 @@ def test_expects_says_what_the_compiler_added(mesh2x4):  # proves F88
         check(lambda x: x.sum(), x)  # nothing is written
     with pytest.raises(AssertionError) as error:
         sk.expects().check_compiled(lambda x: x.sum(), x)
-    assert "- added: 1 x all_reduce over 'data', 4 bytes at test_compiled_here.py:" in str(error.value)
+    assert "- added: 1 x all_reduce over 'data', 4 bytes at test_on_this_machine.py:" in str(error.value)
 
 
 def test_a_contract_as_a_decorator_is_checked_for_each_signature():
