@@ -16,7 +16,7 @@ PACKAGE = ROOT / "shardkit"
 
 # From the lowest floor up. A file imports from its own folder and from lower floors.
 FLOORS = [
-    ["_compat", "_platform", "_sealed", "_check", "_kinds", "_typed", "schedules", "cost"],
+    ["_compat", "_jaxprs", "_platform", "_sealed", "_check", "_kinds", "_typed", "schedules", "cost"],
     ["mesh", "layout", "rng", "config", "collectives", "planner"],
     ["partitioning"],
     ["remat"],
@@ -41,6 +41,7 @@ FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 # On floors made of single files, these may also use a neighbour.
 NEIGHBOURS = {
     "_check": {"_compat"},
+    "_jaxprs": {"_compat"},
     "_sealed": {"_compat"},
     "_typed": {"_kinds"},
     "cost": {"_typed"},

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from shardkit import _compat
 from shardkit._check import quoted
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import CompiledRow, collectives_of
 from shardkit.analysis.hlo.memory import Memory, memory_of
-from shardkit.analysis.jaxpr.census import KINDS, Census, Row, census_of, mesh_sizes, traceable
+from shardkit.analysis.jaxpr.census import Census, Row, census_of, mesh_sizes, traceable
 from shardkit.layout import table
 
 
@@ -105,7 +106,7 @@ class _Side:
 
 def written(row: CompiledRow) -> bool:
     """Whether a compiled collective comes from a written one; the compiler's own carry another op's name."""
-    return row.op_name.rsplit("/", 1)[-1] in KINDS
+    return row.op_name.rsplit("/", 1)[-1] in _compat.COLLECTIVES
 
 
 def as_census(rows: Iterable[CompiledRow]) -> Census:
