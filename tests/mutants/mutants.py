@@ -1115,8 +1115,8 @@ _ANALYSIS = (
     Mutant(
         "account-all-reduce-half",
         "shardkit/analysis/hlo/differences.py",
-        "summed[1].sent -= 2 * missing",
-        "summed[1].sent -= missing",
+        "sent=sums.sent - 2 * missing)",
+        "sent=sums.sent - missing)",
         FIGURE,
     ),
     Mutant(
@@ -1128,14 +1128,14 @@ _ANALYSIS = (
     ),
     Mutant(
         "varint-shift",
-        "shardkit/analysis/hlo/proto.py",
+        "shardkit/analysis/hlo/protobuf.py",
         "shift += 7",
         "shift += 8",
         FIGURE,
     ),
     Mutant(
         "iota-minor-first",
-        "shardkit/analysis/hlo/proto.py",
+        "shardkit/analysis/hlo/groups.py",
         "for base in flat for step in range(dims[dim])]",
         "for step in range(dims[dim]) for base in flat]",
         AXIS,

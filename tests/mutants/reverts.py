@@ -33,8 +33,8 @@ REVERTS = (
     (
         "merged-is-unwritten",
         "shardkit/analysis/hlo/differences.py",
-        "or (each.kind, each.source) in places",
-        "or each.kind in places",
+        "or (each.kind, each.source) in places or",
+        "or each.kind in places or",
     ),
     # ---- wrong in silence, refused since
     (
