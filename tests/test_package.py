@@ -19,7 +19,7 @@ PACKAGE = ROOT / "shardkit"
 
 # From the lowest floor up. A file imports from its own folder and from lower floors.
 FLOORS = [
-    ["_compat", "_platform", "_sealed", "_check", "_kinds", "_typed", "schedules", "cost"],
+    ["_compat", "_jaxprs", "_platform", "_sealed", "_check", "_kinds", "_typed", "schedules", "cost"],
     ["mesh", "layout", "rng", "config", "collectives", "planner"],
     ["partitioning"],
     ["remat"],
@@ -45,6 +45,7 @@ FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 NEIGHBOURS = {
     "_check": {"_compat"},
     "_platform": {"_compat"},
+    "_jaxprs": {"_compat"},
     "_sealed": {"_compat"},
     "_typed": {"_kinds"},
     "cost": {"_typed"},

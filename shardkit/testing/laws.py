@@ -19,7 +19,7 @@ from shardkit import _compat
 from shardkit.analysis.hlo.differences import added_by_compiler, changes, read_compiled
 from shardkit.analysis.jaxpr.census import census_of
 from shardkit.analysis.jaxpr.lint import lint
-from shardkit.analysis.jaxpr.processes import other_process
+from shardkit.analysis.jaxpr.rules.processes import differences_of_processes
 from shardkit.layout import bytes_per_device, path_name
 from shardkit.precision import precision_of
 from shardkit.testing._compare import constant_factor, first_gap, leaves_of, shapes_differ
@@ -129,7 +129,7 @@ def lint_is_silent(program: Program, reference: Reference) -> None:
 
 def processes_agree(program: Program, reference: Reference) -> None:
     """Another process traces the same program. This law traces the step once more."""
-    found = list(other_process(program.step, program.shapes, {}, program.traced.jaxpr))
+    found = list(differences_of_processes(program.step, program.shapes, {}, program.traced.jaxpr))
     if found:
         raise AssertionError(
             "all processes must run the same program; the lint finds: " + "; ".join(str(each) for each in found)

@@ -1030,9 +1030,9 @@ _TOP = (
 _ANALYSIS = (
     Mutant(
         "census-loop-once",
-        "shardkit/analysis/jaxpr/census.py",
-        'times = None if count is None else count * equation.params["length"]',
-        "times = count",
+        "shardkit/_jaxprs.py",
+        'runs = None if times is None else times * equation.params["length"]',
+        "runs = times",
         TWICE,
     ),
     Mutant(
@@ -1065,9 +1065,9 @@ _ANALYSIS = (
     ),
     Mutant(
         "loop-looked-at-once",
-        "shardkit/analysis/jaxpr/dataflow.py",
-        "if after == carried:",
-        "if True:",
+        "shardkit/_jaxprs.py",
+        "while (after := turn(carried)) != carried:",
+        "while False:",
         BOUNDARY,
     ),
     Mutant(
@@ -1079,35 +1079,35 @@ _ANALYSIS = (
     ),
     Mutant(
         "silent-sources",
-        "shardkit/analysis/jaxpr/rules.py",
+        "shardkit/analysis/jaxpr/rules/permutations.py",
         "{target for _, target in pairs})",
         "{source for source, _ in pairs})",
         NEIGHBOUR,
     ),
     Mutant(
         "part-of-a-shift",
-        "shardkit/analysis/jaxpr/rules.py",
+        "shardkit/analysis/jaxpr/rules/permutations.py",
         "len(pairs) == n - abs(steps.pop())",
         "len(pairs) <= n - abs(steps.pop())",
         BOUNDARY,
     ),
     Mutant(
         "predicate-as-choice",
-        "shardkit/analysis/jaxpr/rules.py",
+        "shardkit/analysis/jaxpr/rules/permutations.py",
         "u.position > 0 for u in found",
         "u.position >= 0 for u in found",
         BOUNDARY,
     ),
     Mutant(
         "any-slice-is-its-own",
-        "shardkit/analysis/jaxpr/waste.py",
+        "shardkit/analysis/jaxpr/rules/one_piece.py",
         "return set(axes) <= use.block.state(use.equation.invars[1 + dim]).varies",
         "return True",
         PASSES,
     ),
     Mutant(
         "programs-of-other-length",
-        "shardkit/analysis/jaxpr/processes.py",
+        "shardkit/analysis/jaxpr/rules/processes.py",
         "for number in range(max(len(mine), len(theirs))):",
         "for number in range(min(len(mine), len(theirs))):",
         SWALLOWED,
@@ -1115,8 +1115,8 @@ _ANALYSIS = (
     Mutant(
         "account-all-reduce-half",
         "shardkit/analysis/hlo/differences.py",
-        "summed[1].sent -= 2 * missing",
-        "summed[1].sent -= missing",
+        "sent=sums.sent - 2 * missing)",
+        "sent=sums.sent - missing)",
         FIGURE,
     ),
     Mutant(
@@ -1128,14 +1128,14 @@ _ANALYSIS = (
     ),
     Mutant(
         "varint-shift",
-        "shardkit/analysis/hlo/proto.py",
+        "shardkit/analysis/hlo/protobuf.py",
         "shift += 7",
         "shift += 8",
         FIGURE,
     ),
     Mutant(
         "iota-minor-first",
-        "shardkit/analysis/hlo/proto.py",
+        "shardkit/analysis/hlo/groups.py",
         "for base in flat for step in range(dims[dim])]",
         "for step in range(dims[dim]) for base in flat]",
         AXIS,

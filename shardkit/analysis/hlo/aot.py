@@ -26,7 +26,7 @@ from shardkit import _platform
 from shardkit._check import sized
 from shardkit._typed import check_kind
 from shardkit.analysis.hlo import proto
-from shardkit.analysis.hlo.collectives import compiled_rows, total_work
+from shardkit.analysis.hlo.collectives import collectives_of, total_work
 from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.hlo.time_model import clock_of
@@ -143,7 +143,7 @@ def report_of(
         limit=limit,
         message="",
         memory=memory,
-        rows=compiled_rows(module, mesh, clock),
+        rows=collectives_of(module, mesh, clock),
         compute=total_work(module, clock),
         compile_seconds=answer["seconds"],
         compiler_rss=answer["rss"],

@@ -12,20 +12,18 @@ Read from the module that the compiler scheduled (`proto.py`). The forms in whic
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import lru_cache
-from itertools import product
 from typing import NamedTuple
 
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.compute import Work, Workload
+from shardkit.analysis.hlo.groups import Groups, axes_of, direction
 from shardkit.analysis.hlo.trip_counts import trip_count
 from shardkit.cost import wire
 
-KINDS = {
+KIND_OF_OPCODE = {
     "all-gather": "all_gather",
     "all-reduce": "all_reduce",
     "reduce-scatter": "reduce_scatter",
@@ -33,7 +31,6 @@ KINDS = {
     "ragged-all-to-all": "all_to_all",
     "collective-permute": "ppermute",
 }
-Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,14 @@ class _Found:
     groups: Groups
 
 
-def compiled_rows(module: proto.Module, sizes: Mapping[str, int], clock: Clock = NO_CLOCK) -> tuple[CompiledRow, ...]:
+class _Run(NamedTuple):
+    """One collective of a computation, and the position of the instruction that starts it where it is asynchronous."""
+
+    found: _Found
+    start: int | None = None
+
+
+def collectives_of(module: proto.Module, sizes: Mapping[str, int], clock: Clock = NO_CLOCK) -> tuple[CompiledRow, ...]:
     """Every collective of a compiled program, in the order in which they start.
 
     Args:
@@ -145,44 +149,66 @@ class _Reader:
     def rows(self, number: int, times: int | None, known: Mapping[int, int], branch: str) -> Iterator[CompiledRow]:
         """Rows of a computation that runs `times` times; `known` are constants in its parameter's tuple."""
         computation = self.module.computations[number]
-        slots: list[_Slot] = []
-        started: dict[int, tuple[_Found, int]] = {}
-        carries: dict[int, int] = {}  # what hands a started collective on, and its start
-        for each in computation.instructions.values():
-            found = self._collective_of(computation, each)
-            slots.append(_Slot(self.workload.of(computation, each)))
-            start = next((carries[o] for o in each.operands if carries.get(o) in started), None)
-            if start is not None and self._continues(each, found, started[start][0]):
-                carries[each.id] = start
-                if self._ends(each):
-                    which, at = started.pop(start)
-                    yield self._row(which, times, branch, slots[at + 1 : -1])
-            elif found and self._starts(each):
-                started[each.id] = (found, len(slots) - 1)
-                carries[each.id] = each.id
-            elif found:
-                yield self._row(found, times, branch, None)
-            elif each.opcode == "while":
-                length, inside = trip_count(self.module, computation, each, known)
-                longer = None if length is None or times is None else times * length
-                yield from self.rows(each.calls[0], longer, inside, branch)
-                tests = None if length is None or times is None else times * (length + 1)
-                yield from self.rows(each.calls[1], tests, inside, branch)
-            elif each.opcode == "conditional":
-                for i, call in enumerate(each.calls):
-                    where = f"{branch + ', ' if branch else ''}branch {i + 1} of {len(each.calls)}"
-                    yield from self.rows(call, times, {}, where)
-            elif each.opcode in ("call", "async-start"):
-                for call in each.calls:
-                    yield from self.rows(call, times, {}, branch)
-        for found, _ in started.values():  # no end was scheduled: nothing is known to hide it
+        instructions = computation.instructions.values()
+        runs, unended = self._paired(computation)
+        slots = [_Slot(self.workload.of(computation, each)) for each in instructions]
+        for at, each in enumerate(instructions):
+            run = runs.get(at)
+            if run is not None:
+                yield self._row(run.found, times, branch, None if run.start is None else slots[run.start + 1 : at])
+            elif at not in runs:
+                for call in self._calls(computation, each, times, known, branch):
+                    yield from self.rows(*call)
+        for found in unended:  # nothing is known to hide it
             yield self._row(found, times, branch, None)
+
+    def _paired(self, computation: proto.Computation) -> tuple[dict[int, _Run | None], list[_Found]]:
+        """The collectives of a computation, each asynchronous start paired with its end.
+
+        Returns:
+            Runs by the position of the instruction that ends them, None at one that starts or carries on a collective;
+            and the collectives that are started and not ended.
+        """
+        runs: dict[int, _Run | None] = {}
+        started: dict[int, _Run] = {}
+        carries: dict[int, int] = {}  # what hands a started collective on, and its start
+        for at, each in enumerate(computation.instructions.values()):
+            found = self._collective_of(computation, each)
+            start = next((carries[o] for o in each.operands if carries.get(o) in started), None)
+            if start is not None and self._continues(each, found, started[start].found):
+                carries[each.id] = start
+                runs[at] = started.pop(start) if self._ends(each) else None
+            elif found and self._starts(each):
+                started[each.id], carries[each.id], runs[at] = _Run(found, at), each.id, None
+            elif found:
+                runs[at] = _Run(found)
+        return runs, [run.found for run in started.values()]
+
+    def _calls(
+        self,
+        computation: proto.Computation,
+        each: proto.Instruction,
+        times: int | None,
+        known: Mapping[int, int],
+        branch: str,
+    ) -> Iterator[tuple[int, int | None, Mapping[int, int], str]]:
+        """The computations that an instruction runs, with the other arguments of `rows`."""
+        if each.opcode == "while":
+            length, inside = trip_count(self.module, computation, each, known)
+            for call, tests in zip(each.calls, (0, 1), strict=True):  # the condition is evaluated once more
+                yield call, None if length is None or times is None else times * (length + tests), inside, branch
+        elif each.opcode == "conditional":
+            for i, call in enumerate(each.calls):
+                yield call, times, {}, f"{branch + ', ' if branch else ''}branch {i + 1} of {len(each.calls)}"
+        elif each.opcode in ("call", "async-start"):
+            for call in each.calls:
+                yield call, times, {}, branch
 
     def _collective_of(self, computation: proto.Computation, each: proto.Instruction) -> _Found | None:
         """The collective that an instruction is, starts, or holds in its fusion."""
         opcode = each.opcode.removesuffix("-start")
-        if opcode in KINDS:
-            return _Found(computation, each, each, KINDS[opcode], each.groups or each.pairs)
+        if opcode in KIND_OF_OPCODE:
+            return _Found(computation, each, each, KIND_OF_OPCODE[opcode], each.groups or each.pairs)
         if each.opcode not in ("fusion", "async-start"):
             return None
         for call in each.calls:
@@ -224,7 +250,7 @@ class _Reader:
         operands = [_unpadded(found.computation, o) for o in each.operands]
         if kind == "ppermute":
             operands = [shape for shape in operands if shape.dims] or operands[:1]  # without its flags
-        axes, n = _axes(kind, found.groups, tuple(self.sizes.items()))
+        axes, n = axes_of(kind, found.groups, tuple(self.sizes.items()))
         bytes_in = sum(shape.bytes for shape in operands)
         sent = wire(kind, bytes_in, n, each.pairs).sent
         asynchronous = between is not None and not _marked_synchronous(found.carrier)
@@ -232,7 +258,7 @@ class _Reader:
         flops = 0
         if asynchronous and between:
             flops = sum(slot.work.flops for slot in between)
-            lane = (axes, _direction(found.groups) if kind == "ppermute" else 0)
+            lane = (axes, direction(found.groups) if kind == "ppermute" else 0)
             for slot in between:
                 covered = min(exposed, slot.left.setdefault(lane, slot.work.seconds))
                 slot.left[lane] -= covered
@@ -260,31 +286,3 @@ def _unpadded(computation: proto.Computation, at: int) -> proto.Shape:
     each = computation.instructions[at]
     own = each.opcode == "pad" and not each.op_name.endswith("/pad")
     return computation.instructions[each.operands[0]].shape if own else each.shape
-
-
-def _direction(groups: Groups) -> int:
-    """+1 or -1: which way round a permute goes, so that two opposite ones are known to use different links."""
-    steps = [target - source for source, target in groups if source != target]
-    return 1 if sum(step > 0 for step in steps) * 2 >= len(steps) else -1
-
-
-@lru_cache(maxsize=1024)
-def _axes(kind: str, groups: Groups, sizes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], int]:
-    """The mesh axes over which groups of devices, or the pairs of a permute, run, and the devices along them."""
-    names, dims = [name for name, _ in sizes], [size for _, size in sizes]
-    strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
-    if not groups:
-        groups = (tuple(range(math.prod(dims))),)
-
-    def differ(a: int, b: int) -> set[int]:
-        return {i for i, (s, d) in enumerate(zip(strides, dims, strict=True)) if a // s % d != b // s % d}
-
-    varying = set().union(*(differ(group[0], device) for group in groups for device in group[1:]))
-    axes = tuple(names[i] for i in sorted(varying))
-    n = math.prod(dims[i] for i in varying)
-    if kind != "ppermute":
-        inside = product(*(range(size) if i in varying else range(1) for i, size in enumerate(dims)))
-        offsets = {sum(c * s for c, s in zip(corner, strides, strict=True)) for corner in inside}
-        if any({device - min(group) for device in group} != offsets for group in groups):
-            return (f"part of {','.join(axes)}",), len(groups[0])
-    return axes, n

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from shardkit import _compat
 from shardkit._check import quoted
 from shardkit.analysis.hlo import proto
-from shardkit.analysis.hlo.collectives import CompiledRow, compiled_rows
+from shardkit.analysis.hlo.collectives import CompiledRow, collectives_of
 from shardkit.analysis.hlo.memory import Memory, memory_of
-from shardkit.analysis.jaxpr.census import KINDS, Census, Row, census_of, mesh_sizes, traceable
+from shardkit.analysis.jaxpr.census import Census, Row, census_of, mesh_sizes, traceable
 from shardkit.layout import table
 
 
@@ -70,7 +70,7 @@ def read_compiled(traced: Any, program: Any, args: Any = (), kwargs: Any = None)
     executable = program.runtime_executable()
     module = executable.hlo_modules()[0]
     sizes = mesh_sizes(traced.jaxpr.jaxpr, (args, kwargs))
-    rows = compiled_rows(proto.read(module.as_serialized_hlo_module_proto()), sizes)
+    rows = collectives_of(proto.read(module.as_serialized_hlo_module_proto()), sizes)
     return Compiled(census_of(traced.jaxpr.jaxpr), rows, memory_of(executable))
 
 
@@ -93,19 +93,9 @@ def added_by_compiler(found: Compiled) -> Fraction:
     return sum((row.total for row in found.rows if row.n > 1 and not written(row)), Fraction(0))
 
 
-@dataclass
-class _Side:
-    """The collectives of one kind over the same axes."""
-
-    times: int = 0
-    sent: Fraction = Fraction(0)
-    places: list[str] = field(default_factory=list)
-    unknown: bool = False  # a loop of unknown length is among them, which is counted once
-
-
 def written(row: CompiledRow) -> bool:
     """Whether a compiled collective comes from a written one; the compiler's own carry another op's name."""
-    return row.op_name.rsplit("/", 1)[-1] in KINDS
+    return row.op_name.rsplit("/", 1)[-1] in _compat.COLLECTIVES
 
 
 def as_census(rows: Iterable[CompiledRow]) -> Census:
@@ -144,54 +134,71 @@ def account(census: Census, rows: Iterable[CompiledRow]) -> list[str]:
 
 def changes(census: Census, rows: Iterable[CompiledRow]) -> list[Change]:
     """What the compiler changed. A collective over axes of one device sends nothing and is left out on both sides."""
-    sides: dict[tuple[str, tuple[str, ...]], tuple[_Side, _Side]] = {}
-    added: dict[tuple[str, tuple[str, ...]], _Side] = {}
-    rows = tuple(rows)
-    places = {(row.kind, row.source) for row in census.rows if row.n > 1}
-    for row in census.rows:
-        if row.n > 1:
-            side = sides.setdefault((row.kind, _moved(row, rows)), (_Side(), _Side()))[0]
-            _count(side, 1 if row.count is None else row.count, row.total, row.source)
-            side.unknown |= row.count is None
+    before, after, added = _tallies([r for r in census.rows if r.n > 1], [r for r in rows if r.n > 1])
+    found, after = _run_as_all_reduce(before, after)
+    for key in sorted(before.keys() | after.keys()):
+        one, other = before.get(key, _NOTHING), after.get(key, _NOTHING)
+        if not _as_written(one, other):
+            line = next(filter(None, (rewrite(_what(key), one, other) for rewrite in _REWRITES)))
+            found.append(Change(line, other.sent > one.sent))
+    lines = [f"added: {t.times} x {_what(key)}, {t.bytes}{t.at}" for key, t in sorted(added.items())]
+    return found + [Change(line, True) for line in lines]
+
+
+Key = tuple[str, tuple[str, ...]]  # a kind of collective, and its axes in alphabetical order
+
+
+class _Traffic(NamedTuple):
+    """The collectives of one kind over the same axes; `unknown` if a loop of unknown length, counted once, is in it."""
+
+    times: int = 0
+    sent: Fraction = Fraction(0)
+    places: tuple[str, ...] = ()
+    unknown: bool = False
+
+    def plus(self, row: Row | CompiledRow, place: str, unknown: bool) -> _Traffic:
+        """With the collectives of one more row."""
+        times = 1 if row.count is None else row.count
+        new = (place,) if place and place not in self.places else ()
+        return _Traffic(self.times + times, self.sent + row.total, self.places + new, self.unknown or unknown)
+
+    @property
+    def bytes(self) -> str:
+        """What is sent, in words."""
+        return f"{float(self.sent):,.0f} bytes"
+
+    @property
+    def at(self) -> str:
+        """The places, in words."""
+        shown = [*self.places[:3], *(["..."] if len(self.places) > 3 else [])]
+        return f" at {', '.join(shown)}" if shown else ""
+
+
+_NOTHING = _Traffic()
+_Tally = dict[Key, _Traffic]
+
+
+def _tallies(wanted: list[Row], rows: list[CompiledRow]) -> tuple[_Tally, _Tally, _Tally]:
+    """The collectives as written, those of them in the compiled program, and those that the compiler added."""
+    before: _Tally = {}
+    after: _Tally = {}
+    added: _Tally = {}
+    for row in wanted:
+        key = row.kind, _moved(row, rows)
+        before[key] = before.get(key, _NOTHING).plus(row, row.source, row.count is None)
+    places = {(row.kind, row.source) for row in wanted}
     for each in rows:
-        if each.n > 1:
-            key = (each.kind, tuple(sorted(each.axes)))
-            scattered = each.kind == "all_reduce" and ("reduce_scatter", key[1]) in sides
-            # The compiler drops some names, and gives what it merges that of another operation.
-            own = (
-                written(each)
-                or (each.kind, each.source) in places
-                or (not each.op_name and (key in sides or scattered))
-            )
-            side = sides.setdefault(key, (_Side(), _Side()))[1] if own else added.setdefault(key, _Side())
-            _count(side, each.times, each.total, each.source or each.op_name)
-    found = [Change(line, True) for line in _run_as_all_reduce(sides)]
-    for (kind, axes), (before, after) in sorted(sides.items()):
-        what = f"{kind} over {quoted(axes)}"
-        if before.times == after.times and before.sent == after.sent:
-            continue
-        if before.unknown and after.times >= before.times and before.sent * after.times == after.sent * before.times:
-            continue  # the compiler knows how often a loop runs that the trace does not
-        if before.sent == after.sent:
-            word = "merged" if after.times < before.times else "split"
-            line = f"{word}: {before.times} x {what} run as {after.times}, {_bytes(after)} as written"
-        elif before.sent * after.times == after.sent * before.times and after.times < before.times:
-            lost = before.times - after.times
-            line = (
-                f"dropped: {lost} of {before.times} x {what}, {float(before.sent - after.sent):,.0f} bytes{_at(before)}"
-            )
-        elif not before.times:
-            line = f"became {what}: {after.times} x, {_bytes(after)}{_at(after)}"
-        else:
-            line = (
-                f"changed: {what}, {before.times} x of {_bytes(before)} in all as written, "
-                f"{after.times} x of {_bytes(after)} as compiled"
-            )
-        found.append(Change(line, after.sent > before.sent))
-    for (kind, axes), side in sorted(added.items()):
-        line = f"added: {side.times} x {kind} over {quoted(axes)}, {_bytes(side)}{_at(side)}"
-        found.append(Change(line, True))
-    return found
+        key = each.kind, tuple(sorted(each.axes))
+        # The compiler drops some names, and gives what it merges that of another operation.
+        kin = {key, ("reduce_scatter", key[1])} if each.kind == "all_reduce" else {key}
+        nameless = not each.op_name and bool(kin & (before.keys() | after.keys()))
+        side = after if written(each) or (each.kind, each.source) in places or nameless else added
+        side[key] = side.get(key, _NOTHING).plus(each, each.source or each.op_name, False)
+    return before, after, added
+
+
+def _what(key: Key) -> str:
+    return f"{key[0]} over {quoted(key[1])}"
 
 
 def _moved(row: Row, rows: Iterable[CompiledRow]) -> tuple[str, ...]:
@@ -207,38 +214,54 @@ def _moved(row: Row, rows: Iterable[CompiledRow]) -> tuple[str, ...]:
     return tuple(sorted(row.axes))
 
 
-def _run_as_all_reduce(sides: dict[tuple[str, tuple[str, ...]], tuple[_Side, _Side]]) -> list[str]:
-    """Takes out, and names, the reduce_scatters that the compiler runs as an all_reduce of which it keeps a slice."""
-    lines = []
-    for (kind, axes), (before, after) in sorted(sides.items()):
-        summed = sides.get(("all_reduce", axes))
-        lost = before.times - after.times
-        if kind != "reduce_scatter" or lost <= 0 or summed is None:
-            continue
-        extra = summed[1].sent - summed[0].sent
-        missing = before.sent - after.sent
-        if extra >= 2 * missing * Fraction(9, 10):
-            lines.append(
-                f"run as all_reduce: {lost} x reduce_scatter over {quoted(axes)}, {float(2 * missing):,.0f} bytes "
-                f"instead of {float(missing):,.0f}{_at(before)}"
-            )
-            after.times, after.sent = before.times, before.sent
-            summed[1].times = max(summed[1].times - lost, min(1, summed[0].times))  # they may have been merged
-            summed[1].sent -= 2 * missing
-    return lines
+def _run_as_all_reduce(before: _Tally, after: _Tally) -> tuple[list[Change], _Tally]:
+    """Names the reduce_scatters that run as an all_reduce and a slice of it, and restores them among the compiled."""
+    found, restored = [], dict(after)
+    for key in sorted(key for key in before if key[0] == "reduce_scatter"):
+        wanted, run = before[key], after.get(key, _NOTHING)
+        lost, missing = wanted.times - run.times, wanted.sent - run.sent
+        summed = "all_reduce", key[1]
+        own, sums = before.get(summed, _NOTHING), after.get(summed, _NOTHING)
+        if summed in before | after and lost > 0 and sums.sent - own.sent >= 2 * missing * Fraction(9, 10):
+            line = f"run as all_reduce: {lost} x {_what(key)}, {float(2 * missing):,.0f} bytes instead of"
+            found.append(Change(f"{line} {float(missing):,.0f}{wanted.at}", True))
+            restored[key] = run._replace(times=wanted.times, sent=wanted.sent)
+            times = max(sums.times - lost, min(1, own.times))  # they may have been merged
+            restored[summed] = sums._replace(times=times, sent=sums.sent - 2 * missing)
+    return found, restored
 
 
-def _count(side: _Side, times: int, sent: Fraction, place: str) -> None:
-    side.times += times
-    side.sent += sent
-    if place and place not in side.places:
-        side.places.append(place)
+def _as_written(before: _Traffic, after: _Traffic) -> bool:
+    """Whether nothing changed; the compiler may know how often a loop runs that the trace does not."""
+    more = before.unknown and after.times >= before.times
+    same_each = before.sent * after.times == after.sent * before.times
+    return (before.times, before.sent) == (after.times, after.sent) or (more and same_each)
 
 
-def _at(side: _Side) -> str:
-    shown = side.places[:3] + (["..."] if len(side.places) > 3 else [])
-    return f" at {', '.join(shown)}" if shown else ""
+def _merged(what: str, before: _Traffic, after: _Traffic) -> str:
+    if before.sent != after.sent:
+        return ""
+    word = "merged" if after.times < before.times else "split"
+    return f"{word}: {before.times} x {what} run as {after.times}, {after.bytes} as written"
 
 
-def _bytes(side: _Side) -> str:
-    return f"{float(side.sent):,.0f} bytes"
+def _dropped(what: str, before: _Traffic, after: _Traffic) -> str:
+    lost = before.times - after.times
+    if lost <= 0 or before.sent * after.times != after.sent * before.times:
+        return ""
+    return f"dropped: {lost} of {before.times} x {what}, {float(before.sent - after.sent):,.0f} bytes{before.at}"
+
+
+def _became(what: str, before: _Traffic, after: _Traffic) -> str:
+    return "" if before.times else f"became {what}: {after.times} x, {after.bytes}{after.at}"
+
+
+def _changed(what: str, before: _Traffic, after: _Traffic) -> str:
+    return (
+        f"changed: {what}, {before.times} x of {before.bytes} in all as written, {after.times} x of {after.bytes} as "
+        "compiled"
+    )
+
+
+# What the compiler does to the collectives of one kind over the same axes; the first that applies says it.
+_REWRITES = (_merged, _dropped, _became, _changed)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from shardkit._check import quoted
 from shardkit.cost import Chip, chips
 
-# jax's names for the topologies, and the packages that hold their compilers
-_TPU = ("v4", "v5e", "v5p", "v6e", "tpu7x")
-_GPU = ("a100", "h100", "h200", "b200")
+_TARGETS = resources.files("shardkit.analysis.hlo").joinpath("targets")  # what the GPU compiler must know of a chip
+_TPU = tuple(each.name for each in chips.values() if each.torus)
+_GPU = tuple(name for name in chips if _TARGETS.joinpath(f"{name}.txtpb").is_file())
 _CORES = {"tpu7x": 2}  # devices that jax makes of one chip, where they are more than one
 
 
@@ -87,8 +87,7 @@ def description_of(where: Topology) -> dict[str, Any]:
 
 
 def _target(chip: str) -> str:
-    """What the GPU compiler must know of a chip, as a text proto."""
-    return resources.files("shardkit.analysis.hlo").joinpath("targets", f"{chip}.txtpb").read_text()
+    return _TARGETS.joinpath(f"{chip}.txtpb").read_text()
 
 
 def device_of(where: Topology) -> Chip:

@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from shardkit import _compat
+from shardkit._jaxprs import Site, kind_of, mesh_axes, source_line, walk
 from shardkit._typed import typed
+from shardkit.analysis.jaxpr.dataflow import Block, follow
 from shardkit.cost import wire
 from shardkit.layout import table
 
-KINDS = _compat.COLLECTIVES
 # Primitives that carry axis names and send nothing.
 SILENT = {"axis_index", "pvary", "pcast", "preduced", "reduced_vary_cast", "vary_unreduced_cast", "shard_map"}
 SILENT |= {f"{name}_p" for name in SILENT}  # as jax 0.10 calls some of them
-_HERE = Path(__file__).parents[2]
-_KERNELS = {_HERE / "collectives", _HERE / "_compat.py", _HERE / "_typed.py"}
 
 
 @dataclass(frozen=True)
@@ -160,116 +159,59 @@ def traced(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def census_of(jaxpr: Any) -> Census:
     """The census of a program that is traced already."""
     after = _after(jaxpr)
-    rows = _walk(jaxpr, 1, {}, False, "")
-    return Census(tuple(replace(row, update=id(equation) in after and not row.backward) for equation, row in rows))
+    rows = []
+    for site in walk(jaxpr):
+        if kind_of(site.equation) is not None:
+            row = row_of(site)
+            rows.append(replace(row, update=id(site.equation) in after and not row.backward))
+        elif site.name not in SILENT and not _compat.inner_jaxprs(site.equation):
+            _refuse_unknown(site)
+    return Census(tuple(rows))
+
+
+def _refuse_unknown(site: Site) -> None:
+    axes = mesh_axes(site.equation)
+    if axes and set(axes) & site.sizes.keys():
+        raise ValueError(
+            f"census: the primitive {site.name!r} at {source_line(site.equation)} uses mesh axes and is unknown here. "
+            "Report it, so that its bytes can be counted."
+        )
 
 
 def _after(jaxpr: Any) -> set[int]:
     """The communicating equations that a gradient goes into, by identity."""
-    from shardkit.analysis.jaxpr.dataflow import walk  # which knows from here what communicates
-
     found = set()
 
-    def visit(block: Any) -> None:
+    def visit(block: Block) -> None:
         for equation in block.jaxpr.eqns:
-            if equation.primitive.name in KINDS and any(block.state(v).graded for v in equation.invars):
+            if kind_of(equation) is not None and any(block.state(v).graded for v in equation.invars):
                 found.add(id(equation))
 
-    walk(jaxpr, visit)
+    follow(jaxpr, visit)
     return found
 
 
 def mesh_sizes(jaxpr: Any, args: Any) -> dict[str, int]:
     """Names and sizes of the axes of a program's mesh: its first shard_map's, else an argument's, else none."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "shard_map":
-            return dict(equation.params["mesh"].shape)
-        for _, inner in _compat.inner_jaxprs(equation):
-            found = mesh_sizes(inner, ())
-            if found:
-                return found
-    for leaf in jax.tree.leaves(args):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, jax.sharding.NamedSharding):
-            return dict(sharding.mesh.shape)
-    return {}
+    meshes = (site.equation.params["mesh"] for site in walk(jaxpr) if site.name == "shard_map")
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
+    given = (each.mesh for each in shardings if isinstance(each, jax.sharding.NamedSharding))
+    mesh = next(chain(meshes, given), None)
+    return {} if mesh is None else dict(mesh.shape)
 
 
-def _walk(
-    jaxpr: Any, count: int | None, sizes: Mapping[str, int], backward: bool, branch: str, around: str = ""
-) -> Iterator[tuple[Any, Row]]:
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        behind = backward or _compat.in_backward(equation)
-        if name in KINDS:
-            yield equation, row_of(equation, count, sizes, behind, branch, around)
-            continue
-        inner = _compat.inner_jaxprs(equation)
-        if not inner and name not in SILENT and _names_axes(equation.params, sizes):
-            raise ValueError(
-                f"census: the primitive {name!r} at {source_line(equation)} uses mesh axes and is not known here. "
-                "Report it, so that its bytes can be counted."
-            )
-        if name == "shard_map":
-            sizes = {**sizes, **dict(equation.params["mesh"].shape)}
-        for number, (parameter, sub) in enumerate(inner):
-            times, where = count, branch
-            if name == "scan":
-                times = None if count is None else count * equation.params["length"]
-            elif name == "while":
-                times = None
-            elif name == "cond" and parameter == "branches":
-                where = f"{branch + ', ' if branch else ''}branch {number + 1} of {len(inner)}"
-            yield from _walk(sub, times, sizes, behind, where, source_line(equation, around))
-
-
-def row_of(
-    equation: Any, count: int | None, sizes: Mapping[str, int], backward: bool, branch: str, around: str = ""
-) -> Row:
-    """The row of one communicating equation, given where it stands."""
-    params = equation.params
-    named = params.get("axes") or params["axis_name"]
-    axes = tuple(a for a in (named if isinstance(named, tuple) else (named,)) if isinstance(a, str))
+def row_of(site: Site) -> Row:
+    """The row of one communicating equation."""
+    equation, kind = site.equation, kind_of(site.equation)
+    assert kind is not None
+    params, axes = equation.params, mesh_axes(equation)
     groups = params.get("axis_index_groups")
-    n = len(groups[0]) if groups else math.prod(sizes[a] for a in axes)
-    primitive = equation.primitive.name
-    ragged = primitive == "ragged_all_to_all"
+    n = len(groups[0]) if groups else math.prod(site.sizes[a] for a in axes)
+    ragged = site.name == "ragged_all_to_all"
     size_in = sum(_size(v) for v in (equation.invars[:1] if ragged else equation.invars))  # the rest are its sizes
     size_out = sum(_size(v) for v in equation.outvars)
-    traffic = wire(KINDS[primitive], min(size_in, size_out) if ragged else size_in, n, params.get("perm"))
-    source = source_line(equation, around)
-    return Row(KINDS[primitive], primitive, axes, n, count, size_in, size_out, traffic.sent, source, backward, branch)
-
-
-def source_line(equation: Any, around: str = "") -> str:
-    """The innermost line that led to an equation, outside jax, the kernels and, if there is one, outside shardkit.
-
-    Where only a kernel's own line is known, as inside a function with its own derivative, it is that of the equation
-    `around` it.
-    """
-    frames = _compat.user_frames(equation)
-    above = [f for f in frames if not _KERNELS & {Path(f[0]), *Path(f[0]).parents}]
-    if not above:
-        return around or (_written(frames[0]) if frames else "unknown")
-    return user_line(equation) or _written(above[0])
-
-
-def user_line(equation: Any) -> str:
-    """The innermost line that led to an equation outside jax and shardkit; "" if there is none."""
-    outside = [f for f in _compat.user_frames(equation) if _HERE not in Path(f[0]).parents]
-    return _written(outside[0]) if outside else ""
-
-
-def _written(frame: tuple[str, int, str]) -> str:
-    file, line, function = frame
-    return f"{Path(file).name}:{line} ({function})"
-
-
-def _names_axes(params: Mapping[str, Any], sizes: Mapping[str, int]) -> bool:
-    named = [params.get(key) for key in ("axes", "axis_name")]
-    return any(
-        a in sizes for v in named if v is not None for a in (v if isinstance(v, tuple) else (v,)) if isinstance(a, str)
-    )
+    sent = wire(kind, min(size_in, size_out) if ragged else size_in, n, params.get("perm")).sent
+    return Row(kind, site.name, axes, n, site.times, size_in, size_out, sent, site.source, site.backward, site.branch)
 
 
 def _size(variable: Any) -> int:

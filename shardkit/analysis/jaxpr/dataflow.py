@@ -14,7 +14,18 @@ from functools import reduce
 from typing import Any, NamedTuple
 
 from shardkit import _compat
-from shardkit.analysis.jaxpr.census import KINDS, source_line, user_line
+from shardkit._jaxprs import (
+    called,
+    flow,
+    kind_of,
+    mesh_axes,
+    scan_operands,
+    settled,
+    source_line,
+    user_line,
+    while_operands,
+)
+from shardkit.layout import all_axes
 
 _NONE: frozenset[Any] = frozenset()
 
@@ -109,7 +120,7 @@ class Block(NamedTuple):
 Visit = Callable[[Block], None]
 
 
-def walk(jaxpr: Any, visit: Visit) -> None:
+def follow(jaxpr: Any, visit: Visit) -> None:
     """Follows the states through a program and hands every jaxpr in it to `visit`, the inner ones first."""
     _run(jaxpr, [ARGUMENT] * len(jaxpr.invars), Context(), visit)
 
@@ -117,17 +128,17 @@ def walk(jaxpr: Any, visit: Visit) -> None:
 def inside(block: Block, equation: Any) -> Block | None:
     """The block of a function that an equation calls, or None where it is no plain call."""
     blocks: list[Block] = []
-    inner = [sub for _, sub in _compat.inner_jaxprs(equation)]
-    if equation.primitive.name not in _compat.CALLS or len(inner) != 1 or len(inner[0].invars) != len(equation.invars):
+    inner = called(equation)
+    if inner is None:
         return None
     context = block.context._replace(source=user_line(equation) or block.context.source)
-    _run(inner[0], [block.state(v) for v in equation.invars], context, blocks.append)
+    _run(inner, [block.state(v) for v in equation.invars], context, blocks.append)
     return blocks[-1]
 
 
 def split_axes(equation: Any, context: Context) -> tuple[str, ...]:
     """The axes of a collective along which there is more than one device."""
-    return tuple(a for a in named_axes(equation) if context.sizes.get(a, 1) > 1)
+    return tuple(a for a in mesh_axes(equation) if context.sizes.get(a, 1) > 1)
 
 
 def short(variable: Any) -> str:
@@ -141,40 +152,28 @@ def where(equation: Any, context: Context) -> str:
     return user_line(equation) or context.source or source_line(equation)
 
 
-def named_axes(equation: Any) -> tuple[str, ...]:
-    """The mesh axes of a collective."""
-    named = equation.params.get("axes") or equation.params.get("axis_name") or ()
-    return tuple(a for a in (named if isinstance(named, tuple) else (named,)) if isinstance(a, str))
-
-
-def spec_axes(spec: Any) -> frozenset[str]:
-    """The mesh axes that a PartitionSpec names."""
-    entries = [e for e in spec if e is not None]
-    return frozenset(a for e in entries for a in (e if isinstance(e, tuple) else (e,)))
-
-
 def _run(jaxpr: Any, inputs: Sequence[State], context: Context, visit: Visit | None, owner: Any = None) -> list[State]:
-    states: dict[Any, State] = dict.fromkeys(jaxpr.constvars, CONSTANT)
-    states |= zip(jaxpr.invars, inputs, strict=True)
-    block = Block(jaxpr, states, context, owner)
-    for equation in jaxpr.eqns:
-        results = _step(equation, [block.state(v) for v in equation.invars], context, visit)
-        if context.backward or _compat.in_backward(equation):
-            results = [state._replace(graded=True) for state in results]
-        states |= zip(equation.outvars, results, strict=True)
+    states: dict[Any, State] = {}
+
+    def step(equation: Any, ins: list[State]) -> list[State]:
+        results = _step(equation, ins, context, visit)
+        graded = context.backward or _compat.in_backward(equation)
+        return [state._replace(graded=True) for state in results] if graded else results
+
+    results = flow(jaxpr, [*[CONSTANT] * len(jaxpr.constvars), *inputs], step, lambda _: CONSTANT, states)
     if visit is not None:
-        visit(block)
-    return [block.state(v) for v in jaxpr.outvars]
+        visit(Block(jaxpr, states, context, owner))
+    return results
 
 
 def _step(equation: Any, ins: list[State], context: Context, visit: Visit | None) -> list[State]:
     name = equation.primitive.name
-    if name in KINDS:
+    if kind_of(equation) is not None:
         if len(ins) > len(equation.outvars):  # ragged_all_to_all is told where and how much
             ins = [join(ins)]
         return [_collective(equation, each, context.sizes) for each in ins]
     if name == "axis_index":
-        return [State(_split(named_axes(equation), context.sizes))]
+        return [State(_split(mesh_axes(equation), context.sizes))]
     if name == "random_bits":
         return [ins[0]._replace(drawn=_split(context.sizes, context.sizes) - ins[0].varies)]
     if name == "optimization_barrier":
@@ -195,8 +194,8 @@ def _step(equation: Any, ins: list[State], context: Context, visit: Visit | None
         return _cond(equation, inner, ins, context, visit)
     if name in ("jit", "pjit") and not context.mapped:
         context = context._replace(mapped=_compat.made_by_pmap(equation))
-    if name in _compat.CALLS and len(inner) == 1 and len(inner[0].invars) == len(ins):
-        return _run(inner[0], ins, context, visit)
+    if (sub := called(equation)) is not None:
+        return _run(sub, ins, context, visit)
     every = join(ins)
     if name in _ELEMENTWISE and (drawn := [s.drawn for s in ins if s.drawn]):
         every = every._replace(drawn=frozenset.intersection(*drawn) - every.varies)
@@ -210,10 +209,10 @@ def _split(axes: Iterable[str], sizes: Mapping[str, int]) -> frozenset[str]:
 
 
 def _collective(equation: Any, state: State, sizes: Mapping[str, int]) -> State:
-    axes = _split(named_axes(equation), sizes)
+    axes = _split(mesh_axes(equation), sizes)
     if equation.params.get("axis_index_groups") is not None:
         return state._replace(varies=state.varies | axes, moved=state.moved | axes, drawn=_NONE)
-    kind = KINDS[equation.primitive.name]
+    kind = kind_of(equation)
     if kind == "ppermute":
         n = math.prod(sizes[a] for a in axes)
         everyone = len({target for _, target in equation.params["perm"]}) == n
@@ -232,7 +231,7 @@ def _shard_map(equation: Any, sub: Any, ins: list[State], context: Context, visi
     manual = frozenset(_compat.manual_axes(equation))
     sizes = {**context.sizes, **{axis: params["mesh"].shape[axis] for axis in manual}}
     entering = [
-        state._replace(varies=state.varies | (_split(spec_axes(spec), sizes) & manual))
+        state._replace(varies=state.varies | (_split(all_axes(spec), sizes) & manual))
         for state, spec in zip(ins, params["in_specs"], strict=True)
     ]
     leaving = _run(sub, entering, context._replace(sizes=sizes), visit, equation)
@@ -249,24 +248,21 @@ def _shard_map(equation: Any, sub: Any, ins: list[State], context: Context, visi
 
 
 def _scan(equation: Any, sub: Any, ins: list[State], context: Context, visit: Visit | None) -> list[State]:
-    consts, carry = _compat.scan_parts(equation)
-    fixed, carried, each = ins[:consts], ins[consts : consts + carry], ins[consts + carry :]
-    carried = _settle(carried, lambda held: _run(sub, [*fixed, *held, *each], context, None)[:carry])
+    fixed, carried, each = scan_operands(equation, ins)
+    carried = _settled(carried, lambda held: _run(sub, [*fixed, *held, *each], context, None)[: len(carried)])
     return _run(sub, [*fixed, *carried, *each], context, visit)
 
 
 def _while(equation: Any, ins: list[State], context: Context, visit: Visit | None) -> list[State]:
-    params = equation.params
     inner = dict(_compat.inner_jaxprs(equation))
     test, body = inner["cond_jaxpr"], inner["body_jaxpr"]
-    n, m = params["cond_nconsts"], params["body_nconsts"]
-    for_test, for_body, carried = ins[:n], ins[n : n + m], ins[n + m :]
-    carried = _settle(carried, lambda held: _run(body, [*for_body, *held], context, None))
+    for_test, for_body, carried = while_operands(equation, ins)
+    carried = _settled(carried, lambda held: _run(body, [*for_body, *held], context, None))
     (goes_on,) = _run(test, [*for_test, *carried], context, None)
     inside = _diverge(equation, goes_on, context, "while loop whose condition")
     _run(test, [*for_test, *carried], inside, visit)
     _run(body, [*for_body, *carried], inside, visit)
-    kept = [out is held for out, held in zip(body.outvars, body.invars[m:], strict=True)]
+    kept = [out is held for out, held in zip(body.outvars, body.invars[len(for_body) :], strict=True)]
     return [
         state if same else _chosen(state, goes_on, variable, equation, context)
         for state, same, variable in zip(carried, kept, equation.outvars, strict=True)
@@ -296,10 +292,6 @@ def _diverge(equation: Any, by: State, context: Context, what: str) -> Context:
     return context._replace(divergences=(*context.divergences, Divergence(by.varies, what, where(equation, context))))
 
 
-def _settle(carried: list[State], body: Callable[[list[State]], list[State]]) -> list[State]:
+def _settled(carried: list[State], body: Callable[[list[State]], list[State]]) -> list[State]:
     """The states of a loop's carry that hold in every iteration."""
-    while True:
-        after = [join(pair) for pair in zip(carried, body(carried), strict=True)]
-        if after == carried:
-            return carried
-        carried = after
+    return settled(carried, lambda held: [join(pair) for pair in zip(held, body(held), strict=True)])

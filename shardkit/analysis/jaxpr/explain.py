@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardkit import _compat
 from shardkit._check import named, quoted
+from shardkit._jaxprs import Site, kind_of, mesh_axes, source_line, walk
 from shardkit._typed import typed
-from shardkit.analysis.jaxpr.census import KINDS, census_of, row_of, source_line, traced
-from shardkit.analysis.jaxpr.dataflow import named_axes, short
+from shardkit.analysis.jaxpr.census import census_of, row_of, traced
+from shardkit.analysis.jaxpr.dataflow import short
 
 # What the backward pass sends, and the forward primitives whose transpose sends it.
 _TRANSPOSED = {
@@ -22,17 +23,10 @@ _TRANSPOSED = {
     "ppermute": ("ppermute",),
     "all_to_all": ("all_to_all",),
 }
-# What a name may be followed through.
-_SAME = {
-    "pvary",
-    "pcast",
-    "convert_element_type",
-    "copy",
-    "reshape",
-    "transpose",
-    "squeeze",
-    "broadcast_in_dim",
-    "slice",
+_CASTS = set(_TRANSPOSED["all_reduce"])
+# A value made by these has the name of their operand.
+_SAME_NAME = {
+    *("pvary", "pcast", "convert_element_type", "copy", "reshape", "transpose", "squeeze", "broadcast_in_dim", "slice"),
 }
 
 
@@ -116,110 +110,68 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         Explanation: a row for each collective that differentiation made, in the order in which they run.
     """
     closed = traced(fn, args, kwargs)
-    lines = list(_walk(_Scope(closed.jaxpr, None, None), 1, {}, False, False))
-    forward: dict[Any, list[_Line]] = {}
-    for line in {id(each.equation): each for each in lines if not each.backward or each.again}.values():
-        for kind in (k for k, names in _TRANSPOSED.items() if line.equation.primitive.name in names):
-            forward.setdefault(_key(line.equation, kind, transposed=False), []).append(line)
-    backward = [line for line in lines if line.backward and line.equation.primitive.name in KINDS]
-    mine: dict[Any, list[_Line]] = {}
-    for line in backward:
-        if not line.again:
-            mine.setdefault(_key(line.equation, KINDS[line.equation.primitive.name], transposed=True), []).append(line)
-    origins: dict[int, list[_Line]] = {}
-    for key, group in mine.items():
+    sites = [site for site in walk(closed.jaxpr) if kind_of(site.equation) or site.name in _CASTS]
+    forward: dict[Any, list[Site]] = {}
+    for site in {id(each.equation): each for each in sites if not each.backward or each.recomputed}.values():
+        for kind in (k for k, names in _TRANSPOSED.items() if site.name in names):
+            forward.setdefault(_key(site.equation, kind), []).append(site)
+    backward = [site for site in sites if site.backward and kind_of(site.equation)]
+    transposes: dict[Any, list[Site]] = {}
+    for site in backward:
+        if not site.recomputed:
+            transposes.setdefault(_key(site.equation), []).append(site)
+    origins: dict[int, list[Site]] = {}
+    for key, group in transposes.items():
         found = forward.get(key, [])
-        found = [each for each in found if not each.again] or found  # what jax.checkpoint repeats is there twice
-        for number, line in enumerate(group):
+        found = [each for each in found if not each.recomputed] or found  # what jax.checkpoint repeats is there twice
+        for number, site in enumerate(group):
             # Transposing goes through a program backwards: the last one of a line is the first to come.
-            origins[id(line)] = [found[-1 - number]] if len(found) == len(group) else found
+            origins[id(site)] = [found[-1 - number]] if len(found) == len(group) else found
     after = sum(1 if row.count is None else row.count for row in census_of(closed.jaxpr).rows if row.update)
-    return Explanation(tuple(_reason(line, origins.get(id(line), [])) for line in backward), after)
+    return Explanation(tuple(_reason(site, origins.get(id(site), [])) for site in backward), after)
 
 
-class _Scope(NamedTuple):
-    """A jaxpr, and the equation of the surrounding one that holds it."""
+def _key(equation: Any, made: str | None = None) -> tuple[Any, ...]:
+    """What a collective of the backward pass has in common with its origin: kind, lines, axes, shapes.
 
-    jaxpr: Any
-    owner: Any
-    outer: _Scope | None
-
-
-class _Line(NamedTuple):
-    """An equation and where it stands; `again` marks what jax.checkpoint repeats."""
-
-    equation: Any
-    scope: _Scope
-    times: int | None
-    sizes: dict[str, int]
-    backward: bool
-    again: bool
-
-
-def _walk(scope: _Scope, count: int | None, sizes: dict[str, int], backward: bool, again: bool) -> Iterator[_Line]:
-    for equation in scope.jaxpr.eqns:
-        name = equation.primitive.name
-        behind = backward or _compat.in_backward(equation)
-        repeated = again or _compat.recomputed(equation)
-        yield _Line(equation, scope, count, sizes, behind, repeated)
-        inner, times = sizes, count
-        if name == "shard_map":
-            inner = sizes | dict(equation.params["mesh"].shape)
-        elif name == "scan":
-            times = None if count is None else count * equation.params["length"]
-        elif name == "while":
-            times = None
-        for _, sub in _compat.inner_jaxprs(equation):
-            yield from _walk(_Scope(sub, equation, scope), times, inner, behind, repeated)
-
-
-def _key(equation: Any, kind: str, *, transposed: bool) -> tuple[Any, ...]:
-    """What an equation has in common with its transpose: the lines that led to it, the axes, and the shapes."""
+    Args:
+        equation: the collective or its origin.
+        made: for an origin the kind of collective that its transpose is, whose shapes are the other way round.
+    """
     shapes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-    ends = shapes[::-1] if transposed else shapes
-    return kind, tuple(_compat.user_frames(equation)), frozenset(named_axes(equation)), ends
+    ends = shapes[::-1] if made is None else shapes
+    return made or kind_of(equation), tuple(_compat.user_frames(equation)), frozenset(mesh_axes(equation)), ends
 
 
-def _reason(line: _Line, found: Sequence[_Line]) -> Reason:
-    equation = line.equation
-    row = row_of(equation, line.times, line.sizes, True, "")
-    values = list(dict.fromkeys(_name(each.equation.invars[0], each.scope) for each in found))
-    value = " or ".join(values) or _name(equation.invars[0], line.scope)
-    operand = (found[0].equation if found else equation).invars[0]
+def _reason(site: Site, found: Sequence[Site]) -> Reason:
+    row = row_of(site)
+    operand = site.equation.invars[0]
+    values = list(dict.fromkeys(_name(each.equation.invars[0], each) for each in found))
+    value = " or ".join(values) or _name(operand, site)
     return Reason(
-        row.kind,
-        row.axes,
-        row.n,
-        row.count,
-        row.bytes_in,
-        row.sent,
-        row.source,
-        value,
+        *(row.kind, row.axes, row.n, row.count, row.bytes_in, row.sent, row.source, value),
+        tuple(sorted(_compat.varying_axes((found[0].equation.invars[0] if found else operand).aval))),
         tuple(sorted(_compat.varying_axes(operand.aval))),
-        tuple(sorted(_compat.varying_axes(equation.invars[0].aval))),
-        _why(line, row.kind, row.axes, value, found),
+        _why(site, row.kind, row.axes, value, found),
     )
 
 
-def _why(line: _Line, kind: str, axes: tuple[str, ...], value: str, found: Sequence[_Line]) -> str:
-    over = quoted(axes)
-    if line.again:
+def _why(site: Site, kind: str, axes: tuple[str, ...], value: str, found: Sequence[Site]) -> str:
+    over, it = quoted(axes), "it" if len(axes) == 1 else "them"
+    if site.recomputed:
         return "jax.checkpoint runs this collective of the forward pass again instead of keeping its result."
     if not found:
         return "a backward rule written by hand (custom_vjp) calls it there."
-    if kind == "all_reduce" and found[0].equation.primitive.name == "psum":
+    if kind == "all_reduce" and found[0].name == "psum":
         return f"{value} is summed over {over} there without check_vma, under which the gradient of a sum is a sum."
     if kind == "all_reduce":
-        same = f"{value} is the same on all devices of {over}"
-        if _asked_for(found[0].equation):
-            return f"{same} and is cast there to vary over {_it(axes)}; the gradient of the cast is a sum."
         beside = _beside(found[0], axes)
-        return (
-            f"{same} and is used beside {beside}, which varies over {_it(axes)}; the gradient of the cast is a sum."
-            if beside
-            else f"{same} and is used where a value that varies over {_it(axes)} is wanted; the gradient of the cast "
-            "is a sum."
-        )
+        cause = f"is used where a value that varies over {it} is wanted"
+        if _asked_for(found[0].equation):
+            cause = f"is cast there to vary over {it}"
+        elif beside:
+            cause = f"is used beside {beside}, which varies over {it}"
+        return f"{value} is the same on all devices of {over} and {cause}; the gradient of the cast is a sum."
     if kind == "reduce_scatter":
         return (
             f"{value} is gathered over {over} there and each device uses the whole; its gradient is summed over the "
@@ -235,10 +187,6 @@ def _why(line: _Line, kind: str, axes: tuple[str, ...], value: str, found: Seque
     return f"the pieces of {value} are exchanged over {over} there; their gradients go back to where they came from."
 
 
-def _it(axes: tuple[str, ...]) -> str:
-    return "it" if len(axes) == 1 else "them"
-
-
 def _asked_for(equation: Any) -> bool:
     """Whether `vary` made a cast, and not an operation that needed one."""
     frames = _compat.user_frames(equation)
@@ -246,48 +194,49 @@ def _asked_for(equation: Any) -> bool:
     return by_vary or equation.primitive.name.startswith("reduced_vary_cast")
 
 
-def _beside(line: _Line, axes: tuple[str, ...]) -> str:
+def _beside(site: Site, axes: tuple[str, ...]) -> str:
     """The name of the value for whose sake a value was cast: the other operand of its first use."""
-    cast = line.equation.outvars[0]
-    for equation in line.scope.jaxpr.eqns:
+    cast = site.equation.outvars[0]
+    for equation in site.jaxpr.eqns:
         if any(v is cast for v in equation.invars):
             for other in equation.invars:
                 if other is not cast and set(axes) <= _compat.varying_axes(other.aval):
-                    return _name(other, line.scope)
+                    return _name(other, site)
     return ""
 
 
-def _name(value: Any, scope: _Scope) -> str:
-    """What the user calls a value: an argument's name, else its type and the line that made it."""
+def _name(value: Any, site: Site) -> str:
+    """What the user calls a value at a site: an argument's name, else its type and the line that made it."""
     if hasattr(value, "val"):
         return f"the constant {value.val}"
-    root, made = _root(value, scope)
-    known = _argument(root, scope)
+    root, made = _root(value, site)
+    known = _argument(root, site)
     if known:
         return known
     return f"a {short(value)}" if made is None else f"the {short(value)} of {source_line(made).split(' ')[0]}"
 
 
-def _root(value: Any, scope: _Scope) -> tuple[Any, Any]:
+def _root(value: Any, site: Site) -> tuple[Any, Any]:
     """What a value was made from by casts and reshapes alone, and the equation that made that."""
-    made = next((e for e in scope.jaxpr.eqns if any(out is value for out in e.outvars)), None)
-    if made is not None and made.primitive.name in _SAME and not hasattr(made.invars[0], "val"):
-        return _root(made.invars[0], scope)
+    made = next((e for e in site.jaxpr.eqns if any(out is value for out in e.outvars)), None)
+    if made is not None and made.primitive.name in _SAME_NAME and not hasattr(made.invars[0], "val"):
+        return _root(made.invars[0], site)
     return value, made
 
 
-def _argument(value: Any, scope: _Scope) -> str:
-    """The name of the argument that a value is, here or in what surrounds this; "" if it is none."""
-    place = next((i for i, v in enumerate(scope.jaxpr.invars) if v is value), None)
+def _argument(value: Any, site: Site) -> str:
+    """The name of the argument that a value is, in the jaxpr of `site` or of those around it; "" if it is none."""
+    place = next((i for i, v in enumerate(site.jaxpr.invars) if v is value), None)
     if place is None:
         return ""
-    names = scope.jaxpr.debug_info.arg_names or ()
+    names = site.jaxpr.debug_info.arg_names or ()
     if place < len(names) and names[place]:
         return str(names[place])
-    if scope.outer is None or scope.owner.primitive.name == "while":
+    if site.outer is None or site.outer.name == "while":
         return ""
-    offset = len(scope.owner.invars) - len(scope.jaxpr.invars)  # a cond's predicate comes first
-    outer = scope.owner.invars[place + offset] if offset >= 0 else None
+    operands = site.outer.equation.invars
+    offset = len(operands) - len(site.jaxpr.invars)  # a cond's predicate comes first
+    outer = operands[place + offset] if offset >= 0 else None
     if outer is None or hasattr(outer, "val"):
         return ""
-    return _argument(_root(outer, scope.outer)[0], scope.outer)
+    return _argument(_root(outer, site.outer)[0], site.outer)

@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-import jax
-
 from shardkit._check import at_least, quoted
 from shardkit._typed import typed
-from shardkit.analysis.jaxpr import rules, waste
 from shardkit.analysis.jaxpr.census import traced
-from shardkit.analysis.jaxpr.dataflow import Block, walk
-from shardkit.analysis.jaxpr.processes import other_process
-from shardkit.analysis.jaxpr.reused_keys import reused_keys
+from shardkit.analysis.jaxpr.dataflow import Block, follow
 from shardkit.analysis.jaxpr.rules import RULES, Finding
+from shardkit.analysis.jaxpr.rules.rule import Program
 
-_RULES = (rules.divergence, rules.permutations, rules.reductions, rules.draws, rules.types, rules.outputs)
 LARGE = 256 * 2**20
 SMALL = 1024
 
@@ -59,19 +54,13 @@ def lint(
     unknown = sorted(set(ignore) - set(RULES))
     if unknown:
         raise ValueError(f"lint: ignore must name rules, {quoted(RULES)}; got {quoted(unknown)}. Use one of them.")
-    closed = traced(fn, args, kwargs)
+    program = Program(fn, args, kwargs, traced(fn, args, kwargs), large, small)
+    checks = dict.fromkeys(rule.check for rule in RULES.values())
     found: list[Finding] = []
 
     def visit(block: Block) -> None:
-        for rule in _RULES:
-            found.extend(rule(block))
-        found.extend(waste.one_shard(block, small))
-        found.extend(waste.held_whole(block, large))
-        found.extend(waste.tiny(block, small))
+        for check in checks:
+            found.extend(check(block, program))
 
-    walk(closed.jaxpr, visit)
-    found.extend(reused_keys(closed.jaxpr))
-    # pmap asks for its own process' devices as it traces.
-    if not isinstance(fn, jax.stages.Traced) and not any(each.rule == "pmap" for each in found):
-        found.extend(other_process(fn, args, kwargs, closed))
+    follow(program.closed.jaxpr, visit)
     return [each for each in dict.fromkeys(found) if each.rule not in ignore]

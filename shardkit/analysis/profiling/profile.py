@@ -20,7 +20,7 @@ from jax.profiler import ProfileData
 
 from shardkit._typed import typed
 from shardkit.analysis.hlo import proto
-from shardkit.analysis.hlo.collectives import CompiledRow, compiled_rows
+from shardkit.analysis.hlo.collectives import CompiledRow, collectives_of
 from shardkit.analysis.jaxpr.census import mesh_sizes, traceable
 from shardkit.analysis.profiling.runs import machine, refuse_abstract, repeatable
 from shardkit.analysis.profiling.timings import Profile, Span, Spans, profile_of
@@ -99,7 +99,7 @@ def profile(fn: Callable[..., Any], *args: Any, calls: int = 3, folder: str | Pa
     traced = run.trace(*args)
     executable = traced.lower().compile().runtime_executable()
     module = proto.read(executable.hlo_modules()[0].as_serialized_hlo_module_proto())
-    rows = compiled_rows(module, mesh_sizes(traced.jaxpr.jaxpr, args))
+    rows = collectives_of(module, mesh_sizes(traced.jaxpr.jaxpr, args))
     prepare = repeatable(run, args)
     here = machine()
     steps = []

@@ -15,8 +15,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.analysis.hlo import aot, proto
-from shardkit.analysis.hlo.collectives import Clock, _Reader, _Slot, _unpadded, compiled_rows, total_work
+from shardkit.analysis.hlo import aot, groups, proto
+from shardkit.analysis.hlo.collectives import Clock, _Reader, _Slot, _unpadded, collectives_of, total_work
 from shardkit.analysis.hlo.compute import Work
 from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.jaxpr.census import census_of, mesh_sizes
@@ -145,9 +145,9 @@ def test_a_window_hides_one_collective_of_an_axis_only():
     """Two gathers over the same links cannot both hide behind the same matmul."""
     _, module = load("fsdp_tp-v6e_2x4-offload-jax0.10.json.gz")
     clock = Clock(lambda flops, size: flops / 1e12, lambda kind, groups, sent: float(sent))
-    for row in compiled_rows(proto.read(module), {"fsdp": 4, "tp": 2}, clock):
+    for row in collectives_of(proto.read(module), {"fsdp": 4, "tp": 2}, clock):
         assert 0 <= row.exposed <= row.seconds == float(row.sent)
-    rows = compiled_rows(proto.read(module), {"fsdp": 4, "tp": 2}, clock)
+    rows = collectives_of(proto.read(module), {"fsdp": 4, "tp": 2}, clock)
     hidden = sum((r.seconds - r.exposed) * r.times for r in rows if "fsdp" in r.axes)
     assert hidden <= total_work(proto.read(module), clock).seconds + 1e-9
 
@@ -208,14 +208,14 @@ def test_bytes_that_are_no_module_are_refused():
 
 def test_groups_in_every_form_that_compilers_write():
     """An iota whose dims are reordered, a mesh's axes, parts of an axis, a mesh whose devices are permuted."""
-    assert proto._iota(2, 4, (2, 2, 2), (1, 0, 2)) == ((0, 1, 4, 5), (2, 3, 6, 7))
-    assert proto._mesh_groups([4, 2], [b"\x08\x00"]) == ((0, 2, 4, 6), (1, 3, 5, 7))
-    assert proto._mesh_groups([4, 2], [b"\x08\x00", b"\x08\x01"]) == ((0, 1, 2, 3, 4, 5, 6, 7),)
+    assert groups._iota(2, 4, (2, 2, 2), (1, 0, 2)) == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert groups._mesh_groups([4, 2], [b"\x08\x00"]) == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert groups._mesh_groups([4, 2], [b"\x08\x00", b"\x08\x01"]) == ((0, 1, 2, 3, 4, 5, 6, 7),)
     part = b"\x08\x00\x12\x04\x08\x02\x10\x04"  # of axis 0, pre_size 2, size 4: the minor digit of eight
-    assert proto._mesh_groups([8], [part]) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert groups._mesh_groups([8], [part]) == ((0, 1, 2, 3), (4, 5, 6, 7))
     mesh = b"\x0a\x02\x10\x02\x0a\x02\x10\x02" + b"\x12\x04\x03\x02\x01\x00"  # 2 x 2, devices 3 2 1 0
     data = b"\x0a" + bytes([len(mesh)]) + mesh + b"\x12\x02\x08\x01"
-    assert proto._groups(93, data) == ((3, 2), (1, 0))
+    assert groups.groups_in(93, data) == ((3, 2), (1, 0))
 
 
 def test_the_memory_of_a_report_adds_up():

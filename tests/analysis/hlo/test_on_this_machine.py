@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.analysis import collective, compiled, expects, lint, scaling
 from shardkit.analysis.hlo import proto
-from shardkit.analysis.hlo.collectives import compiled_rows, total_work
+from shardkit.analysis.hlo.collectives import collectives_of, total_work
 
 
 def kernel(x):
@@ -39,7 +39,7 @@ def test_trip_counts_of_loops_that_count(count, step):
     for each in module.computations.values():
         for instruction in each.instructions.values():
             instruction.config = {}
-    rows = compiled_rows(module, {"data": 2})
+    rows = collectives_of(module, {"data": 2})
     assert sum(r.count for r in rows) == count
 
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.analysis import profile, trace
 from shardkit.analysis.hlo import proto
-from shardkit.analysis.hlo.collectives import compiled_rows
+from shardkit.analysis.hlo.collectives import collectives_of
 from shardkit.analysis.hlo.differences import compiled
 from shardkit.analysis.jaxpr.census import mesh_sizes
 from shardkit.analysis.profiling.profile import read_spans
@@ -55,7 +55,7 @@ def recorded(file):
     """The module and the collectives of a program that a compiler wrote for an absent chip."""
     step, args = PROGRAMS[file.split("-")[0]]()
     module = proto.read(load(file)[1])
-    return module, compiled_rows(module, mesh_sizes(step.trace(*args).jaxpr.jaxpr, args))
+    return module, collectives_of(module, mesh_sizes(step.trace(*args).jaxpr.jaxpr, args))
 
 
 def made_up(planes):

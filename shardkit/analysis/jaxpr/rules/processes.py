@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,9 +12,10 @@ import numpy as np
 
 from shardkit import _compat, _platform
 from shardkit._check import quoted
-from shardkit.analysis.jaxpr.census import KINDS, source_line, traced
-from shardkit.analysis.jaxpr.dataflow import Context, named_axes, short
-from shardkit.analysis.jaxpr.rules import Finding, place
+from shardkit._jaxprs import kind_of, mesh_axes, source_line, walk
+from shardkit.analysis.jaxpr.census import traced
+from shardkit.analysis.jaxpr.dataflow import Block, Context, short
+from shardkit.analysis.jaxpr.rules.rule import Finding, Program, place
 
 _LARGEST_CONSTANT = 1 << 20  # elements that are compared
 _SIMPLE = (int, float, str, bool, type(None), np.dtype, jax.sharding.PartitionSpec)
@@ -31,10 +32,24 @@ class _Line(NamedTuple):
     @property
     def collective(self) -> bool:
         """Whether it communicates."""
-        return not self.constant and self.equation.primitive.name in KINDS
+        return not self.constant and kind_of(self.equation) is not None
 
 
-def other_process(fn: Callable[..., Any], args: Any, kwargs: Any, closed: Any) -> Iterator[Finding]:
+def other_process(block: Block, program: Program) -> Iterator[Finding]:
+    """Programs that another process would trace differently."""
+    jaxpr = program.closed.jaxpr
+    # pmap asks for its own process' devices as it traces.
+    if block.jaxpr is jaxpr and not isinstance(program.fn, jax.stages.Traced) and not _holds_pmap(jaxpr):
+        yield from differences_of_processes(program.fn, program.args, program.kwargs, program.closed)
+
+
+def _holds_pmap(jaxpr: Any) -> bool:
+    return any(s.name in ("jit", "pjit", "xla_pmap") and _compat.made_by_pmap(s.equation) for s in walk(jaxpr))
+
+
+def differences_of_processes(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], closed: Any
+) -> Iterator[Finding]:
     """Compares a program that was traced here with what another process would trace."""
     # A process that has not asked jax for its index is process 0 as far as it knows.
     here = jax.process_index() if _platform.jax_has_started() else 0
@@ -131,8 +146,8 @@ def _told(line: _Line | None) -> str:
     if line.constant:
         return line.constant
     equation, name = line.equation, line.equation.primitive.name
-    if name in KINDS:
-        name = f"{KINDS[name]} over {quoted(named_axes(equation))}"
+    if kind_of(equation) is not None:
+        name = f"{kind_of(equation)} over {quoted(mesh_axes(equation))}"
     shapes = ", ".join(short(v) for v in equation.invars)
     return f"{name}({shapes})"
 
@@ -144,7 +159,7 @@ def _said(error: BaseException) -> str:
 
 def _raised_at(error: BaseException) -> str:
     """The innermost line outside jax and outside shardkit that an exception came from."""
-    libraries = [Path(jax.__file__).parent, Path(__file__).parents[2]]
+    libraries = [Path(jax.__file__).parent, Path(_compat.__file__).parent]
     frames = [
         f
         for f in traceback.extract_tb(error.__traceback__)

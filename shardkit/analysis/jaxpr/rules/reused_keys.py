@@ -14,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardkit import _compat
-from shardkit.analysis.jaxpr.dataflow import Context, spec_axes, where
-from shardkit.analysis.jaxpr.rules import Finding
+from shardkit._jaxprs import IDENTITIES, called, flow, scan_operands, walk, while_operands
+from shardkit.analysis.jaxpr.dataflow import Block, Context, where
+from shardkit.analysis.jaxpr.rules.rule import Finding, Program
+from shardkit.layout import all_axes
 
 _DRAWS = {"random_bits", "random_gamma"}
-# They hand on the value itself. Not random_clone: who calls it means to draw again.
-_SAME = {"pvary", "pcast", "copy", "copy_p", "optimization_barrier", "name", "random_wrap", "random_unwrap"}
+# Their result is the key that they are given. Not random_clone: who calls it means to draw again.
+_SAME_KEY = IDENTITIES | {"random_wrap", "random_unwrap"}
 _REMEDY = (
     "Split the key, or fold a number into it for each draw, as fold_keys does; jax.random.clone(key) says that equal "
     "numbers are meant."
@@ -49,11 +51,13 @@ class _Place(NamedTuple):
     line: str = ""
 
 
-def reused_keys(jaxpr: Any) -> Iterator[Finding]:
+def reused_keys(block: Block, program: Program) -> Iterator[Finding]:
     """Draws from a key from which numbers were drawn before, and draws that the iterations of a loop repeat."""
-    names = _Names()
-    names.run(jaxpr, [names.new() for _ in (*jaxpr.constvars, *jaxpr.invars)], _Place(Context(), (), {}))
-    yield from names.found
+    jaxpr = program.closed.jaxpr
+    if block.jaxpr is jaxpr:
+        names = _Names()
+        names.run(jaxpr, [names.new() for _ in (*jaxpr.constvars, *jaxpr.invars)], _Place(Context(), (), {}))
+        yield from names.found
 
 
 class _Names:
@@ -75,15 +79,7 @@ class _Names:
 
     def run(self, jaxpr: Any, given: Sequence[Value], place: _Place) -> list[Value]:
         """The values of a jaxpr's results, for those of its constants and arguments."""
-        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True))
-
-        def read(atom: Any) -> Value:
-            return self._literal(atom) if hasattr(atom, "val") else values[atom]
-
-        for equation in jaxpr.eqns:
-            results = self._step(equation, [read(v) for v in equation.invars], place)
-            values.update(zip(equation.outvars, results, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+        return flow(jaxpr, given, lambda equation, ins: self._step(equation, ins, place), self._literal)
 
     def _literal(self, atom: Any) -> Value:
         return self._named((str(atom.aval.dtype), str(atom.val)))
@@ -92,10 +88,10 @@ class _Names:
         name, outs = equation.primitive.name, equation.outvars
         if name in _DRAWS:
             self._draw(equation, ins[0], place)
-        if name in _SAME and len(ins) == len(outs):
+        if name in _SAME_KEY and len(ins) == len(outs):
             return ins
         inner = [
-            (sub, [self._named(("constant", id(each))) for each in constants] or self._new_each(sub.constvars))
+            (sub, [self._named(("constant", id(c))) for c in constants] or [self.new() for _ in sub.constvars])
             for (_, sub), constants in zip(
                 _compat.inner_jaxprs(equation), _compat.inner_constants(equation), strict=True
             )
@@ -117,13 +113,13 @@ class _Names:
             for each in branches:
                 place.drawn.update(each.drawn)
             return [same[0] if len(set(same)) == 1 else self.new(ins) for same in zip(*ways, strict=True)]
-        if name in _compat.CALLS and len(inner) == 1 and len(sub.invars) == len(ins):
+        if called(equation) is not None:
             # jax traces its own functions once, and notes the line of the first call for all.
             if not place.line and hasattr(jax.random, str(equation.params.get("name", "")).lstrip("_")):
                 place = place._replace(line=context.source)
             return self.run(sub, [*constants, *ins], place)
         if name == "shard_map":
-            specs = [str(spec) if spec_axes(spec) else "" for spec in equation.params["in_specs"]]
+            specs = [str(spec) if all_axes(spec) else "" for spec in equation.params["in_specs"]]
             pieces = [self._named(spec, [v]) if spec else v for spec, v in zip(specs, ins, strict=True)]
             self.run(sub, [*constants, *pieces], place)
         else:
@@ -133,17 +129,9 @@ class _Names:
 
     def _draws(self, jaxpr: Any) -> bool:
         """Whether numbers are drawn anywhere in a jaxpr."""
-        known = self._drawing.get(id(jaxpr))
-        if known is None:
-            known = any(
-                each.primitive.name in _DRAWS or any(self._draws(sub) for _, sub in _compat.inner_jaxprs(each))
-                for each in jaxpr.eqns
-            )
-            self._drawing[id(jaxpr)] = known
-        return known
-
-    def _new_each(self, variables: Sequence[Any]) -> list[Value]:
-        return [self.new() for _ in variables]
+        if id(jaxpr) not in self._drawing:
+            self._drawing[id(jaxpr)] = any(site.name in _DRAWS for site in walk(jaxpr))
+        return self._drawing[id(jaxpr)]
 
     def _computed(self, equation: Any, ins: list[Value]) -> list[Value]:
         """Keys and whole numbers are named by what made them; of floats no key is made."""
@@ -155,13 +143,12 @@ class _Names:
     def _loop(self, equation: Any, ins: list[Value], place: _Place) -> list[Value]:
         params = equation.params
         if equation.primitive.name == "scan":
-            consts, carry = _compat.scan_parts(equation)
-            bodies = [(params["jaxpr"], ins[:consts], ins[consts : consts + carry], ins[consts + carry :])]
+            fixed, held, each = scan_operands(equation, ins)
+            bodies = [(params["jaxpr"], fixed, held, each)]
             what = "scan" if params["length"] > 1 else ""
         else:
-            n, m = params["cond_nconsts"], params["body_nconsts"]
-            held = ins[n + m :]
-            bodies = [(params["cond_jaxpr"], ins[:n], held, []), (params["body_jaxpr"], ins[n : n + m], held, [])]
+            for_test, for_body, held = while_operands(equation, ins)
+            bodies = [(params["cond_jaxpr"], for_test, held, []), (params["body_jaxpr"], for_body, held, [])]
             what = "while loop"
         number = self.new().name
         if what:

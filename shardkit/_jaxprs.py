@@ -1,0 +1,172 @@
+"""Traced programs: their equations and how often each runs, values followed through them, source lines.
+
+`walk` lists every equation at any depth. `flow` follows what is known of values from the arguments of one jaxpr to its
+results; the caller's `step` decides what an equation does to it, with `called`, `scan_operands`, `while_operands` and
+`settled` for the equations that hold jaxprs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from shardkit import _compat
+
+T = TypeVar("T")
+
+# Primitives whose results are their operands.
+IDENTITIES = {"pvary", "pcast", "copy", "copy_p", "name", "optimization_barrier"}
+_HERE = Path(__file__).parent
+_KERNELS = {_HERE / "collectives", _HERE / "_compat.py", _HERE / "_typed.py"}
+
+
+class Site(NamedTuple):
+    """An equation, and where it is in the program.
+
+    Attributes:
+        equation: the equation.
+        jaxpr: the jaxpr that holds it.
+        times: how often it runs in one call, loops included; None inside a `while`, whose length is not in the program.
+        branch: "" or "branch 1 of 2" inside a `cond`.
+        outer: the site whose equation holds `jaxpr`; None in the outermost one.
+    """
+
+    equation: Any
+    jaxpr: Any
+    times: int | None = 1
+    branch: str = ""
+    outer: Site | None = None
+
+    @property
+    def name(self) -> str:
+        """The primitive's name."""
+        return str(self.equation.primitive.name)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The mesh axes bound here, with their sizes."""
+        if self.outer is None:
+            return {}
+        mesh = self.outer.equation.params["mesh"].shape if self.outer.name == "shard_map" else {}
+        return {**self.outer.sizes, **mesh}
+
+    @property
+    def backward(self) -> bool:
+        """Whether differentiation made the equation, or one around it, for the backward pass."""
+        return _compat.in_backward(self.equation) or (self.outer is not None and self.outer.backward)
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether jax.checkpoint repeats the equation, or one around it, for the backward pass."""
+        return _compat.recomputed(self.equation) or (self.outer is not None and self.outer.recomputed)
+
+    @property
+    def source(self) -> str:
+        """The `source_line` of the equation, or of the innermost one around it that has one."""
+        return source_line(self.equation, self.outer.source if self.outer else "")
+
+
+def walk(jaxpr: Any, times: int | None = 1, branch: str = "", outer: Site | None = None) -> Iterator[Site]:
+    """Every equation of a program in order, those of inner jaxprs directly after the equation that holds them."""
+    for equation in jaxpr.eqns:
+        site = Site(equation, jaxpr, times, branch, outer)
+        yield site
+        inner = _compat.inner_jaxprs(equation)
+        for number, (parameter, sub) in enumerate(inner):
+            runs, where = times, branch
+            if site.name == "scan":
+                runs = None if times is None else times * equation.params["length"]
+            elif site.name == "while":
+                runs = None
+            elif site.name == "cond" and parameter == "branches":
+                where = f"{branch + ', ' if branch else ''}branch {number + 1} of {len(inner)}"
+            yield from walk(sub, runs, where, site)
+
+
+def kind_of(equation: Any) -> str | None:
+    """The kind of collective that an equation is, as "all_reduce"; None where it does not communicate."""
+    return _compat.COLLECTIVES.get(equation.primitive.name)
+
+
+def mesh_axes(equation: Any) -> tuple[str, ...]:
+    """The mesh axes that an equation names."""
+    named = [equation.params.get(key) for key in ("axes", "axis_name")]
+    return tuple(a for each in named for a in (each if isinstance(each, tuple) else (each,)) if isinstance(a, str))
+
+
+def flow(
+    jaxpr: Any,
+    given: Sequence[T],
+    step: Callable[[Any, list[T]], Sequence[T]],
+    literal: Callable[[Any], T],
+    values: dict[Any, T] | None = None,
+) -> list[T]:
+    """What is known of a jaxpr's results.
+
+    Args:
+        jaxpr: the jaxpr.
+        given: what is known of its constants and arguments, in that order.
+        step: `step(equation, operands)` is what is known of an equation's results.
+        literal: what is known of a literal.
+        values: filled with what is known of every variable.
+    """
+    known: dict[Any, T] = {} if values is None else values
+
+    def read(atoms: Sequence[Any]) -> list[T]:
+        return [literal(atom) if hasattr(atom, "val") else known[atom] for atom in atoms]
+
+    known.update(zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True))
+    for equation in jaxpr.eqns:
+        known.update(zip(equation.outvars, step(equation, read(equation.invars)), strict=True))
+    return read(jaxpr.outvars)
+
+
+def settled(carried: list[T], turn: Callable[[list[T]], list[T]]) -> list[T]:
+    """What holds of a loop's carry in every iteration: `turn` adds what one iteration does, until nothing changes."""
+    while (after := turn(carried)) != carried:
+        carried = after
+    return carried
+
+
+def called(equation: Any) -> Any:
+    """The jaxpr that an equation calls with its operands, one to one; None where it is no plain call."""
+    inner = [sub for _, sub in _compat.inner_jaxprs(equation)] if equation.primitive.name in _compat.CALLS else []
+    return inner[0] if len(inner) == 1 and len(inner[0].invars) == len(equation.invars) else None
+
+
+def scan_operands(equation: Any, operands: list[T]) -> tuple[list[T], list[T], list[T]]:
+    """A scan's operands: the constants of the loop, its carry, and what it goes over."""
+    consts, carry = _compat.scan_parts(equation)
+    return operands[:consts], operands[consts : consts + carry], operands[consts + carry :]
+
+
+def while_operands(equation: Any, operands: list[T]) -> tuple[list[T], list[T], list[T]]:
+    """A while loop's operands: the constants of its condition, those of its body, and its carry."""
+    n = equation.params["cond_nconsts"]
+    m = n + equation.params["body_nconsts"]
+    return operands[:n], operands[n:m], operands[m:]
+
+
+def source_line(equation: Any, around: str = "") -> str:
+    """The innermost line that led to an equation, outside jax, the kernels and, if there is one, outside shardkit.
+
+    Where only a kernel's line is known, as inside a function with a custom derivative, it is that of the equation
+    `around` it.
+    """
+    frames = _compat.user_frames(equation)
+    above = [f for f in frames if not _KERNELS & {Path(f[0]), *Path(f[0]).parents}]
+    if not above:
+        return around or (_written(frames[0]) if frames else "unknown")
+    return user_line(equation) or _written(above[0])
+
+
+def user_line(equation: Any) -> str:
+    """The innermost line that led to an equation outside jax and shardkit; "" if there is none."""
+    outside = [f for f in _compat.user_frames(equation) if _HERE not in Path(f[0]).parents]
+    return _written(outside[0]) if outside else ""
+
+
+def _written(frame: tuple[str, int, str]) -> str:
+    file, line, function = frame
+    return f"{Path(file).name}:{line} ({function})"

@@ -1,0 +1,36 @@
+"""The same random numbers on devices whose elements differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from shardkit._check import quoted
+from shardkit.analysis.jaxpr.dataflow import Block, short, where
+from shardkit.analysis.jaxpr.rules.rule import Finding, Program
+
+
+def draws(block: Block, program: Program) -> Iterator[Finding]:
+    """Random numbers that are the same on devices whose elements differ: one dropout mask for all, for example."""
+    for equation in block.jaxpr.eqns:
+        if equation.primitive.name not in ("mul", "add", "sub", "div", "select_n", "and", "or"):
+            continue
+        operands = [(each, block.state(each)) for each in equation.invars if hasattr(each, "aval")]
+        for draw, alike in operands:
+            others = [(each, s) for each, s in operands if s.given and s.varies & alike.drawn and _like(each, draw)]
+            if others:
+                axes = sorted(others[0][1].varies & alike.drawn)
+                yield Finding(
+                    "repeated-draw",
+                    f"{short(others[0][0])}, which differs along {quoted(axes)}, meets random numbers that are the "
+                    "same there: their key does not differ.",
+                    where(equation, block.context),
+                    f"Fold the device's place into the key first, with fold_axis(key, {axes[0]!r}), or draw a key "
+                    "for each example with fold_keys.",
+                )
+                break
+
+
+def _like(one: Any, other: Any) -> bool:
+    return math.prod(one.aval.shape) > 1 and one.aval.shape == other.aval.shape

@@ -1,0 +1,31 @@
+"""Programs whose types jax does not check: check_vma=False and jax.pmap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardkit import _compat
+from shardkit._check import quoted
+from shardkit.analysis.jaxpr.dataflow import Block
+from shardkit.analysis.jaxpr.rules.rule import Finding, Program, place
+
+
+def unchecked(block: Block, program: Program) -> Iterator[Finding]:
+    """Types that are not checked, and pmap."""
+    for equation in block.jaxpr.eqns:
+        name = equation.primitive.name
+        if name in ("jit", "pjit", "xla_pmap") and not block.context.mapped and _compat.made_by_pmap(equation):
+            yield Finding(
+                "pmap",
+                "jax.pmap knows one axis only, wants a leading dimension for it, and checks no types.",
+                place(equation, block.context),
+                "Write jax.shard_map over a mesh from make_mesh.",
+            )
+        if name == "shard_map" and not equation.params["check_vma"] and not block.context.mapped:
+            yield Finding(
+                "check-vma-off",
+                f"shard_map over {quoted(_compat.manual_axes(equation))} has check_vma off: a wrong out_specs and a "
+                "missing reduction pass unnoticed, and gradients inside it are not summed.",
+                place(equation, block.context),
+                "Leave check_vma=True, and cast with vary where a type must match.",
+            )
