@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import shardkit as sk
 from shardkit.cli.curve import Point
-from shardkit.cli.run import Run
+from shardkit.cli.run import CommandRun
 from shardkit.runtime.monitor import client
 
 _LOG_EVERY = 10
@@ -42,7 +42,12 @@ class Trained(NamedTuple):
 
 
 def loop(
-    run: Run, state: sk.TrainState, first: int, guard: sk.runtime.Guard | None, checkpoints: Any, console: Console
+    run: CommandRun,
+    state: sk.TrainState,
+    first: int,
+    guard: sk.runtime.Guard | None,
+    checkpoints: Any,
+    console: Console,
 ) -> Trained:
     """Trains from step `first`."""
     o = run.options

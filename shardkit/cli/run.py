@@ -35,7 +35,7 @@ _FREE = {
 }
 
 
-class Run:
+class CommandRun:
     """A training run on one mesh."""
 
     def __init__(
@@ -86,7 +86,7 @@ class Run:
         """Mean loss over the held-out batches, nats per byte."""
         return float(np.mean([self._evaluate(state.params, batch)["loss"] for batch in self._held_out]))
 
-    def triage(self, error: sk.NonFiniteError, batch: Any) -> sk.runtime.Report:
+    def triage(self, error: sk.NonFiniteError, batch: Any) -> sk.runtime.TriageReport:
         """What in a step was not finite, and where."""
         return self._triage(error.state._replace(step=error.state.step - 1), batch)
 
@@ -95,7 +95,7 @@ class Run:
         return {name: plain(value) for name, value in asdict(self.options).items() if name not in _FREE}
 
 
-def first_state(run: Run, checkpoints: Any) -> tuple[sk.TrainState, int]:
+def first_state(run: CommandRun, checkpoints: Any) -> tuple[sk.TrainState, int]:
     """The state that the run begins or goes on with, and the number of its next step.
 
     Raises:

@@ -23,7 +23,7 @@ from shardkit.runtime.data.arrays import (
 from shardkit.runtime.data.loader import Loader, loader, prefetch_to_device
 from shardkit.runtime.drift import Drift, DriftError, assert_no_drift, replica_drift
 from shardkit.runtime.monitor.guard import Deadlines, Guard, guard
-from shardkit.runtime.triage import NonFinite, Report, nonfinite, triage
+from shardkit.runtime.triage import NonFinite, TriageReport, nonfinite, triage
 
 __all__ = [
     "PREEMPTED",
@@ -35,8 +35,8 @@ __all__ = [
     "Guard",
     "Loader",
     "NonFinite",
-    "Report",
     "Run",
+    "TriageReport",
     "assert_no_drift",
     "barrier",
     "fetch",

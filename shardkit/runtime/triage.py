@@ -53,7 +53,7 @@ class NonFinite(NamedTuple):
     first: tuple[int, ...]
 
 
-class Report(NamedTuple):
+class TriageReport(NamedTuple):
     """What `triage` found; `print` it.
 
     Attributes:
@@ -126,8 +126,8 @@ def triage(
     plan: Plan,
     precision: Precision | str | None = None,
     accumulate: int = 1,
-) -> Callable[[TrainState, Any], Report]:
-    """Builds `run(state, batch) -> Report`: the loss and gradient of a step again, looked at before they are summed.
+) -> Callable[[TrainState, Any], TriageReport]:
+    """Builds `run(state, batch) -> TriageReport`: recomputes a step up to, but without, the cross-device reduction.
 
     It draws the dropout of the step, so it needs the state from before it. A NonFiniteError's state counts the step as
     taken: run it on `state._replace(step=state.step - 1)`.
@@ -145,7 +145,7 @@ def triage(
 
     Returns:
         A function that leaves its arguments as they are. Every process of the mesh must call it, and gets the same
-        Report.
+        TriageReport.
 
     Raises:
         ValueError: as `make_train_step`.
@@ -184,7 +184,7 @@ def triage(
             per_device, mesh=mesh, in_specs=(rest, specs, _REPLICATED, _REPLICATED), out_specs=_REPLICATED
         )(state.params, batch, step_key(state.key, state.step), scale)
 
-    def run(state: TrainState, batch: Any) -> Report:
+    def run(state: TrainState, batch: Any) -> TriageReport:
         loss, weight, looked_at = observed(state._replace(opt_state=None), batch)
         # jit sorts a dict by its keys; the report goes from causes to consequences.
         rows = [
@@ -193,7 +193,7 @@ def triage(
             for path, x in jax.tree_util.tree_leaves_with_path({name: looked_at[name]})
             for row in _places(path_name(path), x, mesh)
         ]
-        return Report(tuple(rows), float(loss), float(weight))
+        return TriageReport(tuple(rows), float(loss), float(weight))
 
     run.trace = lambda state, batch: observed.trace(state._replace(opt_state=None), batch)  # type: ignore[attr-defined]
     return run

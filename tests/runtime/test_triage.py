@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.runtime.data.arrays import from_full
-from shardkit.runtime.triage import NonFinite, Report, nonfinite, observations, triage
+from shardkit.runtime.triage import NonFinite, TriageReport, nonfinite, observations, triage
 from support.commands import deep
 
 
@@ -214,7 +214,7 @@ def test_nonfinite_of_any_tree(mesh2x4):
 
 def test_a_long_report_is_cut(data8):
     rows = tuple(NonFinite(f"params.w{i}", {"data": 1}, 1, (0,)) for i in range(50))
-    lines = str(Report(rows, 1.0, 2.0)).splitlines()
+    lines = str(TriageReport(rows, 1.0, 2.0)).splitlines()
     assert lines[0] == "loss 1, weight 2" and len(lines) == 3 + 40 + 1 and lines[-1] == "and 10 more"
 
 
