@@ -148,7 +148,7 @@ def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
         if first < options.steps:
             trained = loop(run, state, first, guard, checkpoints, console)
         else:
-            trained = Trained([], state, 0.0, 0, "done", 0)
+            trained = Trained(state)
     return _summary(run, trained, differences, console, writes=cluster.is_master)
 
 
@@ -243,7 +243,7 @@ def _summary(run: Run, trained: Trained, differences: Differences | None, consol
         "train_loss": curve[-1].train_loss if curve else None,
         "validation_loss": validations[-1] if validations else None,
         "steps": steps,
-        "ended": trained.ended,
+        "ended": trained.end.reason,
         "tokens_per_second": speed,
         "held_bytes_per_device": sk.bytes_per_device(trained.state),
         "verify_loss_difference": differences.loss if differences else None,
@@ -258,9 +258,9 @@ def _summary(run: Run, trained: Trained, differences: Differences | None, consol
         o.json.write_text(json_lib.dumps(results, indent=1) + "\n")
     if len(curve) > 1:
         console.print(picture(curve, color=console.color_system is not None))
-    console.print(f"{trained.ended}: {steps} steps, {trained.seconds:.0f} s, {speed:,.0f} tokens/s")
+    console.print(f"{trained.end.reason}: {steps} steps, {trained.seconds:.0f} s, {speed:,.0f} tokens/s")
     if validations:
         console.print(f"validation loss {validations[-1]:.3f} nats per byte on text it has not seen")
     if differences:
         console.print(f"verify: {differences}")
-    return trained.code
+    return trained.end.code

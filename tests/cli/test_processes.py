@@ -9,7 +9,9 @@ import time
 
 import pytest
 
+import shardkit as sk
 from shardkit.cli import loop, train
+from shardkit.cli.run import Run
 from shardkit.runtime.monitor import client
 from support.commands import environment
 
@@ -115,7 +117,7 @@ def test_a_second_interrupt_ends_all_at_once(monkeypatch):
     monkeypatch.setattr(client, "tell_others", lambda error, code: told.append((type(error), code)))
     passed_on = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
     try:
-        with pytest.raises(KeyboardInterrupt), loop._asked_to_end(saves=True, many=True):
+        with pytest.raises(KeyboardInterrupt), loop._stop_signals(saves=True, many=True):
             os.kill(os.getpid(), signal.SIGINT)
             assert told == [signal.SIGTERM]
             os.kill(os.getpid(), signal.SIGINT)
@@ -150,3 +152,12 @@ def test_a_loss_that_is_not_finite_is_looked_into(alone, tmp_path):
     assert "not finite before the sum over devices:" in printed
     assert "grads.layers.query" in printed
     assert "a gradient is not finite. The parameters are as before the step" in printed
+
+
+def test_triage_repeats_the_step_that_failed():
+    """A NonFiniteError's state counts the failed step as taken; the keys of dropout depend on the step."""
+    repeated = []
+    training = Run.__new__(Run)  # without a model
+    training._triage = lambda state, batch: repeated.append((state.step, batch))
+    training.triage(sk.NonFiniteError("", sk.TrainState(4, None, None, None), {}), "batch")
+    assert repeated == [(3, "batch")]
