@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import shardkit as sk
 from shardkit.cli.curve import Point
-from shardkit.cli.run import Run
+from shardkit.cli.run import CommandRun
 from shardkit.runtime.monitor import client
 
 _LOG_EVERY = 10
@@ -75,7 +75,7 @@ def every(n: int, hook: Hook, *, also: int | None = None, last: bool = True) -> 
 
 
 def loop(
-    run: Run, state: sk.TrainState, first: int, guard: sk.runtime.Guard | None, checkpoints: Any, console: Console
+    run: CommandRun, state: sk.TrainState, first: int, guard: sk.runtime.Guard | None, checkpoints: Any, console: Console
 ) -> Trained:
     """Trains from step index `first` until the last step, a stop signal, or a step that is not finite."""
     o = run.options
@@ -110,7 +110,7 @@ def loop(
 class _Record:
     """The hooks, and what they leave for the summary: the loss curve and the time in steps."""
 
-    run: Run
+    run: CommandRun
     first: int
     phase: Callable[[str], AbstractContextManager[Any]]
     checkpoints: Any

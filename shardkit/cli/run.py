@@ -35,7 +35,7 @@ _FREE = {
 }
 
 
-class Run:
+class CommandRun:
     """A training run on one mesh."""
 
     def __init__(
@@ -95,7 +95,7 @@ class Run:
         return {name: plain(value) for name, value in asdict(self.options).items() if name not in _FREE}
 
 
-def first_state(run: Run, checkpoints: Any) -> tuple[sk.TrainState, int]:
+def first_state(run: CommandRun, checkpoints: Any) -> tuple[sk.TrainState, int]:
     """The state that the run begins or goes on with, and the number of its next step.
 
     Raises:

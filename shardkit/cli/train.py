@@ -19,7 +19,7 @@ from shardkit.cli.curve import picture
 from shardkit.cli.loop import Trained, loop
 from shardkit.cli.pipelines import plain_loss
 from shardkit.cli.plans import mesh_words, plan_of
-from shardkit.cli.run import Run, first_state, plain
+from shardkit.cli.run import CommandRun, first_state, plain
 from shardkit.cli.verify import Differences, verify
 from shardkit.mesh import offer_cpu_devices
 from shardkit.models import transformer
@@ -140,7 +140,7 @@ def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
         capacity=options.capacity,
     )
     plan, axes = plan_of(mesh.shape, config, sequence=options.sequence, impl=options.impl)
-    run = Run(options, mesh, plan, axes, config, text)
+    run = CommandRun(options, mesh, plan, axes, config, text)
     with _checkpoints(options) as checkpoints:
         state, first = first_state(run, checkpoints)
         guard = _guard(run, first) if many else None
@@ -180,7 +180,7 @@ def _word(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _guard(run: Run, first: int) -> sk.runtime.Guard:
+def _guard(run: CommandRun, first: int) -> sk.runtime.Guard:
     o = run.options
     deadlines = sk.runtime.Deadlines(step=o.deadline, data=o.deadline)
     return sk.runtime.guard(
@@ -203,7 +203,7 @@ def _checkpoints(options: Options) -> Any:
 
 
 def _introduce(
-    run: Run, state: sk.TrainState, first: int, plan: sk.Plan, axes: transformer.Axes, console: Console
+    run: CommandRun, state: sk.TrainState, first: int, plan: sk.Plan, axes: transformer.Axes, console: Console
 ) -> Differences | None:
     """Says what is trained, on what; with --verify also whether one device gives the same numbers."""
     options, mesh = run.options, run.mesh
@@ -234,7 +234,7 @@ def _introduce(
     return differences
 
 
-def _summary(run: Run, trained: Trained, differences: Differences | None, console: Console, *, writes: bool) -> int:
+def _summary(run: CommandRun, trained: Trained, differences: Differences | None, console: Console, *, writes: bool) -> int:
     o = run.options
     curve, steps = trained.curve, int(trained.state.step)
     validations = [p.validation_loss for p in curve if p.validation_loss is not None]

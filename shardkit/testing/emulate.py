@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from shardkit._typed import typed
 from shardkit.collectives import vary
 from shardkit.layout import all_axes, check_spec, local_shape, path_name
-from shardkit.testing._devices import joined, on_one_device
+from shardkit.testing._interpreter import joined, on_one_device
 
 
 @typed

@@ -23,9 +23,9 @@ from shardkit.analysis.jaxpr.processes import other_process
 from shardkit.layout import bytes_per_device, path_name
 from shardkit.precision import precision_of
 from shardkit.testing._compare import constant_factor, first_gap, leaves_of, shapes_differ
-from shardkit.testing._traffic import plan_traffic
+from shardkit.testing._plan_traffic import plan_traffic
 from shardkit.testing.program import SCALE, Program
-from shardkit.testing.single import Reference
+from shardkit.testing.one_device import Reference
 
 Law = Callable[[Program, Reference], str | None]
 

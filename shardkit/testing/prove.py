@@ -16,7 +16,7 @@ from shardkit.testing._compare import check_relative
 from shardkit.testing.laws import LAWS, Law
 from shardkit.testing.program import Build, Program
 from shardkit.testing.rows import Row
-from shardkit.testing.single import Reference, one_device
+from shardkit.testing.one_device import Reference, one_device
 
 
 class Verdict(NamedTuple):

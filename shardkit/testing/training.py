@@ -17,7 +17,7 @@ from shardkit.testing._compare import check_relative, on
 from shardkit.testing.laws import equal_copies, same_numbers
 from shardkit.testing.program import Program
 from shardkit.testing.rows import Row
-from shardkit.testing.single import one_device
+from shardkit.testing.one_device import one_device
 
 
 @typed

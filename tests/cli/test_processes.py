@@ -11,7 +11,7 @@ import pytest
 
 import shardkit as sk
 from shardkit.cli import loop, train
-from shardkit.cli.run import Run
+from shardkit.cli.run import CommandRun
 from shardkit.runtime.monitor import client
 from support.commands import environment
 
@@ -157,7 +157,7 @@ def test_a_loss_that_is_not_finite_is_looked_into(alone, tmp_path):
 def test_triage_repeats_the_step_that_failed():
     """A NonFiniteError's state counts the failed step as taken; the keys of dropout depend on the step."""
     repeated = []
-    training = Run.__new__(Run)  # without a model
+    training = CommandRun.__new__(CommandRun)  # without a model
     training._triage = lambda state, batch: repeated.append((state.step, batch))
     training.triage(sk.NonFiniteError("", sk.TrainState(4, None, None, None), {}), "batch")
     assert repeated == [(3, "batch")]

@@ -19,7 +19,7 @@ from shardkit import _compat
 from shardkit._check import quoted
 from shardkit.layout import all_axes, spec_axes
 from shardkit.testing._compare import is_float
-from shardkit.testing._vmapped import RULES
+from shardkit.testing._collective_rules import RULES
 
 # They change the type of a value, not the value.
 _CASTS = {"pvary", "pcast", "preduced", "reduced_vary_cast_p", "vary_unreduced_cast_p"}
