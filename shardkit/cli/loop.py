@@ -75,7 +75,12 @@ def every(n: int, hook: Hook, *, also: int | None = None, last: bool = True) -> 
 
 
 def loop(
-    run: CommandRun, state: sk.TrainState, first: int, guard: sk.runtime.Guard | None, checkpoints: Any, console: Console
+    run: CommandRun,
+    state: sk.TrainState,
+    first: int,
+    guard: sk.runtime.Guard | None,
+    checkpoints: Any,
+    console: Console,
 ) -> Trained:
     """Trains from step index `first` until the last step, a stop signal, or a step that is not finite."""
     o = run.options

@@ -234,7 +234,9 @@ def _introduce(
     return differences
 
 
-def _summary(run: CommandRun, trained: Trained, differences: Differences | None, console: Console, *, writes: bool) -> int:
+def _summary(
+    run: CommandRun, trained: Trained, differences: Differences | None, console: Console, *, writes: bool
+) -> int:
     o = run.options
     curve, steps = trained.curve, int(trained.state.step)
     validations = [p.validation_loss for p in curve if p.validation_loss is not None]

@@ -24,8 +24,8 @@ from shardkit.layout import bytes_per_device, path_name
 from shardkit.precision import precision_of
 from shardkit.testing._compare import constant_factor, first_gap, leaves_of, shapes_differ
 from shardkit.testing._plan_traffic import plan_traffic
-from shardkit.testing.program import SCALE, Program
 from shardkit.testing.one_device import Reference
+from shardkit.testing.program import SCALE, Program
 
 Law = Callable[[Program, Reference], str | None]
 
@@ -112,7 +112,7 @@ def compiled_as_written(program: Program, reference: Reference) -> str | None:
         return "the CPU compiler sends 16-bit floats as float32"
     found = read_compiled(program.traced, program.compiled)
     more = [change.line for change in changes(found.census, found.rows) if change.more]
-    if more and looks_across(program):  # what the compiler adds it merges with sums that are written
+    if more and _looks_across(program):  # what the compiler adds it merges with sums that are written
         more = [line for line in more if not line.startswith("added") and " all_reduce over " not in line]
     if more:
         raise AssertionError("the compiler must send only what is written; it changed: " + "; ".join(more))
@@ -171,7 +171,7 @@ LAWS: tuple[Law, ...] = (
 )
 
 
-def looks_across(program: Program) -> bool:
+def _looks_across(program: Program) -> bool:
     """Whether the optimizer's update mixes elements, so that it must look across shards: read from its trace."""
     import optax
 
@@ -203,12 +203,11 @@ def _compare(where: str, what: str, got: Any, wanted: Any, allowed: Any) -> None
     bounds = dict(leaves_of(allowed))
     gap = first_gap(got, wanted, lambda path, leaf, overall: bounds[path])
     if gap:
-        name = "" if gap.path == "(the whole tree)" else f" {gap.path}"
         text = str(gap).replace("the reference", "one device's")
         factors = [constant_factor(x, y) for (_, x), (_, y) in zip(leaves_of(got), leaves_of(wanted), strict=True)]
         scaled = any(all(f and math.isclose(f, s, rel_tol=0.01) for f in factors) for s in (SCALE, 1 / SCALE))
         hint = f", and at `scale`, which is {SCALE:g} in a proof and multiplies the gradients alone" if scaled else ""
         raise AssertionError(
-            f"{where}: {what}{name} must be as on one device; {text}. Look at what the loss sums and over which axes "
-            f"it varies{hint}."
+            f"{where}: {what}{gap.where} must be as on one device; {text}. Look at what the loss sums and over which "
+            f"axes it varies{hint}."
         )

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardkit._kinds import ARRAYS, Arrays, Key, Optimizer
-from shardkit._typed import check_kind, typed
+from shardkit._kinds import Arrays, Key, Optimizer
+from shardkit._typed import typed
 from shardkit.partitioning.gradient import GradFn, counted
 from shardkit.rng import example_keys
-from shardkit.testing._compare import check_relative, check_telling, leaves_of, magnitude
+from shardkit.testing._compare import check_batches, check_relative, check_telling, leaves_of, magnitude
 from shardkit.train import step_key
 
 # A gradient leaf this much smaller than the largest one is rounding noise: its true value is zero.
@@ -93,10 +93,7 @@ def one_device(
         ValueError: no batch, a relative error that is not between 0 and 1, or a run that cannot tell right from wrong:
             its loss or a gradient is not finite, or all gradients of a step are zero.
     """
-    if not batches:
-        raise ValueError("one_device: at least one batch is needed; got none. Pass one for each step.")
-    for batch in batches:
-        check_kind("one_device", "batches", batch, (ARRAYS,))
+    check_batches("one_device", batches)
     check_relative("one_device", relative)
     key = jax.random.key(0) if key is None else key
     run = lambda sign: _run(grad_fn, optimizer, params, batches, key, relative, sign)  # noqa: E731

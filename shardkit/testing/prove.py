@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import jax
 
 from shardkit._check import sized
-from shardkit._kinds import ARRAYS, FUNCTION, Arrays, Key, Optimizer, kinds_of
+from shardkit._kinds import FUNCTION, Arrays, Key, Optimizer, kinds_of
 from shardkit._typed import check_kind, typed
 from shardkit.layout import table
 from shardkit.partitioning.gradient import GradFn
-from shardkit.testing._compare import check_relative
+from shardkit.testing._compare import check_batches, check_relative
 from shardkit.testing.laws import LAWS, Law
+from shardkit.testing.one_device import Reference, one_device
 from shardkit.testing.program import Build, Program
 from shardkit.testing.rows import Row
-from shardkit.testing.one_device import Reference, one_device
 
 
 class Verdict(NamedTuple):
@@ -92,13 +92,12 @@ def prove(
         ValueError: no row, no batch, no law, or a relative error that is not between 0 and 1.
         TypeError, ValueError: what building or tracing a step raises.
     """
-    for name, given in (("row", rows), ("batch", batches), ("law", laws)):
+    for name, given in (("row", rows), ("law", laws)):
         if not given:
             raise ValueError(f"prove: at least one {name} is needed; got none. Pass one or more.")
+    check_batches("prove", batches)
     for way in rows:
         check_kind("prove", "rows", way, kinds_of(Row))
-    for each in batches:
-        check_kind("prove", "batches", each, (ARRAYS,))
     for law in laws:
         check_kind("prove", "laws", law, (FUNCTION,))
     key = jax.random.key(0) if key is None else key

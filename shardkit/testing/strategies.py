@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from shardkit._check import at_least
 from shardkit._typed import typed
 from shardkit.layout import canonical, spec_axes
+from shardkit.testing.certify import factorizations
 from shardkit.testing.chains import DTYPES, Chain, Op, legal_ops, state_of
 
 NAMES = ("a", "b", "c")
@@ -55,7 +56,7 @@ def meshes(*, devices: int = 8, names: Sequence[str] = NAMES) -> st.SearchStrate
             f"meshes: there must be one device and one name or more; got {devices} devices and names {tuple(names)}. "
             "Pass for example devices=8, names=('data', 'model')."
         )
-    every = [sizes for k in range(1, len(names) + 1) for sizes in _factorisations(devices, k)]
+    every = [sizes for k in range(1, len(names) + 1) for sizes in factorizations(devices, k)]
     every.sort(key=lambda sizes: (math.prod(sizes), len(sizes), sizes))
     return st.sampled_from([dict(zip(names, sizes, strict=False)) for sizes in every])
 
@@ -186,9 +187,3 @@ def programs(
         kernel = draw(st.sampled_from(list(dict.fromkeys(op.kernel for op in legal))))
         ops.append(draw(st.sampled_from([op for op in legal if op.kernel == kernel])))
     return Chain(dict(sizes), shape, dtype, tuple(ops), seed)
-
-
-def _factorisations(devices: int, k: int) -> list[tuple[int, ...]]:
-    if k == 1:
-        return [(n,) for n in range(1, devices + 1)]
-    return [(n, *rest) for n in range(1, devices + 1) for rest in _factorisations(devices // n, k - 1)]
