@@ -66,6 +66,12 @@ def assert_matches_reference(
             and the factor if it is the same everywhere.
         TypeError: args that are no tuple, or a reference in numpy where gradients are compared.
         TypeError, ValueError: what tracing the kernel raises, for example by check_vma.
+
+    Example:
+        >>> sk.testing.assert_matches_reference(
+        ...     lambda x: sk.all_reduce(x, "data"), lambda x: x[:2] + x[2:],
+        ...     mesh=mesh, in_specs=P("data"), out_specs=P(), args=(np.arange(4, dtype="f"),),
+        ... )
     """
     if kernel.__hash__ is None:  # an object of a class with an equality of its own
         kernel = partial(kernel)

@@ -83,6 +83,13 @@ def certify_gradients(
         ValueError: no mesh of two devices or more fits the arrays; an axis named twice; a spec with another axis; more
             devices than there are, or fewer than two.
         TypeError: a parameter that has no gradient, or axes that are no names.
+
+    Example:
+        >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
+        >>> gradient = lambda w, x: sk.all_reduce(jax.grad(loss)(sk.vary(w, "data"), x), "data", op="mean")
+        >>> certificate = sk.testing.certify_gradients(gradient, loss, np.ones(3, "f"), np.ones((8, 3), "f"), devices=2)
+        >>> certificate.meshes
+        ({'data': 1}, {'data': 2})
     """
     axes = axis_names("certify_gradients", axes if isinstance(axes, str) else tuple(axes))
     count = _count(devices)

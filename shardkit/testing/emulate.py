@@ -48,6 +48,11 @@ def emulate(
             checked.
         TypeError: from the call: a spec that is none.
         TypeError, ValueError: what tracing the kernel raises.
+
+    Example:
+        >>> total = sk.testing.emulate(lambda x: sk.all_reduce(x, "data"), {"data": 4}, P("data"), P())
+        >>> total(jnp.arange(4)).tolist()
+        [6]
     """
     names = tuple(mesh_sizes)
     if not names or not all(isinstance(size, int) and size > 0 for size in mesh_sizes.values()):

@@ -92,6 +92,12 @@ def one_device(
     Raises:
         ValueError: no batch, a relative error that is not between 0 and 1, or a run that cannot tell right from wrong:
             its loss or a gradient is not finite, or all gradients of a step are zero.
+
+    Example:
+        >>> grad_fn = sk.value_and_grad(lambda w, x, keys: sk.Mean.of((x @ w) ** 2))
+        >>> reference = sk.testing.one_device(grad_fn, optax.sgd(0.1), np.ones(3, "f"), [np.ones((8, 3), "f")] * 2)
+        >>> float(reference.steps[0].loss)
+        9.0
     """
     check_batches("one_device", batches)
     check_relative("one_device", relative)

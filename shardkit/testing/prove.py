@@ -67,9 +67,6 @@ def prove(
 ) -> Proof:
     """Proves a training step: every law on every row, from one compiled program a row.
 
-        rows = [Row({"data": 8}, sk.dp("data")), Row({"data": 2, "fsdp": 4}, sk.chain(sk.dp("data"), sk.fsdp("fsdp")))]
-        print(prove(sk.value_and_grad(loss_fn), sk.value_and_grad(loss_fn), rows=rows, params=params, batches=batches))
-
     Each row is traced, lowered, compiled and run for `len(batches)` steps once; the laws read the result. The reference
     runs on one device without a mesh.
 
@@ -91,6 +88,14 @@ def prove(
         AssertionError: a law is broken; the message lists every broken law of every row.
         ValueError: no row, no batch, no law, or a relative error that is not between 0 and 1.
         TypeError, ValueError: what building or tracing a step raises.
+
+    Example:
+        >>> grad_fn = sk.value_and_grad(lambda w, x, keys: sk.Mean.of((x @ w) ** 2))
+        >>> rows = [sk.testing.Row({"data": 2}, sk.dp("data")), sk.testing.Row({"fsdp": 2}, sk.fsdp("fsdp"))]
+        >>> data = {"params": np.ones(4, "f"), "batches": [np.ones((8, 4), "f")] * 2}
+        >>> proof = sk.testing.prove(grad_fn, grad_fn, rows=rows, optimizer=optax.sgd(0.1), **data)
+        >>> str(proof).count("holds")  # eight laws on each row
+        16
     """
     for name, given in (("row", rows), ("law", laws)):
         if not given:

@@ -50,6 +50,13 @@ def meshes(*, devices: int = 8, names: Sequence[str] = NAMES) -> st.SearchStrate
 
     Raises:
         ValueError: no device or no name.
+
+    Example:
+        >>> from hypothesis import given
+        >>> @given(sk.testing.meshes(devices=8))
+        ... def test_mesh(sizes):
+        ...     assert 1 <= np.prod(list(sizes.values())) <= 8
+        >>> test_mesh()
     """
     if devices < 1 or not names:
         raise ValueError(
@@ -98,6 +105,13 @@ def specs(draw: _Draw, shape: Sequence[int], sizes: Mapping[str, int]) -> Partit
 
     Returns:
         Strategy of PartitionSpec, in its canonical spelling; shrinks to `P()`.
+
+    Example:
+        >>> from hypothesis import given
+        >>> @given(sk.testing.specs((4, 6), {"data": 2, "model": 2}))
+        ... def test_spec(spec):
+        ...     sk.local_shape((4, 6), spec, sk.abstract_mesh(data=2, model=2))
+        >>> test_spec()
     """
     entries: list[tuple[str, ...]] = [()] * len(shape)
     left = list(shape)
@@ -133,6 +147,13 @@ def sharded_arrays(
 
     Returns:
         Strategy of ShardedArray.
+
+    Example:
+        >>> from hypothesis import given
+        >>> @given(sk.testing.sharded_arrays())
+        ... def test_array(array):
+        ...     sk.local_shape(array.value.shape, array.spec, sk.abstract_mesh(**array.sizes))
+        >>> test_array()
     """
     sizes = draw(meshes()) if sizes is None else dict(sizes)
     local = draw(st.lists(st.integers(1, largest), max_size=rank))
@@ -173,6 +194,13 @@ def programs(
 
     Returns:
         Strategy of Chain; shrinks to one device, one element and no collective.
+
+    Example:
+        >>> from hypothesis import given
+        >>> @given(sk.testing.programs())
+        ... def test_program(program):
+        ...     run = sk.testing.emulate(program.kernel, program.sizes, program.spec, program.spec)
+        ...     np.testing.assert_array_equal(run(program.blocks()), program.reference(program.blocks()))
     """
     sizes = draw(meshes()) if sizes is None else dict(sizes)
     dtype = draw(st.sampled_from(list(dtypes)))

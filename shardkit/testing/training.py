@@ -58,6 +58,13 @@ def assert_same_training(
         AssertionError: a difference; names mesh, plan, step, leaf, how far it is off and what is allowed.
         ValueError: no batch, or a relative error that is not between 0 and 1.
         TypeError, ValueError: what building or tracing the step raises.
+
+    Example:
+        >>> grad_fn = sk.value_and_grad(lambda w, x, keys: sk.Mean.of((x @ w) ** 2))
+        >>> sk.testing.assert_same_training(
+        ...     grad_fn, grad_fn, optax.sgd(0.1), mesh=mesh, plan=sk.fsdp("data", min_size=1),
+        ...     params=np.ones(4, "f"), batches=[np.ones((8, 4), "f")],
+        ... )
     """
     at_least("assert_same_training", 1, accumulate=accumulate)
     check_batches("assert_same_training", batches)
