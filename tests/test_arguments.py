@@ -120,17 +120,17 @@ def test_what_means_nothing_is_refused(call, message, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"verify": -1}, "train: --verify must be at least 0; got -1. Raise it."),
-        ({"hidden": 0}, "train: --hidden must be at least 1; got 0. Raise it."),
-        ({"clip": -1.0}, "train: --clip must be at least 0; got -1.0. Raise it."),
-        ({"learning_rate": math.nan}, "train: --learning-rate must be above 0; got nan. Correct it."),
-        ({"layers": 0}, "train: --layers must be at least 1; got 0. Raise it."),
-        ({"dim": -16}, "train: --dim must be at least 1; got -16. Raise it."),
-        ({"seed": -1}, "train: --seed must be at least 0; got -1. Raise it."),
-        ({"dropout": 1.0}, "train: --dropout must be below 1; got 1.0. Lower it."),
+        ({"verify": -1}, "train: --verify must be at least 0; got -1. Pass 0 or more."),
+        ({"hidden": 0}, "train: --hidden must be at least 1; got 0. Pass 1 or more."),
+        ({"clip": -1.0}, "train: --clip must be at least 0; got -1.0. Pass 0 or more."),
+        ({"learning_rate": math.nan}, "train: --learning-rate must be above 0; got nan. Pass a positive number."),
+        ({"layers": 0}, "train: --layers must be at least 1; got 0. Pass 1 or more."),
+        ({"dim": -16}, "train: --dim must be at least 1; got -16. Pass 1 or more."),
+        ({"seed": -1}, "train: --seed must be at least 0; got -1. Pass 0 or more."),
+        ({"dropout": 1.0}, "train: --dropout must be below 1; got 1.0. Pass for example 0.1."),
         (
             {"json": Path("/tmp")},
-            "train: --json must be a file; got the directory /tmp. Name a file in it.",
+            "train: --json must be a file; got the directory /tmp. Pass for example /tmp/run.json.",
         ),
     ],
 )
@@ -145,4 +145,4 @@ def test_options_of_soak_that_mean_nothing(options):
     ((name, value),) = options.items()
     with pytest.raises(ValueError) as error:
         soak.soak(soak.Options(**options))
-    assert str(error.value) == f"soak: --{name} must be at least 1; got {value}. Raise it."
+    assert str(error.value) == f"soak: --{name} must be at least 1; got {value}. Pass 1 or more."

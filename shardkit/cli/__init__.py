@@ -10,21 +10,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _NEEDS = "shardkit: the command needs the extra [cli]; install it with: pip install 'shardkit[cli]'"
-_NO_DASHES = (
-    "error: launch: the options of the command must stand behind --. Write for example -- train.py --steps 100."
-)
+_NO_DASHES = "error: launch: the command and its options must come after --. Write for example -- train.py --steps 100."
 
 
 def main() -> None:
-    """Runs `shardkit COMMAND`; a mistake in what was asked ends with one sentence and exit code 2."""
+    """Runs `shardkit COMMAND`; a user's mistake ends with a one-sentence error and exit code 2."""
     try:
         try:
             _main()
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
-    except BrokenPipeError:  # whoever read the output has enough of it: | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+    except BrokenPipeError:  # the reader of the pipe has closed it: | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at interpreter exit
         sys.exit(128 + signal.SIGPIPE)
 
 
@@ -85,6 +83,6 @@ def _end(error: BaseException, code: int) -> NoReturn:
 
 
 def _raised_by_shardkit(error: BaseException) -> bool:
-    """Whether the message is one of ours; any other exception is a bug, and its traceback is wanted."""
+    """Whether shardkit itself raised the error; any other exception is a bug, and its traceback is wanted."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and Path(__file__).parents[1] in Path(frames[-1].filename).parents

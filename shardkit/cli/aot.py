@@ -1,4 +1,4 @@
-"""`shardkit aot module:function --topology v5p:8x8x8`: what the real compiler makes of a step for absent chips."""
+"""`shardkit aot module:function --topology v5p:8x8x8`: compiles a step with the real compiler, without the chips."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from shardkit.mesh import offer_cpu_devices
 
 @dataclass(frozen=True)
 class Options:
-    """Compile a function for chips that are not there: memory, collectives, overlap, time by a stated model.
+    """Options of `shardkit aot`."""
 
-    Ends with exit code 1 if the program does not fit the chip's memory, 0 if it does.
-    """
-
-    target: tyro.conf.Positional[str]
-    """MODULE:FUNCTION or FILE.py:FUNCTION. Without --args it takes no parameters and returns (fn, *args)."""
+    target: targets.Target
+    """The function to compile. Without --args it must take no parameters and return (fn, *args)."""
     topology: str
-    """The chips: 'v5p:8x8x8' (a torus), 'h100:1x4x8' (slices x hosts x GPUs a host)."""
+    """The chips: 'v5p:8x8x8' (a torus), 'h100:1x4x8' (slices x hosts x GPUs per host)."""
     args: tuple[str, ...] = ()
-    """Types of the function's arguments: 'f32[8,128]', 'bf16[4]', 'i32[]', 'key'."""
+    """Types of the function's arguments, such as 'f32[8,128]', 'bf16[4]', 'i32[]' or 'key'."""
     json: Path | None = None
-    """Where to write the report."""
+    """Write the report to this file."""
     against: Path | None = None
-    """A report written before, to compare with."""
+    """A report that --json wrote before, to compare with."""
     timeout: float = 1800.0
-    """Seconds the compiler is given."""
+    """Seconds after which the compiler is stopped."""
     devices: int = 8
-    """CPU devices to simulate where there is no accelerator, for a function that makes a mesh of real devices."""
+    """CPU devices to simulate without an accelerator, for a function that builds its mesh from real devices."""
 
 
 def aot(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
-    """Compile for chips that are not there."""
+    """Compile a function for chips that are not attached: memory, collectives, overlap and predicted time.
+
+    The exit code is 0 if the program fits the chip's memory, 1 if it does not.
+    """
     parse_topology(options.topology)
     before = _read(options.against) if options.against else None
     offer_cpu_devices(options.devices)
@@ -47,7 +47,7 @@ def aot(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     report = compile(fn, args, topology=options.topology, timeout=options.timeout)
     print(report)
     if before:
-        print(f"\nbeside {options.against}:\n{report.compare(before)}")
+        print(f"\ncompared with {options.against}:\n{report.compare(before)}")
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(report.to_json())
@@ -59,5 +59,6 @@ def _read(file: Path) -> Report:
         return Report.from_json(file.read_text())
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"aot: {file} is no report that can be read ({type(error).__name__}). Pass a file that --json wrote."
+            f"aot: {file} must be a report that --json wrote; it cannot be read ({type(error).__name__}). Check the "
+            "path."
         ) from error

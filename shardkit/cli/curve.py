@@ -1,4 +1,4 @@
-"""The loss curve of a training run, and its picture in the terminal."""
+"""The loss curve of a training run, as a plot in the terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.text import Text
 
 
 class Point(NamedTuple):
-    """One place of the loss curve: step, training loss, and validation loss where it was measured."""
+    """A point of the loss curve: step, training loss, and validation loss if it was measured."""
 
     step: int
     train_loss: float
@@ -17,12 +17,12 @@ class Point(NamedTuple):
 
 
 def picture(curve: Sequence[Point], color: bool) -> Text:
-    """The losses as a text picture."""
+    """The losses as a text plot."""
     import uniplot
 
     held = [(p.step, p.validation_loss) for p in curve if p.validation_loss is not None]
     xs, ys = [[p.step for p in curve]], [[p.train_loss for p in curve]]
-    if color and len(held) > 1:  # without colors the two could not be told apart
+    if color and len(held) > 1:  # without color the two lines look the same
         xs.append([step for step, _ in held])
         ys.append([loss for _, loss in held])
     picture = uniplot.plot_to_string(

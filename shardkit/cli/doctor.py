@@ -1,4 +1,4 @@
-"""`shardkit doctor`: versions, devices, a self-test of every collective, and what is missing for which extra."""
+"""`shardkit doctor`: versions, devices, a self-test of every collective, and the packages that an extra lacks."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _EXTRAS = {
 
 @dataclass(frozen=True)
 class Options:
-    """Check this installation: versions, devices, every collective, extras."""
+    """Options of `shardkit doctor`."""
 
     devices: int = 8
-    """CPU devices to simulate where there is no accelerator."""
+    """CPU devices to simulate without an accelerator."""
 
 
 def doctor(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
-    """Check this installation."""
+    """Check this installation: versions, devices, every collective, optional packages."""
     console = Console(soft_wrap=True, highlight=False)
     offer_cpu_devices(options.devices)
     versions = {name: _version(name) or "missing" for name in ("shardkit", "jax", "jaxlib", "numpy", "optax")}
@@ -61,15 +61,16 @@ def doctor(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
             else f"[{extra}]: missing {', '.join(missing)}; pip install 'shardkit[{extra}]'",
             markup=False,
         )
-    console.print("all collectives are right" if not failed else f"{failed} collectives are WRONG on this machine")
+    console.print(
+        "all collectives are right" if not failed else f"collectives that are WRONG on this machine: {failed}"
+    )
     return 1 if failed else 0
 
 
 def self_test(mesh: Mesh) -> dict[str, float]:
-    """Every collective over the mesh's one axis, against NumPy over a list of blocks: the largest difference of each.
+    """Runs every collective over the mesh's one axis; the largest difference of each from NumPy over a list of blocks.
 
-    The values are small whole numbers, so that every order of summation gives the same result and 0 is the only right
-    answer.
+    The values are small whole numbers, whose sums are exact in any order: every difference must be 0.
     """
     (axis,) = mesh.axis_names
     n = mesh.size

@@ -16,33 +16,33 @@ from shardkit.schedules import Schedule
 
 @dataclass(frozen=True)
 class Options:
-    """Draw a pipeline schedule and simulate it: the table, the time, the bubble, what every device holds."""
+    """Options of `shardkit draw`."""
 
     schedule: str | None = None
-    """gpipe, one_f_one_b, zero_bubble_h1, zero_bubble_v, dualpipe_v, interleaved, breadth_first or lockstep; goes with
+    """gpipe, one_f_one_b, zero_bubble_h1, zero_bubble_v, dualpipe_v, interleaved, breadth_first or lockstep; needs
     --stages and --microbatches."""
     stages: int | None = None
-    """Devices of the pipe axis."""
+    """Devices along the stage axis."""
     microbatches: int | None = None
-    """Microbatches in a step."""
+    """Microbatches per step."""
     chunks: int | None = None
-    """Stages of the model on each device, for interleaved, breadth_first and lockstep."""
+    """Model chunks (virtual stages) per device, for interleaved, breadth_first and lockstep."""
     csv: Path | None = None
-    """A file with a schedule, in place of a name: a line a device, a cell a tick, such as 2F0."""
+    """Read the schedule from a file: one line per device, one cell per tick, such as 2F0."""
     forward: float = 1.0
-    """Time of one microbatch's forward on one device, in any unit."""
+    """Time of one microbatch's forward pass on one device, in any unit."""
     backward: float = 2.0
-    """Time of its whole backward."""
+    """Time of its whole backward pass, in the same unit."""
     communication: float = 0.0
-    """Time until a result is on another device."""
+    """Time to send a result to the next device."""
     output: Path | None = None
-    """Where to write the picture, a .png or .svg; needs the extra [viz]."""
+    """Write the picture to this .png or .svg file; needs the extra [viz]."""
     to_csv: Path | None = None
-    """Where to write the schedule as a file for --csv."""
+    """Write the schedule to this file, for --csv or `shardkit train --schedule`."""
 
 
 def draw(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
-    """Draw a pipeline schedule and simulate it."""
+    """Draw a pipeline schedule and simulate it: the grid, the makespan, the bubble, the activations in flight."""
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     o = options
     schedule = _read(o, o.csv) if o.csv else _built(o)
@@ -53,7 +53,8 @@ def draw(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     console.print(viz.facts(timeline))
     console.print(f"most in flight on each device: {', '.join(f'{peak:g}' for peak in timeline.peak_in_flight)}")
     console.print(
-        f"slots: {slots.inputs} for inputs, {slots.cotangents} for cotangents, {slots.kept} for what I leaves to W"
+        f"slots: {slots.inputs} for inputs, {slots.cotangents} for cotangents, {slots.kept} for weight-gradient "
+        "residuals"
     )
     if o.to_csv:
         o.to_csv.parent.mkdir(parents=True, exist_ok=True)
@@ -67,14 +68,16 @@ def _built(o: Options) -> Schedule:
     if o.schedule is None or o.stages is None or o.microbatches is None:
         raise ValueError(
             "draw: a schedule must be given by --schedule, --stages and --microbatches or by --csv; got "
-            f"{_given(o) or 'none of them'}. Write for example --schedule lockstep --stages 4 --microbatches 8."
+            f"{_given(o) or 'none'}. Write for example --schedule lockstep --stages 4 --microbatches 8."
         )
     return named("draw", o.schedule, o.stages, o.microbatches, o.chunks)
 
 
 def _read(o: Options, file: Path) -> Schedule:
     if given := _given(o):
-        raise ValueError(f"draw: the file of --csv holds the whole schedule; got {given} too. Leave that out.")
+        raise ValueError(
+            f"draw: --csv must come alone, because the file holds the whole schedule; got {given} too. Leave it out."
+        )
     return read("draw", file)
 
 

@@ -1,4 +1,4 @@
-"""`shardkit launch -n 4 -- train.py`: several processes on this machine, or a manifest for a cluster's scheduler."""
+"""`shardkit launch -n 4 -- train.py`: starts a job of several processes here, or prints a manifest for a cluster."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from shardkit.runtime.cluster.manifests import Kind, render
 
 @dataclass(frozen=True)
 class Options:
-    """Run a command in several processes that jax joins into one job, or print what a cluster's scheduler needs to."""
+    """Options of `shardkit launch`."""
 
     command: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- COMMAND ...")] = ()
-    """What to run: a script, -m and a module, or any program, with its arguments, behind --, as in
+    """What to run, after --: a script, -m and a module, or any program, with its arguments, as in
     shardkit launch -n 4 --devices 2 -- train.py --steps 100"""
     processes: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
     """Processes in the job."""
     devices: int | None = None
-    """Devices of each process: simulated CPU devices, or with --accelerator what each gets from the cluster."""
+    """Devices per process: simulated CPU devices, or with --accelerator what the cluster allocates to each."""
     output: Path | None = None
-    """Directory for one file of output and one of errors for each process."""
+    """Directory for the standard output and standard error of each process."""
     grace: float = 10.0
-    """Seconds that the others have to end by themselves when a process has failed, and all on Ctrl-C or SIGTERM."""
+    """Seconds that processes have to exit before they are killed, after one has failed, Ctrl-C or SIGTERM."""
     port: int | None = None
     """The coordinator's port; by default a free one, and with --render k8s or jobset 55527."""
     render: Kind | None = None
-    """Print a batch script or a manifest and run nothing."""
+    """Print a batch script or a manifest of this kind, and run nothing."""
     name: str = "shardkit"
-    """Name of the job in the manifest."""
+    """Job name in the manifest."""
     image: str | None = None
-    """Container image of the manifest (k8s, jobset)."""
+    """Container image in the manifest (k8s, jobset)."""
     accelerator: str = "cpu"
-    """In the manifest: cpu, gpu, or the name of a TPU slice on Google's clusters such as tpu-v5p-slice."""
+    """In the manifest: cpu, gpu, or a TPU slice type on Google's clusters, such as tpu-v5p-slice."""
     topology: str | None = None
     """Chips of the TPU slice, such as 4x4."""
 
 
 def launch(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
-    """Run a job of several processes on this machine, or print its manifest."""
+    """Run a command in several processes that jax joins into one job, or print a manifest for a cluster."""
     _check_options(options)
     if options.render is None:
         return launch_here(
@@ -73,7 +73,7 @@ _OF_PROCESSES_HERE = ("output", "grace")
 
 
 def _check_options(options: Options) -> None:
-    """Refuses an option that would change nothing."""
+    """Refuses an option that would have no effect."""
     here = options.render is None
     for name in _OF_MANIFESTS if here else _OF_PROCESSES_HERE:
         value = getattr(options, name)

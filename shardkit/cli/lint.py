@@ -1,4 +1,4 @@
-"""`shardkit lint module:function`: what in a traced program hangs, goes wrong in silence or sends bytes for nothing."""
+"""`shardkit lint module:function`: finds communication that hangs, is silently wrong or is wasted."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Options:
-    """Find communication that hangs, gives wrong numbers or is wasted, by tracing a function. Nothing is run.
+    """Options of `shardkit lint`."""
 
-    Ends with exit code 1 if there are findings, 0 if there are none.
-    """
-
-    target: tyro.conf.Positional[str]
-    """MODULE:FUNCTION or FILE.py:FUNCTION. Without --args it takes no parameters and returns (fn, *args)."""
+    target: targets.Target
+    """The function to trace. Without --args it must take no parameters and return (fn, *args)."""
     args: tuple[str, ...] = ()
-    """Types of the function's arguments: 'f32[8,128]', 'bf16[4]', 'i32[]', 'key'."""
+    """Types of the function's arguments, such as 'f32[8,128]', 'bf16[4]', 'i32[]' or 'key'."""
     devices: int = 8
-    """CPU devices to simulate where there is no accelerator."""
+    """CPU devices to simulate without an accelerator."""
     explain: bool = False
-    """Also say for each collective of the backward pass which forward line pays for it."""
+    """Also name the line of the forward pass that causes each collective of the backward pass."""
     ignore: tuple[str, ...] = ()
-    """Rules to leave out."""
+    """Rules to skip."""
     large: int = LARGE
-    """Bytes from which a replicated input is reported."""
+    """Smallest replicated input to report, in bytes."""
     small: int = SMALL
-    """Bytes below which a message costs its latency alone."""
+    """Messages below this many bytes are bound by latency."""
 
 
 def lint(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
-    """Find mistakes in a program's communication."""
+    """Find communication that hangs, is wrong or is wasted, by tracing a function. Nothing is run.
+
+    The exit code is 0 if there are no findings, 1 if there are.
+    """
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     offer_cpu_devices(options.devices)
     fn, args = targets.load(options.target, options.args)

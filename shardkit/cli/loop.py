@@ -1,15 +1,18 @@
-"""The loop of `shardkit train`: steps, validations, checkpoints, and an end in good order."""
+"""The training loop of `shardkit train`, and its hooks: what happens every n steps, and after the last one."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -21,24 +24,54 @@ from shardkit.runtime.monitor import client
 _LOG_EVERY = 10
 
 
+class End(NamedTuple):
+    """Why training ended, and the exit code."""
+
+    reason: str
+    code: int
+
+
+DONE = End("done", 0)
+
+
 class Trained(NamedTuple):
-    """What came of the loop.
+    """The result of the loop.
 
     Attributes:
-        curve: losses by step.
         state: the last state.
-        seconds: spent in steps after the first.
-        steps: taken in them.
-        ended: "done", or why it ended early.
-        code: the exit code.
+        end: why training ended.
+        curve: losses by step.
+        seconds: time in steps after the first, which compiles.
+        steps: the number of those.
     """
 
-    curve: list[Point]
     state: sk.TrainState
-    seconds: float
-    steps: int
-    ended: str
-    code: int
+    end: End = DONE
+    curve: tuple[Point, ...] = ()
+    seconds: float = 0.0
+    steps: int = 0
+
+
+class Step(NamedTuple):
+    """A step that was taken: its number, counted from 1; its results; and why it is the last one, if it is."""
+
+    number: int
+    state: sk.TrainState
+    metrics: dict[str, jax.Array]
+    end: End | None
+
+
+Hook = Callable[[Step], None]
+
+
+def every(n: int, hook: Hook, *, also: int | None = None, last: bool = True) -> Hook:
+    """Calls the hook after every n-th step (0: never), after step `also`, and after the last one unless last=False."""
+
+    def call(step: Step) -> None:
+        if (n and step.number % n == 0) or step.number == also or (last and step.end):
+            hook(step)
+
+    return call
 
 
 def loop(
@@ -49,52 +82,92 @@ def loop(
     checkpoints: Any,
     console: Console,
 ) -> Trained:
-    """Trains from step `first`."""
+    """Trains from step index `first` until the last step, a stop signal, or a step that is not finite."""
     o = run.options
-    curve: list[Point] = []
-    seconds, timed, ended, code = 0.0, 0, "done", 0
-    step = guard.watch(run.step) if guard else run.step
+    end: End | None = DONE
+    train_step = guard.watch(run.step) if guard else run.step
     batches: Any = (run.batch(index) for index in range(first, o.steps))
-    phase = guard.phase if guard else lambda name: nullcontext()
-    with _progress(console) as progress, _asked_to_end(checkpoints is not None, guard is not None) as asked:
-        nan = float("nan")
-        task = progress.add_task("train", total=o.steps, completed=first, loss=nan, validation=nan, speed=0.0)
-        mark = time.perf_counter()
+    with _progress(console) as progress, _stop_signals(checkpoints is not None, guard is not None) as stopped:
+        phase = guard.phase if guard else lambda name: nullcontext()
+        record = _Record(run, first, phase, checkpoints, progress)
+        hooks = [
+            every(o.compare_replicas, lambda step: sk.runtime.assert_no_drift(step.state), last=False),
+            every(_LOG_EVERY, record.log, also=first + 1),
+            every(o.evaluate_every, record.evaluate),
+            every(o.checkpoint_every, record.save),
+        ]
         for index, batch in enumerate(guard.data(batches) if guard else batches, first):
             try:
-                state, metrics = step(state, batch)
+                state, metrics = train_step(state, batch)
             except sk.NonFiniteError as error:
-                state, ended, code = error.state, str(error), 3
                 console.print(str(run.triage(error, batch)))
+                state, end = error.state, End(str(error), 3)
                 break
-            why, preempted = asked(index)
-            last, evaluates = index + 1 == o.steps or bool(why), (index + 1) % o.evaluate_every == 0
-            if o.compare_replicas and (index + 1) % o.compare_replicas == 0:
-                sk.runtime.assert_no_drift(state)
-            validation = None
-            if index == first or last or evaluates or (index + 1) % _LOG_EVERY == 0:
-                loss = float(metrics["loss"])  # waits for the steps in flight
-                if index > first:  # the first step compiles
-                    seconds, timed = seconds + time.perf_counter() - mark, index - first
-                if (last or evaluates) and not preempted:
-                    with phase("evaluate"):
-                        validation = run.validation_loss(state)
-                    progress.update(task, validation=validation)
-                    console.print(f"step {index + 1}: loss {loss:.3f}, validation {validation:.3f} nats per byte")
-                curve.append(Point(index + 1, loss, validation))
-                speed = timed * o.batch * o.length / seconds if seconds else 0.0
-                progress.update(task, completed=index + 1, loss=loss, speed=speed)
-                mark = time.perf_counter()
-            if checkpoints is not None and (last or (index + 1) % o.checkpoint_every == 0):
-                with phase("save"):
-                    best = {"validation_loss": validation} if validation is not None else None
-                    checkpoints.save(state, position=(index + 1) * o.batch, config=run.settings(), metrics=best)
-                    if last:
-                        checkpoints.wait()
-            if why:
-                ended, code = f"{why} after step {index + 1}", sk.runtime.PREEMPTED if preempted else 130
+            end = stopped(index) or (DONE if index + 1 == o.steps else None)
+            for hook in hooks:
+                hook(Step(index + 1, state, metrics, end))
+            if end:
                 break
-    return Trained(curve, state, seconds, timed, ended, code)
+    return Trained(state, end or DONE, tuple(record.curve), record.seconds, record.steps)
+
+
+@dataclass
+class _Record:
+    """The hooks, and what they leave for the summary: the loss curve and the time in steps."""
+
+    run: CommandRun
+    first: int
+    phase: Callable[[str], AbstractContextManager[Any]]
+    checkpoints: Any
+    progress: Progress
+    curve: list[Point] = field(default_factory=list)
+    seconds: float = 0.0
+    steps: int = 0
+    mark: float = 0.0  # when the next step could begin
+
+    def __post_init__(self) -> None:
+        fields: Any = {"loss": math.nan, "validation": math.nan, "speed": 0.0}
+        self.task = self.progress.add_task("train", total=self.run.options.steps, completed=self.first, **fields)
+
+    def log(self, step: Step) -> None:
+        """Reads the loss, which waits for the steps in flight."""
+        if self.curve and self.curve[-1].step == step.number:
+            return
+        loss, o = float(step.metrics["loss"]), self.run.options
+        if step.number > self.first + 1:  # the first step compiles
+            self.seconds += time.perf_counter() - self.mark
+            self.steps = step.number - self.first - 1
+        self.curve.append(Point(step.number, loss, None))
+        speed = self.steps * o.batch * o.length / self.seconds if self.seconds else 0.0
+        self.progress.update(self.task, completed=step.number, loss=loss, speed=speed)
+        self.mark = time.perf_counter()
+
+    def evaluate(self, step: Step) -> None:
+        """Adds the validation loss to the curve, unless the machine is about to be taken away."""
+        self.log(step)
+        if step.end and step.end.code == sk.runtime.PREEMPTED:
+            return
+        with self.phase("evaluate"):
+            validation = self.run.validation_loss(step.state)
+        self.curve[-1] = self.curve[-1]._replace(validation_loss=validation)
+        self.progress.update(self.task, validation=validation)
+        self.progress.console.print(
+            f"step {step.number}: loss {self.curve[-1].train_loss:.3f}, validation {validation:.3f} nats per byte"
+        )
+        self.mark = time.perf_counter()
+
+    def save(self, step: Step) -> None:
+        """Saves a checkpoint, with the validation loss if there is one, and waits for it after the last step."""
+        if self.checkpoints is None:
+            return
+        point = self.curve[-1]
+        evaluated = point.step == step.number and point.validation_loss is not None
+        metrics = {"validation_loss": point.validation_loss} if evaluated else None
+        position, config = step.number * self.run.options.batch, self.run.settings()
+        with self.phase("save"):
+            self.checkpoints.save(step.state, position=position, config=config, metrics=metrics)
+            if step.end:
+                self.checkpoints.wait()
 
 
 def _progress(console: Console) -> Progress:
@@ -110,12 +183,12 @@ def _progress(console: Console) -> Progress:
 
 
 @contextmanager
-def _asked_to_end(saves: bool, many: bool) -> Iterator[Any]:
-    """Gives a function of the step's index: why the run shall end after it, or "", and whether that was a notice.
+def _stop_signals(saves: bool, many: bool) -> Iterator[Callable[[int], End | None]]:
+    """Listens for Ctrl-C and SIGTERM: gives a function of the step's index, the reason to stop after it or None.
 
-    A first Ctrl-C ends after the step, a second at once. SIGTERM does the same; where there are checkpoints it is a
-    notice that the machine will be taken, and all processes end after the same step. Among many processes a Ctrl-C is
-    passed on as such a notice, since each would hear it in another step.
+    The first signal stops after the step, the second at once. With checkpoints, SIGTERM is a preemption notice, and all
+    processes stop after the same step. Among several processes, Ctrl-C is turned into SIGTERM, because each process
+    would receive it in another step.
     """
     seen: list[int] = []
 
@@ -126,20 +199,23 @@ def _asked_to_end(saves: bool, many: bool) -> Iterator[Any]:
         if many:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    # Among many processes jax listens for SIGTERM itself.
+    # Among several processes jax listens for SIGTERM itself.
     old = {number: signal.signal(number, note) for number in (signal.SIGINT, *([] if many else [signal.SIGTERM]))}
     if saves and not many:
         sk.runtime.watch_preemption()
 
-    def asked(index: int) -> tuple[str, bool]:
-        if (many or saves) and sk.runtime.preempted(index):
-            return ("preempted", True) if saves else ("interrupted", False)  # 75 would start an unsaved run again
-        return ("interrupted", False) if seen and not many else ("", False)
+    def stopped(index: int) -> End | None:
+        preempted = (many or saves) and sk.runtime.preempted(index)
+        if preempted and saves:  # without a checkpoint, exit code 75 would restart the run from step 0
+            return End(f"preempted after step {index + 1}", sk.runtime.PREEMPTED)
+        if preempted or (seen and not many):
+            return End(f"interrupted after step {index + 1}", 130)
+        return None
 
     try:
-        yield asked
+        yield stopped
     except KeyboardInterrupt as error:
-        client.tell_others(error, 130)  # in another step than this one, and waiting for it
+        client.tell_others(error, 130)  # they are in another step, and wait for this process
         raise
     finally:
         for number, handler in old.items():

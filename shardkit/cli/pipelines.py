@@ -1,4 +1,4 @@
-"""The words of a pipeline, `--schedule interleaved --chunks 2`, as a schedule and what a training run needs of it."""
+"""From pipeline options, `--schedule interleaved --chunks 2`, to a schedule and the functions of a training run."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _PLAIN = {
 }
 _CHUNKED = {build.__name__: build for build in (schedules.interleaved, schedules.breadth_first, schedules.lockstep)}
 _OTHER_NAMES = {"1f1b": "one_f_one_b", "zb_h1": "zero_bubble_h1", "zb_v": "zero_bubble_v"}
-# Axes that split the examples of a batch; the others split what belongs to an example.
+# Axes that split the examples of a batch.
 _OF_EXAMPLES = ("data", "fsdp", "zero1", "zero2", "expert")
-_A_STAGE = 4
+_PER_STAGE = 4
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Pipeline:
 
 
 def named(where: str, name: str, stages: int, microbatches: int, chunks: int | None) -> Schedule:
-    """The schedule of that name; only some take chunks."""
+    """The schedule of that name."""
     name = _check.spelled(where, "schedule", name, (*_PLAIN, *_CHUNKED), _OTHER_NAMES)
     if name in _CHUNKED:
         return _CHUNKED[name](stages, microbatches, 1 if chunks is None else chunks)
@@ -64,12 +64,13 @@ def named(where: str, name: str, stages: int, microbatches: int, chunks: int | N
 
 
 def read(where: str, file: Path) -> Schedule:
-    """The schedule in a CSV file, under the file's name."""
+    """Reads a schedule from a CSV file; its name is that of the file."""
     try:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"{where}: {file} is no text that can be read ({type(error).__name__}). Pass a file that --to-csv wrote."
+            f"{where}: {file} must be a file that --to-csv wrote; it cannot be read ({type(error).__name__}). Check "
+            "the path."
         ) from error
     return replace(Schedule.from_csv(text), name=file.stem)
 
@@ -88,8 +89,9 @@ def pipeline_of(options: Any, sizes: Mapping[str, int]) -> Pipeline | None:
     if "stage" not in sizes:
         if given:
             raise ValueError(
-                f"train: {given[0]} must go with an axis 'stage'; the axes are {quoted(sizes)}. Add stage=2, or leave "
-                "it out."
+                f"train: {given[0]} needs an axis 'stage'; the axes are {quoted(sizes)}. Add stage=2, or leave the "
+                "option "
+                "out."
             )
         return None
     stages, examples = sizes["stage"], o.batch // (_ways(sizes) * o.accumulate)
@@ -97,7 +99,8 @@ def pipeline_of(options: Any, sizes: Mapping[str, int]) -> Pipeline | None:
         wrong = [word for word in given if word in ("--microbatches", "--chunks")]
         if wrong:
             raise ValueError(
-                f"train: the file of --schedule holds the whole schedule; got {', '.join(wrong)} too. Leave that out."
+                f"train: {', '.join(wrong)} must not come with a --schedule file, which holds the whole schedule. "
+                "Leave it out."
             )
         schedule = read("train", Path(o.schedule))
     else:
@@ -105,7 +108,7 @@ def pipeline_of(options: Any, sizes: Mapping[str, int]) -> Pipeline | None:
         schedule = named("train", o.schedule or "lockstep", stages, count, o.chunks)
     if schedule.devices != stages:
         raise ValueError(
-            f"train: the schedule must be for as many stages as axis 'stage' has devices; got {schedule.devices} for "
+            f"train: the schedule must be for the devices of axis 'stage'; got a schedule for {schedule.devices} over "
             f"{stages} devices. Write stage={schedule.devices}, or pass another schedule."
         )
     if examples % schedule.microbatches:
@@ -115,14 +118,14 @@ def pipeline_of(options: Any, sizes: Mapping[str, int]) -> Pipeline | None:
         )
     if o.layers % (stages * schedule.chunks):
         raise ValueError(
-            f"train: the layers must be divisible by the stages of the model; got {o.layers} layers for {stages} "
-            f"devices with {schedule.chunks} of them each. Change --layers, or use fewer stages or chunks."
+            f"train: the layers must be divisible by stages x chunks; got {o.layers} layers for {stages} x "
+            f"{schedule.chunks}. Change --layers, or use fewer stages or chunks."
         )
     return Pipeline(schedule, o.mode, o.recompute)
 
 
 def functions(config: transformer.Config, axes: transformer.Axes, pipeline: Pipeline | None) -> tuple[Any, Any]:
-    """What each device computes in training and in evaluation: a GradFn and a loss."""
+    """The GradFn for training and the loss for evaluation."""
     if pipeline is None or axes.stage is None:
         loss_fn = transformer.loss_fn(config, axes)
         return sk.value_and_grad(loss_fn), loss_fn
@@ -135,9 +138,10 @@ def functions(config: transformer.Config, axes: transformer.Axes, pipeline: Pipe
 def plain_loss(
     config: transformer.Config, options: Any, sizes: Mapping[str, int], pipeline: Pipeline | None
 ) -> Callable[..., Any]:
-    """The loss of one device with the whole batch. With experts it goes through the run's own microbatches.
+    """The loss of the whole batch on one device.
 
-    A router's losses are those of a microbatch, on all devices together.
+    With experts it uses the run's own microbatches, because the router's losses are computed per microbatch, over all
+    devices.
     """
     count = options.accumulate * (pipeline.schedule.microbatches if pipeline else 1)
     if not config.experts or count == 1:
@@ -156,6 +160,6 @@ def _ways(sizes: Mapping[str, int]) -> int:
 
 
 def _most(examples: int, stages: int) -> int:
-    """The most microbatches up to four a stage that divide the examples, a multiple of the stages where one does."""
-    counts = [count for count in range(1, _A_STAGE * stages + 1) if examples % count == 0]
+    """The most microbatches, up to four per stage, that divide the examples; a multiple of the stages if possible."""
+    counts = [count for count in range(1, _PER_STAGE * stages + 1) if examples % count == 0]
     return max(counts, key=lambda count: (count % stages == 0, count))

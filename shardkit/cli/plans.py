@@ -1,4 +1,4 @@
-"""The words of a mesh, `data=2 model=4`, as a plan and as the axes that the reference transformer uses."""
+"""From mesh words, `data=2 model=4`, to a plan and the axes of the reference transformer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AXES = (*_PLANS, "model")
 
 
 def mesh_words(words: tuple[str, ...]) -> dict[str, int]:
-    """`("data=8",)` as `{"data": 8}`."""
+    """From `("data=8",)` to `{"data": 8}`."""
     sizes: dict[str, int] = {}
     for word in words:
         axis, _, size = word.partition("=")
@@ -32,12 +32,14 @@ def mesh_words(words: tuple[str, ...]) -> dict[str, int]:
             count = int(size)
         except ValueError:
             raise ValueError(
-                f"train: the mesh is given as words AXIS=SIZE; got {word!r}. Write for example data=8."
+                f"train: the mesh must be given as AXIS=SIZE; got {word!r}. Write for example data=8."
             ) from None
         if axis not in AXES:
-            raise ValueError(f"train: the axis must be one of {quoted(AXES)}; got {axis!r}. Use one of them.")
+            raise ValueError(f"train: the axis must be one of {quoted(AXES)}; got {axis!r}. Write for example data=8.")
         if axis in sizes:
-            raise ValueError(f"train: axis {axis!r} is given twice in {' '.join(words)!r}. Give each axis one size.")
+            raise ValueError(
+                f"train: axis {axis!r} must be given once; got {' '.join(words)!r}. Remove one of the two."
+            )
         sizes[axis] = count
     return sizes
 
@@ -45,17 +47,17 @@ def mesh_words(words: tuple[str, ...]) -> dict[str, int]:
 def plan_of(
     sizes: Mapping[str, int], config: transformer.Config, *, sequence: bool, impl: Any
 ) -> tuple[sk.Plan, transformer.Axes]:
-    """The plan of a mesh, and the axes for the transformer's loss.
+    """The plan for a mesh, and the axes of the transformer's loss.
 
     Args:
-        sizes: the mesh's axes, each named as in `AXES`.
+        sizes: axis name and size; names are from `AXES`.
         config: the transformer.
-        sequence: split tokens over "model" between the blocks.
-        impl: form of the gathered matmuls.
+        sequence: between the blocks, split tokens over "model".
+        impl: as for `all_gather_matmul`.
     """
     if sequence and "model" not in sizes:
         raise ValueError(
-            f"train: --sequence must go with an axis 'model'; the axes are {quoted(sizes)}. Add model=2, or leave it "
+            f"train: --sequence needs an axis 'model'; the axes are {quoted(sizes)}. Add model=2, or leave the option "
             "out."
         )
     plans = [_PLANS[axis](axis) for axis in sizes if axis != "model"]

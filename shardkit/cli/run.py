@@ -1,4 +1,4 @@
-"""What a training run is made of: batches by step, the step, the validation loss, and where it begins again."""
+"""A training run of the command: the step, its batches, the validation loss, and the state to start from."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from shardkit.partitioning.batch import batch_specs
 from shardkit.runtime.data import text as text_data
 
 _VALIDATION_EXAMPLES = 512
-# Options that may differ when a run goes on: those of the mesh and of how it is used, which change no number beyond
-# rounding, and those that only say what is done beside training.
+# Options that may change when a run is resumed: those of the mesh and the plan, which change numbers by rounding alone,
+# and those that do not affect training.
 _FREE = {
     *("mesh", "accumulate", "sequence", "impl", "schedule", "microbatches", "chunks", "mode", "recompute"),
     *(
@@ -63,43 +63,43 @@ class CommandRun:
         self._spec = plan.batch_spec(mesh)
         count = max(1, _VALIDATION_EXAMPLES // options.batch)
         batches = text_data.validation_batches(text.validation, count=count, batch=options.batch, length=options.length)
-        batch_specs(batches[0], self._spec, mesh, options.accumulate)  # refuses a size that cannot be split
+        batch_specs(batches[0], self._spec, mesh, options.accumulate)  # raises if the batch cannot be split
         self._held_out = [sk.runtime.from_full(batch, mesh, self._spec) for batch in batches]
 
     def params(self, key: jax.Array) -> Any:
-        """The parameters that training begins with."""
+        """The initial parameters."""
         return transformer.init(key, self.config)
 
     def plain_batch(self, step: int) -> dict[str, np.ndarray]:
-        """The batch of a step; a function of the seed and the step alone."""
+        """The global batch of a step, which depends on the seed and the step alone."""
         o = self.options
         return text_data.batch_at(self.text.train, seed=o.seed, step=step, batch=o.batch, length=o.length)
 
     def batch(self, step: int) -> dict[str, jax.Array]:
-        """The batch of a step on the devices; a process makes the rows that its own devices hold."""
+        """The batch of a step on the devices; each process reads the rows of its own devices."""
         o = self.options
         return text_data.global_batch_at(
             self.text.train, seed=o.seed, step=step, batch=o.batch, length=o.length, mesh=self.mesh, spec=self._spec
         )
 
     def validation_loss(self, state: sk.TrainState) -> float:
-        """Mean loss over the held-out batches, nats per byte."""
+        """Mean loss over the held-out batches, in nats per byte."""
         return float(np.mean([self._evaluate(state.params, batch)["loss"] for batch in self._held_out]))
 
     def triage(self, error: sk.NonFiniteError, batch: Any) -> sk.runtime.TriageReport:
-        """What in a step was not finite, and where."""
+        """Repeats the step that failed: which values are not finite, and where."""
         return self._triage(error.state._replace(step=error.state.step - 1), batch)
 
     def settings(self) -> dict[str, Any]:
-        """The options that decide on the numbers, as JSON holds them."""
+        """The options that determine the numbers, as JSON values."""
         return {name: plain(value) for name, value in asdict(self.options).items() if name not in _FREE}
 
 
 def first_state(run: CommandRun, checkpoints: Any) -> tuple[sk.TrainState, int]:
-    """The state that the run begins or goes on with, and the number of its next step.
+    """The initial state, or that of the newest checkpoint, and the index of the next step.
 
     Raises:
-        ValueError: the newest checkpoint was made with other options.
+        ValueError: the checkpoint was saved with other options.
     """
     o = run.options
     if checkpoints is None or checkpoints.latest_step() is None:
@@ -108,15 +108,16 @@ def first_state(run: CommandRun, checkpoints: Any) -> tuple[sk.TrainState, int]:
     for name, value in run.settings().items():
         if saved.config.get(name) != value:
             raise ValueError(
-                f"--checkpoint: a run goes on with the options that it began with; {name} was {saved.config.get(name)} "
-                f"and is {value}. Give the same, or another directory."
+                f"--checkpoint: a run must be resumed with the same options; {name} was {saved.config.get(name)} and "
+                "is "
+                f"{value}. Pass the same value, or another directory."
             )
     state, _ = checkpoints.restore(run.init.abstract(run.params))  # type: ignore[attr-defined]
     return state, saved.position // o.batch
 
 
 def plain(value: Any) -> Any:
-    """An option as JSON holds it."""
+    """An option as a JSON value."""
     if isinstance(value, tuple):
         return [plain(v) for v in value]
     return value if isinstance(value, bool | int | float | str | None) else str(value)

@@ -1,6 +1,6 @@
-"""`shardkit soak`: many starts of a training loop that never waits, to prove that none of them hangs.
+"""`shardkit soak`: starts a training loop that never waits many times, to show that it does not hang.
 
-jax 0.10 runs all simulated devices in one pool of threads, in which such a loop can deadlock (see `mesh.py`).
+jax 0.10 runs all simulated devices in one thread pool, in which such a loop can deadlock (see `mesh.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.progress import track
 _CHILD = """
 import shardkit as sk
 import jax, optax
-if {cured}:
+if {fixed}:
     sk.simulate_devices({devices})
 from shardkit.models import transformer
 config = transformer.Config(layers=1, dim=64, heads=4)
@@ -39,26 +39,26 @@ print(float(metrics["loss"]))
 
 @dataclass(frozen=True)
 class Options:
-    """Start training many times on simulated devices, dispatching every step without waiting, and count the hangs."""
+    """Options of `shardkit soak`."""
 
     starts: int = 100
-    """Processes to start, one after the other."""
+    """Processes to start, one after another."""
     steps: int = 60
-    """Steps in each, dispatched without waiting."""
+    """Steps per process, dispatched without waiting."""
     devices: int = 8
-    """Simulated devices."""
+    """Simulated devices per process."""
     timeout: float = 120.0
-    """Seconds after which a process counts as hanging."""
+    """Seconds after which a process counts as hung."""
     threads: int | None = None
-    """Leave the cure out and give jax's CPU runtime this many threads (NPROC), to see the hang."""
+    """Reproduce the hang: turn shardkit's workaround off and give jax's CPU runtime this many threads (NPROC)."""
 
 
 def soak(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
-    """Look for hangs on simulated devices."""
+    """Start training many times on simulated devices, dispatch every step without waiting, and count hangs."""
     for name in ("starts", "steps", "devices", "threads", "timeout"):
         value = getattr(options, name)
         if value is not None and not value >= 1:
-            raise ValueError(f"soak: --{name} must be at least 1; got {value}. Raise it.")
+            raise ValueError(f"soak: --{name} must be at least 1; got {value}. Pass 1 or more.")
     console = Console(soft_wrap=True, highlight=False)
     failures, begin, answers = 0, time.perf_counter(), set()
     for start in track(range(options.starts), "starts", console=console, disable=not console.is_terminal):
@@ -79,10 +79,10 @@ def soak(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
 
 
 def run_once(options: Options) -> float | str:
-    """One start: its final loss, or what went wrong."""
+    """One start: its final loss, or the failure in words."""
     environ = dict(os.environ)
     flags = [
-        # jax gives up on a collective in which a device is missing; its own time-out is longer than ours
+        # end a collective that waits for a missing device; the default is longer than --timeout
         f"--xla_cpu_collective_call_terminate_timeout_seconds={max(1, int(options.timeout / 4))}",
         f"--xla_cpu_collective_timeout_seconds={max(1, int(options.timeout / 4))}",
     ]
@@ -90,13 +90,13 @@ def run_once(options: Options) -> float | str:
         flags.append(f"--xla_force_host_platform_device_count={options.devices}")
         environ |= {"NPROC": str(options.threads), "JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"}
     environ["XLA_FLAGS"] = " ".join(flags)
-    code = _CHILD.format(devices=options.devices, steps=options.steps, cured=options.threads is None)
+    code = _CHILD.format(devices=options.devices, steps=options.steps, fixed=options.threads is None)
     try:
         child = subprocess.run(
             [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=options.timeout
         )
     except subprocess.TimeoutExpired:
-        return f"hung: no end after {options.timeout:g} s"
+        return f"hung: still running after {options.timeout:g} s"
     if child.returncode:
         stuck = [line for line in child.stderr.splitlines() if "rendezvous" in line or "Error" in line]
         return f"ended with code {child.returncode}: {(stuck or ['no message'])[-1][:160]}"

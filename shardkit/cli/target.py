@@ -1,4 +1,4 @@
-"""What a command is pointed at: a function, as module:function, and the arguments to trace it with."""
+"""The function that a command reads, as module:function, and the arguments to trace it with."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
+import tyro
+
+Target = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODULE:FUNCTION|FILE.py:FUNCTION")]
 
 _DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "pred": "bool", "c64": "complex64"}
 _DTYPES |= {
@@ -22,18 +25,18 @@ _DTYPES |= {
 
 
 def load(text: str, args: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The function that a command was pointed at, and its arguments.
+    """Imports the function that a command names.
 
     Args:
-        text: "module:function", the module importable from here, or "path/to/file.py:function".
-        args: the types of its arguments, such as "f32[8,128]", "bf16[4]", "i32[]" or "key". Without them the function
-            is called: it must take no parameters and return `(fn, *args)`.
+        text: "module:function", where the module can be imported, or "path/to/file.py:function".
+        args: the types of its arguments, such as "f32[8,128]", "bf16[4]", "i32[]" or "key". If empty, the function is
+            called: it must take no parameters and return `(fn, *args)`.
 
     Returns:
         The function and its arguments; those from `args` are ShapeDtypeStructs.
 
     Raises:
-        ValueError: no such module or function, one that cannot be imported, or arguments that cannot be read.
+        ValueError: no such module or function, a module that cannot be imported, or types that cannot be parsed.
     """
     where, _, name = text.rpartition(":")
     if not where or not name:
@@ -47,11 +50,14 @@ def load(text: str, args: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple
         if not hasattr(fn, part):
             there = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
             raise ValueError(
-                f"target: {where} has no {name!r}; its functions are {', '.join(there) or 'none'}. Name one of them."
+                f"target: {where} has no {name!r}; its functions are {', '.join(there) or 'none'}. Write for example "
+                f"{where}:{(there or ['step'])[0]}."
             )
         fn = getattr(fn, part)
     if not callable(fn):
-        raise ValueError(f"target: {text} must be a function; got {type(fn).__name__}. Name a function.")
+        raise ValueError(
+            f"target: {text} must be callable; got {type(fn).__name__}. Name a function or another callable."
+        )
     if args:
         return fn, tuple(map(_struct, args))
     needed = [p.name for p in inspect.signature(fn).parameters.values() if p.default is p.empty and p.kind < 2]
@@ -64,13 +70,13 @@ def load(text: str, args: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple
     if not isinstance(made, tuple) or not made or not callable(made[0]):
         raise ValueError(
             f"target: a function without parameters must return (fn, *args); {text} returned {type(made).__name__}. "
-            "Return the function to look at, followed by its arguments."
+            "Return the function to trace, followed by its arguments."
         )
     return made[0], made[1:]
 
 
 def describe(args: Sequence[Any]) -> str:
-    """The arguments in a sentence: their types, pytrees by their number of arrays."""
+    """The arguments for a message: types of arrays; pytrees by their number of arrays."""
 
     def one(arg: Any) -> str:
         leaves = jax.tree.leaves(arg)
@@ -82,7 +88,7 @@ def describe(args: Sequence[Any]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, in one line."""
+    """An exception's type and the first line of its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}{': ' + lines[0] if lines else ''}"
 
@@ -97,7 +103,7 @@ def _import(where: str) -> ModuleType:
             raise ValueError(f"target: the file must exist; {where} does not. Check the path.")
         sys.path[:0] = [str(path.resolve().parent)]
         there = getattr(sys.modules.get(path.stem), "__file__", None)
-        # A file may be called as a module that others import: json.py must not take json's place.
+        # A file may share its name with an installed module: json.py must not replace json.
         name = path.stem if there in (None, str(path), str(path.resolve())) else f"{path.stem} ({path.resolve()})"
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None, f"{where} is a Python file"
@@ -108,7 +114,9 @@ def _import(where: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name == where.split(".")[0] or error.name == where:
             raise ValueError(
-                f"target: there is no module {where!r} here. Give its name as for import, or a path that ends in .py."
+                f"target: module {where!r} must be importable from here; it is not found. Check the name, or pass a "
+                "path that "
+                "ends in .py."
             ) from None
         raise _broken(where, error) from error
     except ValueError as error:

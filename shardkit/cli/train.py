@@ -28,25 +28,25 @@ from shardkit.runtime.data import text as text_data
 
 @dataclass(frozen=True)
 class Options:
-    """Train a transformer on bytes of text."""
+    """Options of `shardkit train`."""
 
-    mesh: tyro.conf.Positional[tuple[str, ...]] = ("data=-1",)
-    """Mesh axes as AXIS=SIZE, such as data=2 fsdp=4; one size may be -1 (what is left).
-    On a CPU that many devices are simulated. The axes:
-    data, fsdp, zero1, zero2: examples (fsdp and zero2 work layer by layer);
+    mesh: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[AXIS=SIZE ...]")] = ("data=-1",)
+    """Mesh axes, such as data=2 fsdp=4; one size may be -1, for all remaining devices.
+    Without an accelerator, that many CPU devices are simulated. What each axis splits:
+    data, fsdp, zero1, zero2: examples (fsdp and zero2 gather layer by layer);
     model: heads, hidden width and vocabulary;
-    context, ulysses: tokens, with ring attention or attention by heads;
-    expert: experts; stage: layers, in a pipeline."""
+    context, ulysses: tokens, with ring attention or all-to-all over heads;
+    expert: experts; stage: layers, as a pipeline."""
     data: tuple[Path, ...] = ()
-    """Files or directories of text; by default the Python standard library's source on this machine."""
+    """Text files or directories of them; by default the source of the Python standard library."""
     steps: int = 300
     """Optimizer steps."""
     batch: int = 32
-    """Examples a step, over all devices and microbatches."""
+    """Global batch size: examples per step, over all devices and microbatches."""
     length: int = 128
-    """Tokens (bytes) in an example."""
+    """Sequence length: tokens (bytes) per example."""
     accumulate: int = 1
-    """Microbatches a step; the effective batch stays the same."""
+    """Gradient accumulation: microbatches per step, of the same global batch."""
     layers: int = 4
     """Transformer layers."""
     dim: int = 128
@@ -54,70 +54,70 @@ class Options:
     heads: int = 4
     """Attention heads."""
     kv_heads: int | None = None
-    """Key/value heads; by default as many as heads."""
+    """Key/value heads (grouped-query attention); by default as many as heads."""
     hidden: int | None = None
     """Feed-forward width; by default 8/3 of the model width."""
     dropout: float = 0.0
-    """Share of each block's output dropped in training."""
+    """Dropout rate of each block's output."""
     tied: bool = False
-    """Use the embedding as the output head."""
+    """Tie the output head to the embedding."""
     experts: int | None = None
-    """Experts of each feed-forward layer; by default twice the expert axis, and none without it."""
+    """Experts per feed-forward layer; by default twice the size of axis expert, none without that axis."""
     top_k: int = 2
-    """Experts a token goes to."""
+    """Experts per token."""
     capacity: float | None = None
-    """Places in the experts over those that balanced tokens need; by default no token is dropped."""
+    """Expert capacity factor, relative to balanced routing; by default no token is dropped."""
     sequence: bool = False
-    """Split tokens over the axis model too, between the blocks."""
+    """Sequence parallelism: between the blocks, split tokens over axis model."""
     impl: Literal["auto", "gather", "ring", "bidirectional"] = "auto"
-    """Form of the gathered matmuls, with --sequence."""
+    """With --sequence: how all_gather and reduce_scatter overlap with the matmuls."""
     schedule: str | None = None
-    """With an axis stage: gpipe, one_f_one_b, interleaved, breadth_first, lockstep (the default), zero_bubble_h1,
-    zero_bubble_v, dualpipe_v, or a .csv file such as `shardkit draw --to-csv` writes."""
+    """Pipeline schedule, with axis stage: gpipe, one_f_one_b, interleaved, breadth_first, lockstep (the default),
+    zero_bubble_h1, zero_bubble_v, dualpipe_v, or a .csv file from `shardkit draw --to-csv`."""
     microbatches: int | None = None
-    """Of the pipeline, in a step; by default 4 a stage, or as many of them as divide the examples of a device."""
+    """Pipeline microbatches; by default 4 per stage, or the most that divide the examples of a device."""
     chunks: int | None = None
-    """Stages of the model on each device, for interleaved, breadth_first and lockstep."""
+    """Model chunks (virtual stages) per device, for interleaved, breadth_first and lockstep."""
     mode: Literal["masked", "branch"] = "masked"
-    """Whether devices mask or branch around what is not their own in a tick of the schedule."""
+    """In a tick of the schedule, mask the work of other stages or skip it by a branch."""
     recompute: bool = True
-    """Begin a stage's backward pass with its input alone, or hold what it saved for every microbatch in flight."""
+    """Recompute a stage in its backward pass, or save the residuals of every microbatch in flight."""
     precision: Literal["no", "bf16", "fp16"] = "no"
-    """Compute dtype: float32, bfloat16, or float16 with dynamic loss scaling."""
+    """Mixed precision: none, bfloat16, or float16 with dynamic loss scaling."""
     optimizer: Literal["adamw", "adafactor", "sgd"] = "adamw"
     """The optax optimizer."""
     learning_rate: float = 3e-3
-    """Highest learning rate; it is warmed up over the first tenth and falls to a tenth along a cosine."""
+    """Peak learning rate: linear warmup over a tenth of the steps, then cosine decay to a tenth of the peak."""
     weight_decay: float = 0.1
     """Weight decay of adamw."""
     clip: float = 1.0
-    """Largest global gradient norm; 0 switches clipping off."""
+    """Clip gradients to this global norm; 0 turns clipping off."""
     nonfinite: Literal["keep", "skip", "stop"] = "stop"
-    """What to do when the loss or a gradient is not finite."""
+    """If the loss or a gradient is not finite: take the step, skip it, or stop."""
     seed: int = 0
-    """Seed of parameters, dropout and sample order."""
+    """Seed of the parameters, dropout and batches."""
     evaluate_every: int = 50
-    """Steps between validations."""
+    """Steps between evaluations of the validation loss."""
     compare_replicas: int = 0
-    """Steps between comparisons of all copies of the state, bit by bit; a difference ends the run. 0: never."""
+    """Steps between bitwise comparisons of all replicas of the state, which stop the run on a difference. 0: never."""
     verify: int = 0
-    """Train so many steps on one device with plain jax as well, and print the largest differences."""
+    """Train this many steps on one device with plain jax too, and print the largest differences."""
     checkpoint: Path | None = None
-    """Directory of checkpoints: the run goes on where the newest ends, on whatever mesh, and saves its own there."""
+    """Directory of checkpoints to save to; the run resumes from the newest one there, on any mesh."""
     checkpoint_every: int = 100
-    """Steps between checkpoints; the last step is saved too, and on SIGTERM the one that is running (exit code 75)."""
+    """Steps between checkpoints; the last step is saved too, and on SIGTERM the current one (exit code 75)."""
     keep: int = 3
-    """Newest checkpoints that are kept, beside the one with the lowest validation loss."""
+    """Newest checkpoints to keep, besides the one with the lowest validation loss."""
     deadline: float = 300.0
-    """Among several processes: seconds for a step, or for its data, after which all end and say who was late."""
+    """With several processes: seconds for a step, or for its data, after which all stop and name the late ones."""
     flight: Path | None = None
-    """Among several processes: directory for what each did last, written when one fails."""
+    """With several processes: directory for each process's flight record, written when one fails."""
     json: Path | None = None
-    """Write the results to this file as one JSON object."""
+    """Write the results to this JSON file."""
 
 
 def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
-    """Train a transformer on text."""
+    """Train a byte-level transformer on text, with the same numbers on every mesh."""
     _check_numbers(options)
     cluster = sk.runtime.initialize()
     many = cluster.processes > 1
@@ -148,11 +148,11 @@ def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
         if first < options.steps:
             trained = loop(run, state, first, guard, checkpoints, console)
         else:
-            trained = Trained([], state, 0.0, 0, "done", 0)
+            trained = Trained(state)
     return _summary(run, trained, differences, console, writes=cluster.is_master)
 
 
-# The least of each option, and what is refused without it: no step, no layer, a division by zero.
+# The smallest value of each option.
 _AT_LEAST = {
     **dict.fromkeys(("steps", "batch", "length", "accumulate", "layers", "dim", "heads", "kv_heads", "hidden"), 1),
     **dict.fromkeys(("top_k", "microbatches", "chunks", "evaluate_every", "checkpoint_every", "keep"), 1),
@@ -165,15 +165,17 @@ def _check_numbers(options: Options) -> None:
     for name, least in _AT_LEAST.items():
         value = getattr(options, name)
         if value is not None and not least <= value < math.inf:
-            raise ValueError(f"train: {_word(name)} must be at least {least}; got {value}. Raise it.")
+            raise ValueError(f"train: {_word(name)} must be at least {least}; got {value}. Pass {least} or more.")
     for name in _ABOVE_ZERO:
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"train: {_word(name)} must be above 0; got {value}. Correct it.")
+            raise ValueError(f"train: {_word(name)} must be above 0; got {value}. Pass a positive number.")
     if options.dropout >= 1:
-        raise ValueError(f"train: --dropout must be below 1; got {options.dropout}. Lower it.")
+        raise ValueError(f"train: --dropout must be below 1; got {options.dropout}. Pass for example 0.1.")
     if options.json is not None and options.json.is_dir():
-        raise ValueError(f"train: --json must be a file; got the directory {options.json}. Name a file in it.")
+        raise ValueError(
+            f"train: --json must be a file; got the directory {options.json}. Pass for example {options.json}/run.json."
+        )
 
 
 def _word(name: str) -> str:
@@ -191,13 +193,14 @@ def _guard(run: CommandRun, first: int) -> sk.runtime.Guard:
 def _checkpoints(options: Options) -> Any:
     if options.checkpoint is None:
         return nullcontext()
-    try:  # now, and not when the first save fails
+    try:  # before training, not at the first save
         options.checkpoint.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=options.checkpoint).close()
     except OSError as error:
         raise ValueError(
-            f"--checkpoint: the directory must be one that can be written; {options.checkpoint} cannot "
-            f"({error.strerror}). Choose another one."
+            f"--checkpoint: the directory must be writable; {options.checkpoint} is not ({error.strerror}). Pass "
+            "another "
+            "directory."
         ) from None
     return sk.runtime.Checkpoints(options.checkpoint, keep=options.keep, best="validation_loss")
 
@@ -205,12 +208,14 @@ def _checkpoints(options: Options) -> Any:
 def _introduce(
     run: CommandRun, state: sk.TrainState, first: int, plan: sk.Plan, axes: transformer.Axes, console: Console
 ) -> Differences | None:
-    """Says what is trained, on what; with --verify also whether one device gives the same numbers."""
+    """Prints the mesh, plan and data; with --verify, compares the first steps with one device."""
     options, mesh = run.options, run.mesh
     size = sum(x.size for x in jax.tree.leaves(state.params))
     console.print(sk.describe(mesh))
     if mesh.devices.flat[0].platform == "cpu":
-        console.print("[dim]CPU devices share this machine's cores: the numbers are real, the speed is not.[/dim]")
+        console.print(
+            "[dim]simulated CPU devices share this machine's cores: the speed means nothing, the numbers do.[/dim]"
+        )
     held = sk.bytes_per_device(state)
     whole = sum(x.nbytes for x in jax.tree.leaves(state) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))
     beside = f" (data parallelism: {whole:,})" if held < 0.99 * whole else ""
@@ -220,13 +225,13 @@ def _introduce(
     text = run.text
     console.print(f"text: {text.source}, {text.train.size:,} bytes to train on, {text.validation.size:,} held out")
     if first:
-        then = "the run goes on there" if first < options.steps else "nothing is left to do"
+        then = "resuming" if first < options.steps else "already finished"
         console.print(f"checkpoint: step {first} of {options.checkpoint}; {then}")
 
     if not options.verify:
         return None
     if first:
-        console.print("verify: left out; a run that goes on has no beginning to compare")
+        console.print("verify: skipped, because a resumed run does not start from step 0")
         return None
     one_device = plain_loss(run.config, options, mesh.shape, run.pipeline)
     differences = verify(one_device, run.optimizer, run, state, options.verify, options.precision)
@@ -245,7 +250,7 @@ def _summary(
         "train_loss": curve[-1].train_loss if curve else None,
         "validation_loss": validations[-1] if validations else None,
         "steps": steps,
-        "ended": trained.ended,
+        "ended": trained.end.reason,
         "tokens_per_second": speed,
         "held_bytes_per_device": sk.bytes_per_device(trained.state),
         "verify_loss_difference": differences.loss if differences else None,
@@ -255,14 +260,14 @@ def _summary(
         "options": {name: plain(value) for name, value in asdict(o).items()},
         "curve": [p._asdict() for p in curve],
     }
-    if o.json and writes and (curve or not o.json.exists()):  # a run that is done keeps what it wrote
+    if o.json and writes and (curve or not o.json.exists()):  # a finished run keeps its results
         o.json.parent.mkdir(parents=True, exist_ok=True)
         o.json.write_text(json_lib.dumps(results, indent=1) + "\n")
     if len(curve) > 1:
         console.print(picture(curve, color=console.color_system is not None))
-    console.print(f"{trained.ended}: {steps} steps, {trained.seconds:.0f} s, {speed:,.0f} tokens/s")
+    console.print(f"{trained.end.reason}: {steps} steps, {trained.seconds:.0f} s, {speed:,.0f} tokens/s")
     if validations:
-        console.print(f"validation loss {validations[-1]:.3f} nats per byte on text it has not seen")
+        console.print(f"validation loss {validations[-1]:.3f} nats per byte on held-out text")
     if differences:
         console.print(f"verify: {differences}")
-    return trained.code
+    return trained.end.code

@@ -1,4 +1,4 @@
-"""The same steps on one device, written with nothing but jax and optax."""
+"""The same training on one device, in plain jax and optax, to compare with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardkit.precision import precision_of
 
 
 class Differences(NamedTuple):
-    """How far a run was from the same run on one device.
+    """How far a run differs from the same run on one device.
 
     Attributes:
         steps: optimizer steps compared.
@@ -35,7 +35,7 @@ class Differences(NamedTuple):
 
 
 class Steps(Protocol):
-    """A run whose steps can be repeated."""
+    """A training step, and the batch of each step by its index."""
 
     step: Any
 
@@ -45,13 +45,13 @@ class Steps(Protocol):
 
 
 def verify(loss_fn: Any, optimizer: Any, run: Steps, state: sk.TrainState, steps: int, precision: str) -> Differences:
-    """Takes `steps` steps from `state` on its mesh and on one device, and compares; `state` is left as it is.
+    """Takes `steps` steps from `state` on its mesh and on one device, and compares the two. `state` stays valid.
 
     Args:
         loss_fn: as for `value_and_grad`, returning (Mean, aux).
         optimizer: the optax optimizer.
-        run: gives `step` and the batches.
-        state: where both begin.
+        run: the step and its batches.
+        state: the initial state of both.
         steps: how many steps to take.
         precision: name of the dtype policy; the loss scale of "fp16" has no counterpart here.
     """
@@ -71,7 +71,7 @@ def verify(loss_fn: Any, optimizer: Any, run: Steps, state: sk.TrainState, steps
     params = jax.device_put(sk.runtime.fetch(sk.unpadded(state.params)), here)
     key = jax.random.wrap_key_data(sk.runtime.fetch(state.key), impl=jax.random.key_impl(state.key))
     opt_state = jax.jit(optimizer.init)(params)
-    state = jax.tree.map(jnp.copy, state)  # the step donates its argument
+    state = jax.tree.map(jnp.copy, state)  # the step donates its state
     worst = 0.0
     for index in range(steps):
         batch = run.plain_batch(index)

@@ -31,7 +31,15 @@ def attention(
     axes: Axes = ONE_DEVICE,
     segments_bT: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal self-attention with rotary positions; each group of H/G heads shares one key/value head."""
+    """Causal self-attention with rotary positions; each group of H/G heads shares one key/value head.
+
+    Example:
+        >>> from shardkit.models import transformer
+        >>> config = transformer.Config(layers=1, dim=16, heads=2)
+        >>> layer = jax.tree.map(lambda x: x[0], transformer.init(jax.random.key(0), config)["layers"])
+        >>> transformer.attention(layer, jnp.ones((1, 4, 16)), config).shape
+        (1, 4, 16)
+    """
     places_T = jnp.arange(x_btD.shape[1]) if places_T is None else places_T
     check_split("query heads", weights["query"].shape[-2], config.heads, axes)
     share: dict[str, Any] = {"sequence": axes.sequence, "impl": axes.impl}
@@ -54,7 +62,14 @@ def attention(
 
 @typed
 def mlp(weights: Mapping[str, Any], x_btD: jax.Array, axes: Axes = ONE_DEVICE) -> jax.Array:
-    """SwiGLU: silu(x W_gate) * (x W_up), then W_down."""
+    """SwiGLU: silu(x W_gate) * (x W_up), then W_down.
+
+    Example:
+        >>> from shardkit.models import transformer
+        >>> weights = {"gate": jnp.ones((16, 32)), "up": jnp.ones((16, 32)), "down": jnp.ones((32, 16))}
+        >>> transformer.mlp(weights, jnp.ones((1, 4, 16))).shape
+        (1, 4, 16)
+    """
     share: dict[str, Any] = {"sequence": axes.sequence, "impl": axes.impl}
     gate_bTf, up_bTf = column_linear(x_btD, (weights["gate"], weights["up"]), axes.model, **share)
     return row_linear(jax.nn.silu(gate_bTf) * up_bTf, weights["down"], axes.model, **share)
@@ -68,7 +83,16 @@ def experts(
     axes: Axes = ONE_DEVICE,
     weights_bt: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A mixture of SwiGLU experts: its answer, the two losses of its router, and the dropped and all choices."""
+    """A mixture of SwiGLU experts: its answer, the two losses of its router, and the dropped and all choices.
+
+    Example:
+        >>> from shardkit.models import transformer
+        >>> config = transformer.Config(layers=1, dim=16, heads=2, experts=4)
+        >>> layer = jax.tree.map(lambda x: x[0], transformer.init(jax.random.key(0), config)["layers"])
+        >>> y, losses, dropped = transformer.experts(layer, jnp.ones((1, 4, 16)), config)
+        >>> dropped.tolist()
+        [0.0, 8.0]
+    """
 
     def answer(expert: Any, x_SD: jax.Array, dot: Any) -> jax.Array:
         return dot(jax.nn.silu(dot(x_SD, expert["gate"])) * dot(x_SD, expert["up"]), expert["down"])
@@ -83,7 +107,13 @@ def experts(
 
 @typed
 def rms_norm(x_bTD: jax.Array, gain_D: jax.Array) -> jax.Array:
-    """x / sqrt(mean(x^2) + 1e-6) times a gain; the statistics are float32."""
+    """x / sqrt(mean(x^2) + 1e-6) times a gain; the statistics are float32.
+
+    Example:
+        >>> from shardkit.models import transformer
+        >>> transformer.rms_norm(jnp.array([[[3.0, -3.0]]]), jnp.ones(2)).round(3).tolist()
+        [[[1.0, -1.0]]]
+    """
     shapes("rms_norm", x_bTD=(x_bTD, "bTD"), gain_D=(gain_D, "D"))
     wide = x_bTD.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
@@ -92,7 +122,14 @@ def rms_norm(x_bTD: jax.Array, gain_D: jax.Array) -> jax.Array:
 
 @typed
 def rotate(x_bTHK: jax.Array, places_T: jax.Array) -> jax.Array:
-    """Rotary positions (Su et al., 2021): pairs of features turn by an angle that grows with the token's place."""
+    """Rotary positions (Su et al., 2021): pairs of features turn by an angle that grows with the token's place.
+
+    Example:
+        >>> from shardkit.models import transformer
+        >>> x = jnp.ones((1, 4, 2, 8))
+        >>> (transformer.rotate(x, jnp.arange(4)) == x).all(axis=(0, 2, 3)).tolist()
+        [True, False, False, False]
+    """
     shapes("rotate", x_bTHK=(x_bTHK, "bTHK"), places_T=(places_T, "T"))
     K = x_bTHK.shape[-1]
     rates = 10_000.0 ** (-jnp.arange(0, K, 2, dtype=jnp.float32) / K)

@@ -111,6 +111,12 @@ def init(key: Key, config: Config) -> Any:
     Returns:
         `{"embed": [V, D], "layers": {...: [L, ...]}, "final_norm": [D], "head": [D, V]}` (no head if tied); with
         experts, their leaves are `layers.experts`, [L, E, ...], beside `layers.router`, [L, D, E].
+
+    Example:
+        >>> from shardkit.models import transformer
+        >>> params = transformer.init(jax.random.key(0), transformer.Config(layers=2, dim=16, heads=2))
+        >>> params["layers"]["query"].shape
+        (2, 16, 2, 8)
     """
     c = config
     shapes: dict[str, tuple[int, ...]] = {
@@ -145,7 +151,13 @@ def init(key: Key, config: Config) -> Any:
 
 @typed
 def logical_axes(config: Config) -> Any:
-    """The logical name of every dim of every leaf of `init`, for `specs_from_rules` and the plans' rules."""
+    """The logical name of every dim of every leaf of `init`, for `specs_from_rules` and the plans' rules.
+
+    Example:
+        >>> from shardkit.models import transformer
+        >>> transformer.logical_axes(transformer.Config())["layers"]["query"]
+        ('layers', 'embed', 'heads', 'head_size')
+    """
     layers: dict[str, Any] = {
         "query": ("layers", "embed", "heads", "head_size"),
         "key": ("layers", "embed", "kv_heads", "head_size"),
@@ -175,6 +187,13 @@ def tensor_rules(config: Config, axis: Axis, ways: int) -> Any:
         config: the sizes.
         axis: the axis, or tuple of axes, of `Axes.model`.
         ways: devices along it.
+
+    Example:
+        >>> from shardkit.models import transformer
+        >>> rules = transformer.tensor_rules(transformer.Config(), "model", 4)
+        >>> plan = sk.chain(sk.dp("data"), sk.tp("model", rules))
+        >>> rules["head"] == P(None, "model")
+        True
     """
     at_least("tensor_rules", 1, ways=ways)
     whole = ("layers", "embed", "head_size", "experts", "expert_embed", "expert_hidden")

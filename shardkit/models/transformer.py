@@ -89,6 +89,13 @@ def apply(
 
     Returns:
         Logits, shape [b, T, V], in the dtype of the parameters; with `axes.model` this device's share of V.
+
+    Example:
+        >>> from shardkit.models import transformer
+        >>> config = transformer.Config(layers=1, dim=16, heads=2)
+        >>> params = transformer.init(jax.random.key(0), config)
+        >>> transformer.apply(params, jnp.zeros((1, 4), jnp.int32), config).shape
+        (1, 4, 256)
     """
     x_btD = rms_norm(run(params, {"tokens": tokens_bT}, config, keys_b, axes).x, params["final_norm"])
     return column_linear(x_btD, _head(params, config), axes.model, sequence=axes.sequence, impl=axes.impl)
@@ -98,7 +105,15 @@ def apply(
 def run(
     params: Arrays, batch: Mapping[str, Any], config: Config, keys_b: Key | None = None, axes: Axes = ONE_DEVICE
 ) -> Stream:
-    """The stream after the last layer."""
+    """The stream after the last layer.
+
+    Example:
+        >>> from shardkit.models import transformer
+        >>> config = transformer.Config(layers=1, dim=16, heads=2)
+        >>> params = transformer.init(jax.random.key(0), config)
+        >>> transformer.run(params, {"tokens": jnp.zeros((1, 4), jnp.int32)}, config).x.shape
+        (1, 4, 16)
+    """
     embed, stage, _ = pieces(config, axes)
     return stage((params["layers"], jnp.arange(config.layers)), embed(params, batch, keys_b), keys_b)
 
@@ -118,6 +133,14 @@ def pieces(config: Config, axes: Axes = ONE_DEVICE) -> tuple[Piece, Piece, Piece
         `embed(shared, batch, keys) -> Stream`, `stage((layers, numbers), Stream, keys) -> Stream`, and
         `head(shared, Stream, batch) -> (Mean, aux)`. The batch is as for `loss_fn`; under `context` in zigzag order it
         is in that order already.
+
+    Example:
+        >>> from shardkit.models import transformer
+        >>> config = transformer.Config(layers=1, dim=16, heads=2)
+        >>> params, tokens = transformer.init(jax.random.key(0), config), jnp.zeros((1, 4), jnp.int32)
+        >>> embed, stage, head = transformer.pieces(config)
+        >>> stage((params["layers"], jnp.arange(1)), embed(params, {"tokens": tokens}, None), None).x.shape
+        (1, 4, 16)
     """
 
     def mine(x: jax.Array, dim: int) -> jax.Array:
@@ -205,6 +228,11 @@ def loss_fn(config: Config, axes: Axes = ONE_DEVICE) -> Callable[[Any, Any, Any]
 
     Raises:
         ValueError: at trace time, heads or tokens that the plan does not split as `axes` say.
+
+    Example:
+        >>> from shardkit.models import transformer
+        >>> grad_fn = sk.value_and_grad(transformer.loss_fn(transformer.Config(dropout=0.1)))
+        >>> init, step = sk.make_train_step(grad_fn, optax.adamw(3e-4), mesh=mesh, plan=sk.dp("data"))
     """
 
     *_, head = pieces(config, axes)
@@ -227,6 +255,11 @@ def in_order(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
         ValueError: at trace time, tokens that the plan does not split as `axes` say.
 
     Cost: that of `zigzag` for tokens, targets, weights and segments, with `context` in zigzag order.
+
+    Example:
+        >>> from shardkit.models import transformer
+        >>> axes = transformer.Axes(context="model")
+        >>> loss = transformer.in_order(lambda params, batch, keys: sk.Mean.of(batch["tokens"] * params), axes)
     """
 
     @wraps(function)

@@ -15,10 +15,10 @@ from shardkit.testing.certify import Certificate, certify_gradients
 from shardkit.testing.chains import Chain, Op
 from shardkit.testing.emulate import emulate
 from shardkit.testing.laws import LAWS
+from shardkit.testing.one_device import Reference, one_device
 from shardkit.testing.program import Program, recording
 from shardkit.testing.prove import Proof, prove
 from shardkit.testing.rows import Row, covering
-from shardkit.testing.single import Reference, one_device
 from shardkit.testing.training import assert_same_training
 
 _STRATEGIES = ("ShardedArray", "meshes", "programs", "sharded_arrays", "specs")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +11,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardkit._check import quoted, sized
+from shardkit._kinds import ARRAYS
+from shardkit._typed import check_kind
 from shardkit.layout import path_name
 
 # What tells one kind of numbers from another, where a difference of dtypes is more than rounding.
@@ -27,6 +29,11 @@ class Gap(NamedTuple):
     got: Any
     wanted: Any
     factor: float | None
+
+    @property
+    def where(self) -> str:
+        """The path after a space; nothing where the tree is one array."""
+        return "" if self.path == path_name(()) else f" {self.path}"
 
     def __str__(self) -> str:
         place = f" at {list(self.at)}" if self.at else ""
@@ -58,6 +65,14 @@ def check_relative(where: str, relative: float) -> None:
     """Refuses a relative error that allows nothing, or anything."""
     if not 0 < relative < 1:
         raise ValueError(f"{where}: relative must lie between 0 and 1; got {relative}. Pass for example 1e-5.")
+
+
+def check_batches(where: str, batches: Sequence[Any]) -> None:
+    """Refuses batches that are no pytrees of arrays, and none at all."""
+    for batch in batches:
+        check_kind(where, "batches", batch, (ARRAYS,))
+    if not batches:
+        raise ValueError(f"{where}: at least one batch is needed; got none. Pass one for each step.")
 
 
 def check_telling(where: str, grads: Any, loss: Any = 0.0) -> None:

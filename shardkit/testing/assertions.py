@@ -17,6 +17,7 @@ from shardkit._typed import typed
 from shardkit.layout import check_spec
 from shardkit.partitioning.gradient import kind
 from shardkit.testing._compare import first_gap, is_float, kinds_differ, leaves_of, magnitude, on, shapes_differ
+from shardkit.testing._interpreter import of_floats
 
 # A wrong factor or sign must never hide behind coarse dtypes and long sums.
 LARGEST_RELATIVE = 0.25
@@ -65,6 +66,12 @@ def assert_matches_reference(
             and the factor if it is the same everywhere.
         TypeError: args that are no tuple, or a reference in numpy where gradients are compared.
         TypeError, ValueError: what tracing the kernel raises, for example by check_vma.
+
+    Example:
+        >>> sk.testing.assert_matches_reference(
+        ...     lambda x: sk.all_reduce(x, "data"), lambda x: x[:2] + x[2:],
+        ...     mesh=mesh, in_specs=P("data"), out_specs=P(), args=(np.arange(4, dtype="f"),),
+        ... )
     """
     if kernel.__hash__ is None:  # an object of a class with an equality of its own
         kernel = partial(kernel)
@@ -103,10 +110,9 @@ def assert_matches_reference(
             raise AssertionError(f"{where} must be of the reference's kind of numbers; {wrong}. Cast one of them.")
         gap = first_gap(got, wanted, allowed)
         if gap:
-            path = "" if gap.path == "(the whole tree)" else f" {gap.path}"
             raise AssertionError(
-                f"{where}{path} must equal the reference; {gap}. Look for a reduction that is missing or done twice, "
-                "or pieces in another order."
+                f"{where}{gap.where} must equal the reference; {gap}. Look for a reduction that is missing or done "
+                "twice, or pieces in another order."
             )
 
     modes = ["under jit", "eagerly"] if eager else ["under jit"]
@@ -115,20 +121,19 @@ def assert_matches_reference(
     if not grad:
         return
     leaves, structure = jax.tree.flatten(tuple(args))
-    floats = tuple(i for i, x in enumerate(leaves) if is_float(x))
     rng = np.random.default_rng(zlib.crc32(b"cotangent"))  # a seed that the caller's arguments hardly share
     draws = [rng.normal(size=np.shape(y)) for y in jax.tree.leaves(wanted)]
     cotangents = [
         d.astype(jnp.result_type(y)) for d, y in zip(draws, jax.tree.leaves(wanted), strict=True) if is_float(y)
     ]
     try:
-        gradients = _vjp_of(reference, structure, floats)(leaves, cotangents)
+        gradients = _vjp_of(reference, structure)(leaves, cotangents)
     except jax.errors.TracerArrayConversionError:
         raise TypeError(
             "assert_matches_reference: the reference must be written in jax where gradients are compared; it turns its "
             "arguments into numpy arrays. Use jax.numpy in it, or pass grad=False."
         ) from None
-    backward = _vjp_of(mapped, structure, floats)
+    backward = _vjp_of(mapped, structure)
     for mode in modes:
         compare(_run(backward, mode)(leaves, cotangents), gradients, "the gradient of argument", mode)
 
@@ -156,19 +161,15 @@ def _run(fn: Callable[..., Any], mode: str) -> Callable[..., Any]:
 
 
 @lru_cache(maxsize=64)
-def _vjp_of(fn: Any, structure: Any, floats: tuple[int, ...]) -> Callable[..., Any]:
-    """The VJP of `fn` for the leaves of its arguments at these places: (leaves, cotangents) -> gradients."""
+def _vjp_of(fn: Any, structure: Any) -> Callable[..., Any]:
+    """The VJP of `fn` for the floating-point leaves of its arguments: (leaves, cotangents) -> gradients."""
+
+    def flat(*leaves: Any) -> list[Any]:
+        return [jnp.asarray(y) for y in jax.tree.leaves(fn(*jax.tree.unflatten(structure, leaves)))]
 
     def backward(leaves: list[Any], cotangents: list[Any]) -> Any:
-        def floating(inputs: list[Any]) -> list[Any]:
-            every = list(leaves)
-            for i, x in zip(floats, inputs, strict=True):
-                every[i] = x
-            return [jnp.asarray(y) for y in jax.tree.leaves(fn(*jax.tree.unflatten(structure, every))) if is_float(y)]
-
-        out, vjp = jax.vjp(floating, [jnp.asarray(leaves[i]) for i in floats])
-        (grads,) = vjp([c.astype(y.dtype) for c, y in zip(cotangents, out, strict=True)])
-        by_leaf = dict(zip(floats, grads, strict=True))
-        return jax.tree.unflatten(structure, [by_leaf.get(i) for i in range(len(leaves))])
+        out, vjp = jax.vjp(of_floats(flat, leaves), [jnp.asarray(x) for x in leaves if is_float(x)])
+        grads = iter(vjp([c.astype(y.dtype) for c, y in zip(cotangents, out, strict=True)])[0])
+        return jax.tree.unflatten(structure, [next(grads) if is_float(x) else None for x in leaves])
 
     return backward

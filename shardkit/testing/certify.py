@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from shardkit._check import axis_names, named, sized
 from shardkit._kinds import Arrays, Specs
 from shardkit._typed import typed
 from shardkit.collectives import vary
-from shardkit.layout import broadcast_specs, check_axes, local_shape, path_name, spec_axes
+from shardkit.layout import all_axes, broadcast_specs, check_axes, check_spec, path_name, spec_axes
 from shardkit.mesh import make_mesh
 from shardkit.testing._compare import (
     check_relative,
@@ -27,6 +28,7 @@ from shardkit.testing._compare import (
     magnitude,
     times,
 )
+from shardkit.testing._interpreter import pieces_of, stackable
 
 
 class Certificate(NamedTuple):
@@ -81,6 +83,13 @@ def certify_gradients(
         ValueError: no mesh of two devices or more fits the arrays; an axis named twice; a spec with another axis; more
             devices than there are, or fewer than two.
         TypeError: a parameter that has no gradient, or axes that are no names.
+
+    Example:
+        >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
+        >>> gradient = lambda w, x: sk.all_reduce(jax.grad(loss)(sk.vary(w, "data"), x), "data", op="mean")
+        >>> certificate = sk.testing.certify_gradients(gradient, loss, np.ones(3, "f"), np.ones((8, 3), "f"), devices=2)
+        >>> certificate.meshes
+        ({'data': 1}, {'data': 2})
     """
     axes = axis_names("certify_gradients", axes if isinstance(axes, str) else tuple(axes))
     count = _count(devices)
@@ -93,18 +102,21 @@ def certify_gradients(
             )
     if batch_spec is None:
         batch_spec = jax.tree.map(lambda x: PartitionSpec(axes[0]) if np.ndim(x) else PartitionSpec(), batch)
-    batch_spec, param_specs = _spelled(batch_spec), _spelled(param_specs)
+    batch_spec, param_specs = _none_is_whole(batch_spec), _none_is_whole(param_specs)
     check_axes("certify_gradients", (batch_spec, param_specs), axes)
+    arguments = params, batch
+    specs = broadcast_specs(param_specs, params), broadcast_specs(batch_spec, batch)
+    mesh: Any = jax.sharding.AbstractMesh((1,) * len(axes), axes)
+    jax.tree.map(lambda x, spec: check_spec("certify_gradients", spec, mesh, np.ndim(x)), arguments, specs)
     expected = jax.tree.map(np.asarray, jax.grad(loss_fn)(params, batch))
     check_telling("certify_gradients", expected)
     proved: list[dict[str, int]] = []
     found: list[_Finding] = []
     for sizes in _meshes(axes, count):
-        if not _fits(sizes, ((params, param_specs), (batch, batch_spec))):
+        if not all(jax.tree.leaves(jax.tree.map(partial(_divides, sizes), arguments, specs))):
             continue
-        held = _held_gradients(grad_fn, params, batch, sizes, param_specs, batch_spec, check_vma)
-        pieces = _pieces(expected, sizes, param_specs)
-        wrong = _diagnose(held, pieces, sizes, relative)
+        held = _held_gradients(grad_fn, arguments, sizes, specs, check_vma)
+        wrong = _diagnose(held, jax.tree.map(partial(_pieces, sizes), expected, specs[0]), sizes, relative)
         found += wrong
         proved += [] if wrong else [sizes]
     if not any(math.prod(sizes.values()) > 1 for sizes in proved) and not found:
@@ -117,6 +129,12 @@ def certify_gradients(
     return Certificate(tuple(proved), len(jax.tree.leaves(expected)))
 
 
+def _none_is_whole(specs: Any) -> Any:
+    """Specs with P() in place of None."""
+    is_leaf: Callable[[Any], bool] = lambda s: s is None or isinstance(s, PartitionSpec)  # noqa: E731
+    return jax.tree.map(lambda s: PartitionSpec() if s is None else s, specs, is_leaf=is_leaf)
+
+
 def _count(devices: int | None) -> int:
     """How many devices to use."""
     available = len(jax.devices())
@@ -127,12 +145,6 @@ def _count(devices: int | None) -> int:
             f"{available}. Correct devices, or call simulate_devices({max(count, 2)}) before jax starts."
         )
     return count
-
-
-def _spelled(specs: Any) -> Any:
-    """Specs in which None, for what is whole on every device, is spelled P()."""
-    is_leaf: Callable[[Any], bool] = lambda s: s is None or isinstance(s, PartitionSpec)  # noqa: E731
-    return jax.tree.map(lambda s: PartitionSpec() if s is None else s, specs, is_leaf=is_leaf)
 
 
 class _Finding(NamedTuple):
@@ -149,70 +161,43 @@ class _Finding(NamedTuple):
 
 
 def _meshes(axes: Sequence[str], count: int) -> list[dict[str, int]]:
-    """Every way to give the axes sizes whose product divides the number of devices."""
-
-    def ways(names: Sequence[str], left: int) -> list[tuple[int, ...]]:
-        if not names:
-            return [()]
-        return [(n, *rest) for n in range(1, left + 1) if left % n == 0 for rest in ways(names[1:], left // n)]
-
-    return [dict(zip(axes, sizes, strict=True)) for sizes in sorted(ways(axes, count), key=math.prod)]
+    """Every mesh over the axes whose number of devices divides `count`, small ones first."""
+    every = [sizes for sizes in factorizations(count, len(axes)) if count % math.prod(sizes) == 0]
+    return [dict(zip(axes, sizes, strict=True)) for sizes in sorted(every, key=math.prod)]
 
 
-def _fits(sizes: Mapping[str, int], trees: Any) -> bool:
-    mesh: Any = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    for tree, specs in trees:
-        for x, spec in zip(jax.tree.leaves(tree), _specs(specs, tree), strict=True):
-            split = zip(np.shape(x), spec_axes(spec), strict=False)
-            if any(n % math.prod(sizes.get(a, 1) for a in axes) for n, axes in split):
-                return False
-            try:
-                local_shape(np.shape(x), spec, mesh)  # refuses axes that are not there
-            except ValueError as error:
-                raise ValueError(str(error).replace("local_shape:", "certify_gradients:", 1)) from None
-    return True
+def factorizations(devices: int, k: int) -> list[tuple[int, ...]]:
+    """Every tuple of k sizes whose product is at most `devices`."""
+    if k == 1:
+        return [(n,) for n in range(1, devices + 1)]
+    return [(n, *rest) for n in range(1, devices + 1) for rest in factorizations(devices // n, k - 1)]
+
+
+def _divides(sizes: dict[str, int], x: Any, spec: PartitionSpec) -> bool:
+    split = zip(np.shape(x), spec_axes(spec), strict=False)
+    return all(n % math.prod(sizes[axis] for axis in axes) == 0 for n, axes in split)
 
 
 def _held_gradients(
-    grad_fn: Callable[[Any, Any], Any],
-    params: Any,
-    batch: Any,
-    sizes: dict[str, Any],
-    param_specs: Any,
-    batch_spec: Any,
-    check_vma: bool,
+    grad_fn: Callable[[Any, Any], Any], arguments: Any, sizes: dict[str, Any], specs: Any, check_vma: bool
 ) -> Any:
-    """What every device holds: arrays [*sizes, *local shape]."""
+    """The gradients on every device: arrays [*sizes, *local shape]."""
     names = tuple(sizes)
     mesh = make_mesh(jax.devices()[: math.prod(sizes.values())], **sizes)
 
     def device(params: Any, batch: Any) -> Any:
         grads = grad_fn(params, batch)
-        grads = vary(grads, names) if check_vma else grads
-        return jax.tree.map(lambda g: jnp.expand_dims(g, tuple(range(len(names)))), grads)
+        return stackable(vary(grads, names) if check_vma else grads, len(names))
 
-    in_specs = (broadcast_specs(param_specs, params), broadcast_specs(batch_spec, batch))
-    mapped = jax.shard_map(device, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(*names), check_vma=check_vma)
-    return jax.jit(mapped)(params, batch)
+    mapped = jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(*names), check_vma=check_vma)
+    return jax.jit(mapped)(*arguments)
 
 
-def _pieces(expected: Any, sizes: dict[str, int], param_specs: Any) -> Any:
-    """The reference's gradient as each device should hold it: [*sizes, *local shape]."""
-
-    def split(x: np.ndarray, spec: PartitionSpec) -> np.ndarray:
-        out = []
-        for place in np.ndindex(*sizes.values()):
-            at, piece = dict(zip(sizes, place, strict=True)), x
-            for dim, axes in enumerate(spec_axes(spec)):
-                count = math.prod(sizes[a] for a in axes)
-                index = 0
-                for a in axes:
-                    index = index * sizes[a] + at[a]
-                piece = np.split(piece, count, dim)[index]
-            out.append(piece)
-        return np.stack(out).reshape(*sizes.values(), *out[0].shape)
-
-    return jax.tree.map(split, expected, broadcast_specs(param_specs, expected))
+def _pieces(sizes: dict[str, int], x: np.ndarray, spec: PartitionSpec) -> np.ndarray:
+    """A gradient of the reference as each device should hold it: [*sizes, *local shape]."""
+    pieces = pieces_of(x, spec, sizes)
+    pieces = np.expand_dims(pieces, [at for at, name in enumerate(sizes) if name not in all_axes(spec)])
+    return np.broadcast_to(pieces, (*sizes.values(), *pieces.shape[len(sizes) :]))
 
 
 def _diagnose(held: Any, pieces: Any, sizes: dict[str, int], relative: float) -> list[_Finding]:
@@ -308,7 +293,3 @@ def _report(found: list[_Finding]) -> str:
         + ";\n  ".join(lines)
         + ". Cast parameters with sk.vary over the batch axes, differentiate, and reduce the gradients once."
     )
-
-
-def _specs(specs: Any, tree: Any) -> list[PartitionSpec]:
-    return jax.tree.leaves(broadcast_specs(specs, tree), is_leaf=lambda s: isinstance(s, PartitionSpec))

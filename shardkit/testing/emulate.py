@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -11,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
+from shardkit._check import divides
 from shardkit._typed import typed
 from shardkit.collectives import vary
-from shardkit.layout import all_axes, check_spec, local_shape, path_name
-from shardkit.testing._devices import joined, on_one_device
+from shardkit.layout import all_axes, check_spec, path_name, spec_axes
+from shardkit.testing._interpreter import joined, on_one_device, stackable
 
 
 @typed
@@ -46,6 +48,11 @@ def emulate(
             checked.
         TypeError: from the call: a spec that is none.
         TypeError, ValueError: what tracing the kernel raises.
+
+    Example:
+        >>> total = sk.testing.emulate(lambda x: sk.all_reduce(x, "data"), {"data": 4}, P("data"), P())
+        >>> total(jnp.arange(4)).tolist()
+        [6]
     """
     names = tuple(mesh_sizes)
     if not names or not all(isinstance(size, int) and size > 0 for size in mesh_sizes.values()):
@@ -59,7 +66,7 @@ def emulate(
     def each_device(leaves: list[Any], specs: tuple[PartitionSpec, ...], structure: Any) -> Any:
         def device(*leaves: Any) -> Any:
             out = jax.tree.map(jnp.asarray, kernel(*jax.tree.unflatten(structure, leaves)))
-            return jax.tree.map(lambda x: jnp.expand_dims(x, tuple(range(len(names)))), vary(out, names))
+            return stackable(vary(out, names), len(names))
 
         mapped = jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(*names))
         return on_one_device(mapped, mesh)(*leaves)
@@ -74,7 +81,10 @@ def emulate(
         specs = tuple(_specs("in_specs", in_specs, args))
         leaves = [jnp.asarray(x) for _, x in paths]
         for (path, _), x, spec in zip(paths, leaves, specs, strict=True):
-            _fits(partial(local_shape, x.shape, spec, mesh), f"argument {path_name(path)}")
+            where = f"emulate: argument {path_name(path)}"
+            check_spec(where, spec, mesh, x.ndim)
+            for dim, axes in enumerate(spec_axes(spec)):
+                divides(where, dim, x.shape[dim], axes, math.prod(mesh_sizes[axis] for axis in axes))
         out = each_device(leaves, specs, structure)
         paths, structure = jax.tree_util.tree_flatten_with_path(out)
         whole = [
@@ -117,7 +127,7 @@ def _on_host(x: jax.Array) -> Any:
 
 def _join(x: Any, spec: PartitionSpec, mesh: Any, what: str) -> Any:
     """From what all devices hold, [*all mesh sizes, *local shape], to the global array."""
-    _fits(lambda: check_spec("local_shape", spec, mesh, x.ndim - len(mesh.axis_names)), what)
+    check_spec(f"emulate: {what}", spec, mesh, x.ndim - len(mesh.axis_names))
     for at, name in reversed(list(enumerate(mesh.axis_names))):
         if name not in all_axes(spec) and not isinstance(x, jax.core.Tracer):
             _check_equal(x, at, name, what)
@@ -137,10 +147,3 @@ def _check_equal(x: Any, at: int, name: str, what: str) -> None:
             f"device {device} differs from device 0 by up to {gap:.3g}. Reduce it over {name!r}, or name the axis in "
             "out_specs."
         )
-
-
-def _fits(check: Callable[[], Any], what: str) -> None:
-    try:
-        check()
-    except ValueError as error:
-        raise ValueError(str(error).replace("local_shape:", f"emulate: {what}:", 1)) from None

@@ -23,9 +23,9 @@ from shardkit.analysis.jaxpr.rules.processes import differences_of_processes
 from shardkit.layout import bytes_per_device, path_name
 from shardkit.precision import precision_of
 from shardkit.testing._compare import constant_factor, first_gap, leaves_of, shapes_differ
-from shardkit.testing._traffic import plan_traffic
+from shardkit.testing._plan_traffic import plan_traffic
+from shardkit.testing.one_device import Reference
 from shardkit.testing.program import SCALE, Program
-from shardkit.testing.single import Reference
 
 Law = Callable[[Program, Reference], str | None]
 
@@ -53,6 +53,9 @@ def same_numbers(program: Program, reference: Reference) -> str | None:
     The gradients are compared themselves, because an optimizer that clips or normalizes hides a wrong factor. A GradFn
     is given a scale other than 1, divided out again, because one that ignores it fails in float16 alone. A step of
     one's own that does not use `row.optimizer` records none, and the proof says so.
+
+    Example:
+        >>> laws = [sk.testing.laws.same_numbers]  # for `prove(..., laws=laws)`
     """
     for index, (taken, want) in enumerate(zip(program.ran.steps, reference.steps, strict=True)):
         where = f"step {index}"
@@ -68,7 +71,11 @@ def same_numbers(program: Program, reference: Reference) -> str | None:
 
 
 def equal_copies(program: Program, reference: Reference) -> None:
-    """Devices that hold the same piece of a leaf of the state hold the same bits."""
+    """Devices that hold the same piece of a leaf of the state hold the same bits.
+
+    Example:
+        >>> laws = [sk.testing.laws.equal_copies]  # for `prove(..., laws=laws)`
+    """
     state = program.ran.state
     for path, x in jax.tree_util.tree_leaves_with_path((state.params, state.opt_state)):
         pieces: dict[str, Any] = {}
@@ -88,6 +95,9 @@ def census_is_the_closed_form(program: Program, reference: Reference) -> str | N
     """The collectives of the plan send what its layouts say they must, byte for byte.
 
     They are told from those that the loss sends by where they are written: in the builder, not in the loss.
+
+    Example:
+        >>> laws = [sk.testing.laws.census_is_the_closed_form]  # for `prove(..., laws=laws)`
     """
     if hasattr(program.row.grad_fn, "stages"):
         return "a pipeline gathers and sums at its own ticks"
@@ -106,13 +116,16 @@ def compiled_as_written(program: Program, reference: Reference) -> str | None:
     """The compiler sends nothing that is not written; it may merge, and drop what it finds to be sent twice.
 
     What it adds for an optimizer that looks across shards is allowed, because that part is the compiler's own.
+
+    Example:
+        >>> laws = [sk.testing.laws.compiled_as_written]  # for `prove(..., laws=laws)`
     """
     bits = jnp.finfo(precision_of(program.row.precision).compute).bits
     if bits < 32 and program.mesh.devices.flat[0].platform == "cpu":
         return "the CPU compiler sends 16-bit floats as float32"
     found = read_compiled(program.traced, program.compiled)
     more = [change.line for change in changes(found.census, found.rows) if change.more]
-    if more and looks_across(program):  # what the compiler adds it merges with sums that are written
+    if more and _looks_across(program):  # what the compiler adds it merges with sums that are written
         more = [line for line in more if not line.startswith("added") and " all_reduce over " not in line]
     if more:
         raise AssertionError("the compiler must send only what is written; it changed: " + "; ".join(more))
@@ -121,14 +134,22 @@ def compiled_as_written(program: Program, reference: Reference) -> str | None:
 
 
 def lint_is_silent(program: Program, reference: Reference) -> None:
-    """`lint` finds nothing in the program."""
+    """`lint` finds nothing in the program.
+
+    Example:
+        >>> laws = [sk.testing.laws.lint_is_silent]  # for `prove(..., laws=laws)`
+    """
     found = lint(program.traced)
     if found:
         raise AssertionError("the lint must find nothing; it finds: " + "; ".join(str(each) for each in found))
 
 
 def processes_agree(program: Program, reference: Reference) -> None:
-    """Another process traces the same program. This law traces the step once more."""
+    """Another process traces the same program. This law traces the step once more.
+
+    Example:
+        >>> laws = [sk.testing.laws.processes_agree]  # for `prove(..., laws=laws)`
+    """
     found = list(differences_of_processes(program.step, program.shapes, {}, program.traced.jaxpr))
     if found:
         raise AssertionError(
@@ -137,7 +158,11 @@ def processes_agree(program: Program, reference: Reference) -> None:
 
 
 def donates_the_state(program: Program, reference: Reference) -> None:
-    """Every byte of the new state is written where the old one was; leaves that the step never reads are left out."""
+    """Every byte of the new state is written where the old one was; leaves that the step never reads are left out.
+
+    Example:
+        >>> laws = [sk.testing.laws.donates_the_state]  # for `prove(..., laws=laws)`
+    """
     used = _compat.arguments_used(program.traced.jaxpr.jaxpr)
     leaves = jax.tree.leaves(program.shapes[0]._replace(key=None))  # the key goes round the compiled program
     held = sum(bytes_per_device(x) for x, read in zip(leaves, used, strict=False) if read)
@@ -150,7 +175,11 @@ def donates_the_state(program: Program, reference: Reference) -> None:
 
 
 def compiles_once(program: Program, reference: Reference) -> None:
-    """A second step compiles nothing."""
+    """A second step compiles nothing.
+
+    Example:
+        >>> laws = [sk.testing.laws.compiles_once]  # for `prove(..., laws=laws)`
+    """
     counts = [taken.compiled for taken in program.ran.steps]
     if any(counts[1:]):
         raise AssertionError(
@@ -171,7 +200,7 @@ LAWS: tuple[Law, ...] = (
 )
 
 
-def looks_across(program: Program) -> bool:
+def _looks_across(program: Program) -> bool:
     """Whether the optimizer's update mixes elements, so that it must look across shards: read from its trace."""
     import optax
 
@@ -203,12 +232,11 @@ def _compare(where: str, what: str, got: Any, wanted: Any, allowed: Any) -> None
     bounds = dict(leaves_of(allowed))
     gap = first_gap(got, wanted, lambda path, leaf, overall: bounds[path])
     if gap:
-        name = "" if gap.path == "(the whole tree)" else f" {gap.path}"
         text = str(gap).replace("the reference", "one device's")
         factors = [constant_factor(x, y) for (_, x), (_, y) in zip(leaves_of(got), leaves_of(wanted), strict=True)]
         scaled = any(all(f and math.isclose(f, s, rel_tol=0.01) for f in factors) for s in (SCALE, 1 / SCALE))
         hint = f", and at `scale`, which is {SCALE:g} in a proof and multiplies the gradients alone" if scaled else ""
         raise AssertionError(
-            f"{where}: {what}{name} must be as on one device; {text}. Look at what the loss sums and over which axes "
-            f"it varies{hint}."
+            f"{where}: {what}{gap.where} must be as on one device; {text}. Look at what the loss sums and over which "
+            f"axes it varies{hint}."
         )

@@ -52,6 +52,12 @@ def recording(optimizer: Optimizer) -> Any:
     Returns:
         A GradientTransformation with the same updates, whose state is `Recorded(inner, grads)`; grads is laid out as
         the plan's update.
+
+    Example:
+        >>> optimizer = sk.testing.recording(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)))
+        >>> _, state = optimizer.update(jnp.float32(5), optimizer.init(jnp.float32(0)))
+        >>> float(state.grads)
+        5.0
     """
     import optax
 

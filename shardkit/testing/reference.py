@@ -18,46 +18,86 @@ Blocks = Sequence[Any]
 
 
 def all_reduce(blocks: Blocks, *, op: str = "sum", xp: Any = np) -> list[Any]:
-    """Every device gets the sum, mean, max, min, any or all. Equal values share the derivative of a max or min."""
+    """Every device gets the sum, mean, max, min, any or all. Equal values share the derivative of a max or min.
+
+    Example:
+        >>> sk.testing.reference.all_reduce([np.array([1, 2]), np.array([3, 4])])
+        [array([4, 6]), array([4, 6])]
+    """
     result = _total(blocks, op, xp) if op in ("sum", "mean") else getattr(xp, op)(xp.stack(blocks), axis=0)
     return [result] * len(blocks)
 
 
 def all_gather(blocks: Blocks, *, dim: int = 0, xp: Any = np) -> list[Any]:
-    """Every device gets the blocks joined along dim."""
+    """Every device gets the blocks joined along dim.
+
+    Example:
+        >>> sk.testing.reference.all_gather([np.array([1, 2]), np.array([3, 4])])
+        [array([1, 2, 3, 4]), array([1, 2, 3, 4])]
+    """
     return [xp.concatenate(blocks, dim)] * len(blocks)
 
 
 def reduce_scatter(blocks: Blocks, *, dim: int = 0, op: str = "sum", xp: Any = np) -> list[Any]:
-    """Device i gets part i of the sum or mean."""
+    """Device i gets part i of the sum or mean.
+
+    Example:
+        >>> sk.testing.reference.reduce_scatter([np.array([1, 2]), np.array([3, 4])])
+        [array([4]), array([6])]
+    """
     return list(xp.split(_total(blocks, op, xp), len(blocks), dim))
 
 
 def all_to_all(blocks: Blocks, *, split_dim: int, concat_dim: int, xp: Any = np) -> list[Any]:
-    """Device j gets part j of every block, joined in the order of the senders."""
+    """Device j gets part j of every block, joined in the order of the senders.
+
+    Example:
+        >>> sk.testing.reference.all_to_all([np.array([1, 2]), np.array([3, 4])], split_dim=0, concat_dim=0)
+        [array([1, 3]), array([2, 4])]
+    """
     parts = [xp.split(block, len(blocks), split_dim) for block in blocks]
     return [xp.concatenate([part[j] for part in parts], concat_dim) for j in range(len(blocks))]
 
 
 def shift(blocks: Blocks, *, by: int = 1, wrap: bool = True, xp: Any = np) -> list[Any]:
-    """Device i gets what device i - by held, or zeros beyond an open end."""
+    """Device i gets what device i - by held, or zeros beyond an open end.
+
+    Example:
+        >>> sk.testing.reference.shift([np.array([1, 2]), np.array([3, 4])])
+        [array([3, 4]), array([1, 2])]
+    """
     n = len(blocks)
     inside = [wrap or 0 <= i - by < n for i in range(n)]
     return [blocks[(i - by) % n] if inside[i] else xp.zeros_like(blocks[i]) for i in range(n)]
 
 
 def broadcast(blocks: Blocks, *, source: int = 0, xp: Any = np) -> list[Any]:
-    """Every device gets the block of the source."""
+    """Every device gets the block of the source.
+
+    Example:
+        >>> sk.testing.reference.broadcast([np.array([1, 2]), np.array([3, 4])], source=1)
+        [array([3, 4]), array([3, 4])]
+    """
     return [blocks[source]] * len(blocks)
 
 
 def vary(blocks: Blocks, *, xp: Any = np) -> list[Any]:
-    """Every device keeps its block."""
+    """Every device keeps its block.
+
+    Example:
+        >>> sk.testing.reference.vary([np.array([1, 2]), np.array([3, 4])])
+        [array([1, 2]), array([3, 4])]
+    """
     return list(blocks)
 
 
 def prefix_scan(blocks: Blocks, *, op: str = "sum", exclusive: bool = False, xp: Any = np) -> list[Any]:
-    """Device i gets what devices 0 to i give together, or to i - 1; the first then gets the neutral element."""
+    """Device i gets what devices 0 to i give together, or to i - 1; the first then gets the neutral element.
+
+    Example:
+        >>> sk.testing.reference.prefix_scan([np.array([1, 2]), np.array([3, 4])])
+        [array([1, 2]), array([4, 6])]
+    """
     blocks = [_counted(block, xp) for block in blocks] if op == "sum" else blocks
     combine = {"sum": xp.add, "max": xp.maximum, "min": xp.minimum}[op]
     out = list(itertools.accumulate(blocks, combine))
@@ -67,7 +107,12 @@ def prefix_scan(blocks: Blocks, *, op: str = "sum", exclusive: bool = False, xp:
 def halo_exchange(
     blocks: Blocks, *, dim: int = 0, before: int = 1, after: int = 1, wrap: bool = False, xp: Any = np
 ) -> list[Any]:
-    """Every block with rows of the joined array before and behind it; zeros, or the other end, beyond the ends."""
+    """Every block with rows of the joined array before and behind it; zeros, or the other end, beyond the ends.
+
+    Example:
+        >>> sk.testing.reference.halo_exchange([np.array([1, 2]), np.array([3, 4])])
+        [array([0, 1, 2, 3]), array([2, 3, 4, 0])]
+    """
     size, whole = blocks[0].shape[dim], xp.concatenate(blocks, dim)
     total = whole.shape[dim]
     empty = xp.zeros_like(xp.take(whole, np.arange(1), axis=dim))
@@ -81,13 +126,23 @@ def halo_exchange(
 
 
 def gather_to_one(blocks: Blocks, *, dim: int = 0, target: int = 0, xp: Any = np) -> list[Any]:
-    """The target gets the blocks joined, the others zeros."""
+    """The target gets the blocks joined, the others zeros.
+
+    Example:
+        >>> sk.testing.reference.gather_to_one([np.array([1, 2]), np.array([3, 4])])
+        [array([1, 2, 3, 4]), array([0, 0, 0, 0])]
+    """
     whole = xp.concatenate(blocks, dim)
     return [whole if i == target else xp.zeros_like(whole) for i in range(len(blocks))]
 
 
 def all_gather_uneven(blocks: Blocks, *, sizes: Sequence[int], dim: int = 0, xp: Any = np) -> list[Any]:
-    """Every device gets the first sizes[i] rows of every block i, joined."""
+    """Every device gets the first sizes[i] rows of every block i, joined.
+
+    Example:
+        >>> sk.testing.reference.all_gather_uneven([np.array([1, 2]), np.array([3, 4])], sizes=(2, 1))
+        [array([1, 2, 3]), array([1, 2, 3])]
+    """
     rows = [xp.take(block, np.arange(size), axis=dim) for block, size in zip(blocks, sizes, strict=True)]
     return [xp.concatenate(rows, dim)] * len(blocks)
 
@@ -95,7 +150,12 @@ def all_gather_uneven(blocks: Blocks, *, sizes: Sequence[int], dim: int = 0, xp:
 def reduce_scatter_uneven(
     blocks: Blocks, *, sizes: Sequence[int], dim: int = 0, op: str = "sum", xp: Any = np
 ) -> list[Any]:
-    """Device i gets its sizes[i] rows of the sum or mean, padded with zeros to the largest size."""
+    """Device i gets its sizes[i] rows of the sum or mean, padded with zeros to the largest size.
+
+    Example:
+        >>> sk.testing.reference.reduce_scatter_uneven([np.array([1, 2]), np.array([3, 4])], sizes=(1, 1))
+        [array([4]), array([6])]
+    """
     total, ends = _total(blocks, op, xp), np.cumsum(sizes)
     pieces = [xp.take(total, np.arange(end - size, end), axis=dim) for size, end in zip(sizes, ends, strict=True)]
     dim %= total.ndim
@@ -120,6 +180,12 @@ def over_mesh(
 
     Returns:
         Array of shape [*sizes, ...]: what every device gets.
+
+    Example:
+        >>> blocks = np.arange(4).reshape(2, 2)  # one number on each device of a mesh data=2, model=2
+        >>> all_reduce = sk.testing.reference.all_reduce
+        >>> sk.testing.reference.over_mesh(all_reduce, blocks, {"data": 2, "model": 2}, "model").tolist()
+        [[1, 1], [5, 5]]
     """
     along = (axis,) if isinstance(axis, str) else tuple(axis)
     others = [name for name in sizes if name not in along]

@@ -70,6 +70,11 @@ def covering(
     Raises:
         ValueError: a factor without values.
 
+    Example:
+        >>> options = {"plan": ["dp", "fsdp"], "accumulate": [1, 2], "precision": ["no", "bf16"]}
+        >>> len(sk.testing.covering(options))  # their product has 8
+        4
+
     Source: Cohen et al., The AETG System (IEEE Transactions on Software Engineering 23, 1997).
     """
     for name, values in factors.items():

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from shardkit._check import at_least
 from shardkit._typed import typed
 from shardkit.layout import canonical, spec_axes
+from shardkit.testing.certify import factorizations
 from shardkit.testing.chains import DTYPES, Chain, Op, legal_ops, state_of
 
 NAMES = ("a", "b", "c")
@@ -49,13 +50,20 @@ def meshes(*, devices: int = 8, names: Sequence[str] = NAMES) -> st.SearchStrate
 
     Raises:
         ValueError: no device or no name.
+
+    Example:
+        >>> from hypothesis import given
+        >>> @given(sk.testing.meshes(devices=8))
+        ... def test_mesh(sizes):
+        ...     assert 1 <= np.prod(list(sizes.values())) <= 8
+        >>> test_mesh()
     """
     if devices < 1 or not names:
         raise ValueError(
             f"meshes: there must be one device and one name or more; got {devices} devices and names {tuple(names)}. "
             "Pass for example devices=8, names=('data', 'model')."
         )
-    every = [sizes for k in range(1, len(names) + 1) for sizes in _factorisations(devices, k)]
+    every = [sizes for k in range(1, len(names) + 1) for sizes in factorizations(devices, k)]
     every.sort(key=lambda sizes: (math.prod(sizes), len(sizes), sizes))
     return st.sampled_from([dict(zip(names, sizes, strict=False)) for sizes in every])
 
@@ -97,6 +105,13 @@ def specs(draw: _Draw, shape: Sequence[int], sizes: Mapping[str, int]) -> Partit
 
     Returns:
         Strategy of PartitionSpec, in its canonical spelling; shrinks to `P()`.
+
+    Example:
+        >>> from hypothesis import given
+        >>> @given(sk.testing.specs((4, 6), {"data": 2, "model": 2}))
+        ... def test_spec(spec):
+        ...     sk.local_shape((4, 6), spec, sk.abstract_mesh(data=2, model=2))
+        >>> test_spec()
     """
     entries: list[tuple[str, ...]] = [()] * len(shape)
     left = list(shape)
@@ -132,6 +147,13 @@ def sharded_arrays(
 
     Returns:
         Strategy of ShardedArray.
+
+    Example:
+        >>> from hypothesis import given
+        >>> @given(sk.testing.sharded_arrays())
+        ... def test_array(array):
+        ...     sk.local_shape(array.value.shape, array.spec, sk.abstract_mesh(**array.sizes))
+        >>> test_array()
     """
     sizes = draw(meshes()) if sizes is None else dict(sizes)
     local = draw(st.lists(st.integers(1, largest), max_size=rank))
@@ -172,6 +194,13 @@ def programs(
 
     Returns:
         Strategy of Chain; shrinks to one device, one element and no collective.
+
+    Example:
+        >>> from hypothesis import given
+        >>> @given(sk.testing.programs())
+        ... def test_program(program):
+        ...     run = sk.testing.emulate(program.kernel, program.sizes, program.spec, program.spec)
+        ...     np.testing.assert_array_equal(run(program.blocks()), program.reference(program.blocks()))
     """
     sizes = draw(meshes()) if sizes is None else dict(sizes)
     dtype = draw(st.sampled_from(list(dtypes)))
@@ -186,9 +215,3 @@ def programs(
         kernel = draw(st.sampled_from(list(dict.fromkeys(op.kernel for op in legal))))
         ops.append(draw(st.sampled_from([op for op in legal if op.kernel == kernel])))
     return Chain(dict(sizes), shape, dtype, tuple(ops), seed)
-
-
-def _factorisations(devices: int, k: int) -> list[tuple[int, ...]]:
-    if k == 1:
-        return [(n,) for n in range(1, devices + 1)]
-    return [(n, *rest) for n in range(1, devices + 1) for rest in _factorisations(devices // n, k - 1)]

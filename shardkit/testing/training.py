@@ -9,15 +9,15 @@ import jax
 from jax.sharding import Mesh
 
 from shardkit._check import at_least
-from shardkit._kinds import ARRAYS, Arrays, Key, Optimizer
-from shardkit._typed import check_kind, typed
+from shardkit._kinds import Arrays, Key, Optimizer
+from shardkit._typed import typed
 from shardkit.partitioning.gradient import GradFn
 from shardkit.partitioning.plan import Plan
-from shardkit.testing._compare import check_relative, on
+from shardkit.testing._compare import check_batches, check_relative, on
 from shardkit.testing.laws import equal_copies, same_numbers
+from shardkit.testing.one_device import one_device
 from shardkit.testing.program import Program
 from shardkit.testing.rows import Row
-from shardkit.testing.single import one_device
 
 
 @typed
@@ -58,12 +58,16 @@ def assert_same_training(
         AssertionError: a difference; names mesh, plan, step, leaf, how far it is off and what is allowed.
         ValueError: no batch, or a relative error that is not between 0 and 1.
         TypeError, ValueError: what building or tracing the step raises.
+
+    Example:
+        >>> grad_fn = sk.value_and_grad(lambda w, x, keys: sk.Mean.of((x @ w) ** 2))
+        >>> sk.testing.assert_same_training(
+        ...     grad_fn, grad_fn, optax.sgd(0.1), mesh=mesh, plan=sk.fsdp("data", min_size=1),
+        ...     params=np.ones(4, "f"), batches=[np.ones((8, 4), "f")],
+        ... )
     """
     at_least("assert_same_training", 1, accumulate=accumulate)
-    for batch in batches:
-        check_kind("assert_same_training", "batches", batch, (ARRAYS,))
-    if not batches:
-        raise ValueError("assert_same_training: at least one batch is needed; got none. Pass one for each step.")
+    check_batches("assert_same_training", batches)
     check_relative("assert_same_training", relative)
     reference = one_device(reference_grad_fn, optimizer, params, batches, key=key, relative=relative)
     key = jax.random.key(0) if key is None else key

@@ -42,7 +42,7 @@ def test_a_report_is_printed_written_and_compared(inside, program, tmp_path):  #
     assert any(line.startswith("all_reduce  data=8") for line in lines) and lines[-1] == "as written"
     assert json.loads(file.read_text())["derived"]["held"] >= 2048 * 256 * 2 // 8
     again = inside("aot", f"{program}:make", "--topology", "v6e:2x4", "--against", file).stdout
-    assert f"beside {file}:" in again and "all_reduce over data" in again
+    assert f"compared with {file}:" in again and "all_reduce over data" in again
 
 
 @tpu
@@ -67,7 +67,8 @@ def test_mistakes_are_one_sentence(inside, program, tmp_path):
     missing = tmp_path / "none.json"
     done = inside("aot", f"{program}:make", "--topology", "v5e:2x4", "--against", missing, code=2)
     assert done.stderr == (
-        f"error: aot: {missing} is no report that can be read (FileNotFoundError). Pass a file that --json wrote.\n"
+        f"error: aot: {missing} must be a report that --json wrote; it cannot be read (FileNotFoundError). Check the "
+        "path.\n"
     )
 
 

@@ -29,7 +29,7 @@ def test_the_grid_and_the_numbers_are_printed(run):
         "lockstep: 4 devices, 8 microbatches\n"
         "makespan 33, bubble 37.5% of the work (Megatron's convention), 27.3% of the makespan (GPipe's)\n"
         "most in flight on each device: 7, 5, 3, 1\n"
-        "slots: 5 for inputs, 1 for cotangents, 0 for what I leaves to W\n"
+        "slots: 5 for inputs, 1 for cotangents, 0 for weight-gradient residuals\n"
     )
 
 
@@ -71,7 +71,7 @@ def test_a_file_can_be_written_and_read(run, tmp_path):
     [
         (
             [],
-            "draw: a schedule must be given by --schedule, --stages and --microbatches or by --csv; got none of them. "
+            "draw: a schedule must be given by --schedule, --stages and --microbatches or by --csv; got none. "
             "Write for example --schedule lockstep --stages 4 --microbatches 8.",
         ),
         (
@@ -81,11 +81,13 @@ def test_a_file_can_be_written_and_read(run, tmp_path):
         ),
         (
             ["--csv", "FILE", "--stages", "4", "--chunks", "2"],
-            "draw: the file of --csv holds the whole schedule; got --stages, --chunks too. Leave that out.",
+            "draw: --csv must come alone, because the file holds the whole schedule; got --stages, --chunks too. "
+            "Leave it out.",
         ),
         (
             ["--csv", "no/such/file"],
-            "draw: no/such/file is no text that can be read (FileNotFoundError). Pass a file that --to-csv wrote.",
+            "draw: no/such/file must be a file that --to-csv wrote; it cannot be read (FileNotFoundError). Check the "
+            "path.",
         ),
         (
             ["--csv", "FILE"],

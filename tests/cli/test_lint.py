@@ -121,17 +121,17 @@ def test_a_function_may_bring_its_arguments(program):
         (
             "no_such_module:step",
             [],
-            "target: there is no module 'no_such_module' here. Give its name as for import, or a path that ends in "
-            ".py.",
+            "target: module 'no_such_module' must be importable from here; it is not found. Check the name, or pass a "
+            "path that ends in .py.",
         ),
         ("no/such.py:step", [], "target: the file must exist; no/such.py does not. Check the path."),
         (
             "{}:step",
             [],
             "target: {} has no 'step'; its functions are kernel, over, hangs, clean, gradient, nothing, broken. "
-            "Name one of them.",
+            "Write for example {}:kernel.",
         ),
-        ("{}:NUMBER", [], "target: {}:NUMBER must be a function; got int. Name a function."),
+        ("{}:NUMBER", [], "target: {}:NUMBER must be callable; got int. Name a function or another callable."),
         (
             "{}:clean",
             [],
@@ -142,7 +142,7 @@ def test_a_function_may_bring_its_arguments(program):
             "{}:nothing",
             [],
             "target: a function without parameters must return (fn, *args); {}:nothing returned NoneType. Return the "
-            "function to look at, followed by its arguments.",
+            "function to trace, followed by its arguments.",
         ),
         (
             "{}:hangs",

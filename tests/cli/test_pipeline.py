@@ -62,11 +62,11 @@ def test_the_schedule_of_a_file_is_run(trained, tmp_path):
     [
         (
             ["data=2", "--schedule", "gpipe"],
-            "train: --schedule must go with an axis 'stage'; the axes are 'data'. Add stage=2, or leave it out.",
+            "train: --schedule needs an axis 'stage'; the axes are 'data'. Add stage=2, or leave the option out.",
         ),
         (
             ["data=2", "--no-recompute"],
-            "train: --no-recompute must go with an axis 'stage'; the axes are 'data'. Add stage=2, or leave it out.",
+            "train: --no-recompute needs an axis 'stage'; the axes are 'data'. Add stage=2, or leave the option out.",
         ),
         (
             ["stage=2", "--schedule", "fastest"],
@@ -89,21 +89,22 @@ def test_the_schedule_of_a_file_is_run(trained, tmp_path):
         ),
         (
             ["stage=2", "--chunks", 2, "--layers", 6],
-            "train: the layers must be divisible by the stages of the model; got 6 layers for 2 devices with 2 of them "
-            "each. Change --layers, or use fewer stages or chunks.",
+            "train: the layers must be divisible by stages x chunks; got 6 layers for 2 x 2. Change --layers, or use "
+            "fewer stages or chunks.",
         ),
         (
             ["stage=2", "--schedule", "no/such.csv"],
-            "train: no/such.csv is no text that can be read (FileNotFoundError). Pass a file that --to-csv wrote.",
+            "train: no/such.csv must be a file that --to-csv wrote; it cannot be read (FileNotFoundError). Check the "
+            "path.",
         ),
         (
             ["stage=4", "--schedule", "FILE"],
-            "train: the schedule must be for as many stages as axis 'stage' has devices; got 2 for 4 devices. Write "
+            "train: the schedule must be for the devices of axis 'stage'; got a schedule for 2 over 4 devices. Write "
             "stage=2, or pass another schedule.",
         ),
         (
             ["stage=2", "--schedule", "FILE", "--microbatches", 4],
-            "train: the file of --schedule holds the whole schedule; got --microbatches too. Leave that out.",
+            "train: --microbatches must not come with a --schedule file, which holds the whole schedule. Leave it out.",
         ),
     ],
 )
@@ -121,7 +122,7 @@ def test_mistakes_are_named_in_one_sentence(words, message, tmp_path):
     [
         (
             ["data=2", "--chunks", 2],
-            "train: --chunks must go with an axis 'stage'; the axes are 'data'. Add stage=2, or",
+            "train: --chunks needs an axis 'stage'; the axes are 'data'. Add stage=2, or",
         ),
         (
             ["stage=2", "context=2", "--mode", "branch"],

@@ -9,7 +9,9 @@ import time
 
 import pytest
 
+import shardkit as sk
 from shardkit.cli import loop, train
+from shardkit.cli.run import CommandRun
 from shardkit.runtime.monitor import client
 from support.commands import environment
 
@@ -76,15 +78,15 @@ def test_a_killed_run_goes_on(alone, corpus, tmp_path):
     job.send_signal(signal.SIGKILL)
     job.communicate(timeout=30)
     printed = alone(cut, "data=2 fsdp=2", *words)
-    assert "the run goes on there" in printed
+    assert "; resuming" in printed
     assert losses(cut)[30] == pytest.approx(losses(whole)[30], rel=2e-6)
     printed = alone(cut, "data=2 fsdp=2", *words)
-    assert f"checkpoint: step 30 of {cut / 'c'}; nothing is left to do\n" in printed and "nan" not in printed
+    assert f"checkpoint: step 30 of {cut / 'c'}; already finished\n" in printed and "nan" not in printed
     assert losses(cut)[30] == pytest.approx(losses(whole)[30], rel=2e-6)  # the file is kept
     printed = alone(cut, "data=2", *words, "--dropout", "0.1", code=2)
     assert (
-        "error: --checkpoint: a run goes on with the options that it began with; dropout was 0.0 and is 0.1. Give the "
-        "same, or another directory."
+        "error: --checkpoint: a run must be resumed with the same options; dropout was 0.0 and is 0.1. Pass the same "
+        "value, or another directory."
     ) in printed
 
 
@@ -115,7 +117,7 @@ def test_a_second_interrupt_ends_all_at_once(monkeypatch):
     monkeypatch.setattr(client, "tell_others", lambda error, code: told.append((type(error), code)))
     passed_on = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
     try:
-        with pytest.raises(KeyboardInterrupt), loop._asked_to_end(saves=True, many=True):
+        with pytest.raises(KeyboardInterrupt), loop._stop_signals(saves=True, many=True):
             os.kill(os.getpid(), signal.SIGINT)
             assert told == [signal.SIGTERM]
             os.kill(os.getpid(), signal.SIGINT)
@@ -128,7 +130,7 @@ def test_a_second_interrupt_ends_all_at_once(monkeypatch):
 def test_counts_are_refused_at_once(name):
     with pytest.raises(ValueError) as error:
         train.train(train.Options(**{name: 0}))
-    assert str(error.value) == f"train: --{name.replace('_', '-')} must be at least 1; got 0. Raise it."
+    assert str(error.value) == f"train: --{name.replace('_', '-')} must be at least 1; got 0. Pass 1 or more."
 
 
 def test_a_directory_that_cannot_be_written_is_refused_at_once(tmp_path):
@@ -136,8 +138,8 @@ def test_a_directory_that_cannot_be_written_is_refused_at_once(tmp_path):
     with pytest.raises(ValueError) as error:
         train._checkpoints(train.Options(checkpoint=tmp_path / "file"))
     assert str(error.value) == (
-        f"--checkpoint: the directory must be one that can be written; {tmp_path / 'file'} cannot (File exists). "
-        "Choose another one."
+        f"--checkpoint: the directory must be writable; {tmp_path / 'file'} is not (File exists). Pass another "
+        "directory."
     )
     train._checkpoints(train.Options(checkpoint=tmp_path / "new" / "c"))
     assert list((tmp_path / "new" / "c").iterdir()) == []
@@ -150,3 +152,12 @@ def test_a_loss_that_is_not_finite_is_looked_into(alone, tmp_path):
     assert "not finite before the sum over devices:" in printed
     assert "grads.layers.query" in printed
     assert "a gradient is not finite. The parameters are as before the step" in printed
+
+
+def test_triage_repeats_the_step_that_failed():
+    """A NonFiniteError's state counts the failed step as taken; the keys of dropout depend on the step."""
+    repeated = []
+    training = CommandRun.__new__(CommandRun)  # without a model
+    training._triage = lambda state, batch: repeated.append((state.step, batch))
+    training.triage(sk.NonFiniteError("", sk.TrainState(4, None, None, None), {}), "batch")
+    assert repeated == [(3, "batch")]

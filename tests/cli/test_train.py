@@ -26,7 +26,7 @@ def test_train_prints_a_summary_and_writes_the_results(corpus, tmp_path):
         "verify: after 2 steps the loss differs from one device's by ",
         "step 4: loss ",
         "done: 8 steps, ",
-        "nats per byte on text it has not seen",
+        "nats per byte on held-out text",
     ):
         assert line in done.stdout
     assert "┌─" in done.stdout  # the loss curve
@@ -61,19 +61,20 @@ def test_interrupting_ends_with_a_summary(corpus):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["data8"], "error: train: the mesh is given as words AXIS=SIZE; got 'data8'. Write for example data=8."),
+        (["data8"], "error: train: the mesh must be given as AXIS=SIZE; got 'data8'. Write for example data=8."),
         (
             ["dta=8"],
             "error: train: the axis must be one of 'data', 'fsdp', 'zero1', 'zero2', 'context', 'ulysses', 'expert', "
-            "'stage', 'model'; got 'dta'. Use one of them.",
+            "'stage', 'model'; got 'dta'. Write for example data=8.",
         ),
         (
             ["data=2", "data=4"],
-            "error: train: axis 'data' is given twice in 'data=2 data=4'. Give each axis one size.",
+            "error: train: axis 'data' must be given once; got 'data=2 data=4'. Remove one of the two.",
         ),
         (
             ["data=2", "--sequence"],
-            "error: train: --sequence must go with an axis 'model'; the axes are 'data'. Add model=2, or leave it out.",
+            "error: train: --sequence needs an axis 'model'; the axes are 'data'. Add model=2, or leave the option "
+            "out.",
         ),
         (
             ["model=8"],

@@ -1271,14 +1271,14 @@ _TESTING = (
     ),
     Mutant(
         "noise-as-large-as-gradients",
-        "shardkit/testing/single.py",
+        "shardkit/testing/one_device.py",
         "max(relative * magnitude(x), ZERO * overall)",
         "max(relative * magnitude(x), overall)",
         PASSES,
     ),
     Mutant(
         "reference-keys-of-first-step",
-        "shardkit/testing/single.py",
+        "shardkit/testing/one_device.py",
         "keys = example_keys(step_key(key, index), rows)",
         "keys = example_keys(step_key(key, 0), rows)",
         STALE,

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from shardkit.layout import all_axes
-from shardkit.testing._devices import joined, pieces_of
+from shardkit.testing._interpreter import joined, pieces_of
 
 
 def under_vmap(kernel, sizes, in_specs, out_spec):

@@ -89,7 +89,7 @@ def test_errors_in_full(tmp_path):
     ) in pytest_run(tmp_path, test_user=large)[1]
     unused = 'import pytest\n@pytest.mark.meshes({"a": 4})\ndef test_unused(): pass\n'
     assert (
-        "meshes: test_unused must take the fixture `mesh`, and the mark one mapping of axis sizes or more; got "
+        "meshes: test_unused must take the fixture `mesh`, and the mark one or more mappings of axis sizes; got "
         "({'a': 4},). Write @pytest.mark.meshes({'data': 8}) and def test(mesh)."
     ) in pytest_run(tmp_path, test_user=unused)[1]
     assert (

@@ -223,10 +223,14 @@ def test_a_second_compile():
 
 
 def test_what_is_refused():
-    for name, given in (("row", {"rows": []}), ("batch", {"batches": []}), ("law", {"laws": []})):
+    for name, given, remedy in (
+        ("row", {"rows": []}, "one or more"),
+        ("batch", {"batches": []}, "one for each step"),
+        ("law", {"laws": []}, "one or more"),
+    ):
         with pytest.raises(ValueError) as error:
             prove(OWN, OWN, **{"rows": [DP4], "params": PARAMS, "batches": BATCHES} | given)
-        assert str(error.value) == f"prove: at least one {name} is needed; got none. Pass one or more."
+        assert str(error.value) == f"prove: at least one {name} is needed; got none. Pass {remedy}."
     with pytest.raises(ValueError) as error:  # zero is no "by default"
         proved(OWN, DP4._replace(relative=0.0))
     assert str(error.value) == "prove: relative must lie between 0 and 1; got 0.0. Pass for example 1e-5."

@@ -14,17 +14,17 @@ from hypothesis import find, given, settings
 import shardkit as sk
 from shardkit.layout import local_shape
 from shardkit.testing import Chain, Op, meshes, programs, sharded_arrays, specs
-from shardkit.testing.strategies import _factorisations
+from shardkit.testing.certify import factorizations
 
 QUICK = settings(max_examples=300, deadline=None, derandomize=True, database=None)
 
 
 def test_every_factorisation_of_up_to_eight_devices_is_a_mesh():
     for k, count in ((1, 8), (2, 20), (3, 38)):
-        ways = _factorisations(8, k)
+        ways = factorizations(8, k)
         assert len(set(ways)) == len(ways) == count
         assert all(math.prod(sizes) <= 8 and len(sizes) == k for sizes in ways)
-    assert (2, 1, 4) in _factorisations(8, 3)
+    assert (2, 1, 4) in factorizations(8, 3)
 
 
 def test_they_shrink_to_the_smallest():  # proves F73

@@ -549,8 +549,7 @@ def test_the_command(tmp_path):  # proves S101, F68
         (
             ["script.py", "--steps", "5"],
             2,
-            "error: launch: the options of the command must stand behind --. Write for example -- train.py --steps "
-            "100.",
+            "error: launch: the command and its options must come after --. Write for example -- train.py --steps 100.",
         ),
         (["script.py"], 0, ""),  # without options there is no doubt
     ],

@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardkit import _compat
 from shardkit._check import quoted
 from shardkit.layout import all_axes, spec_axes
+from shardkit.testing._collective_rules import RULES
 from shardkit.testing._compare import is_float
-from shardkit.testing._vmapped import RULES
 
 # They change the type of a value, not the value.
 _CASTS = {"pvary", "pcast", "preduced", "reduced_vary_cast_p", "vary_unreduced_cast_p"}
@@ -102,7 +102,7 @@ def _pushed_forward(original: Callable[..., list[Any]], mesh: Any, primals: Any,
     floats = [i for i, x in enumerate(primals) if is_float(x)]
 
     def both(primals: Any, tangents: Any) -> Any:
-        outs, moved = jax.jvp(_of_floats(original, primals), ([primals[i] for i in floats],), (tangents,))
+        outs, moved = jax.jvp(of_floats(original, primals), ([primals[i] for i in floats],), (tangents,))
         return _with_floats(original(*primals), outs), moved
 
     outs, moved = on_one_device(both, mesh)(list(primals), [tangents[i] for i in floats])
@@ -114,14 +114,14 @@ def _pulled_back(original: Callable[..., list[Any]], mesh: Any, primals: Any, co
     floats = [i for i, x in enumerate(primals) if is_float(x)]
 
     def back(primals: Any, cotangents: Any) -> Any:
-        return jax.vjp(_of_floats(original, primals), [primals[i] for i in floats])[1](cotangents)[0]
+        return jax.vjp(of_floats(original, primals), [primals[i] for i in floats])[1](cotangents)[0]
 
     kept = [c for c in cotangents if jnp.result_type(c) != jax.dtypes.float0]
     grads = iter(on_one_device(back, mesh)(list(primals), kept))
     return tuple(next(grads) if i in floats else None for i in range(len(primals)))
 
 
-def _of_floats(original: Callable[..., list[Any]], primals: Any) -> Callable[[list[Any]], list[Any]]:
+def of_floats(original: Callable[..., list[Any]], primals: Any) -> Callable[[list[Any]], list[Any]]:
     """The floating-point results as a function of the floating-point arguments."""
 
     def restricted(floats: list[Any]) -> list[Any]:
@@ -241,6 +241,11 @@ def _by_vmap(equation: Any, body: Callable[..., list[Any]], operands: list[Any])
     pieces = [pieces_of(x, spec, sizes) for x, spec in zip(operands, params["in_specs"], strict=True)]
     results = one(jnp.zeros(tuple(sizes.values()), jnp.int8), *pieces)
     return [joined(x, spec, sizes) for x, spec in zip(results, params["out_specs"], strict=True)]
+
+
+def stackable(tree: Any, axes: int) -> Any:
+    """The results of one device with a dim of size 1 for each mesh axis, over which out_specs stacks them."""
+    return jax.tree.map(lambda x: jnp.expand_dims(x, tuple(range(axes))), tree)
 
 
 def pieces_of(x: Any, spec: PartitionSpec, sizes: dict[str, int]) -> Any:

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardkit._kinds import ARRAYS, Arrays, Key, Optimizer
-from shardkit._typed import check_kind, typed
+from shardkit._kinds import Arrays, Key, Optimizer
+from shardkit._typed import typed
 from shardkit.partitioning.gradient import GradFn, divisor_of
 from shardkit.rng import example_keys
-from shardkit.testing._compare import check_relative, check_telling, leaves_of, magnitude
+from shardkit.testing._compare import check_batches, check_relative, check_telling, leaves_of, magnitude
 from shardkit.train import step_key
 
 # A gradient leaf this much smaller than the largest one is rounding noise: its true value is zero.
@@ -92,11 +92,14 @@ def one_device(
     Raises:
         ValueError: no batch, a relative error that is not between 0 and 1, or a run that cannot tell right from wrong:
             its loss or a gradient is not finite, or all gradients of a step are zero.
+
+    Example:
+        >>> grad_fn = sk.value_and_grad(lambda w, x, keys: sk.Mean.of((x @ w) ** 2))
+        >>> reference = sk.testing.one_device(grad_fn, optax.sgd(0.1), np.ones(3, "f"), [np.ones((8, 3), "f")] * 2)
+        >>> float(reference.steps[0].loss)
+        9.0
     """
-    if not batches:
-        raise ValueError("one_device: at least one batch is needed; got none. Pass one for each step.")
-    for batch in batches:
-        check_kind("one_device", "batches", batch, (ARRAYS,))
+    check_batches("one_device", batches)
     check_relative("one_device", relative)
     key = jax.random.key(0) if key is None else key
     run = lambda sign: _run(grad_fn, optimizer, params, batches, key, relative, sign)  # noqa: E731
