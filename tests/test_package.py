@@ -202,6 +202,6 @@ def test_every_public_name_is_documented_and_exported_once():
 )
 def test_a_folder_says_what_is_in_it_and_which_file_to_open_first(path):
     text = ast.get_docstring(ast.parse(path.read_text()))
-    first = re.search(r"Open\s+`([\w/]+\.py)`", text)
+    first = re.search(r"Start\s+with\s+`([\w/]+\.py)`", text)
     assert first and (path.parent / first[1]).exists(), path
     assert "Imports " in text or "imports " in text, f"{path}: what may be imported here?"

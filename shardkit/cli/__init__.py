@@ -1,4 +1,7 @@
-"""The `shardkit` command: train, launch, doctor, lint, aot, draw, soak."""
+"""The `shardkit` command: train, launch, doctor, lint, aot, draw, soak; one file per subcommand.
+
+Start with `train.py`. Imports everything; nothing imports it.
+"""
 
 from __future__ import annotations
 

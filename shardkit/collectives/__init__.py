@@ -1,4 +1,7 @@
-"""Kernels used inside shard_map."""
+"""Kernels for use inside `jax.shard_map`: collectives with their layout, errors and cost, on pytrees.
+
+Start with `basic.py`. Imports cost, and single files such as `_check.py`; no plan and no mesh.
+"""
 
 from shardkit.collectives import compressed, hierarchical, ring
 from shardkit.collectives.basic import (

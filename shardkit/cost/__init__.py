@@ -1,4 +1,7 @@
-"""Closed forms: what a computation must cost, from its sizes alone."""
+"""Closed forms: what a computation costs, from its sizes alone; chips as data.
+
+Start with `collectives.py`. A new chip is one row in `hardware.py`. Imports argument checks only, and no jax arrays.
+"""
 
 from shardkit.cost.activations import activation_memory, interleaving_factor, model_activation_memory
 from shardkit.cost.collectives import Traffic, bus_factor, wire

@@ -1,4 +1,7 @@
-"""Reference models, written with the kernels."""
+"""Reference models, written with the kernels.
+
+Start with `transformer.py`. Imports layers and remat, as a user's own model does.
+"""
 
 from shardkit.models import transformer
 

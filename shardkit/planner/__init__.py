@@ -1,6 +1,6 @@
 """The planner: the layouts of a transformer that fit a machine, the fastest first.
 
-Open `search.py` first; `estimate.py` states the model of memory and time. Imports cost alone.
+Start with `search.py`; `estimate.py` states the model of memory and time. Imports cost alone.
 """
 
 from __future__ import annotations

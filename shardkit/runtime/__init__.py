@@ -1,4 +1,8 @@
-"""What surrounds a training run: processes, the guard, checkpoints, data."""
+"""What surrounds a training run: processes, the guard, checkpoints, data.
+
+Start with `cluster/join.py`; `monitor/`, `cluster/`, `data/` and `checkpoint/` have a docstring each. Imports everything
+up to testing, whose laws it extends.
+"""
 
 from __future__ import annotations
 

@@ -13,6 +13,8 @@
 
 The bubbles hold for the sizes and costs that each file names; `Schedule.simulate` has all others. Any other
 schedule is a CSV file: `Schedule.from_csv`.
+
+Start with `gpipe.py`, the shortest, then `base.py`. Imports argument checks only; no jax.
 """
 
 from shardkit.schedules.action import Action

@@ -1,7 +1,7 @@
-"""The proof kit: what kernels mean, and tools that prove it for yours.
+"""The proof kit: what kernels mean, and tools that prove your own kernels and training steps.
 
-`hypothesis` is imported only with the strategies, on first use of their names; the pytest plugin is
-`shardkit_pytest`, which pytest finds by itself.
+Start with `prove.py`. Imports everything up to analysis. `hypothesis` is imported on first use of the strategies; the
+pytest plugin is `shardkit_pytest`, which pytest loads automatically.
 """
 
 from __future__ import annotations

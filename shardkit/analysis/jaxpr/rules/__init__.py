@@ -1,6 +1,6 @@
 """The lint's rules, one file for each or for a family, and `RULES`, the list of them.
 
-A new rule is a file with a function `check(block, program)` and a row here. Open `rule.py` first, which says what a
+A new rule is a file with a function `check(block, program)` and a row here. Start with `rule.py`, which says what a
 rule is passed, then `tiny_shards.py`, the shortest. Imports `analysis/jaxpr`.
 """
 
