@@ -1,6 +1,6 @@
 """What surrounds a training run: processes, the guard, checkpoints, data.
 
-Start with `cluster/join.py`; `monitor/`, `cluster/`, `data/` and `checkpoint/` have a docstring each. Imports everything
+Start with `cluster/join.py`; each of `monitor/`, `cluster/`, `data/`, `checkpoint/` has a docstring. Imports everything
 up to testing, whose laws it extends.
 """
 
