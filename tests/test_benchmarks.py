@@ -192,7 +192,7 @@ def smoke(name, *words):
 def recorded(path, name):
     """What it records."""
     file = path / "out.jsonl"
-    if name in ("instruments", "step_overhead"):  # on one device, and one in a process of its own for all
+    if name in ("building", "instruments", "step_overhead"):  # on one device, and one in a process of its own for all
         smoke(name, "--smoke", "--json", file)
     else:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -240,6 +240,12 @@ def test_context_smoke(tmp_path):
     records = recorded(tmp_path, "context")
     causal = ["ring, contiguous", "ring, zigzag", "ulysses"]
     assert [r["variant"] for r in records] == ["gathered, masked", *causal, "ring, every block", *causal]
+
+
+@pytest.mark.deep  # the harness is held by the others
+def test_building_smoke(tmp_path):
+    records = recorded(tmp_path, "building")
+    assert len(records) == 8 and all(record["cpu_seconds_median"] > 0 for record in records)
 
 
 def test_instruments_smoke(tmp_path):

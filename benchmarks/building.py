@@ -1,0 +1,106 @@
+"""How long it takes to build what is large before anything runs: imports, traces, schedules.
+
+Nothing is compiled. Each row starts afresh; the median of `--rounds` is printed, in CPU seconds of this process (of a child
+process for imports).
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from benchmarks import harness
+from benchmarks.environment import environment
+
+
+def imported(module: str) -> float:
+    """CPU seconds of a child process that imports a module."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+
+def layers_unrolled(count: int) -> Any:
+    """The trace of a training step whose layers are a list, each gathered by itself."""
+    layer = sk.gathered(lambda w, x: x + jnp.tanh(x @ w["up"]) @ w["down"])
+
+    def loss_fn(params: Any, batch: Any, keys: Any) -> sk.Mean:
+        x = batch["x"]
+        for each in params["layers"]:
+            x = layer(each, x)
+        return sk.Mean.of((x - batch["y"]) ** 2)
+
+    mesh = sk.abstract_mesh(data=2, fsdp=4)
+    plan = sk.chain(sk.dp("data"), sk.fsdp("fsdp", layerwise=("layers",), min_size=1))
+    init, step = sk.make_train_step(sk.value_and_grad(loss_fn), optax.adam(1e-3), mesh=mesh, plan=plan)
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)  # noqa: E731
+    params = {"layers": [{"up": shape(64, 256), "down": shape(256, 64)} for _ in range(count)]}
+    return step.trace(init.abstract(params), {"x": shape(16, 64), "y": shape(16, 64)})
+
+
+def attention(tokens: int, devices: int, block: int, order: str) -> Any:
+    """The trace of ring attention and its gradient."""
+    mesh = sk.abstract_mesh(context=devices)
+    attend = lambda q, k, v: sk.ring_attention(q, k, v, "context", order=order, block=block)  # noqa: E731
+    mapped = jax.shard_map(attend, mesh=mesh, in_specs=P(None, "context"), out_specs=P(None, "context"))
+    x = jax.ShapeDtypeStruct((1, tokens, 8, 128), jnp.bfloat16)
+    return jax.make_jaxpr(jax.grad(lambda *qkv: mapped(*qkv).astype(jnp.float32).sum(), argnums=(0, 1, 2)))(x, x, x)
+
+
+ROWS: dict[str, Callable[[bool], Any]] = {
+    "layers, unrolled (48)": lambda smoke: layers_unrolled(2 if smoke else 48),
+    "ring attention, 2^20 tokens": lambda smoke: attention(2**12 if smoke else 2**20, 4, 512, "contiguous"),
+    "the same in zigzag order": lambda smoke: attention(2**12 if smoke else 2**20, 4, 512, "zigzag"),
+    "1F1B, p=64, m=512": lambda smoke: simulated(sk.schedules.one_f_one_b(*((4, 8) if smoke else (64, 512)))),
+    "interleaved, p=64, m=512, v=4": lambda smoke: simulated(
+        sk.schedules.interleaved(*((4, 8) if smoke else (64, 512)), chunks=4)
+    ),
+}
+
+
+def simulated(schedule: Any) -> Any:
+    """A schedule, checked and simulated."""
+    schedule.check()
+    return schedule.simulate()
+
+
+def seconds(row: Callable[[bool], Any], smoke: bool) -> float:
+    """CPU seconds of this process for one row."""
+    jax.clear_caches()
+    start = time.process_time()
+    row(smoke)
+    return time.process_time() - start
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints a median for each row, and appends records to `--json`."""
+    options = harness.start(__doc__, argv, devices=1)
+    rounds = 1 if options.smoke else options.rounds or 3
+    rows = {
+        f"import {module}": lambda module=module: imported(module) for module in ("jax", "shardkit", "shardkit.cost")
+    }
+    rows |= {name: lambda row=row: seconds(row, options.smoke) for name, row in ROWS.items()}
+    for name, run in rows.items():
+        median = float(np.median([run() for _ in range(rounds)]))
+        print(f"{name:<32}{median:>10.3f} s", flush=True)
+        if options.json:
+            record = {"benchmark": "building", "row": name, "cpu_seconds_median": median, "rounds": rounds}
+            with options.json.open("a") as out:
+                out.write(json.dumps({**record, "environment": environment()}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
