@@ -1,7 +1,7 @@
 """How long it takes to build what is large before anything runs: imports, traces, schedules.
 
-Nothing is compiled. Each row starts afresh; the median of `--rounds` is printed, in CPU seconds of this process (of a child
-process for imports).
+Nothing is compiled. Each row starts afresh; the median of `--rounds` is printed, in CPU seconds of this process (of a
+child process for imports).
 """
 
 from __future__ import annotations
