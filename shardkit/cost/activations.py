@@ -10,8 +10,16 @@ from __future__ import annotations
 
 from functools import partial
 
+from shardkit import _check
 from shardkit._typed import typed
-from shardkit.cost import _check
+
+
+def recomputation(where: str, recompute: str | bool) -> str:
+    """ "none", "selective" or "full"; False and True mean the first and the last."""
+    if isinstance(recompute, bool):
+        return "full" if recompute else "none"
+    _check.known(where, "recompute", recompute, ("none", "selective", "full"))
+    return recompute
 
 
 @partial(typed, only=bool)
@@ -56,8 +64,8 @@ def activation_memory(
         where, batch=batch, sequence=sequence, hidden=hidden, heads=heads, tensor=tensor
     )
     [kv_heads] = _check.whole(where, kv_heads=heads if kv_heads is None else kv_heads)
-    _check.divides(where, "kv_heads", kv_heads, "heads", heads)
-    recompute = _check.recomputation(where, recompute)
+    _check.divisor(where, "kv_heads", kv_heads, "heads", heads)
+    recompute = recomputation(where, recompute)
     sbh = sequence * batch * hidden
     if recompute == "full":
         return 2.0 * sbh
@@ -146,7 +154,7 @@ def model_activation_memory(
         microbatches=microbatches,
     )
     [vocabulary] = _check.count(where, vocabulary=vocabulary)
-    _check.divides(where, "stages * chunks", stages * chunks, "layers", layers)
+    _check.divisor(where, "stages * chunks", stages * chunks, "layers", layers)
     layer = activation_memory(
         batch=batch,
         sequence=sequence,

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from shardkit.cost import _check, hardware
+from shardkit import _check
+from shardkit.cost import hardware
 from shardkit.cost.hardware import Chip, group_bandwidth
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
+from shardkit import _check
 from shardkit._typed import typed
-from shardkit.cost import _check
+from shardkit.cost.activations import recomputation
 from shardkit.cost.hardware import Chip, chip
 
 
@@ -44,10 +45,10 @@ def _matrices(
         kv_heads = heads if kv_heads is None else kv_heads
         heads, kv_heads = _check.whole(where, heads=heads, kv_heads=kv_heads)
         if head_size is None:
-            _check.divides(where, "heads", heads, "hidden", hidden)
+            _check.divisor(where, "heads", heads, "hidden", hidden)
             head_size = hidden // heads
         [head_size] = _check.whole(where, head_size=head_size)
-        _check.divides(where, "kv_heads", kv_heads, "heads", heads)
+        _check.divisor(where, "kv_heads", kv_heads, "heads", heads)
         query, kv = heads * head_size, kv_heads * head_size
     [ffn] = _check.whole(where, ffn=4 * hidden if ffn is None else ffn)
     up = 2 * ffn if gated else ffn
@@ -165,7 +166,7 @@ def transformer_flops(
     layers, hidden, sequence, batch = _check.whole(where, layers=layers, hidden=hidden, sequence=sequence, batch=batch)
     [vocabulary] = _check.count(where, vocabulary=vocabulary)
     m = _matrices(where, hidden, heads, kv_heads, head_size, ffn, gated)
-    recompute = _check.recomputation(where, recompute)
+    recompute = recomputation(where, recompute)
     scores = 4 * sequence * m.heads_width / (2 if causal else 1)
     layer = 2 * (m.attention + m.feed_forward) + scores
     # "selective" as published: the scores' forward and backward, not only their forward

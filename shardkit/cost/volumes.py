@@ -9,8 +9,9 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
+from shardkit import _check
 from shardkit._typed import typed
-from shardkit.cost import _check
+from shardkit.cost.activations import recomputation
 from shardkit.cost.collectives import wire
 
 
@@ -73,7 +74,7 @@ def tensor_volume(
     where = "tensor_volume"
     batch, sequence, hidden, ways = _check.whole(where, batch=batch, sequence=sequence, hidden=hidden, ways=ways)
     [value_bytes] = _check.positive(where, value_bytes=value_bytes)
-    recompute = _check.recomputation(where, recompute)
+    recompute = recomputation(where, recompute)
     if regather and not sequence_parallel:
         raise ValueError(
             "tensor_volume: regather must go with sequence_parallel; got regather=True and sequence_parallel=False. "

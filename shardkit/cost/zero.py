@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
+from shardkit import _check
 from shardkit._typed import typed
-from shardkit.cost import _check
 from shardkit.cost.collectives import wire
 
 

@@ -22,9 +22,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit._check import quoted, sized
+from shardkit._check import divisor, quoted, sized, whole
 from shardkit._typed import typed
-from shardkit.cost._check import divides, whole
 from shardkit.layout import check_spec, local_shape, path_name
 from shardkit.pipeline import stage_programs
 from shardkit.pipeline.stage_programs import Stage, Station, fitted
@@ -246,7 +245,7 @@ def _split(where: str, batch: Any, microbatches: int) -> list[Any]:
             "Pass arrays that share dim 0."
         )
     rows = next(iter(shapes.values()))[0]
-    divides(where, "microbatches", microbatches, "the batch", rows)
+    divisor(where, "microbatches", microbatches, "the batch", rows)
     hosted, size = jax.tree.map(np.asarray, batch), rows // microbatches
     return [jax.tree.map(lambda x: x[i : i + size], hosted) for i in range(0, rows, size)]  # noqa: B023
 

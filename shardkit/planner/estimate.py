@@ -21,8 +21,7 @@ from __future__ import annotations
 from numbers import Real
 from typing import NamedTuple
 
-from shardkit import cost
-from shardkit.cost import _check
+from shardkit import _check, cost
 
 REMAT = ("none", "selective", "full")
 
@@ -291,7 +290,7 @@ def check(
             f"planner: batch must be divisible by data * fsdp * accumulate; got {batch} over {pieces}. "
             "Change the batch or the layout."
         )
-    if not divides(model, chip, layout.tensor):
+    if not tensor_divides(model, chip, layout.tensor):
         raise ValueError(
             f"planner: tensor must divide heads, kv_heads and ffn, and a GPU host's chips; got {layout.tensor} for "
             f"{model.heads} heads, {model.kv_heads or model.heads} kv_heads, ffn {model.width} and chip {chip.name!r}. "
@@ -315,7 +314,7 @@ def of_kind(model: Model, *layouts: Layout) -> None:
         )
 
 
-def divides(model: Model, chip: cost.Chip, tensor: int) -> bool:
+def tensor_divides(model: Model, chip: cost.Chip, tensor: int) -> bool:
     """Whether that many tensor-parallel ways divide the model, and stay in a GPU's host."""
     sizes = (model.heads, model.kv_heads or model.heads, model.width, *(() if chip.torus else (chip.host,)))
     return all(size % tensor == 0 for size in sizes)

@@ -14,11 +14,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from shardkit import cost
+from shardkit import _check, cost
 from shardkit._kinds import ITERABLE
 from shardkit._typed import check_kind
-from shardkit.cost import _check
-from shardkit.planner.estimate import REMAT, Candidate, Layout, Model, check, divides, estimate, of_kind, share
+from shardkit.planner.estimate import REMAT, Candidate, Layout, Model, check, estimate, of_kind, share, tensor_divides
 
 _MOST = 10**9  # chips, and sequences in a step
 
@@ -45,7 +44,7 @@ def layouts(model: Model, *, chip: str | cost.Chip, chips: int, batch: int) -> I
         if number > _MOST:  # all of its divisors are looked for
             raise ValueError(f"planner: {name} must be at most {_MOST:,}; got {number:.3g}. Correct {name}.")
     for tensor in _divisors(chips):
-        for fsdp in _divisors(chips // tensor) if divides(model, it, tensor) else ():
+        for fsdp in _divisors(chips // tensor) if tensor_divides(model, it, tensor) else ():
             data = chips // (tensor * fsdp)
             if batch % (data * fsdp) == 0:
                 for accumulate in _divisors(batch // (data * fsdp)):
@@ -77,7 +76,7 @@ def search(
         Candidates; empty when none fits (`advise` says what would). `table` prints them.
 
     Raises:
-        ValueError: chips or batch below 1, no layout that divides, an unknown chip, or a share outside 0 to 1.
+        ValueError: chips or batch below 1, no layout that tensor_divides, an unknown chip, or a share outside 0 to 1.
     """
     of_kind(model)
     _, batch, sequence = check(model, Layout(), cost.chip(chip), batch, sequence, memory_share, efficiency)

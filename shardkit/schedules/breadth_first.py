@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from shardkit.cost import _check
 from shardkit.schedules.action import alone
-from shardkit.schedules.base import Schedule, scheduled
+from shardkit.schedules.base import Schedule, scheduled, sizes
 
 
 def breadth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
@@ -25,9 +24,7 @@ def breadth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
 
     Source: Lamy-Poirier, Breadth-First Pipeline Parallelism (arXiv:2211.05953).
     """
-    stages, microbatches, chunks = _check.pieces(
-        "breadth_first", stages=stages, microbatches=microbatches, chunks=chunks
-    )
+    stages, microbatches, chunks = sizes("breadth_first", stages=stages, microbatches=microbatches, chunks=chunks)
     there = [(chunk, "F") for chunk in range(chunks)]
     back = [(chunk, "B") for chunk in reversed(range(chunks))]
     orders = [

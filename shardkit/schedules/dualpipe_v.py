@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from shardkit.cost import _check
-from shardkit.schedules.base import Schedule, scheduled
+from shardkit.schedules.base import Schedule, scheduled, sizes
 from shardkit.schedules.words import v_order
 
 
@@ -28,7 +27,7 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
 
     Source: DeepSeek-V3 (arXiv:2412.19437) and the DualPipe repository, where it is the "cut-in-half" schedule.
     """
-    p, microbatches = _check.pieces("dualpipe_v", stages=stages, microbatches=microbatches)
+    p, microbatches = sizes("dualpipe_v", stages=stages, microbatches=microbatches)
     total = max(microbatches, 2 * p)
     orders = []
     for d in range(p):

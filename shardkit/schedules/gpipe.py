@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from shardkit.cost import _check
 from shardkit.schedules.action import alone
-from shardkit.schedules.base import Schedule, scheduled
+from shardkit.schedules.base import Schedule, scheduled, sizes
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
@@ -24,6 +23,6 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
     Source: Huang et al., GPipe (arXiv:1811.06965).
     """
-    stages, microbatches = _check.pieces("gpipe", stages=stages, microbatches=microbatches)
+    stages, microbatches = sizes("gpipe", stages=stages, microbatches=microbatches)
     orders = [[alone(d, op, i) for op in "FB" for i in range(microbatches)] for d in range(stages)]
     return scheduled("gpipe", orders, microbatches)

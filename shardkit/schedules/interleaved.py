@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from shardkit.cost import _check
 from shardkit.schedules.action import alone
-from shardkit.schedules.base import Schedule, scheduled
+from shardkit.schedules.base import Schedule, scheduled, sizes
 
 
 def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
@@ -28,7 +27,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
 
     Source: Narayanan et al., Megatron-LM (arXiv:2104.04473), section 2.2.2.
     """
-    stages, microbatches, chunks = _check.pieces("interleaved", stages=stages, microbatches=microbatches, chunks=chunks)
+    stages, microbatches, chunks = sizes("interleaved", stages=stages, microbatches=microbatches, chunks=chunks)
     rounds = -(-microbatches // stages)
     turns = [(g * stages + r, chunk * stages) for g in range(rounds) for chunk in range(chunks) for r in range(stages)]
     orders = []

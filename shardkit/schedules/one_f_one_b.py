@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from shardkit.cost import _check
 from shardkit.schedules.action import alone
-from shardkit.schedules.base import Schedule, scheduled
+from shardkit.schedules.base import Schedule, scheduled, sizes
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
@@ -24,7 +23,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 
     Source: Narayanan et al., PipeDream (SOSP 2019) and Megatron-LM (arXiv:2104.04473), section 2.2.1.
     """
-    stages, microbatches = _check.pieces("one_f_one_b", stages=stages, microbatches=microbatches)
+    stages, microbatches = sizes("one_f_one_b", stages=stages, microbatches=microbatches)
     orders = []
     for d in range(stages):
         ahead = stages - 1 - d

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from shardkit.cost import _check
 from shardkit.schedules.action import alone
-from shardkit.schedules.base import Schedule, scheduled
+from shardkit.schedules.base import Schedule, scheduled, sizes
 
 
 def zero_bubble_h1(stages: int, microbatches: int) -> Schedule:
@@ -25,7 +24,7 @@ def zero_bubble_h1(stages: int, microbatches: int) -> Schedule:
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.2.
     """
-    stages, microbatches = _check.pieces("zero_bubble_h1", stages=stages, microbatches=microbatches)
+    stages, microbatches = sizes("zero_bubble_h1", stages=stages, microbatches=microbatches)
     orders = []
     for d in range(stages):
         ahead, weighed = min(microbatches, stages - 1 - d), 0

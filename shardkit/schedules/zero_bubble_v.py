@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from shardkit.cost import _check
-from shardkit.schedules.base import Schedule, scheduled
+from shardkit.schedules.base import Schedule, scheduled, sizes
 from shardkit.schedules.words import v_order
 
 
@@ -27,7 +26,7 @@ def zero_bubble_v(stages: int, microbatches: int) -> Schedule:
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 6.
     """
-    p, microbatches = _check.pieces("zero_bubble_v", stages=stages, microbatches=microbatches)
+    p, microbatches = sizes("zero_bubble_v", stages=stages, microbatches=microbatches)
     total = max(microbatches, 2 * p - 1)
     orders = []
     for d in range(p):

@@ -214,7 +214,7 @@ def test_table():
         (
             Layout(remat="some"),
             {},
-            "planner: remat must be 'none', 'selective' or 'full'; got 'some'. Choose one of them.",
+            "planner: remat must be 'none', 'selective' or 'full'; got 'some'. Pass for example remat='none'.",
         ),
         (
             Layout(),
