@@ -57,6 +57,12 @@ def activation_memory(
     Raises:
         ValueError: a size below 1, kv_heads that do not divide heads, or an unknown recompute.
 
+    Example:
+        >>> sk.cost.activation_memory(batch=1, sequence=2048, hidden=1024, heads=16, recompute="full")
+        4194304.0
+        >>> sk.cost.activation_memory(batch=1, sequence=2048, hidden=1024, heads=16, tensor=8, sequence_parallel=True)
+        50855936.0
+
     Source: Korthikanti et al., equations 1, 2, 4 and table 2.
     """
     where = "activation_memory"
@@ -87,6 +93,10 @@ def interleaving_factor(stages: int, chunks: int) -> float:
 
     Raises:
         ValueError: stages or chunks below 1.
+
+    Example:
+        >>> sk.cost.interleaving_factor(stages=4, chunks=3)
+        1.25
 
     Source: Korthikanti et al., section 4.2.3.
     """
@@ -137,6 +147,10 @@ def model_activation_memory(
 
     Raises:
         ValueError: a size below 1, layers that do not divide over the stages and chunks, or an unknown recompute.
+
+    Example:
+        >>> sk.cost.model_activation_memory(8, batch=1, sequence=2048, hidden=1024, heads=16, recompute="full")
+        33554432.0
 
     Source: Korthikanti et al., equation 5 and section 4.3.
     """

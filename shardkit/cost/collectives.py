@@ -46,6 +46,12 @@ def wire(kind: str, size: float, n: int, pairs: Sequence[tuple[int, int]] | None
     Raises:
         ValueError: another kind, a negative size, or n is no whole number of at least 1.
 
+    Example:
+        >>> sk.cost.wire("all_reduce", 1024, 4)
+        Traffic(sent=Fraction(1536, 1), hops=6)
+        >>> sk.cost.wire("all_gather", 1024, 4).sent == 3 * 1024
+        True
+
     Source: Thakur, Rabenseifner, Gropp (2005), sections 4.1 to 4.5; Patarasuk and Yuan (2009).
     """
     [n] = _check.whole("wire", n=n)
@@ -88,6 +94,10 @@ def bus_factor(op: str, n: int) -> float:
 
     Raises:
         ValueError: an unknown operation, or n is no whole number of at least 1.
+
+    Example:
+        >>> sk.cost.bus_factor("AllReduce", 8)
+        1.75
 
     Source: nccl-tests, doc/PERFORMANCE.md; gather and scatter: src/gather.cu, src/scatter.cu.
     """

@@ -100,6 +100,12 @@ def bubble_time(
             or overlapped where the schedule has none; an odd number of stages for dualpipe; microbatches or costs for
             which the formula does not hold.
 
+    Example:
+        >>> sk.cost.bubble_time(4, 16)
+        9.0
+        >>> sk.cost.bubble_time(4, 16, "zero_bubble_h1")
+        3.0
+
     Source: Huang et al., GPipe (arXiv:1811.06965); Narayanan et al. (arXiv:2104.04473), section 2.2; Lamy-Poirier,
     Breadth-First Pipeline Parallelism (arXiv:2211.05953); Qi et al., Zero Bubble Pipeline Parallelism
     (arXiv:2401.10241), table 2; DeepSeek-V3 (arXiv:2412.19437), table 2, and the DualPipe repository for dualpipe_v.
@@ -215,6 +221,12 @@ def bubble(
     Raises:
         ValueError: as `bubble_time`, or another `of`.
 
+    Example:
+        >>> sk.cost.bubble(4, 16)
+        0.1875
+        >>> sk.cost.bubble(4, 16, "interleaved", chunks=3)
+        0.0625
+
     Source: as `bubble_time`.
     """
     _check.known("bubble", "of", of, ("ideal", "total"))
@@ -250,6 +262,10 @@ def in_flight(stages: int, microbatches: int, schedule: str = "1f1b", *, chunks:
 
     Raises:
         ValueError: an unknown schedule, a size below 1, or "lockstep", whose table says what it holds.
+
+    Example:
+        >>> sk.cost.in_flight(4, 16, "gpipe"), sk.cost.in_flight(4, 16, "1f1b")
+        (16.0, 4.0)
 
     Source: as `bubble_time`; interleaved: Korthikanti et al. (arXiv:2205.05198), section 4.2.3.
     """

@@ -103,6 +103,10 @@ def transformer_parameters(
     Raises:
         ValueError: a size below 1, heads that do not divide, or kv_heads or head_size without heads.
 
+    Example:
+        >>> sk.cost.transformer_parameters(layers=12, hidden=768, vocabulary=50257, sequence=1024)
+        124438272
+
     Source: Narayanan et al., equation 2 and table 1; Touvron et al., LLaMA (arXiv:2302.13971), section 2.2.
     """
     where = "transformer_parameters"
@@ -159,6 +163,10 @@ def transformer_flops(
     Raises:
         ValueError: as `transformer_parameters`, or an unknown recompute.
 
+    Example:
+        >>> f"{sk.cost.transformer_flops(layers=12, hidden=768, sequence=1024, vocabulary=50257):.3g}"
+        '8.75e+11'
+
     Source: Narayanan et al., equation 3; Korthikanti et al. (arXiv:2205.05198), appendix A, for the model FLOPs and
     those of selective recomputation.
     """
@@ -189,6 +197,10 @@ def training_flops(parameters: float, tokens: float, *, recompute: bool = False)
     Raises:
         ValueError: a negative number.
 
+    Example:
+        >>> sk.cost.training_flops(parameters=7e9, tokens=1e12)
+        4.2e+22
+
     Source: Kaplan et al., Scaling Laws for Neural Language Models (arXiv:2001.08361), section 2.1.
     """
     parameters, tokens = _check.at_least_zero("training_flops", parameters=parameters, tokens=tokens)
@@ -214,6 +226,11 @@ def training_time(
     Raises:
         ValueError: chips below 1, a rate that is not positive, or a negative number.
 
+    Example:
+        >>> days = sk.cost.training_time(175e9, 300e9, chips=1024, flops_per_chip=140e12) / 86400
+        >>> round(days)
+        34
+
     Source: Narayanan et al., equation 4.
     """
     [chips] = _check.whole("training_time", chips=chips)
@@ -236,6 +253,10 @@ def mfu(flops: float, seconds: float, *, peak: float | str | Chip, chips: int = 
 
     Raises:
         ValueError: a time or peak that is not positive, chips below 1, or an unknown chip.
+
+    Example:
+        >>> round(sk.cost.mfu(flops=1e15, seconds=0.1, peak="v5p", chips=64), 2)
+        0.34
 
     Source: Chowdhery et al., PaLM (arXiv:2204.02311), section 4.1.
     """

@@ -1,11 +1,13 @@
 """The planner: the layouts of a transformer that fit a machine, the fastest first.
 
-Open `search.py` first; `estimate.py` states the model of memory and time. Imports cost alone.
+Read `search.py` first; `estimate.py` states the model of memory and time.
 """
 
 from __future__ import annotations
 
-from shardkit.planner.estimate import Candidate, Layout, Model, estimate
-from shardkit.planner.search import Advice, advise, batch_size, layouts, search, table
+from shardkit.planner.advice import Advice, advise, batch_size
+from shardkit.planner.candidates import Candidate, Layout, Model, table
+from shardkit.planner.estimate import estimate
+from shardkit.planner.search import layouts, search
 
 __all__ = ["Advice", "Candidate", "Layout", "Model", "advise", "batch_size", "estimate", "layouts", "search", "table"]

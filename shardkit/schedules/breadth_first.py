@@ -22,6 +22,10 @@ def breadth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
 
     Cost: a bubble of (p-1) (F + B) / v where m is at least p; m microbatches in flight.
 
+    Example:
+        >>> sk.schedules.breadth_first(stages=2, microbatches=2, chunks=2).order(0)
+        ['0F0', '0F1', '2F0', '2F1', '2B0', '2B1', '0B0', '0B1']
+
     Source: Lamy-Poirier, Breadth-First Pipeline Parallelism (arXiv:2211.05953).
     """
     stages, microbatches, chunks = sizes("breadth_first", stages=stages, microbatches=microbatches, chunks=chunks)

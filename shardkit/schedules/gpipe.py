@@ -21,6 +21,12 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
     Cost: a bubble of (p-1) (F + B); m microbatches in flight.
 
+    Example:
+        >>> print(sk.schedules.gpipe(stages=2, microbatches=2))
+        tick      0   1   2   3   4   5
+        device 0  0F0 0F1 .   .   0B0 0B1
+        device 1  .   1F0 1F1 1B0 1B1 .
+
     Source: Huang et al., GPipe (arXiv:1811.06965).
     """
     stages, microbatches = sizes("gpipe", stages=stages, microbatches=microbatches)

@@ -22,6 +22,12 @@ def zero_bubble_h1(stages: int, microbatches: int) -> Schedule:
     Cost: a bubble of (p-1) (F + B - W - min(F, B-W, W)) where m is at least p: the paper's (p-1) (F + B - 2W) where
         W is no more than F or B - W; at most p microbatches in flight.
 
+    Example:
+        >>> sk.schedules.zero_bubble_h1(stages=4, microbatches=8).simulate().bubble
+        0.125
+        >>> sk.schedules.one_f_one_b(stages=4, microbatches=8).simulate().bubble
+        0.375
+
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.2.
     """
     stages, microbatches = sizes("zero_bubble_h1", stages=stages, microbatches=microbatches)
