@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
+from numbers import Integral, Rational, Real
 from typing import Any
 
 from shardkit import _compat
@@ -120,3 +121,86 @@ def divides(where: str, dim: int, size: int, axes: Sequence[str], count: int) ->
             f"{where}: dim {dim} must be divisible by {named(axes)}; got size {size} over {count} devices. "
             f"Pad dim {dim} or choose another dim."
         )
+
+
+def whole(where: str, **values: int) -> tuple[int, ...]:
+    """The values as Python integers, which do not overflow as NumPy's do; refuses all but whole numbers from 1."""
+    return _whole(where, 1, values)
+
+
+def count(where: str, **values: int) -> tuple[int, ...]:
+    """As `whole`, from 0."""
+    return _whole(where, 0, values)
+
+
+def _whole(where: str, least: int, values: dict[str, int]) -> tuple[int, ...]:
+    for name, value in values.items():
+        number = _number(value)
+        if not least <= number < math.inf or number != int(number):
+            raise ValueError(
+                f"{where}: {name} must be a whole number of at least {least}; got {value!r}. Correct {name}."
+            )
+    return tuple(map(int, values.values()))
+
+
+def positive(where: str, *, infinite: bool = False, **values: float) -> tuple[float, ...]:
+    """The values as Python numbers; refuses all but finite (or `infinite`) numbers greater than 0."""
+    return _real(where, "greater than 0", lambda number: number > 0, infinite, values)
+
+
+def at_least_zero(where: str, **values: float) -> tuple[float, ...]:
+    """The values as Python numbers; refuses all but finite numbers from 0."""
+    return _real(where, "0 or more", lambda number: number >= 0, False, values)
+
+
+def _real(
+    where: str, rule: str, holds: Callable[[float], bool], infinite: bool, values: dict[str, float]
+) -> tuple[float, ...]:
+    for name, value in values.items():
+        number = _number(value)
+        if number == math.inf and not infinite:
+            raise ValueError(f"{where}: {name} must be finite; got {value!r}. Correct {name}.")
+        if not holds(number):
+            raise ValueError(f"{where}: {name} must be {rule}; got {value!r}. Correct {name}.")
+    return tuple(map(_number, values.values()))
+
+
+def _number(value: object) -> float:
+    """NumPy's scalars as Python's; nan, which every check refuses, for anything but a real number."""
+    if isinstance(value, bool):
+        return math.nan
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Rational):
+        return value  # type: ignore[return-value]  # a Fraction stays exact
+    return float(value) if isinstance(value, Real) else math.nan
+
+
+def known(where: str, name: str, value: object, choices: Sequence[object]) -> None:
+    """Refuses a value that is not one of the choices."""
+    if value not in choices or isinstance(value, bool):  # True would be 1
+        *others, last = map(repr, choices)
+        raise ValueError(
+            f"{where}: {name} must be {', '.join(others)} or {last}; got {value!r}. "
+            f"Pass for example {name}={choices[0]!r}."
+        )
+
+
+def spelled(
+    where: str, name: str, value: object, choices: Sequence[str], others: Mapping[str, str] | None = None
+) -> str:
+    """The choice that the value spells, or another name of one, ignoring capitals, "-", "_" and spaces."""
+
+    def plain(text: object) -> str:
+        return str(text).lower().translate({ord(c): None for c in "-_ "})
+
+    names = {plain(choice): choice for choice in choices} | {plain(k): v for k, v in (others or {}).items()}
+    if plain(value) not in names:
+        known(where, name, value, choices)
+    return names[plain(value)]
+
+
+def divisor(where: str, name: str, value: int, of: str, size: int) -> None:
+    """Refuses a value that does not divide `size`, whose name is `of`."""
+    if size % value:
+        raise ValueError(f"{where}: {name} must divide {of}; got {value} and {size}. Change one of them.")

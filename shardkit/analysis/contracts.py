@@ -13,7 +13,7 @@ from shardkit._check import Axis, at_least, axis_names, quoted
 from shardkit._typed import typed
 from shardkit.analysis.hlo.differences import as_census, compiled
 from shardkit.analysis.jaxpr.census import Census, Row, census
-from shardkit.cost.collectives import KINDS
+from shardkit.cost.collectives import COLLECTIVE_KINDS
 
 
 class Collective(NamedTuple):
@@ -43,8 +43,10 @@ def collective(kind: str, axis: Axis, *, times: int | None = None, sent: int | F
     Raises:
         ValueError: another kind.
     """
-    if kind not in KINDS:
-        raise ValueError(f"collective: kind must be one of {quoted(KINDS)}; got {kind!r}. Choose one of them.")
+    if kind not in COLLECTIVE_KINDS:
+        raise ValueError(
+            f"collective: kind must be one of {quoted(COLLECTIVE_KINDS)}; got {kind!r}. Choose one of them."
+        )
     at_least("collective", 0, times=times, sent=sent)
     return Collective(kind, tuple(sorted(axis_names("collective", axis))), times, sent)
 

@@ -12,8 +12,7 @@ import numpy as np
 
 import shardkit as sk
 from shardkit import schedules
-from shardkit._check import quoted
-from shardkit.cost import _check
+from shardkit._check import quoted, spelled
 from shardkit.models import transformer
 from shardkit.schedules import Schedule
 
@@ -51,8 +50,8 @@ class Pipeline:
 
 
 def named(where: str, name: str, stages: int, microbatches: int, chunks: int | None) -> Schedule:
-    """The schedule of that name."""
-    name = _check.spelled(where, "schedule", name, (*_PLAIN, *_CHUNKED), _OTHER_NAMES)
+    """The schedule of that name; only some take chunks."""
+    name = spelled(where, "schedule", name, (*_PLAIN, *_CHUNKED), _OTHER_NAMES)
     if name in _CHUNKED:
         return _CHUNKED[name](stages, microbatches, 1 if chunks is None else chunks)
     if chunks is not None:

@@ -10,8 +10,16 @@ from __future__ import annotations
 
 from functools import partial
 
+from shardkit import _check
 from shardkit._typed import typed
-from shardkit.cost import _check
+
+
+def recomputation(where: str, recompute: str | bool) -> str:
+    """ "none", "selective" or "full"; False and True mean the first and the last."""
+    if isinstance(recompute, bool):
+        return "full" if recompute else "none"
+    _check.known(where, "recompute", recompute, ("none", "selective", "full"))
+    return recompute
 
 
 @partial(typed, only=bool)
@@ -49,6 +57,12 @@ def activation_memory(
     Raises:
         ValueError: a size below 1, kv_heads that do not divide heads, or an unknown recompute.
 
+    Example:
+        >>> sk.cost.activation_memory(batch=1, sequence=2048, hidden=1024, heads=16, recompute="full")
+        4194304.0
+        >>> sk.cost.activation_memory(batch=1, sequence=2048, hidden=1024, heads=16, tensor=8, sequence_parallel=True)
+        50855936.0
+
     Source: Korthikanti et al., equations 1, 2, 4 and table 2.
     """
     where = "activation_memory"
@@ -56,8 +70,8 @@ def activation_memory(
         where, batch=batch, sequence=sequence, hidden=hidden, heads=heads, tensor=tensor
     )
     [kv_heads] = _check.whole(where, kv_heads=heads if kv_heads is None else kv_heads)
-    _check.divides(where, "kv_heads", kv_heads, "heads", heads)
-    recompute = _check.recomputation(where, recompute)
+    _check.divisor(where, "kv_heads", kv_heads, "heads", heads)
+    recompute = recomputation(where, recompute)
     sbh = sequence * batch * hidden
     if recompute == "full":
         return 2.0 * sbh
@@ -79,6 +93,10 @@ def interleaving_factor(stages: int, chunks: int) -> float:
 
     Raises:
         ValueError: stages or chunks below 1.
+
+    Example:
+        >>> sk.cost.interleaving_factor(stages=4, chunks=3)
+        1.25
 
     Source: Korthikanti et al., section 4.2.3.
     """
@@ -130,6 +148,10 @@ def model_activation_memory(
     Raises:
         ValueError: a size below 1, layers that do not divide over the stages and chunks, or an unknown recompute.
 
+    Example:
+        >>> sk.cost.model_activation_memory(8, batch=1, sequence=2048, hidden=1024, heads=16, recompute="full")
+        33554432.0
+
     Source: Korthikanti et al., equation 5 and section 4.3.
     """
     where = "model_activation_memory"
@@ -146,7 +168,7 @@ def model_activation_memory(
         microbatches=microbatches,
     )
     [vocabulary] = _check.count(where, vocabulary=vocabulary)
-    _check.divides(where, "stages * chunks", stages * chunks, "layers", layers)
+    _check.divisor(where, "stages * chunks", stages * chunks, "layers", layers)
     layer = activation_memory(
         batch=batch,
         sequence=sequence,

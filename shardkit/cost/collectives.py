@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from shardkit.cost import _check
+from shardkit import _check
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ppermute")
+COLLECTIVE_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ppermute")
 _SENT_ONCE = ("broadcast", "reduce", "ppermute", "sendrecv")
-_BUS = (*KINDS[:-1], "gather", "scatter", *_SENT_ONCE)
+_BUS = (*COLLECTIVE_KINDS[:-1], "gather", "scatter", *_SENT_ONCE)
 
 
 class Traffic(NamedTuple):
@@ -46,6 +46,12 @@ def wire(kind: str, size: float, n: int, pairs: Sequence[tuple[int, int]] | None
     Raises:
         ValueError: another kind, a negative size, or n is no whole number of at least 1.
 
+    Example:
+        >>> sk.cost.wire("all_reduce", 1024, 4)
+        Traffic(sent=Fraction(1536, 1), hops=6)
+        >>> sk.cost.wire("all_gather", 1024, 4).sent == 3 * 1024
+        True
+
     Source: Thakur, Rabenseifner, Gropp (2005), sections 4.1 to 4.5; Patarasuk and Yuan (2009).
     """
     [n] = _check.whole("wire", n=n)
@@ -54,24 +60,18 @@ def wire(kind: str, size: float, n: int, pairs: Sequence[tuple[int, int]] | None
         raise ValueError(
             f"wire: pairs must be a sequence of (source, target); got {pairs!r}. Pass for example [(0, 1), (1, 0)]."
         )
+    _check.known("wire", "kind", kind, (*COLLECTIVE_KINDS, "broadcast"))
     operand, share = Fraction(size), Fraction(n - 1, n)
-    if kind == "all_reduce":
-        return Traffic(2 * share * operand, 2 * (n - 1))
-    if kind == "all_gather":
-        return Traffic((n - 1) * operand, n - 1)
-    if kind == "reduce_scatter":
-        return Traffic(share * operand, n - 1)
-    if kind == "all_to_all":
-        return Traffic(share * operand, n - 1)
     if kind == "ppermute":
         moves = n > 1 if pairs is None else any(source != target for source, target in pairs)
         return Traffic(operand * moves, int(moves))
-    if kind == "broadcast":  # from one to the next: all but the last of them send it on
-        return Traffic(operand * (n > 1), n - 1)
-    raise ValueError(
-        "wire: kind must be 'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all', 'ppermute' or 'broadcast'; "
-        f"got {kind!r}. Choose one of them."
-    )
+    return {
+        "all_reduce": Traffic(2 * share * operand, 2 * (n - 1)),
+        "all_gather": Traffic((n - 1) * operand, n - 1),
+        "reduce_scatter": Traffic(share * operand, n - 1),
+        "all_to_all": Traffic(share * operand, n - 1),
+        "broadcast": Traffic(operand * (n > 1), n - 1),  # from one device to the next
+    }[kind]
 
 
 def _listed(pairs: object) -> Sequence[object]:
@@ -94,6 +94,10 @@ def bus_factor(op: str, n: int) -> float:
 
     Raises:
         ValueError: an unknown operation, or n is no whole number of at least 1.
+
+    Example:
+        >>> sk.cost.bus_factor("AllReduce", 8)
+        1.75
 
     Source: nccl-tests, doc/PERFORMANCE.md; gather and scatter: src/gather.cu, src/scatter.cu.
     """

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from shardkit.cost import _check
+from shardkit import _check
 
 _TPU = "https://docs.cloud.google.com/tpu/docs/"
 _BOOK = "https://jax-ml.github.io/scaling-book/tpus/"
@@ -81,6 +81,10 @@ def chip(name: str | Chip) -> Chip:
 
     Raises:
         ValueError: an unknown name.
+
+    Example:
+        >>> sk.cost.chip("v5e").hbm_bytes // 2**30
+        16
     """
     if isinstance(name, Chip):
         return name
@@ -107,6 +111,10 @@ def group_bandwidth(chip: str | Chip, axes: int = 1) -> float:
 
     Raises:
         ValueError: an unknown chip, or more dimensions than it has.
+
+    Example:
+        >>> sk.cost.group_bandwidth("v5p", axes=2)
+        360000000000.0
 
     Source: How to Scale Your Model, part 3: W, the bidirectional bandwidth, times the number of axes.
     """

@@ -10,24 +10,23 @@ from __future__ import annotations
 import math
 from typing import NoReturn
 
-from shardkit.cost import _check
+from shardkit import _check
 
 SCHEDULES = (
     "gpipe",
     "1f1b",
     "interleaved",
     "lockstep",
-    "looped_bfs",
+    "breadth_first",
     "zero_bubble_h1",
     "zero_bubble_h2",
     "zero_bubble_v",
     "dualpipe",
     "dualpipe_v",
 )
-_CHUNKED = ("interleaved", "lockstep", "looped_bfs")
+_CHUNKED = ("interleaved", "lockstep", "breadth_first")
 _OTHER_NAMES = {
     "one_f_one_b": "1f1b",
-    "breadth_first": "looped_bfs",
     "interleaved_1f1b": "interleaved",
     "zb_h1": "zero_bubble_h1",
     "zb_h2": "zero_bubble_h2",
@@ -43,7 +42,7 @@ def _named(where: str, schedule: str, stages: int, microbatches: int, chunks: in
     if chunks > 1 and name not in _CHUNKED:
         raise ValueError(
             f"{where}: schedule {schedule!r} does not take chunks; got chunks={chunks}. "
-            "Leave chunks out, or choose 'interleaved', 'lockstep' or 'looped_bfs'."
+            "Leave chunks out, or choose 'interleaved', 'lockstep' or 'breadth_first'."
         )
     if name == "dualpipe" and stages % 2:
         raise ValueError(f"{where}: 'dualpipe' needs an even number of stages; got {stages}. Choose {stages + 1}.")
@@ -66,7 +65,7 @@ def bubble_time(
     | schedule | idle time |
     |---|---|
     | gpipe, 1f1b | (p-1) (F + B) |
-    | interleaved, lockstep, looped_bfs | (p-1) (F + B) / v |
+    | interleaved, lockstep, breadth_first | (p-1) (F + B) / v |
     | zero_bubble_h1 | (p-1) (F + B - W - min(F, B-W, W)); the paper's (p-1) (F + B - 2W) where W is the least |
     | zero_bubble_h2 | (p-1) (F + B - 3W), at least 0: where F = B - W = W, a step takes 3m + p - 1 too |
     | zero_bubble_v | 0, where F = B - W = W |
@@ -86,7 +85,7 @@ def bubble_time(
         stages: devices p of the pipe axis.
         microbatches: m, in a step.
         schedule: a name of the table; capitals, "-", "_" and spaces do not matter, and the papers' "ZB-H1", "ZB-H2",
-            "ZB-V" are known too, as are "one_f_one_b" and "breadth_first" (looped_bfs).
+            "ZB-V" are known too, as is "one_f_one_b".
         chunks: model chunks v a device, for the three schedules that have them; "1f1b" with chunks is "interleaved".
         forward: F, time of one microbatch's forward on one device.
         backward: B, time of its whole backward.
@@ -100,6 +99,12 @@ def bubble_time(
         ValueError: an unknown schedule; a size below 1; a cost that is not positive, or a weight above backward; chunks
             or overlapped where the schedule has none; an odd number of stages for dualpipe; microbatches or costs for
             which the formula does not hold.
+
+    Example:
+        >>> sk.cost.bubble_time(4, 16)
+        9.0
+        >>> sk.cost.bubble_time(4, 16, "zero_bubble_h1")
+        3.0
 
     Source: Huang et al., GPipe (arXiv:1811.06965); Narayanan et al. (arXiv:2104.04473), section 2.2; Lamy-Poirier,
     Breadth-First Pipeline Parallelism (arXiv:2211.05953); Qi et al., Zero Bubble Pipeline Parallelism
@@ -143,7 +148,7 @@ def _in_range(name: str, stages: int, microbatches: int, chunks: int) -> None:
     else:
         least = {"zero_bubble_h1": stages, "zero_bubble_h2": 2 * stages - 1, "zero_bubble_v": 2 * stages - 1}
         least |= {"dualpipe": 2 * stages, "dualpipe_v": 2 * stages}
-        if name == "looped_bfs" and chunks > 1:
+        if name == "breadth_first" and chunks > 1:
             least[name] = stages
         fits = microbatches >= least.get(name, 1)
         rule = f"at least {least.get(name, 1)} microbatches on {stages} stages"
@@ -175,7 +180,7 @@ def _at_costs(name: str, stages: int, microbatches: int, costs: tuple[float, flo
 
 def _refuse(name: str, rule: str, got: str, stages: int, microbatches: int, chunks: int) -> NoReturn:
     sizes = f"{stages}, {microbatches}" + (f", {chunks}" if chunks > 1 else "")
-    call = f"schedules.{'breadth_first' if name == 'looped_bfs' else name}({sizes}).simulate(...)"
+    call = f"schedules.{name}({sizes}).simulate(...)"
     remedy = "Change them" if name in ("zero_bubble_h2", "dualpipe") else f"Change them, or call {call}, which is exact"
     raise ValueError(f"bubble: the closed form of {name!r} needs {rule}; got {got}. {remedy}.")
 
@@ -200,9 +205,9 @@ def bubble(
     Args:
         stages: devices p of the pipe axis.
         microbatches: m, in a step.
-        schedule: "gpipe", "1f1b", "interleaved", "lockstep", "looped_bfs", "zero_bubble_h1", "zero_bubble_h2",
-            "zero_bubble_v", "dualpipe" or "dualpipe_v"; "breadth_first" is "looped_bfs".
-        chunks: model chunks v a device, for "interleaved", "lockstep" and "looped_bfs".
+        schedule: "gpipe", "1f1b", "interleaved", "lockstep", "breadth_first", "zero_bubble_h1", "zero_bubble_h2",
+            "zero_bubble_v", "dualpipe" or "dualpipe_v".
+        chunks: model chunks v a device, for "interleaved", "lockstep" and "breadth_first".
         of: "ideal", Megatron's convention: over m (F + B), the time without idling (m F&B for the dualpipes); or
             "total", GPipe's: over the ideal time and the bubble.
         forward: F, time of one microbatch's forward on one device, in any unit.
@@ -215,6 +220,12 @@ def bubble(
 
     Raises:
         ValueError: as `bubble_time`, or another `of`.
+
+    Example:
+        >>> sk.cost.bubble(4, 16)
+        0.1875
+        >>> sk.cost.bubble(4, 16, "interleaved", chunks=3)
+        0.0625
 
     Source: as `bubble_time`.
     """
@@ -236,7 +247,7 @@ def bubble(
 def in_flight(stages: int, microbatches: int, schedule: str = "1f1b", *, chunks: int = 1) -> float:
     """The most activations that one device holds, in units of one microbatch on one device's whole share of layers.
 
-    gpipe and looped_bfs: m; 1f1b, zero_bubble_h1, zero_bubble_v: p; interleaved: p + (p-1)/v from 2p - 1
+    gpipe and breadth_first: m; 1f1b, zero_bubble_h1, zero_bubble_v: p; interleaved: p + (p-1)/v from 2p - 1
     microbatches on, p + (m-p)/v below; zero_bubble_h2: 2p - 1; dualpipe: p + 1; dualpipe_v: p + 1/2. Never more than m.
     Zero-bubble schedules count a microbatch until its weight gradient is done.
 
@@ -252,6 +263,10 @@ def in_flight(stages: int, microbatches: int, schedule: str = "1f1b", *, chunks:
     Raises:
         ValueError: an unknown schedule, a size below 1, or "lockstep", whose table says what it holds.
 
+    Example:
+        >>> sk.cost.in_flight(4, 16, "gpipe"), sk.cost.in_flight(4, 16, "1f1b")
+        (16.0, 4.0)
+
     Source: as `bubble_time`; interleaved: Korthikanti et al. (arXiv:2205.05198), section 4.2.3.
     """
     name, stages, microbatches, chunks = _named("in_flight", schedule, stages, microbatches, chunks)
@@ -262,7 +277,7 @@ def in_flight(stages: int, microbatches: int, schedule: str = "1f1b", *, chunks:
     further = min(max(0, microbatches - stages), stages - 1)  # forwards of the second round that start in the warm-up
     most = {
         "gpipe": microbatches,
-        "looped_bfs": microbatches,
+        "breadth_first": microbatches,
         "interleaved": stages + further / chunks if chunks > 1 else stages,
         "zero_bubble_h2": 2 * stages - 1,
         "dualpipe": stages + 1,

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from shardkit.cost import _check, hardware
+from shardkit import _check
+from shardkit.cost import hardware
 from shardkit.cost.hardware import Chip, group_bandwidth
 
 
@@ -52,6 +53,10 @@ def arithmetic_intensity(flops: float, bytes: float) -> float:
     Raises:
         ValueError: bytes that are not positive, or negative FLOPs.
 
+    Example:
+        >>> sk.cost.arithmetic_intensity(flops=2 * 8 * 1024**2, bytes=2 * 1024**2)
+        8.0
+
     Source: How to Scale Your Model, part 1.
     """
     [flops] = _check.at_least_zero("arithmetic_intensity", flops=flops)
@@ -73,6 +78,10 @@ def critical_intensity(chip: str | Chip) -> float:
     Raises:
         ValueError: an unknown chip.
 
+    Example:
+        >>> round(sk.cost.critical_intensity("v5e"))
+        241
+
     Source: How to Scale Your Model, part 1.
     """
     it = hardware.chip(chip)
@@ -93,6 +102,10 @@ def matmul_intensity(rows: int, inner: int, columns: int, *, value_bytes: float 
 
     Raises:
         ValueError: a size below 1, or value_bytes that are not positive.
+
+    Example:
+        >>> round(sk.cost.matmul_intensity(8, 4096, 4096), 2)
+        7.97
 
     Source: How to Scale Your Model, part 1.
     """
@@ -116,6 +129,10 @@ def roofline(flops: float, bytes: float, chip: str | Chip, *, sent: float = 0.0,
 
     Raises:
         ValueError: an unknown chip, a negative number, nothing to do at all, or more axes than the chip has.
+
+    Example:
+        >>> sk.cost.roofline(1e12, 1e10, "v5e").bound
+        'memory'
 
     Source: Williams, Waterman, Patterson, Roofline (2009); How to Scale Your Model, part 1.
     """
@@ -153,6 +170,10 @@ def network_intensity(chip: str | Chip, axes: int = 1) -> float:
     Raises:
         ValueError: an unknown chip, or more axes than it has.
 
+    Example:
+        >>> round(sk.cost.network_intensity("v5p"))
+        2550
+
     Source: How to Scale Your Model, part 5.
     """
     return hardware.chip(chip).flops / group_bandwidth(chip, axes)
@@ -174,6 +195,10 @@ def data_parallel_batch(chip: str | Chip, axes: int = 1) -> float:
     Raises:
         ValueError: an unknown chip, or more axes than it has.
 
+    Example:
+        >>> round(sk.cost.data_parallel_batch("v5p", axes=3))
+        850
+
     Source: How to Scale Your Model, part 5, "Data Parallelism" and "FSDP": 2550 / axes on v5p.
     """
     return network_intensity(chip, axes)
@@ -192,6 +217,10 @@ def tensor_parallel_ways(chip: str | Chip, ffn: int, axes: int = 1) -> float:
 
     Raises:
         ValueError: an unknown chip, more axes than it has, or ffn below 1.
+
+    Example:
+        >>> round(sk.cost.tensor_parallel_ways("v5p", ffn=28672), 1)
+        11.2
 
     Source: How to Scale Your Model, part 5, "Tensor Parallelism": Y < axes F / 2550 on v5p.
     """
@@ -219,6 +248,10 @@ def fsdp_tensor_batch(
 
     Raises:
         ValueError: an unknown chip, a size below 1, or more axes together than the torus has.
+
+    Example:
+        >>> round(sk.cost.fsdp_tensor_batch("v5p", ffn=28672))
+        113
 
     Source: How to Scale Your Model, part 5, "Mixed FSDP and Tensor Parallelism".
     """
@@ -255,6 +288,11 @@ def fsdp_tensor_split(
 
     Raises:
         ValueError: an unknown chip, a size below 1, or more axes together than the torus has.
+
+    Example:
+        >>> fsdp, tensor = sk.cost.fsdp_tensor_split("v5p", 28672, tokens=2**21, chips=4096)
+        >>> round(fsdp), round(tensor, 1)
+        (774, 5.3)
 
     Source: How to Scale Your Model, part 5, "Mixed FSDP and Tensor Parallelism".
     """

@@ -10,8 +10,9 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
+from shardkit import _check
 from shardkit._typed import typed
-from shardkit.cost import _check
+from shardkit.cost.activations import recomputation
 from shardkit.cost.hardware import Chip, chip
 
 
@@ -44,10 +45,10 @@ def _matrices(
         kv_heads = heads if kv_heads is None else kv_heads
         heads, kv_heads = _check.whole(where, heads=heads, kv_heads=kv_heads)
         if head_size is None:
-            _check.divides(where, "heads", heads, "hidden", hidden)
+            _check.divisor(where, "heads", heads, "hidden", hidden)
             head_size = hidden // heads
         [head_size] = _check.whole(where, head_size=head_size)
-        _check.divides(where, "kv_heads", kv_heads, "heads", heads)
+        _check.divisor(where, "kv_heads", kv_heads, "heads", heads)
         query, kv = heads * head_size, kv_heads * head_size
     [ffn] = _check.whole(where, ffn=4 * hidden if ffn is None else ffn)
     up = 2 * ffn if gated else ffn
@@ -101,6 +102,10 @@ def transformer_parameters(
 
     Raises:
         ValueError: a size below 1, heads that do not divide, or kv_heads or head_size without heads.
+
+    Example:
+        >>> sk.cost.transformer_parameters(layers=12, hidden=768, vocabulary=50257, sequence=1024)
+        124438272
 
     Source: Narayanan et al., equation 2 and table 1; Touvron et al., LLaMA (arXiv:2302.13971), section 2.2.
     """
@@ -158,6 +163,10 @@ def transformer_flops(
     Raises:
         ValueError: as `transformer_parameters`, or an unknown recompute.
 
+    Example:
+        >>> f"{sk.cost.transformer_flops(layers=12, hidden=768, sequence=1024, vocabulary=50257):.3g}"
+        '8.75e+11'
+
     Source: Narayanan et al., equation 3; Korthikanti et al. (arXiv:2205.05198), appendix A, for the model FLOPs and
     those of selective recomputation.
     """
@@ -165,7 +174,7 @@ def transformer_flops(
     layers, hidden, sequence, batch = _check.whole(where, layers=layers, hidden=hidden, sequence=sequence, batch=batch)
     [vocabulary] = _check.count(where, vocabulary=vocabulary)
     m = _matrices(where, hidden, heads, kv_heads, head_size, ffn, gated)
-    recompute = _check.recomputation(where, recompute)
+    recompute = recomputation(where, recompute)
     scores = 4 * sequence * m.heads_width / (2 if causal else 1)
     layer = 2 * (m.attention + m.feed_forward) + scores
     # "selective" as published: the scores' forward and backward, not only their forward
@@ -187,6 +196,10 @@ def training_flops(parameters: float, tokens: float, *, recompute: bool = False)
 
     Raises:
         ValueError: a negative number.
+
+    Example:
+        >>> sk.cost.training_flops(parameters=7e9, tokens=1e12)
+        4.2e+22
 
     Source: Kaplan et al., Scaling Laws for Neural Language Models (arXiv:2001.08361), section 2.1.
     """
@@ -213,6 +226,11 @@ def training_time(
     Raises:
         ValueError: chips below 1, a rate that is not positive, or a negative number.
 
+    Example:
+        >>> days = sk.cost.training_time(175e9, 300e9, chips=1024, flops_per_chip=140e12) / 86400
+        >>> round(days)
+        34
+
     Source: Narayanan et al., equation 4.
     """
     [chips] = _check.whole("training_time", chips=chips)
@@ -235,6 +253,10 @@ def mfu(flops: float, seconds: float, *, peak: float | str | Chip, chips: int = 
 
     Raises:
         ValueError: a time or peak that is not positive, chips below 1, or an unknown chip.
+
+    Example:
+        >>> round(sk.cost.mfu(flops=1e15, seconds=0.1, peak="v5p", chips=64), 2)
+        0.34
 
     Source: Chowdhery et al., PaLM (arXiv:2204.02311), section 4.1.
     """

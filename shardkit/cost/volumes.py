@@ -9,8 +9,9 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
+from shardkit import _check
 from shardkit._typed import typed
-from shardkit.cost import _check
+from shardkit.cost.activations import recomputation
 from shardkit.cost.collectives import wire
 
 
@@ -67,13 +68,17 @@ def tensor_volume(
         ValueError: a size below 1, value_bytes that are not positive, an unknown recompute, or `regather` without
             sequence parallelism.
 
+    Example:
+        >>> sk.cost.tensor_volume(batch=1, sequence=1024, hidden=512, ways=4)
+        Volume(forward=3145728.0, backward=3145728.0)
+
     Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; Korthikanti et al. (arXiv:2205.05198), section
     4.2.2.
     """
     where = "tensor_volume"
     batch, sequence, hidden, ways = _check.whole(where, batch=batch, sequence=sequence, hidden=hidden, ways=ways)
     [value_bytes] = _check.positive(where, value_bytes=value_bytes)
-    recompute = _check.recomputation(where, recompute)
+    recompute = recomputation(where, recompute)
     if regather and not sequence_parallel:
         raise ValueError(
             "tensor_volume: regather must go with sequence_parallel; got regather=True and sequence_parallel=False. "
@@ -121,6 +126,10 @@ def context_volume(
 
     Raises:
         ValueError: a size below 1, value_bytes or gradient_bytes that are not positive, or an unknown method.
+
+    Example:
+        >>> sk.cost.context_volume(batch=1, sequence=1024, hidden=512, ways=4, method="ulysses")
+        Volume(forward=786432.0, backward=786432.0)
 
     Source: Liu et al., Ring Attention (arXiv:2310.01889); Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509), section
     3.2.
@@ -172,6 +181,10 @@ def pipeline_volume(
     Raises:
         ValueError: a size below 1, or value_bytes that are not positive.
 
+    Example:
+        >>> sk.cost.pipeline_volume(batch=1, sequence=1024, hidden=512, microbatches=8)
+        Volume(forward=8388608.0, backward=8388608.0)
+
     Source: Narayanan et al., Efficient Large-Scale Language Model Training (arXiv:2104.04473), sections 2.2, 3.2
     and 4.1.
     """
@@ -209,6 +222,10 @@ def expert_volume(
 
     Raises:
         ValueError: a size below 1, or a capacity factor or value_bytes that are not positive.
+
+    Example:
+        >>> sk.cost.expert_volume(tokens=1024, hidden=512, ways=4, top_k=2)
+        Volume(forward=3145728.0, backward=3145728.0)
 
     Source: Lepikhin et al., GShard (arXiv:2006.16668), section 3.
     """

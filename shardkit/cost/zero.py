@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
+from shardkit import _check
 from shardkit._typed import typed
-from shardkit.cost import _check
 from shardkit.cost.collectives import wire
 
 
@@ -58,6 +58,10 @@ def zero_breakdown(
     Raises:
         ValueError: another stage, ways below 1, or a negative number of parameters or bytes.
 
+    Example:
+        >>> sk.cost.zero_breakdown(1e9, 8, stage=1)
+        ZeroMemory(parameters=2000000000.0, gradients=2000000000.0, optimizer=1500000000.0)
+
     Source: ZeRO, section 5 and figure 1.
     """
     where = "zero_memory"
@@ -104,6 +108,10 @@ def zero_memory(
 
     Raises:
         ValueError: another stage, ways below 1, or a negative number of parameters or bytes.
+
+    Example:
+        >>> [sk.cost.zero_memory(1e9, 8, stage) / 1e9 for stage in range(4)]
+        [16.0, 5.5, 3.75, 2.0]
 
     Source: ZeRO, figure 1 and table 1.
     """
@@ -154,6 +162,10 @@ def zero_volume(
 
     Raises:
         ValueError: another stage, ways or accumulate below 1, or a negative number of parameters or bytes.
+
+    Example:
+        >>> [sk.cost.zero_volume(1e9, 8, stage, accumulate=4) / 1e9 for stage in range(4)]
+        [3.5, 3.5, 8.75, 21.0]
 
     Source: ZeRO, section 7 (2 Psi, 2 Psi, 3 Psi); accumulation follows from what each stage may keep.
     """

@@ -22,9 +22,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit._check import quoted, sized
+from shardkit._check import divisor, quoted, sized, whole
 from shardkit._typed import typed
-from shardkit.cost._check import divides, whole
 from shardkit.layout import check_spec, local_shape, path_name
 from shardkit.partitioning.batch import split_microbatches, take_microbatch
 from shardkit.pipeline import stage_programs
@@ -247,7 +246,7 @@ def _split(where: str, batch: Any, microbatches: int) -> list[Any]:
             "Pass arrays that share dim 0."
         )
     rows = next(iter(shapes.values()))[0]
-    divides(where, "microbatches", microbatches, "the batch", rows)
+    divisor(where, "microbatches", microbatches, "the batch", rows)
     split = split_microbatches(jax.tree.map(np.asarray, batch), microbatches)
     return [take_microbatch(split, i) for i in range(microbatches)]
 

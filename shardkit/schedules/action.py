@@ -1,4 +1,4 @@
-"""One piece of work, the cell notation, where a stage lives, and the text grid."""
+"""One action, its notation, the device of a stage, and the text grid."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ StagePlacement = Literal["loop", "v"]
 OPS = "FBIW"
 _ACTION = re.compile(rf"(\d+)([{OPS}])(\d+)")
 _PAIR = re.compile(r"\((.*);(.*)\)(?:OVERLAP_F_B)?")
-_SHOWN = 8  # ticks on either side of the cell of which an error speaks
+_SHOWN = 8  # ticks on either side of the arrow
 
 
 class Action(NamedTuple):
-    """A piece of work on one microbatch, written as in `2F0`.
+    """A piece of work on one microbatch, written `2F0`.
 
     Attributes:
         stage: model stage, counted over all devices and chunks.
         op: "F" forward, "B" whole backward, "I" its input gradient, "W" its weight gradient.
-        microbatch: which one.
+        microbatch: the number of the microbatch, from 0.
     """
 
     stage: int
@@ -41,7 +41,7 @@ def alone(stage: int, op: str, microbatch: int) -> Cell:
 
 
 def device_of(stage: int, devices: int, placement: StagePlacement) -> int:
-    """The device that holds a stage: round and round, or there and back."""
+    """The device of a stage: stages go round a loop, or there and back along a V."""
     turn, place = divmod(stage, devices)
     return devices - 1 - place if placement == "v" and turn % 2 else place
 
@@ -61,7 +61,7 @@ def written(cell: Cell) -> str:
 
 
 def drawn(rows: Sequence[Sequence[Cell]], arrow: tuple[int, int] | None = None) -> str:
-    """The grid, one line a device and one column a tick; with an arrow under (device, tick), the ticks about it."""
+    """The grid, a line per device and a column per tick; with an arrow under (device, tick), the ticks around it."""
     ticks = range(max(map(len, rows), default=0))
     if arrow:
         ticks = range(max(0, arrow[1] - _SHOWN), max(arrow[1] + 1, min(len(ticks), arrow[1] + _SHOWN + 1)))

@@ -1,109 +1,74 @@
 """A schedule as data: what each device does at each tick. Printed, parsed, checked, simulated and run from one table.
 
-The words of the papers: p stages are the devices of the pipe axis, each with v chunks of the model, so that the model
-has p v stages; m microbatches are in a step.
+In the words of the papers, p is the number of devices along the pipeline axis, each with v chunks of the model, so that
+the model has p v stages; m is the number of microbatches per step.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import get_args
 
-from shardkit.cost import _check
+from shardkit import _check
 from shardkit.schedules import rules
-from shardkit.schedules.action import Action, Cell, Rows, StagePlacement, device_of, drawn, parsed, written
+from shardkit.schedules.action import Cell, Rows, StagePlacement, device_of, drawn, parsed, written
+from shardkit.schedules.grid import Grid
 from shardkit.schedules.simulate import Timeline, simulated
 from shardkit.schedules.slots import Slots, coloured
 from shardkit.schedules.table import Table, lowered
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """When each device does which piece of which microbatch.
+class Schedule(Grid):
+    """When each device runs which piece of which microbatch.
 
     Attributes:
         rows: for each device, for each tick, the actions of that tick: none, one, or a forward and then a backward.
-        placement: "loop" puts stage s on device s % p; "v" there and back again, so that the first and the last stage
-            share device 0 where there are two chunks.
-        name: what errors and drawings call it.
+        placement: "loop" puts stage s on device s % p; "v" there and back again, so that with two chunks the first and
+            the last stage share device 0.
+        name: the name in errors and drawings.
     """
 
-    rows: Rows
-    placement: StagePlacement = "loop"
-    name: str = field(default="schedule", compare=False)
-
-    @property
-    def devices(self) -> int:
-        """Devices p of the pipe axis."""
-        return len(self.rows)
-
-    @cached_property
-    def chunks(self) -> int:
-        """Stages v of the model on each device."""
-        return max(action.stage for action in self.ticks) // self.devices + 1
-
-    @cached_property
-    def microbatches(self) -> int:
-        """Microbatches m in a step."""
-        return max(action.microbatch for action in self.ticks) + 1
-
-    @cached_property
-    def ticks(self) -> dict[Action, int]:
-        """The tick of every action, in the order of ticks; in a cell the forward comes first."""
-        length = max(map(len, self.rows))
-        cells = ((t, row[t]) for t in range(length) for row in self.rows if t < len(row))
-        return {action: t for t, cell in cells for action in cell}
-
-    def device(self, stage: int) -> int:
-        """The device that holds a stage of the model."""
-        return device_of(stage, self.devices, self.placement)
-
-    def needs(self, action: Action) -> list[Action]:
-        """The actions that must be over before this one begins."""
-        return rules.needs(action, self.devices * self.chunks - 1, self.ticks)
-
     def order(self, device: int) -> list[str]:
-        """What a device does, one after the other: `["0F0", "0F1", "0B0", ...]`."""
+        """The actions of a device in order: `["0F0", "0F1", "0B0", ...]`."""
         [device] = _check.count("Schedule.order", device=device)
         if device >= self.devices:
             raise ValueError(
-                f"Schedule.order: device must be one of {self.devices}; got {device}. Choose 0 to {self.devices - 1}."
+                f"Schedule.order: device must be one of {self.devices}; got {device}. Pass 0 to {self.devices - 1}."
             )
         return [str(action) for cell in self.rows[device] for action in cell]
 
     def check(self) -> None:
-        """Refuses a table that does not do every piece of work once, in the right place and after its inputs.
+        """Refuses a table that does not run every action once, on the right device and after its inputs.
 
         Raises:
-            ValueError: a missing action or one too many, a wrong device, two actions at a tick, B before F, W before I,
-                an input that comes too late or never. The message has the grid, with an arrow at the cell.
+            ValueError: an action that is missing or repeated, on another device, two actions in a tick, B before F, W
+                before I, an input that comes too late or never. The message has the grid, with an arrow at the cell.
         """
         rules.check(self.name, self.rows, self.placement)
 
     def to_csv(self) -> str:
-        """The table in PyTorch's notation: a line a device, a cell a tick, `2F0`, `(2F1;2B0)OVERLAP_F_B` or nothing."""
+        """The table in PyTorch's notation: a line per device; cells such as `2F0`, `(2F1;2B0)OVERLAP_F_B`, or empty."""
         return "".join(",".join(map(written, row)) + "\n" for row in self.rows)
 
     @staticmethod
     def from_csv(text: str) -> Schedule:
-        """The schedule that a text in the notation of `to_csv` holds.
+        """The schedule in a text in the notation of `to_csv`.
 
         A cell keeps its column, or moves right until its inputs are there: a file without idle ticks is an order.
 
         Args:
-            text: one line a device; the columns are ticks, an empty cell is an idle one. A byte-order mark and blank
+            text: one line per device; the columns are ticks, an empty cell is an idle tick. A byte-order mark and blank
                 lines before the first device are skipped.
 
         Returns:
-            A checked schedule; its placement is the one that fits more of its actions.
+            A checked schedule, with the placement that fits most of its actions.
 
         Raises:
             ValueError: a cell that is no action, or as `check`.
         """
         if not isinstance(text, str):
-            raise TypeError(f"from_csv: text must be a string; got a {type(text).__name__}. Pass what to_csv made.")
+            raise TypeError(f"from_csv: text must be a string; got a {type(text).__name__}. Pass what to_csv returned.")
         lines = text.removeprefix("\ufeff").rstrip().splitlines()
         while lines and not lines[0].strip():
             del lines[0]
@@ -131,18 +96,18 @@ class Schedule:
         overlapped: float | None = None,
         synchronous: bool = False,
     ) -> Timeline:
-        """How long a step takes, how long devices idle in it and how many microbatches they hold.
+        """How long a step takes, how long devices idle and how many microbatches they have in flight.
 
         Args:
-            forward: time of one microbatch's forward on one device's whole share of layers, in any unit.
+            forward: time of one microbatch's forward through all chunks of a device, in any unit.
             backward: time of its whole backward.
-            input_grad: time of the part I; None: half of `backward`, or what `weight_grad` leaves of it.
-            weight_grad: time of the part W; None: what I leaves of `backward`.
+            input_grad: time of the part I; None: half of `backward`, or `backward - weight_grad`.
+            weight_grad: time of the part W; None: `backward - input_grad`.
             communication: time from the end of an action until its result is on another device.
             overlapped: time of a forward and a backward that share a cell and run together; None: one after the other.
-            synchronous: False: each device begins an action as soon as it is free and the inputs are there. True: as
-                one program for all devices runs it, where the moves at the end of a tick hold up every device: a tick
-                lasts as long as its longest cell, and `communication` after it.
+            synchronous: False: each device begins an action as soon as the device is free and the inputs are there.
+                True: as one program for all devices runs it, where the sends at the end of a tick synchronize the
+                devices: a tick lasts as long as its longest cell, plus `communication`.
 
         Returns:
             A Timeline.
@@ -153,15 +118,15 @@ class Schedule:
         return simulated(self, forward, backward, input_grad, weight_grad, communication, overlapped, synchronous)
 
     def forward(self) -> Schedule:
-        """The forwards alone, each device in the same order and as soon as it can: a step of evaluation."""
+        """The forwards alone, on each device in the same order and as early as possible: a step of evaluation."""
         orders = [[(action,) for cell in row for action in cell if action.op == "F"] for row in self.rows]
         return scheduled(self.name, orders, self.microbatches, self.placement)
 
     def slots(self, saved: bool = False) -> Slots:
-        """How many stage inputs and cotangents a device holds at once, and in which slot each of them lies.
+        """The number of buffers that a device needs for stage inputs, residuals and cotangents, and who uses which.
 
         Args:
-            saved: F saves what B needs; otherwise B begins again with the stage input.
+            saved: F saves the residuals of B; False: B recomputes them from the stage input.
         """
         return coloured(self, saved)
 
@@ -174,7 +139,7 @@ class Schedule:
 
 
 def _placement(rows: Rows) -> StagePlacement:
-    """Where most of the actions are at home, so that one wrong cell does not turn the others; "loop" in doubt."""
+    """The placement of most actions, so that one wrong cell does not change it; "loop" if they are equally many."""
     placed = [(action.stage, device) for device, row in enumerate(rows) for cell in row for action in cell]
     loop, turned = (
         sum(device_of(stage, len(rows), placement) == device for stage, device in placed)
@@ -186,10 +151,19 @@ def _placement(rows: Rows) -> StagePlacement:
 def scheduled(
     name: str, orders: Iterable[Sequence[Cell]], microbatches: int, placement: StagePlacement = "loop"
 ) -> Schedule:
-    """The schedule in which each device keeps to its order and begins each cell as soon as its inputs are there.
+    """The schedule in which each device follows its order and begins each cell as soon as its inputs are there.
 
-    Actions of microbatches from `microbatches` on are left out: an order for more of them stays an order.
+    Actions of microbatches from `microbatches` on are left out, so that an order may be written for more.
     """
     kept = [[tuple(a for a in cell if a.microbatch < microbatches) for cell in order] for order in orders]
     rows = rules.times(name, [[cell for cell in order if cell] for order in kept])
     return Schedule(rows, placement if len(rows) > 1 else "loop", name)
+
+
+def sizes(where: str, **values: int) -> tuple[int, ...]:
+    """The sizes of a schedule as whole numbers from 1, of at most a million actions together."""
+    found = _check.whole(where, **values)
+    if math.prod(found) > 10**6:
+        given = ", ".join(f"{name}={size}" for name, size in zip(values, found, strict=True))
+        raise ValueError(f"{where}: a schedule must have a million pieces of work at most; got {given}. Lower one.")
+    return found

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from shardkit.cost import _check
 from shardkit.schedules.action import alone
-from shardkit.schedules.base import Schedule, scheduled
+from shardkit.schedules.base import Schedule, scheduled, sizes
 
 
 def breadth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
@@ -23,11 +22,13 @@ def breadth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
 
     Cost: a bubble of (p-1) (F + B) / v where m is at least p; m microbatches in flight.
 
+    Example:
+        >>> sk.schedules.breadth_first(stages=2, microbatches=2, chunks=2).order(0)
+        ['0F0', '0F1', '2F0', '2F1', '2B0', '2B1', '0B0', '0B1']
+
     Source: Lamy-Poirier, Breadth-First Pipeline Parallelism (arXiv:2211.05953).
     """
-    stages, microbatches, chunks = _check.pieces(
-        "breadth_first", stages=stages, microbatches=microbatches, chunks=chunks
-    )
+    stages, microbatches, chunks = sizes("breadth_first", stages=stages, microbatches=microbatches, chunks=chunks)
     there = [(chunk, "F") for chunk in range(chunks)]
     back = [(chunk, "B") for chunk in reversed(range(chunks))]
     orders = [

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from shardkit.cost import _check
-from shardkit.schedules.base import Schedule, scheduled
+from shardkit.schedules.base import Schedule, scheduled, sizes
 from shardkit.schedules.words import v_order
 
 
@@ -26,9 +25,13 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
     Cost: a bubble of (p-1) (F&B + B - 3W) / 2 where m is at least 2p, F = B - W, W is at most F and F&B = F + B
         (simulate other costs); p + 1/2 microbatches in flight.
 
+    Example:
+        >>> sk.schedules.dualpipe_v(stages=4, microbatches=8).order(0)[16:20]
+        ['7F3', '0F7', '7B3', '7F4']
+
     Source: DeepSeek-V3 (arXiv:2412.19437) and the DualPipe repository, where it is the "cut-in-half" schedule.
     """
-    p, microbatches = _check.pieces("dualpipe_v", stages=stages, microbatches=microbatches)
+    p, microbatches = sizes("dualpipe_v", stages=stages, microbatches=microbatches)
     total = max(microbatches, 2 * p)
     orders = []
     for d in range(p):

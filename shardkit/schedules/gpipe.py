@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from shardkit.cost import _check
 from shardkit.schedules.action import alone
-from shardkit.schedules.base import Schedule, scheduled
+from shardkit.schedules.base import Schedule, scheduled, sizes
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
@@ -22,8 +21,14 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
     Cost: a bubble of (p-1) (F + B); m microbatches in flight.
 
+    Example:
+        >>> print(sk.schedules.gpipe(stages=2, microbatches=2))
+        tick      0   1   2   3   4   5
+        device 0  0F0 0F1 .   .   0B0 0B1
+        device 1  .   1F0 1F1 1B0 1B1 .
+
     Source: Huang et al., GPipe (arXiv:1811.06965).
     """
-    stages, microbatches = _check.pieces("gpipe", stages=stages, microbatches=microbatches)
+    stages, microbatches = sizes("gpipe", stages=stages, microbatches=microbatches)
     orders = [[alone(d, op, i) for op in "FB" for i in range(microbatches)] for d in range(stages)]
     return scheduled("gpipe", orders, microbatches)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from shardkit.cost import _check
 from shardkit.schedules.action import alone
-from shardkit.schedules.base import Schedule, scheduled
+from shardkit.schedules.base import Schedule, scheduled, sizes
 
 
 def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
@@ -26,9 +25,16 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     Cost: a bubble of (p-1) (F + B) / v where p divides m; p + (p-1)/v microbatches in flight, p + (m-p)/v
         where m is from p to 2p - 1.
 
+    Example:
+        >>> schedule = sk.schedules.interleaved(stages=2, microbatches=2, chunks=2)
+        >>> schedule.order(0)
+        ['0F0', '0F1', '2F0', '2F1', '2B0', '2B1', '0B0', '0B1']
+        >>> sk.schedules.interleaved(4, 8, chunks=2).simulate().bubble  # (p-1) / (v m)
+        0.1875
+
     Source: Narayanan et al., Megatron-LM (arXiv:2104.04473), section 2.2.2.
     """
-    stages, microbatches, chunks = _check.pieces("interleaved", stages=stages, microbatches=microbatches, chunks=chunks)
+    stages, microbatches, chunks = sizes("interleaved", stages=stages, microbatches=microbatches, chunks=chunks)
     rounds = -(-microbatches // stages)
     turns = [(g * stages + r, chunk * stages) for g in range(rounds) for chunk in range(chunks) for r in range(stages)]
     orders = []

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from shardkit.cost import _check
 from shardkit.schedules.action import Action
-from shardkit.schedules.base import Schedule
+from shardkit.schedules.base import Schedule, sizes
 
 
 def lockstep(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
@@ -26,8 +25,14 @@ def lockstep(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
 
     Cost: a bubble of (p-1) (F + B) / v where p divides m or v is 1, though every tick holds up all devices. With one
         chunk 2 (p-1-d) + 1 microbatches in flight on device d, 2p - 3 slots for stage inputs and 1 for a cotangent.
+
+    Example:
+        >>> print(sk.schedules.lockstep(stages=2, microbatches=2))
+        tick      0       1       2       3
+        device 0  0F0     0F1     0B0     0B1
+        device 1  .       1F0/1B0 1F1/1B1 .
     """
-    p, m, v = _check.pieces("lockstep", stages=stages, microbatches=microbatches, chunks=chunks)
+    p, m, v = sizes("lockstep", stages=stages, microbatches=microbatches, chunks=chunks)
     cells: dict[tuple[int, int], list[Action]] = {}
     for op in "FB":
         for i in range(m):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from shardkit.cost import _check
 from shardkit.schedules.action import alone
-from shardkit.schedules.base import Schedule, scheduled
+from shardkit.schedules.base import Schedule, scheduled, sizes
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
@@ -22,9 +21,15 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 
     Cost: a bubble of (p-1) (F + B); p - d microbatches in flight on device d, whatever m.
 
+    Example:
+        >>> print(sk.schedules.one_f_one_b(stages=2, microbatches=3))
+        tick      0   1   2   3   4   5   6   7
+        device 0  0F0 0F1 .   0B0 0F2 0B1 .   0B2
+        device 1  .   1F0 1B0 1F1 1B1 1F2 1B2 .
+
     Source: Narayanan et al., PipeDream (SOSP 2019) and Megatron-LM (arXiv:2104.04473), section 2.2.1.
     """
-    stages, microbatches = _check.pieces("one_f_one_b", stages=stages, microbatches=microbatches)
+    stages, microbatches = sizes("one_f_one_b", stages=stages, microbatches=microbatches)
     orders = []
     for d in range(stages):
         ahead = stages - 1 - d

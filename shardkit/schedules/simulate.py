@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from shardkit.cost import _check
+from shardkit import _check
 from shardkit.schedules.action import Action
-
-if TYPE_CHECKING:
-    from shardkit.schedules.base import Schedule
+from shardkit.schedules.grid import Grid
 
 
 class Timeline(NamedTuple):
-    """A simulated step. "Zero bubble" is zero of the last kind only: the three are different questions.
+    """A simulated step. Of the three bubbles a zero-bubble schedule has only the last at zero.
 
     Attributes:
         makespan: from the first action to the end of the last, in the unit of the costs.
-        bubble: idle time over work, (makespan - work) / work, work being the time that the busiest device computes:
+        bubble: idle time over work, (makespan - work) / work, where work is the compute time of the busiest device:
             Megatron's convention, `cost.bubble(of="ideal")`.
         bubble_of_total: the share of the makespan in which that device idles, 1 - work / makespan: GPipe's convention,
             `cost.bubble(of="total")`.
-        bubble_of_span: the most that one device idles between its own first action and its own last, over work: what is
-            left where the optimizer does not wait for all devices.
-        peak_in_flight: for each device, the most microbatches between the begin of F and the end of B or W, in units of
-            one microbatch on a device's whole share of layers: a chunk counts as 1/v.
-        spans: for each action, when it begins and ends.
-        busy: for each device, how long it computes.
+        bubble_of_span: the most that a device idles between its first action and its last, over work: the bubble if the
+            optimizer does not wait for all devices.
+        peak_in_flight: for each device, the most microbatches between the begin of F and the end of B or W; a chunk
+            counts as 1/v.
+        spans: for each action, its begin and its end.
+        busy: for each device, its compute time.
     """
 
     makespan: float
@@ -40,12 +38,12 @@ class Timeline(NamedTuple):
         peaks = ", ".join(f"{peak:g}" for peak in self.peak_in_flight)
         return (
             f"makespan {self.makespan:g}; idle {self.bubble:.1%} of the work, {self.bubble_of_total:.1%} of the "
-            f"makespan, {self.bubble_of_span:.1%} inside a device's own span; microbatches in flight {peaks}"
+            f"makespan, {self.bubble_of_span:.1%} within a device's span; microbatches in flight {peaks}"
         )
 
 
 def simulated(
-    schedule: Schedule,
+    schedule: Grid,
     forward: float,
     backward: float,
     input_grad: float | None,
@@ -74,6 +72,7 @@ def simulated(
 
     spans: dict[Action, tuple[float, float]] = {}
     free: list[float] = [0] * schedule.devices
+    own: list[list[Action]] = [[] for _ in free]  # the actions of each device, in order
     for tick in range(max(map(len, schedule.rows))):
         if synchronous and tick:
             free = [max(free) + communication] * schedule.devices
@@ -88,10 +87,10 @@ def simulated(
                     start = max(start, spans[need][1] + communication * away)
                 free[device] = start + (costs["FB"] if together else costs[actions[0].op])
                 spans.update(dict.fromkeys(actions, (start, free[device])))
+                own[device] += actions
 
-    own = [[a for a in schedule.ticks if schedule.device(a.stage) == d] for d in range(schedule.devices)]
     makespan = max(end for _, end in spans.values())
-    # What runs together counts once.
+    # Actions that run together count once.
     busy = [sum(end - begin for begin, end in {spans[action] for action in actions}) for actions in own]
     work = max(busy)
     lasts = [max(spans[a][1] for a in actions) - min(spans[a][0] for a in actions) for actions in own]
@@ -107,7 +106,7 @@ def simulated(
 
 
 def _peak(actions: list[Action]) -> int:
-    """The most forwards whose backward is not over."""
+    """The most forwards whose backward has not ended."""
     held = peak = 0
     for action in actions:
         held += action.op == "F"

@@ -1,34 +1,32 @@
-"""Where stage inputs and cotangents wait: register allocation over the ticks of a schedule."""
+"""Slots for stage inputs, residuals and cotangents: register allocation over the ticks of a schedule."""
 
 from __future__ import annotations
 
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from shardkit.schedules.action import Action
-
-if TYPE_CHECKING:
-    from shardkit.schedules.base import Schedule
+from shardkit.schedules.grid import Grid
 
 # A stage of the model and a microbatch.
 Work = tuple[int, int]
 
 
 class Slots(NamedTuple):
-    """How many buffers of each kind a device needs, the most over devices, and which one each piece of work uses.
+    """The number of slots in each buffer of a device, the most over devices, and the slot of each piece of work.
 
-    A buffer has one place more than the number says, for rubbish: what a masked device reads and writes. The first
+    A buffer has one slot more than the number says: the scratch slot, which masked devices read and write. The first
     stage has no input, since it recomputes the embedding, and the last no cotangent, since it has the loss.
 
     Attributes:
-        inputs: places for stage inputs, held from their arrival until B or I; until F where F saves what B needs.
-        saved: places for what F saves, held from F until B or I; none where B begins with the stage input.
-        cotangents: places for cotangents of stage outputs, held from their arrival until B or I.
-        kept: places for what I leaves to W.
-        input_of: the place of (stage, microbatch) among the inputs of its device.
-        saved_of: its place among what is saved.
-        cotangent_of: its place among the cotangents.
-        kept_of: its place among what is kept.
+        inputs: slots for stage inputs, from their arrival until B or I; until F if F saves residuals.
+        saved: slots for the residuals of F, until B or I; 0 if B recomputes them from the stage input.
+        cotangents: slots for cotangents of stage outputs, from their arrival until B or I.
+        kept: slots for weight-gradient residuals, from I until W.
+        input_of: the slot of (stage, microbatch) among the inputs of its device.
+        saved_of: its slot among the residuals.
+        cotangent_of: its slot among the cotangents.
+        kept_of: its slot among the weight-gradient residuals.
     """
 
     inputs: int
@@ -41,10 +39,10 @@ class Slots(NamedTuple):
     kept_of: dict[Work, int]
 
 
-def coloured(schedule: Schedule, saved: bool) -> Slots:
+def coloured(schedule: Grid, saved: bool) -> Slots:
     """The slots of a schedule; see `Schedule.slots`.
 
-    What arrives at the end of a tick is there from the next on, in a place that may have been read in that tick.
+    What arrives at the end of a tick is there from the next tick on, and may overwrite a slot read in that tick.
     """
     inputs, residuals, cotangents, kept = (dict[Work, tuple[int, int]]() for _ in range(4))
     for (stage, op, i), tick in schedule.ticks.items():
@@ -61,8 +59,8 @@ def coloured(schedule: Schedule, saved: bool) -> Slots:
     return Slots(*counts, *places)
 
 
-def _coloured(schedule: Schedule, live: dict[Work, tuple[int, int]]) -> tuple[int, dict[Work, int]]:
-    """A place for each interval of ticks, the lowest that is free on its device: no device uses more than it must."""
+def _coloured(schedule: Grid, live: dict[Work, tuple[int, int]]) -> tuple[int, dict[Work, int]]:
+    """The lowest free slot of its device for each interval of ticks, which uses the fewest slots."""
     places: dict[Work, int] = {}
     counts = [0] * schedule.devices
     free: list[list[int]] = [[] for _ in counts]

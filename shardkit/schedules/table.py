@@ -1,17 +1,15 @@
-"""A schedule as one int32 table, which a program that is the same on every device scans over."""
+"""A schedule as one int32 table, which one program for all devices scans over."""
 
 from __future__ import annotations
 
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from shardkit.schedules.action import OPS
-from shardkit.schedules.slots import Slots
-
-if TYPE_CHECKING:
-    from shardkit.schedules.base import Schedule
+from shardkit.schedules.grid import Grid
+from shardkit.schedules.slots import Slots, coloured
 
 MOVES = tuple(f"{what}_from_{where}" for what in ("input", "cotangent") for where in ("left", "right", "self"))
 FIELDS = (
@@ -24,12 +22,12 @@ FIELDS = (
 
 
 class Segment(NamedTuple):
-    """Ticks one after the other in which some device does each of the same kinds of op.
+    """Consecutive ticks with the same kinds of op.
 
     Attributes:
-        ops: the kinds, in the order F, B, I, W: "F", "FB", "B", ...; empty for ticks in which all devices idle.
+        ops: the kinds that some device runs, in the order F, B, I, W: "F", "FB", "B", ...; "" if all devices idle.
         begin: the first tick.
-        ticks: how many.
+        ticks: the number of ticks.
         moves: the fields of `MOVES` that some device receives in one of these ticks.
     """
 
@@ -40,27 +38,27 @@ class Segment(NamedTuple):
 
 
 class Table(NamedTuple):
-    """What every device does at every tick, and where it reads and writes.
+    """What every device does at every tick, and which slots it reads and writes.
 
     | field | meaning |
     |---|---|
-    | `forward_on`, `weight_on` | 1 where the device does F, or W, in this tick, else 0 |
+    | `forward_on`, `weight_on` | 1 if the device runs F, or W, in this tick, else 0 |
     | `backward_on` | 1 for a whole backward, 2 for the input gradient alone, else 0 |
-    | `.._stage`, `.._chunk`, `.._microbatch` | of what: stage of the model, chunk of the device; 0 where off |
+    | `.._stage`, `.._chunk`, `.._microbatch` | stage of the model, chunk of the device, microbatch; 0 if off |
     | `forward_input`, `backward_input` | slot of the stage input that is read |
-    | `forward_saved`, `backward_saved` | slot in which F leaves, and B or I finds, what F saves |
+    | `forward_saved`, `backward_saved` | slot of the residuals that F writes, and that B or I reads |
     | `backward_cotangent` | slot of the cotangent that is read |
-    | `backward_kept`, `weight_kept` | slot in which I leaves, and W finds, what W needs |
-    | `input_from_left`, `.._right`, `.._self` | slot for the output that device d - 1, d + 1 or d itself computed |
-    | `cotangent_from_left`, `.._right`, `.._self` | slot for the cotangent that they computed |
+    | `backward_kept`, `weight_kept` | slot of the weight-gradient residuals that I writes, and that W reads |
+    | `input_from_left`, `.._right`, `.._self` | slot for the output received from device d - 1, d + 1 or d |
+    | `cotangent_from_left`, `.._right`, `.._self` | slot for the cotangent received from them |
 
-    Neighbours are those on the ring, and moves are at the end of a tick. A loop has inputs from the left and cotangents
-    from the right only. Whatever is not wanted goes to the last slot of its buffer, the rubbish slot.
+    Neighbors are those on the ring, and sends are at the end of a tick. A loop has inputs from the left and cotangents
+    from the right only. Values that nobody needs go to the last slot of their buffer, the scratch slot.
 
     Attributes:
         rows: int32 `[ticks, devices, fields]`.
-        segments: runs of ticks with the same kinds of op.
-        slots: the sizes of the buffers, each without its rubbish slot.
+        segments: runs of ticks with the same kinds of op, in order.
+        slots: the sizes of the buffers, each without its scratch slot.
     """
 
     rows: np.ndarray
@@ -72,13 +70,13 @@ class Table(NamedTuple):
         return self.rows[:, :, FIELDS.index(field)]
 
 
-def lowered(schedule: Schedule, saved: bool) -> Table:
+def lowered(schedule: Grid, saved: bool) -> Table:
     """The table of a schedule; see `Schedule.table`."""
-    slots = schedule.slots(saved)
+    slots = coloured(schedule, saved)
     ticks = max(map(len, schedule.rows))
-    # Off and aimed at the rubbish slots, until an action says otherwise.
-    rubbish = {"input": slots.inputs, "saved": slots.saved, "cotangent": slots.cotangents, "kept": slots.kept}
-    blank = [next((size for kind, size in rubbish.items() if _slot(field) == kind), 0) for field in FIELDS]
+    # Off, and pointing at the scratch slots.
+    scratch = {"input": slots.inputs, "saved": slots.saved, "cotangent": slots.cotangents, "kept": slots.kept}
+    blank = [next((size for kind, size in scratch.items() if _slot(field) == kind), 0) for field in FIELDS]
     rows = np.tile(np.array(blank, np.int32), (ticks, schedule.devices, 1))
     kinds: list[set[str]] = [set() for _ in range(ticks)]
     for (stage, op, i), tick in schedule.ticks.items():
@@ -114,12 +112,12 @@ def lowered(schedule: Schedule, saved: bool) -> Table:
 
 
 def _slot(field: str) -> str:
-    """The buffer into which a field points: "input", "cotangent", "kept", or another word for none."""
+    """The buffer into which a field points: "input", "saved", "cotangent" or "kept"; another word for none."""
     return field.split("_")[0 if field in MOVES else 1]
 
 
-def _received(schedule: Schedule, slots: Slots, stage: int, op: str, i: int) -> tuple[str, int, int] | None:
-    """Who receives what an action hands on: the field, the device and the slot; None where nobody does."""
+def _received(schedule: Grid, slots: Slots, stage: int, op: str, i: int) -> tuple[str, int, int] | None:
+    """Where the result of an action is received: the field, the device and the slot; None if nowhere."""
     if op == "F":
         to, what, places, side = stage + 1, "input", slots.input_of, "left"
     else:

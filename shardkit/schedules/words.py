@@ -1,4 +1,4 @@
-"""An order told in words, for two chunks placed as a V."""
+"""A notation for the order of a device with two chunks, placed as a V."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from shardkit.schedules.action import Action, Cell
 
 
 def v_order(device: int, stages: int, words: Iterable[str]) -> list[Cell]:
-    """What a device does, from words.
+    """The cells of a device, from words.
 
-    "F0" is the next forward of chunk 0, "B1" or "I1" the next backward of chunk 1, "W" the oldest weight gradient that
-    waits, and "F0 B1" a forward and a backward in one cell.
+    "F0" is the next forward of chunk 0, "B1" or "I1" the next backward of chunk 1, "W" the oldest pending
+    weight gradient, and "F0 B1" a forward and a backward in one cell.
     """
     stage = {"0": device, "1": 2 * stages - 1 - device}
     forwards: Counter[str] = Counter()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from shardkit.cost import _check
 from shardkit.schedules.action import alone
-from shardkit.schedules.base import Schedule, scheduled
+from shardkit.schedules.base import Schedule, scheduled, sizes
 
 
 def zero_bubble_h1(stages: int, microbatches: int) -> Schedule:
@@ -23,9 +22,15 @@ def zero_bubble_h1(stages: int, microbatches: int) -> Schedule:
     Cost: a bubble of (p-1) (F + B - W - min(F, B-W, W)) where m is at least p: the paper's (p-1) (F + B - 2W) where
         W is no more than F or B - W; at most p microbatches in flight.
 
+    Example:
+        >>> sk.schedules.zero_bubble_h1(stages=4, microbatches=8).simulate().bubble
+        0.125
+        >>> sk.schedules.one_f_one_b(stages=4, microbatches=8).simulate().bubble
+        0.375
+
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.2.
     """
-    stages, microbatches = _check.pieces("zero_bubble_h1", stages=stages, microbatches=microbatches)
+    stages, microbatches = sizes("zero_bubble_h1", stages=stages, microbatches=microbatches)
     orders = []
     for d in range(stages):
         ahead, weighed = min(microbatches, stages - 1 - d), 0

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from shardkit.cost import _check
-from shardkit.schedules.base import Schedule, scheduled
+from shardkit.schedules.base import Schedule, scheduled, sizes
 from shardkit.schedules.words import v_order
 
 
@@ -25,9 +24,16 @@ def zero_bubble_v(stages: int, microbatches: int) -> Schedule:
     Cost: where F = I = W and m is at least 2p - 1, no device idles between its first action and its last, and p
         microbatches are in flight.
 
+    Example:
+        >>> schedule = sk.schedules.zero_bubble_v(stages=4, microbatches=8)
+        >>> schedule.simulate().bubble_of_span
+        0.0
+        >>> [schedule.device(stage) for stage in range(8)]
+        [0, 1, 2, 3, 3, 2, 1, 0]
+
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 6.
     """
-    p, microbatches = _check.pieces("zero_bubble_v", stages=stages, microbatches=microbatches)
+    p, microbatches = sizes("zero_bubble_v", stages=stages, microbatches=microbatches)
     total = max(microbatches, 2 * p - 1)
     orders = []
     for d in range(p):

@@ -48,7 +48,13 @@ class Box(NamedTuple):
 
 
 def boxes(schedule: Schedule, timeline: Timeline) -> list[Box]:
-    """A box for every action, from its simulated begin to its end, in the order of ticks."""
+    """A box for every action, from its simulated begin to its end, in the order of ticks.
+
+    Example:
+        >>> schedule = sk.schedules.gpipe(stages=2, microbatches=1)
+        >>> [f"{box.action} from {box.begin:g}" for box in sk.viz.boxes(schedule, schedule.simulate())]
+        ['0F0 from 0', '1F0 from 1', '1B0 from 2', '0B0 from 4']
+    """
     spans = timeline.spans
     # Of two that run together the forward, which comes first, is above.
     partner = {
@@ -72,6 +78,11 @@ def in_flight(schedule: Schedule, timeline: Timeline, device: int) -> list[tuple
     """How many microbatches' activations a device holds, from each time on at which that changes.
 
     Counted as in `Timeline.peak_in_flight`: from the begin of F to the end of B or W, a chunk as 1/v.
+
+    Example:
+        >>> schedule = sk.schedules.gpipe(stages=1, microbatches=2)
+        >>> sk.viz.in_flight(schedule, schedule.simulate(), device=0)
+        [(0, 1.0), (1.0, 2.0), (2.0, 2.0), (4.0, 1.0), (6.0, 0.0)]
     """
     changes: dict[float, float] = {}
     for action, (begin, end) in timeline.spans.items():
@@ -86,14 +97,24 @@ def in_flight(schedule: Schedule, timeline: Timeline, device: int) -> list[tuple
 
 
 def title(schedule: Schedule) -> str:
-    """The name and the sizes: `lockstep: 4 devices x 2 chunks, 8 microbatches`."""
+    """The name and the sizes: `lockstep: 4 devices x 2 chunks, 8 microbatches`.
+
+    Example:
+        >>> sk.viz.title(sk.schedules.lockstep(4, 8, chunks=2))
+        'lockstep: 4 devices x 2 chunks, 8 microbatches'
+    """
     chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
     devices = f"{schedule.devices} device{'s' * (schedule.devices > 1)}"
     return f"{schedule.name}: {devices}{chunks}, {schedule.microbatches} microbatch{'es' * (schedule.microbatches > 1)}"
 
 
 def facts(timeline: Timeline) -> str:
-    """How long a step takes, and the bubble in both conventions."""
+    """How long a step takes, and the bubble in both conventions.
+
+    Example:
+        >>> sk.viz.facts(sk.schedules.gpipe(2, 4).simulate())
+        "makespan 15, bubble 25.0% of the work (Megatron's convention), 20.0% of the makespan (GPipe's)"
+    """
     return (
         f"makespan {timeline.makespan:g}, bubble {timeline.bubble:.1%} of the work (Megatron's convention), "
         f"{timeline.bubble_of_total:.1%} of the makespan (GPipe's)"
@@ -113,6 +134,10 @@ def figure(schedule: Schedule, timeline: Timeline) -> Figure:
 
     Raises:
         RuntimeError: matplotlib is not installed.
+
+    Example:
+        >>> schedule = sk.schedules.zero_bubble_v(4, 8)
+        >>> picture = sk.viz.figure(schedule, schedule.simulate())
     """
     try:
         from matplotlib.figure import Figure
@@ -162,6 +187,11 @@ def draw(schedule: Schedule, file: str | Path, **costs: Any) -> None:
     Raises:
         ValueError: another kind of file; a cost that `Schedule.simulate` refuses.
         RuntimeError: matplotlib is not installed.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> file = f"{mkdtemp()}/pipeline.svg"
+        >>> sk.viz.draw(sk.schedules.one_f_one_b(4, 8), file, backward=2.5)
     """
     file = Path(file)
     if file.suffix.lower() not in _SUFFIXES:

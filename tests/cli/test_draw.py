@@ -99,7 +99,7 @@ def test_a_file_can_be_written_and_read(run, tmp_path):
         (
             ["--schedule", "fastest", *LOCKSTEP[2:]],
             "draw: schedule must be 'gpipe', 'one_f_one_b', 'zero_bubble_h1', 'zero_bubble_v', 'dualpipe_v', "
-            "'interleaved', 'breadth_first' or 'lockstep'; got 'fastest'. Choose one of them.",
+            "'interleaved', 'breadth_first' or 'lockstep'; got 'fastest'. Pass for example schedule='gpipe'.",
         ),
         (
             ["--schedule", "gpipe", *LOCKSTEP[2:], "--chunks", "2"],

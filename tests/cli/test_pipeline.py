@@ -71,7 +71,7 @@ def test_the_schedule_of_a_file_is_run(trained, tmp_path):
         (
             ["stage=2", "--schedule", "fastest"],
             "train: schedule must be 'gpipe', 'one_f_one_b', 'zero_bubble_h1', 'zero_bubble_v', 'dualpipe_v', "
-            "'interleaved', 'breadth_first' or 'lockstep'; got 'fastest'. Choose one of them.",
+            "'interleaved', 'breadth_first' or 'lockstep'; got 'fastest'. Pass for example schedule='gpipe'.",
         ),
         (
             ["stage=2", "--schedule", "gpipe", "--chunks", 2],

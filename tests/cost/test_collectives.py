@@ -221,7 +221,7 @@ def test_all_to_all_on_a_ring_by_counting_links(n, wrap):
         (
             lambda: cost.bus_factor("allsum", 8),
             "bus_factor: op must be 'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all', 'gather', 'scatter', "
-            "'broadcast', 'reduce', 'ppermute' or 'sendrecv'; got 'allsum'. Choose one of them.",
+            "'broadcast', 'reduce', 'ppermute' or 'sendrecv'; got 'allsum'. Pass for example op='all_reduce'.",
         ),
         (
             lambda: cost.bus_factor("all_reduce", 0),
@@ -231,11 +231,12 @@ def test_all_to_all_on_a_ring_by_counting_links(n, wrap):
         (
             lambda: cost.collective_time("broadcast", 8, 8, bandwidth=1),
             "collective_time: kind must be 'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all' or 'ppermute'; "
-            "got 'broadcast'. Choose one of them.",
+            "got 'broadcast'. Pass for example kind='all_reduce'.",
         ),
         (
             lambda: cost.collective_time("all_reduce", 8, 8, bandwidth=1, algorithm="star"),
-            "collective_time: algorithm must be 'ring', 'bidirectional' or 'tree'; got 'star'. Choose one of them.",
+            "collective_time: algorithm must be 'ring', 'bidirectional' or 'tree'; got 'star'. "
+            "Pass for example algorithm='ring'.",
         ),
         (
             lambda: cost.collective_time("all_reduce", 8, 2.5, bandwidth=1),
@@ -256,7 +257,7 @@ def test_all_to_all_on_a_ring_by_counting_links(n, wrap):
         (
             lambda: cost.hierarchical_time("ppermute", 8, 2, 2, inner_bandwidth=1, outer_bandwidth=1),
             "hierarchical_time: kind must be 'all_reduce', 'all_gather', 'reduce_scatter' or 'all_to_all'; "
-            "got 'ppermute'. Choose one of them.",
+            "got 'ppermute'. Pass for example kind='all_reduce'.",
         ),
         (
             lambda: cost.hierarchical_time("all_reduce", 8, 0, 2, inner_bandwidth=1, outer_bandwidth=1),
@@ -278,7 +279,7 @@ def test_all_to_all_on_a_ring_by_counting_links(n, wrap):
         (
             lambda: cost.wire("allsum", 8, 2),
             "wire: kind must be 'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all', 'ppermute' or 'broadcast'; "
-            "got 'allsum'. Choose one of them.",
+            "got 'allsum'. Pass for example kind='all_reduce'.",
         ),
         (
             lambda: cost.bus_factor(8, "all_reduce"),
@@ -295,7 +296,7 @@ def test_all_to_all_on_a_ring_by_counting_links(n, wrap):
         (
             lambda: cost.torus_time("allreduce", 8, (4,), bandwidth=1),
             "torus_time: kind must be 'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all' or 'ppermute'; "
-            "got 'allreduce'. Choose one of them.",
+            "got 'allreduce'. Pass for example kind='all_reduce'.",
         ),
     ],
 )

@@ -198,7 +198,10 @@ LAYER = {"batch": 1, "sequence": 8, "hidden": 8, "heads": 2}
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: cost.zero_memory(1, 4, 4), "zero_memory: stage must be 0, 1, 2 or 3; got 4. Choose one of them."),
+        (
+            lambda: cost.zero_memory(1, 4, 4),
+            "zero_memory: stage must be 0, 1, 2 or 3; got 4. Pass for example stage=0.",
+        ),
         (
             lambda: cost.zero_memory(1, 0, 1),
             "zero_memory: ways must be a whole number of at least 1; got 0. Correct ways.",
@@ -210,7 +213,7 @@ LAYER = {"batch": 1, "sequence": 8, "hidden": 8, "heads": 2}
         (lambda: cost.zero_memory(-1, 4, 1), "zero_memory: parameters must be 0 or more; got -1. Correct parameters."),
         (
             lambda: cost.zero_volume(1, 4, "3"),
-            "zero_volume: stage must be 0, 1, 2 or 3; got '3'. Choose one of them.",
+            "zero_volume: stage must be 0, 1, 2 or 3; got '3'. Pass for example stage=0.",
         ),
         (
             lambda: cost.zero_volume(1, 4, 3, accumulate=0),
@@ -246,7 +249,8 @@ LAYER = {"batch": 1, "sequence": 8, "hidden": 8, "heads": 2}
         ),
         (
             lambda: cost.activation_memory(**LAYER, recompute="some"),
-            "activation_memory: recompute must be 'none', 'selective' or 'full'; got 'some'. Choose one of them.",
+            "activation_memory: recompute must be 'none', 'selective' or 'full'; got 'some'. "
+            "Pass for example recompute='none'.",
         ),
         (
             lambda: cost.interleaving_factor(0, 1),

@@ -164,7 +164,8 @@ def test_parameters_of_our_own_transformer(tied):
         ),
         (
             lambda: cost.transformer_flops(layers=1, hidden=8, sequence=4, recompute="half"),
-            "transformer_flops: recompute must be 'none', 'selective' or 'full'; got 'half'. Choose one of them.",
+            "transformer_flops: recompute must be 'none', 'selective' or 'full'; got 'half'. "
+            "Pass for example recompute='none'.",
         ),
         (
             lambda: cost.training_time(1, 1, chips=0, flops_per_chip=1),

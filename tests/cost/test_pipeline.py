@@ -17,7 +17,7 @@ def test_bubbles_of_one_kind_of_tick(p, rounds, v):
     # Megatron's convention and GPipe's
     assert cost.bubble(p, m) == cost.bubble(p, m, schedule="gpipe") == pytest.approx((p - 1) / m)
     assert cost.bubble(p, m, of="total") == pytest.approx((p - 1) / (m + p - 1))
-    for schedule in ("interleaved", "lockstep", "looped_bfs", "breadth_first"):
+    for schedule in ("interleaved", "lockstep", "breadth_first"):
         assert cost.bubble(p, m, schedule=schedule, chunks=v) == pytest.approx((p - 1) / (v * m))
     idle, total = cost.bubble(p, m), cost.bubble(p, m, of="total")
     assert total == pytest.approx(idle / (1 + idle))
@@ -74,7 +74,7 @@ def test_simulated_makespans(schedule, chunks, makespans):
         (("1f1b", "1F1B", "one_f_one_b", "OneFOneB"), {}),
         (("interleaved", "Interleaved-1F1B", "interleaved_1f1b", "1f1b"), {"chunks": 2}),
         (("gpipe", "GPipe"), {}),
-        (("looped_bfs", "LoopedBFS", "looped bfs", "breadth_first", "Breadth-First"), {"chunks": 2}),
+        (("breadth_first", "Breadth-First", "breadth first"), {"chunks": 2}),
         (("zero_bubble_h1", "ZB-H1", "zbh1", "zb_h1", "ZeroBubbleH1"), {}),
         (("zero_bubble_h2", "ZB-H2"), {"forward": 2}),
         (("zero_bubble_v", "ZB-V", "ZBV"), {}),
@@ -105,7 +105,7 @@ def test_interleaving_holds_what_the_paper_says():
 
 
 SCHEDULES = (
-    "'gpipe', '1f1b', 'interleaved', 'lockstep', 'looped_bfs', 'zero_bubble_h1', 'zero_bubble_h2', 'zero_bubble_v', "
+    "'gpipe', '1f1b', 'interleaved', 'lockstep', 'breadth_first', 'zero_bubble_h1', 'zero_bubble_h2', 'zero_bubble_v', "
     "'dualpipe' or 'dualpipe_v'"
 )
 
@@ -113,10 +113,13 @@ SCHEDULES = (
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: cost.bubble(4, 8, of="all"), "bubble: of must be 'ideal' or 'total'; got 'all'. Choose one of them."),
+        (
+            lambda: cost.bubble(4, 8, of="all"),
+            "bubble: of must be 'ideal' or 'total'; got 'all'. Pass for example of='ideal'.",
+        ),
         (
             lambda: cost.bubble(4, 8, schedule="2f2b"),
-            f"bubble: schedule must be {SCHEDULES}; got '2f2b'. Choose one of them.",
+            f"bubble: schedule must be {SCHEDULES}; got '2f2b'. Pass for example schedule='gpipe'.",
         ),
         (
             lambda: cost.bubble(4, 0),
@@ -125,7 +128,7 @@ SCHEDULES = (
         (
             lambda: cost.bubble(4, 8, "gpipe", chunks=2),
             "bubble: schedule 'gpipe' does not take chunks; got chunks=2. "
-            "Leave chunks out, or choose 'interleaved', 'lockstep' or 'looped_bfs'.",
+            "Leave chunks out, or choose 'interleaved', 'lockstep' or 'breadth_first'.",
         ),
         (
             lambda: cost.bubble(5, 8, schedule="dualpipe"),
@@ -160,8 +163,8 @@ SCHEDULES = (
         ),
         (
             lambda: cost.bubble(4, 3, "breadth_first", chunks=2),
-            "bubble: the closed form of 'looped_bfs' needs at least 4 microbatches on 4 stages; got 3. Change them, or "
-            "call schedules.breadth_first(4, 3, 2).simulate(...), which is exact.",
+            "bubble: the closed form of 'breadth_first' needs at least 4 microbatches on 4 stages; got 3. Change them, "
+            "or call schedules.breadth_first(4, 3, 2).simulate(...), which is exact.",
         ),
         (
             lambda: cost.bubble(4, 6, "interleaved", chunks=2),

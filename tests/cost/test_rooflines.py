@@ -111,8 +111,8 @@ NAMES = "'v4', 'v5e', 'v5p', 'v6e', 'tpu7x', 'a100', 'h100', 'h200' or 'b200'"
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: cost.chip("v7"), f"chip: name must be {NAMES}; got 'v7'. Choose one of them."),
-        (lambda: cost.roofline(1, 1, "tpu"), f"chip: name must be {NAMES}; got 'tpu'. Choose one of them."),
+        (lambda: cost.chip("v7"), f"chip: name must be {NAMES}; got 'v7'. Pass for example name='v4'."),
+        (lambda: cost.roofline(1, 1, "tpu"), f"chip: name must be {NAMES}; got 'tpu'. Pass for example name='v4'."),
         (
             lambda: cost.group_bandwidth("v5e", 3),
             "group_bandwidth: axes must be at most 2 for chip 'v5e'; got 3. Choose fewer axes or another chip.",

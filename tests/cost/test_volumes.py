@@ -101,7 +101,8 @@ def test_pipeline_and_expert_volume():
         ),
         (
             lambda: cost.context_volume(batch=1, sequence=8, hidden=8, ways=2, method="tree"),
-            "context_volume: method must be 'ring', 'all_gather' or 'ulysses'; got 'tree'. Choose one of them.",
+            "context_volume: method must be 'ring', 'all_gather' or 'ulysses'; got 'tree'. "
+            "Pass for example method='ring'.",
         ),
         (
             lambda: cost.pipeline_volume(batch=1, sequence=8, hidden=8, microbatches=0),

@@ -1191,7 +1191,7 @@ _ANALYSIS = (
     ),
     Mutant(
         "batch-fills-the-state-too",
-        "shardkit/planner/search.py",
+        "shardkit/planner/advice.py",
         "(one.usable_bytes - one.state_bytes) / one.activation_bytes",
         "one.usable_bytes / one.activation_bytes",
         TERM,

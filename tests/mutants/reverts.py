@@ -250,12 +250,6 @@ REVERTS = (
         "further = stages - 1",
     ),
     (
-        "breadth-first-unknown",
-        "shardkit/cost/pipeline.py",
-        '    "breadth_first": "looped_bfs",',
-        "",
-    ),
-    (
         "fsdp-and-tensor-one-after-the-other",
         "shardkit/cost/rooflines.py",
         "shared = 1 if hardware.chip(chip).torus else 4",

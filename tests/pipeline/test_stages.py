@@ -165,7 +165,7 @@ def test_each_layer_has_one_row_on_the_device_of_its_stage(case):  # proves F37
     layers, stages = STAGES[case]
     rows = stages.rows(layers) or tuple(range(layers))
     assert sorted(row for row in rows if row >= 0) == list(range(layers))
-    schedule = SimpleNamespace(stages=stages.devices, chunks=stages.chunks, placement=stages.placement)
+    schedule = SimpleNamespace(devices=stages.devices, chunks=stages.chunks, placement=stages.placement)
     assert Stages.of(schedule, "stage", stages.layers_per_stage) == stages
     starts = np.cumsum([0, *stages.layers_of(layers)])
     held = np.array(rows).reshape(stages.devices, stages.chunks, -1)

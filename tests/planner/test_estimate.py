@@ -9,7 +9,7 @@ import pytest
 from benchmarks import large_model
 from shardkit import cost, planner
 from shardkit.analysis.hlo.time_model import clock_of
-from shardkit.planner.search import Layout, Model
+from shardkit.planner import Layout, Model
 
 pytestmark = pytest.mark.check
 

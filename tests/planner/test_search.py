@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import shardkit as sk
 from shardkit import cost, planner
-from shardkit.planner.search import Layout, Model
+from shardkit.planner import Layout, Model
 
 pytestmark = pytest.mark.check
 
@@ -100,7 +100,7 @@ def test_advice_when_memory_runs_out():
     text = str(advice)
     assert text.startswith(
         f"data=8 fsdp=2 tensor=1 accumulate=1 remat=selective does not fit: "
-        f"{advice.given.bytes / 1e9:.2f} GB of the 91.80 GB that may be used\n"
+        f"{advice.given.bytes / 1e9:.2f} GB of 91.80 GB usable\n"
     )
     for name, candidate in proposals.items():
         row = next(line for line in text.splitlines() if line.split()[0] == name)
@@ -127,7 +127,7 @@ def test_advice_takes_more_chips_where_all_layouts_are_too_large():
 def test_advice_says_when_nothing_helps():
     advice = planner.advise(LLAMA_8B, Layout(), chip="v5e", batch=1, sequence=2**22)
     assert advice.proposals == ()
-    assert str(advice).endswith("on any number of chips that it can use: shorten the sequence")
+    assert str(advice).endswith("on any number of chips that divides it: shorten the sequence")
 
 
 def test_a_layout_that_fits_needs_no_advice():
@@ -214,7 +214,7 @@ def test_table():
         (
             Layout(remat="some"),
             {},
-            "planner: remat must be 'none', 'selective' or 'full'; got 'some'. Choose one of them.",
+            "planner: remat must be 'none', 'selective' or 'full'; got 'some'. Pass for example remat='none'.",
         ),
         (
             Layout(),
@@ -255,7 +255,7 @@ def test_errors_of_a_search():
         planner.search(SMALL, chip="v5p", chips=7, batch=8, sequence=512)
     assert str(error.value) == (
         "planner: a layout must divide the chips, the model and the batch, and none does; got 7 chips, 16 heads and "
-        "batch 8. Choose a batch that more of the chips divide."
+        "batch 8. Choose a batch that has more divisors in common with the chips."
     )
 
 
@@ -275,4 +275,4 @@ def test_errors_of_the_rest():
     assert str(error.value) == "planner: batch must be a whole number of at least 1; got -8. Correct batch."
     with pytest.raises(ValueError) as error:
         planner.table(planner.search(SMALL, chip="v5p", chips=8, batch=8, sequence=512)[:2], names=["first"])
-    assert str(error.value) == "planner: names must be one for each candidate; got 1 for 2. Correct names."
+    assert str(error.value) == "planner: names must be one per candidate; got 1 for 2. Correct names."

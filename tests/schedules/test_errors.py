@@ -51,7 +51,7 @@ device 1  .   1F0 1B0 .""",
         ),
         (
             "0F0,,0I0,0B0\n,1F0,1B0",
-            "a backward must be whole, B, or split, I and W; got 0I0 and 0B0. Drop one of the two.",
+            "a backward must be whole, B, or split, I and W; got 0I0 and 0B0. Drop one.",
             """\
 tick      0   1   2   3
 device 0  0F0 .   0I0 0B0
@@ -60,7 +60,7 @@ device 1  .   1F0 1B0 .""",
         ),
         (
             "0F0,1F0,,0B0\n,,1B0,",
-            "each stage must run on one device; got 1F0 on device 0, and stage 1 lives on device 1. Move it there.",
+            "each stage must run on one device; got 1F0 on device 0, and stage 1 is on device 1. Move it there.",
             """\
 tick      0   1   2   3
 device 0  0F0 1F0 .   0B0
@@ -69,8 +69,8 @@ device 1  .   .   1B0 .""",
         ),
         (
             "(0F0;0F1),,0B0,0B1\n,1F0,1B0,1F1,1B1",
-            "a device must do one action at a tick, or a forward and then a backward; got 0F0 and 0F1 on device 0 at "
-            "tick 0. Give each a tick.",
+            "a device must run one action per tick, or a forward and then a backward; got 0F0 and 0F1 on device 0 at "
+            "tick 0. Move one to another tick.",
             """\
 tick      0       1       2       3       4
 device 0  0F0/0F1 .       0B0     0B1     .
@@ -79,8 +79,8 @@ device 1  .       1F0     1B0     1F1     1B1""",
         ),
         (
             "0F0,,0I0,(0F1;0W0)\n,1F0,1B0,",
-            "a device must do one action at a tick, or a forward and then a backward; got 0F1 and 0W0 on device 0 at "
-            "tick 3. Give each a tick.",
+            "a device must run one action per tick, or a forward and then a backward; got 0F1 and 0W0 on device 0 at "
+            "tick 3. Move one to another tick.",
             """\
 tick      0       1       2       3
 device 0  0F0     .       0I0     0F1/0W0
@@ -89,8 +89,8 @@ device 1  .       1F0     1B0     .""",
         ),
         (
             "0F0,0B0,0F1,0B1\n,1F1,1F0,1B0,1B1",
-            "an order must not wait for itself; got 0B0 on device 0, which waits for 1B0, and that comes only after "
-            "0B0. Change the order.",
+            "an order must not deadlock; got 0B0 on device 0, which waits for 1B0, which in turn waits for 0B0. Change "
+            "the order.",
             """\
 tick      0   1   2   3   4
 device 0  0F0 0B0 0F1 0B1 .
@@ -110,7 +110,7 @@ def test_illegal_tables(text, reason, grid):  # proves F39
     [
         (
             GOOD.replace("1F0", "1F4000000000"),
-            "microbatches must be counted from 0 without a gap; got 1F4000000000 in a schedule of 4 actions. Correct "
+            "microbatches must be numbered from 0 without a gap; got 1F4000000000 in a schedule of 4 actions. Correct "
             "the number.",
             """\
 tick      0            1            2            3
@@ -120,7 +120,7 @@ device 1  .            1F4000000000 1B0          .
         ),
         (
             GOOD.replace("0B0", "4000000000B0"),
-            "stages must be counted from 0 without a gap; got 4000000000B0 in a schedule of 4 actions. Correct the "
+            "stages must be numbered from 0 without a gap; got 4000000000B0 in a schedule of 4 actions. Correct the "
             "number.",
             """\
 tick      0            1            2            3
@@ -152,7 +152,7 @@ def test_one_wrong_stage_does_not_turn_the_rest(schedule, right, wrong, device, 
         Schedule.from_csv("\n".join(lines))
     reason, *grid = str(error.value).splitlines()
     assert reason == (
-        f"from_csv: each stage must run on one device; got {wrong} on device {device}, and stage {wrong[0]} lives on "
+        f"from_csv: each stage must run on one device; got {wrong} on device {device}, and stage {wrong[0]} is on "
         f"device {home}. Move it there."
     )
     at = next(i for i, line in enumerate(grid) if line.strip() == "^")
@@ -194,11 +194,11 @@ def test_a_wide_grid_is_cut_about_the_arrow():
         ),
         (
             lambda: Schedule.from_csv(""),
-            "from_csv: a schedule must hold an action; got none. Write for example '0F0,0B0'.",
+            "from_csv: a schedule must have an action; got none. Write for example '0F0,0B0'.",
         ),
         (
             lambda: Schedule(((),)).check(),
-            "schedule: a schedule must hold an action; got none. Write for example '0F0,0B0'.",
+            "schedule: a schedule must have an action; got none. Write for example '0F0,0B0'.",
         ),
         (
             lambda: Schedule((((Action(0, "X", 0),),),)).check(),
@@ -207,7 +207,7 @@ def test_a_wide_grid_is_cut_about_the_arrow():
         ),
         (
             lambda: Schedule(schedules.gpipe(1, 1).rows, "V").check(),
-            "schedule: placement must be 'loop' or 'v'; got 'V'. Choose one of them.",
+            "schedule: placement must be 'loop' or 'v'; got 'V'. Pass for example placement='loop'.",
         ),
         (
             lambda: schedules.lockstep(4, 0),

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import jax
 from jax.profiler import ProfileData
 
+from shardkit._check import whole
 from shardkit._typed import typed
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import CompiledRow, collectives_of
 from shardkit.analysis.jaxpr.census import mesh_sizes, traceable
 from shardkit.analysis.profiling.runs import machine, refuse_abstract, repeatable
 from shardkit.analysis.profiling.timings import Profile, Span, Spans, profile_of
-from shardkit.cost._check import whole
 
 
 @typed

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardkit._check import known, whole
 from shardkit._typed import typed
 from shardkit.analysis.jaxpr.census import traceable
 from shardkit.analysis.profiling.runs import Machine, machine, refuse_abstract, repeatable
-from shardkit.cost._check import known, whole
 from shardkit.layout import table
 
 

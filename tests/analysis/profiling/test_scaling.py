@@ -125,7 +125,7 @@ def test_errors_in_full():
         return str(caught.value)
 
     assert refused(ValueError, [1, 2], mode="linear") == (
-        "scaling: mode must be 'strong' or 'weak'; got 'linear'. Choose one of them."
+        "scaling: mode must be 'strong' or 'weak'; got 'linear'. Pass for example mode='strong'."
     )
     assert refused(ValueError, [4, 4]) == (
         "scaling: sizes must hold at least two different numbers of devices; got [4, 4]. Name a smaller one to compare "

@@ -1,0 +1,186 @@
+"""What the planner reads and returns: a model, a layout, a candidate, and the table of candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from shardkit import cost
+from shardkit._kinds import ITERABLE
+from shardkit._typed import check_kind
+
+REMAT = ("none", "selective", "full")
+
+
+class Model(NamedTuple):
+    """The sizes of a decoder-only transformer.
+
+    Attributes:
+        layers: number of layers.
+        hidden: model width.
+        heads: attention heads.
+        vocabulary: number of token values.
+        kv_heads: key/value heads; None: heads.
+        ffn: width of the feed-forward layers; None: 4 hidden.
+        gated: a third feed-forward matrix (SwiGLU).
+        tied: the embedding is the output head.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    kv_heads: int | None = None
+    ffn: int | None = None
+    gated: bool = True
+    tied: bool = False
+
+    @property
+    def width(self) -> int:
+        """The width of the feed-forward layers."""
+        return 4 * self.hidden if self.ffn is None else self.ffn
+
+    def parameters(self, layers: int | None = None, vocabulary: int | None = None) -> int:
+        """The number of parameters, also with another number of layers or another vocabulary."""
+        return cost.transformer_parameters(
+            layers=self.layers if layers is None else layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            ffn=self.ffn,
+            gated=self.gated,
+            biases=False,
+            tied=self.tied,
+            final_norm=True,
+            vocabulary=self.vocabulary if vocabulary is None else vocabulary,
+        )
+
+
+class Layout(NamedTuple):
+    """The mesh sizes and the recomputation of a plan.
+
+    Attributes:
+        data: data-parallel ways, which replicate the state.
+        fsdp: ways over which parameters, gradients and optimizer state are sharded, layer by layer.
+        tensor: tensor-parallel ways, with sequence parallelism.
+        accumulate: microbatches per step.
+        remat: what the backward recomputes: "none", "selective" (the attention scores) or "full" (each layer).
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    accumulate: int = 1
+    remat: str = "none"
+
+    @property
+    def chips(self) -> int:
+        """Number of chips."""
+        return self.data * self.fsdp * self.tensor
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in self._asdict().items())
+
+
+class Candidate(NamedTuple):
+    """A layout and its estimate, per device and step.
+
+    Attributes:
+        layout: the layout.
+        state_bytes: parameters, optimizer state and gradients, and gathered layers.
+        activation_bytes: residuals of the backward.
+        usable_bytes: the usable share of the chip's memory.
+        compute_seconds: time of compute.
+        hidden_seconds: time of FSDP and data-parallel communication, which can overlap with compute.
+        exposed_seconds: time of tensor-parallel communication, which cannot.
+        mfu: model FLOPs utilisation, a fraction.
+    """
+
+    layout: Layout
+    state_bytes: float
+    activation_bytes: float
+    usable_bytes: float
+    compute_seconds: float
+    hidden_seconds: float
+    exposed_seconds: float
+    mfu: float
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of memory in total."""
+        return self.state_bytes + self.activation_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the bytes are at most the usable ones."""
+        return self.bytes <= self.usable_bytes
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per step."""
+        return max(self.compute_seconds, self.hidden_seconds) + self.exposed_seconds
+
+
+def of_kind(model: Model, *layouts: Layout) -> None:
+    """Refuses anything but a Model and Layouts."""
+    if not isinstance(model, Model):
+        raise TypeError(
+            f"planner: model must be a Model; got {model!r}. Pass for example planner.Model(layers=8, hidden=64, "
+            "heads=4, vocabulary=256)."
+        )
+    for layout in layouts:
+        if not isinstance(layout, Layout):
+            raise TypeError(
+                f"planner: layout must be a Layout; got {layout!r}. Pass for example planner.Layout(fsdp=8, tensor=2)."
+            )
+
+
+def table(candidates: Iterable[Candidate], *, names: Iterable[str] = ()) -> str:
+    """Candidates as aligned text: memory in GB (10^9 bytes) per device, times in ms per step, MFU in percent.
+
+    Args:
+        candidates: the rows, in order.
+        names: a name for each row; empty: no column of names.
+
+    Returns:
+        The text.
+
+    Raises:
+        ValueError: names that are not one per candidate.
+
+    Example:
+        >>> model = sk.planner.Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256)
+        >>> found = sk.planner.search(model, chip="v5e", chips=64, batch=256, sequence=4096)
+        >>> print(sk.planner.table(found[:2]))
+        data  fsdp  tensor  accumulate ...
+    """
+    check_kind("planner", "candidates", candidates, (ITERABLE,))
+    check_kind("planner", "names", names, (ITERABLE,))
+    candidates, names = list(candidates), list(names)
+    for each in candidates:
+        if not isinstance(each, Candidate):
+            raise TypeError(
+                f"planner: candidates must be of type Candidate; got {each!r}. Pass what search or estimate returned."
+            )
+    if names and len(names) != len(candidates):
+        raise ValueError(
+            f"planner: names must be one per candidate; got {len(names)} for {len(candidates)}. Correct names."
+        )
+    figures = ["state GB", "activations GB", "compute ms", "hidden ms", "exposed ms", "step ms", "MFU %"]
+    rows = [[*([""] if names else []), *Layout._fields, *figures]]
+    for i, c in enumerate(candidates):
+        times = (c.compute_seconds, c.hidden_seconds, c.exposed_seconds, c.seconds)
+        rows.append(
+            ([names[i]] if names else [])
+            + [str(value) for value in c.layout]
+            + [gigabytes(c.state_bytes), gigabytes(c.activation_bytes)]
+            + [f"{1e3 * seconds:.1f}" for seconds in times]
+            + [f"{100 * c.mfu:.1f}"]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
+
+
+def gigabytes(size: float) -> str:
+    """Bytes in GB, with two decimals."""
+    return f"{size / 1e9:.2f}"
