@@ -17,7 +17,7 @@ PACKAGE = ROOT / "shardkit"
 # From the lowest floor up. A file imports from its own folder and from lower floors.
 FLOORS = [
     ["_compat", "_platform", "_sealed", "_check", "_kinds", "_typed", "schedules", "cost"],
-    ["mesh", "layout", "rng", "config", "collectives", "planner"],
+    ["simulated", "mesh", "layout", "rng", "config", "collectives", "planner"],
     ["partitioning"],
     ["remat"],
     ["layers"],
@@ -43,9 +43,10 @@ NEIGHBOURS = {
     "_check": {"_compat"},
     "_platform": {"_compat"},
     "_sealed": {"_compat"},
-    "_typed": {"_kinds"},
+    "_typed": {"_check", "_kinds"},
     "cost": {"_typed"},
     "schedules": {"cost"},
+    "mesh": {"simulated"},
     "layout": {"mesh"},
     "config": {"mesh"},
     "train": {"arguments", "precision", "state"},

@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import Mesh
 
 from shardkit._platform import jax_has_started
-from shardkit.mesh import make_mesh, simulate_devices
+from shardkit.mesh import make_mesh
+from shardkit.simulated import simulate_devices
 
 TIMEOUTS = {  # seconds: a collective that waits for a device that never comes ends the run
     "xla_cpu_collective_timeout_seconds": 60,
