@@ -44,7 +44,7 @@ from shardkit.layers.routing import route, routing_stats
 from shardkit.layers.vocabulary import vocab_cross_entropy, vocab_cross_entropy_and_hits, vocab_embed
 from shardkit.layers.zigzag import positions, zigzag
 from shardkit.layout import bytes_per_device, describe, global_shape, local_shape, shard, specs_from_rules
-from shardkit.mesh import abstract_mesh, make_hybrid_mesh, make_mesh, simulate_devices
+from shardkit.mesh import abstract_mesh, make_hybrid_mesh, make_mesh
 from shardkit.partitioning.gradient import GradFn, Mean, value_and_grad
 from shardkit.partitioning.plan import Plan, chain
 from shardkit.partitioning.storage import unpadded
@@ -52,6 +52,7 @@ from shardkit.pipeline.submeshes import device_put_pipeline, device_put_value_an
 from shardkit.precision import Precision
 from shardkit.remat.layers import gathered, scan_layers
 from shardkit.rng import dropout, example_keys, fold_axes, fold_axis, fold_keys
+from shardkit.simulated import simulate_devices
 from shardkit.strategies.context import cp
 from shardkit.strategies.data import dp
 from shardkit.strategies.expert import ep

@@ -29,6 +29,25 @@ def sized(sizes: Iterable[tuple[str, int]]) -> str:
     return ", ".join(f"{name}={size}" for name, size in sizes) or "none"
 
 
+def counted(n: int, thing: str, plural: str = "s") -> str:
+    """`1 device`, `2 devices`."""
+    return f"{n} {thing}{plural if n != 1 else ''}"
+
+
+def either(words: Sequence[str]) -> str:
+    """`a`, `a or b`, `a, b or c`."""
+    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def one_of(where: str, name: str, value: object, choices: Sequence[object]) -> None:
+    """Refuses what is none of the choices; the error names one to pass."""
+    if value not in choices:
+        raise ValueError(
+            f"{where}: {name} must be {either([repr(each) for each in choices])}; got {value!r}. "
+            f"Pass for example {name}={choices[0]!r}."
+        )
+
+
 def axis_names(where: str, axis: Axis) -> tuple[str, ...]:
     """The axis names as a tuple; refuses other types, no axis at all and an axis named twice."""
     names = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, Iterable) else ()

@@ -23,6 +23,14 @@ def platform() -> str | None:
     return getattr(mesh.abstract_device, "platform", None)
 
 
+def device_kind() -> str | None:
+    """What jax calls the devices whose program is traced here, as "TPU v5 lite"; None over an abstract mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.devices()[0].device_kind
+    return getattr(mesh.abstract_device, "device_kind", None)
+
+
 def jax_has_started() -> bool:
     """Whether jax has created its backends, after which devices can no longer be chosen."""
     return private("xla_bridge.backends_are_initialized")()

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import numpy as np
 
+from shardkit._check import either
 from shardkit._kinds import NAMES, Kind, is_whole, kinds_of, short
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -84,11 +85,12 @@ def check_kind(where: str, name: str, value: Any, allowed: tuple[Any, ...]) -> N
     choices = [kind for kind in allowed if not isinstance(kind, type | Kind) and kind is not None]
     words = [_WORDS[kind] for kind in allowed if isinstance(kind, type)] + [repr(choice) for choice in choices]
     words += [kind.words for kind in kinds] + ["None"] * (None in allowed)
-    words = list(dict.fromkeys(words))
-    rule = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+    rule = either(list(dict.fromkeys(words)))
     of_its_kind = (choices and isinstance(value, str)) or (isinstance(value, float) and math.isnan(value))
     error = ValueError if of_its_kind else TypeError
-    remedy = "Choose one of them" if choices else next((k.remedy for k in kinds if k.remedy), f"Correct {name}")
+    remedy = next((kind.remedy for kind in kinds if kind.remedy), f"Correct {name}")
+    if choices:
+        remedy = f"Pass for example {name}={choices[0]!r}"
     if NAMES in kinds and isinstance(value, str):
         remedy = f"Write {name}=({value!r},)"
     told = kinds[0].told(value) if kinds and kinds[0].told is not repr else ""

@@ -1,4 +1,4 @@
-"""The description of a distributed job, checked before anything starts."""
+"""The configuration of a distributed job, validated before it starts."""
 
 from __future__ import annotations
 
@@ -6,37 +6,36 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 from jax.sharding import Mesh
 
+from shardkit._check import at_least
 from shardkit._typed import check_fields
 from shardkit.mesh import make_mesh
-
-_BACKENDS = ("nccl", "gloo", "mpi")
-_PRECISIONS = ("no", "fp16", "bf16")
 
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    """What a distributed job consists of; an inconsistent one is refused here, not on the cluster.
+    """Configuration of a distributed job; an inconsistent one is refused at construction, not on the cluster.
 
     Attributes:
-        enabled: False means one device whatever else is written, so that the same code runs undistributed.
-        world_size: number of devices in the job, of which launchers give each process one. (Processes are counted by
-            `runtime.Cluster.processes`.)
+        enabled: False means one device, whatever the other fields: the same code then runs undistributed.
+        world_size: number of devices in the job; launchers give each process one. (`runtime.Cluster.processes` counts
+            processes.)
         backend: "nccl" (GPU), "gloo" or "mpi" (CPU); see `jax_settings`.
-        rank: index of this process among all, 0 <= rank < world_size.
+        rank: index of this process, 0 <= rank < world_size.
         local_rank: index of this process on its node.
         num_nodes: number of nodes.
         num_processes_per_node: processes on each node; by default world_size / num_nodes.
         master_addr: host name of the coordinator.
         master_port: port of the coordinator.
-        tensor_parallel_size: devices that share one layer.
+        tensor_parallel_size: number of devices that shard a layer.
         pipeline_parallel_size: number of pipeline stages.
         mesh_shape: sizes of the mesh axes; by default data x model x stage as the sizes above give them.
         mesh_axis_names: names of the mesh axes, as many as `mesh_shape` has sizes.
-        mixed_precision: "no", "fp16" or "bf16", as `make_train_step(precision=...)` takes it.
+        mixed_precision: "no", "fp16" or "bf16", for `make_train_step(precision=...)`.
 
     Raises:
         ValueError: at construction, naming the field, the numbers and the remedy.
@@ -44,7 +43,7 @@ class DistributedConfig:
 
     enabled: bool = True
     world_size: int = 1
-    backend: str = "nccl"
+    backend: Literal["nccl", "gloo", "mpi"] = "nccl"
     rank: int = 0
     local_rank: int = 0
     num_nodes: int = 1
@@ -55,13 +54,12 @@ class DistributedConfig:
     pipeline_parallel_size: int = 1
     mesh_shape: tuple[int, ...] | None = None
     mesh_axis_names: tuple[str, ...] | None = None
-    mixed_precision: str = "no"
+    mixed_precision: Literal["no", "fp16", "bf16"] = "no"
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("world_size", "num_nodes", "tensor_parallel_size", "pipeline_parallel_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"DistributedConfig: {name} must be at least 1; got {getattr(self, name)}. Raise it.")
+        counts = ("world_size", "num_nodes", "tensor_parallel_size", "pipeline_parallel_size")
+        at_least("DistributedConfig", 1, **{name: getattr(self, name) for name in counts})
         if self.num_processes_per_node is None:
             object.__setattr__(self, "num_processes_per_node", self.world_size // self.num_nodes)
         per_node = self.num_processes_per_node or 0
@@ -72,18 +70,9 @@ class DistributedConfig:
             )
         self._check_parallel_sizes()
         self._check_ranks(per_node)
-        if self.backend not in _BACKENDS:
-            raise ValueError(
-                f"DistributedConfig: backend must be 'nccl', 'gloo' or 'mpi'; got {self.backend!r}. Choose one of them."
-            )
-        if self.mixed_precision not in _PRECISIONS:
-            raise ValueError(
-                f"DistributedConfig: mixed_precision must be 'no', 'fp16' or 'bf16'; got {self.mixed_precision!r}. "
-                "Choose one of them."
-            )
         if not 1 <= self.master_port <= 65535:
             raise ValueError(
-                f"DistributedConfig: master_port must be from 1 to 65535; got {self.master_port}. Choose a free port."
+                f"DistributedConfig: master_port must be from 1 to 65535; got {self.master_port}. Pass a free one."
             )
         self._check_mesh()
 
@@ -93,12 +82,12 @@ class DistributedConfig:
         if tensor * stages > self.world_size:
             raise ValueError(
                 "DistributedConfig: tensor_parallel_size x pipeline_parallel_size must not exceed world_size; "
-                f"{got}. Lower one of the two or raise world_size."
+                f"{got}. Lower one of the sizes, or raise world_size."
             )
         if self.world_size % (tensor * stages):
             raise ValueError(
                 "DistributedConfig: tensor_parallel_size x pipeline_parallel_size must divide world_size; "
-                f"{got}. Choose sizes whose product divides it."
+                f"{got}. Pass sizes whose product divides it."
             )
 
     def _check_ranks(self, per_node: int) -> None:
@@ -110,7 +99,7 @@ class DistributedConfig:
             if not 0 <= value < size:
                 raise ValueError(
                     f"DistributedConfig: {name} must be at least 0 and below {of}; got {name}={value} for {of}={size}. "
-                    f"Choose 0 to {size - 1}."
+                    f"Pass 0 to {size - 1}."
                 )
 
     def _check_mesh(self) -> None:
@@ -120,13 +109,12 @@ class DistributedConfig:
         if shape is None or names is None or len(shape) != len(names):
             raise ValueError(
                 f"DistributedConfig: mesh_shape and mesh_axis_names must have equal length; got {shape} and {names}. "
-                "Give each axis one size and one name."
+                "Pass one size and one name per axis."
             )
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(
-                    f"DistributedConfig: mesh_axis_names must differ; got {names}, in which {name!r} is used twice. "
-                    "Name each axis once."
+                    f"DistributedConfig: mesh_axis_names must be distinct; got {names} with {name!r} twice. Rename one."
                 )
         if any(size < 1 for size in shape):
             raise ValueError(
@@ -140,11 +128,11 @@ class DistributedConfig:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None, **overrides: object) -> DistributedConfig:
-        """Reads MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK and LOCAL_RANK; what is not set has its default.
+        """Reads MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK and LOCAL_RANK; unset variables have the field's default.
 
         Args:
-            environ: the variables; by default those of this process.
-            **overrides: fields that are not read from the environment.
+            environ: the environment variables; by default this process's.
+            **overrides: values of fields, which take precedence over the environment.
 
         Raises:
             ValueError: a variable that is not a whole number, or an inconsistent configuration.
@@ -160,7 +148,7 @@ class DistributedConfig:
             except ValueError:
                 raise ValueError(
                     f"DistributedConfig: the variable {name.upper()} must be a whole number; got {text!r}. "
-                    "Correct or unset it."
+                    "Correct or unset the variable."
                 ) from None
         return cls(**(values | overrides))  # type: ignore[arg-type]
 
@@ -171,7 +159,7 @@ class DistributedConfig:
         return self.world_size // (self.tensor_parallel_size * self.pipeline_parallel_size)
 
     def is_main_process(self) -> bool:
-        """Whether this is the process that logs and saves: rank 0."""
+        """Whether this process logs and saves: rank 0."""
         return self.rank == 0
 
     def is_local_main_process(self) -> bool:
@@ -179,7 +167,7 @@ class DistributedConfig:
         return self.local_rank == 0
 
     def jax_settings(self) -> dict[str, str]:
-        """The jax configuration that `backend` stands for; empty for "nccl", which jax uses on GPUs by itself."""
+        """The jax configuration for `backend`; empty for "nccl", jax's default on GPUs."""
         return {} if self.backend == "nccl" else {"jax_cpu_collectives_implementation": self.backend}
 
     def mesh(self) -> Mesh:

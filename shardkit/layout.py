@@ -1,4 +1,4 @@
-"""Where the pieces of an array lie: specs from logical names, local and global shapes, placement and inspection."""
+"""Layouts of arrays: specs from logical names, local and global shapes, placement and inspection."""
 
 from __future__ import annotations
 
@@ -32,27 +32,34 @@ def specs_from_rules(logical_axes: Any, rules: Rules) -> Any:
     Raises:
         ValueError: a name without a rule, a name with two rules, or one mesh axis on two dims of a leaf.
         TypeError: a leaf that is not a tuple of names.
+
+    Example:
+        >>> sk.specs_from_rules({"up": ("embed", "hidden"), "gain": ("embed",)}, {"embed": None, "hidden": "model"})
+        {'gain': P(), 'up': P(None, 'model')}
     """
     if logical_axes is None:
-        raise TypeError("specs_from_rules: logical_axes must be a pytree of tuples of names; got None. Pass one.")
+        raise TypeError(
+            "specs_from_rules: logical_axes must be a pytree of tuples of names; got None. Pass for example "
+            "{'w': ('embed', 'hidden')}."
+        )
     pairs = list(rules.items()) if isinstance(rules, Mapping) else list(rules)
     table = dict(pairs)
     for name in table:
         if sum(known == name for known, _ in pairs) > 1:
-            raise ValueError(f"specs_from_rules: logical axis {name!r} has two rules. Keep one of them.")
+            raise ValueError(f"specs_from_rules: logical axis {name!r} has two rules. Remove one.")
 
     def spec_of(path: Any, names: Any) -> PartitionSpec:
         where = f"specs_from_rules: leaf {path_name(path)}"
         if not _is_names(names):
             raise TypeError(
                 f"{where} must be a tuple of logical axis names or None, one for each dim; got {names!r}. "
-                "Write for example ('embed', 'hidden')."
+                "Pass for example ('embed', 'hidden')."
             )
         for name in names:
             if name is not None and name not in table:
                 raise ValueError(
-                    f"{where} has the logical axis {name!r}, for which there is no rule; there are rules for "
-                    f"{quoted(table)}. Add a rule, or None to replicate that dim."
+                    f"{where} has the logical axis {name!r}, which has no rule; there are rules for {quoted(table)}. "
+                    "Add a rule; None replicates the dim."
                 )
         spec = canonical(PartitionSpec(*(None if name is None else table[name] for name in names)))
         _refuse_double_use(where, spec, tuple(names))
@@ -63,7 +70,7 @@ def specs_from_rules(logical_axes: Any, rules: Rules) -> Any:
 
 @typed
 def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
-    """The shape of one device's piece of a global array.
+    """The shape of one device's shard of a global array.
 
     Args:
         shape: global shape.
@@ -73,6 +80,10 @@ def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> tuple[
     Raises:
         ValueError: a dim that does not divide, an axis the mesh does not have or that is used twice, or a spec
             longer than the shape.
+
+    Example:
+        >>> sk.local_shape((8, 512), P("data", "model"), mesh)
+        (4, 128)
     """
     _check_shape("local_shape", shape)
     check_spec("local_shape", spec, mesh, len(shape))
@@ -87,7 +98,20 @@ def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> tuple[
 
 @typed
 def global_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
-    """The shape of the whole array of which one device holds a piece of `shape`; the inverse of `local_shape`."""
+    """The shape of the global array of which one device's shard has `shape`; the inverse of `local_shape`.
+
+    Args:
+        shape: shape of the shard.
+        spec: mesh axis, tuple of axes or None for each dim; missing entries mean replicated.
+        mesh: the mesh.
+
+    Raises:
+        ValueError: an axis the mesh does not have or that is used twice, or a spec longer than the shape.
+
+    Example:
+        >>> sk.global_shape((4, 128), P("data", "model"), mesh)
+        (8, 512)
+    """
     _check_shape("global_shape", shape)
     check_spec("global_shape", spec, mesh, len(shape))
     counts = [math.prod(mesh.shape[axis] for axis in axes) for axes in spec_axes(spec)]
@@ -109,6 +133,11 @@ def shard(tree: Arrays, mesh: Mesh, specs: Specs) -> Any:
 
     Raises:
         ValueError: as `local_shape`, naming the leaf.
+
+    Example:
+        >>> params = sk.shard({"w": np.ones((8, 512))}, mesh, P(None, "model"))
+        >>> params["w"].sharding.shard_shape((8, 512))
+        (8, 128)
     """
 
     def place(path: Any, x: Any, spec: PartitionSpec) -> jax.Array:
@@ -122,13 +151,18 @@ def shard(tree: Arrays, mesh: Mesh, specs: Specs) -> Any:
 
 
 def describe(thing: Any, *args: Any) -> str:
-    """A readable account of a mesh (which device stands where), a pytree (what each device holds) or a plan.
+    """Describes a mesh (device ids by coordinate), a pytree (the shards on each device) or a plan, as text.
 
-    `describe(plan, params, mesh)` has a line for each leaf: its layouts, the bytes a device holds of it, and why; the
-    mesh can be left out where the parameters are laid out on one.
+    For a pytree: a line per leaf with global shape, dtype, spec, local shape, number of devices and bytes per device;
+    then the total bytes per device. For a plan, `describe(plan, params, mesh)`: a line per leaf with its layouts, bytes
+    per device, and why; the mesh may be omitted where the parameters are sharded over one.
 
-    For a pytree: a line for each leaf with global shape, dtype, spec, the shape one device holds, how many devices
-    hold a piece and the bytes of one piece; then the bytes one device holds in all.
+    Example:
+        >>> print(sk.describe(mesh))
+        mesh data=2 x model=4: 8 cpu devices, 1 process
+                model=0  model=1  model=2  model=3
+        data=0        0        1        2        3
+        data=1        4        5        6        7
     """
     if isinstance(thing, Mesh):
         return _mesh.draw(thing)
@@ -157,21 +191,26 @@ def describe(thing: Any, *args: Any) -> str:
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Rows of cells under each other, each column as wide as its widest cell."""
+    """Rows of cells as text, each column as wide as its widest cell."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 @typed
 def bytes_per_device(tree: Arrays) -> int:
-    """Bytes that one device holds of a pytree of arrays (the sum of its pieces)."""
+    """Bytes per device of a pytree of arrays: the sum over its shards.
+
+    Example:
+        >>> sk.bytes_per_device(sk.shard({"w": jnp.ones((8, 512))}, mesh, P(None, "model")))
+        4096
+    """
     return sum(_shard_bytes(x) for x in jax.tree.leaves(tree))
 
 
 def canonical(spec: PartitionSpec) -> PartitionSpec:
-    """The one spelling of a layout: no trailing None, no one-element or empty tuples.
+    """The canonical spec of a layout: no trailing None, no one-element or empty tuples.
 
-    jit takes `P()` and `P(None)` for two layouts and compiles twice.
+    jit treats `P()` and `P(None)` as different and compiles twice.
     """
     entries: list[AxisEntry] = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in spec_axes(spec)]
     while entries and entries[-1] is None:
@@ -185,7 +224,7 @@ def spec_axes(spec: PartitionSpec) -> list[tuple[str, ...]]:
 
 
 def all_axes(spec: PartitionSpec) -> frozenset[str]:
-    """Every mesh axis that a spec uses."""
+    """The mesh axes that a spec uses."""
     return frozenset(axis for axes in spec_axes(spec) for axis in axes)
 
 
@@ -212,20 +251,20 @@ def check_spec(where: str, spec: PartitionSpec, mesh: Mesh, ndim: int) -> None:
 
 def _check_shape(where: str, shape: Sequence[int]) -> None:
     if min(shape, default=0) < 0:
-        raise ValueError(f"{where}: shape must have sizes of 0 or more; got {shape}. Correct shape.")
+        raise ValueError(f"{where}: the sizes in shape must be at least 0; got {shape}. Correct shape.")
 
 
 def path_name(path: Iterable[Any]) -> str:
-    """A leaf's place in its pytree, as `layers.norm` or `blocks[0].w`."""
+    """A leaf's path in its pytree, as `layers.norm` or `blocks[0].w`."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator=".") or "(the whole tree)"
 
 
 def check_axes(where: str, specs: Any, known: Iterable[str]) -> None:
-    """Refuses a pytree of specs that name other axes, or one of them twice in a spec."""
+    """Refuses a pytree of specs with an unknown axis, or with an axis twice in one spec."""
     for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)):
         for axis in sorted(all_axes(spec) - set(known)):
             raise ValueError(
-                f"{where}: the spec {spec} uses axis {axis!r}, which is none of {quoted(known)}. Use one of them."
+                f"{where}: the spec {spec} uses axis {axis!r}, which is not among {quoted(known)}. Use one of those."
             )
         _refuse_double_use(where=where, spec=spec)
 
@@ -237,8 +276,8 @@ def _refuse_double_use(where: str, spec: PartitionSpec, names: tuple[str | None,
             if axis in seen:
                 origin = f" (from the logical axes {names})" if names else ""
                 raise ValueError(
-                    f"{where}: axis {axis!r} is used twice in {spec}{origin}. A mesh axis can split one dim only; "
-                    "give the other dim another axis or None."
+                    f"{where}: a mesh axis can shard one dim only; got {axis!r} twice in {spec}{origin}. Give "
+                    "the other dim another axis, or None."
                 )
             seen.append(axis)
 

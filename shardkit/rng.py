@@ -1,7 +1,7 @@
-"""Random keys inside shard_map: per-axis folding, and one key for each example of the global batch.
+"""Random keys inside shard_map: per-axis folding, and one key per example of the global batch.
 
-Fold over the axes along which the data differ, never over axes along which copies must agree. For dropout, prefer
-one key per global example (`example_keys`, `dropout`): the draws are then the same on every mesh.
+Fold over the axes over which the data differ, never over axes over which replicas must agree. For dropout, prefer one
+key per global example (`example_keys`, `dropout`): the draws are then the same on every mesh.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from shardkit._typed import typed
 def fold_axis(key: Key, axis: Axis) -> jax.Array:
     """`fold_in(key, axis_index)`: keys that differ along `axis` and agree along every other axis.
 
-    This is the field's plain rule. Two axes give the same stream at equal index; `fold_axes` does not.
+    Two axes have the same stream at the same index; with `fold_axes` they do not.
 
     Args:
-        key: typed or raw key, equal on all devices of `axis`.
+        key: typed or raw key, the same on all devices of `axis`.
         axis: mesh axis, or a tuple of axes (their joint index, the first one major).
 
     Returns:
@@ -31,6 +31,12 @@ def fold_axis(key: Key, axis: Axis) -> jax.Array:
 
     Raises:
         ValueError: an axis that is not bound here, or named twice.
+
+    Example:
+        >>> draw = lambda key: jax.random.bits(sk.fold_axis(key, "data"), 1)
+        >>> bits = jax.shard_map(draw, mesh=mesh, in_specs=P(), out_specs=P("data"))(jax.random.key(0))
+        >>> bool(bits[0] == bits[1])
+        False
     """
     return jax.random.fold_in(key, jax.lax.axis_index(bound("fold_axis", axis)))
 
@@ -42,7 +48,7 @@ def fold_axes(key: Key, axes: Axis) -> jax.Array:
     The order of `axes` does not matter, and no coordinate of one axis repeats the stream of another axis.
 
     Args:
-        key: typed or raw key, equal on all devices of `axes`.
+        key: typed or raw key, the same on all devices of `axes`.
         axes: mesh axis or tuple of axes.
 
     Returns:
@@ -50,6 +56,12 @@ def fold_axes(key: Key, axes: Axis) -> jax.Array:
 
     Raises:
         ValueError: an axis that is not bound here, or named twice.
+
+    Example:
+        >>> draw = lambda key: jax.random.bits(sk.fold_axes(key, ("data", "model")), 1)
+        >>> bits = jax.shard_map(draw, mesh=mesh, in_specs=P(), out_specs=P(("data", "model")))(jax.random.key(0))
+        >>> len(set(bits.tolist()))
+        8
     """
     for name in sorted(bound("fold_axes", axes)):
         key = jax.random.fold_in(jax.random.fold_in(key, salt(name)), jax.lax.axis_index(name))
@@ -58,7 +70,7 @@ def fold_axes(key: Key, axes: Axis) -> jax.Array:
 
 @typed
 def example_keys(key: Key, n: int) -> jax.Array:
-    """One key for each of `n` examples, by global index: key i is `fold_in(key, i)`, whatever `n` is.
+    """One key for each of `n` examples, by global index: key i is `fold_in(key, i)` for every `n`.
 
     Args:
         key: typed or raw key.
@@ -66,6 +78,11 @@ def example_keys(key: Key, n: int) -> jax.Array:
 
     Returns:
         Keys of shape [n] (raw keys: [n, 2]), to be sharded like the batch's dim 0.
+
+    Example:
+        >>> few, many = (sk.example_keys(jax.random.key(0), n) for n in (4, 8))
+        >>> bool((few == many[:4]).all())
+        True
     """
     at_least("example_keys", 0, n=n)
     refuse_unstable("example_keys", key)
@@ -74,17 +91,22 @@ def example_keys(key: Key, n: int) -> jax.Array:
 
 @typed
 def fold_keys(keys: Key, data: jax.Array | int) -> jax.Array:
-    """`fold_in` for each of several keys: `fold_keys(keys_b, layer)` gives each example another key in each layer.
+    """Elementwise `fold_in`: `fold_keys(keys_b, layer)` gives each example a different key in each layer.
 
-    With `fold_keys(keys_b[:, None], positions_t[None, :])` each token of each example has a key of its own, which does
-    not depend on the devices over which the tokens are split.
+    `fold_keys(keys_b[:, None], positions_t[None, :])` gives each token of each example its own key, which does not
+    depend on how the tokens are sharded.
 
     Args:
         keys: keys of any shape, typed or raw.
-        data: integers of a shape that broadcasts with it.
+        data: integers of a shape that broadcasts with the keys'.
 
     Returns:
         Keys of the shape to which both broadcast.
+
+    Example:
+        >>> keys = sk.example_keys(jax.random.key(0), 2)
+        >>> sk.fold_keys(keys[:, None], jnp.arange(3)[None, :]).shape
+        (2, 3)
     """
     raw = () if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else keys.shape[-1:]
     try:
@@ -92,7 +114,7 @@ def fold_keys(keys: Key, data: jax.Array | int) -> jax.Array:
     except ValueError:
         raise ValueError(
             f"fold_keys: data must have a shape that broadcasts with the keys' {_keys_shape(keys)}; got "
-            f"{jnp.shape(data)}. Add dims of size 1."
+            f"{jnp.shape(data)}. Insert dims of size 1."
         ) from None
     folded = jnp.broadcast_to(keys, shape + raw), jnp.broadcast_to(data, shape)
     fold = jax.random.fold_in
@@ -103,33 +125,39 @@ def fold_keys(keys: Key, data: jax.Array | int) -> jax.Array:
 
 @typed
 def dropout(x_b: jax.Array, keys_b: Key | None, rate: float) -> jax.Array:
-    """Dropout whose draws belong to the example, not to the device: the same on every mesh and accumulation.
+    """Dropout with one key per example: the same draws on every mesh and with every number of accumulation steps.
 
     Args:
         x_b: examples, shape [b, ...].
-        keys_b: one key for each example, shape [b], or for each part of it, shape [b, t]: where tokens are split over
-            devices, give each its own key. None means evaluation, in which nothing is dropped.
+        keys_b: one key per example, shape [b], or per token, shape [b, t], where tokens are sharded. None for
+            evaluation: nothing is dropped.
         rate: probability that an element becomes zero, 0 <= rate < 1; the others are divided by 1 - rate.
 
     Returns:
         Array of the shape and dtype of `x_b`.
 
     Raises:
-        ValueError: a rate outside [0, 1), or keys of which the shape is not that of the leading dims of `x_b`.
+        ValueError: a rate outside [0, 1), or keys whose shape is not that of the leading dims of `x_b`.
         TypeError: integers.
+
+    Example:
+        >>> keys = sk.example_keys(jax.random.key(0), 4)
+        >>> y = sk.dropout(jnp.ones((4, 100)), keys, rate=0.5)
+        >>> set(y.ravel().tolist()) == {0.0, 2.0}
+        True
     """
     if not 0 <= rate < 1:
-        raise ValueError(f"dropout: rate must be at least 0 and below 1; got {rate}. Pass the share to drop.")
+        raise ValueError(f"dropout: rate must be at least 0 and below 1; got {rate}. Pass for example rate=0.1.")
     if not jnp.issubdtype(x_b.dtype, jnp.floating):
-        raise TypeError(f"dropout: x must be floating-point; got {x_b.dtype}. Drop after the embedding, not before it.")
+        raise TypeError(f"dropout: x_b must be floating-point; got {x_b.dtype}. Apply dropout after the embedding.")
     if keys_b is None or rate == 0:
         return x_b
     refuse_unstable("dropout", keys_b)
     shape = _keys_shape(keys_b)
     if not shape or shape != x_b.shape[: len(shape)]:
         raise ValueError(
-            f"dropout: there must be one key for each example; got keys of shape {keys_b.shape} for examples of "
-            f"shape {x_b.shape}. Pass the keys that the loss function is given with the batch."
+            f"dropout: keys_b must have one key per example; got keys of shape {keys_b.shape} for examples of shape "
+            f"{x_b.shape}. Pass the keys that the loss function receives with the batch."
         )
     draw = lambda key: jax.random.bernoulli(key, 1 - rate, x_b.shape[len(shape) :])  # noqa: E731
     for _ in shape:
@@ -138,10 +166,10 @@ def dropout(x_b: jax.Array, keys_b: Key | None, rate: float) -> jax.Array:
 
 
 def refuse_unstable(where: str, keys: jax.Array) -> None:
-    """Refuses keys whose draws under vmap are not those of each key alone, so that they depend on mesh and batch."""
+    """Refuses keys whose draws differ under vmap, and so depend on mesh and batch."""
     if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) and str(jax.random.key_impl(keys)) in ("rbg", "unsafe_rbg"):
         raise ValueError(
-            f"{where}: keys must be of an implementation that draws the same for each key, whatever the batch; got "
+            f"{where}: keys must have an implementation whose draws do not depend on the batch; got "
             f"{jax.random.key_impl(keys)!r}. Pass jax.random.key(seed, impl='threefry2x32')."
         )
 
@@ -152,5 +180,5 @@ def salt(name: str) -> int:
 
 
 def _keys_shape(keys: jax.Array) -> tuple[int, ...]:
-    """The shape of an array of keys: a raw key is itself a row of integers."""
+    """The shape of an array of keys; a raw key is a row of integers."""
     return keys.shape if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else keys.shape[:-1]

@@ -51,7 +51,7 @@ def on_devices(kernel):
 RANGES = [
     (
         lambda: sk.make_mesh([jax.devices()[0]] * 8, data=8),
-        r"make_mesh: each device must be named once; got .* more than once\. Name others\.",
+        r"make_mesh: devices must be distinct; got .* more than once\. Pass each device once\.",
     ),
     (
         lambda: sk.precision.precision_of(sk.Precision(compute=jnp.float16, loss_scale=2.0**20)),
@@ -81,7 +81,8 @@ RANGES = [
     ),
     (
         lambda: on_devices(lambda x: sk.halo_exchange(x, "data", before=10**9)),
-        r"halo_exchange: before must be at most the rows of 1024 devices, of 2 each; got 1000000000\. Lower it\.",
+        r"halo_exchange: before must be at most the rows of 1024 devices of 2 rows each; got 1000000000\. Lower "
+        r"before\.",
     ),
     (
         lambda: on_devices(lambda x: sk.zigzag(x, "data", dim=7)),

@@ -49,59 +49,62 @@ ERRORS = [
     ),
     (
         {"world_size": 8, "tensor_parallel_size": 4, "pipeline_parallel_size": 4},
-        f"{PRODUCT} not exceed world_size; got 4 x 4 = 16 for world_size=8. Lower one of the two or raise world_size.",
+        f"{PRODUCT} not exceed world_size; got 4 x 4 = 16 for world_size=8. "
+        "Lower one of the sizes, or raise world_size.",
     ),
     (
         {"world_size": 8, "tensor_parallel_size": 3},
-        f"{PRODUCT} divide world_size; got 3 x 1 = 3 for world_size=8. Choose sizes whose product divides it.",
+        f"{PRODUCT} divide world_size; got 3 x 1 = 3 for world_size=8. Pass sizes whose product divides it.",
     ),
     (
         {"world_size": 12, "tensor_parallel_size": 2, "pipeline_parallel_size": 4},
-        f"{PRODUCT} divide world_size; got 2 x 4 = 8 for world_size=12. Choose sizes whose product divides it.",
+        f"{PRODUCT} divide world_size; got 2 x 4 = 8 for world_size=12. Pass sizes whose product divides it.",
     ),
     (
         {"world_size": 8, "rank": 8},
-        "DistributedConfig: rank must be at least 0 and below world_size; got rank=8 for world_size=8. Choose 0 to 7.",
+        "DistributedConfig: rank must be at least 0 and below world_size; got rank=8 for world_size=8. Pass 0 to 7.",
     ),
     (
         {"world_size": 8, "rank": -1},
-        "DistributedConfig: rank must be at least 0 and below world_size; got rank=-1 for world_size=8. Choose 0 to 7.",
+        "DistributedConfig: rank must be at least 0 and below world_size; got rank=-1 for world_size=8. Pass 0 to 7.",
     ),
     (
         {"world_size": 8, "num_nodes": 2, "local_rank": 4},
         "DistributedConfig: local_rank must be at least 0 and below num_processes_per_node; "
-        "got local_rank=4 for num_processes_per_node=4. Choose 0 to 3.",
+        "got local_rank=4 for num_processes_per_node=4. Pass 0 to 3.",
     ),
     (
         {"backend": "smoke-signals"},
-        "DistributedConfig: backend must be 'nccl', 'gloo' or 'mpi'; got 'smoke-signals'. Choose one of them.",
+        "DistributedConfig: backend must be 'nccl', 'gloo' or 'mpi'; got 'smoke-signals'. "
+        "Pass for example backend='nccl'.",
     ),
     (
         {"mixed_precision": "fp8"},
-        "DistributedConfig: mixed_precision must be 'no', 'fp16' or 'bf16'; got 'fp8'. Choose one of them.",
+        "DistributedConfig: mixed_precision must be 'no', 'fp16' or 'bf16'; got 'fp8'. "
+        "Pass for example mixed_precision='no'.",
     ),
     (
         {"master_port": 0},
-        "DistributedConfig: master_port must be from 1 to 65535; got 0. Choose a free port.",
+        "DistributedConfig: master_port must be from 1 to 65535; got 0. Pass a free one.",
     ),
     (
         {"master_port": 65536},
-        "DistributedConfig: master_port must be from 1 to 65535; got 65536. Choose a free port.",
+        "DistributedConfig: master_port must be from 1 to 65535; got 65536. Pass a free one.",
     ),
     (
         {"world_size": 8, "mesh_shape": (2, 4), "mesh_axis_names": ("data",)},
         "DistributedConfig: mesh_shape and mesh_axis_names must have equal length; got (2, 4) and ('data',). "
-        "Give each axis one size and one name.",
+        "Pass one size and one name per axis.",
     ),
     (
         {"world_size": 8, "mesh_shape": (8,)},
         "DistributedConfig: mesh_shape and mesh_axis_names must have equal length; got (8,) and None. "
-        "Give each axis one size and one name.",
+        "Pass one size and one name per axis.",
     ),
     (
         {"world_size": 8, "mesh_axis_names": ("data",)},
         "DistributedConfig: mesh_shape and mesh_axis_names must have equal length; got None and ('data',). "
-        "Give each axis one size and one name.",
+        "Pass one size and one name per axis.",
     ),
     (
         {"world_size": 8, "mesh_shape": (2, 2), "mesh_axis_names": ("data", "model")},
@@ -110,15 +113,14 @@ ERRORS = [
     ),
     (
         {"world_size": 8, "mesh_shape": (1, 8), "mesh_axis_names": ("data", "data")},
-        "DistributedConfig: mesh_axis_names must differ; got ('data', 'data'), in which 'data' is used twice. "
-        "Name each axis once.",
+        "DistributedConfig: mesh_axis_names must be distinct; got ('data', 'data') with 'data' twice. Rename one.",
     ),
     (
         {"world_size": 8, "mesh_shape": (-2, -4), "mesh_axis_names": ("data", "model")},
         "DistributedConfig: the sizes in mesh_shape must be at least 1; got (-2, -4). Change the size.",
     ),
     *(
-        ({field: 0}, f"DistributedConfig: {field} must be at least 1; got 0. Raise it.")
+        ({field: 0}, f"DistributedConfig: {field} must be at least 1; got 0. Correct {field}.")
         for field in ("world_size", "num_nodes", "tensor_parallel_size", "pipeline_parallel_size")
     ),
 ]
@@ -189,7 +191,7 @@ def test_a_variable_that_is_no_number(name):
     with pytest.raises(ValueError) as error:
         DistributedConfig.from_environment({name: "eight"})
     assert str(error.value) == (
-        f"DistributedConfig: the variable {name} must be a whole number; got 'eight'. Correct or unset it."
+        f"DistributedConfig: the variable {name} must be a whole number; got 'eight'. Correct or unset the variable."
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import shardkit as sk
-from shardkit.collectives import basic
+from shardkit import collectives
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -64,10 +64,10 @@ KERNELS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", 
 @pytest.mark.check
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_say_layout_arguments_errors_and_cost(name):
-    text = getattr(basic, name).__doc__
+    text = getattr(collectives, name).__doc__
     for section in ("Layout:", "Args:", "Returns:", "Raises:", "Cost:"):
         assert section in text, f"{name} has no {section}"
-    for argument in inspect.signature(getattr(basic, name)).parameters:
+    for argument in inspect.signature(getattr(collectives, name)).parameters:
         assert f"{argument}:" in text, f"{name} does not describe {argument}"
 
 

@@ -35,48 +35,48 @@ def test_rules_give_specs(rules):  # proves S24, F4
     assert sk.specs_from_rules(("rows", None), {"rows": ("data", "model")}) == P(("data", "model"))
 
 
-TWICE = "A mesh axis can split one dim only; give the other dim another axis or None."
+TWICE = "Give the other dim another axis, or None."
 RULE_ERRORS = [
     (
         {"out": [("hidden", "vocabulary")]},
         RULES,
         ValueError,
-        "specs_from_rules: leaf out.0 has the logical axis 'vocabulary', for which there is no rule; there are rules "
-        "for 'batch', 'hidden', 'embed'. Add a rule, or None to replicate that dim.",
+        "specs_from_rules: leaf out.0 has the logical axis 'vocabulary', which has no rule; there are rules for "
+        "'batch', 'hidden', 'embed'. Add a rule; None replicates the dim.",
     ),
     (
         {"w": ("hidden",)},
         {},
         ValueError,
-        "specs_from_rules: leaf w has the logical axis 'hidden', for which there is no rule; there are rules for none. "
-        "Add a rule, or None to replicate that dim.",
+        "specs_from_rules: leaf w has the logical axis 'hidden', which has no rule; there are rules for none. "
+        "Add a rule; None replicates the dim.",
     ),
     (
         {"w": ("embed", "hidden")},
         {"embed": "model", "hidden": "model"},
         ValueError,
-        "specs_from_rules: leaf w: axis 'model' is used twice in P('model', 'model') (from the logical axes "
-        f"('embed', 'hidden')). {TWICE}",
+        "specs_from_rules: leaf w: a mesh axis can shard one dim only; got 'model' twice in P('model', 'model') "
+        f"(from the logical axes ('embed', 'hidden')). {TWICE}",
     ),
     (
         {"w": ("embed", "hidden")},
         [*RULES, ("hidden", "data")],
         ValueError,
-        "specs_from_rules: logical axis 'hidden' has two rules. Keep one of them.",
+        "specs_from_rules: logical axis 'hidden' has two rules. Remove one.",
     ),
     (
         {"w": "hidden"},
         RULES,
         TypeError,
         "specs_from_rules: leaf w must be a tuple of logical axis names or None, one for each dim; got 'hidden'. "
-        "Write for example ('embed', 'hidden').",
+        "Pass for example ('embed', 'hidden').",
     ),
     (
         3,
         RULES,
         TypeError,
         "specs_from_rules: leaf (the whole tree) must be a tuple of logical axis names or None, one for each dim; "
-        "got 3. Write for example ('embed', 'hidden').",
+        "got 3. Pass for example ('embed', 'hidden').",
     ),
 ]
 
@@ -172,7 +172,7 @@ SPEC_ERRORS = [
         P(("data", "model")),
         "dim 0 must be divisible by axes 'data', 'model'; got size 12 over 8 devices. Pad dim 0 or choose another dim.",
     ),
-    ((8, 8), P("data", "data"), f"axis 'data' is used twice in P('data', 'data'). {TWICE}"),
+    ((8, 8), P("data", "data"), f"a mesh axis can shard one dim only; got 'data' twice in P('data', 'data'). {TWICE}"),
     ((8, 8), P(None, "stage"), f"the spec P(None, 'stage') uses axis 'stage', which the mesh does not have; {MODEL}"),
     ((8,), P("data", "model"), "the spec P('data', 'model') has 2 entries for an array of rank 1. Drop an entry."),
     ((), P(None, "model"), "the spec P(None, 'model') has 2 entries for an array of rank 0. Drop an entry."),

@@ -106,8 +106,8 @@ print(json.dumps(rows))
 
     def warned(n):
         message = (
-            f"{n} simulated devices share 8 threads of jax's CPU runtime, and below {2 * n} steps dispatched without "
-            f"waiting can deadlock. Call shardkit.simulate_devices({n}) before jax starts, or start python with "
+            f"{n} simulated devices share 8 threads of jax's CPU runtime; below {2 * n}, steps dispatched "
+            f"asynchronously can deadlock. Call shardkit.simulate_devices({n}) before jax starts, or start python with "
             f"NPROC={4 * n}."
         )
         return [["RuntimeWarning", message, "<string>"]]  # it points at the caller
@@ -128,14 +128,14 @@ def test_simulating_the_devices_there_are_does_nothing():
         (
             4,
             RuntimeError,
-            "simulate_devices: jax has already started with 8 cpu devices, so it cannot be given 4. "
-            "Call simulate_devices(4) first thing in the program, before anything touches a device, or start python "
+            "simulate_devices: jax has already started with 8 cpu devices, so it cannot simulate 4. "
+            "Call simulate_devices(4) at the start of the program, before jax initializes its devices, or start python "
             "with XLA_FLAGS=--xla_force_host_platform_device_count=4 NPROC=16.",
         ),
         (
             0,
             ValueError,
-            "simulate_devices: n must be at least 1; got 0. Pass the number of devices you want.",
+            "simulate_devices: n must be at least 1; got 0. Correct n.",
         ),
     ],
 )
@@ -183,31 +183,31 @@ def test_axis_types():  # proves S36, F7
     assert sk.make_mesh(a=2, b=4, axis_types=list(mixed)).axis_types == mixed
 
 
-PRODUCT = "make_mesh: the axis sizes must multiply to the number of devices; got"
+PRODUCT = "make_mesh: the product of the axis sizes must be the number of devices; got"
 ERRORS = [
-    ({}, "make_mesh: at least one axis is needed; got none. Write for example make_mesh(data=-1)."),
+    ({}, "make_mesh: at least one axis is needed; got none. Pass for example make_mesh(data=-1)."),
     (
         {"data": 2, "model": 2},
-        f"{PRODUCT} data=2, model=2, which needs 4, and 8 devices. "
-        "Change a size, write -1 for one of them, or pass devices=jax.devices()[:4].",
+        f"{PRODUCT} data=2, model=2, which needs 4, for 8 devices. "
+        "Change a size, pass -1 for one size, or pass devices=jax.devices()[:4].",
     ),
     (
         {"data": 16},
-        f"{PRODUCT} data=16, which needs 16, and 8 devices. "
-        "Change a size, write -1 for one of them, or simulate_devices(16).",
+        f"{PRODUCT} data=16, which needs 16, for 8 devices. "
+        "Change a size, pass -1 for one size, or simulate_devices(16).",
     ),
     (
         {"data": -1, "model": 2, "stage": -1},
-        "make_mesh: only one axis size may be -1; got -1 for 'data', 'stage'. Give all but one a size.",
+        "make_mesh: only one axis size may be -1; got -1 for 'data', 'stage'. Pass a size for all but one.",
     ),
     (
         {"data": 0, "model": 8, "stage": -2},
-        "make_mesh: an axis size must be at least 1, or -1 for what is left; got data=0, stage=-2. Change the size.",
+        "make_mesh: an axis size must be at least 1, or -1 to infer it; got data=0, stage=-2. Change the size.",
     ),
     (
         {"data": 3, "model": -1},
-        "make_mesh: axis 'model' is what is left of 8 devices, which the other sizes (product 3) must divide. "
-        "Change a size.",
+        "make_mesh: the product of the other sizes must divide the number of devices to infer axis 'model'; got 3 for "
+        "8 devices. Change a size.",
     ),
 ]
 
@@ -335,11 +335,11 @@ def test_a_mesh_without_devices():
     with pytest.raises(ValueError) as error:
         sk.abstract_mesh()
     assert str(error.value) == (
-        "abstract_mesh: at least one axis is needed; got none. Write for example abstract_mesh(x=8)."
+        "abstract_mesh: at least one axis is needed; got none. Pass for example abstract_mesh(x=8)."
     )
     with pytest.raises(ValueError) as error:
         sk.abstract_mesh(data=-1)
     assert str(error.value) == (
-        "abstract_mesh: the size of axis 'data' must be at least 1; got -1. Write the size; there are no devices to "
-        "count."
+        "abstract_mesh: the size of axis 'data' must be at least 1; got -1. Pass the size: there are no devices to "
+        "infer it from."
     )

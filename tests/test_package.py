@@ -20,7 +20,7 @@ PACKAGE = ROOT / "shardkit"
 # From the lowest floor up. A file imports from its own folder and from lower floors.
 FLOORS = [
     ["_compat", "_jaxprs", "_platform", "_sealed", "_check", "_kinds", "_typed", "schedules", "cost"],
-    ["mesh", "layout", "rng", "config", "collectives", "planner"],
+    ["simulated", "mesh", "layout", "rng", "config", "collectives", "planner"],
     ["partitioning"],
     ["remat"],
     ["layers"],
@@ -47,9 +47,10 @@ NEIGHBOURS = {
     "_platform": {"_compat"},
     "_jaxprs": {"_compat"},
     "_sealed": {"_compat"},
-    "_typed": {"_kinds"},
+    "_typed": {"_check", "_kinds"},
     "cost": {"_check", "_typed"},
     "schedules": {"_check"},
+    "mesh": {"simulated"},
     "layout": {"mesh"},
     "config": {"mesh"},
     "train": {"arguments", "precision", "state"},

@@ -236,26 +236,26 @@ def test_dropout_scales_its_gradient_by_the_same_mask():
 ERRORS = [
     (
         lambda: sk.dropout(jnp.ones((2, 3)), None, 1.0),
-        "dropout: rate must be at least 0 and below 1; got 1.0. Pass the share to drop.",
+        "dropout: rate must be at least 0 and below 1; got 1.0. Pass for example rate=0.1.",
     ),
     (
         lambda: sk.dropout(jnp.ones((2, 3)), None, -0.1),
-        "dropout: rate must be at least 0 and below 1; got -0.1. Pass the share to drop.",
+        "dropout: rate must be at least 0 and below 1; got -0.1. Pass for example rate=0.1.",
     ),
     (
         lambda: sk.dropout(jnp.ones((2, 3)), jax.random.key(0), 0.5),
-        "dropout: there must be one key for each example; got keys of shape () for examples of shape (2, 3). "
-        "Pass the keys that the loss function is given with the batch.",
+        "dropout: keys_b must have one key per example; got keys of shape () for examples of shape (2, 3). "
+        "Pass the keys that the loss function receives with the batch.",
     ),
     (  # a raw key is two integers: not one key for each of two examples
         lambda: sk.dropout(jnp.ones((2, 3)), jax.random.PRNGKey(0), 0.5),
-        "dropout: there must be one key for each example; got keys of shape (2,) for examples of shape (2, 3). "
-        "Pass the keys that the loss function is given with the batch.",
+        "dropout: keys_b must have one key per example; got keys of shape (2,) for examples of shape (2, 3). "
+        "Pass the keys that the loss function receives with the batch.",
     ),
     (
         lambda: sk.dropout(jnp.ones((2, 3)), sk.example_keys(jax.random.PRNGKey(0), 4), 0.5),
-        "dropout: there must be one key for each example; got keys of shape (4, 2) for examples of shape (2, 3). "
-        "Pass the keys that the loss function is given with the batch.",
+        "dropout: keys_b must have one key per example; got keys of shape (4, 2) for examples of shape (2, 3). "
+        "Pass the keys that the loss function receives with the batch.",
     ),
     (
         lambda: sk.fold_axis(jax.random.key(0), "data"),
@@ -289,6 +289,4 @@ def test_an_axis_that_the_mesh_does_not_have(fold, mesh2x4):
 def test_dropout_refuses_integers():
     with pytest.raises(TypeError) as error:
         sk.dropout(jnp.ones((2, 3), jnp.int32), None, 0.5)
-    assert str(error.value) == (
-        "dropout: x must be floating-point; got int32. Drop after the embedding, not before it."
-    )
+    assert str(error.value) == ("dropout: x_b must be floating-point; got int32. Apply dropout after the embedding.")

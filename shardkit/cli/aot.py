@@ -12,7 +12,7 @@ from shardkit.analysis.hlo.aot import compile
 from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.hlo.topology import parse_topology
 from shardkit.cli import target as targets
-from shardkit.mesh import offer_cpu_devices
+from shardkit.simulated import offer_cpu_devices
 
 
 @dataclass(frozen=True)

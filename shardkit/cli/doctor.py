@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import shardkit as sk
-from shardkit.mesh import offer_cpu_devices
+from shardkit.simulated import offer_cpu_devices
 
 _EXTRAS = {
     "cli": ("rich", "tyro", "uniplot"),

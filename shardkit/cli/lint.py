@@ -14,7 +14,7 @@ from shardkit.analysis.jaxpr.lint import LARGE, SMALL
 from shardkit.analysis.jaxpr.lint import lint as find
 from shardkit.analysis.jaxpr.rules import Finding
 from shardkit.cli import target as targets
-from shardkit.mesh import offer_cpu_devices
+from shardkit.simulated import offer_cpu_devices
 
 T = TypeVar("T")
 

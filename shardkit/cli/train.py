@@ -21,9 +21,9 @@ from shardkit.cli.pipelines import plain_loss
 from shardkit.cli.plans import mesh_words, plan_of
 from shardkit.cli.run import CommandRun, first_state, plain
 from shardkit.cli.verify import Differences, verify
-from shardkit.mesh import offer_cpu_devices
 from shardkit.models import transformer
 from shardkit.runtime.data import text as text_data
+from shardkit.simulated import offer_cpu_devices
 
 
 @dataclass(frozen=True)

@@ -4,20 +4,12 @@ Start with `basic.py`. Imports cost, and single files such as `_check.py`; no pl
 """
 
 from shardkit.collectives import compressed, hierarchical, ring
-from shardkit.collectives.basic import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    axis_index,
-    axis_size,
-    broadcast,
-    reduce_scatter,
-    shift,
-    vary,
-)
+from shardkit.collectives.axes import axis_index, axis_size, vary
+from shardkit.collectives.basic import all_gather, all_reduce, all_to_all, reduce_scatter
 from shardkit.collectives.bucketed import all_reduce_tree
 from shardkit.collectives.matmul import all_gather_matmul, matmul_reduce_scatter
 from shardkit.collectives.padding import all_gather_uneven, pad_to_axis, reduce_scatter_uneven, unpad_from_axis
+from shardkit.collectives.permute import broadcast, shift
 from shardkit.collectives.ragged import ragged_all_to_all
 from shardkit.collectives.shapes import gather_to_one, halo_exchange, prefix_scan
 

@@ -1,4 +1,4 @@
-"""Reductions whose derivative jax does not give, or not as it should be. Inputs already vary over `names`."""
+"""Reductions whose derivative jax lacks or defines otherwise. Inputs already vary over `names`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax import lax
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def extremum(x: jax.Array, names: tuple[str, ...], op: str) -> jax.Array:
-    """The elementwise "max" or "min"; its derivative is shared equally among the devices that attain it."""
+    """The elementwise "max" or "min"; its derivative is split equally among the devices that attain it."""
     return lax.pmax(x, names) if op == "max" else lax.pmin(x, names)
 
 
@@ -21,21 +21,21 @@ def _extremum_jvp(names: tuple[str, ...], op: str, primals: Any, tangents: Any) 
     (x,), (dx,) = primals, tangents
     out = extremum(x, names, op)
     attained = x == out
-    ties = lax.psum(attained.astype(jnp.float32), names)  # in bfloat16 counts would stop at 256
+    ties = lax.psum(attained.astype(jnp.float32), names)  # bfloat16 counts no further than 256
     return out, lax.psum(jnp.where(attained, dx / ties.astype(dx.dtype), jnp.zeros_like(dx)), names)
 
 
 def from_source(x: jax.Array, names: tuple[str, ...], source: int) -> jax.Array:
-    """What device `source` holds, bit for bit."""
+    """The value of device `source`, bit for bit."""
     if jnp.issubdtype(x.dtype, jnp.floating):
         return _bits_from_source(x, names, source)
-    reduce = lax.pmax if x.dtype == bool else lax.psum  # a sum of booleans would send four bytes an element
+    reduce = lax.pmax if x.dtype == bool else lax.psum  # a sum of booleans would send four bytes per element
     return reduce(_masked(x, names, source), names)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _bits_from_source(x: jax.Array, names: tuple[str, ...], source: int) -> jax.Array:
-    # Floats travel as integers: a sum of floats turns -0.0 into 0.0.
+    # Sent as integers: a sum of floats turns -0.0 into 0.0.
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}"))
     return lax.bitcast_convert_type(lax.psum(_masked(bits, names, source), names), x.dtype)
 

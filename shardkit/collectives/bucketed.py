@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from shardkit import _compat
-from shardkit._check import Axis, bound
+from shardkit._check import Axis, at_least, bound
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
-from shardkit.collectives.basic import all_gather, all_reduce, axis_size, reduce_scatter, vary
+from shardkit.collectives.axes import axis_size, vary
+from shardkit.collectives.basic import all_gather, all_reduce, reduce_scatter
 
 
 @typed
@@ -26,36 +27,40 @@ def all_reduce_tree(
 ) -> Any:
     """Reduces every leaf over the devices of `axis`, packed into buckets of one collective each.
 
-    Leaves of the same dtype and varying type are packed in the order of the tree. A leaf is never cut: one that is
-    larger than a bucket has one for itself. Large buckets go as a reduce_scatter and an all_gather, which send the same
-    bytes; from which size they are faster is the machine's: benchmarks/collectives.py measures it.
+    Leaves of the same dtype and varying axes are packed in the order of the tree. A leaf is never split: one that is
+    larger than a bucket gets its own. A large bucket is reduced by a reduce_scatter and an all_gather, which send the
+    same bytes; benchmarks/collectives.py measures from which size that is faster on a machine.
 
     Layout: `X[...] {U_a} -> X[...]` for every leaf
     Args:
         tree: pytree of arrays, for example gradients.
         axis: axis name or tuple of names.
-        bucket_bytes: the most that is packed together, in bytes on each device, 1 or more.
+        bucket_bytes: largest bucket in bytes per device, 1 or more.
         op: "sum" or "mean". Booleans count as integers.
-        scatter_from: bytes on each device from which a bucket is scattered and gathered; 0 for always.
+        scatter_from: bytes per device from which a bucket is scattered and gathered; 0 for always.
 
     Returns:
-        Arrays of the same shapes, typed as equal over `axis`: those of all_reduce, and the same bits where the
+        Arrays of the same shapes, invariant over `axis`: the results of all_reduce, with the same bits where the
         additions are exact.
 
     Raises:
-        ValueError: an unbound axis, another `op`, or a negative number of bytes.
+        ValueError: an unbound axis, another `op`, or too few bytes.
 
-    Cost: 2 B (n-1)/n bytes in 2 (n-1) hops a bucket, B being all its leaves, padded to a multiple of n elements where
+    Cost: 2 B (n-1)/n bytes in 2 (n-1) hops per bucket, B being all its leaves, padded to a multiple of n elements where
     it is scattered.
+
+    Example:
+        >>> grads = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+        >>> reduce = lambda grads: sk.collectives.all_reduce_tree(grads, "data")
+        >>> print(jax.shard_map(reduce, mesh=mesh, in_specs=P(), out_specs=P())(grads)["b"])
+        [2. 2. 2.]
+
     Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training (2020).
     """
     names = bound("all_reduce_tree", axis)
     count = axis_size(names)
-    if op not in ("sum", "mean"):
-        raise ValueError(f"all_reduce_tree: op must be 'sum' or 'mean'; got {op!r}. Choose one of them.")
-    for name, value, least in (("bucket_bytes", bucket_bytes, 1), ("scatter_from", scatter_from, 0)):
-        if value < least:
-            raise ValueError(f"all_reduce_tree: {name} must be {least} or more; got {value}. Pass for example 2**20.")
+    at_least("all_reduce_tree", 1, bucket_bytes=bucket_bytes)
+    at_least("all_reduce_tree", 0, scatter_from=scatter_from)
 
     def reduce(bucket: jax.Array) -> jax.Array:
         if _bytes(bucket) < scatter_from:
@@ -80,19 +85,19 @@ def all_reduce_tree(
 
 
 def _buckets(leaves: list[jax.Array], most: int) -> Iterator[list[int]]:
-    """The leaves' places, bucket by bucket."""
+    """The indices of the leaves, bucket by bucket."""
     kinds: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
         kinds.setdefault((leaf.dtype, _compat.varying_axes(leaf)), []).append(i)
     for places in kinds.values():
         bucket: list[int] = []
-        held = 0
+        size = 0
         for i in places:
-            if bucket and held + _bytes(leaves[i]) > most:
+            if bucket and size + _bytes(leaves[i]) > most:
                 yield bucket
-                bucket, held = [], 0
+                bucket, size = [], 0
             bucket.append(i)
-            held += _bytes(leaves[i])
+            size += _bytes(leaves[i])
         yield bucket
 
 

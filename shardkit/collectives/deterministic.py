@@ -1,8 +1,8 @@
-"""A sum whose order only the data fix, so that its bits are the same on every number of devices and every mesh.
+"""A sum whose order depends on the data alone, so that its bits are the same on every number of devices and mesh.
 
-The order is a binary tree over the global blocks: neighbours 0 and 1, 2 and 3, ... are added, then the sums of those,
-and a last one without a partner is passed up. A run of 2^k blocks that starts at a multiple of 2^k is a whole subtree,
-so a device can add such runs by itself and send one partial sum for each.
+The order is a binary tree over the global blocks: blocks 0 and 1, 2 and 3, ... are added, then those sums in pairs; an
+odd last one is passed up. A run of 2^k blocks that starts at a multiple of 2^k is a subtree, so a device adds such runs
+locally and sends one partial sum for each.
 
 Source: Demmel, Nguyen, Parallel Reproducible Summation (2015), for the problem; pairwise summation, Higham (1993).
 """
@@ -18,30 +18,30 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardkit import _compat
+from shardkit.collectives.axes import axis_size, countable
 
 
 def blocks_sum(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     """The sum over dim 0 of all devices' blocks, in the tree's order; `x` varies over `names` and is [blocks, ...]."""
     if x.ndim == 0 or x.shape[0] == 0:
         raise ValueError(
-            "all_reduce: with deterministic=True dim 0 of every leaf must count this device's blocks, one or more; "
-            f"got shape {x.shape}. Pass x[None] if each device holds one block."
+            "all_reduce: with deterministic=True dim 0 of every leaf must count this device's blocks, at least one; "
+            f"got shape {x.shape}. Pass x[None] if each device has one block."
         )
-    if not jnp.issubdtype(x.dtype, jnp.inexact):  # no order changes the bits, and there is no derivative
-        return lax.psum(jnp.sum(x.astype(jnp.int32) if x.dtype == bool else x, axis=0), names)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):  # exact in any order, and not differentiable
+        return lax.psum(jnp.sum(countable(x), axis=0), names)
     return _tree(x, names)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _tree(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    known = _compat.bound_axes()
-    count = math.prod(known[name] for name in names)
+    count = axis_size(names)
     blocks, shape = x.shape[0], x.shape[1:]
     size = math.prod(shape)
-    if not size:  # jax cannot gather nothing
+    if not size:  # jax refuses to gather empty arrays
         return jnp.zeros(shape, x.dtype)
     if x.dtype.itemsize < 4:
-        # Additions of 16-bit floats are rounded or not as the compiler likes; in float32 they are what is written.
+        # Compilers may skip roundings between 16-bit additions, but not between float32 ones.
         kind = jnp.finfo(x.dtype)
         wide = lax.reduce_precision(x.astype(jnp.float32), kind.nexp, kind.nmant)
     else:
@@ -49,7 +49,7 @@ def _tree(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     wide = wide.reshape(blocks, size)
     if blocks > 1:
         wide = _written(wide)
-    run = blocks & -blocks  # the largest power of two that divides the blocks of a device
+    run = blocks & -blocks  # the largest power of two that divides the blocks per device
     partials = _pairwise(jnp.moveaxis(wide.reshape(blocks // run, run, size), 1, 0))
     padded = jnp.pad(partials, ((0, 0), (0, -size % count))).reshape(blocks // run, count, -1)
     arrived = lax.all_to_all(jnp.moveaxis(padded, 1, 0), names, 0, 0, tiled=True)
@@ -64,7 +64,7 @@ def _tree_jvp(names: tuple[str, ...], primals: Any, tangents: Any) -> Any:
 
 
 def _pairwise(x: jax.Array) -> jax.Array:
-    """The sum over dim 0, neighbours first; a last one without a partner is passed up."""
+    """The sum over dim 0 in pairs; an odd last one is passed up."""
     while len(x) > 1:
         pairs = x[0 : len(x) - 1 : 2] + x[1::2]
         x = jnp.concatenate([pairs, x[-1:]]) if len(x) % 2 else pairs
@@ -72,10 +72,10 @@ def _pairwise(x: jax.Array) -> jax.Array:
 
 
 def _written(x: jax.Array) -> jax.Array:
-    """`x`, copied block by block in a loop, which the compiler does not fuse with what made it.
+    """`x`, copied block by block in a loop, which the compiler does not fuse with the producer of `x`.
 
-    Otherwise a product that is added right away becomes one fused multiply-add without rounding, and that happens to
-    neighbours on one device but not to neighbours on two. An optimization_barrier does not prevent it (jax 0.10, CPU).
+    Otherwise a product that is added at once becomes a fused multiply-add, which does not round the product, for blocks
+    on one device but not for blocks on two. An optimization_barrier does not prevent it (jax 0.10, CPU).
     """
 
     def copy(i: Any, out: jax.Array) -> jax.Array:

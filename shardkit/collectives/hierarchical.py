@@ -1,4 +1,4 @@
-"""Two-level collectives for meshes whose axes have fast and slow links: little crosses the slow one.
+"""Two-level collectives for meshes of fast and slow links.
 
 `inner` is the fast axis (inside a machine), `outer` the slow one (between machines). With I devices inside, the slow
 links carry 1/I of the bytes.
@@ -16,11 +16,12 @@ from shardkit._check import Axis, bound, dim_of, divides
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives import basic
+from shardkit.collectives.axes import axis_size
 
 
 @partial(typed, where="hierarchical.all_reduce")
 def all_reduce(x: Arrays, inner: Axis, outer: Axis, *, op: Literal["sum", "mean"] = "sum") -> Any:
-    """Sums over both axes: reduce_scatter inside, all_reduce across, all_gather inside.
+    """Sums over both axes: reduce_scatter over the inner, all_reduce over the outer, all_gather over the inner.
 
     Layout: `X[...] {U_inner, U_outer} -> X[...]`
     Args:
@@ -30,19 +31,22 @@ def all_reduce(x: Arrays, inner: Axis, outer: Axis, *, op: Literal["sum", "mean"
         op: "sum" or "mean".
 
     Returns:
-        Arrays of the same shapes, typed as equal over both axes.
+        Arrays of the same shapes, invariant over both axes.
 
     Raises:
         ValueError: an unbound axis, an axis in both, or another `op`.
 
     Cost: inner 2 B (I-1)/I bytes, outer 2 (B/I) (O-1)/O bytes, B padded to a multiple of I.
 
+    Example:
+        >>> total = lambda x: sk.hierarchical.all_reduce(x, inner="model", outer="data")
+        >>> print(jax.shard_map(total, mesh=mesh, in_specs=P(("data", "model")), out_specs=P())(jnp.arange(8.0)))
+        [28.]
+
     Source: Mikami et al., Massively Distributed SGD (2018), "2D-torus all-reduce".
     """
     fast, slow = _levels("hierarchical.all_reduce", inner, outer)
-    if op not in ("sum", "mean"):
-        raise ValueError(f"hierarchical.all_reduce: op must be 'sum' or 'mean'; got {op!r}. Choose one of them.")
-    count = basic.axis_size(fast)
+    count = axis_size(fast)
 
     def reduce(leaf: jax.Array) -> jax.Array:
         flat = jnp.pad(leaf.reshape(-1), (0, -leaf.size % count))
@@ -54,46 +58,51 @@ def all_reduce(x: Arrays, inner: Axis, outer: Axis, *, op: Literal["sum", "mean"
 
 @partial(typed, where="hierarchical.all_gather")
 def all_gather(x: Arrays, inner: Axis, outer: Axis, *, dim: int = 0, replicated: bool = False) -> Any:
-    """Joins the pieces along `dim` in the order of `(outer, inner)`: across the slow links first, while they are small.
+    """Concatenates the shards along `dim` in the order of `(outer, inner)`: over the slow links first, while small.
 
     Layout: `X[.., D_(outer,inner), ..] -> X[.., D, ..]`
     Args:
-        x: pytree of arrays, a piece on each device.
+        x: pytree of arrays, this device's shards.
         inner: the axis (or axes) of the fast links, I devices.
         outer: the axis (or axes) of the slow links, O devices; major in the order.
-        dim: the dimension to join along.
-        replicated: type the result as equal over both axes, which `out_specs=P()` needs.
+        dim: the dim to concatenate along.
+        replicated: return a result that is invariant over both axes, as `out_specs=P()` requires.
 
     Returns:
-        Arrays whose size along `dim` is I * O times the piece's.
+        Arrays whose size along `dim` is I * O times the shard's.
 
     Raises:
         ValueError: an unbound axis, an axis in both, or a `dim` the array does not have.
 
-    Cost: outer B (O-1) bytes, inner B O (I-1) bytes, B being one piece.
+    Cost: outer B (O-1) bytes, inner B O (I-1) bytes, B being one shard.
+
+    Example:
+        >>> whole = lambda x: sk.hierarchical.all_gather(x, inner="model", outer="data", replicated=True)
+        >>> print(jax.shard_map(whole, mesh=mesh, in_specs=P(("data", "model")), out_specs=P())(jnp.arange(8)))
+        [0 1 2 3 4 5 6 7]
     """
     fast, slow = _levels("hierarchical.all_gather", inner, outer)
-    shape = (basic.axis_size(fast), basic.axis_size(slow))
+    shape = (axis_size(fast), axis_size(slow))
 
     def gather(leaf: jax.Array) -> jax.Array:
         at = dim_of("hierarchical.all_gather", dim, jnp.ndim(leaf))
         whole = basic.all_gather(leaf, slow, dim=at, replicated=replicated)
         whole = basic.all_gather(whole, fast, dim=at, replicated=replicated)
-        return _swap(whole, at, shape)  # inner major as gathered, outer major as promised
+        return _swap(whole, at, shape)  # gathered inner-major, returned outer-major
 
     return jax.tree.map(gather, x)
 
 
 @partial(typed, where="hierarchical.reduce_scatter")
 def reduce_scatter(x: Arrays, inner: Axis, outer: Axis, *, dim: int = 0, op: Literal["sum", "mean"] = "sum") -> Any:
-    """Sums over both axes and leaves each device its piece in the order of `(outer, inner)`: inside first.
+    """Sums over both axes; each device gets its shard in the order of `(outer, inner)`: over the fast links first.
 
     Layout: `X[.., D, ..] {U_inner, U_outer} -> X[.., D_(outer,inner), ..]`
     Args:
         x: pytree of arrays of the whole size.
         inner: the axis (or axes) of the fast links, I devices.
         outer: the axis (or axes) of the slow links, O devices; major in the order.
-        dim: the dimension to split; its size must be divisible by I * O.
+        dim: the dim to split; its size must be divisible by I * O.
         op: "sum" or "mean".
 
     Returns:
@@ -103,9 +112,14 @@ def reduce_scatter(x: Arrays, inner: Axis, outer: Axis, *, dim: int = 0, op: Lit
         ValueError: an unbound axis, an axis in both, a `dim` the array does not have or that does not divide.
 
     Cost: inner B (I-1)/I bytes, outer (B/I) (O-1)/O bytes.
+
+    Example:
+        >>> rows = lambda x: sk.hierarchical.reduce_scatter(x, inner="model", outer="data")
+        >>> print(jax.shard_map(rows, mesh=mesh, in_specs=P(), out_specs=P(("data", "model")))(jnp.arange(8)))
+        [ 0  8 16 24 32 40 48 56]
     """
     fast, slow = _levels("hierarchical.reduce_scatter", inner, outer)
-    shape = (basic.axis_size(slow), basic.axis_size(fast))
+    shape = (axis_size(slow), axis_size(fast))
 
     def scatter(leaf: jax.Array) -> jax.Array:
         at = dim_of("hierarchical.reduce_scatter", dim, jnp.ndim(leaf))

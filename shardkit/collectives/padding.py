@@ -1,7 +1,7 @@
-"""Sizes that do not divide: padding, and collectives that take every device's true size.
+"""Sizes that do not divide: padding, and collectives over shards of different sizes.
 
-The rule, the same everywhere: zeros at the end of the dim, up to the next multiple of the axis' size. With true sizes
-that differ between the devices, every device's block is padded to the largest of them; padding is never read.
+Zeros are appended to the dim, up to the next multiple of the axis size. Where the true sizes differ between devices,
+every device's shard is padded to the largest; padding is never read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from jax import lax
 from shardkit._check import Axis, bound, dim_of, named
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
-from shardkit.collectives.basic import all_gather, axis_size, reduce_scatter
+from shardkit.collectives.axes import axis_size
+from shardkit.collectives.basic import all_gather, reduce_scatter
 
 
 @typed
@@ -27,15 +28,20 @@ def pad_to_axis(x: Arrays, axis: Axis, *, dim: int = 0) -> Any:
     Args:
         x: pytree of arrays.
         axis: axis name or tuple of names.
-        dim: the dimension to pad.
+        dim: the dim to pad.
 
     Returns:
-        Arrays whose size along `dim` n divides; the same arrays where it does so already.
+        Arrays whose size along `dim` is divisible by n; unchanged where it is so already.
 
     Raises:
         ValueError: an unbound axis, or a `dim` the array does not have.
 
     Cost: none.
+
+    Example:
+        >>> mean = lambda x: sk.reduce_scatter(sk.pad_to_axis(x, "model"), "model", op="mean")
+        >>> print(jax.shard_map(mean, mesh=mesh, in_specs=P(), out_specs=P("model"))(jnp.arange(1.0, 7.0)))
+        [1. 2. 3. 4. 5. 6. 0. 0.]
     """
     count = axis_size(bound("pad_to_axis", axis))
 
@@ -48,28 +54,32 @@ def pad_to_axis(x: Arrays, axis: Axis, *, dim: int = 0) -> Any:
 
 @typed
 def unpad_from_axis(x: Arrays, size: int, *, dim: int = 0) -> Any:
-    """Takes the padding off again: the first `size` rows of each leaf.
+    """Removes the padding of pad_to_axis: the first `size` rows of each leaf.
 
     Layout: `X[.., P, ..] -> X[.., size, ..]`
     Args:
         x: pytree of arrays.
         size: the true size along `dim`.
-        dim: the dimension that was padded.
+        dim: the dim that was padded.
 
     Returns:
         Arrays of size `size` along `dim`.
 
     Raises:
-        ValueError: a `dim` the array does not have, or a size that it does not hold.
+        ValueError: a `dim` the array does not have, or a size larger than the array's.
 
     Cost: none.
+
+    Example:
+        >>> print(sk.unpad_from_axis(jnp.array([1, 2, 3, 0]), 3))
+        [1 2 3]
     """
 
     def cut(leaf: jax.Array) -> jax.Array:
         at = dim_of("unpad_from_axis", dim, jnp.ndim(leaf))
         if not 0 <= size <= leaf.shape[at]:
             raise ValueError(
-                f"unpad_from_axis: size must be 0 to the size of dim {at}; got {size} for shape {leaf.shape}. "
+                f"unpad_from_axis: size must be from 0 to the size of dim {at}; got {size} for shape {leaf.shape}. "
                 "Pass the size before padding."
             )
         return lax.slice_in_dim(leaf, 0, size, axis=at)
@@ -79,23 +89,28 @@ def unpad_from_axis(x: Arrays, size: int, *, dim: int = 0) -> Any:
 
 @typed
 def all_gather_uneven(x: Arrays, sizes: Sequence[int], axis: Axis, *, dim: int = 0, replicated: bool = False) -> Any:
-    """Joins pieces of different sizes along `dim`; every device gets the whole, without padding.
+    """Concatenates shards of different sizes along `dim`; every device gets the whole, without padding.
 
     Layout: `X[.., max(sizes), ..] -> X[.., sum(sizes), ..]`
     Args:
-        x: pytree of arrays, on each device a piece padded to max(sizes); the padding may hold anything.
+        x: pytree of arrays, this device's shards, padded to max(sizes) with any values.
         sizes: each device's true size along `dim`, the same static tuple on all devices.
-        axis: axis name or tuple of names; pieces are joined in the order of the device's index.
-        dim: the dimension to join along.
-        replicated: type the result as equal over `axis`; see all_gather.
+        axis: axis name or tuple of names; shards are concatenated in the order of the device index.
+        dim: the dim to concatenate along.
+        replicated: return a result that is invariant over `axis`; see all_gather.
 
     Returns:
         Arrays of size sum(sizes) along `dim`.
 
     Raises:
-        ValueError: an unbound axis, a `dim` the array does not have, or sizes that fit neither the axis nor the pieces.
+        ValueError: an unbound axis, a `dim` the array does not have, or sizes that do not match the axis or the shards.
 
-    Cost: B (n-1) bytes in n-1 hops, B being one padded piece.
+    Cost: B (n-1) bytes in n-1 hops, B being one padded shard.
+
+    Example:
+        >>> whole = lambda x: sk.collectives.all_gather_uneven(x, (1, 2), "data", replicated=True)
+        >>> print(jax.shard_map(whole, mesh=mesh, in_specs=P("data"), out_specs=P())(jnp.array([5, 0, 6, 7])))
+        [5 6 7]
     """
     names, sizes = _sizes("all_gather_uneven", sizes, axis)
     most = max(sizes)
@@ -121,21 +136,24 @@ def reduce_scatter_uneven(
         x: pytree of arrays of the whole size.
         sizes: each device's true size along `dim`, the same static tuple on all devices.
         axis: axis name or tuple of names.
-        dim: the dimension to split, in the order of the device's index.
+        dim: the dim to split, in the order of the device index.
         op: "sum" or "mean".
 
     Returns:
-        Arrays of size max(sizes) along `dim`; what all_gather_uneven takes.
+        Arrays of size max(sizes) along `dim`, as all_gather_uneven takes them.
 
     Raises:
-        ValueError: an unbound axis, a `dim` the array does not have, sizes that fit neither the axis nor the array, or
-            another `op`.
+        ValueError: an unbound axis, a `dim` the array does not have, sizes that do not match the axis or the array,
+            or another `op`.
 
     Cost: P (n-1)/n bytes in n-1 hops, P being the padded array: n max(sizes) rows.
+
+    Example:
+        >>> rows = lambda x: sk.collectives.reduce_scatter_uneven(x, (1, 2), "data")
+        >>> print(jax.shard_map(rows, mesh=mesh, in_specs=P(), out_specs=P("data"))(jnp.array([5, 6, 7])))
+        [10  0 12 14]
     """
     names, sizes = _sizes("reduce_scatter_uneven", sizes, axis)
-    if op not in ("sum", "mean"):
-        raise ValueError(f"reduce_scatter_uneven: op must be 'sum' or 'mean'; got {op!r}. Choose one of them.")
     most = max(sizes)
 
     def scatter(leaf: jax.Array) -> jax.Array:
@@ -159,7 +177,7 @@ def _sizes(where: str, sizes: Sequence[int], axis: Axis) -> tuple[tuple[str, ...
     count = axis_size(names)
     if len(sizes) != count or min(sizes) < 0:
         raise ValueError(
-            f"{where}: sizes must hold one size, 0 or more, for each device of {named(names)}; got {sizes} over "
+            f"{where}: sizes must be one size of at least 0 for each device of {named(names)}; got {sizes} over "
             f"{count} devices. Pass the same tuple of {count} sizes on every device."
         )
     return names, sizes

@@ -1,4 +1,4 @@
-"""An all_to_all of blocks whose lengths are known only when the program runs."""
+"""An all_to_all of blocks whose lengths are known only at run time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from jax import lax
 from shardkit import _platform
 from shardkit._check import Axis, at_least, bound
 from shardkit._typed import typed
-from shardkit.collectives._sums import varying_like
-from shardkit.collectives.basic import all_to_all, axis_index, axis_size, vary
+from shardkit.collectives.axes import axis_index, axis_size, vary, vary_like
+from shardkit.collectives.basic import all_to_all
 
 
 @typed
@@ -24,26 +24,31 @@ def ragged_all_to_all(
 
     Layout: `X[A, ..] -> Y[rows, ..]`, in the order of the senders, zeros after the last row that arrives
     Args:
-        x: rows in the order of the device that they go to; those beyond the sum of the counts stay.
+        x: rows in the order of their target device; rows beyond the sum of the counts are not sent.
         counts: integers [n, n], the same on all devices: how many rows device i sends device j.
         axis: axis name or tuple of names.
-        rows: rows of the result; at least as many as ever arrive.
+        rows: rows of the result; at least as many as one device ever receives.
         limit: the most rows that one device ever sends another.
-        dense: send blocks of `limit` rows by an ordinary all_to_all. By default only where the devices are CPUs, which
-            have no ragged one.
+        dense: send blocks of `limit` rows by a plain all_to_all. By default only on CPUs, which have no ragged one.
 
     Returns:
-        The rows that arrive, shape [rows, ..]. Counts that cannot be (below 0, beyond `limit`, more than a device has,
-        more than `rows` hold) send nothing, and are seen: on every device the whole result is NaN; of integers the
-        smallest number, of unsigned ones the largest, of booleans True.
+        The rows received, shape [rows, ..]. Invalid counts (below 0, above `limit`, more than a device has, more than
+        `rows` received) send nothing and show on every device: the whole result is NaN; the smallest value of a signed
+        dtype, the largest of an unsigned one, True for booleans.
 
     Raises:
-        TypeError: counts that are no integers.
-        ValueError: an unbound axis, counts of another shape, negative `rows` or `limit`, or counts that are known when
-            the program is traced, and cannot be.
+        TypeError: counts that are not integers.
+        ValueError: an unbound axis, counts of another shape, negative `rows` or `limit`, or invalid counts that are
+            known at trace time.
 
-    Cost: what the counts say, B (n-1)/n bytes when they are balanced, B the rows that a device sends. Dense: (n-1)
-        blocks of `limit` rows.
+    Cost: the rows in the counts, B (n-1)/n bytes when they are balanced, B being the rows that a device sends. Dense:
+        (n-1) blocks of `limit` rows.
+
+    Example:
+        >>> counts = np.array([[1, 1], [0, 2]])  # device 0 sends one row to each, device 1 both to itself
+        >>> exchange = lambda x: sk.ragged_all_to_all(x, counts, "data", rows=3, limit=2)
+        >>> print(jax.shard_map(exchange, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(jnp.arange(1, 5)))
+        [1 0 0 2 3 4]
     """
     names = bound("ragged_all_to_all", axis)
     n, me = axis_size(names), axis_index(names)
@@ -55,7 +60,7 @@ def ragged_all_to_all(
     starts, arrivals = _before(sent), _before(received)
     if not (_platform.platform() == "cpu" if dense is None else dense):
         fill = jnp.where(wrong, _no_number(x.dtype), jnp.zeros((), x.dtype))
-        result = varying_like(jnp.full((rows, *x.shape[1:]), fill), x)
+        result = vary_like(jnp.full((rows, *x.shape[1:]), fill), x)
         return lax.ragged_all_to_all(x, result, starts, sent, _before(counts)[me], received, axis_name=names)
     place_L = jnp.arange(limit)
     from_nL = jnp.where(place_L[None, :] < sent[:, None], starts[:, None] + place_L[None, :], x.shape[0])
@@ -68,13 +73,13 @@ def ragged_all_to_all(
 
 
 def _wrong(counts: Any, has: int, rows: int, limit: int) -> Any:
-    """Whether counts cannot be, on some device: the same verdict on all of them."""
+    """Whether the counts are invalid on any device; every device gets the same answer."""
     beyond = (counts < 0).any() | (counts > limit).any()
     return beyond | (counts.sum(axis=1) > has).any() | (counts.sum(axis=0) > rows).any()
 
 
 def _no_number(dtype: Any) -> jax.Array:
-    """What stands where nothing can: as jax fills in what lies outside of an array."""
+    """The value of an invalid result, as jax fills out-of-bounds reads."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.asarray(jnp.nan, dtype)
     if dtype == jnp.bool_:
@@ -84,7 +89,7 @@ def _no_number(dtype: Any) -> jax.Array:
 
 
 def _check(x: jax.Array, counts: Any, n: int, rows: int, limit: int) -> None:
-    """Refuses what can be known while the program is traced."""
+    """Refuses what is known to be invalid at trace time."""
     where = "ragged_all_to_all"
     if not jnp.issubdtype(jnp.result_type(counts), jnp.integer):
         raise TypeError(
@@ -92,21 +97,21 @@ def _check(x: jax.Array, counts: Any, n: int, rows: int, limit: int) -> None:
         )
     if jnp.shape(counts) != (n, n):
         raise ValueError(
-            f"{where}: counts must say for each of {n} devices how many rows it sends each; got shape "
-            f"{jnp.shape(counts)}. Gather them to shape {(n, n)}."
+            f"{where}: counts must have shape {(n, n)}: rows from each of {n} devices to each; got shape "
+            f"{jnp.shape(counts)}. Gather them over the axis first."
         )
     at_least(where, 0, rows=rows, limit=limit)
     if not isinstance(counts, jax.core.Tracer) and _wrong(np.asarray(counts), x.shape[0], rows, limit):
         raise ValueError(
-            f"{where}: no count may be below 0 or beyond limit={limit}, and no device may send more than the "
-            f"{x.shape[0]} rows that it has or receive more than rows={rows}; got {np.asarray(counts).tolist()}. "
-            "Correct the counts, or make limit or rows larger."
+            f"{where}: every count must be from 0 to limit={limit}, and a device must send at most its {x.shape[0]} "
+            f"rows and receive at most rows={rows}; got {np.asarray(counts).tolist()}. Correct the counts, or raise "
+            "limit or rows."
         )
 
 
 @typed
 def segments(sizes: jax.Array, rows: int) -> jax.Array:
-    """The segment that each of `rows` rows lies in, when segments of these sizes follow each other; int32 [rows].
+    """The segment of each of `rows` rows, for consecutive segments of these sizes; int32 [rows].
 
     Rows after the last segment get the number of segments.
     """
@@ -115,5 +120,5 @@ def segments(sizes: jax.Array, rows: int) -> jax.Array:
 
 
 def _before(sizes: jax.Array) -> jax.Array:
-    """Along dim 0, the sum of all sizes before each one."""
+    """The exclusive cumulative sum along dim 0."""
     return jnp.cumsum(sizes, axis=0) - sizes

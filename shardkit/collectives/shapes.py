@@ -1,4 +1,4 @@
-"""Kernels made of the basic ones: prefix sums, the neighbours' edges, a whole array on one device."""
+"""Kernels built from the basic ones: prefix sums, halo exchange, gathering to one device."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._check import Axis, bound, dim_of, member
+from shardkit._check import Axis, at_least, bound, dim_of, member
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
-from shardkit.collectives.basic import all_gather, axis_size, shift, vary
+from shardkit.collectives.axes import axis_size, countable, vary
+from shardkit.collectives.basic import all_gather
+from shardkit.collectives.permute import shift
 
 _COMBINE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "sum": jnp.add,
@@ -25,36 +27,38 @@ _FARTHEST = 1024  # devices whose rows a halo may reach
 
 @typed
 def prefix_scan(x: Arrays, axis: Axis, *, op: Literal["sum", "max", "min"] = "sum", exclusive: bool = False) -> Any:
-    """Device i gets the sum, max or min of what devices 0 to i hold, element by element.
+    """Device i gets the elementwise sum, max or min of the values of devices 0 to i.
 
     Layout: `X[...] on device i -> X[...] {reduced over devices 0..i}`
     Args:
         x: pytree of arrays.
         axis: axis name or tuple of names (then along the joint index).
-        op: "sum", "max" or "min". Booleans count as integers for "sum". Two equal values of a "max" or "min" that meet
-            share its derivative.
-        exclusive: leave out device i itself; device 0 then gets 0, or the lowest or highest value of the dtype.
+        op: "sum", "max" or "min". Booleans count as integers for "sum". Equal values share the derivative of a "max"
+            or "min".
+        exclusive: leave out device i itself; device 0 gets 0, or the lowest or highest value of the dtype.
 
     Returns:
-        Arrays of the same shapes, typed as varying over `axis`.
+        Arrays of the same shapes, varying over `axis`.
 
     Raises:
         ValueError: an unbound axis, or another `op`.
 
     Cost: s B bytes in s steps, s = ceil(log2 n), or 1 + ceil(log2(n-1)) if exclusive; an all_gather needs n-1.
+
+    Example:
+        >>> offset = lambda size: sk.prefix_scan(size, "model", exclusive=True)
+        >>> print(jax.shard_map(offset, mesh=mesh, in_specs=P("model"), out_specs=P("model"))(jnp.array([3, 1, 2, 2])))
+        [0 3 4 6]
+
     Source: Hillis, Steele, Data Parallel Algorithms (1986).
     """
     names = bound("prefix_scan", axis)
     count = axis_size(names)
-    if op not in _COMBINE:
-        raise ValueError(f"prefix_scan: op must be 'sum', 'max' or 'min'; got {op!r}. Choose one of them.")
     index = lax.axis_index(names)
-    first = int(exclusive)  # the first device that has something to add up
+    first = int(exclusive)  # the first device with a value to combine
 
     def prefix(leaf: jax.Array) -> jax.Array:
-        if leaf.dtype == bool and op == "sum":
-            leaf = leaf.astype(jnp.int32)
-        total = vary(leaf, names)
+        total = vary(countable(leaf) if op == "sum" else leaf, names)
         if exclusive:
             neutral = vary(jnp.full_like(total, _neutral(op, total.dtype)), names)
             total = neutral if count == 1 else jnp.where(index > 0, shift(total, names, wrap=False), neutral)
@@ -70,30 +74,33 @@ def prefix_scan(x: Arrays, axis: Axis, *, op: Literal["sum", "max", "min"] = "su
 
 @typed
 def halo_exchange(x: Arrays, axis: Axis, *, dim: int = 0, before: int = 1, after: int = 1, wrap: bool = False) -> Any:
-    """Joins the last rows of the devices before and the first rows of those behind to this device's block.
+    """Extends this device's block by the last rows of the devices before it and the first rows of those after it.
 
     Layout: `X[.., D_a, ..] -> X[.., before + D_a + after, ..]`
     Args:
         x: pytree of arrays, a block on each device.
         axis: axis name or tuple of names (then along the joint index).
-        dim: the dimension along which the blocks lie side by side.
-        before: rows wanted from before the block; they may reach over several devices.
-        after: rows wanted from behind the block.
-        wrap: a ring, in which the last device lies before the first; without it the open ends receive zeros.
+        dim: the dim that is split over the axis.
+        before: rows from before the block; they may come from several devices.
+        after: rows from after the block.
+        wrap: periodic boundary: the last device precedes the first. False: zeros at both ends.
 
     Returns:
         Arrays whose size along `dim` is larger by before + after.
 
     Raises:
         ValueError: an unbound axis, a `dim` the array does not have or that is empty, a negative number of rows, or
-            more than 1024 devices have: each takes a message.
+            more rows than 1024 devices have (each sends a message).
 
     Cost: B (before + after)/D bytes, D the block's size along `dim`, in one step for each neighbour reached.
+
+    Example:
+        >>> halo = lambda x: sk.halo_exchange(x, "data", before=1, after=1)
+        >>> print(jax.shard_map(halo, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(jnp.array([1, 2, 3, 4])))
+        [0 1 2 3 2 3 4 0]
     """
     names = bound("halo_exchange", axis)
-    for side, rows in (("before", before), ("after", after)):
-        if rows < 0:
-            raise ValueError(f"halo_exchange: {side} must be 0 rows or more; got {rows}. Pass {side}=0 for none.")
+    at_least("halo_exchange", 0, before=before, after=after)
 
     def join(leaf: jax.Array) -> jax.Array:
         at = dim_of("halo_exchange", dim, jnp.ndim(leaf))
@@ -101,17 +108,17 @@ def halo_exchange(x: Arrays, axis: Axis, *, dim: int = 0, before: int = 1, after
         for side, rows in (("before", before), ("after", after)):
             if rows > _FARTHEST * size > 0:
                 raise ValueError(
-                    f"halo_exchange: {side} must be at most the rows of {_FARTHEST} devices, of {size} each; got "
-                    f"{rows}. Lower it."
+                    f"halo_exchange: {side} must be at most the rows of {_FARTHEST} devices of {size} rows each; got "
+                    f"{rows}. Lower {side}."
                 )
         if not size:
             raise ValueError(
-                f"halo_exchange: dim {at} must have one row or more on each device; got shape {leaf.shape}. "
+                f"halo_exchange: dim {at} must have at least one row per device; got shape {leaf.shape}. "
                 "Choose another dim, or fewer devices."
             )
         leaf = vary(leaf, names)
         pieces = [leaf]
-        for near in range(0, before, size):  # near: rows that nearer devices give
+        for near in range(0, before, size):  # near: rows from nearer devices
             edge = lax.slice_in_dim(leaf, size - min(size, before - near), size, axis=at)
             pieces.insert(0, shift(edge, names, by=near // size + 1, wrap=wrap))
         for near in range(0, after, size):
@@ -124,23 +131,28 @@ def halo_exchange(x: Arrays, axis: Axis, *, dim: int = 0, before: int = 1, after
 
 @typed
 def gather_to_one(x: Arrays, axis: Axis, *, dim: int = 0, target: int = 0) -> Any:
-    """Joins the devices' pieces of each leaf along `dim` on device `target`; the others get zeros.
+    """Concatenates the devices' shards of each leaf along `dim` on device `target`; the others get zeros.
 
     Layout: `X[.., D_a, ..] -> X[.., D, ..] on device target`
     Args:
-        x: pytree of arrays, a piece on each device.
+        x: pytree of arrays, this device's shards.
         axis: axis name or tuple of names (then `target` is a joint index).
-        dim: the dimension to join along.
+        dim: the dim to concatenate along.
         target: index of the receiving device, 0 <= target < n.
 
     Returns:
-        Arrays whose size along `dim` is n times the piece's, on every device, typed as varying over `axis`.
+        Arrays whose size along `dim` is n times the shard's, on every device, varying over `axis`.
 
     Raises:
         ValueError: an unbound axis, a `dim` the array does not have, or a target outside the axis.
 
-    Cost: B (n-1) bytes in n-1 hops, B being one piece: an all_gather, since the target's own links are the bottleneck
-    of n-1 single messages too.
+    Cost: B (n-1) bytes in n-1 hops, B being one shard: an all_gather, because n-1 single messages are limited by the
+    target's links just as much.
+
+    Example:
+        >>> first = lambda x: sk.gather_to_one(x, "data")
+        >>> print(jax.shard_map(first, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(jnp.array([1, 2])))
+        [1 2 0 0]
     """
     names = bound("gather_to_one", axis)
     member("gather_to_one", "target", target, axis_size(names))

@@ -14,7 +14,7 @@ from shardkit._check import Axis, at_least, bound, named, quoted
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives import axis_index, axis_size
-from shardkit.collectives.basic import permuted
+from shardkit.collectives.permute import permuted
 from shardkit.partitioning.token_axes import in_plan_order
 
 Order = Literal["contiguous", "zigzag"]

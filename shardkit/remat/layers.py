@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from shardkit._check import named
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
-from shardkit.collectives._sums import varying_like
+from shardkit.collectives.axes import vary_like
 from shardkit.partitioning.batch import split_microbatches
 from shardkit.partitioning.handles import is_handle, opened, parts, unsealed
 from shardkit.remat.recompute import POLICIES, Mask, Remat, policy_of
@@ -141,7 +141,7 @@ def scan_layers(
             f"{len(stacked)}. Stack them once, before init, with jax.tree.map(lambda *leaves: jnp.stack(leaves), "
             "*layers), or call gathered(layer_fn)(weights, x) for one after the other."
         ) from error
-    x = jax.tree.map(varying_like, x, after)  # as the layers will type it
+    x = jax.tree.map(vary_like, x, after)  # as the layers will type it
     _check_microbatches(x, microbatches)
     x = split_microbatches(x, microbatches) if microbatches > 1 else x
     if microbatches > 1 or any(is_handle(leaf) for leaf in jax.tree.leaves(stacked, is_leaf=is_handle)):

@@ -47,13 +47,13 @@ KERNELS = [  # kernel, call, its cost line, its primitive
     (
         sk.all_gather,
         lambda x: sk.all_gather(x, "model", dim=1),
-        "B (n-1) bytes in n-1 hops, B being one piece.",
+        "B (n-1) bytes in n-1 hops, B being one shard.",
         "all_gather",
     ),
     (
         sk.all_gather,
         lambda x: sk.all_gather(x, "model", replicated=True),
-        "B (n-1) bytes in n-1 hops, B being one piece.",
+        "B (n-1) bytes in n-1 hops, B being one shard.",
         "all_gather",
     ),
     (
@@ -71,13 +71,13 @@ KERNELS = [  # kernel, call, its cost line, its primitive
     (
         sk.shift,
         lambda x: sk.shift(x, "model", by=3),
-        "B bytes in one step (min(by, n - by) hops round a ring); nothing where by is a multiple of n.",
+        "B bytes in one step (min(by, n - by) hops in a ring); none where by is a multiple of n.",
         "ppermute",
     ),
     (
         sk.broadcast,
         lambda x: sk.broadcast(x, "model", source=1),
-        f"{AROUND}: a masked all_reduce, which is what types the result as equal.",
+        f"{AROUND}: a masked all_reduce, which makes the result invariant.",
         "psum",
     ),
 ]
@@ -205,11 +205,11 @@ DIVIDES = "dim 0 must be divisible by {}; got size 6 over {} devices. Pad dim 0 
 ERRORS = [
     (
         lambda x: sk.all_reduce(x, "data", op="median"),
-        "all_reduce: op must be 'sum', 'mean', 'max', 'min', 'any' or 'all'; got 'median'. Choose one of them.",
+        "all_reduce: op must be 'sum', 'mean', 'max', 'min', 'any' or 'all'; got 'median'. Pass for example op='sum'.",
     ),
     (
         lambda x: sk.reduce_scatter(x, "data", op="max"),
-        "reduce_scatter: op must be 'sum' or 'mean'; got 'max'. Choose one of them.",
+        "reduce_scatter: op must be 'sum' or 'mean'; got 'max'. Pass for example op='sum'.",
     ),
     (lambda x: sk.all_gather(x, "data", dim=2), f"all_gather: dim must name a dimension of the array; got 2 {RANK2}"),
     (

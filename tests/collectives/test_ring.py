@@ -177,7 +177,7 @@ ERRORS = [
     ),
     (
         lambda x: ring.all_reduce(x, "a", op="max"),
-        "ring.all_reduce: op must be 'sum' or 'mean'; got 'max'. Choose one of them.",
+        "ring.all_reduce: op must be 'sum' or 'mean'; got 'max'. Pass for example op='sum'.",
     ),
     (
         lambda x: hierarchical.all_reduce(x, "a", "a"),

@@ -557,7 +557,7 @@ SHARDED = [
     ),
     (
         lambda: sk.ring_attention(*tokens(), "c", order="striped"),
-        "ring_attention: order must be 'contiguous' or 'zigzag'; got 'striped'. Choose one of them.",
+        "ring_attention: order must be 'contiguous' or 'zigzag'; got 'striped'. Pass for example order='contiguous'.",
     ),
     (
         lambda: sk.ring_attention(*tokens(t=5), "c", order="zigzag"),
@@ -609,7 +609,7 @@ SHARDED = [
     ),
     (
         lambda: sk.positions(4, "c", order="random"),
-        "positions: order must be 'contiguous' or 'zigzag'; got 'random'. Choose one of them.",
+        "positions: order must be 'contiguous' or 'zigzag'; got 'random'. Pass for example order='contiguous'.",
     ),
     (
         lambda: sk.positions(3, "c", order="zigzag"),

@@ -48,14 +48,14 @@ REVERTED = "a mend taken back"
 _COLLECTIVES = (
     Mutant(
         "shift-wrong-way",
-        "shardkit/collectives/basic.py",
+        "shardkit/collectives/permute.py",
         "pairs = [(i, (i + by) % count) for i in range(count)]",
         "pairs = [(i, (i - by) % count) for i in range(count)]",
         NEIGHBOUR,
     ),
     Mutant(
         "shift-open-end",
-        "shardkit/collectives/basic.py",
+        "shardkit/collectives/permute.py",
         "for i in range(count) if 0 <= i + by < count]",
         "for i in range(count) if 0 < i + by < count]",
         BOUNDARY,
@@ -76,7 +76,7 @@ _COLLECTIVES = (
     ),
     Mutant(
         "permuted-in-given-order",
-        "shardkit/collectives/basic.py",
+        "shardkit/collectives/permute.py",
         "return ordered, [(place(source), place(target)) for source, target in pairs]",
         "return ordered, pairs",
         AXIS,
@@ -154,14 +154,14 @@ _COLLECTIVES = (
     ),
     Mutant(
         "gathered-matmul-slot",
-        "shardkit/collectives/matmul.py",
+        "shardkit/collectives/_matmul_rings.py",
         "place = me - way.by * k, way.first",
         "place = me + way.by * k, way.first",
         SLOT,
     ),
     Mutant(
         "gathered-matmul-backward-rows",
-        "shardkit/collectives/matmul.py",
+        "shardkit/collectives/_matmul_rings.py",
         "dx(rows_of(me + 2 + k))",
         "dx(rows_of(me + 1 + k))",
         NEIGHBOUR,
@@ -971,7 +971,7 @@ _TOP = (
     ),
     Mutant(
         "too-few-threads",
-        "shardkit/mesh.py",
+        "shardkit/simulated.py",
         "str(max(_threads_wanted(environ), _THREADS_PER_DEVICE * n))",
         "str(_threads_wanted(environ))",
         REFUSAL,

@@ -34,9 +34,10 @@ def refused(message: str, error: type[Exception] = ValueError) -> Any:
 
 
 def test_an_unknown_mode():
-    with refused("pipeline_value_and_grad: mode must be 'masked' or 'branch'; got 'fast'. Choose one of them."):
+    rule = "mode must be 'masked' or 'branch'; got 'fast'. Pass for example mode='masked'."
+    with refused(f"pipeline_value_and_grad: {rule}"):
         sk.pipeline_value_and_grad(*PIECES, schedules.gpipe(2, 2), "stage", mode="fast")
-    with refused("pipeline_loss: mode must be 'masked' or 'branch'; got 'fast'. Choose one of them."):
+    with refused(f"pipeline_loss: {rule}"):
         sk.pipeline_loss(*PIECES, schedules.gpipe(2, 2), "stage", mode="fast")
 
 

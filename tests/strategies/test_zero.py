@@ -100,7 +100,7 @@ def test_one_device_splits_nothing():
         (
             lambda: sk.zero2("d", uneven="fill"),
             ValueError,
-            "zero2: uneven must be 'replicate', 'refuse' or 'pad'; got 'fill'. Choose one of them.",
+            "zero2: uneven must be 'replicate', 'refuse' or 'pad'; got 'fill'. Pass for example uneven='replicate'.",
         ),
         (
             lambda: sk.fsdp("d", layerwise="layers"),

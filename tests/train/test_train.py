@@ -323,7 +323,8 @@ def test_bad_batches_are_refused(batch, options, message, data8):
         ),
         (
             {"nonfinite": "raise"},
-            "make_train_step: nonfinite must be 'keep', 'skip' or 'stop'; got 'raise'. Choose one of them.",
+            "make_train_step: nonfinite must be 'keep', 'skip' or 'stop'; got 'raise'. "
+            "Pass for example nonfinite='keep'.",
         ),
         (
             {"precision": "fp8"},

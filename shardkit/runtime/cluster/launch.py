@@ -31,10 +31,10 @@ from typing import BinaryIO
 
 from shardkit._check import finite
 from shardkit._typed import typed
-from shardkit.mesh import cpu_environment
 from shardkit.runtime.cluster.output import passing_on, write
 from shardkit.runtime.cluster.preemption import PREEMPTED
 from shardkit.runtime.monitor.hello import TOKEN
+from shardkit.simulated import cpu_environment
 
 _LONGEST_BEFORE_KILL = 5.0  # seconds from SIGTERM to SIGKILL
 _LAST_WORDS = 3.0  # seconds that what the processes started, such as their monitors, has to say something yet

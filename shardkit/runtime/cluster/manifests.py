@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import yaml
 
-from shardkit.mesh import cpu_environment
 from shardkit.runtime.cluster.launch import check_counts, program
 from shardkit.runtime.cluster.preemption import PREEMPTED
 from shardkit.runtime.monitor.hello import TOKEN
+from shardkit.simulated import cpu_environment
 
 Kind = Literal["slurm", "k8s", "jobset"]
 

@@ -1,0 +1,91 @@
+"""Axes inside shard_map: how many devices, which one this is, and over which axes a value varies."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardkit import _compat
+from shardkit._check import Axis, bound
+from shardkit._kinds import Arrays
+from shardkit._typed import typed
+
+
+@typed
+def axis_size(axis: Axis) -> int:
+    """Number of devices along `axis`, or their product over a tuple, as a Python integer.
+
+    Cost: none.
+
+    Example:
+        >>> size = lambda x: x * sk.axis_size(("data", "model"))
+        >>> print(jax.shard_map(size, mesh=mesh, in_specs=P(), out_specs=P())(1))
+        8
+    """
+    known = _compat.bound_axes()
+    return math.prod(known[name] for name in bound("axis_size", axis))
+
+
+@typed
+def axis_index(axis: Axis) -> jax.Array:
+    """Index of this device along `axis`, an int32 scalar; over a tuple the joint index, the first axis major.
+
+    Cost: none.
+
+    Example:
+        >>> index = lambda: sk.axis_index("model")[None]
+        >>> print(jax.shard_map(index, mesh=mesh, in_specs=(), out_specs=P("model"))())
+        [0 1 2 3]
+    """
+    return lax.axis_index(bound("axis_index", axis))
+
+
+@typed
+def vary(tree: Arrays | None, axes: Axis | tuple[()]) -> Any:
+    """Casts every leaf to vary over `axes`; an axis over which it varies already is skipped.
+
+    The gradient with respect to a varying value is this device's own: the reduction over devices remains to be written.
+    The transpose of the cast is a psum over the axes it added.
+
+    Layout: `X[...] -> X[...] {varying over axes}`
+    Args:
+        tree: pytree of arrays.
+        axes: axis name, tuple of names, or `()`.
+
+    Returns:
+        The same values, typed as varying.
+
+    Raises:
+        ValueError: an axis that is not bound here, or named twice.
+
+    Cost: none.
+
+    Example:
+        >>> def gradient(w, x):  # of this device's rows alone
+        ...     return jax.grad(lambda w: (w * x).sum())(sk.vary(w, "data"))
+        >>> both = jax.shard_map(gradient, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+        >>> print(both(jnp.ones(1), jnp.array([2.0, 3.0])))
+        [2. 3.]
+    """
+    tracked = _compat.tracked_axes()
+    names = tuple(name for name in bound("vary", axes) if name in tracked) if axes != () else ()
+
+    def cast(x: Any) -> jax.Array:
+        missing = tuple(name for name in names if name not in _compat.varying_axes(x))
+        return _compat.cast_varying(x, missing) if missing else x
+
+    return jax.tree.map(cast, tree)
+
+
+def vary_like(x: jax.Array, like: Any) -> jax.Array:
+    """Marks `x` as varying over every axis over which `like` varies."""
+    return vary(x, tuple(_compat.varying_axes(like)))
+
+
+def countable(x: jax.Array) -> jax.Array:
+    """`x` in a dtype that can be summed: booleans as int32, as psum takes them."""
+    return x.astype(jnp.int32) if x.dtype == bool else x
