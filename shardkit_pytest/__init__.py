@@ -113,7 +113,7 @@ def _devices(config: pytest.Config) -> int:
 def _start(devices: int) -> None:
     """Simulates devices, with short collective time-outs, unless jax has already started."""
     from shardkit._platform import jax_has_started
-    from shardkit.mesh import simulate_devices
+    from shardkit.simulated import simulate_devices
 
     if jax_has_started():
         return
