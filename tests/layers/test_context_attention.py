@@ -665,7 +665,7 @@ def test_the_axes_of_a_sequence_stand_in_the_order_of_the_plan(name, given, plan
     with pytest.raises(ValueError) as error:
         run()
     assert str(error.value) == (
-        f"{name}: the axes must stand in the order in which the plan splits the tokens, {order[0]!r}, {order[1]!r}; "
+        f"{name}: the axes must be in the order in which the plan splits the tokens, {order[0]!r}, {order[1]!r}; "
         f"got {given[0]!r}, {given[1]!r}. Name them in that order."
     )
 
@@ -679,6 +679,6 @@ def test_a_ring_inside_a_heads_axis_stands_in_the_order_of_the_plan():
     with pytest.raises(ValueError) as error:
         jax.eval_shape(sk.make_eval_step(loss_fn, mesh=mesh, plan=sk.cp(("s", "r", "u"))), params, x)
     assert str(error.value) == (
-        "ulysses_attention: the axes must stand in the order in which the plan splits the tokens, 's', 'r', 'u'; got "
+        "ulysses_attention: the axes must be in the order in which the plan splits the tokens, 's', 'r', 'u'; got "
         "'r', 's', 'u'. Name them in that order."
     )
