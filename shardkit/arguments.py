@@ -13,11 +13,7 @@ from shardkit.rng import refuse_unstable
 
 
 def check_function(where: str, function: Any) -> None:
-    """Refuses a loss in place of a GradFn, and a GradFn in place of a loss.
-
-    Args:
-        where: `make_train_step`, whose function is a GradFn, or `make_eval_step`, whose function is a loss.
-        function: the GradFn or the loss.
+    """Refuses a loss in place of a GradFn (`make_train_step`), and a GradFn in place of a loss (`make_eval_step`).
 
     Raises:
         TypeError: the other kind of function, or no function.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardkit._check import quoted
+from shardkit._check import at_least, quoted
 from shardkit._typed import check_kind
 
 
@@ -83,10 +83,7 @@ def precision_of(name: Precision | str | None) -> Precision:
                 f"overflows and is skipped; got {scale!r}. Lower it."
             )
         check_kind("Precision", "growth_interval", name.growth_interval, (int,))
-        if name.growth_interval < 1:
-            raise ValueError(
-                f"Precision: growth_interval must be at least 1; got {name.growth_interval}. Pass for example 2000."
-            )
+        at_least("Precision", 1, growth_interval=name.growth_interval)
         return name
     policy = _NAMED.get("no" if name is None else name)
     if policy is None:

@@ -144,12 +144,8 @@ def optimizer_held(opt_state: Any, params: Any, update: Any) -> Any:
 def reads_order(optimizer: Any, policy: Precision, trees: tuple[Any, Any, Any], held: Any, opt_held: Any) -> bool:
     """Whether an optimizer depends on the order of a stack's layers, as one that indexes them does.
 
-    Args:
-        optimizer: the transformation.
-        policy: the dtypes.
-        trees: gradients, optimizer state and parameters, in any form.
-        held: how gradients and parameters are stored in the update.
-        opt_held: how the optimizer state is stored.
+    `trees` are gradients, optimizer state and parameters in any form; `held` and `opt_held` say how the update stores
+    parameters and optimizer state.
     """
     stacked, opt_stacked = (jax.tree.map(lambda each: bool(each.rows), tree) for tree in (held, opt_held))
     if not any(jax.tree.leaves(stacked)):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from shardkit._check import at_least
 from shardkit._compat import varying_axes
 from shardkit._kinds import Key, Optimizer
 from shardkit._typed import typed
@@ -117,14 +118,7 @@ def make_train_step(
     plan = arranged(plan, grad_fn)
     plan.check(mesh)
     policy = precision_of(precision)
-    if accumulate < 1:
-        raise ValueError(
-            f"make_train_step: accumulate must be at least 1; got {accumulate}. Pass the number of microbatches."
-        )
-    if nonfinite not in ("keep", "skip", "stop"):
-        raise ValueError(
-            f"make_train_step: nonfinite must be 'keep', 'skip' or 'stop'; got {nonfinite!r}. Choose one of them."
-        )
+    at_least("make_train_step", 1, accumulate=accumulate)
     if accumulate > 1 and hasattr(grad_fn, "stages"):
         warnings.warn(
             f"make_train_step: accumulate={accumulate} fills and drains the pipeline {accumulate} times per step. Give "

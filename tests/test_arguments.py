@@ -60,7 +60,7 @@ RANGES = [
     ),
     (
         lambda: sk.precision.precision_of(sk.Precision(growth_interval=0)),
-        r"Precision: growth_interval must be at least 1; got 0\. Pass for example 2000\.",
+        r"Precision: growth_interval must be at least 1; got 0\. Correct growth_interval\.",
     ),
     (
         lambda: DistributedConfig(enabled="false"),

@@ -19,11 +19,8 @@ DimRules = ChooseDim | Any  # the tree may be any pytree of PartitionSpecs
 def dim_chooser(name: str, axes: tuple[str, ...], rules: DimRules) -> ChooseDim:
     """The rules of a strategy as a function of a leaf's path and shape.
 
-    Args:
-        name: the strategy, for errors.
-        axes: its mesh axes.
-        rules: such a function, or a pytree of PartitionSpecs like the parameters, such as `specs_from_rules` returns:
-            the dim with the axes is split, and a leaf without them stays whole.
+    `rules` is such a function, or a pytree of PartitionSpecs like the parameters, such as `specs_from_rules` returns:
+    the dim with the axes is split, and a leaf without them stays whole.
 
     Returns:
         `(path, shape) -> dim`, counted from the front, or None for a leaf that is not split.

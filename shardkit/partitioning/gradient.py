@@ -176,15 +176,11 @@ def _as_mean(value: Any, rule: str) -> Mean:
 def global_means(means: Mapping[str, Mean], batch_axes: Collection[str]) -> dict[str, Mean]:
     """The means over all devices: each summed over exactly the axes over which its total varies.
 
-    Args:
-        means: this device's sums by name.
-        batch_axes: axes that split the batch; only over these may the total vary and the weight not.
-
-    Returns:
-        The sums over devices by name, float32, invariant over all axes.
+    The sums are float32 and invariant over all axes.
 
     Raises:
-        ValueError: a weight that varies over other axes than its total.
+        ValueError: a weight that varies over other axes than its total, except for one that varies over none while the
+            total varies over `batch_axes`, which split the batch.
 
     Cost: one all_reduce of 8 bytes per mean; those over the same axes share one collective.
     """
@@ -208,8 +204,8 @@ def divisor_of(weight: jax.Array) -> jax.Array:
 
 def _axes_of_sum(name: str, mean: Mean, batch_axes: Collection[str]) -> tuple[str, ...]:
     total, weight = varying_axes(mean.total), varying_axes(mean.weight)
-    # A weight that varies over no axis, such as a number of values, counts once on each device; one that varies over only
-    # some of the axes of the total would be counted again along the others.
+    # A weight that varies over no axis, such as a number of values, counts once on each device; one that varies over
+    # only some of the axes of the total would be counted again along the others.
     cast = frozenset(batch_axes) if not weight else frozenset()
     wrong = sorted((weight - total) | ((total - weight) - cast))
     if wrong:

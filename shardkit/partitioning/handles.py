@@ -131,13 +131,9 @@ def with_parts(tree: Any, leaves: Any) -> Any:
 
 
 def call_sealed(fn: Callable[..., Any], tree: Any, *args: Any, at: str = "") -> Any:
-    """`fn(tree, *args)` with the lazy leaves of the tree sealed; for functions of the user.
+    """`fn(tree, *args)`, a function of the user's, with the lazy leaves of the tree sealed.
 
-    Args:
-        fn: a loss, or a piece of a pipeline.
-        tree: pytree of lazy leaves and arrays; `fn` opens the former with `gathered` and `scan_layers`.
-        *args: its other arguments.
-        at: path of the tree in the parameters, such as "layers".
+    `fn` opens them with `gathered` and `scan_layers`; `at` is the path of the tree in the parameters, such as "layers".
 
     Raises:
         TypeError: `fn` computes with a lazy leaf.

@@ -28,21 +28,10 @@ def local_gradients(
     compute: Any,
     accumulate: int,
 ) -> tuple[Any, dict[str, Mean], Any]:
-    """What one device computes in a step.
+    """What one device computes in a step: its batch as the loss sees it, its Means by name, and its gradients.
 
-    Args:
-        grad_fn: the GradFn.
-        seen: the parameters as the loss sees them, from `enter`.
-        batch: this device's examples.
-        key: the key of the step.
-        scale: the loss scale.
-        batch_spec: how the batch is split.
-        compute: dtype of the batch's floating-point arrays.
-        accumulate: number of microbatches.
-
-    Returns:
-        The device's examples as the loss sees them; its Means, the loss under "loss"; its gradients. Means and
-        gradients are sums over the microbatches, in float32 where there are several.
+    `seen` are the parameters as `enter` returns them. Means and gradients are sums over the microbatches, in float32 if
+    there are several.
 
     Cost: what the GradFn sends, `accumulate` times.
     """
@@ -60,7 +49,7 @@ def local_gradients(
         _check_gradients(seen, grads)
         return named_means((loss, aux)), grads
 
-    with tokens_split(_axes(batch_spec, 1)):
+    with tokens_split(_token_axes(batch_spec)):
         batch = in_compute(first, batch, compute, once=accumulate == 1 and _sees_all(batch_spec, grad_fn))
         if accumulate == 1:
             return batch, *call(batch, keys)
@@ -84,7 +73,7 @@ def local_means(loss_fn: LossFn, seen: Any, batch: Any, batch_spec: PartitionSpe
     """
     seen = with_parts(seen, parts(seen))
     means = lambda batch: named_means(call_sealed(loss_fn, seen, batch, None))  # noqa: E731
-    with tokens_split(_axes(batch_spec, 1)):
+    with tokens_split(_token_axes(batch_spec)):
         return means(in_compute(means, batch, compute, once=_sees_all(batch_spec, loss_fn)))
 
 
@@ -101,10 +90,8 @@ def _check_gradients(params: Any, grads: Any) -> None:
             raise ValueError(f"{rule}; leaf {path_name(path)} has {x.shape}, its gradient {jnp.shape(grad)}. {remedy}")
 
 
-def _axes(batch_spec: PartitionSpec, dim: int) -> tuple[str, ...]:
-    """The axes that split a dim of the batch."""
-    axes = spec_axes(batch_spec)
-    return axes[dim] if dim < len(axes) else ()
+def _token_axes(batch_spec: PartitionSpec) -> tuple[str, ...]:
+    return spec_axes(batch_spec)[1] if len(batch_spec) > 1 else ()
 
 
 def _sees_all(batch_spec: PartitionSpec, function: Any) -> bool:

@@ -35,14 +35,8 @@ _ONE_TO_ONE = {"optimization_barrier", *_compat.COLLECTIVES}  # result i depends
 def in_compute(means_of: MeansFn, batch: Any, compute: Any, *, once: bool) -> Any:
     """The batch as a loss sees it: floating-point arrays in the compute dtype, except for those that make a weight.
 
-    Args:
-        means_of: the loss and the auxiliary means of a batch, by name.
-        batch: this device's examples.
-        compute: the compute dtype.
-        once: whether all examples are on one device, in one microbatch.
-
-    Returns:
-        The batch with other dtypes.
+    `means_of` returns the loss and the auxiliary means of a batch by name; `once` says whether all examples are on one
+    device, in one microbatch.
 
     Raises:
         ValueError: a total over examples whose weight is computed from scalar leaves only: each device and each
@@ -78,9 +72,9 @@ def in_compute(means_of: MeansFn, batch: Any, compute: Any, *, once: bool) -> An
         made_of, counted = {tag.leaf for tag in weight}, {tag.leaf for tag in total}
         if not once and made_of and made_of <= scalars and not counted <= scalars:
             raise ValueError(
-                f"Mean {name!r}: the weight of examples must be a sum over them, because those of all devices and "
-                f"microbatches are added; this one depends only on the scalar leaf {path_name(paths[min(made_of)][0])}. "
-                "Pass a weight for each example: an array with the examples along dim 0."
+                f"Mean {name!r}: the weight of examples must be a sum over them, because the weights of all devices "
+                f"and microbatches are added; got one that depends only on leaf {path_name(paths[min(made_of)][0])}, a "
+                "scalar. Pass a weight for each example: an array with the examples along dim 0."
             )
     return jax.tree.unflatten(structure, lower(exact))
 

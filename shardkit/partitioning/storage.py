@@ -1,10 +1,10 @@
 """Leaves that are stored padded, or with their layers permuted into the order of stages.
 
-A leaf that does not divide is stored and sent with zeros at the end of the dim that is split. The arrays of a state need
-dims that divide; inside a step the compiler stores any D rows over n devices as ceil(D/n) rows each, which is the padded
-form: cutting and adding the zeros sends nothing. So the loss and the optimizer see natural shapes, and the numbers are
-those of one device. Only optimizers that multiply matrices (muon) pay: for the products the compiler gathers rows that
-do not divide, where it would otherwise sum over them.
+A leaf that does not divide is stored and sent with zeros at the end of the dim that is split. The arrays of a state
+need dims that divide; inside a step the compiler stores any D rows over n devices as ceil(D/n) rows each, which is the
+padded form: cutting and adding the zeros sends nothing. So the loss and the optimizer see natural shapes, and the
+numbers are those of one device. Only optimizers that multiply matrices (muon) pay: for the products the compiler
+gathers rows that do not divide, where it would otherwise sum over them.
 
 The stack of a pipeline is stored stage by stage (`stages.py`), each padded with rows of zeros to the longest. Most
 optimizers do not depend on the order of layers, and see the stored order. They see the natural order, for which the
@@ -35,7 +35,7 @@ Rows = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Held:
-    """How a leaf is stored: its spec, and the natural index of each row of dim 0, -1 for zeros; () for natural order."""
+    """How a leaf is stored: its spec, and the natural index of each row of dim 0 (-1: zeros; (): natural order)."""
 
     spec: PartitionSpec
     rows: Rows = ()
@@ -99,8 +99,8 @@ def cut_padding(x: Any, sizes: Iterable[tuple[int, int]]) -> Any:
 def unpadded(tree: Any) -> Any:
     """The leaves of a state in their natural shapes and order, for evaluation, checkpoints, export or another plan.
 
-    Layout: `X[.., n ceil(D/n), ..] -> X[.., D, ..]` for leaves that `uneven="pad"` padded; the layers of a pipeline from
-        the order of its stages to their own; all others unchanged.
+    Layout: `X[.., n ceil(D/n), ..] -> X[.., D, ..]` for leaves that `uneven="pad"` padded; the layers of a pipeline
+        from the order of its stages to their own; all others unchanged.
 
     Args:
         tree: pytree of arrays, for example `state.params` or `state.opt_state`.
@@ -178,8 +178,8 @@ def check_held(where: str, tree: Any, held: Any, mesh: Mesh) -> None:
         found = (x.sizes, x.rows) if is_padded(x) else ((), ())
         if found != wanted:
             raise ValueError(
-                f"{where} must be stored as this plan stores them; leaf {path_name(path)} is stored {_form(*found)}, but "
-                f"must be stored {_form(*wanted)}. Pass unpadded(...) of them to init, or to an evaluation whose plan "
+                f"{where} must be stored as this plan stores them; leaf {path_name(path)} is stored {_form(*found)}, "
+                f"and must be {_form(*wanted)}. Pass unpadded(...) of them to init, or to an evaluation whose plan "
                 "pads nothing."
             )
 

@@ -160,7 +160,7 @@ def bfloat16_weight(w, c, keys):
         (
             lambda w, c, keys: (jnp.sum(w * c), {"norms": {"first": jnp.float32(1), "each": w * c}}),
             "value_and_grad: aux 'norms' must be a scalar or Mean(total, weight); got dict with the leaf norms.each. "
-            "Put each of its leaves into aux itself, by a name such as 'norms.each'.",
+            "Pass each leaf as an entry of aux, by a name such as 'norms.each'.",
         ),
         (
             lambda w, c, keys: (jnp.sum(w * c), {1: jnp.float32(1)}),
@@ -216,7 +216,7 @@ def test_weights_are_of_the_shape_of_the_values(values, weights):
     with pytest.raises(ValueError) as error:
         jax.eval_shape(sk.Mean.of, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (values, weights)))
     assert str(error.value) == (
-        f"Mean.of: the weights must have the shape of the values, one for each; got {weights} for {values}. Broadcast "
+        f"Mean.of: the weights must have the shape of the values; got {weights} for {values}. Broadcast "
         "them with jnp.broadcast_to(weights, values.shape)."
     )
 
@@ -235,7 +235,7 @@ def test_a_weight_that_depends_on_the_parameters_is_refused(mesh4):
     with pytest.raises(TypeError) as error:
         step(init(W, jax.random.key(0)), COEFFICIENTS)
     assert str(error.value) == (
-        "Mean: the weight of a loss must not depend on the parameters, because gradients are those of the total alone; "
+        "Mean: the weight of a loss must not depend on the parameters, because gradients are those of the total; "
         "this one does. Pass jax.lax.stop_gradient(weight), or divide in the loss and return a scalar."
     )
     init, step = sk.make_train_step(sk.value_and_grad(gated(True)), optax.sgd(1.0), mesh=mesh4, plan=sk.dp("data"))

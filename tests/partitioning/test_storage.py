@@ -328,12 +328,12 @@ def test_a_padded_state_is_evaluated_under_its_own_plan_or_unpadded():
     with pytest.raises(ValueError) as error:
         evaluate(state.params, batch)
     assert str(error.value) == (
-        "evaluate: the parameters must be held as this plan holds them, and another plan's are not; leaf b is held "
-        "with dim 0 of 5 padded, and here in its natural form. Pass unpadded(...) of them to init, or to an evaluation "
+        "evaluate: the parameters must be stored as this plan stores them; leaf b is stored with dim 0 of 5 padded, "
+        "and must be in its natural form. Pass unpadded(...) of them to init, or to an evaluation "
         "whose plan pads nothing."
     )
     np.testing.assert_allclose(evaluate(sk.unpadded(state.params), batch)["loss"], np.log(5), rtol=1e-6)
     _, other = sk.make_train_step(sk.value_and_grad(loss), optax.sgd(0.1), mesh=mesh, plan=sk.dp("data"))
-    with pytest.raises(ValueError, match="step: the parameters must be held as this plan holds them"):
+    with pytest.raises(ValueError, match="step: the parameters must be stored as this plan stores them"):
         other(state, batch)
     step(state, batch)

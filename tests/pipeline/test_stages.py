@@ -352,14 +352,14 @@ def test_an_optimizer_that_tells_layers_by_their_place_sees_them_in_order(name):
 
 FORMS = {  # a state of the first, in the step of the second: what its first leaf is said to be
     ("loop, 2 chunks", "one chunk"): (
-        "held with its rows in the order of stages (0, 1, 2, 6, 7, 8, 3, 4, ...), and here in its natural form"
+        "stored with its rows in the order of stages (0, 1, 2, 6, 7, 8, 3, 4, ...), and must be in its natural form"
     ),
     ("one chunk", "loop, 2 chunks"): (
-        "held in its natural form, and here with its rows in the order of stages (0, 1, 2, 6, 7, 8, 3, 4, ...)"
+        "stored in its natural form, and must be with its rows in the order of stages (0, 1, 2, 6, 7, 8, 3, 4, ...)"
     ),
     ("loop, 2 chunks", "v, 2 chunks"): (
-        "held with its rows in the order of stages (0, 1, 2, 6, 7, 8, 3, 4, ...), and here with its rows in the order "
-        "of stages (0, 1, 2, 9, 10, 11, 3, 4, ...)"
+        "stored with its rows in the order of stages (0, 1, 2, 6, 7, 8, 3, 4, ...), and must be with its rows in the "
+        "order of stages (0, 1, 2, 9, 10, 11, 3, 4, ...)"
     ),
 }
 
@@ -372,11 +372,11 @@ def test_a_state_of_other_stages_is_refused(has, wants):
     with pytest.raises(ValueError) as error:
         make(wants)[1](state, make_batch())
     assert str(error.value) == (
-        "step: the parameters must be held as this plan holds them, and another plan's are not; leaf layers.b is "
+        "step: the parameters must be stored as this plan stores them; leaf layers.b is "
         f"{FORMS[has, wants]}. Pass unpadded(...) of them to init, or to an evaluation whose plan pads nothing."
     )
     _, loss = make_grad_fn(layers, stages)
-    with pytest.raises(ValueError, match="evaluate: the parameters must be held"):
+    with pytest.raises(ValueError, match="evaluate: the parameters must be stored"):
         sk.make_eval_step(loss, mesh=make_mesh(stage=2), plan=sk.pp("stage"))(state.params, make_batch())
     init, step = make(wants)
     step(init(sk.unpadded(state.params), jax.random.key(0)), make_batch())
@@ -389,7 +389,7 @@ def test_an_optimizer_state_of_other_stages_is_refused():
     with pytest.raises(ValueError) as error:
         make(wants)[1](states[wants]._replace(opt_state=states[has].opt_state), make_batch())
     assert str(error.value) == (
-        "step: the optimizer state must be held as this plan holds them, and another plan's are not; leaf "
+        "step: the optimizer state must be stored as this plan stores them; leaf "
         f"0.trace.layers.b is {FORMS[has, wants]}. Pass unpadded(...) of them to init, or to an evaluation whose plan "
         "pads nothing."
     )

@@ -113,9 +113,9 @@ def test_a_weight_that_is_summed_as_it_is_counts_in_float32():
 
 
 SCALAR = (
-    "Mean {name}: the weight of examples must be summed over them, because each device and microbatch adds its own; "
-    "this one is made of the scalar leaf n alone, which all of them would add. Pass a weight for each example: an "
-    "array with the examples along dim 0."
+    "Mean {name}: the weight of examples must be a sum over them, because the weights of all devices and microbatches "
+    "are added; got one that depends only on leaf n, a scalar. Pass a weight for each example: an array with the "
+    "examples along dim 0."
 )
 
 

@@ -144,7 +144,7 @@ def test_an_object_that_is_no_pytree_and_no_function_of_a_key_is_told(data8):
     for make_ in (init, lambda params, key: init.abstract(params)):
         with pytest.raises(TypeError) as error:
             make_(Unregistered(np.ones((3, 2), np.float32)), KEY)
-        text, end = str(error.value).split(" failed: ")[0], str(error.value).split(". Register ")[1]
+        text, end = str(error.value).split(" failed when ")[0], str(error.value).split(". Register ")[1]
         assert text == (
             "init: params must be a pytree of arrays, or a function of the key that makes one; got an object of type "
             "Unregistered, which is not a pytree and"
@@ -297,13 +297,13 @@ def test_the_value_reaches_optimizers_that_want_it(data8):
             make_batch() | {"y": np.zeros((16, 8), np.float32)},
             {},
             "make_train_step: every array of the batch must have the same number of examples along dim 0; got "
-            "weight: 32, x: 32, y: 16. Return a batch whose arrays share dim 0.",
+            "weight: 32, x: 32, y: 16. Pass arrays that share dim 0.",
         ),
         (
             {"scale": np.float32(1)},
             {},
             "make_train_step: every array of the batch must have the same number of examples along dim 0; got "
-            "no array. Return a batch whose arrays share dim 0.",
+            "no array. Pass arrays that share dim 0.",
         ),
     ],
 )
@@ -319,7 +319,7 @@ def test_bad_batches_are_refused(batch, options, message, data8):
     [
         (
             {"accumulate": 0},
-            "make_train_step: accumulate must be at least 1; got 0. Pass the number of microbatches.",
+            "make_train_step: accumulate must be at least 1; got 0. Correct accumulate.",
         ),
         (
             {"nonfinite": "raise"},
