@@ -16,7 +16,7 @@ from shardkit._typed import typed
 from shardkit.collectives import vary
 from shardkit.partitioning.handles import is_handle, opened, parts, unsealed
 from shardkit.remat.recompute import POLICIES, Mask, Remat, policy_of
-from shardkit.remat.regather import reopened
+from shardkit.remat.regather import regathered, regathered_stack
 
 LayerFn = Callable[[Any, Any], Any]
 
@@ -64,7 +64,7 @@ def gathered(
             args, kwargs = jax.tree.unflatten(tree, handles.join(weights, others))
             return layer_fn(*args, **kwargs)
 
-        return reopened(again, *handles.split(leaves), policy=policy or POLICIES["dots"])
+        return regathered(again, *handles.split(leaves), policy=policy or POLICIES["dots"])
 
     return layer
 
@@ -146,9 +146,9 @@ def scan_layers(
     if microbatches > 1 or any(is_handle(leaf) for leaf in jax.tree.leaves(stacked, is_leaf=is_handle)):
         options: dict[str, Any] = {"policy": policy or POLICIES["dots"], "microbatches": microbatches}
         if prefetch:
-            x = reopened(layer_fn, stacked, x, layers=layers, **options)
+            x = regathered_stack(layer_fn, stacked, x, layers=layers, **options)
         else:
-            x, _ = jax.lax.scan(lambda x, w: (reopened(layer_fn, w, x, **options), None), x, stacked)
+            x, _ = jax.lax.scan(lambda x, w: (regathered(layer_fn, w, x, **options), None), x, stacked)
     else:
         layer = jax.checkpoint(layer_fn, policy=policy) if policy else layer_fn
         x, _ = jax.lax.scan(lambda x, w: (layer(w, x), None), x, stacked)
