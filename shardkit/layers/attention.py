@@ -51,6 +51,11 @@ def dot_attention(
 
     Cost: none; it holds b H T T scores, and keeps as many weights, in the dtype of v, for the backward pass.
 
+    Example:
+        >>> q, k = jnp.ones((1, 6, 4, 8)), jnp.ones((1, 6, 2, 8))  # two query heads share each key/value head
+        >>> sk.dot_attention(q, k, k).shape
+        (1, 6, 4, 8)
+
     Source: Vaswani et al. (arXiv:1706.03762); Ainslie et al., grouped queries (arXiv:2305.13245).
     """
     finite("dot_attention", scale=scale)

@@ -47,6 +47,13 @@ def gathered(
     Cost: an all_gather of each handle's part, twice unless `keep`, and a reduce_scatter of its gradient. The CPU
         compiler, for simulated devices, merges the two gathers and keeps the weights; those of TPU and GPU do not.
 
+    Example:
+        >>> project = sk.gathered(lambda w, x: x @ w)
+        >>> grad_fn = sk.value_and_grad(lambda params, batch, keys: jnp.mean(project(params["layers"], batch)))
+        >>> plan = sk.fsdp("model", layerwise=("layers",), min_size=1)
+        >>> init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh, plan=plan)
+        >>> state, metrics = step(init({"layers": jnp.ones((8, 8))}, jax.random.key(0)), jnp.ones((4, 8)))
+
     Source: Zhao et al., PyTorch FSDP (VLDB 2023), section 3: reshard after forward.
     """
     policy = None if remat is None and not offload else policy_of("gathered", remat, offload)
@@ -116,6 +123,12 @@ def scan_layers(
     Cost: two all_gathers and one reduce_scatter of each layer's weights, with `prefetch` as without it, whatever
         `microbatches`: 3 (n-1)/n of the bytes of parameters that fsdp shards. On a device or under a plan that gathers
         nothing, nothing.
+
+    Example:
+        >>> stack, x = jnp.full((3, 8, 8), 0.5), jnp.ones((2, 8))
+        >>> y = sk.scan_layers(lambda w, x: x @ w, stack, x, remat="full")
+        >>> float(y[0, 0])  # 4 * 4 * 4
+        64.0
 
     Source: Zhao et al., PyTorch FSDP (VLDB 2023), section 3.3: forward and backward prefetching; Lamy-Poirier,
         Layered gradient accumulation (arXiv:2106.02679): a layer at a time over all microbatches.
