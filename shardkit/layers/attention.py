@@ -51,6 +51,11 @@ def dot_attention(
 
     Cost: none; it holds b H T T scores, and keeps as many weights, in the dtype of v, for the backward pass.
 
+    Example:
+        >>> q, k = jnp.ones((1, 6, 4, 8)), jnp.ones((1, 6, 2, 8))  # two query heads share each key/value head
+        >>> sk.dot_attention(q, k, k).shape
+        (1, 6, 4, 8)
+
     Source: Vaswani et al. (arXiv:1706.03762); Ainslie et al., grouped queries (arXiv:2305.13245).
     """
     finite("dot_attention", scale=scale)
@@ -78,14 +83,9 @@ def _attend_forward(
     return y, (q, k, v, weights, y)
 
 
-def _attend_backward(causal: bool, scale: float, kept: tuple[jax.Array, ...], dy: jax.Array) -> tuple[Any, ...]:
-    q, k, v, weights, y = kept
-    y_dy = jnp.sum(y.astype(jnp.float32) * dy.astype(jnp.float32), axis=-1, keepdims=True)
-    dweights = jnp.einsum("bGRtK,bGsK->bGRts", dy, v, preferred_element_type=jnp.float32)
-    dscores = (weights.astype(jnp.float32) * (dweights - y_dy) * scale).astype(q.dtype)
-    dq = jnp.einsum("bGRts,bGsK->bGRtK", dscores, k, preferred_element_type=dot_dtype(dscores, k))
-    dk = jnp.einsum("bGRts,bGRtK->bGsK", dscores, q, preferred_element_type=dot_dtype(dscores, q))
-    dv = jnp.einsum("bGRts,bGRtK->bGsK", weights, dy, preferred_element_type=dot_dtype(weights, dy))
+def _attend_backward(causal: bool, scale: float, residuals: tuple[jax.Array, ...], dy: jax.Array) -> tuple[Any, ...]:
+    q, k, v, weights, y = residuals
+    dq, dk, dv = gradients(q, k, v, weights, dy, inner(y, dy), scale=scale)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
@@ -150,3 +150,43 @@ def scores_of(q_bGRtK: jax.Array, k_bGsK: jax.Array, mask: jax.Array | None, sca
     """Scaled and masked scores [b, G, R, t, s], float32."""
     scores = jnp.einsum("bGRtK,bGsK->bGRts", q_bGRtK, k_bGsK, preferred_element_type=jnp.float32) * scale
     return scores if mask is None else jnp.where(mask, scores, MASKED)
+
+
+def inner(y: jax.Array, dy: jax.Array) -> jax.Array:
+    """The inner product of each query's result and its gradient, [.., 1], float32."""
+    return jnp.sum(y.astype(jnp.float32) * dy.astype(jnp.float32), axis=-1, keepdims=True)
+
+
+def gradients(
+    q_bGRtK: jax.Array,
+    k_bGsK: jax.Array,
+    v_bGsK: jax.Array,
+    weights_bGRts: jax.Array,
+    dy_bGRtK: jax.Array,
+    y_dy_bGRt1: jax.Array,
+    *,
+    scale: float,
+    partial_sums: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of queries, keys and values.
+
+    Args:
+        q_bGRtK, k_bGsK, v_bGsK: queries, keys and values.
+        weights_bGRts: the softmax's weights.
+        dy_bGRtK: the gradient of the result.
+        y_dy_bGRt1: `inner` of the result and its gradient.
+        scale: what scores are multiplied by.
+        partial_sums: these keys are a part of all keys: the gradients are float32, to be summed over the parts.
+
+    Source: Dao et al., FlashAttention (arXiv:2205.14135), appendix B.
+    """
+
+    def dot(form: str, x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.einsum(form, x, y, preferred_element_type=jnp.float32 if partial_sums else dot_dtype(x, y))
+
+    dweights = jnp.einsum("bGRtK,bGsK->bGRts", dy_bGRtK, v_bGsK, preferred_element_type=jnp.float32)
+    dscores = (weights_bGRts.astype(jnp.float32) * (dweights - y_dy_bGRt1) * scale).astype(q_bGRtK.dtype)
+    dq = dot("bGRts,bGsK->bGRtK", dscores, k_bGsK)
+    dk = dot("bGRts,bGRtK->bGsK", dscores, q_bGRtK)
+    weights_bGRts = weights_bGRts.astype(dy_bGRtK.dtype) if partial_sums else weights_bGRts
+    return dq, dk, dot("bGRts,bGRtK->bGsK", weights_bGRts, dy_bGRtK)

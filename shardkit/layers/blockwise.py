@@ -16,7 +16,7 @@ from jax import lax
 
 from shardkit.collectives import axis_index, axis_size, shift
 from shardkit.collectives._sums import saved_as_dot, wide_zeros
-from shardkit.layers.attention import MASKED, allowed, scores_of
+from shardkit.layers.attention import MASKED, allowed, gradients, inner, scores_of
 from shardkit.layers.zigzag import Order
 
 
@@ -70,32 +70,6 @@ class Softmax(NamedTuple):
         return self.sum / self.total, self.maximum + jnp.log(self.total)
 
 
-def _meet_back(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, scale: float, log_total: Any, dy: Any, y_dy: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What a block adds to the gradients of q, k and v, float32, with its scores computed once more.
-
-    Args:
-        q: queries.
-        k: keys.
-        v: values.
-        mask: as in the forward pass.
-        scale: as in the forward pass.
-        log_total: of these queries, over all keys.
-        dy: the gradient of their result.
-        y_dy: the inner product of both, [b, G, R, t, 1].
-
-    Source: Dao et al., FlashAttention (arXiv:2205.14135), appendix B.
-    """
-    weights = jnp.exp(scores_of(q, k, mask, scale) - log_total)
-    dweights = jnp.einsum("bGRtK,bGsK->bGRts", dy, v, preferred_element_type=jnp.float32)
-    dscores = (weights * (dweights - y_dy) * scale).astype(q.dtype)
-    dq = jnp.einsum("bGRts,bGsK->bGRtK", dscores, k, preferred_element_type=jnp.float32)
-    dk = jnp.einsum("bGRts,bGRtK->bGsK", dscores, q, preferred_element_type=jnp.float32)
-    dv = jnp.einsum("bGRts,bGRtK->bGsK", weights.astype(dy.dtype), dy, preferred_element_type=jnp.float32)
-    return dq, dk, dv
-
-
 class Visit(NamedTuple):
     """Queries from `rows` on meet keys from `columns` on, `size` of each; `ahead` as in `allowed`."""
 
@@ -130,12 +104,13 @@ def _forward(
 
 def _backward(form: Form, kept: tuple[Any, ...], dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, segments, y, log_total = kept
-    y_dy = jnp.sum(y.astype(jnp.float32) * dy.astype(jnp.float32), axis=-1, keepdims=True)
+    y_dy = inner(y, dy)
 
     def visit(grads: Any, held: _Held, at: Visit) -> Any:
-        k, v, mask, (rows, *rest) = _tile(held, at, segments, (q, log_total, dy, y_dy))
-        dq, *of_keys = _meet_back(rows, k, v, mask, form.scale, *rest)
-        return _add(grads[0], dq, at.rows), _add(grads[1], tuple(of_keys), at.columns)
+        k, v, mask, (rows, log, *cotangents) = _tile(held, at, segments, (q, log_total, dy, y_dy))
+        weights = jnp.exp(scores_of(rows, k, mask, form.scale) - log)
+        dq, dk, dv = gradients(rows, k, v, weights, *cotangents, scale=form.scale, partial_sums=True)
+        return _add(grads[0], dq, at.rows), _add(grads[1], (dk, dv), at.columns)
 
     def pass_on(grads: Any) -> Any:  # the gradients of keys and values travel with them
         return grads[0], shift(grads[1], form.names) if form.names else grads[1]
@@ -197,16 +172,18 @@ def _in_tiles(visit: Callable[[Any, _Held, Visit], Any], block: int | None, carr
     """A visit in one piece, or tile by tile; tiles above the diagonal are left out."""
     if block is None or block >= at.size:
         return visit(carry, held, at)
-    count = at.size // block
-    corners = [(r, c) for r in range(count) for c in range(count if at.ahead is None else r + 1)]
-    starts = jnp.asarray(corners, jnp.int32) * block
+    causal, count = at.ahead is not None, at.size // block
+    tiles = count * (count + 1) // 2 if causal else count * count
 
-    def tile(i: Any, carry: Any) -> Any:
-        row, column = starts[i]
-        ahead = None if at.ahead is None else at.ahead + row - column
-        return visit(carry, held, Visit(at.rows + row, at.columns + column, block, ahead))
+    def tile(_: Any, state: Any) -> Any:
+        row, column, carry = state
+        ahead = at.ahead + (row - column) * block if causal else None
+        carry = visit(carry, held, Visit(at.rows + row * block, at.columns + column * block, block, ahead))
+        ends = column == (row if causal else count - 1)
+        return jnp.where(ends, row + 1, row), jnp.where(ends, 0, column + 1), carry
 
-    return lax.fori_loop(0, len(corners), tile, carry)
+    zero = jnp.int32(0)
+    return lax.fori_loop(0, tiles, tile, (zero, zero, carry))[2]
 
 
 def _tile(

@@ -80,6 +80,13 @@ def ring_attention(
     Cost: forward n-1 times this device's keys, values and segments, in n-1 hops; backward the same, and n times the
         gradients of its keys and values in float32, which then are home. An axis of one device sends nothing.
 
+    Example:
+        >>> x, tokens = jax.random.normal(jax.random.key(0), (1, 16, 4, 8)), P(None, "model")
+        >>> kernel = lambda q, k, v: sk.ring_attention(q, k, v, "model")
+        >>> y = jax.shard_map(kernel, mesh=mesh, in_specs=tokens, out_specs=tokens)(x, x, x)
+        >>> bool(jnp.allclose(y, sk.dot_attention(x, x, x), atol=1e-5))
+        True
+
     Source: Liu et al., Ring Attention (arXiv:2310.01889); Dao, FlashAttention-2 (arXiv:2307.08691).
     """
     finite("ring_attention", scale=scale)
@@ -133,6 +140,13 @@ def ulysses_attention(
     Cost: (n-1)/n of this device's queries, keys, values and result, forward and again backward, each in an all_to_all;
         n-1 times the segments. A ring adds its own, of n times the tokens and 1/n of the heads. An axis of one device
         sends nothing.
+
+    Example:
+        >>> x, tokens = jax.random.normal(jax.random.key(0), (1, 16, 4, 8)), P(None, ("data", "model"))
+        >>> kernel = lambda q, k, v: sk.ulysses_attention(q, k, v, "model", ring="data")
+        >>> y = jax.shard_map(kernel, mesh=mesh, in_specs=tokens, out_specs=tokens)(x, x, x)
+        >>> bool(jnp.allclose(y, sk.dot_attention(x, x, x), atol=1e-5))
+        True
 
     Source: Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509); Fang and Zhao (arXiv:2405.07719) for both at once.
     """

@@ -48,6 +48,13 @@ def column_linear(x: jax.Array, w: Arrays, axis: Axis | None, *, sequence: bool 
         backward another, for the gradient of w, and a reduce_scatter of x's gradient. To gather once and keep the
         tokens, call `column_linear(all_gather(x, axis, dim=-2), w, axis)`.
 
+    Example:
+        >>> kernel = lambda x, w: sk.column_linear(x, w, "model")
+        >>> columns = P(None, "model")
+        >>> y = jax.shard_map(kernel, mesh=mesh, in_specs=(P(), columns), out_specs=columns)(jnp.ones((4, 8)), jnp.ones((8, 16)))
+        >>> y.shape, y.sharding.shard_shape(y.shape)
+        ((4, 16), (4, 4))
+
     Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; Korthikanti et al. (arXiv:2205.05198), section
         4.2.2.
     """
@@ -86,6 +93,13 @@ def row_linear(
 
     Cost: one all_reduce of the result forward, and nothing backward; with `sequence` a reduce_scatter forward and an
         all_gather backward.
+
+    Example:
+        >>> kernel = lambda h, w: sk.row_linear(h, w, "model")
+        >>> specs = (P(None, "model"), P("model"))
+        >>> y = jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=P())(jnp.ones((4, 16)), jnp.ones((16, 8)))
+        >>> float(y[0, 0])  # summed over the devices
+        16.0
 
     Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; Korthikanti et al. (arXiv:2205.05198), section
         4.2.2.
@@ -129,6 +143,12 @@ def local_groups(w_DGK: jax.Array, axis: Axis | None, *, heads: int, kv_heads: i
 
     Cost: nothing forward. Backward one all_reduce of the gradient of w, unless w is marked as varying, as
         `tp(sequence=True)` does: then it is summed once a step.
+
+    Example:
+        >>> kernel = lambda w: sk.local_groups(w, "model", heads=8, kv_heads=2)
+        >>> heads = jax.shard_map(kernel, mesh=mesh, in_specs=P(), out_specs=P(None, "model"))
+        >>> heads(jnp.arange(2)[None, :, None]).ravel().tolist()  # the key/value head of each device
+        [0, 0, 1, 1]
 
     Source: Ainslie et al., GQA (arXiv:2305.13245).
     """
@@ -180,6 +200,11 @@ def device_major_qkv(
         ValueError: heads that do not divide by `ways`, or a dim that does not hold H + 2 G heads of equal size.
 
     Cost: none that is sent, where w is whole on every device.
+
+    Example:
+        >>> qkv = jnp.asarray([[0, 1, 10, 11, 20, 21]])  # two heads of size 1: queries, keys, values
+        >>> sk.device_major_qkv(qkv, 2, heads=2).tolist()
+        [[0, 10, 20, 1, 11, 21]]
     """
     kv_heads = heads if kv_heads is None else kv_heads
     at_least("device_major_qkv", 1, ways=ways, heads=heads, kv_heads=kv_heads)

@@ -80,6 +80,12 @@ def moe(
         most N top_k D values each, and an all_gather of E int32; dense: (n-1) N min(top_k, E/n) D values each. And the
         all_reduce of `routing_stats`.
 
+    Example:
+        >>> x, router, experts = jnp.ones((1, 4, 8)), jnp.zeros((8, 2)), jnp.ones((2, 8, 8))
+        >>> y, stats = sk.moe(x, router, experts, lambda w, x, dot: dot(x, w), None)
+        >>> y.shape, float(stats.balance_loss)
+        ((1, 4, 8), 1.0)
+
     Source: Lepikhin et al., GShard (arXiv:2006.16668), algorithm 1; Gale et al., MegaBlocks (arXiv:2211.15841), for the
         dropless path.
     """

@@ -40,6 +40,13 @@ def sharded_rms_norm(x_Td: jax.Array, gain_d: jax.Array, axis: Axis | None, *, e
 
     Cost: an all_reduce of 4 bytes a token forward, and one backward.
 
+    Example:
+        >>> features = P(None, "model")
+        >>> kernel = lambda x, gain: sk.sharded_rms_norm(x, gain, "model")
+        >>> norm = jax.shard_map(kernel, mesh=mesh, in_specs=(features, P("model")), out_specs=features)
+        >>> f"{norm(jnp.full((1, 8), 3.0), jnp.ones(8))[0, 0]:.3f}"
+        '1.000'
+
     Source: Zhang, Sennrich, Root Mean Square Layer Normalization (arXiv:1910.07467).
     """
     at_least("sharded_rms_norm", 0, epsilon=epsilon)
@@ -74,6 +81,13 @@ def sharded_layer_norm(
 
     Cost: two all_reduces of 4 bytes a token forward (the mean, then the variance), and two backward.
 
+    Example:
+        >>> features, vector = P(None, "model"), P("model")
+        >>> kernel = lambda x, gain, bias: sk.sharded_layer_norm(x, gain, bias, "model")
+        >>> norm = jax.shard_map(kernel, mesh=mesh, in_specs=(features, vector, vector), out_specs=features)
+        >>> f"{norm(jnp.arange(8.0)[None], jnp.ones(8), jnp.zeros(8)).mean():.3f}"
+        '0.000'
+
     Source: Ba et al., Layer Normalization (arXiv:1607.06450).
     """
     at_least("sharded_layer_norm", 0, epsilon=epsilon)
@@ -104,6 +118,12 @@ def sharded_moments(x: jax.Array, axis: Axis | None, *, dims: Dims = -1) -> tupl
         ValueError: an unbound axis.
 
     Cost: two all_reduces of 4 bytes for each mean forward, and two backward.
+
+    Example:
+        >>> kernel = lambda x: sk.sharded_moments(x, "data", dims=0)
+        >>> moments = jax.shard_map(kernel, mesh=mesh, in_specs=P("data"), out_specs=P())
+        >>> [float(x[0, 0]) for x in moments(jnp.arange(4.0)[:, None])]
+        [1.5, 1.25]
 
     Source: Ioffe, Szegedy, Batch Normalization (arXiv:1502.03167).
     """

@@ -82,6 +82,11 @@ def route(
 
     Cost: nothing is sent.
 
+    Example:
+        >>> routing = sk.route(jnp.asarray([[0.0, 1.0], [0.0, 2.0], [3.0, 0.0]]), top_k=1, capacity=1)
+        >>> routing.expert.ravel().tolist(), routing.kept.ravel().tolist()
+        ([1, 1, 0], [True, False, True])
+
     Source: Shazeer et al., Outrageously Large Neural Networks (2017), for top-k gates; Lepikhin et al., GShard
     (arXiv:2006.16668), algorithm 1, for groups and capacity.
     """
@@ -139,6 +144,12 @@ def routing_stats(
         ValueError: an unbound axis.
 
     Cost: one all_reduce of 8 (E + 1) bytes, and one in the backward pass.
+
+    Example:
+        >>> logits = jnp.asarray([[9.0, 0.0], [9.0, 0.0]])  # both tokens choose expert 0
+        >>> stats = sk.routing_stats(logits, sk.route(logits, top_k=1))
+        >>> stats.load.tolist(), f"{stats.balance_loss:.2f}"
+        ([1.0, 0.0], '2.00')
 
     Source: Fedus et al., Switch Transformer (arXiv:2101.03961), equations 4 to 6, over all top_k choices; Zoph et al.,
     ST-MoE (arXiv:2202.08906), equation 5.

@@ -42,6 +42,12 @@ def vocab_embed(tokens_bT: jax.Array, table_vD: jax.Array, axis: Axis | None, *,
     Cost: one all_reduce of the result forward, and nothing backward; with `sequence` a reduce_scatter forward and an
         all_gather backward.
 
+    Example:
+        >>> kernel = lambda tokens, table: sk.vocab_embed(tokens, table, "model")
+        >>> embed = jax.shard_map(kernel, mesh=mesh, in_specs=(P(), P("model")), out_specs=P())
+        >>> embed(jnp.asarray([[6, 1]]), jnp.arange(8.0)[:, None]).ravel().tolist()
+        [6.0, 1.0]
+
     Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3.
     """
     _check_integers("vocab_embed", "tokens", tokens_bT)
@@ -99,6 +105,13 @@ def vocab_cross_entropy(
         all_gather of x forward and a reduce_scatter of its gradient backward. A device keeps its own logits, in
         float32, once.
 
+    Example:
+        >>> kernel = lambda x, head, targets: sk.vocab_cross_entropy(x, head, targets, "model")
+        >>> entropy = jax.shard_map(kernel, mesh=mesh, in_specs=(P(), P(None, "model"), P()), out_specs=P())
+        >>> nats = entropy(jnp.zeros((1, 2, 4)), jnp.ones((4, 8)), jnp.asarray([[3, -1]]))
+        >>> [f"{x:.3f}" for x in nats[0]]  # log(8), and an ignored target
+        ['2.079', '0.000']
+
     Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; Chowdhery et al., PaLM (arXiv:2204.02311),
         section 5, for the z-loss; Szegedy et al. (arXiv:1512.00567), section 7, for smoothing.
     """
@@ -140,6 +153,12 @@ def vocab_cross_entropy_and_hits(
             targets that are not one for each token.
 
     Cost: that of `vocab_cross_entropy`, and 4 bytes a token more in its second all_reduce.
+
+    Example:
+        >>> x, head = jnp.eye(4)[None], 9 * jnp.eye(4)  # token i has the largest logit in class i
+        >>> nats, hits = sk.vocab_cross_entropy_and_hits(x, head, jnp.asarray([[0, 1, 2, 0]]), None)
+        >>> hits.tolist()
+        [[True, True, True, False]]
     """
     options = _Options(z_loss, label_smoothing, True, vocabulary)
     return _cross_entropy("vocab_cross_entropy_and_hits", x_bTD, head_Dv, targets_bT, axis, sequence, options)

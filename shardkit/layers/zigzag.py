@@ -41,6 +41,12 @@ def zigzag(tree: Arrays, axis: Axis, *, ulysses: Axis | None = None, dim: int = 
 
     Cost: this device's bytes in two messages of half of them; on two devices one of the two; on one, nothing.
 
+    Example:
+        >>> tokens = P(None, "model")
+        >>> reorder = jax.shard_map(lambda x: sk.zigzag(x, "model"), mesh=mesh, in_specs=tokens, out_specs=tokens)
+        >>> reorder(jnp.arange(8)[None]).tolist()
+        [[0, 7, 1, 6, 2, 5, 3, 4]]
+
     Source: the zigzag order of ring-flash-attention; Brandon et al., Striped Attention (arXiv:2311.09431).
     """
     names, chunks = _chunks("zigzag", axis, ulysses)
@@ -90,6 +96,11 @@ def positions(
             in zigzag order.
 
     Cost: none.
+
+    Example:
+        >>> kernel = lambda: sk.positions(2, "model", order="zigzag")
+        >>> jax.shard_map(kernel, mesh=mesh, in_specs=(), out_specs=P("model"))().tolist()
+        [0, 7, 1, 6, 2, 5, 3, 4]
     """
     at_least("positions", 0, tokens_per_device=tokens_per_device)
     names, chunks = _chunks("positions", axis, ulysses)

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit import _compat
 from shardkit._check import Axis
 from shardkit._compat import varying_axes
 from shardkit.collectives import vary
@@ -22,7 +21,7 @@ from shardkit.partitioning.gradient import Mean, kind, loss_and_aux
 from shardkit.partitioning.handles import call_sealed, is_handle, parts, with_parts
 from shardkit.pipeline.divergent import collectives
 from shardkit.pipeline.split_backward import Split
-from shardkit.remat.recompute import Halves, Mask, Traced, learnable
+from shardkit.remat.recompute import Halves, Mask, Traced, halves, learnable
 from shardkit.remat.regather import learned
 
 
@@ -62,16 +61,8 @@ class Given(NamedTuple):
     keys: Any
 
 
-class Frozen:
-    """A function that is traced once and called with other arrays of the same shapes and types."""
-
-    def __init__(self, fn: Callable[..., Any], *examples: Any):
-        closed, out = jax.make_jaxpr(fn, return_shape=True)(*examples)
-        self.jaxpr, self._constants, self.out = closed.jaxpr, closed.consts, out
-
-    def __call__(self, *args: Any) -> Any:
-        flat = _compat.eval_jaxpr(self.jaxpr, self._constants, *jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(self.out), flat)
+class Piece(Traced):
+    """A piece traced once."""
 
     @cached_property
     def silent(self) -> bool:
@@ -106,32 +97,33 @@ class Pieces:
             tree = jax.eval_shape(lambda x, y: jax.tree.map(_alike, x, y), tree, out)
         self.x, self._structure = jax.tree.flatten(tree)
         self.moving = Mask([learnable(x) for x in self.x])
-        self.embed = Frozen(self._embedded, shared, given)
-        self.stage = Frozen(lambda given, x: self._flat(self._through(given, self._tree(x))), given, self.x)
+        self.embed = Piece(self._embedded, shared, given)
+        self.stage = Piece(lambda given, x: self._flat(self._through(given, self._tree(x))), given, self.x)
 
     @cached_property
-    def _halves(self) -> tuple[Traced, Halves]:
-        layer = Traced(lambda g, x: self._tree(self.stage(g, jax.tree.leaves(x))), self._given, self._tree(self.x))
+    def _halves(self) -> tuple[list[Any], Halves]:
+        layer = Traced(self.stage, self._given, self.x)
         flags = jax.tree.map(lambda _: False, self._given)
         flags = flags._replace(layers=jax.tree.map(learned, self._given.layers, is_leaf=is_handle))
-        wanted = [jax.tree.leaves(flags), [False] * len(layer.shared), self.moving.chosen]
-        return layer, Halves(layer, None, 1, (jax.tree.leaves(self._given), layer.shared, self.x), wanted)
+        wanted = [jax.tree.leaves(flags), [False] * len(layer.constants), self.moving.chosen]
+        examples = (jax.tree.leaves(self._given), layer.constants, self.x)
+        return layer.constants, halves(layer, None, 1, examples, wanted)
 
     @cached_property
-    def forward(self) -> Frozen:
+    def forward(self) -> Piece:
         """`(given, x) -> (y, residuals)`: the stage, and what of it the backward pass needs."""
-        layer, halves = self._halves
-        return Frozen(lambda g, x: halves.forward(jax.tree.leaves(g), layer.shared, x), self._given, self.x)
+        shared, passes = self._halves
+        return Piece(lambda g, x: passes.forward(jax.tree.leaves(g), shared, x), self._given, self.x)
 
     @cached_property
-    def backward(self) -> Frozen:
+    def backward(self) -> Piece:
         """`(given, residuals, dy) -> (gradients of the layers' parts, dx)`."""
-        layer, halves = self._halves
+        shared, passes = self._halves
 
         def backward(g: Given, residuals: list[Any], dy: list[Any]) -> Any:
-            return halves.backward(jax.tree.leaves(g), layer.shared, residuals, dy)
+            return passes.backward(jax.tree.leaves(g), shared, residuals, dy)
 
-        return Frozen(backward, self._given, self.forward.out[1], self.moving.split(self.x)[0])
+        return Piece(backward, self._given, self.forward.out[1], self.moving.split(self.x)[0])
 
     @cached_property
     def split(self) -> Split:
@@ -148,7 +140,7 @@ class Pieces:
         )
 
     @cached_property
-    def embed_backward(self) -> Frozen:
+    def embed_backward(self) -> Piece:
         """`(shared, given, dx) -> gradients of the shared parts`."""
 
         def backward(shared: Any, given: Given, dx: list[Any]) -> Any:
@@ -157,15 +149,15 @@ class Pieces:
 
             return jax.vjp(embed, parts(shared))[1](dx)[0]
 
-        return Frozen(backward, self._shared, self._given, self.moving.split(self.x)[0])
+        return Piece(backward, self._shared, self._given, self.moving.split(self.x)[0])
 
     @cached_property
-    def head(self) -> Frozen:
+    def head(self) -> Piece:
         """`(shared, given, y) -> means`: the loss, under "loss", and the auxiliary means."""
-        return Frozen(lambda s, g, y: self._summed(self._means(s, g, y)), self._shared, self._given, self.x)
+        return Piece(lambda s, g, y: self._summed(self._means(s, g, y)), self._shared, self._given, self.x)
 
     @cached_property
-    def head_backward(self) -> Frozen:
+    def head_backward(self) -> Piece:
         """`(shared, given, y, scale) -> (means, gradients of the shared parts, dy)`."""
 
         def backward(shared: Any, given: Given, y: list[Any], scale: Any) -> Any:
@@ -180,7 +172,7 @@ class Pieces:
             shared_grads, dy = pull(vary(scale.astype(value.dtype), tuple(varying_axes(value))))
             return self._summed(means), shared_grads, dy
 
-        return Frozen(backward, self._shared, self._given, self.x, jax.ShapeDtypeStruct((), jnp.float32))
+        return Piece(backward, self._shared, self._given, self.x, jax.ShapeDtypeStruct((), jnp.float32))
 
     def _embedded(self, shared: Any, given: Given) -> list[Any]:
         return self._flat(call_sealed(self._model.embed, shared, given.batch, given.keys))

@@ -16,7 +16,8 @@ from shardkit.layers.matmul import live_axes
 from shardkit.partitioning.batch import split_microbatches, take_microbatch
 from shardkit.partitioning.handles import parts, unsealed
 from shardkit.pipeline.divergent import refuse_divergent, refuse_mixed
-from shardkit.pipeline.executor import Executor, Sums
+from shardkit.pipeline.executor import Executor
+from shardkit.pipeline.ops import BRANCHED, MASKED, Ops, Sums
 from shardkit.pipeline.pieces import Given, Model, Pieces
 from shardkit.pipeline.stages import Stages
 from shardkit.schedules import Schedule
@@ -77,25 +78,26 @@ def run(
     elif live:
         traced = [pieces.embed, pieces.stage, pieces.head_backward if train else pieces.head]
         refuse_mixed(where, [t.jaxpr for t in traced], names)
-    executor = Executor(
-        schedule.table(saved=not recompute),
-        pieces,
-        given,
-        shared,
-        jnp.asarray(scale, jnp.float32),
-        last=p * v - 1,
-        axis=live or None,
-        wrap=v > 1 and schedule.placement == "loop",
-        saved=not recompute,
-        branch=mode == "branch",
-        train=train,
-    )
-    if executor.unsplit:
+    table = schedule.table(saved=not recompute)
+    splits = train and any("I" in segment.ops for segment in table.segments)
+    if splits and pieces.split.whole:
         warnings.warn(
             f"{where}: the schedule splits backward passes, but those of this stage run whole, in place of I. "
             f"{pieces.split.why}",
             stacklevel=3,
         )
+    ops = Ops(
+        pieces,
+        given,
+        shared,
+        jnp.asarray(scale, jnp.float32),
+        last=p * v - 1,
+        saves=train and not recompute,
+        train=train,
+        split=pieces.split if splits and not pieces.split.whole else None,
+        exclusion=BRANCHED if mode == "branch" else MASKED,
+    )
+    executor = Executor(table, ops, live or None, wrap=v > 1 and schedule.placement == "loop")
     return executor.run(jax.tree.leaves(parts(stacks)), device)
 
 

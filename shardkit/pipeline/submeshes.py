@@ -47,6 +47,10 @@ def submeshes(mesh: Mesh, axis: str) -> list[Mesh]:
 
     Raises:
         ValueError: the mesh has no such axis.
+
+    Example:
+        >>> [dict(each.shape) for each in sk.submeshes(mesh, "data")]
+        [{'data': 1, 'model': 4}, {'data': 1, 'model': 4}]
     """
     if axis not in mesh.shape:
         raise ValueError(
@@ -91,6 +95,13 @@ def device_put_pipeline(
 
     Cost: a device sends its shard of Y_i at each of S - 1 borders, M times, straight to one device of the next mesh.
         Inside a mesh nothing is sent beyond what the stage sends. A step takes S + M - 1 times the slowest stage.
+
+    Example:
+        >>> meshes = sk.submeshes(mesh, "data")
+        >>> forward = sk.device_put_pipeline([lambda w, x: x * w, lambda w, x: x + w], meshes)
+        >>> params = [sk.shard(jnp.float32(w), each, P()) for w, each in zip((3, 1), meshes)]
+        >>> [y.tolist() for y in forward(params, np.arange(4, dtype=np.float32), microbatches=2)]
+        [[1.0, 4.0], [7.0, 10.0]]
 
     Source: Huang et al., GPipe (arXiv:1811.06965), for the order.
     """
@@ -144,6 +155,14 @@ def device_put_value_and_grad(
         over the axes that split examples but not the leaf; and after the last one an all_reduce of 8 bytes a mean for
         each microbatch. A stage runs forward twice, since it keeps only its input: stage s those of S - s
         microbatches, and one that has arrived.
+
+    Example:
+        >>> meshes, x = sk.submeshes(mesh, "data"), np.ones(4, np.float32)
+        >>> stages, loss = [lambda w, x: x * w, lambda w, x: x + w], lambda y, targets: jnp.mean(y - targets)
+        >>> params = [sk.shard(jnp.float32(w), each, P()) for w, each in zip((3, 1), meshes)]
+        >>> value, aux, grads = sk.device_put_value_and_grad(stages, loss, meshes)(params, x, 0 * x, microbatches=2)
+        >>> float(value), [float(grad) for grad in grads]
+        (4.0, [1.0, 1.0])
 
     Source: Narayanan et al., PipeDream (SOSP 2019), for the order.
     """

@@ -16,7 +16,7 @@ from shardkit.collectives.axes import vary_like
 from shardkit.partitioning.batch import split_microbatches
 from shardkit.partitioning.handles import is_handle, opened, parts, unsealed
 from shardkit.remat.recompute import POLICIES, Mask, Remat, policy_of
-from shardkit.remat.regather import reopened
+from shardkit.remat.regather import regathered, regathered_stack
 
 LayerFn = Callable[[Any, Any], Any]
 
@@ -47,6 +47,13 @@ def gathered(
     Cost: an all_gather of each handle's part, twice unless `keep`, and a reduce_scatter of its gradient. The CPU
         compiler, for simulated devices, merges the two gathers and keeps the weights; those of TPU and GPU do not.
 
+    Example:
+        >>> project = sk.gathered(lambda w, x: x @ w)
+        >>> grad_fn = sk.value_and_grad(lambda params, batch, keys: jnp.mean(project(params["layers"], batch)))
+        >>> plan = sk.fsdp("model", layerwise=("layers",), min_size=1)
+        >>> init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh, plan=plan)
+        >>> state, metrics = step(init({"layers": jnp.ones((8, 8))}, jax.random.key(0)), jnp.ones((4, 8)))
+
     Source: Zhao et al., PyTorch FSDP (VLDB 2023), section 3: reshard after forward.
     """
     policy = None if remat is None and not offload else policy_of("gathered", remat, offload)
@@ -64,7 +71,7 @@ def gathered(
             args, kwargs = jax.tree.unflatten(tree, handles.join(weights, others))
             return layer_fn(*args, **kwargs)
 
-        return reopened(again, *handles.split(leaves), policy=policy or POLICIES["dots"])
+        return regathered(again, *handles.split(leaves), policy=policy or POLICIES["dots"])
 
     return layer
 
@@ -117,6 +124,12 @@ def scan_layers(
         `microbatches`: 3 (n-1)/n of the bytes of parameters that fsdp shards. On a device or under a plan that gathers
         nothing, nothing.
 
+    Example:
+        >>> stack, x = jnp.full((3, 8, 8), 0.5), jnp.ones((2, 8))
+        >>> y = sk.scan_layers(lambda w, x: x @ w, stack, x, remat="full")
+        >>> float(y[0, 0])  # 4 * 4 * 4
+        64.0
+
     Source: Zhao et al., PyTorch FSDP (VLDB 2023), section 3.3: forward and backward prefetching; Lamy-Poirier,
         Layered gradient accumulation (arXiv:2106.02679): a layer at a time over all microbatches.
     """
@@ -147,9 +160,9 @@ def scan_layers(
     if microbatches > 1 or any(is_handle(leaf) for leaf in jax.tree.leaves(stacked, is_leaf=is_handle)):
         options: dict[str, Any] = {"policy": policy or POLICIES["dots"], "microbatches": microbatches}
         if prefetch:
-            x = reopened(layer_fn, stacked, x, layers=layers, **options)
+            x = regathered_stack(layer_fn, stacked, x, layers=layers, **options)
         else:
-            x, _ = jax.lax.scan(lambda x, w: (reopened(layer_fn, w, x, **options), None), x, stacked)
+            x, _ = jax.lax.scan(lambda x, w: (regathered(layer_fn, w, x, **options), None), x, stacked)
     else:
         layer = jax.checkpoint(layer_fn, policy=policy) if policy else layer_fn
         x, _ = jax.lax.scan(lambda x, w: (layer(w, x), None), x, stacked)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ POLICIES: dict[str, Any] = {
     ),
     "dots_without_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
+Leaves = Sequence[Any]
 Remat = str | tuple[str, ...] | Callable[..., Any] | None
 
 
@@ -85,103 +86,93 @@ def learnable(x: Any) -> bool:
 
 
 class Traced:
-    """A layer as a function of three lists of leaves: its weights, what it closes over, and the activations.
+    """A function traced once, called with other arrays of the same shapes and types.
 
     Attributes:
-        shared: the arrays that the layer closes over.
-        structure: of what it returns.
+        jaxpr: its equations.
+        constants: the arrays that it closes over.
+        out: the ShapeDtypeStructs of what it returns.
     """
 
-    def __init__(self, layer_fn: Callable[[Any, Any], Any], weights: Any, x: Any):
-        closed, out = jax.make_jaxpr(layer_fn, return_shape=True)(weights, x)
-        self._jaxpr, self.shared = closed.jaxpr, list(closed.consts)
-        self.out, self.structure = jax.tree.flatten(out)
+    def __init__(self, fn: Callable[..., Any], *examples: Any):
+        closed, self.out = jax.make_jaxpr(fn, return_shape=True)(*examples)
+        self.jaxpr, self.constants = closed.jaxpr, closed.consts
 
-    def __call__(self, weights: Sequence[Any], shared: Sequence[Any], x: Sequence[Any]) -> list[Any]:
-        return _compat.eval_jaxpr(self._jaxpr, shared, *weights, *x)
+    def __call__(self, *args: Any, constants: Sequence[Any] | None = None) -> Any:
+        """Its results for these arguments; `constants` replace the arrays that it closes over."""
+        constants = self.constants if constants is None else constants
+        flat = _compat.eval_jaxpr(self.jaxpr, constants, *jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(self.out), flat)
 
 
-class Halves:
-    """The forward and the backward pass of a traced layer over some microbatches, one after the other.
+class Halves(NamedTuple):
+    """A layer's forward and backward pass over its microbatches, one after the other.
+
+    Attributes:
+        forward: `(weights, shared, x) -> (y, residuals)`, lists of leaves.
+        backward: `(weights, shared, residuals, dy) -> (gradients of weights and shared leaves, dx)`: those wanted, with
+            dy for the leaves of y that can have a gradient; over several microbatches sums in float32.
+    """
+
+    forward: Callable[[Leaves, Leaves, Leaves], tuple[list[Any], list[Any]]]
+    backward: Callable[[Leaves, Leaves, Leaves, Leaves], tuple[list[Any], list[Any]]]
+
+
+def halves(layer: Traced, policy: Any, microbatches: int, examples: Sequence[Leaves], wanted: Sequence[Any]) -> Halves:
+    """The two passes of a layer.
 
     Args:
-        layer: the layer.
+        layer: `(weights, x) -> y`; the leaves that it closes over, its constants, are called shared.
         policy: what may be saved; None saves all that the backward pass needs.
-        microbatches: their number; of several, dim 0 of activations and of what is saved counts them.
-        examples: the leaves of weights, of what is shared, and of one microbatch's activations.
-        wanted: for each of them whether its gradient is wanted.
+        microbatches: their number; of several, dim 0 of activations and residuals counts them.
+        examples: the leaves of weights, shared leaves, and those of one microbatch's activations.
+        wanted: for each of these whether its gradient is wanted.
     """
+    weights_end, parameters_end = len(examples[0]), len(examples[0]) + len(examples[1])
+    moving = Mask([flag for flags in wanted for flag in flags])
+    out = Mask([learnable(y) for y in jax.tree.leaves(layer.out)])
 
-    def __init__(
-        self,
-        layer: Traced,
-        policy: Any,
-        microbatches: int,
-        examples: tuple[Sequence[Any], Sequence[Any], Sequence[Any]],
-        wanted: Sequence[Sequence[bool]],
-    ):
-        self.microbatches, self.wanted = microbatches, wanted
-        self.out = Mask([learnable(y) for y in layer.out])
-        weights, given = len(examples[0]), len(examples[0]) + len(examples[1])
-        learned = Mask([flag for flags in wanted for flag in flags])
+    def with_pullback(*leaves: Any) -> Any:
+        chosen, others = moving.split(leaves)
 
-        def forward(*leaves: Any) -> Any:
-            moving, others = learned.split(leaves)
+        def run(chosen: Leaves) -> Any:
+            args = moving.join(chosen, others)
+            shared = args[weights_end:parameters_end]
+            return out.split(jax.tree.leaves(layer(args[:weights_end], args[parameters_end:], constants=shared)))
 
-            def run(moving: Sequence[Any]) -> Any:
-                args = learned.join(moving, others)
-                return self.out.split(layer(args[:weights], args[weights:given], args[given:]))
+        saving = run if policy is None else jax.checkpoint(run, policy=policy, prevent_cse=False)
+        y, pullback, rest = jax.vjp(saving, chosen, has_aux=True)
+        return out.join(y, rest), pullback
 
-            saving = run if policy is None else jax.checkpoint(run, policy=policy, prevent_cse=False)
-            y, pull, rest = jax.vjp(saving, moving, has_aux=True)
-            kept, self.pull = jax.tree.flatten(pull)
-            return self.out.join(y, rest), kept
+    traced = Traced(with_pullback, *(leaf for leaves in examples for leaf in leaves))
+    residuals, pullback_of = jax.tree.flatten(traced.out[1])
+    rebuilt_jaxpr, from_activations = _compat.not_reached(traced.jaxpr, parameters_end, len(residuals))
+    saved = Mask(from_activations)
+    rebuilt = partial(_compat.eval_jaxpr, rebuilt_jaxpr, traced.constants)  # what follows from weights alone
 
-        closed, (_, kept) = jax.make_jaxpr(forward, return_shape=True)(*examples[0], *examples[1], *examples[2])
-        self._forward = partial(_compat.eval_jaxpr, closed.jaxpr, closed.consts)
-        unmoved, moved = _compat.not_reached(closed.jaxpr, given, len(kept))
-        self.saved = Mask(moved)
-        self._unmoved = partial(_compat.eval_jaxpr, unmoved, closed.consts)
+    def forward(weights: Leaves, shared: Leaves, x: Leaves) -> tuple[list[Any], list[Any]]:
+        def one(x: Leaves) -> tuple[list[Any], list[Any]]:
+            y, pullback = traced(weights, shared, x)
+            return y, saved.split(jax.tree.leaves(pullback))[0]
 
-    def wanted_of(self, leaves: Sequence[Any]) -> list[Any]:
-        """Those of the leaves of weights, or of weights and what is shared, whose gradient is wanted."""
-        flags = [*self.wanted[0], *self.wanted[1]][: len(leaves)]
-        return [leaf for leaf, flag in zip(leaves, flags, strict=True) if flag]
+        return one(x) if microbatches == 1 else jax.lax.map(one, x)
 
-    def forward(self, weights: Sequence[Any], shared: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """What the layer returns, and what its backward pass is to be given."""
+    def backward(weights: Leaves, shared: Leaves, residuals: Leaves, dy: Leaves) -> tuple[list[Any], list[Any]]:
+        others = rebuilt(*weights, *shared)
+        parameters = sum(wanted[0]) + sum(wanted[1])
 
-        def one(x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            out = self._forward(*weights, *shared, *x)
-            count = len(self.out.chosen)
-            return out[:count], self.saved.split(out[count:])[0]
+        def one(residuals: Leaves, dy: Leaves) -> tuple[list[Any], list[Any]]:
+            (grads,) = jax.tree.unflatten(pullback_of, saved.join(residuals, others))(list(dy))
+            return grads[:parameters], grads[parameters:]
 
-        return one(x) if self.microbatches == 1 else jax.lax.map(one, x)
-
-    def backward(
-        self, weights: Sequence[Any], shared: Sequence[Any], saved: Sequence[Any], ct: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """The gradients of weights and shared leaves, in float32 if there are several microbatches, and of activations.
-
-        Args:
-            weights, shared, saved: as the forward pass was given and as it returned them.
-            ct: cotangents of the results that can have one.
-        """
-        unmoved = self._unmoved(*weights, *shared)
-
-        def one(saved: Sequence[Any], ct: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            pull = jax.tree.unflatten(self.pull, self.saved.join(saved, unmoved))
-            (grads,) = pull(list(ct))
-            before = sum(self.wanted[0]) + sum(self.wanted[1])
-            return grads[:before], grads[before:]
-
-        if self.microbatches == 1:
-            return one(saved, ct)
+        if microbatches == 1:
+            return one(residuals, dy)
 
         def add(sums: list[Any], each: Any) -> tuple[list[Any], list[Any]]:
-            grads, x = one(*each)
-            return [total + g.astype(total.dtype) for total, g in zip(sums, grads, strict=True)], x
+            grads, dx = one(*each)
+            return [total + g.astype(total.dtype) for total, g in zip(sums, grads, strict=True)], dx
 
-        shapes, _ = jax.eval_shape(one, *jax.tree.map(lambda leaf: leaf[0], (saved, ct)))
-        sums = [wide_zeros(g) for g in shapes]
-        return jax.lax.scan(add, sums, (saved, ct))
+        shapes, _ = jax.eval_shape(one, *jax.tree.map(lambda leaf: leaf[0], (residuals, dy)))
+        return jax.lax.scan(add, [wide_zeros(g) for g in shapes], (residuals, dy))
+
+    return Halves(forward, backward)

@@ -1,106 +1,150 @@
-"""Layers that open their own weights: one by itself, or a stack in which the next layer's gather is on its way.
+"""Layers that gather their own weights: one layer, or a stack in which the next layer's gather is in flight.
 
-Both are functions with a derivative of their own. Forward they keep what the policy saves; backward they gather the
-weights again, and scatter each gradient once, after the last microbatch.
+Each is a function with its own derivative. Its forward pass saves what the policy names; its backward pass gathers the
+weights again, and scatters each gradient once, after the last microbatch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from itertools import compress
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from shardkit._compat import varying_axes
+from shardkit.collectives import vary
 from shardkit.collectives._sums import typed_zeros, wide_zeros
 from shardkit.partitioning.handles import is_handle, opened, part_gradient, parts
-from shardkit.remat.recompute import Halves, Mask, Traced, learnable
+from shardkit.remat.recompute import Halves, Leaves, Traced, halves, learnable
 
-Leaves = Sequence[Any]
 Forward = Callable[[Leaves, Leaves, Leaves], tuple[list[Any], list[Any]]]
 
 
-def reopened(
-    layer_fn: Callable[[Any, Any], Any], weights: Any, x: Any, *, policy: Any, microbatches: int = 1, layers: int = 0
-) -> Any:
-    """`layer_fn(opened(weights), x)`, with weights that are gathered again for the backward pass.
+def regathered(layer_fn: Callable[[Any, Any], Any], weights: Any, x: Any, *, policy: Any, microbatches: int = 1) -> Any:
+    """`layer_fn(opened(weights), x)`, whose backward pass gathers the weights again.
 
     Args:
         layer_fn: a layer.
         weights: pytree of handles and arrays.
-        x: pytree of activations; of several microbatches, which are dim 0.
+        x: pytree of activations; of several microbatches, dim 0 counts them.
         policy: the jax policy of what may be saved.
         microbatches: how many run one after the other between gathering the weights and scattering their gradient.
-        layers: of a stack, the layers that dim 0 of the weights counts: each is gathered while its neighbour computes.
     """
-    whole = jax.eval_shape(lambda w: opened(_at(w, 0) if layers else w), weights)
+    sweep = _Sweep(opened, _one_layer, _one_layer_back, stack=False)
+    return _with_derivative(layer_fn, sweep, weights, x, policy, microbatches)
+
+
+def regathered_stack(
+    layer_fn: Callable[[Any, Any], Any], stacked: Any, x: Any, *, layers: int, policy: Any, microbatches: int = 1
+) -> Any:
+    """A stack of layers, as by `regathered`, each gathered while its neighbour computes.
+
+    Args:
+        layer_fn, x, policy, microbatches: as for `regathered`.
+        stacked: the weights; dim 0 of every leaf counts the layers.
+        layers: their number.
+    """
+    forward, backward = partial(_prefetched, layers=layers), partial(_prefetched_back, layers=layers)
+    sweep = _Sweep(lambda w: opened(_at(w, 0)), forward, backward, stack=True)
+    return _with_derivative(layer_fn, sweep, stacked, x, policy, microbatches)
+
+
+class _Wanted(NamedTuple):
+    """For each gathered weight, shared leaf and activation whether its gradient is wanted."""
+
+    weights: list[bool]
+    shared: list[bool]
+    x: list[bool]
+
+
+class _Sweep(NamedTuple):
+    """How one layer, or a stack of them, runs.
+
+    Attributes:
+        gather: the weights of one layer, gathered.
+        forward: `(one layer's forward pass, weights, shared, x) -> (y, residuals)`.
+        backward: `(halves, wanted, weights, shared, residuals, dy) -> the wanted gradients`.
+        stack: whether the weights are those of several layers.
+    """
+
+    gather: Callable[[Any], Any]
+    forward: Callable[[Forward, Any, Leaves, Leaves], tuple[list[Any], Any]]
+    backward: Callable[[Halves, _Wanted, Any, Leaves, Any, Leaves], list[Any]]
+    stack: bool
+
+
+def _with_derivative(
+    layer_fn: Callable[[Any, Any], Any], sweep: _Sweep, weights: Any, x: Any, policy: Any, microbatches: int
+) -> Any:
+    whole = jax.eval_shape(sweep.gather, weights)
     one = jax.eval_shape(lambda x: _at(x, 0) if microbatches > 1 else x, x)
     layer = Traced(layer_fn, whole, one)
-    examples = (jax.tree.leaves(whole), layer.shared, jax.tree.leaves(one))
-    args = (weights, layer.shared, jax.tree.leaves(x))
-    leaves, tree = jax.tree.flatten(args)
-    mask = Mask(jax.tree.leaves(jax.tree.map(learned, args, is_leaf=is_handle)))
-    sweep = (lambda *args: _ahead(*args, layers=layers)) if layers else _here
-    sweep_back = (lambda *args: _back_ahead(*args, layers=layers)) if layers else _back_here
+    examples = (jax.tree.leaves(whole), layer.constants, jax.tree.leaves(one))
+    leaves, tree = jax.tree.flatten((weights, layer.constants, jax.tree.leaves(x)))
+    possible = jax.tree.leaves(jax.tree.map(learned, jax.tree.unflatten(tree, leaves), is_leaf=is_handle))
 
     def primal(weights: Leaves, shared: Leaves, x: Leaves) -> tuple[list[Any], list[Any]]:
-        run = lambda x: layer(weights, shared, x)  # noqa: E731
+        run = lambda x: jax.tree.leaves(layer(weights, x, constants=shared))  # noqa: E731
         return (run(x) if microbatches == 1 else jax.lax.map(run, x)), []
 
     @jax.custom_vjp
-    def call(learned: Leaves, others: Leaves) -> list[Any]:
-        return sweep(primal, *jax.tree.unflatten(tree, mask.join(learned, others)))[0]
+    def call(leaves: Leaves) -> list[Any]:
+        return sweep.forward(primal, *jax.tree.unflatten(tree, leaves))[0]
 
-    def forward(learned: Leaves, others: Leaves) -> tuple[list[Any], Any]:
-        flags = jax.tree.unflatten(tree, mask.join([leaf.perturbed for leaf in learned], [False] * len(others)))
-        values = mask.join(*([leaf.value for leaf in leaves] for leaves in (learned, others)))
-        weights, shared, x = jax.tree.unflatten(tree, values)
-        # In a stack, activations follow from weights.
-        wanted = [jax.tree.leaves(parts(flags[0])), flags[1], [learnable(leaf) for leaf in x] if layers else flags[2]]
-        halves = Halves(layer, policy, microbatches, examples, wanted)
-        y, saved = sweep(halves.forward, weights, shared, x)
+    def forward(leaves: Leaves) -> tuple[list[Any], Any]:
+        asked = [flag and leaf.perturbed for flag, leaf in zip(possible, leaves, strict=True)]
+        if sweep.stack:  # after the first layer, every activation depends on weights
+            first = len(leaves) - len(examples[2])
+            asked[first:] = possible[first:]
+        flags, shared_flags, x_flags = jax.tree.unflatten(tree, asked)
+        wanted = _Wanted(jax.tree.leaves(parts(flags)), shared_flags, x_flags)
+        passes = halves(layer, policy, microbatches, examples, wanted)
+        weights, shared, x = jax.tree.unflatten(tree, [leaf.value for leaf in leaves])
+        y, residuals = sweep.forward(passes.forward, weights, shared, x)
 
-        def backward(weights: Any, shared: Leaves, saved: Any, ct: Leaves) -> tuple[list[Any], None]:
-            ct = [_instantiated(c) for c in halves.out.split(ct)[0]]
-            grads = iter(sweep_back(halves, weights, shared, saved, ct))
-            asked = zip([flag for flags in wanted for flag in flags], jax.tree.leaves(parts(args)), strict=True)
-            return [next(grads) if flag else None for flag, leaf in asked if learnable(leaf)], None
+        def backward(weights: Any, shared: Leaves, residuals: Any, dy: Leaves) -> tuple[list[Any]]:
+            dy = [_instantiated(ct) for ct, out in zip(dy, jax.tree.leaves(layer.out), strict=True) if learnable(out)]
+            grads = iter(sweep.backward(passes, wanted, weights, shared, residuals, dy))
+            return ([next(grads) if flag else None for flag in asked],)
 
-        return y, jax.tree_util.Partial(backward, weights, shared, saved)
+        return y, jax.tree_util.Partial(backward, weights, shared, residuals)
 
-    call.defvjp(forward, lambda backward, ct: backward(ct), symbolic_zeros=True)
-    return jax.tree.unflatten(layer.structure, call(*mask.split(leaves)))
+    call.defvjp(forward, lambda backward, dy: backward(dy), symbolic_zeros=True)
+    return jax.tree.unflatten(jax.tree.structure(layer.out), call(leaves))
 
 
-def _here(forward: Forward, weights: Any, shared: Leaves, x: Leaves) -> tuple[list[Any], list[Any]]:
+def _one_layer(forward: Forward, weights: Any, shared: Leaves, x: Leaves) -> tuple[list[Any], list[Any]]:
     return forward(jax.tree.leaves(opened(weights)), shared, x)
 
 
-def _back_here(halves: Halves, weights: Any, shared: Leaves, saved: Leaves, ct: Leaves) -> list[Any]:
-    grads, x_grads = halves.backward(jax.tree.leaves(opened(_waiting(weights, ct))), shared, saved, ct)
-    nodes = [*jax.tree.leaves(weights, is_leaf=is_handle), *shared]
-    return [*_part_gradients(halves.wanted_of(nodes), grads), *x_grads]
+def _one_layer_back(
+    passes: Halves, wanted: _Wanted, weights: Any, shared: Leaves, residuals: Leaves, dy: Leaves
+) -> list[Any]:
+    grads, dx = passes.backward(jax.tree.leaves(opened(_after(dy, weights))), shared, residuals, dy)
+    return [*_part_gradients([*_nodes(weights, wanted), *compress(shared, wanted.shared)], grads), *dx]
 
 
-def _waiting(weights: Any, ct: Leaves) -> Any:
-    """The weights, not to be gathered before the cotangents are there.
+def _after(dy: Leaves, weights: Any) -> Any:
+    """The weights, not gathered before the cotangents exist.
 
-    Without a barrier the compiler finds the same gather in the forward pass, and keeps all weights from there to here.
-    What comes out of one varies wherever something that goes in does, so a part waits for those that vary no further.
+    Without a barrier the compiler merges this gather with that of the forward pass, and keeps all weights in between. A
+    result of a barrier varies wherever one of its operands does, so a part waits only for those that vary no further.
     """
 
     def one(node: Any) -> Any:
         if not (is_handle(node) and node.gathers):
             return node
-        first = [c for c in ct if varying_axes(c) <= varying_axes(node.part)]
+        first = [ct for ct in dy if varying_axes(ct) <= varying_axes(node.part)]
         return node.replaced(part=jax.lax.optimization_barrier((node.part, first))[0])
 
     return jax.tree.map(one, weights, is_leaf=is_handle)
 
 
-def _ahead(forward: Forward, stacked: Any, shared: Leaves, x: Leaves, *, layers: int) -> tuple[list[Any], Any]:
-    """All layers, each gathered while the one before it computes; the last one stands outside the loop."""
+def _prefetched(forward: Forward, stacked: Any, shared: Leaves, x: Leaves, *, layers: int) -> tuple[list[Any], Any]:
+    """All layers, each gathered while the one before it computes; the last one is outside the loop."""
 
     def fetch(i: Any) -> list[Any]:
         return jax.tree.leaves(opened(_at(stacked, i)))
@@ -108,45 +152,51 @@ def _ahead(forward: Forward, stacked: Any, shared: Leaves, x: Leaves, *, layers:
     def body(carry: Any, i: jax.Array) -> Any:
         x, weights = carry
         ahead = fetch(i + 1)
-        x, saved = forward(weights, shared, x)
-        return (x, ahead), saved
+        x, residuals = forward(weights, shared, x)
+        return (x, ahead), residuals
 
-    (x, weights), saved = jax.lax.scan(body, (x, fetch(0)), jnp.arange(layers - 1))
+    (x, weights), residuals = jax.lax.scan(body, (x, fetch(0)), jnp.arange(layers - 1))
     x, last = forward(weights, shared, x)
-    return x, (saved, last)
+    return x, (residuals, last)
 
 
-def _back_ahead(halves: Halves, stacked: Any, shared: Leaves, saved: Any, ct: Leaves, *, layers: int) -> list[Any]:
+def _prefetched_back(
+    passes: Halves, wanted: _Wanted, stacked: Any, shared: Leaves, residuals: Any, dy: Leaves, *, layers: int
+) -> list[Any]:
     """All layers from the last to the first, each gathered while the one after it computes."""
-    saved, last = saved
-    stacks = halves.wanted_of(jax.tree.leaves(stacked, is_leaf=is_handle))
-    held = halves.wanted_of([*[None] * len(halves.wanted[0]), *shared])[len(stacks) :]
+    residuals, last = residuals
+    nodes, shared_nodes = _nodes(stacked, wanted), list(compress(shared, wanted.shared))
 
     def fetch(i: Any) -> list[Any]:
         return jax.tree.leaves(opened(_at(stacked, i)))
 
-    def layer(i: Any, weights: Leaves, saved: Leaves, carry: Any) -> Any:
-        ct, stores, sums = carry
-        grads, ct = halves.backward(weights, shared, saved, ct)
-        found = _part_gradients(stacks, grads[: len(stacks)])
+    def layer(i: Any, weights: Leaves, residuals: Leaves, carry: Any) -> Any:
+        dy, stores, sums = carry
+        grads, dx = passes.backward(weights, shared, residuals, dy)
+        found = _part_gradients(nodes, grads[: len(nodes)])
         stores = [jax.lax.dynamic_update_index_in_dim(s, g, i, 0) for s, g in zip(stores, found, strict=True)]
-        return ct, stores, [s + g.astype(s.dtype) for s, g in zip(sums, grads[len(stacks) :], strict=True)]
+        return dx, stores, [s + g.astype(s.dtype) for s, g in zip(sums, grads[len(nodes) :], strict=True)]
 
     def body(carry: Any, i: jax.Array) -> Any:
         weights, carry = carry
         ahead = fetch(i - 1)
-        return (ahead, layer(i, weights, _at(saved, i), carry)), None
+        return (ahead, layer(i, weights, _at(residuals, i), carry)), None
 
-    stores = [typed_zeros(p) for p in parts(stacks)]
-    carry = (ct, stores, [wide_zeros(leaf) for leaf in held])
+    stores = [typed_zeros(p) for p in parts(nodes)]
+    carry = (dy, stores, [wide_zeros(leaf) for leaf in shared_nodes])
     final = layers - 1
     ahead = fetch(final - 1) if final else []
     carry = layer(final, fetch(final), last, carry)
     if final:
         (ahead, carry), _ = jax.lax.scan(body, (ahead, carry), jnp.arange(final - 1, 0, -1))
-        carry = layer(0, ahead, _at(saved, 0), carry)
-    ct, stores, sums = carry
-    return [*stores, *_part_gradients(held, sums), *ct]
+        carry = layer(0, ahead, _at(residuals, 0), carry)
+    dx, stores, sums = carry
+    return [*stores, *_part_gradients(shared_nodes, sums), *dx]
+
+
+def _nodes(weights: Any, wanted: _Wanted) -> list[Any]:
+    """The handles and arrays whose gradient is wanted."""
+    return list(compress(jax.tree.leaves(weights, is_leaf=is_handle), wanted.weights))
 
 
 def _part_gradients(nodes: Leaves, grads: Leaves) -> list[jax.Array]:

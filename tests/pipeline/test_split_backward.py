@@ -1,4 +1,4 @@
-"""A backward pass in two halves: the same numbers, no matmul and no collective twice, and only what is needed kept."""
+"""A backward pass in two halves: the same numbers, no matmul and no collective twice, few residuals."""
 
 import inspect
 from functools import cache, partial
@@ -16,7 +16,7 @@ from shardkit.layers.linear import column_linear, row_linear
 from shardkit.models import transformer
 from shardkit.partitioning.handles import Handle
 from shardkit.pipeline.split_backward import Split
-from shardkit.remat.recompute import POLICIES, Halves, Traced, learnable
+from shardkit.remat.recompute import POLICIES, Traced, halves, learnable
 
 LAYERS, TOKENS, WIDTH, HIDDEN = 3, 24, 32, 80
 CONFIG = transformer.Config(layers=LAYERS, dim=WIDTH, heads=2, kv_heads=1, hidden=HIDDEN)
@@ -79,26 +79,26 @@ def backward_of(stage, weights, x, policy=None):
     """A stage's backward pass as the pipeline calls it: a function of flat arrays, and what `Split` is to know."""
     leaves, inputs = jax.tree.leaves(weights), jax.tree.leaves(x)
     layer = Traced(stage, weights, x)
-    examples = (leaves, layer.shared, inputs)
-    halves = Halves(layer, policy, 1, examples, [[learnable(leaf) for leaf in each] for each in examples])
-    y, saved = halves.forward(*examples)
+    examples = (leaves, layer.constants, inputs)
+    passes = halves(layer, policy, 1, examples, [[learnable(leaf) for leaf in each] for each in examples])
+    y, saved = passes.forward(*examples)
     dy = [jnp.cos(leaf) for leaf in y if learnable(leaf)]
-    args = [leaves, layer.shared, saved, dy]
+    args = [leaves, layer.constants, saved, dy]
     cuts = np.cumsum([0, *map(len, args)])
 
     def fn(*flat):
-        grads, dx = halves.backward(*(list(flat[a:b]) for a, b in pairwise(cuts)))
+        grads, dx = passes.backward(*(list(flat[a:b]) for a, b in pairwise(cuts)))
         return [*grads, *dx]
 
-    grads, dx = jax.eval_shape(halves.backward, *args)
+    grads, dx = jax.eval_shape(passes.backward, *args)
     first = [False] * len(grads) + [True] * len(dx)
     flat = [leaf for each in args for leaf in each]
     return fn, flat, first, [i < cuts[2] for i in range(len(flat))]
 
 
 def halves_of(split, lasting):
-    def second(args, kept):
-        return split.second(*compress(args, lasting), kept=kept)
+    def second(args, residuals):
+        return split.second(*compress(args, lasting), residuals=residuals)
 
     return split.first, second
 
@@ -124,8 +124,8 @@ def check(fn, args, first, lasting):
     """The laws of every split; returns it, with the matmuls of the whole, the first and the second half."""
     split = Split(fn, args, first, lasting)
     one, two = halves_of(split, lasting)
-    (found, kept), ahead = compiled(one, *args)
-    others, later = compiled(two, args, kept)
+    (found, residuals), ahead = compiled(one, *args)
+    others, later = compiled(two, args, residuals)
     expected, all_of_it = compiled(fn, *args)
     assert ahead + later <= 1.02 * all_of_it
     given = {True: iter(found), False: iter(others)}
@@ -134,11 +134,11 @@ def check(fn, args, first, lasting):
         assert (got.dtype, got.shape) == (want.dtype, want.shape)
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * float(jnp.abs(want).max()))
 
-    assert [(k.shape, k.dtype) for k in split.kept] == [(k.shape, k.dtype) for k in kept]
-    assert len({id(k) for k in one(*args)[1]}) == len(kept)
+    assert [(k.shape, k.dtype) for k in split.residuals] == [(k.shape, k.dtype) for k in residuals]
+    assert len({id(k) for k in one(*args)[1]}) == len(residuals)
     weights = {x.shape for x in compress(args, lasting)}
-    assert not weights & {s for k in kept for s in (k.shape, k.shape[1:], k.shape[::-1])}
-    counts = [dots(fn, *args), dots(one, *args), dots(two, args, kept)]
+    assert not weights & {s for k in residuals for s in (k.shape, k.shape[1:], k.shape[::-1])}
+    counts = [dots(fn, *args), dots(one, *args), dots(two, args, residuals)]
     assert counts[1] + counts[2] == counts[0]
     assert not split.whole and split.why == ""
     return split, counts
@@ -169,13 +169,15 @@ def test_both_halves_are_the_whole_and_nothing_runs_twice(name, how, policy):  #
         assert first == second == whole / 2
 
 
-def test_what_is_kept_of_an_mlp_is_what_its_matmuls_multiply():  # proves F38
+def test_residuals_of_an_mlp_are_what_its_matmuls_multiply():  # proves F38
     one = jax.tree.map(lambda leaf: leaf[0], MLP)
     split, _ = check(*backward_of(mlp, one, X))
     wide, narrow = (2, TOKENS, HIDDEN), (2, TOKENS, WIDTH)
-    assert sorted(k.shape for k in split.kept) == [narrow, narrow, wide, wide]
+    assert sorted(k.shape for k in split.residuals) == [narrow, narrow, wide, wide]
     stacked, _ = check(*backward_of(scanned(mlp), MLP, X))
-    assert sorted(k.shape for k in stacked.kept) == sorted((LAYERS, *shape) for shape in (narrow, narrow, wide, wide))
+    assert sorted(k.shape for k in stacked.residuals) == sorted(
+        (LAYERS, *shape) for shape in (narrow, narrow, wide, wide)
+    )
 
 
 def test_half_precision_integers_and_keys():  # proves F38, F45
@@ -191,9 +193,9 @@ def test_half_precision_integers_and_keys():  # proves F38, F45
     fn, args, first, lasting = backward_of(scanned(layer), stack, stream)
     split = Split(fn, args, first, lasting)
     one, two = halves_of(split, lasting)
-    found, kept = jax.jit(one)(*args)
+    found, residuals = jax.jit(one)(*args)
     *grads, dx = jax.jit(fn)(*args)
-    for got, want in zip([*jax.jit(two)(args, kept), *found], [*grads, dx], strict=True):
+    for got, want in zip([*jax.jit(two)(args, residuals), *found], [*grads, dx], strict=True):
         assert got.dtype == want.dtype == jnp.bfloat16
         assert bool((got == want).all())
 
@@ -211,7 +213,10 @@ def test_carries_of_the_second_half_stay_carries():  # proves F38
     args = [draw(8, 8), draw(5, 4, 8), draw(4, 8)]
     split, counts = check(fn, args, [True, False], [True, False, False])
     assert counts == [10, 5, 5]
-    assert sorted(k.shape for k in split.kept) == [(5, 4, 8), (5, 4, 8)]  # x, and dx of every round; no count, no total
+    assert sorted(k.shape for k in split.residuals) == [
+        (5, 4, 8),
+        (5, 4, 8),
+    ]  # x, and dx of every round; no count, no total
 
 
 def tensor_parallel(w, x, **how):
@@ -257,9 +262,11 @@ def test_collectives_of_weight_gradients_wait_for_the_second_half(name):  # prov
             if half == "whole":
                 found = fn(*args)
             else:
-                dx, kept = one(*args)
-                assert [_compat.varying_axes(k) for k in kept] == [_compat.varying_axes(k) for k in split.kept]
-                found = dx if half == "first" else [*two(args, kept), *dx]
+                dx, residuals = one(*args)
+                assert [_compat.varying_axes(k) for k in residuals] == [
+                    _compat.varying_axes(k) for k in split.residuals
+                ]
+                found = dx if half == "first" else [*two(args, residuals), *dx]
             return [sk.vary(x, ("data", "model"))[None] for x in found]
 
         return jax.shard_map(kernel, mesh=mesh, in_specs=(specs, x_spec), out_specs=P(("data", "model")))
@@ -294,8 +301,8 @@ def test_what_cannot_be_cut_is_named():  # proves F38
         "Split: the second results must have equations of their own, which the first results do not need; got `while` "
         f"at test_split_backward.py:{line} (stubborn), which both need. Take it apart, or run the function unsplit."
     )
-    first, kept = split.first(*args)
-    for got, want in zip([*first, *split.second(args[0], kept=kept)], stubborn(*args), strict=True):
+    first, residuals = split.first(*args)
+    for got, want in zip([*first, *split.second(args[0], residuals=residuals)], stubborn(*args), strict=True):
         np.testing.assert_array_equal(got, want)
 
     inside = Split(
@@ -309,7 +316,7 @@ def test_what_cannot_be_cut_is_named():  # proves F38
 
 def test_without_gradients_of_weights_nothing_is_left():  # proves F38
     split = Split(lambda w, dy: [dy @ w.T, jnp.zeros_like(w)], [draw(8, 8), draw(4, 8)], [True, False], [True, False])
-    assert split.whole and split.kept == []
+    assert split.whole and split.residuals == []
     assert split.why == (
         "Split: the second results must have equations of their own, which the first results do not need; got none "
         "that compute anything. Run the function unsplit."
@@ -326,7 +333,7 @@ def test_what_acts_on_the_host_runs_once_in_the_first_half():  # proves F38
 
     args = [draw(8, 8), draw(4, 8)]
     split = Split(fn, args, [True, False], [True, False])
-    for half, calls in ((lambda: split.first(*args)[1], 1), (lambda: split.second(args[0], kept=kept), 1)):
-        kept = jax.block_until_ready(jax.jit(half)())
+    for half, calls in ((lambda: split.first(*args)[1], 1), (lambda: split.second(args[0], residuals=residuals), 1)):
+        residuals = jax.block_until_ready(jax.jit(half)())
         jax.effects_barrier()
         assert len(seen) == calls

@@ -1,0 +1,225 @@
+"""What one device computes in a tick: forward (F), backward (B), input gradient (I), weight gradient (W).
+
+Every device runs the same program. Where an op is not its own, it either computes it all the same and discards the
+result (masked), or takes an empty branch (branched).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardkit._compat import varying_axes
+from shardkit.collectives import vary
+from shardkit.collectives._sums import typed_zeros
+from shardkit.pipeline.pieces import Given, Piece, Pieces
+from shardkit.pipeline.split_backward import Split
+
+Row = dict[str, jax.Array]  # of the table, by field
+Leaves = list[jax.Array]
+Fn = Callable[..., Any]
+
+
+class Sums(NamedTuple):
+    """What a step sums, in float32: gradients of the layers `[chunks, layers, ...]`, of shared leaves, and means."""
+
+    layers: Leaves
+    shared: Any
+    means: Any
+
+
+class State(NamedTuple):
+    """The carry of the loop over ticks. A buffer is a list of arrays `[slots + 1, ...]`, whose last slot is scratch."""
+
+    inputs: Leaves
+    saved: Leaves
+    cotangents: Leaves
+    weight_residuals: Leaves
+    sums: Sums
+
+
+class Exclusion(NamedTuple):
+    """How the devices that an op does not belong to leave it out.
+
+    Attributes:
+        run: `(on, fn, otherwise, *args)`: `fn(*args)` where on; elsewhere `otherwise(*args)`, or values to discard.
+        choose: `(on, fn, otherwise, piece)`: `fn()` where on, elsewhere `otherwise()`; `fn` runs that piece.
+        update: `(on, new, old)`: what `run` leaves of a sum.
+    """
+
+    run: Callable[..., Any]
+    choose: Callable[[Any, Fn, Fn, Piece], Any]
+    update: Callable[[Any, jax.Array, jax.Array], jax.Array]
+
+
+def _select(on: Any, fn: Fn, otherwise: Fn, piece: Piece) -> Any:
+    if piece.silent:
+        return lax.cond(on, fn, otherwise)
+    return jax.tree.map(partial(jnp.where, on), fn(), otherwise())
+
+
+# Selected, not multiplied by zero: what is discarded may be NaN.
+MASKED = Exclusion(lambda on, fn, otherwise, *args: fn(*args), _select, jnp.where)
+BRANCHED = Exclusion(lax.cond, lambda on, fn, otherwise, piece: lax.cond(on, fn, otherwise), lambda on, new, old: new)
+
+
+class Ops(NamedTuple):
+    """The ops of a schedule, each `(state, row of the table) -> state`, with what it sends where it sends something.
+
+    Attributes:
+        pieces: embedding, stage and head.
+        given: the arguments of the pieces by stage, chunk and microbatch.
+        shared: the parameters beside the layers.
+        scale: the loss scale.
+        last: number of the last stage.
+        saves: F saves what B needs; otherwise B starts from the stage's input.
+        train: with a backward pass.
+        split: the stage's backward pass as I and W; None where it runs whole.
+        exclusion: MASKED or BRANCHED.
+    """
+
+    pieces: Pieces
+    given: Callable[[Any, Any, Any], Given]
+    shared: Any
+    scale: Any
+    last: int
+    saves: bool
+    train: bool
+    split: Split | None
+    exclusion: Exclusion
+
+    def forward(self, state: State, at: Row) -> tuple[State, Leaves]:
+        """F: the stage, after the embedding on the first and, in evaluation, before the head on the last."""
+        p, given, x = self.pieces, self._given(at, "forward"), read(state.inputs, at["forward_input"])
+
+        def run() -> Any:
+            here = self._embedded(self._first(at, "forward"), given, x)
+            return p.forward(given, here) if self.saves else (p.stage(given, here), [])
+
+        y, residuals = self.exclusion.run(at["forward_on"] > 0, run, lambda: jax.tree.map(typed_zeros, jax.eval_shape(run)))
+        if self.saves:
+            state = state._replace(saved=write(state.saved, at["forward_saved"], [*residuals, *y]))
+        if not self.train:
+            means, last = state.sums.means, (at["forward_stage"] == self.last) & (at["forward_on"] > 0)
+            added = lambda: _plus(means, p.head(self.shared, given, y))  # noqa: E731
+            means = self.exclusion.choose(last, added, lambda: means, p.head)
+            state = state._replace(sums=state.sums._replace(means=means))
+        return state, y
+
+    def backward(self, state: State, at: Row) -> tuple[State, Leaves]:
+        """B: the gradients of a stage's input and of its weights."""
+
+        def through(layers: Leaves, given: Given, residuals: Leaves, dy: Leaves) -> tuple[Leaves, Leaves, Leaves]:
+            grads, dx = self.pieces.backward(given, residuals, dy)
+            return self._added(layers, grads, at["backward_chunk"], at["backward_on"] > 0), dx, []
+
+        state, dx, _ = self._back(state, at, through, [])
+        return state, dx
+
+    def input_gradient(self, state: State, at: Row, whole: bool) -> tuple[State, Leaves]:
+        """I: the gradient of a stage's input. Where `whole`, some devices run B in this tick: I, and W at once."""
+        split = self.split
+        assert split
+
+        def through(layers: Leaves, given: Given, residuals: Leaves, dy: Leaves) -> tuple[Leaves, Leaves, Leaves]:
+            dx, found = split.first(*jax.tree.leaves((given, residuals, dy)))
+            if whole:
+                layers = self._with_weights(layers, given, found, at["backward_chunk"], at["backward_on"] == 1)
+            return layers, dx, found
+
+        state, dx, found = self._back(state, at, through, split.residuals)
+        return state._replace(weight_residuals=write(state.weight_residuals, at["backward_kept"], found)), dx
+
+    def weight_gradient(self, state: State, at: Row) -> State:
+        """W: the gradients of a stage's weights, from the residuals of I."""
+        given, residuals = self._given(at, "weight"), read(state.weight_residuals, at["weight_kept"])
+        on = at["weight_on"] > 0
+        layers = self._with_weights(state.sums.layers, given, residuals, at["weight_chunk"], on)
+        return state._replace(sums=state.sums._replace(layers=layers))
+
+    def _back(
+        self, state: State, at: Row, through: Callable[..., tuple[Leaves, Leaves, Leaves]], residuals: list[Any]
+    ) -> tuple[State, Leaves, Leaves]:
+        """A backward pass: `through` the stage, after the head on the last and before the embedding on the first.
+
+        Returns:
+            The state, dx, and what `through` returns beside it, of the shapes of `residuals`.
+        """
+        p, given, on = self.pieces, self._given(at, "backward"), at["backward_on"]
+        again = read(state.inputs, at["backward_input"])
+        saved = read(state.saved, at["backward_saved"])
+        received = read(state.cotangents, at["backward_cotangent"])
+
+        def run(sums: Sums) -> Any:
+            first = self._first(at, "backward")
+            if self.saves:
+                residuals, y = saved[: -len(p.x)], saved[-len(p.x) :]
+            else:
+                y, residuals = p.forward(given, self._embedded(first, given, again))
+
+            def head() -> Any:
+                means, grads, dy = p.head_backward(self.shared, given, y, self.scale)
+                return _plus(sums.means, means), _plus(sums.shared, grads), dy
+
+            last = (at["backward_stage"] == self.last) & (on > 0)
+            unchanged = lambda: (sums.means, sums.shared, received)  # noqa: E731
+            means, shared, dy = self.exclusion.choose(last, head, unchanged, p.head_backward)
+            layers, dx, found = through(sums.layers, given, residuals, dy)
+            embed = lambda: _plus(shared, p.embed_backward(self.shared, given, dx))  # noqa: E731
+            shared = self.exclusion.choose(first, embed, lambda: shared, p.embed_backward)
+            return Sums(layers, shared, means), dx, found
+
+        def skip(sums: Sums) -> Any:
+            return sums, [typed_zeros(x) for x in p.moving.split(p.x)[0]], [typed_zeros(x) for x in residuals]
+
+        sums, dx, found = self.exclusion.run(on > 0, run, skip, state.sums)
+        return state._replace(sums=sums), dx, found
+
+    def _with_weights(self, layers: Leaves, given: Given, residuals: Leaves, chunk: Any, on: Any) -> Leaves:
+        """The sums with the weight gradients of one stage and microbatch."""
+
+        def run(layers: Leaves) -> Leaves:
+            assert self.split
+            return self._added(layers, self.split.second(*jax.tree.leaves(given), residuals=residuals), chunk, on)
+
+        return self.exclusion.run(on, run, lambda layers: layers, layers)
+
+    def _added(self, layers: Leaves, grads: Leaves, chunk: Any, on: Any) -> Leaves:
+        """The sums with a stage's gradients added to its chunk."""
+        out = []
+        for total, grad in zip(layers, grads, strict=True):
+            here = 0 if total.shape[0] == 1 else chunk
+            new = self.exclusion.update(on, total[here] + grad.astype(total.dtype), total[here])
+            out.append(lax.dynamic_update_index_in_dim(total, new, here, 0))
+        return out
+
+    def _embedded(self, first: Any, given: Given, x: Leaves) -> Leaves:
+        """The stage's input: on the first stage the embedding's."""
+        embed = self.pieces.embed
+        return self.exclusion.choose(first, lambda: embed(self.shared, given), lambda: x, embed)
+
+    def _given(self, at: Row, op: str) -> Given:
+        return self.given(*(at[f"{op}_{what}"] for what in ("stage", "chunk", "microbatch")))
+
+    def _first(self, at: Row, op: str) -> Any:
+        return (at[f"{op}_stage"] == 0) & (at[f"{op}_on"] > 0)
+
+
+def _plus(sums: Any, more: Any) -> Any:
+    return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, more)
+
+
+
+def read(buffers: Leaves, slot: Any) -> Leaves:
+    """One slot of every array."""
+    return [lax.dynamic_index_in_dim(buffer, slot, 0, keepdims=False) for buffer in buffers]
+
+
+def write(buffers: Leaves, slot: Any, leaves: Leaves) -> Leaves:
+    """The arrays with one slot replaced."""
+    return [lax.dynamic_update_index_in_dim(b, x, slot, 0) for b, x in zip(buffers, leaves, strict=True)]
