@@ -1,4 +1,4 @@
-"""What reads a run: profiles and traces with their collectives, and measured scaling.
+"""Readers of a run: profiles and traces with their collectives, and measured scaling.
 
-Open `profile.py` first. Imports cost and `analysis/hlo`, whose collectives are the rows that are given times.
+Open `profile.py` first. Imports cost and `analysis/hlo`, whose collectives are timed.
 """
