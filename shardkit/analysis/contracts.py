@@ -42,6 +42,10 @@ def collective(kind: str, axis: Axis, *, times: int | None = None, sent: int | F
 
     Raises:
         ValueError: kind is none of these; times or sent is negative.
+
+    Example:
+        >>> print(sk.collective("all_reduce", "model", times=1))
+        1 x all_reduce over 'model'
     """
     if kind not in KINDS:
         raise ValueError(
@@ -64,6 +68,11 @@ class expects:
     Raises:
         AssertionError: the program runs other collectives; the message lists the differences with source lines.
         ValueError: two rows for the same kind and axes.
+
+    Example:
+        >>> f = jax.shard_map(lambda x: sk.all_reduce(x, "model"), mesh=mesh, in_specs=P(None, "model"), out_specs=P())
+        >>> sk.expects(sk.collective("all_reduce", "model", times=1)).check(f, jnp.ones((8, 4))).count()
+        1
     """
 
     def __init__(self, *rows: Collective):

@@ -79,6 +79,11 @@ def compile(
         RuntimeError: the compiler's package is missing; it aborted, refused the program or exceeded the timeout.
 
     Cost: tracing does not grow with the number of chips; the compiler takes seconds to minutes, in one process.
+
+    Example:
+        mesh = sk.abstract_mesh(data=64, model=8)
+        report = sk.aot.compile(step, (init.abstract(params), batch), topology="v5p:8x8x8", mesh=mesh)
+        print(report)  # memory, collectives, overlap
     """
     check_kind("aot.compile", "timeout", timeout, (float,))
     if not 0 < timeout < math.inf:
@@ -131,7 +136,11 @@ def compile(
 def report_of(
     serialized: bytes, answer: Mapping[str, Any], *, topology: str, mesh: Mapping[str, int], **base: Any
 ) -> Report:
-    """The report on a compiled module: `serialized` by the compiler, `answer` from the child process."""
+    """The report on a compiled module: `serialized` by the compiler, `answer` from the child process.
+
+    Example:
+        report_of(module, answer, topology="v5e:2x4", mesh={"data": 8}, census=found, lowering_seconds=0.0)
+    """
     where = parse_topology(topology)
     chip, limit = device_of(where), device_memory(where)
     clock = clock_of(where.platform, chip, answer["places"])

@@ -60,6 +60,12 @@ def compiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Compiled:
 
     Returns:
         Compiled: the collectives as written and as compiled, the differences, and the memory. Nothing runs.
+
+    Example:
+        >>> f = jax.shard_map(lambda x: sk.all_reduce(x, "model"), mesh=mesh, in_specs=P(None, "model"), out_specs=P())
+        >>> found = sk.analysis.compiled(f, jnp.ones((8, 4)))
+        >>> found.rows[0].kind, found.rows[0].axes, found.differences()
+        ('all_reduce', ('model',), [])
     """
     traced = traceable(fn).trace(*args, **kwargs)
     return read_compiled(traced, traced.lower().compile(), args, kwargs)

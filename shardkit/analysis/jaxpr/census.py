@@ -142,6 +142,12 @@ def census(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Census:
 
     Raises:
         ValueError: a primitive over mesh axes that the census does not know, whose bytes would be missing.
+
+    Example:
+        >>> f = jax.shard_map(lambda x: sk.all_reduce(x, "model"), mesh=mesh, in_specs=P(None, "model"), out_specs=P())
+        >>> found = sk.census(f, jnp.ones((8, 4)))
+        >>> found.count(kind="all_reduce"), float(found.sent(axis="model"))
+        (1, 48.0)
     """
     return census_of(traced(fn, args, kwargs).jaxpr)
 

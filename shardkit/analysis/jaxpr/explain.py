@@ -108,6 +108,15 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Returns:
         Explanation: a row for each collective of the backward pass, in the order in which they run.
+
+    Example:
+        >>> specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
+        >>> loss = lambda w, x: jnp.sum(jax.shard_map(lambda w, x: x * w, mesh=mesh, **specs)(w, x))
+        >>> [reason] = sk.explain(jax.grad(loss), jnp.float32(2), jnp.ones((8, 4)))
+        >>> reason.kind, reason.axes, reason.value
+        ('all_reduce', ('data',), 'w')
+        >>> reason.why
+        "w is invariant over 'data' and is used with x, which varies over it; the gradient of the cast is a sum."
     """
     closed = traced(fn, args, kwargs)
     sites = [site for site in walk(closed.jaxpr) if kind_of(site.equation) or site.name in _CASTS]

@@ -49,6 +49,13 @@ def lint(
 
     Raises:
         ValueError: a name in `ignore` that is not a rule.
+
+    Example:
+        >>> swap = lambda x: jax.lax.ppermute(x, "model", [(0, 1), (1, 0)])
+        >>> f = jax.shard_map(swap, mesh=mesh, in_specs=P("model"), out_specs=P("model"))
+        >>> [finding] = sk.lint(f, jnp.ones(8))
+        >>> finding.message
+        "ppermute over 'model' of 4 devices names no source for 2, 3, which receive zeros."
     """
     at_least("lint", 0, large=large, small=small)
     unknown = sorted(set(ignore) - set(RULES))

@@ -44,6 +44,10 @@ def trace(folder: str | Path, *, python: bool = False) -> Iterator[Path]:
 
     Raises:
         RuntimeError: another trace is running.
+
+    Example:
+        with sk.analysis.trace("/tmp/run") as folder:
+            jax.block_until_ready(step(state, batch))
     """
     with _recording("trace", Path(folder), python=python, perfetto=True) as where:
         yield where
@@ -90,6 +94,12 @@ def profile(fn: Callable[..., Any], *args: Any, calls: int = 3, folder: str | Pa
         ValueError: calls is not a whole number of at least 1.
         TypeError: an argument is a ShapeDtypeStruct.
         RuntimeError: another trace is running.
+
+    Example:
+        >>> f = jax.shard_map(lambda x: sk.all_reduce(x, "model"), mesh=mesh, in_specs=P(None, "model"), out_specs=P())
+        >>> found = sk.analysis.profile(f, jnp.ones((8, 4)), calls=2)
+        >>> [(row.kind, row.axes, row.bytes) for row in found.rows]
+        [('all_reduce', ('model',), 32)]
 
     Source: nccl-tests, doc/PERFORMANCE.md, for the size of a collective and both bandwidths.
     """

@@ -136,6 +136,11 @@ def scaling(
     Raises:
         ValueError: fewer than two sizes, an unknown mode, or a number that is not a whole number of at least 1.
         TypeError: an argument is a ShapeDtypeStruct.
+
+    Example:
+        >>> found = sk.analysis.scaling(lambda n: (jnp.sum, (jnp.ones(n),)), [1, 2], calls=1, rounds=2)
+        >>> [size.devices for size in found.sizes]
+        [1, 2]
     """
     known("scaling", "mode", mode, ("strong", "weak"))
     whole("scaling", calls=calls, rounds=rounds)

@@ -348,8 +348,9 @@ def test_a_program_that_only_one_process_can_trace():
     (found,) = lint(fn, X)
     line = fn.__code__.co_firstlineno + 2
     assert str(found) == (
-        f"test_lint.py:{line} (fn): process-dependent-program: it can be traced as process 0 and raises RuntimeError: no data "
-        "here as process 1. Run the same program on every process, and pass what differs as data or decide it outside."
+        f"test_lint.py:{line} (fn): process-dependent-program: it can be traced as process 0 and raises RuntimeError: "
+        "no data here as process 1. Run the same program on every process, and pass what differs as data or decide it "
+        "outside."
     )
 
 
