@@ -1,7 +1,7 @@
-"""Instruments: what a program communicates, read from the program itself.
+"""What a program communicates, read from the program itself.
 
 `jaxpr/` reads the traced program, `hlo/` the compiled one, `profiling/` a run. `contracts.py` compares a program with
-what it should send. Start with `jaxpr/census.py`. Imports collectives, cost and partitioning.
+the collectives that it should run. Start with `jaxpr/census.py`. Imports collectives, cost and partitioning.
 """
 
 from shardkit.analysis.contracts import Collective, collective, expects

@@ -1,4 +1,4 @@
-"""Contracts on communication: which collectives a program holds, over which axes, how often, how many bytes."""
+"""Contracts on communication: the collectives that a program may run, how often, and the bytes that they send."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardkit.cost.collectives import COLLECTIVE_KINDS
 
 
 class Collective(NamedTuple):
-    """One kind of collective over the same axes, as `collective` describes it. None means that anything will do."""
+    """One kind of collective over the same axes, as `collective` describes it; None allows any value."""
 
     kind: str
     axes: tuple[str, ...]
@@ -25,45 +25,54 @@ class Collective(NamedTuple):
     sent: int | Fraction | None = None
 
     def __str__(self) -> str:
-        times = "any number of times" if self.times is None else f"{self.times} x"
+        times = "at least one" if self.times is None else f"{self.times} x"
         sent = "" if self.sent is None else f", {float(self.sent):,.0f} bytes sent"
         return f"{times} {self.kind} over {quoted(self.axes)}{sent}"
 
 
 @typed
 def collective(kind: str, axis: Axis, *, times: int | None = None, sent: int | Fraction | None = None) -> Collective:
-    """What `expects` is told of one kind of collective.
+    """Describes one kind of collective for `expects`.
 
     Args:
         kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "ppermute".
         axis: mesh axis or tuple of axes, in any order.
-        times: how often it runs in one call, over all places of the program; None: any number, at least one.
-        sent: bytes that one device sends by it in one call; None: any.
+        times: executions per call, over all call sites together; None: any number, at least one.
+        sent: bytes sent per device and call; None: any.
 
     Raises:
-        ValueError: another kind.
+        ValueError: kind is none of these; times or sent is negative.
+
+    Example:
+        >>> print(sk.collective("all_reduce", "model", times=1))
+        1 x all_reduce over 'model'
     """
     if kind not in COLLECTIVE_KINDS:
         raise ValueError(
-            f"collective: kind must be one of {quoted(COLLECTIVE_KINDS)}; got {kind!r}. Choose one of them."
+            f"collective: kind must be one of {quoted(COLLECTIVE_KINDS)}; got {kind!r}. Pass for example 'all_reduce'."
         )
     at_least("collective", 0, times=times, sent=sent)
     return Collective(kind, tuple(sorted(axis_names("collective", axis))), times, sent)
 
 
 class expects:
-    """Holds a function to its communication: exactly these collectives, and nothing else.
+    """Asserts that a function runs exactly these collectives and no others.
 
-    As a decorator, `@expects(collective("all_reduce", "data", times=2))` checks each new argument signature when the
-    function is called, before it runs. As a context, `with expects(...) as check: check(step, state, batch)`; leaving
-    without a check is an error. `expects(...).check_compiled(step, state, batch)` holds the compiled program to it.
+    As a decorator, `@expects(collective("all_reduce", "data", times=2))` checks a call with a new argument signature
+    before it runs. As a context manager, `with expects(...) as check: check(step, state, batch)`; leaving it without a
+    check is an error. `expects(...).check_compiled(step, state, batch)` checks the compiled program.
 
     Args:
-        *rows: what is expected, from `collective`; none means that nothing is sent.
+        *rows: the expected collectives, from `collective`; none: the function sends nothing.
 
     Raises:
-        AssertionError: the program communicates otherwise; the message lists every difference with its source lines.
+        AssertionError: the program runs other collectives; the message lists the differences with source lines.
         ValueError: two rows for the same kind and axes.
+
+    Example:
+        >>> f = jax.shard_map(lambda x: sk.all_reduce(x, "model"), mesh=mesh, in_specs=P(None, "model"), out_specs=P())
+        >>> sk.expects(sk.collective("all_reduce", "model", times=1)).check(f, jnp.ones((8, 4))).count()
+        1
     """
 
     def __init__(self, *rows: Collective):
@@ -77,13 +86,14 @@ class expects:
         for key in keys:
             if keys.count(key) > 1:
                 raise ValueError(
-                    f"expects: there are two rows for {key[0]} over {quoted(key[1])}. Add them up into one."
+                    f"expects: a kind over the same axes must have one row; got two for {key[0]} over "
+                    f"{quoted(key[1])}. Add them up."
                 )
         self.rows = rows
         self._checked = False
 
     def check(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Census:
-        """Traces one call of `fn` and compares; returns the census."""
+        """Traces one call of `fn`, compares its collectives with the expected ones and returns the census."""
         self._checked = True
         found = census(fn, *args, **kwargs)
         wrong = differences(found, self.rows)
@@ -92,15 +102,15 @@ class expects:
         return found
 
     def check_compiled(self, program: Any, *args: Any, **kwargs: Any) -> Census:
-        """Compares what the compiler made of a program, and returns it as a census.
+        """Compares a compiled program with the expected collectives and returns its collectives as a census.
 
         Args:
-            program: a Report of `aot.compile`, or a function, which is compiled for the devices that are there.
+            program: a Report of `aot.compile`, or a function, which is compiled for the devices of this process.
             *args: the function's arguments.
             **kwargs: its keyword arguments.
 
         Raises:
-            AssertionError: the compiled program communicates otherwise; the message lists every difference, and what
+            AssertionError: the compiled program runs other collectives; the message lists every difference, and what
                 the compiler added, merged, dropped or changed.
         """
         self._checked = True
@@ -109,8 +119,8 @@ class expects:
         wrong = differences(found, self.rows)
         if wrong:
             changes = [f"- {line}" for line in made.differences()]
-            told = ["what the compiler changed:", *changes] if changes else ["the compiler kept what was written"]
-            lines = ["the compiled program does not communicate as expected:", *wrong, *told]
+            by_compiler = ["what the compiler changed:", *changes] if changes else ["the compiler changed nothing"]
+            lines = ["the compiled program does not communicate as expected:", *wrong, *by_compiler]
             raise AssertionError("\n".join(lines))
         return found
 
@@ -120,7 +130,9 @@ class expects:
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         if kind is None and not self._checked:
-            raise AssertionError("expects: nothing was checked. Call what `with expects(...) as check` gives you.")
+            raise AssertionError(
+                "expects: the block must check a function; nothing was checked. Call check(fn, *args) inside it."
+            )
 
     def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         seen: set[Any] = set()
@@ -138,7 +150,7 @@ class expects:
 
 
 def differences(found: Census, expected: tuple[Collective, ...]) -> list[str]:
-    """What a census has more, less or otherwise than expected, a line each, with the source lines."""
+    """The differences between a census and the expected collectives, one line each, with source lines."""
     groups: dict[tuple[str, tuple[str, ...]], list[Row]] = {}
     for row in found.rows:
         groups.setdefault((row.kind, tuple(sorted(row.axes))), []).append(row)

@@ -50,8 +50,8 @@ def column_linear(x: jax.Array, w: Arrays, axis: Axis | None, *, sequence: bool 
 
     Example:
         >>> kernel = lambda x, w: sk.column_linear(x, w, "model")
-        >>> columns = P(None, "model")
-        >>> y = jax.shard_map(kernel, mesh=mesh, in_specs=(P(), columns), out_specs=columns)(jnp.ones((4, 8)), jnp.ones((8, 16)))
+        >>> columns, x, w = P(None, "model"), jnp.ones((4, 8)), jnp.ones((8, 16))
+        >>> y = jax.shard_map(kernel, mesh=mesh, in_specs=(P(), columns), out_specs=columns)(x, w)
         >>> y.shape, y.sharding.shard_shape(y.shape)
         ((4, 16), (4, 4))
 

@@ -52,7 +52,9 @@ class Executor(NamedTuple):
         wide = partial(jax.tree.map, wide_zeros)
         learned = (layers, parts(self.ops.shared)) if train else ([], [])
         sums = Sums(wide(learned[0]), wide(learned[1]), wide(means))
-        inputs, saved, cotangents, residuals = ([typed_zeros(x, shape=(count + 1, *x.shape)) for x in leaves] for count, leaves in buffers)
+        inputs, saved, cotangents, residuals = (
+            [typed_zeros(x, shape=(count + 1, *x.shape)) for x in leaves] for count, leaves in buffers
+        )
         state = State(inputs, saved, cotangents, residuals, sums)
         mine = lax.dynamic_index_in_dim(jnp.asarray(self.table.rows), device, 1, keepdims=False)
         for segments, times in _rounds(self.table.segments):

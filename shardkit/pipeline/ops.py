@@ -14,8 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._compat import varying_axes
-from shardkit.collectives import vary
 from shardkit.collectives._sums import typed_zeros
 from shardkit.pipeline.pieces import Given, Piece, Pieces
 from shardkit.pipeline.split_backward import Split
@@ -101,7 +99,9 @@ class Ops(NamedTuple):
             here = self._embedded(self._first(at, "forward"), given, x)
             return p.forward(given, here) if self.saves else (p.stage(given, here), [])
 
-        y, residuals = self.exclusion.run(at["forward_on"] > 0, run, lambda: jax.tree.map(typed_zeros, jax.eval_shape(run)))
+        y, residuals = self.exclusion.run(
+            at["forward_on"] > 0, run, lambda: jax.tree.map(typed_zeros, jax.eval_shape(run))
+        )
         if self.saves:
             state = state._replace(saved=write(state.saved, at["forward_saved"], [*residuals, *y]))
         if not self.train:
@@ -212,7 +212,6 @@ class Ops(NamedTuple):
 
 def _plus(sums: Any, more: Any) -> Any:
     return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, more)
-
 
 
 def read(buffers: Leaves, slot: Any) -> Leaves:

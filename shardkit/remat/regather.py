@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from shardkit._compat import varying_axes
-from shardkit.collectives import vary
 from shardkit.collectives._sums import typed_zeros, wide_zeros
 from shardkit.partitioning.handles import is_handle, opened, part_gradient, parts
 from shardkit.remat.recompute import Halves, Leaves, Traced, halves, learnable

@@ -48,7 +48,7 @@ def test_a_report_is_printed_written_and_compared(inside, program, tmp_path):  #
 @tpu
 def test_what_does_not_fit_ends_with_code_1(inside, program):
     done = inside("aot", f"{program}:too_large", "--topology", "v5e:2x4", code=1)
-    assert "does not fit: " in done.stdout and "of 15.75 GiB a device" in done.stdout
+    assert "does not fit: " in done.stdout and "of 15.75 GiB per device" in done.stdout
 
 
 @tpu
@@ -62,7 +62,7 @@ def test_mistakes_are_one_sentence(inside, program, tmp_path):
     done = inside("aot", f"{program}:make", "--topology", "v5", code=2)
     assert done.stderr == (
         "error: aot: unknown chip 'v5' in topology 'v5'; known are 'v4', 'v5e', 'v5p', 'v6e', 'tpu7x', 'a100', 'h100', "
-        "'h200', 'b200'. Write for example 'v5p:8x8x8' or 'h100:1x1x8'.\n"
+        "'h200', 'b200'. Pass for example 'v5p:8x8x8' or 'h100:1x1x8'.\n"
     )
     missing = tmp_path / "none.json"
     done = inside("aot", f"{program}:make", "--topology", "v5e:2x4", "--against", missing, code=2)
@@ -78,7 +78,7 @@ def test_a_program_that_cannot_be_compiled_is_one_sentence(inside, program):
     done = inside("aot", f"{program}:make", "--topology", "v5e:2x2", code=2)
     assert done.stderr == (
         "error: aot.compile: topology 'v5e:2x2' has 4 devices, fewer than the 8 of the mesh data=8. "
-        "Choose a larger topology or a smaller mesh.\n"
+        "Pass a larger topology or a smaller mesh.\n"
     )
     done = inside("aot", f"{program}:alone", "--args", "f32[2,3]", "--topology", "v5e:2x2", code=2)
     assert done.stderr.startswith(

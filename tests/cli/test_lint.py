@@ -68,8 +68,8 @@ def test_a_clean_program_and_its_explanation(program, inside):
     done = inside("lint", f"{program}:gradient", "--explain", "--devices", 4)
     first, last = done.stdout.strip().splitlines()
     assert first == (
-        "all_reduce over 'data' of 4 bytes, at program.py:22 (gradient.<locals>.<lambda>.<locals>.<lambda>): w is the "
-        "same on all devices of 'data' and is used beside x, which varies over it; the gradient of the cast is a sum."
+        "all_reduce over 'data' of 4 bytes, at program.py:22 (gradient.<locals>.<lambda>.<locals>.<lambda>): w is "
+        "invariant over 'data' and is used with x, which varies over it; the gradient of the cast is a sum."
     )
     assert last.endswith("gradient: no findings")
 

@@ -1,8 +1,8 @@
-"""Ahead-of-time compilation for absent chips: what a step will hold, send and expose, before it is paid for.
+"""Ahead-of-time compilation for absent chips: memory, collectives and overlap of a step.
 
 `compile` lowers a step without any device and hands the program to the real compiler, TPU (extra [aot]) or GPU (extra
-[aot-gpu]), in a process of its own, so that a compiler that aborts is an error and not the end of the session. What
-comes back is the scheduled program itself; the `Report` is read from it.
+[aot-gpu]), in a separate process, so that a compiler that aborts is an error and not the end of the session. It
+returns the scheduled program, from which the `Report` is read.
 """
 
 from __future__ import annotations
@@ -52,38 +52,44 @@ def compile(
     options: Mapping[str, Any] | None = None,
     timeout: float = 1800.0,
 ) -> Report:
-    """Compiles one call of `step` for chips that need not exist, with their own compiler.
+    """Compiles one call of `step` with the compiler of chips that need not be present.
 
-    Nothing is run and no array is made: `jax.ShapeDtypeStruct` arguments with shardings over an AbstractMesh will do
-    (`init.abstract(params)` of a train step gives the state's). Arguments without a sharding are laid out by the
-    compiler.
+    Nothing runs and no array is created: `jax.ShapeDtypeStruct` arguments with shardings over an AbstractMesh suffice
+    (`init.abstract(params)` of a train step returns the state's). The compiler shards arguments without a sharding.
 
     Args:
-        step: any function that jax can trace, or a train step; donation is that of its own jit.
+        step: any function that jax can trace, or a train step; donation is that of its jit.
         args: its positional arguments.
         topology: "v4", "v5e", "v5p", "v6e" or "tpu7x" with the torus, as "v5p:8x8x8"; "a100", "h100", "h200" or "b200"
-            with slices x hosts x GPUs a host, as "h100:1x1x8". Chips beyond the mesh's size stay idle,
-            where the chip's compiler allows that.
+            with slices x hosts x GPUs per host, as "h100:1x1x8". Chips beyond the mesh's size stay idle, where
+            the compiler allows that.
         mesh: the mesh of the program; None: that of its shard_map or of the arguments' shardings, else one
             device.
         options: options of the compiler, for example `{"xla_tpu_enable_async_collective_fusion": False}`.
-        timeout: seconds the compiler is given.
+        timeout: time limit for the compiler, seconds.
 
     Returns:
-        Report: print it, read its fields, `.to_json()`, `.compare(other)`. A program that needs more memory than the
-        chip has is a report too, with `fits` False and the compiler's own number.
+        Report: print it, read its fields, `.to_json()`, `.compare(other)`. A program that does not fit the memory of
+        the chip gives a report too, with `fits` False and the compiler's number.
 
     Raises:
-        TypeError: args is no tuple or list, topology no string, mesh no mesh, options no mapping of names to values.
+        TypeError: args is not a tuple or list, topology not a string, mesh not a mesh, options not names with values.
         ValueError: an unknown topology, one smaller than the mesh or that its compiler takes only as a whole, a
             function that cannot be traced.
-        RuntimeError: the compiler's package is missing, it aborted, refused the program or took too long.
+        RuntimeError: the compiler's package is missing; it aborted, refused the program or exceeded the timeout.
 
     Cost: tracing does not grow with the number of chips; the compiler takes seconds to minutes, in one process.
+
+    Example:
+        mesh = sk.abstract_mesh(data=64, model=8)
+        report = sk.aot.compile(step, (init.abstract(params), batch), topology="v5p:8x8x8", mesh=mesh)
+        print(report)  # memory, collectives, overlap
     """
     check_kind("aot.compile", "timeout", timeout, (float,))
     if not 0 < timeout < math.inf:
-        raise ValueError(f"aot.compile: timeout must be above 0 and finite; got {timeout}. Correct timeout.")
+        raise ValueError(
+            f"aot.compile: timeout must be above 0 and finite; got {timeout}. Pass seconds, as timeout=1800."
+        )
     where = parse_topology(topology)
     if not isinstance(args, tuple | list):
         raise TypeError(
@@ -93,7 +99,7 @@ def compile(
     if mesh is not None and not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
         raise TypeError(
             f"aot.compile: mesh must be a Mesh or an AbstractMesh; got {type(mesh).__name__}. "
-            "Pass sk.abstract_mesh(data=8), or leave it out."
+            "Pass sk.abstract_mesh(data=8), or omit it."
         )
     options = _checked(options)
     package = compiler_package(where)
@@ -112,7 +118,7 @@ def compile(
     if partitions not in (1, devices):
         raise ValueError(
             f"aot.compile: mesh= must have as many devices as the program; got {sized(sizes.items())} for a program of "
-            f"{partitions} devices. Pass the program's own mesh as mesh=, or none."
+            f"{partitions} devices. Pass the program's mesh as mesh=, or omit it."
         )
     if devices > where.devices:
         raise _too_small(where, sizes, where.devices)
@@ -130,7 +136,11 @@ def compile(
 def report_of(
     serialized: bytes, answer: Mapping[str, Any], *, topology: str, mesh: Mapping[str, int], **base: Any
 ) -> Report:
-    """The report on a compiled module: `serialized` by the compiler, `answer` from the child process."""
+    """The report on a compiled module: `serialized` by the compiler, `answer` from the child process.
+
+    Example:
+        report_of(module, answer, topology="v5e:2x4", mesh={"data": 8}, census=found, lowering_seconds=0.0)
+    """
     where = parse_topology(topology)
     chip, limit = device_of(where), device_memory(where)
     clock = clock_of(where.platform, chip, answer["places"])
@@ -153,21 +163,21 @@ def report_of(
 
 
 def _checked(options: Any) -> dict[str, Any]:
-    """Options of the compiler, each a name and a plain value."""
+    """The compiler options as a dict of plain values."""
     plain = isinstance(options, Mapping) and all(
         isinstance(name, str) and isinstance(value, bool | int | float | str) for name, value in options.items()
     )
     if options is not None and not plain:
         raise TypeError(
-            "aot.compile: options must map the names of compiler options to numbers, strings or truth values; "
-            f"got {options!r}. Write for example {{'xla_tpu_enable_async_collective_fusion': False}}."
+            "aot.compile: options must map names of compiler options to numbers, strings or booleans; "
+            f"got {options!r}. Pass for example {{'xla_tpu_enable_async_collective_fusion': False}}."
         )
     return dict(options or {})
 
 
 def _traced(step: Any, args: Sequence[Any]) -> Any:
     if not callable(step) and not hasattr(step, "trace"):
-        raise TypeError(f"aot.compile: step must be a function; got {step!r}. Pass the step itself.")
+        raise TypeError(f"aot.compile: step must be a function; got {step!r}. Pass a function or a train step.")
     try:
         return traceable(step).trace(*args)
     except Exception as error:
@@ -183,7 +193,7 @@ def _in_child(
     request: dict[str, Any], bytecode: bytes, timeout: float, where: Topology, sizes: Mapping[str, int]
 ) -> tuple[dict[str, Any], bytes | None]:
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | _QUIET
-    # Its own modules, and none of the working directory's (-P), which may be called as they are.
+    # -P: files in the working directory must not shadow modules.
     paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     with tempfile.TemporaryDirectory(prefix="shardkit-aot-") as name:
@@ -217,26 +227,26 @@ def _in_child(
         raise ValueError(
             f"aot.compile: the compiler for {where} cannot leave {where.devices - wanted} of its {where.devices} "
             f"devices idle, as {f'the mesh {sized(sizes.items())}' if sizes else 'a program of one device'} would. "
-            f"Choose a topology of {wanted} devices, or a mesh of {where.devices}."
+            f"Pass a topology of {wanted} devices, or a mesh of {where.devices}."
         )
     raise RuntimeError(f"aot.compile: the compiler for {where} refused the program: {message}")
 
 
 def _cause(output: str) -> str:
-    """The line that says why a process died: that of its fatal check, else the last."""
+    """The line that says why a process died: that of a fatal check, else the last."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     fatal = [line.partition("] ")[2] for line in lines if re.match(r"F\d{4} ", line)]
-    return (fatal or lines[-1:] or ["it said nothing"])[0]
+    return (fatal or lines[-1:] or ["no message"])[0]
 
 
-# How libtpu says that a program must run on the whole of a torus; of which part it need not follows no rule we know.
+# libtpu's messages for a program that must use the whole torus; which meshes may be smaller is undocumented.
 _PART = re.compile("RET_CHECK failure.*(should include all slice devices|Unexpected device_id)")
-_ON_CHIP = re.compile(r"\b[vs]mem\b", re.IGNORECASE)  # a kernel's scratch memory ran out, not the device's
+_ON_CHIP = re.compile(r"\b[vs]mem\b", re.IGNORECASE)  # a kernel's scratch memory, not the device's, ran out
 _OVER_MEMORY = re.compile("RESOURCE_EXHAUSTED|CompileTimeHbmOom|[Rr]an out of memory")
 
 
 def _too_small(where: Topology, sizes: Mapping[str, int], devices: int) -> ValueError:
     return ValueError(
         f"aot.compile: topology {str(where)!r} has {devices} devices, fewer than the {math.prod(sizes.values())} of "
-        f"the mesh {sized(sizes.items())}. Choose a larger topology or a smaller mesh."
+        f"the mesh {sized(sizes.items())}. Pass a larger topology or a smaller mesh."
     )

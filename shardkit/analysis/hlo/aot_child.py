@@ -1,4 +1,4 @@
-"""The process in which an absent accelerator's compiler runs: `python -m shardkit.analysis.hlo.aot_child FOLDER`.
+"""The process in which the compiler of an absent accelerator runs: `python -m shardkit.analysis.hlo.aot_child FOLDER`.
 
 It reads `request.json` and `module.mlirbc` in the folder and writes `answer.json` and, when the program compiled,
 `module.pb`. An abort of the compiler ends this process only.
@@ -48,8 +48,7 @@ def compile_in(folder: Path) -> dict[str, Any]:
         return {"error": "compile", "message": str(error)}
     seconds = time.monotonic() - started
     (folder / "module.pb").write_bytes(executable.hlo_modules()[0].as_serialized_hlo_module_proto())
-    # On TPU the compiler's own figure counts on-chip memory too; what a refused program is told it needs is the sum of
-    # the others.
+    # On TPU the compiler's peak counts on-chip memory too, unlike the figure with which it refuses a program.
     counts = request["topology"]["platform"] == "cuda"
     peak = executable.get_compiled_memory_stats().peak_memory_in_bytes if counts else 0
     return {

@@ -1,12 +1,12 @@
-"""The collectives of a compiled program: what runs, over which axes, how often, and what compute hides it.
+"""The collectives of a compiled program: their axes, how often they run, and the compute that hides them.
 
-Read from the module that the compiler scheduled (`proto.py`). The forms in which a collective appears there:
+Read from the module that the compiler scheduled (`proto.py`). A collective appears there as:
 
 - a plain instruction, synchronous (TPU, CPU);
-- a pair `X-start`, `X-done` (GPU, TPU permutes), or `async-start`, `async-done` round a computation that holds it
-  (GPU, and the sparse cores of TPU v6e and 7x); on GPU a pair may be marked synchronous all the same;
-- on TPU, a fusion that ends in a custom call AsyncCollectiveStart, fusions that carry a copy of the collective beside
-  the compute that hides it, and one with AsyncCollectiveDone: the first is counted, the copies are not;
+- a pair `X-start`, `X-done` (GPU, TPU permutes), or `async-start`, `async-done` around a computation that holds it
+  (GPU, and the sparse cores of TPU v6e and 7x); on GPU a pair may still be marked synchronous;
+- on TPU, a fusion that ends in a custom call AsyncCollectiveStart, fusions that hold a copy of the collective beside
+  the compute that hides it, and one with AsyncCollectiveDone: only the first is counted;
 - on TPU, a fusion of an all-reduce and a slice of it, which is a reduce-scatter.
 """
 
@@ -40,18 +40,18 @@ class CompiledRow:
     Attributes:
         kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ppermute".
         name: the compiler's name for the instruction.
-        axes: mesh axes in mesh order; ("part of data",) where the groups are those of no set of axes.
-        n: devices in a group.
-        count: times it runs in one call, loops included; None where a loop's length is not in the program.
-        arrays: operands; above 1 the compiler merged so many.
-        bytes_in: bytes of the operands on one device.
-        bytes_out: bytes of the result on one device.
-        sent: bytes that one device sends each time, as the ring sends them.
+        axes: mesh axes in mesh order; ("part of data",) where the groups match no set of axes.
+        n: devices per group.
+        count: executions per call, loops included; None where a loop's length is not in the program.
+        arrays: operands; more than 1 where the compiler merged several collectives.
+        bytes_in: bytes of the operands per device.
+        bytes_out: bytes of the result per device.
+        sent: bytes sent per device and execution by the ring algorithm.
         asynchronous: whether it runs beside compute.
-        hidden_flops: matmul FLOPs scheduled between its start and its end, each time.
-        seconds: time on the wire each time, by the model of the report; 0 where there is none.
-        exposed: of these, the seconds that no compute hides.
-        op_name: jax's path to the operation it comes from.
+        hidden_flops: matmul FLOPs scheduled between its start and its end, per execution.
+        seconds: time on the wire per execution, by the model of the report; 0 without one.
+        exposed: the part of `seconds` that no compute hides.
+        op_name: jax's name of the operation that it comes from.
         source: the user's line, "file.py:12 (function)".
         branch: "" or "branch 1 of 2" inside a conditional.
     """
@@ -75,12 +75,12 @@ class CompiledRow:
 
     @property
     def times(self) -> int:
-        """How often it runs; a loop of unknown length counts once."""
+        """Executions per call; a loop of unknown length counts once."""
         return 1 if self.count is None else self.count
 
     @property
     def total(self) -> Fraction:
-        """Bytes sent by one device in one call."""
+        """Bytes sent per device and call."""
         return self.sent * self.times
 
 
@@ -101,7 +101,7 @@ NO_CLOCK = Clock(lambda flops, size: 0.0, lambda kind, groups, sent: 0.0)
 
 @dataclass
 class _Slot:
-    """One instruction on the time line: its compute, and how much of it already hides something on which axes."""
+    """One scheduled instruction: its compute, and how much of that is left to hide collectives, by their axes."""
 
     work: Work
     left: dict[object, float] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class _Slot:
 
 @dataclass
 class _Found:
-    """A collective and the instruction whose execution carries it."""
+    """A collective and the scheduled instruction that runs it."""
 
     computation: proto.Computation
     instruction: proto.Instruction
@@ -130,7 +130,7 @@ def collectives_of(module: proto.Module, sizes: Mapping[str, int], clock: Clock 
 
     Args:
         module: the program, from `proto.read`.
-        sizes: names and sizes of the mesh axes, in mesh order; device i of the program is the mesh's i-th.
+        sizes: names and sizes of the mesh axes, in mesh order; device i of the program is device i of the mesh.
         clock: the model of time.
     """
     return tuple(_Reader(module, dict(sizes), clock).rows(module.entry, 1, {}, ""))
@@ -166,12 +166,12 @@ class _Reader:
         """The collectives of a computation, each asynchronous start paired with its end.
 
         Returns:
-            Runs by the position of the instruction that ends them, None at one that starts or carries on a collective;
-            and the collectives that are started and not ended.
+            Runs by the position of the instruction that ends them, None where one starts or continues; and the
+            collectives without an end.
         """
         runs: dict[int, _Run | None] = {}
         started: dict[int, _Run] = {}
-        carries: dict[int, int] = {}  # what hands a started collective on, and its start
+        carries: dict[int, int] = {}  # what continues a started collective, and its start
         for at, each in enumerate(computation.instructions.values()):
             found = self._collective_of(computation, each)
             start = next((carries[o] for o in each.operands if carries.get(o) in started), None)
@@ -205,7 +205,7 @@ class _Reader:
                 yield call, times, {}, branch
 
     def _collective_of(self, computation: proto.Computation, each: proto.Instruction) -> _Found | None:
-        """The collective that an instruction is, starts, or holds in its fusion."""
+        """The collective that an instruction is, starts or contains."""
         opcode = each.opcode.removesuffix("-start")
         if opcode in KIND_OF_OPCODE:
             return _Found(computation, each, each, KIND_OF_OPCODE[opcode], each.groups or each.pairs)
@@ -219,7 +219,7 @@ class _Reader:
                     found = self._collective_of(inner, _as_async(other))
                 if found:
                     if found.kind == "all_reduce" and 0 < each.shape.bytes < found.instruction.shape.bytes:
-                        found.kind = "reduce_scatter"  # the fusion hands on this device's slice only
+                        found.kind = "reduce_scatter"  # the fusion returns only this device's slice
                     found.carrier = each
                     return found
         return None
@@ -237,7 +237,7 @@ class _Reader:
         return any(i.target == target for i in inner)
 
     def _continues(self, each: proto.Instruction, found: _Found | None, start: _Found) -> bool:
-        """Whether an instruction that reads from a started collective carries it on or ends it."""
+        """Whether an instruction that reads a started collective continues or ends it."""
         if each.opcode != "fusion":
             return each.opcode == "get-tuple-element" or each.opcode.endswith(("-update", "-done"))
         if found is None or self._starts(each):
@@ -272,12 +272,12 @@ class _Reader:
 
 
 def _as_async(call: proto.Instruction) -> proto.Instruction:
-    """A call inside an asynchronous computation, looked through as the computation itself is."""
+    """A call inside an asynchronous computation, as an async-start, so that it is searched too."""
     return proto.Instruction(id=call.id, opcode="async-start", shape=call.shape, calls=call.calls)
 
 
 def _marked_synchronous(each: proto.Instruction) -> bool:
-    """Whether the GPU compiler gave up on overlapping a pair."""
+    """Whether the GPU compiler marked a pair as not overlapped."""
     return bool(each.config.get("collective_backend_config", {}).get("is_sync"))
 
 

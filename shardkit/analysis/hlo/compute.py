@@ -1,4 +1,4 @@
-"""The compute of a compiled program: FLOPs of its matmuls, bytes its instructions move, and the time a model gives."""
+"""The compute of a compiled program: FLOPs of its matmuls, bytes that it moves, and seconds by a model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _COLLECTIVE = ("all-", "reduce-scatter", "collective-", "ragged-all", "async-", 
 
 
 class Work(NamedTuple):
-    """What some instructions compute: FLOPs of matmuls, bytes read and written, seconds by the model.
+    """The work of some instructions: FLOPs of matmuls, bytes read and written, seconds by the model.
 
-    `kernels` counts the calls of kernels, a library's or written by hand, whose FLOPs the program does not tell.
+    `kernels` counts calls of library or custom kernels, whose FLOPs the program does not show.
     """
 
     flops: int = 0
@@ -41,10 +41,10 @@ NO_WORK = Work()
 
 
 class Workload:
-    """The work of a module's instructions; a computation is looked at once.
+    """The work of a module's instructions; each computation is read once.
 
-    The bytes are those of operands and result as a fused loop would move them: what a fusion only slices counts as the
-    slice. Collectives are no work; the chip computes beside them.
+    The bytes are those of operands and result as a fused loop would move them: an operand that a fusion slices
+    counts as the slice. Collectives are not work.
     """
 
     def __init__(self, module: proto.Module, seconds: Callable[[int, int], float]):

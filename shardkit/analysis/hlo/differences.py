@@ -1,4 +1,4 @@
-"""What the compiler made of the collectives that the author wrote: added, merged, dropped, changed."""
+"""What the compiler did to the collectives as written: added, merged, dropped, changed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Compiled(NamedTuple):
     Attributes:
         census: every collective as written.
         rows: every collective of the compiled program.
-        memory: what it needs on one device.
+        memory: what it needs per device.
     """
 
     census: Census
@@ -29,7 +29,7 @@ class Compiled(NamedTuple):
     memory: Memory
 
     def differences(self) -> list[str]:
-        """What the compiler changed, a line each."""
+        """What the compiler changed, one line each."""
         return account(self.census, self.rows)
 
     def __str__(self) -> str:
@@ -51,22 +51,28 @@ class Compiled(NamedTuple):
 
 
 def compiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Compiled:
-    """Compiles one call of `fn` for the devices that are there and reads what the compiler made of its collectives.
+    """Compiles one call of `fn` for the devices of this process and reads its collectives.
 
     Args:
         fn: a jitted function, a train step, or any function that jax can trace.
-        *args: its arguments; `jax.ShapeDtypeStruct` with shardings will do.
+        *args: its arguments; `jax.ShapeDtypeStruct` with shardings is enough.
         **kwargs: its keyword arguments.
 
     Returns:
-        Compiled: the collectives as written, as compiled, the differences, and the memory. Nothing is run.
+        Compiled: the collectives as written and as compiled, the differences, and the memory. Nothing runs.
+
+    Example:
+        >>> f = jax.shard_map(lambda x: sk.all_reduce(x, "model"), mesh=mesh, in_specs=P(None, "model"), out_specs=P())
+        >>> found = sk.analysis.compiled(f, jnp.ones((8, 4)))
+        >>> found.rows[0].kind, found.rows[0].axes, found.differences()
+        ('all_reduce', ('model',), [])
     """
     traced = traceable(fn).trace(*args, **kwargs)
     return read_compiled(traced, traced.lower().compile(), args, kwargs)
 
 
 def read_compiled(traced: Any, program: Any, args: Any = (), kwargs: Any = None) -> Compiled:
-    """What the compiler made of a program that is traced and compiled already (`jax.stages.Traced`, `Compiled`)."""
+    """The collectives of a program that is traced and compiled already (`jax.stages.Traced`, `Compiled`)."""
     executable = program.runtime_executable()
     module = executable.hlo_modules()[0]
     sizes = mesh_sizes(traced.jaxpr.jaxpr, (args, kwargs))
@@ -75,7 +81,7 @@ def read_compiled(traced: Any, program: Any, args: Any = (), kwargs: Any = None)
 
 
 def grouped(rows: tuple[CompiledRow, ...]) -> list[list[CompiledRow]]:
-    """Rows that read alike, together."""
+    """Rows that differ in nothing that is shown, together."""
     groups: dict[tuple[Any, ...], list[CompiledRow]] = {}
     for r in rows:
         key = (r.kind, r.axes, r.arrays, r.bytes_in, r.asynchronous, r.source, r.branch, r.count is None)
@@ -89,17 +95,17 @@ def changed(differences: list[str]) -> str:
 
 
 def added_by_compiler(found: Compiled) -> Fraction:
-    """Bytes that a device sends by collectives that the compiler added and nobody wrote."""
+    """Bytes sent per device by collectives that only the compiler added."""
     return sum((row.total for row in found.rows if row.n > 1 and not written(row)), Fraction(0))
 
 
 def written(row: CompiledRow) -> bool:
-    """Whether a compiled collective comes from a written one; the compiler's own carry another op's name."""
+    """Whether a compiled collective comes from a written one; those that it adds carry another operation's name."""
     return row.op_name.rsplit("/", 1)[-1] in _compat.COLLECTIVES
 
 
 def as_census(rows: Iterable[CompiledRow]) -> Census:
-    """Compiled collectives as a census, so that what holds for one can be held against the other."""
+    """Compiled collectives as a census."""
     return Census(
         tuple(
             Row(
@@ -121,19 +127,19 @@ def as_census(rows: Iterable[CompiledRow]) -> Census:
 
 
 class Change(NamedTuple):
-    """One thing that the compiler changed: in words, and whether more is sent for it."""
+    """One change by the compiler: a line of text, and whether more bytes are sent."""
 
     line: str
     more: bool
 
 
 def account(census: Census, rows: Iterable[CompiledRow]) -> list[str]:
-    """What the compiler changed, a line each; empty when the compiled program communicates as written."""
+    """What the compiler changed, one line each; empty when the compiled program communicates as written."""
     return [change.line for change in changes(census, rows)]
 
 
 def changes(census: Census, rows: Iterable[CompiledRow]) -> list[Change]:
-    """What the compiler changed. A collective over axes of one device sends nothing and is left out on both sides."""
+    """What the compiler changed. Collectives over axes of one device send nothing and are left out."""
     before, after, added = _tallies([r for r in census.rows if r.n > 1], [r for r in rows if r.n > 1])
     found, after = _run_as_all_reduce(before, after)
     for key in sorted(before.keys() | after.keys()):
@@ -232,7 +238,7 @@ def _run_as_all_reduce(before: _Tally, after: _Tally) -> tuple[list[Change], _Ta
 
 
 def _as_written(before: _Traffic, after: _Traffic) -> bool:
-    """Whether nothing changed; the compiler may know how often a loop runs that the trace does not."""
+    """Whether nothing changed; the compiler may know a trip count that the trace does not."""
     more = before.unknown and after.times >= before.times
     same_each = before.sent * after.times == after.sent * before.times
     return (before.times, before.sent) == (after.times, after.sent) or (more and same_each)

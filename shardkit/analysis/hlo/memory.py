@@ -1,4 +1,4 @@
-"""What a compiled program needs of a device's memory."""
+"""Device memory of a compiled program."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _FIELDS = ("argument", "output", "alias", "temp", "generated_code", "host_temp")
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device, as the compiler laid them out, padding included.
+    """Bytes per device as the compiler allocates them, padding included.
 
     Attributes:
         argument: the arguments: the state and the batch.
         output: the results.
-        alias: results that take the place of donated arguments.
-        temp: all that lives during the step only.
-        generated_code: the program itself.
-        host_temp: temporaries that the program keeps in the host's memory.
-        compiler_peak: the most at any time as the compiler counts it; 0 where it does not say.
+        alias: results in the buffers of donated arguments.
+        temp: temporaries of the step.
+        generated_code: the program.
+        host_temp: temporaries in host memory.
+        compiler_peak: the compiler's peak; 0 where it reports none.
     """
 
     argument: int
@@ -32,18 +32,18 @@ class Memory:
 
     @property
     def held(self) -> int:
-        """What is there between steps: the arguments."""
+        """Bytes held between steps: the arguments."""
         return self.argument
 
     @property
     def peak(self) -> int:
-        """The most at any time: the compiler's figure, else arguments, results beside them, temporaries and code."""
+        """The peak: the compiler's figure, else arguments, results not in their buffers, temporaries and code."""
         if self.compiler_peak:
             return self.compiler_peak
         return self.argument + self.output - self.alias + self.temp + self.generated_code
 
 
 def memory_of(executable: Any, compiler_peak: int = 0) -> Memory:
-    """The figures of an executable, as jax's runtime hands it out."""
+    """The memory of an executable of jax's runtime."""
     stats = executable.get_compiled_memory_stats()
     return Memory(**{name: getattr(stats, f"{name}_size_in_bytes") for name in _FIELDS}, compiler_peak=compiler_peak)

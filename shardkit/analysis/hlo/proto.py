@@ -1,8 +1,7 @@
-"""A compiled program as data: reads a serialised HloModuleProto, with no compiler and no protobuf package.
+"""A compiled program as data: reads a serialized HloModuleProto without a compiler or the protobuf package.
 
-Only the fields that the reader of collectives needs are decoded; the numbers in `_FIELDS` are those of xla's
-`hlo.proto` and `xla_data.proto`. The text form of a module is never looked at: it changes between versions and
-parsing it back can abort the process.
+Only the fields that the readers need are decoded; field numbers are those of xla's `hlo.proto` and `xla_data.proto`.
+The text form of a module is never used: it changes between versions, and parsing it can abort the process.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 from shardkit.analysis.hlo.groups import Groups, groups_in
 from shardkit.analysis.hlo.protobuf import Message, integer, integers, message, text
 
-# Bits of xla's PrimitiveType; a tuple (13), an opaque value and a token hold no bytes of their own.
+# Bits of xla's PrimitiveType; a tuple (13), an opaque value and a token have none.
 _BITS = {
     **dict.fromkeys((1, 2, 6, 19, 20, 23, 24, 25, 28, 29, 33), 8),
     **dict.fromkeys((3, 7, 10, 16), 16),
@@ -84,7 +83,7 @@ class Instruction:
 
 @dataclass
 class Computation:
-    """The instructions of one computation by id, in the order in which they run where there is a schedule."""
+    """The instructions of one computation by id, in execution order where there is a schedule."""
 
     id: int
     name: str
@@ -112,10 +111,10 @@ class Module:
 
 
 def read(proto: bytes) -> Module:
-    """Decodes a serialised HloModuleProto, as `HloModule.as_serialized_hlo_module_proto()` gives it.
+    """Decodes a serialized HloModuleProto, the result of `HloModule.as_serialized_hlo_module_proto()`.
 
     Raises:
-        ValueError: the bytes are no such message.
+        ValueError: the bytes are not such a message.
     """
     try:
         top = message(proto)
@@ -125,8 +124,8 @@ def read(proto: bytes) -> Module:
         return Module(text(top[1]), integer(top, 6), {c.id: c for c in computations}, frames)
     except (KeyError, IndexError, TypeError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"hlo.read: these {len(proto):,} bytes are no HloModuleProto. Pass what "
-            "HloModule.as_serialized_hlo_module_proto() returned."
+            f"hlo.read: proto must be a serialized HloModuleProto; got {len(proto):,} bytes that are not one. "
+            "Pass the result of HloModule.as_serialized_hlo_module_proto()."
         ) from error
 
 
@@ -182,7 +181,7 @@ def _schedule(data: bytes) -> dict[int, tuple[int, ...]]:
 
 
 def _frames(index: Message) -> dict[int, str]:
-    """For each stack frame the innermost line outside shardkit's kernels, whose caller is meant."""
+    """For each stack frame the innermost line outside shardkit's kernels."""
     files, functions = ([b.decode() for b in index.get(n, ())] for n in (1, 2))
     places = [message(b) for b in index.get(3, ())]
     frames = [message(b) for b in index.get(4, ())]
@@ -204,7 +203,7 @@ def _shape(data: bytes) -> Shape:
 
 
 def _scalar(literal: Message) -> int | None:
-    """The value of a whole-number scalar, None for any other."""
+    """The value of an integer scalar, None for any other."""
     for number in (4, 5, 6, 7):
         if number in literal:
             values = integers(literal, number)

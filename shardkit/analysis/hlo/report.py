@@ -1,4 +1,4 @@
-"""What an absent chip's compiler made of a step: memory, collectives, overlap, time by a stated model."""
+"""A step as compiled for absent chips: memory, collectives, overlap, time by a stated model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.jaxpr.census import Census, Row
 from shardkit.layout import table
 
-# A refused program leaves nothing but its message; these are the two forms that it has.
+# The two forms of the message with which a compiler refuses a program.
 _REQUIRED = (r"\(([\d.]+)([KMGT]?)\) exceeds available", r"[Uu]sed ([\d.]+)([KMGT]?) of")
 _AVAILABLE = (r"exceeds available \w+ \(([\d.]+)([KMGT]?)\)", r"[Uu]sed [\d.]+[KMGT]? of ([\d.]+)([KMGT]?)")
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -25,21 +25,21 @@ _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 @dataclass(frozen=True)
 class Report:
-    """One call of a step, compiled for chips that need not exist.
+    """One call of a step, compiled for chips that need not be present.
 
     Attributes:
         topology: the chips, "v5p:8x8x8".
         mesh: names and sizes of the mesh axes.
-        fits: whether the program fits a chip's memory.
-        message: the compiler's own words when it does not.
-        memory: bytes on one device; None when the compiler refused.
-        limit: bytes of memory of one device.
+        fits: whether the program fits the memory of a device.
+        message: the compiler's message when it does not.
+        memory: bytes per device; None when the compiler refused.
+        limit: memory of a device, bytes.
         rows: every collective of the compiled program.
         census: every collective as written.
-        compute: matmul FLOPs, bytes moved and seconds of compute of one device, by the model in `time_model.py`.
+        compute: matmul FLOPs, bytes moved and seconds of compute per device, by the model in `time_model.py`.
         lowering_seconds: time to trace and lower.
         compile_seconds: time in the compiler.
-        compiler_rss: the largest memory of the compiler's process, bytes.
+        compiler_rss: peak memory of the compiler's process, bytes.
         versions: of jax and the compiler.
     """
 
@@ -59,24 +59,24 @@ class Report:
 
     @property
     def available(self) -> int:
-        """Bytes that a program may use on one device: the compiler's figure when it refused, else all of `limit`."""
+        """Bytes that a program may use per device: the compiler's figure when it refused, else `limit`."""
         return self._in_message(_AVAILABLE) or self.limit
 
     @property
     def needed(self) -> int:
-        """Bytes that the program needs on one device, to the compiler's own precision when it does not fit."""
+        """Bytes that the program needs per device; as the compiler rounds them when it does not fit."""
         if self.memory is None:
             return self._in_message(_REQUIRED)
         return self.memory.peak
 
     @property
     def wire_seconds(self) -> float:
-        """Seconds on the wire in one call, by the model."""
+        """Seconds on the wire per call, by the model."""
         return sum(r.seconds * r.times for r in self.rows)
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds on the wire in one call that no compute hides, by the model."""
+        """Seconds on the wire per call that no compute hides, by the model."""
         return sum(r.exposed * r.times for r in self.rows)
 
     def select(self, *, axis: str | None = None, kind: str | None = None) -> tuple[CompiledRow, ...]:
@@ -84,15 +84,15 @@ class Report:
         return tuple(r for r in self.rows if axis in (None, *r.axes) and kind in (None, r.kind))
 
     def count(self, *, axis: str | None = None, kind: str | None = None) -> int:
-        """Compiled collectives in one call."""
+        """Compiled collectives per call."""
         return sum(r.times for r in self.select(axis=axis, kind=kind))
 
     def sent(self, *, axis: str | None = None, kind: str | None = None) -> Fraction:
-        """Bytes that one device sends in one call."""
+        """Bytes sent per device and call."""
         return sum((r.total for r in self.select(axis=axis, kind=kind)), Fraction(0))
 
     def differences(self) -> list[str]:
-        """What the compiler added, merged, dropped or changed against the program as written, a line each."""
+        """What the compiler added, merged, dropped or changed in the program as written, one line each."""
         return account(self.census, self.rows) if self.memory else []
 
     def to_json(self) -> str:
@@ -121,7 +121,7 @@ class Report:
         return Report(**data)
 
     def compare(self, other: Report) -> str:
-        """The figures of two reports beside each other, and every kind of collective in which they differ."""
+        """The figures of two reports side by side, and every kind of collective in either."""
         lines: list[tuple[str, ...]] = [("", str(self.topology), str(other.topology))]
         for name, of in _FIGURES.items():
             mine, theirs = of(self), of(other)
@@ -141,11 +141,15 @@ class Report:
         versions = ", ".join(f"{k} {v.splitlines()[0]}" for k, v in self.versions.items())
         head = f"{self.topology}, mesh {sized(self.mesh.items())}" + (f" ({versions})" if versions else "")
         if not self.memory:
-            needed = f"{size(self.needed)} of {size(self.available)} a device" if self.needed else "no number is given"
+            needed = (
+                f"{size(self.needed)} of {size(self.available)} per device"
+                if self.needed
+                else "the compiler gives no number"
+            )
             return f"{head}\ndoes not fit: {needed}\n{self.message}"
         lines = [head, *(f"{name}: {of(self)}" for name, of in _FIGURES.items())]
         rows: list[tuple[str, ...]] = [
-            ("kind", "axes", "times", "arrays", "bytes in", "sent/device", "runs", "hidden behind", "exposed", "source")
+            ("kind", "axes", "times", "arrays", "bytes in", "sent/device", "runs", "hidden by", "exposed", "source")
         ]
         rows += [_line(same) for same in grouped(self.rows)]
         lines.append(table(rows) if self.rows else "no collectives")
@@ -157,12 +161,12 @@ class Report:
 
 
 _FIGURES = {
-    "fits": lambda r: f"{'yes' if r.fits else 'NO'}, {size(r.needed)} of {size(r.available)} a device",
+    "fits": lambda r: f"{'yes' if r.fits else 'NO'}, {size(r.needed)} of {size(r.available)} per device",
     "held": lambda r: size(r.memory.held) if r.memory else "?",
     "temp": lambda r: size(r.memory.temp) if r.memory else "?",
     "code": lambda r: size(r.memory.generated_code) if r.memory else "?",
     "compute": lambda r: (
-        f"{r.compute.flops / 1e12:,.3f} TFLOP in matmuls, {1e3 * r.compute.seconds:,.3f} ms at best"
+        f"{r.compute.flops / 1e12:,.3f} TFLOP in matmuls, at least {1e3 * r.compute.seconds:,.3f} ms"
         + (f", kernel calls not counted: {r.compute.kernels:,}" if r.compute.kernels else "")
     ),
     "wire": lambda r: f"{1e3 * r.wire_seconds:,.3f} ms, of which {1e3 * r.exposed_seconds:,.3f} ms exposed",
@@ -173,7 +177,7 @@ _FIGURES = {
 
 
 def size(count: float | Fraction) -> str:
-    """Bytes as people read them."""
+    """Bytes with a binary unit."""
     value, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":

@@ -1,9 +1,9 @@
-"""The model of time that reports use: one sentence for compute, one for the wire.
+"""The time model of reports.
 
 Compute takes the longer of FLOPs over the chip's bf16 peak and bytes over its memory bandwidth. A collective takes the
 bytes that one device sends over the bandwidth that its group can use: on a torus, both directions of every dimension
 along which the group extends, one direction for a permute; on GPUs, NVLink inside a host and the network between hosts.
-Each device of a tpu7x has half of its chip's compute and memory bandwidth and is given all of the chip's links.
+Each device of a tpu7x has half of its chip's compute and memory bandwidth and all of the chip's links.
 Latency, contention between collectives and the chip's real efficiency are left out, so times are lower bounds.
 """
 
@@ -19,7 +19,7 @@ from shardkit.cost import Chip, group_bandwidth
 
 
 def clock_of(platform: str, chip: Chip, places: Sequence[Sequence[int]]) -> Clock:
-    """The model for a mesh whose i-th device stands at `places[i]`: in the torus, or (slice, host, GPU)."""
+    """The model for a mesh whose device i is at `places[i]`: torus coordinates, or (slice, host, GPU)."""
 
     def compute(flops: int, size: int) -> float:
         return max(flops / chip.flops, size / chip.hbm_bandwidth)

@@ -1,4 +1,4 @@
-"""The chips of a program that is compiled ahead of time: how they are named, connected and described to a compiler."""
+"""Topologies of ahead-of-time compilation: their names, their shapes, and their descriptions for a compiler."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shardkit.cost import Chip, chips
 _TARGETS = resources.files("shardkit.analysis.hlo").joinpath("targets")  # what the GPU compiler must know of a chip
 _TPU = tuple(each.name for each in chips.values() if each.torus)
 _GPU = tuple(name for name in chips if _TARGETS.joinpath(f"{name}.txtpb").is_file())
-_CORES = {"tpu7x": 2}  # devices that jax makes of one chip, where they are more than one
+_CORES = {"tpu7x": 2}  # devices per chip, where there are several
 
 
 class Topology(NamedTuple):
-    """Chips and how they are connected: "v5p:8x8x8" (a torus), "h100:1x4x8" (slices x hosts x GPUs a host)."""
+    """Chips and how they are connected: "v5p:8x8x8" (a torus), "h100:1x4x8" (slices x hosts x GPUs per host)."""
 
     chip: str
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class Topology(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """Devices that jax makes of the chips: two of each tpu7x, one of any other."""
+        """jax devices: two for each tpu7x chip, one for any other."""
         return math.prod(self.shape) * _CORES.get(self.chip, 1)
 
     def __str__(self) -> str:
@@ -41,31 +41,31 @@ def parse_topology(text: str) -> Topology:
     """Reads "v5p:8x8x8" or "h100:1x1x8".
 
     Raises:
-        TypeError: it is no text.
-        ValueError: it is no such text, or an unknown chip.
+        TypeError: it is not a string.
+        ValueError: an unknown chip, or a shape that it cannot have.
     """
     if not isinstance(text, str):
         raise TypeError(
-            f"aot: topology must be a string; got {type(text).__name__}. Write for example 'v5p:8x8x8' or 'h100:1x1x8'."
+            f"aot: topology must be a string; got {type(text).__name__}. Pass for example 'v5p:8x8x8' or 'h100:1x1x8'."
         )
     chip, _, shape = text.partition(":")
     if chip not in (*_TPU, *_GPU):
         raise ValueError(
             f"aot: unknown chip {chip!r} in topology {text!r}; known are {quoted((*_TPU, *_GPU))}. "
-            "Write for example 'v5p:8x8x8' or 'h100:1x1x8'."
+            "Pass for example 'v5p:8x8x8' or 'h100:1x1x8'."
         )
     allowed = (2,) if chip in _GPU else range(1, chips[chip].torus)
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape) or shape.count("x") not in allowed:
-        form = "slices x hosts x GPUs a host, as 'h100:1x1x8'" if chip in _GPU else "the torus, as 'v5e:2x4'"
-        raise ValueError(f"aot: topology {text!r} has no shape that can be read. After {chip!r} write {form}.")
+        form = "slices x hosts x GPUs per host, as 'h100:1x1x8'" if chip in _GPU else "the torus, as 'v5e:2x4'"
+        raise ValueError(f"aot: topology {text!r} must give a valid shape. After {chip!r} write {form}.")
     return Topology(chip, tuple(map(int, shape.split("x"))))
 
 
 def compiler_package(where: Topology) -> str:
-    """The installed package that holds the compiler.
+    """The package of the chip's compiler.
 
     Raises:
-        RuntimeError: it is not installed.
+        RuntimeError: the package is not installed.
     """
     package, extra = ("libtpu", "aot") if where.platform == "tpu" else ("jax-cuda13-plugin", "aot-gpu")
     if find_spec(package.replace("-", "_")) is None:
@@ -77,9 +77,9 @@ def compiler_package(where: Topology) -> str:
 
 
 def description_of(where: Topology) -> dict[str, Any]:
-    """What jax's get_topology_desc is asked for."""
+    """The arguments of jax's get_topology_desc."""
     if where.platform == "tpu":
-        # A v4 chip is one device where jobs run; its compiler must be told so.
+        # A v4 chip is one device; its compiler must be told so.
         both = {"chip_config_name": "megacore"} if where.chip == "v4" else {}
         return {"platform": "tpu", "topology_name": str(where), **both}
     shape = "x".join(map(str, where.shape))
@@ -91,7 +91,7 @@ def _target(chip: str) -> str:
 
 
 def device_of(where: Topology) -> Chip:
-    """What one device has of a chip: half of a tpu7x, which jax sees as two; they share the chip's links."""
+    """One device's part of a chip: half of a tpu7x, whose two devices share the chip's links."""
     chip, cores = chips[where.chip], _CORES.get(where.chip, 1)
     return chip._replace(
         flops=chip.flops / cores, hbm_bytes=chip.hbm_bytes // cores, hbm_bandwidth=chip.hbm_bandwidth / cores
@@ -99,7 +99,7 @@ def device_of(where: Topology) -> Chip:
 
 
 def device_memory(where: Topology) -> int:
-    """Bytes of memory of one device: what the GPU compiler is told, or the TPU's data sheet."""
+    """Memory of one device, bytes: the GPU compiler's limit, or the TPU's data sheet."""
     if where.platform == "tpu":
         return int(device_of(where).hbm_bytes)
     found = re.search(r"device_memory_size: (\d+)", _target(where.chip))

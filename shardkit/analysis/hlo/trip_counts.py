@@ -1,4 +1,4 @@
-"""How often a loop of a compiled program runs: recorded by the compiler (GPU, CPU) or read off its condition (TPU)."""
+"""Trip counts of a compiled program's loops: recorded by the compiler (GPU, CPU) or read from the condition (TPU)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _PASSES_ON = {"copy", "bitcast", "convert", "reshape", "copy-done", "optimizatio
 def trip_count(
     module: proto.Module, computation: proto.Computation, loop: proto.Instruction, known: Mapping[int, int]
 ) -> tuple[int | None, dict[int, int]]:
-    """The times a `while` runs, None if the program does not say, and the constants its state carries throughout.
+    """A `while` loop's trip count, None if the program does not show it, and the constants in its state.
 
     Args:
         module: the program.
-        computation: where the loop stands.
+        computation: the computation with the loop.
         loop: the `while` instruction.
-        known: constants among the elements of the tuple that the computation is given, by their index.
+        known: constants in the computation's parameter tuple, by their index.
     """
     recorded = loop.config.get("known_trip_count", {}).get("n")
     body, condition = (module.computations[call] for call in loop.calls)
@@ -60,7 +60,7 @@ def _step(term: Term, index: int) -> int | None:
 
 
 def _kept(module: proto.Module, body: proto.Computation, index: int) -> bool:
-    """Whether a loop's body hands on an element of its state unchanged."""
+    """Whether a loop's body returns an element of its state unchanged."""
     return _element(module, body, body.root, index, {}) == ("state", index)
 
 
@@ -73,7 +73,7 @@ def _element(
         each = computation.instructions[each.operands[0]]
     if each.opcode == "parameter":
         return ("const", known[index]) if index in known else ("state", index)
-    if each.opcode == "while":  # what a loop hands on unchanged
+    if each.opcode == "while":  # what a loop returns unchanged
         kept = _kept(module, module.computations[each.calls[0]], index)
         return _element(module, computation, each.operands[0], index, known) if kept else None
     return _term(module, computation, each.operands[index], known) if each.opcode == "tuple" else None

@@ -1,5 +1,5 @@
-"""What reads the traced program: the census, the lint and its rules, explain.
+"""Readers of the traced program: the census, the lint and its rules, explain.
 
-Start with `census.py`. A new lint rule is one function and one row of `RULES` in `rules.py`. Imports collectives and
-below; needs no device and compiles nothing.
+Start with `census.py`. A new lint rule is one file in `rules/` and one row of `RULES` there. Imports
+collectives and below; needs no device and compiles nothing.
 """

@@ -1,7 +1,7 @@
-"""The census: every collective that a traced program holds, how often it runs, and the bytes it sends.
+"""The census: every collective in a traced program, how often it runs, and the bytes it sends.
 
-Nothing is run and no device is needed; an AbstractMesh of any size will do. What the compiler adds or merges later is
-not in the jaxpr and is not counted here.
+Nothing runs and no device is needed; an AbstractMesh of any size is enough. What the compiler adds or merges is not in
+the jaxpr and is not counted here.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ SILENT |= {f"{name}_p" for name in SILENT}  # as jax 0.10 calls some of them
 
 @dataclass(frozen=True)
 class Row:
-    """One place of the program that communicates.
+    """One collective of the program.
 
     Attributes:
         kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ppermute", "broadcast".
         primitive: jax's name for it.
         axes: the mesh axes, in order.
-        n: devices along them, or in a group where axis_index_groups makes some.
-        count: times it runs in one call, loops included; None inside a `while`, whose length is not in the program.
-        bytes_in: bytes of the operand on one device.
-        bytes_out: bytes of the result on one device.
-        sent: bytes that one device sends, each time, as the ring sends them.
+        n: devices along the axes, or per group under axis_index_groups.
+        count: executions per call, loops included; None inside a `while`, whose length is not in the program.
+        bytes_in: bytes of the operand per device.
+        bytes_out: bytes of the result per device.
+        sent: bytes sent per device and execution by the ring algorithm.
         source: the user's line, "file.py:12 (function)".
-        backward: whether differentiation made it.
-        branch: "" or "branch 1 of 2" inside a `cond`, whose branches are all listed.
-        update: whether a gradient goes into it, after the backward pass: those of data parallelism are summed there.
+        backward: whether it is in the backward pass.
+        branch: "" or "branch 1 of 2" inside a `cond`; every branch is listed.
+        update: whether its operand is a gradient, after the backward pass, as in the all_reduce of data parallelism.
     """
 
     kind: str
@@ -63,18 +63,18 @@ class Row:
 
     @property
     def total(self) -> Fraction:
-        """Bytes sent by one device in one call; a `while` counts once."""
+        """Bytes sent per device and call; a `while` counts once."""
         return self.sent * (1 if self.count is None else self.count)
 
 
 @dataclass(frozen=True)
 class Census:
-    """What a program communicates in one call; `print` it, or read the rows."""
+    """The collectives of one call; `print` it, or read the rows."""
 
     rows: tuple[Row, ...]
 
     def sent(self, *, axis: str | None = None, kind: str | None = None) -> Fraction:
-        """Bytes that one device sends, over all rows, those that use an axis, or those of a kind."""
+        """Bytes sent per device: of all rows, of those that use an axis, or of those of a kind."""
         return sum((r.total for r in self.select(axis=axis, kind=kind)), Fraction(0))
 
     def count(self, *, axis: str | None = None, kind: str | None = None) -> int:
@@ -86,11 +86,11 @@ class Census:
         return tuple(r for r in self.rows if axis in (None, *r.axes) and kind in (None, r.kind))
 
     def to_json(self) -> str:
-        """The rows as a JSON list; bytes sent as numbers."""
+        """The rows as a JSON list; bytes are numbers."""
         return json.dumps([{**asdict(r), "sent": float(r.sent), "total": float(r.total)} for r in self.rows], indent=1)
 
     def compare(self, other: Census) -> str:
-        """What `other` has more or less of, by kind and axes; empty when both communicate alike."""
+        """The kinds and axes in which `other` differs, one line each; empty when both send the same."""
         mine, theirs = self._by_kind_and_axes(), other._by_kind_and_axes()
         lines = []
         for key in sorted(mine.keys() | theirs.keys()):
@@ -122,7 +122,7 @@ class Census:
         text = [table(lines)]
         axes = sorted({axis for r in self.rows for axis in r.axes})
         text += [f"over {axis}: {self.count(axis=axis)} collectives, {_bytes(self.sent(axis=axis))}" for axis in axes]
-        text.append(f"in all: {self.count()} collectives, {_bytes(self.sent())} sent by each device")
+        text.append(f"in all: {self.count()} collectives, {_bytes(self.sent())} sent per device")
         return "\n".join(text)
 
 
@@ -130,26 +130,30 @@ class Census:
 def census(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Census:
     """Counts every collective in one call of `fn`, by tracing it.
 
-    The walk goes through jit, shard_map, scan (times its length), while, cond (every branch listed), custom derivatives
-    and remat.
+    It covers jit, shard_map, scan (times its length), while, cond (every branch), custom derivatives and remat.
 
     Args:
-        fn: any function that jax can trace: a step, a loss, a shard_map; or what `.trace` returned, without arguments.
-        *args: its arguments; `jax.ShapeDtypeStruct` will do.
+        fn: any function that jax can trace, as a step or a loss; or the result of its `.trace`, without arguments.
+        *args: its arguments; `jax.ShapeDtypeStruct` is enough.
         **kwargs: its keyword arguments.
 
     Returns:
         Census: rows, totals per axis and kind, a printed table, `.to_json()`, `.compare(other)`.
 
     Raises:
-        ValueError: a communicating primitive that the census does not know, because an uncounted byte is worse than an
-            error.
+        ValueError: a primitive over mesh axes that the census does not know, whose bytes would be missing.
+
+    Example:
+        >>> f = jax.shard_map(lambda x: sk.all_reduce(x, "model"), mesh=mesh, in_specs=P(None, "model"), out_specs=P())
+        >>> found = sk.census(f, jnp.ones((8, 4)))
+        >>> found.count(kind="all_reduce"), float(found.sent(axis="model"))
+        (1, 48.0)
     """
     return census_of(traced(fn, args, kwargs).jaxpr)
 
 
 def traced(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The program of one call as a closed jaxpr: traced already, or by the function's own `.trace`, or by jax."""
+    """The program of one call as a closed jaxpr: traced already, or traced by the function's `.trace` or by jax."""
     if isinstance(fn, jax.stages.Traced):
         return fn.jaxpr
     trace = getattr(fn, "trace", None)
@@ -179,7 +183,7 @@ def _refuse_unknown(site: Site) -> None:
 
 
 def _after(jaxpr: Any) -> set[int]:
-    """The communicating equations that a gradient goes into, by identity."""
+    """The collectives whose operand is a gradient, by identity."""
     found = set()
 
     def visit(block: Block) -> None:
@@ -220,7 +224,7 @@ def _size(variable: Any) -> int:
 
 
 def _bits(dtype: Any) -> int:
-    """Bits of an element on the wire: numpy counts a byte for an int4, the compilers send half of one."""
+    """Bits of an element on the wire: an int4 is a byte in numpy and half a byte in compiled programs."""
     if jnp.issubdtype(dtype, jnp.integer):
         return int(jnp.iinfo(dtype).bits)
     return int(dtype.itemsize) * 8
@@ -235,5 +239,5 @@ def _bytes(size: Fraction) -> str:
 
 
 def traceable(fn: Callable[..., Any]) -> Any:
-    """The function as jax can trace and compile it: itself, where it is jitted already or a train step."""
+    """The function with `.trace`: unchanged where it is jitted or a train step, else jitted."""
     return fn if hasattr(fn, "trace") else jax.jit(fn)

@@ -1,9 +1,8 @@
 """Which values of a traced program differ between devices, followed from the arguments to the results.
 
-jax's varying types answer a neighbouring question, whether a value *may be used* as different; they miss what a branch
-that only some devices take does to its results, do not exist where check_vma is off, and call an all_gather's result
-varying. Here a value starts to differ where a shard_map splits it or a device reads its own index, and stops to differ
-where a collective makes it equal.
+jax's varying types say whether a value may be *used* as varying. They miss the results of a branch that only some
+devices take, do not exist where check_vma is off, and type the result of all_gather as varying. Here a value varies
+from where a shard_map splits it or a device reads its own index to where a collective makes it equal.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ _NONE: frozenset[Any] = frozenset()
 
 
 class State(NamedTuple):
-    """What is known of a value on the devices of the surrounding shard_maps.
+    """What is known about a value on the devices of the surrounding shard_maps.
 
     Attributes:
         varies: axes over which it may differ.
-        reduced: axes over which a collective has made it equal at some time.
-        given: whether an argument went into it; if not, it is a constant of the program.
-        hidden: axes over which it differs although its type says that it does not, each with the line of the cause.
-        moved: axes over which pieces have been exchanged: what differs along them may have been put together since.
-        drawn: axes over which it is the same random draw, element for element.
-        graded: whether a gradient went into it.
+        reduced: axes over which a collective made it equal at some point.
+        given: whether it depends on an argument; if not, it is a constant.
+        hidden: axes over which it differs although its type says invariant, each with the line of the cause.
+        moved: axes over which pieces were exchanged, so that it may be whole and equal again.
+        drawn: axes over which it is the same random draw, element by element.
+        graded: whether it depends on a gradient.
     """
 
     varies: frozenset[str] = _NONE
@@ -52,7 +51,7 @@ class State(NamedTuple):
     graded: bool = False
 
 
-# What a draw is made of random bits with; its elements stay those of the draw.
+# What turns random bits into a draw, element by element.
 _ELEMENTWISE = {
     *("shift_right_logical", "or", "and", "xor", "not", "bitcast_convert_type", "convert_element_type", "copy"),
     *("sub", "add", "mul", "div", "neg", "max", "min", "abs", "sign", "sqrt", "log", "log1p", "exp", "erf_inv"),
@@ -79,7 +78,7 @@ def join(states: Iterable[State]) -> State:
 
 
 class Divergence(NamedTuple):
-    """Control flow that devices take differently: over which axes, in what, where."""
+    """Control flow that devices take differently: the axes, the construct, its line."""
 
     axes: frozenset[str]
     what: str
@@ -87,13 +86,13 @@ class Divergence(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Where an equation stands.
+    """What surrounds an equation.
 
     Attributes:
         sizes: the axes bound here, with their sizes.
-        divergences: the branches and loops around it that not all devices take alike, the innermost last.
-        backward: whether differentiation made what surrounds it.
-        mapped: whether jax.pmap made what surrounds it.
+        divergences: the branches and loops around it that devices take differently, the innermost last.
+        backward: whether it is in the backward pass.
+        mapped: whether it is inside jax.pmap.
         source: the innermost of the user's lines that led here; "" if none is known.
     """
 
@@ -105,7 +104,7 @@ class Context(NamedTuple):
 
 
 class Block(NamedTuple):
-    """One jaxpr as it was walked: its equations, the states of its variables, where it stands, and whose it is."""
+    """One jaxpr with the states of its variables, its context, and the shard_map equation that owns it, if one does."""
 
     jaxpr: Any
     states: Mapping[Any, State]
@@ -121,7 +120,7 @@ Visit = Callable[[Block], None]
 
 
 def follow(jaxpr: Any, visit: Visit) -> None:
-    """Follows the states through a program and hands every jaxpr in it to `visit`, the inner ones first."""
+    """Follows the states through a program and calls `visit` on every jaxpr in it, the inner ones first."""
     _run(jaxpr, [ARGUMENT] * len(jaxpr.invars), Context(), visit)
 
 
@@ -137,7 +136,7 @@ def inside(block: Block, equation: Any) -> Block | None:
 
 
 def split_axes(equation: Any, context: Context) -> tuple[str, ...]:
-    """The axes of a collective along which there is more than one device."""
+    """The axes of a collective that have more than one device."""
     return tuple(a for a in mesh_axes(equation) if context.sizes.get(a, 1) > 1)
 
 
@@ -148,7 +147,7 @@ def short(variable: Any) -> str:
 
 
 def where(equation: Any, context: Context) -> str:
-    """The user's line of an equation; where jax has lost it, as in a loop's body, the line of what holds it."""
+    """The user's line of an equation; where jax lost it, as in a loop body, that of the surrounding equation."""
     return user_line(equation) or context.source or source_line(equation)
 
 
@@ -169,7 +168,7 @@ def _run(jaxpr: Any, inputs: Sequence[State], context: Context, visit: Visit | N
 def _step(equation: Any, ins: list[State], context: Context, visit: Visit | None) -> list[State]:
     name = equation.primitive.name
     if kind_of(equation) is not None:
-        if len(ins) > len(equation.outvars):  # ragged_all_to_all is told where and how much
+        if len(ins) > len(equation.outvars):  # ragged_all_to_all takes offsets and sizes too
             ins = [join(ins)]
         return [_collective(equation, each, context.sizes) for each in ins]
     if name == "axis_index":
@@ -199,7 +198,7 @@ def _step(equation: Any, ins: list[State], context: Context, visit: Visit | None
     every = join(ins)
     if name in _ELEMENTWISE and (drawn := [s.drawn for s in ins if s.drawn]):
         every = every._replace(drawn=frozenset.intersection(*drawn) - every.varies)
-    for sub in inner:  # a primitive with functions of its own: whatever they are given comes from the operands
+    for sub in inner:  # a higher-order primitive: its functions are applied to its operands
         every = join([every, *_run(sub, [every] * len(sub.invars), context, visit)])
     return [every] * len(equation.outvars)
 
@@ -221,7 +220,7 @@ def _collective(equation: Any, state: State, sizes: Mapping[str, int]) -> State:
     if kind in ("ppermute", "reduce_scatter", "all_to_all"):
         return state._replace(varies=state.varies | axes, moved=state.moved | axes, drawn=_NONE)
     hidden = frozenset(h for h in state.hidden if h[0] not in axes)
-    # A count, as in psum(1), is as much a constant as what was counted.
+    # A count, as psum(1), is a constant too.
     reduced = state.reduced | axes if state.given else state.reduced
     return State(state.varies - axes, reduced, state.given, hidden, state.moved, graded=state.graded)
 
@@ -280,7 +279,7 @@ def _cond(equation: Any, inner: list[Any], ins: list[State], context: Context, v
 
 
 def _chosen(state: State, by: State, variable: Any, equation: Any, context: Context) -> State:
-    """A result that depends on which way a device went: it varies as the predicate does, whatever its type says."""
+    """A result that depends on the branch taken: it varies as the predicate does, whatever its type says."""
     untold = by.varies - _compat.varying_axes(variable.aval)
     hidden = frozenset((axis, where(equation, context)) for axis in untold)
     return join([state, State(by.varies, by.reduced, by.given, hidden)])

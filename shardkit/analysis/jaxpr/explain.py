@@ -1,4 +1,4 @@
-"""Where the collectives of the backward pass come from: for each, the forward line that pays for it, and why."""
+"""Where the collectives of the backward pass come from: for each, the forward line that causes it, and why."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardkit._typed import typed
 from shardkit.analysis.jaxpr.census import census_of, row_of, traced
 from shardkit.analysis.jaxpr.dataflow import short
 
-# What the backward pass sends, and the forward primitives whose transpose sends it.
+# Collectives of the backward pass, and the forward primitives whose transpose they are.
 _TRANSPOSED = {
     "all_reduce": ("pvary", "pcast", "psum", "reduced_vary_cast", "reduced_vary_cast_p"),
     "reduce_scatter": ("all_gather", "all_gather_reduced"),
@@ -32,16 +32,16 @@ _SAME_NAME = {
 
 @dataclass(frozen=True)
 class Reason:
-    """One collective of the backward pass and what it is the gradient of.
+    """One collective of the backward pass, and the operation whose gradient it is.
 
     Attributes:
         kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ppermute".
         axes: the mesh axes, in order.
         n: devices along them.
-        count: times it runs in one call; None inside a `while`.
-        bytes_in: bytes of the operand on one device.
-        sent: bytes that one device sends, each time.
-        source: the forward line that pays for it, "file.py:12 (function)".
+        count: executions per call; None inside a `while`.
+        bytes_in: bytes of the operand per device.
+        sent: bytes sent per device and execution.
+        source: the forward line that causes it, "file.py:12 (function)".
         value: the value on that line whose gradient is communicated: a name such as "params['w']", else its type.
         value_varies: axes over which that value varies.
         gradient_varies: axes over which its gradient varies before the collective.
@@ -67,11 +67,11 @@ class Reason:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a backward pass communicates; `print` it, or go through the rows.
+    """Why a backward pass communicates; `print` it, or iterate over the rows.
 
     Attributes:
         rows: one for each collective of the backward pass.
-        after: collectives after it that gradients go into, as the sum of data parallelism; `census` has them.
+        after: collectives of gradients after it, as the all_reduce of data parallelism; `census` lists them.
     """
 
     rows: tuple[Reason, ...]
@@ -99,15 +99,24 @@ class Explanation:
 
 @typed
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Says for each collective of the backward pass which forward line pays for it, and why.
+    """Names, for each collective of the backward pass, the forward line that causes it and the reason.
 
     Args:
-        fn: a function that differentiates: a gradient, a training step. jax traces it; nothing is run.
-        *args: its arguments; `jax.ShapeDtypeStruct` will do.
+        fn: a function that differentiates, as a gradient or a training step; it is traced and not run.
+        *args: its arguments; `jax.ShapeDtypeStruct` is enough.
         **kwargs: its keyword arguments.
 
     Returns:
-        Explanation: a row for each collective that differentiation made, in the order in which they run.
+        Explanation: a row for each collective of the backward pass, in the order in which they run.
+
+    Example:
+        >>> specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
+        >>> loss = lambda w, x: jnp.sum(jax.shard_map(lambda w, x: x * w, mesh=mesh, **specs)(w, x))
+        >>> [reason] = sk.explain(jax.grad(loss), jnp.float32(2), jnp.ones((8, 4)))
+        >>> reason.kind, reason.axes, reason.value
+        ('all_reduce', ('data',), 'w')
+        >>> reason.why
+        "w is invariant over 'data' and is used with x, which varies over it; the gradient of the cast is a sum."
     """
     closed = traced(fn, args, kwargs)
     sites = [site for site in walk(closed.jaxpr) if kind_of(site.equation) or site.name in _CASTS]
@@ -125,7 +134,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         found = forward.get(key, [])
         found = [each for each in found if not each.recomputed] or found  # what jax.checkpoint repeats is there twice
         for number, site in enumerate(group):
-            # Transposing goes through a program backwards: the last one of a line is the first to come.
+            # Transposing runs a program backwards: the last one of a line comes first.
             origins[id(site)] = [found[-1 - number]] if len(found) == len(group) else found
     after = sum(1 if row.count is None else row.count for row in census_of(closed.jaxpr).rows if row.update)
     return Explanation(tuple(_reason(site, origins.get(id(site), [])) for site in backward), after)
@@ -159,19 +168,19 @@ def _reason(site: Site, found: Sequence[Site]) -> Reason:
 def _why(site: Site, kind: str, axes: tuple[str, ...], value: str, found: Sequence[Site]) -> str:
     over, it = quoted(axes), "it" if len(axes) == 1 else "them"
     if site.recomputed:
-        return "jax.checkpoint runs this collective of the forward pass again instead of keeping its result."
+        return "jax.checkpoint runs this collective of the forward pass again instead of saving its result."
     if not found:
-        return "a backward rule written by hand (custom_vjp) calls it there."
+        return "a custom_vjp backward rule calls it there."
     if kind == "all_reduce" and found[0].name == "psum":
-        return f"{value} is summed over {over} there without check_vma, under which the gradient of a sum is a sum."
+        return f"{value} is summed over {over} there without check_vma, where the gradient of a sum is a sum."
     if kind == "all_reduce":
         beside = _beside(found[0], axes)
-        cause = f"is used where a value that varies over {it} is wanted"
+        cause = f"is used where a value must vary over {it}"
         if _asked_for(found[0].equation):
             cause = f"is cast there to vary over {it}"
         elif beside:
-            cause = f"is used beside {beside}, which varies over {it}"
-        return f"{value} is the same on all devices of {over} and {cause}; the gradient of the cast is a sum."
+            cause = f"is used with {beside}, which varies over {it}"
+        return f"{value} is invariant over {over} and {cause}; the gradient of the cast is a sum."
     if kind == "reduce_scatter":
         return (
             f"{value} is gathered over {over} there and each device uses the whole; its gradient is summed over the "
@@ -179,23 +188,23 @@ def _why(site: Site, kind: str, axes: tuple[str, ...], value: str, found: Sequen
         )
     if kind == "all_gather":
         return (
-            f"{value} is summed over {over} there and each device keeps a piece; its gradient is that of all the "
-            "pieces, gathered."
+            f"{value} is summed over {over} there and each device keeps a piece; its gradient gathers those of all "
+            "pieces."
         )
     if kind == "ppermute":
-        return f"{value} is sent along {named(axes)} there; its gradient goes back the same way."
-    return f"the pieces of {value} are exchanged over {over} there; their gradients go back to where they came from."
+        return f"{value} is sent along {named(axes)} there; its gradient is sent back."
+    return f"the pieces of {value} are exchanged over {over} there; their gradients are sent back."
 
 
 def _asked_for(equation: Any) -> bool:
-    """Whether `vary` made a cast, and not an operation that needed one."""
+    """Whether `vary` made a cast, rather than an operation that needed one."""
     frames = _compat.user_frames(equation)
     by_vary = bool(frames) and frames[0][2] == _compat.cast_varying.__name__
     return by_vary or equation.primitive.name.startswith("reduced_vary_cast")
 
 
 def _beside(site: Site, axes: tuple[str, ...]) -> str:
-    """The name of the value for whose sake a value was cast: the other operand of its first use."""
+    """The name of the value that a value was cast to match: the other operand of its first use."""
     cast = site.equation.outvars[0]
     for equation in site.jaxpr.eqns:
         if any(v is cast for v in equation.invars):

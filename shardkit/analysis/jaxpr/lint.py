@@ -1,4 +1,4 @@
-"""The lint: what hangs or goes wrong in silence, found in the traced program before anything runs."""
+"""The lint: deadlocks, silent wrong numbers and waste, found in the traced program before anything runs."""
 
 from __future__ import annotations
 
@@ -25,35 +25,42 @@ def lint(
     ignore: Collection[str] = (),
     **kwargs: Any,
 ) -> list[Finding]:
-    """Finds communication that hangs, gives wrong numbers or is wasted in one call of `fn`, by tracing it.
+    """Finds communication in one call of `fn` that deadlocks, gives wrong numbers or is wasted, by tracing it.
 
-    Nothing is run and no device is needed; an AbstractMesh of any size will do. The function is traced twice, the
-    second time as another process would trace it; a program that is traced already (`jax.jit(fn).trace(...)`) is not
-    traced again, and cannot be compared with another process'. `RULES` lists the rules.
+    Nothing runs and no device is needed; an AbstractMesh of any size is enough. The function is traced twice, the
+    second time as another process would trace it; a traced program (`jax.jit(fn).trace(...)`) is not traced again and
+    not compared with another process. `RULES` lists the rules.
 
-    What is not found: a mistake that only values at run time show, in Pallas kernels, in what the compiler adds, and in
-    mutable references (`jax.new_ref`), whose contents are not followed. jax takes a draw that is the same in every
-    iteration out of a scan that it differentiates: lint the loss too, where a key may be one for all layers.
+    Not found: mistakes that only run-time values show, and those in Pallas kernels, in collectives that the compiler
+    adds and in mutable references (`jax.new_ref`). jax moves a draw that is the same in every iteration out of a scan
+    that it differentiates: where one key may serve all layers, lint the loss too.
 
     Args:
-        fn: any function that jax can trace: a step, a loss, a shard_map; or what `.trace` returned, without arguments.
-        *args: its arguments; `jax.ShapeDtypeStruct` will do.
+        fn: any function that jax can trace, as a step or a loss; or the result of its `.trace`, without arguments.
+        *args: its arguments; `jax.ShapeDtypeStruct` is enough.
         large: bytes from which a replicated input is reported (`large-replicated`).
-        small: bytes below which a message costs its latency alone: waste of less is not reported, and pieces of less
-            are `tiny-shards`.
+        small: bytes below which a message costs only its latency: smaller waste is not reported, and smaller pieces are
+            `tiny-shards`.
         ignore: names of rules to leave out.
-        **kwargs: its keyword arguments; bind those that have an option's name with `functools.partial`.
+        **kwargs: its keyword arguments; bind those named like an option with `functools.partial`.
 
     Returns:
-        The findings, in the order of the program; none if it is clean. `print` each.
+        The findings, in program order; none if it is clean. `print` each.
 
     Raises:
-        ValueError: a name in `ignore` that is no rule.
+        ValueError: a name in `ignore` that is not a rule.
+
+    Example:
+        >>> swap = lambda x: jax.lax.ppermute(x, "model", [(0, 1), (1, 0)])
+        >>> f = jax.shard_map(swap, mesh=mesh, in_specs=P("model"), out_specs=P("model"))
+        >>> [finding] = sk.lint(f, jnp.ones(8))
+        >>> finding.message
+        "ppermute over 'model' of 4 devices names no source for 2, 3, which receive zeros."
     """
     at_least("lint", 0, large=large, small=small)
     unknown = sorted(set(ignore) - set(RULES))
     if unknown:
-        raise ValueError(f"lint: ignore must name rules, {quoted(RULES)}; got {quoted(unknown)}. Use one of them.")
+        raise ValueError(f"lint: ignore must name rules, {quoted(RULES)}; got {quoted(unknown)}. Correct ignore.")
     program = Program(fn, args, kwargs, traced(fn, args, kwargs), large, small)
     checks = dict.fromkeys(rule.check for rule in RULES.values())
     found: list[Finding] = []

@@ -1,4 +1,4 @@
-"""What reads a run: profiles and traces with their collectives, and measured scaling.
+"""Readers of a run: profiles and traces with their collectives, and measured scaling.
 
-Start with `profile.py`. Imports cost and `analysis/hlo`, whose collectives are the rows that are given times.
+Start with `profile.py`. Imports cost and `analysis/hlo`, whose collectives are timed.
 """

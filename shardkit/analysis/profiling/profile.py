@@ -1,7 +1,7 @@
-"""What a run shows of its collectives: times, waiting and bandwidth, beside what the compiled program says.
+"""The collectives of a run: times, waiting and bandwidth.
 
-`census` and `aot.compile` say what a program sends before it runs. Here it runs: under jax's profiler, whose events are
-matched to the collectives of the compiled program by the name of the instruction.
+The program runs under jax's profiler, whose events are matched to the collectives of the compiled program by the
+name of the instruction.
 """
 
 from __future__ import annotations
@@ -30,20 +30,24 @@ from shardkit.analysis.profiling.timings import Profile, Span, Spans, profile_of
 @typed
 @contextmanager
 def trace(folder: str | Path, *, python: bool = False) -> Iterator[Path]:
-    """Records what runs inside the `with` block, for TensorBoard's profile plugin and for Perfetto.
+    """Records what runs inside the `with` block, for TensorBoard's profile plugin and Perfetto.
 
-    Wait for the results inside the block (`jax.block_until_ready`), or what still runs at its end is cut off.
+    Wait for the results inside the block (`jax.block_until_ready`): what still runs at its end is cut off.
 
     Args:
-        folder: where the trace goes; made if it is not there. `tensorboard --logdir folder` shows it, and
-            https://ui.perfetto.dev opens the `perfetto_trace.json.gz` in it. Nothing is sent anywhere.
-        python: record every Python call too, which is large and slows the program down.
+        folder: where the trace is written; created if missing. `tensorboard --logdir folder` shows it, and
+            https://ui.perfetto.dev opens the `perfetto_trace.json.gz` in it. Nothing is uploaded.
+        python: also record every Python call, which is large and slow.
 
     Yields:
-        The folder of all runs, as a Path; each run has one of its own under `plugins/profile`.
+        The folder as a Path; each run is a subfolder of `plugins/profile`.
 
     Raises:
-        RuntimeError: a trace is running already.
+        RuntimeError: another trace is running.
+
+    Example:
+        with sk.analysis.trace("/tmp/run") as folder:
+            jax.block_until_ready(step(state, batch))
     """
     with _recording("trace", Path(folder), python=python, perfetto=True) as where:
         yield where
@@ -59,7 +63,7 @@ def _recording(name: str, folder: Path, *, python: bool, perfetto: bool) -> Iter
         if "already" not in str(error):
             raise
         raise RuntimeError(
-            f"{name}: jax records one trace at a time, and one is running. Leave that one first."
+            f"{name}: jax records one trace at a time, and another one is running. Stop that one first."
         ) from error
     try:
         yield folder
@@ -71,25 +75,31 @@ def _recording(name: str, folder: Path, *, python: bool, perfetto: bool) -> Iter
 def profile(fn: Callable[..., Any], *args: Any, calls: int = 3, folder: str | Path | None = None) -> Profile:
     """Runs `fn` under jax's profiler and reports the time, the bytes and the bandwidth of each of its collectives.
 
-    The program is compiled once and called once before the calls that count. Arguments that `fn` donates, such as a
-    train step's state, are copied before each call, outside the time: yours stay as they are, and memory must hold
-    them twice. Every call is waited for, so that dispatch is in its time.
+    The program is compiled and called once before the timed calls. Arguments that `fn` donates, as a train step's
+    state, are copied before each call, outside the time: the caller's stay valid, and memory must hold them twice.
+    Each call is timed from dispatch until its results are ready.
 
     Args:
         fn: a jitted function, a train step, or any function that jax can trace.
         *args: its arguments, arrays.
-        calls: calls under the profiler, at least 1.
-        folder: keep the trace there, as `trace` does; by default it is read and deleted.
+        calls: timed calls, at least 1.
+        folder: where the trace is kept, as by `trace`; by default it is deleted.
 
     Returns:
-        Profile: a row for every collective of the compiled program with its time (mean over devices and calls, waiting
-        for slower devices included), the time of the fastest device, its share of the call, and bandwidths in bytes/s
-        over the fastest device's time. Printed, a table with the slowest first; `.to_json()`.
+        Profile: a row for every collective of the compiled program with its time (mean over devices and calls, the
+        wait for slower devices included), the time of the fastest device, its share of the call, and bandwidths in
+        bytes/s over the fastest device's time. Prints as a table, the slowest first; `.to_json()`.
 
     Raises:
-        ValueError: calls is no whole number of at least 1.
+        ValueError: calls is not a whole number of at least 1.
         TypeError: an argument is a ShapeDtypeStruct.
-        RuntimeError: a trace is running already.
+        RuntimeError: another trace is running.
+
+    Example:
+        >>> f = jax.shard_map(lambda x: sk.all_reduce(x, "model"), mesh=mesh, in_specs=P(None, "model"), out_specs=P())
+        >>> found = sk.analysis.profile(f, jnp.ones((8, 4)), calls=2)
+        >>> [(row.kind, row.axes, row.bytes) for row in found.rows]
+        [('all_reduce', ('model',), 32)]
 
     Source: nccl-tests, doc/PERFORMANCE.md, for the size of a collective and both bandwidths.
     """
@@ -120,8 +130,8 @@ def profile(fn: Callable[..., Any], *args: Any, calls: int = 3, folder: str | Pa
 def read_spans(data: Any, module: proto.Module, rows: Iterable[CompiledRow], platform: str) -> Spans:
     """When each device ran each collective.
 
-    An event says in its statistics which instruction it is (`hlo_op`). On CPU and GPU it lasts as long as the
-    collective; on TPU an asynchronous one is two instructions, and lasts from the start of one to the end of the other.
+    An event's statistics name its instruction (`hlo_op`). On CPU and GPU it lasts as long as the
+    collective; on TPU an asynchronous one is two instructions and lasts from the start of one to the end of the other.
 
     Args:
         data: the trace, a jax.profiler.ProfileData.
@@ -138,7 +148,7 @@ def read_spans(data: Any, module: proto.Module, rows: Iterable[CompiledRow], pla
     for row in rows:
         spans[row.name] = begun[row.name]
         if platform == "tpu" and (row.asynchronous or aliases[row.name].ends):
-            # A start without its end says nothing of how long the collective took.
+            # A start without an end does not show how long the collective took.
             pairs = {d: (each, done[row.name].get(d, [])) for d, each in begun[row.name].items()}
             whole_ones = {d: each for d, each in pairs.items() if len(each[0]) == len(each[1])}
             spans[row.name] = {
@@ -150,17 +160,17 @@ def read_spans(data: Any, module: proto.Module, rows: Iterable[CompiledRow], pla
 def _events(
     data: Any, module: str, names: Mapping[str, str], platform: str
 ) -> defaultdict[str, dict[object, list[Span]]]:
-    """The events of some instructions of a module by what they are called here, then by device, in order of time."""
+    """The events of some instructions of a module, by the value in `names`, then by device, in time order."""
     found: defaultdict[str, dict[object, list[Span]]] = defaultdict(dict)
     with warnings.catch_warnings():
-        # In jax 0.12 the first look at an event's statistics warns of jaxlib's own types, and where warnings are
-        # errors that aborts the process.
+        # In jax 0.12 reading an event's statistics warns of jaxlib's own types; as an error that warning aborts
+        # the process.
         warnings.simplefilter("ignore", DeprecationWarning)
         for plane in data.planes:
             if plane.name.startswith("/host:") != (platform == "cpu"):  # a host only dispatches to an accelerator
                 continue
             for line in plane.lines:
-                if line.name == "Async XLA Ops":  # the same pairs a second time, beside those of "XLA Ops"
+                if line.name == "Async XLA Ops":  # repeats the pairs of "XLA Ops"
                     continue
                 for event in line.events:
                     if platform == "cpu" and event.name not in names:  # spares the statistics of most events
@@ -177,14 +187,14 @@ def _events(
 
 
 class _Aliases(NamedTuple):
-    """The instructions that stand for a collective: those that run or start it, and those that wait for it."""
+    """The instructions of a collective: those that run or start it, and those that wait for it."""
 
     starts: frozenset[str]
     ends: frozenset[str]
 
 
 def _aliases(module: proto.Module, name: str) -> _Aliases:
-    """The collective itself, what carries it as a computation of its own, and the -done of either."""
+    """The collective, the instructions that run it as a computation, and the -done of either."""
     holders = {c.id for c in module.computations.values() if any(i.name == name for i in c.instructions.values())}
     starts, ends = {name}, set()
     for computation in module.computations.values():

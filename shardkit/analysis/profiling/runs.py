@@ -1,4 +1,4 @@
-"""What every measurement of a run needs: a function that can be called again and again, and where it ran."""
+"""What every measurement needs: a function that can be called repeatedly, and the machine."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Machine:
     Attributes:
         jax: its version.
         platform: "cpu", "gpu", "tpu".
-        kind: the devices' own name.
-        devices: how many there are, those of other processes included.
+        kind: the name of the devices.
+        devices: their number, over all processes.
         cores: CPU cores that this process may use.
     """
 
@@ -47,24 +47,24 @@ def machine() -> Machine:
 
 
 def refuse_abstract(where: str, args: Any) -> None:
-    """Refuses shapes where arrays are needed, because the program is going to run."""
+    """Refuses ShapeDtypeStructs as arguments of a program that will run."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(args):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise TypeError(
-                f"{where}: arguments must be arrays, because the program is run; got a ShapeDtypeStruct at "
-                f"args{jax.tree_util.keystr(path)}. Pass arrays, or ask aot.compile about a program that cannot run."
+                f"{where}: arguments must be arrays, because the program runs; got a ShapeDtypeStruct at "
+                f"args{jax.tree_util.keystr(path)}. Pass arrays, or use aot.compile, which runs nothing."
             )
 
 
 def repeatable(fn: Callable[..., Any], args: Sequence[Any]) -> Callable[[], Callable[[], Any]]:
-    """Calls `fn` once, which compiles it, and makes further calls with equal arguments possible.
+    """Calls `fn` once, which compiles it, and prepares further calls with equal arguments.
 
-    What `fn` donates is found out by this first call, on copies, and is copied again before every later one: the
-    caller's arrays stay as they are.
+    The first call, on copies, shows what `fn` donates; that is copied again before every later call, so that the
+    caller's arrays stay valid.
 
     Returns:
-        `prepare() -> call`: prepare copies what must be copied and waits, so that only `call()` need be timed; that
-        runs the program, waits for its results and returns them.
+        `prepare() -> call`: prepare copies what `fn` donates and waits, so that only `call()` need be timed,
+        which runs the program, waits for its results and returns them.
     """
     leaves, tree = jax.tree.flatten(tuple(args))
     first = [_copy(leaf) for leaf in leaves]

@@ -1,4 +1,4 @@
-"""How much faster more devices are, measured: nothing here assumes that it is linear."""
+"""Measured speed-up over numbers of devices."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from shardkit.layout import table
 
 
 class Sample(NamedTuple):
-    """Seconds of one call on each number of devices, of one round."""
+    """Seconds of one call on each number of devices, in one round."""
 
     wall: tuple[float, ...]
     cpu: tuple[float, ...]
 
 
 class Spread(NamedTuple):
-    """What rounds gave: the median, the 10th and the 90th percentile."""
+    """The median, the 10th and the 90th percentile over rounds."""
 
     median: float
     p10: float
@@ -35,16 +35,15 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Size:
-    """One number of devices. Every ratio is to the smallest one's time in the same round.
+    """One number of devices. Every ratio is to the smallest number in the same round.
 
     Attributes:
         devices: devices of the mesh.
-        wall: seconds of a call, wall clock.
-        cpu: seconds of a call, CPU time of all threads of this process.
-        speed_up: work done in the time that the smallest mesh takes for its own, measured.
-        efficiency: speed-up over the number of times that there are more devices; 1 is linear.
-        work_efficiency: the CPU time of a piece of work on the smallest mesh over that here; what is missing to 1 is
-            work that was added.
+        wall: wall-clock seconds per call.
+        cpu: CPU seconds per call, of all threads of this process.
+        speed_up: work done in the time in which the smallest mesh does its work.
+        efficiency: speed-up over the ratio of devices; 1 is linear.
+        work_efficiency: CPU time per work on the smallest mesh over that on this one; below 1 where work was added.
     """
 
     devices: int
@@ -61,11 +60,11 @@ class Scaling:
 
     Attributes:
         mode: "strong" (the same work on all) or "weak" (the same work on each device).
-        sizes: by number of devices; the first is what the others are held against.
-        calls: calls of each in each round.
+        sizes: by number of devices; the others are compared with the first.
+        calls: calls per size and round.
         rounds: rounds.
         machine: where it ran.
-        notes: what to know before believing the numbers, a sentence each.
+        notes: caveats, one sentence each.
     """
 
     mode: str
@@ -114,29 +113,34 @@ def scaling(
     rounds: int = 7,
     clock: Callable[[], tuple[float, float]] = lambda: (time.perf_counter(), time.process_time()),
 ) -> Scaling:
-    """Measures a program on meshes of several sizes and reports speed-up and efficiency against the smallest.
+    """Measures a program on meshes of several sizes and reports speed-up and efficiency over the smallest.
 
-    Every round runs all sizes one after the other, each round beginning with another one, and ratios are taken within
-    a round: what slows the machine down for a while slows both sides of a ratio. Only times are measured; that the
-    meshes compute the same is what `testing.assert_same_training` proves.
+    Every round runs all sizes, starting with a different one each time, and ratios are taken within a round, so that a
+    slow phase of the machine affects both sides. Only time is measured; `testing.assert_same_training` proves that the
+    meshes compute the same.
 
     Args:
-        make: `make(devices) -> (fn, args)`: the program on a mesh of so many devices, and its arguments, laid out for
-            it. All sizes are in memory together; what a program donates is copied before each call, outside the time.
+        make: `make(devices) -> (fn, args)`: the program on a mesh of that size, and its arguments, sharded over
+            it. All sizes are in memory together; donated arguments are copied before each call, outside the time.
         sizes: numbers of devices, at least two different ones.
-        mode: "strong": `make` gives every mesh the same work; "weak": work in proportion to its devices.
-        calls: calls of each size in each round; each is waited for.
-        rounds: rounds, after the call that compiles.
-        clock: seconds by the wall clock and seconds of CPU time of this process.
+        mode: "strong": the same work on every mesh; "weak": work in proportion to the devices.
+        calls: calls per size and round; each is timed until its results are ready.
+        rounds: rounds after the call that compiles.
+        clock: wall-clock seconds and CPU seconds of this process.
 
     Returns:
         Scaling: for each size, times, speed-up, efficiency and the efficiency of CPU time, each as median, 10th and
-        90th percentile over the rounds. Printed, a table; `.to_json()`. Where devices are simulated a note says what
-        that means.
+        90th percentile over the rounds. Prints as a table; `.to_json()`. A note explains the
+        numbers of simulated devices.
 
     Raises:
-        ValueError: fewer than two sizes, an unknown mode, or a number that is no whole number of at least 1.
+        ValueError: fewer than two sizes, an unknown mode, or a number that is not a whole number of at least 1.
         TypeError: an argument is a ShapeDtypeStruct.
+
+    Example:
+        >>> found = sk.analysis.scaling(lambda n: (jnp.sum, (jnp.ones(n),)), [1, 2], calls=1, rounds=2)
+        >>> [size.devices for size in found.sizes]
+        [1, 2]
     """
     known("scaling", "mode", mode, ("strong", "weak"))
     whole("scaling", calls=calls, rounds=rounds)
@@ -145,7 +149,7 @@ def scaling(
     order = sorted(set(sizes))
     if len(order) < 2:
         raise ValueError(
-            f"scaling: sizes must hold at least two different numbers of devices; got {list(sizes)}. Name a smaller "
+            f"scaling: sizes must hold at least two different numbers of devices; got {list(sizes)}. Add a smaller "
             "one to compare with."
         )
     prepared = []
@@ -172,7 +176,7 @@ def _timed(
     for _ in range(calls):
         call = prepare()
         collected = gc.isenabled()
-        gc.disable()  # a collection would fall on one size by chance
+        gc.disable()  # a collection would hit one size by chance
         try:
             started = clock()
             call()
@@ -186,12 +190,12 @@ def _timed(
 
 
 def scaling_of(order: Sequence[int], samples: Sequence[Sample], mode: str, calls: int, where: Machine) -> Scaling:
-    """The report on rounds that are measured already; times of a sample stand in the order of the sizes."""
+    """The report on measured rounds; the times of a sample are in the order of `order`."""
     wall, cpu = (np.array([getattr(sample, name) for sample in samples]) for name in Sample._fields)
     more = np.array(order) / order[0]
-    work = more if mode == "weak" else np.ones(len(order))  # how much more is done than on the smallest mesh
+    work = more if mode == "weak" else np.ones(len(order))  # relative to the smallest mesh
     speed_up = wall[:, :1] / wall * work
-    # A clock of CPU time ticks coarsely: what took no tick at all has no ratio.
+    # The CPU clock ticks coarsely: what took no tick has no ratio.
     work_efficiency = np.divide(cpu[:, :1] * work, cpu, out=np.full_like(cpu, np.nan), where=cpu > 0)
     sizes = tuple(
         Size(
@@ -207,15 +211,15 @@ def _notes(sizes: Sequence[Size], where: Machine) -> list[str]:
     notes = []
     if where.simulated:
         notes.append(
-            f"These devices are simulated and share {where.cores} CPU cores, so that speed-up and efficiency are of "
-            "the cores, not of the devices. What the program itself loses is in the efficiency of CPU time, which is "
-            "of the total work."
+            f"These devices are simulated and share {where.cores} CPU cores, so that speed-up and efficiency "
+            "describe the cores, not the devices. The efficiency of CPU time, over the total work, shows what the "
+            "program loses."
         )
     wide = [str(s.devices) for s in sizes[1:] if s.speed_up.p90 > 1.5 * s.speed_up.p10]
     if wide:
         notes.append(
-            f"The speed-up on {', '.join(wide)} devices differs between rounds by more than half, so the machine was "
-            "busy with something else; repeat with more rounds or on a quiet machine."
+            f"The speed-up on {', '.join(wide)} devices differs between rounds by more than half: the machine was "
+            "busy. Repeat with more rounds or on an idle machine."
         )
     return notes
 

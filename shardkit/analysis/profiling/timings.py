@@ -1,4 +1,4 @@
-"""Collectives with the times that a run gave them, and the table of them."""
+"""Collectives with their measured times, and the table of them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shardkit.analysis.profiling.runs import Machine
 from shardkit.layout import table
 
 SIMULATED = (
-    "These devices are simulated: a collective's time is mostly its threads waiting for each other and for a core. "
-    "Read counts, bytes and which collective stands out, and no bandwidth of a link."
+    "These devices are simulated: a collective's time is mostly threads waiting for each other and for a core. "
+    "Counts, bytes and outliers are meaningful; bandwidths are not."
 )
 
 
@@ -26,16 +26,16 @@ class Timing:
 
     Attributes:
         kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ppermute".
-        name: the compiler's name for the instruction, under which it stands in the trace.
+        name: the compiler's name for the instruction, also in the trace.
         axes: mesh axes.
-        n: devices in a group.
-        count: times it runs in one call, as the program says; None where a loop's length is not in it.
-        times: times it ran in one call on one device, as the trace says; the mean over calls and devices.
-        bytes: its size as nccl-tests counts it: the result of an all_gather, the operand of all others, on one device.
-        seconds: on one device in one call, waiting for the others included; the mean over devices and calls. None where
-            the trace does not show it.
-        fastest: the same of the device that was fastest each time, which is the one that came last and waited least.
-        asynchronous: whether it runs beside compute, so that its time need not lengthen the step.
+        n: devices per group.
+        count: executions per call according to the program; None where a loop's length is not in it.
+        times: executions per call and device according to the trace; the mean over calls and devices.
+        bytes: its size as nccl-tests counts it, per device: the result of an all_gather, the operand of all others.
+        seconds: per device and call, waiting included; the mean over devices and calls. None where the trace does not
+            show it.
+        fastest: the same for the fastest device of each execution, which arrived last and waited least.
+        asynchronous: whether it overlaps compute.
         source: the user's line, "file.py:12 (function)".
         branch: "" or "branch 1 of 2" inside a conditional.
     """
@@ -55,26 +55,26 @@ class Timing:
 
     @property
     def algorithm_bandwidth(self) -> float | None:
-        """Bytes over the fastest device's time, bytes/s: nccl-tests' algbw."""
+        """Bytes over the fastest device's time, bytes/s; algbw in nccl-tests."""
         return self.times * self.bytes / self.fastest if self.fastest else None
 
     @property
     def bus_bandwidth(self) -> float | None:
-        """Algorithm bandwidth times `cost.bus_factor`, bytes/s, to be held against a link's: nccl-tests' busbw."""
+        """Algorithm bandwidth times `cost.bus_factor`, bytes/s, comparable with a link's; busbw in nccl-tests."""
         algorithm = self.algorithm_bandwidth
         return None if algorithm is None else algorithm * cost.bus_factor(self.kind, self.n)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Some calls of a program as they ran; `print` it, or read the rows.
+    """Measured calls of a program; `print` it, or read the rows.
 
     Attributes:
         rows: every collective of the compiled program, in the order in which they start.
-        steps: seconds of each call, wall clock, from dispatch until its results are there.
-        devices: devices that the trace shows: those of this process.
+        steps: wall-clock seconds of each call, from dispatch until its results are ready.
+        devices: devices in the trace: those of this process.
         machine: where it ran.
-        notes: what to know before believing the numbers, a sentence each.
+        notes: caveats, one sentence each.
     """
 
     rows: tuple[Timing, ...]
@@ -85,11 +85,11 @@ class Profile:
 
     @property
     def seconds(self) -> float:
-        """One call, the mean of `steps`."""
+        """Seconds per call, the mean of `steps`."""
         return sum(self.steps) / len(self.steps)
 
     def share(self, row: Timing) -> float | None:
-        """The part of a call during which a device is in a collective; shares of asynchronous ones may overlap."""
+        """The fraction of a call during which a device is in a collective; asynchronous ones may overlap."""
         return None if row.seconds is None else row.seconds / self.seconds
 
     def select(self, *, axis: str | None = None, kind: str | None = None) -> tuple[Timing, ...]:
@@ -120,12 +120,12 @@ class Profile:
         if known:
             what = f"{_ms(sum(known))} ms, {sum(known) / self.seconds:.0%} of a call"
             beside = any(r.asynchronous for r in self.rows)
-            lines.append(f"in collectives: {what}{'; asynchronous ones run beside compute' if beside else ''}")
+            lines.append(f"in collectives: {what}{'; asynchronous ones overlap compute' if beside else ''}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
 class Span(NamedTuple):
-    """One time that a device ran an instruction, nanoseconds."""
+    """One execution of an instruction on a device, nanoseconds."""
 
     start: float
     end: float
@@ -135,7 +135,7 @@ Spans = Mapping[str, Mapping[object, Sequence[Span]]]  # by the collective's nam
 
 
 def profile_of(rows: Sequence[CompiledRow], spans: Spans, steps: Sequence[float], where: Machine) -> Profile:
-    """The profile of calls that took `steps` seconds each, from what each device was seen to run."""
+    """The profile of calls that took `steps` seconds each, from the spans of each device."""
     devices = {device for seen in spans.values() for device in seen}
     timings, notes = [], [SIMULATED] if where.simulated else []
     for row in rows:
@@ -143,12 +143,12 @@ def profile_of(rows: Sequence[CompiledRow], spans: Spans, steps: Sequence[float]
         per_device = len(steps) * max(len(devices), 1)
         times = sum(map(len, seen.values())) / per_device
         seconds = sum(s.end - s.start for each in seen.values() for s in each) / per_device / 1e9
-        # A device that lost an event would shift all later ones against the other devices.
+        # A lost event would shift all later ones of its device.
         together = len(seen) == len(devices) and len({len(each) for each in seen.values()}) == 1
         turns = zip(*seen.values(), strict=True) if together else ()
         fastest = sum(min(s.end - s.start for s in turn) for turn in turns) / len(steps) / 1e9
         if times and row.count is not None and times != row.count and not row.branch:
-            notes.append(f"{row.name} runs {row.count} times in a call, and the trace shows {times:g}.")
+            notes.append(f"{row.name} runs {row.count} times per call, and the trace shows {times:g}.")
         timings.append(
             Timing(
                 kind=row.kind,
@@ -170,13 +170,13 @@ def profile_of(rows: Sequence[CompiledRow], spans: Spans, steps: Sequence[float]
         some = ", ".join(hidden[:3]) + (f" and {len(hidden) - 3} more" if len(hidden) > 3 else "")
         notes.append(
             f"The trace of {where.platform} under jax {where.jax} does not show {len(hidden)} of {len(rows)} "
-            f"collectives ({some}), so their times are unknown."
+            f"collectives ({some}), whose times are unknown."
         )
     return Profile(tuple(timings), tuple(steps), len(devices), where, tuple(notes))
 
 
 def _alike(rows: Iterable[Timing]) -> Iterator[Timing]:
-    """Rows that read alike as one: the same line of code, compiled to several instructions."""
+    """Rows that differ in nothing that is shown, as one: several instructions of the same line of code."""
     groups: dict[tuple[Any, ...], list[Timing]] = defaultdict(list)
     for r in rows:
         groups[r.kind, r.axes, r.bytes, r.source, r.branch, r.asynchronous, r.seconds is None].append(r)

@@ -44,19 +44,19 @@ def test_topologies_are_read():
         (
             "v9:2x2",
             "aot: unknown chip 'v9' in topology 'v9:2x2'; known are 'v4', 'v5e', 'v5p', 'v6e', 'tpu7x', 'a100', "
-            "'h100', 'h200', 'b200'. Write for example 'v5p:8x8x8' or 'h100:1x1x8'.",
+            "'h100', 'h200', 'b200'. Pass for example 'v5p:8x8x8' or 'h100:1x1x8'.",
         ),
         (
             "v5e",
-            "aot: topology 'v5e' has no shape that can be read. After 'v5e' write the torus, as 'v5e:2x4'.",
+            "aot: topology 'v5e' must give a valid shape. After 'v5e' write the torus, as 'v5e:2x4'.",
         ),
         (
             "v5p:0x4x4",
-            "aot: topology 'v5p:0x4x4' has no shape that can be read. After 'v5p' write the torus, as 'v5e:2x4'.",
+            "aot: topology 'v5p:0x4x4' must give a valid shape. After 'v5p' write the torus, as 'v5e:2x4'.",
         ),
         (
             "h100:8",
-            "aot: topology 'h100:8' has no shape that can be read. After 'h100' write slices x hosts x GPUs a host, "
+            "aot: topology 'h100:8' must give a valid shape. After 'h100' write slices x hosts x GPUs per host, "
             "as 'h100:1x1x8'.",
         ),
     ],
@@ -80,7 +80,7 @@ def test_a_topology_smaller_than_the_mesh_is_refused_before_anything_is_compiled
     step, args = data_parallel(8)
     assert refused(step, args, topology="v5e:2x2") == (
         "aot.compile: topology 'v5e:2x2' has 4 devices, fewer than the 8 of the mesh data=8. "
-        "Choose a larger topology or a smaller mesh."
+        "Pass a larger topology or a smaller mesh."
     )
 
 
@@ -107,7 +107,7 @@ def test_an_abort_of_the_compiler_is_an_error_with_its_cause(monkeypatch):
     )
     child_that(monkeypatch, "pass")
     assert refused(*data_parallel(), error=RuntimeError) == (
-        "aot.compile: the compiler for v5e:2x4 ended with exit code 0: it said nothing"
+        "aot.compile: the compiler for v5e:2x4 ended with exit code 0: no message"
     )
 
 
@@ -134,7 +134,7 @@ def test_what_the_compiler_refuses_is_passed_on(monkeypatch):
         child_that(monkeypatch, answers({"error": "compile", "message": words}))
         assert refused(*data_parallel(), topology="v5e:8x8") == (
             "aot.compile: the compiler for v5e:8x8 cannot leave 56 of its 64 devices idle, as the mesh data=8 would. "
-            "Choose a topology of 8 devices, or a mesh of 64."
+            "Pass a topology of 8 devices, or a mesh of 64."
         )
         assert refused(*data_parallel(), error=RuntimeError).endswith(f"refused the program: {words}")
     child_that(monkeypatch, answers({"error": "small", "devices": 4}))
@@ -162,7 +162,7 @@ def test_a_program_that_does_not_fit_is_a_report_with_the_compilers_number(monke
     assert report.needed == int(needed * 2**30) and report.available == int(15.75 * 2**30)
     assert str(report).splitlines() == [
         "v5e:2x4, mesh data=8",
-        "does not fit: 22.10 GiB of 15.75 GiB a device",
+        "does not fit: 22.10 GiB of 15.75 GiB per device",
         message,
     ]
     assert report.census.count(axis="data") > 0  # what it would send is known all the same
@@ -177,7 +177,7 @@ def test_a_program_that_the_gpu_compiler_lets_through_is_held_to_the_chips_memor
     census = sk.census(step, *args)
     report = aot.report_of(module, answer, topology="h100:1x1x8", mesh={"tp": 8}, census=census, lowering_seconds=0.0)
     assert not report.fits and report.needed == 85 * 10**9
-    assert "fits: NO, 79.16 GiB of 79.11 GiB a device" in str(report)
+    assert "fits: NO, 79.16 GiB of 79.11 GiB per device" in str(report)
     step, args = PROGRAMS["partitioner"]()  # what the compiler changed is told all the same
     answer, module = load("partitioner-h100_1x1x8-jax0.10.json.gz")
     answer["memory"]["compiler_peak"] = 85 * 10**9

@@ -182,15 +182,15 @@ def test_a_report_goes_to_json_and_back_and_beside_another():
 def test_a_report_reads_like_this():
     assert str(report("ring_loop-h100_1x1x8-jax0.12.json.gz")).splitlines() == [
         "h100:1x1x8, mesh tp=8 (jax 0.12.0.1, jax-cuda13-plugin 0.12.0.1)",
-        "fits: yes, 76.00 MiB of 79.11 GiB a device",
+        "fits: yes, 76.00 MiB of 79.11 GiB per device",
         "held: 24.00 MiB",
         "temp: 20.00 MiB",
         "code: 0 B",
-        "compute: 0.137 TFLOP in matmuls, 0.214 ms at best",
+        "compute: 0.137 TFLOP in matmuls, at least 0.214 ms",
         "wire: 0.149 ms, of which 0.000 ms exposed",
         "compiled in: 0.5 s after 0.0 s of lowering, 356.88 MiB",
-        "kind      axes  times  arrays  bytes in   sent/device  runs        hidden behind  exposed   source",
-        "ppermute  tp=8  8      1       8,388,608  64.00 MiB    overlapped  137.4 GFLOP    0.000 ms  "
+        "kind      axes  times  arrays  bytes in   sent/device  runs        hidden by    exposed   source",
+        "ppermute  tp=8  8      1       8,388,608  64.00 MiB    overlapped  137.4 GFLOP  0.000 ms  "
         "programs.py:46 (ring.<locals>.kernel.<locals>.hop)",
         "as written",
     ]
@@ -201,8 +201,8 @@ def test_bytes_that_are_no_module_are_refused():
         with pytest.raises(ValueError) as error:
             proto.read(data)
         assert str(error.value) == (
-            f"hlo.read: these {len(data)} bytes are no HloModuleProto. Pass what "
-            "HloModule.as_serialized_hlo_module_proto() returned."
+            f"hlo.read: proto must be a serialized HloModuleProto; got {len(data)} bytes that are not one. "
+            "Pass the result of HloModule.as_serialized_hlo_module_proto()."
         )
 
 

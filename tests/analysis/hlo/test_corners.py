@@ -192,22 +192,22 @@ def test_wrong_types_are_refused(monkeypatch):
         "Write (x,) for a single argument."
     )
     assert refused(jnp.sum, (1.0,), topology=8, error=TypeError) == (
-        "aot: topology must be a string; got int. Write for example 'v5p:8x8x8' or 'h100:1x1x8'."
+        "aot: topology must be a string; got int. Pass for example 'v5p:8x8x8' or 'h100:1x1x8'."
     )
     assert refused(jnp.sum, (1.0,), mesh={"data": 8}, error=TypeError) == (
-        "aot.compile: mesh must be a Mesh or an AbstractMesh; got dict. Pass sk.abstract_mesh(data=8), or leave it out."
+        "aot.compile: mesh must be a Mesh or an AbstractMesh; got dict. Pass sk.abstract_mesh(data=8), or omit it."
     )
     assert refused(jnp.sum, (1.0,), options=["fast"], error=TypeError) == (
-        "aot.compile: options must map the names of compiler options to numbers, strings or truth values; "
-        "got ['fast']. Write for example {'xla_tpu_enable_async_collective_fusion': False}."
+        "aot.compile: options must map names of compiler options to numbers, strings or booleans; "
+        "got ['fast']. Pass for example {'xla_tpu_enable_async_collective_fusion': False}."
     )
     x = shape((8,), abstract_mesh(data=8), P("data"))
     assert refused(jnp.sum, (x,), mesh=abstract_mesh(data=4)) == (
         "aot.compile: mesh= must have as many devices as the program; got data=4 for a program of 8 devices. "
-        "Pass the program's own mesh as mesh=, or none."
+        "Pass the program's mesh as mesh=, or omit it."
     )
     assert refused(jnp.sum, (1.0,), topology="v5e:2x2x2") == (
-        "aot: topology 'v5e:2x2x2' has no shape that can be read. After 'v5e' write the torus, as 'v5e:2x4'."
+        "aot: topology 'v5e:2x2x2' must give a valid shape. After 'v5e' write the torus, as 'v5e:2x4'."
     )
 
 

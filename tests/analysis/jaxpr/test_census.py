@@ -133,7 +133,7 @@ def test_the_table_and_its_json():
     assert lines[3:] == [
         "over data: 1 collectives, 64",
         "over model: 1 collectives, 64",
-        "in all: 2 collectives, 128 sent by each device",
+        "in all: 2 collectives, 128 sent per device",
     ]
     (first, second) = json.loads(found.to_json())
     assert (first["kind"], first["axes"], first["total"]) == ("all_reduce", ["data"], 64.0)
@@ -179,7 +179,7 @@ def test_a_broken_contract_lists_every_difference():
         "- expected 1 x all_reduce over 'model', 96 bytes sent; found 2 x all_reduce over 'model', 192 bytes sent"
     )
     assert lines[2] == f"    2 x at test_census.py:{line} (reduces_twice)"
-    assert lines[3] == "- expected any number of times all_gather over 'data'; there is none"
+    assert lines[3] == "- expected at least one all_gather over 'data'; there is none"
     assert lines[4] == "- not expected: 1 x ppermute over 'data', 64 bytes sent"
     assert len(lines) == 6
 
@@ -189,14 +189,18 @@ def test_contracts_that_cannot_hold_are_refused():
         collective("psum", "data")
     assert str(error.value) == (
         "collective: kind must be one of 'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all', 'ppermute'; "
-        "got 'psum'. Choose one of them."
+        "got 'psum'. Pass for example 'all_reduce'."
     )
     with pytest.raises(ValueError) as error:
         expects(collective("all_reduce", ("a", "b")), collective("all_reduce", ("b", "a")))
-    assert str(error.value) == "expects: there are two rows for all_reduce over 'a', 'b'. Add them up into one."
+    assert str(error.value) == (
+        "expects: a kind over the same axes must have one row; got two for all_reduce over 'a', 'b'. Add them up."
+    )
     with pytest.raises(AssertionError) as unchecked, expects():
         pass
-    assert str(unchecked.value) == ("expects: nothing was checked. Call what `with expects(...) as check` gives you.")
+    assert str(unchecked.value) == (
+        "expects: the block must check a function; nothing was checked. Call check(fn, *args) inside it."
+    )
 
 
 def test_the_wire_knows_no_other_kind():

@@ -51,7 +51,7 @@ def test_an_implicit_cast_pays_with_an_all_reduce(outside):
     assert row.value == "params['w']"
     assert row.value_varies == () and row.gradient_varies == ("data", "model")
     assert row.why == (
-        "params['w'] is the same on all devices of 'data', 'model' and is used beside x, which varies over them; the "
+        "params['w'] is invariant over 'data', 'model' and is used with x, which varies over them; the "
         "gradient of the cast is a sum."
     )
     assert str(row) == f"all_reduce over 'data', 'model' of 256 bytes, at {line(implicit)}: {row.why}"
@@ -61,7 +61,7 @@ def test_a_cast_that_was_asked_for():
     (row,) = gradient(asked)
     assert row.source == line(asked)
     assert row.why == (
-        "params['w'] is the same on all devices of 'data', 'model' and is cast there to vary over them; the gradient "
+        "params['w'] is invariant over 'data', 'model' and is cast there to vary over them; the gradient "
         "of the cast is a sum."
     )
 
@@ -74,7 +74,7 @@ def test_over_one_axis():
     (row,) = gradient(loss, {"b": jax.ShapeDtypeStruct((8,), jnp.float32)})
     assert row.axes == ("data",) and row.gradient_varies == ("data",)
     assert row.why == (
-        "params['b'] is the same on all devices of 'data' and is used beside "
+        "params['b'] is invariant over 'data' and is used with "
         f"the float32[2,8] of {line(loss, 1).split(' ')[0]}, which varies over it; the gradient of the cast is a sum."
     )
 
@@ -102,15 +102,14 @@ def test_a_reduce_scatter_pays_with_a_gather():
             "all_gather",
             ("model",),
             "x",
-            "x is summed over 'model' there and each device keeps a piece; its gradient is that of all the pieces, "
-            "gathered.",
+            "x is summed over 'model' there and each device keeps a piece; its gradient gathers those of all pieces.",
         )
     ]
 
 
 def test_a_shift_pays_with_the_shift_back():
     assert kinds(lambda x: sk.shift(x, "model")) == [
-        ("ppermute", ("model",), "x", "x is sent along axis 'model' there; its gradient goes back the same way.")
+        ("ppermute", ("model",), "x", "x is sent along axis 'model' there; its gradient is sent back.")
     ]
 
 
@@ -120,7 +119,7 @@ def test_an_exchange_pays_with_an_exchange():
             "all_to_all",
             ("model",),
             "x",
-            "the pieces of x are exchanged over 'model' there; their gradients go back to where they came from.",
+            "the pieces of x are exchanged over 'model' there; their gradients are sent back.",
         )
     ]
 
@@ -137,9 +136,7 @@ def test_a_sum_without_checked_types_pays_with_a_sum():
 
     (row,) = gradient(loss, check_vma=False)
     assert row.kind == "all_reduce" and row.axes == ("data",)
-    assert row.why.endswith(
-        " is summed over 'data' there without check_vma, under which the gradient of a sum is a sum."
-    )
+    assert row.why.endswith(" is summed over 'data' there without check_vma, where the gradient of a sum is a sum.")
 
 
 def scanned(params, x):
@@ -162,7 +159,7 @@ def test_loops_and_remat():
         ("reduce_scatter", "x", 3),
     ]
     assert found.rows[0].why == (
-        "jax.checkpoint runs this collective of the forward pass again instead of keeping its result."
+        "jax.checkpoint runs this collective of the forward pass again instead of saving its result."
     )
     assert ", 3 times, at test_explain.py:" in str(found.rows[0])
 
@@ -192,8 +189,8 @@ def test_a_rule_written_by_hand():
     linear.defvjp(lambda w, x: (linear(w, x), (w, x)), backward)
     by_hand, cast = gradient(lambda p, x: jnp.sum(linear(sk.vary(p["w"], BOTH), x)))
     assert (by_hand.axes, cast.axes) == (("data",), BOTH)
-    assert by_hand.why == "a backward rule written by hand (custom_vjp) calls it there."
-    assert cast.why.startswith("p['w'] is the same on all devices of 'data', 'model' and is cast there")
+    assert by_hand.why == "a custom_vjp backward rule calls it there."
+    assert cast.why.startswith("p['w'] is invariant over 'data', 'model' and is cast there")
 
 
 # Several values on one line, alike in shape: the one is named whose gradient it is.

@@ -77,31 +77,31 @@ PREDICATE = f"divergent.py:{divergent.chosen.__code__.co_firstlineno + 2} (chose
     [
         (
             "all_reduce under cond",
-            f"all_reduce over 'model' stands in a cond whose predicate, at {PREDICATE}, differs along 'model', so that "
-            "devices which must meet do not, and it hangs.",
-            "Call it on every device and choose the result with jnp.where, or make the predicate equal first, with "
+            f"all_reduce over 'model' is in a cond whose predicate, at {PREDICATE}, differs along 'model', so that "
+            f"only some of its devices call it: a deadlock.",
+            "Call it on every device and select the result with jnp.where, or make the predicate equal first, with "
             "all_reduce over 'model'.",
         ),
         (
             "ppermute under another axis' predicate",
-            f"ppermute over 'model' stands in a cond whose predicate, at {PREDICATE}, differs along 'data'; a ppermute "
-            "waits for every device of the mesh, and hangs or gives wrong values.",
-            "Call it on every device and choose the result with jnp.where.",
+            f"ppermute over 'model' is in a cond whose predicate, at {PREDICATE}, differs along 'data'; a ppermute "
+            f"needs every device of the mesh, so that it deadlocks or returns wrong values.",
+            "Call it on every device and select the result with jnp.where.",
         ),
         (
             "a cond's result passes as equal",
-            "a predicate that differs along 'data' decides output 0 of the shard_map, which out_specs P() takes for "
-            "equal there, so that each device holds another value.",
-            "Cast the operands with vary over 'data', so that the type tells, and reduce the result.",
+            "a predicate that differs along 'data' decides output 0 of the shard_map, which out_specs P() declare "
+            "replicated there: devices hold different values.",
+            "Cast the operands with vary over 'data', so that the type shows it, and reduce the result.",
         ),
         (
             "a ring one device too long",
-            "ppermute over 'model' of 4 devices names target 4, and there is no such device.",
+            "ppermute over 'model' of 4 devices names target 4, a device that does not exist.",
             "Name each device at most once as source and once as target, as shift does.",
         ),
         (
             "a chain one device too short",
-            "ppermute over 'model' of 4 devices names no source for 0, 3, which get zeros.",
+            "ppermute over 'model' of 4 devices names no source for 0, 3, which receive zeros.",
             "Name a source for every device, or replace the zeros with jnp.where; shift(wrap=False) is exempt.",
         ),
         (
@@ -126,8 +126,8 @@ PREDICATE = f"divergent.py:{divergent.chosen.__code__.co_firstlineno + 2} (chose
             f"all_gather over 'model' sends each device 6,144 bytes, and the slice at "
             f"divergent.py:{divergent._neighbours_piece.__code__.co_firstlineno + 1} (_neighbours_piece), its only "
             "use, takes 2,048.",
-            "Send only that piece: shift for a neighbour's, broadcast for one device's, all_to_all for another one "
-            "each.",
+            "Send only that piece: shift for a neighbour's, broadcast for one device's, all_to_all for a different "
+            "one on each device.",
         ),
         (
             "reduced for its own piece",
@@ -137,14 +137,14 @@ PREDICATE = f"divergent.py:{divergent.chosen.__code__.co_firstlineno + 2} (chose
         ),
         (
             "a large weight on every device",
-            "w, an input of 16,384 bytes (float32[64,64]), is held whole by each device of data=2, model=4.",
-            "Name a mesh axis in its spec, for example through specs_from_rules, or raise `large` if it is meant.",
+            "w, an input of 16,384 bytes (float32[64,64]), is replicated over data=2, model=4.",
+            "Name a mesh axis in its spec, as specs_from_rules does, or raise `large` if that is intended.",
         ),
         (
             "a gain in crumbs",
-            "all_gather over 'fsdp' of 64 devices moves pieces of 16 bytes (float32[4]); 1,024 bytes are not worth a "
+            "all_gather over 'fsdp' of 64 devices sends pieces of 16 bytes (float32[4]); 1,024 bytes are not worth a "
             "message.",
-            "Keep leaves of this size whole, or split them over fewer devices.",
+            "Replicate leaves of this size, or split them over fewer devices.",
         ),
         (
             "unchecked types",
@@ -154,18 +154,18 @@ PREDICATE = f"divergent.py:{divergent.chosen.__code__.co_firstlineno + 2} (chose
         ),
         (
             "pmap",
-            "jax.pmap knows one axis only, wants a leading dimension for it, and checks no types.",
+            "jax.pmap supports one axis, needs a leading dim for it and checks no types.",
             "Write jax.shard_map over a mesh from make_mesh.",
         ),
         (
             "process 0 alone",
-            "the program holds 1 collectives as process 0 and 0 as process 1; the first difference is all_reduce over "
-            "'data', 'model'(float32[]) against nothing, so that processes wait for each other in vain.",
+            "the program runs 1 collectives as process 0 and 0 as process 1; the first difference is all_reduce over "
+            "'data', 'model'(float32[]) against nothing: a deadlock.",
             "Run the same program on every process, and pass what differs as data or decide it outside.",
         ),
         (
             "another constant",
-            "as process 0 and as process 1 different programs are traced, the first difference is a constant "
+            "processes 0 and 1 trace different programs; the first difference is a constant "
             "float32[64,64] against a constant float32[64,64] of other values.",
             "Run the same program on every process, and pass what differs as data or decide it outside.",
         ),
@@ -188,7 +188,7 @@ def test_rules_can_be_left_out():
     with pytest.raises(ValueError) as error:
         lint(row.wrong, X, ignore=("identity",))
     rules = ", ".join(map(repr, RULES))
-    assert str(error.value) == f"lint: ignore must name rules, {rules}; got 'identity'. Use one of them."
+    assert str(error.value) == f"lint: ignore must name rules, {rules}; got 'identity'. Correct ignore."
 
 
 def test_the_two_thresholds():
@@ -349,8 +349,8 @@ def test_a_program_that_only_one_process_can_trace():
     (found,) = lint(fn, X)
     line = fn.__code__.co_firstlineno + 2
     assert str(found) == (
-        f"test_lint.py:{line} (fn): process-dependent-program: as process 0 it is traced, and as process 1 it raises "
-        "RuntimeError: no data here. Run the same program on every process, and pass what differs as data or decide it "
+        f"test_lint.py:{line} (fn): process-dependent-program: it can be traced as process 0 and raises RuntimeError: "
+        "no data here as process 1. Run the same program on every process, and pass what differs as data or decide it "
         "outside."
     )
 
@@ -360,8 +360,7 @@ def test_a_closed_over_constant_counts_as_an_input():
     (found,) = lint(on(lambda x: x @ table), X, large=64 * 64 * 4)
     assert found.rule == "large-replicated"
     assert found.message == (
-        "argument 0, a closed-over constant of 16,384 bytes (float32[64,64]), is held whole by each device of data=2, "
-        "model=4."
+        "argument 0, a closed-over constant of 16,384 bytes (float32[64,64]), is replicated over data=2, model=4."
     )
 
 

@@ -155,17 +155,17 @@ def looped(key, x):
 
 def test_the_lines_of_both_draws_and_of_the_loop():
     remedy = (
-        "Split the key, or fold a number into it for each draw, as fold_keys does; jax.random.clone(key) says that "
-        "equal numbers are meant."
+        "Split the key, or fold a number into it for each draw, as fold_keys does; jax.random.clone(key) declares "
+        "equal numbers intended."
     )
     line = twice.__code__.co_firstlineno
     assert [str(each) for each in lint(twice, KEY, X)] == [
-        f"test_reused_keys.py:{line + 2} (twice): reused-key: random numbers of shape (4, 3) are made of the same bits "
-        f"as those drawn at test_reused_keys.py:{line + 1} (twice): both draws take one key. {remedy}"
+        f"test_reused_keys.py:{line + 2} (twice): reused-key: random numbers of shape (4, 3) come from the same bits "
+        f"as those drawn at test_reused_keys.py:{line + 1} (twice): both draws use one key. {remedy}"
     ]
     line = looped.__code__.co_firstlineno + 1
     assert [str(each) for each in lint(looped, KEY, X)] == [
-        f"test_reused_keys.py:{line} (looped.<locals>.<lambda>): reused-key: random numbers of shape (3,) are made of "
-        f"the same bits in every iteration of the scan at test_reused_keys.py:{line} (looped): each takes the same "
+        f"test_reused_keys.py:{line} (looped.<locals>.<lambda>): reused-key: random numbers of shape (3,) come from "
+        f"the same bits in every iteration of the scan at test_reused_keys.py:{line} (looped): each uses the same "
         f"key. {remedy}"
     ]

@@ -31,7 +31,7 @@ from support.recorded.record import load
 
 BOTH = ("data", "model")
 GPU = Machine(jax="0.12.0", platform="gpu", kind="H100", devices=8, cores=16)
-RUNNING = "jax records one trace at a time, and one is running. Leave that one first."
+RUNNING = "jax records one trace at a time, and another one is running. Stop that one first."
 
 
 def every_kind(mesh):
@@ -233,15 +233,15 @@ def test_what_the_trace_does_not_show_is_said(mesh2x4):
     none = profile_of(rows, {}, [1.0], GPU)
     names = [row.name for row in rows]
     assert none.notes == (
-        f"The trace of gpu under jax 0.12.0 does not show 5 of 5 collectives ({', '.join(names[:3])} and 2 more), so "
-        "their times are unknown.",
+        f"The trace of gpu under jax 0.12.0 does not show 5 of 5 collectives ({', '.join(names[:3])} and 2 more), "
+        f"whose times are unknown.",
     )
     assert {(r.seconds, r.fastest, r.bus_bandwidth, none.share(r)) for r in none.rows} == {(None,) * 4}
     assert str(none).splitlines()[3].split()[5:10] == ["?"] * 5
     # One event of device 1 is lost: the mean stays, but which device was fastest is not known any more.
     spans = {r.name: {d: [Span(0, 1000)] * (r.count - (d == 1 and r is rows[0])) for d in (0, 1)} for r in rows}
     lost = profile_of(rows, spans, [1.0], GPU)
-    assert lost.notes == (f"{names[0]} runs 3 times in a call, and the trace shows 2.5.",)
+    assert lost.notes == (f"{names[0]} runs 3 times per call, and the trace shows 2.5.",)
     assert (lost.rows[0].times, lost.rows[0].fastest, lost.rows[0].bus_bandwidth) == (2.5, None, None)
     assert lost.rows[0].seconds == pytest.approx(2.5e-6) and lost.rows[1].fastest == pytest.approx(3e-6)
 
@@ -298,8 +298,8 @@ def test_errors_in_full(tmp_path, data8):
     with pytest.raises(TypeError) as error:
         profile(lambda x, batch: x, jnp.ones(1), {"tokens": jax.ShapeDtypeStruct((2,), jnp.int32)})
     assert str(error.value) == (
-        "profile: arguments must be arrays, because the program is run; got a ShapeDtypeStruct at "
-        "args[1]['tokens']. Pass arrays, or ask aot.compile about a program that cannot run."
+        "profile: arguments must be arrays, because the program runs; got a ShapeDtypeStruct at "
+        "args[1]['tokens']. Pass arrays, or use aot.compile, which runs nothing."
     )
     with trace(tmp_path):
         with pytest.raises(RuntimeError) as error, trace(tmp_path):

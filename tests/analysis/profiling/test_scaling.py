@@ -13,8 +13,8 @@ from shardkit.analysis.profiling.scaling import Sample, scaling_of
 GPU = Machine(jax="0.12.0", platform="gpu", kind="H100", devices=8, cores=16)
 CPU = Machine(jax="0.12.0", platform="cpu", kind="cpu", devices=8, cores=2)
 SHARED = (
-    "These devices are simulated and share 2 CPU cores, so that speed-up and efficiency are of the cores, not of the "
-    "devices. What the program itself loses is in the efficiency of CPU time, which is of the total work."
+    "These devices are simulated and share 2 CPU cores, so that speed-up and efficiency describe the cores, not the "
+    "devices. The efficiency of CPU time, over the total work, shows what the program loses."
 )
 
 
@@ -107,8 +107,8 @@ def test_a_busy_machine_is_named():
     samples = [Sample((8.0, 8.0 / k), (1.0, 1.0)) for k in (1, 2, 4)]
     report = scaling_of([1, 2], samples, "strong", 5, GPU)
     assert report.notes == (
-        "The speed-up on 2 devices differs between rounds by more than half, so the machine was busy with something "
-        "else; repeat with more rounds or on a quiet machine.",
+        "The speed-up on 2 devices differs between rounds by more than half: the machine was busy. Repeat with more "
+        "rounds or on an idle machine.",
     )
 
 
@@ -128,7 +128,7 @@ def test_errors_in_full():
         "scaling: mode must be 'strong' or 'weak'; got 'linear'. Pass for example mode='strong'."
     )
     assert refused(ValueError, [4, 4]) == (
-        "scaling: sizes must hold at least two different numbers of devices; got [4, 4]. Name a smaller one to compare "
+        "scaling: sizes must hold at least two different numbers of devices; got [4, 4]. Add a smaller one to compare "
         "with."
     )
     assert refused(ValueError, [0, 4]) == "scaling: size must be a whole number of at least 1; got 0. Correct size."
@@ -141,6 +141,6 @@ def test_errors_in_full():
     with pytest.raises(TypeError) as error:
         scaling(lambda devices: (lambda x: x, (jax.ShapeDtypeStruct((1,), jnp.float32),)), [1, 2])
     assert str(error.value) == (
-        "scaling: arguments must be arrays, because the program is run; got a ShapeDtypeStruct at args[0]. Pass "
-        "arrays, or ask aot.compile about a program that cannot run."
+        "scaling: arguments must be arrays, because the program runs; got a ShapeDtypeStruct at args[0]. Pass arrays, "
+        "or use aot.compile, which runs nothing."
     )

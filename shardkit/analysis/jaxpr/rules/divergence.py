@@ -11,29 +11,29 @@ from shardkit.analysis.jaxpr.rules.rule import Finding, Program
 
 
 def divergence(block: Block, program: Program) -> Iterator[Finding]:
-    """Collectives inside branches and loops that not all devices take alike."""
+    """Collectives inside branches and loops that devices take differently."""
     for equation in block.jaxpr.eqns:
         kind, axes = kind_of(equation), split_axes(equation, block.context)
         if kind is None or not axes:
             continue
         for what in block.context.divergences:
             shared = sorted(what.axes & set(axes))
-            around = f"{kind} over {quoted(axes)} stands in a {what.what}, at {what.source}, differs along"
+            around = f"{kind} over {quoted(axes)} is in a {what.what}, at {what.source}, differs along"
             if shared:
                 yield Finding(
                     "divergent-collective",
-                    f"{around} {quoted(shared)}, so that devices which must meet do not, and it hangs.",
+                    f"{around} {quoted(shared)}, so that only some of its devices call it: a deadlock.",
                     where(equation, block.context),
-                    "Call it on every device and choose the result with jnp.where, or make the predicate equal first, "
+                    "Call it on every device and select the result with jnp.where, or make the predicate equal first, "
                     f"with all_reduce over {quoted(shared)}.",
                 )
                 break
             if kind == "ppermute":
                 yield Finding(
                     "ppermute-in-divergent-branch",
-                    f"{around} {quoted(sorted(what.axes))}; a ppermute waits for every device of the mesh, and hangs "
-                    "or gives wrong values.",
+                    f"{around} {quoted(sorted(what.axes))}; a ppermute needs every device of the mesh, so that it "
+                    "deadlocks or returns wrong values.",
                     where(equation, block.context),
-                    "Call it on every device and choose the result with jnp.where.",
+                    "Call it on every device and select the result with jnp.where.",
                 )
                 break

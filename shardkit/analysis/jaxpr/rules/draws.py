@@ -12,7 +12,7 @@ from shardkit.analysis.jaxpr.rules.rule import Finding, Program
 
 
 def draws(block: Block, program: Program) -> Iterator[Finding]:
-    """Random numbers that are the same on devices whose elements differ: one dropout mask for all, for example."""
+    """Random numbers that are the same on devices whose elements differ, as one dropout mask for all."""
     for equation in block.jaxpr.eqns:
         if equation.primitive.name not in ("mul", "add", "sub", "div", "select_n", "and", "or"):
             continue
@@ -23,11 +23,11 @@ def draws(block: Block, program: Program) -> Iterator[Finding]:
                 axes = sorted(others[0][1].varies & alike.drawn)
                 yield Finding(
                     "repeated-draw",
-                    f"{short(others[0][0])}, which differs along {quoted(axes)}, meets random numbers that are the "
-                    "same there: their key does not differ.",
+                    f"{short(others[0][0])}, which differs along {quoted(axes)}, is combined with random numbers "
+                    "that are equal there, because their key is.",
                     where(equation, block.context),
-                    f"Fold the device's place into the key first, with fold_axis(key, {axes[0]!r}), or draw a key "
-                    "for each example with fold_keys.",
+                    f"Fold the device's index into the key with fold_axis(key, {axes[0]!r}), or derive a key for "
+                    "each example with fold_keys.",
                 )
                 break
 

@@ -14,7 +14,7 @@ from shardkit.analysis.jaxpr.rules.rule import Finding, Program, Use, size_of, u
 
 
 def one_piece(block: Block, program: Program) -> Iterator[Finding]:
-    """Gathered and reduced arrays of which each device then takes a single piece."""
+    """Gathered and reduced arrays of which each device then uses one piece."""
     for equation in block.jaxpr.eqns:
         kind, axes = kind_of(equation), split_axes(equation, block.context)
         if kind not in ("all_gather", "all_reduce") or not axes or equation.params.get("axis_index_groups"):
@@ -35,7 +35,7 @@ def one_piece(block: Block, program: Program) -> Iterator[Finding]:
                         f"slice at {cut}, its only use, takes {whole // n:,}.",
                         where(equation, block.context),
                         "Send only that piece: shift for a neighbour's, broadcast for one device's, all_to_all for "
-                        "another one each.",
+                        "a different one on each device.",
                     )
             elif equation.primitive.name.startswith("psum") and whole * (n - 1) // n >= program.small:
                 dims = [d for d in range(result.aval.ndim) if _takes_own(use, d, n, axes)]
@@ -56,7 +56,7 @@ def _of_the_gradient(block: Block, equation: Any) -> bool:
 
 
 def _takes_one(use: Use, dim: int, n: int) -> bool:
-    """Whether a use is a slice of one of the n pieces along `dim`, at a place known at run time."""
+    """Whether a use slices one of the n pieces along `dim`, at an index known at run time."""
     if use.position or use.name not in ("dynamic_slice", "gather"):
         return False
     size = use.equation.invars[0].aval.shape[dim]
@@ -68,7 +68,7 @@ def _takes_one(use: Use, dim: int, n: int) -> bool:
 
 
 def _takes_own(use: Use, dim: int, n: int, axes: tuple[str, ...]) -> bool:
-    """Whether a use is a slice of 1/n of `dim` and of all else, at another place on each device of `axes`."""
+    """Whether a use slices 1/n of `dim`, and all other dims whole, at a different index on each device of `axes`."""
     if use.name != "dynamic_slice" or use.position:
         return False
     shape, sizes = use.equation.invars[0].aval.shape, use.equation.params["slice_sizes"]

@@ -11,10 +11,10 @@ from shardkit.layout import all_axes
 
 
 def outputs(block: Block, program: Program) -> Iterator[Finding]:
-    """What leaves a shard_map as equal on all devices, and is not.
+    """Results that out_specs declare replicated and that differ between devices.
 
-    Where types are checked jax does not see that a predicate varies. Where they are not, whatever differs is reported
-    along axes over which no pieces were exchanged: those that were may have been put together to the same whole.
+    Under check_vma jax misses that a predicate varies. Without it, differences are reported along axes over which no
+    pieces were exchanged: exchanged pieces may form the same whole on every device.
     """
     if block.owner is None:
         return
@@ -28,9 +28,9 @@ def outputs(block: Block, program: Program) -> Iterator[Finding]:
             yield Finding(
                 "unequal-output",
                 f"a predicate that differs along {quoted(axes)} decides output {number} of the shard_map, which "
-                f"out_specs {spec} takes for equal there, so that each device holds another value.",
+                f"out_specs {spec} declare replicated there: devices hold different values.",
                 line,
-                f"Cast the operands with vary over {quoted(axes)}, so that the type tells, and reduce the result.",
+                f"Cast the operands with vary over {quoted(axes)}, so that the type shows it, and reduce the result.",
             )
 
 
@@ -43,7 +43,7 @@ def _unchecked(block: Block) -> Iterator[Finding]:
             yield Finding(
                 "unequal-output",
                 f"output {number} of the shard_map differs along {quoted(axes)}, and nothing reduces it; out_specs "
-                f"{spec} takes it for equal there, and check_vma=False lets that pass.",
+                f"{spec} declare it replicated there, which check_vma=False does not check.",
                 where(made[out], block.context) if out in made else place(block.owner, block.context),
                 f"Reduce it over {quoted(axes)}, or name the axis in out_specs; check_vma=True finds this by type.",
             )

@@ -15,7 +15,7 @@ from shardkit.analysis.jaxpr.rules.rule import Finding, Program, uses
 
 
 def permutations(block: Block, program: Program) -> Iterator[Finding]:
-    """Permutations that are none. A shift without wrap, and zeros that a `where` replaces, are meant."""
+    """Invalid permutations. A shift without wrap and zeros that a `where` replaces are intended."""
     for equation in block.jaxpr.eqns:
         axes = split_axes(equation, block.context)
         if equation.primitive.name != "ppermute" or not axes:
@@ -30,7 +30,9 @@ def permutations(block: Block, program: Program) -> Iterator[Finding]:
         rule = None
         if outside or twice:
             rule, (what, x) = "non-bijective-permutation", (outside or twice)[0]
-            message = f"{over} names {what} {x}" + (", and there is no such device." if outside else " more than once.")
+            message = f"{over} names {what} {x}" + (
+                ", a device that does not exist." if outside else " more than once."
+            )
             remedy = "Name each device at most once as source and once as target, as shift does."
         elif pairs == [(i, i) for i in range(n)] or (pairs and all(s == t for s, t in pairs)):
             rule, message = "identity-permutation", f"{over} sends every device's value to itself."
@@ -38,14 +40,14 @@ def permutations(block: Block, program: Program) -> Iterator[Finding]:
         elif silent and not _open_shift(pairs, shape) and not _masked(block, equation):
             rule = "incomplete-permutation"
             some = quoted(silent[:3]).replace("'", "") + (" and others" if len(silent) > 3 else "")
-            message = f"{over} names no source for {some}, which get zeros."
+            message = f"{over} names no source for {some}, which receive zeros."
             remedy = "Name a source for every device, or replace the zeros with jnp.where; shift(wrap=False) is exempt."
         if rule is not None:
             yield Finding(rule, message, where(equation, block.context), remedy)
 
 
 def _open_shift(pairs: Sequence[tuple[int, int]], shape: Sequence[int]) -> bool:
-    """Whether all move by the same number of places, and only those that would fall off the end do not."""
+    """Whether all sources shift by the same number of devices, and only those that would leave the axis are missing."""
     n = math.prod(shape)
     for order in itertools.permutations(range(len(shape))):
         joint = np.arange(n).reshape(shape).transpose(order).ravel()  # the device at each joint index in this order

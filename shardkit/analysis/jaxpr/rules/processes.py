@@ -1,4 +1,4 @@
-"""Whether a program is the same on all processes: traced as two of them, and compared."""
+"""Whether all processes trace the same program: it is traced as two of them and compared."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from shardkit.analysis.jaxpr.census import traced
 from shardkit.analysis.jaxpr.dataflow import Block, Context, short
 from shardkit.analysis.jaxpr.rules.rule import Finding, Program, place
 
-_LARGEST_CONSTANT = 1 << 20  # elements that are compared
+_LARGEST_CONSTANT = 1 << 20  # elements; larger ones are not compared
 _SIMPLE = (int, float, str, bool, type(None), np.dtype, jax.sharding.PartitionSpec)
 _REMEDY = "Run the same program on every process, and pass what differs as data or decide it outside."
 
 
 class _Line(NamedTuple):
-    """An equation, or a constant that the program closes over: what must be the same on all processes, and where."""
+    """An equation, or a constant that the program closes over, with the key that must be equal on all processes."""
 
     key: tuple[Any, ...]
     equation: Any
@@ -38,7 +38,7 @@ class _Line(NamedTuple):
 def other_process(block: Block, program: Program) -> Iterator[Finding]:
     """Programs that another process would trace differently."""
     jaxpr = program.closed.jaxpr
-    # pmap asks for its own process' devices as it traces.
+    # pmap asks for the devices of its process as it traces.
     if block.jaxpr is jaxpr and not isinstance(program.fn, jax.stages.Traced) and not _holds_pmap(jaxpr):
         yield from differences_of_processes(program.fn, program.args, program.kwargs, program.closed)
 
@@ -51,7 +51,7 @@ def differences_of_processes(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], closed: Any
 ) -> Iterator[Finding]:
     """Compares a program that was traced here with what another process would trace."""
-    # A process that has not asked jax for its index is process 0 as far as it knows.
+    # Before jax starts, its index is 0.
     here = jax.process_index() if _platform.jax_has_started() else 0
     there = 1 if here == 0 else 0
     try:
@@ -60,7 +60,7 @@ def differences_of_processes(
     except Exception as error:
         yield Finding(
             "process-dependent-program",
-            f"as process {here} it is traced, and as process {there} it raises {_said(error)}.",
+            f"it can be traced as process {here} and raises {_said(error)} as process {there}.",
             _raised_at(error),
             _REMEDY,
         )
@@ -77,8 +77,7 @@ def _compare(mine: list[_Line], theirs: list[_Line], here: int, there: int) -> I
         counts = f"{len(messages[0])} collectives as process {here} and {len(messages[1])} as process {there}"
         yield Finding(
             "process-dependent-communication",
-            f"the program holds {counts}; the first difference is {_told(a)} against {_told(b)}, so that processes "
-            "wait for each other in vain.",
+            f"the program runs {counts}; the first difference is {_told(a)} against {_told(b)}: a deadlock.",
             source_line((a or b).equation),  # type: ignore[union-attr]
             _REMEDY,
         )
@@ -89,7 +88,7 @@ def _compare(mine: list[_Line], theirs: list[_Line], here: int, there: int) -> I
     a, b = (lines[first] if first < len(lines) else None for lines in (mine, theirs))
     yield Finding(
         "process-dependent-program",
-        f"as process {here} and as process {there} different programs are traced, the first difference is "
+        f"processes {here} and {there} trace different programs; the first difference is "
         f"{_told(a)} against {_told(b)}{' of other values' if a and b and _told(a) == _told(b) else ''}.",
         place((a or b).equation, Context()),  # type: ignore[union-attr]
         _REMEDY,
@@ -104,7 +103,7 @@ def _first_difference(mine: list[_Line], theirs: list[_Line]) -> int | None:
 
 
 def _lines(jaxpr: Any, constants: Sequence[Any], path: tuple[str, ...] = ()) -> Iterator[_Line]:
-    """Every constant and every equation of a program, the inner ones after the one that holds them."""
+    """Every constant and equation of a program, the inner ones after the equation that holds them."""
     for variable, constant in zip(jaxpr.constvars, constants, strict=True):
         user = next((e for e in jaxpr.eqns if any(v is variable for v in e.invars)), None)
         if user is not None:
@@ -132,7 +131,7 @@ def _is_simple(value: Any) -> bool:
 
 
 def _digest(constant: Any) -> Any:
-    """What tells constants apart: their bytes, where they are plain arrays at hand and not too large."""
+    """What distinguishes constants: their bytes, where they are plain, addressable and not too large."""
     shape, dtype = np.shape(constant), getattr(constant, "dtype", type(constant))
     plain = isinstance(dtype, np.dtype) and not isinstance(constant, jax.core.Tracer)  # inside an outer trace
     if not plain or not getattr(constant, "is_fully_addressable", True) or np.size(constant) > _LARGEST_CONSTANT:
@@ -158,7 +157,7 @@ def _said(error: BaseException) -> str:
 
 
 def _raised_at(error: BaseException) -> str:
-    """The innermost line outside jax and outside shardkit that an exception came from."""
+    """The innermost line outside jax and shardkit that raised an exception."""
     libraries = [Path(jax.__file__).parent, Path(_compat.__file__).parent]
     frames = [
         f

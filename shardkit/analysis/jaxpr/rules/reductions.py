@@ -12,11 +12,11 @@ from shardkit.analysis.jaxpr.rules.rule import Finding, Program
 
 
 def reductions(block: Block, program: Program) -> Iterator[Finding]:
-    """Sums, maxima and minima over devices that already agree. Constants are counts, and are meant."""
+    """Sums, maxima and minima over devices that hold the same value. A sum of a constant is a count."""
     for equation in block.jaxpr.eqns:
         if equation.primitive.name not in ("psum", "psum_invariant", "pmax", "pmin"):
             continue
-        # Transposing makes such sums, and they are right: a value used as n copies has n times the gradient.
+        # Transposing adds such sums rightly: a value used as n copies has n times the gradient.
         if block.context.backward or _compat.in_backward(equation) or equation.params.get("axis_index_groups"):
             continue
         axes = split_axes(equation, block.context)
@@ -24,7 +24,7 @@ def reductions(block: Block, program: Program) -> Iterator[Finding]:
             state = block.state(operand)
             equal = [a for a in axes if a not in state.varies]
             reduced = bool(state.reduced & set(equal))
-            # A tangent of an argument is summed rightly too, and cannot be told from the argument.
+            # A tangent, which looks like its argument, is summed rightly too.
             if not equal or not (reduced or (state.given and not _compat.in_jvp(equation))):
                 continue
             n = math.prod(block.context.sizes[a] for a in equal)

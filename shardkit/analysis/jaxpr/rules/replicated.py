@@ -13,7 +13,7 @@ from shardkit.layout import all_axes
 
 
 def replicated(block: Block, program: Program) -> Iterator[Finding]:
-    """Large inputs of a shard_map whose spec names no axis: leaves that nobody annotated."""
+    """Large inputs of a shard_map whose spec names no axis."""
     for equation in block.jaxpr.eqns:
         if equation.primitive.name != "shard_map" or block.context.mapped:
             continue
@@ -23,7 +23,7 @@ def replicated(block: Block, program: Program) -> Iterator[Finding]:
         (inner,) = [sub for _, sub in _compat.inner_jaxprs(equation)]
         names = inner.debug_info.arg_names or ()
         for number, (operand, spec) in enumerate(zip(equation.invars, equation.params["in_specs"], strict=True)):
-            # Differentiation hands residuals on to a second shard_map: what is held is held by the first.
+            # Differentiation passes residuals to a second shard_map; the first one holds them.
             if all_axes(spec) or size_of(operand) < program.large or _compat.in_backward(equation):
                 continue
             name = names[number] if number < len(names) and names[number] else f"argument {number}"
@@ -31,7 +31,7 @@ def replicated(block: Block, program: Program) -> Iterator[Finding]:
             yield Finding(
                 "large-replicated",
                 f"{name}, {'a closed-over constant' if closed else 'an input'} of {size_of(operand):,} bytes "
-                f"({short(operand)}), is held whole by each device of {sized(sizes.items())}.",
+                f"({short(operand)}), is replicated over {sized(sizes.items())}.",
                 place(equation, block.context),
-                "Name a mesh axis in its spec, for example through specs_from_rules, or raise `large` if it is meant.",
+                "Name a mesh axis in its spec, as specs_from_rules does, or raise `large` if that is intended.",
             )

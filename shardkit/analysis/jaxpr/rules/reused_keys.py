@@ -1,7 +1,7 @@
-"""One key in two draws: which keys of a traced program are the same, and how often numbers are drawn from each.
+"""One key in two draws: which keys of a traced program are equal, and how often each is drawn from.
 
-Two keys are the same where the same operations made them from the same values: `fold_in(key, 1)` in two places is one
-key. What is repeated for the backward pass is drawn once; of a cond's branches one is taken.
+Two keys are equal where the same operations made them from the same values: `fold_in(key, 1)` in two places is one
+key. A draw that the backward pass repeats counts once; of a cond's branches one runs.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from shardkit.analysis.jaxpr.rules.rule import Finding, Program
 from shardkit.layout import all_axes
 
 _DRAWS = {"random_bits", "random_gamma"}
-# Their result is the key that they are given. Not random_clone: who calls it means to draw again.
+# Their result is their operand. Not random_clone, whose caller intends a second draw.
 _SAME_KEY = IDENTITIES | {"random_wrap", "random_unwrap"}
 _REMEDY = (
-    "Split the key, or fold a number into it for each draw, as fold_keys does; jax.random.clone(key) says that equal "
-    "numbers are meant."
+    "Split the key, or fold a number into it for each draw, as fold_keys does; jax.random.clone(key) declares equal "
+    "numbers intended."
 )
 
 
 class Value(NamedTuple):
-    """Values of one name are equal; `loops` are those from iteration to iteration of which it may differ."""
+    """Values of one name are equal; `loops` are those whose iterations may differ in it."""
 
     name: int
     loops: frozenset[int] = frozenset()
 
 
 class _Place(NamedTuple):
-    """Where an equation stands.
+    """What surrounds an equation.
 
     Attributes:
         context: what surrounds it.
-        loops: the loops around it, each with its number and its words.
-        drawn: for each key from which numbers were drawn so far, the line.
-        line: that of the call of jax.random which it is a part of; "" outside one.
+        loops: the loops around it, each with its number and its description.
+        drawn: for each key drawn from so far, the line.
+        line: the line of the jax.random call that it is in; "" outside one.
     """
 
     context: Context
@@ -52,7 +52,7 @@ class _Place(NamedTuple):
 
 
 def reused_keys(block: Block, program: Program) -> Iterator[Finding]:
-    """Draws from a key from which numbers were drawn before, and draws that the iterations of a loop repeat."""
+    """Second draws from one key, and draws that the iterations of a loop repeat."""
     jaxpr = program.closed.jaxpr
     if block.jaxpr is jaxpr:
         names = _Names()
@@ -61,7 +61,7 @@ def reused_keys(block: Block, program: Program) -> Iterator[Finding]:
 
 
 class _Names:
-    """The names given so far, and what was found."""
+    """The names of values so far, and the findings."""
 
     def __init__(self) -> None:
         self.found: list[Finding] = []
@@ -69,7 +69,7 @@ class _Names:
         self._drawing: dict[int, bool] = {}
 
     def new(self, of: Sequence[Value] = ()) -> Value:
-        """A value that is equal to no other, made from these."""
+        """A new value, equal to no other, made from these."""
         return self._named(object(), of)
 
     def _named(self, made: Any, of: Sequence[Value] = ()) -> Value:
@@ -114,7 +114,7 @@ class _Names:
                 place.drawn.update(each.drawn)
             return [same[0] if len(set(same)) == 1 else self.new(ins) for same in zip(*ways, strict=True)]
         if called(equation) is not None:
-            # jax traces its own functions once, and notes the line of the first call for all.
+            # jax traces its own functions once and records the line of the first call for all.
             if not place.line and hasattr(jax.random, str(equation.params.get("name", "")).lstrip("_")):
                 place = place._replace(line=context.source)
             return self.run(sub, [*constants, *ins], place)
@@ -134,7 +134,7 @@ class _Names:
         return self._drawing[id(jaxpr)]
 
     def _computed(self, equation: Any, ins: list[Value]) -> list[Value]:
-        """Keys and whole numbers are named by what made them; of floats no key is made."""
+        """Keys and integers are named by what made them; no key is made from floats."""
         if _compat.acts(equation) or not all(_may_make_a_key(out.aval) for out in equation.outvars):
             return [self.new(ins) for _ in equation.outvars]
         made = (equation.primitive.name, str(sorted(equation.params.items(), key=lambda item: item[0])))
@@ -173,11 +173,11 @@ class _Names:
         still = [words for number, words in place.loops if number not in key.loops]
         before = place.drawn.get(key.name)
         place.drawn[key.name] = line
-        these = f"random numbers of shape {equation.outvars[0].aval.shape} are made of the same bits"
+        these = f"random numbers of shape {equation.outvars[0].aval.shape} come from the same bits"
         if before is not None:
-            message = f"{these} as those drawn at {before}: both draws take one key."
+            message = f"{these} as those drawn at {before}: both draws use one key."
         elif still:
-            message = f"{these} in every iteration of the {still[-1]}: each takes the same key."
+            message = f"{these} in every iteration of the {still[-1]}: each uses the same key."
         else:
             return
         self.found.append(Finding("reused-key", message, line, _REMEDY))

@@ -11,12 +11,12 @@ from shardkit._jaxprs import kind_of
 from shardkit.analysis.jaxpr.dataflow import Block, short, split_axes, where
 from shardkit.analysis.jaxpr.rules.rule import Finding, Program, size_of
 
-# Below this many devices, even tiny pieces are worth splitting where the rest of the tree is split.
+# Over fewer devices, tiny pieces are split because the rest of the tree is.
 _MANY = 16
 
 
 def tiny_shards(block: Block, program: Program) -> Iterator[Finding]:
-    """Arrays that many devices hold in pieces of a few bytes: a message costs the same whatever its size."""
+    """Arrays that many devices hold in pieces of a few bytes: a message costs its latency whatever its size."""
     for equation in block.jaxpr.eqns:
         kind, axes = kind_of(equation), split_axes(equation, block.context)
         n = math.prod(block.context.sizes[a] for a in axes)
@@ -27,15 +27,15 @@ def tiny_shards(block: Block, program: Program) -> Iterator[Finding]:
         if split and piece.aval.ndim and size_of(piece) < program.small and size_of(piece) * n > 0:
             yield Finding(
                 "tiny-shards",
-                f"{kind} over {quoted(axes)} of {n} devices moves pieces of {size_of(piece):,} bytes "
+                f"{kind} over {quoted(axes)} of {n} devices sends pieces of {size_of(piece):,} bytes "
                 f"({short(piece)}); {program.small:,} bytes are not worth a message.",
                 where(equation, block.context),
-                "Keep leaves of this size whole, or split them over fewer devices.",
+                "Replicate leaves of this size, or split them over fewer devices.",
             )
 
 
 def _is_input(block: Block, variable: Any) -> bool:
-    """Whether a value is an input of a shard_map, perhaps cast: state that is held in pieces."""
+    """Whether a value is an input of a shard_map, perhaps cast: sharded state."""
     if block.owner is None:
         return False
     made = {out: equation for equation in block.jaxpr.eqns for out in equation.outvars}

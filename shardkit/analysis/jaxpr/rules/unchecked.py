@@ -11,13 +11,13 @@ from shardkit.analysis.jaxpr.rules.rule import Finding, Program, place
 
 
 def unchecked(block: Block, program: Program) -> Iterator[Finding]:
-    """Types that are not checked, and pmap."""
+    """shard_map without check_vma, and pmap."""
     for equation in block.jaxpr.eqns:
         name = equation.primitive.name
         if name in ("jit", "pjit", "xla_pmap") and not block.context.mapped and _compat.made_by_pmap(equation):
             yield Finding(
                 "pmap",
-                "jax.pmap knows one axis only, wants a leading dimension for it, and checks no types.",
+                "jax.pmap supports one axis, needs a leading dim for it and checks no types.",
                 place(equation, block.context),
                 "Write jax.shard_map over a mesh from make_mesh.",
             )
