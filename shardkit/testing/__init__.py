@@ -1,7 +1,6 @@
-"""The proof kit: what kernels mean, and tools that prove it for yours.
+"""The proof kit: references for the kernels, and tools that prove your own kernels and training steps.
 
-`hypothesis` is imported only with the strategies, on first use of their names; the pytest plugin is
-`shardkit_pytest`, which pytest finds by itself.
+The strategies import `hypothesis` on first use. pytest loads the plugin, `shardkit_pytest`, by its entry point.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class Step(NamedTuple):
 OWN = sk.value_and_grad(right)
 STEPS = [
     Step(
-        "mean of means in a step", sk.value_and_grad(mean_of_means), OWN, r"step 0: the loss must be as on one device"
+        "mean of means in a step", sk.value_and_grad(mean_of_means), OWN, r"step 0: the loss must equal one device's"
     ),
     Step("examples counted, not weights", sk.value_and_grad(counted_examples), OWN, r"step 0: the loss must be as"),
     Step("total reduced, weight not", sk.value_and_grad(summed_inside), OWN, r"\(everywhere 4x one device's\)"),
@@ -133,8 +133,8 @@ STEPS = [
         "dropout by device",
         sk.value_and_grad(noise_by_device),
         sk.value_and_grad(noise_on_one_device),
-        r"step 0: the loss must be as on one device",
+        r"step 0: the loss must equal one device's",
     ),
-    Step("clip per shard in a step", clip_per_shard, clip_per_shard, r"the gradient of [bw] must be as on one device"),
+    Step("clip per shard in a step", clip_per_shard, clip_per_shard, r"the gradient of [bw] must equal one device's"),
     Step("divided twice under Adam", divided_twice, OWN, r"the gradient of [bw] .*\(everywhere 1/4 of one device's\)"),
 ]
