@@ -17,17 +17,8 @@ from shardkit.cost import _check
 from shardkit.models import transformer
 from shardkit.schedules import Schedule
 
-_PLAIN = {
-    build.__name__: build
-    for build in (
-        schedules.gpipe,
-        schedules.one_f_one_b,
-        schedules.zero_bubble_h1,
-        schedules.zero_bubble_v,
-        schedules.dualpipe_v,
-    )
-}
-_CHUNKED = {build.__name__: build for build in (schedules.interleaved, schedules.breadth_first, schedules.lockstep)}
+_PLAIN = ("gpipe", "one_f_one_b", "zero_bubble_h1", "zero_bubble_v", "dualpipe_v")
+_CHUNKED = ("interleaved", "breadth_first", "lockstep")
 _OTHER_NAMES = {"1f1b": "one_f_one_b", "zb_h1": "zero_bubble_h1", "zb_v": "zero_bubble_v"}
 # Axes that split the examples of a batch.
 _OF_EXAMPLES = ("data", "fsdp", "zero1", "zero2", "expert")
@@ -53,14 +44,15 @@ class Pipeline:
 def named(where: str, name: str, stages: int, microbatches: int, chunks: int | None) -> Schedule:
     """The schedule of that name."""
     name = _check.spelled(where, "schedule", name, (*_PLAIN, *_CHUNKED), _OTHER_NAMES)
+    build = getattr(schedules, name)
     if name in _CHUNKED:
-        return _CHUNKED[name](stages, microbatches, 1 if chunks is None else chunks)
+        return build(stages, microbatches, 1 if chunks is None else chunks)
     if chunks is not None:
         raise ValueError(
             f"{where}: schedule {name!r} does not take chunks; got {chunks}. Leave --chunks out, or choose "
             "'interleaved', 'breadth_first' or 'lockstep'."
         )
-    return _PLAIN[name](stages, microbatches)
+    return build(stages, microbatches)
 
 
 def read(where: str, file: Path) -> Schedule:

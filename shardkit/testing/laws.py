@@ -31,19 +31,7 @@ Law = Callable[[Program, Reference], str | None]
 # The files that gather leaves and reduce their gradients.
 _PLAN = ("reshard.py:", "handles.py:", "regather.py:")
 # Primitives that mix elements of an array: an optimizer that uses one reads across shards.
-_MIXING = (
-    "reduce_",
-    "dot_general",
-    "sort",
-    "cum",
-    "top_k",
-    "argmax",
-    "argmin",
-    "scatter",
-    "gather",
-    "random_",
-    "threefry",
-)
+_MIXING = ("reduce_", "dot_general", "sort", "cum", "top_k", "argm", "scatter", "gather", "random_", "threefry")
 
 
 def same_numbers(program: Program, reference: Reference) -> str | None:
