@@ -161,8 +161,8 @@ def pinned_loss(config: transformer.Config, mesh: Mesh, seen: Any, split: Any, a
 
     def attention(weights: Any, x_BTD: jax.Array) -> jax.Array:
         q, k, v = (columns(jnp.einsum("BTD,DHK->BTHK", x_BTD, weights[name])) for name in ("query", "key", "value"))
-        places_T = jnp.arange(x_BTD.shape[1])
-        y_BTHK = columns(dot_attention(transformer.rotate(q, places_T), transformer.rotate(k, places_T), v))
+        positions_T = jnp.arange(x_BTD.shape[1])
+        y_BTHK = columns(dot_attention(transformer.rotate(q, positions_T), transformer.rotate(k, positions_T), v))
         return jnp.einsum("BTHK,HKD->BTD", y_BTHK, weights["attention_out"])
 
     def mlp(weights: Any, x_BTD: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -44,27 +44,12 @@ class Options:
 def launch(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     """Run a command in several processes that jax joins into one job, or print a manifest for a cluster."""
     _check_options(options)
-    if options.render is None:
-        return launch_here(
-            options.command,
-            processes=options.processes,
-            devices=options.devices,
-            output=options.output,
-            grace=options.grace,
-            port=options.port,
-        )
-    text = render(
-        options.render,
-        options.command,
-        processes=options.processes,
-        devices=options.devices,
-        name=options.name,
-        image=options.image,
-        port=options.port,
-        accelerator=options.accelerator,
-        topology=options.topology,
-    )
-    print(text, end="")
+    o = options
+    job: Any = {"processes": o.processes, "devices": o.devices, "port": o.port}
+    if o.render is None:
+        return launch_here(o.command, output=o.output, grace=o.grace, **job)
+    manifest: Any = {name: getattr(o, name) for name in _OF_MANIFESTS}
+    print(render(o.render, o.command, **job, **manifest), end="")
     return 0
 
 

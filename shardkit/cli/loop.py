@@ -35,15 +35,7 @@ DONE = End("done", 0)
 
 
 class Trained(NamedTuple):
-    """The result of the loop.
-
-    Attributes:
-        state: the last state.
-        end: why training ended.
-        curve: losses by step.
-        seconds: time in steps after the first, which compiles.
-        steps: the number of those.
-    """
+    """The last state, why training ended, the losses, and the time and number of the steps after the first."""
 
     state: sk.TrainState
     end: End = DONE

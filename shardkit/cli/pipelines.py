@@ -16,17 +16,8 @@ from shardkit._check import quoted, spelled
 from shardkit.models import transformer
 from shardkit.schedules import Schedule
 
-_PLAIN = {
-    build.__name__: build
-    for build in (
-        schedules.gpipe,
-        schedules.one_f_one_b,
-        schedules.zero_bubble_h1,
-        schedules.zero_bubble_v,
-        schedules.dualpipe_v,
-    )
-}
-_CHUNKED = {build.__name__: build for build in (schedules.interleaved, schedules.breadth_first, schedules.lockstep)}
+_PLAIN = ("gpipe", "one_f_one_b", "zero_bubble_h1", "zero_bubble_v", "dualpipe_v")
+_CHUNKED = ("interleaved", "breadth_first", "lockstep")
 _OTHER_NAMES = {"1f1b": "one_f_one_b", "zb_h1": "zero_bubble_h1", "zb_v": "zero_bubble_v"}
 # Axes that split the examples of a batch.
 _OF_EXAMPLES = ("data", "fsdp", "zero1", "zero2", "expert")
@@ -45,21 +36,22 @@ class Pipeline:
         s = self.schedule
         chunks = f" x {s.chunks} chunks" if s.chunks > 1 else ""
         bubble = s.simulate(synchronous=True).bubble
-        sizes = f"{s.devices} stages{chunks}, {s.microbatches} microbatches"
+        sizes = f"{s.stages} stages{chunks}, {s.microbatches} microbatches"
         return f"{s.name}, {sizes}; simulated bubble {bubble:.1%} of the work"
 
 
 def named(where: str, name: str, stages: int, microbatches: int, chunks: int | None) -> Schedule:
-    """The schedule of that name; only some take chunks."""
+    """The schedule of that name."""
     name = spelled(where, "schedule", name, (*_PLAIN, *_CHUNKED), _OTHER_NAMES)
+    build = getattr(schedules, name)
     if name in _CHUNKED:
-        return _CHUNKED[name](stages, microbatches, 1 if chunks is None else chunks)
+        return build(stages, microbatches, 1 if chunks is None else chunks)
     if chunks is not None:
         raise ValueError(
             f"{where}: schedule {name!r} does not take chunks; got {chunks}. Leave --chunks out, or choose "
             "'interleaved', 'breadth_first' or 'lockstep'."
         )
-    return _PLAIN[name](stages, microbatches)
+    return build(stages, microbatches)
 
 
 def read(where: str, file: Path) -> Schedule:
@@ -129,7 +121,7 @@ def functions(config: transformer.Config, axes: transformer.Axes, pipeline: Pipe
         loss_fn = transformer.loss_fn(config, axes)
         return sk.value_and_grad(loss_fn), loss_fn
     model: Any = (*transformer.pieces(config, axes), pipeline.schedule, axes.stage)
-    how: dict[str, Any] = {"mode": pipeline.mode, "layer_numbers": True}
+    how: dict[str, Any] = {"mode": pipeline.mode, "numbered": True}
     grad_fn = sk.pipeline_value_and_grad(*model, recompute=pipeline.recompute, **how)
     return transformer.in_order(grad_fn, axes), transformer.in_order(sk.pipeline_loss(*model, **how), axes)
 

@@ -18,21 +18,9 @@ from shardkit.runtime.data import text as text_data
 _VALIDATION_EXAMPLES = 512
 # Options that may change when a run is resumed: those of the mesh and the plan, which change numbers by rounding alone,
 # and those that do not affect training.
-_FREE = {
-    *("mesh", "accumulate", "sequence", "impl", "schedule", "microbatches", "chunks", "mode", "recompute"),
-    *(
-        "evaluate_every",
-        "compare_replicas",
-        "verify",
-        "json",
-        "checkpoint",
-        "checkpoint_every",
-        "keep",
-        "deadline",
-        "flight",
-        "nonfinite",
-    ),
-}
+_FREE = {"mesh", "accumulate", "sequence", "impl", "schedule", "microbatches", "chunks", "mode", "recompute"}
+_FREE |= {"checkpoint", "checkpoint_every", "evaluate_every", "compare_replicas", "verify", "nonfinite"}
+_FREE |= {"json", "keep", "deadline", "flight"}
 
 
 class CommandRun:
@@ -51,12 +39,7 @@ class CommandRun:
         self.pipeline = pipeline_of(options, mesh.shape)
         grad_fn, loss_fn = functions(config, axes, self.pipeline)
         self.optimizer = _optimizer(options)
-        how: Any = {
-            "mesh": mesh,
-            "plan": plan,
-            "accumulate": options.accumulate,
-            "precision": options.precision,
-        }
+        how: Any = {"mesh": mesh, "plan": plan, "accumulate": options.accumulate, "precision": options.precision}
         self.init, self.step = sk.make_train_step(grad_fn, self.optimizer, nonfinite=options.nonfinite, **how)
         self._triage = sk.runtime.triage(grad_fn, **how)
         self._evaluate = sk.make_eval_step(loss_fn, mesh=mesh, plan=plan, precision=options.precision)

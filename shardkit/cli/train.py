@@ -116,6 +116,9 @@ class Options:
     """Write the results to this JSON file."""
 
 
+_OF_MODEL = ("layers", "dim", "heads", "kv_heads", "hidden", "dropout", "tied", "top_k", "capacity")
+
+
 def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     """Train a byte-level transformer on text, with the same numbers on every mesh."""
     _check_numbers(options)
@@ -127,18 +130,9 @@ def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
         offer_cpu_devices(math.prod(sizes.values()))
     mesh = sk.make_mesh(**sizes)  # type: ignore[arg-type]
     text = text_data.read_text(options.data) if options.data else text_data.standard_library()
-    config = transformer.Config(
-        layers=options.layers,
-        dim=options.dim,
-        heads=options.heads,
-        kv_heads=options.kv_heads,
-        hidden=options.hidden,
-        dropout=options.dropout,
-        tied=options.tied,
-        experts=2 * mesh.shape.get("expert", 0) if options.experts is None else options.experts,
-        top_k=options.top_k,
-        capacity=options.capacity,
-    )
+    given: Any = {name: getattr(options, name) for name in _OF_MODEL}
+    experts = 2 * mesh.shape.get("expert", 0) if options.experts is None else options.experts
+    config = transformer.Config(**given, experts=experts)
     plan, axes = plan_of(mesh.shape, config, sequence=options.sequence, impl=options.impl)
     run = CommandRun(options, mesh, plan, axes, config, text)
     with _checkpoints(options) as checkpoints:
@@ -234,7 +228,7 @@ def _introduce(
         console.print("verify: skipped, because a resumed run does not start from step 0")
         return None
     one_device = plain_loss(run.config, options, mesh.shape, run.pipeline)
-    differences = verify(one_device, run.optimizer, run, state, options.verify, options.precision)
+    differences = verify(one_device, run, state, options.verify)
     console.print(f"verify: {differences}")
     return differences
 

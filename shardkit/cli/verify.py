@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 import shardkit as sk
+from shardkit.cli.run import CommandRun
 from shardkit.partitioning.handles import cast_floating
 from shardkit.precision import precision_of
 
@@ -34,28 +35,16 @@ class Differences(NamedTuple):
         )
 
 
-class Steps(Protocol):
-    """A training step, and the batch of each step by its index."""
-
-    step: Any
-
-    def batch(self, step: int) -> Any: ...
-
-    def plain_batch(self, step: int) -> Any: ...
-
-
-def verify(loss_fn: Any, optimizer: Any, run: Steps, state: sk.TrainState, steps: int, precision: str) -> Differences:
-    """Takes `steps` steps from `state` on its mesh and on one device, and compares the two. `state` stays valid.
+def verify(loss_fn: Any, run: CommandRun, state: sk.TrainState, steps: int) -> Differences:
+    """Takes `steps` steps from `state` on its mesh and on one device, and compares them; `state` stays valid.
 
     Args:
-        loss_fn: as for `value_and_grad`, returning (Mean, aux).
-        optimizer: the optax optimizer.
+        loss_fn: on one device, as for `value_and_grad`, returning (Mean, aux).
         run: the step and its batches.
         state: the initial state of both.
-        steps: how many steps to take.
-        precision: name of the dtype policy; the loss scale of "fp16" has no counterpart here.
+        steps: the number of steps. The loss scale of "fp16" is left out on one device.
     """
-    compute = precision_of(precision).compute
+    compute, optimizer = precision_of(run.options.precision).compute, run.optimizer
 
     @jax.jit
     def plain_step(params: Any, opt_state: Any, batch: Any, keys: jax.Array) -> Any:

@@ -18,8 +18,8 @@ from shardkit.layers.attention import dot_attention
 from shardkit.layers.context_attention import ring_attention, ulysses_attention
 from shardkit.layers.linear import column_linear, local_groups, row_linear
 from shardkit.layers.moe import moe
+from shardkit.models.axes import ONE_DEVICE, Axes, check_split
 from shardkit.models.parameters import Config
-from shardkit.models.places import ONE_DEVICE, Axes, check_split
 
 
 @typed
@@ -27,7 +27,7 @@ def attention(
     weights: Mapping[str, Any],
     x_btD: jax.Array,
     config: Config,
-    places_T: jax.Array | None = None,
+    positions_T: jax.Array | None = None,
     axes: Axes = ONE_DEVICE,
     segments_bT: jax.Array | None = None,
 ) -> jax.Array:
@@ -40,14 +40,14 @@ def attention(
         >>> transformer.attention(layer, jnp.ones((1, 4, 16)), config).shape
         (1, 4, 16)
     """
-    places_T = jnp.arange(x_btD.shape[1]) if places_T is None else places_T
+    positions_T = jnp.arange(x_btD.shape[1]) if positions_T is None else positions_T
     check_split("query heads", weights["query"].shape[-2], config.heads, axes)
     share: dict[str, Any] = {"sequence": axes.sequence, "impl": axes.impl}
     key, value = (
         local_groups(weights[name], axes.model, heads=config.heads, kv_heads=config.groups) for name in ("key", "value")
     )
     q_bThK, k_bTgK, v_bTgK = column_linear(x_btD, (weights["query"], key, value), axes.model, **share)
-    q_bThK, k_bTgK = rotate(q_bThK, places_T), rotate(k_bTgK, places_T)
+    q_bThK, k_bTgK = rotate(q_bThK, positions_T), rotate(k_bTgK, positions_T)
     along: dict[str, Any]
     qkv, along = (q_bThK, k_bTgK, v_bTgK), {"segments_bt": segments_bT}
     if axes.ulysses is not None:
@@ -83,7 +83,7 @@ def experts(
     axes: Axes = ONE_DEVICE,
     weights_bt: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A mixture of SwiGLU experts: its answer, the two losses of its router, and the dropped and all choices.
+    """A mixture of SwiGLU experts: the output, the two losses of the router, and the dropped and all choices.
 
     Example:
         >>> from shardkit.models import transformer
@@ -94,20 +94,20 @@ def experts(
         [0.0, 8.0]
     """
 
-    def answer(expert: Any, x_SD: jax.Array, dot: Any) -> jax.Array:
+    def swiglu(expert: Any, x_SD: jax.Array, dot: Any) -> jax.Array:
         return dot(jax.nn.silu(dot(x_SD, expert["gate"])) * dot(x_SD, expert["up"]), expert["down"])
 
     places: dict[str, Any] = {"dropless": True}
     if config.capacity is not None:
         places = {"capacity_factor": config.capacity, "group": config.group}
     route: dict[str, Any] = {"top_k": config.top_k, "weights": weights_bt, "stage": axes.stage} | places
-    y_btD, stats = moe(x_btD, weights["router"], weights["experts"], answer, axes.expert, **route)
+    y_btD, stats = moe(x_btD, weights["router"], weights["experts"], swiglu, axes.expert, **route)
     return y_btD, jnp.stack([stats.balance_loss, stats.z_loss]), jnp.stack(stats.dropped)
 
 
 @typed
 def rms_norm(x_bTD: jax.Array, gain_D: jax.Array) -> jax.Array:
-    """x / sqrt(mean(x^2) + 1e-6) times a gain; the statistics are float32.
+    """x / sqrt(mean(x^2) + 1e-6) times a gain, with float32 statistics.
 
     Example:
         >>> from shardkit.models import transformer
@@ -121,8 +121,8 @@ def rms_norm(x_bTD: jax.Array, gain_D: jax.Array) -> jax.Array:
 
 
 @typed
-def rotate(x_bTHK: jax.Array, places_T: jax.Array) -> jax.Array:
-    """Rotary positions (Su et al., 2021): pairs of features turn by an angle that grows with the token's place.
+def rotate(x_bTHK: jax.Array, positions_T: jax.Array) -> jax.Array:
+    """Rotary positions (Su et al., 2021): pairs of features rotate by an angle proportional to the position.
 
     Example:
         >>> from shardkit.models import transformer
@@ -130,10 +130,10 @@ def rotate(x_bTHK: jax.Array, places_T: jax.Array) -> jax.Array:
         >>> (transformer.rotate(x, jnp.arange(4)) == x).all(axis=(0, 2, 3)).tolist()
         [True, False, False, False]
     """
-    shapes("rotate", x_bTHK=(x_bTHK, "bTHK"), places_T=(places_T, "T"))
+    shapes("rotate", x_bTHK=(x_bTHK, "bTHK"), positions_T=(positions_T, "T"))
     K = x_bTHK.shape[-1]
     rates = 10_000.0 ** (-jnp.arange(0, K, 2, dtype=jnp.float32) / K)
-    angles = places_T.astype(jnp.float32)[:, None] * rates[None, :]
+    angles = positions_T.astype(jnp.float32)[:, None] * rates[None, :]
     cos, sin = jnp.cos(angles)[None, :, None, :], jnp.sin(angles)[None, :, None, :]
     a, b = jnp.split(x_bTHK.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x_bTHK.dtype)

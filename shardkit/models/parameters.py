@@ -1,4 +1,4 @@
-"""The reference transformer's sizes and parameters: how they are drawn, what their dims are called.
+"""The reference transformer's configuration and parameters: initial values and logical axes.
 
 Shapes: D model, F hidden, H heads, G key/value heads, K head size, V vocabulary, L layers, E experts.
 """
@@ -30,17 +30,17 @@ class Config:
         heads: attention heads; dim / heads must be even, for the rotary positions.
         kv_heads: key/value heads, a divisor of heads; None means as many as heads.
         hidden: width F of the feed-forward layers; None means 8/3 D, rounded up to a multiple of 32.
-        dropout: share of each block's output that is dropped in training.
+        dropout: dropout rate of each block's output.
         tied: use the embedding as the output head.
         experts: experts of each feed-forward layer, each of width F; 0 for a dense layer.
-        top_k: experts a token goes to.
-        capacity: places in the experts over those that balanced tokens need; None drops nothing.
-        group: consecutive tokens that share a capacity, a sequence by default: see `moe`. Where tokens are split over
-            devices it must divide what stays together, or what is dropped depends on the mesh.
+        top_k: experts per token.
+        capacity: expert capacity factor, relative to balanced routing; None drops no token.
+        group: consecutive tokens that share an expert capacity, by default a sequence; see `moe`. It must divide the
+            tokens of a device, or the mesh changes which tokens are dropped.
         balance: coefficient of the load-balance loss, summed over layers.
         router_z: coefficient of the router's z-loss, summed over layers.
-        remat, prefetch, microbatches: how `scan_layers` runs the stack; they change memory and time, not the numbers,
-            except that a router's losses are those of each microbatch.
+        remat, prefetch, microbatches: as for `scan_layers`; they change memory and time, not the numbers, except for a
+            router's losses, which are computed per microbatch.
     """
 
     vocabulary: int = 256
@@ -72,7 +72,7 @@ class Config:
         if self.dropout >= 1 or (self.capacity is not None and self.capacity <= 0):
             raise ValueError(
                 f"Config: dropout must be below 1 and capacity above 0; got {self.dropout} and {self.capacity}. "
-                "Correct them."
+                "Pass for example dropout=0.1, capacity=1.25."
             )
         if self.dim % self.heads or (self.dim // self.heads) % 2:
             raise ValueError(
@@ -81,7 +81,9 @@ class Config:
             )
         if self.heads % self.groups:
             raise ValueError(
-                f"transformer: kv_heads must divide heads; got {self.groups} for {self.heads} heads. Change one."
+                f"transformer: kv_heads must divide heads; got {self.groups} for {self.heads} heads. Change kv_heads "
+                "or "
+                "heads."
             )
 
     @property
@@ -102,7 +104,7 @@ class Config:
 
 @typed
 def init(key: Key, config: Config) -> Any:
-    """Draws the parameters: the same values on every mesh, float32.
+    """Draws the initial parameters, float32: the same values on every mesh.
 
     Args:
         key: typed or raw key.
@@ -131,7 +133,7 @@ def init(key: Key, config: Config) -> Any:
     if c.experts:
         shapes["router"] = (c.layers, c.dim, c.experts)
     keys = iter(jax.random.split(key, len(shapes) + 2))
-    # What adds to the residual stream starts smaller, so that its variance does not grow with depth.
+    # Projections into the residual stream start smaller, so that its variance does not grow with depth.
     scales = dict.fromkeys(("attention_out", "down"), 0.02 / math.sqrt(2 * c.layers))
     layers: dict[str, Any] = {
         name: scales.get(name, 0.02) * jax.random.normal(next(keys), s) for name, s in shapes.items()
@@ -179,14 +181,14 @@ def logical_axes(config: Config) -> Any:
 
 @typed
 def tensor_rules(config: Config, axis: Axis, ways: int) -> Any:
-    """The specs of `tp(axis, tensor_rules(config, axis, ways))`: vocabulary, heads and hidden width are split.
+    """The specs for `tp(axis, tensor_rules(config, axis, ways))`, which split vocabulary, heads and hidden width.
 
-    Key/value heads that do not divide stay whole, and so do experts.
+    Experts stay replicated, and so do key/value heads if their number is not divisible.
 
     Args:
         config: the sizes.
         axis: the axis, or tuple of axes, of `Axes.model`.
-        ways: devices along it.
+        ways: the number of devices along it.
 
     Example:
         >>> from shardkit.models import transformer

@@ -1,8 +1,8 @@
-"""A decoder-only transformer that can be read in one sitting: pre-norm RMSNorm, rotary positions, SwiGLU, experts.
+"""A short decoder-only transformer: pre-norm RMSNorm, rotary positions, SwiGLU, mixture of experts.
 
-Pure functions on a pytree of parameters. `params["layers"]` is the stack of all layers (dim 0 is the layer), which
-`scan_layers` walks; every other entry is shared. One text runs on one device, inside shard_map over the mesh axes that
-`Axes` names, and in `pieces` as a pipeline. Shapes: B batch (b: this device's examples), T tokens (t: this device's,
+Pure functions on a pytree of parameters. `params["layers"]` is the stack of all layers (dim 0 is the layer), over which
+`scan_layers` scans; every other entry is shared. The same code runs on one device, inside shard_map over the mesh axes
+of `Axes`, and, with `pieces`, as a pipeline. Shapes: B batch (b: this device's examples), T tokens (t: this device's,
 where they are split), D model, V vocabulary, L layers.
 """
 
@@ -21,9 +21,9 @@ from shardkit.collectives import axis_index, axis_size
 from shardkit.layers.linear import column_linear
 from shardkit.layers.vocabulary import vocab_cross_entropy_and_hits, vocab_embed
 from shardkit.layers.zigzag import zigzag
+from shardkit.models.axes import check_split, check_tokens, token_positions
 from shardkit.models.blocks import ONE_DEVICE, Axes, attention, experts, mlp, rms_norm, rotate
 from shardkit.models.parameters import Config, init, logical_axes, tensor_rules
-from shardkit.models.places import check_split, check_tokens, token_places
 from shardkit.partitioning.gradient import Mean
 from shardkit.remat.layers import scan_layers
 from shardkit.rng import dropout, fold_keys
@@ -51,15 +51,15 @@ Piece = Callable[[Any, Any, Any], Any]
 
 
 class Stream(NamedTuple):
-    """What travels from layer to layer; dim 0 of every array is the example.
+    """The carry from layer to layer; dim 0 of every array is the example.
 
     Attributes:
         x: the residual stream, [b, t, D].
         keys: a key for each token, [b, t], or None in evaluation and between the stages of a pipeline.
         weights: the tokens' weights, [b, t], or None.
-        segments: the documents that are packed into each sequence, int32 [b, T], or None.
+        segments: the document of each token in packed sequences, int32 [b, T], or None.
         losses: with experts, the load-balance and z-losses so far, [b, 2].
-        dropped: with experts, the choices without room and all choices so far, [b, 2].
+        dropped: with experts, the dropped and all expert choices so far, [b, 2].
     """
 
     x: jax.Array
@@ -81,14 +81,14 @@ def apply(
     """The logits of the next token after each token.
 
     Args:
-        params: as `init` makes them, in any floating dtype.
+        params: as from `init`, in any floating-point dtype.
         tokens_bT: int32 tokens, shape [b, T].
         config: the sizes.
         keys_b: one key for each example, for dropout; None in evaluation.
-        axes: the mesh axes to use; under `context` in zigzag order the tokens are in that order already.
+        axes: the mesh axes to use; with `context` in zigzag order, the tokens must be in that order.
 
     Returns:
-        Logits, shape [b, T, V], in the dtype of the parameters; with `axes.model` this device's share of V.
+        Logits, shape [b, T, V], in the dtype of the parameters; with `axes.model` this device's shard of V.
 
     Example:
         >>> from shardkit.models import transformer
@@ -120,7 +120,7 @@ def run(
 
 @typed
 def pieces(config: Config, axes: Axes = ONE_DEVICE) -> tuple[Piece, Piece, Piece]:
-    """The model in the three pieces of a pipeline; one after the other, over all layers, they are the loss.
+    """The model as the three functions of a pipeline, whose composition over all layers is the loss.
 
     `in_order(pipeline_value_and_grad(*pieces(config, axes), schedule, axes.stage, layer_numbers=True), axes)` is the
     pipeline's GradFn, `in_order(pipeline_loss(...), axes)` its loss.
@@ -131,8 +131,8 @@ def pieces(config: Config, axes: Axes = ONE_DEVICE) -> tuple[Piece, Piece, Piece
 
     Returns:
         `embed(shared, batch, keys) -> Stream`, `stage((layers, numbers), Stream, keys) -> Stream`, and
-        `head(shared, Stream, batch) -> (Mean, aux)`. The batch is as for `loss_fn`; under `context` in zigzag order it
-        is in that order already.
+        `head(shared, Stream, batch) -> (Mean, aux)`. The batch is as for `loss_fn`; with `context` in zigzag order, it
+        must be in that order.
 
     Example:
         >>> from shardkit.models import transformer
@@ -144,7 +144,7 @@ def pieces(config: Config, axes: Axes = ONE_DEVICE) -> tuple[Piece, Piece, Piece
     """
 
     def mine(x: jax.Array, dim: int) -> jax.Array:
-        """This device's tokens, where `sequence` splits them."""
+        """This device's tokens, if `sequence` splits them."""
         if not axes.sequence or axes.model is None:
             return x
         size = x.shape[dim] // axis_size(axes.model)
@@ -160,12 +160,14 @@ def pieces(config: Config, axes: Axes = ONE_DEVICE) -> tuple[Piece, Piece, Piece
 
     def stage(layers: tuple[Any, jax.Array], stream: Stream, keys_b: jax.Array | None) -> Stream:
         t = stream.x.shape[1]
-        places_T = token_places(t * axis_size(axes.model) if axes.sequence and axes.model is not None else t, axes)
+        positions_T = token_positions(
+            t * axis_size(axes.model) if axes.sequence and axes.model is not None else t, axes
+        )
         if keys_b is not None and config.dropout > 0:
-            # A token's key depends on where it stands in the sequence, not on the device that holds it.
-            stream = stream._replace(keys=fold_keys(keys_b[:, None], mine(places_T, 0)[None]))
+            # A token's key depends on its position in the sequence, not on its device.
+            stream = stream._replace(keys=fold_keys(keys_b[:, None], mine(positions_T, 0)[None]))
         how: dict[str, Any] = {name: getattr(config, name) for name in ("remat", "prefetch", "microbatches")}
-        return scan_layers(partial(_layer, config, axes, places_T), layers, stream, **how)._replace(keys=None)
+        return scan_layers(partial(_layer, config, axes, positions_T), layers, stream, **how)._replace(keys=None)
 
     def head(shared: Any, stream: Stream, batch: Any) -> tuple[Mean, dict[str, Mean]]:
         check_split("vocabulary entries", _head(shared, config).shape[-1], config.vocabulary, axes)
@@ -186,19 +188,19 @@ def pieces(config: Config, axes: Axes = ONE_DEVICE) -> tuple[Piece, Piece, Piece
 
 
 def _weights(batch: Any) -> jax.Array | None:
-    """The tokens' weights: those of the batch, and 0 where the target is negative; None where nothing says so."""
+    """The tokens' weights: those of the batch, 0 for negative targets; None without weights and targets."""
     weights, targets = batch.get("weights"), batch.get("targets")
     if targets is None:
         return weights
     return (targets >= 0).astype(jnp.float32) if weights is None else jnp.where(targets >= 0, weights, 0)
 
 
-def _layer(config: Config, axes: Axes, places_T: jax.Array, each: tuple[Any, jax.Array], stream: Stream) -> Stream:
+def _layer(config: Config, axes: Axes, positions_T: jax.Array, each: tuple[Any, jax.Array], stream: Stream) -> Stream:
     weights, number = each
     keys = stream.keys
     drop = [None, None] if keys is None else [fold_keys(keys, 2 * number + i) for i in range(2)]
     h_btD = rms_norm(stream.x, weights["attention_norm"])
-    y_btD = attention(weights, h_btD, config, places_T, axes, stream.segments)
+    y_btD = attention(weights, h_btD, config, positions_T, axes, stream.segments)
     x_btD = stream.x + dropout(y_btD, drop[0], config.dropout)
     h_btD = rms_norm(x_btD, weights["mlp_norm"])
     if not config.experts:
@@ -214,20 +216,20 @@ def _layer(config: Config, axes: Axes, places_T: jax.Array, each: tuple[Any, jax
 
 @typed
 def loss_fn(config: Config, axes: Axes = ONE_DEVICE) -> Callable[[Any, Any, Any], tuple[Mean, dict[str, Mean]]]:
-    """The mean cross-entropy of the next token in nats, and the share that was predicted right.
+    """The mean cross-entropy of the next token in nats, and the accuracy.
 
     Args:
         config: the sizes.
         axes: the mesh axes to use.
 
     Returns:
-        `loss(params, batch, keys)` for `value_and_grad`. The batch holds "tokens" and "targets", int32 [b, T], and may
-        hold "weights" [b, T], tokens of weight 0 or of a negative target count for nothing, and "segments", int32
-        [b, T]: the document of each token, which attends to its own only. With experts the loss includes those of the
-        router, and "dropped" is the share of choices without room.
+        `loss(params, batch, keys)` for `value_and_grad`. The batch has "tokens" and "targets", int32 [b, T], and may
+        have "weights" [b, T] (tokens of weight 0 or with a negative target are ignored) and "segments", int32 [b, T]:
+        the document of each token, within which it attends. With experts the loss includes those of the router, and
+        "dropped" is the fraction of expert choices that are dropped.
 
     Raises:
-        ValueError: at trace time, heads or tokens that the plan does not split as `axes` say.
+        ValueError: at trace time, heads or tokens that the plan does not split over `axes`.
 
     Example:
         >>> from shardkit.models import transformer
@@ -240,19 +242,19 @@ def loss_fn(config: Config, axes: Axes = ONE_DEVICE) -> Callable[[Any, Any, Any]
 
 
 def in_order(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
-    """A loss or GradFn whose batch comes in natural order, brought into that of the ring once, not in every microbatch.
+    """Makes a loss or GradFn take its batch in natural order, and reorders it for the ring once per step.
 
-    What is known of the function, as the stages of a pipeline, is known of the new one.
+    Attributes of the function, such as the stages of a pipeline, are kept.
 
     Args:
         function: `function(params, batch, keys, ...)`.
-        axes: the mesh axes that its layers use.
+        axes: the mesh axes of its layers.
 
     Returns:
         A function of the same arguments.
 
     Raises:
-        ValueError: at trace time, tokens that the plan does not split as `axes` say.
+        ValueError: at trace time, tokens that the plan does not split over `axes`.
 
     Cost: that of `zigzag` for tokens, targets, weights and segments, with `context` in zigzag order.
 

@@ -1,7 +1,7 @@
-"""What each collective primitive of jax does under vmap with axis names.
+"""Runs each collective primitive of jax under vmap with axis names.
 
-There jax reduces over a tuple of axes as under shard_map. It gathers, scatters and permutes over one axis at a time,
-and permutes only where every device sends.
+vmap reduces over a tuple of axes, as shard_map does. It gathers, scatters and permutes over one axis at a time, and
+permutes only if every device sends.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ def _reduce_scatter(x: Any, params: Any) -> Any:
 
 def _all_to_all(x: Any, params: Any) -> Any:
     names = _names(params)
-    x = jnp.where(lax.axis_index(names) >= 0, x, x)  # vmap gives a value that is equal everywhere one dim too many
+    x = jnp.where(lax.axis_index(names) >= 0, x, x)  # vmap adds a dim to a value that is not mapped
     return lax.all_to_all(x, names, params["split_axis"], params["concat_axis"], tiled=True)
 
 
 def _ppermute(x: Any, params: Any) -> Any:
     known = list(_compat.bound_axes())
-    names = tuple(sorted(_names(params), key=known.index))  # it counts devices in the mesh's order
+    names = tuple(sorted(_names(params), key=known.index))  # ppermute counts devices in the mesh's order
     source = np.full(math.prod(_compat.bound_axes()[name] for name in names), -1)
     senders, targets = zip(*params["perm"], strict=True) if params["perm"] else ((), ())
     for places in (senders, targets):
         if len(set(places)) < len(places) or not set(places) <= set(range(len(source))):
             raise ValueError(
                 f"emulate: ppermute over {quoted(names)} must name each of its {len(source)} devices at most once as "
-                f"source and once as target; got {params['perm']}. Leave out what is named twice or is no device."
+                f"source and once as target; got {params['perm']}. Remove duplicates and devices that do not exist."
             )
     if len(names) == 1 and len(targets) == len(source):
         return lax.ppermute(x, names[0], params["perm"])

@@ -1,4 +1,4 @@
-"""Comparing pytrees of arrays, and saying in words how they differ."""
+"""Compares pytrees of arrays, and describes how they differ."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shardkit._kinds import ARRAYS
 from shardkit._typed import check_kind
 from shardkit.layout import path_name
 
-# What tells one kind of numbers from another, where a difference of dtypes is more than rounding.
+# Dtypes that differ in one of these differ by more than rounding.
 _KINDS = (jnp.floating, jnp.complexfloating)
 
 
 class Gap(NamedTuple):
-    """Where a leaf is further from the reference than allowed."""
+    """A leaf that differs from the reference by more than is allowed, at its worst element."""
 
     path: str
     largest: float
@@ -52,7 +52,7 @@ def on(mesh: Mesh) -> str:
 
 
 def leaves_of(tree: Any) -> list[tuple[str, np.ndarray]]:
-    """Paths and values, on the host; keys as the numbers they are made of."""
+    """Paths and values, on the host; keys as their data."""
     return [(path_name(path), _on_host(x)) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
@@ -62,9 +62,9 @@ def _on_host(x: Any) -> np.ndarray:
 
 
 def check_relative(where: str, relative: float) -> None:
-    """Refuses a relative error that allows nothing, or anything."""
+    """Refuses a relative error that allows nothing or everything."""
     if not 0 < relative < 1:
-        raise ValueError(f"{where}: relative must lie between 0 and 1; got {relative}. Pass for example 1e-5.")
+        raise ValueError(f"{where}: relative must be between 0 and 1; got {relative}. Pass for example 1e-5.")
 
 
 def check_batches(where: str, batches: Sequence[Any]) -> None:
@@ -81,9 +81,11 @@ def check_telling(where: str, grads: Any, loss: Any = 0.0) -> None:
     values = {"the loss": np.asarray(loss)} | leaves
     wrong = [name for name, x in values.items() if not np.all(np.isfinite(x.astype(np.float64)))]
     if wrong or not any(np.any(x) for x in leaves.values()):
-        found = f"{quoted(wrong)} {'is' if len(wrong) == 1 else 'are'} not finite" if wrong else "all of them are zero"
+        found = (
+            f"{quoted(wrong)} {'is' if len(wrong) == 1 else 'are'} not finite" if wrong else "all gradients are zero"
+        )
         raise ValueError(
-            f"{where}: the reference must be finite, and not all of its gradients zero, or nothing is proved; {found}. "
+            f"{where}: the reference must be finite and have a nonzero gradient, or nothing is proved; {found}. "
             "Pass other parameters or another batch."
         )
 
@@ -94,7 +96,7 @@ def is_float(x: Any) -> bool:
 
 
 def shapes_differ(got: Any, wanted: Any) -> str:
-    """What is wrong with the tree or the shapes, or nothing."""
+    """How the structures or shapes differ; "" if they do not."""
     ours, theirs = jax.tree.structure(got), jax.tree.structure(wanted)
     if repr(ours) != repr(theirs):
         return f"it is {_brief(ours)} and the reference {_brief(theirs)}"
@@ -105,7 +107,7 @@ def shapes_differ(got: Any, wanted: Any) -> str:
 
 
 def kinds_differ(got: Any, wanted: Any) -> str:
-    """Which leaf has a derivative in one tree alone, or is complex in one alone; or nothing."""
+    """Which leaf is floating-point, or complex, in one tree only; "" if none is."""
     for (path, x), (_, y) in zip(leaves_of(got), leaves_of(wanted), strict=True):
         if any(jnp.issubdtype(x.dtype, each) != jnp.issubdtype(y.dtype, each) for each in _KINDS):
             return f"{path} is {x.dtype} and the reference {y.dtype}"
@@ -113,7 +115,7 @@ def kinds_differ(got: Any, wanted: Any) -> str:
 
 
 def first_gap(got: Any, wanted: Any, allowed: Callable[[str, np.ndarray, float], Any]) -> Gap | None:
-    """The leaf that is furthest beyond what is allowed, or None. Integers and booleans must be equal.
+    """The leaf that exceeds its allowed difference most, or None. Integers and booleans must be equal.
 
     Args:
         got: pytree of arrays.
@@ -153,7 +155,7 @@ def magnitude(x: np.ndarray) -> float:
 
 
 def constant_factor(x: np.ndarray, y: np.ndarray) -> float | None:
-    """The one number that x is everywhere of y, where there is one and it is not 1."""
+    """The factor by which x differs from y everywhere; None if there is none, or it is 1."""
     x, y = np.asarray(x).astype(np.float64).ravel(), np.asarray(y).astype(np.float64).ravel()
     size = float(y @ y)
     if not size or not np.isfinite(x).all() or not np.isfinite(size):

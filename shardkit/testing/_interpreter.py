@@ -1,4 +1,4 @@
-"""A traced shard_map, run on one device: its jaxpr under nested vmap with axis names, collective by collective."""
+"""Interprets a traced shard_map on one device: its jaxpr, under nested vmap with axis names."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _SOLVE = "custom_linear_solve"
 
 
 def on_one_device(function: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
-    """`function` of arrays with the shard_maps over `mesh` in it run on one device, differentiated as it is itself."""
+    """`function`, with its shard_maps over `mesh` interpreted on one device; its derivatives stay the same."""
 
     def run(*args: Any) -> Any:
-        with jax.sharding.use_abstract_mesh(mesh):  # whatever mesh the caller has set
+        with jax.sharding.use_abstract_mesh(mesh):  # in place of the caller's mesh
             try:
                 closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
             except (AssertionError, NotImplementedError) as error:
@@ -43,24 +43,25 @@ def on_one_device(function: Callable[..., Any], mesh: Any) -> Callable[..., Any]
 
 
 def _worded(error: Exception, mesh: Any) -> Exception:
-    """An error that jax raises without a word, in words; any other as it is."""
+    """An error that jax raises without a message, with one; any other unchanged."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if Path(jax.__file__).parent not in Path(frame.filename).parents]
     if str(error) or ours[-1] is frames[-1]:
         return error
     line = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}"
     return ValueError(
-        f"emulate: what the kernel calls at {line} must be possible in jax.shard_map; jax refuses it with a bare "
-        f"{type(error).__name__}, as it does a psum with axis_index_groups or over an axis that there is not. Name "
-        f"axes of the mesh, {quoted(mesh.axis_names)}, and make groups an axis of their own."
+        f"emulate: jax.shard_map must support what the kernel calls at {line}; it raises {type(error).__name__} "
+        "without "
+        "a message, as for a psum with axis_index_groups or over an unknown axis. Use the mesh's axes, "
+        f"{quoted(mesh.axis_names)}, and make groups an axis of the mesh."
     )
 
 
 def _flat(jaxpr: Any, mesh: Any) -> Callable[..., list[Any]]:
     """A jaxpr as a function of its constants and arguments.
 
-    A derivative that the kernel brings itself (jax.custom_jvp, jax.custom_vjp) must be traced inside shard_map too. So
-    the function that is returned has one of its own: that of the jaxpr with its shard_maps, run in the same way.
+    A custom derivative in the kernel (jax.custom_jvp, jax.custom_vjp) must be traced inside shard_map too. The returned
+    function therefore has a custom derivative: that of the jaxpr with its shard_maps, interpreted in the same way.
     """
     constants = len(jaxpr.constvars)
 
@@ -71,7 +72,7 @@ def _flat(jaxpr: Any, mesh: Any) -> Callable[..., list[Any]]:
         return _evaluated(jaxpr, xs)
 
     own = _own_derivatives(jaxpr)
-    # jax 0.12 linearizes as it traces, and cannot transpose a rule that holds further calls of custom_jvp.
+    # jax 0.12 linearizes while it traces, and cannot transpose a rule that calls custom_jvp again.
     if own and (jax.__version_info__ >= (0, 11) or any("jvp" not in name for name in own)):
         pulled: Any = jax.custom_vjp(emulated)
         pulled.defvjp(lambda *xs: (emulated(*xs), xs), partial(_pulled_back, original, mesh))
@@ -90,7 +91,7 @@ def _own_derivatives(jaxpr: Any) -> set[str]:
 
 
 def _on_devices(jaxpr: Any) -> bool:
-    """Whether a jaxpr holds what only has a meaning inside shard_map."""
+    """Whether a jaxpr has a cast or a collective, which need a surrounding shard_map."""
     return any(
         e.primitive.name in _CASTS | _compat.COLLECTIVES.keys() | {"shard_map"}
         or any(_on_devices(sub) for _, sub in _compat.inner_jaxprs(e))
@@ -146,7 +147,7 @@ def _evaluated(jaxpr: Any, given: Sequence[Any]) -> list[Any]:
 
 
 def _untyped(x: Any) -> Any:
-    """Without the mesh that jax notes in the constants of a shard_map."""
+    """Drops the mesh that jax records in the constants of a shard_map."""
     if isinstance(x, jax.core.Tracer) or jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended):
         return x
     return np.asarray(x, jnp.result_type(x))
@@ -159,14 +160,14 @@ def _step(equation: Any, operands: list[Any]) -> list[Any]:
     if name in RULES:
         if params.get("axis_index_groups") is not None:
             raise ValueError(
-                f"emulate: {name} must go over whole axes; got axis_index_groups {params['axis_index_groups']}. Make "
-                "the groups an axis of the mesh, and name it."
+                f"emulate: {name} must run over whole axes; got axis_index_groups {params['axis_index_groups']}. Make "
+                "the groups an axis of the mesh."
             )
         return [RULES[name](x, params) for x in operands]
     if name in _compat.COLLECTIVES:
         raise ValueError(
-            f"emulate: {name} is a collective that it does not know; it knows {quoted(sorted(RULES))}. Run the "
-            "kernel by jax.shard_map on simulated devices."
+            f"emulate: a collective must be one of {quoted(sorted(RULES))}; got {name}. Run the kernel with "
+            "jax.shard_map on simulated devices."
         )
     inner = [
         partial(_inner, sub, constants)
@@ -183,7 +184,7 @@ def _step(equation: Any, operands: list[Any]) -> list[Any]:
     if name in _compat.CALLS and len(inner) == 1:
         return inner[0](*operands)
     if not any(_on_devices(sub) for _, sub in _compat.inner_jaxprs(equation)):
-        # Not as `_compat.bind`: that would bring back the mesh.
+        # `_compat.bind` would restore the mesh.
         params = {name: None if isinstance(each, NamedSharding) else each for name, each in params.items()}
         results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(params))
         return list(results) if equation.primitive.multiple_results else [results]
@@ -192,8 +193,8 @@ def _step(equation: Any, operands: list[Any]) -> list[Any]:
         first = lengths.matvec + lengths.vecmat
         return _inner(solve.jaxpr, solve.consts, *operands[first : first + lengths.solve], *operands[sum(lengths) :])
     raise ValueError(
-        f"emulate: {name} must not hold a collective or a cast, because how it runs them is not known to emulate. Run "
-        "the kernel by jax.shard_map on simulated devices."
+        f"emulate: {name} must not contain a collective or a cast, because emulate cannot interpret it. Run the kernel "
+        "with jax.shard_map on simulated devices."
     )
 
 
@@ -228,7 +229,7 @@ def _while(equation: Any, operands: list[Any]) -> list[Any]:
 
 
 def _by_vmap(equation: Any, body: Callable[..., list[Any]], operands: list[Any]) -> list[Any]:
-    """A shard_map on one device: every axis is a vmap of its name."""
+    """A shard_map on one device: every axis becomes a vmap with its name."""
     params = equation.params
     sizes = {name: params["mesh"].shape[name] for name in _compat.manual_axes(equation)}
     split = [tuple(name for name in sizes if name in all_axes(spec)) for spec in params["in_specs"]]

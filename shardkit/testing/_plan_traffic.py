@@ -1,8 +1,8 @@
-"""What a plan must send in a step, from its layouts alone: a second account beside the code that sends it.
+"""The bytes that a plan must send per step, from its layouts alone: independent of the code that sends them.
 
-An all_gather sends what its result is larger than its operand, a reduce_scatter what its operand is larger than its
-result, an all_reduce over n devices 2 (n-1)/n of its operand. So a chain of gathers, or of scatters, costs the
-difference between its two ends, whatever lies between.
+An all_gather sends the size of its result minus that of its operand, a reduce_scatter the size of its operand minus
+that of its result, an all_reduce over n devices 2 (n-1)/n of its operand. A chain of gathers, or of scatters, costs the
+difference between its two ends.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from shardkit.partitioning.storage import is_padded, padded_shape
 from shardkit.precision import precision_of
 from shardkit.testing.rows import Row
 
-GATHERS = 2  # a layer that is opened in the loss is gathered for the forward and again for the backward pass
+GATHERS = 2  # a layer is gathered in the forward pass and again in the backward pass
 
 
 def plan_traffic(plan: Plan, params: Any, mesh: Mesh, row: Row) -> Fraction:
-    """Bytes that one device sends in a step to gather parameters and reduce gradients.
+    """Bytes that one device sends per step to gather parameters and reduce gradients.
 
     Args:
         plan: the plan.
@@ -57,7 +57,7 @@ def _leaf(
     compute, reduce, held = dtypes
 
     def between(longer: PartitionSpec, shorter: PartitionSpec) -> int:
-        """Elements between a leaf split as `longer` says and as `shorter`, with its padding."""
+        """Elements of a padded leaf laid out as `shorter`, less those laid out as `longer`."""
         whole = padded_shape(shape, longer, mesh)
         return math.prod(local_shape(whole, shorter, mesh)) - math.prod(local_shape(whole, longer, mesh))
 

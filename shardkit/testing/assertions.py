@@ -1,4 +1,4 @@
-"""A kernel against a plain function of the global arrays: values and gradients, under jit and eagerly."""
+"""Compares a kernel with a plain function of the global arrays: values and gradients, under jit and eagerly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardkit.partitioning.gradient import kind
 from shardkit.testing._compare import first_gap, is_float, kinds_differ, leaves_of, magnitude, on, shapes_differ
 from shardkit.testing._interpreter import of_floats
 
-# A wrong factor or sign must never hide behind coarse dtypes and long sums.
+# So that coarse dtypes and long sums do not hide a wrong factor or sign.
 LARGEST_RELATIVE = 0.25
 
 
@@ -38,16 +38,15 @@ def assert_matches_reference(
 ) -> None:
     """Proves a kernel against a plain function: the same values and the same gradients on this mesh.
 
-    The kernel runs inside `jax.shard_map` (check_vma on) under jit, and then eagerly. Gradients are those of all
-    floating-point arguments, by VJP with a fixed random cotangent for every floating-point result, which tells apart
-    what a sum of all elements would not.
+    The kernel runs inside `jax.shard_map` (check_vma on) under jit, and then eagerly. The gradients of all
+    floating-point arguments are compared by a VJP with a fixed random cotangent, which detects errors that the gradient
+    of a sum would hide.
 
-    What is allowed in a leaf of floating-point numbers is
-    `eps * ((4 + sqrt(n)) * a + 4 * g)`, at most 1/4 of the larger of a and g: eps is that of the coarsest
-    floating-point dtype among arguments and results, n the number of summands, a the largest magnitude in that leaf of
-    the reference and g the largest in all of them (a leaf whose true value is zero holds rounding only). Integers and
-    booleans must be equal. For comparisons in every bit use integer-valued floats (`sharded_arrays`), whose sums are
-    exact in any order.
+    The tolerance of a floating-point leaf is `eps * ((4 + sqrt(n)) * a + 4 * g)`, at most 1/4 of the larger of a and g:
+    eps is that of the coarsest floating-point dtype among arguments and results, n the number of summands, a the
+    largest magnitude in that leaf of the reference and g the largest in all leaves (a leaf whose true value is zero
+    contains rounding only). Integers and booleans must be equal. For bitwise comparisons use integer-valued floats
+    (`sharded_arrays`), whose sums are exact in any order.
 
     Args:
         kernel: the function that each device runs.
@@ -55,16 +54,16 @@ def assert_matches_reference(
         mesh: the mesh.
         in_specs: as for `jax.shard_map`.
         out_specs: as for `jax.shard_map`.
-        args: the global arguments, a pytree for each.
+        args: the global arguments, a tuple of pytrees.
         grad: compare gradients too.
-        eager: run without jit too, which takes a few seconds where nothing is compiled yet.
-        summands: the number of terms in the longest sum that either side takes; by default the number of elements of
-            the largest argument or result.
+        eager: run without jit too, which takes a few seconds the first time.
+        summands: the number of terms in the longest sum; by default the number of elements of the largest argument
+            or result.
 
     Raises:
-        AssertionError: a difference; names the mesh, the result or argument, how far it is off, what is allowed, where,
-            and the factor if it is the same everywhere.
-        TypeError: args that are no tuple, or a reference in numpy where gradients are compared.
+        AssertionError: a difference; names the mesh, the result or argument, the difference, where it is, what is
+            allowed, and the factor if it is the same everywhere.
+        TypeError: args that is not a tuple, or a reference in numpy when gradients are compared.
         TypeError, ValueError: what tracing the kernel raises, for example by check_vma.
 
     Example:
@@ -73,15 +72,15 @@ def assert_matches_reference(
         ...     mesh=mesh, in_specs=P("data"), out_specs=P(), args=(np.arange(4, dtype="f"),),
         ... )
     """
-    if kernel.__hash__ is None:  # an object of a class with an equality of its own
+    if kernel.__hash__ is None:  # an instance of a class with its own __eq__
         kernel = partial(kernel)
     for spec in jax.tree.leaves((in_specs, out_specs), is_leaf=lambda x: isinstance(x, PartitionSpec)):
         check_spec("assert_matches_reference", spec, mesh, len(spec))
     mapped = _mapped(kernel, mesh, *_hashable(in_specs), *_hashable(out_specs))
     if not isinstance(args, tuple | list):
         raise TypeError(
-            f"assert_matches_reference: args must be a tuple with the arguments; got {kind(args)}. Write args=(x,) for "
-            "one."
+            f"assert_matches_reference: args must be a tuple of the arguments; got {kind(args)}. Pass args=(x,) for "
+            "one argument."
         )
     wanted = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), reference(*args))
     everything = [x for _, x in leaves_of((list(args), wanted))]
@@ -103,16 +102,18 @@ def assert_matches_reference(
         wrong = shapes_differ(got, wanted)
         if wrong:
             raise AssertionError(
-                f"{where} must be of the reference's structure and shapes; {wrong}. Compare out_specs and the gathers."
+                f"{where} must have the reference's structure and shapes; {wrong}. Check out_specs and the gathers."
             )
         wrong = kinds_differ(got, wanted)
         if wrong:
-            raise AssertionError(f"{where} must be of the reference's kind of numbers; {wrong}. Cast one of them.")
+            raise AssertionError(
+                f"{where} must have a dtype of the reference's kind; {wrong}. Cast the kernel's or the reference's."
+            )
         gap = first_gap(got, wanted, allowed)
         if gap:
             raise AssertionError(
-                f"{where}{gap.where} must equal the reference; {gap}. Look for a reduction that is missing or done "
-                "twice, or pieces in another order."
+                f"{where}{gap.where} must equal the reference; {gap}. Look for a missing or repeated reduction, or "
+                "shards in the wrong order."
             )
 
     modes = ["under jit", "eagerly"] if eager else ["under jit"]
@@ -121,7 +122,7 @@ def assert_matches_reference(
     if not grad:
         return
     leaves, structure = jax.tree.flatten(tuple(args))
-    rng = np.random.default_rng(zlib.crc32(b"cotangent"))  # a seed that the caller's arguments hardly share
+    rng = np.random.default_rng(zlib.crc32(b"cotangent"))  # not a seed that the caller is likely to use
     draws = [rng.normal(size=np.shape(y)) for y in jax.tree.leaves(wanted)]
     cotangents = [
         d.astype(jnp.result_type(y)) for d, y in zip(draws, jax.tree.leaves(wanted), strict=True) if is_float(y)
@@ -130,16 +131,15 @@ def assert_matches_reference(
         gradients = _vjp_of(reference, structure)(leaves, cotangents)
     except jax.errors.TracerArrayConversionError:
         raise TypeError(
-            "assert_matches_reference: the reference must be written in jax where gradients are compared; it turns its "
-            "arguments into numpy arrays. Use jax.numpy in it, or pass grad=False."
+            "assert_matches_reference: the reference must be written in jax when gradients are compared; it converts "
+            "its arguments to numpy arrays. Use jax.numpy in it, or pass grad=False."
         ) from None
     backward = _vjp_of(mapped, structure)
     for mode in modes:
         compare(_run(backward, mode)(leaves, cotangents), gradients, "the gradient of argument", mode)
 
 
-# The same kernel on the same mesh is mapped, and compiled for the same shapes, once: a property test calls this for
-# every example that it draws.
+# Cached, because a property test calls this for every example: the same kernel on the same shapes compiles once.
 @lru_cache(maxsize=64)
 def _mapped(kernel: Any, mesh: Mesh, ins: Any, in_tree: Any, outs: Any, out_tree: Any) -> Callable[..., Any]:
     in_specs, out_specs = jax.tree.unflatten(in_tree, ins), jax.tree.unflatten(out_tree, outs)

@@ -1,4 +1,4 @@
-"""A certificate for gradient code: which axis is counted how many times too often or too rarely."""
+"""Certifies gradient code, or names the axis over which gradients are over- or under-reduced."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from shardkit.testing._interpreter import pieces_of, stackable
 
 
 class Certificate(NamedTuple):
-    """What was proved: the meshes on which the gradients are the reference's."""
+    """The meshes on which the gradients equal the reference."""
 
     meshes: tuple[dict[str, int], ...]
     leaves: int
@@ -56,10 +56,10 @@ def certify_gradients(
     relative: float = 1e-4,
     check_vma: bool = True,
 ) -> Certificate:
-    """Proves a per-device gradient function on every mesh over the given axes, or says which axis it counts wrongly.
+    """Proves a per-device gradient function on every mesh over the given axes, or names the axis reduced wrongly.
 
-    `grad_fn` runs inside shard_map and claims to return the true gradient. It is run on every mesh whose sizes multiply
-    to a divisor of the number of devices and divide the arrays; what each device holds is compared with one device.
+    `grad_fn` runs inside shard_map on every mesh whose number of devices divides `devices` and whose axes divide the
+    arrays. The gradients on every device are compared with those of one device.
 
     Args:
         grad_fn: `(params, batch) -> grads` on local arrays, the gradients like the local parameters.
@@ -68,21 +68,21 @@ def certify_gradients(
         batch: the global batch, a pytree of arrays.
         axes: names of the mesh axes, or one name.
         batch_spec: one PartitionSpec, or a pytree of them, where None is `P()`; by default dim 0 is split over
-            `axes[0]`, and scalars are whole.
-        param_specs: how `grad_fn` sees the parameters, likewise; by default whole on every device.
-        devices: how many devices to use; by default all.
+            `axes[0]`, and scalars are replicated.
+        param_specs: the layout of the parameters that `grad_fn` gets, likewise; by default replicated.
+        devices: the number of devices to use; by default all.
         relative: the largest difference, relative to the largest magnitude in the leaf.
         check_vma: False for a function written for `jax.shard_map(..., check_vma=False)`, where the gradient of a
             replicated value is not summed, and `pmean(jax.grad(loss))` is right.
 
     Returns:
-        Certificate: the meshes on which it was proved; printed, a sentence.
+        Certificate: the meshes on which it was proved; print it.
 
     Raises:
-        AssertionError: a gradient that is not the reference's, with the axis and the factor in words.
-        ValueError: no mesh of two devices or more fits the arrays; an axis named twice; a spec with another axis; more
+        AssertionError: a gradient that differs from the reference; names the axis and the factor.
+        ValueError: no mesh of two or more devices fits the arrays; an axis named twice; a spec with another axis; more
             devices than there are, or fewer than two.
-        TypeError: a parameter that has no gradient, or axes that are no names.
+        TypeError: an integer parameter, or axes that are not names.
 
     Example:
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
@@ -98,7 +98,7 @@ def certify_gradients(
         if not is_float(x):
             raise TypeError(
                 f"certify_gradients: the parameters must be floating-point numbers; leaf {path_name(path)} is "
-                f"{jnp.result_type(x)}. Put it into the batch, or close over it."
+                f"{jnp.result_type(x)}. Move it to the batch, or close over it."
             )
     if batch_spec is None:
         batch_spec = jax.tree.map(lambda x: PartitionSpec(axes[0]) if np.ndim(x) else PartitionSpec(), batch)
@@ -121,8 +121,8 @@ def certify_gradients(
         proved += [] if wrong else [sizes]
     if not any(math.prod(sizes.values()) > 1 for sizes in proved) and not found:
         raise ValueError(
-            f"certify_gradients: the batch and the parameters must divide over {named(tuple(axes))}; no mesh of 2 to "
-            f"{count} devices fits them. Pass larger arrays or other specs."
+            f"certify_gradients: the batch and the parameters must be divisible by {named(tuple(axes))}; they fit no "
+            f"mesh of 2 to {count} devices. Pass larger arrays or other specs."
         )
     if found:
         raise AssertionError(_report(found))
@@ -141,14 +141,14 @@ def _count(devices: int | None) -> int:
     count = available if devices is None else devices
     if not 2 <= count <= available:
         raise ValueError(
-            f"certify_gradients: devices must be 2 or more of those that there are; got {count} and there are "
-            f"{available}. Correct devices, or call simulate_devices({max(count, 2)}) before jax starts."
+            f"certify_gradients: devices must be between 2 and the number of devices, {available}; got {count}. "
+            f"Pass another number, or call simulate_devices({max(count, 2)}) before jax starts."
         )
     return count
 
 
 class _Finding(NamedTuple):
-    """One leaf on one mesh: what is wrong, in words."""
+    """A wrong leaf on one mesh, described in words."""
 
     path: str
     sizes: dict[str, int]
@@ -156,7 +156,7 @@ class _Finding(NamedTuple):
 
     @property
     def simplicity(self) -> tuple[int, int]:
-        """Few axes first, then large ones: a factor of 8 says more than one of 2."""
+        """Few axes first, then large ones: a factor of 8 is clearer than one of 2."""
         return (sum(size > 1 for size in self.sizes.values()), -math.prod(self.sizes.values()))
 
 
@@ -246,18 +246,18 @@ def _words(x: np.ndarray, y: np.ndarray, sizes: dict[str, int], relative: float)
                 return f"differ between devices: {axes} is not reduced; the {word} over it is the reference"
         return f"differ between devices along {axes}, and neither their sum nor their mean is the reference"
     if not np.isfinite(x).all():
-        return "are not finite where the reference's are"
+        return "are not finite where the reference is"
     gap = distance(x, y)
     at = np.unravel_index(int(np.argmax(gap)), x.shape)
     return (
-        "are not the reference's, and not by one factor: the largest difference is "
+        "differ from the reference, by no common factor: the largest difference is "
         f"{float(gap[at]):.3g}, where it is {x[at]:.6g} and the reference {y[at]:.6g}"
         + (", as when means of unequal weight are averaged" if math.prod(sizes.values()) > 1 else "")
     )
 
 
 def _axes_of(factor: float, sizes: dict[str, int]) -> str:
-    """Which axes make the factor: the fewest powers of their sizes that do."""
+    """The axes whose sizes, to the fewest powers, multiply to the factor."""
     used = [(name, size) for name, size in sizes.items() if size > 1]
     every = itertools.product((0, 1, -1, 2, -2), repeat=len(used))
     for powers in sorted(every, key=lambda each: sum(map(abs, each))):
@@ -277,7 +277,7 @@ def _power_words(name: str, size: int, power: int) -> str:
 
 
 def _report(found: list[_Finding]) -> str:
-    """The simplest mesh that shows each kind of mistake, leaves with the same mistake together."""
+    """Each kind of error on the simplest mesh that shows it; leaves with the same error together."""
     lines: list[str] = []
     explained: list[tuple[str, frozenset[str]]] = []
     for finding in sorted(found, key=lambda f: f.simplicity):
@@ -289,7 +289,7 @@ def _report(found: list[_Finding]) -> str:
         names = ", ".join(f"`{path}`" for path in same[:5]) + (f" and {len(same) - 5} more" if len(same) > 5 else "")
         lines.append(f"on mesh {sized(finding.sizes.items())}, gradients of {names} {finding.text}")
     return (
-        "certify_gradients: the gradients must be the reference's on every mesh; "
+        "certify_gradients: the gradients must equal the reference on every mesh; "
         + ";\n  ".join(lines)
         + ". Cast parameters with sk.vary over the batch axes, differentiate, and reduce the gradients once."
     )

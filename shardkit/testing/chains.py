@@ -1,4 +1,4 @@
-"""Small programs of collectives as data: printed, run as a kernel, and run on the reference."""
+"""Small programs of collectives as data: they print, run as a kernel, and run on the reference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardkit import collectives
 from shardkit.testing import reference
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "bool")
-# Bits of whole numbers that a dtype holds exactly.
+# Bits of the integers that a dtype represents exactly.
 _BITS = {"float32": 24, "bfloat16": 8, "float16": 11, "int32": 31, "bool": 1}
 _LARGEST_BLOCK = 512
 
@@ -33,7 +33,7 @@ class Op(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a device holds at one point: shape, dtype, and the range of exact values as bits."""
+    """The block of a device: its shape, its dtype, and the bits of its largest integer."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -41,14 +41,14 @@ class State(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """A chain of collectives on one block for each device.
+    """A chain of collectives on one block per device.
 
     Attributes:
         sizes: the mesh, axis name and size.
         shape: shape of each device's block.
         dtype: its dtype.
         ops: the collectives, one after the other.
-        seed: which values the blocks hold.
+        seed: of the blocks' values.
     """
 
     sizes: dict[str, int]
@@ -84,7 +84,7 @@ class Chain(NamedTuple):
         return x.reshape((1,) * lead + x.shape)
 
     def reference(self, x: Any, *, xp: Any = np) -> Any:
-        """The same over lists of blocks: arrays of shape [*sizes, ...]; with `xp=jax.numpy` it has gradients."""
+        """The same over lists of blocks: arrays of shape [*sizes, ...]; with `xp=jax.numpy` differentiable."""
         for op in self.ops:
             blockwise = partial(getattr(reference, op.kernel), **dict(op.options))
             x = reference.over_mesh(blockwise, x, self.sizes, op.axes, xp=xp)
@@ -92,7 +92,7 @@ class Chain(NamedTuple):
 
 
 def state_of(program: Chain) -> State:
-    """What a device holds at the end of a program."""
+    """The block of a device after a program."""
     state = State(program.shape, program.dtype, 1.0 if program.dtype == "bool" else 2.0)
     for op in program.ops:
         state = _after(state, op, math.prod(program.sizes[name] for name in op.axes))
@@ -103,7 +103,7 @@ def legal_ops(state: State, axes: tuple[str, ...], sizes: Mapping[str, int]) -> 
     """Every collective over `axes` whose shapes fit and whose results are exact; the simplest first.
 
     Args:
-        state: what a device holds before.
+        state: the block before.
         axes: the axes; of several, the first is major.
         sizes: the mesh, axis name and size.
 
@@ -120,7 +120,7 @@ def legal_ops(state: State, axes: tuple[str, ...], sizes: Mapping[str, int]) -> 
     ops += [("prefix_scan", {"op": op, "exclusive": before}) for op in ("sum", "max") for before in (False, True)]
     ops += [("halo_exchange", {"dim": dim, "wrap": wrap}) for dim in dims for wrap in (True, False)]
     ops += [("gather_to_one", {"dim": dim, "target": n - 1}) for dim in dims]
-    # last, since they do not always fit: while an example shrinks, the places of the others stay the same
+    # last, because they do not always fit: the others keep their index while an example shrinks
     ops += [("reduce_scatter", {"dim": dim, "op": op}) for dim in dims for op in ("sum", "mean")]
     ops += [("all_to_all", {"split_dim": i, "concat_dim": j}) for i in dims for j in dims]
     every = [Op(kernel, axes, tuple(options.items())) for kernel, options in ops]
@@ -134,15 +134,15 @@ def _fits(state: State, op: Op, n: int) -> bool:
     if op.kernel == "all_to_all" and state.shape[options["split_dim"]] % n:
         return False
     if options.get("op") == "mean" and n & (n - 1):
-        return False  # a third is not exact
+        return False  # 1/3 is not exact
     if op.kernel == "prefix_scan" and options == {"op": "max", "exclusive": True}:
-        return False  # begins with minus infinity
+        return False  # starts from minus infinity
     after = _after(state, op, n)
     return math.prod(after.shape) <= _LARGEST_BLOCK and after.bits <= _BITS[after.dtype]
 
 
 def _after(state: State, op: Op, n: int) -> State:
-    """What a device holds after one collective over n devices."""
+    """The block of a device after one collective over n devices."""
     options = dict(op.options)
     shape, dtype, bits = list(state.shape), state.dtype, state.bits
     if op.kernel in ("all_gather", "gather_to_one"):

@@ -1,4 +1,4 @@
-"""The per-device function on one device: traced over an abstract mesh, run by nested vmap."""
+"""Runs a per-device function on one device: traced over an abstract mesh, run under nested vmap."""
 
 from __future__ import annotations
 
@@ -25,28 +25,26 @@ def emulate(
 ) -> Callable[..., Any]:
     """Runs a per-device function for all devices of a mesh on one device, by vmap over every axis.
 
-    The kernel is traced inside `jax.shard_map` over an abstract mesh, so that it sees that mesh, its types and its
-    rules of differentiation; what was traced is then mapped over every axis under its name, on one device. It may be
-    differentiated, and gives the gradients of the global function. Two things differ: a result that is typed as varying
-    may be named equal by out_specs if its values are equal; and a collective that only some devices reach does not hang
-    (`sk.lint` finds it).
+    The kernel is traced inside `jax.shard_map` over an abstract mesh, so it sees that mesh, its varying types and its
+    differentiation rules; the traced program then runs on one device. It can be differentiated, with the gradients of
+    the global function. Two things differ from shard_map: out_specs may omit an axis over which a result is typed as
+    varying, if its values are equal; and a collective that only some devices reach does not deadlock (lint finds it).
 
     Args:
-        kernel: the function that each device runs, on local arrays; a pytree in, a pytree out.
+        kernel: the function that each device runs, on local arrays; pytrees in and out.
         mesh_sizes: axis name and size, from the outermost axis to the innermost, for example `{"data": 2, "model": 4}`.
         in_specs: one PartitionSpec for all arguments, or a tuple with a spec, or a pytree of them, for each; None is
             `P()`.
         out_specs: one PartitionSpec, or a pytree of them that is a prefix of the result.
 
     Returns:
-        A function of the global arguments with the global result, of the same shapes as that of shard_map.
+        A function from the global arguments to the global result, with the shapes of shard_map.
 
     Raises:
-        ValueError: no axis, or one without devices. From the call: a dim that does not divide, a spec that does not
-            fit, `axis_index_groups`, a collective that is not known, or a result that out_specs do not split over an
-            axis and that is not equal along it. Under an outer jit or grad the values are not known and this is not
-            checked.
-        TypeError: from the call: a spec that is none.
+        ValueError: no axis, or an axis of size 0. From the call: a dim that does not divide, a spec that does not fit,
+            `axis_index_groups`, an unknown collective, or a result that differs along an axis that out_specs omit
+            (not checked under an outer jit or grad).
+        TypeError: from the call: a spec that is not a PartitionSpec.
         TypeError, ValueError: what tracing the kernel raises.
 
     Example:
@@ -57,7 +55,8 @@ def emulate(
     names = tuple(mesh_sizes)
     if not names or not all(isinstance(size, int) and size > 0 for size in mesh_sizes.values()):
         raise ValueError(
-            f"emulate: mesh_sizes must give one axis or more a whole number of devices; got {dict(mesh_sizes)}. Write "
+            f"emulate: mesh_sizes must give one or more axes a positive number of devices; got {dict(mesh_sizes)}. "
+            "Write "
             "for example {'data': 2, 'model': 4}."
         )
     mesh: Any = AbstractMesh(tuple(mesh_sizes.values()), names, axis_types=(AxisType.Auto,) * len(names))
@@ -104,7 +103,7 @@ def _specs(what: str, specs: Any, tree: Any) -> list[PartitionSpec]:
             place = f" at {path_name(path)}" if path else ""
             raise TypeError(
                 f"emulate: {what} must be a PartitionSpec, or a pytree of them; got {spec!r}{place}. Write P('data') "
-                "for an array that an axis splits, P() for one that is equal on all devices."
+                "for an array that axis 'data' splits, P() for a replicated one."
             )
         return jax.tree.map(lambda _: spec, sub)
 
@@ -114,19 +113,19 @@ def _specs(what: str, specs: Any, tree: Any) -> list[PartitionSpec]:
     except ValueError:
         of = "the arguments" if what == "in_specs" else "the result"
         raise ValueError(
-            f"emulate: {what} must be a prefix of {of}; got {specs!r} for {jax.tree.structure(tree)}. Give a spec for "
-            "each leaf, or one for a whole branch."
+            f"emulate: {what} must be a prefix of {of}; got {specs!r} for {jax.tree.structure(tree)}. Pass a spec for "
+            "each leaf, or one for a subtree."
         ) from None
     return jax.tree.leaves(every, is_leaf=lambda s: isinstance(s, PartitionSpec))
 
 
 def _on_host(x: jax.Array) -> Any:
-    """As a numpy array where that is possible: joining then compiles nothing."""
+    """As a numpy array if possible, so that joining compiles nothing."""
     return x if isinstance(x, jax.core.Tracer) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
 
 
 def _join(x: Any, spec: PartitionSpec, mesh: Any, what: str) -> Any:
-    """From what all devices hold, [*all mesh sizes, *local shape], to the global array."""
+    """From the results of all devices, [*all mesh sizes, *local shape], to the global array."""
     check_spec(f"emulate: {what}", spec, mesh, x.ndim - len(mesh.axis_names))
     for at, name in reversed(list(enumerate(mesh.axis_names))):
         if name not in all_axes(spec) and not isinstance(x, jax.core.Tracer):
@@ -143,7 +142,6 @@ def _check_equal(x: Any, at: int, name: str, what: str) -> None:
         device = int(np.argwhere(~same)[0][0])
         gap = np.abs(values[device].astype(np.float64) - values[0].astype(np.float64)).max()
         raise ValueError(
-            f"emulate: {what} must be equal on all devices of axis {name!r}, because out_specs do not split it there; "
-            f"device {device} differs from device 0 by up to {gap:.3g}. Reduce it over {name!r}, or name the axis in "
-            "out_specs."
+            f"emulate: {what} must be equal along axis {name!r}, which out_specs omit; device {device} differs from "
+            f"device 0 by up to {gap:.3g}. Reduce it over {name!r}, or name the axis in out_specs."
         )

@@ -1,8 +1,7 @@
-"""The laws of a training step. Each reads one program, which was traced, compiled and run once for all of them.
+"""The laws of a training step. All read one program, which is traced, compiled and run once.
 
-A law is a function of a Program and of the Reference on one device. It returns None where it holds, a few words where
-it does not apply, and raises AssertionError where it is broken. Your own is one more such function in
-`prove(laws=...)`.
+A law is a function of a Program and of the Reference on one device. It returns None if it holds, a short note if it
+does not apply, and raises AssertionError if it is broken. Pass your own in `prove(laws=...)`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from shardkit import _compat
 from shardkit.analysis.hlo.differences import added_by_compiler, changes, read_compiled
 from shardkit.analysis.jaxpr.census import census_of
 from shardkit.analysis.jaxpr.lint import lint
-from shardkit.analysis.jaxpr.rules.processes import differences_of_processes
+from shardkit.analysis.jaxpr.processes import differences_of_processes
 from shardkit.layout import bytes_per_device, path_name
 from shardkit.precision import precision_of
 from shardkit.testing._compare import constant_factor, first_gap, leaves_of, shapes_differ
@@ -29,30 +28,18 @@ from shardkit.testing.program import SCALE, Program
 
 Law = Callable[[Program, Reference], str | None]
 
-# Where leaves are gathered and their gradients reduced: on the way in and out of a step, and behind handles.
+# The files that gather leaves and reduce their gradients.
 _PLAN = ("reshard.py:", "handles.py:", "regather.py:")
-# Primitives that mix elements of an array: an optimizer with one of them looks across shards.
-_MIXING = (
-    "reduce_",
-    "dot_general",
-    "sort",
-    "cum",
-    "top_k",
-    "argmax",
-    "argmin",
-    "scatter",
-    "gather",
-    "random_",
-    "threefry",
-)
+# Primitives that mix elements of an array: an optimizer that uses one reads across shards.
+_MIXING = ("reduce_", "dot_general", "sort", "cum", "top_k", "argm", "scatter", "gather", "random_", "threefry")
 
 
 def same_numbers(program: Program, reference: Reference) -> str | None:
-    """Loss, metrics, gradients and parameters of every step are those of one device.
+    """Loss, metrics, gradients and parameters of every step equal those of one device.
 
-    The gradients are compared themselves, because an optimizer that clips or normalizes hides a wrong factor. A GradFn
-    is given a scale other than 1, divided out again, because one that ignores it fails in float16 alone. A step of
-    one's own that does not use `row.optimizer` records none, and the proof says so.
+    Gradients are compared before the optimizer, because one that clips or normalizes hides a wrong factor. The GradFn
+    is called with a scale other than 1, which is divided out again, because ignoring it is wrong only in float16. A
+    custom step that does not use `row.optimizer` records no gradients, and the proof says so.
 
     Example:
         >>> laws = [sk.testing.laws.same_numbers]  # for `prove(..., laws=laws)`
@@ -71,7 +58,7 @@ def same_numbers(program: Program, reference: Reference) -> str | None:
 
 
 def equal_copies(program: Program, reference: Reference) -> None:
-    """Devices that hold the same piece of a leaf of the state hold the same bits.
+    """All replicas of a shard of the state are bitwise equal.
 
     Example:
         >>> laws = [sk.testing.laws.equal_copies]  # for `prove(..., laws=laws)`
@@ -85,37 +72,37 @@ def equal_copies(program: Program, reference: Reference) -> None:
             if first[1] != bits:
                 kind = "parameter" if getattr(path[0], "idx", 1) == 0 else "optimizer state"
                 raise AssertionError(
-                    f"the copies of {kind} {path_name(path[1:])} must be equal in every bit; those on devices "
-                    f"{first[0].id} and {shard.device.id} differ. Look for randomness, or a reduction that one of them "
-                    "leaves out."
+                    f"the replicas of {kind} {path_name(path[1:])} must be bitwise equal; those on devices "
+                    f"{first[0].id} and {shard.device.id} differ. Look for randomness, or a reduction that one device "
+                    "skips."
                 )
 
 
 def census_is_the_closed_form(program: Program, reference: Reference) -> str | None:
-    """The collectives of the plan send what its layouts say they must, byte for byte.
+    """The plan's collectives send exactly the bytes that its layouts require.
 
-    They are told from those that the loss sends by where they are written: in the builder, not in the loss.
+    They are told from those of the loss by the file that calls them.
 
     Example:
         >>> laws = [sk.testing.laws.census_is_the_closed_form]  # for `prove(..., laws=laws)`
     """
     if hasattr(program.row.grad_fn, "stages"):
-        return "a pipeline gathers and sums at its own ticks"
+        return "a pipeline gathers and reduces in its own ticks"
     rows = census_of(program.traced.jaxpr.jaxpr).rows
     found = sum(row.total for row in rows if row.n > 1 and row.source.startswith(_PLAN))
     wanted = plan_traffic(program.plan, program.shapes[0].params, program.mesh, program.row)
     if found != wanted:
         raise AssertionError(
-            f"the plan must send {float(wanted):,.0f} bytes a device in a step, as its layouts say; the census counts "
-            f"{float(found):,.0f}. Print sk.census(step, state, batch) to see which collective is missing or too many."
+            f"the plan must send {float(wanted):,.0f} bytes per device and step, by its layouts; the census counts "
+            f"{float(found):,.0f}. Print sk.census(step, state, batch) to find the missing or extra collective."
         )
     return None
 
 
 def compiled_as_written(program: Program, reference: Reference) -> str | None:
-    """The compiler sends nothing that is not written; it may merge, and drop what it finds to be sent twice.
+    """The compiler adds no communication; it may merge collectives and remove repeated ones.
 
-    What it adds for an optimizer that looks across shards is allowed, because that part is the compiler's own.
+    What it adds for an optimizer that reads across shards is allowed, because the compiler partitions the optimizer.
 
     Example:
         >>> laws = [sk.testing.laws.compiled_as_written]  # for `prove(..., laws=laws)`
@@ -125,23 +112,23 @@ def compiled_as_written(program: Program, reference: Reference) -> str | None:
         return "the CPU compiler sends 16-bit floats as float32"
     found = read_compiled(program.traced, program.compiled)
     more = [change.line for change in changes(found.census, found.rows) if change.more]
-    if more and _looks_across(program):  # what the compiler adds it merges with sums that are written
+    if more and _reads_across_shards(program):  # the compiler merges what it adds with written sums
         more = [line for line in more if not line.startswith("added") and " all_reduce over " not in line]
     if more:
-        raise AssertionError("the compiler must send only what is written; it changed: " + "; ".join(more))
+        raise AssertionError("the compiler must not add communication; it changed: " + "; ".join(more))
     added = added_by_compiler(found)
-    return f"the optimizer looks across shards: the compiler adds {float(added):,.0f} bytes" if added else None
+    return f"the optimizer reads across shards: the compiler adds {float(added):,.0f} bytes" if added else None
 
 
 def lint_is_silent(program: Program, reference: Reference) -> None:
-    """`lint` finds nothing in the program.
+    """`lint` reports nothing.
 
     Example:
         >>> laws = [sk.testing.laws.lint_is_silent]  # for `prove(..., laws=laws)`
     """
     found = lint(program.traced)
     if found:
-        raise AssertionError("the lint must find nothing; it finds: " + "; ".join(str(each) for each in found))
+        raise AssertionError("lint must report nothing; it reports: " + "; ".join(str(each) for each in found))
 
 
 def processes_agree(program: Program, reference: Reference) -> None:
@@ -153,24 +140,24 @@ def processes_agree(program: Program, reference: Reference) -> None:
     found = list(differences_of_processes(program.step, program.shapes, {}, program.traced.jaxpr))
     if found:
         raise AssertionError(
-            "all processes must run the same program; the lint finds: " + "; ".join(str(each) for each in found)
+            "all processes must run the same program; lint reports: " + "; ".join(str(each) for each in found)
         )
 
 
 def donates_the_state(program: Program, reference: Reference) -> None:
-    """Every byte of the new state is written where the old one was; leaves that the step never reads are left out.
+    """The new state is written into the buffers of the old one, except for leaves that the step never reads.
 
     Example:
         >>> laws = [sk.testing.laws.donates_the_state]  # for `prove(..., laws=laws)`
     """
     used = _compat.arguments_used(program.traced.jaxpr.jaxpr)
-    leaves = jax.tree.leaves(program.shapes[0]._replace(key=None))  # the key goes round the compiled program
+    leaves = jax.tree.leaves(program.shapes[0]._replace(key=None))  # the key stays outside jit
     held = sum(bytes_per_device(x) for x, read in zip(leaves, used, strict=False) if read)
     donated = program.compiled.memory_analysis().alias_size_in_bytes
     if donated != held:
         raise AssertionError(
-            f"a step must write its new state in place, {held:,} bytes a device; it reuses {donated:,}. Look for a "
-            "leaf that changes dtype or layout from step to step."
+            f"a step must write its new state in place, {held:,} bytes per device; it reuses {donated:,}. Look for a "
+            "leaf whose dtype or layout changes in the step."
         )
 
 
@@ -200,8 +187,8 @@ LAWS: tuple[Law, ...] = (
 )
 
 
-def _looks_across(program: Program) -> bool:
-    """Whether the optimizer's update mixes elements, so that it must look across shards: read from its trace."""
+def _reads_across_shards(program: Program) -> bool:
+    """Whether the optimizer's update mixes elements of an array, and so reads across shards, by its trace."""
     import optax
 
     optimizer = optax.with_extra_args_support(program.row.optimizer)
@@ -226,8 +213,8 @@ def _compare(where: str, what: str, got: Any, wanted: Any, allowed: Any) -> None
     wrong = shapes_differ(got, wanted)
     if wrong:
         raise AssertionError(
-            f"{where}: {what} must be of the same tree and shapes as on one device; {wrong}. Return the gradient of "
-            "every parameter as it was seen."
+            f"{where}: {what} must have the structure and shapes of one device's; {wrong}. Return a gradient for each "
+            "parameter, of its shape."
         )
     bounds = dict(leaves_of(allowed))
     gap = first_gap(got, wanted, lambda path, leaf, overall: bounds[path])
@@ -235,8 +222,9 @@ def _compare(where: str, what: str, got: Any, wanted: Any, allowed: Any) -> None
         text = str(gap).replace("the reference", "one device's")
         factors = [constant_factor(x, y) for (_, x), (_, y) in zip(leaves_of(got), leaves_of(wanted), strict=True)]
         scaled = any(all(f and math.isclose(f, s, rel_tol=0.01) for f in factors) for s in (SCALE, 1 / SCALE))
-        hint = f", and at `scale`, which is {SCALE:g} in a proof and multiplies the gradients alone" if scaled else ""
+        hint = f", and `scale`, which is {SCALE:g} in a proof and must multiply only the gradients" if scaled else ""
         raise AssertionError(
-            f"{where}: {what}{gap.where} must be as on one device; {text}. Look at what the loss sums and over which "
-            f"axes it varies{hint}."
+            f"{where}: {what}{gap.where} must equal one device's; {text}. Check what the loss sums and over which "
+            "axes it "
+            f"varies{hint}."
         )

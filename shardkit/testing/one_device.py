@@ -1,4 +1,4 @@
-"""The same training on one device, and how far rounding alone may carry another run away from it."""
+"""The same training on one device, and how far rounding alone may move another run away from it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from shardkit.rng import example_keys
 from shardkit.testing._compare import check_batches, check_relative, check_telling, leaves_of, magnitude
 from shardkit.train import step_key
 
-# A gradient leaf this much smaller than the largest one is rounding noise: its true value is zero.
+# A gradient leaf smaller than the largest by this factor is rounding noise: its true value is zero.
 ZERO = 1e-6
 _RELATIVE = 1e-5
 
 
 class Wanted(NamedTuple):
-    """What one device computes in one step, and by how much another run may differ from it.
+    """The results of one step on one device, and by how much another run may differ.
 
     Attributes:
         loss: scalar.
@@ -46,7 +46,7 @@ class Wanted(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """A training run on one device: what is wanted after each step."""
+    """A training run on one device: the expected results of each step."""
 
     steps: tuple[Wanted, ...]
 
@@ -68,30 +68,30 @@ def one_device(
     key: Key | None = None,
     relative: float = _RELATIVE,
 ) -> Reference:
-    """Trains on one device with nothing but jax and optax, and derives what may differ elsewhere.
+    """Trains on one device with plain jax and optax, and derives by how much other runs may differ.
 
     Another order of summation changes a gradient by about `relative` times the largest magnitude in the leaf, or 1e-6
-    of the largest gradient where the leaf's own is zero but for rounding. What such a change does to the loss, the
-    later gradients and the parameters depends on model and optimizer: Adam moves a parameter whose gradient is nearly
-    zero by the whole rate, in the direction of the noise. So the run is made twice more with gradients that are off by
-    this much in every element, once in a random direction and once in the opposite one. Twice the distance between the
-    runs is allowed on top. A leaf whose gradient is nothing but such noise may differ in each element by the norm of
-    that over the leaf: an optimizer that scales the update of a leaf to a norm, as lamb does, may put it all there.
+    of the largest gradient if the leaf's own is only rounding noise. The effect on the loss, the later gradients and
+    the parameters depends on model and optimizer: Adam moves a parameter whose gradient is nearly zero by the whole
+    learning rate, in the direction of the noise. The run is therefore repeated twice with gradients perturbed by this
+    much in every element, once in a random direction and once in the opposite one, and twice the distance between the
+    runs is allowed too. In a leaf whose gradient is only noise, each element may differ by the norm of that distance
+    over the leaf, because an optimizer that scales updates to a norm, as lamb does, may put it all into one element.
 
     Args:
         grad_fn: what one device computes over the whole batch, with no axis bound; from `value_and_grad(loss_fn)`.
-        optimizer: an optax GradientTransformation; it is given `value=loss` if it takes extra arguments.
+        optimizer: an optax GradientTransformation; it gets `value=loss` if it takes extra arguments.
         params: pytree of arrays.
         batches: one global batch for each step, at least one.
         key: the key of the run; by default `jax.random.key(0)`.
         relative: the error of a gradient, relative to the largest magnitude in the leaf. The default is for float32.
 
     Returns:
-        Reference: loss, metrics, gradients and parameters of each step, and what is allowed.
+        Reference: loss, metrics, gradients and parameters of each step, and the allowed differences.
 
     Raises:
-        ValueError: no batch, a relative error that is not between 0 and 1, or a run that cannot tell right from wrong:
-            its loss or a gradient is not finite, or all gradients of a step are zero.
+        ValueError: no batch, a relative error that is not between 0 and 1, or a run that proves nothing: its loss or a
+            gradient is not finite, or all gradients of a step are zero.
 
     Example:
         >>> grad_fn = sk.value_and_grad(lambda w, x, keys: sk.Mean.of((x @ w) ** 2))
@@ -110,7 +110,7 @@ def one_device(
     noise: Any = jax.tree.map(lambda x: False, plain[0].grads)
     wanted = []
     for steps in zip(plain, *noisy, strict=True):
-        # An optimizer remembers: what was noise once moves the leaf in the later steps, too.
+        # The optimizer state carries noise of one step into the later ones.
         noise = jax.tree.map(
             lambda was, x, error: was or magnitude(x) <= error,
             noise,
@@ -146,7 +146,7 @@ def _wanted(plain: _Step, *noisy: _Step, relative: float, noise: Any) -> Wanted:
 
 
 def noise_of(grads: Any, relative: float) -> Any:
-    """The error that another order of summation may make in each gradient leaf, a number."""
+    """The error that another order of summation may cause in each gradient leaf, a number."""
     overall = max((magnitude(x) for _, x in leaves_of(grads)), default=0.0)
     return jax.tree.map(lambda x: max(relative * magnitude(x), ZERO * overall), grads)
 
@@ -173,7 +173,7 @@ def _run(
 
 @lru_cache(maxsize=32)
 def _gradient(grad_fn: Any) -> Callable[..., Any]:
-    """Loss, metrics and gradients of the mean, compiled once for each function."""
+    """Loss, metrics and gradients of the mean, compiled once per function."""
 
     @jax.jit
     def gradient(params: Any, batch: Any, keys: jax.Array) -> Any:
@@ -201,7 +201,7 @@ def _update(optimizer: Any) -> Callable[..., Any]:
 
 
 def _off(grads: Any, relative: float, sign: int) -> Any:
-    """The gradients with every element off by the error that is allowed, in random directions times `sign`."""
+    """The gradients with every element perturbed by the allowed error, in random directions times `sign`."""
     rng = np.random.default_rng(zlib.crc32(b"rounding"))
 
     def one(x: np.ndarray, error: float) -> np.ndarray:

@@ -28,13 +28,13 @@ from shardkit.train import TrainStep, make_train_step
 
 Build = Callable[[Row], TrainStep]
 
-# What a GradFn is given as `scale` in a proof, times the loss scale: a power of two, so that nothing is rounded, and
-# below 1, so that float16 does not overflow.
+# The `scale` of a GradFn in a proof, times the loss scale: a power of two, which rounds nothing, and below 1, so that
+# float16 does not overflow.
 SCALE = 0.5
 
 
 class Recorded(NamedTuple):
-    """The state of a recording optimizer: that of the optimizer itself, and the gradients it was last given."""
+    """The state of a recording optimizer: that of the wrapped optimizer, and the last gradients."""
 
     inner: Any
     grads: Any
@@ -68,7 +68,7 @@ def recording(optimizer: Optimizer) -> Any:
 
     def update(grads: Any, state: Recorded, params: Any = None, **extra: Any) -> tuple[Any, Recorded]:
         updates, inner = optimizer.update(grads, state.inner, params, **extra)
-        # The old gradients are used, for nothing: an argument that is not used is not donated either.
+        # The old gradients are read, without effect, because jit does not donate an unused argument.
         kept = jax.tree.map(lambda new, old: jnp.where(jnp.zeros((), bool), old, new), grads, state.grads)
         return updates, Recorded(inner, kept)
 
@@ -76,11 +76,11 @@ def recording(optimizer: Optimizer) -> Any:
 
 
 class Taken(NamedTuple):
-    """One step that was taken, on the host and in natural shapes.
+    """The results of one step, on the host, in natural shapes.
 
     Attributes:
         metrics: by name.
-        grads: the gradients that the optimizer was given; None where the step records none.
+        grads: the gradients that the optimizer got; None if the step records none.
         params: the parameters after it.
         compiled: programs that the backend compiled during the call.
     """
@@ -100,12 +100,12 @@ class Ran(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The step of a row: made, traced, lowered, compiled and run at most once, each when it is first asked for.
+    """The step of a row, built, traced, lowered, compiled and run at most once, each on first use.
 
     Attributes:
         row: the mesh, the plan and the options.
         mesh: the row's mesh.
-        plan: its plan, with the stages of the GradFn where that is a pipeline.
+        plan: its plan, with the stages of the GradFn if it is a pipeline.
         init: as of `make_train_step`.
         step: as of `make_train_step`.
         params: pytree of arrays.
@@ -133,16 +133,16 @@ class Program:
         key: jax.Array,
         mesh: Mesh | None = None,
     ) -> Program:
-        """The program of a row.
+        """Builds the program of a row.
 
         Args:
-            row: what to run; its own grad_fn and optimizer come before the others.
-            step: a GradFn, or a function of the row, whose optimizer records gradients, that gives a TrainStep.
+            row: what to run; its grad_fn and optimizer override the arguments.
+            step: a GradFn, or a function from the row, whose optimizer records gradients, to a TrainStep.
             optimizer: an optax GradientTransformation.
             params: pytree of arrays.
             batches: one global batch for each step.
             key: the key of the run.
-            mesh: the row's mesh; by default over the row's devices, or else the first there are.
+            mesh: the row's mesh; by default over the row's devices, or the first ones.
 
         Raises:
             TypeError: a step that is neither.
@@ -166,7 +166,7 @@ class Program:
 
     @cached_property
     def start(self) -> TrainState:
-        """The state before the first step; gone once the steps are run, because each donates its state."""
+        """The state before the first step; the first step donates it."""
         return self.init(self.params, self.key)
 
     @cached_property
@@ -205,10 +205,7 @@ class Program:
 
 
 def _scaled(grad_fn: GradFn) -> GradFn:
-    """The GradFn called with another scale, which is then divided out: one that ignores its scale gives another result.
-
-    This costs a multiplication, and no program of its own.
-    """
+    """The GradFn called with another scale, which is divided out again: ignoring it changes the result."""
 
     @functools.wraps(grad_fn)
     def scaled(params: Any, batch: Any, keys: jax.Array, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
@@ -219,7 +216,7 @@ def _scaled(grad_fn: GradFn) -> GradFn:
 
 
 class _Compiles:
-    """Counts what the backend compiles while it is open."""
+    """Counts the programs that the backend compiles in a `with` block."""
 
     def __enter__(self) -> _Compiles:
         self.count = 0
@@ -239,7 +236,7 @@ def _recorded(opt_state: Any) -> Any:
 
 
 def _grad_fn(step: Any) -> GradFn | None:
-    """The step itself where it is a GradFn, None where it builds a step from a row."""
+    """The step if it is a GradFn; None if it builds a step from a row."""
     if callable(step):
         names = inspect.signature(step).parameters
         if "scale" in names:

@@ -1,4 +1,4 @@
-"""One program, many laws: every row is compiled and run once, and every law reads it."""
+"""Every law on every row, from one compiled program per row."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from shardkit.testing.rows import Row
 
 
 class Verdict(NamedTuple):
-    """What one law says of one row.
+    """The result of one law on one row.
 
     Attributes:
         row: the row's name.
         law: the law's name.
-        broken: what is wrong; "" where the law holds or does not apply.
-        note: why it does not apply, or what it allowed; "" for nothing.
+        broken: the error; "" if the law holds or does not apply.
+        note: why it does not apply, or what it allowed; or "".
     """
 
     row: str
@@ -36,7 +36,7 @@ class Verdict(NamedTuple):
 
 
 class Proof(NamedTuple):
-    """What was proved; `print` it: a line for each row, a column for each law."""
+    """The results of all laws; `print` it: a line for each row, a column for each law."""
 
     verdicts: tuple[Verdict, ...]
 
@@ -65,27 +65,27 @@ def prove(
     laws: Sequence[Law] = LAWS,
     key: Key | None = None,
 ) -> Proof:
-    """Proves a training step: every law on every row, from one compiled program a row.
+    """Proves a training step: every law on every row.
 
-    Each row is traced, lowered, compiled and run for `len(batches)` steps once; the laws read the result. The reference
-    runs on one device without a mesh.
+    Each row is traced, lowered, compiled and run once for `len(batches)` steps, and all laws read that program. The
+    reference runs on one device without a mesh.
 
     Args:
         step: what each device computes, from `value_and_grad` or `pipeline_value_and_grad`; or, for a step of your own,
-            a function of a Row that returns a TrainStep and uses `row.optimizer`, which records the gradients.
+            a function from a Row to a TrainStep that uses `row.optimizer`, which records the gradients.
         reference: the same on one device, over the whole batch, with no axis bound; or what `one_device` returned.
-        rows: the meshes, plans and options; `covering` makes a list in which all pairs of options meet.
+        rows: the meshes, plans and options; `covering` returns a list with every pair of options.
         params: the parameters, a pytree of global arrays.
-        batches: one global batch for each step; three show what only later steps show.
+        batches: one global batch for each step; three, to cover what shows only in later steps.
         optimizer: an optax GradientTransformation; by default `optax.adam(1e-2)`.
-        laws: functions of (Program, Reference); by default `LAWS`.
+        laws: functions of (Program, Reference).
         key: the key of the run; by default `jax.random.key(0)`.
 
     Returns:
-        Proof: what each law says of each row; print it.
+        Proof: the result of each law on each row; print it.
 
     Raises:
-        AssertionError: a law is broken; the message lists every broken law of every row.
+        AssertionError: lists every broken law of every row.
         ValueError: no row, no batch, no law, or a relative error that is not between 0 and 1.
         TypeError, ValueError: what building or tracing a step raises.
 
@@ -135,7 +135,7 @@ def prove(
 
 
 def relative_of(precision: Any) -> float:
-    """The error of a gradient that another order of summation may make, for a precision as of `make_train_step`."""
+    """The relative error of a gradient from another order of summation, for a precision as of `make_train_step`."""
     import jax.numpy as jnp
 
     from shardkit.precision import precision_of

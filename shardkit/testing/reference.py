@@ -1,8 +1,8 @@
-"""What each kernel means, over a Python list of blocks: one block a device, in the order of the axis.
+"""A reference for each kernel, over a Python list of blocks: one block per device, in the order of the axis.
 
-Every function takes the blocks that the devices hold and returns the list of what they get; options are those of the
-kernel of the same name. `xp` is numpy, or jax.numpy where a gradient is wanted. Read it and believe it: nothing here
-is clever. `over_mesh` applies one to arrays whose first dims are the mesh.
+Every function takes the block of each device and returns the list of results; options are those of the kernel of the
+same name. `xp` is numpy, or jax.numpy for gradients. The code is simple enough to trust by reading it. `over_mesh`
+applies a reference to arrays whose first dims are the mesh.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Blocks = Sequence[Any]
 
 
 def all_reduce(blocks: Blocks, *, op: str = "sum", xp: Any = np) -> list[Any]:
-    """Every device gets the sum, mean, max, min, any or all. Equal values share the derivative of a max or min.
+    """Every device gets the sum, mean, max, min, any or all; ties share the derivative of a max or min.
 
     Example:
         >>> sk.testing.reference.all_reduce([np.array([1, 2]), np.array([3, 4])])
@@ -29,7 +29,7 @@ def all_reduce(blocks: Blocks, *, op: str = "sum", xp: Any = np) -> list[Any]:
 
 
 def all_gather(blocks: Blocks, *, dim: int = 0, xp: Any = np) -> list[Any]:
-    """Every device gets the blocks joined along dim.
+    """Every device gets the blocks, concatenated along dim.
 
     Example:
         >>> sk.testing.reference.all_gather([np.array([1, 2]), np.array([3, 4])])
@@ -60,7 +60,7 @@ def all_to_all(blocks: Blocks, *, split_dim: int, concat_dim: int, xp: Any = np)
 
 
 def shift(blocks: Blocks, *, by: int = 1, wrap: bool = True, xp: Any = np) -> list[Any]:
-    """Device i gets what device i - by held, or zeros beyond an open end.
+    """Device i gets the block of device i - by, or zeros beyond an open end.
 
     Example:
         >>> sk.testing.reference.shift([np.array([1, 2]), np.array([3, 4])])
@@ -92,7 +92,7 @@ def vary(blocks: Blocks, *, xp: Any = np) -> list[Any]:
 
 
 def prefix_scan(blocks: Blocks, *, op: str = "sum", exclusive: bool = False, xp: Any = np) -> list[Any]:
-    """Device i gets what devices 0 to i give together, or to i - 1; the first then gets the neutral element.
+    """Device i gets the reduction over devices 0 to i; exclusive: 0 to i - 1, and the neutral element on device 0.
 
     Example:
         >>> sk.testing.reference.prefix_scan([np.array([1, 2]), np.array([3, 4])])
@@ -107,7 +107,7 @@ def prefix_scan(blocks: Blocks, *, op: str = "sum", exclusive: bool = False, xp:
 def halo_exchange(
     blocks: Blocks, *, dim: int = 0, before: int = 1, after: int = 1, wrap: bool = False, xp: Any = np
 ) -> list[Any]:
-    """Every block with rows of the joined array before and behind it; zeros, or the other end, beyond the ends.
+    """Every block with the rows before and after it; beyond the ends zeros, or with wrap the rows of the other end.
 
     Example:
         >>> sk.testing.reference.halo_exchange([np.array([1, 2]), np.array([3, 4])])
@@ -116,7 +116,7 @@ def halo_exchange(
     size, whole = blocks[0].shape[dim], xp.concatenate(blocks, dim)
     total = whole.shape[dim]
     empty = xp.zeros_like(xp.take(whole, np.arange(1), axis=dim))
-    rows = xp.concatenate([whole, empty], dim)  # row `total` stands for what lies beyond an open end
+    rows = xp.concatenate([whole, empty], dim)  # row `total`: beyond an open end
 
     def row(at: int) -> int:
         return at % total if wrap else at if 0 <= at < total else total
@@ -126,7 +126,7 @@ def halo_exchange(
 
 
 def gather_to_one(blocks: Blocks, *, dim: int = 0, target: int = 0, xp: Any = np) -> list[Any]:
-    """The target gets the blocks joined, the others zeros.
+    """The target gets the joined blocks, the others zeros.
 
     Example:
         >>> sk.testing.reference.gather_to_one([np.array([1, 2]), np.array([3, 4])])
@@ -173,13 +173,13 @@ def over_mesh(
 
     Args:
         blockwise: a function of a list of blocks, with `xp` as its keyword.
-        x: array of shape [*sizes, ...]: the block of every device.
+        x: array of shape [*sizes, ...]: the blocks of all devices.
         sizes: the mesh: axis name and size, in its order.
         axis: the axis of the collective; of a tuple, the first is major.
-        xp: numpy, or jax.numpy where a gradient is wanted.
+        xp: numpy, or jax.numpy for gradients.
 
     Returns:
-        Array of shape [*sizes, ...]: what every device gets.
+        Array of shape [*sizes, ...]: the results of all devices.
 
     Example:
         >>> blocks = np.arange(4).reshape(2, 2)  # one number on each device of a mesh data=2, model=2

@@ -1,4 +1,4 @@
-"""Rows: the ways to run one training step, and a covering list of them in place of their product."""
+"""Rows: the ways to run a training step; and covering lists, in place of the product of all options."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ Pair = tuple[tuple[str, int], tuple[str, int]]
 
 
 class Row(NamedTuple):
-    """One way to run a training step. What is None is that of `prove`.
+    """One way to run a training step; None means the argument of `prove`.
 
     Attributes:
         mesh: axis name and size, in the mesh's order.
         plan: how the axes are used.
-        grad_fn: what each device computes, where it must know the row's axes or schedule.
+        grad_fn: what each device computes, if it depends on the row's axes or schedule.
         accumulate: microbatches, as for `make_train_step`.
         precision: as for `make_train_step`.
         nonfinite: as for `make_train_step`.
         optimizer: an optax GradientTransformation.
-        relative: what may differ, relative to the largest magnitude in a leaf.
-        label: the row's name; by default made of mesh and plan.
-        devices: the devices in row-major order of the axes; by default the first there are, in the order that jax
-            gives them.
+        relative: the allowed error, relative to the largest magnitude in a leaf.
+        label: the row's name; by default its mesh and plan.
+        devices: the devices in row-major order of the axes; by default the first of `jax.devices()`.
     """
 
     mesh: Mapping[str, int]
@@ -54,18 +53,18 @@ class Row(NamedTuple):
 def covering(
     factors: Mapping[str, Sequence[Any]], allowed: Callable[[Choice], bool] = lambda choice: True
 ) -> list[Choice]:
-    """Choices in which every two values of different factors meet at least once.
+    """Lists choices in which every two values of different factors occur together at least once.
 
-    Most faults need one value or two to show; a covering list finds them with dozens of rows where the product of all
-    factors has thousands. The same arguments give the same list.
+    Most faults show with one or two values; a covering list finds them with dozens of rows, where the product of all
+    factors has thousands. The list is deterministic.
 
     Args:
         factors: the values of each factor by its name, for example `{"plan": ["dp", "fsdp"], "accumulate": [1, 2]}`.
-        allowed: whether values may stand together. It is called with some of the factors chosen, and must not refuse
-            what can still become right: read them with `choice.get(name)`.
+        allowed: whether a choice is valid. It is called with partial choices too, and must not refuse one that can be
+            completed: read them with `choice.get(name)`.
 
     Returns:
-        One dict for each row, with a value for every factor. Pairs that no allowed row can hold are left out.
+        One dict for each row, with a value for every factor. Pairs without an allowed row are omitted.
 
     Raises:
         ValueError: a factor without values.
@@ -79,7 +78,9 @@ def covering(
     """
     for name, values in factors.items():
         if not values:
-            raise ValueError(f"covering: factor {name!r} must have a value or more; got none. Give it one, or drop it.")
+            raise ValueError(
+                f"covering: factor {name!r} must have one or more values; got none. Add a value, or drop the factor."
+            )
     sizes = {name: len(values) for name, values in factors.items()}
 
     def fits(row: Mapping[str, int]) -> bool:
@@ -111,12 +112,12 @@ def _pairs(sizes: Mapping[str, int]) -> dict[Pair, None]:
 def _completed(
     row: dict[str, int], sizes: Mapping[str, int], left: Mapping[Pair, None], fits: Callable[[dict[str, int]], bool]
 ) -> dict[str, int] | None:
-    """The row with every factor chosen, each so that it meets most of what it has not met; None if nothing fits."""
+    """The row with every factor chosen, each to cover the most new pairs; None if nothing fits."""
     if not fits(row):
         return None
     if len(row) == len(sizes):
         return row
-    # A factor to which nothing is left ends the search here, not after all others have been tried.
+    # A factor without a valid value ends the search now, not after all others have been tried.
     open_values = {
         name: [i for i in range(size) if fits({**row, name: i})] for name, size in sizes.items() if name not in row
     }

@@ -1,4 +1,4 @@
-"""Hypothesis strategies: meshes, layouts, sharded arrays. Everything shrinks to the smallest mesh."""
+"""Hypothesis strategies: meshes, layouts, sharded arrays, programs. All shrink to the smallest mesh."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _Draw = Any
 
 
 class ShardedArray(NamedTuple):
-    """A global array, how it is split, and over which mesh.
+    """A global array, its layout, and the mesh.
 
     Attributes:
         value: numpy array of global shape.
-        spec: its PartitionSpec; every dim divides.
+        spec: its PartitionSpec; every dim is divisible.
         sizes: the mesh, axis name and size.
     """
 
@@ -39,7 +39,7 @@ class ShardedArray(NamedTuple):
 
 @typed
 def meshes(*, devices: int = 8, names: Sequence[str] = NAMES) -> st.SearchStrategy[dict[str, int]]:
-    """Every mesh of up to `devices` devices: each number of them factored into one axis, two, ... in every order.
+    """Meshes of up to `devices` devices: every number of devices, factored into one or more axes in every order.
 
     Args:
         devices: the largest number of devices.
@@ -60,7 +60,7 @@ def meshes(*, devices: int = 8, names: Sequence[str] = NAMES) -> st.SearchStrate
     """
     if devices < 1 or not names:
         raise ValueError(
-            f"meshes: there must be one device and one name or more; got {devices} devices and names {tuple(names)}. "
+            f"meshes: there must be at least one device and one name; got {devices} devices and names {tuple(names)}. "
             "Pass for example devices=8, names=('data', 'model')."
         )
     every = [sizes for k in range(1, len(names) + 1) for sizes in factorizations(devices, k)]
@@ -69,7 +69,7 @@ def meshes(*, devices: int = 8, names: Sequence[str] = NAMES) -> st.SearchStrate
 
 
 def _drawn(fn: Callable[..., Any]) -> Callable[..., st.SearchStrategy[Any]]:
-    """`st.composite`, with arguments looked at when the strategy is made, and not where an example is drawn."""
+    """`st.composite`, with arguments checked when the strategy is built, not when an example is drawn."""
     made = st.composite(fn)
 
     @wraps(fn)
@@ -87,7 +87,7 @@ def _drawn(fn: Callable[..., Any]) -> Callable[..., st.SearchStrategy[Any]]:
         at_least(fn.__name__, 0, shape=min(given.get("shape", ()), default=0))
         if not given.get("dtypes", DTYPES):
             raise ValueError(
-                f"{fn.__name__}: dtypes must name one dtype or more; got (). Pass for example ('float32',)."
+                f"{fn.__name__}: dtypes must name one or more dtypes; got (). Pass for example ('float32',)."
             )
         return made
 
@@ -96,7 +96,7 @@ def _drawn(fn: Callable[..., Any]) -> Callable[..., st.SearchStrategy[Any]]:
 
 @_drawn
 def specs(draw: _Draw, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
-    """Every layout of an array of that shape on that mesh: each axis on one dim that it divides, or on none.
+    """Layouts of an array of a shape on a mesh: each axis splits one dim that it divides, or none.
 
     Args:
         draw: given by hypothesis.
@@ -104,7 +104,7 @@ def specs(draw: _Draw, shape: Sequence[int], sizes: Mapping[str, int]) -> Partit
         sizes: the mesh, axis name and size.
 
     Returns:
-        Strategy of PartitionSpec, in its canonical spelling; shrinks to `P()`.
+        Strategy of canonical PartitionSpecs; shrinks to `P()`.
 
     Example:
         >>> from hypothesis import given
@@ -134,14 +134,14 @@ def sharded_arrays(
     rank: int = 3,
     largest: int = 3,
 ) -> ShardedArray:
-    """A global array with a layout that divides it.
+    """Global arrays with a layout that divides them.
 
     Args:
         draw: given by hypothesis.
         sizes: the mesh; by default any of `meshes()`.
         dtypes: names of the dtypes to choose from.
-        integer_valued: floats hold whole numbers from -3 to 3, whose sums are exact in any order, so that results can
-            be compared in every bit; otherwise normal draws.
+        integer_valued: floats are whole numbers from -3 to 3, whose sums are exact in any order, so that results can be
+            compared bitwise; otherwise they are drawn from a normal distribution.
         rank: the largest number of dims.
         largest: the largest size of a dim on one device.
 
@@ -181,10 +181,10 @@ def programs(
     dtypes: Sequence[str] = DTYPES,
     length: int = 4,
 ) -> Chain:
-    """A chain of collectives with legal shapes, as data: print it, run it as a kernel, run it on the reference.
+    """Chains of collectives with legal shapes, as data: print one, run it as a kernel, run it on the reference.
 
-    Values are whole numbers (or, after a mean, a power of two below) that every dtype on the way holds exactly, so that
-    kernel and reference must agree in every bit.
+    Values are whole numbers (after a mean, divided by a power of two) that every dtype in the chain represents exactly,
+    so kernel and reference must be bitwise equal.
 
     Args:
         draw: given by hypothesis.

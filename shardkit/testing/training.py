@@ -1,4 +1,4 @@
-"""A training step on a mesh against the same steps on one device."""
+"""Compares training on a mesh with the same training on one device."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def assert_same_training(
     accumulate: int = 1,
     relative: float = 1e-5,
 ) -> None:
-    """Proves a training step: the same loss, gradients and parameters as on one device, step by step.
+    """Proves a training step: loss, gradients and parameters equal those of one device, step by step.
 
     Runs `make_train_step(grad_fn, ...)` and, without a mesh, `reference_grad_fn` with the same optimizer for
-    `len(batches)` steps. The gradients are compared themselves, through a recording optimizer, because an optimizer
-    that clips or normalizes hides a wrong factor. What is allowed is derived from what gradients that are off by
-    `relative` do to the same run on one device (see `one_device`). Copies of a parameter on several devices must agree
-    in every bit. These are two of the laws of `prove`, which holds several meshes and plans to all of them.
+    `len(batches)` steps. Gradients are compared before the optimizer, because one that clips or normalizes hides a
+    wrong factor. The tolerance follows from the effect of gradients perturbed by `relative` on the same run on one
+    device (see `one_device`). Replicas of a parameter must be bitwise equal. These are two of the laws
+    of `prove`, which checks all laws on several meshes and plans.
 
     Args:
         grad_fn: what each device computes.
@@ -51,11 +51,11 @@ def assert_same_training(
         params: the parameters, a pytree of global arrays.
         batches: one global batch for each step, at least one.
         key: the key of the run, from which both derive one key for each example; by default `jax.random.key(0)`.
-        accumulate: microbatches a step on the mesh.
+        accumulate: microbatches per step on the mesh.
         relative: the error of a gradient, relative to the largest magnitude in the leaf. The default is for float32.
 
     Raises:
-        AssertionError: a difference; names mesh, plan, step, leaf, how far it is off and what is allowed.
+        AssertionError: a difference; names mesh, plan, step and leaf, the difference and what is allowed.
         ValueError: no batch, or a relative error that is not between 0 and 1.
         TypeError, ValueError: what building or tracing the step raises.
 

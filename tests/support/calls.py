@@ -122,7 +122,7 @@ def kernels():
         (blocks.attention, state | {"config": config}),
         (blocks.experts, state | {"config": config}),
         (blocks.rms_norm, {"x_bTD": ones(2, 4, 8), "gain_D": ones(8)}),
-        (blocks.rotate, {"x_bTHK": q, "places_T": np.arange(4)}),
+        (blocks.rotate, {"x_bTHK": q, "positions_T": np.arange(4)}),
     ]
 
 

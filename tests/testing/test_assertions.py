@@ -75,28 +75,27 @@ def test_failures_in_full(data8):
     ) == (
         "assert_matches_reference: on mesh data=8, under jit, the result must equal the reference; the largest "
         "difference is 28 at [0], where it is 56 and the reference 28 (everywhere 2x the reference); allowed is "
-        "3.61e-05. Look for a reduction that is missing or done twice, or pieces in another order."
+        "3.61e-05. Look for a missing or repeated reduction, or shards in the wrong order."
     )
     options = {"in_specs": P("data"), "out_specs": P("data")}
     assert complaint(data8, lambda x: sk.shift(x, "data", by=-1), lambda x: jnp.roll(x, 1), (x,), **options) == (
         "assert_matches_reference: on mesh data=8, under jit, the result must equal the reference; the largest "
-        "difference is 6 at [0], where it is 1 and the reference 7; allowed is 9.04e-06. Look for a reduction that is "
-        "missing or done twice, or pieces in another order."
+        "difference is 6 at [0], where it is 1 and the reference 7; allowed is 9.04e-06. Look for a missing or "
+        "repeated reduction, or shards in the wrong order."
     )
     stopped = lambda x: {"y": jax.lax.stop_gradient(x["v"]) * 2}  # noqa: E731
     assert complaint(data8, stopped, lambda x: {"y": x["v"] * 2}, ({"v": x},), **options) == (
         "assert_matches_reference: on mesh data=8, under jit, the gradient of argument 0.v must equal the reference; "
         "the largest difference is 5.19 at [0], where it is 0 and the reference -5.18677 (everywhere 0x the "
-        "reference); allowed is 6.7e-06. Look for a reduction that is missing or done twice, or pieces in another "
-        "order."
+        "reference); allowed is 6.7e-06. Look for a missing or repeated reduction, or shards in the wrong order."
     )
     assert complaint(data8, lambda x: x[None], lambda x: x, (x,), **options) == (
-        "assert_matches_reference: on mesh data=8, under jit, the result must be of the reference's structure and "
-        "shapes; (the whole tree) has shape (8, 1) and the reference (8,). Compare out_specs and the gathers."
+        "assert_matches_reference: on mesh data=8, under jit, the result must have the reference's structure and "
+        "shapes; (the whole tree) has shape (8, 1) and the reference (8,). Check out_specs and the gathers."
     )
     assert complaint(data8, lambda x: {"y": x}, lambda x: x, (x,), **options) == (
-        "assert_matches_reference: on mesh data=8, under jit, the result must be of the reference's structure and "
-        "shapes; it is {'y': *} and the reference one array. Compare out_specs and the gathers."
+        "assert_matches_reference: on mesh data=8, under jit, the result must have the reference's structure and "
+        "shapes; it is {'y': *} and the reference one array. Check out_specs and the gathers."
     )
 
 
@@ -127,21 +126,21 @@ def test_keys_scalars_and_none_among_arguments_and_results():
 def test_what_cannot_be_compared_is_said_in_full(data8):
     x, options = np.arange(8, dtype=np.float32), {"in_specs": P("data"), "out_specs": P("data"), "eager": False}
     assert complaint(data8, lambda x: x.astype(jnp.int32), lambda x: x, (x,), **options) == (
-        "assert_matches_reference: on mesh data=8, under jit, the result must be of the reference's kind of numbers; "
-        "(the whole tree) is int32 and the reference float32. Cast one of them."
+        "assert_matches_reference: on mesh data=8, under jit, the result must have a dtype of the reference's kind; "
+        "(the whole tree) is int32 and the reference float32. Cast the kernel's or the reference's."
     )
     for reference, args, message in (
         (
             lambda x: np.asarray(x),
             (x,),
-            "assert_matches_reference: the reference must be written in jax where gradients are compared; it turns its "
-            "arguments into numpy arrays. Use jax.numpy in it, or pass grad=False.",
+            "assert_matches_reference: the reference must be written in jax when gradients are compared; it converts "
+            "its arguments to numpy arrays. Use jax.numpy in it, or pass grad=False.",
         ),
         (
             lambda x: x,
             x,
-            "assert_matches_reference: args must be a tuple with the arguments; got float32[8]. Write args=(x,) for "
-            "one.",
+            "assert_matches_reference: args must be a tuple of the arguments; got float32[8]. Pass args=(x,) for one "
+            "argument.",
         ),
     ):
         with pytest.raises(TypeError) as error:
@@ -231,11 +230,11 @@ def test_training_failures_in_full(data8):
         training(doubled, mesh=data8, optimizer=clipped)
     text = str(error.value)
     assert text.startswith(
-        "assert_same_training: on mesh data=8 with plan dp('data'), step 0: the gradient of bias must be as on one "
-        "device; the largest difference is 0."
+        "assert_same_training: on mesh data=8 with plan dp('data'), step 0: the gradient of bias must equal one "
+        "device's; the largest difference is 0."
     )
     assert "(everywhere 2x one device's); allowed is " in text
-    assert text.endswith(". Look at what the loss sums and over which axes it varies.")
+    assert text.endswith(". Check what the loss sums and over which axes it varies.")
     with pytest.raises(ValueError) as error:
         training(mesh=data8, steps=0)
     assert str(error.value) == ("assert_same_training: at least one batch is needed; got none. Pass one for each step.")

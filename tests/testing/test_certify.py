@@ -73,7 +73,7 @@ def test_wrong_recipes_are_named(name):  # facts 2
     with pytest.raises(AssertionError) as error:
         certify_gradients(grad_fn, square, PARAMS, BATCH, devices=4)
     assert str(error.value) == (
-        "certify_gradients: the gradients must be the reference's on every mesh; "
+        "certify_gradients: the gradients must equal the reference on every mesh; "
         f"on mesh {mesh}, gradients of `w_down`, `w_up` {words}. "
         "Cast parameters with sk.vary over the batch axes, differentiate, and reduce the gradients once."
     )
@@ -86,7 +86,8 @@ def test_a_sum_where_a_mean_was_meant_grows_with_the_mesh(devices):  # proves S1
     with pytest.raises(AssertionError) as error:
         certify_gradients(summed, square, PARAMS, BATCH, devices=devices)
     assert str(error.value) == (
-        f"certify_gradients: the gradients must be the reference's on every mesh; on mesh data={devices}, gradients of "
+        f"certify_gradients: the gradients must equal the reference on every mesh; on mesh data={devices}, gradients "
+        "of "
         f"`w_down`, `w_up` are {devices}x the reference: axis 'data' (size {devices}) is summed twice, or a division "
         "by its size is missing. Cast parameters with sk.vary over the batch axes, differentiate, and reduce the "
         "gradients once."
@@ -120,7 +121,8 @@ def test_two_axes_and_sharded_parameters():
             lambda p, x: tensor_parallel(p, x, down=sk.axis_size("model")), whole, PARAMS, BATCH, **options
         )
     assert str(error.value) == (
-        "certify_gradients: the gradients must be the reference's on every mesh; on mesh data=1, model=8, gradients of "
+        "certify_gradients: the gradients must equal the reference on every mesh; on mesh data=1, model=8, gradients "
+        "of "
         "`w_down` are 8x the reference: axis 'model' (size 8) is summed twice, or a division by its size is missing. "
         "Cast parameters with sk.vary over the batch axes, differentiate, and reduce the gradients once."
     )
@@ -142,8 +144,8 @@ def test_errors_in_full():
     with pytest.raises(ValueError) as error:
         certify_gradients(own, square, PARAMS, BATCH[:7])
     assert str(error.value) == (
-        "certify_gradients: the batch and the parameters must divide over axis 'data'; no mesh of 2 to 8 devices fits "
-        "them. Pass larger arrays or other specs."
+        "certify_gradients: the batch and the parameters must be divisible by axis 'data'; they fit no mesh of 2 to 8 "
+        "devices. Pass larger arrays or other specs."
     )
     with pytest.raises(AssertionError) as error:
         certify_gradients(lambda p, x: p["w_up"], square, PARAMS, BATCH)
@@ -162,13 +164,13 @@ def refused(kind, **changed):
 
 def test_arguments_that_cannot_be_meant():
     assert refused(TypeError, params={**PARAMS, "n": np.int32(3)}) == (
-        "certify_gradients: the parameters must be floating-point numbers; leaf n is int32. Put it into the batch, or "
+        "certify_gradients: the parameters must be floating-point numbers; leaf n is int32. Move it to the batch, or "
         "close over it."
     )
     for devices in (1, 64):
         assert refused(ValueError, devices=devices) == (
-            f"certify_gradients: devices must be 2 or more of those that there are; got {devices} and there are 8. "
-            f"Correct devices, or call simulate_devices({max(devices, 2)}) before jax starts."
+            f"certify_gradients: devices must be between 2 and the number of devices, 8; got {devices}. "
+            f"Pass another number, or call simulate_devices({max(devices, 2)}) before jax starts."
         )
     assert refused(ValueError, axes=("data", "data")) == (
         "certify_gradients: axis 'data' is used twice in ('data', 'data'). Name each axis once."
@@ -195,7 +197,7 @@ def test_what_is_not_finite_and_what_is_wrong_on_one_device_are_called_so():
     nan = lambda p, x: jax.tree.map(lambda g: g / 0, right(p, x))  # noqa: E731
     shifted = lambda p, x: jax.tree.map(lambda g: g + 1, right(p, x))  # noqa: E731
     for wrong, words in (
-        (nan, "are not finite where the reference's are. Cast"),
+        (nan, "are not finite where the reference is. Cast"),
         (shifted, r"reference -?\d\.\d+;"),
     ):
         with pytest.raises(AssertionError, match=rf"on mesh data=1, gradients of `w_down`.* {words}"):
@@ -205,10 +207,10 @@ def test_what_is_not_finite_and_what_is_wrong_on_one_device_are_called_so():
 def test_a_reference_that_cannot_tell_is_refused():
     loss = lambda p, b: jnp.mean((b @ p) ** 2)  # noqa: E731
     wrong = lambda p, b: 7 * sk.all_reduce(jax.grad(loss)(sk.vary(p, "data"), b), "data")  # noqa: E731
-    rule = "certify_gradients: the reference must be finite, and not all of its gradients zero, or nothing is proved; "
+    rule = "certify_gradients: the reference must be finite and have a nonzero gradient, or nothing is proved; "
     remedy = ". Pass other parameters or another batch."
     for batch, what in (
-        (np.zeros((8, 3), "f"), "all of them are zero"),
+        (np.zeros((8, 3), "f"), "all gradients are zero"),
         (np.full((8, 3), np.nan, "f"), "'(the whole tree)' is not finite"),
     ):
         with pytest.raises(ValueError) as error:

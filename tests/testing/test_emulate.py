@@ -216,8 +216,9 @@ def test_errors_in_full():
 
     x = np.arange(4.0, dtype=np.float32)
     assert message(lambda x: {"y": x}, P("b"), P(), x) == (
-        "emulate: result y must be equal on all devices of axis 'b', because out_specs do not split it there; device 1 "
-        "differs from device 0 by up to 2. Reduce it over 'b', or name the axis in out_specs."
+        "emulate: result y must be equal along axis 'b', which out_specs omit; device 1 differs from device 0 by up "
+        "to 2. "
+        "Reduce it over 'b', or name the axis in out_specs."
     )
     assert message(lambda x: x, P("b"), P("b"), x[:3]) == (
         "emulate: argument 0: dim 0 must be divisible by axis 'b'; got size 3 over 2 devices. Pad dim 0 or choose "
@@ -231,27 +232,29 @@ def test_errors_in_full():
         "emulate: result (the whole tree): the spec P('b',) has 1 entries for an array of rank 0. Drop an entry."
     )
     assert message(lambda x: lax.all_gather(x, "a", axis_index_groups=[[0], [1]]), P("b"), P(), x) == (
-        "emulate: all_gather must go over whole axes; got axis_index_groups ((0,), (1,)). Make the groups an axis of "
-        "the mesh, and name it."
+        "emulate: all_gather must run over whole axes; got axis_index_groups ((0,), (1,)). Make the groups an axis of "
+        "the mesh."
     )
     psum = lambda x: lax.psum(x, "b", axis_index_groups=[[0], [1]])  # noqa: E731
     assert message(psum, P("b"), P(), x) == (
-        f"emulate: what the kernel calls at test_emulate.py:{psum.__code__.co_firstlineno} must be possible in "
-        "jax.shard_map; jax refuses it with a bare NotImplementedError, as it does a psum with axis_index_groups or "
-        "over an axis that there is not. Name axes of the mesh, 'a', 'b', and make groups an axis of their own."
+        f"emulate: jax.shard_map must support what the kernel calls at test_emulate.py:{psum.__code__.co_firstlineno}; "
+        "it raises NotImplementedError without a message, as for a psum with axis_index_groups or over an unknown "
+        "axis. "
+        "Use the mesh's axes, 'a', 'b', and make groups an axis of the mesh."
     )
     assert message(lambda x: lax.ppermute(x, BA, [(0, 4)]), P("b"), P(), x) == (
         "emulate: ppermute over 'a', 'b' must name each of its 4 devices at most once as source and once as target; "
-        "got ((0, 4),). Leave out what is named twice or is no device."
+        "got ((0, 4),). Remove duplicates and devices that do not exist."
     )
     assert message(lambda x: lax.pbroadcast(x, "b", 1), P("b"), P(), x) == (
-        "emulate: pbroadcast is a collective that it does not know; it knows 'all_gather', 'all_gather_invariant', "
-        "'all_gather_reduced', 'all_to_all', 'pmax', 'pmin', 'ppermute', 'psum', 'psum_invariant', 'reduce_scatter', "
-        "'unreduced_psum', 'unreduced_reduce_scatter'. Run the kernel by jax.shard_map on simulated devices."
+        "emulate: a collective must be one of 'all_gather', 'all_gather_invariant', 'all_gather_reduced', "
+        "'all_to_all', "
+        "'pmax', 'pmin', 'ppermute', 'psum', 'psum_invariant', 'reduce_scatter', 'unreduced_psum', "
+        "'unreduced_reduce_scatter'; got pbroadcast. Run the kernel with jax.shard_map on simulated devices."
     )
     assert message(lambda x: x, ({"u": P()},), P(), {"u": x, "v": x}) == (
         "emulate: in_specs must be a prefix of the arguments; got ({'u': P()},) for PyTreeDef(({'u': *, 'v': *},)). "
-        "Give a spec for each leaf, or one for a whole branch."
+        "Pass a spec for each leaf, or one for a subtree."
     )
     assert message(lambda x: x, P("c"), P(), x) == (
         "emulate: argument 0: the spec P('c',) uses axis 'c', which the mesh does not have; its axes are 'a', 'b'. Use "
@@ -264,15 +267,14 @@ def test_specs_that_are_none():
         with pytest.raises(TypeError) as error:
             emulate(lambda x: x, {"a": 2}, *specs)(X)
         assert str(error.value) == (
-            f"emulate: {got}. Write P('data') for an array that an axis splits, P() for one that is equal on all "
-            "devices."
+            f"emulate: {got}. Write P('data') for an array that axis 'data' splits, P() for a replicated one."
         )
     with pytest.raises(TypeError, match=r"in_specs must be a PartitionSpec, or a pytree of them; got 'a' at 0\.u"):
         emulate(lambda x: x, {"a": 2}, ({"u": "a"},), P())({"u": X})
     with pytest.raises(ValueError) as error:
         emulate(lambda x: x, {}, P(), P())
     assert str(error.value) == (
-        "emulate: mesh_sizes must give one axis or more a whole number of devices; got {}. Write for example "
+        "emulate: mesh_sizes must give one or more axes a positive number of devices; got {}. Write for example "
         "{'data': 2, 'model': 4}."
     )
 

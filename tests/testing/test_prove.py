@@ -99,8 +99,8 @@ def test_a_wrong_gradient_behind_a_clip():
 
     text = broken(laws.same_numbers, doubled, optimizer=optax.chain(optax.clip_by_global_norm(1e-3), optax.sgd(1.0)))
     assert text.startswith(
-        "- data=4: dp('data'), same_numbers: on mesh data=4 with plan dp('data'), step 0: the gradient of b must be as "
-        "on one device; the largest difference is "
+        "- data=4: dp('data'), same_numbers: on mesh data=4 with plan dp('data'), step 0: the gradient of b must "
+        "equal one device's; the largest difference is "
     )
     assert "(everywhere 2x one device's); allowed is " in text
 
@@ -118,8 +118,9 @@ def test_a_scale_that_is_not_that_of_the_gradients_alone(wrong):
     text = broken(laws.same_numbers, scaled)
     assert re.search(f"step 0: {what} .*{'everywhere 2x' if factor == 2 else 'everywhere 1/2 of'} one device's", text)
     assert text.endswith(
-        "Look at what the loss sums and over which axes it varies, and at `scale`, which is 0.5 in a proof and "
-        "multiplies the gradients alone."
+        "Check what the loss sums and over which axes it varies, and `scale`, which is 0.5 in a proof and must "
+        "multiply "
+        "only the gradients."
     )
 
 
@@ -133,8 +134,8 @@ def test_copies_that_differ(data8):
         with pytest.raises(AssertionError) as error:
             laws.equal_copies(SimpleNamespace(ran=SimpleNamespace(state=state)), None)
         assert str(error.value) == (
-            f"the copies of {name} w must be equal in every bit; those on devices 0 and 7 differ. Look for randomness, "
-            "or a reduction that one of them leaves out."
+            f"the replicas of {name} w must be bitwise equal; those on devices 0 and 7 differ. Look for randomness, or "
+            "a reduction that one device skips."
         )
 
 
@@ -149,8 +150,8 @@ def test_a_byte_too_many(monkeypatch):
     row = DP4._replace(grad_fn=sk.value_and_grad(summed))
     text = broken(laws.census_is_the_closed_form, OWN, row)
     assert text.endswith(
-        "the plan must send 216 bytes a device in a step, as its layouts say; the census counts 240. Print "
-        "sk.census(step, state, batch) to see which collective is missing or too many."
+        "the plan must send 216 bytes per device and step, by its layouts; the census counts 240. Print "
+        "sk.census(step, state, batch) to find the missing or extra collective."
     )
 
 
@@ -174,9 +175,7 @@ def test_a_collective_that_the_compiler_adds():
 
     row = DP4._replace(plan=sk.fsdp("data", min_size=1))
     text = broken(laws.compiled_as_written, built_with(normed), row)
-    assert (
-        "the compiler must send only what is written; it changed: added: " in text and " all_reduce over 'data'" in text
-    )
+    assert "the compiler must not add communication; it changed: added: " in text and " all_reduce over 'data'" in text
 
 
 def test_a_finding_of_the_lint():
@@ -185,7 +184,7 @@ def test_a_finding_of_the_lint():
         once = sk.vary(sk.all_reduce(grads["w"], "data"), "data")
         return loss, aux, grads | {"w": sk.all_reduce(once, "data")}
 
-    assert "the lint must find nothing; it finds: " in broken(laws.lint_is_silent, twice)
+    assert "lint must report nothing; it reports: " in broken(laws.lint_is_silent, twice)
 
 
 def test_a_program_that_another_process_traces_otherwise():
@@ -194,7 +193,7 @@ def test_a_program_that_another_process_traces_otherwise():
         return loss, aux, jax.tree.map(lambda g: g * 1.0, grads) if jax.process_index() == 0 else grads
 
     text = broken(laws.processes_agree, first_only)
-    assert "all processes must run the same program; the lint finds: " in text and "as process 1" in text
+    assert "all processes must run the same program; lint reports: " in text and "as process 1" in text
 
 
 def test_a_state_that_changes_its_dtype_is_not_donated():
@@ -207,8 +206,8 @@ def test_a_state_that_changes_its_dtype_is_not_donated():
 
     text = broken(laws.donates_the_state, built_with(halved))
     assert re.search(
-        r"a step must write its new state in place, 436 bytes a device; it reuses 3\d\d\. Look for a leaf that changes "
-        r"dtype or layout from step to step\.$",
+        r"a step must write its new state in place, 436 bytes per device; it reuses 3\d\d\. Look for a leaf whose "
+        r"dtype or layout changes in the step\.$",
         text,
     )
 
@@ -233,7 +232,7 @@ def test_what_is_refused():
         assert str(error.value) == f"prove: at least one {name} is needed; got none. Pass {remedy}."
     with pytest.raises(ValueError) as error:  # zero is no "by default"
         proved(OWN, DP4._replace(relative=0.0))
-    assert str(error.value) == "prove: relative must lie between 0 and 1; got 0.0. Pass for example 1e-5."
+    assert str(error.value) == "prove: relative must be between 0 and 1; got 0.0. Pass for example 1e-5."
     with pytest.raises(TypeError) as error:
         proved(loss_fn, DP4)
     assert str(error.value) == (
@@ -280,18 +279,18 @@ def test_a_recording_optimizer_changes_nothing_and_shows_the_gradients():
     [
         (
             {"batches": [{**BATCHES[0], "x": BATCHES[0]["x"] * np.nan}]},
-            "one_device: step 0: the reference must be finite, and not all of its gradients zero, or nothing is proved"
+            "one_device: step 0: the reference must be finite and have a nonzero gradient, or nothing is proved"
             "; 'the loss', 'b', 'w' are not finite. Pass other parameters or another batch.",
         ),
         (
             {"batches": [{**BATCHES[0], "weight": 0 * BATCHES[0]["weight"]}]},
-            "one_device: step 0: the reference must be finite, and not all of its gradients zero, or nothing is proved"
-            "; all of them are zero. Pass other parameters or another batch.",
+            "one_device: step 0: the reference must be finite and have a nonzero gradient, or nothing is proved"
+            "; all gradients are zero. Pass other parameters or another batch.",
         ),
         *[
             (
                 {"relative": wrong},
-                f"assert_same_training: relative must lie between 0 and 1; got {wrong}. Pass for example 1e-5.",
+                f"assert_same_training: relative must be between 0 and 1; got {wrong}. Pass for example 1e-5.",
             )
             for wrong in (0, -1e-5, 1.0, float("inf"))
         ],
@@ -330,7 +329,7 @@ def test_relus_under_adam_are_the_same_training(optimizer):
             loss, aux, grads = own(params, batch, keys, scale=scale)
             return loss, aux, jax.tree.map(lambda g: 1.001 * g, grads)
 
-        with pytest.raises(AssertionError, match="the gradient of v must be as on one device"):
+        with pytest.raises(AssertionError, match="the gradient of v must equal one device"):
             sk.testing.assert_same_training(
                 off, own, getattr(optax, optimizer)(1e-3), mesh=mesh, plan=sk.dp("data"), params=params, batches=batches
             )

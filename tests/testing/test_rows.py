@@ -43,7 +43,9 @@ def test_few_rows_do():
     assert len(covering(factors)) <= 12  # of 4,096
     with pytest.raises(ValueError) as error:
         covering({"plan": []})
-    assert str(error.value) == ("covering: factor 'plan' must have a value or more; got none. Give it one, or drop it.")
+    assert str(error.value) == (
+        "covering: factor 'plan' must have one or more values; got none. Add a value, or drop the factor."
+    )
 
 
 def test_a_row_names_itself():

@@ -72,7 +72,7 @@ def test_meshes_refuses_nothing_to_draw():
     with pytest.raises(ValueError) as error:
         meshes(devices=0)
     assert str(error.value) == (
-        "meshes: there must be one device and one name or more; got 0 devices and names ('a', 'b', 'c'). Pass for "
+        "meshes: there must be at least one device and one name; got 0 devices and names ('a', 'b', 'c'). Pass for "
         "example devices=8, names=('data', 'model')."
     )
 

@@ -88,7 +88,7 @@ KERNELS = [
         (X,),
         ROWS,
         P(),
-        r"must be equal on all devices of axis 'data'",
+        r"must be equal along axis 'data'",
         "emulate",
     ),
     Planted(
@@ -98,7 +98,7 @@ KERNELS = [
         (X,),
         BLOCKS,
         P(),
-        r"must be equal on all devices of axis 'model'",
+        r"must be equal along axis 'model'",
         "emulate",
     ),
     Planted(
@@ -297,7 +297,7 @@ KERNELS = [
         (ONES,),
         P(),
         P(),
-        r"must be equal on all devices of axis 'data'",
+        r"must be equal along axis 'data'",
         "emulate",
     ),
     Planted(

@@ -67,7 +67,7 @@ GRADIENTS = [
     Gradients(
         "broadcast instead of a mean",
         lambda p, x: sk.broadcast(local(p, x), "data"),
-        r"are not the reference's, and not by one factor",
+        r"differ from the reference, by no common factor",
     ),
 ]
 
@@ -124,17 +124,15 @@ class Step(NamedTuple):
 
 OWN = sk.value_and_grad(right)
 STEPS = [
-    Step(
-        "mean of means in a step", sk.value_and_grad(mean_of_means), OWN, r"step 0: the loss must be as on one device"
-    ),
-    Step("examples counted, not weights", sk.value_and_grad(counted_examples), OWN, r"step 0: the loss must be as"),
+    Step("mean of means in a step", sk.value_and_grad(mean_of_means), OWN, r"step 0: the loss must equal one device's"),
+    Step("examples counted, not weights", sk.value_and_grad(counted_examples), OWN, r"step 0: the loss must equal"),
     Step("total reduced, weight not", sk.value_and_grad(summed_inside), OWN, r"\(everywhere 4x one device's\)"),
     Step(
         "dropout by device",
         sk.value_and_grad(noise_by_device),
         sk.value_and_grad(noise_on_one_device),
-        r"step 0: the loss must be as on one device",
+        r"step 0: the loss must equal one device's",
     ),
-    Step("clip per shard in a step", clip_per_shard, clip_per_shard, r"the gradient of [bw] must be as on one device"),
+    Step("clip per shard in a step", clip_per_shard, clip_per_shard, r"the gradient of [bw] must equal one device's"),
     Step("divided twice under Adam", divided_twice, OWN, r"the gradient of [bw] .*\(everywhere 1/4 of one device's\)"),
 ]

@@ -1,4 +1,4 @@
-"""The mesh axes over which the reference transformer runs, and whether a plan splits what they say."""
+"""The mesh axes of the reference transformer, and checks that the plan agrees with them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from shardkit.partitioning.token_axes import token_axes
 
 @dataclass(frozen=True)
 class Axes:
-    """The mesh axes over which the model itself communicates; without any it is a model on one device.
+    """The mesh axes over which the model communicates; by default none, for one device.
 
     Attributes:
-        model: tensor parallelism: heads, hidden width and vocabulary are split, as `tensor_rules` lays them out.
-        sequence: between blocks, tokens are split over `model` too.
-        context: tokens are split over it, and attention goes round a ring.
-        ulysses: tokens are split over it, and attention splits heads instead; with `context`, inside of it.
-        order: the order of the tokens along `context`; the batch comes in natural order.
-        expert: the experts are split over it.
-        impl: how gathered matmuls are cut up, with `sequence`.
-        stage: the pipeline's, where the layers run as its stages.
+        model: tensor parallelism over heads, hidden width and vocabulary, laid out by `tensor_rules`.
+        sequence: sequence parallelism: between blocks, tokens are split over `model`.
+        context: context parallelism: tokens are split over it, with ring attention.
+        ulysses: tokens are split over it, with attention split by heads; with `context`, it is the inner axis.
+        order: the order of the tokens along `context`; the batch is in natural order.
+        expert: expert parallelism.
+        impl: with `sequence`, as for `all_gather_matmul`.
+        stage: the axis of the pipeline, if the layers run as its stages.
     """
 
     model: Axis | None = None
@@ -48,43 +48,44 @@ class Axes:
 ONE_DEVICE = Axes()
 
 
-def token_places(tokens: int, axes: Axes) -> jax.Array:
-    """Where this device's tokens stand in the sequence, [T]."""
+def token_positions(tokens: int, axes: Axes) -> jax.Array:
+    """Positions of this device's tokens in the sequence, [T]."""
     if axes.context is not None:
         return positions(tokens, axes.context, order=axes.order, ulysses=axes.ulysses)
     return jnp.arange(tokens, dtype=jnp.int32) if axes.ulysses is None else positions(tokens, axes.ulysses)
 
 
 def check_tokens(axes: Axes, tokens_bT: jax.Array) -> None:
-    """Refuses tokens that are not split over the axes along which attention looks, over all of them and no other.
+    """Refuses tokens that are not split over exactly the axes of attention.
 
-    A hand-written shard_map says of its tokens over which axes they vary, and no more.
+    In a hand-written shard_map only the axes over which the tokens vary are known.
     """
-    split, looked = token_axes(), set[str]()
+    split, attended = token_axes(), set[str]()
     for name, axis in (("context", axes.context), ("ulysses", axes.ulysses)):
         live = set(live_axes("transformer", axis))
         whole = live - varying_axes(tokens_bT)
-        looked |= live
+        attended |= live
         rule, remedy = f"transformer: the tokens must be split over axes.{name}={axis!r}", f"Chain cp({axis!r}) into"
         if whole:
-            raise ValueError(f"{rule}; got the same along {named(sorted(whole))}. {remedy} the plan.")
+            raise ValueError(f"{rule}; got the same tokens along {named(sorted(whole))}. {remedy} the plan.")
         examples = live if split is None else live & set(split)
         if live != examples:
             raise ValueError(
-                f"{rule}; got other examples along {named(sorted(live - examples))}. {remedy} the plan, and dp over "
+                f"{rule}; got different examples along {named(sorted(live - examples))}. {remedy} the plan, and dp "
+                "over "
                 "another axis."
             )
-    if split is not None and not set(split) <= looked:
-        other = tuple(axis for axis in split if axis not in looked)
+    if split is not None and not set(split) <= attended:
+        other = tuple(axis for axis in split if axis not in attended)
         raise ValueError(
-            f"transformer: attention must look along {named(other)}, over which the plan splits the tokens; got "
+            f"transformer: attention must run over {named(other)}, which split the tokens in the plan; got "
             f"axes.context={axes.context!r} and axes.ulysses={axes.ulysses!r}. Pass Axes(context=...), or "
             "Axes(ulysses=...), with the axes of the plan's cp."
         )
 
 
 def check_split(what: str, here: int, whole: int, axes: Axes) -> None:
-    """Refuses weights that are not split over the axes of the model: sums over devices would count them again."""
+    """Refuses weights that are not split over the model axis: sums over devices would count them more than once."""
     ways = 1 if axes.model is None else axis_size(axes.model)
     if here * ways == whole:
         return

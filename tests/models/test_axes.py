@@ -1,4 +1,4 @@
-"""What the plan splits and what the model's axes say must agree: numbers were another model's, without an error."""
+"""The plan and the model's axes must agree, or the numbers would silently be those of another model."""
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +30,12 @@ def refused(function, plan, sizes, *, train=True, **options):
 
 
 def wrapped(axes, config=CONFIG):
-    """A loss of the user's around the model's: nothing that the model says of itself gets through."""
+    """A user's loss around the model's, which hides the attributes of the model's loss."""
     return lambda params, batch, keys: transformer.loss_fn(config, axes)(params, batch, keys)[0]
 
 
 LOOK = (
-    "transformer: attention must look along axis {}, over which the plan splits the tokens; got axes.context={!r} and "
+    "transformer: attention must run over axis {}, which split the tokens in the plan; got axes.context={!r} and "
     "axes.ulysses={!r}. Pass Axes(context=...), or Axes(ulysses=...), with the axes of the plan's cp."
 )
 CASES = {
@@ -56,14 +56,15 @@ CASES = {
         Axes(context="context"),
         (sk.dp("context"),),
         {"context": 2},
-        "transformer: the tokens must be split over axes.context='context'; got other examples along axis 'context'. "
+        "transformer: the tokens must be split over axes.context='context'; got different examples along axis "
+        "'context'. "
         "Chain cp('context') into the plan, and dp over another axis.",
     ),
     "examples by heads": (
         Axes(ulysses="fsdp"),
         (sk.fsdp("fsdp", min_size=1),),
         {"fsdp": 2},
-        "transformer: the tokens must be split over axes.ulysses='fsdp'; got other examples along axis 'fsdp'. "
+        "transformer: the tokens must be split over axes.ulysses='fsdp'; got different examples along axis 'fsdp'. "
         "Chain cp('fsdp') into the plan, and dp over another axis.",
     ),
 }
@@ -127,7 +128,7 @@ def test_weights_that_the_model_does_not_know_to_be_split_are_refused(leaf, dim,
 
 @pytest.mark.check
 def test_a_hand_written_shard_map_says_nothing_of_its_tokens_and_is_taken():
-    """Tokens that vary along an axis may be other examples: only a plan says what they are."""
+    """Tokens that vary along an axis may be different examples; only a plan knows."""
     mesh, loss = sk.make_mesh(jax.devices()[:2], data=2), transformer.loss_fn(CONFIG)
     kernel = lambda p, b: sk.all_reduce(loss(p, b, None)[0].total, "data")  # noqa: E731
     out = jax.eval_shape(jax.shard_map(kernel, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()), PARAMS, BATCH)
