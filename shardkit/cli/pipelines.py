@@ -36,7 +36,7 @@ class Pipeline:
         s = self.schedule
         chunks = f" x {s.chunks} chunks" if s.chunks > 1 else ""
         bubble = s.simulate(synchronous=True).bubble
-        sizes = f"{s.stages} stages{chunks}, {s.microbatches} microbatches"
+        sizes = f"{s.devices} stages{chunks}, {s.microbatches} microbatches"
         return f"{s.name}, {sizes}; simulated bubble {bubble:.1%} of the work"
 
 

@@ -18,7 +18,7 @@ from shardkit import _compat
 from shardkit.analysis.hlo.differences import added_by_compiler, changes, read_compiled
 from shardkit.analysis.jaxpr.census import census_of
 from shardkit.analysis.jaxpr.lint import lint
-from shardkit.analysis.jaxpr.processes import differences_of_processes
+from shardkit.analysis.jaxpr.rules.processes import differences_of_processes
 from shardkit.layout import bytes_per_device, path_name
 from shardkit.precision import precision_of
 from shardkit.testing._compare import constant_factor, first_gap, leaves_of, shapes_differ
