@@ -68,8 +68,8 @@ RANGES = [
     ),
     (
         lambda: runtime.initialize(process_id=5),
-        r"initialize: coordinator_address must be known in a job of many processes; it is neither given nor in the "
-        r"environment\. Pass it, or start the job with shardkit launch\.",
+        r"initialize: coordinator_address must be known in a job of many processes; got neither an argument nor "
+        r"an environment variable\. Pass it, or start the job with shardkit launch\.",
     ),
     (
         lambda: runtime.guard(mesh=MESH, deadlines=runtime.Deadlines(step=math.nan)),
@@ -77,7 +77,7 @@ RANGES = [
     ),
     (
         lambda: runtime.guard(mesh=MESH, deadlines=runtime.Deadlines(data=0)),
-        r"Deadlines: data must be more than 0 seconds; got 0\. Raise it\.",
+        r"Deadlines: data must be more than 0 seconds; got 0\. Raise data\.",
     ),
     (
         lambda: on_devices(lambda x: sk.halo_exchange(x, "data", before=10**9)),
@@ -104,7 +104,7 @@ RANGES = [
     ),
     (
         lambda: runtime.loader([1], batch=1, seed=0, mesh=MESH, spec=P("data"), threads=10**6),
-        r"loader: threads must be at most 1024; got 1000000\. Pass a smaller number\.",
+        r"loader: threads must be at most 1024; got 1000000\. Correct threads\.",
     ),
 ]
 

@@ -60,7 +60,7 @@ UNWALKED = {
     "runtime.cluster.join.is_main": "takes nothing",
     "runtime.cluster.join.log": "prints anything",
     "runtime.monitor.guard.guard": "starts a process; tests/runtime has its sentences",
-    "runtime.data.arrays.print_global": "prints any tree",
+    "runtime.data.reading.print_global": "prints any tree",
     "runtime.data.arrays.from_rows": "what from_process_local and the loader call",
     "runtime.checkpoint.laws.restores_elsewhere": "a law, called by prove alone",
     "runtime.cluster.preemption.watch_preemption": "takes nothing",

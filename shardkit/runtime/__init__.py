@@ -8,23 +8,14 @@ from __future__ import annotations
 
 from shardkit.runtime.checkpoint.checkpoints import Checkpoints, Run, latest_step
 from shardkit.runtime.checkpoint.laws import restores_elsewhere
+from shardkit.runtime.cluster.barrier import barrier, health_check
 from shardkit.runtime.cluster.gpu_flags import gpu_flags
-from shardkit.runtime.cluster.join import Cluster, barrier, finish, health_check, initialize, is_main, log
+from shardkit.runtime.cluster.join import Cluster, finish, initialize, is_main, log
 from shardkit.runtime.cluster.launch import launch
 from shardkit.runtime.cluster.preemption import PREEMPTED, preempted, watch_preemption
-from shardkit.runtime.data.arrays import (
-    fetch,
-    from_full,
-    from_process_local,
-    from_rows,
-    from_single_device,
-    local_rows,
-    local_shards,
-    print_global,
-    replicate,
-    to_numpy,
-)
+from shardkit.runtime.data.arrays import from_full, from_process_local, from_rows, from_single_device, local_rows
 from shardkit.runtime.data.loader import Loader, loader, prefetch_to_device
+from shardkit.runtime.data.reading import fetch, local_shards, print_global, replicate, to_numpy
 from shardkit.runtime.drift import Drift, DriftError, assert_no_drift, replica_drift
 from shardkit.runtime.monitor.guard import Deadlines, Guard, guard
 from shardkit.runtime.triage import NonFinite, TriageReport, nonfinite, triage

@@ -1,4 +1,4 @@
-"""Whether the copies of every leaf still hold the same bits: a checksum on each device, compared on all of them."""
+"""Detects replica drift: compares a checksum of every leaf between the devices that must have the same bits."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ from shardkit.runtime.data.checksums import checksum
 
 
 class Drift(NamedTuple):
-    """A device that holds other bits than the devices that should hold the same.
+    """A device whose replica of a leaf differs from the others.
 
     Attributes:
         path: the leaf.
-        coordinates: the device's place in the mesh, by axis.
+        coordinates: the device's index along each mesh axis.
         device: its id.
         process: its process.
-        checksum: of what it holds.
-        expected: of what most of them hold; None where no value is held by more devices than every other, and then
-            each of those devices is named.
+        checksum: of its shard.
+        expected: the checksum of most replicas; None if there is no majority, and then each of them is listed.
     """
 
     path: str
@@ -42,15 +41,15 @@ class Drift(NamedTuple):
     expected: int | None
 
     def __str__(self) -> str:
-        other = "no value has a majority" if self.expected is None else f"most copies hold {self.expected:08x}"
+        other = "there is no majority" if self.expected is None else f"most replicas {self.expected:08x}"
         return (
-            f"{self.path} at {sized(self.coordinates.items())} (device {self.device}, process {self.process}) holds "
-            f"{self.checksum:08x} where {other}"
+            f"{self.path} at {sized(self.coordinates.items())} (device {self.device}, process {self.process}) has "
+            f"checksum {self.checksum:08x}, and {other}"
         )
 
 
 class DriftError(RuntimeError):
-    """Copies of a leaf differ; `drifts` lists where."""
+    """Replicas of a leaf differ; `drifts` lists them."""
 
     def __init__(self, message: str, drifts: list[Drift]):
         super().__init__(message)
@@ -59,23 +58,26 @@ class DriftError(RuntimeError):
 
 @typed
 def replica_drift(tree: Arrays, mesh: Mesh | None = None) -> list[Drift]:
-    """Compares the bits of all copies of every leaf; every process of the mesh must call it, and gets the same list.
+    """Compares the bits of all replicas of every leaf; every process of the mesh must call it, and gets the same list.
 
-    The devices that differ only along axes that a leaf's spec does not name should hold the same. NaNs are bits like
-    any other. One changed element of up to 32 bits is always seen; several go unseen once in about 2**32.
+    Replicas are the shards of devices that differ only along axes that the leaf's spec does not name. NaNs are compared
+    by their bits. One changed element of up to 32 bits is always found; several are missed once in about 2**32.
 
     Args:
         tree: pytree of global arrays over one mesh, such as a TrainState: any dtype, typed keys too.
-        mesh: the mesh, if the tree's is to be checked; by default that of its first leaf.
+        mesh: the mesh, to check the tree's; by default that of its first leaf.
 
     Returns:
-        The deviators, leaf by leaf, in the order of the devices; the ones in the minority where there is one. Empty
-        without drift, and on a process outside the mesh.
+        The replicas in the minority, by leaf and device. Empty without drift, and on a process outside the mesh.
 
     Raises:
         TypeError: a leaf that is not an array over the mesh.
 
-    Cost: 4 (n-1) bytes a leaf over the n devices of the mesh, in one all_gather for all leaves.
+    Cost: 4 (n-1) bytes per leaf over the n devices of the mesh, in one all_gather for all leaves.
+
+    Example:
+        >>> sk.runtime.replica_drift(sk.runtime.from_full({"w": np.ones(8)}, mesh, P("model")))
+        []
     """
     mesh, leaves = on_mesh("replica_drift", tree, mesh)
     if mesh is None:
@@ -86,39 +88,43 @@ def replica_drift(tree: Arrays, mesh: Mesh | None = None) -> list[Drift]:
         return []
     found: list[Drift] = []
     for (path, _), spec, every in zip(leaves, specs, sums, strict=True):
-        found += _deviators(path, spec, np.asarray(every).reshape(mesh.devices.shape), mesh)
+        found += _differing(path, spec, np.asarray(every).reshape(mesh.devices.shape), mesh)
     return found
 
 
 @typed
 def assert_no_drift(tree: Arrays, mesh: Mesh | None = None) -> None:
-    """Raises where the copies of a leaf differ, on every process of the mesh alike.
+    """Raises if the replicas of a leaf differ, on every process of the mesh.
 
     Args:
         tree: as for `replica_drift`.
         mesh: as for `replica_drift`.
 
     Raises:
-        DriftError: naming leaf, axis coordinates, device and process of each deviator, up to eight.
+        DriftError: with the leaf, coordinates, device and process of up to eight differing replicas.
         TypeError: a leaf that is not an array over the mesh.
 
     Cost: that of `replica_drift`.
+
+    Example:
+        >>> sk.runtime.assert_no_drift(sk.runtime.from_full({"w": np.ones(8)}, mesh, P("model")))
     """
     drifts = replica_drift(tree, mesh)
     if drifts:
         more = f"; and {len(drifts) - 8} more" if len(drifts) > 8 else ""
         raise DriftError(
-            f"assert_no_drift: all copies of a leaf must hold the same bits; {'; '.join(map(str, drifts[:8]))}{more}. "
-            "Restore the last checkpoint, and look for a step or a collective that one process ran alone.",
+            "assert_no_drift: all replicas of a leaf must have the same bits; "
+            f"{'; '.join(map(str, drifts[:8]))}{more}. Restore the last checkpoint, and look for a step or collective "
+            "that only some processes ran.",
             drifts,
         )
 
 
 @partial(jax.jit, static_argnames=("mesh", "specs"))
 def checksums(leaves: list[jax.Array], *, mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> list[jax.Array]:
-    """The checksum of what each device holds of each leaf, uint32 [devices, 1], equal everywhere.
+    """The checksum of each device's shard of each leaf, uint32 [devices, 1], replicated.
 
-    Cost: an all_gather of 4 bytes a leaf.
+    Cost: an all_gather of 4 bytes per leaf.
     """
 
     def per_device(leaves: list[jax.Array]) -> list[jax.Array]:
@@ -128,7 +134,7 @@ def checksums(leaves: list[jax.Array], *, mesh: Mesh, specs: tuple[PartitionSpec
 
 
 def from_every_device(tree: Any, axes: tuple[str, ...]) -> Any:
-    """Each device's small vectors `[k]` of one dtype as `[devices, k]` on all of them, inside shard_map.
+    """Gathers each device's small vectors `[k]` of one dtype to `[devices, k]` on all devices, inside shard_map.
 
     Cost: one all_gather over `axes` of all vectors together.
     """
@@ -139,7 +145,7 @@ def from_every_device(tree: Any, axes: tuple[str, ...]) -> Any:
 
 
 def on_mesh(where: str, tree: Any, mesh: Mesh | None) -> tuple[Mesh | None, list[tuple[str, Any]]]:
-    """The mesh that all leaves lie on (None without leaves), and each leaf as it is held, by its path."""
+    """The mesh of all leaves (None without leaves), and each leaf as stored on the devices, with its path."""
     leaves = [
         (path_name(path), stored_array(x)) for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_padded)
     ]
@@ -148,16 +154,16 @@ def on_mesh(where: str, tree: Any, mesh: Mesh | None) -> tuple[Mesh | None, list
         over: Any = sharding.mesh if isinstance(sharding, NamedSharding) else None
         mesh = over if mesh is None else mesh
         if over is None or over != mesh:
-            found = f"lies on {sharding}" if sharding else f"is a {type(x).__name__}"
+            found = f"has {sharding}" if sharding else f"is a {type(x).__name__}"
             raise TypeError(
-                f"{where}: every leaf must be an array over one mesh; leaf {path} {found}. Place it there with "
-                "from_full(tree, mesh, spec), or leave it out."
+                f"{where}: every leaf must be an array over one mesh; leaf {path} {found}. Create it with "
+                "from_full(tree, mesh, spec), or remove it from the tree."
             )
     return mesh if leaves else None, leaves
 
 
-def _deviators(path: str, spec: PartitionSpec, sums: np.ndarray, mesh: Mesh) -> Iterator[Drift]:
-    """Who differs from the devices that should hold the same, given every device's checksum by its coordinates."""
+def _differing(path: str, spec: PartitionSpec, sums: np.ndarray, mesh: Mesh) -> Iterator[Drift]:
+    """The devices whose replica differs, given every device's checksum by its coordinates."""
     free = [k for k, axis in enumerate(mesh.axis_names) if axis not in all_axes(spec)]
     first = sums[tuple(slice(0, 1) if k in free else slice(None) for k in range(sums.ndim))]
     if (sums == first).all():
@@ -175,6 +181,6 @@ def _deviators(path: str, spec: PartitionSpec, sums: np.ndarray, mesh: Mesh) -> 
 
 
 def _majority(values: Sequence[int]) -> int | None:
-    """The value that occurs most; None where two do."""
+    """The most common value; None for a tie."""
     (value, count), *others = Counter(values).most_common(2)
     return None if others and others[0][1] == count else value

@@ -1,6 +1,6 @@
-"""What is not finite, and where: the gradient of a step again, looked at before devices are summed.
+"""Finds NaN and infinity: recomputes the gradient of a step, inspected before the cross-device reduction.
 
-After an all_reduce a NaN is everywhere; before it one device has it.
+After an all_reduce a NaN is on all devices; before it, it is on the device where it occurred.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class NonFinite(NamedTuple):
 
     Attributes:
         path: the leaf.
-        coordinates: where, by mesh axis; axes along which all devices have as many such values are left out, so that
-            {} is everywhere.
-        values: how many of the values that each device there holds are not finite.
-        first: the global index of the first of them, as the leaf is held.
+        coordinates: where, by mesh axis; without the axes along which all devices have the same number of such values,
+            so that {} is everywhere.
+        values: number of values per device that are not finite.
+        first: the global index of the first of them, as stored on the devices.
     """
 
     path: str
@@ -57,10 +57,10 @@ class TriageReport(NamedTuple):
     """What `triage` found; `print` it.
 
     Attributes:
-        rows: what is not finite: "params", "batch", "means" (the loss and what goes with it) and "grads", in this
-            order, each before it is summed over devices.
+        rows: what is not finite in "params", "batch", "means" (the loss and other means) and "grads", in this order,
+            before the cross-device reduction.
         loss: the loss of the whole batch.
-        weight: what it was divided by.
+        weight: its weight, by which the total was divided.
     """
 
     rows: tuple[NonFinite, ...]
@@ -69,17 +69,17 @@ class TriageReport(NamedTuple):
 
     @property
     def example(self) -> int | None:
-        """The first example of the global batch with a value that is not finite; None where the batch is finite."""
+        """The first example of the global batch with a value that is not finite; None if all are finite."""
         return min((row.first[0] for row in self.rows if row.path.startswith("batch") and row.first), default=None)
 
     def __str__(self) -> str:
         lines = [f"loss {self.loss:g}, weight {self.weight:g}"]
         if self.weight == 0:
-            lines.append("the weights of all examples sum to 0: nothing counts, and no gradient moves a parameter")
+            lines.append("the weights of all examples sum to 0, so all gradients are 0")
         if not self.rows:
-            lines.append("all values are finite before they are summed over devices")
+            lines.append("all values are finite before the cross-device reduction")
             return "\n".join(lines)
-        lines.append("not finite before the sum over devices:")
+        lines.append("not finite before the cross-device reduction:")
         cells = [("leaf", "where", "values", "first")]
         for row in self.rows[:_PRINTED]:
             where = sized(row.coordinates.items()) if row.coordinates else "everywhere"
@@ -88,25 +88,30 @@ class TriageReport(NamedTuple):
         if len(self.rows) > _PRINTED:
             lines.append(f"and {len(self.rows) - _PRINTED} more")
         if self.example is not None:
-            lines.append(f"the first such example of the batch is {self.example}")
+            lines.append(f"first example of the batch with such a value: {self.example}")
         return "\n".join(lines)
 
 
 @typed
 def nonfinite(tree: Arrays, mesh: Mesh | None = None) -> list[NonFinite]:
-    """Which leaves of a tree hold NaN or infinity, and where; every process of the mesh must call it.
+    """Finds the leaves with NaN or infinity, and the devices; every process of the mesh must call it.
 
     Args:
         tree: pytree of global arrays over one mesh; integers, booleans and keys are always finite.
-        mesh: the mesh, if the tree's is to be checked; by default that of its first leaf.
+        mesh: the mesh, to check the tree's; by default that of its first leaf.
 
     Returns:
-        A NonFinite for each leaf and place, the same on every process; empty on a process outside the mesh.
+        A NonFinite for each leaf and place in the mesh, the same on every process; empty on a process outside the mesh.
 
     Raises:
         TypeError: a leaf that is not an array over the mesh.
 
-    Cost: 4 (1 + rank) (n-1) bytes a floating-point leaf over the n devices of the mesh, in one all_gather.
+    Cost: 4 (1 + rank) (n-1) bytes per floating-point leaf over the n devices of the mesh, in one all_gather.
+
+    Example:
+        >>> x = np.float32([1, 2, np.nan, 4])
+        >>> sk.runtime.nonfinite(sk.runtime.from_full({"x": x}, mesh, P("data")))
+        [NonFinite(path='x', coordinates={'data': 1}, values=1, first=(2,))]
     """
     mesh, leaves = on_mesh("nonfinite", tree, mesh)
     leaves = [(path, x) for path, x in leaves if _can_be_nonfinite(x)]
@@ -127,24 +132,23 @@ def triage(
     precision: Precision | str | None = None,
     accumulate: int = 1,
 ) -> Callable[[TrainState, Any], TriageReport]:
-    """Builds `run(state, batch) -> TriageReport`: recomputes a step up to, but without, the cross-device reduction.
+    """Builds `run(state, batch) -> TriageReport`: inspects the gradient of a step before the cross-device reduction.
 
-    It draws the dropout of the step, so it needs the state from before it. A NonFiniteError's state counts the step as
-    taken: run it on `state._replace(step=state.step - 1)`.
+    It repeats the step's dropout, so it needs the state before the step. The state of a NonFiniteError counts the step
+    as taken: pass `state._replace(step=state.step - 1)`.
 
-    What the loss itself sends is sent here too, and takes a NaN with it: along the axes of tp, cp and ep, and of
-    gradients that are summed where a layer is left (fsdp and zero2 layer by layer), a row stands for all devices.
+    Collectives of the loss run here too, and spread a NaN: along the axes of tp, cp and ep, and of gradients that are
+    reduced layer by layer (fsdp and zero2), a row means all devices.
 
     Args:
-        grad_fn: as for `make_train_step`, and so are all others.
+        grad_fn: as for `make_train_step`, as are all others.
         mesh: the mesh.
         plan: the plan.
-        precision: the dtype policy; the batch is looked at as the loss sees it, in the compute dtype, and gradients
-            with the loss scale in them.
+        precision: the dtype policy; the batch is inspected in the compute dtype, gradients with the loss scale.
         accumulate: microbatches.
 
     Returns:
-        A function that leaves its arguments as they are. Every process of the mesh must call it, and gets the same
+        A function that does not donate its arguments. Every process of the mesh must call it, and gets the same
         TriageReport.
 
     Raises:
@@ -152,6 +156,14 @@ def triage(
 
     Cost: that of the GradFn and of the gathers of `rest - seen`, an all_reduce of 8 bytes for each mean, and an
         all_gather over the mesh's n devices of 4 (1 + rank) bytes for each floating-point leaf.
+
+    Example:
+        >>> grad_fn = sk.value_and_grad(lambda params, batch, keys: jnp.mean(params["w"] * batch))
+        >>> init, _ = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh, plan=sk.dp("data"))
+        >>> state = init({"w": jnp.float32(1)}, jax.random.key(0))
+        >>> print(sk.runtime.triage(grad_fn, mesh=mesh, plan=sk.dp("data"))(state, np.float32([1, 2, 3, 4])))
+        loss 2.5, weight 2
+        all values are finite before the cross-device reduction
     """
     at_least("triage", 1, accumulate=accumulate)
     plan = arranged(plan, grad_fn)
@@ -171,26 +183,26 @@ def triage(
             batch, means, grads = local_gradients(
                 grad_fn, seen, batch, key, scale, batch_spec, policy.compute, accumulate
             )
-            looked_at = {
+            inspected = {
                 "params": map_layouts(lambda layout, x: _observed(stored_array(x), layout.rest), layouts, params),
                 "batch": jax.tree.map(lambda spec, x: _observed(x, spec), specs, batch),
                 "means": jax.tree.map(_observed, means),
                 "grads": map_layouts(lambda layout, x: _observed(x, _of_gradient(layout)), layouts, grads),
             }
             total, weight = global_means(means, plan.batch_axes)["loss"]
-            return total / divisor_of(weight), weight, from_every_device(looked_at, mesh.axis_names)
+            return total / divisor_of(weight), weight, from_every_device(inspected, mesh.axis_names)
 
         return jax.shard_map(
             per_device, mesh=mesh, in_specs=(rest, specs, _REPLICATED, _REPLICATED), out_specs=_REPLICATED
         )(state.params, batch, step_key(state.key, state.step), scale)
 
     def run(state: TrainState, batch: Any) -> TriageReport:
-        loss, weight, looked_at = observed(state._replace(opt_state=None), batch)
-        # jit sorts a dict by its keys; the report goes from causes to consequences.
+        loss, weight, inspected = observed(state._replace(opt_state=None), batch)
+        # jit sorts a dict by its keys; the report is ordered from causes to consequences.
         rows = [
             row
             for name in ("params", "batch", "means", "grads")
-            for path, x in jax.tree_util.tree_leaves_with_path({name: looked_at[name]})
+            for path, x in jax.tree_util.tree_leaves_with_path({name: inspected[name]})
             for row in _places(path_name(path), x, mesh)
         ]
         return TriageReport(tuple(rows), float(loss), float(weight))
@@ -201,9 +213,9 @@ def triage(
 
 @partial(jax.jit, static_argnames=("mesh", "specs"))
 def observations(leaves: list[jax.Array], *, mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> list[jax.Array]:
-    """For each leaf what each device finds in its part: int32 [devices, 1 + rank], count and first global index.
+    """For each leaf, per device: int32 [devices, 1 + rank], the count of non-finite values and the first global index.
 
-    Cost: an all_gather of 4 (1 + rank) bytes a leaf.
+    Cost: an all_gather of 4 (1 + rank) bytes per leaf.
     """
 
     def per_device(leaves: list[jax.Array]) -> list[jax.Array]:
@@ -221,7 +233,7 @@ def _can_be_nonfinite(x: Any) -> bool:
 
 
 def _observed(x: jax.Array, spec: PartitionSpec = _REPLICATED) -> jax.Array | None:
-    """How many values of a device's part are not finite, and the global index of the first; None if none can be."""
+    """The count of non-finite values in a device's shard, and the global index of the first; None if none can be."""
     if not _can_be_nonfinite(x):
         return None
     if not x.size:
@@ -236,7 +248,7 @@ def _observed(x: jax.Array, spec: PartitionSpec = _REPLICATED) -> jax.Array | No
 
 
 def _places(path: str, seen: Any, mesh: Mesh) -> Iterator[NonFinite]:
-    """The places of a leaf that is not finite, given what every device found."""
+    """The places of a leaf that is not finite, given the observations of every device."""
     found = np.asarray(seen).reshape(*mesh.devices.shape, -1)
     counts = found[..., 0]
     kept = [k for k in range(counts.ndim) if (counts != counts.take([0], axis=k)).any()]

@@ -106,7 +106,7 @@ def test_a_notice_ends_all_after_the_same_step(corpus, tmp_path):
     job.send_signal(signal.SIGTERM)
     printed, _ = job.communicate(timeout=60)
     assert job.returncode == 75, printed
-    assert "shardkit launch: all processes were told to end, and ended with exit code 75" in printed
+    assert "shardkit launch: all processes were preempted, and exited with code 75" in printed
     newest = max(int(path.name) for path in (tmp_path / "c").glob("[0-9]*"))
     assert f"preempted after step {newest}: {newest} steps" in printed
 
@@ -149,7 +149,7 @@ def test_a_directory_that_cannot_be_written_is_refused_at_once(tmp_path):
 def test_a_loss_that_is_not_finite_is_looked_into(alone, tmp_path):
     words = ["--optimizer", "sgd", "--clip", "0", "--learning-rate", "1e30", "--steps", "6", "--compare-replicas", "1"]
     printed = alone(tmp_path, "data=2 fsdp=2", *words, code=3)
-    assert "not finite before the sum over devices:" in printed
+    assert "not finite before the cross-device reduction:" in printed
     assert "grads.layers.query" in printed
     assert "a gradient is not finite. The parameters are as before the step" in printed
 

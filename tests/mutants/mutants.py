@@ -1331,15 +1331,15 @@ _RUNTIME = (
     Mutant(
         "agree-before-compile",
         "shardkit/runtime/monitor/judge.py",
-        '"compile": 1, "agree": 2,',
-        '"compile": 2, "agree": 1,',
+        '"compile": 1, "compare": 2,',
+        '"compile": 2, "compare": 1,',
         PHASE,
     ),
     Mutant(
         "agree-has-a-steps-deadline",
         "shardkit/runtime/monitor/judge.py",
-        'return self.compile if phase == "agree"',
-        'return self.step if phase == "agree"',
+        'return self.compile if phase == "compare"',
+        'return self.step if phase == "compare"',
         PHASE,
     ),
     Mutant(
@@ -1366,8 +1366,8 @@ _RUNTIME = (
     Mutant(
         "echo-taken-for-cause",
         "shardkit/runtime/monitor/judge.py",
-        "if not _secondary(known[rank].cause)]",
-        "if known[rank].cause]",
+        "return State.CUT_OFF if follows else State.FAILED",
+        "return State.FAILED",
         PHASE,
     ),
     Mutant(
@@ -1443,15 +1443,15 @@ _RUNTIME = (
     Mutant(
         "guard-counts-no-steps",
         "shardkit/runtime/monitor/guard.py",
-        "next_step = index + 1",
-        "next_step = index",
+        "self.next_step += 1",
+        "self.next_step += 0",
         STALE,
     ),
     Mutant(
         "saving-after-the-next-step",
         "shardkit/runtime/monitor/guard.py",
-        'next_step - 1 if name in ("evaluate", "save") else next_step',
-        "next_step",
+        'self.next_step - 1 if name in ("evaluate", "save") else self.next_step',
+        "self.next_step",
         PHASE,
     ),
     Mutant(
@@ -1478,7 +1478,7 @@ _RUNTIME = (
     Mutant(
         "damage-passes",
         "shardkit/runtime/checkpoint/checkpoints.py",
-        'if found != forms[path]["checksum"]]',
+        'if found != records[path]["checksum"]]',
         "if found is None]",
         SWALLOWED,
     ),

@@ -14,13 +14,13 @@ REVERTS = (
     ),
     (
         "print-waits-for-ever",
-        "shardkit/runtime/data/arrays.py",
+        "shardkit/runtime/data/reading.py",
         "        if missing is not None:",
         "        if missing is None:",
     ),
     (
         "absent-are-not-named",
-        "shardkit/runtime/cluster/join.py",
+        "shardkit/runtime/cluster/barrier.py",
         "if found is None or counts is None:",
         "if counts is None or found:",
     ),
@@ -393,8 +393,8 @@ REVERTS = (
     (
         "strangers-unmentioned",
         "shardkit/runtime/monitor/rendezvous.py",
-        "            if words := meeting.strangers():",
-        '            if words := "":',
+        "            if text := meeting.rejections():",
+        '            if text := "":',
     ),
     (
         "other-text-unescaped",
@@ -411,7 +411,7 @@ REVERTS = (
     (
         "jax-listens-everywhere",
         "shardkit/runtime/cluster/join.py",
-        "coordinator_bind_address=_join(listens, place.port) if listens else None,",
+        'coordinator_bind_address=f"{listens}:{place.port}" if listens else None,',
         "coordinator_bind_address=None,",
     ),
     (

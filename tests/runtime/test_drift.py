@@ -123,9 +123,9 @@ def test_the_error_names_leaf_coordinates_and_process(mesh2x4):
         drift.assert_no_drift({"w": bad})
     assert error.value.drifts == [found]
     assert str(error.value) == (
-        "assert_no_drift: all copies of a leaf must hold the same bits; w at data=1, model=2 (device "
-        f"{found.device}, process 0) holds {found.checksum:08x} where most copies hold {found.expected:08x}. Restore "
-        "the last checkpoint, and look for a step or a collective that one process ran alone."
+        "assert_no_drift: all replicas of a leaf must have the same bits; w at data=1, model=2 (device "
+        f"{found.device}, process 0) has checksum {found.checksum:08x}, and most replicas {found.expected:08x}. "
+        "Restore the last checkpoint, and look for a step or collective that only some processes ran."
     )
 
 
@@ -136,8 +136,9 @@ def test_the_error_lists_eight(data8):
     assert len(found) == 16 and found[0].expected is None
     with pytest.raises(drift.DriftError) as error:
         drift.assert_no_drift([bad, bad])
-    assert f"; 0 at data=0 (device 0, process 0) holds {found[0].checksum:08x} where no value has a majority; " in str(
-        error.value
+    assert (
+        f"; 0 at data=0 (device 0, process 0) has checksum {found[0].checksum:08x}, and there is no majority; "
+        in str(error.value)
     )
     assert "; and 8 more. Restore" in str(error.value)
 
@@ -158,10 +159,10 @@ def test_nothing_to_compare():
 def test_leaves_that_are_not_on_the_mesh(data8, mesh2x4):
     for leaf, found in [
         (np.ones(3), "is a ndarray"),
-        (jax.device_put(jnp.ones(3), jax.devices()[0]), "lies on SingleDeviceSharding"),
-        (jax.device_put(jnp.ones(3), NamedSharding(data8, P())), "lies on NamedSharding"),
+        (jax.device_put(jnp.ones(3), jax.devices()[0]), "has SingleDeviceSharding"),
+        (jax.device_put(jnp.ones(3), NamedSharding(data8, P())), "has NamedSharding"),
     ]:
         with pytest.raises(TypeError) as error:
             drift.replica_drift({"w": leaf}, mesh2x4)
         assert str(error.value).startswith(f"replica_drift: every leaf must be an array over one mesh; leaf w {found}")
-        assert str(error.value).endswith(". Place it there with from_full(tree, mesh, spec), or leave it out.")
+        assert str(error.value).endswith(". Create it with from_full(tree, mesh, spec), or remove it from the tree.")

@@ -70,7 +70,7 @@ def test_a_finite_step_is_repeated_exactly(plan, options, mesh2x4):
     assert report.rows == () and report.example is None
     assert (report.loss, report.weight) == (float(metrics["loss"]), float(metrics["weight"]))
     assert str(report) == (
-        f"loss {report.loss:g}, weight {report.weight:g}\nall values are finite before they are summed over devices"
+        f"loss {report.loss:g}, weight {report.weight:g}\nall values are finite before the cross-device reduction"
     )
 
 
@@ -92,14 +92,14 @@ def test_an_example_that_is_not_finite_is_named(plan, mesh2x4):
     assert report.example == 21 and math.isnan(report.loss)
     assert str(report) == (
         f"loss nan, weight {report.weight:g}\n"
-        "not finite before the sum over devices:\n"
+        "not finite before the cross-device reduction:\n"
         "leaf              where            values  first\n"
         "batch.x           data=1, model=1  1       [21, 3]\n"
         "means.loss.total  data=1, model=1  1\n"
         "means.size.total  data=1, model=1  1\n"
         "grads.b           data=1, model=1  6       [0]\n"
         "grads.w           data=1, model=1  48      [0, 0]\n"
-        "the first such example of the batch is 21"
+        "first example of the batch with such a value: 21"
     )
     state, _ = step(state, batch)
     assert all(np.isnan(x).all() for x in jax.tree.leaves(sk.unpadded(state.params)))
@@ -136,7 +136,7 @@ def test_weights_that_sum_to_zero(data8):
     assert report.rows == () and report.loss == 0
     assert str(report).splitlines()[:2] == [
         "loss 0, weight 0",
-        "the weights of all examples sum to 0: nothing counts, and no gradient moves a parameter",
+        "the weights of all examples sum to 0, so all gradients are 0",
     ]
 
 
@@ -207,8 +207,8 @@ def test_nonfinite_of_any_tree(mesh2x4):
     with pytest.raises(TypeError) as error:
         nonfinite({"w": w})
     assert str(error.value) == (
-        "nonfinite: every leaf must be an array over one mesh; leaf w is a ndarray. Place it there with "
-        "from_full(tree, mesh, spec), or leave it out."
+        "nonfinite: every leaf must be an array over one mesh; leaf w is a ndarray. Create it with from_full(tree, "
+        "mesh, spec), or remove it from the tree."
     )
 
 

@@ -21,18 +21,18 @@ import numpy as np
 
 import shardkit as sk
 from shardkit.runtime.checkpoint.checkpoints import Checkpoints
-from shardkit.runtime.checkpoint.portable import leaves_of, natural
+from shardkit.runtime.checkpoint.portable import leaves_of, to_portable
 from shardkit.runtime.cluster.preemption import PREEMPTED, preempted, watch_preemption
 
 
 def digests(state: Any) -> dict[str, str]:
-    """A hash of every leaf in natural form."""
+    """A hash of every leaf in portable form."""
     from jax.experimental import multihost_utils
 
     def whole(x: jax.Array) -> np.ndarray:
         return np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
 
-    arrays = natural(leaves_of("digests", state))
+    arrays = to_portable(leaves_of("digests", state))
     return {path: hashlib.sha256(whole(x).tobytes()).hexdigest() for path, x in arrays.items()}
 
 

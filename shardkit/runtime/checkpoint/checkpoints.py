@@ -1,26 +1,22 @@
-"""Checkpoints of a training run, on orbax: saved in the background, each process its own shards, restored anywhere.
+"""Checkpoints of a training run, on orbax: saved in the background, restored on any mesh, plan and number of processes.
 
-A checkpoint holds every leaf of the TrainState in its natural form, and beside them the data position, configuration
-and metrics as JSON. So it can be restored onto another mesh, under another plan, by another number of processes.
-
-Every process calls every function here, at the same place of its program. All write the shards that they hold of split
-leaves, one of those that hold the same, and process 0 what is JSON: the directory must be one that all see.
+A checkpoint contains the TrainState in original shapes and order of layers, and a JSON record. Every process must call
+every function here, in the same order, and see the same directory: each writes its shards, process 0 the record.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from shardkit._check import at_least
 from shardkit._typed import typed
 from shardkit.partitioning.storage import is_padded
 from shardkit.runtime.checkpoint.directory import (
@@ -31,12 +27,13 @@ from shardkit.runtime.checkpoint.directory import (
     directory_of,
     lock,
     named,
+    runs_in,
     set_aside,
     steps_in,
     warn_of_strange,
 )
-from shardkit.runtime.checkpoint.orbax_io import orbax, quiet, reason, save_async, system_reason
-from shardkit.runtime.checkpoint.portable import abstract, checksums, form, held, leaves_of, natural
+from shardkit.runtime.checkpoint.orbax_io import load, orbax, quiet, reason, save_async, system_reason
+from shardkit.runtime.checkpoint.portable import checksums, from_portable, leaf_record, leaves_of, to_portable, to_read
 from shardkit.runtime.checkpoint.record import Run, compare, make_record, read_record
 from shardkit.state import TrainState
 
@@ -44,24 +41,22 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 class Checkpoints:
-    """The checkpoints of a run, in one directory; a context manager, which waits at its end for what is under way.
+    """The checkpoints of a run, in one directory; a context manager, which waits at exit for the save in progress.
 
-    Only finished steps count: a step that is being written has another name, which is changed when all is on disk. A
-    save that was cut off, by a kill or a full disk, leaves nothing that is ever read, and the next run's first save
-    clears it away.
+    Only finished steps count: a step has a temporary name until it is complete on disk. An interrupted save is never
+    read, and the next run's first save deletes it.
 
     Args:
-        directory: where they are; made if missing. One that every process sees under the same name.
-        keep: the newest steps that are kept.
-        best: the name of a metric by which further steps are kept; None for none.
-        keep_best: how many of those. Steps without that metric, or for which it is not a number, are none of the best.
-        higher_is_better: whether the best have the highest metric, as an accuracy, or the lowest, as a loss.
-        read_only: to restore from a directory that cannot be written.
+        directory: a path that is the same for all processes; created if missing.
+        keep: number of newest steps to keep.
+        best: name of a metric by which further steps are kept; None for none.
+        keep_best: number of best steps to keep. Steps without the metric, or with NaN, do not count.
+        higher_is_better: whether a high metric is better (an accuracy) or a low one (a loss).
+        read_only: to restore from a directory that is not writable.
 
     Raises:
         ImportError: orbax-checkpoint is not installed.
-        ValueError: a count below 1, a directory that is an address or has one of `*?[` in its path, or one that cannot
-            be written.
+        ValueError: a count below 1, a directory that is a URL, has one of `*?[` in its path, or is not writable.
     """
 
     @typed
@@ -76,9 +71,7 @@ class Checkpoints:
         read_only: bool = False,
     ):
         orbax()
-        for name, count in (("keep", keep), ("keep_best", keep_best)):
-            if count < 1:
-                raise ValueError(f"Checkpoints: {name} must be at least 1; got {count}. Pass how many steps to keep.")
+        at_least("Checkpoints", 1, keep=keep, keep_best=keep_best)
         self._directory = directory_of("Checkpoints", directory)
         if not read_only:
             check_writable(self._directory)
@@ -87,7 +80,7 @@ class Checkpoints:
         self._keep_best, self._higher_is_better = keep_best, higher_is_better
         self._saving: tuple[int, Any] | None = None
         self._cleared = False
-        self._since = math.inf  # the step that was restored or saved last
+        self._since = math.inf  # the step last restored or saved
         self._unlock: Callable[[], None] | None = None
 
     def __enter__(self) -> Checkpoints:
@@ -98,16 +91,16 @@ class Checkpoints:
             self.wait()
         except RuntimeError as failed:
             if error is None or isinstance(error, SystemExit):
-                raise  # an exit code may say that all is saved
-            error.add_note(str(failed))  # what ended the run is the error; this came on top of it
+                raise  # the exit code may mean that everything is saved
+            error.add_note(str(failed))  # the first error ended the run
         finally:
             if self._unlock is not None:
                 self._unlock = self._unlock()
 
     def latest_step(self) -> int | None:
-        """The newest finished step, as process 0 sees the directory; None without one.
+        """The newest finished step according to process 0; None without one.
 
-        Cost: with several processes a broadcast of 4 bytes.
+        Cost: with several processes, a broadcast of 4 bytes.
         """
         newest = latest_step(self._directory)
         if jax.process_count() == 1:
@@ -118,45 +111,45 @@ class Checkpoints:
         return None if newest < 0 else newest
 
     def save(self, state: TrainState, *, position: Any = None, config: Any = None, metrics: Any = None) -> None:
-        """Saves a state under the number of its steps, in the background.
+        """Saves a state under its step, in the background, after waiting for the previous save.
 
-        The next step may donate the state: orbax has copied its arrays to the host by then, or, where the host is the
-        device, holds them until they are written. Waits first for the save before.
+        The next step may donate the state: orbax has copied its arrays to the host by then or, if the host is the
+        device, keeps them until they are written.
 
         Args:
             state: the TrainState.
-            position: where the data stand, any JSON value.
-            config: what the run is to be resumed with, any JSON value.
+            position: the data position, any JSON value.
+            config: the configuration with which to resume, any JSON value.
             metrics: numbers by name, or None.
 
-        A run that goes on from a step that is not the newest, because that is damaged for example, renames those that
-        are newer where a save would come before them, with a warning: they no longer count.
+        A run that resumes from a step that is not the newest, for example because that is damaged, renames the newer
+        steps before it saves an older one, with a warning: they no longer count.
 
         Raises:
-            ValueError: a step that is not newer than all that are there, other than those; a position or configuration
-                that is no JSON; metrics that are no numbers; two leaves of one path; `read_only`.
-            RuntimeError: this save, or the one before, could not be written, or another job writes there.
+            ValueError: a step that is not newer than all others, except for those; a position or configuration that is
+                not JSON; metrics that are not numbers; two leaves with one path; `read_only`.
+            RuntimeError: this save or the previous one could not be written, or another job writes to the directory.
 
-        Cost: one pass over the state on the devices for its checksums, a psum of 4 bytes a leaf. Leaves in the order of
-            pipeline stages move between devices, and padded ones are whole on every device until they are written.
+        Cost: one pass over the state on the devices for its checksums, a psum of 4 bytes per leaf. Leaves in
+            pipeline-stage order move between devices, and padded ones are whole on every device until they are written.
         """
         self.wait()
         if self._read_only:
             raise ValueError(
-                f"save: {named(self._directory)} was opened with read_only=True. Leave it out to save there."
+                f"save: {named(self._directory)} was opened with read_only=True. Open it without, to save."
             )
         step, newest = int(state.step), self.latest_step()
         goes_back = newest is not None and self._since < step <= newest
         if newest is not None and step <= newest and not goes_back:
             raise ValueError(
-                f"save: a step must be newer than all that are there; got step {step}, and {named(self._directory)} "
-                f"has step {newest}. Restore that step first, delete it, or save into another directory."
+                f"save: a step must be newer than all saved steps; got step {step}, and {named(self._directory)} has "
+                f"step {newest}. Restore that step first, delete it, or save to another directory."
             )
         leaves = leaves_of("save", state)
-        arrays = natural(leaves)
+        arrays = to_portable(leaves)
         sums = checksums(arrays)
-        forms = {path: {**form(x), "checksum": sums[path]} for path, x in leaves.items()}
-        record = make_record(step, position, config, metrics, forms)
+        records = {path: {**leaf_record(x), "checksum": sums[path]} for path, x in leaves.items()}
+        record = make_record(step, position, config, metrics, records)
         with self._writing(step):
             self._directory.mkdir(parents=True, exist_ok=True)
         if jax.process_index() == 0:
@@ -165,17 +158,18 @@ class Checkpoints:
                 set_aside(self._directory, self._since)
             check_free(self._path(step))
         with self._writing(step):
-            self._clear()
-            response = save_async(self._path(step), _stored(arrays), record)
+            if jax.process_index() == 0 and not self._cleared:
+                for path in self._directory.glob(f"[0-9]*{_UNFINISHED}*"):
+                    delete(path, path.name)
+            self._cleared = True
+            response = save_async(self._path(step), arrays, record)
         self._saving, self._since = (step, response), step
 
     def wait(self) -> None:
-        """Waits until the save under way is finished, and deletes the steps that are no longer kept.
-
-        A step that cannot be deleted is a warning.
+        """Waits for the save in progress, then deletes old steps; a failed deletion is a warning.
 
         Raises:
-            RuntimeError: it could not be written.
+            RuntimeError: the save could not be written.
         """
         if self._saving is None:
             return
@@ -184,53 +178,52 @@ class Checkpoints:
             response.result()
         self._saving = None
         if jax.process_index() == 0:
-            self._forget()
+            self._delete_old()
 
     def restore(self, target: TrainState, step: int | None = None) -> tuple[TrainState, Run]:
-        """A state as it was saved, laid out as the target.
+        """Restores a saved state with the shardings of the target.
 
-        Its metadata are compared before an array is read, and its checksums after. Keys have the implementation that
-        was saved.
+        Shapes and dtypes are compared before arrays are read, and checksums after. Keys have the saved implementation.
 
         Args:
-            target: shapes, dtypes and layouts, from `init.abstract(params)`, on any mesh, under any plan.
-            step: the step; by default the newest that is finished.
+            target: shapes, dtypes and shardings, from `init.abstract(params)`, on any mesh, under any plan.
+            step: the step; by default the newest finished one.
 
         Returns:
-            The state, and the Run that was saved with it. A step compiled for the target takes the state as it is.
+            The state, and the Run saved with it. A step compiled for the target accepts the state without recompiling.
 
         Raises:
-            ValueError: there is no such step, it is damaged or no checkpoint of shardkit, or has leaves, shapes or
-                dtypes other than the target.
-            RuntimeError: it could not be read, for a reason that says nothing of it, such as too many open files.
+            ValueError: there is no such step, it is damaged or not a checkpoint of shardkit, or its leaves, shapes or
+                dtypes differ from the target's.
+            RuntimeError: it could not be read although it may be intact, for example with too many open files.
 
-        Cost: each process reads what its devices hold, of padded leaves all. Those that the target pads or orders are
-            moved by one program.
+        Cost: each process reads the shards of its devices, and padded leaves whole. One program moves the leaves that
+            the target stores padded or permuted.
         """
-        step, (run, forms) = self._record(step)
+        step, (run, records) = self._record(step)
         leaves, where = leaves_of("restore", target), f"restore: step {step} of {named(self._directory)}"
-        compare(where, forms, {path: form(x) for path, x in leaves.items()})
+        compare(where, records, {path: leaf_record(x) for path, x in leaves.items()})
         try:
-            arrays = _load(self._path(step), abstract(leaves, forms))
+            arrays = load(self._path(step), to_read(leaves, records))
         except (MemoryError, jax.errors.JaxRuntimeError):
-            raise  # which says nothing of the files
-        except Exception as error:  # whatever a damaged file makes of a reader
+            raise  # which does not mean damage
+        except Exception as error:  # a reader may raise anything on a damaged file
             check_damage(self._path(step), error)
-            words = system_reason(error)
-            what = f"its arrays cannot be read, {words}" if words else "its arrays are damaged"
+            system = system_reason(error)
+            what = f"its arrays cannot be read ({system})" if system else "its arrays are damaged"
             raise self._unusable(step, what) from error
-        wrong = [path for path, found in checksums(arrays).items() if found != forms[path]["checksum"]]
+        wrong = [path for path, found in checksums(arrays).items() if found != records[path]["checksum"]]
         if wrong:
-            raise self._unusable(step, f"its leaf {wrong[0]!r} is not what was saved")
+            raise self._unusable(step, f"the checksum of its leaf {wrong[0]!r} differs")
         treedef = jax.tree.structure(target, is_leaf=is_padded)
         self._since = step
-        return jax.tree.unflatten(treedef, held(arrays, leaves, forms).values()), run
+        return jax.tree.unflatten(treedef, from_portable(arrays, leaves, records).values()), run
 
     def run(self, step: int | None = None) -> Run:
-        """What was saved with a step, by default the newest, without its arrays.
+        """The Run saved with a step, by default the newest, without reading arrays.
 
         Raises:
-            ValueError: there is no such step, it is damaged, or no checkpoint of shardkit.
+            ValueError: there is no such step, it is damaged, or not a checkpoint of shardkit.
         """
         return self._record(step)[1][0]
 
@@ -241,12 +234,12 @@ class Checkpoints:
             warn_of_strange(self._directory, -1 if step is None else step)
         if step is None:
             raise ValueError(
-                f"restore: {where} has no finished step. Begin with init(params, key), or correct the directory."
+                f"restore: {where} has no finished step. Start with init(params, key), or correct the directory."
             )
         if step not in steps:
             known = ", ".join(map(str, steps)) or "none"
             raise ValueError(
-                f"restore: {where} has no finished step {step!r}; it has {known}. Pass one of them as step=."
+                f"restore: {where} has no finished step {step!r}; it has {known}. Pass one of these as step=."
             )
         try:
             return step, read_record(self._path(step))
@@ -258,37 +251,20 @@ class Checkpoints:
         return self._directory / str(step)
 
     def _unusable(self, step: int, reason: str) -> ValueError:
-        older = max((other for other in self._runs() if other < step), default=None)
+        older = max((other for other in runs_in(self._directory) if other < step), default=None)
         remedy = (
-            "No step before it can." if older is None else f"Step {older} is the newest before it: pass step={older}."
+            "No older step can be either." if older is None else f"To restore the newest before it, pass step={older}."
         )
         return ValueError(f"restore: step {step} of {named(self._directory)} cannot be restored: {reason}. {remedy}")
 
-    def _runs(self) -> dict[int, Run]:
-        """The finished steps whose record can be read."""
-        runs = {}
-        for step in steps_in(self._directory):
-            try:
-                runs[step] = read_record(self._path(step))[0]
-            except (ValueError, OSError):
-                continue  # not ours, or damaged: neither counted nor touched
-        return runs
-
-    def _forget(self) -> None:
-        runs = self._runs()
+    def _delete_old(self) -> None:
+        runs = runs_in(self._directory)
         sign = -1 if self._higher_is_better else 1
         scores = {step: sign * run.metrics.get(self._best, math.nan) for step, run in runs.items() if self._best}
         ranked = sorted((step for step in scores if not math.isnan(scores[step])), key=lambda s: (scores[s], -s))
         kept = {*sorted(runs)[-self._keep :], *ranked[: self._keep_best]}
         for step in set(runs) - kept:
-            delete(self._path(step), f"{step}{_UNFINISHED}")  # first the name: a step that is half deleted is no step
-
-    def _clear(self) -> None:
-        """Clears away what saves that were cut off have left."""
-        if jax.process_index() == 0 and not self._cleared:
-            for path in self._directory.glob(f"[0-9]*{_UNFINISHED}*"):
-                delete(path, path.name)
-        self._cleared = True
+            delete(self._path(step), f"{step}{_UNFINISHED}")  # renamed first: a half deleted step does not count
 
     @contextmanager
     def _writing(self, step: int) -> Iterator[None]:
@@ -298,10 +274,10 @@ class Checkpoints:
         except Exception as error:
             self._saving, self._cleared = None, False
             newest = latest_step(self._directory)
-            left = "No step is finished there" if newest is None else f"Step {newest}, the newest that is, is untouched"
+            left = "No finished step is there" if newest is None else f"Step {newest}, the newest finished, is intact"
             raise RuntimeError(
-                f"save: step {step} could not be written to {named(self._directory)}: {reason(error)}. {left}; see "
-                "to the disk and save again."
+                f"save: step {step} could not be written to {named(self._directory)}: {reason(error)}. {left}; free or "
+                "repair the disk, then save again."
             ) from error
 
 
@@ -310,21 +286,10 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
     """The newest finished step in a directory of checkpoints, as this process sees it; None without one.
 
     Raises:
-        ValueError: as Checkpoints.
+        ValueError: as `Checkpoints`.
+
+    Example:
+        >>> sk.runtime.latest_step("no-such-directory") is None
+        True
     """
     return max(steps_in(directory_of("latest_step", directory)), default=None)
-
-
-def _stored(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays under names that are no paths; empty ones, which cannot be stored, are left out."""
-    return {quote(path, safe=""): x for path, x in arrays.items() if x.size}
-
-
-def _load(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    with quiet():
-        loaded = orbax().load(path, _stored(wanted))
-
-    def array(name: str, x: jax.ShapeDtypeStruct) -> jax.Array:
-        return loaded[quote(name, safe="")] if x.size else jnp.zeros(x.shape, x.dtype, device=x.sharding)
-
-    return {name: array(name, x) for name, x in wanted.items()}

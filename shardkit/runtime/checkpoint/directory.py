@@ -1,7 +1,8 @@
-"""The directory of a run's checkpoints: which names in it are finished steps, whose it is, and how what is old goes."""
+"""The directory of a run's checkpoints: its finished steps, its lock, and the deletion of old steps."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -15,57 +16,57 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardkit.runtime.checkpoint.orbax_io import reason, system_code, system_reason
-from shardkit.runtime.checkpoint.record import RECORD
+from shardkit.runtime.checkpoint.record import RECORD, Run, read_record
 
-# Too many files are open, too little memory, no permission, a network that is down.
+# Errors that do not mean damage: too many open files, too little memory, no permission, a network failure.
 _NO_DAMAGE = {
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM),
     *(errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENETDOWN),
 }
 _LOCK = ".lock"
-_LOCKS: dict[Path, tuple[int, int]] = {}  # the descriptor, and how many in this process write there
+_LOCKS: dict[Path, tuple[int, int]] = {}  # the descriptor, and the number of Checkpoints of this process that hold it
 
 
 def directory_of(where: str, directory: str | os.PathLike[str]) -> Path:
-    """An absolute path of which orbax can make use.
+    """An absolute path that orbax supports.
 
     Raises:
-        ValueError: an address, or a path with one of `*?[`.
+        ValueError: a URL, or a path with one of `*?[`.
     """
     path = Path(directory).absolute()
     if re.match(r"\w[\w+.-]+:/", os.fspath(directory)):  # Path("gs://bucket") has lost a slash
         raise ValueError(
-            f"{where}: directory must be a path in a file system; got the address {os.fspath(directory)!r}. Mount it, "
-            "and pass where."
+            f"{where}: directory must be a path in a file system; got the URL {os.fspath(directory)!r}. Mount it, and "
+            "pass the path of the mount."
         )
-    if re.search(r"[*?[]", str(path)):  # orbax would look for the parts of a save elsewhere, and not put it together
+    if re.search(r"[*?[]", str(path)):  # orbax takes the path for a glob pattern when it merges the parts of a save
         raise ValueError(
             f"{where}: directory must have no *, ? or [ in its path, which orbax takes for a pattern; got "
-            f"{named(path)}. Choose another name."
+            f"{named(path)}. Pass a path without them."
         )
     return path
 
 
 def check_writable(directory: Path) -> None:
-    """Refuses a directory into which nothing can be saved; it makes none.
+    """Refuses a directory that cannot be written, without creating it.
 
     Raises:
-        ValueError: it, or the nearest directory above it that is there, cannot be written.
+        ValueError: it, or its nearest existing parent, cannot be written.
     """
     there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
-    why = "is no directory" if not there.is_dir() else "may not be written" if not os.access(there, os.W_OK) else ""
+    why = "is not a directory" if not there.is_dir() else "is not writable" if not os.access(there, os.W_OK) else ""
     if why:
         raise ValueError(
-            f"Checkpoints: directory must be one that can be written; {named(there)} {why}. Choose another one, or "
-            "pass read_only=True to restore alone."
+            f"Checkpoints: directory must be writable; {named(there)} {why}. Pass another directory, or read_only=True "
+            "to restore only."
         )
 
 
 def lock(directory: Path) -> Callable[[], None]:
-    """Makes this process the one that writes there, until what is returned is called or the process ends.
+    """Locks a directory for this process, until the returned function is called or the process ends.
 
     Raises:
-        RuntimeError: another one writes there; with who it is.
+        RuntimeError: another process has locked it.
     """
     descriptor, holders = _LOCKS.get(directory) or (_locked(directory), 0)
     _LOCKS[directory] = descriptor, holders + 1
@@ -75,7 +76,7 @@ def lock(directory: Path) -> Callable[[], None]:
         if holders > 1:
             _LOCKS[directory] = descriptor, holders - 1
         else:
-            os.close(descriptor)  # and with that the lock
+            os.close(descriptor)  # which releases the lock
 
     return unlock
 
@@ -83,13 +84,13 @@ def lock(directory: Path) -> Callable[[], None]:
 def _locked(directory: Path) -> int:
     descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a child that is forked does not have it
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by forked children
     except (BlockingIOError, PermissionError):
         owner = os.read(descriptor, 1000)
         os.close(descriptor)
         raise RuntimeError(
-            f"save: {named(directory)} is written by another job{_told(owner)}. End that one, or save into another "
-            "directory."
+            f"save: a directory must be written by one job; another job writes to {named(directory)}{_owner(owner)}. "
+            "End that job, or save to another directory."
         ) from None
     except OSError:  # a file system without locks
         return descriptor
@@ -100,26 +101,35 @@ def _locked(directory: Path) -> int:
     return descriptor
 
 
-def _told(owner: bytes) -> str:
+def _owner(owner: bytes) -> str:
     try:
         who = json.loads(owner)
-        return f", process {int(who['process'])} on {str(who['host'])!r} since {str(who['since'])!r}"
+        return f" (process {int(who['process'])} on {str(who['host'])!r} since {str(who['since'])!r})"
     except (ValueError, TypeError, KeyError):
         return ""
 
 
 def steps_in(directory: Path) -> list[int]:
-    """The finished steps, by name; a directory without a record, or with a number beyond int32, is none."""
+    """The finished steps: directories with a record and a number below 2^31 as their name."""
     return sorted(step for step in _numbered(directory) if (directory / str(step) / RECORD).exists())
 
 
+def runs_in(directory: Path) -> dict[int, Run]:
+    """The finished steps whose record can be read."""
+    runs = {}
+    for step in steps_in(directory):
+        with contextlib.suppress(ValueError, OSError):  # damaged, or not from shardkit: neither counted nor deleted
+            runs[step] = read_record(directory / str(step))[0]
+    return runs
+
+
 def warn_of_strange(directory: Path, newest: int) -> None:
-    """Names what looks like a step that is newer than the newest, and is none."""
+    """Warns of a directory that looks like a newer step, but is not finished."""
     strange = sorted({step for step in _numbered(directory) if step > newest} - {*steps_in(directory)})
     if strange:
         warnings.warn(
-            f"restore: {named(directory / str(strange[-1]))} is passed over: it has no {RECORD}, and so is no finished "
-            "step.",
+            f"restore: ignored {named(directory / str(strange[-1]))}, which is not a finished step: it has no "
+            f"{RECORD}.",
             RuntimeWarning,
             stacklevel=4,
         )
@@ -133,43 +143,40 @@ def _numbered(directory: Path) -> list[int]:
 
 
 def set_aside(directory: Path, since: float) -> None:
-    """Gives the steps after one, which no longer count, another name, with a warning."""
+    """Renames the steps after `since`, which no longer count, with a warning."""
     for step in [step for step in steps_in(directory) if step > since]:
         path, number = directory / str(step), 0
         while os.path.lexists(aside := path.with_name(f"{step}.aside" + f"-{number}" * (number > 0))):
             number += 1
         path.rename(aside)
         warnings.warn(
-            f"save: this run goes on from step {since} of {named(directory)}; step {step}, which is newer, no longer "
-            f"counts and is now called {aside.name!r}.",
+            f"save: this run resumed from step {since} of {named(directory)}; the newer step {step} no longer counts, "
+            f"and was renamed to {aside.name!r}.",
             RuntimeWarning,
             stacklevel=3,
         )
 
 
 def check_free(path: Path) -> None:
-    """Refuses the name of a step that something else has, which is no step."""
+    """Refuses a path that exists already and is not a finished step."""
     if os.path.lexists(path):
         raise ValueError(
-            f"save: {named(path)} must not be there before that step is saved; it is no finished step. Move it away, "
-            "or save into another directory."
+            f"save: {named(path)} must not exist before that step is saved; it is not a finished step. Move it away, "
+            "or save to another directory."
         )
 
 
 def check_damage(path: Path, error: BaseException) -> None:
-    """Refuses to call a step damaged for what says nothing of its files."""
+    """Raises for a system error that does not mean that a step is damaged."""
     if system_code(error) in _NO_DAMAGE:
         raise RuntimeError(
-            f"restore: step {path.name} of {named(path.parent)} could not be read: {system_reason(error)}. That says "
-            "nothing of the step itself: see to it, and start again."
+            f"restore: step {path.name} of {named(path.parent)} could not be read: {system_reason(error)}. The step "
+            "may be intact: fix the cause, then restore again."
         ) from error
 
 
 def delete(path: Path, name: str) -> None:
-    """Gives what is no longer needed another name and deletes it: of a link the link itself, not what it leads to.
-
-    Where that fails it is a warning: it takes room, and the run can go on.
-    """
+    """Renames a path and deletes it; of a link only the link. A failure is a warning, as the run can continue."""
     try:
         gone = path.rename(path.with_name(name))
         if gone.is_symlink() or not gone.is_dir():
@@ -178,12 +185,12 @@ def delete(path: Path, name: str) -> None:
             shutil.rmtree(gone)
     except OSError as error:
         warnings.warn(
-            f"save: {named(path)} is no longer needed and could not be deleted: {reason(error)}. See to it by hand.",
+            f"save: {named(path)} is no longer needed, but could not be deleted: {reason(error)}. Delete it.",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
 def named(directory: Path) -> str:
-    """A path as an error shows it."""
+    """A path for an error."""
     return repr(str(directory))

@@ -1,4 +1,4 @@
-"""A law for `testing.prove` that needs checkpoints, beside its own: `laws=(*testing.LAWS, restores_elsewhere)`."""
+"""A law for `testing.prove` that needs checkpoints: `laws=(*testing.LAWS, restores_elsewhere)`."""
 
 from __future__ import annotations
 
@@ -20,18 +20,23 @@ from shardkit.train import make_train_step
 
 
 def restores_elsewhere(program: Program, reference: Reference) -> str | None:
-    """What the run saves after its last step is restored on one device, the same in every bit.
+    """A checkpoint of the run's last state is restored on one device, bit for bit.
 
-    The parameters come back in natural shapes and order, whatever plan, padding or stages held them, and so do the
-    optimizer's state, the step and the key. A step of one's own has a state of its own, which is not restored: the
-    proof says so.
+    Parameters, optimizer state, step and key get their original shapes and order of layers, whatever plan, padding or
+    stages stored them. The state of a custom step is not restored: the result says so.
 
-    Cost: one checkpoint is written and read, in a directory for temporary files.
+    Cost: writes and reads one checkpoint in a temporary directory.
+
+    Example:
+        As a law of a proof:
+
+            laws = (*sk.testing.LAWS, sk.runtime.restores_elsewhere)
+            proof = sk.testing.prove(step, reference, rows=rows, params=params, batches=batches, laws=laws)
     """
     if program.row.grad_fn is None:
-        return "a step of one's own: its state is not restored elsewhere"
+        return "a custom step: its state is not restored elsewhere"
     state = program.ran.state
-    nothing = value_and_grad(lambda params, batch, keys: math.nan)  # never traced: it is the layout that is asked for
+    nothing = value_and_grad(lambda params, batch, keys: math.nan)  # never traced: only layouts are needed
     init: Any
     init, _ = make_train_step(
         nothing,
@@ -48,7 +53,7 @@ def restores_elsewhere(program: Program, reference: Reference) -> str | None:
     if found.keys() != wanted.keys():
         lost = ", ".join(sorted(found.keys() ^ wanted.keys()))
         raise AssertionError(
-            f"the state restored on one device must have the leaves that were saved; differing: {lost}"
+            f"the state restored on one device must have the saved leaves; these are missing on one side: {lost}"
         )
     for path, saved in wanted.items():
         back = found[path]
@@ -58,12 +63,12 @@ def restores_elsewhere(program: Program, reference: Reference) -> str | None:
             differs = f"has other bits; {np.sum(back != saved)} of {back.size} elements differ"
         else:
             continue
-        raise AssertionError(f"the state restored on one device must be that which was saved; leaf {path} {differs}")
+        raise AssertionError(f"the state restored on one device must be the saved one; leaf {path} {differs}")
     return None
 
 
 def _leaves(state: Any) -> dict[str, np.ndarray]:
-    """Each leaf in its natural form, by path."""
+    """The leaves by path, in their original shape and order of layers."""
     plain = jax.tree.map(
         lambda x: jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x, unpadded(state)
     )

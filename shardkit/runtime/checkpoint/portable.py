@@ -1,8 +1,7 @@
-"""A training state as a checkpoint holds it: plain arrays by path, in their natural shapes and orders.
+"""The portable form of a training state, in which checkpoints store it: plain arrays by path, independent of the mesh.
 
-So a checkpoint knows no mesh, no plan and no number of processes. A leaf that is held padded or in the order of
-pipeline stages is stored without; a key as its data, and beside it the name of its implementation; a dtype that the
-files have no name for as bytes.
+Leaves that are padded or in pipeline-stage order on the devices get their original shape and order of layers. Keys are
+stored as their integers, with the name of the implementation in the record, and dtypes that the files lack as bytes.
 """
 
 from __future__ import annotations
@@ -19,43 +18,51 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._check import quoted
 from shardkit.layout import canonical, path_name, spec_axes
-from shardkit.partitioning.storage import Held, is_padded, padded, padding, stored_array, unpadded
-from shardkit.runtime.data.checksums import NOT_COMPUTED, checksum, from_plain, is_key, is_plain, plain, stored_dtype
+from shardkit.partitioning.storage import Held, stored_array, is_padded, padded, padding, unpadded
+from shardkit.runtime.data.checksums import (
+    NOT_COMPUTED,
+    checksum,
+    from_storable,
+    is_key,
+    is_storable,
+    stored_dtype,
+    to_storable,
+)
 
 Leaves = dict[str, Any]
 
 
 def leaves_of(where: str, state: Any) -> Leaves:
-    """The leaves of a state by path, each as it is held.
+    """The leaves of a state by path, each as stored on the devices.
 
     Raises:
-        ValueError: two leaves of one path, leaves that lie on no mesh of devices, or of a dtype that nothing computes.
+        ValueError: two leaves with one path, leaves outside a mesh of devices, or of a dtype that XLA does not support.
     """
     found = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_padded)
     leaves = {path_name(path): x for path, x in found}
     if len(leaves) < len(found):
         paths = [path_name(path) for path, _ in found]
         raise ValueError(
-            f"{where}: each leaf must have a path of its own; got two of "
-            f"{quoted(sorted({path for path in paths if paths.count(path) > 1}))}. Rename one of the entries."
+            f"{where}: the path of each leaf must be unique; got two leaves at "
+            f"{quoted(sorted({path for path in paths if paths.count(path) > 1}))}. Rename one of them."
         )
     for path, x in leaves.items():
         sharding = getattr(stored_array(x), "sharding", None)
         if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
             raise ValueError(
-                f"{where}: every leaf must be laid out over a mesh of devices; leaf {path!r} has {sharding}. Pass what "
-                "init or init.abstract of make_train_step gives, over a mesh from make_mesh."
+                f"{where}: every leaf must be sharded over a mesh of devices; leaf {path!r} has {sharding}. Pass the "
+                "result of init or init.abstract of make_train_step, over a mesh from make_mesh."
             )
         if str(x.dtype) in NOT_COMPUTED:
             raise ValueError(
-                f"{where}: every leaf must be of a dtype that XLA computes with; leaf {path!r} is {x.dtype}. Hold "
-                "it as bool or int2."
+                f"{where}: every leaf must have a dtype that XLA supports; leaf {path!r} is {x.dtype}. Convert it to "
+                "bool or int2."
             )
     return leaves
 
 
-def form(x: Any) -> dict[str, Any]:
-    """What a checkpoint notes of a leaf, as JSON: its natural shape and dtype, and a key's implementation."""
+def leaf_record(x: Any) -> dict[str, Any]:
+    """What the record of a checkpoint contains about a leaf: its original shape, dtype, and a key's implementation."""
     shape = list(x.shape)
     if not is_key(x):
         return {"shape": shape, "dtype": str(x.dtype)}
@@ -63,23 +70,27 @@ def form(x: Any) -> dict[str, Any]:
     return {"shape": shape, "dtype": "key", **implementation}
 
 
-def natural(leaves: Leaves) -> dict[str, jax.Array]:
-    """The leaves as plain arrays in natural form; those that are held so are the same arrays, not copies.
+def to_portable(leaves: Leaves) -> dict[str, jax.Array]:
+    """The leaves in portable form; those that are portable already are the same arrays, not copies.
 
-    A leaf keeps its layout but for dims that do not divide, which are whole on every device.
+    A leaf keeps its sharding, except for padded dims, which are whole on every device.
     """
-    changed = {path: x for path, x in leaves.items() if is_padded(x) or not is_plain(x)}
-    arrays = _natural(tuple(changed.values()), tuple(_natural_sharding(x) for x in changed.values()))
+    changed = _not_portable(leaves)
+    arrays = _portable(tuple(changed.values()), tuple(_portable_sharding(x) for x in changed.values()))
     return leaves | dict(zip(changed, arrays, strict=True))
 
 
+def _not_portable(leaves: Leaves) -> Leaves:
+    return {path: x for path, x in leaves.items() if is_padded(x) or not is_storable(x)}
+
+
 @partial(jax.jit, static_argnums=1)
-def _natural(leaves: tuple[Any, ...], shardings: tuple[NamedSharding, ...]) -> list[jax.Array]:
-    arrays = [plain(unpadded(x)) for x in leaves]
+def _portable(leaves: tuple[Any, ...], shardings: tuple[NamedSharding, ...]) -> list[jax.Array]:
+    arrays = [to_storable(unpadded(x)) for x in leaves]
     return [lax.with_sharding_constraint(x, layout) for x, layout in zip(arrays, shardings, strict=True)]
 
 
-def _natural_sharding(x: Any) -> NamedSharding:
+def _portable_sharding(x: Any) -> NamedSharding:
     sharding = stored_array(x).sharding
     if not is_padded(x):
         return sharding
@@ -88,28 +99,28 @@ def _natural_sharding(x: Any) -> NamedSharding:
     return NamedSharding(sharding.mesh, canonical(PartitionSpec(*entries)))
 
 
-def abstract(leaves: Leaves, forms: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arrays to be read for leaves that are to be held so; `forms` are those of the checkpoint."""
+def to_read(leaves: Leaves, records: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and shardings of the arrays to read for a target's leaves; `records` are the checkpoint's."""
 
     def one(path: str, x: Any) -> jax.ShapeDtypeStruct:
         shape, dtype = x.shape, stored_dtype(x.dtype)
         if is_key(x):
-            data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=forms[path]["implementation"])))
+            data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=records[path]["implementation"])))
             shape, dtype = shape + data.shape, data.dtype
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=_natural_sharding(x))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=_portable_sharding(x))
 
     return {path: one(path, x) for path, x in leaves.items()}
 
 
-def held(arrays: Mapping[str, jax.Array], leaves: Leaves, forms: Mapping[str, Any]) -> Leaves:
-    """Natural arrays as the leaves hold them; those that are held in natural form are the same arrays."""
-    changed = {path: x for path, x in leaves.items() if is_padded(x) or not is_plain(x)}
+def from_portable(arrays: Mapping[str, jax.Array], leaves: Leaves, records: Mapping[str, Any]) -> Leaves:
+    """Portable arrays as the target's leaves are stored on the devices; unchanged ones are the same arrays."""
+    changed = _not_portable(leaves)
 
     def make(arrays: dict[str, jax.Array]) -> Leaves:
         def one(path: str, x: Any) -> Any:
             if is_key(x):
-                return jax.random.wrap_key_data(arrays[path], impl=forms[path]["implementation"])
-            array = from_plain(arrays[path], x.dtype)
+                return jax.random.wrap_key_data(arrays[path], impl=records[path]["implementation"])
+            array = from_storable(arrays[path], x.dtype)
             if not is_padded(x):
                 return array
             sharding = x.array.sharding
@@ -123,10 +134,7 @@ def held(arrays: Mapping[str, jax.Array], leaves: Leaves, forms: Mapping[str, An
 
 
 def checksums(arrays: Mapping[str, Any]) -> dict[str, int]:
-    """For each array a checksum of its bits and their places, below 2^32; the same on every mesh.
-
-    Layout: the arrays as they lie; a sum is psum'ed over their axes.
-    """
+    """For each array a checksum of its bits and their indices, below 2^32; the same on every mesh."""
     mesh = next(iter(arrays.values())).sharding.mesh
     sums = _sums(tuple(arrays.values()), NamedSharding(mesh, PartitionSpec()))
     return dict(zip(arrays, np.asarray(sums).tolist(), strict=True))

@@ -1,63 +1,51 @@
-"""Telling the monitor that this process's part of a checkpoint is written, so that one whose is not is named."""
+"""Tells the monitor when this process has written its part of a checkpoint, so that the one that has not is named."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from shardkit.runtime.monitor import client
 
 
-class Part:
-    """This process's part of a save; `result` waits for the whole, as the response of orbax does."""
+class SaveProgress:
+    """A save in progress; `result` waits for all processes, as does that of orbax's response."""
 
     def __init__(self) -> None:
         self._response: Any = None
-        self._turning = threading.Lock()
+        self._lock = threading.Lock()
         self._written = self._waiting = False
 
-    def of(self, response: Any) -> Part:
-        """Takes the response of the save that this is a part of."""
+    def of(self, response: Any) -> SaveProgress:
+        """Takes orbax's response for the save."""
         self._response = response
         return self
 
     def ends_with(self, writes: Sequence[Any]) -> None:
-        """The part is written when each of these has a result; one that fails ends the save, which will say so."""
+        """This process's part is written when each of these has a result; the error of one is raised by `result`."""
 
         def wait() -> None:
             with contextlib.suppress(Exception):
                 for write in writes:
                     write.result()
-                with self._turning:
-                    self._written = True
-                    self._tell()
+                self._now(written=True)
 
         threading.Thread(target=wait, name="shardkit-written", daemon=True).start()
 
     def result(self) -> None:
-        """Waits until all processes have written theirs."""
-        with self._waits():
-            self._response.result()
-
-    @contextlib.contextmanager
-    def _waits(self) -> Iterator[None]:
-        with self._turning:
-            self._waiting = True
-            self._tell()
+        """Waits until all processes have written their parts."""
+        self._now(waiting=True)
         try:
-            yield
+            self._response.result()
         finally:
-            with self._turning:
-                self._waiting = False
-                self._tell()
+            self._now(waiting=False)
 
-    def _tell(self) -> None:
-        watcher = client.running()
-        if watcher is None:
-            return
-        if self._waiting and self._written:
-            watcher.recorder.turn("save", "written")
-        else:
-            watcher.recorder.turn("written", "save")
+    def _now(self, *, written: bool | None = None, waiting: bool | None = None) -> None:
+        with self._lock:
+            self._written = self._written if written is None else written
+            self._waiting = self._waiting if waiting is None else waiting
+            if watcher := client.running():
+                phases = ("save", "commit") if self._waiting and self._written else ("commit", "save")
+                watcher.recorder.turn(*phases)

@@ -1,4 +1,4 @@
-"""The JSON document beside the arrays of a checkpoint: what the run was, and what each leaf must be."""
+"""The JSON record of a checkpoint: the run that wrote it, and the shape and dtype of each leaf."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 
 from shardkit._check import quoted
 
-FORMAT = 2  # another one wherever a reader of this one would go wrong: other checksums, too
-RECORD = "_CHECKPOINT_METADATA"  # orbax writes it last, before a step gets its name
-_NAMED = 3  # leaves that an error names
+FORMAT = 2  # increased whenever older readers would fail, including for other checksums
+RECORD = "_CHECKPOINT_METADATA"  # orbax writes it last, before it renames the step
+_NAMED = 3  # leaves in an error
 
 
 class Run(NamedTuple):
-    """What a checkpoint says of the run that wrote it.
+    """The run that wrote a checkpoint.
 
     Attributes:
         step: steps taken.
-        position: the data position, as `save` was given it, after a round through JSON.
+        position: the data position passed to `save`, after a round trip through JSON.
         config: the configuration, likewise.
         metrics: the metrics, by name.
         versions: of shardkit, jax and orbax-checkpoint.
@@ -35,26 +35,28 @@ class Run(NamedTuple):
 
 
 def make_record(step: int, position: Any, config: Any, metrics: Any, leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The document of a checkpoint, sealed with its own checksum.
+    """The record of a checkpoint, with its checksum.
 
     Raises:
-        ValueError: what is no JSON, or metrics that are no numbers.
+        ValueError: values that are not JSON, or metrics that are not numbers.
     """
     versions = {name: _version(name) for name in ("shardkit", "jax", "orbax-checkpoint")}
     try:
         numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
     except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"save: metrics must be numbers by name; {error}. Pass {{'loss': 0.5}}, say.") from error
+        raise ValueError(
+            f"save: metrics must be numbers by name; {error}. Pass for example {{'loss': 0.5}}."
+        ) from error
     run = Run(step, _as_json("position", position), _as_json("config", config), numbers, versions)
     document = {"format": FORMAT, **run._asdict(), "leaves": dict(leaves)}
     return {"shardkit": document, "crc32": _seal(document)}
 
 
 def read_record(path: Path) -> tuple[Run, dict[str, Any]]:
-    """The run and the forms of the leaves of a finished step.
+    """The run and the records of the leaves of a finished step.
 
     Raises:
-        ValueError: it is damaged, of something else, or of a format to come.
+        ValueError: it is damaged, not from shardkit, or of a newer format.
         OSError: it cannot be read.
     """
     try:
@@ -63,34 +65,34 @@ def read_record(path: Path) -> tuple[Run, dict[str, Any]]:
     except (ValueError, KeyError, TypeError):
         intact = False
     if not intact:
-        raise ValueError("its record is damaged, or not of shardkit")
-    if document["format"] not in (1, FORMAT):  # 1 is the same; its first checksums, before any release, were not
-        raise ValueError(f"its format is {document['format']}, and this shardkit reads up to {FORMAT}")
+        raise ValueError("its record is damaged, or not from shardkit")
+    if document["format"] not in (1, FORMAT):  # 1 is the same since the first release
+        raise ValueError(f"its format is {document['format']}; this version of shardkit reads up to {FORMAT}")
     return Run(**{name: document[name] for name in Run._fields}), document["leaves"]
 
 
 def compare(where: str, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuses leaves that are not those of the checkpoint; nothing is cast, cut or left out.
+    """Refuses leaves other than those of the checkpoint; nothing is cast, cropped or left out.
 
     Raises:
-        ValueError: with the paths that are missing or not expected, or the two shapes or dtypes of a leaf.
+        ValueError: with the missing or unexpected paths, or the two shapes or dtypes of a leaf.
     """
     missing, unexpected = [p for p in wanted if p not in stored], [p for p in stored if p not in wanted]
     if missing or unexpected:
-        parts = [("lacks", missing), ("has, and this state has not,", unexpected)]
+        lacks = [f"lacks {_some(missing)}"] if missing else []
+        extra = [f"has {_some(unexpected)} that this state lacks"] if unexpected else []
         raise ValueError(
-            f"{where} {' and '.join(f'{verb} {_some(paths)}' for verb, paths in parts if paths)}. "
-            "Restore into the state of the same model, optimizer and precision."
+            f"{where} {' and '.join(lacks + extra)}. Restore into a state of the same model, optimizer and precision."
         )
     for name, remedy in (
-        ("shape", "Build the state with the configuration that was saved."),
-        ("dtype", "Nothing is cast: restore with the precision that was saved, and cast afterwards."),
+        ("shape", "Build the state with the saved configuration."),
+        ("dtype", "Restore with the saved precision, and cast afterwards."),
     ):
         different = [path for path in wanted if stored[path][name] != wanted[path][name]]
         if different:
             path, *others = different
             more = f", and {_count(others)} more differ{'s' * (len(others) == 1)}" if others else ""
-            was, now = (form[path][name] for form in (stored, wanted))
+            was, now = (leaf[path][name] for leaf in (stored, wanted))
             raise ValueError(f"{where} has leaf {path!r} with {name} {was}; this state has {now}{more}. {remedy}")
 
 
@@ -108,17 +110,17 @@ def _as_json(name: str, value: Any) -> Any:
         return json.loads(json.dumps(value), object_pairs_hook=_distinct)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"save: {name} must be JSON, of dicts, lists, strings, numbers, booleans and None; {error}. "
+            f"save: {name} must be a JSON value, of dicts, lists, strings, numbers, booleans and None; {error}. "
             "Convert it, an array for example with .tolist()."
         ) from error
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object as a dict; the keys of JSON are strings, and two keys that differ in Python may be one there."""
+    """A JSON object as a dict; keys that differ in Python, such as 1 and '1', may be equal in JSON."""
     names = [name for name, _ in pairs]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ValueError(f"two keys of a dict are {twice!r} there")
+        raise ValueError(f"two keys of a dict become {twice!r} in JSON")
     return dict(pairs)
 
 
@@ -126,7 +128,7 @@ def _version(name: str) -> str:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return "not installed"  # a source tree on the path, or a package built under another name
+        return "not installed"  # a source tree on the path, or a package with another name
 
 
 def _seal(document: Any) -> int:

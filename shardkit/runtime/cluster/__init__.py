@@ -1,4 +1,4 @@
-"""Jobs of many processes: starting them, here or on a cluster, joining them, ending them.
+"""Jobs of many processes: starting them on this machine or a cluster, connecting them, ending them.
 
 Start with `join.py`. Imports the monitor.
 """

@@ -1,11 +1,11 @@
-"""Local processes of one job: started, heard, and ended together.
+"""Starts the processes of a job on this machine, passes on their output and ends them together.
 
-Jobs on several machines are started by their scheduler (`manifests.py` writes what it needs), or, on machines that know
-no scheduler, by ssh. On a TPU slice jax finds everything by itself:
+A job on several machines is started by their scheduler (`manifests.py` writes its input) or, without a scheduler, by
+ssh. On a TPU slice jax detects everything:
 
     gcloud compute tpus tpu-vm ssh NAME --worker=all --command='python train.py'
 
-On GPU machines, whose names stand one a line in the file `hosts`:
+On GPU machines, with their names in the file `hosts`, one per line:
 
     export job="JAX_COORDINATOR_ADDRESS=$(head -n 1 hosts):12355 JAX_NUM_PROCESSES=$(wc -l < hosts)"
     nl -v 0 hosts | xargs -P 0 -L 1 sh -c 'ssh "$1" env $job JAX_PROCESS_ID="$0" python train.py'
@@ -29,7 +29,7 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
-from shardkit._check import finite
+from shardkit._check import at_least, finite
 from shardkit._typed import typed
 from shardkit.runtime.cluster.output import passing_on, write
 from shardkit.runtime.cluster.preemption import PREEMPTED
@@ -37,11 +37,11 @@ from shardkit.runtime.monitor.hello import TOKEN
 from shardkit.simulated import cpu_environment
 
 _LONGEST_BEFORE_KILL = 5.0  # seconds from SIGTERM to SIGKILL
-_LAST_WORDS = 3.0  # seconds that what the processes started, such as their monitors, has to say something yet
+_LAST_OUTPUT = 3.0  # seconds for the last output of what the processes started, such as their monitors
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # A keeper leads the process group of each process. Its standard input is a pipe that only the launcher holds open, so
-# that it learns of the launcher's end, by SIGKILL too; and while it is there, no other group is given its number.
+# it notices the end of the launcher, even by SIGKILL. While it lives, no other group can get its number.
 _KEEPER = ("/bin/sh", "-c", "trap '' HUP INT QUIT TERM USR1 USR2; read -r _; kill -KILL 0")
 
 _Child = subprocess.Popen[bytes]
@@ -61,40 +61,44 @@ def launch(
 ) -> int:
     """Runs `processes` processes of one command on this machine, and ends all of them when one fails.
 
-    Each finds its place in JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, and in MASTER_ADDR,
-    MASTER_PORT, WORLD_SIZE, RANK and LOCAL_RANK; and in SHARDKIT_JOB_TOKEN, if the environment has none, a new secret
-    without which no other process can join. Its lines are passed on behind `[index] `, each when it is complete. When
-    one fails, the others have `grace` seconds to report and to end by themselves, then they get SIGTERM, and after as
-    long again, at most 5 s, SIGKILL. SIGINT, SIGTERM and SIGHUP to the launcher are passed on, with the same sequel.
-    Signals reach the processes alone. What these have started ends with the last of them, and all of it with the
-    launcher, even by SIGKILL, as far as it stays in their process groups. Standard input is empty.
+    Each process gets its place in JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, and in MASTER_ADDR,
+    MASTER_PORT, WORLD_SIZE, RANK and LOCAL_RANK; and a new secret in SHARDKIT_JOB_TOKEN, unless the environment has
+    one, without which no other process can join. Complete lines of its output are printed with the prefix `[index] `.
+    When one process fails, the others have `grace` seconds to report and exit, then they get SIGTERM, and after as long
+    again, at most 5 s, SIGKILL. SIGINT, SIGTERM and SIGHUP to the launcher are passed on to the processes, with the
+    same consequences. Child processes that stay in the process groups end with the last process, and everything ends
+    with the launcher, even by SIGKILL. Standard input is empty.
 
     Args:
         command: the words of the command; `script.py ...` and `-m module ...` run under this Python.
         processes: number of processes.
-        devices: simulated CPU devices in each; by default jax finds the devices.
-        output: a directory for `INDEX.out` and `INDEX.err`: what each process wrote, and nothing else.
+        devices: simulated CPU devices per process; by default jax detects the devices.
+        output: a directory for `INDEX.out` and `INDEX.err`: the output of each process, without prefixes.
         grace: seconds from the first failure, or from a signal, to SIGTERM.
         port: the coordinator's port; by default a free one.
         environ: the environment to start from; by default that of this process.
 
     Returns:
-        0 if all processes succeed, else the exit code of the first to fail, or of that which `guard` named: 128 + s
-        when signal s ended it.
+        0 if all processes succeed, else the exit code of the process that `guard` named, or of the first to fail: 128
+        + s if signal s ended it.
 
     Raises:
-        ValueError: no process, no device, no such port, a negative grace, no command or one that cannot be started, or
-            an output directory that cannot be written.
+        ValueError: fewer than one process or device, an invalid port, a negative grace, no command or one that cannot
+            be started, or an output directory that cannot be written.
+
+    Example:
+        Two processes with four simulated devices each:
+
+            code = sk.runtime.launch(["train.py", "--steps", "100"], processes=2, devices=4)
     """
     finite("launch", grace=grace)
     words = program(command)
     check_counts("launch", processes=processes, devices=devices, port=port)
-    if not grace >= 0:
-        raise ValueError(f"launch: grace must be 0 seconds or more; got {grace:g}. Raise it.")
+    at_least("launch", 0, grace=grace)
     environ = os.environ if environ is None else environ
     events: _Events = queue.SimpleQueue()
     blamed: list[int] = []
-    with ExitStack() as stack:  # what is left when all have ended: to pass on their last lines, and to close
+    with ExitStack() as stack:  # exits when all processes have ended: passes on the last lines, closes files
         files = [] if output is None else _files(Path(output), processes, stack)
         common = _environment(environ, processes, devices, port or stack.enter_context(_free_port()))
         with _signals_to(events), _keepers(processes) as keepers:
@@ -103,35 +107,33 @@ def launch(
                 own = dict.fromkeys(("JAX_PROCESS_ID", "RANK", "LOCAL_RANK"), str(index))
                 children.append(stack.enter_context(_start(words, common | own, keeper.pid)))
             reader = stack.enter_context(passing_on(children, files, blamed))
-            order, told = _supervised(children, events, grace)
-            reader.join(_LAST_WORDS)
+            order, received = _supervised(children, events, grace)
+            reader.join(_LAST_OUTPUT)
     failed = sorted((index for index in order if children[index].returncode), key=lambda index: index not in blamed)
     if not failed:
         return 0
-    write(sys.stderr, f"shardkit launch: {_summary(failed[0], children, told)}\n".encode())
+    write(sys.stderr, f"shardkit launch: {_summary(failed[0], children, received)}\n".encode())
     code = children[failed[0]].returncode
     return code if code > 0 else 128 - code
 
 
 def program(command: Sequence[str], python: str = sys.executable) -> list[str]:
-    """The words to execute: a script and a module run under `python`, anything else as it is."""
+    """The words to execute: scripts and modules run under `python`, anything else unchanged."""
     if not command or not command[0]:
-        raise ValueError("launch: a command must be given; got none. Write for example -- train.py --steps 100.")
+        raise ValueError("launch: a command must be given; got none. Pass for example -- train.py --steps 100.")
     return [python, *command] if command[0] == "-m" or command[0].endswith(".py") else list(command)
 
 
 def check_counts(where: str, *, processes: int, devices: int | None, port: int | None) -> None:
-    """Refuses fewer than one process, or than one device in each, and a port that there is not."""
-    for name, count in (("processes", processes), ("devices", devices)):
-        if count is not None and count < 1:
-            raise ValueError(f"{where}: {name} must be at least 1; got {count}. Raise it.")
+    """Refuses fewer than one process or device, and invalid ports."""
+    at_least(where, 1, processes=processes, devices=devices)
     if port is not None and not 0 < port < 65536:
-        raise ValueError(f"{where}: port must be from 1 to 65535; got {port}. Choose another one.")
+        raise ValueError(f"{where}: port must be from 1 to 65535; got {port}. Correct port.")
 
 
 @contextmanager
 def _free_port() -> Iterator[int]:
-    """A port that no other program is given meanwhile, though process 0 may listen on it."""
+    """A port that the system gives to no other program meanwhile, though process 0 may listen on it."""
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
@@ -154,21 +156,21 @@ def _environment(environ: Mapping[str, str], processes: int, devices: int | None
 
 
 def _files(output: Path, processes: int, stack: ExitStack) -> list[BinaryIO]:
-    """The files that the pipes are copied to: unbuffered, so that they are whole whatever becomes of the launcher."""
+    """The files that the pipes are copied to: unbuffered, so that they are complete even if the launcher is killed."""
     names = [f"{index}.{end}" for index in range(processes) for end in ("out", "err")]
     try:
         output.mkdir(parents=True, exist_ok=True)
         return [stack.enter_context(open(output / name, "wb", buffering=0)) for name in names]
     except OSError as error:
         raise ValueError(
-            f"launch: output must be a directory that can be written; {error.filename} cannot ({error.strerror}). "
-            "Choose another one."
+            f"launch: output must be a writable directory; got {error.filename} ({error.strerror}). Pass another "
+            "directory."
         ) from None
 
 
 @contextmanager
 def _signals_to(events: _Events) -> Iterator[None]:
-    """Signals become events; those that are ignored stay so, and other threads than the main one hear of none."""
+    """Turns signals into events, except ignored ones; does nothing outside the main thread."""
 
     def put(number: int, frame: FrameType | None) -> None:
         events.put(signal.Signals(number))
@@ -187,7 +189,7 @@ def _signals_to(events: _Events) -> Iterator[None]:
 
 @contextmanager
 def _keepers(count: int) -> Iterator[list[_Child]]:
-    """The leaders of `count` process groups; on the way out nothing is left in any of them."""
+    """The leaders of `count` process groups; at exit, everything in these groups is killed."""
     theirs, ours = os.pipe()
     keepers: list[_Child] = []
     nothing = subprocess.DEVNULL
@@ -210,18 +212,18 @@ def _start(words: Sequence[str], environ: Mapping[str, str], group: int) -> _Chi
     except (OSError, ValueError) as error:  # ValueError: a null byte in a word
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
-            f"launch: the command must be a program that can be started; {words[0]!r} cannot ({reason}). Check its "
-            "name and permissions, or write in front of it what runs it, such as python or sh."
+            f"launch: the command must be an executable program; got {words[0]!r} ({reason}). Correct its name or "
+            "permissions, or put its interpreter first, such as python or sh."
         ) from None
 
 
 def _supervised(children: Sequence[_Child], events: _Events, grace: float) -> tuple[list[int], signal.Signals | None]:
-    """Waits for the end of all, hastened once one failed or a signal came: the order of their ends, and the signal."""
+    """Waits for all processes, and ends them once one failed or a signal came; returns their order and the signal."""
     for index, child in enumerate(children):
         threading.Thread(target=_announce, args=(index, child, events), daemon=True).start()
     steps, deadline = [signal.SIGTERM, signal.SIGKILL], math.inf
     running, order = set(range(len(children))), list[int]()
-    told: signal.Signals | None = None
+    received: signal.Signals | None = None
     while running:
         try:
             event = events.get(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
@@ -232,15 +234,15 @@ def _supervised(children: Sequence[_Child], events: _Events, grace: float) -> tu
             deadline = time.monotonic() + min(grace, _LONGEST_BEFORE_KILL) if steps else math.inf
             continue
         if isinstance(event, signal.Signals):
-            told = told or event
+            received = received or event
             for index in running:
                 children[index].send_signal(event)
         else:
             running.remove(event)
             order.append(event)
-        if (told or children[order[-1]].returncode) and steps and deadline == math.inf:
+        if (received or children[order[-1]].returncode) and steps and deadline == math.inf:
             deadline = time.monotonic() + grace
-    return order, told
+    return order, received
 
 
 def _announce(index: int, child: _Child, events: _Events) -> None:
@@ -248,13 +250,13 @@ def _announce(index: int, child: _Child, events: _Events) -> None:
     events.put(index)
 
 
-def _summary(first: int, children: Sequence[_Child], told: signal.Signals | None) -> str:
+def _summary(first: int, children: Sequence[_Child], received: signal.Signals | None) -> str:
     codes = [child.returncode for child in children]
     if set(codes) == {PREEMPTED}:
-        return f"all processes were told to end, and ended with exit code {PREEMPTED}"
+        return f"all processes were preempted, and exited with code {PREEMPTED}"
     others = ", ".join(f"{index}: {_end(code)}" for index, code in enumerate(codes) if index != first)
-    end = _end(codes[first]) if codes[first] < 0 else f"with exit code {codes[first]}"
-    after = f"after {told.name} " if told else ""
+    end = _end(codes[first]) if codes[first] < 0 else f"exit code {codes[first]}"
+    after = f"after {received.name} " if received else ""
     return f"{after}process {first} failed first, {end}" + (f" (others: {others})" if others else "")
 
 

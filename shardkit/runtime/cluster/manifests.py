@@ -1,7 +1,6 @@
-"""What a cluster's scheduler needs to start a job: a batch script for Slurm, manifests for Kubernetes.
+"""Writes the input of a cluster's scheduler: a batch script for Slurm, manifests for Kubernetes.
 
-The exit code 75 means preempted and saved: a job that ends with it is started again, and resumes; every other failure
-is final.
+Exit code 75 means preempted and saved: the scheduler restarts the job, and it resumes. Every other failure is final.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _NOTICE = 120  # seconds between SIGTERM and SIGKILL, for the last save
 # Longer names would not leave room for what Kubernetes adds: -workers-0, the index of the process and five letters.
 _LONGEST_NAME = 40
 _SECRET = """\
-# The secret by which the processes know each other is made once, and is in no file:
+# Create the secret that identifies the processes of the job once; it is in no file:
 #   kubectl create secret generic {} --from-literal=token="$(openssl rand -hex 32)"
 """
 
@@ -47,22 +46,22 @@ def render(
 
     Args:
         kind: "slurm" (`sbatch FILE`); "k8s", an indexed Job with its headless Service; "jobset", the same as a JobSet,
-            which also starts again when a machine is lost (both `kubectl apply -f FILE`, after the command that
-            stands at the top of it: it makes the Secret NAME-token, the job's SHARDKIT_JOB_TOKEN).
-        command: the words of the command; `script.py ...` and `-m module ...` run under the `python` found there.
+            which also restarts when a machine is lost (both `kubectl apply -f FILE`, after the command at the top of
+            the file, which creates the Secret NAME-token, the job's SHARDKIT_JOB_TOKEN).
+        command: the words of the command; `script.py ...` and `-m module ...` run under the `python` of the cluster.
         processes: number of processes.
-        devices: devices of each process: accelerators asked for, or simulated CPU devices.
-        name: of the job: at most 40 small letters, digits and hyphens (RFC 1123; a Service begins with a letter).
+        devices: devices per process: requested accelerators, or simulated CPU devices.
+        name: of the job: at most 40 lower-case letters, digits and hyphens (RFC 1123; a Service begins with a letter).
         image: the container image, for Kubernetes.
         port: the coordinator's port, for Kubernetes; by default 55527. Under Slurm jax derives one from the job's id.
-        accelerator: "cpu", "gpu", or on Kubernetes a kind of TPU slice as Google names it, such as "tpu-v5p-slice".
+        accelerator: "cpu", "gpu", or on Kubernetes a Google TPU slice type such as "tpu-v5p-slice".
         topology: chips of the TPU slice, such as "4x4" or "2x2x4".
 
     Returns:
         The text of the file.
 
     Raises:
-        ValueError: a name, count, port, word or choice that the scheduler would not take, or would take for another.
+        ValueError: a name, count, port, word or choice that the scheduler would reject or misread.
     """
     words = program(command, python="python")
     check_counts("render", processes=processes, devices=devices, port=port)
@@ -74,8 +73,8 @@ def render(
         return _slurm(words, processes, devices, name, accelerator)
     if not image or image.split() != [image]:
         raise ValueError(
-            f"render: {kind} needs the name of a container image; got {image!r}. Give image=, "
-            "for example 'ghcr.io/me/train:1'."
+            f"render: image must be the name of a container image for {kind}; got {image!r}. Pass for example "
+            "image='ghcr.io/me/train:1'."
         )
     in_jobset = kind == "jobset"
     host = f"{name}-workers-0-0" if in_jobset else f"{name}-0"
@@ -98,8 +97,8 @@ def render(
 def _check_name(name: str) -> None:
     if len(name) > _LONGEST_NAME or not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name):
         raise ValueError(
-            f"render: name must be at most {_LONGEST_NAME} small letters, digits and hyphens, begin with a letter and "
-            f"not end with a hyphen; got {name!r}. Choose another one."
+            f"render: name must be at most {_LONGEST_NAME} lower-case letters, digits and hyphens, begin with a letter "
+            f"and not end with a hyphen; got {name!r}. Pass for example 'train-1'."
         )
 
 
@@ -108,7 +107,7 @@ def _check_text(word: str) -> None:
         word.encode()
     except UnicodeEncodeError:
         raise ValueError(
-            f"render: every word of the command must be text; got {word!r}, which is not UTF-8. Rename what it names."
+            f"render: every word of the command must be UTF-8; got {word!r}. Rename the file or option."
         ) from None
 
 
@@ -117,16 +116,16 @@ def _check_devices(kind: Kind, processes: int, devices: int | None, accelerator:
     if accelerator not in ("cpu", "gpu") and not tpu:
         raise ValueError(
             "render: accelerator must be 'cpu', 'gpu' or on Kubernetes a TPU slice such as 'tpu-v5p-slice'; got "
-            f"{accelerator!r} for {kind}. Choose one of them."
+            f"{accelerator!r} for {kind}. Pass one of these."
         )
     if accelerator != "cpu" and devices is None:
         raise ValueError(
-            f"render: devices must be given with accelerator {accelerator!r}; got none. Say how many each process gets."
+            f"render: devices must be given with accelerator {accelerator!r}; got none. Pass the number per process."
         )
     if topology is not None and not tpu:
         raise ValueError(
-            f"render: topology goes with a TPU slice on Kubernetes; got {topology!r} with accelerator {accelerator!r} "
-            f"for {kind}. Leave it out."
+            f"render: topology requires a TPU slice on Kubernetes; got {topology!r} with accelerator {accelerator!r} "
+            f"for {kind}. Remove topology."
         )
     if tpu:
         is_shape = re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", topology or "")
@@ -134,14 +133,14 @@ def _check_devices(kind: Kind, processes: int, devices: int | None, accelerator:
         if chips != processes * (devices or 0):
             raise ValueError(
                 "render: topology must be the shape of a slice of processes x devices chips, such as '4x4'; got "
-                f"{topology!r} for {processes} x {devices}. Change one of them."
+                f"{topology!r} for {processes} x {devices}. Correct topology, processes or devices."
             )
 
 
 def _variables(devices: int | None, accelerator: str) -> dict[str, str]:
     if accelerator != "cpu" or devices is None:
         return {"PYTHONUNBUFFERED": "1"}
-    # The cores of the machine that writes this say nothing about those that run it.
+    # The number of cores here says nothing about the machines of the job.
     threads = cpu_environment(devices, {"NPROC": "1"})["NPROC"]
     simulated = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "NPROC": threads}
     return {"PYTHONUNBUFFERED": "1"} | simulated
@@ -158,19 +157,19 @@ def _slurm(words: Sequence[str], processes: int, devices: int | None, name: str,
     variables = _variables(devices, accelerator)
     if accelerator == "gpu":
         options.insert(2, f"--gpus-per-task={devices}")
-        # Under Slurm jax would take one device a process, that of the process's index on its machine.
+        # Under Slurm jax would use one device per process, the one with the process's index on its machine.
         variables["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(devices or 0)))
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in options),
         "",
-        "# jax finds the coordinator, the number of processes and each one's index in Slurm's own variables.",
+        "# jax reads the coordinator, the number of processes and each one's index from Slurm's variables.",
         *(f"export {variable}={value}" for variable, value in variables.items()),
-        "# The secret by which the processes know each other.",
+        "# The secret that identifies the processes of the job.",
         f"export {TOKEN}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
         f"srun --kill-on-bad-exit=1 {shlex.join(words)}",
         "code=$?",
-        f"# {PREEMPTED}: preempted or out of time, and saved. The job goes back to the queue and resumes.",
+        f"# {PREEMPTED}: preempted or out of time, and saved. The job is queued again, and resumes.",
         f'if [ "$code" -eq {PREEMPTED} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
         'exit "$code"',
     ]
@@ -178,7 +177,7 @@ def _slurm(words: Sequence[str], processes: int, devices: int | None, name: str,
 
 
 def _account(name: str) -> list[dict[str, Any]]:
-    """A ServiceAccount with the two rights that jax's own detection needs, for a script that calls it."""
+    """A ServiceAccount with the two rights that jax's cluster detection needs, for a script that uses it."""
     rules = [
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]},
         {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["get"]},
@@ -198,7 +197,7 @@ def _account(name: str) -> list[dict[str, Any]]:
 
 
 def _service(name: str) -> dict[str, Any]:
-    """The headless Service that gives each process a host name, before it is ready, since it waits for the others."""
+    """The headless Service that gives each process a host name before it is ready, as it waits for the others."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -237,7 +236,7 @@ def _selected_nodes(accelerator: str, topology: str | None) -> dict[str, Any]:
 
 
 def _job(processes: int, pod: Mapping[str, Any], *more_rules: Mapping[str, Any]) -> dict[str, Any]:
-    """The specification of an indexed Job in which every exit code but that of a preempted process is final."""
+    """The specification of an indexed Job in which every exit code except PREEMPTED is final."""
     final = {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [PREEMPTED]}}
     return {
         "completions": processes,
@@ -250,14 +249,14 @@ def _job(processes: int, pod: Mapping[str, Any], *more_rules: Mapping[str, Any])
 
 
 def _indexed(name: str, processes: int, pod: Mapping[str, Any]) -> dict[str, Any]:
-    """A Job in which each preempted process is started again; all have ended, and they find each other as before."""
+    """A Job in which each preempted process is restarted; as all are, they connect to each other again."""
     again = {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [PREEMPTED]}}
     spec = _job(processes, {"subdomain": name, **pod}, again)
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": spec}
 
 
 def _jobset(name: str, processes: int, pod: Mapping[str, Any]) -> dict[str, Any]:
-    """A JobSet, started again as a whole when a process was preempted or its machine was lost without an exit code."""
+    """A JobSet, restarted as a whole when a process was preempted or its machine was lost without an exit code."""
     rules = [
         {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},
         {
@@ -280,11 +279,11 @@ def _jobset(name: str, processes: int, pod: Mapping[str, Any]) -> dict[str, Any]
 
 
 class _Text(str):
-    """A text that is written in quotes: YAML readers differ on which plain words are numbers (1e-3, 1_000, 12:30)."""
+    """Text that is written in quotes: YAML parsers differ on which plain words are numbers (1e-3, 1_000, 12:30)."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes `_Text` in quotes, and repeats what occurs twice."""
+    """Writes `_Text` in quotes, and no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

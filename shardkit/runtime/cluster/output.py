@@ -1,4 +1,4 @@
-"""What processes write, passed on by the line, each behind the index of its process."""
+"""Passes on the output of processes, line by line, with the index of the process as a prefix."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import BinaryIO, TextIO
 
-_SILENCE = 0.5  # seconds, after the end, for which a pipe is read that a process outside the groups holds open
+_SILENCE = 0.5  # seconds without output after which a pipe is left that a process outside the groups holds open
 
-# The guard says whose fault it was; which of the processes that it ends is the first to end, milliseconds decide.
+# The guard names the process at fault; which of the processes that it ends exits first is a matter of milliseconds.
 _BLAMES = re.compile(rb"shardkit guard: process (\d+) ")
 
 
 @dataclass
 class _Pipe:
-    """Where the lines from one pipe go, and the beginning of the next line."""
+    """The destinations of one pipe, and the incomplete last line."""
 
     prefix: bytes
     stream: TextIO
@@ -31,12 +31,12 @@ class _Pipe:
     rest: bytearray = field(default_factory=bytearray)
 
     def take(self, data: bytes) -> None:
-        """Passes on the lines that `data` completes; no data is the end, and completes the last line."""
+        """Passes on the lines that `data` completes; empty data is the end, and completes the last line."""
         if self.file is not None:
             try:
                 self.file.write(data)
             except OSError as error:
-                write(sys.stderr, f"shardkit launch: {self.file.name} ends here ({error.strerror})\n".encode())
+                write(sys.stderr, f"shardkit launch: stopped writing {self.file.name} ({error.strerror})\n".encode())
                 self.file = None
         more = data or (b"\n" if self.rest else b"")
         self.rest += more
@@ -50,9 +50,9 @@ class _Pipe:
 def passing_on(
     children: Sequence[subprocess.Popen[bytes]], files: Sequence[BinaryIO], blamed: list[int]
 ) -> Iterator[threading.Thread]:
-    """One thread reads all pipes, so that no line is cut by another; on the way out, until they are empty.
+    """Reads all pipes in one thread, so that lines are never mixed; at exit, until they are empty.
 
-    Processes that a guard's line names are noted in `blamed`.
+    Processes that a line of the guard names are appended to `blamed`.
     """
     pipes: dict[int, _Pipe] = {}
     for index, child in enumerate(children):
@@ -87,15 +87,15 @@ def _read(pipes: Mapping[int, _Pipe], over: threading.Event) -> None:
 
 
 def write(stream: TextIO, data: bytes) -> None:
-    """Writes bytes as they are; a reader that has gone (`| head`) or a full disk is no reason to end the job."""
+    """Writes bytes unbuffered; a closed reader (`| head`) or a full disk does not end the job."""
     with contextlib.suppress(OSError):
         stream.flush()
         try:
             number = stream.fileno()
-        except (OSError, AttributeError):  # a notebook's stream takes text alone
+        except (OSError, AttributeError):  # a notebook's stream accepts text only
             stream.write(data.decode(errors="replace"))
             stream.flush()
             return
-        rest = memoryview(data)  # not by the stream's buffer, which would keep what it could not write
+        rest = memoryview(data)  # not through the stream, whose buffer would keep what it could not write
         while rest:
             rest = rest[os.write(number, rest) :]

@@ -1,4 +1,4 @@
-"""The notice that a process is to end soon, on which a run saves a last time and leaves."""
+"""The notice of preemption, after which a run saves a last time and exits."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import jax
 
 from shardkit._typed import typed
 
-PREEMPTED = 75  # the exit code after a save because of a notice: EX_TEMPFAIL, "try again later"
+PREEMPTED = 75  # the exit code after a preempted run has saved: EX_TEMPFAIL, "try again later"
 
 
 class _Notice:
-    """A handler of SIGTERM that takes note of it."""
+    """A handler that remembers SIGTERM."""
 
     def __init__(self) -> None:
         self.received = False
@@ -23,9 +23,14 @@ class _Notice:
 
 
 def watch_preemption() -> None:
-    """From here on SIGTERM does not end this process; `preempted` tells of it.
+    """Makes SIGTERM set `preempted` from now on instead of ending this process; call it on the main thread.
 
-    Under `jax.distributed` jax listens already, and this does nothing. To be called on the main thread.
+    Under `jax.distributed`, where jax handles SIGTERM already, it does nothing.
+
+    Example:
+        Before the training loop:
+
+            sk.runtime.watch_preemption()
     """
     if not jax.distributed.is_initialized():
         signal.signal(signal.SIGTERM, _Notice())
@@ -33,14 +38,22 @@ def watch_preemption() -> None:
 
 @typed
 def preempted(step: int) -> bool:
-    """Whether SIGTERM, or the cloud's notice, was received by any process, and this is the step at which all save.
+    """Whether any process received SIGTERM or the cloud's notice, and this is the step after which all save and exit.
 
     Args:
-        step: the number of the step; every process must ask after every step. With several processes all are told so at
-            the same step, the first that none of them has passed.
+        step: the number of the step; every process must call this after every step. It becomes true on all processes
+            at the same step, the first that none of them has passed.
 
     Raises:
-        RuntimeError: nobody listens; `watch_preemption` has not been called.
+        RuntimeError: `watch_preemption` has not been called.
+
+    Example:
+        At the end of each step:
+
+            if sk.runtime.preempted(step):
+                checkpoints.save(state)
+                checkpoints.wait()
+                sk.runtime.finish(sk.runtime.PREEMPTED)
 
     Source: `jax.experimental.multihost_utils.reached_preemption_sync_point`.
     """
@@ -50,5 +63,5 @@ def preempted(step: int) -> bool:
         return multihost_utils.reached_preemption_sync_point(step)
     handler = signal.getsignal(signal.SIGTERM)
     if not isinstance(handler, _Notice):
-        raise RuntimeError("preempted: nobody listens for SIGTERM in this process. Call watch_preemption() first.")
+        raise RuntimeError("preempted: SIGTERM must be watched; got no handler. Call watch_preemption() first.")
     return handler.received

@@ -1,14 +1,10 @@
-"""Global arrays from what each process holds, and back: three ways in, and what a process can see of an array.
-
-Every process must call `from_full`, `fetch`, `replicate` and `print_global`, in one order; nothing else sends anything.
-"""
+"""Creates global arrays from the data of processes; `from_full` alone communicates, so every process must call it."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,31 +17,35 @@ from shardkit._check import named
 from shardkit._kinds import Arrays, DType, Specs
 from shardkit._typed import typed
 from shardkit.layout import broadcast_specs, check_spec, path_name, spec_axes
-from shardkit.runtime.cluster.join import absent
-from shardkit.runtime.data.checksums import plain
-from shardkit.runtime.data.slices import cut, on_host, sharding_of
-
-_PRINTS = itertools.count()  # all processes print in one order, so that the numbers of their barriers agree
+from shardkit.runtime.data.checksums import to_storable
+from shardkit.runtime.data.reading import processes_of
+from shardkit.runtime.data.slices import global_array, on_host, sharding_of
+from shardkit.runtime.monitor.hello import processes as processes_named
 
 
 @typed
 def from_full(tree: Arrays, mesh: Mesh, spec: Specs) -> Any:
-    """Global arrays of which every process holds the whole: parameters made from one seed, a small data set.
+    """Creates global arrays from data that every process has whole: parameters from one seed, a small data set.
 
     Args:
         tree: pytree of numpy arrays, numbers, typed keys, or jax arrays of this process, the same in every process.
-        mesh: the mesh; it may leave processes out, which then get arrays without local data.
-        spec: one PartitionSpec for all leaves, or a pytree of them (a prefix of `tree`), of which a leaf takes as many
+        mesh: the mesh; processes outside it get arrays without local data.
+        spec: one PartitionSpec for all leaves, or a pytree of them (a prefix of `tree`); a leaf uses as many of its
             entries as it has dims.
 
     Returns:
         The pytree of `jax.Array` over the mesh.
 
     Raises:
-        ValueError: a dim that does not divide or an integer too large for jax's dtype, before anything is sent; a leaf
-            that differs between processes, on all of them alike.
+        ValueError: a dim that does not divide or an integer too large for jax's dtype, before any communication; a
+            leaf that differs between processes, on all of them.
 
-    Cost: over a mesh of all processes, 4 bytes a leaf, by which the processes compare what they hold.
+    Cost: over a mesh of all processes, an all_gather of 4 bytes per leaf, to compare the data of the processes.
+
+    Example:
+        >>> x = sk.runtime.from_full(np.ones((8, 3), np.float32), mesh, P("data"))
+        >>> x.sharding.shard_shape(x.shape)
+        (4, 3)
     """
 
     def sharding(path: Any, x: Any, spec: PartitionSpec) -> NamedSharding:
@@ -53,31 +53,36 @@ def from_full(tree: Arrays, mesh: Mesh, spec: Specs) -> Any:
 
     shardings = jax.tree_util.tree_map_with_path(sharding, tree, broadcast_specs(spec, tree))
     tree = jax.tree_util.tree_map_with_path(partial(on_host, "from_full"), tree)
-    if len(_processes(mesh.devices.flat)) == jax.process_count() > 1:
+    if len(processes_of(mesh.devices.flat)) == jax.process_count() > 1:
         _refuse_different(tree)
-    return jax.tree.map(lambda x, sharding: cut(x, sharding, x.shape), tree, shardings)
+    return jax.tree.map(lambda x, sharding: global_array(x, sharding, x.shape), tree, shardings)
 
 
 @typed
 def from_process_local(tree: Arrays, mesh: Mesh, spec: PartitionSpec, *, batch: int | None = None) -> Any:
-    """Global arrays of which every process holds its rows: the batch of a step.
+    """Creates global arrays from the rows of each process: the batch of a step.
 
-    A process holds the rows of its own devices, as `local_rows` says: where dim 0 is split over all devices, batch /
-    processes of them, and batch / devices for each device.
+    A process must pass the rows of its devices, those of `local_rows`.
 
     Layout: `X[B_p, ..] of each process p -> X[B, ..] as spec`
     Args:
         tree: pytree of numpy arrays: this process's rows along dim 0, all other dims whole. Scalars are replicated.
-        mesh: the mesh; a process outside passes any rows of the right shape and dtype, and must give `batch`.
-        spec: how the batch is split, `plan.batch_spec(mesh)`; a leaf takes as many of its entries as it has dims.
-        batch: the global number of rows, where it is to be checked; by default what the local rows amount to.
+        mesh: the mesh; a process outside it passes any rows of the right shape and dtype, and must pass `batch`.
+        spec: how the batch is split, `plan.batch_spec(mesh)`; a leaf uses as many of its entries as it has dims.
+        batch: the global number of rows, to check it; by default derived from the local rows.
 
     Returns:
-        The pytree of `jax.Array` over the mesh, laid out as the step wants its batch.
+        The pytree of `jax.Array` over the mesh, sharded as the step expects its batch.
 
     Raises:
-        ValueError: rows that do not divide over this process's devices, or are not this process's share of `batch`; a
-            dim that does not divide; an integer too large for jax's dtype. Nothing is sent, so no process waits.
+        ValueError: rows that do not divide over this process's devices, or are not its share of `batch`; a dim that
+            does not divide; an integer too large for jax's dtype. There is no communication, so no deadlock.
+
+    Example:
+        >>> rows = sk.runtime.local_rows(8, mesh, P("data"))  # alone, all of them
+        >>> batch = sk.runtime.from_process_local({"x": np.float32(rows)}, mesh, P("data"))
+        >>> batch["x"].shape
+        (8,)
     """
     check_spec("from_process_local", spec, mesh, len(spec))
     pieces = math.prod(mesh.shape[axis] for axis in _row_axes(spec))
@@ -85,7 +90,7 @@ def from_process_local(tree: Arrays, mesh: Mesh, spec: PartitionSpec, *, batch: 
     if not mine and batch is None:
         raise ValueError(
             f"from_process_local: batch must be given on a process outside the mesh; process {jax.process_index()} has "
-            f"none of its {mesh.size} devices. Pass batch=, the global rows."
+            f"none of its {mesh.size} devices. Pass batch=, the global number of rows."
         )
     found = {path_name(path): np.shape(x)[0] for path, x in jax.tree_util.tree_leaves_with_path(tree) if np.ndim(x)}
     if batch is None:
@@ -94,28 +99,34 @@ def from_process_local(tree: Arrays, mesh: Mesh, spec: PartitionSpec, *, batch: 
         if rest:
             raise ValueError(
                 f"from_process_local: a process's rows must divide over its parts of {named(_row_axes(spec))}; leaf "
-                f"{name} has {rows} rows for {mine} of {pieces} parts. Choose another batch, or pad with examples of "
-                "weight 0."
+                f"{name} has {rows} rows for {mine} of {pieces} parts. Pass another number of rows, or pad with "
+                "examples of weight 0."
             )
-    held = local_rows(batch, mesh, spec)
+    own = local_rows(batch, mesh, spec)
     for name, rows in found.items() if mine else ():
-        if rows != len(held):
+        if rows != len(own):
             raise ValueError(
-                f"from_process_local: this process must hold its share of the batch; leaf {name} has {rows} rows, and "
-                f"{mine} of {pieces} parts of {batch} rows are {len(held)}. Pass the rows that local_rows(batch, mesh, "
-                "spec) names."
+                f"from_process_local: each process must pass its share of the batch; leaf {name} has {rows} rows, and "
+                f"{mine} of {pieces} parts of {batch} rows are {len(own)}. Pass the rows of local_rows(batch, mesh, "
+                "spec)."
             )
-    return from_rows(tree, held, batch, mesh, spec)
+    return from_rows(tree, own, batch, mesh, spec)
 
 
 @typed
 def from_rows(tree: Any, rows: np.ndarray, batch: int, mesh: Mesh, spec: PartitionSpec) -> Any:
-    """Global arrays of `batch` rows, from a process's rows of them in ascending order; nothing is sent."""
+    """Creates global arrays of `batch` rows from this process's rows in ascending order, without communication.
+
+    Example:
+        >>> rows = sk.runtime.local_rows(8, mesh, P("data"))
+        >>> sk.runtime.from_rows(np.float32(rows), rows, 8, mesh, P("data")).shape
+        (8,)
+    """
 
     def one(path: Any, x: Any) -> jax.Array:
         x = on_host("from_process_local", path, x)
         shape = (batch, *x.shape[1:]) if x.ndim else ()
-        return cut(x, sharding_of("from_process_local", path, shape, mesh, spec), shape, rows)
+        return global_array(x, sharding_of("from_process_local", path, shape, mesh, spec), shape, rows)
 
     return jax.tree_util.tree_map_with_path(one, tree)
 
@@ -124,31 +135,33 @@ def from_rows(tree: Any, rows: np.ndarray, batch: int, mesh: Mesh, spec: Partiti
 def from_single_device(
     shards: Sequence[jax.Array], mesh: Mesh, spec: PartitionSpec, shape: Sequence[int], dtype: DType | None = None
 ) -> jax.Array:
-    """A global array from the pieces that lie on this process's devices already.
+    """Creates a global array from the shards that are on this process's devices already, without copies.
 
     Args:
-        shards: for each device of the mesh that this process has an array on it, in any order.
+        shards: an array on each of this process's devices of the mesh, in any order.
         mesh: the mesh.
         spec: how the array is split.
         shape: the global shape.
-        dtype: the dtype; may be left out where there are shards.
-
-    Returns:
-        One `jax.Array`; the pieces are not copied.
+        dtype: the dtype; required on a process without shards.
 
     Raises:
-        ValueError: a dim that does not divide, a device without a piece, another shape or dtype, or no dtype at all.
+        ValueError: a dim that does not divide, a device without a shard, another shape or dtype, or no dtype.
+
+    Example:
+        >>> shards = [jax.device_put(np.ones(2, np.float32), device) for device in mesh.devices.flat]
+        >>> sk.runtime.from_single_device(shards, mesh, P("model"), (8,)).sum()
+        Array(8., dtype=float32)
     """
     for x in shards:
         if not isinstance(x, jax.Array):
             raise TypeError(f"from_single_device: shards must be jax arrays; got {x!r}. Put each on its device.")
     sharding = sharding_of("from_single_device", (), tuple(shape), mesh, spec)
-    held = [device for x in shards for device in list[Any](x.devices())]
-    want, have = (sorted(d.id for d in devices) for devices in (list[Any](sharding.addressable_devices), held))
+    want = sorted(device.id for device in list[Any](sharding.addressable_devices))
+    have = sorted(device.id for x in shards for device in list[Any](x.devices()))
     if have != want:
         raise ValueError(
-            f"from_single_device: there must be one piece on each of this process's devices of the mesh, {want}; got "
-            f"pieces on {have}. Put each on its device with jax.device_put(piece, device)."
+            f"from_single_device: there must be one shard on each of this process's devices of the mesh, {want}; got "
+            f"shards on {have}. Put each on its device with jax.device_put(shard, device)."
         )
     if dtype is None and not shards:
         raise ValueError(
@@ -160,143 +173,42 @@ def from_single_device(
     for x in shards:
         if x.shape != piece or x.dtype != whole:
             raise ValueError(
-                f"from_single_device: every piece must be {whole}{list(piece)}, which {spec} makes of {list(shape)}; "
-                f"got {x.dtype}{list(x.shape)} on {next(iter(x.devices()))}. Cut it so, or pass another shape or dtype."
+                f"from_single_device: every shard must be {whole}{list(piece)}, by {spec} of {list(shape)}; got "
+                f"{x.dtype}{list(x.shape)} on {next(iter(x.devices()))}. Pass such a shard, or another shape or dtype."
             )
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, list(shards), dtype=whole)
 
 
 @typed
 def local_rows(batch: int, mesh: Mesh, spec: PartitionSpec) -> np.ndarray:
-    """The rows of a global batch that this process's devices hold, ascending; none outside the mesh.
+    """The rows of a global batch on this process's devices, ascending; none outside the mesh.
 
     Raises:
         ValueError: a batch that does not divide over the devices of the spec's first entry.
+
+    Example:
+        >>> sk.runtime.local_rows(8, mesh, P("data"))
+        array([0, 1, 2, 3, 4, 5, 6, 7])
     """
     check_spec("local_rows", spec, mesh, len(spec))
     axes = _row_axes(spec)
     parts = math.prod(mesh.shape[axis] for axis in axes)
     if batch % parts:
-        processes = len(_processes(mesh.devices.flat))
-        over = f"{parts} devices" + (f" of {processes} processes" if processes > 1 else "")
+        count = len(processes_of(mesh.devices.flat))
+        over = f"{parts} devices" + (f" of {count} processes" if count > 1 else "")
         raise ValueError(
-            f"local_rows: the batch must be divisible by {named(axes)}; got {batch} rows over {over}. Choose another "
+            f"local_rows: the batch must be divisible by {named(axes)}; got {batch} rows over {over}. Pass another "
             "batch, or pad with examples of weight 0."
         )
     pieces = NamedSharding(mesh, PartitionSpec(axes or None)).addressable_devices_indices_map((batch,))
-    held = np.zeros(batch, bool)
+    here = np.zeros(batch, bool)
     for (piece,) in filter(None, pieces.values()):
-        held[piece] = True
-    return np.flatnonzero(held)
-
-
-@typed
-def local_shards(x: jax.Array) -> dict[jax.Device, np.ndarray]:
-    """What this process's devices hold of a global array, by device, if any; of typed keys, their integers."""
-    if not isinstance(x, jax.Array):
-        raise TypeError(f"local_shards: x must be a jax.Array; got a {type(x).__name__}. Place it with from_full.")
-    return {shard.device: np.asarray(plain(shard.data)) for shard in x.addressable_shards}
-
-
-@typed
-def to_numpy(tree: Arrays) -> Any:
-    """The arrays of a tree as NumPy arrays, where this process holds all of each; nothing is sent.
-
-    Raises:
-        ValueError: a leaf that is split over devices of several processes.
-    """
-
-    def one(path: Any, x: Any) -> np.ndarray:
-        if not _is_whole_here(x):
-            raise ValueError(
-                f"to_numpy: the whole array must lie with this process; leaf {path_name(path)} lies with "
-                f"{_numbered(_processes(x.sharding.device_set))}. Call fetch(tree) on every process, or look at this "
-                "process's part with local_shards(x)."
-            )
-        return np.asarray(plain(x))
-
-    return jax.tree_util.tree_map_with_path(one, tree)
-
-
-@typed
-def fetch(tree: Arrays) -> Any:
-    """The whole arrays of a tree as NumPy arrays, on every process; every process must call it.
-
-    What a process holds whole is not sent; of typed keys come the integers that they are made of.
-
-    Raises:
-        ValueError: on a process outside the mesh of a leaf, which has nothing to fetch it with.
-
-    Cost: an all_gather of every leaf that is split over processes.
-    """
-
-    def one(path: Any, x: Any) -> np.ndarray:
-        if _is_whole_here(x):
-            return np.asarray(plain(x))
-        if not x.addressable_shards:
-            raise ValueError(
-                f"fetch: a process must have a device of the array's mesh; leaf {path_name(path)} lies with "
-                f"{_numbered(_processes(x.sharding.device_set))}, and this is process {jax.process_index()}. Fetch it "
-                "there alone."
-            )
-        return np.asarray(multihost_utils.process_allgather(plain(x), tiled=True))
-
-    return jax.tree_util.tree_map_with_path(one, tree)
-
-
-@typed
-def replicate(tree: Arrays, mesh: Mesh) -> Any:
-    """The arrays of a tree, whole on every device of the mesh; every process of the mesh must call it.
-
-    In place of `jax.device_put_replicated`, which jax 0.10 has no longer: that put a dim of devices in front of every
-    leaf, for `jax.pmap`; here, and in a step of `make_train_step`, leaves keep their shape.
-
-    Args:
-        tree: pytree of global arrays over this mesh's devices, or of host arrays that are the same in every process.
-        mesh: the mesh.
-
-    Cost: what the compiler makes of it, an all_gather of every leaf that is split.
-    """
-    return jax.jit(_identity, out_shardings=NamedSharding(mesh, PartitionSpec()))(tree)
-
-
-@typed
-def print_global(tree: Any, *, timeout: float = 60.0) -> None:
-    """Prints the whole arrays of a tree, once: every process fetches them, process 0 prints.
-
-    Call it on every process. Under `if jax.process_index() == 0:` the others never come, and process 0 is refused.
-
-    Args:
-        tree: pytree of arrays.
-        timeout: seconds within which all processes must call it.
-
-    Raises:
-        RuntimeError: not all came; what this one has to fetch from others is never waited for.
-
-    Cost: that of `fetch`, and a barrier.
-    """
-    if jax.process_count() > 1:
-        missing = absent(f"shardkit.print_global.{next(_PRINTS)}", timeout)
-        if missing is not None:
-            raise RuntimeError(
-                f"print_global: every process must call it; {missing} did not within {timeout:g} s. Take it out from "
-                "under `if jax.process_index() == 0:`, or raise timeout."
-            )
-    whole = fetch(tree)
-    if jax.process_index() == 0:
-        print(whole, flush=True)  # noqa: T201
-
-
-def _identity(tree: Any) -> Any:
-    return tree
+        here[piece] = True
+    return np.flatnonzero(here)
 
 
 def _row_axes(spec: PartitionSpec) -> tuple[str, ...]:
     return spec_axes(spec)[0] if len(spec) else ()
-
-
-def _processes(devices: Iterable[Any]) -> list[int]:
-    return sorted({device.process_index for device in devices})
 
 
 def _refuse_different(tree: Any) -> None:
@@ -307,24 +219,13 @@ def _refuse_different(tree: Any) -> None:
         return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data, kind)
 
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    sums = [checksum(np.asarray(plain(x))) for _, x in leaves]
+    sums = [checksum(np.asarray(to_storable(x))) for _, x in leaves]
     every = multihost_utils.process_allgather(np.array(sums, np.uint32))
     for (path, _), found in zip(leaves, every.T, strict=True):
         others = np.flatnonzero(found != found[0]).tolist()
         if others:
             raise ValueError(
-                f"from_full: every process must hold the same array; leaf {path_name(path)} of process 0 differs from "
-                f"that of {_numbered(others)}. Make it from the same seed or file, or pass each process's rows to "
-                "from_process_local."
+                f"from_full: every process must pass the same array; leaf {path_name(path)} of process 0 differs from "
+                f"that of {processes_named(others)}. Create it from the same seed or file, or pass each process's rows "
+                "to from_process_local."
             )
-
-
-def _is_whole_here(x: Any) -> bool:
-    """Whether this process holds every element."""
-    return (
-        not isinstance(x, jax.Array) or x.is_fully_addressable or bool(x.is_fully_replicated and x.addressable_shards)
-    )
-
-
-def _numbered(processes: Sequence[int]) -> str:
-    return f"process{'es' if processes[1:] else ''} {', '.join(map(str, processes))}"

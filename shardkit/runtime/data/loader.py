@@ -1,4 +1,4 @@
-"""Batches from a data set on grain: one global order, of which every process loads only its own rows."""
+"""Batches from a data set, on grain: one global order, of which each process loads its rows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from shardkit._check import at_least
 from shardkit._typed import typed
 from shardkit.runtime.data.arrays import from_rows, local_rows
 
-_MOST = 1024  # threads, and batches made ahead
+_MOST = 1024  # threads, and prefetched batches
 
 T = TypeVar("T")
 
@@ -31,47 +32,49 @@ def loader(
     threads: int = 4,
     prefetch: int = 2,
 ) -> Loader:
-    """Iterates over a data set in global batches, in an order that only the seed decides.
+    """Iterates over a data set in global batches, in an order that depends on the seed only.
 
-    The samples stand in one line, epoch after epoch, each epoch in an order of its own; a batch is the next `batch` of
-    them, whatever the mesh. So a run that goes on from `loader.position` with other processes, another mesh or another
-    batch neither repeats nor skips a sample. A batch may reach over the end of an epoch; samples at the end of the last
-    epoch that do not fill one are dropped.
+    The samples form one sequence, epoch after epoch, each epoch in another order; a batch is the next `batch` samples,
+    on any mesh. So a run that resumes from `loader.position` with other processes, another mesh or another batch
+    neither repeats nor skips a sample. A batch may span two epochs; an incomplete last batch is dropped.
 
     Args:
-        source: anything with `len` and `source[i]`, or a `grain.MapDataset`, whose own `.map` and `.random_map` then
-            see a sample's index in `epoch * len(source) + i` and so draw the same on every mesh. A sample is a pytree
-            of arrays or numbers. Threads read it, several at once.
+        source: anything with `len` and `source[i]`, or a `grain.MapDataset`, whose `.map` and `.random_map` see a
+            sample's index `epoch * len(source) + i`, and so draw the same on every mesh. A sample is a pytree of arrays
+            or numbers. Several threads read it concurrently.
         batch: samples in a global batch, over all processes.
         seed: decides the order of each epoch, 0 to 2**32 - 1; None keeps the source's order.
-        mesh: the mesh; a process outside it reads one sample a batch, for shapes and dtypes.
+        mesh: the mesh; a process outside it reads one sample per batch, for shapes and dtypes.
         spec: how the batch is split, `plan.batch_spec(mesh)`.
-        position: samples that the run has consumed already, of the whole line.
-        epochs: how often the source is repeated; None for ever.
-        threads: samples read at once; 0 reads them when they are asked for (best for what lies in memory).
-        prefetch: batches that are made and sent to the devices ahead of the one that is asked for.
+        position: samples of the sequence that the run has consumed already.
+        epochs: how often the source is repeated; None for no limit.
+        threads: samples read concurrently; 0 reads them on demand (best for data in memory).
+        prefetch: batches that are prepared and sent to the devices in advance.
 
     Returns:
-        A Loader: an iterator of batches, each a pytree of `jax.Array` with a new dim 0 of `batch` rows, that the step
-        takes without moving them, and `loader.position`.
+        A Loader: an iterator of batches, each a pytree of `jax.Array` with a new dim 0 of `batch` rows, sharded as the
+        step expects them, with `loader.position`.
 
     Raises:
         ValueError: a batch that does not divide over the devices of the spec's first entry, or a number out of range;
-            from the iterator a sample that is None, as a grain filter leaves behind.
-        ImportError: without grain, which `pip install 'shardkit[data]'` brings.
+            from the iterator, a sample that is None, as a grain filter produces.
+        ImportError: grain is not installed.
+
+    Example:
+        >>> batches = sk.runtime.loader(range(16), batch=8, seed=None, mesh=mesh, spec=P("data"), epochs=1)
+        >>> next(batches), batches.position
+        (Array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32), 8)
     """
-    samples = _line(source, seed, epochs)
-    numbers = {"batch": batch, "position": position, "threads": threads, "prefetch": prefetch}
-    for name, value in numbers.items():
-        least = 1 if name == "batch" else 0
-        if value < least:
-            raise ValueError(f"loader: {name} must be at least {least}; got {value}. Pass a larger number.")
-        if name in ("threads", "prefetch") and value > _MOST:
-            raise ValueError(f"loader: {name} must be at most {_MOST}; got {value}. Pass a smaller number.")
+    samples = _sequence(source, seed, epochs)
+    at_least("loader", 1, batch=batch)
+    at_least("loader", 0, position=position, threads=threads, prefetch=prefetch)
+    for name, value in (("threads", threads), ("prefetch", prefetch)):
+        if value > _MOST:
+            raise ValueError(f"loader: {name} must be at most {_MOST}; got {value}. Correct {name}.")
     if len(samples) < batch:
         raise ValueError(
-            f"loader: the source must fill one batch; it has {len(samples)} samples in all epochs, and the batch takes "
-            f"{batch}. Choose a smaller batch, or more epochs."
+            f"loader: the source must fill one batch; it has {len(samples)} samples in all epochs, and the batch needs "
+            f"{batch}. Pass a smaller batch, or more epochs."
         )
     local_rows(batch, mesh, spec)  # refuses a batch that does not divide
 
@@ -82,9 +85,9 @@ def loader(
 
 
 class Loader:
-    """An iterator of global batches; `loader` makes one.
+    """An iterator of global batches; `loader` creates one.
 
-    After an exception from the source it can be asked again, and begins with the batch that it did not give.
+    After an exception from the source, `next` retries the batch that failed.
     """
 
     def __init__(self, batches_from: Callable[[int], Iterator[Any]], batch: int, position: int):
@@ -93,7 +96,7 @@ class Loader:
 
     @property
     def position(self) -> int:
-        """Samples in all batches given so far, those before the first included; what was prefetched is not."""
+        """Samples of the sequence up to the last returned batch; prefetched ones do not count."""
         return self._position
 
     def __iter__(self) -> Loader:
@@ -111,7 +114,7 @@ class Loader:
         return batch
 
     def close(self) -> None:
-        """Ends the threads, as does forgetting the Loader; the next batch starts new ones."""
+        """Ends the threads, as does deleting the Loader; the next batch starts new ones."""
         if self._batches is not None:
             self._batches.close()
             self._batches = None
@@ -120,7 +123,7 @@ class Loader:
 def _batches(
     samples: Any, position: int, batch: int, mesh: Mesh, spec: PartitionSpec, threads: int, prefetch: int
 ) -> Iterator[Any]:
-    """The batches from a position on, each made of the rows that this process loads."""
+    """The batches from a position on, each from the rows that this process loads."""
     import grain
 
     rows = local_rows(batch, mesh, spec)
@@ -134,7 +137,7 @@ def _batches(
 
 
 class _Rows:
-    """The samples that a process reads: of each batch from a position on, some rows."""
+    """The samples that a process reads: its rows of each batch, from a position on."""
 
     def __init__(self, samples: Any, position: int, batch: int, rows: np.ndarray):
         self._samples, self._position, self._batch, self._rows = samples, position, batch, rows
@@ -152,28 +155,32 @@ class _Rows:
             raise
         if sample is None:
             raise ValueError(
-                f"loader: every index of the source must have a sample; the run's sample {at} is None. Leave out what "
-                "a filter drops before the data set is indexed: how many there are decides every later position."
+                f"loader: every index of the source must have a sample; the run's sample {at} is None. Filter the data "
+                "set before it is indexed, as all later positions depend on the number of samples."
             )
         return sample
 
 
 @typed
 def prefetch_to_device(batches: Iterable[T], n: int = 2) -> Iterator[T]:
-    """Takes `n` batches more than it has given, so that their transfers run while the step computes.
+    """Requests batches `n` ahead, so that their transfers overlap with the step.
 
     Args:
-        batches: an iterable whose items start their transfer when they are taken, as global arrays do.
-        n: batches ahead; each is held on the devices.
+        batches: an iterable whose items start their transfer when they are requested, as global arrays do.
+        n: batches in advance; each is stored on the devices.
 
     Returns:
-        A generator of the same batches. An exception from `batches` comes after those that came before it.
+        A generator of the same batches. An exception from `batches` is raised after the batches before it.
 
     Raises:
-        ValueError: a negative `n`, when it is asked first.
+        ValueError: a negative `n`, on the first `next`.
+
+    Example:
+        >>> batches = (sk.runtime.from_full(np.full(8, i), mesh, P("data")) for i in range(3))
+        >>> [int(batch.sum()) for batch in sk.runtime.prefetch_to_device(batches)]
+        [0, 8, 16]
     """
-    if n < 0:
-        raise ValueError(f"prefetch_to_device: n must be at least 0; got {n}. Pass a larger number.")
+    at_least("prefetch_to_device", 0, n=n)
     ready: deque[T] = deque()
     iterator = iter(batches)
     more = True
@@ -196,19 +203,19 @@ def prefetch_to_device(batches: Iterable[T], n: int = 2) -> Iterator[T]:
             iterator.close()
 
 
-def _line(source: Any, seed: int | None, epochs: int | None) -> Any:
-    """All samples of the run, in their order."""
+def _sequence(source: Any, seed: int | None, epochs: int | None) -> Any:
+    """All samples of the run, in order."""
     try:
         import grain
     except ImportError:
         raise ImportError("loader: grain must be installed; it is not. Run pip install 'shardkit[data]'.") from None
     if seed is not None and not 0 <= seed < 2**32:
-        raise ValueError(f"loader: the seed must be None or 0 to 2**32 - 1; got {seed}. Choose another seed.")
+        raise ValueError(f"loader: the seed must be None or 0 to 2**32 - 1; got {seed}. Correct seed.")
     if epochs is not None and epochs < 1:
-        raise ValueError(f"loader: epochs must be None or at least 1; got {epochs}. Pass how often to repeat.")
+        raise ValueError(f"loader: epochs must be None or at least 1; got {epochs}. Correct epochs.")
     if not isinstance(source, grain.MapDataset) and not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         raise TypeError(
-            f"loader: source must have a length and be indexed, or be a grain.MapDataset; got {source!r}. Pass for "
+            f"loader: source must have `len` and `source[i]`, or be a grain.MapDataset; got {source!r}. Pass for "
             "example a list of samples."
         )
     samples = source if isinstance(source, grain.MapDataset) else grain.MapDataset.source(source)

@@ -1,4 +1,4 @@
-"""How a process's numbers become its pieces of a global array."""
+"""Creates the shards of a global array from the data of a process."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from shardkit.runtime.data.checksums import is_key
 
 
 def sharding_of(where: str, path: Any, shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
-    """A leaf's sharding: of the spec as many entries as it has dims; refuses dims that do not divide."""
+    """A leaf's sharding, by as many entries of the spec as it has dims; refuses dims that do not divide."""
     spec = canonical(PartitionSpec(*spec[: len(shape)]))
     try:
         local_shape(shape, spec, mesh)
     except ValueError as error:
-        raise ValueError(str(error).replace("local_shape:", _at(where, path), 1)) from None
+        raise ValueError(str(error).replace("local_shape:", _leaf(where, path), 1)) from None
     return NamedSharding(mesh, spec)
 
 
-def _at(where: str, path: Any) -> str:
+def _leaf(where: str, path: Any) -> str:
     return f"{where}: leaf {path_name(path)}:" if path else f"{where}:"
 
 
 def on_host(where: str, path: Any, x: Any) -> Any:
-    """A leaf as numpy in a dtype that jax has, or as a typed key array; refuses integers that are too large for it."""
+    """A leaf as a NumPy array of a jax dtype, or as typed keys; refuses integers that are too large for the dtype."""
     if is_key(x):
         return x
     x = np.asarray(x)
     dtype = jax.dtypes.canonicalize_dtype(x.dtype)
     if x.size and np.issubdtype(dtype, np.integer) and dtype.itemsize < x.dtype.itemsize:
         for value in (x.min(), x.max()):
-            if value != value.astype(dtype):  # the cast below would wrap it round without a word
+            if value != value.astype(dtype):  # the cast below would wrap it
                 raise ValueError(
-                    f"{_at(where, path)} {x.dtype} values must fit {dtype}, in which jax holds them; got {value}. Pass "
-                    "smaller numbers, or set jax_enable_x64."
+                    f"{_leaf(where, path)} {x.dtype} values must fit jax's {dtype}; got {value}. Pass smaller numbers, "
+                    "or set jax_enable_x64."
                 )
     return x.astype(dtype, copy=False)
 
 
-def cut(x: Any, sharding: NamedSharding, shape: tuple[int, ...], rows: np.ndarray | None = None) -> jax.Array:
-    """A global array from a process's rows of it, in ascending order, or from all of it."""
+def global_array(x: Any, sharding: NamedSharding, shape: tuple[int, ...], rows: np.ndarray | None = None) -> jax.Array:
+    """A global array, from this process's rows of it in ascending order, or from all of it."""
 
     def piece(index: Any) -> Any:
         if rows is None or not shape:

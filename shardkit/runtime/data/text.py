@@ -1,4 +1,4 @@
-"""Text as bytes: a corpus with a fixed split, and batches that are a function of (seed, step) alone."""
+"""Text as bytes: a corpus with a fixed split, and batches that depend on (seed, step) only."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Text(NamedTuple):
 
     Attributes:
         train: uint8 [n], the training files one after the other.
-        validation: uint8 [m], the files held out.
+        validation: uint8 [m], the held-out files.
         source: what it was read from, for the log.
     """
 
@@ -42,7 +42,7 @@ class Text(NamedTuple):
 
 
 def standard_library() -> Text:
-    """The Python standard library's own source on this machine, without tests and installed packages."""
+    """The source of the Python standard library on this machine, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(path for path in root.rglob("*.py") if not _SKIPPED.intersection(path.relative_to(root).parts[:-1]))
     return _split([(str(path.relative_to(root)), path) for path in files], f"the Python standard library in {root}")
@@ -51,8 +51,8 @@ def standard_library() -> Text:
 def read_text(paths: Sequence[str | Path]) -> Text:
     """Reads files, and every file below directories, as bytes.
 
-    The split is by file and never changes: a file belongs to the validation set when a hash of its path (below the
-    directory given) says so. With no file on one of the sides, the last tenth of every file is held out.
+    The split is by file, by a hash of its path below the given directory, so it never changes. If one side would be
+    empty, the last tenth of every file is held out instead.
 
     Args:
         paths: files or directories.
@@ -68,7 +68,9 @@ def read_text(paths: Sequence[str | Path]) -> Text:
         elif given.exists():
             found.append((given.name, given))
         else:
-            raise ValueError(f"--data: the path must be a file or a directory; {given} does not exist. Check the path.")
+            raise ValueError(
+                f"--data: the path must be a file or a directory; {given} does not exist. Correct the path."
+            )
     return _split(found, ", ".join(map(str, paths)))
 
 
@@ -80,26 +82,26 @@ def _split(files: Sequence[tuple[str, Path]], source: str) -> Text:
         except OSError as error:
             raise ValueError(
                 f"--data: every file must be readable; {path} is not ({error.strerror}). Change its permissions or "
-                "leave it out."
+                "remove it from --data."
             ) from None
         if content:
             parts[zlib.crc32(name.encode()) % _VALIDATION_SHARE == 0].append(content)
     if not parts[True] and not parts[False]:
-        raise ValueError(f"--data: there must be text to train on; {source} holds no bytes. Name another path.")
+        raise ValueError(f"--data: there must be text to train on; {source} has no bytes. Pass another path.")
     if not parts[True] or not parts[False]:
         whole = parts[True] + parts[False]
         parts = {
             False: [c[: len(c) - len(c) // 10] for c in whole],
             True: [c[len(c) - len(c) // 10 :] for c in whole],
         }
-    train, validation = (np.frombuffer(b"\n".join(parts[held]), np.uint8) for held in (False, True))
+    train, validation = (np.frombuffer(b"\n".join(parts[out]), np.uint8) for out in (False, True))
     return Text(train, validation, source)
 
 
 def batch_at(
     text: np.ndarray, *, seed: int, step: int, batch: int, length: int, rows: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
-    """The batch of a step: windows at random places, the same for every mesh and process count.
+    """The batch of a step: windows at random positions, the same for every mesh and process count.
 
     Args:
         text: uint8 [n].
@@ -107,16 +109,16 @@ def batch_at(
         step: the global step, from 0.
         batch: number of examples.
         length: tokens in each, T.
-        rows: the examples that are wanted; by default all of them.
+        rows: the examples to return; by default all.
 
     Returns:
-        `{"tokens": int32 [batch, T], "targets": int32 [batch, T]}`, targets being the tokens one place further.
+        `{"tokens": int32 [batch, T], "targets": int32 [batch, T]}`, with the targets shifted by one token.
 
     Raises:
         ValueError: a text shorter than one window of T + 1 bytes.
     """
     places = _places(text, length)
-    # Raw bits of a counter-based generator: NumPy keeps these streams the same for ever, unlike its distributions.
+    # NumPy guarantees the raw bits of a bit generator over versions, unlike its distributions.
     bits = np.random.Philox(key=np.array([seed, step], np.uint64)).random_raw(batch)
     starts = (bits % np.uint64(places)).astype(np.int64)
     return _windows(text, starts if rows is None else starts[rows], length)
@@ -125,10 +127,10 @@ def batch_at(
 def global_batch_at(
     text: np.ndarray, *, seed: int, step: int, batch: int, length: int, mesh: Mesh, spec: PartitionSpec
 ) -> dict[str, jax.Array]:
-    """The batch of a step as global arrays, of which each process makes the rows of its own devices.
+    """The batch of a step as global arrays; each process creates the rows of its devices.
 
     Args:
-        text, seed, step, batch, length: as for `batch_at`, whose examples these are.
+        text, seed, step, batch, length: as for `batch_at`.
         mesh: the mesh.
         spec: how the batch is split, `plan.batch_spec(mesh)`.
 
@@ -141,7 +143,7 @@ def global_batch_at(
 
 
 def validation_batches(text: np.ndarray, *, count: int, batch: int, length: int) -> list[dict[str, np.ndarray]]:
-    """`count` batches of windows spread evenly over the text; the same ones at every call.
+    """`count` batches of windows spread evenly over the text, the same at every call.
 
     Raises:
         ValueError: a text shorter than one window of length + 1 bytes.
@@ -153,7 +155,7 @@ def validation_batches(text: np.ndarray, *, count: int, batch: int, length: int)
 def _places(text: np.ndarray, length: int) -> int:
     if text.size < length + 1:
         raise ValueError(
-            f"--data: the text must hold at least one sequence of {length + 1} bytes; it has {text.size}. Give more "
+            f"--data: the text must have at least one sequence of {length + 1} bytes; it has {text.size}. Pass more "
             "text (training and validation each need that much) or a shorter --length."
         )
     return int(text.size - length)

@@ -1,4 +1,4 @@
-"""What must be the same on all processes before they run a step together, in a form that can be compared."""
+"""The fingerprint of a step: what must be the same on all processes before they run it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from jax.sharding import Mesh
 _COLLECTIVE = re.compile(
     r"stablehlo\.(all_reduce|all_gather|reduce_scatter|all_to_all|collective_permute|collective_broadcast)"
 )
-_LINE_BYTES = 4  # of each line's hash: enough to find the line, the whole text has a hash of its own
-# Where files and caches lie, and who a process is: these differ between processes that are all right.
+_LINE_BYTES = 4  # of each line's hash: enough to find the line; the text is compared by a longer hash
+# Paths, caches and process identities: these may differ between processes.
 _OWN = re.compile(r"cache|dir|dump|path|log|visible|process|profil|traceback|address|mtls|color|num_cpu_devices")
 _OWN_FLAGS = re.compile(r"dump|cache|gpu_target_config|force_host_platform_device_count")
 
 
 def fingerprint(lowered: Any, mesh: Mesh, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The components by name, and for the program a hash of every line and its collectives, to say where two differ.
+    """The components by name, and of the program a hash of every line and its collectives, to show where two differ.
 
     Args:
-        lowered: what `step.lower(state, batch)` gives.
+        lowered: the result of `step.lower(state, batch)`.
         mesh: the mesh.
         config: options of the run.
 
     Returns:
-        `{"components": {...}, "lines": [...], "collectives": {...}}`, which JSON can hold.
+        `{"components": {...}, "lines": [...], "collectives": {...}}`, JSON values.
     """
     text = lowered.as_text()
     components = {
@@ -55,7 +55,7 @@ def fingerprint(lowered: Any, mesh: Mesh, config: Mapping[str, Any]) -> dict[str
 
 
 def _plain(value: Any) -> Any:
-    """What JSON cannot hold, without what differs between processes that are all right: order of sets, addresses."""
+    """A value that is no JSON as one, without what may differ between processes: the order of sets, addresses."""
     return sorted(map(str, value)) if isinstance(value, set | frozenset) else re.sub(r" at 0x\w+", "", str(value))
 
 

@@ -1,4 +1,4 @@
-"""The guard of a run: the same program everywhere before the first step, a deadline for every phase after it."""
+"""Guards a training loop: the same program on all processes before the first step, a deadline for every phase."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -20,22 +20,125 @@ from shardkit.runtime.monitor import client
 from shardkit.runtime.monitor.fingerprint import fingerprint
 from shardkit.runtime.monitor.hello import Place
 from shardkit.runtime.monitor.judge import Deadlines
+from shardkit.runtime.monitor.recorder import Recorder
 
 
-class Guard(NamedTuple):
-    """The functions of a guarded run.
+class StepClock:
+    """Which step and phase the training loop is in, written to the flight recorder."""
 
-    Attributes:
-        watch: `watch(step) -> step`: compares its program with the other processes' before it runs first, and again
-            for each new shape of its batch; then watches every call. The result is used as the step was. Within a
-            phase, such as an evaluation, it only compares: the calls belong to the phase and count as no steps.
-        data: `data(batches)`: iterates over them, each wait for the next under the deadline for data.
-        phase: `with phase("save"):` puts what it encloses under the deadline of that name.
-    """
+    def __init__(self, recorder: Recorder, first_step: int):
+        self._recorder, self.next_step = recorder, first_step
+        self._phases: list[tuple[str, int]] = []  # the ones that the loop is in, outermost first
+        self._dispatched: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
+        recorder.restart(first_step - 1)
+        waiter = threading.Thread(target=self._note_ends, name="shardkit-steps", daemon=True)
+        waiter.start()
 
-    watch: Callable[[Callable[..., Any]], Callable[..., Any]]
-    data: Callable[[Iterable[Any]], Iterator[Any]]
-    phase: Callable[[str], AbstractContextManager[None]]
+        def stop() -> None:  # a thread that waits inside jax while Python exits would abort the process
+            self._dispatched.put(None)
+            waiter.join()
+
+        atexit.register(stop)
+
+    @property
+    def in_phase(self) -> bool:
+        """Whether the loop is in a phase, whose calls count as no steps."""
+        return bool(self._phases)
+
+    def enter(self, phase: str) -> None:
+        """The host begins something that belongs to the next step."""
+        self._recorder.enter(phase, self.next_step)
+
+    def resume(self, phase: str, step: int) -> None:
+        """The host returns to the surrounding phase, else to this one."""
+        self._recorder.enter(*self._phases[-1] if self._phases else (phase, step))
+
+    def dispatched(self, result: Any) -> None:
+        """The host has dispatched the next step."""
+        self._recorder.dispatched(self.next_step)
+        self._dispatched.put((self.next_step, _ready_with(result)))
+        self.next_step += 1
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What runs inside belongs to this phase."""
+        here = name, self.next_step - 1 if name in ("evaluate", "save") else self.next_step
+        self._phases.append(here)
+        self._recorder.enter(*here)
+        try:
+            yield
+        except BaseException as error:
+            client.note_phase(error, *here)
+            raise
+        finally:
+            self._phases.pop()
+            self.resume("user code", self.next_step - 1)
+
+    def _note_ends(self) -> None:
+        """Notes the end of each step, in order, while the loop dispatches the next ones."""
+        while (each := self._dispatched.get()) is not None:
+            step, array = each
+            with contextlib.suppress(Exception):  # the loop raises it too
+                jax.block_until_ready(array)
+            self._recorder.done(step)
+
+
+class Guard:
+    """A guarded training loop; `guard` creates one."""
+
+    def __init__(self, monitor: client.MonitorClient, mesh: Mesh, config: Mapping[str, Any], first_step: int):
+        self._monitor, self._mesh, self._config = monitor, mesh, config
+        self._clock = StepClock(monitor.recorder, first_step)
+
+    def watch(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the step, guarded: every call is under the deadline for steps.
+
+        Before the first call, and again for each new shape of its batch, its program is compared with that of the other
+        processes. Within a phase, such as an evaluation, it is compared alone: the calls count as no steps.
+
+        Raises:
+            TypeError: a function that cannot be lowered.
+        """
+        lower, clock = check_step(step), self._clock
+        seen: set[Any] = set()
+
+        def watched(state: Any, *batch: Any) -> Any:
+            shapes = _shapes(batch)
+            if shapes not in seen:
+                clock.enter("compile")
+                message = fingerprint(lower(state, *batch), self._mesh, self._config)
+                clock.enter("compare")
+                self._monitor.agree(f"{clock.next_step}:{len(seen)}", message | {"step": clock.next_step})
+                seen.add(shapes)
+                clock.resume("compile", clock.next_step)
+            elif not clock.in_phase:
+                clock.enter("step")
+            result = step(state, *batch)
+            if not clock.in_phase:
+                clock.dispatched(result)
+            return result
+
+        watched.lower = lower  # type: ignore[attr-defined]
+        return watched
+
+    def data(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Iterates over batches, with each wait for the next one under the deadline for data."""
+        iterator = iter(batches)
+        while True:
+            with self.phase("data"):
+                batch = next(iterator, _END)
+            if batch is _END:
+                return
+            yield batch
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """A context whose body is under the deadline of this name: `with guard.phase("save"):`.
+
+        Raises:
+            ValueError: a name without a deadline.
+        """
+        check_phase(name)
+        return self._clock.phase(name)
 
 
 @typed
@@ -47,148 +150,75 @@ def guard(
     flight: str | Path | None = None,
     first_step: int = 0,
 ) -> Guard:
-    """Guards a training loop: it runs on all processes alike, or ends on all of them with the reason.
+    """Guards a training loop: it runs on all processes, or ends on all of them with the reason.
 
-    ```python
-    sk.runtime.initialize()
-    guard = sk.runtime.guard(mesh=mesh, config=vars(options), deadlines=sk.runtime.Deadlines(step=60, data=30))
-    step = guard.watch(step)
-    for batch in guard.data(batches):
-        state, metrics = step(state, batch)
-    ```
-
-    When a process ends without a word (killed), raises, is stopped, is late, or its machine is no longer heard of,
-    every process ends with exit code 70 (1 where the exception was raised), at most 3 s after the deadline. The last
-    line of each says which process it was, in which phase of which step.
+    When a process dies, raises, is stopped, exceeds a deadline, or its machine stops answering, every process ends with
+    exit code 70 (1 where the exception was raised), at most 3 s after the deadline. The last line of each names the
+    process, the phase and the step.
 
     Args:
         mesh: the mesh, whose devices and order must be the same everywhere.
-        config: what else must be the same everywhere: options by name, as JSON can hold them.
+        config: what else must be the same everywhere: options by name, as JSON values.
         deadlines: seconds for each phase.
         flight: directory for the flight records: what each process did last, `flight.PROCESS.json`, on failure.
-        first_step: the number of the next step, where a run goes on.
+        first_step: the number of the next step, where a run resumes.
 
     Returns:
-        Guard(watch, data, phase).
+        A Guard: `watch(step)`, `data(batches)` and `phase(name)`.
 
     Raises:
-        TypeError, ValueError: a deadline that is no number above 0.
+        TypeError, ValueError: a deadline that is not a number above 0.
 
-    Cost: no communication between devices. About 40 microseconds of the host for each call of a step, and 0.3% of a
-        core for the monitor (`benchmarks/guard.py`); the monitors exchange about 1 KB a second each.
+    Cost: no communication between devices. About 40 microseconds of host time per call of a step, and 0.3% of a core
+        for the monitor (`benchmarks/guard.py`); the monitors exchange about 1 KB per second each.
+
+    Example:
+        A training loop, in a job that `launch` or a scheduler started:
+
+            sk.runtime.initialize()
+            guard = sk.runtime.guard(mesh=mesh, deadlines=sk.runtime.Deadlines(step=60, data=30))
+            step = guard.watch(step)
+            for batch in guard.data(batches):
+                state, metrics = step(state, batch)
+                with guard.phase("save"):
+                    checkpoints.save(state)
     """
     deadlines = Deadlines() if deadlines is None else deadlines
     check_fields(deadlines)
     for name, seconds in deadlines._asdict().items():
         if not seconds > 0:
-            raise ValueError(f"Deadlines: {name} must be more than 0 seconds; got {seconds}. Raise it.")
-    watcher = client.running() or client.start(Place("", 0, 0, 1, 0.0, False))
-    watcher.tell({"deadlines": list(deadlines), "flight": str(flight) if flight else ""})
-    recorder = watcher.recorder
-    recorder.restart(first_step - 1)
-    finished: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
-    waiter = threading.Thread(target=_wait, args=(finished, recorder.done), name="shardkit-steps", daemon=True)
-    waiter.start()
-
-    def ends() -> None:  # a thread that waits inside jax while Python ends would abort the process
-        finished.put(None)
-        waiter.join()
-
-    atexit.register(ends)
-    next_step = first_step
-    within: list[tuple[str, int]] = []  # the phases that the loop is in
-
-    def watch(step: Callable[..., Any]) -> Callable[..., Any]:
-        lower = check_step(step)
-        seen: set[Any] = set()
-
-        def watched(state: Any, *batch: Any) -> Any:
-            nonlocal next_step
-            index = next_step
-            shapes = _shapes(batch)
-            if shapes not in seen:
-                recorder.enter("compile", index)
-                message = fingerprint(lower(state, *batch), mesh, config or {})
-                recorder.enter("agree", index)
-                watcher.agree(f"{index}:{len(seen)}", message | {"step": index})
-                seen.add(shapes)
-                recorder.enter(*within[-1] if within else ("compile", index))
-            elif not within:
-                recorder.enter("step", index)
-            result = step(state, *batch)
-            if within:
-                return result
-            recorder.dispatched(index)
-            finished.put((index, _telling(result)))
-            next_step = index + 1
-            return result
-
-        watched.lower = lower  # type: ignore[attr-defined]
-        return watched
-
-    def data(batches: Iterable[Any]) -> Iterator[Any]:
-        iterator = iter(batches)
-        while True:
-            with phase("data"):
-                batch = next(iterator, _END)
-            if batch is _END:
-                return
-            yield batch
-
-    @contextlib.contextmanager
-    def phase(name: str) -> Iterator[None]:
-        check_phase(name)
-        within.append((name, next_step - 1 if name in ("evaluate", "save") else next_step))
-        recorder.enter(*within[-1])
-        try:
-            yield
-        except BaseException as error:
-            client.in_phase(error, *within[-1])
-            raise
-        finally:
-            within.pop()
-            recorder.enter(*within[-1] if within else ("host", next_step - 1))
-
-    return Guard(watch, data, phase)
+            raise ValueError(f"Deadlines: {name} must be more than 0 seconds; got {seconds}. Raise {name}.")
+    monitor = client.running() or client.start(Place("", 0, 0, 1, 0.0, False))
+    monitor.tell({"deadlines": list(deadlines), "flight": str(flight) if flight else ""})
+    return Guard(monitor, mesh, config or {}, first_step)
 
 
 def check_step(step: Any) -> Callable[..., Any]:
-    """The step's `lower`; what has none cannot be compared before it runs."""
+    """The step's method `lower`, by which its program is compared before it runs."""
     lower = getattr(step, "lower", None)
     if lower is None:
         raise TypeError(
-            f"guard: watch takes a compiled step, which has a method lower; got {step!r}. Pass the step of "
+            f"guard: watch takes a jitted step, which has a method lower; got {step!r}. Pass the step of "
             "make_train_step, or a function under jax.jit."
         )
     return lower
 
 
 def check_phase(name: str) -> None:
-    """Whether a phase has a deadline."""
+    """Refuses a phase without a deadline."""
     known = [field for field in Deadlines._fields if field != "silence"]
     if name not in known:
-        raise ValueError(
-            f"guard: a phase must be one with a deadline: {quoted(known)}; got {name!r}. Choose one of them."
-        )
+        raise ValueError(f"guard: a phase must have a deadline; got {name!r}. Pass one of {quoted(known)}.")
 
 
 _END = object()
 
 
-def _wait(finished: queue.SimpleQueue[tuple[int, Any] | None], done: Callable[[int], None]) -> None:
-    """Notes each step's end, in order, without holding up the loop that dispatches them."""
-    while (each := finished.get()) is not None:
-        step, result = each
-        with contextlib.suppress(Exception):  # the loop itself will meet it
-            jax.block_until_ready(result)
-        done(step)
+def _ready_with(result: Any) -> Any:
+    """An array that is ready when the step has ended: one of the metrics if there are any.
 
-
-def _telling(result: Any) -> Any:
-    """An array that tells when the step has ended, one of the metrics if there are any.
-
-    One that the next step is given to donate tells it too soon, but not that of the last step dispatched, which is what
-    the loop will wait for.
+    An array that the next step donates counts as ready too early. But that of the last dispatched step is not donated,
+    and it is this step that the loop will wait for.
     """
     leaves = jax.tree.leaves(result[-1] if isinstance(result, tuple) else ()) + jax.tree.leaves(result)
     return next((leaf for leaf in leaves if isinstance(leaf, jax.Array)), None)

@@ -1,7 +1,7 @@
-"""What the processes of a job say to each other when they meet: checked, and signed with the job's token.
+"""The messages by which the processes of a job introduce themselves: checked, and signed with the job's token.
 
-The token keeps out whoever does not have it. It is no encryption: who can read or change what goes over the network
-between the machines of a job is not kept out.
+The token excludes processes that do not have it. Nothing is encrypted: it does not protect against those who can read
+or change the traffic between the machines of a job.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import ipaddress
 import json
 import secrets
 import socket
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from .wire import Message, plain
 
-VERSION = 2
-TOKEN = "SHARDKIT_JOB_TOKEN"  # the variable in which each process of a job finds the token
-OTHERS = {"token": f"another {TOKEN}", "version": "another version of shardkit"}  # why a process is turned away
+VERSION = 3
+TOKEN = "SHARDKIT_JOB_TOKEN"  # the environment variable that holds the token
+REJECTIONS = {"token": f"another {TOKEN}", "version": "another version of shardkit"}  # why a process is rejected
 _LONGEST_NAME = 255
 _MOST = 1 << 20  # processes
 
@@ -27,7 +28,7 @@ class Refused(Exception):
 
 
 class Place(NamedTuple):
-    """Where a job meets: its coordinator, its size, and which of its processes this is.
+    """A process's place in its job: the coordinator, the number of processes, and which of them this is.
 
     Attributes:
         host: the coordinator's host name or address.
@@ -35,7 +36,7 @@ class Place(NamedTuple):
         rank: this process, from 0.
         size: number of processes.
         timeout: seconds to wait for all.
-        cpu: whether the devices are CPUs, whose collectives (gloo) go by the host name's address.
+        cpu: whether the devices are CPUs, whose collectives (gloo) use the address of the host name.
         token: the secret that the processes of a job share; empty without one.
     """
 
@@ -58,11 +59,11 @@ class Hello(NamedTuple):
 
     Attributes:
         rank: which process it is.
-        size: the number of processes that it was told.
+        size: the number of processes that it was started with.
         host: the name of its machine.
-        address: what that name resolves to there; empty if to nothing.
+        address: what that name resolves to there; empty if it does not.
         cpu: whether its devices are CPUs.
-        nonce: what the answers to it are signed with.
+        nonce: signed together with the answers to it.
     """
 
     rank: int
@@ -73,7 +74,7 @@ class Hello(NamedTuple):
     nonce: str
 
 
-def own(place: Place) -> Hello:
+def own_hello(place: Place) -> Hello:
     """The introduction of this process."""
     name = socket.gethostname()
     try:
@@ -83,13 +84,13 @@ def own(place: Place) -> Hello:
     return Hello(place.rank, place.size, name, address, place.cpu, secrets.token_hex(16))
 
 
-def said(hello: Hello, token: str) -> Message:
-    """An introduction as a message."""
+def hello_message(hello: Hello, token: str) -> Message:
+    """An introduction as a signed message."""
     return signed({"shardkit": VERSION, **hello._asdict()}, token)
 
 
-def heard(message: Message, token: str) -> Hello | str:
-    """The introduction in a message; why it is none of this job's, a key of OTHERS, or empty if it is none at all."""
+def parse_hello(message: Message, token: str) -> Hello | str:
+    """The introduction in a message; else a key of REJECTIONS, or an empty string for any other message."""
     if type(message.get("shardkit")) is not int:
         return ""
     if message["shardkit"] != VERSION:
@@ -107,13 +108,13 @@ def heard(message: Message, token: str) -> Hello | str:
 
 
 def signed(message: Message, token: str, nonce: str = "") -> Message:
-    """A message with its signature; an answer is signed together with the nonce of what it answers."""
+    """A message with its signature; an answer is signed together with the nonce of the introduction."""
     text = json.dumps([nonce, message], sort_keys=True)
     return {**message, "mac": hmac.new(token.encode("utf-8", "surrogateescape"), text.encode(), "sha256").hexdigest()}
 
 
 def is_signed(message: Message, token: str, nonce: str = "") -> bool:
-    """Whether a message comes from who has the token."""
+    """Whether a message was signed with the token."""
     unsigned = {name: value for name, value in message.items() if name != "mac"}
     mac = message.get("mac")
     if not isinstance(mac, str) or not mac.isascii():
@@ -130,13 +131,13 @@ def _is_address(text: str) -> bool:
 
 
 def too_late(place: Place, ranks: list[int]) -> str:
-    """Why the job cannot start without these processes."""
+    """The error about processes that are missing."""
     return (
-        f"initialize: {processes(ranks)} of {place.size} did not come to {place.address} within {place.timeout:g} s. "
-        f"Look at the output of {'it' if len(ranks) == 1 else 'them'}, or raise timeout."
+        f"initialize: {processes(ranks)} of {place.size} did not connect to {place.address} within {place.timeout:g} "
+        f"s. Read {'its' if len(ranks) == 1 else 'their'} output, or raise timeout."
     )
 
 
-def processes(ranks: list[int]) -> str:
-    """Processes by number, for a sentence."""
-    return f"process {ranks[0]}" if len(ranks) == 1 else f"processes {', '.join(map(str, ranks))}"
+def processes(ranks: Sequence[int]) -> str:
+    """`process 1` or `processes 1, 3`."""
+    return f"process{'es' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,9 +1,8 @@
-"""The monitor's loop: hears its process and the other monitors, judges (in process 0), and ends its process."""
+"""The monitor's loop: it reads its process and the other monitors, judges (in process 0), and ends its process."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import selectors
@@ -23,19 +22,22 @@ from .wire import Lines, Message, encoded, plain
 
 FAILED = 70  # the exit code of a process that the guard ends
 _TICK = 0.1
-_BEAT = 0.25  # seconds between two words to the others
-_UNHEARD = 3.0  # seconds without a word from process 0 after which the others decide by themselves
-_AWAY = 1.0  # seconds between two looks after which this monitor was stopped or starved itself
-_KILL_AFTER = 0.5  # seconds a process has to end by itself once told
-_SPEAK = 1.0  # seconds for the last words: whoever reads the output, or a file system, may take nothing any more
-LEAVES_LAST = 1.5  # seconds that process 0 stays for the others to end: with it ends jax's service: that aborts them
-_LINGER = 60.0  # seconds that process 0's monitor waits for the others once all is well and its own process has ended
+_BEAT = 0.25  # seconds between two status messages to the others
+_UNHEARD = 3.0  # seconds without a message from process 0 after which the others decide on their own
+_AWAY = 1.0  # seconds between two looks after which this monitor was itself stopped or starved
+_KILL_AFTER = 0.5  # seconds a process has to exit before SIGKILL
+_SPEAK = 1.0  # seconds for the last line and the flight record: a pipe may be full, a file system may hang
+LEAVES_LAST = (
+    1.5  # seconds that process 0 outlives the others: jax's coordination service, whose end aborts them, is in it
+)
+_LINGER = 60.0  # seconds that process 0's monitor waits for the others after its own process has exited without a fault
+_SHARED = ("status", "stopped", "gone", "left", "cause")  # what a monitor sends of its process: fields of Known
 
 
 def main() -> None:
-    """Runs beside one process; its arguments come as the first line of standard input."""
+    """Monitors one process; its arguments are the first line of standard input."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_IGN)  # it ends when its process has, and not before
+        signal.signal(number, signal.SIG_IGN)  # it ends after its process, not before
     inbox = Lines(0)
     given: list[Message] = []
     while not given and not inbox.closed:
@@ -58,25 +60,25 @@ def main() -> None:
 
 
 def _end_with(parent: int, met: threading.Event) -> None:
-    """Ends this monitor with its process while it still waits for the others: it may hold the port of the next run."""
+    """Ends this monitor with its process while it waits for the others: the next run may need its port."""
     while not met.wait(_TICK):
         if os.getppid() != parent:
             os._exit(0)
 
 
 def as_line(text: str) -> bytes:
-    """Last words: a line of their own, even where the process was in the middle of one."""
+    """A message as a separate line, even if the process was in the middle of one."""
     return b"\n" + text.encode(errors="backslashreplace") + b"\n"
 
 
 def say(message: Message) -> None:
-    """Tells the process that this monitor watches."""
+    """Sends a message to the process that this monitor watches."""
     with contextlib.suppress(OSError):
         os.write(1, encoded(message))
 
 
 class Monitor:
-    """One process's monitor; that of process 0 has a connection to each of the others, they to it alone."""
+    """The monitor of one process; that of process 0 is connected to all others, each of them to it alone."""
 
     def __init__(self, place: Place, parent: int, inbox: Lines, reader: Reader, peers: list[Lines]):
         self.place, self.parent, self.inbox, self.reader = place, parent, inbox, reader
@@ -92,10 +94,10 @@ class Monitor:
         self.alive = True  # the process
         self.suspect: tuple[str, float] | None = None  # a fault, and when to report it
         self.over = ""
-        self.told = False  # whether the process has said why it ends
+        self.printed = False  # whether the process has printed why it ends
 
     def run(self) -> None:
-        """Until the process has ended well, or a fault has ended it."""
+        """Runs until the process has exited, or a fault has ended it."""
         with selectors.DefaultSelector() as selector:
             for source in [self.inbox, *self.peers.values()]:
                 selector.register(source, selectors.EVENT_READ)
@@ -108,7 +110,9 @@ class Monitor:
                     if line.closed:
                         selector.unregister(line)
                 now, before = time.monotonic(), seen
-                if now - before < _TICK / 2 and not self.over:  # among a thousand processes there is always something
+                if (
+                    now - before < _TICK / 2 and not self.over
+                ):  # among a thousand processes some message is always there
                     continue
                 self._excuse(now - before, now)
                 seen = now
@@ -124,60 +128,47 @@ class Monitor:
         self._end()
 
     def take(self, line: Lines) -> None:
-        """Hears what came by a line; what no monitor says ends it."""
+        """Reads what arrived on a connection; closes it on what no monitor sends."""
+        rank = self.ranks.get(id(line), self.place.rank)
         for message in line.read():
             try:
-                self._hear(self._rank_of(line), message)
+                self._hear(rank, message)
             except (KeyError, TypeError, ValueError, AttributeError):
                 line.closed = True
         if line.closed:
-            self._closed(self._rank_of(line))
+            self._closed(rank)
 
     def _excuse(self, away: float, now: float) -> None:
-        """What this monitor did not hear while it was stopped or starved itself is no one's fault."""
+        """Blames nobody for messages that this monitor missed while it was itself stopped or starved."""
         if away > _AWAY:
             for known in self.known.values():
                 known.heard = min(now, known.heard + away)
 
-    def _rank_of(self, line: Lines) -> int:
-        return self.ranks.get(id(line), self.place.rank)
-
     def _look(self, now: float) -> None:
-        """What this machine shows of the process itself."""
+        """Updates the state of the own process from the flight recorder and the system."""
         own = self.known[self.place.rank]
-        status = self.reader.status()
-        own.heard, own.status = now, _aged(status, now)
+        own.heard, own.status = now, self.reader.status().aged(now)
         own.stopped = state(self.parent) in ("T", "t")
         if self.alive and os.getppid() != self.parent:
             self.alive = False
-            self._last_words()
+            self._drain()
             own.gone = not own.left
             self._send(self._own())
 
-    def _last_words(self) -> None:
-        """What a process said before it ended and was not read yet."""
+    def _drain(self) -> None:
+        """Reads what the process sent before it ended."""
         while not self.inbox.closed and self.inbox.waits():
-            for message in self.inbox.read():
-                self._hear(self.place.rank, message)
+            self.take(self.inbox)
 
     def _own(self) -> Message:
-        own = self.known[self.place.rank]
-        return {
-            "status": own.status,
-            "stopped": own.stopped,
-            "gone": own.gone,
-            "left": own.left,
-            "cause": own.cause,
-        }
+        return {name: getattr(self.known[self.place.rank], name) for name in _SHARED}
 
     def _hear(self, rank: int, message: Message) -> None:
         known, own = self.known[rank], rank == self.place.rank
         known.heard = time.monotonic()
         if "status" in message:
-            phase, step, since, dispatched, done, device_since = message["status"]
-            known.status = Status(
-                plain(phase), int(step), float(since), int(dispatched), int(done), float(device_since)
-            )
+            phase, step, since, dispatched, done, began = message["status"]
+            known.status = Status(plain(phase), int(step), float(since), int(dispatched), int(done), float(began))
             known.stopped, known.gone, known.left = message["stopped"], message["gone"], message["left"]
             known.cause = plain(message["cause"])
         elif "over" in message:
@@ -198,7 +189,7 @@ class Monitor:
             if "left" in message:
                 known.left = True
                 self._send(self._own())
-            self.told = self.told or "told" in message
+            self.printed = self.printed or "printed" in message
 
     def _agree(self, rank: int, message: Message) -> None:
         answer = self.agreement.hear(rank, message)
@@ -212,23 +203,21 @@ class Monitor:
             say(agreed)
 
     def _closed(self, rank: int) -> None:
-        """The connection to a monitor ended: with it, its machine or its whole process group did."""
-        if rank == self.place.rank:  # the process closed its end: it is ending
-            return
+        """The connection to a monitor closed: its machine or its whole process group is gone."""
         known = self.known[rank]
-        if not known.left:
+        if rank != self.place.rank and not known.left:  # the own process closes its end when it exits
             known.unseen = not known.gone
             known.gone = True
 
     def _judge(self, now: float) -> None:
-        """Process 0 decides; the others only if it cannot."""
+        """Decides on a fault: process 0 does, the others only when it cannot."""
         found = fault(self.known, self.deadlines, now)
         if self.place.rank:
             hub = self.known[0]
             silent = now - hub.heard > _UNHEARD and not hub.gone
             if found is None or not (hub.gone or silent):
                 return
-            if silent and not found.primary:  # whatever is seen from here may follow from that
+            if silent and not found.primary:  # what is seen here may be a consequence
                 found = Fault(unanswered([0], self.known, now))
         if found is None:
             self.suspect = None
@@ -251,61 +240,55 @@ class Monitor:
                 peer.send(message)
 
     def _end(self) -> None:
-        """Writes the flight record, ends the process and has it say why, last of all that it says."""
+        """Writes the flight record, ends the process and has it print the reason as its last line."""
         text = f"shardkit guard: {self.over}."
-        text += _in_time(self._record) or f" (No flight record: {self.flight} does not answer.)" if self.flight else ""
-        until = time.monotonic() + LEAVES_LAST
-        while self.place.rank == 0 and time.monotonic() < until and not all(p.closed for p in self.peers.values()):
-            for peer in self.peers.values():
-                list(peer.read() if not peer.closed and peer.waits() else ())
-            time.sleep(0.01)
+        text += _in_time(self._record) or f" (No flight record: {self.flight} does not respond.)" if self.flight else ""
+        if self.place.rank == 0:
+            _wait_until(self._others_closed, LEAVES_LAST)
         if self.alive:
             say({"end": FAILED, "text": text})
-            until = time.monotonic() + _KILL_AFTER
-            while os.getppid() == self.parent and time.monotonic() < until:
-                time.sleep(0.01)
+            _wait_until(lambda: os.getppid() != self.parent, _KILL_AFTER)
             if os.getppid() == self.parent:
                 with contextlib.suppress(OSError):
                     os.kill(self.parent, signal.SIGKILL)
-            self._last_words()
-        if not self.told:
-            _in_time(lambda: _print(text))
-        os._exit(0)  # whatever of this could not be said
+            self._drain()
+        if not self.printed:
+            _in_time(lambda: os.write(2, as_line(text)))
+        os._exit(0)  # even if a thread of `_in_time` hangs
+
+    def _others_closed(self) -> bool:
+        for peer in self.peers.values():
+            list(peer.read() if not peer.closed and peer.waits() else ())
+        return all(peer.closed for peer in self.peers.values())
 
     def _record(self) -> str:
-        now, clock = time.monotonic(), time.time()
-        status = self.reader.status()
-        record: dict[str, Any] = {
-            "process": self.place.rank,
-            "processes": self.place.size,
-            "fault": self.over,
-            "status": _aged(status, now)._asdict(),
-            "events": [
-                {"time": round(clock - (now - at), 6), "phase": phase, "step": step}
-                for at, phase, step in self.reader.events()
-            ],
-        }
         path = Path(self.flight) / f"flight.{self.place.rank}.json"
+        record = {"process": self.place.rank, "processes": self.place.size, "fault": self.over}
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(record, indent=1) + "\n")
+            self.reader.save(path, record)
         except OSError as error:
             return f" (No flight record: {path}: {error.strerror}.)"
         return f" Flight record: {path}"
 
 
-def _aged(status: Status, now: float) -> Status:
-    """A status with ages in place of times: the clocks of two machines have nothing in common."""
-    return status._replace(since=now - status.since, device_since=now - status.device_since)
+def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
 
 
-def _in_time(speak: Callable[[], str | None]) -> str | None:
-    """What a function returns, if it does so soon."""
-    said: list[str | None] = []
-    thread = threading.Thread(target=lambda: said.append(speak()), daemon=True)
+def _in_time(function: Callable[[], Any]) -> Any:
+    """What a function returns; None if it fails or takes long."""
+    result: list[Any] = []
+
+    def call() -> None:
+        with contextlib.suppress(OSError):
+            result.append(function())
+
+    thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(_SPEAK)
-    return said[0] if said else None
+    return result[0] if result else None
 
 
 def state(process: int) -> str:
@@ -314,8 +297,3 @@ def state(process: int) -> str:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
-
-
-def _print(text: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(2, as_line(text))

@@ -1,4 +1,4 @@
-"""Before jax starts: all processes meet at the coordinator's address and agree on who is who, or all say why not."""
+"""Connects all processes at the coordinator's address before jax starts, or gives all of them the reason why not."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .hello import OTHERS, Hello, Place, Refused, heard, own, signed, too_late
+from .hello import REJECTIONS, Hello, Place, Refused, own_hello, parse_hello, signed, too_late
 from .joining import SHORT, join
 from .wire import LONGEST, Lines, Message
 
-_LATECOMERS = 5.0  # seconds for which process 0 tells those that come after a refusal of it
-_NAMED = 8  # so few missing processes are news for all; more would be too many messages
-_UNKNOWN = 64  # connections, besides one a process, that have not introduced themselves yet
-_SHY = 10.0  # seconds that a connection has to introduce itself
+_AFTER_REFUSAL = 5.0  # seconds for which process 0 sends a refusal to processes that connect later
+_NAMED = 8  # fewer missing processes are reported to all: for more, that would be too many messages
+_UNKNOWN = 64  # connections without an introduction, besides one per process
+_INTRODUCTION = 10.0  # seconds that a connection has to introduce itself
 
 
 def meet(place: Place, note: Callable[[str], None] = lambda text: None) -> list[Lines]:
-    """Connects this process with the coordinator; the connections of process 0 are those of all others, in order.
+    """Connects this process to process 0; returns that connection, on process 0 those to all others, by rank.
 
     Args:
-        place: where, and as whom.
-        note: is told in one sentence, at the end, of connections that were turned away.
+        place: the place of this process in the job.
+        note: called at the end with one sentence, if connections were rejected.
 
     Raises:
         Refused: one sentence for the user, the same in every process that could be reached.
@@ -36,36 +36,36 @@ def meet(place: Place, note: Callable[[str], None] = lambda text: None) -> list[
     if place.rank:
         return [join(place, until)]
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # a connection for each process: often more than are free to use
+    with contextlib.suppress(ValueError, OSError):  # one connection per process: often more than the soft limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with _listener(place) as listener, selectors.DefaultSelector() as selector:
         meeting = _Meeting(place, listener, selector)
         try:
-            return meeting.held(until)
+            return meeting.connections(until)
         finally:
-            if words := meeting.strangers():
-                note(words)
+            if text := meeting.rejections():
+                note(text)
 
 
 class _Meeting:
-    """Process 0's side: who has come, and who was turned away."""
+    """Process 0's side: the connections of the job, and those that were rejected."""
 
     def __init__(self, place: Place, listener: socket.socket, selector: selectors.BaseSelector):
         self._place, self._listener, self._selector = place, listener, selector
-        self._hellos = {0: own(place)}
+        self._hellos = {0: own_hello(place)}
         self._peers: dict[int, Lines] = {}
-        self._unknown: dict[Lines, tuple[str, float]] = {}  # from where, and until when, oldest first
-        self._turned_away: dict[str, int] = {}  # why, and how many
-        self._first = ""  # address that was turned away
+        self._unknown: dict[Lines, tuple[str, float]] = {}  # their address and deadline, oldest first
+        self._rejected: dict[str, int] = {}  # number by reason
+        self._first = ""  # address that was rejected
         self._refusal = ""
         selector.register(listener, selectors.EVENT_READ)
 
-    def held(self, until: float) -> list[Lines]:
-        """The connections once all are there; a refusal goes to those that are, and to those that come soon after."""
+    def connections(self, until: float) -> list[Lines]:
+        """Waits for all processes; a refusal is sent to those that are connected or connect soon after."""
         while len(self._hellos) < self._place.size:
             now = time.monotonic()
             if self._refusal:
-                until = min(until, now + _LATECOMERS)
+                until = min(until, now + _AFTER_REFUSAL)
             if now >= until:
                 self._refusal = self._refusal or self._too_late()
                 break
@@ -75,7 +75,7 @@ class _Meeting:
                 else:
                     self._read(key.fileobj)
             for line in [line for line, (_, end) in self._unknown.items() if end < time.monotonic()]:
-                self._turn_away(line, "silence")
+                self._reject(line, "silence")
         for line in list(self._unknown):
             line.close()
         self._refusal = self._refusal or _address_refusal(self._hellos)
@@ -88,53 +88,52 @@ class _Meeting:
             raise Refused(self._refusal)
         return [self._peers[rank] for rank in range(1, self._place.size)]
 
-    def strangers(self) -> str:
-        """What to say of the connections that were turned away."""
-        count = sum(self._turned_away.values())
+    def rejections(self) -> str:
+        """The sentence about rejected connections; empty without any."""
+        count = sum(self._rejected.values())
         if not count:
             return ""
         one = count == 1
-        why = [f"{n} with {OTHERS[reason]}" for reason, n in self._turned_away.items() if reason in OTHERS]
+        why = [f"{n} with {REJECTIONS[reason]}" for reason, n in self._rejected.items() if reason in REJECTIONS]
         return (
-            f"shardkit: {count} connection{'s' * (not one)} to {self._place.address} {'was' if one else 'were'} not of "
-            f"this job and turned away, {'' if one else 'the first '}from {self._first}"
-            f"{' (' + ', '.join(why) + ')' if why else ''}."
+            f"shardkit: rejected {count} connection{'s' * (not one)} to {self._place.address} from outside this job, "
+            f"{'' if one else 'the first '}from {self._first}{' (' + ', '.join(why) + ')' if why else ''}."
         )
 
     def _accept(self) -> None:
         try:
             connection, address = self._listener.accept()
-        except OSError:  # it has gone already, or this process may open no more files: others must go first
+        except OSError:  # the peer is gone, or too many files are open: then the oldest connection must go
             if self._unknown:
-                self._turn_away(next(iter(self._unknown)), "room")
+                self._reject(next(iter(self._unknown)), "room")
             return
         if len(self._unknown) >= self._place.size + _UNKNOWN:
-            self._turn_away(next(iter(self._unknown)), "room")
+            self._reject(next(iter(self._unknown)), "room")
         line = Lines(connection, SHORT)
-        self._unknown[line] = str(address[0]), time.monotonic() + _SHY
+        self._unknown[line] = str(address[0]), time.monotonic() + _INTRODUCTION
         self._selector.register(line, selectors.EVENT_READ)
 
     def _read(self, line: Any) -> None:
         rank = next((rank for rank, peer in self._peers.items() if peer is line), None)
-        if rank is not None:  # it has nothing to say before the welcome
+        if rank is not None:  # it sends nothing before the welcome, so it has closed the connection
             list(line.read())
             self._selector.unregister(line)
             where = self._place.address
-            self._refuse(f"process {rank} came to {where} and ended before all were there. Look at its output.")
+            self._refuse(f"process {rank} connected to {where} and exited before all had connected. Read its output.")
             return
         if line not in self._unknown:  # closed a moment ago
             return
         for message in line.read():
-            hello = heard(message, self._place.token)
+            hello = parse_hello(message, self._place.token)
             if isinstance(hello, Hello) and not line.closed:
-                self._came(line, hello)
+                self._introduced(line, hello)
             else:
-                self._turn_away(line, hello if isinstance(hello, str) else "")
+                self._reject(line, hello if isinstance(hello, str) else "")
             return
         if line.closed:
-            self._turn_away(line, "")
+            self._reject(line, "")
 
-    def _came(self, line: Lines, hello: Hello) -> None:
+    def _introduced(self, line: Lines, hello: Hello) -> None:
         del self._unknown[line]
         objection = self._objection(hello)
         if objection:
@@ -150,17 +149,17 @@ class _Meeting:
         for rank in self._peers if len(missing) < _NAMED else [hello.rank]:
             self._tell(rank, {"missing": missing[:_NAMED]})
 
-    def _turn_away(self, line: Lines, why: str) -> None:
+    def _reject(self, line: Lines, why: str) -> None:
         address, _ = self._unknown.pop(line)
         self._first = self._first or address
-        self._turned_away[why] = self._turned_away.get(why, 0) + 1
-        if why in OTHERS:
+        self._rejected[why] = self._rejected.get(why, 0) + 1
+        if why in REJECTIONS:
             line.send({"another": why})
         self._selector.unregister(line)
         line.close()
 
     def _refuse(self, why: str) -> None:
-        """The first refusal stays; those that are there hear it at once."""
+        """Refuses the job, with the first reason, and sends it to the connected processes."""
         if not self._refusal:
             self._refusal = f"initialize: {why}"
             for rank in self._peers:
@@ -174,31 +173,32 @@ class _Meeting:
 
     def _too_late(self) -> str:
         found = too_late(self._place, self._missing())
-        count = self._turned_away.get("token", 0)
-        return found + (f" {count} came with {OTHERS['token']}: it must be the same in all." if count else "")
+        count = self._rejected.get("token", 0)
+        more = f" {count} connected with {REJECTIONS['token']}: set it to the same value in all processes."
+        return found + more if count else found
 
     def _objection(self, hello: Hello) -> str:
-        """Why the job cannot start with this process; empty if it can."""
+        """Why the job cannot start with this process; else an empty string."""
         first, known = self._hellos[0], self._hellos.get(hello.rank)
         if hello.size != first.size:
             return (
                 "all processes must be started with the same number of processes; process "
                 f"{hello.rank} on {hello.host} was started with {hello.size}, process 0 on {first.host} with "
-                f"{first.size}. Correct one of them."
+                f"{first.size}. Start all with the same num_processes."
             )
         if known is not None:
             return (
-                f"each process must have a number of its own; number {hello.rank} came twice, from {known.host} and "
-                f"from {hello.host}. Start one with another number."
+                f"the process_id of each process must be unique; {hello.rank} was used twice, on {known.host} and on "
+                f"{hello.host}. Start the processes with 0 to {first.size - 1}."
             )
         return ""
 
 
 def bind_address(host: str) -> str:
-    """The address of this machine that a host name stands for; empty, for all addresses, where it stands for none.
+    """The address of this machine that a host name resolves to; empty, for all addresses, if there is none.
 
-    A machine's own name may lead to loopback on the machine itself and to its address elsewhere; and the address of a
-    service in front of a machine is not its own.
+    A machine's name may resolve to loopback on the machine itself and to its address elsewhere, and a host name may
+    resolve to the address of a service in front of the machine.
     """
     try:
         address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
@@ -213,7 +213,7 @@ def bind_address(host: str) -> str:
 
 
 def _listener(place: Place) -> socket.socket:
-    """Listens where jax's service will: the connections made here do not stand in its way."""
+    """Listens on the address and port that jax's coordination service will use later."""
     address = bind_address(place.host)
     wide = ":" in address or (not address and socket.has_dualstack_ipv6())
     try:
@@ -225,13 +225,13 @@ def _listener(place: Place) -> socket.socket:
         )
     except OSError as error:
         raise Refused(
-            f"initialize: process 0 cannot listen on port {place.port}: {os.strerror(error.errno or 0)}. Another "
-            "program, or an earlier run, may hold it: end that, or choose another port."
+            f"initialize: process 0 must listen on port {place.port}; got {os.strerror(error.errno or 0)!r}. End the "
+            "program or earlier run that uses the port, or pass a coordinator_address with another port."
         ) from None
 
 
 def _address_refusal(hellos: dict[int, Hello]) -> str:
-    """Over several hosts, gloo tells the others the address of its host's name: it must be one that they can reach."""
+    """The error about a host whose name the other hosts cannot reach, as gloo requires; else an empty string."""
     if len({hello.host for hello in hellos.values()}) == 1:
         return ""
     for rank, hello in sorted(hellos.items()):
@@ -240,6 +240,6 @@ def _address_refusal(hellos: dict[int, Hello]) -> str:
             got = f"resolves to {hello.address}" if hello.address else "does not resolve"
             return (
                 f"initialize: the host name {hello.host!r} of process {rank} must resolve to an address that the "
-                f"other hosts can reach; it {got}. Correct /etc/hosts or the name service on that host."
+                f"other hosts can reach; it {got}. Correct /etc/hosts or DNS on that host."
             )
     return ""

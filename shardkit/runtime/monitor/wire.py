@@ -1,4 +1,4 @@
-"""Messages between monitors, and between a monitor and its process: one JSON object a line."""
+"""Messages between monitors, and between a monitor and its process: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 Message = dict[str, Any]
-LONGEST = 1 << 28  # bytes of a line; a peer that sends more is not one of ours
-_LONGEST_TEXT = 2000  # characters of another process that are shown
-_PATIENCE = 5.0  # seconds in which a peer takes nothing before it counts as closed: it may be hearing many others
+LONGEST = 1 << 28  # bytes of a line; a peer that sends more is not a monitor
+_LONGEST_TEXT = 2000  # characters of another process's text that are shown
+_PATIENCE = 5.0  # seconds without progress in a send before a peer counts as closed: it may be reading many others
 
 
 def encoded(message: Message) -> bytes:
@@ -21,10 +21,10 @@ def encoded(message: Message) -> bytes:
 
 
 def plain(text: str) -> str:
-    """Another process's text as a log may show it: on one line, what is not printable escaped, and not without end.
+    """Another process's text for a log: on one line, with unprintable characters escaped, and of limited length.
 
     Raises:
-        TypeError: it is no text.
+        TypeError: it is not a string.
     """
     if not isinstance(text, str):
         raise TypeError("a message's text must be a string")
@@ -32,16 +32,16 @@ def plain(text: str) -> str:
 
 
 class Lines:
-    """Messages from a file descriptor or socket as they come; what is not a message closes the line.
+    """Messages over a file descriptor or socket; anything else closes the connection.
 
     Attributes:
-        longest: bytes of the longest line that is taken.
-        closed: whether there will be no more messages.
+        longest: bytes of the longest line that is accepted.
+        closed: whether no more messages will arrive.
     """
 
     def __init__(self, source: socket.socket | int, longest: int = LONGEST):
         self._source, self.longest = source, longest
-        self._begun: list[bytes] = []  # of the next line: joined once, when it ends
+        self._begun: list[bytes] = []  # parts of the next line: joined once, when it ends
         self._size = 0
         self.closed = False
 
@@ -50,7 +50,7 @@ class Lines:
         return self._source if isinstance(self._source, int) else self._source.fileno()
 
     def read(self) -> Iterator[Message]:
-        """The messages that one read completes; `closed` afterwards when there will be no more."""
+        """The messages that one read completes; sets `closed` at the end of the stream."""
         try:
             data = os.read(self.fileno(), 1 << 16)
         except (BlockingIOError, InterruptedError):
@@ -72,13 +72,13 @@ class Lines:
             yield message
 
     def waits(self, seconds: float = 0.0) -> bool:
-        """Whether a read finds something, or will within so many seconds."""
-        poll = select.poll()  # select itself knows no descriptor above 1023
+        """Whether there is something to read within so many seconds."""
+        poll = select.poll()  # select.select fails on descriptors above 1023
         poll.register(self, select.POLLIN)
         return bool(poll.poll(1000 * seconds))
 
     def send(self, message: Message) -> None:
-        """Sends a message, however long; a peer that takes nothing counts as closed."""
+        """Sends a message of any length; a peer that does not read it counts as closed."""
         assert isinstance(self._source, socket.socket)
         try:
             self._source.settimeout(_PATIENCE)
@@ -96,9 +96,9 @@ class Lines:
 
 
 def _decoded(line: bytes) -> Message | None:
-    """The JSON object of a line; None if it is none."""
+    """The JSON object of a line; None for anything else."""
     try:
         message = json.loads(line)
-    except (ValueError, RecursionError):  # brackets without end
+    except (ValueError, RecursionError):  # deeply nested brackets
         return None
     return message if isinstance(message, dict) else None

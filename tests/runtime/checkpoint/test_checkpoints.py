@@ -32,7 +32,7 @@ import shardkit as sk
 from shardkit.partitioning.storage import Padded
 from shardkit.runtime.checkpoint import checkpoints
 from shardkit.runtime.checkpoint.checkpoints import Checkpoints, latest_step
-from shardkit.runtime.checkpoint.portable import checksums, leaves_of, natural
+from shardkit.runtime.checkpoint.portable import checksums, leaves_of, to_portable
 from shardkit.runtime.checkpoint.record import FORMAT, _seal
 from shardkit.runtime.data.checksums import checksum as device_checksum
 from support.checkpoint_rows import KEY, ROWS, batch, make, params
@@ -42,8 +42,8 @@ from support.training import lenient
 
 
 def bits(state: Any) -> dict[str, np.ndarray]:
-    """Every leaf of a state in natural form, on the host."""
-    return {path: np.asarray(x) for path, x in natural(leaves_of("test", state)).items()}
+    """Every leaf of a state in portable form, on the host."""
+    return {path: np.asarray(x) for path, x in to_portable(leaves_of("test", state)).items()}
 
 
 def assert_same(actual: Any, wanted: Any) -> None:
@@ -306,8 +306,7 @@ def test_dtypes_that_nothing_computes_are_refused(dtype, tmp_path):
     with pytest.raises(ValueError) as error:
         leaves_of("save", sk.TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=lay), {"w": bit}, (), None))
     assert str(error.value) == (
-        f"save: every leaf must be of a dtype that XLA computes with; leaf 'params.w' is {dtype}. Hold it as bool or "
-        "int2."
+        f"save: every leaf must have a dtype that XLA supports; leaf 'params.w' is {dtype}. Convert it to bool or int2."
     )
 
 
@@ -391,9 +390,7 @@ def test_what_cannot_be_deleted_is_a_warning(tmp_path, monkeypatch):
         raise OSError(errno.EBUSY, "Device or resource busy")
 
     def warned(path: Path) -> str:
-        return (
-            f"save: '{path}' is no longer needed and could not be deleted: Device or resource busy. See to it by hand."
-        )
+        return f"save: '{path}' is no longer needed, but could not be deleted: Device or resource busy. Delete it."
 
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(at(state, 1))
@@ -487,15 +484,15 @@ def test_a_step_that_is_not_there(tmp_path):
     target = saved(tmp_path / "some", 2, 10)
     empty = tmp_path / "none"
     assert refused(lambda: restored(empty, target)) == (
-        f"restore: '{empty}' has no finished step. Begin with init(params, key), or correct the directory."
+        f"restore: '{empty}' has no finished step. Start with init(params, key), or correct the directory."
     )
     assert not empty.exists()  # who only reads makes nothing
     for step in (3, "../some/2"):
         assert refused(lambda: restored(tmp_path / "some", target, step=step)) == (
-            f"restore: '{tmp_path / 'some'}' has no finished step {step!r}; it has 2, 10. Pass one of them as step=."
+            f"restore: '{tmp_path / 'some'}' has no finished step {step!r}; it has 2, 10. Pass one of these as step=."
         )
     assert refused(lambda: restored(empty, target, step=1)) == (
-        f"restore: '{empty}' has no finished step 1; it has none. Pass one of them as step=."
+        f"restore: '{empty}' has no finished step 1; it has none. Pass one of these as step=."
     )
 
 
@@ -504,62 +501,62 @@ def test_a_save_that_is_refused(tmp_path):
     _, _, state = tiny()
     for step in (1, 10):
         assert refused(lambda: save(tmp_path, at(state, step))) == (
-            f"save: a step must be newer than all that are there; got step {step}, and '{tmp_path}' has step 10. "
-            "Restore that step first, delete it, or save into another directory."
+            f"save: a step must be newer than all saved steps; got step {step}, and '{tmp_path}' has step 10. Restore "
+            "that step first, delete it, or save to another directory."
         )
     assert refused(lambda: save(tmp_path, at(state, 11), position={"at": np.arange(2)})) == (
-        "save: position must be JSON, of dicts, lists, strings, numbers, booleans and None; Object of type ndarray is "
-        "not JSON serializable. Convert it, an array for example with .tolist()."
+        "save: position must be a JSON value, of dicts, lists, strings, numbers, booleans and None; Object of type "
+        "ndarray is not JSON serializable. Convert it, an array for example with .tolist()."
     )
     assert refused(lambda: save(tmp_path, at(state, 11), config=tmp_path)) == (
-        "save: config must be JSON, of dicts, lists, strings, numbers, booleans and None; Object of type PosixPath is "
-        "not JSON serializable. Convert it, an array for example with .tolist()."
+        "save: config must be a JSON value, of dicts, lists, strings, numbers, booleans and None; Object of type "
+        "PosixPath is not JSON serializable. Convert it, an array for example with .tolist()."
     )
     assert refused(lambda: save(tmp_path, at(state, 11), config={1: "a", "1": "b"})) == (
-        "save: config must be JSON, of dicts, lists, strings, numbers, booleans and None; two keys of a dict are '1' "
-        "there. Convert it, an array for example with .tolist()."
+        "save: config must be a JSON value, of dicts, lists, strings, numbers, booleans and None; two keys of a dict "
+        "become '1' in JSON. Convert it, an array for example with .tolist()."
     )
     for metrics, reason in (
         ({"loss": "high"}, "could not convert string to float: 'high'"),
         ([0.5], "'list' object has no attribute 'items'"),
     ):
         assert refused(lambda: save(tmp_path, at(state, 11), metrics=metrics)) == (
-            f"save: metrics must be numbers by name; {reason}. Pass {{'loss': 0.5}}, say."
+            f"save: metrics must be numbers by name; {reason}. Pass for example {{'loss': 0.5}}."
         )
     _, _, twice = tiny({"w": jnp.ones((2, 3)), "a.b": jnp.ones(2), "a": {"b": jnp.ones(2)}})
     assert refused(lambda: save(tmp_path, at(twice, 11))) == (
-        "save: each leaf must have a path of its own; got two of 'params.a.b'. Rename one of the entries."
+        "save: the path of each leaf must be unique; got two leaves at 'params.a.b'. Rename one of them."
     )
     assert names(tmp_path) == ["10", "2"]
 
 
 def test_arguments_that_are_refused(tmp_path, monkeypatch):
     assert refused(lambda: Checkpoints(tmp_path, keep=0)) == (
-        "Checkpoints: keep must be at least 1; got 0. Pass how many steps to keep."
+        "Checkpoints: keep must be at least 1; got 0. Correct keep."
     )
     assert refused(lambda: Checkpoints(tmp_path, best="loss", keep_best=0)) == (
-        "Checkpoints: keep_best must be at least 1; got 0. Pass how many steps to keep."
+        "Checkpoints: keep_best must be at least 1; got 0. Correct keep_best."
     )
     for call in (Checkpoints, latest_step):
         for address in ("gs://bucket/run", Path("gs://bucket/run")):
             assert refused(lambda: call(address)) == (
-                f"{call.__name__}: directory must be a path in a file system; got the address {str(address)!r}. Mount "
-                "it, and pass where."
+                f"{call.__name__}: directory must be a path in a file system; got the URL {str(address)!r}. Mount it, "
+                "and pass the path of the mount."
             )
         for name in ("lr[0.1]", "lr*", "why?"):
             assert refused(lambda: call(tmp_path / name / "run")) == (
                 f"{call.__name__}: directory must have no *, ? or [ in its path, which orbax takes for a pattern; got "
-                f"'{tmp_path / name / 'run'}'. Choose another name."
+                f"'{tmp_path / name / 'run'}'. Pass a path without them."
             )
     target = saved(tmp_path, 1)
     bare = target._replace(step=jax.ShapeDtypeStruct((), jnp.int32))
     assert refused(lambda: restored(tmp_path, bare)) == (
-        "restore: every leaf must be laid out over a mesh of devices; leaf 'step' has None. Pass what init or "
-        "init.abstract of make_train_step gives, over a mesh from make_mesh."
+        "restore: every leaf must be sharded over a mesh of devices; leaf 'step' has None. Pass the result of init or "
+        "init.abstract of make_train_step, over a mesh from make_mesh."
     )
     monkeypatch.setitem(sys.modules, "orbax.checkpoint.experimental.v1", None)
     assert refused(lambda: Checkpoints(tmp_path), ImportError) == (
-        "Checkpoints: orbax-checkpoint is not installed. Run pip install 'shardkit[checkpoint]'."
+        "Checkpoints: orbax-checkpoint must be installed; it is not. Run pip install 'shardkit[checkpoint]'."
     )
 
 
@@ -575,11 +572,11 @@ def test_leaves_that_are_not_those_of_the_checkpoint(tmp_path):  # proves F62
     def message(tree: Any, **options: Any) -> str:
         return refused(lambda: restored(tmp_path, described(tree, **options)))
 
-    same = "Restore into the state of the same model, optimizer and precision."
+    same = "Restore into a state of the same model, optimizer and precision."
     assert message({"w": w, "b": b, "c": b}) == f"{where} lacks 1 leaf ('params.c'). {same}"
-    assert message({"w": w}) == f"{where} has, and this state has not, 1 leaf ('params.b'). {same}"
+    assert message({"w": w}) == f"{where} has 1 leaf ('params.b') that this state lacks. {same}"
     assert message({"w": w, "c": b}) == (
-        f"{where} lacks 1 leaf ('params.c') and has, and this state has not, 1 leaf ('params.b'). {same}"
+        f"{where} lacks 1 leaf ('params.c') and has 1 leaf ('params.b') that this state lacks. {same}"
     )
     assert message({"w": w, "b": b}, optimizer=optax.adam(0.1)) == (
         f"{where} lacks 5 leaves ('opt_state.0.count', 'opt_state.0.mu.b', 'opt_state.0.mu.w' and 2 more). {same}"
@@ -588,23 +585,23 @@ def test_leaves_that_are_not_those_of_the_checkpoint(tmp_path):  # proves F62
         f"{where} lacks 2 leaves ('loss_scale.scale', 'loss_scale.good_steps'). {same}"
     )
     assert message({"w": jnp.ones((2, 4)), "b": b}) == (
-        f"{where} has leaf 'params.w' with shape [2, 3]; this state has [2, 4]. Build the state with the configuration "
-        "that was saved."
+        f"{where} has leaf 'params.w' with shape [2, 3]; this state has [2, 4]. Build the state with the saved "
+        "configuration."
     )
     assert message({"w": jnp.ones((2, 4)), "b": jnp.ones(4)}) == (
         f"{where} has leaf 'params.b' with shape [3]; this state has [4], and 1 leaf more differs. Build the state "
-        "with the configuration that was saved."
+        "with the saved configuration."
     )
     low = sk.Precision(param=jnp.bfloat16)
     assert message({"w": w, "b": b}, precision=low) == (
-        f"{where} has leaf 'params.b' with dtype float32; this state has bfloat16, and 1 leaf more differs. Nothing is "
-        "cast: restore with the precision that was saved, and cast afterwards."
+        f"{where} has leaf 'params.b' with dtype float32; this state has bfloat16, and 1 leaf more differs. Restore "
+        "with the saved precision, and cast afterwards."
     )
     plain = described({"w": w, "b": b})
     keys = jax.ShapeDtypeStruct((3,), KEY.dtype, sharding=plain.params["b"].sharding)
     assert refused(lambda: restored(tmp_path, plain._replace(params=plain.params | {"b": keys}))) == (
-        f"{where} has leaf 'params.b' with dtype float32; this state has key. Nothing is cast: restore with the "
-        "precision that was saved, and cast afterwards."
+        f"{where} has leaf 'params.b' with dtype float32; this state has key. Restore with the saved precision, and "
+        "cast afterwards."
     )
     assert_same(restored(tmp_path, target)[0], good)
 
@@ -620,7 +617,7 @@ def test_damage_is_found_and_named(tmp_path):
     good = bits(restored(tmp_path, target, step=2)[0])
     step = tmp_path / "3"
     where = f"restore: step 3 of '{tmp_path}'"
-    older = "Step 2 is the newest before it: pass step=2."
+    older = "To restore the newest before it, pass step=2."
     untouched = shutil.copytree(step, tmp_path / "copy")
 
     def damaged(change: Any) -> str:
@@ -642,30 +639,30 @@ def test_damage_is_found_and_named(tmp_path):
         record["crc32"] = _seal(record["shardkit"])
 
     where += " cannot be restored:"
-    foreign = f"{where} its record is damaged, or not of shardkit. {older}"
+    foreign = f"{where} its record is damaged, or not from shardkit. {older}"
     unreadable = f"{where} its arrays are damaged. {older}"
     assert damaged(lambda: edit(lambda record: record.clear())) == foreign
     assert damaged(lambda: edit(lambda record: record["shardkit"].update(position=5))) == foreign
     assert damaged(lambda: (step / "_CHECKPOINT_METADATA").write_bytes(b"\xff{")) == foreign
     assert damaged(lambda: os.truncate(step / "_CHECKPOINT_METADATA", 40)) == foreign
     assert damaged(lambda: edit(lambda record: sealed(record, format=3))) == (
-        f"{where} its format is 3, and this shardkit reads up to 2. {older}"
+        f"{where} its format is 3; this version of shardkit reads up to 2. {older}"
     )
     for path in files(untouched / "state" / "d"):
         assert damaged(lambda: os.truncate(step / path.relative_to(untouched), 10)) == unreadable
     assert damaged(lambda: (step / "state" / "manifest.ocdbt").unlink()) == unreadable
     manifest = step / "state" / "manifest.ocdbt"
     assert damaged(lambda: manifest.unlink() or manifest.symlink_to(manifest.name)) == (
-        f"{where} its arrays cannot be read, Too many levels of symbolic links. {older}"
+        f"{where} its arrays cannot be read (Too many levels of symbolic links). {older}"
     )
     leaf = json.loads((step / "_CHECKPOINT_METADATA").read_text())["custom_metadata"]["shardkit"]["leaves"]
     leaf["params.w"]["checksum"] += 1
     assert damaged(lambda: edit(lambda record: sealed(record, leaves=leaf))) == (
-        f"{where} its leaf 'params.w' is not what was saved. {older}"
+        f"{where} the checksum of its leaf 'params.w' differs. {older}"
     )
     for number in ("1", "2"):
         (tmp_path / number / "_CHECKPOINT_METADATA").write_text("")
-    assert refused(lambda: restored(tmp_path, target)).endswith(". No step before it can.")
+    assert refused(lambda: restored(tmp_path, target)).endswith(". No older step can be either.")
 
 
 def test_a_run_goes_on_from_before_the_damage(tmp_path):
@@ -678,8 +675,8 @@ def test_a_run_goes_on_from_before_the_damage(tmp_path):
         with pytest.warns(RuntimeWarning) as caught:
             checkpoints.save(at(state, 3))
         assert str(caught[0].message) == (
-            f"save: this run goes on from step 2 of '{tmp_path}'; step 9, which is newer, no longer counts and is now "
-            "called '9.aside'."
+            f"save: this run resumed from step 2 of '{tmp_path}'; the newer step 9 no longer counts, and was renamed "
+            "to '9.aside'."
         )
         checkpoints.save(at(state, 9))
         checkpoints.wait()
@@ -696,14 +693,14 @@ def test_a_directory_that_only_looks_like_a_step(tmp_path):
         state, run = restored(tmp_path, target)
     assert run.step == latest_step(tmp_path) == 3
     assert str(caught[0].message) == (
-        f"restore: '{tmp_path / '1400'}' is passed over: it has no _CHECKPOINT_METADATA, and so is no finished step."
+        f"restore: ignored '{tmp_path / '1400'}', which is not a finished step: it has no _CHECKPOINT_METADATA."
     )
     assert refused(lambda: restored(tmp_path, target, step=1400)) == (
-        f"restore: '{tmp_path}' has no finished step 1400; it has 3. Pass one of them as step=."
+        f"restore: '{tmp_path}' has no finished step 1400; it has 3. Pass one of these as step=."
     )
     assert refused(lambda: save(tmp_path, at(state, 1400))) == (
-        f"save: '{tmp_path / '1400'}' must not be there before that step is saved; it is no finished step. Move it "
-        "away, or save into another directory."
+        f"save: '{tmp_path / '1400'}' must not exist before that step is saved; it is not a finished step. Move it "
+        "away, or save to another directory."
     )
 
 
@@ -731,8 +728,8 @@ def test_two_jobs_in_one_directory(tmp_path):
         finally:
             job.kill()
     found = re.fullmatch(
-        rf"save: '{tmp_path}' is written by another job, process {job.pid} on '(.*)' since '[-\d: ]+'\. End that one, "
-        r"or save into another directory\.",
+        rf"save: a directory must be written by one job; another job writes to '{tmp_path}' \(process {job.pid} on "
+        r"'(.*)' since '[-\d: ]+'\)\. End that job, or save to another directory\.",
         message,
     )
     assert found and found[1] == socket.gethostname()
@@ -744,10 +741,10 @@ def test_what_says_nothing_of_the_files_is_no_damage(tmp_path, monkeypatch):
     target = saved(tmp_path, 1, 2)
     text = "UNAVAILABLE: Error opening [os_error_code='24']"
     for error in (OSError(errno.EMFILE, "Too many open files"), ValueError(text)):
-        monkeypatch.setattr(checkpoints, "_load", Mock(side_effect=error))
+        monkeypatch.setattr(checkpoints, "load", Mock(side_effect=error))
         assert refused(lambda: restored(tmp_path, target), RuntimeError) == (
-            f"restore: step 2 of '{tmp_path}' could not be read: Too many open files. That says nothing of the step "
-            "itself: see to it, and start again."
+            f"restore: step 2 of '{tmp_path}' could not be read: Too many open files. The step may be intact: fix the "
+            "cause, then restore again."
         )
 
 
@@ -761,7 +758,7 @@ def test_the_format_moves_with_the_checksum():
 def test_too_little_memory_is_no_damage(tmp_path, monkeypatch):
     target = saved(tmp_path, 1)
     for error in (MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")):
-        monkeypatch.setattr(checkpoints, "_load", Mock(side_effect=error))
+        monkeypatch.setattr(checkpoints, "load", Mock(side_effect=error))
         with pytest.raises(type(error)) as caught:
             restored(tmp_path, target)
         assert caught.value is error
@@ -806,8 +803,8 @@ def test_an_exit_code_does_not_hide_a_save_that_failed(tmp_path):
             sys.exit(75)
 
     assert refused(preempted, RuntimeError) == (
-        f"save: step 2 could not be written to '{tmp_path / 'run'}': TimeoutError. Step 1, the newest that is, is "
-        "untouched; see to the disk and save again."
+        f"save: step 2 could not be written to '{tmp_path / 'run'}': TimeoutError. Step 1, the newest finished, is "
+        "intact; free or repair the disk, then save again."
     )
     with pytest.raises(SystemExit) as caught, Checkpoints(tmp_path / "run") as checkpoints:
         checkpoints.save(at(state, 2))
@@ -857,8 +854,8 @@ def test_a_full_disk(small_disk):
         2
     ]
     wanted = (
-        f"save: step 2 could not be written to '{small_disk}': No space left on device. Step 1, the newest that is, is "
-        "untouched; see to the disk and save again."
+        f"save: step 2 could not be written to '{small_disk}': No space left on device. "
+        "Step 1, the newest finished, is intact; free or repair the disk, then save again."
     )
     assert refused(lambda: save(small_disk, at(large, 2)), RuntimeError) == wanted
     with Checkpoints(small_disk) as checkpoints:
@@ -876,12 +873,12 @@ def test_a_full_disk(small_disk):
     with Checkpoints(small_disk, read_only=True) as checkpoints:  # who reads needs no room
         assert checkpoints.restore(init.abstract(noise))[1].step == 3
         assert refused(lambda: checkpoints.save(at(state, 5))) == (
-            f"save: '{small_disk}' was opened with read_only=True. Leave it out to save there."
+            f"save: '{small_disk}' was opened with read_only=True. Open it without, to save."
         )
     before = set(threading.enumerate())
     assert refused(lambda: save(small_disk, at(state, 5))) == (
-        f"Checkpoints: directory must be one that can be written; '{small_disk}' may not be written. Choose another "
-        "one, or pass read_only=True to restore alone."
+        f"Checkpoints: directory must be writable; '{small_disk}' is not writable. Pass another directory, or "
+        "read_only=True to restore only."
     )
     left = {thread.name.partition("_")[0] for thread in set(threading.enumerate()) - before}
     assert left <= {"asyncio"}  # idle; one of a save would keep the process from ending for 20 minutes
@@ -892,7 +889,7 @@ def test_who_reads_alone_does_not_save(tmp_path):
     with Checkpoints(tmp_path, read_only=True) as checkpoints:
         assert checkpoints.restore(target)[1].step == 1
         assert refused(lambda: checkpoints.save(at(tiny()[2], 2))) == (
-            f"save: '{tmp_path}' was opened with read_only=True. Leave it out to save there."
+            f"save: '{tmp_path}' was opened with read_only=True. Open it without, to save."
         )
     assert names(tmp_path) == ["1"]
 
@@ -902,8 +899,8 @@ def test_a_directory_that_cannot_be(tmp_path):
     (tmp_path / "file").write_text("mine")
     for directory in (tmp_path / "file", tmp_path / "file" / "x"):
         assert refused(lambda: save(directory, state)) == (
-            f"Checkpoints: directory must be one that can be written; '{tmp_path / 'file'}' is no directory. Choose "
-            "another one, or pass read_only=True to restore alone."
+            f"Checkpoints: directory must be writable; '{tmp_path / 'file'}' is not a directory. Pass another "
+            "directory, or read_only=True to restore only."
         )
     assert (tmp_path / "file").read_text() == "mine"
 

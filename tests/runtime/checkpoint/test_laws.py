@@ -45,7 +45,7 @@ def test_a_step_of_ones_own_is_not_restored():
         )
 
     (verdict,) = proved(build, ROW._replace(precision=None)).verdicts
-    assert verdict.note == "a step of one's own: its state is not restored elsewhere"
+    assert verdict.note == "a custom step: its state is not restored elsewhere"
 
 
 def test_what_comes_back_changed_is_named(monkeypatch):
@@ -61,6 +61,6 @@ def test_what_comes_back_changed_is_named(monkeypatch):
     with pytest.raises(AssertionError) as error:
         proved()
     assert str(error.value).endswith(
-        "the state restored on one device must be that which was saved; leaf opt_state.inner.0.count has other bits; "
+        "the state restored on one device must be the saved one; leaf opt_state.inner.0.count has other bits; "
         "1 of 1 elements differ"
     )

@@ -59,8 +59,8 @@ def test_too_late(machine):
     with pytest.raises(RuntimeError) as error:
         sk.runtime.gpu_flags(("--xla_gpu_a=1", "--xla_gpu_b=2"))
     assert str(error.value) == (
-        "gpu_flags: it must come before jax starts, which reads XLA_FLAGS once; --xla_gpu_a=1 --xla_gpu_b=2 would be "
-        "ignored. Call it first, before anything touches a device."
+        "gpu_flags: it must be called before jax starts, which reads XLA_FLAGS once; --xla_gpu_a=1 --xla_gpu_b=2 would "
+        "be ignored. Call it before anything uses a device."
     )
 
 

@@ -117,5 +117,5 @@ def test_a_host_name_that_is_loopback_is_refused(hosts, tmp_path):
         assert code == 9
         assert last.endswith(
             "initialize: the host name 'beta' of process 1 must resolve to an address that the other hosts can reach; "
-            "it resolves to 127.0.1.1. Correct /etc/hosts or the name service on that host."
+            "it resolves to 127.0.1.1. Correct /etc/hosts or DNS on that host."
         ), ended

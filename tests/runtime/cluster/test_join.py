@@ -57,8 +57,8 @@ def test_missing_processes_are_named():
     ended = jobs.run("meet.py", "--timeout", 3, processes=2, each=each)
     refused(
         ended,
-        r"initialize: processes 1, 3 of 4 did not come to 127\.0\.0\.1:\d+ within 3 s\. Look at the output of them, or "
-        r"raise timeout\.",
+        r"initialize: processes 1, 3 of 4 did not connect to 127\.0\.0\.1:\d+ within 3 s\. Read their output, or raise "
+        r"timeout\.",
         within=3,
     )
 
@@ -68,8 +68,8 @@ def test_no_coordinator():
     ended = jobs.run("meet.py", "--timeout", 2, processes=1, each=each)
     refused(
         ended,
-        r"initialize: process 1 cannot reach the coordinator at 127\.0\.0\.1:\d+ within 2 s: Connection refused\. Is "
-        r"process 0 running, and the address that of its host\?",
+        r"initialize: process 1 could not connect to the coordinator at 127\.0\.0\.1:\d+ within 2 s: Connection "
+        r"refused\. Check that process 0 runs, and that this is the address of its host\.",
         within=2,
     )
 
@@ -77,9 +77,9 @@ def test_no_coordinator():
 def test_a_monitor_that_still_waits_ends_with_its_process():
     port = jobs.free_port()
     script = (
-        "from shardkit.runtime.monitor.client import Beside\n"
+        "from shardkit.runtime.monitor.client import MonitorClient\n"
         "from shardkit.runtime.monitor.hello import Place\n"
-        f"Beside(Place('127.0.0.1', {port}, 0, 2, 60.0, True))"
+        f"MonitorClient(Place('127.0.0.1', {port}, 0, 2, 60.0, True))"
     )
     with subprocess.Popen([sys.executable, "-c", script]) as process:
         until = time.monotonic() + 30.0
@@ -106,8 +106,8 @@ def test_devices_that_were_touched():
     with pytest.raises(RuntimeError) as error:
         sk.runtime.initialize(coordinator_address="127.0.0.1:1", num_processes=2, process_id=0)
     assert str(error.value) == (
-        "initialize: it must come before jax starts its devices; they were touched already (jax.devices(), an array, a "
-        "computation). Call it first."
+        "initialize: it must be called before jax starts its devices; they have started (by jax.devices(), an array or "
+        "a computation). Call it first."
     )
 
 
@@ -117,7 +117,7 @@ def test_another_number_of_devices():
     for rank, each in enumerate(ended):
         assert (
             f"RuntimeError: initialize: the job must have 8 devices; it has 4, of which process {rank} has 2. Check "
-            "each host, or the number."
+            "the devices of each host, or expect_devices."
         ) in each.output
 
 
@@ -138,7 +138,7 @@ def test_where_the_numbers_come_from(environ, expected):
 
 
 def test_explicit_arguments_come_first():
-    found = join._filled(join._given("a:1", None, 1, None), join._from_config(DistributedConfig(world_size=4)))
+    found = join._Found("a:1", None, 1).filled(join._Found("b:2", 4, 0))
     assert found[:3] == ("a:1", 4, 1)
 
 
@@ -154,16 +154,16 @@ def test_alone_there_is_nothing_to_start(monkeypatch):
 ERRORS = [
     (
         {"coordinator_address": "node0:29500", "process_id": 0},
-        "initialize: num_processes must be known in a job of many processes; it is neither given nor in the "
-        "environment. Pass it, or start the job with shardkit launch.",
+        "initialize: num_processes must be known in a job of many processes; got neither an argument nor an "
+        "environment variable. Pass it, or start the job with shardkit launch.",
     ),
     (
         {"coordinator_address": "node0:29500", "num_processes": 2, "process_id": 2},
-        "initialize: process_id must be at least 0 and below num_processes; got 2 of 2. Choose 0 to 1.",
+        "initialize: process_id must be at least 0 and below num_processes; got 2 of 2. Pass 0 to 1.",
     ),
     (
         {"coordinator_address": "node0", "num_processes": 2, "process_id": 0},
-        "initialize: coordinator_address must be host:port with a port from 1 to 65535; got 'node0'. Write for example "
+        "initialize: coordinator_address must be host:port with a port from 1 to 65535; got 'node0'. Pass for example "
         "node0:29500.",
     ),
 ]
@@ -181,7 +181,8 @@ def test_variables_that_are_no_numbers(monkeypatch):
     with pytest.raises(ValueError) as error:
         sk.runtime.initialize()
     assert str(error.value) == (
-        "initialize: the variable JAX_NUM_PROCESSES must be a whole number; got 'four'. Correct or unset it."
+        "initialize: the environment variable JAX_NUM_PROCESSES must be a whole number; got 'four'. Correct or unset "
+        "it."
     )
 
 
@@ -189,11 +190,12 @@ def test_health_check_errors():
     with pytest.raises(RuntimeError) as error:
         sk.runtime.health_check()
     assert str(error.value) == (
-        "health_check: the number of processes must be more than 1; got 1. Was initialize() called, and all started?"
+        "health_check: the number of processes must be more than 1; got 1. Start all of them, and call "
+        "initialize() in each."
     )
     with pytest.raises(RuntimeError) as error:
         sk.runtime.health_check(processes=1, devices=9)
-    assert str(error.value) == "health_check: the number of devices must be 9; got 8. Check each host."
+    assert str(error.value) == "health_check: the number of devices must be 9; got 8. Check the devices of each host."
     assert sk.runtime.health_check(processes=1, devices=8) == (
         "process 0 of 1: 8 devices, 8 of them here; their sum is right"
     )

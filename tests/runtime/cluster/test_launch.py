@@ -51,7 +51,7 @@ LAUNCH = sys.modules[launch.__module__]
 @pytest.fixture(autouse=True)
 def briefly(monkeypatch):
     """What processes leave behind, and holds their output, is waited for less long."""
-    monkeypatch.setattr(LAUNCH, "_LAST_WORDS", 1.0)
+    monkeypatch.setattr(LAUNCH, "_LAST_OUTPUT", 1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def launching(command):
 import sys
 from shardkit import _platform
 from shardkit.runtime.cluster.launch import launch
-sys.modules[launch.__module__]._LAST_WORDS = 1.0
+sys.modules[launch.__module__]._LAST_OUTPUT = 1.0
 code = launch({command!r}, processes=2, grace=1)
 sys.exit("jax has started" if _platform.jax_has_started() else code)
 """
@@ -208,7 +208,7 @@ def test_a_full_disk_ends_the_file_and_not_the_job(capfd, tmp_path):
     assert launch(program("print('a' * 100_000); print('b')"), processes=2, output=tmp_path) == 0
     out, err = capfd.readouterr()
     assert sorted(out.splitlines()) == ["[0] " + "a" * 100_000, "[0] b", "[1] " + "a" * 100_000, "[1] b"]
-    assert err == f"shardkit launch: {tmp_path}/0.out ends here (No space left on device)\n"
+    assert err == f"shardkit launch: stopped writing {tmp_path}/0.out (No space left on device)\n"
     assert (tmp_path / "1.out").read_text() == "a" * 100_000 + "\nb\n"
 
 
@@ -217,11 +217,11 @@ def test_a_full_disk_ends_the_file_and_not_the_job(capfd, tmp_path):
     ("text", "code", "summary"),
     [
         ("pass", 0, ""),
-        ("sys.exit(3 if rank == 2 else 0)", 3, "process 2 failed first, with exit code 3 (others: 0: 0, 1: 0)"),
+        ("sys.exit(3 if rank == 2 else 0)", 3, "process 2 failed first, exit code 3 (others: 0: 0, 1: 0)"),
         (
             "meet(); time.sleep(0.5 * (rank != 1)); sys.exit(70 + rank)",
             71,
-            "process 1 failed first, with exit code 71 (others: 0: 70, 2: 72)",
+            "process 1 failed first, exit code 71 (others: 0: 70, 2: 72)",
         ),
         (
             "meet(); time.sleep(0.5 * (rank != 0)); rank or os.kill(os.getpid(), signal.SIGSEGV); sys.exit(70)",
@@ -231,17 +231,17 @@ def test_a_full_disk_ends_the_file_and_not_the_job(capfd, tmp_path):
         (
             "meet(); rank or sys.exit(5); time.sleep(60)",  # the others do not end by themselves
             5,
-            "process 0 failed first, with exit code 5 (others: 1: killed by SIGTERM, 2: killed by SIGTERM)",
+            "process 0 failed first, exit code 5 (others: 1: killed by SIGTERM, 2: killed by SIGTERM)",
         ),
         (
             "signal.signal(signal.SIGTERM, signal.SIG_IGN); meet(); rank or sys.exit(5); time.sleep(60)",
             5,
-            "process 0 failed first, with exit code 5 (others: 1: killed by SIGKILL, 2: killed by SIGKILL)",
+            "process 0 failed first, exit code 5 (others: 1: killed by SIGKILL, 2: killed by SIGKILL)",
         ),
         (
             "meet(); rank or sys.exit(5); os.kill(os.getpid(), signal.SIGSTOP)",
             5,
-            "process 0 failed first, with exit code 5 (others: 1: killed by SIGKILL, 2: killed by SIGKILL)",
+            "process 0 failed first, exit code 5 (others: 1: killed by SIGKILL, 2: killed by SIGKILL)",
         ),
         (
             "meet(); os.kill(os.getpid(), signal.SIGRTMIN + 1)",
@@ -268,7 +268,7 @@ def test_the_others_have_time_to_report(capfd):  # proves S101
     assert time.monotonic() - begin < 20
     assert capfd.readouterr() == (
         "[0] the loss was 2.5\n",
-        "shardkit launch: process 1 failed first, with exit code 1 (others: 0: 70)\n",
+        "shardkit launch: process 1 failed first, exit code 1 (others: 0: 70)\n",
     )
 
 
@@ -329,7 +329,7 @@ def test_signals_are_passed_on(number):
         assert started.returncode == 75
         assert out == f"[0] got {number.name}\n"
         assert err == (
-            f"shardkit launch: after {number.name} process 0 failed first, with exit code 75 (others: 1: killed by "
+            f"shardkit launch: after {number.name} process 0 failed first, exit code 75 (others: 1: killed by "
             "SIGKILL)\n"
         )
         assert_gone(pids)
@@ -428,36 +428,37 @@ def test_ignored_signals_stay_ignored():
 @pytest.mark.parametrize(
     ("command", "options", "message"),
     [
-        ([], {}, "launch: a command must be given; got none. Write for example -- train.py --steps 100."),
-        (["true"], {"processes": 0}, "launch: processes must be at least 1; got 0. Raise it."),
-        (["true"], {"devices": 0}, "launch: devices must be at least 1; got 0. Raise it."),
-        (["true"], {"port": 0}, "launch: port must be from 1 to 65535; got 0. Choose another one."),
-        (["true"], {"port": 65536}, "launch: port must be from 1 to 65535; got 65536. Choose another one."),
-        (["true"], {"grace": -1}, "launch: grace must be 0 seconds or more; got -1. Raise it."),
+        ([], {}, "launch: a command must be given; got none. Pass for example -- train.py --steps 100."),
+        (["true"], {"processes": 0}, "launch: processes must be at least 1; got 0. Correct processes."),
+        (["true"], {"devices": 0}, "launch: devices must be at least 1; got 0. Correct devices."),
+        (["true"], {"port": 0}, "launch: port must be from 1 to 65535; got 0. Correct port."),
+        (["true"], {"port": 65536}, "launch: port must be from 1 to 65535; got 65536. Correct port."),
+        (["true"], {"grace": -1}, "launch: grace must be at least 0; got -1. Correct grace."),
         (
             ["./no-such-program"],
             {},
-            "launch: the command must be a program that can be started; './no-such-program' cannot (No such file or "
-            "directory). Check its name and permissions, or write in front of it what runs it, such as python or sh.",
+            "launch: the command must be an executable program; got './no-such-program' (No such file or directory). "
+            "Correct its name or permissions, or put its interpreter first, such as python or sh.",
         ),
         (
             [str(Path(__file__).parent)],
             {},
-            f"launch: the command must be a program that can be started; {str(Path(__file__).parent)!r} cannot "
-            "(Permission denied). Check its name and permissions, or write in front of it what runs it, such as python "
-            "or sh.",
+            f"launch: the command must be an executable program; got {str(Path(__file__).parent)!r} (Permission "
+            "denied). Correct its name or permissions, or put its interpreter first, such as python or sh.",
         ),
         (
             ["true", "a\0b"],
             {},
-            "launch: the command must be a program that can be started; 'true' cannot (embedded null byte). Check its "
-            "name and permissions, or write in front of it what runs it, such as python or sh.",
+            "launch: the command must be an executable program; got 'true' (embedded null byte). Correct its name or "
+            "permissions, or put its interpreter first, such as python or sh.",
         ),
         (
             ["true"],
             {"output": "/dev/null/logs"},
-            "launch: output must be a directory that can be written; /dev/null/logs cannot (Not a directory). Choose "
-            "another one.",
+            (
+                "launch: output must be a writable directory; got /dev/null/logs (Not a directory). Pass another "
+                "directory."
+            ),
         ),
     ],
 )
@@ -480,7 +481,7 @@ def test_the_one_that_the_guard_names_failed_first(capfd, blamed, code, first):
     last = capfd.readouterr().err.splitlines()[-1]
     codes = {"0": "1", "1": "0", "2": "3"}
     others = ", ".join(f"{index}: {end}" for index, end in codes.items() if index != first)
-    assert last == f"shardkit launch: process {first} failed first, with exit code {codes[first]} (others: {others})"
+    assert last == f"shardkit launch: process {first} failed first, exit code {codes[first]} (others: {others})"
 
 
 INTERRUPTED = """
@@ -499,8 +500,8 @@ def test_an_interrupted_process_ends_as_a_shell_says_it(capfd, tmp_path):  # pro
     assert launch([str(tmp_path / "interrupted.py")], processes=2, devices=1, environ=environment()) == 130
     assert time.monotonic() - begin < 50
     *_, before, last = capfd.readouterr().err.splitlines()
-    assert before[4:] == "shardkit guard: process 1 failed before its first step: KeyboardInterrupt."
-    assert last == "shardkit launch: process 1 failed first, with exit code 130 (others: 0: 70)"
+    assert before[4:] == "shardkit guard: process 1 failed in startup, before its first step: KeyboardInterrupt."
+    assert last == "shardkit launch: process 1 failed first, exit code 130 (others: 0: 70)"
 
 
 JOINED = """
@@ -537,15 +538,13 @@ def test_the_command(tmp_path):  # proves S101, F68
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] ['-n', '5', '--', '--grace'] 3" for rank in (0, 1)]
     assert (tmp_path / "logs" / "1.out").read_text() == "['-n', '5', '--', '--grace'] 3\n"
     assert done.returncode == 70
-    assert re.fullmatch(
-        r"shardkit launch: process \d failed first, with exit code 70 \(others: \d: 70\)\n", done.stderr
-    )
+    assert re.fullmatch(r"shardkit launch: process \d failed first, exit code 70 \(others: \d: 70\)\n", done.stderr)
 
 
 @pytest.mark.parametrize(
     ("words", "code", "last"),
     [
-        ([], 2, "error: launch: a command must be given; got none. Write for example -- train.py --steps 100."),
+        ([], 2, "error: launch: a command must be given; got none. Pass for example -- train.py --steps 100."),
         (
             ["script.py", "--steps", "5"],
             2,

@@ -203,17 +203,19 @@ def test_words_survive(words, tmp_path_factory):  # proves S108
 
 
 NAME = (
-    "render: name must be at most 40 small letters, digits and hyphens, begin with a letter and not end with a hyphen; "
-    "got {!r}. Choose another one."
+    "render: name must be at most 40 lower-case letters, digits and hyphens, begin with a letter and not end with a "
+    "hyphen; got {!r}. Pass for example 'train-1'."
 )
-IMAGE = "render: {} needs the name of a container image; got {!r}. Give image=, for example 'ghcr.io/me/train:1'."
+IMAGE = (
+    "render: image must be the name of a container image for {}; got {!r}. Pass for example image='ghcr.io/me/train:1'."
+)
 ACCELERATOR = (
     "render: accelerator must be 'cpu', 'gpu' or on Kubernetes a TPU slice such as 'tpu-v5p-slice'; got {!r} for {}. "
-    "Choose one of them."
+    "Pass one of these."
 )
 SHAPE = (
     "render: topology must be the shape of a slice of processes x devices chips, such as '4x4'; got {!r} for 4 x {}. "
-    "Change one of them."
+    "Correct topology, processes or devices."
 )
 
 
@@ -221,9 +223,9 @@ SHAPE = (
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("k8s", {"processes": 0}, "render: processes must be at least 1; got 0. Raise it."),
-        ("slurm", {"devices": 0}, "render: devices must be at least 1; got 0. Raise it."),
-        ("k8s", {"port": 65536}, "render: port must be from 1 to 65535; got 65536. Choose another one."),
+        ("k8s", {"processes": 0}, "render: processes must be at least 1; got 0. Correct processes."),
+        ("slurm", {"devices": 0}, "render: devices must be at least 1; got 0. Correct devices."),
+        ("k8s", {"port": 65536}, "render: port must be from 1 to 65535; got 65536. Correct port."),
         *[
             ("slurm", {"name": name}, NAME.format(name))
             for name in ("Run", "1st", "a_b", "a-", "", "a" * 41, "a\n", "é")
@@ -235,13 +237,13 @@ SHAPE = (
         (
             "k8s",
             {"accelerator": "gpu"},
-            "render: devices must be given with accelerator 'gpu'; got none. Say how many each process gets.",
+            "render: devices must be given with accelerator 'gpu'; got none. Pass the number per process.",
         ),
         (
             "jobset",
             {"accelerator": "gpu", "devices": 4, "topology": "4x4"},
-            "render: topology goes with a TPU slice on Kubernetes; got '4x4' with accelerator 'gpu' for jobset. Leave "
-            "it out.",
+            "render: topology requires a TPU slice on Kubernetes; got '4x4' with accelerator 'gpu' for jobset. "
+            "Remove topology.",
         ),
         *[
             ("k8s", {"accelerator": "tpu-v5p-slice", "devices": 4, "topology": shape}, SHAPE.format(shape, 4))
@@ -250,12 +252,12 @@ SHAPE = (
         (
             "slurm",
             {"command": ["train.py", "\udcff"]},
-            "render: every word of the command must be text; got '\\udcff', which is not UTF-8. Rename what it names.",
+            "render: every word of the command must be UTF-8; got '\\udcff'. Rename the file or option.",
         ),
         (
             "slurm",
             {"command": []},
-            "launch: a command must be given; got none. Write for example -- train.py --steps 100.",
+            "launch: a command must be given; got none. Pass for example -- train.py --steps 100.",
         ),
     ],
 )

@@ -32,7 +32,7 @@ def test_somebody_must_listen(handler):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with pytest.raises(RuntimeError) as error:
         preempted(1)
-    assert str(error.value) == ("preempted: nobody listens for SIGTERM in this process. Call watch_preemption() first.")
+    assert str(error.value) == ("preempted: SIGTERM must be watched; got no handler. Call watch_preemption() first.")
 
 
 def test_with_several_processes_jax_listens(handler, monkeypatch):

@@ -8,7 +8,7 @@ import socket
 import numpy as np
 import pytest
 
-from shardkit.runtime.cluster import join
+from shardkit.runtime.cluster import barrier
 from support import jobs
 
 LATE = 1.0  # seconds
@@ -44,7 +44,7 @@ def test_two_processes(tmp_path):
     assert last["came"] - first["came"] > LATE / 2
     assert first["went on"] >= last["came"] and last["went on"] >= last["came"]
     assert first["alone"] == (
-        "barrier: all processes must reach 'nobody else' within 0.2 s; process 1 did not. Look at their output, or "
+        "barrier: all processes must reach 'nobody else' within 0.2 s; process 1 did not. Read their output, or "
         "raise timeout."
     )
 
@@ -53,8 +53,8 @@ def test_two_processes(tmp_path):
 
     # proves S105: under `if process_index() == 0` it says so instead of waiting for ever
     assert first["print alone"] == (
-        "print_global: every process must call it; process 1 did not within 0.2 s. Take it out from under "
-        "`if jax.process_index() == 0:`, or raise timeout."
+        "print_global: every process must call it; process 1 did not within 0.2 s. Move it out of `if "
+        "jax.process_index() == 0:`, or raise timeout."
     )
 
     # proves S107: a process outside the mesh has no data of its arrays, calls what all call, and goes on
@@ -75,9 +75,9 @@ def test_two_processes(tmp_path):
 )
 def test_who_did_not_come(reached, names, said, monkeypatch):
     words = f"# of tasks that reached the barrier: {reached}.\nSome timed out task names:\n{names}\n\n"
-    monkeypatch.setattr(join._platform, "wait_at_barrier", lambda name, timeout: words)
-    assert join.absent("here", 1) == said
-    monkeypatch.setattr(join._platform, "wait_at_barrier", lambda name, timeout: "the service\nis gone")
-    assert join.absent("here", 1) == "some (the service is gone)"
-    monkeypatch.setattr(join._platform, "wait_at_barrier", lambda name, timeout: None)
-    assert join.absent("here", 1) is None
+    monkeypatch.setattr(barrier._platform, "wait_at_barrier", lambda name, timeout: words)
+    assert barrier.absent("here", 1) == said
+    monkeypatch.setattr(barrier._platform, "wait_at_barrier", lambda name, timeout: "the service\nis gone")
+    assert barrier.absent("here", 1) == "some (the service is gone)"
+    monkeypatch.setattr(barrier._platform, "wait_at_barrier", lambda name, timeout: None)
+    assert barrier.absent("here", 1) is None

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.layout import canonical
 from shardkit.partitioning.batch import batch_specs
-from shardkit.runtime.data import arrays
+from shardkit.runtime.data import arrays, reading
 
 
 def make_batch(rows=16):
@@ -85,17 +85,17 @@ def test_from_single_device_takes_the_pieces_as_they_are(mesh2x4):
 # proves S106
 def test_local_shards_are_what_each_device_holds(mesh2x4):
     x = sk.shard(np.arange(8.0, dtype=np.float32), mesh2x4, P("model"))
-    held = arrays.local_shards(x)
+    held = reading.local_shards(x)
     assert list(held) == [shard.device for shard in x.addressable_shards] and len(held) == 8
     for (_, model), device in np.ndenumerate(mesh2x4.devices):
         np.testing.assert_array_equal(held[device], [2 * model, 2 * model + 1])
     keys = arrays.from_full(jax.random.key(3), mesh2x4, P())
-    assert all(value.dtype == np.uint32 for value in arrays.local_shards(keys).values())
+    assert all(value.dtype == np.uint32 for value in reading.local_shards(keys).values())
 
 
 def test_fetch_and_to_numpy_give_the_whole(mesh2x4):
     tree = {"w": sk.shard(np.arange(8.0, dtype=np.float32), mesh2x4, P("model")), "key": jax.random.key(1), "n": 3}
-    for out in (arrays.fetch(tree), arrays.to_numpy(tree)):
+    for out in (reading.fetch(tree), reading.to_numpy(tree)):
         assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(out))
         np.testing.assert_array_equal(out["w"], np.arange(8.0))
         np.testing.assert_array_equal(out["key"], jax.random.key_data(jax.random.key(1)))
@@ -103,9 +103,9 @@ def test_fetch_and_to_numpy_give_the_whole(mesh2x4):
 
 def test_replicate_and_print(mesh2x4, capsys):
     x = sk.shard(np.arange(4.0, dtype=np.float32), mesh2x4, P("model"))
-    out = arrays.replicate({"w": x, "host": np.int32(3)}, mesh2x4)
+    out = reading.replicate({"w": x, "host": np.int32(3)}, mesh2x4)
     assert all(y.sharding.is_fully_replicated and len(y.addressable_shards) == 8 for y in jax.tree.leaves(out))
-    arrays.print_global({"w": x})
+    reading.print_global({"w": x})
     assert capsys.readouterr().out == f"{ {'w': np.arange(4.0, dtype=np.float32)} }\n"
 
 
@@ -129,24 +129,24 @@ def test_what_does_not_divide(data8, mesh2x4):
         *(arrays.from_full, make_batch(12), data8, P("data")),
     )
     refused(
-        "local_rows: the batch must be divisible by axis 'data'; got 12 rows over 8 devices. Choose another batch, or "
+        "local_rows: the batch must be divisible by axis 'data'; got 12 rows over 8 devices. Pass another batch, or "
         "pad with examples of weight 0.",
         *(arrays.local_rows, 12, data8, P("data")),
     )
     refused(
         "from_process_local: a process's rows must divide over its parts of axes 'data', 'model'; leaf tokens has 12 "
-        "rows for 8 of 8 parts. Choose another batch, or pad with examples of weight 0.",
+        "rows for 8 of 8 parts. Pass another number of rows, or pad with examples of weight 0.",
         *(arrays.from_process_local, make_batch(12), mesh2x4, P(("data", "model"))),
     )
     refused(
-        "from_process_local: this process must hold its share of the batch; leaf tokens has 8 rows, and 8 of 8 parts "
-        "of 16 rows are 16. Pass the rows that local_rows(batch, mesh, spec) names.",
+        "from_process_local: each process must pass its share of the batch; leaf tokens has 8 rows, and 8 of 8 parts "
+        "of 16 rows are 16. Pass the rows of local_rows(batch, mesh, spec).",
         *(arrays.from_process_local, make_batch(8), data8, P("data")),
         batch=16,
     )
     refused(
-        "from_process_local: this process must hold its share of the batch; leaf weight has 8 rows, and 8 of 8 parts "
-        "of 16 rows are 16. Pass the rows that local_rows(batch, mesh, spec) names.",
+        "from_process_local: each process must pass its share of the batch; leaf weight has 8 rows, and 8 of 8 parts "
+        "of 16 rows are 16. Pass the rows of local_rows(batch, mesh, spec).",
         *(arrays.from_process_local, {"tokens": np.zeros((16, 2)), "weight": np.zeros(8)}, data8, P("data")),
     )
     refused(
@@ -160,12 +160,12 @@ def test_what_does_not_divide(data8, mesh2x4):
 def test_integers_that_are_too_large_for_jax(data8):
     ids = np.arange(8) + 2**40
     refused(
-        "from_full: leaf ids: int64 values must fit int32, in which jax holds them; got 1099511627776. Pass smaller "
+        "from_full: leaf ids: int64 values must fit jax's int32; got 1099511627776. Pass smaller "
         "numbers, or set jax_enable_x64.",
         *(arrays.from_full, {"ids": ids}, data8, P("data")),
     )
     refused(
-        "from_process_local: uint64 values must fit uint32, in which jax holds them; got 1099511627783. Pass smaller "
+        "from_process_local: uint64 values must fit jax's uint32; got 1099511627783. Pass smaller "
         "numbers, or set jax_enable_x64.",
         *(arrays.from_process_local, np.where(ids % 2, ids, 0).astype(np.uint64), data8, P("data")),
     )
@@ -176,14 +176,14 @@ def test_integers_that_are_too_large_for_jax(data8):
 def test_pieces_that_do_not_fit(data8):
     pieces = [jax.device_put(np.float32([i]), d) for i, d in enumerate(data8.devices.flat)]
     refused(
-        "from_single_device: there must be one piece on each of this process's devices of the mesh, [0, 1, 2, 3, 4, 5, "
-        "6, 7]; got pieces on [0, 1, 2, 3, 4, 5, 6]. Put each on its device with jax.device_put(piece, device).",
+        "from_single_device: there must be one shard on each of this process's devices of the mesh, [0, 1, 2, 3, 4, 5, "
+        "6, 7]; got shards on [0, 1, 2, 3, 4, 5, 6]. Put each on its device with jax.device_put(shard, device).",
         *(arrays.from_single_device, pieces[:-1], data8, P("data"), (8,)),
     )
     wrong = [*pieces[:-1], jax.device_put(np.int32([7]), data8.devices.flat[7])]
     refused(
-        f"from_single_device: every piece must be float32[1], which {P('data')} makes of [8]; got int32[1] on "
-        f"{data8.devices.flat[7]}. Cut it so, or pass another shape or dtype.",
+        f"from_single_device: every shard must be float32[1], by {P('data')} of [8]; got int32[1] on "
+        f"{data8.devices.flat[7]}. Pass such a shard, or another shape or dtype.",
         *(arrays.from_single_device, wrong, data8, P("data"), (8,)),
     )
     refused(

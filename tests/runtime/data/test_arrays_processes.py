@@ -51,8 +51,8 @@ def test_the_whole_on_every_process(seen):
     for each in every:
         assert each["fetched"] == each["replicated"] == WHOLE and each["fetched key"]
         assert each["differs"] == (
-            "from_full: every process must hold the same array; leaf w of process 0 differs from that of process "
-            f"{size[0] - 1}. Make it from the same seed or file, or pass each process's rows to from_process_local."
+            "from_full: every process must pass the same array; leaf w of process 0 differs from that of process "
+            f"{size[0] - 1}. Create it from the same seed or file, or pass each process's rows to from_process_local."
         )
 
 
@@ -78,12 +78,12 @@ def test_a_batch_that_does_not_divide(seen):
         if devices > 1:
             assert each["not divisible"] == (
                 "from_process_local: a process's rows must divide over its parts of axis 'data'; leaf (the whole tree) "
-                f"has 3 rows for {devices} of {processes * devices} parts. Choose another batch, or pad with examples "
-                "of weight 0."
+                f"has 3 rows for {devices} of {processes * devices} parts. Pass another number of rows, or pad with "
+                "examples of weight 0."
             )
         assert each["not divisible batch"] == (
             f"local_rows: the batch must be divisible by axis 'data'; got 6 rows over {processes * devices} devices of "
-            f"{processes} processes. Choose another batch, or pad with examples of weight 0."
+            f"{processes} processes. Pass another batch, or pad with examples of weight 0."
         )
 
 
@@ -92,9 +92,9 @@ def test_what_one_process_cannot_fetch_alone(seen):
     size, every = seen
     for each in every:
         assert each["to_numpy"] == (
-            "to_numpy: the whole array must lie with this process; leaf w lies with processes "
-            f"{', '.join(map(str, range(size[0])))}. Call fetch(tree) on every process, or look at this process's part "
-            "with local_shards(x)."
+            "to_numpy: the whole array must be on this process's devices; leaf w is on processes "
+            f"{', '.join(map(str, range(size[0])))}. Call fetch(tree) on every process, or local_shards(x) for the "
+            "shards of this one."
         )
         assert "process_allgather" in each["asarray"] and "addressable_shards" in each["asarray"]
 
@@ -119,12 +119,14 @@ def test_a_mesh_of_half_the_processes(seen):
             none = f"process {each['rank']} has none of its {processes * devices // 2} devices"
             lies = "process 0" if processes == 2 else "processes 0, 1"
             assert each["half needs"] == [
-                f"from_process_local: batch must be given on a process outside the mesh; {none}. Pass batch=, the "
-                "global rows.",
+                (
+                    f"from_process_local: batch must be given on a process outside the mesh; {none}. Pass batch=, the "
+                    "global number of rows."
+                ),
                 f"from_single_device: the dtype must be given on a process outside the mesh; {none}. Pass dtype=, as "
                 "on the other processes.",
-                f"fetch: a process must have a device of the array's mesh; leaf w lies with {lies}, and this is "
-                f"process {each['rank']}. Fetch it there alone.",
+                f"fetch: a process must have a device of the array's mesh; leaf w is on {lies}, and this is "
+                f"process {each['rank']}. Call fetch on those only.",
             ]
 
 
@@ -171,11 +173,11 @@ def test_drift_and_triage_say_the_same_everywhere(seen):
         )
         assert each["triage"].splitlines() == [
             "loss nan, weight 24",
-            "not finite before the sum over devices:",
+            "not finite before the cross-device reduction:",
             "leaf              where   values  first",
             f"batch             data={last}  1       [7]",
             f"means.loss.total  data={last}  1",
             f"grads.w           data={last}  3       [0]",
-            "the first such example of the batch is 7",
+            "first example of the batch with such a value: 7",
         ]
         assert each["nonfinite"] == [f"NonFinite(path='bad', coordinates={{'data': {last}}}, values=1, first=(7,))"]

@@ -178,40 +178,40 @@ def refused(wording, mesh, error=ValueError, **options):
 # proves S115
 def test_what_is_refused(data8):
     refused(
-        "local_rows: the batch must be divisible by axis 'data'; got 12 rows over 8 devices. Choose another batch, or "
+        "local_rows: the batch must be divisible by axis 'data'; got 12 rows over 8 devices. Pass another batch, or "
         "pad with examples of weight 0.",
         data8,
         batch=12,
     )
     refused(
-        "loader: the source must fill one batch; it has 20 samples in all epochs, and the batch takes 24. Choose a "
+        "loader: the source must fill one batch; it has 20 samples in all epochs, and the batch needs 24. Pass a "
         "smaller batch, or more epochs.",
         data8,
         batch=24,
         epochs=1,
     )
     refused(
-        "loader: the seed must be None or 0 to 2**32 - 1; got -1. Choose another seed.",
+        "loader: the seed must be None or 0 to 2**32 - 1; got -1. Correct seed.",
         data8,
         seed=-1,
     )
-    refused("loader: epochs must be None or at least 1; got 0. Pass how often to repeat.", data8, epochs=0)
-    refused("loader: position must be at least 0; got -8. Pass a larger number.", data8, position=-8)
-    refused("loader: batch must be at least 1; got 0. Pass a larger number.", data8, batch=0)
-    refused("loader: prefetch must be at least 0; got -1. Pass a larger number.", data8, prefetch=-1)
-    refused("loader: threads must be at least 0; got -1. Pass a larger number.", data8, threads=-1)
+    refused("loader: epochs must be None or at least 1; got 0. Correct epochs.", data8, epochs=0)
+    refused("loader: position must be at least 0; got -8. Correct position.", data8, position=-8)
+    refused("loader: batch must be at least 1; got 0. Correct batch.", data8, batch=0)
+    refused("loader: prefetch must be at least 0; got -1. Correct prefetch.", data8, prefetch=-1)
+    refused("loader: threads must be at least 0; got -1. Correct threads.", data8, threads=-1)
 
 
 def test_prefetch_takes_no_negative_number():
     with pytest.raises(ValueError) as caught:
         next(prefetch_to_device([1], -1))
-    assert str(caught.value) == "prefetch_to_device: n must be at least 0; got -1. Pass a larger number."
+    assert str(caught.value) == "prefetch_to_device: n must be at least 0; got -1. Correct n."
 
 
 def test_a_sample_that_a_filter_left_out(data8):
     refused(
-        "loader: every index of the source must have a sample; the run's sample 3 is None. Leave out what a filter "
-        "drops before the data set is indexed: how many there are decides every later position.",
+        "loader: every index of the source must have a sample; the run's sample 3 is None. Filter the data set before "
+        "it is indexed, as all later positions depend on the number of samples.",
         data8,
         source=grain.MapDataset.range(20).filter(lambda x: x != 3),
         seed=None,

@@ -75,7 +75,7 @@ def test_a_text_shorter_than_one_sequence(call):
         else:
             corpus.validation_batches(text, count=1, batch=1, length=10)
     assert str(error.value) == (
-        "--data: the text must hold at least one sequence of 11 bytes; it has 10. Give more text (training and "
+        "--data: the text must have at least one sequence of 11 bytes; it has 10. Pass more text (training and "
         "validation each need that much) or a shorter --length."
     )
     assert corpus.batch_at(text, seed=0, step=0, batch=1, length=9)["tokens"].shape == (1, 9)
@@ -85,7 +85,7 @@ def test_a_path_that_is_not_there(tmp_path):
     with pytest.raises(ValueError) as error:
         corpus.read_text([tmp_path / "nothing"])
     assert str(error.value) == (
-        f"--data: the path must be a file or a directory; {tmp_path / 'nothing'} does not exist. Check the path."
+        f"--data: the path must be a file or a directory; {tmp_path / 'nothing'} does not exist. Correct the path."
     )
 
 
@@ -97,7 +97,7 @@ def test_no_text_at_all(name, tmp_path):
         path.touch()
     with pytest.raises(ValueError) as error:
         corpus.read_text([path])
-    assert str(error.value) == (f"--data: there must be text to train on; {path} holds no bytes. Name another path.")
+    assert str(error.value) == (f"--data: there must be text to train on; {path} has no bytes. Pass another path.")
 
 
 def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
@@ -112,5 +112,6 @@ def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
     with pytest.raises(ValueError) as error:
         corpus.read_text([path])
     assert str(error.value) == (
-        f"--data: every file must be readable; {path} is not ({reason}). Change its permissions or leave it out."
+        f"--data: every file must be readable; {path} is not ({reason}). Change its permissions or remove it from "
+        "--data."
     )

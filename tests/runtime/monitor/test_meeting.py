@@ -77,7 +77,7 @@ def strange(port, *lines):
 
 def forged(token="guessed", **changed):
     """The introduction of process 1 of 3 as somebody without the token makes it up."""
-    message = hello.said(Hello(1, 3, HOST, "127.0.0.1", True, "0" * 32), token)
+    message = hello.hello_message(Hello(1, 3, HOST, "127.0.0.1", True, "0" * 32), token)
     return json.dumps({**message, **changed}).encode() + b"\n"
 
 
@@ -85,14 +85,14 @@ def forged(token="guessed", **changed):
 def test_another_number_of_processes_is_refused(size):
     assert meetings((0, 3), (1, size), (2, 3)) == 3 * [
         f"initialize: all processes must be started with the same number of processes; process 1 on {HOST} was started "
-        f"with {size}, process 0 on {HOST} with 3. Correct one of them."
+        f"with {size}, process 0 on {HOST} with 3. Start all with the same num_processes."
     ]
 
 
 def test_a_number_that_comes_twice_is_refused():
     assert meetings((0, 3), (1, 3), (1, 3)) == 3 * [
-        f"initialize: each process must have a number of its own; number 1 came twice, from {HOST} and from {HOST}. "
-        "Start one with another number."
+        f"initialize: the process_id of each process must be unique; 1 was used twice, on {HOST} and on {HOST}. Start "
+        "the processes with 0 to 2."
     ]
 
 
@@ -108,15 +108,15 @@ def test_a_port_that_is_taken():
         with pytest.raises(Refused) as refusal:
             meet(Place("127.0.0.1", port, 0, 2, 1.0, True))
         assert str(refusal.value) == (
-            f"initialize: process 0 cannot listen on port {port}: Address already in use. Another program, or an "
-            "earlier run, may hold it: end that, or choose another port."
+            f"initialize: process 0 must listen on port {port}; got 'Address already in use'. End the program or "
+            "earlier run that uses the port, or pass a coordinator_address with another port."
         )
         begun = time.monotonic()
         with pytest.raises(Refused) as refusal:
             meet(Place("127.0.0.1", port, 1, 2, 1.0, True))
         assert str(refusal.value) == (
-            f"initialize: what listens at 127.0.0.1:{port} did not answer process 1 as shardkit's process 0 within "
-            "1 s. Another program may hold the port: choose another."
+            f"initialize: the program that listens at 127.0.0.1:{port} must be process 0 of this job; it did not "
+            "answer process 1 within 1 s. Pass a coordinator_address with a port that is free."
         )
         assert time.monotonic() - begun < 1.0 + SLACK
 
@@ -128,8 +128,8 @@ def test_what_closes_every_connection():
         with pytest.raises(Refused) as refusal:
             meet(Place("127.0.0.1", port, 1, 2, 1.0, True))
     assert str(refusal.value) == (
-        f"initialize: process 1 cannot reach the coordinator at 127.0.0.1:{port} within 1 s: what listens there closes "
-        "the connection. Is process 0 running, and the address that of its host?"
+        f"initialize: process 1 could not connect to the coordinator at 127.0.0.1:{port} within 1 s: the program that "
+        "listens there closes the connection. Check that process 0 runs, and that this is the address of its host."
     )
 
 
@@ -164,12 +164,12 @@ def test_a_host_name_that_leads_nowhere():
     for address, got in (("127.0.1.1", "resolves to 127.0.1.1"), ("", "does not resolve")):
         assert refusal({0: one, 1: one._replace(host="b", address=address)}) == (
             "initialize: the host name 'b' of process 1 must resolve to an address that the other hosts can reach; it "
-            f"{got}. Correct /etc/hosts or the name service on that host."
+            f"{got}. Correct /etc/hosts or DNS on that host."
         )
 
 
 def test_a_process_without_the_token_is_turned_away(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_LATECOMERS", 0.1)
+    monkeypatch.setattr(rendezvous, "_AFTER_REFUSAL", 0.1)
     port, notes, told = jobs.free_port(), [], {}
 
     def come(rank, token):
@@ -184,13 +184,14 @@ def test_a_process_without_the_token_is_turned_away(monkeypatch):
     for thread in threads:
         thread.join()
     assert told[0].startswith(
-        f"initialize: process 1 of 2 did not come to 127.0.0.1:{port} within 1 s. Look at the output of it, or raise "
+        f"initialize: process 1 of 2 did not connect to 127.0.0.1:{port} within 1 s. Read its output, or raise "
         "timeout. "
     )
-    assert told[0].endswith(" came with another SHARDKIT_JOB_TOKEN: it must be the same in all.")
+    assert told[0].endswith(" connected with another SHARDKIT_JOB_TOKEN: set it to the same value in all processes.")
     assert told[1] == (
-        f"initialize: process 1 cannot reach the coordinator at 127.0.0.1:{port} within 1 s: what listens there has "
-        "another SHARDKIT_JOB_TOKEN. Is process 0 running, and the address that of its host?"
+        f"initialize: process 1 could not connect to the coordinator at 127.0.0.1:{port} within 1 s: the program that "
+        "listens there has another SHARDKIT_JOB_TOKEN. Check that process 0 runs, and that this is the address of its "
+        "host."
     )
     (note,) = notes
     assert note.endswith(" with another SHARDKIT_JOB_TOKEN).") and "secret" not in "".join([note, *told.values()])
@@ -217,7 +218,7 @@ def test_who_pretends_to_be_process_0_is_not_believed(token):
         threading.Thread(target=answers, daemon=True).start()
         with pytest.raises(Refused) as refusal:
             meet(Place("127.0.0.1", port, 1, 2, 0.5, True, "secret"))
-    assert "what listens there closes the connection" in str(refusal.value)
+    assert "the program that listens there closes the connection" in str(refusal.value)
 
 
 JUNK = [None, True, -1, 0, 1, 7, 99, 2**63, 1.5, float("nan"), "", "x", "\x1b[31m\n", "\ud800", "9" * 300, [1], [], {}]
@@ -261,9 +262,9 @@ def test_no_message_of_a_stranger_has_an_effect(messages):
     assert answers == {b"", b'{"another": "token"}', b'{"another": "version"}'}
     (note,) = notes
     assert note.startswith(
-        f"shardkit: {messages + 1} connections to 127.0.0.1:"
+        f"shardkit: rejected {messages + 1} connections to 127.0.0.1:"
     )  # and the one that looked for the port
-    assert "\n" not in note and "turned away, the first from 127.0.0.1 (" in note
+    assert "\n" not in note and "from outside this job, the first from 127.0.0.1 (" in note
 
 
 @pytest.mark.parametrize(
@@ -278,8 +279,8 @@ def test_no_message_of_a_stranger_has_an_effect(messages):
 def test_an_introduction_beyond_its_limits_is_none(wrong):
     """Of a job without a token, too, in which whoever comes can sign: number 7 of 3 would have been counted as come."""
     right = Hello(2, 3, "host", "10.0.0.1", True, "0" * 32)
-    assert hello.heard(hello.said(right, ""), "") == right
-    assert hello.heard(hello.said(right._replace(**wrong), ""), "") == ""
+    assert hello.parse_hello(hello.hello_message(right, ""), "") == right
+    assert hello.parse_hello(hello.hello_message(right._replace(**wrong), ""), "") == ""
 
 
 def test_a_line_without_an_end_costs_little():
@@ -318,10 +319,10 @@ def test_more_connections_than_files_may_be_open():
         for line in [*meet(Place("127.0.0.1", port, 1, 2, 20.0, True, "secret")), *held]:
             line.close()
         note, peers = process.stdout.read().splitlines()
-    assert peers == "1" and note.startswith("shardkit: ") and "were not of this job and turned away" in note
+    assert peers == "1" and note.startswith("shardkit: ") and "from outside this job" in note
 
 
-@pytest.mark.parametrize(("limit", "at_most"), [("_UNKNOWN", 4), ("_SHY", 0.2)])
+@pytest.mark.parametrize(("limit", "at_most"), [("_UNKNOWN", 4), ("_INTRODUCTION", 0.2)])
 def test_who_says_nothing_has_to_go(limit, at_most, monkeypatch):
     """The oldest where there are many, and each after some seconds."""
     monkeypatch.setattr(rendezvous, limit, at_most)
@@ -340,8 +341,8 @@ def test_who_says_nothing_has_to_go(limit, at_most, monkeypatch):
 def test_text_of_others_cannot_forge_lines():
     assert plain("node\n[0] step 9 loss 0.0\x1b[2J\ud800") == "node\\n[0] step 9 loss 0.0\\x1b[2J\\ud800"
     assert len(plain("x" * 10**6)) == 2000
-    message = hello.said(Hello(1, 2, "a\nb", "", True, "0" * 32), "")
-    assert hello.heard(message, "").host == "a\\nb"
+    message = hello.hello_message(Hello(1, 2, "a\nb", "", True, "0" * 32), "")
+    assert hello.parse_hello(message, "").host == "a\\nb"
 
 
 def test_the_smallest_address_is_listened_on():
@@ -355,4 +356,4 @@ def test_the_smallest_address_is_listened_on():
 
 def test_a_name_that_is_no_host_name_is_an_introduction_too(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "n" * 64)  # gethostbyname raises a UnicodeError
-    assert hello.own(Place("", 0, 1, 2, 1.0, True)).address == ""
+    assert hello.own_hello(Place("", 0, 1, 2, 1.0, True)).address == ""

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardkit.runtime.checkpoint.progress import Part
+from shardkit.runtime.checkpoint.progress import SaveProgress
 from shardkit.runtime.monitor import client
 from shardkit.runtime.monitor.agreement import Agreement, compared
-from shardkit.runtime.monitor.client import Beside
+from shardkit.runtime.monitor.client import MonitorClient
 from shardkit.runtime.monitor.fingerprint import _plain
 from shardkit.runtime.monitor.hello import Place
 from shardkit.runtime.monitor.judge import Deadlines, Known, fault
@@ -39,7 +39,7 @@ NOW = 1000.0
 
 def at(phase, step, seconds=1.0, *, flying=None, heard=0.1, **more):
     """A process in a phase since so many seconds; `flying`: its devices are in that step, since as long."""
-    last = step if phase in ("host", "evaluate", "save", "written", "end") else step - 1
+    last = step if phase in ("user code", "evaluate", "save", "commit", "end") else step - 1
     status = Status(phase, step, seconds, last, last if flying is None else flying - 1, seconds)
     return Known(status, NOW - heard, **more)
 
@@ -50,18 +50,18 @@ def said(*known, limits=LIMITS):
 
 
 TABLE = [  # processes, and what is said of them
-    ([at("host", 5, flying=5), at("data", 6)], None),
+    ([at("user code", 5, flying=5), at("data", 6)], None),
     ([at("start", 0, 500), at("compile", 0, 59)], None),
     # whoever is in time where it is may still come: it compiles, saves or loads longer than the step may take
     ([at("step", 6, 11), at("data", 6, 3)], None),
-    ([at("host", 0, 40, flying=0), at("compile", 0, 50)], None),
-    ([at("host", 6, 11, flying=6), at("save", 5, 9), at("host", 6, 3, flying=6)], None),
-    ([at("host", 6, 11, flying=6), at("host", 6, 3, flying=6)], None),  # its last process came to it 3 s ago
-    ([at("agree", 0, 61), at("start", 0, 30)], None),
+    ([at("user code", 0, 40, flying=0), at("compile", 0, 50)], None),
+    ([at("user code", 6, 11, flying=6), at("save", 5, 9), at("user code", 6, 3, flying=6)], None),
+    ([at("user code", 6, 11, flying=6), at("user code", 6, 3, flying=6)], None),  # its last process came to it 3 s ago
+    ([at("compare", 0, 61), at("start", 0, 30)], None),
     ([at("step", 6, 11), at("save", 5, 9)], None),
     (
         [at("step", 6, 11), at("save", 5, 11)],
-        "process 1 is late saving after step 5: 11.1 s, of 10 s allowed; process 0 waits in step 6",
+        "process 1 timed out saving after step 5: 11.1 s, deadline 10 s; process 0 waits in step 6",
     ),
     (  # but not for ever
         [at("step", 6, 71), at("data", 6, 3)],
@@ -69,7 +69,7 @@ TABLE = [  # processes, and what is said of them
         "waits in step 6",
     ),
     (  # and not for one that itself waits, is stopped or has ended
-        [at("step", 6, 11), at("agree", 6, 8)],
+        [at("step", 6, 11), at("compare", 6, 8)],
         "process 1 holds up the others: it has been comparing the program of step 6 with the others for 8.1 s; process "
         "0 waits in step 6",
     ),
@@ -78,28 +78,28 @@ TABLE = [  # processes, and what is said of them
         "process 1 is stopped (SIGSTOP?) saving after step 5; process 0 waits in step 6",
     ),
     (
-        [at("host", 6, 11, flying=6), at("host", 5, 11), at("host", 5, 11)],
-        "processes 1, 2 hold up the others: they have been in their own code after step 5 for 11.1 s; process 0 "
+        [at("user code", 6, 11, flying=6), at("user code", 5, 11), at("user code", 5, 11)],
+        "processes 1, 2 hold up the others: they have been in user code after step 5 for 11.1 s; process 0 "
         "waits in step 6",
     ),
     (
         [at("step", 6, 11), at("data", 6, 12)],
-        "process 1 is late waiting for the data of step 6: 12.1 s, of 10 s allowed; process 0 waits in step 6",
+        "process 1 timed out waiting for the data of step 6: 12.1 s, deadline 10 s; process 0 waits in step 6",
     ),
     (
-        [at("host", 6, 11, flying=6), at("host", 5, 11)],
-        "process 1 holds up the others: it has been in its own code after step 5 for 11.1 s; process 0 waits in step 6",
+        [at("user code", 6, 11, flying=6), at("user code", 5, 11)],
+        "process 1 holds up the others: it has been in user code after step 5 for 11.1 s; process 0 waits in step 6",
     ),
     (
-        [at("host", 6, 11, flying=6), at("host", 6, 11, flying=6)],
-        "processes 0, 1 are all late in step 6: 11.1 s, of 10 s allowed",
+        [at("user code", 6, 11, flying=6), at("user code", 6, 11, flying=6)],
+        "processes 0, 1 timed out in step 6: 11.1 s, deadline 10 s",
     ),
     (
-        [at("host", 6, 11, flying=6), at("host", 6, 11, flying=6, stopped=True)],
+        [at("user code", 6, 11, flying=6), at("user code", 6, 11, flying=6, stopped=True)],
         "process 1 is stopped (SIGSTOP?) in step 6; process 0 waits in step 6",
     ),
     (
-        [at("host", 6, 11, flying=6), at("host", 6, 11, flying=6, heard=4)],
+        [at("user code", 6, 11, flying=6), at("user code", 6, 11, flying=6, heard=4)],
         "process 1 has not answered for 4.0 s (machine or network down?), last seen in step 6; process "
         "0 waits in step 6",
     ),
@@ -109,44 +109,44 @@ TABLE = [  # processes, and what is said of them
     ),
     (
         [at("save", 5, 11), at("save", 5, 11), at("data", 6, 2)],
-        "processes 0, 1 are all late saving after step 5: 11.1 s, of 10 s allowed",
+        "processes 0, 1 timed out saving after step 5: 11.1 s, deadline 10 s",
     ),
     # of a save: whose own part is written waits for the others', and process 0 finishes it when all are
-    ([at("written", 5, 11), at("save", 5, 9)], None),
+    ([at("commit", 5, 11), at("save", 5, 9)], None),
     (
-        [at("written", 5, 11), at("save", 5, 11), at("written", 5, 11)],
-        "process 1 is late saving after step 5: 11.1 s, of 10 s allowed; processes 0, 2 wait in the save after step 5 "
+        [at("commit", 5, 11), at("save", 5, 11), at("commit", 5, 11)],
+        "process 1 timed out saving after step 5: 11.1 s, deadline 10 s; processes 0, 2 wait in the save after step 5 "
         "(own part written)",
     ),
     (
-        [at("save", 5, 11), at("written", 5, 11), at("save", 5, 11)],
-        "processes 0, 2 are all late saving after step 5: 11.1 s, of 10 s allowed; process 1 waits in the save after "
+        [at("save", 5, 11), at("commit", 5, 11), at("save", 5, 11)],
+        "processes 0, 2 timed out saving after step 5: 11.1 s, deadline 10 s; process 1 waits in the save after "
         "step 5 (own part written)",
     ),
     (
-        [at("written", 5, 11), at("written", 5, 11), at("written", 5, 11)],
-        "process 0 is late finishing the save after step 5: 11.1 s, of 10 s allowed; processes 1, 2 wait in the save "
+        [at("commit", 5, 11), at("commit", 5, 11), at("commit", 5, 11)],
+        "process 0 timed out finishing the save after step 5: 11.1 s, deadline 10 s; processes 1, 2 wait in the save "
         "after step 5 (own part written)",
     ),
-    ([at("written", 5, 11), at("host", 5, 9)], None),
+    ([at("commit", 5, 11), at("user code", 5, 9)], None),
     (
-        [at("written", 5, 11), at("host", 5, 11)],
-        "process 1 holds up the others: it has been in its own code after step 5 for 11.1 s; process 0 waits in the "
+        [at("commit", 5, 11), at("user code", 5, 11)],
+        "process 1 holds up the others: it has been in user code after step 5 for 11.1 s; process 0 waits in the "
         "save after step 5 (own part written)",
     ),
-    ([at("step", 6, 6), at("end", 5, 6, left=True)], "process 1 has ended, after step 5; process 0 waits in step 6"),
+    ([at("step", 6, 6), at("end", 5, 6, left=True)], "process 1 exited after step 5; process 0 waits in step 6"),
     ([at("end", 5, 60, left=True), at("end", 5, 60, left=True)], None),
     (
         [at("step", 6), at("data", 6, gone=True)],
-        "process 1 ended without a word (killed?) waiting for the data of step 6",
+        "process 1 died without reporting an error (SIGKILL or out of memory?) waiting for the data of step 6",
     ),
     (
         [at("step", 6, gone=True), at("step", 6, gone=True), at("step", 6)],
-        "process 0 ended without a word (killed?) in step 6",
+        "process 0 died without reporting an error (SIGKILL or out of memory?) in step 6",
     ),
     (
         [at("step", 6, cause="JaxRuntimeError: Gloo: Connection closed by peer"), at("step", 6, gone=True)],
-        "process 1 ended without a word (killed?) in step 6",
+        "process 1 died without reporting an error (SIGKILL or out of memory?) in step 6",
     ),
     (
         [
@@ -156,17 +156,17 @@ TABLE = [  # processes, and what is said of them
         "process 1 failed waiting for the data of step 6: ValueError: bad sample",
     ),
     (  # an error comes up where the host is, however far behind the devices are
-        [at("host", 4, flying=1, cause="ValueError: x"), at("step", 4)],
-        "process 0 failed in its own code after step 4: ValueError: x",
+        [at("user code", 4, flying=1, cause="ValueError: x"), at("step", 4)],
+        "process 0 failed in user code after step 4: ValueError: x",
     ),
     (
-        [at("agree", 0, 61), at("start", 0, 90)],
-        "process 1 holds up the others: it has been before its first step for 90.1 s; process 0 waits "
+        [at("compare", 0, 61), at("start", 0, 90)],
+        "process 1 holds up the others: it has been in startup, before its first step for 90.1 s; process 0 waits "
         "comparing the program of step 0 with the others",
     ),
     (
         [at("evaluate", 4, 11), at("evaluate", 4, 12)],
-        "processes 0, 1 are all late evaluating after step 4: 11.1 s, of 10 s allowed",
+        "processes 0, 1 timed out evaluating after step 4: 11.1 s, deadline 10 s",
     ),
 ]
 
@@ -202,14 +202,14 @@ def test_what_differs_is_named():
     assert compared({0: message(**same), 1: message(**same)}) == ""
     found = compared({rank: message(**same | {"seed": "2" if rank == 1 else "1"}) for rank in range(3)})
     assert found == (
-        "refused before step 0: all processes must run the same program in the same setting; they differ in seed (2 of "
-        "process 1, 1 of process 0)"
+        "stopped before step 0: all processes must run the same program with the same settings; they differ in seed (2 "
+        "on process 1, 1 on process 0)"
     )
     found = compared({rank: message(**same | ({"extra": "3"} if rank else {})) for rank in range(2)})
-    assert found.endswith("they differ in extra (3 of process 1, not there of process 0)")
+    assert found.endswith("they differ in extra (3 on process 1, missing on process 0)")
     many = {f"option {index}": "1" for index in range(6)}
     found = compared({0: message(**many), 1: message(**dict.fromkeys(many, "2"))})
-    assert found.endswith("option 3 (2 of process 1, 1 of process 0) and 2 more")
+    assert found.endswith("option 3 (2 on process 1, 1 on process 0) and 2 more")
 
 
 def test_sets_and_addresses_do_not_differ():
@@ -221,8 +221,9 @@ def test_a_program_that_differs_is_told_by_line_and_collectives():
     one = {"components": {"program": "p"}, "lines": ["a", "b", "c"], "collectives": {"all_reduce": 2}, "step": 3}
     other = {"components": {"program": "q"}, "lines": ["a", "x"], "collectives": {"all_gather": 1}, "step": 3}
     assert compared({0: one, 1: other, 2: one}) == (
-        "refused before step 3: all processes must run the same program in the same setting; they differ in program "
-        "(process 1 against process 0, 1 all_gather more, 2 all_reduce fewer, first at line 2 of the text)"
+        "stopped before step 3: all processes must run the same program with the same settings; they differ in program "
+        "(process 1 against process 0: 1 more all_gather, 2 fewer all_reduce, first difference at line 2 of the "
+        "StableHLO)"
     )
 
 
@@ -247,23 +248,23 @@ def test_the_record_keeps_the_last_events(tmp_path):
     events = reader.events()
     assert len(events) == SLOTS - 1
     assert [(phase, step) for _, phase, step in events[-4:]] == [
-        (phase, SLOTS - 1) for phase in ("data", "step", "host", "done")
+        (phase, SLOTS - 1) for phase in ("data", "step", "user code", "step done")
     ]
     status = reader.status()
     assert status == recorder.status
-    assert (status.phase, status.step, status.dispatched, status.done) == ("host", SLOTS - 1, SLOTS - 1, SLOTS - 1)
+    assert (status.phase, status.step, status.dispatched, status.done) == ("user code", SLOTS - 1, SLOTS - 1, SLOTS - 1)
 
 
 def test_a_phase_turns_into_another_under_the_same_deadline(tmp_path):
     recorder = Recorder(str(tmp_path / "ring"))
     recorder.enter("save", 5)
     since = recorder.status.since
-    recorder.turn("written", "save")  # it is not in that one
-    recorder.turn("save", "written")
-    assert recorder.status[:3] == ("written", 5, since)
+    recorder.turn("commit", "save")  # it is not in that one
+    recorder.turn("save", "commit")
+    assert recorder.status[:3] == ("commit", 5, since)
     reader = Reader(str(tmp_path / "ring"))
-    assert reader.status() == recorder.status and [each[1:] for each in reader.events()][-1] == ("written", 5)
-    recorder.turn("written", "save")
+    assert reader.status() == recorder.status and [each[1:] for each in reader.events()][-1] == ("commit", 5)
+    recorder.turn("commit", "save")
     assert recorder.status[:3] == ("save", 5, since)
 
 
@@ -279,7 +280,7 @@ def test_a_part_is_told_while_its_process_waits_for_the_others(tmp_path, monkeyp
             time.sleep(0.001)
         seen.append(wanted)
 
-    part = Part().of(SimpleNamespace(result=lambda: end.wait(10)))
+    part = SaveProgress().of(SimpleNamespace(result=lambda: end.wait(10)))
     part.ends_with([SimpleNamespace(result=lambda write=write: write.wait(10)) for write in writes])
     recorder.enter("save", 5)
     waiting = threading.Thread(target=part.result)
@@ -288,18 +289,18 @@ def test_a_part_is_told_while_its_process_waits_for_the_others(tmp_path, monkeyp
     time.sleep(0.05)
     phase("save")  # one of two is written
     writes[1].set()
-    phase("written")
+    phase("commit")
     end.set()
     waiting.join()
     phase("save")  # of the next, for which it waited
     recorder.enter("step", 6)
     part.result()  # no phase of a save: nothing to tell
     phase("step")
-    failed = Part().of(SimpleNamespace(result=lambda: phase("save")))
+    failed = SaveProgress().of(SimpleNamespace(result=lambda: phase("save")))
     failed.ends_with([SimpleNamespace(result=lambda: 1 / 0)])
     recorder.enter("save", 6)
     failed.result()
-    assert seen == ["save", "written", "save", "step", "save"]
+    assert seen == ["save", "commit", "save", "step", "save"]
 
 
 def test_a_process_that_is_stopped_while_it_writes_tears_no_record(tmp_path):
@@ -323,10 +324,10 @@ def test_a_full_disk_is_a_sentence_and_no_signal(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", full)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(RuntimeError) as error:
-        Beside(Place("", 0, 0, 1, 0.0, False))
+        MonitorClient(Place("", 0, 0, 1, 0.0, False))
     assert str(error.value) == (
-        f"initialize: the directory for temporary files must have room for {SIZE} bytes; No space left on device. Make "
-        "room, or set TMPDIR to another directory."
+        f"initialize: the directory for temporary files must have {SIZE} bytes free; No space left on device. Free "
+        "space there, or set TMPDIR to another directory."
     )
     assert not list(tmp_path.iterdir())
 

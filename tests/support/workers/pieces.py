@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.runtime.data import arrays
+from shardkit.runtime.data import arrays, reading
 from shardkit.runtime.data import text as corpus
 from shardkit.runtime.data.loader import loader
 from shardkit.runtime.drift import replica_drift
@@ -36,7 +36,7 @@ def refusal(fn, *args, **options):
 
 
 def of_devices(x):
-    return {device.id: value.tolist() for device, value in arrays.local_shards(x).items()}
+    return {device.id: value.tolist() for device, value in reading.local_shards(x).items()}
 
 
 mesh = sk.make_mesh(devices, data=len(devices))
@@ -44,14 +44,14 @@ whole = np.arange(16, dtype=np.float32).reshape(8, 2)
 tree = {"key": jax.random.split(jax.random.key(0), len(devices)), "x": whole}
 full = arrays.from_full(tree, mesh, P("data"))
 saw["full"] = of_devices(full["x"])
-saw["fetched"] = arrays.fetch(full["x"]).tolist()
-saw["fetched key"] = arrays.fetch(full["key"]).tolist() == np.asarray(jax.random.key_data(tree["key"])).tolist()
+saw["fetched"] = reading.fetch(full["x"]).tolist()
+saw["fetched key"] = reading.fetch(full["key"]).tolist() == np.asarray(jax.random.key_data(tree["key"])).tolist()
 saw["differs"] = refusal(arrays.from_full, {"w": np.full(8, float(rank == cluster.processes - 1))}, mesh, P("data"))
-saw["to_numpy"] = refusal(arrays.to_numpy, {"w": full["x"]})
+saw["to_numpy"] = refusal(reading.to_numpy, {"w": full["x"]})
 saw["asarray"] = refusal(np.asarray, full["x"])
-saw["replicated"] = arrays.to_numpy(arrays.replicate(full["x"], mesh)).tolist()
+saw["replicated"] = reading.to_numpy(reading.replicate(full["x"], mesh)).tolist()
 with contextlib.redirect_stdout(io.StringIO()) as printed:
-    arrays.print_global(full["x"][:, 0])
+    reading.print_global(full["x"][:, 0])
 saw["printed"] = printed.getvalue()
 
 # rows: every process gives its own, also where its devices stand apart in the mesh or hold the same rows
@@ -62,7 +62,7 @@ for name, over, spec in [("data", mesh, P("data")), ("apart", apart, P("data")),
     rows = arrays.local_rows(8, over, spec)
     x = arrays.from_process_local({"x": whole[rows], "s": np.float32(2)}, over, spec, batch=8)["x"]
     assert x.shape == (8, 2) and x.sharding == NamedSharding(over, spec)
-    saw["rows"][name] = [rows.tolist(), arrays.fetch(x).tolist(), of_devices(x)]
+    saw["rows"][name] = [rows.tolist(), reading.fetch(x).tolist(), of_devices(x)]
 saw["not divisible"] = refusal(arrays.from_process_local, whole[:3], mesh, P("data"))
 saw["not divisible batch"] = refusal(arrays.local_rows, 6, mesh, P("data"))
 
@@ -81,7 +81,7 @@ saw["half needs"] = (
     [
         refusal(arrays.from_process_local, whole[:1], some, P("data")),
         refusal(arrays.from_single_device, [], some, P("data"), (4, 2)),
-        refusal(arrays.fetch, {"w": inside["full"]}) if half > 1 else "",
+        refusal(reading.fetch, {"w": inside["full"]}) if half > 1 else "",
     ]
     if outside
     else []
@@ -105,10 +105,10 @@ class Noted:
 
 noted = Noted()
 batches = loader(noted, batch=8, seed=3, mesh=mesh, spec=P("data"), epochs=1, prefetch=0, threads=0)
-saw["line"] = [arrays.fetch(x).tolist() for x in batches]
+saw["line"] = [reading.fetch(x).tolist() for x in batches]
 saw["read"] = sorted(noted.read)
 text = np.arange(250, dtype=np.uint8)
-saw["text"] = arrays.fetch(
+saw["text"] = reading.fetch(
     corpus.global_batch_at(text, seed=1, step=5, batch=8, length=6, mesh=mesh, spec=P("data"))["tokens"]
 ).tolist()
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.runtime.data import arrays
+from shardkit.runtime.data import arrays, reading
 
 cluster = sk.runtime.initialize(timeout=30)
 rank, devices = cluster.rank, jax.devices()
@@ -40,16 +40,16 @@ mesh = sk.make_mesh(devices, data=len(devices))
 whole = np.arange(8, dtype=np.float32)
 x = arrays.from_full(whole, mesh, P("data"))
 if rank == 0:  # as everybody writes it first
-    saw["print alone"] = refusal(arrays.print_global, x, timeout=0.2)
+    saw["print alone"] = refusal(reading.print_global, x, timeout=0.2)
 sk.runtime.barrier("after the refusals", 30)
 sk.runtime.log("only once")
 
 some = sk.make_mesh(jax.devices()[: len(devices) // cluster.processes], a=-1)  # the devices of process 0
 outside = arrays.from_full(whole, some, P("a"))
 total = jax.jit(jax.shard_map(lambda x: sk.all_reduce(x, "a"), mesh=some, in_specs=P("a"), out_specs=P()))
-saw["held"] = [np.asarray(piece).tolist() for piece in arrays.local_shards(outside).values()]
+saw["held"] = [np.asarray(piece).tolist() for piece in reading.local_shards(outside).values()]
 result = total(outside)  # every process calls it
-saw["result"] = [list(result.shape), [np.asarray(piece).tolist() for piece in arrays.local_shards(result).values()]]
+saw["result"] = [list(result.shape), [np.asarray(piece).tolist() for piece in reading.local_shards(result).values()]]
 saw["then"] = float(jax.jit(jnp.sum, out_shardings=jax.NamedSharding(mesh, P()))(x))  # all of them go on together
 
 Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(saw))

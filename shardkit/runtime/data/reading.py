@@ -1,0 +1,149 @@
+"""Reads global arrays; every process must call `fetch`, `replicate` and `print_global`, in the same order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardkit._kinds import Arrays
+from shardkit._typed import typed
+from shardkit.layout import path_name
+from shardkit.runtime.cluster.barrier import absent
+from shardkit.runtime.data.checksums import to_storable
+from shardkit.runtime.monitor.hello import processes as processes_named
+
+_PRINTS = itertools.count()  # numbers the barriers: the order of calls is the same on all processes
+
+
+@typed
+def local_shards(x: jax.Array) -> dict[jax.Device, np.ndarray]:
+    """The shards of a global array on this process's devices, by device; of typed keys, their integers.
+
+    Example:
+        >>> x = sk.runtime.from_full(np.arange(8), mesh, P("model"))
+        >>> sk.runtime.local_shards(x)[mesh.devices[0, 1]]
+        array([2, 3], dtype=int32)
+    """
+    if not isinstance(x, jax.Array):
+        raise TypeError(f"local_shards: x must be a jax.Array; got a {type(x).__name__}. Place it with from_full.")
+    return {shard.device: np.asarray(to_storable(shard.data)) for shard in x.addressable_shards}
+
+
+@typed
+def to_numpy(tree: Arrays) -> Any:
+    """The arrays of a tree as NumPy arrays, without communication.
+
+    Raises:
+        ValueError: a leaf that is split over devices of several processes.
+
+    Example:
+        >>> sk.runtime.to_numpy(sk.runtime.from_full(np.arange(4), mesh, P("data")))
+        array([0, 1, 2, 3], dtype=int32)
+    """
+
+    def one(path: Any, x: Any) -> np.ndarray:
+        if not _is_whole_here(x):
+            raise ValueError(
+                f"to_numpy: the whole array must be on this process's devices; leaf {path_name(path)} is on "
+                f"{processes_named(processes_of(x.sharding.device_set))}. Call fetch(tree) on every process, or "
+                "local_shards(x) for the shards of this one."
+            )
+        return np.asarray(to_storable(x))
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+@typed
+def fetch(tree: Arrays) -> Any:
+    """The whole arrays of a tree as NumPy arrays, on every process; of typed keys, their integers.
+
+    Raises:
+        ValueError: on a process outside the mesh of a leaf.
+
+    Cost: an all_gather of every leaf that is split over processes.
+
+    Example:
+        >>> sk.runtime.fetch(sk.runtime.from_full(np.arange(4), mesh, P("data")))
+        array([0, 1, 2, 3], dtype=int32)
+    """
+
+    def one(path: Any, x: Any) -> np.ndarray:
+        if _is_whole_here(x):
+            return np.asarray(to_storable(x))
+        if not x.addressable_shards:
+            raise ValueError(
+                f"fetch: a process must have a device of the array's mesh; leaf {path_name(path)} is on "
+                f"{processes_named(processes_of(x.sharding.device_set))}, and this is process {jax.process_index()}. "
+                "Call fetch on those only."
+            )
+        return np.asarray(multihost_utils.process_allgather(to_storable(x), tiled=True))
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+@typed
+def replicate(tree: Arrays, mesh: Mesh) -> Any:
+    """The arrays of a tree, whole on every device of the mesh; every process of the mesh must call it.
+
+    It replaces `jax.device_put_replicated`, which jax 0.10 removed. That prepended a dim of devices to every leaf, for
+    `jax.pmap`; here leaves keep their shape.
+
+    Args:
+        tree: pytree of global arrays over this mesh's devices, or of host arrays that are the same in every process.
+        mesh: the mesh.
+
+    Cost: up to the compiler, an all_gather of every leaf that is split.
+
+    Example:
+        >>> x = sk.runtime.from_full(np.arange(8), mesh, P("data"))
+        >>> sk.runtime.replicate(x, mesh).is_fully_replicated
+        True
+    """
+    return jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))(tree)
+
+
+@typed
+def print_global(tree: Any, *, timeout: float = 60.0) -> None:
+    """Prints the whole arrays of a tree once: every process must call it, and process 0 prints.
+
+    Args:
+        tree: pytree of arrays.
+        timeout: seconds within which all processes must call it.
+
+    Raises:
+        RuntimeError: not all processes called it, for example under `if jax.process_index() == 0:`.
+
+    Cost: that of `fetch`, and a barrier.
+
+    Example:
+        >>> sk.runtime.print_global(sk.runtime.from_full(np.arange(4), mesh, P("data")))
+        [0 1 2 3]
+    """
+    if jax.process_count() > 1:
+        missing = absent(f"shardkit.print_global.{next(_PRINTS)}", timeout)
+        if missing is not None:
+            raise RuntimeError(
+                f"print_global: every process must call it; {missing} did not within {timeout:g} s. Move it out of `if "
+                "jax.process_index() == 0:`, or raise timeout."
+            )
+    whole = fetch(tree)
+    if jax.process_index() == 0:
+        print(whole, flush=True)  # noqa: T201
+
+
+def _is_whole_here(x: Any) -> bool:
+    """Whether every element is on this process's devices."""
+    if not isinstance(x, jax.Array) or x.is_fully_addressable:
+        return True
+    return bool(x.is_fully_replicated and x.addressable_shards)
+
+
+def processes_of(devices: Iterable[Any]) -> list[int]:
+    """The processes of devices, ascending."""
+    return sorted({device.process_index for device in devices})
