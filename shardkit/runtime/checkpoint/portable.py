@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._check import quoted
 from shardkit.layout import canonical, path_name, spec_axes
-from shardkit.partitioning.storage import Held, stored_array, is_padded, padded, padding, unpadded
+from shardkit.partitioning.storage import Held, is_padded, padded, padding, stored_array, unpadded
 from shardkit.runtime.data.checksums import (
     NOT_COMPUTED,
     checksum,
