@@ -1,4 +1,4 @@
-"""Closed forms: what a computation must cost, from its sizes alone."""
+"""Closed forms: the cost of a computation from its sizes."""
 
 from shardkit.cost.activations import activation_memory, interleaving_factor, model_activation_memory
 from shardkit.cost.collectives import Traffic, bus_factor, wire

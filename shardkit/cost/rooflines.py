@@ -1,7 +1,7 @@
-"""Rooflines: whether compute, memory or the network bounds a computation, and from which batch on.
+"""Rooflines: whether a computation is compute, memory or network bound, and from which batch size.
 
-Times overlap perfectly, so a computation takes the longest of its parts. Tokens are counted per device, values have two
-bytes, and a layer is its feed-forward block, as in the source: Austin et al., How to Scale Your Model
+Compute, memory and network overlap perfectly, so that the longest counts. Tokens are per device, values have two bytes,
+and a layer is its feed-forward block, as in the source: Austin et al., How to Scale Your Model
 (https://jax-ml.github.io/scaling-book/), parts 1 (roofline) and 5 (training). C is a chip's FLOP/s and W the bytes/s
 that it sends over one torus dimension in both directions (on a GPU, into its switch).
 """
@@ -17,7 +17,7 @@ from shardkit.cost.hardware import Chip, group_bandwidth
 
 
 class Roofline(NamedTuple):
-    """What bounds a computation on one chip.
+    """The times of a computation on one chip, and its bound.
 
     Attributes:
         seconds: the longest of the three times.
@@ -25,8 +25,8 @@ class Roofline(NamedTuple):
         memory_seconds: bytes over its memory bandwidth.
         network_seconds: bytes sent over its links' bandwidth.
         bound: "compute", "memory" or "network".
-        intensity: FLOPs a byte of memory traffic.
-        critical_intensity: FLOPs a byte at which compute and memory take equally long.
+        intensity: FLOPs per byte of memory traffic.
+        critical_intensity: FLOPs per byte at which compute and memory take equally long.
         flops_per_second: FLOP/s attained.
     """
 
@@ -41,7 +41,7 @@ class Roofline(NamedTuple):
 
 
 def arithmetic_intensity(flops: float, bytes: float) -> float:
-    """FLOPs a byte.
+    """FLOPs per byte.
 
     Args:
         flops: FLOPs of a computation.
@@ -65,9 +65,9 @@ def arithmetic_intensity(flops: float, bytes: float) -> float:
 
 
 def critical_intensity(chip: str | Chip) -> float:
-    """FLOPs a byte from which a chip computes longer than it loads: peak over memory bandwidth (v5e: 240).
+    """FLOPs per byte from which a chip is compute bound: peak over memory bandwidth (v5e: 240).
 
-    It is also about the batch, in tokens a device, from which a 16-bit matmul with a large weight is compute bound.
+    Also roughly the batch, in tokens per device, from which a 16-bit matmul with a large weight is compute bound.
 
     Args:
         chip: a chip or its name.
@@ -89,13 +89,13 @@ def critical_intensity(chip: str | Chip) -> float:
 
 
 def matmul_intensity(rows: int, inner: int, columns: int, *, value_bytes: float = 2) -> float:
-    """FLOPs a byte of [rows, inner] times [inner, columns]: 2 B D F over the bytes of the three matrices.
+    """FLOPs per byte of [rows, inner] times [inner, columns]: 2 B D F over the bytes of the three matrices.
 
     Args:
         rows: B, tokens.
         inner: D, the contracted width.
         columns: F.
-        value_bytes: bytes a value.
+        value_bytes: bytes per value.
 
     Returns:
         FLOPs/byte; about `rows` for 16-bit values where rows are few.
@@ -115,7 +115,7 @@ def matmul_intensity(rows: int, inner: int, columns: int, *, value_bytes: float 
 
 
 def roofline(flops: float, bytes: float, chip: str | Chip, *, sent: float = 0.0, axes: int = 1) -> Roofline:
-    """The time of a computation on one chip, and what bounds it.
+    """The time of a computation on one chip, and its bound.
 
     Args:
         flops: FLOPs of one device.
@@ -158,7 +158,7 @@ def roofline(flops: float, bytes: float, chip: str | Chip, *, sent: float = 0.0,
 
 
 def network_intensity(chip: str | Chip, axes: int = 1) -> float:
-    """FLOPs a byte sent from which a chip computes longer than it communicates: C / (W axes); v5p, one axis: 2550.
+    """FLOPs per byte sent from which a chip is compute bound: C / (W axes); 2550 on v5p with one axis.
 
     Args:
         chip: a chip or its name.
@@ -180,17 +180,17 @@ def network_intensity(chip: str | Chip, axes: int = 1) -> float:
 
 
 def data_parallel_batch(chip: str | Chip, axes: int = 1) -> float:
-    """Tokens a device from which data parallelism and FSDP are compute bound: C / (W axes).
+    """Tokens per device from which data parallelism and FSDP are compute bound: C / (W axes).
 
-    DP all-reduces the gradients beside the backward; FSDP gathers the weights beside the forward, and both weigh the
-    same against their compute.
+    DP all-reduces the gradients during the backward, FSDP gathers the weights during the forward; both take the same
+    share of their compute.
 
     Args:
         chip: a chip or its name.
         axes: torus dimensions that the parameters are reduced or gathered over; 1 for GPUs.
 
     Returns:
-        Tokens a device.
+        Tokens per device.
 
     Raises:
         ValueError: an unknown chip, or more axes than it has.
@@ -205,7 +205,7 @@ def data_parallel_batch(chip: str | Chip, axes: int = 1) -> float:
 
 
 def tensor_parallel_ways(chip: str | Chip, ffn: int, axes: int = 1) -> float:
-    """The most tensor-parallel ways that stay compute bound, whatever the batch: F W axes / C.
+    """The most tensor-parallel ways that stay compute bound, for any batch: F W axes / C.
 
     Args:
         chip: a chip or its name.
@@ -231,11 +231,10 @@ def tensor_parallel_ways(chip: str | Chip, ffn: int, axes: int = 1) -> float:
 def fsdp_tensor_batch(
     chip: str | Chip, ffn: int, *, fsdp_axes: int | None = None, tensor_axes: int | None = None
 ) -> float:
-    """Tokens a device from which the best mix of FSDP and tensor parallelism is compute bound.
+    """Tokens per device from which the best mix of FSDP and tensor parallelism is compute bound.
 
     a^2 / (F M_X M_Y), where a = C / W: 2550^2 / (2 F) on v5p with two axes for FSDP and one for tensor parallelism.
-    These send along different axes, and so at once; on a GPU both use the same links, one after the other, and it is
-    4 a^2 / F.
+    They use different axes concurrently; on a GPU they share the links, one after the other, and it is 4 a^2 / F.
 
     Args:
         chip: a chip or its name.
@@ -244,7 +243,7 @@ def fsdp_tensor_batch(
         tensor_axes: torus dimensions M_Y for tensor parallelism; None: 1.
 
     Returns:
-        Tokens a device.
+        Tokens per device.
 
     Raises:
         ValueError: an unknown chip, a size below 1, or more axes together than the torus has.
@@ -270,10 +269,10 @@ def fsdp_tensor_split(
     fsdp_axes: int | None = None,
     tensor_axes: int | None = None,
 ) -> tuple[float, float]:
-    """The FSDP and tensor-parallel ways that together send for the shortest time.
+    """The FSDP and tensor-parallel ways with the shortest communication time.
 
-    Forward, FSDP takes 4 D F / (Y W M_X) and tensor parallelism 4 B D / (X W M_Y) seconds a layer; with X Y = N the
-    longer of the two, and their sum too, is least at X = sqrt(B N M_X / (F M_Y)), where they are equal.
+    Forward, FSDP takes 4 D F / (Y W M_X) and tensor parallelism 4 B D / (X W M_Y) seconds per layer; with X Y = N the
+    longer of the two, and also their sum, is shortest at X = sqrt(B N M_X / (F M_Y)), where they are equal.
 
     Args:
         chip: a chip or its name.

@@ -1,4 +1,4 @@
-"""Pictures, with the extra [viz]."""
+"""Drawings of schedules; needs the extra [viz]."""
 
 from shardkit.viz.schedule import Box, boxes, draw, facts, figure, in_flight, title
 

@@ -1,4 +1,4 @@
-"""A simulated schedule as a picture: what every device does when, and how many microbatches it holds meanwhile."""
+"""A simulated schedule as a picture: the actions of every device over time, and its microbatches in flight."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Box(NamedTuple):
     """The place of an action in a picture.
 
     Attributes:
-        action: what is done.
-        device: in whose row.
+        action: the action.
+        device: its row.
         begin: when it begins, in the unit of the costs.
-        length: how long it lasts.
-        top: where in the row its upper edge is, from 0 to 1.
+        length: how long it takes.
+        top: its upper edge within the row, from 0 to 1.
         height: its height; half a row for a forward and a backward that run together.
     """
 
@@ -50,13 +50,21 @@ class Box(NamedTuple):
 def boxes(schedule: Schedule, timeline: Timeline) -> list[Box]:
     """A box for every action, from its simulated begin to its end, in the order of ticks.
 
+    Args:
+        schedule: the schedule.
+        timeline: what `schedule.simulate` returned.
+
+    Returns:
+        A Box per action.
+
+
     Example:
         >>> schedule = sk.schedules.gpipe(stages=2, microbatches=1)
         >>> [f"{box.action} from {box.begin:g}" for box in sk.viz.boxes(schedule, schedule.simulate())]
         ['0F0 from 0', '1F0 from 1', '1B0 from 2', '0B0 from 4']
     """
     spans = timeline.spans
-    # Of two that run together the forward, which comes first, is above.
+    # Of two that run together, the forward is above.
     partner = {
         action: other
         for row in schedule.rows
@@ -75,9 +83,15 @@ def boxes(schedule: Schedule, timeline: Timeline) -> list[Box]:
 
 @typed
 def in_flight(schedule: Schedule, timeline: Timeline, device: int) -> list[tuple[float, float]]:
-    """How many microbatches' activations a device holds, from each time on at which that changes.
+    """The microbatches in flight on a device over time, counted as in `Timeline.peak_in_flight`.
 
-    Counted as in `Timeline.peak_in_flight`: from the begin of F to the end of B or W, a chunk as 1/v.
+    Args:
+        schedule: the schedule.
+        timeline: what `schedule.simulate` returned.
+        device: the device.
+
+    Returns:
+        (time, microbatches from then on), at each begin or end of an action.
 
     Example:
         >>> schedule = sk.schedules.gpipe(stages=1, microbatches=2)
@@ -97,7 +111,7 @@ def in_flight(schedule: Schedule, timeline: Timeline, device: int) -> list[tuple
 
 
 def title(schedule: Schedule) -> str:
-    """The name and the sizes: `lockstep: 4 devices x 2 chunks, 8 microbatches`.
+    """The title of a picture: the name and the sizes of a schedule.
 
     Example:
         >>> sk.viz.title(sk.schedules.lockstep(4, 8, chunks=2))
@@ -109,7 +123,7 @@ def title(schedule: Schedule) -> str:
 
 
 def facts(timeline: Timeline) -> str:
-    """How long a step takes, and the bubble in both conventions.
+    """The subtitle of a picture: the makespan, and the bubble in both conventions.
 
     Example:
         >>> sk.viz.facts(sk.schedules.gpipe(2, 4).simulate())
@@ -122,15 +136,15 @@ def facts(timeline: Timeline) -> str:
 
 
 def figure(schedule: Schedule, timeline: Timeline) -> Figure:
-    """The picture of a schedule as a matplotlib figure, to show in a notebook or to change.
+    """The picture of a schedule as a matplotlib figure, to show in a notebook or to modify.
 
     Args:
         schedule: the schedule.
         timeline: what `schedule.simulate` returned.
 
     Returns:
-        A figure with two axes that share the time: the devices' actions, and the microbatches that they hold. Every
-        box's gid is its action, as in "2F0".
+        A figure with two plots over the same time: the actions of the devices, and their microbatches in flight. The
+        gid of a box is its action, as in "2F0".
 
     Raises:
         RuntimeError: matplotlib is not installed.
@@ -147,7 +161,7 @@ def figure(schedule: Schedule, timeline: Timeline) -> Figure:
         ) from None
 
     class Picture(Figure):
-        """A figure that notebooks show, which they do of themselves only with pyplot's."""
+        """A figure that notebooks display without pyplot."""
 
         def _repr_png_(self) -> bytes:
             png = BytesIO()
@@ -174,13 +188,13 @@ def figure(schedule: Schedule, timeline: Timeline) -> Figure:
 def draw(schedule: Schedule, file: str | Path, **costs: Any) -> None:
     """Simulates a schedule and writes its picture.
 
-    Above, a row a device and a box an action: its op is the colour, its chunk the shade (later is lighter), its
-    microbatch the number, where that fits. On the right is how long the device idles. Below, the microbatches whose
-    activations the device holds, and the most of them. The same schedule and costs give the same bytes.
+    The upper plot has a row per device and a box per action: the color is the op, the shade the chunk (later is
+    lighter), the number the microbatch, if it fits. On the right is the idle share of the device. The lower plot has
+    the microbatches in flight, and their peak. The same schedule and costs give the same bytes.
 
     Args:
         schedule: the schedule.
-        file: where to write, a .png or .svg; missing directories are made.
+        file: the .png or .svg to write; missing directories are created.
         **costs: as for `Schedule.simulate`: forward, backward, input_grad, weight_grad, communication, overlapped,
             synchronous.
 
@@ -196,20 +210,20 @@ def draw(schedule: Schedule, file: str | Path, **costs: Any) -> None:
     file = Path(file)
     if file.suffix.lower() not in _SUFFIXES:
         raise ValueError(
-            f"viz.draw: the picture must be a .png or .svg file; got {file.name!r}. Choose one of the two."
+            f"viz.draw: the picture must be a .png or .svg file; got {file.name!r}. Pass for example 'pipeline.svg'."
         )
     timeline = schedule.simulate(**costs)
     picture = figure(schedule, timeline)
     import matplotlib
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    # Text stays text; without a salt and with a date no two files would be alike.
+    # Text stays text; a fixed salt and no date make files reproducible.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "shardkit"}):
         picture.savefig(file, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
 
 
 def _draw_actions(axes: Axes, schedule: Schedule, timeline: Timeline, unit: float, row: float) -> None:
-    """The boxes and their microbatches; a unit of time is `unit` points wide, a row `row` points high."""
+    """The boxes with their microbatches; a unit of time is `unit` points wide, a row `row` points high."""
     drawn = boxes(schedule, timeline)
     colours = [shade(OPS[box.action.op], box.action.stage // schedule.devices, schedule.chunks) for box in drawn]
     inner = 1 - 2 * _MARGIN
@@ -226,7 +240,7 @@ def _draw_actions(axes: Axes, schedule: Schedule, timeline: Timeline, unit: floa
     # A digit is about 0.64 of the text's size wide.
     digit = 0.64 / 0.9 * len(str(schedule.microbatches - 1))
     sizes = [min(_LARGEST_TEXT, unit * box.length / digit, 0.7 * row * box.height) for box in drawn]
-    # Numbers of nearly one size are quiet to look at.
+    # Numbers of similar size are easier to read.
     largest = 1.4 * min((size for size in sizes if size >= _SMALLEST_TEXT), default=0)
     for box, bar, colour, size in zip(drawn, bars.patches, colours, sizes, strict=True):
         bar.set_gid(str(box.action))
@@ -247,7 +261,7 @@ def _draw_actions(axes: Axes, schedule: Schedule, timeline: Timeline, unit: floa
 
 
 def _draw_memory(axes: Axes, schedule: Schedule, timeline: Timeline) -> None:
-    """For each device the curve of what it holds, all to one scale."""
+    """For each device the curve of its microbatches in flight, all on one scale."""
     unit = 0.88 / max(timeline.peak_in_flight)
     for device in range(schedule.devices):
         times, held = zip(*in_flight(schedule, timeline, device), strict=True)
@@ -270,13 +284,13 @@ def _style(axes: Axes, devices: int, makespan: float) -> None:
 
 
 def _head(axes: Axes, side: int, text: str, align: str) -> None:
-    """A heading above the left (0) or the right (1) end."""
+    """A heading above the left (0) or the right (1) edge."""
     by = {"left": 8 * side, "right": -8}[align]
     axes.annotate(text, (side, 1), (by, 5), "axes fraction", textcoords="offset points", size=8, color="0.3", ha=align)
 
 
 def _beside(axes: Axes, head: str, texts: Sequence[str]) -> None:
-    """A column of text at the right, a line a device."""
+    """A column of text on the right, a line per device."""
     _head(axes, 1, head, "left")
     where = ("axes fraction", "data")
     for device, text in enumerate(texts):
@@ -286,7 +300,7 @@ def _beside(axes: Axes, head: str, texts: Sequence[str]) -> None:
 def _write(
     picture: Figure, schedule: Schedule, timeline: Timeline, left: float, below: Callable[[float], float]
 ) -> None:
-    """The title and the legend, at so many inches `below` the upper edge."""
+    """The title and the legend; `below` converts inches below the upper edge to a share of the height."""
     from matplotlib.patches import Patch
 
     picture.text(left, below(0.34), title(schedule), size=11, weight="bold")
