@@ -1,5 +1,6 @@
 """Drawings of schedules; needs the extra [viz]."""
 
-from shardkit.viz.schedule import Box, boxes, draw, facts, figure, in_flight, title
+from shardkit.viz.boxes import Box, boxes, facts, in_flight, title
+from shardkit.viz.schedule import draw, figure
 
 __all__ = ["Box", "boxes", "draw", "facts", "figure", "in_flight", "title"]
