@@ -68,11 +68,11 @@ UNWALKED = {
     "models.blocks.mlp": "a layer of the model, walked with apply",
     "analysis.hlo.differences.compiled": "compiles",
     "analysis.profiling.profile.trace": "starts the profiler",
-    "viz.schedule.boxes": "of a timeline, which simulate gives",
-    "viz.schedule.facts": "of a timeline, which simulate gives",
+    "viz.boxes.boxes": "of a timeline, which simulate gives",
+    "viz.boxes.facts": "of a timeline, which simulate gives",
     "viz.schedule.figure": "of a timeline, which simulate gives",
-    "viz.schedule.in_flight": "of a timeline, which simulate gives",
-    "viz.schedule.title": "of a schedule",
+    "viz.boxes.in_flight": "of a timeline, which simulate gives",
+    "viz.boxes.title": "of a schedule",
 }
 
 

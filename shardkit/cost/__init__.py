@@ -11,14 +11,11 @@ from shardkit.cost.rooflines import (
     Roofline,
     arithmetic_intensity,
     critical_intensity,
-    data_parallel_batch,
-    fsdp_tensor_batch,
-    fsdp_tensor_split,
     matmul_intensity,
     network_intensity,
     roofline,
-    tensor_parallel_ways,
 )
+from shardkit.cost.scaling import data_parallel_batch, fsdp_tensor_batch, fsdp_tensor_split, tensor_parallel_ways
 from shardkit.cost.times import collective_time, hierarchical_time, torus_time
 from shardkit.cost.transformer import (
     mfu,

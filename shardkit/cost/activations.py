@@ -1,9 +1,9 @@
 """Activation memory of a transformer in training, 16-bit values and one-byte dropout masks.
 
 Symbols of the paper: s sequence, b batch (sequences of one microbatch on one model replica), h hidden, a heads,
-L layers, v vocabulary, t tensor-parallel ways, p pipeline stages, m chunks a stage. The layer is GPT's: attention and a
-4h feed-forward, with dropout. Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models
-(arXiv:2205.05198).
+L layers, v vocabulary, t tensor-parallel ways, p pipeline stages, m chunks per stage. The layer is GPT's: attention and
+a 4h feed-forward, with dropout. Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer
+Models (arXiv:2205.05198).
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ def activation_memory(
     sequence_parallel: bool = False,
     recompute: str | bool = "none",
 ) -> float:
-    """Bytes of activations that one layer keeps for its backward pass, on one device.
+    """Bytes of activations that one layer saves for its backward pass, per device.
 
     sbh (34 + 5as/h) without parallelism; sbh (10 + 24/t + 5as/(ht)) with tensor parallelism; sbh/t (34 + 5as/h) with
-    sequence parallelism too. Selective recomputation drops the 5as/h term (attention's core; a fused attention kernel
-    does the same); full recomputation keeps the layer's input, 2sbh. Of the 24, keys and values are 4, and with fewer
-    key/value heads as many times fewer, but at least one head a device.
+    sequence parallelism too. Selective recomputation drops the 5as/h term (attention's core, as does a fused attention
+    kernel); full recomputation saves the layer's input, 2sbh. Keys and values are 4 of the 24; with
+    fewer key/value heads proportionally less, but at least one head per device.
 
     Args:
         batch: sequences of one microbatch.
-        sequence: tokens a sequence.
+        sequence: tokens per sequence.
         hidden: model width.
         heads: attention heads.
         kv_heads: key/value heads, a divisor of heads; None: heads.
         tensor: tensor-parallel ways.
         sequence_parallel: whether norms and dropout are sharded over the sequence, on the same axis.
-        recompute: "none", "selective" or "full" (False and True: the first and the last).
+        recompute: "none" (or False), "selective" or "full" (or True).
 
     Returns:
         Bytes.
@@ -82,11 +82,11 @@ def activation_memory(
 
 
 def interleaving_factor(stages: int, chunks: int) -> float:
-    """How much more activation memory interleaved 1F1B needs on its first stage: 1 + (p-1)/(p m).
+    """Activation memory of interleaved 1F1B over that of 1F1B, on the first stage: 1 + (p-1)/(p m).
 
     Args:
         stages: pipeline stages p.
-        chunks: model chunks a stage m; 1 is plain 1F1B, with factor 1.
+        chunks: model chunks per stage m; 1 is plain 1F1B, with factor 1.
 
     Returns:
         The factor, without unit.
@@ -121,16 +121,16 @@ def model_activation_memory(
     chunks: int = 1,
     microbatches: int | None = None,
 ) -> float:
-    """Bytes of activations on the first pipeline stage, which holds the most.
+    """Bytes of activations on the first pipeline stage, which has the most.
 
-    The stage has L/p layers and 1F1B keeps p microbatches in flight there, so that L layers' worth is held whatever p
-    is, times `interleaving_factor`. The embedding's dropout mask adds sbh p, and without a pipeline the final norm, the
+    The stage has L/p layers and 1F1B has p microbatches in flight there: the activations of L layers for any p, times
+    `interleaving_factor`. The embedding's dropout mask adds sbh p, and without a pipeline the final norm, the
     head's input and the float32 logits add 4sbh (1 + v/h); both over t under sequence parallelism.
 
     Args:
         layers: layers of the whole model.
         batch: sequences of one microbatch.
-        sequence: tokens a sequence.
+        sequence: tokens per sequence.
         hidden: model width.
         heads: attention heads.
         kv_heads: key/value heads, a divisor of heads; None: heads.
@@ -139,8 +139,8 @@ def model_activation_memory(
         sequence_parallel: whether norms and dropout are sharded over the sequence.
         recompute: "none", "selective" or "full" (False and True: the first and the last).
         stages: pipeline stages; 1 means no pipeline.
-        chunks: model chunks a stage of interleaved 1F1B; 1 is plain 1F1B.
-        microbatches: in a step; fewer than `stages` hold proportionally less. None: at least `stages`.
+        chunks: model chunks per stage of interleaved 1F1B; 1 is plain 1F1B.
+        microbatches: microbatches per step; fewer than `stages` need proportionally less. None: at least `stages`.
 
     Returns:
         Bytes.

@@ -22,7 +22,7 @@ class Traffic(NamedTuple):
     """What one device sends.
 
     Attributes:
-        sent: bytes, an exact Fraction (they need not be whole where a size does not divide).
+        sent: bytes, an exact Fraction, which need not be whole.
         hops: messages one after the other.
     """
 
@@ -37,14 +37,14 @@ def wire(kind: str, size: float, n: int, pairs: Sequence[tuple[int, int]] | None
         kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ppermute" or "broadcast".
         size: bytes of the operand on one device.
         n: devices along the axes.
-        pairs: for a ppermute, who sends to whom; only the busiest device counts, and sending to oneself is free. None:
-            each to its neighbour.
+        pairs: (source, target) of a ppermute; the busiest device counts, and sending to itself is free. None: each
+            device to its neighbor.
 
     Returns:
         Traffic, in bytes and messages.
 
     Raises:
-        ValueError: another kind, a negative size, or n is no whole number of at least 1.
+        ValueError: an unknown kind, a negative size, or n below 1.
 
     Example:
         >>> sk.cost.wire("all_reduce", 1024, 4)
@@ -79,21 +79,21 @@ def _listed(pairs: object) -> Sequence[object]:
 
 
 def bus_factor(op: str, n: int) -> float:
-    """What nccl-tests multiplies algorithm bandwidth (size / time) by to get bus bandwidth, whatever n is.
+    """Bus bandwidth over algorithm bandwidth (size / time), as in nccl-tests; bus bandwidth is comparable for any n.
 
     2 (n-1)/n for all_reduce; (n-1)/n for all_gather, reduce_scatter, all_to_all, gather and scatter; 1 for broadcast,
-    reduce, ppermute and sendrecv. The size that goes with it is nccl-tests': the whole array, that is the result of an
-    all_gather or gather and the operand of every other operation.
+    reduce, ppermute and sendrecv. The size is that of nccl-tests, the whole array: the result of an all_gather or
+    gather, the operand of every other operation.
 
     Args:
-        op: the operation; capitals, "-", "_" and spaces do not matter ("AllReduce", "all-to-all", "alltoall").
+        op: the operation, ignoring capitals, "-", "_" and spaces ("AllReduce", "all-to-all", "alltoall").
         n: devices.
 
     Returns:
         The factor, without unit.
 
     Raises:
-        ValueError: an unknown operation, or n is no whole number of at least 1.
+        ValueError: an unknown operation, or n below 1.
 
     Example:
         >>> sk.cost.bus_factor("AllReduce", 8)

@@ -1,10 +1,9 @@
-"""Chips, as their makers describe them.
+"""Chips, as their vendors describe them.
 
-Peaks are dense bfloat16. What a TPU page prints as GB of memory are GiB; NVIDIA's GB are taken as 10^9 bytes, which is
-a little less than a driver shows. A TPU link's bandwidth is one direction of one link: the figure that collectives
-reach according to the scaling book, a tenth below Google's own; tpu7x has only Google's. A GPU's is what it sends into
-its NVLink switch, half of the printed sum of both directions. The network beyond a slice or a host is one direction,
-a chip.
+Peaks are dense bfloat16. The GB of memory on a TPU page are GiB; NVIDIA's GB are taken as 10^9 bytes, a little less
+than a driver shows. A TPU link's bandwidth is one direction of one link: the figure that collectives reach according to
+the scaling book, a tenth below Google's; for tpu7x there is only Google's. A GPU's is that into its NVLink switch, half
+of the published sum of both directions. The network beyond a slice or a host is one direction, per chip.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ class Chip(NamedTuple):
         link_bandwidth: bytes/s, one direction: of one torus link (TPU), of all NVLinks together (GPU).
         torus: dimensions of the torus, with two links each; 0 where a switch connects the chips of a host.
         host: chips that reach each other at link_bandwidth without a torus: a GPU host; 1 on a torus.
-        network_bandwidth: bytes/s, one direction, a chip, beyond the slice or the host.
-        source: where the figures are printed.
+        network_bandwidth: bytes/s, one direction, per chip, beyond the slice or the host.
+        source: where the figures are published.
     """
 
     name: str
@@ -71,10 +70,10 @@ chips: Mapping[str, Chip] = MappingProxyType(
 
 
 def chip(name: str | Chip) -> Chip:
-    """The chip of that name; a Chip is returned as it is, so that one may be made by hand.
+    """The chip of that name; a Chip, also one of your own, is returned as it is.
 
     Args:
-        name: "v4", "v5e", "v5p", "v6e", "tpu7x", "a100", "h100", "h200" or "b200", in small or capital letters.
+        name: "v4", "v5e", "v5p", "v6e", "tpu7x", "a100", "h100", "h200" or "b200", ignoring capitals.
 
     Returns:
         Chip.
@@ -98,9 +97,9 @@ _chip = chip  # where an argument takes the name
 
 
 def group_bandwidth(chip: str | Chip, axes: int = 1) -> float:
-    """Bytes/s that one chip sends, all directions together, in a collective over some torus dimensions or a host.
+    """Bytes/s that one chip sends, in all directions, in a collective over torus dimensions or a host.
 
-    A wrapped torus dimension gives two links at once; a GPU sends into its switch whatever the group is.
+    A wrapped torus dimension has two links; a GPU sends into its switch for any group.
 
     Args:
         chip: a chip or its name.

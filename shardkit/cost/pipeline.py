@@ -1,8 +1,8 @@
-"""How long a pipeline idles, and how many microbatches' activations it holds.
+"""The bubble of a pipeline, and its microbatches in flight.
 
-Symbols of the papers: p stages (devices of the pipe axis), m microbatches, v chunks a device. F, B, W are the times of
-one microbatch on one device's whole share of layers: forward, whole backward, and the part of the backward that makes
-weight gradients. Communication between stages is left out.
+Symbols of the papers: p stages (devices of the pipe axis), m microbatches, v chunks per device. F, B, W are the times
+of one microbatch on one device's whole share of layers: forward, whole backward, and the weight-gradient part of the
+backward. Communication between stages is left out.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def bubble_time(
     weight: float | None = None,
     overlapped: float | None = None,
 ) -> float:
-    """How long each device idles in one step, in the unit of the costs.
+    """The idle time of each device per step, in the unit of the costs.
 
     | schedule | idle time |
     |---|---|
@@ -74,23 +74,23 @@ def bubble_time(
 
     The papers write B for B - W. The formulas hold for m >= p (gpipe, 1f1b: any m; zero_bubble_h2, zero_bubble_v:
     2p - 1; the dualpipes: 2p; interleaved, lockstep with chunks: multiples of p), and none depends on m. zero_bubble_h2
-    needs W or B - W of at most F; dualpipe_v F = B - W, W of at most F and F&B = F + B. What lies outside is refused:
-    `Schedule.simulate` has it. dualpipe is as published, and exact for the costs of dualpipe_v.
+    needs W or B - W of at most F; dualpipe_v F = B - W, W of at most F and F&B = F + B. Other values are refused:
+    use `Schedule.simulate`. dualpipe is as published, and exact for the costs of dualpipe_v.
 
-    It is all of a step's bubble, except for zero_bubble_h2 and zero_bubble_v: there each device starts and ends later
-    than the one before, this is the most that one idles between its first forward and its last weight gradient, and
-    only an optimizer that does not wait for all devices gains the rest.
+    It is the whole bubble of a step, except for zero_bubble_h2 and zero_bubble_v, where each device starts and ends
+    later than the previous one: there it is the most that a device idles between its first forward and its last weight
+    gradient, the bubble if the optimizer does not wait for all devices.
 
     Args:
-        stages: devices p of the pipe axis.
-        microbatches: m, in a step.
-        schedule: a name of the table; capitals, "-", "_" and spaces do not matter, and the papers' "ZB-H1", "ZB-H2",
-            "ZB-V" are known too, as is "one_f_one_b".
-        chunks: model chunks v a device, for the three schedules that have them; "1f1b" with chunks is "interleaved".
+        stages: number p of pipeline devices.
+        microbatches: microbatches m per step.
+        schedule: a name of the table, ignoring capitals, "-", "_" and spaces, or the papers' "ZB-H1", "ZB-H2", "ZB-V",
+            or "one_f_one_b".
+        chunks: model chunks v per device, for the three schedules that have them; "1f1b" with chunks is "interleaved".
         forward: F, time of one microbatch's forward on one device.
         backward: B, time of its whole backward.
-        weight: W, the part of B that makes weight gradients; None: half of B.
-        overlapped: F&B, time of a forward and a backward run together, for the dualpipes; None: F + B.
+        weight: W, the weight-gradient part of B; None: half of B.
+        overlapped: F&B, time of a forward and a backward that run together, for the dualpipes; None: F + B.
 
     Returns:
         Time, in the unit of the costs.
@@ -142,7 +142,7 @@ def bubble_time(
 
 
 def _in_range(name: str, stages: int, microbatches: int, chunks: int) -> None:
-    """Refuses microbatches for which the form does not hold."""
+    """Refuses microbatches for which the closed form does not hold."""
     if name in ("interleaved", "lockstep") and chunks > 1:
         fits, rule = microbatches % stages == 0, f"a multiple of stages={stages} microbatches"
     else:
@@ -157,7 +157,7 @@ def _in_range(name: str, stages: int, microbatches: int, chunks: int) -> None:
 
 
 def _at_costs(name: str, stages: int, microbatches: int, costs: tuple[float, float, float], overlapped: float) -> None:
-    """Refuses costs of F, I and W, or of F&B, for which the form does not hold."""
+    """Refuses costs of F, I and W, or of F&B, for which the closed form does not hold."""
     forward, inputs, weight = costs
     got = f"{forward}, {inputs} and {weight}"
     if name == "zero_bubble_v":
@@ -203,17 +203,17 @@ def bubble(
     `bubble_time` has every schedule.
 
     Args:
-        stages: devices p of the pipe axis.
-        microbatches: m, in a step.
+        stages: number p of pipeline devices.
+        microbatches: microbatches m per step.
         schedule: "gpipe", "1f1b", "interleaved", "lockstep", "breadth_first", "zero_bubble_h1", "zero_bubble_h2",
             "zero_bubble_v", "dualpipe" or "dualpipe_v".
-        chunks: model chunks v a device, for "interleaved", "lockstep" and "breadth_first".
+        chunks: model chunks v per device, for "interleaved", "lockstep" and "breadth_first".
         of: "ideal", Megatron's convention: over m (F + B), the time without idling (m F&B for the dualpipes); or
             "total", GPipe's: over the ideal time and the bubble.
         forward: F, time of one microbatch's forward on one device, in any unit.
         backward: B, time of its whole backward.
-        weight: W, the part of B that makes weight gradients; None: half of B.
-        overlapped: F&B, time of a forward and a backward run together, for the dualpipes; None: F + B.
+        weight: W, the weight-gradient part of B; None: half of B.
+        overlapped: F&B, time of a forward and a backward that run together, for the dualpipes; None: F + B.
 
     Returns:
         The fraction, without unit.
@@ -245,23 +245,23 @@ def bubble(
 
 
 def in_flight(stages: int, microbatches: int, schedule: str = "1f1b", *, chunks: int = 1) -> float:
-    """The most activations that one device holds, in units of one microbatch on one device's whole share of layers.
+    """The most microbatches in flight on one device; a chunk counts as 1/v.
 
     gpipe and breadth_first: m; 1f1b, zero_bubble_h1, zero_bubble_v: p; interleaved: p + (p-1)/v from 2p - 1
     microbatches on, p + (m-p)/v below; zero_bubble_h2: 2p - 1; dualpipe: p + 1; dualpipe_v: p + 1/2. Never more than m.
     Zero-bubble schedules count a microbatch until its weight gradient is done.
 
     Args:
-        stages: devices p of the pipe axis.
-        microbatches: m, in a step.
-        schedule: as in `bubble`, but "lockstep".
-        chunks: model chunks v a device.
+        stages: number p of pipeline devices.
+        microbatches: microbatches m per step.
+        schedule: as in `bubble`, except "lockstep".
+        chunks: model chunks v per device.
 
     Returns:
-        The number, without unit; times a microbatch's activation bytes for p-th of the model it is bytes.
+        The number, without unit; times the activation bytes of a microbatch on a p-th of the model it is bytes.
 
     Raises:
-        ValueError: an unknown schedule, a size below 1, or "lockstep", whose table says what it holds.
+        ValueError: an unknown schedule, a size below 1, or "lockstep", which `Schedule.simulate` counts.
 
     Example:
         >>> sk.cost.in_flight(4, 16, "gpipe"), sk.cost.in_flight(4, 16, "1f1b")

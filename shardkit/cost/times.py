@@ -1,7 +1,7 @@
-"""How long a collective takes: latency per message plus bytes over bandwidth (the alpha-beta model).
+"""The time of a collective: latency per message plus bytes over bandwidth (the alpha-beta model).
 
 `size` is the bytes of the operand on one device (for an all_gather its piece), as in `wire`; `bandwidth` is bytes/s of
-one link in one direction; `latency` is seconds a message. Compute, contention and the cost of a reduction's additions
+one link in one direction; `latency` is seconds per message. Compute, contention and the cost of a reduction's additions
 are left out. Source: Hockney (1994) for the model; each function names the source of its algorithm.
 """
 
@@ -21,7 +21,7 @@ ALGORITHMS = ("ring", "bidirectional", "tree")
 def collective_time(
     kind: str, size: float, n: int, *, bandwidth: float, latency: float = 0.0, algorithm: str = "ring"
 ) -> float:
-    """Seconds that a collective takes among n devices that all reach each other equally well.
+    """Seconds of a collective over n devices with equal bandwidth between all pairs.
 
     | algorithm | hops of all_reduce / all_gather, reduce_scatter / all_to_all | bytes one after the other |
     |---|---|---|
@@ -30,14 +30,14 @@ def collective_time(
     | tree | 2 ceil(log2 n) / ceil(log2 n) / ceil(log2 n) | those of `wire`; all_to_all: about size log2(n)/2 |
 
     The time is hops * latency + bytes / bandwidth. A ppermute is one message in each. An all_to_all counts pairwise
-    exchanges, which suits a switched network; where its bytes pass through other devices, use `torus_time`.
+    exchanges, as on a switched network; on a torus use `torus_time`.
 
     Args:
         kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "ppermute".
         size: bytes of the operand on one device.
         n: devices.
         bandwidth: bytes/s that a device sends in one direction (a bidirectional ring sends it in both at once).
-        latency: seconds a message.
+        latency: seconds per message.
         algorithm: "ring", "bidirectional", or "tree": recursive halving and doubling, and Bruck's all_to_all.
 
     Returns:
@@ -89,21 +89,21 @@ def hierarchical_time(
     outer_latency: float = 0.0,
     algorithm: str = "ring",
 ) -> float:
-    """Seconds of a collective over `outer` groups of `inner` devices, its stages one after the other.
+    """Seconds of a collective over `outer` groups of `inner` devices, stage by stage.
 
     all_reduce: reduce_scatter inside, all_reduce of 1/inner across, all_gather inside. all_gather: across first, then
-    inside, so that each byte crosses once. reduce_scatter: inside, then 1/inner across. all_to_all: inside, then
+    inside: each byte crosses once. reduce_scatter: inside, then 1/inner across. all_to_all: inside, then
     across.
 
     Args:
         kind: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all".
         size: bytes of the operand on one device.
-        inner: devices of a group (of a host, of a slice).
-        outer: groups.
+        inner: devices per group (a host, a slice).
+        outer: number of groups.
         inner_bandwidth: bytes/s that a device sends in one direction inside its group.
         outer_bandwidth: bytes/s that a device sends in one direction to other groups.
-        inner_latency: seconds a message inside.
-        outer_latency: seconds a message across.
+        inner_latency: seconds per message inside.
+        outer_latency: seconds per message across.
         algorithm: as in `collective_time`, on both levels.
 
     Returns:
@@ -165,8 +165,8 @@ def torus_time(
         size: bytes of the operand on one device.
         sizes: devices along each dimension of the torus that takes part, for example (4, 4, 8).
         bandwidth: bytes/s of one link in one direction.
-        latency: seconds a hop.
-        wrap: whether the dimensions close into rings (False for the small slices that are meshes).
+        latency: seconds per hop.
+        wrap: whether the dimensions are rings (False for small slices, which are meshes).
 
     Returns:
         Seconds.
@@ -193,7 +193,7 @@ def torus_time(
         return 0.0
     if kind == "ppermute":
         return latency + size / bandwidth
-    # two devices have one link between them, whether or not the dimension is said to wrap round
+    # two devices have one link between them, whatever `wrap` is
     rings = [wrap and s > 2 for s in long]
     hops = sum(s // 2 if ring else s - 1 for s, ring in zip(long, rings, strict=True))
     if kind == "all_to_all":

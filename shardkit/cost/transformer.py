@@ -17,7 +17,7 @@ from shardkit.cost.hardware import Chip, chip
 
 
 class _Matrices(NamedTuple):
-    """Weights of one layer's matrices, and the widths that biases and attention scores have."""
+    """Weights of one layer's matrices, and the widths of its biases and attention scores."""
 
     attention: int
     feed_forward: int
@@ -78,7 +78,7 @@ def transformer_parameters(
 ) -> int:
     """The number of parameters of a transformer.
 
-    As called with the first four it is Megatron-LM's P = 12 l h^2 (1 + 13/(12h) + (V + s)/(12 l h)): biases,
+    With the first four arguments it is Megatron-LM's P = 12 l h^2 (1 + 13/(12h) + (V + s)/(12 l h)): biases,
     LayerNorms, learned positions, the embedding tied to the head, and no final norm. A LLaMA is `heads=, kv_heads=,
     ffn=, gated=True, biases=False, tied=False, final_norm=True` without `sequence` (rotary positions have no
     parameters).
@@ -137,17 +137,17 @@ def transformer_flops(
 ) -> float:
     """FLOPs of one training step, forward and backward.
 
-    Without recomputation 72 B s l h^2 (1 + s/(6h) + V/(12 l h)), which are the model FLOPs that utilisation is counted
-    in; with full recomputation, Megatron-LM's 96 B s l h^2 (1 + s/(6h) + V/(16 l h)); with selective recomputation,
-    72 B s l h^2 (1 + s/(3h) + V/(12 l h)), the hardware FLOPs that its paper's utilisations are printed in. That form
-    adds 12 B s^2 h a layer, all that attention's scores cost forward and backward; the two products that are repeated
-    are a third of it. Backward costs twice forward.
+    Without recomputation 72 B s l h^2 (1 + s/(6h) + V/(12 l h)), the model FLOPs of
+    utilization; with full recomputation, Megatron-LM's 96 B s l h^2 (1 + s/(6h) + V/(16 l h)); with selective
+    recomputation, 72 B s l h^2 (1 + s/(3h) + V/(12 l h)), the hardware FLOPs of its paper. That form adds 12 B s^2 h
+    per layer, the whole cost of attention's scores forward and backward; the two repeated matmuls are a third of it.
+    Backward costs twice forward.
 
     Args:
         layers: number of layers l.
         hidden: model width h.
-        sequence: tokens a sequence s.
-        batch: sequences in a step B.
+        sequence: tokens per sequence s.
+        batch: sequences per step B.
         vocabulary: number of token values V; 0 leaves the head out.
         recompute: "none", "selective" or "full" (False and True: the first and the last).
         heads: attention heads; None: as many as fill `hidden`.
@@ -155,7 +155,7 @@ def transformer_flops(
         head_size: width of a head; None: hidden / heads.
         ffn: width of the feed-forward layers; None: 4 h.
         gated: a third feed-forward matrix (SwiGLU, GeGLU).
-        causal: counts half of the scores, as a kernel that skips masked blocks computes; the papers count all.
+        causal: counts half of the scores, as with a kernel that skips masked blocks; the papers count all.
 
     Returns:
         FLOPs.
@@ -187,7 +187,7 @@ def training_flops(parameters: float, tokens: float, *, recompute: bool = False)
     """FLOPs of training without the attention scores: 6 N D, or 8 N D with full recomputation.
 
     Args:
-        parameters: parameters N that a token meets (of a mixture of experts, the active ones).
+        parameters: active parameters N per token (not all experts of a mixture).
         tokens: tokens D trained on.
         recompute: whether the backward repeats the forward.
 
@@ -211,13 +211,13 @@ def training_flops(parameters: float, tokens: float, *, recompute: bool = False)
 def training_time(
     parameters: float, tokens: float, *, chips: int, flops_per_chip: float, recompute: bool = True
 ) -> float:
-    """Seconds that training takes at an achieved rate: 8 T P / (n X), or 6 T P / (n X) without recomputation.
+    """Seconds of training at an achieved rate: 8 T P / (n X), or 6 T P / (n X) without recomputation.
 
     Args:
         parameters: number of parameters P.
         tokens: tokens T trained on.
         chips: number of chips n.
-        flops_per_chip: FLOP/s X that each chip achieves (not its peak), recomputation counted where there is any.
+        flops_per_chip: achieved FLOP/s X per chip (not its peak), recomputation included.
         recompute: whether activations are recomputed.
 
     Returns:
@@ -239,11 +239,11 @@ def training_time(
 
 
 def mfu(flops: float, seconds: float, *, peak: float | str | Chip, chips: int = 1) -> float:
-    """Model FLOPs utilisation: the share of the chips' peak that a step's model FLOPs make up.
+    """Model FLOPs utilization: a step's model FLOPs over the peak of the chips.
 
     Args:
-        flops: model FLOPs of a step (`transformer_flops` with no recomputation); with what is recomputed it is hardware
-            FLOPs utilisation.
+        flops: model FLOPs per step (`transformer_flops` without recomputation); with recomputation the result is
+            hardware FLOPs utilization.
         seconds: time of a step.
         peak: FLOP/s of one chip, or a chip or its name.
         chips: number of chips.

@@ -1,4 +1,4 @@
-"""Bytes that one device sends for each kind of model parallelism.
+"""Bytes that one device sends under each kind of model parallelism.
 
 `batch` is the sequences that a model replica processes at once, `value_bytes` the bytes of a value on the wire. All
 counts are of bandwidth-optimal collectives, as in `wire`.
@@ -52,14 +52,14 @@ def tensor_volume(
 
     Args:
         batch: sequences of a microbatch.
-        sequence: tokens a sequence.
+        sequence: tokens per sequence.
         hidden: model width.
         ways: tensor-parallel ways.
         sequence_parallel: all_gather and reduce_scatter in place of all_reduce.
-        regather: sequence parallelism keeps only the shard of each block's input and gathers it again for the weight
+        regather: sequence parallelism saves only the shard of each block's input and gathers it again for the weight
             gradient: two more all_gathers backward.
         recompute: "none", "selective" or "full" (False and True: the first and the last).
-        value_bytes: bytes a value.
+        value_bytes: bytes per value.
 
     Returns:
         Volume, bytes.
@@ -103,23 +103,23 @@ def context_volume(
     value_bytes: float = 2,
     gradient_bytes: float | None = None,
 ) -> Volume:
-    """Bytes that one device sends for one attention layer whose sequence is sharded over `ways` devices.
+    """Bytes that one device sends for one attention layer with the sequence sharded over `ways` devices.
 
     With local queries of q = b s/n h bytes, keys and values of kv = 2 b s/n h_kv bytes: "ring": kv passes n-1 times
-    forward; backward kv passes n-1 times again and its gradient n times, which brings it home. "all_gather": kv is
+    forward; backward kv passes n-1 times again and its gradient n times, back to its owner. "all_gather": kv is
     gathered forward and again backward, and its gradient scattered: (n-1) kv each. "ulysses": one all_to_all of
     queries, keys, values and output each way, (n-1)/n (2 q + kv).
 
     Args:
         batch: sequences of a microbatch.
-        sequence: tokens a whole sequence.
+        sequence: tokens per whole sequence.
         hidden: width of queries and output (heads times head size).
         ways: devices that share a sequence.
         method: "ring", "all_gather" or "ulysses".
         kv_hidden: width of keys, and of values (less than `hidden` with grouped-query attention); None: `hidden`.
-        value_bytes: bytes a value.
-        gradient_bytes: bytes a value of the gradients that pass round the ring (4 for `ring_attention`, which sums them
-            in float32); None: `value_bytes`.
+        value_bytes: bytes per value.
+        gradient_bytes: bytes per value of the gradients on the ring (4 for `ring_attention`, which accumulates in
+            float32); None: `value_bytes`.
 
     Returns:
         Volume, bytes.
@@ -164,16 +164,16 @@ def pipeline_volume(
     tensor: int = 1,
     value_bytes: float = 2,
 ) -> Volume:
-    """Bytes that one inner stage sends in a step: each microbatch's activations on, its gradient back, once a chunk.
+    """Bytes that one inner stage sends per step: activations forward, their gradients backward, once per chunk.
 
     Args:
         batch: sequences of one microbatch.
-        sequence: tokens a sequence.
+        sequence: tokens per sequence.
         hidden: model width.
-        microbatches: in a step.
-        chunks: model chunks a stage; v chunks send v times as much.
+        microbatches: microbatches per step.
+        chunks: model chunks per stage; v chunks send v times as much.
         tensor: ways over which the sent activations are sharded (sequence parallelism, or Megatron's scatter/gather).
-        value_bytes: bytes a value.
+        value_bytes: bytes per value.
 
     Returns:
         Volume, bytes.
@@ -213,9 +213,9 @@ def expert_volume(
         tokens: tokens on one device.
         hidden: model width.
         ways: devices that share the experts.
-        top_k: experts a token goes to.
-        capacity_factor: slots over tokens routed; 1 is what a balanced router without padding sends.
-        value_bytes: bytes a value.
+        top_k: experts per token.
+        capacity_factor: slots over routed tokens; 1 for a balanced router without padding.
+        value_bytes: bytes per value.
 
     Returns:
         Volume, bytes.

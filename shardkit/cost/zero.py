@@ -1,4 +1,4 @@
-"""ZeRO: bytes that one device holds and sends at each stage.
+"""ZeRO: memory and bytes sent per device at each stage.
 
 Stage 0 is data parallelism; stage 1 shards the optimizer state, stage 2 the gradients too, stage 3 the parameters too.
 Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (arXiv:1910.02054).
@@ -15,7 +15,7 @@ from shardkit.cost.collectives import wire
 
 
 class ZeroMemory(NamedTuple):
-    """Bytes that one device holds between steps and while gradients exist.
+    """Bytes of model state per device, while gradients exist.
 
     Attributes:
         parameters: the compute copy.
@@ -42,15 +42,15 @@ def zero_breakdown(
     gradient_bytes: float = 2,
     optimizer_bytes: float = 12,
 ) -> ZeroMemory:
-    """What one device holds of parameters, gradients and optimizer state: each whole, or 1/ways of it.
+    """Bytes of parameters, gradients and optimizer state per device: each whole, or 1/ways of it.
 
     Args:
         parameters: number of parameters.
         ways: devices that the state is sharded over.
         stage: 0, 1, 2 or 3.
-        parameter_bytes: bytes a parameter of the compute copy (bfloat16: 2).
-        gradient_bytes: bytes a parameter of the gradients.
-        optimizer_bytes: bytes a parameter of the optimizer (Adam: float32 master copy and two moments, 12).
+        parameter_bytes: bytes per parameter of the compute copy (bfloat16: 2).
+        gradient_bytes: bytes per parameter of the gradients.
+        optimizer_bytes: bytes per parameter of the optimizer (Adam: float32 master copy and two moments, 12).
 
     Returns:
         ZeroMemory, bytes.
@@ -90,18 +90,18 @@ def zero_memory(
     gradient_bytes: float = 2,
     optimizer_bytes: float = 12,
 ) -> float:
-    """Bytes of parameters, gradients and optimizer state on one device.
+    """Bytes of parameters, gradients and optimizer state per device, together.
 
     (2 + 2 + 12) P at stage 0; 4 P + 12 P/n at 1; 2 P + 14 P/n at 2; 16 P/n at 3, for P parameters over n ways.
-    Activations come on top: `activation_memory`.
+    For activations see `activation_memory`.
 
     Args:
         parameters: number of parameters.
         ways: devices that the state is sharded over.
         stage: 0, 1, 2 or 3.
-        parameter_bytes: bytes a parameter of the compute copy (bfloat16: 2).
-        gradient_bytes: bytes a parameter of the gradients.
-        optimizer_bytes: bytes a parameter of the optimizer (Adam: float32 master copy and two moments, 12).
+        parameter_bytes: bytes per parameter of the compute copy (bfloat16: 2).
+        gradient_bytes: bytes per parameter of the gradients.
+        optimizer_bytes: bytes per parameter of the optimizer (Adam: float32 master copy and two moments, 12).
 
     Returns:
         Bytes; `zero_breakdown` gives its three parts.
@@ -138,24 +138,24 @@ def zero_volume(
     parameter_bytes: float = 2,
     gradient_bytes: float = 2,
 ) -> float:
-    """Bytes that one device sends a step, with k microbatches accumulated.
+    """Bytes that one device sends per step, with k microbatches accumulated.
 
     In units of the parameters' bytes times (n-1)/n: stage 0: 2 (one all_reduce of gradients); stage 1: 2
     (reduce_scatter of gradients, all_gather of parameters); stage 2: k + 1, since gradients that are sharded are
-    reduced every microbatch; stage 3, layer by layer: 3 k (two gathers and a reduction a microbatch), 2 k where the
-    gathered layers are kept for the backward; stage 3 with the whole tree gathered once a step: 2. Layer by layer, with
-    all microbatches through a layer before the next: 3 at stage 3 (2 if kept) and 2 at stage 2, whatever k.
+    reduced every microbatch; stage 3, layer by layer: 3 k (two gathers and a reduction per microbatch), 2 k if the
+    gathered layers are saved for the backward; stage 3 with the whole tree gathered once per step: 2. Layer by layer,
+    with all microbatches through a layer before the next: 3 at stage 3 (2 if saved) and 2 at stage 2, for any k.
 
     Args:
         parameters: number of parameters.
         ways: devices that the state is sharded over.
         stage: 0, 1, 2 or 3.
-        accumulate: microbatches k in a step.
-        layerwise: stage 3 gathers each layer when it is used; False: the whole tree once a step, and kept.
-        regather: stage 3, layer by layer: gathers again for the backward; False: the gathered layers are kept.
+        accumulate: microbatches k per step.
+        layerwise: stage 3 gathers each layer when it is used; False: the whole tree once per step.
+        regather: stage 3, layer by layer: gathers again for the backward; False: saves the gathered layers.
         layer_major: stages 2 and 3, layer by layer: all microbatches pass a layer before the next one starts.
-        parameter_bytes: bytes a parameter, gathered.
-        gradient_bytes: bytes a parameter, reduced.
+        parameter_bytes: bytes per parameter, gathered.
+        gradient_bytes: bytes per parameter, reduced.
 
     Returns:
         Bytes sent by one device in one step, as bandwidth-optimal collectives send them.

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: one file a schedule, one table for printing, checking, simulating and running.
+"""Pipeline schedules as data: one file per schedule, one table to print, check, simulate and run.
 
 | schedule | bubble | in flight | chunks | placement |
 |---|---|---|---|---|
@@ -8,11 +8,11 @@
 | `breadth_first` | (p-1) (F + B) / v | m | v | loop |
 | `lockstep` | (p-1) (F + B) / v | 2p - 1 with one chunk | v | loop |
 | `zero_bubble_h1` | (p-1) (F + B - 2W) | p | 1 | loop |
-| `zero_bubble_v` | 0 in each device's own span | p | 2 | v |
+| `zero_bubble_v` | 0 within each device's span | p | 2 | v |
 | `dualpipe_v` | (p-1) (F&B + B - 3W) / 2 | p + 1/2 | 2 | v |
 
-The bubbles hold for the sizes and costs that each file names; `Schedule.simulate` has all others. Any other
-schedule is a CSV file: `Schedule.from_csv`.
+The bubbles hold for the sizes and costs in each file; for others call `Schedule.simulate`. Read any other schedule from
+a CSV file with `Schedule.from_csv`.
 
 Start with `gpipe.py`, the shortest, then `base.py`. Imports argument checks only; no jax.
 """

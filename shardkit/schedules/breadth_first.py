@@ -1,4 +1,4 @@
-"""Looped breadth-first: all microbatches go through a chunk before the next chunk begins."""
+"""Breadth-first: all microbatches run through a chunk before the next chunk begins."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from shardkit.schedules.base import Schedule, scheduled, sizes
 
 
 def breadth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """All forwards chunk by chunk, then all backwards chunk by chunk: a chunk's weights are wanted once each way.
+    """All forwards chunk by chunk, then all backwards chunk by chunk: a chunk's weights are needed once each way.
 
     Args:
-        stages: devices p of the pipe axis.
-        microbatches: m, in a step.
-        chunks: model stages v on each device; stage s is on device s % p. One chunk is GPipe.
+        stages: number p of pipeline devices.
+        microbatches: microbatches m per step.
+        chunks: model stages v per device; stage s is on device s % p. One chunk is GPipe.
 
     Returns:
         A Schedule.
@@ -29,10 +29,8 @@ def breadth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
     Source: Lamy-Poirier, Breadth-First Pipeline Parallelism (arXiv:2211.05953).
     """
     stages, microbatches, chunks = sizes("breadth_first", stages=stages, microbatches=microbatches, chunks=chunks)
-    there = [(chunk, "F") for chunk in range(chunks)]
-    back = [(chunk, "B") for chunk in reversed(range(chunks))]
+    turns = [(chunk, "F") for chunk in range(chunks)] + [(chunk, "B") for chunk in reversed(range(chunks))]
     orders = [
-        [alone(chunk * stages + d, op, i) for chunk, op in there + back for i in range(microbatches)]
-        for d in range(stages)
+        [alone(chunk * stages + d, op, i) for chunk, op in turns for i in range(microbatches)] for d in range(stages)
     ]
     return scheduled("breadth_first", orders, microbatches)

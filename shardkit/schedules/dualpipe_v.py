@@ -1,4 +1,4 @@
-"""DualPipeV: the V of ZB-V, with forwards and backwards in pairs that hide each other's communication."""
+"""DualPipeV: the V of ZB-V, with pairs of a forward and a backward that overlap their communication."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from shardkit.schedules.words import v_order
 def dualpipe_v(stages: int, microbatches: int) -> Schedule:
     """Two chunks on each device, placed as a V; most cells are a forward of one and a backward of the other chunk.
 
-    The backward is split only where that fills a gap. With fewer than 2p microbatches it is the order for 2p, of which
-    the others are left out.
+    The backward is split only where that fills a gap. With fewer than 2p microbatches it is the order for 2p without
+    the others.
 
     Args:
-        stages: devices p of the pipe axis.
-        microbatches: m, in a step.
+        stages: number p of pipeline devices.
+        microbatches: microbatches m per step.
 
     Returns:
         A Schedule with the placement "v".
@@ -38,7 +38,7 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
         words = ["F0"] * (2 * (p - 1 - d)) + ["F0", "F1"] * (d + 1) + ["I1", "W", "F1"] * (p - 1 - d)
         paired = ["F0 B1", "F1 B0"] * (total - 2 * p + d + 1)
         if d == p - 1:
-            # Chunk 1 waits here for no other device, but for this device's own chunk 0.
+            # The input of chunk 1 comes from chunk 0 of this device, so the first two actions cannot be a pair.
             paired[:1] = ["F0", "B1"]
         words += paired + ["B1", "F1 B0"] * (p - 1 - d)
         words += [("B" if n <= d else "I") + chunk for n, chunk in enumerate("10" * (d + 1))]

@@ -10,8 +10,8 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards, each in the order of microbatches.
 
     Args:
-        stages: devices p of the pipe axis.
-        microbatches: m, in a step.
+        stages: number p of pipeline devices.
+        microbatches: microbatches m per step.
 
     Returns:
         A Schedule.

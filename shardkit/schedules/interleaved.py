@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: v chunks of the model on each device make the bubble v times smaller."""
+"""Interleaved 1F1B: with v chunks of the model per device the bubble is v times smaller."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from shardkit.schedules.base import Schedule, scheduled, sizes
 def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     """1F1B over chunks: p microbatches go through chunk after chunk, with a warm-up of (v-1) p + 2 (p-1-d) forwards.
 
-    Where p does not divide m, the last p microbatches are fewer and leave their turns to what comes next.
+    If p does not divide m, the last round has fewer microbatches, and what follows moves up.
 
     Args:
-        stages: devices p of the pipe axis.
-        microbatches: m, in a step.
-        chunks: model stages v on each device; stage s is on device s % p. One chunk is 1F1B.
+        stages: number p of pipeline devices.
+        microbatches: microbatches m per step.
+        chunks: model stages v per device; stage s is on device s % p. One chunk is 1F1B.
 
     Returns:
         A Schedule.
@@ -39,7 +39,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     turns = [(g * stages + r, chunk * stages) for g in range(rounds) for chunk in range(chunks) for r in range(stages)]
     orders = []
     for d in range(stages):
-        # With one chunk nothing turns round the ring, and a device need not run that far ahead.
+        # With one chunk nothing returns around the ring, so the warm-up is shorter.
         ahead = min(len(turns), (chunks - 1) * stages + (stages - 1 - d) * (2 if chunks > 1 else 1))
         forwards = [alone(first + d, "F", i) for i, first in turns]
         backwards = [alone((chunks - 1) * stages - first + d, "B", i) for i, first in turns]

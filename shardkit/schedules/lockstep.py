@@ -7,15 +7,15 @@ from shardkit.schedules.base import Schedule, sizes
 
 
 def lockstep(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Every tick has a slot for a forward and one for a backward, which all devices run together.
+    """Every tick has one forward and one backward, which all devices run together.
 
     Microbatch i = g p + r goes through stage s = c p + d forward at tick g v p + c p + r + d and backward at tick
-    (v p - 1) + g v p + (v-1-c) p + r + (p-1-d). What moves at the end of a tick is used in the next.
+    (v p - 1) + g v p + (v-1-c) p + r + (p-1-d). What is sent at the end of a tick is used in the next.
 
     Args:
-        stages: devices p of the pipe axis.
-        microbatches: m, in a step.
-        chunks: model stages v on each device; stage s is on device s % p.
+        stages: number p of pipeline devices.
+        microbatches: microbatches m per step.
+        chunks: model stages v per device; stage s is on device s % p.
 
     Returns:
         A Schedule.
@@ -23,8 +23,8 @@ def lockstep(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     Raises:
         ValueError: a size below 1.
 
-    Cost: a bubble of (p-1) (F + B) / v where p divides m or v is 1, though every tick holds up all devices. With one
-        chunk 2 (p-1-d) + 1 microbatches in flight on device d, 2p - 3 slots for stage inputs and 1 for a cotangent.
+    Cost: a bubble of (p-1) (F + B) / v where p divides m or v is 1, although every tick synchronizes all devices. With
+        one chunk 2 (p-1-d) + 1 microbatches in flight on device d, 2p - 3 slots for stage inputs and 1 for a cotangent.
 
     Example:
         >>> print(sk.schedules.lockstep(stages=2, microbatches=2))

@@ -1,4 +1,4 @@
-"""1F1B: each device does the backward of a microbatch as soon as it can, and so holds few of them."""
+"""1F1B: each device runs the backward of a microbatch as early as possible, so that few are in flight."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     """One forward, one backward, after a warm-up of p - 1 - d forwards on device d.
 
     Args:
-        stages: devices p of the pipe axis.
-        microbatches: m, in a step.
+        stages: number p of pipeline devices.
+        microbatches: microbatches m per step.
 
     Returns:
         A Schedule.
@@ -19,7 +19,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     Raises:
         ValueError: a size below 1.
 
-    Cost: a bubble of (p-1) (F + B); p - d microbatches in flight on device d, whatever m.
+    Cost: a bubble of (p-1) (F + B); p - d microbatches in flight on device d, for any m.
 
     Example:
         >>> print(sk.schedules.one_f_one_b(stages=2, microbatches=3))

@@ -1,4 +1,4 @@
-"""ZB-H1: 1F1B whose weight gradients wait, and fill what was idle."""
+"""ZB-H1: 1F1B with delayed weight gradients, which fill idle time."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from shardkit.schedules.base import Schedule, scheduled, sizes
 
 
 def zero_bubble_h1(stages: int, microbatches: int) -> Schedule:
-    """1F1B with a split backward: on device d weight gradients begin d input gradients late, so that all hold p.
+    """1F1B with a split backward: device d delays weight gradients by d input gradients, so that all have p in flight.
 
     Args:
-        stages: devices p of the pipe axis.
-        microbatches: m, in a step.
+        stages: number p of pipeline devices.
+        microbatches: microbatches m per step.
 
     Returns:
         A Schedule.

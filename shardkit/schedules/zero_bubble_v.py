@@ -1,4 +1,4 @@
-"""ZB-V: two chunks there and back again, so that no device idles between its first and its last action."""
+"""ZB-V: two chunks placed as a V, so that no device idles between its first and its last action."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from shardkit.schedules.words import v_order
 
 
 def zero_bubble_v(stages: int, microbatches: int) -> Schedule:
-    """Two chunks on each device, placed as a V: the loss is on device 0, whose backward can begin at once.
+    """Two chunks on each device, placed as a V: the loss is on device 0, whose backward begins at once.
 
-    With fewer than 2p - 1 microbatches it is the order for 2p - 1, of which the others are left out.
+    With fewer than 2p - 1 microbatches it is the order for 2p - 1 without the others.
 
     Args:
-        stages: devices p of the pipe axis.
-        microbatches: m, in a step.
+        stages: number p of pipeline devices.
+        microbatches: microbatches m per step.
 
     Returns:
         A Schedule with the placement "v".

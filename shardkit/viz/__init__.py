@@ -3,6 +3,7 @@
 Start with `schedule.py`. Imports schedules only.
 """
 
-from shardkit.viz.schedule import Box, boxes, draw, facts, figure, in_flight, title
+from shardkit.viz.boxes import Box, boxes, facts, in_flight, title
+from shardkit.viz.schedule import draw, figure
 
 __all__ = ["Box", "boxes", "draw", "facts", "figure", "in_flight", "title"]

@@ -1,4 +1,4 @@
-"""A simulated schedule as a picture: what every device does when, and how many microbatches it holds meanwhile."""
+"""A simulated schedule as a picture: the actions of every device over time, and its microbatches in flight."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from shardkit._typed import typed
-from shardkit.schedules import Action, Schedule, Timeline
+from shardkit.schedules import Schedule, Timeline
+from shardkit.viz.boxes import boxes, facts, in_flight, title
 from shardkit.viz.colours import GREY, OPS, shade, text_on
 
 if TYPE_CHECKING:
@@ -27,110 +28,16 @@ _LARGEST_TEXT, _SMALLEST_TEXT = 9.0, 4.0
 _MARGIN = 0.06  # of a row
 
 
-class Box(NamedTuple):
-    """The place of an action in a picture.
-
-    Attributes:
-        action: what is done.
-        device: in whose row.
-        begin: when it begins, in the unit of the costs.
-        length: how long it lasts.
-        top: where in the row its upper edge is, from 0 to 1.
-        height: its height; half a row for a forward and a backward that run together.
-    """
-
-    action: Action
-    device: int
-    begin: float
-    length: float
-    top: float
-    height: float
-
-
-def boxes(schedule: Schedule, timeline: Timeline) -> list[Box]:
-    """A box for every action, from its simulated begin to its end, in the order of ticks.
-
-    Example:
-        >>> schedule = sk.schedules.gpipe(stages=2, microbatches=1)
-        >>> [f"{box.action} from {box.begin:g}" for box in sk.viz.boxes(schedule, schedule.simulate())]
-        ['0F0 from 0', '1F0 from 1', '1B0 from 2', '0B0 from 4']
-    """
-    spans = timeline.spans
-    # Of two that run together the forward, which comes first, is above.
-    partner = {
-        action: other
-        for row in schedule.rows
-        for cell in row
-        if len(cell) == 2 and spans[cell[0]] == spans[cell[1]]
-        for action, other in (cell, cell[::-1])
-    }
-    out = []
-    for action in schedule.ticks:
-        begin, end = spans[action]
-        height = 0.5 if action in partner else 1.0
-        top = 0.5 if action in partner and action.op != "F" else 0.0
-        out.append(Box(action, schedule.device(action.stage), begin, end - begin, top, height))
-    return out
-
-
-@typed
-def in_flight(schedule: Schedule, timeline: Timeline, device: int) -> list[tuple[float, float]]:
-    """How many microbatches' activations a device holds, from each time on at which that changes.
-
-    Counted as in `Timeline.peak_in_flight`: from the begin of F to the end of B or W, a chunk as 1/v.
-
-    Example:
-        >>> schedule = sk.schedules.gpipe(stages=1, microbatches=2)
-        >>> sk.viz.in_flight(schedule, schedule.simulate(), device=0)
-        [(0, 1.0), (1.0, 2.0), (2.0, 2.0), (4.0, 1.0), (6.0, 0.0)]
-    """
-    changes: dict[float, float] = {}
-    for action, (begin, end) in timeline.spans.items():
-        if schedule.device(action.stage) == device:
-            changes[begin] = changes.get(begin, 0) + (action.op == "F")
-            changes[end] = changes.get(end, 0) - (action.op in "BW")
-    held, out = 0.0, []
-    for time in sorted(changes):
-        held += changes[time]
-        out.append((time, held / schedule.chunks))
-    return out
-
-
-def title(schedule: Schedule) -> str:
-    """The name and the sizes: `lockstep: 4 devices x 2 chunks, 8 microbatches`.
-
-    Example:
-        >>> sk.viz.title(sk.schedules.lockstep(4, 8, chunks=2))
-        'lockstep: 4 devices x 2 chunks, 8 microbatches'
-    """
-    chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
-    devices = f"{schedule.devices} device{'s' * (schedule.devices > 1)}"
-    return f"{schedule.name}: {devices}{chunks}, {schedule.microbatches} microbatch{'es' * (schedule.microbatches > 1)}"
-
-
-def facts(timeline: Timeline) -> str:
-    """How long a step takes, and the bubble in both conventions.
-
-    Example:
-        >>> sk.viz.facts(sk.schedules.gpipe(2, 4).simulate())
-        "makespan 15, bubble 25.0% of the work (Megatron's convention), 20.0% of the makespan (GPipe's)"
-    """
-    return (
-        f"makespan {timeline.makespan:g}, bubble {timeline.bubble:.1%} of the work (Megatron's convention), "
-        f"{timeline.bubble_of_total:.1%} of the makespan (GPipe's)"
-    )
-
-
 def figure(schedule: Schedule, timeline: Timeline) -> Figure:
-    """The picture of a schedule as a matplotlib figure, to show in a notebook or to change.
+    """The picture of a schedule as a matplotlib figure, to show in a notebook or to modify.
 
     Args:
         schedule: the schedule.
         timeline: what `schedule.simulate` returned.
 
     Returns:
-        A figure with two axes that share the time: the devices' actions, and the microbatches that they hold. Every
-        box's gid is its action, as in "2F0".
+        A figure with two plots over the same time: the actions of the devices, and their microbatches in flight. The
+        gid of a box is its action, as in "2F0".
 
     Raises:
         RuntimeError: matplotlib is not installed.
@@ -147,7 +54,7 @@ def figure(schedule: Schedule, timeline: Timeline) -> Figure:
         ) from None
 
     class Picture(Figure):
-        """A figure that notebooks show, which they do of themselves only with pyplot's."""
+        """A figure that notebooks display without pyplot."""
 
         def _repr_png_(self) -> bytes:
             png = BytesIO()
@@ -174,13 +81,13 @@ def figure(schedule: Schedule, timeline: Timeline) -> Figure:
 def draw(schedule: Schedule, file: str | Path, **costs: Any) -> None:
     """Simulates a schedule and writes its picture.
 
-    Above, a row a device and a box an action: its op is the colour, its chunk the shade (later is lighter), its
-    microbatch the number, where that fits. On the right is how long the device idles. Below, the microbatches whose
-    activations the device holds, and the most of them. The same schedule and costs give the same bytes.
+    The upper plot has a row per device and a box per action: the color is the op, the shade the chunk (later is
+    lighter), the number the microbatch, if it fits. On the right is the idle share of the device. The lower plot has
+    the microbatches in flight, and their peak. The same schedule and costs give the same bytes.
 
     Args:
         schedule: the schedule.
-        file: where to write, a .png or .svg; missing directories are made.
+        file: the .png or .svg to write; missing directories are created.
         **costs: as for `Schedule.simulate`: forward, backward, input_grad, weight_grad, communication, overlapped,
             synchronous.
 
@@ -196,20 +103,20 @@ def draw(schedule: Schedule, file: str | Path, **costs: Any) -> None:
     file = Path(file)
     if file.suffix.lower() not in _SUFFIXES:
         raise ValueError(
-            f"viz.draw: the picture must be a .png or .svg file; got {file.name!r}. Choose one of the two."
+            f"viz.draw: the picture must be a .png or .svg file; got {file.name!r}. Pass for example 'pipeline.svg'."
         )
     timeline = schedule.simulate(**costs)
     picture = figure(schedule, timeline)
     import matplotlib
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    # Text stays text; without a salt and with a date no two files would be alike.
+    # Text stays text; a fixed salt and no date make files reproducible.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "shardkit"}):
         picture.savefig(file, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
 
 
 def _draw_actions(axes: Axes, schedule: Schedule, timeline: Timeline, unit: float, row: float) -> None:
-    """The boxes and their microbatches; a unit of time is `unit` points wide, a row `row` points high."""
+    """The boxes with their microbatches; a unit of time is `unit` points wide, a row `row` points high."""
     drawn = boxes(schedule, timeline)
     colours = [shade(OPS[box.action.op], box.action.stage // schedule.devices, schedule.chunks) for box in drawn]
     inner = 1 - 2 * _MARGIN
@@ -226,7 +133,7 @@ def _draw_actions(axes: Axes, schedule: Schedule, timeline: Timeline, unit: floa
     # A digit is about 0.64 of the text's size wide.
     digit = 0.64 / 0.9 * len(str(schedule.microbatches - 1))
     sizes = [min(_LARGEST_TEXT, unit * box.length / digit, 0.7 * row * box.height) for box in drawn]
-    # Numbers of nearly one size are quiet to look at.
+    # Numbers of similar size are easier to read.
     largest = 1.4 * min((size for size in sizes if size >= _SMALLEST_TEXT), default=0)
     for box, bar, colour, size in zip(drawn, bars.patches, colours, sizes, strict=True):
         bar.set_gid(str(box.action))
@@ -247,7 +154,7 @@ def _draw_actions(axes: Axes, schedule: Schedule, timeline: Timeline, unit: floa
 
 
 def _draw_memory(axes: Axes, schedule: Schedule, timeline: Timeline) -> None:
-    """For each device the curve of what it holds, all to one scale."""
+    """For each device the curve of its microbatches in flight, all on one scale."""
     unit = 0.88 / max(timeline.peak_in_flight)
     for device in range(schedule.devices):
         times, held = zip(*in_flight(schedule, timeline, device), strict=True)
@@ -270,13 +177,13 @@ def _style(axes: Axes, devices: int, makespan: float) -> None:
 
 
 def _head(axes: Axes, side: int, text: str, align: str) -> None:
-    """A heading above the left (0) or the right (1) end."""
+    """A heading above the left (0) or the right (1) edge."""
     by = {"left": 8 * side, "right": -8}[align]
     axes.annotate(text, (side, 1), (by, 5), "axes fraction", textcoords="offset points", size=8, color="0.3", ha=align)
 
 
 def _beside(axes: Axes, head: str, texts: Sequence[str]) -> None:
-    """A column of text at the right, a line a device."""
+    """A column of text on the right, a line per device."""
     _head(axes, 1, head, "left")
     where = ("axes fraction", "data")
     for device, text in enumerate(texts):
@@ -286,7 +193,7 @@ def _beside(axes: Axes, head: str, texts: Sequence[str]) -> None:
 def _write(
     picture: Figure, schedule: Schedule, timeline: Timeline, left: float, below: Callable[[float], float]
 ) -> None:
-    """The title and the legend, at so many inches `below` the upper edge."""
+    """The title and the legend; `below` converts inches below the upper edge to a share of the height."""
     from matplotlib.patches import Patch
 
     picture.text(left, below(0.34), title(schedule), size=11, weight="bold")

@@ -793,7 +793,7 @@ _COST = (
     ),
     Mutant(
         "fsdp-tensor-axes",
-        "shardkit/cost/rooflines.py",
+        "shardkit/cost/scaling.py",
         "tokens * chips * fsdp_axes / (ffn * tensor_axes)",
         "tokens * chips * tensor_axes / (ffn * fsdp_axes)",
         AXIS,
@@ -1668,14 +1668,14 @@ _MODELS = (
 _VIZ = (
     Mutant(
         "curve-falls-at-I",
-        "shardkit/viz/schedule.py",
+        "shardkit/viz/boxes.py",
         '- (action.op in "BW")',
         '- (action.op in "BI")',
         PHASE,
     ),
     Mutant(
         "forward-below",
-        "shardkit/viz/schedule.py",
+        "shardkit/viz/boxes.py",
         'if action in partner and action.op != "F" else 0.0',
         'if action in partner and action.op == "F" else 0.0',
         ORDER,

@@ -251,7 +251,7 @@ REVERTS = (
     ),
     (
         "fsdp-and-tensor-one-after-the-other",
-        "shardkit/cost/rooflines.py",
+        "shardkit/cost/scaling.py",
         "shared = 1 if hardware.chip(chip).torus else 4",
         "shared = 4",
     ),

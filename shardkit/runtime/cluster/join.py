@@ -106,7 +106,7 @@ def initialize(
         First in a script that `launch` or a scheduler starts in every process:
 
             cluster = sk.runtime.initialize()
-            sk.runtime.log(f"{cluster.world_size} processes, {cluster.device_count} devices")
+            sk.runtime.log(f"{cluster.processes} processes, {cluster.device_count} devices")
 
     Source: `jax.distributed.initialize`, which aborts the process on these failures.
     """
