@@ -15,7 +15,7 @@ Axis = str | tuple[str, ...]
 
 
 def quoted(names: Iterable[object]) -> str:
-    """`'data', 'model'`, or `none` when there is nothing to name."""
+    """`'data', 'model'`, or `none`."""
     return ", ".join(repr(name) for name in names) or "none"
 
 
@@ -49,7 +49,7 @@ def one_of(where: str, name: str, value: object, choices: Sequence[object]) -> N
 
 
 def axis_names(where: str, axis: Axis) -> tuple[str, ...]:
-    """The axis names as a tuple; refuses other types, no axis at all and an axis named twice."""
+    """The axis names as a tuple; refuses other types, an empty tuple and duplicate axes."""
     names = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, Iterable) else ()
     if not names or not all(isinstance(name, str) and name for name in names):
         raise TypeError(
@@ -81,7 +81,7 @@ def bound(where: str, axis: Axis) -> tuple[str, ...]:
 
 
 def at_least(where: str, least: float, **values: float | Fraction | None) -> None:
-    """Refuses numbers below `least`; None is no number."""
+    """Refuses numbers below `least`; None passes."""
     for name, value in values.items():
         if value is not None and not least <= value:
             raise ValueError(f"{where}: {name} must be at least {least}; got {value}. Correct {name}.")
@@ -95,9 +95,9 @@ def finite(where: str, **values: float | None) -> None:
 
 
 def shapes(where: str, **arrays: tuple[Any, str]) -> None:
-    """Refuses arrays that do not fit each other: each with its dims as letters, `x=(x, "..D"), gain=(gain, "D")`.
+    """Refuses arrays of mismatched shapes, given with their dims as letters: `x=(x, "..D"), gain=(gain, "D")`.
 
-    A letter has one size, which the first array says that has it; ".." are any dims.
+    Each letter has one size, set by the first array with it; ".." stands for any dims.
     """
     sizes: dict[str, int] = {}
     for name, (x, dims) in arrays.items():
@@ -126,7 +126,7 @@ def dim_of(where: str, dim: int, ndim: int, name: str = "dim") -> int:
 
 
 def member(where: str, name: str, index: int, count: int) -> None:
-    """Refuses an index that is no device of an axis of `count` devices."""
+    """Refuses an index outside an axis of `count` devices."""
     if not 0 <= index < count:
         raise ValueError(
             f"{where}: {name} must be a device of the axis; got {index} over {count} devices. Choose 0 to {count - 1}."
@@ -134,7 +134,7 @@ def member(where: str, name: str, index: int, count: int) -> None:
 
 
 def divides(where: str, dim: int, size: int, axes: Sequence[str], count: int) -> None:
-    """Refuses a dimension that does not split evenly over the devices of `axes`."""
+    """Refuses a dim that is not divisible by the number of devices of `axes`."""
     if size % count:
         raise ValueError(
             f"{where}: dim {dim} must be divisible by {named(axes)}; got size {size} over {count} devices. "

@@ -30,7 +30,7 @@ COLLECTIVES = {
     "unreduced_psum": "all_reduce",
     "unreduced_reduce_scatter": "reduce_scatter",
     "all_to_all": "all_to_all",
-    "ragged_all_to_all": "all_to_all",  # counted as if a device sent all that its operand and its result can hold
+    "ragged_all_to_all": "all_to_all",  # counted as if every row of the operand and the result were sent
     "ppermute": "ppermute",
     "pbroadcast": "broadcast",
 }
@@ -63,18 +63,18 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def tracked_axes() -> frozenset[str]:
-    """The axes that shard_map tracks here; under vmap with an axis name nothing is tracked."""
+    """The axes whose variation shard_map tracks here; vmap with an axis name tracks none."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def cast_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Marks `x` as varying over `axes`; every one must be missing, since pcast is not idempotent."""
+    """Casts `x` to vary over `axes`, over none of which it may vary already: pcast is not idempotent."""
     return lax.pcast(x, axes, to="varying")
 
 
 def all_gather_replicated(x: jax.Array, axes: str | tuple[str, ...], dim: int) -> jax.Array:
-    """A tiled all_gather whose result is typed as equal on all devices of `axes`."""
-    if not tracked_axes() & set((axes,) if isinstance(axes, str) else axes):  # nothing has a type under vmap
+    """A tiled all_gather whose result is invariant over `axes`."""
+    if not tracked_axes() & set((axes,) if isinstance(axes, str) else axes):  # vmap tracks no axes
         return lax.all_gather(x, axes, axis=dim, tiled=True)
     return lax.all_gather(x, axes, axis=dim, tiled=True, to="invarying")
 
@@ -82,12 +82,12 @@ def all_gather_replicated(x: jax.Array, axes: str | tuple[str, ...], dim: int) -
 def bound_axes() -> dict[str, int]:
     """Names and sizes of the axes bound here by shard_map or vmap, in mesh order."""
     sizes = {name: size for name, size in private("core.get_axis_env")().axis_sizes.items() if isinstance(name, str)}
-    mesh = jax.sharding.get_abstract_mesh().axis_names  # shard_maps inside each other bind in another order
+    mesh = jax.sharding.get_abstract_mesh().axis_names  # nested shard_maps bind axes in another order
     return {name: sizes[name] for name in sorted(sizes, key=lambda n: mesh.index(n) if n in mesh else len(mesh))}
 
 
 def eval_jaxpr(jaxpr: Any, constants: Sequence[Any], *args: Any) -> list[Any]:
-    """The results of a jaxpr, equation by equation."""
+    """The results of a jaxpr, evaluated equation by equation."""
     return jax.core.eval_jaxpr(jaxpr, constants, *args)
 
 
@@ -148,11 +148,11 @@ def _results_reached(equation: Any, ins: list[bool]) -> list[bool]:
 
 
 def arguments_used(jaxpr: Any) -> list[bool]:
-    """For each argument of a jaxpr whether any of its results depends on it."""
+    """For each argument of a jaxpr, whether any result depends on it."""
     return list(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
 
 
-# Primitives that call their only jaxpr with the operands that it takes, one to one.
+# Primitives that call their only jaxpr with their operands.
 CALLS = {
     "jit",
     "pjit",
@@ -168,7 +168,7 @@ CALLS = {
 
 
 def inlined(jaxpr: Any, constants: Sequence[Any], *args: Any) -> list[Any]:
-    """The results of a jaxpr, equation by equation, those of the functions that it calls included."""
+    """The results of a jaxpr, evaluated equation by equation, with the functions that it calls inlined."""
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *args), strict=True))
     for equation in jaxpr.eqns:
         operands, inner = [value_of(v, values) for v in equation.invars], inner_jaxprs(equation)
@@ -182,13 +182,13 @@ def inlined(jaxpr: Any, constants: Sequence[Any], *args: Any) -> list[Any]:
 
 
 def value_of(atom: Any, values: Mapping[Any, Any]) -> Any:
-    """The value of a literal or of a variable; None for a variable that has none."""
+    """The value of a literal or variable; None if a variable has none."""
     return atom.val if isinstance(atom, Literal) else values.get(atom)
 
 
 @contextmanager
 def made_by(equation: Any) -> Iterator[None]:
-    """Traces as if the user's line of an equation had made what is made inside."""
+    """Traces with the source location and name stack of an equation."""
     source = equation.source_info
     names = private("source_info_util.current_name_stack")() + source.name_stack
     with private("source_info_util.user_context")(source.traceback, name_stack=names), equation.ctx.manager:
@@ -203,12 +203,12 @@ def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def acts(equation: Any) -> bool:
-    """Whether an equation does something besides its results: it prints, or calls the host."""
+    """Whether an equation has a side effect: it prints, or calls the host."""
     return any(not isinstance(effect, private("core.NamedAxisEffect")) for effect in equation.effects)
 
 
 def inner_jaxprs(equation: Any) -> list[tuple[str, Any]]:
-    """The jaxprs among an equation's parameters, each with the parameter's name."""
+    """The jaxprs in an equation's parameters, with the parameters' names."""
     found = []
     for name, value in equation.params.items():
         for each in value if isinstance(value, tuple | list) else (value,):
@@ -219,7 +219,7 @@ def inner_jaxprs(equation: Any) -> list[tuple[str, Any]]:
 
 
 def inner_constants(equation: Any) -> list[Sequence[Any]]:
-    """The arrays that each of `inner_jaxprs` closes over, in the order of its constvars."""
+    """For each of `inner_jaxprs`, the arrays it closes over, in the order of its constvars."""
     found = []
     for value in equation.params.values():
         for each in value if isinstance(value, tuple | list) else (value,):
@@ -229,33 +229,33 @@ def inner_constants(equation: Any) -> list[Sequence[Any]]:
 
 
 def user_frames(equation: Any) -> list[tuple[str, int, str]]:
-    """File, line and function of the frames outside jax that made an equation, innermost first."""
+    """File, line and function of an equation's frames outside jax, innermost first."""
     frames = private("source_info_util.user_frames")(equation.source_info.traceback)
     return [(frame.file_name, frame.start_line, frame.function_name) for frame in frames]
 
 
 def in_backward(equation: Any) -> bool:
-    """Whether an equation was made by transposing (the backward pass)."""
+    """Whether an equation comes from transposition (the backward pass)."""
     return "transpose" in _transforms(equation)
 
 
 def in_jvp(equation: Any) -> bool:
-    """Whether an equation was made by differentiating: a tangent, or the primal beside it."""
+    """Whether an equation comes from differentiation: a tangent, or the primal next to it."""
     return "jvp" in _transforms(equation)
 
 
 def recomputed(equation: Any) -> bool:
-    """Whether an equation repeats one of the forward pass for the backward pass (jax.checkpoint)."""
+    """Whether an equation rematerializes the forward pass (jax.checkpoint)."""
     return any(scope.name == "rematted_computation" for scope in equation.source_info.name_stack.stack)
 
 
 def _transforms(equation: Any) -> set[str]:
-    """jax's transformations that an equation went through; a scope that the user names may be called the same."""
+    """The jax transformations that an equation went through, without the user's named scopes of the same names."""
     return {each.name for each in equation.source_info.name_stack.stack if type(each).__name__ == "Transform"}
 
 
 def made_by_pmap(equation: Any) -> bool:
-    """Whether an equation was traced inside jax.pmap, which has no primitive of its own any more."""
+    """Whether an equation was traced inside jax.pmap, which no longer has a primitive."""
     frames = equation.source_info.traceback.frames if equation.source_info.traceback else ()
     return any(Path(f.file_name).name == "pmap.py" and "jax" in Path(f.file_name).parts for f in frames)
 
@@ -266,7 +266,7 @@ def manual_axes(equation: Any) -> tuple[str, ...]:
 
 
 def scan_parts(equation: Any) -> tuple[int, int]:
-    """How many operands of a scan equation are constants of the loop, and how many are its carry."""
+    """The number of a scan equation's constants, and of its carry."""
     if "ft_in" in equation.params:  # jax 0.12
         consts, carry, _ = equation.params["ft_in"].update(equation.invars).unpack()
         return len(list(consts)), len(list(carry))

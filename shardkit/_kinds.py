@@ -1,4 +1,4 @@
-"""The kinds of argument that annotations tell of: what is one, what an error calls it, and what to pass instead."""
+"""The kinds of argument that annotations describe: how each is tested and named in errors, and what to pass instead."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Kind(NamedTuple):
     """A kind of argument.
 
     Attributes:
-        words: what an argument of it is, after "must be".
-        test: whether a value is one.
-        remedy: what to do instead; "" for "Correct the argument".
-        told: what a wrong value is called.
+        words: the kind in errors, after "must be".
+        test: whether a value is of this kind.
+        remedy: what to pass instead; "" for "Correct the argument".
+        told: how an error shows a wrong value.
     """
 
     words: str
@@ -33,13 +33,13 @@ class Kind(NamedTuple):
 
 
 def is_array(x: Any) -> bool:
-    """Whether a value has a shape and a dtype that jax knows; a number is no array."""
+    """Whether a value has a shape and a dtype of numbers; a Python number has not."""
     kind = getattr(getattr(x, "dtype", None), "kind", None if not hasattr(x, "dtype") else "")
     return kind is not None and hasattr(x, "shape") and kind not in {"O", "U", "S", "M", "m"}
 
 
 def is_whole(x: Any) -> bool:
-    """Whether a value is a whole number; True is none."""
+    """Whether a value is a whole number; True is not."""
     return isinstance(x, Integral) and not isinstance(x, bool | np.bool_)
 
 
@@ -54,7 +54,7 @@ def _is_key(x: Any) -> bool:
 
 
 def _wrong_leaf(tree: Any) -> tuple[str, Any] | None:
-    """The first leaf of a pytree that is neither an array nor a number, with its path; None if all are."""
+    """The path and value of the first leaf that is neither an array nor a number; None if there is none."""
     if tree is None:
         return "", tree
     try:
@@ -152,7 +152,7 @@ _REMEDIES = {
 SPEC = Kind("a PartitionSpec of axis names", _is_spec, "Pass for example jax.sharding.PartitionSpec('data')")
 SPECS = Kind("a PartitionSpec or a pytree of them", _are_specs, "Pass for example jax.sharding.PartitionSpec('data')")
 
-# Annotations of arguments whose type alone does not say what they are.
+# Annotations of arguments whose Python type does not determine their kind.
 Arrays = Annotated[Any, ARRAYS]
 Key = Annotated[jax.Array, KEY]
 DType = Annotated[Any, DTYPE]
@@ -162,7 +162,7 @@ SCALARS = (bool, int, float, str)
 
 
 def kinds_of(hint: Any) -> tuple[Any, ...]:
-    """What an annotation allows: of `SCALARS`, None, choices and Kinds; () where some of it is for nobody to judge."""
+    """What an annotation allows: types of `SCALARS`, None, choices and Kinds; () if part of it cannot be checked."""
     if hint in SCALARS:
         return (hint,)
     if hint is type(None):
@@ -176,7 +176,7 @@ def kinds_of(hint: Any) -> tuple[Any, ...]:
         return args
     if origin in (Union, types.UnionType):
         named = {str, tuple[str, ...]}
-        if named <= set(args):  # an Axis, or what else may be told by names, which the function knows
+        if named <= set(args):  # an Axis, or another union with names, which the function checks
             rest = set(args) - named
             if not rest <= _NO_AXIS.keys():
                 return ()

@@ -1,4 +1,4 @@
-"""Devices, processes and compilers, in what depends on the jax version (0.10 to 0.12); see `_compat.py`."""
+"""Devices, processes and compilers, where they depend on the jax version (0.10 to 0.12); see `_compat.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardkit._compat import private
 
 
 def platform() -> str | None:
-    """The platform of the devices whose program is traced here: "cpu", "tpu", "gpu"; None over an abstract mesh."""
+    """The platform that the program is traced for: "cpu", "tpu" or "gpu"; None over an abstract mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return jax.default_backend()
@@ -24,7 +24,7 @@ def platform() -> str | None:
 
 
 def device_kind() -> str | None:
-    """What jax calls the devices whose program is traced here, as "TPU v5 lite"; None over an abstract mesh."""
+    """jax's name of the devices that the program is traced for, as "TPU v5 lite"; None over an abstract mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return jax.devices()[0].device_kind
@@ -32,12 +32,12 @@ def device_kind() -> str | None:
 
 
 def jax_has_started() -> bool:
-    """Whether jax has created its backends, after which devices can no longer be chosen."""
+    """Whether jax has initialized its backends, which fixes the devices."""
     return private("xla_bridge.backends_are_initialized")()
 
 
 def leave_out_idle_tpu() -> None:
-    """Keeps jax from trying the TPU's library where only its compiler is of use: slow, and errors on the screen."""
+    """Keeps jax from initializing libtpu without a TPU, which is slow and prints errors; its compiler still works."""
     if not jax_has_started() and not getattr(jax.config, "jax_platforms", None) and _idle_tpu_library():
         jax.config.update("jax_platforms", "cpu")
 
@@ -55,20 +55,20 @@ def _no_accelerator() -> bool:
 
 
 def cpu_only() -> bool:
-    """Whether jax will find no accelerator, or is told to use none."""
+    """Whether jax finds no accelerator, or is configured to use none."""
     chosen = getattr(jax.config, "jax_platforms", None)
     return chosen == "cpu" if chosen else _no_accelerator()
 
 
 def detect_cluster(timeout: int) -> tuple[str | None, int | None, int | None, tuple[int, ...] | None]:
-    """What jax itself finds of a job: the coordinator's address, processes, this one, its devices."""
+    """What jax detects of a job: the coordinator's address, number of processes, this process, its devices."""
     detect = private("clusters.ClusterEnv").auto_detect_unset_distributed_params
     address, size, rank, devices = detect(None, None, None, None, None, timeout)
     return address, size, rank, None if devices is None else tuple(devices)
 
 
 def wait_at_barrier(name: str, timeout: float) -> str | None:
-    """Waits for all processes in jax's coordination service; None, or its words about those that did not come."""
+    """Waits for all processes in jax's coordination service; returns None, or its error about missing processes."""
     client = private("distributed.global_state").client
     assert client is not None
     try:
@@ -79,7 +79,7 @@ def wait_at_barrier(name: str, timeout: float) -> str | None:
 
 
 def cpu_devices_asked_for() -> int:
-    """The CPU devices that jax's own configuration asks for; -1 where it says nothing."""
+    """The number of CPU devices in jax's configuration; -1 if unset."""
     return int(getattr(jax.config, "jax_num_cpu_devices", -1))
 
 
@@ -88,23 +88,23 @@ _AS_PROCESS_LOCK = threading.RLock()
 
 
 def _process_index(backend: Any = None) -> int:
-    """Stands in for jax's function, whose globals are not these."""
+    """Replaces the code of jax's function; it cannot use this module's globals."""
     from shardkit._platform import process_index_here
 
     return process_index_here(backend)
 
 
 def process_index_here(backend: Any) -> int:
-    """The process as which this thread traces; for all other threads, and for a backend, jax's own answer."""
+    """The index of the process as which this thread traces; in other threads the actual one."""
     index = getattr(_AS_PROCESS, "index", None)
     return int(private("xla_bridge.get_backend")(backend).process_index()) if index is None else index
 
 
 @contextmanager
 def as_process(index: int) -> Iterator[None]:
-    """Traces as process 0 or 1 would: `jax.process_index()` answers so, under whatever name it was imported.
+    """Traces as another process: `jax.process_index()` returns `index`, under any name it was imported by.
 
-    What is traced inside is kept apart from jax's trace caches, in which functions traced before would be found.
+    Traces inside use separate entries of jax's trace caches, which would return functions traced before.
     """
     with _AS_PROCESS_LOCK:
         function = private("xla_bridge.process_index")
@@ -120,7 +120,7 @@ def as_process(index: int) -> Iterator[None]:
 
 
 def lowered_mesh(lowered: Any) -> tuple[dict[str, int], int]:
-    """Names and sizes of the axes of a lowered program's first mesh, none if it has none, and its partitions."""
+    """Sizes by name of the axes of a lowered program's first mesh (empty without one), and its number of partitions."""
     module = lowered.compiler_ir("stablehlo")
     meshes = [str(op.attributes["mesh"]) for op in module.body.operations if op.operation.name == "sdy.mesh"]
     axes = re.findall(r'"([^"]*)"=(\d+)', next((text for text in meshes if "=" in text), ""))
@@ -128,7 +128,7 @@ def lowered_mesh(lowered: Any) -> tuple[dict[str, int], int]:
 
 
 def compile_for(bytecode: bytes, devices: list[Any], options: dict[str, Any]) -> Any:
-    """Compiles a StableHLO module for devices that need not exist; they stand in the order of the program's partitions.
+    """Compiles a StableHLO module for devices that need not exist, in the order of the program's partitions.
 
     Returns:
         The executable: `.hlo_modules()`, `.get_compiled_memory_stats()`.
@@ -141,7 +141,7 @@ def compile_for(bytecode: bytes, devices: list[Any], options: dict[str, Any]) ->
         module: Any = ir.Module.parse(bytecode)
         named = {op.attributes["sym_name"].value: op for op in module.body.operations if "sym_name" in op.attributes}
         main = named["main"]
-        # Where the program says nothing of an argument's or a result's layout, the compiler is free to choose.
+        # The compiler chooses the layouts of arguments and results that the program does not specify.
         free = [["sdy.sharding" not in each for each in attrs] for attrs in (main.arg_attrs, main.result_attrs)]
         client = devices[0].client
         placed = np.array(devices).reshape(1, -1)

@@ -1,7 +1,7 @@
-"""Arrays that can be carried, sliced, scanned and differentiated, and not computed with until they are unsealed.
+"""Arrays that can be carried, sliced, scanned and differentiated, but not computed with until they are unsealed.
 
-A sealed array has a dtype of its own, as jax's keys have: jax refuses it in arithmetic, and whatever it says then holds
-the dtype's name.
+A sealed array has an extended dtype, as jax's keys have: jax refuses it in arithmetic, and the error contains the
+dtype's name.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from shardkit import _compat
 
 
 class SealedType(jax.dtypes.extended):
-    """The kind of dtype that sealed arrays have."""
+    """The scalar type of sealed dtypes."""
 
 
 class _Rules:
-    """What jax asks an extended dtype for. Nothing here makes a value of it, or takes one apart."""
+    """The rules of an extended dtype in jax. None creates a value of it, or converts one."""
 
     allow_conversion = False
 
@@ -49,7 +49,7 @@ except ImportError:  # raised again by the first array that is sealed
 
 
 class Sealed(_ExtendedDType):
-    """The dtype of a sealed array: what it holds, and the words that stand in every error about it."""
+    """The dtype of a sealed array: the dtype inside, and the text that every error about it contains."""
 
     _rules = _Rules
     type = SealedType
@@ -60,12 +60,12 @@ class Sealed(_ExtendedDType):
 
     @property
     def name(self) -> str:
-        """The words of the errors."""
+        """The text in errors."""
         return self._name
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Bytes per element."""
         return self.holds.itemsize
 
     def __repr__(self) -> str:
@@ -82,17 +82,17 @@ _seal, _unseal = Primitive("seal"), Primitive("unseal")
 _seal.def_abstract_eval(lambda x, *, dtype: x.update(dtype=dtype, weak_type=False))
 _unseal.def_abstract_eval(lambda x: x.update(dtype=x.dtype.holds))
 for _primitive in (_seal, _unseal):
-    _primitive.def_impl(lambda x, **_: x)  # sealed arrays are made while a step is traced
+    _primitive.def_impl(lambda x, **_: x)  # arrays are sealed at trace time
     ad.defjvp(_primitive, lambda t, x, **_: t)
     batching.defvectorized(_primitive)
     mlir.register_lowering(_primitive, lambda _, x, **__: [x])
 
 
 def seal(x: Any, name: str) -> Any:
-    """The array, sealed: every error about it holds `name`."""
+    """The array, sealed: every error about it contains `name`."""
     return _seal.bind(x, dtype=Sealed(x.dtype, name))
 
 
 def unseal(x: Any) -> Any:
-    """The array that was sealed; any other as it is."""
+    """The array inside a sealed one; any other unchanged."""
     return _unseal.bind(x) if isinstance(x.dtype, Sealed) else x

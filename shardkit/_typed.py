@@ -1,4 +1,4 @@
-"""Arguments of a kind other than the signature says: one sentence, where Python would take them for something else."""
+"""Checks of arguments against the annotations of a signature, with errors of one sentence."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ _HUGE = 2**63
 
 
 def typed(fn: F, where: str = "", only: type | None = None) -> F:
-    """Refuses arguments that are not what their annotations say, before the function sees them.
+    """Refuses arguments that do not match their annotations, before the function is called.
 
-    Looked at are bool, int, float, str, Literal and None: strings are true, nan is neither large nor small, and True is
-    1, so that each of them would be taken in earnest somewhere; the kinds of `_kinds.py`: arrays, axes, meshes, plans,
-    keys, functions, paths, sequences; and unions of them. Any other annotation is left to the function. A whole number
-    has 63 bits: nothing that is counted here needs more, and jax cannot hold it. Other ranges are the function's own
-    affair. `where` is what the function is called in errors; `only` is the one kind to look at, where the function
-    looks at the others itself.
+    Checks bool, int, float, str, Literal and None (a string is truthy, nan passes every comparison and True equals 1,
+    so that Python would accept them silently), the kinds of `_kinds.py` (arrays, axes, meshes, plans, keys, functions,
+    paths, sequences), and unions of them; any other annotation is not checked. Whole numbers must be below 2**63, which
+    jax can represent; other ranges are checked by the function. `where` is the function's name in errors; `only`
+    restricts the check to one kind.
 
     Raises:
         TypeError: from the call: "function: argument must be a whole number; got 1.5. Correct argument."
@@ -51,7 +50,7 @@ def typed(fn: F, where: str = "", only: type | None = None) -> F:
     def checked(*args: Any, **kwargs: Any) -> Any:
         try:
             given = signature.bind(*args, **kwargs).arguments
-        except TypeError:  # which Python says in its own words
+        except TypeError:  # raised by Python
             return fn(*args, **kwargs)
         for each, allowed in kinds().items():
             several = signature.parameters[each].kind
@@ -69,7 +68,7 @@ def typed(fn: F, where: str = "", only: type | None = None) -> F:
 
 
 def check_fields(options: Any) -> None:
-    """Refuses fields of a dataclass, or of a NamedTuple, that are not what their annotations say."""
+    """Refuses fields of a dataclass, or of a NamedTuple, that do not match their annotations."""
     for name, hint in get_type_hints(type(options), include_extras=True).items():
         if allowed := kinds_of(hint):
             check_kind(type(options).__name__, name, getattr(options, name), allowed)

@@ -179,7 +179,7 @@ def test_arguments_that_cannot_be_meant():
         "certify_gradients: axis must be a mesh axis name or a tuple of names"
     )
     assert refused(ValueError, batch_spec=P("rows")) == (
-        "certify_gradients: the spec P('rows',) uses axis 'rows', which is none of 'data'. Use one of them."
+        "certify_gradients: the spec P('rows',) uses axis 'rows', which is not among 'data'. Use one of those."
     )
 
 
