@@ -85,8 +85,8 @@ def pipeline_value_and_grad(
             no stage is inside a branch, so it may use any collective. "branch": devices compute only what is theirs;
             refused if the stage or its derivative uses a ppermute or a collective over `axis`. In both modes an
             embedding or head without collectives runs only where it is needed.
-        recompute: whether the backward pass starts again from the stage's input, the only residual of a microbatch in
-            flight. False: all residuals that depend on the input are saved; less work, more memory.
+        recompute: whether only the stage's input is saved for the backward pass, which recomputes the rest. False: all
+            that depends on the input is saved; less work, more memory.
         layers_per_stage: how many layers each stage has, where that differs.
         layer_numbers: whether the stage gets `(layers, numbers)`, with each layer's index in the whole stack, int32
             [layers]: for dropout keys that differ by layer, `fold_keys(keys, number)`.

@@ -1,4 +1,4 @@
-"""Loss functions, Means, and the gradient recipes of shard_map: ours is right, the classical ones are not."""
+"""Loss functions, Means, and the gradient recipes of shard_map: this one is right, the classical ones are not."""
 
 import jax
 import jax.numpy as jnp
@@ -247,7 +247,7 @@ def test_a_weight_that_depends_on_the_parameters_is_refused(mesh4):
 
 
 def test_a_weight_that_is_whole_along_an_axis_that_splits_the_total_is_refused():
-    """Lengths of sequences whose tokens are split: summed over that axis they would count once on each device."""
+    """Lengths of sequences whose tokens are split: summed over that axis, each would count once per device."""
     mesh = sk.make_mesh(jax.devices()[:4], data=2, context=2)
     loss_fn = lambda w, b, keys: sk.Mean(jnp.sum(b["x"] * w), jnp.sum(b["n"]))  # noqa: E731
     evaluate = sk.make_eval_step(loss_fn, mesh=mesh, plan=sk.chain(sk.dp("data"), sk.cp("context")))

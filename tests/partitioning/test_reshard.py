@@ -1,4 +1,4 @@
-"""The way in and out of a step: what one large leaf may cost."""
+"""Resharding parameters in and gradients out: what one large leaf may cost."""
 
 import jax
 import jax.numpy as jnp

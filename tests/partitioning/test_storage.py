@@ -1,4 +1,4 @@
-"""Leaves that do not divide under uneven="pad": held, sent and shown with their padding, and never computed with it."""
+"""Leaves that do not divide under uneven="pad": stored and sent with their padding, and never computed with it."""
 
 from fractions import Fraction
 from functools import cache
@@ -86,7 +86,7 @@ def one_device(name, steps=3):
 
 
 def padding_of(tree):
-    """Everything that stands in the padding of a tree."""
+    """All values in the padding of a tree."""
     nodes = [x for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Padded)) if isinstance(x, Padded)]
     for node in nodes:
         inside = np.zeros(node.array.shape, bool)
@@ -150,7 +150,7 @@ def test_dtypes_accumulation_and_a_loss_scale_go_with_it(kind):  # proves F13, F
         assert jnp.array_equal(sk.unpadded(states[0].params[leaf]), sk.unpadded(copy).astype(jnp.bfloat16))
 
 
-# ---- what is held and sent
+# ---- what is stored and sent
 
 
 def abstract(kind, **options):
@@ -316,7 +316,7 @@ def test_evaluation_takes_a_padded_state():
 
 
 def test_a_padded_state_is_evaluated_under_its_own_plan_or_unpadded():
-    """Under another plan the zeros counted as classes: 2.079 where it is 1.609."""
+    """Under another plan the zeros would count as classes: a loss of 2.079 and not 1.609."""
     mesh = sk.make_mesh(data=8)
     classes = {"b": np.zeros(5, np.float32)}  # of equal logits: log 5
     loss = lambda params, batch, keys: sk.Mean.of(-jax.nn.log_softmax(params["b"])[batch])  # noqa: E731

@@ -380,8 +380,8 @@ def on_two(fn, *args):
         (
             lambda: laid_out(sk.tp("model", {"embed": P("model")}), model=2),
             ValueError,
-            "tp: the rules have no spec for leaf final_norm; theirs are for the leaves 'embed'. Make "
-            "them from the logical axes of these parameters.",
+            "tp: the rules have no spec for leaf final_norm; theirs are for the leaves 'embed'. Make the "
+            "rules from the logical axes of these parameters.",
         ),
         (
             lambda: sk.tp("model", {"embed": ("vocabulary", "embed")}),

@@ -1,4 +1,4 @@
-"""Donation: a step writes its new state where the old one was, and no two leaves of a state share a buffer."""
+"""Donation: a step reuses the buffers of the old state, and no two leaves of a state share a buffer."""
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,7 @@ def test_every_byte_of_the_state_is_written_in_place(plan, policy):  # proves F5
     ids=["adamw", "schedule_free"],
 )
 def test_no_two_leaves_share_a_buffer(plan, policy, optimizer):  # proves F51
-    """With float32 parameters a cast to the master's dtype is no copy: the second donation would be an error."""
+    """With float32 parameters a cast to the master's dtype does not copy: the same buffer would be donated twice."""
     state, step, params = built(plan, policy, optimizer)
     copied = buffers(params)
     for _ in range(2):

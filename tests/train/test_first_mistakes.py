@@ -1,4 +1,4 @@
-"""What a builder is given instead of what it wants: one sentence, before anything is traced."""
+"""Wrong arguments of the builders: a one-sentence error, before anything is traced."""
 
 import jax
 import jax.numpy as jnp

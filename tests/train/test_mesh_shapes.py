@@ -1,4 +1,4 @@
-"""One step on every shape of eight devices: mesh, init, batch, compile, gradients, update, and one device's numbers."""
+"""One step on every shape of eight devices: mesh, init, batch, compile, gradients and update as on one device."""
 
 import jax
 import numpy as np

@@ -18,7 +18,7 @@ def error(params, x, y):
 
 
 def before(params, x, y):
-    """A step as it was written for pmap: of one device, on leaves with a dim of devices in front."""
+    """A step for pmap: one device's, on leaves with a leading dim of devices."""
     gradients = jax.grad(lambda p: jnp.mean(error(p, x, y)))(params)
     gradients = jax.lax.pmean(gradients, "batch")
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)

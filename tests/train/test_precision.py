@@ -197,7 +197,7 @@ def test_a_dtype_that_is_no_float_is_refused(field, wrong):
 
 
 def test_a_loss_that_overflows_the_output_alone_is_finite(data8):
-    """Finiteness is that of the loss, and the optimizer is given it as it is."""
+    """Only the float32 loss decides on finiteness, and the optimizer gets it uncast."""
     given = []
     optimizer = optax.GradientTransformationExtraArgs(
         lambda params: optax.EmptyState(),
@@ -246,7 +246,7 @@ def test_gradients_are_summed_in_the_dtype_of_reductions(plan):
 
 
 def test_gradients_of_microbatches_are_summed_in_float32():
-    """In bfloat16 256 and 1 are 256."""
+    """In bfloat16 256 + 1 is 256."""
     low = sk.Precision(param=jnp.bfloat16, compute=jnp.bfloat16, master=jnp.float32)
     init, step = sk.make_train_step(
         sk.value_and_grad(lambda params, batch, keys: sk.Mean.of(batch * params["w"])),

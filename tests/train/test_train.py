@@ -111,7 +111,7 @@ def test_init_of_a_function_equals_init_of_its_result(data8):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Linear:
-    """A module as equinox makes them: a pytree, and it can be called."""
+    """A callable pytree, such as an equinox module."""
 
     weight: jax.Array
 
@@ -120,7 +120,7 @@ class Linear:
 
 
 class Unregistered(Linear):
-    """The same, but no pytree."""
+    """The same, but not a pytree."""
 
 
 # It was called with the key, as the function that makes the parameters.
