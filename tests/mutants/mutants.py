@@ -297,14 +297,14 @@ _PARALLEL = (
     ),
     Mutant(
         "local-groups-of-own-heads",
-        "shardkit/strategies/tensor.py",
+        "shardkit/layers/linear.py",
         "block, dtype=np.int32)) // group, axis=at",
         "block, dtype=np.int32)) // here, axis=at",
         SLOT,
     ),
     Mutant(
         "qkv-inverse",
-        "shardkit/strategies/tensor.py",
+        "shardkit/layers/linear.py",
         "np.argsort(order) if inverse else order",
         "order",
         ORDER,
@@ -333,7 +333,7 @@ _PARALLEL = (
     Mutant(
         "key-gradients-not-home",
         "shardkit/layers/blockwise.py",
-        "dq, (dk, dv) = pass_on(grads)  # home",
+        "dq, (dk, dv) = pass_on(grads)  # to the device that holds these keys",
         "dq, (dk, dv) = grads",
         NEIGHBOUR,
     ),
@@ -346,7 +346,7 @@ _PARALLEL = (
     ),
     Mutant(
         "ulysses-without-segments",
-        "shardkit/strategies/context.py",
+        "shardkit/layers/context_attention.py",
         "segments_bT = None if segments_bt is None else all_gather(segments_bt, names, dim=1)",
         "segments_bT = None",
         TERM,
@@ -409,14 +409,14 @@ _PARALLEL = (
     ),
     Mutant(
         "expert-slots-group-major",
-        "shardkit/strategies/expert.py",
+        "shardkit/layers/moe.py",
         "(routing.expert * G + group_N) * C + routing.position",
         "(group_N * E + routing.expert) * C + routing.position",
         AXIS,
     ),
     Mutant(
         "dropless-sorted-by-sender",
-        "shardkit/strategies/expert.py",
+        "shardkit/layers/moe.py",
         "segment_S % (E // n), E // n)",
         "segment_S // (E // n), E // n)",
         SLOT,
@@ -472,14 +472,14 @@ _PARALLEL = (
     ),
     Mutant(
         "pipeline-never-wraps",
-        "shardkit/strategies/pipeline.py",
+        "shardkit/pipeline/run.py",
         'wrap=v > 1 and schedule.placement == "loop"',
         "wrap=False",
         NEIGHBOUR,
     ),
     Mutant(
         "stage-starts-one-late",
-        "shardkit/strategies/pipeline.py",
+        "shardkit/pipeline/run.py",
         "np.cumsum(each)[:-1]])",
         "np.cumsum(each)[1:]])",
         SLOT,
