@@ -1,7 +1,7 @@
-"""Attention on one device in one piece, and the parts that every form of it shares.
+"""Attention on one device, unblocked, and what every form of attention shares.
 
 Shapes: b examples, T or t queries, S or s keys, H heads, G key/value heads, R = H/G heads that share one, K head size.
-Scores, softmax and sums are float32 whatever the inputs; the matrix products take the inputs' dtype.
+Scores, softmax and sums are float32 for every input dtype; the operands of matmuls have the inputs' dtype.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def dot_attention(
     segments_bt: jax.Array | None = None,
     scale: float | None = None,
 ) -> jax.Array:
-    """Softmax attention over a whole sequence on one device: the reference of every other form.
+    """Softmax attention over a whole sequence on one device: the reference for every other form.
 
     Layout: `Q[b, T, H, K], K[b, T, G, K], V[b, T, G, K] -> Y[b, T, H, K]`
 
@@ -39,17 +39,17 @@ def dot_attention(
         q_bTHK: queries.
         k_bTGK: keys; H/G heads share each of the G key/value heads (G = H: each has its own).
         v_bTGK: values.
-        causal: a token attends to itself and to those before it, not to those behind.
-        segments_bt: int32 numbers of the documents that are packed into a sequence; a token attends to its own only.
-        scale: what scores are multiplied by; None: 1/sqrt(K).
+        causal: a token attends to itself and to earlier ones only.
+        segments_bt: int32 numbers of the documents packed into a sequence; a token attends to its own only.
+        scale: factor of the scores; None: 1/sqrt(K).
 
     Returns:
         Array of the shape and dtype of the queries.
 
     Raises:
-        ValueError: shapes that do not fit each other, or G does not divide H.
+        ValueError: inconsistent shapes, or G does not divide H.
 
-    Cost: none; it holds b H T T scores, and keeps as many weights, in the dtype of v, for the backward pass.
+    Cost: nothing is sent; temporary memory of b H T T scores, and as many weights in the dtype of v as residuals.
 
     Example:
         >>> q, k = jnp.ones((1, 6, 4, 8)), jnp.ones((1, 6, 2, 8))  # two query heads share each key/value head
@@ -74,7 +74,7 @@ def _attend(
 def _attend_forward(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, causal: bool, scale: float
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Autodiff would keep the float32 softmax and multiply float32 gradients; its weights are kept in v's dtype."""
+    """Autodiff would save the float32 softmax and multiply float32 gradients; here weights are saved in v's dtype."""
     scores = scores_of(q, k, allowed(q, k, 0 if causal else None, segments, segments), scale)
     largest = jnp.max(scores, axis=-1, keepdims=True)
     log_total = largest + jnp.log(jnp.sum(jnp.exp(scores - largest), axis=-1, keepdims=True))
@@ -93,31 +93,31 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def check(where: str, q_btHK: jax.Array, k_btGK: jax.Array, v_btGK: jax.Array, segments_bt: jax.Array | None) -> None:
-    """Refuses queries, keys, values and segments that do not fit each other."""
+    """Refuses queries, keys, values and segments of inconsistent shapes."""
     q, k, v = jnp.shape(q_btHK), jnp.shape(k_btGK), jnp.shape(v_btGK)
     if not (len(q) == len(k) == 4 and v == k and (*q[:2], q[3]) == (*k[:2], k[3])):
         raise ValueError(
-            f"{where}: keys and values must be [b, t, G, K] beside queries [b, t, H, K]; got queries {q}, keys {k}, "
+            f"{where}: keys and values must be [b, t, G, K] for queries [b, t, H, K]; got queries {q}, keys {k}, "
             f"values {v}. Give all three the same b, t and K."
         )
     if q[2] % k[2]:
         raise ValueError(f"{where}: kv heads must divide heads; got {k[2]} kv heads for {q[2]} heads. Change one.")
     if segments_bt is not None and jnp.shape(segments_bt) != q[:2]:
         raise ValueError(
-            f"{where}: segments must give each token its document's number; got shape {jnp.shape(segments_bt)} for "
+            f"{where}: segments must hold one document number per token; got shape {jnp.shape(segments_bt)} for "
             f"{q[0]} x {q[1]} tokens. Pass them as [b, t]."
         )
 
 
 def scale_of(q: jax.Array, scale: float | None) -> float:
-    """What scores are multiplied by."""
+    """The factor of the scores."""
     return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 
 def split_heads(
     q_btHK: jax.Array, k_btGK: jax.Array, v_btGK: jax.Array, segments_bt: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Queries [b, G, R, t, K], keys and values [b, G, t, K], segments [b, t, 1]: in all of them tokens are dim -2."""
+    """Queries [b, G, R, t, K], keys and values [b, G, t, K], segments [b, t, 1]: tokens are always dim -2."""
     b, t, _, K = q_btHK.shape
     q = q_btHK.reshape(b, t, k_btGK.shape[2], -1, K).transpose(0, 2, 3, 1, 4)
     k, v = k_btGK.transpose(0, 2, 1, 3), v_btGK.transpose(0, 2, 1, 3)
@@ -135,7 +135,7 @@ def allowed(
 ) -> jax.Array | None:
     """Which query may attend to which key, [b or 1, 1, 1, t, s]; None for all.
 
-    `ahead` is by how much the first query stands behind the first key where attention is causal, None where it is not.
+    `ahead` is the position of the first query minus that of the first key where attention is causal, else None.
     """
     mask = None
     if ahead is not None:
@@ -175,8 +175,8 @@ def gradients(
         weights_bGRts: the softmax's weights.
         dy_bGRtK: the gradient of the result.
         y_dy_bGRt1: `inner` of the result and its gradient.
-        scale: what scores are multiplied by.
-        partial_sums: these keys are a part of all keys: the gradients are float32, to be summed over the parts.
+        scale: factor of the scores.
+        partial_sums: these are some of the keys: the gradients are float32, to be summed over all.
 
     Source: Dao et al., FlashAttention (arXiv:2205.14135), appendix B.
     """

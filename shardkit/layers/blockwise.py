@@ -1,7 +1,7 @@
-"""Attention block by block: tiles on one device, blocks of keys that pass round a ring, one derivative for both.
+"""Attention block by block: tiles on one device, blocks of keys around a ring, one derivative for both.
 
-Scores live no longer than their tile: the backward pass computes them once more, from queries, keys, values, the result
-and the logarithm of each query's denominator. Tokens are dim -2 of every array.
+Scores exist for one tile at a time: the backward pass recomputes them from queries, keys, values, the result and the
+logarithm of each query's denominator. Tokens are dim -2 of every array.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from shardkit.layers.zigzag import Order
 
 
 class Form(NamedTuple):
-    """What is known of an attention before it runs.
+    """The static options of an attention.
 
     Attributes:
         names: the axes of the ring; () for none.
-        causal: whether a token attends only to itself and to those before it.
+        causal: whether a token attends only to itself and to earlier ones.
         order: of the tokens along the ring.
         block: the size of a tile, None for whole blocks.
-        scale: what scores are multiplied by.
+        scale: factor of the scores.
     """
 
     names: tuple[str, ...]
@@ -39,7 +39,7 @@ class Form(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """What queries know of a softmax after some of the keys, float32.
+    """The running softmax of queries after some of the keys, float32.
 
     Attributes:
         maximum: the largest score so far, [b, G, R, t, 1].
@@ -57,8 +57,8 @@ class Softmax(NamedTuple):
         column = wide_zeros(q[..., :1])
         return cls(column + MASKED, column, wide_zeros(q))
 
-    def meet(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, scale: float) -> Softmax:
-        """After a further block of keys. What comes of a block that a query may not attend to, the next one undoes."""
+    def updated(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, scale: float) -> Softmax:
+        """After another block of keys. What a fully masked block adds, the next block's rescaling removes."""
         scores = scores_of(q, k, mask, scale)
         maximum = jnp.maximum(self.maximum, scores.max(-1, keepdims=True))
         weights, decay = jnp.exp(scores - maximum), jnp.exp(self.maximum - maximum)
@@ -66,12 +66,12 @@ class Softmax(NamedTuple):
         return Softmax(maximum, self.total * decay + weights.sum(-1, keepdims=True), self.sum * decay + found)
 
     def result(self) -> tuple[jax.Array, jax.Array]:
-        """The attention [b, G, R, t, K], and the logarithm of its denominator [b, G, R, t, 1]."""
+        """The result [b, G, R, t, K], and the logarithm of its denominator [b, G, R, t, 1]."""
         return self.sum / self.total, self.maximum + jnp.log(self.total)
 
 
 class Visit(NamedTuple):
-    """Queries from `rows` on meet keys from `columns` on, `size` of each; `ahead` as in `allowed`."""
+    """The scores of `size` queries from `rows` on and `size` keys from `columns` on; `ahead` as in `allowed`."""
 
     rows: Any
     columns: Any
@@ -79,7 +79,7 @@ class Visit(NamedTuple):
     ahead: Any = None
 
 
-_Held = tuple[jax.Array, jax.Array, jax.Array | None]  # a block of keys, values and segments
+_Keys = tuple[jax.Array, jax.Array, jax.Array | None]  # a block of keys, values and segments
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -93,30 +93,30 @@ def attend(
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, form: Form
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    def visit(seen: Softmax, held: _Held, at: Visit) -> Softmax:
-        k, v, mask, (rows, part) = _tile(held, at, segments, (q, seen))
-        return _put(seen, part.meet(rows, k, v, mask, form.scale), at.rows)
+    def visit(seen: Softmax, keys: _Keys, at: Visit) -> Softmax:
+        k, v, mask, (rows, part) = _tile(keys, at, segments, (q, seen))
+        return _put(seen, part.updated(rows, k, v, mask, form.scale), at.rows)
 
     y, log_total = _round(visit, Softmax.empty(q), (k, v, segments), form).result()
     y, log_total = saved_as_dot(y.astype(q.dtype)), saved_as_dot(log_total)
     return y, (q, k, v, segments, y, log_total)
 
 
-def _backward(form: Form, kept: tuple[Any, ...], dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q, k, v, segments, y, log_total = kept
+def _backward(form: Form, residuals: tuple[Any, ...], dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    q, k, v, segments, y, log_total = residuals
     y_dy = inner(y, dy)
 
-    def visit(grads: Any, held: _Held, at: Visit) -> Any:
-        k, v, mask, (rows, log, *cotangents) = _tile(held, at, segments, (q, log_total, dy, y_dy))
+    def visit(grads: Any, keys: _Keys, at: Visit) -> Any:
+        k, v, mask, (rows, log, *cotangents) = _tile(keys, at, segments, (q, log_total, dy, y_dy))
         weights = jnp.exp(scores_of(rows, k, mask, form.scale) - log)
         dq, dk, dv = gradients(rows, k, v, weights, *cotangents, scale=form.scale, partial_sums=True)
         return _add(grads[0], dq, at.rows), _add(grads[1], (dk, dv), at.columns)
 
-    def pass_on(grads: Any) -> Any:  # the gradients of keys and values travel with them
+    def pass_on(grads: Any) -> Any:  # gradients of keys and values move along with them
         return grads[0], shift(grads[1], form.names) if form.names else grads[1]
 
     grads = _round(visit, (wide_zeros(q), (wide_zeros(k), wide_zeros(v))), (k, v, segments), form, pass_on)
-    dq, (dk, dv) = pass_on(grads)  # home
+    dq, (dk, dv) = pass_on(grads)  # to the device that holds these keys
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
@@ -124,15 +124,15 @@ attend.defvjp(_forward, _backward)
 
 
 def _round(
-    visit: Callable[[Any, _Held, Visit], Any],
+    visit: Callable[[Any, _Keys, Visit], Any],
     carry: Any,
-    held: _Held,
+    keys: _Keys,
     form: Form,
     pass_on: Callable[[Any], Any] = lambda carry: carry,
 ) -> Any:
-    """This device's queries visit its own keys, then those of every other device, each of which arrives meanwhile."""
+    """Visits this device's own keys, then those of every other device, while the next ones arrive."""
     names, causal, order, block, _ = form
-    t = held[0].shape[-2]
+    t = keys[0].shape[-2]
     half = t // 2
     visit = partial(_in_tiles, visit, block)
     if causal and order == "zigzag":
@@ -140,45 +140,45 @@ def _round(
     else:
         own = [Visit(0, 0, t, 0 if causal else None)]
     n = axis_size(names) if names else 1
-    arriving = held if n == 1 else shift(held, names)
+    arriving = keys if n == 1 else shift(keys, names)
     for at in own:
-        carry = visit(carry, held, at)
+        carry = visit(carry, keys, at)
     if n == 1:
         return carry
     me = axis_index(names)
 
-    def others(step: Any, held: _Held, carry: Any) -> Any:
+    def others(step: Any, keys: _Keys, carry: Any) -> Any:
         carry = pass_on(carry)
-        before = step <= me  # the block is that of device me - step, modulo n
+        before = step <= me  # the keys are those of device me - step, modulo n
         if not causal:
-            return visit(carry, held, Visit(0, 0, t))
+            return visit(carry, keys, Visit(0, 0, t))
         if order == "contiguous":
-            return lax.cond(before, lambda: visit(carry, held, Visit(0, 0, t)), lambda: carry)
-        # Late queries see the early keys of every device. Besides, early queries see the early keys of a device before
-        # this one, or late queries the late keys of one behind it.
-        carry = visit(carry, held, Visit(half, 0, half))
+            return lax.cond(before, lambda: visit(carry, keys, Visit(0, 0, t)), lambda: carry)
+        # Late queries see the early keys of every device; also, early queries see the early keys of a device before
+        # this one, and late queries the late keys of a device after it.
+        carry = visit(carry, keys, Visit(half, 0, half))
         start = jnp.where(before, 0, half)
-        return visit(carry, held, Visit(start, start, half))
+        return visit(carry, keys, Visit(start, start, half))
 
     def body(step: Any, both: Any) -> Any:
-        held, carry = both
-        return shift(held, names), others(step, held, carry)
+        keys, carry = both
+        return shift(keys, names), others(step, keys, carry)
 
-    held, carry = lax.fori_loop(1, n - 1, body, (arriving, carry))
-    return others(n - 1, held, carry)
+    keys, carry = lax.fori_loop(1, n - 1, body, (arriving, carry))
+    return others(n - 1, keys, carry)
 
 
-def _in_tiles(visit: Callable[[Any, _Held, Visit], Any], block: int | None, carry: Any, held: _Held, at: Visit) -> Any:
-    """A visit in one piece, or tile by tile; tiles above the diagonal are left out."""
+def _in_tiles(visit: Callable[[Any, _Keys, Visit], Any], block: int | None, carry: Any, keys: _Keys, at: Visit) -> Any:
+    """One visit, or one per tile; tiles above the diagonal are skipped."""
     if block is None or block >= at.size:
-        return visit(carry, held, at)
+        return visit(carry, keys, at)
     causal, count = at.ahead is not None, at.size // block
     tiles = count * (count + 1) // 2 if causal else count * count
 
     def tile(_: Any, state: Any) -> Any:
         row, column, carry = state
         ahead = at.ahead + (row - column) * block if causal else None
-        carry = visit(carry, held, Visit(at.rows + row * block, at.columns + column * block, block, ahead))
+        carry = visit(carry, keys, Visit(at.rows + row * block, at.columns + column * block, block, ahead))
         ends = column == (row if causal else count - 1)
         return jnp.where(ends, row + 1, row), jnp.where(ends, 0, column + 1), carry
 
@@ -187,10 +187,10 @@ def _in_tiles(visit: Callable[[Any, _Held, Visit], Any], block: int | None, carr
 
 
 def _tile(
-    held: _Held, at: Visit, segments: jax.Array | None, of_queries: Any
+    keys: _Keys, at: Visit, segments: jax.Array | None, of_queries: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, Any]:
-    """The keys and values of a visit, its mask, and the rows of all that belongs to queries, themselves first."""
-    k, v, k_segments = _cut(held, at.columns, at.size)
+    """The keys and values of a visit, its mask, and the rows of queries and of what belongs to them."""
+    k, v, k_segments = _cut(keys, at.columns, at.size)
     rows, q_segments = _cut((of_queries, segments), at.rows, at.size)
     return k, v, allowed(rows[0], k, at.ahead, q_segments, k_segments), rows
 

@@ -1,4 +1,4 @@
-"""Attention over sequences whose tokens are split over devices: by a ring of keys and values, or by heads.
+"""Attention over sequences whose tokens are sharded: by a ring of keys and values, or by heads.
 
 | | every device computes | sent forward | sent backward |
 |---|---|---|---|
@@ -6,15 +6,15 @@
 | `ring_attention`, zigzag, causal | 2n+1 half-chunk pairs | (n-1) kv | (n-1) kv + n dkv |
 | `ulysses_attention` | H/n heads, all tokens | (n-1)/n (2 q + kv) | the same |
 
-q, kv: bytes of this device's queries, and of its keys and values together; dkv: the same in float32. A half-chunk pair
-is half of a device's queries with half of a device's keys.
+q, kv: bytes of this device's queries, and of its keys and values; dkv: kv in float32. A half-chunk pair is half of a
+device's queries with half of a device's keys.
 
-In zigzag order the sequence is cut into 2n chunks, of which device i holds chunks i and 2n-1-i: an early one, whose
-queries see little, and a late one, whose queries see much. `zigzag` brings a batch into that order, `positions` says
-where its tokens then stand; a loss summed over tokens does not notice.
+In zigzag order the sequence is split into 2n chunks, of which device i holds chunks i and 2n-1-i: an early one, whose
+queries see few keys, and a late one, whose queries see many. `zigzag` reorders a batch, `positions` returns the
+positions of its tokens; a loss summed over tokens is the same in both orders.
 
 Source: Liu et al., Ring Attention (arXiv:2310.01889); Brandon et al., Striped Attention (arXiv:2311.09431) and the
-zigzag order of ring-flash-attention; Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509); Fang and Zhao, both at once
+zigzag order of ring-flash-attention; Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509); Fang and Zhao, both combined
 (arXiv:2405.07719).
 """
 
@@ -31,7 +31,7 @@ from shardkit._typed import typed
 from shardkit.collectives import all_gather, all_to_all, axis_size, vary
 from shardkit.layers.attention import check, join_heads, scale_of, split_heads
 from shardkit.layers.blockwise import Form, attend
-from shardkit.layers.zigzag import Order, half_of, is_zigzag, ring_first
+from shardkit.layers.zigzag import Order, half_of, ring_first
 from shardkit.partitioning.token_axes import in_plan_order
 
 
@@ -48,37 +48,37 @@ def ring_attention(
     block: int | None = None,
     scale: float | None = None,
 ) -> jax.Array:
-    """Attention over a sequence whose tokens are split over `axis`: keys and values pass round a ring.
+    """Attention over a sequence whose tokens are split over `axis`: keys and values pass around a ring.
 
-    Each device meets one block of keys after the other with an online softmax, while the next block arrives. The
-    backward pass is a ring too: it computes the scores once more, and keeps q, k, v, the result and a number a query.
+    Each device processes one block of keys after another with an online softmax, while the next block arrives. The
+    backward pass is a ring too: it recomputes the scores from q, k, v, the result and one number per query.
 
-    Under `causal`, device i has no use for the blocks of later devices. In contiguous order it skips them, and the last
-    device, which can skip none, sets the pace: 4n half-chunk pairs. In zigzag order every device has the same work,
-    3 pairs with its own block and 2 with every other, 2n+1 in all, and there is no branch.
+    Under `causal`, device i does not need the blocks of later devices. In contiguous order it skips them, and the last
+    device, which skips none, is the slowest: 4n half-chunk pairs. In zigzag order every device has the same work, 3
+    pairs with its own block and 2 with every other, 2n+1 in all, without a branch.
 
     Layout: `Q[b, T_a, H, K], K[b, T_a, G, K], V[b, T_a, G, K] -> Y[b, T_a, H, K]`
 
     Args:
         q_btHK: this device's queries.
-        k_btGK: its keys; H/G heads share each of the G key/value heads, and are not repeated on the wire.
+        k_btGK: its keys; H/G heads share each of the G key/value heads, which are sent once.
         v_btGK: its values.
         axis: axis name or tuple of names; the ring runs along the joint index.
-        causal: a token attends to itself and to those before it, not to those behind.
+        causal: a token attends to itself and to earlier ones only.
         order: which tokens device i holds: "contiguous" the i-th of n chunks, "zigzag" chunks i and 2n-1-i of 2n.
         segments_bt: int32 numbers of the documents packed into each sequence; a token attends to its own only.
-        block: queries and keys meet in tiles of this many each, one after the other; None: whole chunks.
-        scale: what scores are multiplied by; None: 1/sqrt(K).
+        block: size of the tiles of queries and keys that are processed in sequence; None: whole chunks.
+        scale: factor of the scores; None: 1/sqrt(K).
 
     Returns:
         Array of the shape and dtype of the queries.
 
     Raises:
-        ValueError: an unbound axis, axes in another order than the plan's, an unknown order, an odd number of tokens a
-            device in zigzag order, a block that does not divide a chunk, or shapes that do not fit each other.
+        ValueError: an unbound axis, axes in another order than the plan's, an unknown order, an odd number of tokens
+            per device in zigzag order, a block that does not divide a chunk, or inconsistent shapes.
 
     Cost: forward n-1 times this device's keys, values and segments, in n-1 hops; backward the same, and n times the
-        gradients of its keys and values in float32, which then are home. An axis of one device sends nothing.
+        gradients of its keys and values in float32. An axis of one device sends nothing.
 
     Example:
         >>> x, tokens = jax.random.normal(jax.random.key(0), (1, 16, 4, 8)), P(None, "model")
@@ -110,7 +110,7 @@ def ulysses_attention(
     block: int | None = None,
     scale: float | None = None,
 ) -> jax.Array:
-    """Attention over a sequence whose tokens are split over `axis`: split by heads instead, and back.
+    """Attention over a sequence whose tokens are split over `axis`: resharded by heads, and back.
 
     With `ring` the tokens are split over (ring, axis): after the exchange over `axis` each device holds H/n heads of
     its ring's share of the tokens, and `ring_attention` does the rest.
@@ -119,23 +119,23 @@ def ulysses_attention(
 
     Args:
         q_btHK: this device's queries; n must divide H.
-        k_btGK: its keys. Where n does not divide G, each is repeated until it does: lcm(G, n) of them travel.
-        v_btGK: its values, repeated alike.
+        k_btGK: its keys. Where n does not divide G, each is repeated until it does: lcm(G, n) are sent.
+        v_btGK: its values, repeated as the keys.
         axis: axis name or tuple of names.
         ring: a second axis (or tuple) for the ring, which must come before `axis` in the mesh.
-        causal: a token attends to itself and to those before it, not to those behind.
-        order: the order of the tokens along the ring; `zigzag(batch, ring, ulysses=axis)` brings them there.
+        causal: a token attends to itself and to earlier ones only.
+        order: the order of the tokens along the ring; `zigzag(batch, ring, ulysses=axis)` reorders a batch.
         segments_bt: int32 numbers of the documents packed into each sequence; a token attends to its own only.
-        block: queries and keys meet in tiles of this many each, one after the other; None: whole chunks.
-        scale: what scores are multiplied by; None: 1/sqrt(K).
+        block: size of the tiles of queries and keys that are processed in sequence; None: whole chunks.
+        scale: factor of the scores; None: 1/sqrt(K).
 
     Returns:
         Array of the shape and dtype of the queries.
 
     Raises:
-        ValueError: an unbound axis, axes in another order than the plan's, heads that do not divide, zigzag order
-            without a ring, a ring that comes behind `axis` in the mesh, a block that does not divide a chunk, or shapes
-            that do not fit each other.
+        ValueError: an unbound axis, axes in another order than the plan's, heads not divisible by n, zigzag order
+            without a ring, a ring that comes after `axis` in the mesh, a block that does not divide a chunk, or
+            inconsistent shapes.
 
     Cost: (n-1)/n of this device's queries, keys, values and result, forward and again backward, each in an all_to_all;
         n-1 times the segments. A ring adds its own, of n times the tokens and 1/n of the heads. An axis of one device
@@ -148,7 +148,7 @@ def ulysses_attention(
         >>> bool(jnp.allclose(y, sk.dot_attention(x, x, x), atol=1e-5))
         True
 
-    Source: Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509); Fang and Zhao (arXiv:2405.07719) for both at once.
+    Source: Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509); Fang and Zhao (arXiv:2405.07719) for both combined.
     """
     finite("ulysses_attention", scale=scale)
     where = "ulysses_attention"
@@ -160,10 +160,10 @@ def ulysses_attention(
             f"{where}: heads must be divisible by {named(names)}; got {heads} heads over {n} devices. "
             "Use fewer devices, or ring_attention."
         )
-    if ring is None and is_zigzag(where, order):
+    if ring is None and order == "zigzag":
         raise ValueError(
-            f"{where}: order 'zigzag' must go with a ring; got ring=None. Leave it out: all tokens are on one device "
-            "while it attends, and the work is balanced."
+            f"{where}: order 'zigzag' must go with a ring; got ring=None. Leave it out: every device attends "
+            "over all tokens, and the work is balanced."
         )
     rings = () if ring is None else ring_first(where, ring, axis)[: -len(names)]
     form = Form(rings, causal, order, block, scale_of(q_btHK, scale))
@@ -181,13 +181,13 @@ def _attention(
     where: str, q_btHK: jax.Array, k_btGK: jax.Array, v_btGK: jax.Array, segments_bt: jax.Array | None, form: Form
 ) -> jax.Array:
     tokens = q_btHK.shape[1]
-    chunk = half_of(where, tokens) if is_zigzag(where, form.order) else tokens
+    chunk = half_of(where, tokens) if form.order == "zigzag" else tokens
     if form.block is not None and (form.block < 1 or chunk % form.block):
         raise ValueError(
             f"{where}: block must divide the tokens of a chunk; got block {form.block} for chunks of {chunk} tokens. "
             "Choose a divisor, or leave it out."
         )
-    if form.names and axis_size(form.names) == 1:  # what one device has does not vary
+    if form.names and axis_size(form.names) == 1:  # an array on one device does not vary
         form = form._replace(names=())
     arrays = (q_btHK, k_btGK, v_btGK, segments_bt)
     axes = {*form.names, *(axis for x in jax.tree.leaves(arrays) for axis in _compat.varying_axes(x))}

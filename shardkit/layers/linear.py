@@ -1,8 +1,8 @@
 """Linear layers whose weights are split over devices that share their tokens, with or without sequence parallelism.
 
-A block is a `column_linear`, what acts on its columns (or heads) one by one, and a `row_linear`. Between blocks every
-device holds all tokens; with `sequence=True` only its part of them, so that norms, dropout and the residual stream are
-split too. Every kernel takes `axis=None` for one device without a mesh.
+A block is a `column_linear`, a function of single columns (or heads), and a `row_linear`. Between blocks every device
+holds all tokens, or with `sequence=True` a part of them: norms, dropout and the residual stream are then split too.
+Every kernel takes `axis=None` for one device without a mesh.
 
 Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053); Korthikanti et al. (arXiv:2205.05198), section 4.2.
 """
@@ -26,23 +26,23 @@ from shardkit.layers.matmul import check_split, live_axes, matmul
 
 @typed
 def column_linear(x: jax.Array, w: Arrays, axis: Axis | None, *, sequence: bool = False, impl: Impl = "auto") -> Any:
-    """Multiplies by weights that are split by columns; each device makes its own columns, or heads.
+    """Multiplies by weights that are split by columns; each device computes its own columns, or heads.
 
     Layout: `X[T, D] . W[D, F_a] -> Y[T, F_a]`; with `sequence` `X[T_a, D] -> X[T, D]` first
 
     Args:
-        x: tokens, [..., T, D], equal on all devices of `axis`; with `sequence` this device's tokens, [..., t, D].
-        w: weights [D, f] or [D, h, K]; or a pytree of them (gate and up; query, key and value), which share what is
-            sent.
+        x: tokens, [..., T, D], the same on all devices of `axis`; with `sequence` this device's tokens, [..., t, D].
+        w: weights [D, f] or [D, h, K]; or a pytree of them (gate and up; query, key and value), which share
+            the gather.
         axis: axis name or tuple of names; None for one device.
         sequence: the tokens are split over `axis`.
-        impl: how `all_gather_matmul` cuts up the gather, with `sequence`.
+        impl: the `impl` of `all_gather_matmul`, with `sequence`.
 
     Returns:
         [..., T, f] or [..., T, h, K] of all tokens for each weight, in the dtype of x; sums are in float32.
 
     Raises:
-        ValueError: an unbound axis, or another `impl`.
+        ValueError: an unbound axis, or an unknown `impl`.
 
     Cost: nothing forward, and one all_reduce of x's gradient backward. With `sequence` an all_gather of x forward;
         backward another, for the gradient of w, and a reduce_scatter of x's gradient. To gather once and keep the
@@ -63,7 +63,7 @@ def column_linear(x: jax.Array, w: Arrays, axis: Axis | None, *, sequence: bool 
     names = live_axes("column_linear", axis, x, w)
     if sequence and names:
         return all_gather_matmul(x, w, names, impl=impl)
-    x = vary(x, names)  # once for all weights, so that the backward pass sums their gradients before it sends them
+    x = vary(x, names)  # once for all weights: the backward pass sums the gradients of x before it reduces them
     return jax.tree.map(lambda each: matmul(x, each), w)
 
 
@@ -73,7 +73,7 @@ def row_linear(
 ) -> jax.Array:
     """Multiplies columns, or heads, by weights that are split by rows, and sums over the devices.
 
-    A bias belongs behind it: added to each device's part it would be counted n times.
+    Add a bias to the result: added before the sum it would count n times.
 
     Layout: `H[T, F_a] . W[F_a, D] -> Y[T, D] {U_a} -> Y[T, D]`; with `sequence` `-> Y[T_a, D]`
 
@@ -82,14 +82,14 @@ def row_linear(
         w: weights [f, D], or [h, K, D].
         axis: axis name or tuple of names; None for one device.
         sequence: split the tokens of the result over `axis`; their number must be divisible by n.
-        impl: how `matmul_reduce_scatter` cuts up the scatter, with `sequence`.
+        impl: the `impl` of `matmul_reduce_scatter`, with `sequence`.
 
     Returns:
-        [..., T, D], typed as equal over `axis`; with `sequence` this device's tokens, [..., t, D].
+        [..., T, D], invariant over `axis`; with `sequence` this device's tokens, [..., t, D].
 
     Raises:
-        ValueError: an unbound axis, weights that are whole on every device, another `impl`, or tokens that do not
-            divide.
+        ValueError: an unbound axis, weights that are invariant over `axis`, an unknown `impl`, or tokens not
+            divisible by n.
 
     Cost: one all_reduce of the result forward, and nothing backward; with `sequence` a reduce_scatter forward and an
         all_gather backward.
@@ -121,8 +121,8 @@ def row_linear(
 def local_groups(w_DGK: jax.Array, axis: Axis | None, *, heads: int, kv_heads: int, dim: int = -2) -> jax.Array:
     """The key or value heads that this device's query heads use, of weights that are whole on every device.
 
-    For grouped-query attention whose key/value heads do not divide by the axis. Weights that are split over it already
-    come back as they are, so that a model need not know which is the case.
+    For grouped-query attention whose key/value heads are not divisible by the axis. Weights that are already split over
+    it are returned unchanged, so that a model need not distinguish the cases.
 
     Layout: `W[D, G, K] -> W[D, g, K]`, the g heads of the groups of query heads `[i H/n, (i+1) H/n)`
 
@@ -135,14 +135,14 @@ def local_groups(w_DGK: jax.Array, axis: Axis | None, *, heads: int, kv_heads: i
 
     Returns:
         The array with g heads along `dim`, where g divides this device's query heads and query head j uses key/value
-        head j // (h / g): one head if all of them are in one group, and a copy for each query head at the worst.
+        head j // (h / g): one head if all are in one group, in the worst case a copy for each query head.
 
     Raises:
-        ValueError: heads that do not divide by the axis, key/value heads that do not divide the heads, or a dim of
+        ValueError: heads not divisible by the axis, key/value heads that do not divide the heads, or a dim of
             another size.
 
-    Cost: nothing forward. Backward one all_reduce of the gradient of w, unless w is marked as varying, as
-        `tp(sequence=True)` does: then it is summed once a step.
+    Cost: nothing forward. Backward one all_reduce of the gradient of w, unless w is varying, as under
+        `tp(sequence=True)`: then it is summed once per step.
 
     Example:
         >>> kernel = lambda w: sk.local_groups(w, "model", heads=8, kv_heads=2)
@@ -169,7 +169,7 @@ def local_groups(w_DGK: jax.Array, axis: Axis | None, *, heads: int, kv_heads: i
             f"local_groups: dim {at} must hold all key/value heads, or this device's share of them; got size {size} "
             f"for {kv_heads} key/value heads over {ways} devices. Pass the dim of the heads."
         )
-    block = math.gcd(group, here)  # query heads that always stand together, in one group
+    block = math.gcd(group, here)  # consecutive query heads that are always in one group
     first = axis_index(names) * here
     return jnp.take(w_DGK, (first + np.arange(0, here, block, dtype=np.int32)) // group, axis=at, mode="clip")
 
@@ -178,28 +178,28 @@ def local_groups(w_DGK: jax.Array, axis: Axis | None, *, heads: int, kv_heads: i
 def device_major_qkv(
     w: jax.Array, ways: int, *, heads: int, kv_heads: int | None = None, dim: int = -1, inverse: bool = False
 ) -> jax.Array:
-    """Orders the columns of a fused query-key-value weight so that each shard holds whole heads of all three.
+    """Reorders the columns of a fused query-key-value weight so that each shard holds whole heads of all three.
 
-    Split as it is, the first device would hold queries only. With h = H/n and g = G/n a device's part is [h + 2g, K]:
-    `query, key, value = jnp.split(y.reshape(*y.shape[:-1], -1, K), [h, h + g], axis=-2)`.
+    In the original order the first shard would hold queries only. With h = H/n and g = G/n a device's part is [h + 2g,
+    K]: `query, key, value = jnp.split(y.reshape(*y.shape[:-1], -1, K), [h, h + g], axis=-2)`.
 
     Layout: `W[D, (q k v)] -> W[D, (q_0 k_0 v_0 q_1 k_1 v_1 ..)]`, of whole arrays, outside shard_map
 
     Args:
-        w: weight, or bias, whose dim `dim` holds H query, G key and G value heads of equal size, one after the other.
+        w: weight, or bias, whose dim `dim` holds H query, G key and G value heads of equal size, in this order.
         ways: devices n over which that dim is to be split.
         heads: query heads H.
         kv_heads: key/value heads G; None: as many as query heads.
         dim: the fused dimension.
-        inverse: take the order back.
+        inverse: restore the original order.
 
     Returns:
         An array of the same shape.
 
     Raises:
-        ValueError: heads that do not divide by `ways`, or a dim that does not hold H + 2 G heads of equal size.
+        ValueError: heads not divisible by `ways`, or a dim that does not hold H + 2 G heads of equal size.
 
-    Cost: none that is sent, where w is whole on every device.
+    Cost: nothing is sent where w is replicated.
 
     Example:
         >>> qkv = jnp.asarray([[0, 1, 10, 11, 20, 21]])  # two heads of size 1: queries, keys, values

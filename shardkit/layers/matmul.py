@@ -1,4 +1,4 @@
-"""What the kernels of a model share: the axes that matter here, and a matmul that sums in float32 both ways."""
+"""What layers share: the axes that matter here, and a matmul whose forward and backward sums are in float32."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from shardkit.collectives._sums import dot_dtype
 def live_axes(where: str, axis: Axis | None, *arrays: Any) -> tuple[str, ...]:
     """The names of `axis` along which something is split: several devices, or arrays typed as varying.
 
-    An axis of one device then costs no collective, and `axis=None` is one device without a mesh, so that one text of a
-    model runs everywhere. A joint index over these names is the one over all of them.
+    An axis of one device then costs no collective, and `axis=None` is one device without a mesh, so that the same model
+    runs everywhere. The joint index over these names equals that over all names of `axis`.
     """
     if axis is None:
         return ()
@@ -26,29 +26,29 @@ def live_axes(where: str, axis: Axis | None, *arrays: Any) -> tuple[str, ...]:
 
 
 def check_split(where: str, what: str, names: tuple[str, ...], w: jax.Array) -> None:
-    """Refuses weights that are typed as the same on all devices over which the sum goes: each would add all of it."""
+    """Refuses weights that are invariant over the summed axes: every device would add the whole product."""
     sizes, known = _compat.bound_axes(), _compat.tracked_axes()
     whole = [name for name in names if sizes[name] > 1 and name in known - _compat.varying_axes(w)]
     if whole:
         raise ValueError(
-            f"{where}: {what} must be split over {named(names)}, over which the devices' parts are summed; got the "
-            f"same along {named(whole)}. Split it, with tp for example, or pass another axis."
+            f"{where}: {what} must be sharded over {named(names)}, over which the product is summed; got one that is "
+            f"invariant over {named(whole)}. Shard it, with tp for example, or pass another axis."
         )
 
 
 def matmul(x: jax.Array, w: jax.Array, dims: int = 1) -> jax.Array:
-    """Contracts the last `dims` dims of x with the first of w: summed in float32, kept in the dtype of x.
+    """Contracts the last `dims` dims of x with the first of w: summed in float32, returned in the dtype of x.
 
-    The backward matmuls take their operands in that dtype too, where autodiff would widen one of them.
+    The operands of the backward matmuls have that dtype too; autodiff would widen one of them.
     """
     x, w = alike(x, w)
     return _matmul(x, w, dims)
 
 
 def alike(*arrays: Any, over: tuple[str, ...] = ()) -> tuple[Any, ...]:
-    """The arrays, all typed as varying over `over` and wherever one of them varies: what a custom_vjp needs.
+    """The arrays, all varying over `over` and wherever one of them varies, as a custom_vjp needs.
 
-    The sums that a cast's transpose makes then stand outside of it.
+    The sums of a cast's transpose are then outside it.
     """
     return vary(arrays, tuple({*over, *_everywhere(arrays)}))
 
@@ -58,11 +58,11 @@ def _product(x: jax.Array, w: jax.Array, dims: int) -> jax.Array:
 
 
 def _forward(x: jax.Array, w: jax.Array, dims: int) -> Any:
-    return _product(x, w, dims), (x, w)  # a call of _matmul would hide the matmul from the policies of jax.checkpoint
+    return _product(x, w, dims), (x, w)  # a call of _matmul would hide the matmul from jax.checkpoint policies
 
 
-def _backward(dims: int, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, w = kept
+def _backward(dims: int, residuals: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w = residuals
     return matmul_gradients(x, w, dy, dims)
 
 

@@ -1,4 +1,4 @@
-"""A mixture of experts: tokens travel to the devices that hold their experts, and back."""
+"""A mixture of experts: tokens are sent to the devices that hold their experts, and back."""
 
 from __future__ import annotations
 
@@ -40,31 +40,30 @@ def moe(
     weights: jax.Array | None = None,
     stage: Axis | None = None,
 ) -> tuple[jax.Array, RoutingStats]:
-    """A mixture of experts: each token goes to its `top_k` experts, and their answers come back as a weighted sum.
+    """A mixture of experts: each token goes to its `top_k` experts, whose outputs are summed with weights.
 
-    With a capacity, each group of tokens has C = ceil(capacity_factor * group * top_k / E) places in each expert; a
-    choice beyond adds nothing to the answer. What is dropped is the same on every mesh that splits no group, so the
-    default group is a sequence. Buffers hold E C rows for each group.
+    With a capacity, each group of tokens has C = ceil(capacity_factor * group * top_k / E) places in each expert;
+    choices beyond are dropped. They are the same on every mesh that splits no group, so the default group is a
+    sequence. Buffers hold E C rows per group.
 
-    Dropless, tokens are sorted by expert and nothing is lost: a device sends its N top_k rows and no padding, where the
-    devices have a ragged all_to_all (all but CPUs). A buffer must hold what arrives in the worst case, n N
-    min(top_k, E/n) rows; experts compute only those that arrived, where `lax.ragged_dot` is native. Both paths give the
-    same numbers as long as the capacity drops nothing.
+    Dropless, tokens are sorted by expert: a device sends its N top_k rows without padding, where the hardware has a
+    ragged all_to_all (all but CPUs). A buffer holds the worst case, n N min(top_k, E/n) rows; experts compute only rows
+    that arrived, where `lax.ragged_dot` is native. Both paths give the same numbers while the capacity drops nothing.
 
     Layout: `x[N_a, D], router[D, E], experts[E_a, ..] -> y[N_a, D]`; in between `[E, C_a, D] -> [E_a, C, D]` and back
     Args:
         x: this device's tokens, shape [.., D].
         router_DE: its logits are computed in float32.
         experts: pytree of this device's experts, each leaf with dim 0 of E/n; device j holds the j-th part.
-        expert_fn: `expert_fn(experts, x_SD, dot) -> y_SD`: what the experts answer to rows that are sorted by expert.
+        expert_fn: `expert_fn(experts, x_SD, dot) -> y_SD`: the experts' outputs for rows sorted by expert.
             `dot(x_SD, w_eDF)` multiplies each row by its expert's matrix, accumulating in float32; `dot(jnp.ones((S,
-            1)), b_eF[:, None])` gives each row its expert's bias. Rows must not depend on each other.
-        axis: axis name or tuple of names, over which the experts are split; None: all experts are here.
-        top_k: experts a token goes to.
-        capacity_factor: places over those that balanced tokens need.
-        group: consecutive tokens that share a capacity; by default the last dim but D, a sequence of x[b, T, D].
+            1)), b_eF[:, None])` gives each row its expert's bias. Rows must be independent.
+        axis: axis name or tuple of names, over which the experts are split; None: one device.
+        top_k: experts per token.
+        capacity_factor: capacity relative to what balanced tokens need.
+        group: consecutive tokens that share a capacity; by default the second to last dim, a sequence of x[b, T, D].
         dropless: drop nothing.
-        dense: dropless over an ordinary all_to_all of worst-case blocks; by default only on CPUs.
+        dense: dropless with a dense all_to_all of worst-case blocks; by default only on CPUs.
         normalize_gates: see `route`.
         weights: the weight of each token in the losses, shape x.shape[:-1]; tokens of weight 0 go nowhere.
         stage: in a stage of a pipeline, its axis: see `routing_stats`.
@@ -74,7 +73,7 @@ def moe(
 
     Raises:
         ValueError: an unbound axis, top_k outside 1 to E, a capacity factor that is not positive, a group that does not
-            divide the tokens, experts that do not divide by the axis, or a leaf with another number of them.
+            divide the tokens, experts not divisible by the axis, or a leaf with another number of experts.
 
     Cost: two all_to_alls forward and two backward of E C D G values for G groups: `cost.expert_volume`. Dropless: at
         most N top_k D values each, and an all_gather of E int32; dense: (n-1) N min(top_k, E/n) D values each. And the
@@ -94,7 +93,8 @@ def moe(
     shapes("moe", x=(x, "..D"), router_DE=(router_DE, "DE"))
     if weights is not None and weights.shape != x.shape[:-1]:
         raise ValueError(
-            f"moe: weights must have one for each token, {x.shape[:-1]}; got shape {weights.shape}. Correct weights."
+            f"moe: weights must have shape {x.shape[:-1]}, one per token; got shape {weights.shape}. "
+            "Pass one weight per token."
         )
     E = router_DE.shape[1]
     _check_experts(experts, E, names, n)
@@ -123,8 +123,8 @@ def moe(
         slot_Nk = jnp.where(routing.kept, slot_Nk, E * G * C)
         rows_SD = _spread(x_ND, slot_Nk, E * G * C)
         rows_SD = _with_capacity(rows_SD, experts, expert_fn, names, E)
-    answers_NkD = rows_SD.at[slot_Nk].get(mode="fill", fill_value=0).astype(jnp.float32)
-    y_ND = jnp.sum(answers_NkD * routing.gate[:, :, None], axis=1)
+    outputs_NkD = rows_SD.at[slot_Nk].get(mode="fill", fill_value=0).astype(jnp.float32)
+    y_ND = jnp.sum(outputs_NkD * routing.gate[:, :, None], axis=1)
     return y_ND.astype(x.dtype).reshape(x.shape), routing_stats(logits_NE, routing, weights_N, stage)
 
 
@@ -139,12 +139,12 @@ def _check_experts(experts: Any, count: int, names: tuple[str, ...], n: int) -> 
             name = jax.tree_util.keystr(path, simple=True, separator=".") or "experts"
             raise ValueError(
                 f"moe: dim 0 of every leaf must count this device's experts, {count // n} of {count}; got shape "
-                f"{leaf.shape} for {name}. Split the experts over the axis, with ep or P(axis)."
+                f"{leaf.shape} for {name}. Shard the experts over the axis, with ep or P(axis)."
             )
 
 
 def _spread(x_ND: jax.Array, slot_Nk: jax.Array, slots: int) -> jax.Array:
-    """Each token in its slots, zeros in the others: a gather, by the token of each slot."""
+    """Each token in its slots, zeros in the others, as a gather by the token of each slot."""
     N, top_k = slot_Nk.shape
     token_Nk = jnp.broadcast_to(jnp.arange(N, dtype=jnp.int32)[:, None], (N, top_k))
     token_S = jnp.full(slots, N, jnp.int32).at[slot_Nk.reshape(-1)].set(token_Nk.reshape(-1), mode="drop")
@@ -152,7 +152,7 @@ def _spread(x_ND: jax.Array, slot_Nk: jax.Array, slots: int) -> jax.Array:
 
 
 def _with_capacity(rows_SD: jax.Array, experts: Any, expert_fn: ExpertFn, names: tuple[str, ...], E: int) -> jax.Array:
-    """The experts' answers to buffers of equal size, [E C, D]."""
+    """The experts' outputs for buffers of equal size, [E C, D]."""
     rows_ECD = rows_SD.reshape(E, -1, rows_SD.shape[1])
     moved = names and axis_size(names) > 1
     if moved:
@@ -163,11 +163,11 @@ def _with_capacity(rows_SD: jax.Array, experts: Any, expert_fn: ExpertFn, names:
         y_eCF = jnp.einsum("eCD,eDF->eCF", x_eCD, w_eDF, preferred_element_type=dot_dtype(x_eCD, w_eDF))
         return y_eCF.reshape(x_SD.shape[0], -1).astype(x_SD.dtype)
 
-    answers_SD = expert_fn(experts, rows_ECD.reshape(-1, rows_SD.shape[1]), dot)
-    answers_ECD = answers_SD.reshape(*rows_ECD.shape[:2], -1)
+    outputs_SD = expert_fn(experts, rows_ECD.reshape(-1, rows_SD.shape[1]), dot)
+    outputs_ECD = outputs_SD.reshape(*rows_ECD.shape[:2], -1)
     if moved:
-        answers_ECD = all_to_all(answers_ECD, names, split_dim=1, concat_dim=0)
-    return answers_ECD.reshape(rows_SD.shape[0], -1)
+        outputs_ECD = all_to_all(outputs_ECD, names, split_dim=1, concat_dim=0)
+    return outputs_ECD.reshape(rows_SD.shape[0], -1)
 
 
 def _dropless(
@@ -179,7 +179,7 @@ def _dropless(
     E: int,
     dense: bool | None,
 ) -> jax.Array:
-    """The experts' answers to rows sorted by expert, [N top_k, D]."""
+    """The experts' outputs for rows sorted by expert, [N top_k, D]."""
     N, top_k = routing.expert.shape
     counts_E = jnp.sum(routing.expert.reshape(-1)[:, None] == jnp.arange(E)[None, :], axis=0, dtype=jnp.int32)
     n = axis_size(names) if names else 1
@@ -191,11 +191,11 @@ def _dropless(
     arrived_SD = ragged_all_to_all(rows_SD, counts_nn, names, rows=n * limit, limit=limit, dense=dense)
     here_ne = counts_nne[:, axis_index(names)]
     segment_S = segments(here_ne.reshape(-1), n * limit)
-    expert_S = jnp.where(segment_S < E, segment_S % (E // n), E // n)  # rows that did not arrive come last
+    expert_S = jnp.where(segment_S < E, segment_S % (E // n), E // n)  # unused rows come last
     slot_S = ranks(expert_S)
     sorted_SD = _spread(arrived_SD, slot_S[:, None], n * limit)
-    answers_SD = expert_fn(experts, sorted_SD, _grouped_dot(jnp.sum(here_ne, axis=0)))
-    return ragged_all_to_all(answers_SD[slot_S], counts_nn.T, names, rows=N * top_k, limit=limit, dense=dense)
+    outputs_SD = expert_fn(experts, sorted_SD, _grouped_dot(jnp.sum(here_ne, axis=0)))
+    return ragged_all_to_all(outputs_SD[slot_S], counts_nn.T, names, rows=N * top_k, limit=limit, dense=dense)
 
 
 def _grouped_dot(counts_e: jax.Array) -> Dot:
@@ -203,7 +203,7 @@ def _grouped_dot(counts_e: jax.Array) -> Dot:
 
     def dot(x_SD: jax.Array, w_eDF: jax.Array) -> jax.Array:
         used_S1 = jnp.arange(x_SD.shape[0])[:, None] < jnp.sum(counts_e)
-        # lax.ragged_dot promises nothing for rows outside the groups, nor for their gradients
+        # lax.ragged_dot leaves rows outside the groups, and their gradients, undefined
         x_SD = jnp.where(used_S1, x_SD, jnp.zeros_like(x_SD))
         y_SF = lax.ragged_dot(x_SD, w_eDF, counts_e, preferred_element_type=dot_dtype(x_SD, w_eDF))
         return jnp.where(used_S1, y_SF, jnp.zeros_like(y_SF)).astype(x_SD.dtype)

@@ -1,8 +1,8 @@
-"""Norms over a dim that is split: the statistics are those of the whole dim, in float32.
+"""Norms over a sharded dim: the statistics are those of the whole dim, in float32.
 
-Under sequence parallelism a norm sees whole features and needs none of this; it is for features that stay split, and
-(`sharded_moments`) for statistics over a batch. Variances are means of squared distances from the mean, which is known
-first: the difference of two large means would cancel.
+For features that stay sharded, and (`sharded_moments`) for statistics over a batch; under sequence parallelism a norm
+sees whole features and needs neither. Variances are computed in two passes, as means of squared distances from the
+mean: the difference of two large means would cancel.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def sharded_rms_norm(x_Td: jax.Array, gain_d: jax.Array, axis: Axis | None, *, e
     Raises:
         ValueError: an unbound axis.
 
-    Cost: an all_reduce of 4 bytes a token forward, and one backward.
+    Cost: an all_reduce of 4 bytes per token forward, and one backward.
 
     Example:
         >>> features = P(None, "model")
@@ -79,7 +79,7 @@ def sharded_layer_norm(
     Raises:
         ValueError: an unbound axis.
 
-    Cost: two all_reduces of 4 bytes a token forward (the mean, then the variance), and two backward.
+    Cost: two all_reduces of 4 bytes per token forward (the mean, then the variance), and two backward.
 
     Example:
         >>> features, vector = P(None, "model"), P("model")
@@ -102,22 +102,22 @@ def sharded_layer_norm(
 
 @typed
 def sharded_moments(x: jax.Array, axis: Axis | None, *, dims: Dims = -1) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance over `dims` of all devices' pieces, as a batch norm needs them.
+    """Mean and variance over `dims` of all shards, as for a batch norm.
 
     Layout: `X[B_a, D] -> mean[1, D], variance[1, D]` for dims=0
 
     Args:
-        x: this device's piece; all pieces have the same shape.
+        x: this device's shard; all shards have the same shape.
         axis: axis name or tuple of names; None for one device.
-        dims: the dimension, or dimensions, that are averaged, with the devices.
+        dims: the dim, or dims, that are averaged, as are the devices.
 
     Returns:
-        Mean and variance (not corrected for the sample), float32, of size 1 along `dims`, typed as equal over `axis`.
+        Mean and variance (not corrected for the sample), float32, of size 1 along `dims`, invariant over `axis`.
 
     Raises:
         ValueError: an unbound axis.
 
-    Cost: two all_reduces of 4 bytes for each mean forward, and two backward.
+    Cost: two all_reduces of 4 bytes per mean forward, and two backward.
 
     Example:
         >>> kernel = lambda x: sk.sharded_moments(x, "data", dims=0)
@@ -138,7 +138,7 @@ def sharded_moments(x: jax.Array, axis: Axis | None, *, dims: Dims = -1) -> tupl
 
 
 def _mean(x: jax.Array, names: tuple[str, ...], dims: Dims) -> jax.Array:
-    """The mean over `dims` and the devices, whose pieces are of equal size."""
+    """The mean over `dims` and the devices."""
     mean = jnp.mean(x, axis=dims, keepdims=True)
     return all_reduce(mean, names) / axis_size(names) if names else mean
 

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, which of them have room for it, and how evenly the tokens are spread."""
+"""Which experts a token goes to, which have capacity for it, and how balanced the tokens are."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from shardkit.partitioning.gradient import Mean
 
 
 class Routing(NamedTuple):
-    """Where each of N tokens goes. All fields are [N, top_k], the most probable expert first.
+    """The experts of each of N tokens. All fields are [N, top_k], the most probable expert first.
 
     Attributes:
-        expert: int32, the expert; E for a token of weight 0, which goes nowhere.
-        gate: float32, the weight of that expert's answer.
-        position: int32, how many of the token's group have a place in this expert before it.
-        kept: whether the expert has room for it.
+        expert: int32, the expert; E for a token of weight 0, which is not routed.
+        gate: float32, the weight of that expert's output.
+        position: int32, how many choices of the token's group take a place in this expert before it.
+        kept: whether the expert has a place for it.
     """
 
     expert: jax.Array
@@ -33,13 +33,13 @@ class Routing(NamedTuple):
 
 
 class RoutingStats(NamedTuple):
-    """How the tokens of all devices are spread over the experts.
+    """How balanced the experts are over the tokens of all devices.
 
     Attributes:
         balance_loss: float32 scalar, E sum_e load_e p_e with p_e the mean probability of expert e; 1 when balanced.
         z_loss: float32 scalar, the mean of the squared logsumexp of the logits.
         load: float32 [E], each expert's share of all choices, before any is dropped; the sum is 1.
-        dropped: this device's choices without room, and all its choices: a Mean, for the metrics of a step.
+        dropped: this device's dropped choices, and all its choices: a Mean, for the metrics of a step.
     """
 
     balance_loss: jax.Array
@@ -58,24 +58,24 @@ def route(
     normalize_gates: bool | None = None,
     weights_N: jax.Array | None = None,
 ) -> Routing:
-    """Sends each token to its `top_k` most probable experts, as far as they have room.
+    """Assigns each token to its `top_k` most probable experts, within their capacity.
 
-    Each group of tokens has `capacity` places in each expert. First choices take them first, in the order of the
-    tokens, then second choices, and so on; a choice without a place is dropped, and its share of the answer with it.
-    Groups know nothing of each other, so what is kept is the same on every mesh that splits no group.
+    Each group of tokens has `capacity` places in each expert. First choices take places first, in the order of the
+    tokens, then second choices, and so on; a choice without a place is dropped. Groups are independent, so the result
+    is the same on every mesh that splits no group.
 
     Layout: `logits[N_a, E] -> expert, gate, position, kept[N_a, k]`
     Args:
-        logits_NE: what the router says, any floating dtype; the softmax is in float32.
-        top_k: experts a token goes to.
-        capacity: places of a group in each expert; None: all that are needed.
+        logits_NE: the router's logits, any floating dtype; the softmax is in float32.
+        top_k: experts per token.
+        capacity: places of a group in each expert; None: unlimited.
         group: consecutive tokens that share a capacity; None: all N.
         normalize_gates: divide a token's gates by their sum. By default where top_k > 1; a single gate would always be
-            1, and teach the router nothing.
-        weights_N: tokens of weight 0 go nowhere and take no place.
+            1, and have no gradient.
+        weights_N: tokens of weight 0 are not routed and take no place.
 
     Returns:
-        Routing.
+        The Routing of this device's tokens.
 
     Raises:
         ValueError: top_k outside 1 to E, a capacity below 1, or a group that does not divide N.
@@ -110,7 +110,7 @@ def route(
         gate_Nk = gate_Nk / jnp.sum(gate_Nk, axis=1, keepdims=True)
     if weights_N is not None:
         expert_Nk = jnp.where(weights_N[:, None] > 0, expert_Nk, E)
-    # G groups, in each all first choices before all second ones
+    # G groups, each with all first choices before all second ones
     expert_GA = expert_Nk.reshape(-1, group, top_k).swapaxes(1, 2).reshape(-1, top_k * group)
     before_GA = jnp.take_along_axis(_before(_counts(expert_GA, E)), jnp.minimum(expert_GA, E - 1), axis=1)
     position_GA = ranks(expert_GA) - before_GA
@@ -123,22 +123,22 @@ def route(
 def routing_stats(
     logits_NE: jax.Array, routing: Routing, weights_N: jax.Array | None = None, stage: Axis | None = None
 ) -> RoutingStats:
-    """How evenly the tokens are spread, and the losses that keep them so, over the tokens of all devices.
+    """How balanced the experts are over the tokens of all devices, and the losses that balance them.
 
     The sums are over exactly the axes over which the tokens vary, so the losses are the same on every mesh; with
-    accumulation and in a pipeline they are those of each microbatch. A term `coefficient * stats.balance_loss` belongs
-    to a mean as `Mean(mean.total + coefficient * stats.balance_loss * mean.weight, mean.weight)`.
+    accumulation and in a pipeline they are per microbatch. Add a term `coefficient * stats.balance_loss` to a mean as
+    `Mean(mean.total + coefficient * stats.balance_loss * mean.weight, mean.weight)`.
 
     Layout: `logits[N_a, E] -> losses[], load[E]`
     Args:
-        logits_NE: what the router said.
-        routing: what `route` made of it.
+        logits_NE: the router's logits.
+        routing: what `route` returned for them.
         weights_N: the weight of each token; None: 1.
-        stage: in a stage of a pipeline, its axis. Devices along it are at other microbatches, and nothing is summed
-            over it.
+        stage: in a stage of a pipeline, its axis. Devices along it run different microbatches, so nothing is
+            summed over it.
 
     Returns:
-        RoutingStats.
+        The RoutingStats over all devices.
 
     Raises:
         ValueError: an unbound axis.
@@ -171,7 +171,7 @@ def routing_stats(
     sums = jnp.sum(jnp.concatenate(per_token, axis=1) * weights_N[:, None], axis=0)
     axes = tuple(sorted(varying_axes(sums).difference(() if stage is None else bound("routing_stats", stage))))
     sums = all_reduce(sums, axes) if axes else sums
-    # where there is no token at all, 0 and not NaN
+    # without any token, 0 instead of NaN
     sums = sums / jnp.maximum(sums[-1], jnp.finfo(jnp.float32).tiny)
     load_E, mean_E, z = sums[:E] / top_k, sums[E : 2 * E], sums[2 * E]
     choices = jnp.sum(chosen_NE).astype(jnp.float32)
@@ -180,22 +180,22 @@ def routing_stats(
 
 
 def places(tokens: int, experts: int, top_k: int, capacity_factor: float) -> int:
-    """The capacity of a group of tokens: ceil(capacity_factor * tokens * top_k / experts), at most one place a token.
+    """The capacity of a group of tokens: ceil(capacity_factor * tokens * top_k / experts), at most one place per token.
 
     Raises:
         ValueError: a capacity factor that is not positive.
     """
     if not 0 < capacity_factor < math.inf:
         raise ValueError(
-            f"moe: capacity_factor must be positive; got {capacity_factor}. 1 has room for balanced tokens; pass "
+            f"moe: capacity_factor must be positive; got {capacity_factor}. Pass 1 for balanced tokens, or "
             "dropless=True to drop none."
         )
     exact = capacity_factor * tokens * top_k / experts
-    return min(tokens, math.ceil(round(exact, 6)))  # 1.1 * 10 is a little more than 11
+    return min(tokens, math.ceil(round(exact, 6)))  # 1.1 * 10 exceeds 11 in floating point
 
 
 def ranks(keys: jax.Array) -> jax.Array:
-    """The place of each element when the last dim is sorted, equal ones in their order; int32, a permutation."""
+    """The rank of each element along the last dim, stable; int32, a permutation."""
     index = jnp.broadcast_to(jnp.arange(keys.shape[-1], dtype=jnp.int32), keys.shape) + 0 * keys
     _, order = lax.sort((keys, index), num_keys=1)
     return lax.sort((order, index), num_keys=1)[1]

@@ -1,4 +1,4 @@
-"""A vocabulary split over devices: embedding, and a cross-entropy whose logits are never whole on any of them.
+"""A vocabulary split over devices: embedding, and a cross-entropy whose logits stay sharded.
 
 Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3.
 """
@@ -27,17 +27,17 @@ def vocab_embed(tokens_bT: jax.Array, table_vD: jax.Array, axis: Axis | None, *,
     Layout: `tokens[B, T], W[V_a, D] -> X[B, T, D] {U_a} -> X[B, T, D]`; with `sequence` `-> X[B, T_a, D]`
 
     Args:
-        tokens_bT: integer tokens, [..., T], equal on all devices of `axis`.
+        tokens_bT: integer tokens, [..., T], the same on all devices of `axis`.
         table_vD: this device's rows of the table, [v, D].
         axis: axis name or tuple of names; None for one device.
         sequence: split the tokens of the result over `axis`; their number must be divisible by n.
 
     Returns:
-        [..., T, D] in the table's dtype, typed as equal over `axis`; with `sequence` this device's tokens,
-        [..., t, D]. A token outside of [0, V) has a row of zeros.
+        [..., T, D] in the table's dtype, invariant over `axis`; with `sequence` this device's tokens,
+        [..., t, D]. A token outside [0, V) has a row of zeros.
 
     Raises:
-        ValueError: an unbound axis, or tokens that do not divide.
+        ValueError: an unbound axis, or tokens not divisible by n.
 
     Cost: one all_reduce of the result forward, and nothing backward; with `sequence` a reduce_scatter forward and an
         all_gather backward.
@@ -80,30 +80,29 @@ def vocab_cross_entropy(
     Layout: `X[B, T, D] . W[D, V_a] -> L[B, T, V_a] -> nats[B, T]`; with `sequence` `X[B, T_a, D] -> X[B, T, D]` first
 
     Args:
-        x_bTD: what the head is applied to, [..., T, D], equal on all devices of `axis`; with `sequence` this device's
+        x_bTD: the head's input, [..., T, D], the same on all devices of `axis`; with `sequence` this device's
             tokens, [..., t, D].
         head_Dv: this device's columns of the head, [D, v] (of a tied embedding, `table_vD.T`).
-        targets_bT: integer targets of all tokens, [..., T], equal on all devices. A negative target is ignored: its
-            nats and its gradients are zero, whatever x holds there. One of V or more (of `vocabulary` or more) has
-            NaN.
+        targets_bT: integer targets of all tokens, [..., T], the same on all devices. A negative target is ignored: its
+            nats and gradients are zero for every x. One of V or more (of `vocabulary` or more) has NaN.
         axis: axis name or tuple of names; None for one device.
         sequence: the tokens of x are split over `axis`.
-        z_loss: coefficient of the squared logarithm of the softmax's denominator, which is added to the nats.
-        label_smoothing: share of the target's probability that is spread evenly over the whole vocabulary.
-        vocabulary: how many columns of the whole head are classes; those behind them are padding, which a vocabulary
-            that does not divide by n needs. They have no part in the softmax, and no gradient. None: all of them.
+        z_loss: coefficient of the squared logarithm of the softmax's denominator, added to the nats.
+        label_smoothing: share of the target's probability spread evenly over the whole vocabulary.
+        vocabulary: how many columns of the whole head are classes; the others are padding, for a vocabulary not
+            divisible by n, outside the softmax and without gradient. None: all columns.
 
     Returns:
-        float32 [..., T], typed as equal over `axis`. Logits and sums are float32.
+        float32 [..., T], invariant over `axis`. Logits and sums are float32.
 
     Raises:
-        ValueError: an unbound axis, a head that is whole on every device, a vocabulary that it does not hold, or
-            targets that are not one for each token.
+        ValueError: an unbound axis, a head that is invariant over `axis`, a vocabulary larger than the head, or
+            targets of another shape than the tokens.
 
-    Cost: all_reduces of 4 bytes a token (the largest logit) and 8 bytes a token (the denominator and the target's
+    Cost: all_reduces of 4 bytes per token (the largest logit) and 8 bytes per token (the denominator and the target's
         logit; 12 with `label_smoothing`) forward; one all_reduce of x's gradient backward. With `sequence` an
-        all_gather of x forward and a reduce_scatter of its gradient backward. A device keeps its own logits, in
-        float32, once.
+        all_gather of x forward and a reduce_scatter of its gradient backward. Residuals are this device's
+        logits, in float32, once.
 
     Example:
         >>> kernel = lambda x, head, targets: sk.vocab_cross_entropy(x, head, targets, "model")
@@ -136,23 +135,23 @@ def vocab_cross_entropy_and_hits(
     Layout: as `vocab_cross_entropy`, `-> nats[B, T], hits[B, T]`
 
     Args:
-        x_bTD: as for `vocab_cross_entropy`, like all that follow.
+        x_bTD: as for `vocab_cross_entropy`, as are the other arguments.
         head_Dv: this device's columns of the head.
-        targets_bT: integer targets of all tokens; a negative one is no hit.
+        targets_bT: integer targets of all tokens; a negative one is never a hit.
         axis: axis name or tuple of names; None for one device.
         sequence: the tokens of x are split over `axis`.
         z_loss: coefficient of the z-loss.
-        label_smoothing: share of the target's probability that is spread out.
+        label_smoothing: share of the target's probability that is spread.
         vocabulary: how many columns of the whole head are classes.
 
     Returns:
-        The nats, float32 [..., T], and the hits, bool [..., T]: `argmax(logits) == target`, the first of equals.
+        The nats, float32 [..., T], and the hits, bool [..., T]: `argmax(logits) == target`, ties to the first.
 
     Raises:
-        ValueError: an unbound axis, a head that is whole on every device, a vocabulary that it does not hold, or
-            targets that are not one for each token.
+        ValueError: an unbound axis, a head that is invariant over `axis`, a vocabulary larger than the head, or
+            targets of another shape than the tokens.
 
-    Cost: that of `vocab_cross_entropy`, and 4 bytes a token more in its second all_reduce.
+    Cost: that of `vocab_cross_entropy`, and 4 bytes per token more in its second all_reduce.
 
     Example:
         >>> x, head = jnp.eye(4)[None], 9 * jnp.eye(4)  # token i has the largest logit in class i
@@ -166,14 +165,14 @@ def vocab_cross_entropy_and_hits(
 
 def _check_integers(where: str, name: str, x: Any) -> None:
     if not jnp.issubdtype(jnp.result_type(x), jnp.integer):
-        raise TypeError(f"{where}: {name} must be integers; got {jnp.result_type(x)}. Convert them, or pass others.")
+        raise TypeError(f"{where}: {name} must be integers; got {jnp.result_type(x)}. Convert them to int32.")
 
 
 class _Options(NamedTuple):
     z_loss: float
     smoothing: float
     hits: bool
-    vocabulary: Any  # a number once it is checked
+    vocabulary: Any  # an int after the check
 
 
 def _cross_entropy(
@@ -182,10 +181,11 @@ def _cross_entropy(
     _check_integers(where, "targets", targets)
     if not 0 <= options.smoothing < 1:
         raise ValueError(
-            f"{where}: label_smoothing must be at least 0 and below 1; got {options.smoothing}. Pass for example 0.1."
+            f"{where}: label_smoothing must be at least 0 and below 1; got {options.smoothing}. "
+            "Pass for example label_smoothing=0.1."
         )
     if not 0 <= options.z_loss < math.inf:
-        raise ValueError(f"{where}: z_loss must be 0 or more; got {options.z_loss}. Pass for example 1e-4.")
+        raise ValueError(f"{where}: z_loss must be 0 or more; got {options.z_loss}. Pass for example z_loss=1e-4.")
     shapes(where, x_bTD=(x, "..D"), head_Dv=(head, "Dv"))
     names = live_axes(where, axis, x, head)
     check_split(where, "head", names, head)
@@ -206,7 +206,7 @@ def _cross_entropy(
             f"{options.vocabulary}. Pass the number of classes."
         )
     counted = targets >= 0
-    x = jnp.where(counted[..., None], x, jnp.zeros_like(x))  # so that not even a NaN there reaches a gradient
+    x = jnp.where(counted[..., None], x, jnp.zeros_like(x))  # a NaN there must not reach a gradient
     nats, hits = _nats(*alike(x, head, targets, over=names), names, options)
     nats = jnp.where(targets < options.vocabulary, nats, jnp.nan)
     return jnp.where(counted, nats, 0), hits & counted
@@ -220,9 +220,9 @@ def _nats(
 
 
 def _nats_forward(x: jax.Array, head: jax.Array, targets: jax.Array, names: tuple[str, ...], options: _Options) -> Any:
-    """Autodiff would keep both the logits and their exponentials; here the logits alone are kept, and used again.
+    """Autodiff would save both the logits and their exponentials; here only the logits are residuals.
 
-    Compiled for TPU v5e with 8192 tokens and 16,384 columns a device: 512 MiB of temporary memory, not 1 GiB.
+    Compiled for TPU v5e with 8192 tokens and 16,384 columns per device: 512 MiB of temporary memory, not 1 GiB.
     """
     logits = jnp.tensordot(x, head, axes=1, preferred_element_type=jnp.float32)
     places = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
@@ -235,7 +235,7 @@ def _nats_forward(x: jax.Array, head: jax.Array, targets: jax.Array, names: tupl
     terms = [jnp.exp(logits), jnp.where(places == local, logits, 0)]
     if options.smoothing:
         terms.append(logits if classes is None else jnp.where(classes, logits, 0))
-    if options.hits:  # what comes before the target and is as large as the largest
+    if options.hits:  # ties with the largest logit before the target
         terms.append(((logits == 0) & (places < local)).astype(jnp.float32))
     sums = jnp.stack([jnp.sum(term, axis=-1) for term in terms])
     denominator, right, *others = all_reduce(sums, names) if names else sums
@@ -249,8 +249,8 @@ def _nats_forward(x: jax.Array, head: jax.Array, targets: jax.Array, names: tupl
     return (nats, hits), (x, head, local, logits, log, largest)
 
 
-def _nats_backward(names: tuple[str, ...], options: _Options, kept: Any, cotangents: Any) -> Any:
-    x, head, local, logits, log, largest = kept
+def _nats_backward(names: tuple[str, ...], options: _Options, residuals: Any, cotangents: Any) -> Any:
+    x, head, local, logits, log, largest = residuals
     places = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     slope = 1 + 2 * options.z_loss * (log + largest)
     parts = jnp.exp(logits - log[..., None]) * slope[..., None]
@@ -273,7 +273,7 @@ def _classes(places: jax.Array, head: jax.Array, names: tuple[str, ...], options
 
 
 def _local(tokens: jax.Array, rows: int, names: tuple[str, ...]) -> jax.Array:
-    """Tokens as places in this device's part of the vocabulary; those of other devices lie outside of it."""
+    """Tokens as indices into this device's part of the vocabulary; those of other devices are out of range."""
     tokens = tokens.astype(jnp.int32)
     return tokens - axis_index(names) * rows if names else tokens
 

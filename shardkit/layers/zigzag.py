@@ -22,16 +22,16 @@ Order = Literal["contiguous", "zigzag"]
 
 @typed
 def zigzag(tree: Arrays, axis: Axis, *, ulysses: Axis | None = None, dim: int = 1, inverse: bool = False) -> Any:
-    """Brings contiguous shards of a sequence into zigzag order, or back: tokens, targets, weights, positions.
+    """Reorders contiguous shards of a sequence (tokens, targets, weights, positions) into zigzag order, or back.
 
     Layout: `X[.., T_a, ..] -> X[.., T'_a, ..]`, T' the tokens in zigzag order
 
     Args:
-        tree: pytree of arrays; leaves without the dim are left alone.
+        tree: pytree of arrays; leaves without the dim are unchanged.
         axis: axis name or tuple of names, the ring's.
         ulysses: the axis that splits the tokens further, as in `ulysses_attention(..., ring=axis)`.
         dim: the dim of the tokens.
-        inverse: from zigzag order back.
+        inverse: from zigzag to contiguous order.
 
     Returns:
         Arrays of the same shapes.
@@ -58,11 +58,11 @@ def zigzag(tree: Arrays, axis: Axis, *, ulysses: Axis | None = None, dim: int = 
     routes = [[(int(c) // 2, i) for i in range(n) for c in chunks[i] if c % 2 == parity] for parity in (0, 1)]
     if inverse:
         routes = [[(target, source) for source, target in route] for route in routes]
-    stays = [all(source == target for source, target in route) for route in routes]  # over two devices one of them
+    stays = [all(source == target for source, target in route) for route in routes]  # on two devices, one of them
     in_order = jnp.asarray(even_first)[axis_index(names)]
 
     if not any(-jnp.ndim(x) <= dim < jnp.ndim(x) for x in jax.tree.leaves(tree)):
-        raise ValueError(f"zigzag: dim must name a dim of one array at least; got {dim}. Correct dim.")
+        raise ValueError(f"zigzag: dim must be a dim of at least one array; got {dim}. Pass the dim of the tokens.")
 
     def reorder(x: jax.Array) -> jax.Array:
         if not -jnp.ndim(x) <= dim < jnp.ndim(x):
@@ -80,7 +80,7 @@ def zigzag(tree: Arrays, axis: Axis, *, ulysses: Axis | None = None, dim: int = 
 def positions(
     tokens_per_device: int, axis: Axis, *, order: Order = "contiguous", ulysses: Axis | None = None
 ) -> jax.Array:
-    """Where this device's tokens stand in the whole sequence: for rotary positions and for keys.
+    """The positions of this device's tokens in the whole sequence: for rotary embeddings and for keys.
 
     Args:
         tokens_per_device: t, the number of tokens on each device.
@@ -89,13 +89,13 @@ def positions(
         ulysses: the axis that splits the tokens further, as in `ulysses_attention(..., ring=axis)`.
 
     Returns:
-        int32 [t], varying over the axes unless they are one device.
+        int32 [t], varying over the axes unless they have one device.
 
     Raises:
         ValueError: an unbound axis, axes in another order than the plan's, an unknown order, or an odd number of tokens
             in zigzag order.
 
-    Cost: none.
+    Cost: nothing is sent.
 
     Example:
         >>> kernel = lambda: sk.positions(2, "model", order="zigzag")
@@ -105,20 +105,13 @@ def positions(
     at_least("positions", 0, tokens_per_device=tokens_per_device)
     names, chunks = _chunks("positions", axis, ulysses)
     within = jnp.arange(tokens_per_device, dtype=jnp.int32)
-    if not is_zigzag("positions", order):
+    if order == "contiguous":
         return within if len(chunks) == 1 else axis_index(names) * tokens_per_device + within
     size = half_of("positions", tokens_per_device)
     if len(chunks) == 1:
         return within
     starts = jnp.asarray(chunks, jnp.int32)[axis_index(names)] * size
     return jnp.repeat(starts, size) + within % size
-
-
-def is_zigzag(where: str, order: str) -> bool:
-    """Whether the order is zigzag; refuses any but the two."""
-    if order not in ("contiguous", "zigzag"):
-        raise ValueError(f"{where}: order must be 'contiguous' or 'zigzag'; got {order!r}. Choose one of them.")
-    return order == "zigzag"
 
 
 def half_of(where: str, tokens: int) -> int:
@@ -132,13 +125,13 @@ def half_of(where: str, tokens: int) -> int:
 
 
 def ring_first(where: str, ring: Axis, ulysses: Axis) -> tuple[str, ...]:
-    """The axes of both, the ring's first, as they must stand in the mesh: there a plan splits the tokens in order."""
+    """The axes of both, the ring's first, as they must be ordered in the mesh: a plan splits tokens in mesh order."""
     outer, inner = bound(where, ring), bound(where, ulysses)
     names, known = bound(where, (*outer, *inner)), list(_compat.bound_axes())
     if max(map(known.index, outer)) > min(map(known.index, inner)):
         raise ValueError(
             f"{where}: the ring's {named(outer)} must come before {named(inner)} in the mesh; its axes are "
-            f"{quoted(known)}. Name the ring's first in make_mesh."
+            f"{quoted(known)}. Pass the ring's axis first to make_mesh."
         )
     return in_plan_order(where, names)
 

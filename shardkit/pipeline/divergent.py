@@ -1,4 +1,4 @@
-"""Whether a piece of a program may run on some devices of an axis while others do something else, or leave it out."""
+"""Whether a part of a program may run on some devices of an axis while others run another part, or none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HERE = Path(__file__).parent
 
 
 class Sent(NamedTuple):
-    """A collective in a traced piece: its kind, its axes, and the line that wrote it."""
+    """A collective in a traced piece: its kind, its axes, and the source line that issues it."""
 
     kind: str
     axes: tuple[str, ...]
@@ -33,33 +33,33 @@ def collectives(jaxpr: Any) -> Iterator[Sent]:
 
 
 def _line(equation: Any) -> str:
-    """The innermost line of the user's own piece; where shardkit itself wrote the piece, the innermost of it."""
+    """The innermost line of the user's piece outside shardkit; without one, the innermost line."""
     inside = [*takewhile(lambda frame: Path(frame[0]) != _HERE / "pieces.py", _compat.user_frames(equation))]
     own = [frame for frame in inside if _HERE.parent not in Path(frame[0]).parents] or inside
     return "{}:{} ({})".format(*own[0]) if own else "an unknown line"
 
 
 def refuse_divergent(where: str, jaxprs: Iterable[Any], axes: tuple[str, ...], remedy: str) -> None:
-    """Refuses collectives that devices apart along `axes` must not run apart.
+    """Refuses collectives that deadlock where devices branch differently along `axes`.
 
-    A group of an all_reduce and its like over other axes lies within one place of `axes`, so all its members take the
-    same branch. A ppermute does not know groups: the devices of another branch are waited for.
+    All members of a replica group of an all_reduce over other axes have the same index along `axes`, and take the same
+    branch. A ppermute has no groups: it waits for the devices in the other branch.
     """
     for jaxpr in jaxprs:
         for sent in collectives(jaxpr):
             if sent.kind == "ppermute" or set(sent.axes) & set(axes):
                 raise ValueError(
                     f"{where}: a stage must hold no ppermute and no collective over {named(axes)}, because devices "
-                    f"branch apart there; got {sent.kind} over {quoted(sent.axes)} at {sent.line}. {remedy}"
+                    f"take different branches there; got {sent.kind} over {quoted(sent.axes)} at {sent.line}. {remedy}"
                 )
 
 
 def refuse_mixed(where: str, jaxprs: Iterable[Any], axes: tuple[str, ...]) -> None:
-    """Refuses collectives over `axes`, along which devices compute different things at the same time."""
+    """Refuses collectives over `axes`, along which devices run different microbatches."""
     for sent in (sent for jaxpr in jaxprs for sent in collectives(jaxpr)):
         if set(sent.axes) & set(axes):
             raise ValueError(
-                f"{where}: a stage must hold no collective over {named(axes)}, whose devices are at other microbatches;"
+                f"{where}: a stage must hold no collective over {named(axes)}, whose devices run other microbatches;"
                 f" got {sent.kind} over {quoted(sent.axes)} at {sent.line}. Leave that axis out, as "
                 f"moe(..., stage={axes[0]!r}) does."
             )

@@ -1,7 +1,7 @@
 """The three pieces of a pipelined model, embedding, stage and head, each traced once, with its derivative.
 
-Activations are flat lists of leaves here: x goes into a stage, y comes out; dx and dy are the gradients of those leaves
-that can have one.
+Activations are flat lists of leaves here: x is the input of a stage, y its output; dx and dy are the gradients of the
+leaves that can have one.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from shardkit.remat.regather import learned
 
 
 class Model(NamedTuple):
-    """What a user writes.
+    """What the user passes.
 
     Attributes:
         embed: `embed(shared, batch, keys) -> x`.
         stage: `stage(layers, x, keys) -> x`.
         head: `head(shared, x, batch) -> Mean`, a scalar, or either with a dict of auxiliary means.
-        layer_numbers: the stage is given `(layers, numbers)`.
-        where: what errors call it.
+        layer_numbers: the stage is passed `(layers, numbers)`.
+        where: the function that errors name.
     """
 
     embed: Callable[[Any, Any, Any], Any]
@@ -44,12 +44,12 @@ class Model(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What a piece is given for one stage and one microbatch.
+    """The arguments of a piece for one stage and one microbatch.
 
     Attributes:
-        layers: the layers of the stage, arrays and handles with the layer as dim 0.
-        number: of its first layer, int32.
-        count: of its layers, int32; those beyond are padding.
+        layers: the layers of the stage, arrays and handles whose dim 0 counts layers.
+        number: index of its first layer, int32.
+        count: its number of layers, int32; those beyond are padding.
         batch: the microbatch.
         keys: a key for each of its examples, or None.
     """
@@ -74,15 +74,15 @@ class Pieces:
     """The pieces of a model at given shapes.
 
     Args:
-        model: what the user wrote.
-        shared: the entries of the parameters beside the layers.
-        given: an example of what a piece is given.
+        model: what the user passes.
+        shared: the parameters beside the layers.
+        given: an example of the arguments of a piece.
         axes: the pipe axis, over which everything here varies.
-        least: the fewest layers of a stage; the others run one by one, and are left out where a stage lacks them.
+        least: the fewest layers of a stage; the others run one by one, and are discarded where a stage lacks them.
 
     Attributes:
         x: shapes and types of the activations.
-        moving: which of them have a gradient.
+        moving: which of them can have a gradient.
         embed: `(shared, given) -> x`.
         stage: `(given, x) -> y`.
     """
@@ -91,7 +91,9 @@ class Pieces:
         self._model, self._shared, self._given, self._axes, self._least = model, shared, given, axes, least
         tree = jax.eval_shape(lambda s, g: vary(call_sealed(model.embed, s, g.batch, g.keys), axes), shared, given)
         known = None
-        while known != (known := jax.tree.map(varying_axes, tree)):  # until the stage is given what it returns
+        while known != (
+            known := jax.tree.map(varying_axes, tree)
+        ):  # until input and output of a stage have the same type
             out = jax.eval_shape(self._through, given, tree)
             self._check(tree, out)
             tree = jax.eval_shape(lambda x, y: jax.tree.map(_alike, x, y), tree, out)
@@ -111,7 +113,7 @@ class Pieces:
 
     @cached_property
     def forward(self) -> Piece:
-        """`(given, x) -> (y, residuals)`: the stage, and what of it the backward pass needs."""
+        """`(given, x) -> (y, residuals)`: the stage, and the residuals of its backward pass."""
         shared, passes = self._halves
         return Piece(lambda g, x: passes.forward(jax.tree.leaves(g), shared, x), self._given, self.x)
 
@@ -178,7 +180,7 @@ class Pieces:
         return self._flat(call_sealed(self._model.embed, shared, given.batch, given.keys))
 
     def _through(self, given: Given, x: Any) -> Any:
-        """The layers of a stage; what is beyond the fewest is left out by stages that lack it."""
+        """The layers of a stage; rows beyond the fewest are discarded by stages that lack them."""
         numbers = given.number + jnp.arange(_rows(given.layers), dtype=jnp.int32)
 
         def run(cut: Callable[[Any], Any], x: Any) -> Any:
@@ -190,7 +192,7 @@ class Pieces:
 
         x = run(lambda leaf: leaf[: self._least], x)
         for row in range(self._least, _rows(given.layers)):
-            # A stage that lacks the row runs its last layer instead: of zeros, a layer may have no finite derivative.
+            # A stage without this row runs its last layer: on zeros a layer may have no finite derivative.
             last = jnp.minimum(row, given.count - 1)
             y = run(partial(lax.dynamic_slice_in_dim, start_index=last, slice_size=1), x)
             x = jax.tree.map(partial(jnp.where, row < given.count), y, x)
@@ -207,7 +209,7 @@ class Pieces:
         return jax.tree.unflatten(self._structure, x)
 
     def _flat(self, x: Any) -> list[Any]:
-        """The leaves, typed as what travels."""
+        """The leaves, typed as the activations between stages."""
         return jax.tree.map(_alike, jax.tree.leaves(x), self.x)
 
     def _check(self, x: Any, y: Any) -> None:
@@ -217,20 +219,20 @@ class Pieces:
         if was != became:
             kinds = [", ".join(each.values()) for each in (was, became)]
             raise ValueError(
-                f"{self._model.where}: a stage must return what it was given, in shape and dtype; it was given "
-                f"{kinds[0]} and returned {kinds[1]}. Pad to a common width, or leave the change to embed and head."
+                f"{self._model.where}: a stage must return the shapes and dtypes of its input; it was passed "
+                f"{kinds[0]} and returned {kinds[1]}. Pad to a common width, or change them in embed or head."
             )
 
 
 def _alike_in_mask(mean: Mean) -> Mean:
-    """A mean whose weight is a plain number, typed as its total is: the pipeline masks both, and then it is no more."""
+    """A mean whose weight is a plain number, typed as its total: the pipeline masks both, which makes it vary."""
     if varying_axes(mean.weight):
         return mean
     return Mean(mean.total, vary(mean.weight, tuple(varying_axes(mean.total))))
 
 
 def _alike(x: Any, like: Any) -> Any:
-    """The array, typed as varying wherever `like` does."""
+    """The array, varying as `like` does."""
     return vary(x, tuple(varying_axes(like)))
 
 

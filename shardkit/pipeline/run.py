@@ -38,7 +38,7 @@ def run(
     *,
     train: bool,
 ) -> Sums:
-    """The sums over all microbatches of this device."""
+    """The sums over all microbatches on this device."""
     where, p, v = model.where, schedule.devices, schedule.chunks
     names = bound(where, stages.axis)
     if axis_size(names) != p:
@@ -49,12 +49,12 @@ def run(
     if not isinstance(params, Mapping) or "layers" not in params:
         found = quoted(params) if isinstance(params, Mapping) else type(params).__name__
         raise ValueError(
-            f"{where}: the parameters must be a mapping with the entry 'layers', the stack; got {found}. Put what the "
-            "stages use under 'layers', and all else beside it."
+            f"{where}: the parameters must be a mapping with the entry 'layers', the stack; got {found}. Put the "
+            "stack of layers under 'layers', and everything else beside it."
         )
     live = live_axes(where, names, *jax.tree.leaves(params))
     device = axis_index(names) if live else jnp.int32(0)
-    params = vary(unsealed(dict(params)), live)  # gradients stay this stage's own until the step sums them
+    params = vary(unsealed(dict(params)), live)  # gradients stay unreduced until the step sums them
     layers, shared = params.pop("layers"), params
     rows = jax.tree.leaves(layers)[0].shape[0]
     each = stages.layers_per_stage or stages.layers_of(rows * p)

@@ -1,4 +1,4 @@
-"""The programs of one stage of a pipeline on a mesh of its own: forward, backward, and the sums of gradients."""
+"""The programs of one stage of a pipeline on its own mesh: forward, backward, and the sums of gradients."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Stage = Callable[[Any, Any], jax.Array]
 
 
 class Station(NamedTuple):
-    """A stage of the model and where it runs.
+    """A stage of the model and its mesh.
 
     Attributes:
-        kernel: `(params, x) -> y` on one device of the sub-mesh; y is typed as varying over the axes of `leaving`.
+        kernel: `(params, x) -> y` on one device of the sub-mesh; y varies over the axes of `leaving`.
         mesh: the devices of this stage.
         entering: layout of x.
         leaving: layout of y.
@@ -35,27 +35,27 @@ class Station(NamedTuple):
 
     @property
     def examples(self) -> frozenset[str]:
-        """The axes whose devices see other examples, and so hold parts of the gradients until the end."""
+        """The axes that split examples: gradients are unreduced over them until `finish`."""
         return all_axes(self.entering) & all_axes(self.leaving)
 
     def unreduced(self, spec: PartitionSpec) -> tuple[str, ...]:
-        """The axes over which the gradient of a leaf of that layout is still to be summed."""
+        """The axes over which the gradient of a leaf of that layout is unreduced."""
         return tuple(axis for axis in self.mesh.axis_names if axis in self.examples - all_axes(spec))
 
     def sums(self, specs: Any) -> Any:
-        """The layouts of the sums of gradients: a dim in front counts the parts."""
+        """The layouts of the sums of gradients: dim 0 counts the unreduced parts."""
         return jax.tree.map(lambda spec: PartitionSpec(self.unreduced(spec) or None, *spec), specs)
 
 
 def checked(where: str, stage: Stage, leaving: PartitionSpec, mesh: Mesh, params: Any, x: Any) -> jax.Array:
-    """A stage whose output fits its layout, and varies over all of its axes."""
+    """The output of a stage, checked against its layout and varying over all axes of it."""
     y = stage(params, x)
     check_spec(where, leaving, mesh, y.ndim)
     return vary(y, tuple(sorted(all_axes(leaving))))
 
 
 def fitted(spec: PartitionSpec, tree: Any) -> Any:
-    """The spec for every leaf of a tree, split as far as it has dims."""
+    """The spec for every leaf of a tree, truncated to its dims."""
     return jax.tree.map(lambda x: canonical(PartitionSpec(*spec[: x.ndim])), tree)
 
 
@@ -70,7 +70,7 @@ def forward(station: Station) -> Any:
 
 
 def zeros(station: Station) -> Any:
-    """A program that makes the sums of gradients to start from."""
+    """A program that returns zeros for the sums of gradients."""
 
     def kernel(params: Any) -> Any:
         return jax.tree.map(lambda p: jnp.zeros((1, *p.shape), jnp.float32), params)
@@ -86,9 +86,9 @@ def backward(station: Station, first: bool) -> Any:
     """A program that adds one microbatch's gradients to the sums and returns the cotangent of x."""
 
     def kernel(params: Any, x: Any, dy: jax.Array, sums: Any) -> tuple[Any, Any]:
-        # Parameters that vary leave each device its part of the gradients, to be reduced once, in the end.
+        # The gradients of varying parameters are unreduced: they are reduced once, in `finish`.
         params = vary(params, tuple(sorted(station.examples)))
-        if first:  # what enters the pipeline need not be floating
+        if first:  # the pipeline's input need not be floating point
             _, pull = jax.vjp(lambda params: station.kernel(params, x), params)
             (grads,), dx = pull(dy), None
         else:

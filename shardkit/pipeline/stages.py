@@ -1,8 +1,8 @@
-"""The stack of a pipeline: which device holds which layers, and in which order.
+"""The stack of a pipeline: which device stores which layers, and in which order.
 
-A device holds the layers of its own stages alone, one stage after the other. With several stages a device that is not
-the natural order of the layers, and stages of unequal size are padded to the largest: such a leaf is held as a `Padded`
-with its rows, and `unpadded` gives it back in its natural order, which is that of a checkpoint.
+A device stores the layers of its own stages, stage by stage. With several stages per device that is not the natural
+order of the layers, and stages of unequal size are padded to the largest: such a leaf is stored as a `Padded` with its
+rows, and `unpadded` returns it in natural order, as in a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ STACK = "layers"
 
 
 class Stages(NamedTuple):
-    """How the layers of a stack lie on the devices of a pipeline.
+    """How the layers of a stack are assigned to the devices of a pipeline.
 
     Attributes:
         axis: mesh axis of the pipeline.
         devices: devices p along it.
         chunks: stages v of the model on each device.
-        placement: "loop" puts stage s on device s % p; "v" there and back again.
+        placement: "loop" puts stage s on device s % p; "v" returns in reverse order.
         layers_per_stage: layers of each of the p v stages; None for equally many.
     """
 
@@ -65,22 +65,22 @@ class Stages(NamedTuple):
         return each
 
     def rows(self, layers: int) -> tuple[int, ...]:
-        """The natural row of each row of dim 0 as it is held: device by device, and there chunk by chunk.
+        """The natural row of each stored row of dim 0: device by device, chunk by chunk.
 
-        Stages of fewer layers than the largest are filled up with -1. Empty where this is the natural order.
+        Stages of fewer layers than the largest are padded with -1. Empty for the natural order.
 
         Raises:
             ValueError: as `layers_of`.
         """
         sizes = self.layers_of(layers)
         starts, longest = (0, *accumulate(sizes)), max(sizes)
-        turns = range(0, len(sizes), self.devices)  # there and back again is its own inverse
+        turns = range(0, len(sizes), self.devices)  # the order of "v" is its own inverse
         stages = [t + device_of(t + d, self.devices, self.placement) for d in range(self.devices) for t in turns]
         rows = tuple(starts[s] + i if i < sizes[s] else -1 for s in stages for i in range(longest))
         return () if rows == tuple(range(layers)) else rows
 
     def arrange(self, plan: Plan) -> Plan:
-        """The plan whose `pp` over this axis knows these stages.
+        """The plan with these stages in its `pp` over this axis.
 
         Raises:
             ValueError: the plan has no `pp` over this axis.
@@ -88,13 +88,13 @@ class Stages(NamedTuple):
         (mine,) = stack_plan(self.axis, self).strategies
         if mine.name not in [s.name for s in plan.strategies]:
             raise ValueError(
-                f"pp: the plan of a pipeline must have {mine.name}, which gives each stage its layers; got {plan}. "
-                f"Write chain({mine.name}, ...)."
+                f"pp: the plan of a pipeline must have {mine.name}, which assigns layers to stages; got {plan}. "
+                f"Pass chain({mine.name}, ...)."
             )
         return Plan(tuple(mine if s.name == mine.name else s for s in plan.strategies))
 
     def note(self) -> str:
-        """What a description says of them."""
+        """Their text in a description of the plan."""
         chunks = f", {self.chunks} chunks in stage order" if self.chunks > 1 else ""
         turning = ", there and back" if chunks and self.placement == "v" else ""
         each = f", stages of {', '.join(map(str, self.layers_per_stage))} layers" if self.layers_per_stage else ""
@@ -102,13 +102,13 @@ class Stages(NamedTuple):
 
 
 def arranged(plan: Plan, function: Any) -> Plan:
-    """The plan with the stages of a GradFn or of a loss, where it has any."""
+    """The plan with the stages of a GradFn or loss, if it has any."""
     stages = getattr(function, "stages", None)
     return plan if stages is None else stages.arrange(plan)
 
 
 def stack_plan(axis: Axis, stages: Stages | None) -> Plan:
-    """The plan of `pp`, for the stages of a schedule; None: one stage on each device."""
+    """The plan of `pp` for the stages of a schedule; None: one stage per device."""
     axes = axis_names("pp", axis)
 
     def place(leaf: Leaf) -> Placement | str:
@@ -117,14 +117,14 @@ def stack_plan(axis: Axis, stages: Stages | None) -> Plan:
             return f"not in the stack {STACK!r}"
         if here.devices != leaf.ways:
             raise ValueError(
-                f"pp: the schedule is for {here.devices} stages; {named(axes)} has {leaf.ways} devices. Give the axis "
-                f"{here.devices} devices in make_mesh, or make the schedule for {leaf.ways} stages."
+                f"pp: the schedule is for {here.devices} stages; {named(axes)} has {leaf.ways} devices. Make the mesh "
+                f"with {here.devices} devices there, or the schedule with {leaf.ways} stages."
             )
         if not leaf.shape or 0 in leaf.split:
-            what = "has no dim" if not leaf.shape else "is split on dim 0 by another strategy"
+            what = "has no dims" if not leaf.shape else "is split on dim 0 by another strategy"
             raise ValueError(
-                f"pp: dim 0 of a leaf of the stack must be its layers, whole but for {named(axes)}; leaf {leaf.path} "
-                f"{what}. Take it out of {STACK!r}, or split another dim."
+                f"pp: dim 0 of a leaf of the stack must be its layers, split over {named(axes)} only; leaf {leaf.path} "
+                f"{what}. Move it out of {STACK!r}, or split another dim."
             )
         rows = here.rows(leaf.shape[0])
         if leaf.ways == 1 and not rows:

@@ -1,12 +1,12 @@
-"""A pipeline of several programs: every stage is a program of its own on devices of its own.
+"""A pipeline of several programs: every stage is a separate program on its own devices.
 
-Microbatches move with `jax.device_put`, and overlap because jax does not wait for a program that it has started. Stages
-may differ in width, in code and in parameters; nothing runs for a stage that has no work. One Python process starts
-M programs for each stage, and moves what lies between them, in every step: for stages of a millisecond or more.
+Microbatches move with `jax.device_put`, and overlap because jax dispatches programs asynchronously. Stages may differ
+in width, code and parameters; idle stages run nothing. In every step one Python process dispatches M programs per
+stage and the moves between them: for stages of a millisecond or more.
 
-Both sides of a move hold shards of the same shape, on as many devices, so that each device sends its shard to one of
-the others. Where shapes differ jax takes the value by way of the host and waits for it, so that nothing overlaps;
-between processes it refuses.
+Shards have the same shape on both sides of a move, on equally many devices, so that each device sends its shard to one
+other. Where shapes differ jax copies through the host and blocks, so that nothing overlaps; between processes it
+refuses.
 
 Source: Huang et al., GPipe (arXiv:1811.06965); Xhebraj et al., JaxPP (arXiv:2412.14374).
 """
@@ -36,14 +36,14 @@ REPLICATED = PartitionSpec()
 
 @typed
 def submeshes(mesh: Mesh, axis: str) -> list[Mesh]:
-    """The slices of a mesh along one axis, one for each stage of a pipeline.
+    """The slices of a mesh along one axis, one per stage of a pipeline.
 
     Args:
-        mesh: the mesh; `make_mesh(stage=2, data=4)` is cut along "stage" into two halves.
-        axis: mesh axis along which it is cut. The slices keep it, with size 1: a spec of the mesh is one of each slice.
+        mesh: the mesh; `make_mesh(stage=2, data=4)` is split along "stage" into two halves.
+        axis: mesh axis along which it is split. The slices keep it, with size 1, so that specs stay valid.
 
     Returns:
-        As many meshes as the axis has devices, in its order.
+        One mesh per device of the axis, in its order.
 
     Raises:
         ValueError: the mesh has no such axis.
@@ -69,32 +69,31 @@ def device_put_pipeline(
     specs: Specs = REPLICATED,
     param_specs: Specs = REPLICATED,
 ) -> Callable[..., list[jax.Array]]:
-    """The forward pass of a pipeline whose stages run on sub-meshes of their own.
+    """The forward pass of a pipeline whose stages run on separate sub-meshes.
 
     Layout: `X[B, ..] -> X_i[B/M, ..]` on mesh 0, `Y_i[B/M, ..]` from mesh s to mesh s + 1
 
     Args:
-        stages: for each stage `stage(params, x) -> y`: what one device of its mesh computes inside shard_map, for which
-            kernels with the axes of that mesh may be used. x is an array, and a pytree of them for the first stage.
-        meshes: the mesh of each stage, as `submeshes` makes them.
-        specs: layout of what enters each stage and of what leaves the last: one spec, or a list with one more than
-            there are stages. A leaf of lower rank is split as far as it has dims.
-        param_specs: layout of the parameters: one spec, or a list with an entry for each stage, a spec or a pytree of
-            specs that is a prefix of its parameters.
+        stages: for each stage `stage(params, x) -> y`, run inside shard_map over its mesh, where collectives over the
+            axes of that mesh may be used. x is an array, or for the first stage a pytree of arrays.
+        meshes: the mesh of each stage, as `submeshes` returns them.
+        specs: layout of the input of each stage and of the last output: one spec, or a list with one more than there
+            are stages. For a leaf of lower rank the spec is truncated.
+        param_specs: layout of the parameters: one spec, or a list with one entry per stage, a spec or a pytree of specs
+            that is a prefix of its parameters.
 
     Returns:
-        `forward(params, batch, *, microbatches)`: params is a list with those of each stage, which `shard` puts onto
-        its mesh; batch a pytree of host arrays that share dim 0. Returns a list with the last stage's y for each
-        microbatch, in the order of the batch. It returns before they are computed.
+        `forward(params, batch, *, microbatches)`: params is a list with those of each stage, placed on its mesh with
+            `shard`; batch a pytree of host arrays that share dim 0. Returns a list with the last stage's y for each
+            microbatch, in order, without blocking.
 
     Raises:
-        ValueError: not one mesh a stage, meshes that share a device or differ in their number of devices, a list of
-            specs of another length or with an axis that a mesh does not have; at the call microbatches that do not
-            divide the batch, arrays that do not share dim 0, a dim that does not divide, or a value whose shards would
-            have another shape on the next mesh.
+        ValueError: not one mesh per stage, meshes that share a device or differ in size, a list of specs of another
+            length or with an unknown axis; at the call microbatches that do not divide the batch, arrays that do not
+            share dim 0, an indivisible dim, or a value whose shards would have another shape on the next mesh.
 
-    Cost: a device sends its shard of Y_i at each of S - 1 borders, M times, straight to one device of the next mesh.
-        Inside a mesh nothing is sent beyond what the stage sends. A step takes S + M - 1 times the slowest stage.
+    Cost: a device sends its shard of Y_i to one device of the next mesh, at each of S - 1 boundaries, M times.
+        Inside a mesh only the stage communicates. A step takes S + M - 1 times the slowest stage.
 
     Example:
         >>> meshes = sk.submeshes(mesh, "data")
@@ -129,15 +128,15 @@ def device_put_value_and_grad(
     specs: Specs = REPLICATED,
     param_specs: Specs = REPLICATED,
 ) -> Callable[..., tuple[jax.Array, dict[str, jax.Array], list[Any]]]:
-    """Loss and gradients of a pipeline whose stages run on sub-meshes of their own, in the order of 1F1B.
+    """Loss and gradients of a pipeline whose stages run on separate sub-meshes, in the order of 1F1B.
 
     Layout: as `device_put_pipeline`, and `dY_i[B/M, ..]` from mesh s + 1 to mesh s; `grads[...] {U_a} -> grads[...]`
 
     Args:
-        stages: as for `device_put_pipeline`; between stages values are floating.
-        loss: `loss(y, targets)` of what one device holds of the last stage's output; returns what a loss function for
+        stages: as for `device_put_pipeline`; values between stages are floating point.
+        loss: `loss(y, targets)` of a device's shard of the last stage's output; returns what a loss function for
             `value_and_grad` returns.
-        meshes: the mesh of each stage, as `submeshes` makes them.
+        meshes: the mesh of each stage, as `submeshes` returns them.
         specs: as for `device_put_pipeline`; targets are split as the last stage's output.
         param_specs: as for `device_put_pipeline`.
 
@@ -151,10 +150,10 @@ def device_put_value_and_grad(
         TypeError: at trace time, as `value_and_grad`.
         ValueError: as `device_put_pipeline`.
 
-    Cost: twice what `device_put_pipeline` moves; in each stage, once a step, an all_reduce of its gradients in float32
-        over the axes that split examples but not the leaf; and after the last one an all_reduce of 8 bytes a mean for
-        each microbatch. A stage runs forward twice, since it keeps only its input: stage s those of S - s
-        microbatches, and one that has arrived.
+    Cost: twice what `device_put_pipeline` moves; in each stage, once per step, an all_reduce of its gradients in
+        float32 over the axes that split examples but not the leaf; and after the last stage an all_reduce of 8 bytes
+        per mean and microbatch. A stage runs forward twice, since it saves only its input: stage s of S - s
+        microbatches, and of one that has arrived.
 
     Example:
         >>> meshes, x = sk.submeshes(mesh, "data"), np.ones(4, np.float32)
@@ -209,25 +208,25 @@ def device_put_value_and_grad(
 def _line(
     where: str, stages: Sequence[Stage], meshes: Sequence[Mesh], specs: Specs, param_specs: Specs
 ) -> list[Station]:
-    """The stations, after all checks that need no shapes."""
+    """The stations, after all checks that do not need shapes."""
     count = len(stages)
     if not count or len(meshes) != count:
         raise ValueError(
-            f"{where}: there must be one mesh for each stage, and at least one; got stages={count}, "
-            f"meshes={len(meshes)}. Cut a mesh with submeshes along an axis of that size."
+            f"{where}: there must be one mesh per stage, and at least one; got stages={count}, "
+            f"meshes={len(meshes)}. Split a mesh with submeshes along an axis of that size."
         )
     sizes = [mesh.size for mesh in meshes]
     if len(set(sizes)) > 1:
         raise ValueError(
             f"{where}: all meshes must have the same number of devices, because each device sends to one of the next "
-            f"mesh; got {', '.join(map(str, sizes))}. Cut one mesh with submeshes."
+            f"mesh; got {', '.join(map(str, sizes))}. Split one mesh with submeshes."
         )
     for (a, one), (b, other) in combinations(enumerate(meshes), 2):
         shared = sorted(device.id for device in set(one.devices.flat) & set(other.devices.flat))
         if shared:
             raise ValueError(
                 f"{where}: no two meshes may share a device; stages {a} and {b} share {', '.join(map(str, shared))}. "
-                "Cut one mesh with submeshes."
+                "Split one mesh with submeshes."
             )
     borders = _listed(where, "specs", specs, count + 1)
     leaves = _listed(where, "param_specs", param_specs, count)
@@ -249,7 +248,7 @@ def _listed(where: str, name: str, specs: Specs, count: int) -> list[Any]:
     if len(specs) != count:
         raise ValueError(
             f"{where}: {name} must be one spec or a list of {count}; got a list of {len(specs)}. "
-            "Write one for each stage, and of specs one more for what leaves the last."
+            "Pass one per stage, and in specs one more for the output of the last."
         )
     return list(specs)
 
@@ -275,8 +274,8 @@ def _placed(tree: Any, spec: PartitionSpec, mesh: Mesh) -> Any:
 
 
 def _moved(where: str, line: Sequence[Station], s: int, tree: Any) -> Any:
-    """What enters stage s, on its mesh, if its shards keep their shape on the way."""
-    what, spec, mesh = f"{where}: what enters stage {s}", line[s].entering, line[s].mesh
+    """The input of stage s, on its mesh; refuses a move that changes the shape of its shards."""
+    what, spec, mesh = f"{where}: the input of stage {s}", line[s].entering, line[s].mesh
     source = line[s - 1].mesh if s else mesh
     for x in jax.tree.leaves(tree):
         try:

@@ -1,4 +1,4 @@
-"""Rematerialization: layers whose weights are gathered where they are used, and what a backward pass computes again.
+"""Rematerialization: layers that gather their weights where they use them, and what a backward pass recomputes.
 
 Start with `layers.py`: `gathered` and `scan_layers`. `recompute.py` holds the policies. Imports collectives and
 partitioning.

@@ -1,4 +1,4 @@
-"""Functions that open the handles among their arguments: one layer, or a stack of layers one after the other."""
+"""Functions that gather the weights among their arguments: one layer, or a stack of layers in sequence."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ def gathered(
 ) -> Callable[..., Any]:
     """A function that gathers its weights when it is called, and again for its backward pass.
 
-    On plain arrays, without handles among its arguments, it is `layer_fn` itself, under the same `remat`: one text of a
-    loss runs on one device and under every plan.
+    On plain arrays it is `layer_fn` under the same `remat`: the same loss runs on one device and under every plan.
 
     Args:
-        layer_fn: any function; handles anywhere in its arguments are opened before it sees them.
-        keep: hold the gathered weights for the backward pass instead of gathering again; one gather less, and all
-            layers' weights in memory.
-        remat: what the backward pass finds saved, as for `scan_layers`. None is "dots" where weights are gathered
-            again, and otherwise what jax keeps.
-        offload: save into the host's memory, as for `scan_layers`.
+        layer_fn: any function; every handle in its arguments is replaced by the gathered weight.
+        keep: save the gathered weights for the backward pass instead of gathering them again: one all_gather less, and
+            the weights of all layers in memory.
+        remat: what is saved for the backward pass, as for `scan_layers`. None is "dots" where weights are gathered
+            again, and otherwise what jax saves.
+        offload: save to host memory, as for `scan_layers`.
 
     Returns:
         A function of the same arguments.
@@ -45,7 +44,7 @@ def gathered(
         ValueError: an unknown policy, or one that cannot be offloaded.
 
     Cost: an all_gather of each handle's part, twice unless `keep`, and a reduce_scatter of its gradient. The CPU
-        compiler, for simulated devices, merges the two gathers and keeps the weights; those of TPU and GPU do not.
+        compiler merges the two gathers and keeps the weights; those of TPU and GPU do not.
 
     Example:
         >>> project = sk.gathered(lambda w, x: x @ w)
@@ -89,40 +88,37 @@ def scan_layers(
 ) -> Any:
     """Runs a stack of layers, `x = layer_fn(weights, x)` from the first to the last.
 
-    One text of a loss runs on one device and under every plan: plain arrays are scanned as they are, handles are opened
-    layer by layer. To treat some layers otherwise than others, run two stacks: `scan_layers` with `remat="dots"` over
+    The same loss runs on one device and under every plan: plain arrays are scanned, handles are gathered layer by
+    layer. To treat some layers differently, run two stacks: `scan_layers` with `remat="dots"` over
     `jax.tree.map(lambda leaf: leaf[:4], stacked)`, then with `remat="full"` over `leaf[4:]`.
 
     Args:
-        layer_fn: a layer: its weights (one slice of `stacked`) and the activations to the next activations, of the
-            same shapes and dtypes.
+        layer_fn: a layer: takes its weights (one slice of `stacked`) and the activations, and returns activations of
+            the same shapes and dtypes.
         stacked: pytree whose arrays and handles have the layer as dim 0; integers, such as layer numbers, are allowed.
-        x: pytree of activations; integers and keys, such as one key for each example, are allowed.
-        prefetch: gather the next layer's weights while this one computes, forward and backward. Not worth it with
-            `microbatches`, whose loop hides no gather: the v5e compiler then gathers again inside of it.
-        remat: what the backward pass finds saved: "full" recomputes all from the layer's input, "dots" all but the
-            results of matmuls, which matmul_reduce_scatter has summed, and of attention along an axis,
-            "dots_without_batch" all but those of matmuls without batch dims; a tuple saves what
-            `jax.ad_checkpoint.checkpoint_name` gave one of these names; or a policy of `jax.checkpoint_policies`. None
-            keeps what jax keeps of plain arrays in one microbatch, and otherwise is "dots". Whatever it is, weights
-            that were gathered, and all that follows from weights alone, are never saved.
-        offload: save into the host's memory what "dots_without_batch" or a tuple of names would save.
-        microbatches: cut dim 0 of every activation into so many parts, and run them all through a layer, one after
-            the other, before the next layer: its weights are gathered and its gradient is scattered once for all. The
-            parts' gradients are summed in float32. Every layer's input is kept for all of them; what a layer holds
-            while it computes is that of one.
+        x: pytree of activations; integers and keys, such as one key per example, are allowed.
+        prefetch: gather the next layer's weights while this one computes, forward and backward. Of no use with
+            `microbatches`, whose loop hides no gather: the v5e compiler then gathers again inside it.
+        remat: what is saved for the backward pass: "full" saves only the layer's input, "dots" also the results of
+            matmuls (of matmul_reduce_scatter after its sum) and of attention along an axis, "dots_without_batch"
+            those of matmuls without batch dims, a tuple what `jax.ad_checkpoint.checkpoint_name` gave one of these
+            names; or a policy of `jax.checkpoint_policies`. None is jax's own choice for plain arrays in one
+            microbatch, and otherwise "dots". Gathered weights, and what follows from weights alone, are never saved.
+        offload: save to host memory what "dots_without_batch" or a tuple of names saves.
+        microbatches: split dim 0 of every activation into this many parts, and run all of them through a layer before
+            the next layer: its weights are gathered and its gradient is scattered once for all. Gradients are summed
+            in float32. The layers' inputs are saved for all microbatches; temporary memory is that of one.
 
     Returns:
         The activations after the last layer.
 
     Raises:
-        TypeError: a list of layers where a stack is meant.
-        ValueError: an unknown policy, one that cannot be offloaded, leaves with different numbers of layers or whose
-            layers a plan splits, or activations that do not divide into the microbatches.
+        TypeError: a list of layers instead of a stack.
+        ValueError: an unknown policy, one that cannot be offloaded, leaves with different numbers of layers, leaves
+            whose layer dim a plan splits, or activations not divisible by `microbatches`.
 
-    Cost: two all_gathers and one reduce_scatter of each layer's weights, with `prefetch` as without it, whatever
-        `microbatches`: 3 (n-1)/n of the bytes of parameters that fsdp shards. On a device or under a plan that gathers
-        nothing, nothing.
+    Cost: two all_gathers and one reduce_scatter of each layer's weights, for every `prefetch` and `microbatches`: 3
+        (n-1)/n of the bytes of parameters that fsdp shards. Nothing for plain arrays.
 
     Example:
         >>> stack, x = jnp.full((3, 8, 8), 0.5), jnp.ones((2, 8))
@@ -131,7 +127,7 @@ def scan_layers(
         64.0
 
     Source: Zhao et al., PyTorch FSDP (VLDB 2023), section 3.3: forward and backward prefetching; Lamy-Poirier,
-        Layered gradient accumulation (arXiv:2106.02679): a layer at a time over all microbatches.
+        Layered gradient accumulation (arXiv:2106.02679): one layer at a time over all microbatches.
     """
     policy = None if remat is None and not offload else policy_of("scan_layers", remat, offload)
     stacked = unsealed(stacked)
@@ -140,7 +136,7 @@ def scan_layers(
     if len(counts) != 1:
         raise ValueError(
             f"scan_layers: all leaves must have the same number of layers along dim 0; got {sorted(counts)}. Stack "
-            "them, and pass what the layers share through layer_fn."
+            "them, and close over what the layers share in layer_fn."
         )
     (layers,) = counts
     first = jax.tree.map(lambda leaf: leaf[0], stacked)
@@ -152,7 +148,7 @@ def scan_layers(
         raise TypeError(
             f"scan_layers: the layers must be one stack, a pytree whose leaves have the layer as dim 0; got a list of "
             f"{len(stacked)}. Stack them once, before init, with jax.tree.map(lambda *leaves: jnp.stack(leaves), "
-            "*layers), or call gathered(layer_fn)(weights, x) for one after the other."
+            "*layers), or call gathered(layer_fn)(weights, x) layer by layer."
         ) from error
     x = jax.tree.map(vary_like, x, after)  # as the layers will type it
     _check_microbatches(x, microbatches)
@@ -170,20 +166,20 @@ def scan_layers(
 
 
 def _check_stack(stacked: Any) -> None:
-    """Refuses handles of which a device holds some of the layers: it would run no others."""
+    """Refuses a stack whose layer dim is sharded: a device would run only its own layers."""
     for leaf in jax.tree.leaves(stacked, is_leaf=is_handle):
         splits = (*leaf.gathers, *leaf.scatters) if is_handle(leaf) else ()
         axes = [axis for dim, axes in splits if dim == -leaf.part.ndim for axis in axes]
         if axes:
             raise ValueError(
-                f"scan_layers: dim 0 of a stack, the layers, must be whole; {leaf.path or 'a leaf'} is split there "
-                f"over {named(axes)}, as a layer of a list may be. Stack the layers of a list, or choose another dim "
-                "by the plan's rules=."
+                f"scan_layers: dim 0 of a stack, the layers, must not be sharded; {leaf.path or 'a leaf'} is sharded "
+                f"there over {named(axes)}. Stack the layers if they are a list, or choose another dim with the plan's "
+                "rules=."
             )
 
 
 def _layers_in_a_list(stacked: Any) -> bool:
-    """Whether this is a list of pytrees that are all alike: layers that nobody has stacked."""
+    """Whether this is a list of layers: pytrees of the same structure and shapes."""
     if not isinstance(stacked, list) or len(stacked) < 2:
         return False
     return len({str(jax.tree.map(jnp.shape, parts(layer))) for layer in stacked}) == 1

@@ -1,8 +1,8 @@
-"""What a backward pass finds saved and what it computes again; weights are never among what is saved.
+"""What is saved for a backward pass, and what it recomputes; gathered weights are never saved.
 
-A layer is cut into two halves: a forward pass that returns what a policy saves, and a backward pass that is given it.
-Only values that depend on the activations are handed over. Weights, and all that follows from them alone, the backward
-pass makes again, so that no policy can keep a gathered weight, not even by way of a cast of it.
+A layer is split into a forward pass that returns residuals, as a policy says, and a backward pass that takes them. Only
+values that depend on activations are residuals: the backward pass recomputes whatever follows from weights alone, so
+that no policy can save a gathered weight, or a cast of one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Remat = str | tuple[str, ...] | Callable[..., Any] | None
 
 
 def policy_of(where: str, remat: Remat, offload: bool) -> Any:
-    """The jax policy that `remat` names, given as a name, as the names of what is saved, or as itself."""
+    """The jax policy for `remat`: a policy's name, the names of what is saved, or a policy."""
     if offload:
         return _offloading(where, remat)
     if isinstance(remat, str) and remat in POLICIES:
@@ -41,12 +41,12 @@ def policy_of(where: str, remat: Remat, offload: bool) -> Any:
         return remat
     raise ValueError(
         f"{where}: remat must be None, one of {quoted(POLICIES)}, a tuple of checkpoint names, or a policy of "
-        f"jax.checkpoint_policies; got {remat!r}. Choose one."
+        f"jax.checkpoint_policies; got {remat!r}. Pass for example remat='dots'."
     )
 
 
 def _offloading(where: str, remat: Remat) -> Any:
-    """The policy that puts into the host's memory what `remat` would save."""
+    """The policy that saves to host memory what `remat` saves."""
     policies = jax.checkpoint_policies
     if remat == "dots_without_batch":
         return policies.offload_dot_with_no_batch_dims("device", "pinned_host")
@@ -59,12 +59,12 @@ def _offloading(where: str, remat: Remat) -> Any:
         )
     raise ValueError(
         f"{where}: offload must go with remat='dots_without_batch' or a tuple of checkpoint names, which say what is "
-        f"put into the host's memory; got remat={remat!r}. Pass one of them, or leave offload out."
+        f"saved to host memory; got remat={remat!r}. Pass remat='dots_without_batch', or leave offload out."
     )
 
 
 class Mask:
-    """Cuts a list of leaves into those that are chosen and the others, and joins them again."""
+    """Splits a list of leaves into chosen ones and others, and joins them again."""
 
     def __init__(self, chosen: Sequence[bool]):
         self.chosen = tuple(chosen)

@@ -1,4 +1,4 @@
-"""Layers that gather their own weights: one layer, or a stack in which the next layer's gather is in flight.
+"""Layers that gather their weights: one layer, or a stack in which the next layer's gather is in flight.
 
 Each is a function with its own derivative. Its forward pass saves what the policy names; its backward pass gathers the
 weights again, and scatters each gradient once, after the last microbatch.

@@ -1,4 +1,4 @@
-"""Whether a function treats all layers of a stack alike, proved on its jaxpr: then their order does not matter."""
+"""Whether a function treats all layers of a stack alike, proved from its jaxpr: then their order does not matter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from shardkit import _compat
 
-# Each element of the result comes from the elements of the operands at the same place.
+# Each element of the result depends on the elements of the operands at the same index only.
 _ELEMENTWISE = {
     *("abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "copy_p"),
     *("cos", "cosh", "div", "eq", "erf", "erfc", "erf_inv", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag"),
@@ -27,8 +27,8 @@ class _Place(NamedTuple):
     """What is known of a value.
 
     Attributes:
-        layers: the dim along which it has a row for each layer; None where the layers' order changes nothing in it.
-        alike: dims along which all its elements are the same.
+        layers: the dim with one row per layer; None where the value does not depend on the order of the layers.
+        alike: dims along which all elements are equal.
     """
 
     layers: int | None
@@ -36,20 +36,20 @@ class _Place(NamedTuple):
 
 
 class _MattersError(Exception):
-    """The order of the layers matters, or nothing is known."""
+    """The order of the layers matters, or is not known not to."""
 
 
 def order_matters(fn: Callable[..., Any], args: Any, stacked: Any, results: Any) -> bool:
-    """Whether a function may give other results, layer for layer, where layers stand in another order.
+    """Whether the results of a function, layer by layer, may change with the order of the layers.
 
-    Sums over layers count as the same in any order. What is not known counts as a yes: a slice or an index along the
-    layers, an array of their length, a sort, a loop over them, random numbers.
+    Sums over layers count as independent of their order. What is not known to be independent counts as dependent: a
+    slice or an index along the layers, an array of their length, a sort, a loop over them, random numbers.
 
     Args:
         fn: a function of arrays.
         args: its arguments, or their ShapeDtypeStructs.
-        stacked: for each leaf of `args` whether its dim 0 counts layers.
-        results: the same of the result.
+        stacked: for each leaf of `args` whether dim 0 counts layers.
+        results: the same for the result.
     """
     closed = jax.make_jaxpr(fn)(*args)
     leaves = zip(closed.jaxpr.invars, jax.tree.leaves(stacked), strict=True)
@@ -89,7 +89,7 @@ def _step(equation: Any, ins: list[_Place]) -> list[_Place]:
     if name == "optimization_barrier":
         return ins
     if name in _ELEMENTWISE:
-        # Scalars say nothing of places; a dim of one element stands for all of them.
+        # A scalar has no dims; a dim of size one broadcasts.
         arrays = [p for p, v in zip(ins, equation.invars, strict=True) if v.aval.ndim]
         return [_joined(arrays, outs[0])]
     if name == "iota":
@@ -114,7 +114,7 @@ def _step(equation: Any, ins: list[_Place]) -> list[_Place]:
 
 
 def _scan(equation: Any, body: Any, ins: list[_Place]) -> list[_Place]:
-    """A loop of known length that does not go over the layers; what is known of its carry holds in every turn."""
+    """A loop of known length, not over the layers; what is known of its carry holds in every iteration."""
     consts, carry = _compat.scan_parts(equation)
     carried, each = ins[consts : consts + carry], ins[consts + carry :]
     if any(p.layers == 0 for p in each):
@@ -130,7 +130,7 @@ def _scan(equation: Any, body: Any, ins: list[_Place]) -> list[_Place]:
 
 
 def _joined(places: list[_Place], out: Any) -> _Place:
-    """The place of what is computed element for element from values of the result's shape."""
+    """The place of an elementwise result of operands of its shape."""
     found = {p.layers for p in places} - {None}
     alike = frozenset.intersection(_every(out), *(p.alike for p in places))
     if not found:
@@ -171,7 +171,7 @@ def _reshaped(place: _Place, equation: Any) -> _Place:
 
 
 def _product(ins: list[_Place], equation: Any) -> _Place:
-    """Layers as a batch dim, as a free dim of one side, or summed over in both."""
+    """Layers as a batch dim, as a free dim of one operand, or contracted in both."""
     contracting, batch = equation.params["dimension_numbers"]
     ndims = [v.aval.ndim for v in equation.invars]
     layers = None
@@ -199,5 +199,5 @@ def _every(v: Any) -> frozenset[int]:
 
 
 def _short(v: Any) -> frozenset[int]:
-    """Dims of one element."""
+    """Dims of size one."""
     return frozenset(dim for dim, size in enumerate(getattr(v.aval, "shape", ())) if size == 1)

@@ -124,7 +124,7 @@ def test_a_mixture_of_experts_that_would_sum_over_other_microbatches_is_refused(
     with pytest.raises(ValueError) as error:
         step(state, one_device("experts", 2).batch(0))
     assert re.fullmatch(
-        r"pipeline_value_and_grad: a stage must hold no collective over axis 'stage', whose devices are at other "
+        r"pipeline_value_and_grad: a stage must hold no collective over axis 'stage', whose devices run other "
         r"microbatches; got all_reduce over 'context', 'expert', 'stage' at \S+:\d+ \(\S+\)\. "
         r"Leave that axis out, as moe\(\.\.\., stage='stage'\) does\.",
         str(error.value),

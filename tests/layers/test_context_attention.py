@@ -575,12 +575,12 @@ SHARDED = [
     ),
     (
         lambda: sk.ring_attention(*tokens()[:2], jnp.zeros((1, 3, 2, 2)), "c"),
-        "ring_attention: keys and values must be [b, t, G, K] beside queries [b, t, H, K]; got queries (1, 4, 2, 2), "
+        "ring_attention: keys and values must be [b, t, G, K] for queries [b, t, H, K]; got queries (1, 4, 2, 2), "
         "keys (1, 4, 2, 2), values (1, 3, 2, 2). Give all three the same b, t and K.",
     ),
     (
         lambda: sk.ring_attention(*tokens(), "c", segments_bt=jnp.zeros((4,), jnp.int32)),
-        "ring_attention: segments must give each token its document's number; got shape (4,) for 1 x 4 tokens. "
+        "ring_attention: segments must hold one document number per token; got shape (4,) for 1 x 4 tokens. "
         "Pass them as [b, t].",
     ),
     (
@@ -590,8 +590,8 @@ SHARDED = [
     ),
     (
         lambda: sk.ulysses_attention(*tokens(), "u", order="zigzag"),
-        "ulysses_attention: order 'zigzag' must go with a ring; got ring=None. Leave it out: all tokens are on one "
-        "device while it attends, and the work is balanced.",
+        "ulysses_attention: order 'zigzag' must go with a ring; got ring=None. Leave it out: every device "
+        "attends over all tokens, and the work is balanced.",
     ),
     (
         lambda: sk.ulysses_attention(*tokens(), "u", ring="u"),
@@ -600,7 +600,7 @@ SHARDED = [
     (
         lambda: sk.ulysses_attention(*tokens(), "c", ring="u"),
         "ulysses_attention: the ring's axis 'u' must come before axis 'c' in the mesh; its axes are 'c', 'u'. "
-        "Name the ring's first in make_mesh.",
+        "Pass the ring's axis first to make_mesh.",
     ),
     (
         lambda: sk.zigzag(jnp.zeros((1, 3)), "c"),

@@ -333,7 +333,7 @@ _PARALLEL = (
     Mutant(
         "key-gradients-not-home",
         "shardkit/layers/blockwise.py",
-        "dq, (dk, dv) = pass_on(grads)  # home",
+        "dq, (dk, dv) = pass_on(grads)  # to the device that holds these keys",
         "dq, (dk, dv) = grads",
         NEIGHBOUR,
     ),

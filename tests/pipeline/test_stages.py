@@ -508,25 +508,25 @@ def test_a_plan_says_what_it_does_with_a_stack():
         ),
         (
             lambda: Stages("stage", 2).arrange(sk.dp("data")),
-            "pp: the plan of a pipeline must have pp('stage'), which gives each stage its layers; got dp('data'). "
-            "Write chain(pp('stage'), ...).",
+            "pp: the plan of a pipeline must have pp('stage'), which assigns layers to stages; got dp('data'). "
+            "Pass chain(pp('stage'), ...).",
         ),
         (
             lambda: make("one chunk", sizes={"stage": 4})[0].abstract(make_params(12)),
-            "pp: the schedule is for 2 stages; axis 'stage' has 4 devices. Give the axis 2 devices in make_mesh, or "
-            "make the schedule for 4 stages.",
+            "pp: the schedule is for 2 stages; axis 'stage' has 4 devices. Make the mesh with 2 devices there, or "
+            "the schedule with 4 stages.",
         ),
         (
             lambda: sk.pp("stage").layouts({"layers": jnp.float32(1)}, sk.abstract_mesh(stage=2)),
-            "pp: dim 0 of a leaf of the stack must be its layers, whole but for axis 'stage'; leaf layers has no dim. "
-            "Take it out of 'layers', or split another dim.",
+            "pp: dim 0 of a leaf of the stack must be its layers, split over axis 'stage' only; leaf layers has no "
+            "dims. Move it out of 'layers', or split another dim.",
         ),
         (
             lambda: sk.chain(sk.ep("expert", lambda path, shape: 0), sk.pp("stage")).layouts(
                 make_params(12), sk.abstract_mesh(stage=2, expert=2)
             ),
-            "pp: dim 0 of a leaf of the stack must be its layers, whole but for axis 'stage'; leaf layers.b is split "
-            "on dim 0 by another strategy. Take it out of 'layers', or split another dim.",
+            "pp: dim 0 of a leaf of the stack must be its layers, split over axis 'stage' only; leaf layers.b is split "
+            "on dim 0 by another strategy. Move it out of 'layers', or split another dim.",
         ),
     ],
 )

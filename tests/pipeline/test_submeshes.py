@@ -322,8 +322,8 @@ def refused(*args, build=sk.device_put_pipeline, x=None, microbatches=1, **optio
 
 def test_one_mesh_a_stage():  # proves S85
     assert refused([dense] * 3, halves(data=4)) == (
-        "device_put_pipeline: there must be one mesh for each stage, and at least one; got stages=3, meshes=2. "
-        "Cut a mesh with submeshes along an axis of that size."
+        "device_put_pipeline: there must be one mesh per stage, and at least one; got stages=3, meshes=2. "
+        "Split a mesh with submeshes along an axis of that size."
     )
 
 
@@ -332,7 +332,7 @@ def test_as_many_devices_on_each_mesh():  # proves S85
     meshes = [sk.make_mesh(devices[:6], data=6), sk.make_mesh(devices[6:], data=2)]
     assert refused([dense, logits], meshes) == (
         "device_put_pipeline: all meshes must have the same number of devices, because each device sends to one of the "
-        "next mesh; got 6, 2. Cut one mesh with submeshes."
+        "next mesh; got 6, 2. Split one mesh with submeshes."
     )
 
 
@@ -340,7 +340,8 @@ def test_no_device_in_two_meshes():  # proves S85
     devices = jax.devices()
     meshes = [sk.make_mesh(devices[:4], data=4), sk.make_mesh(devices[2:6], data=4)]
     assert refused([dense, logits], meshes) == (
-        "device_put_pipeline: no two meshes may share a device; stages 0 and 1 share 2, 3. Cut one mesh with submeshes."
+        "device_put_pipeline: no two meshes may share a device; stages 0 and 1 share 2, 3. "
+        "Split one mesh with submeshes."
     )
 
 
@@ -351,7 +352,7 @@ def uneven():
 
 def test_shards_keep_their_shape():  # proves S85
     assert refused([dense, logits], uneven(), specs=P("data")) == (
-        "device_put_pipeline: what enters stage 1 must have shards of one shape on both sides of the move; with "
+        "device_put_pipeline: the input of stage 1 must have shards of one shape on both sides of the move; with "
         "P('data',) they are (4, 16) on data=2, model=2 and (2, 16) on data=4, model=1. "
         "Give all meshes the same axis sizes, or choose another spec."
     ).replace("P('data',)", str(P("data")))
@@ -359,14 +360,14 @@ def test_shards_keep_their_shape():  # proves S85
 
 def test_what_a_stage_returns_must_divide():  # proves S85
     assert refused([dense, logits], uneven(), specs=P("data"), x=np.zeros((6, 12), "f")) == (
-        "device_put_pipeline: what enters stage 1: dim 0 must be divisible by axis 'data'; got size 6 over 4 devices. "
+        "device_put_pipeline: the input of stage 1: dim 0 must be divisible by axis 'data'; got size 6 over 4 devices. "
         "Pad dim 0 or choose another dim."
     )
 
 
 def test_a_microbatch_must_divide():
     assert refused([dense, logits], halves(data=4), specs=P("data"), microbatches=4) == (
-        "device_put_pipeline: what enters stage 0: dim 0 must be divisible by axis 'data'; got size 2 over 4 devices. "
+        "device_put_pipeline: the input of stage 0: dim 0 must be divisible by axis 'data'; got size 2 over 4 devices. "
         "Pad dim 0 or choose another dim."
     )
 
@@ -404,11 +405,11 @@ def test_arrays_share_dim_0():
 def test_specs_fit_stages_and_meshes():
     assert refused([dense, logits], halves(data=4), specs=[P("data")] * 2) == (
         "device_put_pipeline: specs must be one spec or a list of 3; got a list of 2. "
-        "Write one for each stage, and of specs one more for what leaves the last."
+        "Pass one per stage, and in specs one more for the output of the last."
     )
     assert refused([dense, logits], halves(data=4), param_specs=[P()]) == (
         "device_put_pipeline: param_specs must be one spec or a list of 2; got a list of 1. "
-        "Write one for each stage, and of specs one more for what leaves the last."
+        "Pass one per stage, and in specs one more for the output of the last."
     )
     assert refused([dense, logits], halves(data=4), specs=P("model")) == (
         f"device_put_pipeline: stage 0: the spec {P('model')} uses axis 'model', which the mesh does not have; its "
@@ -419,6 +420,6 @@ def test_specs_fit_stages_and_meshes():
 def test_the_gradients_refuse_in_their_own_name():
     build = lambda stages, meshes, **options: sk.device_put_value_and_grad(stages, cross_entropy, meshes, **options)  # noqa: E731
     assert refused([dense], halves(data=4), build=build) == (
-        "device_put_value_and_grad: there must be one mesh for each stage, and at least one; got stages=1, meshes=2. "
-        "Cut a mesh with submeshes along an axis of that size."
+        "device_put_value_and_grad: there must be one mesh per stage, and at least one; got stages=1, meshes=2. "
+        "Split a mesh with submeshes along an axis of that size."
     )

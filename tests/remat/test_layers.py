@@ -196,20 +196,20 @@ def test_mistakes_are_refused():
     with pytest.raises(ValueError) as error:
         sk.scan_layers(lambda w, x: x, stack, jnp.ones(4))
     assert str(error.value) == (
-        "scan_layers: all leaves must have the same number of layers along dim 0; got [2, 3]. Stack them, and pass "
-        "what the layers share through layer_fn."
+        "scan_layers: all leaves must have the same number of layers along dim 0; got [2, 3]. Stack them, and "
+        "close over what the layers share in layer_fn."
     )
     with pytest.raises(ValueError) as error:
         sk.scan_layers(lambda w, x: x, stack["w"], jnp.ones(4), remat="none")
     assert str(error.value) == (
         "scan_layers: remat must be None, one of 'full', 'dots', 'dots_without_batch', a tuple of checkpoint names, or "
-        "a policy of jax.checkpoint_policies; got 'none'. Choose one."
+        "a policy of jax.checkpoint_policies; got 'none'. Pass for example remat='dots'."
     )
     with pytest.raises(ValueError) as error:
         sk.scan_layers(lambda w, x: x, stack["w"], jnp.ones(4), offload=True)
     assert str(error.value) == (
         "scan_layers: offload must go with remat='dots_without_batch' or a tuple of checkpoint names, which say what "
-        "is put into the host's memory; got remat=None. Pass one of them, or leave offload out."
+        "is saved to host memory; got remat=None. Pass remat='dots_without_batch', or leave offload out."
     )
     with pytest.raises(ValueError) as error:
         sk.scan_layers(lambda w, x: x, stack["w"], (jnp.ones(4), jnp.float32(0)), microbatches=3)
@@ -290,13 +290,13 @@ def test_a_list_of_layers_is_gathered_one_by_one_and_not_scanned(by):
             TypeError,
             "scan_layers: the layers must be one stack, a pytree whose leaves have the layer as dim 0; got a list of "
             "2. Stack them once, before init, with jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers), or call "
-            "gathered(layer_fn)(weights, x) for one after the other.",
+            "gathered(layer_fn)(weights, x) layer by layer.",
         ),
         (
             plan,
             ValueError,
-            "scan_layers: dim 0 of a stack, the layers, must be whole; layers.0.b is split there over axis 'fsdp', as "
-            "a layer of a list may be. Stack the layers of a list, or choose another dim by the plan's rules=.",
+            "scan_layers: dim 0 of a stack, the layers, must not be sharded; layers.0.b is sharded there over axis "
+            "'fsdp'. Stack the layers if they are a list, or choose another dim with the plan's rules=.",
         ),
     ):
         evaluate = sk.make_eval_step(in_a_list("scan"), mesh=mesh, plan=other)

@@ -152,7 +152,7 @@ def test_mistakes_are_refused(where):
         run[where](lambda w, x: x, remat=("a", 3))
     assert str(error.value) == (
         f"{where}: remat must be None, one of 'full', 'dots', 'dots_without_batch', a tuple of checkpoint names, or a "
-        "policy of jax.checkpoint_policies; got ('a', 3). Choose one."
+        "policy of jax.checkpoint_policies; got ('a', 3). Pass for example remat='dots'."
     )
 
 

@@ -616,8 +616,7 @@ def test_errors_name_rule_values_and_remedy():
     call = partial(sk.moe, x, router, w, swiglu, None)
     raised("route: top_k must be between 1 and the number of experts; got 7 for 6 experts. Lower top_k.", call, top_k=7)
     raised(
-        "moe: capacity_factor must be positive; got 0. 1 has room for balanced tokens; pass dropless=True to drop "
-        "none.",
+        "moe: capacity_factor must be positive; got 0. Pass 1 for balanced tokens, or dropless=True to drop none.",
         call,
         capacity_factor=0,
     )
@@ -628,7 +627,7 @@ def test_errors_name_rule_values_and_remedy():
     )
     raised(
         "moe: dim 0 of every leaf must count this device's experts, 6 of 6; got shape (3, 7, 5) for down. "
-        "Split the experts over the axis, with ep or P(axis).",
+        "Shard the experts over the axis, with ep or P(axis).",
         sk.moe,
         x,
         router,

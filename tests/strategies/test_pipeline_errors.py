@@ -70,8 +70,8 @@ def test_a_schedule_for_another_number_of_devices():
 def test_a_mesh_for_another_schedule():
     init, _ = train_step(schedules.gpipe(4, 2))
     with refused(
-        "pp: the schedule is for 4 stages; axis 'stage' has 2 devices. Give the axis 4 devices in make_mesh, or make "
-        "the schedule for 2 stages."
+        "pp: the schedule is for 4 stages; axis 'stage' has 2 devices. Make the mesh with 4 devices there, or the "
+        "schedule with 2 stages."
     ):
         init(make_params(4), KEY)
 
@@ -92,8 +92,8 @@ def test_parameters_without_a_stack(where, params, found):
     fn = getattr(sk, where)(*PIECES, schedules.gpipe(2, 2), "stage")
     run = jax.shard_map(lambda batch: fn(params, batch, None), mesh=mesh_of(2), in_specs=P(), out_specs=P())
     with refused(
-        f"{where}: the parameters must be a mapping with the entry 'layers', the stack; got {found}. Put what the "
-        "stages use under 'layers', and all else beside it."
+        f"{where}: the parameters must be a mapping with the entry 'layers', the stack; got {found}. Put the "
+        "stack of layers under 'layers', and everything else beside it."
     ):
         jax.eval_shape(run, make_batch(2))
 
@@ -109,8 +109,8 @@ def test_parameters_without_a_stack(where, params, found):
 def test_a_stage_whose_output_differs_from_its_input(wrong, returned):
     pieces = (embed, lambda layers, x, keys: wrong(stage(layers, x, keys)), head)
     with refused(
-        "pipeline_value_and_grad: a stage must return what it was given, in shape and dtype; it was given "
-        f"float32[2,2,4] and returned {returned}. Pad to a common width, or leave the change to embed and head."
+        "pipeline_value_and_grad: a stage must return the shapes and dtypes of its input; it was passed "
+        f"float32[2,2,4] and returned {returned}. Pad to a common width, or change them in embed or head."
     ):
         trace(schedules.gpipe(2, 2), pieces=pieces)
 
@@ -140,7 +140,7 @@ def test_wrong_layers_per_stage(layers_per_stage):
 @pytest.mark.parametrize("build", ["train", "eval"])
 def test_a_plan_without_pp(build):
     with refused(
-        "pp: the plan of a pipeline must have pp('stage'), which gives each stage its layers; got dp('stage'). Write "
+        "pp: the plan of a pipeline must have pp('stage'), which assigns layers to stages; got dp('stage'). Pass "
         "chain(pp('stage'), ...)."
     ):
         if build == "train":
@@ -213,7 +213,8 @@ def test_branches_refuse_what_may_not_run_apart(stage_fn, kind, axis, line, reco
     state = init(make_params(2), KEY)
     with refused(
         "pipeline_value_and_grad: mode='branch': a stage must hold no ppermute and no collective over axis 'stage', "
-        f"because devices branch apart there; got {kind} over '{axis}' at {line_of(*line)}. Use mode='masked'."
+        f"because devices take different branches there; got {kind} over '{axis}' at {line_of(*line)}. "
+        "Use mode='masked'."
     ):
         step.trace(state, make_batch(4))
 
@@ -229,7 +230,8 @@ def test_evaluation_in_branches_looks_at_the_forward_pass_alone():
     assert np.isfinite(evaluate(make_params(2), make_batch(4))["loss"])
     with refused(
         "pipeline_loss: mode='branch': a stage must hold no ppermute and no collective over axis 'stage', because "
-        f"devices branch apart there; got all_reduce over 'stage' at {line_of(summing, 'lax.psum')}. Use mode='masked'."
+        f"devices take different branches there; got all_reduce over 'stage' at {line_of(summing, 'lax.psum')}. "
+        "Use mode='masked'."
     ):
         build(summing)(make_params(2), make_batch(4))
 

@@ -482,6 +482,6 @@ def test_weights_that_are_summed_over_an_axis_must_be_split_over_it():
         with pytest.raises(ValueError) as error:
             jax.eval_shape(kernel, h, w, targets)
         assert str(error.value) == (
-            f"{name} must be split over axis 'model', over which the devices' parts are summed; got the same along "
-            "axis 'model'. Split it, with tp for example, or pass another axis."
+            f"{name} must be sharded over axis 'model', over which the product is summed; got one that is invariant "
+            "over axis 'model'. Shard it, with tp for example, or pass another axis."
         )
