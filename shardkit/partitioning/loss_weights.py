@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardkit import _compat
+from shardkit._jaxprs import called, flow, scan_operands, settled
 from shardkit.layout import path_name
 from shardkit.partitioning.gradient import Mean
 from shardkit.partitioning.handles import cast_floating
@@ -88,16 +89,12 @@ def _rounds(dtype: Any, compute: Any) -> bool:
 
 def _flow(jaxpr: Any, given: Sequence[Tags]) -> list[Tags]:
     """The tags of each result of a jaxpr, from those of its arguments."""
-    known: dict[Any, Tags] = dict(zip(jaxpr.invars, given, strict=True))
 
-    def of(atom: Any) -> Tags:
-        return frozenset() if hasattr(atom, "val") else known.get(atom, frozenset())
+    def step(equation: Any, ins: list[Tags]) -> list[Tags]:
+        outs = zip(equation.outvars, _step(equation, ins), strict=True)
+        return [_compared(tags) if getattr(v.aval, "dtype", None) == np.bool_ else tags for v, tags in outs]
 
-    for equation in jaxpr.eqns:
-        outs = _step(equation, [of(v) for v in equation.invars])
-        for v, tags in zip(equation.outvars, outs, strict=True):
-            known[v] = _compared(tags) if getattr(v.aval, "dtype", None) == np.bool_ else tags
-    return [of(v) for v in jaxpr.outvars]
+    return flow(jaxpr, [*[frozenset[_Tag]()] * len(jaxpr.constvars), *given], step, lambda _: frozenset())
 
 
 def _step(equation: Any, ins: list[Tags]) -> list[Tags]:
@@ -105,8 +102,8 @@ def _step(equation: Any, ins: list[Tags]) -> list[Tags]:
     inner = [sub for _, sub in _compat.inner_jaxprs(equation)]
     if not frozenset[_Tag]().union(*ins):
         return [frozenset()] * count
-    if name in _compat.CALLS and len(inner) == 1 and len(inner[0].invars) == len(ins):
-        return _flow(inner[0], ins)
+    if (sub := called(equation)) is not None:
+        return _flow(sub, ins)
     if name == "cond":
         branches = [_flow(sub, ins[1:]) for sub in inner]
         return [ins[0].union(*each) for each in zip(*branches, strict=True)]
@@ -119,14 +116,13 @@ def _step(equation: Any, ins: list[Tags]) -> list[Tags]:
 
 def _scan(equation: Any, body: Any, ins: list[Tags]) -> list[Tags]:
     """The tags of a scan's results, with those of its carry iterated to a fixed point."""
-    consts, carry = _compat.scan_parts(equation)
-    carried = ins[consts : consts + carry]
-    while True:
-        outs = _flow(body, [*ins[:consts], *carried, *ins[consts + carry :]])
-        after = [old | new for old, new in zip(carried, outs, strict=False)]
-        if after == carried:
-            return [*carried, *outs[carry:]]
-        carried = after
+    fixed, carried, each = scan_operands(equation, ins)
+
+    def turn(held: list[Tags]) -> list[Tags]:
+        return [old | new for old, new in zip(held, _flow(body, [*fixed, *held, *each]), strict=False)]
+
+    carried = settled(carried, turn)
+    return [*carried, *_flow(body, [*fixed, *carried, *each])[len(carried) :]]
 
 
 def _compared(tags: Tags) -> Tags:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from shardkit import _compat
 from shardkit._check import named, quoted
+from shardkit._jaxprs import kind_of, mesh_axes, walk
 
 _HERE = Path(__file__).parent
 
@@ -23,13 +24,9 @@ class Sent(NamedTuple):
 
 def collectives(jaxpr: Any) -> Iterator[Sent]:
     """Every collective of a jaxpr, inside its loops and branches too."""
-    for equation in jaxpr.eqns:
-        kind = _compat.COLLECTIVES.get(equation.primitive.name)
-        if kind:
-            axes = equation.params.get("axes") or equation.params["axis_name"]
-            yield Sent(kind, (axes,) if isinstance(axes, str) else tuple(axes), _line(equation))
-        for _, inner in _compat.inner_jaxprs(equation):
-            yield from collectives(inner)
+    for site in walk(jaxpr):
+        if kind := kind_of(site.equation):
+            yield Sent(kind, mesh_axes(site.equation), _line(site.equation))
 
 
 def _line(equation: Any) -> str:

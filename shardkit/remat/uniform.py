@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardkit import _compat
+from shardkit._jaxprs import called, flow, scan_operands
 
 # Each element of the result depends on the elements of the operands at the same index only.
 _ELEMENTWISE = {
@@ -62,25 +63,17 @@ def order_matters(fn: Callable[..., Any], args: Any, stacked: Any, results: Any)
 
 
 def _run(jaxpr: Any, places: Sequence[_Place]) -> list[_Place]:
-    known: dict[Any, _Place] = {v: _Place(None, _short(v)) for v in jaxpr.constvars}
-    known |= zip(jaxpr.invars, places, strict=True)
-
-    def place(atom: Any) -> _Place:
-        if not hasattr(atom, "val"):
-            return known[atom]
+    def literal(atom: Any) -> _Place:
         return _Place(None, _every(atom) if np.size(atom.val) == 1 else _short(atom))
 
-    for equation in jaxpr.eqns:
-        ins = [place(v) for v in equation.invars]
-        known |= zip(equation.outvars, _step(equation, ins), strict=True)
-    return [place(v) for v in jaxpr.outvars]
+    return flow(jaxpr, [*(_Place(None, _short(v)) for v in jaxpr.constvars), *places], _step, literal)
 
 
 def _step(equation: Any, ins: list[_Place]) -> list[_Place]:
     name, outs = equation.primitive.name, equation.outvars
     inner = [sub for _, sub in _compat.inner_jaxprs(equation)]
-    if name in _compat.CALLS and len(inner) == 1 and len(inner[0].invars) == len(ins):
-        return _run(inner[0], ins)
+    if (sub := called(equation)) is not None:
+        return _run(sub, ins)
     if name == "cond" and ins[0].layers is None:
         branches = [_run(sub, ins[1:]) for sub in inner]
         return [_joined(list(each), v) for each, v in zip(zip(*branches, strict=True), outs, strict=True)]
@@ -115,16 +108,15 @@ def _step(equation: Any, ins: list[_Place]) -> list[_Place]:
 
 def _scan(equation: Any, body: Any, ins: list[_Place]) -> list[_Place]:
     """A loop of known length, not over the layers; what is known of its carry holds in every iteration."""
-    consts, carry = _compat.scan_parts(equation)
-    carried, each = ins[consts : consts + carry], ins[consts + carry :]
+    fixed, carried, each = scan_operands(equation, ins)
     if any(p.layers == 0 for p in each):
         raise _MattersError
     each = [_Place(p.layers and p.layers - 1, frozenset(dim - 1 for dim in p.alike if dim)) for p in each]
     while True:
-        outs = _run(body, [*ins[:consts], *carried, *each])
+        outs = _run(body, [*fixed, *carried, *each])
         after = [_joined([a, b], v) for a, b, v in zip(carried, outs, equation.outvars, strict=False)]
         if after == carried:
-            stacked = [_Place(None if p.layers is None else p.layers + 1, frozenset()) for p in outs[carry:]]
+            stacked = [_Place(None if p.layers is None else p.layers + 1, frozenset()) for p in outs[len(carried) :]]
             return [*carried, *stacked]
         carried = after
 

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardkit import _compat
 from shardkit._check import quoted
+from shardkit._jaxprs import walk
 from shardkit.layout import all_axes, spec_axes
 from shardkit.testing._collective_rules import RULES
 from shardkit.testing._compare import is_float
@@ -85,18 +86,17 @@ def _flat(jaxpr: Any, mesh: Any) -> Callable[..., list[Any]]:
 
 
 def _own_derivatives(jaxpr: Any) -> set[str]:
-    names = {e.primitive.name for e in jaxpr.eqns if e.primitive.name.startswith(("custom_jvp", "custom_vjp"))}
-    names |= {_SOLVE for e in jaxpr.eqns if e.primitive.name == _SOLVE and _on_devices(e.params["jaxprs"].solve.jaxpr)}
-    return names.union(*(_own_derivatives(sub) for e in jaxpr.eqns for _, sub in _compat.inner_jaxprs(e)))
+    return {
+        site.name
+        for site in walk(jaxpr)
+        if site.name.startswith(("custom_jvp", "custom_vjp"))
+        or (site.name == _SOLVE and _on_devices(site.equation.params["jaxprs"].solve.jaxpr))
+    }
 
 
 def _on_devices(jaxpr: Any) -> bool:
     """Whether a jaxpr has a cast or a collective, which need a surrounding shard_map."""
-    return any(
-        e.primitive.name in _CASTS | _compat.COLLECTIVES.keys() | {"shard_map"}
-        or any(_on_devices(sub) for _, sub in _compat.inner_jaxprs(e))
-        for e in jaxpr.eqns
-    )
+    return any(site.name in _CASTS | _compat.COLLECTIVES.keys() | {"shard_map"} for site in walk(jaxpr))
 
 
 def _pushed_forward(original: Callable[..., list[Any]], mesh: Any, primals: Any, tangents: Any) -> Any:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardkit import _compat
+from shardkit._jaxprs import walk
 from shardkit.analysis.hlo.differences import added_by_compiler, changes, read_compiled
 from shardkit.analysis.jaxpr.census import census_of
 from shardkit.analysis.jaxpr.lint import lint
@@ -196,17 +197,10 @@ def _reads_across_shards(program: Program) -> bool:
     closed = jax.make_jaxpr(
         lambda params: optimizer.update(params, optimizer.init(params), params, value=jnp.float32(1))
     )(params)
-
-    def mixes(jaxpr: Any) -> bool:
-        for equation in jaxpr.eqns:
-            large = any(math.prod(getattr(v.aval, "shape", ())) > 1 for v in equation.invars)
-            if large and equation.primitive.name.startswith(_MIXING):
-                return True
-            if any(mixes(inner) for _, inner in _compat.inner_jaxprs(equation)):
-                return True
-        return False
-
-    return mixes(closed.jaxpr)
+    return any(
+        site.name.startswith(_MIXING) and any(math.prod(getattr(v.aval, "shape", ())) > 1 for v in site.equation.invars)
+        for site in walk(closed.jaxpr)
+    )
 
 
 def _compare(where: str, what: str, got: Any, wanted: Any, allowed: Any) -> None:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit import _compat, cost
+from shardkit._jaxprs import walk
 from shardkit.analysis import census
 from shardkit.testing import assert_matches_reference, assert_same_training, covering
 from support.tiers import covered
@@ -499,18 +500,11 @@ def test_bfloat16_is_summed_in_float32():
     assert flops_of(4, "contiguous", dtype="bfloat16")[2] == {"float32"}
 
 
-def walked(jaxpr):
-    for equation in jaxpr.eqns:
-        yield equation
-        for _, inner in _compat.inner_jaxprs(equation):
-            yield from walked(inner)
-
-
 def test_bfloat16_gradients_on_one_device():  # proves F32
     """Two matmuls forward, four backward, all of bfloat16 operands; the softmax between them is float32."""
     x = drawn(2, 64, 4, 2, 16, dtype=jnp.bfloat16)[:3]
     back = lambda *x: jax.vjp(sk.dot_attention, *x)[1](jnp.ones_like(x[0]))  # noqa: E731
-    dots = [e for e in walked(jax.make_jaxpr(back)(*x).jaxpr) if e.primitive.name == "dot_general"]
+    dots = [s.equation for s in walk(jax.make_jaxpr(back)(*x).jaxpr) if s.name == "dot_general"]
     assert len(dots) == 6
     assert {v.aval.dtype.name for e in dots for v in e.invars} == {"bfloat16"}
     run = jax.jit(back)

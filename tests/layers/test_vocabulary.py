@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit import _compat
+from shardkit._jaxprs import walk
 from shardkit.testing import assert_matches_reference, covering
 from support.tiers import covered
 
@@ -204,10 +205,7 @@ def test_the_embedding_sends_its_result(sequence):
 
 
 def shapes(jaxpr):
-    for equation in jaxpr.eqns:
-        yield from (v.aval.shape for v in equation.outvars)
-        for _, inner in _compat.inner_jaxprs(equation):
-            yield from shapes(inner)
+    return (v.aval.shape for site in walk(jaxpr) for v in site.equation.outvars)
 
 
 def test_no_device_ever_holds_whole_logits_and_keeps_its_own_once():  # proves F27

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit import _compat
+from shardkit._jaxprs import walk
 from shardkit.layers.linear import column_linear, row_linear
 from shardkit.models import transformer
 from shardkit.partitioning.handles import Handle
@@ -104,14 +105,7 @@ def halves_of(split, lasting):
 
 
 def dots(fn, *args):
-    def count(jaxpr):
-        for equation in jaxpr.eqns:
-            yield equation.primitive.name == "dot_general"
-            times = equation.params["length"] if equation.primitive.name == "scan" else 1
-            for _, inner in _compat.inner_jaxprs(equation):
-                yield times * sum(count(inner))
-
-    return sum(count(jax.make_jaxpr(fn)(*args).jaxpr))
+    return sum(site.times for site in walk(jax.make_jaxpr(fn)(*args).jaxpr) if site.name == "dot_general")
 
 
 def compiled(fn, *args):

@@ -11,7 +11,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import shardkit as sk
-from shardkit import _compat, cost
+from shardkit import cost
+from shardkit._jaxprs import walk
 from shardkit.testing import assert_same_training
 
 BATCH, WIDTH, HIDDEN = 16, 16, 32
@@ -175,15 +176,9 @@ def test_layer_major_accumulation_sends_as_much_as_none(name, stage, k, prefetch
 def test_a_prefetched_gather_stands_before_the_layer_that_hides_it():
     _, step, state = trained("fsdp", 5, {"prefetch": True}, steps=0)
     jaxpr = step.trace(state, batch(0)).jaxpr.jaxpr
-
-    def scans(jaxpr):
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == "scan":
-                yield [e.primitive.name for e in equation.params["jaxpr"].jaxpr.eqns]
-            for _, inner in _compat.inner_jaxprs(equation):
-                yield from scans(inner)
-
-    bodies = [names for names in scans(jaxpr) if any("custom_vjp" in n or n == "all_gather" for n in names)]
+    scans = [site.equation.params["jaxpr"].jaxpr.eqns for site in walk(jaxpr) if site.name == "scan"]
+    bodies = [[e.primitive.name for e in body] for body in scans]
+    bodies = [names for names in bodies if any("custom_vjp" in n or n == "all_gather" for n in names)]
     assert len(bodies) == 2  # forward and backward
     for names in bodies:
         gather = min(i for i, n in enumerate(names) if n in ("all_gather", "custom_vjp_call", "custom_vjp_call_jaxpr"))

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import shardkit as sk
 from shardkit import _compat
+from shardkit._jaxprs import walk
 from shardkit.models import transformer
 from shardkit.models.transformer import Axes
 
@@ -67,12 +68,10 @@ def built(run, **options):
 
 def stacked(jaxpr):
     """Shapes and dtypes of a layer's slice of what the scans over layers stack up."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "scan" and equation.params["length"] in (LAYERS, LAYERS - 1):
+    for equation in (site.equation for site in walk(jaxpr) if site.name == "scan"):
+        if equation.params["length"] in (LAYERS, LAYERS - 1):
             outs = equation.outvars[_compat.scan_parts(equation)[1] :]
             yield from ((v.aval.shape[1:], v.aval.dtype.name) for v in outs)
-        for _, inner in _compat.inner_jaxprs(equation):
-            yield from stacked(inner)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit import _compat, schedules
+from shardkit import schedules
+from shardkit._jaxprs import walk
 from shardkit.analysis.jaxpr.census import census_of
 from shardkit.pipeline.pieces import Given, Model, Pieces
 from shardkit.schedules import Schedule
@@ -124,15 +125,6 @@ def test_every_microbatch_comes_out_in_its_place(p, wrong):  # proves S77, S79, 
 # ---- what is sent and computed
 
 
-def walk(jaxpr: Any, times: int = 1) -> Any:
-    """Every equation and how often it runs."""
-    for equation in jaxpr.eqns:
-        yield equation, times
-        inside = times * (equation.params["length"] if equation.primitive.name == "scan" else 1)
-        for _, inner in _compat.inner_jaxprs(equation):
-            yield from walk(inner, inside)
-
-
 def jaxpr_of(schedule: Schedule, layers: int, pieces: Any = PIECES, **how: Any) -> Any:
     step = traced_step(schedule, layers, pieces, **how)
     examples = schedule.microbatches
@@ -168,7 +160,7 @@ def test_ticks_and_traffic_are_those_of_the_table(name):
     assert {row.axes for row in rows} == {("stage",)}
     assert (sum(row.count for row in rows), sum(row.count * row.bytes_in for row in rows)) == (times, sent)
     # A tick reads one row of the table.
-    scans = [(e.params, n) for e, n in walk(closed.jaxpr) if e.primitive.name == "scan"]
+    scans = [(s.equation.params, s.times) for s in walk(closed.jaxpr) if s.name == "scan"]
     reads = [n * params["length"] for params, n in scans if ROW in [x.shape for x in params["jaxpr"].in_avals]]
     assert sum(reads) == max(map(len, schedule.rows))
 
@@ -187,7 +179,7 @@ def test_the_program_does_not_grow_with_the_microbatches(name, p):
 
 
 def dots(jaxpr: Any) -> int:
-    return sum(times for equation, times in walk(jaxpr) if equation.primitive.name == "dot_general")
+    return sum(site.times or 1 for site in walk(jaxpr) if site.name == "dot_general")
 
 
 # proves F38: I and W together do what B does, and the step no more than its table says

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from benchmarks import zero_memory
 from shardkit import _compat
+from shardkit._jaxprs import walk
 from shardkit.analysis.hlo.differences import compiled, written
 from shardkit.models import transformer
 from shardkit.partitioning.handles import Handle
@@ -375,11 +376,9 @@ def test_what_is_held_is_total_over_n():  # proves S65, S68, S69, F54
 
 def stacked_by_scans(jaxpr):
     """Shapes of what the scans of a program, at any depth, stack up for later."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "scan":
-            yield from (v.aval.shape for v in equation.outvars[_compat.scan_parts(equation)[1] :])
-        for _, inner in _compat.inner_jaxprs(equation):
-            yield from stacked_by_scans(inner)
+    for site in walk(jaxpr):
+        if site.name == "scan":
+            yield from (v.aval.shape for v in site.equation.outvars[_compat.scan_parts(site.equation)[1] :])
 
 
 @pytest.mark.parametrize("name", ["fsdp layerwise", "zero2 layerwise"])

@@ -11,7 +11,7 @@ import pytest
 
 import shardkit as sk
 from benchmarks import large_model
-from shardkit import _compat
+from shardkit._jaxprs import walk
 from shardkit.models import transformer
 
 CONFIG = transformer.Config(vocabulary=64, layers=3, dim=16, heads=4, kv_heads=2, hidden=32)
@@ -76,11 +76,5 @@ def test_tracing_does_not_grow_with_the_number_of_chips():
         step, args = large_model.abstract(large_model.MODELS["70b"], fsdp=fsdp, tp=tp, batch=1, tokens=4096)
         with jax.numpy_dtype_promotion("standard"):
             return sum(1 for _ in walk(step.trace(*args).jaxpr.jaxpr))
-
-    def walk(jaxpr):
-        for equation in jaxpr.eqns:
-            yield equation
-            for _, inner in _compat.inner_jaxprs(equation):
-                yield from walk(inner)
 
     assert equations(4, 2) == equations(512, 8)
