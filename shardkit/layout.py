@@ -287,8 +287,7 @@ def _shard_shape(x: Any) -> tuple[int, ...]:
 
 
 def _shard_bytes(x: Any) -> int:
-    dtype = getattr(x, "dtype", None)
-    itemsize = dtype.itemsize if dtype is not None else jax.numpy.asarray(x).dtype.itemsize
+    itemsize = (x if hasattr(x, "dtype") else jax.numpy.asarray(x)).dtype.itemsize
     return math.prod(_shard_shape(x)) * itemsize
 
 
