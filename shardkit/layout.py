@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,10 +38,7 @@ def specs_from_rules(logical_axes: Any, rules: Rules) -> Any:
         {'gain': P(), 'up': P(None, 'model')}
     """
     if logical_axes is None:
-        raise TypeError(
-            "specs_from_rules: logical_axes must be a pytree of tuples of names; got None. Pass for example "
-            "{'w': ('embed', 'hidden')}."
-        )
+        raise TypeError("specs_from_rules: logical_axes must be a pytree of tuples of names; got None. Pass one.")
     pairs = list(rules.items()) if isinstance(rules, Mapping) else list(rules)
     table = dict(pairs)
     for name in table:
@@ -153,9 +150,9 @@ def shard(tree: Arrays, mesh: Mesh, specs: Specs) -> Any:
 def describe(thing: Any, *args: Any) -> str:
     """Describes a mesh (device ids by coordinate), a pytree (the shards on each device) or a plan, as text.
 
-    For a pytree: a line per leaf with global shape, dtype, spec, local shape, number of devices and bytes per device;
-    then the total bytes per device. For a plan, `describe(plan, params, mesh)`: a line per leaf with its layouts, bytes
-    per device, and why; the mesh may be omitted where the parameters are sharded over one.
+    For a pytree: a line per leaf with shapes, dtype, spec, devices and bytes per device, and their sum. For a plan,
+    `describe(plan, params, mesh)`: a line per leaf with its layouts, bytes per device, and why; the mesh may be omitted
+    where the parameters are sharded over one.
 
     Example:
         >>> print(sk.describe(mesh))
@@ -230,8 +227,8 @@ def all_axes(spec: PartitionSpec) -> frozenset[str]:
 
 def broadcast_specs(specs: Any, tree: Any) -> Any:
     """One spec for each leaf of `tree`, from a single spec or a pytree of specs that is a prefix of it."""
-    is_spec: Callable[[Any], bool] = lambda s: isinstance(s, PartitionSpec)  # noqa: E731
-    return jax.tree.map(lambda s, sub: jax.tree.map(lambda _: s, sub), specs, tree, is_leaf=is_spec)
+    spread = lambda spec, part: jax.tree.map(lambda _: spec, part)  # noqa: E731
+    return jax.tree.map(spread, specs, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def check_spec(where: str, spec: PartitionSpec, mesh: Mesh, ndim: int) -> None:
@@ -270,16 +267,14 @@ def check_axes(where: str, specs: Any, known: Iterable[str]) -> None:
 
 
 def _refuse_double_use(where: str, spec: PartitionSpec, names: tuple[str | None, ...] = ()) -> None:
-    seen: list[str] = []
-    for axes in spec_axes(spec):
-        for axis in axes:
-            if axis in seen:
-                origin = f" (from the logical axes {names})" if names else ""
-                raise ValueError(
-                    f"{where}: a mesh axis can shard one dim only; got {axis!r} twice in {spec}{origin}. Give "
-                    "the other dim another axis, or None."
-                )
-            seen.append(axis)
+    axes = [axis for entry in spec_axes(spec) for axis in entry]
+    twice = next((axis for axis in axes if axes.count(axis) > 1), None)
+    if twice is not None:
+        origin = f" (from the logical axes {names})" if names else ""
+        raise ValueError(
+            f"{where}: a mesh axis can shard one dim only; got {twice!r} twice in {spec}{origin}. Give the other dim "
+            "another axis, or None."
+        )
 
 
 def _is_names(x: Any) -> bool:
@@ -288,13 +283,11 @@ def _is_names(x: Any) -> bool:
 
 def _shard_shape(x: Any) -> tuple[int, ...]:
     sharding = getattr(x, "sharding", None)
-    shape = jax.numpy.shape(x)
-    return tuple(sharding.shard_shape(shape)) if sharding is not None else tuple(shape)
+    return tuple(jax.numpy.shape(x) if sharding is None else sharding.shard_shape(x.shape))
 
 
 def _shard_bytes(x: Any) -> int:
-    dtype = getattr(x, "dtype", None)
-    itemsize = dtype.itemsize if dtype is not None else jax.numpy.asarray(x).dtype.itemsize
+    itemsize = (x if hasattr(x, "dtype") else jax.numpy.asarray(x)).dtype.itemsize
     return math.prod(_shard_shape(x)) * itemsize
 
 
