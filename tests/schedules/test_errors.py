@@ -207,7 +207,7 @@ def test_a_wide_grid_is_cut_about_the_arrow():
         ),
         (
             lambda: Schedule(schedules.gpipe(1, 1).rows, "V").check(),
-            "schedule: placement must be 'loop' or 'v'; got 'V'. Choose one of them.",
+            "schedule: placement must be 'loop' or 'v'; got 'V'. Pass for example placement='loop'.",
         ),
         (
             lambda: schedules.lockstep(4, 0),

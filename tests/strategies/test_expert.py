@@ -433,8 +433,8 @@ def test_counts_that_cannot_be_are_seen_in_the_result(dense, monkeypatch):
             np.ones(2, np.int32),
             {},
             ValueError,
-            "counts must say for each of 2 devices how many rows it sends each; got shape (2,). Gather them to shape "
-            "(2, 2).",
+            "counts must have shape (2, 2): rows from each of 2 devices to each; got shape (2,). Gather them over the "
+            "axis first.",
         ),
         (np.ones((2, 2), np.int32), {"rows": -1}, ValueError, "rows must be at least 0; got -1. Correct rows."),
         (np.ones((2, 2), np.int32), {"limit": -1}, ValueError, "limit must be at least 0; got -1. Correct limit."),
@@ -443,8 +443,8 @@ def test_counts_that_cannot_be_are_seen_in_the_result(dense, monkeypatch):
                 np.array(counts),
                 {},
                 ValueError,
-                "no count may be below 0 or beyond limit=3, and no device may send more than the 5 rows that it has or "
-                f"receive more than rows=5; got {counts}. Correct the counts, or make limit or rows larger.",
+                "every count must be from 0 to limit=3, and a device must send at most its 5 rows and receive at most "
+                f"rows=5; got {counts}. Correct the counts, or raise limit or rows.",
             )
             for counts in CANNOT.values()
         ),

@@ -208,7 +208,7 @@ def test_the_wire_knows_no_other_kind():
         wire("gossip", 8, 2)
     assert str(error.value) == (
         "wire: kind must be 'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all', 'ppermute' or 'broadcast'; "
-        "got 'gossip'. Choose one of them."
+        "got 'gossip'. Pass for example kind='all_reduce'."
     )
     assert wire("ppermute", 8, 2, [(0, 0), (1, 1)]).sent == 0
 
