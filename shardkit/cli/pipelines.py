@@ -121,7 +121,7 @@ def functions(config: transformer.Config, axes: transformer.Axes, pipeline: Pipe
         loss_fn = transformer.loss_fn(config, axes)
         return sk.value_and_grad(loss_fn), loss_fn
     model: Any = (*transformer.pieces(config, axes), pipeline.schedule, axes.stage)
-    how: dict[str, Any] = {"mode": pipeline.mode, "numbered": True}
+    how: dict[str, Any] = {"mode": pipeline.mode, "layer_numbers": True}
     grad_fn = sk.pipeline_value_and_grad(*model, recompute=pipeline.recompute, **how)
     return transformer.in_order(grad_fn, axes), transformer.in_order(sk.pipeline_loss(*model, **how), axes)
 

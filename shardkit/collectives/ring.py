@@ -122,7 +122,8 @@ def all_reduce(x: Arrays, axis: Axis, *, op: Literal["sum", "mean"] = "sum", bid
 
     Example:
         >>> total = lambda x: sk.ring.all_reduce(x, "model", bidirectional=True)
-        >>> print(jax.shard_map(total, mesh=mesh, in_specs=P("model"), out_specs=P("model"))(jnp.arange(4)))
+        >>> kernel = jax.shard_map(total, mesh=mesh, in_specs=P("model"), out_specs=P("model"))
+        >>> print(jax.jit(kernel)(jnp.arange(4)))
         [6 6 6 6]
 
     Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009).

@@ -83,7 +83,7 @@ def ring_attention(
     Example:
         >>> x, tokens = jax.random.normal(jax.random.key(0), (1, 16, 4, 8)), P(None, "model")
         >>> kernel = lambda q, k, v: sk.ring_attention(q, k, v, "model")
-        >>> y = jax.shard_map(kernel, mesh=mesh, in_specs=tokens, out_specs=tokens)(x, x, x)
+        >>> y = jax.jit(jax.shard_map(kernel, mesh=mesh, in_specs=tokens, out_specs=tokens))(x, x, x)
         >>> bool(jnp.allclose(y, sk.dot_attention(x, x, x), atol=1e-5))
         True
 
@@ -144,7 +144,7 @@ def ulysses_attention(
     Example:
         >>> x, tokens = jax.random.normal(jax.random.key(0), (1, 16, 4, 8)), P(None, ("data", "model"))
         >>> kernel = lambda q, k, v: sk.ulysses_attention(q, k, v, "model", ring="data")
-        >>> y = jax.shard_map(kernel, mesh=mesh, in_specs=tokens, out_specs=tokens)(x, x, x)
+        >>> y = jax.jit(jax.shard_map(kernel, mesh=mesh, in_specs=tokens, out_specs=tokens))(x, x, x)
         >>> bool(jnp.allclose(y, sk.dot_attention(x, x, x), atol=1e-5))
         True
 

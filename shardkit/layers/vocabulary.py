@@ -107,7 +107,7 @@ def vocab_cross_entropy(
     Example:
         >>> kernel = lambda x, head, targets: sk.vocab_cross_entropy(x, head, targets, "model")
         >>> entropy = jax.shard_map(kernel, mesh=mesh, in_specs=(P(), P(None, "model"), P()), out_specs=P())
-        >>> nats = entropy(jnp.zeros((1, 2, 4)), jnp.ones((4, 8)), jnp.asarray([[3, -1]]))
+        >>> nats = jax.jit(entropy)(jnp.zeros((1, 2, 4)), jnp.ones((4, 8)), jnp.asarray([[3, -1]]))
         >>> [f"{x:.3f}" for x in nats[0]]  # log(8), and an ignored target
         ['2.079', '0.000']
 

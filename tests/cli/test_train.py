@@ -93,11 +93,11 @@ def test_interrupting_ends_with_a_summary(corpus):
         ),
         (
             ["data=1", "--data", "no/such/path"],
-            "error: --data: the path must be a file or a directory; no/such/path does not exist. Check the path.",
+            "error: --data: the path must be a file or a directory; no/such/path does not exist. Correct the path.",
         ),
         (
             ["data=1", "--length", "100000"],
-            "error: --data: the text must hold at least one sequence of 100001 bytes; it has ",
+            "error: --data: the text must have at least one sequence of 100001 bytes; it has ",
         ),
     ],
 )

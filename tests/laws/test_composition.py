@@ -265,8 +265,8 @@ def test_lower_precision_is_near_one_device(precision):
             (
                 sk.dp("data"),
                 Axes(**{name: ("data", "two")}),
-                f"transformer: the tokens must be split over axes.{name}=('data', 'two'); got the same along axis "
-                "'two'. Chain cp(('data', 'two')) into the plan.",
+                f"transformer: the tokens must be split over axes.{name}=('data', 'two'); got the same tokens along "
+                "axis 'two'. Chain cp(('data', 'two')) into the plan.",
             )
             for name in ("context", "ulysses")
         ),

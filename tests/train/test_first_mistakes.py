@@ -88,6 +88,6 @@ def test_keys_whose_draws_go_by_the_batch(impl):
         with pytest.raises(ValueError) as error:
             use()
         assert str(error.value) == (
-            f"{where}: keys must be of an implementation that draws the same for each key, whatever the batch; got "
+            f"{where}: keys must have an implementation whose draws do not depend on the batch; got "
             f"{impl!r}. Pass jax.random.key(seed, impl='threefry2x32')."
         )
