@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,12 +13,12 @@ import numpy as np
 
 import shardkit as sk
 from shardkit import schedules
-from shardkit._check import quoted, spelled
+from shardkit._check import either, quoted, spelled
 from shardkit.models import transformer
 from shardkit.schedules import Schedule
 
-_PLAIN = ("gpipe", "one_f_one_b", "zero_bubble_h1", "zero_bubble_v", "dualpipe_v")
-_CHUNKED = ("interleaved", "breadth_first", "lockstep")
+_BUILDERS = {name: each for name in schedules.__all__ if inspect.isfunction(each := getattr(schedules, name))}
+_CHUNKED = tuple(name for name, each in _BUILDERS.items() if "chunks" in inspect.signature(each).parameters)
 _OTHER_NAMES = {"1f1b": "one_f_one_b", "zb_h1": "zero_bubble_h1", "zb_v": "zero_bubble_v"}
 # Axes that split the examples of a batch.
 _OF_EXAMPLES = ("data", "fsdp", "zero1", "zero2", "expert")
@@ -42,14 +43,14 @@ class Pipeline:
 
 def named(where: str, name: str, stages: int, microbatches: int, chunks: int | None) -> Schedule:
     """The schedule of that name."""
-    name = spelled(where, "schedule", name, (*_PLAIN, *_CHUNKED), _OTHER_NAMES)
-    build = getattr(schedules, name)
+    name = spelled(where, "schedule", name, tuple(_BUILDERS), _OTHER_NAMES)
+    build = _BUILDERS[name]
     if name in _CHUNKED:
         return build(stages, microbatches, 1 if chunks is None else chunks)
     if chunks is not None:
         raise ValueError(
             f"{where}: schedule {name!r} does not take chunks; got {chunks}. Leave --chunks out, or choose "
-            "'interleaved', 'breadth_first' or 'lockstep'."
+            f"{either(_CHUNKED)}."
         )
     return build(stages, microbatches)
 

@@ -98,13 +98,13 @@ def test_a_file_can_be_written_and_read(run, tmp_path):
         ),
         (
             ["--schedule", "fastest", *LOCKSTEP[2:]],
-            "draw: schedule must be 'gpipe', 'one_f_one_b', 'zero_bubble_h1', 'zero_bubble_v', 'dualpipe_v', "
-            "'interleaved', 'breadth_first' or 'lockstep'; got 'fastest'. Pass for example schedule='gpipe'.",
+            "draw: schedule must be 'breadth_first', 'dualpipe_v', 'gpipe', 'interleaved', 'lockstep', 'one_f_one_b', "
+            "'zero_bubble_h1' or 'zero_bubble_v'; got 'fastest'. Pass for example schedule='breadth_first'.",
         ),
         (
             ["--schedule", "gpipe", *LOCKSTEP[2:], "--chunks", "2"],
-            "draw: schedule 'gpipe' does not take chunks; got 2. Leave --chunks out, or choose 'interleaved', "
-            "'breadth_first' or 'lockstep'.",
+            "draw: schedule 'gpipe' does not take chunks; got 2. Leave --chunks out, or choose "
+            "'breadth_first', 'interleaved' or 'lockstep'.",
         ),
         (
             [*LOCKSTEP[:2], "--stages", "0", "--microbatches", "8"],

@@ -70,13 +70,13 @@ def test_the_schedule_of_a_file_is_run(trained, tmp_path):
         ),
         (
             ["stage=2", "--schedule", "fastest"],
-            "train: schedule must be 'gpipe', 'one_f_one_b', 'zero_bubble_h1', 'zero_bubble_v', 'dualpipe_v', "
-            "'interleaved', 'breadth_first' or 'lockstep'; got 'fastest'. Pass for example schedule='gpipe'.",
+            "train: schedule must be 'breadth_first', 'dualpipe_v', 'gpipe', 'interleaved', 'lockstep', 'one_f_one_b', "
+            "'zero_bubble_h1' or 'zero_bubble_v'; got 'fastest'. Pass for example schedule='breadth_first'.",
         ),
         (
             ["stage=2", "--schedule", "gpipe", "--chunks", 2],
-            "train: schedule 'gpipe' does not take chunks; got 2. Leave --chunks out, or choose 'interleaved', "
-            "'breadth_first' or 'lockstep'.",
+            "train: schedule 'gpipe' does not take chunks; got 2. Leave --chunks out, or choose "
+            "'breadth_first', 'interleaved' or 'lockstep'.",
         ),
         (
             ["stage=2", "data=2", "--microbatches", 3],

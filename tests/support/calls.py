@@ -37,6 +37,22 @@ def used_precision(**fields):
 used_precision.__signature__ = inspect.signature(sk.Precision)  # a NamedTuple is looked at where it is used
 
 
+def returning(kind, room):
+    """The public functions of a module that return that class."""
+    found = [getattr(room, name) for name in room.__all__]
+    return [f for f in found if inspect.isfunction(f) and inspect.signature(f).return_annotation == kind]
+
+
+def required(function):
+    each = inspect.signature(function).parameters.values()
+    return [p.name for p in each if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+
+
+def sizes_of(build):
+    """Arguments of the builder of a schedule."""
+    return {"stages": 2, "microbatches": 4} | ({"chunks": 2} if "chunks" in required(build) else {})
+
+
 def kernels():
     """Calls inside shard_map over `MESH`, as (function, valid arguments)."""
     x, tokens = ones(8, 4), np.zeros((2, 4), np.int32)
@@ -161,14 +177,8 @@ def builders():
         (sk.simulate_devices, {"n": len(jax.devices())}),
         (sk.DistributedConfig, {}),
         (used_precision, {}),
-        (sk.dp, {"axis": "data"}),
-        (sk.cp, {"axis": "data"}),
-        (sk.pp, {"axis": "data"}),
-        (sk.ep, {"axis": "data"}),
         (sk.tp, {"axis": "data", "rules": rules}),
-        (sk.fsdp, {"axis": "data"}),
-        (sk.zero1, {"axis": "data"}),
-        (sk.zero2, {"axis": "data"}),
+        *((each, {"axis": "data"}) for each in returning("Plan", sk) if required(each) == ["axis"]),
         (sk.chain, {"plans": (plan,)}),
         (sk.describe, {"thing": mesh}),
         (sk.local_shape, {"shape": (8, 4), "spec": P("data"), "mesh": mesh}),
@@ -184,13 +194,7 @@ def builders():
         (sk.pipeline_value_and_grad, pipeline),
         (sk.device_put_pipeline, put),
         (sk.device_put_value_and_grad, put | {"loss": lambda y, b: jnp.sum(y)}),
-        *((each, {"stages": 2, "microbatches": 4}) for each in (schedules.gpipe, schedules.one_f_one_b)),
-        *((each, {"stages": 2, "microbatches": 4}) for each in (schedules.dualpipe_v, schedules.zero_bubble_h1)),
-        *((each, {"stages": 2, "microbatches": 4}) for each in (schedules.zero_bubble_v, schedules.lockstep)),
-        *(
-            (each, {"stages": 2, "microbatches": 4, "chunks": 2})
-            for each in (schedules.interleaved, schedules.breadth_first)
-        ),
+        *((each, sizes_of(each)) for each in returning("Schedule", schedules)),
         (schedules.Schedule.from_csv, {"text": schedule.to_csv()}),
         (schedules.Schedule.simulate, {"self": schedule}),
         (schedules.Schedule.order, {"self": schedule, "device": 0}),

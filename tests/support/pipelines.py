@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import cache, partial
 from typing import Any
 
@@ -16,7 +17,8 @@ from shardkit._compat import varying_axes
 from shardkit.schedules import Schedule
 
 VOCABULARY, D, TOKENS, RATE = 7, 4, 2, 0.25
-CHUNKED = ("interleaved", "breadth_first", "lockstep")
+BUILDERS = {name: each for name in schedules.__all__ if inspect.isfunction(each := getattr(schedules, name))}
+CHUNKED = tuple(name for name, each in BUILDERS.items() if "chunks" in inspect.signature(each).parameters)
 SPECS = {"embed": P(), "gain": P(), "layers": P("stage")}
 
 

@@ -49,6 +49,11 @@ def parse_topology(text: str) -> Topology:
             f"aot: topology must be a string; got {type(text).__name__}. Pass for example 'v5p:8x8x8' or 'h100:1x1x8'."
         )
     chip, _, shape = text.partition(":")
+    if chip in chips and chip not in (*_TPU, *_GPU):
+        raise ValueError(
+            f"aot: chip {chip!r} must have a description for its compiler; got none. Add {chip}.txtpb to "
+            "shardkit/analysis/hlo/targets."
+        )
     if chip not in (*_TPU, *_GPU):
         raise ValueError(
             f"aot: unknown chip {chip!r} in topology {text!r}; known are {quoted((*_TPU, *_GPU))}. "

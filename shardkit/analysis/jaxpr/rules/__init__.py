@@ -1,7 +1,7 @@
 """The lint's rules, one file for each or for a family, and `RULES`, the list of them.
 
 A new rule is a file with a function `check(block, program)` and a row here. Start with `rule.py`, which says what a
-rule is passed, then `tiny_shards.py`, the shortest. Imports `analysis/jaxpr`.
+rule is passed, then `replicated.py`, the shortest. Imports `analysis/jaxpr`.
 """
 
 from shardkit.analysis.jaxpr.rules.divergence import divergence
