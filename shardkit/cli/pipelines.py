@@ -50,7 +50,7 @@ def named(where: str, name: str, stages: int, microbatches: int, chunks: int | N
     if chunks is not None:
         raise ValueError(
             f"{where}: schedule {name!r} does not take chunks; got {chunks}. Leave --chunks out, or choose "
-            f"{either(_CHUNKED)}."
+            f"{either([*map(repr, _CHUNKED)])}."
         )
     return build(stages, microbatches)
 
