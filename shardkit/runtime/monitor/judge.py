@@ -105,6 +105,8 @@ def fault(known: Mapping[int, Known], deadlines: Deadlines, now: float) -> Fault
     late = [rank for rank, each in known.items() if _overdue(each, coming, deadlines, now)]
     if late:
         text, culprits = _delay(late, ranks, known, deadlines, now)
+        if ranks[State.STOPPED]:  # whose own deadline may pass a moment before those of the processes that wait for it
+            late = [rank for rank, each in known.items() if rank in late or _at(each.status)[0] in _WAITING]
         return Fault(text + _waiting([rank for rank in late if rank not in culprits], known))
     lost = [rank for rank, each in known.items() if now - each.heard > deadlines.silence and not each.left]
     text = _after_the_exit(ranks[State.EXITED], known, now) or (unanswered(lost, known, now) if lost else "")

@@ -63,12 +63,12 @@ TABLE = [  # processes, and what is said of them
         [at("step", 6, 11), at("save", 5, 11)],
         "process 1 timed out saving after step 5: 11.1 s, deadline 10 s; process 0 waits in step 6",
     ),
-    (  # but not for ever
+    (  # but not without a limit
         [at("step", 6, 71), at("data", 6, 3)],
         "process 1 holds up the others: it has been waiting for the data of step 6 for 3.1 s; process 0 "
         "waits in step 6",
     ),
-    (  # and not for one that itself waits, is stopped or has ended
+    (  # and not for one that itself waits, is stopped or has exited
         [at("step", 6, 11), at("compare", 6, 8)],
         "process 1 holds up the others: it has been comparing the program of step 6 with the others for 8.1 s; process "
         "0 waits in step 6",
@@ -97,6 +97,10 @@ TABLE = [  # processes, and what is said of them
     (
         [at("user code", 6, 11, flying=6), at("user code", 6, 11, flying=6, stopped=True)],
         "process 1 is stopped (SIGSTOP?) in step 6; process 0 waits in step 6",
+    ),
+    (  # a moment before the deadlines of those that wait for it
+        [at("step", 6, 9), at("user code", 6, 11, flying=6, stopped=True), at("user code", 6, 9, flying=6)],
+        "process 1 is stopped (SIGSTOP?) in step 6; processes 0, 2 wait in step 6",
     ),
     (
         [at("user code", 6, 11, flying=6), at("user code", 6, 11, flying=6, heard=4)],
