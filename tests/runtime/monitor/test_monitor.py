@@ -99,8 +99,8 @@ TABLE = [  # processes, and what is said of them
         "process 1 is stopped (SIGSTOP?) in step 6; process 0 waits in step 6",
     ),
     (  # a moment before the deadlines of those that wait for it
-        [at("step", 6, 9), at("user code", 6, 11, flying=6, stopped=True), at("user code", 6, 9, flying=6)],
-        "process 1 is stopped (SIGSTOP?) in step 6; processes 0, 2 wait in step 6",
+        [at("step", 7, 9), at("user code", 6, 11, flying=6, stopped=True), at("user code", 7, 9, flying=7)],
+        "process 1 is stopped (SIGSTOP?) in step 6; processes 0, 2 wait in step 7",
     ),
     (
         [at("user code", 6, 11, flying=6), at("user code", 6, 11, flying=6, heard=4)],
