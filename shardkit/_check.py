@@ -41,7 +41,7 @@ def either(words: Sequence[str]) -> str:
 
 def one_of(where: str, name: str, value: object, choices: Sequence[object]) -> None:
     """Refuses what is none of the choices; the error names one to pass."""
-    if value not in choices:
+    if value not in choices or isinstance(value, bool):  # True would be 1
         raise ValueError(
             f"{where}: {name} must be {either([repr(each) for each in choices])}; got {value!r}. "
             f"Pass for example {name}={choices[0]!r}."
@@ -195,16 +195,6 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, Real) else math.nan
 
 
-def known(where: str, name: str, value: object, choices: Sequence[object]) -> None:
-    """Refuses a value that is not one of the choices."""
-    if value not in choices or isinstance(value, bool):  # True would be 1
-        *others, last = map(repr, choices)
-        raise ValueError(
-            f"{where}: {name} must be {', '.join(others)} or {last}; got {value!r}. "
-            f"Pass for example {name}={choices[0]!r}."
-        )
-
-
 def spelled(
     where: str, name: str, value: object, choices: Sequence[str], others: Mapping[str, str] | None = None
 ) -> str:
@@ -215,7 +205,7 @@ def spelled(
 
     names = {plain(choice): choice for choice in choices} | {plain(k): v for k, v in (others or {}).items()}
     if plain(value) not in names:
-        known(where, name, value, choices)
+        one_of(where, name, value, choices)
     return names[plain(value)]
 
 

@@ -18,7 +18,7 @@ def recomputation(where: str, recompute: str | bool) -> str:
     """ "none", "selective" or "full"; False and True mean the first and the last."""
     if isinstance(recompute, bool):
         return "full" if recompute else "none"
-    _check.known(where, "recompute", recompute, ("none", "selective", "full"))
+    _check.one_of(where, "recompute", recompute, ("none", "selective", "full"))
     return recompute
 
 

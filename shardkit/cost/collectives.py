@@ -60,7 +60,7 @@ def wire(kind: str, size: float, n: int, pairs: Sequence[tuple[int, int]] | None
         raise ValueError(
             f"wire: pairs must be a sequence of (source, target); got {pairs!r}. Pass for example [(0, 1), (1, 0)]."
         )
-    _check.known("wire", "kind", kind, (*COLLECTIVE_KINDS, "broadcast"))
+    _check.one_of("wire", "kind", kind, (*COLLECTIVE_KINDS, "broadcast"))
     operand, share = Fraction(size), Fraction(n - 1, n)
     if kind == "ppermute":
         moves = n > 1 if pairs is None else any(source != target for source, target in pairs)

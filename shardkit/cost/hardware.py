@@ -89,7 +89,7 @@ def chip(name: str | Chip) -> Chip:
         return name
     key = str(name).lower()
     if key not in chips:
-        _check.known("chip", "name", name, tuple(chips))
+        _check.one_of("chip", "name", name, tuple(chips))
     return chips[key]
 
 

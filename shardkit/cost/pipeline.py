@@ -229,7 +229,7 @@ def bubble(
 
     Source: as `bubble_time`.
     """
-    _check.known("bubble", "of", of, ("ideal", "total"))
+    _check.one_of("bubble", "of", of, ("ideal", "total"))
     idle = bubble_time(
         stages,
         microbatches,

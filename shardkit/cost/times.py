@@ -54,8 +54,8 @@ def collective_time(
     Source: Thakur, Rabenseifner, Gropp (2005), sections 4.1-4.5; for a tree of any n, Träff, arXiv:2410.14234.
     """
     where = "collective_time"
-    _check.known(where, "kind", kind, COLLECTIVE_KINDS)
-    _check.known(where, "algorithm", algorithm, ALGORITHMS)
+    _check.one_of(where, "kind", kind, COLLECTIVE_KINDS)
+    _check.one_of(where, "algorithm", algorithm, ALGORITHMS)
     [n] = _check.whole(where, n=n)
     [bandwidth] = _check.positive(where, infinite=True, bandwidth=bandwidth)
     size, latency = _check.at_least_zero(where, size=size, latency=latency)
@@ -119,7 +119,7 @@ def hierarchical_time(
     Source: the stages of `shardkit.hierarchical`; Cho et al., BlueConnect (2019).
     """
     where = "hierarchical_time"
-    _check.known(where, "kind", kind, COLLECTIVE_KINDS[:-1])
+    _check.one_of(where, "kind", kind, COLLECTIVE_KINDS[:-1])
     inner, outer = _check.whole(where, inner=inner, outer=outer)
     inner_bandwidth, outer_bandwidth = _check.positive(
         where, infinite=True, inner_bandwidth=inner_bandwidth, outer_bandwidth=outer_bandwidth
@@ -181,7 +181,7 @@ def torus_time(
     Source: How to Scale Your Model, part 3 (sharding), "Our AllGather" and "AllToAll" with its footnote on tori.
     """
     where = "torus_time"
-    _check.known(where, "kind", kind, COLLECTIVE_KINDS)
+    _check.one_of(where, "kind", kind, COLLECTIVE_KINDS)
     if not isinstance(sizes, Sequence) or not sizes:
         raise ValueError(f"{where}: sizes must name at least one dimension; got {sizes!r}. Pass for example (4, 4).")
     sizes = _check.whole(where, **{f"sizes[{i}]": s for i, s in enumerate(sizes)})

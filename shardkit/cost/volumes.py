@@ -136,7 +136,7 @@ def context_volume(
     """
     where = "context_volume"
     kv_hidden = hidden if kv_hidden is None else kv_hidden
-    _check.known(where, "method", method, ("ring", "all_gather", "ulysses"))
+    _check.one_of(where, "method", method, ("ring", "all_gather", "ulysses"))
     batch, sequence, hidden, ways, kv_hidden = _check.whole(
         where, batch=batch, sequence=sequence, hidden=hidden, ways=ways, kv_hidden=kv_hidden
     )

@@ -65,7 +65,7 @@ def zero_breakdown(
     Source: ZeRO, section 5 and figure 1.
     """
     where = "zero_memory"
-    _check.known(where, "stage", stage, (0, 1, 2, 3))
+    _check.one_of(where, "stage", stage, (0, 1, 2, 3))
     [ways] = _check.whole(where, ways=ways)
     parameters, parameter_bytes, gradient_bytes, optimizer_bytes = _check.at_least_zero(
         where,
@@ -170,7 +170,7 @@ def zero_volume(
     Source: ZeRO, section 7 (2 Psi, 2 Psi, 3 Psi); accumulation follows from what each stage may keep.
     """
     where = "zero_volume"
-    _check.known(where, "stage", stage, (0, 1, 2, 3))
+    _check.one_of(where, "stage", stage, (0, 1, 2, 3))
     ways, accumulate = _check.whole(where, ways=ways, accumulate=accumulate)
     parameters, parameter_bytes, gradient_bytes = _check.at_least_zero(
         where, parameters=parameters, parameter_bytes=parameter_bytes, gradient_bytes=gradient_bytes

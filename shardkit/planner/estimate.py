@@ -161,7 +161,7 @@ def check(
         sequence=sequence,
     )
     layout = Layout(data, fsdp, tensor, accumulate, layout.remat)
-    _check.known("planner", "remat", layout.remat, REMAT)
+    _check.one_of("planner", "remat", layout.remat, REMAT)
     share(memory_share=memory_share, efficiency=efficiency)
     pieces = layout.data * layout.fsdp * layout.accumulate
     if batch % pieces:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardkit._check import known, whole
+from shardkit._check import one_of, whole
 from shardkit._typed import typed
 from shardkit.analysis.jaxpr.census import traceable
 from shardkit.analysis.profiling.runs import Machine, machine, refuse_abstract, repeatable
@@ -142,7 +142,7 @@ def scaling(
         >>> [size.devices for size in found.sizes]
         [1, 2]
     """
-    known("scaling", "mode", mode, ("strong", "weak"))
+    one_of("scaling", "mode", mode, ("strong", "weak"))
     whole("scaling", calls=calls, rounds=rounds)
     for devices in sizes:
         whole("scaling", size=devices)
