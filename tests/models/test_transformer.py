@@ -8,6 +8,7 @@ import pytest
 
 import shardkit as sk
 from shardkit.models import transformer
+from shardkit.rng import fold_keys
 
 CONFIG = transformer.Config(vocabulary=40, layers=2, dim=32, heads=4, kv_heads=2, hidden=48)
 KEY = jax.random.key(0)
@@ -171,3 +172,38 @@ def test_tokens_of_a_negative_target_count_for_nothing():
     assert float(weight) == 5 == float(wanted.weight) and float(total) == pytest.approx(float(wanted.total))
     both = transformer.loss_fn(config)(params, batch | {"weights": np.full((2, 4), 2.0, np.float32)}, None)[0]
     assert float(both.weight) == 10 and float(both.total) == pytest.approx(2 * float(total))
+
+
+def test_projections_into_the_residual_stream_start_smaller_the_deeper_the_model():
+    """Nothing else notices: the model trains with other scales too, worse when it is deep."""
+    params = transformer.init(jax.random.key(0), transformer.Config(vocabulary=64, layers=8, dim=64, hidden=256))
+    for name in ("attention_out", "down"):
+        assert float(params["layers"][name].std()) == pytest.approx(0.02 / 4, rel=0.05)
+    assert float(params["layers"]["up"].std()) == pytest.approx(0.02, rel=0.05)
+
+
+def test_every_dropout_of_every_layer_has_its_own_keys(monkeypatch):
+    """Shared keys drop the same places in two layers, which no comparison with the model itself can see."""
+    numbers = []
+
+    def noted(keys, number):
+        if not isinstance(number, jax.core.Tracer):  # shapes are traced first
+            numbers.append(np.asarray(number))
+        return fold_keys(keys, number)
+
+    monkeypatch.setattr(transformer, "fold_keys", noted)
+    config = transformer.Config(vocabulary=8, layers=3, dim=8, heads=2, hidden=8, dropout=0.5)
+    params = transformer.init(jax.random.key(0), config)
+    batch = {"tokens": jnp.zeros((1, 2), jnp.int32), "targets": jnp.zeros((1, 2), jnp.int32)}
+    with jax.disable_jit():  # the numbers of layers are values then
+        transformer.loss_fn(config)(params, batch, sk.example_keys(jax.random.key(0), 1))
+    of_layers = [int(number) for number in numbers if number.ndim == 0]
+    assert len(of_layers) == len(set(of_layers)) == 2 * 3
+
+
+def test_dropped_choices_are_counted_once():
+    config = transformer.Config(vocabulary=8, layers=2, dim=8, heads=2, hidden=8, experts=2, top_k=1)
+    params = transformer.init(jax.random.key(0), config)
+    batch = {"tokens": jnp.zeros((3, 4), jnp.int32), "targets": jnp.zeros((3, 4), jnp.int32)}
+    _, aux = jax.jit(transformer.loss_fn(config))(params, batch, None)
+    assert aux["dropped"].weight == 2 * 3 * 4  # layers, examples, tokens
