@@ -52,3 +52,9 @@ def test_examples_print_what_they_say(name):
     said = []
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     assert runner.run(test, out=said.append).failed == 0, "".join(said)
+
+
+@pytest.mark.check
+def test_every_public_function_has_an_example():
+    """What ends the process or starts others shows a block of code, which is not run."""
+    assert [name for name, each in public().items() if "Example:" not in (each.__doc__ or "")] == []
