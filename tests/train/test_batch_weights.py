@@ -107,9 +107,15 @@ def test_weights_of_a_pipeline_are_not_rounded():
 # As bfloat16 it was refused to count, with the remedy to sum it in float32: of rounded weights.
 @pytest.mark.check
 def test_a_weight_that_is_summed_as_it_is_counts_in_float32():
-    loss_fn = lambda p, b, keys: sk.Mean(jnp.sum(b["x"]).astype(jnp.float32), jnp.sum(b["weight"]))  # noqa: E731
+    seen = {}
+
+    def loss_fn(p, b, keys):
+        seen.update({name: x.dtype for name, x in b.items()})
+        return sk.Mean(jnp.sum(b["x"]).astype(jnp.float32), jnp.sum(b["weight"]))
+
     batch = {"x": np.ones((8, 4), np.float32), "weight": np.ones(8, np.float32)}
-    traced(loss_fn, batch, mesh_of(data=2), precision="bf16")
+    _, metrics = traced(loss_fn, batch, mesh_of(data=2), precision="bf16")
+    assert seen == {"x": jnp.bfloat16, "weight": jnp.float32} and metrics["weight"].dtype == jnp.float32
 
 
 SCALAR = (
