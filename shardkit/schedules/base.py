@@ -164,6 +164,6 @@ def sizes(where: str, **values: int) -> tuple[int, ...]:
     """The sizes of a schedule as whole numbers from 1, of at most a million actions together."""
     found = _check.whole(where, **values)
     if math.prod(found) > 10**6:
-        given = ", ".join(f"{name}={size}" for name, size in zip(values, found, strict=True))
+        given = _check.sized(zip(values, found, strict=True))
         raise ValueError(f"{where}: a schedule must have a million pieces of work at most; got {given}. Lower one.")
     return found

@@ -17,13 +17,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardkit import _compat
 from shardkit._check import quoted
-from shardkit._jaxprs import walk
+from shardkit._jaxprs import CASTS, scan_operands, walk, while_operands
 from shardkit.layout import all_axes, spec_axes
 from shardkit.testing._collective_rules import RULES
 from shardkit.testing._compare import is_float
-
-# They change the type of a value, not the value.
-_CASTS = {"pvary", "pcast", "preduced", "reduced_vary_cast_p", "vary_unreduced_cast_p"}
 
 _SOLVE = "custom_linear_solve"
 
@@ -96,7 +93,7 @@ def _own_derivatives(jaxpr: Any) -> set[str]:
 
 def _on_devices(jaxpr: Any) -> bool:
     """Whether a jaxpr has a cast or a collective, which need a surrounding shard_map."""
-    return any(site.name in _CASTS | _compat.COLLECTIVES.keys() | {"shard_map"} for site in walk(jaxpr))
+    return any(site.name in CASTS | _compat.COLLECTIVES.keys() | {"shard_map"} for site in walk(jaxpr))
 
 
 def _pushed_forward(original: Callable[..., list[Any]], mesh: Any, primals: Any, tangents: Any) -> Any:
@@ -155,7 +152,7 @@ def _untyped(x: Any) -> Any:
 
 def _step(equation: Any, operands: list[Any]) -> list[Any]:
     name, params = equation.primitive.name, equation.params
-    if name in _CASTS:
+    if name in CASTS:
         return operands
     if name in RULES:
         if params.get("axis_index_groups") is not None:
@@ -203,8 +200,8 @@ def _inner(jaxpr: Any, constants: Sequence[Any], *operands: Any) -> list[Any]:
 
 
 def _scan(equation: Any, body: Callable[..., list[Any]], operands: list[Any]) -> list[Any]:
-    consts, carry = _compat.scan_parts(equation)
-    fixed, held, each = operands[:consts], operands[consts : consts + carry], operands[consts + carry :]
+    fixed, held, each = scan_operands(equation, operands)
+    carry = len(held)
 
     def step(held: list[Any], each: list[Any]) -> tuple[list[Any], list[Any]]:
         results = body(*fixed, *held, *each)
@@ -217,13 +214,12 @@ def _scan(equation: Any, body: Callable[..., list[Any]], operands: list[Any]) ->
 
 def _while(equation: Any, operands: list[Any]) -> list[Any]:
     test, body = equation.params["cond_jaxpr"], equation.params["body_jaxpr"]
-    n = equation.params["cond_nconsts"]
-    m = n + equation.params["body_nconsts"]
+    of_test, of_body, held = while_operands(equation, operands)
     return list(
         lax.while_loop(
-            lambda held: _inner(test.jaxpr, test.consts, *operands[:n], *held)[0],
-            lambda held: _inner(body.jaxpr, body.consts, *operands[n:m], *held),
-            operands[m:],
+            lambda held: _inner(test.jaxpr, test.consts, *of_test, *held)[0],
+            lambda held: _inner(body.jaxpr, body.consts, *of_body, *held),
+            held,
         )
     )
 

@@ -37,7 +37,7 @@ def plan_traffic(plan: Plan, params: Any, mesh: Mesh, row: Row) -> Fraction:
     policy = precision_of(row.precision)
     dtypes = [jnp.dtype(each or jnp.float32).itemsize for each in (policy.compute, policy.reduce, policy.param)]
     layouts = plan.layouts(params, mesh)
-    batch_axes = frozenset(axis for axes in spec_axes(plan.batch_spec(mesh)) for axis in axes)
+    batch_axes = all_axes(plan.batch_spec(mesh))
     total = Fraction(0)
     leaves = jax.tree.leaves(params, is_leaf=is_padded)
     each = jax.tree.leaves(layouts, is_leaf=lambda x: isinstance(x, Layout))

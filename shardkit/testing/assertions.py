@@ -84,7 +84,7 @@ def assert_matches_reference(
         )
     wanted = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), reference(*args))
     everything = [x for _, x in leaves_of((list(args), wanted))]
-    if summands is not None and not (isinstance(summands, int) and summands > 0):
+    if summands is not None and summands < 1:
         raise ValueError(
             f"assert_matches_reference: summands must be a whole number of terms, 1 or more; got {summands!r}. Leave "
             "it out, or pass the length of the longest sum."

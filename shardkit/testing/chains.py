@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardkit import collectives
+from shardkit._check import sized
 from shardkit.testing import reference
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "bool")
@@ -58,7 +59,7 @@ class Chain(NamedTuple):
     seed: int
 
     def __str__(self) -> str:
-        mesh = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
+        mesh = sized(self.sizes.items())
         block = f"x: {self.dtype}[{', '.join(map(str, self.shape))}] on each device, seed {self.seed}"
         return "\n".join([f"mesh {mesh}", block, *(f"x = {op}" for op in self.ops)])
 

@@ -41,7 +41,7 @@ def emulate(
         A function from the global arguments to the global result, with the shapes of shard_map.
 
     Raises:
-        ValueError: no axis, or an axis of size 0. From the call: a dim that does not divide, a spec that does not fit,
+        ValueError: no axis. From the call: a dim that does not divide, a spec that does not fit,
             `axis_index_groups`, an unknown collective, or a result that differs along an axis that out_specs omit
             (not checked under an outer jit or grad).
         TypeError: from the call: a spec that is not a PartitionSpec.
@@ -53,13 +53,13 @@ def emulate(
         [6]
     """
     names = tuple(mesh_sizes)
-    if not names or not all(isinstance(size, int) and size > 0 for size in mesh_sizes.values()):
+    if not names:
         raise ValueError(
             f"emulate: mesh_sizes must give one or more axes a positive number of devices; got {dict(mesh_sizes)}. "
             "Write "
             "for example {'data': 2, 'model': 4}."
         )
-    mesh: Any = AbstractMesh(tuple(mesh_sizes.values()), names, axis_types=(AxisType.Auto,) * len(names))
+    mesh: Any = AbstractMesh(tuple(map(int, mesh_sizes.values())), names, axis_types=(AxisType.Auto,) * len(names))
 
     @partial(jax.jit, static_argnums=(1, 2))
     def each_device(leaves: list[Any], specs: tuple[PartitionSpec, ...], structure: Any) -> Any:

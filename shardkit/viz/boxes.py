@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from shardkit._check import counted
 from shardkit._typed import typed
 from shardkit.schedules import Action, Schedule, Timeline
 
@@ -99,8 +100,8 @@ def title(schedule: Schedule) -> str:
         'lockstep: 4 devices x 2 chunks, 8 microbatches'
     """
     chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
-    devices = f"{schedule.devices} device{'s' * (schedule.devices > 1)}"
-    return f"{schedule.name}: {devices}{chunks}, {schedule.microbatches} microbatch{'es' * (schedule.microbatches > 1)}"
+    devices, microbatches = counted(schedule.devices, "device"), counted(schedule.microbatches, "microbatch", "es")
+    return f"{schedule.name}: {devices}{chunks}, {microbatches}"
 
 
 def facts(timeline: Timeline) -> str:

@@ -74,6 +74,11 @@ class CompiledRow:
     branch: str
 
     @property
+    def place(self) -> str:
+        """The line that led to it, or what the compiler calls it."""
+        return self.source or self.op_name or "unknown"
+
+    @property
     def times(self) -> int:
         """Executions per call; a loop of unknown length counts once."""
         return 1 if self.count is None else self.count

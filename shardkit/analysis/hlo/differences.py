@@ -44,7 +44,7 @@ class Compiled(NamedTuple):
                     f"{first.bytes_in:,}",
                     f"{int(sum((r.total for r in rows), Fraction(0))):,}",
                     "overlapped" if first.asynchronous else "synchronous",
-                    (first.source or first.op_name or "unknown") + (f" [{first.branch}]" if first.branch else ""),
+                    first.place + (f" [{first.branch}]" if first.branch else ""),
                 )
             )
         return "\n".join([table(lines) if self.rows else "no collectives", changed(self.differences())])
@@ -117,7 +117,7 @@ def as_census(rows: Iterable[CompiledRow]) -> Census:
                 bytes_in=r.bytes_in,
                 bytes_out=r.bytes_out,
                 sent=r.sent,
-                source=r.source or r.op_name or "unknown",
+                source=r.place,
                 backward="transpose" in r.op_name,
                 branch=r.branch,
             )
@@ -164,9 +164,8 @@ class _Traffic(NamedTuple):
 
     def plus(self, row: Row | CompiledRow, place: str, unknown: bool) -> _Traffic:
         """With the collectives of one more row."""
-        times = 1 if row.count is None else row.count
         new = (place,) if place and place not in self.places else ()
-        return _Traffic(self.times + times, self.sent + row.total, self.places + new, self.unknown or unknown)
+        return _Traffic(self.times + row.times, self.sent + row.total, self.places + new, self.unknown or unknown)
 
     @property
     def bytes(self) -> str:

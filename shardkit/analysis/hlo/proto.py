@@ -67,10 +67,8 @@ class Instruction:
     frame: int = 0
     tuple_index: int = 0
     parameter: int = 0
-    channel: int = 0
     target: str = ""
     direction: str = ""
-    thread: str = ""
     literal: int | None = None
     config: dict[str, Any] = field(default_factory=dict)
     groups: Groups = ()
@@ -78,7 +76,6 @@ class Instruction:
     contracting: tuple[int, ...] = ()
     window: tuple[dict[int, int], ...] = ()
     convolution: dict[int, Any] = field(default_factory=dict)
-    feature_groups: int = 1
 
 
 @dataclass
@@ -148,12 +145,9 @@ def _instruction(data: bytes) -> Instruction:
         calls=integers(f, 38),
         tuple_index=integer(f, 13),
         parameter=integer(f, 9),
-        channel=integer(f, 26),
         target=text(f.get(28)),
         direction=text(f.get(63)),
-        thread=text(f.get(79)),
         pairs=tuple((integer(p, 1), integer(p, 2)) for p in map(message, f.get(52, ()))),
-        feature_groups=integer(f, 50) or 1,
     )
     if 7 in f:
         metadata = message(f[7][0])

@@ -191,7 +191,7 @@ def _line(rows: list[CompiledRow]) -> tuple[str, ...]:
     times = sum(r.times for r in rows)
     hidden = sum(r.hidden_flops * r.times for r in rows)
     exposed = sum(r.exposed * r.times for r in rows)
-    where = (first.source or first.op_name or "unknown") + (f" [{first.branch}]" if first.branch else "")
+    where = first.place + (f" [{first.branch}]" if first.branch else "")
     return (
         first.kind,
         f"{','.join(first.axes)}={first.n}",

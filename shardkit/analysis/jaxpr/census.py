@@ -18,15 +18,14 @@ import jax
 import jax.numpy as jnp
 
 from shardkit import _compat
-from shardkit._jaxprs import Site, kind_of, mesh_axes, source_line, walk
+from shardkit._jaxprs import CASTS, Site, kind_of, mesh_axes, source_line, walk
 from shardkit._typed import typed
 from shardkit.analysis.jaxpr.dataflow import Block, follow
 from shardkit.cost import wire
 from shardkit.layout import table
 
 # Primitives that carry axis names and send nothing.
-SILENT = {"axis_index", "pvary", "pcast", "preduced", "reduced_vary_cast", "vary_unreduced_cast", "shard_map"}
-SILENT |= {f"{name}_p" for name in SILENT}  # as jax 0.10 calls some of them
+SILENT = CASTS | {"axis_index", "axis_index_p", "shard_map", "shard_map_p"}
 
 
 @dataclass(frozen=True)
@@ -62,9 +61,14 @@ class Row:
     update: bool = False
 
     @property
+    def times(self) -> int:
+        """Executions per call; a loop of unknown length counts once."""
+        return 1 if self.count is None else self.count
+
+    @property
     def total(self) -> Fraction:
         """Bytes sent per device and call; a `while` counts once."""
-        return self.sent * (1 if self.count is None else self.count)
+        return self.sent * self.times
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class Census:
 
     def count(self, *, axis: str | None = None, kind: str | None = None) -> int:
         """Collectives in one call; a `while` counts once."""
-        return sum(1 if r.count is None else r.count for r in self.select(axis=axis, kind=kind))
+        return sum(r.times for r in self.select(axis=axis, kind=kind))
 
     def select(self, *, axis: str | None = None, kind: str | None = None) -> tuple[Row, ...]:
         """The rows that use an axis and are of a kind."""
@@ -106,7 +110,7 @@ class Census:
         out: dict[tuple[str, tuple[str, ...]], tuple[int, Fraction]] = {}
         for r in self.rows:
             count, sent = out.get((r.kind, r.axes), (0, Fraction(0)))
-            out[r.kind, r.axes] = (count + (1 if r.count is None else r.count), sent + r.total)
+            out[r.kind, r.axes] = (count + r.times, sent + r.total)
         return out
 
     def __str__(self) -> str:
@@ -212,13 +216,14 @@ def row_of(site: Site) -> Row:
     groups = params.get("axis_index_groups")
     n = len(groups[0]) if groups else math.prod(site.sizes[a] for a in axes)
     ragged = site.name == "ragged_all_to_all"
-    size_in = sum(_size(v) for v in (equation.invars[:1] if ragged else equation.invars))  # the rest are its sizes
-    size_out = sum(_size(v) for v in equation.outvars)
+    size_in = sum(size_of(v) for v in (equation.invars[:1] if ragged else equation.invars))  # the rest are its sizes
+    size_out = sum(size_of(v) for v in equation.outvars)
     sent = wire(kind, min(size_in, size_out) if ragged else size_in, n, params.get("perm")).sent
     return Row(kind, site.name, axes, n, site.times, size_in, size_out, sent, site.source, site.backward, site.branch)
 
 
-def _size(variable: Any) -> int:
+def size_of(variable: Any) -> int:
+    """Bytes of a value on one device."""
     aval = variable.aval
     return (math.prod(aval.shape) * _bits(aval.dtype) + 7) // 8
 

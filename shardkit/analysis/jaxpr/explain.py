@@ -136,7 +136,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         for number, site in enumerate(group):
             # Transposing runs a program backwards: the last one of a line comes first.
             origins[id(site)] = [found[-1 - number]] if len(found) == len(group) else found
-    after = sum(1 if row.count is None else row.count for row in census_of(closed.jaxpr).rows if row.update)
+    after = sum(row.times for row in census_of(closed.jaxpr).rows if row.update)
     return Explanation(tuple(_reason(site, origins.get(id(site), [])) for site in backward), after)
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardkit._check import one_of, whole
+from shardkit._check import counted, one_of, whole
 from shardkit._typed import typed
 from shardkit.analysis.jaxpr.census import traceable
 from shardkit.analysis.profiling.runs import Machine, machine, refuse_abstract, repeatable
@@ -97,7 +97,7 @@ class Scaling:
         lines = [
             str(self.machine),
             f"{self.mode} scaling ({work}), median [p10, p90] of {self.rounds} rounds of {self.calls} calls, "
-            f"ratios within a round to {base} device{'s' * (base > 1)}",
+            f"ratios within a round to {counted(base, 'device')}",
             table(cells),
         ]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from shardkit import cost
+from shardkit._check import counted
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.report import size
 from shardkit.analysis.profiling.runs import Machine
@@ -107,7 +108,7 @@ class Profile:
 
     def __str__(self) -> str:
         low, high = min(self.steps), max(self.steps)
-        calls = f"{len(self.steps)} call{'s' * (len(self.steps) > 1)}"
+        calls = counted(len(self.steps), "call")
         lines = [
             str(self.machine),
             f"one call: {_ms(self.seconds)} ms, the mean of {calls} from {_ms(low)} to {_ms(high)} ms",
@@ -161,7 +162,7 @@ def profile_of(rows: Sequence[CompiledRow], spans: Spans, steps: Sequence[float]
                 seconds=seconds if times else None,
                 fastest=fastest if times and together else None,
                 asynchronous=row.asynchronous,
-                source=row.source or row.op_name or "unknown",
+                source=row.place,
                 branch=row.branch,
             )
         )

@@ -9,8 +9,9 @@ from typing import Any
 from shardkit import _compat
 from shardkit._check import quoted
 from shardkit._jaxprs import kind_of
+from shardkit.analysis.jaxpr.census import size_of
 from shardkit.analysis.jaxpr.dataflow import Block, split_axes, where
-from shardkit.analysis.jaxpr.rules.rule import Finding, Program, Use, size_of, uses
+from shardkit.analysis.jaxpr.rules.rule import Finding, Program, Use, uses
 
 
 def one_piece(block: Block, program: Program) -> Iterator[Finding]:

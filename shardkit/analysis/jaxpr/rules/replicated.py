@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from shardkit import _compat
 from shardkit._check import sized
+from shardkit.analysis.jaxpr.census import size_of
 from shardkit.analysis.jaxpr.dataflow import Block, short
-from shardkit.analysis.jaxpr.rules.rule import Finding, Program, place, size_of
+from shardkit.analysis.jaxpr.rules.rule import Finding, Program, place
 from shardkit.layout import all_axes
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -104,8 +103,3 @@ def place(equation: Any, context: Context) -> str:
         lines = [line for each in sub.eqns if (line := place(each, context)) != "unknown"]
         known = lines[0] if lines else known
     return known
-
-
-def size_of(variable: Any) -> int:
-    """Bytes of a value on one device."""
-    return int(math.prod(variable.aval.shape) * variable.aval.dtype.itemsize)

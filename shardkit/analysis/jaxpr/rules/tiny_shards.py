@@ -8,8 +8,9 @@ from typing import Any
 
 from shardkit._check import quoted
 from shardkit._jaxprs import kind_of
+from shardkit.analysis.jaxpr.census import size_of
 from shardkit.analysis.jaxpr.dataflow import Block, short, split_axes, where
-from shardkit.analysis.jaxpr.rules.rule import Finding, Program, size_of
+from shardkit.analysis.jaxpr.rules.rule import Finding, Program
 
 # Over fewer devices, tiny pieces are split because the rest of the tree is.
 _MANY = 16
