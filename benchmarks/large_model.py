@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, Mesh
 import shardkit as sk
 from shardkit.models import transformer
 from shardkit.models.transformer import Config, rms_norm
-from shardkit.partitioning.placement import Leaf, Placement
+from shardkit.partitioning.placement import Leaf, Split
 from shardkit.partitioning.plan import strategy
 
 MODELS = {
@@ -54,10 +54,10 @@ SPLIT: dict[str, tuple[int | None, int | None]] = {
 def plan() -> sk.Plan:
     """FSDP layer by layer and tensor parallelism: every leaf sharded at rest, as seen, and for the update."""
 
-    def place(which: int) -> Callable[[Leaf], Placement | None]:
-        def of(leaf: Leaf) -> Placement | None:
+    def place(which: int) -> Callable[[Leaf], Split | None]:
+        def of(leaf: Leaf) -> Split | None:
             dim = SPLIT[leaf.path.rpartition(".")[2]][which]
-            return None if dim is None else Placement(dim, rest=True, seen=True, update=True)
+            return None if dim is None else Split(dim)
 
         return of
 

@@ -13,6 +13,7 @@ from importlib import import_module as _import_module
 from typing import Any as _Any
 
 from shardkit.collectives import (
+    algorithms,
     all_gather,
     all_gather_matmul,
     all_reduce,
@@ -34,6 +35,7 @@ from shardkit.collectives import (
     unpad_from_axis,
     vary,
 )
+from shardkit.collectives.algorithms import Algorithm
 from shardkit.config import DistributedConfig
 from shardkit.layers.attention import dot_attention
 from shardkit.layers.context_attention import ring_attention, ulysses_attention
@@ -46,7 +48,8 @@ from shardkit.layers.zigzag import positions, zigzag
 from shardkit.layout import bytes_per_device, describe, global_shape, local_shape, shard, specs_from_rules
 from shardkit.mesh import abstract_mesh, make_hybrid_mesh, make_mesh
 from shardkit.partitioning.gradient import GradFn, Mean, value_and_grad
-from shardkit.partitioning.plan import Plan, chain
+from shardkit.partitioning.placement import Split
+from shardkit.partitioning.plan import Plan, chain, strategy
 from shardkit.partitioning.storage import unpadded
 from shardkit.pipeline.submeshes import device_put_pipeline, device_put_value_and_grad, submeshes
 from shardkit.precision import Precision
@@ -64,15 +67,18 @@ from shardkit.train import NonFiniteError, TrainState, TrainStep, make_eval_step
 __version__ = "0.1.0"
 
 __all__ = [
+    "Algorithm",
     "DistributedConfig",
     "GradFn",
     "Mean",
     "NonFiniteError",
     "Plan",
     "Precision",
+    "Split",
     "TrainState",
     "TrainStep",
     "abstract_mesh",
+    "algorithms",
     "all_gather",
     "all_gather_matmul",
     "all_reduce",
@@ -133,6 +139,7 @@ __all__ = [
     "simulate_devices",
     "specs_from_rules",
     "step_key",
+    "strategy",
     "submeshes",
     "tp",
     "ulysses_attention",

@@ -3,7 +3,7 @@
 Start with `basic.py`. Imports cost, and single files such as `_check.py`; no plan and no mesh.
 """
 
-from shardkit.collectives import compressed, hierarchical, ring
+from shardkit.collectives import algorithms, compressed, hierarchical, ring
 from shardkit.collectives.axes import axis_index, axis_size, vary
 from shardkit.collectives.basic import all_gather, all_reduce, all_to_all, reduce_scatter
 from shardkit.collectives.bucketed import all_reduce_tree
@@ -14,6 +14,7 @@ from shardkit.collectives.ragged import ragged_all_to_all
 from shardkit.collectives.shapes import gather_to_one, halo_exchange, prefix_scan
 
 __all__ = [
+    "algorithms",
     "all_gather",
     "all_gather_matmul",
     "all_gather_uneven",

@@ -10,24 +10,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardkit._check import quoted
+from shardkit.collectives.algorithms import PLAIN
 from shardkit.layout import local_shape, table
-from shardkit.partitioning.placement import Layout, Placement, Strategy
+from shardkit.partitioning.placement import Layout, Split, Strategy
 from shardkit.partitioning.storage import in_rows, padded_shape
-
-_LAZY = {
-    None: "",
-    "loss": ", passed lazily to the loss",
-    "entry": ", gradient scattered in the backward pass",
-}
 
 
 class Planned(NamedTuple):
-    """A leaf, its layout, and what each strategy says of it: a placement, or why it leaves the leaf whole."""
+    """A leaf, its layout, and what each strategy says of it: a split, or why it leaves the leaf whole."""
 
     path: str
     leaf: Any
     layout: Layout
-    placed: list[tuple[Strategy, Placement | str]]
+    placed: list[tuple[Strategy, Split | str]]
 
 
 def plan_table(plan: str, leaves: Iterable[Planned], mesh: Mesh) -> str:
@@ -42,21 +38,35 @@ def plan_table(plan: str, leaves: Iterable[Planned], mesh: Mesh) -> str:
         totals = [total + size for total, size in zip(totals, sizes, strict=True)]
         longer = padded_shape(stored, layout.update, mesh)
         pads = {dim: f", padded from {size} to {longer[dim]}" for dim, size in layout.padded}
-        staged = any(s.name.startswith("pp(") and not isinstance(place, str) for s, place in placed)
-        why = "; ".join(_reason(s, place, pads, staged) for s, place in placed) or "no strategy splits leaves"
+        staged = any(s.name.startswith("pp(") and not isinstance(split, str) for s, split in placed)
+        reasons = [_reason(s, split, pads, staged) for s, split in placed] or ["no strategy splits leaves"]
+        reasons += [f"summed over {quoted(axes)} by {algorithm}" for axes, algorithm in layout.sums]
+        why = "; ".join(reasons)
         written = [str(tuple(spec)) if tuple(spec) else "whole" for spec in specs]
         rows.append((path, str(list(shape)), written[0], f"{sizes[0]:,}", written[1], f"{sizes[1]:,}", why))
     held, updated = totals
     return f"{table(rows)}\n{plan}: {held:,} bytes per device at rest, {updated:,} per gradient or optimizer moment"
 
 
-def _reason(s: Strategy, place: Placement | str, pads: dict[int, str], staged: bool) -> str:
-    if isinstance(place, str):
-        return f"{s.name}: {place}"
-    lazy = _LAZY[place.handle]
-    if staged and place.rest and not place.seen:  # inside a pipeline it matters how often
-        lazy = ", gathered at every tick, forward and backward" if place.handle == "loss" else ", gathered once a step"
-    return f"{s.name} splits dim {place.dim}{pads.pop(place.dim, '')}{place.note}{lazy}"
+def _reason(s: Strategy, split: Split | str, pads: dict[int, str], staged: bool) -> str:
+    if isinstance(split, str):
+        return f"{s.name}: {split}"
+    return f"{s.name} splits dim {split.dim}{pads.pop(split.dim, '')}{split.note}{_when(split, staged)}{_by(split)}"
+
+
+def _when(split: Split, staged: bool) -> str:
+    if staged and split.gather in ("layer", "step"):  # inside a pipeline it matters how often
+        often = "at every tick, forward and backward" if split.gather == "layer" else "once a step"
+        return f", gathered {often}"
+    if "layer" in (split.gather, split.scatter):
+        return ", passed lazily to the loss"
+    return ", gradient scattered in the backward pass" if split.scatter == "microbatch" else ""
+
+
+def _by(split: Split) -> str:
+    """The algorithms that are not the plain ones."""
+    gather = "" if split.gather_by is PLAIN else f", gathered by {split.gather_by}"
+    return gather + ("" if split.reduce_by is PLAIN else f", gradient reduced by {split.reduce_by}")
 
 
 def _bytes(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh, x: Any) -> int:

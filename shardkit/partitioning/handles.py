@@ -8,7 +8,7 @@ Its arrays are sealed in the user's function: computing with a part as if it wer
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,13 +20,11 @@ from jax import lax
 from shardkit._check import quoted
 from shardkit._compat import varying_axes
 from shardkit._sealed import seal, unseal
-from shardkit.collectives import all_gather, axis_index, axis_size, pad_to_axis, reduce_scatter
+from shardkit.collectives import axis_index, axis_size, pad_to_axis
+from shardkit.collectives.algorithms import Algorithm
 from shardkit.layout import path_name
+from shardkit.partitioning.placement import Cuts
 from shardkit.partitioning.storage import Sizes, cut_padding
-
-# Dims are counted from the end, so that they stay right when `scan` takes the layer's dim off the front.
-Splits = tuple[tuple[int, tuple[str, ...]], ...]
-
 
 _FIELDS = ["gathers", "scatters", "compute", "reduce", "entry", "sizes", "path"]
 
@@ -39,8 +37,9 @@ class Handle:
     Attributes:
         part: this device's part, in the dtype of the master copy; differentiated in place of the leaf.
         whole: the whole weight where every device has it (zero2), else None; it has no gradient.
-        gathers: dims and axes over which opening gathers.
-        scatters: dims and axes over which only the gradient is split.
+        gathers: what opening gathers. Dims are counted from the end, so that they stay right when `scan` takes the
+            layer's dim off the front.
+        scatters: what only the gradient is split over.
         compute: dtype of the opened weight.
         reduce: dtype in which its gradient is summed.
         entry: whether it is opened just before the loss, and not by it.
@@ -50,8 +49,8 @@ class Handle:
 
     part: Any
     whole: Any
-    gathers: Splits
-    scatters: Splits
+    gathers: Cuts
+    scatters: Cuts
     compute: Any
     reduce: Any
     entry: bool
@@ -66,7 +65,7 @@ class Handle:
         return f"Handle({getattr(self.part, 'shape', '?')} over {self._axes()})"
 
     def _axes(self) -> str:
-        return quoted(axis for _, axes in (*self.gathers, *self.scatters) for axis in axes)
+        return quoted(axis for cut in (*self.gathers, *self.scatters) for axis in cut.axes)
 
     def __jax_array__(self) -> Any:
         raise self._unopened()
@@ -183,20 +182,17 @@ def cast_floating(tree: Any, dtype: Any) -> Any:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _gathered(gathers: Splits, sizes: Sizes, compute: Any, reduce: Any, part: jax.Array) -> jax.Array:
+def _gathered(gathers: Cuts, sizes: Sizes, compute: Any, reduce: Any, part: jax.Array) -> jax.Array:
     """The gathered weight, sent in the compute dtype; its gradient is summed in the reduce dtype."""
-    x = cast_floating(part, compute)
-    for dim, axes in gathers:
-        x = all_gather(x, axes, dim=x.ndim + dim)
-    return cut_padding(x, sizes)
+    return whole(cast_floating(part, compute), gathers, sizes)
 
 
-def _gathered_forward(gathers: Splits, sizes: Sizes, compute: Any, reduce: Any, part: jax.Array) -> Any:
+def _gathered_forward(gathers: Cuts, sizes: Sizes, compute: Any, reduce: Any, part: jax.Array) -> Any:
     return _gathered(gathers, sizes, compute, reduce, part), part[:0]  # an empty array, for its dtype
 
 
 def _gathered_backward(
-    gathers: Splits, sizes: Sizes, compute: Any, reduce: Any, like: jax.Array, grad: jax.Array
+    gathers: Cuts, sizes: Sizes, compute: Any, reduce: Any, like: jax.Array, grad: jax.Array
 ) -> tuple[Any]:
     return (to_parts(grad, gathers, reduce).astype(like.dtype),)
 
@@ -205,33 +201,47 @@ _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _scattered(scatters: Splits, reduce: Any, whole: jax.Array, part: jax.Array) -> jax.Array:
+def _scattered(scatters: Cuts, reduce: Any, beside: jax.Array, part: jax.Array) -> jax.Array:
     """The whole weight, an argument since custom_vjp closes over no tracers; its summed gradient goes to the part."""
-    return whole
+    return beside
 
 
-def _scattered_forward(scatters: Splits, reduce: Any, whole: jax.Array, part: jax.Array) -> Any:
-    return whole, part[:0]
+def _scattered_forward(scatters: Cuts, reduce: Any, beside: jax.Array, part: jax.Array) -> Any:
+    return beside, part[:0]
 
 
-def _scattered_backward(scatters: Splits, reduce: Any, like: jax.Array, grad: jax.Array) -> tuple[None, Any]:
+def _scattered_backward(scatters: Cuts, reduce: Any, like: jax.Array, grad: jax.Array) -> tuple[None, Any]:
     return None, to_parts(grad, scatters, reduce).astype(like.dtype)
 
 
 _scattered.defvjp(_scattered_forward, _scattered_backward)
 
 
-def to_parts(grad: jax.Array, splits: Splits, dtype: Any) -> jax.Array:
-    """A gradient summed and scattered dim by dim in a dtype, padded where a dim does not divide.
+def from_end(cuts: Cuts, ndim: int) -> Cuts:
+    """Cuts with their dims counted from the end."""
+    return tuple(cut._replace(dim=cut.dim - ndim) for cut in cuts)
+
+
+def whole(x: jax.Array, cuts: Cuts, sizes: Iterable[tuple[int, int]], *, replicated: bool = False) -> jax.Array:
+    """An array gathered over these cuts, on each dim the last first, and cut to its natural sizes."""
+    for _, cut in sorted(enumerate(cuts), key=lambda each: (each[1].dim, -each[0])):
+        assert cut.gather_by.all_gather
+        x = cut.gather_by.all_gather(x, cut.axes, dim=cut.dim % x.ndim, replicated=replicated)
+    return cut_padding(x, sizes)
+
+
+def to_parts(grad: jax.Array, cuts: Cuts, dtype: Any) -> jax.Array:
+    """A gradient summed and scattered cut by cut in a dtype, padded where a dim does not divide.
 
     Over an axis over which it does not vary, the gradient is complete, and the device takes its part.
     """
     grad = grad.astype(dtype)
-    for dim, axes in splits:
-        grad = pad_to_axis(grad, axes, dim=dim)
-        for together in [axes] if varying_axes(grad) >= set(axes) else [(axis,) for axis in axes]:
-            split = reduce_scatter if varying_axes(grad) >= set(together) else own_part
-            grad = split(grad, together, dim=grad.ndim + dim)
+    for cut in cuts:
+        grad = pad_to_axis(grad, cut.axes, dim=cut.dim)
+        for axes in [cut.axes] if varying_axes(grad) >= set(cut.axes) else [(axis,) for axis in cut.axes]:
+            split = cut.reduce_by.reduce_scatter if varying_axes(grad) >= set(axes) else own_part
+            assert split
+            grad = split(grad, axes, dim=grad.ndim + cut.dim)
     return grad
 
 
@@ -240,6 +250,12 @@ def own_part(x: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
     x = pad_to_axis(x, axes, dim=dim)
     size = x.shape[dim] // axis_size(axes)
     return lax.dynamic_slice_in_dim(x, axis_index(axes) * size, size, dim)
+
+
+def summed(algorithm: Algorithm, leaves: list[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
+    """Leaves summed over some axes by an algorithm."""
+    assert algorithm.all_reduce
+    return list(algorithm.all_reduce(leaves, axes))
 
 
 def part_gradient(node: Any, grad: jax.Array) -> jax.Array:

@@ -1,41 +1,138 @@
-"""What a plan says of one leaf, as data: which dim each strategy splits, and the three layouts that follow."""
+"""What a plan says of one leaf, as data: which dims are split over which axes, and when each of them is whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
 
-from shardkit.layout import spec_axes
+from shardkit.collectives.algorithms import PLAIN, Algorithm
+from shardkit.layout import canonical
 from shardkit.partitioning.storage import Held, Rows, Sizes
+
+Gather = Literal["never", "layer", "step", "update"]
+Scatter = Literal["layer", "microbatch", "step", "never"]
+_GATHERS: tuple[Gather, ...] = ("never", "layer", "step", "update")
+_SCATTERS: tuple[Scatter, ...] = ("layer", "microbatch", "step", "never")  # from the earliest on
+
+
+class Cut(NamedTuple):
+    """A dim that is split over some axes, and the algorithms that gather it and reduce its gradient."""
+
+    dim: int
+    axes: tuple[str, ...]
+    gather_by: Algorithm = PLAIN
+    reduce_by: Algorithm = PLAIN
+
+
+Cuts = tuple[Cut, ...]
+
+
+class Split(NamedTuple):
+    """One dim of a leaf, split over the axes of one strategy, and when it is whole: what a placement rule returns.
+
+    | plan | `gather` | `scatter` |
+    |---|---|---|
+    | tp, pp, ep | never | never |
+    | zero1 | update | step |
+    | zero2 | update | microbatch |
+    | zero2, layer-wise | update | layer |
+    | fsdp | step | step |
+    | fsdp, layer-wise | layer | layer |
+
+    Attributes:
+        dim: the dim that is split.
+        gather: when the weight is gathered: "never", in each "layer" that uses it, once per "step" before the loss, or
+            after the "update", so that it is whole in the state.
+        scatter: when its gradient is summed and split: "never" by the step, because the loss gets the part; in the
+            backward pass of its "layer"; at the end of each "microbatch"; or once per "step".
+        pad: whether a dim that does not divide is padded.
+        rows: the stored order of dim 0, as in `Layout`.
+        note: a remark on it for `describe`.
+        axes: the axes, major first; the plan fills in those of the strategy.
+        gather_by: the algorithm of its gathers; the plan fills in that of the strategy.
+        reduce_by: the algorithm of its reductions; the plan fills in that of the strategy.
+    """
+
+    dim: int
+    gather: Gather = "never"
+    scatter: Scatter = "never"
+    pad: bool = False
+    rows: Rows = ()
+    note: str = ""
+    axes: tuple[str, ...] = ()
+    gather_by: Algorithm = PLAIN
+    reduce_by: Algorithm = PLAIN
+
+    @property
+    def lazy(self) -> bool:
+        """Whether the leaf reaches the GradFn as a handle."""
+        return self.gather == "layer" or self.scatter in ("layer", "microbatch")
 
 
 class Layout(NamedTuple):
-    """The layouts of one leaf. On each dim, the axes of `seen` are a prefix of those of `rest` and of `update`.
+    """The life of one leaf: its splits, in the order of their ranks, from which its layouts follow.
+
+    On each dim, the axes of `seen` are a prefix of those of `rest` and of `update`.
 
     Attributes:
-        rest: layout in the state.
-        seen: layout in the loss.
-        update: layout of the gradient and the optimizer state.
-        grad: of a lazy leaf the layout of its gradient when it leaves the GradFn; None for any other leaf.
-        opens: of a lazy leaf the axes over which the loss gathers it.
-        entry: whether a lazy leaf is opened just before the loss, and not by it.
+        splits: which dims are split over which axes, and when they are whole.
         padded: the dims that are padded where they are split, each with its natural size.
         varies: axes beyond those of the batch whose devices use the leaf on different data: its gradient is partial.
         rows: the natural index of each stored row of dim 0, -1 for a row of zeros; () for natural order.
+        sums: axes over which the strategies that leave the leaf whole sum its gradient, each with its algorithm, where
+            that is not the plain one.
     """
 
-    rest: PartitionSpec
-    seen: PartitionSpec
-    update: PartitionSpec
-    grad: PartitionSpec | None = None
-    opens: PartitionSpec = PartitionSpec()
-    entry: bool = False
+    splits: tuple[Split, ...] = ()
     padded: Sizes = ()
     varies: tuple[str, ...] = ()
     rows: Rows = ()
+    sums: tuple[tuple[tuple[str, ...], Algorithm], ...] = ()
+
+    @property
+    def rest(self) -> PartitionSpec:
+        """The layout in the state."""
+        return _spec(s for s in self.splits if s.gather != "update")
+
+    @property
+    def seen(self) -> PartitionSpec:
+        """The layout in the loss."""
+        return _spec(s for s in self.splits if s.gather == "never")
+
+    @property
+    def update(self) -> PartitionSpec:
+        """The layout of the gradient and the optimizer state."""
+        return _spec(self.splits)
+
+    @property
+    def grad(self) -> PartitionSpec:
+        """The layout of the gradient when it leaves the GradFn."""
+        return _spec(s for s in self.splits if s.scatter != "step")
+
+    @property
+    def lazy(self) -> bool:
+        """Whether the leaf reaches the GradFn as a handle."""
+        return any(s.lazy for s in self.splits)
+
+    @property
+    def entry(self) -> bool:
+        """Whether a lazy leaf is opened just before the loss, and not by it."""
+        return self.lazy and not any("layer" in (s.gather, s.scatter) for s in self.splits)
+
+    def cuts(self, *, gather: Collection[str] = _GATHERS, scatter: Collection[str] = _SCATTERS) -> Cuts:
+        """What its splits of these times cut, dim by dim; splits of a dim by the same algorithms are one cut."""
+        found: list[Cut] = []
+        for s in sorted(self.splits, key=lambda s: s.dim):
+            if s.gather in gather and s.scatter in scatter:
+                last = found[-1] if found else None
+                if last and (last.dim, last.gather_by, last.reduce_by) == (s.dim, s.gather_by, s.reduce_by):
+                    found[-1] = last._replace(axes=last.axes + s.axes)
+                else:
+                    found.append(Cut(s.dim, s.axes, s.gather_by, s.reduce_by))
+        return tuple(found)
 
     def at_rest(self) -> Held:
         """How the state stores the leaf."""
@@ -45,10 +142,37 @@ class Layout(NamedTuple):
         """How gradients and optimizer state are stored."""
         return Held(self.update, self.rows)
 
-    def padding(self, spec: PartitionSpec) -> Sizes:
-        """The dims that are padded under one of the layouts."""
-        split = [dim for dim, axes in enumerate(spec_axes(spec)) if axes]
+    def padding(self, cuts: Cuts) -> Sizes:
+        """The dims that are padded among those of some cuts."""
+        split = {cut.dim for cut in cuts}
         return tuple((dim, size) for dim, size in self.padded if dim in split)
+
+
+def _spec(splits: Iterable[Split]) -> PartitionSpec:
+    axes: dict[int, tuple[str, ...]] = {}
+    for s in splits:
+        axes[s.dim] = axes.get(s.dim, ()) + s.axes
+    return canonical(PartitionSpec(*(axes.get(dim, ()) for dim in range(max(axes, default=-1) + 1))))
+
+
+def in_order(splits: Iterable[Split]) -> tuple[Split, ...]:
+    """Splits whose times fit together on each dim, of which later splits cut the parts of earlier ones.
+
+    A part is gathered before what it is a part of: where one is gathered in a layer, so are the others that are not
+    whole before. A gradient is scattered over the first axes first: one is scattered no later than those after it.
+    """
+    found = list(splits)
+    in_layer = {s.dim for s in found if s.gather == "layer"}
+    found = [s._replace(gather="layer", scatter="layer") if _waits(s, in_layer) else s for s in found]
+    for i, s in enumerate(found):
+        if s.scatter != "never":
+            after = [later.scatter for later in found[i:] if later.dim == s.dim]
+            found[i] = s._replace(scatter=min(after, key=_SCATTERS.index))
+    return tuple(found)
+
+
+def _waits(s: Split, in_layer: Collection[int]) -> bool:
+    return s.gather == "step" and s.dim in in_layer
 
 
 class Leaf(NamedTuple):
@@ -64,24 +188,6 @@ class Leaf(NamedTuple):
     split: frozenset[int] = frozenset()
 
 
-class Placement(NamedTuple):
-    """Where a strategy splits a leaf: on which dim, and in which of the three layouts.
-
-    `handle` makes the leaf lazy, so that its gradient leaves the GradFn already split: "loss" for a leaf that the loss
-    opens, "entry" for one that is opened just before. `pad` pads a dim that does not divide. `rows` is the stored order
-    of dim 0, as in `Layout`, and `note` a remark on it for `describe`.
-    """
-
-    dim: int
-    rest: bool
-    seen: bool
-    update: bool
-    handle: Literal["loss", "entry"] | None = None
-    pad: bool = False
-    rows: Rows = ()
-    note: str = ""
-
-
 class Strategy(NamedTuple):
     """One use of one mesh axis (or tuple of axes).
 
@@ -91,19 +197,23 @@ class Strategy(NamedTuple):
         rank: its order on a dim that several strategies split, major first: 0 inside the layer (tp, pp, ep), 1 fsdp,
             2 zero; 3 for those that split no leaf.
         batch_dim: the dim of the batch that it splits, or None.
-        place: the placement rule: a Placement, or the reason in a few words why the leaf stays whole. None keeps every
-            leaf whole.
+        place: the placement rule: a Split, or the reason in a few words why the leaf stays whole. None keeps every leaf
+            whole.
         varies: whether devices along its axes use the leaves that stay whole on different data.
         names: leaves or subtrees that the user named; each must be among the parameters.
+        gather: the algorithm that gathers weights.
+        reduce: the algorithm that reduces gradients.
     """
 
     name: str
     axes: tuple[str, ...]
     rank: int
     batch_dim: int | None
-    place: Callable[[Leaf], Placement | str | None] | None = None
+    place: Callable[[Leaf], Split | str | None] | None = None
     varies: bool = False
     names: tuple[str, ...] = ()
+    gather: Algorithm = PLAIN
+    reduce: Algorithm = PLAIN
 
 
 def map_layouts(fn: Callable[..., Any], layouts: Any, *trees: Any) -> Any:

@@ -1,8 +1,9 @@
-"""How mesh axes are used, as data: three layouts for each leaf, and one spec for the batch.
+"""How mesh axes are used, as data: the splits of each leaf, and one spec for the batch.
 
-A strategy says which dim of each leaf it splits, and in which of three layouts: at `rest` (in the state), as `seen` (in
-the GradFn) and for the `update` (gradients and optimizer state). `enter` and `leave` (in `reshard.py`) read nothing
-else, so a new strategy is a new file with a placement rule.
+A strategy says which dim of each leaf it splits, when the weight is gathered, and when its gradient is scattered (the
+table of `Split`). The layouts at `rest` (in the state), as `seen` (in the GradFn) and for the `update` (gradients and
+optimizer state) follow. `enter` and `leave` (in `reshard.py`) read nothing else, so a new strategy is a new file with a
+placement rule.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._check import Axis, axis_names, dim_of, quoted, sized
 from shardkit._typed import typed
+from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.layout import canonical, local_shape, path_name
 from shardkit.partitioning.describe import Planned, mesh_of, plan_table
 from shardkit.partitioning.dim_rules import in_subtrees
-from shardkit.partitioning.placement import Layout, Leaf, Placement, Strategy
-from shardkit.partitioning.storage import Rows, in_rows, is_padded, padded_shape, padding
+from shardkit.partitioning.placement import Layout, Leaf, Split, Strategy, in_order
+from shardkit.partitioning.storage import in_rows, is_padded, padded_shape, padding
 
 
 class Plan(NamedTuple):
@@ -81,22 +83,23 @@ class Plan(NamedTuple):
                     f"{quoted(paths[:8])}{', ...' * (len(paths) > 8)}. Correct the name, or remove it."
                 )
 
-    def placed(self, path: str, x: Any, mesh: Mesh) -> Iterator[tuple[Strategy, Placement | str]]:
+    def placed(self, path: str, x: Any, mesh: Mesh) -> Iterator[tuple[Strategy, Split | str]]:
         """Where each strategy that splits leaves splits this one, or why it does not."""
-        left, split = tuple(jnp.shape(x)), frozenset[int]()
+        left, taken = tuple(jnp.shape(x)), frozenset[int]()
         for s in self.strategies:
             if s.place is None:
                 continue
             ways = math.prod(mesh.shape[axis] for axis in s.axes)
-            place = s.place(Leaf(path, left, jnp.result_type(x), ways, split)) or "left whole"
-            if not isinstance(place, str):
-                place = place._replace(dim=dim_of(f"{s.name}: leaf {path}", place.dim, len(left)))
-            yield s, place
-            if not isinstance(place, str):
-                spec = PartitionSpec(*([None] * place.dim), s.axes)
-                left = in_rows(left, place.rows)
-                left = local_shape(padded_shape(left, spec, mesh) if place.pad else left, spec, mesh)
-                split |= {place.dim}
+            split = s.place(Leaf(path, left, jnp.result_type(x), ways, taken)) or "left whole"
+            if not isinstance(split, str):
+                dim = dim_of(f"{s.name}: leaf {path}", split.dim, len(left))
+                split = split._replace(dim=dim, axes=s.axes, gather_by=s.gather, reduce_by=s.reduce)
+            yield s, split
+            if not isinstance(split, str):
+                spec = PartitionSpec(*([None] * split.dim), s.axes)
+                left = in_rows(left, split.rows)
+                left = local_shape(padded_shape(left, spec, mesh) if split.pad else left, spec, mesh)
+                taken |= {split.dim}
 
     def describe(self, params: Any, mesh: Mesh | None = None) -> str:
         """A line for each leaf: its layouts, bytes per device, and why; `sk.describe(plan, params)` calls this."""
@@ -108,32 +111,16 @@ class Plan(NamedTuple):
         return plan_table(str(self), planned, mesh)
 
     def _layout(self, path: str, x: Any, mesh: Mesh) -> Layout:
-        shape = tuple(jnp.shape(x))
-        kinds = ("rest", "seen", "update", "grad", "opens")
-        entries: dict[str, list[tuple[str, ...]]] = {name: [()] * len(shape) for name in kinds}
-        handles, varies = set(), []
-        rows: Rows = ()
-        for s, place in self.placed(path, x, mesh):
-            if isinstance(place, str):
-                varies += [axis for axis in s.axes if s.varies and mesh.shape[axis] > 1]
-                continue
-            handles |= {place.handle} - {None}
-            rows = rows or place.rows
-            used = {name: getattr(place, name) for name in Layout._fields[:3]}
-            used |= {"grad": place.seen or place.handle, "opens": place.rest and place.handle}
-            for name in kinds:
-                if used[name]:
-                    entries[name][place.dim] += s.axes
-        # A dim is scattered, and gathered, in the order in which it is split: its other strategies join the handle.
-        for dim, (grad, update) in enumerate(zip(entries["grad"], entries["update"], strict=True)):
-            entries["grad"][dim] = update[: max((update.index(axis) + 1 for axis in grad), default=0)]
-            if entries["opens"][dim]:
-                entries["opens"][dim] = tuple(a for a in entries["rest"][dim] if a not in entries["seen"][dim])
-        specs = {name: canonical(PartitionSpec(*axes)) for name, axes in entries.items()}
-        sizes = padding(in_rows(shape, rows), specs["update"], mesh)
-        if not handles:
-            return Layout(specs["rest"], specs["seen"], specs["update"], padded=sizes, varies=tuple(varies), rows=rows)
-        return Layout(**specs, entry=handles == {"entry"}, padded=sizes, varies=tuple(varies), rows=rows)
+        found = dict(self.placed(path, x, mesh))
+        splits = [split for split in found.values() if isinstance(split, Split)]
+        whole = [s for s in self.strategies if not isinstance(found.get(s), Split)]
+        layout = Layout(
+            in_order(splits),
+            varies=tuple(axis for s in whole if s.varies for axis in s.axes if mesh.shape[axis] > 1),
+            rows=next((split.rows for split in splits if split.rows), ()),
+            sums=tuple((s.axes, s.reduce) for s in whole if s.reduce is not PLAIN and s.reduce.all_reduce),
+        )
+        return layout._replace(padded=padding(in_rows(tuple(jnp.shape(x)), layout.rows), layout.update, mesh))
 
     def check(self, mesh: Mesh) -> None:
         """Refuses a plan that uses an axis which the mesh does not have."""
@@ -146,19 +133,59 @@ class Plan(NamedTuple):
                     )
 
 
+@typed
 def strategy(
     name: str,
     axis: Axis,
     *,
     rank: int = 3,
     batch_dim: int | None = None,
-    place: Callable[[Leaf], Placement | str | None] | None = None,
+    place: Callable[[Any], Any] | None = None,
     varies: bool = False,
     names: tuple[str, ...] = (),
+    gather: Algorithm = PLAIN,
+    reduce: Algorithm = PLAIN,
 ) -> Plan:
-    """A plan of one strategy; the fields are those of `Strategy`."""
+    """A plan of one strategy of your own; `chain` joins it with others.
+
+    Layout: `params[.., D, ..] -> params[.., D_a, ..]` on the dim of each leaf that `place` names
+
+    Args:
+        name: the function's name, for descriptions and errors.
+        axis: mesh axis or tuple of axes.
+        rank: its order on a dim that several strategies split, major first: 0 inside the layer (as tp, pp, ep), 1 as
+            fsdp, 2 as zero1; 3 for one that splits no leaf.
+        batch_dim: the dim of the batch that it splits; None: all its devices get the same examples.
+        place: the placement rule, `place(leaf)` of a leaf's `path`, `shape` after the strategies before, `dtype`,
+            `ways` (devices of the axes) and `split` (dims that others split). It returns a Split, or in a few words why
+            the leaf stays whole. None keeps every leaf whole.
+        varies: whether its devices use the leaves that stay whole on different data, besides that of the batch.
+        names: leaves or subtrees that its user named; each must be among the parameters.
+        gather: the algorithm that gathers weights.
+        reduce: the algorithm that reduces gradients.
+
+    Returns:
+        A plan for `make_train_step`.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: an axis named twice, or over which an algorithm cannot run.
+
+    Cost: what the times in each Split say, by `gather` and `reduce`.
+
+    Example:
+        >>> rows = lambda leaf: sk.Split(0, gather="step", scatter="step") if leaf.shape[0] % leaf.ways == 0 else "odd"
+        >>> plan = sk.strategy("rows", "model", rank=1, batch_dim=0, place=rows)
+        >>> layout = plan.layouts({"w": jnp.ones((8, 3))}, mesh)["w"]
+        >>> tuple(layout.rest), tuple(layout.seen)
+        (('model',), ())
+    """
     axes = axis_names(name, axis)
-    return Plan((Strategy(f"{name}({quoted(axes)})", axes, rank, batch_dim, place, varies, names),))
+    for algorithm in (gather, reduce):
+        if algorithm.fits:
+            algorithm.fits(name, axes)
+    made = Strategy(f"{name}({quoted(axes)})", axes, rank, batch_dim, place, varies, names, gather, reduce)
+    return Plan((made,))
 
 
 @typed

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -13,13 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from shardkit._check import named
 from shardkit._compat import varying_axes
-from shardkit.collectives import all_gather, all_reduce, vary
+from shardkit.collectives import all_reduce, vary
 from shardkit.layout import all_axes, spec_axes
-from shardkit.partitioning.handles import Handle, Splits, cast_floating, own_part, to_parts
-from shardkit.partitioning.placement import Layout, map_layouts
-from shardkit.partitioning.storage import as_stored, cut_padding, stored_array
+from shardkit.partitioning.handles import Handle, cast_floating, from_end, own_part, summed, to_parts, whole
+from shardkit.partitioning.placement import Cuts, Layout, map_layouts
+from shardkit.partitioning.storage import as_stored, stored_array
 
 LAYER_BYTES = 2**20  # below it, the latency of a message per layer costs more than the memory that it saves
 
@@ -39,91 +37,81 @@ def enter(
 
     def one(layout: Layout, x: Any) -> Any:
         x, data_axes = stored_array(x), (*batch_axes, *layout.varies)
-        if layout.grad is not None:
+        if layout.lazy:
             return _handled(layout, x, data_axes, compute, reduce)
-        x = cast_floating(x, compute)
-        for dim, axes in _beyond(layout.rest, layout.seen):
-            x = all_gather(x, axes, dim=dim)
-        return vary(cut_padding(x, layout.padding(layout.rest)), data_axes)
+        cuts = layout.cuts(gather=("step",))
+        return vary(whole(cast_floating(x, compute), cuts, layout.padding(cuts)), data_axes)
 
     return map_layouts(one, layouts, params)
 
 
 def _handled(layout: Layout, x: jax.Array, data_axes: tuple[str, ...], compute: Any, reduce: Any) -> Handle:
     """The Handle of a lazy leaf: opening it gathers what is at rest in parts; a whole leaf gets its part beside it."""
-    assert layout.grad is not None
-    opens, gathers, scatters = all_axes(layout.opens), [], []
-    for dim, axes in _beyond(layout.rest, layout.seen):
-        if set(axes) & opens:
-            gathers.append((dim - x.ndim, tuple(axis for axis in axes if axis in opens)))
-        here = tuple(axis for axis in axes if axis not in opens)
-        if here:
-            x = cut_padding(
-                all_gather(x, here, dim=dim), [each for each in layout.padding(layout.rest) if each[0] == dim]
-            )
+    gathers = layout.cuts(gather=("layer",))
+    now = layout.cuts(gather=("step",))
+    x = whole(x, now, layout.padding(now))
+    scatters = layout.cuts(gather=("step", "update"), scatter=("layer", "microbatch"))
     part = x
-    for dim, axes in _beyond(layout.grad, layout.seen):
-        here = tuple(axis for axis in axes if axis not in opens)
-        if here:
-            scatters.append((dim - x.ndim, here))
-            part = own_part(part, here, dim=dim)
+    for cut in scatters:
+        part = own_part(part, cut.axes, dim=cut.dim)
     if scatters:  # only its gradient is used, and that is a sum
         part = cast_floating(part, reduce)
-    whole = vary(x if gathers else cast_floating(x, compute), data_axes) if scatters else None
-    sizes = tuple((dim - x.ndim, size) for dim, size in layout.padding(layout.opens))
-    return Handle(vary(part, data_axes), whole, tuple(gathers), tuple(scatters), compute, reduce, layout.entry, sizes)
+    beside = vary(x if gathers else cast_floating(x, compute), data_axes) if scatters else None
+    sizes = tuple((dim - x.ndim, size) for dim, size in layout.padding(gathers))
+    gathers, scatters = from_end(gathers, x.ndim), from_end(scatters, x.ndim)
+    return Handle(vary(part, data_axes), beside, gathers, scatters, compute, reduce, layout.entry, sizes)
 
 
 def leave(grads: Any, layouts: Any, divisor: jax.Array, dtype: Any = jnp.float32) -> Any:
     """The gradients in the layout of the update, from this device's partial sums.
 
-    Their type says what is still to be summed: a reduce_scatter where the update is split further than the seen leaf,
-    an all_reduce over every other axis over which the gradient still varies. The division comes last, in float32.
+    Their type says what is still to be summed: a reduce_scatter where the update is split further than the gradient, an
+    all_reduce over every other axis over which the gradient still varies, by the algorithms of the strategies and
+    plainly over what then is left. The division comes last, in float32.
 
-    Cost: a reduce_scatter of `update - seen` and one all_reduce of the rest, for each leaf.
+    Cost: a reduce_scatter of `update - grad` and an all_reduce of the rest, for each leaf.
     """
+    leaves, structure = jax.tree.flatten(grads)
+    each = jax.tree.leaves(layouts, is_leaf=lambda x: isinstance(x, Layout))
+    leaves = [_scattered(g, layout.cuts(scatter=("step",)), dtype) for layout, g in zip(each, leaves, strict=True)]
+    together: dict[Any, list[int]] = {}
+    for i, layout in enumerate(each):
+        for axes, algorithm in layout.sums:
+            axes = tuple(axis for axis in axes if axis in varying_axes(leaves[i]))
+            if axes:
+                together.setdefault((axes, algorithm), []).append(i)
+    for (axes, algorithm), those in together.items():
+        sums = summed(algorithm, [leaves[i] for i in those], axes)
+        leaves = [sums[those.index(i)] if i in those else leaf for i, leaf in enumerate(leaves)]
 
     def one(layout: Layout, grad: jax.Array) -> Any:
-        splits = _beyond(layout.update, layout.seen if layout.grad is None else layout.grad)
-        grad = _scattered(grad, tuple((dim - grad.ndim, axes) for dim, axes in splits), dtype)
         rest = varying_axes(grad) - all_axes(layout.update)
         if rest:
             grad = all_reduce(grad, tuple(sorted(rest)))
         return as_stored(grad.astype(jnp.float32) / divisor, layout.padded, layout.rows)
 
-    return map_layouts(one, layouts, grads)
+    return map_layouts(one, layouts, jax.tree.unflatten(structure, leaves))
 
 
 def to_rest(params: Any, layouts: Any) -> Any:
-    """The parameters at rest, from the updated shards, by all_gathers whose results are invariant over the axis.
+    """The parameters at rest, from the updated shards, by gathers whose results are invariant over the axes.
 
     Cost: an all_gather of `update - rest` for each leaf.
     """
 
     def one(layout: Layout, x: Any) -> Any:
-        x, still = stored_array(x), layout.padding(layout.rest)
-        for dim, axes in _beyond(layout.update, layout.rest):
-            x = all_gather(x, axes, dim=dim, replicated=True)
-        return as_stored(cut_padding(x, set(layout.padded) - set(still)), still, layout.rows)
+        still = layout.padding(layout.cuts(gather=("never", "layer", "step")))
+        x = whole(stored_array(x), layout.cuts(gather=("update",)), set(layout.padded) - set(still), replicated=True)
+        return as_stored(x, still, layout.rows)
 
     return map_layouts(one, layouts, params)
 
 
-def _beyond(longer: PartitionSpec, shorter: PartitionSpec) -> Iterable[tuple[int, tuple[str, ...]]]:
-    """The dims that `longer` splits further than `shorter`, each with the axes that it adds."""
-    known = spec_axes(shorter)
-    for dim, axes in enumerate(spec_axes(longer)):
-        prefix = known[dim] if dim < len(known) else ()
-        shared = tuple(axis for axis in axes if axis in prefix)
-        assert axes[: len(shared)] == shared, f"{named(shared)} must come first in {longer}"
-        if axes != shared:
-            yield dim, axes[len(shared) :]
-
-
-def _scattered(grad: jax.Array, splits: Splits, dtype: Any) -> jax.Array:
-    """A gradient summed in the reduce dtype and split on these dims."""
+def _scattered(grad: jax.Array, cuts: Cuts, dtype: Any) -> jax.Array:
+    """A gradient summed in the reduce dtype and split as these cuts say."""
     # Layer by layer, where a copy of the whole stack in a wider dtype would be the largest array of the step.
     wider = jnp.dtype(dtype).itemsize * grad.size if jnp.dtype(dtype).itemsize > grad.dtype.itemsize else 0
-    if splits and wider > grad.shape[0] * LAYER_BYTES and all(dim > -grad.ndim for dim, _ in splits):
-        return lax.map(lambda layer: to_parts(layer, splits, dtype), grad)
-    return to_parts(grad, splits, dtype)
+    cuts = from_end(cuts, grad.ndim)
+    if cuts and wider > grad.shape[0] * LAYER_BYTES and all(cut.dim > -grad.ndim for cut in cuts):
+        return lax.map(lambda layer: to_parts(layer, cuts, dtype), grad)
+    return to_parts(grad, cuts, dtype)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from shardkit._check import Axis, axis_names, named
 from shardkit.partitioning.dim_rules import in_subtrees
-from shardkit.partitioning.placement import Leaf, Placement
+from shardkit.partitioning.placement import Leaf, Split
 from shardkit.partitioning.plan import Plan, strategy
 from shardkit.schedules import Schedule
 from shardkit.schedules.action import StagePlacement, device_of
@@ -111,7 +111,7 @@ def stack_plan(axis: Axis, stages: Stages | None) -> Plan:
     """The plan of `pp` for the stages of a schedule; None: one stage per device."""
     axes = axis_names("pp", axis)
 
-    def place(leaf: Leaf) -> Placement | str:
+    def place(leaf: Leaf) -> Split | str:
         here = stages or Stages(axis, leaf.ways)
         if not in_subtrees(leaf.path, (STACK,)):
             return f"not in the stack {STACK!r}"
@@ -129,6 +129,6 @@ def stack_plan(axis: Axis, stages: Stages | None) -> Plan:
         rows = here.rows(leaf.shape[0])
         if leaf.ways == 1 and not rows:
             return "the axis has one device"
-        return Placement(0, rest=True, seen=True, update=True, rows=rows, note=here.note())
+        return Split(0, rows=rows, note=here.note())
 
     return strategy("pp", axis, place=place, rank=0)

@@ -168,8 +168,8 @@ def scan_layers(
 def _check_stack(stacked: Any) -> None:
     """Refuses a stack whose layer dim is sharded: a device would run only its own layers."""
     for leaf in jax.tree.leaves(stacked, is_leaf=is_handle):
-        splits = (*leaf.gathers, *leaf.scatters) if is_handle(leaf) else ()
-        axes = [axis for dim, axes in splits if dim == -leaf.part.ndim for axis in axes]
+        cuts = (*leaf.gathers, *leaf.scatters) if is_handle(leaf) else ()
+        axes = [axis for cut in cuts if cut.dim == -leaf.part.ndim for axis in cut.axes]
         if axes:
             raise ValueError(
                 f"scan_layers: dim 0 of a stack, the layers, must not be sharded; {leaf.path or 'a leaf'} is sharded "

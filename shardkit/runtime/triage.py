@@ -225,7 +225,7 @@ def observations(leaves: list[jax.Array], *, mesh: Mesh, specs: tuple[PartitionS
 
 
 def _of_gradient(layout: Layout) -> PartitionSpec:
-    return layout.seen if layout.grad is None else layout.grad
+    return layout.grad
 
 
 def _can_be_nonfinite(x: Any) -> bool:

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from shardkit._check import Axis
 from shardkit._typed import typed
+from shardkit.collectives.algorithms import PLAIN, Algorithm, needs
 from shardkit.partitioning.plan import Plan, strategy
 
 
 @typed
-def dp(axis: Axis) -> Plan:
+def dp(axis: Axis, *, reduce: Algorithm = PLAIN) -> Plan:
     """Data parallelism over `axis`: parameters whole on every device, the batch split, gradients summed once per step.
 
     Layout: `batch[B_a, ..]`, `params[...]`, `grads[...] {U_a} -> grads[...]`
 
     Args:
         axis: mesh axis or tuple of axes.
+        reduce: the algorithm that sums gradients, such as `sk.algorithms.hierarchical("gpu")`.
 
     Returns:
         A plan for `make_train_step`; `chain` joins it with others.
 
     Raises:
         TypeError: `axis` is not a name or a tuple of names.
-        ValueError: an axis named twice.
+        ValueError: an axis named twice; an algorithm without `all_reduce`, or that cannot run over `axis`.
 
     Cost: one all_reduce of every gradient per step, 2 (n-1)/n of the parameters' bytes in the reduce dtype, whatever
         the accumulation. Each device holds all parameters, gradients and optimizer state.
@@ -34,4 +36,5 @@ def dp(axis: Axis) -> Plan:
 
     Source: Li et al., PyTorch Distributed (VLDB 2020), the baseline.
     """
-    return strategy("dp", axis, batch_dim=0)
+    needs("dp", "reduce", reduce, "all_reduce")
+    return strategy("dp", axis, batch_dim=0, reduce=reduce)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardkit._check import Axis, axis_names, named
 from shardkit._typed import typed
 from shardkit.partitioning.dim_rules import DimRules, dim0_counts_layers, dim_chooser, leaves_split_over
-from shardkit.partitioning.placement import Leaf, Placement
+from shardkit.partitioning.placement import Leaf, Split
 from shardkit.partitioning.plan import Plan, strategy
 
 
@@ -55,7 +55,7 @@ def ep(axis: Axis, rules: DimRules = _experts_dim) -> Plan:
     names = axis_names("ep", axis)
     choose = dim_chooser("ep", names, rules)
 
-    def place(leaf: Leaf) -> Placement | str:
+    def place(leaf: Leaf) -> Split | str:
         dim = choose(leaf.path, leaf.shape)
         if dim is None:
             return "no experts"
@@ -66,6 +66,6 @@ def ep(axis: Axis, rules: DimRules = _experts_dim) -> Plan:
                 f"ep: the experts, dim {dim} of leaf {leaf.path}, must be divisible by {named(names)}; got shape "
                 f"{leaf.shape} over {leaf.ways} devices. Choose another number of experts or a smaller axis."
             )
-        return Placement(dim, rest=True, seen=True, update=True)
+        return Split(dim)
 
     return strategy("ep", axis, rank=0, batch_dim=0, place=place, names=leaves_split_over(rules, names))

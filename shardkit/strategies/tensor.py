@@ -7,7 +7,7 @@ import math
 from shardkit._check import Axis, axis_names, named
 from shardkit._typed import typed
 from shardkit.partitioning.dim_rules import DimRules, dim_chooser, leaves_split_over
-from shardkit.partitioning.placement import Leaf, Placement
+from shardkit.partitioning.placement import Leaf, Split
 from shardkit.partitioning.plan import Plan, strategy
 
 
@@ -47,7 +47,7 @@ def tp(axis: Axis, rules: DimRules, *, sequence: bool = False) -> Plan:
     axes = axis_names("tp", axis)
     choose = dim_chooser("tp", axes, rules)
 
-    def place(leaf: Leaf) -> Placement | str:
+    def place(leaf: Leaf) -> Split | str:
         if leaf.ways == 1:
             return "the axis has one device"
         at = choose(leaf.path, leaf.shape)
@@ -61,6 +61,6 @@ def tp(axis: Axis, rules: DimRules, *, sequence: bool = False) -> Plan:
                 f"vocab_cross_entropy(vocabulary={size})), leave the leaf whole (key/value heads), or "
                 "use a smaller axis."
             )
-        return Placement(at, rest=True, seen=True, update=True)
+        return Split(at)
 
     return strategy("tp", axis, rank=0, place=place, varies=sequence, names=leaves_split_over(rules, axes))

@@ -19,6 +19,7 @@ The options are the same for all three:
   split; in a list of layers dim 0 may be.
 - `rules` chooses the dim of each leaf, as a function of path and shape (None: leave the leaf whole), or as a pytree of
   PartitionSpecs that name `axis`, such as `specs_from_rules` returns. Without rules it is the largest dim that divides.
+- `gather` and `reduce` are the algorithms of the collectives, such as `sk.algorithms.ring()`.
 - `uneven` says what to do with a leaf of which no dim divides: "replicate" leaves it whole, "refuse" raises, and "pad"
   stores and sends it with zeros at the end of the dim that grows least; `unpadded` removes them.
 
@@ -33,8 +34,9 @@ from typing import Literal
 
 from shardkit._check import Axis, at_least, axis_names, named
 from shardkit._typed import typed
+from shardkit.collectives.algorithms import PLAIN, Algorithm, needs
 from shardkit.partitioning.dim_rules import DimRules, dim0_counts_layers, dim_chooser, in_subtrees, leaves_split_over
-from shardkit.partitioning.placement import Leaf, Placement
+from shardkit.partitioning.placement import Gather, Leaf, Scatter, Split
 from shardkit.partitioning.plan import Plan, strategy
 
 MIN_SIZE = 1024
@@ -42,7 +44,15 @@ Uneven = Literal["replicate", "refuse", "pad"]
 
 
 @typed
-def zero1(axis: Axis, *, min_size: int = MIN_SIZE, rules: DimRules | None = None, uneven: Uneven = "replicate") -> Plan:
+def zero1(
+    axis: Axis,
+    *,
+    min_size: int = MIN_SIZE,
+    rules: DimRules | None = None,
+    uneven: Uneven = "replicate",
+    gather: Algorithm = PLAIN,
+    reduce: Algorithm = PLAIN,
+) -> Plan:
     """ZeRO-1: the optimizer state is split; parameters and gradients are whole on every device.
 
     Layout: `grads[D, ..] {U_a} -> grads[D_a, ..]`, and after the update `params[D_a, ..] -> params[D, ..]`
@@ -52,6 +62,8 @@ def zero1(axis: Axis, *, min_size: int = MIN_SIZE, rules: DimRules | None = None
         min_size: leaves with fewer elements stay whole.
         rules: which dim of a leaf is split: `(path, shape) -> dim` or None, or a pytree of PartitionSpecs.
         uneven: what to do with a leaf of which no dim divides: "replicate", "refuse" or "pad".
+        gather: the algorithm that gathers parameters.
+        reduce: the algorithm that reduces gradients.
 
     Returns:
         A plan for `make_train_step`; `chain` joins it with others.
@@ -59,7 +71,8 @@ def zero1(axis: Axis, *, min_size: int = MIN_SIZE, rules: DimRules | None = None
     Raises:
         TypeError: `axis` is not a name or a tuple of names.
         ValueError: an unknown `uneven`; at trace time a leaf that does not divide, with `uneven="refuse"`, a chosen dim
-            that cannot be padded, or a name that matches no leaf.
+            that cannot be padded, or a name that matches no leaf; an algorithm without the collective, or that cannot
+            run over `axis`.
 
     Cost: a reduce_scatter of every gradient and an all_gather of every updated parameter once per step, 2 (n-1)/n of
         the parameters' bytes, whatever the accumulation. A device holds 1/n of the optimizer state.
@@ -71,7 +84,7 @@ def zero1(axis: Axis, *, min_size: int = MIN_SIZE, rules: DimRules | None = None
 
     Source: Rajbhandari et al., ZeRO (SC 2020), section 5.1.
     """
-    return _zero("zero1", axis, (), min_size, rules, uneven, rank=2, rest=False)
+    return _zero("zero1", axis, (), min_size, rules, uneven, gather, reduce, rank=2, whole=("update", "step"))
 
 
 @typed
@@ -82,6 +95,8 @@ def zero2(
     min_size: int = MIN_SIZE,
     rules: DimRules | None = None,
     uneven: Uneven = "replicate",
+    gather: Algorithm = PLAIN,
+    reduce: Algorithm = PLAIN,
 ) -> Plan:
     """ZeRO-2: optimizer state and gradients are split; each gradient is scattered inside the backward pass.
 
@@ -95,6 +110,8 @@ def zero2(
         min_size: leaves with fewer elements stay whole.
         rules: which dim of a leaf is split: `(path, shape) -> dim` or None, or a pytree of PartitionSpecs.
         uneven: what to do with a leaf of which no dim divides: "replicate", "refuse" or "pad".
+        gather: the algorithm that gathers parameters.
+        reduce: the algorithm that reduces gradients.
 
     Returns:
         A plan for `make_train_step`; `chain` joins it with others.
@@ -102,7 +119,8 @@ def zero2(
     Raises:
         TypeError: `axis` is not a name or a tuple of names; at trace time a lazy leaf that is used unopened.
         ValueError: an unknown `uneven`; at trace time a leaf that does not divide, with `uneven="refuse"`, a chosen dim
-            that cannot be padded, or a name that matches no leaf.
+            that cannot be padded, or a name that matches no leaf; an algorithm without the collective, or that cannot
+            run over `axis`.
 
     Cost: a reduce_scatter of every gradient in each of k microbatches and an all_gather of every updated parameter once
         per step: (k + 1) (n-1)/n of the parameters' bytes. A device holds 1/n of gradients and optimizer state.
@@ -114,7 +132,8 @@ def zero2(
 
     Source: Rajbhandari et al., ZeRO (SC 2020), section 5.2.
     """
-    return _zero("zero2", axis, layerwise, min_size, rules, uneven, rank=2, rest=False, otherwise="entry")
+    times: dict[str, tuple[Gather, Scatter]] = {"whole": ("update", "microbatch"), "layer": ("update", "layer")}
+    return _zero("zero2", axis, layerwise, min_size, rules, uneven, gather, reduce, rank=2, **times)
 
 
 @typed
@@ -125,6 +144,8 @@ def fsdp(
     min_size: int = MIN_SIZE,
     rules: DimRules | None = None,
     uneven: Uneven = "replicate",
+    gather: Algorithm = PLAIN,
+    reduce: Algorithm = PLAIN,
 ) -> Plan:
     """ZeRO-3, fully sharded data parallelism: parameters, gradients and optimizer state are split.
 
@@ -137,6 +158,8 @@ def fsdp(
         min_size: leaves with fewer elements stay whole.
         rules: which dim of a leaf is split: `(path, shape) -> dim` or None, or a pytree of PartitionSpecs.
         uneven: what to do with a leaf of which no dim divides: "replicate", "refuse" or "pad".
+        gather: the algorithm that gathers parameters.
+        reduce: the algorithm that reduces gradients.
 
     Returns:
         A plan for `make_train_step`; `chain` joins it with others. `chain(dp("replica"), fsdp("shard"))` is hybrid
@@ -145,7 +168,8 @@ def fsdp(
     Raises:
         TypeError: `axis` is not a name or a tuple of names; at trace time a lazy leaf that is used unopened.
         ValueError: an unknown `uneven`; at trace time a leaf that does not divide, with `uneven="refuse"`, a chosen dim
-            that cannot be padded, or a name that matches no leaf.
+            that cannot be padded, or a name that matches no leaf; an algorithm without the collective, or that cannot
+            run over `axis`.
 
     Cost: for leaves gathered once per step an all_gather and a reduce_scatter, 2 (n-1)/n of their bytes, whatever the
         accumulation; for layer-wise ones two gathers and a reduce_scatter in each of k microbatches, 3 k (n-1)/n, or
@@ -159,7 +183,7 @@ def fsdp(
 
     Source: Rajbhandari et al., ZeRO (SC 2020), section 5.3; Zhao et al., PyTorch FSDP (VLDB 2023).
     """
-    return _zero("fsdp", axis, layerwise, min_size, rules, uneven, rank=1, rest=True)
+    return _zero("fsdp", axis, layerwise, min_size, rules, uneven, gather, reduce, rank=1, whole=("step", "step"))
 
 
 def _zero(
@@ -169,24 +193,27 @@ def _zero(
     min_size: int,
     rules: DimRules | None,
     uneven: Uneven,
+    gather: Algorithm,
+    reduce: Algorithm,
     *,
     rank: int,
-    rest: bool,
-    otherwise: Literal["entry"] | None = None,
+    whole: tuple[Gather, Scatter],
+    layer: tuple[Gather, Scatter] = ("layer", "layer"),
 ) -> Plan:
-    """A plan that splits the update, and what is at rest if `rest`; `otherwise` is the handle of other leaves."""
+    """A plan that splits each leaf; `whole` and `layer` say when a leaf is gathered and its gradient scattered."""
     at_least(name, 0, min_size=min_size)
     choose = _chooser(name, axis_names(name, axis), layerwise, min_size, rules, uneven)
 
-    def place(leaf: Leaf) -> Placement | str:
+    def place(leaf: Leaf) -> Split | str:
         at = choose(leaf)
         if isinstance(at, str):
             return at
-        handle: Literal["loss", "entry"] | None = "loss" if in_subtrees(leaf.path, layerwise) else otherwise
-        return Placement(at, rest=rest, seen=False, update=True, handle=handle, pad=uneven == "pad")
+        return Split(at, *(layer if in_subtrees(leaf.path, layerwise) else whole), pad=uneven == "pad")
 
     names = (*layerwise, *leaves_split_over(rules, axis))
-    return strategy(name, axis, rank=rank, batch_dim=0, place=place, names=names)
+    needs(name, "gather", gather, "all_gather")
+    needs(name, "reduce", reduce, "reduce_scatter")
+    return strategy(name, axis, rank=rank, batch_dim=0, place=place, names=names, gather=gather, reduce=reduce)
 
 
 def _chooser(

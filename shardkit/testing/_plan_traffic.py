@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit.layout import all_axes, canonical, local_shape, spec_axes
+from shardkit.layout import all_axes, local_shape
 from shardkit.partitioning.placement import Layout
 from shardkit.partitioning.plan import Plan
 from shardkit.partitioning.storage import is_padded, padded_shape
@@ -62,17 +62,15 @@ def _leaf(
         return math.prod(local_shape(whole, shorter, mesh)) - math.prod(local_shape(whole, longer, mesh))
 
     sent = Fraction(0)
-    if layout.grad is None:
-        sent += compute * between(layout.rest, layout.seen)
-        scattered = layout.seen
-    else:
-        kept = all_axes(layout.seen) | all_axes(layout.opens)
-        closed = canonical(PartitionSpec(*(tuple(a for a in axes if a in kept) for axes in spec_axes(layout.rest))))
-        sent += compute * between(layout.rest, closed)  # what the handle does not open, once
+    if layout.lazy:
+        here = [split for split in layout.splits if split.gather in ("never", "layer")]
+        closed = Layout(tuple(here)).update  # at rest, less what is gathered before the loss
+        sent += compute * between(layout.rest, closed)
         sent += accumulate * (1 if layout.entry else GATHERS) * compute * between(closed, layout.seen)
         sent += accumulate * reduce * between(layout.grad, layout.seen)
-        scattered = layout.grad
-    sent += reduce * between(layout.update, scattered)
+    else:
+        sent += compute * between(layout.rest, layout.seen)
+    sent += reduce * between(layout.update, layout.grad)
     rest = (batch_axes | set(layout.varies)) - all_axes(layout.update)
     if rest:
         n = math.prod(mesh.shape[axis] for axis in rest)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.models import transformer
 from shardkit.partitioning.dim_rules import dim_chooser
-from shardkit.partitioning.placement import Layout, Placement
+from shardkit.partitioning.placement import Layout, Split
 from shardkit.partitioning.plan import strategy
 
 is_layout = lambda x: isinstance(x, Layout)  # noqa: E731
@@ -63,7 +63,7 @@ def test_dims_from_the_end_and_dims_that_are_none(make):
 
 @pytest.mark.check
 def test_the_placement_of_a_strategy_of_ones_own_may_count_from_the_end():
-    own = strategy("own", "e", rank=0, place=lambda leaf: Placement(-2, True, True, True))
+    own = strategy("own", "e", rank=0, place=lambda leaf: Split(-2))
     params = {"w": jax.ShapeDtypeStruct((2, 8, 4), jnp.float32)}
     plan = sk.chain(own, sk.fsdp("d", min_size=1, rules=lambda path, shape: 1))
     assert plan.layouts(params, sk.abstract_mesh(d=2, e=4))["w"].rest == P(None, ("e", "d"))

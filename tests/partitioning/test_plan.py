@@ -6,8 +6,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.partitioning.placement import Layout
 from support.conformance import toy_tp
+from support.layouts import Specs, specs
 
 SHAPES = {"weight": jax.ShapeDtypeStruct((16, 3), jnp.float32), "shift": jax.ShapeDtypeStruct((), jnp.float32)}
 
@@ -19,7 +19,7 @@ def cube():
 
 def test_dp_keeps_every_leaf_whole_and_splits_the_batch(data8):
     plan = sk.dp("data")
-    assert plan.layouts(SHAPES, data8) == {"weight": Layout(P(), P(), P()), "shift": Layout(P(), P(), P())}
+    assert specs(plan.layouts(SHAPES, data8)) == {"weight": Specs(), "shift": Specs()}
     assert plan.batch_spec(data8) == P("data")
     assert str(plan) == "dp('data')"
 
@@ -31,7 +31,7 @@ def test_axes_on_one_dim_stand_in_the_order_of_rank(cube):
         sk.chain(sk.fsdp("fsdp", min_size=1), sk.chain(sk.zero1("zero", min_size=1), toy_tp("model"))),
     ]
     for plan in orders:
-        assert plan.layouts(SHAPES, cube)["weight"] == Layout(
+        assert specs(plan.layouts(SHAPES, cube))["weight"] == Specs(
             rest=P(("model", "fsdp")), seen=P("model"), update=P(("model", "fsdp", "zero"))
         )
         assert plan.batch_spec(cube) == P(("zero", "fsdp"))  # the mesh's order, whatever the plan's
@@ -43,7 +43,7 @@ def test_a_strategy_is_given_the_shape_that_is_left(cube):
     wide = sk.chain(rows_first, sk.zero1("zero", min_size=1))
     two_rows = {"weight": jax.ShapeDtypeStruct((2, 4), jnp.float32)}
     # fsdp takes both rows, so zero finds one row and splits the columns
-    assert wide.layouts(two_rows, cube)["weight"] == Layout(rest=P("fsdp"), seen=P(), update=P("fsdp", "zero"))
+    assert specs(wide.layouts(two_rows, cube))["weight"] == Specs(rest=P("fsdp"), seen=P(), update=P("fsdp", "zero"))
 
 
 @pytest.mark.parametrize(

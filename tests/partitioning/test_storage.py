@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.analysis.hlo.differences import compiled, written
-from shardkit.partitioning.placement import Layout
 from shardkit.partitioning.storage import Padded
+from support.layouts import Specs, specs
 from support.optimizers import OPTIMIZERS, OWN
 from support.trees import assert_close
 
@@ -211,10 +211,10 @@ def test_the_dim_is_the_one_that_padding_lengthens_least():
     tree = {"w": (7, 9), "even": (4, 9), "stack": {"w": (3, 5)}, "scale": ()}
     tree = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), tree, is_leaf=lambda x: isinstance(x, tuple))
     plan = sk.fsdp("d", min_size=1, uneven="pad", layerwise=("stack",))
-    found = plan.layouts(tree, sk.abstract_mesh(d=4))
-    assert found["w"] == Layout(P("d"), P(), P("d"), padded=((0, 7),))
-    assert found["even"] == Layout(P("d"), P(), P("d"))  # what divides is not padded
-    assert found["scale"] == Layout(P(), P(), P())
+    found = specs(plan.layouts(tree, sk.abstract_mesh(d=4)))
+    assert found["w"] == Specs(P("d"), P(), P("d"), padded=((0, 7),))
+    assert found["even"] == Specs(P("d"), P(), P("d"))  # what divides is not padded
+    assert found["scale"] == Specs(P(), P(), P())
     assert found["stack"]["w"].padded == ((1, 5),)  # the layers' dim never is
 
 

@@ -16,6 +16,7 @@ from shardkit._jaxprs import walk
 from shardkit.layers.linear import column_linear, row_linear
 from shardkit.models import transformer
 from shardkit.partitioning.handles import Handle
+from shardkit.partitioning.placement import Cut
 from shardkit.pipeline.split_backward import Split
 from shardkit.remat.recompute import POLICIES, Traced, halves, learnable
 
@@ -223,7 +224,7 @@ def tensor_parallel(w, x, **how):
 
 def sharded(w, x, **how):
     def handle(leaf, dim):
-        return Handle(leaf, None, ((dim, ("data",)),), (), leaf.dtype, leaf.dtype, False)
+        return Handle(leaf, None, (Cut(dim, ("data",)),), (), leaf.dtype, leaf.dtype, False)
 
     return sk.scan_layers(mlp, w | {"up": handle(w["up"], -2), "down": handle(w["down"], -1)}, x, **how)
 

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit import schedules
 from shardkit.analysis.hlo.differences import compiled
-from shardkit.partitioning.placement import Layout
 from shardkit.partitioning.storage import Padded
 from shardkit.pipeline.stages import Stages
 from support import optimizers, pipelines
+from support.layouts import Specs, specs
 from support.tiers import DEEP
 from support.trees import assert_close
 
@@ -454,11 +454,11 @@ def test_a_saved_state_is_the_same_on_every_mesh():  # proves F61, F62
 
 def test_alone_it_is_one_stage_a_device():
     stack = P("stage")
-    found = sk.pp("stage").layouts(make_params(12), sk.abstract_mesh(stage=4))
-    assert found["layers"]["w"] == found["layers"]["b"] == Layout(stack, stack, stack)
-    assert found["out"] == Layout(P(), P(), P())
-    single = sk.pp("stage").layouts(make_params(12), sk.abstract_mesh(stage=1))
-    assert single["layers"]["w"] == Layout(P(), P(), P())
+    found = specs(sk.pp("stage").layouts(make_params(12), sk.abstract_mesh(stage=4)))
+    assert found["layers"]["w"] == found["layers"]["b"] == Specs(stack, stack, stack)
+    assert found["out"] == Specs(P(), P(), P())
+    single = specs(sk.pp("stage").layouts(make_params(12), sk.abstract_mesh(stage=1)))
+    assert single["layers"]["w"] == Specs(P(), P(), P())
 
 
 def test_a_plan_says_what_it_does_with_a_stack():

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit import cost
 from shardkit.models import transformer
-from shardkit.partitioning.placement import Layout
 from shardkit.testing import assert_matches_reference, assert_same_training, covering
+from support.layouts import Specs, specs
 from support.tiers import covered
 
 MESHES = [  # sizes and axis
@@ -328,16 +328,16 @@ def test_leaves_stay_split_and_whole_ones_are_marked_under_sequence_parallelism(
     assert str(plain) == "tp('model')" and plain.batch_spec(mesh) == P()
     up, head = P(None, None, "model"), P(None, "model")
     for plan, varies in ((plain, ()), (sequence, ("model",))):
-        found = plan.layouts(shapes, mesh)
-        assert found["layers"]["up"] == Layout(up, up, up) and found["head"] == Layout(head, head, head)
-        assert found["final_norm"] == found["layers"]["key"] == Layout(P(), P(), P(), varies=varies)
-    whole = Layout(P(), P(), P())
-    alone = sequence.layouts(shapes, sk.abstract_mesh(data=2, model=1))
-    assert set(jax.tree.leaves(alone, is_leaf=lambda x: isinstance(x, Layout))) == {whole}
+        found = specs(plan.layouts(shapes, mesh))
+        assert found["layers"]["up"] == Specs(up, up, up) and found["head"] == Specs(head, head, head)
+        assert found["final_norm"] == found["layers"]["key"] == Specs(P(), P(), P(), varies=varies)
+    whole = Specs(P(), P(), P())
+    alone = specs(sequence.layouts(shapes, sk.abstract_mesh(data=2, model=1)))
+    assert set(jax.tree.leaves(alone, is_leaf=lambda x: isinstance(x, Specs))) == {whole}
     chosen = sk.tp("model", lambda path, shape: -1 if path == "layers.up" else None)
-    assert chosen.layouts(shapes, mesh)["layers"]["up"] == Layout(up, up, up)
-    both = sk.chain(sk.zero1("data", min_size=1), sequence).layouts(shapes, mesh)
-    assert both["final_norm"] == Layout(P(), P(), P("data"), varies=("model",))
+    assert specs(chosen.layouts(shapes, mesh))["layers"]["up"] == Specs(up, up, up)
+    both = specs(sk.chain(sk.zero1("data", min_size=1), sequence).layouts(shapes, mesh))
+    assert both["final_norm"] == Specs(P(), P(), P("data"), varies=("model",))
     assert both["layers"]["up"].update == P(None, "data", "model")
 
 

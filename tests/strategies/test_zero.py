@@ -18,8 +18,9 @@ from shardkit._jaxprs import walk
 from shardkit.analysis.hlo.differences import compiled, written
 from shardkit.models import transformer
 from shardkit.partitioning.handles import Handle
-from shardkit.partitioning.placement import Layout
+from shardkit.partitioning.placement import Cut
 from support.conformance import BATCH, TRANSFORMER, text_batch
+from support.layouts import Specs, specs
 from support.optimizers import OPTIMIZERS, OWN
 
 SHAPES = {
@@ -42,7 +43,7 @@ PLANS = {
 
 
 def layouts(plan, **sizes):
-    return plan.layouts(TREE, sk.abstract_mesh(**sizes))
+    return specs(plan.layouts(TREE, sk.abstract_mesh(**sizes)))
 
 
 # ---- which dim
@@ -50,23 +51,23 @@ def layouts(plan, **sizes):
 
 def test_the_largest_dim_that_divides_is_split_and_small_leaves_are_not():  # proves S69, F21
     found = layouts(sk.fsdp("d", min_size=100), d=4)
-    assert found["layers"]["up"] == Layout(P(None, None, "d"), P(), P(None, None, "d"))
-    assert found["head"] == Layout(P(None, "d"), P(), P(None, "d"))
-    whole = Layout(P(), P(), P())
+    assert found["layers"]["up"] == Specs(P(None, None, "d"), P(), P(None, None, "d"))
+    assert found["head"] == Specs(P(None, "d"), P(), P(None, "d"))
+    whole = Specs(P(), P(), P())
     assert found["bias"] == found["layers"]["gain"] == found["scale"] == whole
     assert layouts(sk.fsdp("d"), d=4)["head"] == whole  # 768 elements are few
-    assert layouts(sk.zero1("d", min_size=100), d=4)["head"] == Layout(P(), P(), P(None, "d"))
+    assert layouts(sk.zero1("d", min_size=100), d=4)["head"] == Specs(P(), P(), P(None, "d"))
 
 
 def test_a_stacks_layers_are_never_split_layer_by_layer():
     whole, layerwise = (layouts(PLANS[name](), d=4)["layers"] for name in ("fsdp", "fsdp layerwise"))
     assert whole["odd"].rest == P("d")  # its four layers divide
-    assert layerwise["odd"] == Layout(P(), P(), P())  # nothing else does
-    assert layerwise["gain"] == Layout(P(None, "d"), P(), P(None, "d"), P(None, "d"), P(None, "d"))
-    assert layouts(PLANS["zero2 layerwise"](), d=4)["layers"]["gain"] == Layout(
+    assert layerwise["odd"] == Specs(P(), P(), P())  # nothing else does
+    assert layerwise["gain"] == Specs(P(None, "d"), P(), P(None, "d"), P(None, "d"))
+    assert layouts(PLANS["zero2 layerwise"](), d=4)["layers"]["gain"] == Specs(
         P(), P(), P(None, "d"), grad=P(None, "d")
     )
-    assert layouts(PLANS["zero2"](), d=4)["bias"] == Layout(P(), P(), P("d"), grad=P("d"), entry=True)
+    assert layouts(PLANS["zero2"](), d=4)["bias"] == Specs(P(), P(), P("d"), grad=P("d"), entry=True)
 
 
 def test_the_dim_can_be_chosen():
@@ -78,9 +79,7 @@ def test_the_dim_can_be_chosen():
 
 def test_one_device_splits_nothing():
     for make in PLANS.values():
-        assert set(jax.tree.leaves(layouts(make(), d=1), is_leaf=lambda x: isinstance(x, Layout))) == {
-            Layout(P(), P(), P())
-        }
+        assert set(jax.tree.leaves(layouts(make(), d=1), is_leaf=lambda x: isinstance(x, Specs))) == {Specs()}
 
 
 @pytest.mark.parametrize(
@@ -142,8 +141,8 @@ def test_bad_plans_are_refused(make, kind, message):
 
 @pytest.mark.parametrize("uneven", ["replicate", "refuse", "pad"])
 def test_a_scalar_is_whole_whatever_is_asked_of_the_others(uneven):
-    found = sk.fsdp("d", min_size=1, uneven=uneven).layouts({"scale": jnp.float32(1)}, sk.abstract_mesh(d=4))
-    assert found["scale"] == Layout(P(), P(), P())
+    found = specs(sk.fsdp("d", min_size=1, uneven=uneven).layouts({"scale": jnp.float32(1)}, sk.abstract_mesh(d=4)))
+    assert found["scale"] == Specs(P(), P(), P())
 
 
 def test_a_plan_describes_every_leaf_and_says_why():  # proves S65, S68
@@ -285,7 +284,7 @@ def test_gathered_is_the_function_itself_on_plain_arrays():
     x = jnp.ones((2, 3))
     assert jnp.all(layer(jnp.eye(3), x) == x)
     assert "checkpoint" not in str(jax.make_jaxpr(layer)(jnp.eye(3), x))
-    assert repr(Handle(jnp.ones(3), None, ((-1, ("d",)),), (), jnp.float32, jnp.float32, False)) == (
+    assert repr(Handle(jnp.ones(3), None, (Cut(-1, ("d",)),), (), jnp.float32, jnp.float32, False)) == (
         "Handle((3,) over 'd')"
     )
 

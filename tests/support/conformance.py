@@ -19,7 +19,7 @@ import optax
 
 import shardkit as sk
 from shardkit.models import transformer
-from shardkit.partitioning.placement import Leaf, Placement
+from shardkit.partitioning.placement import Leaf, Split
 from shardkit.partitioning.plan import strategy
 
 BATCH = 16
@@ -28,8 +28,8 @@ BATCH = 16
 def toy_tp(axis: str) -> sk.Plan:
     """Row-parallel: the weight's dim 0 is sharded everywhere, and the loss sums over the axis itself."""
 
-    def place(leaf: Leaf) -> Placement | None:
-        return Placement(0, rest=True, seen=True, update=True) if leaf.path == "weight" else None
+    def place(leaf: Leaf) -> Split | None:
+        return Split(0) if leaf.path == "weight" else None
 
     return strategy("toy_tp", axis, rank=0, place=place)
 

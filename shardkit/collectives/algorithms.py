@@ -1,0 +1,149 @@
+"""How a strategy gathers weights and reduces gradients: a collective as a value.
+
+Each function here returns an Algorithm for the arguments `gather=` and `reduce=` of `dp`, `zero1`, `zero2` and `fsdp`.
+One of your own is `Algorithm(name, all_reduce=..., ...)`, of functions with the signatures of the kernels in `basic`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from shardkit._check import Axis, axis_names, named, quoted
+from shardkit._typed import typed
+from shardkit.collectives import basic, bucketed
+from shardkit.collectives import hierarchical as two_level
+from shardkit.collectives import ring as rings
+
+
+class Algorithm(NamedTuple):
+    """A collective algorithm that strategies use in the place of `all_gather`, `reduce_scatter` and `all_reduce`.
+
+    A function may be None where no strategy needs it: `gather=` needs `all_gather`, `reduce=` needs `reduce_scatter` in
+    zero1, zero2 and fsdp, and `all_reduce` in dp. Leaves that zero1, zero2 and fsdp leave whole are summed by its
+    `all_reduce`, or plainly if it has none.
+
+    Attributes:
+        name: as descriptions of a plan print it.
+        all_gather: `(x, axes, *, dim, replicated) -> whole`; with `replicated=True` invariant over the axes.
+        reduce_scatter: `(x, axes, *, dim) -> part`.
+        all_reduce: `(leaves, axes) -> sums`, invariant over the axes, of a list of arrays at once.
+        fits: refuses axes over which it cannot run, in one sentence: `(where, axes) -> None`.
+    """
+
+    name: str
+    all_gather: Callable[..., Any] | None = None
+    reduce_scatter: Callable[..., Any] | None = None
+    all_reduce: Callable[..., Any] | None = None
+    fits: Callable[[str, tuple[str, ...]], None] | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+PLAIN = Algorithm("plain", basic.all_gather, basic.reduce_scatter, basic.all_reduce)
+_KERNELS = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+@typed
+def ring(*, bidirectional: bool = False) -> Algorithm:
+    """Every message goes to a neighbor; see `sk.ring`.
+
+    Args:
+        bidirectional: send both ways at once.
+
+    Returns:
+        An Algorithm for any axis.
+
+    Cost: the bytes of the plain collectives, in n-1 hops each.
+
+    Example:
+        >>> plan = sk.dp("data", reduce=sk.algorithms.ring())
+        >>> print(plan.strategies[0].reduce)
+        ring()
+    """
+    kernels = (partial(getattr(rings, name), bidirectional=bidirectional) for name in _KERNELS)
+    gather, scatter, reduce = kernels
+    return Algorithm(f"ring({'bidirectional=True' * bidirectional})", gather, scatter, partial(reduce, replicated=True))
+
+
+@typed
+def hierarchical(inner: Axis) -> Algorithm:
+    """Over the fast links first where the bytes are many, over the slow ones where they are few; see `sk.hierarchical`.
+
+    Args:
+        inner: the axis (or axes) of the fast links; the strategy's other axes are those of the slow ones, and must come
+            before it.
+
+    Returns:
+        An Algorithm for strategies over several axes, such as `dp(("node", "gpu"))`.
+
+    Raises:
+        ValueError: from the strategy, axes that do not end in `inner`, or no others.
+
+    Cost: for B bytes, I devices inside and O outside, an all_reduce sends 2 B (I-1)/I bytes inside and 2 (B/I) (O-1)/O
+        outside, a gather or scatter half of each.
+
+    Example:
+        >>> plan = sk.dp(("data", "model"), reduce=sk.algorithms.hierarchical("model"))
+        >>> print(plan.strategies[0].reduce)
+        hierarchical('model')
+    """
+    fast = axis_names("hierarchical", inner)
+    name = f"hierarchical({quoted(fast)})"
+
+    def fits(where: str, axes: tuple[str, ...]) -> None:
+        if axes[-len(fast) :] != fast or len(axes) == len(fast):
+            raise ValueError(
+                f"{where}: {name} needs the axes of slow links, then {named(fast)}; got {quoted(axes)}. Pass for "
+                f"example axis=('node', {quoted(fast)})."
+            )
+
+    def kernel(kind: str) -> Callable[..., Any]:
+        def run(x: Any, axes: tuple[str, ...], **options: Any) -> Any:
+            slow = tuple(axis for axis in axes if axis not in fast)
+            if not slow or len(slow) == len(axes):  # the others have one device
+                return getattr(basic, kind)(x, axes, **options)
+            here = tuple(axis for axis in axes if axis in fast)
+            return getattr(two_level, kind)(x, here, slow, **options)
+
+        return run
+
+    gather, scatter, reduce = map(kernel, _KERNELS)
+    return Algorithm(name, gather, scatter, reduce, fits)
+
+
+@typed
+def bucket(*, bucket_bytes: int = 32 * 2**20, scatter_from: int = 8 * 2**20) -> Algorithm:
+    """Many small gradients in few messages; see `sk.collectives.all_reduce_tree`.
+
+    Args:
+        bucket_bytes: largest bucket in bytes per device, 1 or more.
+        scatter_from: bytes per device from which a bucket is scattered and gathered; 0 for always.
+
+    Returns:
+        An Algorithm for `dp`.
+
+    Raises:
+        ValueError: at trace time, too few bytes.
+
+    Cost: the bytes of an all_reduce, padded to a multiple of n elements per bucket, in one collective per bucket.
+
+    Example:
+        >>> plan = sk.dp("data", reduce=sk.algorithms.bucket(bucket_bytes=2**20))
+        >>> print(plan.strategies[0].reduce)
+        bucket(1,048,576 bytes)
+    """
+    reduce = partial(bucketed.all_reduce_tree, bucket_bytes=bucket_bytes, scatter_from=scatter_from)
+    return Algorithm(f"bucket({bucket_bytes:,} bytes)", all_reduce=reduce)
+
+
+def needs(where: str, argument: str, algorithm: Algorithm, kernel: str) -> None:
+    """Refuses an algorithm without the kernel that a strategy uses."""
+    if getattr(algorithm, kernel) is None:
+        has = [name for name in _KERNELS if getattr(algorithm, name)]
+        raise ValueError(
+            f"{where}: {argument}= must be an Algorithm with {kernel}; got {algorithm}, which has "
+            f"{quoted(has) or 'none'}. Pass for example sk.algorithms.ring()."
+        )
