@@ -6,7 +6,9 @@ One of your own is `Algorithm(name, all_reduce=..., ...)`, of functions with the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +17,10 @@ from shardkit._typed import typed
 from shardkit.collectives import basic, bucketed
 from shardkit.collectives import hierarchical as two_level
 from shardkit.collectives import ring as rings
+from shardkit.cost.collectives import wire
+
+Ways = Mapping[str, int]
+Sent = dict[tuple[str, ...], Fraction]
 
 
 class Algorithm(NamedTuple):
@@ -30,6 +36,8 @@ class Algorithm(NamedTuple):
         reduce_scatter: `(x, axes, *, dim) -> part`.
         all_reduce: `(leaves, axes) -> sums`, invariant over the axes, of a list of arrays at once.
         fits: refuses axes over which it cannot run, in one sentence: `(where, axes) -> None`.
+        cost: what one device sends: `(kernel, elements, itemsize, ways) -> {axes: bytes}`, for the kernel's name, the
+            elements of each operand on one device, their bytes each, and the sizes of the axes by name.
     """
 
     name: str
@@ -37,12 +45,17 @@ class Algorithm(NamedTuple):
     reduce_scatter: Callable[..., Any] | None = None
     all_reduce: Callable[..., Any] | None = None
     fits: Callable[[str, tuple[str, ...]], None] | None = None
+    cost: Callable[[str, Sequence[int], int, Ways], Sent] | None = None
 
     def __str__(self) -> str:
         return self.name
 
 
-PLAIN = Algorithm("plain", basic.all_gather, basic.reduce_scatter, basic.all_reduce)
+def _plain_cost(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:
+    return {tuple(ways): wire(kernel, sum(elements) * itemsize, math.prod(ways.values())).sent}
+
+
+PLAIN = Algorithm("plain", basic.all_gather, basic.reduce_scatter, basic.all_reduce, cost=_plain_cost)
 _KERNELS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
@@ -65,7 +78,8 @@ def ring(*, bidirectional: bool = False) -> Algorithm:
     """
     kernels = (partial(getattr(rings, name), bidirectional=bidirectional) for name in _KERNELS)
     gather, scatter, reduce = kernels
-    return Algorithm(f"ring({'bidirectional=True' * bidirectional})", gather, scatter, partial(reduce, replicated=True))
+    name = f"ring({'bidirectional=True' * bidirectional})"
+    return Algorithm(name, gather, scatter, partial(reduce, replicated=True), cost=_padded_cost)
 
 
 @typed
@@ -111,7 +125,21 @@ def hierarchical(inner: Axis) -> Algorithm:
         return run
 
     gather, scatter, reduce = map(kernel, _KERNELS)
-    return Algorithm(name, gather, scatter, reduce, fits)
+
+    def cost(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:
+        inside = {axis: n for axis, n in ways.items() if axis in fast}
+        outside = {axis: n for axis, n in ways.items() if axis not in fast}
+        if not inside or not outside:
+            return _plain_cost(kernel, elements, itemsize, ways)
+        n = math.prod(inside.values())
+        if kernel == "all_gather":
+            slow = _plain_cost(kernel, elements, itemsize, outside)
+            return slow | _plain_cost(kernel, [e * math.prod(outside.values()) for e in elements], itemsize, inside)
+        padded = [-(-e // n) * n for e in elements] if kernel == "all_reduce" else elements
+        slow = _plain_cost(kernel, [e // n for e in padded], itemsize, outside)
+        return _plain_cost(kernel, padded, itemsize, inside) | slow
+
+    return Algorithm(name, gather, scatter, reduce, fits, cost)
 
 
 @typed
@@ -136,7 +164,20 @@ def bucket(*, bucket_bytes: int = 32 * 2**20, scatter_from: int = 8 * 2**20) -> 
         bucket(1,048,576 bytes)
     """
     reduce = partial(bucketed.all_reduce_tree, bucket_bytes=bucket_bytes, scatter_from=scatter_from)
-    return Algorithm(f"bucket({bucket_bytes:,} bytes)", all_reduce=reduce)
+
+    def cost(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:
+        n = math.prod(ways.values())
+        buckets = [sum(each) for each in bucketed.filled([e * itemsize for e in elements], bucket_bytes)]
+        padded = [-(-b // (n * itemsize)) * n * itemsize if b >= scatter_from else b for b in buckets]
+        return _plain_cost(kernel, padded, 1, ways)
+
+    return Algorithm(f"bucket({bucket_bytes:,} bytes)", all_reduce=reduce, cost=cost)
+
+
+def _padded_cost(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:
+    """The bytes of plain collectives, of an all_reduce padded to a multiple of the devices."""
+    n = math.prod(ways.values())
+    return _plain_cost(kernel, [-(-e // n) * n if kernel == "all_reduce" else e for e in elements], itemsize, ways)
 
 
 def needs(where: str, argument: str, algorithm: Algorithm, kernel: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -90,15 +90,20 @@ def _buckets(leaves: list[jax.Array], most: int) -> Iterator[list[int]]:
     for i, leaf in enumerate(leaves):
         kinds.setdefault((leaf.dtype, _compat.varying_axes(leaf)), []).append(i)
     for places in kinds.values():
-        bucket: list[int] = []
-        size = 0
-        for i in places:
-            if bucket and size + _bytes(leaves[i]) > most:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(i)
-            size += _bytes(leaves[i])
-        yield bucket
+        start = 0
+        for bucket in filled([_bytes(leaves[i]) for i in places], most):
+            yield places[start : start + len(bucket)]
+            start += len(bucket)
+
+
+def filled(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Sizes in their order, in buckets of at most so many bytes; a larger one has its own."""
+    buckets: list[list[int]] = []
+    for size in sizes:
+        if not buckets or sum(buckets[-1]) + size > most:
+            buckets.append([])
+        buckets[-1].append(size)
+    return buckets
 
 
 def _bytes(x: jax.Array) -> int:

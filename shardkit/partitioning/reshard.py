@@ -49,7 +49,8 @@ def _handled(layout: Layout, x: jax.Array, data_axes: tuple[str, ...], compute: 
     """The Handle of a lazy leaf: opening it gathers what is at rest in parts; a whole leaf gets its part beside it."""
     gathers = layout.cuts(gather=("layer",))
     now = layout.cuts(gather=("step",))
-    x = whole(x, now, layout.padding(now))
+    if now:  # sent in the compute dtype; the part's own decides that of its gradient
+        x = whole(cast_floating(x, compute), now, layout.padding(now)).astype(x.dtype)
     scatters = layout.cuts(gather=("step", "update"), scatter=("layer", "microbatch"))
     part = x
     for cut in scatters:

@@ -1,79 +1,111 @@
-"""The bytes that a plan must send per step, from its layouts alone: independent of the code that sends them.
-
-An all_gather sends the size of its result minus that of its operand, a reduce_scatter the size of its operand minus
-that of its result, an all_reduce over n devices 2 (n-1)/n of its operand. A chain of gathers, or of scatters, costs the
-difference between its two ends.
-"""
+"""The bytes that a plan must send per step, from the life of each leaf: independent of the code that sends them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 from fractions import Fraction
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
+from shardkit.collectives.algorithms import PLAIN, Algorithm, Sent
 from shardkit.layout import all_axes, local_shape
-from shardkit.partitioning.placement import Layout
+from shardkit.partitioning.placement import Cuts, Layout
 from shardkit.partitioning.plan import Plan
-from shardkit.partitioning.storage import is_padded, padded_shape
+from shardkit.partitioning.storage import in_rows, is_padded, padded_shape
 from shardkit.precision import precision_of
 from shardkit.testing.rows import Row
 
 GATHERS = 2  # a layer is gathered in the forward pass and again in the backward pass
 
 
-def plan_traffic(plan: Plan, params: Any, mesh: Mesh, row: Row) -> Fraction:
-    """Bytes that one device sends per step to gather parameters and reduce gradients.
+def plan_traffic(plan: Plan, params: Any, mesh: Mesh, row: Row) -> Sent:
+    """Bytes that one device sends per step to gather parameters and reduce gradients, by the axes of the collectives.
 
     Args:
         plan: the plan.
         params: the parameters as the state holds them, or their shapes.
         mesh: the mesh.
         row: for its accumulation and precision.
+
+    Raises:
+        ValueError: an algorithm without a cost.
     """
     policy = precision_of(row.precision)
-    dtypes = [jnp.dtype(each or jnp.float32).itemsize for each in (policy.compute, policy.reduce, policy.param)]
-    layouts = plan.layouts(params, mesh)
-    batch_axes = all_axes(plan.batch_spec(mesh))
-    total = Fraction(0)
+    dtypes = (policy.compute, policy.reduce, policy.param)
+    compute, reduce, held = (jnp.dtype(each or jnp.float32).itemsize for each in dtypes)
     leaves = jax.tree.leaves(params, is_leaf=is_padded)
-    each = jax.tree.leaves(layouts, is_leaf=lambda x: isinstance(x, Layout))
-    for layout, x in zip(each, leaves, strict=True):
-        total += _leaf(layout, tuple(x.shape), mesh, batch_axes, row.accumulate, dtypes)
-    return total
+    layouts = jax.tree.leaves(plan.layouts(params, mesh), is_leaf=lambda x: isinstance(x, Layout))
+    batch_axes = all_axes(plan.batch_spec(mesh))
+    bill = _Bill(mesh)
+    sums: dict[tuple[tuple[str, ...], Algorithm], list[int]] = {}
+    for layout, x in zip(layouts, leaves, strict=True):
+        natural = in_rows(tuple(x.shape), layout.rows)
+
+        def block(axes: Any, natural: tuple[int, ...] = natural) -> tuple[int, ...]:
+            return local_shape(padded_shape(natural, axes, mesh), axes, mesh)
+
+        here, opened = layout.cuts(gather=("step",)), layout.cuts(gather=("layer",))
+        times = row.accumulate * (1 if layout.entry else GATHERS)
+        bill.gathers(here, block(layout.rest), compute)
+        closed = Layout(tuple(s for s in layout.splits if s.gather in ("never", "layer"))).rest
+        bill.gathers(opened, block(closed), times * compute)
+        grad = bill.scatters(opened, block(layout.seen), row.accumulate * reduce)
+        early = layout.cuts(gather=("step", "update"), scatter=("layer", "microbatch"))
+        grad = bill.scatters(early, grad, row.accumulate * reduce)
+        grad = bill.scatters(layout.cuts(scatter=("step",)), grad, reduce)
+        left = sorted((batch_axes | set(layout.varies)) - all_axes(layout.update))
+        for axes, algorithm in (*layout.sums, (tuple(left), PLAIN)):
+            axes = tuple(axis for axis in axes if axis in left)
+            left = [axis for axis in left if axis not in axes]
+            sums.setdefault((axes, algorithm), []).append(math.prod(grad))
+        bill.gathers(layout.cuts(gather=("update",)), block(layout.update), held)
+    for (axes, algorithm), elements in sums.items():
+        bill.add(algorithm, "all_reduce", elements, reduce, axes)
+    return bill.sent
 
 
-def _leaf(
-    layout: Layout,
-    shape: tuple[int, ...],
-    mesh: Mesh,
-    batch_axes: frozenset[str],
-    accumulate: int,
-    dtypes: list[int],
-) -> Fraction:
-    compute, reduce, held = dtypes
+class _Bill:
+    """What is sent, added up."""
 
-    def between(longer: PartitionSpec, shorter: PartitionSpec) -> int:
-        """Elements of a padded leaf laid out as `shorter`, less those laid out as `longer`."""
-        whole = padded_shape(shape, longer, mesh)
-        return math.prod(local_shape(whole, shorter, mesh)) - math.prod(local_shape(whole, longer, mesh))
+    def __init__(self, mesh: Mesh):
+        self.mesh, self.sent = mesh, Sent()
 
-    sent = Fraction(0)
-    if layout.lazy:
-        here = [split for split in layout.splits if split.gather in ("never", "layer")]
-        closed = Layout(tuple(here)).update  # at rest, less what is gathered before the loss
-        sent += compute * between(layout.rest, closed)
-        sent += accumulate * (1 if layout.entry else GATHERS) * compute * between(closed, layout.seen)
-        sent += accumulate * reduce * between(layout.grad, layout.seen)
-    else:
-        sent += compute * between(layout.rest, layout.seen)
-    sent += reduce * between(layout.update, layout.grad)
-    rest = (batch_axes | set(layout.varies)) - all_axes(layout.update)
-    if rest:
-        n = math.prod(mesh.shape[axis] for axis in rest)
-        size = math.prod(local_shape(padded_shape(shape, layout.update, mesh), layout.update, mesh))
-        sent += Fraction(2 * (n - 1), n) * reduce * size
-    return sent + held * between(layout.update, layout.rest)
+    def add(
+        self, algorithm: Algorithm, kernel: str, elements: Sequence[int], itemsize: int, axes: Collection[str]
+    ) -> None:
+        if algorithm.cost is None:
+            raise ValueError(
+                f"plan_traffic: the algorithm {algorithm} must have a cost, to be compared with the census; it has "
+                "none. Pass Algorithm(..., cost=...)."
+            )
+        ways = {axis: self.mesh.shape[axis] for axis in axes if self.mesh.shape[axis] > 1}
+        if ways:
+            for over, sent in algorithm.cost(kernel, elements, itemsize, ways).items():
+                self.sent[over] = self.sent.get(over, Fraction(0)) + sent
+
+    def gathers(self, cuts: Cuts, shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+        """The shape after gathers, on each dim of the last axes first."""
+        for _, cut in sorted(enumerate(cuts), key=lambda each: (each[1].dim, -each[0])):
+            self.add(cut.gather_by, "all_gather", [math.prod(shape)], itemsize, cut.axes)
+            shape = _scaled(shape, cut.dim, self._ways(cut.axes), 1)
+        return shape
+
+    def scatters(self, cuts: Cuts, shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+        """The shape after reduce_scatters, each of a dim that is padded first."""
+        for cut in cuts:
+            ways = self._ways(cut.axes)
+            shape = _scaled(shape, cut.dim, -(-shape[cut.dim] // ways) * ways, shape[cut.dim])
+            self.add(cut.reduce_by, "reduce_scatter", [math.prod(shape)], itemsize, cut.axes)
+            shape = _scaled(shape, cut.dim, 1, ways)
+        return shape
+
+    def _ways(self, axes: Collection[str]) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+
+def _scaled(shape: tuple[int, ...], dim: int, times: int, over: int) -> tuple[int, ...]:
+    return (*shape[:dim], shape[dim] * times // max(over, 1), *shape[dim + 1 :])

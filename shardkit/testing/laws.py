@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardkit import _compat
+from shardkit._check import quoted
 from shardkit._jaxprs import walk
 from shardkit.analysis.hlo.differences import added_by_compiler, changes, read_compiled
 from shardkit.analysis.jaxpr.census import census_of
@@ -90,13 +91,17 @@ def census_is_the_closed_form(program: Program, reference: Reference) -> str | N
     if hasattr(program.row.grad_fn, "stages"):
         return "a pipeline gathers and reduces in its own ticks"
     rows = census_of(program.traced.jaxpr.jaxpr).rows
-    found = sum(row.total for row in rows if row.n > 1 and row.source.startswith(_PLAN))
+    found = [row for row in rows if row.n > 1 and row.source.startswith(_PLAN)]
     wanted = plan_traffic(program.plan, program.shapes[0].params, program.mesh, program.row)
-    if found != wanted:
-        raise AssertionError(
-            f"the plan must send {float(wanted):,.0f} bytes per device and step, by its layouts; the census counts "
-            f"{float(found):,.0f}. Print sk.census(step, state, batch) to find the missing or extra collective."
-        )
+    for axes in sorted({row.axes for row in found} | set(wanted)):
+        here = sum(row.total for row in found if set(row.axes) == set(axes))
+        by_layouts = sum(sent for over, sent in wanted.items() if set(over) == set(axes))
+        if here != by_layouts:
+            raise AssertionError(
+                f"the plan must send {float(by_layouts):,.0f} bytes per device and step over {quoted(axes)}, by its "
+                f"layouts; the census counts {float(here):,.0f}. Print sk.census(step, state, batch) to find the "
+                "missing or extra collective."
+            )
     return None
 
 

@@ -150,7 +150,7 @@ def test_a_byte_too_many(monkeypatch):
     row = DP4._replace(grad_fn=sk.value_and_grad(summed))
     text = broken(laws.census_is_the_closed_form, OWN, row)
     assert text.endswith(
-        "the plan must send 216 bytes per device and step, by its layouts; the census counts 240. Print "
+        "the plan must send 216 bytes per device and step over 'data', by its layouts; the census counts 240. Print "
         "sk.census(step, state, batch) to find the missing or extra collective."
     )
 
