@@ -19,6 +19,7 @@ from shardkit.collectives import hierarchical as two_level
 from shardkit.collectives import ring as rings
 from shardkit.cost.collectives import wire
 
+_KERNELS = ("all_gather", "reduce_scatter", "all_reduce")
 Ways = Mapping[str, int]
 Sent = dict[tuple[str, ...], Fraction]
 
@@ -50,13 +51,23 @@ class Algorithm(NamedTuple):
     def __str__(self) -> str:
         return self.name
 
+    def check(self, where: str, argument: str, kernel: str, axes: tuple[str, ...]) -> None:
+        """Refuses it for a strategy that uses this kernel over these axes."""
+        if getattr(self, kernel) is None:
+            has = [name for name in _KERNELS if getattr(self, name)]
+            raise ValueError(
+                f"{where}: {argument}= must be an Algorithm with {kernel}; got {self}, which has {quoted(has)}. Pass "
+                "for example sk.algorithms.ring()."
+            )
+        if self.fits:
+            self.fits(where, axes)
+
 
 def _plain_cost(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:
     return {tuple(ways): wire(kernel, sum(elements) * itemsize, math.prod(ways.values())).sent}
 
 
 PLAIN = Algorithm("plain", basic.all_gather, basic.reduce_scatter, basic.all_reduce, cost=_plain_cost)
-_KERNELS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 @typed
@@ -178,13 +189,3 @@ def _padded_cost(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways
     """The bytes of plain collectives, of an all_reduce padded to a multiple of the devices."""
     n = math.prod(ways.values())
     return _plain_cost(kernel, [-(-e // n) * n if kernel == "all_reduce" else e for e in elements], itemsize, ways)
-
-
-def needs(where: str, argument: str, algorithm: Algorithm, kernel: str) -> None:
-    """Refuses an algorithm without the kernel that a strategy uses."""
-    if getattr(algorithm, kernel) is None:
-        has = [name for name in _KERNELS if getattr(algorithm, name)]
-        raise ValueError(
-            f"{where}: {argument}= must be an Algorithm with {kernel}; got {algorithm}, which has "
-            f"{quoted(has) or 'none'}. Pass for example sk.algorithms.ring()."
-        )

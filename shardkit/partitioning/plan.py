@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit._check import Axis, axis_names, dim_of, quoted, sized
+from shardkit._check import Axis, at_least, axis_names, dim_of, quoted, sized
 from shardkit._typed import typed
 from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.layout import canonical, local_shape, path_name
@@ -169,7 +169,7 @@ def strategy(
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: an axis named twice, or over which an algorithm cannot run.
+        ValueError: an axis named twice, or over which an algorithm cannot run; a negative rank or dim.
 
     Cost: what the times in each Split say, by `gather` and `reduce`.
 
@@ -181,6 +181,7 @@ def strategy(
         (('model',), ())
     """
     axes = axis_names(name, axis)
+    at_least(name, 0, rank=rank, batch_dim=batch_dim)
     for algorithm in (gather, reduce):
         if algorithm.fits:
             algorithm.fits(name, axes)

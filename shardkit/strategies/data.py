@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardkit._check import Axis
+from shardkit._check import Axis, axis_names
 from shardkit._typed import typed
-from shardkit.collectives.algorithms import PLAIN, Algorithm, needs
+from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.partitioning.plan import Plan, strategy
 
 
@@ -36,5 +36,5 @@ def dp(axis: Axis, *, reduce: Algorithm = PLAIN) -> Plan:
 
     Source: Li et al., PyTorch Distributed (VLDB 2020), the baseline.
     """
-    needs("dp", "reduce", reduce, "all_reduce")
+    reduce.check("dp", "reduce", "all_reduce", axis_names("dp", axis))
     return strategy("dp", axis, batch_dim=0, reduce=reduce)

@@ -34,7 +34,7 @@ from typing import Literal
 
 from shardkit._check import Axis, at_least, axis_names, named
 from shardkit._typed import typed
-from shardkit.collectives.algorithms import PLAIN, Algorithm, needs
+from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.partitioning.dim_rules import DimRules, dim0_counts_layers, dim_chooser, in_subtrees, leaves_split_over
 from shardkit.partitioning.placement import Gather, Leaf, Scatter, Split
 from shardkit.partitioning.plan import Plan, strategy
@@ -202,7 +202,8 @@ def _zero(
 ) -> Plan:
     """A plan that splits each leaf; `whole` and `layer` say when a leaf is gathered and its gradient scattered."""
     at_least(name, 0, min_size=min_size)
-    choose = _chooser(name, axis_names(name, axis), layerwise, min_size, rules, uneven)
+    axes = axis_names(name, axis)
+    choose = _chooser(name, axes, layerwise, min_size, rules, uneven)
 
     def place(leaf: Leaf) -> Split | str:
         at = choose(leaf)
@@ -211,8 +212,8 @@ def _zero(
         return Split(at, *(layer if in_subtrees(leaf.path, layerwise) else whole), pad=uneven == "pad")
 
     names = (*layerwise, *leaves_split_over(rules, axis))
-    needs(name, "gather", gather, "all_gather")
-    needs(name, "reduce", reduce, "reduce_scatter")
+    gather.check(name, "gather", "all_gather", axes)
+    reduce.check(name, "reduce", "reduce_scatter", axes)
     return strategy(name, axis, rank=rank, batch_dim=0, place=place, names=names, gather=gather, reduce=reduce)
 
 

@@ -235,8 +235,8 @@ _PARALLEL = (
     Mutant(
         "zero2-never-layer-by-layer",
         "shardkit/strategies/zero.py",
-        '"loss" if in_subtrees(leaf.path, layerwise) else otherwise',
-        "otherwise",
+        "*(layer if in_subtrees(leaf.path, layerwise) else whole)",
+        "*whole",
         TWICE,
     ),
     Mutant(
@@ -249,8 +249,8 @@ _PARALLEL = (
     Mutant(
         "weights-enter-unvaried",
         "shardkit/partitioning/reshard.py",
-        "return vary(cut_padding(x, layout.padding(layout.rest)), data_axes)",
-        "return cut_padding(x, layout.padding(layout.rest))",
+        "return vary(whole(cast_floating(x, compute), cuts, layout.padding(cuts)), data_axes)",
+        "return whole(cast_floating(x, compute), cuts, layout.padding(cuts))",
         TWICE,
     ),
     Mutant(
@@ -270,8 +270,8 @@ _PARALLEL = (
     Mutant(
         "gathered-in-stored-dtype",
         "shardkit/partitioning/handles.py",
-        "x = cast_floating(part, compute)",
-        "x = part",
+        "return whole(cast_floating(part, compute), gathers, sizes)",
+        "return cast_floating(whole(part, gathers, sizes), compute)",
         CAST,
     ),
     Mutant(
@@ -284,8 +284,8 @@ _PARALLEL = (
     Mutant(
         "equal-gradient-summed",
         "shardkit/partitioning/handles.py",
-        "split = reduce_scatter if varying_axes(grad) >= set(together) else own_part",
-        "split = reduce_scatter",
+        "split = cut.reduce_by.reduce_scatter if varying_axes(grad) >= set(axes) else own_part",
+        "split = cut.reduce_by.reduce_scatter",
         TWICE,
     ),
     Mutant(
@@ -1293,8 +1293,8 @@ _TESTING = (
     Mutant(
         "census-may-send-more",
         "shardkit/testing/laws.py",
-        "if found != wanted:",
-        "if found < wanted:",
+        "if here != by_layouts:",
+        "if here < by_layouts:",
         PASSES,
     ),
     Mutant(

@@ -179,6 +179,7 @@ def builders():
         (used_precision, {}),
         (sk.tp, {"axis": "data", "rules": rules}),
         *((each, {"axis": "data"}) for each in returning("Plan", sk) if required(each) == ["axis"]),
+        (sk.strategy, {"name": "own", "axis": "data"}),
         (sk.chain, {"plans": (plan,)}),
         (sk.describe, {"thing": mesh}),
         (sk.local_shape, {"shape": (8, 4), "spec": P("data"), "mesh": mesh}),
