@@ -100,9 +100,9 @@ def compare(x: Any, equation: Any, note: Callable[[str], None]) -> None:
             if other:
                 gap = np.max(distance(devices[other], devices[0]))
                 note(
-                    f"assume_replicated: the value must have the same bits on all devices along axis {names[at]!r}; at "
-                    f"{line} device {other} differs from device 0 by up to {gap:.3g}. Complete the exchange over "
-                    f"{names[at]!r}, or leave the value varying."
+                    f"assume_replicated needs the same bits on all devices along axis {names[at]!r}; at {line} device "
+                    f"{other} differs from device 0 by up to {gap:.3g}. Complete the exchange over {names[at]!r}, or "
+                    "leave the value varying."
                 )
                 return
 

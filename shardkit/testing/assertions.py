@@ -124,7 +124,8 @@ def assert_matches_reference(
                 leaf = f" {path_name(path)}" if path else ""
                 raise AssertionError(
                     f"{where}{leaf} must have the same bits on all devices that hold it; devices {found[0]} and "
-                    f"{found[1]} differ. Look for an assume_replicated of a value that differs."
+                    f"{found[1]} differ. Look for an assume_replicated of a value, or a cond with a predicate, that "
+                    "differs."
                 )
         gap = first_gap(got, wanted, allowed)
         if gap:
