@@ -104,8 +104,8 @@ def test_the_program_readers_know_it():
 
 def swapped(x):
     """Devices 2 and 3 exchange among themselves: they never see devices 0 and 1."""
-    x = x + lax.ppermute(x, "a", [(0, 1), (1, 0), (2, 3), (3, 2)])
-    return sk.assume_replicated(x, ("b", "a"))
+    x = x + lax.ppermute(x, "b", [(0, 1), (1, 0), (2, 3), (3, 2)])
+    return sk.assume_replicated(x, ("a", "b"))
 
 
 # Catches an emulate that runs the cast without comparing, or that only compares outside of loops and derivatives.
@@ -116,15 +116,15 @@ def test_emulate_finds_values_that_differ(within):
             return lax.scan(lambda carry, x: (carry, swapped(x)), 0, x)[1]
         return swapped(x)
 
-    f = emulate(kernel, {"a": 4, "b": 2}, P("a"), P())
+    f = emulate(kernel, {"a": 2, "b": 4}, P("b"), P())
     run = jax.grad(lambda x: jnp.sum(f(x))) if within == "a gradient" else f
     run(np.ones((8, 3), "f"))  # equal here
     with pytest.raises(ValueError) as error:
         run(np.arange(24, dtype="f").reshape(8, 3))
     line = f"test_replicated.py:{swapped.__code__.co_firstlineno + 3} (swapped)"
     assert str(error.value) == (
-        f"emulate: assume_replicated needs the same bits on all devices along axis 'a'; at {line} device 2 differs "
-        "from device 0 by up to 24. Complete the exchange over 'a', or leave the value varying."
+        f"emulate: assume_replicated needs the same bits on all devices along axis 'b'; at {line} device 2 differs "
+        "from device 0 by up to 24. Complete the exchange over 'b', or leave the value varying."
     )
 
 
