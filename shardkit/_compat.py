@@ -72,6 +72,12 @@ def cast_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.pcast(x, axes, to="varying")
 
 
+def invariant(aval: Any, axes: Sequence[str]) -> Any:
+    """An abstract value without `axes` among those over which it varies."""
+    manual = aval.manual_axis_type
+    return aval.update(manual_axis_type=manual.update(varying=manual.varying - set(axes)))
+
+
 def all_gather_replicated(x: jax.Array, axes: str | tuple[str, ...], dim: int) -> jax.Array:
     """A tiled all_gather whose result is invariant over `axes`."""
     if not tracked_axes() & set((axes,) if isinstance(axes, str) else axes):  # vmap tracks no axes

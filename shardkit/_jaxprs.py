@@ -15,11 +15,13 @@ from shardkit import _compat
 
 T = TypeVar("T")
 
+# The primitive of `assume_replicated`.
+ASSUMED = "assume_replicated"
 # Primitives whose results are their operands.
-IDENTITIES = {"pvary", "pcast", "copy", "copy_p", "name", "optimization_barrier"}
+IDENTITIES = {"pvary", "pcast", ASSUMED, "copy", "copy_p", "name", "optimization_barrier"}
 # Those that change the type of a value only, as jax 0.10 and as later versions call them.
 _CAST_NAMES = ("pvary", "pcast", "preduced", "reduced_vary_cast", "vary_unreduced_cast")
-CASTS = {f"{name}{end}" for name in _CAST_NAMES for end in ("", "_p")}
+CASTS = {ASSUMED, *(f"{name}{end}" for name in _CAST_NAMES for end in ("", "_p"))}
 _HERE = Path(__file__).parent
 _KERNELS = {_HERE / "collectives", _HERE / "_compat.py", _HERE / "_typed.py"}
 

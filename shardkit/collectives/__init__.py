@@ -11,6 +11,7 @@ from shardkit.collectives.matmul import all_gather_matmul, matmul_reduce_scatter
 from shardkit.collectives.padding import all_gather_uneven, pad_to_axis, reduce_scatter_uneven, unpad_from_axis
 from shardkit.collectives.permute import broadcast, shift
 from shardkit.collectives.ragged import ragged_all_to_all
+from shardkit.collectives.replicated import assume_replicated
 from shardkit.collectives.shapes import gather_to_one, halo_exchange, prefix_scan
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_tree",
     "all_to_all",
+    "assume_replicated",
     "axis_index",
     "axis_size",
     "broadcast",

@@ -13,17 +13,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardkit import _compat
 from shardkit._check import Axis, bound, dim_of, divides
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives.axes import axis_index, axis_size, countable, vary, vary_like
 from shardkit.collectives.permute import shift
+from shardkit.collectives.replicated import assume_replicated
 
 _Names = tuple[str, ...]
 
 
 @partial(typed, where="ring.all_gather")
-def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, bidirectional: bool = False) -> Any:
+def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, bidirectional: bool = False, replicated: bool = False) -> Any:
     """Concatenates the devices' shards along `dim`, passing them around a ring.
 
     Layout: `X[.., D_a, ..] -> X[.., D, ..]`
@@ -32,9 +34,11 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, bidirectional: bool = Fal
         axis: axis name or tuple of names; the ring follows the joint index.
         dim: the dim to concatenate along.
         bidirectional: send both ways at once: half the hops, each with two messages in opposite directions.
+        replicated: return a result that is invariant over `axis`, as `out_specs=P()` requires. Its transpose slices an
+            all-reduced cotangent; the default's transpose is a ring reduce_scatter.
 
     Returns:
-        Arrays whose size along `dim` is n times the shard's, varying over `axis` (check_vma cannot infer invariance).
+        Arrays whose size along `dim` is n times the shard's.
 
     Raises:
         ValueError: an unbound axis, or a `dim` the array does not have.
@@ -52,7 +56,9 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, bidirectional: bool = Fal
 
     def gather(leaf: jax.Array) -> jax.Array:
         at = dim_of("ring.all_gather", dim, jnp.ndim(leaf))
-        return _all_gather(vary(leaf, names), names, at, bidirectional)
+        leaf = vary(leaf, names)
+        kernel = _replicated_all_gather if replicated and _tracked(leaf, names) else _all_gather
+        return kernel(leaf, names, at, bidirectional)
 
     return jax.tree.map(gather, x)
 
@@ -101,7 +107,14 @@ def reduce_scatter(
 
 
 @partial(typed, where="ring.all_reduce")
-def all_reduce(x: Arrays, axis: Axis, *, op: Literal["sum", "mean"] = "sum", bidirectional: bool = False) -> Any:
+def all_reduce(
+    x: Arrays,
+    axis: Axis,
+    *,
+    op: Literal["sum", "mean"] = "sum",
+    bidirectional: bool = False,
+    replicated: bool = False,
+) -> Any:
     """Sums over the devices of `axis`: a ring reduce_scatter of the flattened array, then a ring all_gather.
 
     Layout: `X[...] {U_a} -> X[...]`
@@ -110,10 +123,11 @@ def all_reduce(x: Arrays, axis: Axis, *, op: Literal["sum", "mean"] = "sum", bid
         axis: axis name or tuple of names.
         op: "sum" or "mean".
         bidirectional: send both ways at once.
+        replicated: return a result that is invariant over `axis`, as `all_reduce` does, whose derivative sends nothing.
+            The default's sends as much again.
 
     Returns:
-        Arrays of the same shapes, with the same bits on every device, varying over `axis` (check_vma cannot infer
-        invariance).
+        Arrays of the same shapes, with the same bits on every device.
 
     Raises:
         ValueError: an unbound axis, or another `op`.
@@ -132,11 +146,10 @@ def all_reduce(x: Arrays, axis: Axis, *, op: Literal["sum", "mean"] = "sum", bid
     count = axis_size(names)
 
     def reduce(leaf: jax.Array) -> jax.Array:
-        leaf = countable(leaf)
+        leaf = vary(countable(leaf), names)
         flat = jnp.pad(leaf.reshape(-1), (0, -leaf.size % count))
-        pieces = reduce_scatter(flat, names, op=op, bidirectional=bidirectional)
-        whole = all_gather(pieces, names, bidirectional=bidirectional)
-        return whole[: leaf.size].reshape(leaf.shape)
+        kernel = _replicated_all_reduce if replicated and _tracked(leaf, names) else _all_reduce
+        return kernel(flat, names, op, bidirectional)[: leaf.size].reshape(leaf.shape)
 
     return jax.tree.map(reduce, x)
 
@@ -197,6 +210,38 @@ def _reduce_scatter(x: jax.Array, names: _Names, dim: int, bidirectional: bool) 
     return up + down
 
 
+def _all_reduce(x: jax.Array, names: _Names, op: Literal["sum", "mean"], bidirectional: bool) -> jax.Array:
+    pieces = reduce_scatter(x, names, op=op, bidirectional=bidirectional)
+    return all_gather(pieces, names, bidirectional=bidirectional)
+
+
+# The cotangent of a replicated result is on every device already.
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _replicated_all_gather(x: jax.Array, names: _Names, dim: int, bidirectional: bool) -> jax.Array:
+    return assume_replicated(_all_gather(x, names, dim, bidirectional), names)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _replicated_all_reduce(x: jax.Array, names: _Names, op: Literal["sum", "mean"], bidirectional: bool) -> jax.Array:
+    return assume_replicated(_all_reduce(x, names, op, bidirectional), names)
+
+
+def _own_slice(names: _Names, dim: int, bidirectional: bool, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    size = cotangent.shape[dim] // axis_size(names)
+    return (lax.dynamic_slice_in_dim(vary(cotangent, names), axis_index(names) * size, size, dim),)
+
+
+def _own_copy(names: _Names, op: str, bidirectional: bool, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    return (vary(cotangent / axis_size(names) if op == "mean" else cotangent, names),)
+
+
+def _tracked(x: jax.Array, names: _Names) -> bool:
+    """Whether the type of `x` says that it varies over the axes; vmap tracks none."""
+    return _compat.varying_axes(x).issuperset(names)
+
+
 def _forward(kernel: Any, x: jax.Array, *static: Any) -> tuple[jax.Array, None]:
     return kernel(x, *static), None
 
@@ -209,3 +254,5 @@ def _transpose(kernel: Any, *args: Any) -> tuple[jax.Array]:
 # Each is the other's transpose.
 _all_gather.defvjp(partial(_forward, _all_gather), partial(_transpose, _reduce_scatter))
 _reduce_scatter.defvjp(partial(_forward, _reduce_scatter), partial(_transpose, _all_gather))
+_replicated_all_gather.defvjp(partial(_forward, _replicated_all_gather), _own_slice)
+_replicated_all_reduce.defvjp(partial(_forward, _replicated_all_reduce), _own_copy)

@@ -21,12 +21,14 @@ from typing import Any, NamedTuple
 import jax
 
 from shardkit import _compat
+from shardkit._jaxprs import ASSUMED
 
 # Labels are sets of halves, as bits.
 FIRST, SECOND = 1, 2
 BOTH = FIRST | SECOND
 # Views of a value. The second half computes them again, unless their operands are larger.
 _VIEWS = {"broadcast_in_dim", "reshape", "squeeze", "transpose", "convert_element_type", "rev", "copy", "pvary", "name"}
+_VIEWS |= {ASSUMED}
 
 
 class Split:

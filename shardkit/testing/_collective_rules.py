@@ -1,4 +1,4 @@
-"""Runs each collective primitive of jax under vmap with axis names.
+"""Runs each collective primitive of jax under vmap with axis names, and compares what is assumed to be replicated.
 
 vmap reduces over a tuple of axes, as shard_map does. It gathers, scatters and permutes over one axis at a time, and
 permutes only if every device sends.
@@ -10,12 +10,15 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from shardkit import _compat
 from shardkit._check import quoted
+from shardkit._jaxprs import source_line
+from shardkit.testing._compare import distance, first_other_bits
 
 
 def _names(params: Any) -> tuple[str, ...]:
@@ -83,3 +86,28 @@ RULES: dict[str, Callable[[Any, Any], Any]] = {
     "all_to_all": _all_to_all,
     "ppermute": _ppermute,
 }
+
+
+def compare(x: Any, equation: Any, note: Callable[[str], None]) -> None:
+    """Compares the bits that the devices hold at an `assume_replicated` when the program runs."""
+    names, line = list(_compat.bound_axes()), source_line(equation)
+    along = [names.index(name) for name in equation.params["axes"]]
+
+    def look(values: np.ndarray) -> None:
+        for at in along:
+            devices = np.moveaxis(values, at, 0)
+            other = first_other_bits(list(devices))
+            if other:
+                gap = np.max(distance(devices[other], devices[0]))
+                note(
+                    f"assume_replicated needs the same bits on all devices along axis {names[at]!r}; at {line} device "
+                    f"{other} differs from device 0 by up to {gap:.3g}. Complete the exchange over {names[at]!r}, or "
+                    "leave the value varying."
+                )
+                return
+
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    for name in reversed(names):
+        x = lax.all_gather(x, name)
+    jax.debug.callback(look, x)

@@ -114,6 +114,24 @@ def kinds_differ(got: Any, wanted: Any) -> str:
     return ""
 
 
+def first_other_bits(copies: Sequence[np.ndarray]) -> int:
+    """The first of several arrays whose bits differ from those of array 0; 0 if none differs."""
+    bits = [np.asarray(copy).tobytes() for copy in copies]
+    return next((k for k, each in enumerate(bits) if each != bits[0]), 0)
+
+
+def unequal_replicas(x: Any) -> tuple[int, int] | None:
+    """The ids of two devices whose replicas of one shard of a global array differ in a bit; None if there are none."""
+    shards: dict[str, list[Any]] = {}
+    for shard in x.addressable_shards if isinstance(x, jax.Array) else ():
+        shards.setdefault(str(shard.index), []).append(shard)
+    for copies in shards.values():
+        other = first_other_bits([_on_host(shard.data) for shard in copies])
+        if other:
+            return copies[0].device.id, copies[other].device.id
+    return None
+
+
 def first_gap(got: Any, wanted: Any, allowed: Callable[[str, np.ndarray, float], Any]) -> Gap | None:
     """The leaf that exceeds its allowed difference most, or None. Integers and booleans must be equal.
 

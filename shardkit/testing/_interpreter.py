@@ -17,15 +17,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardkit import _compat
 from shardkit._check import quoted
-from shardkit._jaxprs import CASTS, scan_operands, walk, while_operands
+from shardkit._jaxprs import ASSUMED, CASTS, scan_operands, walk, while_operands
 from shardkit.layout import all_axes, spec_axes
-from shardkit.testing._collective_rules import RULES
+from shardkit.testing._collective_rules import RULES, compare
 from shardkit.testing._compare import is_float
 
 _SOLVE = "custom_linear_solve"
+# Called with a sentence when the program runs and a value differs that `assume_replicated` says is equal.
+Note = Callable[[str], None]
 
 
-def on_one_device(function: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+def on_one_device(function: Callable[..., Any], mesh: Any, note: Note) -> Callable[..., Any]:
     """`function`, with its shard_maps over `mesh` interpreted on one device; its derivatives stay the same."""
 
     def run(*args: Any) -> Any:
@@ -35,7 +37,7 @@ def on_one_device(function: Callable[..., Any], mesh: Any) -> Callable[..., Any]
             except (AssertionError, NotImplementedError) as error:
                 raise _worded(error, mesh) from error
         given = [jnp.asarray(x) for x in (*closed.consts, *jax.tree.leaves(args))]
-        return jax.tree.unflatten(jax.tree.structure(shapes), _flat(closed.jaxpr, mesh)(*given))
+        return jax.tree.unflatten(jax.tree.structure(shapes), _flat(closed.jaxpr, mesh, note)(*given))
 
     return run
 
@@ -55,7 +57,7 @@ def _worded(error: Exception, mesh: Any) -> Exception:
     )
 
 
-def _flat(jaxpr: Any, mesh: Any) -> Callable[..., list[Any]]:
+def _flat(jaxpr: Any, mesh: Any, note: Note) -> Callable[..., list[Any]]:
     """A jaxpr as a function of its constants and arguments.
 
     A custom derivative in the kernel (jax.custom_jvp, jax.custom_vjp) must be traced inside shard_map too. The returned
@@ -67,17 +69,17 @@ def _flat(jaxpr: Any, mesh: Any) -> Callable[..., list[Any]]:
         return _compat.eval_jaxpr(jaxpr, xs[:constants], *xs[constants:])
 
     def emulated(*xs: Any) -> list[Any]:
-        return _evaluated(jaxpr, xs)
+        return _evaluated(jaxpr, xs, note)
 
     own = _own_derivatives(jaxpr)
     # jax 0.12 linearizes while it traces, and cannot transpose a rule that calls custom_jvp again.
     if own and (jax.__version_info__ >= (0, 11) or any("jvp" not in name for name in own)):
         pulled: Any = jax.custom_vjp(emulated)
-        pulled.defvjp(lambda *xs: (emulated(*xs), xs), partial(_pulled_back, original, mesh))
+        pulled.defvjp(lambda *xs: (emulated(*xs), xs), partial(_pulled_back, original, mesh, note))
         return pulled
     if own:
         pushed: Any = jax.custom_jvp(emulated)
-        pushed.defjvp(partial(_pushed_forward, original, mesh))
+        pushed.defjvp(partial(_pushed_forward, original, mesh, note))
         return pushed
     return emulated
 
@@ -96,26 +98,26 @@ def _on_devices(jaxpr: Any) -> bool:
     return any(site.name in CASTS | _compat.COLLECTIVES.keys() | {"shard_map"} for site in walk(jaxpr))
 
 
-def _pushed_forward(original: Callable[..., list[Any]], mesh: Any, primals: Any, tangents: Any) -> Any:
+def _pushed_forward(original: Callable[..., list[Any]], mesh: Any, note: Note, primals: Any, tangents: Any) -> Any:
     floats = [i for i, x in enumerate(primals) if is_float(x)]
 
     def both(primals: Any, tangents: Any) -> Any:
         outs, moved = jax.jvp(of_floats(original, primals), ([primals[i] for i in floats],), (tangents,))
         return _with_floats(original(*primals), outs), moved
 
-    outs, moved = on_one_device(both, mesh)(list(primals), [tangents[i] for i in floats])
+    outs, moved = on_one_device(both, mesh, note)(list(primals), [tangents[i] for i in floats])
     still = [np.zeros(jnp.shape(y), jax.dtypes.float0) for y in outs]
     return outs, _with_floats(still, moved, [is_float(y) for y in outs])
 
 
-def _pulled_back(original: Callable[..., list[Any]], mesh: Any, primals: Any, cotangents: Any) -> Any:
+def _pulled_back(original: Callable[..., list[Any]], mesh: Any, note: Note, primals: Any, cotangents: Any) -> Any:
     floats = [i for i, x in enumerate(primals) if is_float(x)]
 
     def back(primals: Any, cotangents: Any) -> Any:
         return jax.vjp(of_floats(original, primals), [primals[i] for i in floats])[1](cotangents)[0]
 
     kept = [c for c in cotangents if jnp.result_type(c) != jax.dtypes.float0]
-    grads = iter(on_one_device(back, mesh)(list(primals), kept))
+    grads = iter(on_one_device(back, mesh, note)(list(primals), kept))
     return tuple(next(grads) if i in floats else None for i in range(len(primals)))
 
 
@@ -134,12 +136,12 @@ def _with_floats(values: Any, floats: Any, places: Sequence[bool] | None = None)
     return [next(new) if place else x for x, place in zip(values, places, strict=True)]
 
 
-def _evaluated(jaxpr: Any, given: Sequence[Any]) -> list[Any]:
+def _evaluated(jaxpr: Any, given: Sequence[Any], note: Note) -> list[Any]:
     """The results of a jaxpr for the values of its constants and arguments, in that order."""
     values = {v: _untyped(x) for v, x in zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True)}
     for equation in jaxpr.eqns:
         operands = [_untyped(_compat.value_of(v, values)) for v in equation.invars]
-        values.update(zip(equation.outvars, _step(equation, operands), strict=True))
+        values.update(zip(equation.outvars, _step(equation, operands, note), strict=True))
     return [_untyped(_compat.value_of(v, values)) for v in jaxpr.outvars]
 
 
@@ -150,8 +152,10 @@ def _untyped(x: Any) -> Any:
     return np.asarray(x, jnp.result_type(x))
 
 
-def _step(equation: Any, operands: list[Any]) -> list[Any]:
+def _step(equation: Any, operands: list[Any], note: Note) -> list[Any]:
     name, params = equation.primitive.name, equation.params
+    if name == ASSUMED:
+        compare(operands[0], equation, note)
     if name in CASTS:
         return operands
     if name in RULES:
@@ -167,7 +171,7 @@ def _step(equation: Any, operands: list[Any]) -> list[Any]:
             "jax.shard_map on simulated devices."
         )
     inner = [
-        partial(_inner, sub, constants)
+        partial(_inner, sub, constants, note)
         for (_, sub), constants in zip(_compat.inner_jaxprs(equation), _compat.inner_constants(equation), strict=True)
     ]
     if name == "shard_map":
@@ -175,7 +179,7 @@ def _step(equation: Any, operands: list[Any]) -> list[Any]:
     if name == "scan":
         return _scan(equation, inner[0], operands)
     if name == "while":
-        return _while(equation, operands)
+        return _while(equation, operands, note)
     if name == "cond":
         return list(lax.switch(operands[0], inner, *operands[1:]))
     if name in _compat.CALLS and len(inner) == 1:
@@ -188,15 +192,16 @@ def _step(equation: Any, operands: list[Any]) -> list[Any]:
     if name == _SOLVE:
         solve, lengths = params["jaxprs"].solve, params["const_lengths"]
         first = lengths.matvec + lengths.vecmat
-        return _inner(solve.jaxpr, solve.consts, *operands[first : first + lengths.solve], *operands[sum(lengths) :])
+        given = *operands[first : first + lengths.solve], *operands[sum(lengths) :]
+        return _inner(solve.jaxpr, solve.consts, note, *given)
     raise ValueError(
         f"emulate: {name} must not contain a collective or a cast, because emulate cannot interpret it. Run the kernel "
         "with jax.shard_map on simulated devices."
     )
 
 
-def _inner(jaxpr: Any, constants: Sequence[Any], *operands: Any) -> list[Any]:
-    return _evaluated(jaxpr, [*constants, *operands])
+def _inner(jaxpr: Any, constants: Sequence[Any], note: Note, *operands: Any) -> list[Any]:
+    return _evaluated(jaxpr, [*constants, *operands], note)
 
 
 def _scan(equation: Any, body: Callable[..., list[Any]], operands: list[Any]) -> list[Any]:
@@ -212,13 +217,13 @@ def _scan(equation: Any, body: Callable[..., list[Any]], operands: list[Any]) ->
     return [*held, *each]
 
 
-def _while(equation: Any, operands: list[Any]) -> list[Any]:
+def _while(equation: Any, operands: list[Any], note: Note) -> list[Any]:
     test, body = equation.params["cond_jaxpr"], equation.params["body_jaxpr"]
     of_test, of_body, held = while_operands(equation, operands)
     return list(
         lax.while_loop(
-            lambda held: _inner(test.jaxpr, test.consts, *of_test, *held)[0],
-            lambda held: _inner(body.jaxpr, body.consts, *of_body, *held),
+            lambda held: _inner(test.jaxpr, test.consts, note, *of_test, *held)[0],
+            lambda held: _inner(body.jaxpr, body.consts, note, *of_body, *held),
             held,
         )
     )

@@ -14,9 +14,18 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._kinds import Specs
 from shardkit._typed import typed
-from shardkit.layout import check_spec
+from shardkit.layout import check_spec, path_name
 from shardkit.partitioning.gradient import kind
-from shardkit.testing._compare import first_gap, is_float, kinds_differ, leaves_of, magnitude, on, shapes_differ
+from shardkit.testing._compare import (
+    first_gap,
+    is_float,
+    kinds_differ,
+    leaves_of,
+    magnitude,
+    on,
+    shapes_differ,
+    unequal_replicas,
+)
 from shardkit.testing._interpreter import of_floats
 
 # So that coarse dtypes and long sums do not hide a wrong factor or sign.
@@ -40,7 +49,7 @@ def assert_matches_reference(
 
     The kernel runs inside `jax.shard_map` (check_vma on) under jit, and then eagerly. The gradients of all
     floating-point arguments are compared by a VJP with a fixed random cotangent, which detects errors that the gradient
-    of a sum would hide.
+    of a sum would hide. Replicas of a result or gradient must have the same bits.
 
     The tolerance of a floating-point leaf is `eps * ((4 + sqrt(n)) * a + 4 * g)`, at most 1/4 of the larger of a and g:
     eps is that of the coarsest floating-point dtype among arguments and results, n the number of summands, a the
@@ -109,6 +118,15 @@ def assert_matches_reference(
             raise AssertionError(
                 f"{where} must have a dtype of the reference's kind; {wrong}. Cast the kernel's or the reference's."
             )
+        for path, x in jax.tree_util.tree_leaves_with_path(got):
+            found = unequal_replicas(x)
+            if found:
+                leaf = f" {path_name(path)}" if path else ""
+                raise AssertionError(
+                    f"{where}{leaf} must have the same bits on all devices that hold it; devices {found[0]} and "
+                    f"{found[1]} differ. Look for an assume_replicated of a value, or a cond with a predicate, that "
+                    "differs."
+                )
         gap = first_gap(got, wanted, allowed)
         if gap:
             raise AssertionError(

@@ -42,8 +42,9 @@ def emulate(
 
     Raises:
         ValueError: no axis. From the call: a dim that does not divide, a spec that does not fit,
-            `axis_index_groups`, an unknown collective, or a result that differs along an axis that out_specs omit
-            (not checked under an outer jit or grad).
+            `axis_index_groups`, an unknown collective, a result that differs along an axis that out_specs omit (not
+            checked under an outer jit or grad), or a value that differs where `assume_replicated` says that it is equal
+            (not checked under an outer jit).
         TypeError: from the call: a spec that is not a PartitionSpec.
         TypeError, ValueError: what tracing the kernel raises.
 
@@ -61,6 +62,8 @@ def emulate(
         )
     mesh: Any = AbstractMesh(tuple(map(int, mesh_sizes.values())), names, axis_types=(AxisType.Auto,) * len(names))
 
+    unequal: list[str] = []
+
     @partial(jax.jit, static_argnums=(1, 2))
     def each_device(leaves: list[Any], specs: tuple[PartitionSpec, ...], structure: Any) -> Any:
         def device(*leaves: Any) -> Any:
@@ -68,7 +71,7 @@ def emulate(
             return stackable(vary(out, names), len(names))
 
         mapped = jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(*names))
-        return on_one_device(mapped, mesh)(*leaves)
+        return on_one_device(mapped, mesh, unequal.append)(*leaves)
 
     def run(*args: Any) -> Any:
         if isinstance(in_specs, tuple) and not isinstance(in_specs, PartitionSpec) and len(in_specs) != len(args):
@@ -84,7 +87,11 @@ def emulate(
             check_spec(where, spec, mesh, x.ndim)
             for dim, axes in enumerate(spec_axes(spec)):
                 divides(where, dim, x.shape[dim], axes, math.prod(mesh_sizes[axis] for axis in axes))
+        unequal.clear()
         out = each_device(leaves, specs, structure)
+        jax.effects_barrier()
+        if unequal:
+            raise ValueError(f"emulate: {unequal[0]}")
         paths, structure = jax.tree_util.tree_flatten_with_path(out)
         whole = [
             _join(_on_host(x), spec, mesh, f"result {path_name(path)}")

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from shardkit import _compat
 from shardkit._check import quoted
@@ -23,7 +22,7 @@ from shardkit.analysis.jaxpr.lint import lint
 from shardkit.analysis.jaxpr.rules.processes import differences_of_processes
 from shardkit.layout import bytes_per_device, path_name
 from shardkit.precision import precision_of
-from shardkit.testing._compare import constant_factor, first_gap, leaves_of, shapes_differ
+from shardkit.testing._compare import constant_factor, first_gap, leaves_of, shapes_differ, unequal_replicas
 from shardkit.testing._plan_traffic import plan_traffic
 from shardkit.testing.one_device import Reference
 from shardkit.testing.program import SCALE, Program
@@ -60,23 +59,21 @@ def same_numbers(program: Program, reference: Reference) -> str | None:
 
 
 def equal_copies(program: Program, reference: Reference) -> None:
-    """All replicas of a shard of the state are bitwise equal.
+    """All replicas of a shard of the state and of a metric are bitwise equal.
 
     Example:
         >>> laws = [sk.testing.laws.equal_copies]  # for `prove(..., laws=laws)`
     """
-    state = program.ran.state
-    for path, x in jax.tree_util.tree_leaves_with_path((state.params, state.opt_state)):
-        pieces: dict[str, Any] = {}
-        for shard in x.addressable_shards:
-            bits = np.asarray(shard.data).tobytes()
-            first = pieces.setdefault(str(shard.index), (shard.device, bits))
-            if first[1] != bits:
-                kind = "parameter" if getattr(path[0], "idx", 1) == 0 else "optimizer state"
+    state, metrics = program.ran.state, program.ran.metrics
+    kinds = {"parameter": state.params, "optimizer state": state.opt_state, "metric": metrics}
+    for kind, tree in kinds.items():
+        for path, x in jax.tree_util.tree_leaves_with_path(tree):
+            found = unequal_replicas(x)
+            if found:
                 raise AssertionError(
-                    f"the replicas of {kind} {path_name(path[1:])} must be bitwise equal; those on devices "
-                    f"{first[0].id} and {shard.device.id} differ. Look for randomness, or a reduction that one device "
-                    "skips."
+                    f"the replicas of {kind} {path_name(path)} must be bitwise equal; those on devices {found[0]} and "
+                    f"{found[1]} differ. Look for randomness, a reduction that one device skips, or an "
+                    "assume_replicated of a value that differs."
                 )
 
 

@@ -92,10 +92,11 @@ class Taken(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """All steps of a run, and the state after the last."""
+    """All steps of a run, and the state and the metrics of the last, on the devices."""
 
     steps: tuple[Taken, ...]
     state: TrainState
+    metrics: Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,7 +194,7 @@ class Program:
     def ran(self) -> Ran:
         """A step for each batch."""
         _ = self.shapes, self.compiled  # of the first state, which the first step donates
-        state, steps = self.start, []
+        state, steps, metrics = self.start, [], {}
         for batch in self.batches:
             with _Compiles() as compiles:
                 state, metrics = self.step(state, batch)
@@ -201,7 +202,7 @@ class Program:
             grads = jax.device_get(unpadded(_recorded(state.opt_state)))
             params = jax.device_get(unpadded(state.params))
             steps.append(Taken(jax.device_get(metrics), grads, params, compiles.count))
-        return Ran(tuple(steps), state)
+        return Ran(tuple(steps), state, metrics)
 
 
 def _scaled(grad_fn: GradFn) -> GradFn:

@@ -121,6 +121,37 @@ def test_what_a_ring_sends(n, bidirectional):
         assert sum(r.total for r in both.rows if r.backward) == sent
 
 
+# Catches a replicated result that out_specs refuse, and a derivative that is n times too large or that communicates.
+# proves F11
+def test_replicated_results():
+    x, specs = blocks(4, 2, whole=True), {"mesh": line(4), "in_specs": P("a")}
+
+    def kernel(x, both, replicated=True):
+        options = {"bidirectional": both, "replicated": replicated}
+        mean = ring.all_reduce(x[:1], "a", op="mean", **options)  # 3 elements, padded
+        return ring.all_reduce(x, "a", **options), mean, ring.all_gather(x, "a", dim=1, **options)
+
+    def meaning(x):
+        parts = jnp.split(x, 4)
+        return sum(parts), sum(parts)[:1] / 4, jnp.concatenate(parts, 1)
+
+    ways = lambda x: [kernel(x, both) for both in (False, True)]  # noqa: E731
+    sk.testing.assert_matches_reference(
+        ways, lambda x: [meaning(x)] * 2, args=(x,), eager=False, out_specs=P(), **specs
+    )
+
+    def gradient(x, replicated=True):
+        return jax.grad(lambda x: sum(jnp.sum(y**2) for y in sk.vary(kernel(x, True, replicated), "a")))(x)
+
+    rows = census(jax.shard_map(gradient, out_specs=P("a"), **specs), x)
+    assert not [row for row in rows.rows if row.backward and row.kind == "ppermute"]  # the sums of `vary` alone
+    under = [
+        str(jax.make_jaxpr(jax.vmap(partial(gradient, replicated=r), axis_name="a"))(x.reshape(4, 2, 3)))
+        for r in (False, True)
+    ]
+    assert under[0] == under[1]  # vmap tracks no types
+
+
 # proves F12
 @pytest.mark.parametrize(("inner", "outer"), [("a", "b"), ("b", "a"), (("a", "c"), "b")])
 def test_two_levels_equal_one(inner, outer):

@@ -1059,8 +1059,8 @@ _ANALYSIS = (
     Mutant(
         "reduced-still-varies",
         "shardkit/analysis/jaxpr/dataflow.py",
-        "return State(state.varies - axes, reduced, state.given, hidden, state.moved, graded=state.graded)",
-        "return State(state.varies, reduced, state.given, hidden, state.moved, graded=state.graded)",
+        "return state._replace(varies=state.varies - axes, reduced=reduced, hidden=hidden)",
+        "return state._replace(reduced=reduced, hidden=hidden)",
         TERM,
     ),
     Mutant(

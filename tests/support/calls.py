@@ -75,6 +75,7 @@ def kernels():
         (collectives.broadcast, over),
         (collectives.shift, over),
         (collectives.vary, {"tree": x, "axes": "data"}),
+        (collectives.assume_replicated, over),
         (collectives.gather_to_one, over),
         (collectives.halo_exchange, over),
         (collectives.prefix_scan, over),

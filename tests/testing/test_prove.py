@@ -127,16 +127,36 @@ def test_a_scale_that_is_not_that_of_the_gradients_alone(wrong):
 def test_copies_that_differ(data8):
     pieces = [jax.device_put(np.float32([i // 7]), d) for i, d in enumerate(data8.devices.flat)]
     whole = jax.make_array_from_single_device_arrays((1,), jax.NamedSharding(data8, P()), pieces)
-    for name, state in {
-        "parameter": SimpleNamespace(params={"w": whole}, opt_state={}),
-        "optimizer state": SimpleNamespace(params={}, opt_state={"w": whole}),
-    }.items():
+    trees = {"parameter": {}, "optimizer state": {}, "metric": {}}
+    for name in trees:
+        params, opt_state, metrics = (trees | {name: {"w": whole}}).values()
+        ran = SimpleNamespace(state=SimpleNamespace(params=params, opt_state=opt_state), metrics=metrics)
         with pytest.raises(AssertionError) as error:
-            laws.equal_copies(SimpleNamespace(ran=SimpleNamespace(state=state)), None)
+            laws.equal_copies(SimpleNamespace(ran=ran), None)
         assert str(error.value) == (
-            f"the replicas of {name} w must be bitwise equal; those on devices 0 and 7 differ. Look for randomness, or "
-            "a reduction that one device skips."
+            f"the replicas of {name} w must be bitwise equal; those on devices 0 and 7 differ. Look for randomness, a "
+            "reduction that one device skips, or an assume_replicated of a value that differs."
         )
+
+
+# Catches a step whose gradients are equal up to rounding, and not in every bit, where the type says equal.
+def test_a_false_assume_replicated_in_a_step_is_found():
+    def summed(reduce):
+        def grad_fn(params, batch, keys, *, scale=1):
+            loss, aux, grads = OWN(params, batch, keys, scale=scale)
+            return loss, aux, jax.tree.map(reduce, grads)
+
+        return grad_fn
+
+    def in_its_own_order(g):
+        return sk.assume_replicated(g + sum(sk.shift(g, "data", by=k) for k in (1, 2, 3)), "data")
+
+    right = summed(lambda g: sk.ring.all_reduce(g, "data", replicated=True))
+    proved(right, DP4, laws=[laws.same_numbers, laws.equal_copies])
+    proved(summed(in_its_own_order), DP4, laws=[laws.same_numbers])
+    assert "differ. Look for randomness, a reduction that one device skips, or an assume_replicated of" in broken(
+        laws.equal_copies, summed(in_its_own_order)
+    )
 
 
 def test_a_byte_too_many(monkeypatch):

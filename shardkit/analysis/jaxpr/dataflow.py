@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from shardkit import _compat
 from shardkit._jaxprs import (
+    ASSUMED,
     called,
     flow,
     kind_of,
@@ -171,6 +172,8 @@ def _step(equation: Any, ins: list[State], context: Context, visit: Visit | None
         if len(ins) > len(equation.outvars):  # ragged_all_to_all takes offsets and sizes too
             ins = [join(ins)]
         return [_collective(equation, each, context.sizes) for each in ins]
+    if name == ASSUMED:
+        return [_equal(ins[0], _split(mesh_axes(equation), context.sizes))]
     if name == "axis_index":
         return [State(_split(mesh_axes(equation), context.sizes))]
     if name == "random_bits":
@@ -219,10 +222,15 @@ def _collective(equation: Any, state: State, sizes: Mapping[str, int]) -> State:
             return state
     if kind in ("ppermute", "reduce_scatter", "all_to_all"):
         return state._replace(varies=state.varies | axes, moved=state.moved | axes, drawn=_NONE)
+    return _equal(state._replace(drawn=_NONE), axes)
+
+
+def _equal(state: State, axes: frozenset[str]) -> State:
+    """A value that is the same on all devices of `axes`."""
     hidden = frozenset(h for h in state.hidden if h[0] not in axes)
     # A count, as psum(1), is a constant too.
     reduced = state.reduced | axes if state.given else state.reduced
-    return State(state.varies - axes, reduced, state.given, hidden, state.moved, graded=state.graded)
+    return state._replace(varies=state.varies - axes, reduced=reduced, hidden=hidden)
 
 
 def _shard_map(equation: Any, sub: Any, ins: list[State], context: Context, visit: Visit | None) -> list[State]:
@@ -234,16 +242,7 @@ def _shard_map(equation: Any, sub: Any, ins: list[State], context: Context, visi
         for state, spec in zip(ins, params["in_specs"], strict=True)
     ]
     leaving = _run(sub, entering, context._replace(sizes=sizes), visit, equation)
-    return [
-        State(
-            s.varies - manual,
-            s.reduced - manual,
-            s.given,
-            frozenset(h for h in s.hidden if h[0] not in manual),
-            graded=s.graded,
-        )
-        for s in leaving
-    ]
+    return [_equal(s, manual)._replace(reduced=s.reduced - manual, moved=_NONE, drawn=_NONE) for s in leaving]
 
 
 def _scan(equation: Any, sub: Any, ins: list[State], context: Context, visit: Visit | None) -> list[State]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardkit import _compat
 from shardkit._check import named, quoted
-from shardkit._jaxprs import Site, kind_of, mesh_axes, source_line, walk
+from shardkit._jaxprs import ASSUMED, Site, kind_of, mesh_axes, source_line, walk
 from shardkit._typed import typed
 from shardkit.analysis.jaxpr.census import census_of, row_of, traced
 from shardkit.analysis.jaxpr.dataflow import short
@@ -27,6 +27,7 @@ _CASTS = set(_TRANSPOSED["all_reduce"])
 # A value made by these has the name of their operand.
 _SAME_NAME = {
     *("pvary", "pcast", "convert_element_type", "copy", "reshape", "transpose", "squeeze", "broadcast_in_dim", "slice"),
+    ASSUMED,
 }
 
 

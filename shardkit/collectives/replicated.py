@@ -1,0 +1,69 @@
+"""A cast from varying to invariant, for values that a kernel made equal on all devices by messages of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from shardkit import _compat
+from shardkit._check import Axis, bound
+from shardkit._kinds import Arrays
+from shardkit._typed import typed
+from shardkit.collectives.axes import axis_index, vary
+
+
+@typed
+def assume_replicated(x: Arrays, axis: Axis) -> Any:
+    """Casts each leaf to be invariant over `axis`, for a value that is equal on its devices.
+
+    `out_specs=P()` and a training step require the invariant type, which jax gives to the result of a psum but not to
+    what comes out of ppermutes. Nothing is checked when the program runs. `sk.testing.emulate` compares the values of
+    all devices here, bit for bit; `assert_matches_reference` and `prove` compare the replicas of the results.
+
+    The transpose gives the cotangent to the first device of `axis`, and zeros to the others.
+
+    Layout: `X[...] {varying over a} -> X[...]`
+    Args:
+        x: pytree of arrays with the same bits on every device of `axis`.
+        axis: axis name or tuple of names; an axis over which a leaf does not vary is skipped.
+
+    Returns:
+        The same values, invariant over `axis`. Under vmap with an axis name, which tracks no types, `x` itself.
+
+    Raises:
+        ValueError: an axis that is not bound here, or named twice.
+
+    Cost: none.
+
+    Example:
+        >>> def total(x):  # recursive doubling over two devices
+        ...     return sk.assume_replicated(x + jax.lax.ppermute(x, "data", [(0, 1), (1, 0)]), "data")
+        >>> print(jax.shard_map(total, mesh=mesh, in_specs=P("data"), out_specs=P())(jnp.arange(2)))
+        [1]
+    """
+    names = bound("assume_replicated", axis)
+
+    def cast(leaf: Any) -> Any:
+        axes = tuple(name for name in names if name in _compat.varying_axes(leaf))
+        return _cast.bind(leaf, axes=axes) if axes else leaf
+
+    return jax.tree.map(cast, x)
+
+
+def _transposed(cotangent: Any, _: Any, *, axes: tuple[str, ...]) -> list[Any]:
+    # Any shares that add up to the cotangent are right where the values are equal; these round nothing.
+    mine = vary(cotangent, axes)
+    return [jnp.where(axis_index(axes) == 0, mine, lax.full_like(mine, 0))]
+
+
+_cast = Primitive("assume_replicated")
+_cast.def_abstract_eval(lambda aval, *, axes: _compat.invariant(aval, axes))
+_cast.def_impl(lambda x, *, axes: x)
+mlir.register_lowering(_cast, lambda ctx, x, *, axes: [x])
+ad.deflinear2(_cast, _transposed)
+batching.primitive_batchers[_cast] = lambda values, dims, *, axes: (_cast.bind(*values, axes=axes), *dims)
