@@ -75,11 +75,18 @@ def _straight_through_jvp(exact: Any, sent: Any, primals: Any, tangents: Any) ->
     return (out, left), (tangent, jax.tree.map(jnp.zeros_like, left))
 
 
-def chunks(x: jax.Array, dim: int, count: int) -> tuple[jax.Array, tuple[int, ...]]:
-    """`x` split along `dim` into [count, size], and the shape of each chunk."""
-    split = x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :])
-    chunks = jnp.moveaxis(split, dim, 0)
-    return chunks.reshape(count, -1), chunks.shape[1:]
+def chunks(x: jax.Array, dim: int, count: int) -> jax.Array:
+    """`x` split along `dim` into chunks, [count, ...]."""
+    return jnp.moveaxis(x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :]), dim, 0)
+
+
+def any_chunks(x: jax.Array, count: int) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """`x` in `count` equal chunks, padded if no dim divides; and the inverse for arrays of the same shape."""
+    for dim, size in enumerate(x.shape):
+        if size % count == 0:  # flattened, it takes the TPU compiler much longer
+            return chunks(x, dim, count), partial(joined, dim=dim)
+    padded = jnp.pad(x.ravel(), (0, -x.size % count)).reshape(count, -1)
+    return padded, lambda y: y.ravel()[: x.size].reshape(x.shape)
 
 
 def joined(chunks: jax.Array, dim: int) -> jax.Array:

@@ -3,9 +3,7 @@
 Under error feedback each device keeps a residual. It sends quantize(x + residual); the new residual is (x + residual) -
 sent. Scales are powers of two, so that the difference is exact: sent + new residual equals x + residual in every bit of
 float32 (above the subnormals), and over many steps the mean of what is received equals the mean of x. Without a
-residual, the rounding errors accumulate.
-
-`cost.quantized_bytes` has the bytes of a message, `cost.quantization_error` the bound of the rounding error.
+residual, the rounding errors accumulate. `cost.quantization_error` bounds them, `cost.quantized_bytes` is what is sent.
 
 Source: Seide et al., 1-Bit Stochastic Gradient Descent (2014); Karimireddy et al., Error Feedback Fixes SignSGD (2019);
 Wang et al., ZeRO++ (2023), for quantized gathers of weights and two-level reductions of gradients.
@@ -26,6 +24,7 @@ from shardkit.collectives import basic, hierarchical
 from shardkit.collectives._compression import (
     Pair,
     added_here,
+    any_chunks,
     checked,
     chunks,
     joined,
@@ -62,8 +61,7 @@ def init_residual(x: Arrays) -> Any:
 def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, dtype: DType, block: int = 256, replicated: bool = False) -> Any:
     """Concatenates the devices' shards of each leaf along `dim`, sent in a small dtype.
 
-    Each device quantizes its shard once, and every device restores the same values from the same bytes, also of its
-    own shard.
+    Every device restores the same values from the same bytes, also of its own shard.
 
     Layout: `X[.., D_a, ..] -> X[.., D, ..]`
     Args:
@@ -97,8 +95,7 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, dtype: DType, block: int 
         at = dim_of(where, dim, jnp.ndim(leaf))
 
         def sent(wide: jax.Array) -> Pair:
-            pieces = gathered(wide.ravel(), names, small, block, replicated)
-            return joined(pieces.reshape(-1, *wide.shape), at), None
+            return joined(gathered(wide, names, small, block, replicated), at), None
 
         exact = partial(basic.all_gather, axis=names, dim=at, replicated=replicated)
         return straight_through(exact, sent, vary(leaf, names), None)[0]
@@ -112,8 +109,7 @@ def reduce_scatter(
 ) -> tuple[Any, Any]:
     """Sums each leaf over the devices of `axis`, sent in a small dtype; each device gets its shard along `dim`.
 
-    Every device sends each other device its chunk of x + residual, quantized; chunks are summed in float32, in pairs
-    in the order of the devices.
+    Every device sends each other device its chunk of x + residual, quantized; chunks are summed in float32.
 
     Layout: `X[.., D, ..] {U_a} -> X[.., D_a, ..]`
     Args:
@@ -151,9 +147,8 @@ def reduce_scatter(
         divides(where, at, leaf.shape[at], names, count)
 
         def sent(wide: jax.Array) -> Pair:
-            pieces, shape = chunks(wide, at, count)
-            total, left = summed(pieces, names, small, block)
-            return total.reshape(shape), joined(left.reshape(count, *shape), at)
+            total, left = summed(chunks(wide, at, count), names, small, block)
+            return total, joined(left, at)
 
         exact = partial(basic.reduce_scatter, axis=names, dim=at)
         return straight_through(exact, sent, vary(leaf, names), vary(residual, names))
@@ -222,16 +217,15 @@ def reduce_scatter_two_level(
         divides(where, at, leaf.shape[at], both, machines * ways)
 
         def sent(wide: jax.Array) -> Pair:
-            pieces, shape = chunks(wide, at, machines * ways)
-            swapped = pieces.reshape(machines, ways, -1).swapaxes(0, 1)  # in the order of (inner, outer)
-            flat = swapped.reshape(ways, -1)
+            pieces = chunks(wide, at, machines * ways)
+            swapped = pieces.reshape(machines, ways, *pieces.shape[1:]).swapaxes(0, 1)  # in the order of (inner, outer)
             if first:
-                sums, left = summed(flat, fast, first[0], block)
+                sums, left = summed(swapped, fast, first[0], block)
             else:
-                sums, left = basic.reduce_scatter(flat, fast), jnp.zeros_like(flat)
-            total, left_here = summed(sums.reshape(machines, -1), slow, small, block)
-            left = added_here(left, left_here.ravel(), fast).reshape(swapped.shape).swapaxes(0, 1)
-            return total.reshape(shape), joined(left.reshape(-1, *shape), at)
+                sums, left = basic.reduce_scatter(swapped, fast)[0], jnp.zeros_like(swapped)
+            total, left_here = summed(sums, slow, small, block)
+            left = added_here(left, left_here, fast).swapaxes(0, 1).reshape(pieces.shape)
+            return total, joined(left, at)
 
         exact = partial(hierarchical.reduce_scatter, inner=fast, outer=slow, dim=at)
         return straight_through(exact, sent, vary(leaf, both), vary(residual, both))
@@ -251,8 +245,8 @@ def all_reduce(
 ) -> tuple[Any, Any]:
     """Sums each leaf over the devices of `axis`, sent in a small dtype.
 
-    Every device sends each other device its chunk of x + residual, quantized; chunks are summed in float32, in pairs in
-    the order of the devices; the sums are gathered in the dtype of x, or quantized again.
+    Every device sends each other device its chunk of x + residual, quantized; chunks are summed in float32; the
+    sums are gathered in the dtype of x, or quantized again.
 
     Layout: `X[...] {U_a} -> X[...]`
     Args:
@@ -290,15 +284,14 @@ def all_reduce(
 
     def reduce(leaf: jax.Array, residual: jax.Array | None) -> Pair:
         def sent(wide: jax.Array) -> Pair:
-            flat = wide.ravel()
-            total, left = summed(jnp.pad(flat, (0, -flat.size % count)).reshape(count, -1), names, small, block)
+            pieces, whole = any_chunks(wide, count)
+            total, left = summed(pieces, names, small, block)
             if compress_result:
-                whole = gathered(total, names, small, block, replicated=True)
-                left = added_here(left, total - whole[axis_index(names)], names)
+                totals = gathered(total, names, small, block, replicated=True)
+                left = added_here(left, total - totals[axis_index(names)], names)
             else:
-                whole = basic.all_gather(total.astype(leaf.dtype), names, replicated=True)
-            total, left = (each.ravel()[: flat.size].reshape(wide.shape) for each in (whole, left))
-            return total, left
+                totals = basic.all_gather(total.astype(leaf.dtype)[None], names, replicated=True)
+            return whole(totals), whole(left)
 
         exact = partial(basic.all_reduce, axis=names)
         return straight_through(exact, sent, vary(leaf, names), vary(residual, names))

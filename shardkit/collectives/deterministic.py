@@ -50,10 +50,10 @@ def _tree(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     if blocks > 1:
         wide = _written(wide)
     run = blocks & -blocks  # the largest power of two that divides the blocks per device
-    partials = pairwise(jnp.moveaxis(wide.reshape(blocks // run, run, size), 1, 0))
+    partials = _pairwise(jnp.moveaxis(wide.reshape(blocks // run, run, size), 1, 0))
     padded = jnp.pad(partials, ((0, 0), (0, -size % count))).reshape(blocks // run, count, -1)
     arrived = lax.all_to_all(jnp.moveaxis(padded, 1, 0), names, 0, 0, tiled=True)
-    total = _compat.all_gather_replicated(pairwise(arrived.reshape(-1, padded.shape[2])), names, 0)
+    total = _compat.all_gather_replicated(_pairwise(arrived.reshape(-1, padded.shape[2])), names, 0)
     return total[:size].reshape(shape).astype(x.dtype)
 
 
@@ -63,7 +63,7 @@ def _tree_jvp(names: tuple[str, ...], primals: Any, tangents: Any) -> Any:
     return _tree(x, names), lax.psum(jnp.sum(dx, axis=0), names)
 
 
-def pairwise(x: jax.Array) -> jax.Array:
+def _pairwise(x: jax.Array) -> jax.Array:
     """The sum over dim 0 in pairs; an odd last one is passed up."""
     while len(x) > 1:
         pairs = x[0 : len(x) - 1 : 2] + x[1::2]

@@ -46,7 +46,9 @@ SMALLEST = -100  # exponent of the smallest scale: no subnormals
 
 @partial(typed, only=bool)
 def quantized_bytes(elements: int, dtype: str, *, block: int = 256) -> int:
-    """Bytes of a quantized message: its values, packed, and one byte for the scale of each block.
+    """Bytes of a quantized message: its values, packed block by block, and one byte for the scale of each block.
+
+    The last block is sent whole; a message shorter than a block is one block of its own size.
 
     Args:
         elements: of the message. A collective quantizes what it sends to each device as one message.
@@ -69,7 +71,10 @@ def quantized_bytes(elements: int, dtype: str, *, block: int = 256) -> int:
     )
     _check.one_of("quantized_bytes", "dtype", dtype, tuple(FORMATS))
     form = FORMATS[dtype]
-    return -(-elements * form.bits // 8) + (-(-elements // block) if form.scaled else 0)
+    if not elements or not form.scaled:
+        return elements * form.bits // 8
+    block = min(block, elements)
+    return -(-elements // block) * (-(-block * form.bits // 8) + 1)
 
 
 @partial(typed, only=bool)
@@ -80,7 +85,8 @@ def quantization_error(largest: float, dtype: str, *, n: int = 1) -> float:
     is at most s/2, with s = 2^ceil(log2(M / largest value)); s < 2 M / largest value, so at most M/127 for int8 and M/7
     for int4. Floating-point values with m bits of mantissa are an ulp apart, at most 2^(floor(log2 M) - m): the scale,
     a power of two, does not change that; so the error is at most 2^(floor(log2 M) - m - 1), M/2^(m+1) or less. An M
-    below the largest value times 2^-100, the smallest scale, counts as that.
+    below the largest value times 2^-100, the smallest scale, counts as that; one above the largest bfloat16 is sent as
+    that.
 
     The sum: n errors E, and the rounding of n-1 additions in float32, in any order: at most
     g n (M + E), g = (n-1) u / (1 - (n-1) u), u = 2^-24 (Higham, 4.4). The cast of the sum to the dtype of the result
@@ -114,5 +120,6 @@ def quantization_error(largest: float, dtype: str, *, n: int = 1) -> float:
         each = math.ldexp(0.5, exponent - (half == 0.5))
     else:
         each = math.ldexp(0.5, math.frexp(most)[1] - 1 - form.mantissa)
+        each = each if form.scaled else max(each, most - form.largest)
     additions = (n - 1) * 2.0**-24
     return n * each + additions / (1 - additions) * n * (most + each)
