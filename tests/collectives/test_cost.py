@@ -131,8 +131,8 @@ FORMULAS = {
     compressed.reduce_scatter_two_level: "inner Q (I-1) bytes, Q = cost.quantized_bytes of 1/I of the elements, or of "
     "4 bytes each; outer Q (O-1) bytes, Q = cost.quantized_bytes of 1/(I O) of the elements.",
     compressed.all_reduce: "Q (n-1) bytes to n-1 other devices, Q = cost.quantized_bytes of 1/n of the elements, "
-    "padded to a multiple of n; then as many again with compress_result, or with Q the bytes of these elements. An all_reduce "
-    "sends 2 B (n-1)/n.",
+    "padded to a multiple of n; then as many again with compress_result, or with Q the bytes of these elements. An "
+    "all_reduce sends 2 B (n-1)/n.",
 }
 
 
