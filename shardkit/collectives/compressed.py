@@ -1,11 +1,12 @@
-"""An all_reduce that sends fewer bits, with error feedback: rounding errors are added to the next step's input.
+"""Collectives that send fewer bits, in a small dtype with a scale for each block; sums with error feedback.
 
-Each device keeps a residual. It sends quantize(x + residual); the new residual is (x + residual) - sent. Scales are
-powers of two, so that the difference is exact: sent + new residual equals x + residual in every bit of float32 (above
-the subnormals), and over many steps the mean of what is received equals the mean of x. Without a residual, the rounding
-errors accumulate.
+Under error feedback each device keeps a residual. It sends quantize(x + residual); the new residual is (x + residual) -
+sent. Scales are powers of two, so that the difference is exact: sent + new residual equals x + residual in every bit of
+float32 (above the subnormals), and over many steps the mean of what is received equals the mean of x. Without a
+residual, the rounding errors accumulate. `cost.quantization_error` bounds them, `cost.quantized_bytes` is what is sent.
 
-Source: Seide et al., 1-Bit Stochastic Gradient Descent (2014); Karimireddy et al., Error Feedback Fixes SignSGD (2019).
+Source: Seide et al., 1-Bit Stochastic Gradient Descent (2014); Karimireddy et al., Error Feedback Fixes SignSGD (2019);
+Wang et al., ZeRO++ (2023), for quantized gathers of weights and two-level reductions of gradients.
 """
 
 from __future__ import annotations
@@ -15,17 +16,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from shardkit import _compat
-from shardkit._check import Axis, at_least, bound, one_of
+from shardkit._check import Axis, bound, dim_of, divides
 from shardkit._kinds import Arrays, DType
 from shardkit._typed import typed
-from shardkit.collectives.axes import axis_size, vary
-
-# The largest value of each dtype that is sent with a scale for every block; bfloat16 needs none.
-_LARGEST = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
-_DTYPES = (jnp.dtype(jnp.bfloat16), *_LARGEST)
+from shardkit.collectives import basic, hierarchical
+from shardkit.collectives._compression import (
+    Pair,
+    added_here,
+    any_chunks,
+    checked,
+    chunks,
+    joined,
+    of_pairs,
+    straight_through,
+)
+from shardkit.collectives._quantization import gathered, summed
+from shardkit.collectives.axes import axis_index, axis_size, vary
 
 
 @typed
@@ -36,7 +43,7 @@ def init_residual(x: Arrays) -> Any:
     name the axis, for example `[n, ...]` under `P(axis)`.
 
     Args:
-        x: pytree of arrays, as passed to all_reduce.
+        x: pytree of arrays, as passed to the reduction.
 
     Returns:
         Pytree of float32 arrays of the same shapes.
@@ -50,37 +57,218 @@ def init_residual(x: Arrays) -> Any:
     return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), x)
 
 
+@partial(typed, where="compressed.all_gather")
+def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, dtype: DType, block: int = 256, replicated: bool = False) -> Any:
+    """Concatenates the devices' shards of each leaf along `dim`, sent in a small dtype.
+
+    Every device restores the same values from the same bytes, also of its own shard.
+
+    Layout: `X[.., D_a, ..] -> X[.., D, ..]`
+    Args:
+        x: pytree of floating-point arrays, this device's shards.
+        axis: axis name or tuple of names; shards are concatenated in the order of the device index.
+        dim: the dim to concatenate along.
+        dtype: jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8 or jnp.int4. All but the first are sent in
+            blocks of the flattened shard.
+        block: elements that share a scale, 1 or more.
+        replicated: return a result that is invariant over `axis`, as `out_specs=P()` requires.
+
+    Returns:
+        Arrays of the dtypes of x, whose size along `dim` is n times the shard's. The derivative is that of all_gather
+        (straight-through): a reduce_scatter backward, uncompressed. A non-finite element makes its block non-finite.
+
+    Raises:
+        ValueError: an unbound axis, another `dtype`, a block of no elements, or a `dim` the array does not have.
+        TypeError: leaves that are not floating-point.
+
+    Cost: Q (n-1) bytes in n-1 hops, Q = cost.quantized_bytes of one shard's elements.
+
+    Example:
+        >>> whole = lambda w: sk.compressed.all_gather(w, "model", dtype=jnp.int8, replicated=True)
+        >>> print(jax.shard_map(whole, mesh=mesh, in_specs=P("model"), out_specs=P())(jnp.arange(4.0)))
+        [0. 1. 2. 3.]
+    """
+    where = "compressed.all_gather"
+    names, (small,) = bound(where, axis), checked(where, x, block, dtype=dtype)
+
+    def gather(leaf: jax.Array) -> jax.Array:
+        at = dim_of(where, dim, jnp.ndim(leaf))
+
+        def sent(wide: jax.Array) -> Pair:
+            return joined(gathered(wide, names, small, block, replicated), at), None
+
+        exact = partial(basic.all_gather, axis=names, dim=at, replicated=replicated)
+        return straight_through(exact, sent, vary(leaf, names), None)[0]
+
+    return jax.tree.map(gather, x)
+
+
+@partial(typed, where="compressed.reduce_scatter")
+def reduce_scatter(
+    x: Arrays, axis: Axis, residual: Arrays | None = None, *, dim: int = 0, dtype: DType, block: int = 256
+) -> tuple[Any, Any]:
+    """Sums each leaf over the devices of `axis`, sent in a small dtype; each device gets its shard along `dim`.
+
+    Every device sends each other device its chunk of x + residual, quantized; chunks are summed in float32.
+
+    Layout: `X[.., D, ..] {U_a} -> X[.., D_a, ..]`
+    Args:
+        x: pytree of floating-point arrays of the whole size.
+        axis: axis name or tuple of names; a tuple is one level, each device sending to all others.
+        residual: what has not been sent so far, from init_residual or from the last call; None for no error feedback.
+        dim: the dim to split; its size must be divisible by n.
+        dtype: jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8 or jnp.int4. All but the first are sent in
+            blocks of the flattened chunks.
+        block: elements that share a scale, 1 or more.
+
+    Returns:
+        The shards of the sums, in the dtypes of x, 1/n of the input's size along `dim`; and the new residual, or None.
+        The derivative is that of the exact sum of x + residual (straight-through), and zero for the new residual. A
+        non-finite element makes its block non-finite in both: a step that is skipped must keep its old residual.
+
+    Raises:
+        ValueError: an unbound axis, another `dtype`, a block of no elements, a `dim` the array does not have or that
+            does not divide, or a residual of other shapes.
+        TypeError: leaves that are not floating-point.
+
+    Cost: Q (n-1) bytes to n-1 other devices, Q = cost.quantized_bytes of 1/n of the elements.
+
+    Example:
+        >>> rows = lambda g: sk.compressed.reduce_scatter(g, "model", dtype=jnp.int8)[0]
+        >>> print(jax.shard_map(rows, mesh=mesh, in_specs=P(), out_specs=P("model"))(jnp.arange(4.0)))
+        [ 0.  4.  8. 12.]
+    """
+    where = "compressed.reduce_scatter"
+    names, (small,) = bound(where, axis), checked(where, x, block, dtype=dtype)
+    count = axis_size(names)
+
+    def scatter(leaf: jax.Array, residual: jax.Array | None) -> Pair:
+        at = dim_of(where, dim, leaf.ndim)
+        divides(where, at, leaf.shape[at], names, count)
+
+        def sent(wide: jax.Array) -> Pair:
+            total, left = summed(chunks(wide, at, count), names, small, block)
+            return total, joined(left, at)
+
+        exact = partial(basic.reduce_scatter, axis=names, dim=at)
+        return straight_through(exact, sent, vary(leaf, names), vary(residual, names))
+
+    return of_pairs(where, scatter, x, residual)
+
+
+@partial(typed, where="compressed.reduce_scatter_two_level")
+def reduce_scatter_two_level(
+    x: Arrays,
+    inner: Axis,
+    outer: Axis,
+    residual: Arrays | None = None,
+    *,
+    dim: int = 0,
+    dtype: DType,
+    inner_dtype: DType | None = None,
+    block: int = 256,
+) -> tuple[Any, Any]:
+    """Sums over both axes, compressed over the slow links, or over both; each device gets its shard along `dim`.
+
+    First over the inner axis: in float32, or in `inner_dtype` with every device sending each other its chunks. The
+    partial sums, in float32, are quantized and sent over the outer axis: 1/I of the bytes that one level over both axes
+    sends there.
+
+    Layout: `X[.., D, ..] {U_inner, U_outer} -> X[.., D_(outer,inner), ..]`
+    Args:
+        x: pytree of floating-point arrays of the whole size.
+        inner: the axis (or axes) of the fast links, I devices.
+        outer: the axis (or axes) of the slow links, O devices; major in the order.
+        residual: what has not been sent so far, from init_residual or from the last call; None for no error feedback.
+            What the second rounding leaves is kept by the device that rounded.
+        dim: the dim to split; its size must be divisible by I * O.
+        dtype: what is sent over the outer axis: jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8 or jnp.int4.
+        inner_dtype: likewise over the inner axis; None for an uncompressed reduce_scatter in float32.
+        block: elements that share a scale, 1 or more.
+
+    Returns:
+        The shards of the sums, in the dtypes of x, 1 / (I * O) of the input's size along `dim`, in the order of
+        `(outer, inner)`; and the new residual, or None. Derivatives and non-finite elements are as in reduce_scatter.
+
+    Raises:
+        ValueError: an unbound axis, an axis in both, another dtype, a block of no elements, a `dim` the array does not
+            have or that does not divide, or a residual of other shapes.
+        TypeError: leaves that are not floating-point.
+
+    Cost: inner Q (I-1) bytes, Q = cost.quantized_bytes of 1/I of the elements, or of 4 bytes each; outer Q (O-1) bytes,
+    Q = cost.quantized_bytes of 1/(I O) of the elements.
+
+    Example:
+        >>> def rows(g):
+        ...     return sk.compressed.reduce_scatter_two_level(g, inner="model", outer="data", dtype=jnp.int8)[0]
+        >>> print(jax.shard_map(rows, mesh=mesh, in_specs=P(), out_specs=P(("data", "model")))(jnp.arange(8.0)))
+        [ 0.  8. 16. 24. 32. 40. 48. 56.]
+
+    Source: Wang et al., ZeRO++ (2023), section 3.3.
+    """
+    where = "compressed.reduce_scatter_two_level"
+    fast, slow = bound(where, inner), bound(where, outer)
+    both = bound(where, (*slow, *fast))  # refuses an axis that is in both
+    small, *first = checked(where, x, block, dtype=dtype, inner_dtype=inner_dtype)
+    ways, machines = axis_size(fast), axis_size(slow)
+
+    def scatter(leaf: jax.Array, residual: jax.Array | None) -> Pair:
+        at = dim_of(where, dim, leaf.ndim)
+        divides(where, at, leaf.shape[at], both, machines * ways)
+
+        def sent(wide: jax.Array) -> Pair:
+            pieces = chunks(wide, at, machines * ways)
+            swapped = pieces.reshape(machines, ways, *pieces.shape[1:]).swapaxes(0, 1)  # in the order of (inner, outer)
+            if first:
+                sums, left = summed(swapped, fast, first[0], block)
+            else:
+                sums, left = basic.reduce_scatter(swapped, fast)[0], jnp.zeros_like(swapped)
+            total, left_here = summed(sums, slow, small, block)
+            left = added_here(left, left_here, fast).swapaxes(0, 1).reshape(pieces.shape)
+            return total, joined(left, at)
+
+        exact = partial(hierarchical.reduce_scatter, inner=fast, outer=slow, dim=at)
+        return straight_through(exact, sent, vary(leaf, both), vary(residual, both))
+
+    return of_pairs(where, scatter, x, residual)
+
+
 @partial(typed, where="compressed.all_reduce")
 def all_reduce(
-    x: Arrays, axis: Axis, residual: Arrays, *, dtype: DType, block: int = 256, compress_result: bool = False
+    x: Arrays,
+    axis: Axis,
+    residual: Arrays | None = None,
+    *,
+    dtype: DType,
+    block: int = 256,
+    compress_result: bool = False,
 ) -> tuple[Any, Any]:
-    """Sums each leaf over the devices of `axis`, sent in a small dtype, with error feedback.
+    """Sums each leaf over the devices of `axis`, sent in a small dtype.
 
-    Every device sends each other device its chunk of x + residual, quantized; chunks are summed in float32; the sums
-    are gathered in float32, or quantized again.
+    Every device sends each other device its chunk of x + residual, quantized; chunks are summed in float32; the
+    sums are gathered in the dtype of x, or quantized again.
 
     Layout: `X[...] {U_a} -> X[...]`
     Args:
         x: pytree of floating-point arrays.
         axis: axis name or tuple of names.
-        residual: what has not been sent so far, from init_residual or from the last call.
-        dtype: jnp.bfloat16, jnp.float8_e4m3fn or jnp.int8. The last two go in blocks, each with one float32 scale.
+        residual: what has not been sent so far, from init_residual or from the last call; None for no error feedback.
+            What the second rounding leaves is kept by the device that rounded.
+        dtype: jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8 or jnp.int4. All but the first are sent in
+            blocks of the flattened chunks.
         block: elements that share a scale, 1 or more.
-        compress_result: gather the sums in `dtype` too. This second rounding, the same on all devices, is in no
-            residual: it does not average out over the steps.
+        compress_result: gather the sums in `dtype` too.
 
     Returns:
-        The sums, with the shapes and dtypes of x, invariant over `axis`; and the new residual, which varies over it.
-        The derivative is that of the exact sum of x + residual (straight-through), and zero for the new residual. A
-        non-finite element makes its block non-finite in both: a step that is skipped must keep its old residual.
+        The sums, with the shapes and dtypes of x, invariant over `axis`; and the new residual, which varies over it, or
+        None. Derivatives and non-finite elements are as in reduce_scatter.
 
     Raises:
         ValueError: an unbound axis, another `dtype`, a block of no elements, or a residual of other shapes.
         TypeError: leaves that are not floating-point.
 
-    Cost: P (n-1)/n (s + 4/block) bytes to n-1 other devices, then 4 P (n-1)/n, or as many again with compress_result.
-    P is the number of elements, padded to a multiple of n block, and s the bytes of the dtype; bfloat16 has no scales:
-    2 P (n-1)/n, padded to a multiple of n. An all_reduce in float32 sends 8 P (n-1)/n.
+    Cost: Q (n-1) bytes to n-1 other devices, Q = cost.quantized_bytes of 1/n of the elements, padded to a multiple of
+    n; then as many again with compress_result, or with Q the bytes of these elements. An all_reduce sends 2 B (n-1)/n.
 
     Example:
         >>> def reduce(grads, residual):
@@ -90,93 +278,22 @@ def all_reduce(
         >>> print(total, jnp.abs(residual) < 0.01)
         [3.] [ True  True]
     """
-    names = bound("compressed.all_reduce", axis)
-    small = jnp.dtype(dtype)
-    one_of("compressed.all_reduce", "dtype", small.name, [each.name for each in _DTYPES])
-    at_least("compressed.all_reduce", 1, block=block)
-    leaves, structure = jax.tree.flatten(x)
-    shapes = [leaf.shape for leaf in leaves]
-    for leaf in leaves:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise TypeError(
-                f"compressed.all_reduce: every leaf must be floating-point; got {leaf.dtype}. Use all_reduce for it."
-            )
-    residuals = jax.tree.leaves(residual)
-    structures: list[Any] = [jax.tree.structure(residual), structure]
-    if structures[0] != structures[1] or [(r.shape, r.dtype) for r in residuals] != [
-        (shape, jnp.float32) for shape in shapes
-    ]:
-        got = [f"{r.dtype}{list(r.shape)}" for r in residuals]
-        raise ValueError(
-            "compressed.all_reduce: residual must be a pytree like x of float32 arrays of the same shapes; "
-            f"got {', '.join(got) or 'none'} for shapes {', '.join(str(list(shape)) for shape in shapes) or 'none'}. "
-            "Create it with init_residual(x)."
-        )
-    block = block if small in _LARGEST else 1
-    both = [
-        _leaf(vary(leaf, names), vary(left, names), names, small, block, compress_result)
-        for leaf, left in zip(leaves, residuals, strict=True)
-    ]
-    total, left = (jax.tree.unflatten(structure, [pair[i] for pair in both]) for i in (0, 1))
-    return total, left
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4, 5))
-def _leaf(
-    x: jax.Array, residual: jax.Array, names: tuple[str, ...], dtype: Any, block: int, compress_result: bool
-) -> tuple[jax.Array, jax.Array]:
+    where = "compressed.all_reduce"
+    names, (small,) = bound(where, axis), checked(where, x, block, dtype=dtype)
     count = axis_size(names)
-    if not x.size:  # jax refuses to gather empty arrays
-        return jnp.zeros(x.shape, x.dtype), residual
-    wanted = (x.astype(jnp.float32) + residual).ravel()
-    padded = jnp.pad(wanted, (0, -wanted.size % (count * block)))
-    values, scales = _quantized(padded.reshape(count, -1, block), dtype)
-    left = wanted - _restored(values, scales).ravel()[: wanted.size]
 
-    def exchange(piece: jax.Array) -> jax.Array:
-        return lax.all_to_all(piece, names, 0, 0, tiled=True)
+    def reduce(leaf: jax.Array, residual: jax.Array | None) -> Pair:
+        def sent(wide: jax.Array) -> Pair:
+            pieces, whole = any_chunks(wide, count)
+            total, left = summed(pieces, names, small, block)
+            if compress_result:
+                totals = gathered(total, names, small, block, replicated=True)
+                left = added_here(left, total - totals[axis_index(names)], names)
+            else:
+                totals = basic.all_gather(total.astype(leaf.dtype)[None], names, replicated=True)
+            return whole(totals), whole(left)
 
-    def gather(piece: jax.Array) -> jax.Array:
-        return _compat.all_gather_replicated(piece, names, 0)
+        exact = partial(basic.all_reduce, axis=names)
+        return straight_through(exact, sent, vary(leaf, names), vary(residual, names))
 
-    total = jnp.sum(_restored(exchange(values), None if scales is None else exchange(scales)), axis=0)
-    if compress_result:
-        values, scales = _quantized(total, dtype)
-        total = _restored(gather(values), None if scales is None else gather(scales))
-    else:
-        total = gather(total)
-    return total.ravel()[: wanted.size].reshape(x.shape).astype(x.dtype), left.reshape(x.shape)
-
-
-@_leaf.defjvp
-def _leaf_jvp(
-    names: tuple[str, ...], dtype: Any, block: int, compress_result: bool, primals: Any, tangents: Any
-) -> Any:
-    (x, residual), (dx, dresidual) = primals, tangents
-    total, left = _leaf(x, residual, names, dtype, block, compress_result)
-    return (total, left), (lax.psum(dx + dresidual.astype(dx.dtype), names), jnp.zeros_like(dresidual))
-
-
-def _quantized(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
-    """Float32 blocks [..., block] in the small dtype, and their scales [..., 1]."""
-    if dtype not in _LARGEST:
-        # reduce_precision: compilers may elide a cast to bfloat16 and back. Clipped: an inf has no residual.
-        most = float(jnp.finfo(dtype).max)
-        rounded = lax.reduce_precision(x, 8, 7)
-        return jnp.where(jnp.isfinite(x), jnp.clip(rounded, -most, most), rounded).astype(dtype), None
-    scales = _power_of_two(jnp.max(jnp.abs(x), axis=-1, keepdims=True) / _LARGEST[dtype])
-    if dtype == jnp.int8:
-        return jnp.round(x / scales).astype(dtype), scales
-    return lax.optimization_barrier((x / scales).astype(dtype)), scales
-
-
-def _restored(values: jax.Array, scales: jax.Array | None) -> jax.Array:
-    wide = values.astype(jnp.float32)
-    return wide if scales is None else wide * scales
-
-
-def _power_of_two(x: jax.Array) -> jax.Array:
-    """The smallest power of two that is at least x, and at least 2^-100 (no subnormals); NaN if x is not finite."""
-    bits = lax.bitcast_convert_type(jnp.maximum(x, 2.0**-100), jnp.int32)
-    up = lax.bitcast_convert_type((bits + 0x007FFFFF) & ~0x007FFFFF, jnp.float32)
-    return jnp.where(jnp.isfinite(x), up, jnp.nan)
+    return of_pairs(where, reduce, x, residual)

@@ -7,6 +7,7 @@ from shardkit.cost.activations import activation_memory, interleaving_factor, mo
 from shardkit.cost.collectives import Traffic, bus_factor, wire
 from shardkit.cost.hardware import Chip, chip, chips, group_bandwidth
 from shardkit.cost.pipeline import bubble, bubble_time, in_flight
+from shardkit.cost.quantization import quantization_error, quantized_bytes
 from shardkit.cost.rooflines import (
     Roofline,
     arithmetic_intensity,
@@ -56,6 +57,8 @@ __all__ = [
     "model_activation_memory",
     "network_intensity",
     "pipeline_volume",
+    "quantization_error",
+    "quantized_bytes",
     "roofline",
     "tensor_parallel_ways",
     "tensor_volume",

@@ -3,6 +3,7 @@
 import inspect
 import math
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +21,12 @@ B = ROWS * COLUMNS * 4  # bytes of the float32 block on each device
 
 
 def counted(kernel, n, dtype="float32", shape=(ROWS, COLUMNS)):
-    mesh = sk.make_mesh(jax.devices()[:n], a=n)
+    mesh = sk.make_mesh(jax.devices()[:n], a=n, one=1)
 
     def device(x):
-        return jax.tree.map(lambda y: sk.vary(y, "a").reshape(1, -1), kernel(x[0]))
+        return jax.tree.map(lambda y: sk.vary(y, ("a", "one")).reshape(1, -1), kernel(x[0]))
 
-    f = jax.shard_map(device, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+    f = jax.shard_map(device, mesh=mesh, in_specs=P("a"), out_specs=P(("a", "one")))
     return census(f, jax.ShapeDtypeStruct((n, *shape), dtype))
 
 
@@ -61,6 +62,22 @@ COSTS = [  # kernel of the block and n, collectives and bytes as functions of n
     (
         lambda x, n: reduce_scatter_uneven(jnp.tile(x, (9, 1))[: sum(uneven(n))], uneven(n), "a"),
         lambda n: (1, n * B * (n - 1) / n),
+    ),
+    (
+        lambda x, n: compressed.all_gather(x, "a", dtype=jnp.int4, block=8),
+        lambda n: (2, (n - 1) * (4 * (4 + 1))),  # 30 elements in four blocks of 8, two elements a byte
+    ),
+    (
+        lambda x, n: compressed.reduce_scatter(jnp.tile(x, (n, 1)), "a", dtype=jnp.float8_e5m2, block=8)[0],
+        lambda n: (2, (n - 1) * (4 * (8 + 1))),
+    ),
+    (
+        lambda x, n: compressed.reduce_scatter_two_level(jnp.tile(x, (n, 1)), "a", "one", dtype=jnp.int8)[0],
+        lambda n: (3, n * B * (n - 1) / n),  # uncompressed inside; over one machine two messages to itself
+    ),
+    (
+        lambda x, n: compressed.all_reduce(x, "a", dtype=jnp.int8)[0],
+        lambda n: (3, (n - 1) * (-(-ROWS * COLUMNS // n) * (1 + 4) + 1)),
     ),
 ]
 
@@ -109,6 +126,13 @@ FORMULAS = {
     all_reduce_tree: "2 B (n-1)/n bytes in 2 (n-1) hops per bucket, B being all its leaves, padded to a multiple of n "
     "elements where it is scattered.",
     compressed.init_residual: "none.",
+    compressed.all_gather: "Q (n-1) bytes in n-1 hops, Q = cost.quantized_bytes of one shard's elements.",
+    compressed.reduce_scatter: "Q (n-1) bytes to n-1 other devices, Q = cost.quantized_bytes of 1/n of the elements.",
+    compressed.reduce_scatter_two_level: "inner Q (I-1) bytes, Q = cost.quantized_bytes of 1/I of the elements, or of "
+    "4 bytes each; outer Q (O-1) bytes, Q = cost.quantized_bytes of 1/(I O) of the elements.",
+    compressed.all_reduce: "Q (n-1) bytes to n-1 other devices, Q = cost.quantized_bytes of 1/n of the elements, "
+    "padded to a multiple of n; then as many again with compress_result, or with Q the bytes of these elements. An "
+    "all_reduce sends 2 B (n-1)/n.",
 }
 
 
@@ -141,6 +165,7 @@ def refused(kernel, n=4):
     return type(error.value), str(error.value)
 
 
+SMALL = "'bfloat16', 'float8_e4m3fn', 'float8_e5m2', 'int8' or 'int4'"
 SIZED = "sizes must be one size of at least 0 for each device of axis 'a'; got"
 ERRORS = [
     (
@@ -237,8 +262,7 @@ ERRORS = [
     (
         lambda x: compressed.all_reduce(x, "a", x, dtype=jnp.float16),
         ValueError,
-        "compressed.all_reduce: dtype must be 'bfloat16', 'int8' or 'float8_e4m3fn'; got 'float16'. "
-        "Pass for example dtype='bfloat16'.",
+        f"compressed.all_reduce: dtype must be {SMALL}; got 'float16'. Pass for example dtype='bfloat16'.",
     ),
     (
         lambda x: compressed.all_reduce(x, "a", x, dtype=jnp.int8, block=0),
@@ -249,6 +273,62 @@ ERRORS = [
         lambda x: compressed.all_reduce(x.astype(jnp.int32), "a", x, dtype=jnp.int8),
         TypeError,
         "compressed.all_reduce: every leaf must be floating-point; got int32. Use all_reduce for it.",
+    ),
+    (
+        lambda x: compressed.all_gather(x.astype(jnp.int32), "a", dtype=jnp.int4),
+        TypeError,
+        "compressed.all_gather: every leaf must be floating-point; got int32. Use all_gather for it.",
+    ),
+    (
+        lambda x: compressed.all_gather(x, "a", dtype=jnp.uint4),
+        ValueError,
+        f"compressed.all_gather: dtype must be {SMALL}; got 'uint4'. Pass for example dtype='bfloat16'.",
+    ),
+    (
+        lambda x: compressed.all_gather(x[0, 0], "a", dtype=jnp.int4),
+        ValueError,
+        "compressed.all_gather: dim must name a dimension of the array; got 0 for an array of rank 0. "
+        "Choose an array of rank 1 or more.",
+    ),
+    (
+        lambda x: compressed.reduce_scatter(x > 0, "a", dtype=jnp.int4),
+        TypeError,
+        "compressed.reduce_scatter: every leaf must be floating-point; got bool. Use reduce_scatter for it.",
+    ),
+    (
+        lambda x: compressed.reduce_scatter(x, "a", dtype=jnp.int8),
+        ValueError,
+        "compressed.reduce_scatter: dim 0 must be divisible by axis 'a'; got size 6 over 4 devices. "
+        "Pad dim 0 or choose another dim.",
+    ),
+    (
+        lambda x: compressed.reduce_scatter_two_level(x, "a", "one", dtype=jnp.int8),
+        ValueError,
+        "compressed.reduce_scatter_two_level: dim 0 must be divisible by axes 'one', 'a'; got size 6 over 4 devices. "
+        "Pad dim 0 or choose another dim.",
+    ),
+    (
+        lambda x: compressed.reduce_scatter_two_level(x, "a", "a", dtype=jnp.int8),
+        ValueError,
+        "compressed.reduce_scatter_two_level: axis 'a' is used twice in ('a', 'a'). Name each axis once.",
+    ),
+    (
+        lambda x: compressed.reduce_scatter_two_level(x, "a", "one", dtype=jnp.int8, inner_dtype=jnp.float32),
+        ValueError,
+        f"compressed.reduce_scatter_two_level: inner_dtype must be {SMALL}; got 'float32'. "
+        "Pass for example inner_dtype='bfloat16'.",
+    ),
+    (
+        lambda x: compressed.reduce_scatter_two_level(x.astype(jnp.int32), "a", "one", dtype=jnp.int8),
+        TypeError,
+        "compressed.reduce_scatter_two_level: every leaf must be floating-point; got int32. "
+        "Use hierarchical.reduce_scatter for it.",
+    ),
+    (
+        lambda x: compressed.reduce_scatter(jnp.tile(x, (2, 1)), "a", x, dtype=jnp.int8),
+        ValueError,
+        "compressed.reduce_scatter: residual must be a pytree like x of float32 arrays of the same shapes; "
+        "got float32[6, 5] for shapes [12, 5]. Create it with init_residual(x).",
     ),
     (
         lambda x: compressed.all_reduce([x, x], "a", [x, x[0].astype(jnp.bfloat16)], dtype=jnp.int8),
@@ -279,6 +359,11 @@ KERNELS = {
     "reduce_scatter_uneven": lambda x, axis, **options: reduce_scatter_uneven(x, (2, 2, 1, 1), axis, **options),
     "all_reduce_tree": all_reduce_tree,
     "compressed.all_reduce": lambda x, axis: compressed.all_reduce(x, axis, x, dtype=jnp.int8),
+    "compressed.all_gather": partial(compressed.all_gather, dtype=jnp.int8),
+    "compressed.reduce_scatter": partial(compressed.reduce_scatter, dtype=jnp.int8),
+    "compressed.reduce_scatter_two_level": lambda x, axis, **options: compressed.reduce_scatter_two_level(
+        x, axis, "one", dtype=jnp.int8, **options
+    ),
 }
 
 
@@ -287,7 +372,7 @@ def test_errors_of_axis_and_dim(name):
     kernel = KERNELS[name]
     assert refused(lambda x: kernel(x, "b")) == (
         ValueError,
-        f"{name}: axis 'b' is not an axis of this mesh; its axes are 'a'. "
+        f"{name}: axis 'b' is not an axis of this mesh; its axes are 'a', 'one'. "
         "Use one of them, or add the axis to make_mesh.",
     )
     with pytest.raises(ValueError) as error:

@@ -182,10 +182,17 @@ _COLLECTIVES = (
     ),
     Mutant(
         "compressed-forgets-residual",
-        "shardkit/collectives/compressed.py",
-        "left = wanted - _restored(values, scales)",
-        "left = x.astype(jnp.float32).ravel() - _restored(values, scales)",
+        "shardkit/collectives/_compression.py",
+        "sent(wide if residual is None else wide + residual)",
+        "sent(wide)",
         STALE,
+    ),
+    Mutant(
+        "compressed-second-level-kept-elsewhere",
+        "shardkit/collectives/_compression.py",
+        "return x.at[axis_index(names)].add(y)",
+        "return x.at[0].add(y)",
+        SLOT,
     ),
     Mutant(
         "deterministic-order-of-devices",

@@ -1,0 +1,125 @@
+"""Small dtypes on the wire: the bytes of a quantized message, and how far what arrives is from what was sent.
+
+An array is sent in blocks: each element as a value of a small dtype times a power of two that its block shares, the
+scale, which is one byte. The scale of a block whose largest magnitude is M is the smallest power of two for which M is
+within the range of the dtype, and at least 2^-100. bfloat16 has the range of float32 and needs no scale.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+from shardkit import _check
+from shardkit._typed import typed
+
+
+class Format(NamedTuple):
+    """A dtype that is sent.
+
+    Attributes:
+        bits: of one element.
+        largest: the largest magnitude that is used.
+        mantissa: bits of the mantissa after the leading one; None for whole numbers.
+    """
+
+    bits: int
+    largest: float
+    mantissa: int | None
+
+    @property
+    def scaled(self) -> bool:
+        """Whether blocks have scales."""
+        return self.bits < 16
+
+
+FORMATS = {
+    "bfloat16": Format(16, (2 - 2.0**-7) * 2.0**127, 7),
+    "float8_e4m3fn": Format(8, 448.0, 3),
+    "float8_e5m2": Format(8, 57344.0, 2),
+    "int8": Format(8, 127.0, None),
+    "int4": Format(4, 7.0, None),  # without -8, so that the range is symmetric
+}
+SMALLEST = -100  # exponent of the smallest scale: no subnormals
+
+
+@partial(typed, only=bool)
+def quantized_bytes(elements: int, dtype: str, *, block: int = 256) -> int:
+    """Bytes of a quantized message: its values, packed block by block, and one byte for the scale of each block.
+
+    The last block is sent whole; a message shorter than a block is one block of its own size.
+
+    Args:
+        elements: of the message. A collective quantizes what it sends to each device as one message.
+        dtype: "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8" or "int4".
+        block: elements that share a scale; bfloat16 has none.
+
+    Returns:
+        Bytes, a whole number.
+
+    Raises:
+        ValueError: another dtype, a negative size, or an empty block.
+
+    Example:
+        >>> [sk.cost.quantized_bytes(1024, dtype) for dtype in ("bfloat16", "int8", "int4")]
+        [2048, 1028, 516]
+    """
+    [elements], [block] = (
+        _check.count("quantized_bytes", elements=elements),
+        _check.whole("quantized_bytes", block=block),
+    )
+    _check.one_of("quantized_bytes", "dtype", dtype, tuple(FORMATS))
+    form = FORMATS[dtype]
+    if not elements or not form.scaled:
+        return elements * form.bits // 8
+    block = min(block, elements)
+    return -(-elements // block) * (-(-block * form.bits // 8) + 1)
+
+
+@partial(typed, only=bool)
+def quantization_error(largest: float, dtype: str, *, n: int = 1) -> float:
+    """The largest difference between a sum of n elements that were sent in `dtype` and the exact sum.
+
+    One element: let the block's largest magnitude be M, and its scale s. Whole numbers are s apart, so that the error
+    is at most s/2, with s = 2^ceil(log2(M / largest value)); s < 2 M / largest value, so at most M/127 for int8 and M/7
+    for int4. Floating-point values with m bits of mantissa are an ulp apart, at most 2^(floor(log2 M) - m): the scale,
+    a power of two, does not change that; so the error is at most 2^(floor(log2 M) - m - 1), M/2^(m+1) or less. An M
+    below the largest value times 2^-100, the smallest scale, counts as that; one above the largest bfloat16 is sent as
+    that.
+
+    The sum: n errors E, and the rounding of n-1 additions in float32, in any order: at most
+    g n (M + E), g = (n-1) u / (1 - (n-1) u), u = 2^-24 (Higham, 4.4). The cast of the sum to the dtype of the result
+    is not included.
+
+    Args:
+        largest: largest magnitude in the blocks, M.
+        dtype: "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8" or "int4".
+        n: elements that are summed; 1 for a gather. For two levels, n_2 and n_1 devices: E1 of n_1 elements up to M,
+            then E2 of n_2 elements up to n_1 M + E1; together n_2 E1 + E2.
+
+    Returns:
+        The bound, in the unit of `largest`.
+
+    Raises:
+        ValueError: another dtype, a negative `largest`, or n below 1.
+
+    Example:
+        >>> [sk.cost.quantization_error(1.0, dtype) for dtype in ("float8_e4m3fn", "int8", "int4")]
+        [0.0625, 0.0078125, 0.125]
+
+    Source: Higham, Accuracy and Stability of Numerical Algorithms (2002), sections 2.1 and 4.2.
+    """
+    [largest] = _check.at_least_zero("quantization_error", largest=largest)
+    [n] = _check.whole("quantization_error", n=n)
+    _check.one_of("quantization_error", "dtype", dtype, tuple(FORMATS))
+    form = FORMATS[dtype]
+    most = max(float(largest), (form.largest if form.scaled else 1.0) * 2.0**SMALLEST)
+    if form.mantissa is None:
+        half, exponent = math.frexp(most / form.largest)  # half is in [1/2, 1)
+        each = math.ldexp(0.5, exponent - (half == 0.5))
+    else:
+        each = math.ldexp(0.5, math.frexp(most)[1] - 1 - form.mantissa)
+        each = each if form.scaled else max(each, most - form.largest)
+    additions = (n - 1) * 2.0**-24
+    return n * each + additions / (1 - additions) * n * (most + each)
