@@ -5,90 +5,28 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardkit._check import at_least
+from shardkit._kinds import Arrays
 from shardkit._typed import typed
-from shardkit.layout import canonical, check_spec, local_shape, path_name, spec_axes, table
-from shardkit.partitioning.array_views import Split
+from shardkit.layout import path_name
+from shardkit.partitioning.moves import Move, Moves, move_of, program
 from shardkit.partitioning.placement import Layout, map_layouts
 from shardkit.partitioning.plan import Plan
-from shardkit.partitioning.redistribute import Redistribution, redistribution
-from shardkit.partitioning.run_steps import mesh_apart, parts_of, run_steps
-from shardkit.partitioning.storage import Held, as_stored, in_rows, is_padded, padded_shape, padding, stored_array
+from shardkit.partitioning.storage import Held, as_stored, in_rows, is_padded, padding, stored_array
 from shardkit.state import TrainState, optimizer_held
 
 Layouts = Any  # a Plan, or a PartitionSpec or NamedSharding for each leaf
 
 
-class Move(NamedTuple):
-    """How one leaf gets from one layout to another. Bytes are per device.
-
-    Attributes:
-        path: the leaf.
-        shape: its global shape as the steps see it, padding included.
-        dtype: its dtype.
-        source: its spec before.
-        target: its spec after.
-        found: the steps, as a `Redistribution`; its sizes are in elements.
-        cut: the shape that the leaf is stored with afterwards: padding that the target does not need is cut off.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    source: PartitionSpec
-    target: PartitionSpec
-    found: Redistribution
-    cut: tuple[int, ...]
-
-    @property
-    def sent(self) -> int:
-        """Bytes that each device sends."""
-        return self.found.sent * self.dtype.itemsize
-
-    @property
-    def least(self) -> int:
-        """Bytes that some device must receive: the part of its new shard that it does not hold."""
-        return self.found.least * self.dtype.itemsize
-
-    @property
-    def peak(self) -> int:
-        """Bytes of the two largest consecutive shards."""
-        return self.found.peak * self.dtype.itemsize
-
-
-class Moves(NamedTuple):
-    """The steps of `reshard`, leaf by leaf; `print` them."""
-
-    leaves: tuple[Move, ...]
-
-    @property
-    def sent(self) -> int:
-        """Bytes that each device sends."""
-        return sum(each.sent for each in self.leaves)
-
-    @property
-    def least(self) -> int:
-        """Bytes that each device must receive, summed over the leaves."""
-        return sum(each.least for each in self.leaves)
-
-    def __str__(self) -> str:
-        rows = [("leaf", "from", "to", "steps", "sent/device", "at least", "two shards")]
-        for each in self.leaves:
-            steps = "; ".join(step.told(each.found.dims) for step in each.found.steps) or "none"
-            sizes = (f"{each.sent:,}", f"{each.least:,}", f"{each.peak:,}")
-            rows.append((each.path, str(each.source), str(each.target), steps, *sizes))
-        return f"{table(rows)}\n{self.sent:,} bytes sent by each device, at least {self.least:,}"
-
-
 @typed
 def reshard(
-    tree: Any, source: Layouts, target: Layouts, *, mesh: Mesh, donate: bool = False, piece_bytes: int = 2**24
+    tree: Arrays, source: Layouts, target: Layouts, *, mesh: Mesh, donate: bool = False, piece_bytes: int = 2**24
 ) -> Any:
     """Moves arrays from one layout to another on the same mesh, by explicit collectives; no bit of them changes.
 
@@ -106,7 +44,8 @@ def reshard(
             holds little more than the two shards while it moves.
 
     Returns:
-        The same tree with every leaf in its new layout, stored as the target plan stores it.
+        The same tree with every leaf in its new layout, stored as the target plan stores it. A leaf that has its new
+            layout already is the same array.
 
     Raises:
         ValueError: a leaf that is not laid out as `source` says or does not divide under `target`, a layout with an
@@ -115,10 +54,11 @@ def reshard(
         TypeError: layouts of another kind.
 
     Cost: `reshard_steps` prints it. Each leaf is one program, so that a device holds at most two shards of one leaf
-    beside the tree: those before and after a step. Slices send nothing, one all_to_all moves all axes that change
-    dims, an all_gather comes last. Where no axis goes to where another one comes from, each device sends exactly the
-    part of its new shard that it does not hold, and no way to move the data sends less; otherwise at most about twice
-    as much.
+    beside the tree: those before and after a step, and what the collective itself allocates for a piece. Slices send
+    nothing, one all_to_all moves all axes that change dims, an all_gather comes last. A device must receive the part of
+    its new shard that it does not hold; where no axis goes to where another one comes from, as between dp, zero1, fsdp
+    and tp over an axis each, every device sends just as much. Where axes trade places it may be up to about twice that,
+    more where three trade at once: permuting whole shards and exchanging parts of them are then two steps.
 
     Example:
         >>> params = sk.shard({"w": np.arange(32.0).reshape(8, 4)}, mesh, P("model"))
@@ -129,6 +69,7 @@ def reshard(
     Source: Rink et al., Memory-efficient array redistribution through portable collective communication (2021,
     arXiv:2112.01075).
     """
+    at_least("reshard", 1, piece_bytes=piece_bytes)
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_padded)
     befores, afters = _both("reshard", tree, source, target, mesh)
     moves = _moves("reshard", tree, befores, afters, mesh)
@@ -142,7 +83,7 @@ def reshard(
 
 
 @typed
-def reshard_steps(tree: Any, source: Layouts, target: Layouts, *, mesh: Any) -> Moves:
+def reshard_steps(tree: Arrays, source: Layouts, target: Layouts, *, mesh: Mesh) -> Moves:
     """The collectives of `reshard`, leaf by leaf, with the bytes that each device sends, without moving anything.
 
     Args:
@@ -159,9 +100,9 @@ def reshard_steps(tree: Any, source: Layouts, target: Layouts, *, mesh: Any) -> 
 
     Example:
         >>> print(sk.reshard_steps({"w": jnp.ones((8, 4))}, P("model"), P(None, "model"), mesh=mesh))
-        leaf  from         to                steps                                 sent/device  at least  two shards
-        w     P('model',)  P(None, 'model')  all_to_all model from dim 0 to dim 1  24           24        64
-        24 bytes sent by each device, at least 24
+        leaf  from         to                steps                                 sent/device  must receive  two shards
+        w     P('model',)  P(None, 'model')  all_to_all model from dim 0 to dim 1  24           24            64
+        24 bytes sent by each device; some device must receive 24
     """
     return Moves(_moves("reshard_steps", tree, *_both("reshard_steps", tree, source, target, mesh), mesh))
 
@@ -184,13 +125,24 @@ def _held(where: str, name: str, layouts: Layouts, tree: Any, mesh: Any) -> Stor
         held = TrainState(whole(tree.step), rest, opt_state, whole(tree.key), whole(tree.loss_scale))
         return [(each, True) for each in jax.tree.leaves(held)]
 
-    def spread(layout: Any, part: Any) -> Any:
-        spec = _spec(where, name, layout, mesh)
-        return jax.tree.map(lambda x: (Held(spec, x.rows if is_padded(x) else ()), False), part, is_leaf=is_padded)
+    try:  # a layout for every leaf of a part, and then the leaves by themselves
+        each = jax.tree.map(lambda layout, part: [layout] * len(_leaves(part)), layouts, tree, is_leaf=_is_layout)
+    except ValueError as error:
+        raise ValueError(
+            f"{where}: {name} must have the structure of the tree, or begin as it does; {error}. Pass one layout for "
+            "all leaves, or one for each."
+        ) from None
+    specs = [_spec(where, name, layout, mesh) for layout in jax.tree.leaves(each, is_leaf=_is_layout)]
+    rows = [x.rows if is_padded(x) else () for x in _leaves(tree)]
+    return [(Held(*both), False) for both in zip(specs, rows, strict=True)]
 
-    is_layout = lambda x: isinstance(x, PartitionSpec | NamedSharding)  # noqa: E731
-    held = jax.tree.map(spread, layouts, tree, is_leaf=is_layout)
-    return jax.tree.leaves(held, is_leaf=lambda x: isinstance(x, tuple) and isinstance(x[0], Held))
+
+def _leaves(tree: Any) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=is_padded)
+
+
+def _is_layout(x: Any) -> bool:
+    return isinstance(x, PartitionSpec | NamedSharding)
 
 
 def _spec(where: str, name: str, layout: Any, mesh: Any) -> PartitionSpec:
@@ -213,46 +165,9 @@ def _spec(where: str, name: str, layout: Any, mesh: Any) -> PartitionSpec:
 def _moves(where: str, tree: Any, befores: Stored, afters: Stored, mesh: Any) -> tuple[Move, ...]:
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_padded)
     return tuple(
-        _move(f"{where}: leaf {path_name(path)}", path_name(path), x, before, after, mesh)
+        move_of(f"{where}: leaf {path_name(path)}", path_name(path), x, before, after, mesh)
         for (path, x), before, after in zip(leaves, befores, afters, strict=True)
     )
-
-
-def _move(where: str, path: str, x: Any, before: tuple[Held, bool], after: tuple[Held, bool], mesh: Any) -> Move:
-    """The steps of one leaf; the padding of either layout counts."""
-    if before[0].rows != after[0].rows:
-        raise ValueError(
-            f"{where} is stored in the order of the stages of a pipeline, which source and target do not share. Pass "
-            "unpadded(...) of it to the init of the other plan."
-        )
-    natural = in_rows(tuple(x.shape), before[0].rows)
-    shapes = []
-    for held, by_plan in (before, after):
-        check_spec(where, held.spec, mesh, len(natural))
-        if not by_plan and not is_padded(x):
-            local_shape(natural, held.spec, mesh)  # refuses what does not divide
-        shapes.append(padded_shape(natural, held.spec, mesh))
-    for dim, (size, a, b) in enumerate(zip(natural, *shapes, strict=True)):
-        if a != b and size not in (a, b):
-            raise ValueError(
-                f"{where}: dim {dim} of {size} is padded to {a} by source and to {b} by target, which would move every "
-                "shard. Pass unpadded(...) of it to the init of the other plan."
-            )
-    stored = tuple(jnp.shape(stored_array(x)))
-    if stored != shapes[0]:
-        raise ValueError(
-            f"{where} must be stored as source says, with the shape {shapes[0]}; got {stored}. Pass the plan that made "
-            "it as source."
-        )
-    shape = tuple(map(max, *shapes)) if natural else ()
-    first, last = canonical(before[0].spec), canonical(after[0].spec)
-    found = redistribution(shape, _split(first, len(shape)), _split(last, len(shape)), tuple(mesh.shape.items()))
-    return Move(path, shape, jnp.result_type(stored_array(x)), first, last, found, shapes[1])
-
-
-def _split(spec: PartitionSpec, ndim: int) -> Split:
-    axes = spec_axes(spec)
-    return (*axes, *[()] * (ndim - len(axes)))
 
 
 def _check_placed(x: Any, move: Move, mesh: Mesh) -> None:
@@ -271,30 +186,7 @@ def _check_placed(x: Any, move: Move, mesh: Mesh) -> None:
 def _moved(x: Any, move: Move, mesh: Mesh, piece_bytes: int, donate: bool) -> Any:
     if move.source == move.target and x.shape == move.cut:
         return x
-    moved = _program(mesh, move._replace(path=""), piece_bytes)(x)
+    moved = program(mesh, move._replace(path=""), piece_bytes)(x)
     if donate and not isinstance(x, jax.core.Tracer):
         x.delete()
     return moved
-
-
-@lru_cache(maxsize=1024)
-def _program(mesh: Any, move: Move, piece_bytes: int) -> Any:
-    """The jitted program that moves one leaf; leaves that are alike share it."""
-    parts = dict(move.found.parts)
-
-    def spec(spec: PartitionSpec) -> PartitionSpec:  # an axis of size 1 would have to be gathered to be left
-        dims = [[axis for axis in axes if mesh.shape[axis] > 1] for axes in spec_axes(spec)]
-        return PartitionSpec(*(tuple(part for axis in axes for part in parts_of(axis, parts)) for axes in dims))
-
-    def device(x: jax.Array) -> jax.Array:
-        whole = local_shape(move.shape, move.source, mesh)
-        x = jnp.pad(x, [(0, size - held) for size, held in zip(whole, x.shape, strict=True)])
-        varying = tuple(axis for axes in spec_axes(spec(move.target)) for axis in axes)
-        x = run_steps(x, move.found, varying, piece_bytes // move.dtype.itemsize)
-        x = x.reshape(local_shape(move.shape, move.target, mesh))
-        return x[tuple(slice(size) for size in local_shape(move.cut, move.target, mesh))]
-
-    on_mesh = jax.shard_map(
-        device, mesh=mesh_apart(mesh, parts), in_specs=spec(move.source), out_specs=spec(move.target)
-    )
-    return jax.jit(on_mesh, out_shardings=NamedSharding(mesh, move.target))

@@ -9,7 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
+Cut = Literal["last", "none", "all"]
 Axes = tuple[str, ...]
 Split = tuple[Axes, ...]
 Shape = tuple[int, ...]
@@ -61,8 +63,12 @@ def _spans(axes: Axes, parts: Mapping[str, Shape]) -> list[tuple[str, int, int, 
     return spans
 
 
-def view(shape: Shape, source: Split, target: Split, parts: Mapping[str, Shape]) -> View:
-    """An array as one with more dims: each is cut where both layouts end a part of it, or have ended."""
+def view(shape: Shape, source: Split, target: Split, parts: Mapping[str, Shape], cut: Cut) -> View:
+    """An array as one with more dims: each dim is cut where both layouts end a part of it, or have ended.
+
+    `cut` says which of these cuts are made: "last", the one behind which the dim is whole in both layouts, "none" or
+    "all".
+    """
 
     def name(axis: str, part: int) -> str:
         return axis if len(parts[axis]) == 1 else f"{axis}.{part}"
@@ -73,7 +79,8 @@ def view(shape: Shape, source: Split, target: Split, parts: Mapping[str, Shape])
         spans = [_spans(axes, parts) for axes in layouts]
         ends = [[1, *(end for _, _, _, end in each)] for each in spans]
         cuts = [c for c in sorted({*ends[0], *ends[1]}) if all(c in e or c % e[-1] == 0 for e in ends)]
-        for a, b in itertools.pairwise([*cuts, size]):
+        made = {"last": dict.fromkeys([1, cuts[-1]]), "none": [1], "all": cuts}[cut]
+        for a, b in itertools.pairwise([*made, size]):
             first, second = (tuple(name(x, part) for x, part, at, end in each if a <= at < b) for each in spans)
             rows.append((dim, b // a, first, second))
     rows = [row for row in rows if row[1] != 1]

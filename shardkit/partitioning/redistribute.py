@@ -25,6 +25,7 @@ from typing import Literal, NamedTuple
 
 from shardkit.partitioning.array_views import (
     Axes,
+    Cut,
     Shape,
     Split,
     elements_of,
@@ -134,12 +135,18 @@ def redistribution(shape: Shape, source: Split, target: Split, axes: tuple[tuple
     shape = tuple(size // ways_of(axes, sizes) for size, axes in zip(shape, fixed, strict=True))
     source, target = (tuple(s[len(f) :] for s, f in zip(split, fixed, strict=True)) for split in (source, target))
     moving = {axis: (sizes[axis],) for axes in (*source, *target) for axis in axes}
-    found = _search(*view(shape, source, target, moving))
     parts = taken_apart(source, target, moving)
-    if found.sent > found.least and len(moving) < sum(map(len, parts.values())) <= MOST_PARTS:
-        finer = _search(*view(shape, source, target, parts))
-        return finer if finer.sent < found.sent else found
-    return found
+    views: list[tuple[Mapping[str, Shape], Cut]] = [(moving, "last"), (moving, "none"), (moving, "all"), (parts, "all")]
+    if sum(map(len, parts.values())) > MOST_PARTS:
+        views.pop()
+    best: Redistribution | None = None
+    for each, cut in views:  # the coarsest that will do: its collectives move the longest runs of elements
+        found = _search(*view(shape, source, target, each, cut))
+        best = found if best is None or found.sent < best.sent else best
+        if best.sent == best.least:
+            break
+    assert best is not None
+    return best
 
 
 def _search(
