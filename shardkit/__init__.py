@@ -55,6 +55,7 @@ from shardkit.partitioning.storage import unpadded
 from shardkit.pipeline.submeshes import device_put_pipeline, device_put_value_and_grad, submeshes
 from shardkit.precision import Precision
 from shardkit.remat.layers import gathered, scan_layers
+from shardkit.resharding import reshard, reshard_steps
 from shardkit.rng import dropout, example_keys, fold_axes, fold_axis, fold_keys
 from shardkit.simulated import simulate_devices
 from shardkit.strategies.context import cp
@@ -127,6 +128,8 @@ __all__ = [
     "prefix_scan",
     "ragged_all_to_all",
     "reduce_scatter",
+    "reshard",
+    "reshard_steps",
     "ring",
     "ring_attention",
     "route",

@@ -217,6 +217,14 @@ def test_collectives_smoke(tmp_path):
     assert {r["variant"] for r in records} >= {"psum"}
 
 
+def test_reshard_smoke(tmp_path):
+    """Rows to columns: nothing but what each device must receive is sent, in one piece and in several."""
+    records = recorded(tmp_path, "reshard")
+    own = [r for r in records if r["variant"].startswith("reshard")]
+    assert len(records) == 4 and len(own) == 2
+    assert all(r["wire_bytes"] == r["least_bytes"] > 0 == r["disagreement_relative_max"] for r in own)
+
+
 def test_experts_smoke(capsys):
     experts.main(["--smoke", "--explain"])
     printed = capsys.readouterr().out

@@ -26,7 +26,7 @@ FLOORS = [
     ["layers"],
     ["pipeline"],
     ["strategies"],
-    ["train", "state", "precision", "arguments"],
+    ["train", "state", "precision", "arguments", "resharding"],
     ["analysis/jaxpr"],
     ["analysis/hlo"],
     ["analysis/profiling"],
@@ -55,6 +55,7 @@ NEIGHBOURS = {
     "config": {"mesh"},
     "train": {"arguments", "precision", "state"},
     "state": {"arguments", "precision"},
+    "resharding": {"state"},
 }
 
 

@@ -192,6 +192,8 @@ def builders():
         (sk.local_shape, {"shape": (8, 4), "spec": P("data"), "mesh": mesh}),
         (sk.global_shape, {"shape": (8, 4), "spec": P("data"), "mesh": mesh}),
         (sk.shard, {"tree": batch, "mesh": mesh, "specs": P("data")}),
+        (sk.reshard, {"tree": laid, "source": P("data"), "target": P("data"), "mesh": mesh}),
+        (sk.reshard_steps, {"tree": laid, "source": P("data"), "target": P(None, "data"), "mesh": mesh}),
         (sk.specs_from_rules, {"logical_axes": {"w": ("a", "b")}, "rules": {"a": "data", "b": None}}),
         (sk.submeshes, {"mesh": mesh, "axis": "data"}),
         (sk.gathered, {"layer_fn": lambda w, x: x}),
