@@ -47,6 +47,7 @@ from shardkit.layout import bytes_per_device, describe, global_shape, local_shap
 from shardkit.mesh import abstract_mesh, make_hybrid_mesh, make_mesh
 from shardkit.partitioning.gradient import GradFn, Mean, value_and_grad
 from shardkit.partitioning.plan import Plan, chain
+from shardkit.partitioning.staged import PipelineGradFn, PipelineLoss
 from shardkit.partitioning.storage import unpadded
 from shardkit.pipeline.submeshes import device_put_pipeline, device_put_value_and_grad, submeshes
 from shardkit.precision import Precision
@@ -56,7 +57,7 @@ from shardkit.simulated import simulate_devices
 from shardkit.strategies.context import cp
 from shardkit.strategies.data import dp
 from shardkit.strategies.expert import ep
-from shardkit.strategies.pipeline import pipeline_loss, pipeline_value_and_grad, pp
+from shardkit.strategies.pipeline import pipeline, pipeline_loss, pipeline_value_and_grad, pp
 from shardkit.strategies.tensor import tp
 from shardkit.strategies.zero import fsdp, zero1, zero2
 from shardkit.train import NonFiniteError, TrainState, TrainStep, make_eval_step, make_train_step, step_key
@@ -68,6 +69,8 @@ __all__ = [
     "GradFn",
     "Mean",
     "NonFiniteError",
+    "PipelineGradFn",
+    "PipelineLoss",
     "Plan",
     "Precision",
     "TrainState",
@@ -112,6 +115,7 @@ __all__ = [
     "matmul_reduce_scatter",
     "moe",
     "pad_to_axis",
+    "pipeline",
     "pipeline_loss",
     "pipeline_value_and_grad",
     "positions",

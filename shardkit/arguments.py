@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from shardkit.partitioning.gradient import kind
+from shardkit.partitioning.staged import Staged
 from shardkit.rng import refuse_unstable
 
 
@@ -24,6 +25,8 @@ def check_function(where: str, function: Any) -> None:
         if training
         else ("loss_fn must be a loss function", "Pass loss_fn itself, without value_and_grad.")
     )
+    if isinstance(function, Staged):
+        remedy = f"Pass pipe.{'value_and_grad' if training else 'loss'}(embed, stage, head) of pipe = sk.pipeline(...)."
     scaled = _takes_scale(function) if callable(function) else not training
     if scaled is not None and scaled != training:
         raise TypeError(f"{where}: {what}; got {_told(function)}. {remedy}")
@@ -59,6 +62,8 @@ def _takes_scale(function: Any) -> bool | None:
 def _told(x: Any) -> str:
     if hasattr(x, "dtype"):
         return kind(x)
+    if isinstance(x, Staged):
+        return f"a {type(x).__name__}"
     name = getattr(x, "__name__", None)
     if callable(x) and name:
         return f"the function {name!r}"

@@ -42,7 +42,7 @@ def plan_table(plan: str, leaves: Iterable[Planned], mesh: Mesh) -> str:
         totals = [total + size for total, size in zip(totals, sizes, strict=True)]
         longer = padded_shape(stored, layout.update, mesh)
         pads = {dim: f", padded from {size} to {longer[dim]}" for dim, size in layout.padded}
-        staged = any(s.name.startswith("pp(") and not isinstance(place, str) for s, place in placed)
+        staged = any(s.stages is not None and not isinstance(place, str) for s, place in placed)
         why = "; ".join(_reason(s, place, pads, staged) for s, place in placed) or "no strategy splits leaves"
         written = [str(tuple(spec)) if tuple(spec) else "whole" for spec in specs]
         rows.append((path, str(list(shape)), written[0], f"{sizes[0]:,}", written[1], f"{sizes[1]:,}", why))

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from shardkit.layout import spec_axes
 from shardkit.partitioning.storage import Held, Rows, Sizes
+from shardkit.schedules import Stages
 
 
 class Layout(NamedTuple):
@@ -95,6 +96,7 @@ class Strategy(NamedTuple):
             leaf whole.
         varies: whether devices along its axes use the leaves that stay whole on different data.
         names: leaves or subtrees that the user named; each must be among the parameters.
+        stages: of `pp`, which device has which layers; None for any other strategy.
     """
 
     name: str
@@ -104,6 +106,7 @@ class Strategy(NamedTuple):
     place: Callable[[Leaf], Placement | str | None] | None = None
     varies: bool = False
     names: tuple[str, ...] = ()
+    stages: Stages | None = None
 
 
 def map_layouts(fn: Callable[..., Any], layouts: Any, *trees: Any) -> Any:

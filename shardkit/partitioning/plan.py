@@ -22,6 +22,7 @@ from shardkit.partitioning.describe import Planned, mesh_of, plan_table
 from shardkit.partitioning.dim_rules import in_subtrees
 from shardkit.partitioning.placement import Layout, Leaf, Placement, Strategy
 from shardkit.partitioning.storage import Rows, in_rows, is_padded, padded_shape, padding
+from shardkit.schedules import Stages
 
 
 class Plan(NamedTuple):
@@ -155,10 +156,11 @@ def strategy(
     place: Callable[[Leaf], Placement | str | None] | None = None,
     varies: bool = False,
     names: tuple[str, ...] = (),
+    stages: Stages | None = None,
 ) -> Plan:
     """A plan of one strategy; the fields are those of `Strategy`."""
     axes = axis_names(name, axis)
-    return Plan((Strategy(f"{name}({quoted(axes)})", axes, rank, batch_dim, place, varies, names),))
+    return Plan((Strategy(f"{name}({quoted(axes)})", axes, rank, batch_dim, place, varies, names, stages),))
 
 
 @typed
