@@ -166,10 +166,7 @@ def describe(thing: Any, params: Any = None, mesh: Mesh | None = None) -> str:
         return _mesh.draw(thing)
     if hasattr(thing, "describe"):
         if params is None:
-            raise TypeError(
-                "describe: a plan must come with the parameters that it lays out; got the plan alone. Call "
-                "describe(plan, params, mesh)."
-            )
+            raise TypeError("describe: a plan must come with parameters; got none. Call describe(plan, params, mesh).")
         check_kind("describe", "params", params, (ARRAYS,))
         return str(thing.describe(params, mesh))
     if params is not None or mesh is not None:

@@ -84,11 +84,7 @@ def test_an_evaluation_and_a_description_of_no_plan(plan):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (
-            [PLAN],
-            "a plan must come with the parameters that it lays out; got the plan alone. Call describe(plan, params, "
-            "mesh).",
-        ),
+        ([PLAN], "a plan must come with parameters; got none. Call describe(plan, params, mesh)."),
         ([PLAN, "w", MESH], "params must be an array or a pytree of arrays; got 'w'. Pass arrays of jax or NumPy."),
         ([PLAN, np.ones(3), 8], "mesh must be a mesh or None; got 8. Pass for example sk.make_mesh(data=8)."),
         (
