@@ -40,7 +40,7 @@ from shardkit.layers.context_attention import ring_attention, ulysses_attention
 from shardkit.layers.linear import column_linear, device_major_qkv, local_groups, row_linear
 from shardkit.layers.moe import moe
 from shardkit.layers.norms import sharded_layer_norm, sharded_moments, sharded_rms_norm
-from shardkit.layers.routing import route, routing_stats
+from shardkit.layers.routing import Capacity, Dropless, route, routing_stats
 from shardkit.layers.vocabulary import vocab_cross_entropy, vocab_cross_entropy_and_hits, vocab_embed
 from shardkit.layers.zigzag import positions, zigzag
 from shardkit.layout import bytes_per_device, describe, global_shape, local_shape, shard, specs_from_rules
@@ -65,7 +65,9 @@ from shardkit.train import NonFiniteError, TrainState, TrainStep, make_eval_step
 __version__ = "0.1.0"
 
 __all__ = [
+    "Capacity",
     "DistributedConfig",
+    "Dropless",
     "GradFn",
     "Mean",
     "NonFiniteError",

@@ -410,8 +410,8 @@ _PARALLEL = (
     Mutant(
         "expert-slots-group-major",
         "shardkit/layers/moe.py",
-        "(routing.expert * G + group_N) * C + routing.position",
-        "(group_N * E + routing.expert) * C + routing.position",
+        "(chosen.expert * G + group_N) * C + chosen.position",
+        "(group_N * E + chosen.expert) * C + chosen.position",
         AXIS,
     ),
     Mutant(
