@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit import cost
+from shardkit import collectives, cost
 from shardkit.collectives import ragged
 from shardkit.layers.routing import RoutingStats, ranks
 from shardkit.testing import assert_same_training
@@ -371,7 +371,7 @@ def test_the_ragged_exchange_is_the_dense_one(monkeypatch):
 
 @cache
 def exchange(n):
-    kernel = lambda x, counts: sk.ragged_all_to_all(x, counts, "expert", rows=16, limit=3)  # noqa: E731
+    kernel = lambda x, counts: collectives.ragged_all_to_all(x, counts, "expert", rows=16, limit=3)  # noqa: E731
     return jax.jit(jax.shard_map(kernel, mesh=expert_mesh(n), in_specs=(OVER, P()), out_specs=OVER))
 
 
@@ -403,7 +403,7 @@ def test_counts_that_cannot_be_are_seen_in_the_result(dense, monkeypatch):
     mesh, dtypes = sk.make_mesh(jax.devices()[:4], data=2, expert=2), (np.float32, np.int32, np.uint8, np.bool_)
 
     def kernel(x, counts):
-        send = lambda x: sk.ragged_all_to_all(x, counts, "expert", rows=5, limit=3, dense=dense)  # noqa: E731
+        send = lambda x: collectives.ragged_all_to_all(x, counts, "expert", rows=5, limit=3, dense=dense)  # noqa: E731
         total = lambda x: jnp.sum(send(x))  # noqa: E731
         return [send(x.astype(dtype)) for dtype in dtypes], jax.grad(total)(x)
 
@@ -451,7 +451,7 @@ def test_counts_that_cannot_be_are_seen_in_the_result(dense, monkeypatch):
     ],
 )
 def test_counts_that_are_known_to_be_wrong_are_refused(counts, options, error, message):
-    kernel = lambda x: sk.ragged_all_to_all(x, counts, "expert", **({"rows": 5, "limit": 3} | options))  # noqa: E731
+    kernel = lambda x: collectives.ragged_all_to_all(x, counts, "expert", **({"rows": 5, "limit": 3} | options))  # noqa: E731
     run = jax.shard_map(kernel, mesh=expert_mesh(2), in_specs=OVER, out_specs=OVER)
     with pytest.raises(error) as caught:
         jax.eval_shape(run, jax.ShapeDtypeStruct((10, 1), jnp.float32))
