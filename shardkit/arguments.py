@@ -14,12 +14,12 @@ from shardkit.rng import refuse_unstable
 
 
 def check_function(where: str, function: Any) -> None:
-    """Refuses a loss in place of a GradFn (`make_train_step`), and a GradFn in place of a loss (`make_eval_step`).
+    """Refuses a loss in place of a GradFn, and in `make_eval_step` a GradFn in place of a loss.
 
     Raises:
         TypeError: the other kind of function, or no function.
     """
-    training = where == "make_train_step"
+    training = where != "make_eval_step"
     what, remedy = (
         ("grad_fn must be a GradFn", "Pass sk.value_and_grad(loss_fn).")
         if training

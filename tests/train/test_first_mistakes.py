@@ -101,6 +101,13 @@ def test_a_description_of_something_else(given, message):
 
 
 @pytest.mark.check
+def test_a_triage_of_a_loss():
+    with pytest.raises(TypeError) as error:
+        sk.runtime.triage(loss, mesh=MESH, plan=PLAN)
+    assert str(error.value) == FUNCTION.format("the function 'loss'").replace("make_train_step", "triage")
+
+
+@pytest.mark.check
 def test_an_evaluation_of_a_gradfn():
     with pytest.raises(TypeError) as error:
         sk.make_eval_step(OWN, mesh=MESH, plan=PLAN)
