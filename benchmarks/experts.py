@@ -30,9 +30,9 @@ def swiglu(w: Any, x_SD: jax.Array, dot: Any) -> jax.Array:
     return dot(jax.nn.silu(dot(x_SD, w["gate"])) * dot(x_SD, w["up"]), w["down"])
 
 
-def routed(**options: Any) -> Moe:
-    """`moe` with these options."""
-    return lambda x, router, w: sk.moe(x, router, w, swiglu, "expert", top_k=TOP_K, **options)[0]
+def routed(routing: sk.Capacity | sk.Dropless) -> Moe:
+    """`moe` with this routing."""
+    return lambda x, router, w: sk.moe(x, router, w, swiglu, "expert", top_k=TOP_K, routing=routing)[0]
 
 
 def dense_loop(x_bTD: jax.Array, router_DE: jax.Array, w: Any) -> jax.Array:
@@ -84,11 +84,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for label, (width, hidden, sequences) in list(SIZES.items())[: 1 if options.smoke else None]:
         make = lambda name, moe, w=width, h=hidden, s=sequences: variant(name, moe, mesh, w, h, s)  # noqa: E731
         exact = [
-            make("capacity E", routed(capacity_factor=float(EXPERTS))),
-            make("dropless", routed(dropless=True)),
+            make("capacity E", routed(sk.Capacity(EXPERTS))),
+            make("dropless", routed(sk.Dropless())),
             make("dense loop", dense_loop),
         ]
-        tight = [make("capacity 1.25", routed(capacity_factor=1.25)), make("capacity 2", routed(capacity_factor=2.0))]
+        tight = [make("capacity 1.25", routed(sk.Capacity(1.25))), make("capacity 2", routed(sk.Capacity(2.0)))]
         calls, rounds = options.calls or (2 if options.smoke else 5), options.rounds or (2 if options.smoke else 10)
         row = f"{label}, expert={mesh.size}"
         if options.explain:

@@ -27,13 +27,10 @@ from shardkit.collectives import (
     halo_exchange,
     hierarchical,
     matmul_reduce_scatter,
-    pad_to_axis,
     prefix_scan,
-    ragged_all_to_all,
     reduce_scatter,
     ring,
     shift,
-    unpad_from_axis,
     vary,
 )
 from shardkit.collectives.algorithms import Algorithm
@@ -43,7 +40,7 @@ from shardkit.layers.context_attention import ring_attention, ulysses_attention
 from shardkit.layers.linear import column_linear, device_major_qkv, local_groups, row_linear
 from shardkit.layers.moe import moe
 from shardkit.layers.norms import sharded_layer_norm, sharded_moments, sharded_rms_norm
-from shardkit.layers.routing import route, routing_stats
+from shardkit.layers.routing import Capacity, Dropless, route, routing_stats
 from shardkit.layers.vocabulary import vocab_cross_entropy, vocab_cross_entropy_and_hits, vocab_embed
 from shardkit.layers.zigzag import positions, zigzag
 from shardkit.layout import bytes_per_device, describe, global_shape, local_shape, shard, specs_from_rules
@@ -51,6 +48,7 @@ from shardkit.mesh import abstract_mesh, make_hybrid_mesh, make_mesh
 from shardkit.partitioning.gradient import GradFn, Mean, value_and_grad
 from shardkit.partitioning.placement import Split
 from shardkit.partitioning.plan import Plan, chain, strategy
+from shardkit.partitioning.staged import PipelineGradFn, PipelineLoss
 from shardkit.partitioning.storage import unpadded
 from shardkit.pipeline.submeshes import device_put_pipeline, device_put_value_and_grad, submeshes
 from shardkit.precision import Precision
@@ -61,7 +59,7 @@ from shardkit.simulated import simulate_devices
 from shardkit.strategies.context import cp
 from shardkit.strategies.data import dp
 from shardkit.strategies.expert import ep
-from shardkit.strategies.pipeline import pipeline_loss, pipeline_value_and_grad, pp
+from shardkit.strategies.pipeline import pipeline, pipeline_loss, pipeline_value_and_grad, pp
 from shardkit.strategies.tensor import tp
 from shardkit.strategies.zero import fsdp, zero1, zero2
 from shardkit.train import NonFiniteError, TrainState, TrainStep, make_eval_step, make_train_step, step_key
@@ -70,10 +68,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Algorithm",
+    "Capacity",
     "DistributedConfig",
+    "Dropless",
     "GradFn",
     "Mean",
     "NonFiniteError",
+    "PipelineGradFn",
+    "PipelineLoss",
     "Plan",
     "Precision",
     "Split",
@@ -120,13 +122,12 @@ __all__ = [
     "make_train_step",
     "matmul_reduce_scatter",
     "moe",
-    "pad_to_axis",
+    "pipeline",
     "pipeline_loss",
     "pipeline_value_and_grad",
     "positions",
     "pp",
     "prefix_scan",
-    "ragged_all_to_all",
     "reduce_scatter",
     "reshard",
     "reshard_steps",
@@ -148,7 +149,6 @@ __all__ = [
     "submeshes",
     "tp",
     "ulysses_attention",
-    "unpad_from_axis",
     "unpadded",
     "value_and_grad",
     "vary",

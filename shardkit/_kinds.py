@@ -146,8 +146,10 @@ _MESH = Kind("a mesh", lambda x: isinstance(x, Mesh | AbstractMesh), "Pass for e
 _REMEDIES = {
     "GradFn": "Pass sk.value_and_grad(loss_fn)",
     "Plan": "Pass for example sk.dp('data'), or sk.chain(...) of several",
-    "Schedule": "Pass for example sk.schedules.gpipe(stages=2, microbatches=4)",
+    "Capacity": "Pass for example sk.Capacity(1.25), or sk.Dropless()",
+    "Schedule": "Pass for example sk.schedules.gpipe(devices=2, microbatches=4)",
 }
+PLAN = Kind("a Plan", lambda x: hasattr(x, "describe"), _REMEDIES["Plan"])
 
 SPEC = Kind("a PartitionSpec of axis names", _is_spec, "Pass for example jax.sharding.PartitionSpec('data')")
 SPECS = Kind("a PartitionSpec or a pytree of them", _are_specs, "Pass for example jax.sharding.PartitionSpec('data')")

@@ -9,21 +9,24 @@ import jax
 import jax.numpy as jnp
 
 from shardkit.partitioning.gradient import kind
+from shardkit.partitioning.staged import Staged
 from shardkit.rng import refuse_unstable
 
 
 def check_function(where: str, function: Any) -> None:
-    """Refuses a loss in place of a GradFn (`make_train_step`), and a GradFn in place of a loss (`make_eval_step`).
+    """Refuses a loss in place of a GradFn, and in `make_eval_step` a GradFn in place of a loss.
 
     Raises:
         TypeError: the other kind of function, or no function.
     """
-    training = where == "make_train_step"
+    training = where != "make_eval_step"
     what, remedy = (
         ("grad_fn must be a GradFn", "Pass sk.value_and_grad(loss_fn).")
         if training
         else ("loss_fn must be a loss function", "Pass loss_fn itself, without value_and_grad.")
     )
+    if isinstance(function, Staged):
+        remedy = f"Pass pipe.{'value_and_grad' if training else 'loss'}(embed, stage, head) of pipe = sk.pipeline(...)."
     scaled = _takes_scale(function) if callable(function) else not training
     if scaled is not None and scaled != training:
         raise TypeError(f"{where}: {what}; got {_told(function)}. {remedy}")
@@ -59,6 +62,8 @@ def _takes_scale(function: Any) -> bool | None:
 def _told(x: Any) -> str:
     if hasattr(x, "dtype"):
         return kind(x)
+    if isinstance(x, Staged):
+        return f"a {type(x).__name__}"
     name = getattr(x, "__name__", None)
     if callable(x) and name:
         return f"the function {name!r}"

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit import mesh as _mesh
 from shardkit._check import divides, quoted
-from shardkit._kinds import ARRAYS, Arrays, Specs
+from shardkit._kinds import ARRAYS, PLAN, Arrays, Specs
 from shardkit._typed import check_kind, typed
 
 AxisEntry = str | tuple[str, ...] | None
@@ -147,7 +147,8 @@ def shard(tree: Arrays, mesh: Mesh, specs: Specs) -> Any:
     return jax.tree_util.tree_map_with_path(place, tree, broadcast_specs(specs, tree))
 
 
-def describe(thing: Any, *args: Any) -> str:
+@typed
+def describe(thing: Any, params: Any = None, mesh: Mesh | None = None) -> str:
     """Describes a mesh (device ids by coordinate), a pytree (the shards on each device) or a plan, as text.
 
     For a pytree: a line per leaf with shapes, dtype, spec, devices and bytes per device, and their sum. For a plan,
@@ -161,28 +162,26 @@ def describe(thing: Any, *args: Any) -> str:
         data=0        0        1        2        3
         data=1        4        5        6        7
     """
-    if isinstance(thing, Mesh):
+    if isinstance(thing, Mesh) and params is None:
         return _mesh.draw(thing)
     if hasattr(thing, "describe"):
-        return str(thing.describe(*args))
+        if params is None:
+            raise TypeError("describe: a plan must come with parameters; got none. Call describe(plan, params, mesh).")
+        check_kind("describe", "params", params, (ARRAYS,))
+        return str(thing.describe(params, mesh))
+    if params is not None or mesh is not None:
+        check_kind("describe", "plan", thing, (PLAN,))
     check_kind("describe", "thing", thing, (ARRAYS,))
     rows = [("leaf", "global", "dtype", "spec", "local", "devices", "bytes/device")]
     leaves = jax.tree_util.tree_flatten_with_path(thing)[0]
     for path, x in leaves:
         sharding = getattr(x, "sharding", None)
         spec = getattr(sharding, "spec", None)
+        written = "host" if sharding is None else "one device" if spec is None else _brief_spec(spec)
         devices = sharding.num_devices if sharding is not None else 0
-        rows.append(
-            (
-                path_name(path),
-                _brief(jax.numpy.shape(x)),
-                str(getattr(x, "dtype", type(x).__name__)),
-                "host" if sharding is None else "one device" if spec is None else _brief_spec(spec),
-                _brief(_shard_shape(x)),
-                str(devices),
-                f"{_shard_bytes(x):,}",
-            )
-        )
+        dtype = str(getattr(x, "dtype", type(x).__name__))
+        whole, local = _brief(jax.numpy.shape(x)), _brief(_shard_shape(x))
+        rows.append((path_name(path), whole, dtype, written, local, str(devices), f"{_shard_bytes(x):,}"))
     count = f"{len(leaves)} {'leaf' if len(leaves) == 1 else 'leaves'}"
     return f"{table(rows)}\n{count}, {bytes_per_device(thing):,} bytes on each device"
 

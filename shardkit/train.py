@@ -22,6 +22,7 @@ from shardkit.partitioning.local_step import local_gradients, local_means
 from shardkit.partitioning.placement import Layout, map_layouts
 from shardkit.partitioning.plan import Plan
 from shardkit.partitioning.reshard import enter, leave, to_rest
+from shardkit.partitioning.staged import PipelineGradFn
 from shardkit.partitioning.storage import check_held
 from shardkit.pipeline.stages import arranged
 from shardkit.precision import Precision, precision_of
@@ -119,7 +120,7 @@ def make_train_step(
     plan.check(mesh)
     policy = precision_of(precision)
     at_least("make_train_step", 1, accumulate=accumulate)
-    if accumulate > 1 and hasattr(grad_fn, "stages"):
+    if accumulate > 1 and isinstance(grad_fn, PipelineGradFn):
         warnings.warn(
             f"make_train_step: accumulate={accumulate} fills and drains the pipeline {accumulate} times per step. Give "
             f"the schedule {accumulate} times as many microbatches instead.",

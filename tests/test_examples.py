@@ -14,7 +14,18 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 
 # What the public names are reached through; a name that several of them export is looked at once.
-FACES = ("", "analysis", "cost", "models.transformer", "planner", "runtime", "schedules", "testing", "viz")
+FACES = (
+    "",
+    "collectives",
+    "analysis",
+    "cost",
+    "models.transformer",
+    "planner",
+    "runtime",
+    "schedules",
+    "testing",
+    "viz",
+)
 
 
 def public():
@@ -31,7 +42,7 @@ def public():
                     for n, f in inside
                     if inspect.isfunction(f) and f.__module__ == each.__name__ and n[0] != "_"
                 }
-            elif inspect.isfunction(each):
+            elif inspect.isfunction(each) and each not in found.values():
                 found.setdefault(f"{face}.{name}".lstrip("."), each)
     return {name: each for name, each in found.items() if each.__module__.startswith("shardkit.")}
 

@@ -1,4 +1,4 @@
-"""`shardkit draw --schedule lockstep --stages 4 --microbatches 8`: a pipeline schedule as text, numbers and picture."""
+"""`shardkit draw --schedule lockstep --devices 4 --microbatches 8`: a schedule as text, numbers and picture."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Options:
 
     schedule: str | None = None
     """gpipe, one_f_one_b, zero_bubble_h1, zero_bubble_v, dualpipe_v, interleaved, breadth_first or lockstep; needs
-    --stages and --microbatches."""
-    stages: int | None = None
+    --devices and --microbatches."""
+    devices: int | None = None
     """Devices along the stage axis."""
     microbatches: int | None = None
     """Microbatches per step."""
@@ -65,12 +65,12 @@ def draw(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
 
 
 def _built(o: Options) -> Schedule:
-    if o.schedule is None or o.stages is None or o.microbatches is None:
+    if o.schedule is None or o.devices is None or o.microbatches is None:
         raise ValueError(
-            "draw: a schedule must be given by --schedule, --stages and --microbatches or by --csv; got "
-            f"{_given(o) or 'none'}. Write for example --schedule lockstep --stages 4 --microbatches 8."
+            "draw: a schedule must be given by --schedule, --devices and --microbatches or by --csv; got "
+            f"{_given(o) or 'none'}. Write for example --schedule lockstep --devices 4 --microbatches 8."
         )
-    return named("draw", o.schedule, o.stages, o.microbatches, o.chunks)
+    return named("draw", o.schedule, o.devices, o.microbatches, o.chunks)
 
 
 def _read(o: Options, file: Path) -> Schedule:
@@ -82,5 +82,5 @@ def _read(o: Options, file: Path) -> Schedule:
 
 
 def _given(o: Options) -> str:
-    words = {"schedule": o.schedule, "stages": o.stages, "microbatches": o.microbatches, "chunks": o.chunks}
+    words = {"schedule": o.schedule, "devices": o.devices, "microbatches": o.microbatches, "chunks": o.chunks}
     return ", ".join(f"--{word}" for word, value in words.items() if value is not None)

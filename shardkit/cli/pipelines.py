@@ -27,7 +27,7 @@ _PER_STAGE = 4
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How a pipeline runs: its schedule, and the options of `pipeline_value_and_grad`."""
+    """How a pipeline runs: its schedule, and the options of `Pipeline.value_and_grad`."""
 
     schedule: Schedule
     mode: Literal["masked", "branch"]
@@ -41,18 +41,18 @@ class Pipeline:
         return f"{s.name}, {sizes}; simulated bubble {bubble:.1%} of the work"
 
 
-def named(where: str, name: str, stages: int, microbatches: int, chunks: int | None) -> Schedule:
+def named(where: str, name: str, devices: int, microbatches: int, chunks: int | None) -> Schedule:
     """The schedule of that name."""
     name = spelled(where, "schedule", name, tuple(_BUILDERS), _OTHER_NAMES)
     build = _BUILDERS[name]
     if name in _CHUNKED:
-        return build(stages, microbatches, 1 if chunks is None else chunks)
+        return build(devices, microbatches, 1 if chunks is None else chunks)
     if chunks is not None:
         raise ValueError(
             f"{where}: schedule {name!r} does not take chunks; got {chunks}. Leave --chunks out, or choose "
             f"{either([*map(repr, _CHUNKED)])}."
         )
-    return build(stages, microbatches)
+    return build(devices, microbatches)
 
 
 def read(where: str, file: Path) -> Schedule:
@@ -121,10 +121,10 @@ def functions(config: transformer.Config, axes: transformer.Axes, pipeline: Pipe
     if pipeline is None or axes.stage is None:
         loss_fn = transformer.loss_fn(config, axes)
         return sk.value_and_grad(loss_fn), loss_fn
-    model: Any = (*transformer.pieces(config, axes), pipeline.schedule, axes.stage)
+    pieces, pipe = transformer.pieces(config, axes), sk.pipeline(pipeline.schedule, "stage")
     how: dict[str, Any] = {"mode": pipeline.mode, "layer_numbers": True}
-    grad_fn = sk.pipeline_value_and_grad(*model, recompute=pipeline.recompute, **how)
-    return transformer.in_order(grad_fn, axes), transformer.in_order(sk.pipeline_loss(*model, **how), axes)
+    grad_fn = pipe.value_and_grad(*pieces, recompute=pipeline.recompute, **how)
+    return transformer.in_order(grad_fn, axes), transformer.in_order(pipe.loss(*pieces, **how), axes)
 
 
 def plain_loss(

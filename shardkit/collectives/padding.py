@@ -39,7 +39,7 @@ def pad_to_axis(x: Arrays, axis: Axis, *, dim: int = 0) -> Any:
     Cost: none.
 
     Example:
-        >>> mean = lambda x: sk.reduce_scatter(sk.pad_to_axis(x, "model"), "model", op="mean")
+        >>> mean = lambda x: sk.reduce_scatter(sk.collectives.pad_to_axis(x, "model"), "model", op="mean")
         >>> print(jax.shard_map(mean, mesh=mesh, in_specs=P(), out_specs=P("model"))(jnp.arange(1.0, 7.0)))
         [1. 2. 3. 4. 5. 6. 0. 0.]
     """
@@ -71,7 +71,7 @@ def unpad_from_axis(x: Arrays, size: int, *, dim: int = 0) -> Any:
     Cost: none.
 
     Example:
-        >>> print(sk.unpad_from_axis(jnp.array([1, 2, 3, 0]), 3))
+        >>> print(sk.collectives.unpad_from_axis(jnp.array([1, 2, 3, 0]), 3))
         [1 2 3]
     """
 

@@ -46,7 +46,7 @@ def ragged_all_to_all(
 
     Example:
         >>> counts = np.array([[1, 1], [0, 2]])  # device 0 sends one row to each, device 1 both to itself
-        >>> exchange = lambda x: sk.ragged_all_to_all(x, counts, "data", rows=3, limit=2)
+        >>> exchange = lambda x: sk.collectives.ragged_all_to_all(x, counts, "data", rows=3, limit=2)
         >>> kernel = jax.shard_map(exchange, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
         >>> print(jax.jit(kernel)(jnp.arange(1, 5)))
         [1 0 0 2 3 4]

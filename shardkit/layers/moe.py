@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from shardkit._typed import typed
 from shardkit.collectives import all_gather, all_to_all, axis_index, axis_size
 from shardkit.collectives._sums import dot_dtype
 from shardkit.collectives.ragged import ragged_all_to_all, segments
-from shardkit.layers.routing import Routing, RoutingStats, places, ranks, route, routing_stats
+from shardkit.layers.routing import Capacity, Dropless, Routing, RoutingStats, ranks, route, routing_stats
 
 Dot = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -32,23 +33,20 @@ def moe(
     axis: Axis | None,
     *,
     top_k: int = 2,
-    capacity_factor: float = 1.25,
-    group: int | None = None,
-    dropless: bool = False,
-    dense: bool | None = None,
+    routing: Capacity | Dropless = Capacity(1.25),  # noqa: B008  it is frozen
     normalize_gates: bool | None = None,
     weights: jax.Array | None = None,
     stage: Axis | None = None,
 ) -> tuple[jax.Array, RoutingStats]:
     """A mixture of experts: each token goes to its `top_k` experts, whose outputs are summed with weights.
 
-    With a capacity, each group of tokens has C = ceil(capacity_factor * group * top_k / E) places in each expert;
+    With `Capacity(factor)`, each group of tokens has C = ceil(factor * group * top_k / E) places in each expert;
     choices beyond are dropped. They are the same on every mesh that splits no group, so the default group is a
     sequence. Buffers hold E C rows per group.
 
-    Dropless, tokens are sorted by expert: a device sends its N top_k rows without padding, where the hardware has a
-    ragged all_to_all (all but CPUs). A buffer holds the worst case, n N min(top_k, E/n) rows; experts compute only rows
-    that arrived, where `lax.ragged_dot` is native. Both paths give the same numbers while the capacity drops nothing.
+    With `Dropless()`, tokens are sorted by expert: a device sends its N top_k rows without padding, where the hardware
+    has a ragged all_to_all (all but CPUs). A buffer holds the worst case, n N min(top_k, E/n) rows; experts compute
+    only rows that arrived, where `lax.ragged_dot` is native. Both give the same numbers while nothing is dropped.
 
     Layout: `x[N_a, D], router[D, E], experts[E_a, ..] -> y[N_a, D]`; in between `[E, C_a, D] -> [E_a, C, D]` and back
     Args:
@@ -60,10 +58,7 @@ def moe(
             1)), b_eF[:, None])` gives each row its expert's bias. Rows must be independent.
         axis: axis name or tuple of names, over which the experts are split; None: one device.
         top_k: experts per token.
-        capacity_factor: capacity relative to what balanced tokens need.
-        group: consecutive tokens that share a capacity; by default the second to last dim, a sequence of x[b, T, D].
-        dropless: drop nothing.
-        dense: dropless with a dense all_to_all of worst-case blocks; by default only on CPUs.
+        routing: `Capacity(factor, group)` drops what its places do not hold; `Dropless()` drops nothing.
         normalize_gates: see `route`.
         weights: the weight of each token in the losses, shape x.shape[:-1]; tokens of weight 0 go nowhere.
         stage: in a stage of a pipeline, its axis: see `routing_stats`.
@@ -72,8 +67,8 @@ def moe(
         y of the shape and dtype of x, and RoutingStats with the losses.
 
     Raises:
-        ValueError: an unbound axis, top_k outside 1 to E, a capacity factor that is not positive, a group that does not
-            divide the tokens, experts not divisible by the axis, or a leaf with another number of experts.
+        ValueError: an unbound axis, top_k outside 1 to E, a group that does not divide the tokens, experts not
+            divisible by the axis, or a leaf with another number of experts.
 
     Cost: two all_to_alls forward and two backward of E C D G values for G groups: `cost.expert_volume`. Dropless: at
         most N top_k D values each, and an all_gather of E int32; dense: (n-1) N min(top_k, E/n) D values each. And the
@@ -98,34 +93,29 @@ def moe(
         )
     E = router_DE.shape[1]
     _check_experts(experts, E, names, n)
-    group = (x.shape[-2] if group is None else group) if x.ndim > 1 else 1
     x_ND = x.reshape(-1, x.shape[-1])
     N = x_ND.shape[0]
     weights_N = None if weights is None else weights.reshape(-1)
     logits_NE = jnp.dot(x_ND.astype(jnp.float32), router_DE.astype(jnp.float32), precision="highest")
-    C = None if dropless else places(group, E, top_k, capacity_factor)
-    routing = route(
-        logits_NE,
-        top_k=top_k,
-        capacity=C,
-        group=None if dropless else group,
-        normalize_gates=normalize_gates,
-        weights_N=weights_N,
-    )
-    if C is None:
-        slot_Nk = jnp.where(routing.kept, ranks(routing.expert.reshape(-1)).reshape(N, top_k), N * top_k)
+    choose = partial(route, logits_NE, top_k=top_k, normalize_gates=normalize_gates, weights_N=weights_N)
+    if isinstance(routing, Dropless):
+        chosen = choose()
+        slot_Nk = jnp.where(chosen.kept, ranks(chosen.expert.reshape(-1)).reshape(N, top_k), N * top_k)
         rows_SD = _spread(x_ND, slot_Nk, N * top_k)
-        rows_SD = _dropless(rows_SD, routing, experts, expert_fn, names, E, dense)
+        rows_SD = _dropless(rows_SD, chosen, experts, expert_fn, names, E, routing.dense)
     else:
+        group = (routing.group or x.shape[-2]) if x.ndim > 1 else 1
+        C = routing.places(group, E, top_k)
+        chosen = choose(capacity=C, group=group)
         G = N // group
         group_N = jnp.arange(N, dtype=jnp.int32)[:, None] // group
-        slot_Nk = (routing.expert * G + group_N) * C + routing.position
-        slot_Nk = jnp.where(routing.kept, slot_Nk, E * G * C)
+        slot_Nk = (chosen.expert * G + group_N) * C + chosen.position
+        slot_Nk = jnp.where(chosen.kept, slot_Nk, E * G * C)
         rows_SD = _spread(x_ND, slot_Nk, E * G * C)
         rows_SD = _with_capacity(rows_SD, experts, expert_fn, names, E)
     outputs_NkD = rows_SD.at[slot_Nk].get(mode="fill", fill_value=0).astype(jnp.float32)
-    y_ND = jnp.sum(outputs_NkD * routing.gate[:, :, None], axis=1)
-    return y_ND.astype(x.dtype).reshape(x.shape), routing_stats(logits_NE, routing, weights_N, stage)
+    y_ND = jnp.sum(outputs_NkD * chosen.gate[:, :, None], axis=1)
+    return y_ND.astype(x.dtype).reshape(x.shape), routing_stats(logits_NE, chosen, weights_N, stage)
 
 
 def _check_experts(experts: Any, count: int, names: tuple[str, ...], n: int) -> None:

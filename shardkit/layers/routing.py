@@ -3,17 +3,62 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._check import Axis, bound, shapes
+from shardkit._check import Axis, at_least, bound, shapes
 from shardkit._compat import varying_axes
-from shardkit._typed import typed
+from shardkit._typed import check_fields, typed
 from shardkit.collectives import all_reduce
 from shardkit.partitioning.gradient import Mean
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Routing with a capacity: each group of tokens has a fixed number of places in each expert.
+
+    Choices beyond them are dropped. They are the same on every mesh that splits no group.
+
+    Attributes:
+        factor: the places, relative to what balanced tokens need.
+        group: consecutive tokens that share the places; None: a sequence, the second to last dim of x[b, T, D].
+    """
+
+    factor: float = 1.25
+    group: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        at_least("Capacity", 1, group=self.group)
+        if not 0 < self.factor < math.inf:
+            raise ValueError(
+                f"Capacity: factor must be positive and finite; got {self.factor}. Pass 1 for balanced tokens, or "
+                "Dropless() to drop none."
+            )
+
+    def places(self, tokens: int, experts: int, top_k: int) -> int:
+        """The places of a group: ceil(factor * tokens * top_k / experts), at most one per token."""
+        exact = self.factor * tokens * top_k / experts
+        return min(tokens, math.ceil(round(exact, 6)))  # 1.1 * 10 exceeds 11 in floating point
+
+
+@dataclass(frozen=True)
+class Dropless:
+    """Routing that drops no choice.
+
+    Attributes:
+        dense: whether tokens are sent by a dense all_to_all of worst-case blocks; None: only on CPUs, which have no
+            ragged one.
+    """
+
+    dense: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 class Routing(NamedTuple):
@@ -177,21 +222,6 @@ def routing_stats(
     choices = jnp.sum(chosen_NE).astype(jnp.float32)
     dropped = choices - jnp.sum(routing.kept).astype(jnp.float32)
     return RoutingStats(E * jnp.sum(load_E * mean_E), z, load_E, Mean(dropped, choices))
-
-
-def places(tokens: int, experts: int, top_k: int, capacity_factor: float) -> int:
-    """The capacity of a group of tokens: ceil(capacity_factor * tokens * top_k / experts), at most one place per token.
-
-    Raises:
-        ValueError: a capacity factor that is not positive.
-    """
-    if not 0 < capacity_factor < math.inf:
-        raise ValueError(
-            f"moe: capacity_factor must be positive; got {capacity_factor}. Pass 1 for balanced tokens, or "
-            "dropless=True to drop none."
-        )
-    exact = capacity_factor * tokens * top_k / experts
-    return min(tokens, math.ceil(round(exact, 6)))  # 1.1 * 10 exceeds 11 in floating point
 
 
 def ranks(keys: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ from shardkit.layers.attention import dot_attention
 from shardkit.layers.context_attention import ring_attention, ulysses_attention
 from shardkit.layers.linear import column_linear, local_groups, row_linear
 from shardkit.layers.moe import moe
+from shardkit.layers.routing import Capacity, Dropless
 from shardkit.models.axes import ONE_DEVICE, Axes, check_split
 from shardkit.models.parameters import Config
 
@@ -97,10 +98,8 @@ def experts(
     def swiglu(expert: Any, x_SD: jax.Array, dot: Any) -> jax.Array:
         return dot(jax.nn.silu(dot(x_SD, expert["gate"])) * dot(x_SD, expert["up"]), expert["down"])
 
-    places: dict[str, Any] = {"dropless": True}
-    if config.capacity is not None:
-        places = {"capacity_factor": config.capacity, "group": config.group}
-    route: dict[str, Any] = {"top_k": config.top_k, "weights": weights_bt, "stage": axes.stage} | places
+    routing = Dropless() if config.capacity is None else Capacity(config.capacity, config.group)
+    route: dict[str, Any] = {"top_k": config.top_k, "routing": routing, "weights": weights_bt, "stage": axes.stage}
     y_btD, stats = moe(x_btD, weights["router"], weights["experts"], swiglu, axes.expert, **route)
     return y_btD, jnp.stack([stats.balance_loss, stats.z_loss]), jnp.stack(stats.dropped)
 

@@ -9,6 +9,7 @@ where they are split), D model, V vocabulary, L layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from shardkit.models.axes import check_split, check_tokens, token_positions
 from shardkit.models.blocks import ONE_DEVICE, Axes, attention, experts, mlp, rms_norm, rotate
 from shardkit.models.parameters import Config, init, logical_axes, tensor_rules
 from shardkit.partitioning.gradient import Mean
+from shardkit.partitioning.staged import Staged
 from shardkit.remat.layers import scan_layers
 from shardkit.rng import dropout, fold_keys
 
@@ -122,8 +124,9 @@ def run(
 def pieces(config: Config, axes: Axes = ONE_DEVICE) -> tuple[Piece, Piece, Piece]:
     """The model as the three functions of a pipeline, whose composition over all layers is the loss.
 
-    `in_order(pipeline_value_and_grad(*pieces(config, axes), schedule, axes.stage, layer_numbers=True), axes)` is the
-    pipeline's GradFn, `in_order(pipeline_loss(...), axes)` its loss.
+    Of `pipe = pipeline(schedule, axes.stage)` the GradFn is
+    `in_order(pipe.value_and_grad(*pieces(config, axes), layer_numbers=True), axes)`, and `in_order(pipe.loss(...),
+    axes)` the loss.
 
     Args:
         config: the sizes.
@@ -244,7 +247,7 @@ def loss_fn(config: Config, axes: Axes = ONE_DEVICE) -> Callable[[Any, Any, Any]
 def in_order(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
     """Makes a loss or GradFn take its batch in natural order, and reorders it for the ring once per step.
 
-    Attributes of the function, such as the stages of a pipeline, are kept.
+    A pipeline's GradFn or loss stays one.
 
     Args:
         function: `function(params, batch, keys, ...)`.
@@ -263,6 +266,9 @@ def in_order(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
         >>> axes = transformer.Axes(context="model")
         >>> loss = transformer.in_order(lambda params, batch, keys: sk.Mean.of(batch["tokens"] * params), axes)
     """
+
+    if isinstance(function, Staged):
+        return replace(function, function=in_order(function.function, axes))
 
     @wraps(function)
     def ordered(params: Any, batch: Any, keys: jax.Array | None, **options: Any) -> Any:

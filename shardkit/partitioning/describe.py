@@ -38,7 +38,7 @@ def plan_table(plan: str, leaves: Iterable[Planned], mesh: Mesh) -> str:
         totals = [total + size for total, size in zip(totals, sizes, strict=True)]
         longer = padded_shape(stored, layout.update, mesh)
         pads = {dim: f", padded from {size} to {longer[dim]}" for dim, size in layout.padded}
-        staged = any(s.name.startswith("pp(") and not isinstance(split, str) for s, split in placed)
+        staged = any(s.stages is not None and not isinstance(split, str) for s, split in placed)
         reasons = [_reason(s, split, pads, staged) for s, split in placed] or ["no strategy splits leaves"]
         reasons += [f"summed over {quoted(axes)} by {algorithm}" for axes, algorithm in layout.sums]
         why = "; ".join(reasons)

@@ -12,9 +12,10 @@ from shardkit._check import quoted
 from shardkit.collectives._sums import typed_zeros
 from shardkit.layout import path_name, spec_axes
 from shardkit.partitioning.batch import device_keys, split_microbatches, take_microbatch
-from shardkit.partitioning.gradient import GradFn, LossFn, Mean, named_means
+from shardkit.partitioning.gradient import GradFn, LossFn, Mean, kind, named_means
 from shardkit.partitioning.handles import call_sealed, parts, with_parts
 from shardkit.partitioning.loss_weights import in_compute
+from shardkit.partitioning.staged import Staged
 from shardkit.partitioning.token_axes import tokens_split
 
 
@@ -37,12 +38,17 @@ def local_gradients(
     """
     keys = device_keys(key, batch, batch_spec)
 
+    def computed(batch: Any, keys: Any) -> tuple[Any, Any, Any]:
+        out = grad_fn(seen, batch, keys, scale=scale)
+        _check_three(out)
+        return out
+
     def first(batch: Any) -> dict[str, Mean]:
-        loss, aux, _ = grad_fn(seen, *take_microbatch(split_microbatches((batch, keys), accumulate), 0), scale=scale)
+        loss, aux, _ = computed(*take_microbatch(split_microbatches((batch, keys), accumulate), 0))
         return named_means((loss, aux))
 
     def call(batch: Any, keys: jax.Array) -> tuple[dict[str, Mean], Any]:
-        loss, aux, grads = grad_fn(seen, batch, keys, scale=scale)
+        loss, aux, grads = computed(batch, keys)
         taken = {"loss", "weight", "finite", "loss_scale"} & set(aux)
         if taken:
             raise ValueError(f"make_train_step: aux must not use the names {quoted(sorted(taken))}. Rename them.")
@@ -77,6 +83,15 @@ def local_means(loss_fn: LossFn, seen: Any, batch: Any, batch_spec: PartitionSpe
         return means(in_compute(means, batch, compute, once=_sees_all(batch_spec, loss_fn)))
 
 
+def _check_three(out: Any) -> None:
+    """Refuses what a loss returns, from a function whose signature does not tell that it is one."""
+    if not isinstance(out, tuple | list) or isinstance(out, Mean) or len(out) != 3:
+        raise TypeError(
+            f"make_train_step: a GradFn must return (Mean, aux, gradients); got {kind(out)}. Pass "
+            "sk.value_and_grad(loss_fn)."
+        )
+
+
 def _check_gradients(params: Any, grads: Any) -> None:
     """Refuses gradients that differ in tree or shape from the parameters that the GradFn got."""
     rule = "make_train_step: a GradFn must return a gradient of every parameter, of the shape that it was given"
@@ -96,4 +111,4 @@ def _token_axes(batch_spec: PartitionSpec) -> tuple[str, ...]:
 
 def _sees_all(batch_spec: PartitionSpec, function: Any) -> bool:
     """Whether a function sees all examples of a batch at once: on one device, and in no pipeline."""
-    return not any(spec_axes(batch_spec)) and not hasattr(function, "stages")
+    return not any(spec_axes(batch_spec)) and not isinstance(function, Staged)

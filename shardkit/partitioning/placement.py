@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.layout import canonical
 from shardkit.partitioning.storage import Held, Rows, Sizes
+from shardkit.schedules import Stages
 
 Gather = Literal["never", "layer", "step", "update"]
 Scatter = Literal["layer", "microbatch", "step", "never"]
@@ -203,6 +204,7 @@ class Strategy(NamedTuple):
         names: leaves or subtrees that the user named; each must be among the parameters.
         gather: the algorithm that gathers weights.
         reduce: the algorithm that reduces gradients.
+        stages: of `pp`, which device has which layers; None for any other strategy.
     """
 
     name: str
@@ -214,6 +216,7 @@ class Strategy(NamedTuple):
     names: tuple[str, ...] = ()
     gather: Algorithm = PLAIN
     reduce: Algorithm = PLAIN
+    stages: Stages | None = None
 
 
 def map_layouts(fn: Callable[..., Any], layouts: Any, *trees: Any) -> Any:

@@ -19,8 +19,7 @@ from shardkit.pipeline.divergent import refuse_divergent, refuse_mixed
 from shardkit.pipeline.executor import Executor
 from shardkit.pipeline.ops import BRANCHED, MASKED, Ops, Sums
 from shardkit.pipeline.pieces import Given, Model, Pieces
-from shardkit.pipeline.stages import Stages
-from shardkit.schedules import Schedule
+from shardkit.schedules import Schedule, Stages
 
 Mode = Literal["masked", "branch"]
 
@@ -44,7 +43,7 @@ def run(
     if axis_size(names) != p:
         raise ValueError(
             f"{where}: the schedule must be for the devices of {named(names)}; it is for {p} and there are "
-            f"{axis_size(names)}. Make one with stages={axis_size(names)}."
+            f"{axis_size(names)}. Make one with devices={axis_size(names)}."
         )
     if not isinstance(params, Mapping) or "layers" not in params:
         found = quoted(params) if isinstance(params, Mapping) else type(params).__name__

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from shardkit._check import at_least, sized
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
+from shardkit.arguments import check_function
 from shardkit.collectives import axis_index
 from shardkit.layout import path_name, spec_axes, table
 from shardkit.partitioning.batch import batch_specs
@@ -165,6 +166,7 @@ def triage(
         loss 2.5, weight 2
         all values are finite before the cross-device reduction
     """
+    check_function("triage", grad_fn)
     at_least("triage", 1, accumulate=accumulate)
     plan = arranged(plan, grad_fn)
     plan.check(mesh)

@@ -27,6 +27,7 @@ from shardkit.schedules.lockstep import lockstep
 from shardkit.schedules.one_f_one_b import one_f_one_b
 from shardkit.schedules.simulate import Timeline
 from shardkit.schedules.slots import Slots
+from shardkit.schedules.stages import Stages
 from shardkit.schedules.table import FIELDS, MOVES, Segment, Table
 from shardkit.schedules.zero_bubble_h1 import zero_bubble_h1
 from shardkit.schedules.zero_bubble_v import zero_bubble_v
@@ -38,6 +39,7 @@ __all__ = [
     "Schedule",
     "Segment",
     "Slots",
+    "Stages",
     "Table",
     "Timeline",
     "breadth_first",

@@ -7,8 +7,9 @@ the model has p v stages; m is the number of microbatches per step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import get_args
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any, TypeVar, get_args
 
 from shardkit import _check
 from shardkit.schedules import rules
@@ -17,6 +18,8 @@ from shardkit.schedules.grid import Grid
 from shardkit.schedules.simulate import Timeline, simulated
 from shardkit.schedules.slots import Slots, coloured
 from shardkit.schedules.table import Table, lowered
+
+F = TypeVar("F", bound=Callable[..., "Schedule"])
 
 
 class Schedule(Grid):
@@ -158,6 +161,22 @@ def scheduled(
     kept = [[tuple(a for a in cell if a.microbatch < microbatches) for cell in order] for order in orders]
     rows = rules.times(name, [[cell for cell in order if cell] for order in kept])
     return Schedule(rows, placement if len(rows) > 1 else "loop", name)
+
+
+def builder(build: F) -> F:
+    """Refuses `stages=`, because a device may have several stages."""
+
+    @wraps(build)
+    def checked(*args: Any, **sizes: Any) -> Schedule:
+        if "stages" in sizes:
+            given = sizes["stages"]
+            raise TypeError(
+                f"{build.__name__}: a schedule is made for devices, which may have several stages each; got "
+                f"stages={given!r}. Pass devices={given!r}."
+            )
+        return build(*args, **sizes)
+
+    return checked  # type: ignore[return-value]
 
 
 def sizes(where: str, **values: int) -> tuple[int, ...]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from shardkit.schedules.action import alone
-from shardkit.schedules.base import Schedule, scheduled, sizes
+from shardkit.schedules.base import Schedule, builder, scheduled, sizes
 
 
-def breadth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
+@builder
+def breadth_first(devices: int, microbatches: int, chunks: int) -> Schedule:
     """All forwards chunk by chunk, then all backwards chunk by chunk: a chunk's weights are needed once each way.
 
     Args:
-        stages: number p of pipeline devices.
+        devices: number p of pipeline devices.
         microbatches: microbatches m per step.
         chunks: model stages v per device; stage s is on device s % p. One chunk is GPipe.
 
@@ -23,14 +24,14 @@ def breadth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
     Cost: a bubble of (p-1) (F + B) / v where m is at least p; m microbatches in flight.
 
     Example:
-        >>> sk.schedules.breadth_first(stages=2, microbatches=2, chunks=2).order(0)
+        >>> sk.schedules.breadth_first(devices=2, microbatches=2, chunks=2).order(0)
         ['0F0', '0F1', '2F0', '2F1', '2B0', '2B1', '0B0', '0B1']
 
     Source: Lamy-Poirier, Breadth-First Pipeline Parallelism (arXiv:2211.05953).
     """
-    stages, microbatches, chunks = sizes("breadth_first", stages=stages, microbatches=microbatches, chunks=chunks)
+    devices, microbatches, chunks = sizes("breadth_first", devices=devices, microbatches=microbatches, chunks=chunks)
     turns = [(chunk, "F") for chunk in range(chunks)] + [(chunk, "B") for chunk in reversed(range(chunks))]
     orders = [
-        [alone(chunk * stages + d, op, i) for chunk, op in turns for i in range(microbatches)] for d in range(stages)
+        [alone(chunk * devices + d, op, i) for chunk, op in turns for i in range(microbatches)] for d in range(devices)
     ]
     return scheduled("breadth_first", orders, microbatches)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from shardkit.schedules.base import Schedule, scheduled, sizes
+from shardkit.schedules.base import Schedule, builder, scheduled, sizes
 from shardkit.schedules.words import v_order
 
 
-def dualpipe_v(stages: int, microbatches: int) -> Schedule:
+@builder
+def dualpipe_v(devices: int, microbatches: int) -> Schedule:
     """Two chunks on each device, placed as a V; most cells are a forward of one and a backward of the other chunk.
 
     The backward is split only where that fills a gap. With fewer than 2p microbatches it is the order for 2p without
     the others.
 
     Args:
-        stages: number p of pipeline devices.
+        devices: number p of pipeline devices.
         microbatches: microbatches m per step.
 
     Returns:
@@ -26,12 +27,12 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
         (simulate other costs); p + 1/2 microbatches in flight.
 
     Example:
-        >>> sk.schedules.dualpipe_v(stages=4, microbatches=8).order(0)[16:20]
+        >>> sk.schedules.dualpipe_v(devices=4, microbatches=8).order(0)[16:20]
         ['7F3', '0F7', '7B3', '7F4']
 
     Source: DeepSeek-V3 (arXiv:2412.19437) and the DualPipe repository, where it is the "cut-in-half" schedule.
     """
-    p, microbatches = sizes("dualpipe_v", stages=stages, microbatches=microbatches)
+    p, microbatches = sizes("dualpipe_v", devices=devices, microbatches=microbatches)
     total = max(microbatches, 2 * p)
     orders = []
     for d in range(p):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from shardkit.schedules.action import alone
-from shardkit.schedules.base import Schedule, scheduled, sizes
+from shardkit.schedules.base import Schedule, builder, scheduled, sizes
 
 
-def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
+@builder
+def interleaved(devices: int, microbatches: int, chunks: int) -> Schedule:
     """1F1B over chunks: p microbatches go through chunk after chunk, with a warm-up of (v-1) p + 2 (p-1-d) forwards.
 
     If p does not divide m, the last round has fewer microbatches, and what follows moves up.
 
     Args:
-        stages: number p of pipeline devices.
+        devices: number p of pipeline devices.
         microbatches: microbatches m per step.
         chunks: model stages v per device; stage s is on device s % p. One chunk is 1F1B.
 
@@ -26,7 +27,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
         where m is from p to 2p - 1.
 
     Example:
-        >>> schedule = sk.schedules.interleaved(stages=2, microbatches=2, chunks=2)
+        >>> schedule = sk.schedules.interleaved(devices=2, microbatches=2, chunks=2)
         >>> schedule.order(0)
         ['0F0', '0F1', '2F0', '2F1', '2B0', '2B1', '0B0', '0B1']
         >>> sk.schedules.interleaved(4, 8, chunks=2).simulate().bubble  # (p-1) / (v m)
@@ -34,15 +35,15 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
 
     Source: Narayanan et al., Megatron-LM (arXiv:2104.04473), section 2.2.2.
     """
-    stages, microbatches, chunks = sizes("interleaved", stages=stages, microbatches=microbatches, chunks=chunks)
-    rounds = -(-microbatches // stages)
-    turns = [(g * stages + r, chunk * stages) for g in range(rounds) for chunk in range(chunks) for r in range(stages)]
+    p, microbatches, chunks = sizes("interleaved", devices=devices, microbatches=microbatches, chunks=chunks)
+    rounds = -(-microbatches // p)
+    turns = [(g * p + r, chunk * p) for g in range(rounds) for chunk in range(chunks) for r in range(p)]
     orders = []
-    for d in range(stages):
+    for d in range(p):
         # With one chunk nothing returns around the ring, so the warm-up is shorter.
-        ahead = min(len(turns), (chunks - 1) * stages + (stages - 1 - d) * (2 if chunks > 1 else 1))
+        ahead = min(len(turns), (chunks - 1) * p + (p - 1 - d) * (2 if chunks > 1 else 1))
         forwards = [alone(first + d, "F", i) for i, first in turns]
-        backwards = [alone((chunks - 1) * stages - first + d, "B", i) for i, first in turns]
+        backwards = [alone((chunks - 1) * p - first + d, "B", i) for i, first in turns]
         pairs = zip(forwards[ahead:], backwards, strict=False)
         order = [*forwards[:ahead], *(cell for pair in pairs for cell in pair), *backwards[len(turns) - ahead :]]
         orders.append(order)

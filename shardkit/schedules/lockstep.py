@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from shardkit.schedules.action import Action
-from shardkit.schedules.base import Schedule, sizes
+from shardkit.schedules.base import Schedule, builder, sizes
 
 
-def lockstep(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+@builder
+def lockstep(devices: int, microbatches: int, chunks: int = 1) -> Schedule:
     """Every tick has one forward and one backward, which all devices run together.
 
     Microbatch i = g p + r goes through stage s = c p + d forward at tick g v p + c p + r + d and backward at tick
     (v p - 1) + g v p + (v-1-c) p + r + (p-1-d). What is sent at the end of a tick is used in the next.
 
     Args:
-        stages: number p of pipeline devices.
+        devices: number p of pipeline devices.
         microbatches: microbatches m per step.
         chunks: model stages v per device; stage s is on device s % p.
 
@@ -27,12 +28,12 @@ def lockstep(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
         one chunk 2 (p-1-d) + 1 microbatches in flight on device d, 2p - 3 slots for stage inputs and 1 for a cotangent.
 
     Example:
-        >>> print(sk.schedules.lockstep(stages=2, microbatches=2))
+        >>> print(sk.schedules.lockstep(devices=2, microbatches=2))
         tick      0       1       2       3
         device 0  0F0     0F1     0B0     0B1
         device 1  .       1F0/1B0 1F1/1B1 .
     """
-    p, m, v = sizes("lockstep", stages=stages, microbatches=microbatches, chunks=chunks)
+    p, m, v = sizes("lockstep", devices=devices, microbatches=microbatches, chunks=chunks)
     cells: dict[tuple[int, int], list[Action]] = {}
     for op in "FB":
         for i in range(m):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from shardkit.schedules.action import alone
-from shardkit.schedules.base import Schedule, scheduled, sizes
+from shardkit.schedules.base import Schedule, builder, scheduled, sizes
 
 
-def one_f_one_b(stages: int, microbatches: int) -> Schedule:
+@builder
+def one_f_one_b(devices: int, microbatches: int) -> Schedule:
     """One forward, one backward, after a warm-up of p - 1 - d forwards on device d.
 
     Args:
-        stages: number p of pipeline devices.
+        devices: number p of pipeline devices.
         microbatches: microbatches m per step.
 
     Returns:
@@ -22,17 +23,17 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     Cost: a bubble of (p-1) (F + B); p - d microbatches in flight on device d, for any m.
 
     Example:
-        >>> print(sk.schedules.one_f_one_b(stages=2, microbatches=3))
+        >>> print(sk.schedules.one_f_one_b(devices=2, microbatches=3))
         tick      0   1   2   3   4   5   6   7
         device 0  0F0 0F1 .   0B0 0F2 0B1 .   0B2
         device 1  .   1F0 1B0 1F1 1B1 1F2 1B2 .
 
     Source: Narayanan et al., PipeDream (SOSP 2019) and Megatron-LM (arXiv:2104.04473), section 2.2.1.
     """
-    stages, microbatches = sizes("one_f_one_b", stages=stages, microbatches=microbatches)
+    devices, microbatches = sizes("one_f_one_b", devices=devices, microbatches=microbatches)
     orders = []
-    for d in range(stages):
-        ahead = stages - 1 - d
+    for d in range(devices):
+        ahead = devices - 1 - d
         order = [alone(d, "F", i) for i in range(ahead)]
         for i in range(microbatches):
             order += [alone(d, "F", i + ahead), alone(d, "B", i)]

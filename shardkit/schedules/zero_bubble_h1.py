@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from shardkit.schedules.action import alone
-from shardkit.schedules.base import Schedule, scheduled, sizes
+from shardkit.schedules.base import Schedule, builder, scheduled, sizes
 
 
-def zero_bubble_h1(stages: int, microbatches: int) -> Schedule:
+@builder
+def zero_bubble_h1(devices: int, microbatches: int) -> Schedule:
     """1F1B with a split backward: device d delays weight gradients by d input gradients, so that all have p in flight.
 
     Args:
-        stages: number p of pipeline devices.
+        devices: number p of pipeline devices.
         microbatches: microbatches m per step.
 
     Returns:
@@ -23,17 +24,17 @@ def zero_bubble_h1(stages: int, microbatches: int) -> Schedule:
         W is no more than F or B - W; at most p microbatches in flight.
 
     Example:
-        >>> sk.schedules.zero_bubble_h1(stages=4, microbatches=8).simulate().bubble
+        >>> sk.schedules.zero_bubble_h1(devices=4, microbatches=8).simulate().bubble
         0.125
-        >>> sk.schedules.one_f_one_b(stages=4, microbatches=8).simulate().bubble
+        >>> sk.schedules.one_f_one_b(devices=4, microbatches=8).simulate().bubble
         0.375
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.2.
     """
-    stages, microbatches = sizes("zero_bubble_h1", stages=stages, microbatches=microbatches)
+    devices, microbatches = sizes("zero_bubble_h1", devices=devices, microbatches=microbatches)
     orders = []
-    for d in range(stages):
-        ahead, weighed = min(microbatches, stages - 1 - d), 0
+    for d in range(devices):
+        ahead, weighed = min(microbatches, devices - 1 - d), 0
         order = [alone(d, "F", i) for i in range(ahead)]
         for i in range(microbatches):
             order += [alone(d, "F", i + ahead), alone(d, "I", i)]

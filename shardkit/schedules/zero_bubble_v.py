@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from shardkit.schedules.base import Schedule, scheduled, sizes
+from shardkit.schedules.base import Schedule, builder, scheduled, sizes
 from shardkit.schedules.words import v_order
 
 
-def zero_bubble_v(stages: int, microbatches: int) -> Schedule:
+@builder
+def zero_bubble_v(devices: int, microbatches: int) -> Schedule:
     """Two chunks on each device, placed as a V: the loss is on device 0, whose backward begins at once.
 
     With fewer than 2p - 1 microbatches it is the order for 2p - 1 without the others.
 
     Args:
-        stages: number p of pipeline devices.
+        devices: number p of pipeline devices.
         microbatches: microbatches m per step.
 
     Returns:
@@ -25,7 +26,7 @@ def zero_bubble_v(stages: int, microbatches: int) -> Schedule:
         microbatches are in flight.
 
     Example:
-        >>> schedule = sk.schedules.zero_bubble_v(stages=4, microbatches=8)
+        >>> schedule = sk.schedules.zero_bubble_v(devices=4, microbatches=8)
         >>> schedule.simulate().bubble_of_span
         0.0
         >>> [schedule.device(stage) for stage in range(8)]
@@ -33,7 +34,7 @@ def zero_bubble_v(stages: int, microbatches: int) -> Schedule:
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 6.
     """
-    p, microbatches = sizes("zero_bubble_v", stages=stages, microbatches=microbatches)
+    p, microbatches = sizes("zero_bubble_v", devices=devices, microbatches=microbatches)
     total = max(microbatches, 2 * p - 1)
     orders = []
     for d in range(p):

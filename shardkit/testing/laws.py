@@ -21,6 +21,7 @@ from shardkit.analysis.jaxpr.census import census_of
 from shardkit.analysis.jaxpr.lint import lint
 from shardkit.analysis.jaxpr.rules.processes import differences_of_processes
 from shardkit.layout import bytes_per_device, path_name
+from shardkit.partitioning.staged import PipelineGradFn
 from shardkit.precision import precision_of
 from shardkit.testing._compare import constant_factor, first_gap, leaves_of, shapes_differ, unequal_replicas
 from shardkit.testing._plan_traffic import plan_traffic
@@ -85,7 +86,7 @@ def census_is_the_closed_form(program: Program, reference: Reference) -> str | N
     Example:
         >>> laws = [sk.testing.laws.census_is_the_closed_form]  # for `prove(..., laws=laws)`
     """
-    if hasattr(program.row.grad_fn, "stages"):
+    if isinstance(program.row.grad_fn, PipelineGradFn):
         return "a pipeline gathers and reduces in its own ticks"
     rows = census_of(program.traced.jaxpr.jaxpr).rows
     found = [row for row in rows if row.n > 1 and row.source.startswith(_PLAN)]

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from shardkit._typed import typed
 from shardkit.mesh import make_mesh
 from shardkit.partitioning.gradient import GradFn, Mean
 from shardkit.partitioning.plan import Plan
+from shardkit.partitioning.staged import PipelineGradFn
 from shardkit.partitioning.storage import unpadded
 from shardkit.pipeline.stages import arranged
 from shardkit.state import TrainState
@@ -207,6 +208,8 @@ class Program:
 
 def _scaled(grad_fn: GradFn) -> GradFn:
     """The GradFn called with another scale, which is divided out again: ignoring it changes the result."""
+    if isinstance(grad_fn, PipelineGradFn):
+        return replace(grad_fn, function=_scaled(grad_fn.function))
 
     @functools.wraps(grad_fn)
     def scaled(params: Any, batch: Any, keys: jax.Array, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:

@@ -41,7 +41,7 @@ def boxes(schedule: Schedule, timeline: Timeline) -> list[Box]:
 
 
     Example:
-        >>> schedule = sk.schedules.gpipe(stages=2, microbatches=1)
+        >>> schedule = sk.schedules.gpipe(devices=2, microbatches=1)
         >>> [f"{box.action} from {box.begin:g}" for box in sk.viz.boxes(schedule, schedule.simulate())]
         ['0F0 from 0', '1F0 from 1', '1B0 from 2', '0B0 from 4']
     """
@@ -76,7 +76,7 @@ def in_flight(schedule: Schedule, timeline: Timeline, device: int) -> list[tuple
         (time, microbatches from then on), at each begin or end of an action.
 
     Example:
-        >>> schedule = sk.schedules.gpipe(stages=1, microbatches=2)
+        >>> schedule = sk.schedules.gpipe(devices=1, microbatches=2)
         >>> sk.viz.in_flight(schedule, schedule.simulate(), device=0)
         [(0, 1.0), (1.0, 2.0), (2.0, 2.0), (4.0, 1.0), (6.0, 0.0)]
     """

@@ -7,7 +7,7 @@ import pytest
 from shardkit import schedules
 from support import commands
 
-LOCKSTEP = ["--schedule", "lockstep", "--stages", "4", "--microbatches", "8"]
+LOCKSTEP = ["--schedule", "lockstep", "--devices", "4", "--microbatches", "8"]
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_costs_change_the_time(run):
     + [("1F1B", "one_f_one_b"), ("ZB-H1", "zero_bubble_h1"), ("zb-v", "zero_bubble_v"), ("Interleaved", "interleaved")],
 )
 def test_every_schedule_has_a_name(spelling, name, run):
-    out, _ = run("--schedule", spelling, "--stages", 2, "--microbatches", 4)
+    out, _ = run("--schedule", spelling, "--devices", 2, "--microbatches", 4)
     assert f"\n\n{name}: 2 devices" in out
 
 
@@ -71,17 +71,17 @@ def test_a_file_can_be_written_and_read(run, tmp_path):
     [
         (
             [],
-            "draw: a schedule must be given by --schedule, --stages and --microbatches or by --csv; got none. "
-            "Write for example --schedule lockstep --stages 4 --microbatches 8.",
+            "draw: a schedule must be given by --schedule, --devices and --microbatches or by --csv; got none. "
+            "Write for example --schedule lockstep --devices 4 --microbatches 8.",
         ),
         (
             LOCKSTEP[:4],
-            "draw: a schedule must be given by --schedule, --stages and --microbatches or by --csv; got --schedule, "
-            "--stages. Write for example --schedule lockstep --stages 4 --microbatches 8.",
+            "draw: a schedule must be given by --schedule, --devices and --microbatches or by --csv; got --schedule, "
+            "--devices. Write for example --schedule lockstep --devices 4 --microbatches 8.",
         ),
         (
-            ["--csv", "FILE", "--stages", "4", "--chunks", "2"],
-            "draw: --csv must come alone, because the file holds the whole schedule; got --stages, --chunks too. "
+            ["--csv", "FILE", "--devices", "4", "--chunks", "2"],
+            "draw: --csv must come alone, because the file holds the whole schedule; got --devices, --chunks too. "
             "Leave it out.",
         ),
         (
@@ -107,8 +107,8 @@ def test_a_file_can_be_written_and_read(run, tmp_path):
             "'breadth_first', 'interleaved' or 'lockstep'.",
         ),
         (
-            [*LOCKSTEP[:2], "--stages", "0", "--microbatches", "8"],
-            "lockstep: stages must be a whole number of at least 1; got 0. Correct stages.",
+            [*LOCKSTEP[:2], "--devices", "0", "--microbatches", "8"],
+            "lockstep: devices must be a whole number of at least 1; got 0. Correct devices.",
         ),
         (
             [*LOCKSTEP, "--chunks", "0"],

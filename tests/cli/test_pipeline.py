@@ -126,7 +126,7 @@ def test_mistakes_are_named_in_one_sentence(words, message, tmp_path):
         ),
         (
             ["stage=2", "context=2", "--mode", "branch"],
-            "pipeline_value_and_grad: mode='branch': a stage must hold no ppermute and no collective over axis 'stage'",
+            "pipeline.value_and_grad: mode='branch': a stage must hold no ppermute and no collective over axis 'stage'",
         ),
     ],
 )

@@ -57,7 +57,7 @@ COSTS = [  # kernel of the block and n, collectives and bytes as functions of n
         lambda n: (2, B * (ROWS + 2) / ROWS) if n > 2 else ((1, B) if n == 2 else (0, 0)),
     ),
     (lambda x, n: sk.gather_to_one(x, "a", dim=1), lambda n: (1, B * (n - 1))),
-    (lambda x, n: sk.unpad_from_axis(sk.pad_to_axis(x, "a"), ROWS), lambda n: (0, 0)),
+    (lambda x, n: collectives.unpad_from_axis(collectives.pad_to_axis(x, "a"), ROWS), lambda n: (0, 0)),
     (lambda x, n: all_gather_uneven(x, uneven(n), "a"), lambda n: (1, B * (n - 1))),
     (
         lambda x, n: reduce_scatter_uneven(jnp.tile(x, (9, 1))[: sum(uneven(n))], uneven(n), "a"),
@@ -119,8 +119,8 @@ FORMULAS = {
     "reached.",
     sk.gather_to_one: "B (n-1) bytes in n-1 hops, B being one shard: an all_gather, because n-1 single messages are "
     "limited by the target's links just as much.",
-    sk.pad_to_axis: "none.",
-    sk.unpad_from_axis: "none.",
+    collectives.pad_to_axis: "none.",
+    collectives.unpad_from_axis: "none.",
     all_gather_uneven: "B (n-1) bytes in n-1 hops, B being one padded shard.",
     reduce_scatter_uneven: "P (n-1)/n bytes in n-1 hops, P being the padded array: n max(sizes) rows.",
     all_reduce_tree: "2 B (n-1)/n bytes in 2 (n-1) hops per bucket, B being all its leaves, padded to a multiple of n "
@@ -212,7 +212,7 @@ ERRORS = [
         "gather_to_one: target must be a device of the axis; got 4 over 4 devices. Choose 0 to 3.",
     ),
     (
-        lambda x: sk.unpad_from_axis(x, 7),
+        lambda x: collectives.unpad_from_axis(x, 7),
         ValueError,
         "unpad_from_axis: size must be from 0 to the size of dim 0; got 7 for shape (6, 5). "
         "Pass the size before padding.",
@@ -354,7 +354,7 @@ KERNELS = {
     "prefix_scan": sk.prefix_scan,
     "halo_exchange": sk.halo_exchange,
     "gather_to_one": sk.gather_to_one,
-    "pad_to_axis": sk.pad_to_axis,
+    "pad_to_axis": collectives.pad_to_axis,
     "all_gather_uneven": lambda x, axis, **options: all_gather_uneven(x, (6,) * 4, axis, **options),
     "reduce_scatter_uneven": lambda x, axis, **options: reduce_scatter_uneven(x, (2, 2, 1, 1), axis, **options),
     "all_reduce_tree": all_reduce_tree,
@@ -383,7 +383,7 @@ def test_errors_of_axis_and_dim(name):
     )
     if name not in ("all_reduce_tree", "compressed.all_reduce"):
         unpad = name == "prefix_scan"  # which has no dim
-        assert refused(lambda x: sk.unpad_from_axis(x, 1, dim=2) if unpad else kernel(x, "a", dim=2)) == (
+        assert refused(lambda x: collectives.unpad_from_axis(x, 1, dim=2) if unpad else kernel(x, "a", dim=2)) == (
             ValueError,
             f"{'unpad_from_axis' if unpad else name}: dim must name a dimension of the array; "
             "got 2 for an array of rank 2. Choose 0 to 1.",

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
+from shardkit import collectives
 from shardkit.collectives import all_gather_uneven, reduce_scatter_uneven
 from shardkit.testing import reference
 from support.blocks import Kernel, check, on_cases
@@ -53,12 +54,12 @@ def test_pad_and_unpad(n, size, padded):  # proves F13
     seen = {}
 
     def kernel(x):
-        rows = sk.pad_to_axis(x["rows"], "a")
-        columns = sk.pad_to_axis(x["columns"], "a", dim=-1)
+        rows = collectives.pad_to_axis(x["rows"], "a")
+        columns = collectives.pad_to_axis(x["columns"], "a", dim=-1)
         seen.update(rows=rows.shape, columns=columns.shape)
         mine = sk.reduce_scatter(rows, "a")
         whole = sk.all_gather(mine, "a", replicated=True)
-        unpad = sk.unpad_from_axis
+        unpad = collectives.unpad_from_axis
         return {"rows": unpad(whole, size), "columns": unpad(columns, size, dim=1), "padded": rows}
 
     got = jax.jit(jax.shard_map(kernel, mesh=mesh, in_specs=P(), out_specs=P()))(x)

@@ -417,8 +417,8 @@ _PARALLEL = (
     Mutant(
         "expert-slots-group-major",
         "shardkit/layers/moe.py",
-        "(routing.expert * G + group_N) * C + routing.position",
-        "(group_N * E + routing.expert) * C + routing.position",
+        "(chosen.expert * G + group_N) * C + chosen.position",
+        "(group_N * E + chosen.expert) * C + chosen.position",
         AXIS,
     ),
     Mutant(
@@ -521,7 +521,7 @@ _PARALLEL = (
     ),
     Mutant(
         "stage-rows-beyond-end",
-        "shardkit/pipeline/stages.py",
+        "shardkit/schedules/stages.py",
         "starts[s] + i if i < sizes[s] else -1",
         "starts[s] + i if i <= sizes[s] else -1",
         BOUNDARY,
@@ -651,15 +651,15 @@ _SCHEDULES = (
     Mutant(
         "1f1b-warm-up",
         "shardkit/schedules/one_f_one_b.py",
-        "ahead = stages - 1 - d",
-        "ahead = stages - d",
+        "ahead = devices - 1 - d",
+        "ahead = devices - d",
         WARM_UP,
     ),
     Mutant(
         "interleaved-warm-up",
         "shardkit/schedules/interleaved.py",
-        "(chunks - 1) * stages + (stages - 1 - d)",
-        "(chunks - 1) * stages + (stages - d)",
+        "(chunks - 1) * p + (p - 1 - d)",
+        "(chunks - 1) * p + (p - d)",
         WARM_UP,
     ),
     Mutant(

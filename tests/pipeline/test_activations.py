@@ -82,7 +82,7 @@ def test_the_losses_of_a_router_are_those_of_each_microbatch():  # proves F41
         def layer(weights: Any, x: Any) -> Any:
             answer = lambda w, rows, dot: jnp.tanh(dot(rows, w))  # noqa: E731
             y, stats = sk.moe(
-                x["x"], weights["router"], weights["experts"], answer, expert, dropless=True, stage=stages
+                x["x"], weights["router"], weights["experts"], answer, expert, routing=sk.Dropless(), stage=stages
             )
             return {"x": x["x"] + y, "losses": x["losses"] + stats.balance_loss}
 

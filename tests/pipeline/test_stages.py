@@ -1,5 +1,7 @@
 """The stack of a pipeline in stage order: optimizers, plans and checkpoints see the layers as one device has them."""
 
+import re
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -14,7 +16,8 @@ import shardkit as sk
 from shardkit import schedules
 from shardkit.analysis.hlo.differences import compiled
 from shardkit.partitioning.storage import Padded
-from shardkit.pipeline.stages import Stages
+from shardkit.pipeline.stages import arranged
+from shardkit.schedules import Stages
 from support import optimizers, pipelines
 from support.layouts import Specs, specs
 from support.tiers import DEEP
@@ -80,9 +83,7 @@ def make_grad_fn(layers, stages, model=None):
         weight = jnp.where(here == 0, jnp.sum(batch["weights"].astype("f")), 0)
         return sk.Mean(*sk.vary((sk.gathered(total)(params["layers"], params["out"]), weight), "stage"))
 
-    grad_fn = sk.value_and_grad(loss)
-    grad_fn.stages = loss.stages = stages
-    return grad_fn, loss
+    return sk.PipelineGradFn(stages, sk.value_and_grad(loss)), sk.PipelineLoss(stages, loss)
 
 
 @cache
@@ -107,6 +108,11 @@ def one_device(name, layers, steps=3):
     for index in range(steps):
         params, state, loss = step(params, state, make_batch(index))
     return params, state, loss
+
+
+def staged(*sizes):
+    """A GradFn of nothing, with these stages."""
+    return sk.PipelineGradFn(Stages("stage", *sizes), lambda params, batch, keys, *, scale=1: None)
 
 
 def make_mesh(**sizes):
@@ -461,10 +467,35 @@ def test_alone_it_is_one_stage_a_device():
     assert single["layers"]["w"] == Specs(P(), P(), P())
 
 
+@pytest.mark.check
+def test_the_plan_of_a_pipeline_has_its_stages():
+    """Whatever becomes of the GradFn: a function that wraps it has no stages, and was trained on a wrong order."""
+    schedule, sizes = schedules.lockstep(2, 4, 2), {"layers_per_stage": UNEVEN}
+    pipe = sk.pipeline(schedule, "stage", **sizes)
+    grad_fn = pipe.value_and_grad(*pipelines.PIECES, layer_numbers=True)
+    calls = lambda params, batch, keys, *, scale=1: grad_fn(params, batch, keys, scale=scale)  # noqa: E731
+    same = sk.pipeline_value_and_grad(*pipelines.PIECES, schedule, "stage", layer_numbers=True, **sizes)
+    params, traced = jax.eval_shape(lambda: pipelines.make_params(7)), []
+    for each, plan, traces in (
+        (grad_fn, pipe.plan, False),
+        (grad_fn, sk.pp("stage"), False),
+        (replace(grad_fn, function=calls), sk.pp(("stage",)), False),
+        (same, sk.pp("stage"), True),
+        (calls, pipe.plan, True),
+    ):
+        made = sk.make_train_step(each, optax.sgd(0.1), mesh=sk.abstract_mesh(stage=2), plan=plan)
+        state = made.init.abstract(params)
+        assert state.params["layers"]["w"].rows == (0, -1, -1, 4, -1, -1, 1, 2, 3, 5, 6, -1)
+        if traces:
+            traced.append(re.sub("0x[0-9a-f]+", "", str(made.step.trace(state, pipelines.make_batch(8)).jaxpr)))
+    assert traced[0] == traced[1]
+    assert "stages of 1, 3, 1, 2 layers" in sk.describe(pipe.plan, params, sk.abstract_mesh(stage=2))
+
+
 def test_a_plan_says_what_it_does_with_a_stack():
     mesh, params = sk.abstract_mesh(stage=2, d=2), make_params(12)
     plan = sk.chain(sk.zero1("d", min_size=1), sk.pp("stage"))
-    assert sk.describe(Stages("stage", 2, 3).arrange(plan), params, mesh).splitlines() == [
+    assert sk.describe(arranged(plan, staged(2, 3)), params, mesh).splitlines() == [
         "leaf      shape       at rest     bytes/device  update             bytes/device  why",
         "layers.b  [12, 4]     ('stage',)  96            (('stage', 'd'),)  48            "
         "pp('stage') splits dim 0, 3 chunks in stage order; zero1('d') splits dim 0",
@@ -474,7 +505,7 @@ def test_a_plan_says_what_it_does_with_a_stack():
         "pp('stage'): not in the stack 'layers'; zero1('d') splits dim 0",
         "pp('stage') + zero1('d'): 688 bytes per device at rest, 344 per gradient or optimizer moment",
     ]
-    uneven = Stages("stage", 2, 2, "v", UNEVEN).arrange(sk.pp("stage"))
+    uneven = arranged(sk.pp("stage"), staged(2, 2, "v", UNEVEN))
     assert sk.describe(uneven, make_params(7), mesh).splitlines()[1] == (
         "layers.b  [7, 4]     ('stage',)  96            ('stage',)  96            "
         "pp('stage') splits dim 0, 2 chunks in stage order, there and back, stages of 1, 3, 1, 2 layers"
@@ -507,14 +538,14 @@ def test_a_plan_says_what_it_does_with_a_stack():
             "(6, 0). Correct layers_per_stage=.",
         ),
         (
-            lambda: Stages("stage", 2).arrange(sk.dp("data")),
+            lambda: arranged(sk.dp("data"), staged(2)),
             "pp: the plan of a pipeline must have pp('stage'), which assigns layers to stages; got dp('data'). "
             "Pass chain(pp('stage'), ...).",
         ),
         (
             lambda: make("one chunk", sizes={"stage": 4})[0].abstract(make_params(12)),
-            "pp: the schedule is for 2 stages; axis 'stage' has 4 devices. Make the mesh with 2 devices there, or "
-            "the schedule with 4 stages.",
+            "pp: the schedule is for 2 devices; axis 'stage' has 4. Make the mesh with 2 devices there, or the "
+            "schedule with devices=4.",
         ),
         (
             lambda: sk.pp("stage").layouts({"layers": jnp.float32(1)}, sk.abstract_mesh(stage=2)),

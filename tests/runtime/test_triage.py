@@ -174,7 +174,7 @@ def test_a_pipeline(mesh2x4):
     def head(shared, x, batch):
         return sk.Mean.of((x @ shared["out"]) ** 2)
 
-    schedule = sk.schedules.lockstep(stages=2, microbatches=2)
+    schedule = sk.schedules.lockstep(devices=2, microbatches=2)
     grad_fn = sk.pipeline_value_and_grad(embed, stage, head, schedule, axis="stage")
     plan = sk.chain(sk.dp("data"), sk.pp("stage"))
     init, _ = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh, plan=plan)

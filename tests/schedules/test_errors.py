@@ -1,5 +1,7 @@
 """Every error of a schedule in full wording, with its grid."""
 
+import inspect
+
 import pytest
 
 from shardkit import schedules
@@ -219,7 +221,7 @@ def test_a_wide_grid_is_cut_about_the_arrow():
         ),
         (
             lambda: schedules.zero_bubble_v(0, 8),
-            "zero_bubble_v: stages must be a whole number of at least 1; got 0. Correct stages.",
+            "zero_bubble_v: devices must be a whole number of at least 1; got 0. Correct devices.",
         ),
         (
             lambda: schedules.gpipe(2, 2).simulate(forward=0),
@@ -239,3 +241,19 @@ def test_errors(call, message):
     with pytest.raises(ValueError) as error:
         call()
     assert str(error.value) == message
+
+
+BUILDERS = [each for name in schedules.__all__ if inspect.isfunction(each := getattr(schedules, name))]
+
+
+@pytest.mark.parametrize("build", BUILDERS, ids=lambda build: build.__name__)
+def test_a_schedule_counts_devices_and_not_stages(build):
+    """With two chunks four devices have eight stages: `stages=4` could mean either."""
+    chunks = {"chunks": 2} if "chunks" in inspect.signature(build).parameters else {}
+    assert build(devices=4, microbatches=8, **chunks) == build(4, 8, *chunks.values())
+    with pytest.raises(TypeError) as error:
+        build(stages=4, microbatches=8, **chunks)
+    assert str(error.value) == (
+        f"{build.__name__}: a schedule is made for devices, which may have several stages each; got stages=4. Pass "
+        "devices=4."
+    )

@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit import cost
+from shardkit import collectives, cost
 from shardkit.collectives import ragged
-from shardkit.layers.routing import RoutingStats, places, ranks
+from shardkit.layers.routing import RoutingStats, ranks
 from shardkit.testing import assert_same_training
 from support.tiers import DEEP
 
@@ -103,7 +103,7 @@ def assert_near(got, wanted, relative):
     + [pytest.param("dropless", *row, marks=pytest.mark.deep) for row in ((1, 4, 2), (2, 6, 1), (4, 4, 4))],
 )
 def test_forward_and_gradients_are_those_of_one_device(path, n, experts, top_k):
-    options = {"dropless": True} if path == "dropless" else {"capacity_factor": float(experts)}
+    options = {"routing": sk.Dropless() if path == "dropless" else sk.Capacity(experts)}
     x, router, w = values(experts, examples=12 if n == 3 else B)
     moved = jax.random.normal(jax.random.key(9), x.shape)
     run = on_mesh(expert_mesh(n), top_k=top_k, **options)
@@ -125,7 +125,7 @@ def test_forward_and_gradients_are_those_of_one_device(path, n, experts, top_k):
     + [pytest.param(*row, marks=pytest.mark.deep) for row in (("dropless", 1), ("capacity", 2), ("dropless", 3))],
 )
 def test_one_text_runs_on_one_device_without_an_axis(path, top_k):
-    options = {"dropless": True} if path == "dropless" else {"capacity_factor": 3.0}
+    options = {"routing": sk.Dropless() if path == "dropless" else sk.Capacity(3)}
     x, router, w = values(3)
     layer = partial(sk.moe, expert_fn=swiglu, axis=None, top_k=top_k, **options)
 
@@ -144,7 +144,7 @@ def test_one_text_runs_on_one_device_without_an_axis(path, top_k):
 @pytest.mark.parametrize("group", [None, 3])
 def test_what_is_dropped_is_the_same_on_every_mesh(group):
     x, router, w = values(8)
-    capacity = places(group or T, 8, 2, 1.0)
+    capacity = sk.Capacity(1).places(group or T, 8, 2)
     _, expert = lax.top_k(jnp.dot(x.reshape(-1, D), router, precision="highest"), 2)
     kept = kept_by_hand(expert, group or T, capacity)
     assert 0.05 < 1 - kept.mean() < 0.5
@@ -152,7 +152,7 @@ def test_what_is_dropped_is_the_same_on_every_mesh(group):
     def gradient(moe):
         return jax.grad(lambda *a: jnp.sum(jnp.sin(moe(*a)[0])), argnums=(0, 1, 2))(x, router, w)
 
-    runs = [on_mesh(expert_mesh(n), group=group, capacity_factor=1.0) for n in (1, 8)]
+    runs = [on_mesh(expert_mesh(n), routing=sk.Capacity(1, group)) for n in (1, 8)]
     plain = lambda *a: (dense_moe(*a, 2, kept=kept),)  # noqa: E731
     # One program for each mesh: a jit has one set of devices.
     (wanted,), wanted_grads = jax.jit(lambda: (plain(x, router, w), gradient(plain)))()
@@ -185,20 +185,20 @@ def test_losses_and_loads_are_global_and_padding_counts_for_nothing(dropless):
     balance, z, load = stats_by_hand(x, router, 2, weights)
     noise = jnp.where(weights[:, :, None] > 0, x, 100.0)
     for n in (8,) if dropless else (1, 8):
-        run = jax.jit(on_mesh(expert_mesh(n), dropless=dropless, capacity_factor=8.0))
+        run = jax.jit(on_mesh(expert_mesh(n), routing=sk.Dropless() if dropless else sk.Capacity(8)))
         y, stats = run(x, router, w, weights)
         assert_near(stats[:3], (balance, z, load), 1e-5)
         assert float(jnp.sum(stats.dropped.weight)) == 2 * (weights > 0).sum()
         assert_near(y, dense_moe(x, router, w, 2, weights=weights), 1e-5)
         # what stands in the padding changes nothing, and takes nobody's place
-        tight = jax.jit(on_mesh(expert_mesh(n), dropless=dropless, capacity_factor=1.0))
+        tight = jax.jit(on_mesh(expert_mesh(n), routing=sk.Dropless() if dropless else sk.Capacity(1)))
         assert_near(tight(x, router, w, weights), tight(noise, router, w, weights), 1e-5)
 
 
 def test_a_batch_of_nothing_but_padding_gives_zeros():
     x, router, w = values(4)
-    for dropless in (False, True):
-        layer = jax.jit(partial(sk.moe, expert_fn=swiglu, axis=None, dropless=dropless))
+    for routing in (sk.Capacity(), sk.Dropless()):
+        layer = jax.jit(partial(sk.moe, expert_fn=swiglu, axis=None, routing=routing))
         y, stats = layer(x, router, w, weights=jnp.zeros((B, T)))
         assert not np.any(y)
         assert stats.balance_loss == stats.z_loss == stats.dropped.weight == 0
@@ -248,10 +248,10 @@ def test_ranks_are_those_of_a_stable_sort():
 
 
 # proves F33, F34
-@pytest.mark.parametrize("dropless", [False, True])
-def test_bfloat16_tokens_are_summed_in_float32(dropless):
+@pytest.mark.parametrize("routing", [sk.Capacity(8), sk.Dropless()], ids=["capacity", "dropless"])
+def test_bfloat16_tokens_are_summed_in_float32(routing):
     x, router, w = values(8, dtype=jnp.bfloat16)
-    run = on_mesh(expert_mesh(4), dropless=dropless, capacity_factor=8.0)
+    run = on_mesh(expert_mesh(4), routing=routing)
 
     @jax.jit
     def both(*args):
@@ -268,8 +268,8 @@ def test_bfloat16_tokens_are_summed_in_float32(dropless):
     assert_near(grads, wanted_grads, 3e-2)
 
 
-@pytest.mark.parametrize("dropless", [False, True])
-def test_experts_beside_data_and_tensor_parallelism(dropless):
+@pytest.mark.parametrize("routing", [sk.Capacity(4), sk.Dropless()], ids=["capacity", "dropless"])
+def test_experts_beside_data_and_tensor_parallelism(routing):
     """Tokens over data and expert, each expert's hidden dim over model; summed inside the experts or after."""
     mesh = sk.make_mesh(data=2, expert=2, model=2)
     x, router, w = values(4)
@@ -279,11 +279,11 @@ def test_experts_beside_data_and_tensor_parallelism(dropless):
     def summed(w, rows, dot):
         return sk.all_reduce(swiglu(w, rows, dot), "model")
 
-    options = {"dropless": dropless, "capacity_factor": 4.0, "batch": ("data", "expert"), "spec": spec}
+    options = {"routing": routing, "batch": ("data", "expert"), "spec": spec}
     inside = on_mesh(mesh, expert_fn=summed, **options)
 
     def after(x, router, w):
-        return sk.all_reduce(sk.moe(x, router, w, swiglu, "expert", dropless=dropless, capacity_factor=4.0)[0], "model")
+        return sk.all_reduce(sk.moe(x, router, w, swiglu, "expert", routing=routing)[0], "model")
 
     specs = (P(("data", "expert")), P(), spec)
     run = jax.shard_map(after, mesh=mesh, in_specs=specs, out_specs=P(("data", "expert")))
@@ -301,7 +301,7 @@ def test_experts_beside_data_and_tensor_parallelism(dropless):
 def test_experts_over_two_axes():
     mesh = sk.make_mesh(jax.devices()[:4], a=2, b=2)
     args = values(8)
-    options = {"dropless": True}, {"capacity_factor": 8.0}
+    options = {"routing": sk.Dropless()}, {"routing": sk.Capacity(8)}
     runs = [on_mesh(mesh, axis=("b", "a"), spec=P(("b", "a")), **each) for each in options]
     wanted, *found = jax.jit(lambda *a: (dense_moe(*a, 2), *(run(*a)[0] for run in runs)))(*args)
     for got in found:
@@ -321,23 +321,23 @@ def test_bytes_are_the_closed_forms(n):
         return sk.census(call, x, router, w).sent(kind="all_to_all")
 
     for factor in (1.0, 1.25, 30.0):
-        room = places(T, E, top_k, factor) * E / (top_k * T)  # the factor after rounding up
+        room = sk.Capacity(factor).places(T, E, top_k) * E / (top_k * T)  # the factor after rounding up
         form = cost.expert_volume(tokens=tokens, hidden=D, ways=n, top_k=top_k, capacity_factor=room, value_bytes=4)
-        assert float(sent(False, capacity_factor=factor)) == pytest.approx(form.forward)
-        assert float(sent(True, capacity_factor=factor)) == pytest.approx(form.total)
+        assert float(sent(False, routing=sk.Capacity(factor))) == pytest.approx(form.forward)
+        assert float(sent(True, routing=sk.Capacity(factor))) == pytest.approx(form.total)
     form = cost.expert_volume(
         tokens=tokens, hidden=D, ways=n, top_k=min(top_k, E // n), capacity_factor=n, value_bytes=4
     )
-    assert float(sent(False, dropless=True)) == pytest.approx(form.forward)
-    assert float(sent(True, dropless=True)) == pytest.approx(form.total)
-    counts = sk.census(on_mesh(expert_mesh(n), dropless=True), x, router, w)
+    assert float(sent(False, routing=sk.Dropless())) == pytest.approx(form.forward)
+    assert float(sent(True, routing=sk.Dropless())) == pytest.approx(form.total)
+    counts = sk.census(on_mesh(expert_mesh(n), routing=sk.Dropless()), x, router, w)
     assert counts.sent(kind="all_gather") == (n - 1) * E * 4
     assert counts.sent(kind="all_reduce") == cost.wire("all_reduce", 8 * (E + 1), n).sent
 
 
 def test_one_device_sends_nothing():
     x, router, w = values(4)
-    for options in ({"dropless": True}, {}):
+    for options in ({"routing": sk.Dropless()}, {}):
         assert sk.census(on_mesh(expert_mesh(1), **options), x, router, w).sent() == 0
         assert sk.census(partial(sk.moe, expert_fn=swiglu, axis=None, **options), x, router, w).count() == 0
 
@@ -364,14 +364,14 @@ def test_the_ragged_exchange_is_the_dense_one(monkeypatch):
     weights = (np.arange(B * T).reshape(B, T) % 3).astype(np.float32)
     outs = []
     for dense in (True, False):
-        run = on_mesh(expert_mesh(4), dropless=True, dense=dense)
+        run = on_mesh(expert_mesh(4), routing=sk.Dropless(dense))
         outs.append(jax.value_and_grad(lambda *a, r=run: jnp.sum(jnp.sin(r(*a, weights)[0])), argnums=(0, 1, 2)))
     assert_near(*jax.jit(lambda *a: [f(*a) for f in outs])(x, router, w), 1e-6)
 
 
 @cache
 def exchange(n):
-    kernel = lambda x, counts: sk.ragged_all_to_all(x, counts, "expert", rows=16, limit=3)  # noqa: E731
+    kernel = lambda x, counts: collectives.ragged_all_to_all(x, counts, "expert", rows=16, limit=3)  # noqa: E731
     return jax.jit(jax.shard_map(kernel, mesh=expert_mesh(n), in_specs=(OVER, P()), out_specs=OVER))
 
 
@@ -403,7 +403,7 @@ def test_counts_that_cannot_be_are_seen_in_the_result(dense, monkeypatch):
     mesh, dtypes = sk.make_mesh(jax.devices()[:4], data=2, expert=2), (np.float32, np.int32, np.uint8, np.bool_)
 
     def kernel(x, counts):
-        send = lambda x: sk.ragged_all_to_all(x, counts, "expert", rows=5, limit=3, dense=dense)  # noqa: E731
+        send = lambda x: collectives.ragged_all_to_all(x, counts, "expert", rows=5, limit=3, dense=dense)  # noqa: E731
         total = lambda x: jnp.sum(send(x))  # noqa: E731
         return [send(x.astype(dtype)) for dtype in dtypes], jax.grad(total)(x)
 
@@ -451,7 +451,7 @@ def test_counts_that_cannot_be_are_seen_in_the_result(dense, monkeypatch):
     ],
 )
 def test_counts_that_are_known_to_be_wrong_are_refused(counts, options, error, message):
-    kernel = lambda x: sk.ragged_all_to_all(x, counts, "expert", **({"rows": 5, "limit": 3} | options))  # noqa: E731
+    kernel = lambda x: collectives.ragged_all_to_all(x, counts, "expert", **({"rows": 5, "limit": 3} | options))  # noqa: E731
     run = jax.shard_map(kernel, mesh=expert_mesh(2), in_specs=OVER, out_specs=OVER)
     with pytest.raises(error) as caught:
         jax.eval_shape(run, jax.ShapeDtypeStruct((10, 1), jnp.float32))
@@ -470,20 +470,20 @@ def absent(n, **options):
 
 # proves F34
 def test_devices_with_a_ragged_exchange_use_it():
-    step, args = absent(4, dropless=True)
+    step, args = absent(4, routing=sk.Dropless())
     text = step.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
     assert text.count("@ragged_all_to_all(") == 4
     form = cost.expert_volume(tokens=32, hidden=128, ways=4, top_k=2)  # n int32 beside each in the backward pass
     assert float(sk.census(step, *args).sent(kind="all_to_all")) == form.total + 4 * 3 / 4 * 4 * 4
-    step, args = absent(4, dropless=True, dense=True)
+    step, args = absent(4, routing=sk.Dropless(dense=True))
     assert "ragged_all_to_all" not in step.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
     x, router, w = values(4)
-    assert "ragged_all_to_all" not in str(jax.make_jaxpr(on_mesh(expert_mesh(2), dropless=True))(x, router, w))
+    assert "ragged_all_to_all" not in str(jax.make_jaxpr(on_mesh(expert_mesh(2), routing=sk.Dropless()))(x, router, w))
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed: shardkit[aot]")
 def test_the_tpu_compiles_the_ragged_exchange():
-    step, args = absent(4, dropless=True)
+    step, args = absent(4, routing=sk.Dropless())
     report = sk.aot.compile(step, args, topology="v5e:2x2")
     rows = [row for row in report.rows if row.kind == "all_to_all" and row.bytes_in > 1000]
     assert sum(row.count for row in rows) == 4
@@ -535,7 +535,7 @@ def model_loss(axis, **options):
     return loss
 
 
-TIGHT, DROPLESS = {"capacity_factor": 1.0}, {"dropless": True}
+TIGHT, DROPLESS = {"routing": sk.Capacity(1)}, {"routing": sk.Dropless()}
 PLANS = {
     "ep": ({"expert": 4}, lambda: sk.ep("expert"), DROPLESS),
     "ep of one device": ({"expert": 1, "data": 2}, lambda: sk.chain(sk.dp("data"), sk.ep("expert")), TIGHT),
@@ -582,7 +582,7 @@ def test_dropped_choices_are_a_metric():
     for sizes in ({"data": 1, "expert": 1}, {"data": 2, "expert": 4}):
         mesh = sk.make_mesh(jax.devices()[: math.prod(sizes.values())], **sizes)
         plan = sk.chain(sk.dp("data"), sk.ep("expert"))
-        evaluate = sk.make_eval_step(model_loss("expert", capacity_factor=1.0), mesh=mesh, plan=plan)
+        evaluate = sk.make_eval_step(model_loss("expert", routing=sk.Capacity(1)), mesh=mesh, plan=plan)
         seen.append(float(evaluate(params, batch)["dropped"]))
     assert 0 < seen[0] < 1
     assert seen[0] == seen[1]
@@ -610,20 +610,43 @@ def raised(match, fn, *args, **kwargs):
     assert str(caught.value) == match
 
 
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda *given: sk.moe(*given, routing=1.25),
+            "moe: routing must be a Capacity or a Dropless; got 1.25. Pass for example sk.Capacity(1.25), or "
+            "sk.Dropless().",
+        ),
+        (lambda *_: sk.Capacity("1.25"), "Capacity: factor must be a number; got '1.25'. Correct factor."),
+        (lambda *_: sk.Capacity(1, 2.0), "Capacity: group must be a whole number or None; got 2.0. Correct group."),
+        (lambda *_: sk.Capacity(group=0), "Capacity: group must be at least 1; got 0. Correct group."),
+        (lambda *_: sk.Dropless(1), "Dropless: dense must be True or False or None; got 1. Correct dense."),
+    ],
+)
+def test_a_routing_of_something_else(call, message):
+    """A factor in place of the routing would be taken for any other option's value."""
+    x, router, w = np.ones((2, 6, 5), "f"), np.ones((5, 4), "f"), {"down": np.ones((4, 7, 5), "f")}
+    with pytest.raises((TypeError, ValueError)) as error:
+        call(x, router, w, swiglu, None)
+    assert str(error.value) == message
+
+
 # proves F33
 def test_errors_name_rule_values_and_remedy():
     x, router, w = values(6)
     call = partial(sk.moe, x, router, w, swiglu, None)
     raised("route: top_k must be between 1 and the number of experts; got 7 for 6 experts. Lower top_k.", call, top_k=7)
     raised(
-        "moe: capacity_factor must be positive; got 0. Pass 1 for balanced tokens, or dropless=True to drop none.",
-        call,
-        capacity_factor=0,
+        "Capacity: factor must be positive and finite; got 0. Pass 1 for balanced tokens, or Dropless() to drop none.",
+        sk.Capacity,
+        0,
     )
     raised(
         "route: group must divide the tokens of a device; got groups of 7 for 48 tokens. Choose a divisor.",
         call,
-        group=7,
+        routing=sk.Capacity(group=7),
     )
     raised(
         "moe: dim 0 of every leaf must count this device's experts, 6 of 6; got shape (3, 7, 5) for down. "

@@ -39,6 +39,8 @@ def test_an_unknown_mode():
         sk.pipeline_value_and_grad(*PIECES, schedules.gpipe(2, 2), "stage", mode="fast")
     with refused(f"pipeline_loss: {rule}"):
         sk.pipeline_loss(*PIECES, schedules.gpipe(2, 2), "stage", mode="fast")
+    with refused(f"pipeline.loss: {rule}"):
+        sk.pipeline(schedules.gpipe(2, 2), "stage").loss(*PIECES, mode="fast")
 
 
 def test_an_illegal_schedule_comes_with_its_grid():
@@ -54,6 +56,69 @@ def test_an_illegal_schedule_comes_with_its_grid():
         sk.pipeline_value_and_grad(*PIECES, late, "stage")
 
 
+@pytest.mark.check
+def test_a_plan_with_the_stages_of_another_pipeline():
+    """Layers would be where another schedule looks for them."""
+    one, two = (sk.pipeline(schedules.lockstep(2, 4, chunks), "stage") for chunks in (1, 2))
+    sentence = (
+        "pp: the plan of a pipeline must have the stages of its schedule, 2 devices; got those of another, 2 devices, "
+        "2 chunks in stage order. Pass the plan of the same pipeline, or chain(pp('stage'), ...)."
+    )
+    mesh = sk.abstract_mesh(stage=2)
+    with refused(sentence):
+        sk.make_train_step(one.value_and_grad(*PIECES), optax.sgd(0.1), mesh=mesh, plan=two.plan)
+    with refused(sentence):
+        sk.make_eval_step(one.loss(*PIECES), mesh=mesh, plan=two.plan)
+    again = sk.pipeline(schedules.gpipe(2, 8), "stage")  # other microbatches, the same stages
+    sk.make_eval_step(again.loss(*PIECES), mesh=mesh, plan=one.plan)
+
+
+@pytest.mark.check
+def test_a_pipelines_loss_in_place_of_its_gradfn():
+    """And the other way round: `value_and_grad` of the loss would lose the stages."""
+    pipe, mesh = sk.pipeline(schedules.gpipe(2, 2), "stage"), sk.abstract_mesh(stage=2)
+    with refused(
+        "make_train_step: grad_fn must be a GradFn; got a PipelineLoss. Pass pipe.value_and_grad(embed, stage, head) "
+        "of pipe = sk.pipeline(...).",
+        TypeError,
+    ):
+        sk.make_train_step(pipe.loss(*PIECES), optax.sgd(0.1), mesh=mesh, plan=pipe.plan)
+    with refused(
+        "make_eval_step: loss_fn must be a loss function; got a PipelineGradFn. Pass pipe.loss(embed, stage, head) of "
+        "pipe = sk.pipeline(...).",
+        TypeError,
+    ):
+        sk.make_eval_step(pipe.value_and_grad(*PIECES), mesh=mesh, plan=pipe.plan)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: sk.PipelineGradFn("stage", lambda *_: None),
+            "PipelineGradFn: stages must be a Stages; got 'stage'. Correct stages.",
+        ),
+        (
+            lambda: sk.PipelineLoss(schedules.Stages("stage"), None),
+            "PipelineLoss: function must be a function; got None. Pass the function itself.",
+        ),
+        (
+            lambda: sk.pipeline(schedules.gpipe, "stage"),
+            "pipeline: schedule must be a Schedule; got the function 'gpipe'. Pass for example "
+            "sk.schedules.gpipe(devices=2, microbatches=4).",
+        ),
+        (
+            lambda: sk.pipeline(schedules.gpipe(2, 2), "stage").value_and_grad(*PIECES, recompute=1),
+            "pipeline.value_and_grad: recompute must be True or False; got 1. Correct recompute.",
+        ),
+    ],
+)
+def test_a_pipeline_of_something_else(call, message):
+    with refused(message, TypeError):
+        call()
+
+
 def test_a_schedule_for_another_number_of_devices():
     grad_fn = sk.pipeline_value_and_grad(*PIECES, schedules.gpipe(4, 2), "stage", layer_numbers=True)
     specs = {"in_specs": (P("stage"), P()), "out_specs": P()}
@@ -62,7 +127,7 @@ def test_a_schedule_for_another_number_of_devices():
     )
     with refused(
         "pipeline_value_and_grad: the schedule must be for the devices of axis 'stage'; it is for 4 and there are 2. "
-        "Make one with stages=2."
+        "Make one with devices=2."
     ):
         jax.eval_shape(run, make_params(4)["layers"], make_batch(4))
 
@@ -70,8 +135,8 @@ def test_a_schedule_for_another_number_of_devices():
 def test_a_mesh_for_another_schedule():
     init, _ = train_step(schedules.gpipe(4, 2))
     with refused(
-        "pp: the schedule is for 4 stages; axis 'stage' has 2 devices. Make the mesh with 4 devices there, or the "
-        "schedule with 2 stages."
+        "pp: the schedule is for 4 devices; axis 'stage' has 2. Make the mesh with 4 devices there, or the schedule "
+        "with devices=2."
     ):
         init(make_params(4), KEY)
 

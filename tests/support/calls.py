@@ -50,7 +50,7 @@ def required(function):
 
 def sizes_of(build):
     """Arguments of the builder of a schedule."""
-    return {"stages": 2, "microbatches": 4} | ({"chunks": 2} if "chunks" in required(build) else {})
+    return {"devices": 2, "microbatches": 4} | ({"chunks": 2} if "chunks" in required(build) else {})
 
 
 def kernels():
@@ -157,7 +157,8 @@ def builders():
     step = {"grad_fn": grad_fn, "optimizer": optimizer, "mesh": mesh, "plan": plan}
     schedule = schedules.one_f_one_b(2, 4)
     functions = {"embed": lambda s, b, k: b, "stage": lambda w, x, k: x, "head": lambda s, x, b: jnp.sum(x)}
-    pipeline = {**functions, "schedule": schedule, "axis": "stage"}
+    over = {"schedule": schedule, "axis": "stage"}
+    pipeline, pipe = functions | over, sk.pipeline(**over)
     rules = {"w": P(None, "data")}
     halves = sk.submeshes(mesh, "model")
     put = {"stages": [lambda p, x: x] * 2, "meshes": halves}
@@ -188,7 +189,7 @@ def builders():
         *((each, {"axis": "data"}) for each in returning("Plan", sk) if required(each) == ["axis"]),
         (sk.strategy, {"name": "own", "axis": "data"}),
         (sk.chain, {"plans": (plan,)}),
-        (sk.describe, {"thing": mesh}),
+        (sk.describe, {"thing": plan, "params": params, "mesh": mesh}),
         (sk.local_shape, {"shape": (8, 4), "spec": P("data"), "mesh": mesh}),
         (sk.global_shape, {"shape": (8, 4), "spec": P("data"), "mesh": mesh}),
         (sk.shard, {"tree": batch, "mesh": mesh, "specs": P("data")}),
@@ -200,6 +201,9 @@ def builders():
         (sk.value_and_grad, {"loss_fn": loss}),
         (sk.make_train_step, step),
         (sk.make_eval_step, {"loss_fn": loss, "mesh": mesh, "plan": plan}),
+        (sk.pipeline, over),
+        (pipe.value_and_grad, functions),
+        (pipe.loss, functions),
         (sk.pipeline_loss, pipeline),
         (sk.pipeline_value_and_grad, pipeline),
         (sk.device_put_pipeline, put),

@@ -89,7 +89,7 @@ NAMED = {
 BY_HINT = [
     (r"bool", "bool"), (r"int", "whole"), (r"float", "number"), (r"str", "text"), (r"Axis", "axis"),
     (r"jax\.Array", "array"), (r"Mesh", "mesh"), (r"Plan", "plan"), (r"Schedule", "schedule"),
-    (r"Callable.*", "function"), (r"Literal.*|Op|Impl|Order|Mode|Uneven|Remat", "text"), (r"Any", "tree"),
+    (r"Callable.*|Piece", "function"), (r"Literal.*|Op|Impl|Order|Mode|Uneven|Remat", "text"), (r"Any", "tree"),
     (r"Sequence\[int\]|tuple\[int, \.\.\.\]", "wholes"), (r"Mapping.*", "mapping"),
     (r"Sequence.*|Iterable.*", "sequence"),
 ]  # fmt: skip
@@ -125,7 +125,7 @@ def kind_of(name, parameter):
     parts = [part.strip() for part in re.split(r"\|(?![^\[]*\])", hint)]
     optional = "None" in parts or parameter.default is None
     first = next((part for part in parts if part != "None"), "Any")
-    if first in ("bool", "float") or (first in ("int", "str") and name not in NAMED):
+    if first in ("bool", "float") or (first in ("int", "str") and NAMED.get(name, "sequence") == "sequence"):
         return BY_HINT[[h for h, _ in BY_HINT].index(first)][1], optional
     if parameter.kind is parameter.VAR_KEYWORD:
         return "sizes", False

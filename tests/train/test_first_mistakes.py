@@ -54,6 +54,60 @@ def test_a_train_step_of_something_else(change, message):
 
 
 @pytest.mark.check
+@pytest.mark.parametrize(
+    ("returned", "told"), [(lambda loss: loss, "float32[]"), (lambda loss: sk.Mean(loss, 1), "Mean(float32[], int)")]
+)
+def test_a_loss_whose_signature_does_not_tell(returned, told):
+    """A function of any keywords may be a GradFn: that it is a loss shows when it returns."""
+    step = sk.make_train_step(lambda *given, **_: returned(jnp.sum(given[1])), SGD, mesh=MESH, plan=PLAN)
+    state = step.init.abstract({"w": jax.ShapeDtypeStruct((3,), np.float32)})
+    with pytest.raises(TypeError) as error:
+        step.step.trace(state, jax.ShapeDtypeStruct((8, 3), np.float32))
+    assert str(error.value).partition("\n-")[0] == (
+        f"make_train_step: a GradFn must return (Mean, aux, gradients); got {told}. Pass sk.value_and_grad(loss_fn)."
+    )
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("plan", ["data", "dp('data')"])
+def test_an_evaluation_and_a_description_of_no_plan(plan):
+    of_example = "Pass for example sk.dp('data'), or sk.chain(...) of several."
+    with pytest.raises(TypeError) as error:
+        sk.make_eval_step(loss, mesh=MESH, plan=plan)
+    assert str(error.value) == f"make_eval_step: plan must be a Plan; got {plan!r}. {of_example}"
+    with pytest.raises(TypeError) as error:
+        sk.describe(plan, {"w": jnp.ones(3)}, MESH)
+    assert str(error.value) == f"describe: plan must be a Plan; got {plan!r}. {of_example}"
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([PLAN], "a plan must come with parameters; got none. Call describe(plan, params, mesh)."),
+        ([PLAN, "w", MESH], "params must be an array or a pytree of arrays; got 'w'. Pass arrays of jax or NumPy."),
+        ([PLAN, np.ones(3), 8], "mesh must be a mesh or None; got 8. Pass for example sk.make_mesh(data=8)."),
+        (
+            [np.ones(3), PLAN, MESH],
+            "plan must be a Plan; got array([1., 1., 1.]). Pass for example sk.dp('data'), or sk.chain(...) of "
+            "several.",
+        ),
+    ],
+)
+def test_a_description_of_something_else(given, message):
+    with pytest.raises(TypeError) as error:
+        sk.describe(*given)
+    assert str(error.value) == f"describe: {message}"
+
+
+@pytest.mark.check
+def test_a_triage_of_a_loss():
+    with pytest.raises(TypeError) as error:
+        sk.runtime.triage(loss, mesh=MESH, plan=PLAN)
+    assert str(error.value) == FUNCTION.format("the function 'loss'").replace("make_train_step", "triage")
+
+
+@pytest.mark.check
 def test_an_evaluation_of_a_gradfn():
     with pytest.raises(TypeError) as error:
         sk.make_eval_step(OWN, mesh=MESH, plan=PLAN)

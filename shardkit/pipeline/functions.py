@@ -1,0 +1,47 @@
+"""The GradFn and the loss of a pipeline, from its pieces and its schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from shardkit.partitioning.gradient import Mean
+from shardkit.partitioning.handles import is_handle, part_gradient, parts, with_parts
+from shardkit.partitioning.staged import PipelineGradFn, PipelineLoss
+from shardkit.pipeline.pieces import Model
+from shardkit.pipeline.run import Mode, run
+from shardkit.schedules import Schedule, Stages
+
+
+def gradient_of(model: Model, schedule: Schedule, stages: Stages, mode: Mode, recompute: bool) -> PipelineGradFn:
+    """The GradFn of a model in pieces."""
+
+    def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
+        opened = with_parts(params, parts(params))
+        sums = run(model, schedule, stages, opened, batch, keys, scale, mode, recompute, train=True)
+        layers = jax.tree.leaves(parts(opened["layers"]))
+        stack = [total.reshape(leaf.shape) for total, leaf in zip(sums.layers, layers, strict=True)]
+        grads = sums.shared | {"layers": jax.tree.unflatten(jax.tree.structure(parts(opened["layers"])), stack)}
+        grads = jax.tree.map(_left, params, grads, is_leaf=is_handle)
+        means = dict(sums.means)
+        return means.pop("loss"), means, {name: grads[name] for name in params}
+
+    return PipelineGradFn(stages, grad_fn)
+
+
+def loss_of(model: Model, schedule: Schedule, stages: Stages, mode: Mode) -> PipelineLoss:
+    """The loss of a model in pieces, by the forward actions of the schedule."""
+    forward = schedule.forward()
+
+    def loss(params: Any, batch: Any, keys: Any) -> tuple[Mean, dict[str, Mean]]:
+        means = dict(run(model, forward, stages, params, batch, keys, 1, mode, False, train=False).means)
+        return means.pop("loss"), means
+
+    return PipelineLoss(stages, loss)
+
+
+def _left(node: Any, grad: Any) -> Any:
+    """The gradient of a leaf as it leaves the GradFn: of a lazy leaf with `entry`, that of its part."""
+    return part_gradient(node, grad) if is_handle(node) and node.entry else grad
