@@ -12,12 +12,17 @@ from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple
 
-from shardkit._check import Axis, axis_names, named, quoted
+import jax.numpy as jnp
+
+from shardkit._check import Axis, at_least, axis_names, named, one_of, quoted
+from shardkit._kinds import DType
 from shardkit._typed import typed
 from shardkit.collectives import basic, bucketed
+from shardkit.collectives import compressed as quantized
 from shardkit.collectives import hierarchical as two_level
 from shardkit.collectives import ring as rings
 from shardkit.cost.collectives import wire
+from shardkit.cost.quantization import FORMATS, quantized_bytes
 
 _KERNELS = ("all_gather", "reduce_scatter", "all_reduce")
 Ways = Mapping[str, int]
@@ -118,19 +123,11 @@ def hierarchical(inner: Axis) -> Algorithm:
     fast = axis_names("hierarchical", inner)
     name = f"hierarchical({quoted(fast)})"
 
-    def fits(where: str, axes: tuple[str, ...]) -> None:
-        if axes[-len(fast) :] != fast or len(axes) == len(fast):
-            raise ValueError(
-                f"{where}: {name} needs the axes of slow links, then {named(fast)}; got {quoted(axes)}. Pass for "
-                f"example axis=('node', {quoted(fast)})."
-            )
-
     def kernel(kind: str) -> Callable[..., Any]:
         def run(x: Any, axes: tuple[str, ...], **options: Any) -> Any:
-            slow = tuple(axis for axis in axes if axis not in fast)
-            if not slow or len(slow) == len(axes):  # the others have one device
+            here, slow = _levels(axes, fast)
+            if not here or not slow:
                 return getattr(basic, kind)(x, axes, **options)
-            here = tuple(axis for axis in axes if axis in fast)
             return getattr(two_level, kind)(x, here, slow, **options)
 
         return run
@@ -138,8 +135,7 @@ def hierarchical(inner: Axis) -> Algorithm:
     gather, scatter, reduce = map(kernel, _KERNELS)
 
     def cost(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:
-        inside = {axis: n for axis, n in ways.items() if axis in fast}
-        outside = {axis: n for axis, n in ways.items() if axis not in fast}
+        inside, outside = ({axis: ways[axis] for axis in axes} for axes in _levels(tuple(ways), fast))
         if not inside or not outside:
             return _plain_cost(kernel, elements, itemsize, ways)
         n = math.prod(inside.values())
@@ -150,7 +146,7 @@ def hierarchical(inner: Axis) -> Algorithm:
         slow = _plain_cost(kernel, [e // n for e in padded], itemsize, outside)
         return _plain_cost(kernel, padded, itemsize, inside) | slow
 
-    return Algorithm(name, gather, scatter, reduce, fits, cost)
+    return Algorithm(name, gather, scatter, reduce, partial(_ends_in, name, fast), cost)
 
 
 @typed
@@ -183,6 +179,98 @@ def bucket(*, bucket_bytes: int = 32 * 2**20, scatter_from: int = 8 * 2**20) -> 
         return _plain_cost(kernel, padded, 1, ways)
 
     return Algorithm(f"bucket({bucket_bytes:,} bytes)", all_reduce=reduce, cost=cost)
+
+
+@typed
+def compressed(
+    dtype: DType,
+    *,
+    block: int = 256,
+    compress_result: bool = False,
+    inner: Axis | None = None,
+    inner_dtype: DType | None = None,
+) -> Algorithm:
+    """Weights or gradients sent in a small dtype, block by block; see `sk.compressed`.
+
+    Args:
+        dtype: jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8 or jnp.int4.
+        block: elements that share a scale, 1 or more.
+        compress_result: in an all_reduce, gather the sums in `dtype` too.
+        inner: the axis (or axes) of the fast links, for a reduce_scatter in two levels as in ZeRO++; the strategy's
+            other axes, over which the sums are compressed, must come before it.
+        inner_dtype: the dtype inside; None: float32.
+
+    Returns:
+        An Algorithm. Weights that are not floating-point are refused where the step is traced.
+
+    Raises:
+        ValueError: another dtype, or an empty block; from the strategy, axes that do not end in `inner`.
+
+    Cost: for messages of Q = `cost.quantized_bytes` of what is sent to one device, Q (n-1); an all_reduce sends its
+        sums too.
+
+    Example:
+        >>> small = sk.algorithms.compressed(jnp.int8)
+        >>> plan = sk.fsdp("data", gather=small, reduce=sk.algorithms.compressed(jnp.int4))
+        >>> print(plan.strategies[0].gather, plan.strategies[0].reduce)
+        compressed(int8) compressed(int4)
+
+    Source: Wang et al., ZeRO++ (arXiv:2306.10209), sections 3.1 and 3.3.
+    """
+    name, inside = jnp.dtype(dtype).name, None if inner_dtype is None else jnp.dtype(inner_dtype).name
+    one_of("compressed", "dtype", name, tuple(FORMATS))
+    if inside is not None:
+        one_of("compressed", "inner_dtype", inside, tuple(FORMATS))
+    at_least("compressed", 1, block=block)
+    fast = () if inner is None else axis_names("compressed", inner)
+    options: dict[str, Any] = {"dtype": dtype, "block": block}
+    text = f"compressed({name}{f', inner={quoted(fast)}' if fast else ''}{f' in {inside}' if inside else ''})"
+
+    def reduce_scatter(x: Any, axes: tuple[str, ...], *, dim: int) -> Any:
+        here, slow = _levels(axes, fast)
+        if not here or not slow:
+            return quantized.reduce_scatter(x, axes, dim=dim, **options)[0]
+        return quantized.reduce_scatter_two_level(x, here, slow, dim=dim, inner_dtype=inner_dtype, **options)[0]
+
+    def all_reduce(leaves: Any, axes: tuple[str, ...]) -> Any:
+        return quantized.all_reduce(leaves, axes, compress_result=compress_result, **options)[0]
+
+    def message(elements: int, dtype: str | None = name) -> int:
+        return 4 * elements if dtype is None else quantized_bytes(elements, dtype, block=block)
+
+    def cost(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:
+        n = math.prod(ways.values())
+        if kernel == "all_gather":
+            return {tuple(ways): Fraction((n - 1) * sum(message(e) for e in elements))}
+        if kernel == "all_reduce":
+            parts = [-(-e // n) for e in elements]
+            sums = [message(e) if compress_result else e * itemsize for e in parts]
+            return {tuple(ways): Fraction((n - 1) * (sum(message(e) for e in parts) + sum(sums)))}
+        here, slow = _levels(tuple(ways), fast)
+        if not here or not slow:
+            return {tuple(ways): Fraction((n - 1) * sum(message(e // n) for e in elements))}
+        i, o = (math.prod(ways[axis] for axis in axes) for axes in (here, slow))
+        return {
+            here: Fraction((i - 1) * sum(message(e // i, inside) for e in elements)),
+            slow: Fraction((o - 1) * sum(message(e // n) for e in elements)),
+        }
+
+    gather = partial(quantized.all_gather, **options)
+    fits = partial(_ends_in, text, fast) if fast else None
+    return Algorithm(text, gather, reduce_scatter, all_reduce, fits, cost)
+
+
+def _levels(axes: tuple[str, ...], fast: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes of fast links, and the others; an axis of one device may be missing."""
+    return tuple(axis for axis in axes if axis in fast), tuple(axis for axis in axes if axis not in fast)
+
+
+def _ends_in(name: str, fast: tuple[str, ...], where: str, axes: tuple[str, ...]) -> None:
+    if axes[-len(fast) :] != fast or len(axes) == len(fast):
+        raise ValueError(
+            f"{where}: {name} needs the axes of slow links, then {named(fast)}; got {quoted(axes)}. Pass for example "
+            f"axis=('node', {quoted(fast)})."
+        )
 
 
 def _padded_cost(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:
