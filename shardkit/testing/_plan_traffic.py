@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from shardkit.collectives.algorithms import PLAIN, Algorithm, Sent
-from shardkit.layout import all_axes, local_shape
+from shardkit.layout import all_axes, local_shape, path_name
+from shardkit.partitioning.dim_rules import dim0_counts_layers
 from shardkit.partitioning.placement import Cuts, Layout
 from shardkit.partitioning.plan import Plan
 from shardkit.partitioning.storage import in_rows, is_padded, padded_shape
@@ -37,25 +38,26 @@ def plan_traffic(plan: Plan, params: Any, mesh: Mesh, row: Row) -> Sent:
     policy = precision_of(row.precision)
     dtypes = (policy.compute, policy.reduce, policy.param)
     compute, reduce, held = (jnp.dtype(each or jnp.float32).itemsize for each in dtypes)
-    leaves = jax.tree.leaves(params, is_leaf=is_padded)
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_padded)
+    names = tuple(name for s in plan.strategies for name in s.names)
     layouts = jax.tree.leaves(plan.layouts(params, mesh), is_leaf=lambda x: isinstance(x, Layout))
     batch_axes = all_axes(plan.batch_spec(mesh))
     bill = _Bill(mesh)
     sums: dict[tuple[tuple[str, ...], Algorithm], list[int]] = {}
-    for layout, x in zip(layouts, leaves, strict=True):
+    for layout, (path, x) in zip(layouts, leaves, strict=True):
         natural = in_rows(tuple(x.shape), layout.rows)
 
         def block(axes: Any, natural: tuple[int, ...] = natural) -> tuple[int, ...]:
             return local_shape(padded_shape(natural, axes, mesh), axes, mesh)
 
+        # A stack is opened layer by layer, a message each.
+        by_layer = layout.lazy and not layout.entry and dim0_counts_layers(path_name(path), names)
         here, opened = layout.cuts(gather=("step",)), layout.cuts(gather=("layer",))
-        times = row.accumulate * (1 if layout.entry else GATHERS)
-        bill.gathers(here, block(layout.rest), compute)
-        closed = Layout(tuple(s for s in layout.splits if s.gather in ("never", "layer"))).rest
-        bill.gathers(opened, block(closed), times * compute)
-        grad = bill.scatters(opened, block(layout.seen), row.accumulate * reduce)
         early = layout.cuts(gather=("step", "update"), scatter=("layer", "microbatch"))
-        grad = bill.scatters(early, grad, row.accumulate * reduce)
+        closed = Layout(tuple(s for s in layout.splits if s.gather in ("never", "layer"))).rest
+        bill.gathers(here, block(layout.rest), compute)
+        bill.gathers(opened, block(closed), compute, row.accumulate * (1 if layout.entry else GATHERS), by_layer)
+        grad = bill.scatters((*opened, *early), block(layout.seen), reduce, row.accumulate, by_layer)
         grad = bill.scatters(layout.cuts(scatter=("step",)), grad, reduce)
         left = sorted((batch_axes | set(layout.varies)) - all_axes(layout.update))
         for axes, algorithm in (*layout.sums, (tuple(left), PLAIN)):
@@ -75,7 +77,13 @@ class _Bill:
         self.mesh, self.sent = mesh, Sent()
 
     def add(
-        self, algorithm: Algorithm, kernel: str, elements: Sequence[int], itemsize: int, axes: Collection[str]
+        self,
+        algorithm: Algorithm,
+        kernel: str,
+        elements: Sequence[int],
+        itemsize: int,
+        axes: Collection[str],
+        times: int = 1,
     ) -> None:
         if algorithm.cost is None:
             raise ValueError(
@@ -85,21 +93,28 @@ class _Bill:
         ways = {axis: self.mesh.shape[axis] for axis in axes if self.mesh.shape[axis] > 1}
         if ways:
             for over, sent in algorithm.cost(kernel, elements, itemsize, ways).items():
-                self.sent[over] = self.sent.get(over, Fraction(0)) + sent
+                self.sent[over] = self.sent.get(over, Fraction(0)) + times * sent
 
-    def gathers(self, cuts: Cuts, shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-        """The shape after gathers, on each dim of the last axes first."""
+    def gathers(
+        self, cuts: Cuts, shape: tuple[int, ...], itemsize: int, times: int = 1, by_layer: bool = False
+    ) -> None:
+        """Some gathers, on each dim of the last axes first."""
         for _, cut in sorted(enumerate(cuts), key=lambda each: (each[1].dim, -each[0])):
-            self.add(cut.gather_by, "all_gather", [math.prod(shape)], itemsize, cut.axes)
+            messages = shape[0] if by_layer else 1
+            size = [math.prod(shape) // max(messages, 1)]
+            self.add(cut.gather_by, "all_gather", size, itemsize, cut.axes, times * messages)
             shape = _scaled(shape, cut.dim, self._ways(cut.axes), 1)
-        return shape
 
-    def scatters(self, cuts: Cuts, shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    def scatters(
+        self, cuts: Cuts, shape: tuple[int, ...], itemsize: int, times: int = 1, by_layer: bool = False
+    ) -> tuple[int, ...]:
         """The shape after reduce_scatters, each of a dim that is padded first."""
         for cut in cuts:
             ways = self._ways(cut.axes)
             shape = _scaled(shape, cut.dim, -(-shape[cut.dim] // ways) * ways, shape[cut.dim])
-            self.add(cut.reduce_by, "reduce_scatter", [math.prod(shape)], itemsize, cut.axes)
+            messages = shape[0] if by_layer else 1
+            size = [math.prod(shape) // max(messages, 1)]
+            self.add(cut.reduce_by, "reduce_scatter", size, itemsize, cut.axes, times * messages)
             shape = _scaled(shape, cut.dim, 1, ways)
         return shape
 
