@@ -34,6 +34,8 @@ class TrainState(NamedTuple):
         opt_state: the optimizer's state; leaves that mirror a parameter are laid out as the plan's `update`.
         key: typed key from which the keys of every step's examples are derived; it never changes.
         loss_scale: the float16 loss scale, or None.
+        residuals: what compressed reductions have left out so far, or None.
+        carried: state that the loss reads and that has no gradient, or None.
     """
 
     step: jax.Array
@@ -41,6 +43,8 @@ class TrainState(NamedTuple):
     opt_state: Any
     key: Any
     loss_scale: LossScale | None = None
+    residuals: Any = None
+    carried: Any = None
 
 
 class Master(NamedTuple):

@@ -156,7 +156,8 @@ def make_train_step(
             params = jax.shard_map(lambda p: to_rest(p, layouts), mesh=mesh, in_specs=(update,), out_specs=rest)(params)
         if state.loss_scale:
             metrics["loss_scale"] = scale
-        return TrainState(state.step + 1, params, opt_state, None, loss_scale), _returned(metrics, policy.output)
+        new = TrainState(state.step + 1, params, opt_state, None, loss_scale, state.residuals, state.carried)
+        return new, _returned(metrics, policy.output)
 
     compiled = jax.jit(traced_step, donate_argnums=0)
     step = _keyed(compiled, stop=nonfinite == "stop", dynamic=policy.loss_scale == "dynamic")
@@ -271,7 +272,7 @@ def _keyed(
                 "the state that step returned, or copy a state that you want to keep: jax.tree.map(jnp.copy, state)."
             )
         new, metrics = compiled(*split(state), batch)
-        new = TrainState(new.step, new.params, new.opt_state, state.key, new.loss_scale)
+        new = new._replace(key=state.key)
         # A dynamic loss scale is found by letting gradients overflow, so only the loss tells of an error.
         if stop and not metrics["finite"] and not (dynamic and jnp.isfinite(metrics["loss"])):
             raise NonFiniteError(
@@ -283,7 +284,7 @@ def _keyed(
         return new, metrics
 
     def split(state: TrainState) -> tuple[TrainState, jax.Array]:
-        return TrainState(state.step, state.params, state.opt_state, None, state.loss_scale), state.key
+        return state._replace(key=None), state.key
 
     step.lower = lambda state, batch: compiled.lower(*split(state), batch)  # type: ignore[attr-defined]
     step.trace = lambda state, batch: compiled.trace(*split(state), batch)  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from jax import lax
 
 from shardkit.collectives._sums import typed_zeros
 from shardkit.pipeline.pieces import Given, Piece, Pieces
-from shardkit.pipeline.split_backward import Split
+from shardkit.pipeline.split_backward import TwoHalves
 
 Row = dict[str, jax.Array]  # of the table, by field
 Leaves = list[jax.Array]
@@ -88,7 +88,7 @@ class Ops(NamedTuple):
     last: int
     saves: bool
     train: bool
-    split: Split | None
+    split: TwoHalves | None
     exclusion: Exclusion
 
     def forward(self, state: State, at: Row) -> tuple[State, Leaves]:

@@ -20,7 +20,7 @@ from shardkit.collectives import vary
 from shardkit.partitioning.gradient import Mean, kind, loss_and_aux
 from shardkit.partitioning.handles import call_sealed, is_handle, parts, with_parts
 from shardkit.pipeline.divergent import collectives
-from shardkit.pipeline.split_backward import Split
+from shardkit.pipeline.split_backward import TwoHalves
 from shardkit.remat.recompute import Halves, Mask, Traced, halves, learnable
 from shardkit.remat.regather import learned
 
@@ -128,13 +128,13 @@ class Pieces:
         return Piece(backward, self._given, self.forward.out[1], self.moving.split(self.x)[0])
 
     @cached_property
-    def split(self) -> Split:
+    def split(self) -> TwoHalves:
         """The backward pass in two: `dx`, and the gradients of the layers' parts."""
         residuals, dy = self.forward.out[1], self.moving.split(self.x)[0]
         leaves, tree = jax.tree.flatten((self._given, residuals, dy))
         grads, dx = self.backward.out
         lasting = len(jax.tree.leaves(self._given))
-        return Split(
+        return TwoHalves(
             lambda *leaves: jax.tree.leaves(self.backward(*jax.tree.unflatten(tree, leaves))),
             leaves,
             first=[False] * len(grads) + [True] * len(dx),

@@ -31,7 +31,7 @@ _VIEWS = {"broadcast_in_dim", "reshape", "squeeze", "transpose", "convert_elemen
 _VIEWS |= {ASSUMED}
 
 
-class Split:
+class TwoHalves:
     """A function cut into two halves: what its first results need, and the rest, which uses values of the first half.
 
     Every equation is in one half, except those that follow from lasting arguments alone, and views of a value such as a
@@ -257,7 +257,7 @@ def _only_views(program: _Program, labels: _Labels) -> bool:
 
 def _why(program: _Program, labels: _Labels) -> str:
     """Names an equation of the first half that computes the second results."""
-    rule = "Split: the second results must have equations of their own, which the first results do not need; got "
+    rule = "TwoHalves: the second results must have equations of their own, which the first results do not need; got "
     makers = [maker for key in labels.residuals if (maker := _maker(program, key)) is not None]
     if not makers:
         return f"{rule}none that compute anything. Run the function unsplit."

@@ -881,8 +881,8 @@ _TOP = (
     Mutant(
         "step-not-counted",
         "shardkit/train.py",
-        "return TrainState(state.step + 1, params",
-        "return TrainState(state.step, params",
+        "new = TrainState(state.step + 1, params",
+        "new = TrainState(state.step, params",
         STALE,
     ),
     Mutant(

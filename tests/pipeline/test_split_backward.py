@@ -17,7 +17,7 @@ from shardkit.layers.linear import column_linear, row_linear
 from shardkit.models import transformer
 from shardkit.partitioning.handles import Handle
 from shardkit.partitioning.placement import Cut
-from shardkit.pipeline.split_backward import Split
+from shardkit.pipeline.split_backward import TwoHalves
 from shardkit.remat.recompute import POLICIES, Traced, halves, learnable
 
 LAYERS, TOKENS, WIDTH, HIDDEN = 3, 24, 32, 80
@@ -78,7 +78,7 @@ STAGES = {
 
 
 def backward_of(stage, weights, x, policy=None):
-    """A stage's backward pass as the pipeline calls it: a function of flat arrays, and what `Split` is to know."""
+    """A stage's backward pass as the pipeline calls it: a function of flat arrays, and what `TwoHalves` is to know."""
     leaves, inputs = jax.tree.leaves(weights), jax.tree.leaves(x)
     layer = Traced(stage, weights, x)
     examples = (leaves, layer.constants, inputs)
@@ -117,7 +117,7 @@ def compiled(fn, *args):
 
 def check(fn, args, first, lasting):
     """The laws of every split; returns it, with the matmuls of the whole, the first and the second half."""
-    split = Split(fn, args, first, lasting)
+    split = TwoHalves(fn, args, first, lasting)
     one, two = halves_of(split, lasting)
     (found, residuals), ahead = compiled(one, *args)
     others, later = compiled(two, args, residuals)
@@ -186,7 +186,7 @@ def test_half_precision_integers_and_keys():  # proves F38, F45
     stack = (jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), MLP), jnp.arange(LAYERS))
     stream = (X.astype(jnp.bfloat16), jax.random.split(jax.random.key(1), 2), jnp.arange(2))
     fn, args, first, lasting = backward_of(scanned(layer), stack, stream)
-    split = Split(fn, args, first, lasting)
+    split = TwoHalves(fn, args, first, lasting)
     one, two = halves_of(split, lasting)
     found, residuals = jax.jit(one)(*args)
     *grads, dx = jax.jit(fn)(*args)
@@ -251,7 +251,7 @@ def test_collectives_of_weight_gradients_wait_for_the_second_half(name):  # prov
     def program(half):
         def kernel(w, x):
             fn, args, first, lasting = backward_of(stage, sk.vary(w, ("data",)), x)
-            split = Split(fn, args, first, lasting)
+            split = TwoHalves(fn, args, first, lasting)
             one, two = halves_of(split, lasting)
             assert not split.whole
             if half == "whole":
@@ -289,18 +289,19 @@ def stubborn(w, x, dy):
 
 def test_what_cannot_be_cut_is_named():  # proves F38
     args = [draw(8, 8), draw(4, 8), draw(4, 8)]
-    split = Split(stubborn, args, [True, False], [True, False, False])
+    split = TwoHalves(stubborn, args, [True, False], [True, False, False])
     line = inspect.getsourcelines(stubborn)[1] + 6
     assert split.whole
     assert split.why == (
-        "Split: the second results must have equations of their own, which the first results do not need; got `while` "
-        f"at test_split_backward.py:{line} (stubborn), which both need. Take it apart, or run the function unsplit."
+        "TwoHalves: the second results must have equations of their own, which the first results do not need; got "
+        f"`while` at test_split_backward.py:{line} (stubborn), which both need. Take it apart, or "
+        "run the function unsplit."
     )
     first, residuals = split.first(*args)
     for got, want in zip([*first, *split.second(args[0], residuals=residuals)], stubborn(*args), strict=True):
         np.testing.assert_array_equal(got, want)
 
-    inside = Split(
+    inside = TwoHalves(
         lambda w, xs, dy: list(jax.lax.scan(lambda dy, x: tuple(stubborn(w, x, dy)), dy, xs)),
         [args[0], draw(3, 4, 8), args[2]],
         [True, False],
@@ -310,10 +311,12 @@ def test_what_cannot_be_cut_is_named():  # proves F38
 
 
 def test_without_gradients_of_weights_nothing_is_left():  # proves F38
-    split = Split(lambda w, dy: [dy @ w.T, jnp.zeros_like(w)], [draw(8, 8), draw(4, 8)], [True, False], [True, False])
+    split = TwoHalves(
+        lambda w, dy: [dy @ w.T, jnp.zeros_like(w)], [draw(8, 8), draw(4, 8)], [True, False], [True, False]
+    )
     assert split.whole and split.residuals == []
     assert split.why == (
-        "Split: the second results must have equations of their own, which the first results do not need; got none "
+        "TwoHalves: the second results must have equations of their own, which the first results do not need; got none "
         "that compute anything. Run the function unsplit."
     )
 
@@ -327,7 +330,7 @@ def test_what_acts_on_the_host_runs_once_in_the_first_half():  # proves F38
         return [dy @ w.T, dy.T @ dy]
 
     args = [draw(8, 8), draw(4, 8)]
-    split = Split(fn, args, [True, False], [True, False])
+    split = TwoHalves(fn, args, [True, False], [True, False])
     for half, calls in ((lambda: split.first(*args)[1], 1), (lambda: split.second(args[0], residuals=residuals), 1)):
         residuals = jax.block_until_ready(jax.jit(half)())
         jax.effects_barrier()
