@@ -59,7 +59,8 @@ def _when(split: Split, staged: bool) -> str:
         often = "at every tick, forward and backward" if split.gather == "layer" else "once a step"
         return f", gathered {often}"
     if "layer" in (split.gather, split.scatter):
-        return ", passed lazily to the loss"
+        kept = f", its parts over {quoted(split.secondary)} kept for the backward pass" if split.secondary else ""
+        return f", passed lazily to the loss{kept}"
     return ", gradient scattered in the backward pass" if split.scatter == "microbatch" else ""
 
 

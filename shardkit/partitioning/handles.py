@@ -23,7 +23,7 @@ from shardkit._sealed import seal, unseal
 from shardkit.collectives import axis_index, axis_size, pad_to_axis
 from shardkit.collectives.algorithms import Algorithm
 from shardkit.layout import path_name
-from shardkit.partitioning.placement import Cuts
+from shardkit.partitioning.placement import Cuts, kept_cuts
 from shardkit.partitioning.storage import Sizes, cut_padding
 
 _FIELDS = ["gathers", "scatters", "compute", "reduce", "entry", "sizes", "path"]
@@ -110,6 +110,24 @@ def is_handle(x: Any) -> bool:
 def opened(tree: Any) -> Any:
     """The tree with the weight of each lazy leaf."""
     return jax.tree.map(lambda x: _open(x) if is_handle(x) else x, tree, is_leaf=is_handle)
+
+
+def near(tree: Any, kept: Iterable[jax.Array] | None = None) -> tuple[Any, list[jax.Array]]:
+    """The tree with each lazy leaf gathered as far as it is kept for the backward pass, and the list of these parts.
+
+    The backward pass hands in the parts that the forward pass `kept`.
+    """
+    found, given = [], None if kept is None else iter(kept)
+
+    def one(x: Any) -> Any:
+        first, gathers = kept_cuts(x.gathers) if is_handle(x) else ((), ())
+        if not first:
+            return x
+        held = x.part if x.whole is None else x.whole
+        found.append(next(given) if given else whole(cast_floating(held, x.compute), first, ()))
+        return x.replaced(part=found[-1], whole=None, gathers=gathers, scatters=())
+
+    return jax.tree.map(one, tree, is_leaf=is_handle), found
 
 
 def parts(tree: Any) -> Any:
@@ -223,21 +241,22 @@ def from_end(cuts: Cuts, ndim: int) -> Cuts:
 
 
 def whole(x: jax.Array, cuts: Cuts, sizes: Iterable[tuple[int, int]], *, replicated: bool = False) -> jax.Array:
-    """An array gathered over these cuts, on each dim the last first, and cut to its natural sizes."""
-    for _, cut in sorted(enumerate(cuts), key=lambda each: (each[1].dim, -each[0])):
+    """An array gathered over these cuts, the last first, and cut to its natural sizes."""
+    for cut in reversed(cuts):
         assert cut.gather_by.all_gather
         x = cut.gather_by.all_gather(x, cut.axes, dim=cut.dim % x.ndim, replicated=replicated)
     return cut_padding(x, sizes)
 
 
 def to_parts(grad: jax.Array, cuts: Cuts, dtype: Any) -> jax.Array:
-    """A gradient summed and scattered cut by cut in a dtype, padded where a dim does not divide.
+    """A gradient summed and scattered cut by cut in a dtype, first padded where a dim does not divide.
 
     Over an axis over which it does not vary, the gradient is complete, and the device takes its part.
     """
     grad = grad.astype(dtype)
+    for dim in {cut.dim for cut in cuts}:
+        grad = pad_to_axis(grad, tuple(axis for cut in cuts if cut.dim == dim for axis in cut.axes), dim=dim)
     for cut in cuts:
-        grad = pad_to_axis(grad, cut.axes, dim=cut.dim)
         for axes in [cut.axes] if varying_axes(grad) >= set(cut.axes) else [(axis,) for axis in cut.axes]:
             split = cut.reduce_by.reduce_scatter if varying_axes(grad) >= set(axes) else own_part
             assert split

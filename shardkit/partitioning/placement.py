@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from itertools import compress
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -26,9 +27,17 @@ class Cut(NamedTuple):
     axes: tuple[str, ...]
     gather_by: Algorithm = PLAIN
     reduce_by: Algorithm = PLAIN
+    keep: bool = False  # what is gathered in a layer's forward pass is kept for its backward pass
 
 
 Cuts = tuple[Cut, ...]
+
+
+def kept_cuts(cuts: Cuts) -> tuple[Cuts, Cuts]:
+    """The cuts that are gathered for a secondary part, with those that cut its parts further; and the others."""
+    first = {cut.dim: i for i, cut in reversed(list(enumerate(cuts))) if cut.keep}
+    kept = tuple(i >= first.get(cut.dim, len(cuts)) for i, cut in enumerate(cuts))
+    return tuple(compress(cuts, kept)), tuple(cut for cut, found in zip(cuts, kept, strict=True) if not found)
 
 
 class Split(NamedTuple):
@@ -52,7 +61,9 @@ class Split(NamedTuple):
         pad: whether a dim that does not divide is padded.
         rows: the stored order of dim 0, as in `Layout`.
         note: a remark on it for `describe`.
-        axes: the axes, major first; the plan fills in those of the strategy.
+        secondary: axes over which a part, gathered over the others in the forward pass of its layer, is kept for the
+            backward pass, which gathers over these alone. The algorithms of the strategy are for the other axes.
+        axes: the axes, major first; the plan fills in those of the strategy, of which the secondary ones come first.
         gather_by: the algorithm of its gathers; the plan fills in that of the strategy.
         reduce_by: the algorithm of its reductions; the plan fills in that of the strategy.
     """
@@ -63,6 +74,7 @@ class Split(NamedTuple):
     pad: bool = False
     rows: Rows = ()
     note: str = ""
+    secondary: tuple[str, ...] = ()
     axes: tuple[str, ...] = ()
     gather_by: Algorithm = PLAIN
     reduce_by: Algorithm = PLAIN
@@ -71,6 +83,15 @@ class Split(NamedTuple):
     def lazy(self) -> bool:
         """Whether the leaf reaches the GradFn as a handle."""
         return self.gather == "layer" or self.scatter in ("layer", "microbatch")
+
+    @property
+    def cuts(self) -> Cuts:
+        """What it cuts, and by which algorithms."""
+        cut = Cut(self.dim, self.axes, self.gather_by, self.reduce_by)
+        if not self.secondary:
+            return (cut,)
+        others = tuple(axis for axis in self.axes if axis not in self.secondary)
+        return Cut(self.dim, self.secondary), cut._replace(axes=others, keep=self.gather == "layer")
 
 
 class Layout(NamedTuple):
@@ -124,15 +145,14 @@ class Layout(NamedTuple):
         return self.lazy and not any("layer" in (s.gather, s.scatter) for s in self.splits)
 
     def cuts(self, *, gather: Collection[str] = _GATHERS, scatter: Collection[str] = _SCATTERS) -> Cuts:
-        """What its splits of these times cut, dim by dim; splits of a dim by the same algorithms are one cut."""
+        """What its splits of these times cut, in their order; splits of a dim by the same algorithms are one cut."""
         found: list[Cut] = []
-        for s in sorted(self.splits, key=lambda s: s.dim):
-            if s.gather in gather and s.scatter in scatter:
-                last = found[-1] if found else None
-                if last and (last.dim, last.gather_by, last.reduce_by) == (s.dim, s.gather_by, s.reduce_by):
-                    found[-1] = last._replace(axes=last.axes + s.axes)
-                else:
-                    found.append(Cut(s.dim, s.axes, s.gather_by, s.reduce_by))
+        for cut in [c for s in self.splits if s.gather in gather and s.scatter in scatter for c in s.cuts]:
+            same = [i for i, each in enumerate(found) if each.dim == cut.dim][-1:]
+            if same and found[same[0]]._replace(axes=cut.axes) == cut:
+                found[same[0]] = cut._replace(axes=found[same[0]].axes + cut.axes)
+            else:
+                found.append(cut)
         return tuple(found)
 
     def at_rest(self) -> Held:

@@ -93,10 +93,11 @@ class Plan(NamedTuple):
             split = s.place(Leaf(path, left, jnp.result_type(x), ways, taken)) or "left whole"
             if not isinstance(split, str):
                 dim = dim_of(f"{s.name}: leaf {path}", split.dim, len(left))
-                split = split._replace(dim=dim, axes=s.axes, gather_by=s.gather, reduce_by=s.reduce)
+                axes = (*split.secondary, *(axis for axis in s.axes if axis not in split.secondary))
+                split = split._replace(dim=dim, axes=axes, gather_by=s.gather, reduce_by=s.reduce)
             yield s, split
             if not isinstance(split, str):
-                spec = PartitionSpec(*([None] * split.dim), s.axes)
+                spec = PartitionSpec(*([None] * split.dim), axes)
                 left = in_rows(left, split.rows)
                 left = local_shape(padded_shape(left, spec, mesh) if split.pad else left, spec, mesh)
                 taken |= {split.dim}

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from shardkit._compat import varying_axes
 from shardkit.collectives._sums import typed_zeros, wide_zeros
-from shardkit.partitioning.handles import is_handle, opened, part_gradient, parts
+from shardkit.partitioning.handles import is_handle, near, opened, part_gradient, parts
 from shardkit.remat.recompute import Halves, Leaves, Traced, halves, learnable
 
 Forward = Callable[[Leaves, Leaves, Leaves], tuple[list[Any], list[Any]]]
@@ -65,7 +65,8 @@ class _Sweep(NamedTuple):
     Attributes:
         gather: the weights of one layer, gathered.
         forward: `(one layer's forward pass, weights, shared, x) -> (y, residuals)`.
-        backward: `(halves, wanted, weights, shared, residuals, dy) -> the wanted gradients`.
+        backward: `(halves, wanted, weights, shared, residuals, dy) -> the wanted gradients`; the residuals of `forward`
+            include the weights' secondary parts.
         stack: whether the weights are those of several layers.
     """
 
@@ -115,14 +116,18 @@ def _with_derivative(
     return jax.tree.unflatten(jax.tree.structure(layer.out), call(leaves))
 
 
-def _one_layer(forward: Forward, weights: Any, shared: Leaves, x: Leaves) -> tuple[list[Any], list[Any]]:
-    return forward(jax.tree.leaves(opened(weights)), shared, x)
+def _one_layer(forward: Forward, weights: Any, shared: Leaves, x: Leaves) -> tuple[list[Any], Any]:
+    weights, kept = near(weights)
+    y, residuals = forward(jax.tree.leaves(opened(weights)), shared, x)
+    return y, (residuals, kept)
 
 
 def _one_layer_back(
-    passes: Halves, wanted: _Wanted, weights: Any, shared: Leaves, residuals: Leaves, dy: Leaves
+    passes: Halves, wanted: _Wanted, weights: Any, shared: Leaves, residuals: Any, dy: Leaves
 ) -> list[Any]:
-    grads, dx = passes.backward(jax.tree.leaves(opened(_after(dy, weights))), shared, residuals, dy)
+    residuals, kept = residuals
+    again = _after(dy, near(weights, kept)[0])
+    grads, dx = passes.backward(jax.tree.leaves(opened(again)), shared, residuals, dy)
     return [*_part_gradients([*_nodes(weights, wanted), *compress(shared, wanted.shared)], grads), *dx]
 
 
@@ -136,8 +141,10 @@ def _after(dy: Leaves, weights: Any) -> Any:
     def one(node: Any) -> Any:
         if not (is_handle(node) and node.gathers):
             return node
-        first = [ct for ct in dy if varying_axes(ct) <= varying_axes(node.part)]
-        return node.replaced(part=jax.lax.optimization_barrier((node.part, first))[0])
+        held = "part" if node.whole is None else "whole"  # what is gathered
+        x = getattr(node, held)
+        first = [ct for ct in dy if varying_axes(ct) <= varying_axes(x)]
+        return node.replaced(**{held: jax.lax.optimization_barrier((x, first))[0]})
 
     return jax.tree.map(one, weights, is_leaf=is_handle)
 
@@ -145,29 +152,30 @@ def _after(dy: Leaves, weights: Any) -> Any:
 def _prefetched(forward: Forward, stacked: Any, shared: Leaves, x: Leaves, *, layers: int) -> tuple[list[Any], Any]:
     """All layers, each gathered while the one before it computes; the last one is outside the loop."""
 
-    def fetch(i: Any) -> list[Any]:
-        return jax.tree.leaves(opened(_at(stacked, i)))
+    def fetch(i: Any) -> Any:
+        weights, kept = near(_at(stacked, i))
+        return jax.tree.leaves(opened(weights)), kept
 
     def body(carry: Any, i: jax.Array) -> Any:
-        x, weights = carry
+        x, (weights, kept) = carry
         ahead = fetch(i + 1)
         x, residuals = forward(weights, shared, x)
-        return (x, ahead), residuals
+        return (x, ahead), (residuals, kept)
 
-    (x, weights), residuals = jax.lax.scan(body, (x, fetch(0)), jnp.arange(layers - 1))
+    (x, (weights, kept)), residuals = jax.lax.scan(body, (x, fetch(0)), jnp.arange(layers - 1))
     x, last = forward(weights, shared, x)
-    return x, (residuals, last)
+    return x, (residuals, (last, kept))
 
 
 def _prefetched_back(
     passes: Halves, wanted: _Wanted, stacked: Any, shared: Leaves, residuals: Any, dy: Leaves, *, layers: int
 ) -> list[Any]:
     """All layers from the last to the first, each gathered while the one after it computes."""
-    residuals, last = residuals
+    (residuals, kept), (last, kept_last) = residuals
     nodes, shared_nodes = _nodes(stacked, wanted), list(compress(shared, wanted.shared))
 
-    def fetch(i: Any) -> list[Any]:
-        return jax.tree.leaves(opened(_at(stacked, i)))
+    def fetch(i: Any, kept: Leaves) -> list[Any]:
+        return jax.tree.leaves(opened(near(_at(stacked, i), kept)[0]))
 
     def layer(i: Any, weights: Leaves, residuals: Leaves, carry: Any) -> Any:
         dy, stores, sums = carry
@@ -178,14 +186,14 @@ def _prefetched_back(
 
     def body(carry: Any, i: jax.Array) -> Any:
         weights, carry = carry
-        ahead = fetch(i - 1)
+        ahead = fetch(i - 1, _at(kept, i - 1))
         return (ahead, layer(i, weights, _at(residuals, i), carry)), None
 
     stores = [typed_zeros(p) for p in parts(nodes)]
     carry = (dy, stores, [wide_zeros(leaf) for leaf in shared_nodes])
     final = layers - 1
-    ahead = fetch(final - 1) if final else []
-    carry = layer(final, fetch(final), last, carry)
+    ahead = fetch(final - 1, _at(kept, final - 1)) if final else []
+    carry = layer(final, fetch(final, kept_last), last, carry)
     if final:
         (ahead, carry), _ = jax.lax.scan(body, (ahead, carry), jnp.arange(final - 1, 0, -1))
         carry = layer(0, ahead, _at(residuals, 0), carry)

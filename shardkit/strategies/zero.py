@@ -19,7 +19,8 @@ The options are the same for all three:
   split; in a list of layers dim 0 may be.
 - `rules` chooses the dim of each leaf, as a function of path and shape (None: leave the leaf whole), or as a pytree of
   PartitionSpecs that name `axis`, such as `specs_from_rules` returns. Without rules it is the largest dim that divides.
-- `gather` and `reduce` are the algorithms of the collectives, such as `sk.algorithms.ring()`.
+- `gather` and `reduce` are the algorithms of the collectives, such as `sk.algorithms.ring()`. ZeRO++ is
+  `fsdp(("node", "gpu"), layerwise=..., gather=compressed(int8), secondary="gpu", reduce=compressed(int4))`.
 - `uneven` says what to do with a leaf of which no dim divides: "replicate" leaves it whole, "refuse" raises, and "pad"
   stores and sends it with zeros at the end of the dim that grows least; `unpadded` removes them.
 
@@ -32,7 +33,7 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
-from shardkit._check import Axis, at_least, axis_names, named
+from shardkit._check import Axis, at_least, axis_names, named, quoted
 from shardkit._typed import typed
 from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.partitioning.dim_rules import DimRules, dim0_counts_layers, dim_chooser, in_subtrees, leaves_split_over
@@ -146,6 +147,7 @@ def fsdp(
     uneven: Uneven = "replicate",
     gather: Algorithm = PLAIN,
     reduce: Algorithm = PLAIN,
+    secondary: Axis | None = None,
 ) -> Plan:
     """ZeRO-3, fully sharded data parallelism: parameters, gradients and optimizer state are split.
 
@@ -160,6 +162,9 @@ def fsdp(
         uneven: what to do with a leaf of which no dim divides: "replicate", "refuse" or "pad".
         gather: the algorithm that gathers parameters.
         reduce: the algorithm that reduces gradients.
+        secondary: some of the axes, those of the fast links. A layer's weights are gathered over the other axes in the
+            forward pass alone; the backward pass gathers them again from the parts over these, which it kept in the
+            compute dtype. `gather` and `reduce` are then the algorithms of the other axes.
 
     Returns:
         A plan for `make_train_step`; `chain` joins it with others. `chain(dp("replica"), fsdp("shard"))` is hybrid
@@ -169,21 +174,38 @@ def fsdp(
         TypeError: `axis` is not a name or a tuple of names; at trace time a lazy leaf that is used unopened.
         ValueError: an unknown `uneven`; at trace time a leaf that does not divide, with `uneven="refuse"`, a chosen dim
             that cannot be padded, or a name that matches no leaf; an algorithm without the collective, or that cannot
-            run over `axis`.
+            run over `axis`; a `secondary` that is not some of the axes, or without `layerwise`.
 
     Cost: for leaves gathered once per step an all_gather and a reduce_scatter, 2 (n-1)/n of their bytes, whatever the
         accumulation; for layer-wise ones two gathers and a reduce_scatter in each of k microbatches, 3 k (n-1)/n, or
-        2 k with `gathered(keep=True)`. Gathers are in the compute dtype, reductions in the reduce dtype.
+        2 k with `gathered(keep=True)`. Gathers are in the compute dtype, reductions in the reduce dtype. With
+        `secondary` over I of n devices, what fsdp over I devices sends, and over the others one gather and one
+        reduce_scatter of 1/I of the bytes; a device keeps 1/I of the weights until the backward pass.
 
     Example:
         >>> params = {"embed": jnp.ones((64, 32)), "layers": jnp.ones((4, 32, 32))}
         >>> layouts = sk.fsdp("data", layerwise=("layers",)).layouts(params, mesh)
         >>> tuple(layouts["embed"].rest), tuple(layouts["layers"].rest)
         (('data',), (None, 'data'))
+        >>> small = {"gather": sk.algorithms.compressed(jnp.int8), "reduce": sk.algorithms.compressed(jnp.int4)}
+        >>> plan = sk.fsdp(("data", "model"), layerwise=("layers",), secondary="model", **small)  # ZeRO++
+        >>> tuple(plan.layouts(params, mesh)["layers"].rest)
+        (None, ('model', 'data'))
 
-    Source: Rajbhandari et al., ZeRO (SC 2020), section 5.3; Zhao et al., PyTorch FSDP (VLDB 2023).
+    Source: Rajbhandari et al., ZeRO (SC 2020), section 5.3; Zhao et al., PyTorch FSDP (VLDB 2023); Wang et al., ZeRO++
+        (arXiv:2306.10209), for `secondary`.
     """
-    return _zero("fsdp", axis, layerwise, min_size, rules, uneven, gather, reduce, rank=1, whole=("step", "step"))
+    fast = () if secondary is None else axis_names("fsdp", secondary)
+    axes = axis_names("fsdp", axis)
+    if fast and (not set(fast) < set(axes) or not layerwise):
+        raise ValueError(
+            "fsdp: secondary must be some of the axes, and not all, for the weights that layerwise names; got "
+            f"secondary={quoted(fast)} for the axes {quoted(axes)} and layerwise={layerwise!r}. Pass for example "
+            "fsdp(('node', 'gpu'), layerwise=('layers',), secondary='gpu')."
+        )
+    whole: tuple[Gather, Scatter] = ("step", "step")
+    options = (layerwise, min_size, rules, uneven, gather, reduce)
+    return _zero("fsdp", axis, *options, rank=1, whole=whole, secondary=fast)
 
 
 def _zero(
@@ -199,6 +221,7 @@ def _zero(
     rank: int,
     whole: tuple[Gather, Scatter],
     layer: tuple[Gather, Scatter] = ("layer", "layer"),
+    secondary: tuple[str, ...] = (),
 ) -> Plan:
     """A plan that splits each leaf; `whole` and `layer` say when a leaf is gathered and its gradient scattered."""
     at_least(name, 0, min_size=min_size)
@@ -209,11 +232,13 @@ def _zero(
         at = choose(leaf)
         if isinstance(at, str):
             return at
-        return Split(at, *(layer if in_subtrees(leaf.path, layerwise) else whole), pad=uneven == "pad")
+        times = layer if in_subtrees(leaf.path, layerwise) else whole
+        return Split(at, *times, pad=uneven == "pad", secondary=secondary)
 
     names = (*layerwise, *leaves_split_over(rules, axis))
-    gather.check(name, "gather", "all_gather", axes)
-    reduce.check(name, "reduce", "reduce_scatter", axes)
+    others = tuple(axis for axis in axes if axis not in secondary)
+    gather.check(name, "gather", "all_gather", others)
+    reduce.check(name, "reduce", "reduce_scatter", others)
     return strategy(name, axis, rank=rank, batch_dim=0, place=place, names=names, gather=gather, reduce=reduce)
 
 

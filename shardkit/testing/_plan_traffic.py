@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from shardkit.collectives.algorithms import PLAIN, Algorithm, Sent
 from shardkit.layout import all_axes, local_shape, path_name
 from shardkit.partitioning.dim_rules import dim0_counts_layers
-from shardkit.partitioning.placement import Cuts, Layout
+from shardkit.partitioning.placement import Cuts, Layout, kept_cuts
 from shardkit.partitioning.plan import Plan
 from shardkit.partitioning.storage import in_rows, is_padded, padded_shape
 from shardkit.precision import precision_of
@@ -56,7 +56,9 @@ def plan_traffic(plan: Plan, params: Any, mesh: Mesh, row: Row) -> Sent:
         early = layout.cuts(gather=("step", "update"), scatter=("layer", "microbatch"))
         closed = Layout(tuple(s for s in layout.splits if s.gather in ("never", "layer"))).rest
         bill.gathers(here, block(layout.rest), compute)
-        bill.gathers(opened, block(closed), compute, row.accumulate * (1 if layout.entry else GATHERS), by_layer)
+        first, again = kept_cuts(opened)
+        each = bill.gathers(first, block(closed), compute, row.accumulate, by_layer)
+        bill.gathers(again, each, compute, row.accumulate * (1 if layout.entry else GATHERS), by_layer)
         grad = bill.scatters((*opened, *early), block(layout.seen), reduce, row.accumulate, by_layer)
         grad = bill.scatters(layout.cuts(scatter=("step",)), grad, reduce)
         left = sorted((batch_axes | set(layout.varies)) - all_axes(layout.update))
@@ -97,25 +99,27 @@ class _Bill:
 
     def gathers(
         self, cuts: Cuts, shape: tuple[int, ...], itemsize: int, times: int = 1, by_layer: bool = False
-    ) -> None:
-        """Some gathers, on each dim of the last axes first."""
-        for _, cut in sorted(enumerate(cuts), key=lambda each: (each[1].dim, -each[0])):
+    ) -> tuple[int, ...]:
+        """The shape after gathers, the last first."""
+        for cut in reversed(cuts):
             messages = shape[0] if by_layer else 1
             size = [math.prod(shape) // max(messages, 1)]
             self.add(cut.gather_by, "all_gather", size, itemsize, cut.axes, times * messages)
             shape = _scaled(shape, cut.dim, self._ways(cut.axes), 1)
+        return shape
 
     def scatters(
         self, cuts: Cuts, shape: tuple[int, ...], itemsize: int, times: int = 1, by_layer: bool = False
     ) -> tuple[int, ...]:
-        """The shape after reduce_scatters, each of a dim that is padded first."""
+        """The shape after reduce_scatters, of dims that are padded first."""
+        for dim in {cut.dim for cut in cuts}:
+            ways = math.prod(self._ways(cut.axes) for cut in cuts if cut.dim == dim)
+            shape = _scaled(shape, dim, -(-shape[dim] // ways) * ways, shape[dim])
         for cut in cuts:
-            ways = self._ways(cut.axes)
-            shape = _scaled(shape, cut.dim, -(-shape[cut.dim] // ways) * ways, shape[cut.dim])
             messages = shape[0] if by_layer else 1
             size = [math.prod(shape) // max(messages, 1)]
             self.add(cut.reduce_by, "reduce_scatter", size, itemsize, cut.axes, times * messages)
-            shape = _scaled(shape, cut.dim, 1, ways)
+            shape = _scaled(shape, cut.dim, 1, self._ways(cut.axes))
         return shape
 
     def _ways(self, axes: Collection[str]) -> int:

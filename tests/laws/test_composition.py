@@ -143,6 +143,12 @@ REST = {
         (fsdp(("b", "a")), tp("tied", sequence=True)),
         Axes("model", sequence=True),
     ),
+    "a secondary shard, prefetched": Row(
+        "ahead",
+        {"a": 2, "model": 2, "b": 2},
+        (fsdp(("b", "a"), secondary="a"), tp("ahead", sequence=True)),
+        Axes("model", sequence=True),
+    ),
     "hybrid sharding beside sequence parallelism": Row(
         "tied",
         {"replica": 2, "shard": 2, "model": 2},

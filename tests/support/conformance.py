@@ -108,6 +108,19 @@ PLANS = [
         {"a": 2, "b": 2},
         lambda: sk.chain(sk.fsdp("a", min_size=1), sk.fsdp("b", min_size=1, layerwise=("layers",))),
     ),
+    PlanRow(
+        "fsdp with a secondary shard",
+        {"node": 2, "gpu": 4},
+        lambda: sk.fsdp(("node", "gpu"), layerwise=("layers",), secondary="gpu", **padding(8)),
+    ),
+    PlanRow(
+        "fsdp with a secondary shard and zero2 layerwise",
+        {"slow": 2, "zero": 2, "fast": 2},
+        lambda: sk.chain(
+            sk.zero2("zero", min_size=1, layerwise=("layers",)),
+            sk.fsdp(("slow", "fast"), min_size=1, layerwise=("layers",), secondary="fast"),
+        ),
+    ),
     PlanRow("toy tp x dp", {"data": 2, "model": 2}, lambda: sk.chain(toy_tp("model"), sk.dp("data")), "model"),
     PlanRow(
         "toy tp x fsdp x zero1",
