@@ -282,6 +282,13 @@ _PARALLEL = (
         CAST,
     ),
     Mutant(
+        "secondary-part-gathered-again",
+        "shardkit/partitioning/handles.py",
+        "next(given) if given else whole(cast_floating(held, x.compute), first, ())",
+        "whole(cast_floating(held, x.compute), first, ())",
+        TWICE,
+    ),
+    Mutant(
         "gradient-summed-in-own-dtype",
         "shardkit/partitioning/handles.py",
         "grad = grad.astype(dtype)",
