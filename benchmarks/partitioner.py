@@ -66,6 +66,7 @@ ROWS = {
         {"data": -1},
         {
             "zero1": sk.zero1("data"),
+            "zero1, by layer": sk.zero1("data", layerwise=LAYERS),
             "zero2": sk.zero2("data"),
             "zero2, by layer": sk.zero2("data", layerwise=LAYERS),
         },

@@ -27,7 +27,7 @@ WITH_MASTER = sk.Precision(param=jnp.bfloat16, compute=jnp.bfloat16, master=jnp.
 IN_PARTS = sk.Precision(compute=jnp.bfloat16)
 ROWS: dict[str, tuple[sk.Plan, sk.Precision, float]] = {
     "DP": (sk.dp("d"), WITH_MASTER, 14.0),
-    "ZeRO-1": (sk.zero1("d"), WITH_MASTER, 2 + 12 / 8),
+    "ZeRO-1": (sk.zero1("d", layerwise=("layers",)), WITH_MASTER, 2 + 12 / 8),
     "ZeRO-2": (sk.zero2("d", layerwise=("layers",)), WITH_MASTER, 2 + 12 / 8),
     "ZeRO-3": (sk.fsdp("d", layerwise=("layers",)), IN_PARTS, 12 / 8),
     "ZeRO-3, prefetch": (sk.fsdp("d", layerwise=("layers",)), IN_PARTS, 12 / 8),

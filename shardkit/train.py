@@ -116,10 +116,10 @@ def make_train_step(
     import optax
 
     check_function("make_train_step", grad_fn)
-    plan = arranged(plan, grad_fn)
+    at_least("make_train_step", 1, accumulate=accumulate)
+    plan = arranged(plan, grad_fn, accumulate)
     plan.check(mesh)
     policy = precision_of(precision)
-    at_least("make_train_step", 1, accumulate=accumulate)
     if accumulate > 1 and isinstance(grad_fn, PipelineGradFn):
         warnings.warn(
             f"make_train_step: accumulate={accumulate} fills and drains the pipeline {accumulate} times per step. Give "

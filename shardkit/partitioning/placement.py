@@ -47,6 +47,7 @@ class Split(NamedTuple):
     |---|---|---|
     | tp, pp, ep | never | never |
     | zero1 | update | step |
+    | zero1, layer-wise | update | layer, or `once` |
     | zero2 | update | microbatch |
     | zero2, layer-wise | update | layer |
     | fsdp | step | step |
@@ -58,6 +59,7 @@ class Split(NamedTuple):
             after the "update", so that it is whole in the state.
         scatter: when its gradient is summed and split: "never" by the step, because the loss gets the part; in the
             backward pass of its "layer"; at the end of each "microbatch"; or once per "step".
+        once: whether a step of several microbatches scatters it once per "step", whatever `scatter` says.
         pad: whether a dim that does not divide is padded.
         rows: the stored order of dim 0, as in `Layout`.
         note: a remark on it for `describe`.
@@ -71,6 +73,7 @@ class Split(NamedTuple):
     dim: int
     gather: Gather = "never"
     scatter: Scatter = "never"
+    once: bool = False
     pad: bool = False
     rows: Rows = ()
     note: str = ""
@@ -225,6 +228,7 @@ class Strategy(NamedTuple):
         gather: the algorithm that gathers weights.
         reduce: the algorithm that reduces gradients.
         stages: of `pp`, which device has which layers; None for any other strategy.
+        accumulated: whether the step has several microbatches.
     """
 
     name: str
@@ -237,6 +241,7 @@ class Strategy(NamedTuple):
     gather: Algorithm = PLAIN
     reduce: Algorithm = PLAIN
     stages: Stages | None = None
+    accumulated: bool = False
 
 
 def map_layouts(fn: Callable[..., Any], layouts: Any, *trees: Any) -> Any:

@@ -44,6 +44,10 @@ class Plan(NamedTuple):
         """The mesh axes that split the batch."""
         return tuple(axis for s in self.strategies if s.batch_dim is not None for axis in s.axes)
 
+    def accumulated(self) -> Plan:
+        """This plan in a step of several microbatches."""
+        return Plan(tuple(s._replace(accumulated=True) for s in self.strategies))
+
     def batch_spec(self, mesh: Mesh) -> PartitionSpec:
         """How the batch is split: for each dim its axes, in the mesh's order; a tuple of axes keeps its own.
 
@@ -95,6 +99,7 @@ class Plan(NamedTuple):
                 dim = dim_of(f"{s.name}: leaf {path}", split.dim, len(left))
                 axes = (*split.secondary, *(axis for axis in s.axes if axis not in split.secondary))
                 split = split._replace(dim=dim, axes=axes, gather_by=s.gather, reduce_by=s.reduce)
+                split = split._replace(scatter="step") if s.accumulated and split.once else split
             yield s, split
             if not isinstance(split, str):
                 spec = PartitionSpec(*([None] * split.dim), axes)

@@ -47,12 +47,14 @@ def stack_plan(stages: Stages) -> Plan:
     return Plan((made._replace(stages=stages),))
 
 
-def arranged(plan: Plan, function: Any) -> Plan:
-    """The plan with the stages of a pipeline's GradFn or loss in its `pp`; for any other function the plan itself.
+def arranged(plan: Plan, function: Any, accumulate: int = 1) -> Plan:
+    """The plan for a GradFn or loss: accumulated if it has several microbatches, its `pp` with a pipeline's stages.
 
     Raises:
         ValueError: the plan has no `pp` over the pipeline's axis, or one with the stages of another pipeline.
     """
+    if accumulate > 1 or isinstance(function, Staged):
+        plan = plan.accumulated()
     if not isinstance(function, Staged):
         return plan
     stages = function.stages

@@ -168,7 +168,7 @@ def triage(
     """
     check_function("triage", grad_fn)
     at_least("triage", 1, accumulate=accumulate)
-    plan = arranged(plan, grad_fn)
+    plan = arranged(plan, grad_fn, accumulate)
     plan.check(mesh)
     policy = precision_of(precision)
     batch_spec = plan.batch_spec(mesh)

@@ -4,6 +4,7 @@
 |---|---|---|---|
 | `dp` | all | all | 2 |
 | `zero1` | parameters, 1/n of the optimizer state | all | 2 |
+| `zero1(layerwise=...)` | parameters, 1/n of the optimizer state | 1/n if k is 1, otherwise all | 2 |
 | `zero2` | parameters, 1/n of the optimizer state | 1/n | k + 1 |
 | `fsdp` | 1/n of everything | all | 2, gathered once per step |
 | `fsdp(layerwise=...)` | 1/n of everything | 1/n | 3k, 2k or 3 |
@@ -14,9 +15,9 @@ before the next, sends 3. With `uneven="pad"` a leaf counts with its padding, in
 
 The options are the same for all three:
 
-- `layerwise` names subtrees of lazy leaves, such as "layers": `gathered` and `scan_layers` gather (zero2: scatter the
-  gradients of) one layer at a time, so that no more than a layer is whole at once. Dim 0 of a stack, the layer, is not
-  split; in a list of layers dim 0 may be.
+- `layerwise` names subtrees of lazy leaves, such as "layers": `gathered` and `scan_layers` gather (zero1 and zero2:
+  scatter the gradients of) one layer at a time, so that no more than a layer is whole at once. Dim 0 of a stack, the
+  layer, is not split; in a list of layers dim 0 may be.
 - `rules` chooses the dim of each leaf, as a function of path and shape (None: leave the leaf whole), or as a pytree of
   PartitionSpecs that name `axis`, such as `specs_from_rules` returns. Without rules it is the largest dim that divides.
 - `gather` and `reduce` are the algorithms of the collectives, such as `sk.algorithms.ring()`. ZeRO++ is
@@ -48,6 +49,7 @@ Uneven = Literal["replicate", "refuse", "pad"]
 def zero1(
     axis: Axis,
     *,
+    layerwise: tuple[str, ...] = (),
     min_size: int = MIN_SIZE,
     rules: DimRules | None = None,
     uneven: Uneven = "replicate",
@@ -60,6 +62,8 @@ def zero1(
 
     Args:
         axis: mesh axis or tuple of axes, which also split the batch.
+        layerwise: subtrees, such as "layers", whose gradients are scattered layer by layer, by `gathered` or
+            `scan_layers`, in a step of one microbatch, so that they are never whole.
         min_size: leaves with fewer elements stay whole.
         rules: which dim of a leaf is split: `(path, shape) -> dim` or None, or a pytree of PartitionSpecs.
         uneven: what to do with a leaf of which no dim divides: "replicate", "refuse" or "pad".
@@ -70,7 +74,7 @@ def zero1(
         A plan for `make_train_step`; `chain` joins it with others.
 
     Raises:
-        TypeError: `axis` is not a name or a tuple of names.
+        TypeError: `axis` is not a name or a tuple of names; at trace time a lazy leaf that is used unopened.
         ValueError: an unknown `uneven`; at trace time a leaf that does not divide, with `uneven="refuse"`, a chosen dim
             that cannot be padded, or a name that matches no leaf; an algorithm without the collective, or that cannot
             run over `axis`.
@@ -85,7 +89,8 @@ def zero1(
 
     Source: Rajbhandari et al., ZeRO (SC 2020), section 5.1.
     """
-    return _zero("zero1", axis, (), min_size, rules, uneven, gather, reduce, rank=2, whole=("update", "step"))
+    options = (layerwise, min_size, rules, uneven, gather, reduce)
+    return _zero("zero1", axis, *options, once=True, rank=2, whole=("update", "step"), layer=("update", "layer"))
 
 
 @typed
@@ -133,8 +138,8 @@ def zero2(
 
     Source: Rajbhandari et al., ZeRO (SC 2020), section 5.2.
     """
-    times: dict[str, tuple[Gather, Scatter]] = {"whole": ("update", "microbatch"), "layer": ("update", "layer")}
-    return _zero("zero2", axis, layerwise, min_size, rules, uneven, gather, reduce, rank=2, **times)
+    options = (layerwise, min_size, rules, uneven, gather, reduce)
+    return _zero("zero2", axis, *options, rank=2, whole=("update", "microbatch"), layer=("update", "layer"))
 
 
 @typed
@@ -203,9 +208,8 @@ def fsdp(
             f"secondary={quoted(fast)} for the axes {quoted(axes)} and layerwise={layerwise!r}. Pass for example "
             "fsdp(('node', 'gpu'), layerwise=('layers',), secondary='gpu')."
         )
-    whole: tuple[Gather, Scatter] = ("step", "step")
     options = (layerwise, min_size, rules, uneven, gather, reduce)
-    return _zero("fsdp", axis, *options, rank=1, whole=whole, secondary=fast)
+    return _zero("fsdp", axis, *options, rank=1, whole=("step", "step"), layer=("layer", "layer"), secondary=fast)
 
 
 def _zero(
@@ -218,9 +222,10 @@ def _zero(
     gather: Algorithm,
     reduce: Algorithm,
     *,
+    once: bool = False,
     rank: int,
     whole: tuple[Gather, Scatter],
-    layer: tuple[Gather, Scatter] = ("layer", "layer"),
+    layer: tuple[Gather, Scatter],
     secondary: tuple[str, ...] = (),
 ) -> Plan:
     """A plan that splits each leaf; `whole` and `layer` say when a leaf is gathered and its gradient scattered."""
@@ -233,7 +238,7 @@ def _zero(
         if isinstance(at, str):
             return at
         times = layer if in_subtrees(leaf.path, layerwise) else whole
-        return Split(at, *times, pad=uneven == "pad", secondary=secondary)
+        return Split(at, *times, once, uneven == "pad", secondary=secondary)
 
     names = (*layerwise, *leaves_split_over(rules, axis))
     others = tuple(axis for axis in axes if axis not in secondary)

@@ -163,7 +163,7 @@ class Program:
             row = row._replace(grad_fn=grad_fn)
             options: dict[str, Any] = {name: getattr(row, name) for name in ("accumulate", "precision", "nonfinite")}
             built = make_train_step(grad_fn, row.optimizer, mesh=mesh, plan=row.plan, **options)
-            plan = arranged(row.plan, grad_fn)
+            plan = arranged(row.plan, grad_fn, row.accumulate)
         return cls(row, mesh, plan, built.init, built.step, params, batches, key)
 
     @cached_property

@@ -62,6 +62,7 @@ PLANS = [
     PlanRow("two dp", {"data": 2, "replica": 2}, lambda: sk.chain(sk.dp("replica"), sk.dp("data"))),
     PlanRow("dp beside an unused axis", {"data": 2, "spare": 2}, lambda: sk.dp("data")),
     PlanRow("zero1", {"data": 4}, lambda: sk.zero1("data", min_size=1)),
+    PlanRow("zero1 layerwise", {"data": 4}, lambda: sk.zero1("data", min_size=1, layerwise=("layers",))),
     PlanRow("zero2", {"data": 4}, lambda: sk.zero2("data", min_size=1)),
     PlanRow("zero2 layerwise", {"data": 4}, lambda: sk.zero2("data", min_size=1, layerwise=("layers",))),
     PlanRow("fsdp", {"fsdp": 4}, lambda: sk.fsdp("fsdp", min_size=1)),
