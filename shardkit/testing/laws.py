@@ -31,11 +31,12 @@ from shardkit.testing.program import SCALE, Program
 
 Law = Callable[[Program, Reference], str | None]
 
-# The files that gather leaves and reduce their gradients, and the functions among them that call an algorithm.
+# The files that gather leaves and reduce their gradients.
 _PLAN = ("reshard.py:", "handles.py:", "regather.py:")
-_BY_ALGORITHM = {("handles.py", "whole"), ("handles.py", "to_parts"), ("handles.py", "summed")}
 # Primitives that mix elements of an array: an optimizer that uses one reads across shards.
 _MIXING = ("reduce_", "dot_general", "sort", "cum", "top_k", "argm", "scatter", "gather", "random_", "threefry")
+# The functions of _PLAN's files that call an algorithm, whose kernels may stand anywhere.
+_CALL_ALGORITHMS = {"whole", "to_parts", "summed", "scattered"}
 
 
 def same_numbers(program: Program, reference: Reference) -> str | None:
@@ -195,8 +196,9 @@ LAWS: tuple[Law, ...] = (
 
 def _of_plan(site: Site) -> bool:
     """Whether a collective is one of the plan, not of the loss."""
-    frames = {(Path(file).name, function) for file, _, function in _compat.user_frames(site.equation)}
-    return site.source.startswith(_PLAN) or bool(frames & _BY_ALGORITHM)
+    frames = _compat.user_frames(site.equation)
+    callers = {function for file, _, function in frames if f"{Path(file).name}:" in _PLAN}
+    return site.source.startswith(_PLAN) or bool(callers & _CALL_ALGORITHMS)
 
 
 def _reads_across_shards(program: Program) -> bool:

@@ -1398,7 +1398,7 @@ _TESTING = (
     Mutant(
         "algorithm-of-ones-own-is-the-loss",
         "shardkit/testing/laws.py",
-        "return site.source.startswith(_PLAN) or bool(frames & _BY_ALGORITHM)",
+        "return site.source.startswith(_PLAN) or bool(callers & _CALL_ALGORITHMS)",
         "return site.source.startswith(_PLAN)",
         PASSES,
     ),
