@@ -1,6 +1,7 @@
 """Programs and types, where they depend on the jax version (0.10 to 0.12).
 
-Only this file and `_platform.py` (devices, processes, compilers) use private names of jax, through `private`.
+Private names of jax are looked up by `private` alone, here, in `_platform.py` (devices, processes, compilers) and in
+`_sealed.py`.
 """
 
 from __future__ import annotations
@@ -90,67 +91,6 @@ def bound_axes() -> dict[str, int]:
     sizes = {name: size for name, size in private("core.get_axis_env")().axis_sizes.items() if isinstance(name, str)}
     mesh = jax.sharding.get_abstract_mesh().axis_names  # nested shard_maps bind axes in another order
     return {name: sizes[name] for name in sorted(sizes, key=lambda n: mesh.index(n) if n in mesh else len(mesh))}
-
-
-def eval_jaxpr(jaxpr: Any, constants: Sequence[Any], *args: Any) -> list[Any]:
-    """The results of a jaxpr, evaluated equation by equation."""
-    return jax.core.eval_jaxpr(jaxpr, constants, *args)
-
-
-def not_reached(jaxpr: Any, given: int, last: int) -> tuple[Any, list[bool]]:
-    """What of a jaxpr follows from its first `given` arguments alone, inside its loops and calls too.
-
-    Returns:
-        A jaxpr of those arguments, whose results are those of the `last` results that follow from them; and for each of
-        the `last` results whether it does not.
-    """
-    inputs, before = len(jaxpr.invars), len(jaxpr.outvars) - last
-    reached = _reached(jaxpr, [k >= given for k in range(inputs)])
-    moved = _marks(jaxpr.outvars[before:], reached)
-    # An equation with an effect is never dead code: those that other arguments reach are taken out first.
-    first = [e for e in jaxpr.eqns if not all(_marks(e.outvars, reached)) or not any(_marks(e.invars, reached))]
-    still, _ = partial_eval.dce_jaxpr(
-        jaxpr.replace(eqns=first),
-        [False] * before + [not moves for moves in moved],
-        instantiate=[True] * given + [False] * (inputs - given),
-    )
-    return still, moved
-
-
-def _reached(jaxpr: Any, arguments: Sequence[bool]) -> set[Any]:
-    """The variables of a jaxpr that depend on these arguments."""
-    reached = {v for v, marked in zip(jaxpr.invars, arguments, strict=True) if marked}
-    for equation in jaxpr.eqns:
-        ins = _marks(equation.invars, reached)
-        if any(ins):
-            outs = _results_reached(equation, ins)
-            reached.update(v for v, marked in zip(equation.outvars, outs, strict=True) if marked)
-    return reached
-
-
-def _marks(atoms: Sequence[Any], variables: set[Any]) -> list[bool]:
-    return [not isinstance(atom, Literal) and atom in variables for atom in atoms]
-
-
-def _results_reached(equation: Any, ins: list[bool]) -> list[bool]:
-    def through(jaxpr: Any, arguments: Sequence[bool]) -> list[bool]:
-        return _marks(jaxpr.outvars, _reached(jaxpr, arguments))
-
-    name, inner = equation.primitive.name, [jaxpr for _, jaxpr in inner_jaxprs(equation)]
-    if name in {*CALLS, "shard_map"} and len(inner) == 1 and len(inner[0].invars) == len(ins):
-        return through(inner[0], ins)
-    if name == "cond":
-        return [ins[0] or any(branches) for branches in zip(*(through(each, ins[1:]) for each in inner), strict=True)]
-    if name == "scan":
-        first, carry = scan_parts(equation)
-        last = first + carry
-        while True:
-            outs = through(inner[0], ins)
-            carried = [a or b for a, b in zip(ins[first:last], outs[:carry], strict=True)]
-            if carried == ins[first:last]:
-                return [*carried, *outs[carry:]]
-            ins[first:last] = carried
-    return [True] * len(equation.outvars)
 
 
 def arguments_used(jaxpr: Any) -> list[bool]:
@@ -261,7 +201,9 @@ def _transforms(equation: Any) -> set[str]:
 
 
 def made_by_pmap(equation: Any) -> bool:
-    """Whether an equation was traced inside jax.pmap, which no longer has a primitive."""
+    """Whether an equation is a call that was traced inside jax.pmap, which no longer has a primitive."""
+    if equation.primitive.name not in ("jit", "pjit"):
+        return False
     frames = equation.source_info.traceback.frames if equation.source_info.traceback else ()
     return any(Path(f.file_name).name == "pmap.py" and "jax" in Path(f.file_name).parts for f in frames)
 

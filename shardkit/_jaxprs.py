@@ -2,7 +2,7 @@
 
 `walk` lists every equation at any depth. `flow` follows what is known of values from the arguments of one jaxpr to its
 results; the caller's `step` decides what an equation does to it, with `called`, `scan_operands`, `while_operands` and
-`settled` for the equations that hold jaxprs.
+`settled` for the equations that hold jaxprs. `not_reached` is the part of a program that follows from some arguments.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+from jax.extend.core import Literal
+from jax.interpreters import partial_eval
 
 from shardkit import _compat
 
@@ -151,6 +154,62 @@ def while_operands(equation: Any, operands: list[T]) -> tuple[list[T], list[T], 
     n = equation.params["cond_nconsts"]
     m = n + equation.params["body_nconsts"]
     return operands[:n], operands[n:m], operands[m:]
+
+
+def not_reached(jaxpr: Any, given: int, last: int) -> tuple[Any, list[bool]]:
+    """What of a jaxpr follows from its first `given` arguments alone, inside its loops and calls too.
+
+    Returns:
+        A jaxpr of those arguments, whose results are those of the `last` results that follow from them; and for each of
+        the `last` results whether it does not.
+    """
+    inputs, before = len(jaxpr.invars), len(jaxpr.outvars) - last
+    reached = _reached(jaxpr, [k >= given for k in range(inputs)])
+    moved = _marks(jaxpr.outvars[before:], reached)
+    # An equation with an effect is never dead code: those that other arguments reach are taken out first.
+    first = [e for e in jaxpr.eqns if not all(_marks(e.outvars, reached)) or not any(_marks(e.invars, reached))]
+    still, _ = partial_eval.dce_jaxpr(
+        jaxpr.replace(eqns=first),
+        [False] * before + [not moves for moves in moved],
+        instantiate=[True] * given + [False] * (inputs - given),
+    )
+    return still, moved
+
+
+def _reached(jaxpr: Any, arguments: Sequence[bool]) -> set[Any]:
+    """The variables of a jaxpr that depend on these arguments."""
+    reached = {v for v, marked in zip(jaxpr.invars, arguments, strict=True) if marked}
+    for equation in jaxpr.eqns:
+        ins = _marks(equation.invars, reached)
+        if any(ins):
+            outs = _results_reached(equation, ins)
+            reached.update(v for v, marked in zip(equation.outvars, outs, strict=True) if marked)
+    return reached
+
+
+def _marks(atoms: Sequence[Any], variables: set[Any]) -> list[bool]:
+    return [not isinstance(atom, Literal) and atom in variables for atom in atoms]
+
+
+def _results_reached(equation: Any, ins: list[bool]) -> list[bool]:
+    def through(jaxpr: Any, arguments: Sequence[bool]) -> list[bool]:
+        return _marks(jaxpr.outvars, _reached(jaxpr, arguments))
+
+    name, inner = equation.primitive.name, [jaxpr for _, jaxpr in _compat.inner_jaxprs(equation)]
+    if name in {*_compat.CALLS, "shard_map"} and len(inner) == 1 and len(inner[0].invars) == len(ins):
+        return through(inner[0], ins)
+    if name == "cond":
+        return [ins[0] or any(branches) for branches in zip(*(through(each, ins[1:]) for each in inner), strict=True)]
+    if name == "scan":
+        first, carry = _compat.scan_parts(equation)
+        last = first + carry
+        while True:
+            outs = through(inner[0], ins)
+            carried = [a or b for a, b in zip(ins[first:last], outs[:carry], strict=True)]
+            if carried == ins[first:last]:
+                return [*carried, *outs[carry:]]
+            ins[first:last] = carried
+    return [True] * len(equation.outvars)
 
 
 def source_line(equation: Any, around: str = "") -> str:

@@ -45,25 +45,24 @@ def make_mesh(
     _check_types(axis_types, len(sizes))
     if not sizes:
         raise ValueError("make_mesh: at least one axis is needed; got none. Pass for example make_mesh(data=-1).")
-    chosen = devices is not None
-    _check_devices("make_mesh", devices or ())
-    twice = next((d for d in devices or () if list(devices or ()).count(d) > 1), None)
+    chosen = [] if devices is None else list(devices)  # an array of devices has no truth value
+    _check_devices("make_mesh", chosen)
+    twice = next((d for d in chosen if chosen.count(d) > 1), None)
     if twice is not None:
         raise ValueError(f"make_mesh: devices must be distinct; got {twice} more than once. Pass each device once.")
-    if devices is None:
-        if not _platform.jax_has_started():
-            widen_thread_pool()
-        devices = jax.devices()
-    sizes = _fill(sizes, len(devices))
+    if devices is None and not _platform.jax_has_started():
+        widen_thread_pool()
+    used = jax.devices() if devices is None else chosen
+    sizes = _fill(sizes, len(used))
     shape, names = tuple(sizes.values()), tuple(sizes)
-    if math.prod(shape) != len(devices):
+    if math.prod(shape) != len(used):
         need = math.prod(shape)
-        remedy = f"pass devices=jax.devices()[:{need}]" if need < len(devices) else f"simulate_devices({need})"
+        remedy = f"pass devices=jax.devices()[:{need}]" if need < len(used) else f"simulate_devices({need})"
         raise ValueError(
             f"make_mesh: the product of the axis sizes must be the number of devices; got {sized(sizes.items())}, "
-            f"which needs {need}, for {len(devices)} devices. Change a size, pass -1 for one size, or {remedy}."
+            f"which needs {need}, for {len(used)} devices. Change a size, pass -1 for one size, or {remedy}."
         )
-    grid = np.array(devices).reshape(shape) if chosen else mesh_utils.create_device_mesh(shape, devices)
+    grid = mesh_utils.create_device_mesh(shape, used) if devices is None else np.array(used).reshape(shape)
     return _mesh(grid, names, axis_types)
 
 

@@ -74,7 +74,7 @@ def test_kernels_say_layout_arguments_errors_and_cost(name):
 @pytest.mark.check
 def test_the_readme_names_only_files_that_are_there():
     text = (ROOT / "README.md").read_text()
-    named = re.findall(r"`((?:tests|benchmarks|notebooks)/[\w/.]+)`", text)
+    named = re.findall(r"`((?:tests|benchmarks|notebooks|examples)/[\w/.]+)`", text)
     assert named and all((ROOT / name).exists() for name in named)
 
 

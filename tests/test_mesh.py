@@ -176,6 +176,22 @@ def test_devices_in_the_order_given():  # proves S36
     assert ids(sk.make_mesh(devices[5:6], a=1)) == [5]
 
 
+@pytest.mark.check
+def test_devices_as_an_array():  # whose truth value is an error of NumPy's
+    devices = np.array(jax.devices())
+    assert sk.make_mesh(devices[::-1], data=8).devices.tolist() == devices[::-1].tolist()
+    with pytest.raises(TypeError) as error:
+        sk.make_mesh(devices.reshape(2, 4), data=8)
+    assert str(error.value).startswith("make_mesh: devices must be jax devices; got array([")
+    assert str(error.value).endswith("Pass for example jax.devices()[:4].")
+    with pytest.raises(ValueError) as error:
+        sk.make_mesh(devices[:0], data=8)
+    assert str(error.value) == (
+        "make_mesh: the product of the axis sizes must be the number of devices; got data=8, which needs 8, for 0 "
+        "devices. Change a size, pass -1 for one size, or simulate_devices(8)."
+    )
+
+
 def test_axis_types():  # proves S36, F7
     assert sk.make_mesh(a=2, b=4).axis_types == (AxisType.Auto, AxisType.Auto)
     assert sk.make_mesh(a=2, b=4, axis_types=AxisType.Explicit).axis_types == (AxisType.Explicit,) * 2

@@ -96,8 +96,9 @@ def loop(
                 state, end = error.state, End(str(error), 3)
                 break
             end = stopped(index) or (DONE if index + 1 == o.steps else None)
+            taken = Step(index + 1, state, metrics, end)
             for hook in hooks:
-                hook(Step(index + 1, state, metrics, end))
+                hook(taken)
             if end:
                 break
     return Trained(state, end or DONE, tuple(record.curve), record.seconds, record.steps)
@@ -125,12 +126,12 @@ class _Record:
         """Reads the loss, which waits for the steps in flight."""
         if self.curve and self.curve[-1].step == step.number:
             return
-        loss, o = float(step.metrics["loss"]), self.run.options
+        loss = float(step.metrics["loss"])
         if step.number > self.first + 1:  # the first step compiles
             self.seconds += time.perf_counter() - self.mark
             self.steps = step.number - self.first - 1
         self.curve.append(Point(step.number, loss, None))
-        speed = self.steps * o.batch * o.length / self.seconds if self.seconds else 0.0
+        speed = self.run.tokens_per_second(self.steps, self.seconds)
         self.progress.update(self.task, completed=step.number, loss=loss, speed=speed)
         self.mark = time.perf_counter()
 

@@ -82,8 +82,7 @@ def pipeline_of(options: Any, sizes: Mapping[str, int]) -> Pipeline | None:
         if given:
             raise ValueError(
                 f"train: {given[0]} needs an axis 'stage'; the axes are {quoted(sizes)}. Add stage=2, or leave the "
-                "option "
-                "out."
+                "option out."
             )
         return None
     stages, examples = sizes["stage"], o.batch // (_ways(sizes) * o.accumulate)

@@ -65,6 +65,10 @@ class CommandRun:
             self.text.train, seed=o.seed, step=step, batch=o.batch, length=o.length, mesh=self.mesh, spec=self._spec
         )
 
+    def tokens_per_second(self, steps: int, seconds: float) -> float:
+        """The speed of some steps; 0 before they took any time."""
+        return steps * self.options.batch * self.options.length / seconds if seconds else 0.0
+
     def validation_loss(self, state: sk.TrainState) -> float:
         """Mean loss over the held-out batches, in nats per byte."""
         return float(np.mean([self._evaluate(state.params, batch)["loss"] for batch in self._held_out]))
@@ -92,8 +96,7 @@ def first_state(run: CommandRun, checkpoints: Any) -> tuple[sk.TrainState, int]:
         if saved.config.get(name) != value:
             raise ValueError(
                 f"--checkpoint: a run must be resumed with the same options; {name} was {saved.config.get(name)} and "
-                "is "
-                f"{value}. Pass the same value, or another directory."
+                f"is {value}. Pass the same value, or another directory."
             )
     state, _ = checkpoints.restore(run.init.abstract(run.params))  # type: ignore[attr-defined]
     return state, saved.position // o.batch

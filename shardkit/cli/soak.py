@@ -1,6 +1,6 @@
 """`shardkit soak`: starts a training loop that never waits many times, to show that it does not hang.
 
-jax 0.10 runs all simulated devices in one thread pool, in which such a loop can deadlock (see `mesh.py`).
+jax 0.10 runs all simulated devices in one thread pool, in which such a loop can deadlock (see `simulated.py`).
 """
 
 from __future__ import annotations

@@ -115,8 +115,7 @@ def _import(where: str) -> ModuleType:
         if error.name == where.split(".")[0] or error.name == where:
             raise ValueError(
                 f"target: module {where!r} must be importable from here; it is not found. Check the name, or pass a "
-                "path that "
-                "ends in .py."
+                "path that ends in .py."
             ) from None
         raise _broken(where, error) from error
     except ValueError as error:

@@ -138,7 +138,7 @@ def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     with _checkpoints(options) as checkpoints:
         state, first = first_state(run, checkpoints)
         guard = _guard(run, first) if many else None
-        differences = _introduce(run, state, first, plan, axes, console)
+        differences = _introduce(run, state, first, plan, console)
         if first < options.steps:
             trained = loop(run, state, first, guard, checkpoints, console)
         else:
@@ -193,14 +193,13 @@ def _checkpoints(options: Options) -> Any:
     except OSError as error:
         raise ValueError(
             f"--checkpoint: the directory must be writable; {options.checkpoint} is not ({error.strerror}). Pass "
-            "another "
-            "directory."
+            "another directory."
         ) from None
     return sk.runtime.Checkpoints(options.checkpoint, keep=options.keep, best="validation_loss")
 
 
 def _introduce(
-    run: CommandRun, state: sk.TrainState, first: int, plan: sk.Plan, axes: transformer.Axes, console: Console
+    run: CommandRun, state: sk.TrainState, first: int, plan: sk.Plan, console: Console
 ) -> Differences | None:
     """Prints the mesh, plan and data; with --verify, compares the first steps with one device."""
     options, mesh = run.options, run.mesh
@@ -239,7 +238,7 @@ def _summary(
     o = run.options
     curve, steps = trained.curve, int(trained.state.step)
     validations = [p.validation_loss for p in curve if p.validation_loss is not None]
-    speed = trained.steps * o.batch * o.length / trained.seconds if trained.seconds else 0.0
+    speed = run.tokens_per_second(trained.steps, trained.seconds)
     results: dict[str, Any] = {
         "train_loss": curve[-1].train_loss if curve else None,
         "validation_loss": validations[-1] if validations else None,

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardkit._check import finite
+from shardkit._check import divisor, finite
 from shardkit._typed import typed
 from shardkit.collectives._sums import dot_dtype, saved_as_dot
 from shardkit.layers.matmul import alike
@@ -100,8 +100,7 @@ def check(where: str, q_btHK: jax.Array, k_btGK: jax.Array, v_btGK: jax.Array, s
             f"{where}: keys and values must be [b, t, G, K] for queries [b, t, H, K]; got queries {q}, keys {k}, "
             f"values {v}. Give all three the same b, t and K."
         )
-    if q[2] % k[2]:
-        raise ValueError(f"{where}: kv heads must divide heads; got {k[2]} kv heads for {q[2]} heads. Change one.")
+    divisor(where, "kv heads", k[2], "heads", q[2])
     if segments_bt is not None and jnp.shape(segments_bt) != q[:2]:
         raise ValueError(
             f"{where}: segments must hold one document number per token; got shape {jnp.shape(segments_bt)} for "

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardkit._check import Axis, at_least, dim_of, shapes
+from shardkit._check import Axis, at_least, dim_of, divisor, shapes
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives import all_gather_matmul, all_reduce, axis_index, axis_size, matmul_reduce_scatter, vary
@@ -157,10 +157,7 @@ def local_groups(w_DGK: jax.Array, axis: Axis | None, *, heads: int, kv_heads: i
     at = dim_of("local_groups", dim, w_DGK.ndim)
     at_least("local_groups", 1, heads=heads, kv_heads=kv_heads)
     _check_heads("local_groups", ways, heads)
-    if heads % kv_heads:
-        raise ValueError(
-            f"local_groups: kv_heads must divide heads; got {kv_heads} for {heads} heads. Change one of them."
-        )
+    divisor("local_groups", "kv_heads", kv_heads, "heads", heads)
     size, group, here = w_DGK.shape[at], heads // kv_heads, heads // ways
     if size * ways == kv_heads:
         return w_DGK

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._check import Axis, at_least, dim_of, finite, shapes
+from shardkit._check import Axis, at_least_zero, dim_of, shapes
 from shardkit._typed import check_kind, typed
 from shardkit.collectives import all_reduce, axis_size, vary
 from shardkit.collectives._sums import wide
@@ -49,8 +49,7 @@ def sharded_rms_norm(x_Td: jax.Array, gain_d: jax.Array, axis: Axis | None, *, e
 
     Source: Zhang, Sennrich, Root Mean Square Layer Normalization (arXiv:1910.07467).
     """
-    at_least("sharded_rms_norm", 0, epsilon=epsilon)
-    finite("sharded_rms_norm", epsilon=epsilon)
+    at_least_zero("sharded_rms_norm", epsilon=epsilon)
     shapes("sharded_rms_norm", x_Td=(x_Td, "..d"), gain_d=(gain_d, "d"))
     names = live_axes("sharded_rms_norm", axis, x_Td, gain_d)
     x = x_Td.astype(wide(x_Td.dtype))
@@ -90,8 +89,7 @@ def sharded_layer_norm(
 
     Source: Ba et al., Layer Normalization (arXiv:1607.06450).
     """
-    at_least("sharded_layer_norm", 0, epsilon=epsilon)
-    finite("sharded_layer_norm", epsilon=epsilon)
+    at_least_zero("sharded_layer_norm", epsilon=epsilon)
     shapes("sharded_layer_norm", x_Td=(x_Td, "..d"), gain_d=(gain_d, "d"), bias_d=(bias_d, "d"))
     names = live_axes("sharded_layer_norm", axis, x_Td, gain_d, bias_d)
     x = x_Td.astype(wide(x_Td.dtype))

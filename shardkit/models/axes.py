@@ -72,8 +72,7 @@ def check_tokens(axes: Axes, tokens_bT: jax.Array) -> None:
         if live != examples:
             raise ValueError(
                 f"{rule}; got different examples along {named(sorted(live - examples))}. {remedy} the plan, and dp "
-                "over "
-                "another axis."
+                "over another axis."
             )
     if split is not None and not set(split) <= attended:
         other = tuple(axis for axis in split if axis not in attended)

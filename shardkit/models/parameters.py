@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardkit._check import Axis, at_least, finite
+from shardkit._check import Axis, at_least, divisor, finite
 from shardkit._kinds import Key
 from shardkit._typed import check_fields, typed
 from shardkit.layout import specs_from_rules
@@ -79,12 +79,7 @@ class Config:
                 f"transformer: dim must be divisible by heads into an even head size; got dim {self.dim} over "
                 f"{self.heads} heads. Change dim or heads."
             )
-        if self.heads % self.groups:
-            raise ValueError(
-                f"transformer: kv_heads must divide heads; got {self.groups} for {self.heads} heads. Change kv_heads "
-                "or "
-                "heads."
-            )
+        divisor("transformer", "kv_heads", self.groups, "heads", self.heads)
 
     @property
     def head_size(self) -> int:

@@ -78,10 +78,11 @@ def leave(grads: Any, layouts: Any, divisor: jax.Array, dtype: Any = jnp.float32
     together: dict[Any, list[int]] = {}
     for i, layout in enumerate(each):
         for axes, algorithm in layout.sums:
-            axes = tuple(axis for axis in axes if axis in varying_axes(leaves[i]))
+            varying = varying_axes(leaves[i])  # an algorithm may concatenate leaves, which must be partial sums alike
+            axes = tuple(axis for axis in axes if axis in varying)
             if axes:
-                together.setdefault((axes, algorithm), []).append(i)
-    for (axes, algorithm), those in together.items():
+                together.setdefault((axes, algorithm, varying), []).append(i)
+    for (axes, algorithm, _), those in together.items():
         sums = summed(algorithm, [leaves[i] for i in those], axes)
         leaves = [sums[those.index(i)] if i in those else leaf for i, leaf in enumerate(leaves)]
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardkit import _compat
 from shardkit._check import quoted
+from shardkit._jaxprs import not_reached
 from shardkit.collectives._sums import DOT, wide_zeros
 
 POLICIES: dict[str, Any] = {
@@ -101,7 +101,7 @@ class Traced:
     def __call__(self, *args: Any, constants: Sequence[Any] | None = None) -> Any:
         """Its results for these arguments; `constants` replace the arrays that it closes over."""
         constants = self.constants if constants is None else constants
-        flat = _compat.eval_jaxpr(self.jaxpr, constants, *jax.tree.leaves(args))
+        flat = jax.core.eval_jaxpr(self.jaxpr, constants, *jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(self.out), flat)
 
 
@@ -146,9 +146,9 @@ def halves(layer: Traced, policy: Any, microbatches: int, examples: Sequence[Lea
 
     traced = Traced(with_pullback, *(leaf for leaves in examples for leaf in leaves))
     residuals, pullback_of = jax.tree.flatten(traced.out[1])
-    rebuilt_jaxpr, from_activations = _compat.not_reached(traced.jaxpr, parameters_end, len(residuals))
+    rebuilt_jaxpr, from_activations = not_reached(traced.jaxpr, parameters_end, len(residuals))
     saved = Mask(from_activations)
-    rebuilt = partial(_compat.eval_jaxpr, rebuilt_jaxpr, traced.constants)  # what follows from weights alone
+    rebuilt = partial(jax.core.eval_jaxpr, rebuilt_jaxpr, traced.constants)  # what follows from weights alone
 
     def forward(weights: Leaves, shared: Leaves, x: Leaves) -> tuple[list[Any], list[Any]]:
         def one(x: Leaves) -> tuple[list[Any], list[Any]]:

@@ -1,7 +1,7 @@
 """What surrounds a training run: processes, the guard, checkpoints, data.
 
-Start with `cluster/join.py`; each of `monitor/`, `cluster/`, `data/`, `checkpoint/` has a docstring. Imports everything
-up to testing, whose laws it extends.
+Start with `cluster/join.py`; each of `monitor/`, `cluster/`, `data/`, `checkpoint/` has a docstring. Imports training,
+and testing, whose laws it extends.
 """
 
 from __future__ import annotations

@@ -51,8 +51,7 @@ def _worded(error: Exception, mesh: Any) -> Exception:
     line = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}"
     return ValueError(
         f"emulate: jax.shard_map must support what the kernel calls at {line}; it raises {type(error).__name__} "
-        "without "
-        "a message, as for a psum with axis_index_groups or over an unknown axis. Use the mesh's axes, "
+        "without a message, as for a psum with axis_index_groups or over an unknown axis. Use the mesh's axes, "
         f"{quoted(mesh.axis_names)}, and make groups an axis of the mesh."
     )
 
@@ -66,7 +65,7 @@ def _flat(jaxpr: Any, mesh: Any, note: Note) -> Callable[..., list[Any]]:
     constants = len(jaxpr.constvars)
 
     def original(*xs: Any) -> list[Any]:
-        return _compat.eval_jaxpr(jaxpr, xs[:constants], *xs[constants:])
+        return jax.core.eval_jaxpr(jaxpr, xs[:constants], *xs[constants:])
 
     def emulated(*xs: Any) -> list[Any]:
         return _evaluated(jaxpr, xs, note)

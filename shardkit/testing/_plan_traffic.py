@@ -43,7 +43,7 @@ def plan_traffic(plan: Plan, params: Any, mesh: Mesh, row: Row) -> Sent:
     layouts = jax.tree.leaves(plan.layouts(params, mesh), is_leaf=lambda x: isinstance(x, Layout))
     batch_axes = all_axes(plan.batch_spec(mesh))
     bill = _Bill(mesh)
-    sums: dict[tuple[tuple[str, ...], Algorithm], list[int]] = {}
+    sums: dict[tuple[tuple[str, ...], Algorithm, frozenset[str]], list[int]] = {}
     for layout, (path, x) in zip(layouts, leaves, strict=True):
         natural = in_rows(tuple(x.shape), layout.rows)
 
@@ -61,13 +61,14 @@ def plan_traffic(plan: Plan, params: Any, mesh: Mesh, row: Row) -> Sent:
         bill.gathers(again, each, compute, row.accumulate * (1 if layout.entry else GATHERS), by_layer)
         grad = bill.scatters((*opened, *early), block(layout.seen), reduce, row.accumulate, by_layer)
         grad = bill.scatters(layout.cuts(scatter=("step",)), grad, reduce)
-        left = sorted((batch_axes | set(layout.varies)) - all_axes(layout.update))
+        varying = frozenset(batch_axes | set(layout.varies) | all_axes(layout.update))
+        left = sorted(varying - all_axes(layout.update))
         for axes, algorithm in (*layout.sums, (tuple(left), PLAIN)):
             axes = tuple(axis for axis in axes if axis in left)
             left = [axis for axis in left if axis not in axes]
-            sums.setdefault((axes, algorithm), []).append(math.prod(grad))
+            sums.setdefault((axes, algorithm, varying), []).append(math.prod(grad))
         bill.gathers(layout.cuts(gather=("update",)), block(layout.update), held)
-    for (axes, algorithm), elements in sums.items():
+    for (axes, algorithm, _), elements in sums.items():
         bill.add(algorithm, "all_reduce", elements, reduce, axes)
     return bill.sent
 

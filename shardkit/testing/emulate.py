@@ -57,8 +57,7 @@ def emulate(
     if not names:
         raise ValueError(
             f"emulate: mesh_sizes must give one or more axes a positive number of devices; got {dict(mesh_sizes)}. "
-            "Write "
-            "for example {'data': 2, 'model': 4}."
+            "Write for example {'data': 2, 'model': 4}."
         )
     mesh: Any = AbstractMesh(tuple(map(int, mesh_sizes.values())), names, axis_types=(AxisType.Auto,) * len(names))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,9 +16,9 @@ import jax.numpy as jnp
 
 from shardkit import _compat
 from shardkit._check import quoted
-from shardkit._jaxprs import walk
+from shardkit._jaxprs import Site, kind_of, walk
 from shardkit.analysis.hlo.differences import added_by_compiler, changes, read_compiled
-from shardkit.analysis.jaxpr.census import census_of
+from shardkit.analysis.jaxpr.census import row_of
 from shardkit.analysis.jaxpr.lint import lint
 from shardkit.analysis.jaxpr.rules.processes import differences_of_processes
 from shardkit.layout import bytes_per_device, path_name
@@ -34,6 +35,8 @@ Law = Callable[[Program, Reference], str | None]
 _PLAN = ("reshard.py:", "handles.py:", "regather.py:")
 # Primitives that mix elements of an array: an optimizer that uses one reads across shards.
 _MIXING = ("reduce_", "dot_general", "sort", "cum", "top_k", "argm", "scatter", "gather", "random_", "threefry")
+# The functions of _PLAN's files that call an algorithm, whose kernels may stand anywhere.
+_CALL_ALGORITHMS = {"whole", "to_parts", "summed", "scattered"}
 
 
 def same_numbers(program: Program, reference: Reference) -> str | None:
@@ -81,15 +84,15 @@ def equal_copies(program: Program, reference: Reference) -> None:
 def census_is_the_closed_form(program: Program, reference: Reference) -> str | None:
     """The plan's collectives send exactly the bytes that its layouts require.
 
-    They are told from those of the loss by the file that calls them.
+    They are told from those of the loss by the functions that call them.
 
     Example:
         >>> laws = [sk.testing.laws.census_is_the_closed_form]  # for `prove(..., laws=laws)`
     """
     if isinstance(program.row.grad_fn, PipelineGradFn):
         return "a pipeline gathers and reduces in its own ticks"
-    rows = census_of(program.traced.jaxpr.jaxpr).rows
-    found = [row for row in rows if row.n > 1 and row.source.startswith(_PLAN)]
+    found = [row_of(site) for site in walk(program.traced.jaxpr.jaxpr) if kind_of(site.equation) and _of_plan(site)]
+    found = [row for row in found if row.n > 1]
     wanted = plan_traffic(program.plan, program.shapes[0].params, program.mesh, program.row)
     for axes in sorted({row.axes for row in found} | set(wanted)):
         here = sum(row.total for row in found if set(row.axes) == set(axes))
@@ -191,6 +194,13 @@ LAWS: tuple[Law, ...] = (
 )
 
 
+def _of_plan(site: Site) -> bool:
+    """Whether a collective is one of the plan, not of the loss."""
+    frames = _compat.user_frames(site.equation)
+    callers = {function for file, _, function in frames if f"{Path(file).name}:" in _PLAN}
+    return site.source.startswith(_PLAN) or bool(callers & _CALL_ALGORITHMS)
+
+
 def _reads_across_shards(program: Program) -> bool:
     """Whether the optimizer's update mixes elements of an array, and so reads across shards, by its trace."""
     import optax
@@ -222,6 +232,5 @@ def _compare(where: str, what: str, got: Any, wanted: Any, allowed: Any) -> None
         hint = f", and `scale`, which is {SCALE:g} in a proof and must multiply only the gradients" if scaled else ""
         raise AssertionError(
             f"{where}: {what}{gap.where} must equal one device's; {text}. Check what the loss sums and over which "
-            "axes it "
-            f"varies{hint}."
+            f"axes it varies{hint}."
         )

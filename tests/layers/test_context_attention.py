@@ -565,7 +565,7 @@ SHARDED = [
     ),
     (
         lambda: sk.ring_attention(*tokens(H=4, G=3), "c"),
-        "ring_attention: kv heads must divide heads; got 3 kv heads for 4 heads. Change one.",
+        "ring_attention: kv heads must divide heads; got 3 and 4. Change one of them.",
     ),
     (
         lambda: sk.ring_attention(*tokens()[:2], jnp.zeros((1, 3, 2, 2)), "c"),

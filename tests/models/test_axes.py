@@ -57,8 +57,7 @@ CASES = {
         (sk.dp("context"),),
         {"context": 2},
         "transformer: the tokens must be split over axes.context='context'; got different examples along axis "
-        "'context'. "
-        "Chain cp('context') into the plan, and dp over another axis.",
+        "'context'. Chain cp('context') into the plan, and dp over another axis.",
     ),
     "examples by heads": (
         Axes(ulysses="fsdp"),

@@ -135,7 +135,7 @@ def test_tied_head_is_the_embedding():
         ),
         (
             {"heads": 4, "kv_heads": 3},
-            "transformer: kv_heads must divide heads; got 3 for 4 heads. Change kv_heads or heads.",
+            "transformer: kv_heads must divide heads; got 3 and 4. Change one of them.",
         ),
     ],
 )

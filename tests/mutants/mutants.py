@@ -215,6 +215,55 @@ _COLLECTIVES = (
         "arrivals[:, None] + place_L[None, :], x.shape[0])",
         SLOT,
     ),
+    Mutant(
+        "algorithm-levels-swapped",
+        "shardkit/collectives/algorithms.py",
+        "return getattr(two_level, kind)(x, here, slow, **options)",
+        "return getattr(two_level, kind)(x, slow, here, **options)",
+        AXIS,
+    ),
+    Mutant(
+        "algorithm-ends-anywhere",
+        "shardkit/collectives/algorithms.py",
+        "if axes[-len(fast) :] != fast or",
+        "if not set(axes) >= set(fast) or",
+        REFUSAL,
+    ),
+    Mutant(
+        "algorithm-sums-are-bytes",
+        "shardkit/collectives/algorithms.py",
+        "if compress_result else e * itemsize for e in parts]",
+        "if compress_result else e for e in parts]",
+        FIGURE,
+    ),
+    Mutant(
+        "algorithm-gathers-a-part",
+        "shardkit/collectives/algorithms.py",
+        "[e * math.prod(outside.values()) for e in elements]",
+        "[e for e in elements]",
+        FIGURE,
+    ),
+    Mutant(
+        "algorithm-two-levels-in-one-dtype",
+        "shardkit/collectives/algorithms.py",
+        "dim=dim, inner_dtype=inner_dtype, **options)[0]",
+        "dim=dim, inner_dtype=dtype, **options)[0]",
+        FIGURE,
+    ),
+    Mutant(
+        "algorithm-buckets-unpadded",
+        "shardkit/collectives/algorithms.py",
+        "n * itemsize if b >= scatter_from else b for b in buckets]",
+        "n * itemsize if b < scatter_from else b for b in buckets]",
+        FIGURE,
+    ),
+    Mutant(
+        "algorithm-gets-mixed-sums",
+        "shardkit/partitioning/reshard.py",
+        "together.setdefault((axes, algorithm, varying), [])",
+        "together.setdefault((axes, algorithm, ()), [])",
+        TWICE,
+    ),
 )
 
 _PARALLEL = (
@@ -1338,6 +1387,27 @@ _TESTING = (
         "return [blocks[(i - by) % n]",
         "return [blocks[(i + by) % n]",
         NEIGHBOUR,
+    ),
+    Mutant(
+        "traffic-gathers-a-stack-at-once",
+        "shardkit/testing/_plan_traffic.py",
+        "(1 if layout.entry else GATHERS), by_layer)",
+        "(1 if layout.entry else GATHERS))",
+        TWICE,
+    ),
+    Mutant(
+        "traffic-scatters-a-stack-at-once",
+        "shardkit/testing/_plan_traffic.py",
+        "block(layout.seen), reduce, row.accumulate, by_layer)",
+        "block(layout.seen), reduce, row.accumulate)",
+        TWICE,
+    ),
+    Mutant(
+        "algorithm-of-ones-own-is-the-loss",
+        "shardkit/testing/laws.py",
+        "return site.source.startswith(_PLAN) or bool(callers & _CALL_ALGORITHMS)",
+        "return site.source.startswith(_PLAN)",
+        PASSES,
     ),
 )
 

@@ -36,6 +36,12 @@ REVERTS = (
         "or (each.kind, each.source) in places or",
         "or each.kind in places or",
     ),
+    (
+        "permutes-of-a-line-are-alike",
+        "shardkit/analysis/hlo/differences.py",
+        "for each in sorted(rows, key=lambda each: each.bytes_in != row.bytes_in):",
+        "for each in rows:",
+    ),
     # ---- wrong in silence, refused since
     (
         "lazy-leaf-unsealed",

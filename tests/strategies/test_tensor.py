@@ -404,7 +404,7 @@ def on_two(fn, *args):
         (
             lambda: sk.local_groups(jnp.ones((D, 4, K)), None, heads=6, kv_heads=4),
             ValueError,
-            "local_groups: kv_heads must divide heads; got 4 for 6 heads. Change one of them.",
+            "local_groups: kv_heads must divide heads; got 4 and 6. Change one of them.",
         ),
         (
             lambda: on_two(lambda w: sk.local_groups(w, "model", heads=8, kv_heads=4), jnp.ones((D, 3, K))),

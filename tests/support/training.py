@@ -54,11 +54,17 @@ def expected(model: ModelRow, optimizer: str, relative: float) -> Reference:
 
 
 def check(
-    row: PlanRow, model: ModelRow, optimizer: str = "adamw", grad_fn: Any = None, laws: Any = ONCE, **options: Any
+    row: PlanRow,
+    model: ModelRow,
+    optimizer: str = "adamw",
+    grad_fn: Any = None,
+    laws: Any = ONCE,
+    reference: Reference | None = None,
+    **options: Any,
 ) -> Proof:
     """Every law on a row of the conformance list, for three steps; `options` are those of `make_train_step`."""
     batches = [model.batch(step) for step in range(STEPS)]
     grad_fn = grad_fn or sk.value_and_grad(model.loss(row.model_axis))
     proved = Row(row.sizes, row.plan(), grad_fn, optimizer=OPTIMIZERS[optimizer], label=row.name, **options)
-    wanted = expected(model, optimizer, relative_of(proved.precision))
+    wanted = reference or expected(model, optimizer, relative_of(proved.precision))
     return prove(grad_fn, wanted, rows=[proved], params=model.params(), batches=batches, key=KEY, laws=laws)

@@ -87,10 +87,9 @@ def test_a_sum_where_a_mean_was_meant_grows_with_the_mesh(devices):  # proves S1
         certify_gradients(summed, square, PARAMS, BATCH, devices=devices)
     assert str(error.value) == (
         f"certify_gradients: the gradients must equal the reference on every mesh; on mesh data={devices}, gradients "
-        "of "
-        f"`w_down`, `w_up` are {devices}x the reference: axis 'data' (size {devices}) is summed twice, or a division "
-        "by its size is missing. Cast parameters with sk.vary over the batch axes, differentiate, and reduce the "
-        "gradients once."
+        f"of `w_down`, `w_up` are {devices}x the reference: axis 'data' (size {devices}) is summed twice, or a "
+        "division by its size is missing. Cast parameters with sk.vary over the batch axes, differentiate, and reduce "
+        "the gradients once."
     )
 
 
@@ -122,9 +121,8 @@ def test_two_axes_and_sharded_parameters():
         )
     assert str(error.value) == (
         "certify_gradients: the gradients must equal the reference on every mesh; on mesh data=1, model=8, gradients "
-        "of "
-        "`w_down` are 8x the reference: axis 'model' (size 8) is summed twice, or a division by its size is missing. "
-        "Cast parameters with sk.vary over the batch axes, differentiate, and reduce the gradients once."
+        "of `w_down` are 8x the reference: axis 'model' (size 8) is summed twice, or a division by its size is "
+        "missing. Cast parameters with sk.vary over the batch axes, differentiate, and reduce the gradients once."
     )
 
 

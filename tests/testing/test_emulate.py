@@ -217,8 +217,7 @@ def test_errors_in_full():
     x = np.arange(4.0, dtype=np.float32)
     assert message(lambda x: {"y": x}, P("b"), P(), x) == (
         "emulate: result y must be equal along axis 'b', which out_specs omit; device 1 differs from device 0 by up "
-        "to 2. "
-        "Reduce it over 'b', or name the axis in out_specs."
+        "to 2. Reduce it over 'b', or name the axis in out_specs."
     )
     assert message(lambda x: x, P("b"), P("b"), x[:3]) == (
         "emulate: argument 0: dim 0 must be divisible by axis 'b'; got size 3 over 2 devices. Pad dim 0 or choose "
@@ -239,8 +238,7 @@ def test_errors_in_full():
     assert message(psum, P("b"), P(), x) == (
         f"emulate: jax.shard_map must support what the kernel calls at test_emulate.py:{psum.__code__.co_firstlineno}; "
         "it raises NotImplementedError without a message, as for a psum with axis_index_groups or over an unknown "
-        "axis. "
-        "Use the mesh's axes, 'a', 'b', and make groups an axis of the mesh."
+        "axis. Use the mesh's axes, 'a', 'b', and make groups an axis of the mesh."
     )
     assert message(lambda x: lax.ppermute(x, BA, [(0, 4)]), P("b"), P(), x) == (
         "emulate: ppermute over 'a', 'b' must name each of its 4 devices at most once as source and once as target; "
@@ -248,8 +246,7 @@ def test_errors_in_full():
     )
     assert message(lambda x: lax.pbroadcast(x, "b", 1), P("b"), P(), x) == (
         "emulate: a collective must be one of 'all_gather', 'all_gather_invariant', 'all_gather_reduced', "
-        "'all_to_all', "
-        "'pmax', 'pmin', 'ppermute', 'psum', 'psum_invariant', 'reduce_scatter', 'unreduced_psum', "
+        "'all_to_all', 'pmax', 'pmin', 'ppermute', 'psum', 'psum_invariant', 'reduce_scatter', 'unreduced_psum', "
         "'unreduced_reduce_scatter'; got pbroadcast. Run the kernel with jax.shard_map on simulated devices."
     )
     assert message(lambda x: x, ({"u": P()},), P(), {"u": x, "v": x}) == (

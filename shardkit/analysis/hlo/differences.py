@@ -210,9 +210,9 @@ def _moved(row: Row, rows: Iterable[CompiledRow]) -> tuple[str, ...]:
     """The axes of a written collective under which it is found among the compiled.
 
     A group does not show axes of one device, nor the pairs of a permute an axis along which they stay: fewer axes with
-    as many devices are the same axes, and so are a permute's of the same line.
+    as many devices are the same axes, and so are a permute's of the same line, of the same bytes if there is one.
     """
-    for each in rows:
+    for each in sorted(rows, key=lambda each: each.bytes_in != row.bytes_in):
         same = each.n == row.n or (row.kind == "ppermute" and each.source == row.source)
         if each.kind == row.kind and same and each.n > 1 and set(each.axes) < set(row.axes):
             return tuple(sorted(each.axes))

@@ -194,7 +194,7 @@ def _step(equation: Any, ins: list[State], context: Context, visit: Visit | None
         return _while(equation, ins, context, visit)
     if name == "cond":
         return _cond(equation, inner, ins, context, visit)
-    if name in ("jit", "pjit") and not context.mapped:
+    if not context.mapped:
         context = context._replace(mapped=_compat.made_by_pmap(equation))
     if (sub := called(equation)) is not None:
         return _run(sub, ins, context, visit)

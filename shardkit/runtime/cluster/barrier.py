@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardkit import _platform
-from shardkit._check import at_least, finite
+from shardkit._check import at_least_zero
 from shardkit._typed import typed
 from shardkit.collectives import all_reduce
 from shardkit.mesh import make_mesh
@@ -26,8 +26,7 @@ def barrier(name: str, timeout: float = 60.0) -> None:
     Example:
         >>> sk.runtime.barrier("data prepared")  # alone, it returns at once
     """
-    at_least("barrier", 0, timeout=timeout)
-    finite("barrier", timeout=timeout)
+    at_least_zero("barrier", timeout=timeout)
     if jax.process_count() > 1:
         missing = absent(name, timeout)
         if missing is not None:

@@ -10,7 +10,7 @@ from typing import NamedTuple, NoReturn
 import jax
 
 from shardkit import _platform
-from shardkit._check import at_least, finite
+from shardkit._check import at_least, at_least_zero
 from shardkit._typed import typed
 from shardkit.config import DistributedConfig
 from shardkit.runtime.monitor import client
@@ -110,11 +110,9 @@ def initialize(
 
     Source: `jax.distributed.initialize`, which aborts the process on these failures.
     """
-    finite("initialize", timeout=timeout)
+    at_least_zero("initialize", timeout=timeout)
     ids = local_device_ids
-    at_least(
-        "initialize", 0, timeout=timeout, local_device_ids=min(ids, default=0) if isinstance(ids, Sequence) else ids
-    )
+    at_least("initialize", 0, local_device_ids=min(ids, default=0) if isinstance(ids, Sequence) else ids)
     found = _Found(coordinator_address, num_processes, process_id, (ids,) if isinstance(ids, int) else ids)
     if config is not None:
         if not config.enabled:

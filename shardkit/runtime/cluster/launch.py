@@ -29,7 +29,7 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
-from shardkit._check import at_least, finite
+from shardkit._check import at_least, at_least_zero
 from shardkit._typed import typed
 from shardkit.runtime.cluster.output import passing_on, write
 from shardkit.runtime.cluster.preemption import PREEMPTED
@@ -91,10 +91,9 @@ def launch(
 
             code = sk.runtime.launch(["train.py", "--steps", "100"], processes=2, devices=4)
     """
-    finite("launch", grace=grace)
+    at_least_zero("launch", grace=grace)
     words = program(command)
     check_counts("launch", processes=processes, devices=devices, port=port)
-    at_least("launch", 0, grace=grace)
     environ = os.environ if environ is None else environ
     events: _Events = queue.SimpleQueue()
     blamed: list[int] = []

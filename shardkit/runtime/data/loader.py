@@ -211,8 +211,7 @@ def _sequence(source: Any, seed: int | None, epochs: int | None) -> Any:
         raise ImportError("loader: grain must be installed; it is not. Run pip install 'shardkit[data]'.") from None
     if seed is not None and not 0 <= seed < 2**32:
         raise ValueError(f"loader: the seed must be None or 0 to 2**32 - 1; got {seed}. Correct seed.")
-    if epochs is not None and epochs < 1:
-        raise ValueError(f"loader: epochs must be None or at least 1; got {epochs}. Correct epochs.")
+    at_least("loader", 1, epochs=epochs)
     if not isinstance(source, grain.MapDataset) and not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         raise TypeError(
             f"loader: source must have `len` and `source[i]`, or be a grain.MapDataset; got {source!r}. Pass for "

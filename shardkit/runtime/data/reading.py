@@ -11,6 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardkit._check import at_least_zero
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.layout import path_name
@@ -117,6 +118,7 @@ def print_global(tree: Any, *, timeout: float = 60.0) -> None:
         timeout: seconds within which all processes must call it.
 
     Raises:
+        ValueError: a timeout that is negative or infinite.
         RuntimeError: not all processes called it, for example under `if jax.process_index() == 0:`.
 
     Cost: that of `fetch`, and a barrier.
@@ -125,6 +127,7 @@ def print_global(tree: Any, *, timeout: float = 60.0) -> None:
         >>> sk.runtime.print_global(sk.runtime.from_full(np.arange(4), mesh, P("data")))
         [0 1 2 3]
     """
+    at_least_zero("print_global", timeout=timeout)
     if jax.process_count() > 1:
         missing = absent(f"shardkit.print_global.{next(_PRINTS)}", timeout)
         if missing is not None:

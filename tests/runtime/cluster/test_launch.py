@@ -433,7 +433,7 @@ def test_ignored_signals_stay_ignored():
         (["true"], {"devices": 0}, "launch: devices must be at least 1; got 0. Correct devices."),
         (["true"], {"port": 0}, "launch: port must be from 1 to 65535; got 0. Correct port."),
         (["true"], {"port": 65536}, "launch: port must be from 1 to 65535; got 65536. Correct port."),
-        (["true"], {"grace": -1}, "launch: grace must be at least 0; got -1. Correct grace."),
+        (["true"], {"grace": -1}, "launch: grace must be 0 or more; got -1. Correct grace."),
         (
             ["./no-such-program"],
             {},

@@ -121,6 +121,13 @@ def refused(wording, fn, *args, **options):
     assert str(error.value) == wording
 
 
+@pytest.mark.check
+def test_a_print_waits_for_some_time():  # refused alone too, where nothing waits
+    refused("print_global: timeout must be 0 or more; got -1. Correct timeout.", reading.print_global, 1, timeout=-1)
+    wording = "print_global: timeout must be finite; got inf. Correct timeout."
+    refused(wording, reading.print_global, 1, timeout=float("inf"))
+
+
 # proves S115: every refusal comes before anything is placed, let alone sent
 def test_what_does_not_divide(data8, mesh2x4):
     refused(

@@ -195,7 +195,7 @@ def test_what_is_refused(data8):
         data8,
         seed=-1,
     )
-    refused("loader: epochs must be None or at least 1; got 0. Correct epochs.", data8, epochs=0)
+    refused("loader: epochs must be at least 1; got 0. Correct epochs.", data8, epochs=0)
     refused("loader: position must be at least 0; got -8. Correct position.", data8, position=-8)
     refused("loader: batch must be at least 1; got 0. Correct batch.", data8, batch=0)
     refused("loader: prefetch must be at least 0; got -1. Correct prefetch.", data8, prefetch=-1)

@@ -44,7 +44,7 @@ def other_process(block: Block, program: Program) -> Iterator[Finding]:
 
 
 def _holds_pmap(jaxpr: Any) -> bool:
-    return any(s.name in ("jit", "pjit", "xla_pmap") and _compat.made_by_pmap(s.equation) for s in walk(jaxpr))
+    return any(_compat.made_by_pmap(s.equation) for s in walk(jaxpr))
 
 
 def differences_of_processes(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardkit._check import quoted
-from shardkit._jaxprs import kind_of
+from shardkit._jaxprs import IDENTITIES, kind_of
 from shardkit.analysis.jaxpr.census import size_of
 from shardkit.analysis.jaxpr.dataflow import Block, short, split_axes, where
 from shardkit.analysis.jaxpr.rules.rule import Finding, Program
@@ -40,6 +40,6 @@ def _is_input(block: Block, variable: Any) -> bool:
     if block.owner is None:
         return False
     made = {out: equation for equation in block.jaxpr.eqns for out in equation.outvars}
-    while variable in made and made[variable].primitive.name in ("pvary", "convert_element_type"):
+    while variable in made and made[variable].primitive.name in {*IDENTITIES, "convert_element_type"}:
         variable = made[variable].invars[0]
     return any(variable is v for v in block.jaxpr.invars)

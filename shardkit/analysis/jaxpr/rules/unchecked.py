@@ -13,15 +13,14 @@ from shardkit.analysis.jaxpr.rules.rule import Finding, Program, place
 def unchecked(block: Block, program: Program) -> Iterator[Finding]:
     """shard_map without check_vma, and pmap."""
     for equation in block.jaxpr.eqns:
-        name = equation.primitive.name
-        if name in ("jit", "pjit", "xla_pmap") and not block.context.mapped and _compat.made_by_pmap(equation):
+        if not block.context.mapped and _compat.made_by_pmap(equation):
             yield Finding(
                 "pmap",
                 "jax.pmap supports one axis, needs a leading dim for it and checks no types.",
                 place(equation, block.context),
                 "Write jax.shard_map over a mesh from make_mesh.",
             )
-        if name == "shard_map" and not equation.params["check_vma"] and not block.context.mapped:
+        if equation.primitive.name == "shard_map" and not equation.params["check_vma"] and not block.context.mapped:
             yield Finding(
                 "check-vma-off",
                 f"shard_map over {quoted(_compat.manual_axes(equation))} has check_vma off: a wrong out_specs and a "
