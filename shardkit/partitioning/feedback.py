@@ -1,0 +1,259 @@
+"""Error feedback: what compressed reductions of a gradient leave out stays in the state, and the next step adds it.
+
+A leaf has one residual on each device, of the shape that the gradient has where its first reduction with feedback gets
+it; what later reductions of the leaf leave out is added where their operand was cut from. The state holds it in an
+array `[R, ...]` of the leaf's shape, with a row for each of the R devices whose gradients are still to be summed. Only
+the sum of the rows matters, so a checkpoint can be restored on any number of devices. Residuals are in units of the
+gradient after it is divided by its weight and the loss scale, which change from step to step. An axis of one device
+reduces nothing: there the residual is added once, and then stays zero.
+
+Source: Seide et al., 1-Bit Stochastic Gradient Descent (2014); Karimireddy et al., Error Feedback Fixes SignSGD (2019).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardkit._check import quoted
+from shardkit._compat import varying_axes
+from shardkit._kinds import Arrays
+from shardkit._typed import typed
+from shardkit.collectives import all_reduce, axis_index, axis_size, pad_to_axis, vary
+from shardkit.collectives.algorithms import Algorithm
+from shardkit.layout import all_axes, canonical, path_name, spec_axes
+from shardkit.partitioning.handles import from_end, own_part, to_parts
+from shardkit.partitioning.placement import Cut, Cuts, Layout, map_layouts
+from shardkit.partitioning.plan import Plan
+from shardkit.partitioning.storage import as_stored, is_padded, padded_shape, padding, stored_array
+
+
+@typed
+def init_residuals(params: Arrays, *, mesh: Mesh, plan: Plan) -> Any:
+    """The residuals of a new TrainState: zeros for each leaf that the plan reduces with error feedback.
+
+    `init` makes them; pass them to a state from before feedback: `state._replace(residuals=init_residuals(...))`.
+
+    Layout: `residual[R_a, ...]`, float32, with a row for each device over which the gradient is summed
+    Args:
+        params: the parameters, a pytree of arrays or of their shapes.
+        mesh: the mesh.
+        plan: the plan.
+
+    Returns:
+        The pytree of the parameters, with None for leaves without feedback; None for a plan without feedback.
+
+    Raises:
+        ValueError: as `plan.layouts`; a leaf that is not reduced once per step.
+
+    Cost: nothing is sent. A device holds a float32 for each element of its gradients before they are reduced.
+
+    Example:
+        >>> plan = sk.dp("data", reduce=sk.algorithms.compressed(jnp.int8, feedback=True))
+        >>> residuals = sk.init_residuals({"w": jnp.ones(3)}, mesh=mesh, plan=plan)
+        >>> residuals["w"].shape, residuals["w"].sharding.spec
+        ((2, 3), P('data',))
+    """
+    shapes = residual_shapes(params, mesh, plan)
+    if shapes is None:
+        return None
+    zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)  # noqa: E731
+    return jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))()
+
+
+def residual_shapes(params: Any, mesh: Any, plan: Plan) -> Any:
+    """The residuals of a plan as shapes, dtypes and layouts, each as it is stored; None without feedback."""
+    layouts = plan.layouts(params, mesh)
+    batch_axes = all_axes(plan.batch_spec(mesh))
+
+    def one(layout: Layout, x: Any) -> Any:
+        spec = _first_spec(layout)
+        if spec is None:
+            return None
+        done = {axis for axes, algorithm in layout.sums if not algorithm.feedback for axis in axes}
+        varies = (batch_axes | set(layout.varies)) - all_axes(spec) - done
+        axes = tuple(axis for axis in mesh.axis_names if axis in varies)
+        shape = (math.prod(mesh.shape[axis] for axis in axes), *x.shape)
+        spec = canonical(PartitionSpec(axes, *spec))
+        held = jax.ShapeDtypeStruct(padded_shape(shape, spec, mesh), jnp.float32, sharding=NamedSharding(mesh, spec))
+        return as_stored(held, padding(shape, spec, mesh))
+
+    shapes = map_layouts(one, layouts, params)
+    return shapes if jax.tree.leaves(shapes) else None
+
+
+def _first_spec(layout: Layout) -> PartitionSpec | None:
+    """How a gradient is split where its first reduction with feedback gets it; None if it has no such reduction."""
+    cuts = layout.cuts(scatter=("step",))
+    first = next((i for i, cut in enumerate(cuts) if cut.reduce_by.feedback), len(cuts))
+    if first == len(cuts) and not any(algorithm.feedback for _, algorithm in layout.sums):
+        return None
+    axes = dict(enumerate(spec_axes(layout.grad)))
+    for cut in cuts[:first]:
+        axes[cut.dim] = axes.get(cut.dim, ()) + cut.axes
+    return PartitionSpec(*(axes.get(dim, ()) for dim in range(max(axes, default=-1) + 1)))
+
+
+def residual_specs(where: str, residuals: Any, params: Any, mesh: Any, plan: Plan) -> Any:
+    """The specs of a state's residuals, for shard_map, after a check that they are those of a plan."""
+    shapes = residual_shapes(params, mesh, plan)
+    check_residuals(where, residuals, shapes)
+    return jax.tree.map(lambda x: stored_array(x).sharding.spec, shapes, is_leaf=is_padded)
+
+
+def check_residuals(where: str, found: Any, wanted: Any) -> None:
+    """Refuses the residuals of a state if they are not those of a plan, as `residual_shapes` returns them."""
+    made = "residuals=sk.init_residuals(state.params, mesh=mesh, plan=plan)"
+    if found is None and wanted is not None:
+        raise ValueError(
+            f"{where}: a state whose plan reduces gradients with error feedback must hold residuals; it holds none. "
+            f"Pass a state from init, or state._replace({made}), which begin with zeros."
+        )
+    if found is not None and wanted is None:
+        raise ValueError(
+            f"{where}: a state whose plan has no error feedback must hold no residuals; it holds those of "
+            f"{quoted(_paths(found))}. Pass state._replace(residuals=None): the steps after it never add what "
+            "compressed reductions have left out so far."
+        )
+    theirs, ours = _paths(found), _paths(wanted)
+    if theirs != ours:
+        raise ValueError(
+            f"{where}: the residuals must be those of the plan, for {quoted(ours)}; got those of {quoted(theirs)}. "
+            f"Pass state._replace({made}), which begin with zeros."
+        )
+    for path, shape in ours.items():
+        if theirs[path] != shape:
+            raise ValueError(
+                f"{where}: the residual of leaf {path} must have shape {shape} under this plan and mesh; got "
+                f"{theirs[path]}. Save a checkpoint and restore it for this plan, which keeps the sum of the "
+                f"residuals, or pass state._replace({made}), which begin with zeros."
+            )
+
+
+def _paths(residuals: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(residuals, is_leaf=is_padded)
+    return {path_name(path): tuple(x.shape) for path, x in leaves}
+
+
+class Reduced(NamedTuple):
+    """A gradient on its way through its reductions.
+
+    Attributes:
+        grad: what is not reduced yet, this device's.
+        path: the leaf.
+        residual: in units of `grad` what the gradient still lacks; after `begun` what its reductions have left out.
+            None without feedback.
+        back: places what a later reduction leaves out in an array like `residual`; None before `begun`.
+    """
+
+    grad: jax.Array
+    path: str
+    residual: jax.Array | None = None
+    back: Callable[[jax.Array], jax.Array] | None = None
+
+
+def with_residuals(grads: Any, residuals: Any, divisor: jax.Array) -> list[Reduced]:
+    """The leaves of the gradients, each with its residual times the divisor."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(grads)
+    held = [None] * len(leaves) if residuals is None else structure.flatten_up_to(residuals)
+    missing = [None if r is None else stored_array(r)[0] * divisor for r in held]
+    return [Reduced(grad, path_name(path), r) for (path, grad), r in zip(leaves, missing, strict=True)]
+
+
+def begun(each: Reduced) -> Reduced:
+    """The gradient with its residual added, in float32, and nothing left out yet."""
+    if each.residual is None or each.back:
+        return each
+    here, wanted = varying_axes(each.grad), varying_axes(each.residual)
+    if wanted - here:
+        raise ValueError(
+            f"step: with error feedback a GradFn must return gradients that are not summed yet; that of leaf "
+            f"{each.path} is summed over {quoted(sorted(wanted - here))}. Return local sums, as value_and_grad does, "
+            "or leave out feedback=True."
+        )
+    grad = each.grad.astype(jnp.float32)
+    if here - wanted:  # axes that no layout tells of, such as that of a pipeline's stages
+        grad = all_reduce(grad, tuple(sorted(here - wanted)))
+    return each._replace(grad=grad + each.residual, residual=jnp.zeros_like(each.residual), back=lambda left: left)
+
+
+def scattered(each: Reduced, cuts: Cuts, dtype: Any) -> Reduced:
+    """A gradient that has a residual, summed and split as these cuts say; in a dtype where there is no feedback."""
+    for cut in cuts:
+        if cut.reduce_by.feedback:
+            each = begun(each)
+        if each.back is None:
+            each = each._replace(grad=to_parts(each.grad, from_end((cut,), each.grad.ndim), dtype))
+        else:
+            each = _cut(each, cut, dtype)
+    return each
+
+
+def _cut(each: Reduced, cut: Cut, dtype: Any) -> Reduced:
+    """One cut after `begun`: as `to_parts`, and remembers from where the part is."""
+    dim, size = cut.dim, each.grad.shape[cut.dim]
+    wider = pad_to_axis(each.grad, cut.axes, dim=dim)
+    each = _after(each, wider, lambda left: lax.slice_in_dim(left, 0, size, axis=dim))
+    together = varying_axes(wider) >= set(cut.axes)
+    for axes in [cut.axes] if together else [(axis,) for axis in cut.axes]:
+        part, left = own_part(each.grad, axes, dim=dim), None
+        if varying_axes(each.grad) >= set(axes):
+            assert cut.reduce_by.reduce_scatter
+            if cut.reduce_by.feedback:
+                part, left = cut.reduce_by.reduce_scatter(each.grad, axes, dim=dim)
+            else:
+                part = cut.reduce_by.reduce_scatter(each.grad.astype(dtype), axes, dim=dim).astype(jnp.float32)
+        each = _after(_leaving_out(each, left), part, lambda left, axes=axes: _in_whole(left, axes, dim))
+    return each
+
+
+def summed(algorithm: Algorithm, several: Sequence[Reduced], axes: tuple[str, ...]) -> list[Reduced]:
+    """Gradients summed over some axes by an algorithm."""
+    assert algorithm.all_reduce
+    if not algorithm.feedback:
+        sums = algorithm.all_reduce([each.grad for each in several], axes)
+        return [each._replace(grad=grad) for each, grad in zip(several, sums, strict=True)]
+    several = [begun(each) for each in several]
+    sums, lefts = algorithm.all_reduce([each.grad for each in several], axes)
+    left_out = [_leaving_out(*pair) for pair in zip(several, lefts, strict=True)]
+    return [each._replace(grad=grad) for each, grad in zip(left_out, sums, strict=True)]
+
+
+def residuals_after(residuals: Any, several: Sequence[Reduced], divisor: jax.Array) -> Any:
+    """The new residuals, stored as the old ones."""
+    left = iter([each.residual / divisor for each in several if each.residual is not None])
+
+    def one(old: Any) -> Any:
+        new = next(left)[None]
+        return dataclasses.replace(old, array=new) if is_padded(old) else new
+
+    return jax.tree.map(one, residuals, is_leaf=is_padded)
+
+
+def _leaving_out(each: Reduced, left: jax.Array | None) -> Reduced:
+    if left is None:
+        return each
+    assert each.back and each.residual is not None
+    return each._replace(residual=each.residual + each.back(left))
+
+
+def _after(each: Reduced, grad: jax.Array, inverse: Callable[[jax.Array], jax.Array]) -> Reduced:
+    """The next form of a gradient; `inverse` places what is left out of it in the form before."""
+    back = each.back
+    assert back
+    return each._replace(grad=grad, back=lambda left: back(inverse(left)))
+
+
+def _in_whole(part: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    """Zeros with this device's part."""
+    size = part.shape[dim]
+    zeros = jnp.zeros((*part.shape[:dim], size * axis_size(axes), *part.shape[dim + 1 :]), part.dtype)
+    at = axis_index(axes) * size
+    return lax.dynamic_update_slice_in_dim(vary(zeros, tuple(sorted(varying_axes(part) | set(axes)))), part, at, dim)
