@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +33,7 @@ from shardkit.layout import all_axes, canonical, path_name, spec_axes
 from shardkit.partitioning.handles import from_end, own_part, to_parts
 from shardkit.partitioning.placement import Cut, Cuts, Layout, map_layouts
 from shardkit.partitioning.plan import Plan
-from shardkit.partitioning.storage import as_stored, is_padded, padded_shape, padding, stored_array
+from shardkit.partitioning.storage import Held, as_stored, is_padded, padded_shape, padding, stored_array
 
 
 @typed
@@ -74,11 +75,11 @@ def residual_shapes(params: Any, mesh: Any, plan: Plan) -> Any:
     batch_axes = all_axes(plan.batch_spec(mesh))
 
     def one(layout: Layout, x: Any) -> Any:
-        spec = _first_spec(layout)
-        if spec is None:
+        first = _first(layout)
+        if first is None:
             return None
-        done = {axis for axes, algorithm in layout.sums if not algorithm.feedback for axis in axes}
-        varies = (batch_axes | set(layout.varies)) - all_axes(spec) - done
+        spec, summed = first
+        varies = (batch_axes | set(layout.varies)) - all_axes(spec) - summed
         axes = tuple(axis for axis in mesh.axis_names if axis in varies)
         shape = (math.prod(mesh.shape[axis] for axis in axes), *x.shape)
         spec = canonical(PartitionSpec(axes, *spec))
@@ -89,16 +90,22 @@ def residual_shapes(params: Any, mesh: Any, plan: Plan) -> Any:
     return shapes if jax.tree.leaves(shapes) else None
 
 
-def _first_spec(layout: Layout) -> PartitionSpec | None:
-    """How a gradient is split where its first reduction with feedback gets it; None if it has no such reduction."""
-    cuts = layout.cuts(scatter=("step",))
+def _first(layout: Layout) -> tuple[PartitionSpec, set[str]] | None:
+    """How a gradient is split where its first reduction with feedback gets it, and the axes over which it is summed.
+
+    None if it has no such reduction.
+    """
+    cuts, sums = layout.cuts(scatter=("step",)), layout.sums
     first = next((i for i, cut in enumerate(cuts) if cut.reduce_by.feedback), len(cuts))
-    if first == len(cuts) and not any(algorithm.feedback for _, algorithm in layout.sums):
+    if first == len(cuts) and not any(algorithm.feedback for _, algorithm in sums):
         return None
     axes = dict(enumerate(spec_axes(layout.grad)))
     for cut in cuts[:first]:
         axes[cut.dim] = axes.get(cut.dim, ()) + cut.axes
-    return PartitionSpec(*(axes.get(dim, ()) for dim in range(max(axes, default=-1) + 1)))
+    spec = PartitionSpec(*(axes.get(dim, ()) for dim in range(max(axes, default=-1) + 1)))
+    # Sums come after cuts, and those with feedback after the others.
+    summed = {axis for over, algorithm in sums if first == len(cuts) and not algorithm.feedback for axis in over}
+    return spec, summed
 
 
 def residual_specs(where: str, residuals: Any, params: Any, mesh: Any, plan: Plan) -> Any:
@@ -106,6 +113,12 @@ def residual_specs(where: str, residuals: Any, params: Any, mesh: Any, plan: Pla
     shapes = residual_shapes(params, mesh, plan)
     check_residuals(where, residuals, shapes)
     return jax.tree.map(lambda x: stored_array(x).sharding.spec, shapes, is_leaf=is_padded)
+
+
+def residuals_held(where: str, residuals: Any, params: Any, mesh: Any, plan: Plan) -> Any:
+    """How a state's residuals are stored under a plan, after a check that they are its residuals."""
+    specs = residual_specs(where, residuals, params, mesh, plan)
+    return jax.tree.map(Held, specs)
 
 
 def check_residuals(where: str, found: Any, wanted: Any) -> None:
@@ -161,6 +174,7 @@ class Reduced(NamedTuple):
 
 def with_residuals(grads: Any, residuals: Any, divisor: jax.Array) -> list[Reduced]:
     """The leaves of the gradients, each with its residual times the divisor."""
+    structure: Any
     leaves, structure = jax.tree_util.tree_flatten_with_path(grads)
     held = [None] * len(leaves) if residuals is None else structure.flatten_up_to(residuals)
     missing = [None if r is None else stored_array(r)[0] * divisor for r in held]
@@ -207,23 +221,23 @@ def _cut(each: Reduced, cut: Cut, dtype: Any) -> Reduced:
         if varying_axes(each.grad) >= set(axes):
             assert cut.reduce_by.reduce_scatter
             if cut.reduce_by.feedback:
-                part, left = cut.reduce_by.reduce_scatter(each.grad, axes, dim=dim)
+                part, left = cut.reduce_by.reduce_scatter(each.grad.astype(jnp.float32), axes, dim=dim)
             else:
-                part = cut.reduce_by.reduce_scatter(each.grad.astype(dtype), axes, dim=dim).astype(jnp.float32)
-        each = _after(_leaving_out(each, left), part, lambda left, axes=axes: _in_whole(left, axes, dim))
+                part = cut.reduce_by.reduce_scatter(each.grad.astype(dtype), axes, dim=dim)
+        each = _after(_leaving_out(each, left), part, partial(_in_whole, axes=axes, dim=dim))
     return each
 
 
-def summed(algorithm: Algorithm, several: Sequence[Reduced], axes: tuple[str, ...]) -> list[Reduced]:
-    """Gradients summed over some axes by an algorithm."""
+def summed(algorithm: Algorithm, several: Sequence[Reduced], axes: tuple[str, ...], dtype: Any) -> list[Reduced]:
+    """Gradients summed over some axes by an algorithm, in a dtype where it has no feedback."""
     assert algorithm.all_reduce
-    if not algorithm.feedback:
-        sums = algorithm.all_reduce([each.grad for each in several], axes)
-        return [each._replace(grad=grad) for each, grad in zip(several, sums, strict=True)]
-    several = [begun(each) for each in several]
-    sums, lefts = algorithm.all_reduce([each.grad for each in several], axes)
-    left_out = [_leaving_out(*pair) for pair in zip(several, lefts, strict=True)]
-    return [each._replace(grad=grad) for each, grad in zip(left_out, sums, strict=True)]
+    if algorithm.feedback:
+        several = [begun(each) for each in several]
+        sums, lefts = algorithm.all_reduce([each.grad.astype(jnp.float32) for each in several], axes)
+        several = [_leaving_out(each, left) for each, left in zip(several, lefts, strict=True)]
+    else:
+        sums = algorithm.all_reduce([each.grad.astype(dtype) for each in several], axes)
+    return [each._replace(grad=grad) for each, grad in zip(several, sums, strict=True)]
 
 
 def residuals_after(residuals: Any, several: Sequence[Reduced], divisor: jax.Array) -> Any:

@@ -86,14 +86,14 @@ def leave(
             if axes:
                 together.setdefault((axes, algorithm), []).append(i)
     for (axes, algorithm), those in sorted(together.items(), key=lambda each: each[0][1].feedback):
-        sums = summed(algorithm, [several[i] for i in those], axes)
+        sums = summed(algorithm, [several[i] for i in those], axes, dtype)
         several = [sums[those.index(i)] if i in those else leaf for i, leaf in enumerate(several)]
     several = [begun(leaf) for leaf in several]
 
     def one(layout: Layout, grad: jax.Array) -> Any:
         rest = varying_axes(grad) - all_axes(layout.update)
         if rest:
-            grad = all_reduce(grad, tuple(sorted(rest)))
+            grad = all_reduce(grad.astype(dtype), tuple(sorted(rest)))
         return as_stored(grad.astype(jnp.float32) / divisor, layout.padded, layout.rows)
 
     reduced = map_layouts(one, layouts, jax.tree.unflatten(structure, [leaf.grad for leaf in several]))
