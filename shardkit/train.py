@@ -138,7 +138,7 @@ def make_train_step(
         update = map_layouts(lambda layout: layout.update, layouts)
         specs = batch_specs(batch, batch_spec, mesh, accumulate)
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
-        kept = residual_specs("step", state.residuals, state.params, mesh, plan)
+        kept = residual_specs(state.residuals, state.params, mesh, plan)
 
         def on_device(params: Any, batch: Any, key: jax.Array, scale: jax.Array, residuals: Any) -> Any:
             seen = enter(params, layouts, batch_spec, policy.compute, policy.reduce)

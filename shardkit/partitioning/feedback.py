@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from shardkit._typed import typed
 from shardkit.collectives import all_reduce, axis_index, axis_size, pad_to_axis, vary
 from shardkit.collectives.algorithms import Algorithm
 from shardkit.layout import all_axes, canonical, path_name, spec_axes
-from shardkit.partitioning.handles import from_end, own_part, to_parts
+from shardkit.partitioning.handles import from_end, to_parts
 from shardkit.partitioning.placement import Cut, Cuts, Layout, map_layouts
 from shardkit.partitioning.plan import Plan
 from shardkit.partitioning.storage import Held, as_stored, is_padded, padded_shape, padding, stored_array
@@ -108,49 +108,57 @@ def _first(layout: Layout) -> tuple[PartitionSpec, set[str]] | None:
     return spec, summed
 
 
-def residual_specs(where: str, residuals: Any, params: Any, mesh: Any, plan: Plan) -> Any:
-    """The specs of a state's residuals, for shard_map, after a check that they are those of a plan."""
+def residual_specs(residuals: Any, params: Any, mesh: Any, plan: Plan) -> Any:
+    """The specs of a state's residuals in a step, for shard_map, after a check that they are those of its plan."""
+    made = "residuals=sk.init_residuals(state.params, mesh=mesh, plan=plan)"
     shapes = residual_shapes(params, mesh, plan)
-    check_residuals(where, residuals, shapes)
-    return jax.tree.map(lambda x: stored_array(x).sharding.spec, shapes, is_leaf=is_padded)
+    if residuals is None and shapes is not None:
+        raise ValueError(
+            "step: a state whose plan reduces gradients with error feedback must hold residuals; it holds none. Pass a "
+            f"state from init, or state._replace({made}), which begin with zeros."
+        )
+    if residuals is not None and shapes is None:
+        raise ValueError(
+            "step: a state whose plan has no error feedback must hold no residuals; it holds those of "
+            f"{quoted(_shapes(residuals))}. Pass state._replace(residuals=None): the steps after it never add what "
+            "compressed reductions have left out so far."
+        )
+    for path, ours, theirs in _differences(residuals, shapes):
+        raise ValueError(
+            f"step: the residual of leaf {path} must have shape {theirs} under this plan and mesh; got {ours}. Save a "
+            "checkpoint and restore it for this plan, which keeps the sum of the residuals, or pass "
+            f"state._replace({made}), which begin with zeros."
+        )
+    return _specs(shapes)
 
 
 def residuals_held(where: str, residuals: Any, params: Any, mesh: Any, plan: Plan) -> Any:
-    """How a state's residuals are stored under a plan, after a check that they are its residuals."""
-    specs = residual_specs(where, residuals, params, mesh, plan)
-    return jax.tree.map(Held, specs)
-
-
-def check_residuals(where: str, found: Any, wanted: Any) -> None:
-    """Refuses the residuals of a state if they are not those of a plan, as `residual_shapes` returns them."""
-    made = "residuals=sk.init_residuals(state.params, mesh=mesh, plan=plan)"
-    if found is None and wanted is not None:
+    """How a plan stores the residuals of a state, after a check that they are its own."""
+    if residuals is None:
+        return None
+    shapes = residual_shapes(params, mesh, plan)
+    for path, ours, theirs in _differences(residuals, shapes):
         raise ValueError(
-            f"{where}: a state whose plan reduces gradients with error feedback must hold residuals; it holds none. "
-            f"Pass a state from init, or state._replace({made}), which begin with zeros."
+            f"{where} must be a plan with residuals as those of the state; that of leaf {path} has shape {theirs} "
+            f"under the plan and {ours} in the state. Save a checkpoint and restore it for the target, which keeps the "
+            "sum of the residuals, or pass state._replace(residuals=None), which drops them."
         )
-    if found is not None and wanted is None:
-        raise ValueError(
-            f"{where}: a state whose plan has no error feedback must hold no residuals; it holds those of "
-            f"{quoted(_paths(found))}. Pass state._replace(residuals=None): the steps after it never add what "
-            "compressed reductions have left out so far."
-        )
-    theirs, ours = _paths(found), _paths(wanted)
-    if theirs != ours:
-        raise ValueError(
-            f"{where}: the residuals must be those of the plan, for {quoted(ours)}; got those of {quoted(theirs)}. "
-            f"Pass state._replace({made}), which begin with zeros."
-        )
-    for path, shape in ours.items():
-        if theirs[path] != shape:
-            raise ValueError(
-                f"{where}: the residual of leaf {path} must have shape {shape} under this plan and mesh; got "
-                f"{theirs[path]}. Save a checkpoint and restore it for this plan, which keeps the sum of the "
-                f"residuals, or pass state._replace({made}), which begin with zeros."
-            )
+    return jax.tree.map(Held, _specs(shapes))
 
 
-def _paths(residuals: Any) -> dict[str, tuple[int, ...]]:
+def _specs(shapes: Any) -> Any:
+    return jax.tree.map(lambda x: stored_array(x).sharding.spec, shapes, is_leaf=is_padded)
+
+
+def _differences(found: Any, wanted: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The leaves whose residuals differ: their paths, and both shapes or None."""
+    ours, theirs = _shapes(found), _shapes(wanted)
+    for path in {**ours, **theirs}:
+        if ours.get(path) != theirs.get(path):
+            yield path, ours.get(path), theirs.get(path)
+
+
+def _shapes(residuals: Any) -> dict[str, tuple[int, ...]]:
     leaves = jax.tree_util.tree_leaves_with_path(residuals, is_leaf=is_padded)
     return {path_name(path): tuple(x.shape) for path, x in leaves}
 
@@ -187,15 +195,19 @@ def begun(each: Reduced) -> Reduced:
         return each
     here, wanted = varying_axes(each.grad), varying_axes(each.residual)
     if wanted - here:
-        raise ValueError(
-            f"step: with error feedback a GradFn must return gradients that are not summed yet; that of leaf "
-            f"{each.path} is summed over {quoted(sorted(wanted - here))}. Return local sums, as value_and_grad does, "
-            "or leave out feedback=True."
-        )
+        raise _summed_before(each, wanted - here)
     grad = each.grad.astype(jnp.float32)
     if here - wanted:  # axes that no layout tells of, such as that of a pipeline's stages
         grad = all_reduce(grad, tuple(sorted(here - wanted)))
     return each._replace(grad=grad + each.residual, residual=jnp.zeros_like(each.residual), back=lambda left: left)
+
+
+def _summed_before(each: Reduced, axes: Iterable[str]) -> ValueError:
+    return ValueError(
+        "step: with error feedback a GradFn must return gradients that are not summed yet; that of leaf "
+        f"{each.path} is summed over {quoted(sorted(axes))}. Return local sums, as value_and_grad does, or leave out "
+        "feedback=True."
+    )
 
 
 def scattered(each: Reduced, cuts: Cuts, dtype: Any) -> Reduced:
@@ -211,21 +223,20 @@ def scattered(each: Reduced, cuts: Cuts, dtype: Any) -> Reduced:
 
 
 def _cut(each: Reduced, cut: Cut, dtype: Any) -> Reduced:
-    """One cut after `begun`: as `to_parts`, and remembers from where the part is."""
+    """One cut after `begun`, which remembers from where the part is."""
     dim, size = cut.dim, each.grad.shape[cut.dim]
     wider = pad_to_axis(each.grad, cut.axes, dim=dim)
     each = _after(each, wider, lambda left: lax.slice_in_dim(left, 0, size, axis=dim))
-    together = varying_axes(wider) >= set(cut.axes)
-    for axes in [cut.axes] if together else [(axis,) for axis in cut.axes]:
-        part, left = own_part(each.grad, axes, dim=dim), None
-        if varying_axes(each.grad) >= set(axes):
-            assert cut.reduce_by.reduce_scatter
-            if cut.reduce_by.feedback:
-                part, left = cut.reduce_by.reduce_scatter(each.grad.astype(jnp.float32), axes, dim=dim)
-            else:
-                part = cut.reduce_by.reduce_scatter(each.grad.astype(dtype), axes, dim=dim)
-        each = _after(_leaving_out(each, left), part, partial(_in_whole, axes=axes, dim=dim))
-    return each
+    axes = tuple(axis for axis in cut.axes if axis_size(axis) > 1)
+    if set(axes) - varying_axes(wider):
+        raise _summed_before(each, set(axes) - varying_axes(wider))
+    assert cut.reduce_by.reduce_scatter
+    left = None
+    if cut.reduce_by.feedback:
+        part, left = cut.reduce_by.reduce_scatter(each.grad.astype(jnp.float32), axes, dim=dim)
+    else:
+        part = cut.reduce_by.reduce_scatter(each.grad.astype(dtype), axes, dim=dim)
+    return _after(_leaving_out(each, left), part, partial(_in_whole, axes=axes, dim=dim))
 
 
 def summed(algorithm: Algorithm, several: Sequence[Reduced], axes: tuple[str, ...], dtype: Any) -> list[Reduced]:
@@ -237,7 +248,7 @@ def summed(algorithm: Algorithm, several: Sequence[Reduced], axes: tuple[str, ..
         several = [_leaving_out(each, left) for each, left in zip(several, lefts, strict=True)]
     else:
         sums = algorithm.all_reduce([each.grad.astype(dtype) for each in several], axes)
-    return [each._replace(grad=grad) for each, grad in zip(several, sums, strict=True)]
+    return [_after(each, grad, partial(_on_first, axes=axes)) for each, grad in zip(several, sums, strict=True)]
 
 
 def residuals_after(residuals: Any, several: Sequence[Reduced], divisor: jax.Array) -> Any:
@@ -261,8 +272,12 @@ def _leaving_out(each: Reduced, left: jax.Array | None) -> Reduced:
 def _after(each: Reduced, grad: jax.Array, inverse: Callable[[jax.Array], jax.Array]) -> Reduced:
     """The next form of a gradient; `inverse` places what is left out of it in the form before."""
     back = each.back
-    assert back
-    return each._replace(grad=grad, back=lambda left: back(inverse(left)))
+    return each._replace(grad=grad, back=back and (lambda left: back(inverse(left))))
+
+
+def _on_first(left: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """What is left out of a sum that all devices of some axes have, which one of them keeps."""
+    return jnp.where(axis_index(axes) == 0, left, jnp.zeros_like(left))
 
 
 def _in_whole(part: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
@@ -270,4 +285,5 @@ def _in_whole(part: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
     size = part.shape[dim]
     zeros = jnp.zeros((*part.shape[:dim], size * axis_size(axes), *part.shape[dim + 1 :]), part.dtype)
     at = axis_index(axes) * size
-    return lax.dynamic_update_slice_in_dim(vary(zeros, tuple(sorted(varying_axes(part) | set(axes)))), part, at, dim)
+    whole = vary(zeros, tuple(sorted(varying_axes(part) | set(axes))))
+    return lax.dynamic_update_slice_in_dim(whole, part, at, dim)
