@@ -45,6 +45,7 @@ from shardkit.layers.vocabulary import vocab_cross_entropy, vocab_cross_entropy_
 from shardkit.layers.zigzag import positions, zigzag
 from shardkit.layout import bytes_per_device, describe, global_shape, local_shape, shard, specs_from_rules
 from shardkit.mesh import abstract_mesh, make_hybrid_mesh, make_mesh
+from shardkit.partitioning.feedback import init_residuals
 from shardkit.partitioning.gradient import GradFn, Mean, value_and_grad
 from shardkit.partitioning.placement import Split
 from shardkit.partitioning.plan import Plan, chain, strategy
@@ -114,6 +115,7 @@ __all__ = [
     "global_shape",
     "halo_exchange",
     "hierarchical",
+    "init_residuals",
     "local_groups",
     "local_shape",
     "make_eval_step",

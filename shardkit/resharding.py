@@ -15,6 +15,7 @@ from shardkit._check import at_least
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.layout import path_name
+from shardkit.partitioning.feedback import residuals_held
 from shardkit.partitioning.moves import Move, Moves, move_of, program
 from shardkit.partitioning.placement import Layout, map_layouts
 from shardkit.partitioning.plan import Plan
@@ -122,7 +123,8 @@ def _held(where: str, name: str, layouts: Layouts, tree: Any, mesh: Any) -> Stor
         rest, update = map_layouts(Layout.at_rest, each), map_layouts(Layout.in_update, each)
         whole = partial(jax.tree.map, lambda _: Held(PartitionSpec()))
         opt_state = optimizer_held(tree.opt_state, tree.params, update)
-        held = TrainState(whole(tree.step), rest, opt_state, whole(tree.key), whole(tree.loss_scale))
+        residuals = residuals_held(f"{where}: {name}", tree.residuals, tree.params, mesh, layouts)
+        held = TrainState(whole(tree.step), rest, opt_state, whole(tree.key), whole(tree.loss_scale), residuals)
         return [(each, True) for each in jax.tree.leaves(held)]
 
     try:  # a layout for every leaf of a part, and then the leaves by themselves

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit.arguments import checked_key
 from shardkit.layout import path_name
+from shardkit.partitioning.feedback import init_residuals, residual_shapes
 from shardkit.partitioning.handles import cast_floating
 from shardkit.partitioning.placement import Layout, map_layouts
 from shardkit.partitioning.plan import Plan
@@ -34,7 +35,8 @@ class TrainState(NamedTuple):
         opt_state: the optimizer's state; leaves that mirror a parameter are laid out as the plan's `update`.
         key: typed key from which the keys of every step's examples are derived; it never changes.
         loss_scale: the float16 loss scale, or None.
-        residuals: what compressed reductions have left out so far, or None.
+        residuals: what compressed reductions with `feedback` have left out so far, or None: for each parameter float32
+            `[R, *shape]`, a row for each device over which its gradient is summed, in units of the mean gradient.
         carried: state that the loss reads and that has no gradient, or None.
     """
 
@@ -102,7 +104,9 @@ def make_init(optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> Call
         rest = None if made else shardings(mesh, map_layouts(Layout.at_rest, layouts))
         out = (shardings(mesh, held), rest, NamedSharding(mesh, _REPLICATED))
         opt_state, copies, (step, key, loss_scale) = jax.jit(first, out_shardings=out)(params, key)
-        return TrainState(step, cast_floating(params if made else copies, policy.param), opt_state, key, loss_scale)
+        residuals = init_residuals(params, mesh=mesh, plan=plan)
+        params = cast_floating(params if made else copies, policy.param)
+        return TrainState(step, params, opt_state, key, loss_scale, residuals)
 
     def abstract(params: Any) -> TrainState:
         key = jax.eval_shape(lambda: jax.random.key(0))
@@ -121,6 +125,7 @@ def make_init(optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> Call
             _described(opt_state, shardings(mesh, held)),
             key,
             loss_scale,
+            residual_shapes(params, mesh, plan),
         )
 
     init.abstract = abstract  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ from shardkit._typed import typed
 from shardkit.arguments import check_function
 from shardkit.collectives import all_reduce
 from shardkit.partitioning.batch import batch_specs
+from shardkit.partitioning.feedback import residual_specs
 from shardkit.partitioning.gradient import GradFn, LossFn, Mean, divisor_of, global_means
 from shardkit.partitioning.local_step import local_gradients, local_means
 from shardkit.partitioning.placement import Layout, map_layouts
@@ -99,7 +100,7 @@ def make_train_step(
             at trace time a batch that does not divide by the batch axes times `accumulate`, or a weight computed only
             from scalars of the batch.
         ValueError: from `step`, for a state that an earlier step has donated, or that another plan stores with other
-            padding or with its layers in another order.
+            padding, with its layers in another order or with other residuals.
         NonFiniteError: from `step`, under `nonfinite="stop"`.
 
     Cost: that of the plan, and one all_reduce of 8 bytes for the loss and for each auxiliary mean.
@@ -137,26 +138,28 @@ def make_train_step(
         update = map_layouts(lambda layout: layout.update, layouts)
         specs = batch_specs(batch, batch_spec, mesh, accumulate)
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
+        kept = residual_specs(state.residuals, state.params, mesh, plan)
 
-        def on_device(params: Any, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
+        def on_device(params: Any, batch: Any, key: jax.Array, scale: jax.Array, residuals: Any) -> Any:
             seen = enter(params, layouts, batch_spec, policy.compute, policy.reduce)
             _, means, grads = local_gradients(grad_fn, seen, batch, key, scale, batch_spec, policy.compute, accumulate)
             means = global_means(means, plan.batch_axes)
-            grads = leave(grads, layouts, divisor_of(means["loss"].weight) * scale, policy.reduce)
+            grads, left = leave(grads, layouts, divisor_of(means["loss"].weight) * scale, policy.reduce, residuals)
             metrics = _metrics(means)
             if guarded:
                 metrics["finite"] = _all_finite(metrics["loss"], grads)
-            return metrics, grads
+                left = jax.tree.map(lambda new, old: jnp.where(metrics["finite"], new, old), left, residuals)
+            return metrics, grads, left
 
-        in_specs, out_specs = (rest, specs, _REPLICATED, _REPLICATED), (_REPLICATED, update)
+        in_specs, out_specs = (rest, specs, _REPLICATED, _REPLICATED, kept), (_REPLICATED, update, kept)
         on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-        metrics, grads = on_mesh(state.params, batch, step_key(key, state.step), scale)
+        metrics, grads, residuals = on_mesh(state.params, batch, step_key(key, state.step), scale, state.residuals)
         params, opt_state, loss_scale = updated(optimizer, policy, mesh, layouts, state, grads, metrics)
         if rest != update:
             params = jax.shard_map(lambda p: to_rest(p, layouts), mesh=mesh, in_specs=(update,), out_specs=rest)(params)
         if state.loss_scale:
             metrics["loss_scale"] = scale
-        new = TrainState(state.step + 1, params, opt_state, None, loss_scale, state.residuals, state.carried)
+        new = TrainState(state.step + 1, params, opt_state, None, loss_scale, residuals, state.carried)
         return new, _returned(metrics, policy.output)
 
     compiled = jax.jit(traced_step, donate_argnums=0)

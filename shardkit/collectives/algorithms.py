@@ -44,6 +44,8 @@ class Algorithm(NamedTuple):
         fits: refuses axes over which it cannot run, in one sentence: `(where, axes) -> None`.
         cost: what one device sends: `(kernel, elements, itemsize, ways) -> {axes: bytes}`, for the kernel's name, the
             elements of each operand on one device, their bytes each, and the sizes of the axes by name.
+        feedback: whether its reductions, of float32, return `(sums, left)`: `left`, like the operands, is what this
+            device has left out of the sums. The state keeps it, and the next step adds it to the gradient.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Algorithm(NamedTuple):
     all_reduce: Callable[..., Any] | None = None
     fits: Callable[[str, tuple[str, ...]], None] | None = None
     cost: Callable[[str, Sequence[int], int, Ways], Sent] | None = None
+    feedback: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -187,6 +190,7 @@ def compressed(
     *,
     block: int = 256,
     compress_result: bool = False,
+    feedback: bool = False,
     inner: Axis | None = None,
     inner_dtype: DType | None = None,
 ) -> Algorithm:
@@ -196,18 +200,23 @@ def compressed(
         dtype: jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8 or jnp.int4.
         block: elements that share a scale, 1 or more.
         compress_result: in an all_reduce, gather the sums in `dtype` too.
+        feedback: keep what the sums leave out in the residuals of the TrainState, and add it to the gradients of the
+            next step, so that over many steps nothing is left out. For gradients that are reduced once per step, in
+            float32: those of dp, zero1, and fsdp without `layerwise`.
         inner: the axis (or axes) of the fast links, for a reduce_scatter in two levels as in ZeRO++; the strategy's
             other axes, over which the sums are compressed, must come before it.
         inner_dtype: the dtype inside; None: float32.
 
     Returns:
-        An Algorithm. Weights that are not floating-point are refused where the step is traced.
+        An Algorithm; with feedback for `reduce=` only. Weights that are not floating-point are refused where the step
+            is traced.
 
     Raises:
         ValueError: another dtype, or an empty block; from the strategy, axes that do not end in `inner`.
 
     Cost: for messages of Q = `cost.quantized_bytes` of what is sent to one device, Q (n-1); an all_reduce sends its
-        sums too.
+        sums too. Feedback sends nothing more, and each device holds a residual in float32 of every gradient, as it is
+        before the reduction: whole under dp and zero1.
 
     Example:
         >>> small = sk.algorithms.compressed(jnp.int8)
@@ -215,7 +224,8 @@ def compressed(
         >>> print(plan.strategies[0].gather, plan.strategies[0].reduce)
         compressed(int8) compressed(int4)
 
-    Source: Wang et al., ZeRO++ (arXiv:2306.10209), sections 3.1 and 3.3.
+    Source: Wang et al., ZeRO++ (arXiv:2306.10209), sections 3.1 and 3.3; for feedback Seide et al., 1-Bit Stochastic
+    Gradient Descent (2014), and Karimireddy et al., Error Feedback Fixes SignSGD (2019).
     """
     name, inside = jnp.dtype(dtype).name, None if inner_dtype is None else jnp.dtype(inner_dtype).name
     one_of("compressed", "dtype", name, tuple(FORMATS))
@@ -225,15 +235,21 @@ def compressed(
     fast = () if inner is None else axis_names("compressed", inner)
     options: dict[str, Any] = {"dtype": dtype, "block": block}
     text = f"compressed({name}{f', inner={quoted(fast)}' if fast else ''}{f' in {inside}' if inside else ''})"
+    text += " with feedback" * feedback
 
     def reduce_scatter(x: Any, axes: tuple[str, ...], *, dim: int) -> Any:
-        here, slow = _levels(axes, fast)
+        (here, slow), zero = _levels(axes, fast), quantized.init_residual(x) if feedback else None
         if not here or not slow:
-            return quantized.reduce_scatter(x, axes, dim=dim, **options)[0]
-        return quantized.reduce_scatter_two_level(x, here, slow, dim=dim, inner_dtype=inner_dtype, **options)[0]
+            out = quantized.reduce_scatter(x, axes, zero, dim=dim, **options)
+        else:
+            levels: dict[str, Any] = {"inner": here, "outer": slow, "inner_dtype": inner_dtype}
+            out = quantized.reduce_scatter_two_level(x, residual=zero, dim=dim, **levels, **options)
+        return out if feedback else out[0]
 
     def all_reduce(leaves: Any, axes: tuple[str, ...]) -> Any:
-        return quantized.all_reduce(leaves, axes, compress_result=compress_result, **options)[0]
+        zero = quantized.init_residual(leaves) if feedback else None
+        out = quantized.all_reduce(leaves, axes, zero, compress_result=compress_result, **options)
+        return out if feedback else out[0]
 
     def message(elements: int, dtype: str | None = name) -> int:
         return 4 * elements if dtype is None else quantized_bytes(elements, dtype, block=block)
@@ -255,9 +271,9 @@ def compressed(
             slow: Fraction((o - 1) * sum(message(e // n) for e in elements)),
         }
 
-    gather = partial(quantized.all_gather, **options)
+    gather = None if feedback else partial(quantized.all_gather, **options)
     fits = partial(_ends_in, text, fast) if fast else None
-    return Algorithm(text, gather, reduce_scatter, all_reduce, fits, cost)
+    return Algorithm(text, gather, reduce_scatter, all_reduce, fits, cost, feedback)
 
 
 def _levels(axes: tuple[str, ...], fast: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -21,7 +21,6 @@ from shardkit._check import quoted
 from shardkit._compat import varying_axes
 from shardkit._sealed import seal, unseal
 from shardkit.collectives import axis_index, axis_size, pad_to_axis
-from shardkit.collectives.algorithms import Algorithm
 from shardkit.layout import path_name
 from shardkit.partitioning.placement import Cuts, kept_cuts
 from shardkit.partitioning.storage import Sizes, cut_padding
@@ -269,12 +268,6 @@ def own_part(x: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
     x = pad_to_axis(x, axes, dim=dim)
     size = x.shape[dim] // axis_size(axes)
     return lax.dynamic_slice_in_dim(x, axis_index(axes) * size, size, dim)
-
-
-def summed(algorithm: Algorithm, leaves: list[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
-    """Leaves summed over some axes by an algorithm."""
-    assert algorithm.all_reduce
-    return list(algorithm.all_reduce(leaves, axes))
 
 
 def part_gradient(node: Any, grad: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
+from shardkit._check import named
 from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.layout import canonical
 from shardkit.partitioning.storage import Held, Rows, Sizes
@@ -170,6 +171,30 @@ class Layout(NamedTuple):
         """The dims that are padded among those of some cuts."""
         split = {cut.dim for cut in cuts}
         return tuple((dim, size) for dim, size in self.padded if dim in split)
+
+
+def check_feedback(path: str, layout: Layout) -> None:
+    """Refuses error feedback for a leaf whose gradient is not reduced once per step, or that is stored out of order.
+
+    Raises:
+        ValueError: names the leaf, the algorithm and what to pass.
+    """
+    often = {"layer": "layer by layer", "microbatch": "in each microbatch"}
+    for s in layout.splits:
+        if s.reduce_by.feedback and s.scatter in often:
+            raise ValueError(
+                f"{s.reduce_by}: the gradient of a leaf must be reduced once per step; that of leaf {path} is reduced "
+                f"{often[s.scatter]} over {named(s.axes)}. Use it in dp, in zero1, or in fsdp without layerwise, or "
+                "leave out feedback=True."
+            )
+    algorithms = [*(s.reduce_by for s in layout.splits), *(algorithm for _, algorithm in layout.sums)]
+    fed = next((algorithm for algorithm in algorithms if algorithm.feedback), None)
+    if fed and layout.rows:
+        raise ValueError(
+            f"{fed}: a leaf must be stored in its natural order; leaf {path} is stored in the order of pipeline "
+            "stages. Use a schedule with one chunk on each stage and stages of equal length, or leave out "
+            "feedback=True."
+        )
 
 
 def _spec(splits: Iterable[Split]) -> PartitionSpec:

@@ -22,7 +22,7 @@ from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.layout import canonical, local_shape, path_name
 from shardkit.partitioning.describe import Planned, mesh_of, plan_table
 from shardkit.partitioning.dim_rules import in_subtrees
-from shardkit.partitioning.placement import Layout, Leaf, Split, Strategy, in_order
+from shardkit.partitioning.placement import Layout, Leaf, Split, Strategy, check_feedback, in_order
 from shardkit.partitioning.storage import in_rows, is_padded, padded_shape, padding
 
 
@@ -126,6 +126,7 @@ class Plan(NamedTuple):
             rows=next((split.rows for split in splits if split.rows), ()),
             sums=tuple((s.axes, s.reduce) for s in whole if s.reduce is not PLAIN and s.reduce.all_reduce),
         )
+        check_feedback(path, layout)
         return layout._replace(padded=padding(in_rows(tuple(jnp.shape(x)), layout.rows), layout.update, mesh))
 
     def check(self, mesh: Mesh) -> None:

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec
 from shardkit._compat import varying_axes
 from shardkit.collectives import all_reduce, vary
 from shardkit.layout import all_axes, spec_axes
-from shardkit.partitioning.handles import Handle, cast_floating, from_end, own_part, summed, to_parts, whole
+from shardkit.partitioning.feedback import Reduced, begun, residuals_after, scattered, summed, with_residuals
+from shardkit.partitioning.handles import Handle, cast_floating, from_end, own_part, to_parts, whole
 from shardkit.partitioning.placement import Cuts, Layout, map_layouts
 from shardkit.partitioning.storage import as_stored, stored_array
 
@@ -63,8 +64,10 @@ def _handled(layout: Layout, x: jax.Array, data_axes: tuple[str, ...], compute: 
     return Handle(vary(part, data_axes), beside, gathers, scatters, compute, reduce, layout.entry, sizes)
 
 
-def leave(grads: Any, layouts: Any, divisor: jax.Array, dtype: Any = jnp.float32) -> Any:
-    """The gradients in the layout of the update, from this device's partial sums.
+def leave(
+    grads: Any, layouts: Any, divisor: jax.Array, dtype: Any = jnp.float32, residuals: Any = None
+) -> tuple[Any, Any]:
+    """The gradients in the layout of the update, from this device's partial sums; and the new residuals.
 
     Their type says what is still to be summed: a reduce_scatter where the update is split further than the gradient, an
     all_reduce over every other axis over which the gradient still varies, by the algorithms of the strategies and
@@ -72,27 +75,30 @@ def leave(grads: Any, layouts: Any, divisor: jax.Array, dtype: Any = jnp.float32
 
     Cost: a reduce_scatter of `update - grad` and an all_reduce of the rest, for each leaf.
     """
-    leaves, structure = jax.tree.flatten(grads)
+    structure, several = jax.tree.structure(grads), with_residuals(grads, residuals, divisor)
     each = jax.tree.leaves(layouts, is_leaf=lambda x: isinstance(x, Layout))
-    leaves = [_scattered(g, layout.cuts(scatter=("step",)), dtype) for layout, g in zip(each, leaves, strict=True)]
+    several = [_scattered(g, layout.cuts(scatter=("step",)), dtype) for layout, g in zip(each, several, strict=True)]
     together: dict[Any, list[int]] = {}
     for i, layout in enumerate(each):
         for axes, algorithm in layout.sums:
-            varying = varying_axes(leaves[i])  # an algorithm may concatenate leaves, which must be partial sums alike
+            # An algorithm may concatenate leaves, which must be partial sums alike.
+            varying = varying_axes(several[i].grad)
             axes = tuple(axis for axis in axes if axis in varying)
             if axes:
                 together.setdefault((axes, algorithm, varying), []).append(i)
-    for (axes, algorithm, _), those in together.items():
-        sums = summed(algorithm, [leaves[i] for i in those], axes)
-        leaves = [sums[those.index(i)] if i in those else leaf for i, leaf in enumerate(leaves)]
+    for (axes, algorithm, _), those in sorted(together.items(), key=lambda each: each[0][1].feedback):
+        sums = summed(algorithm, [several[i] for i in those], axes, dtype)
+        several = [sums[those.index(i)] if i in those else leaf for i, leaf in enumerate(several)]
+    several = [begun(leaf) for leaf in several]
 
     def one(layout: Layout, grad: jax.Array) -> Any:
         rest = varying_axes(grad) - all_axes(layout.update)
         if rest:
-            grad = all_reduce(grad, tuple(sorted(rest)))
+            grad = all_reduce(grad.astype(dtype), tuple(sorted(rest)))
         return as_stored(grad.astype(jnp.float32) / divisor, layout.padded, layout.rows)
 
-    return map_layouts(one, layouts, jax.tree.unflatten(structure, leaves))
+    reduced = map_layouts(one, layouts, jax.tree.unflatten(structure, [leaf.grad for leaf in several]))
+    return reduced, residuals_after(residuals, several, divisor)
 
 
 def to_rest(params: Any, layouts: Any) -> Any:
@@ -109,11 +115,14 @@ def to_rest(params: Any, layouts: Any) -> Any:
     return map_layouts(one, layouts, params)
 
 
-def _scattered(grad: jax.Array, cuts: Cuts, dtype: Any) -> jax.Array:
+def _scattered(leaf: Reduced, cuts: Cuts, dtype: Any) -> Reduced:
     """A gradient summed in the reduce dtype and split as these cuts say."""
+    if leaf.residual is not None:
+        return scattered(leaf, cuts, dtype)
+    grad = leaf.grad
     # Layer by layer, where a copy of the whole stack in a wider dtype would be the largest array of the step.
     wider = jnp.dtype(dtype).itemsize * grad.size if jnp.dtype(dtype).itemsize > grad.dtype.itemsize else 0
     cuts = from_end(cuts, grad.ndim)
     if cuts and wider > grad.shape[0] * LAYER_BYTES and all(cut.dim > -grad.ndim for cut in cuts):
-        return lax.map(lambda layer: to_parts(layer, cuts, dtype), grad)
-    return to_parts(grad, cuts, dtype)
+        return leaf._replace(grad=lax.map(lambda layer: to_parts(layer, cuts, dtype), grad))
+    return leaf._replace(grad=to_parts(grad, cuts, dtype))

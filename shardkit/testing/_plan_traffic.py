@@ -95,6 +95,8 @@ class _Bill:
             )
         ways = {axis: self.mesh.shape[axis] for axis in axes if self.mesh.shape[axis] > 1}
         if ways:
+            if algorithm.feedback and kernel != "all_gather":
+                itemsize = 4  # with feedback sums are in float32
             for over, sent in algorithm.cost(kernel, elements, itemsize, ways).items():
                 self.sent[over] = self.sent.get(over, Fraction(0)) + times * sent
 

@@ -32,7 +32,7 @@ from shardkit.testing.program import SCALE, Program
 Law = Callable[[Program, Reference], str | None]
 
 # The files that gather leaves and reduce their gradients.
-_PLAN = ("reshard.py:", "handles.py:", "regather.py:")
+_PLAN = ("reshard.py:", "handles.py:", "feedback.py:", "regather.py:")
 # Primitives that mix elements of an array: an optimizer that uses one reads across shards.
 _MIXING = ("reduce_", "dot_general", "sort", "cum", "top_k", "argm", "scatter", "gather", "random_", "threefry")
 # The functions of _PLAN's files that call an algorithm, whose kernels may stand anywhere.
@@ -69,7 +69,8 @@ def equal_copies(program: Program, reference: Reference) -> None:
         >>> laws = [sk.testing.laws.equal_copies]  # for `prove(..., laws=laws)`
     """
     state, metrics = program.ran.state, program.ran.metrics
-    kinds = {"parameter": state.params, "optimizer state": state.opt_state, "metric": metrics}
+    kinds = {"parameter": state.params, "optimizer state": state.opt_state, "residual": state.residuals}
+    kinds["metric"] = metrics
     for kind, tree in kinds.items():
         for path, x in jax.tree_util.tree_leaves_with_path(tree):
             found = unequal_replicas(x)

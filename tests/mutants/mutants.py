@@ -268,6 +268,76 @@ _COLLECTIVES = (
 
 _PARALLEL = (
     Mutant(
+        "feedback-forgets-residual",
+        "shardkit/partitioning/feedback.py",
+        "grad=grad + each.residual, ",
+        "grad=grad, ",
+        STALE,
+    ),
+    Mutant(
+        "feedback-in-units-of-a-step",
+        "shardkit/partitioning/feedback.py",
+        "stored_array(r)[0] * divisor for",
+        "stored_array(r)[0] for",
+        DIVISION,
+    ),
+    Mutant(
+        "feedback-keeps-sums",
+        "shardkit/partitioning/feedback.py",
+        "left = iter([each.residual / divisor for",
+        "left = iter([each.residual for",
+        DIVISION,
+    ),
+    Mutant(
+        "feedback-keeps-the-last-alone",
+        "shardkit/partitioning/feedback.py",
+        "residual=each.residual + each.back(left)",
+        "residual=each.back(left)",
+        TERM,
+    ),
+    Mutant(
+        "feedback-put-back-in-front",
+        "shardkit/partitioning/feedback.py",
+        "    at = axis_index(axes) * size",
+        "    at = axis_index(axes)",
+        SLOT,
+    ),
+    Mutant(
+        "feedback-kept-by-every-device",
+        "shardkit/partitioning/feedback.py",
+        "jnp.where(axis_index(axes) == 0, left, jnp.zeros_like(left))",
+        "jnp.where(axis_index(axes) >= 0, left, jnp.zeros_like(left))",
+        TWICE,
+    ),
+    Mutant(
+        "feedback-sums-in-the-order-of-leaves",
+        "shardkit/partitioning/reshard.py",
+        "in sorted(together.items(), key=lambda each: each[0][1].feedback):",
+        "in together.items():",
+        ORDER,
+    ),
+    Mutant(
+        "feedback-axes-that-are-summed-later",
+        "shardkit/partitioning/feedback.py",
+        "if first == len(cuts) and not algorithm.feedback",
+        "if not algorithm.feedback",
+        AXIS,
+    ),
+    Mutant(
+        "feedback-of-a-skipped-step",
+        "shardkit/train.py",
+        'jnp.where(metrics["finite"], new, old), left, residuals)',
+        "new, left, residuals)",
+        STALE,
+    ),
+    Mutant(
+        "compressed-feedback-of-one-level",
+        "shardkit/collectives/algorithms.py",
+        "out = quantized.reduce_scatter_two_level(x, residual=zero, dim=dim, **levels, **options)",
+        "out = quantized.reduce_scatter_two_level(x, residual=zero, dim=dim, **levels, **options)[0], zero",
+        TERM,
+    ),
+    Mutant(
         "zero-splits-the-layers",
         "shardkit/strategies/zero.py",
         "first = 1 if dim0_counts_layers(leaf.path, layerwise) else 0",
@@ -944,8 +1014,8 @@ _TOP = (
     Mutant(
         "key-of-first-step",
         "shardkit/train.py",
-        "batch, step_key(key, state.step), scale)",
-        "batch, step_key(key, 0), scale)",
+        "batch, step_key(key, state.step), scale, state.residuals)",
+        "batch, step_key(key, 0), scale, state.residuals)",
         KEY,
     ),
     Mutant(
@@ -1412,6 +1482,13 @@ _TESTING = (
 )
 
 _RUNTIME = (
+    Mutant(
+        "residuals-multiplied-on-more-devices",
+        "shardkit/runtime/checkpoint/residuals.py",
+        "array.sum(axis=0, keepdims=True) / rows",
+        "array.sum(axis=0, keepdims=True)",
+        DIVISION,
+    ),
     Mutant(
         "agree-before-compile",
         "shardkit/runtime/monitor/judge.py",

@@ -189,6 +189,7 @@ def builders():
         *((each, {"axis": "data"}) for each in returning("Plan", sk) if required(each) == ["axis"]),
         (sk.strategy, {"name": "own", "axis": "data"}),
         (sk.chain, {"plans": (plan,)}),
+        (sk.init_residuals, {"params": params, "mesh": mesh, "plan": plan}),
         (sk.describe, {"thing": plan, "params": params, "mesh": mesh}),
         (sk.local_shape, {"shape": (8, 4), "spec": P("data"), "mesh": mesh}),
         (sk.global_shape, {"shape": (8, 4), "spec": P("data"), "mesh": mesh}),

@@ -34,7 +34,8 @@ from shardkit.runtime.checkpoint.directory import (
 )
 from shardkit.runtime.checkpoint.orbax_io import load, orbax, quiet, reason, save_async, system_reason
 from shardkit.runtime.checkpoint.portable import checksums, from_portable, leaf_record, leaves_of, to_portable, to_read
-from shardkit.runtime.checkpoint.record import Run, compare, make_record, read_record
+from shardkit.runtime.checkpoint.record import Run, make_record, read_record
+from shardkit.runtime.checkpoint.residuals import Residuals, compared
 from shardkit.state import TrainState
 
 _UNFINISHED = ".orbax-checkpoint-tmp"
@@ -180,7 +181,9 @@ class Checkpoints:
         if jax.process_index() == 0:
             self._delete_old()
 
-    def restore(self, target: TrainState, step: int | None = None) -> tuple[TrainState, Run]:
+    def restore(
+        self, target: TrainState, step: int | None = None, *, residuals: Residuals = "keep"
+    ) -> tuple[TrainState, Run]:
         """Restores a saved state with the shardings of the target.
 
         Shapes and dtypes are compared before arrays are read, and checksums after. Keys have the saved implementation.
@@ -188,6 +191,8 @@ class Checkpoints:
         Args:
             target: shapes, dtypes and shardings, from `init.abstract(params)`, on any mesh, under any plan.
             step: the step; by default the newest finished one.
+            residuals: "keep" those of error feedback, and on another number of devices their sum, or "reset" to zeros,
+                for a checkpoint and a target of which only one has them.
 
         Returns:
             The state, and the Run saved with it. A step compiled for the target accepts the state without recompiling.
@@ -200,9 +205,9 @@ class Checkpoints:
         Cost: each process reads the shards of its devices, and padded leaves whole. One program moves the leaves that
             the target stores padded or permuted.
         """
-        step, (run, records) = self._record(step)
+        step, (run, stored) = self._record(step)
         leaves, where = leaves_of("restore", target), f"restore: step {step} of {named(self._directory)}"
-        compare(where, records, {path: leaf_record(x) for path, x in leaves.items()})
+        records = compared(where, stored, {path: leaf_record(x) for path, x in leaves.items()}, residuals)
         try:
             arrays = load(self._path(step), to_read(leaves, records))
         except (MemoryError, jax.errors.JaxRuntimeError):

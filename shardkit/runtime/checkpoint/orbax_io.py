@@ -73,9 +73,11 @@ def save_async(path: Path, arrays: Mapping[str, Any], record: Any) -> Any:
 
 
 def load(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """The arrays of a step with these shapes, dtypes and shardings."""
-    with quiet():
-        loaded = orbax().load(path, _stored(wanted))
+    """The arrays of a step with these shapes, dtypes and shardings; others that it has are not read."""
+    v1 = orbax()
+    only_these = v1.options.PyTreeOptions.Loading(partial_load=True)
+    with quiet(), v1.Context(pytree_options=v1.options.PyTreeOptions(loading=only_these)):
+        loaded = v1.load(path, _stored(wanted))
     return {
         name: loaded[_file_name(name)] if x.size else jnp.zeros(x.shape, x.dtype, device=x.sharding)
         for name, x in wanted.items()

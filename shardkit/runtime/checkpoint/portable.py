@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardkit._check import quoted
 from shardkit.layout import canonical, path_name, spec_axes
 from shardkit.partitioning.storage import Held, is_padded, padded, padding, stored_array, unpadded
+from shardkit.runtime.checkpoint.residuals import rows_of, sharding_of_rows, shared_out
 from shardkit.runtime.data.checksums import (
     NOT_COMPUTED,
     checksum,
@@ -100,27 +101,39 @@ def _portable_sharding(x: Any) -> NamedSharding:
 
 
 def to_read(leaves: Leaves, records: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes, dtypes and shardings of the arrays to read for a target's leaves; `records` are the checkpoint's."""
+    """Shapes, dtypes and shardings of the arrays to read for a target's leaves; `records` are the checkpoint's.
+
+    Leaves without a record are not read.
+    """
 
     def one(path: str, x: Any) -> jax.ShapeDtypeStruct:
         shape, dtype = x.shape, stored_dtype(x.dtype)
+        rows = rows_of(path, x, records)
+        if rows is not None:
+            shape = (rows, *shape[1:])
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_of_rows(_portable_sharding(x), shape))
         if is_key(x):
             data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=records[path]["implementation"])))
             shape, dtype = shape + data.shape, data.dtype
         return jax.ShapeDtypeStruct(shape, dtype, sharding=_portable_sharding(x))
 
-    return {path: one(path, x) for path, x in leaves.items()}
+    return {path: one(path, x) for path, x in leaves.items() if path in records}
 
 
 def from_portable(arrays: Mapping[str, jax.Array], leaves: Leaves, records: Mapping[str, Any]) -> Leaves:
-    """Portable arrays as the target's leaves are stored on the devices; unchanged ones are the same arrays."""
-    changed = _not_portable(leaves)
+    """Portable arrays as the target's leaves are stored on the devices; unchanged ones are the same arrays.
+
+    Leaves that were not read are zeros.
+    """
+    resized = {path: x for path, x in leaves.items() if path not in arrays or rows_of(path, x, records) is not None}
+    changed = _not_portable(leaves) | resized
 
     def make(arrays: dict[str, jax.Array]) -> Leaves:
         def one(path: str, x: Any) -> Any:
             if is_key(x):
                 return jax.random.wrap_key_data(arrays[path], impl=records[path]["implementation"])
-            array = from_storable(arrays[path], x.dtype)
+            array = from_storable(arrays[path], x.dtype) if path in arrays else jnp.zeros(x.shape, x.dtype)
+            array = shared_out(array, x.shape[0]) if path in resized else array
             if not is_padded(x):
                 return array
             sharding = x.array.sharding
@@ -129,8 +142,8 @@ def from_portable(arrays: Mapping[str, jax.Array], leaves: Leaves, records: Mapp
         return {path: one(path, x) for path, x in changed.items()}
 
     shardings = {path: stored_array(x).sharding for path, x in changed.items()}
-    made = jax.jit(make, out_shardings=shardings)({path: arrays[path] for path in changed})
-    return {path: made.get(path, arrays[path]) for path in leaves}
+    made = jax.jit(make, out_shardings=shardings)({path: arrays[path] for path in changed if path in arrays})
+    return {path: made[path] if path in made else arrays[path] for path in leaves}
 
 
 def checksums(arrays: Mapping[str, Any]) -> dict[str, int]:

@@ -79,8 +79,8 @@ def compare(where: str, stored: Mapping[str, Any], wanted: Mapping[str, Any]) ->
     """
     missing, unexpected = [p for p in wanted if p not in stored], [p for p in stored if p not in wanted]
     if missing or unexpected:
-        lacks = [f"lacks {_some(missing)}"] if missing else []
-        extra = [f"has {_some(unexpected)} that this state lacks"] if unexpected else []
+        lacks = [f"lacks {some(missing)}"] if missing else []
+        extra = [f"has {some(unexpected)} that this state lacks"] if unexpected else []
         raise ValueError(
             f"{where} {' and '.join(lacks + extra)}. Restore into a state of the same model, optimizer and precision."
         )
@@ -96,7 +96,8 @@ def compare(where: str, stored: Mapping[str, Any], wanted: Mapping[str, Any]) ->
             raise ValueError(f"{where} has leaf {path!r} with {name} {was}; this state has {now}{more}. {remedy}")
 
 
-def _some(paths: list[str]) -> str:
+def some(paths: list[str]) -> str:
+    """The first of some paths, and how many there are."""
     more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
     return f"{_count(paths)} ({quoted(paths[:_NAMED])}{more})"
 

@@ -38,6 +38,12 @@ def test_a_checkpoint_is_restored_elsewhere():
     assert (verdict.broken, verdict.note) == ("", "")
 
 
+def test_residuals_are_not_restored_elsewhere():
+    fed = sk.algorithms.compressed(jax.numpy.int8, feedback=True)
+    (verdict,) = proved(row=Row({"data": 2}, sk.dp("data", reduce=fed))).verdicts
+    assert verdict.note == "residuals: on one device only their sum would be left"
+
+
 def test_a_step_of_ones_own_is_not_restored():
     def build(row):
         return sk.make_train_step(
@@ -52,8 +58,8 @@ def test_what_comes_back_changed_is_named(monkeypatch):
     """A proof that compared losses alone would pass a moment that is off."""
     restore = Checkpoints.restore
 
-    def changed(self, target):
-        state, run = restore(self, target)
+    def changed(self, target, **options):
+        state, run = restore(self, target, **options)
         count = lambda path, x: x + 1 if "count" in str(path) else x  # noqa: E731
         return state._replace(opt_state=jax.tree_util.tree_map_with_path(count, state.opt_state)), run
 
