@@ -26,7 +26,7 @@ FLOORS = [
     ["layers"],
     ["pipeline"],
     ["strategies"],
-    ["train", "state", "precision", "arguments", "resharding"],
+    ["train", "state", "carried", "precision", "arguments", "resharding"],
     ["analysis/jaxpr"],
     ["analysis/hlo"],
     ["analysis/profiling"],
@@ -53,7 +53,8 @@ NEIGHBOURS = {
     "mesh": {"simulated"},
     "layout": {"mesh"},
     "config": {"mesh"},
-    "train": {"arguments", "precision", "state"},
+    "train": {"arguments", "carried", "precision", "state"},
+    "carried": {"precision", "state"},
     "state": {"arguments", "precision"},
     "resharding": {"state"},
 }

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardkit._kinds import Arrays, Key, Optimizer
 from shardkit._typed import typed
-from shardkit.partitioning.gradient import GradFn, divisor_of
+from shardkit.partitioning.gradient import GradFn, divisor_of, is_mean
 from shardkit.rng import example_keys
 from shardkit.testing._compare import check_batches, check_relative, check_telling, leaves_of, magnitude
 from shardkit.train import step_key
@@ -180,7 +180,8 @@ def _gradient(grad_fn: Any) -> Callable[..., Any]:
         (total, weight), aux, grads = grad_fn(params, batch, keys)
         weight = divisor_of(jnp.asarray(weight, jnp.float32))
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / weight, grads)
-        means = {name: mean.total / divisor_of(jnp.asarray(mean.weight, jnp.float32)) for name, mean in aux.items()}
+        mean = lambda mean: mean.total / divisor_of(jnp.asarray(mean.weight, jnp.float32))  # noqa: E731
+        means = jax.tree.map(mean, dict(aux), is_leaf=is_mean)
         return total / weight.astype(total.dtype), means, grads
 
     return gradient
