@@ -18,7 +18,7 @@ from shardkit._check import at_least, sized
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.arguments import check_function
-from shardkit.carried import Carried, reads_carried
+from shardkit.carried import Carried, check_carried, reads_carried
 from shardkit.collectives import axis_index
 from shardkit.layout import path_name, spec_axes, table
 from shardkit.partitioning.batch import batch_specs
@@ -59,8 +59,8 @@ class TriageReport(NamedTuple):
     """What `triage` found; `print` it.
 
     Attributes:
-        rows: what is not finite in "params", "batch", "means" (the loss and other means) and "grads", in this order,
-            before the cross-device reduction.
+        rows: what is not finite in "params", "carried" (where the loss reads it), "batch", "means" (the loss and other
+            means) and "grads", in this order, before the cross-device reduction.
         loss: the loss of the whole batch.
         weight: its weight, by which the total was divided.
     """
@@ -181,6 +181,8 @@ def triage(
         rest = map_layouts(lambda layout: layout.rest, layouts)
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
 
+        if reads:
+            check_carried("triage", reads, None, state.carried)
         carried = Carried("triage", state.carried if reads else None, state.params, layouts, mesh)
 
         def per_device(params: Any, kept: Any, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
@@ -189,6 +191,7 @@ def triage(
             batch, means, grads = local_gradients(run, seen, batch, key, scale, batch_spec, policy.compute, accumulate)
             inspected = {
                 "params": map_layouts(lambda layout, x: _observed(stored_array(x), layout.rest), layouts, params),
+                "carried": jax.tree.map(lambda held, x: _observed(stored_array(x), held.spec), carried.held, kept),
                 "batch": jax.tree.map(lambda spec, x: _observed(x, spec), specs, batch),
                 "means": jax.tree.map(_observed, means),
                 "grads": map_layouts(lambda layout, x: _observed(x, _of_gradient(layout)), layouts, grads),
@@ -205,7 +208,7 @@ def triage(
         # jit sorts a dict by its keys; the report is ordered from causes to consequences.
         rows = [
             row
-            for name in ("params", "batch", "means", "grads")
+            for name in ("params", "carried", "batch", "means", "grads")
             for path, x in jax.tree_util.tree_leaves_with_path({name: inspected[name]})
             for row in _places(path_name(path), x, mesh)
         ]

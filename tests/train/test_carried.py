@@ -191,6 +191,20 @@ def test_an_evaluation_reads_it(wanted):
     check_close({name: metrics[name] for name in wanted[0][0][0]}, wanted[0][0][0])
 
 
+# Catches a triage that runs another loss than the step, or that does not look at what the loss reads.
+def test_a_value_in_it_that_is_not_finite_is_found():
+    options = {"mesh": mesh_of(data=2), "plan": sk.dp("data")}
+    grad_fn = sk.value_and_grad(reading)
+    state = sk.make_train_step(grad_fn, optax.sgd(0.1), **options)[0](W, KEY, carried={"shift": np.nan})
+    triage = sk.runtime.triage(grad_fn, **options)
+    assert [row.path for row in triage(state, np.ones((4, 2), "f")).rows] == ["carried.shift", "means.loss.total"]
+    with pytest.raises(ValueError) as error:
+        triage(state._replace(carried=None), np.ones((4, 2), "f"))
+    assert str(error.value) == (
+        "triage: the loss takes carried state, and there is none. Pass init(params, key, carried=...)."
+    )
+
+
 # Catches running statistics that are rounded to the compute dtype, or a teacher that is not.
 @pytest.mark.check
 def test_what_mirrors_a_parameter_is_computed_as_that():
