@@ -32,11 +32,15 @@ Update = Callable[[Any, Any, Any], Any]
 
 
 def reads_carried(grad_fn: GradFn) -> bool:
-    """Whether a GradFn takes `carried=`, as that of `value_and_grad` does for a loss with a fourth argument."""
+    """Whether a GradFn takes `carried=`, as that of `value_and_grad` does for a loss with a fourth argument.
+
+    One with a default does not: `functools.partial(grad_fn, carried=fixed)` has it already.
+    """
     try:
-        return "carried" in inspect.signature(grad_fn).parameters
+        parameter = inspect.signature(grad_fn).parameters.get("carried")
     except (TypeError, ValueError):
         return False
+    return parameter is not None and parameter.default is parameter.empty
 
 
 def check_carried(where: str, reads: bool, carry: Update | None, carried: Any) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from shardkit._kinds import Arrays, Key, Optimizer
 from shardkit._typed import typed
+from shardkit.carried import reads_carried
 from shardkit.partitioning.gradient import GradFn, divisor_of, is_mean
 from shardkit.rng import example_keys
 from shardkit.testing._compare import check_batches, check_relative, check_telling, leaves_of, magnitude
@@ -90,6 +91,7 @@ def one_device(
         Reference: loss, metrics, gradients and parameters of each step, and the allowed differences.
 
     Raises:
+        TypeError: a loss that takes carried state.
         ValueError: no batch, a relative error that is not between 0 and 1, or a run that proves nothing: its loss or a
             gradient is not finite, or all gradients of a step are zero.
 
@@ -99,6 +101,11 @@ def one_device(
         >>> float(reference.steps[0].loss)
         9.0
     """
+    if reads_carried(grad_fn):
+        raise TypeError(
+            "one_device: a proof keeps no carried state, which the loss takes. Pass functools.partial(grad_fn, "
+            "carried=...) with a fixed one."
+        )
     check_batches("one_device", batches)
     check_relative("one_device", relative)
     key = jax.random.key(0) if key is None else key

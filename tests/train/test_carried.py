@@ -346,6 +346,22 @@ def test_what_does_not_match_is_refused(args, message):
     assert str(error.value) == message
 
 
+# Catches a state that is asked for although it is given; the proof kit would have no way to a loss that reads it.
+def test_a_fixed_one_is_bound_to_the_loss():
+    grad_fn = sk.value_and_grad(reading)
+    fixed = partial(grad_fn, carried={"shift": 2.0})
+    options = {"params": W, "batches": [np.ones((4, 2), "f")], "optimizer": optax.sgd(0.1)}
+    rows = [sk.testing.Row({"data": 2}, sk.dp("data"))]
+    proof = sk.testing.prove(fixed, fixed, rows=rows, laws=[sk.testing.laws.same_numbers], **options)
+    assert "holds" in str(proof)
+    with pytest.raises(TypeError) as error:
+        sk.testing.one_device(grad_fn, optax.sgd(0.1), W, [np.ones((4, 2), "f")])
+    assert str(error.value) == (
+        "one_device: a proof keeps no carried state, which the loss takes. Pass functools.partial(grad_fn, "
+        "carried=...) with a fixed one."
+    )
+
+
 @pytest.mark.check
 def test_an_evaluation_gets_what_its_loss_takes():
     evaluate = lambda loss_fn: sk.make_eval_step(  # noqa: E731
