@@ -35,6 +35,7 @@ from shardkit.collectives import (
 )
 from shardkit.collectives.algorithms import Algorithm
 from shardkit.config import DistributedConfig
+from shardkit.evaluate import make_eval_step
 from shardkit.layers.attention import dot_attention
 from shardkit.layers.context_attention import ring_attention, ulysses_attention
 from shardkit.layers.linear import column_linear, device_major_qkv, local_groups, row_linear
@@ -55,7 +56,7 @@ from shardkit.pipeline.submeshes import device_put_pipeline, device_put_value_an
 from shardkit.precision import Precision
 from shardkit.remat.layers import gathered, scan_layers
 from shardkit.resharding import reshard, reshard_steps
-from shardkit.rng import dropout, example_keys, fold_axes, fold_axis, fold_keys
+from shardkit.rng import dropout, example_keys, fold_axes, fold_axis, fold_keys, step_key
 from shardkit.simulated import simulate_devices
 from shardkit.strategies.context import cp
 from shardkit.strategies.data import dp
@@ -63,7 +64,7 @@ from shardkit.strategies.expert import ep
 from shardkit.strategies.pipeline import pipeline, pipeline_loss, pipeline_value_and_grad, pp
 from shardkit.strategies.tensor import tp
 from shardkit.strategies.zero import fsdp, zero1, zero2
-from shardkit.train import NonFiniteError, TrainState, TrainStep, make_eval_step, make_train_step, step_key
+from shardkit.train import NonFiniteError, TrainState, TrainStep, make_train_step
 
 __version__ = "0.1.0"
 

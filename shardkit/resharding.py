@@ -125,6 +125,7 @@ def _held(where: str, name: str, layouts: Layouts, tree: Any, mesh: Any) -> Stor
         opt_state = optimizer_held(tree.opt_state, tree.params, update)
         residuals = residuals_held(f"{where}: {name}", tree.residuals, tree.params, mesh, layouts)
         held = TrainState(whole(tree.step), rest, opt_state, whole(tree.key), whole(tree.loss_scale), residuals)
+        held = held._replace(carried=optimizer_held(tree.carried, tree.params, rest))
         return [(each, True) for each in jax.tree.leaves(held)]
 
     try:  # a layout for every leaf of a part, and then the leaves by themselves

@@ -182,3 +182,23 @@ def salt(name: str) -> int:
 def _keys_shape(keys: jax.Array) -> tuple[int, ...]:
     """The shape of an array of keys; a raw key is a row of integers."""
     return keys.shape if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else keys.shape[:-1]
+
+
+@typed
+def step_key(key: Key, step: jax.Array | int) -> jax.Array:
+    """The key of one step: its examples get `example_keys(step_key(state.key, state.step), batch size)`.
+
+    Args:
+        key: the TrainState's key.
+        step: steps taken before, from 0.
+
+    Returns:
+        A typed key.
+
+    Example:
+        >>> key = sk.step_key(jax.random.key(0), 7)
+        >>> sk.example_keys(key, 4).shape
+        (4,)
+    """
+    # Salted, so that it differs from every key that the parameters were drawn from.
+    return jax.random.fold_in(jax.random.fold_in(key, salt("shardkit.step")), step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,7 +37,8 @@ class TrainState(NamedTuple):
         loss_scale: the float16 loss scale, or None.
         residuals: what compressed reductions with `feedback` have left out so far, or None: for each parameter float32
             `[R, *shape]`, a row for each device over which its gradient is summed, in units of the mean gradient.
-        carried: state that the loss reads and that has no gradient, or None.
+        carried: what the loss reads and the step updates without a gradient, or None; leaves that mirror a parameter
+            are laid out as the plan's `rest`, all others replicated.
     """
 
     step: jax.Array
@@ -118,11 +119,11 @@ def make_init(optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> Call
         rest = map_layouts(Layout.at_rest, layouts)
         params, opt_state = jax.eval_shape(lambda *trees: padded(trees, (rest, held), mesh), params, opt_state)
         scalars = jax.eval_shape(lambda: (jnp.int32(0), first_loss_scale(policy)))
-        step, key, loss_scale = _described((scalars[0], key, scalars[1]), NamedSharding(mesh, _REPLICATED))
+        step, key, loss_scale = described((scalars[0], key, scalars[1]), NamedSharding(mesh, _REPLICATED))
         return TrainState(
             step,
-            _described(jax.eval_shape(lambda p: cast_floating(p, policy.param), params), shardings(mesh, rest)),
-            _described(opt_state, shardings(mesh, held)),
+            described(jax.eval_shape(lambda p: cast_floating(p, policy.param), params), shardings(mesh, rest)),
+            described(opt_state, shardings(mesh, held)),
             key,
             loss_scale,
             residual_shapes(params, mesh, plan),
@@ -137,17 +138,22 @@ def optimizer_held(opt_state: Any, params: Any, update: Any) -> Any:
 
     A leaf mirrors a parameter if its path ends with the parameter's path and the shapes are equal.
     """
+    return mirrored(opt_state, params, jax.tree.leaves(update), Held(_REPLICATED))
+
+
+def mirrored(tree: Any, params: Any, each: Sequence[Any], other: Any) -> Any:
+    """For each leaf of a tree what `each` says of the parameter that it mirrors, or `other`."""
     param_leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)[0]
-    known = {path: (x.shape, each) for (path, x), each in zip(param_leaves, jax.tree.leaves(update), strict=True)}
+    known = {path: (x.shape, found) for (path, x), found in zip(param_leaves, each, strict=True)}
 
-    def held(path: Any, x: Any) -> Any:
+    def one(path: Any, x: Any) -> Any:
         for start in range(len(path) + 1):
-            shape, mirrored = known.get(path[start:], (None, None))
-            if shape == x.shape:
-                return mirrored
-        return Held(_REPLICATED)
+            shape, found = known.get(path[start:], (None, None))
+            if shape is not None and shape == jnp.shape(x):
+                return found
+        return other
 
-    return jax.tree_util.tree_map_with_path(held, opt_state, is_leaf=is_padded)
+    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_padded)
 
 
 def reads_order(optimizer: Any, policy: Precision, trees: tuple[Any, Any, Any], held: Any, opt_held: Any) -> bool:
@@ -252,18 +258,19 @@ def _made(make: Callable[[jax.Array], Any], key: jax.Array, plan: Plan, mesh: Me
 
 def _placed(params: Any, plan: Plan, mesh: Mesh, policy: Precision) -> Any:
     """The caller's parameters in the layout at rest; host arrays are never whole on a device."""
-
-    def strong(x: Any) -> Any:  # weakly typed leaves would compile the step twice
-        if isinstance(x, jax.Array):
-            return jax.lax.convert_element_type(x, x.dtype)
-        return np.asarray(x, jnp.result_type(x))
-
     params = cast_floating(jax.tree.map(strong, trained(unpadded(params))), policy.master or policy.param)
     rest = map_layouts(Layout.at_rest, plan.layouts(params, mesh))
     return jax.device_put(padded(params, rest, mesh), shardings(mesh, rest))
 
 
-def _described(shapes: Any, layouts: Any) -> Any:
+def strong(x: Any) -> Any:
+    """An array or number as an array that is not weakly typed, which would compile the step twice."""
+    if isinstance(x, jax.Array):
+        return jax.lax.convert_element_type(x, x.dtype)
+    return np.asarray(x, jnp.result_type(x))
+
+
+def described(shapes: Any, layouts: Any) -> Any:
     """Shapes with their shardings, which may be a prefix of the tree."""
 
     def one(layout: NamedSharding, tree: Any) -> Any:

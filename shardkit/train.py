@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._check import at_least
-from shardkit._compat import varying_axes
-from shardkit._kinds import Key, Optimizer
+from shardkit._kinds import Optimizer
 from shardkit._typed import typed
 from shardkit.arguments import check_function
-from shardkit.collectives import all_reduce
+from shardkit.carried import Carried, check_carried, reads_carried, with_carried
 from shardkit.partitioning.batch import batch_specs
 from shardkit.partitioning.feedback import residual_specs
-from shardkit.partitioning.gradient import GradFn, LossFn, Mean, divisor_of, global_means
-from shardkit.partitioning.local_step import local_gradients, local_means
+from shardkit.partitioning.gradient import GradFn, divisor_of, global_means
+from shardkit.partitioning.local_step import local_gradients
+from shardkit.partitioning.metrics import all_finite, metrics_of, returned
 from shardkit.partitioning.placement import Layout, map_layouts
 from shardkit.partitioning.plan import Plan
 from shardkit.partitioning.reshard import enter, leave, to_rest
@@ -27,7 +27,7 @@ from shardkit.partitioning.staged import PipelineGradFn
 from shardkit.partitioning.storage import check_held
 from shardkit.pipeline.stages import arranged
 from shardkit.precision import Precision, precision_of
-from shardkit.rng import salt
+from shardkit.rng import step_key
 from shardkit.state import TrainState, make_init, updated
 
 _REPLICATED = PartitionSpec()
@@ -37,15 +37,16 @@ class TrainStep(NamedTuple):
     """The two functions of a training run.
 
     Attributes:
-        init: `init(params, key) -> TrainState`; `params` is a pytree, or a function of the key that returns one, which
-            runs inside jit so that no device ever holds the whole model. A callable pytree with leaves, such as a
-            module, counts as a pytree. `init.abstract(params)` returns the state's shapes, dtypes and layouts without
-            making an array, over any mesh, even an AbstractMesh.
+        init: `init(params, key, carried=None) -> TrainState`; `params` is a pytree, or a function of the key that
+            returns one, which runs inside jit so that no device ever holds the whole model. A callable pytree with
+            leaves, such as a module, counts as a pytree. `carried` is a pytree, or a function of the parameters.
+            `init.abstract(params, carried=None)` returns the state's shapes, dtypes and layouts without making an
+            array, over any mesh, even an AbstractMesh.
         step: `step(state, batch) -> (state, metrics)`; donates `state`. Metrics are float32 scalars by name: "loss",
-            "weight" (the divisor of the loss), and the auxiliary means.
+            "weight" (the divisor of the loss), and the auxiliary means, as arrays or trees where the loss returns such.
     """
 
-    init: Callable[[Any, jax.Array], TrainState]
+    init: Callable[..., TrainState]
     step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
 
 
@@ -72,6 +73,7 @@ def make_train_step(
     accumulate: int = 1,
     precision: Precision | str | None = None,
     nonfinite: Literal["keep", "skip", "stop"] = "keep",
+    carry: Callable[..., Any] | None = None,
 ) -> TrainStep:
     """Builds a training step in which every collective of loss and gradient is explicit.
 
@@ -88,22 +90,27 @@ def make_train_step(
             microbatches in its schedule do the same and it fills and drains only once.
         precision: a Precision, or "no", "bf16", "fp16".
         nonfinite: what happens when the loss or a gradient is not finite: "keep" takes the step anyway, "skip" leaves
-            parameters and optimizer state unchanged on all devices, "stop" does the same and raises. With a loss scale
-            such a step is always skipped, and with a dynamic one "stop" raises only if the loss itself is not finite.
-            "skip" and "stop" add the metric "finite"; "stop" waits for each step to end.
+            parameters, optimizer and carried state unchanged on all devices, "stop" does the same and raises. With a
+            loss scale such a step is always skipped, and with a dynamic one "stop" raises only if the loss itself is
+            not finite. "skip" and "stop" add the metric "finite"; "stop" waits for each step to end.
+        carry: `carry(carried, metrics, params) -> carried` updates the state that `init(params, key, carried=...)`
+            began with, once per step, from the float32 metrics and the new parameters, all global arrays. A loss with
+            a fourth argument reads it. None: it never changes.
 
     Returns:
         TrainStep(init, step). `step` calls one compiled program; `step.lower(state, batch)` and `step.trace` show it.
 
     Raises:
         ValueError: an axis the mesh does not have, an accumulation below 1, an unknown name, a pipeline without `pp`;
-            at trace time a batch that does not divide by the batch axes times `accumulate`, or a weight computed only
-            from scalars of the batch.
+            at trace time a batch that does not divide by the batch axes times `accumulate`, a weight computed only
+            from scalars of the batch, carried state that is missing or that nothing uses, or a `carry` that changes its
+            tree, shapes or dtypes.
         ValueError: from `step`, for a state that an earlier step has donated, or that another plan stores with other
             padding, with its layers in another order or with other residuals.
         NonFiniteError: from `step`, under `nonfinite="stop"`.
 
-    Cost: that of the plan, and one all_reduce of 8 bytes for the loss and for each auxiliary mean.
+    Cost: that of the plan, one all_reduce of 8 bytes for the loss and for each auxiliary mean, or each element of one
+    that is an array, and what the compiler adds for a `carry` that mixes shards.
 
     Example:
         >>> loss_fn = lambda params, batch, keys: jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
@@ -113,6 +120,11 @@ def make_train_step(
         >>> state, metrics = step(state, {"x": jnp.eye(2), "y": jnp.ones(2)})
         >>> print(metrics["loss"], state.params["w"])
         1.0 [0.5 0.5]
+        >>> average = lambda old, metrics, params: optax.incremental_update(params, old, 0.5)
+        >>> init, step = sk.make_train_step(grad_fn, optax.sgd(0.5), mesh=mesh, plan=sk.dp("data"), carry=average)
+        >>> state = init({"w": jnp.zeros(2)}, jax.random.key(0), carried=lambda params: params)
+        >>> print(step(state, {"x": jnp.eye(2), "y": jnp.ones(2)})[0].carried["w"])
+        [0.25 0.25]
     """
     import optax
 
@@ -129,6 +141,7 @@ def make_train_step(
         )
     optimizer = optax.with_extra_args_support(optimizer)
     batch_spec = plan.batch_spec(mesh)
+    reads = reads_carried(grad_fn)
     guarded = nonfinite != "keep" or policy.loss_scale is not None
 
     def traced_step(state: TrainState, key: jax.Array, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -138,125 +151,38 @@ def make_train_step(
         update = map_layouts(lambda layout: layout.update, layouts)
         specs = batch_specs(batch, batch_spec, mesh, accumulate)
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
-        kept = residual_specs(state.residuals, state.params, mesh, plan)
+        owed = residual_specs(state.residuals, state.params, mesh, plan)
+        check_carried("step", reads, carry, state.carried)
+        carried = Carried("step", state.carried, state.params, layouts, mesh)
 
-        def on_device(params: Any, batch: Any, key: jax.Array, scale: jax.Array, residuals: Any) -> Any:
+        def on_device(params: Any, kept: Any, residuals: Any, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
             seen = enter(params, layouts, batch_spec, policy.compute, policy.reduce)
-            _, means, grads = local_gradients(grad_fn, seen, batch, key, scale, batch_spec, policy.compute, accumulate)
+            run = carried.bound(grad_fn, kept, batch_spec, policy) if reads else grad_fn
+            _, means, grads = local_gradients(run, seen, batch, key, scale, batch_spec, policy.compute, accumulate)
             means = global_means(means, plan.batch_axes)
             grads, left = leave(grads, layouts, divisor_of(means["loss"].weight) * scale, policy.reduce, residuals)
-            metrics = _metrics(means)
+            metrics = metrics_of(means)
             if guarded:
-                metrics["finite"] = _all_finite(metrics["loss"], grads)
+                metrics["finite"] = all_finite(metrics["loss"], grads)
                 left = jax.tree.map(lambda new, old: jnp.where(metrics["finite"], new, old), left, residuals)
             return metrics, grads, left
 
-        in_specs, out_specs = (rest, specs, _REPLICATED, _REPLICATED, kept), (_REPLICATED, update, kept)
-        on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-        metrics, grads, residuals = on_mesh(state.params, batch, step_key(key, state.step), scale, state.residuals)
+        in_specs = (rest, carried.specs, owed, specs, _REPLICATED, _REPLICATED)
+        on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=(_REPLICATED, update, owed))
+        args = (state.params, carried.tree, state.residuals, batch, step_key(key, state.step), scale)
+        metrics, grads, residuals = on_mesh(*args)
         params, opt_state, loss_scale = updated(optimizer, policy, mesh, layouts, state, grads, metrics)
         if rest != update:
             params = jax.shard_map(lambda p: to_rest(p, layouts), mesh=mesh, in_specs=(update,), out_specs=rest)(params)
         if state.loss_scale:
             metrics["loss_scale"] = scale
-        new = TrainState(state.step + 1, params, opt_state, None, loss_scale, residuals, state.carried)
-        return new, _returned(metrics, policy.output)
+        kept = carried.updated(carry, metrics, params) if carry else state.carried
+        new = TrainState(state.step + 1, params, opt_state, None, loss_scale, residuals, kept)
+        return new, returned(metrics, policy.output)
 
     compiled = jax.jit(traced_step, donate_argnums=0)
     step = _keyed(compiled, stop=nonfinite == "stop", dynamic=policy.loss_scale == "dynamic")
-    return TrainStep(make_init(optimizer, mesh, plan, policy), step)
-
-
-@typed
-def make_eval_step(
-    loss_fn: LossFn, *, mesh: Mesh, plan: Plan, precision: Precision | str | None = None
-) -> Callable[[Any, Any], dict[str, jax.Array]]:
-    """Builds `evaluate(params, batch) -> metrics`: the loss over the whole batch, without dropout or gradient.
-
-    Args:
-        loss_fn: as for `value_and_grad`; it is called with `keys=None`.
-        mesh: the mesh.
-        plan: the plan of the parameters' layouts.
-        precision: as for `make_train_step`.
-
-    Returns:
-        A jitted function; its metrics are "loss", "weight" and the auxiliary means, float32 scalars.
-
-    Raises:
-        ValueError: as `make_train_step`; from `evaluate`, for parameters that another plan pads or stores in the order
-            of its stages: pass `unpadded(params)`.
-
-    Cost: an all_gather of `rest - seen` for each leaf, and one all_reduce of 8 bytes per mean.
-
-    Example:
-        >>> loss_fn = lambda params, batch, keys: jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
-        >>> evaluate = sk.make_eval_step(loss_fn, mesh=mesh, plan=sk.dp("data"))
-        >>> metrics = evaluate({"w": jnp.zeros(2)}, {"x": jnp.eye(2), "y": jnp.ones(2)})
-        >>> print(metrics["loss"])
-        1.0
-    """
-    check_function("make_eval_step", loss_fn)
-    plan = arranged(plan, loss_fn)
-    plan.check(mesh)
-    policy = precision_of(precision)
-    batch_spec = plan.batch_spec(mesh)
-
-    @jax.jit
-    def evaluate(params: Any, batch: Any) -> dict[str, jax.Array]:
-        layouts = plan.layouts(params, mesh)
-        check_held("evaluate: the parameters", params, map_layouts(Layout.at_rest, layouts), mesh)
-        rest = map_layouts(lambda layout: layout.rest, layouts)
-
-        def on_device(params: Any, batch: Any) -> dict[str, jax.Array]:
-            seen = enter(params, layouts, batch_spec, policy.compute)
-            means = local_means(loss_fn, seen, batch, batch_spec, policy.compute)
-            return _returned(_metrics(global_means(means, plan.batch_axes)), policy.output)
-
-        specs = batch_specs(batch, batch_spec, mesh, 1)
-        return jax.shard_map(on_device, mesh=mesh, in_specs=(rest, specs), out_specs=_REPLICATED)(params, batch)
-
-    return evaluate
-
-
-@typed
-def step_key(key: Key, step: jax.Array | int) -> jax.Array:
-    """The key of one step: its examples get `example_keys(step_key(state.key, state.step), batch size)`.
-
-    Args:
-        key: the TrainState's key.
-        step: steps taken before, from 0.
-
-    Returns:
-        A typed key.
-
-    Example:
-        >>> key = sk.step_key(jax.random.key(0), 7)
-        >>> sk.example_keys(key, 4).shape
-        (4,)
-    """
-    # Salted, so that it differs from every key that the parameters were drawn from.
-    return jax.random.fold_in(jax.random.fold_in(key, salt("shardkit.step")), step)
-
-
-def _metrics(sums: Mapping[str, Mean]) -> dict[str, jax.Array]:
-    """The means in float32, so that a loss beyond the output dtype's range still counts as finite."""
-    out = {name: mean.total / divisor_of(mean.weight) for name, mean in sums.items()}
-    return {"loss": out.pop("loss"), "weight": sums["loss"].weight, **out}
-
-
-def _returned(metrics: dict[str, jax.Array], dtype: Any) -> dict[str, jax.Array]:
-    """The metrics in the output dtype, except for counts and scales."""
-    kept = ("weight", "finite", "loss_scale")
-    return {name: x if name in kept else x.astype(dtype) for name, x in metrics.items()}
-
-
-def _all_finite(loss: jax.Array, grads: Any) -> jax.Array:
-    """Whether loss and gradients are finite on all devices; nothing is sent for those that are invariant."""
-    finite = jnp.isfinite(loss)
-    for grad in jax.tree.leaves(grads):
-        finite = finite & jnp.all(jnp.isfinite(grad))
-    axes = tuple(sorted(varying_axes(finite)))
-    return all_reduce(finite.astype(jnp.int32), axes, op="min") == 1 if axes else finite
+    return TrainStep(with_carried(make_init(optimizer, mesh, plan, policy), reads, carry, mesh, plan), step)
 
 
 def _keyed(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -21,10 +23,10 @@ class Mean(NamedTuple):
     """A mean over devices and microbatches, as two sums that are divided only at the end.
 
     Attributes:
-        total: scalar, the sum of this device's values.
+        total: scalar, the sum of this device's values; for an auxiliary mean an array or a pytree of arrays too.
         weight: scalar, the number of those values or the sum of their weights, float32 or integer, computed from this
             device's examples. It is summed over devices and microbatches in float32: counts are exact up to 2^24, and
-            to 7 digits beyond.
+            to 7 digits beyond. Beside an array, an array of its shape too: a weight for each element.
     """
 
     total: Any
@@ -61,7 +63,7 @@ class GradFn(Protocol):
     ) -> tuple[Mean, Mapping[str, Any], Any]: ...
 
 
-LossFn = Callable[[Any, Any, Any], Any]
+LossFn = Callable[..., Any]
 
 
 @typed
@@ -71,10 +73,13 @@ def value_and_grad(loss_fn: LossFn) -> GradFn:
     Args:
         loss_fn: `loss_fn(params, batch, keys)` over this device's examples, with one key for each of them (None in
             evaluation). Returns a scalar (a mean over equally many examples on every device), a
-            `Mean(total, weight)`, or either with a dict of auxiliary scalars or Means.
+            `Mean(total, weight)`, or either with a dict of auxiliary scalars or Means, which may be nested. With a
+            fourth positional parameter without default, `loss_fn(params, batch, keys, carried)`, it gets the carried
+            state, which is not differentiated.
 
     Returns:
-        A GradFn: `(params, batch, keys, *, scale=1) -> (Mean, aux, gradients of scale * total)`.
+        A GradFn: `(params, batch, keys, *, scale=1) -> (Mean, aux, gradients of scale * total)`; it takes `carried=` if
+        the loss does.
 
     Raises:
         TypeError: at trace time, if the loss is neither a real scalar nor a Mean, a weight is not float32 or integer,
@@ -89,9 +94,9 @@ def value_and_grad(loss_fn: LossFn) -> GradFn:
         12.0 3.0 [12. 12.]
     """
 
-    def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
+    def run(params: Any, batch: Any, keys: Any, scale: Any, *carried: Any) -> tuple[Mean, Mapping[str, Any], Any]:
         def total(leaves: Any) -> tuple[jax.Array, tuple[Any, Mapping[str, Any]]]:
-            mean, aux = loss_and_aux(call_sealed(loss_fn, with_parts(params, leaves), batch, keys))
+            mean, aux = loss_and_aux(call_loss(loss_fn, with_parts(params, leaves), batch, keys, *carried))
             return mean.total, (mean.weight, aux)
 
         value, backward, (weight, aux) = jax.vjp(total, parts(params), has_aux=True)
@@ -99,7 +104,35 @@ def value_and_grad(loss_fn: LossFn) -> GradFn:
         (grads,) = backward(vary(jnp.asarray(scale, value.dtype), tuple(varying_axes(value))))
         return Mean(value, weight), aux, grads
 
-    return grad_fn
+    def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
+        return run(params, batch, keys, scale)
+
+    def carrying(
+        params: Any, batch: Any, keys: Any, *, scale: Any = 1, carried: Any
+    ) -> tuple[Mean, Mapping[str, Any], Any]:
+        return run(params, batch, keys, scale, carried)
+
+    made: Any = carrying if takes_carried(loss_fn) else grad_fn
+    return made
+
+
+def takes_carried(loss_fn: LossFn) -> bool:
+    """Whether a loss takes carried state: as its fourth positional parameter, without a default."""
+    try:
+        parameters = inspect.signature(loss_fn).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    required = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(required) > 3 and required[3].default is inspect.Parameter.empty
+
+
+def call_loss(loss_fn: LossFn, params: Any, batch: Any, keys: Any, *carried: Any) -> Any:
+    """The loss of parameters, and of carried state if there is some, with the lazy leaves of both sealed."""
+    if not carried:
+        return call_sealed(loss_fn, params, batch, keys)
+    (tree,) = carried
+    call = lambda tree: call_sealed(lambda *args: loss_fn(*args, tree), params, batch, keys)  # noqa: E731
+    return call_sealed(call, with_parts(tree, parts(tree)), at="carried")
 
 
 @jax.custom_jvp
@@ -119,8 +152,8 @@ def _weight_jvp(primals: Any, tangents: Any) -> Any:
     return weight, tangent
 
 
-def loss_and_aux(out: Any) -> tuple[Mean, dict[str, Mean]]:
-    """What a loss function returned, as a Mean and a dict of Means."""
+def loss_and_aux(out: Any) -> tuple[Mean, dict[str, Any]]:
+    """What a loss function returned, as a Mean and a dict of Means or trees of them."""
     aux: Any = {}
     if isinstance(out, tuple) and not isinstance(out, Mean) and len(out) == 2:
         out, aux = out
@@ -133,34 +166,54 @@ def loss_and_aux(out: Any) -> tuple[Mean, dict[str, Mean]]:
     return loss._replace(weight=_constant(loss.weight)), {name: _aux(name, value) for name, value in aux.items()}
 
 
-def named_means(out: Any) -> dict[str, Mean]:
-    """What a loss function returned, as Means by name; the loss under "loss"."""
+def named_means(out: Any) -> dict[str, Any]:
+    """What a loss function returned, as Means or trees of them by name; the loss under "loss"."""
     loss, aux = loss_and_aux(out)
     return {"loss": loss, **aux}
 
 
-def _aux(name: Any, value: Any) -> Mean:
+def is_mean(x: Any) -> bool:
+    """Whether a node of a tree is a Mean."""
+    return isinstance(x, Mean)
+
+
+def means_by_path(means: Any) -> list[tuple[str, Mean]]:
+    """The Means of a tree, each after its path, such as "stats.variance"."""
+    leaves = jax.tree_util.tree_leaves_with_path(means, is_leaf=is_mean)
+    return [(path_name(path), mean) for path, mean in leaves]
+
+
+def _aux(name: Any, value: Any) -> Any:
     if not isinstance(name, str):
         raise TypeError(
             f"value_and_grad: aux must be a dict of scalars or Means by name; got the key {name!r}. Name it by a "
             "string."
         )
-    inside = [] if isinstance(value, Mean) else jax.tree_util.tree_leaves_with_path(value)
-    if inside and inside[0][0]:  # a tree of its own
-        at = path_name((jax.tree_util.DictKey(name), *inside[0][0]))
-        raise TypeError(
-            f"value_and_grad: aux {name!r} must be a scalar or Mean(total, weight); got {kind(value)} with the leaf "
-            f"{at}. Pass each leaf as an entry of aux, by a name such as {at!r}."
-        )
-    return _as_mean(value, f"value_and_grad: aux {name!r} must be a scalar or Mean(total, weight)")
+
+    leaf = lambda x: x is None or is_mean(x)  # noqa: E731
+
+    def one(path: Any, value: Any) -> Any:
+        at = path_name((jax.tree_util.DictKey(name), *path))
+        if is_mean(value) and not jax.tree_util.all_leaves([value.total], leaf):
+            each = lambda below, total: one((*path, *below), Mean(total, value.weight))  # noqa: E731
+            return jax.tree_util.tree_map_with_path(each, value.total, is_leaf=leaf)
+        mean = _as_mean(value, f"value_and_grad: aux {at!r} must be a scalar or Mean(total, weight)", is_mean(value))
+        if mean.weight.shape not in ((), mean.total.shape):
+            raise ValueError(
+                f"Mean {at!r}: the weight must be a scalar or have the shape of the total; got {kind(mean)}. "
+                "Broadcast it with jnp.broadcast_to(weight, total.shape)."
+            )
+        return mean
+
+    return jax.tree_util.tree_map_with_path(one, value, is_leaf=leaf)
 
 
-def _as_mean(value: Any, rule: str) -> Mean:
+def _as_mean(value: Any, rule: str, shaped: bool = False) -> Mean:
     pair = value if isinstance(value, Mean) else Mean(value, jnp.float32(1))
     for x in pair:
         dtype = getattr(x, "dtype", None) or (jnp.result_type(x) if isinstance(x, int | float) else None)
         real = dtype is not None and any(jnp.issubdtype(dtype, each) for each in (jnp.floating, jnp.integer, jnp.bool_))
-        if not real or jnp.shape(x):
+        if not real or (jnp.shape(x) and not shaped):
             raise TypeError(
                 f"{rule}; got {kind(value)}. Sum over the examples and return Mean(total, weight), or their mean."
             )
@@ -173,27 +226,32 @@ def _as_mean(value: Any, rule: str) -> Mean:
     return Mean(jnp.asarray(pair.total), weight)
 
 
-def global_means(means: Mapping[str, Mean], batch_axes: Collection[str]) -> dict[str, Mean]:
+def global_means(means: Mapping[str, Any], batch_axes: Collection[str]) -> dict[str, Any]:
     """The means over all devices: each summed over exactly the axes over which its total varies.
 
     The sums are float32 and invariant over all axes.
 
     Raises:
         ValueError: a weight that varies over other axes than its total, except for one that varies over none while the
-            total varies over `batch_axes`, which split the batch.
+            total varies over `batch_axes`, which split the batch; an array that varies over further axes, whose devices
+            may have parts of it instead of parts of a sum.
 
-    Cost: one all_reduce of 8 bytes per mean; those over the same axes share one collective.
+    Cost: one all_reduce of 8 bytes per mean, of an array for each element; those over the same axes share one
+        collective.
     """
-    groups: dict[tuple[str, ...], dict[str, Mean]] = {}
-    for name, mean in means.items():
-        axes = _axes_of_sum(name, mean, batch_axes)
-        groups.setdefault(axes, {})[name] = mean
-    out: dict[str, Mean] = {}
+    leaves, structure = jax.tree.flatten(dict(means), is_leaf=is_mean)
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for i, (name, mean) in enumerate(means_by_path(dict(means))):
+        groups.setdefault(_axes_of_sum(name, mean, batch_axes), []).append(i)
     for axes, group in groups.items():
-        flat = [vary(x.astype(jnp.float32), axes) for mean in group.values() for x in mean]
-        sums = jnp.stack(flat)
+        arrays = [vary(x.astype(jnp.float32), axes) for i in group for x in leaves[i]]
+        sums = jnp.concatenate([x.reshape(-1) for x in arrays])
         sums = all_reduce(sums, axes) if axes else sums
-        out |= {name: Mean(sums[2 * i], sums[2 * i + 1]) for i, name in enumerate(group)}
+        ends = list(itertools.accumulate(x.size for x in arrays))
+        back = [sums[end - x.size : end].reshape(x.shape) for x, end in zip(arrays, ends, strict=True)]
+        for i, total, weight in zip(group, back[::2], back[1::2], strict=True):
+            leaves[i] = Mean(total, weight)
+    out = jax.tree.unflatten(structure, leaves)
     return {name: out[name] for name in means}
 
 
@@ -204,6 +262,13 @@ def divisor_of(weight: jax.Array) -> jax.Array:
 
 def _axes_of_sum(name: str, mean: Mean, batch_axes: Collection[str]) -> tuple[str, ...]:
     total, weight = varying_axes(mean.total), varying_axes(mean.weight)
+    beyond = sorted(total - frozenset(batch_axes))
+    if beyond and jnp.ndim(mean.total):
+        raise ValueError(
+            f"Mean {name!r}: an array may vary only over the axes of the batch; got {kind(mean.total)}, which varies "
+            f"over {quoted(beyond)} too. Pass all_gather(..., replicated=True) of parts of the array, or "
+            "all_reduce(...) of parts of a sum."
+        )
     # A weight that varies over no axis, such as a number of values, counts once on each device; one that varies over
     # only some of the axes of the total would be counted again along the others.
     cast = frozenset(batch_axes) if not weight else frozenset()

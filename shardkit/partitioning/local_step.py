@@ -12,8 +12,8 @@ from shardkit._check import quoted
 from shardkit.collectives._sums import typed_zeros
 from shardkit.layout import path_name, spec_axes
 from shardkit.partitioning.batch import device_keys, split_microbatches, take_microbatch
-from shardkit.partitioning.gradient import GradFn, LossFn, Mean, kind, named_means
-from shardkit.partitioning.handles import call_sealed, parts, with_parts
+from shardkit.partitioning.gradient import GradFn, LossFn, Mean, call_loss, kind, named_means
+from shardkit.partitioning.handles import parts, with_parts
 from shardkit.partitioning.loss_weights import in_compute
 from shardkit.partitioning.staged import Staged
 from shardkit.partitioning.token_axes import tokens_split
@@ -28,7 +28,7 @@ def local_gradients(
     batch_spec: PartitionSpec,
     compute: Any,
     accumulate: int,
-) -> tuple[Any, dict[str, Mean], Any]:
+) -> tuple[Any, dict[str, Any], Any]:
     """What one device computes in a step: its batch as the loss sees it, its Means by name, and its gradients.
 
     `seen` are the parameters as `enter` returns them. Means and gradients are sums over the microbatches, in float32 if
@@ -43,11 +43,11 @@ def local_gradients(
         _check_three(out)
         return out
 
-    def first(batch: Any) -> dict[str, Mean]:
+    def first(batch: Any) -> dict[str, Any]:
         loss, aux, _ = computed(*take_microbatch(split_microbatches((batch, keys), accumulate), 0))
         return named_means((loss, aux))
 
-    def call(batch: Any, keys: jax.Array) -> tuple[dict[str, Mean], Any]:
+    def call(batch: Any, keys: jax.Array) -> tuple[dict[str, Any], Any]:
         loss, aux, grads = computed(batch, keys)
         taken = {"loss", "weight", "finite", "loss_scale"} & set(aux)
         if taken:
@@ -72,13 +72,15 @@ def local_gradients(
         return batch, *jax.lax.scan(add, sums, [x for x in leaves if x.ndim])[0]
 
 
-def local_means(loss_fn: LossFn, seen: Any, batch: Any, batch_spec: PartitionSpec, compute: Any) -> dict[str, Mean]:
+def local_means(
+    loss_fn: LossFn, seen: Any, batch: Any, batch_spec: PartitionSpec, compute: Any, *carried: Any
+) -> dict[str, Any]:
     """What one device computes in an evaluation: its Means, the loss under "loss". `seen` comes from `enter`.
 
     Cost: what the loss sends.
     """
     seen = with_parts(seen, parts(seen))
-    means = lambda batch: named_means(call_sealed(loss_fn, seen, batch, None))  # noqa: E731
+    means = lambda batch: named_means(call_loss(loss_fn, seen, batch, None, *carried))  # noqa: E731
     with tokens_split(_token_axes(batch_spec)):
         return means(in_compute(means, batch, compute, once=_sees_all(batch_spec, loss_fn)))
 

@@ -16,10 +16,10 @@ import numpy as np
 from shardkit import _compat
 from shardkit._jaxprs import called, flow, scan_operands, settled
 from shardkit.layout import path_name
-from shardkit.partitioning.gradient import Mean
+from shardkit.partitioning.gradient import means_by_path
 from shardkit.partitioning.handles import cast_floating
 
-MeansFn = Callable[[Any], Mapping[str, Mean]]
+MeansFn = Callable[[Any], Mapping[str, Any]]
 
 
 class _Tag(NamedTuple):
@@ -55,9 +55,9 @@ def in_compute(means_of: MeansFn, batch: Any, compute: Any, *, once: bool) -> An
     names: list[str] = []
 
     def pairs(*leaves: Any) -> list[Any]:
-        means = means_of(jax.tree.unflatten(structure, leaves))
-        names[:] = means
-        return [x for mean in means.values() for x in mean]
+        means = means_by_path(means_of(jax.tree.unflatten(structure, leaves)))
+        names[:] = [name for name, _ in means]
+        return [x for _, mean in means for x in mean]
 
     try:
         jaxpr = jax.make_jaxpr(pairs)(*lower(())).jaxpr

@@ -17,7 +17,7 @@ from jax import lax
 from shardkit._check import Axis
 from shardkit._compat import varying_axes
 from shardkit.collectives import vary
-from shardkit.partitioning.gradient import Mean, kind, loss_and_aux
+from shardkit.partitioning.gradient import Mean, kind, loss_and_aux, means_by_path
 from shardkit.partitioning.handles import call_sealed, is_handle, parts, with_parts
 from shardkit.pipeline.divergent import collectives
 from shardkit.pipeline.split_backward import TwoHalves
@@ -200,6 +200,12 @@ class Pieces:
 
     def _means(self, shared: Any, given: Given, y: list[Any]) -> dict[str, Mean]:
         loss, aux = loss_and_aux(call_sealed(self._model.head, shared, self._tree(y), given.batch))
+        for name, mean in means_by_path(aux):
+            if name not in aux or jnp.ndim(mean.total):
+                raise ValueError(
+                    f"{self._model.where}: the auxiliary means of a pipeline must be scalars by name; got "
+                    f"{kind(mean.total)} for {name}. Return scalars, or train without a pipeline."
+                )
         return {name: _alike_in_mask(mean) for name, mean in {"loss": loss, **aux}.items()}
 
     def _summed(self, means: Mapping[str, Mean]) -> Any:

@@ -18,6 +18,7 @@ from shardkit._check import at_least, sized
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.arguments import check_function
+from shardkit.carried import Carried, check_carried, reads_carried
 from shardkit.collectives import axis_index
 from shardkit.layout import path_name, spec_axes, table
 from shardkit.partitioning.batch import batch_specs
@@ -29,9 +30,9 @@ from shardkit.partitioning.reshard import enter
 from shardkit.partitioning.storage import stored_array
 from shardkit.pipeline.stages import arranged
 from shardkit.precision import Precision, precision_of
+from shardkit.rng import step_key
 from shardkit.runtime.drift import from_every_device, on_mesh
 from shardkit.state import TrainState
-from shardkit.train import step_key
 
 _REPLICATED = PartitionSpec()
 _PRINTED = 40
@@ -58,8 +59,8 @@ class TriageReport(NamedTuple):
     """What `triage` found; `print` it.
 
     Attributes:
-        rows: what is not finite in "params", "batch", "means" (the loss and other means) and "grads", in this order,
-            before the cross-device reduction.
+        rows: what is not finite in "params", "carried" (where the loss reads it), "batch", "means" (the loss and other
+            means) and "grads", in this order, before the cross-device reduction.
         loss: the loss of the whole batch.
         weight: its weight, by which the total was divided.
     """
@@ -171,7 +172,7 @@ def triage(
     plan = arranged(plan, grad_fn, accumulate)
     plan.check(mesh)
     policy = precision_of(precision)
-    batch_spec = plan.batch_spec(mesh)
+    batch_spec, reads = plan.batch_spec(mesh), reads_carried(grad_fn)
 
     @jax.jit
     def observed(state: TrainState, batch: Any) -> tuple[jax.Array, jax.Array, Any]:
@@ -180,13 +181,17 @@ def triage(
         rest = map_layouts(lambda layout: layout.rest, layouts)
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
 
-        def per_device(params: Any, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
+        if reads:
+            check_carried("triage", reads, None, state.carried)
+        carried = Carried("triage", state.carried if reads else None, state.params, layouts, mesh)
+
+        def per_device(params: Any, kept: Any, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
             seen = enter(params, layouts, batch_spec, policy.compute, policy.reduce)
-            batch, means, grads = local_gradients(
-                grad_fn, seen, batch, key, scale, batch_spec, policy.compute, accumulate
-            )
+            run = carried.bound(grad_fn, kept, batch_spec, policy) if reads else grad_fn
+            batch, means, grads = local_gradients(run, seen, batch, key, scale, batch_spec, policy.compute, accumulate)
             inspected = {
                 "params": map_layouts(lambda layout, x: _observed(stored_array(x), layout.rest), layouts, params),
+                "carried": jax.tree.map(lambda held, x: _observed(stored_array(x), held.spec), carried.held, kept),
                 "batch": jax.tree.map(lambda spec, x: _observed(x, spec), specs, batch),
                 "means": jax.tree.map(_observed, means),
                 "grads": map_layouts(lambda layout, x: _observed(x, _of_gradient(layout)), layouts, grads),
@@ -194,16 +199,16 @@ def triage(
             total, weight = global_means(means, plan.batch_axes)["loss"]
             return total / divisor_of(weight), weight, from_every_device(inspected, mesh.axis_names)
 
-        return jax.shard_map(
-            per_device, mesh=mesh, in_specs=(rest, specs, _REPLICATED, _REPLICATED), out_specs=_REPLICATED
-        )(state.params, batch, step_key(state.key, state.step), scale)
+        in_specs = (rest, carried.specs, specs, _REPLICATED, _REPLICATED)
+        on_mesh = jax.shard_map(per_device, mesh=mesh, in_specs=in_specs, out_specs=_REPLICATED)
+        return on_mesh(state.params, carried.tree, batch, step_key(state.key, state.step), scale)
 
     def run(state: TrainState, batch: Any) -> TriageReport:
         loss, weight, inspected = observed(state._replace(opt_state=None), batch)
         # jit sorts a dict by its keys; the report is ordered from causes to consequences.
         rows = [
             row
-            for name in ("params", "batch", "means", "grads")
+            for name in ("params", "carried", "batch", "means", "grads")
             for path, x in jax.tree_util.tree_leaves_with_path({name: inspected[name]})
             for row in _places(path_name(path), x, mesh)
         ]

@@ -24,7 +24,7 @@ from shardkit.analysis.jaxpr.rules.processes import differences_of_processes
 from shardkit.layout import bytes_per_device, path_name
 from shardkit.partitioning.staged import PipelineGradFn
 from shardkit.precision import precision_of
-from shardkit.testing._compare import constant_factor, first_gap, leaves_of, shapes_differ, unequal_replicas
+from shardkit.testing._compare import constant_factor, first_gap, leaves_of, magnitude, shapes_differ, unequal_replicas
 from shardkit.testing._plan_traffic import plan_traffic
 from shardkit.testing.one_device import Reference
 from shardkit.testing.program import SCALE, Program
@@ -53,7 +53,9 @@ def same_numbers(program: Program, reference: Reference) -> str | None:
         where = f"step {index}"
         _compare(where, "the loss", taken.metrics["loss"], want.loss, want.loss_allowed)
         for name, value in want.metrics.items():
-            allowed = want.loss_allowed * max(1.0, abs(float(value)) / max(abs(float(want.loss)), 1e-30))
+            size = max((magnitude(x) for _, x in leaves_of(value)), default=0.0)
+            bound = want.loss_allowed * max(1.0, size / max(abs(float(want.loss)), 1e-30))
+            allowed = jax.tree.map(lambda _, bound=bound: bound, value)
             _compare(where, f"the metric {name!r}", taken.metrics.get(name), value, allowed)
         if taken.grads is not None:
             _compare(where, "the gradient of", taken.grads, want.grads, want.grads_allowed)

@@ -13,10 +13,10 @@ import numpy as np
 
 from shardkit._kinds import Arrays, Key, Optimizer
 from shardkit._typed import typed
-from shardkit.partitioning.gradient import GradFn, divisor_of
-from shardkit.rng import example_keys
+from shardkit.carried import reads_carried
+from shardkit.partitioning.gradient import GradFn, divisor_of, is_mean
+from shardkit.rng import example_keys, step_key
 from shardkit.testing._compare import check_batches, check_relative, check_telling, leaves_of, magnitude
-from shardkit.train import step_key
 
 # A gradient leaf smaller than the largest by this factor is rounding noise: its true value is zero.
 ZERO = 1e-6
@@ -90,6 +90,7 @@ def one_device(
         Reference: loss, metrics, gradients and parameters of each step, and the allowed differences.
 
     Raises:
+        TypeError: a loss that takes carried state.
         ValueError: no batch, a relative error that is not between 0 and 1, or a run that proves nothing: its loss or a
             gradient is not finite, or all gradients of a step are zero.
 
@@ -99,6 +100,11 @@ def one_device(
         >>> float(reference.steps[0].loss)
         9.0
     """
+    if reads_carried(grad_fn):
+        raise TypeError(
+            "one_device: a proof keeps no carried state, which the loss takes. Pass functools.partial(grad_fn, "
+            "carried=...) with a fixed one."
+        )
     check_batches("one_device", batches)
     check_relative("one_device", relative)
     key = jax.random.key(0) if key is None else key
@@ -180,7 +186,8 @@ def _gradient(grad_fn: Any) -> Callable[..., Any]:
         (total, weight), aux, grads = grad_fn(params, batch, keys)
         weight = divisor_of(jnp.asarray(weight, jnp.float32))
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / weight, grads)
-        means = {name: mean.total / divisor_of(jnp.asarray(mean.weight, jnp.float32)) for name, mean in aux.items()}
+        mean = lambda mean: mean.total / divisor_of(jnp.asarray(mean.weight, jnp.float32))  # noqa: E731
+        means = jax.tree.map(mean, dict(aux), is_leaf=is_mean)
         return total / weight.astype(total.dtype), means, grads
 
     return gradient

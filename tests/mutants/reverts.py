@@ -155,8 +155,8 @@ REVERTS = (
     (
         "gathered-once-for-both-passes",
         "shardkit/remat/regather.py",
-        "jax.lax.optimization_barrier((node.part, first))[0]",
-        "node.part",
+        "{held: jax.lax.optimization_barrier((x, first))[0]}",
+        "{held: x}",
     ),
     (
         "divided-by-no-weight",
@@ -173,8 +173,8 @@ REVERTS = (
     (
         "finite-after-the-cast",
         "shardkit/train.py",
-        'metrics["finite"] = _all_finite(metrics["loss"], grads)',
-        'metrics["finite"] = _all_finite(metrics["loss"].astype(policy.output), grads)',
+        'metrics["finite"] = all_finite(metrics["loss"], grads)',
+        'metrics["finite"] = all_finite(metrics["loss"].astype(policy.output), grads)',
     ),
     (
         "norm-in-the-gains-dtype",
@@ -611,7 +611,7 @@ REVERTS = (
     ),
     (
         "evaluated-under-another-plan",
-        "shardkit/train.py",
+        "shardkit/evaluate.py",
         '        check_held("evaluate: the parameters", params, map_layouts(Layout.at_rest, layouts), mesh)',
         "        pass",
     ),

@@ -159,8 +159,13 @@ def bfloat16_weight(w, c, keys):
         ),
         (
             lambda w, c, keys: (jnp.sum(w * c), {"norms": {"first": jnp.float32(1), "each": w * c}}),
-            "value_and_grad: aux 'norms' must be a scalar or Mean(total, weight); got dict with the leaf norms.each. "
-            "Pass each leaf as an entry of aux, by a name such as 'norms.each'.",
+            "value_and_grad: aux 'norms.each' must be a scalar or Mean(total, weight); got float32[1]. "
+            "Sum over the examples and return Mean(total, weight), or their mean.",
+        ),
+        (
+            lambda w, c, keys: (jnp.sum(w * c), {"norms": sk.Mean({"each": None}, 1)}),
+            "value_and_grad: aux 'norms.each' must be a scalar or Mean(total, weight); got Mean(NoneType, int). "
+            "Sum over the examples and return Mean(total, weight), or their mean.",
         ),
         (
             lambda w, c, keys: (jnp.sum(w * c), {1: jnp.float32(1)}),
@@ -302,3 +307,41 @@ def test_gradients_of_other_shapes_are_refused(mesh4):
         with pytest.raises(ValueError) as error:
             step(init({"w": jnp.ones(4)}, jax.random.key(0)), COEFFICIENTS)
         assert str(error.value) == f"{rule}; {found}. {remedy}"
+
+
+# Catches elements that are summed with another's weight, a tree that comes back in another order, and arrays whose
+# devices' parts are added up as if they were parts of a sum.
+def test_auxiliary_means_are_arrays_and_trees(mesh4):
+    def loss_fn(w, c, keys):
+        first = sk.Mean(c, jnp.arange(2.0) * c)
+        return jnp.sum(w * c), {"z": jnp.sum(c), "tree": (first, sk.Mean({"b": c, "a": 2 * c[:1]}, 2)), "a": 1.0}
+
+    step = sk.make_eval_step(loss_fn, mesh=mesh4, plan=sk.dp("data"))
+    coefficients = np.float32([[1, 2], [3, 4], [5, 6], [7, 8]]).reshape(8)
+    metrics = jax.device_get(step(W, coefficients))
+    tree = ((np.float32([16, 1])), {"a": np.float32([4]), "b": np.float32([2, 2.5])})
+    jax.tree.map(np.testing.assert_array_equal, metrics["tree"], tree)
+    assert (float(metrics["z"]), float(metrics["a"]), list(metrics)[:2]) == (9.0, 1.0, ["a", "loss"])
+
+
+@pytest.mark.check
+def test_arrays_that_cannot_be_summed_are_refused():
+    mesh = sk.abstract_mesh(data=2, model=2)
+    rows = lambda w, c, keys: (jnp.sum(c), {"rows": sk.Mean(w["w"] * c[0], 1)})  # noqa: E731
+    weights = lambda w, c, keys: (jnp.sum(c), {"a": {"b": sk.Mean(c, c[:1])}})  # noqa: E731
+    plan = sk.chain(sk.dp("data"), sk.tp("model", {"w": P("model")}))
+    for loss_fn, message in (
+        (
+            rows,
+            "Mean 'rows': an array may vary only over the axes of the batch; got float32[2], which varies over 'model' "
+            "too. Pass all_gather(..., replicated=True) of parts of the array, or all_reduce(...) of parts of a sum.",
+        ),
+        (
+            weights,
+            "Mean 'a.b': the weight must be a scalar or have the shape of the total; got "
+            "Mean(float32[2], float32[1]). Broadcast it with jnp.broadcast_to(weight, total.shape).",
+        ),
+    ):
+        with pytest.raises(ValueError) as error:
+            jax.eval_shape(sk.make_eval_step(loss_fn, mesh=mesh, plan=plan), {"w": np.ones(4, "f")}, np.ones(4, "f"))
+        assert str(error.value) == message

@@ -73,6 +73,20 @@ def test_a_plan_with_the_stages_of_another_pipeline():
     sk.make_eval_step(again.loss(*PIECES), mesh=mesh, plan=one.plan)
 
 
+# Catches a mean of arrays that is summed over the stages, or a message from deep inside the pipeline.
+@pytest.mark.parametrize(
+    ("aux", "told"),
+    [({"a": sk.Mean(np.ones(2, "f"), 1)}, "float32[2] for a"), ({"a": {"b": 1.0}}, "float32[] for a.b")],
+)
+def test_a_pipelines_means_are_scalars(aux, told):
+    pieces = (embed, stage, lambda *args: (head(*args)[0], aux))
+    with refused(
+        f"pipeline_value_and_grad: the auxiliary means of a pipeline must be scalars by name; got {told}. Return "
+        "scalars, or train without a pipeline."
+    ):
+        trace(schedules.gpipe(2, 2), pieces=pieces)
+
+
 @pytest.mark.check
 def test_a_pipelines_loss_in_place_of_its_gradfn():
     """And the other way round: `value_and_grad` of the loss would lose the stages."""

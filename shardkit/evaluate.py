@@ -1,0 +1,87 @@
+"""Evaluation: a loss function, a mesh and a plan become one function of parameters and a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from shardkit._typed import typed
+from shardkit.arguments import check_function
+from shardkit.carried import Carried
+from shardkit.partitioning.batch import batch_specs
+from shardkit.partitioning.gradient import LossFn, global_means, takes_carried
+from shardkit.partitioning.local_step import local_means
+from shardkit.partitioning.metrics import metrics_of, returned
+from shardkit.partitioning.placement import Layout, map_layouts
+from shardkit.partitioning.plan import Plan
+from shardkit.partitioning.reshard import enter
+from shardkit.partitioning.storage import check_held
+from shardkit.pipeline.stages import arranged
+from shardkit.precision import Precision, precision_of
+
+_REPLICATED = PartitionSpec()
+_EVALUATED = {
+    True: "evaluate: the loss takes carried state, and there is none. Pass evaluate(params, batch, state.carried).",
+    False: "evaluate: the loss takes no carried state; got some. Write loss_fn(params, batch, keys, carried), or pass "
+    "evaluate(params, batch).",
+}
+
+
+@typed
+def make_eval_step(
+    loss_fn: LossFn, *, mesh: Mesh, plan: Plan, precision: Precision | str | None = None
+) -> Callable[..., dict[str, Any]]:
+    """Builds `evaluate(params, batch, carried=None) -> metrics`: the loss of the whole batch, without dropout.
+
+    Args:
+        loss_fn: as for `value_and_grad`; it is called with `keys=None`.
+        mesh: the mesh.
+        plan: the plan of the parameters' layouts.
+        precision: as for `make_train_step`.
+
+    Returns:
+        A jitted function; its metrics are "loss", "weight" and the auxiliary means, float32. `carried` is that of the
+            state, for a loss that takes it.
+
+    Raises:
+        ValueError: as `make_train_step`; from `evaluate`, for parameters that another plan pads or stores in the order
+            of its stages: pass `unpadded(params)`; for carried state that is missing or that the loss does not take.
+
+    Cost: an all_gather of `rest - seen` for each leaf, and one all_reduce of 8 bytes per mean.
+
+    Example:
+        >>> loss_fn = lambda params, batch, keys: jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+        >>> evaluate = sk.make_eval_step(loss_fn, mesh=mesh, plan=sk.dp("data"))
+        >>> metrics = evaluate({"w": jnp.zeros(2)}, {"x": jnp.eye(2), "y": jnp.ones(2)})
+        >>> print(metrics["loss"])
+        1.0
+    """
+    check_function("make_eval_step", loss_fn)
+    plan = arranged(plan, loss_fn)
+    plan.check(mesh)
+    policy = precision_of(precision)
+    batch_spec, reads = plan.batch_spec(mesh), takes_carried(loss_fn)
+
+    @jax.jit
+    def evaluate(params: Any, batch: Any, carried: Any = None) -> dict[str, Any]:
+        layouts = plan.layouts(params, mesh)
+        check_held("evaluate: the parameters", params, map_layouts(Layout.at_rest, layouts), mesh)
+        rest = map_layouts(lambda layout: layout.rest, layouts)
+        if reads != (carried is not None):
+            raise ValueError(_EVALUATED[reads])
+        own = Carried("evaluate", carried, params, layouts, mesh)
+
+        def on_device(params: Any, carried: Any, batch: Any) -> dict[str, Any]:
+            seen = enter(params, layouts, batch_spec, policy.compute)
+            entered = (own.enter(carried, batch_spec, policy),) if reads else ()
+            means = local_means(loss_fn, seen, batch, batch_spec, policy.compute, *entered)
+            return returned(metrics_of(global_means(means, plan.batch_axes)), policy.output)
+
+        in_specs = rest, own.specs, batch_specs(batch, batch_spec, mesh, 1)
+        on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=_REPLICATED)
+        return on_mesh(params, own.tree, batch)
+
+    return evaluate
