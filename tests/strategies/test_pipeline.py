@@ -209,7 +209,7 @@ def test_a_stage_that_cannot_be_split_says_so():  # proves F38
         check(schedules.zero_bubble_h1(2, 3), pieces=pieces)
     assert {re.sub(r" at \S+:\d+ \(.*?\),", " at LINE,", str(warning.message)) for warning in caught} == {
         "pipeline_value_and_grad: the schedule splits backward passes, but those of this stage run whole, in place of "
-        "I. Split: the second results must have equations of their own, which the first results do not need; got "
+        "I. TwoHalves: the second results must have equations of their own, which the first results do not need; got "
         "`cond` at LINE, which both need. Take it apart, or run the function unsplit."
     }
     assert "test_pipeline.py:" in str(caught[0].message)
