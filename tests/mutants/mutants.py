@@ -354,8 +354,8 @@ _PARALLEL = (
     Mutant(
         "zero-smallest-dim",
         "shardkit/strategies/zero.py",
-        "* leaf.ways / leaf.shape[d], middle, -leaf.shape[d]",
-        "* leaf.ways / leaf.shape[d], middle, leaf.shape[d]",
+        "* leaf.ways / leaf.shape[d], middle, last, -leaf.shape[d]",
+        "* leaf.ways / leaf.shape[d], middle, last, leaf.shape[d]",
         AXIS,
     ),
     Mutant(

@@ -49,14 +49,21 @@ def layouts(plan, **sizes):
 # ---- which dim
 
 
-def test_the_largest_dim_that_divides_is_split_and_small_leaves_are_not():  # proves S69, F21
+def test_a_dim_in_the_middle_is_split_only_if_no_other_divides():
+    """On TPU its reduce_scatter would send twice the bytes."""
+    tree = {"query": jax.ShapeDtypeStruct((6, 64, 8, 16), jnp.float32), "odd": jax.ShapeDtypeStruct((6, 64, 3, 5), "f")}
+    found = specs(sk.zero1("d", min_size=1).layouts(tree, sk.abstract_mesh(d=8)))
+    assert found["query"].update == P(None, None, "d") and found["odd"].update == P(None, "d")
+
+
+def test_the_largest_dim_but_the_last_is_split_and_small_leaves_are_not():  # proves S69, F21
     found = layouts(sk.fsdp("d", min_size=100), d=4)
-    assert found["layers"]["up"] == Specs(P(None, None, "d"), P(), P(None, None, "d"))
-    assert found["head"] == Specs(P(None, "d"), P(), P(None, "d"))
+    assert found["layers"]["up"] == Specs(P(None, "d"), P(), P(None, "d"))
+    assert found["head"] == Specs(P("d"), P(), P("d"))
     whole = Specs(P(), P(), P())
     assert found["bias"] == found["layers"]["gain"] == found["scale"] == whole
     assert layouts(sk.fsdp("d"), d=4)["head"] == whole  # 768 elements are few
-    assert layouts(sk.zero1("d", min_size=100), d=4)["head"] == Specs(P(), P(), P(None, "d"))
+    assert layouts(sk.zero1("d", min_size=100), d=4)["head"] == Specs(P(), P(), P("d"))
 
 
 def test_a_stacks_layers_are_never_split_layer_by_layer():
@@ -149,18 +156,17 @@ def test_a_plan_describes_every_leaf_and_says_why():  # proves S65, S68
     plan = sk.chain(sk.dp("r"), sk.fsdp("d", min_size=200, layerwise=("layers",)))
     text = sk.describe(plan, TREE, sk.abstract_mesh(r=2, d=4))
     assert text.splitlines() == [
-        "leaf         shape        at rest            bytes/device  update             bytes/device  why",
-        "bias         [48]         whole              192           whole              192           "
+        "leaf         shape        at rest      bytes/device  update       bytes/device  why",
+        "bias         [48]         whole        192           whole        192           "
         "fsdp('d'): 48 elements, fewer than min_size=200",
-        "head         [16, 48]     (None, 'd')        768           (None, 'd')        768           "
-        "fsdp('d') splits dim 1",
-        "layers.gain  [4, 16]      whole              256           whole              256           "
+        "head         [16, 48]     ('d',)       768           ('d',)       768           fsdp('d') splits dim 0",
+        "layers.gain  [4, 16]      whole        256           whole        256           "
         "fsdp('d'): 64 elements, fewer than min_size=200",
-        "layers.odd   [4, 5, 3]    whole              240           whole              240           "
+        "layers.odd   [4, 5, 3]    whole        240           whole        240           "
         "fsdp('d'): 60 elements, fewer than min_size=200",
-        "layers.up    [4, 16, 32]  (None, None, 'd')  2,048         (None, None, 'd')  2,048         "
-        "fsdp('d') splits dim 2, passed lazily to the loss",
-        "scale        []           whole              4             whole              4             "
+        "layers.up    [4, 16, 32]  (None, 'd')  2,048         (None, 'd')  2,048         "
+        "fsdp('d') splits dim 1, passed lazily to the loss",
+        "scale        []           whole        4             whole        4             "
         "fsdp('d'): a scalar, which has no dim",
         "fsdp('d') + dp('r'): 3,508 bytes per device at rest, 3,508 per gradient or optimizer moment",
     ]
