@@ -318,7 +318,7 @@ _PARALLEL = (
     ),
     Mutant(
         "feedback-axes-that-are-summed-later",
-        "shardkit/partitioning/feedback.py",
+        "shardkit/partitioning/residuals.py",
         "if first == len(cuts) and not algorithm.feedback",
         "if not algorithm.feedback",
         AXIS,

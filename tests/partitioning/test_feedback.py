@@ -237,13 +237,13 @@ def refused(call):
         (
             lambda: sk.zero2("data", min_size=1, reduce=fed()),
             "compressed(int4) with feedback: the gradient of a leaf must be reduced once per step; that of leaf bias "
-            "is reduced in each microbatch over axis 'data'. Use it in dp, in zero1, or in fsdp without layerwise, or "
+            "is reduced in each microbatch over axis 'data'. Use it in dp, or in zero1 or fsdp without layerwise, or "
             "leave out feedback=True.",
         ),
         (
             lambda: sk.fsdp("data", min_size=8, layerwise=("weight",), reduce=fed()),
             "compressed(int4) with feedback: the gradient of a leaf must be reduced once per step; that of leaf weight "
-            "is reduced layer by layer over axis 'data'. Use it in dp, in zero1, or in fsdp without layerwise, or "
+            "is reduced layer by layer over axis 'data'. Use it in dp, or in zero1 or fsdp without layerwise, or "
             "leave out feedback=True.",
         ),
         (
