@@ -324,6 +324,13 @@ _PARALLEL = (
         AXIS,
     ),
     Mutant(
+        "feedback-behind-the-first-cut-of-a-padded-dim",
+        "shardkit/partitioning/residuals.py",
+        "if cuts[i].dim in padded and",
+        "if cuts[i].dim not in padded and",
+        BOUNDARY,
+    ),
+    Mutant(
         "feedback-of-a-skipped-step",
         "shardkit/train.py",
         'jnp.where(metrics["finite"], new, old), left, residuals)',
