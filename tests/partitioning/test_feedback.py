@@ -205,7 +205,7 @@ def test_one_of_two_axes_has_one_device():
     step.trace(state, batch)
 
 
-# A dim is padded for all its cuts at once: seven rows over two, then three devices are six each, and not four, then two.
+# A dim is padded for all its cuts at once: seven rows over two, then three devices are six each, and not four.
 @pytest.mark.check
 def test_two_cuts_of_a_padded_dim_are_padded_once():
     split = sk.Split(0, gather="step", scatter="step", pad=True, secondary=("gpu",))
