@@ -46,10 +46,10 @@ from shardkit.layers.vocabulary import vocab_cross_entropy, vocab_cross_entropy_
 from shardkit.layers.zigzag import positions, zigzag
 from shardkit.layout import bytes_per_device, describe, global_shape, local_shape, shard, specs_from_rules
 from shardkit.mesh import abstract_mesh, make_hybrid_mesh, make_mesh
-from shardkit.partitioning.feedback import init_residuals
 from shardkit.partitioning.gradient import GradFn, Mean, value_and_grad
 from shardkit.partitioning.placement import Split
 from shardkit.partitioning.plan import Plan, chain, strategy
+from shardkit.partitioning.residuals import init_residuals
 from shardkit.partitioning.staged import PipelineGradFn, PipelineLoss
 from shardkit.partitioning.storage import unpadded
 from shardkit.pipeline.submeshes import device_put_pipeline, device_put_value_and_grad, submeshes

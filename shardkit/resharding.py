@@ -15,10 +15,10 @@ from shardkit._check import at_least
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.layout import path_name
-from shardkit.partitioning.feedback import residuals_held
 from shardkit.partitioning.moves import Move, Moves, move_of, program
 from shardkit.partitioning.placement import Layout, map_layouts
 from shardkit.partitioning.plan import Plan
+from shardkit.partitioning.residuals import residuals_held
 from shardkit.partitioning.storage import Held, as_stored, in_rows, is_padded, padding, stored_array
 from shardkit.state import TrainState, optimizer_held
 

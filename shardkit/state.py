@@ -14,10 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit.arguments import checked_key
 from shardkit.layout import path_name
-from shardkit.partitioning.feedback import init_residuals, residual_shapes
 from shardkit.partitioning.handles import cast_floating
 from shardkit.partitioning.placement import Layout, map_layouts
 from shardkit.partitioning.plan import Plan
+from shardkit.partitioning.residuals import init_residuals, residual_shapes
 from shardkit.partitioning.storage import Held, check_held, is_padded, natural, padded, unpadded
 from shardkit.precision import LossScale, Precision, first_loss_scale, next_loss_scale
 from shardkit.remat.uniform import order_matters

@@ -16,13 +16,13 @@ from shardkit._typed import typed
 from shardkit.arguments import check_function
 from shardkit.carried import Carried, check_carried, reads_carried, with_carried
 from shardkit.partitioning.batch import batch_specs
-from shardkit.partitioning.feedback import residual_specs
 from shardkit.partitioning.gradient import GradFn, divisor_of, global_means
 from shardkit.partitioning.local_step import local_gradients
 from shardkit.partitioning.metrics import all_finite, metrics_of, returned
 from shardkit.partitioning.placement import Layout, map_layouts
 from shardkit.partitioning.plan import Plan
 from shardkit.partitioning.reshard import enter, leave, to_rest
+from shardkit.partitioning.residuals import residual_specs
 from shardkit.partitioning.staged import PipelineGradFn
 from shardkit.partitioning.storage import check_held
 from shardkit.pipeline.stages import arranged

@@ -202,7 +202,8 @@ def compressed(
         compress_result: in an all_reduce, gather the sums in `dtype` too.
         feedback: keep what the sums leave out in the residuals of the TrainState, and add it to the gradients of the
             next step, so that over many steps nothing is left out. For gradients that are reduced once per step, in
-            float32: those of dp, zero1, and fsdp without `layerwise`.
+            float32: those of dp, and of zero1 and fsdp without `layerwise`. A skipped step keeps the old residuals;
+            under nonfinite="keep" one that is not finite stays.
         inner: the axis (or axes) of the fast links, for a reduce_scatter in two levels as in ZeRO++; the strategy's
             other axes, over which the sums are compressed, must come before it.
         inner_dtype: the dtype inside; None: float32.

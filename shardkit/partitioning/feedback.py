@@ -1,11 +1,7 @@
-"""Error feedback: what compressed reductions of a gradient leave out stays in the state, and the next step adds it.
+"""Error feedback: what compressed reductions of a gradient leave out, and the next step adds.
 
 A leaf has one residual on each device, of the shape that the gradient has where its first reduction with feedback gets
-it; what later reductions of the leaf leave out is added where their operand was cut from. The state holds it in an
-array `[R, ...]` of the leaf's shape, with a row for each of the R devices whose gradients are still to be summed. Only
-the sum of the rows matters, so a checkpoint can be restored on any number of devices. Residuals are in units of the
-gradient after it is divided by its weight and the loss scale, which change from step to step. An axis of one device
-reduces nothing: there the residual is added once, and then stays zero.
+it. What later reductions of the leaf leave out is added where their operand was cut from.
 
 Source: Seide et al., 1-Bit Stochastic Gradient Descent (2014); Karimireddy et al., Error Feedback Fixes SignSGD (2019).
 """
@@ -13,154 +9,23 @@ Source: Seide et al., 1-Bit Stochastic Gradient Descent (2014); Karimireddy et a
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._check import quoted
 from shardkit._compat import varying_axes
-from shardkit._kinds import Arrays
-from shardkit._typed import typed
 from shardkit.collectives import all_reduce, axis_index, axis_size, pad_to_axis, vary
 from shardkit.collectives.algorithms import Algorithm
-from shardkit.layout import all_axes, canonical, path_name, spec_axes
+from shardkit.layout import path_name
 from shardkit.partitioning.handles import from_end, to_parts
-from shardkit.partitioning.placement import Cut, Cuts, Layout, map_layouts
-from shardkit.partitioning.plan import Plan
-from shardkit.partitioning.storage import Held, as_stored, is_padded, padded_shape, padding, stored_array
-
-
-@typed
-def init_residuals(params: Arrays, *, mesh: Mesh, plan: Plan) -> Any:
-    """The residuals of a new TrainState: zeros for each leaf that the plan reduces with error feedback.
-
-    `init` makes them; pass them to a state from before feedback: `state._replace(residuals=init_residuals(...))`.
-
-    Layout: `residual[R_a, ...]`, float32, with a row for each device over which the gradient is summed
-    Args:
-        params: the parameters, a pytree of arrays or of their shapes.
-        mesh: the mesh.
-        plan: the plan.
-
-    Returns:
-        The pytree of the parameters, with None for leaves without feedback; None for a plan without feedback.
-
-    Raises:
-        ValueError: as `plan.layouts`; a leaf that is not reduced once per step.
-
-    Cost: nothing is sent. A device holds a float32 for each element of its gradients before they are reduced.
-
-    Example:
-        >>> plan = sk.dp("data", reduce=sk.algorithms.compressed(jnp.int8, feedback=True))
-        >>> residuals = sk.init_residuals({"w": jnp.ones(3)}, mesh=mesh, plan=plan)
-        >>> residuals["w"].shape, residuals["w"].sharding.spec
-        ((2, 3), P('data',))
-    """
-    shapes = residual_shapes(params, mesh, plan)
-    if shapes is None:
-        return None
-    zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)  # noqa: E731
-    return jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))()
-
-
-def residual_shapes(params: Any, mesh: Any, plan: Plan) -> Any:
-    """The residuals of a plan as shapes, dtypes and layouts, each as it is stored; None without feedback."""
-    layouts = plan.layouts(params, mesh)
-    batch_axes = all_axes(plan.batch_spec(mesh))
-
-    def one(layout: Layout, x: Any) -> Any:
-        first = _first(layout)
-        if first is None:
-            return None
-        spec, summed = first
-        varies = (batch_axes | set(layout.varies)) - all_axes(spec) - summed
-        axes = tuple(axis for axis in mesh.axis_names if axis in varies)
-        shape = (math.prod(mesh.shape[axis] for axis in axes), *x.shape)
-        spec = canonical(PartitionSpec(axes, *spec))
-        held = jax.ShapeDtypeStruct(padded_shape(shape, spec, mesh), jnp.float32, sharding=NamedSharding(mesh, spec))
-        return as_stored(held, padding(shape, spec, mesh))
-
-    shapes = map_layouts(one, layouts, params)
-    return shapes if jax.tree.leaves(shapes) else None
-
-
-def _first(layout: Layout) -> tuple[PartitionSpec, set[str]] | None:
-    """How a gradient is split where its first reduction with feedback gets it, and the axes over which it is summed.
-
-    None if it has no such reduction.
-    """
-    cuts, sums = layout.cuts(scatter=("step",)), layout.sums
-    first = next((i for i, cut in enumerate(cuts) if cut.reduce_by.feedback), len(cuts))
-    if first == len(cuts) and not any(algorithm.feedback for _, algorithm in sums):
-        return None
-    axes = dict(enumerate(spec_axes(layout.grad)))
-    for cut in cuts[:first]:
-        axes[cut.dim] = axes.get(cut.dim, ()) + cut.axes
-    spec = PartitionSpec(*(axes.get(dim, ()) for dim in range(max(axes, default=-1) + 1)))
-    # Sums come after cuts, and those with feedback after the others.
-    summed = {axis for over, algorithm in sums if first == len(cuts) and not algorithm.feedback for axis in over}
-    return spec, summed
-
-
-def residual_specs(residuals: Any, params: Any, mesh: Any, plan: Plan) -> Any:
-    """The specs of a state's residuals in a step, for shard_map, after a check that they are those of its plan."""
-    made = "residuals=sk.init_residuals(state.params, mesh=mesh, plan=plan)"
-    shapes = residual_shapes(params, mesh, plan)
-    if residuals is None and shapes is not None:
-        raise ValueError(
-            "step: a state whose plan reduces gradients with error feedback must hold residuals; it holds none. Pass a "
-            f"state from init, or state._replace({made}), which begin with zeros."
-        )
-    if residuals is not None and shapes is None:
-        raise ValueError(
-            "step: a state whose plan has no error feedback must hold no residuals; it holds those of "
-            f"{quoted(_shapes(residuals))}. Pass state._replace(residuals=None): the steps after it never add what "
-            "compressed reductions have left out so far."
-        )
-    for path, ours, theirs in _differences(residuals, shapes):
-        raise ValueError(
-            f"step: the residual of leaf {path} must have shape {theirs} under this plan and mesh; got {ours}. Save a "
-            "checkpoint and restore it for this plan, which keeps the sum of the residuals, or pass "
-            f"state._replace({made}), which begin with zeros."
-        )
-    return _specs(shapes)
-
-
-def residuals_held(where: str, residuals: Any, params: Any, mesh: Any, plan: Plan) -> Any:
-    """How a plan stores the residuals of a state, after a check that they are its own."""
-    if residuals is None:
-        return None
-    shapes = residual_shapes(params, mesh, plan)
-    for path, ours, theirs in _differences(residuals, shapes):
-        raise ValueError(
-            f"{where} must be a plan with residuals as those of the state; that of leaf {path} has shape {theirs} "
-            f"under the plan and {ours} in the state. Save a checkpoint and restore it for the target, which keeps the "
-            "sum of the residuals, or pass state._replace(residuals=None), which drops them."
-        )
-    return jax.tree.map(Held, _specs(shapes))
-
-
-def _specs(shapes: Any) -> Any:
-    return jax.tree.map(lambda x: stored_array(x).sharding.spec, shapes, is_leaf=is_padded)
-
-
-def _differences(found: Any, wanted: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The leaves whose residuals differ: their paths, and both shapes or None."""
-    ours, theirs = _shapes(found), _shapes(wanted)
-    for path in {**ours, **theirs}:
-        if ours.get(path) != theirs.get(path):
-            yield path, ours.get(path), theirs.get(path)
-
-
-def _shapes(residuals: Any) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree_util.tree_leaves_with_path(residuals, is_leaf=is_padded)
-    return {path_name(path): tuple(x.shape) for path, x in leaves}
+from shardkit.partitioning.placement import Cut, Layout
+from shardkit.partitioning.residuals import first_cut
+from shardkit.partitioning.storage import is_padded, stored_array
 
 
 class Reduced(NamedTuple):
@@ -210,33 +75,33 @@ def _summed_before(each: Reduced, axes: Iterable[str]) -> ValueError:
     )
 
 
-def scattered(each: Reduced, cuts: Cuts, dtype: Any) -> Reduced:
-    """A gradient that has a residual, summed and split as these cuts say; in a dtype where there is no feedback."""
-    for cut in cuts:
-        if cut.reduce_by.feedback:
-            each = begun(each)
-        if each.back is None:
-            each = each._replace(grad=to_parts(each.grad, from_end((cut,), each.grad.ndim), dtype))
-        else:
-            each = _cut(each, cut, dtype)
+def scattered(each: Reduced, layout: Layout, dtype: Any) -> Reduced:
+    """A gradient that has a residual, summed and split once per step; in a dtype where there is no feedback."""
+    cuts, first = layout.cuts(scatter=("step",)), first_cut(layout)
+    each = each._replace(grad=to_parts(each.grad, from_end(cuts[:first], each.grad.ndim), dtype))
+    if first == len(cuts):
+        return each
+    each = begun(each)
+    for dim in {cut.dim for cut in cuts[first:]}:
+        wider = pad_to_axis(each.grad, tuple(a for cut in cuts[first:] if cut.dim == dim for a in cut.axes), dim=dim)
+        each = _after(each, wider, partial(lax.slice_in_dim, start_index=0, limit_index=each.grad.shape[dim], axis=dim))
+    for cut in cuts[first:]:
+        each = _cut(each, cut, dtype)
     return each
 
 
 def _cut(each: Reduced, cut: Cut, dtype: Any) -> Reduced:
     """One cut after `begun`, which remembers from where the part is."""
-    dim, size = cut.dim, each.grad.shape[cut.dim]
-    wider = pad_to_axis(each.grad, cut.axes, dim=dim)
-    each = _after(each, wider, lambda left: lax.slice_in_dim(left, 0, size, axis=dim))
     axes = tuple(axis for axis in cut.axes if axis_size(axis) > 1)
-    if set(axes) - varying_axes(wider):
-        raise _summed_before(each, set(axes) - varying_axes(wider))
+    if set(axes) - varying_axes(each.grad):
+        raise _summed_before(each, set(axes) - varying_axes(each.grad))
     assert cut.reduce_by.reduce_scatter
     left = None
     if cut.reduce_by.feedback:
-        part, left = cut.reduce_by.reduce_scatter(each.grad.astype(jnp.float32), axes, dim=dim)
+        part, left = cut.reduce_by.reduce_scatter(each.grad.astype(jnp.float32), axes, dim=cut.dim)
     else:
-        part = cut.reduce_by.reduce_scatter(each.grad.astype(dtype), axes, dim=dim)
-    return _after(_leaving_out(each, left), part, partial(_in_whole, axes=axes, dim=dim))
+        part = cut.reduce_by.reduce_scatter(each.grad.astype(dtype), axes, dim=cut.dim)
+    return _after(_leaving_out(each, left), part, partial(_in_whole, axes=axes, dim=cut.dim))
 
 
 def summed(algorithm: Algorithm, several: Sequence[Reduced], axes: tuple[str, ...], dtype: Any) -> list[Reduced]:

@@ -184,7 +184,7 @@ def check_feedback(path: str, layout: Layout) -> None:
         if s.reduce_by.feedback and s.scatter in often:
             raise ValueError(
                 f"{s.reduce_by}: the gradient of a leaf must be reduced once per step; that of leaf {path} is reduced "
-                f"{often[s.scatter]} over {named(s.axes)}. Use it in dp, in zero1, or in fsdp without layerwise, or "
+                f"{often[s.scatter]} over {named(s.axes)}. Use it in dp, or in zero1 or fsdp without layerwise, or "
                 "leave out feedback=True."
             )
     algorithms = [*(s.reduce_by for s in layout.splits), *(algorithm for _, algorithm in layout.sums)]

@@ -17,7 +17,7 @@ from shardkit.collectives import all_reduce, vary
 from shardkit.layout import all_axes, spec_axes
 from shardkit.partitioning.feedback import Reduced, begun, residuals_after, scattered, summed, with_residuals
 from shardkit.partitioning.handles import Handle, cast_floating, from_end, own_part, to_parts, whole
-from shardkit.partitioning.placement import Cuts, Layout, map_layouts
+from shardkit.partitioning.placement import Layout, map_layouts
 from shardkit.partitioning.storage import as_stored, stored_array
 
 LAYER_BYTES = 2**20  # below it, the latency of a message per layer costs more than the memory that it saves
@@ -77,7 +77,7 @@ def leave(
     """
     structure, several = jax.tree.structure(grads), with_residuals(grads, residuals, divisor)
     each = jax.tree.leaves(layouts, is_leaf=lambda x: isinstance(x, Layout))
-    several = [_scattered(g, layout.cuts(scatter=("step",)), dtype) for layout, g in zip(each, several, strict=True)]
+    several = [_scattered(leaf, layout, dtype) for layout, leaf in zip(each, several, strict=True)]
     together: dict[Any, list[int]] = {}
     for i, layout in enumerate(each):
         for axes, algorithm in layout.sums:
@@ -115,14 +115,14 @@ def to_rest(params: Any, layouts: Any) -> Any:
     return map_layouts(one, layouts, params)
 
 
-def _scattered(leaf: Reduced, cuts: Cuts, dtype: Any) -> Reduced:
-    """A gradient summed in the reduce dtype and split as these cuts say."""
+def _scattered(leaf: Reduced, layout: Layout, dtype: Any) -> Reduced:
+    """A gradient summed in the reduce dtype and split once per step."""
     if leaf.residual is not None:
-        return scattered(leaf, cuts, dtype)
+        return scattered(leaf, layout, dtype)
     grad = leaf.grad
     # Layer by layer, where a copy of the whole stack in a wider dtype would be the largest array of the step.
     wider = jnp.dtype(dtype).itemsize * grad.size if jnp.dtype(dtype).itemsize > grad.dtype.itemsize else 0
-    cuts = from_end(cuts, grad.ndim)
+    cuts = from_end(layout.cuts(scatter=("step",)), grad.ndim)
     if cuts and wider > grad.shape[0] * LAYER_BYTES and all(cut.dim > -grad.ndim for cut in cuts):
         return leaf._replace(grad=lax.map(lambda layer: to_parts(layer, cuts, dtype), grad))
     return leaf._replace(grad=to_parts(grad, cuts, dtype))

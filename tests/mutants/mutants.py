@@ -318,10 +318,17 @@ _PARALLEL = (
     ),
     Mutant(
         "feedback-axes-that-are-summed-later",
-        "shardkit/partitioning/feedback.py",
+        "shardkit/partitioning/residuals.py",
         "if first == len(cuts) and not algorithm.feedback",
         "if not algorithm.feedback",
         AXIS,
+    ),
+    Mutant(
+        "feedback-behind-the-first-cut-of-a-padded-dim",
+        "shardkit/partitioning/residuals.py",
+        "if cuts[i].dim in padded and",
+        "if cuts[i].dim not in padded and",
+        BOUNDARY,
     ),
     Mutant(
         "feedback-of-a-skipped-step",

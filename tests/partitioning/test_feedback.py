@@ -205,6 +205,17 @@ def test_one_of_two_axes_has_one_device():
     step.trace(state, batch)
 
 
+# A dim is padded for all its cuts at once: seven rows over two, then three devices are six each, and not four.
+@pytest.mark.check
+def test_two_cuts_of_a_padded_dim_are_padded_once():
+    split = sk.Split(0, gather="step", scatter="step", pad=True, secondary=("gpu",))
+    place = lambda leaf: split if leaf.path == "bias" else None  # noqa: E731
+    plan = sk.strategy("parts", ("node", "gpu"), rank=1, batch_dim=0, place=place, reduce=fed())
+    step, state, batch = steps(plan, sk.make_mesh(jax.devices()[:6], node=3, gpu=2))
+    assert state.residuals["bias"].shape == (6, 7)
+    step.trace(state, {name: np.resize(x, (12, *x.shape[1:])) for name, x in batch.items()})
+
+
 # ---- between plans
 
 
@@ -237,13 +248,13 @@ def refused(call):
         (
             lambda: sk.zero2("data", min_size=1, reduce=fed()),
             "compressed(int4) with feedback: the gradient of a leaf must be reduced once per step; that of leaf bias "
-            "is reduced in each microbatch over axis 'data'. Use it in dp, in zero1, or in fsdp without layerwise, or "
+            "is reduced in each microbatch over axis 'data'. Use it in dp, or in zero1 or fsdp without layerwise, or "
             "leave out feedback=True.",
         ),
         (
             lambda: sk.fsdp("data", min_size=8, layerwise=("weight",), reduce=fed()),
             "compressed(int4) with feedback: the gradient of a leaf must be reduced once per step; that of leaf weight "
-            "is reduced layer by layer over axis 'data'. Use it in dp, in zero1, or in fsdp without layerwise, or "
+            "is reduced layer by layer over axis 'data'. Use it in dp, or in zero1 or fsdp without layerwise, or "
             "leave out feedback=True.",
         ),
         (

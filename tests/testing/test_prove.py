@@ -126,10 +126,11 @@ def test_a_scale_that_is_not_that_of_the_gradients_alone(wrong):
 def test_copies_that_differ(data8):
     pieces = [jax.device_put(np.float32([i // 7]), d) for i, d in enumerate(data8.devices.flat)]
     whole = jax.make_array_from_single_device_arrays((1,), jax.NamedSharding(data8, P()), pieces)
-    trees = {"parameter": {}, "optimizer state": {}, "metric": {}}
+    trees = {"parameter": {}, "optimizer state": {}, "residual": {}, "metric": {}}
     for name in trees:
-        params, opt_state, metrics = (trees | {name: {"w": whole}}).values()
-        ran = SimpleNamespace(state=SimpleNamespace(params=params, opt_state=opt_state), metrics=metrics)
+        params, opt_state, residuals, metrics = (trees | {name: {"w": whole}}).values()
+        state = SimpleNamespace(params=params, opt_state=opt_state, residuals=residuals)
+        ran = SimpleNamespace(state=state, metrics=metrics)
         with pytest.raises(AssertionError) as error:
             laws.equal_copies(SimpleNamespace(ran=ran), None)
         assert str(error.value) == (
