@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._check import at_least
-from shardkit._compat import varying_axes
 from shardkit._kinds import Key, Optimizer
 from shardkit._typed import typed
 from shardkit.arguments import check_function
-from shardkit.collectives import all_reduce
 from shardkit.partitioning.batch import batch_specs
-from shardkit.partitioning.gradient import GradFn, LossFn, Mean, divisor_of, global_means
+from shardkit.partitioning.gradient import GradFn, LossFn, divisor_of, global_means
+from shardkit.partitioning.groups import check_groups, groups_per_device, leave_groups
 from shardkit.partitioning.local_step import local_gradients, local_means
+from shardkit.partitioning.metrics import all_finite, metrics_of, returned
 from shardkit.partitioning.placement import Layout, map_layouts
 from shardkit.partitioning.plan import Plan
 from shardkit.partitioning.reshard import enter, leave, to_rest
@@ -71,6 +71,7 @@ def make_train_step(
     accumulate: int = 1,
     precision: Precision | str | None = None,
     nonfinite: Literal["keep", "skip", "stop"] = "keep",
+    deterministic: int | None = None,
 ) -> TrainStep:
     """Builds a training step in which every collective of loss and gradient is explicit.
 
@@ -90,6 +91,10 @@ def make_train_step(
             parameters and optimizer state unchanged on all devices, "stop" does the same and raises. With a loss scale
             such a step is always skipped, and with a dynamic one "stop" raises only if the loss itself is not finite.
             "skip" and "stop" add the metric "finite"; "stop" waits for each step to end.
+        deterministic: G, a number of groups: the step has the same bits on all numbers of devices that divide G, under
+            dp, zero1 and whole fsdp. The batch is cut into G parts, which are computed one by one as microbatches are,
+            and summed in a fixed order. It holds for one kind of device, version of jax and dtype, for a loss that does
+            not depend on the mesh, and for optimizers that do not sum over the elements of split leaves.
 
     Returns:
         TrainStep(init, step). `step` calls one compiled program; `step.lower(state, batch)` and `step.trace` show it.
@@ -98,11 +103,14 @@ def make_train_step(
         ValueError: an axis the mesh does not have, an accumulation below 1, an unknown name, a pipeline without `pp`;
             at trace time a batch that does not divide by the batch axes times `accumulate`, or a weight computed only
             from scalars of the batch.
+        ValueError: with `deterministic`, what depends on the mesh: other strategies and algorithms, a loss that
+            communicates, an optimizer that sums over split leaves; groups that do not divide the batch.
         ValueError: from `step`, for a state that an earlier step has donated, or that another plan stores with other
             padding or with its layers in another order.
         NonFiniteError: from `step`, under `nonfinite="stop"`.
 
-    Cost: that of the plan, and one all_reduce of 8 bytes for the loss and for each auxiliary mean.
+    Cost: that of the plan, and one all_reduce of 8 bytes for the loss and for each auxiliary mean. With `deterministic`
+        the same bytes, where each device has 1, 2, 4, .. groups, and log2 of them further gradients in memory.
 
     Example:
         >>> loss_fn = lambda params, batch, keys: jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
@@ -129,35 +137,45 @@ def make_train_step(
     optimizer = optax.with_extra_args_support(optimizer)
     batch_spec = plan.batch_spec(mesh)
     guarded = nonfinite != "keep" or policy.loss_scale is not None
+    check_groups(deterministic, accumulate, plan, mesh, policy.reduce)
 
     def traced_step(state: TrainState, key: jax.Array, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         layouts = plan.layouts(state.params, mesh)
         check_held("step: the parameters", state.params, map_layouts(Layout.at_rest, layouts), mesh)
         rest = map_layouts(lambda layout: layout.rest, layouts)
         update = map_layouts(lambda layout: layout.update, layouts)
-        specs = batch_specs(batch, batch_spec, mesh, accumulate)
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
+        parts = accumulate
+        if deterministic:
+            parts = groups_per_device(deterministic, batch, batch_spec, mesh, layouts)
+            scale = jnp.where(state.step < 0, 0.0, scale)  # the scale, but no constant for the compiler
+        specs = batch_specs(batch, batch_spec, mesh, parts)
 
         def on_device(params: Any, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
             seen = enter(params, layouts, batch_spec, policy.compute, policy.reduce)
-            _, means, grads = local_gradients(grad_fn, seen, batch, key, scale, batch_spec, policy.compute, accumulate)
-            means = global_means(means, plan.batch_axes)
-            grads = leave(grads, layouts, divisor_of(means["loss"].weight) * scale, policy.reduce)
-            metrics = _metrics(means)
+            own = grad_fn, seen, batch, key, scale, batch_spec, policy.compute, parts
+            _, means, grads = local_gradients(*own, groups=bool(deterministic))
+            if deterministic:
+                means, grads = leave_groups(means, grads, layouts, batch_spec, scale)
+            else:
+                means = global_means(means, plan.batch_axes)
+                grads = leave(grads, layouts, divisor_of(means["loss"].weight) * scale, policy.reduce)
+            metrics = metrics_of(means)
             if guarded:
-                metrics["finite"] = _all_finite(metrics["loss"], grads)
+                metrics["finite"] = all_finite(metrics["loss"], grads)
             return metrics, grads
 
         in_specs, out_specs = (rest, specs, _REPLICATED, _REPLICATED), (_REPLICATED, update)
         on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
         metrics, grads = on_mesh(state.params, batch, step_key(key, state.step), scale)
-        params, opt_state, loss_scale = updated(optimizer, policy, mesh, layouts, state, grads, metrics)
+        run = optimizer, policy, mesh, layouts
+        params, opt_state, loss_scale = updated(*run, state, grads, metrics, alone=bool(deterministic))
         if rest != update:
             params = jax.shard_map(lambda p: to_rest(p, layouts), mesh=mesh, in_specs=(update,), out_specs=rest)(params)
         if state.loss_scale:
             metrics["loss_scale"] = scale
         new = TrainState(state.step + 1, params, opt_state, None, loss_scale, state.residuals, state.carried)
-        return new, _returned(metrics, policy.output)
+        return new, returned(metrics, policy.output)
 
     compiled = jax.jit(traced_step, donate_argnums=0)
     step = _keyed(compiled, stop=nonfinite == "stop", dynamic=policy.loss_scale == "dynamic")
@@ -207,7 +225,7 @@ def make_eval_step(
         def on_device(params: Any, batch: Any) -> dict[str, jax.Array]:
             seen = enter(params, layouts, batch_spec, policy.compute)
             means = local_means(loss_fn, seen, batch, batch_spec, policy.compute)
-            return _returned(_metrics(global_means(means, plan.batch_axes)), policy.output)
+            return returned(metrics_of(global_means(means, plan.batch_axes)), policy.output)
 
         specs = batch_specs(batch, batch_spec, mesh, 1)
         return jax.shard_map(on_device, mesh=mesh, in_specs=(rest, specs), out_specs=_REPLICATED)(params, batch)
@@ -233,27 +251,6 @@ def step_key(key: Key, step: jax.Array | int) -> jax.Array:
     """
     # Salted, so that it differs from every key that the parameters were drawn from.
     return jax.random.fold_in(jax.random.fold_in(key, salt("shardkit.step")), step)
-
-
-def _metrics(sums: Mapping[str, Mean]) -> dict[str, jax.Array]:
-    """The means in float32, so that a loss beyond the output dtype's range still counts as finite."""
-    out = {name: mean.total / divisor_of(mean.weight) for name, mean in sums.items()}
-    return {"loss": out.pop("loss"), "weight": sums["loss"].weight, **out}
-
-
-def _returned(metrics: dict[str, jax.Array], dtype: Any) -> dict[str, jax.Array]:
-    """The metrics in the output dtype, except for counts and scales."""
-    kept = ("weight", "finite", "loss_scale")
-    return {name: x if name in kept else x.astype(dtype) for name, x in metrics.items()}
-
-
-def _all_finite(loss: jax.Array, grads: Any) -> jax.Array:
-    """Whether loss and gradients are finite on all devices; nothing is sent for those that are invariant."""
-    finite = jnp.isfinite(loss)
-    for grad in jax.tree.leaves(grads):
-        finite = finite & jnp.all(jnp.isfinite(grad))
-    axes = tuple(sorted(varying_axes(finite)))
-    return all_reduce(finite.astype(jnp.int32), axes, op="min") == 1 if axes else finite
 
 
 def _keyed(

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shardkit._check import quoted
 from shardkit._compat import varying_axes
 from shardkit._typed import typed
 from shardkit.collectives import all_reduce, vary
+from shardkit.collectives.deterministic import pairwise
 from shardkit.layout import path_name
 from shardkit.partitioning.handles import call_sealed, parts, with_parts
 
@@ -195,6 +197,19 @@ def global_means(means: Mapping[str, Mean], batch_axes: Collection[str]) -> dict
         sums = all_reduce(sums, axes) if axes else sums
         out |= {name: Mean(sums[2 * i], sums[2 * i + 1]) for i, name in enumerate(group)}
     return {name: out[name] for name in means}
+
+
+def means_of_groups(means: Mapping[str, Mean], axes: tuple[str, ...]) -> dict[str, Mean]:
+    """The means over all devices, from float32 sums `[runs]` of each device's groups (`groups.py`).
+
+    Cost: one deterministic all_reduce of 8 bytes per mean and run.
+    """
+    leaves, structure = jax.tree.flatten(dict(means))
+    sums = jnp.concatenate([x.reshape(len(x), -1) for x in leaves], axis=1)
+    sums = all_reduce(sums, axes, deterministic=True) if axes else pairwise(sums)
+    ends = np.cumsum([x[0].size for x in leaves])[:-1]
+    each = zip(jnp.split(sums, ends), leaves, strict=True)
+    return jax.tree.unflatten(structure, [sum_.reshape(x.shape[1:]) for sum_, x in each])
 
 
 def divisor_of(weight: jax.Array) -> jax.Array:
