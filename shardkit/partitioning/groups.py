@@ -220,10 +220,11 @@ def _local(call: Callable[[Leaves], Any], group: Leaves) -> Any:
     """The shapes of what a group computes, after a check that it does not depend on other devices."""
     jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(group)
     for site in walk(jaxpr.jaxpr):
-        if kind_of(site.equation) or site.name == "axis_index":
+        called = kind_of(site.equation) or (site.name if site.name == "axis_index" else None)
+        if called:
             raise ValueError(
                 "make_train_step: with deterministic= the loss must not depend on the mesh; it calls "
-                f"{site.name} over {quoted(mesh_axes(site.equation))}. Return Mean(total, weight) of the examples that "
+                f"{called} over {quoted(mesh_axes(site.equation))}. Return Mean(total, weight) of the examples that "
                 "it gets, and let the step sum it."
             )
     return shapes
