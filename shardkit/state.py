@@ -193,10 +193,10 @@ def updated(
 
     grads, params, opt_state = seen(grads, held), seen(state.params, held), seen(state.opt_state, opt_held)
     update = lambda old: advance(optimizer, policy, grads, old[1], old[0], metrics["loss"])  # noqa: E731
-    old, loss_scale = (params, opt_state), state.loss_scale
-    new = update_alone(update, old, state.step, layouts) if alone else update(old)
+    new, loss_scale = (params, opt_state), state.loss_scale
+    new = update_alone(update, new, state.step, layouts) if alone else update(new)
     if "finite" in metrics:
-        new = jax.tree.map(lambda new, old: jnp.where(metrics["finite"], new, old), new, old)
+        new = jax.tree.map(lambda new, old: jnp.where(metrics["finite"], new, old), new, (params, opt_state))
         loss_scale = loss_scale and next_loss_scale(policy, loss_scale, metrics["finite"])
     return stored(new[0], held), stored(new[1], opt_held), loss_scale
 

@@ -15,7 +15,8 @@ from shardkit.partitioning.gradient import Mean, divisor_of
 
 def metrics_of(sums: Mapping[str, Mean]) -> dict[str, jax.Array]:
     """The means in float32, so that a loss beyond the output dtype's range still counts as finite."""
-    out = {name: mean.total / divisor_of(mean.weight) for name, mean in sums.items()}
+    is_mean = lambda x: isinstance(x, Mean)  # noqa: E731
+    out = jax.tree.map(lambda mean: mean.total / divisor_of(mean.weight), dict(sums), is_leaf=is_mean)
     return {"loss": out.pop("loss"), "weight": sums["loss"].weight, **out}
 
 

@@ -167,8 +167,8 @@ REVERTS = (
     (
         "finite-after-the-cast",
         "shardkit/train.py",
-        'metrics["finite"] = _all_finite(metrics["loss"], grads)',
-        'metrics["finite"] = _all_finite(metrics["loss"].astype(policy.output), grads)',
+        'metrics["finite"] = all_finite(metrics["loss"], grads)',
+        'metrics["finite"] = all_finite(metrics["loss"].astype(policy.output), grads)',
     ),
     (
         "norm-in-the-gains-dtype",
