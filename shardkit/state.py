@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit.arguments import checked_key
 from shardkit.layout import path_name
+from shardkit.partitioning.groups import update_alone
 from shardkit.partitioning.handles import cast_floating
 from shardkit.partitioning.placement import Layout, map_layouts
 from shardkit.partitioning.plan import Plan
@@ -177,12 +178,21 @@ def shardings(mesh: Mesh, held: Any) -> Any:
 
 
 def updated(
-    optimizer: Any, policy: Precision, mesh: Mesh, layouts: Any, state: TrainState, grads: Any, metrics: Any
+    optimizer: Any,
+    policy: Precision,
+    mesh: Mesh,
+    layouts: Any,
+    state: TrainState,
+    grads: Any,
+    metrics: Any,
+    *,
+    alone: bool = False,
 ) -> tuple[Any, Any, LossScale | None]:
     """The new parameters (in the layout of the update), optimizer state and loss scale, in the jit of the step.
 
     The optimizer runs on global arrays in their natural shapes, pinned to the layout of the update before and after.
-    Where the metrics have "finite" and it is False, parameters and optimizer state stay as they were.
+    Where the metrics have "finite" and it is False, parameters and optimizer state stay as they were. With `alone` the
+    optimizer is compiled by itself, as `groups.py` says.
     """
     held = map_layouts(Layout.in_update, layouts)
     opt_held = optimizer_held(state.opt_state, state.params, held)
@@ -193,7 +203,9 @@ def updated(
     stored = lambda tree, held: pinned(padded(tree, held, mesh, in_order=in_order), held)  # noqa: E731
 
     grads, params, opt_state = seen(grads, held), seen(state.params, held), seen(state.opt_state, opt_held)
-    new, loss_scale = advance(optimizer, policy, grads, opt_state, params, metrics["loss"]), state.loss_scale
+    update = lambda old: advance(optimizer, policy, grads, old[1], old[0], metrics["loss"])  # noqa: E731
+    new, loss_scale = (params, opt_state), state.loss_scale
+    new = update_alone(update, new, state.step, layouts) if alone else update(new)
     if "finite" in metrics:
         new = jax.tree.map(lambda new, old: jnp.where(metrics["finite"], new, old), new, (params, opt_state))
         loss_scale = loss_scale and next_loss_scale(policy, loss_scale, metrics["finite"])

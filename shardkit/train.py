@@ -17,6 +17,7 @@ from shardkit.arguments import check_function
 from shardkit.carried import Carried, check_carried, reads_carried, with_carried
 from shardkit.partitioning.batch import batch_specs
 from shardkit.partitioning.gradient import GradFn, divisor_of, global_means
+from shardkit.partitioning.groups import check_groups, groups_per_device, leave_groups
 from shardkit.partitioning.local_step import local_gradients
 from shardkit.partitioning.metrics import all_finite, metrics_of, returned
 from shardkit.partitioning.placement import Layout, map_layouts
@@ -74,6 +75,7 @@ def make_train_step(
     precision: Precision | str | None = None,
     nonfinite: Literal["keep", "skip", "stop"] = "keep",
     carry: Callable[..., Any] | None = None,
+    deterministic: int | None = None,
 ) -> TrainStep:
     """Builds a training step in which every collective of loss and gradient is explicit.
 
@@ -96,6 +98,10 @@ def make_train_step(
         carry: `carry(carried, metrics, params) -> carried` updates the state that `init(params, key, carried=...)`
             began with, once per step, from the float32 metrics and the new parameters, all global arrays. A loss with
             a fourth argument reads it. None: it never changes.
+        deterministic: G, a number of groups: the step has the same bits on all numbers of devices that divide G, under
+            dp, zero1 and whole fsdp. The batch is cut into G parts, which are computed one by one as microbatches are,
+            and summed in a fixed order. It holds for one kind of device, version of jax and dtype, for a loss that does
+            not depend on the mesh, and for optimizers that do not sum over the elements of split leaves.
 
     Returns:
         TrainStep(init, step). `step` calls one compiled program; `step.lower(state, batch)` and `step.trace` show it.
@@ -105,12 +111,15 @@ def make_train_step(
             at trace time a batch that does not divide by the batch axes times `accumulate`, a weight computed only
             from scalars of the batch, carried state that is missing or that nothing uses, or a `carry` that changes its
             tree, shapes or dtypes.
+        ValueError: with `deterministic`, what depends on the mesh: other strategies and algorithms, a loss that
+            communicates, an optimizer that sums over split leaves; groups that do not divide the batch.
         ValueError: from `step`, for a state that an earlier step has donated, or that another plan stores with other
             padding, with its layers in another order or with other residuals.
         NonFiniteError: from `step`, under `nonfinite="stop"`.
 
     Cost: that of the plan, one all_reduce of 8 bytes for the loss and for each auxiliary mean, or each element of one
-    that is an array, and what the compiler adds for a `carry` that mixes shards.
+        that is an array, and what the compiler adds for a `carry` that mixes shards. With `deterministic` the same
+        bytes, where each device has 1, 2, 4, .. groups, and log2 of them further gradients in memory.
 
     Example:
         >>> loss_fn = lambda params, batch, keys: jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
@@ -130,7 +139,7 @@ def make_train_step(
 
     check_function("make_train_step", grad_fn)
     at_least("make_train_step", 1, accumulate=accumulate)
-    plan = arranged(plan, grad_fn, accumulate)
+    plan = arranged(plan, grad_fn, deterministic or accumulate)
     plan.check(mesh)
     policy = precision_of(precision)
     if accumulate > 1 and isinstance(grad_fn, PipelineGradFn):
@@ -143,24 +152,35 @@ def make_train_step(
     batch_spec = plan.batch_spec(mesh)
     reads = reads_carried(grad_fn)
     guarded = nonfinite != "keep" or policy.loss_scale is not None
+    check_groups(deterministic, accumulate, plan, mesh, policy.reduce)
 
     def traced_step(state: TrainState, key: jax.Array, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         layouts = plan.layouts(state.params, mesh)
         check_held("step: the parameters", state.params, map_layouts(Layout.at_rest, layouts), mesh)
         rest = map_layouts(lambda layout: layout.rest, layouts)
         update = map_layouts(lambda layout: layout.update, layouts)
-        specs = batch_specs(batch, batch_spec, mesh, accumulate)
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
         owed = residual_specs(state.residuals, state.params, mesh, plan)
         check_carried("step", reads, carry, state.carried)
         carried = Carried("step", state.carried, state.params, layouts, mesh)
+        parts = accumulate
+        if deterministic:
+            parts = groups_per_device(deterministic, batch, batch_spec, mesh, layouts)
+            scale = jnp.where(state.step < 0, 0.0, scale)  # the scale, but no constant for the compiler
+        specs = batch_specs(batch, batch_spec, mesh, parts)
 
         def on_device(params: Any, kept: Any, residuals: Any, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
             seen = enter(params, layouts, batch_spec, policy.compute, policy.reduce)
             run = carried.bound(grad_fn, kept, batch_spec, policy) if reads else grad_fn
-            _, means, grads = local_gradients(run, seen, batch, key, scale, batch_spec, policy.compute, accumulate)
-            means = global_means(means, plan.batch_axes)
-            grads, left = leave(grads, layouts, divisor_of(means["loss"].weight) * scale, policy.reduce, residuals)
+            own = run, seen, batch, key, scale, batch_spec, policy.compute, parts
+            _, means, grads = local_gradients(*own, groups=bool(deterministic))
+            if deterministic:
+                means, grads = leave_groups(means, grads, layouts, batch_spec, scale)
+                left = residuals
+            else:
+                means = global_means(means, plan.batch_axes)
+                divisor = divisor_of(means["loss"].weight) * scale
+                grads, left = leave(grads, layouts, divisor, policy.reduce, residuals)
             metrics = metrics_of(means)
             if guarded:
                 metrics["finite"] = all_finite(metrics["loss"], grads)
@@ -171,7 +191,8 @@ def make_train_step(
         on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=(_REPLICATED, update, owed))
         args = (state.params, carried.tree, state.residuals, batch, step_key(key, state.step), scale)
         metrics, grads, residuals = on_mesh(*args)
-        params, opt_state, loss_scale = updated(optimizer, policy, mesh, layouts, state, grads, metrics)
+        run = optimizer, policy, mesh, layouts
+        params, opt_state, loss_scale = updated(*run, state, grads, metrics, alone=bool(deterministic))
         if rest != update:
             params = jax.shard_map(lambda p: to_rest(p, layouts), mesh=mesh, in_specs=(update,), out_specs=rest)(params)
         if state.loss_scale:

@@ -225,6 +225,14 @@ def test_reshard_smoke(tmp_path):
     assert all(r["wire_bytes"] == r["least_bytes"] > 0 == r["disagreement_relative_max"] for r in own)
 
 
+def test_deterministic_smoke(tmp_path, capsys):
+    """The two steps agree, and send the same but for padding and one message more of the means."""
+    records = recorded(tmp_path, "deterministic")
+    assert [r["variant"] for r in records] == ["ordinary", "deterministic", "ordinary again"]
+    printed = capsys.readouterr().out
+    assert "ordinary: 5.6 KiB sent" in printed and "deterministic: 5.7 KiB sent" in printed
+
+
 def test_experts_smoke(capsys):
     experts.main(["--smoke", "--explain"])
     printed = capsys.readouterr().out

@@ -50,10 +50,9 @@ def _tree(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     if blocks > 1:
         wide = _written(wide)
     run = blocks & -blocks  # the largest power of two that divides the blocks per device
-    partials = _pairwise(jnp.moveaxis(wide.reshape(blocks // run, run, size), 1, 0))
+    partials = pairwise(jnp.moveaxis(wide.reshape(blocks // run, run, size), 1, 0))
     padded = jnp.pad(partials, ((0, 0), (0, -size % count))).reshape(blocks // run, count, -1)
-    arrived = lax.all_to_all(jnp.moveaxis(padded, 1, 0), names, 0, 0, tiled=True)
-    total = _compat.all_gather_replicated(_pairwise(arrived.reshape(-1, padded.shape[2])), names, 0)
+    total = _compat.all_gather_replicated(sum_of_pieces(jnp.moveaxis(padded, 1, 0), names), names, 0)
     return total[:size].reshape(shape).astype(x.dtype)
 
 
@@ -63,7 +62,18 @@ def _tree_jvp(names: tuple[str, ...], primals: Any, tangents: Any) -> Any:
     return _tree(x, names), lax.psum(jnp.sum(dx, axis=0), names)
 
 
-def _pairwise(x: jax.Array) -> jax.Array:
+def sum_of_pieces(pieces: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """This device's piece of the sum of all devices' runs, in the tree's order.
+
+    Layout: `pieces[n, runs, M] -> sum[M]`, for n devices in the order of `names`; a run is the sum of a subtree.
+
+    Cost: an all_to_all.
+    """
+    arrived = lax.all_to_all(pieces, names, 0, 0, tiled=True)
+    return pairwise(arrived.reshape(-1, pieces.shape[2]))
+
+
+def pairwise(x: jax.Array) -> jax.Array:
     """The sum over dim 0 in pairs; an odd last one is passed up."""
     while len(x) > 1:
         pairs = x[0 : len(x) - 1 : 2] + x[1::2]

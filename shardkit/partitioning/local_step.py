@@ -13,6 +13,7 @@ from shardkit.collectives._sums import typed_zeros
 from shardkit.layout import path_name, spec_axes
 from shardkit.partitioning.batch import device_keys, split_microbatches, take_microbatch
 from shardkit.partitioning.gradient import GradFn, LossFn, Mean, call_loss, kind, named_means
+from shardkit.partitioning.groups import split_over, sums_of_groups
 from shardkit.partitioning.handles import parts, with_parts
 from shardkit.partitioning.loss_weights import in_compute
 from shardkit.partitioning.staged import Staged
@@ -28,6 +29,7 @@ def local_gradients(
     batch_spec: PartitionSpec,
     compute: Any,
     accumulate: int,
+    groups: bool = False,
 ) -> tuple[Any, dict[str, Any], Any]:
     """What one device computes in a step: its batch as the loss sees it, its Means by name, and its gradients.
 
@@ -56,20 +58,27 @@ def local_gradients(
         return named_means((loss, aux)), grads
 
     with tokens_split(_token_axes(batch_spec)):
-        batch = in_compute(first, batch, compute, once=accumulate == 1 and _sees_all(batch_spec, grad_fn))
-        if accumulate == 1:
+        once = accumulate == 1 and not groups and _sees_all(batch_spec, grad_fn)
+        batch = in_compute(first, batch, compute, once=once)
+        if accumulate == 1 and not groups:
             return batch, *call(batch, keys)
         split = split_microbatches((batch, keys), accumulate)
         leaves, structure = jax.tree.flatten(split)
+        arrays = [x for x in leaves if x.ndim]
+
+        def one(arrays: list[jax.Array]) -> tuple[dict[str, Mean], Any]:
+            here = iter(arrays)  # scan takes no scalars
+            return call(*jax.tree.unflatten(structure, [next(here) if x.ndim else x for x in leaves]))
+
+        if groups:
+            return batch, *sums_of_groups(one, arrays, scale > 0, split_over(batch_spec))
         zeros = lambda x: typed_zeros(x, dtype=jnp.float32)  # noqa: E731
         sums = jax.tree.map(zeros, jax.eval_shape(call, *take_microbatch(split, 0)))
 
         def add(sums: Any, arrays: list[jax.Array]) -> tuple[Any, None]:
-            here = iter(arrays)  # scan takes no scalars
-            each = call(*jax.tree.unflatten(structure, [next(here) if x.ndim else x for x in leaves]))
-            return jax.tree.map(lambda sum_, x: sum_ + x.astype(sum_.dtype), sums, each), None
+            return jax.tree.map(lambda sum_, x: sum_ + x.astype(sum_.dtype), sums, one(arrays)), None
 
-        return batch, *jax.lax.scan(add, sums, [x for x in leaves if x.ndim])[0]
+        return batch, *jax.lax.scan(add, sums, arrays)[0]
 
 
 def local_means(

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from shardkit.collectives.algorithms import PLAIN, Algorithm, Sent
 from shardkit.layout import all_axes, local_shape, path_name
@@ -59,6 +59,10 @@ def plan_traffic(plan: Plan, params: Any, mesh: Mesh, row: Row) -> Sent:
         first, again = kept_cuts(opened)
         each = bill.gathers(first, block(closed), compute, row.accumulate, by_layer)
         bill.gathers(again, each, compute, row.accumulate * (1 if layout.entry else GATHERS), by_layer)
+        bill.gathers(layout.cuts(gather=("update",)), block(layout.update), held)
+        if row.deterministic:
+            bill.groups(layout, padded_shape(natural, layout.update, mesh), row.deterministic, plan.batch_spec(mesh))
+            continue
         grad = bill.scatters((*opened, *early), block(layout.seen), reduce, row.accumulate, by_layer)
         grad = bill.scatters(layout.cuts(scatter=("step",)), grad, reduce)
         varying = frozenset(batch_axes | set(layout.varies) | all_axes(layout.update))
@@ -67,7 +71,6 @@ def plan_traffic(plan: Plan, params: Any, mesh: Mesh, row: Row) -> Sent:
             axes = tuple(axis for axis in axes if axis in left)
             left = [axis for axis in left if axis not in axes]
             sums.setdefault((axes, algorithm, varying), []).append(math.prod(grad))
-        bill.gathers(layout.cuts(gather=("update",)), block(layout.update), held)
     for (axes, algorithm, _), elements in sums.items():
         bill.add(algorithm, "all_reduce", elements, reduce, axes)
     return bill.sent
@@ -124,6 +127,17 @@ class _Bill:
             self.add(cut.reduce_by, "reduce_scatter", size, itemsize, cut.axes, times * messages)
             shape = _scaled(shape, cut.dim, 1, self._ways(cut.axes))
         return shape
+
+    def groups(self, layout: Layout, shape: tuple[int, ...], groups: int, batch_spec: PartitionSpec) -> None:
+        """A gradient summed group by group: pieces sent to all devices, and gathered where no update splits them."""
+        axes = all_axes(batch_spec)
+        split = axes & all_axes(layout.update)
+        devices, pieces = self._ways(axes), self._ways(axes - split)
+        mine = groups // devices
+        piece = -(-math.prod(shape) // self._ways(split) // pieces)
+        runs = mine // (mine & -mine)  # the partial sums that a device sends
+        self.add(PLAIN, "all_to_all", [piece * devices * runs], 4, axes)
+        self.add(PLAIN, "all_gather", [piece], 4, axes - split)
 
     def _ways(self, axes: Collection[str]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)

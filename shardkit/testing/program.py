@@ -161,9 +161,10 @@ class Program:
         else:
             grad_fn = _scaled(row.grad_fn)
             row = row._replace(grad_fn=grad_fn)
-            options: dict[str, Any] = {name: getattr(row, name) for name in ("accumulate", "precision", "nonfinite")}
+            names = ("accumulate", "precision", "nonfinite", "deterministic")
+            options: dict[str, Any] = {name: getattr(row, name) for name in names}
             built = make_train_step(grad_fn, row.optimizer, mesh=mesh, plan=row.plan, **options)
-            plan = arranged(row.plan, grad_fn, row.accumulate)
+            plan = arranged(row.plan, grad_fn, row.deterministic or row.accumulate)
         return cls(row, mesh, plan, built.init, built.step, params, batches, key)
 
     @cached_property

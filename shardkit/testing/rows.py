@@ -26,6 +26,7 @@ class Row(NamedTuple):
         accumulate: microbatches, as for `make_train_step`.
         precision: as for `make_train_step`.
         nonfinite: as for `make_train_step`.
+        deterministic: as for `make_train_step`.
         optimizer: an optax GradientTransformation.
         relative: the allowed error, relative to the largest magnitude in a leaf.
         label: the row's name; by default its mesh and plan.
@@ -38,6 +39,7 @@ class Row(NamedTuple):
     accumulate: int = 1
     precision: Precision | str | None = None
     nonfinite: str = "keep"
+    deterministic: int | None = None
     optimizer: Any = None
     relative: float | None = None
     label: str = ""
@@ -46,6 +48,7 @@ class Row(NamedTuple):
     def __str__(self) -> str:
         options = [f"accumulate={self.accumulate}"] * (self.accumulate > 1)
         options += [f"precision={self.precision}"] * (self.precision is not None)
+        options += [f"deterministic={self.deterministic}"] * (self.deterministic is not None)
         return self.label or ", ".join([f"{sized(self.mesh.items())}: {self.plan}", *options])
 
 
