@@ -18,24 +18,24 @@ CPU). So what multiplies and adds is compiled by itself, the same everywhere:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit import _compat
 from shardkit._check import at_least, named, quoted
 from shardkit._jaxprs import kind_of, mesh_axes, walk
-from shardkit.collectives import all_reduce, vary
+from shardkit.collectives import vary
 from shardkit.collectives.algorithms import PLAIN
 from shardkit.collectives.axes import axis_size
 from shardkit.collectives.deterministic import pairwise, sum_of_pieces
 from shardkit.layout import all_axes, path_name, spec_axes
 from shardkit.partitioning.gradient import divisor_of
+from shardkit.partitioning.metrics import means_of_groups
 from shardkit.partitioning.placement import Cuts, Layout, map_layouts
 from shardkit.partitioning.plan import Plan
 from shardkit.partitioning.storage import as_stored
@@ -150,7 +150,7 @@ def leave_groups(
         the bytes of a reduce_scatter and all_reduce, if a device's groups are a power of two.
     """
     axes = split_over(batch_spec)
-    means = _means(means, axes)
+    means = means_of_groups(means, axes)
     divisor = divisor_of(means["loss"].weight) * scale
 
     def one(layout: Layout, grad: jax.Array) -> Any:
@@ -158,19 +158,6 @@ def leave_groups(
         return as_stored(grad / divisor, layout.padded, layout.rows)
 
     return means, map_layouts(one, layouts, grads)
-
-
-def _means(means: Mapping[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
-    """The means over all devices, from float32 sums `[runs]` of each device's groups.
-
-    Cost: one deterministic all_reduce of 8 bytes per mean and run.
-    """
-    leaves, structure = jax.tree.flatten(dict(means))
-    sums = jnp.concatenate([x.reshape(len(x), -1) for x in leaves], axis=1)
-    sums = all_reduce(sums, axes, deterministic=True) if axes else pairwise(sums)
-    ends = np.cumsum([x[0].size for x in leaves])[:-1]
-    each = zip(jnp.split(sums, ends), leaves, strict=True)
-    return jax.tree.unflatten(structure, [sum_.reshape(x.shape[1:]) for sum_, x in each])
 
 
 def update_alone(update: Callable[[Any], Any], held: Any, step: jax.Array, layouts: Any) -> Any:

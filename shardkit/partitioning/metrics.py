@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shardkit._compat import varying_axes
 from shardkit.collectives import all_reduce
+from shardkit.collectives.deterministic import pairwise
 from shardkit.partitioning.gradient import divisor_of, is_mean
 
 
@@ -33,3 +35,16 @@ def all_finite(loss: jax.Array, grads: Any) -> jax.Array:
         finite = finite & jnp.all(jnp.isfinite(grad))
     axes = tuple(sorted(varying_axes(finite)))
     return all_reduce(finite.astype(jnp.int32), axes, op="min") == 1 if axes else finite
+
+
+def means_of_groups(means: Mapping[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
+    """The means over all devices, from float32 sums `[runs]` of each device's groups.
+
+    Cost: one deterministic all_reduce of 8 bytes per mean and run.
+    """
+    leaves, structure = jax.tree.flatten(dict(means))
+    sums = jnp.concatenate([x.reshape(len(x), -1) for x in leaves], axis=1)
+    sums = all_reduce(sums, axes, deterministic=True) if axes else pairwise(sums)
+    ends = np.cumsum([x[0].size for x in leaves])[:-1]
+    each = zip(jnp.split(sums, ends), leaves, strict=True)
+    return jax.tree.unflatten(structure, [sum_.reshape(x.shape[1:]) for sum_, x in each])

@@ -103,7 +103,8 @@ def scan_layers(
             matmuls (of matmul_reduce_scatter after its sum) and of attention along an axis, "dots_without_batch"
             those of matmuls without batch dims, a tuple what `jax.ad_checkpoint.checkpoint_name` gave one of these
             names; or a policy of `jax.checkpoint_policies`. None is jax's own choice for plain arrays in one
-            microbatch, and otherwise "dots". Gathered weights, and what follows from weights alone, are never saved.
+            microbatch, and otherwise "dots". Gathered weights, and what follows from weights alone, are never saved,
+            but for the weights of the last layer with `prefetch`, with which the backward pass begins.
         offload: save to host memory what "dots_without_batch" or a tuple of names saves.
         microbatches: split dim 0 of every activation into this many parts, and run all of them through a layer before
             the next layer: its weights are gathered and its gradient is scattered once for all. Gradients are summed
@@ -117,8 +118,9 @@ def scan_layers(
         ValueError: an unknown policy, one that cannot be offloaded, leaves with different numbers of layers, leaves
             whose layer dim a plan splits, or activations not divisible by `microbatches`.
 
-    Cost: two all_gathers and one reduce_scatter of each layer's weights, for every `prefetch` and `microbatches`: 3
-        (n-1)/n of the bytes of parameters that fsdp shards. Nothing for plain arrays.
+    Cost: two all_gathers and one reduce_scatter of each layer's weights, for every `microbatches`: 3 (n-1)/n of the
+        bytes of parameters that fsdp shards; with `prefetch` one all_gather of the last layer. Nothing for plain
+        arrays.
 
     Example:
         >>> stack, x = jnp.full((3, 8, 8), 0.5), jnp.ones((2, 8))

@@ -150,7 +150,10 @@ def _after(dy: Leaves, weights: Any) -> Any:
 
 
 def _prefetched(forward: Forward, stacked: Any, shared: Leaves, x: Leaves, *, layers: int) -> tuple[list[Any], Any]:
-    """All layers, each gathered while the one before it computes; the last one is outside the loop."""
+    """All layers, each gathered while the one before it computes; the last one is outside the loop.
+
+    Its gathered weights are kept: the backward pass begins with it, when no compute is left to hide another gather.
+    """
 
     def fetch(i: Any) -> Any:
         weights, kept = near(_at(stacked, i))
@@ -164,14 +167,14 @@ def _prefetched(forward: Forward, stacked: Any, shared: Leaves, x: Leaves, *, la
 
     (x, (weights, kept)), residuals = jax.lax.scan(body, (x, fetch(0)), jnp.arange(layers - 1))
     x, last = forward(weights, shared, x)
-    return x, (residuals, (last, kept))
+    return x, (residuals, (last, kept), weights)
 
 
 def _prefetched_back(
     passes: Halves, wanted: _Wanted, stacked: Any, shared: Leaves, residuals: Any, dy: Leaves, *, layers: int
 ) -> list[Any]:
     """All layers from the last to the first, each gathered while the one after it computes."""
-    (residuals, kept), (last, kept_last) = residuals
+    (residuals, kept), (last, _), weights = residuals
     nodes, shared_nodes = _nodes(stacked, wanted), list(compress(shared, wanted.shared))
 
     def fetch(i: Any, kept: Leaves) -> list[Any]:
@@ -193,7 +196,7 @@ def _prefetched_back(
     carry = (dy, stores, [wide_zeros(leaf) for leaf in shared_nodes])
     final = layers - 1
     ahead = fetch(final - 1, _at(kept, final - 1)) if final else []
-    carry = layer(final, fetch(final, kept_last), last, carry)
+    carry = layer(final, weights, last, carry)
     if final:
         (ahead, carry), _ = jax.lax.scan(body, (ahead, carry), jnp.arange(final - 1, 0, -1))
         carry = layer(0, ahead, _at(residuals, 0), carry)

@@ -20,7 +20,8 @@ The options are the same for all three:
   layer, is not split; in a list of layers dim 0 may be.
 - `rules` chooses the dim of each leaf, as a function of path and shape (None: leave the leaf whole), or as a pytree of
   PartitionSpecs that name `axis`, such as `specs_from_rules` returns. Without rules it is a dim that divides and
-  over which collectives are fast: the largest but for the last, and but for those between the first and the last two.
+  over which collectives are fast: the largest, but of three or more dims not the last, and none between the first and
+  the last two.
 - `gather` and `reduce` are the algorithms of the collectives, such as `sk.algorithms.ring()`. ZeRO++ is
   `fsdp(("node", "gpu"), layerwise=..., gather=compressed(int8), secondary="gpu", reduce=compressed(int4))`.
 - `uneven` says what to do with a leaf of which no dim divides: "replicate" leaves it whole, "refuse" raises, and "pad"
@@ -271,8 +272,8 @@ def _chooser(
         def price(d: int) -> tuple[float, bool, bool, int]:
             """What splitting a dim costs: the factor by which padding lengthens it, then what collectives need."""
             # The TPU compiler runs a reduce_scatter over a dim in the middle as an all_reduce, of twice the bytes. Over
-            # the last dim, parts are the least contiguous: on CPU a reduce_scatter takes 1.4 times as long.
-            middle, last = first < d < len(leaf.shape) - 2, d == len(leaf.shape) - 1
+            # the last dim of a stack, parts are less contiguous: on CPU a reduce_scatter takes 1.4 times as long.
+            middle, last = first < d < len(leaf.shape) - 2, 2 <= d == len(leaf.shape) - 1
             return -(-leaf.shape[d] // leaf.ways) * leaf.ways / leaf.shape[d], middle, last, -leaf.shape[d]
 
         at = dim(leaf.path, leaf.shape) if dim else min(fits, key=price, default=None)

@@ -23,7 +23,7 @@ from shardkit.testing.rows import Row
 GATHERS = 2  # a layer is gathered in the forward pass and again in the backward pass
 
 
-def plan_traffic(plan: Plan, params: Any, mesh: Mesh, row: Row) -> Sent:
+def plan_traffic(plan: Plan, params: Any, mesh: Mesh, row: Row, *, prefetched: bool = False) -> Sent:
     """Bytes that one device sends per step to gather parameters and reduce gradients, by the axes of the collectives.
 
     Args:
@@ -31,6 +31,7 @@ def plan_traffic(plan: Plan, params: Any, mesh: Mesh, row: Row) -> Sent:
         params: the parameters as the state holds them, or their shapes.
         mesh: the mesh.
         row: for its accumulation and precision.
+        prefetched: whether stacks are run with `prefetch=True`, which gathers the last layer once.
 
     Raises:
         ValueError: an algorithm without a cost.
@@ -59,6 +60,8 @@ def plan_traffic(plan: Plan, params: Any, mesh: Mesh, row: Row) -> Sent:
         first, again = kept_cuts(opened)
         each = bill.gathers(first, block(closed), compute, row.accumulate, by_layer)
         bill.gathers(again, each, compute, row.accumulate * (1 if layout.entry else GATHERS), by_layer)
+        if prefetched and by_layer:
+            bill.gathers(again, (1, *each[1:]), compute, -row.accumulate, by_layer)
         bill.gathers(layout.cuts(gather=("update",)), block(layout.update), held)
         if row.deterministic:
             bill.groups(layout, padded_shape(natural, layout.update, mesh), row.deterministic, plan.batch_spec(mesh))

@@ -21,6 +21,7 @@ from shardkit.analysis.hlo.differences import added_by_compiler, changes, read_c
 from shardkit.analysis.jaxpr.census import row_of
 from shardkit.analysis.jaxpr.lint import lint
 from shardkit.analysis.jaxpr.rules.processes import differences_of_processes
+from shardkit.collectives.algorithms import Sent
 from shardkit.layout import bytes_per_device, path_name
 from shardkit.partitioning.staged import PipelineGradFn
 from shardkit.precision import precision_of
@@ -96,17 +97,27 @@ def census_is_the_closed_form(program: Program, reference: Reference) -> str | N
         return "a pipeline gathers and reduces in its own ticks"
     found = [row_of(site) for site in walk(program.traced.jaxpr.jaxpr) if kind_of(site.equation) and _of_plan(site)]
     found = [row for row in found if row.n > 1]
-    wanted = plan_traffic(program.plan, program.shapes[0].params, program.mesh, program.row)
+    args = program.plan, program.shapes[0].params, program.mesh, program.row
+    differences = [_differences(found, plan_traffic(*args, prefetched=prefetched)) for prefetched in (False, True)]
+    if all(differences):
+        axes, by_layouts, here = differences[0][0]
+        raise AssertionError(
+            f"the plan must send {float(by_layouts):,.0f} bytes per device and step over {quoted(axes)}, by its "
+            f"layouts; the census counts {float(here):,.0f}. Print sk.census(step, state, batch) to find the "
+            "missing or extra collective."
+        )
+    return None
+
+
+def _differences(found: list[Any], wanted: Sent) -> list[tuple[tuple[str, ...], Any, Any]]:
+    """The axes over which a census does not count what is wanted, and both numbers of bytes."""
+    out = []
     for axes in sorted({row.axes for row in found} | set(wanted)):
         here = sum(row.total for row in found if set(row.axes) == set(axes))
-        by_layouts = sum(sent for over, sent in wanted.items() if set(over) == set(axes))
-        if here != by_layouts:
-            raise AssertionError(
-                f"the plan must send {float(by_layouts):,.0f} bytes per device and step over {quoted(axes)}, by its "
-                f"layouts; the census counts {float(here):,.0f}. Print sk.census(step, state, batch) to find the "
-                "missing or extra collective."
-            )
-    return None
+        there = sum(sent for over, sent in wanted.items() if set(over) == set(axes))
+        if here != there:
+            out.append((axes, there, here))
+    return out
 
 
 def compiled_as_written(program: Program, reference: Reference) -> str | None:

@@ -26,11 +26,11 @@ class Row(NamedTuple):
         accumulate: microbatches, as for `make_train_step`.
         precision: as for `make_train_step`.
         nonfinite: as for `make_train_step`.
-        deterministic: as for `make_train_step`.
         optimizer: an optax GradientTransformation.
         relative: the allowed error, relative to the largest magnitude in a leaf.
         label: the row's name; by default its mesh and plan.
         devices: the devices in row-major order of the axes; by default the first of `jax.devices()`.
+        deterministic: as for `make_train_step`.
     """
 
     mesh: Mapping[str, int]
@@ -39,11 +39,11 @@ class Row(NamedTuple):
     accumulate: int = 1
     precision: Precision | str | None = None
     nonfinite: str = "keep"
-    deterministic: int | None = None
     optimizer: Any = None
     relative: float | None = None
     label: str = ""
     devices: Sequence[Any] | None = None
+    deterministic: int | None = None
 
     def __str__(self) -> str:
         options = [f"accumulate={self.accumulate}"] * (self.accumulate > 1)

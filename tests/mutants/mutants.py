@@ -1531,8 +1531,8 @@ _TESTING = (
     Mutant(
         "census-may-send-more",
         "shardkit/testing/laws.py",
-        "if here != by_layouts:",
-        "if here < by_layouts:",
+        "if here != there:",
+        "if here < there:",
         PASSES,
     ),
     Mutant(

@@ -152,12 +152,13 @@ def traffic(step, state):
 
 
 @pytest.mark.parametrize("layers", [1, 2, 5])
-def test_prefetching_sends_what_gathering_in_place_sends(layers):  # proves F20, F23
+def test_prefetching_sends_what_gathering_in_place_sends_but_for_the_last_layer(layers):  # proves F20, F23
     for k in (1, 2):
         _, *plain = trained("fsdp", layers, {"remat": "full"}, steps=0, accumulate=k)
         _, *ahead = trained("fsdp", layers, {"prefetch": True}, steps=0, accumulate=k)
-        assert traffic(*plain) == traffic(*ahead)
-        assert traffic(*ahead)["all_gather"][0] == 1 + 2 * k * layers * 3  # the head once, three leaves twice
+        assert traffic(*plain)["all_gather"][0] == 1 + 2 * k * layers * 3  # the head once, three leaves twice
+        assert traffic(*ahead)["all_gather"][0] == 1 + k * (2 * layers - 1) * 3  # the last layer's once
+        assert traffic(*ahead)["reduce_scatter"] == traffic(*plain)["reduce_scatter"]
         assert traffic(*ahead)["reduce_scatter"][0] == 1 + k * layers * 3
 
 
@@ -170,6 +171,8 @@ def test_layer_major_accumulation_sends_as_much_as_none(name, stage, k, prefetch
     bytes_ = {"parameter_bytes": 4, "gradient_bytes": 4}
     expected = cost.zero_volume(sizes["layers"], 2, stage, accumulate=k, layer_major=True, **bytes_)
     expected += cost.zero_volume(sizes["head"], 2, stage, layerwise=False, **bytes_)
+    if prefetch and stage == 3:  # the last of five layers is gathered once
+        expected -= sizes["layers"] // 5 * 4 // 2
     assert sum(sent for _, sent in traffic(step, state).values()) == expected
 
 

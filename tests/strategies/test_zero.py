@@ -56,14 +56,14 @@ def test_a_dim_in_the_middle_is_split_only_if_no_other_divides():
     assert found["query"].update == P(None, None, "d") and found["odd"].update == P(None, "d")
 
 
-def test_the_largest_dim_but_the_last_is_split_and_small_leaves_are_not():  # proves S69, F21
+def test_the_largest_dim_is_split_but_of_a_stack_not_the_last_and_small_leaves_are_not():  # proves S69, F21
     found = layouts(sk.fsdp("d", min_size=100), d=4)
     assert found["layers"]["up"] == Specs(P(None, "d"), P(), P(None, "d"))
-    assert found["head"] == Specs(P("d"), P(), P("d"))
+    assert found["head"] == Specs(P(None, "d"), P(), P(None, "d"))
     whole = Specs(P(), P(), P())
     assert found["bias"] == found["layers"]["gain"] == found["scale"] == whole
     assert layouts(sk.fsdp("d"), d=4)["head"] == whole  # 768 elements are few
-    assert layouts(sk.zero1("d", min_size=100), d=4)["head"] == Specs(P(), P(), P("d"))
+    assert layouts(sk.zero1("d", min_size=100), d=4)["head"] == Specs(P(), P(), P(None, "d"))
 
 
 def test_a_stacks_layers_are_never_split_layer_by_layer():
@@ -159,7 +159,7 @@ def test_a_plan_describes_every_leaf_and_says_why():  # proves S65, S68
         "leaf         shape        at rest      bytes/device  update       bytes/device  why",
         "bias         [48]         whole        192           whole        192           "
         "fsdp('d'): 48 elements, fewer than min_size=200",
-        "head         [16, 48]     ('d',)       768           ('d',)       768           fsdp('d') splits dim 0",
+        "head         [16, 48]     (None, 'd')  768           (None, 'd')  768           fsdp('d') splits dim 1",
         "layers.gain  [4, 16]      whole        256           whole        256           "
         "fsdp('d'): 64 elements, fewer than min_size=200",
         "layers.odd   [4, 5, 3]    whole        240           whole        240           "
