@@ -117,6 +117,7 @@ def test_a_restart_on_another_number_of_devices(tmp_path):
 
 
 # The rest of this file compiles quickly, without the fused multiply-adds that a user's compiler makes.
+@pytest.mark.deep
 def test_the_bits_are_the_same_as_users_compile():
     options = {"xla_backend_optimization_level": 3}
     if "fusion_emitters" in QUICK:

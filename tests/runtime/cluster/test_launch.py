@@ -320,7 +320,9 @@ SLEEPER = """
 
 
 # proves S101, F68
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(s, marks=pytest.mark.deep) for s in (signal.SIGINT, signal.SIGHUP))]
+)
 def test_signals_are_passed_on(number):
     with launcher(program(SLEEPER), lines=2) as (started, lines):
         pids = [int(pid) for line in lines for pid in line.split()[1:]]

@@ -124,6 +124,7 @@ def test_a_flight_record_tells_the_last_steps(tmp_path):
     assert records[1]["status"]["phase"] == "user code"  # of the process that was killed
 
 
+@pytest.mark.deep
 def test_a_save_on_one_process_may_take_longer_than_a_step():
     words = ("--fault", "save", "--deadline", 2)
     ended = jobs.run("loop.py", *words, "--lasts", 3, "--allowed", 30, processes=2, devices=2)
@@ -224,6 +225,7 @@ def alone(script, command=(sys.executable,), **more):
             os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.deep
 def test_a_forked_child_does_not_speak_for_its_parent():
     ends = ("sys.exit(0)", "raise ValueError('in the child')")
     children = "".join(f"if not os.fork():\n    {end}\nos.wait()\n" for end in ends)
@@ -242,6 +244,7 @@ def test_children_end_with_the_process():
     )
 
 
+@pytest.mark.deep
 def test_a_full_pipe_holds_nothing_up():
     out, full = os.pipe()
     os.set_blocking(full, False)
@@ -255,6 +258,7 @@ def test_a_full_pipe_holds_nothing_up():
     assert code == -signal.SIGKILL
 
 
+@pytest.mark.deep
 def test_a_monitor_that_is_stopped_ends_its_process():
     """The others cannot tell it from a machine that is busy; it took the 30 s after which a machine counts as lost."""
     begun = time.monotonic()
