@@ -91,11 +91,11 @@ class Split(NamedTuple):
     @property
     def cuts(self) -> Cuts:
         """What it cuts, and by which algorithms."""
-        cut = Cut(self.dim, self.axes, self.gather_by, self.reduce_by)
-        if not self.secondary:
-            return (cut,)
-        others = tuple(axis for axis in self.axes if axis not in self.secondary)
-        return Cut(self.dim, self.secondary), cut._replace(axes=others, keep=self.gather == "layer")
+        near = tuple(axis for axis in self.axes if axis in self.secondary)
+        far = tuple(axis for axis in self.axes if axis not in self.secondary)
+        keep = self.gather == "layer" and bool(near)
+        cuts = Cut(self.dim, near), Cut(self.dim, far, self.gather_by, self.reduce_by, keep)
+        return tuple(cut for cut in cuts if cut.axes)
 
 
 class Layout(NamedTuple):

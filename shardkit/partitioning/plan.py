@@ -98,6 +98,8 @@ class Plan(NamedTuple):
             if not isinstance(split, str):
                 dim = dim_of(f"{s.name}: leaf {path}", split.dim, len(left))
                 axes = (*split.secondary, *(axis for axis in s.axes if axis not in split.secondary))
+                if split.gather != "never":  # over one device nothing is gathered, nor does the batch vary
+                    axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
                 split = split._replace(dim=dim, axes=axes, gather_by=s.gather, reduce_by=s.reduce)
                 split = split._replace(scatter="step") if s.accumulated and split.once else split
             yield s, split

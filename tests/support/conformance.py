@@ -110,6 +110,14 @@ PLANS = [
         lambda: sk.chain(sk.fsdp("a", min_size=1), sk.fsdp("b", min_size=1, layerwise=("layers",))),
     ),
     PlanRow(
+        "fsdp over two axes, one of one device", {"node": 1, "gpu": 4}, lambda: sk.fsdp(("node", "gpu"), min_size=1)
+    ),
+    PlanRow(
+        "a secondary shard over one device",
+        {"node": 2, "gpu": 1},
+        lambda: sk.fsdp(("node", "gpu"), min_size=1, layerwise=("layers",), secondary="gpu"),
+    ),
+    PlanRow(
         "fsdp with a secondary shard",
         {"node": 2, "gpu": 4},
         lambda: sk.fsdp(("node", "gpu"), layerwise=("layers",), secondary="gpu", **padding(8)),
