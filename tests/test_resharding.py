@@ -23,6 +23,7 @@ WAYS = [  # every kind of step, axes taken apart, several axes at once, a gather
 
 
 # Alone in finding: an executor that puts pieces together in another order than the search assumes.
+# proves N5
 @pytest.mark.parametrize("source, target", WAYS, ids=str)
 @pytest.mark.parametrize("piece_bytes", [2**24, 256])
 def test_every_bit_arrives_and_the_census_is_the_closed_form(mesh2x4, source, target, piece_bytes):

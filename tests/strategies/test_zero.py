@@ -212,7 +212,7 @@ USES = {
 }
 
 
-# A part is not the weight: what a regularizer over jax.tree.leaves computes of it would be wrong in silence.
+# proves N6; a part is not the weight: what a regularizer over jax.tree.leaves computes of it would be wrong in silence
 @pytest.mark.parametrize("plan", ["fsdp layerwise", "zero2 layerwise"])
 @pytest.mark.parametrize("use", USES)
 def test_an_unopened_leaf_is_an_error_wherever_it_is_used(use, plan):

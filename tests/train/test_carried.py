@@ -143,6 +143,7 @@ def is_as(state, described):
 
 # Catches statistics of one device or microbatch, a mean of means, a teacher that is not gathered with the parameters,
 # an update from old parameters, and carried state in another layout than `init.abstract` says.
+# proves N7
 @pytest.mark.parametrize(
     "row",
     [*ROWS.values(), *[pytest.param(row, marks=pytest.mark.deep) for row in DEEP.values()]],

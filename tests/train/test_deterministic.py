@@ -88,7 +88,7 @@ def compare(names, **options):
             assert [leaf for leaf in want if got[leaf] != want[leaf]] == [], (name, f"step {i}")
 
 
-# proves F77 in part: no catalogue of operations
+# proves N4; F77 in part: no catalogue of operations
 def test_the_bits_are_the_same_on_every_mesh_and_under_every_plan():
     compare(["dp1", "dp2", "dp8", "zero1", "fsdp"])
     # An ordinary step adds in another order on every mesh.
