@@ -105,7 +105,8 @@ def variants(row: Row, mesh: Mesh, config: transformer.Config, examples: int, to
     grad_fn = sk.value_and_grad(transformer.loss_fn(config, row.axes))
     ours = {name: sk.make_train_step(grad_fn, optimizer, mesh=mesh, plan=plan) for name, plan in row.plans.items()}
     plan = next(iter(row.plans.values()))
-    state = list(ours.values())[-1].init(transformer.init(jax.random.key(0), config), jax.random.key(2))
+    states = [each.init(transformer.init(jax.random.key(0), config), jax.random.key(2)) for each in ours.values()]
+    state = states[-1]
     split = plan.batch_spec(mesh)
     data = jax.device_put(batch(config, examples, tokens), NamedSharding(mesh, split))
 
@@ -116,7 +117,8 @@ def variants(row: Row, mesh: Mesh, config: transformer.Config, examples: int, to
     pinned = partial(pinned_loss, config, mesh, seen, split[0] if split else None, row.axes)
     steps = [theirs("jit", transformer.loss_fn(config)), theirs("jit, all", pinned(by_layer=False))]
     steps += [theirs("jit, all, by layer", pinned(by_layer=True))] if len(row.plans) > 1 else []
-    steps += [harness.Variant(name, each.step, state, (data,), results) for name, each in ours.items()]
+    each_own = zip(ours.items(), states, strict=True)  # whole and by layer, another dim of a leaf may be split
+    steps += [harness.Variant(name, each.step, own, (data,), results) for (name, each), own in each_own]
     return steps
 
 
