@@ -215,9 +215,9 @@ def disagreement(value: Any, reference: Any) -> tuple[float, str]:
     return max(errors, default=(0.0, ""), key=lambda each: each[0])
 
 
-def report(records: Sequence[Record], file: Path | None = None) -> None:
-    """Prints records as a table and, given a file, appends them to it as JSON lines."""
-    print("\n" + table(records), flush=True)
+def report(records: Sequence[Record], file: Path | None = None, line: Callable[[Record], str] | None = None) -> None:
+    """Prints records as a table, or each as this line of one, and, given a file, appends them to it as JSON lines."""
+    print("\n".join(map(line, records)) if line else "\n" + table(records), flush=True)
     if file is not None:
         with file.open("a") as out:
             out.writelines(json.dumps(record) + "\n" for record in records)

@@ -17,7 +17,6 @@ same round, steps in a loop inside one jit; `--explain` leaves them out.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -235,11 +234,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not options.explain:
             timed = harness.measure("partitioner", row, steps, calls=calls, rounds=rounds, tolerance=1e-4)
             records = [one | times for one, times in zip(records, timed, strict=True)]
-        for record in records:
-            print(line(record), flush=True)
-            if options.json is not None:
-                with options.json.open("a") as out:
-                    out.write(json.dumps(record) + "\n")
+        harness.report(records, options.json, line)
 
 
 if __name__ == "__main__":

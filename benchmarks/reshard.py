@@ -9,7 +9,6 @@ byte costs a memory copy.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 
 import jax
@@ -101,11 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 "reshard", row, steps, mode="dispatched", calls=calls, rounds=rounds, donate=False, tolerance=0
             )
             records = [one | times for one, times in zip(records, timed, strict=True)]
-        for record in records:
-            print(line(record), flush=True)
-            if options.json is not None:
-                with options.json.open("a") as out:
-                    out.write(json.dumps(record) + "\n")
+        harness.report(records, options.json, line)
 
 
 if __name__ == "__main__":

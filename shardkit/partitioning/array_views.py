@@ -11,11 +11,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-Cut = Literal["last", "none", "all"]
+Ends = Literal["last", "none", "all"]
 Axes = tuple[str, ...]
-Split = tuple[Axes, ...]
+DimAxes = tuple[Axes, ...]
 Shape = tuple[int, ...]
-View = tuple[Shape, Shape, Split, Split, Mapping[str, int], Mapping[str, Shape]]
+View = tuple[Shape, Shape, DimAxes, DimAxes, Mapping[str, int], Mapping[str, Shape]]
 
 
 def shared(a: Axes, b: Axes) -> Axes:
@@ -29,17 +29,17 @@ def ways_of(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[axis] for axis in axes)
 
 
-def local_of(shape: Shape, split: Split, sizes: Mapping[str, int]) -> Shape:
+def local_of(shape: Shape, split: DimAxes, sizes: Mapping[str, int]) -> Shape:
     """The shape of a shard."""
     return tuple(size // ways_of(axes, sizes) for size, axes in zip(shape, split, strict=True))
 
 
-def elements_of(shape: Shape, split: Split, sizes: Mapping[str, int]) -> int:
+def elements_of(shape: Shape, split: DimAxes, sizes: Mapping[str, int]) -> int:
     """The elements of a shard."""
     return math.prod(local_of(shape, split, sizes))
 
 
-def taken_apart(source: Split, target: Split, parts: Mapping[str, Shape]) -> Mapping[str, Shape]:
+def taken_apart(source: DimAxes, target: DimAxes, parts: Mapping[str, Shape]) -> Mapping[str, Shape]:
     """The parts of axes, cut wherever one layout ends a part of a dim inside an axis of the other."""
     for pair in zip(source, target, strict=True):
         for ours, theirs in (pair, pair[::-1]):
@@ -63,7 +63,7 @@ def _spans(axes: Axes, parts: Mapping[str, Shape]) -> list[tuple[str, int, int, 
     return spans
 
 
-def view(shape: Shape, source: Split, target: Split, parts: Mapping[str, Shape], cut: Cut) -> View:
+def view(shape: Shape, source: DimAxes, target: DimAxes, parts: Mapping[str, Shape], cut: Ends) -> View:
     """An array as one with more dims: each dim is cut where both layouts end a part of it, or have ended.
 
     `cut` says which of these cuts are made: "last", the one behind which the dim is whole in both layouts, "none" or

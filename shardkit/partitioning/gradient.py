@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
 
 from shardkit._check import quoted
 from shardkit._compat import varying_axes
@@ -244,11 +244,8 @@ def global_means(means: Mapping[str, Any], batch_axes: Collection[str]) -> dict[
     for i, (name, mean) in enumerate(means_by_path(dict(means))):
         groups.setdefault(_axes_of_sum(name, mean, batch_axes), []).append(i)
     for axes, group in groups.items():
-        arrays = [vary(x.astype(jnp.float32), axes) for i in group for x in leaves[i]]
-        sums = jnp.concatenate([x.reshape(-1) for x in arrays])
-        sums = all_reduce(sums, axes) if axes else sums
-        ends = list(itertools.accumulate(x.size for x in arrays))
-        back = [sums[end - x.size : end].reshape(x.shape) for x, end in zip(arrays, ends, strict=True)]
+        flat, restored = ravel_pytree([vary(x.astype(jnp.float32), axes) for i in group for x in leaves[i]])
+        back = restored(all_reduce(flat, axes) if axes else flat)
         for i, total, weight in zip(group, back[::2], back[1::2], strict=True):
             leaves[i] = Mean(total, weight)
     out = jax.tree.unflatten(structure, leaves)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardkit.layout import canonical, check_spec, local_shape, spec_axes, table
-from shardkit.partitioning.array_views import Split
+from shardkit.partitioning.array_views import DimAxes
 from shardkit.partitioning.redistribute import Redistribution, redistribution
 from shardkit.partitioning.run_steps import mesh_apart, parts_of, run_steps
 from shardkit.partitioning.storage import Held, in_rows, is_padded, padded_shape, stored_array
@@ -112,7 +112,7 @@ def move_of(where: str, path: str, x: Any, before: tuple[Held, bool], after: tup
     return Move(path, shape, jnp.result_type(stored_array(x)), first, last, found, shapes[1])
 
 
-def _split(spec: PartitionSpec, ndim: int) -> Split:
+def _split(spec: PartitionSpec, ndim: int) -> DimAxes:
     axes = spec_axes(spec)
     return (*axes, *[()] * (ndim - len(axes)))
 

@@ -25,9 +25,9 @@ from typing import Literal, NamedTuple
 
 from shardkit.partitioning.array_views import (
     Axes,
-    Cut,
+    DimAxes,
+    Ends,
     Shape,
-    Split,
     elements_of,
     local_of,
     shared,
@@ -50,15 +50,15 @@ class Step(NamedTuple):
     """
 
     kind: Literal["slice", "all_to_all", "ppermute", "all_gather"]
-    before: Split
-    after: Split
+    before: DimAxes
+    after: DimAxes
     sent: int
 
-    def leaving(self) -> Split:
+    def leaving(self) -> DimAxes:
         """For each dim the axes that a step takes from its minor end."""
         return tuple(a[len(shared(a, b)) :] for a, b in zip(self.before, self.after, strict=True))
 
-    def arriving(self) -> Split:
+    def arriving(self) -> DimAxes:
         """For each dim the axes that a step adds at its minor end."""
         return tuple(b[len(shared(a, b)) :] for a, b in zip(self.before, self.after, strict=True))
 
@@ -98,7 +98,7 @@ class Redistribution(NamedTuple):
     dims: Shape
     axes: tuple[tuple[str, int], ...]
     parts: tuple[tuple[str, Shape], ...]
-    source: Split
+    source: DimAxes
     steps: tuple[Step, ...]
     sent: int
     least: int
@@ -117,7 +117,7 @@ class Redistribution(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def redistribution(shape: Shape, source: Split, target: Split, axes: tuple[tuple[str, int], ...]) -> Redistribution:
+def redistribution(shape: Shape, source: DimAxes, target: DimAxes, axes: tuple[tuple[str, int], ...]) -> Redistribution:
     """The steps that send least from one layout of an array to another; among equals the fewest.
 
     Args:
@@ -136,7 +136,12 @@ def redistribution(shape: Shape, source: Split, target: Split, axes: tuple[tuple
     source, target = (tuple(s[len(f) :] for s, f in zip(split, fixed, strict=True)) for split in (source, target))
     moving = {axis: (sizes[axis],) for axes in (*source, *target) for axis in axes}
     parts = taken_apart(source, target, moving)
-    views: list[tuple[Mapping[str, Shape], Cut]] = [(moving, "last"), (moving, "none"), (moving, "all"), (parts, "all")]
+    views: list[tuple[Mapping[str, Shape], Ends]] = [
+        (moving, "last"),
+        (moving, "none"),
+        (moving, "all"),
+        (parts, "all"),
+    ]
     if sum(map(len, parts.values())) > MOST_PARTS:
         views.pop()
     best: Redistribution | None = None
@@ -150,13 +155,13 @@ def redistribution(shape: Shape, source: Split, target: Split, axes: tuple[tuple
 
 
 def _search(
-    shape: Shape, dims: Shape, source: Split, target: Split, sizes: Mapping[str, int], parts: Mapping[str, Shape]
+    shape: Shape, dims: Shape, source: DimAxes, target: DimAxes, sizes: Mapping[str, int], parts: Mapping[str, Shape]
 ) -> Redistribution:
     """A* over layouts: the cost of a path is what it sends, then its steps, then what it holds."""
     largest = max(elements_of(shape, split, sizes) for split in (source, target))
     least = least_received(shape, source, target, sizes)
     number = itertools.count()  # layouts are not compared
-    queue: list[tuple[int, int, int, int, int, Split, tuple[Step, ...]]] = [(least, 0, 0, 0, 0, source, ())]
+    queue: list[tuple[int, int, int, int, int, DimAxes, tuple[Step, ...]]] = [(least, 0, 0, 0, 0, source, ())]
     done = set()
     while True:
         _, count, held, _, sent, split, steps = heapq.heappop(queue)
@@ -175,7 +180,7 @@ def _search(
     return Redistribution(shape, dims, tuple(sizes.items()), tuple(parts.items()), source, steps, sent, least, shards)
 
 
-def _steps(shape: Shape, split: Split, target: Split, sizes: Mapping[str, int]) -> Iterator[Step]:
+def _steps(shape: Shape, split: DimAxes, target: DimAxes, sizes: Mapping[str, int]) -> Iterator[Step]:
     """The steps that lead out of a layout."""
     local = local_of(shape, split, sizes)
     elements = math.prod(local)
@@ -201,7 +206,7 @@ def _steps(shape: Shape, split: Split, target: Split, sizes: Mapping[str, int]) 
             yield Step("ppermute", split, after, elements)
 
 
-def _exchanges(split: Split, target: Split) -> Iterator[Split]:
+def _exchanges(split: DimAxes, target: DimAxes) -> Iterator[DimAxes]:
     """The layouts in which axes from the minor ends of dims have moved to the minor ends of other dims.
 
     One axis may go anywhere; several together go where the target has them.
@@ -227,7 +232,7 @@ def _home(axes: Axes, ways: int, used: Sequence[str], sizes: Mapping[str, int]) 
     return first if set(first) <= set(used) else ()
 
 
-def _arrangements(rest: Axes, home: Sequence[Axes], ways: Sequence[int], sizes: Mapping[str, int]) -> Iterator[Split]:
+def _arrangements(rest: Axes, home: Sequence[Axes], ways: Sequence[int], sizes: Mapping[str, int]) -> Iterator[DimAxes]:
     """The layouts in which each dim has its axes of `home`, or is split into as many parts by some of the rest."""
     if not ways:
         yield ()
@@ -247,7 +252,7 @@ def _fill(axes: Axes, ways: int, sizes: Mapping[str, int]) -> Iterator[Axes]:
             yield from ((axis, *more) for more in _fill(others, ways // sizes[axis], sizes))
 
 
-def least_received(shape: Shape, source: Split, target: Split, sizes: Mapping[str, int]) -> int:
+def least_received(shape: Shape, source: DimAxes, target: DimAxes, sizes: Mapping[str, int]) -> int:
     """The elements that some device must receive: those of its target shard that are not in its source shard.
 
     Along each dim the two shards overlap by the smaller one where the axes of one layout begin with those of the other;
@@ -266,7 +271,7 @@ def permutation(step: Step, sizes: Mapping[str, int]) -> tuple[Axes, list[tuple[
     axes = tuple(axis for dim in changed for axis in step.before[dim])
     places = [dict(zip(axes, at, strict=True)) for at in itertools.product(*(range(sizes[axis]) for axis in axes))]
 
-    def part(split: Split, at: Mapping[str, int]) -> tuple[int, ...]:
+    def part(split: DimAxes, at: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(_joint(split[dim], at, sizes) for dim in changed)
 
     holder = {part(step.before, at): index for index, at in enumerate(places)}
@@ -280,7 +285,7 @@ def _joint(axes: Axes, at: Mapping[str, int], sizes: Mapping[str, int]) -> int:
     return index
 
 
-def _replaced(split: Split, dim: int, axes: Axes) -> Split:
+def _replaced(split: DimAxes, dim: int, axes: Axes) -> DimAxes:
     return (*split[:dim], axes, *split[dim + 1 :])
 
 

@@ -60,6 +60,8 @@ def init_residuals(params: Arrays, *, mesh: Mesh, plan: Plan) -> Any:
 
 def residual_shapes(params: Any, mesh: Any, plan: Plan) -> Any:
     """The residuals of a plan as shapes, dtypes and layouts, each as it is stored; None without feedback."""
+    if not any(s.reduce.feedback for s in plan.strategies):
+        return None
     layouts = plan.layouts(params, mesh)
     batch_axes = all_axes(plan.batch_spec(mesh))
 

@@ -24,7 +24,7 @@ from shardkit.layout import path_name, spec_axes, table
 from shardkit.partitioning.batch import batch_specs
 from shardkit.partitioning.gradient import GradFn, divisor_of, global_means
 from shardkit.partitioning.local_step import local_gradients
-from shardkit.partitioning.placement import Layout, map_layouts
+from shardkit.partitioning.placement import map_layouts
 from shardkit.partitioning.plan import Plan
 from shardkit.partitioning.reshard import enter
 from shardkit.partitioning.storage import stored_array
@@ -194,7 +194,7 @@ def triage(
                 "carried": jax.tree.map(lambda held, x: _observed(stored_array(x), held.spec), carried.held, kept),
                 "batch": jax.tree.map(lambda spec, x: _observed(x, spec), specs, batch),
                 "means": jax.tree.map(_observed, means),
-                "grads": map_layouts(lambda layout, x: _observed(x, _of_gradient(layout)), layouts, grads),
+                "grads": map_layouts(lambda layout, x: _observed(x, layout.grad), layouts, grads),
             }
             total, weight = global_means(means, plan.batch_axes)["loss"]
             return total / divisor_of(weight), weight, from_every_device(inspected, mesh.axis_names)
@@ -229,10 +229,6 @@ def observations(leaves: list[jax.Array], *, mesh: Mesh, specs: tuple[PartitionS
         return from_every_device([_observed(x, spec) for x, spec in zip(leaves, specs, strict=True)], mesh.axis_names)
 
     return jax.shard_map(per_device, mesh=mesh, in_specs=(list(specs),), out_specs=_REPLICATED)(leaves)
-
-
-def _of_gradient(layout: Layout) -> PartitionSpec:
-    return layout.grad
 
 
 def _can_be_nonfinite(x: Any) -> bool:

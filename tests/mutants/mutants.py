@@ -725,8 +725,8 @@ _PARALLEL = (
     Mutant(
         "weights-averaged",
         "shardkit/partitioning/gradient.py",
-        "sums = all_reduce(sums, axes) if axes else sums",
-        'sums = all_reduce(sums, axes, op="mean") if axes else sums',
+        "back = restored(all_reduce(flat, axes) if axes else flat)",
+        'back = restored(all_reduce(flat, axes, op="mean") if axes else flat)',
         DIVISION,
     ),
     Mutant(
@@ -1140,8 +1140,8 @@ _TOP = (
     Mutant(
         "array-means-swapped",
         "shardkit/partitioning/gradient.py",
-        "back = [sums[end - x.size : end].reshape(x.shape)",
-        "back = [sums[: x.size].reshape(x.shape)",
+        "zip(group, back[::2], back[1::2], strict=True)",
+        "zip(group[::-1], back[::2], back[1::2], strict=True)",
         SLOT,
     ),
     Mutant(

@@ -174,14 +174,15 @@ def test_twenty_steps_of_a_transformer(precision):
 
 
 def grouped(plan=None, loss=loss_fn, optimizer=None, **options):
-    """A step over an abstract mesh, traced with the batch of `size` examples."""
+    """What a step over an abstract mesh returns, traced with the batch of `size` examples."""
     size = options.pop("size", 24)
     mesh, plan = sk.abstract_mesh(data=2, model=4), plan or sk.dp("data")
     options = {"deterministic": 8} | options
     init, step = sk.make_train_step(
         sk.value_and_grad(loss), lenient(optimizer or optax.adamw(1e-2)), mesh=mesh, plan=plan, **options
     )
-    step.trace(
+    return jax.eval_shape(
+        step,
         init.abstract(jax.eval_shape(make_params)),
         jax.eval_shape(lambda: jax.tree.map(jnp.asarray, make_batch(0, size))),
     )
@@ -245,4 +246,6 @@ def test_what_would_depend_on_the_mesh_is_refused(words):
 
 @pytest.mark.check
 def test_an_optimizer_that_clips_by_the_norm_of_whole_leaves_is_not_refused():
-    grouped(optimizer=BY_NORM)
+    state, metrics = grouped(optimizer=BY_NORM)
+    assert jax.tree.map(jnp.shape, state.params) == jax.tree.map(jnp.shape, jax.eval_shape(make_params))
+    assert metrics["loss"].shape == ()
