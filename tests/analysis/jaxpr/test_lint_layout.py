@@ -64,5 +64,11 @@ def test_pmap_and_pieces_that_are_too_small():
     assert rules_of(*gathered(16 * 255)) == {"tiny-shards"}
     assert rules_of(*gathered(16 * 256)) == set()
     assert rules_of(*gathered(16 * 256), small=2048) == {"tiny-shards"}
+
+    def behind_a_barrier(x):
+        return sk.all_gather(jax.lax.optimization_barrier((x * 2, x))[1], "model", replicated=True)
+
+    fn = jax.shard_map(behind_a_barrier, mesh=MESH, in_specs=P("model"), out_specs=P())
+    assert rules_of(fn, jax.ShapeDtypeStruct((16 * 255,), jnp.float32)) == {"tiny-shards"}
     old = jax.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i")
     assert rules_of(old, jax.ShapeDtypeStruct((8, 4), jnp.float32)) == {"pmap"}

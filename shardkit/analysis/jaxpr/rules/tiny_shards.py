@@ -41,5 +41,6 @@ def _is_input(block: Block, variable: Any) -> bool:
         return False
     made = {out: equation for equation in block.jaxpr.eqns for out in equation.outvars}
     while variable in made and made[variable].primitive.name in {*IDENTITIES, "convert_element_type"}:
-        variable = made[variable].invars[0]
+        equation = made[variable]  # a barrier has several operands
+        variable = equation.invars[equation.outvars.index(variable)]
     return any(variable is v for v in block.jaxpr.invars)
