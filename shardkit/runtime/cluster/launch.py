@@ -40,9 +40,12 @@ _LONGEST_BEFORE_KILL = 5.0  # seconds from SIGTERM to SIGKILL
 _LAST_OUTPUT = 3.0  # seconds for the last output of what the processes started, such as their monitors
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-# A keeper leads the process group of each process. Its standard input is a pipe that only the launcher holds open, so
-# it notices the end of the launcher, even by SIGKILL. While it lives, no other group can get its number.
-_KEEPER = ("/bin/sh", "-c", "trap '' HUP INT QUIT TERM USR1 USR2; read -r _; kill -KILL 0")
+# A leader is the first of the process group of each process: while it lives, no other group can get its number. The
+# keeper is in a group of its own, so that a stop of the others does not stop it. It reads their numbers from a pipe
+# that only the launcher holds open: it notices the end of the launcher, even by SIGKILL, and kills the groups.
+_LASTING = "trap '' HUP INT QUIT TERM USR1 USR2; "
+_LEADER = ("/bin/sh", "-c", _LASTING + "exec sleep 2147483647")
+_KEEPER = ("/bin/sh", "-c", _LASTING + 'ids=; while read -r id; do ids="$ids -$id"; done; kill -KILL $ids')
 
 _Child = subprocess.Popen[bytes]
 _Events = queue.SimpleQueue[int | signal.Signals]  # the index of a process that has ended, or a signal for the launcher
@@ -100,11 +103,11 @@ def launch(
     with ExitStack() as stack:  # exits when all processes have ended: passes on the last lines, closes files
         files = [] if output is None else _files(Path(output), processes, stack)
         common = _environment(environ, processes, devices, port or stack.enter_context(_free_port()))
-        with _signals_to(events), _keepers(processes) as keepers:
+        with _signals_to(events), _groups(processes) as groups:
             children = []
-            for index, keeper in enumerate(keepers):
+            for index, group in enumerate(groups):
                 own = dict.fromkeys(("JAX_PROCESS_ID", "RANK", "LOCAL_RANK"), str(index))
-                children.append(stack.enter_context(_start(words, common | own, keeper.pid)))
+                children.append(stack.enter_context(_start(words, common | own, group)))
             reader = stack.enter_context(passing_on(children, files, blamed))
             order, received = _supervised(children, events, grace)
             reader.join(_LAST_OUTPUT)
@@ -187,20 +190,24 @@ def _signals_to(events: _Events) -> Iterator[None]:
 
 
 @contextmanager
-def _keepers(count: int) -> Iterator[list[_Child]]:
-    """The leaders of `count` process groups; at exit, everything in these groups is killed."""
+def _groups(count: int) -> Iterator[list[int]]:
+    """The numbers of `count` process groups; everything in them is killed at exit, and should the launcher die."""
     theirs, ours = os.pipe()
-    keepers: list[_Child] = []
     nothing = subprocess.DEVNULL
+    keeper = subprocess.Popen(_KEEPER, stdin=theirs, stdout=nothing, stderr=nothing, process_group=0)
+    os.close(theirs)
+    leaders: list[_Child] = []
     try:
         for _ in range(count):
-            keepers.append(subprocess.Popen(_KEEPER, stdin=theirs, stdout=nothing, stderr=nothing, process_group=0))
-        yield keepers
+            leaders.append(subprocess.Popen(_LEADER, stdin=nothing, stdout=nothing, stderr=nothing, process_group=0))
+            os.write(ours, b"%d\n" % leaders[-1].pid)
+        yield [leader.pid for leader in leaders]
     finally:
-        for keeper in keepers:
-            os.killpg(keeper.pid, signal.SIGKILL)
-            keeper.wait()
-        os.close(theirs)
+        for leader in leaders:
+            os.killpg(leader.pid, signal.SIGKILL)
+            leader.wait()
+        keeper.kill()  # before the pipe closes: the numbers may have become another's
+        keeper.wait()
         os.close(ours)
 
 

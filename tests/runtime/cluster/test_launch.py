@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import ctypes
 import io
 import json
 import os
@@ -337,9 +338,18 @@ def test_signals_are_passed_on(number):
         assert_gone(pids)
 
 
+@pytest.fixture
+def adopting():
+    """Orphans become ours, as in a container without an init: then the system does not wake the stopped ones."""
+    prctl, child_subreaper = ctypes.CDLL(None).prctl, 36
+    prctl(child_subreaper, 1)
+    yield
+    prctl(child_subreaper, 0)
+
+
 # proves S101, F68: also processes that are stopped
 @pytest.mark.parametrize("stop", [False, True])
-def test_nothing_is_left_when_the_launcher_is_killed(stop):
+def test_nothing_is_left_when_the_launcher_is_killed(stop, adopting):
     with launcher(program(SLEEPER), lines=2) as (started, lines):
         pids = [int(pid) for line in lines for pid in line.split()[1:]]
         assert len(pids) == 6
