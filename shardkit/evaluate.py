@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from shardkit._context import CONTEXT
 from shardkit._typed import typed
 from shardkit.arguments import check_function
 from shardkit.carried import Carried
@@ -32,13 +33,13 @@ _EVALUATED = {
 
 @typed
 def make_eval_step(
-    loss_fn: LossFn, *, mesh: Mesh, plan: Plan, precision: Precision | str | None = None
+    loss_fn: LossFn, *, mesh: Mesh = CONTEXT, plan: Plan, precision: Precision | str | None = None
 ) -> Callable[..., dict[str, Any]]:
     """Builds `evaluate(params, batch, carried=None) -> metrics`: the loss of the whole batch, without dropout.
 
     Args:
         loss_fn: as for `value_and_grad`; it is called with `keys=None`.
-        mesh: the mesh.
+        mesh: the mesh; by default that of `jax.set_mesh`.
         plan: the plan of the parameters' layouts.
         precision: as for `make_train_step`.
 

@@ -11,8 +11,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit import mesh as _mesh
 from shardkit._check import divides, quoted
+from shardkit._context import CONTEXT
 from shardkit._kinds import ARRAYS, PLAN, Arrays, Specs
 from shardkit._typed import check_kind, typed
+
+WHOLE = PartitionSpec()
 
 AxisEntry = str | tuple[str, ...] | None
 Rules = Mapping[str, AxisEntry] | Sequence[tuple[str, AxisEntry]]
@@ -66,13 +69,13 @@ def specs_from_rules(logical_axes: Any, rules: Rules) -> Any:
 
 
 @typed
-def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
+def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh = CONTEXT) -> tuple[int, ...]:
     """The shape of one device's shard of a global array.
 
     Args:
         shape: global shape.
         spec: mesh axis, tuple of axes or None for each dim; missing entries mean replicated.
-        mesh: the mesh.
+        mesh: the mesh; by default that of `jax.set_mesh`.
 
     Raises:
         ValueError: a dim that does not divide, an axis the mesh does not have or that is used twice, or a spec
@@ -94,13 +97,13 @@ def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> tuple[
 
 
 @typed
-def global_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
+def global_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh = CONTEXT) -> tuple[int, ...]:
     """The shape of the global array of which one device's shard has `shape`; the inverse of `local_shape`.
 
     Args:
         shape: shape of the shard.
         spec: mesh axis, tuple of axes or None for each dim; missing entries mean replicated.
-        mesh: the mesh.
+        mesh: the mesh; by default that of `jax.set_mesh`.
 
     Raises:
         ValueError: an axis the mesh does not have or that is used twice, or a spec longer than the shape.
@@ -117,13 +120,14 @@ def global_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> tuple
 
 
 @typed
-def shard(tree: Arrays, mesh: Mesh, specs: Specs) -> Any:
+def shard(tree: Arrays, mesh: Mesh = CONTEXT, specs: Specs = WHOLE) -> Any:
     """Places the arrays of a pytree on the mesh.
 
     Args:
         tree: pytree of numpy or jax arrays of global shape.
-        mesh: the mesh.
-        specs: one PartitionSpec for all leaves, or a pytree of them (a prefix of `tree`).
+        mesh: the mesh; by default that of `jax.set_mesh`.
+        specs: one PartitionSpec for all leaves, or a pytree of them (a prefix of `tree`); by default every leaf is
+            whole on every device.
 
     Returns:
         The same pytree of `jax.Array` with `NamedSharding(mesh, spec)`.
@@ -153,7 +157,7 @@ def describe(thing: Any, params: Any = None, mesh: Mesh | None = None) -> str:
 
     For a pytree: a line per leaf with shapes, dtype, spec, devices and bytes per device, and their sum. For a plan,
     `describe(plan, params, mesh)`: a line per leaf with its layouts, bytes per device, and why; the mesh may be omitted
-    where the parameters are sharded over one.
+    where the parameters are sharded over one, and inside `jax.set_mesh`.
 
     Example:
         >>> print(sk.describe(mesh))

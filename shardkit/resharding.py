@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._check import at_least
+from shardkit._context import CONTEXT
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.layout import path_name
@@ -27,7 +28,13 @@ Layouts = Any  # a Plan, or a PartitionSpec or NamedSharding for each leaf
 
 @typed
 def reshard(
-    tree: Arrays, source: Layouts, target: Layouts, *, mesh: Mesh, donate: bool = False, piece_bytes: int = 2**24
+    tree: Arrays,
+    source: Layouts,
+    target: Layouts,
+    *,
+    mesh: Mesh = CONTEXT,
+    donate: bool = False,
+    piece_bytes: int = 2**24,
 ) -> Any:
     """Moves arrays from one layout to another on the same mesh, by explicit collectives; no bit of them changes.
 
@@ -38,7 +45,7 @@ def reshard(
         source: the layout that they have: a Plan, or a PartitionSpec or NamedSharding for all leaves or for each (a
             prefix of the tree). For a TrainState under a plan, optimizer state is laid out as the plan's `update`.
         target: the layout that they get, likewise.
-        mesh: the mesh of both.
+        mesh: the mesh of both; by default that of `jax.set_mesh`.
         donate: delete each leaf of `tree` as soon as it is moved, so that source and target are never both whole in
             memory.
         piece_bytes: a leaf with larger shards moves piece by piece, along a dim that no step touches, so that a device
@@ -84,14 +91,14 @@ def reshard(
 
 
 @typed
-def reshard_steps(tree: Arrays, source: Layouts, target: Layouts, *, mesh: Mesh) -> Moves:
+def reshard_steps(tree: Arrays, source: Layouts, target: Layouts, *, mesh: Mesh = CONTEXT) -> Moves:
     """The collectives of `reshard`, leaf by leaf, with the bytes that each device sends, without moving anything.
 
     Args:
         tree: as for `reshard`; `jax.ShapeDtypeStruct`s are enough.
         source: as for `reshard`.
         target: as for `reshard`.
-        mesh: the mesh; an AbstractMesh is enough.
+        mesh: the mesh, of which an AbstractMesh is enough; by default that of `jax.set_mesh`.
 
     Returns:
         Moves: `print` it, or read its leaves; `sent` is what the census of `reshard` counts.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._check import at_least
+from shardkit._context import CONTEXT
 from shardkit._kinds import Optimizer
 from shardkit._typed import typed
 from shardkit.arguments import check_function
@@ -69,7 +70,7 @@ def make_train_step(
     grad_fn: GradFn,
     optimizer: Optimizer,
     *,
-    mesh: Mesh,
+    mesh: Mesh = CONTEXT,
     plan: Plan,
     accumulate: int = 1,
     precision: Precision | str | None = None,
@@ -85,7 +86,7 @@ def make_train_step(
     Args:
         grad_fn: what one device computes, from `value_and_grad(loss_fn)`.
         optimizer: an optax GradientTransformation; it is given `value=loss` if it takes extra arguments.
-        mesh: the mesh.
+        mesh: the mesh; by default that of `jax.set_mesh`.
         plan: how its axes are used, for example `dp("data")`.
         accumulate: microbatches per step: the batch is split into as many parts, which run one after the other, and the
             gradient is reduced once. The effective batch does not change. With a pipeline this warns, because more

@@ -1,8 +1,12 @@
 """Meshes as jax's own code meets them: as a context, with every type of axis, and round functions of both forms."""
 
+import re
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -79,3 +83,73 @@ def test_beside_ordinary_code(mesh2x4):
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-8)
     np.testing.assert_array_equal(on_mesh(X) + 1, SUMS + 1)  # without jit, beside an operation on the whole
+
+
+def test_what_takes_a_mesh_takes_that_of_the_context(mesh2x4):
+    """It alone would see one that still asks for `mesh=`, or takes another."""
+    plan = sk.chain(sk.dp("data"), sk.fsdp("model", min_size=1))
+    params, batch = {"w": jnp.ones((8, 3))}, np.ones((8, 8), np.float32)
+    loss_fn = lambda params, batch, keys: jnp.mean((batch @ params["w"]) ** 2)  # noqa: E731
+    spec = plan.batch_spec(mesh2x4)
+    samples = [np.ones(8, np.float32)] * 8
+
+    def run(**mesh):
+        init, step = sk.make_train_step(sk.value_and_grad(loss_fn), optax.sgd(0.1), plan=plan, **mesh)
+        state, metrics = step(init(params, jax.random.key(0)), sk.shard(batch, specs=spec, **mesh))
+        evaluate = sk.make_eval_step(loss_fn, plan=plan, **mesh)
+        found = {
+            "loss": metrics["loss"],
+            "evaluated": evaluate(state.params, sk.runtime.from_full(batch, spec=spec, **mesh))["loss"],
+            "params": state.params["w"],
+            "moved": sk.reshard(state.params, plan, sk.dp("data"), **mesh)["w"],
+            "whole": sk.runtime.replicate(state.params, **mesh)["w"],
+            "loaded": next(iter(sk.runtime.loader(samples, batch=8, seed=0, spec=spec, **mesh))),
+        }
+        rows = sk.runtime.local_rows(8, spec=spec, **mesh), sk.local_shape((8, 8), spec, **mesh)
+        return found, rows, sk.describe(plan, params, **mesh)
+
+    given, rows, text = run(mesh=mesh2x4)
+    with jax.set_mesh(mesh2x4):
+        found, found_rows, found_text = run()
+        sk.testing.assert_same_training(
+            sk.value_and_grad(loss_fn),
+            sk.value_and_grad(loss_fn),
+            optax.sgd(0.1),
+            plan=plan,
+            params=params,
+            batches=[batch],
+        )
+    assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, given)
+    chex.assert_trees_all_equal(found, given)
+    np.testing.assert_array_equal(found_rows[0], rows[0])
+    assert (found_rows[1], found_text) == (rows[1], text)
+
+
+def test_no_mesh_and_two_meshes(mesh2x4):
+    message = (
+        "shard: a mesh must be given; got none. Pass mesh=sk.make_mesh(data=8), or call this inside `with "
+        "jax.set_mesh(mesh):`."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        sk.shard(X)
+    message = (
+        "shard: mesh must be the mesh of jax.set_mesh where there is one; got mesh data=8 in the context of data=2 x "
+        "model=4. Leave mesh out, or call this inside `with jax.set_mesh(...):` of its own mesh."
+    )
+    with jax.set_mesh(mesh2x4), pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        sk.shard(X, sk.make_mesh(data=8))
+    with jax.set_mesh(mesh2x4):
+        assert sk.local_shape((8, 8), P("x"), sk.abstract_mesh(x=4)) == (2, 8)  # nothing runs there
+
+
+def test_inside_jit_the_context_has_no_devices(mesh2x4):
+    shapes = []
+
+    @jax.jit
+    def traced(x):
+        shapes.append(sk.local_shape(x.shape, P("data", "model")))
+        return x
+
+    with jax.set_mesh(mesh2x4):
+        traced(X)
+    assert shapes == [(2, 2)]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._check import quoted
+from shardkit._context import mesh_in_context
 from shardkit.collectives.algorithms import PLAIN
 from shardkit.layout import local_shape, table
 from shardkit.partitioning.placement import Layout, Split, Strategy
@@ -75,15 +76,13 @@ def _bytes(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh, x: Any) -> i
 
 
 def mesh_of(params: Any) -> Any:
-    """The mesh on which parameters are laid out.
+    """The mesh on which parameters are laid out, or that of `jax.set_mesh`.
 
     Raises:
-        ValueError: no leaf has a mesh.
+        ValueError: there is neither.
     """
     for leaf in jax.tree.leaves(params):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):
             return sharding.mesh
-    raise ValueError(
-        "describe: the layouts of a plan depend on a mesh, and no leaf has one. Call describe(plan, params, mesh)."
-    )
+    return mesh_in_context("describe", None)

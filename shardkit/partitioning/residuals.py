@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._check import quoted
+from shardkit._context import CONTEXT
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.layout import all_axes, canonical, path_name, spec_axes
@@ -26,7 +27,7 @@ from shardkit.partitioning.storage import Held, as_stored, is_padded, padded_sha
 
 
 @typed
-def init_residuals(params: Arrays, *, mesh: Mesh, plan: Plan) -> Any:
+def init_residuals(params: Arrays, *, mesh: Mesh = CONTEXT, plan: Plan) -> Any:
     """The residuals of a new TrainState: zeros for each leaf that the plan reduces with error feedback.
 
     `init` makes them; pass them to a state from before feedback: `state._replace(residuals=init_residuals(...))`.
@@ -34,7 +35,7 @@ def init_residuals(params: Arrays, *, mesh: Mesh, plan: Plan) -> Any:
     Layout: `residual[R_a, ...]`, float32, with a row for each device over which the gradient is summed
     Args:
         params: the parameters, a pytree of arrays or of their shapes.
-        mesh: the mesh.
+        mesh: the mesh; by default that of `jax.set_mesh`.
         plan: the plan.
 
     Returns:

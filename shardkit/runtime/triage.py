@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._check import at_least, sized
+from shardkit._context import CONTEXT
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.arguments import check_function
@@ -129,7 +130,7 @@ def nonfinite(tree: Arrays, mesh: Mesh | None = None) -> list[NonFinite]:
 def triage(
     grad_fn: GradFn,
     *,
-    mesh: Mesh,
+    mesh: Mesh = CONTEXT,
     plan: Plan,
     precision: Precision | str | None = None,
     accumulate: int = 1,
@@ -144,7 +145,7 @@ def triage(
 
     Args:
         grad_fn: as for `make_train_step`, as are all others.
-        mesh: the mesh.
+        mesh: the mesh; by default that of `jax.set_mesh`.
         plan: the plan.
         precision: the dtype policy; the batch is inspected in the compute dtype, gradients with the loss scale.
         accumulate: microbatches.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from shardkit._context import CONTEXT
 from shardkit._kinds import Specs
 from shardkit._typed import typed
 from shardkit.layout import check_spec, path_name
@@ -37,7 +38,7 @@ def assert_matches_reference(
     kernel: Callable[..., Any],
     reference: Callable[..., Any],
     *,
-    mesh: Mesh,
+    mesh: Mesh = CONTEXT,
     in_specs: Specs | None,
     out_specs: Specs,
     args: Sequence[Any],
@@ -60,7 +61,7 @@ def assert_matches_reference(
     Args:
         kernel: the function that each device runs.
         reference: the same as a function of the global arrays, without collectives; in jax if `grad`.
-        mesh: the mesh.
+        mesh: the mesh; by default that of `jax.set_mesh`.
         in_specs: as for `jax.shard_map`.
         out_specs: as for `jax.shard_map`.
         args: the global arguments, a tuple of pytrees.

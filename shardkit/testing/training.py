@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from shardkit._check import at_least
+from shardkit._context import CONTEXT
 from shardkit._kinds import Arrays, Key, Optimizer
 from shardkit._typed import typed
 from shardkit.partitioning.gradient import GradFn
@@ -26,7 +27,7 @@ def assert_same_training(
     reference_grad_fn: GradFn,
     optimizer: Optimizer,
     *,
-    mesh: Mesh,
+    mesh: Mesh = CONTEXT,
     plan: Plan,
     params: Arrays,
     batches: Sequence[Any],
@@ -46,7 +47,7 @@ def assert_same_training(
         grad_fn: what each device computes.
         reference_grad_fn: the same on one device, over the whole batch, with no axis bound.
         optimizer: an optax GradientTransformation.
-        mesh: the mesh.
+        mesh: the mesh; by default that of `jax.set_mesh`.
         plan: how its axes are used.
         params: the parameters, a pytree of global arrays.
         batches: one global batch for each step, at least one.

@@ -179,7 +179,8 @@ def test_a_plan_describes_every_leaf_and_says_why():  # proves S65, S68
     with pytest.raises(ValueError) as error:
         sk.describe(sk.zero1("d"), TREE)
     assert str(error.value) == (
-        "describe: the layouts of a plan depend on a mesh, and no leaf has one. Call describe(plan, params, mesh)."
+        "describe: a mesh must be given; got none. Pass mesh=sk.make_mesh(data=8), or call this inside `with "
+        "jax.set_mesh(mesh):`."
     )
 
 

@@ -14,9 +14,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._check import named
+from shardkit._context import CONTEXT
 from shardkit._kinds import Arrays, DType, Specs
 from shardkit._typed import typed
-from shardkit.layout import broadcast_specs, check_spec, path_name, spec_axes
+from shardkit.layout import WHOLE, broadcast_specs, check_spec, path_name, spec_axes
 from shardkit.runtime.data.checksums import to_storable
 from shardkit.runtime.data.reading import processes_of
 from shardkit.runtime.data.slices import global_array, on_host, sharding_of
@@ -24,12 +25,12 @@ from shardkit.runtime.monitor.hello import processes as processes_named
 
 
 @typed
-def from_full(tree: Arrays, mesh: Mesh, spec: Specs) -> Any:
+def from_full(tree: Arrays, mesh: Mesh = CONTEXT, spec: Specs = WHOLE) -> Any:
     """Creates global arrays from data that every process has whole: parameters from one seed, a small data set.
 
     Args:
         tree: pytree of numpy arrays, numbers, typed keys, or jax arrays of this process, the same in every process.
-        mesh: the mesh; processes outside it get arrays without local data.
+        mesh: the mesh, by default that of `jax.set_mesh`; processes outside it get arrays without local data.
         spec: one PartitionSpec for all leaves, or a pytree of them (a prefix of `tree`); a leaf uses as many of its
             entries as it has dims.
 
@@ -59,7 +60,9 @@ def from_full(tree: Arrays, mesh: Mesh, spec: Specs) -> Any:
 
 
 @typed
-def from_process_local(tree: Arrays, mesh: Mesh, spec: PartitionSpec, *, batch: int | None = None) -> Any:
+def from_process_local(
+    tree: Arrays, mesh: Mesh = CONTEXT, spec: PartitionSpec = WHOLE, *, batch: int | None = None
+) -> Any:
     """Creates global arrays from the rows of each process: the batch of a step.
 
     A process must pass the rows of its devices, those of `local_rows`.
@@ -67,7 +70,8 @@ def from_process_local(tree: Arrays, mesh: Mesh, spec: PartitionSpec, *, batch: 
     Layout: `X[B_p, ..] of each process p -> X[B, ..] as spec`
     Args:
         tree: pytree of numpy arrays: this process's rows along dim 0, all other dims whole. Scalars are replicated.
-        mesh: the mesh; a process outside it passes any rows of the right shape and dtype, and must pass `batch`.
+        mesh: the mesh, by default that of `jax.set_mesh`; a process outside it passes any rows of the right shape and
+            dtype, and must pass `batch`.
         spec: how the batch is split, `plan.batch_spec(mesh)`; a leaf uses as many of its entries as it has dims.
         batch: the global number of rows, to check it; by default derived from the local rows.
 
@@ -114,7 +118,7 @@ def from_process_local(tree: Arrays, mesh: Mesh, spec: PartitionSpec, *, batch: 
 
 
 @typed
-def from_rows(tree: Any, rows: np.ndarray, batch: int, mesh: Mesh, spec: PartitionSpec) -> Any:
+def from_rows(tree: Any, rows: np.ndarray, batch: int, mesh: Mesh = CONTEXT, spec: PartitionSpec = WHOLE) -> Any:
     """Creates global arrays of `batch` rows from this process's rows in ascending order, without communication.
 
     Example:
@@ -180,7 +184,7 @@ def from_single_device(
 
 
 @typed
-def local_rows(batch: int, mesh: Mesh, spec: PartitionSpec) -> np.ndarray:
+def local_rows(batch: int, mesh: Mesh = CONTEXT, spec: PartitionSpec = WHOLE) -> np.ndarray:
     """The rows of a global batch on this process's devices, ascending; none outside the mesh.
 
     Raises:

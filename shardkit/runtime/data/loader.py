@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._check import at_least
+from shardkit._context import CONTEXT
 from shardkit._typed import typed
 from shardkit.runtime.data.arrays import from_rows, local_rows
 
@@ -25,7 +26,7 @@ def loader(
     *,
     batch: int,
     seed: int | None,
-    mesh: Mesh,
+    mesh: Mesh = CONTEXT,
     spec: PartitionSpec,
     position: int = 0,
     epochs: int | None = None,
@@ -44,7 +45,8 @@ def loader(
             or numbers. Several threads read it concurrently.
         batch: samples in a global batch, over all processes.
         seed: decides the order of each epoch, 0 to 2**32 - 1; None keeps the source's order.
-        mesh: the mesh; a process outside it reads one sample per batch, for shapes and dtypes.
+        mesh: the mesh, by default that of `jax.set_mesh`; a process outside it reads one sample per batch, for shapes
+            and dtypes.
         spec: how the batch is split, `plan.batch_spec(mesh)`.
         position: samples of the sequence that the run has consumed already.
         epochs: how often the source is repeated; None for no limit.

@@ -12,6 +12,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._check import at_least_zero
+from shardkit._context import CONTEXT
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.layout import path_name
@@ -89,7 +90,7 @@ def fetch(tree: Arrays) -> Any:
 
 
 @typed
-def replicate(tree: Arrays, mesh: Mesh) -> Any:
+def replicate(tree: Arrays, mesh: Mesh = CONTEXT) -> Any:
     """The arrays of a tree, whole on every device of the mesh; every process of the mesh must call it.
 
     It replaces `jax.device_put_replicated`, which jax 0.10 removed. That prepended a dim of devices to every leaf, for
@@ -97,7 +98,7 @@ def replicate(tree: Arrays, mesh: Mesh) -> Any:
 
     Args:
         tree: pytree of global arrays over this mesh's devices, or of host arrays that are the same in every process.
-        mesh: the mesh.
+        mesh: the mesh; by default that of `jax.set_mesh`.
 
     Cost: up to the compiler, an all_gather of every leaf that is split.
 

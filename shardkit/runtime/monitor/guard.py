@@ -15,6 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from shardkit._check import quoted
+from shardkit._context import CONTEXT
 from shardkit._typed import check_fields, typed
 from shardkit.runtime.monitor import client
 from shardkit.runtime.monitor.fingerprint import fingerprint
@@ -144,7 +145,7 @@ class Guard:
 @typed
 def guard(
     *,
-    mesh: Mesh,
+    mesh: Mesh = CONTEXT,
     config: Mapping[str, Any] | None = None,
     deadlines: Deadlines | None = None,
     flight: str | Path | None = None,
@@ -157,7 +158,7 @@ def guard(
     process, the phase and the step.
 
     Args:
-        mesh: the mesh, whose devices and order must be the same everywhere.
+        mesh: the mesh, by default that of `jax.set_mesh`; its devices and order must be the same everywhere.
         config: what else must be the same everywhere: options by name, as JSON values.
         deadlines: seconds for each phase.
         flight: directory for the flight records: what each process did last, `flight.PROCESS.json`, on failure.

@@ -1,0 +1,46 @@
+"""The mesh of `jax.set_mesh`, wherever a caller leaves `mesh=` out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+CONTEXT: Any = None  # the default of an argument `mesh` that may be left out inside `jax.set_mesh`
+
+
+def mesh_in_context(where: str, given: Any) -> Any:
+    """The mesh that a caller means: the given one, or that of `jax.set_mesh`.
+
+    Raises:
+        ValueError: neither, or two different meshes. jax runs nothing on another mesh than that of the context.
+    """
+    context = _context()
+    if given is None:
+        if context.empty:
+            raise ValueError(
+                f"{where}: a mesh must be given; got none. Pass mesh=sk.make_mesh(data=8), or call this inside "
+                "`with jax.set_mesh(mesh):`."
+            )
+        return context
+    if not isinstance(given, Mesh) or context.empty or context == given:
+        return given
+    if not isinstance(context, Mesh) and context.shape == given.shape:  # inside jit; in shard_map with other types
+        return given
+    raise ValueError(
+        f"{where}: mesh must be the mesh of jax.set_mesh where there is one; got mesh {_told(given)} in the context of "
+        f"{_told(context)}. Leave mesh out, or call this inside `with jax.set_mesh(...):` of its own mesh."
+    )
+
+
+def _context() -> Any:
+    """The mesh of `jax.set_mesh`, without its devices inside jit; an empty one where there is none."""
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:  # inside jit
+        return jax.sharding.get_abstract_mesh()
+
+
+def _told(mesh: Any) -> str:
+    return " x ".join(f"{name}={size}" for name, size in mesh.shape.items()) or "()"
