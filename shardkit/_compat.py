@@ -205,7 +205,12 @@ def made_by_pmap(equation: Any) -> bool:
     if equation.primitive.name not in ("jit", "pjit"):
         return False
     frames = equation.source_info.traceback.frames if equation.source_info.traceback else ()
-    return any(Path(f.file_name).name == "pmap.py" and "jax" in Path(f.file_name).parts for f in frames)
+    return any(_is_pmap(f.file_name) for f in frames)
+
+
+@cache
+def _is_pmap(file: str) -> bool:
+    return Path(file).name == "pmap.py" and "jax" in Path(file).parts
 
 
 def manual_axes(equation: Any) -> tuple[str, ...]:

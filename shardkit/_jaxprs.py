@@ -8,6 +8,7 @@ results; the caller's `step` decides what an equation does to it, with `called`,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -219,7 +220,7 @@ def source_line(equation: Any, around: str = "") -> str:
     `around` it.
     """
     frames = _compat.user_frames(equation)
-    above = [f for f in frames if not _KERNELS & {Path(f[0]), *Path(f[0]).parents}]
+    above = [f for f in frames if not _is_kernel(f[0])]
     if not above:
         return around or (_written(frames[0]) if frames else "unknown")
     return user_line(equation) or _written(above[0])
@@ -227,10 +228,25 @@ def source_line(equation: Any, around: str = "") -> str:
 
 def user_line(equation: Any) -> str:
     """The innermost line that led to an equation outside jax and shardkit; "" if there is none."""
-    outside = [f for f in _compat.user_frames(equation) if _HERE not in Path(f[0]).parents]
+    outside = [f for f in _compat.user_frames(equation) if not _is_ours(f[0])]
     return _written(outside[0]) if outside else ""
 
 
 def _written(frame: tuple[str, int, str]) -> str:
     file, line, function = frame
-    return f"{Path(file).name}:{line} ({function})"
+    return f"{_name(file)}:{line} ({function})"
+
+
+@cache  # these are asked of every equation, and a path is slow to take apart
+def _is_kernel(file: str) -> bool:
+    return bool(_KERNELS & {Path(file), *Path(file).parents})
+
+
+@cache
+def _is_ours(file: str) -> bool:
+    return _HERE in Path(file).parents
+
+
+@cache
+def _name(file: str) -> str:
+    return Path(file).name

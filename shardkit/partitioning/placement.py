@@ -62,6 +62,7 @@ class Split(NamedTuple):
             backward pass of its "layer"; at the end of each "microbatch"; or once per "step".
         once: whether a step of several microbatches scatters it once per "step", whatever `scatter` says.
         pad: whether a dim that does not divide is padded.
+        stack: whether dim 0 counts layers that are gathered one by one, so that no other strategy may split it.
         rows: the stored order of dim 0, as in `Layout`.
         note: a remark on it for `describe`.
         secondary: axes over which a part, gathered over the others in the forward pass of its layer, is kept for the
@@ -76,6 +77,7 @@ class Split(NamedTuple):
     scatter: Scatter = "never"
     once: bool = False
     pad: bool = False
+    stack: bool = False
     rows: Rows = ()
     note: str = ""
     secondary: tuple[str, ...] = ()
@@ -227,7 +229,8 @@ def _waits(s: Split, in_layer: Collection[int]) -> bool:
 class Leaf(NamedTuple):
     """What a placement rule gets: a leaf's path, its shape after the strategies before, dtype, devices of the axes.
 
-    `split` are the dims that other strategies split already; these must not be padded.
+    `split` are the dims that other strategies split already; these must not be padded. `stack` says that dim 0 counts
+    layers that another one gathers one by one; it must not be split.
     """
 
     path: str
@@ -235,6 +238,7 @@ class Leaf(NamedTuple):
     dtype: Any
     ways: int
     split: frozenset[int] = frozenset()
+    stack: bool = False
 
 
 class Strategy(NamedTuple):

@@ -89,12 +89,12 @@ class Plan(NamedTuple):
 
     def placed(self, path: str, x: Any, mesh: Mesh) -> Iterator[tuple[Strategy, Split | str]]:
         """Where each strategy that splits leaves splits this one, or why it does not."""
-        left, taken = tuple(jnp.shape(x)), frozenset[int]()
+        left, taken, stack = tuple(jnp.shape(x)), frozenset[int](), False
         for s in self.strategies:
             if s.place is None:
                 continue
             ways = math.prod(mesh.shape[axis] for axis in s.axes)
-            split = s.place(Leaf(path, left, jnp.result_type(x), ways, taken)) or "left whole"
+            split = s.place(Leaf(path, left, jnp.result_type(x), ways, taken, stack)) or "left whole"
             if not isinstance(split, str):
                 dim = dim_of(f"{s.name}: leaf {path}", split.dim, len(left))
                 axes = (*split.secondary, *(axis for axis in s.axes if axis not in split.secondary))
@@ -107,7 +107,7 @@ class Plan(NamedTuple):
                 spec = PartitionSpec(*([None] * split.dim), axes)
                 left = in_rows(left, split.rows)
                 left = local_shape(padded_shape(left, spec, mesh) if split.pad else left, spec, mesh)
-                taken |= {split.dim}
+                taken, stack = taken | {split.dim}, stack or split.stack
 
     def describe(self, params: Any, mesh: Mesh | None = None) -> str:
         """A line for each leaf: its layouts, bytes per device, and why; `sk.describe(plan, params)` calls this."""

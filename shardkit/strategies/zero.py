@@ -240,7 +240,8 @@ def _zero(
         if isinstance(at, str):
             return at
         times = layer if in_subtrees(leaf.path, layerwise) else whole
-        return Split(at, *times, once, uneven == "pad", secondary=secondary)
+        stack = dim0_counts_layers(leaf.path, layerwise)
+        return Split(at, *times, once, uneven == "pad", stack, secondary=secondary)
 
     names = (*layerwise, *leaves_split_over(rules, axis))
     others = tuple(axis for axis in axes if axis not in secondary)
@@ -257,7 +258,7 @@ def _chooser(
 
     def choose(leaf: Leaf) -> int | str:
         size = math.prod(leaf.shape)
-        first = 1 if dim0_counts_layers(leaf.path, layerwise) else 0  # scan removes dim 0
+        first = 1 if leaf.stack or dim0_counts_layers(leaf.path, layerwise) else 0  # scan removes dim 0
         if leaf.ways == 1:
             return "the axis has one device"
         if not leaf.shape:

@@ -77,6 +77,14 @@ def test_a_stacks_layers_are_never_split_layer_by_layer():
     assert layouts(PLANS["zero2"](), d=4)["bias"] == Specs(P(), P(), P("d"), grad=P("d"), entry=True)
 
 
+def test_what_another_strategy_gathers_layer_by_layer_keeps_its_layers_whole():
+    """It split the layers of a stack, of which `scan_layers` takes one at a time."""
+    both = sk.chain(sk.fsdp("d", min_size=1, layerwise=("layers",)), sk.zero2("z", min_size=1, uneven="pad"))
+    tree = {"layers": jax.ShapeDtypeStruct((4, 4, 2, 2), jnp.float32)}
+    found = specs(both.layouts(tree, sk.abstract_mesh(d=2, z=2)))["layers"]
+    assert found.update == P(None, ("d", "z"))
+
+
 def test_the_dim_can_be_chosen():
     choose = {"head": 0, "layers.up": 1}
     found = layouts(sk.fsdp("d", min_size=1, rules=lambda path, shape: choose.get(path)), d=4)

@@ -96,6 +96,7 @@ def test_the_bits_are_the_same_on_every_mesh_and_under_every_plan():
 
 
 # A device with 6 groups has two runs that are subtrees, one with 4 or 2 has one. The batch's axes come in any order.
+@pytest.mark.deep
 def test_any_number_of_groups_and_several_axes():
     compare(["dp2", "dp3", "hsdp6"], groups=12, steps=2)
     compare(["fsdp and zero1", "hsdp, the other order"], steps=2)

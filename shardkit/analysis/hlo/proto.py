@@ -11,7 +11,7 @@ import math
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from shardkit.analysis.hlo.groups import Groups, groups_in
@@ -191,6 +191,7 @@ def _frames(index: Message) -> dict[int, str]:
     return out
 
 
+@lru_cache(4096)  # a program has few shapes
 def _shape(data: bytes) -> Shape:
     f = message(data)
     return Shape(integer(f, 2), integers(f, 3), tuple(map(_shape, f.get(4, ()))))

@@ -12,15 +12,20 @@ Message = dict[int, list[Any]]
 def message(data: bytes) -> Message:
     """The fields of a message: whole numbers as int, everything with a length as bytes."""
     out: Message = {}
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
+    at, end = 0, len(data)
+    while at < end:
+        key = data[at]  # numbers below 128, as most are, are one byte
+        key, at = _varint(data, at) if key > 127 else (key, at + 1)
         kind = key & 7
         value: Any
-        if kind == 0:
-            value, at = _varint(data, at)
+        if kind in (0, 2):
+            value = data[at]
+            value, at = _varint(data, at) if value > 127 else (value, at + 1)
+            if kind == 2:
+                at += value
+                value = data[at - value : at]
         else:
-            length, at = _varint(data, at) if kind == 2 else ({1: 8, 5: 4}[kind], at)
+            length = {1: 8, 5: 4}[kind]
             value, at = data[at : at + length], at + length
         out.setdefault(key >> 3, []).append(value)
     return out

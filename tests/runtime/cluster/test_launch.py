@@ -424,6 +424,7 @@ def test_a_port_that_no_other_job_is_given():
             pass
 
 
+@pytest.mark.deep
 def test_ignored_signals_stay_ignored():
     """As under nohup."""
     command = program("print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN); time.sleep(0.5)")

@@ -66,7 +66,7 @@ FAULTS = {
     "early": r"shardkit guard: process {r} failed in startup, before its first step: ValueError: nothing to train on\.",
 }
 # The tests below plant a kill, an exception, late data and a long save.
-SHALLOW = {("stop", 1), ("straggle", 1), ("hook", 1), ("iterator", 0)}
+SHALLOW = {("straggle", 1), ("hook", 1), ("iterator", 0)}
 ROWS = [
     pytest.param(fault, rank, marks=() if (fault, rank) in SHALLOW else pytest.mark.deep)
     for fault in FAULTS
