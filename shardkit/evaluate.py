@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._context import CONTEXT
 from shardkit._typed import typed
 from shardkit.arguments import check_function
 from shardkit.carried import Carried
+from shardkit.partitioning.axis_types import auto_mesh, with_auto_axes
 from shardkit.partitioning.batch import batch_specs
 from shardkit.partitioning.gradient import LossFn, global_means, takes_carried
 from shardkit.partitioning.local_step import local_means
@@ -65,8 +66,8 @@ def make_eval_step(
     plan.check(mesh)
     policy = precision_of(precision)
     batch_spec, reads = plan.batch_spec(mesh), takes_carried(loss_fn)
+    given, mesh = mesh, auto_mesh(mesh)
 
-    @jax.jit
     def evaluate(params: Any, batch: Any, carried: Any = None) -> dict[str, Any]:
         layouts = plan.layouts(params, mesh)
         check_held("evaluate: the parameters", params, map_layouts(Layout.at_rest, layouts), mesh)
@@ -85,4 +86,4 @@ def make_eval_step(
         on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=_REPLICATED)
         return on_mesh(params, own.tree, batch)
 
-    return evaluate
+    return jax.jit(with_auto_axes(evaluate, given, lambda *args: NamedSharding(given, _REPLICATED)))

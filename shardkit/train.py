@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._check import at_least
 from shardkit._context import CONTEXT
@@ -16,6 +16,7 @@ from shardkit._kinds import Optimizer
 from shardkit._typed import typed
 from shardkit.arguments import check_function
 from shardkit.carried import Carried, check_carried, reads_carried, with_carried
+from shardkit.partitioning.axis_types import auto_mesh, typed_init, types_of, with_auto_axes
 from shardkit.partitioning.batch import batch_specs
 from shardkit.partitioning.gradient import GradFn, divisor_of, global_means
 from shardkit.partitioning.groups import check_groups, groups_per_device, leave_groups
@@ -142,6 +143,7 @@ def make_train_step(
     at_least("make_train_step", 1, accumulate=accumulate)
     plan = arranged(plan, grad_fn, deterministic or accumulate)
     plan.check(mesh)
+    given, mesh = mesh, auto_mesh(mesh)
     policy = precision_of(precision)
     if accumulate > 1 and isinstance(grad_fn, PipelineGradFn):
         warnings.warn(
@@ -202,9 +204,11 @@ def make_train_step(
         new = TrainState(state.step + 1, params, opt_state, None, loss_scale, residuals, kept)
         return new, returned(metrics, policy.output)
 
-    compiled = jax.jit(traced_step, donate_argnums=0)
+    out = lambda state, key, batch: (types_of(state, given), NamedSharding(given, _REPLICATED))  # noqa: E731
+    compiled = jax.jit(with_auto_axes(traced_step, given, out), donate_argnums=0)
     step = _keyed(compiled, stop=nonfinite == "stop", dynamic=policy.loss_scale == "dynamic")
-    return TrainStep(with_carried(make_init(optimizer, mesh, plan, policy), reads, carry, mesh, plan), step)
+    init = with_carried(make_init(optimizer, mesh, plan, policy), reads, carry, mesh, plan)
+    return TrainStep(typed_init(init, given), step)
 
 
 def _keyed(

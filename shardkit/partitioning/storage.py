@@ -28,6 +28,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardkit.collectives import unpad_from_axis
 from shardkit.layout import path_name, spec_axes
+from shardkit.partitioning.axis_types import on_auto_axes
 
 Sizes = tuple[tuple[int, int], ...]
 Rows = tuple[int, ...]
@@ -128,13 +129,18 @@ def natural(tree: Any, *, in_order: bool) -> Any:
     def one(x: Any) -> Any:
         if not is_padded(x):
             return x
-        array = cut_padding(x.array, x.sizes)
-        if not _reorders(x.rows, in_order):
-            return array
-        filled = x.rows.count(-1)
-        return _rows(array, tuple(np.argsort(x.rows, kind="stable")[filled:].tolist()), filled > 0)
+        # Types with layouts refuse a cut that leaves a dim which does not divide: there the dim is whole.
+        return on_auto_axes(partial(_natural, sizes=x.sizes, rows=x.rows, in_order=in_order), x.array, dict(x.sizes))
 
     return jax.tree.map(one, tree, is_leaf=is_padded)
+
+
+def _natural(array: jax.Array, sizes: Sizes, rows: Rows, in_order: bool) -> jax.Array:
+    array = cut_padding(array, sizes)
+    if not _reorders(rows, in_order):
+        return array
+    filled = rows.count(-1)
+    return _rows(array, tuple(np.argsort(rows, kind="stable")[filled:].tolist()), filled > 0)
 
 
 def padded(tree: Any, held: Any, mesh: Mesh, *, in_order: bool = True) -> Any:
