@@ -77,7 +77,7 @@ class Carried:
         self._layouts = mirrored(self.tree, params, each, Held(PartitionSpec()))
         self.held = map_layouts(lambda x: x.at_rest() if _is_layout(x) else x, self._layouts)
         check_held(f"{where}: the carried state", self.tree, self.held, mesh)
-        self.specs = jax.tree.map(lambda held: held.spec, self.held)
+        self.specs = map_layouts(lambda x: x.rest if _is_layout(x) else x.spec, self._layouts)
         self._rows, self._mesh = map_layouts(lambda x: bool(x.rows), layouts), mesh
 
     def enter(self, tree: Any, batch_spec: PartitionSpec, policy: Precision) -> Any:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardkit._check import Axis
 from shardkit._context import CONTEXT
 from shardkit._typed import typed
 from shardkit.arguments import check_function
+from shardkit.automatic import AsLaidOut, manual_axes
 from shardkit.carried import Carried
 from shardkit.partitioning.axis_types import auto_mesh, with_auto_axes
 from shardkit.partitioning.batch import batch_specs
@@ -34,7 +37,12 @@ _EVALUATED = {
 
 @typed
 def make_eval_step(
-    loss_fn: LossFn, *, mesh: Mesh = CONTEXT, plan: Plan, precision: Precision | str | None = None
+    loss_fn: LossFn,
+    *,
+    mesh: Mesh = CONTEXT,
+    plan: Plan,
+    precision: Precision | str | None = None,
+    manual: Axis | None = None,
 ) -> Callable[..., dict[str, Any]]:
     """Builds `evaluate(params, batch, carried=None) -> metrics`: the loss of the whole batch, without dropout.
 
@@ -43,6 +51,7 @@ def make_eval_step(
         mesh: the mesh; by default that of `jax.set_mesh`.
         plan: the plan of the parameters' layouts.
         precision: as for `make_train_step`.
+        manual: as for `make_train_step`.
 
     Returns:
         A jitted function; its metrics are "loss", "weight" and the auxiliary means, float32. `carried` is that of the
@@ -66,9 +75,10 @@ def make_eval_step(
     plan.check(mesh)
     policy = precision_of(precision)
     batch_spec, reads = plan.batch_spec(mesh), takes_carried(loss_fn)
+    axes = manual_axes("make_eval_step", manual, plan, mesh)
     given, mesh = mesh, auto_mesh(mesh)
 
-    def evaluate(params: Any, batch: Any, carried: Any = None) -> dict[str, Any]:
+    def evaluate(plan: Plan, params: Any, batch: Any, carried: Any = None) -> dict[str, Any]:
         layouts = plan.layouts(params, mesh)
         check_held("evaluate: the parameters", params, map_layouts(Layout.at_rest, layouts), mesh)
         rest = map_layouts(lambda layout: layout.rest, layouts)
@@ -83,7 +93,11 @@ def make_eval_step(
             return returned(metrics_of(global_means(means, plan.batch_axes)), policy.output)
 
         in_specs = rest, own.specs, batch_specs(batch, batch_spec, mesh, 1)
-        on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=_REPLICATED)
+        on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=_REPLICATED, axis_names=set(axes))
         return on_mesh(params, own.tree, batch)
 
-    return jax.jit(with_auto_axes(evaluate, given, lambda *args: NamedSharding(given, _REPLICATED)))
+    def compiled(plan: Plan, laid_out: Any = None) -> Any:
+        out = None if given is mesh else NamedSharding(given, _REPLICATED)
+        return jax.jit(with_auto_axes(partial(evaluate, plan), given), out_shardings=out)
+
+    return compiled(plan) if set(axes) == set(mesh.axis_names) else AsLaidOut(compiled, plan, axes)

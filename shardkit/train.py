@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit._check import at_least
+from shardkit._check import Axis, at_least
 from shardkit._context import CONTEXT
 from shardkit._kinds import Optimizer
 from shardkit._typed import typed
 from shardkit.arguments import check_function
+from shardkit.automatic import AsLaidOut, init_as_laid_out, manual_axes
 from shardkit.carried import Carried, check_carried, reads_carried, with_carried
-from shardkit.partitioning.axis_types import auto_mesh, typed_init, types_of, with_auto_axes
+from shardkit.partitioning.axis_types import auto_mesh, typed_init, with_auto_axes
 from shardkit.partitioning.batch import batch_specs
 from shardkit.partitioning.gradient import GradFn, divisor_of, global_means
 from shardkit.partitioning.groups import check_groups, groups_per_device, leave_groups
@@ -31,7 +33,7 @@ from shardkit.partitioning.storage import check_held
 from shardkit.pipeline.stages import arranged
 from shardkit.precision import Precision, precision_of
 from shardkit.rng import step_key
-from shardkit.state import TrainState, make_init, updated
+from shardkit.state import TrainState, make_init, shardings, updated
 
 _REPLICATED = PartitionSpec()
 
@@ -78,6 +80,7 @@ def make_train_step(
     nonfinite: Literal["keep", "skip", "stop"] = "keep",
     carry: Callable[..., Any] | None = None,
     deterministic: int | None = None,
+    manual: Axis | None = None,
 ) -> TrainStep:
     """Builds a training step in which every collective of loss and gradient is explicit.
 
@@ -104,6 +107,9 @@ def make_train_step(
             dp, zero1 and whole fsdp. The batch is cut into G parts, which are computed one by one as microbatches are,
             and summed in a fixed order. It holds for one kind of device, version of jax and dtype, for a loss that does
             not depend on the mesh, and for optimizers that do not sum over the elements of split leaves.
+        manual: the axes of the mesh that are Manual in the step, among them all of the plan; None: all. Any other is
+            left to XLA's partitioner, as in `jit`: parameters stay laid out over it as the arrays that `init` gets, and
+            the loss may use `jax.lax.with_sharding_constraint` over it.
 
     Returns:
         TrainStep(init, step). `step` calls one compiled program; `step.lower(state, batch)` and `step.trace` show it.
@@ -113,6 +119,7 @@ def make_train_step(
             at trace time a batch that does not divide by the batch axes times `accumulate`, a weight computed only
             from scalars of the batch, carried state that is missing or that nothing uses, or a `carry` that changes its
             tree, shapes or dtypes.
+        ValueError: with `manual`, an axis that the mesh does not have, or an axis of the plan that is not among them.
         ValueError: with `deterministic`, what depends on the mesh: other strategies and algorithms, a loss that
             communicates, an optimizer that sums over split leaves; groups that do not divide the batch.
         ValueError: from `step`, for a state that an earlier step has donated, or that another plan stores with other
@@ -145,6 +152,7 @@ def make_train_step(
     plan.check(mesh)
     given, mesh = mesh, auto_mesh(mesh)
     policy = precision_of(precision)
+    axes = manual_axes("make_train_step", manual, plan, mesh)
     if accumulate > 1 and isinstance(grad_fn, PipelineGradFn):
         warnings.warn(
             f"make_train_step: accumulate={accumulate} fills and drains the pipeline {accumulate} times per step. Give "
@@ -156,8 +164,9 @@ def make_train_step(
     reads = reads_carried(grad_fn)
     guarded = nonfinite != "keep" or policy.loss_scale is not None
     check_groups(deterministic, accumulate, plan, mesh, policy.reduce)
+    shard_map = partial(jax.shard_map, mesh=mesh, axis_names=set(axes))
 
-    def traced_step(state: TrainState, key: jax.Array, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+    def traced_step(plan: Plan, state: TrainState, key: jax.Array, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         layouts = plan.layouts(state.params, mesh)
         check_held("step: the parameters", state.params, map_layouts(Layout.at_rest, layouts), mesh)
         rest = map_layouts(lambda layout: layout.rest, layouts)
@@ -191,23 +200,31 @@ def make_train_step(
             return metrics, grads, left
 
         in_specs = (rest, carried.specs, owed, specs, _REPLICATED, _REPLICATED)
-        on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=(_REPLICATED, update, owed))
+        on_mesh = shard_map(on_device, in_specs=in_specs, out_specs=(_REPLICATED, update, owed))
         args = (state.params, carried.tree, state.residuals, batch, step_key(key, state.step), scale)
         metrics, grads, residuals = on_mesh(*args)
         run = optimizer, policy, mesh, layouts
         params, opt_state, loss_scale = updated(*run, state, grads, metrics, alone=bool(deterministic))
         if rest != update:
-            params = jax.shard_map(lambda p: to_rest(p, layouts), mesh=mesh, in_specs=(update,), out_specs=rest)(params)
+            params = shard_map(lambda p: to_rest(p, layouts), in_specs=(update,), out_specs=rest)(params)
+            if plan.automatic:
+                held = map_layouts(Layout.at_rest, layouts)
+                params = jax.lax.with_sharding_constraint(params, shardings(mesh, held))
         if state.loss_scale:
             metrics["loss_scale"] = scale
         kept = carried.updated(carry, metrics, params) if carry else state.carried
         new = TrainState(state.step + 1, params, opt_state, None, loss_scale, residuals, kept)
         return new, returned(metrics, policy.output)
 
-    out = lambda state, key, batch: (types_of(state, given), NamedSharding(given, _REPLICATED))  # noqa: E731
-    compiled = jax.jit(with_auto_axes(traced_step, given, out), donate_argnums=0)
-    step = _keyed(compiled, stop=nonfinite == "stop", dynamic=policy.loss_scale == "dynamic")
-    init = with_carried(make_init(optimizer, mesh, plan, policy), reads, carry, mesh, plan)
+    def compiled(plan: Plan, out: Any = None) -> Any:
+        step = with_auto_axes(partial(traced_step, plan), given)
+        return jax.jit(step, donate_argnums=0, out_shardings=out and (out, NamedSharding(given, _REPLICATED)))
+
+    made = lambda plan: with_carried(make_init(optimizer, mesh, plan, policy), reads, carry, mesh, plan)  # noqa: E731
+    init, run = made(plan), compiled(plan)
+    if given is not mesh or set(axes) != set(mesh.axis_names):
+        init, run = init_as_laid_out(made, plan, axes), AsLaidOut(compiled, plan, axes)
+    step = _keyed(run, stop=nonfinite == "stop", dynamic=policy.loss_scale == "dynamic")
     return TrainStep(typed_init(init, given), step)
 
 

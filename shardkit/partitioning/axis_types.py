@@ -2,6 +2,7 @@
 
 Inside shard_map all axes of a plan are Manual, whatever they were. Around it run optimizers, which are not written for
 types with layouts (they slice, reshape and sum), so a step takes its arguments into Auto types and its results out.
+So do axes that are not Manual: jax 0.10 to 0.12 cannot compile a reduce_scatter of what is split over an Explicit axis.
 """
 
 from __future__ import annotations
@@ -39,38 +40,35 @@ def retyped(tree: Any, mesh: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
-def with_auto_axes(fn: Callable[..., Any], mesh: Any, out: Callable[..., Any]) -> Callable[..., Any]:
-    """A function for a mesh with Explicit axes, for use inside jit, from one for `auto_mesh(mesh)`.
+def with_auto_axes(fn: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+    """A function for use inside jit with arrays over a mesh with Explicit axes, from one for `auto_mesh(mesh)`.
 
-    `out(*args)` are the layouts of the results, a prefix of their tree.
+    The `out_shardings` of that jit type its results again.
     """
     auto = auto_mesh(mesh)
     if auto is mesh:
         return fn
+    abstract = auto if isinstance(auto, AbstractMesh) else auto.abstract_mesh
 
     @wraps(fn)
-    def typed(*args: Any) -> Any:
-        with jax.sharding.use_abstract_mesh(_abstract(auto)):
-            result = fn(*jax.tree.map(lambda x: jax.sharding.reshard(x, PartitionSpec(*[None] * x.ndim)), args))
-        layouts = jax.tree.map(lambda layout, part: jax.tree.map(lambda _: layout, part), out(*args), result)
-        return jax.sharding.reshard(result, layouts)
+    def run(*args: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(abstract):
+            return fn(*jax.tree.map(lambda x: jax.sharding.reshard(x, PartitionSpec(*[None] * x.ndim)), args))
 
-    return typed
+    return run
 
 
 def on_auto_axes(fn: Callable[[Any], Any], x: Any, whole: Collection[int]) -> Any:
-    """`fn(x)` of an array that may be over Explicit axes, as if these were Auto; `whole` dims of the result are whole."""
-    mesh = jax.typeof(x).sharding.mesh
-    if mesh.empty or auto_mesh(mesh) is mesh:
+    """`fn(x)` of an array that may be over Explicit axes, as if these were Auto.
+
+    The result is laid out as the array is, but for the dims `whole`.
+    """
+    typed = jax.typeof(x).sharding
+    if typed.mesh.empty or auto_mesh(typed.mesh) is typed.mesh:
         return fn(x)
-    entries = [None if dim in whole else entry for dim, entry in enumerate(jax.typeof(x).sharding.spec)]
-    out = NamedSharding(mesh, canonical(PartitionSpec(*entries)))
-    return jax.jit(with_auto_axes(fn, mesh, lambda _: out))(x)
-
-
-def types_of(tree: Any, mesh: Any) -> Any:
-    """The layouts in the types of a tree's leaves, over a mesh with Explicit axes."""
-    return jax.tree.map(lambda x: NamedSharding(mesh, canonical(jax.typeof(x).sharding.spec)), tree)
+    out = canonical(PartitionSpec(*(None if dim in whole else entry for dim, entry in enumerate(typed.spec))))
+    run = with_auto_axes(fn, typed.mesh)
+    return jax.jit(lambda x: jax.sharding.reshard(run(x), NamedSharding(typed.mesh, out)))(x)
 
 
 def typed_init(init: Any, mesh: Any) -> Any:
@@ -86,7 +84,3 @@ def typed_init(init: Any, mesh: Any) -> Any:
 
     typed.abstract = lambda *args: retyped(init.abstract(*retyped(args, auto)), mesh)  # type: ignore[attr-defined]
     return typed
-
-
-def _abstract(mesh: Any) -> Any:
-    return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh

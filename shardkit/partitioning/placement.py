@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable
-from itertools import compress
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from shardkit._check import named
 from shardkit.collectives.algorithms import PLAIN, Algorithm
-from shardkit.layout import canonical
+from shardkit.layout import canonical, spec_axes
 from shardkit.partitioning.storage import Held, Rows, Sizes
 from shardkit.schedules import Stages
 
@@ -38,7 +38,7 @@ def kept_cuts(cuts: Cuts) -> tuple[Cuts, Cuts]:
     """The cuts that are gathered for a secondary part, with those that cut its parts further; and the others."""
     first = {cut.dim: i for i, cut in reversed(list(enumerate(cuts))) if cut.keep}
     kept = tuple(i >= first.get(cut.dim, len(cuts)) for i, cut in enumerate(cuts))
-    return tuple(compress(cuts, kept)), tuple(cut for cut, found in zip(cuts, kept, strict=True) if not found)
+    return tuple(itertools.compress(cuts, kept)), tuple(cut for cut, found in zip(cuts, kept, strict=True) if not found)
 
 
 class Split(NamedTuple):
@@ -112,6 +112,7 @@ class Layout(NamedTuple):
         rows: the natural index of each stored row of dim 0, -1 for a row of zeros; () for natural order.
         sums: axes over which the strategies that leave the leaf whole sum its gradient, each with its algorithm, where
             that is not the plain one.
+        automatic: how the partitioner splits it over axes that are not Manual; inside shard_map nothing tells.
     """
 
     splits: tuple[Split, ...] = ()
@@ -119,6 +120,7 @@ class Layout(NamedTuple):
     varies: tuple[str, ...] = ()
     rows: Rows = ()
     sums: tuple[tuple[tuple[str, ...], Algorithm], ...] = ()
+    automatic: PartitionSpec = PartitionSpec()
 
     @property
     def rest(self) -> PartitionSpec:
@@ -163,11 +165,11 @@ class Layout(NamedTuple):
 
     def at_rest(self) -> Held:
         """How the state stores the leaf."""
-        return Held(self.rest, self.rows)
+        return Held(_joined(self.rest, self.automatic), self.rows)
 
     def in_update(self) -> Held:
         """How gradients and optimizer state are stored."""
-        return Held(self.update, self.rows)
+        return Held(_joined(self.update, self.automatic), self.rows)
 
     def padding(self, cuts: Cuts) -> Sizes:
         """The dims that are padded among those of some cuts."""
@@ -206,6 +208,12 @@ def _spec(splits: Iterable[Split]) -> PartitionSpec:
     return canonical(PartitionSpec(*(axes.get(dim, ()) for dim in range(max(axes, default=-1) + 1))))
 
 
+def _joined(major: PartitionSpec, minor: PartitionSpec) -> PartitionSpec:
+    """Two splits of a leaf as one."""
+    both = itertools.zip_longest(spec_axes(major), spec_axes(minor), fillvalue=())
+    return canonical(PartitionSpec(*(first + then for first, then in both)))
+
+
 def in_order(splits: Iterable[Split]) -> tuple[Split, ...]:
     """Splits whose times fit together on each dim, of which later splits cut the parts of earlier ones.
 
@@ -230,7 +238,8 @@ class Leaf(NamedTuple):
     """What a placement rule gets: a leaf's path, its shape after the strategies before, dtype, devices of the axes.
 
     `split` are the dims that other strategies split already; these must not be padded. `stack` says that dim 0 counts
-    layers that another one gathers one by one; it must not be split.
+    layers that another one gathers one by one; it must not be split. `automatic` are dims that the partitioner splits,
+    of which a collective over the same dim would make it move data.
     """
 
     path: str
@@ -239,6 +248,7 @@ class Leaf(NamedTuple):
     ways: int
     split: frozenset[int] = frozenset()
     stack: bool = False
+    automatic: frozenset[int] = frozenset()
 
 
 class Strategy(NamedTuple):

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from shardkit._check import Axis, at_least, axis_names, dim_of, quoted, sized
 from shardkit._typed import typed
 from shardkit.collectives.algorithms import PLAIN, Algorithm
-from shardkit.layout import canonical, local_shape, path_name
+from shardkit.layout import canonical, local_shape, path_name, spec_axes
 from shardkit.partitioning.describe import Planned, mesh_of, plan_table
 from shardkit.partitioning.dim_rules import in_subtrees
 from shardkit.partitioning.placement import Layout, Leaf, Split, Strategy, check_feedback, in_order
@@ -27,9 +27,15 @@ from shardkit.partitioning.storage import in_rows, is_padded, padded_shape, padd
 
 
 class Plan(NamedTuple):
-    """Strategies in the order of their rank: `dp` and the like make a plan of one, `chain` joins plans."""
+    """Strategies in the order of their rank: `dp` and the like make a plan of one, `chain` joins plans.
+
+    Attributes:
+        strategies: how the axes are used.
+        automatic: by path, how the partitioner splits leaves over axes that the plan does not use.
+    """
 
     strategies: tuple[Strategy, ...]
+    automatic: tuple[tuple[str, PartitionSpec], ...] = ()
 
     def __str__(self) -> str:
         return " + ".join(s.name for s in self.strategies)
@@ -46,7 +52,7 @@ class Plan(NamedTuple):
 
     def accumulated(self) -> Plan:
         """This plan in a step of several microbatches."""
-        return Plan(tuple(s._replace(accumulated=True) for s in self.strategies))
+        return self._replace(strategies=tuple(s._replace(accumulated=True) for s in self.strategies))
 
     def batch_spec(self, mesh: Mesh) -> PartitionSpec:
         """How the batch is split: for each dim its axes, in the mesh's order; a tuple of axes keeps its own.
@@ -90,11 +96,12 @@ class Plan(NamedTuple):
     def placed(self, path: str, x: Any, mesh: Mesh) -> Iterator[tuple[Strategy, Split | str]]:
         """Where each strategy that splits leaves splits this one, or why it does not."""
         left, taken, stack = tuple(jnp.shape(x)), frozenset[int](), False
+        automatic = frozenset(dim for dim, axes in enumerate(spec_axes(self._automatic(path))) if axes)
         for s in self.strategies:
             if s.place is None:
                 continue
             ways = math.prod(mesh.shape[axis] for axis in s.axes)
-            split = s.place(Leaf(path, left, jnp.result_type(x), ways, taken, stack)) or "left whole"
+            split = s.place(Leaf(path, left, jnp.result_type(x), ways, taken, stack, automatic)) or "left whole"
             if not isinstance(split, str):
                 dim = dim_of(f"{s.name}: leaf {path}", split.dim, len(left))
                 axes = (*split.secondary, *(axis for axis in s.axes if axis not in split.secondary))
@@ -127,9 +134,14 @@ class Plan(NamedTuple):
             varies=tuple(axis for s in whole if s.varies for axis in s.axes if mesh.shape[axis] > 1),
             rows=next((split.rows for split in splits if split.rows), ()),
             sums=tuple((s.axes, s.reduce) for s in whole if s.reduce is not PLAIN and s.reduce.all_reduce),
+            automatic=self._automatic(path),
         )
         check_feedback(path, layout)
-        return layout._replace(padded=padding(in_rows(tuple(jnp.shape(x)), layout.rows), layout.update, mesh))
+        stored = in_rows(tuple(jnp.shape(x)), layout.rows)
+        return layout._replace(padded=padding(stored, layout.in_update().spec, mesh))
+
+    def _automatic(self, path: str) -> PartitionSpec:
+        return dict(self.automatic).get(path, PartitionSpec())
 
     def check(self, mesh: Mesh) -> None:
         """Refuses a plan that uses an axis which the mesh does not have."""

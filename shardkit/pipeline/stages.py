@@ -71,4 +71,4 @@ def arranged(plan: Plan, function: Any, accumulate: int = 1) -> Plan:
             f"pp: the plan of a pipeline must have the stages of its schedule, {ours}; got those of another, {theirs}. "
             f"Pass the plan of the same pipeline, or chain({mine.name}, ...)."
         )
-    return Plan(tuple(mine if s is found else s for s in plan.strategies))
+    return plan._replace(strategies=tuple(mine if s is found else s for s in plan.strategies))

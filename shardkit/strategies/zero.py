@@ -265,17 +265,19 @@ def _chooser(
             return "a scalar, which has no dim"
         if size < min_size:
             return f"{size:,} elements, fewer than min_size={min_size:,}"
-        pads = [] if uneven != "pad" else [d for d, rows in enumerate(leaf.shape) if rows and d not in leaf.split]
+        fixed = leaf.split | leaf.automatic
+        pads = [] if uneven != "pad" else [d for d, rows in enumerate(leaf.shape) if rows and d not in fixed]
         fits = [
             d for d, rows in enumerate(leaf.shape) if d >= first and (d in pads or (rows and rows % leaf.ways == 0))
         ]
 
-        def price(d: int) -> tuple[float, bool, bool, int]:
+        def price(d: int) -> tuple[bool, float, bool, bool, int]:
             """What splitting a dim costs: the factor by which padding lengthens it, then what collectives need."""
             # The TPU compiler runs a reduce_scatter over a dim in the middle as an all_reduce, of twice the bytes. Over
             # the last dim of a stack, parts are less contiguous: on CPU a reduce_scatter takes 1.4 times as long.
             middle, last = first < d < len(leaf.shape) - 2, 2 <= d == len(leaf.shape) - 1
-            return -(-leaf.shape[d] // leaf.ways) * leaf.ways / leaf.shape[d], middle, last, -leaf.shape[d]
+            factor = -(-leaf.shape[d] // leaf.ways) * leaf.ways / leaf.shape[d]
+            return d in leaf.automatic, factor, middle, last, -leaf.shape[d]
 
         at = dim(leaf.path, leaf.shape) if dim else min(fits, key=price, default=None)
         if at in fits:
