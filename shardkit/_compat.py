@@ -6,7 +6,7 @@ Private names of jax are looked up by `private` alone, here, in `_platform.py` (
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -17,6 +17,7 @@ import jax
 from jax import lax
 from jax.extend.core import Literal
 from jax.interpreters import partial_eval
+from jax.sharding import NamedSharding, PartitionSpec
 
 # jax's primitives that communicate, under the names that shardkit gives the operations.
 COLLECTIVES = {
@@ -61,6 +62,20 @@ def varying_axes(x: Any) -> frozenset[str]:
     if manual is not None:
         return frozenset(manual.varying)
     return frozenset(getattr(aval, "vma", None) or ())
+
+
+def eval_shape(fn: Callable[..., Any], *args: Any) -> Any:
+    """`jax.eval_shape`, whose results can be traced again also where some axes are Manual and others are not."""
+    return on_this_mesh(jax.eval_shape(fn, *args))
+
+
+def on_this_mesh(shapes: Any) -> Any:
+    """ShapeDtypeStructs that know the mesh; jax leaves it out where some axes are Auto, and then refuses them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.manual_axes or mesh.are_all_axes_manual:
+        return shapes
+    layout = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda x: x.update(sharding=layout) if x.sharding is None else x, shapes)
 
 
 def tracked_axes() -> frozenset[str]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardkit._check import quoted
+from shardkit._compat import eval_shape
 from shardkit.collectives._sums import typed_zeros
 from shardkit.layout import path_name, spec_axes
 from shardkit.partitioning.batch import device_keys, split_microbatches, take_microbatch
@@ -73,7 +74,7 @@ def local_gradients(
         if groups:
             return batch, *sums_of_groups(one, arrays, scale > 0, split_over(batch_spec))
         zeros = lambda x: typed_zeros(x, dtype=jnp.float32)  # noqa: E731
-        sums = jax.tree.map(zeros, jax.eval_shape(call, *take_microbatch(split, 0)))
+        sums = jax.tree.map(zeros, eval_shape(call, *take_microbatch(split, 0)))
 
         def add(sums: Any, arrays: list[jax.Array]) -> tuple[Any, None]:
             return jax.tree.map(lambda sum_, x: sum_ + x.astype(sum_.dtype), sums, one(arrays)), None

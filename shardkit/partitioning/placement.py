@@ -29,6 +29,7 @@ class Cut(NamedTuple):
     gather_by: Algorithm = PLAIN
     reduce_by: Algorithm = PLAIN
     keep: bool = False  # what is gathered in a layer's forward pass is kept for its backward pass
+    automatic: tuple[tuple[int, tuple[str, ...]], ...] = ()  # the dims that the partitioner splits, with their axes
 
 
 Cuts = tuple[Cut, ...]
@@ -155,7 +156,9 @@ class Layout(NamedTuple):
     def cuts(self, *, gather: Collection[str] = _GATHERS, scatter: Collection[str] = _SCATTERS) -> Cuts:
         """What its splits of these times cut, in their order; splits of a dim by the same algorithms are one cut."""
         found: list[Cut] = []
+        automatic = tuple((dim, axes) for dim, axes in enumerate(spec_axes(self.automatic)) if axes)
         for cut in [c for s in self.splits if s.gather in gather and s.scatter in scatter for c in s.cuts]:
+            cut = cut._replace(automatic=automatic)
             same = [i for i, each in enumerate(found) if each.dim == cut.dim][-1:]
             if same and found[same[0]]._replace(axes=cut.axes) == cut:
                 found[same[0]] = cut._replace(axes=found[same[0]].axes + cut.axes)

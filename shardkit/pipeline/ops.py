@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardkit._compat import eval_shape
 from shardkit.collectives._sums import typed_zeros
 from shardkit.pipeline.pieces import Given, Piece, Pieces
 from shardkit.pipeline.split_backward import TwoHalves
@@ -99,9 +100,7 @@ class Ops(NamedTuple):
             here = self._embedded(self._first(at, "forward"), given, x)
             return p.forward(given, here) if self.saves else (p.stage(given, here), [])
 
-        y, residuals = self.exclusion.run(
-            at["forward_on"] > 0, run, lambda: jax.tree.map(typed_zeros, jax.eval_shape(run))
-        )
+        y, residuals = self.exclusion.run(at["forward_on"] > 0, run, lambda: jax.tree.map(typed_zeros, eval_shape(run)))
         if self.saves:
             state = state._replace(saved=write(state.saved, at["forward_saved"], [*residuals, *y]))
         if not self.train:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardkit._check import Axis
-from shardkit._compat import varying_axes
+from shardkit._compat import eval_shape, varying_axes
 from shardkit.collectives import vary
 from shardkit.partitioning.gradient import Mean, kind, loss_and_aux, means_by_path
 from shardkit.partitioning.handles import call_sealed, is_handle, parts, with_parts
@@ -89,14 +89,14 @@ class Pieces:
 
     def __init__(self, model: Model, shared: Any, given: Given, axes: Axis | tuple[()], least: int):
         self._model, self._shared, self._given, self._axes, self._least = model, shared, given, axes, least
-        tree = jax.eval_shape(lambda s, g: vary(call_sealed(model.embed, s, g.batch, g.keys), axes), shared, given)
+        tree = eval_shape(lambda s, g: vary(call_sealed(model.embed, s, g.batch, g.keys), axes), shared, given)
         known = None
         while known != (
             known := jax.tree.map(varying_axes, tree)
         ):  # until input and output of a stage have the same type
-            out = jax.eval_shape(self._through, given, tree)
+            out = eval_shape(self._through, given, tree)
             self._check(tree, out)
-            tree = jax.eval_shape(lambda x, y: jax.tree.map(_alike, x, y), tree, out)
+            tree = eval_shape(lambda x, y: jax.tree.map(_alike, x, y), tree, out)
         self.x, self._structure = jax.tree.flatten(tree)
         self.moving = Mask([learnable(x) for x in self.x])
         self.embed = Piece(self._embedded, shared, given)

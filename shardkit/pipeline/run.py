@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardkit._check import bound, named, quoted
+from shardkit._compat import eval_shape
 from shardkit.collectives import axis_index, axis_size, vary
 from shardkit.layers.matmul import live_axes
 from shardkit.partitioning.batch import split_microbatches, take_microbatch
@@ -69,7 +70,7 @@ def run(
         )
 
     zero = vary(jnp.int32(0), live)
-    pieces = Pieces(model, shared, jax.eval_shape(given, zero, zero, zero), live, min(each))
+    pieces = Pieces(model, shared, eval_shape(given, zero, zero, zero), live, min(each))
     if mode == "branch":
         traced = [pieces.embed, *([pieces.forward, pieces.backward] if train else [pieces.stage])]
         traced += [pieces.embed_backward, pieces.head_backward] if train else [pieces.head]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from shardkit._check import named
+from shardkit._compat import eval_shape
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives.axes import vary_like
@@ -143,7 +144,7 @@ def scan_layers(
     (layers,) = counts
     first = jax.tree.map(lambda leaf: leaf[0], stacked)
     try:
-        after = jax.eval_shape(lambda w, x: layer_fn(opened(w), x), first, x)
+        after = eval_shape(lambda w, x: layer_fn(opened(w), x), first, x)
     except Exception as error:
         if not _layers_in_a_list(stacked):
             raise

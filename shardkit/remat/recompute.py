@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from shardkit._check import quoted
+from shardkit._compat import eval_shape, on_this_mesh
 from shardkit._jaxprs import not_reached
 from shardkit.collectives._sums import DOT, wide_zeros
 
@@ -95,7 +96,8 @@ class Traced:
     """
 
     def __init__(self, fn: Callable[..., Any], *examples: Any):
-        closed, self.out = jax.make_jaxpr(fn, return_shape=True)(*examples)
+        closed, out = jax.make_jaxpr(fn, return_shape=True)(*examples)
+        self.out = on_this_mesh(out)
         self.jaxpr, self.constants = closed.jaxpr, closed.consts
 
     def __call__(self, *args: Any, constants: Sequence[Any] | None = None) -> Any:
@@ -172,7 +174,7 @@ def halves(layer: Traced, policy: Any, microbatches: int, examples: Sequence[Lea
             grads, dx = one(*each)
             return [total + g.astype(total.dtype) for total, g in zip(sums, grads, strict=True)], dx
 
-        shapes, _ = jax.eval_shape(one, *jax.tree.map(lambda leaf: leaf[0], (residuals, dy)))
+        shapes, _ = eval_shape(one, *jax.tree.map(lambda leaf: leaf[0], (residuals, dy)))
         return jax.lax.scan(add, [wide_zeros(g) for g in shapes], (residuals, dy))
 
     return Halves(forward, backward)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardkit._compat import varying_axes
+from shardkit._compat import eval_shape, varying_axes
 from shardkit.collectives._sums import typed_zeros, wide_zeros
 from shardkit.partitioning.handles import is_handle, near, opened, part_gradient, parts
 from shardkit.remat.recompute import Halves, Leaves, Traced, halves, learnable
@@ -79,8 +79,8 @@ class _Sweep(NamedTuple):
 def _with_derivative(
     layer_fn: Callable[[Any, Any], Any], sweep: _Sweep, weights: Any, x: Any, policy: Any, microbatches: int
 ) -> Any:
-    whole = jax.eval_shape(sweep.gather, weights)
-    one = jax.eval_shape(lambda x: _at(x, 0) if microbatches > 1 else x, x)
+    whole = eval_shape(sweep.gather, weights)
+    one = eval_shape(lambda x: _at(x, 0) if microbatches > 1 else x, x)
     layer = Traced(layer_fn, whole, one)
     examples = (jax.tree.leaves(whole), layer.constants, jax.tree.leaves(one))
     leaves, tree = jax.tree.flatten((weights, layer.constants, jax.tree.leaves(x)))

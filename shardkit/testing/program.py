@@ -153,7 +153,8 @@ class Program:
         row = row._replace(optimizer=recording(row.optimizer or optimizer), grad_fn=row.grad_fn or _grad_fn(step))
         if mesh is None:
             sizes: dict[str, Any] = dict(row.mesh)
-            mesh = make_mesh(row.devices or jax.devices()[: math.prod(row.mesh.values())], **sizes)
+            devices = row.devices or jax.devices()[: math.prod(row.mesh.values())]
+            mesh = make_mesh(devices, axis_types=row.axis_types, **sizes)
         if row.grad_fn is None:
             build: Any = step
             built = build(row)
@@ -161,7 +162,7 @@ class Program:
         else:
             grad_fn = _scaled(row.grad_fn)
             row = row._replace(grad_fn=grad_fn)
-            names = ("accumulate", "precision", "nonfinite", "deterministic")
+            names = ("accumulate", "precision", "nonfinite", "deterministic", "manual")
             options: dict[str, Any] = {name: getattr(row, name) for name in names}
             built = make_train_step(grad_fn, row.optimizer, mesh=mesh, plan=row.plan, **options)
             plan = arranged(row.plan, grad_fn, row.deterministic or row.accumulate)

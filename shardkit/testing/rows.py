@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jax.sharding import AxisType
+
 from shardkit._check import sized
 from shardkit._typed import typed
 from shardkit.partitioning.gradient import GradFn
@@ -31,6 +33,8 @@ class Row(NamedTuple):
         label: the row's name; by default its mesh and plan.
         devices: the devices in row-major order of the axes; by default the first of `jax.devices()`.
         deterministic: as for `make_train_step`.
+        manual: as for `make_train_step`.
+        axis_types: as for `make_mesh`.
     """
 
     mesh: Mapping[str, int]
@@ -44,6 +48,8 @@ class Row(NamedTuple):
     label: str = ""
     devices: Sequence[Any] | None = None
     deterministic: int | None = None
+    manual: tuple[str, ...] | None = None
+    axis_types: AxisType | Sequence[AxisType] = AxisType.Auto
 
     def __str__(self) -> str:
         options = [f"accumulate={self.accumulate}"] * (self.accumulate > 1)
