@@ -153,6 +153,11 @@ def make_train_step(
     given, mesh = mesh, auto_mesh(mesh)
     policy = precision_of(precision)
     axes = manual_axes("make_train_step", manual, plan, mesh)
+    if deterministic and set(axes) != set(mesh.axis_names):
+        raise ValueError(
+            f"make_train_step: deterministic={deterministic} needs every axis of the mesh to be Manual; got "
+            f"{manual=}. Leave manual out, or deterministic."
+        )
     if accumulate > 1 and isinstance(grad_fn, PipelineGradFn):
         warnings.warn(
             f"make_train_step: accumulate={accumulate} fills and drains the pipeline {accumulate} times per step. Give "

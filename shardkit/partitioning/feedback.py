@@ -22,7 +22,7 @@ from shardkit._compat import varying_axes
 from shardkit.collectives import all_reduce, axis_index, axis_size, pad_to_axis, vary
 from shardkit.collectives.algorithms import Algorithm
 from shardkit.layout import path_name
-from shardkit.partitioning.handles import from_end, to_parts
+from shardkit.partitioning.cuts import from_end, to_parts
 from shardkit.partitioning.placement import Cut, Layout
 from shardkit.partitioning.residuals import first_cut
 from shardkit.partitioning.storage import is_padded, stored_array

@@ -15,16 +15,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import PartitionSpec
 
 from shardkit._check import quoted
-from shardkit._compat import varying_axes
 from shardkit._sealed import seal, unseal
-from shardkit.collectives import axis_index, axis_size, pad_to_axis
 from shardkit.layout import path_name
+from shardkit.partitioning.cuts import to_parts, whole
 from shardkit.partitioning.placement import Cuts, kept_cuts
-from shardkit.partitioning.storage import Sizes, cut_padding
+from shardkit.partitioning.storage import Sizes
 
 _FIELDS = ["gathers", "scatters", "compute", "reduce", "entry", "sizes", "path"]
 
@@ -233,63 +230,6 @@ def _scattered_backward(scatters: Cuts, reduce: Any, like: jax.Array, grad: jax.
 
 
 _scattered.defvjp(_scattered_forward, _scattered_backward)
-
-
-def from_end(cuts: Cuts, ndim: int) -> Cuts:
-    """Cuts with their dims counted from the end."""
-    behind = lambda cut: tuple((dim - ndim, axes) for dim, axes in cut.automatic)  # noqa: E731
-    return tuple(cut._replace(dim=cut.dim - ndim, automatic=behind(cut)) for cut in cuts)
-
-
-def _all_manual(cuts: Cuts, fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """`fn(x)` where the axes of the partitioner are Manual too, except where a dim is split over both kinds.
-
-    XLA's partitioner would gather what is split over its axes before each all_gather and reduce_scatter.
-    """
-    automatic = {dim % x.ndim: axes for cut in cuts for dim, axes in cut.automatic}
-    if not automatic or automatic.keys() & {cut.dim % x.ndim for cut in cuts}:
-        return fn(x)
-    spec = PartitionSpec(*(automatic.get(dim) for dim in range(x.ndim)))
-    axes = {axis for names in automatic.values() for axis in names}
-    return jax.shard_map(fn, in_specs=spec, out_specs=spec, axis_names=axes)(x)
-
-
-def whole(x: jax.Array, cuts: Cuts, sizes: Iterable[tuple[int, int]], *, replicated: bool = False) -> jax.Array:
-    """An array gathered over these cuts, the last first, and cut to its natural sizes."""
-
-    def gather(x: jax.Array) -> jax.Array:
-        for cut in reversed(cuts):
-            assert cut.gather_by.all_gather
-            x = cut.gather_by.all_gather(x, cut.axes, dim=cut.dim % x.ndim, replicated=replicated)
-        return x
-
-    return cut_padding(_all_manual(cuts, gather, x), sizes)
-
-
-def to_parts(grad: jax.Array, cuts: Cuts, dtype: Any) -> jax.Array:
-    """A gradient summed and scattered cut by cut in a dtype, first padded where a dim does not divide.
-
-    Over an axis over which it does not vary, the gradient is complete, and the device takes its part.
-    """
-
-    def scatter(grad: jax.Array) -> jax.Array:
-        for dim in {cut.dim for cut in cuts}:
-            grad = pad_to_axis(grad, tuple(axis for cut in cuts if cut.dim == dim for axis in cut.axes), dim=dim)
-        for cut in cuts:
-            for axes in [cut.axes] if varying_axes(grad) >= set(cut.axes) else [(axis,) for axis in cut.axes]:
-                split = cut.reduce_by.reduce_scatter if varying_axes(grad) >= set(axes) else own_part
-                assert split
-                grad = split(grad, axes, dim=grad.ndim + cut.dim)
-        return grad
-
-    return _all_manual(cuts, scatter, grad.astype(dtype))
-
-
-def own_part(x: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
-    """This device's part of an array that all devices have, padded where the dim does not divide."""
-    x = pad_to_axis(x, axes, dim=dim)
-    size = x.shape[dim] // axis_size(axes)
-    return lax.dynamic_slice_in_dim(x, axis_index(axes) * size, size, dim)
 
 
 def part_gradient(node: Any, grad: jax.Array) -> jax.Array:

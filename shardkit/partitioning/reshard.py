@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec
 from shardkit._compat import varying_axes
 from shardkit.collectives import all_reduce, vary
 from shardkit.layout import all_axes, spec_axes
+from shardkit.partitioning.cuts import from_end, own_part, to_parts, whole
 from shardkit.partitioning.feedback import Reduced, begun, residuals_after, scattered, summed, with_residuals
-from shardkit.partitioning.handles import Handle, cast_floating, from_end, own_part, to_parts, whole
+from shardkit.partitioning.handles import Handle, cast_floating
 from shardkit.partitioning.placement import Layout, map_layouts
 from shardkit.partitioning.storage import as_stored, stored_array
 

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from shardkit.collectives import all_gather, all_to_all, vary
 from shardkit.collectives.permute import permuted
 from shardkit.partitioning.array_views import local_of
-from shardkit.partitioning.handles import own_part
+from shardkit.partitioning.cuts import own_part
 from shardkit.partitioning.redistribute import Redistribution, Step, permutation
 
 

@@ -17,7 +17,7 @@ KINDS = {"Explicit": EXPLICIT, "beside Auto": AUTO, "beside Explicit": EXPLICIT}
 
 
 def rows():
-    """All plans on Explicit axes and, where two devices are left, beside an axis of two; one in eight of each at once."""
+    """All plans on Explicit axes and, where two devices are left, beside an axis of two; a few in the default tier."""
     for row in PLANS:
         for i, kind in enumerate(KINDS):
             few = (zlib.crc32(row.name.encode()) + i) % 8 == 0

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.partitioning import reshard
-from shardkit.partitioning.handles import to_parts
+from shardkit.partitioning.cuts import to_parts
 from shardkit.partitioning.placement import Cut
 
 STACK = {"layers": jnp.asarray(np.random.default_rng(0).normal(size=(3, 8, 4)), jnp.float32)}

@@ -1,0 +1,160 @@
+"""Axes that a step leaves to XLA's partitioner: explicit ZeRO and pipelines around automatic tensor parallelism."""
+
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from shardkit import schedules
+from shardkit.analysis.hlo.differences import read_compiled
+from support.training import lenient
+
+LAYERS, DIM, HIDDEN = 4, 8, 16
+KEY = jax.random.key(0)
+# What a tensor-parallel model for jit has: the columns of one matrix, the rows of the other.
+SPECS = {"embed": P(), "layers": {"up": P(None, None, "model"), "down": P(None, "model")}, "bias": P("model")}
+EACH = {"min_size": 1, "layerwise": ("layers",)}
+
+
+def make_params():
+    draw = np.random.default_rng(0).normal
+    return {
+        "embed": np.float32(draw(size=(6, DIM))),
+        "layers": {
+            "up": np.float32(0.3 * draw(size=(LAYERS, DIM, HIDDEN))),
+            "down": np.float32(0.3 * draw(size=(LAYERS, HIDDEN, DIM))),
+        },
+        "bias": np.zeros(DIM, np.float32),
+    }
+
+
+BATCH = {"x": np.arange(16) % 6, "y": np.float32(np.random.default_rng(1).normal(size=(16, DIM)))}
+
+
+def layer(weights, x):
+    return x + jnp.tanh(x @ weights["up"]) @ weights["down"]
+
+
+def embed(params, batch, keys):
+    return params["embed"][batch["x"]]
+
+
+def stage(layers, x, keys):
+    return sk.scan_layers(layer, layers, x)
+
+
+def head(params, x, batch):
+    return jnp.mean((x + params["bias"][None] - batch["y"]) ** 2)
+
+
+def loss_fn(params, batch, keys):
+    return head(params, stage(params["layers"], embed(params, batch, keys), keys), batch)
+
+
+def built(mesh, plan, grad_fn=None, **options):
+    grad_fn = grad_fn or sk.value_and_grad(loss_fn)
+    return sk.make_train_step(grad_fn, lenient(optax.adamw(1e-2)), mesh=mesh, plan=plan, **options)
+
+
+def trained(init, step, params):
+    """Loss, parameters on the host and the last state after three steps, which keep every layout and compile once."""
+    state = init(params, KEY)
+    layouts = jax.tree.map(lambda x: x.sharding, state)
+    for _ in range(3):
+        state, metrics = step(state, BATCH)
+        assert jax.tree.map(lambda x: x.sharding, state) == layouts
+    return jax.device_get((metrics["loss"], state.params)), state
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return trained(*built(sk.make_mesh(jax.devices()[:1], data=1), sk.dp("data")), make_params())[0]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_tensor_parallel_model_gets_explicit_fsdp(kind, alone):
+    """Its weights are gathered over "fsdp" alone, in the parts that the partitioner made of them."""
+    mesh = sk.make_mesh(data=2, fsdp=2, model=2, axis_types=(AxisType.Auto, AxisType.Auto, kind))
+    init, step = built(mesh, sk.chain(sk.dp("data"), sk.fsdp("fsdp", **EACH)), manual=("data", "fsdp"))
+    found, state = trained(init, step, sk.shard(make_params(), mesh, SPECS))
+    chex.assert_trees_all_close(found, alone, rtol=1e-5, atol=1e-6)
+    assert state.params["layers"]["up"].sharding.spec == P(None, "fsdp", "model")
+    assert state.opt_state[0].mu["layers"]["down"].sharding.spec == P(None, "model", "fsdp")
+    assert (jax.typeof(state.params["layers"]["up"]).sharding.spec[2] == "model") == (kind == AxisType.Explicit)
+
+    rows = read_compiled(step.trace(state, BATCH), step.lower(state, BATCH).compile()).rows
+    of_layers = [row for row in rows if row.axes == ("fsdp",) and row.bytes_out == 4 * DIM * HIDDEN // 2]
+    assert {row.kind for row in of_layers} == {"all_gather"} and len(of_layers) == 4  # two weights, twice
+    assert not [row for row in rows if row.kind == "all_gather" and row.bytes_out >= 4 * DIM * HIDDEN]
+
+
+@pytest.mark.parametrize("plan", [sk.zero1("data", **EACH), sk.fsdp("data", min_size=1, gather=sk.algorithms.ring())])
+def test_other_strategies_and_algorithms(plan, alone):
+    mesh = sk.make_mesh(jax.devices()[:4], data=2, model=2)
+    found, _ = trained(*built(mesh, plan, manual="data"), sk.shard(make_params(), mesh, SPECS))
+    chex.assert_trees_all_close(found, alone, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", [pytest.param("branch", marks=pytest.mark.deep), "masked"])
+def test_a_pipeline_with_automatic_tensor_parallelism_inside(mode, alone):
+    mesh = sk.make_mesh(stage=2, data=2, model=2)
+    grad_fn = sk.pipeline_value_and_grad(embed, stage, head, schedules.one_f_one_b(2, 4), "stage", mode=mode)
+    init, step = built(mesh, sk.chain(sk.pp("stage"), sk.dp("data")), grad_fn, manual=("stage", "data"))
+    found, state = trained(init, step, sk.shard(make_params(), mesh, SPECS))
+    chex.assert_trees_all_close(found, alone, rtol=1e-5, atol=1e-6)
+    assert state.params["layers"]["up"].sharding.spec == P("stage", None, "model")
+
+
+def test_parameters_that_a_function_makes_and_their_evaluation():
+    mesh = sk.make_mesh(jax.devices()[:4], data=2, model=2)
+    plan = sk.fsdp("data", min_size=1)
+
+    def make(key):
+        params = jax.tree.map(jnp.asarray, make_params())
+        return jax.lax.with_sharding_constraint(params, jax.tree.map(lambda s: jax.NamedSharding(mesh, s), SPECS))
+
+    init, _ = built(mesh, plan, manual="data")
+    state = init(make, KEY)
+    assert state.params["layers"]["down"].sharding.spec == P("data", "model")
+    whole = jax.jit(loss_fn, static_argnums=2)(make_params(), BATCH, None)
+    evaluate = sk.make_eval_step(loss_fn, mesh=mesh, plan=plan, manual="data")
+    np.testing.assert_allclose(evaluate(state.params, BATCH)["loss"], whole, rtol=1e-5)
+    assert init.abstract(state.params).params["layers"]["down"].sharding == state.params["layers"]["down"].sharding
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("manual", "message"),
+    [
+        (
+            "data",
+            "make_train_step: manual must name every axis of the plan; got 'data' for fsdp('model') + dp('data'). Add "
+            "'model' to manual, or leave it out of the plan, and the partitioner splits what is laid out over it.",
+        ),
+        (
+            ("data", "model", "x"),
+            "make_train_step: manual must name axes of the mesh; got 'x'; its axes are data=2, model=4. Use some of "
+            "them, or leave manual out, which means all.",
+        ),
+    ],
+)
+def test_mistakes_are_one_sentence(manual, message, mesh2x4):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        built(mesh2x4, sk.chain(sk.dp("data"), sk.fsdp("model")), manual=manual)
+
+
+@pytest.mark.check
+def test_groups_need_all_axes(mesh2x4):
+    message = (
+        "make_train_step: deterministic=2 needs every axis of the mesh to be Manual; got manual='data'. Leave manual "
+        "out, or deterministic."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        built(mesh2x4, sk.dp("data"), manual="data", deterministic=2)
