@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 CONTEXT: Any = None  # the default of an argument `mesh` that may be left out inside `jax.set_mesh`
 
@@ -32,6 +33,16 @@ def mesh_in_context(where: str, given: Any) -> Any:
         f"{where}: mesh must be the mesh of jax.set_mesh where there is one; got mesh {_told(given)} in the context of "
         f"{_told(context)}. Leave mesh out, or call this inside `with jax.set_mesh(...):` of its own mesh."
     )
+
+
+def apart(mesh: Any) -> AbstractContextManager[Any]:
+    """Inside it `mesh` is the mesh of `jax.set_mesh`, where there is one; nothing where there is none."""
+    return nullcontext() if _context().empty else jax.set_mesh(mesh)
+
+
+def replicated_in_context(x: Any, mesh: Any) -> Any:
+    """An array that was made on the mesh of a `jax.set_mesh`, if there is one, on `mesh`."""
+    return x if _context().empty else jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
 
 
 def _context() -> Any:

@@ -16,7 +16,6 @@ from shardkit._kinds import ARRAYS, PLAN, Arrays, Specs
 from shardkit._typed import check_kind, typed
 
 WHOLE = PartitionSpec()
-
 AxisEntry = str | tuple[str, ...] | None
 Rules = Mapping[str, AxisEntry] | Sequence[tuple[str, AxisEntry]]
 
@@ -126,8 +125,7 @@ def shard(tree: Arrays, mesh: Mesh = CONTEXT, specs: Specs = WHOLE) -> Any:
     Args:
         tree: pytree of numpy or jax arrays of global shape.
         mesh: the mesh; by default that of `jax.set_mesh`.
-        specs: one PartitionSpec for all leaves, or a pytree of them (a prefix of `tree`); by default every leaf is
-            whole on every device.
+        specs: one PartitionSpec for all leaves, or a pytree of them (a prefix of `tree`); by default all are whole.
 
     Returns:
         The same pytree of `jax.Array` with `NamedSharding(mesh, spec)`.
@@ -157,7 +155,7 @@ def describe(thing: Any, params: Any = None, mesh: Mesh | None = None) -> str:
 
     For a pytree: a line per leaf with shapes, dtype, spec, devices and bytes per device, and their sum. For a plan,
     `describe(plan, params, mesh)`: a line per leaf with its layouts, bytes per device, and why; the mesh may be omitted
-    where the parameters are sharded over one, and inside `jax.set_mesh`.
+    where the parameters are sharded over one, or inside `jax.set_mesh`.
 
     Example:
         >>> print(sk.describe(mesh))
@@ -179,14 +177,13 @@ def describe(thing: Any, params: Any = None, mesh: Mesh | None = None) -> str:
     rows = [("leaf", "global", "dtype", "spec", "local", "devices", "bytes/device")]
     leaves = jax.tree_util.tree_flatten_with_path(thing)[0]
     for path, x in leaves:
-        sharding = getattr(x, "sharding", None)
-        spec = getattr(sharding, "spec", None)
+        spec = getattr(sharding := getattr(x, "sharding", None), "spec", None)
         written = "host" if sharding is None else "one device" if spec is None else _brief_spec(spec)
         devices = sharding.num_devices if sharding is not None else 0
         dtype = str(getattr(x, "dtype", type(x).__name__))
         whole, local = _brief(jax.numpy.shape(x)), _brief(_shard_shape(x))
         rows.append((path_name(path), whole, dtype, written, local, str(devices), f"{_shard_bytes(x):,}"))
-    count = f"{len(leaves)} {'leaf' if len(leaves) == 1 else 'leaves'}"
+    count = "1 leaf" if len(leaves) == 1 else f"{len(leaves)} leaves"
     return f"{table(rows)}\n{count}, {bytes_per_device(thing):,} bytes on each device"
 
 

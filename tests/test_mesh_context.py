@@ -119,6 +119,11 @@ def test_what_takes_a_mesh_takes_that_of_the_context(mesh2x4):
             params=params,
             batches=[batch],
         )
+        row = sk.testing.Row({"data": 4}, sk.dp("data"))  # on its own mesh
+        reference = sk.value_and_grad(loss_fn)
+        laws = (sk.testing.laws.same_numbers, sk.runtime.restores_elsewhere)
+        run = {"params": params, "batches": [batch], "optimizer": optax.sgd(0.1)}
+        sk.testing.prove(reference, reference, rows=[row], laws=laws, **run)
     assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, given)
     chex.assert_trees_all_equal(found, given)
     np.testing.assert_array_equal(found_rows[0], rows[0])

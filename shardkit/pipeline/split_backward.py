@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import jax
 
 from shardkit import _compat
-from shardkit._compat import eval_shape
 from shardkit._jaxprs import ASSUMED
 
 # Labels are sets of halves, as bits.
@@ -56,7 +55,7 @@ class TwoHalves:
         self._program, self._lasting = _program(closed.jaxpr, closed.consts), list(lasting)
         results = [FIRST if flag else SECOND for flag in first]
         self._labels = _label(self._program, _steady(self._program, lasting), results, at_hand=lasting)
-        self.residuals: list[Any] = eval_shape(lambda *args: self.first(*args)[1], *args)
+        self.residuals: list[Any] = _compat.eval_shape(lambda *args: self.first(*args)[1], *args)
         self.whole = _only_views(self._program, self._labels)
         self.why = _why(self._program, self._labels) if self.whole else ""
 

@@ -240,8 +240,7 @@ def _zero(
         if isinstance(at, str):
             return at
         times = layer if in_subtrees(leaf.path, layerwise) else whole
-        stack = dim0_counts_layers(leaf.path, layerwise)
-        return Split(at, *times, once, uneven == "pad", stack, secondary=secondary)
+        return Split(at, *times, once, uneven == "pad", dim0_counts_layers(leaf.path, layerwise), secondary=secondary)
 
     names = (*layerwise, *leaves_split_over(rules, axis))
     others = tuple(axis for axis in axes if axis not in secondary)
@@ -267,9 +266,8 @@ def _chooser(
             return f"{size:,} elements, fewer than min_size={min_size:,}"
         fixed = leaf.split | leaf.automatic
         pads = [] if uneven != "pad" else [d for d, rows in enumerate(leaf.shape) if rows and d not in fixed]
-        fits = [
-            d for d, rows in enumerate(leaf.shape) if d >= first and (d in pads or (rows and rows % leaf.ways == 0))
-        ]
+        divide = [d for d, rows in enumerate(leaf.shape) if rows and rows % leaf.ways == 0]
+        fits = [d for d in range(first, len(leaf.shape)) if d in pads or d in divide]
 
         def price(d: int) -> tuple[bool, float, bool, bool, int]:
             """What splitting a dim costs: the factor by which padding lengthens it, then what collectives need."""

@@ -33,7 +33,7 @@ from shardkit.testing.program import SCALE, Program
 Law = Callable[[Program, Reference], str | None]
 
 # The files that gather leaves and reduce their gradients.
-_PLAN = ("reshard.py:", "handles.py:", "feedback.py:", "regather.py:", "groups.py:")
+_PLAN = ("reshard.py:", "handles.py:", "cuts.py:", "feedback.py:", "regather.py:", "groups.py:")
 # Primitives that mix elements of an array: an optimizer that uses one reads across shards.
 _MIXING = ("reduce_", "dot_general", "sort", "cum", "top_k", "argm", "scatter", "gather", "random_", "threefry")
 # The functions of _PLAN's files that call an algorithm, whose kernels may stand anywhere.

@@ -151,10 +151,7 @@ class Program:
             ValueError: a mesh of more devices than there are.
         """
         row = row._replace(optimizer=recording(row.optimizer or optimizer), grad_fn=row.grad_fn or _grad_fn(step))
-        if mesh is None:
-            sizes: dict[str, Any] = dict(row.mesh)
-            devices = row.devices or jax.devices()[: math.prod(row.mesh.values())]
-            mesh = make_mesh(devices, axis_types=row.axis_types, **sizes)
+        mesh = mesh or mesh_of(row)
         if row.grad_fn is None:
             build: Any = step
             built = build(row)
@@ -206,6 +203,13 @@ class Program:
             params = jax.device_get(unpadded(state.params))
             steps.append(Taken(jax.device_get(metrics), grads, params, compiles.count))
         return Ran(tuple(steps), state, metrics)
+
+
+def mesh_of(row: Row) -> Mesh:
+    """The mesh of a row, over its devices, or over the first ones."""
+    sizes: dict[str, Any] = dict(row.mesh)
+    devices = row.devices or jax.devices()[: math.prod(row.mesh.values())]
+    return make_mesh(devices, axis_types=row.axis_types, **sizes)
 
 
 def _scaled(grad_fn: GradFn) -> GradFn:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from shardkit._check import sized
+from shardkit._context import apart, replicated_in_context
 from shardkit._kinds import FUNCTION, Arrays, Key, Optimizer, kinds_of
 from shardkit._typed import check_kind, typed
 from shardkit.layout import table
@@ -15,7 +16,7 @@ from shardkit.partitioning.gradient import GradFn
 from shardkit.testing._compare import check_batches, check_relative
 from shardkit.testing.laws import LAWS, Law
 from shardkit.testing.one_device import Reference, one_device
-from shardkit.testing.program import Build, Program
+from shardkit.testing.program import Build, Program, mesh_of
 from shardkit.testing.rows import Row
 
 
@@ -124,9 +125,11 @@ def prove(
             if known not in references:
                 references[known] = one_device(reference, chosen, params, batches, key=key, relative=relative)
             wanted = references[known]
-        program = Program.of(row, step, optimizer, params, batches, key)
         name = f"{row}" if names.count(str(row)) == 1 else f"{row} ({len(verdicts) // len(laws) + 1})"
-        verdicts += [_judged(name, law, program, wanted) for law in laws]
+        mesh = mesh_of(row)
+        with apart(mesh):
+            program = Program.of(row, step, optimizer, params, batches, replicated_in_context(key, mesh), mesh)
+            verdicts += [_judged(name, law, program, wanted) for law in laws]
     broken = [each for each in verdicts if each.broken]
     if broken:
         lines = [f"- {each.row}, {each.law}: {each.broken}" for each in broken]

@@ -8,8 +8,9 @@ import zlib
 import pytest
 from jax.sharding import AxisType
 
+from shardkit.runtime import restores_elsewhere
 from support.conformance import MODELS, PLANS
-from support.training import check
+from support.training import ONCE, check
 
 SOFTMAX, _ = MODELS
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
@@ -31,7 +32,7 @@ def rows():
 @pytest.mark.parametrize(("row", "kind"), list(rows()))
 def test_every_law_holds(row, kind):
     if kind == "Explicit":
-        check(row, SOFTMAX, axis_types=EXPLICIT)
+        check(row, SOFTMAX, laws=(*ONCE, restores_elsewhere), axis_types=EXPLICIT)
     else:
         types = (AUTO,) * len(row.sizes) + (KINDS[kind],)
         wider = row._replace(sizes=row.sizes | {"other": 2})

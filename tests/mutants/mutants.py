@@ -389,9 +389,51 @@ _PARALLEL = (
     Mutant(
         "zero-splits-the-layers",
         "shardkit/strategies/zero.py",
-        "first = 1 if dim0_counts_layers(leaf.path, layerwise) else 0",
+        "first = 1 if leaf.stack or dim0_counts_layers(leaf.path, layerwise) else 0",
         "first = 0",
         AXIS,
+    ),
+    Mutant(
+        "zero-splits-anothers-layers",
+        "shardkit/partitioning/plan.py",
+        "stack or split.stack",
+        "stack",
+        AXIS,
+    ),
+    Mutant(
+        "automatic-dims-split-again",
+        "shardkit/strategies/zero.py",
+        "return d in leaf.automatic, factor",
+        "return False, factor",
+        AXIS,
+    ),
+    Mutant(
+        "automatic-dim-nested-too",
+        "shardkit/partitioning/cuts.py",
+        "if not automatic or both or any(",
+        "if not automatic or any(",
+        AXIS,
+    ),
+    Mutant(
+        "automatic-weights-gathered-whole",
+        "shardkit/partitioning/cuts.py",
+        "if not automatic or both or any(",
+        "if True or any(",
+        TWICE,
+    ),
+    Mutant(
+        "explicit-results-untyped",
+        "shardkit/automatic.py",
+        "self._build(leaving_automatic(self._plan, params, self._manual), layouts)",
+        "self._build(leaving_automatic(self._plan, params, self._manual))",
+        ORDER,
+    ),
+    Mutant(
+        "another-mesh-than-that-of-the-context",
+        "shardkit/_context.py",
+        "context.empty or context == given:",
+        "True:",
+        REFUSAL,
     ),
     Mutant(
         "zero-least-size",
@@ -403,8 +445,8 @@ _PARALLEL = (
     Mutant(
         "zero-smallest-dim",
         "shardkit/strategies/zero.py",
-        "* leaf.ways / leaf.shape[d], middle, last, -leaf.shape[d]",
-        "* leaf.ways / leaf.shape[d], middle, last, leaf.shape[d]",
+        "factor, middle, last, -leaf.shape[d]",
+        "factor, middle, last, leaf.shape[d]",
         AXIS,
     ),
     Mutant(
@@ -437,7 +479,7 @@ _PARALLEL = (
     ),
     Mutant(
         "own-part-start",
-        "shardkit/partitioning/handles.py",
+        "shardkit/partitioning/cuts.py",
         "lax.dynamic_slice_in_dim(x, axis_index(axes) * size, size, dim)",
         "lax.dynamic_slice_in_dim(x, axis_index(axes), size, dim)",
         SLOT,
@@ -458,14 +500,14 @@ _PARALLEL = (
     ),
     Mutant(
         "gradient-summed-in-own-dtype",
-        "shardkit/partitioning/handles.py",
-        "grad = grad.astype(dtype)",
-        "grad = grad.astype(grad.dtype)",
+        "shardkit/partitioning/cuts.py",
+        "scatter, grad.astype(dtype))",
+        "scatter, grad)",
         CAST,
     ),
     Mutant(
         "equal-gradient-summed",
-        "shardkit/partitioning/handles.py",
+        "shardkit/partitioning/cuts.py",
         "split = cut.reduce_by.reduce_scatter if varying_axes(grad) >= set(axes) else own_part",
         "split = cut.reduce_by.reduce_scatter",
         TWICE,
@@ -704,8 +746,8 @@ _PARALLEL = (
     Mutant(
         "rows-not-inverted",
         "shardkit/partitioning/storage.py",
-        'np.argsort(x.rows, kind="stable")[',
-        "np.array(x.rows)[",
+        'np.argsort(rows, kind="stable")[',
+        "np.array(rows)[",
         ORDER,
     ),
     Mutant(

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardkit._context import apart
 from shardkit.layout import path_name
 from shardkit.mesh import make_mesh
 from shardkit.partitioning.gradient import value_and_grad
@@ -37,18 +38,14 @@ def restores_elsewhere(program: Program, reference: Reference) -> str | None:
         return "a custom step: its state is not restored elsewhere"
     state = program.ran.state
     nothing = value_and_grad(lambda params, batch, keys: math.nan)  # never traced: only layouts are needed
-    init: Any
-    init, _ = make_train_step(
-        nothing,
-        program.row.optimizer,
-        mesh=make_mesh(jax.devices()[-1:], alone=1),
-        plan=dp("alone"),
-        precision=program.row.precision,
-    )
+    alone = make_mesh(jax.devices()[-1:], alone=1)
+    options: dict[str, Any] = {"mesh": alone, "plan": dp("alone"), "precision": program.row.precision}
     with tempfile.TemporaryDirectory(prefix="shardkit-law-") as directory, Checkpoints(directory) as checkpoints:
         checkpoints.save(state)
         checkpoints.wait()
-        restored, _ = checkpoints.restore(init.abstract(program.params), residuals="reset")
+        with apart(alone):
+            init: Any = make_train_step(nothing, program.row.optimizer, **options).init
+            restored, _ = checkpoints.restore(init.abstract(program.params), residuals="reset")
     found, wanted = _leaves(restored), _leaves(state._replace(residuals=None))
     if found.keys() != wanted.keys():
         lost = ", ".join(sorted(found.keys() ^ wanted.keys()))
