@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -22,20 +22,28 @@ def from_end(cuts: Cuts, ndim: int) -> Cuts:
     return tuple(cut._replace(dim=cut.dim - ndim, automatic=behind(cut)) for cut in cuts)
 
 
-def _all_manual(cuts: Cuts, fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """`fn(x)` where the axes of the partitioner are Manual too.
+def in_parts(fn: Callable[[jax.Array], jax.Array], x: jax.Array, split: Mapping[int, tuple[str, ...]]) -> jax.Array:
+    """`fn(x)` where the axes that `split` dims of x for the partitioner are Manual too.
 
-    XLA's partitioner would gather what is split over its axes before each all_gather and reduce_scatter. It still does
-    where a dim is split over both kinds, and for algorithms: jax 0.10 to 0.12 write an invalid program for the
+    The partitioner would gather what it has split before each all_gather and reduce_scatter. A census sees the parts.
+    """
+    if not split:
+        return fn(x)
+    spec = PartitionSpec(*(split.get(dim) for dim in range(x.ndim)))
+    axes = {axis for names in split.values() for axis in names}
+    return jax.shard_map(fn, in_specs=spec, out_specs=spec, axis_names=axes)(x)
+
+
+def _cut_in_parts(cuts: Cuts, fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """`fn(x)`, the collectives of some cuts, in the parts of the partitioner where that can be.
+
+    It cannot where a dim is split by both, nor for algorithms: jax 0.10 to 0.12 write an invalid program for the
     derivative of axis_index in a shard_map inside another.
     """
-    automatic = {dim % x.ndim: axes for cut in cuts for dim, axes in cut.automatic}
-    both = automatic.keys() & {cut.dim % x.ndim for cut in cuts}
-    if not automatic or both or any((cut.gather_by, cut.reduce_by) != (PLAIN, PLAIN) for cut in cuts):
-        return fn(x)
-    spec = PartitionSpec(*(automatic.get(dim) for dim in range(x.ndim)))
-    axes = {axis for names in automatic.values() for axis in names}
-    return jax.shard_map(fn, in_specs=spec, out_specs=spec, axis_names=axes)(x)
+    split = {dim % x.ndim: axes for cut in cuts for dim, axes in cut.automatic}
+    both = split.keys() & {cut.dim % x.ndim for cut in cuts}
+    plain = all((cut.gather_by, cut.reduce_by) == (PLAIN, PLAIN) for cut in cuts)
+    return in_parts(fn, x, split) if plain and not both else fn(x)
 
 
 def whole(x: jax.Array, cuts: Cuts, sizes: Iterable[tuple[int, int]], *, replicated: bool = False) -> jax.Array:
@@ -47,7 +55,7 @@ def whole(x: jax.Array, cuts: Cuts, sizes: Iterable[tuple[int, int]], *, replica
             x = cut.gather_by.all_gather(x, cut.axes, dim=cut.dim % x.ndim, replicated=replicated)
         return x
 
-    return cut_padding(_all_manual(cuts, gather, x), sizes)
+    return cut_padding(_cut_in_parts(cuts, gather, x), sizes)
 
 
 def to_parts(grad: jax.Array, cuts: Cuts, dtype: Any) -> jax.Array:
@@ -66,7 +74,7 @@ def to_parts(grad: jax.Array, cuts: Cuts, dtype: Any) -> jax.Array:
                 grad = split(grad, axes, dim=grad.ndim + cut.dim)
         return grad
 
-    return _all_manual(cuts, scatter, grad.astype(dtype))
+    return _cut_in_parts(cuts, scatter, grad.astype(dtype))
 
 
 def own_part(x: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:

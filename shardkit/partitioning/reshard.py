@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from shardkit._compat import varying_axes
 from shardkit.collectives import all_reduce, vary
 from shardkit.layout import all_axes, spec_axes
-from shardkit.partitioning.cuts import from_end, own_part, to_parts, whole
+from shardkit.partitioning.cuts import from_end, in_parts, own_part, to_parts, whole
 from shardkit.partitioning.feedback import Reduced, begun, residuals_after, scattered, summed, with_residuals
 from shardkit.partitioning.handles import Handle, cast_floating
 from shardkit.partitioning.placement import Layout, map_layouts
@@ -95,7 +95,8 @@ def leave(
     def one(layout: Layout, grad: jax.Array) -> Any:
         rest = varying_axes(grad) - all_axes(layout.update)
         if rest:
-            grad = all_reduce(grad.astype(dtype), tuple(sorted(rest)))
+            split = {dim: axes for dim, axes in enumerate(spec_axes(layout.automatic)) if axes}
+            grad = in_parts(lambda grad: all_reduce(grad, tuple(sorted(rest))), grad.astype(dtype), split)
         return as_stored(grad.astype(jnp.float32) / divisor, layout.padded, layout.rows)
 
     reduced = map_layouts(one, layouts, jax.tree.unflatten(structure, [leaf.grad for leaf in several]))

@@ -410,15 +410,15 @@ _PARALLEL = (
     Mutant(
         "automatic-dim-nested-too",
         "shardkit/partitioning/cuts.py",
-        "if not automatic or both or any(",
-        "if not automatic or any(",
+        "if plain and not both else",
+        "if plain else",
         AXIS,
     ),
     Mutant(
         "automatic-weights-gathered-whole",
         "shardkit/partitioning/cuts.py",
-        "if not automatic or both or any(",
-        "if True or any(",
+        "if plain and not both else",
+        "if False else",
         TWICE,
     ),
     Mutant(

@@ -1,6 +1,7 @@
 """Axes that a step leaves to XLA's partitioner: explicit ZeRO and pipelines around automatic tensor parallelism."""
 
 import re
+from importlib.util import find_spec
 
 import chex
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
@@ -158,3 +159,31 @@ def test_groups_need_all_axes(mesh2x4):
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         built(mesh2x4, sk.dp("data"), manual="data", deterministic=2)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    ("topology", "compiler", "extra"),
+    [("v5e:2x4", "libtpu", "aot"), ("h100:1x1x8", "jax_cuda13_plugin", "aot-gpu")],
+    ids=["tpu", "gpu"],
+)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_chips_send_what_is_written(kind, topology, compiler, extra):
+    """Beside it only the activations that the partitioner sums, at the line of the layer."""
+    if find_spec(compiler) is None:
+        pytest.skip(f"the compiler is not installed: shardkit[{extra}]")
+    mesh = AbstractMesh((2, 2, 2), ("data", "fsdp", "model"), axis_types=(AxisType.Auto, AxisType.Auto, kind))
+    grad_fn = sk.value_and_grad(lambda params, x, keys: jnp.mean(stage(params["layers"], x, keys) ** 2))
+    plan = sk.chain(sk.dp("data"), sk.fsdp("fsdp", **EACH))
+    init, step = built(mesh, plan, grad_fn, precision="bf16", manual=("data", "fsdp"))
+
+    def described(shape, spec):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+
+    shapes = {"up": (LAYERS, 512, 2048), "down": (LAYERS, 2048, 512)}
+    params = {"layers": {name: described(shape, SPECS["layers"][name]) for name, shape in shapes.items()}}
+    batch = described((64, 512), P(("data", "fsdp")))
+    report = sk.aot.compile(step, (init.abstract(params), batch), topology=topology, mesh=mesh)
+    added = [line for line in report.differences() if not line.startswith("merged: ")]
+    assert len(added) == 1 and "all_reduce over 'model'" in added[0] and "test_manual.py" in added[0]
+    assert {row.kind for row in report.rows if row.axes == ("model",)} == {"all_reduce"}
