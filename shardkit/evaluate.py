@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,9 +19,10 @@ from shardkit.partitioning.metrics import metrics_of, returned
 from shardkit.partitioning.placement import Layout, map_layouts
 from shardkit.partitioning.plan import Plan
 from shardkit.partitioning.reshard import enter
-from shardkit.partitioning.storage import check_held
+from shardkit.partitioning.storage import check_held, padded
 from shardkit.pipeline.stages import arranged
 from shardkit.precision import Precision, precision_of
+from shardkit.state import described, made_by, makes, shardings
 
 _REPLICATED = PartitionSpec()
 _EVALUATED = {
@@ -44,7 +46,8 @@ def make_eval_step(
 
     Returns:
         A jitted function; its metrics are "loss", "weight" and the auxiliary means, float32. `carried` is that of the
-            state, for a loss that takes it.
+            state, for a loss that takes it. `evaluate.abstract(params)` has the shapes and layouts of its parameters,
+            for `runtime.load_params`.
 
     Raises:
         ValueError: as `make_train_step`; from `evaluate`, for parameters that another plan pads or stores in the order
@@ -84,4 +87,10 @@ def make_eval_step(
         on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=_REPLICATED)
         return on_mesh(params, own.tree, batch)
 
+    def abstract(params: Any) -> Any:
+        params = jax.eval_shape(partial(made_by, params), jax.random.key(0)) if makes(params) else params
+        rest = map_layouts(Layout.at_rest, plan.layouts(params, mesh))
+        return described(jax.eval_shape(lambda params: padded(params, rest, mesh), params), shardings(mesh, rest))
+
+    evaluate.abstract = abstract  # type: ignore[attr-defined]
     return evaluate

@@ -1743,10 +1743,31 @@ _RUNTIME = (
     ),
     Mutant(
         "damage-passes",
-        "shardkit/runtime/checkpoint/checkpoints.py",
+        "shardkit/runtime/checkpoint/reading.py",
         'if found != records[path]["checksum"]]',
         "if found is None]",
         SWALLOWED,
+    ),
+    Mutant(
+        "checked-by-the-file-alone",
+        "shardkit/runtime/weights/load.py",
+        "if tuple(found.shape) != leaf.tensor_shape:",
+        "if len(found.shape) != len(leaf.tensor_shape):",
+        SWALLOWED,
+    ),
+    Mutant(
+        "index-leads-elsewhere",
+        "shardkit/runtime/weights/files.py",
+        "or Path(file).name != file or",
+        "or",
+        SWALLOWED,
+    ),
+    Mutant(
+        "rows-in-the-order-of-stages",
+        "shardkit/runtime/weights/shards.py",
+        "natural, rows = x.shape, x.rows if is_padded(x) else ()",
+        "natural, rows = x.shape, ()",
+        ORDER,
     ),
     Mutant(
         "oldest-kept",

@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkit as sk
 from shardkit.partitioning.storage import Padded
-from shardkit.runtime.checkpoint import checkpoints
+from shardkit.runtime.checkpoint import reading
 from shardkit.runtime.checkpoint.checkpoints import Checkpoints, latest_step
 from shardkit.runtime.checkpoint.portable import checksums, leaves_of, to_portable
 from shardkit.runtime.checkpoint.record import FORMAT, _seal
@@ -741,7 +741,7 @@ def test_what_says_nothing_of_the_files_is_no_damage(tmp_path, monkeypatch):
     target = saved(tmp_path, 1, 2)
     text = "UNAVAILABLE: Error opening [os_error_code='24']"
     for error in (OSError(errno.EMFILE, "Too many open files"), ValueError(text)):
-        monkeypatch.setattr(checkpoints, "load", Mock(side_effect=error))
+        monkeypatch.setattr(reading, "load", Mock(side_effect=error))
         assert refused(lambda: restored(tmp_path, target), RuntimeError) == (
             f"restore: step 2 of '{tmp_path}' could not be read: Too many open files. The step may be intact: fix the "
             "cause, then restore again."
@@ -758,7 +758,7 @@ def test_the_format_moves_with_the_checksum():
 def test_too_little_memory_is_no_damage(tmp_path, monkeypatch):
     target = saved(tmp_path, 1)
     for error in (MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")):
-        monkeypatch.setattr(checkpoints, "load", Mock(side_effect=error))
+        monkeypatch.setattr(reading, "load", Mock(side_effect=error))
         with pytest.raises(type(error)) as caught:
             restored(tmp_path, target)
         assert caught.value is error
