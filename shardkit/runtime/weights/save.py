@@ -20,6 +20,8 @@ from shardkit.partitioning.storage import stored_array
 from shardkit.runtime.checkpoint.directory import named
 from shardkit.runtime.checkpoint.orbax_io import orbax, quiet, reason
 from shardkit.runtime.checkpoint.portable import leaves_of, to_portable
+from shardkit.runtime.data.reading import processes_of
+from shardkit.runtime.monitor.hello import processes as processes_named
 from shardkit.runtime.weights.files import DTYPES, INDEX, needs_safetensors
 from shardkit.runtime.weights.names import Leaf, Names, named_leaves, refuse_stored_as
 from shardkit.runtime.weights.whole import rows_on_host
@@ -100,6 +102,14 @@ def save_params(
             f"save_params: every leaf must be an array; leaf {shapes[0]!r} is only its shape. Pass state.params, and "
             "not what init.abstract returns."
         )
+    for name, x in leaves.items():
+        there = processes_of(stored_array(x).sharding.device_set)
+        if len(there) < jax.process_count():
+            raise ValueError(
+                f"save_params: every process must have a device of the mesh; leaf {name!r} is on "
+                f"{processes_named(there)} of {jax.process_count()}. Load or restore them onto a mesh of "
+                "all."
+            )
     if format == "safetensors":
         needs_safetensors(_WHERE)
     stored = named_leaves(_WHERE, {name: x.shape for name, x in leaves.items()}, names)
