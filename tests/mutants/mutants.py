@@ -1886,9 +1886,9 @@ _CLI = (
     ),
     Mutant(
         "resume-skips-a-step",
-        "shardkit/cli/run.py",
-        "saved.position // o.batch",
-        "saved.position // o.batch + 1",
+        "shardkit/cli/resuming.py",
+        "saved.position // options.batch",
+        "saved.position // options.batch + 1",
         STALE,
     ),
     Mutant(
