@@ -176,7 +176,7 @@ class Checkpoints:
     def restore(
         self, target: TrainState, step: int | None = None, *, residuals: Residuals = "keep"
     ) -> tuple[TrainState, Run]:
-        """Restores a saved state with the shardings of the target.
+        """Restores a saved state with the shardings of the target; `load_params` reads its parameters alone.
 
         Shapes and dtypes are compared before arrays are read, and checksums after. Keys have the saved implementation.
 

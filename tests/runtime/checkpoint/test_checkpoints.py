@@ -579,7 +579,8 @@ def test_leaves_that_are_not_those_of_the_checkpoint(tmp_path):  # proves F62
         f"{where} lacks 1 leaf ('params.c') and has 1 leaf ('params.b') that this state lacks. {same}"
     )
     assert message({"w": w, "b": b}, optimizer=optax.adam(0.1)) == (
-        f"{where} lacks 5 leaves ('opt_state.0.count', 'opt_state.0.mu.b', 'opt_state.0.mu.w' and 2 more). {same}"
+        f"{where} lacks 5 leaves ('opt_state.0.count', 'opt_state.0.mu.b', 'opt_state.0.mu.w' and 2 more). "
+        f"{same[:-1]}, or load the parameters alone with load_params."
     )
     assert message({"w": w, "b": b}, precision="fp16") == (
         f"{where} lacks 2 leaves ('loss_scale.scale', 'loss_scale.good_steps'). {same}"

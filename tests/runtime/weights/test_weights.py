@@ -63,6 +63,20 @@ def test_every_plan_is_saved_and_loaded_under_another(row, tmp_path):
         assert (x.shape, x.dtype, x.sharding) == (described.shape, described.dtype, described.sharding)
 
 
+@pytest.mark.deep
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("row", ROWS)
+def test_every_plan_is_saved_and_loaded_under_every_other(row, dtype, tmp_path):
+    save_file(natural(dtype), tmp_path / "first.safetensors")
+    loaded = load_params(tmp_path / "first.safetensors", like(row, dtype))
+    for format in ("safetensors", "npz", "orbax"):
+        path = tmp_path / format / {"npz": "a.npz"}.get(format, "a")
+        save_params(path, loaded, format=format)
+        for other in ROWS:
+            save_params(tmp_path / f"{format} {other}.safetensors", load_params(path, like(other, dtype)))
+            same(load_file(tmp_path / f"{format} {other}.safetensors"), natural(dtype))
+
+
 # That loading and saving undo each other does not show that the stored form is that of a step.
 def test_what_is_loaded_lies_as_init_lays_it(tmp_path):
     save_file(natural(), tmp_path / "a.safetensors")
