@@ -13,11 +13,11 @@ _LAYER = "model.layers.{}."
 def llama_names(config: Config) -> dict[str, StoredAs]:
     """Names for `load_params` and `save_params`: Hugging Face's of Llama for the parameters of `models.transformer`.
 
-    The two are the same function if the checkpoint has rms_norm_eps 1e-6, rope_theta 10,000 without scaling, and no
-    biases.
+    The two are the same function if `config.norm_epsilon` is the checkpoint's rms_norm_eps and `config.rope_theta` its
+    rope_theta, and it has no rope_scaling and no biases.
 
     Args:
-        config: the sizes; as many experts as Llama has, none.
+        config: the sizes; no experts.
 
     Raises:
         ValueError: a configuration with experts.

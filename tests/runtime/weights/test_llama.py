@@ -17,7 +17,9 @@ import shardkit as sk
 from shardkit.models import transformer
 from shardkit.runtime import llama_names, load_params, save_params
 
-CONFIG = transformer.Config(vocabulary=16, layers=4, dim=16, heads=4, kv_heads=2, hidden=24)
+CONFIG = transformer.Config(
+    vocabulary=16, layers=4, dim=16, heads=4, kv_heads=2, hidden=24, norm_epsilon=1e-2, rope_theta=500.0
+)
 INDEX = "model.safetensors.index.json"
 
 
@@ -48,10 +50,10 @@ def llama_loss(w: dict[str, Any], tokens_bT: Any, targets_bT: Any) -> jax.Array:
     K = CONFIG.head_size
 
     def norm(x: Any, gain: Any) -> Any:
-        return gain * x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+        return gain * x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-2)
 
     def rotated(x_bhtk: Any) -> Any:  # rotate_half
-        rates = 1 / 10_000 ** (jnp.arange(0, K, 2) / K)
+        rates = 1 / 500 ** (jnp.arange(0, K, 2) / K)
         angles = jnp.concatenate([jnp.outer(jnp.arange(x_bhtk.shape[2]), rates)] * 2, -1)
         half = jnp.concatenate([-x_bhtk[..., K // 2 :], x_bhtk[..., : K // 2]], -1)
         return x_bhtk * jnp.cos(angles) + half * jnp.sin(angles)
