@@ -82,6 +82,8 @@ def load_params(
     _check_names(source, stored, partial)
     for leaf in stored:
         _check_leaf(source, leaf, leaves[leaf.path], cast)
+    if not leaves:
+        return like
     if isinstance(source, RunStep | OrbaxTree):
         refuse_stored_as(_WHERE, stored, source.path)
         loaded = source.load({leaf.name: leaves[leaf.path] for leaf in stored})

@@ -63,7 +63,7 @@ def save_params(
     Args:
         path: a .safetensors or .npz file, which process 0 writes. Otherwise a directory: of .safetensors files, of
             which each process writes its share, with Hugging Face's index `model.safetensors.index.json`; or of orbax.
-        params: the parameters, `state.params`, as they are stored.
+        params: the parameters as they are stored, `state.params`, or a master copy of them, `state.opt_state.copy`.
         format: "safetensors", "npz" or "orbax"; by default that of the path's suffix, else "safetensors".
         names: what leaves are called in the file, as for `load_params`; by default by their paths, `layers.query`.
         file_bytes: the size to which several .safetensors files are filled; with a last tensor, one may be larger.

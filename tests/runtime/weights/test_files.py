@@ -268,7 +268,7 @@ def test_damaged_bytes_crash_nothing(tmp_path):
     for suffix in ("safetensors", "npz"):
         whole = write(tmp_path / f"a.{suffix}", w=f32(8, 2), b=f32(3)).read_bytes()
         path, unharmed = tmp_path / f"b.{suffix}", 0
-        for _ in range(300):
+        for _ in range(150):
             data = bytearray(whole)
             for at in rng.integers(0, len(whole), rng.integers(1, 4)):
                 data[at] = rng.integers(256)
@@ -280,7 +280,7 @@ def test_damaged_bytes_crash_nothing(tmp_path):
             else:
                 assert (found["w"].shape, found["b"].shape) == ((8, 2), (3,))
                 unharmed += 1
-        assert unharmed < 250
+        assert unharmed < 120
 
 
 def test_an_npz_that_lies(tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -102,6 +103,23 @@ def test_bfloat16_keeps_its_bits_in_every_format(tmp_path):
     np.testing.assert_array_equal(wide["layers"]["up"], wanted["layers.up"].astype(np.float32))
 
 
+def test_a_master_copy_is_saved_as_the_parameters_are(tmp_path):
+    plan = sk.zero1("data", min_size=1, uneven="pad")
+    init, _ = sk.make_train_step(
+        sk.value_and_grad(lambda params, batch, keys: 0.0),
+        optax.sgd(0.1),
+        mesh=sk.make_mesh(data=8),
+        plan=plan,
+        precision=sk.Precision(param=jnp.bfloat16, master=jnp.float32),
+    )
+    w = np.random.default_rng(0).normal(size=(9, 2)).astype(np.float32)
+    state = init({"w": w}, KEY)
+    save_params(tmp_path / "low.safetensors", state.params)
+    save_params(tmp_path / "master.safetensors", state.opt_state.copy)
+    same(load_file(tmp_path / "low.safetensors"), {"w": w.astype(jnp.bfloat16)})
+    same(load_file(tmp_path / "master.safetensors"), {"w": w})
+
+
 # Of a run the parameters alone, under a plan of other stages, padding and mesh, without an optimizer.
 def test_a_runs_parameters_without_its_optimizer(tmp_path, monkeypatch):
     save_file(natural(), tmp_path / "a.safetensors")
@@ -162,6 +180,31 @@ def test_dims_that_a_tensor_merges_may_be_split_anywhere(tmp_path):
         for i in range(2):
             np.testing.assert_array_equal(load_file(file)[f"layers.{i}.q"], w[i].transpose(1, 2, 0).reshape(32, 6))
         np.testing.assert_array_equal(load_params(file, placed, names=names)["q"], w)
+
+
+def test_scalars_empty_leaves_and_strange_names(tmp_path):
+    arrays = {"scalar": np.float32(3), "empty": np.zeros((0, 3), np.float32), "int": np.arange(3, dtype=np.int8)}
+    arrays |= {"../../out": np.ones(2, np.float32), "file": np.ones(2, np.float32), "a {} %2F.npy": np.ones(2, bool)}
+    whole = NamedSharding(sk.make_mesh(data=8), PartitionSpec())
+    placed = jax.device_put(arrays | {"list": [np.ones(2, np.float32), np.zeros(2, np.float32)]}, whole)
+    for name in ("a.safetensors", "a.npz", "a"):
+        save_params(tmp_path / "in" / name, placed)
+        found = load_params(tmp_path / "in" / name, placed)
+        assert jax.tree.structure(found) == jax.tree.structure(placed)
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(placed), strict=True):
+            assert (x.dtype, x.shape) == (y.dtype, y.shape) and x.tobytes() == y.tobytes()
+    assert load_file(tmp_path / "in" / "a.safetensors").keys() == {*arrays, "list.0", "list.1"}
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+    with pytest.raises(
+        RuntimeError, match=r"^save_params: '.*/o' could not be written: .*zero size.*then save again\.$"
+    ):
+        save_params(tmp_path / "in" / "o", placed, format="orbax")
+    del placed["empty"], placed["a {} %2F.npy"], placed["../../out"]
+    save_params(tmp_path / "in" / "p", placed, format="orbax")
+    assert float(load_params(tmp_path / "in" / "p", placed)["scalar"]) == 3
+    with Checkpoints(tmp_path / "in" / "run") as checkpoints:
+        checkpoints.save(sk.TrainState(jax.device_put(jnp.int32(1), whole), placed, (), None))
+    assert load_params(tmp_path / "in" / "run", {}, partial=True) == {}
 
 
 def test_a_directory_of_several_files(tmp_path):
