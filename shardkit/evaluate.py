@@ -13,9 +13,9 @@ from shardkit._check import Axis
 from shardkit._context import CONTEXT
 from shardkit._typed import typed
 from shardkit.arguments import check_function
-from shardkit.automatic import AsLaidOut, manual_axes
+from shardkit.automatic import AsLaidOut, leaving_automatic, manual_axes
 from shardkit.carried import Carried
-from shardkit.partitioning.axis_types import auto_mesh, with_auto_axes
+from shardkit.partitioning.axis_types import auto_mesh, retyped, with_auto_axes
 from shardkit.partitioning.batch import batch_specs
 from shardkit.partitioning.gradient import LossFn, global_means, takes_carried
 from shardkit.partitioning.local_step import local_means
@@ -23,9 +23,10 @@ from shardkit.partitioning.metrics import metrics_of, returned
 from shardkit.partitioning.placement import Layout, map_layouts
 from shardkit.partitioning.plan import Plan
 from shardkit.partitioning.reshard import enter
-from shardkit.partitioning.storage import check_held
+from shardkit.partitioning.storage import check_held, padded
 from shardkit.pipeline.stages import arranged
 from shardkit.precision import Precision, precision_of
+from shardkit.state import described, made_by, makes, shardings
 
 _REPLICATED = PartitionSpec()
 _EVALUATED = {
@@ -55,7 +56,8 @@ def make_eval_step(
 
     Returns:
         A jitted function; its metrics are "loss", "weight" and the auxiliary means, float32. `carried` is that of the
-            state, for a loss that takes it.
+            state, for a loss that takes it. `evaluate.abstract(params)` has the shapes and layouts of its parameters,
+            for `runtime.load_params`.
 
     Raises:
         ValueError: as `make_train_step`; from `evaluate`, for parameters that another plan pads or stores in the order
@@ -100,4 +102,12 @@ def make_eval_step(
         out = None if given is mesh else NamedSharding(given, _REPLICATED)
         return jax.jit(with_auto_axes(partial(evaluate, plan), given), out_shardings=out)
 
-    return compiled(plan) if set(axes) == set(mesh.axis_names) else AsLaidOut(compiled, plan, axes)
+    def abstract(params: Any) -> Any:
+        params = jax.eval_shape(partial(made_by, params), jax.random.key(0)) if makes(params) else params
+        rest = map_layouts(Layout.at_rest, leaving_automatic(plan, params, axes).layouts(params, mesh))
+        shapes = described(jax.eval_shape(lambda params: padded(params, rest, mesh), params), shardings(mesh, rest))
+        return retyped(shapes, given)
+
+    run: Any = compiled(plan) if set(axes) == set(mesh.axis_names) else AsLaidOut(compiled, plan, axes)
+    run.abstract = abstract
+    return run

@@ -36,6 +36,7 @@ FLOORS = [
     ["runtime/cluster"],
     ["runtime/data"],
     ["runtime/checkpoint"],
+    ["runtime/weights"],
     ["runtime"],
     ["cli"],
     ["__main__"],
@@ -54,7 +55,7 @@ NEIGHBOURS = {
     "layout": {"mesh"},
     "config": {"mesh"},
     "train": {"arguments", "automatic", "carried", "precision", "state"},
-    "evaluate": {"arguments", "automatic", "carried", "precision"},
+    "evaluate": {"arguments", "automatic", "carried", "precision", "state"},
     "automatic": {"state"},
     "carried": {"precision", "state"},
     "state": {"arguments", "precision"},
@@ -137,7 +138,7 @@ def test_what_is_promised_is_there():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == sk.__version__ == metadata.version("shardkit")
     assert {d.split(">")[0] for d in project["dependencies"]} == {"jax", "numpy", "optax"}
-    extras = {"cli", "test", "viz", "checkpoint", "data", "aot", "aot-gpu", "cuda", "tpu", "all"}
+    extras = {"cli", "test", "viz", "checkpoint", "safetensors", "data", "aot", "aot-gpu", "cuda", "tpu", "all"}
     assert set(project["optional-dependencies"]) == extras
 
 

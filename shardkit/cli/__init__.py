@@ -1,4 +1,4 @@
-"""The `shardkit` command: train, launch, doctor, lint, aot, draw, soak; one file per subcommand.
+"""The `shardkit` command: train, evaluate, sample, launch, doctor, lint, aot, draw, soak; one file per subcommand.
 
 Start with `train.py`. Imports everything; nothing imports it.
 """
@@ -37,10 +37,12 @@ def _main() -> None:
         import yaml  # noqa: F401
     except ImportError:
         sys.exit(_NEEDS)
-    from shardkit.cli import aot, doctor, draw, launch, lint, soak, train
+    from shardkit.cli import aot, doctor, draw, evaluate, launch, lint, sample, soak, train
 
     commands: dict[str, Any] = {
         "train": train.train,
+        "evaluate": evaluate.evaluate,
+        "sample": sample.sample,
         "launch": launch.launch,
         "doctor": doctor.doctor,
         "lint": lint.lint,

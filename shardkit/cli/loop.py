@@ -42,6 +42,7 @@ class Trained(NamedTuple):
     curve: tuple[Point, ...] = ()
     seconds: float = 0.0
     steps: int = 0
+    validation_loss: float | None = None
 
 
 class Step(NamedTuple):
@@ -141,7 +142,7 @@ class _Record:
         if step.end and step.end.code == sk.runtime.PREEMPTED:
             return
         with self.phase("evaluate"):
-            validation = self.run.validation_loss(step.state)
+            validation = self.run.validation(step.state.params)["loss"]
         self.curve[-1] = self.curve[-1]._replace(validation_loss=validation)
         self.progress.update(self.task, validation=validation)
         self.progress.console.print(
@@ -156,7 +157,8 @@ class _Record:
         point = self.curve[-1]
         evaluated = point.step == step.number and point.validation_loss is not None
         metrics = {"validation_loss": point.validation_loss} if evaluated else None
-        position, config = step.number * self.run.options.batch, self.run.settings()
+        position = step.number * self.run.options.batch
+        config = self.run.settings() | {"optimizer_began": self.run.began}
         with self.phase("save"):
             self.checkpoints.save(step.state, position=position, config=config, metrics=metrics)
             if step.end:

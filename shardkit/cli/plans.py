@@ -23,8 +23,8 @@ _PLANS: dict[str, Callable[[str], sk.Plan]] = {
 AXES = (*_PLANS, "model")
 
 
-def mesh_words(words: tuple[str, ...]) -> dict[str, int]:
-    """From `("data=8",)` to `{"data": 8}`."""
+def mesh_words(words: tuple[str, ...], where: str = "train") -> dict[str, int]:
+    """From `("data=8",)` to `{"data": 8}`, for the command `where`."""
     sizes: dict[str, int] = {}
     for word in words:
         axis, _, size = word.partition("=")
@@ -32,13 +32,15 @@ def mesh_words(words: tuple[str, ...]) -> dict[str, int]:
             count = int(size)
         except ValueError:
             raise ValueError(
-                f"train: the mesh must be given as AXIS=SIZE; got {word!r}. Write for example data=8."
+                f"{where}: the mesh must be given as AXIS=SIZE; got {word!r}. Write for example data=8."
             ) from None
         if axis not in AXES:
-            raise ValueError(f"train: the axis must be one of {quoted(AXES)}; got {axis!r}. Write for example data=8.")
+            raise ValueError(
+                f"{where}: the axis must be one of {quoted(AXES)}; got {axis!r}. Write for example data=8."
+            )
         if axis in sizes:
             raise ValueError(
-                f"train: axis {axis!r} must be given once; got {' '.join(words)!r}. Remove one of the two."
+                f"{where}: axis {axis!r} must be given once; got {' '.join(words)!r}. Remove one of the two."
             )
         sizes[axis] = count
     return sizes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -11,34 +12,52 @@ import optax
 
 import shardkit as sk
 from shardkit.cli.pipelines import functions, pipeline_of
+from shardkit.cli.plans import mesh_words, plan_of
 from shardkit.models import transformer
 from shardkit.partitioning.batch import batch_specs
 from shardkit.runtime.data import text as text_data
+from shardkit.simulated import offer_cpu_devices
 
 _VALIDATION_EXAMPLES = 512
 # Options that may change when a run is resumed: those of the mesh and the plan, which change numbers by rounding alone,
 # and those that do not affect training.
 _FREE = {"mesh", "accumulate", "sequence", "impl", "schedule", "microbatches", "chunks", "mode", "recompute"}
 _FREE |= {"checkpoint", "checkpoint_every", "evaluate_every", "compare_replicas", "verify", "nonfinite"}
-_FREE |= {"json", "keep", "deadline", "flight"}
+_FREE |= {"json", "keep", "deadline", "flight", "change"}
+_OF_MODEL = ("layers", "dim", "heads", "kv_heads", "hidden", "dropout", "tied", "top_k", "capacity")
+
+
+def mesh_of(where: str, words: tuple[str, ...], *, many: bool) -> jax.sharding.Mesh:
+    """The mesh of `("data=8",)`, of simulated devices if there are no others; `many` processes have theirs already."""
+    sizes = mesh_words(words, where)
+    if not many and all(size > 0 for size in sizes.values()):
+        offer_cpu_devices(math.prod(sizes.values()))
+    return sk.make_mesh(**sizes)  # type: ignore[arg-type]
+
+
+def config_of(options: Any, sizes: Any) -> transformer.Config:
+    """The transformer of some options; without a number of experts, twice the size of axis expert."""
+    given: Any = {name: getattr(options, name) for name in _OF_MODEL}
+    experts = 2 * sizes.get("expert", 0) if options.experts is None else options.experts
+    return transformer.Config(**given, experts=experts)
+
+
+def settings_of(options: Any, config: transformer.Config) -> dict[str, Any]:
+    """The options that determine the numbers, as JSON values."""
+    settings = {name: plain(value) for name, value in asdict(options).items() if name not in _FREE}
+    return settings | {"experts": config.experts or None}
 
 
 class CommandRun:
-    """A training run on one mesh."""
+    """A training run on one mesh, whose optimizer counts from step `began`."""
 
-    def __init__(
-        self,
-        options: Any,
-        mesh: jax.sharding.Mesh,
-        plan: sk.Plan,
-        axes: transformer.Axes,
-        config: transformer.Config,
-        text: text_data.Text,
-    ):
-        self.options, self.text, self.config, self.mesh = options, text, config, mesh
+    def __init__(self, options: Any, mesh: jax.sharding.Mesh, config: transformer.Config, began: int = 0):
+        self.options, self.config, self.mesh, self.began = options, config, mesh, began
+        self.text = text = text_data.read_text(options.data) if options.data else text_data.standard_library()
+        self.plan, axes = plan_of(mesh.shape, config, sequence=options.sequence, impl=options.impl)
         self.pipeline = pipeline_of(options, mesh.shape)
-        grad_fn, loss_fn = functions(config, axes, self.pipeline)
-        self.optimizer = _optimizer(options)
+        plan, (grad_fn, loss_fn) = self.plan, functions(config, axes, self.pipeline)
+        self.optimizer = _optimizer(options, began)
         how: Any = {"mesh": mesh, "plan": plan, "accumulate": options.accumulate, "precision": options.precision}
         self.init, self.step = sk.make_train_step(grad_fn, self.optimizer, nonfinite=options.nonfinite, **how)
         self._triage = sk.runtime.triage(grad_fn, **how)
@@ -69,9 +88,10 @@ class CommandRun:
         """The speed of some steps; 0 before they took any time."""
         return steps * self.options.batch * self.options.length / seconds if seconds else 0.0
 
-    def validation_loss(self, state: sk.TrainState) -> float:
-        """Mean loss over the held-out batches, in nats per byte."""
-        return float(np.mean([self._evaluate(state.params, batch)["loss"] for batch in self._held_out]))
+    def validation(self, params: Any) -> dict[str, float]:
+        """The loss in nats per byte, and the accuracy, over the held-out batches."""
+        found = jax.device_get([self._evaluate(params, batch) for batch in self._held_out])
+        return {name: float(np.mean([each[name] for each in found])) for name in found[0] if name != "weight"}
 
     def triage(self, error: sk.NonFiniteError, batch: Any) -> sk.runtime.TriageReport:
         """Repeats the step that failed: which values are not finite, and where."""
@@ -79,27 +99,7 @@ class CommandRun:
 
     def settings(self) -> dict[str, Any]:
         """The options that determine the numbers, as JSON values."""
-        return {name: plain(value) for name, value in asdict(self.options).items() if name not in _FREE}
-
-
-def first_state(run: CommandRun, checkpoints: Any) -> tuple[sk.TrainState, int]:
-    """The initial state, or that of the newest checkpoint, and the index of the next step.
-
-    Raises:
-        ValueError: the checkpoint was saved with other options.
-    """
-    o = run.options
-    if checkpoints is None or checkpoints.latest_step() is None:
-        return run.init(run.params, jax.random.key(o.seed)), 0
-    saved = checkpoints.run()
-    for name, value in run.settings().items():
-        if saved.config.get(name) != value:
-            raise ValueError(
-                f"--checkpoint: a run must be resumed with the same options; {name} was {saved.config.get(name)} and "
-                f"is {value}. Pass the same value, or another directory."
-            )
-    state, _ = checkpoints.restore(run.init.abstract(run.params))  # type: ignore[attr-defined]
-    return state, saved.position // o.batch
+        return settings_of(self.options, self.config)
 
 
 def plain(value: Any) -> Any:
@@ -109,10 +109,15 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 
-def _optimizer(o: Any) -> Any:
-    rate = optax.warmup_cosine_decay_schedule(
-        0.0, o.learning_rate, max(1, o.steps // 10), max(2, o.steps), o.learning_rate / 10
-    )
+def rate_of(o: Any, began: int) -> Any:
+    """The learning rate of an optimizer that counts from step `began`, which is that of the run's steps."""
+    warm, end = max(1, o.steps // 10), max(2, o.steps)
+    of_step = optax.warmup_cosine_decay_schedule(0.0, o.learning_rate, warm, end, o.learning_rate / 10)
+    return lambda count: of_step(count + began)
+
+
+def _optimizer(o: Any, began: int) -> Any:
+    rate = rate_of(o, began)
     optimizers = {
         "adamw": lambda: optax.adamw(rate, b2=0.95, weight_decay=o.weight_decay),
         "adafactor": lambda: optax.adafactor(rate),

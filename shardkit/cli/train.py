@@ -18,12 +18,10 @@ import shardkit as sk
 from shardkit.cli.curve import picture
 from shardkit.cli.loop import Trained, loop
 from shardkit.cli.pipelines import plain_loss
-from shardkit.cli.plans import mesh_words, plan_of
-from shardkit.cli.run import CommandRun, first_state, plain
+from shardkit.cli.plans import mesh_words
+from shardkit.cli.resuming import Change, Resumed, first_state, resumed
+from shardkit.cli.run import CommandRun, config_of, mesh_of, plain, settings_of
 from shardkit.cli.verify import Differences, verify
-from shardkit.models import transformer
-from shardkit.runtime.data import text as text_data
-from shardkit.simulated import offer_cpu_devices
 
 
 @dataclass(frozen=True)
@@ -104,6 +102,10 @@ class Options:
     """Train this many steps on one device with plain jax too, and print the largest differences."""
     checkpoint: Path | None = None
     """Directory of checkpoints to save to; the run resumes from the newest one there, on any mesh."""
+    change: tuple[Change, ...] = ()
+    """Options that may differ from those of the run that is resumed. Another optimizer begins with a new state."""
+    init_from: Path | None = None
+    """Parameters to start from: another run's checkpoints, or .safetensors or .npz files, also of a Llama."""
     checkpoint_every: int = 100
     """Steps between checkpoints; the last step is saved too, and on SIGTERM the current one (exit code 75)."""
     keep: int = 3
@@ -116,34 +118,31 @@ class Options:
     """Write the results to this JSON file."""
 
 
-_OF_MODEL = ("layers", "dim", "heads", "kv_heads", "hidden", "dropout", "tied", "top_k", "capacity")
-
-
 def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     """Train a byte-level transformer on text, with the same numbers on every mesh."""
     _check_numbers(options)
     cluster = sk.runtime.initialize()
     many = cluster.processes > 1
     console = Console(soft_wrap=True, highlight=False, quiet=not cluster.is_master)
-    sizes = mesh_words(options.mesh)
-    if not many and all(size > 0 for size in sizes.values()):
-        offer_cpu_devices(math.prod(sizes.values()))
-    mesh = sk.make_mesh(**sizes)  # type: ignore[arg-type]
-    text = text_data.read_text(options.data) if options.data else text_data.standard_library()
-    given: Any = {name: getattr(options, name) for name in _OF_MODEL}
-    experts = 2 * mesh.shape.get("expert", 0) if options.experts is None else options.experts
-    config = transformer.Config(**given, experts=experts)
-    plan, axes = plan_of(mesh.shape, config, sequence=options.sequence, impl=options.impl)
-    run = CommandRun(options, mesh, plan, axes, config, text)
+    mesh = mesh_of("train", options.mesh, many=many)
+    config = config_of(options, mesh.shape)
     with _checkpoints(options) as checkpoints:
-        state, first = first_state(run, checkpoints)
+        resume = resumed(settings_of(options, config), options, checkpoints)
+        run = CommandRun(options, mesh, config, resume.began if resume else 0)
+        state, first = first_state(run, checkpoints, resume), resume.first if resume else 0
         guard = _guard(run, first) if many else None
-        differences = _introduce(run, state, first, plan, console)
+        differences = _introduce(run, state, resume, console)
         if first < options.steps:
             trained = loop(run, state, first, guard, checkpoints, console)
         else:
-            trained = Trained(state)
+            trained = Trained(state, validation_loss=_result(run, state, resume))
     return _summary(run, trained, differences, console, writes=cluster.is_master)
+
+
+def _result(run: CommandRun, state: sk.TrainState, resume: Resumed | None) -> float:
+    """The validation loss of a finished run: saved with it, unless that was saved without."""
+    found = resume.saved.metrics.get("validation_loss") if resume else None
+    return run.validation(state.params)["loss"] if found is None else found
 
 
 # The smallest value of each option.
@@ -198,9 +197,7 @@ def _checkpoints(options: Options) -> Any:
     return sk.runtime.Checkpoints(options.checkpoint, keep=options.keep, best="validation_loss")
 
 
-def _introduce(
-    run: CommandRun, state: sk.TrainState, first: int, plan: sk.Plan, console: Console
-) -> Differences | None:
+def _introduce(run: CommandRun, state: sk.TrainState, resume: Resumed | None, console: Console) -> Differences | None:
     """Prints the mesh, plan and data; with --verify, compares the first steps with one device."""
     options, mesh = run.options, run.mesh
     size = sum(x.size for x in jax.tree.leaves(state.params))
@@ -212,18 +209,24 @@ def _introduce(
     held = sk.bytes_per_device(state)
     whole = sum(x.nbytes for x in jax.tree.leaves(state) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))
     beside = f" (data parallelism: {whole:,})" if held < 0.99 * whole else ""
-    console.print(f"plan: {plan}; {size:,} parameters; {held:,} bytes of state on each device{beside}")
+    console.print(f"plan: {run.plan}; {size:,} parameters; {held:,} bytes of state on each device{beside}")
     if run.pipeline:
         console.print(f"pipeline: {run.pipeline}")
     text = run.text
     console.print(f"text: {text.source}, {text.train.size:,} bytes to train on, {text.validation.size:,} held out")
-    if first:
-        then = "resuming" if first < options.steps else "already finished"
-        console.print(f"checkpoint: step {first} of {options.checkpoint}; {then}")
+    if resume:
+        then = "already finished"
+        if resume.first < options.steps:
+            changes = f" with {', '.join(resume.changes)}" if resume.changes else ""
+            anew = "; the optimizer's state begins anew" if resume.anew else ""
+            then = f"resuming{changes}{anew}"
+        console.print(f"checkpoint: step {resume.first} of {options.checkpoint}; {then}")
+    elif options.init_from:
+        console.print(f"parameters: those of {options.init_from}; the optimizer starts from step 0")
 
     if not options.verify:
         return None
-    if first:
+    if resume:
         console.print("verify: skipped, because a resumed run does not start from step 0")
         return None
     one_device = plain_loss(run.config, options, mesh.shape, run.pipeline)
@@ -238,6 +241,7 @@ def _summary(
     o = run.options
     curve, steps = trained.curve, int(trained.state.step)
     validations = [p.validation_loss for p in curve if p.validation_loss is not None]
+    validations += [] if trained.validation_loss is None else [trained.validation_loss]
     speed = run.tokens_per_second(trained.steps, trained.seconds)
     results: dict[str, Any] = {
         "train_loss": curve[-1].train_loss if curve else None,
@@ -258,7 +262,8 @@ def _summary(
         o.json.write_text(json_lib.dumps(results, indent=1) + "\n")
     if len(curve) > 1:
         console.print(picture(curve, color=console.color_system is not None))
-    console.print(f"{trained.end.reason}: {steps} steps, {trained.seconds:.0f} s, {speed:,.0f} tokens/s")
+    time = f", {trained.seconds:.0f} s, {speed:,.0f} tokens/s" if curve else ""
+    console.print(f"{trained.end.reason}: {steps} steps{time}")
     if validations:
         console.print(f"validation loss {validations[-1]:.3f} nats per byte on held-out text")
     if differences:

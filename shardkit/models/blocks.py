@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardkit._check import shapes
+from shardkit._check import at_least_zero, positive, shapes
 from shardkit._typed import typed
 from shardkit.layers.attention import dot_attention
 from shardkit.layers.context_attention import ring_attention, ulysses_attention
@@ -48,7 +48,7 @@ def attention(
         local_groups(weights[name], axes.model, heads=config.heads, kv_heads=config.groups) for name in ("key", "value")
     )
     q_bThK, k_bTgK, v_bTgK = column_linear(x_btD, (weights["query"], key, value), axes.model, **share)
-    q_bThK, k_bTgK = rotate(q_bThK, positions_T), rotate(k_bTgK, positions_T)
+    q_bThK, k_bTgK = (rotate(x, positions_T, config.rope_theta) for x in (q_bThK, k_bTgK))
     along: dict[str, Any]
     qkv, along = (q_bThK, k_bTgK, v_bTgK), {"segments_bt": segments_bT}
     if axes.ulysses is not None:
@@ -105,22 +105,23 @@ def experts(
 
 
 @typed
-def rms_norm(x_bTD: jax.Array, gain_D: jax.Array) -> jax.Array:
-    """x / sqrt(mean(x^2) + 1e-6) times a gain, with float32 statistics.
+def rms_norm(x_bTD: jax.Array, gain_D: jax.Array, epsilon: float = 1e-6) -> jax.Array:
+    """x / sqrt(mean(x^2) + epsilon) times a gain, with float32 statistics.
 
     Example:
         >>> from shardkit.models import transformer
         >>> transformer.rms_norm(jnp.array([[[3.0, -3.0]]]), jnp.ones(2)).round(3).tolist()
         [[[1.0, -1.0]]]
     """
+    at_least_zero("rms_norm", epsilon=epsilon)
     shapes("rms_norm", x_bTD=(x_bTD, "bTD"), gain_D=(gain_D, "D"))
     wide = x_bTD.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
     return (wide * scale).astype(x_bTD.dtype) * gain_D[None, None, :]
 
 
 @typed
-def rotate(x_bTHK: jax.Array, positions_T: jax.Array) -> jax.Array:
+def rotate(x_bTHK: jax.Array, positions_T: jax.Array, theta: float = 10_000.0) -> jax.Array:
     """Rotary positions (Su et al., 2021): pairs of features rotate by an angle proportional to the position.
 
     Example:
@@ -129,9 +130,10 @@ def rotate(x_bTHK: jax.Array, positions_T: jax.Array) -> jax.Array:
         >>> (transformer.rotate(x, jnp.arange(4)) == x).all(axis=(0, 2, 3)).tolist()
         [True, False, False, False]
     """
+    positive("rotate", theta=theta)
     shapes("rotate", x_bTHK=(x_bTHK, "bTHK"), positions_T=(positions_T, "T"))
     K = x_bTHK.shape[-1]
-    rates = 10_000.0 ** (-jnp.arange(0, K, 2, dtype=jnp.float32) / K)
+    rates = theta ** (-jnp.arange(0, K, 2, dtype=jnp.float32) / K)
     angles = positions_T.astype(jnp.float32)[:, None] * rates[None, :]
     cos, sin = jnp.cos(angles)[None, :, None, :], jnp.sin(angles)[None, :, None, :]
     a, b = jnp.split(x_bTHK.astype(jnp.float32), 2, axis=-1)

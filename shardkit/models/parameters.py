@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardkit._check import Axis, at_least, divisor, finite
+from shardkit._check import Axis, at_least, divisor, finite, positive
 from shardkit._kinds import Key
 from shardkit._typed import check_fields, typed
 from shardkit.layout import specs_from_rules
@@ -39,6 +39,8 @@ class Config:
             tokens of a device, or the mesh changes which tokens are dropped.
         balance: coefficient of the load-balance loss, summed over layers.
         router_z: coefficient of the router's z-loss, summed over layers.
+        norm_epsilon: what the norms add to the mean square.
+        rope_theta: base of the rates of the rotary positions.
         remat, prefetch, microbatches: as for `scan_layers`; they change memory and time, not the numbers, except for a
             router's losses, which are computed per microbatch.
     """
@@ -57,6 +59,8 @@ class Config:
     group: int | None = None
     balance: float = 0.01
     router_z: float = 0.001
+    norm_epsilon: float = 1e-6
+    rope_theta: float = 10_000.0
     remat: Remat = None
     prefetch: bool = False
     microbatches: int = 1
@@ -68,6 +72,7 @@ class Config:
         least_one = ("vocabulary", "layers", "dim", "heads", "kv_heads", "hidden", "top_k", "group", "microbatches")
         at_least("Config", 1, **{name: getattr(self, name) for name in least_one})
         at_least("Config", 0, **{name: getattr(self, name) for name in ("dropout", "experts", "balance", "router_z")})
+        positive("Config", norm_epsilon=self.norm_epsilon, rope_theta=self.rope_theta)
         finite("Config", capacity=self.capacity, balance=self.balance, router_z=self.router_z)
         if self.dropout >= 1 or (self.capacity is not None and self.capacity <= 0):
             raise ValueError(

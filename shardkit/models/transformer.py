@@ -99,7 +99,8 @@ def apply(
         >>> transformer.apply(params, jnp.zeros((1, 4), jnp.int32), config).shape
         (1, 4, 256)
     """
-    x_btD = rms_norm(run(params, {"tokens": tokens_bT}, config, keys_b, axes).x, params["final_norm"])
+    stream = run(params, {"tokens": tokens_bT}, config, keys_b, axes)
+    x_btD = rms_norm(stream.x, params["final_norm"], config.norm_epsilon)
     return column_linear(x_btD, _head(params, config), axes.model, sequence=axes.sequence, impl=axes.impl)
 
 
@@ -174,7 +175,7 @@ def pieces(config: Config, axes: Axes = ONE_DEVICE) -> tuple[Piece, Piece, Piece
 
     def head(shared: Any, stream: Stream, batch: Any) -> tuple[Mean, dict[str, Mean]]:
         check_split("vocabulary entries", _head(shared, config).shape[-1], config.vocabulary, axes)
-        x_btD, weights_bT = rms_norm(stream.x, shared["final_norm"]), _weights(batch)
+        x_btD, weights_bT = rms_norm(stream.x, shared["final_norm"], config.norm_epsilon), _weights(batch)
         nats_bT, hits_bT = vocab_cross_entropy_and_hits(
             x_btD, _head(shared, config), batch["targets"], axes.model, sequence=axes.sequence
         )
@@ -202,10 +203,10 @@ def _layer(config: Config, axes: Axes, positions_T: jax.Array, each: tuple[Any, 
     weights, number = each
     keys = stream.keys
     drop = [None, None] if keys is None else [fold_keys(keys, 2 * number + i) for i in range(2)]
-    h_btD = rms_norm(stream.x, weights["attention_norm"])
+    h_btD = rms_norm(stream.x, weights["attention_norm"], config.norm_epsilon)
     y_btD = attention(weights, h_btD, config, positions_T, axes, stream.segments)
     x_btD = stream.x + dropout(y_btD, drop[0], config.dropout)
-    h_btD = rms_norm(x_btD, weights["mlp_norm"])
+    h_btD = rms_norm(x_btD, weights["mlp_norm"], config.norm_epsilon)
     if not config.experts:
         check_split("hidden features", weights["down"].shape[0], config.width, axes)
         return stream._replace(x=x_btD + dropout(mlp(weights, h_btD, axes), drop[1], config.dropout))

@@ -1,7 +1,7 @@
-"""What surrounds a training run: processes, the guard, checkpoints, data.
+"""What surrounds a training run: processes, the guard, checkpoints, weights, data.
 
-Start with `cluster/join.py`; each of `monitor/`, `cluster/`, `data/`, `checkpoint/` has a docstring. Imports training,
-and testing, whose laws it extends.
+Start with `cluster/join.py`; each of `monitor/`, `cluster/`, `data/`, `checkpoint/`, `weights/` has a docstring.
+Imports training, and testing, whose laws it extends.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from shardkit.runtime.data.reading import fetch, local_shards, print_global, rep
 from shardkit.runtime.drift import Drift, DriftError, assert_no_drift, replica_drift
 from shardkit.runtime.monitor.guard import Deadlines, Guard, guard
 from shardkit.runtime.triage import NonFinite, TriageReport, nonfinite, triage
+from shardkit.runtime.weights.llama import llama_names
+from shardkit.runtime.weights.load import load_params
+from shardkit.runtime.weights.names import StoredAs
+from shardkit.runtime.weights.save import save_params
 
 __all__ = [
     "PREEMPTED",
@@ -31,6 +35,7 @@ __all__ = [
     "Loader",
     "NonFinite",
     "Run",
+    "StoredAs",
     "TriageReport",
     "assert_no_drift",
     "barrier",
@@ -47,6 +52,8 @@ __all__ = [
     "is_main",
     "latest_step",
     "launch",
+    "llama_names",
+    "load_params",
     "loader",
     "local_rows",
     "local_shards",
@@ -58,6 +65,7 @@ __all__ = [
     "replica_drift",
     "replicate",
     "restores_elsewhere",
+    "save_params",
     "to_numpy",
     "triage",
     "watch_preemption",

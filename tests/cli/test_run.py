@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import shardkit as sk
 from shardkit.cli import doctor
-from shardkit.cli.run import first_state
+from shardkit.cli.resuming import resumed
 from shardkit.cli.verify import verify
 
 
@@ -43,17 +44,39 @@ def test_the_largest_difference_of_any_step_is_reported():
     assert found.loss == 1.0 and found.parameters < 1e-6
 
 
+def saved_with(**config):
+    """Checkpoints whose newest step was saved with these options, three steps of four examples."""
+    run = SimpleNamespace(position=12, config=config, step=3)
+    return SimpleNamespace(latest_step=lambda: 3, run=lambda: run)
+
+
 def test_a_run_resumes_at_the_step_after_the_last_one():
     """A step left out, or taken twice, changes the losses of a resumed run by less than a plot shows."""
-    options = SimpleNamespace(batch=4, steps=10)
-    saved = SimpleNamespace(position=12, config={}, step=3)
-    checkpoints = SimpleNamespace(
-        latest_step=lambda: 3, restore=lambda state: ("state", saved), record=lambda: saved, run=lambda: saved
-    )
-    run = SimpleNamespace(
-        options=options, settings=dict, params={}, init=SimpleNamespace(abstract=lambda params: "abstract")
-    )
-    assert first_state(run, checkpoints) == ("state", 3)
+    found = resumed({}, SimpleNamespace(batch=4, change=()), saved_with())
+    assert (found.first, found.began, found.anew) == (3, 0, False)
+
+
+def test_what_may_change_when_a_run_is_resumed():
+    was = {"steps": 3, "optimizer": "adamw", "clip": 1.0, "dim": 8, "optimizer_began": 1}
+
+    def found(*change, **options):
+        settings = {name: value for name, value in (was | options).items() if name != "optimizer_began"}
+        return resumed(settings, SimpleNamespace(batch=4, change=change), saved_with(**was))
+
+    assert found() == found("steps") == (found().saved, 3, 1, False, ())
+    longer = found("steps", "clip", steps=9, clip=0.5)
+    assert longer[1:] == (3, 1, False, ("--steps 9 (was 3)", "--clip 0.5 (was 1.0)"))
+    other = found("optimizer", optimizer="sgd")
+    assert other[1:] == (3, 3, True, ("--optimizer sgd (was adamw)",))
+    assert found("clip", clip=0.0).anew  # clipping has a place in the state
+    same = "--checkpoint: a run must be resumed with the same options; "
+    for options, message in (
+        ({"steps": 9}, "steps was 3 and is 9. Pass the same value, --change steps if that is meant, or another"),
+        ({"dim": 9}, "dim was 8 and is 9. Pass the same value, or another"),
+    ):
+        with pytest.raises(ValueError) as error:
+            found("clip", **options)
+        assert str(error.value) == f"{same}{message} directory."
 
 
 def test_a_wrong_collective_fails_the_check(monkeypatch, capsys):

@@ -1785,10 +1785,31 @@ _RUNTIME = (
     ),
     Mutant(
         "damage-passes",
-        "shardkit/runtime/checkpoint/checkpoints.py",
+        "shardkit/runtime/checkpoint/reading.py",
         'if found != records[path]["checksum"]]',
         "if found is None]",
         SWALLOWED,
+    ),
+    Mutant(
+        "checked-by-the-file-alone",
+        "shardkit/runtime/weights/load.py",
+        "if tuple(found.shape) != leaf.tensor_shape:",
+        "if len(found.shape) != len(leaf.tensor_shape):",
+        SWALLOWED,
+    ),
+    Mutant(
+        "index-leads-elsewhere",
+        "shardkit/runtime/weights/files.py",
+        "or Path(file).name != file or",
+        "or",
+        SWALLOWED,
+    ),
+    Mutant(
+        "rows-in-the-order-of-stages",
+        "shardkit/runtime/weights/shards.py",
+        "natural, rows = x.shape, x.rows if is_padded(x) else ()",
+        "natural, rows = x.shape, ()",
+        ORDER,
     ),
     Mutant(
         "oldest-kept",
@@ -1907,9 +1928,9 @@ _CLI = (
     ),
     Mutant(
         "resume-skips-a-step",
-        "shardkit/cli/run.py",
-        "saved.position // o.batch",
-        "saved.position // o.batch + 1",
+        "shardkit/cli/resuming.py",
+        "saved.position // options.batch",
+        "saved.position // options.batch + 1",
         STALE,
     ),
     Mutant(

@@ -520,7 +520,7 @@ REVERTS = (
     ),
     (
         "memory-is-damage",
-        "shardkit/runtime/checkpoint/checkpoints.py",
+        "shardkit/runtime/checkpoint/reading.py",
         "except (MemoryError, jax.errors.JaxRuntimeError):",
         "except jax.errors.JaxRuntimeError:",
     ),

@@ -170,6 +170,7 @@ def builders():
     config = transformer.Config(vocabulary=16, layers=1, dim=8, heads=2)
     path = Path(tempfile.mkdtemp())
     fresh = itertools.count()
+    np.savez(path / "w.npz", w=batch)
     model = planner.Model(8, 64, 4, vocabulary=256)
     place = {"chip": "v5e", "batch": 64, "sequence": 128}
     rooms = {"batch": 1, "sequence": 8, "hidden": 8}
@@ -304,6 +305,8 @@ def builders():
         (runtime.loader, {"source": [np.ones(4)] * 8, "batch": 4, "seed": 0, "mesh": mesh, "spec": P("data")}),
         (runtime.prefetch_to_device, {"batches": []}),
         (runtime.latest_step, {"directory": path}),
+        (runtime.load_params, {"path": path / "w.npz", "like": {"w": laid}}),
+        (runtime.llama_names, {"config": transformer.Config(layers=1)}),
         (runtime.Checkpoints, {"directory": path / str(next(fresh))}),
         (runtime.health_check, {}),
         (runtime.launch, {"command": ["true"], "processes": 1}),

@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from shardkit._check import at_least
 from shardkit._typed import typed
 from shardkit.partitioning.storage import is_padded
 from shardkit.runtime.checkpoint.directory import (
-    check_damage,
     check_free,
     check_writable,
     delete,
@@ -30,11 +28,11 @@ from shardkit.runtime.checkpoint.directory import (
     runs_in,
     set_aside,
     steps_in,
-    warn_of_strange,
 )
-from shardkit.runtime.checkpoint.orbax_io import load, orbax, quiet, reason, save_async, system_reason
+from shardkit.runtime.checkpoint.orbax_io import orbax, quiet, reason, save_async
 from shardkit.runtime.checkpoint.portable import checksums, from_portable, leaf_record, leaves_of, to_portable, to_read
-from shardkit.runtime.checkpoint.record import Run, make_record, read_record
+from shardkit.runtime.checkpoint.reading import find_step, newest_step, read_arrays
+from shardkit.runtime.checkpoint.record import Run, make_record
 from shardkit.runtime.checkpoint.residuals import Residuals, compared
 from shardkit.state import TrainState
 
@@ -103,13 +101,7 @@ class Checkpoints:
 
         Cost: with several processes, a broadcast of 4 bytes.
         """
-        newest = latest_step(self._directory)
-        if jax.process_count() == 1:
-            return newest
-        from jax.experimental import multihost_utils
-
-        newest = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if newest is None else newest)))
-        return None if newest < 0 else newest
+        return newest_step(self._directory)
 
     def save(self, state: TrainState, *, position: Any = None, config: Any = None, metrics: Any = None) -> None:
         """Saves a state under its step, in the background, after waiting for the previous save.
@@ -184,7 +176,7 @@ class Checkpoints:
     def restore(
         self, target: TrainState, step: int | None = None, *, residuals: Residuals = "keep"
     ) -> tuple[TrainState, Run]:
-        """Restores a saved state with the shardings of the target.
+        """Restores a saved state with the shardings of the target; `load_params` reads its parameters alone.
 
         Shapes and dtypes are compared before arrays are read, and checksums after. Keys have the saved implementation.
 
@@ -205,21 +197,10 @@ class Checkpoints:
         Cost: each process reads the shards of its devices, and padded leaves whole. One program moves the leaves that
             the target stores padded or permuted.
         """
-        step, (run, stored) = self._record(step)
+        step, run, stored = find_step("restore", self._directory, step)
         leaves, where = leaves_of("restore", target), f"restore: step {step} of {named(self._directory)}"
         records = compared(where, stored, {path: leaf_record(x) for path, x in leaves.items()}, residuals)
-        try:
-            arrays = load(self._path(step), to_read(leaves, records))
-        except (MemoryError, jax.errors.JaxRuntimeError):
-            raise  # which does not mean damage
-        except Exception as error:  # a reader may raise anything on a damaged file
-            check_damage(self._path(step), error)
-            system = system_reason(error)
-            what = f"its arrays cannot be read ({system})" if system else "its arrays are damaged"
-            raise self._unusable(step, what) from error
-        wrong = [path for path, found in checksums(arrays).items() if found != records[path]["checksum"]]
-        if wrong:
-            raise self._unusable(step, f"the checksum of its leaf {wrong[0]!r} differs")
+        arrays = read_arrays("restore", self._directory, step, to_read(leaves, records), records)
         treedef = jax.tree.structure(target, is_leaf=is_padded)
         self._since = step
         return jax.tree.unflatten(treedef, from_portable(arrays, leaves, records).values()), run
@@ -230,37 +211,10 @@ class Checkpoints:
         Raises:
             ValueError: there is no such step, it is damaged, or not a checkpoint of shardkit.
         """
-        return self._record(step)[1][0]
-
-    def _record(self, step: int | None) -> tuple[int, tuple[Run, dict[str, Any]]]:
-        where, steps = named(self._directory), steps_in(self._directory)
-        if step is None:
-            step = self.latest_step()
-            warn_of_strange(self._directory, -1 if step is None else step)
-        if step is None:
-            raise ValueError(
-                f"restore: {where} has no finished step. Start with init(params, key), or correct the directory."
-            )
-        if step not in steps:
-            known = ", ".join(map(str, steps)) or "none"
-            raise ValueError(
-                f"restore: {where} has no finished step {step!r}; it has {known}. Pass one of these as step=."
-            )
-        try:
-            return step, read_record(self._path(step))
-        except (ValueError, OSError) as error:
-            check_damage(self._path(step), error)
-            raise self._unusable(step, reason(error)) from error
+        return find_step("restore", self._directory, step)[1]
 
     def _path(self, step: int) -> Path:
         return self._directory / str(step)
-
-    def _unusable(self, step: int, reason: str) -> ValueError:
-        older = max((other for other in runs_in(self._directory) if other < step), default=None)
-        remedy = (
-            "No older step can be either." if older is None else f"To restore the newest before it, pass step={older}."
-        )
-        return ValueError(f"restore: step {step} of {named(self._directory)} cannot be restored: {reason}. {remedy}")
 
     def _delete_old(self) -> None:
         runs = runs_in(self._directory)

@@ -81,8 +81,11 @@ def compare(where: str, stored: Mapping[str, Any], wanted: Mapping[str, Any]) ->
     if missing or unexpected:
         lacks = [f"lacks {some(missing)}"] if missing else []
         extra = [f"has {some(unexpected)} that this state lacks"] if unexpected else []
+        alone = all(path.startswith("opt_state.") for path in missing + unexpected)
+        or_else = ", or load the parameters alone with load_params" if alone else ""
         raise ValueError(
-            f"{where} {' and '.join(lacks + extra)}. Restore into a state of the same model, optimizer and precision."
+            f"{where} {' and '.join(lacks + extra)}. Restore into a state of the same model, optimizer and precision"
+            f"{or_else}."
         )
     for name, remedy in (
         ("shape", "Build the state with the saved configuration."),

@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkit as sk
 from shardkit.partitioning.storage import Padded
-from shardkit.runtime.checkpoint import checkpoints
+from shardkit.runtime.checkpoint import reading
 from shardkit.runtime.checkpoint.checkpoints import Checkpoints, latest_step
 from shardkit.runtime.checkpoint.portable import checksums, leaves_of, to_portable
 from shardkit.runtime.checkpoint.record import FORMAT, _seal
@@ -579,7 +579,8 @@ def test_leaves_that_are_not_those_of_the_checkpoint(tmp_path):  # proves F62
         f"{where} lacks 1 leaf ('params.c') and has 1 leaf ('params.b') that this state lacks. {same}"
     )
     assert message({"w": w, "b": b}, optimizer=optax.adam(0.1)) == (
-        f"{where} lacks 5 leaves ('opt_state.0.count', 'opt_state.0.mu.b', 'opt_state.0.mu.w' and 2 more). {same}"
+        f"{where} lacks 5 leaves ('opt_state.0.count', 'opt_state.0.mu.b', 'opt_state.0.mu.w' and 2 more). "
+        f"{same[:-1]}, or load the parameters alone with load_params."
     )
     assert message({"w": w, "b": b}, precision="fp16") == (
         f"{where} lacks 2 leaves ('loss_scale.scale', 'loss_scale.good_steps'). {same}"
@@ -741,7 +742,7 @@ def test_what_says_nothing_of_the_files_is_no_damage(tmp_path, monkeypatch):
     target = saved(tmp_path, 1, 2)
     text = "UNAVAILABLE: Error opening [os_error_code='24']"
     for error in (OSError(errno.EMFILE, "Too many open files"), ValueError(text)):
-        monkeypatch.setattr(checkpoints, "load", Mock(side_effect=error))
+        monkeypatch.setattr(reading, "load", Mock(side_effect=error))
         assert refused(lambda: restored(tmp_path, target), RuntimeError) == (
             f"restore: step 2 of '{tmp_path}' could not be read: Too many open files. The step may be intact: fix the "
             "cause, then restore again."
@@ -758,7 +759,7 @@ def test_the_format_moves_with_the_checksum():
 def test_too_little_memory_is_no_damage(tmp_path, monkeypatch):
     target = saved(tmp_path, 1)
     for error in (MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")):
-        monkeypatch.setattr(checkpoints, "load", Mock(side_effect=error))
+        monkeypatch.setattr(reading, "load", Mock(side_effect=error))
         with pytest.raises(type(error)) as caught:
             restored(tmp_path, target)
         assert caught.value is error

@@ -1,0 +1,65 @@
+"""`shardkit evaluate RUN`: the validation loss of a saved run, on any mesh."""
+
+from __future__ import annotations
+
+import json as json_lib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import tyro
+from rich.console import Console
+
+import shardkit as sk
+from shardkit.cli.plans import mesh_words
+from shardkit.cli.run import CommandRun, config_of, mesh_of
+from shardkit.cli.saved import saved_run
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `shardkit evaluate`."""
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """Directory of checkpoints, from `shardkit train --checkpoint`."""
+    mesh: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[AXIS=SIZE ...]")] = ("data=-1",)
+    """Mesh axes, as for `shardkit train`, whatever mesh the run was trained on."""
+    step: int | None = None
+    """The step; by default the newest one."""
+    data: tuple[Path, ...] = ()
+    """Text files or directories of them, of which a part is held out; by default those of the run."""
+    batch: int | None = None
+    """Global batch size; by default that of the run."""
+    length: int | None = None
+    """Sequence length; by default that of the run."""
+    json: Path | None = None
+    """Write the results to this JSON file."""
+
+
+def evaluate(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
+    """Evaluate a saved run on held-out text."""
+    for name in ("batch", "length"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"evaluate: --{name} must be at least 1; got {value}. Pass 1 or more.")
+    cluster = sk.runtime.initialize()
+    console = Console(soft_wrap=True, highlight=False, quiet=not cluster.is_master)
+    mesh = mesh_of("evaluate", options.mesh, many=cluster.processes > 1)
+    saved, trained = saved_run("evaluate", options.run, options.step)
+    others: dict[str, Any] = {name: getattr(options, name) for name in ("data", "batch", "length")}
+    trained = replace(trained, mesh=options.mesh, **{name: value for name, value in others.items() if value})
+    run = CommandRun(trained, mesh, config_of(trained, mesh.shape))
+    like = run.init.abstract(run.params).params  # type: ignore[attr-defined]
+    found = run.validation(sk.runtime.load_params(options.run, like, step=saved.step))
+    size = sum(x.size for x in jax.tree.leaves(like))
+    console.print(f"step {saved.step} of {options.run}; plan: {run.plan}; {size:,} parameters")
+    console.print(
+        f"validation loss {found['loss']:.3f} nats per byte, accuracy {found['accuracy']:.1%}, on held-out text of "
+        f"{run.text.source}"
+    )
+    if options.json and cluster.is_master:
+        results = {"step": saved.step, "mesh": mesh_words(options.mesh), "validation_loss": found.pop("loss"), **found}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json_lib.dumps(results, indent=1) + "\n")
+    return 0

@@ -1,0 +1,85 @@
+"""What a run starts from: new parameters, those of another run or file, or its own newest checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+
+import shardkit as sk
+from shardkit.cli.run import CommandRun
+from shardkit.runtime.weights.load import tensor_names
+
+# Options that may change where that is meant.
+Change = Literal["steps", "learning-rate", "weight-decay", "clip", "optimizer"]
+_OF_LLAMA = "model.embed_tokens.weight"
+
+
+class Resumed(NamedTuple):
+    """A checkpoint from which a run goes on.
+
+    Attributes:
+        saved: what was saved with it.
+        first: the index of the next step.
+        began: the step from which the optimizer counts.
+        anew: whether the state of the optimizer begins there, because it is another one.
+        changes: the options that differ, as `--steps 12 (was 6)`.
+    """
+
+    saved: sk.runtime.Run
+    first: int
+    began: int = 0
+    anew: bool = False
+    changes: tuple[str, ...] = ()
+
+
+def resumed(settings: Mapping[str, Any], options: Any, checkpoints: Any) -> Resumed | None:
+    """The newest checkpoint; None to start from step 0.
+
+    Raises:
+        ValueError: it was saved with other options, and they are not among those that may change.
+    """
+    if checkpoints is None or checkpoints.latest_step() is None:
+        return None
+    saved = checkpoints.run()
+    changes = []
+    for name, value in settings.items():
+        was, option = saved.config.get(name), name.replace("_", "-")
+        if was == value:
+            continue
+        if option not in options.change:
+            meant = f" --change {option} if that is meant," if option in get_args(Change) else ""
+            raise ValueError(
+                f"--checkpoint: a run must be resumed with the same options; {name} was {was} and is {value}. Pass the "
+                f"same value,{meant} or another directory."
+            )
+        changes.append(f"--{option} {value} (was {was})")
+    first = saved.position // options.batch
+    kinds = [(each.get("optimizer"), each.get("clip", 0) > 0) for each in (saved.config, settings)]
+    anew = kinds[0] != kinds[1]
+    began = first if anew else saved.config.get("optimizer_began", 0)
+    return Resumed(saved, first, began, anew, tuple(changes))
+
+
+def first_state(run: CommandRun, checkpoints: Any, resume: Resumed | None) -> sk.TrainState:
+    """The state to start from."""
+    o = run.options
+    key = jax.random.key(o.seed)
+    if resume is None:
+        return run.init(run.params if o.init_from is None else _weights(run, o.init_from), key)
+    target = run.init.abstract(run.params)  # type: ignore[attr-defined]
+    if not resume.anew:
+        return checkpoints.restore(target, resume.saved.step)[0]
+    params = sk.runtime.load_params(o.checkpoint, target.params, step=resume.saved.step)
+    state = run.init(params, key)
+    return state._replace(step=jax.device_put(jnp.int32(resume.saved.step), state.step.sharding))
+
+
+def _weights(run: CommandRun, path: Path) -> Any:
+    """The parameters of a run or a file, by shardkit's names or Hugging Face's of Llama."""
+    like = run.init.abstract(run.params).params  # type: ignore[attr-defined]
+    names = sk.runtime.llama_names(run.config) if _OF_LLAMA in tensor_names(path) else None
+    return sk.runtime.load_params(path, like, names=names, cast=True)

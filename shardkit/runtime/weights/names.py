@@ -1,0 +1,170 @@
+"""What the leaves of parameters are called in a file, and how one is made of the tensors there."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardkit._check import counted, quoted
+
+Ranges = tuple[tuple[int, int], ...]
+Read = Callable[[str, Ranges], np.ndarray]
+
+
+class StoredAs(NamedTuple):
+    """How a leaf is stored in a file of another library.
+
+    Attributes:
+        name: the tensor's name. With "{}" in it, there is a tensor for each index along the first dim of the leaf, as
+            of layers in a stack; a second "{}" is for the second dim, and so on.
+        dims: for each dim of a tensor the dim of the leaf, or the dims that it merges, major first. By default those
+            that the name leaves, in order. `StoredAs("layers.{}.q_proj.weight", ((2, 3), 1))` stores a leaf [L, D, H,
+            K] as L tensors [H K, D].
+    """
+
+    name: str
+    dims: Sequence[int | tuple[int, ...]] | None = None
+
+
+Names = Mapping[str, str | StoredAs] | Callable[[str], str | StoredAs]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A leaf by its path, its natural shape, and how it is stored.
+
+    Attributes:
+        path: its path in the parameters, `layers.query`.
+        shape: its natural shape.
+        name: the tensor's name, with "{}" for the index along each of the first dims that are stored apart.
+        dims: for each dim of a tensor the dims of the leaf that it merges.
+        apart: how many of the first dims are stored apart.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    name: str
+    dims: tuple[tuple[int, ...], ...]
+    apart: int
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """The shape of each tensor."""
+        return tuple(math.prod(self.shape[dim] for dim in group) for group in self.dims)
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        """The dims of the leaf in the order of a tensor's."""
+        return tuple(dim for group in self.dims for dim in group)
+
+    def tensors(self, ranges: Ranges | None = None) -> Iterator[tuple[tuple[int, ...], str]]:
+        """The indices along the first dims, in these ranges or all, and the name of their tensor."""
+        whole = ranges or tuple((0, size) for size in self.shape)
+        for at in itertools.product(*(range(*each) for each in whole[: self.apart])):
+            name = self.name
+            for index in at:
+                name = name.replace("{}", str(index), 1)
+            yield at, name
+
+    def part(self, read: Read, ranges: Ranges, dtype: Any) -> np.ndarray:
+        """A part of the leaf, from no more of each tensor than the rows that hold it."""
+        sizes = [last - first for first, last in ranges]
+        out = np.empty(sizes, dtype)
+        if not out.size:
+            return out
+        spans = []
+        for major, *minor in self.dims:
+            below = math.prod(self.shape[dim] for dim in minor)
+            spans.append((ranges[major][0] * below, ranges[major][1] * below))
+        majors = {group[0] for group in self.dims}
+        held = [ranges[dim] if dim in majors else (0, self.shape[dim]) for dim in self._order]
+        cut = tuple(slice(None) if dim in majors else slice(*ranges[dim]) for dim in self._order)
+        back = np.argsort(self._order, kind="stable")
+        for at, name in self.tensors(ranges):
+            tensor = read(name, tuple(spans)).reshape([last - first for first, last in held])
+            out[tuple(i - ranges[dim][0] for dim, i in enumerate(at))] = tensor[cut].transpose(back)
+        return out
+
+    def tensor(self, part: np.ndarray) -> np.ndarray:
+        """A tensor as it is stored, from the leaf at an index along the first dims."""
+        first = self.apart
+        return np.ascontiguousarray(part.transpose([dim - first for dim in self._order])).reshape(self.tensor_shape)
+
+
+def named_leaves(where: str, shapes: Mapping[str, tuple[int, ...]], names: Names | None) -> list[Leaf]:
+    """How each leaf is stored.
+
+    Raises:
+        ValueError: names for leaves that there are not, dims that are not those of the leaf, or two tensors of one
+            name.
+        TypeError: a name of another type.
+    """
+    if isinstance(names, Mapping):
+        unknown = [path for path in names if path not in shapes]
+        if unknown:
+            raise ValueError(
+                f"{where}: names must be for leaves of the parameters; got {quoted(unknown[:3])}, and the leaves are "
+                f"{_some(list(shapes))}. Correct names."
+            )
+    found = [_leaf(where, path, shape, names) for path, shape in shapes.items()]
+    owners: dict[str, str] = {}
+    for leaf in found:
+        for _, name in leaf.tensors():
+            if name in owners:
+                raise ValueError(
+                    f"{where}: each tensor must have one name; leaves {owners[name]!r} and {leaf.path!r} are both "
+                    f"called {name!r}. Correct names."
+                )
+            owners[name] = leaf.path
+    return found
+
+
+def refuse_stored_as(where: str, leaves: Sequence[Leaf], path: Path) -> None:
+    """Refuses what an orbax tree cannot have: tensors for single layers, or dims in another order.
+
+    Raises:
+        ValueError: with the leaf's path.
+    """
+    for leaf in leaves:
+        if leaf.apart or leaf.dims != tuple((dim,) for dim in range(len(leaf.shape))):
+            raise ValueError(
+                f"{where}: a StoredAs must be for .safetensors and .npz files; leaf {leaf.path!r} has one, and "
+                f"{str(path)!r} is not such a file. Give its name alone."
+            )
+
+
+def _leaf(where: str, path: str, shape: tuple[int, ...], names: Names | None) -> Leaf:
+    given = path if names is None else names.get(path, path) if isinstance(names, Mapping) else names(path)
+    if given == path:
+        return Leaf(path, shape, path, tuple((dim,) for dim in range(len(shape))), 0)
+    given = StoredAs(given) if isinstance(given, str) else given
+    if not isinstance(given, StoredAs) or not isinstance(given.name, str):
+        raise TypeError(
+            f"{where}: names must give a string or a StoredAs for each leaf; got {given!r} for {path!r}. Return the "
+            "path itself to keep it."
+        )
+    apart = given.name.count("{}")
+    left = list(range(apart, len(shape)))
+    try:
+        dims = tuple((dim,) if isinstance(dim, int) else tuple(dim) for dim in given.dims or left)
+        right = all(dims) and sorted(dim for group in dims for dim in group) == left and apart <= len(shape)
+    except TypeError:
+        right = False
+    if not right:
+        raise ValueError(
+            f"{where}: a StoredAs must count some of the first dims of its leaf in its name, and have the others once "
+            f"in dims; got {given.name!r} and dims={given.dims} for leaf {path!r} of shape {list(shape)}. Correct it; "
+            "without dims they are in order."
+        )
+    return Leaf(path, shape, given.name, dims, apart)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {counted(len(names) - 3, 'more', '')}" if len(names) > 3 else ""
+    return quoted(names[:3]) + more
