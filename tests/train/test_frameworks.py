@@ -132,3 +132,36 @@ def test_an_example_trains_as_the_librarys_own_loop(name):
         print(f"{name} {axis}: loss {abs(own - loss):.1e}, parameters {off:.1e} from one device")
         assert abs(own - loss) < 1e-5 and off < 1e-5, axis
         assert len([x for x in jax.tree.leaves(state) if "model" in str(x.sharding.spec)]) == SPLIT[name], axis
+
+
+# Catches statistics of one device's examples, those of another step or microbatch, an average of them that is reduced
+# or differentiated, and a stream of keys that depends on the mesh.
+@pytest.mark.parametrize("plan", [sk.dp("data"), sk.zero1("data", min_size=1), sk.fsdp("data", min_size=1)], ids=str)
+def test_batch_statistics_are_those_of_the_global_batch(plan):
+    nnx = pytest.importorskip("flax.nnx", reason="pip install 'shardkit[test]' installs it")
+    path = EXAMPLES / "nnx_batch_norm.py"
+    assert len(path.read_text().splitlines()) <= 40
+    example = runpy.run_path(str(path))
+    rng = np.random.default_rng(0)
+    drift = np.linspace(0, 3, 16, dtype="f")[:, None, None, None]  # devices and their examples differ
+    batches = [{"x": drift + rng.normal(size=(16, 5, 5, 3)).astype("f"), "y": rng.integers(0, 4, 16)} for _ in range(3)]
+    step, state = example["make"](sk.make_mesh(jax.devices()[:4], data=4), plan)
+
+    @nnx.jit
+    def own_step(model, optimizer, batch, keys):
+        def loss_fn(model):
+            logits = model(batch["x"], keys)
+            return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]))
+
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    model = example["ConvNet"](nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
+    for number, batch in enumerate(batches):
+        state, metrics = step(state, batch)
+        loss = own_step(model, optimizer, batch, sk.example_keys(sk.step_key(state.key, number), 16))
+        off = difference((state.carried, state.params), nnx.split(model, nnx.BatchStat, nnx.Param)[1:])
+        assert abs(metrics["loss"] - loss) < 1e-5 and off < 1e-5, (number, off)
+    print(f"{plan}: loss {abs(metrics['loss'] - loss):.1e}, statistics and parameters {off:.1e} from one device")
