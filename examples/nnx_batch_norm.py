@@ -1,4 +1,8 @@
-"""A flax nnx ConvNet with BatchNorm over the whole batch, whose statistics are carried, and Dropout by example."""
+"""A flax nnx ConvNet with BatchNorm over the whole batch, whose statistics are carried, and Dropout by example.
+
+A module that holds its streams gets new keys in the loss, for each step and each part of the batch:
+`nnx.reseed(model, default=keys[0])`, by the name of the stream, after `nnx.merge(graph, params, streams)`, where
+`streams` comes from `nnx.to_pure_dict`. A stream of another name keeps its keys, without an error."""
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +33,3 @@ def make(mesh, plan):
     carry = lambda old, metrics, params: metrics["stats"]
     init, step = sk.make_train_step(sk.value_and_grad(loss_fn), optax.adam(1e-2), mesh=mesh, plan=plan, carry=carry)
     return step, init(params, jax.random.key(0), carried=stats)
-
-
-if __name__ == "__main__":
-    sk.simulate_devices(8)
-    step, state = make(sk.make_mesh(data=2, fsdp=4), sk.chain(sk.dp("data"), sk.fsdp("fsdp", min_size=1)))
-    x = jax.random.normal(jax.random.key(1), (16, 6, 6, 3))
-    for _ in range(3):
-        state, metrics = step(state, {"x": x, "y": jnp.arange(16) % 4})

@@ -1,17 +1,13 @@
 """Models of flax, equinox and haiku: each example runs, and trains as its library's own loop does on one device."""
 
-import runpy
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import shardkit as sk
+from support.examples import difference, example_of
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 BATCHES = jax.random.normal(jax.random.key(1), (3, 16, 8))  # as in each example
 ADAM = optax.adam(1e-2)
 
@@ -21,12 +17,6 @@ def promotion_as_users_have_it():
     """The libraries promote dtypes and ranks."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
-
-
-def difference(tree, other):
-    """The largest difference between the leaves of two trees."""
-    pairs = zip(*map(jax.tree.leaves, jax.device_get((tree, other))), strict=True)
-    return max(float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in pairs)
 
 
 def nnx_loop(example):
@@ -112,7 +102,6 @@ def haiku_loop(example):
 
 
 LOOPS = {"nnx": nnx_loop, "equinox": equinox_loop, "linen": linen_loop, "haiku": haiku_loop}
-PACKAGES = {"nnx": "flax", "linen": "flax"}
 SPLIT = {"nnx": 3, "equinox": 3, "linen": 2, "haiku": 3}  # leaves over the axis "model"
 DEEP = ("linen", "haiku")
 
@@ -122,46 +111,10 @@ DEEP = ("linen", "haiku")
 # proves S26: of nnx, and in the deep tier of linen, the metadata of the parameters are the only rules of `tp`
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.deep) if n in DEEP else n for n in LOOPS])
 def test_an_example_trains_as_the_librarys_own_loop(name):
-    pytest.importorskip(PACKAGES.get(name, name), reason="pip install 'shardkit[test]' installs it")
-    path = EXAMPLES / f"{name}_model.py"
-    assert len(path.read_text().splitlines()) <= 40
-    example = runpy.run_path(str(path))
+    example = example_of(f"{name}_model")
     loss, params = LOOPS[name](example)
     for axis, (own, state) in example["runs"].items():
         off = difference(sk.unpadded(state), params)
         print(f"{name} {axis}: loss {abs(own - loss):.1e}, parameters {off:.1e} from one device")
         assert abs(own - loss) < 1e-5 and off < 1e-5, axis
         assert len([x for x in jax.tree.leaves(state) if "model" in str(x.sharding.spec)]) == SPLIT[name], axis
-
-
-# Catches statistics of one device's examples, those of another step or microbatch, an average of them that is reduced
-# or differentiated, and a stream of keys that depends on the mesh.
-@pytest.mark.parametrize("plan", [sk.dp("data"), sk.zero1("data", min_size=1), sk.fsdp("data", min_size=1)], ids=str)
-def test_batch_statistics_are_those_of_the_global_batch(plan):
-    nnx = pytest.importorskip("flax.nnx", reason="pip install 'shardkit[test]' installs it")
-    path = EXAMPLES / "nnx_batch_norm.py"
-    assert len(path.read_text().splitlines()) <= 40
-    example = runpy.run_path(str(path))
-    rng = np.random.default_rng(0)
-    drift = np.linspace(0, 3, 16, dtype="f")[:, None, None, None]  # devices and their examples differ
-    batches = [{"x": drift + rng.normal(size=(16, 5, 5, 3)).astype("f"), "y": rng.integers(0, 4, 16)} for _ in range(3)]
-    step, state = example["make"](sk.make_mesh(jax.devices()[:4], data=4), plan)
-
-    @nnx.jit
-    def own_step(model, optimizer, batch, keys):
-        def loss_fn(model):
-            logits = model(batch["x"], keys)
-            return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]))
-
-        loss, grads = nnx.value_and_grad(loss_fn)(model)
-        optimizer.update(model, grads)
-        return loss
-
-    model = example["ConvNet"](nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
-    for number, batch in enumerate(batches):
-        state, metrics = step(state, batch)
-        loss = own_step(model, optimizer, batch, sk.example_keys(sk.step_key(state.key, number), 16))
-        off = difference((state.carried, state.params), nnx.split(model, nnx.BatchStat, nnx.Param)[1:])
-        assert abs(metrics["loss"] - loss) < 1e-5 and off < 1e-5, (number, off)
-    print(f"{plan}: loss {abs(metrics['loss'] - loss):.1e}, statistics and parameters {off:.1e} from one device")

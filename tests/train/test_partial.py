@@ -1,8 +1,5 @@
 """Training a part of the parameters: frozen leaves, optimizers by label, an average, as in `examples/lora.py`."""
 
-import runpy
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +7,9 @@ import optax
 import pytest
 
 import shardkit as sk
+from support.examples import example_of
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "lora.py"
-LORA = runpy.run_path(str(EXAMPLE))
+LORA = example_of("lora")
 RNG = np.random.default_rng(0)
 BATCHES = [{"x": RNG.normal(size=(16, 16)).astype("f"), "y": RNG.normal(size=16).astype("f")} for _ in range(3)]
 
@@ -67,7 +64,6 @@ FEW = ("dp", "fsdp")
 # and an average that is whole on each device.
 @pytest.mark.parametrize("row", [n if n in FEW else pytest.param(n, marks=pytest.mark.deep) for n in ROWS])
 def test_a_part_of_the_parameters_is_trained(row, one_device):
-    assert len(EXAMPLE.read_text().splitlines()) <= 40
     sizes, plan = ROWS[row]
     step, state = LORA["make"](sk.make_mesh(jax.devices()[:4], **sizes), plan)
     frozen = np.asarray(state.params["layers"]["w"])
