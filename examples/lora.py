@@ -12,6 +12,8 @@ import optax
 import shardkit as sk
 
 LABELS = {"layers": {"w": "frozen", "down": "lora", "up": "lora"}, "head": "head"}
+TRAINED = jax.tree.map(lambda label: label != "frozen", LABELS)
+layer = lambda p, x: x + jnp.tanh(x @ p["w"] + x @ p["down"] @ p["up"])
 OPTIMIZERS = {"frozen": optax.set_to_zero(), "lora": optax.adam(1e-2), "head": optax.sgd(0.01)}
 
 
@@ -21,13 +23,12 @@ def init(key):
 
 
 def loss_fn(params, batch, keys):
-    layer = lambda p, x: x + jnp.tanh(x @ p["w"] + x @ p["down"] @ p["up"])
     x = sk.scan_layers(layer, params["layers"], batch["x"])
     return sk.Mean.of(((x @ params["head"])[:, 0] - batch["y"]) ** 2)
 
 
 def make(mesh, plan):
-    grad_fn = sk.value_and_grad(loss_fn, trained=jax.tree.map(lambda label: label != "frozen", LABELS))
+    grad_fn = sk.value_and_grad(loss_fn, trained=TRAINED)
     optimizer = optax.multi_transform(OPTIMIZERS, LABELS)
     average = lambda old, metrics, params: optax.incremental_update(tuned(params), old, 0.1)
     made = sk.make_train_step(grad_fn, optimizer, mesh=mesh, plan=plan, carry=average)
