@@ -1,9 +1,9 @@
 """Partial training: a frozen stack with small trained matrices beside it (LoRA), two optimizers, and an average (EMA).
 
-One tree of labels says everything. Of frozen leaves no gradient is computed or sent, and the optimizer holds no state;
-fsdp splits them as all others, so that they cost 1/n of their bytes, and one gather in the forward pass. The average is
-carried state: it is split as the parameters whose names it has. Clip gradients inside `optax.chain` of one label: a
-norm of all gradients is of all labels. Source: Hu et al. (2021, arXiv:2106.09685)."""
+One tree of labels says everything. Of frozen leaves no gradient is computed or sent, and the optimizer has no state;
+fsdp splits them as all others, so that they cost 1/n of their bytes, and their gathers. The average is carried state:
+it is split as the parameters whose names it has. Clip gradients inside the optimizer of one label, whose norm is theirs
+alone. Source: Hu et al. (2021, arXiv:2106.09685)."""
 
 import jax
 import jax.numpy as jnp
