@@ -224,7 +224,8 @@ def trained(params: Any) -> Any:
             raise TypeError(
                 "init: every leaf of the parameters must be a real floating-point array, which the optimizer trains; "
                 f"leaf {path_name(path)} is {dtype or type(x).__name__}. Pass what is not trained in the batch, or let "
-                "the loss close over it; split a complex leaf into its real and imaginary parts."
+                "the loss close over it (eqx.partition and nnx.split take it out of a module); split a complex leaf "
+                "into its real and imaginary parts."
             )
     return params
 

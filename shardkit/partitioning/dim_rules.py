@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from shardkit._check import Axis, dim_of, named, quoted
+from shardkit._check import dim_of, named, quoted
 from shardkit.layout import all_axes, path_name, spec_axes
 
 ChooseDim = Callable[[str, tuple[int, ...]], int | None]
@@ -30,22 +30,9 @@ def dim_chooser(name: str, axes: tuple[str, ...], rules: DimRules) -> ChooseDim:
         ValueError: no spec of the tree names the axes; when called, a dim that a leaf does not have, a leaf without a
             spec, or a spec that is longer than the leaf's shape or has the axes on several dims.
     """
-    if callable(rules):
+    if is_function(rules):
         return lambda path, shape: _from_front(f"{name}: leaf {path}", rules(path, shape), len(shape))
-    specs = _specs_by_path(rules)
-    for path, spec in specs.items():
-        if not isinstance(spec, PartitionSpec):
-            raise TypeError(
-                f"{name}: rules must be a function of path and shape, or a tree of PartitionSpecs; got {spec!r} for "
-                f"{path}. Make the tree with specs_from_rules."
-            )
-
-    used = frozenset[str]().union(*map(all_axes, specs.values()))
-    if not used & set(axes):
-        raise ValueError(
-            f"{name}: the rules must put {named(axes)} on some dim; the axes that they name are "
-            f"{quoted(sorted(used))}. Correct the rules, or the axis."
-        )
+    specs = _specs_by_path(name, axes, rules)
 
     def choose(path: str, shape: tuple[int, ...]) -> int | None:
         if path not in specs:
@@ -78,16 +65,34 @@ def _from_front(where: str, dim: Any, ndim: int) -> int | None:
     return dim_of(where, int(dim), ndim)
 
 
-def leaves_split_over(rules: DimRules | None, axis: Axis) -> tuple[str, ...]:
-    """The paths of the leaves that a tree of specs splits over the axis; none for a function."""
-    if rules is None or callable(rules):
+def axes_of_rules(name: str, axes: tuple[str, ...], rules: DimRules | None) -> tuple[tuple[str, str], ...]:
+    """The path of each leaf that a tree of specs splits, with each axis over which it does; none for a function."""
+    if rules is None or is_function(rules):
         return ()
-    axes = (axis,) if isinstance(axis, str) else axis
-    return tuple(path for path, spec in _specs_by_path(rules).items() if all_axes(spec) & set(axes))
+    specs = _specs_by_path(name, axes, rules)
+    return tuple((path, axis) for path, spec in specs.items() for axis in sorted(all_axes(spec)))
 
 
-def _specs_by_path(rules: Any) -> dict[str, Any]:
+def is_function(rules: DimRules) -> bool:
+    """Whether rules are a function, and not a tree of specs in the form of a module, which can be called too."""
+    leaves = jax.tree.leaves(rules, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return callable(rules) and not any(isinstance(leaf, PartitionSpec) for leaf in leaves)
+
+
+def _specs_by_path(name: str, axes: tuple[str, ...], rules: Any) -> dict[str, PartitionSpec]:
     flat = jax.tree_util.tree_flatten_with_path(rules, is_leaf=lambda x: isinstance(x, PartitionSpec))[0]
+    for path, spec in flat:
+        if not isinstance(spec, PartitionSpec):
+            raise TypeError(
+                f"{name}: rules must be a function of path and shape, or a tree of PartitionSpecs; got {spec!r} for "
+                f"{path_name(path)}. Make the tree with specs_from_rules."
+            )
+    used = frozenset[str]().union(*(all_axes(spec) for _, spec in flat))
+    if not used & set(axes):
+        raise ValueError(
+            f"{name}: the rules must put {named(axes)} on some dim; the axes that they name are "
+            f"{quoted(sorted(used))}. Correct the rules, or the axis."
+        )
     return {path_name(path): spec for path, spec in flat}
 
 

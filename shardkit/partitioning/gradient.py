@@ -17,6 +17,7 @@ from shardkit._typed import typed
 from shardkit.collectives import all_reduce, vary
 from shardkit.layout import path_name
 from shardkit.partitioning.handles import call_sealed, parts, with_parts
+from shardkit.partitioning.trained import check_trained, chosen
 
 
 class Mean(NamedTuple):
@@ -67,7 +68,7 @@ LossFn = Callable[..., Any]
 
 
 @typed
-def value_and_grad(loss_fn: LossFn) -> GradFn:
+def value_and_grad(loss_fn: LossFn, *, trained: Any = None) -> GradFn:
     """The function that each device runs in a step, from a loss function of any pytree model.
 
     Args:
@@ -76,14 +77,18 @@ def value_and_grad(loss_fn: LossFn) -> GradFn:
             `Mean(total, weight)`, or either with a dict of auxiliary scalars or Means, which may be nested. With a
             fourth positional parameter without default, `loss_fn(params, batch, keys, carried)`, it gets the carried
             state, which is not differentiated.
+        trained: a tree of bools like the parameters, or a prefix of them: False for leaves that are frozen. Their
+            gradients are zeros, which are neither computed nor sent, and which algorithms with `feedback=True` refuse;
+            the optimizer should have no state for them, as `optax.masked(optimizer, trained)`. None: all are trained.
 
     Returns:
         A GradFn: `(params, batch, keys, *, scale=1) -> (Mean, aux, gradients of scale * total)`; it takes `carried=` if
         the loss does.
 
     Raises:
-        TypeError: at trace time, if the loss is neither a real scalar nor a Mean, a weight is not float32 or integer,
-            or the weight of the loss depends on the parameters.
+        TypeError: `trained` is not a tree of bools; at trace time, if the loss is neither a real scalar nor a Mean, a
+            weight is not float32 or integer, or the weight of the loss depends on the parameters.
+        ValueError: `trained` is True nowhere; at trace time, if it is not a prefix of the parameters.
 
     Cost: what `loss_fn` sends.
 
@@ -94,15 +99,19 @@ def value_and_grad(loss_fn: LossFn) -> GradFn:
         12.0 3.0 [12. 12.]
     """
 
+    check_trained(trained)
+
     def run(params: Any, batch: Any, keys: Any, scale: Any, *carried: Any) -> tuple[Mean, Mapping[str, Any], Any]:
-        def total(leaves: Any) -> tuple[jax.Array, tuple[Any, Mapping[str, Any]]]:
-            mean, aux = loss_and_aux(call_loss(loss_fn, with_parts(params, leaves), batch, keys, *carried))
+        some, joined, gradients = chosen(parts(params), trained)
+
+        def total(some: list[Any]) -> tuple[jax.Array, tuple[Any, Mapping[str, Any]]]:
+            mean, aux = loss_and_aux(call_loss(loss_fn, with_parts(params, joined(some)), batch, keys, *carried))
             return mean.total, (mean.weight, aux)
 
-        value, backward, (weight, aux) = jax.vjp(total, parts(params), has_aux=True)
+        value, backward, (weight, aux) = jax.vjp(total, some, has_aux=True)
         # The scale enters as the cotangent: a scaled float16 total would overflow.
         (grads,) = backward(vary(jnp.asarray(scale, value.dtype), tuple(varying_axes(value))))
-        return Mean(value, weight), aux, grads
+        return Mean(value, weight), aux, gradients(grads)
 
     def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
         return run(params, batch, keys, scale)

@@ -271,6 +271,8 @@ class Strategy(NamedTuple):
         reduce: the algorithm that reduces gradients.
         stages: of `pp`, which device has which layers; None for any other strategy.
         accumulated: whether the step has several microbatches.
+        rule_axes: leaves of the user's tree of specs, each with an axis over which it is split and that the mesh must
+            have.
     """
 
     name: str
@@ -284,6 +286,7 @@ class Strategy(NamedTuple):
     reduce: Algorithm = PLAIN
     stages: Stages | None = None
     accumulated: bool = False
+    rule_axes: tuple[tuple[str, str], ...] = ()
 
 
 def map_layouts(fn: Callable[..., Any], layouts: Any, *trees: Any) -> Any:

@@ -21,7 +21,7 @@ from shardkit._typed import typed
 from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.layout import canonical, local_shape, path_name, spec_axes
 from shardkit.partitioning.describe import Planned, mesh_of, plan_table
-from shardkit.partitioning.dim_rules import in_subtrees
+from shardkit.partitioning.dim_rules import axes_of_rules, in_subtrees
 from shardkit.partitioning.placement import Layout, Leaf, Split, Strategy, check_feedback, in_order
 from shardkit.partitioning.storage import in_rows, is_padded, padded_shape, padding
 
@@ -152,6 +152,13 @@ class Plan(NamedTuple):
                         f"{s.name}: the mesh has no axis {axis!r}; its axes are {sized(mesh.shape.items())}. "
                         "Use one of them, or add the axis to make_mesh."
                     )
+            for path, axis in s.rule_axes:
+                if axis not in mesh.shape:
+                    raise ValueError(
+                        f"{s.name}: the rules may only name axes of the mesh, {sized(mesh.shape.items())}; they split "
+                        f"leaf {path} over {axis!r}. Correct them, or the metadata that they come from, or add the "
+                        f"axis to make_mesh, as {axis}=1 if nothing is to be split over it."
+                    )
 
 
 @typed
@@ -164,6 +171,7 @@ def strategy(
     place: Callable[[Any], Any] | None = None,
     varies: bool = False,
     names: tuple[str, ...] = (),
+    rules: Any = None,
     gather: Algorithm = PLAIN,
     reduce: Algorithm = PLAIN,
 ) -> Plan:
@@ -182,6 +190,8 @@ def strategy(
             the leaf stays whole. None keeps every leaf whole.
         varies: whether its devices use the leaves that stay whole on different data, besides that of the batch.
         names: leaves or subtrees that its user named; each must be among the parameters.
+        rules: the rules of its user. Of a pytree of PartitionSpecs, the leaves that it splits over `axis` must be among
+            the parameters, and its axes among those of the mesh; a function is not looked at.
         gather: the algorithm that gathers weights.
         reduce: the algorithm that reduces gradients.
 
@@ -189,8 +199,9 @@ def strategy(
         A plan for `make_train_step`.
 
     Raises:
-        TypeError: an argument of another type.
-        ValueError: an axis named twice, or over which an algorithm cannot run; a negative rank or dim.
+        TypeError: an argument of another type, or a tree of anything but specs.
+        ValueError: an axis named twice, or over which an algorithm cannot run; a negative rank or dim; specs that never
+            name `axis`.
 
     Cost: what the times in each Split say, by `gather` and `reduce`.
 
@@ -206,7 +217,10 @@ def strategy(
     for algorithm in (gather, reduce):
         if algorithm.fits:
             algorithm.fits(name, axes)
+    rule_axes = axes_of_rules(name, axes, rules)
+    names = (*names, *dict.fromkeys(path for path, each in rule_axes if each in axes))
     made = Strategy(f"{name}({quoted(axes)})", axes, rank, batch_dim, place, varies, names, gather, reduce)
+    made = made._replace(rule_axes=rule_axes)
     return Plan((made,))
 
 

@@ -10,13 +10,17 @@ import jax
 from shardkit.partitioning.gradient import Mean
 from shardkit.partitioning.handles import is_handle, part_gradient, parts, with_parts
 from shardkit.partitioning.staged import PipelineGradFn, PipelineLoss
+from shardkit.partitioning.trained import check_trained, chosen
 from shardkit.pipeline.pieces import Model
 from shardkit.pipeline.run import Mode, run
 from shardkit.schedules import Schedule, Stages
 
 
-def gradient_of(model: Model, schedule: Schedule, stages: Stages, mode: Mode, recompute: bool) -> PipelineGradFn:
+def gradient_of(
+    model: Model, schedule: Schedule, stages: Stages, mode: Mode, recompute: bool, trained: Any = None
+) -> PipelineGradFn:
     """The GradFn of a model in pieces."""
+    check_trained(trained)
 
     def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
         opened = with_parts(params, parts(params))
@@ -26,7 +30,8 @@ def gradient_of(model: Model, schedule: Schedule, stages: Stages, mode: Mode, re
         grads = sums.shared | {"layers": jax.tree.unflatten(jax.tree.structure(parts(opened["layers"])), stack)}
         grads = jax.tree.map(_left, params, grads, is_leaf=is_handle)
         means = dict(sums.means)
-        return means.pop("loss"), means, {name: grads[name] for name in params}
+        some, _, gradients = chosen({name: grads[name] for name in params}, trained)
+        return means.pop("loss"), means, gradients(some)
 
     return PipelineGradFn(stages, grad_fn)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardkit._check import Axis, axis_names, named
 from shardkit._typed import typed
-from shardkit.partitioning.dim_rules import DimRules, dim0_counts_layers, dim_chooser, leaves_split_over
+from shardkit.partitioning.dim_rules import DimRules, dim0_counts_layers, dim_chooser
 from shardkit.partitioning.placement import Leaf, Split
 from shardkit.partitioning.plan import Plan, strategy
 
@@ -68,4 +68,4 @@ def ep(axis: Axis, rules: DimRules = _experts_dim) -> Plan:
             )
         return Split(dim)
 
-    return strategy("ep", axis, rank=0, batch_dim=0, place=place, names=leaves_split_over(rules, names))
+    return strategy("ep", axis, rank=0, batch_dim=0, place=place, rules=rules)

@@ -89,6 +89,7 @@ class Pipeline:
         mode: Mode = "masked",
         recompute: bool = True,
         layer_numbers: bool = False,
+        trained: Any = None,
     ) -> PipelineGradFn:
         """The GradFn of the pipeline: one program for all devices.
 
@@ -113,6 +114,7 @@ class Pipeline:
                 all that depends on the input is saved; less work, more memory.
             layer_numbers: whether the stage gets `(layers, numbers)`, with each layer's index in the whole stack, int32
                 [layers]: for dropout keys that differ by layer, `fold_keys(keys, number)`.
+            trained: as for `sk.value_and_grad`; the gradients of frozen leaves are not sent, but may be computed.
 
         Returns:
             A GradFn `(params, batch, keys, *, scale=1) -> (Mean, aux, gradients)` with float32 gradients. There is one
@@ -133,7 +135,7 @@ class Pipeline:
             Qi et al., Zero bubble (arXiv:2401.10241).
         """
         model = Model(embed, stage, head, layer_numbers, "pipeline.value_and_grad")
-        return gradient_of(model, self.schedule, self.stages, mode, recompute)
+        return gradient_of(model, self.schedule, self.stages, mode, recompute, trained)
 
     @partial(typed, where="pipeline.loss")
     def loss(
@@ -201,11 +203,12 @@ def pipeline_value_and_grad(
     recompute: bool = True,
     layers_per_stage: tuple[int, ...] | None = None,
     layer_numbers: bool = False,
+    trained: Any = None,
 ) -> PipelineGradFn:
     """`pipeline(schedule, axis, layers_per_stage=...).value_and_grad(embed, stage, head, ...)` in one call.
 
     Args:
-        embed, stage, head, mode, recompute, layer_numbers: as for `Pipeline.value_and_grad`.
+        embed, stage, head, mode, recompute, layer_numbers, trained: as for `Pipeline.value_and_grad`.
         schedule, axis, layers_per_stage: as for `pipeline`; the plan has `pp(axis)`.
 
     Returns:
@@ -225,7 +228,7 @@ def pipeline_value_and_grad(
     """
     model = Model(embed, stage, head, layer_numbers, "pipeline_value_and_grad")
     pipe = _pipeline(model.where, schedule, axis, layers_per_stage)
-    return gradient_of(model, schedule, pipe.stages, mode, recompute)
+    return gradient_of(model, schedule, pipe.stages, mode, recompute, trained)
 
 
 @typed

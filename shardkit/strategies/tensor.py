@@ -6,7 +6,7 @@ import math
 
 from shardkit._check import Axis, axis_names, named
 from shardkit._typed import typed
-from shardkit.partitioning.dim_rules import DimRules, dim_chooser, leaves_split_over
+from shardkit.partitioning.dim_rules import DimRules, dim_chooser
 from shardkit.partitioning.placement import Leaf, Split
 from shardkit.partitioning.plan import Plan, strategy
 
@@ -20,7 +20,8 @@ def tp(axis: Axis, rules: DimRules, *, sequence: bool = False) -> Plan:
     Args:
         axis: mesh axis or tuple of axes.
         rules: which dim of a leaf is split: a function of path and shape (None: leave the leaf whole), or a pytree of
-            PartitionSpecs that name `axis`, such as `specs_from_rules` returns.
+            PartitionSpecs that name `axis`, such as `specs_from_rules` returns, or flax's `nnx.get_partition_spec` and
+            `nn.get_partition_spec` of parameters with metadata.
         sequence: whether the loss uses `sequence=True`. Whole leaves (gains of norms, biases) are then used on each
             device's own tokens, and their gradients are summed over `axis` once per step, not in every layer.
 
@@ -29,8 +30,8 @@ def tp(axis: Axis, rules: DimRules, *, sequence: bool = False) -> Plan:
 
     Raises:
         TypeError: `axis` is not a name or a tuple of names, or `rules` is a tree of anything but specs.
-        ValueError: specs that never name `axis`; at trace time a dim that a leaf does not have or that does not divide,
-            or a leaf without a spec.
+        ValueError: specs that never name `axis`; at trace time specs with an axis that the mesh does not have, a dim
+            that a leaf does not have or that does not divide, or a leaf without a spec.
 
     Cost: what the kernels in the loss send. Gradients of split leaves are complete; with `sequence` all others are
         summed once per step by an all_reduce over `axis`, 2 (n-1)/n of their bytes.
@@ -63,4 +64,4 @@ def tp(axis: Axis, rules: DimRules, *, sequence: bool = False) -> Plan:
             )
         return Split(at)
 
-    return strategy("tp", axis, rank=0, place=place, varies=sequence, names=leaves_split_over(rules, axes))
+    return strategy("tp", axis, rank=0, place=place, varies=sequence, rules=rules)

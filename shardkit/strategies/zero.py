@@ -34,12 +34,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from shardkit._check import Axis, at_least, axis_names, named, quoted
 from shardkit._typed import typed
 from shardkit.collectives.algorithms import PLAIN, Algorithm
-from shardkit.partitioning.dim_rules import DimRules, dim0_counts_layers, dim_chooser, in_subtrees, leaves_split_over
+from shardkit.partitioning.dim_rules import DimRules, dim0_counts_layers, dim_chooser, in_subtrees
 from shardkit.partitioning.placement import Gather, Leaf, Scatter, Split
 from shardkit.partitioning.plan import Plan, strategy
 
@@ -242,11 +242,11 @@ def _zero(
         times = layer if in_subtrees(leaf.path, layerwise) else whole
         return Split(at, *times, once, uneven == "pad", dim0_counts_layers(leaf.path, layerwise), secondary=secondary)
 
-    names = (*layerwise, *leaves_split_over(rules, axis))
     others = tuple(axis for axis in axes if axis not in secondary)
     gather.check(name, "gather", "all_gather", others)
     reduce.check(name, "reduce", "reduce_scatter", others)
-    return strategy(name, axis, rank=rank, batch_dim=0, place=place, names=names, gather=gather, reduce=reduce)
+    user: dict[str, Any] = {"names": layerwise, "rules": rules, "gather": gather, "reduce": reduce}
+    return strategy(name, axis, rank=rank, batch_dim=0, place=place, **user)
 
 
 def _chooser(

@@ -828,6 +828,20 @@ _PARALLEL = (
         BOUNDARY,
     ),
     Mutant(
+        "frozen-leaves-are-sent",
+        "shardkit/partitioning/trained.py",
+        "return joined(values, [jnp.zeros(x.shape, x.dtype) for x in leaves])",
+        "return joined(values, [jnp.zeros_like(x) for x in leaves])",
+        TWICE,
+    ),
+    Mutant(
+        "rules-of-another-mesh",
+        "shardkit/partitioning/plan.py",
+        "for path, axis in s.rule_axes:",
+        "for path, axis in ():",
+        REFUSAL,
+    ),
+    Mutant(
         "batch-axes-by-name",
         "shardkit/partitioning/plan.py",
         "splits.sort(key=lambda s: mesh.axis_names.index(s.axes[0]))",

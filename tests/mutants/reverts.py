@@ -63,9 +63,15 @@ REVERTS = (
     ),
     (
         "rules-of-no-leaf",
+        "shardkit/partitioning/plan.py",
+        "names = (*names, *dict.fromkeys(path for path, each in rule_axes if each in axes))",
+        "names = tuple(names)",
+    ),
+    (
+        "rules-of-a-module",
         "shardkit/partitioning/dim_rules.py",
-        "return tuple(path for path, spec in _specs_by_path(rules).items() if all_axes(spec) & set(axes))",
-        "return ()",
+        "return callable(rules) and not any(isinstance(leaf, PartitionSpec) for leaf in leaves)",
+        "return callable(rules) and leaves is not None",
     ),
     (
         "integers-trained",

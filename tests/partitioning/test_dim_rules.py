@@ -1,5 +1,6 @@
 """Which dim a strategy splits, from a function or from a tree of specs."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -142,3 +143,42 @@ def test_logical_names_override_the_largest_dim(make):  # proves F54
     assert found["layers"]["attention_norm"].update == P(None, "d")
     assert make("d", min_size=1).layouts(shapes, mesh)["layers"]["down"].update == P(None, "d")
     sk.describe(make("d", rules=specs), jax.tree.map(lambda x: jnp.zeros(x.shape), shapes), mesh)
+
+
+# Such a leaf stayed whole without a word, or only the strategy that was asked split it.
+@pytest.mark.check
+def test_rules_that_name_an_axis_which_the_mesh_does_not_have():
+    params = {"up": jax.ShapeDtypeStruct((8, 8), jnp.float32), "down": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
+    specs = {"up": P("fsdp", "model"), "down": P(("modle", "fsdp"))}
+    for make, rules in ((sk.tp, {**specs, "down": P("modle")}), (partial(sk.fsdp, min_size=1), specs)):
+        plan = make("model" if make is sk.tp else "fsdp", rules=rules)
+        with pytest.raises(ValueError) as error:
+            plan.layouts(params, sk.abstract_mesh(data=2, fsdp=2, model=2))
+        assert str(error.value) == (
+            f"{plan}: the rules may only name axes of the mesh, data=2, fsdp=2, model=2; they split leaf down over "
+            "'modle'. Correct them, or the metadata that they come from, or add the axis to make_mesh, as modle=1 if "
+            "nothing is to be split over it."
+        )
+    plan.check(sk.abstract_mesh(fsdp=2, model=1, modle=1))
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Layer:
+    """A module, which can be called."""
+
+    up: object
+    norm: object
+
+    def __call__(self, x):
+        raise AssertionError("a tree of specs is no function")
+
+
+# It was called with a path and a shape.
+@pytest.mark.check
+def test_the_specs_of_a_module_that_can_be_called_are_a_tree():
+    leaf, mesh = jax.ShapeDtypeStruct((8, 8), jnp.float32), sk.abstract_mesh(model=2, fsdp=2)
+    specs = Layer(P("fsdp", "model"), P())
+    plan = sk.chain(sk.tp("model", specs), sk.fsdp("fsdp", min_size=1, rules=specs))
+    layouts = plan.layouts(Layer(leaf, leaf), mesh)
+    assert (layouts.up.rest, layouts.norm.rest) == (P("fsdp", "model"), P())

@@ -365,6 +365,6 @@ def test_leaves_that_cannot_be_trained_are_refused(leaf, name, data8):
             make(params, jax.random.key(0))
         assert str(error.value) == (
             "init: every leaf of the parameters must be a real floating-point array, which the optimizer trains; leaf "
-            f"table is {name}. Pass what is not trained in the batch, or let the loss close over it; split a complex "
-            "leaf into its real and imaginary parts."
+            f"table is {name}. Pass what is not trained in the batch, or let the loss close over it (eqx.partition and "
+            "nnx.split take it out of a module); split a complex leaf into its real and imaginary parts."
         )
