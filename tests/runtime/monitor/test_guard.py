@@ -258,7 +258,6 @@ def test_a_full_pipe_holds_nothing_up():
     assert code == -signal.SIGKILL
 
 
-@pytest.mark.deep
 def test_a_monitor_that_is_stopped_ends_its_process():
     """The others cannot tell it from a machine that is busy; it took the 30 s after which a machine counts as lost."""
     begun = time.monotonic()
