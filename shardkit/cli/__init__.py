@@ -1,4 +1,4 @@
-"""The `shardkit` command: train, launch, doctor, lint, aot, draw, soak; one file per subcommand.
+"""The `shardkit` command: train, launch, doctor, lint, audit, aot, draw, soak; one file per subcommand.
 
 Start with `train.py`. Imports everything; nothing imports it.
 """
@@ -37,13 +37,14 @@ def _main() -> None:
         import yaml  # noqa: F401
     except ImportError:
         sys.exit(_NEEDS)
-    from shardkit.cli import aot, doctor, draw, launch, lint, soak, train
+    from shardkit.cli import aot, audit, doctor, draw, launch, lint, soak, train
 
     commands: dict[str, Any] = {
         "train": train.train,
         "launch": launch.launch,
         "doctor": doctor.doctor,
         "lint": lint.lint,
+        "audit": audit.audit,
         "aot": aot.aot,
         "draw": draw.draw,
         "soak": soak.soak,

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from shardkit import cli
-from shardkit.cli import aot, doctor, lint, train
+from shardkit.cli import aot, audit, doctor, lint, train
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +38,7 @@ def inside(monkeypatch, capsys):
     def offer(n):
         monkeypatch.setattr(jax, "devices", lambda *_: devices[:n])
 
-    for module in (aot, doctor, lint, train):
+    for module in (aot, audit, doctor, lint, train):
         monkeypatch.setattr(module, "offer_cpu_devices", offer)
     monkeypatch.setenv("COLUMNS", "100")
 
