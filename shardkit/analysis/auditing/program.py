@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -71,14 +72,24 @@ class Program:
 
     def line_of(self, name: str) -> str:
         """The first line that uses an argument, by the compiler's name for it; "" if it is none."""
+        numbered = re.fullmatch(r"Arg_(\d+)\.\d+", name)
+        if numbered and self.passed is not None:
+            return self.passed[int(numbered[1])].source
         return next((leaf.source for leaf in self.leaves if name in (leaf.name, leaf.argument)), "")
+
+    @cached_property
+    def passed(self) -> list[Leaf] | None:
+        """The leaves that the program uses, in the order of its arguments; None where that is not known."""
+        used = _compat.arguments_used(self.step.jaxpr)
+        leaves = [leaf for leaf, is_used in zip(self.leaves, used, strict=True) if is_used]
+        return leaves if self.step.lower is None and len(leaves) == len(self.placed) else None
 
     @cached_property
     def census(self) -> Census:
         """Every collective as written."""
         lines = [own_source(site) for site in walk(self.step.jaxpr) if kind_of(site.equation) is not None]
-        rows = census_of(self.step.jaxpr).rows
-        return Census(tuple(replace(row, source=line) for row, line in zip(rows, lines, strict=True)))
+        rows = zip(census_of(self.step.jaxpr).rows, lines, strict=True)
+        return Census(tuple(replace(row, source=line) for row, line in rows if row.axes))  # vmap leaves sums over none
 
     @cached_property
     def uses(self) -> Uses:

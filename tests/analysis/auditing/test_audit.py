@@ -127,11 +127,11 @@ def test_an_audit_is_written_and_read(whole):
 
 
 def test_only_what_is_worse_is_reported(whole):
-    finding = Finding("host-call", "f sends.", "train.py:12 (step)", "Do not.")
+    finding = Finding("host-transfer", "f sends.", "train.py:12 (step)", "Do not.")
     moved = finding._replace(source="train.py:40 (step)", message="f sends more.")
     one = replace(whole, findings=(finding,))
     assert whole.compare(one) == one.compare(one) == replace(whole, findings=(moved,)).compare(one) == []
-    assert one.compare(whole) == ["new: train.py:12 (step): host-call: f sends. Do not."]
+    assert one.compare(whole) == ["new: train.py:12 (step): host-transfer: f sends. Do not."]
     assert replace(whole, findings=(finding, moved)).compare(one) == [f"new: {moved}"]
     (row,) = whole.rows
     more = replace(

@@ -55,8 +55,8 @@ def nnx_step(fault):
             grads, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), xs)
         else:
             grads = jax.grad(loss)(params, xs[0])
-        if fault == "host-call":
-            jax.debug.print("{}", loss(params, xs[0]))  # host-call
+        if fault == "host-transfer":
+            jax.debug.print("{}", loss(params, xs[0]))  # host-transfer
         optimizer.update(model, grads)
         if fault is None:
             nnx.update(model, in_parts(nnx.state(model)))
@@ -90,8 +90,8 @@ def equinox_step(fault):
             grads, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, eqx.filter(model, eqx.is_array)), xs)
         else:
             grads = eqx.filter_grad(loss)(model, xs[0])
-        if fault == "host-call":
-            jax.debug.print("{}", loss(model, xs[0]))  # host-call
+        if fault == "host-transfer":
+            jax.debug.print("{}", loss(model, xs[0]))  # host-transfer
         updates, _ = optax.sgd(0.1).update(grads, optax.sgd(0.1).init(grads))
         model = eqx.apply_updates(model, updates)
         return in_parts(model) if fault is None else model
@@ -104,7 +104,7 @@ def equinox_step(fault):
 
 
 @pytest.mark.parametrize("make", [nnx_step, equinox_step])
-@pytest.mark.parametrize("fault", ["summed-each-iteration", "unplaced-leaf", "replicated-leaf", "host-call"])
+@pytest.mark.parametrize("fault", ["summed-each-iteration", "unplaced-leaf", "replicated-leaf", "host-transfer"])
 def test_a_fault_in_a_framework_is_named_with_the_users_line(make, fault):
     step, args = make(fault)
     large = LARGE if fault == "replicated-leaf" else 2**24

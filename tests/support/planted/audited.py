@@ -204,7 +204,7 @@ def gathers_narrow():
 
 def prints():
     def step(x):
-        jax.debug.print("{}", x.sum())  # host-call
+        jax.debug.print("{}", x.sum())  # host-transfer
         return x * 2
 
     return jax.jit(step), (like((32, 64), "data"),)
@@ -212,6 +212,19 @@ def prints():
 
 def returns_what_it_would_print():
     return jax.jit(lambda x: (x * 2, x.sum())), (like((32, 64), "data"),)
+
+
+def moves_to_the_host():
+    def step(moment, x):
+        there = NamedSharding(mesh(), P("data"), memory_kind="pinned_host")
+        moment = 0.9 * moment + x
+        return jax.device_put(moment, there)  # host-transfer
+
+    return jax.jit(step), (like((32, 64), "data"), like((32, 64), "data"))
+
+
+def stays_on_the_device():
+    return jax.jit(lambda moment, x: 0.9 * moment + x), (like((32, 64), "data"), like((32, 64), "data"))
 
 
 def compiles_again():
@@ -237,6 +250,7 @@ PLANTED = [
     Planted("replicated-leaf", holds_copies, holds_parts, 2**17),
     Planted("unplaced-leaf", unplaced, placed_by_the_jit),
     Planted("float32-traffic", gathers_wide, gathers_narrow),
-    Planted("host-call", prints, returns_what_it_would_print),
+    Planted("host-transfer", prints, returns_what_it_would_print),
+    Planted("host-transfer", moves_to_the_host, stays_on_the_device),
     Planted("second-compile", compiles_again, compiles_once),
 ]

@@ -21,7 +21,7 @@ AUDIT_RULES = {
         Rule("replicated-leaf", "a large leaf that several devices hold and could share", replicated),
         Rule("unplaced-leaf", "a leaf without a sharding in a program of several devices", unplaced),
         Rule("float32-traffic", "float32 that is sent and then rounded to 16 bits", widths),
-        Rule("host-call", "a callback or feed inside the step", host),
+        Rule("host-transfer", "a callback, a feed or a move between the memories of device and host", host),
         Rule("second-compile", "a step that compiles again on its own results", second_call),
     )
 }

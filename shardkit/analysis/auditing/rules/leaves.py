@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 
-from shardkit import _compat
 from shardkit._check import sized
 from shardkit.analysis.auditing.program import Program
 from shardkit.analysis.auditing.step import Leaf
@@ -46,12 +45,10 @@ def replicated(program: Program) -> Iterator[Finding]:
 
 def unplaced(program: Program) -> Iterator[Finding]:
     """Leaves that are passed without a sharding to a program of several devices."""
-    used = _compat.arguments_used(program.step.jaxpr)
-    leaves = [leaf for leaf, is_used in zip(program.leaves, used, strict=True) if is_used]
-    if program.devices == 1 or program.step.lower is not None or len(leaves) != len(program.placed):
+    if program.devices == 1 or program.passed is None:
         return
     found: dict[str, list[Leaf]] = {}
-    for leaf, placed in zip(leaves, program.placed, strict=True):
+    for leaf, placed in zip(program.passed, program.placed, strict=True):
         if not placed and _bytes(leaf.aval.shape, leaf.aval.dtype) >= program.small:
             found.setdefault(leaf.argument, []).append(leaf)
     for argument, without in found.items():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from shardkit._check import quoted
 from shardkit.analysis.auditing.program import Program
+from shardkit.analysis.auditing.rules.rule import together
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.report import size
@@ -13,6 +13,11 @@ from shardkit.analysis.hlo.trip_counts import trip_count
 from shardkit.analysis.hlo.uses import Use, Uses, Value
 from shardkit.analysis.jaxpr.rules import Finding
 
+_SUM = (
+    "Add up what each device has and reduce once after the loop, inside jax.shard_map, as "
+    "sk.make_train_step(accumulate=...) does."
+)
+Loop = tuple[proto.Computation, proto.Instruction]  # the computation around a `while`, and that
 _BARRIERS = ("opt-barrier", "optimization-barrier")
 Passes = Callable[[Use], bool]
 # A sum of what these make of each term is what they make of the sum; `_linear` looks at the operands.
@@ -21,38 +26,36 @@ _LINEAR = {"add", "subtract", "negate", "convert", "broadcast", "pad", "slice", 
 
 def loops(program: Program) -> Iterator[Finding]:
     """All-reduces of which a loop adds up the results, and all-gathers of what the loop does not change."""
-    for row, computation, each in program.collectives("all_reduce"):
-        if (loop := _summing_loop(program.uses, computation, each)) is not None:
-            yield Finding(
-                "summed-each-iteration",
-                f"{_runs(program, row, loop)}, which only adds up its results.",
-                row.place,
-                "Add up what each device has and reduce once after the loop, inside jax.shard_map, as "
-                "sk.make_train_step(accumulate=...) does.",
-            )
-    for row, computation, each in program.collectives("all_gather"):
-        if computation.id in program.uses.loops and _unchanged(computation, each, {}):
-            yield Finding(
-                "gathered-each-iteration",
-                f"{_runs(program, row, program.uses.loops[computation.id])}, on the same operand each time.",
-                row.place,
-                f"Gather before the loop, if {size(row.bytes_out)} more per device fit.",
-            )
+    found: dict[tuple[str, tuple[str, ...], str, int], list[tuple[CompiledRow, Loop]]] = {}
+    for row, computation, each in program.collectives("all_reduce", "all_gather"):
+        loop = None
+        if row.kind == "all_reduce":
+            loop = _summing_loop(program.uses, computation, each)
+        elif computation.id in program.uses.loops and _unchanged(computation, each, {}):
+            loop = program.uses.loops[computation.id]
+        if loop is not None:
+            found.setdefault((row.kind, row.axes, row.place, loop[1].id), []).append((row, loop))
+    for (kind, *_), pairs in found.items():
+        rows = [row for row, _ in pairs]
+        runs = _runs(program, rows, pairs[0][1])
+        if kind == "all_reduce":
+            yield Finding("summed-each-iteration", f"{runs}, which only adds up the results.", rows[0].place, _SUM)
+        else:
+            more = size(sum(row.bytes_out for row in rows))
+            remedy = f"Gather before the loop, if {more} more per device fit."
+            message = f"{runs}, on the same operand each time."
+            yield Finding("gathered-each-iteration", message, rows[0].place, remedy)
 
 
-def _runs(program: Program, row: CompiledRow, loop: tuple[proto.Computation, proto.Instruction]) -> str:
+def _runs(program: Program, rows: list[CompiledRow], loop: Loop) -> str:
     times = trip_count(program.module, *loop, {})[0]
     often = "an unknown number of times" if times is None else f"{times} times"
     where = program.module.source(loop[1])
-    return (
-        f"{row.kind} over {quoted(row.axes)} of {row.bytes_in:,} bytes runs {often} in the loop"
-        f"{f' at {where}' if where else ''}"
-    )
+    verb = "runs" if len(rows) == 1 else "run"
+    return f"{together(rows)} {verb} {often} in the loop{f' at {where}' if where else ''}"
 
 
-def _summing_loop(
-    uses: Uses, computation: proto.Computation, each: proto.Instruction
-) -> tuple[proto.Computation, proto.Instruction] | None:
+def _summing_loop(uses: Uses, computation: proto.Computation, each: proto.Instruction) -> Loop | None:
     """The innermost loop around an all-reduce that only adds up its results; None if there is none."""
     values = [Value(computation, each)]
     while computation.id in uses.loops:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from shardkit._check import quoted
 from shardkit.analysis.auditing.program import Program
+from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.jaxpr.rules import Finding
+
+
+def together(rows: Iterable[CompiledRow]) -> str:
+    """Collectives of one kind and place in words, as "all_gather over 'data' of 64 bytes"."""
+    first, *others = rows
+    total = sum(row.bytes_in for row in (first, *others))
+    times = f"{len(others) + 1} x " if others else ""
+    return f"{times}{first.kind} over {quoted(first.axes)} of {total:,} bytes{' in all' if others else ''}"
 
 
 class Rule(NamedTuple):

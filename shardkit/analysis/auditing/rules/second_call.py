@@ -27,11 +27,11 @@ def second_call(program: Program) -> Iterator[Finding]:
     if why_not_called(program):
         return
     step = program.step
-    first, spare = _copied(step.args), _copied(step.args)
+    first = _copied(step.args)
     before = [_kinds(each) for each in first]
     out = step.fn(*first)
     jax.block_until_ready([leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)])
-    second = _next_arguments(first, spare, out if type(out) is tuple else (out,))
+    second = _next_arguments(first, step.args, out if type(out) is tuple else (out,))
     compiled: list[str] = []
 
     def listen(event: str, duration_secs: float, **_: Any) -> None:
@@ -62,20 +62,26 @@ def second_call(program: Program) -> Iterator[Finding]:
 
 def _copied(args: Any) -> Any:
     """Copies, of which a step may take the memory."""
-    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, args)
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        return jax.device_put(leaf.copy(), leaf.sharding) if leaf.committed else leaf.copy()
+
+    return jax.tree.map(copied, args)
 
 
-def _next_arguments(first: Sequence[Any], spare: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+def _next_arguments(first: Sequence[Any], given: Sequence[Any], results: Sequence[Any]) -> list[Any]:
     """The arguments of the next call: a result in place of the argument like it; else what the call left of it."""
     left, out = list(results), []
-    for each, untouched in zip(first, spare, strict=True):
+    for each, untouched in zip(first, given, strict=True):
         arrays = [leaf for leaf in jax.tree.leaves(each) if isinstance(leaf, jax.Array)]
         taken = any(array.is_deleted() for array in arrays)
         same = [n for n, result in enumerate(left) if _shapes(result) == _shapes(each)]
         if same and (taken or len(arrays) > 1):
             out.append(left.pop(same[0]))
         else:
-            out.append(untouched if taken else each)
+            out.append(_copied(untouched) if taken else each)
     return out
 
 
@@ -89,7 +95,7 @@ def _kinds(tree: Any) -> list[tuple[str, str]]:
     out = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, jax.Array):
-            weak = "weakly typed " if leaf.weak_type else ""
+            weak = "weakly typed " if getattr(leaf, "weak_type", False) else ""  # keys have none
             out.append((jax.tree_util.keystr(path), f"{weak}{leaf.dtype} on {_where(leaf)}"))
     return out
 

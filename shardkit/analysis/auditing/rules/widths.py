@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardkit._check import quoted
 from shardkit.analysis.auditing.program import Program
+from shardkit.analysis.auditing.rules.rule import together
+from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.uses import Use, Value
 from shardkit.analysis.jaxpr.rules import Finding
 
@@ -15,21 +16,20 @@ _MOVES = ("all_gather", "all_to_all", "ppermute")  # a reduction in 16 bits woul
 
 def widths(program: Program) -> Iterator[Finding]:
     """Collectives that move float32 which nothing reads but a conversion to 16 bits."""
+    found: dict[tuple[str, tuple[str, ...], str, str], list[CompiledRow]] = {}
     for row, computation, each in program.collectives(*_MOVES):
-        value = Value(computation, each)
-        ends = list(program.uses.ends(value, _moves))
+        ends = list(program.uses.ends(Value(computation, each), _moves))
         kinds = {use.value.instruction.shape.type for use in ends}
         if not ends or any(use.opcode != "convert" for use in ends) or not kinds <= set(_SHORT):
             continue
         sent = [Value(computation, computation.instructions[o]) for o in each.operands]
-        if {one.instruction.shape.type for one in sent} != {_FLOAT32} or any(_rounded(program, one) for one in sent):
-            continue
-        short = _SHORT[kinds.pop()]
+        if {one.instruction.shape.type for one in sent} == {_FLOAT32} and not any(_rounded(program, v) for v in sent):
+            found.setdefault((row.kind, row.axes, row.place, _SHORT[kinds.pop()]), []).append(row)
+    for (*_, place, short), rows in found.items():
         yield Finding(
             "float32-traffic",
-            f"{row.kind} over {quoted(row.axes)} sends {int(row.total):,} bytes of float32 per device, which are "
-            f"converted to {short} directly after.",
-            row.place,
+            f"{together(rows)} in float32: the values are converted to {short} directly after.",
+            place,
             f"Convert to {short} before, where the value is still in parts, which sends half.",
         )
 
