@@ -36,6 +36,7 @@ def found(make, **options):
     return sk.audit(step, *args, **options)
 
 
+# proves S127: of the arguments of any step, as unplaced-leaf
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.wrong.__name__)
 def test_a_fault_is_named_with_its_line(planted):
     findings = found(planted.wrong, large=planted.large).findings

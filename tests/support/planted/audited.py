@@ -114,6 +114,27 @@ def stacked_sums_of_one_batch():
     return jax.jit(lambda ws, x: ws - jax.grad(whole)(ws, x)), (like((3, 64, 64)), like((32, 64), "data"))
 
 
+def sums_of_each_batch():
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w) ** 2)  # summed-separately
+
+    def step(w, xs):
+        return w - 0.1 * sum(jax.grad(loss)(w, xs[n]) for n in range(3)) / 3
+
+    return jax.jit(step), (like((64, 64)), like((3, 32, 64), None, "data"))
+
+
+def sums_that_are_also_read():
+    """Both products are needed, not their sum alone."""
+
+    def step(x, up, down):
+        one, other = pin(x @ up, "data"), pin(x @ down, "data")
+        return one + other, one * other
+
+    weight = like((64, 64), "model")
+    return jax.jit(step), (like((32, 64), "data", "model"), weight, weight)
+
+
 def gathers_in_the_loop():
     """The compiler moves a gather of the forward pass out of the loop, and not one that jax.checkpoint repeats."""
 
@@ -245,6 +266,7 @@ PLANTED = [
     Planted("summed-each-iteration", sums_in_the_loop, sums_after_the_loop),
     Planted("summed-each-iteration", sums_written_in_the_loop, layers_that_sum),
     Planted("summed-each-iteration", stacked_sums_in_the_loop, stacked_sums_of_one_batch),
+    Planted("summed-separately", sums_of_each_batch, sums_that_are_also_read),
     Planted("gathered-each-iteration", gathers_in_the_loop, gathers_each_layer),
     Planted("full-rematerialization", reshards_in_one_go, reshards_in_two),
     Planted("replicated-leaf", holds_copies, holds_parts, 2**17),

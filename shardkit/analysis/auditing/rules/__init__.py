@@ -10,12 +10,14 @@ from shardkit.analysis.auditing.rules.loops import loops
 from shardkit.analysis.auditing.rules.rematerialized import rematerialized
 from shardkit.analysis.auditing.rules.rule import Rule
 from shardkit.analysis.auditing.rules.second_call import second_call
+from shardkit.analysis.auditing.rules.sums import sums
 from shardkit.analysis.auditing.rules.widths import widths
 
 AUDIT_RULES = {
     rule.name: rule
     for rule in (
         Rule("summed-each-iteration", "an all-reduce in a loop that only adds up its results", loops),
+        Rule("summed-separately", "all-reduces of which only the sum is used", sums),
         Rule("gathered-each-iteration", "an all-gather in a loop that does not change its operand", loops),
         Rule("full-rematerialization", "a value that the partitioner makes whole to reshard it", rematerialized),
         Rule("replicated-leaf", "a large leaf that several devices hold and could share", replicated),
