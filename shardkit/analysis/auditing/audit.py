@@ -10,11 +10,13 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
+import jax
+
 from shardkit._check import at_least, counted, quoted, sized
 from shardkit._typed import typed
 from shardkit.analysis.auditing.program import Program, program_of
 from shardkit.analysis.auditing.rules import AUDIT_RULES
-from shardkit.analysis.auditing.rules.second_call import why_not_called
+from shardkit.analysis.auditing.rules.second_call import second_call, why_not_called
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import Compiled
 from shardkit.analysis.hlo.memory import Memory
@@ -161,7 +163,8 @@ def audit(
 
     Args:
         step: the jitted function.
-        *args: its positional arguments: arrays, or `jax.ShapeDtypeStruct` with shardings.
+        *args: its positional arguments: arrays, or `jax.ShapeDtypeStruct` with shardings; bind keyword arguments with
+            `functools.partial`.
         target: chips to compile for, as "v5e:2x4" (see `aot.compile`); None: the devices of this process.
         large: bytes per device from which a leaf that several devices hold is reported.
         small: bytes below which waste is not reported.
@@ -200,13 +203,20 @@ def audit(
         ) from error
     skipped = {"second-compile": "call is False" if not call else why_not_called(program)}
     left_out = {*ignore, *(rule for rule, why in skipped.items() if why)}
-    found = [f for check in _checks(left_out) for f in check(program)]
+    found: list[Finding] = []
+    for check in _checks(left_out):
+        try:
+            found += check(program)
+        except Exception as error:
+            if check is not second_call:
+                raise
+            skipped["second-compile"] = f"the step raises {type(error).__name__} when it is called"
     for each in lint(program.step.traced, small=small, ignore=(*RULES.keys() & set(ignore), "large-replicated")):
         # pmap has no line of its own here: the step is its function.
         found.append(each._replace(source=program.step.source) if each.rule == "pmap" else each)
     return Audit(
         f"{program.step.name} ({program.step.source})",
-        target or program.versions["platform"],
+        target or jax.default_backend(),
         program.mesh,
         program.devices,
         program.memory,

@@ -121,7 +121,7 @@ def program_of(fn: Any, args: tuple[Any, ...], target: str | None, timeout: floa
         executable: Any = compiled.runtime_executable()
         serialized, memory = executable.hlo_modules()[0].as_serialized_hlo_module_proto(), memory_of(executable)
         held = _input_shardings(compiled)
-        versions = {"jax": jax.__version__, "platform": _platform.platform() or "cpu"}
+        versions = {"jax": jax.__version__}
     else:
         built = aot.build(step.traced, args, topology=target, timeout=timeout)
         if built.module is None:

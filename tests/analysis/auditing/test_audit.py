@@ -154,6 +154,16 @@ def test_only_what_is_worse_is_reported(whole):
     )
 
 
+def test_a_step_that_fails_when_it_is_called_is_audited():
+    def fail(x):
+        raise ArithmeticError("no")
+
+    step = jax.jit(lambda x: jax.pure_callback(fail, VECTOR, x))
+    audit = sk.audit(step, jnp.ones(3))
+    assert [f.rule for f in audit.findings] == ["host-transfer"]
+    assert audit.skipped == ("second-compile: the step raises JaxRuntimeError when it is called",)
+
+
 def test_pmap_is_read():
     def step(w, x):
         return w - jax.lax.pmean(x @ w, "i")
@@ -193,7 +203,7 @@ def test_a_users_line_is_outside_of_packages_and_python():
     [
         (
             {"ignore": ["speed"]},
-            "audit: ignore must name rules, 'summed-each-iteration', 'gathered-each-iteration', ",
+            "audit: ignore must name rules, 'summed-each-iteration', 'summed-separately', ",
         ),
         ({"large": -1}, "audit: large must be at least 0; got -1."),
         ({"target": "v9:1x1"}, "aot: unknown chip 'v9' in topology 'v9:1x1'; known are "),
