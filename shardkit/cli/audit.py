@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -21,7 +21,9 @@ class Options:
     """Options of `shardkit audit`."""
 
     make: targets.Target
-    """A function without parameters that returns (step, args): the jitted step, and a tuple of its arguments."""
+    """A function that returns (step, args), the jitted step and a tuple of its arguments; with --args, the step."""
+    args: tuple[str, ...] = ()
+    """Types of the step's arguments, such as 'f32[8,128]', 'bf16[4]', 'i32[]' or 'key'."""
     target: str | None = None
     """Chips to compile for, as 'v5e:2x4'; without it, the devices of this process."""
     devices: int = 8
@@ -55,9 +57,7 @@ def audit(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
         parse_topology(options.target)
     before = _read(options.against) if options.against else None
     offer_cpu_devices(options.devices)
-    step, args = targets.load(options.make)
-    if len(args) == 1 and type(args[0]) is tuple:
-        (args,) = args
+    step, args = _made(options)
     found = read(
         step,
         *args,
@@ -76,6 +76,20 @@ def audit(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
         options.snapshot.parent.mkdir(parents=True, exist_ok=True)
         options.snapshot.write_text(found.to_json())
     return 1 if worse else 0
+
+
+def _made(options: Options) -> tuple[Any, tuple[Any, ...]]:
+    try:
+        step, args = targets.load(options.make, options.args)
+    except Exception as error:
+        if str(error).startswith("target: "):
+            raise
+        # Python's own exit code would be that of a finding.
+        raise ValueError(
+            f"audit: {options.make} must return a step and its arguments; it raises {targets.first_line(error)}. Run "
+            "it with python to see the traceback."
+        ) from error
+    return (step, args[0]) if len(args) == 1 and type(args[0]) is tuple else (step, args)
 
 
 def _read(file: Path) -> Audit:

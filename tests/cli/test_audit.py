@@ -28,9 +28,11 @@ def accumulate():
 def grown():
     return make(size=800)
 
-def other():
-    step, (w, x) = make()
-    return step, jnp.ones((64, 64)), jnp.ones((1, 8, 64))
+def plain(x, w):
+    return x @ w
+
+def broken():
+    raise OSError("no disk")
 """
 
 
@@ -61,6 +63,19 @@ def test_json_and_ignored_rules(program, inside):
     assert [each["rule"] for each in data["findings"]] == ["summed-each-iteration"]
     assert data["derived"]["sent"] == 3 * 24576 and data["format"] == 1
     assert json.loads(inside(*words, "--ignore", "summed-each-iteration").stdout)["findings"] == []
+
+
+def test_a_function_of_given_types_is_read(program, inside):
+    done = inside("audit", "train.py:plain", "--devices", 4, "--args", "f32[8,4]", "f32[4]")
+    assert done.stdout.startswith("plain (train.py:") and "held: 144 B per device" in done.stdout
+
+
+def test_a_make_that_fails_is_not_taken_for_a_finding(program, inside):
+    done = inside("audit", "train.py:broken", "--devices", 4, code=2)
+    assert done.stderr == (
+        "error: audit: train.py:broken must return a step and its arguments; it raises OSError: no disk. Run it with "
+        "python to see the traceback.\n"
+    )
 
 
 @pytest.mark.parametrize(
