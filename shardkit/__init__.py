@@ -169,6 +169,6 @@ _LAZY = ("analysis", "cost", "models", "planner", "runtime", "schedules", "testi
 def __getattr__(name: str) -> _Any:
     if name in _LAZY:
         return _import_module(f"shardkit.{name}")
-    if name in ("Finding", "aot", "census", "collective", "expects", "explain", "lint"):
+    if name in ("Finding", "aot", "audit", "census", "collective", "expects", "explain", "lint"):
         return getattr(_import_module("shardkit.analysis"), name)
     raise AttributeError(f"module 'shardkit' has no attribute {name!r}")

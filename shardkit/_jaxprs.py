@@ -7,6 +7,7 @@ results; the caller's `step` decides what an equation does to it, with `called`,
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,7 @@ IDENTITIES = {"pvary", "pcast", ASSUMED, "copy", "copy_p", "name", "optimization
 _CAST_NAMES = ("pvary", "pcast", "preduced", "reduced_vary_cast", "vary_unreduced_cast")
 CASTS = {ASSUMED, *(f"{name}{end}" for name in _CAST_NAMES for end in ("", "_p"))}
 _HERE = Path(__file__).parent
+_PYTHON = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
 _KERNELS = {_HERE / "collectives", _HERE / "_compat.py", _HERE / "_typed.py"}
 
 
@@ -230,6 +232,22 @@ def user_line(equation: Any) -> str:
     """The innermost line that led to an equation outside jax and shardkit; "" if there is none."""
     outside = [f for f in _compat.user_frames(equation) if not _is_ours(f[0])]
     return _written(outside[0]) if outside else ""
+
+
+def own_line(frames: Sequence[tuple[str, int, str]]) -> str:
+    """The innermost of these lines in the user's own code: outside jax, shardkit, installed packages and Python.
+
+    "" where there is none.
+    """
+    return next((_written(frame) for frame in frames if _own(frame[0])), "")
+
+
+@cache
+def _own(file: str) -> bool:
+    path = Path(file)
+    if path.is_relative_to(_HERE) or {"site-packages", "dist-packages"} & set(path.parts) or file.startswith("<frozen"):
+        return False
+    return not any(path.is_relative_to(folder) for folder in _PYTHON)
 
 
 def _written(frame: tuple[str, int, str]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,6 +85,7 @@ def cpu_devices_asked_for() -> int:
     return int(getattr(jax.config, "jax_num_cpu_devices", -1))
 
 
+_LOG_LOCK = threading.Lock()
 _AS_PROCESS = threading.local()
 _AS_PROCESS_LOCK = threading.RLock()
 
@@ -125,6 +128,52 @@ def lowered_mesh(lowered: Any) -> tuple[dict[str, int], int]:
     meshes = [str(op.attributes["mesh"]) for op in module.body.operations if op.operation.name == "sdy.mesh"]
     axes = re.findall(r'"([^"]*)"=(\d+)', next((text for text in meshes if "=" in text), ""))
     return {name: int(size) for name, size in axes}, int(module.operation.attributes["mhlo.num_partitions"])
+
+
+def lowered_arguments(lowered: Any) -> list[bool]:
+    """For each argument of a lowered program, whether its sharding is given and not left to the compiler."""
+    operations = lowered.compiler_ir("stablehlo").body.operations
+    named = {op.attributes["sym_name"].value: op for op in operations if "sym_name" in op.attributes}
+    return [
+        bool({"sdy.sharding", "mhlo.sharding"} & {each.name for each in attrs}) for attrs in named["main"].arg_attrs
+    ]
+
+
+@contextmanager
+def captured_log(of: str) -> Iterator[list[str]]:
+    """The lines with the text `of` that compilers write to this process's standard error, below Python.
+
+    All other lines reach standard error as they are written. The list is complete at the end.
+    """
+    found: list[str] = []
+    with _LOG_LOCK:
+        sys.stderr.flush()
+        try:
+            before = os.dup(2)
+        except OSError:  # there is none
+            yield found
+            return
+        read, write = os.pipe()
+        os.dup2(write, 2)
+        os.close(write)
+
+        def pass_on() -> None:
+            with open(read, "rb") as lines:
+                for line in lines:
+                    if of.encode() in line:
+                        found.append(line.decode(errors="replace").rstrip())
+                    else:
+                        os.write(before, line)
+
+        reader = threading.Thread(target=pass_on, daemon=True)
+        reader.start()
+        try:
+            yield found
+        finally:
+            sys.stderr.flush()
+            os.dup2(before, 2)  # closes the last writer of the pipe
+            reader.join()
+            os.close(before)
 
 
 def compile_for(bytecode: bytes, devices: list[Any], options: dict[str, Any]) -> Any:

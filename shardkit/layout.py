@@ -217,7 +217,7 @@ def canonical(spec: PartitionSpec) -> PartitionSpec:
 
 def spec_axes(spec: PartitionSpec) -> list[tuple[str, ...]]:
     """The mesh axes of each entry of a spec, as tuples."""
-    return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
+    return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec.partitions]
 
 
 def all_axes(spec: PartitionSpec) -> frozenset[str]:

@@ -29,6 +29,7 @@ FLOORS = [
     ["train", "evaluate", "state", "automatic", "carried", "precision", "arguments", "resharding"],
     ["analysis/jaxpr"],
     ["analysis/hlo"],
+    ["analysis/auditing"],
     ["analysis/profiling"],
     ["analysis"],
     ["testing"],

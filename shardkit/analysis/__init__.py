@@ -1,9 +1,12 @@
 """What a program communicates, read from the program itself.
 
-`jaxpr/` reads the traced program, `hlo/` the compiled one, `profiling/` a run. `contracts.py` compares a program with
+`jaxpr/` reads the traced program, `hlo/` the compiled one, `profiling/` a run; `auditing/` judges any
+step by all of them. `contracts.py` compares a program with
 the collectives that it should run. Start with `jaxpr/census.py`. Imports collectives, cost and partitioning.
 """
 
+from shardkit.analysis.auditing.audit import Audit, audit
+from shardkit.analysis.auditing.rules import AUDIT_RULES
 from shardkit.analysis.contracts import Collective, collective, expects
 from shardkit.analysis.hlo import aot
 from shardkit.analysis.hlo.differences import Compiled, compiled
@@ -16,7 +19,9 @@ from shardkit.analysis.profiling.scaling import Scaling, scaling
 from shardkit.analysis.profiling.timings import Profile, Timing
 
 __all__ = [
+    "AUDIT_RULES",
     "RULES",
+    "Audit",
     "Census",
     "Collective",
     "Compiled",
@@ -28,6 +33,7 @@ __all__ = [
     "Scaling",
     "Timing",
     "aot",
+    "audit",
     "census",
     "collective",
     "compiled",

@@ -1,4 +1,4 @@
-"""The `shardkit` command: train, evaluate, sample, launch, doctor, lint, aot, draw, soak; one file per subcommand.
+"""The `shardkit` command: train, evaluate, sample, launch, doctor, lint, audit, aot, draw, soak; a file for each.
 
 Start with `train.py`. Imports everything; nothing imports it.
 """
@@ -37,7 +37,7 @@ def _main() -> None:
         import yaml  # noqa: F401
     except ImportError:
         sys.exit(_NEEDS)
-    from shardkit.cli import aot, doctor, draw, evaluate, launch, lint, sample, soak, train
+    from shardkit.cli import aot, audit, doctor, draw, evaluate, launch, lint, sample, soak, train
 
     commands: dict[str, Any] = {
         "train": train.train,
@@ -46,6 +46,7 @@ def _main() -> None:
         "launch": launch.launch,
         "doctor": doctor.doctor,
         "lint": lint.lint,
+        "audit": audit.audit,
         "aot": aot.aot,
         "draw": draw.draw,
         "soak": soak.soak,

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from shardkit import cli
-from shardkit.cli import aot, doctor, lint, sample
+from shardkit.cli import aot, audit, doctor, lint, sample
 from shardkit.cli import run as command_run
 
 
@@ -39,7 +39,7 @@ def inside(monkeypatch, capsys):
     def offer(n):
         monkeypatch.setattr(jax, "devices", lambda *_: devices[:n])
 
-    for module in (aot, doctor, lint, sample, command_run):
+    for module in (aot, audit, doctor, lint, sample, command_run):
         monkeypatch.setattr(module, "offer_cpu_devices", offer)
     monkeypatch.setenv("COLUMNS", "100")
 

@@ -1435,6 +1435,27 @@ _ANALYSIS = (
         AXIS,
     ),
     Mutant(
+        "audit-carry-may-be-read",
+        "shardkit/analysis/auditing/rules/loops.py",
+        "if carried is None or _elements(uses, [Value(values[0].computation, carried)], passes) != {element}:",
+        "if carried is None:",
+        SWALLOWED,
+    ),
+    Mutant(
+        "audit-widened-by-the-backend",
+        "shardkit/analysis/auditing/rules/widths.py",
+        "return before.instruction.shape.type in _SHORT",
+        "return before.instruction.shape.type not in _SHORT",
+        FIGURE,
+    ),
+    Mutant(
+        "audit-one-more-of-the-same",
+        "shardkit/analysis/auditing/audit.py",
+        "if known[_place(each)] < 0:",
+        "if known[_place(each)] < -1:",
+        SWALLOWED,
+    ),
+    Mutant(
         "compute-hides-twice",
         "shardkit/analysis/hlo/collectives.py",
         "slot.left[lane] -= covered",

@@ -232,6 +232,7 @@ def builders():
         (testing.programs, {}),
         (testing.sharded_arrays, {}),
         (testing.specs, {"shape": (4, 4), "sizes": {"a": 2}}),
+        (analysis.audit, {"step": traced["fn"], "args": ()}),
         (analysis.census, traced),
         (analysis.explain, traced),
         (analysis.lint, traced),

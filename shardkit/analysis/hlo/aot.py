@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -40,7 +40,12 @@ from shardkit.analysis.hlo.topology import (
 )
 from shardkit.analysis.jaxpr.census import census_of, mesh_sizes, traceable
 
-_QUIET = {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1"}
+_CHILD = {
+    "JAX_PLATFORMS": "cpu",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_STDERR_LOG_LEVEL": "1",  # warnings, which say where the partitioner replicates a value
+}
 
 
 def compile(
@@ -85,6 +90,51 @@ def compile(
         report = sk.aot.compile(step, (init.abstract(params), batch), topology="v5p:8x8x8", mesh=mesh)
         print(report)  # memory, collectives, overlap
     """
+    built = build(step, args, topology=topology, mesh=mesh, options=options, timeout=timeout)
+    where = parse_topology(topology)
+    base: dict[str, Any] = {
+        "topology": str(where),
+        "mesh": built.sizes,
+        "census": census_of(built.traced.jaxpr.jaxpr),
+        "lowering_seconds": built.lowering_seconds,
+    }
+    if built.module is None:
+        return Report(fits=False, message=built.answer["message"], memory=None, limit=device_memory(where), **base)
+    return report_of(built.module, built.answer, **base)
+
+
+class Built(NamedTuple):
+    """A program that the compiler of absent chips has seen.
+
+    Attributes:
+        traced: the traced step.
+        sizes: names and sizes of the mesh axes.
+        module: the serialized program; None where it does not fit the chip's memory.
+        answer: what the compiler's process said of it: memory, times, versions, and its log.
+        lowering_seconds: time to lower.
+    """
+
+    traced: Any
+    sizes: dict[str, int]
+    module: bytes | None
+    answer: dict[str, Any]
+    lowering_seconds: float
+
+
+def build(
+    step: Any,
+    args: Sequence[Any],
+    *,
+    topology: str,
+    mesh: Any = None,
+    options: Mapping[str, Any] | None = None,
+    timeout: float = 1800.0,
+) -> Built:
+    """The program that `compile` reports on, with its arguments; `step` may be a `jax.stages.Traced` too.
+
+    Example:
+        module = build(step, args, topology="v5e:2x4").module
+    """
     check_kind("aot.compile", "timeout", timeout, (float,))
     if not 0 < timeout < math.inf:
         raise ValueError(
@@ -125,12 +175,8 @@ def compile(
     bytecode = BytesIO()
     lowered.compiler_ir("stablehlo").operation.write_bytecode(file=bytecode)
     request = {"topology": description_of(where), "mesh": sizes, "options": options, "package": package}
-    written = census_of(traced.jaxpr.jaxpr)
     answer, serialized = _in_child(request, bytecode.getvalue(), timeout, where, sizes)
-    base: dict[str, Any] = {"topology": str(where), "mesh": sizes, "census": written, "lowering_seconds": lowering}
-    if serialized is None:
-        return Report(fits=False, message=answer["message"], memory=None, limit=device_memory(where), **base)
-    return report_of(serialized, answer, **base)
+    return Built(traced, sizes, serialized, answer, lowering)
 
 
 def report_of(
@@ -176,6 +222,8 @@ def _checked(options: Any) -> dict[str, Any]:
 
 
 def _traced(step: Any, args: Sequence[Any]) -> Any:
+    if isinstance(step, jax.stages.Traced):
+        return step
     if not callable(step) and not hasattr(step, "trace"):
         raise TypeError(f"aot.compile: step must be a function; got {step!r}. Pass a function or a train step.")
     try:
@@ -192,7 +240,7 @@ def _untraceable(what: str, error: Exception) -> ValueError:
 def _in_child(
     request: dict[str, Any], bytecode: bytes, timeout: float, where: Topology, sizes: Mapping[str, int]
 ) -> tuple[dict[str, Any], bytes | None]:
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | _QUIET
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | _CHILD
     # -P: files in the working directory must not shadow modules.
     paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -212,7 +260,7 @@ def _in_child(
             raise RuntimeError(
                 f"aot.compile: the compiler for {where} ended with exit code {child.returncode}: {_cause(child.stderr)}"
             )
-        answer = json.loads((folder / "answer.json").read_text())
+        answer = json.loads((folder / "answer.json").read_text()) | {"log": child.stderr.splitlines()}
         if "error" not in answer:
             return answer, (folder / "module.pb").read_bytes()
     message = answer.get("message", "").splitlines()[0] if answer.get("message") else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -51,6 +52,22 @@ class Shape(NamedTuple):
 
 _KERNELS = re.compile(r"shardkit/(collectives/|_compat\.py|_typed\.py)")
 _NO_SHAPE = Shape(0, ())
+
+
+class Frame(NamedTuple):
+    """A line of a stack that led to an instruction."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file.rsplit('/', 1)[-1]}:{self.line} ({self.function})"
+
+
+def outside_kernels(frames: Sequence[Frame]) -> str:
+    """The innermost line outside shardkit's kernels, else the outermost."""
+    return str(next((frame for frame in frames if not _KERNELS.search(frame.file)), frames[-1]))
 
 
 @dataclass
@@ -107,8 +124,10 @@ class Module:
         return self.frames.get(instruction.frame, "")
 
 
-def read(proto: bytes) -> Module:
+def read(proto: bytes, line: Callable[[Sequence[Frame]], str] = outside_kernels) -> Module:
     """Decodes a serialized HloModuleProto, the result of `HloModule.as_serialized_hlo_module_proto()`.
+
+    `line` chooses, of the lines that led to an instruction, innermost first, the one that names it.
 
     Raises:
         ValueError: the bytes are not such a message.
@@ -117,7 +136,7 @@ def read(proto: bytes) -> Module:
         top = message(proto)
         schedule = _schedule(top.get(7, [b""])[0])
         computations = [_computation(b, schedule) for b in top[3]]
-        frames = _frames(message(top.get(17, [b""])[0]))
+        frames = _frames(message(top.get(17, [b""])[0]), line)
         return Module(text(top[1]), integer(top, 6), {c.id: c for c in computations}, frames)
     except (KeyError, IndexError, TypeError, UnicodeDecodeError) as error:
         raise ValueError(
@@ -174,21 +193,21 @@ def _schedule(data: bytes) -> dict[int, tuple[int, ...]]:
     return {integer(e, 1): integers(message(e[2][0]), 1) for e in entries if 2 in e}
 
 
-def _frames(index: Message) -> dict[int, str]:
-    """For each stack frame the innermost line outside shardkit's kernels."""
+def _frames(index: Message, line: Callable[[Sequence[Frame]], str]) -> dict[int, str]:
+    """For each stack frame the line that names it."""
     files, functions = ([b.decode() for b in index.get(n, ())] for n in (1, 2))
     places = [message(b) for b in index.get(3, ())]
     frames = [message(b) for b in index.get(4, ())]
-    out: dict[int, str] = {}
-    for number, frame in enumerate(frames, 1):
-        path, caller = "", frame
-        place: Message = {}
-        while not place or (_KERNELS.search(path) and integer(caller, 2)):
-            caller = frames[integer(caller, 2) - 1] if place else caller
-            place = places[integer(caller, 1) - 1]
-            path = files[integer(place, 1) - 1]
-        out[number] = f"{path.rsplit('/', 1)[-1]}:{integer(place, 3)} ({functions[integer(place, 2) - 1]})"
-    return out
+
+    def stack(number: int) -> list[Frame]:
+        out = []
+        while number:
+            place = places[integer(frames[number - 1], 1) - 1]
+            out.append(Frame(files[integer(place, 1) - 1], integer(place, 3), functions[integer(place, 2) - 1]))
+            number = integer(frames[number - 1], 2)
+        return out
+
+    return {number: line(stack(number)) for number in range(1, len(frames) + 1)}
 
 
 @lru_cache(4096)  # a program has few shapes

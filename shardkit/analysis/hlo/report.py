@@ -97,7 +97,10 @@ class Report:
 
     def to_json(self) -> str:
         """Everything in the report, with the derived figures; `from_json` reads it back."""
-        data = asdict(self) | {"rows": [_plain(r) for r in self.rows], "census": [_plain(r) for r in self.census.rows]}
+        data = asdict(self) | {
+            "rows": [plain_row(r) for r in self.rows],
+            "census": [plain_row(r) for r in self.census.rows],
+        }
         data["compute"] = self.compute._asdict()
         derived = {
             "needed": self.needed,
@@ -115,8 +118,8 @@ class Report:
         data: dict[str, Any] = json.loads(text)
         data.pop("derived")
         data["memory"] = data["memory"] and Memory(**data["memory"])
-        data["rows"] = tuple(CompiledRow(**_read(r)) for r in data["rows"])
-        data["census"] = Census(tuple(Row(**_read(r)) for r in data["census"]))
+        data["rows"] = tuple(CompiledRow(**read_row(r)) for r in data["rows"])
+        data["census"] = Census(tuple(Row(**read_row(r)) for r in data["census"]))
         data["compute"] = Work(**data["compute"])
         return Report(**data)
 
@@ -206,9 +209,11 @@ def _line(rows: list[CompiledRow]) -> tuple[str, ...]:
     )
 
 
-def _plain(row: Row | CompiledRow) -> dict[str, Any]:
+def plain_row(row: Row | CompiledRow) -> dict[str, Any]:
+    """A row as JSON can hold it."""
     return asdict(row) | {"sent": [row.sent.numerator, row.sent.denominator]}
 
 
-def _read(row: Mapping[str, Any]) -> dict[str, Any]:
+def read_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a row that `plain_row` wrote."""
     return {**row, "axes": tuple(row["axes"]), "sent": Fraction(*row["sent"])}

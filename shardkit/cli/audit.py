@@ -1,0 +1,104 @@
+"""`shardkit audit module:make`: what a jitted step holds, sends and wastes, and what of that is new."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from shardkit.analysis.auditing.audit import GROWTH, LARGE, Audit
+from shardkit.analysis.auditing.audit import audit as read
+from shardkit.analysis.hlo.topology import parse_topology
+from shardkit.analysis.jaxpr.lint import SMALL
+from shardkit.cli import target as targets
+from shardkit.simulated import offer_cpu_devices
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `shardkit audit`."""
+
+    make: targets.Target
+    """A function that returns (step, args), the jitted step and a tuple of its arguments; with --args, the step."""
+    args: tuple[str, ...] = ()
+    """Types of the step's arguments, such as 'f32[8,128]', 'bf16[4]', 'i32[]' or 'key'."""
+    target: str | None = None
+    """Chips to compile for, as 'v5e:2x4'; without it, the devices of this process."""
+    devices: int = 8
+    """CPU devices to simulate without an accelerator."""
+    json: bool = False
+    """Print the audit as JSON."""
+    snapshot: Path | None = None
+    """Write the audit to this file, for a later --against."""
+    against: Path | None = None
+    """A file that --snapshot wrote before: report what is worse."""
+    growth: float = GROWTH
+    """Share by which bytes may grow against the snapshot."""
+    ignore: tuple[str, ...] = ()
+    """Rules to skip."""
+    large: int = LARGE
+    """Bytes per device from which a leaf that several devices hold is reported."""
+    small: int = SMALL
+    """Bytes below which waste is not reported."""
+    call: bool = True
+    """Call the step twice, if its arguments have values, to see whether it compiles again."""
+    timeout: float = 1800.0
+    """Seconds after which the compiler of a target is stopped."""
+
+
+def audit(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
+    """Read any jitted step: memory, collectives with their lines, and what is wasted.
+
+    The exit code is 0; with --against it is 1 if there are new findings or bytes grew.
+    """
+    if options.target is not None:
+        parse_topology(options.target)
+    before = _read(options.against) if options.against else None
+    offer_cpu_devices(options.devices)
+    step, args = _made(options)
+    found = read(
+        step,
+        *args,
+        target=options.target,
+        large=options.large,
+        small=options.small,
+        ignore=options.ignore,
+        call=options.call,
+        timeout=options.timeout,
+    )
+    print(found.to_json() if options.json else found)
+    worse = found.compare(before, options.growth) if before else []
+    if before and not options.json:
+        print(f"against {options.against}: {len(worse) or 'nothing'} worse", *worse, sep="\n")
+    if options.snapshot:
+        options.snapshot.parent.mkdir(parents=True, exist_ok=True)
+        options.snapshot.write_text(found.to_json())
+    return 1 if worse else 0
+
+
+def _made(options: Options) -> tuple[Any, tuple[Any, ...]]:
+    try:
+        step, args = targets.load(options.make, options.args)
+    except Exception as error:
+        if str(error).startswith("target: "):
+            raise
+        # Python's own exit code would be that of a finding.
+        raise ValueError(
+            f"audit: {options.make} must return a step and its arguments; it raises {targets.first_line(error)}. Run "
+            "it with python to see the traceback."
+        ) from error
+    return (step, args[0]) if len(args) == 1 and type(args[0]) is tuple else (step, args)
+
+
+def _read(file: Path) -> Audit:
+    try:
+        return Audit.from_json(file.read_text())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if str(error).startswith("audit: "):
+            raise
+        raise ValueError(
+            f"audit: {file} must be a file that --snapshot wrote; it cannot be read ({type(error).__name__}). Check "
+            "the path."
+        ) from error

@@ -1,0 +1,105 @@
+"""`shardkit audit` as a user runs it."""
+
+import json
+
+import pytest
+
+PROGRAM = """
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+import shardkit as sk
+
+def make(size=8, times=1):
+    mesh = sk.make_mesh(data=4)
+    place = lambda *spec: NamedSharding(mesh, P(*spec))
+    w = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=place())
+    x = jax.ShapeDtypeStruct((times, 4 * size, 64), jnp.float32, sharding=place(None, "data"))
+
+    def step(w, xs):
+        def body(total, x):
+            return total + jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w), None
+        return jax.lax.scan(body, jnp.zeros_like(w), xs)[0]
+
+    return jax.jit(step), (w, x)
+
+def accumulate():
+    return make(times=3)
+
+def grown():
+    return make(size=800)
+
+def plain(x, w):
+    return x @ w
+
+def broken():
+    raise OSError("no disk")
+"""
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    path = tmp_path / "train.py"
+    path.write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    return path
+
+
+def test_a_snapshot_is_what_later_runs_are_held_against(program, inside):
+    first = inside("audit", "train.py:make", "--devices", 4, "--snapshot", "kept/audit.json").stdout
+    assert "step (train.py:12 (make.<locals>.step)) on 4 devices of cpu" in first and "\nno findings\n" in first
+    same = inside("audit", "train.py:make", "--devices", 4, "--against", "kept/audit.json").stdout
+    assert same.endswith("against kept/audit.json: nothing worse\n")
+    worse = inside("audit", "train.py:accumulate", "--devices", 4, "--against", "kept/audit.json", code=1).stdout
+    at = worse.index("against kept/audit.json: ")
+    assert "\nnew: train.py:14 (make.<locals>.step.<locals>.body.<locals>.<lambda>): summed-each-it" in worse[at:]
+    assert "\nsent by all_reduce over 'data': 24.00 KiB before, 72.00 KiB now\n" in worse[at:]
+    grown = inside("audit", "train.py:grown", "--devices", 4, "--against", "kept/audit.json", code=1).stdout
+    assert "\nheld: 18.00 KiB before, 216.00 KiB now\n" in grown
+
+
+def test_json_and_ignored_rules(program, inside):
+    words = ("audit", "train.py:accumulate", "--devices", 4, "--json")
+    data = json.loads(inside(*words).stdout)
+    assert [each["rule"] for each in data["findings"]] == ["summed-each-iteration"]
+    assert data["derived"]["sent"] == 3 * 24576 and data["format"] == 1
+    assert json.loads(inside(*words, "--ignore", "summed-each-iteration").stdout)["findings"] == []
+
+
+def test_a_function_of_given_types_is_read(program, inside):
+    done = inside("audit", "train.py:plain", "--devices", 4, "--args", "f32[8,4]", "f32[4]")
+    assert done.stdout.startswith("plain (train.py:") and "held: 144 B per device" in done.stdout
+
+
+def test_a_make_that_fails_is_not_taken_for_a_finding(program, inside):
+    done = inside("audit", "train.py:broken", "--devices", 4, code=2)
+    assert done.stderr == (
+        "error: audit: train.py:broken must return a step and its arguments; it raises OSError: no disk. Run it with "
+        "python to see the traceback.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--against", "nowhere.json"),
+            "audit: nowhere.json must be a file that --snapshot wrote; it cannot be read (FileNotFoundError). Check "
+            "the path.",
+        ),
+        (
+            ("--against", "train.py"),
+            "audit: train.py must be a file that --snapshot wrote; it cannot be read (JSONDecodeError).",
+        ),
+        (
+            ("--target", "v5e"),
+            "aot: topology 'v5e' must give a valid shape. After 'v5e' write the torus, as 'v5e:2x4'.",
+        ),
+        (("--growth", "-1"), ""),
+    ],
+)
+def test_bad_use(words, message, program, inside):
+    if not message:
+        inside("audit", "train.py:make", "--devices", 4, "--snapshot", "one.json")
+        words, message = ("--against", "one.json", *words), "audit: growth must be at least 0; got -1.0."
+    done = inside("audit", "train.py:make", "--devices", 4, *words, code=2)
+    assert done.stderr.startswith(f"error: {message}")
