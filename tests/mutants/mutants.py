@@ -431,7 +431,7 @@ _PARALLEL = (
     Mutant(
         "another-mesh-than-that-of-the-context",
         "shardkit/_context.py",
-        "context.empty or context == given:",
+        "context.empty or inside_jit or context == given:",
         "True:",
         REFUSAL,
     ),

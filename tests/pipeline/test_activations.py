@@ -72,6 +72,7 @@ def test_stages_of_different_widths():
         assert np.count_nonzero(got) <= grad.size
 
 
+@pytest.mark.deep
 def test_the_losses_of_a_router_are_those_of_each_microbatch():  # proves F41
     E, m, ways = 4, 2, 2
     rng = np.random.default_rng(0)
