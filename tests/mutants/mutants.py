@@ -1266,9 +1266,16 @@ _TOP = (
     Mutant(
         "bytes-of-the-whole",
         "shardkit/layout.py",
-        "math.prod(_shard_shape(x)) * itemsize",
+        "math.prod(shard_shape(x)) * itemsize",
         "math.prod(jax.numpy.shape(x)) * itemsize",
         DIVISION,
+    ),
+    Mutant(
+        "one-holder-of-a-piece",
+        "shardkit/inspection.py",
+        "(*cells.get(at, ()), device.id)",
+        "(device.id,)",
+        ORDER,
     ),
     Mutant(
         "axis-used-twice",

@@ -192,6 +192,7 @@ def builders():
         (sk.chain, {"plans": (plan,)}),
         (sk.init_residuals, {"params": params, "mesh": mesh, "plan": plan}),
         (sk.describe, {"thing": plan, "params": params, "mesh": mesh}),
+        (sk.describe, {"thing": laid, "after": laid}),
         (sk.local_shape, {"shape": (8, 4), "spec": P("data"), "mesh": mesh}),
         (sk.global_shape, {"shape": (8, 4), "spec": P("data"), "mesh": mesh}),
         (sk.shard, {"tree": batch, "mesh": mesh, "specs": P("data")}),
