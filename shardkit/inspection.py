@@ -59,7 +59,7 @@ def describe(thing: Any, params: Any = None, mesh: Mesh | None = None, *, after:
     if params is not None or mesh is not None:
         check_kind("describe", "plan", thing, (PLAN,))
     check_kind("describe", "thing", thing, (ARRAYS,))
-    if _is_placed(thing):
+    if is_placed(thing):
         return str(grid_of_array(thing))
     rows = [("leaf", "global", "dtype", "spec", "local", "devices", "bytes/device")]
     rows += [(name, *_whole(x), *_held(x)) for name, x in _leaves(thing).items()]
@@ -115,7 +115,7 @@ def _compared(thing: Any, params: Any, mesh: Any, after: Any) -> str:
 
 def _alone(x: Any) -> str:
     """The picture of an array; of one on the host, or without devices, its title."""
-    return str(grid_of_array(x)) if _is_placed(x) else "{} {}, {}".format(*_whole(x), _held(x)[0])
+    return str(grid_of_array(x)) if is_placed(x) else "{} {}, {}".format(*_whole(x), _held(x)[0])
 
 
 def _leaves(tree: Any) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def _held(x: Any) -> tuple[str, str, str, str]:
     return named, _brief(shard_shape(x)), str(devices), f"{shard_bytes(x):,}"
 
 
-def _is_placed(x: Any) -> bool:
+def is_placed(x: Any) -> bool:
     """Whether a value is an array, or the description of one, on devices that are known."""
     sharding = getattr(x, "sharding", None)
     if not is_array(x) or isinstance(x, jax.core.Tracer) or sharding is None:

@@ -316,6 +316,8 @@ def builders():
         (runtime.barrier, {"name": "x"}),
         (runtime.gpu_flags, {}),
         (viz.draw, {"schedule": schedule, "file": path / "a.svg"}),
+        (viz.array, {"x": laid, "file": path / "b.svg", "after": laid}),
+        (viz.mesh, {"mesh": mesh, "file": path / "c.svg"}),
         (transformer.Config, {}),
         (transformer.Axes, {}),
         (transformer.loss_fn, {"config": config}),
