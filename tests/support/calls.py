@@ -76,6 +76,7 @@ def kernels():
         (collectives.shift, over),
         (collectives.vary, {"tree": x, "axes": "data"}),
         (collectives.assume_replicated, over),
+        (collectives.debug_print, {"x": x}),
         (collectives.gather_to_one, over),
         (collectives.halo_exchange, over),
         (collectives.prefix_scan, over),
