@@ -1271,6 +1271,13 @@ _TOP = (
         DIVISION,
     ),
     Mutant(
+        "print-in-axis-order-reversed",
+        "shardkit/collectives/debug.py",
+        "return all_gather(x[None], tuple(axes), replicated=True)",
+        "return all_gather(x[None], tuple(axes)[::-1], replicated=True)",
+        ORDER,
+    ),
+    Mutant(
         "one-holder-of-a-piece",
         "shardkit/inspection.py",
         "(*cells.get(at, ()), device.id)",
