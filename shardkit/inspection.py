@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from shardkit import mesh as _mesh
+from shardkit._check import quoted
+from shardkit._compat import bound_axes, tracked_axes, varying_axes
 from shardkit._kinds import ARRAYS, PLAN, is_array
 from shardkit._typed import check_kind, typed
 from shardkit.grid import Grid, beside
@@ -21,9 +24,10 @@ def describe(thing: Any, params: Any = None, mesh: Mesh | None = None, *, after:
 
     For an array: a table of its pieces, with the ids of all devices that hold each; rows and columns are the last two
     dims that are split. For a pytree: a line per leaf with shapes, dtype, spec, devices and bytes per device, and their
-    sum. With `after`, the array or pytree as it is after a resharding stands beside. For a plan, `describe(plan,
-    params, mesh)`: a line per leaf with its layouts, bytes per device, and why; the mesh may be omitted where the
-    parameters are sharded over one, or inside `jax.set_mesh`.
+    sum; inside shard_map, the axes over which each varies instead of a spec. With `after`, the array or pytree as it is
+    after a resharding stands beside. For a plan, `describe(plan, params, mesh)`: a line per leaf with its layouts,
+    bytes per device, and why; the mesh may be omitted where the parameters are sharded over one, or inside
+    `jax.set_mesh`.
 
     Args:
         thing: a mesh, an array, a pytree of arrays, or a plan.
@@ -127,16 +131,28 @@ def _counted(rows: Sequence[Any]) -> str:
 
 
 def _whole(x: Any) -> tuple[str, str]:
-    """Global shape and dtype."""
-    return _brief(jax.numpy.shape(x)), str(getattr(x, "dtype", type(x).__name__))
+    """Global shape, which is not known inside shard_map, and dtype."""
+    shape = "-" if _axes_around(x) else _brief(jax.numpy.shape(x))
+    return shape, str(getattr(x, "dtype", type(x).__name__))
 
 
 def _held(x: Any) -> tuple[str, str, str, str]:
     """Spec, shape of a shard, number of devices and bytes on each."""
     spec = getattr(sharding := getattr(x, "sharding", None), "spec", None)
-    named = "host" if sharding is None else "one device" if spec is None else brief_spec(spec)
-    devices = sharding.num_devices if sharding is not None else 0
+    around, devices = _axes_around(x), sharding.num_devices if sharding is not None else 0
+    if around:
+        over = [axis for axis in around if axis not in tracked_axes() or axis in varying_axes(x)]
+        named, devices = f"varies over {quoted(over)}" if over else "the same on all", math.prod(around.values())
+    elif isinstance(x, jax.core.Tracer):
+        named = "traced"
+    else:
+        named = "host" if sharding is None else "one device" if spec is None else brief_spec(spec)
     return named, _brief(shard_shape(x)), str(devices), f"{shard_bytes(x):,}"
+
+
+def _axes_around(x: Any) -> dict[str, int]:
+    """The axes that shard_map or vmap binds around a value, with their sizes; none for an array that is not traced."""
+    return bound_axes() if isinstance(x, jax.core.Tracer) else {}
 
 
 def is_placed(x: Any) -> bool:

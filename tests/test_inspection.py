@@ -127,6 +127,35 @@ w     8x4     float32  host       8x4    128           P('data')        4x4    6
     )
 
 
+# proves F87: the axes over which a value varies, which is what is known there
+def test_inside_shard_map(mesh2x4):
+    said = []
+
+    def kernel(x, w):
+        said.append(
+            sk.describe(
+                {"both": x * sk.axis_index("model").astype(np.float32), "w": w, "x": x, "zeros": np.zeros(3, np.int8)}
+            )
+        )
+        return x
+
+    jax.eval_shape(jax.shard_map(kernel, mesh=mesh2x4, in_specs=(P("data"), P()), out_specs=P("data")), X[0], X[0])
+    jax.eval_shape(lambda x: said.append(sk.describe({"x": x})), X)
+    assert said == [
+        """\
+leaf   global  dtype    spec                         local  devices  bytes/device
+both   -       float32  varies over 'data', 'model'  2      8        8
+w      -       float32  the same on all              4      8        16
+x      -       float32  varies over 'data'           2      8        8
+zeros  3       int8     host                         3      0        3
+4 leaves, 35 bytes on each device""",
+        """\
+leaf  global  dtype    spec    local  devices  bytes/device
+x     8x4     float32  traced  8x4    0        128
+1 leaf, 128 bytes on each device""",
+    ]
+
+
 def test_arrays_without_devices_have_a_line():
     layout = jax.NamedSharding(sk.abstract_mesh(data=64), P("data"))
     text = sk.describe(jax.ShapeDtypeStruct((128, 2), np.float32, sharding=layout))
