@@ -99,6 +99,51 @@ def test_outside_of_shard_map_and_under_vmap(capsys):
     assert printed(capsys, named, jnp.arange(2)) == "x: int32[] on each device\na=0  0\na=1  1\n"
 
 
+def test_groups_print_on_their_own(mesh2x4, capsys):
+    show = jax.shard_map(lambda x: sk.debug_print(x, axis="model"), mesh=mesh2x4, in_specs=BOTH, out_specs=None)
+    lines = printed(capsys, jax.jit(show), jnp.arange(8)).splitlines()
+    groups = ["\n".join(lines[:5]), "\n".join(lines[5:])]
+    assert sorted(groups) == [
+        f"x: int32[1] on each device at data={i}\n" + "\n".join(f"model={j}  [{4 * i + j}]" for j in range(4))
+        for i in range(2)
+    ]
+
+
+def test_in_a_stage_of_a_pipeline(capsys):
+    """Every microbatch of every stage, forward and recomputed."""
+
+    def stage(layers, x, keys):
+        sk.debug_print(x[0], "x", axis="data")
+        return sk.scan_layers(lambda w, x: x + w, layers, x)
+
+    schedule = sk.schedules.one_f_one_b(2, 4)
+    over = {"embed": lambda s, b, k: b, "stage": stage, "head": lambda s, x, b: jnp.mean(x**2)}
+    grad_fn = sk.pipeline_value_and_grad(*over.values(), schedule, "stage", mode="branch")
+    mesh = sk.make_mesh(jax.devices()[:4], data=2, stage=2)
+    plan = sk.chain(sk.pp("stage"), sk.dp("data"))
+    init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh, plan=plan)
+    state = init({"layers": jnp.ones(2)}, jax.random.key(0))
+    lines = printed(capsys, step, state, jnp.arange(8.0)).splitlines()
+    heads = ["x: float32[] on each device at stage=0", "x: float32[] on each device at stage=1"]
+    assert [line for line in lines if line in heads].count(heads[0]) == len(lines) // 6
+    for at, head in enumerate(heads):
+        found = {"\n".join(lines[i + 1 : i + 3]) for i, line in enumerate(lines) if line == head}
+        assert found == {f"data=0  {i + at:.1f}\ndata=1  {i + 4 + at:.1f}" for i in range(4)}
+
+
+@pytest.mark.check
+def test_an_axis_that_is_not_there():
+    mesh = sk.abstract_mesh(data=8)
+    with pytest.raises(ValueError) as error:
+        jax.eval_shape(
+            jax.shard_map(lambda x: sk.debug_print(x, axis="model"), mesh=mesh, in_specs=P(), out_specs=None), 1.0
+        )
+    assert str(error.value) == (
+        "debug_print: axis 'model' is not an axis of this mesh; its axes are 'data'. Use one of them, or add the axis "
+        "to make_mesh."
+    )
+
+
 @pytest.mark.check
 def test_its_cost_is_a_gather_over_the_axes_that_differ():
     mesh = sk.abstract_mesh(data=2, model=4)
