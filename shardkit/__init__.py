@@ -23,6 +23,7 @@ from shardkit.collectives import (
     axis_size,
     broadcast,
     compressed,
+    debug_print,
     gather_to_one,
     halo_exchange,
     hierarchical,
@@ -36,6 +37,7 @@ from shardkit.collectives import (
 from shardkit.collectives.algorithms import Algorithm
 from shardkit.config import DistributedConfig
 from shardkit.evaluate import make_eval_step
+from shardkit.inspection import describe
 from shardkit.layers.attention import dot_attention
 from shardkit.layers.context_attention import ring_attention, ulysses_attention
 from shardkit.layers.linear import column_linear, device_major_qkv, local_groups, row_linear
@@ -44,7 +46,7 @@ from shardkit.layers.norms import sharded_layer_norm, sharded_moments, sharded_r
 from shardkit.layers.routing import Capacity, Dropless, route, routing_stats
 from shardkit.layers.vocabulary import vocab_cross_entropy, vocab_cross_entropy_and_hits, vocab_embed
 from shardkit.layers.zigzag import positions, zigzag
-from shardkit.layout import bytes_per_device, describe, global_shape, local_shape, shard, specs_from_rules
+from shardkit.layout import bytes_per_device, global_shape, local_shape, shard, specs_from_rules
 from shardkit.mesh import abstract_mesh, make_hybrid_mesh, make_mesh
 from shardkit.partitioning.gradient import GradFn, Mean, value_and_grad
 from shardkit.partitioning.placement import Split
@@ -98,6 +100,7 @@ __all__ = [
     "column_linear",
     "compressed",
     "cp",
+    "debug_print",
     "describe",
     "device_major_qkv",
     "device_put_pipeline",

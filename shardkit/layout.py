@@ -1,4 +1,4 @@
-"""Layouts of arrays: specs from logical names, local and global shapes, placement and inspection."""
+"""Layouts of arrays: specs from logical names, local and global shapes, and placement."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit import mesh as _mesh
 from shardkit._check import divides, quoted
 from shardkit._context import CONTEXT
-from shardkit._kinds import ARRAYS, PLAN, Arrays, Specs
-from shardkit._typed import check_kind, typed
+from shardkit._kinds import Arrays, Specs
+from shardkit._typed import typed
 
 WHOLE = PartitionSpec()
 AxisEntry = str | tuple[str, ...] | None
@@ -149,44 +148,6 @@ def shard(tree: Arrays, mesh: Mesh = CONTEXT, specs: Specs = WHOLE) -> Any:
     return jax.tree_util.tree_map_with_path(place, tree, broadcast_specs(specs, tree))
 
 
-@typed
-def describe(thing: Any, params: Any = None, mesh: Mesh | None = None) -> str:
-    """Describes a mesh (device ids by coordinate), a pytree (the shards on each device) or a plan, as text.
-
-    For a pytree: a line per leaf with shapes, dtype, spec, devices and bytes per device, and their sum. For a plan,
-    `describe(plan, params, mesh)`: a line per leaf with its layouts, bytes per device, and why; the mesh may be omitted
-    where the parameters are sharded over one, or inside `jax.set_mesh`.
-
-    Example:
-        >>> print(sk.describe(mesh))
-        mesh data=2 x model=4: 8 cpu devices, 1 process
-                model=0  model=1  model=2  model=3
-        data=0        0        1        2        3
-        data=1        4        5        6        7
-    """
-    if isinstance(thing, Mesh) and params is None:
-        return _mesh.draw(thing)
-    if hasattr(thing, "describe"):
-        if params is None:
-            raise TypeError("describe: a plan must come with parameters; got none. Call describe(plan, params, mesh).")
-        check_kind("describe", "params", params, (ARRAYS,))
-        return str(thing.describe(params, mesh))
-    if params is not None or mesh is not None:
-        check_kind("describe", "plan", thing, (PLAN,))
-    check_kind("describe", "thing", thing, (ARRAYS,))
-    rows = [("leaf", "global", "dtype", "spec", "local", "devices", "bytes/device")]
-    leaves = jax.tree_util.tree_flatten_with_path(thing)[0]
-    for path, x in leaves:
-        spec = getattr(sharding := getattr(x, "sharding", None), "spec", None)
-        written = "host" if sharding is None else "one device" if spec is None else _brief_spec(spec)
-        devices = sharding.num_devices if sharding is not None else 0
-        dtype = str(getattr(x, "dtype", type(x).__name__))
-        whole, local = _brief(jax.numpy.shape(x)), _brief(_shard_shape(x))
-        rows.append((path_name(path), whole, dtype, written, local, str(devices), f"{_shard_bytes(x):,}"))
-    count = "1 leaf" if len(leaves) == 1 else f"{len(leaves)} leaves"
-    return f"{table(rows)}\n{count}, {bytes_per_device(thing):,} bytes on each device"
-
-
 def table(rows: Sequence[tuple[str, ...]]) -> str:
     """Rows of cells as text, each column as wide as its widest cell."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -201,7 +162,7 @@ def bytes_per_device(tree: Arrays) -> int:
         >>> sk.bytes_per_device(sk.shard({"w": jnp.ones((8, 512))}, mesh, P(None, "model")))
         4096
     """
-    return sum(_shard_bytes(x) for x in jax.tree.leaves(tree))
+    return sum(shard_bytes(x) for x in jax.tree.leaves(tree))
 
 
 def canonical(spec: PartitionSpec) -> PartitionSpec:
@@ -281,20 +242,19 @@ def _is_names(x: Any) -> bool:
     return isinstance(x, tuple) and all(name is None or isinstance(name, str) for name in x)
 
 
-def _shard_shape(x: Any) -> tuple[int, ...]:
+def shard_shape(x: Any) -> tuple[int, ...]:
+    """The shape of what one device holds of an array; a host array's own."""
     sharding = getattr(x, "sharding", None)
     return tuple(jax.numpy.shape(x) if sharding is None else sharding.shard_shape(x.shape))
 
 
-def _shard_bytes(x: Any) -> int:
+def shard_bytes(x: Any) -> int:
+    """The bytes of what one device holds of an array."""
     itemsize = (x if hasattr(x, "dtype") else jax.numpy.asarray(x)).dtype.itemsize
-    return math.prod(_shard_shape(x)) * itemsize
+    return math.prod(shard_shape(x)) * itemsize
 
 
-def _brief(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
-
-
-def _brief_spec(spec: PartitionSpec) -> str:
+def brief_spec(spec: PartitionSpec) -> str:
+    """A spec as users write it: `P('data', None)`."""
     entries = ["None" if not a else repr(a[0]) if len(a) == 1 else repr(a) for a in spec_axes(spec)]
     return f"P({', '.join(entries)})"

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from shardkit import _platform
 from shardkit._check import counted, quoted, sized
 from shardkit._typed import typed
+from shardkit.grid import Grid
 from shardkit.simulated import warn_if_few_threads, widen_thread_pool
 
 
@@ -167,27 +168,16 @@ def _check_types(axis_types: object, count: int) -> None:
         )
 
 
-def draw(mesh: Mesh) -> str:
-    """A table of device ids by coordinates, for a mesh of any rank: rows and columns are the last two axes."""
-    devices, names = mesh.devices, mesh.axis_names
+def grid_of_mesh(mesh: Mesh) -> Grid:
+    """The device at each coordinate of a mesh."""
     kind = mesh.devices.flat[0].platform
-    processes = len({d.process_index for d in devices.flat})
+    processes = len({d.process_index for d in mesh.devices.flat})
     title = " x ".join(f"{n}={s}" for n, s in mesh.shape.items())
-    lines = [f"mesh {title}: {counted(devices.size, kind + ' device')}, {counted(processes, 'process', 'es')}"]
-    rows = names[-2] if len(names) > 1 else ""
-    ids = np.vectorize(lambda d: d.id)(devices)
-    table = ids.reshape(-1, *(ids.shape[-2:] if ids.ndim > 1 else (1, ids.shape[0])))
-    heads = [f"{names[-1]}={i}" for i in range(table.shape[2])]
-    sides = [f"{rows}={i}" if rows else "" for i in range(table.shape[1])]
-    left = max(len(side) for side in sides)
-    for block, coordinates in enumerate(np.ndindex(*ids.shape[:-2])):
-        if coordinates:
-            lines.append(", ".join(f"{n}={c}" for n, c in zip(names, coordinates, strict=False)))
-        lines.append(" " * left + "".join(f"  {head}" for head in heads))
-        for side, row in zip(sides, table[block], strict=True):
-            cells = "".join(f"  {i:>{len(head)}}" for i, head in zip(row, heads, strict=True))
-            lines.append(f"{side:<{left}}{cells}")
-    return "\n".join(line.rstrip() for line in lines)
+    return Grid(
+        (f"mesh {title}: {counted(mesh.size, kind + ' device')}, {counted(processes, 'process', 'es')}",),
+        [[f"{name}={i}" for i in range(size)] for name, size in mesh.shape.items()],
+        {at: (device.id,) for at, device in np.ndenumerate(mesh.devices)},
+    )
 
 
 def _mesh(grid: np.ndarray, names: tuple[str, ...], axis_types: AxisType | Sequence[AxisType]) -> Mesh:

@@ -270,14 +270,6 @@ def test_describe_a_tree(mesh2x4):  # proves S17, S32
     assert sk.bytes_per_device(tree) == 4212
 
 
-def test_describe_one_array(data8):
-    assert sk.describe(sk.shard(np.zeros((16, 2), np.int8), data8, P("data"))) == (
-        "leaf              global  dtype  spec       local  devices  bytes/device\n"
-        "(the whole tree)  16x2    int8   P('data')  2x2    8        4\n"
-        "1 leaf, 4 bytes on each device"
-    )
-
-
 def test_bytes_per_device(data8):
     keys = sk.example_keys(jax.random.key(0), 16)
     assert sk.bytes_per_device(keys) == 16 * 8

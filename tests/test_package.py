@@ -20,7 +20,7 @@ PACKAGE = ROOT / "shardkit"
 # From the lowest floor up. A file imports from its own folder and from lower floors.
 FLOORS = [
     ["_compat", "_jaxprs", "_platform", "_sealed", "_check", "_context", "_kinds", "_typed", "schedules", "cost"],
-    ["simulated", "mesh", "layout", "rng", "config", "collectives", "planner"],
+    ["simulated", "grid", "mesh", "layout", "inspection", "rng", "config", "collectives", "planner"],
     ["partitioning"],
     ["remat"],
     ["layers"],
@@ -52,8 +52,8 @@ NEIGHBOURS = {
     "_typed": {"_check", "_context", "_kinds"},
     "cost": {"_check", "_typed"},
     "schedules": {"_check"},
-    "mesh": {"simulated"},
-    "layout": {"mesh"},
+    "mesh": {"grid", "simulated"},
+    "inspection": {"grid", "layout", "mesh"},
     "config": {"mesh"},
     "train": {"arguments", "automatic", "carried", "precision", "state"},
     "evaluate": {"arguments", "automatic", "carried", "precision", "state"},

@@ -100,7 +100,7 @@ def test_metadata_of_the_initialiser_is_kept(mapped, mesh2x4):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), params, unboxed(jax.random.key(0)))
 
 
-# proves F87 in part: inside shard_map describe takes an array for one of the host
+# proves F87: with what test_inspection.py says of values inside shard_map
 def test_arrays_of_more_than_two_dims_are_described():
     mesh = sk.make_mesh(a=2, b=2, c=2)
     tree = {"x": np.zeros((2, 4, 6, 3), np.float32), "deep": [np.zeros((4, 2, 2, 2, 2), np.int8)]}

@@ -7,6 +7,7 @@ from shardkit.collectives import algorithms, compressed, hierarchical, ring
 from shardkit.collectives.axes import axis_index, axis_size, vary
 from shardkit.collectives.basic import all_gather, all_reduce, all_to_all, reduce_scatter
 from shardkit.collectives.bucketed import all_reduce_tree
+from shardkit.collectives.debug import debug_print
 from shardkit.collectives.matmul import all_gather_matmul, matmul_reduce_scatter
 from shardkit.collectives.padding import all_gather_uneven, pad_to_axis, reduce_scatter_uneven, unpad_from_axis
 from shardkit.collectives.permute import broadcast, shift
@@ -27,6 +28,7 @@ __all__ = [
     "axis_size",
     "broadcast",
     "compressed",
+    "debug_print",
     "gather_to_one",
     "halo_exchange",
     "hierarchical",

@@ -17,6 +17,14 @@ def shade(colour: RGB, chunk: int, chunks: int) -> RGB:
     return red, green, blue
 
 
+def ramp(number: int, count: int) -> RGB:
+    """The color of one of `count` things in order: from dark blue to yellow, darker before lighter in grayscale too."""
+    from matplotlib import colormaps
+
+    red, green, blue, _ = colormaps["cividis"](number / max(count - 1, 1))
+    return red, green, blue
+
+
 def text_on(colour: RGB) -> str:
     """Black or white, whichever has more contrast on the color."""
     red, green, blue = (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in colour)

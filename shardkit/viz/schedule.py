@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +11,13 @@ from shardkit._typed import typed
 from shardkit.schedules import Schedule, Timeline
 from shardkit.viz.boxes import boxes, facts, in_flight, title
 from shardkit.viz.colours import GREY, OPS, shade, text_on
+from shardkit.viz.picture import blank, file_of, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-_SUFFIXES = (".png", ".svg")
 # Inches.
 _LEFT, _RIGHT, _TOP, _GAP, _BOTTOM = 0.6, 0.95, 0.95, 0.5, 0.5
 _SHORTEST, _NARROW, _WIDE = 0.2, 7.0, 24.0
@@ -46,27 +45,12 @@ def figure(schedule: Schedule, timeline: Timeline) -> Figure:
         >>> schedule = sk.schedules.zero_bubble_v(4, 8)
         >>> picture = sk.viz.figure(schedule, schedule.simulate())
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise RuntimeError(
-            "viz: pictures need matplotlib, which is not installed. Install it with: pip install 'shardkit[viz]'"
-        ) from None
-
-    class Picture(Figure):
-        """A figure that notebooks display without pyplot."""
-
-        def _repr_png_(self) -> bytes:
-            png = BytesIO()
-            self.savefig(png, format="png")
-            return png.getvalue()
-
     shortest = min(end - begin for begin, end in timeline.spans.values() if end > begin)
     width = min(max(timeline.makespan / shortest * _SHORTEST, _NARROW), _WIDE)
     row = min(_ROW, _TALL / schedule.devices)
     above, below = row * schedule.devices, min(row, _CURVE) * schedule.devices
     across, up = _LEFT + width + _RIGHT, _TOP + above + _GAP + below + _BOTTOM
-    picture = Picture(figsize=(across, up), dpi=150)
+    picture = blank(across, up)
     work = picture.add_axes((_LEFT / across, 1 - (_TOP + above) / up, width / across, above / up))
     memory = picture.add_axes((_LEFT / across, _BOTTOM / up, width / across, below / up), sharex=work)
     for axes in (work, memory):
@@ -100,19 +84,9 @@ def draw(schedule: Schedule, file: str | Path, **costs: Any) -> None:
         >>> file = f"{mkdtemp()}/pipeline.svg"
         >>> sk.viz.draw(sk.schedules.one_f_one_b(4, 8), file, backward=2.5)
     """
-    file = Path(file)
-    if file.suffix.lower() not in _SUFFIXES:
-        raise ValueError(
-            f"viz.draw: the picture must be a .png or .svg file; got {file.name!r}. Pass for example 'pipeline.svg'."
-        )
+    path = file_of("viz.draw", file)
     timeline = schedule.simulate(**costs)
-    picture = figure(schedule, timeline)
-    import matplotlib
-
-    file.parent.mkdir(parents=True, exist_ok=True)
-    # Text stays text; a fixed salt and no date make files reproducible.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "shardkit"}):
-        picture.savefig(file, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
+    save(figure(schedule, timeline), path)
 
 
 def _draw_actions(axes: Axes, schedule: Schedule, timeline: Timeline, unit: float, row: float) -> None:

@@ -117,7 +117,7 @@ def test_a_file_can_be_written_and_read(run, tmp_path):
         ([*LOCKSTEP, "--forward", "0"], "simulate: forward must be greater than 0; got 0.0. Correct forward."),
         (
             [*LOCKSTEP, "--output", "picture.pdf"],
-            "viz.draw: the picture must be a .png or .svg file; got 'picture.pdf'. Pass for example 'pipeline.svg'.",
+            "viz.draw: the picture must be a .png or .svg file; got 'picture.pdf'. Pass for example 'picture.svg'.",
         ),
     ],
 )

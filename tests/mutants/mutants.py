@@ -1280,9 +1280,23 @@ _TOP = (
     Mutant(
         "bytes-of-the-whole",
         "shardkit/layout.py",
-        "math.prod(_shard_shape(x)) * itemsize",
+        "math.prod(shard_shape(x)) * itemsize",
         "math.prod(jax.numpy.shape(x)) * itemsize",
         DIVISION,
+    ),
+    Mutant(
+        "print-in-axis-order-reversed",
+        "shardkit/collectives/debug.py",
+        "return all_gather(x[None], tuple(axes), replicated=True)",
+        "return all_gather(x[None], tuple(axes)[::-1], replicated=True)",
+        ORDER,
+    ),
+    Mutant(
+        "one-holder-of-a-piece",
+        "shardkit/inspection.py",
+        "(*cells.get(at, ()), device.id)",
+        "(device.id,)",
+        ORDER,
     ),
     Mutant(
         "axis-used-twice",

@@ -187,7 +187,7 @@ def test_another_kind_of_file_is_refused(tmp_path):
     with pytest.raises(ValueError) as error:
         viz.draw(schedules.gpipe(2, 2), tmp_path / "picture.pdf")
     assert str(error.value) == (
-        "viz.draw: the picture must be a .png or .svg file; got 'picture.pdf'. Pass for example 'pipeline.svg'."
+        "viz.draw: the picture must be a .png or .svg file; got 'picture.pdf'. Pass for example 'picture.svg'."
     )
 
 

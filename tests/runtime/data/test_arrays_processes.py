@@ -101,9 +101,14 @@ def test_what_one_process_cannot_fetch_alone(seen):
 
 # proves S105
 def test_one_process_prints(seen):
-    _, (first, *others) = seen
+    (processes, devices), (first, *others) = seen
     assert first["printed"] == f"{np.arange(0.0, 16.0, 2.0, dtype=np.float32)}\n"
-    assert all(each["printed"] == "" for each in others)
+    n = processes * devices
+    assert first["printed by kernels"].splitlines() == [
+        "x: float32[] on each device",
+        *(f"data={i}  {16 * i / n}" for i in range(n)),
+    ]
+    assert all(each["printed"] == each["printed by kernels"] == "" for each in others)
 
 
 # proves S107, S114: processes outside a mesh hold nothing of it, say what they must be given, and do not wait

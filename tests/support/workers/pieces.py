@@ -53,6 +53,11 @@ saw["replicated"] = reading.to_numpy(reading.replicate(full["x"], mesh)).tolist(
 with contextlib.redirect_stdout(io.StringIO()) as printed:
     reading.print_global(full["x"][:, 0])
 saw["printed"] = printed.getvalue()
+with contextlib.redirect_stdout(io.StringIO()) as printed:
+    show = jax.shard_map(lambda x: sk.debug_print(x[0, 0]), mesh=mesh, in_specs=P("data"), out_specs=None)
+    jax.jit(show)(full["x"])
+    jax.effects_barrier()
+saw["printed by kernels"] = printed.getvalue()
 
 # rows: every process gives its own, also where its devices stand apart in the mesh or hold the same rows
 apart = sk.make_mesh([devices[i] for i in (*range(0, len(devices), 2), *range(1, len(devices), 2))], data=len(devices))
