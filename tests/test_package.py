@@ -20,13 +20,13 @@ PACKAGE = ROOT / "shardkit"
 # From the lowest floor up. A file imports from its own folder and from lower floors.
 FLOORS = [
     ["_compat", "_jaxprs", "_platform", "_sealed", "_check", "_context", "_kinds", "_typed", "schedules", "cost"],
-    ["simulated", "mesh", "layout", "rng", "config", "collectives", "planner"],
+    ["simulated", "mesh", "layout", "rng", "collectives", "planner"],
     ["partitioning"],
     ["remat"],
     ["layers"],
     ["pipeline"],
     ["strategies"],
-    ["train", "evaluate", "state", "automatic", "carried", "precision", "arguments", "resharding"],
+    ["train", "config", "evaluate", "state", "automatic", "carried", "precision", "arguments", "resharding"],
     ["analysis/jaxpr"],
     ["analysis/hlo"],
     ["analysis/profiling"],
@@ -53,7 +53,6 @@ NEIGHBOURS = {
     "schedules": {"_check"},
     "mesh": {"simulated"},
     "layout": {"mesh"},
-    "config": {"mesh"},
     "train": {"arguments", "automatic", "carried", "precision", "state"},
     "evaluate": {"arguments", "automatic", "carried", "precision", "state"},
     "automatic": {"state"},
