@@ -11,62 +11,96 @@ from typing import Literal
 import jax
 from jax.sharding import Mesh
 
-from shardkit._check import at_least
-from shardkit._typed import check_fields
+from shardkit._check import at_least, quoted
+from shardkit._typed import check_fields, typed
 from shardkit.mesh import make_mesh
+from shardkit.partitioning.dim_rules import DimRules
+from shardkit.partitioning.plan import Plan, chain
+from shardkit.strategies.data import dp
+from shardkit.strategies.pipeline import pp
+from shardkit.strategies.tensor import tp
+from shardkit.strategies.zero import fsdp, zero1, zero2
+
+_ZERO = {"zero1": zero1, "zero2": zero2, "fsdp": fsdp}
+_AXES = ("data", "model", "stage")  # of the mesh, where the config names none
+_SIZES = {"model": "tensor_parallel_size", "stage": "pipeline_parallel_size"}
 
 
 @dataclass(frozen=True)
 class DistributedConfig:
     """Configuration of a distributed job; an inconsistent one is refused at construction, not on the cluster.
 
+    The job has `world_size` devices. Each of its `num_processes` processes has `devices_per_process` of them: one for a
+    process per GPU, all of a host for a process per host.
+
     Attributes:
         enabled: False means one device, whatever the other fields: the same code then runs undistributed.
-        world_size: number of devices in the job; launchers give each process one. (`runtime.Cluster.processes` counts
-            processes.)
+        world_size: number of devices in the job, over all processes.
         backend: "nccl" (GPU), "gloo" or "mpi" (CPU); see `jax_settings`.
-        rank: index of this process, 0 <= rank < world_size.
-        local_rank: index of this process on its node.
+        rank: index of this process, 0 <= rank < num_processes.
+        local_rank: index of this process on its node; by default rank modulo num_processes_per_node, as launchers
+            number them. It decides which devices of the node are this process's: `local_device_ids`.
         num_nodes: number of nodes.
-        num_processes_per_node: processes on each node; by default world_size / num_nodes.
+        num_processes_per_node: processes on each node; by default world_size / (num_nodes x devices_per_process).
+        devices_per_process: number of devices that each process has.
         master_addr: host name of the coordinator.
         master_port: port of the coordinator.
-        tensor_parallel_size: number of devices that shard a layer.
-        pipeline_parallel_size: number of pipeline stages.
+        tensor_parallel_size: number of devices that shard a layer, those of the mesh axis "model".
+        pipeline_parallel_size: number of devices of the pipeline, those of the mesh axis "stage".
+        data_strategy: what the mesh axis "data" splits besides the batch: nothing ("dp"), or as "zero1", "zero2" and
+            "fsdp" do.
         mesh_shape: sizes of the mesh axes; by default data x model x stage as the sizes above give them.
-        mesh_axis_names: names of the mesh axes, as many as `mesh_shape` has sizes.
+        mesh_axis_names: names of the mesh axes, as many as `mesh_shape` has sizes. The sizes of "model" and "stage"
+            are those of the two fields above, which may then be left out.
         mixed_precision: "no", "fp16" or "bf16", for `make_train_step(precision=...)`.
 
     Raises:
         ValueError: at construction, naming the field, the numbers and the remedy.
+
+    Example:
+        Four processes with two devices each, of which this is the last; the mesh, the plan and the precision of a step:
+
+        >>> config = sk.DistributedConfig(
+        ...     world_size=8, devices_per_process=2, rank=3, tensor_parallel_size=4, mixed_precision="bf16"
+        ... )
+        >>> config.num_processes, config.local_device_ids(), dict(config.mesh().shape)
+        (4, (6, 7), {'data': 2, 'model': 4, 'stage': 1})
+        >>> grad_fn = sk.value_and_grad(lambda params, batch, keys: jnp.mean(batch @ params["w"]))
+        >>> plan = config.plan({"w": P(None, "model")})
+        >>> options = {"mesh": config.mesh(), "plan": plan, "precision": config.mixed_precision}
+        >>> init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), **options)
     """
 
     enabled: bool = True
     world_size: int = 1
     backend: Literal["nccl", "gloo", "mpi"] = "nccl"
     rank: int = 0
-    local_rank: int = 0
+    local_rank: int | None = None
     num_nodes: int = 1
     num_processes_per_node: int | None = None
+    devices_per_process: int = 1
     master_addr: str = "localhost"
     master_port: int = 29500
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    data_strategy: Literal["dp", "zero1", "zero2", "fsdp"] = "dp"
     mesh_shape: tuple[int, ...] | None = None
     mesh_axis_names: tuple[str, ...] | None = None
     mixed_precision: Literal["no", "fp16", "bf16"] = "no"
 
     def __post_init__(self) -> None:
         check_fields(self)
-        counts = ("world_size", "num_nodes", "tensor_parallel_size", "pipeline_parallel_size")
+        counts = ("world_size", "num_nodes", "devices_per_process", "tensor_parallel_size", "pipeline_parallel_size")
         at_least("DistributedConfig", 1, **{name: getattr(self, name) for name in counts})
+        nodes, devices = self.num_nodes, self.devices_per_process
         if self.num_processes_per_node is None:
-            object.__setattr__(self, "num_processes_per_node", self.world_size // self.num_nodes)
+            self._set("num_processes_per_node", self.world_size // (nodes * devices))
         per_node = self.num_processes_per_node or 0
-        if self.world_size != self.num_nodes * per_node:
+        if self.world_size != nodes * per_node * devices:
             raise ValueError(
-                "DistributedConfig: world_size must equal num_nodes x num_processes_per_node; got world_size="
-                f"{self.world_size} for {self.num_nodes} x {per_node} = {self.num_nodes * per_node}. Change one."
+                "DistributedConfig: world_size must equal num_nodes x num_processes_per_node x devices_per_process; "
+                f"got world_size={self.world_size} for {nodes} x {per_node} x {devices} = "
+                f"{nodes * per_node * devices}. Change one."
             )
         self._check_parallel_sizes()
         self._check_ranks(per_node)
@@ -75,6 +109,9 @@ class DistributedConfig:
                 f"DistributedConfig: master_port must be from 1 to 65535; got {self.master_port}. Pass a free one."
             )
         self._check_mesh()
+
+    def _set(self, name: str, value: int) -> None:
+        object.__setattr__(self, name, value)  # the fields are frozen
 
     def _check_parallel_sizes(self) -> None:
         tensor, stages = self.tensor_parallel_size, self.pipeline_parallel_size
@@ -91,11 +128,11 @@ class DistributedConfig:
             )
 
     def _check_ranks(self, per_node: int) -> None:
-        for name, size, of in (
-            ("rank", self.world_size, "world_size"),
-            ("local_rank", per_node, "num_processes_per_node"),
-        ):
+        processes = ("rank", self.num_processes, "num_processes")
+        for name, size, of in (processes, ("local_rank", per_node, "num_processes_per_node")):
             value = getattr(self, name)
+            if value is None:
+                self._set(name, value := self.rank % per_node)
             if not 0 <= value < size:
                 raise ValueError(
                     f"DistributedConfig: {name} must be at least 0 and below {of}; got {name}={value} for {of}={size}. "
@@ -125,10 +162,23 @@ class DistributedConfig:
                 f"DistributedConfig: the product of mesh_shape must equal world_size; got {shape}, which is "
                 f"{math.prod(shape)}, for world_size={self.world_size}. Change a size or world_size."
             )
+        sizes = dict(zip(names, shape, strict=True))
+        for axis, field in _SIZES.items():
+            asked, size = getattr(self, field), sizes.get(axis, 1)
+            if asked == 1:
+                self._set(field, size)
+            elif asked != size:
+                got = f"size {size}" if axis in sizes else f"no such axis in {names}"
+                raise ValueError(
+                    f"DistributedConfig: {field} must be the size of the mesh axis {axis!r}; got {asked} and {got}. "
+                    "Change one."
+                )
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None, **overrides: object) -> DistributedConfig:
         """Reads MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK and LOCAL_RANK; unset variables have the field's default.
+
+        WORLD_SIZE is a launcher's number of processes, each with `devices_per_process` devices.
 
         Args:
             environ: the environment variables; by default this process's.
@@ -150,7 +200,20 @@ class DistributedConfig:
                     f"DistributedConfig: the variable {name.upper()} must be a whole number; got {text!r}. "
                     "Correct or unset the variable."
                 ) from None
+        each = overrides.get("devices_per_process", 1)
+        if isinstance(values.get("world_size"), int) and isinstance(each, int):
+            values["world_size"] *= each  # type: ignore[operator]
         return cls(**(values | overrides))  # type: ignore[arg-type]
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes in the job: world_size / devices_per_process."""
+        return self.world_size // self.devices_per_process
+
+    def local_device_ids(self) -> tuple[int, ...]:
+        """This process's devices among those of its node, for `jax.distributed.initialize`; it takes them on GPUs."""
+        first = (self.local_rank or 0) * self.devices_per_process
+        return tuple(range(first, first + self.devices_per_process))
 
     def get_data_parallel_size(self) -> int:
         """Number of model replicas: world_size / (tensor_parallel_size x pipeline_parallel_size); 1 if disabled."""
@@ -176,7 +239,7 @@ class DistributedConfig:
         Raises:
             ValueError: world_size is not the number of devices that jax has.
         """
-        names = self.mesh_axis_names or ("data", "model", "stage")
+        names = self.mesh_axis_names or _AXES
         if not self.enabled:
             return make_mesh(jax.local_devices()[:1], **dict.fromkeys(names, 1))  # type: ignore[arg-type]
         shape = self.mesh_shape or (
@@ -190,3 +253,45 @@ class DistributedConfig:
                 f"{jax.device_count()} devices. Change world_size, or call simulate_devices({self.world_size}) first."
             )
         return make_mesh(**dict(zip(names, shape, strict=True)))  # type: ignore[arg-type]
+
+    @typed
+    def plan(self, rules: DimRules | None = None, *, layerwise: tuple[str, ...] = ()) -> Plan:
+        """The plan: `data_strategy` over "data", fsdp over "fsdp", tp over "model" and pp over "stage".
+
+        Args:
+            rules: which dim of a leaf tp splits, as `tp` takes them; required if `tensor_parallel_size` exceeds 1.
+            layerwise: subtrees of lazy leaves, for the ZeRO strategies and fsdp; dp has none.
+
+        Returns:
+            A plan for `make_train_step`, over `mesh()`.
+
+        Raises:
+            ValueError: tensor parallelism without rules, or rules without an axis "model"; an axis of another name.
+        """
+        names = self.mesh_axis_names or _AXES
+        if strange := sorted({*names} - {*_AXES, "fsdp"}):
+            raise ValueError(
+                "DistributedConfig.plan: mesh_axis_names must be among 'data', 'fsdp', 'model', 'stage'; got "
+                f"{quoted(strange)}. Rename the axis, or write the plan with chain."
+            )
+        if rules is None and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"DistributedConfig.plan: rules must be given with tensor_parallel_size={self.tensor_parallel_size}; "
+                "got None. Pass rules=, such as specs_from_rules returns."
+            )
+        if rules is not None and "model" not in names:
+            raise ValueError(
+                f"DistributedConfig.plan: rules need a mesh axis 'model'; mesh_axis_names are {names}. Add the axis, "
+                "or leave rules out."
+            )
+        zero = _ZERO.get(self.data_strategy)
+        plans = []
+        if "data" in names:
+            plans.append(zero("data", layerwise=layerwise) if zero else dp("data"))
+        if "fsdp" in names:
+            plans.append(fsdp("fsdp", layerwise=layerwise))
+        if rules is not None:
+            plans.append(tp("model", rules))
+        if self.pipeline_parallel_size > 1:
+            plans.append(pp("stage"))
+        return chain(*plans)

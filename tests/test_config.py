@@ -1,10 +1,15 @@
 """config.py: a job is described once, refused early, and turned into a mesh in one call."""
 
 import dataclasses
+import re
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
+import shardkit as sk
 from shardkit import DistributedConfig
 
 pytestmark = pytest.mark.check
@@ -19,10 +24,12 @@ def test_fields_and_defaults():  # proves S1
         "local_rank": 0,
         "num_nodes": 1,
         "num_processes_per_node": 1,
+        "devices_per_process": 1,
         "master_addr": "localhost",
         "master_port": 29500,
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
+        "data_strategy": "dp",
         "mesh_shape": None,
         "mesh_axis_names": None,
         "mixed_precision": "no",
@@ -39,13 +46,38 @@ PRODUCT = "DistributedConfig: tensor_parallel_size x pipeline_parallel_size must
 ERRORS = [
     (
         {"world_size": 8, "num_nodes": 2, "num_processes_per_node": 3},
-        "DistributedConfig: world_size must equal num_nodes x num_processes_per_node; "
-        "got world_size=8 for 2 x 3 = 6. Change one.",
+        "DistributedConfig: world_size must equal num_nodes x num_processes_per_node x "
+        "devices_per_process; got world_size=8 for 2 x 3 x 1 = 6. Change one.",
     ),
     (
         {"world_size": 5, "num_nodes": 2},
-        "DistributedConfig: world_size must equal num_nodes x num_processes_per_node; "
-        "got world_size=5 for 2 x 2 = 4. Change one.",
+        "DistributedConfig: world_size must equal num_nodes x num_processes_per_node x "
+        "devices_per_process; got world_size=5 for 2 x 2 x 1 = 4. Change one.",
+    ),
+    (
+        {"world_size": 8, "devices_per_process": 3},
+        "DistributedConfig: world_size must equal num_nodes x num_processes_per_node x "
+        "devices_per_process; got world_size=8 for 1 x 2 x 3 = 6. Change one.",
+    ),
+    (
+        {"world_size": 8, "devices_per_process": 2, "rank": 4},
+        "DistributedConfig: rank must be at least 0 and below num_processes; got rank=4 for num_processes=4. "
+        "Pass 0 to 3.",
+    ),
+    (
+        {
+            "world_size": 8,
+            "tensor_parallel_size": 2,
+            "mesh_shape": (2, 4),
+            "mesh_axis_names": ("data", "model"),
+        },
+        "DistributedConfig: tensor_parallel_size must be the size of the mesh axis 'model'; got 2 and size 4. "
+        "Change one.",
+    ),
+    (
+        {"world_size": 8, "pipeline_parallel_size": 2, "mesh_shape": (8,), "mesh_axis_names": ("data",)},
+        "DistributedConfig: pipeline_parallel_size must be the size of the mesh axis 'stage'; got 2 and no such axis "
+        "in ('data',). Change one.",
     ),
     (
         {"world_size": 8, "tensor_parallel_size": 4, "pipeline_parallel_size": 4},
@@ -62,11 +94,13 @@ ERRORS = [
     ),
     (
         {"world_size": 8, "rank": 8},
-        "DistributedConfig: rank must be at least 0 and below world_size; got rank=8 for world_size=8. Pass 0 to 7.",
+        "DistributedConfig: rank must be at least 0 and below num_processes; got rank=8 for num_processes=8. "
+        "Pass 0 to 7.",
     ),
     (
         {"world_size": 8, "rank": -1},
-        "DistributedConfig: rank must be at least 0 and below world_size; got rank=-1 for world_size=8. Pass 0 to 7.",
+        "DistributedConfig: rank must be at least 0 and below num_processes; got rank=-1 for num_processes=8. "
+        "Pass 0 to 7.",
     ),
     (
         {"world_size": 8, "num_nodes": 2, "local_rank": 4},
@@ -121,7 +155,13 @@ ERRORS = [
     ),
     *(
         ({field: 0}, f"DistributedConfig: {field} must be at least 1; got 0. Correct {field}.")
-        for field in ("world_size", "num_nodes", "tensor_parallel_size", "pipeline_parallel_size")
+        for field in (
+            "world_size",
+            "num_nodes",
+            "devices_per_process",
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+        )
     ),
 ]
 
@@ -153,9 +193,15 @@ def test_backends_are_jax_settings(backend, settings):  # proves S5
             jax.config.update(name, before)
 
 
-@pytest.mark.parametrize("precision", ["no", "fp16", "bf16"])
-def test_precisions_are_kept(precision):  # proves S6
-    assert DistributedConfig(mixed_precision=precision).mixed_precision == precision
+@pytest.mark.parametrize(("precision", "dtype"), [("no", "f32"), ("fp16", "f16"), ("bf16", "bf16")])
+def test_the_step_computes_in_the_precision(precision, dtype):  # proves S6
+    config = DistributedConfig(world_size=8, mixed_precision=precision)
+    grad_fn = sk.value_and_grad(lambda params, batch, keys: jnp.mean(batch @ params))
+    options = {"mesh": config.mesh(), "plan": config.plan(), "precision": config.mixed_precision}
+    init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), **options)
+    state = init.abstract(jax.ShapeDtypeStruct((4,), "float32"))
+    program = str(jax.make_jaxpr(step)(state, jax.ShapeDtypeStruct((8, 4), "float32")))
+    assert re.search(rf"\b{dtype}\[\d*\]\S* = dot_general", program)
 
 
 def test_data_parallel_size():  # proves S8
@@ -163,6 +209,70 @@ def test_data_parallel_size():  # proves S8
     assert config.get_data_parallel_size() == 2
     assert DistributedConfig(world_size=8).get_data_parallel_size() == 8
     assert DistributedConfig(world_size=8, enabled=False).get_data_parallel_size() == 1
+
+
+# proves S1, S8, S97: processes, devices of a process and devices of the job are three numbers
+def test_four_processes_of_two_devices_and_one_per_gpu():
+    def place(rank, **fields):
+        config = DistributedConfig(world_size=8, rank=rank, **fields)
+        ids = config.local_device_ids()
+        return config.num_processes, config.local_rank, ids, config.get_data_parallel_size()
+
+    assert [place(rank, devices_per_process=2) for rank in range(4)] == [
+        (4, rank, (2 * rank, 2 * rank + 1), 8) for rank in range(4)
+    ]
+    assert [place(rank, num_nodes=2) for rank in range(8)] == [(8, rank % 4, (rank % 4,), 8) for rank in range(8)]
+    hosts = DistributedConfig.from_environment({"WORLD_SIZE": "4", "RANK": "3"}, devices_per_process=2, num_nodes=4)
+    assert (hosts.world_size, hosts.num_processes, hosts.num_processes_per_node) == (8, 4, 1)
+    assert hosts.local_rank == 0 and hosts.local_device_ids() == (0, 1) and hosts.is_local_main_process()
+
+
+# proves S97: every size reaches the plan, and the mesh has its axes
+def test_the_sizes_make_the_plan():
+    def names(fields, *rules, **options):
+        return [each.name for each in DistributedConfig(world_size=8, **fields).plan(*rules, **options).strategies]
+
+    rules = {"w": P(None, "model")}
+    grid = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    assert names(grid | {"data_strategy": "zero2"}, rules) == ["pp('stage')", "tp('model')", "zero2('data')"]
+    assert names({}) == ["dp('data')"]
+    assert names({"data_strategy": "fsdp"}) == ["fsdp('data')"]
+    lazy = DistributedConfig(world_size=8, data_strategy="fsdp").plan(layerwise=("layers",))
+    stack = {"layers": jax.ShapeDtypeStruct((2, 64, 64), "float32")}
+    assert [split.gather for split in lazy.layouts(stack, sk.make_mesh(data=8))["layers"].splits] == ["layer"]
+    shape = {"mesh_shape": (2, 2, 2), "mesh_axis_names": ("data", "fsdp", "model")}
+    assert names(shape, rules) == ["tp('model')", "fsdp('fsdp')", "dp('data')"]
+    config = DistributedConfig(world_size=8, **shape)
+    assert config.tensor_parallel_size == 2 and config.get_data_parallel_size() == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "rules", "message"),
+    [
+        (
+            {"mesh_shape": (8,), "mesh_axis_names": ("batch",)},
+            None,
+            "DistributedConfig.plan: mesh_axis_names must be among 'data', 'fsdp', 'model', 'stage'; got 'batch'. "
+            "Rename the axis, or write the plan with chain.",
+        ),
+        (
+            {"tensor_parallel_size": 2},
+            None,
+            "DistributedConfig.plan: rules must be given with tensor_parallel_size=2; got None. Pass rules=, such as "
+            "specs_from_rules returns.",
+        ),
+        (
+            {"mesh_shape": (8,), "mesh_axis_names": ("data",)},
+            {"w": P("model")},
+            "DistributedConfig.plan: rules need a mesh axis 'model'; mesh_axis_names are ('data',). Add the axis, or "
+            "leave rules out.",
+        ),
+    ],
+)
+def test_plans_that_the_fields_do_not_make(fields, rules, message):
+    with pytest.raises(ValueError) as error:
+        DistributedConfig(world_size=8, **fields).plan(rules)
+    assert str(error.value) == message
 
 
 def test_main_processes():  # proves S9

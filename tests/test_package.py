@@ -20,13 +20,13 @@ PACKAGE = ROOT / "shardkit"
 # From the lowest floor up. A file imports from its own folder and from lower floors.
 FLOORS = [
     ["_compat", "_jaxprs", "_platform", "_sealed", "_check", "_context", "_kinds", "_typed", "schedules", "cost"],
-    ["simulated", "grid", "mesh", "layout", "inspection", "rng", "config", "collectives", "planner"],
+    ["simulated", "grid", "mesh", "layout", "inspection", "rng", "collectives", "planner"],
     ["partitioning"],
     ["remat"],
     ["layers"],
     ["pipeline"],
     ["strategies"],
-    ["train", "evaluate", "state", "automatic", "carried", "precision", "arguments", "resharding"],
+    ["train", "config", "evaluate", "state", "automatic", "carried", "precision", "arguments", "resharding"],
     ["analysis/jaxpr"],
     ["analysis/hlo"],
     ["analysis/auditing"],
@@ -54,7 +54,6 @@ NEIGHBOURS = {
     "schedules": {"_check"},
     "mesh": {"grid", "simulated"},
     "inspection": {"grid", "layout", "mesh"},
-    "config": {"mesh"},
     "train": {"arguments", "automatic", "carried", "precision", "state"},
     "evaluate": {"arguments", "automatic", "carried", "precision", "state"},
     "automatic": {"state"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from shardkit import _platform
@@ -24,8 +25,8 @@ _DEVICES = ("nvidia0", "dxg", "kfd")
 def gpu_flags(flags: tuple[str, ...] = GPU_OVERLAP) -> tuple[str, ...]:
     """Adds flags to XLA_FLAGS if jax will run on GPUs; call it before jax starts.
 
-    Flags that are set already stay unchanged. `guard` compares XLA_FLAGS between processes, and the record of a
-    benchmark contains it.
+    Flags that are set already stay unchanged; what is added is printed to standard error. `guard` compares XLA_FLAGS
+    between processes, and the record of a benchmark contains it.
 
     Args:
         flags: the flags to add, each as `--xla_gpu_name=value`.
@@ -51,4 +52,6 @@ def gpu_flags(flags: tuple[str, ...] = GPU_OVERLAP) -> tuple[str, ...]:
             "ignored. Call it before anything uses a device."
         )
     os.environ["XLA_FLAGS"] = " ".join([*given, *added])
+    if added:
+        print("gpu_flags: added to XLA_FLAGS:", *added, file=sys.stderr, flush=True)  # noqa: T201
     return added

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 import jax
@@ -13,6 +13,8 @@ from shardkit import _platform
 from shardkit._check import at_least, at_least_zero
 from shardkit._typed import typed
 from shardkit.config import DistributedConfig
+from shardkit.runtime.cluster import environment
+from shardkit.runtime.cluster.environment import Found
 from shardkit.runtime.monitor import client
 from shardkit.runtime.monitor.hello import TOKEN, Place
 from shardkit.runtime.monitor.rendezvous import bind_address
@@ -50,20 +52,6 @@ class Cluster(NamedTuple):
         return jax.local_device_count()
 
 
-class _Found(NamedTuple):
-    """What one source says about the job; None where it says nothing."""
-
-    address: str | None = None
-    size: int | None = None
-    rank: int | None = None
-    local_devices: tuple[int, ...] | None = None
-
-    def filled(self, other: _Found) -> _Found:
-        """With the other's values in place of None."""
-        missing = {name: value for name, value in other._asdict().items() if getattr(self, name) is None}
-        return self._replace(**missing)
-
-
 @typed
 def initialize(
     config: DistributedConfig | None = None,
@@ -83,7 +71,8 @@ def initialize(
     monitor (`guard`): when one dies or raises, all others end within a second or two, with the cause as the last line.
 
     Args:
-        config: a DistributedConfig of one device per process: its world_size counts devices and processes alike.
+        config: a DistributedConfig. Its `local_device_ids` are the accelerators of this process, unless the launcher
+            lets it see no others (CUDA_VISIBLE_DEVICES).
         coordinator_address: host:port of process 0. An argument that is not passed is taken from the config, else from
             JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, else from MASTER_ADDR, MASTER_PORT,
             WORLD_SIZE and RANK, else from jax's own detection (Slurm, Open MPI, Kubernetes, Cloud TPU).
@@ -97,7 +86,7 @@ def initialize(
         Cluster.
 
     Raises:
-        ValueError: arguments that contradict each other.
+        ValueError: arguments, or variables of a scheduler, that are incomplete or contradict each other.
         RuntimeError: within `timeout` and 5 s: jax has started its devices already, the coordinator cannot be reached,
             its port is in use, processes are missing (they are named), have the same rank or were started with another
             number of processes, a host's name does not resolve (CPU only), or another number of devices than expected.
@@ -113,16 +102,16 @@ def initialize(
     at_least_zero("initialize", timeout=timeout)
     ids = local_device_ids
     at_least("initialize", 0, local_device_ids=min(ids, default=0) if isinstance(ids, Sequence) else ids)
-    found = _Found(coordinator_address, num_processes, process_id, (ids,) if isinstance(ids, int) else ids)
+    found = Found(coordinator_address, num_processes, process_id, (ids,) if isinstance(ids, int) else ids)
+    given = environment.variables(os.environ)
     if config is not None:
         if not config.enabled:
             return Cluster(0, 1, 0, True, "")
-        address = None if config.world_size == 1 else f"{config.master_addr}:{config.master_port}"
-        found = found.filled(_Found(address, config.world_size, config.rank))
-    found = found.filled(_from_environment(os.environ))
-    if None in found[:3]:
-        found = found.filled(_Found(*_platform.detect_cluster(int(timeout))))
-    local_rank = _local_rank(config, os.environ)
+        found = found.filled(_of_config(config, given if num_processes is process_id is None else Found()))
+    found = found.filled(given)
+    if found.size != 1 and None in found[:3]:
+        found = found.filled(environment.detected(os.environ, timeout))
+    local_rank = environment.local_rank(os.environ) if config is None else config.local_rank or 0
     if found.address is None and found.size in (None, 1) and not found.rank:
         _platform.leave_out_idle_tpu()
         _check_devices(expect_devices)
@@ -201,33 +190,20 @@ def log(*values: object) -> None:
         print(*values, file=sys.stderr, flush=True)  # noqa: T201
 
 
-def _from_environment(environ: Mapping[str, str]) -> _Found:
-    def number(name: str) -> int | None:
-        text = environ.get(name)
-        try:
-            return None if text is None else int(text)
-        except ValueError:
+def _of_config(config: DistributedConfig, given: Found) -> Found:
+    """What the config says; refuses one that describes another job than the launcher started."""
+    size = config.num_processes
+    for name, described, variable in (("num_processes", size, given.size), ("rank", config.rank, given.rank)):
+        if variable is not None and variable != described:
             raise ValueError(
-                f"initialize: the environment variable {name} must be a whole number; got {text!r}. Correct or unset "
-                "it."
-            ) from None
-
-    size = number("WORLD_SIZE")
-    address = f"{environ.get('MASTER_ADDR', 'localhost')}:{number('MASTER_PORT') or 29500}"
-    of_torch = _Found(None if size == 1 else address, size, number("RANK")) if size is not None else _Found()
-    of_jax = _Found(environ.get("JAX_COORDINATOR_ADDRESS"), number("JAX_NUM_PROCESSES"), number("JAX_PROCESS_ID"))
-    return of_jax.filled(of_torch)
+                f"initialize: the config must describe the job that the environment variables do; got {name}="
+                f"{described} and {variable}. Make it with DistributedConfig.from_environment(), or correct one."
+            )
+    address = None if size == 1 else f"{config.master_addr}:{config.master_port}"
+    return Found(address, size, config.rank, environment.own_devices(config, os.environ))
 
 
-def _local_rank(config: DistributedConfig | None, environ: Mapping[str, str]) -> int:
-    if config is not None:
-        return config.local_rank
-    names = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
-    text = next((environ[name] for name in names if name in environ), "0")
-    return int(text) if text.isdigit() else 0
-
-
-def _place(found: _Found, timeout: float) -> Place:
+def _place(found: Found, timeout: float) -> Place:
     if found.address is None or found.size is None or found.rank is None:
         names = zip(("coordinator_address", "num_processes", "process_id"), found[:3], strict=True)
         missing = next(name for name, value in names if value is None)

@@ -30,9 +30,10 @@ def machine(monkeypatch, tmp_path):
 
 
 # proves S35
-def test_a_gpu_gets_them_and_they_are_recorded(machine):
+def test_a_gpu_gets_them_and_they_are_recorded(machine, capsys):
     machine(gpu=True)
     assert sk.runtime.gpu_flags() == gpu_flags.GPU_OVERLAP
+    assert capsys.readouterr().err == f"gpu_flags: added to XLA_FLAGS: {' '.join(gpu_flags.GPU_OVERLAP)}\n"
     recorded = environment()["XLA_FLAGS"]  # of a benchmark
     assert recorded.split() == ["--xla_cpu_enable_fast_math=false", *gpu_flags.GPU_OVERLAP]
     assert set(recorded.split()) == set(compared("XLA_FLAGS").split())  # between processes, before the first step
@@ -40,12 +41,13 @@ def test_a_gpu_gets_them_and_they_are_recorded(machine):
 
 
 # proves S35
-def test_nothing_else_gets_them(machine, monkeypatch):
+def test_nothing_else_gets_them(machine, monkeypatch, capsys):
     machine(gpu=False)
     assert sk.runtime.gpu_flags() == () and environment()["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
     machine(gpu=True, started=True)
     monkeypatch.setattr(gpu_flags._platform, "cpu_only", lambda: True)  # a GPU that the user leaves out
     assert sk.runtime.gpu_flags() == () and environment()["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
+    assert capsys.readouterr().err == ""
 
 
 def test_what_the_user_set_stays(machine):

@@ -12,7 +12,7 @@ import pytest
 
 import shardkit as sk
 from shardkit.config import DistributedConfig
-from shardkit.runtime.cluster import join
+from shardkit.runtime.cluster import environment
 from support import jobs
 
 SLACK = 5.0
@@ -134,11 +134,11 @@ def test_another_number_of_devices():
     ],
 )
 def test_where_the_numbers_come_from(environ, expected):
-    assert join._from_environment(environ)[:3] == expected
+    assert environment.variables(environ)[:3] == expected
 
 
 def test_explicit_arguments_come_first():
-    found = join._Found("a:1", None, 1).filled(join._Found("b:2", 4, 0))
+    found = environment.Found("a:1", None, 1).filled(environment.Found("b:2", 4, 0))
     assert found[:3] == ("a:1", 4, 1)
 
 

@@ -7,7 +7,7 @@ import pytest
 from jax._src.clusters import cloud_tpu_cluster, k8s_cluster
 
 import shardkit as sk
-from shardkit.runtime.cluster import join
+from shardkit.runtime.cluster import environment, join
 
 SLURM = {
     "SLURM_JOB_ID": "4097",  # jax takes one of the last 4,096 ports by the job's number
@@ -31,6 +31,28 @@ TPU = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "localhost,tpu-1", "TPU_SKI
 
 class Reached(Exception):
     """Where initialize would go."""
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Says which scheduler's variables there are, and no others; `initialize` gets as far as where it would connect."""
+
+    def start(place):
+        raise Reached(*place[:4])
+
+    def become(environ, pod=True):
+        for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setitem(sys.modules, "kubernetes", kubernetes() if pod else None)
+        monkeypatch.setattr(k8s_cluster.K8sCluster, "_namespace", classmethod(lambda cls: "default"))
+        monkeypatch.setattr(k8s_cluster.socket, "gethostbyname", lambda name: "127.0.0.1")
+        monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", "TPU_WORKER_HOSTNAMES" in environ)
+
+    monkeypatch.setattr(join._platform, "jax_has_started", lambda: False)
+    monkeypatch.setattr(join.client, "start", start)
+    return become
 
 
 def kubernetes():
@@ -60,24 +82,120 @@ def kubernetes():
     ],
     ids=["Slurm", "Open MPI", "Kubernetes", "Cloud TPU"],
 )
-def test_without_arguments(environ, place, local_rank, monkeypatch):
-    def start(place):
-        raise Reached(*place[:4])
-
-    for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setitem(sys.modules, "kubernetes", kubernetes())
-    monkeypatch.setattr(k8s_cluster.K8sCluster, "_namespace", classmethod(lambda cls: "default"))
-    monkeypatch.setattr(k8s_cluster.socket, "gethostbyname", lambda name: "127.0.0.1")
-    monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", environ is TPU)
-    monkeypatch.setattr(join._platform, "jax_has_started", lambda: False)
-    monkeypatch.setattr(join.client, "start", start)
+def test_without_arguments(environ, place, local_rank, elsewhere):
+    elsewhere(environ)
     with pytest.raises(Reached) as reached:
         sk.runtime.initialize(timeout=5)
     assert reached.value.args == place
-    assert join._local_rank(None, environ) == local_rank
+    assert environment.local_rank(environ) == local_rank
+
+
+OR_PASS = "or pass coordinator_address, num_processes and process_id"
+UNREADABLE = "initialize: the scheduler's environment must say which processes the job has; jax cannot read it"
+WRONG = [
+    (
+        SLURM | {"SLURM_PROCID": "five"},
+        "initialize: the environment variable SLURM_PROCID must be a whole number; got 'five'. Correct or unset it.",
+    ),
+    (SLURM | {"SLURM_PROCID": "8"}, "initialize: process_id must be at least 0 and below num_processes; got 8 of 8. "),
+    (
+        {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"},
+        "initialize: Slurm must set all variables that jax reads; SLURM_NTASKS is 8, and 'SLURM_STEP_NODELIST' is "
+        f"missing. Start it with srun, {OR_PASS}.",
+    ),
+    (
+        OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "8192.0;udp"},
+        f"{UNREADABLE} (Could not parse coordinator IP address from Open MPI environment.). Correct it, {OR_PASS}.",
+    ),
+    (
+        {name: value for name, value in OPEN_MPI.items() if name != "OMPI_MCA_orte_hnp_uri"},
+        "initialize: Open MPI must set all variables that jax reads; OMPI_COMM_WORLD_SIZE is 4, and "
+        "'OMPI_MCA_orte_hnp_uri' is missing. Open MPI 5 no longer sets it; start it with Open MPI 4, "
+        f"{OR_PASS}.",
+    ),
+    (
+        KUBERNETES,
+        "initialize: in a pod of an indexed Job, jax needs the package kubernetes to find the others; it is not "
+        f"installed. Run pip install 'jax[k8s]', {OR_PASS}; num_processes=1 for a pod that works alone.",
+    ),
+    (
+        TPU | {"TPU_WORKER_ID": "zero"},
+        "initialize: the environment variable TPU_WORKER_ID must be a whole number; got 'zero'. Correct or unset it.",
+    ),
+    (
+        {name: value for name, value in TPU.items() if name != "TPU_WORKER_ID"},
+        f"initialize: TPU_WORKER_ID must be set beside TPU_WORKER_HOSTNAMES; it is not. Set it, {OR_PASS}.",
+    ),
+]
+
+
+# proves S98, F67: a job of many is never taken for a process alone, and what is wrong is named
+@pytest.mark.check
+@pytest.mark.filterwarnings("ignore:.*Kubernetes environment detected:UserWarning")
+@pytest.mark.parametrize(("environ", "message"), WRONG)
+def test_variables_that_are_wrong_or_too_few(environ, message, elsewhere):
+    elsewhere(environ, pod=False)
+    with pytest.raises(ValueError) as error:
+        sk.runtime.initialize(timeout=5)
+    assert str(error.value).startswith(message)
+
+
+# proves S98: what is one process alone for all of them stays so
+@pytest.mark.check
+@pytest.mark.filterwarnings("ignore:.*Kubernetes environment detected:UserWarning")
+@pytest.mark.parametrize(
+    ("environ", "arguments"),
+    [
+        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}, {}),  # in a shell of salloc, outside of srun
+        ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, {}),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, {}),  # a pod of no job
+        (KUBERNETES, {"num_processes": 1}),
+    ],
+)
+def test_a_process_alone(environ, arguments, elsewhere):
+    elsewhere(environ, pod=False)
+    assert sk.runtime.initialize(**arguments) == sk.runtime.Cluster(0, 1, 0, True, "")
+
+
+# proves S98, S99: four processes with two devices each, and a process per GPU, from one config
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("fields", "visible", "ids"),
+    [
+        ({"devices_per_process": 2}, None, (6, 7)),
+        ({"num_nodes": 2}, None, (3,)),  # one per GPU, rank 7 on the second node
+        ({"num_nodes": 2}, "0,1,2,3", (3,)),
+        ({"num_nodes": 2}, "3", None),  # Slurm's --gpus-per-task: the process sees no other
+    ],
+)
+def test_local_rank_decides_the_devices(fields, visible, ids, monkeypatch, elsewhere):
+    def start(*place, local_device_ids, **options):
+        raise Reached(*place, local_device_ids)
+
+    elsewhere({"CUDA_VISIBLE_DEVICES": visible} if visible else {})
+    monkeypatch.setattr(join._platform, "leave_out_idle_tpu", lambda: None)
+    monkeypatch.setattr(join.client, "start", lambda place: None)
+    monkeypatch.setattr(join.jax.distributed, "initialize", start)
+    processes = 8 // fields.get("devices_per_process", 1)
+    config = sk.DistributedConfig(world_size=8, rank=processes - 1, **fields)
+    with pytest.raises(Reached) as reached:
+        sk.runtime.initialize(config)
+    assert reached.value.args == ("localhost:29500", processes, processes - 1, ids)
+    with pytest.raises(Reached) as reached:
+        sk.runtime.initialize(config, local_device_ids=0)
+    assert reached.value.args[-1] == (0,)
+
+
+@pytest.mark.check
+def test_a_config_of_another_job(elsewhere):
+    """Each of four processes would train by itself."""
+    elsewhere({"WORLD_SIZE": "4", "RANK": "3"})
+    with pytest.raises(ValueError) as error:
+        sk.runtime.initialize(sk.DistributedConfig())
+    assert str(error.value) == (
+        "initialize: the config must describe the job that the environment variables do; got num_processes=1 and 4. "
+        "Make it with DistributedConfig.from_environment(), or correct one."
+    )
 
 
 @pytest.mark.check

@@ -146,6 +146,14 @@ def test_every_process_loads_its_own_samples(seen, data8):
     assert all(each["text"] == text.tolist() for each in every)
 
 
+# proves S116: and by grain's own sampler, where a user splits the data by process
+def test_grain_splits_by_process(seen):
+    _, every = seen
+    for number in range(3):
+        assert sorted(joined(each["grain"][number] for each in every)) == list(range(40))
+    assert all(first == again != other for first, again, other in (each["grain"] for each in every))
+
+
 # proves F65, F66: the losses are those of one process, which goes on where the job stopped
 def test_training_and_resuming_with_another_process_count(seen):
     size, every = seen

@@ -7,10 +7,13 @@ import sys
 from itertools import islice
 from pathlib import Path
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from grain.samplers import IndexSampler
+from grain.sharding import ShardByJaxProcess
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -112,6 +115,11 @@ noted = Noted()
 batches = loader(noted, batch=8, seed=3, mesh=mesh, spec=P("data"), epochs=1, prefetch=0, threads=0)
 saw["line"] = [reading.fetch(x).tolist() for x in batches]
 saw["read"] = sorted(noted.read)
+saw["grain"] = []
+for seed in (3, 3, 4):
+    sampler = IndexSampler(40, ShardByJaxProcess(), shuffle=True, num_epochs=1, seed=seed)
+    samples = grain.DataLoader(data_source=range(40), sampler=sampler, worker_count=0)
+    saw["grain"].append([int(x) for x in samples])
 text = np.arange(250, dtype=np.uint8)
 saw["text"] = reading.fetch(
     corpus.global_batch_at(text, seed=1, step=5, batch=8, length=6, mesh=mesh, spec=P("data"))["tokens"]

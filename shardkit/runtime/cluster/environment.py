@@ -1,0 +1,114 @@
+"""What the environment says about a job: the variables of launchers, and what jax detects of a scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from shardkit import _platform
+from shardkit._check import quoted
+from shardkit.config import DistributedConfig
+
+_REMEDY = "pass coordinator_address, num_processes and process_id"
+# The variables from which jax reads a scheduler's job, with the number of processes, the process, and the process on
+# its host first; all of them are numbers but those that say where.
+_SLURM = ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_NODELIST")
+_OPEN_MPI = (*(f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK")), "OMPI_MCA_orte_hnp_uri")
+_TPU = ("TPU_WORKER_ID", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID")
+_WHERE = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri")
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+
+
+class Found(NamedTuple):
+    """What one source says about the job; None where it says nothing."""
+
+    address: str | None = None
+    size: int | None = None
+    rank: int | None = None
+    local_devices: tuple[int, ...] | None = None
+
+    def filled(self, other: Found) -> Found:
+        """With the other's values in place of None."""
+        missing = {name: value for name, value in other._asdict().items() if getattr(self, name) is None}
+        return self._replace(**missing)
+
+
+def variables(environ: Mapping[str, str]) -> Found:
+    """What jax's own variables say, and else those of torch's launchers."""
+
+    def number(name: str) -> int | None:
+        text = environ.get(name)
+        return None if text is None else _number(name, text)
+
+    size = number("WORLD_SIZE")
+    address = f"{environ.get('MASTER_ADDR', 'localhost')}:{number('MASTER_PORT') or 29500}"
+    of_torch = Found(None if size == 1 else address, size, number("RANK")) if size is not None else Found()
+    of_jax = Found(environ.get("JAX_COORDINATOR_ADDRESS"), number("JAX_NUM_PROCESSES"), number("JAX_PROCESS_ID"))
+    return of_jax.filled(of_torch)
+
+
+def detected(environ: Mapping[str, str], timeout: float) -> Found:
+    """What jax detects of Slurm, Open MPI, Kubernetes or Cloud TPU.
+
+    Raises:
+        ValueError: variables of which one is no number or cannot be read, or too few for jax to detect the job.
+    """
+    try:
+        found = Found(*_platform.detect_cluster(int(timeout)))
+    except Exception as error:
+        for name in (*_SLURM, *_OPEN_MPI, *_TPU):
+            if name in environ and environ[name] and name not in _WHERE:
+                _number(name, environ[name])
+        _refuse_partial(environ)
+        if "TPU_WORKER_HOSTNAMES" in environ and "TPU_WORKER_ID" not in environ:
+            raise ValueError(
+                f"initialize: TPU_WORKER_ID must be set beside TPU_WORKER_HOSTNAMES; it is not. Set it, or {_REMEDY}."
+            ) from None
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(
+            f"initialize: the scheduler's environment must say which processes the job has; jax cannot read it "
+            f"({said}). Correct it, or {_REMEDY}."
+        ) from error
+    if found == Found():
+        _refuse_partial(environ)
+        if "JOB_COMPLETION_INDEX" in environ and "KUBERNETES_SERVICE_HOST" in environ:
+            raise ValueError(
+                "initialize: in a pod of an indexed Job, jax needs the package kubernetes to find the others; it is "
+                f"not installed. Run pip install 'jax[k8s]', or {_REMEDY}; num_processes=1 for a pod that works alone."
+            )
+    return found
+
+
+def local_rank(environ: Mapping[str, str]) -> int:
+    """This process among those of its host, according to the launcher."""
+    names = ("LOCAL_RANK", _SLURM[2], _OPEN_MPI[2])
+    text = next((environ[name] for name in names if name in environ), "0")
+    return int(text) if text.isdigit() else 0
+
+
+def own_devices(config: DistributedConfig, environ: Mapping[str, str]) -> tuple[int, ...] | None:
+    """The accelerators of the config's process; None where the launcher lets it see these alone."""
+    visible = next((environ[name].split(",") for name in _VISIBLE if environ.get(name)), [])
+    return None if len(visible) == config.devices_per_process else config.local_device_ids()
+
+
+def _refuse_partial(environ: Mapping[str, str]) -> None:
+    """A process of many that jax takes for one alone would train by itself."""
+    for name, those in (("Slurm", _SLURM), ("Open MPI", _OPEN_MPI)):
+        size, missing = environ.get(those[0]), [each for each in those if each not in environ]
+        if size is None or not missing or those[1] in missing or _number(those[0], size) < 2:
+            continue
+        hint = "Start it with srun" if name == "Slurm" else "Open MPI 5 no longer sets it; start it with Open MPI 4"
+        raise ValueError(
+            f"initialize: {name} must set all variables that jax reads; {those[0]} is {size}, and {quoted(missing)} "
+            f"is missing. {hint}, or {_REMEDY}."
+        )
+
+
+def _number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"initialize: the environment variable {name} must be a whole number; got {text!r}. Correct or unset it."
+        ) from None
