@@ -1,5 +1,7 @@
 """ZeRO and activation memory against the papers' printed tables."""
 
+import inspect
+import sys
 from fractions import Fraction
 
 import jax
@@ -42,9 +44,12 @@ def test_zero_table_1(row, printed):
         assert cost.zero_memory(parameters, ways, stage) / GB == pytest.approx(figure, abs=unit)
 
 
+# proves S70: the figure of the paper that every plan of it names
 def test_zero_figure_1():
     found = [round(cost.zero_memory(7.5e9, 64, stage) / GB, 1) for stage in range(4)]
     assert found == [120.0, 31.4, 16.6, 1.9]
+    assert "arXiv:1910.02054" in sys.modules[cost.zero_memory.__module__].__doc__
+    assert all("Rajbhandari" in inspect.getdoc(plan) for plan in (sk.zero1, sk.zero2, sk.fsdp))
 
 
 def test_zero_breakdown():

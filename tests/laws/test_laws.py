@@ -8,10 +8,10 @@ from support.rows import assert_every_law, cases
 from support.training import ONCE
 
 CASES = cases()
-# Every third row: between them all options, and two thirds of the pairs. The deep tier runs all, so every pair.
-FEW = CASES[1::3]
+# Every third row but the slowest: between them all options, and two thirds of the pairs. The deep tier has every pair.
+FEW = [i for i in range(1, len(CASES), 3) if i != 7]
 ROWS = [
-    pytest.param(case, marks=() if i % 3 == 1 else pytest.mark.deep, id=case.name.replace(", ", "-").replace(" ", "_"))
+    pytest.param(case, marks=() if i in FEW else pytest.mark.deep, id=case.name.replace(", ", "-").replace(" ", "_"))
     for i, case in enumerate(CASES)
 ]
 
@@ -19,7 +19,7 @@ ROWS = [
 @pytest.mark.check
 def test_the_default_tier_has_every_option():
     options = lambda cases: {option for case in cases for option in case.choice.items()}  # noqa: E731
-    assert options(FEW) == options(CASES)
+    assert options([CASES[i] for i in FEW]) == options(CASES)
 
 
 # proves S58, S59, S60, S63, S75, S80, S86, S87, S88, S92, S94, F14, F15, F17, F18, F19, F22, F24, F25, F27, F30, F31,

@@ -545,9 +545,8 @@ def test_low_precision_parameters_follow_their_master_copy(name):  # proves F23
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed: shardkit[aot]")
-@pytest.mark.parametrize(  # one of them; each compiles for ten seconds
-    "name", [pytest.param(name, marks=[] if name == "ZeRO-3" else pytest.mark.deep) for name in zero_memory.ROWS]
-)
+@pytest.mark.deep  # each compiles for ten seconds
+@pytest.mark.parametrize("name", zero_memory.ROWS)
 def test_held_bytes_are_those_of_the_paper_on_a_tpu(name):  # proves S65, S68, S70, F17, F18, F19, F51
     with jax.numpy_dtype_promotion("standard"):  # optax does not trace under strict promotion
         report, parameters = zero_memory.report(name)
