@@ -37,6 +37,8 @@ class Options:
     """Smallest replicated input to report, in bytes."""
     small: int = SMALL
     """Messages below this many bytes are bound by latency."""
+    memory: int | None = None
+    """Bytes that one device can hold, less activations: tensor parallelism of what fits there is reported."""
 
 
 def lint(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
@@ -49,7 +51,7 @@ def lint(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     fn, args = targets.load(options.target, options.args)
 
     def look() -> list[Finding]:
-        return find(fn, *args, large=options.large, small=options.small, ignore=options.ignore)
+        return find(fn, *args, large=options.large, small=options.small, memory=options.memory, ignore=options.ignore)
 
     findings = _traced(options.target, args, look)
     for finding in findings:

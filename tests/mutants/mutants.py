@@ -436,6 +436,13 @@ _PARALLEL = (
         REFUSAL,
     ),
     Mutant(
+        "batch-axes-are-tensor-parallel",
+        "shardkit/analysis/jaxpr/rules/fitting.py",
+        "if size == 1 or not split or not returned or needed",
+        "if size == 1 or not split or needed",
+        PASSES,
+    ),
+    Mutant(
         "zero-least-size",
         "shardkit/strategies/zero.py",
         "if size < min_size:",

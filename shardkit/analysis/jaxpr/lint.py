@@ -22,6 +22,7 @@ def lint(
     *args: Any,
     large: int = LARGE,
     small: int = SMALL,
+    memory: int | None = None,
     ignore: Collection[str] = (),
     **kwargs: Any,
 ) -> list[Finding]:
@@ -41,6 +42,8 @@ def lint(
         large: bytes from which a replicated input is reported (`large-replicated`).
         small: bytes below which a message costs only its latency: smaller waste is not reported, and smaller pieces are
             `tiny-shards`.
+        memory: bytes that one device can hold, less those of the activations: tensor parallelism of what fits there is
+            reported (`tensor-parallel-that-fits`). None reports none.
         ignore: names of rules to leave out.
         **kwargs: its keyword arguments; bind those named like an option with `functools.partial`.
 
@@ -57,11 +60,11 @@ def lint(
         >>> finding.message
         "ppermute over 'model' of 4 devices names no source for 2, 3, which receive zeros."
     """
-    at_least("lint", 0, large=large, small=small)
+    at_least("lint", 0, large=large, small=small, memory=memory)
     unknown = sorted(set(ignore) - set(RULES))
     if unknown:
         raise ValueError(f"lint: ignore must name rules, {quoted(RULES)}; got {quoted(unknown)}. Correct ignore.")
-    program = Program(fn, args, kwargs, traced(fn, args, kwargs), large, small)
+    program = Program(fn, args, kwargs, traced(fn, args, kwargs), large, small, memory)
     checks = dict.fromkeys(rule.check for rule in RULES.values())
     found: list[Finding] = []
 

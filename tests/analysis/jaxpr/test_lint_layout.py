@@ -1,9 +1,11 @@
 """What the lint says of layouts: leaves that nobody annotated, pieces that are too small, and pmap."""
 
+import re
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -50,7 +52,7 @@ def test_leaves_without_annotation_are_listed():
     assert unannotated(forgotten, large=1024) == ["params['layers'][0]['down']"]
 
 
-# proves S125 in part: nothing warns of tensor parallelism where data parallelism fits
+# proves S125: the first two of its three; the third below
 @pytest.mark.check
 def test_pmap_and_pieces_that_are_too_small():
     def rules_of(fn, *args, **options):
@@ -72,3 +74,39 @@ def test_pmap_and_pieces_that_are_too_small():
     assert rules_of(fn, jax.ShapeDtypeStruct((16 * 255,), jnp.float32)) == {"tiny-shards"}
     old = jax.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i")
     assert rules_of(old, jax.ShapeDtypeStruct((8, 4), jnp.float32)) == {"pmap"}
+
+
+def trained(plan, sequence=False):
+    """A training step of a block of two matrices, whose split is that of tensor parallelism if the plan has one."""
+    inside = "model" if "tp" in str(plan) else None
+
+    def loss_fn(params, batch, keys):
+        if inside is None:
+            return jnp.mean(jnp.tanh(batch @ params["up"]) @ params["down"])
+        hidden = jnp.tanh(sk.column_linear(batch, params["up"], axis=inside))
+        return jnp.mean(sk.row_linear(hidden, params["down"], axis=inside))
+
+    init, step = sk.make_train_step(sk.value_and_grad(loss_fn), optax.sgd(0.1), mesh=MESH, plan=plan)
+    params = {name: jax.ShapeDtypeStruct((256, 256), jnp.float32) for name in ("up", "down")}
+    return step, init.abstract(params), jax.ShapeDtypeStruct((64, 256), jnp.float32)
+
+
+TP = sk.tp("model", {"up": P(None, "model"), "down": P("model")})
+
+
+# proves S125: and silent for every plan that needs its axis, and where the memory is not enough or not known
+@pytest.mark.check
+def test_tensor_parallelism_of_what_one_device_could_hold():
+    needed = 3 * 2 * 4 * 256**2  # parameters, their gradients, and room for the batch
+
+    def found(plan, **options):
+        return lint(*trained(plan), ignore=("tiny-shards",), **options)
+
+    (finding,) = found(sk.chain(sk.dp("data"), TP), memory=needed)
+    assert finding.rule == "tensor-parallel-that-fits" and "test_lint_layout.py" in finding.source
+    held = 2 * 2 * 4 * 256**2 + 64 * 256 * 4
+    assert finding.message.startswith("2 arrays are split over 'model' of 16 devices, which sum activations, but all ")
+    assert int(re.search(r"with gradients ([\d,]+) bytes", finding.message)[1].replace(",", "")) - held in range(200)
+    assert not found(sk.chain(sk.dp("data"), TP), memory=held - 1) and not found(sk.chain(sk.dp("data"), TP))
+    for plan in (sk.dp("model"), sk.fsdp("model", min_size=1), sk.zero1("model", min_size=1)):
+        assert not found(plan, memory=needed)

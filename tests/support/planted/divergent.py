@@ -44,6 +44,16 @@ class Planted(NamedTuple):
     options: dict[str, Any] = {}  # noqa: RUF012
 
 
+def _columns(weight: P, batch: P, axis: str | None = None) -> Callable[..., Any]:
+    """A weight that a step returns, and a batch that it is used on twice."""
+
+    def kernel(w: Any, x: Any) -> Any:
+        y = x @ w @ w.T
+        return 2 * w, y if axis is None else sk.all_reduce(y, axis)
+
+    return jax.shard_map(kernel, mesh=MESH, in_specs=(weight, batch), out_specs=(weight, batch))
+
+
 def on(kernel: Callable[[Any], Any], mesh: Any = MESH, out_specs: Any = None) -> Callable[[Any], Any]:
     """The kernel over blocks of X on each device."""
     axes = tuple(mesh.axis_names)
@@ -616,6 +626,14 @@ WRONG = [
         _gain(P("fsdp")),
         _gain(P()),
         (jax.ShapeDtypeStruct((256,), jnp.float32), jax.ShapeDtypeStruct((64, 256), jnp.float32)),
+    ),
+    Planted(
+        "a small weight in columns",
+        "tensor-parallel-that-fits",
+        _columns(P(None, "model"), P("data"), "model"),
+        _columns(P(), P(BOTH)),
+        (X, X),
+        {"memory": 2**20},
     ),
     Planted(
         "zeros that a chain leaves as a predicate",

@@ -6,6 +6,7 @@ rule is passed, then `replicated.py`, the shortest. Imports `analysis/jaxpr`.
 
 from shardkit.analysis.jaxpr.rules.divergence import divergence
 from shardkit.analysis.jaxpr.rules.draws import draws
+from shardkit.analysis.jaxpr.rules.fitting import fitting
 from shardkit.analysis.jaxpr.rules.one_piece import one_piece
 from shardkit.analysis.jaxpr.rules.outputs import outputs
 from shardkit.analysis.jaxpr.rules.permutations import permutations
@@ -38,6 +39,7 @@ RULES = {
         Rule("all-reduce-then-slice", "an all_reduce of which each device keeps one piece", one_piece),
         Rule("large-replicated", "a large array that every device holds whole", replicated),
         Rule("tiny-shards", "a leaf split into pieces too small to be worth a message", tiny_shards),
+        Rule("tensor-parallel-that-fits", "tensor parallelism of what one device could hold", fitting),
         Rule("reused-key", "two draws of random numbers from one key", reused_keys),
         Rule("process-dependent-communication", "collectives that depend on jax.process_index()", other_process),
         Rule("process-dependent-program", "a program that is not the same on all processes", other_process),

@@ -39,6 +39,7 @@ class Program(NamedTuple):
         closed: its closed jaxpr.
         large: bytes from which a replicated input is reported.
         small: bytes below which waste is not reported.
+        memory: bytes that one device holds; None if that is not known.
     """
 
     fn: Callable[..., Any]
@@ -47,6 +48,7 @@ class Program(NamedTuple):
     closed: Any
     large: int
     small: int
+    memory: int | None = None
 
 
 class Rule(NamedTuple):
