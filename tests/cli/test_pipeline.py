@@ -45,6 +45,7 @@ def trained(inside, corpus, tmp_path):
     ],
     ids=lambda words: "_".join(map(str, words[:3])).replace("=", "").replace("--", ""),
 )
+@pytest.mark.filterwarnings("ignore:make_train_step. accumulate=2 fills and drains the pipeline")  # the last row
 def test_a_pipeline_trains_to_one_devices_numbers(words, trained):
     trained(*words)
 
