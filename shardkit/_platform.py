@@ -132,11 +132,14 @@ def lowered_mesh(lowered: Any) -> tuple[dict[str, int], int]:
 
 def lowered_arguments(lowered: Any) -> list[bool]:
     """For each argument of a lowered program, whether its sharding is given and not left to the compiler."""
-    operations = lowered.compiler_ir("stablehlo").body.operations
-    named = {op.attributes["sym_name"].value: op for op in operations if "sym_name" in op.attributes}
-    return [
-        bool({"sdy.sharding", "mhlo.sharding"} & {each.name for each in attrs}) for attrs in named["main"].arg_attrs
-    ]
+    attributes = _main(lowered.compiler_ir("stablehlo")).arg_attrs
+    return [bool({"sdy.sharding", "mhlo.sharding"} & {each.name for each in attrs}) for attrs in attributes]
+
+
+def _main(module: Any) -> Any:
+    """The main function of a StableHLO module."""
+    named = {op.attributes["sym_name"].value: op for op in module.body.operations if "sym_name" in op.attributes}
+    return named["main"]
 
 
 @contextmanager
@@ -188,8 +191,7 @@ def compile_for(bytecode: bytes, devices: list[Any], options: dict[str, Any]) ->
 
     with private("interpreters.mlir.make_ir_context")():
         module: Any = ir.Module.parse(bytecode)
-        named = {op.attributes["sym_name"].value: op for op in module.body.operations if "sym_name" in op.attributes}
-        main = named["main"]
+        main = _main(module)
         # The compiler chooses the layouts of arguments and results that the program does not specify.
         free = [["sdy.sharding" not in each for each in attrs] for attrs in (main.arg_attrs, main.result_attrs)]
         client = devices[0].client

@@ -181,6 +181,11 @@ def spec_axes(spec: PartitionSpec) -> list[tuple[str, ...]]:
     return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec.partitions]
 
 
+def split_dims(spec: PartitionSpec) -> dict[int, tuple[str, ...]]:
+    """The dims that a spec splits, each with its mesh axes."""
+    return {dim: axes for dim, axes in enumerate(spec_axes(spec)) if axes}
+
+
 def all_axes(spec: PartitionSpec) -> frozenset[str]:
     """The mesh axes that a spec uses."""
     return frozenset(axis for axes in spec_axes(spec) for axis in axes)

@@ -85,8 +85,10 @@ def test_beside_ordinary_code(mesh2x4):
     np.testing.assert_array_equal(on_mesh(X) + 1, SUMS + 1)  # without jit, beside an operation on the whole
 
 
-def test_what_takes_a_mesh_takes_that_of_the_context(mesh2x4):
-    """It alone would see one that still asks for `mesh=`, or takes another."""
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_what_takes_a_mesh_takes_that_of_the_context(kind):
+    """It alone would see one that still asks for `mesh=`, or takes another, or cannot take Explicit axes."""
+    mesh2x4 = sk.make_mesh(data=2, model=4, axis_types=kind)
     plan = sk.chain(sk.dp("data"), sk.fsdp("model", min_size=1))
     params, batch = {"w": jnp.ones((8, 3))}, np.ones((8, 8), np.float32)
     loss_fn = lambda params, batch, keys: jnp.mean((batch @ params["w"]) ** 2)  # noqa: E731

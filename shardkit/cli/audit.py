@@ -95,7 +95,7 @@ def _made(options: Options) -> tuple[Any, tuple[Any, ...]]:
 def _read(file: Path) -> Audit:
     try:
         return Audit.from_json(file.read_text())
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if str(error).startswith("audit: "):
             raise
         raise ValueError(

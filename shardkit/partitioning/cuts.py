@@ -38,7 +38,7 @@ def _cut_in_parts(cuts: Cuts, fn: Callable[[jax.Array], jax.Array], x: jax.Array
     """`fn(x)`, the collectives of some cuts, in the parts of the partitioner where that can be.
 
     It cannot where a dim is split by both, nor for algorithms: jax 0.10 to 0.12 write an invalid program for the
-    derivative of axis_index in a shard_map inside another.
+    derivative of a ring in a shard_map inside another.
     """
     split = {dim % x.ndim: axes for cut in cuts for dim, axes in cut.automatic}
     both = split.keys() & {cut.dim % x.ndim for cut in cuts}

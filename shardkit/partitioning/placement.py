@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from shardkit._check import named
 from shardkit.collectives.algorithms import PLAIN, Algorithm
-from shardkit.layout import canonical, spec_axes
+from shardkit.layout import canonical, spec_axes, split_dims
 from shardkit.partitioning.storage import Held, Rows, Sizes
 from shardkit.schedules import Stages
 
@@ -156,7 +156,7 @@ class Layout(NamedTuple):
     def cuts(self, *, gather: Collection[str] = _GATHERS, scatter: Collection[str] = _SCATTERS) -> Cuts:
         """What its splits of these times cut, in their order; splits of a dim by the same algorithms are one cut."""
         found: list[Cut] = []
-        automatic = tuple((dim, axes) for dim, axes in enumerate(spec_axes(self.automatic)) if axes)
+        automatic = tuple(split_dims(self.automatic).items())
         for cut in [c for s in self.splits if s.gather in gather and s.scatter in scatter for c in s.cuts]:
             cut = cut._replace(automatic=automatic)
             same = [i for i, each in enumerate(found) if each.dim == cut.dim][-1:]

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from shardkit._check import Axis, at_least, axis_names, dim_of, quoted, sized
 from shardkit._typed import typed
 from shardkit.collectives.algorithms import PLAIN, Algorithm
-from shardkit.layout import canonical, local_shape, path_name, spec_axes
+from shardkit.layout import canonical, local_shape, path_name, split_dims
 from shardkit.partitioning.describe import Planned, mesh_of, plan_table
 from shardkit.partitioning.dim_rules import axes_of_rules, in_subtrees
 from shardkit.partitioning.placement import Layout, Leaf, Split, Strategy, check_feedback, in_order
@@ -96,7 +96,7 @@ class Plan(NamedTuple):
     def placed(self, path: str, x: Any, mesh: Mesh) -> Iterator[tuple[Strategy, Split | str]]:
         """Where each strategy that splits leaves splits this one, or why it does not."""
         left, taken, stack = tuple(jnp.shape(x)), frozenset[int](), False
-        automatic = frozenset(dim for dim, axes in enumerate(spec_axes(self._automatic(path))) if axes)
+        automatic = frozenset(split_dims(self._automatic(path)))
         for s in self.strategies:
             if s.place is None:
                 continue

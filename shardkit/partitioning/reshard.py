@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from shardkit._compat import varying_axes
 from shardkit.collectives import all_reduce, vary
-from shardkit.layout import all_axes, spec_axes
+from shardkit.layout import all_axes, spec_axes, split_dims
 from shardkit.partitioning.cuts import from_end, in_parts, own_part, to_parts, whole
 from shardkit.partitioning.feedback import Reduced, begun, residuals_after, scattered, summed, with_residuals
 from shardkit.partitioning.handles import Handle, cast_floating
@@ -95,8 +95,8 @@ def leave(
     def one(layout: Layout, grad: jax.Array) -> Any:
         rest = varying_axes(grad) - all_axes(layout.update)
         if rest:
-            split = {dim: axes for dim, axes in enumerate(spec_axes(layout.automatic)) if axes}
-            grad = in_parts(lambda grad: all_reduce(grad, tuple(sorted(rest))), grad.astype(dtype), split)
+            over = tuple(sorted(rest))
+            grad = in_parts(lambda grad: all_reduce(grad, over), grad.astype(dtype), split_dims(layout.automatic))
         return as_stored(grad.astype(jnp.float32) / divisor, layout.padded, layout.rows)
 
     reduced = map_layouts(one, layouts, jax.tree.unflatten(structure, [leaf.grad for leaf in several]))

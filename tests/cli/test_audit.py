@@ -1,6 +1,7 @@
 """`shardkit audit` as a user runs it."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -91,6 +92,10 @@ def test_a_make_that_fails_is_not_taken_for_a_finding(program, inside):
             "audit: train.py must be a file that --snapshot wrote; it cannot be read (JSONDecodeError).",
         ),
         (
+            ("--against", "text.json"),
+            "audit: text.json must be a file that --snapshot wrote; it cannot be read (AttributeError).",
+        ),
+        (
             ("--target", "v5e"),
             "aot: topology 'v5e' must give a valid shape. After 'v5e' write the torus, as 'v5e:2x4'.",
         ),
@@ -98,6 +103,7 @@ def test_a_make_that_fails_is_not_taken_for_a_finding(program, inside):
     ],
 )
 def test_bad_use(words, message, program, inside):
+    Path("text.json").write_text('"a text"')
     if not message:
         inside("audit", "train.py:make", "--devices", 4, "--snapshot", "one.json")
         words, message = ("--against", "one.json", *words), "audit: growth must be at least 0; got -1.0."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import jax
@@ -107,7 +108,12 @@ def replicate(tree: Arrays, mesh: Mesh = CONTEXT) -> Any:
         >>> sk.runtime.replicate(x, mesh).is_fully_replicated
         True
     """
-    return jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))(tree)
+    return _replicating(mesh)(tree)
+
+
+@cache  # a new jit would compile again
+def _replicating(mesh: Mesh) -> Any:
+    return jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 @typed

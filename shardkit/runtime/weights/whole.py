@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from shardkit.partitioning.storage import stored_array
+from shardkit.runtime.data.reading import replicate
 from shardkit.runtime.weights.shards import Ranges, pieces, ranges_of
 
 Span = tuple[int, int]
@@ -40,7 +39,7 @@ def rows_on_host(x: Any, rows: Span, mine: Span) -> np.ndarray:
     for first, last in _chunks(array):
         held = ((first, last), *((0, size) for size in array.shape[1:]))
         if any(_overlap(natural[0], rows) for _, natural in pieces(x, held)):
-            _copy(out, x, held, mine, _replicated(array, first, last))
+            _copy(out, x, held, mine, replicate(lax.slice_in_dim(array, first, last), array.sharding.mesh))
     return out
 
 
@@ -69,12 +68,3 @@ def _copy(out: np.ndarray, x: Any, held: Ranges, mine: Span, data: Any) -> None:
         rows = slice(begin, begin + both[1] - both[0])
         to = (slice(both[0] - mine[0], both[1] - mine[0]), *(slice(*each) for each in natural[1:]))
         out[to] = host[(rows, *at[1:])]
-
-
-def _replicated(array: jax.Array, first: int, last: int) -> jax.Array:
-    return _slice(array, first, last, NamedSharding(array.sharding.mesh, PartitionSpec()))  # type: ignore[attr-defined]
-
-
-@partial(jax.jit, static_argnums=(1, 2, 3))
-def _slice(array: jax.Array, first: int, last: int, whole: NamedSharding) -> jax.Array:
-    return lax.with_sharding_constraint(lax.slice_in_dim(array, first, last), whole)
