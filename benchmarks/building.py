@@ -21,8 +21,8 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from benchmarks import harness
-from benchmarks.environment import environment
+from benchmarks.start import start
+from shardkit import bench
 
 
 def imported(module: str) -> float:
@@ -87,7 +87,7 @@ def seconds(row: Callable[[bool], Any], smoke: bool) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints a median for each row, and appends records to `--json`."""
-    options = harness.start(__doc__, argv, devices=1)
+    options = start(__doc__, argv, devices=1)
     rounds = 1 if options.smoke else options.rounds or 3
     rows = {
         f"import {module}": lambda module=module: imported(module) for module in ("jax", "shardkit", "shardkit.cost")
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if options.json:
             record = {"benchmark": "building", "row": name, "cpu_seconds_median": median, "rounds": rounds}
             with options.json.open("a") as out:
-                out.write(json.dumps({**record, "environment": environment()}) + "\n")
+                out.write(json.dumps({**record, "environment": bench.environment()}) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from benchmarks import harness
+from benchmarks.start import start
+from shardkit import bench
 from shardkit.analysis import census
 from shardkit.collectives import all_reduce_tree, compressed
 
@@ -60,7 +61,7 @@ def kernels() -> dict[str, Kernel]:
     }
 
 
-def variant(name: str, kernel: Kernel, mesh: Mesh, size: int) -> harness.Variant:
+def variant(name: str, kernel: Kernel, mesh: Mesh, size: int) -> bench.Case:
     """The mean over the devices, again and again: it stays what it is."""
 
     def device(x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -70,10 +71,10 @@ def variant(name: str, kernel: Kernel, mesh: Mesh, size: int) -> harness.Variant
     on_mesh = jax.shard_map(device, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     x = jnp.broadcast_to(jnp.arange(size // 4, dtype=jnp.float32) % 15 - 7, (mesh.size, size // 4))
     carry = jax.device_put((x, jnp.zeros_like(x)), NamedSharding(mesh, P("data")))
-    return harness.Variant(name, lambda carry: (on_mesh(*carry), None), carry)
+    return bench.Case(name, lambda carry: (on_mesh(*carry), None), carry)
 
 
-def explain(each: harness.Variant) -> str:
+def explain(each: bench.Case) -> str:
     """The collectives of one call and the bytes that each device sends."""
     found = census(each.step, each.carry)
     return f"{each.name}: {found.count()} collectives, {float(found.sent()) / KIB:,.1f} KiB sent by each device"
@@ -81,7 +82,7 @@ def explain(each: harness.Variant) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a row for each size."""
-    options = harness.start(__doc__, argv, devices=8, explain="count collectives and bytes instead of timing")
+    options = start(__doc__, argv, devices=8, explain="count collectives and bytes instead of timing")
     mesh = sk.make_mesh(data=-1)
     for label, size in SIZES.items():
         if options.smoke and size > KIB:
@@ -93,8 +94,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             continue
         calls = options.calls or (2 if options.smoke else CALLS[label])
         rounds = options.rounds or (2 if options.smoke else 20)
-        records = harness.measure("collectives", row, variants, calls=calls, rounds=rounds)
-        harness.report(records, options.json)
+        records = bench.measure("collectives", row, variants, calls=calls, rounds=rounds)
+        bench.report(records, options.json)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from benchmarks import harness
+from benchmarks.start import start
+from shardkit import bench
 from shardkit.layers.attention import allowed, join_heads, scale_of, scores_of, split_heads
 
 N = 8
@@ -65,7 +66,7 @@ def gradients(kernel: Kernel, mesh: Any) -> Callable[[Arrays], Arrays]:
     return both
 
 
-def variant(name: str, kernel: Kernel, mesh: Any, arrays: Arrays) -> harness.Variant:
+def variant(name: str, kernel: Kernel, mesh: Any, arrays: Arrays) -> bench.Case:
     """A step that moves queries, keys and values against their gradients, the tokens in the order of the kernel."""
     tokens = arrays[0].shape[1]
     order = np.arange(tokens)
@@ -79,7 +80,7 @@ def variant(name: str, kernel: Kernel, mesh: Any, arrays: Arrays) -> harness.Var
 
     placed = jax.device_put(tuple(x[:, order] for x in arrays), NamedSharding(mesh, SPEC))
     back = np.argsort(order)
-    return harness.Variant(name, step, placed, (), lambda carry, _: tuple(x[:, back] for x in carry))
+    return bench.Case(name, step, placed, (), lambda carry, _: tuple(x[:, back] for x in carry))
 
 
 def drawn(tokens: int, heads: int, kv_heads: int, size: int) -> Arrays:
@@ -115,7 +116,7 @@ def compiled_rows(tokens: int, json_file: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the tables."""
-    options = harness.start(__doc__, argv, devices=N, tpu="compile for v5e:2x4 instead of running")
+    options = start(__doc__, argv, devices=N, tpu="compile for v5e:2x4 instead of running")
     if options.tpu:
         compiled_rows(256 if options.smoke else 2048, options.json)
         return
@@ -127,13 +128,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{name}: {pairs} half-chunk pairs on the device that has most")
     calls, rounds = (1, 1) if options.smoke else (options.calls or 2, options.rounds or 10)
     row = f"forward and backward, {N} x {tokens} tokens"
-    records = harness.measure("context", row, variants, calls=calls, rounds=rounds, tolerance=1e-4)
-    harness.report(records, options.json)
+    records = bench.measure("context", row, variants, calls=calls, rounds=rounds, tolerance=1e-4)
+    bench.report(records, options.json)
     everything = partial(sk.ring_attention, axis="c", block=tokens // 2, causal=False)
     against = [variant("ring, every block", everything, mesh, arrays), *variants[1:]]
     row += ", time alone"
-    records = harness.measure("context", row, against, calls=calls, rounds=rounds, tolerance=1e9)
-    harness.report(records, options.json)
+    records = bench.measure("context", row, against, calls=calls, rounds=rounds, tolerance=1e9)
+    bench.report(records, options.json)
 
 
 if __name__ == "__main__":

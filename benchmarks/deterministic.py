@@ -19,11 +19,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from benchmarks import harness
+from benchmarks.start import start
 from benchmarks.step_overhead import LEARNING_RATE, Model, mlp, small_transformer
+from shardkit import bench
 
 
-class Case(NamedTuple):
+class Setting(NamedTuple):
     """A plan, its devices, and the groups of each."""
 
     plan: sk.Plan
@@ -34,26 +35,26 @@ class Case(NamedTuple):
         return f"{self.plan}, {self.devices} devices, {self.groups} groups a device"
 
 
-CASES = [
-    Case(sk.dp("data"), 8, 1),
-    Case(sk.zero1("data"), 8, 1),
-    Case(sk.fsdp("data"), 8, 1),
-    Case(sk.dp("data"), 8, 8),
-    Case(sk.dp("data"), 1, 8),
+SETTINGS = [
+    Setting(sk.dp("data"), 8, 1),
+    Setting(sk.zero1("data"), 8, 1),
+    Setting(sk.fsdp("data"), 8, 1),
+    Setting(sk.dp("data"), 8, 8),
+    Setting(sk.dp("data"), 1, 8),
 ]
 
 
-def variant(name: str, model: Model, case: Case, **options: Any) -> harness.Variant:
+def variant(name: str, model: Model, case: Setting, **options: Any) -> bench.Case:
     """A step over the first devices, with its batch laid out."""
     mesh = sk.make_mesh(jax.devices()[: case.devices], data=case.devices)
     grad_fn = sk.value_and_grad(model.loss_fn)
     init, step = sk.make_train_step(grad_fn, optax.adamw(LEARNING_RATE), mesh=mesh, plan=case.plan, **options)
     batch = jax.device_put(model.batch, NamedSharding(mesh, P("data")))
     state = init(model.params, jax.random.key(2))
-    return harness.Variant(name, step, state, (batch,), lambda s, metrics: (s.params, s.opt_state, metrics["loss"]))
+    return bench.Case(name, step, state, (batch,), lambda s, metrics: (s.params, s.opt_state, metrics["loss"]))
 
 
-def variants(model: Model, case: Case) -> list[harness.Variant]:
+def variants(model: Model, case: Setting) -> list[bench.Case]:
     """The ordinary step, the deterministic one, and the ordinary one again."""
     plain = {"accumulate": case.groups}
     return [
@@ -63,7 +64,7 @@ def variants(model: Model, case: Case) -> list[harness.Variant]:
     ]
 
 
-def needs(variant: harness.Variant) -> str:
+def needs(variant: bench.Case) -> str:
     """What one device sends in a step, and the temporary memory of the compiled step."""
     traced = variant.step.trace(variant.carry, *variant.args)
     sent = float(sk.census(traced).sent())
@@ -73,8 +74,9 @@ def needs(variant: harness.Variant) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the rows of both models."""
-    options = harness.start(__doc__, argv, devices=8)
-    models, cases = ([mlp(16, 64)], CASES[:1]) if options.smoke else ([mlp(), small_transformer(examples=64)], CASES)
+    options = start(__doc__, argv, devices=8)
+    models = [mlp(16, 64)] if options.smoke else [mlp(), small_transformer(examples=64)]
+    cases = SETTINGS[:1] if options.smoke else SETTINGS
     for model in models:
         for case in cases:
             rows = variants(model, case)
@@ -84,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rounds = options.rounds or (2 if options.smoke else 20)
             row = f"{model.name}, {case}"
             how: dict[str, Any] = {"mode": "dispatched", "calls": calls, "rounds": rounds, "tolerance": 1e-3}
-            harness.report(harness.measure("deterministic", row, rows, **how), options.json)
+            bench.report(bench.measure("deterministic", row, rows, **how), options.json)
 
 
 if __name__ == "__main__":

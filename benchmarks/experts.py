@@ -17,7 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from benchmarks import harness
+from benchmarks.start import start
+from shardkit import bench
 from shardkit.analysis import census
 
 EXPERTS, TOP_K, SEQUENCE = 8, 2, 64
@@ -46,7 +47,7 @@ def dense_loop(x_bTD: jax.Array, router_DE: jax.Array, w: Any) -> jax.Array:
     return jnp.einsum("bTEF,EFD,bTE->bTD", up_bTEF, w["down"], gate_bTE)
 
 
-def variant(name: str, moe: Moe, mesh: Mesh, width: int, hidden: int, sequences: int) -> harness.Variant:
+def variant(name: str, moe: Moe, mesh: Mesh, width: int, hidden: int, sequences: int) -> bench.Case:
     """A step: the gradients of router and experts, which move them a little."""
     keys = jax.random.split(jax.random.key(0), 5)
     over = NamedSharding(mesh, P("expert"))
@@ -68,10 +69,10 @@ def variant(name: str, moe: Moe, mesh: Mesh, width: int, hidden: int, sequences:
         grads = jax.grad(on_mesh)(params, x)
         return jax.tree.map(lambda p, g: p - 1e-6 * g, params, grads), None
 
-    return harness.Variant(name, step, (router, w), (x,))
+    return bench.Case(name, step, (router, w), (x,))
 
 
-def explain(each: harness.Variant) -> str:
+def explain(each: bench.Case) -> str:
     """The all_to_alls of a step, forward and backward."""
     rows = census(each.step, each.carry, *each.args).select(kind="all_to_all")
     return f"{each.name}: {len(rows)} all_to_alls, {float(sum(r.total for r in rows)) / 2**20:,.2f} MiB sent a device"
@@ -79,7 +80,7 @@ def explain(each: harness.Variant) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs two rows for each size: variants that drop nothing, and the capacity of a real run against dropless."""
-    options = harness.start(__doc__, argv, devices=8, explain="count all_to_alls and bytes instead of timing")
+    options = start(__doc__, argv, devices=8, explain="count all_to_alls and bytes instead of timing")
     mesh = sk.make_mesh(expert=-1)
     for label, (width, hidden, sequences) in list(SIZES.items())[: 1 if options.smoke else None]:
         make = lambda name, moe, w=width, h=hidden, s=sequences: variant(name, moe, mesh, w, h, s)  # noqa: E731
@@ -94,12 +95,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if options.explain:
             print("\n".join(["", row, *map(explain, exact + tight)]), flush=True)
             continue
-        records = harness.measure("experts", row, exact, calls=calls, rounds=rounds, tolerance=1e-4)
+        records = bench.measure("experts", row, exact, calls=calls, rounds=rounds, tolerance=1e-4)
         # what is dropped differs, and so do the numbers
-        records += harness.measure(
-            "experts", f"{row}, drops", tight, calls=calls, rounds=rounds, tolerance=float("inf")
-        )
-        harness.report(records, options.json)
+        records += bench.measure("experts", f"{row}, drops", tight, calls=calls, rounds=rounds, tolerance=float("inf"))
+        bench.report(records, options.json)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What the guard costs: the same step plain and under `guard.watch`, and the time that its monitor takes beside it.
 
 The small step shows the microseconds that a call costs; the one of about 50 ms shows them as a share, which is to stay
-below 1%. The last variant of each row is the plain step again: its ratio is 1 but for what this machine cannot tell
+below 1%. The last case of each row is the plain step again: its ratio is 1 but for what this machine cannot tell
 apart.
 """
 
@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 
 import shardkit as sk
-from benchmarks import harness
+from benchmarks.start import start
+from shardkit import bench
 from shardkit.runtime.monitor import client
 
 TARGET = 1.01
@@ -42,7 +43,7 @@ def cpu_seconds(process: int) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Times both rows and the monitor."""
-    options = harness.start(__doc__, argv, devices=1)
+    options = start(__doc__, argv, devices=1)
     mesh = sk.make_mesh(data=1, devices=jax.devices()[:1])
     rows = {"a step of 20 us": (16, 1, 2000), "a step of 50 ms": (512, 5, 20)}
     for row, (size, products, calls) in rows.items():
@@ -53,14 +54,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             jax.block_until_ready(step(state))
             step, state = step_of(size, max(1, round(products * 0.05 / (time.perf_counter() - begun))))
         guard = sk.runtime.guard(mesh=mesh)
-        variants = [
-            harness.Variant("plain", step, state),
-            harness.Variant("guarded", guard.watch(step), state),
-            harness.Variant("plain again", step, state),
+        cases = [
+            bench.Case("plain", step, state),
+            bench.Case("guarded", guard.watch(step), state),
+            bench.Case("plain again", step, state),
         ]
         calls, rounds = (2, 2) if options.smoke else (options.calls or calls, options.rounds or 20)
-        records = harness.measure("guard", row, variants, mode="dispatched", calls=calls, rounds=rounds)
-        harness.report(records, options.json)
+        records = bench.measure("guard", row, cases, mode="dispatched", calls=calls, rounds=rounds)
+        bench.report(records, options.json)
     watcher = client.running()
     assert watcher is not None
     seconds = 0.2 if options.smoke else 10.0

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import harness, large_model
-from benchmarks.environment import environment
+from benchmarks import large_model
+from benchmarks.start import start
+from shardkit import bench
 from shardkit.analysis import census, explain, lint
 from shardkit.analysis.jaxpr.census import traced
 
@@ -39,7 +40,7 @@ def seconds(read: Callable[..., Any], model: str, fsdp: int, tp: int) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the median of `--rounds` readings in seconds, and appends records to `--json`."""
-    options = harness.start(__doc__, argv, devices=1)
+    options = start(__doc__, argv, devices=1)
     rounds = 1 if options.smoke else options.rounds or 5
     print(f"{'step':<24}" + "".join(f"{name:>12}" for name in INSTRUMENTS))
     for model, fsdp, tp in ROWS[:1] if options.smoke else ROWS:
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if options.json:
             record = {"benchmark": "instruments", "row": row, "seconds_median": medians, "rounds": rounds}
             with options.json.open("a") as out:
-                out.write(json.dumps({**record, "environment": environment()}) + "\n")
+                out.write(json.dumps({**record, "environment": bench.environment()}) + "\n")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from benchmarks import harness
+from benchmarks.start import start
+from shardkit import bench
 from shardkit.analysis import compiled
 from shardkit.layers.attention import dot_attention
 from shardkit.models import transformer
@@ -98,7 +99,7 @@ def batch(config: transformer.Config, examples: int, tokens: int) -> Any:
     return {name: jax.random.randint(key, shape, 0, config.vocabulary) for name, key in zip(names, keys, strict=True)}
 
 
-def variants(row: Row, mesh: Mesh, config: transformer.Config, examples: int, tokens: int) -> list[harness.Variant]:
+def variants(row: Row, mesh: Mesh, config: transformer.Config, examples: int, tokens: int) -> list[bench.Case]:
     """The steps of a row, with the same parameters, optimizer and batch; plain jit first."""
     optimizer = optax.adamw(LEARNING_RATE)
     grad_fn = sk.value_and_grad(transformer.loss_fn(config, row.axes))
@@ -117,7 +118,7 @@ def variants(row: Row, mesh: Mesh, config: transformer.Config, examples: int, to
     steps = [theirs("jit", transformer.loss_fn(config)), theirs("jit, all", pinned(by_layer=False))]
     steps += [theirs("jit, all, by layer", pinned(by_layer=True))] if len(row.plans) > 1 else []
     each_own = zip(ours.items(), states, strict=True)  # whole and by layer, another dim of a leaf may be split
-    steps += [harness.Variant(name, each.step, own, (data,), results) for (name, each), own in each_own]
+    steps += [bench.Case(name, each.step, own, (data,), results) for (name, each), own in each_own]
     return steps
 
 
@@ -131,7 +132,7 @@ def pin(shardings: Any) -> Pin:
     return lambda tree: jax.lax.with_sharding_constraint(tree, shardings)
 
 
-def partitioned(optimizer: Any, carry: Any, data: Any, update: Any, name: str, loss_fn: Any) -> harness.Variant:
+def partitioned(optimizer: Any, carry: Any, data: Any, update: Any, name: str, loss_fn: Any) -> bench.Case:
     """The step on global arrays, as one writes it for one device, with the layouts of its arguments and results."""
 
     def step(carry: Any, data: Any) -> tuple[Any, Any]:
@@ -150,7 +151,7 @@ def partitioned(optimizer: Any, carry: Any, data: Any, update: Any, name: str, l
     given = jax.tree.map(lambda x: x.sharding, data)
     whole = NamedSharding(jax.tree.leaves(given)[0].mesh, P())
     jitted = jax.jit(step, in_shardings=(held, given), out_shardings=(held, whole), donate_argnums=0)
-    return harness.Variant(name, jitted, carry, (data,))
+    return bench.Case(name, jitted, carry, (data,))
 
 
 def pinned_loss(config: transformer.Config, mesh: Mesh, seen: Any, split: Any, axes: Axes, *, by_layer: bool) -> Any:
@@ -196,7 +197,7 @@ def pinned_loss(config: transformer.Config, mesh: Mesh, seen: Any, split: Any, a
     return loss
 
 
-def sizes(variant: harness.Variant) -> dict[str, float]:
+def sizes(variant: bench.Case) -> dict[str, float]:
     """Bytes that a device sends in a step, as written (0 where nothing is) and as compiled, and its temporaries."""
     found = compiled(variant.step, variant.carry, *variant.args)
     return {
@@ -206,10 +207,10 @@ def sizes(variant: harness.Variant) -> dict[str, float]:
     }
 
 
-def line(record: harness.Record) -> str:
+def line(record: bench.Record) -> str:
     """A record as a row of the table, without times where it has none."""
     written = f"{record['written_bytes'] / MIB:.1f}" if record["written_bytes"] else ""
-    cells = [record["row"], record["variant"], written]
+    cells = [record["row"], record["case"], written]
     cells += [f"{record[name] / MIB:.1f}" for name in ("wire_bytes", "temp_bytes")]
     if "wall_ratio_median" in record:
         cells += [f"{record[f'{clock}_ratio_median']:.2f}" for clock in ("wall", "cpu")]
@@ -219,7 +220,7 @@ def line(record: harness.Record) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the table."""
-    options = harness.start(__doc__, argv, devices=8, explain="count bytes instead of timing")
+    options = start(__doc__, argv, devices=8, explain="count bytes instead of timing")
     config = transformer.Config(layers=2, dim=64, heads=8) if options.smoke else CONFIG
     calls, rounds = (1, 1) if options.smoke else (options.calls or 2, options.rounds or 15)
     head = ["held", "step", "sent, as written", "sent, MiB", "temp, MiB"]
@@ -230,11 +231,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             continue
         mesh = sk.make_mesh(**each_row.mesh)
         steps = variants(each_row, mesh, config, examples=mesh.size, tokens=16 if options.smoke else 128)
-        records = [{"benchmark": "partitioner", "row": row, "variant": each.name, **sizes(each)} for each in steps]
+        records = [{"benchmark": "partitioner", "row": row, "case": each.name, **sizes(each)} for each in steps]
         if not options.explain:
-            timed = harness.measure("partitioner", row, steps, calls=calls, rounds=rounds, tolerance=1e-4)
+            timed = bench.measure("partitioner", row, steps, calls=calls, rounds=rounds, tolerance=1e-4)
             records = [one | times for one, times in zip(records, timed, strict=True)]
-        harness.report(records, options.json, line)
+        bench.report(records, options.json, line)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from benchmarks import harness
+from benchmarks.start import start
+from shardkit import bench
 from shardkit.layout import table
 
 STAGES = 8
@@ -114,7 +115,7 @@ def steps(mesh: Any, microbatches: int, only: Sequence[str] = ()) -> dict[str, C
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures every form on simulated devices, or compiles them for a TPU."""
-    options = harness.start(__doc__, argv, devices=STAGES, memory="compile for TPU v5e:2x4 and print memory")
+    options = start(__doc__, argv, devices=STAGES, memory="compile for TPU v5e:2x4 and print memory")
     if options.memory:
         return memory(smoke=options.smoke)
     dim, rows = (8, 2) if options.smoke else (256, 64)
@@ -126,10 +127,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         zero = jax.device_put(jnp.float32(0), NamedSharding(mesh, P()))
         variants = [
-            harness.Variant(name, lambda carry, *args, step=step: (carry, step(*args)), zero, (params, batch))
+            bench.Case(name, lambda carry, *args, step=step: (carry, step(*args)), zero, (params, batch))
             for name, step in steps(mesh, microbatches).items()
         ]
-        records = harness.measure(
+        records = bench.measure(
             "pipeline",
             f"{microbatches} microbatches",
             variants,
@@ -138,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rounds=options.rounds or (1 if options.smoke else 10),
             donate=False,
         )
-        harness.report(records, options.json)
+        bench.report(records, options.json)
 
 
 def memory(smoke: bool) -> None:

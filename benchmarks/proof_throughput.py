@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import hypothesis
 import numpy as np
 
-from benchmarks import harness
-from benchmarks.environment import environment
+from benchmarks.start import start
+from shardkit import bench
 from shardkit.testing import Chain, emulate, programs
 
 
@@ -46,7 +46,7 @@ def prove(examples: int) -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the rate, and appends a record to `--json`; `--calls` is the number of examples."""
-    options = harness.start(__doc__, argv, devices=1)
+    options = start(__doc__, argv, devices=1)
     asked = 3 if options.smoke else options.calls or 300
     prove(1)  # what is paid once: imports, the first compilation
     wall, cpu = time.perf_counter(), time.process_time()
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "examples": examples,
         "examples_per_second": examples / wall,
         "examples_per_cpu_second": examples / cpu,
-        "environment": environment(),
+        "environment": bench.environment(),
     }
     print(f"{examples} examples: {examples / wall:.1f} a second, {examples / cpu:.1f} a second of CPU time")
     if options.json:

@@ -17,7 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from benchmarks import harness
+from benchmarks.start import start
+from shardkit import bench
 from shardkit.analysis.hlo.differences import compiled
 
 ROWS = {
@@ -48,14 +49,14 @@ def moves(mesh: Mesh, source: P, target: P) -> dict[str, Move]:
     }
 
 
-def variant(name: str, move: Move, x: jax.Array) -> harness.Variant:
+def variant(name: str, move: Move, x: jax.Array) -> bench.Case:
     """Moves the same array at every call, from Python as users do."""
 
     def step(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         return carry, move(x)
 
     step.lower = None  # type: ignore[attr-defined]  # the harness must not jit it: device_put would be another program
-    return harness.Variant(name, step, jnp.zeros(()), (x,), lambda _, moved: moved)
+    return bench.Case(name, step, jnp.zeros(()), (x,), lambda _, moved: moved)
 
 
 def sizes(move: Move, x: jax.Array) -> dict[str, float]:
@@ -65,9 +66,9 @@ def sizes(move: Move, x: jax.Array) -> dict[str, float]:
     return {"wire_bytes": float(sum(row.total for row in found.rows)), "temp_bytes": found.memory.temp}
 
 
-def line(record: harness.Record) -> str:
+def line(record: bench.Record) -> str:
     """A record as a row of the table."""
-    cells = [record["row"], record["variant"], f"{record['least_bytes'] / MIB:.2f}"]
+    cells = [record["row"], record["case"], f"{record['least_bytes'] / MIB:.2f}"]
     cells += [f"{record['wire_bytes'] / MIB:.2f}", f"{record['temp_bytes'] / record['shards_bytes']:.2f}"]
     cells += [f"{record[name]:.2f}" for name in ("wall_us_median", "wall_ratio_median") if name in record]
     return f"| {' | '.join(cells)} |"
@@ -75,7 +76,7 @@ def line(record: harness.Record) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the table."""
-    options = harness.start(__doc__, argv, devices=8, explain="count bytes instead of timing")
+    options = start(__doc__, argv, devices=8, explain="count bytes instead of timing")
     mesh = sk.make_mesh(data=2, model=-1)
     size = 64 if options.smoke else 2048
     head = ["change", "by", "least, MiB", "sent, MiB", "temp, of two shards"]
@@ -88,19 +89,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         [move] = sk.reshard_steps(x, source, target, mesh=mesh).leaves
         both = (move.found.held[0] + move.found.held[-1]) * 4
         each = moves(mesh, source, target)
-        records: list[harness.Record] = [
-            {"benchmark": "reshard", "row": row, "variant": name, "least_bytes": move.least, "shards_bytes": both}
+        records: list[bench.Record] = [
+            {"benchmark": "reshard", "row": row, "case": name, "least_bytes": move.least, "shards_bytes": both}
             | sizes(fn, x)
             for name, fn in each.items()
         ]
         if not options.explain:
             steps = [variant(name, fn, x) for name, fn in each.items()]
             calls, rounds = (1, 1) if options.smoke else (options.calls or 3, options.rounds or 15)
-            timed = harness.measure(
+            timed = bench.measure(
                 "reshard", row, steps, mode="dispatched", calls=calls, rounds=rounds, donate=False, tolerance=0
             )
             records = [one | times for one, times in zip(records, timed, strict=True)]
-        harness.report(records, options.json, line)
+        bench.report(records, options.json, line)
 
 
 if __name__ == "__main__":

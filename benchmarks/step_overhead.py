@@ -26,7 +26,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from benchmarks import harness
+from benchmarks.start import start
+from shardkit import bench
 from shardkit.models import transformer
 
 TARGET = 1.05
@@ -74,16 +75,16 @@ def small_transformer(dim: int = 64, examples: int = 16, tokens: int = 32) -> Mo
     return Model("transformer", transformer.loss_fn(config), transformer.init(key, config), batch, calls=10)
 
 
-def built(model: Model, optimizer: Any, mesh: Mesh) -> harness.Variant:
+def built(model: Model, optimizer: Any, mesh: Mesh) -> bench.Case:
     """The step from the builder."""
     grad_fn = sk.value_and_grad(model.loss_fn)
     init, step = sk.make_train_step(grad_fn, optimizer, mesh=mesh, plan=sk.dp("data"))
     batch = jax.device_put(model.batch, NamedSharding(mesh, P("data")))
     state = init(model.params, jax.random.key(2))
-    return harness.Variant("builder", step, state, (batch,), lambda s, metrics: (s.params, s.opt_state, metrics))
+    return bench.Case("builder", step, state, (batch,), lambda s, metrics: (s.params, s.opt_state, metrics))
 
 
-def by_hand(model: Model, optimizer: Any, mesh: Mesh, name: str) -> harness.Variant:
+def by_hand(model: Model, optimizer: Any, mesh: Mesh, name: str) -> bench.Case:
     """The same step as a careful reader of jax's documentation would write it for one axis."""
 
     def sums(params: Any, batch: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
@@ -105,7 +106,7 @@ def by_hand(model: Model, optimizer: Any, mesh: Mesh, name: str) -> harness.Vari
     return _variant(name, on_mesh, optimizer, carry, batch)
 
 
-def on_one_device(model: Model, optimizer: Any, device: jax.Device, name: str) -> harness.Variant:
+def on_one_device(model: Model, optimizer: Any, device: jax.Device, name: str) -> bench.Case:
     """A plain jitted step without a mesh."""
 
     def gradient(params: Any, batch: Any) -> tuple[Any, Any]:
@@ -121,7 +122,7 @@ def on_one_device(model: Model, optimizer: Any, device: jax.Device, name: str) -
     return _variant(name, gradient, optimizer, carry, jax.device_put(model.batch, device))
 
 
-def _variant(name: str, gradient: Callable[..., Any], optimizer: Any, carry: Any, batch: Any) -> harness.Variant:
+def _variant(name: str, gradient: Callable[..., Any], optimizer: Any, carry: Any, batch: Any) -> bench.Case:
     @partial(jax.jit, donate_argnums=0)
     def step(carry: Any, batch: Any) -> tuple[Any, Any]:
         params, opt_state = carry
@@ -129,10 +130,10 @@ def _variant(name: str, gradient: Callable[..., Any], optimizer: Any, carry: Any
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), metrics
 
-    return harness.Variant(name, step, carry, (batch,), lambda carry, metrics: (*carry, metrics))
+    return bench.Case(name, step, carry, (batch,), lambda carry, metrics: (*carry, metrics))
 
 
-def variants(model: Model, size: int) -> list[harness.Variant]:
+def variants(model: Model, size: int) -> list[bench.Case]:
     """The hand-written step, the builder's, and the hand-written one again, on the first `size` devices."""
     devices, optimizer = jax.devices()[:size], optax.adamw(LEARNING_RATE)
     mesh = sk.make_mesh(devices, data=size)
@@ -143,7 +144,7 @@ def variants(model: Model, size: int) -> list[harness.Variant]:
     return [hand(kind), built(model, optimizer, mesh), hand(f"{kind} again")]
 
 
-def counted(variant: harness.Variant) -> tuple[Counter[str], Counter[str]]:
+def counted(variant: bench.Case) -> tuple[Counter[str], Counter[str]]:
     """How often each primitive stands in the jaxpr of a step, and each opcode in the compiled program."""
     traced = variant.step.trace(variant.carry, *variant.args)
     module = traced.lower().compile().runtime_executable().hlo_modules()[0]
@@ -152,7 +153,7 @@ def counted(variant: harness.Variant) -> tuple[Counter[str], Counter[str]]:
     )
 
 
-def explain(hand: harness.Variant, builder: harness.Variant) -> str:
+def explain(hand: bench.Case, builder: bench.Case) -> str:
     """What the builder's step has more or less of than the hand-written one, before and after the compiler."""
     lines = []
     for what, a, b in zip(("equations", "instructions"), counted(hand), counted(builder), strict=True):
@@ -174,7 +175,7 @@ def _equations(jaxpr: Any) -> Counter[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the rows on as many of 8, 2 and 1 devices as there are."""
-    options = harness.start(__doc__, argv, devices=8, explain="count equations and instructions instead of timing")
+    options = start(__doc__, argv, devices=8, explain="count equations and instructions instead of timing")
     models, sizes = ([mlp(16, 8)], (2, 1)) if options.smoke else ([mlp(), small_transformer()], (8, 2, 1))
     for model, size in itertools.product(models, [n for n in sizes if n <= jax.device_count()]):
         row = f"{model.name}, {f'data={size}' if size > 1 else 'one device'}"
@@ -184,14 +185,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             continue
         calls = options.calls or (2 if options.smoke else model.calls)
         rounds = options.rounds or (2 if options.smoke else 30)
-        for mode in harness.MODES:
-            records = harness.measure("step_overhead", row, rows, mode=mode, calls=calls, rounds=rounds, tolerance=1e-4)
-            harness.report(records, options.json)
+        for mode in bench.MODES:
+            records = bench.measure("step_overhead", row, rows, mode=mode, calls=calls, rounds=rounds, tolerance=1e-4)
+            bench.report(records, options.json)
             if not options.smoke:
                 print(verdict(records[1]), flush=True)
 
 
-def verdict(record: harness.Record) -> str:
+def verdict(record: bench.Record) -> str:
     """Whether the builder's median ratios are within the target."""
     wall, cpu = record["wall_ratio_median"], record["cpu_ratio_median"]
     return f"builder {wall:.3f} wall, {cpu:.3f} CPU: target {TARGET} {'met' if max(wall, cpu) <= TARGET else 'missed'}"

@@ -166,7 +166,7 @@ __all__ = [
     "zigzag",
 ]
 
-_LAZY = ("analysis", "cost", "models", "planner", "runtime", "schedules", "testing", "viz")
+_LAZY = ("analysis", "bench", "cost", "models", "planner", "runtime", "schedules", "testing", "viz")
 
 
 def __getattr__(name: str) -> _Any:

@@ -39,6 +39,7 @@ FLOORS = [
     ["runtime/checkpoint"],
     ["runtime/weights"],
     ["runtime"],
+    ["bench"],
     ["cli"],
     ["__main__"],
 ]

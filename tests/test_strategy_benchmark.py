@@ -4,7 +4,8 @@ import jax
 import pytest
 
 import shardkit as sk
-from benchmarks import harness, partitioner
+from benchmarks import partitioner
+from shardkit import bench
 from shardkit.models import transformer
 
 STRATEGIES = {
@@ -23,8 +24,8 @@ def test_every_strategy_is_timed_against_jit_and_gives_its_numbers(row):
     mesh = sk.make_mesh(**each.mesh)
     with jax.numpy_dtype_promotion("standard"):  # optax does not trace under strict promotion
         steps = partitioner.variants(each, mesh, config, examples=mesh.size, tokens=4)
-        records = harness.measure("partitioner", row, steps, calls=1, rounds=1, tolerance=1e-4)
-    names = [record["variant"] for record in records]
+        records = bench.measure("partitioner", row, steps, calls=1, rounds=1, tolerance=1e-4)
+    names = [record["case"] for record in records]
     assert names[0] == "jit" and [name for name in names if not name.startswith("jit")] == STRATEGIES[row]
     assert all(record["wall_us_median"] > 0 and record["wall_ratio_median"] > 0 for record in records)
     assert all(record["baseline"] == "jit" for record in records)

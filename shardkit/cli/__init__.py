@@ -1,4 +1,4 @@
-"""The `shardkit` command: train, evaluate, sample, launch, doctor, lint, audit, aot, draw, soak; a file for each.
+"""The `shardkit` command; a file for each of its subcommands.
 
 Start with `train.py`. Imports everything; nothing imports it.
 """
@@ -38,6 +38,7 @@ def _main() -> None:
     except ImportError:
         sys.exit(_NEEDS)
     from shardkit.cli import aot, audit, doctor, draw, evaluate, launch, lint, sample, soak, train
+    from shardkit.cli.bench import bench, benches
 
     commands: dict[str, Any] = {
         "train": train.train,
@@ -50,9 +51,11 @@ def _main() -> None:
         "aot": aot.aot,
         "draw": draw.draw,
         "soak": soak.soak,
+        "bench": bench,
     }
     try:
-        code = _run(commands)
+        of_bench = sys.argv[1:2] == ["bench"]
+        code = _run(benches(), "shardkit bench", str(bench.__doc__), sys.argv[2:]) if of_bench else _run(commands)
         from shardkit.runtime.cluster.join import finish
 
         finish(code)
@@ -65,14 +68,20 @@ def _main() -> None:
         _end(error, 2)
 
 
-def _run(commands: dict[str, Any]) -> int:
+def _run(
+    commands: dict[str, Any],
+    prog: str = "shardkit",
+    description: str = "Explicit collectives for JAX.",
+    args: list[str] | None = None,
+) -> int:
     import tyro
 
     try:
         return tyro.extras.subcommand_cli_from_dict(
             commands,
-            prog="shardkit",
-            description="Explicit collectives for JAX.",
+            prog=prog,
+            description=description,
+            args=args,
             config=(tyro.conf.OmitArgPrefixes,),
         )
     except SystemExit as ended:

@@ -1,4 +1,4 @@
-"""Where a benchmark ran: what a reader needs to judge its numbers."""
+"""Where a benchmark ran: what a reader needs to judge its numbers, and a loop whose time says how fast it was then."""
 
 from __future__ import annotations
 
@@ -6,15 +6,30 @@ import datetime
 import os
 import platform
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import jax
 import jaxlib
+import numpy as np
+
+import shardkit
+
+_NUMBERS = np.arange(2**18, dtype=np.uint32) * np.uint32(2654435761)  # Knuth's multiplier: in no order
 
 
 def environment() -> dict[str, Any]:
-    """Where and with what this runs; the name of the machine is left out."""
+    """Where and with what this runs.
+
+    Returns:
+        A dict of JSON values: date, versions, devices, cores, load, flags, the commit, and the CPU microseconds of
+        `calibration`. The name of the machine is left out.
+
+    Example:
+        >>> sk.bench.environment()["device_count"]
+        8
+    """
     device = jax.devices()[0]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -22,6 +37,7 @@ def environment() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load_average_1min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "python": platform.python_version(),
+        "shardkit": shardkit.__version__,
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "platform": device.platform,
@@ -29,8 +45,26 @@ def environment() -> dict[str, Any]:
         "device_kind": device.device_kind,
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
         "NPROC": os.environ.get("NPROC", ""),
+        "LIBTPU_INIT_ARGS": os.environ.get("LIBTPU_INIT_ARGS", ""),
+        "processes": jax.process_count(),
+        "calibration_cpu_us": round(min(calibration() for _ in range(5)), 1),
         "git_commit": _git_commit(),
     }
+
+
+def calibration() -> float:
+    """CPU microseconds of a fixed piece of work on one core (a sort of 2^18 integers), to compare machines and hours.
+
+    Returns:
+        Microseconds of CPU time of this thread; about 2,000 to 20,000.
+
+    Example:
+        >>> sk.bench.calibration() > 0
+        True
+    """
+    begun = time.thread_time()
+    np.sort(_NUMBERS)
+    return (time.thread_time() - begun) * 1e6
 
 
 def _cpu_model() -> str:

@@ -1,0 +1,31 @@
+"""Measurements that a shared machine cannot easily spoil: what `shardkit bench` runs, for kernels of your own too.
+
+Start with `measure.py`. Imports everything but `cli/`; only `cli/` and the files in `benchmarks/` import it.
+"""
+
+from shardkit.bench.compare import Change, Comparison, compare
+from shardkit.bench.environment import calibration, environment
+from shardkit.bench.measure import MODES, Case, Sample, disagreement, interleaved, measure, summarise
+from shardkit.bench.records import FORMAT, Record, read, report, table, write, write_csv
+
+__all__ = [
+    "FORMAT",
+    "MODES",
+    "Case",
+    "Change",
+    "Comparison",
+    "Record",
+    "Sample",
+    "calibration",
+    "compare",
+    "disagreement",
+    "environment",
+    "interleaved",
+    "measure",
+    "read",
+    "report",
+    "summarise",
+    "table",
+    "write",
+    "write_csv",
+]

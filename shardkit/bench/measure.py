@@ -1,0 +1,278 @@
+"""Measures cases of one computation against each other, in a way that a shared machine cannot easily spoil.
+
+Every round runs each case once, in an order that rotates, from the same starting values; ratios to the baseline are
+taken round by round, so that what slows the machine down for a while slows both sides of a ratio. Each round's results
+are compared with what is expected, outside the timed part: a row whose cases are wrong is an error, not a number.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardkit import _check
+from shardkit.bench.environment import calibration, environment
+from shardkit.bench.records import FORMAT, VERSION, Record
+
+MODES = ("inside", "dispatched")
+STATISTICS = (("median", 50), ("p10", 10), ("p90", 90), ("p99", 99), ("min", 0), ("max", 100))
+T = TypeVar("T")
+
+
+class Case(NamedTuple):
+    """One way to compute a row.
+
+    Attributes:
+        name: how it is listed.
+        step: `step(carry, *args) -> (carry, value)`, what one call does; the carry feeds the next call and the value
+            may be None. A function that is jitted already is dispatched as it is, with its own donation.
+        carry: the carry that every round starts from; it is copied, so donation does not consume it.
+        args: arrays that each call is given, after the carry.
+        checked: `checked(carry, value) -> pytree of arrays`: what is compared after the last call of a round, outside
+            the timed part. By default both.
+        expected: what `checked` must return, as a pytree of arrays; None: what the baseline returns.
+
+    Example:
+        >>> double = sk.bench.Case("double", lambda x: (2 * x, None), jnp.ones(4))
+        >>> add = sk.bench.Case("add", lambda x: (x + x, None), jnp.ones(4))
+        >>> [record["case"] for record in sk.bench.measure("doubling", "4 numbers", [double, add], calls=2, rounds=2)]
+        ['double', 'add']
+    """
+
+    name: str
+    step: Callable[..., tuple[Any, Any]]
+    carry: Any
+    args: tuple[Any, ...] = ()
+    checked: Callable[[Any, Any], Any] = lambda carry, value: (carry, value)
+    expected: Any = None
+
+
+class Sample(NamedTuple):
+    """What one case took in one round: microseconds a call, wall clock and CPU time of the process (all threads)."""
+
+    wall_us: float
+    cpu_us: float
+
+
+def measure(
+    benchmark: str,
+    row: str,
+    cases: Sequence[Case],
+    *,
+    mode: str = "inside",
+    calls: int = 20,
+    rounds: int = 20,
+    donate: bool = True,
+    tolerance: float = 1e-5,
+    fields: Mapping[str, Mapping[str, Any]] | None = None,
+    refuse: bool = True,
+) -> list[Record]:
+    """Measures the cases of one row; the first one is the baseline.
+
+    Args:
+        benchmark: the name of the benchmark, for the records.
+        row: what is computed, for example "mlp, data=8".
+        cases: at least one, with different names.
+        mode: "inside" (a loop inside one jit) or "dispatched" (calls from Python, dispatch included).
+        calls: calls of each case in each round; times are divided by it.
+        rounds: timed rounds, after one untimed round that compiles.
+        donate: donate the carry, to the loop or to each call.
+        tolerance: largest accepted difference from what is expected, relative to its largest element.
+        fields: by the name of a case, further JSON values for its record.
+        refuse: raise where a case is wrong; False: its record says so, in "wrong".
+
+    Returns:
+        One record per case. Times are microseconds a call; ratios are to the baseline within the same round;
+        "wrong" counts elements outside of the tolerance, in the worst round; "samples" holds each round's times, and
+        the CPU time of `calibration` beside it.
+
+    Raises:
+        ValueError: an unknown mode, names that are not different, or cases that are wrong.
+
+    Example:
+        >>> case = sk.bench.Case("double", lambda x: (2 * x, None), jnp.ones(4), expected=(4 * np.ones(4), None))
+        >>> [record] = sk.bench.measure("doubling", "4 numbers", [case], calls=2, rounds=3)
+        >>> record["wrong"], record["wall_ratio_median"], len(record["samples"]["cpu_us"])
+        (0, 1.0, 3)
+    """
+    _check.one_of("measure", "mode", mode, MODES)
+    names = [case.name for case in cases]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"measure: cases must have different names; got {names}. Name each of them.")
+    prepare = _inside if mode == "inside" else _dispatched
+    runs = {case.name: _timed(case, prepare(case, calls, donate), calls) for case in cases}
+    expected = {case.name: case.expected for case in cases if case.expected is not None}
+    samples: list[dict[str, Sample]] = []
+    calibrations: list[float] = []
+    worst = dict.fromkeys(names, (0.0, 0))
+    for number, results in enumerate(interleaved(runs, rounds + 1)):
+        known = dict.fromkeys(names, results[names[0]][1]) | expected
+        for name, (_, value) in results.items():
+            error, path, wrong = difference(value, known[name], tolerance)
+            if wrong and refuse:
+                raise _wrong(f"{row} ({mode})", name, names[0], name in expected, error, path, tolerance)
+            worst[name] = (max(worst[name][0], error), max(worst[name][1], wrong))
+        if number:  # the first one compiled
+            samples.append({name: sample for name, (sample, _) in results.items()})
+            calibrations.append(round(calibration(), 1))
+    numbers = summarise(samples, names[0])
+    shared = {"format": FORMAT, "version": VERSION, "benchmark": benchmark, "row": row, "mode": mode}
+    shared |= {"baseline": names[0], "calls": calls, "rounds": rounds, "donate": donate}
+    shared |= {"tolerance_relative": tolerance}
+    here = environment()
+    return [
+        {
+            **shared,
+            "case": name,
+            **numbers[name],
+            "disagreement_relative_max": worst[name][0],
+            "wrong": worst[name][1],
+            **(fields or {}).get(name, {}),
+            "samples": {
+                **{key: [round(getattr(each[name], key), 3) for each in samples] for key in Sample._fields},
+                "calibration_cpu_us": calibrations,
+            },
+            "environment": here,
+        }
+        for name in names
+    ]
+
+
+def interleaved(runs: Mapping[str, Callable[[], T]], rounds: int) -> Iterator[dict[str, T]]:
+    """Runs each function once a round and yields the results by name; each round starts one function further on.
+
+    Args:
+        runs: the functions by name.
+        rounds: how often each is called.
+
+    Returns:
+        An iterator over rounds, of results by name.
+
+    Example:
+        >>> list(sk.bench.interleaved({"a": lambda: 1, "b": lambda: 2}, 2))
+        [{'a': 1, 'b': 2}, {'a': 1, 'b': 2}]
+    """
+    names = list(runs)
+    for number in range(rounds):
+        first = number % len(names)
+        results = {name: runs[name]() for name in names[first:] + names[:first]}
+        yield {name: results[name] for name in names}
+
+
+def summarise(samples: Sequence[Mapping[str, Sample]], baseline: str) -> dict[str, dict[str, float]]:
+    """Median, percentiles and extremes of each case's times and of its ratios, each taken within one round.
+
+    Args:
+        samples: for each round, the samples by case.
+        baseline: the case that ratios are to.
+
+    Returns:
+        By case: `wall_us_median`, `_p10`, `_p90`, `_p99`, `_min`, `_max`, the same with `cpu`, and with `ratio`.
+
+    Example:
+        >>> rounds = [{"a": sk.bench.Sample(10, 10), "b": sk.bench.Sample(20, 10)}]
+        >>> sk.bench.summarise(rounds, "a")["b"]["wall_ratio_median"]
+        2.0
+    """
+    out: dict[str, dict[str, float]] = {}
+    for name in samples[0]:
+        out[name] = {}
+        for clock in ("wall", "cpu"):
+            own = np.array([getattr(each[name], f"{clock}_us") for each in samples])
+            base = np.array([getattr(each[baseline], f"{clock}_us") for each in samples])
+            for kind, values in (("us", own), ("ratio", own / np.maximum(base, 1e-9))):
+                for label, q in STATISTICS:
+                    out[name][f"{clock}_{kind}_{label}"] = round(float(np.percentile(values, q)), 4)
+    return out
+
+
+def disagreement(value: Any, reference: Any) -> tuple[float, str]:
+    """The largest difference of two pytrees, relative to the largest element of the reference's leaf, and its path.
+
+    Args:
+        value: a pytree of arrays.
+        reference: what it should be.
+
+    Returns:
+        (difference, path). The difference is infinite where a leaf is missing, has another shape, or is not finite.
+
+    Example:
+        >>> sk.bench.disagreement({"a": np.array([2.0, 4.0])}, {"a": np.array([1.0, 4.0])})
+        (0.25, "['a']")
+    """
+    return difference(value, reference, 0.0)[:2]
+
+
+def difference(value: Any, reference: Any, tolerance: float) -> tuple[float, str, int]:
+    """`disagreement`, and the number of elements outside of the tolerance."""
+    found, known = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (value, reference))
+    if found.keys() != known.keys():
+        return np.inf, "(another tree)", sum(np.size(x) for x in known.values()) or 1
+    errors = [(*_relative(found[path], known[path], tolerance), jax.tree_util.keystr(path)) for path in known]
+    worst = max(errors, default=(0.0, 0, ""), key=lambda each: each[0])
+    return worst[0], worst[2], sum(wrong for _, wrong, _ in errors)
+
+
+def _inside(case: Case, calls: int, donate: bool) -> Callable[..., tuple[Any, Any]]:
+    def loop(carry: Any, *args: Any) -> tuple[Any, Any]:
+        shapes = jax.eval_shape(case.step, carry, *args)[1]
+        nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return jax.lax.fori_loop(0, calls, lambda _, both: case.step(both[0], *args), (carry, nothing))
+
+    return jax.jit(loop, donate_argnums=(0,) if donate else ())
+
+
+def _dispatched(case: Case, calls: int, donate: bool) -> Callable[..., tuple[Any, Any]]:
+    jitted = hasattr(case.step, "lower")
+    step = case.step if jitted else jax.jit(case.step, donate_argnums=(0,) if donate else ())
+
+    def loop(carry: Any, *args: Any) -> tuple[Any, Any]:
+        value = None
+        for _ in range(calls):
+            carry, value = step(carry, *args)
+        return carry, value
+
+    return loop
+
+
+def _timed(case: Case, loop: Callable[..., tuple[Any, Any]], calls: int) -> Callable[[], tuple[Sample, Any]]:
+    shardings = jax.tree.map(lambda x: x.sharding, case.carry)
+    copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)
+
+    def run() -> tuple[Sample, Any]:
+        carry = jax.block_until_ready(copy(case.carry))
+        gc.disable()  # as timeit does: a collection would fall on one case by chance
+        try:
+            wall, cpu = time.perf_counter(), time.process_time()
+            out = jax.block_until_ready(loop(carry, *case.args))
+            sample = Sample((time.perf_counter() - wall) * 1e6 / calls, (time.process_time() - cpu) * 1e6 / calls)
+        finally:
+            gc.enable()
+        return sample, jax.tree.map(np.asarray, case.checked(*out))
+
+    return run
+
+
+def _wrong(row: str, name: str, baseline: str, known: bool, error: float, path: str, tolerance: float) -> ValueError:
+    other = "what is expected" if known else repr(baseline)
+    return ValueError(
+        f"measure: {'results' if known else 'cases'} must agree within {tolerance:.1e} of the largest element; in row "
+        f"{row!r}, {name!r} differs from {other} by {error:.1e}{f' in leaf {path}' if path else ''}. No time is "
+        "reported: make both compute the same, or pass a larger tolerance."
+    )
+
+
+def _relative(value: Any, reference: Any, tolerance: float) -> tuple[float, int]:
+    a, b = (np.asarray(x).astype(np.float64) for x in (value, reference))
+    if a.shape != b.shape or not np.isfinite(b).all():
+        return np.inf, max(1, b.size)
+    errors, size = np.abs(a - b), np.abs(b).max(initial=0)
+    relative = np.where(errors == 0, 0.0, errors / size if size else np.inf)
+    relative = np.where(np.isfinite(a), relative, np.inf)
+    return float(relative.max(initial=0)), int((relative > tolerance).sum())

@@ -1,0 +1,129 @@
+"""Records of measurements: versioned JSON lines, CSV, and tables as text."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+FORMAT = "shardkit-bench"
+VERSION = 1
+_KEYS = ("benchmark", "row", "case", "environment")
+
+
+def write(records: Sequence[Record], file: Path) -> None:
+    """Appends records to a file, one JSON line each.
+
+    Args:
+        records: of `measure`.
+        file: the file; it need not exist.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as out:
+        out.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def read(file: Path | str) -> list[Record]:
+    """The records in a file that `write` made.
+
+    Args:
+        file: its path.
+
+    Returns:
+        Records, in the order of the file.
+
+    Raises:
+        ValueError: a file that cannot be read, a line that is no record, or a record of another version.
+    """
+    try:
+        lines = Path(file).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"bench: {file} must be a file of results; it cannot be read ({type(error).__name__}). Check the path."
+        ) from error
+    found = [_parsed(line, number, file) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise ValueError(f"bench: {file} must hold at least one result; it has none. Run the benchmark with --json.")
+    return found
+
+
+def _parsed(line: str, number: int, file: Path | str) -> Record:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise ValueError(
+            f"bench: each line of {file} must be a result of shardkit bench; line {number} is not. Pass a file that "
+            "--json wrote."
+        )
+    if record.get("version") != VERSION:
+        raise ValueError(
+            f"bench: results must be of version {VERSION}; line {number} of {file} is of version "
+            f"{record.get('version')!r}. Run the benchmark again with this shardkit."
+        )
+    missing = [key for key in _KEYS if key not in record]
+    if missing:
+        raise ValueError(
+            f"bench: a result must have {', '.join(_KEYS)}; line {number} of {file} lacks {', '.join(missing)}. Pass a "
+            "file as --json wrote it."
+        )
+    return record
+
+
+def write_csv(records: Sequence[Record], file: Path) -> None:
+    """Writes records as CSV, without samples, with the environment's values in columns of their own.
+
+    Args:
+        records: of `measure` or `read`.
+        file: the file; what it held is replaced.
+    """
+    rows = [
+        {key: value for key, value in record.items() if not isinstance(value, dict | list)}
+        | {f"environment_{key}": value for key, value in record["environment"].items()}
+        for record in records
+    ]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w", newline="") as out:
+        writer = csv.DictWriter(out, list(dict.fromkeys(key for row in rows for key in row)))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def report(records: Sequence[Record], file: Path | None = None, line: Callable[[Record], str] | None = None) -> None:
+    """Prints records as a table, or each as this line of one, and, given a file, appends them to it as JSON lines.
+
+    Args:
+        records: of one row.
+        file: where to append them.
+        line: a record as a line of a table.
+    """
+    print("\n".join(map(line, records)) if line else "\n" + table(records), flush=True)  # noqa: T201
+    if file is not None:
+        write(records, file)
+
+
+def table(records: Sequence[Record]) -> str:
+    """The records of one row as plain text: microseconds a call and ratios, each as median [p10, p90].
+
+    Args:
+        records: of one call of `measure`.
+
+    Returns:
+        Lines of text.
+    """
+    head = ["case", "wall us", "CPU us", "wall ratio", "CPU ratio"]
+    columns = (("wall_us", 1), ("cpu_us", 1), ("wall_ratio", 3), ("cpu_ratio", 3))
+    lines = [head] + [[r["case"], *(_spread(r, *column) for column in columns)] for r in records]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    body = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+    r = records[0]
+    return "\n".join([f"{r['row']} ({r['mode']}, {r['calls']} calls x {r['rounds']} rounds)", *body])
+
+
+def _spread(record: Record, key: str, digits: int) -> str:
+    median, low, high = (f"{record[f'{key}_{label}']:.{digits}f}" for label in ("median", "p10", "p90"))
+    return f"{median} [{low}, {high}]"

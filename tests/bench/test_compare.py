@@ -1,0 +1,147 @@
+"""Two files of results: read, refused, and compared in a way that noise does not fool."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+from shardkit import bench
+from shardkit.cli.bench.compare import Options, compare
+
+
+def run(ratio=1.0, *, seed=0, rounds=20, noise=0.03, speed=1.0, **changes):
+    """The records of a run with two cases whose times are drawn: `ratio` is the second one's, `speed` the machine's."""
+    generator = np.random.default_rng(seed)
+    hour = speed * (1 + 0.3 * generator.random(rounds))  # what slows a round down slows all of it
+
+    def times(us):
+        return [float(t) for t in us * hour * (1 + noise * generator.standard_normal(rounds))]
+
+    calibrated = times(5000)
+    return [
+        {
+            "format": bench.FORMAT,
+            "version": 1,
+            "benchmark": "test",
+            "row": "a row",
+            "mode": "inside",
+            "case": name,
+            "baseline": "base",
+            "wrong": 0,
+            "environment": {"platform": "cpu"},
+            "samples": {"cpu_us": times(us), "wall_us": times(us), "calibration_cpu_us": calibrated},
+            **changes,
+        }
+        for name, us in (("base", 100), ("other", 150 * ratio))
+    ]
+
+
+def verdicts(old, new, **options):
+    return [change.verdict for change in bench.compare(old, new, **options).changes]
+
+
+@pytest.mark.check
+def test_a_slower_hour_is_not_a_slower_program():
+    assert verdicts(run(), run(seed=1, speed=1.5)) == ["equal", "equal"]
+
+
+@pytest.mark.check
+def test_a_tenth_is_found_and_noise_is_not():
+    """Nine of ten planted slowdowns of 10 % at least; of fifty equal runs, none is called slower or faster."""
+    found = [verdicts(run(seed=2 * i), run(1.1, seed=2 * i + 1))[1] for i in range(20)]
+    assert found.count("slower") >= 18
+    same = [verdict for i in range(50) for verdict in verdicts(run(seed=2 * i), run(seed=2 * i + 1))]
+    assert set(same) == {"equal"}
+    assert verdicts(run(), run(0.9, seed=1))[1] == "faster"
+
+
+@pytest.mark.check
+def test_the_interval_holds_the_change_and_the_threshold_decides():
+    compared = bench.compare(run(), run(1.1, seed=1))
+    other = compared.changes[1]
+    assert other.low < 0.1 < other.high and other.high - other.low < 0.12
+    assert compared.regressed and other.measure == "cpu, base" and compared.changes[0].measure == "cpu, calibration"
+    assert str(compared).splitlines()[-1] == "1 of 2 slower by more than 5%"
+    assert not bench.compare(run(), run(1.1, seed=1), threshold=0.2).regressed
+
+
+@pytest.mark.check
+def test_runs_in_one_file_are_pooled_and_new_cases_named():
+    old, new = run() + run(seed=1), run(seed=2)
+    assert verdicts(old, new) == ["equal", "equal"]
+    assert verdicts(old[:1], new) == ["equal", "only in new"]
+    assert verdicts(new, old[:1]) == ["equal", "only in old"]
+
+
+@pytest.mark.check
+def test_a_wrong_element_is_a_regression():
+    compared = bench.compare(run(), run(wrong=2))
+    assert compared.regressed
+    assert "wrong elements: a row, other: 2" in str(compared)
+
+
+@pytest.mark.check
+def test_a_threshold_must_be_positive():
+    with pytest.raises(ValueError) as error:
+        bench.compare(run(), run(), threshold=0.0)
+    assert str(error.value) == "compare: threshold must be greater than 0; got 0.0. Correct threshold."
+
+
+@pytest.mark.check
+def test_what_is_written_is_read(tmp_path):
+    file = tmp_path / "there" / "out.jsonl"
+    bench.write(run(), file)
+    bench.write(run(seed=1), file)
+    assert bench.read(file) == run() + run(seed=1)
+    bench.write_csv(bench.read(file), tmp_path / "out.csv")
+    rows = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
+    assert [row["case"] for row in rows] == ["base", "other"] * 2
+    assert rows[0]["environment_platform"] == "cpu" and "samples" not in rows[0]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "bench: {} must be a file of results; it cannot be read (FileNotFoundError). Check the path."),
+        ("", "bench: {} must hold at least one result; it has none. Run the benchmark with --json."),
+        (
+            "{",
+            "bench: each line of {} must be a result of shardkit bench; line 1 is not. Pass a file that --json wrote.",
+        ),
+        (
+            json.dumps(run()[0] | {"version": 0}),
+            "bench: results must be of version 1; line 1 of {} is of version 0. Run the benchmark again with this "
+            "shardkit.",
+        ),
+        (
+            json.dumps({"format": bench.FORMAT, "version": 1, "benchmark": "b", "row": "r"}),
+            "bench: a result must have benchmark, row, case, environment; line 1 of {} lacks case, environment. Pass a "
+            "file as --json wrote it.",
+        ),
+    ],
+)
+def test_a_file_that_is_none_is_refused(tmp_path, text, message):
+    file = tmp_path / "out.jsonl"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ValueError) as error:
+        bench.read(file)
+    assert str(error.value) == message.format(file)
+
+
+@pytest.mark.check
+def test_the_command_compares_and_ends_with_the_verdict(tmp_path, capsys):
+    for name, records in (("old", run()), ("new", run(1.2, seed=1))):
+        bench.write(records, tmp_path / name)
+    assert compare(Options(tmp_path / "old", tmp_path / "new")) == 1
+    assert "test: a row (inside)  other  cpu, base" in capsys.readouterr().out
+    assert compare(Options(tmp_path / "old", tmp_path / "old")) == 0
+    assert compare(Options(tmp_path / "old", tmp_path / "new", threshold="30%")) == 0
+    for text in ("x", "0", "100%", "-5%"):
+        with pytest.raises(ValueError) as error:
+            compare(Options(tmp_path / "none", tmp_path / "none", threshold=text))
+        assert str(error.value) == (
+            f"bench: --threshold must be a percentage between 0 and 100; got {text!r}. Write for example 5%."
+        )

@@ -1,0 +1,158 @@
+"""The measurement: its records, its order, its arithmetic and its refusals. No time is asserted."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardkit import bench
+from shardkit.bench import Case, Sample
+
+STATISTICS = [
+    f"{clock}_{kind}_{label}"
+    for clock in ("wall", "cpu")
+    for kind in ("us", "ratio")
+    for label in ("median", "p10", "p90", "p99", "min", "max")
+]
+FIELDS = {
+    *("format", "version", "benchmark", "row", "mode", "baseline", "case", "calls", "rounds", "donate"),
+    *("tolerance_relative", "disagreement_relative_max", "wrong", "samples", "environment", *STATISTICS),
+}
+ENVIRONMENT = {
+    *("date", "cpu_model", "cores", "load_average_1min", "python", "jax", "jaxlib", "platform", "device_count"),
+    *(
+        "device_kind",
+        "XLA_FLAGS",
+        "NPROC",
+        "git_commit",
+        "LIBTPU_INIT_ARGS",
+        "processes",
+        "calibration_cpu_us",
+        "shardkit",
+    ),
+}
+
+
+def adding(name, amount):
+    """A case that adds `amount` twice a call, and returns the sum."""
+
+    def step(x, amount):
+        x = x + amount + amount
+        return x, jnp.sum(x)
+
+    return Case(name, step, jnp.zeros(4), (jnp.float32(amount),))
+
+
+def doubled(name, amount):
+    """The same as `adding`, computed in another way."""
+    return adding(name, amount)._replace(step=lambda x, amount: (x + 2 * amount, jnp.sum(x + 2 * amount)))
+
+
+@pytest.fixture(scope="module", params=bench.MODES)
+def records(request):
+    cases = [adding("twice", 1), doubled("once", 1)]
+    return bench.measure("test", "four numbers", cases, mode=request.param, calls=3, rounds=4)
+
+
+def test_a_record_has_the_documented_fields(records):
+    assert [r["case"] for r in records] == ["twice", "once"]
+    for record in records:
+        assert set(record) == FIELDS
+        assert set(record["environment"]) == ENVIRONMENT
+        assert (record["baseline"], record["calls"], record["rounds"], record["donate"]) == ("twice", 3, 4, True)
+        assert record["environment"]["jax"] == jax.__version__
+        assert record["disagreement_relative_max"] == 0
+        for clock in ("wall_us", "cpu_us"):
+            assert 0 <= record[f"{clock}_p10"] <= record[f"{clock}_median"] <= record[f"{clock}_p90"]
+    assert [records[0][name] for name in STATISTICS if "wall_ratio" in name] == [1] * 6
+
+
+def test_report_prints_a_table_and_appends_json_lines(records, tmp_path, capsys):
+    file = tmp_path / "out.jsonl"
+    bench.report(records, file)
+    bench.report(records, file)
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [*records, *records]
+    title, head, *rows = capsys.readouterr().out.strip().split("\n\n")[0].splitlines()
+    assert title == f"four numbers ({records[0]['mode']}, 3 calls x 4 rounds)"
+    assert head.split("  ")[0] == "case"
+    assert [name in head for name in ("wall us", "CPU us", "wall ratio", "CPU ratio")] == [True] * 4
+    assert [row.split()[0] for row in rows] == ["twice", "once"]
+
+
+def test_every_round_starts_one_case_further_on():
+    order = []
+    runs = {name: lambda name=name: order.append(name) or len(order) for name in "abc"}
+    results = list(bench.interleaved(runs, 4))
+    assert "".join(order) == "abcbcacababc"
+    assert results[1] == {"b": 4, "c": 5, "a": 6}
+    assert [list(each) for each in results] == [list("abc")] * 4
+
+
+def test_ratios_are_taken_within_a_round():  # proves F81 in part: there is JSON, and no CSV
+    # The machine is ten times slower in the third round; the ratio of the medians would be 30 / 11.
+    rounds = [(10, 20), (11, 33), (100, 300), (9, 18), (12, 30)]
+    samples = [{"base": Sample(a, 2 * a), "other": Sample(b, a)} for a, b in rounds]
+    out = bench.summarise(samples, "base")
+    assert [out["base"][f"wall_us_{q}"] for q in ("median", "p10", "p90")] == [11, 9.4, 64.8]
+    assert [out["other"][f"wall_us_{q}"] for q in ("median", "p10", "p90")] == [30, 18.8, 193.2]
+    assert [out["other"][f"wall_ratio_{q}"] for q in ("median", "p10", "p90")] == [2.5, 2, 3]
+    assert [out["other"][f"cpu_ratio_{q}"] for q in ("median", "p10", "p90")] == [0.5] * 3
+    assert [out["base"][f"cpu_ratio_{q}"] for q in ("median", "p10", "p90")] == [1] * 3
+
+
+@pytest.mark.parametrize("mode", bench.MODES)
+def test_a_row_whose_cases_disagree_is_refused(mode):  # proves F80
+    with pytest.raises(ValueError) as error:
+        bench.measure("test", "row", [adding("right", 2), adding("wrong", 3)], mode=mode, calls=2, rounds=1)
+    assert str(error.value) == (
+        f"measure: cases must agree within 1.0e-05 of the largest element; in row 'row ({mode})', 'wrong' differs "
+        "from 'right' by 5.0e-01 in leaf [0]. No time is reported: make both compute the same, or pass a larger "
+        "tolerance."
+    )
+
+
+def test_a_single_case_must_be_finite():
+    with pytest.raises(ValueError, match=r"'only' differs from 'only' by inf in leaf \[0\]"):
+        bench.measure("test", "row", [adding("only", np.nan)], calls=1, rounds=1)
+
+
+def test_disagreement_is_relative_to_the_largest_element():
+    one = {"a": np.array([1.0, -4.0]), "b": np.zeros(2)}
+    assert bench.disagreement(one, one)[0] == 0
+    assert bench.disagreement({**one, "a": np.array([2.0, -4.0])}, one) == (0.25, "['a']")
+    assert bench.disagreement({**one, "b": np.array([0, 1e-9])}, one) == (np.inf, "['b']")
+    assert bench.disagreement({**one, "b": np.zeros(3)}, one) == (np.inf, "['b']")
+    assert bench.disagreement({"a": one["a"]}, one) == (np.inf, "(another tree)")
+    assert bench.disagreement({"a": np.array([np.inf])}, {"a": np.array([np.inf])})[0] == np.inf
+
+
+def test_measure_refuses_unknown_modes_and_equal_names():
+    with pytest.raises(ValueError) as error:
+        bench.measure("test", "row", [adding("a", 1)], mode="outside")
+    assert str(error.value) == (
+        "measure: mode must be 'inside' or 'dispatched'; got 'outside'. Pass for example mode='inside'."
+    )
+    with pytest.raises(ValueError) as error:
+        bench.measure("test", "row", [adding("a", 1), adding("a", 1)])
+    assert str(error.value) == "measure: cases must have different names; got ['a', 'a']. Name each of them."
+
+
+@pytest.mark.parametrize("mode", bench.MODES)
+def test_a_case_is_held_against_what_is_expected_of_it(mode):
+    """Two cases may mean different things, each with its own reference; without one, they must agree."""
+    both = [adding("right", 2)._replace(expected=(jnp.full(4, 8.0), jnp.float32(32))), adding("other", 3)]
+    both[1] = both[1]._replace(expected=(jnp.full(4, 12.0), jnp.float32(48)))
+    records = bench.measure("test", "row", both, mode=mode, calls=2, rounds=1)
+    assert [r["wrong"] for r in records] == [0, 0]
+    wrong = both[1]._replace(expected=(jnp.array([12.0, 12, 12, 13]), jnp.float32(48)))
+    records = bench.measure("test", "row", [both[0], wrong], mode=mode, calls=2, rounds=1, refuse=False)
+    assert [r["wrong"] for r in records] == [0, 1]
+    with pytest.raises(ValueError) as error:
+        bench.measure("test", "row", [both[0], wrong], mode=mode, calls=2, rounds=1)
+    assert str(error.value) == (
+        f"measure: results must agree within 1.0e-05 of the largest element; in row 'row ({mode})', 'other' differs "
+        "from what is expected by 7.7e-02 in leaf [0]. No time is reported: make both compute the same, or pass a "
+        "larger tolerance."
+    )
