@@ -124,6 +124,7 @@ def test_disagreement_is_relative_to_the_largest_element():
     assert bench.disagreement({**one, "a": np.array([2.0, -4.0])}, one) == (0.25, "['a']")
     assert bench.disagreement({**one, "b": np.array([0, 1e-9])}, one) == (np.inf, "['b']")
     assert bench.disagreement({**one, "b": np.zeros(3)}, one) == (np.inf, "['b']")
+    assert bench.disagreement({**one, "b": np.array([0, np.nan])}, one) == (np.inf, "['b']")
     assert bench.disagreement({"a": one["a"]}, one) == (np.inf, "(another tree)")
     assert bench.disagreement({"a": np.array([np.inf])}, {"a": np.array([np.inf])})[0] == np.inf
 

@@ -2074,6 +2074,58 @@ _VIZ = (
     ),
 )
 
+_BENCH = (
+    Mutant(
+        "rounds-in-one-order",
+        "shardkit/bench/measure.py",
+        "first = number % len(names)",
+        "first = 0",
+        ORDER,
+    ),
+    Mutant(
+        "ratio-of-medians",
+        "shardkit/bench/measure.py",
+        '(("us", own), ("ratio", own / np.maximum(base, 1e-9)))',
+        '(("us", own), ("ratio", own / np.median(base)))',
+        DIVISION,
+    ),
+    Mutant(
+        "wrong-counted-by-baseline",
+        "shardkit/bench/measure.py",
+        "dict.fromkeys(names, results[names[0]][1]) | expected",
+        "expected | dict.fromkeys(names, results[names[0]][1])",
+        SWALLOWED,
+    ),
+    Mutant(
+        "not-finite-is-right",
+        "shardkit/bench/measure.py",
+        "relative = np.where(np.isfinite(a), relative, np.inf)",
+        "relative = np.where(np.isfinite(a), relative, 0.0)",
+        SWALLOWED,
+    ),
+    Mutant(
+        "every-slowdown-counts",
+        "shardkit/bench/compare.py",
+        "slower, faster = change > threshold and low > 0,",
+        "slower, faster = low > 0,",
+        PASSES,
+    ),
+    Mutant(
+        "compared-in-microseconds",
+        "shardkit/bench/compare.py",
+        'by = record["samples"]["calibration_cpu_us"] if of_machine',
+        "by = [1.0] if of_machine",
+        DIVISION,
+    ),
+    Mutant(
+        "percentage-as-it-is",
+        "shardkit/cli/bench/compare.py",
+        'text.removesuffix("%")) / (100 if text.endswith("%") else 1)',
+        'text.removesuffix("%")) / (1 if text.endswith("%") else 1)',
+        FIGURE,
+    ),
+)
+
 # By its path, as test_mutants.py reads this file.
 _REVERTS = tuple(
     Mutant(*row, REVERTED) for row in runpy.run_path(str(Path(__file__).with_name("reverts.py")))["REVERTS"]
@@ -2091,5 +2143,6 @@ MUTANTS = (
     *_CLI,
     *_MODELS,
     *_VIZ,
+    *_BENCH,
     *_REVERTS,
 )

@@ -1,7 +1,8 @@
 """Runs the mutants: `python tests/mutants/run.py [--only NAME ...] [--jobs N] [--shard i/n] [--baseline]`.
 
 Nothing is changed in the checkout but table.md: each job has a copy of the files in a temporary directory, puts
-one mistake into it, and runs the tests that reach the line until the first one fails.
+one mistake into it, and runs the test that found it the last time, by table.md; if that passes, the tests that reach
+the line, until the first one fails.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import json
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -116,20 +118,51 @@ def built(file: Path, jobs: int) -> None:
         print(f"left out, because it fails without any mistake: {test}")
 
 
-def judged(mutant: Mutant, copy: Path, reach: Reach) -> Result:
+def near(mutant: Mutant, reach: Reach) -> tuple[list[list[str]], float]:
+    """The tests that a mutant is to be run against, in groups one after the other, and the limit of their time."""
+    groups = list(chosen(mutant, (ROOT / mutant.file).read_text(), reach))
+    return groups, max(LIMIT, SLOWER * sum(reach.seconds[test] for tests in groups for test in tests))
+
+
+def last_killers() -> dict[str, str]:
+    """By mutant the test that killed it at its last run, where the default tier still has it and it passes."""
+    found: dict[str, str] = {}
+    for line in TABLE.read_text().splitlines() if TABLE.exists() else []:
+        cells = [cell.replace("\\|", "|") for cell in re.split(r"(?<!\\) \| ", line.removeprefix("| "))]
+        test = (
+            re.match(r"tests/.*?(?= \((?:equivalent|it hung|the process|collecting)|$)", cells[3])
+            if len(cells) > 4
+            else None
+        )
+        if test:
+            found[cells[0]] = test[0]
+    print(f"running the {len(set(found.values()))} tests that killed mutants the last time, without one", flush=True)
+    with tempfile.TemporaryDirectory(prefix="mutants-") as name:
+        copy, log = copied(Path(name)), Path(name) / ".log"
+        ended((*PYTEST, "-m", TIER, "--collect-only", "tests"), copy, log, None)
+        there = set(log.read_text().splitlines())
+        found = {mutant: test for mutant, test in found.items() if test in there}
+        ids, report = Path(name) / ".ids", Path(name) / ".report"
+        ids.write_text("\n".join(sorted(set(found.values()))) + "\n")
+        report.write_text("")
+        ended((*PYTEST, f"@{ids}"), copy, log, None, REACH_REPORT=str(report))
+        notes = [json.loads(line) for line in report.read_text().splitlines()]
+    began, failed = ({test for what, test in notes if what == kind} for kind in ("began", "failed"))
+    return {mutant: test for mutant, test in found.items() if test in began - failed}
+
+
+def judged(mutant: Mutant, copy: Path, groups: Iterable[list[str]], limit: float) -> Result:
     """Puts one mistake into a copy, runs its tests, and takes it out again."""
     file, begin = copy / mutant.file, time.monotonic()
     text = file.read_text()
     if text.count(mutant.old) != 1:
         return Result(False, "its text does not stand exactly once in the file", 0.0, broken=True)
-    direct, rest = chosen(mutant, text, reach)
-    if not direct and not rest:
+    if not any(groups):
         return Result(False, "no test is near", 0.0, broken=True)
-    limit = max(LIMIT, SLOWER * sum(reach.seconds[test] for test in [*direct, *rest]))
     report, ids, log = (copy / f".mutant.{kind}" for kind in ("report", "ids", "log"))
     file.write_text(text.replace(mutant.old, mutant.new))
     try:
-        for tests in filter(None, (direct, rest)):
+        for tests in filter(None, groups):
             report.write_text("")
             ids.write_text("\n".join(tests) + "\n")
             left = limit - (time.monotonic() - begin)
@@ -182,12 +215,10 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     o = arguments()
     file = o.map or map_file()
-    if o.baseline or not file.exists():
-        built(file, o.jobs)
     if o.baseline:
+        built(file, o.jobs)
         print(f"the map is {file}")
         return 0
-    reach = loaded(file)
     unknown = sorted(set(o.only or ()) - {m.name for m in MUTANTS})
     if unknown:
         sys.exit(f"mutants: there is no mutant {unknown[0]!r}. See mutants.py for their names.")
@@ -201,19 +232,31 @@ def main() -> int:
         for job in range(max(1, o.jobs)):
             copies.put(copied(Path(name) / str(job)))
 
-        def one(mutant: Mutant) -> None:
+        def one(mutant: Mutant, groups: list[list[str]], limit: float, last: bool) -> None:
             copy = copies.get()
-            result = judged(mutant, copy, reach)
+            result = judged(mutant, copy, groups, limit)
             copies.put(copy)
             with lock:
+                if not (last or result.killed or result.broken):
+                    return
                 results[mutant.name], rows[mutant.name] = result, row(mutant, result)
                 word = "killed" if result.killed else "BROKEN" if result.broken else "SURVIVED"
                 print(f"{len(results)}/{len(wanted)} {word} {mutant.name}: {result.words} ({result.seconds:.0f} s)")
                 sys.stdout.flush()
                 write_table(rows)
 
-        with ThreadPoolExecutor(max(1, o.jobs)) as pool:
-            list(pool.map(one, wanted))
+        def each(jobs: Iterable[tuple[Mutant, list[list[str]], float, bool]]) -> None:
+            with ThreadPoolExecutor(max(1, o.jobs)) as pool:
+                list(pool.map(lambda job: one(*job), jobs))
+
+        killers = last_killers()
+        each((m, [[killers[m.name]]], LIMIT, False) for m in wanted if m.name in killers)
+        left = [m for m in wanted if m.name not in results]
+        if left:
+            if not file.exists():
+                built(file, o.jobs)
+            reach = loaded(file)
+            each((m, *near(m, reach), True) for m in left)
     killed = sum(result.killed for result in results.values())
     alive = [m.name for m in wanted if not results[m.name].killed and not m.equivalent]
     excused = sum(not results[m.name].killed and bool(m.equivalent) for m in wanted)
