@@ -1,8 +1,9 @@
 """A mixture of experts with a capacity against the dropless path, on simulated devices, and the bytes that each sends.
 
-The same tokens, router and SwiGLU experts in all variants; top-2. "capacity E" has room for every token in every
-expert, as nothing else gives the dropless numbers; "capacity 1.25" drops what a real run would drop, so it is measured
-in rows of its own. "dense loop" is every expert over every token, E/2 times the arithmetic and no routing at all.
+The same tokens, router and SwiGLU experts in all cases; top-2. "capacity E" has room for every token in every expert, as
+nothing else gives the dropless numbers; "capacity 1.25" drops what a real run would drop. Each is held against the same
+experts on one device, where each device's tokens come by themselves. "dense loop" is every expert over every token, E/2
+times the arithmetic and no routing at all.
 `--explain` prints the all_to_all bytes of a forward pass and of a step, by the census, and what buffers hold.
 """
 
@@ -47,17 +48,8 @@ def dense_loop(x_bTD: jax.Array, router_DE: jax.Array, w: Any) -> jax.Array:
     return jnp.einsum("bTEF,EFD,bTE->bTD", up_bTEF, w["down"], gate_bTE)
 
 
-def variant(name: str, moe: Moe, mesh: Mesh, width: int, hidden: int, sequences: int) -> bench.Case:
-    """A step: the gradients of router and experts, which move them a little."""
-    keys = jax.random.split(jax.random.key(0), 5)
-    over = NamedSharding(mesh, P("expert"))
-    shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
-    w = {
-        name: jax.device_put(jax.random.normal(key, (EXPERTS, *shape)) / shape[0] ** 0.5, over)
-        for key, (name, shape) in zip(keys, shapes.items(), strict=False)
-    }
-    router = jax.device_put(jax.random.normal(keys[3], (width, EXPERTS)), NamedSharding(mesh, P()))
-    x = jax.device_put(jax.random.normal(keys[4], (sequences * mesh.size, SEQUENCE, width)), over)
+def step_of(moe: Moe, mesh: Mesh) -> Callable[..., tuple[Any, Any]]:
+    """The gradients of router and experts, which move them a little, and which are what is compared."""
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         return sk.all_reduce(jnp.sum(moe(x, *params) ** 2), "expert")
@@ -65,11 +57,31 @@ def variant(name: str, moe: Moe, mesh: Mesh, width: int, hidden: int, sequences:
     specs = (P(), P("expert"))
     on_mesh = jax.shard_map(loss, mesh=mesh, in_specs=(specs, P("expert")), out_specs=P())
 
-    def step(params: Any, x: jax.Array) -> tuple[Any, None]:
-        grads = jax.grad(on_mesh)(params, x)
-        return jax.tree.map(lambda p, g: p - 1e-6 * g, params, grads), None
+    def step(params: Any, *xs: jax.Array) -> tuple[Any, Any]:
+        grads = jax.grad(lambda params: sum(on_mesh(params, x) for x in xs))(params)
+        return jax.tree.map(lambda p, g: p - 1e-6 * g, params, grads), grads
 
-    return bench.Case(name, step, (router, w), (x,))
+    return step
+
+
+def case(name: str, moe: Moe, mesh: Mesh, width: int, hidden: int, sequences: int, calls: int) -> bench.Case:
+    """A step on the mesh, and what so many steps of all experts on one device give for each device's tokens."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    w = {
+        name: jax.random.normal(key, (EXPERTS, *shape)) / shape[0] ** 0.5
+        for key, (name, shape) in zip(keys, shapes.items(), strict=False)
+    }
+    router = jax.random.normal(keys[3], (width, EXPERTS))
+    x = jax.random.normal(keys[4], (sequences * mesh.size, SEQUENCE, width))
+    alone = jax.jit(step_of(moe, sk.make_mesh(mesh.devices.flat[:1], expert=1)))
+    carry: Any = (router, w)
+    grads: Any = None
+    for _ in range(calls):
+        carry, grads = alone(carry, *jnp.split(x, mesh.size))
+    over = NamedSharding(mesh, P("expert"))
+    placed = (jax.device_put(router, NamedSharding(mesh, P())), jax.device_put(w, over))
+    return bench.Case(name, step_of(moe, mesh), placed, (jax.device_put(x, over),), expected=(carry, grads))
 
 
 def explain(each: bench.Case) -> str:
@@ -79,25 +91,24 @@ def explain(each: bench.Case) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs two rows for each size: variants that drop nothing, and the capacity of a real run against dropless."""
+    """Runs a row for each size."""
     options = start(__doc__, argv, devices=8, explain="count all_to_alls and bytes instead of timing")
     mesh = sk.make_mesh(expert=-1)
-    for label, (width, hidden, sequences) in list(SIZES.items())[: 1 if options.smoke else None]:
-        make = lambda name, moe, w=width, h=hidden, s=sequences: variant(name, moe, mesh, w, h, s)  # noqa: E731
-        exact = [
-            make("capacity E", routed(sk.Capacity(EXPERTS))),
-            make("dropless", routed(sk.Dropless())),
-            make("dense loop", dense_loop),
-        ]
-        tight = [make("capacity 1.25", routed(sk.Capacity(1.25))), make("capacity 2", routed(sk.Capacity(2.0)))]
+    kinds = {
+        "capacity E": routed(sk.Capacity(EXPERTS)),
+        "dropless": routed(sk.Dropless()),
+        "dense loop": dense_loop,
+        "capacity 1.25": routed(sk.Capacity(1.25)),
+        "capacity 2": routed(sk.Capacity(2.0)),
+    }
+    for label, sizes in list(SIZES.items())[: 1 if options.smoke else None]:
         calls, rounds = options.calls or (2 if options.smoke else 5), options.rounds or (2 if options.smoke else 10)
+        cases = [case(name, moe, mesh, *sizes, 0 if options.explain else calls) for name, moe in kinds.items()]
         row = f"{label}, expert={mesh.size}"
         if options.explain:
-            print("\n".join(["", row, *map(explain, exact + tight)]), flush=True)
+            print("\n".join(["", row, *map(explain, cases)]), flush=True)
             continue
-        records = bench.measure("experts", row, exact, calls=calls, rounds=rounds, tolerance=1e-4)
-        # what is dropped differs, and so do the numbers
-        records += bench.measure("experts", f"{row}, drops", tight, calls=calls, rounds=rounds, tolerance=float("inf"))
+        records = bench.measure("experts", row, cases, calls=calls, rounds=rounds, tolerance=1e-4)
         bench.report(records, options.json)
 
 
