@@ -1,22 +1,18 @@
 """How long it takes to build what is large before anything runs: imports, traces, schedules.
 
-Nothing is compiled. Each row starts afresh; the median of `--rounds` is printed, in CPU seconds of this process (of a
-child process for imports).
+Nothing is compiled. Each row starts afresh; CPU time is of this process, and of a child process for imports.
 """
 
 from __future__ import annotations
 
-import json
-import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
@@ -25,12 +21,9 @@ from benchmarks.start import start
 from shardkit import bench
 
 
-def imported(module: str) -> float:
-    """CPU seconds of a child process that imports a module."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+def imported(module: str) -> None:
+    """A child process that imports a module."""
     subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
 
 def layers_unrolled(count: int) -> Any:
@@ -77,29 +70,23 @@ def simulated(schedule: Any) -> Any:
     return schedule.simulate()
 
 
-def seconds(row: Callable[[bool], Any], smoke: bool) -> float:
-    """CPU seconds of this process for one row."""
+def traced_afresh(row: Callable[[bool], Any], smoke: bool) -> None:
+    """One row without what jax remembers of another."""
     jax.clear_caches()
-    start = time.process_time()
     row(smoke)
-    return time.process_time() - start
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints a median for each row, and appends records to `--json`."""
+    """Times `--rounds` of each row; an import is a child process."""
     options = start(__doc__, argv, devices=1)
     rounds = 1 if options.smoke else options.rounds or 3
-    rows = {
-        f"import {module}": lambda module=module: imported(module) for module in ("jax", "shardkit", "shardkit.cost")
-    }
-    rows |= {name: lambda row=row: seconds(row, options.smoke) for name, row in ROWS.items()}
-    for name, run in rows.items():
-        median = float(np.median([run() for _ in range(rounds)]))
-        print(f"{name:<32}{median:>10.3f} s", flush=True)
-        if options.json:
-            record = {"benchmark": "building", "row": name, "cpu_seconds_median": median, "rounds": rounds}
-            with options.json.open("a") as out:
-                out.write(json.dumps({**record, "environment": bench.environment()}) + "\n")
+    modules = {f"import {module}": partial(imported, module) for module in ("jax", "shardkit", "shardkit.cost")}
+    bench.report(bench.measure_functions("building", "imports", modules, rounds=rounds), options.json)
+    for name, row in ROWS.items():
+        records = bench.measure_functions(
+            "building", name, {name: partial(traced_afresh, row, options.smoke)}, rounds=rounds
+        )
+        bench.report(records, options.json)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """A mixture of experts with a capacity against the dropless path, on simulated devices, and the bytes that each sends.
 
-The same tokens, router and SwiGLU experts in all cases; top-2. "capacity E" has room for every token in every expert, as
-nothing else gives the dropless numbers; "capacity 1.25" drops what a real run would drop. Each is held against the same
-experts on one device, where each device's tokens come by themselves. "dense loop" is every expert over every token, E/2
-times the arithmetic and no routing at all.
+The same tokens, router and SwiGLU experts in all cases; top-2. "capacity E" has room for every token in every expert,
+as nothing else gives the dropless numbers; "capacity 1.25" drops what a real run would drop. Each is held against the
+same experts on one device, where each device's tokens come by themselves. "dense loop" is every expert over every
+token, E/2 times the arithmetic and no routing at all.
 `--explain` prints the all_to_all bytes of a forward pass and of a step, by the census, and what buffers hold.
 """
 

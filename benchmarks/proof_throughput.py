@@ -6,8 +6,6 @@ blocks, and compares every bit. Drawing, tracing and compiling are what it costs
 
 from __future__ import annotations
 
-import json
-import time
 import warnings
 from collections.abc import Sequence
 
@@ -49,21 +47,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = start(__doc__, argv, devices=1)
     asked = 3 if options.smoke else options.calls or 300
     prove(1)  # what is paid once: imports, the first compilation
-    wall, cpu = time.perf_counter(), time.process_time()
-    examples = prove(asked)
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    record = {
-        "benchmark": "proof_throughput",
-        "row": "random programs, emulated",
-        "examples": examples,
-        "examples_per_second": examples / wall,
-        "examples_per_cpu_second": examples / cpu,
-        "environment": bench.environment(),
-    }
-    print(f"{examples} examples: {examples / wall:.1f} a second, {examples / cpu:.1f} a second of CPU time")
-    if options.json:
-        with options.json.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+    row = f"{asked} random programs, emulated"
+    records = bench.measure_functions(
+        "proof_throughput", row, {"prove": lambda: prove(asked)}, rounds=options.rounds or 1
+    )
+    bench.report(records, options.json)
+    [record] = records
+    wall, cpu = (asked / record[f"{clock}_us_median"] * 1e6 for clock in ("wall", "cpu"))
+    print(f"{wall:.1f} programs a second, {cpu:.1f} a second of CPU time")
 
 
 if __name__ == "__main__":

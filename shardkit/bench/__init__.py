@@ -5,8 +5,9 @@ Start with `measure.py`. Imports everything but `cli/`; only `cli/` and the file
 
 from shardkit.bench.compare import Change, Comparison, compare
 from shardkit.bench.environment import calibration, environment
-from shardkit.bench.measure import MODES, Case, Sample, disagreement, interleaved, measure, summarise
+from shardkit.bench.measure import MODES, Case, disagreement, measure
 from shardkit.bench.records import FORMAT, Record, read, report, table, write, write_csv
+from shardkit.bench.rounds import Sample, interleaved, measure_functions, summarise
 
 __all__ = [
     "FORMAT",
@@ -22,6 +23,7 @@ __all__ = [
     "environment",
     "interleaved",
     "measure",
+    "measure_functions",
     "read",
     "report",
     "summarise",

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from shardkit import _check
-from shardkit.bench.environment import calibration, environment
-from shardkit.bench.records import FORMAT, VERSION, Record
+from shardkit.bench.environment import calibration
+from shardkit.bench.records import Record
+from shardkit.bench.rounds import Sample, interleaved, recorded
 
 MODES = ("inside", "dispatched")
-STATISTICS = (("median", 50), ("p10", 10), ("p90", 90), ("p99", 99), ("min", 0), ("max", 100))
-T = TypeVar("T")
 
 
 class Case(NamedTuple):
@@ -51,13 +50,6 @@ class Case(NamedTuple):
     args: tuple[Any, ...] = ()
     checked: Callable[[Any, Any], Any] = lambda carry, value: (carry, value)
     expected: Any = None
-
-
-class Sample(NamedTuple):
-    """What one case took in one round: microseconds a call, wall clock and CPU time of the process (all threads)."""
-
-    wall_us: float
-    cpu_us: float
 
 
 def measure(
@@ -121,75 +113,12 @@ def measure(
         if number:  # the first one compiled
             samples.append({name: sample for name, (sample, _) in results.items()})
             calibrations.append(round(calibration(), 1))
-    numbers = summarise(samples, names[0])
-    shared = {"format": FORMAT, "version": VERSION, "benchmark": benchmark, "row": row, "mode": mode}
-    shared |= {"baseline": names[0], "calls": calls, "rounds": rounds, "donate": donate}
-    shared |= {"tolerance_relative": tolerance}
-    here = environment()
-    return [
-        {
-            **shared,
-            "case": name,
-            **numbers[name],
-            "disagreement_relative_max": worst[name][0],
-            "wrong": worst[name][1],
-            **(fields or {}).get(name, {}),
-            "samples": {
-                **{key: [round(getattr(each[name], key), 3) for each in samples] for key in Sample._fields},
-                "calibration_cpu_us": calibrations,
-            },
-            "environment": here,
-        }
+    shared = {"mode": mode, "calls": calls, "donate": donate, "tolerance_relative": tolerance}
+    own = {
+        name: {"disagreement_relative_max": worst[name][0], "wrong": worst[name][1], **(fields or {}).get(name, {})}
         for name in names
-    ]
-
-
-def interleaved(runs: Mapping[str, Callable[[], T]], rounds: int) -> Iterator[dict[str, T]]:
-    """Runs each function once a round and yields the results by name; each round starts one function further on.
-
-    Args:
-        runs: the functions by name.
-        rounds: how often each is called.
-
-    Returns:
-        An iterator over rounds, of results by name.
-
-    Example:
-        >>> list(sk.bench.interleaved({"a": lambda: 1, "b": lambda: 2}, 2))
-        [{'a': 1, 'b': 2}, {'a': 1, 'b': 2}]
-    """
-    names = list(runs)
-    for number in range(rounds):
-        first = number % len(names)
-        results = {name: runs[name]() for name in names[first:] + names[:first]}
-        yield {name: results[name] for name in names}
-
-
-def summarise(samples: Sequence[Mapping[str, Sample]], baseline: str) -> dict[str, dict[str, float]]:
-    """Median, percentiles and extremes of each case's times and of its ratios, each taken within one round.
-
-    Args:
-        samples: for each round, the samples by case.
-        baseline: the case that ratios are to.
-
-    Returns:
-        By case: `wall_us_median`, `_p10`, `_p90`, `_p99`, `_min`, `_max`, the same with `cpu`, and with `ratio`.
-
-    Example:
-        >>> rounds = [{"a": sk.bench.Sample(10, 10), "b": sk.bench.Sample(20, 10)}]
-        >>> sk.bench.summarise(rounds, "a")["b"]["wall_ratio_median"]
-        2.0
-    """
-    out: dict[str, dict[str, float]] = {}
-    for name in samples[0]:
-        out[name] = {}
-        for clock in ("wall", "cpu"):
-            own = np.array([getattr(each[name], f"{clock}_us") for each in samples])
-            base = np.array([getattr(each[baseline], f"{clock}_us") for each in samples])
-            for kind, values in (("us", own), ("ratio", own / np.maximum(base, 1e-9))):
-                for label, q in STATISTICS:
-                    out[name][f"{clock}_{kind}_{label}"] = round(float(np.percentile(values, q)), 4)
-    return out
+    }
+    return recorded(benchmark, row, samples, calibrations, shared, own)
 
 
 def disagreement(value: Any, reference: Any) -> tuple[float, str]:

@@ -2077,14 +2077,14 @@ _VIZ = (
 _BENCH = (
     Mutant(
         "rounds-in-one-order",
-        "shardkit/bench/measure.py",
+        "shardkit/bench/rounds.py",
         "first = number % len(names)",
         "first = 0",
         ORDER,
     ),
     Mutant(
         "ratio-of-medians",
-        "shardkit/bench/measure.py",
+        "shardkit/bench/rounds.py",
         '(("us", own), ("ratio", own / np.maximum(base, 1e-9)))',
         '(("us", own), ("ratio", own / np.median(base)))',
         DIVISION,
