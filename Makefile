@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q
 
-.PHONY: train lint check test test-deep test-newest mutants soak bench format clean
+.PHONY: train lint check test test-deep test-newest mutants soak bench accelerator format clean
 
 train: $(VENV)/.cli
 	$(BIN)/shardkit train data=8 --verify 3
@@ -54,6 +54,11 @@ soak: $(VENV)/.cli
 
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.step_overhead
+
+# On a machine with real chips, whose jax VENV has ([cuda] or [tpu]): collectives, tokens/s and MFU, in ten minutes.
+accelerator: $(VENV)/.cli
+	mkdir -p results
+	$(BIN)/python -m benchmarks.accelerator --json results/accelerator.jsonl | tee results/accelerator.md
 
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .

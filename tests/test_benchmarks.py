@@ -139,6 +139,19 @@ def test_context_smoke(tmp_path):
     assert [r["case"] for r in records] == ["gathered, masked", *causal, "ring, every block"]
 
 
+@pytest.mark.deep
+def test_accelerator_smoke(tmp_path, capsys):
+    """What `make accelerator` runs, on simulated devices: both rows of several chips, each beside jit's."""
+    records = recorded(tmp_path, "accelerator")
+    pairs = [(r["row"], r["case"]) for r in records[1:]]
+    assert pairs == [
+        *(("one chip", name) for name in ("jit", "shardkit")),
+        *((f"{plan}, 8 chips", name) for plan in ("dp", "fsdp") for name in ("jit + NamedSharding", "shardkit")),
+    ]
+    printed = capsys.readouterr().out
+    assert "collectives over 8 x cpu: all exact" in printed and "| fsdp, 8 chips: shardkit |" in printed
+
+
 @pytest.mark.deep  # the harness is held by the others
 def test_building_smoke(tmp_path):
     records = recorded(tmp_path, "building")

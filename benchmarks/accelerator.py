@@ -1,0 +1,146 @@
+"""What a machine with real chips can say in ten minutes: `make accelerator`.
+
+Every collective against its meaning, over all chips. The chip's own rate of a large bfloat16 matmul. Then a transformer
+of about 350 million parameters in bfloat16, AdamW on a float32 copy, without dropout: the builder's step beside plain
+jit on one chip, and with several beside jit + NamedSharding under dp and fsdp. MFU is model FLOPs over the chip's
+peak, and beside it over the measured rate of the matmul. Without a chip, `--smoke` runs all of it at small sizes.
+
+Between one chip and several the numbers differ by rounding: losses are held together within 2%, as bfloat16 gives them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from benchmarks.start import start
+from shardkit import bench
+from shardkit.cli.doctor import self_test
+from shardkit.collectives.matmul import _chip_name
+from shardkit.models import transformer
+from shardkit.partitioning.placement import map_layouts
+
+LARGE = transformer.Config(vocabulary=32_000, layers=20, dim=1024, heads=16, remat=None)  # 346 million parameters
+SMALL = transformer.Config(layers=2, dim=64, heads=4)
+LEARNING_RATE = 1e-5
+TOLERANCE = 2e-2  # bfloat16, summed in another order
+
+
+def matmul_rate(size: int, calls: int, rounds: int, file: Path | None) -> float:
+    """FLOP/s of one chip in a matmul of bfloat16 squares, the median."""
+    x = jax.device_put(jnp.eye(size, dtype=jnp.bfloat16), jax.devices()[0])
+    case = bench.Case("matmul", lambda x: (x @ x, None), x)
+    [record] = bench.measure("accelerator", f"matmul of {size} x {size}", [case], calls=calls, rounds=rounds)
+    bench.report([record], file)
+    return 2.0 * size**3 / record["wall_us_median"] * 1e6
+
+
+def batch_of(config: transformer.Config, examples: int, tokens: int) -> dict[str, jax.Array]:
+    """Random tokens and targets."""
+    keys = jax.random.split(jax.random.key(1))
+    shape = (examples, tokens)
+    return {
+        n: jax.random.randint(k, shape, 0, config.vocabulary) for n, k in zip(("tokens", "targets"), keys, strict=True)
+    }
+
+
+def plain(name: str, config: transformer.Config, batch: Any, shardings: Any = None, over: Any = None) -> bench.Case:
+    """The step as one writes it for one chip: bfloat16 inside, parameters and AdamW in float32."""
+    optimizer, loss_fn = optax.adamw(LEARNING_RATE), transformer.loss_fn(config)
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(carry: Any, batch: Any) -> tuple[Any, jax.Array]:
+        params, opt_state = carry
+
+        def mean(params: Any) -> jax.Array:
+            loss, _ = loss_fn(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch, None)
+            return loss.total / loss.weight
+
+        loss, grads = jax.value_and_grad(mean)(params)
+        if shardings is not None:
+            grads = jax.lax.with_sharding_constraint(grads, shardings)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    params = jax.device_put(transformer.init(jax.random.key(0), config), shardings or jax.devices()[0])
+    count = NamedSharding(over.mesh, P()) if over else jax.devices()[0]
+    moments = jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, count), optimizer.init(params))
+    given = jax.device_put(batch, over or jax.devices()[0])
+    return bench.Case(name, step, (params, moments), (given,), lambda _, loss: loss)
+
+
+def built(name: str, config: transformer.Config, batch: Any, mesh: Mesh, plan: sk.Plan) -> bench.Case:
+    """The builder's step, with the same dtypes."""
+    grad_fn = sk.value_and_grad(transformer.loss_fn(config))
+    optimizer = optax.adamw(LEARNING_RATE)
+    init, step = sk.make_train_step(grad_fn, optimizer, mesh=mesh, plan=plan, precision="bf16")
+    state = init(transformer.init(jax.random.key(0), config), jax.random.key(2))
+    given = jax.device_put(batch, NamedSharding(mesh, plan.batch_spec(mesh)))
+    return bench.Case(name, step, state, (given,), lambda _, metrics: metrics["loss"])
+
+
+def rows(config: transformer.Config, examples: int, tokens: int) -> dict[str, Callable[[], list[bench.Case]]]:
+    """By title the cases that are timed beside each other; memory holds one row's states at a time."""
+
+    def one() -> list[bench.Case]:
+        batch, mesh = batch_of(config, examples, tokens), sk.make_mesh(jax.devices()[:1], data=1)
+        return [plain("jit", config, batch), built("shardkit", config, batch, mesh, sk.dp("data"))]
+
+    def many(plan: sk.Plan) -> list[bench.Case]:
+        mesh = sk.make_mesh(data=-1)
+        batch = batch_of(config, examples * mesh.size, tokens)
+        layouts = plan.layouts(jax.eval_shape(partial(transformer.init, config=config), jax.random.key(0)), mesh)
+        held = map_layouts(lambda layout: NamedSharding(mesh, layout.rest), layouts)
+        theirs = plain("jit + NamedSharding", config, batch, held, NamedSharding(mesh, plan.batch_spec(mesh)))
+        return [theirs, built("shardkit", config, batch, mesh, plan)]
+
+    chips = jax.device_count()
+    several = {
+        f"dp, {chips} chips": partial(many, sk.dp("data")),
+        f"fsdp, {chips} chips": partial(many, sk.fsdp("data")),
+    }
+    return {"one chip": one} | (several if chips > 1 else {})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints everything, and a Markdown table at the end; 1 if a collective is wrong."""
+    options = start(__doc__, argv, devices=0)
+    chips, kind = jax.device_count(), jax.devices()[0].device_kind
+    wrong = [name for name, difference in self_test(sk.make_mesh(x=-1)).items() if difference != 0]
+    print(f"collectives over {chips} x {kind}: {', '.join(wrong) + ' WRONG' if wrong else 'all exact'}", flush=True)
+
+    config, tokens, examples = (SMALL, 32, 2) if options.smoke else (LARGE, 1024, 8)
+    calls, rounds = options.calls or (2 if options.smoke else 5), options.rounds or (2 if options.smoke else 5)
+    rate = matmul_rate(128 if options.smoke else 8192, 20, rounds, options.json)
+    flops = sk.cost.transformer_flops(
+        layers=config.layers, hidden=config.dim, heads=config.heads, ffn=config.width, gated=True,
+        vocabulary=config.vocabulary, sequence=tokens, batch=examples,
+    )  # fmt: skip
+    chip = _chip_name(kind)
+    table = ["| | tokens/s per chip | MFU | of the matmul's rate | to jit, wall |", "|---|--:|--:|--:|--:|"]
+    for title, cases in rows(config, examples, tokens).items():
+        how: Any = {"mode": "dispatched", "calls": calls, "rounds": rounds, "tolerance": TOLERANCE}
+        records = bench.measure("accelerator", title, cases(), **how)
+        bench.report(records, options.json)
+        for record in records:
+            seconds = record["wall_us_median"] / 1e6
+            share = f"{sk.cost.mfu(flops, seconds, peak=chip):.1%}" if chip else "unknown peak"
+            cells = [f"{title}: {record['case']}", f"{examples * tokens / seconds:,.0f}", share]
+            cells += [f"{flops / seconds / rate:.1%}", f"{record['wall_ratio_median']:.3f}"]
+            table.append(f"| {' | '.join(cells)} |")
+    print(f"\n{chips} x {kind}, matmul {rate / 1e12:,.1f} TFLOP/s\n\n" + "\n".join(table))
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
