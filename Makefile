@@ -57,8 +57,7 @@ bench: $(VENV)/.test
 
 # On a machine with real chips, whose jax VENV has ([cuda] or [tpu]): collectives, tokens/s and MFU, in ten minutes.
 accelerator: $(VENV)/.cli
-	mkdir -p results
-	$(BIN)/python -m benchmarks.accelerator --json results/accelerator.jsonl | tee results/accelerator.md
+	$(BIN)/python -m benchmarks.accelerator --json results/accelerator.jsonl
 
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .

@@ -113,7 +113,7 @@ def rows(config: transformer.Config, examples: int, tokens: int) -> dict[str, Ca
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints everything, and a Markdown table at the end; 1 if a collective is wrong."""
+    """Prints everything, and a Markdown table at the end, which goes beside --json; 1 if a collective is wrong."""
     options = start(__doc__, argv, devices=0)
     chips, kind = jax.device_count(), jax.devices()[0].device_kind
     wrong = [name for name, difference in self_test(sk.make_mesh(x=-1)).items() if difference != 0]
@@ -138,7 +138,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             cells = [f"{title}: {record['case']}", f"{examples * tokens / seconds:,.0f}", share]
             cells += [f"{flops / seconds / rate:.1%}", f"{record['wall_ratio_median']:.3f}"]
             table.append(f"| {' | '.join(cells)} |")
-    print(f"\n{chips} x {kind}, matmul {rate / 1e12:,.1f} TFLOP/s\n\n" + "\n".join(table))
+    text = f"{chips} x {kind}, matmul {rate / 1e12:,.1f} TFLOP/s\n\n" + "\n".join(table)
+    print(f"\n{text}")
+    if options.json:
+        options.json.with_suffix(".md").write_text(f"{text}\n")
     return int(bool(wrong))
 
 
