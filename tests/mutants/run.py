@@ -1,8 +1,8 @@
 """Runs the mutants: `python tests/mutants/run.py [--only NAME ...] [--jobs N] [--shard i/n] [--baseline]`.
 
 Nothing is changed in the checkout but table.md: each job has a copy of the files in a temporary directory, puts
-one mistake into it, and runs the test that found it the last time, by table.md; if that passes, the tests that reach
-the line, until the first one fails.
+one mistake into it, and runs the test that found it the last time, by table.md; if that passes, the tests of the file's
+own name; if those pass, the tests that reach the line, until the first one fails.
 """
 
 from __future__ import annotations
@@ -151,6 +151,13 @@ def last_killers() -> dict[str, str]:
     return {mutant: test for mutant, test in found.items() if test in began - failed}
 
 
+def namesakes(mutant: Mutant) -> list[str]:
+    """The test files of the name of the mutant's file, in the folder that mirrors its own."""
+    path = Path(mutant.file).relative_to("shardkit")
+    found = (ROOT / "tests" / path.parent).glob(f"test_{path.stem.strip('_')}*.py")
+    return sorted(str(file.relative_to(ROOT)) for file in found)
+
+
 def judged(mutant: Mutant, copy: Path, groups: Iterable[list[str]], limit: float) -> Result:
     """Puts one mistake into a copy, runs its tests, and takes it out again."""
     file, begin = copy / mutant.file, time.monotonic()
@@ -166,7 +173,7 @@ def judged(mutant: Mutant, copy: Path, groups: Iterable[list[str]], limit: float
             report.write_text("")
             ids.write_text("\n".join(tests) + "\n")
             left = limit - (time.monotonic() - begin)
-            code = ended((*PYTEST, "-x", f"@{ids}"), copy, log, left, REACH_REPORT=str(report))
+            code = ended((*PYTEST, "-m", TIER, "-x", f"@{ids}"), copy, log, left, REACH_REPORT=str(report))
             seconds = time.monotonic() - begin
             notes = [json.loads(line) for line in report.read_text().splitlines()]
             failed = next((test for what, test in notes if what == "failed"), None)
@@ -177,7 +184,7 @@ def judged(mutant: Mutant, copy: Path, groups: Iterable[list[str]], limit: float
                 return Result(True, failed, seconds)
             if code < 0 or (code and notes and code not in (4, 5)):
                 return Result(True, f"{last} (the process died)", seconds)
-            if code:
+            if code not in (0, 5):  # 5: none of them is of the default tier
                 lines = log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
                 return Result(False, f"pytest ended with {code}: {lines[-1]}", seconds, broken=True)
     finally:
@@ -251,6 +258,8 @@ def main() -> int:
 
         killers = last_killers()
         each((m, [[killers[m.name]]], LIMIT, False) for m in wanted if m.name in killers)
+        left = [m for m in wanted if m.name not in results]
+        each((m, [namesakes(m)], LIMIT, False) for m in left if namesakes(m))
         left = [m for m in wanted if m.name not in results]
         if left:
             if not file.exists():
