@@ -124,7 +124,7 @@ def near(mutant: Mutant, reach: Reach) -> tuple[list[list[str]], float]:
     return groups, max(LIMIT, SLOWER * sum(reach.seconds[test] for tests in groups for test in tests))
 
 
-def last_killers() -> dict[str, str]:
+def last_killers(wanted: set[str]) -> dict[str, str]:
     """By mutant the test that killed it at its last run, where the default tier still has it and it passes."""
     found: dict[str, str] = {}
     for line in TABLE.read_text().splitlines() if TABLE.exists() else []:
@@ -136,6 +136,8 @@ def last_killers() -> dict[str, str]:
         )
         if test:
             found[cells[0]] = test[0]
+    if not found:
+        return found
     print(f"running the {len(set(found.values()))} tests that killed mutants the last time, without one", flush=True)
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         copy, log = copied(Path(name)), Path(name) / ".log"
@@ -256,7 +258,7 @@ def main() -> int:
             with ThreadPoolExecutor(max(1, o.jobs)) as pool:
                 list(pool.map(lambda job: one(*job), jobs))
 
-        killers = last_killers()
+        killers = last_killers({m.name for m in wanted})
         each((m, [[killers[m.name]]], LIMIT, False) for m in wanted if m.name in killers)
         left = [m for m in wanted if m.name not in results]
         each((m, [namesakes(m)], LIMIT, False) for m in left if namesakes(m))
