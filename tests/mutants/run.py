@@ -129,12 +129,8 @@ def last_killers(wanted: set[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for line in TABLE.read_text().splitlines() if TABLE.exists() else []:
         cells = [cell.replace("\\|", "|") for cell in re.split(r"(?<!\\) \| ", line.removeprefix("| "))]
-        test = (
-            re.match(r"tests/.*?(?= \((?:equivalent|it hung|the process|collecting)|$)", cells[3])
-            if len(cells) > 4
-            else None
-        )
-        if test:
+        test = re.match(r"tests/.*?(?= \((?:equivalent|it hung|the process|collecting)|$)", "".join(cells[3:4]))
+        if test and cells[0] in wanted:
             found[cells[0]] = test[0]
     if not found:
         return found
