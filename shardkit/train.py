@@ -154,8 +154,8 @@ def make_train_step(
     at_least("make_train_step", 1, accumulate=accumulate, steps=1 if steps is None else steps)
     if steps and nonfinite == "stop":
         raise ValueError(
-            f"make_train_step: nonfinite='stop' looks at every step, but steps={steps} returns after {steps}. Pass "
-            "nonfinite='skip', and look at the metric 'finite'."
+            f"make_train_step: nonfinite='stop' checks every step, but steps={steps} returns after {steps}. Pass "
+            "nonfinite='skip', and check the metric 'finite'."
         )
     plan = arranged(plan, grad_fn, deterministic or accumulate)
     plan.check(mesh)
