@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Mutant(NamedTuple):
-    """A mistake: what stands in a file, what is written in its place, and the kind of mistake that this is.
+    """A mistake: a text in a file, what replaces it, and the kind of mistake that this is.
 
     `equivalent` says why no test can notice it, where none can; such a mutant may survive.
     """

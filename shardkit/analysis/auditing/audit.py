@@ -157,7 +157,7 @@ def audit(
 ) -> Audit:
     """Reads one call of a jitted step that anything built: what it holds, what it sends and why, and what it wastes.
 
-    The step is traced and compiled, and called twice where its arguments have values. It may be of `jax.jit` with
+    The step is traced and compiled, and called twice where its arguments have values. It may come from `jax.jit` with
     NamedShardings, `nnx.jit`, `eqx.filter_jit` or `jax.pmap`, with or without shard_map inside. `AUDIT_RULES` lists
     the rules; those of `lint` are applied too, except for `large-replicated`, which `replicated-leaf` covers.
 
