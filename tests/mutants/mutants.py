@@ -26,7 +26,7 @@ class Mutant(NamedTuple):
 
 
 # The kinds of mistakes.
-NEIGHBOUR = "a wrong neighbor"
+NEIGHBOUR = "a wrong neighbour"
 DIVISION = "a division dropped"
 AXIS = "an axis swapped"
 WARM_UP = "an off-by-one in a warm-up"
