@@ -70,7 +70,10 @@ def _run(commands: dict[str, Any]) -> int:
 
     try:
         return tyro.extras.subcommand_cli_from_dict(
-            commands, prog="shardkit", description="Explicit collectives for JAX.", config=(tyro.conf.OmitArgPrefixes,)
+            commands,
+            prog="shardkit",
+            description="Explicit collectives for JAX.",
+            config=(tyro.conf.OmitArgPrefixes,),
         )
     except SystemExit as ended:
         if ended.code == 2 and sys.argv[1:2] == ["launch"] and "--" not in sys.argv:
