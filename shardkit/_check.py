@@ -97,10 +97,12 @@ def finite(where: str, **values: float | None) -> None:
 def shapes(where: str, **arrays: tuple[Any, str]) -> None:
     """Refuses arrays of mismatched shapes, given with their dims as letters: `x=(x, "..D"), gain=(gain, "D")`.
 
-    Each letter has one size, set by the first array with it; ".." stands for any dims.
+    Each letter has one size, set by the first array with it; ".." means any dims. An array that is None passes.
     """
     sizes: dict[str, int] = {}
     for name, (x, dims) in arrays.items():
+        if x is None:
+            continue
         letters, shape = dims.replace(".", ""), tuple(getattr(x, "shape", ()))
         before = len(shape) - len(letters) if dims.startswith("..") else 0
         fits = len(shape) >= len(letters) if ".." in dims else len(shape) == len(letters)

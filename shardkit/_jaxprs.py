@@ -255,7 +255,7 @@ def _written(frame: tuple[str, int, str]) -> str:
     return f"{_name(file)}:{line} ({function})"
 
 
-@cache  # these are asked of every equation, and a path is slow to take apart
+@cache  # called for every equation, and splitting a path is slow
 def _is_kernel(file: str) -> bool:
     return bool(_KERNELS & {Path(file), *Path(file).parents})
 

@@ -16,12 +16,7 @@ from shardkit._context import CONTEXT, mesh_in_context
 from shardkit._kinds import NAMES, Kind, is_whole, kinds_of, short
 
 F = TypeVar("F", bound=Callable[..., Any])
-_WORDS = {
-    bool: "True or False",
-    int: "a whole number",
-    float: "a number",
-    str: "a string",
-}
+_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}
 _HUGE = 2**63
 
 

@@ -1,4 +1,4 @@
-"""Axes that a step leaves to XLA's partitioner, beside the Manual ones of its plan.
+"""Axes that a step leaves to XLA's partitioner, in addition to the Manual ones of its plan.
 
 Where the parameters are split over them is the caller's choice, in the layouts of the arrays that `init` gets. It is
 read there, and from the first state in each step, so that the plan splits other dims, and every state keeps its layout.
@@ -45,7 +45,7 @@ def manual_axes(where: str, manual: Any, plan: Plan, mesh: Any) -> tuple[str, ..
 
 
 def leaving_automatic(plan: Plan, params: Any, manual: tuple[str, ...]) -> Plan:
-    """The plan, told how arrays are split over axes that are not Manual."""
+    """The plan with how arrays are split over axes that are not Manual."""
     found = []
     for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_padded):
         layout = getattr(stored_array(x), "sharding", None)
@@ -59,8 +59,8 @@ def leaving_automatic(plan: Plan, params: Any, manual: tuple[str, ...]) -> Plan:
 class AsLaidOut:
     """A jitted function of a state, or of parameters, and more, built for the layouts of the first that it gets.
 
-    `build(plan, layouts)` gets the plan, told of these, and the layouts as a tree. Arguments of other layouts are right
-    too: the results are laid out as the first.
+    `build(plan, layouts)` gets the plan with these, and the layouts as a tree. Arguments with other layouts are right:
+    the results are laid out as the first.
     """
 
     def __init__(self, build: Callable[..., Any], plan: Plan, manual: tuple[str, ...]):
@@ -86,7 +86,7 @@ class AsLaidOut:
 
 
 def init_as_laid_out(make: Callable[[Plan], Any], plan: Plan, manual: tuple[str, ...]) -> Any:
-    """The `init` of a plan, told of the layouts of the parameters, which it keeps over axes that are not Manual."""
+    """The `init` of a plan that keeps the layouts of the parameters over axes that are not Manual."""
 
     def init(params: Any, key: jax.Array, carried: Any = None) -> Any:
         laid_out = params

@@ -1,8 +1,8 @@
-"""Carried state: what a step keeps and no gradient reaches, such as statistics of batches or averaged parameters.
+"""Carried state: what a step updates without a gradient, such as batch statistics or averaged parameters.
 
-Its leaves that mirror a parameter are laid out as that is at rest, and reach the loss as that does. All others are
-replicated, and reach the loss as they are. What a loss says of its examples is summed over microbatches and devices
-with the other Means, so that one update per step, on global arrays, is right on every mesh.
+Leaves that mirror a parameter are laid out as the parameter at rest, and reach the loss as the parameter does. Others
+are replicated, and reach the loss unchanged. What a loss returns for its examples is summed over microbatches and
+devices with the other Means, so that one update per step, on global arrays, is right on every mesh.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardkit.partitioning.gradient import GradFn, kind
 from shardkit.partitioning.placement import Layout, map_layouts
 from shardkit.partitioning.plan import Plan
 from shardkit.partitioning.reshard import enter
-from shardkit.partitioning.storage import Held, check_held, is_padded, natural, padded, unpadded
+from shardkit.partitioning.storage import Held, check_held, is_padded, original, padded, unpadded
 from shardkit.precision import Precision
 from shardkit.remat.uniform import order_matters
 from shardkit.state import TrainState, described, makes, mirrored, shardings, strong
@@ -94,7 +94,7 @@ class Carried:
         return partial(takes, carried=self.enter(tree, batch_spec, policy))
 
     def updated(self, carry: Update, metrics: Any, params: Any) -> Any:
-        """`carry(state, metrics, params)` on global arrays in natural shapes, laid out as before.
+        """`carry(state, metrics, params)` on global arrays in original shapes, laid out as before.
 
         Where the metrics have "finite" and it is False, the state stays as it was.
         """
@@ -107,10 +107,10 @@ class Carried:
         stacked = rows, jax.tree.map(lambda _: False, metrics), self._rows
         in_order = any(jax.tree.leaves(self._rows)) and order_matters(carry, args, stacked, rows)
 
-        old = natural(self.tree, in_order=in_order)
+        old = original(self.tree, in_order=in_order)
         new = jax.tree.map(
             lambda x, like: lax.convert_element_type(x, like.dtype),  # weakly typed leaves would compile again
-            carry(old, metrics, natural(params, in_order=in_order)),
+            carry(old, metrics, original(params, in_order=in_order)),
             old,
         )
         if "finite" in metrics:

@@ -1,4 +1,4 @@
-"""What is where, as text: the devices of a mesh, the devices that hold each piece of an array, the leaves of a tree."""
+"""Descriptions as text: the devices of a mesh, the devices that hold each piece of an array, the leaves of a tree."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def describe(thing: Any, params: Any = None, mesh: Mesh | None = None, *, after:
 
     For an array: a table of its pieces, with the ids of all devices that hold each; rows and columns are the last two
     dims that are split. For a pytree: a line per leaf with shapes, dtype, spec, devices and bytes per device, and their
-    sum; inside shard_map, the axes over which each varies instead of a spec. With `after`, the array or pytree as it is
-    after a resharding stands beside. For a plan, `describe(plan, params, mesh)`: a line per leaf with its layouts,
+    sum; inside shard_map, the axes over which each varies instead of a spec. With `after`, the array or pytree
+    after a resharding is shown beside it. For a plan, `describe(plan, params, mesh)`: a line per leaf with its layouts,
     bytes per device, and why; the mesh may be omitted where the parameters are sharded over one, or inside
     `jax.set_mesh`.
 
@@ -33,7 +33,7 @@ def describe(thing: Any, params: Any = None, mesh: Mesh | None = None, *, after:
         thing: a mesh, an array, a pytree of arrays, or a plan.
         params: the parameters, with a plan.
         mesh: the mesh, with a plan.
-        after: an array, or a pytree of the same structure, to put beside `thing`.
+        after: an array, or a pytree of the same structure, to show beside `thing`.
 
     Raises:
         TypeError: a plan without parameters, or `after` with anything but arrays.

@@ -28,7 +28,7 @@ def make_mesh(
 
     Args:
         devices: the devices to use, in row-major order of the axes (a subset is allowed); by default all devices, with
-            mesh neighbours close to each other on the hardware.
+            mesh neighbors close to each other on the hardware.
         axis_types: one AxisType, or one per axis; other than `AxisType.Auto` only with Explicit sharding.
         **sizes: axis name and size, from the outermost axis to the innermost; one size may be -1 (inferred).
 

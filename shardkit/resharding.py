@@ -52,8 +52,8 @@ def reshard(
             holds little more than the two shards while it moves.
 
     Returns:
-        The same tree with every leaf in its new layout, stored as the target plan stores it. A leaf that has its new
-            layout already is the same array.
+        The same tree with every leaf in its new layout, stored as the target plan stores it. A leaf that already has
+            its new layout is the same array.
 
     Raises:
         ValueError: a leaf that is not laid out as `source` says or does not divide under `target`, a layout with an
@@ -61,12 +61,12 @@ def reshard(
             of layers.
         TypeError: layouts of another kind.
 
-    Cost: `reshard_steps` prints it. Each leaf is one program, so that a device holds at most two shards of one leaf
-    beside the tree: those before and after a step, and what the collective itself allocates for a piece. Slices send
+    Cost: `reshard_steps` prints it. Each leaf is one program, so that a device holds the tree and at most two
+    shards of one leaf: those before and after a step, and what the collective itself allocates for a piece. Slices send
     nothing, one all_to_all moves all axes that change dims, an all_gather comes last. A device must receive the part of
-    its new shard that it does not hold; where no axis goes to where another one comes from, as between dp, zero1, fsdp
-    and tp over an axis each, every device sends just as much. Where axes trade places it may be up to about twice that,
-    more where three trade at once: permuting whole shards and exchanging parts of them are then two steps.
+    its new shard that it does not hold. If no axis moves to a dim that another one leaves, as between dp, zero1, fsdp
+    and tp over an axis each, every device sends just as much. If two axes swap dims it sends up to about twice that, if
+    three do more: permuting whole shards and exchanging parts of them are then two steps.
 
     Example:
         >>> params = sk.shard({"w": np.arange(32.0).reshape(8, 4)}, mesh, P("model"))
@@ -135,11 +135,11 @@ def _held(where: str, name: str, layouts: Layouts, tree: Any, mesh: Any) -> Stor
         held = held._replace(carried=optimizer_held(tree.carried, tree.params, rest))
         return [(each, True) for each in jax.tree.leaves(held)]
 
-    try:  # a layout for every leaf of a part, and then the leaves by themselves
+    try:  # a layout for every leaf of a part, then the layouts alone
         each = jax.tree.map(lambda layout, part: [layout] * len(_leaves(part)), layouts, tree, is_leaf=_is_layout)
     except ValueError as error:
         raise ValueError(
-            f"{where}: {name} must have the structure of the tree, or begin as it does; {error}. Pass one layout for "
+            f"{where}: {name} must have the structure of the tree, or be a prefix of it; {error}. Pass one layout for "
             "all leaves, or one for each."
         ) from None
     specs = [_spec(where, name, layout, mesh) for layout in jax.tree.leaves(each, is_leaf=_is_layout)]

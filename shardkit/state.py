@@ -19,7 +19,7 @@ from shardkit.partitioning.handles import cast_floating
 from shardkit.partitioning.placement import Layout, map_layouts
 from shardkit.partitioning.plan import Plan
 from shardkit.partitioning.residuals import init_residuals, residual_shapes
-from shardkit.partitioning.storage import Held, check_held, is_padded, natural, padded, unpadded
+from shardkit.partitioning.storage import Held, check_held, is_padded, original, padded, unpadded
 from shardkit.precision import LossScale, Precision, first_loss_scale, next_loss_scale
 from shardkit.remat.uniform import order_matters
 
@@ -32,7 +32,7 @@ class TrainState(NamedTuple):
     Attributes:
         step: int32 scalar, steps taken.
         params: the parameters, each leaf laid out as the plan's `rest`; `unpadded` returns padded leaves, and stacks in
-            the order of stages, in their natural form.
+            the order of stages, in their original form.
         opt_state: the optimizer's state; leaves that mirror a parameter are laid out as the plan's `update`.
         key: typed key from which the keys of every step's examples are derived; it never changes.
         loss_scale: the float16 loss scale, or None.
@@ -93,8 +93,8 @@ def make_init(optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> Call
         update = map_layouts(Layout.in_update, layouts)
 
         def fresh(params: Any) -> Any:  # copied: a buffer must not be donated twice
-            natural = jax.lax.with_sharding_constraint(unpadded(params), shardings(mesh, update))
-            return jax.tree.map(jnp.copy, first_opt_state(optimizer, policy, natural))
+            original = jax.lax.with_sharding_constraint(unpadded(params), shardings(mesh, update))
+            return jax.tree.map(jnp.copy, first_opt_state(optimizer, policy, original))
 
         held = optimizer_held(jax.eval_shape(fresh, params), params, update)
 
@@ -143,7 +143,7 @@ def optimizer_held(opt_state: Any, params: Any, update: Any) -> Any:
 
 
 def mirrored(tree: Any, params: Any, each: Sequence[Any], other: Any) -> Any:
-    """For each leaf of a tree what `each` says of the parameter that it mirrors, or `other`."""
+    """For each leaf of a tree, the value in `each` of the parameter that it mirrors, else `other`."""
     param_leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)[0]
     known = {path: (x.shape, found) for (path, x), found in zip(param_leaves, each, strict=True)}
 
@@ -166,9 +166,9 @@ def reads_order(optimizer: Any, policy: Precision, trees: tuple[Any, Any, Any], 
     stacked, opt_stacked = (jax.tree.map(lambda each: bool(each.rows), tree) for tree in (held, opt_held))
     if not any(jax.tree.leaves(stacked)):
         return False
-    natural = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trees, is_leaf=is_padded)
+    original = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trees, is_leaf=is_padded)
     update = partial(advance, optimizer, policy)
-    args = *natural, jax.ShapeDtypeStruct((), jnp.float32)
+    args = *original, jax.ShapeDtypeStruct((), jnp.float32)
     return order_matters(update, args, (stacked, opt_stacked, stacked, False), (stacked, opt_stacked))
 
 
@@ -190,16 +190,16 @@ def updated(
 ) -> tuple[Any, Any, LossScale | None]:
     """The new parameters (in the layout of the update), optimizer state and loss scale, in the jit of the step.
 
-    The optimizer runs on global arrays in their natural shapes, pinned to the layout of the update before and after.
+    The optimizer runs on global arrays in their original shapes, pinned to the layout of the update before and after.
     Where the metrics have "finite" and it is False, parameters and optimizer state stay as they were. With `alone` the
-    optimizer is compiled by itself, as `groups.py` says.
+    optimizer is compiled separately, as `groups.py` explains.
     """
     held = map_layouts(Layout.in_update, layouts)
     opt_held = optimizer_held(state.opt_state, state.params, held)
     check_held("step: the optimizer state", state.opt_state, opt_held, mesh)
     in_order = reads_order(optimizer, policy, (grads, state.opt_state, state.params), held, opt_held)
     pinned = lambda tree, held: jax.lax.with_sharding_constraint(tree, shardings(mesh, held))  # noqa: E731
-    seen = lambda tree, held: pinned(natural(tree, in_order=in_order), held)  # noqa: E731
+    seen = lambda tree, held: pinned(original(tree, in_order=in_order), held)  # noqa: E731
     stored = lambda tree, held: pinned(padded(tree, held, mesh, in_order=in_order), held)  # noqa: E731
 
     grads, params, opt_state = seen(grads, held), seen(state.params, held), seen(state.opt_state, opt_held)

@@ -87,7 +87,7 @@ def make_train_step(
     """Builds a training step in which every collective of loss and gradient is explicit.
 
     The loss and gradients are those of the whole batch: the sum of all totals over the sum of all weights, whatever the
-    mesh and the accumulation. The optimizer runs on global arrays, so any optax transformation is right unmodified.
+    mesh and the accumulation. The optimizer runs on global arrays, so any optax transformation works unmodified.
 
     Args:
         grad_fn: what one device computes, from `value_and_grad(loss_fn)`.
@@ -109,10 +109,10 @@ def make_train_step(
             dp, zero1 and whole fsdp. The batch is cut into G parts, which are computed one by one as microbatches are,
             and summed in a fixed order. It holds for one kind of device, version of jax and dtype, for a loss that does
             not depend on the mesh, and for optimizers that do not sum over the elements of split leaves.
-        manual: the axes of the mesh that are Manual in the step, among them all of the plan; None: all. Any other is
-            left to XLA's partitioner, as in `jit`: parameters stay laid out over it as the arrays that `init` gets, and
-            the loss may use `jax.lax.with_sharding_constraint` over it.
-        steps: the number of steps in one call, as a scan: every array of the batch gets a dim in front for the step, as
+        manual: the mesh axes that are Manual in the step, which include those of the plan; None: all. The others are
+            left to XLA's partitioner, as in `jit`: parameters keep the layout over them of the arrays that `init` gets,
+            and the loss may use `jax.lax.with_sharding_constraint` over them.
+        steps: the number of steps in one call, as a scan: every array of the batch gets a leading dim for the step, as
             does every metric. Python then dispatches once for all of them.
 
     Returns:
@@ -154,8 +154,8 @@ def make_train_step(
     at_least("make_train_step", 1, accumulate=accumulate, steps=1 if steps is None else steps)
     if steps and nonfinite == "stop":
         raise ValueError(
-            f"make_train_step: nonfinite='stop' looks at every step, but steps={steps} returns after {steps}. Pass "
-            "nonfinite='skip', and look at the metric 'finite'."
+            f"make_train_step: nonfinite='stop' checks every step, but steps={steps} returns after {steps}. Pass "
+            "nonfinite='skip', and check the metric 'finite'."
         )
     plan = arranged(plan, grad_fn, deterministic or accumulate)
     plan.check(mesh)

@@ -107,7 +107,7 @@ def test_reshard_smoke(tmp_path):
 
 
 def test_deterministic_smoke(tmp_path, capsys):
-    """The two steps agree, and send the same but for padding and one message more of the means."""
+    """The two steps agree, and send the same, except for padding and one more message of the means."""
     records = recorded(tmp_path, "deterministic")
     assert [r["case"] for r in records] == ["ordinary", "deterministic", "ordinary again"]
     printed = capsys.readouterr().out

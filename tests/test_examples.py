@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 
-# What the public names are reached through; a name that several of them export is looked at once.
+# What the public names are reached through; a name that several of them export is checked once.
 FACES = (
     "",
     "collectives",

@@ -258,7 +258,7 @@ def test_an_axis_in_both_maps_is_slow_outside():
     mesh = sk.make_hybrid_mesh(fast={"model": 2, "data": 2}, slow={"data": 2}, group_of=lambda d: d.id // 4)
     assert mesh.axis_names == ("data", "model")
     assert ids(mesh) == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    for half in (mesh.devices[:2], mesh.devices[2:]):  # neighbours along data are in one group, but for one step
+    for half in (mesh.devices[:2], mesh.devices[2:]):  # neighbors along data are in one group, except for one step
         assert len({d.id // 4 for d in half.flat}) == 1
 
 

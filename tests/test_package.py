@@ -44,7 +44,7 @@ FLOORS = [
     ["__main__"],
 ]
 FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
-# On floors made of single files, these may also use a neighbour.
+# On floors made of single files, these may also use a neighbor.
 NEIGHBOURS = {
     "_check": {"_compat"},
     "_platform": {"_compat"},

@@ -175,7 +175,7 @@ def test_errors(mesh2x4, call, words):
 
 @pytest.mark.check
 def test_errors_of_trees_and_padding(mesh2x4):
-    with pytest.raises(ValueError, match="reshard: source must have the structure of the tree, or begin as it does; "):
+    with pytest.raises(ValueError, match="reshard: source must have the structure of the tree, or be a prefix of it; "):
         sk.reshard(placed(mesh2x4), {"v": P("data")}, P(), mesh=mesh2x4)
     w = {"w": jax.ShapeDtypeStruct((5,), jnp.float32)}
     two, four = (sk.fsdp(axis, min_size=1, uneven="pad") for axis in ("data", "model"))

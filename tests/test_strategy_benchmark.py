@@ -15,7 +15,7 @@ STRATEGIES = {
 }
 
 
-# proves F83 in part: pipelines are timed by themselves, in benchmarks/pipeline.py
+# proves F83 in part: pipelines are timed separately, in benchmarks/pipeline.py
 @pytest.mark.deep
 @pytest.mark.parametrize("row", STRATEGIES)
 def test_every_strategy_is_timed_against_jit_and_gives_its_numbers(row):

@@ -93,10 +93,7 @@ def self_test(mesh: Mesh) -> dict[str, float]:
         ),
         "shift": (lambda x: sk.shift(x, axis), [blocks[d - 1] for d in range(n)]),
         "broadcast": (lambda x: sk.broadcast(x, axis, source=n - 1), everywhere(blocks[n - 1])),
-        "axis_index": (
-            lambda x: sk.axis_index(axis) + 0 * x[:1, 0].astype(int),
-            [np.array([d]) for d in range(n)],
-        ),
+        "axis_index": (lambda x: sk.axis_index(axis) + 0 * x[:1, 0].astype(int), [np.array([d]) for d in range(n)]),
     }
     spec = PartitionSpec(axis)
     x = sk.shard(np.concatenate(blocks), mesh, spec)

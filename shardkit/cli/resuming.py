@@ -19,13 +19,13 @@ _OF_LLAMA = "model.embed_tokens.weight"
 
 
 class Resumed(NamedTuple):
-    """A checkpoint from which a run goes on.
+    """A checkpoint from which a run resumes.
 
     Attributes:
         saved: what was saved with it.
         first: the index of the next step.
         began: the step from which the optimizer counts.
-        anew: whether the state of the optimizer begins there, because it is another one.
+        anew: whether the optimizer begins with a new state, because it is another optimizer.
         changes: the options that differ, as `--steps 12 (was 6)`.
     """
 

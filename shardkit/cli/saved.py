@@ -1,4 +1,4 @@
-"""A run that `shardkit train` has saved: its options, and what it said of a step."""
+"""A run that `shardkit train` has saved: its options, and the record of a step."""
 
 from __future__ import annotations
 

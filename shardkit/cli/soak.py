@@ -79,7 +79,7 @@ def soak(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
 
 
 def run_once(options: Options) -> float | str:
-    """One start: its final loss, or the failure in words."""
+    """One start: its final loss, or the failure as text."""
     environ = dict(os.environ)
     flags = [
         # end a collective that waits for a missing device; the default is longer than --timeout

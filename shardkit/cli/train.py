@@ -140,7 +140,7 @@ def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
 
 
 def _result(run: CommandRun, state: sk.TrainState, resume: Resumed | None) -> float:
-    """The validation loss of a finished run: saved with it, unless that was saved without."""
+    """The validation loss of a finished run: the saved one, computed if none was saved."""
     found = resume.saved.metrics.get("validation_loss") if resume else None
     return run.validation(state.params)["loss"] if found is None else found
 

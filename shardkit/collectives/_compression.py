@@ -54,10 +54,7 @@ def of_pairs(where: str, reduce: Callable[[jax.Array, Any], Pair], x: Any, resid
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def straight_through(
-    exact: Callable[[jax.Array], jax.Array],
-    sent: Callable[[jax.Array], Pair],
-    x: jax.Array,
-    residual: jax.Array | None,
+    exact: Callable[[jax.Array], jax.Array], sent: Callable[[jax.Array], Pair], x: jax.Array, residual: jax.Array | None
 ) -> Pair:
     """`sent` of x + residual in float32, in the dtype of x; its derivative is that of `exact`."""
     if not x.size:

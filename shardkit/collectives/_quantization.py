@@ -1,7 +1,7 @@
 """Float32 arrays as quantized messages, and back: what the compressed collectives send.
 
-No compiler can move a conversion to the other side of the wire, nor send a dtype that the chip lacks in a wider one:
-what is sent are the bits, as unsigned integers.
+Messages are bits, as unsigned integers: the compiler cannot move a conversion across the collective, nor send a dtype
+that the chip lacks as a wider one.
 """
 
 from __future__ import annotations

@@ -38,6 +38,11 @@ def wide_zeros(x: Any) -> jax.Array:
     return typed_zeros(x, dtype=wide(x.dtype))
 
 
+def added(sums: Any, terms: Any) -> Any:
+    """A pytree of sums with further terms, in the dtypes of the sums."""
+    return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, terms)
+
+
 def saved_as_dot(x: jax.Array) -> jax.Array:
     """Names the value that `remat="dots"` saves instead of the wider matmuls, or partial sums, that it is made of."""
     return checkpoint_name(x, DOT)

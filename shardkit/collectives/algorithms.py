@@ -1,7 +1,7 @@
-"""How a strategy gathers weights and reduces gradients: a collective as a value.
+"""The collective algorithms with which a strategy gathers weights and reduces gradients.
 
 Each function here returns an Algorithm for the arguments `gather=` and `reduce=` of `dp`, `zero1`, `zero2` and `fsdp`.
-One of your own is `Algorithm(name, all_reduce=..., ...)`, of functions with the signatures of the kernels in `basic`.
+Write your own as `Algorithm(name, all_reduce=..., ...)`, with functions that have the signatures of those in `basic`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Sent = dict[tuple[str, ...], Fraction]
 
 
 class Algorithm(NamedTuple):
-    """A collective algorithm that strategies use in the place of `all_gather`, `reduce_scatter` and `all_reduce`.
+    """A collective algorithm that strategies use instead of `all_gather`, `reduce_scatter` and `all_reduce`.
 
     A function may be None where no strategy needs it: `gather=` needs `all_gather`, `reduce=` needs `reduce_scatter` in
     zero1, zero2 and fsdp, and `all_reduce` in dp. Leaves that zero1, zero2 and fsdp leave whole are summed by its
-    `all_reduce`, or plainly if it has none.
+    `all_reduce`, or by the plain one if it has none.
 
     Attributes:
         name: as descriptions of a plan print it.
@@ -103,7 +103,7 @@ def ring(*, bidirectional: bool = False) -> Algorithm:
 
 @typed
 def hierarchical(inner: Axis) -> Algorithm:
-    """Over the fast links first where the bytes are many, over the slow ones where they are few; see `sk.hierarchical`.
+    """In two levels, of which the one over slow links sends few bytes; see `sk.hierarchical`.
 
     Args:
         inner: the axis (or axes) of the fast links; the strategy's other axes are those of the slow ones, and must come
@@ -113,7 +113,7 @@ def hierarchical(inner: Axis) -> Algorithm:
         An Algorithm for strategies over several axes, such as `dp(("node", "gpu"))`.
 
     Raises:
-        ValueError: from the strategy, axes that do not end in `inner`, or no others.
+        ValueError: from the strategy, if its axes do not end in `inner`, or are no more than `inner`.
 
     Cost: for B bytes, I devices inside and O outside, an all_reduce sends 2 B (I-1)/I bytes inside and 2 (B/I) (O-1)/O
         outside, a gather or scatter half of each.

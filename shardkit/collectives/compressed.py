@@ -117,9 +117,7 @@ def reduce_scatter(
         axis: axis name or tuple of names; a tuple is one level, each device sending to all others.
         residual: what has not been sent so far, from init_residual or from the last call; None for no error feedback.
         dim: the dim to split; its size must be divisible by n.
-        dtype: jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8 or jnp.int4. All but the first are sent in
-            blocks of the flattened chunks.
-        block: elements that share a scale, 1 or more.
+        dtype, block: as for all_gather, in blocks of the flattened chunks.
 
     Returns:
         The shards of the sums, in the dtypes of x, 1/n of the input's size along `dim`; and the new residual, or None.
@@ -179,8 +177,7 @@ def reduce_scatter_two_level(
         x: pytree of floating-point arrays of the whole size.
         inner: the axis (or axes) of the fast links, I devices.
         outer: the axis (or axes) of the slow links, O devices; major in the order.
-        residual: what has not been sent so far, from init_residual or from the last call; None for no error feedback.
-            What the second rounding leaves is kept by the device that rounded.
+        residual: as for reduce_scatter; what the second rounding leaves is kept by the device that rounded.
         dim: the dim to split; its size must be divisible by I * O.
         dtype: what is sent over the outer axis: jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8 or jnp.int4.
         inner_dtype: likewise over the inner axis; None for an uncompressed reduce_scatter in float32.
@@ -191,8 +188,7 @@ def reduce_scatter_two_level(
         `(outer, inner)`; and the new residual, or None. Derivatives and non-finite elements are as in reduce_scatter.
 
     Raises:
-        ValueError: an unbound axis, an axis in both, another dtype, a block of no elements, a `dim` the array does not
-            have or that does not divide, or a residual of other shapes.
+        ValueError: as for reduce_scatter, or an axis in both.
         TypeError: leaves that are not floating-point.
 
     Cost: inner Q (I-1) bytes, Q = cost.quantized_bytes of 1/I of the elements, or of 4 bytes each; outer Q (O-1) bytes,
@@ -252,11 +248,8 @@ def all_reduce(
     Args:
         x: pytree of floating-point arrays.
         axis: axis name or tuple of names.
-        residual: what has not been sent so far, from init_residual or from the last call; None for no error feedback.
-            What the second rounding leaves is kept by the device that rounded.
-        dtype: jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8 or jnp.int4. All but the first are sent in
-            blocks of the flattened chunks.
-        block: elements that share a scale, 1 or more.
+        residual: as for reduce_scatter; what the second rounding leaves is kept by the device that rounded.
+        dtype, block: as for reduce_scatter.
         compress_result: gather the sums in `dtype` too.
 
     Returns:

@@ -63,8 +63,7 @@ def all_gather(x: Arrays, inner: Axis, outer: Axis, *, dim: int = 0, replicated:
     Layout: `X[.., D_(outer,inner), ..] -> X[.., D, ..]`
     Args:
         x: pytree of arrays, this device's shards.
-        inner: the axis (or axes) of the fast links, I devices.
-        outer: the axis (or axes) of the slow links, O devices; major in the order.
+        inner, outer: as for all_reduce; outer is major in the order.
         dim: the dim to concatenate along.
         replicated: return a result that is invariant over both axes, as `out_specs=P()` requires.
 
@@ -100,8 +99,7 @@ def reduce_scatter(x: Arrays, inner: Axis, outer: Axis, *, dim: int = 0, op: Lit
     Layout: `X[.., D, ..] {U_inner, U_outer} -> X[.., D_(outer,inner), ..]`
     Args:
         x: pytree of arrays of the whole size.
-        inner: the axis (or axes) of the fast links, I devices.
-        outer: the axis (or axes) of the slow links, O devices; major in the order.
+        inner, outer: as for all_gather.
         dim: the dim to split; its size must be divisible by I * O.
         op: "sum" or "mean".
 

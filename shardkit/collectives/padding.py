@@ -31,7 +31,7 @@ def pad_to_axis(x: Arrays, axis: Axis, *, dim: int = 0) -> Any:
         dim: the dim to pad.
 
     Returns:
-        Arrays whose size along `dim` is divisible by n; unchanged where it is so already.
+        Arrays whose size along `dim` is divisible by n; unchanged where it already is.
 
     Raises:
         ValueError: an unbound axis, or a `dim` the array does not have.

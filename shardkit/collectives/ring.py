@@ -1,4 +1,4 @@
-"""Collectives built from ppermute: every message goes to a neighbour, so that it can overlap with compute.
+"""Collectives built from ppermute: every message goes to a neighbor, so that it can overlap with compute.
 
 The loops are `fori_loop`s of a fixed length: XLA does not overlap them on GPUs when they are unrolled. The backward
 pass is a ring too and has no residuals. Without compute to overlap, the kernels of `basic` are as fast or faster.
@@ -17,7 +17,8 @@ from shardkit import _compat
 from shardkit._check import Axis, bound, dim_of, divides
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
-from shardkit.collectives.axes import axis_index, axis_size, countable, vary, vary_like
+from shardkit.collectives._sums import typed_zeros
+from shardkit.collectives.axes import axis_index, axis_size, countable, vary
 from shardkit.collectives.permute import shift
 from shardkit.collectives.replicated import assume_replicated
 
@@ -108,12 +109,7 @@ def reduce_scatter(
 
 @partial(typed, where="ring.all_reduce")
 def all_reduce(
-    x: Arrays,
-    axis: Axis,
-    *,
-    op: Literal["sum", "mean"] = "sum",
-    bidirectional: bool = False,
-    replicated: bool = False,
+    x: Arrays, axis: Axis, *, op: Literal["sum", "mean"] = "sum", bidirectional: bool = False, replicated: bool = False
 ) -> Any:
     """Sums over the devices of `axis`: a ring reduce_scatter of the flattened array, then a ring all_gather.
 
@@ -171,7 +167,7 @@ def _all_gather(x: jax.Array, names: _Names, dim: int, bidirectional: bool) -> j
         up, down = shift(up, names), shift(down, names, by=-1)
         return up, down, put(put(out, up, me - k - 1), down, me + k + 1)
 
-    out = put(vary_like(jnp.zeros((n, *x.shape), x.dtype), x), x, me)
+    out = put(typed_zeros(x, shape=(n, *x.shape)), x, me)
     if bidirectional:
         up, _, out = lax.fori_loop(0, (n - 1) // 2, both_ways, (x, x, out))
         if n % 2 == 0:  # the opposite device is reached in one direction only

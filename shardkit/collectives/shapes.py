@@ -92,7 +92,7 @@ def halo_exchange(x: Arrays, axis: Axis, *, dim: int = 0, before: int = 1, after
         ValueError: an unbound axis, a `dim` the array does not have or that is empty, a negative number of rows, or
             more rows than 1024 devices have (each sends a message).
 
-    Cost: B (before + after)/D bytes, D the block's size along `dim`, in one step for each neighbour reached.
+    Cost: B (before + after)/D bytes, D the block's size along `dim`, in one step for each neighbor reached.
 
     Example:
         >>> halo = lambda x: sk.halo_exchange(x, "data", before=1, after=1)

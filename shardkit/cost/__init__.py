@@ -18,13 +18,7 @@ from shardkit.cost.rooflines import (
 )
 from shardkit.cost.scaling import data_parallel_batch, fsdp_tensor_batch, fsdp_tensor_split, tensor_parallel_ways
 from shardkit.cost.times import collective_time, hierarchical_time, torus_time
-from shardkit.cost.transformer import (
-    mfu,
-    training_flops,
-    training_time,
-    transformer_flops,
-    transformer_parameters,
-)
+from shardkit.cost.transformer import mfu, training_flops, training_time, transformer_flops, transformer_parameters
 from shardkit.cost.volumes import Volume, context_volume, expert_volume, pipeline_volume, tensor_volume
 from shardkit.cost.zero import ZeroMemory, zero_breakdown, zero_memory, zero_volume
 

@@ -129,15 +129,8 @@ def model_activation_memory(
 
     Args:
         layers: layers of the whole model.
-        batch: sequences of one microbatch.
-        sequence: tokens per sequence.
-        hidden: model width.
-        heads: attention heads.
-        kv_heads: key/value heads, a divisor of heads; None: heads.
+        batch, sequence, hidden, heads, kv_heads, tensor, sequence_parallel, recompute: as for `activation_memory`.
         vocabulary: number of token values; 0 leaves the embedding and the head out.
-        tensor: tensor-parallel ways.
-        sequence_parallel: whether norms and dropout are sharded over the sequence.
-        recompute: "none", "selective" or "full" (False and True: the first and the last).
         stages: pipeline stages; 1 means no pipeline.
         chunks: model chunks per stage of interleaved 1F1B; 1 is plain 1F1B.
         microbatches: microbatches per step; fewer than `stages` need proportionally less. None: at least `stages`.

@@ -203,17 +203,9 @@ def bubble(
     `bubble_time` has every schedule.
 
     Args:
-        stages: number p of pipeline devices.
-        microbatches: microbatches m per step.
-        schedule: "gpipe", "1f1b", "interleaved", "lockstep", "breadth_first", "zero_bubble_h1", "zero_bubble_h2",
-            "zero_bubble_v", "dualpipe" or "dualpipe_v".
-        chunks: model chunks v per device, for "interleaved", "lockstep" and "breadth_first".
+        stages, microbatches, schedule, chunks, forward, backward, weight, overlapped: as for `bubble_time`.
         of: "ideal", Megatron's convention: over m (F + B), the time without idling (m F&B for the dualpipes); or
             "total", GPipe's: over the ideal time and the bubble.
-        forward: F, time of one microbatch's forward on one device, in any unit.
-        backward: B, time of its whole backward.
-        weight: W, the weight-gradient part of B; None: half of B.
-        overlapped: F&B, time of a forward and a backward that run together, for the dualpipes; None: F + B.
 
     Returns:
         The fraction, without unit.

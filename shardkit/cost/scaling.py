@@ -111,12 +111,9 @@ def fsdp_tensor_split(
     longer of the two, and also their sum, is shortest at X = sqrt(B N M_X / (F M_Y)), where they are equal.
 
     Args:
-        chip: a chip or its name.
-        ffn: width F of the feed-forward layers.
+        chip, ffn, fsdp_axes, tensor_axes: as for `fsdp_tensor_batch`.
         tokens: B, tokens in the whole batch.
         chips: N, number of chips.
-        fsdp_axes: torus dimensions M_X for FSDP; None: all but one (at least 1; GPUs: 1).
-        tensor_axes: torus dimensions M_Y for tensor parallelism; None: 1.
 
     Returns:
         (X, Y), not rounded, each between 1 and N.

@@ -161,7 +161,7 @@ def torus_time(
     floor(s^2/4)/s size, halved where it wraps round. The latency counts the hops to the farthest device.
 
     Args:
-        kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", or "ppermute" (to a neighbour).
+        kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", or "ppermute" (to a neighbor).
         size: bytes of the operand on one device.
         sizes: devices along each dimension of the torus that takes part, for example (4, 4, 8).
         bandwidth: bytes/s of one link in one direction.

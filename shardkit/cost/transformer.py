@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of a decoder-only transformer, training time, and model FLOPs utilisation.
+"""Parameters and FLOPs of a decoder-only transformer, training time, and model FLOPs utilization.
 
 A multiply-add is two FLOPs; only matrix multiplications are counted. `hidden` is the model width h, `ffn` the width of
 the feed-forward layers. Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
@@ -144,17 +144,11 @@ def transformer_flops(
     Backward costs twice forward.
 
     Args:
-        layers: number of layers l.
-        hidden: model width h.
+        layers, hidden, heads, kv_heads, head_size, ffn, gated: as for `transformer_parameters`.
         sequence: tokens per sequence s.
         batch: sequences per step B.
         vocabulary: number of token values V; 0 leaves the head out.
         recompute: "none", "selective" or "full" (False and True: the first and the last).
-        heads: attention heads; None: as many as fill `hidden`.
-        kv_heads: key/value heads, a divisor of heads; None: heads.
-        head_size: width of a head; None: hidden / heads.
-        ffn: width of the feed-forward layers; None: 4 h.
-        gated: a third feed-forward matrix (SwiGLU, GeGLU).
         causal: counts half of the scores, as with a kernel that skips masked blocks; the papers count all.
 
     Returns:

@@ -96,18 +96,13 @@ def zero_memory(
     For activations see `activation_memory`.
 
     Args:
-        parameters: number of parameters.
-        ways: devices that the state is sharded over.
-        stage: 0, 1, 2 or 3.
-        parameter_bytes: bytes per parameter of the compute copy (bfloat16: 2).
-        gradient_bytes: bytes per parameter of the gradients.
-        optimizer_bytes: bytes per parameter of the optimizer (Adam: float32 master copy and two moments, 12).
+        parameters, ways, stage, parameter_bytes, gradient_bytes, optimizer_bytes: as for `zero_breakdown`.
 
     Returns:
         Bytes; `zero_breakdown` gives its three parts.
 
     Raises:
-        ValueError: another stage, ways below 1, or a negative number of parameters or bytes.
+        ValueError: as for `zero_breakdown`.
 
     Example:
         >>> [sk.cost.zero_memory(1e9, 8, stage) / 1e9 for stage in range(4)]
@@ -147,9 +142,7 @@ def zero_volume(
     with all microbatches through a layer before the next: 3 at stage 3 (2 if saved) and 2 at stage 2, for any k.
 
     Args:
-        parameters: number of parameters.
-        ways: devices that the state is sharded over.
-        stage: 0, 1, 2 or 3.
+        parameters, ways, stage: as for `zero_breakdown`.
         accumulate: microbatches k per step.
         layerwise: stage 3 gathers each layer when it is used; False: the whole tree once per step.
         regather: stage 3, layer by layer: gathers again for the backward; False: saves the gathered layers.

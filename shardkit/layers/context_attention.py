@@ -12,10 +12,6 @@ device's queries with half of a device's keys.
 In zigzag order the sequence is split into 2n chunks, of which device i holds chunks i and 2n-1-i: an early one, whose
 queries see few keys, and a late one, whose queries see many. `zigzag` reorders a batch, `positions` returns the
 positions of its tokens; a loss summed over tokens is the same in both orders.
-
-Source: Liu et al., Ring Attention (arXiv:2310.01889); Brandon et al., Striped Attention (arXiv:2311.09431) and the
-zigzag order of ring-flash-attention; Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509); Fang and Zhao, both combined
-(arXiv:2405.07719).
 """
 
 from __future__ import annotations
@@ -123,11 +119,8 @@ def ulysses_attention(
         v_btGK: its values, repeated as the keys.
         axis: axis name or tuple of names.
         ring: a second axis (or tuple) for the ring, which must come before `axis` in the mesh.
-        causal: a token attends to itself and to earlier ones only.
         order: the order of the tokens along the ring; `zigzag(batch, ring, ulysses=axis)` reorders a batch.
-        segments_bt: int32 numbers of the documents packed into each sequence; a token attends to its own only.
-        block: size of the tiles of queries and keys that are processed in sequence; None: whole chunks.
-        scale: factor of the scores; None: 1/sqrt(K).
+        causal, segments_bt, block, scale: as for `ring_attention`.
 
     Returns:
         Array of the shape and dtype of the queries.

@@ -3,8 +3,6 @@
 A block is a `column_linear`, a function of single columns (or heads), and a `row_linear`. Between blocks every device
 holds all tokens, or with `sequence=True` a part of them: norms, dropout and the residual stream are then split too.
 Every kernel takes `axis=None` for one device without a mesh.
-
-Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053); Korthikanti et al. (arXiv:2205.05198), section 4.2.
 """
 
 from __future__ import annotations

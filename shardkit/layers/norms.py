@@ -93,9 +93,9 @@ def sharded_layer_norm(
     shapes("sharded_layer_norm", x_Td=(x_Td, "..d"), gain_d=(gain_d, "d"), bias_d=(bias_d, "d"))
     names = live_axes("sharded_layer_norm", axis, x_Td, gain_d, bias_d)
     x = x_Td.astype(wide(x_Td.dtype))
-    centred = x - vary(_mean(x, names, -1), names)
-    scale = lax.rsqrt(_mean(centred * centred, names, -1) + epsilon)
-    return (centred * scale).astype(x_Td.dtype) * _as_row(gain_d, x_Td) + _as_row(bias_d, x_Td)
+    centered = x - vary(_mean(x, names, -1), names)
+    scale = lax.rsqrt(_mean(centered * centered, names, -1) + epsilon)
+    return (centered * scale).astype(x_Td.dtype) * _as_row(gain_d, x_Td) + _as_row(bias_d, x_Td)
 
 
 @typed
@@ -131,8 +131,8 @@ def sharded_moments(x: jax.Array, axis: Axis | None, *, dims: Dims = -1) -> tupl
         dim_of("sharded_moments", dim, x.ndim, "dims")
     x = x.astype(wide(x.dtype))
     mean = _mean(x, names, dims)
-    centred = x - vary(mean, names)
-    return mean, _mean(centred * centred, names, dims)
+    centered = x - vary(mean, names)
+    return mean, _mean(centered * centered, names, dims)
 
 
 def _mean(x: jax.Array, names: tuple[str, ...], dims: Dims) -> jax.Array:

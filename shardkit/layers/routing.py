@@ -135,9 +135,7 @@ def route(
     Source: Shazeer et al., Outrageously Large Neural Networks (2017), for top-k gates; Lepikhin et al., GShard
     (arXiv:2006.16668), algorithm 1, for groups and capacity.
     """
-    shapes("route", logits_NE=(logits_NE, "NE"))
-    if weights_N is not None:
-        shapes("route", logits_NE=(logits_NE, "NE"), weights_N=(weights_N, "N"))
+    shapes("route", logits_NE=(logits_NE, "NE"), weights_N=(weights_N, "N"))
     N, E = logits_NE.shape
     group = N if group is None else group
     if not 1 <= top_k <= E:
@@ -199,9 +197,7 @@ def routing_stats(
     Source: Fedus et al., Switch Transformer (arXiv:2101.03961), equations 4 to 6, over all top_k choices; Zoph et al.,
     ST-MoE (arXiv:2202.08906), equation 5.
     """
-    shapes("routing_stats", logits_NE=(logits_NE, "NE"))
-    if weights_N is not None:
-        shapes("routing_stats", logits_NE=(logits_NE, "NE"), weights_N=(weights_N, "N"))
+    shapes("routing_stats", logits_NE=(logits_NE, "NE"), weights_N=(weights_N, "N"))
     N, E = logits_NE.shape
     top_k = routing.expert.shape[1]
     logits_NE = logits_NE.astype(jnp.float32)

@@ -1,7 +1,4 @@
-"""A vocabulary split over devices: embedding, and a cross-entropy whose logits stay sharded.
-
-Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3.
-"""
+"""A vocabulary split over devices: embedding, and a cross-entropy whose logits stay sharded."""
 
 from __future__ import annotations
 
@@ -135,21 +132,14 @@ def vocab_cross_entropy_and_hits(
     Layout: as `vocab_cross_entropy`, `-> nats[B, T], hits[B, T]`
 
     Args:
-        x_bTD: as for `vocab_cross_entropy`, as are the other arguments.
-        head_Dv: this device's columns of the head.
-        targets_bT: integer targets of all tokens; a negative one is never a hit.
-        axis: axis name or tuple of names; None for one device.
-        sequence: the tokens of x are split over `axis`.
-        z_loss: coefficient of the z-loss.
-        label_smoothing: share of the target's probability that is spread.
-        vocabulary: how many columns of the whole head are classes.
+        x_bTD, head_Dv, axis, sequence, z_loss, label_smoothing, vocabulary: as for `vocab_cross_entropy`.
+        targets_bT: likewise; a negative target is never a hit.
 
     Returns:
         The nats, float32 [..., T], and the hits, bool [..., T]: `argmax(logits) == target`, ties to the first.
 
     Raises:
-        ValueError: an unbound axis, a head that is invariant over `axis`, a vocabulary larger than the head, or
-            targets of another shape than the tokens.
+        ValueError: as for `vocab_cross_entropy`.
 
     Cost: that of `vocab_cross_entropy`, and 4 bytes per token more in its second all_reduce.
 

@@ -26,7 +26,7 @@ class Axes:
         sequence: sequence parallelism: between blocks, tokens are split over `model`.
         context: context parallelism: tokens are split over it, with ring attention.
         ulysses: tokens are split over it, with attention split by heads; with `context`, it is the inner axis.
-        order: the order of the tokens along `context`; the batch is in natural order.
+        order: the order of the tokens along `context`; the batch is in contiguous order.
         expert: expert parallelism.
         impl: with `sequence`, as for `all_gather_matmul`.
         stage: the axis of the pipeline, if the layers run as its stages.

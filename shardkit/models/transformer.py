@@ -74,11 +74,7 @@ class Stream(NamedTuple):
 
 @typed
 def apply(
-    params: Arrays,
-    tokens_bT: jax.Array,
-    config: Config,
-    keys_b: Key | None = None,
-    axes: Axes = ONE_DEVICE,
+    params: Arrays, tokens_bT: jax.Array, config: Config, keys_b: Key | None = None, axes: Axes = ONE_DEVICE
 ) -> jax.Array:
     """The logits of the next token after each token.
 
@@ -246,7 +242,7 @@ def loss_fn(config: Config, axes: Axes = ONE_DEVICE) -> Callable[[Any, Any, Any]
 
 
 def in_order(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
-    """Makes a loss or GradFn take its batch in natural order, and reorders it for the ring once per step.
+    """Makes a loss or GradFn take its batch in contiguous order, and reorders it for the ring once per step.
 
     A pipeline's GradFn or loss stays one.
 

@@ -66,7 +66,7 @@ def _spans(axes: Axes, parts: Mapping[str, Shape]) -> list[tuple[str, int, int, 
 def view(shape: Shape, source: DimAxes, target: DimAxes, parts: Mapping[str, Shape], cut: Ends) -> View:
     """An array as one with more dims: each dim is cut where both layouts end a part of it, or have ended.
 
-    `cut` says which of these cuts are made: "last", the one behind which the dim is whole in both layouts, "none" or
+    `cut` says which of these cuts are made: "last", the one after which the dim is whole in both layouts, "none" or
     "all".
     """
 

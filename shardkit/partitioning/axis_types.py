@@ -61,7 +61,7 @@ def with_auto_axes(fn: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
 def on_auto_axes(fn: Callable[[Any], Any], x: Any, whole: Collection[int]) -> Any:
     """`fn(x)` of an array that may be over Explicit axes, as if these were Auto.
 
-    The result is laid out as the array is, but for the dims `whole`.
+    The result is laid out as the array is, except for the dims `whole`.
     """
     typed = jax.typeof(x).sharding
     if typed.mesh.empty or auto_mesh(typed.mesh) is typed.mesh:

@@ -70,6 +70,11 @@ def take_microbatch(split: Any, i: Any) -> Any:
         if not x.ndim:
             return x
         at = 0 if x.shape[0] == 1 else i
-        return x[at] if isinstance(at, int) else lax.dynamic_index_in_dim(x, at, 0, keepdims=False)
+        return x[at] if isinstance(at, int) else row(x, at)
 
     return jax.tree.map(one, split)
+
+
+def row(tree: Any, i: Any) -> Any:
+    """Row `i` of dim 0 of every array, a number or a traced index."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree)

@@ -47,7 +47,7 @@ def _cut_in_parts(cuts: Cuts, fn: Callable[[jax.Array], jax.Array], x: jax.Array
 
 
 def whole(x: jax.Array, cuts: Cuts, sizes: Iterable[tuple[int, int]], *, replicated: bool = False) -> jax.Array:
-    """An array gathered over these cuts, the last first, and cut to its natural sizes."""
+    """An array gathered over these cuts, the last first, and cut to its original sizes."""
 
     def gather(x: jax.Array) -> jax.Array:
         for cut in reversed(cuts):

@@ -19,7 +19,7 @@ from shardkit.partitioning.storage import in_rows, padded_shape
 
 
 class Planned(NamedTuple):
-    """A leaf, its layout, and what each strategy says of it: a split, or why it leaves the leaf whole."""
+    """A leaf, its layout, and what each strategy does with it: a split, or why it leaves the leaf whole."""
 
     path: str
     leaf: Any

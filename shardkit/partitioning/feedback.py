@@ -62,7 +62,7 @@ def begun(each: Reduced) -> Reduced:
     if wanted - here:
         raise _summed_before(each, wanted - here)
     grad = each.grad.astype(jnp.float32)
-    if here - wanted:  # axes that no layout tells of, such as that of a pipeline's stages
+    if here - wanted:  # axes that are in no layout, such as that of a pipeline's stages
         grad = all_reduce(grad, tuple(sorted(here - wanted)))
     return each._replace(grad=grad + each.residual, residual=jnp.zeros_like(each.residual), back=lambda left: left)
 

@@ -15,6 +15,7 @@ from shardkit._check import quoted
 from shardkit._compat import varying_axes
 from shardkit._typed import typed
 from shardkit.collectives import all_reduce, vary
+from shardkit.collectives.axes import vary_like
 from shardkit.layout import path_name
 from shardkit.partitioning.handles import call_sealed, parts, with_parts
 from shardkit.partitioning.trained import check_trained, chosen
@@ -108,9 +109,7 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None) -> GradFn:
             mean, aux = loss_and_aux(call_loss(loss_fn, with_parts(params, joined(some)), batch, keys, *carried))
             return mean.total, (mean.weight, aux)
 
-        value, backward, (weight, aux) = jax.vjp(total, some, has_aux=True)
-        # The scale enters as the cotangent: a scaled float16 total would overflow.
-        (grads,) = backward(vary(jnp.asarray(scale, value.dtype), tuple(varying_axes(value))))
+        value, (weight, aux), (grads,) = scaled_gradients(total, scale, some)
         return Mean(value, weight), aux, gradients(grads)
 
     def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
@@ -123,6 +122,12 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None) -> GradFn:
 
     made: Any = carrying if takes_carried(loss_fn) else grad_fn
     return made
+
+
+def scaled_gradients(total: Callable[..., Any], scale: Any, *args: Any) -> tuple[jax.Array, Any, tuple[Any, ...]]:
+    """The value and the rest that `total(*args)` returns, and the gradients of `scale * value`."""
+    value, backward, rest = jax.vjp(total, *args, has_aux=True)  # a scaled float16 total would overflow
+    return value, rest, backward(vary_like(jnp.asarray(scale, value.dtype), value))
 
 
 def takes_carried(loss_fn: LossFn) -> bool:
@@ -188,15 +193,13 @@ def is_mean(x: Any) -> bool:
 
 def means_by_path(means: Any) -> list[tuple[str, Mean]]:
     """The Means of a tree, each after its path, such as "stats.variance"."""
-    leaves = jax.tree_util.tree_leaves_with_path(means, is_leaf=is_mean)
-    return [(path_name(path), mean) for path, mean in leaves]
+    return [(path_name(path), mean) for path, mean in jax.tree_util.tree_leaves_with_path(means, is_leaf=is_mean)]
 
 
 def _aux(name: Any, value: Any) -> Any:
     if not isinstance(name, str):
         raise TypeError(
-            f"value_and_grad: aux must be a dict of scalars or Means by name; got the key {name!r}. Name it by a "
-            "string."
+            f"value_and_grad: aux must be a dict of scalars or Means by name; got the key {name!r}. Use a string."
         )
 
     leaf = lambda x: x is None or is_mean(x)  # noqa: E731

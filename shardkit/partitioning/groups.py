@@ -7,10 +7,10 @@ of its groups that are subtrees, and sends one partial sum for each: one, if its
 That is not enough. A compiler fuses a product with the addition that uses it, without rounding the product, and which
 of two products it takes depends on the code around them: on one device, without collectives, the update of Adam was
 fused with the reshapes of the gradient, and its moments differed from those on two devices after three steps (jax 0.10,
-CPU). So what multiplies and adds is compiled by itself, the same everywhere:
+CPU). So what multiplies and adds is compiled separately, in the same way on every mesh:
 
 - a group is the branch of a conditional that is always taken, which the compiler cannot know. A loop around it would
-  not do: one of length 1, on as many devices as groups, is inlined;
+  not work: one of length 1, on as many devices as groups, is inlined;
 - the optimizer is the body of a loop of one turn, which again the compiler cannot know. A loop updates its state in
   place.
 """
@@ -34,6 +34,7 @@ from shardkit.collectives.algorithms import PLAIN
 from shardkit.collectives.axes import axis_size
 from shardkit.collectives.deterministic import pairwise, sum_of_pieces
 from shardkit.layout import all_axes, path_name, spec_axes
+from shardkit.partitioning.batch import split_microbatches
 from shardkit.partitioning.gradient import divisor_of
 from shardkit.partitioning.metrics import means_of_groups
 from shardkit.partitioning.placement import Cuts, Layout, map_layouts
@@ -70,7 +71,7 @@ def check_groups(groups: int | None, accumulate: int, plan: Plan, mesh: Mesh, re
             algorithm = getattr(s, argument)
             if algorithm is not PLAIN:
                 raise ValueError(
-                    f"{rule} the step sums in an order of its own; {s.name} has {argument}={algorithm}. Leave "
+                    f"{rule} the step fixes the order of its sums; {s.name} has {argument}={algorithm}. Leave "
                     f"out {argument}=."
                 )
     axes = split_over(plan.batch_spec(mesh))
@@ -132,13 +133,13 @@ def sums_of_groups(call: Callable[[Leaves], Any], arrays: Leaves, always: jax.Ar
             first, half = each
             return jax.tree.map(lambda a, b: jnp.where(first, b, a + b), first_half, tree(half)), None
 
-        return lax.scan(add, zeros(), (jnp.array([True, False]), _in_parts(arrays, 2)))[0]
+        return lax.scan(add, zeros(), (jnp.array([True, False]), split_microbatches(arrays, 2)))[0]
 
     count = len(arrays[0])
     run = count & -count  # the largest power of two that divides it
     if count == run:
         return jax.tree.map(lambda x: x[None], tree(arrays))
-    return lax.map(tree, _in_parts(arrays, count // run))
+    return lax.map(tree, split_microbatches(arrays, count // run))
 
 
 def leave_groups(
@@ -161,7 +162,7 @@ def leave_groups(
 
 
 def update_alone(update: Callable[[Any], Any], held: Any, step: jax.Array, layouts: Any) -> Any:
-    """`update(held)`, parameters and optimizer state, compiled by itself.
+    """`update(held)`, parameters and optimizer state, compiled separately.
 
     Raises:
         ValueError: an optimizer that sums over elements, of a leaf that is split.
@@ -211,10 +212,6 @@ def _summed(x: jax.Array, cuts: Cuts, axes: tuple[str, ...]) -> jax.Array:
     if rest:
         total = _compat.all_gather_replicated(total, rest, 0)
     return total[:size].reshape(part)
-
-
-def _in_parts(arrays: Leaves, count: int) -> Leaves:
-    return [x.reshape(count, len(x) // count, *x.shape[1:]) for x in arrays]
 
 
 def _local(call: Callable[[Leaves], Any], group: Leaves) -> Any:

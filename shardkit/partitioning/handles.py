@@ -40,7 +40,7 @@ class Handle:
         compute: dtype of the opened weight.
         reduce: dtype in which its gradient is summed.
         entry: whether it is opened just before the loss, and not by it.
-        sizes: dims of the part that are padded, with their natural size, to which opening cuts them.
+        sizes: dims of the part that are padded, with their original size, to which opening cuts them.
         path: the leaf's path in the parameters, for errors.
     """
 

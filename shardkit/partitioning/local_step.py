@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from shardkit._check import quoted
 from shardkit._compat import eval_shape
-from shardkit.collectives._sums import typed_zeros
+from shardkit.collectives._sums import added, typed_zeros
 from shardkit.layout import path_name, spec_axes
 from shardkit.partitioning.batch import device_keys, split_microbatches, take_microbatch
 from shardkit.partitioning.gradient import GradFn, LossFn, Mean, call_loss, kind, named_means
@@ -77,7 +77,7 @@ def local_gradients(
         sums = jax.tree.map(zeros, eval_shape(call, *take_microbatch(split, 0)))
 
         def add(sums: Any, arrays: list[jax.Array]) -> tuple[Any, None]:
-            return jax.tree.map(lambda sum_, x: sum_ + x.astype(sum_.dtype), sums, one(arrays)), None
+            return added(sums, one(arrays)), None
 
         return batch, *jax.lax.scan(add, sums, arrays)[0]
 

@@ -84,17 +84,17 @@ def move_of(where: str, path: str, x: Any, before: tuple[Held, bool], after: tup
             f"{where} is stored in the order of the stages of a pipeline, which source and target do not share. Pass "
             "unpadded(...) of it to the init of the other plan."
         )
-    natural = in_rows(tuple(x.shape), before[0].rows)
+    original = in_rows(tuple(x.shape), before[0].rows)
     shapes = []
     for held, by_plan in (before, after):
-        check_spec(where, held.spec, mesh, len(natural))
+        check_spec(where, held.spec, mesh, len(original))
         if not by_plan and not is_padded(x):
             try:
-                local_shape(natural, held.spec, mesh)
+                local_shape(original, held.spec, mesh)
             except ValueError as error:
                 raise ValueError(str(error).replace("local_shape", where, 1)) from None
-        shapes.append(padded_shape(natural, held.spec, mesh))
-    for dim, (size, a, b) in enumerate(zip(natural, *shapes, strict=True)):
+        shapes.append(padded_shape(original, held.spec, mesh))
+    for dim, (size, a, b) in enumerate(zip(original, *shapes, strict=True)):
         if a != b and size not in (a, b):
             raise ValueError(
                 f"{where}: dim {dim} of {size} is padded to {a} by source and to {b} by target, which would move every "
@@ -106,7 +106,7 @@ def move_of(where: str, path: str, x: Any, before: tuple[Held, bool], after: tup
             f"{where} must be stored as source says, with the shape {shapes[0]}; got {stored}. Pass the plan that made "
             "it as source."
         )
-    shape = tuple(map(max, *shapes)) if natural else ()
+    shape = tuple(map(max, *shapes)) if original else ()
     first, last = canonical(before[0].spec), canonical(after[0].spec)
     found = redistribution(shape, _split(first, len(shape)), _split(last, len(shape)), tuple(mesh.shape.items()))
     return Move(path, shape, jnp.result_type(stored_array(x)), first, last, found, shapes[1])

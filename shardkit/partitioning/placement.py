@@ -1,4 +1,4 @@
-"""What a plan says of one leaf, as data: which dims are split over which axes, and when each of them is whole."""
+"""What a plan specifies for one leaf, as data: which dims are split over which axes, and when each of them is whole."""
 
 from __future__ import annotations
 
@@ -102,18 +102,18 @@ class Split(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The life of one leaf: its splits, in the order of their ranks, from which its layouts follow.
+    """The layouts of one leaf in a step, and the splits from which they follow, in the order of their ranks.
 
     On each dim, the axes of `seen` are a prefix of those of `rest` and of `update`.
 
     Attributes:
         splits: which dims are split over which axes, and when they are whole.
-        padded: the dims that are padded where they are split, each with its natural size.
+        padded: the dims that are padded where they are split, each with its original size.
         varies: axes beyond those of the batch whose devices use the leaf on different data: its gradient is partial.
-        rows: the natural index of each stored row of dim 0, -1 for a row of zeros; () for natural order.
+        rows: the original index of each stored row of dim 0, -1 for a row of zeros; () for original order.
         sums: axes over which the strategies that leave the leaf whole sum its gradient, each with its algorithm, where
             that is not the plain one.
-        automatic: how the partitioner splits it over axes that are not Manual; inside shard_map nothing tells.
+        automatic: how the partitioner splits it over axes that are not Manual; not visible inside shard_map.
     """
 
     splits: tuple[Split, ...] = ()
@@ -198,7 +198,7 @@ def check_feedback(path: str, layout: Layout) -> None:
     fed = next((algorithm for algorithm in algorithms if algorithm.feedback), None)
     if fed and layout.rows:
         raise ValueError(
-            f"{fed}: a leaf must be stored in its natural order; leaf {path} is stored in the order of pipeline "
+            f"{fed}: a leaf must be stored in its original order; leaf {path} is stored in the order of pipeline "
             "stages. Use a schedule with one chunk on each stage and stages of equal length, or leave out "
             "feedback=True."
         )
@@ -218,14 +218,15 @@ def _joined(major: PartitionSpec, minor: PartitionSpec) -> PartitionSpec:
 
 
 def in_order(splits: Iterable[Split]) -> tuple[Split, ...]:
-    """Splits whose times fit together on each dim, of which later splits cut the parts of earlier ones.
+    """Splits whose times fit together on each dim, where later splits cut the parts of earlier ones.
 
     A part is gathered before what it is a part of: where one is gathered in a layer, so are the others that are not
     whole before. A gradient is scattered over the first axes first: one is scattered no later than those after it.
     """
     found = list(splits)
     in_layer = {s.dim for s in found if s.gather == "layer"}
-    found = [s._replace(gather="layer", scatter="layer") if _waits(s, in_layer) else s for s in found]
+    waits = lambda s: s.gather == "step" and s.dim in in_layer  # noqa: E731
+    found = [s._replace(gather="layer", scatter="layer") if waits(s) else s for s in found]
     for i, s in enumerate(found):
         if s.scatter != "never":
             after = [later.scatter for later in found[i:] if later.dim == s.dim]
@@ -233,16 +234,12 @@ def in_order(splits: Iterable[Split]) -> tuple[Split, ...]:
     return tuple(found)
 
 
-def _waits(s: Split, in_layer: Collection[int]) -> bool:
-    return s.gather == "step" and s.dim in in_layer
-
-
 class Leaf(NamedTuple):
     """What a placement rule gets: a leaf's path, its shape after the strategies before, dtype, devices of the axes.
 
     `split` are the dims that other strategies split already; these must not be padded. `stack` says that dim 0 counts
-    layers that another one gathers one by one; it must not be split. `automatic` are dims that the partitioner splits,
-    of which a collective over the same dim would make it move data.
+    layers that another one gathers one by one; it must not be split. `automatic` are dims that the partitioner splits:
+    a collective over one of them would make it move data.
     """
 
     path: str

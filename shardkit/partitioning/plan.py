@@ -175,7 +175,7 @@ def strategy(
     gather: Algorithm = PLAIN,
     reduce: Algorithm = PLAIN,
 ) -> Plan:
-    """A plan of one strategy of your own; `chain` joins it with others.
+    """A plan with a strategy that you write yourself; `chain` joins it with others.
 
     Layout: `params[.., D, ..] -> params[.., D_a, ..]` on the dim of each leaf that `place` names
 
@@ -190,8 +190,8 @@ def strategy(
             the leaf stays whole. None keeps every leaf whole.
         varies: whether its devices use the leaves that stay whole on different data, besides that of the batch.
         names: leaves or subtrees that its user named; each must be among the parameters.
-        rules: the rules of its user. Of a pytree of PartitionSpecs, the leaves that it splits over `axis` must be among
-            the parameters, and its axes among those of the mesh; a function is not looked at.
+        rules: the user's rules. If they are a pytree of PartitionSpecs, the leaves that they split over `axis` must be
+            among the parameters, and their axes among those of the mesh; a function is not checked.
         gather: the algorithm that gathers weights.
         reduce: the algorithm that reduces gradients.
 

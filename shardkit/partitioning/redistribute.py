@@ -36,7 +36,7 @@ from shardkit.partitioning.array_views import (
     ways_of,
 )
 
-MOST_PARTS = 6  # of axes that are taken apart: with more, the search takes seconds
+MOST_PARTS = 6  # of axes that are split into parts: with more, the search takes seconds
 
 
 class Step(NamedTuple):
@@ -79,14 +79,14 @@ class Step(NamedTuple):
 class Redistribution(NamedTuple):
     """The steps from one layout to another, in a view of the array. Sizes are in elements, per device.
 
-    The view has a dim for each part of a dim that the steps treat apart, and leaves out the axes that stay where they
-    are. Where axes of different sizes trade places, it takes an axis apart too: `model.0` is the major part of `model`.
+    The view has a dim for each part of a dim that the steps treat separately, and omits the axes that do not move. If
+    axes of different sizes swap dims, it also splits an axis into parts: `model.0` is the major part of `model`.
 
     Attributes:
         shape: the shape of the view.
         dims: for each dim of the view the dim of the array that it is a part of.
         axes: the axes that move, or their parts, with their sizes.
-        parts: the sizes of the parts of every axis that is taken apart, major to minor.
+        parts: the sizes of the parts of every axis that is split into parts, major to minor.
         source: the axes that split each dim of the view at first.
         steps: in order.
         sent: what each device sends; the sum over the steps.

@@ -96,7 +96,7 @@ def parts_of(axis: str, parts: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]
 
 
 def mesh_apart(mesh: Any, parts: Mapping[str, tuple[int, ...]]) -> Any:
-    """The same devices in the same order, with some axes taken apart."""
+    """The same devices in the same order, with some axes split into parts."""
     if not parts:
         return mesh
     names = tuple(part for axis in mesh.axis_names for part in parts_of(axis, parts))

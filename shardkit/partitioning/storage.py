@@ -2,12 +2,12 @@
 
 A leaf that does not divide is stored and sent with zeros at the end of the dim that is split. The arrays of a state
 need dims that divide; inside a step the compiler stores any D rows over n devices as ceil(D/n) rows each, which is the
-padded form: cutting and adding the zeros sends nothing. So the loss and the optimizer see natural shapes, and the
+padded form: cutting and adding the zeros sends nothing. So the loss and the optimizer see original shapes, and the
 numbers are those of one device. Only optimizers that multiply matrices (muon) pay: for the products the compiler
 gathers rows that do not divide, where it would otherwise sum over them.
 
 The stack of a pipeline is stored stage by stage (`stages.py`), each padded with rows of zeros to the longest. Most
-optimizers do not depend on the order of layers, and see the stored order. They see the natural order, for which the
+optimizers do not depend on the order of layers, and see the stored order. They see the original order, for which the
 compiler moves rows, if there is padding to remove or the optimizer depends on it.
 """
 
@@ -36,7 +36,7 @@ Rows = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Held:
-    """How a leaf is stored: its spec, and the natural index of each row of dim 0 (-1: zeros; (): natural order)."""
+    """How a leaf is stored: its spec, and the original index of each row of dim 0 (-1: zeros; (): original order)."""
 
     spec: PartitionSpec
     rows: Rows = ()
@@ -49,8 +49,8 @@ class Padded:
 
     Attributes:
         array: the stored array; inside shard_map this device's part.
-        sizes: each padded dim with its natural size.
-        rows: the natural index of each stored row of dim 0, -1 for a row of zeros; () for natural order.
+        sizes: each padded dim with its original size.
+        rows: the original index of each stored row of dim 0, -1 for a row of zeros; () for original order.
     """
 
     array: Any
@@ -59,7 +59,7 @@ class Padded:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The natural shape."""
+        """The original shape."""
         sizes = dict(self.sizes)
         if self.rows:
             sizes[0] = len(self.rows) - self.rows.count(-1)
@@ -71,7 +71,7 @@ class Padded:
         return self.array.dtype
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """A copy in the natural shape and order."""
+        """A copy in the original shape and order."""
         return np.array(unpadded(self), dtype)
 
 
@@ -86,19 +86,19 @@ def stored_array(x: Any) -> Any:
 
 
 def as_stored(array: Any, sizes: Sizes, rows: Rows = ()) -> Any:
-    """A stored array as a Padded; a plain array where it is stored in its natural form."""
+    """A stored array as a Padded; a plain array where it is stored in its original form."""
     return Padded(array, sizes, rows) if sizes or rows else array
 
 
 def cut_padding(x: Any, sizes: Iterable[tuple[int, int]]) -> Any:
-    """An array with these dims cut to their natural sizes."""
+    """An array with these dims cut to their original sizes."""
     for dim, size in sizes:
         x = unpad_from_axis(x, size, dim=dim)
     return x
 
 
 def unpadded(tree: Any) -> Any:
-    """The leaves of a state in their natural shapes and order, for evaluation, checkpoints, export or another plan.
+    """The leaves of a state in their original shapes and order, for evaluation, checkpoints, export or another plan.
 
     Layout: `X[.., n ceil(D/n), ..] -> X[.., D, ..]` for leaves that `uneven="pad"` padded; the layers of a pipeline
         from the order of its stages to their own; all others unchanged.
@@ -120,22 +120,22 @@ def unpadded(tree: Any) -> Any:
         >>> state.params.array.shape, sk.unpadded(state.params).shape
         ((4,), (3,))
     """
-    return natural(tree, in_order=True)
+    return original(tree, in_order=True)
 
 
-def natural(tree: Any, *, in_order: bool) -> Any:
-    """The leaves without padding; with `in_order`, or if there are rows of padding, their rows in natural order."""
+def original(tree: Any, *, in_order: bool) -> Any:
+    """The leaves without padding; with `in_order`, or if there are rows of padding, their rows in original order."""
 
     def one(x: Any) -> Any:
         if not is_padded(x):
             return x
         # Types with layouts refuse a cut that leaves a dim which does not divide: there the dim is whole.
-        return on_auto_axes(partial(_natural, sizes=x.sizes, rows=x.rows, in_order=in_order), x.array, dict(x.sizes))
+        return on_auto_axes(partial(_original, sizes=x.sizes, rows=x.rows, in_order=in_order), x.array, dict(x.sizes))
 
     return jax.tree.map(one, tree, is_leaf=is_padded)
 
 
-def _natural(array: jax.Array, sizes: Sizes, rows: Rows, in_order: bool) -> jax.Array:
+def _original(array: jax.Array, sizes: Sizes, rows: Rows, in_order: bool) -> jax.Array:
     array = cut_padding(array, sizes)
     if not _reorders(rows, in_order):
         return array
@@ -144,7 +144,7 @@ def _natural(array: jax.Array, sizes: Sizes, rows: Rows, in_order: bool) -> jax.
 
 
 def padded(tree: Any, held: Any, mesh: Mesh, *, in_order: bool = True) -> Any:
-    """The inverse of `natural`: the leaves as they are stored."""
+    """The inverse of `original`: the leaves as they are stored."""
 
     def one(held: Held, x: Any) -> Any:
         if _reorders(held.rows, in_order):
@@ -193,7 +193,7 @@ def check_held(where: str, tree: Any, held: Any, mesh: Mesh) -> None:
 def _form(sizes: Sizes, rows: Rows) -> str:
     padded = [f"with dim {dim} of {size} padded" for dim, size in sizes]
     order = ["with its rows in the order of stages " + str(rows[:8])[:-1].rstrip(",") + (", ...)" if rows[8:] else ")")]
-    return ", ".join(padded + order * bool(rows)) or "in its natural form"
+    return ", ".join(padded + order * bool(rows)) or "in its original form"
 
 
 def in_rows(shape: tuple[int, ...], rows: Rows) -> tuple[int, ...]:
@@ -206,7 +206,7 @@ def _reorders(rows: Rows, in_order: bool) -> bool:
 
 
 def padding(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> Sizes:
-    """The dims that do not divide under a spec, each with its natural size."""
+    """The dims that do not divide under a spec, each with its original size."""
     held = padded_shape(shape, spec, mesh)
     return tuple((dim, size) for dim, size in enumerate(shape) if size != held[dim])
 

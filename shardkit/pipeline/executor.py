@@ -1,7 +1,7 @@
 """The loop that runs every table of a schedule: the same program on every device.
 
 A tick is forward, backward and weight gradient, each where some device runs it then, followed by the moves to the
-neighbours. Every device reads its own column of the table; `ops.py` holds what it computes.
+neighbors. Every device reads its own column of the table; `ops.py` holds what it computes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Executor(NamedTuple):
         table: ticks, ops and slots.
         ops: what a device computes.
         axis: the pipe axis; None for one device.
-        wrap: whether the last device's neighbour is the first.
+        wrap: whether the last device's neighbor is the first.
     """
 
     table: Table
@@ -56,7 +56,9 @@ class Executor(NamedTuple):
             [typed_zeros(x, shape=(count + 1, *x.shape)) for x in leaves] for count, leaves in buffers
         )
         state = State(inputs, saved, cotangents, residuals, sums)
-        mine = lax.dynamic_index_in_dim(jnp.asarray(self.table.rows), device, 1, keepdims=False)
+        # A constant of the program, in as few bytes as hold its numbers, of which a device reads its column once.
+        rows = jnp.asarray(self.table.rows.astype(np.min_scalar_type(self.table.rows.max())))
+        mine = lax.dynamic_index_in_dim(rows, device, 1, keepdims=False).astype(jnp.int32)
         for segments, times in _rounds(self.table.segments):
             begin, ticks = segments[0].begin, sum(segment.ticks for segment in segments)
             rows = mine[begin : begin + times * ticks].reshape(times, ticks, -1)
@@ -99,7 +101,7 @@ class Executor(NamedTuple):
         return (state, [self._sent(results[_buffer(field)], field) for field in segment.moves]), None
 
     def _sent(self, leaves: list[jax.Array], field: str) -> list[jax.Array]:
-        """What a neighbour, or the device itself, receives."""
+        """What a neighbor, or the device itself, receives."""
         side = field.split("_")[-1]
         if side == "self" or self.axis is None:
             return leaves

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardkit._compat import eval_shape
-from shardkit.collectives._sums import typed_zeros
+from shardkit.collectives._sums import added, typed_zeros
+from shardkit.partitioning.batch import row
 from shardkit.pipeline.pieces import Given, Piece, Pieces
 from shardkit.pipeline.split_backward import TwoHalves
 
@@ -94,7 +95,7 @@ class Ops(NamedTuple):
 
     def forward(self, state: State, at: Row) -> tuple[State, Leaves]:
         """F: the stage, after the embedding on the first and, in evaluation, before the head on the last."""
-        p, given, x = self.pieces, self._given(at, "forward"), read(state.inputs, at["forward_input"])
+        p, given, x = self.pieces, self._given(at, "forward"), row(state.inputs, at["forward_input"])
 
         def run() -> Any:
             here = self._embedded(self._first(at, "forward"), given, x)
@@ -105,8 +106,8 @@ class Ops(NamedTuple):
             state = state._replace(saved=write(state.saved, at["forward_saved"], [*residuals, *y]))
         if not self.train:
             means, last = state.sums.means, (at["forward_stage"] == self.last) & (at["forward_on"] > 0)
-            added = lambda: _plus(means, p.head(self.shared, given, y))  # noqa: E731
-            means = self.exclusion.choose(last, added, lambda: means, p.head)
+            with_head = lambda: added(means, p.head(self.shared, given, y))  # noqa: E731
+            means = self.exclusion.choose(last, with_head, lambda: means, p.head)
             state = state._replace(sums=state.sums._replace(means=means))
         return state, y
 
@@ -136,7 +137,7 @@ class Ops(NamedTuple):
 
     def weight_gradient(self, state: State, at: Row) -> State:
         """W: the gradients of a stage's weights, from the residuals of I."""
-        given, residuals = self._given(at, "weight"), read(state.weight_residuals, at["weight_kept"])
+        given, residuals = self._given(at, "weight"), row(state.weight_residuals, at["weight_kept"])
         on = at["weight_on"] > 0
         layers = self._with_weights(state.sums.layers, given, residuals, at["weight_chunk"], on)
         return state._replace(sums=state.sums._replace(layers=layers))
@@ -150,9 +151,9 @@ class Ops(NamedTuple):
             The state, dx, and what `through` returns beside it, of the shapes of `residuals`.
         """
         p, given, on = self.pieces, self._given(at, "backward"), at["backward_on"]
-        again = read(state.inputs, at["backward_input"])
-        saved = read(state.saved, at["backward_saved"])
-        received = read(state.cotangents, at["backward_cotangent"])
+        again = row(state.inputs, at["backward_input"])
+        saved = row(state.saved, at["backward_saved"])
+        received = row(state.cotangents, at["backward_cotangent"])
 
         def run(sums: Sums) -> Any:
             first = self._first(at, "backward")
@@ -163,13 +164,13 @@ class Ops(NamedTuple):
 
             def head() -> Any:
                 means, grads, dy = p.head_backward(self.shared, given, y, self.scale)
-                return _plus(sums.means, means), _plus(sums.shared, grads), dy
+                return added(sums.means, means), added(sums.shared, grads), dy
 
             last = (at["backward_stage"] == self.last) & (on > 0)
             unchanged = lambda: (sums.means, sums.shared, received)  # noqa: E731
             means, shared, dy = self.exclusion.choose(last, head, unchanged, p.head_backward)
             layers, dx, found = through(sums.layers, given, residuals, dy)
-            embed = lambda: _plus(shared, p.embed_backward(self.shared, given, dx))  # noqa: E731
+            embed = lambda: added(shared, p.embed_backward(self.shared, given, dx))  # noqa: E731
             shared = self.exclusion.choose(first, embed, lambda: shared, p.embed_backward)
             return Sums(layers, shared, means), dx, found
 
@@ -193,7 +194,7 @@ class Ops(NamedTuple):
         out = []
         for total, grad in zip(layers, grads, strict=True):
             here = 0 if total.shape[0] == 1 else chunk
-            new = self.exclusion.update(on, total[here] + grad.astype(total.dtype), total[here])
+            new = self.exclusion.update(on, added(total[here], grad), total[here])
             out.append(lax.dynamic_update_index_in_dim(total, new, here, 0))
         return out
 
@@ -207,15 +208,6 @@ class Ops(NamedTuple):
 
     def _first(self, at: Row, op: str) -> Any:
         return (at[f"{op}_stage"] == 0) & (at[f"{op}_on"] > 0)
-
-
-def _plus(sums: Any, more: Any) -> Any:
-    return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, more)
-
-
-def read(buffers: Leaves, slot: Any) -> Leaves:
-    """One slot of every array."""
-    return [lax.dynamic_index_in_dim(buffer, slot, 0, keepdims=False) for buffer in buffers]
 
 
 def write(buffers: Leaves, slot: Any, leaves: Leaves) -> Leaves:

@@ -17,7 +17,8 @@ from jax import lax
 from shardkit._check import Axis
 from shardkit._compat import eval_shape, varying_axes
 from shardkit.collectives import vary
-from shardkit.partitioning.gradient import Mean, kind, loss_and_aux, means_by_path
+from shardkit.collectives.axes import vary_like
+from shardkit.partitioning.gradient import Mean, kind, loss_and_aux, means_by_path, scaled_gradients
 from shardkit.partitioning.handles import call_sealed, is_handle, parts, with_parts
 from shardkit.pipeline.divergent import collectives
 from shardkit.pipeline.split_backward import TwoHalves
@@ -96,7 +97,7 @@ class Pieces:
         ):  # until input and output of a stage have the same type
             out = eval_shape(self._through, given, tree)
             self._check(tree, out)
-            tree = eval_shape(lambda x, y: jax.tree.map(_alike, x, y), tree, out)
+            tree = eval_shape(lambda x, y: jax.tree.map(vary_like, x, y), tree, out)
         self.x, self._structure = jax.tree.flatten(tree)
         self.moving = Mask([learnable(x) for x in self.x])
         self.embed = Piece(self._embedded, shared, given)
@@ -169,9 +170,7 @@ class Pieces:
                 means = self._means(with_parts(shared, leaves), given, self.moving.join(moving, others))
                 return means["loss"].total, means
 
-            value, pull, means = jax.vjp(total, parts(shared), moving, has_aux=True)
-            # The scale enters as the cotangent: a scaled float16 total would overflow.
-            shared_grads, dy = pull(vary(scale.astype(value.dtype), tuple(varying_axes(value))))
+            _, means, (shared_grads, dy) = scaled_gradients(total, scale, parts(shared), moving)
             return self._summed(means), shared_grads, dy
 
         return Piece(backward, self._shared, self._given, self.x, jax.ShapeDtypeStruct((), jnp.float32))
@@ -216,7 +215,7 @@ class Pieces:
 
     def _flat(self, x: Any) -> list[Any]:
         """The leaves, typed as the activations between stages."""
-        return jax.tree.map(_alike, jax.tree.leaves(x), self.x)
+        return jax.tree.map(vary_like, jax.tree.leaves(x), self.x)
 
     def _check(self, x: Any, y: Any) -> None:
         was, became = (
@@ -234,12 +233,7 @@ def _alike_in_mask(mean: Mean) -> Mean:
     """A mean whose weight is a plain number, typed as its total: the pipeline masks both, which makes it vary."""
     if varying_axes(mean.weight):
         return mean
-    return Mean(mean.total, vary(mean.weight, tuple(varying_axes(mean.total))))
-
-
-def _alike(x: Any, like: Any) -> Any:
-    """The array, varying as `like` does."""
-    return vary(x, tuple(varying_axes(like)))
+    return Mean(mean.total, vary_like(mean.weight, mean.total))
 
 
 def _rows(layers: Any) -> int:

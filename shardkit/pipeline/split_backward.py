@@ -264,7 +264,7 @@ def _why(program: _Program, labels: _Labels) -> str:
     maker = max(makers, key=lambda equation: len(_compat.inner_jaxprs(equation)))
     frames = _compat.user_frames(maker)
     line = " at {}:{} ({})".format(Path(frames[0][0]).name, *frames[0][1:]) if frames else ""
-    return f"{rule}`{maker.primitive.name}`{line}, which both need. Take it apart, or run the function unsplit."
+    return f"{rule}`{maker.primitive.name}`{line}, which both need. Split it, or run the function unsplit."
 
 
 def _maker(program: _Program, key: Any) -> Any:

@@ -1,8 +1,8 @@
 """The plan of a pipeline's stack.
 
-A device stores the layers of its own stages, stage by stage. With several stages per device that is not the natural
+A device stores the layers of its own stages, stage by stage. With several stages per device that is not the original
 order of the layers, and stages of unequal size are padded to the largest: such a leaf is stored as a `Padded` with its
-rows, and `unpadded` returns it in natural order, as in a checkpoint.
+rows, and `unpadded` returns it in original order, as in a checkpoint.
 """
 
 from __future__ import annotations

@@ -63,11 +63,7 @@ def submeshes(mesh: Mesh, axis: str) -> list[Mesh]:
 
 @typed
 def device_put_pipeline(
-    stages: Sequence[Stage],
-    meshes: Sequence[Mesh],
-    *,
-    specs: Specs = REPLICATED,
-    param_specs: Specs = REPLICATED,
+    stages: Sequence[Stage], meshes: Sequence[Mesh], *, specs: Specs = REPLICATED, param_specs: Specs = REPLICATED
 ) -> Callable[..., list[jax.Array]]:
     """The forward pass of a pipeline whose stages run on separate sub-meshes.
 

@@ -64,13 +64,7 @@ def advise(
     """Changes that make a layout fit, each with its estimate, and the batch that fills about 80% of the memory.
 
     Args:
-        model: the sizes.
-        layout: the layout.
-        chip: a chip or its name.
-        batch: sequences per step, over all devices.
-        sequence: tokens per sequence.
-        memory_share: usable share of the chip's memory.
-        efficiency: share of the peak that matmuls reach.
+        model, layout, chip, batch, sequence, memory_share, efficiency: as for `estimate`.
         target: share of the memory that the advised batch may fill.
 
     Returns:
@@ -140,10 +134,7 @@ def batch_size(model: Model, layout: Layout, *, chip: str | cost.Chip, sequence:
     Activations are linear in the sequences of a microbatch.
 
     Args:
-        model: the sizes.
-        layout: the layout, whose accumulation stays as it is.
-        chip: a chip or its name.
-        sequence: tokens per sequence.
+        model, layout, chip, sequence: as for `estimate`; the layout's accumulation does not change.
         target: share of the memory that may be filled.
 
     Returns:

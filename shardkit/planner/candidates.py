@@ -93,7 +93,7 @@ class Candidate(NamedTuple):
         compute_seconds: time of compute.
         hidden_seconds: time of FSDP and data-parallel communication, which can overlap with compute.
         exposed_seconds: time of tensor-parallel communication, which cannot.
-        mfu: model FLOPs utilisation, a fraction.
+        mfu: model FLOPs utilization, a fraction.
     """
 
     layout: Layout

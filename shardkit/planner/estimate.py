@@ -141,13 +141,7 @@ def share(**values: float) -> None:
 
 
 def check(
-    model: Model,
-    layout: Layout,
-    chip: cost.Chip,
-    batch: int,
-    sequence: int,
-    memory_share: float,
-    efficiency: float,
+    model: Model, layout: Layout, chip: cost.Chip, batch: int, sequence: int, memory_share: float, efficiency: float
 ) -> tuple[Layout, int, int]:
     """The layout, batch and sequence as Python integers; refuses a layout that does not divide batch or model."""
     of_kind(model, layout)

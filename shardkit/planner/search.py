@@ -67,13 +67,8 @@ def search(
     """Every layout that fits, the fastest first.
 
     Args:
-        model: the sizes.
-        chip: a chip or its name.
+        model, chip, batch, sequence, memory_share, efficiency: as for `estimate`.
         chips: number of chips, all used.
-        batch: sequences per step, over all devices.
-        sequence: tokens per sequence.
-        memory_share: usable share of the chip's memory.
-        efficiency: share of the peak that matmuls reach.
 
     Returns:
         Candidates; empty if none fits (see `advise`). `table` prints them.

@@ -102,10 +102,10 @@ def scan_layers(
             `microbatches`, whose loop hides no gather: the v5e compiler then gathers again inside it.
         remat: what is saved for the backward pass: "full" saves only the layer's input, "dots" also the results of
             matmuls (of matmul_reduce_scatter after its sum) and of attention along an axis, "dots_without_batch"
-            those of matmuls without batch dims, a tuple what `jax.ad_checkpoint.checkpoint_name` gave one of these
-            names; or a policy of `jax.checkpoint_policies`. None is jax's own choice for plain arrays in one
-            microbatch, and otherwise "dots". Gathered weights, and what follows from weights alone, are never saved,
-            but for the weights of the last layer with `prefetch`, with which the backward pass begins.
+            those of matmuls without batch dims, a tuple of names the values with one of them
+            (`jax.ad_checkpoint.checkpoint_name`); or a policy of `jax.checkpoint_policies`. None is jax's own choice
+            for plain arrays in one microbatch, and otherwise "dots". Gathered weights, and what follows from weights
+            alone, are never saved, except with `prefetch` those of the last layer, which the backward pass uses first.
         offload: save to host memory what "dots_without_batch" or a tuple of names saves.
         microbatches: split dim 0 of every activation into this many parts, and run all of them through a layer before
             the next layer: its weights are gathered and its gradient is scattered once for all. Gradients are summed
@@ -194,6 +194,6 @@ def _check_microbatches(x: Any, microbatches: int) -> None:
     if microbatches < 1 or (microbatches > 1 and any(not size or size % microbatches for size in sizes)):
         raise ValueError(
             f"scan_layers: dim 0 of every activation must be divisible by microbatches, at least 1; got sizes {sizes} "
-            f"and microbatches={microbatches}. Choose a divisor of the examples on a device, and pass anything that is "
-            "not of an example through layer_fn."
+            f"and microbatches={microbatches}. Choose a divisor of the examples on a device, and let layer_fn "
+            "close over anything that is not per example."
         )

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from shardkit._check import quoted
 from shardkit._compat import eval_shape, on_this_mesh
 from shardkit._jaxprs import not_reached
-from shardkit.collectives._sums import DOT, wide_zeros
+from shardkit.collectives._sums import DOT, added, wide_zeros
 
 POLICIES: dict[str, Any] = {
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -172,7 +172,7 @@ def halves(layer: Traced, policy: Any, microbatches: int, examples: Sequence[Lea
 
         def add(sums: list[Any], each: Any) -> tuple[list[Any], list[Any]]:
             grads, dx = one(*each)
-            return [total + g.astype(total.dtype) for total, g in zip(sums, grads, strict=True)], dx
+            return added(sums, grads), dx
 
         shapes, _ = eval_shape(one, *jax.tree.map(lambda leaf: leaf[0], (residuals, dy)))
         return jax.lax.scan(add, [wide_zeros(g) for g in shapes], (residuals, dy))

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from shardkit._compat import eval_shape, varying_axes
-from shardkit.collectives._sums import typed_zeros, wide_zeros
+from shardkit.collectives._sums import added, typed_zeros, wide_zeros
+from shardkit.partitioning.batch import row
 from shardkit.partitioning.handles import is_handle, near, opened, part_gradient, parts
 from shardkit.remat.recompute import Halves, Leaves, Traced, halves, learnable
 
@@ -39,7 +40,7 @@ def regathered(layer_fn: Callable[[Any, Any], Any], weights: Any, x: Any, *, pol
 def regathered_stack(
     layer_fn: Callable[[Any, Any], Any], stacked: Any, x: Any, *, layers: int, policy: Any, microbatches: int = 1
 ) -> Any:
-    """A stack of layers, as by `regathered`, each gathered while its neighbour computes.
+    """A stack of layers, as by `regathered`, each gathered while its neighbor computes.
 
     Args:
         layer_fn, x, policy, microbatches: as for `regathered`.
@@ -47,7 +48,7 @@ def regathered_stack(
         layers: their number.
     """
     forward, backward = partial(_prefetched, layers=layers), partial(_prefetched_back, layers=layers)
-    sweep = _Sweep(lambda w: opened(_at(w, 0)), forward, backward, stack=True)
+    sweep = _Sweep(lambda w: opened(row(w, 0)), forward, backward, stack=True)
     return _with_derivative(layer_fn, sweep, stacked, x, policy, microbatches)
 
 
@@ -80,7 +81,7 @@ def _with_derivative(
     layer_fn: Callable[[Any, Any], Any], sweep: _Sweep, weights: Any, x: Any, policy: Any, microbatches: int
 ) -> Any:
     whole = eval_shape(sweep.gather, weights)
-    one = eval_shape(lambda x: _at(x, 0) if microbatches > 1 else x, x)
+    one = eval_shape(lambda x: row(x, 0) if microbatches > 1 else x, x)
     layer = Traced(layer_fn, whole, one)
     examples = (jax.tree.leaves(whole), layer.constants, jax.tree.leaves(one))
     leaves, tree = jax.tree.flatten((weights, layer.constants, jax.tree.leaves(x)))
@@ -156,7 +157,7 @@ def _prefetched(forward: Forward, stacked: Any, shared: Leaves, x: Leaves, *, la
     """
 
     def fetch(i: Any) -> Any:
-        weights, kept = near(_at(stacked, i))
+        weights, kept = near(row(stacked, i))
         return jax.tree.leaves(opened(weights)), kept
 
     def body(carry: Any, i: jax.Array) -> Any:
@@ -178,28 +179,28 @@ def _prefetched_back(
     nodes, shared_nodes = _nodes(stacked, wanted), list(compress(shared, wanted.shared))
 
     def fetch(i: Any, kept: Leaves) -> list[Any]:
-        return jax.tree.leaves(opened(near(_at(stacked, i), kept)[0]))
+        return jax.tree.leaves(opened(near(row(stacked, i), kept)[0]))
 
     def layer(i: Any, weights: Leaves, residuals: Leaves, carry: Any) -> Any:
         dy, stores, sums = carry
         grads, dx = passes.backward(weights, shared, residuals, dy)
         found = _part_gradients(nodes, grads[: len(nodes)])
         stores = [jax.lax.dynamic_update_index_in_dim(s, g, i, 0) for s, g in zip(stores, found, strict=True)]
-        return dx, stores, [s + g.astype(s.dtype) for s, g in zip(sums, grads[len(nodes) :], strict=True)]
+        return dx, stores, added(sums, grads[len(nodes) :])
 
     def body(carry: Any, i: jax.Array) -> Any:
         weights, carry = carry
-        ahead = fetch(i - 1, _at(kept, i - 1))
-        return (ahead, layer(i, weights, _at(residuals, i), carry)), None
+        ahead = fetch(i - 1, row(kept, i - 1))
+        return (ahead, layer(i, weights, row(residuals, i), carry)), None
 
     stores = [typed_zeros(p) for p in parts(nodes)]
     carry = (dy, stores, [wide_zeros(leaf) for leaf in shared_nodes])
     final = layers - 1
-    ahead = fetch(final - 1, _at(kept, final - 1)) if final else []
+    ahead = fetch(final - 1, row(kept, final - 1)) if final else []
     carry = layer(final, weights, last, carry)
     if final:
         (ahead, carry), _ = jax.lax.scan(body, (ahead, carry), jnp.arange(final - 1, 0, -1))
-        carry = layer(0, ahead, _at(residuals, 0), carry)
+        carry = layer(0, ahead, row(residuals, 0), carry)
     dx, stores, sums = carry
     return [*stores, *_part_gradients(shared_nodes, sums), *dx]
 
@@ -211,11 +212,6 @@ def _nodes(weights: Any, wanted: _Wanted) -> list[Any]:
 
 def _part_gradients(nodes: Leaves, grads: Leaves) -> list[jax.Array]:
     return [part_gradient(node, grad) for node, grad in zip(nodes, grads, strict=True)]
-
-
-def _at(tree: Any, i: Any) -> Any:
-    """A layer of a stack, or a microbatch of several."""
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, 0, keepdims=False), tree)
 
 
 def learned(node: Any) -> Any:

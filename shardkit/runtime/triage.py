@@ -128,12 +128,7 @@ def nonfinite(tree: Arrays, mesh: Mesh | None = None) -> list[NonFinite]:
 
 @typed
 def triage(
-    grad_fn: GradFn,
-    *,
-    mesh: Mesh = CONTEXT,
-    plan: Plan,
-    precision: Precision | str | None = None,
-    accumulate: int = 1,
+    grad_fn: GradFn, *, mesh: Mesh = CONTEXT, plan: Plan, precision: Precision | str | None = None, accumulate: int = 1
 ) -> Callable[[TrainState, Any], TriageReport]:
     """Builds `run(state, batch) -> TriageReport`: inspects the gradient of a step before the cross-device reduction.
 

@@ -41,7 +41,7 @@ def alone(stage: int, op: str, microbatch: int) -> Cell:
 
 
 def device_of(stage: int, devices: int, placement: StagePlacement) -> int:
-    """The device of a stage: stages go round a loop, or there and back along a V."""
+    """The device of a stage: stages are placed in a loop, or along a V."""
     turn, place = divmod(stage, devices)
     return devices - 1 - place if placement == "v" and turn % 2 else place
 

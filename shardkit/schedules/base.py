@@ -27,8 +27,8 @@ class Schedule(Grid):
 
     Attributes:
         rows: for each device, for each tick, the actions of that tick: none, one, or a forward and then a backward.
-        placement: "loop" puts stage s on device s % p; "v" there and back again, so that with two chunks the first and
-            the last stage share device 0.
+        placement: "loop" puts stage s on device s % p; "v" reverses the order for every other chunk, so that with
+            two chunks the first and the last stage share device 0.
         name: the name in errors and drawings.
     """
 

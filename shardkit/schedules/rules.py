@@ -151,10 +151,7 @@ def times(name: str, rows: Sequence[Sequence[Cell]]) -> Rows:
 
 
 def _refuse_deadlock(
-    name: str,
-    rows: Sequence[Sequence[Cell]],
-    stuck: dict[int, tuple[int, Cell, Action]],
-    home: dict[Action, int],
+    name: str, rows: Sequence[Sequence[Cell]], stuck: dict[int, tuple[int, Cell, Action]], home: dict[Action, int]
 ) -> NoReturn:
     """Names a cell on a cycle of devices, each of which waits for the next: following any stuck device leads to one."""
     seen: list[int] = []

@@ -56,9 +56,9 @@ class Stages(NamedTuple):
         return each
 
     def rows(self, layers: int) -> tuple[int, ...]:
-        """The natural row of each stored row of dim 0: device by device, chunk by chunk.
+        """The original row of each stored row of dim 0: device by device, chunk by chunk.
 
-        Stages of fewer layers than the largest are padded with -1. Empty for the natural order.
+        Stages of fewer layers than the largest are padded with -1. Empty for the original order.
 
         Raises:
             ValueError: as `layers_of`.
@@ -73,6 +73,6 @@ class Stages(NamedTuple):
     def note(self) -> str:
         """Their text in a description of the plan."""
         chunks = f", {self.chunks} chunks in stage order" if self.chunks > 1 else ""
-        turning = ", there and back" if chunks and self.placement == "v" else ""
+        turning = ", placed as a V" if chunks and self.placement == "v" else ""
         each = f", stages of {', '.join(map(str, self.layers_per_stage))} layers" if self.layers_per_stage else ""
         return chunks + turning + each

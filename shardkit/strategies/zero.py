@@ -26,8 +26,6 @@ The options are the same for all three:
   `fsdp(("node", "gpu"), layerwise=..., gather=compressed(int8), secondary="gpu", reduce=compressed(int4))`.
 - `uneven` says what to do with a leaf of which no dim divides: "replicate" leaves it whole, "refuse" raises, and "pad"
   stores and sends it with zeros at the end of the dim that grows least; `unpadded` removes them.
-
-Source: Rajbhandari et al., ZeRO (SC 2020); Zhao et al., PyTorch FSDP (VLDB 2023).
 """
 
 from __future__ import annotations
@@ -115,20 +113,13 @@ def zero2(
     Args:
         axis: mesh axis or tuple of axes, which also split the batch.
         layerwise: subtrees, such as "layers", whose gradients are scattered layer by layer, by `gathered`.
-        min_size: leaves with fewer elements stay whole.
-        rules: which dim of a leaf is split: `(path, shape) -> dim` or None, or a pytree of PartitionSpecs.
-        uneven: what to do with a leaf of which no dim divides: "replicate", "refuse" or "pad".
-        gather: the algorithm that gathers parameters.
-        reduce: the algorithm that reduces gradients.
+        min_size, rules, uneven, gather, reduce: as for `zero1`.
 
     Returns:
         A plan for `make_train_step`; `chain` joins it with others.
 
     Raises:
-        TypeError: `axis` is not a name or a tuple of names; at trace time a lazy leaf that is used unopened.
-        ValueError: an unknown `uneven`; at trace time a leaf that does not divide, with `uneven="refuse"`, a chosen dim
-            that cannot be padded, or a name that matches no leaf; an algorithm without the collective, or that cannot
-            run over `axis`.
+        TypeError, ValueError: as for `zero1`.
 
     Cost: a reduce_scatter of every gradient in each of k microbatches and an all_gather of every updated parameter once
         per step: (k + 1) (n-1)/n of the parameters' bytes. A device holds 1/n of gradients and optimizer state.
@@ -164,11 +155,7 @@ def fsdp(
         axis: mesh axis or tuple of axes, which also split the batch.
         layerwise: subtrees, such as "layers", that the loss gathers layer by layer, by `gathered` or `scan_layers`. All
             other leaves are gathered once, at the start of the step.
-        min_size: leaves with fewer elements stay whole.
-        rules: which dim of a leaf is split: `(path, shape) -> dim` or None, or a pytree of PartitionSpecs.
-        uneven: what to do with a leaf of which no dim divides: "replicate", "refuse" or "pad".
-        gather: the algorithm that gathers parameters.
-        reduce: the algorithm that reduces gradients.
+        min_size, rules, uneven, gather, reduce: as for `zero1`.
         secondary: some of the axes, those of the fast links. A layer's weights are gathered over the other axes in the
             forward pass alone; the backward pass gathers them again from the parts over these, which it kept in the
             compute dtype. `gather` and `reduce` are then the algorithms of the other axes.
@@ -178,10 +165,8 @@ def fsdp(
             sharding: parts are summed over the replicas after the scatter, so the slow axis carries 1/n.
 
     Raises:
-        TypeError: `axis` is not a name or a tuple of names; at trace time a lazy leaf that is used unopened.
-        ValueError: an unknown `uneven`; at trace time a leaf that does not divide, with `uneven="refuse"`, a chosen dim
-            that cannot be padded, or a name that matches no leaf; an algorithm without the collective, or that cannot
-            run over `axis`; a `secondary` that is not some of the axes, or without `layerwise`.
+        TypeError: as for `zero1`.
+        ValueError: as for `zero1`; a `secondary` that is not some of the axes, or without `layerwise`.
 
     Cost: for leaves gathered once per step an all_gather and a reduce_scatter, 2 (n-1)/n of their bytes, whatever the
         accumulation; for layer-wise ones two gathers and a reduce_scatter in each of k microbatches, 3 k (n-1)/n, or

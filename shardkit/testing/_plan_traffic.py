@@ -1,4 +1,4 @@
-"""The bytes that a plan must send per step, from the life of each leaf: independent of the code that sends them."""
+"""The bytes that a plan must send per step, from the layouts of each leaf: independent of the code that sends them."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def plan_traffic(plan: Plan, params: Any, mesh: Mesh, row: Row, *, prefetched: b
     bill = _Bill(mesh)
     sums: dict[tuple[tuple[str, ...], Algorithm, frozenset[str]], list[int]] = {}
     for layout, (path, x) in zip(layouts, leaves, strict=True):
-        natural = in_rows(tuple(x.shape), layout.rows)
+        original = in_rows(tuple(x.shape), layout.rows)
 
-        def block(axes: Any, natural: tuple[int, ...] = natural) -> tuple[int, ...]:
-            return local_shape(padded_shape(natural, axes, mesh), axes, mesh)
+        def block(axes: Any, original: tuple[int, ...] = original) -> tuple[int, ...]:
+            return local_shape(padded_shape(original, axes, mesh), axes, mesh)
 
         # A stack is opened layer by layer, a message each.
         by_layer = layout.lazy and not layout.entry and dim0_counts_layers(path_name(path), names)
@@ -64,7 +64,7 @@ def plan_traffic(plan: Plan, params: Any, mesh: Mesh, row: Row, *, prefetched: b
             bill.gathers(again, (1, *each[1:]), compute, -row.accumulate, by_layer)
         bill.gathers(layout.cuts(gather=("update",)), block(layout.update), held)
         if row.deterministic:
-            bill.groups(layout, padded_shape(natural, layout.update, mesh), row.deterministic, plan.batch_spec(mesh))
+            bill.groups(layout, padded_shape(original, layout.update, mesh), row.deterministic, plan.batch_spec(mesh))
             continue
         grad = bill.scatters((*opened, *early), block(layout.seen), reduce, row.accumulate, by_layer)
         grad = bill.scatters(layout.cuts(scatter=("step",)), grad, reduce)

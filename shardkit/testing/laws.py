@@ -88,7 +88,7 @@ def equal_copies(program: Program, reference: Reference) -> None:
 def census_is_the_closed_form(program: Program, reference: Reference) -> str | None:
     """The plan's collectives send exactly the bytes that its layouts require.
 
-    They are told from those of the loss by the functions that call them.
+    They are distinguished from those of the loss by the functions that call them.
 
     Example:
         >>> laws = [sk.testing.laws.census_is_the_closed_form]  # for `prove(..., laws=laws)`

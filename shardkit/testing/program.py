@@ -77,7 +77,7 @@ def recording(optimizer: Optimizer) -> Any:
 
 
 class Taken(NamedTuple):
-    """The results of one step, on the host, in natural shapes.
+    """The results of one step, on the host, in original shapes.
 
     Attributes:
         metrics: by name.

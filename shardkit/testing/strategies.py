@@ -175,11 +175,7 @@ def sharded_arrays(
 
 @_drawn
 def programs(
-    draw: _Draw,
-    sizes: Mapping[str, int] | None = None,
-    *,
-    dtypes: Sequence[str] = DTYPES,
-    length: int = 4,
+    draw: _Draw, sizes: Mapping[str, int] | None = None, *, dtypes: Sequence[str] = DTYPES, length: int = 4
 ) -> Chain:
     """Chains of collectives with legal shapes, as data: print one, run it as a kernel, run it on the reference.
 

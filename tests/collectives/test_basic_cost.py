@@ -139,7 +139,7 @@ def test_a_scatter_sends_half_of_a_reduction():
 
 
 def test_a_reduction_of_marked_parameters_stands_where_it_is_written():
-    """The trap of vma: beside varying data an unmarked parameter's gradient is summed by itself, before the mean."""
+    """The trap of vma: an unmarked parameter's gradient is summed automatically, before the mean, if data vary."""
     mesh = sk.make_mesh(jax.devices()[:4], data=4)
     x = np.arange(1, 9, dtype=np.float32)  # true gradient of mean((w x)^2) at w=1: 2 mean(x^2) = 51
 

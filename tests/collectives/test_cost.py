@@ -115,7 +115,7 @@ def test_cost_of_the_derivative_of_an_extremum(n):
 FORMULAS = {
     sk.prefix_scan: "s B bytes in s steps, s = ceil(log2 n), or 1 + ceil(log2(n-1)) if exclusive; an all_gather needs "
     "n-1.",
-    sk.halo_exchange: "B (before + after)/D bytes, D the block's size along `dim`, in one step for each neighbour "
+    sk.halo_exchange: "B (before + after)/D bytes, D the block's size along `dim`, in one step for each neighbor "
     "reached.",
     sk.gather_to_one: "B (n-1) bytes in n-1 hops, B being one shard: an all_gather, because n-1 single messages are "
     "limited by the target's links just as much.",

@@ -13,7 +13,7 @@ import shardkit as sk
 
 
 def tree_sum(blocks):
-    """The sum of all global blocks, neighbours first, one float32 addition at a time."""
+    """The sum of all global blocks, neighbors first, one float32 addition at a time."""
     while len(blocks) > 1:
         pairs = [a + b for a, b in zip(blocks[0::2], blocks[1::2], strict=False)]
         blocks = pairs + blocks[len(blocks) - len(blocks) % 2 :]

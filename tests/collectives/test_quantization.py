@@ -90,7 +90,7 @@ def test_the_bytes_of_a_message_are_the_closed_form(dtype):
         assert all(jnp.issubdtype(leaf.dtype, jnp.unsignedinteger) for leaf in jax.tree.leaves(message))
     assert cost.quantized_bytes(0, dtype) == 0
     values = 2 * cost.quantized_bytes(2**20, "int4") - cost.quantized_bytes(2**20, "int8")
-    assert values == 2**20 // 256  # half the bytes but for the scales
+    assert values == 2**20 // 256  # half the bytes, except for the scales
 
 
 @pytest.mark.parametrize("size", [1, 7, 9])

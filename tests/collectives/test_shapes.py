@@ -56,7 +56,7 @@ def test_halo_exchange(case):
         options = {"dim": dim, "before": before, "after": after, "wrap": wrap}
         return Kernel(partial(sk.halo_exchange, axis=case.axis, **options), partial(reference.halo_exchange, **options))
 
-    # of a neighbour less than all, all, and more than one neighbour
+    # of a neighbor less than all, all, and more than one neighbor
     sizes = {(0, 0, 0), (1, 0, 1), (0, 5, -1), (3, 2, 0), (2, 3, -1)}
     check(case, *[kernel(*each, wrap) for each in sizes for wrap in (False, True)])
 

@@ -1,4 +1,4 @@
-"""Parameters, FLOPs and utilisation of transformers against what the papers print."""
+"""Parameters, FLOPs and utilization of transformers against what the papers print."""
 
 import math
 
@@ -51,7 +51,7 @@ def test_megatron_training_times():
     assert cost.training_flops(70e9, 15e12) == 6.3e24  # LLaMA-3, How to Scale Your Model, part 5
 
 
-# Korthikanti et al., table 5: model and hardware FLOPs utilisation in percent, of runs with sequence parallelism and
+# Korthikanti et al., table 5: model and hardware FLOPs utilization in percent, of runs with sequence parallelism and
 # selective recomputation, and the time of an iteration.
 @pytest.mark.parametrize(
     ("hidden", "layers", "batch", "gpus", "seconds", "model", "hardware"),
@@ -62,7 +62,7 @@ def test_megatron_training_times():
         (25600, 128, 512, 512, 71.49, 56.3, 57.0),
     ],
 )
-def test_published_utilisation(hidden, layers, batch, gpus, seconds, model, hardware):
+def test_published_utilization(hidden, layers, batch, gpus, seconds, model, hardware):
     flops = cost.transformer_flops(hidden=hidden, layers=layers, batch=batch, **GPT)
     h = hidden
     form = 72 * batch * layers * 2048 * h**2 * (1 + 2048 / (6 * h) + 51200 / (12 * h * layers))

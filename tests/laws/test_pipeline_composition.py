@@ -90,7 +90,7 @@ REST = {
         "model",
         {"recompute": False},
     ),
-    "unequal, there and back": Row(
+    "unequal, placed as a V": Row(
         schedules.zero_bubble_v(2, 4),
         {"stage": 2, "data": 2},
         (dp,),

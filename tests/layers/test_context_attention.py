@@ -108,7 +108,7 @@ def test_ring_attention_is_attention(n, order, causal):
     assert_equal(over_ring(order, causal=causal), reference(causal=causal), devices(c=n), P(None, "c"), args)
 
 
-@pytest.mark.deep  # every operation is compiled by itself
+@pytest.mark.deep  # every operation is compiled separately
 def test_ring_attention_runs_eagerly():
     spec = P(None, "c")
     q, k, v, _ = drawn(1, 4, 1, 1, 2)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Mutant(NamedTuple):
-    """A mistake: what stands in a file, what is written in its place, and the kind of mistake that this is.
+    """A mistake: a text in a file, what replaces it, and the kind of mistake that this is.
 
     `equivalent` says why no test can notice it, where none can; such a mutant may survive.
     """
@@ -662,8 +662,8 @@ _PARALLEL = (
     Mutant(
         "backward-reads-forward-slot",
         "shardkit/pipeline/ops.py",
-        'again = read(state.inputs, at["backward_input"])',
-        'again = read(state.inputs, at["forward_input"])',
+        'again = row(state.inputs, at["backward_input"])',
+        'again = row(state.inputs, at["forward_input"])',
         SLOT,
     ),
     Mutant(
@@ -718,8 +718,8 @@ _PARALLEL = (
     Mutant(
         "pipeline-loss-unscaled",
         "shardkit/pipeline/pieces.py",
-        "pull(vary(scale.astype(value.dtype)",
-        "pull(vary(jnp.ones((), value.dtype)",
+        "scaled_gradients(total, scale, parts(shared), moving)",
+        "scaled_gradients(total, jnp.ones(()), parts(shared), moving)",
         TERM,
     ),
     Mutant(
@@ -781,8 +781,8 @@ _PARALLEL = (
     Mutant(
         "loss-scale-not-applied",
         "shardkit/partitioning/gradient.py",
-        "backward(vary(jnp.asarray(scale, value.dtype)",
-        "backward(vary(jnp.asarray(1, value.dtype)",
+        "backward(vary_like(jnp.asarray(scale, value.dtype)",
+        "backward(vary_like(jnp.asarray(1, value.dtype)",
         TERM,
     ),
     Mutant(
@@ -865,8 +865,8 @@ _PARALLEL = (
     Mutant(
         "prefetch-same-layer",
         "shardkit/remat/regather.py",
-        "ahead = fetch(i - 1, _at(kept, i - 1))",
-        "ahead = fetch(i, _at(kept, i - 1))",
+        "ahead = fetch(i - 1, row(kept, i - 1))",
+        "ahead = fetch(i, row(kept, i - 1))",
         SLOT,
     ),
     Mutant(
@@ -1175,8 +1175,8 @@ _TOP = (
     Mutant(
         "carried-in-another-order",
         "shardkit/carried.py",
-        "carry(old, metrics, natural(params, in_order=in_order)),",
-        "carry(old, metrics, natural(params, in_order=True)),",
+        "carry(old, metrics, original(params, in_order=in_order)),",
+        "carry(old, metrics, original(params, in_order=True)),",
         ORDER,
     ),
     Mutant(
@@ -1863,8 +1863,8 @@ _RUNTIME = (
     Mutant(
         "rows-in-the-order-of-stages",
         "shardkit/runtime/weights/shards.py",
-        "natural, rows = x.shape, x.rows if is_padded(x) else ()",
-        "natural, rows = x.shape, ()",
+        "original, rows = x.shape, x.rows if is_padded(x) else ()",
+        "original, rows = x.shape, ()",
         ORDER,
     ),
     Mutant(

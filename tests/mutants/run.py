@@ -34,7 +34,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TABLE = HERE / "table.md"
 MINE = HERE.relative_to(ROOT)
-LIMIT = 300.0  # seconds for a mutant, or where its tests take long by themselves, so many times as long as they do:
+LIMIT = 300.0  # seconds for a mutant; where its tests alone take long, a multiple of their time:
 SLOWER = 5
 TIER = "not deep"  # the default tier
 OPTIONS = ("-p", "reach", "-p", "no:cacheprovider", "-p", "no:randomly", "-q", "--no-header", f"--ignore={MINE}")

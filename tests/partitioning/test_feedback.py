@@ -30,7 +30,7 @@ def data4():
 
 
 def left_in(residuals):
-    """What is left out, summed over the devices, in natural shapes."""
+    """What is left out, summed over the devices, in original shapes."""
     return jax.tree.map(lambda x: np.asarray(x, np.float64).sum(0), jax.device_get(sk.unpadded(residuals)))
 
 
@@ -278,7 +278,7 @@ def test_layers_in_the_order_of_stages():
     mesh = sk.make_mesh(jax.devices()[:4], data=2, stage=2)
     init, _ = sk.make_train_step(grad_fn, optax.sgd(1.0), mesh=mesh, plan=plan)
     assert refused(lambda: init.abstract({"layers": {"w": np.ones((4, 2), "f")}})) == (
-        "compressed(int4) with feedback: a leaf must be stored in its natural order; leaf layers.w is stored in the "
+        "compressed(int4) with feedback: a leaf must be stored in its original order; leaf layers.w is stored in the "
         "order of pipeline stages. Use a schedule with one chunk on each stage and stages of equal length, or leave "
         "out feedback=True."
     )

@@ -169,7 +169,7 @@ def bfloat16_weight(w, c, keys):
         ),
         (
             lambda w, c, keys: (jnp.sum(w * c), {1: jnp.float32(1)}),
-            "value_and_grad: aux must be a dict of scalars or Means by name; got the key 1. Name it by a string.",
+            "value_and_grad: aux must be a dict of scalars or Means by name; got the key 1. Use a string.",
         ),
         (
             bfloat16_weight,

@@ -107,7 +107,7 @@ TURNS = [
 
 
 @pytest.mark.parametrize(("name", "kind"), TURNS)
-def test_the_optimizer_sees_natural_shapes(name, kind):  # proves F13, F53, F55, S67, S92
+def test_the_optimizer_sees_original_shapes(name, kind):  # proves F13, F53, F55, S67, S92
     sizes, plan = LAID_OUT[kind]
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         wanted, opt_state = one_device(name)
@@ -329,7 +329,7 @@ def test_a_padded_state_is_evaluated_under_its_own_plan_or_unpadded():
         evaluate(state.params, batch)
     assert str(error.value) == (
         "evaluate: the parameters must be stored as this plan stores them; leaf b is stored with dim 0 of 5 padded, "
-        "and must be in its natural form. Pass unpadded(...) of them to init, or to an evaluation "
+        "and must be in its original form. Pass unpadded(...) of them to init, or to an evaluation "
         "whose plan pads nothing."
     )
     np.testing.assert_allclose(evaluate(sk.unpadded(state.params), batch)["loss"], np.log(5), rtol=1e-6)

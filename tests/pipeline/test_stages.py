@@ -60,7 +60,7 @@ def make_batch(step=0):
 
 
 def layer_loss(natural, w, b, out, batch, model=None):
-    """One layer's part of the loss of every example; it depends on the layer's natural number."""
+    """One layer's part of the loss of every example; it depends on the number of the layer in the original order."""
     y = jnp.tanh(batch["x"] @ w + b) @ out
     y = y if model is None else sk.all_reduce(y, model)
     return (y - batch["y"]) ** 2 * (1 + jnp.cos(natural * 1.0))
@@ -358,10 +358,10 @@ def test_an_optimizer_that_tells_layers_by_their_place_sees_them_in_order(name):
 
 FORMS = {  # a state of the first, in the step of the second: what its first leaf is said to be
     ("loop, 2 chunks", "one chunk"): (
-        "stored with its rows in the order of stages (0, 1, 2, 6, 7, 8, 3, 4, ...), and must be in its natural form"
+        "stored with its rows in the order of stages (0, 1, 2, 6, 7, 8, 3, 4, ...), and must be in its original form"
     ),
     ("one chunk", "loop, 2 chunks"): (
-        "stored in its natural form, and must be with its rows in the order of stages (0, 1, 2, 6, 7, 8, 3, 4, ...)"
+        "stored in its original form, and must be with its rows in the order of stages (0, 1, 2, 6, 7, 8, 3, 4, ...)"
     ),
     ("loop, 2 chunks", "v, 2 chunks"): (
         "stored with its rows in the order of stages (0, 1, 2, 6, 7, 8, 3, 4, ...), and must be with its rows in the "
@@ -508,7 +508,7 @@ def test_a_plan_says_what_it_does_with_a_stack():
     uneven = arranged(sk.pp("stage"), staged(2, 2, "v", UNEVEN))
     assert sk.describe(uneven, make_params(7), mesh).splitlines()[1] == (
         "layers.b  [7, 4]     ('stage',)  96            ('stage',)  96            "
-        "pp('stage') splits dim 0, 2 chunks in stage order, there and back, stages of 1, 3, 1, 2 layers"
+        "pp('stage') splits dim 0, 2 chunks in stage order, placed as a V, stages of 1, 3, 1, 2 layers"
     )
     assert "pp('stage') splits dim 0\n" in sk.describe(sk.pp("stage"), params, mesh)
     assert "pp('stage'): the axis has one device" in sk.describe(sk.pp("stage"), params, sk.abstract_mesh(stage=1))

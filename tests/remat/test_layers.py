@@ -213,8 +213,8 @@ def test_mistakes_are_refused():
         sk.scan_layers(lambda w, x: x, stack["w"], (jnp.ones(4), jnp.float32(0)), microbatches=3)
     assert str(error.value) == (
         "scan_layers: dim 0 of every activation must be divisible by microbatches, at least 1; got sizes [0, 4] and "
-        "microbatches=3. Choose a divisor of the examples on a device, and pass anything that is not of an example "
-        "through layer_fn."
+        "microbatches=3. Choose a divisor of the examples on a device, and let layer_fn close over anything that is "
+        "not per example."
     )
 
 

@@ -14,7 +14,7 @@ from shardkit.runtime.data.arrays import from_single_device
 
 
 def planted(mesh, spec, shape, change, at, dtype=np.float32):
-    """An array equal on all devices that should hold the same, but for the device at these coordinates."""
+    """An array equal on all devices that should hold the same, except the device at these coordinates."""
     whole = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
     sharding = NamedSharding(mesh, spec)
     pieces = []

@@ -190,7 +190,7 @@ def test_losses_and_loads_are_global_and_padding_counts_for_nothing(dropless):
         assert_near(stats[:3], (balance, z, load), 1e-5)
         assert float(jnp.sum(stats.dropped.weight)) == 2 * (weights > 0).sum()
         assert_near(y, dense_moe(x, router, w, 2, weights=weights), 1e-5)
-        # what stands in the padding changes nothing, and takes nobody's place
+        # what the padding holds changes nothing, and takes nobody's place
         tight = jax.jit(on_mesh(expert_mesh(n), routing=sk.Dropless() if dropless else sk.Capacity(1)))
         assert_near(tight(x, router, w, weights), tight(noise, router, w, weights), 1e-5)
 

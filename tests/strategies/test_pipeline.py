@@ -210,6 +210,6 @@ def test_a_stage_that_cannot_be_split_says_so():  # proves F38
     assert {re.sub(r" at \S+:\d+ \(.*?\),", " at LINE,", str(warning.message)) for warning in caught} == {
         "pipeline_value_and_grad: the schedule splits backward passes, but those of this stage run whole, in place of "
         "I. TwoHalves: the second results must have equations of their own, which the first results do not need; got "
-        "`cond` at LINE, which both need. Take it apart, or run the function unsplit."
+        "`cond` at LINE, which both need. Split it, or run the function unsplit."
     }
     assert "test_pipeline.py:" in str(caught[0].message)

@@ -230,7 +230,7 @@ STEPS = [  # and whether with sequence parallelism
 ]
 
 
-# Beside other plans it stands in tests/laws too.
+# tests/laws has it together with other plans.
 BY_DEFAULT = ("tp over two axes", "tp and sp x fsdp", "sp of one device")
 
 

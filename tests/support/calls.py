@@ -34,7 +34,7 @@ def used_precision(**fields):
     return precision_of(sk.Precision(**fields))
 
 
-used_precision.__signature__ = inspect.signature(sk.Precision)  # a NamedTuple is looked at where it is used
+used_precision.__signature__ = inspect.signature(sk.Precision)  # a NamedTuple is checked where it is used
 
 
 def returning(kind, room):

@@ -1,4 +1,4 @@
-"""The compilers for absent chips: whether they are here, a child that stands in for them, and what is refused."""
+"""The compilers for absent chips: whether they are here, a child process that replaces them, and what is refused."""
 
 import subprocess
 import sys

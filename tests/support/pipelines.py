@@ -84,7 +84,7 @@ def mesh_of(p: int) -> Any:
 
 
 def traced_step(schedule: Schedule, layers: int, pieces: Any = PIECES, **how: Any) -> Any:
-    """`(params, batch, keys) -> (loss, aux, gradients)` on natural stacks, over `schedule.devices` devices."""
+    """`(params, batch, keys) -> (loss, aux, gradients)` on stacks in original order, over the schedule's devices."""
     grad_fn = sk.pipeline_value_and_grad(*pieces, schedule, "stage", layer_numbers=True, **how)
     rows = np.array(grad_fn.stages.rows(layers) or range(layers))
 

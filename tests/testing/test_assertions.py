@@ -18,14 +18,14 @@ from support.training import lenient
 
 def layer_norm(x_bd, gain_d):  # as a user writes it, in five lines
     mean = sk.all_reduce(x_bd.mean(1, keepdims=True), "model", op="mean")
-    centred = x_bd - mean
-    variance = sk.all_reduce((centred**2).mean(1, keepdims=True), "model", op="mean")
-    return centred / jnp.sqrt(variance + 1e-5) * gain_d[None, :]
+    centered = x_bd - mean
+    variance = sk.all_reduce((centered**2).mean(1, keepdims=True), "model", op="mean")
+    return centered / jnp.sqrt(variance + 1e-5) * gain_d[None, :]
 
 
 def whole_layer_norm(x, gain):
-    centred = x - x.mean(1, keepdims=True)
-    return centred / jnp.sqrt((centred**2).mean(1, keepdims=True) + 1e-5) * gain[None, :]
+    centered = x - x.mean(1, keepdims=True)
+    return centered / jnp.sqrt((centered**2).mean(1, keepdims=True) + 1e-5) * gain[None, :]
 
 
 LAYOUT = {"in_specs": (P("data", "model"), P("model")), "out_specs": P("data", "model")}

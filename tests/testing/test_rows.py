@@ -29,7 +29,7 @@ def possible(factors, fits):
 def test_every_pair_that_can_stand_in_a_row_does(sizes, refused):  # proves N8
     factors = {f"f{i}": list(range(size)) for i, size in enumerate(sizes)}
 
-    def fits(row):  # a constraint between neighbours that looks only at what is chosen
+    def fits(row):  # a constraint between neighbors that looks only at what is chosen
         return all((row.get(f"f{i}", -1), row.get(f"f{i + 1}", -1)) not in refused for i in range(len(sizes) - 1))
 
     rows = covering(factors, fits)

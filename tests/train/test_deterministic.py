@@ -210,10 +210,10 @@ REFUSED = {
     },
     "with deterministic=8 every strategy must split the examples of the batch, because sums inside the loss depend on "
     "the mesh; cp('model') does not. Use dp, zero1 and fsdp alone.": {"plan": sk.chain(sk.dp("data"), sk.cp("model"))},
-    "with deterministic=8 the step sums in an order of its own; dp('data') has reduce=ring(). Leave out reduce=.": {
+    "with deterministic=8 the step fixes the order of its sums; dp('data') has reduce=ring(). Leave out reduce=.": {
         "plan": sk.dp("data", reduce=sk.algorithms.ring())
     },
-    "with deterministic=8 the step sums in an order of its own; fsdp('data') has gather=ring(). Leave out gather=.": {
+    "with deterministic=8 the step fixes the order of its sums; fsdp('data') has gather=ring(). Leave out gather=.": {
         "plan": sk.fsdp("data", gather=sk.algorithms.ring())
     },
     "deterministic must be a multiple of the devices that split the batch; got 4 groups over 8 devices of axes 'data', "

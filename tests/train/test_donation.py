@@ -49,7 +49,7 @@ def buffers(tree):
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_byte_of_the_state_is_written_in_place(plan, policy):  # proves F51, S65
     state, step, _ = built(plan, policy, optax.adamw(1e-3))
-    state = state._replace(key=None)  # the key goes round the compiled program
+    state = state._replace(key=None)  # the key bypasses the compiled program
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
     keyed = state._replace(key=jax.random.key(0))
     assert step.lower(keyed, BATCH).compile().memory_analysis().alias_size_in_bytes == held

@@ -73,8 +73,8 @@ def test_a_batch_without_the_dim_of_steps(data8):
 @pytest.mark.check
 def test_stopping_needs_every_step(data8):
     message = (
-        "make_train_step: nonfinite='stop' looks at every step, but steps=3 returns after 3. Pass nonfinite='skip', "
-        "and look at the metric 'finite'."
+        "make_train_step: nonfinite='stop' checks every step, but steps=3 returns after 3. Pass nonfinite='skip', "
+        "and check the metric 'finite'."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         built(data8, sk.dp("data"), steps=STEPS, nonfinite="stop")

@@ -14,7 +14,7 @@ import jax
 
 from shardkit._check import at_least, counted, quoted, sized
 from shardkit._typed import typed
-from shardkit.analysis.auditing.program import Program, program_of
+from shardkit.analysis.auditing.program import program_of
 from shardkit.analysis.auditing.rules import AUDIT_RULES
 from shardkit.analysis.auditing.rules.second_call import second_call, why_not_called
 from shardkit.analysis.hlo.collectives import CompiledRow
@@ -157,9 +157,9 @@ def audit(
 ) -> Audit:
     """Reads one call of a jitted step that anything built: what it holds, what it sends and why, and what it wastes.
 
-    The step is traced and compiled, and called twice where its arguments have values. It may be of `jax.jit` with
+    The step is traced and compiled, and called twice where its arguments have values. It may come from `jax.jit` with
     NamedShardings, `nnx.jit`, `eqx.filter_jit` or `jax.pmap`, with or without shard_map inside. `AUDIT_RULES` lists
-    the rules; those of `lint` are applied too, but for `large-replicated`, which `replicated-leaf` covers.
+    the rules; those of `lint` are applied too, except for `large-replicated`, which `replicated-leaf` covers.
 
     Args:
         step: the jitted function.
@@ -204,7 +204,7 @@ def audit(
     skipped = {"second-compile": "call is False" if not call else why_not_called(program)}
     left_out = {*ignore, *(rule for rule, why in skipped.items() if why)}
     found: list[Finding] = []
-    for check in _checks(left_out):
+    for check in dict.fromkeys(rule.check for rule in AUDIT_RULES.values() if rule.name not in left_out):
         try:
             found += check(program)
         except Exception as error:
@@ -226,8 +226,3 @@ def audit(
         tuple(f"{rule}: {why}" for rule, why in skipped.items() if why and rule not in ignore),
         dict(program.versions),
     )
-
-
-def _checks(left_out: set[str]) -> list[Callable[[Program], Any]]:
-    """The functions of the rules that are not left out."""
-    return list(dict.fromkeys(rule.check for rule in AUDIT_RULES.values() if rule.name not in left_out))

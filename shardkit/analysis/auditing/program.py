@@ -120,7 +120,7 @@ def program_of(fn: Any, args: tuple[Any, ...], target: str | None, timeout: floa
             compiled = lowered.compile()
         executable: Any = compiled.runtime_executable()
         serialized, memory = executable.hlo_modules()[0].as_serialized_hlo_module_proto(), memory_of(executable)
-        held = _input_shardings(compiled)
+        held = tuple(compiled.in_tree.flatten_up_to(compiled.input_shardings))  # type: ignore[attr-defined]
         versions = {"jax": jax.__version__}
     else:
         built = aot.build(step.traced, args, topology=target, timeout=timeout)
@@ -164,8 +164,3 @@ def own_source(site: Site) -> str:
 
 def _line(frames: Any) -> str:
     return own_line(frames) or proto.outside_kernels(frames)
-
-
-def _input_shardings(compiled: Any) -> tuple[Any, ...]:
-    """The sharding of each argument of the compiled program; None for those that it does not use."""
-    return tuple(compiled.in_tree.flatten_up_to(compiled.input_shardings))

@@ -47,7 +47,7 @@ class CompiledRow:
         bytes_in: bytes of the operands per device.
         bytes_out: bytes of the result per device.
         sent: bytes sent per device and execution by the ring algorithm.
-        asynchronous: whether it runs beside compute.
+        asynchronous: whether it overlaps with compute.
         hidden_flops: matmul FLOPs scheduled between its start and its end, per execution.
         seconds: time on the wire per execution, by the model of the report; 0 without one.
         exposed: the part of `seconds` that no compute hides.

@@ -102,11 +102,7 @@ class Report:
             "census": [plain_row(r) for r in self.census.rows],
         }
         data["compute"] = self.compute._asdict()
-        derived = {
-            "needed": self.needed,
-            "available": self.available,
-            "differences": self.differences(),
-        }
+        derived = {"needed": self.needed, "available": self.available, "differences": self.differences()}
         derived |= {"wire_seconds": self.wire_seconds, "exposed_seconds": self.exposed_seconds}
         if self.memory:
             derived |= {"held": self.memory.held, "peak": self.memory.peak}

@@ -198,10 +198,7 @@ def scaling_of(order: Sequence[int], samples: Sequence[Sample], mode: str, calls
     # The CPU clock ticks coarsely: what took no tick has no ratio.
     work_efficiency = np.divide(cpu[:, :1] * work, cpu, out=np.full_like(cpu, np.nan), where=cpu > 0)
     sizes = tuple(
-        Size(
-            devices,
-            *(_spread(values[:, at]) for values in (wall, cpu, speed_up, speed_up / more, work_efficiency)),
-        )
+        Size(devices, *(_spread(values[:, at]) for values in (wall, cpu, speed_up, speed_up / more, work_efficiency)))
         for at, devices in enumerate(order)
     )
     return Scaling(mode, sizes, calls, len(samples), where, tuple(_notes(sizes, where)))

@@ -53,11 +53,7 @@ def find_step(where: str, directory: Path, step: int | None) -> tuple[int, Run, 
 
 
 def read_arrays(
-    where: str,
-    directory: Path,
-    step: int,
-    wanted: Mapping[str, jax.ShapeDtypeStruct],
-    records: Mapping[str, Any],
+    where: str, directory: Path, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct], records: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
     """These arrays of a step, after a comparison of their checksums with the records.
 

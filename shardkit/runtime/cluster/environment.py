@@ -93,7 +93,7 @@ def own_devices(config: DistributedConfig, environ: Mapping[str, str]) -> tuple[
 
 
 def _refuse_partial(environ: Mapping[str, str]) -> None:
-    """A process of many that jax takes for one alone would train by itself."""
+    """Refuses a process of a job that jax would take for a single process, which then trains alone."""
     for name, those in (("Slurm", _SLURM), ("Open MPI", _OPEN_MPI)):
         size, missing = environ.get(those[0]), [each for each in those if each not in environ]
         if size is None or not missing or those[1] in missing or _number(those[0], size) < 2:

@@ -91,7 +91,8 @@ def render(
         "containers": [_container(words, image, variables, secret, _limits(devices, accelerator))],
     }
     job = [_jobset(name, processes, pod)] if in_jobset else [_service(name), _indexed(name, processes, pod)]
-    return _SECRET.format(secret) + _as_yaml([*_account(name), *job])
+    documents = [*_account(name), *job]
+    return _SECRET.format(secret) + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=math.inf)
 
 
 def _check_name(name: str) -> None:
@@ -290,7 +291,3 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_representer(_Text, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
-
-
-def _as_yaml(documents: Sequence[Mapping[str, Any]]) -> str:
-    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=math.inf)

@@ -15,16 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from shardkit.runtime.data.arrays import from_rows, local_rows
 
 _VALIDATION_SHARE = 20  # one file in 20
-_SKIPPED = {
-    "__pycache__",
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idlelib",
-    "lib2to3",
-    "turtledemo",
-}
+_SKIPPED = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 
 
 class Text(NamedTuple):
@@ -90,10 +81,7 @@ def _split(files: Sequence[tuple[str, Path]], source: str) -> Text:
         raise ValueError(f"--data: there must be text to train on; {source} has no bytes. Pass another path.")
     if not parts[True] or not parts[False]:
         whole = parts[True] + parts[False]
-        parts = {
-            False: [c[: len(c) - len(c) // 10] for c in whole],
-            True: [c[len(c) - len(c) // 10 :] for c in whole],
-        }
+        parts = {False: [c[: len(c) - len(c) // 10] for c in whole], True: [c[len(c) - len(c) // 10 :] for c in whole]}
     train, validation = (np.frombuffer(b"\n".join(parts[out]), np.uint8) for out in (False, True))
     return Text(train, validation, source)
 

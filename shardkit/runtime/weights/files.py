@@ -81,7 +81,7 @@ class Safetensors:
 
 
 def needs_safetensors(where: str) -> None:
-    """Refuses to go on without the package.
+    """Refuses to continue without the package.
 
     Raises:
         ImportError: it is not installed.

@@ -37,11 +37,11 @@ Names = Mapping[str, str | StoredAs] | Callable[[str], str | StoredAs]
 
 @dataclass(frozen=True)
 class Leaf:
-    """A leaf by its path, its natural shape, and how it is stored.
+    """A leaf by its path, its original shape, and how it is stored.
 
     Attributes:
         path: its path in the parameters, `layers.query`.
-        shape: its natural shape.
+        shape: its original shape.
         name: the tensor's name, with "{}" for the index along each of the first dims that are stored apart.
         dims: for each dim of a tensor the dims of the leaf that it merges.
         apart: how many of the first dims are stored apart.

@@ -1,4 +1,4 @@
-"""Parameters saved in natural form, in the files of other libraries."""
+"""Parameters saved in original form, in the files of other libraries."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def save_params(
     names: Names | None = None,
     file_bytes: int = 5 * 2**30,
 ) -> None:
-    """Saves parameters in natural form, without padding and with layers in order, for other libraries.
+    """Saves parameters in original form, without padding and with layers in order, for other libraries.
 
     Every process must call it, and see the same directory. `load_params` is the inverse.
 
@@ -143,7 +143,7 @@ def _check_dtypes(leaves: dict[str, Any], format: Format | None) -> None:
 
 
 def _free(path: Path, *, alone: bool) -> None:
-    """Refuses, on all processes, a path with something that a new file would replace or stand beside."""
+    """Refuses, on all processes, a path that has a file to be replaced, or parameters of another save."""
     there = [path] if os.path.lexists(path) and (alone or not path.is_dir()) else []
     there += [] if alone else [*path.glob("*.safetensors"), *path.glob(f"*{INDEX}")]
     if _any(bool(there)):
@@ -154,7 +154,7 @@ def _free(path: Path, *, alone: bool) -> None:
 
 
 def _any(mine: bool) -> bool:
-    """Whether it is so on any process; all of them wait for each other."""
+    """Whether `mine` is True on any process; all of them wait for each other."""
     if jax.process_count() == 1:
         return mine
     from jax.experimental import multihost_utils

@@ -1,4 +1,4 @@
-"""From the natural form of a leaf to the shards in which it is stored on the devices, and back, on the host."""
+"""From the original form of a leaf to the shards in which it is stored on the devices, and back, on the host."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def ranges_of(index: Index, shape: tuple[int, ...]) -> Ranges:
 
 
 def pieces(x: Any, ranges: Ranges) -> Iterator[tuple[Index, Ranges]]:
-    """The pieces of a stored part that are not padding: where they are in it, and in the natural leaf.
+    """The pieces of a stored part that are not padding: where they are in it, and in the original leaf.
 
     Args:
         x: the leaf, as it is stored.
         ranges: of the part, in the stored array.
     """
-    natural, rows = x.shape, x.rows if is_padded(x) else ()
+    original, rows = x.shape, x.rows if is_padded(x) else ()
     inner: list[tuple[int, int]] = []
-    for (first, last), size in list(zip(ranges, natural, strict=True))[1 if rows else 0 :]:
+    for (first, last), size in list(zip(ranges, original, strict=True))[1 if rows else 0 :]:
         inner.append((first, max(first, min(last, size))))
     cut = [slice(0, last - first) for first, last in inner]
     if not rows:
@@ -48,7 +48,7 @@ def stored_from(x: Any, part: Callable[[Ranges], np.ndarray]) -> Any:
 
     Args:
         x: shape, dtype and sharding of the leaf, as it is stored.
-        part: reads a part of the natural leaf.
+        part: reads a part of the original leaf.
     """
     array = stored_array(x)
     read: dict[Ranges, np.ndarray] = {}  # once for all replicas
@@ -57,8 +57,8 @@ def stored_from(x: Any, part: Callable[[Ranges], np.ndarray]) -> Any:
         ranges = ranges_of(index, array.shape)
         if ranges not in read:
             block = np.zeros([last - first for first, last in ranges], array.dtype)
-            for at, natural in pieces(x, ranges):
-                block[at] = part(natural)
+            for at, original in pieces(x, ranges):
+                block[at] = part(original)
             read[ranges] = block
         return read[ranges]
 

@@ -1,4 +1,4 @@
-"""Leaves brought to the host in natural form, piece by piece, on the processes that want them."""
+"""Leaves brought to the host in original form, piece by piece, on the processes that want them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _PIECE_BYTES = 2**28
 
 
 def rows_on_host(x: Any, rows: Span, mine: Span) -> np.ndarray:
-    """The rows `mine` of a leaf in natural form, on the host.
+    """The rows `mine` of a leaf in original form, on the host.
 
     Every process must call it, with the same `rows`, among which `mine` are.
 
     Args:
         x: the leaf, as it is stored.
-        rows: the first and last natural index along dim 0 that any process wants; of a scalar (0, 1).
+        rows: the first and last original index along dim 0 that any process wants; of a scalar (0, 1).
         mine: those that this process wants.
 
     Cost: none between devices if the leaf is whole on the process's devices. Otherwise an all_gather of the stored rows
@@ -38,7 +38,7 @@ def rows_on_host(x: Any, rows: Span, mine: Span) -> np.ndarray:
         return out
     for first, last in _chunks(array):
         held = ((first, last), *((0, size) for size in array.shape[1:]))
-        if any(_overlap(natural[0], rows) for _, natural in pieces(x, held)):
+        if any(_overlap(original[0], rows) for _, original in pieces(x, held)):
             _copy(out, x, held, mine, replicate(lax.slice_in_dim(array, first, last), array.sharding.mesh))
     return out
 
@@ -54,17 +54,17 @@ def _overlap(a: Span, b: Span) -> Span | None:
 
 
 def _copy(out: np.ndarray, x: Any, held: Ranges, mine: Span, data: Any) -> None:
-    """Copies what a stored part has of the natural rows `mine`."""
+    """Copies what a stored part has of the original rows `mine`."""
     host: Any = None  # fetched from the device only if it has any
-    for at, natural in pieces(x, held):
-        both = _overlap(natural[0], mine) if natural else mine
+    for at, original in pieces(x, held):
+        both = _overlap(original[0], mine) if original else mine
         if both is None:
             continue
         host = np.asarray(data) if host is None else host
-        if not natural:
+        if not original:
             out[()] = host
             continue
-        begin = at[0].start + both[0] - natural[0][0]
+        begin = at[0].start + both[0] - original[0][0]
         rows = slice(begin, begin + both[1] - both[0])
-        to = (slice(both[0] - mine[0], both[1] - mine[0]), *(slice(*each) for each in natural[1:]))
+        to = (slice(both[0] - mine[0], both[1] - mine[0]), *(slice(*each) for each in original[1:]))
         out[to] = host[(rows, *at[1:])]

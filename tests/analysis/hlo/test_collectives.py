@@ -78,7 +78,7 @@ def test_overlap_is_read_off_the_schedule():  # proves S91
     )
     assert {r.asynchronous for r in v5p.rows} == {False}
     assert v5p.exposed_seconds == v5p.wire_seconds
-    # On v5e one gather of each layer runs beside a matmul, forward and backward, and is hidden but for a little.
+    # On v5e one gather of each layer runs beside a matmul, forward and backward, and is almost all hidden.
     beside = [r for r in v5e.rows if r.asynchronous]
     assert sum(r.times for r in beside) == 8 and {r.kind for r in beside} == {"all_gather"}
     assert all(r.hidden_flops >= 2 * (2 * 512) * 1024 * 2048 for r in beside)

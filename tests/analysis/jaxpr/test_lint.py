@@ -122,11 +122,11 @@ PREDICATE = f"divergent.py:{divergent.chosen.__code__.co_firstlineno + 2} (chose
             "Leave it out, or split the argument over the axis.",
         ),
         (
-            "gathered for the neighbour's piece",
+            "gathered for the neighbor's piece",
             f"all_gather over 'model' sends each device 6,144 bytes, and the slice at "
             f"divergent.py:{divergent._neighbours_piece.__code__.co_firstlineno + 1} (_neighbours_piece), its only "
             "use, takes 2,048.",
-            "Send only that piece: shift for a neighbour's, broadcast for one device's, all_to_all for a different "
+            "Send only that piece: shift for a neighbor's, broadcast for one device's, all_to_all for a different "
             "one on each device.",
         ),
         (

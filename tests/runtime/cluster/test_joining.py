@@ -188,7 +188,7 @@ def test_local_rank_decides_the_devices(fields, visible, ids, monkeypatch, elsew
 
 @pytest.mark.check
 def test_a_config_of_another_job(elsewhere):
-    """Each of four processes would train by itself."""
+    """Each of four processes would train alone."""
     elsewhere({"WORLD_SIZE": "4", "RANK": "3"})
     with pytest.raises(ValueError) as error:
         sk.runtime.initialize(sk.DistributedConfig())

@@ -230,7 +230,7 @@ def test_a_full_disk_ends_the_file_and_not_the_job(capfd, tmp_path):
             "process 0 failed first, killed by SIGSEGV (others: 1: 70, 2: 70)",
         ),
         (
-            "meet(); rank or sys.exit(5); time.sleep(60)",  # the others do not end by themselves
+            "meet(); rank or sys.exit(5); time.sleep(60)",  # the others do not exit on their own
             5,
             "process 0 failed first, exit code 5 (others: 1: killed by SIGTERM, 2: killed by SIGTERM)",
         ),

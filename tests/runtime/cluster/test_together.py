@@ -51,7 +51,7 @@ def test_two_processes(tmp_path):
     # proves F71
     assert ["only once" in each.output for each in ended] == [True, False]
 
-    # proves S105: under `if process_index() == 0` it says so instead of waiting for ever
+    # proves S105: under `if process_index() == 0` it raises instead of hanging
     assert first["print alone"] == (
         "print_global: every process must call it; process 1 did not within 0.2 s. Move it out of `if "
         "jax.process_index() == 0:`, or raise timeout."

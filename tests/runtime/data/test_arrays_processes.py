@@ -71,7 +71,7 @@ def test_every_process_gives_its_rows(seen):
         assert every[0]["rows"]["apart"][0] != every[0]["rows"]["data"][0]
 
 
-# proves S115: each process says so by itself, and none waits for another
+# proves S115: each process raises on its own, and none waits for another
 def test_a_batch_that_does_not_divide(seen):
     (processes, devices), every = seen
     for each in every:

@@ -1,4 +1,4 @@
-"""Parameters alone: loaded by name onto every plan, and saved in natural form for other libraries, bit by bit."""
+"""Parameters alone: loaded by name onto every plan, and saved in original form for other libraries, bit by bit."""
 
 from __future__ import annotations
 

@@ -589,7 +589,7 @@ WRONG = [
         jax.shard_map(lambda w: lax.psum(jnp.sum(w**2), BOTH), mesh=MESH, in_specs=P(BOTH), out_specs=P()),
     ),
     Planted(
-        "gathered for the neighbour's piece",
+        "gathered for the neighbor's piece",
         "gather-one-shard-used",
         on(_neighbours_piece),
         on(lambda x: sk.shift(x, "model", by=-1)),

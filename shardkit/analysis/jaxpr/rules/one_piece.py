@@ -35,7 +35,7 @@ def one_piece(block: Block, program: Program) -> Iterator[Finding]:
                         f"all_gather over {quoted(axes)} sends each device {whole - whole // n:,} bytes, and the "
                         f"slice at {cut}, its only use, takes {whole // n:,}.",
                         where(equation, block.context),
-                        "Send only that piece: shift for a neighbour's, broadcast for one device's, all_to_all for "
+                        "Send only that piece: shift for a neighbor's, broadcast for one device's, all_to_all for "
                         "a different one on each device.",
                     )
             elif equation.primitive.name.startswith("psum") and whole * (n - 1) // n >= program.small:
