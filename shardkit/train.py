@@ -240,7 +240,7 @@ def make_train_step(
         init, run = made(plan), compiled(plan)
     else:
         init, run = init_as_laid_out(made, plan, axes), AsLaidOut(compiled, plan, axes)
-    step = _keyed(run, stop=nonfinite == "stop", dynamic=policy.loss_scale == "dynamic")
+    step = keyed(run, stop=nonfinite == "stop", dynamic=policy.loss_scale == "dynamic")
     return TrainStep(typed_init(init, given), step)
 
 
@@ -255,7 +255,7 @@ def _in_sequence(step: Any, steps: int, state: TrainState, key: jax.Array, batch
     return jax.lax.scan(lambda state, batch: step(state, key, batch), state, batches)
 
 
-def _keyed(
+def keyed(
     compiled: Any, *, stop: bool, dynamic: bool
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
     """The step as its user calls it. The key never changes, and stays outside jit.
@@ -287,4 +287,5 @@ def _keyed(
 
     step.lower = lambda state, batch: compiled.lower(*split(state), batch)  # type: ignore[attr-defined]
     step.trace = lambda state, batch: compiled.trace(*split(state), batch)  # type: ignore[attr-defined]
+    step.ends = {"stop": stop, "dynamic": dynamic}  # type: ignore[attr-defined]
     return step

@@ -44,6 +44,12 @@ REVERTS = (
     ),
     # ---- wrong in silence, refused since
     (
+        "cached-program-saved",
+        "shardkit/analysis/hlo/saved.py",
+        'if about["platform"] == "cpu" and cache and',
+        'if about["platform"] == "axon" and cache and',
+    ),
+    (
         "lazy-leaf-unsealed",
         "shardkit/partitioning/handles.py",
         "return x.replaced(part=seal(x.part, name), whole=None if x.whole is None else seal(x.whole, name))",

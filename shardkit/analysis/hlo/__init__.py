@@ -1,5 +1,5 @@
-"""Readers of the compiled program: compilers of absent chips, memory, collectives, what the compiler changed.
+"""Readers of the compiled program: compilers of absent chips, memory, collectives, what the compiler changed; programs in files.
 
 Start with `aot.py`; `proto.py` reads the program's bytes. A new chip is a row of `cost/hardware.py`; a GPU also needs
-`targets/NAME.txtpb`. Imports cost and `analysis/jaxpr`; a compiler for absent chips runs in a separate process.
+`targets/NAME.txtpb`. Imports cost, train and `analysis/jaxpr`; a compiler for absent chips runs in a separate process.
 """
