@@ -73,7 +73,8 @@ def compile(
 
     Returns:
         Report: print it, read its fields, `.to_json()`, `.compare(other)`. A program that does not fit the memory of
-        the chip gives a report too, with `fits` False and the compiler's number.
+        the chip gives a report too, with `fits` False and the compiler's number. `topology_devices` says how to keep
+        the program.
 
     Raises:
         TypeError: args is not a tuple or list, topology not a string, mesh not a mesh, options not names with values.
