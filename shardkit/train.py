@@ -16,7 +16,7 @@ from shardkit._context import CONTEXT
 from shardkit._kinds import Optimizer
 from shardkit._typed import typed
 from shardkit.arguments import check_function
-from shardkit.automatic import AsLaidOut, init_as_laid_out, manual_axes
+from shardkit.automatic import AsLaidOut, init_as_laid_out
 from shardkit.carried import Carried, check_carried, reads_carried, with_carried
 from shardkit.layout import path_name
 from shardkit.partitioning.axis_types import auto_mesh, typed_init, with_auto_axes
@@ -24,6 +24,7 @@ from shardkit.partitioning.batch import batch_specs
 from shardkit.partitioning.gradient import GradFn, divisor_of, global_means
 from shardkit.partitioning.groups import check_groups, groups_per_device, leave_groups
 from shardkit.partitioning.local_step import local_gradients
+from shardkit.partitioning.manual import manual_axes
 from shardkit.partitioning.metrics import all_finite, metrics_of, returned
 from shardkit.partitioning.placement import Layout, map_layouts
 from shardkit.partitioning.plan import Plan

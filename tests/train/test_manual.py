@@ -131,6 +131,33 @@ def test_parameters_that_a_function_makes_and_their_evaluation():
 
 
 @pytest.mark.check
+# Alone catches a description of a layout that the step would not have: the plan splits the dims that are left.
+def test_a_plan_is_described_with_what_the_partitioner_splits(mesh2x4):  # proves F87
+    shapes = {"bias": ((DIM,), P("model")), "up": ((DIM, HIDDEN), P("model"))}
+    params = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh2x4, spec))
+        for name, (shape, spec) in shapes.items()
+    }
+    plan = sk.fsdp("data", min_size=1)
+    assert sk.describe(plan, params, manual="data").splitlines() == [
+        "leaf  shape    at rest               bytes/device  update                bytes/device  why",
+        "bias  [8]      (('data', 'model'),)  4             (('data', 'model'),)  4             "
+        "fsdp('data') splits dim 0; the partitioner splits dim 0 over 'model'",
+        "up    [8, 16]  ('model', 'data')     64            ('model', 'data')     64            "
+        "fsdp('data') splits dim 1; the partitioner splits dim 0 over 'model'",
+        "fsdp('data'): 68 bytes per device at rest, 68 per gradient or optimizer moment",
+    ]
+    init, _ = built(mesh2x4, plan, manual="data")
+    assert init.abstract(params).params["up"].sharding.spec == P("model", "data")
+    assert "the partitioner" not in sk.describe(plan, params)
+    with pytest.raises(ValueError, match=r"^describe: manual must name every axis of the plan; got 'model' for fsdp"):
+        sk.describe(plan, params, manual="model")
+    message = "describe: manual must come with a plan; got manual='data' without one. Leave it out."
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        sk.describe(params, manual="data")
+
+
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("manual", "message"),
     [
