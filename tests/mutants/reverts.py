@@ -42,6 +42,12 @@ REVERTS = (
         "for each in sorted(rows, key=lambda each: each.bytes_in != row.bytes_in):",
         "for each in rows:",
     ),
+    (
+        "barriers-tuple-hides",
+        "shardkit/analysis/auditing/rules/loops.py",
+        "if values.opcode in _BARRIERS:",
+        "if values.opcode in _BARRIERS or True:",
+    ),
     # ---- wrong in silence, refused since
     (
         "cached-program-saved",
