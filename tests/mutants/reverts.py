@@ -48,6 +48,12 @@ REVERTS = (
         "if values.opcode in _BARRIERS:",
         "if values.opcode in _BARRIERS or True:",
     ),
+    (
+        "algorithms-gather-the-partitioners-axis",
+        "shardkit/partitioning/cuts.py",
+        "return in_parts(fn if plain else jax.checkpoint(fn, policy=nothing, prevent_cse=False), x, split)",
+        "return in_parts(fn, x, split) if plain else fn(x)",
+    ),
     # ---- wrong in silence, refused since
     (
         "cached-program-saved",

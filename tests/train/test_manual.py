@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit import schedules
 from shardkit.analysis.hlo.differences import read_compiled
+from support.commands import deep
 from support.training import lenient
 
 LAYERS, DIM, HIDDEN = 4, 8, 16
@@ -101,6 +102,21 @@ def test_other_strategies_and_algorithms(plan, alone):
     mesh = sk.make_mesh(jax.devices()[:4], data=2, model=2)
     found, _ = trained(*built(mesh, plan, manual="data"), sk.shard(make_params(), mesh, SPECS))
     chex.assert_trees_all_close(found, alone, rtol=1e-5, atol=1e-6)
+
+
+# Alone catches an algorithm that sends what the partitioner has split as if it were whole: twice the bytes.
+@pytest.mark.parametrize("algorithm", [sk.algorithms.hierarchical("fsdp"), deep(sk.algorithms.ring())])
+def test_an_algorithm_sends_the_parts_of_the_partitioner(algorithm, alone):
+    mesh = sk.make_mesh(data=2, fsdp=2, model=2)
+    plan = sk.fsdp(("data", "fsdp"), **EACH, gather=algorithm, reduce=algorithm)
+    init, step = built(mesh, plan, manual=("data", "fsdp"))
+    params = sk.shard(make_params(), mesh, SPECS)
+    found, state = trained(init, step, params)
+    chex.assert_trees_all_close(found, alone, rtol=1e-5, atol=1e-6)
+    rows = read_compiled(step.trace(state, BATCH), step.lower(state, BATCH).compile()).rows
+    largest = max(row.bytes_out for row in rows if row.kind in ("all_gather", "ppermute") and row.axes != ("model",))
+    assert largest == 4 * DIM * HIDDEN // (2 if algorithm.name.startswith("hier") else 8)
+    assert not [row for row in rows if row.kind == "all_gather" and row.axes == ("model",) and row.bytes_out > 4 * DIM]
 
 
 @pytest.mark.parametrize("mode", [pytest.param("branch", marks=pytest.mark.deep), "masked"])
