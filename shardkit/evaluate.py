@@ -13,12 +13,13 @@ from shardkit._check import Axis
 from shardkit._context import CONTEXT
 from shardkit._typed import typed
 from shardkit.arguments import check_function
-from shardkit.automatic import AsLaidOut, leaving_automatic, manual_axes
+from shardkit.automatic import AsLaidOut
 from shardkit.carried import Carried
 from shardkit.partitioning.axis_types import auto_mesh, retyped, with_auto_axes
 from shardkit.partitioning.batch import batch_specs
 from shardkit.partitioning.gradient import LossFn, global_means, takes_carried
 from shardkit.partitioning.local_step import local_means
+from shardkit.partitioning.manual import leaving_automatic, manual_axes
 from shardkit.partitioning.metrics import metrics_of, returned
 from shardkit.partitioning.placement import Layout, map_layouts
 from shardkit.partitioning.plan import Plan

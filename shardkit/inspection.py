@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from shardkit import mesh as _mesh
-from shardkit._check import quoted
+from shardkit._check import Axis, quoted
 from shardkit._compat import bound_axes, tracked_axes, varying_axes
 from shardkit._kinds import ARRAYS, PLAN, is_array
 from shardkit._typed import check_kind, typed
@@ -19,7 +19,9 @@ from shardkit.layout import brief_spec, bytes_per_device, path_name, shard_bytes
 
 
 @typed
-def describe(thing: Any, params: Any = None, mesh: Mesh | None = None, *, after: Any = None) -> str:
+def describe(
+    thing: Any, params: Any = None, mesh: Mesh | None = None, *, after: Any = None, manual: Axis | None = None
+) -> str:
     """Describes a mesh, an array (which device holds which piece), a pytree (a line per leaf) or a plan, as text.
 
     For an array: a table of its pieces, with the ids of all devices that hold each; rows and columns are the last two
@@ -34,10 +36,11 @@ def describe(thing: Any, params: Any = None, mesh: Mesh | None = None, *, after:
         params: the parameters, with a plan.
         mesh: the mesh, with a plan.
         after: an array, or a pytree of the same structure, to show beside `thing`.
+        manual: with a plan, the Manual axes, as for `make_train_step`: over any other the parameters stay as laid out.
 
     Raises:
-        TypeError: a plan without parameters, or `after` with anything but arrays.
-        ValueError: `after` of another structure.
+        TypeError: a plan without parameters, `manual` without a plan, or `after` with anything but arrays.
+        ValueError: `after` of another structure; `manual` without an axis of the plan, or with one of another mesh.
 
     Example:
         >>> print(sk.describe(mesh))
@@ -51,6 +54,8 @@ def describe(thing: Any, params: Any = None, mesh: Mesh | None = None, *, after:
                [:, 0:1]  [:, 1:2]  [:, 2:3]  [:, 3:4]
         [0:8]       0,4       1,5       2,6       3,7
     """
+    if manual is not None and not hasattr(thing, "describe"):
+        raise TypeError(f"describe: manual must come with a plan; got {manual=} without one. Leave it out.")
     if after is not None:
         return _compared(thing, params, mesh, after)
     if isinstance(thing, Mesh) and params is None:
@@ -59,7 +64,7 @@ def describe(thing: Any, params: Any = None, mesh: Mesh | None = None, *, after:
         if params is None:
             raise TypeError("describe: a plan must come with parameters; got none. Call describe(plan, params, mesh).")
         check_kind("describe", "params", params, (ARRAYS,))
-        return str(thing.describe(params, mesh))
+        return str(thing.describe(params, mesh, manual))
     if params is not None or mesh is not None:
         check_kind("describe", "plan", thing, (PLAN,))
     check_kind("describe", "thing", thing, (ARRAYS,))

@@ -16,7 +16,7 @@ from shardkit._context import CONTEXT
 from shardkit._kinds import Optimizer
 from shardkit._typed import typed
 from shardkit.arguments import check_function
-from shardkit.automatic import AsLaidOut, init_as_laid_out, manual_axes
+from shardkit.automatic import AsLaidOut, init_as_laid_out
 from shardkit.carried import Carried, check_carried, reads_carried, with_carried
 from shardkit.layout import path_name
 from shardkit.partitioning.axis_types import auto_mesh, typed_init, with_auto_axes
@@ -24,6 +24,7 @@ from shardkit.partitioning.batch import batch_specs
 from shardkit.partitioning.gradient import GradFn, divisor_of, global_means
 from shardkit.partitioning.groups import check_groups, groups_per_device, leave_groups
 from shardkit.partitioning.local_step import local_gradients
+from shardkit.partitioning.manual import manual_axes
 from shardkit.partitioning.metrics import all_finite, metrics_of, returned
 from shardkit.partitioning.placement import Layout, map_layouts
 from shardkit.partitioning.plan import Plan
@@ -240,7 +241,7 @@ def make_train_step(
         init, run = made(plan), compiled(plan)
     else:
         init, run = init_as_laid_out(made, plan, axes), AsLaidOut(compiled, plan, axes)
-    step = _keyed(run, stop=nonfinite == "stop", dynamic=policy.loss_scale == "dynamic")
+    step = keyed(run, stop=nonfinite == "stop", dynamic=policy.loss_scale == "dynamic")
     return TrainStep(typed_init(init, given), step)
 
 
@@ -255,7 +256,7 @@ def _in_sequence(step: Any, steps: int, state: TrainState, key: jax.Array, batch
     return jax.lax.scan(lambda state, batch: step(state, key, batch), state, batches)
 
 
-def _keyed(
+def keyed(
     compiled: Any, *, stop: bool, dynamic: bool
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
     """The step as its user calls it. The key never changes, and stays outside jit.
@@ -287,4 +288,5 @@ def _keyed(
 
     step.lower = lambda state, batch: compiled.lower(*split(state), batch)  # type: ignore[attr-defined]
     step.trace = lambda state, batch: compiled.trace(*split(state), batch)  # type: ignore[attr-defined]
+    step.ends = {"stop": stop, "dynamic": dynamic}  # type: ignore[attr-defined]
     return step

@@ -133,6 +133,17 @@ def test_partitioner_smoke(tmp_path, capsys):
 
 
 @pytest.mark.deep
+def test_manual_smoke(tmp_path, capsys):
+    """Explicit fsdp inside an automatic model sends less than plain jit, and several steps in one call are the same."""
+    records = recorded(tmp_path, "manual")
+    by_name = {record["variant"]: record for record in records}
+    assert len(records) == 7 + 6
+    assert by_name["manual fsdp, by layer"]["wire_bytes"] < records[0]["wire_bytes"]
+    assert max(record["disagreement_relative_max"] for record in records) < 1e-4
+    assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]) == 4 + len(records)
+
+
+@pytest.mark.deep
 def test_context_smoke(tmp_path):
     records = recorded(tmp_path, "context")
     causal = ["ring, contiguous", "ring, zigzag", "ulysses"]

@@ -35,15 +35,17 @@ def in_parts(fn: Callable[[jax.Array], jax.Array], x: jax.Array, split: Mapping[
 
 
 def _cut_in_parts(cuts: Cuts, fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """`fn(x)`, the collectives of some cuts, in the parts of the partitioner where that can be.
+    """`fn(x)`, the collectives of some cuts, in the parts of the partitioner where no dim is split by both.
 
-    It cannot where a dim is split by both, nor for algorithms: jax 0.10 to 0.12 write an invalid program for the
-    derivative of a ring in a shard_map inside another.
+    An algorithm is differentiated with nothing but its operand kept: what it computes from the device's index would be
+    a residual, for which jax 0.10 to 0.12 write an invalid program in a shard_map inside another.
     """
     split = {dim % x.ndim: axes for cut in cuts for dim, axes in cut.automatic}
-    both = split.keys() & {cut.dim % x.ndim for cut in cuts}
+    if not split or split.keys() & {cut.dim % x.ndim for cut in cuts}:
+        return fn(x)
     plain = all((cut.gather_by, cut.reduce_by) == (PLAIN, PLAIN) for cut in cuts)
-    return in_parts(fn, x, split) if plain and not both else fn(x)
+    nothing = jax.checkpoint_policies.nothing_saveable
+    return in_parts(fn if plain else jax.checkpoint(fn, policy=nothing, prevent_cse=False), x, split)
 
 
 def whole(x: jax.Array, cuts: Cuts, sizes: Iterable[tuple[int, int]], *, replicated: bool = False) -> jax.Array:

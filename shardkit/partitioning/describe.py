@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardkit._check import quoted
 from shardkit._context import mesh_in_context
 from shardkit.collectives.algorithms import PLAIN
-from shardkit.layout import local_shape, table
+from shardkit.layout import local_shape, split_dims, table
 from shardkit.partitioning.placement import Layout, Split, Strategy
 from shardkit.partitioning.storage import in_rows, padded_shape
 
@@ -34,13 +34,15 @@ def plan_table(plan: str, leaves: Iterable[Planned], mesh: Mesh) -> str:
     for path, x, layout, placed in leaves:
         shape = tuple(jnp.shape(x))
         stored = in_rows(shape, layout.rows)
-        specs = (layout.rest, layout.update)
+        specs = (layout.at_rest().spec, layout.in_update().spec)
         sizes = [_bytes(stored, spec, mesh, x) for spec in specs]
         totals = [total + size for total, size in zip(totals, sizes, strict=True)]
-        longer = padded_shape(stored, layout.update, mesh)
+        longer = padded_shape(stored, specs[1], mesh)
         pads = {dim: f", padded from {size} to {longer[dim]}" for dim, size in layout.padded}
         staged = any(s.stages is not None and not isinstance(split, str) for s, split in placed)
         reasons = [_reason(s, split, pads, staged) for s, split in placed] or ["no strategy splits leaves"]
+        left = split_dims(layout.automatic).items()
+        reasons += [f"the partitioner splits dim {dim} over {quoted(axes)}" for dim, axes in left]
         reasons += [f"summed over {quoted(axes)} by {algorithm}" for axes, algorithm in layout.sums]
         why = "; ".join(reasons)
         written = [str(tuple(spec)) if tuple(spec) else "whole" for spec in specs]

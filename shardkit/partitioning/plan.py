@@ -22,6 +22,7 @@ from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.layout import canonical, local_shape, path_name, split_dims
 from shardkit.partitioning.describe import Planned, mesh_of, plan_table
 from shardkit.partitioning.dim_rules import axes_of_rules, in_subtrees
+from shardkit.partitioning.manual import leaving_automatic, manual_axes
 from shardkit.partitioning.placement import Layout, Leaf, Split, Strategy, check_feedback, in_order
 from shardkit.partitioning.storage import in_rows, is_padded, padded_shape, padding
 
@@ -116,14 +117,15 @@ class Plan(NamedTuple):
                 left = local_shape(padded_shape(left, spec, mesh) if split.pad else left, spec, mesh)
                 taken, stack = taken | {split.dim}, stack or split.stack
 
-    def describe(self, params: Any, mesh: Mesh | None = None) -> str:
+    def describe(self, params: Any, mesh: Mesh | None = None, manual: Axis | None = None) -> str:
         """A line for each leaf: its layouts, bytes per device, and why; `sk.describe(plan, params)` calls this."""
         mesh = mesh or mesh_of(params)
-        layouts = jax.tree.leaves(self.layouts(params, mesh), is_leaf=lambda x: isinstance(x, Layout))
+        plan = leaving_automatic(self, params, manual_axes("describe", manual, self, mesh))
+        layouts = jax.tree.leaves(plan.layouts(params, mesh), is_leaf=lambda x: isinstance(x, Layout))
         leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)[0]
         named = [(path_name(path), x) for path, x in leaves]
-        planned = [Planned(*n, each, list(self.placed(*n, mesh))) for n, each in zip(named, layouts, strict=True)]
-        return plan_table(str(self), planned, mesh)
+        planned = [Planned(*n, each, list(plan.placed(*n, mesh))) for n, each in zip(named, layouts, strict=True)]
+        return plan_table(str(plan), planned, mesh)
 
     def _layout(self, path: str, x: Any, mesh: Mesh) -> Layout:
         found = dict(self.placed(path, x, mesh))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from pathlib import Path
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache as _cache
 
 from shardkit._typed import typed
+from shardkit.analysis.hlo.saved import writable_by
 
 
 @typed
@@ -39,9 +38,7 @@ def compilation_cache(directory: str | Path) -> None:
             f"compilation_cache: directory must be a directory that can be written to; got {path} ({error.strerror}). "
             "Pass another one."
         ) from None
-    others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or others):
-        whose = "others can write to it" if others else "another user owns it"
+    if whose := writable_by(found):
         raise ValueError(
             f"compilation_cache: directory must be writable by its owner alone, because its programs are executed; got "
             f"{path}, and {whose}. Run chmod go-w on it, or pass another one."

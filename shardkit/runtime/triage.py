@@ -5,7 +5,7 @@ After an all_reduce a NaN is on all devices; before it, it is on the device wher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,17 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit._check import at_least, sized
+from shardkit._check import Axis, at_least, sized
 from shardkit._context import CONTEXT
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.arguments import check_function
+from shardkit.automatic import AsLaidOut
 from shardkit.carried import Carried, check_carried, reads_carried
 from shardkit.collectives import axis_index
 from shardkit.layout import path_name, spec_axes, table
+from shardkit.partitioning.axis_types import auto_mesh, with_auto_axes
 from shardkit.partitioning.batch import batch_specs
 from shardkit.partitioning.gradient import GradFn, divisor_of, global_means
 from shardkit.partitioning.local_step import local_gradients
+from shardkit.partitioning.manual import manual_axes
 from shardkit.partitioning.placement import map_layouts
 from shardkit.partitioning.plan import Plan
 from shardkit.partitioning.reshard import enter
@@ -123,12 +126,18 @@ def nonfinite(tree: Arrays, mesh: Mesh | None = None) -> list[NonFinite]:
     seen = observations([x for _, x in leaves], mesh=mesh, specs=tuple(x.sharding.spec for _, x in leaves))
     if not seen[0].addressable_shards:
         return []
-    return [row for (path, _), x in zip(leaves, seen, strict=True) for row in _places(path, x, mesh)]
+    return [row for (path, _), x in zip(leaves, seen, strict=True) for row in _places(path, x, mesh.shape)]
 
 
 @typed
 def triage(
-    grad_fn: GradFn, *, mesh: Mesh = CONTEXT, plan: Plan, precision: Precision | str | None = None, accumulate: int = 1
+    grad_fn: GradFn,
+    *,
+    mesh: Mesh = CONTEXT,
+    plan: Plan,
+    precision: Precision | str | None = None,
+    accumulate: int = 1,
+    manual: Axis | None = None,
 ) -> Callable[[TrainState, Any], TriageReport]:
     """Builds `run(state, batch) -> TriageReport`: inspects the gradient of a step before the cross-device reduction.
 
@@ -144,6 +153,7 @@ def triage(
         plan: the plan.
         precision: the dtype policy; the batch is inspected in the compute dtype, gradients with the loss scale.
         accumulate: microbatches.
+        manual: the Manual axes; `coordinates` are along these, over which nothing is reduced yet.
 
     Returns:
         A function that does not donate its arguments. Every process of the mesh must call it, and gets the same
@@ -167,11 +177,13 @@ def triage(
     at_least("triage", 1, accumulate=accumulate)
     plan = arranged(plan, grad_fn, accumulate)
     plan.check(mesh)
+    given, mesh = mesh, auto_mesh(mesh)
     policy = precision_of(precision)
+    axes = manual_axes("triage", manual, plan, mesh)
+    sizes = {axis: size for axis, size in mesh.shape.items() if axis in axes}
     batch_spec, reads = plan.batch_spec(mesh), reads_carried(grad_fn)
 
-    @jax.jit
-    def observed(state: TrainState, batch: Any) -> tuple[jax.Array, jax.Array, Any]:
+    def observed(plan: Plan, state: TrainState, batch: Any) -> tuple[jax.Array, jax.Array, Any]:
         layouts = plan.layouts(state.params, mesh)
         specs = batch_specs(batch, batch_spec, mesh, accumulate)
         rest = map_layouts(lambda layout: layout.rest, layouts)
@@ -193,24 +205,31 @@ def triage(
                 "grads": map_layouts(lambda layout, x: _observed(x, layout.grad), layouts, grads),
             }
             total, weight = global_means(means, plan.batch_axes)["loss"]
-            return total / divisor_of(weight), weight, from_every_device(inspected, mesh.axis_names)
+            return total / divisor_of(weight), weight, from_every_device(inspected, tuple(sizes))
 
-        in_specs = (rest, carried.specs, specs, _REPLICATED, _REPLICATED)
-        on_mesh = jax.shard_map(per_device, mesh=mesh, in_specs=in_specs, out_specs=_REPLICATED)
+        on_mesh = jax.shard_map(
+            per_device,
+            mesh=mesh,
+            in_specs=(rest, carried.specs, specs, _REPLICATED, _REPLICATED),
+            out_specs=_REPLICATED,
+            axis_names=set(sizes),
+        )
         return on_mesh(state.params, carried.tree, batch, step_key(state.key, state.step), scale)
 
+    compiled = AsLaidOut(lambda plan, _: jax.jit(with_auto_axes(partial(observed, plan), given)), plan, axes)
+
     def run(state: TrainState, batch: Any) -> TriageReport:
-        loss, weight, inspected = observed(state._replace(opt_state=None), batch)
+        loss, weight, inspected = compiled(state._replace(opt_state=None), batch)
         # jit sorts a dict by its keys; the report is ordered from causes to consequences.
         rows = [
             row
             for name in ("params", "carried", "batch", "means", "grads")
             for path, x in jax.tree_util.tree_leaves_with_path({name: inspected[name]})
-            for row in _places(path_name(path), x, mesh)
+            for row in _places(path_name(path), x, sizes)
         ]
         return TriageReport(tuple(rows), float(loss), float(weight))
 
-    run.trace = lambda state, batch: observed.trace(state._replace(opt_state=None), batch)  # type: ignore[attr-defined]
+    run.trace = lambda state, batch: compiled.trace(state._replace(opt_state=None), batch)  # type: ignore[attr-defined]
     return run
 
 
@@ -246,9 +265,10 @@ def _observed(x: jax.Array, spec: PartitionSpec = _REPLICATED) -> jax.Array | No
     return jnp.stack(found)
 
 
-def _places(path: str, seen: Any, mesh: Mesh) -> Iterator[NonFinite]:
-    """The places of a leaf that is not finite, given the observations of every device."""
-    found = np.asarray(seen).reshape(*mesh.devices.shape, -1)
+def _places(path: str, seen: Any, sizes: Mapping[str, int]) -> Iterator[NonFinite]:
+    """The places of a leaf that is not finite along some axes, given the observations along them."""
+    names = tuple(sizes)
+    found = np.asarray(seen).reshape(*sizes.values(), -1)
     counts = found[..., 0]
     kept = [k for k in range(counts.ndim) if (counts != counts.take([0], axis=k)).any()]
     firsts: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -258,5 +278,5 @@ def _places(path: str, seen: Any, mesh: Mesh) -> Iterator[NonFinite]:
         firsts[place] = min(firsts.get(place, first), first)
         values[place] = int(counts[at])
     for place, first in firsts.items():
-        coordinates = {mesh.axis_names[k]: c for k, c in zip(kept, place, strict=True)}
+        coordinates = {names[k]: c for k, c in zip(kept, place, strict=True)}
         yield NonFinite(path, coordinates, values[place], first)

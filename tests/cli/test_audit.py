@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from support.compilers import gpu, tpu
+
 PROGRAM = """
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -28,6 +30,20 @@ def accumulate():
 
 def grown():
     return make(size=800)
+
+def gathering():
+    step, (w, xs) = make(times=3)
+
+    def local(w, xs):
+        @jax.checkpoint
+        def loss(w, x):
+            return jnp.sum(jnp.tanh(x @ jax.lax.all_gather(w, "data", tiled=True)))
+
+        return jax.lax.scan(lambda g, x: (g + jax.grad(loss)(w, x), None), jnp.zeros_like(w), xs)[0]
+
+    split = NamedSharding(w.sharding.mesh, P("data"))
+    on_mesh = jax.shard_map(local, mesh=split.mesh, in_specs=(P("data"), P(None, "data")), out_specs=P("data"))
+    return jax.jit(on_mesh), (jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=split), xs)
 
 def plain(x, w):
     return x @ w
@@ -109,3 +125,14 @@ def test_bad_use(words, message, program, inside):
         words, message = ("--against", "one.json", *words), "audit: growth must be at least 0; got -1.0."
     done = inside("audit", "train.py:make", "--devices", 4, *words, code=2)
     assert done.stderr.startswith(f"error: {message}")
+
+
+# Alone catches a program of a chip's compiler that the command cannot read, or in which it misses the fault.
+@pytest.mark.deep
+@pytest.mark.parametrize("target", [pytest.param("v5e:2x2", marks=tpu), pytest.param("h100:1x1x4", marks=gpu)])
+def test_a_fault_is_found_by_the_compiler_of_absent_chips(target, program, inside):  # proves F86
+    done = inside("audit", "train.py:gathering", "--devices", 4, "--target", target)
+    assert done.stdout.startswith("local (train.py:28 (gathering.<locals>.local)) on 4 devices of " + target)
+    assert "\n1 finding\ntrain.py:31 (gathering.<locals>.local.<locals>.loss): gathered-each-iteration: " in done.stdout
+    assert "runs 3 times in the loop at train.py:33 (gathering.<locals>.local)" in done.stdout
+    assert done.stdout.endswith("not tried: second-compile: the chips are not here\n")

@@ -410,15 +410,15 @@ _PARALLEL = (
     Mutant(
         "automatic-dim-nested-too",
         "shardkit/partitioning/cuts.py",
-        "if plain and not both else",
-        "if plain else",
+        "if not split or split.keys() & {cut.dim % x.ndim for cut in cuts}:",
+        "if not split:",
         AXIS,
     ),
     Mutant(
         "automatic-weights-gathered-whole",
         "shardkit/partitioning/cuts.py",
-        "if plain and not both else",
-        "if False else",
+        "if not split or split.keys() & {cut.dim % x.ndim for cut in cuts}:",
+        "if True:",
         TWICE,
     ),
     Mutant(

@@ -42,7 +42,25 @@ REVERTS = (
         "for each in sorted(rows, key=lambda each: each.bytes_in != row.bytes_in):",
         "for each in rows:",
     ),
+    (
+        "barriers-tuple-hides",
+        "shardkit/analysis/auditing/rules/loops.py",
+        "if values.opcode in _BARRIERS:",
+        "if values.opcode in _BARRIERS or True:",
+    ),
+    (
+        "algorithms-gather-the-partitioners-axis",
+        "shardkit/partitioning/cuts.py",
+        "return in_parts(fn if plain else jax.checkpoint(fn, policy=nothing, prevent_cse=False), x, split)",
+        "return in_parts(fn, x, split) if plain else fn(x)",
+    ),
     # ---- wrong in silence, refused since
+    (
+        "cached-program-saved",
+        "shardkit/analysis/hlo/saved.py",
+        'if about["platform"] == "cpu" and cache and',
+        'if about["platform"] == "axon" and cache and',
+    ),
     (
         "lazy-leaf-unsealed",
         "shardkit/partitioning/handles.py",

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
@@ -103,6 +104,32 @@ def test_an_example_that_is_not_finite_is_named(plan, mesh2x4):
     )
     state, _ = step(state, batch)
     assert all(np.isnan(x).all() for x in jax.tree.leaves(sk.unpadded(state.params)))
+
+
+# proves S123: the partitioner's parts are one: the index is that of the whole leaf, the place along Manual axes alone
+@pytest.mark.parametrize("kind", [AxisType.Auto, deep(AxisType.Explicit)])
+def test_a_step_with_axes_left_to_the_partitioner_is_inspected_too(kind):
+    mesh = sk.make_mesh(jax.devices()[:4], data=2, model=2, axis_types=(AxisType.Auto, kind))
+    plan, whole = sk.fsdp("data", min_size=1), make_params()
+    init, step = sk.make_train_step(GRAD_FN, optax.sgd(0.1), mesh=mesh, plan=plan, manual="data")
+    run = triage(GRAD_FN, mesh=mesh, plan=plan, manual="data")
+    state, batch = (
+        init(sk.shard(whole, mesh, {"b": P("model"), "w": P(None, "model")}), jax.random.key(1)),
+        make_batch(),
+    )
+    weights = np.array(whole["w"])
+    weights[6, 4] = np.inf
+    broken = jax.tree.map(jnp.copy, state)  # the step donates the other
+    broken.params["w"] = jax.device_put(weights, broken.params["w"].sharding)
+    report, loss = run(state, batch), step(state, batch)[1]["loss"]
+    assert report.rows == () and report.loss == float(loss)
+    batch["x"][21, 3] = np.nan
+    rows = run(broken, batch).rows
+    assert rows[:2] == (
+        NonFinite("params.w", {"data": 1}, 1, (6, 4)),
+        NonFinite("batch.x", {"data": 1}, 1, (21, 3)),
+    )
+    assert NonFinite("grads.w", {"data": 1}, 48, (0, 0)) in rows
 
 
 # proves S123: made by the loss from a finite batch, on two devices

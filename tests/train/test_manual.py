@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit import schedules
 from shardkit.analysis.hlo.differences import read_compiled
+from support.commands import deep
 from support.training import lenient
 
 LAYERS, DIM, HIDDEN = 4, 8, 16
@@ -103,6 +104,21 @@ def test_other_strategies_and_algorithms(plan, alone):
     chex.assert_trees_all_close(found, alone, rtol=1e-5, atol=1e-6)
 
 
+# Alone catches an algorithm that sends what the partitioner has split as if it were whole: twice the bytes.
+@pytest.mark.parametrize("algorithm", [sk.algorithms.hierarchical("fsdp"), deep(sk.algorithms.ring())])
+def test_an_algorithm_sends_the_parts_of_the_partitioner(algorithm, alone):
+    mesh = sk.make_mesh(data=2, fsdp=2, model=2)
+    plan = sk.fsdp(("data", "fsdp"), **EACH, gather=algorithm, reduce=algorithm)
+    init, step = built(mesh, plan, manual=("data", "fsdp"))
+    params = sk.shard(make_params(), mesh, SPECS)
+    found, state = trained(init, step, params)
+    chex.assert_trees_all_close(found, alone, rtol=1e-5, atol=1e-6)
+    rows = read_compiled(step.trace(state, BATCH), step.lower(state, BATCH).compile()).rows
+    largest = max(row.bytes_out for row in rows if row.kind in ("all_gather", "ppermute") and row.axes != ("model",))
+    assert largest == 4 * DIM * HIDDEN // (2 if algorithm.name.startswith("hier") else 8)
+    assert not [row for row in rows if row.kind == "all_gather" and row.axes == ("model",) and row.bytes_out > 4 * DIM]
+
+
 @pytest.mark.parametrize("mode", [pytest.param("branch", marks=pytest.mark.deep), "masked"])
 def test_a_pipeline_with_automatic_tensor_parallelism_inside(mode, alone):
     mesh = sk.make_mesh(stage=2, data=2, model=2)
@@ -128,6 +144,33 @@ def test_parameters_that_a_function_makes_and_their_evaluation():
     evaluate = sk.make_eval_step(loss_fn, mesh=mesh, plan=plan, manual="data")
     np.testing.assert_allclose(evaluate(state.params, BATCH)["loss"], whole, rtol=1e-5)
     assert init.abstract(state.params).params["layers"]["down"].sharding == state.params["layers"]["down"].sharding
+
+
+@pytest.mark.check
+# Alone catches a description of a layout that the step would not have: the plan splits the dims that are left.
+def test_a_plan_is_described_with_what_the_partitioner_splits(mesh2x4):  # proves F87
+    shapes = {"bias": ((DIM,), P("model")), "up": ((DIM, HIDDEN), P("model"))}
+    params = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh2x4, spec))
+        for name, (shape, spec) in shapes.items()
+    }
+    plan = sk.fsdp("data", min_size=1)
+    assert sk.describe(plan, params, manual="data").splitlines() == [
+        "leaf  shape    at rest               bytes/device  update                bytes/device  why",
+        "bias  [8]      (('data', 'model'),)  4             (('data', 'model'),)  4             "
+        "fsdp('data') splits dim 0; the partitioner splits dim 0 over 'model'",
+        "up    [8, 16]  ('model', 'data')     64            ('model', 'data')     64            "
+        "fsdp('data') splits dim 1; the partitioner splits dim 0 over 'model'",
+        "fsdp('data'): 68 bytes per device at rest, 68 per gradient or optimizer moment",
+    ]
+    init, _ = built(mesh2x4, plan, manual="data")
+    assert init.abstract(params).params["up"].sharding.spec == P("model", "data")
+    assert "the partitioner" not in sk.describe(plan, params)
+    with pytest.raises(ValueError, match=r"^describe: manual must name every axis of the plan; got 'model' for fsdp"):
+        sk.describe(plan, params, manual="model")
+    message = "describe: manual must come with a plan; got manual='data' without one. Leave it out."
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        sk.describe(params, manual="data")
 
 
 @pytest.mark.check

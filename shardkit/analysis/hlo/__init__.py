@@ -1,5 +1,6 @@
 """Readers of the compiled program: compilers of absent chips, memory, collectives, what the compiler changed.
 
-Start with `aot.py`; `proto.py` reads the program's bytes. A new chip is a row of `cost/hardware.py`; a GPU also needs
-`targets/NAME.txtpb`. Imports cost and `analysis/jaxpr`; a compiler for absent chips runs in a separate process.
+Start with `aot.py`; `proto.py` reads the program's bytes, `saved.py` keeps programs in files. A new chip is a row of
+`cost/hardware.py`; a GPU also needs `targets/NAME.txtpb`. Imports cost, train and `analysis/jaxpr`; a compiler for
+absent chips runs in a separate process.
 """

@@ -29,23 +29,21 @@ from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import collectives_of, total_work
 from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.report import Report
+from shardkit.analysis.hlo.saved import Program, load
 from shardkit.analysis.hlo.time_model import clock_of
 from shardkit.analysis.hlo.topology import (
+    ALONE,
     Topology,
     compiler_package,
     description_of,
     device_memory,
     device_of,
     parse_topology,
+    topology_devices,
 )
 from shardkit.analysis.jaxpr.census import census_of, mesh_sizes, traceable
 
-_CHILD = {
-    "JAX_PLATFORMS": "cpu",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_STDERR_LOG_LEVEL": "1",  # warnings, which say where the partitioner replicates a value
-}
+__all__ = ["Program", "Topology", "build", "compile", "load", "parse_topology", "report_of", "topology_devices"]
 
 
 def compile(
@@ -75,7 +73,8 @@ def compile(
 
     Returns:
         Report: print it, read its fields, `.to_json()`, `.compare(other)`. A program that does not fit the memory of
-        the chip gives a report too, with `fits` False and the compiler's number.
+        the chip gives a report too, with `fits` False and the compiler's number. `topology_devices` says how to keep
+        the program.
 
     Raises:
         TypeError: args is not a tuple or list, topology not a string, mesh not a mesh, options not names with values.
@@ -240,7 +239,8 @@ def _untraceable(what: str, error: Exception) -> ValueError:
 def _in_child(
     request: dict[str, Any], bytecode: bytes, timeout: float, where: Topology, sizes: Mapping[str, int]
 ) -> tuple[dict[str, Any], bytes | None]:
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | _CHILD
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | ALONE
+    environment["JAX_PLATFORMS"] = "cpu"
     # -P: files in the working directory must not shadow modules.
     paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

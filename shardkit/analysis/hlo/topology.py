@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from importlib import resources
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+from jax.experimental import topologies
+
+from shardkit import _platform
 from shardkit._check import quoted
 from shardkit.cost import Chip, chips
 
@@ -15,6 +19,12 @@ _TARGETS = resources.files("shardkit.analysis.hlo").joinpath("targets")  # what 
 _TPU = tuple(each.name for each in chips.values() if each.torus)
 _GPU = tuple(name for name in chips if _TARGETS.joinpath(f"{name}.txtpb").is_file())
 _CORES = {"tpu7x": 2}  # devices per chip, where there are several
+# What a compiler must be told in a process without its chips.
+ALONE = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_STDERR_LOG_LEVEL": "1",  # warnings, which say where the partitioner replicates a value
+}
 
 
 class Topology(NamedTuple):
@@ -110,3 +120,35 @@ def device_memory(where: Topology) -> int:
     found = re.search(r"device_memory_size: (\d+)", _target(where.chip))
     assert found, "every target description gives its memory"
     return int(found[1])
+
+
+def topology_devices(topology: str) -> list[Any]:
+    """The devices of chips that need not be present, for a mesh whose programs are compiled here and saved.
+
+    The compiler runs in this process: unlike that of `compile`, it ends the process where it aborts.
+
+    Args:
+        topology: as for `compile`: "v5e:2x4", "h100:1x1x8".
+
+    Returns:
+        jax's devices of that topology, which hold no arrays and run nothing.
+
+    Raises:
+        ValueError: an unknown topology.
+        RuntimeError: the compiler's package is missing.
+
+    Example:
+        mesh = sk.make_mesh(devices=sk.aot.topology_devices("v5e:2x4"), data=8)
+        init, step = sk.make_train_step(grad_fn, optimizer, mesh=mesh, plan=sk.dp("data"))
+        sk.analysis.compiled(step, init.abstract(params), batch).save("step.program")
+    """
+    where = parse_topology(topology)
+    compiler_package(where)
+    _platform.leave_out_idle_tpu()
+    if _platform.cpu_only():
+        os.environ.update(ALONE | os.environ)
+    try:
+        return list(topologies.get_topology_desc(**description_of(where)).devices)
+    except Exception as error:  # the compiler's own error types differ between platforms
+        first = str(error).splitlines()[0]
+        raise ValueError(f"aot.topology_devices: the compiler knows no topology {str(where)!r}: {first}") from error

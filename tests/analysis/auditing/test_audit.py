@@ -3,6 +3,7 @@
 import inspect
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit import _jaxprs, _platform
 from shardkit.analysis import AUDIT_RULES, Audit, Finding
+from shardkit.analysis.auditing.rules.loops import _unchanged
 from shardkit.analysis.auditing.step import first_use, leaves_of, trace_step
-from support.compilers import tpu
+from support.compilers import gpu, tpu
 from support.planted import audited
 from support.planted.audited import PLANTED, Planted
 
@@ -76,18 +78,35 @@ def test_the_log_is_taken_from_standard_error_and_the_rest_passed_on(capfd):
     assert capfd.readouterr().err == "not this\nafter\n"
 
 
-@tpu
+# Alone catches a gather of what a loop keeps that is missed where the GPU's compiler leaves a barrier's tuple.
+@pytest.mark.check
+@pytest.mark.parametrize("left", ["tuple", "optimization-barrier"])
+def test_what_a_barrier_kept_apart_is_the_same(left):
+    behind = 2 if left == "tuple" else 3
+    opcodes = [("parameter",), ("get-tuple-element", 0), ("tuple", 1), (left, 2), ("get-tuple-element", behind)]
+    opcodes += [("all-gather", 4), ("tuple", 1)]
+    instructions = {
+        number: SimpleNamespace(id=number, opcode=opcode, operands=operands, tuple_index=0)
+        for number, (opcode, *operands) in enumerate(opcodes)
+    }
+    for each in instructions.values():
+        each.operands = tuple(each.operands)
+    body = SimpleNamespace(instructions=instructions, parameters={0: instructions[0]}, root=6)
+    assert _unchanged(body, instructions[5], {})
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize(
     "make", ["stacked_sums_in_the_loop", "gathers_in_the_loop", "reshards_in_one_go", "holds_copies", "unplaced"]
 )
-def test_the_tpu_compiler_is_read_too(make):
+@pytest.mark.parametrize("target", [pytest.param("v5e:2x4", marks=tpu), pytest.param("h100:1x1x8", marks=gpu)])
+def test_the_compilers_of_chips_are_read_too(target, make):
     planted = next(each for each in PLANTED if each.wrong.__name__ == make)
-    wrong, right = (found(each, target="v5e:2x4", large=planted.large) for each in planted[1:3])
+    wrong, right = (found(each, target=target, large=planted.large) for each in planted[1:3])
     assert [f.rule for f in wrong.findings] == [planted.rule], wrong.findings
     assert wrong.findings[0].source.startswith(line_of(planted)), wrong.findings
     assert right.findings == () and right.memory.held > 0
-    assert right.target == "v5e:2x4" and "second-compile: the chips are not here" in right.skipped
+    assert right.target == target and "second-compile: the chips are not here" in right.skipped
 
 
 @pytest.fixture(scope="module")

@@ -130,11 +130,15 @@ def _unchanged(body: proto.Computation, each: proto.Instruction, known: dict[int
 
 
 def _behind_barrier(body: proto.Computation, each: proto.Instruction) -> proto.Instruction:
-    """The value that jax.checkpoint keeps the compiler from moving; any other as it is."""
+    """The value that jax.checkpoint keeps the compiler from moving; any other as it is.
+
+    The GPU's compiler takes the barrier away when it has moved all it would, and leaves the tuple.
+    """
     while each.opcode == "get-tuple-element":
-        barrier = body.instructions[each.operands[0]]
-        values = body.instructions[barrier.operands[0]] if barrier.opcode in _BARRIERS else barrier
-        if barrier is values or values.opcode != "tuple":
+        values = body.instructions[each.operands[0]]
+        if values.opcode in _BARRIERS:
+            values = body.instructions[values.operands[0]]
+        if values.opcode != "tuple":
             break
         each = body.instructions[values.operands[each.tuple_index]]
     return each
