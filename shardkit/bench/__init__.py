@@ -5,6 +5,7 @@ Start with `measure.py`. Imports everything but `cli/`; only `cli/` and the file
 
 from shardkit.bench.compare import Change, Comparison, compare
 from shardkit.bench.environment import calibration, environment
+from shardkit.bench.fit import Fit, alpha_beta
 from shardkit.bench.measure import MODES, Case, Sample, disagreement, interleaved, measure, summarise
 from shardkit.bench.records import FORMAT, Record, read, report, table, write, write_csv
 
@@ -14,8 +15,10 @@ __all__ = [
     "Case",
     "Change",
     "Comparison",
+    "Fit",
     "Record",
     "Sample",
+    "alpha_beta",
     "calibration",
     "compare",
     "disagreement",
