@@ -3,6 +3,7 @@
 Start with `measure.py`. Imports everything but `cli/`; only `cli/` and the files in `benchmarks/` import it.
 """
 
+from shardkit.bench.comm import comm
 from shardkit.bench.compare import Change, Comparison, compare
 from shardkit.bench.environment import calibration, environment
 from shardkit.bench.fit import Fit, alpha_beta
@@ -20,6 +21,7 @@ __all__ = [
     "Sample",
     "alpha_beta",
     "calibration",
+    "comm",
     "compare",
     "disagreement",
     "environment",
