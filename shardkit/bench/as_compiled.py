@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from shardkit.analysis.hlo import proto
@@ -53,12 +54,10 @@ def reading(traced: Any, executable: Any, mesh: Mesh, calls: int, hops: int | No
 
 def physical(mesh: Mesh, axes: Sequence[str]) -> str:
     """The dims of the machine along which the devices of a group differ: "x, y" of a torus, hosts, or nothing known."""
-    import numpy as np
-
     at = [mesh.axis_names.index(axis) for axis in axes]
     group = np.moveaxis(mesh.devices, at, range(len(at))).reshape(-1, mesh.size // _size(mesh, axes))[:, 0]
     coords = [_coords(device) for device in group]
-    names = [f"{'xyz'[d]}" for d in range(len(coords[0])) if len({c[d] for c in coords}) > 1]
+    names = ["xyz"[d] for d in range(len(coords[0])) if len({c[d] for c in coords}) > 1]
     names += ["core"] if coords[0] and len({getattr(d, "core_on_chip", 0) for d in group}) > 1 else []
     names += ["slice"] if len({getattr(d, "slice_index", 0) for d in group}) > 1 else []
     processes = len({d.process_index for d in group})
@@ -80,18 +79,14 @@ def grouped(kind: str, groups: Groups) -> str:
     """Groups of devices in a few characters: `{0-3} {4-7}`, and `0>1>2>3>0` for the pairs of a permute."""
     if not groups:
         return "{all}"
-    texts = (
-        _chains({source: target for source, target in groups})
-        if kind == "ppermute"
-        else [f"{{{_range(group)}}}" for group in groups]
-    )
+    texts = _chains(groups) if kind == "ppermute" else [f"{{{_range(group)}}}" for group in groups]
     more = len(texts) - _SHOWN
     return " ".join(texts[: _SHOWN if more > 0 else None]) + (f" .. ({len(texts)})" if more > 0 else "")
 
 
-def _chains(target: dict[int, int]) -> list[str]:
-    """The permute as chains, those that end first; what stays where it is is left out."""
-    target = {a: b for a, b in target.items() if a != b}
+def _chains(pairs: Groups) -> list[str]:
+    """A permute as chains, those that end first; what stays where it is is left out."""
+    target = {pair[0]: pair[1] for pair in pairs if pair[0] != pair[1]}
     starts = [*sorted(set(target) - set(target.values())), *sorted(target)]
     texts: list[str] = []
     for start in starts:

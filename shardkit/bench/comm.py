@@ -182,7 +182,7 @@ def table(records: Sequence[Record]) -> str:
     lines = [tuple(head for head, _ in columns), *(tuple(cell(r) for _, cell in columns) for r in records)]
     reduced = "" if first["redop"] == "none" else f" {first['redop']}"
     where = f", along {first['physical']}" if first["physical"] else ""
-    title = f"{first['op']}{reduced} over {first['axes']} of {_check.sized(first['mesh'].items())}{where}"
+    title = f"{first['op']}{reduced} over {first['axes']} (mesh {_check.sized(first['mesh'].items())}{where})"
     fits = {r["impl"]: f"fit of {r['impl']}: {fitted(Fit(**r['fit']))}" for r in records if r["fit"]}
     wrong = [f"wrong: {r['impl']}, {r['size']} B: {r['wrong_first'] or 'on others'}" for r in records if r["wrong"]]
     return "\n".join([title, layout.table(lines), *fits.values(), *wrong])
