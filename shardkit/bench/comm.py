@@ -208,6 +208,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("busbw GB/s", lambda r: _number(r["busbw_GBps"], 3)),
     ("#wrong", lambda r: f"{r['wrong']}"),
     ("sent B", lambda r: f"{r['written_bytes']:.10g}"),
+    ("wire B", lambda r: f"{r['wire_bytes']:.10g}"),
     ("hops", lambda r: f"{r['hops']}"),
     ("p50", lambda r: _number(r["wall_us_median"], 1)),
     ("p90", lambda r: _number(r["wall_us_p90"], 1)),
