@@ -190,7 +190,7 @@ def table(records: Sequence[Record]) -> str:
 
 def fitted(fit: Fit) -> str:
     """A fit in a line."""
-    return f"{fit.latency * 1e6:.3g} us a hop, {fit.bandwidth / 1e9:.3g} GB/s, within {fit.residual:.0%}"
+    return f"{fit.latency * 1e6:.5g} us a hop, {fit.bandwidth / 1e9:.5g} GB/s, within {fit.residual:.0%}"
 
 
 def _number(value: float | None, digits: int) -> str:

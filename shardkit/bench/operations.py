@@ -37,6 +37,7 @@ class Way(NamedTuple):
         redops: the reductions that it has; None: all of the operation.
         levels: the axes that it needs, at least.
         bound: `(largest, sizes of the axes) -> float`, how far its result may be from the exact one; None: not at all.
+        floating: it needs a floating-point dtype.
         hops: of n devices, where messages go at the same time; None: one after the other, as the census lists them.
     """
 
@@ -44,6 +45,7 @@ class Way(NamedTuple):
     redops: tuple[str, ...] | None = None
     levels: int = 1
     bound: Callable[[float, Sequence[int]], float] | None = None
+    floating: bool = False
     hops: Callable[[int], int] | None = None
 
 
@@ -136,13 +138,19 @@ def _outside(dtype: str, largest: float, sizes: Sequence[int]) -> float:
     return quantization_error(sizes[-1] * largest, dtype, n=_product(sizes[:-1]))
 
 
-def _first(kernel: Kernel, **fixed: Any) -> Kernel:
-    return lambda x, axis, **options: kernel(x, axis, **fixed, **options)[0]
+def _result(kernel: Kernel) -> Kernel:
+    """Without the new residual."""
+    return lambda x, axis, **options: kernel(x, axis, **options)[0]
 
 
-def _compressed(make: Callable[[str], Way]) -> dict[str, Way]:
-    """In int8, and in each dtype by name."""
-    return {"compressed": make("int8")} | {f"compressed_{name}": make(name) for name in FORMATS if name != "int8"}
+def _small(kernel: Kernel, redops: tuple[str, ...] | None, bound: Callable[..., float], dtype: str = "int8") -> Way:
+    return Way(partial(kernel, dtype=jnp.dtype(dtype)), redops, 1, partial(bound, dtype), True)
+
+
+def _compressed(kernel: Kernel, redops: tuple[str, ...] | None, bound: Callable[..., float]) -> dict[str, Way]:
+    """In int8, and in each other dtype by name."""
+    others = {f"compressed_{name}": _small(kernel, redops, bound, name) for name in FORMATS if name != "int8"}
+    return {"compressed": _small(kernel, redops, bound), **others}
 
 
 _ALL_REDUCE = {
@@ -151,13 +159,11 @@ _ALL_REDUCE = {
     "bidirectional": Way(partial(ring.all_reduce, bidirectional=True), _SUMS, hops=lambda n: 2 * (n // 2)),
     "hierarchical": Way(_two_level(hierarchical.all_reduce), _SUMS, 2),
     "two_step": Way(partial(c.all_reduce_tree, scatter_from=0), _SUMS),
-    "deterministic": Way(_deterministic, _SUMS),
+    "deterministic": Way(_deterministic, _SUMS, floating=True),
     "leaves": Way(_of_leaves(c.all_reduce)),
     "bucketed": Way(_of_leaves(c.all_reduce_tree), _SUMS),
-    **_compressed(lambda d: Way(_first(compressed.all_reduce, dtype=jnp.dtype(d)), ("sum",), 1, partial(_summed, d))),
-    "compressed_twice": Way(
-        _first(compressed.all_reduce, dtype=jnp.int8, compress_result=True), ("sum",), 1, partial(_twice, "int8")
-    ),
+    **_compressed(_result(compressed.all_reduce), ("sum",), _summed),
+    "compressed_twice": _small(partial(_result(compressed.all_reduce), compress_result=True), ("sum",), _twice),
 }
 _ALL_GATHER = {
     "lax": Way(c.all_gather),
@@ -165,22 +171,18 @@ _ALL_GATHER = {
     "bidirectional": Way(partial(ring.all_gather, bidirectional=True), hops=lambda n: n // 2),
     "hierarchical": Way(_two_level(hierarchical.all_gather), None, 2),
     "uneven": Way(_uneven(c.all_gather_uneven, lambda rows, n: rows)),
-    **_compressed(lambda d: Way(partial(compressed.all_gather, dtype=jnp.dtype(d)), None, 1, partial(_gathered, d))),
+    **_compressed(compressed.all_gather, None, _gathered),
 }
-_SCATTER = compressed.reduce_scatter
 _REDUCE_SCATTER = {
     "lax": Way(c.reduce_scatter),
     "ring": Way(ring.reduce_scatter),
     "bidirectional": Way(partial(ring.reduce_scatter, bidirectional=True), hops=lambda n: n // 2),
     "hierarchical": Way(_two_level(hierarchical.reduce_scatter), None, 2),
     "uneven": Way(_uneven(c.reduce_scatter_uneven, lambda rows, n: rows // n)),
-    **_compressed(lambda d: Way(_first(_SCATTER, dtype=jnp.dtype(d)), ("sum",), 1, partial(_summed, d))),
-    "compressed_hierarchical": Way(
-        lambda x, axis: compressed.reduce_scatter_two_level(x, axis[-1], axis[:-1], dtype=jnp.int8)[0],
-        ("sum",),
-        2,
-        partial(_outside, "int8"),
-    ),
+    **_compressed(_result(compressed.reduce_scatter), ("sum",), _summed),
+    "compressed_hierarchical": _small(
+        _result(_two_level(compressed.reduce_scatter_two_level)), ("sum",), _outside
+    )._replace(levels=2),
 }
 
 

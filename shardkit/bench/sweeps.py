@@ -165,7 +165,7 @@ def _lacks(operation: Operation, name: str, redop: str, dtype: str, axes: tuple[
             f"{WHERE}: --impl {name} needs two axes, of slow links and then of fast ones; got --axis "
             f"{' '.join(axes)}. Write for example --axis data model."
         )
-    if way.bound is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+    if way.floating and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         return f"{WHERE}: --impl {name} needs a floating-point dtype; got {dtype}. Pass for example --dtype float32."
     return ""
 

@@ -2,6 +2,7 @@
 
 import re
 from fractions import Fraction
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from shardkit.bench.operations import DTYPES, OPERATIONS
 from shardkit.bench.sweeps import sweeps
 from shardkit.testing import reference
 
+ROOT = Path(__file__).parents[2]
 QUICK = {"calls": 2, "rounds": 1}
 
 
@@ -44,12 +46,7 @@ def left_out(x, axis):
     return jnp.full_like(y, jnp.nan).at[1:].set(y[1:])
 
 
-def rounded(x, axis):
-    """Rounds sums to multiples of four."""
-    return 4 * jnp.round(lax.psum(x, axis) / 4)
-
-
-KERNELS = {each.__name__: each for each in (right, one_element, one_device, one_size, left_out, rounded)}
+KERNELS = {each.__name__: each for each in (right, one_element, one_device, one_size, left_out)}
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +55,8 @@ def found():
     return bench.comm(sk.make_mesh(data=8), ops=["all_reduce"], kernels=KERNELS, sizes=[64, 256], **QUICK)
 
 
-# proves: a wrong kernel is found in the row where it is wrong
 def test_wrong_elements_are_counted_where_they_are(found):
     wrong = {(r["impl"], r["size"]): r["wrong"] for r in found}
-    rounds = {size: wrong.pop(("rounded", size)) for size in (64, 256)}
     assert wrong == {
         ("right", 64): 0,
         ("right", 256): 0,
@@ -74,7 +69,6 @@ def test_wrong_elements_are_counted_where_they_are(found):
         ("left_out", 64): 8,
         ("left_out", 256): 8,
     }
-    assert all(size // 8 < count < size * 8 / 4 for size, count in rounds.items())
     firsts = {r["impl"]: r["wrong_first"].split(":")[0] for r in found if r["size"] == 256}
     assert firsts["one_device"] == "device 5 at [63]" and firsts["right"] == ""
     assert next(r["wrong_first"] for r in found if r["impl"] == "left_out").startswith("device 0 at [0]: nan instead")
@@ -85,9 +79,9 @@ def test_wrong_elements_are_counted_where_they_are(found):
 def plane():
     """Rows over one axis of a mesh of two, and over both."""
     mesh = sk.make_mesh(data=2, model=4)
-    how = {"sizes": [1000, 4096], **QUICK}
-    records = bench.comm(mesh, ops=["all_gather"], impls=["lax", "bidirectional"], axis="data", **how)
-    records += bench.comm(mesh, ops=["all_reduce"], impls=["lax", "hierarchical"], axis=("data", "model"), **how)
+    gathers = {"ops": ["all_gather"], "impls": ["lax", "bidirectional"], "axis": "data", "sizes": [1000, 4096]}
+    sums = {"ops": ["all_reduce"], "impls": ["lax", "hierarchical"], "sizes": [4096]}
+    records = bench.comm(mesh, **gathers, **QUICK) + bench.comm(mesh, **sums, **QUICK)
     return {(r["impl"], r["op"], r["size"]): r for r in records}
 
 
@@ -118,9 +112,10 @@ def test_bandwidths_and_expectations_are_their_definitions(plane):
         seconds = r["wall_us_median"] / 1e6
         assert r["algbw_GBps"] == size / seconds / 1e9
         assert r["busbw_GBps"] == r["algbw_GBps"] * {"all_gather": 0.5, "all_reduce": 1.75}[op]
-        assert r["fit_us"] == pytest.approx(1e6 * bench.Fit(**r["fit"]).seconds(r["hops"], r["written_bytes"]))
-        assert r["of_fit"] == pytest.approx(r["fit_us"] / r["wall_us_median"])
-        assert r["chip_us"] is r["of_chip"] is None
+        if r["fit"] is not None:
+            assert r["fit_us"] == pytest.approx(1e6 * bench.Fit(**r["fit"]).seconds(r["hops"], r["written_bytes"]))
+            assert r["of_fit"] == pytest.approx(r["fit_us"] / r["wall_us_median"])
+        assert (r["fit"] is None) == (op == "all_reduce") and r["chip_us"] is r["of_chip"] is None
     head = table(list(plane.values())).splitlines()[1]
     columns = "impl size_B count type redop time_us algbw_GB/s busbw_GB/s #wrong sent_B wire_B hops p50 p90 p99 min max"
     columns += " fit_us of_fit as_compiled"
@@ -135,6 +130,14 @@ def test_the_chips_figures_are_expected_where_the_chip_is_known(monkeypatch, dat
     assert record["of_chip"] == record["chip_us"] / record["wall_us_median"]
     assert record["fit_us"] is record["of_fit"] is record["fit"] is None  # of one size
     assert "  chip us  of chip  fit us" in table([record])
+
+
+@pytest.mark.check
+def test_the_page_shows_the_results_that_are_kept():
+    kept = [r for r in bench.read(ROOT / "results" / "comm.jsonl") if r["op"] == "all_reduce"]
+    assert table(kept) in (ROOT / "docs" / "bench.md").read_text()
+    row = kept[2]
+    assert (row["wall_us_median"], f"{row['fit_us']:.1f}", f"{row['of_fit']:.2f}") == (334.7322, "442.4", "1.32")
 
 
 # The definitions of nccl-tests, doc/PERFORMANCE.md; of gather, src/gather.cu

@@ -2074,6 +2074,37 @@ _VIZ = (
     ),
 )
 
+_BENCH = (
+    Mutant(
+        "bus-bandwidth-of-the-whole-mesh",
+        "shardkit/bench/comm.py",
+        'algbw * bus_factor(bus, record["n"])',
+        "algbw * bus_factor(bus, 8)",
+        FIGURE,
+    ),
+    Mutant(
+        "the-kernel-leaves-the-loop",
+        "shardkit/bench/kernels.py",
+        "first = jnp.where(flag, _first(out).astype(x.dtype), _first(x))",
+        "first = _first(x)",
+        PASSES,
+    ),
+    Mutant(
+        "a-nan-is-no-error",
+        "shardkit/bench/kernels.py",
+        "same |= errors <= self.bound",
+        "same |= ~(errors > self.bound)",
+        PASSES,
+    ),
+    Mutant(
+        "sizes-without-the-last",
+        "shardkit/cli/bench/comm.py",
+        "for k in range(64) if first * factor**k <= last]",
+        "for k in range(64) if first * factor**k < last]",
+        BOUNDARY,
+    ),
+)
+
 # By its path, as test_mutants.py reads this file.
 _REVERTS = tuple(
     Mutant(*row, REVERTED) for row in runpy.run_path(str(Path(__file__).with_name("reverts.py")))["REVERTS"]
@@ -2091,5 +2122,6 @@ MUTANTS = (
     *_CLI,
     *_MODELS,
     *_VIZ,
+    *_BENCH,
     *_REVERTS,
 )
