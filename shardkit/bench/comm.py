@@ -72,7 +72,7 @@ def comm(
     Example:
         >>> [record] = sk.bench.comm(mesh, ops=["all_reduce"], impls=["lax"], sizes=[1024], calls=2, rounds=2)
         >>> record["wrong"], record["count"], record["written_bytes"], record["compiled"]
-        (0, 256, 1792.0, '1 all_reduce {0-7}')
+        (0, 256, 1792.0, 'all_reduce {0-7}')
 
     Source: nccl-tests, doc/PERFORMANCE.md, for size, algorithm bandwidth and bus bandwidth.
     """
