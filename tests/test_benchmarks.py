@@ -92,12 +92,6 @@ def test_step_overhead_smoke(tmp_path):
     ]
 
 
-def test_collectives_smoke(tmp_path):
-    records = recorded(tmp_path, "collectives")
-    assert records
-    assert {r["case"] for r in records} >= {"psum"}
-
-
 def test_reshard_smoke(tmp_path):
     """Rows to columns: nothing but what each device must receive is sent, in one piece and in several."""
     records = recorded(tmp_path, "reshard")

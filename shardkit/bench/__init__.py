@@ -3,8 +3,10 @@
 Start with `measure.py`. Imports everything but `cli/`; only `cli/` and the files in `benchmarks/` import it.
 """
 
+from shardkit.bench.comm import comm
 from shardkit.bench.compare import Change, Comparison, compare
 from shardkit.bench.environment import calibration, environment
+from shardkit.bench.fit import Fit, alpha_beta
 from shardkit.bench.measure import MODES, Case, disagreement, measure
 from shardkit.bench.records import FORMAT, Record, read, report, table, write, write_csv
 from shardkit.bench.rounds import Sample, interleaved, measure_functions, summarise
@@ -15,9 +17,12 @@ __all__ = [
     "Case",
     "Change",
     "Comparison",
+    "Fit",
     "Record",
     "Sample",
+    "alpha_beta",
     "calibration",
+    "comm",
     "compare",
     "disagreement",
     "environment",

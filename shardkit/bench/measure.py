@@ -36,6 +36,9 @@ class Case(NamedTuple):
         checked: `checked(carry, value) -> pytree of arrays`: what is compared after the last call of a round, outside
             the timed part. By default both.
         expected: what `checked` must return, as a pytree of arrays; None: what the baseline returns.
+        repeated: `repeated(calls)`, a jitted function of the carry and the args that makes so many calls of `step`, for
+            mode "inside". None: a loop around `step`. Where `step` is a shard_map, its arrays are copied at the
+            boundary in every turn of a loop around it; a loop inside of it copies nothing.
 
     Example:
         >>> double = sk.bench.Case("double", lambda x: (2 * x, None), jnp.ones(4))
@@ -50,6 +53,7 @@ class Case(NamedTuple):
     args: tuple[Any, ...] = ()
     checked: Callable[[Any, Any], Any] = lambda carry, value: (carry, value)
     expected: Any = None
+    repeated: Callable[[int], Callable[..., tuple[Any, Any]]] | None = None
 
 
 def measure(
@@ -149,6 +153,9 @@ def difference(value: Any, reference: Any, tolerance: float) -> tuple[float, str
 
 
 def _inside(case: Case, calls: int, donate: bool) -> Callable[..., tuple[Any, Any]]:
+    if case.repeated is not None:
+        return case.repeated(calls)
+
     def loop(carry: Any, *args: Any) -> tuple[Any, Any]:
         shapes = jax.eval_shape(case.step, carry, *args)[1]
         nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)

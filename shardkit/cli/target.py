@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,26 @@ def load(text: str, args: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple
     Raises:
         ValueError: no such module or function, a module that cannot be imported, or types that cannot be parsed.
     """
+    fn = function_of(text)
+    if args:
+        return fn, tuple(map(_struct, args))
+    needed = [p.name for p in inspect.signature(fn).parameters.values() if p.default is p.empty and p.kind < 2]
+    if needed:
+        raise ValueError(
+            f"target: without --args the function must take no parameters and return (fn, *args); {text} takes "
+            f"{', '.join(needed)}. Pass --args with a type for each, such as 'f32[8,128]'."
+        )
+    made = fn()
+    if not isinstance(made, tuple) or not made or not callable(made[0]):
+        raise ValueError(
+            f"target: a function without parameters must return (fn, *args); {text} returned {type(made).__name__}. "
+            "Return the function to trace, followed by its arguments."
+        )
+    return made[0], made[1:]
+
+
+def function_of(text: str) -> Callable[..., Any]:
+    """Imports the function of "module:function" or "path/to/file.py:function"; refuses one that is not there."""
     where, _, name = text.rpartition(":")
     if not where or not name:
         raise ValueError(
@@ -58,21 +78,7 @@ def load(text: str, args: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple
         raise ValueError(
             f"target: {text} must be callable; got {type(fn).__name__}. Name a function or another callable."
         )
-    if args:
-        return fn, tuple(map(_struct, args))
-    needed = [p.name for p in inspect.signature(fn).parameters.values() if p.default is p.empty and p.kind < 2]
-    if needed:
-        raise ValueError(
-            f"target: without --args the function must take no parameters and return (fn, *args); {text} takes "
-            f"{', '.join(needed)}. Pass --args with a type for each, such as 'f32[8,128]'."
-        )
-    made = fn()
-    if not isinstance(made, tuple) or not made or not callable(made[0]):
-        raise ValueError(
-            f"target: a function without parameters must return (fn, *args); {text} returned {type(made).__name__}. "
-            "Return the function to trace, followed by its arguments."
-        )
-    return made[0], made[1:]
+    return cast(Callable[..., Any], fn)
 
 
 def describe(args: Sequence[Any]) -> str:

@@ -29,7 +29,7 @@ def all_reduce_tree(
 
     Leaves of the same dtype and varying axes are packed in the order of the tree. A leaf is never split: one that is
     larger than a bucket gets its own. A large bucket is reduced by a reduce_scatter and an all_gather, which send the
-    same bytes; benchmarks/collectives.py measures from which size that is faster on a machine.
+    same bytes; `shardkit bench comm --op all_reduce --impl lax two_step` measures from which size that is faster.
 
     Layout: `X[...] {U_a} -> X[...]` for every leaf
     Args:

@@ -152,11 +152,11 @@ def _chosen(impl: str, columns: int, dtype: Any, n: int) -> str:
 
 def hiding_columns(device_kind: str | None) -> float:
     """The bfloat16 columns whose matmul takes as long as one hop of its rows: FLOP/s over link bytes/s, in hundreds."""
-    chip = cost.chip(_chip_name(device_kind or "") or "v5e")
+    chip = cost.chip(chip_name(device_kind or "") or "v5e")
     return round(chip.flops / chip.link_bandwidth, -2)
 
 
-def _chip_name(device_kind: str) -> str | None:
+def chip_name(device_kind: str) -> str | None:
     """The name in `cost.chips` of what jax calls a device; None for a CPU, and for GPUs without the NVLinks there."""
     if device_kind in _TPUS:
         return _TPUS[device_kind]

@@ -2124,6 +2124,34 @@ _BENCH = (
         'text.removesuffix("%")) / (1 if text.endswith("%") else 1)',
         FIGURE,
     ),
+    Mutant(
+        "bus-bandwidth-of-the-whole-mesh",
+        "shardkit/bench/comm.py",
+        'algbw * bus_factor(bus, record["n"])',
+        "algbw * bus_factor(bus, 8)",
+        FIGURE,
+    ),
+    Mutant(
+        "the-kernel-leaves-the-loop",
+        "shardkit/bench/kernels.py",
+        "return lax.dynamic_update_slice(x, first, (0,)), out",
+        "return x, out",
+        PASSES,
+    ),
+    Mutant(
+        "a-nan-is-no-error",
+        "shardkit/bench/kernels.py",
+        "same |= errors <= self.bound",
+        "same |= ~(errors > self.bound)",
+        PASSES,
+    ),
+    Mutant(
+        "sizes-without-the-last",
+        "shardkit/cli/bench/comm.py",
+        "for k in range(64) if first * factor**k <= last]",
+        "for k in range(64) if first * factor**k < last]",
+        BOUNDARY,
+    ),
 )
 
 # By its path, as test_mutants.py reads this file.

@@ -1,0 +1,223 @@
+"""Collectives measured as nccl-tests does: sizes x implementations of operations over axes of a mesh, in tables.
+
+Start with `comm`. `sweeps.py` says what is measured, `operations.py` has the kernels and their references, `kernels.py`
+the loop that is timed, `as_compiled.py` what is read from the compiled program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from shardkit import _check, layout
+from shardkit.bench import as_compiled, operations
+from shardkit.bench.fit import Fit, alpha_beta
+from shardkit.bench.kernels import Compared, case, of_all_processes, placed
+from shardkit.bench.measure import MODES, Case, measure
+from shardkit.bench.operations import OPERATIONS
+from shardkit.bench.records import Record
+from shardkit.bench.sweeps import WHERE, Sweep, sweeps
+from shardkit.cost import bus_factor
+from shardkit.testing import reference
+
+
+def comm(
+    mesh: Mesh,
+    *,
+    ops: Sequence[str] | None = None,
+    impls: Sequence[str] | None = None,
+    kernels: Mapping[str, Callable[..., Any]] | None = None,
+    sizes: Sequence[int] | None = None,
+    dtypes: Sequence[str] = ("float32",),
+    redops: Sequence[str] = ("sum",),
+    axis: _check.Axis | None = None,
+    mode: str = "inside",
+    calls: int = 20,
+    rounds: int = 20,
+) -> list[Record]:
+    """Measures collectives over axes of a mesh, and compares each result with its reference on every device.
+
+    Args:
+        mesh: the mesh.
+        ops: of `OPERATIONS`; None: all.
+        impls: of these operations; None: "lax" and "ring", where there is one. An implementation that an operation
+            lacks is refused if both are named, and left out otherwise.
+        kernels: by name, kernels of your own with the signature of the operation, `kernel(x, axis, **options)`.
+        sizes: bytes of the whole array, as in nccl-tests; rounded down to a multiple of the devices where a device has
+            a part of it. None: 1 KiB to 4 MiB in steps of 16 on CPUs, to 64 MiB in steps of 4 elsewhere.
+        dtypes: of the array.
+        redops: reductions, for the operations that reduce.
+        axis: the axis or axes of the collective; None: all of the mesh.
+        mode: "inside" (a loop inside one jit) or "dispatched" (calls from Python, dispatch included).
+        calls: calls in each round; times are divided by it.
+        rounds: timed rounds; medians and percentiles are over rounds.
+
+    Returns:
+        One record for each implementation and size: those of `measure`, with "op", "size" (bytes), "count", "dtype",
+        "redop", "axes", "physical", "algbw_GBps", "busbw_GBps" (None where nccl-tests has no such operation),
+        "written_bytes" (sent by a device, by the census), "wire_bytes" (as compiled), "hops", "compiled",
+        "compiled_groups", "chip_us" and "of_chip" (expected time by the chip's figures, and expected over measured;
+        None where they are not known), "fit_us" and "of_fit" (by `alpha_beta` of the sizes of this implementation, None
+        for a single one). "wrong" counts elements of all devices.
+
+    Raises:
+        ValueError: an operation, implementation, dtype, reduction or axis that is not there, a kernel without a
+            reference, or a size that leaves a device without an element.
+
+    Example:
+        >>> [record] = sk.bench.comm(mesh, ops=["all_reduce"], impls=["lax"], sizes=[1024], calls=2, rounds=2)
+        >>> record["wrong"], record["count"], record["written_bytes"], record["compiled"]
+        (0, 256, 1792.0, 'all_reduce {0-7}')
+
+    Source: nccl-tests, doc/PERFORMANCE.md, for size, algorithm bandwidth and bus bandwidth.
+    """
+    every = sweeps(mesh, ops=ops, impls=impls, kernels=kernels, sizes=sizes, dtypes=dtypes, redops=redops, axis=axis)
+    how: Any = {"mode": mode, "calls": calls, "rounds": rounds}
+    return [record for each in every for record in measured(each, **how)]
+
+
+def measured(sweep: Sweep, *, mode: str = "inside", calls: int = 20, rounds: int = 20) -> list[Record]:
+    """The records of one table; see `comm`."""
+    _check.one_of(WHERE, "mode", mode, MODES)
+    calls, rounds = _check.whole(WHERE, calls=calls, rounds=rounds)
+    records = [r for count in sweep.counts for r in _of_size(sweep, count, mode, calls, rounds)]
+    return [record for name in sweep.ways for record in _fitted([r for r in records if r["case"] == name])]
+
+
+def _of_size(sweep: Sweep, count: int, mode: str, calls: int, rounds: int) -> list[Record]:
+    operation, mesh, n = sweep.operation, sweep.mesh, sweep.n
+    options = operation.arguments(sweep.redop, n, count)
+    block = operations.values(sweep.dtype, mesh.size, n, operation.block(n, count))
+    by_axes = block.reshape(*mesh.devices.shape, -1)
+    expected = reference.over_mesh(partial(operation.reference, **options), by_axes, dict(mesh.shape), sweep.axes)
+    expected = expected.reshape(mesh.size, -1)
+    x = placed(block, mesh, P(tuple(mesh.axis_names)))
+    compared, cases, fields = {}, [], {}
+    for name, way in sweep.ways.items():
+        compared[name] = Compared(expected, operations.bound(way, sweep.dtype, sweep.redop, block, sweep.sizes))
+        kernel = _called(way.kernel, sweep.axes if len(sweep.axes) > 1 else sweep.axes[0], options)
+        cases.append(case(name, kernel, x, operations.poison(sweep.dtype), expected, mesh, compared[name]))
+        hops = None if way.hops is None else way.hops(n)
+        fields[name] = {"impl": name} | _known(sweep, count) | _read(cases[-1], mesh, mode, calls, hops)
+    size = count * jnp.dtype(sweep.dtype).itemsize
+    along = f"{', '.join(sweep.axes)} of {_check.sized(mesh.shape.items())}"
+    row = f"{operation.name} {sweep.redop}, {size} bytes of {sweep.dtype}, {along}"
+    records = measure(
+        WHERE, row, cases, mode=mode, calls=calls, rounds=rounds, tolerance=0.0, fields=fields, refuse=False
+    )
+    wrong = of_all_processes([compared[record["case"]].wrong for record in records])
+    return [_with_bandwidth(r, compared[r["case"]], each) for r, each in zip(records, wrong, strict=True)]
+
+
+def _called(kernel: Callable[..., Any], axis: _check.Axis, options: Mapping[str, Any]) -> Callable[..., Any]:
+    return lambda x: kernel(x, axis, **options)
+
+
+def _known(sweep: Sweep, count: int) -> Record:
+    return {
+        "op": sweep.operation.name,
+        "size": count * jnp.dtype(sweep.dtype).itemsize,
+        "count": count,
+        "dtype": sweep.dtype,
+        "redop": sweep.redop,
+        "mesh": dict(sweep.mesh.shape),
+        "axes": ", ".join(sweep.axes),
+        "n": sweep.n,
+        "physical": as_compiled.physical(sweep.mesh, sweep.axes),
+    }
+
+
+def _read(case: Case, mesh: Mesh, mode: str, calls: int, hops: int | None) -> Record:
+    calls = calls if mode == "inside" else 1
+    program: Any = case.step if case.repeated is None else case.repeated(calls)
+    traced = program.trace(case.carry, *case.args)
+    return as_compiled.reading(traced, traced.lower().compile(), mesh, calls, hops)
+
+
+def _with_bandwidth(record: Record, compared: Compared, wrong: int) -> Record:
+    bus, seconds = OPERATIONS[record["op"]].bus, record["wall_us_median"] / 1e6
+    algbw = record["size"] / seconds / 1e9
+    figures = {
+        "disagreement_relative_max": compared.error,
+        "wrong": wrong,
+        "wrong_first": compared.first,
+        "algbw_GBps": algbw,
+        "busbw_GBps": algbw * bus_factor(bus, record["n"]) if bus else None,
+        "of_chip": None if record["chip_us"] is None else record["chip_us"] / record["wall_us_median"],
+    }
+    last = {key: record.pop(key) for key in ("samples", "environment")}
+    return record | figures | last
+
+
+def _fitted(records: list[Record]) -> list[Record]:
+    """The records of one implementation, with the time that the others of it let one expect."""
+    try:
+        fit = alpha_beta(records)
+    except ValueError:  # a single size
+        fit = None
+    for record in records:
+        seconds = fit and fit.seconds(record["hops"], record["written_bytes"])
+        record["fit"] = fit and fit._asdict()
+        record["fit_us"] = seconds and 1e6 * seconds
+        record["of_fit"] = seconds and 1e6 * seconds / record["wall_us_median"]
+    return records
+
+
+def table(records: Sequence[Record]) -> str:
+    """The records of one table of `comm` as text.
+
+    Args:
+        records: of one operation, reduction and dtype over one group of axes.
+
+    Returns:
+        Lines of text; docs/bench.md says what the columns are.
+    """
+    first = records[0]
+    columns = [each for each in _COLUMNS if first["chip"] is not None or "chip" not in each[0]]
+    lines = [tuple(head for head, _ in columns), *(tuple(cell(r) for _, cell in columns) for r in records)]
+    reduced = "" if first["redop"] == "none" else f" {first['redop']}"
+    where = f", along {first['physical']}" if first["physical"] else ""
+    title = f"{first['op']}{reduced} over {first['axes']} (mesh {_check.sized(first['mesh'].items())}{where})"
+    fits = {r["impl"]: f"fit of {r['impl']}: {fitted(Fit(**r['fit']))}" for r in records if r["fit"]}
+    wrong = [f"wrong: {r['impl']}, {r['size']} B: {r['wrong_first'] or 'on others'}" for r in records if r["wrong"]]
+    return "\n".join([title, layout.table(lines), *fits.values(), *wrong])
+
+
+def fitted(fit: Fit) -> str:
+    """A fit in a line."""
+    return f"{fit.latency * 1e6:.5g} us a hop, {fit.bandwidth / 1e9:.5g} GB/s, within {fit.residual:.0%}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+_COLUMNS: tuple[tuple[str, Callable[[Record], str]], ...] = (
+    ("impl", lambda r: r["impl"]),
+    ("size B", lambda r: f"{r['size']}"),
+    ("count", lambda r: f"{r['count']}"),
+    ("type", lambda r: r["dtype"]),
+    ("redop", lambda r: r["redop"]),
+    ("time us", lambda r: _number(r["wall_us_median"], 1)),
+    ("algbw GB/s", lambda r: _number(r["algbw_GBps"], 3)),
+    ("busbw GB/s", lambda r: _number(r["busbw_GBps"], 3)),
+    ("#wrong", lambda r: f"{r['wrong']}"),
+    ("sent B", lambda r: f"{r['written_bytes']:.10g}"),
+    ("wire B", lambda r: f"{r['wire_bytes']:.10g}"),
+    ("hops", lambda r: f"{r['hops']}"),
+    ("p50", lambda r: _number(r["wall_us_median"], 1)),
+    ("p90", lambda r: _number(r["wall_us_p90"], 1)),
+    ("p99", lambda r: _number(r["wall_us_p99"], 1)),
+    ("min", lambda r: _number(r["wall_us_min"], 1)),
+    ("max", lambda r: _number(r["wall_us_max"], 1)),
+    ("chip us", lambda r: _number(r["chip_us"], 1)),
+    ("of chip", lambda r: _number(r["of_chip"], 2)),
+    ("fit us", lambda r: _number(r["fit_us"], 1)),
+    ("of fit", lambda r: _number(r["of_fit"], 2)),
+    ("as compiled", lambda r: r["compiled"]),
+)

@@ -1,0 +1,96 @@
+"""`shardkit bench comm data=8 --op all_reduce --sizes 1K:64M:4`: collectives as nccl-tests measures them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import tyro
+
+import shardkit as sk
+from shardkit.bench.comm import measured, table
+from shardkit.bench.operations import DTYPES, OPERATIONS
+from shardkit.bench.sweeps import IMPLS, REDOPS, sweeps
+from shardkit.cli.bench.options import Output, header, kept
+from shardkit.cli.run import mesh_of
+from shardkit.cli.target import function_of
+
+_WAYS = dict.fromkeys(name for each in OPERATIONS.values() for name in each.ways)
+_IMPL = (
+    f"Implementations, by default {' and '.join(IMPLS)}: {', '.join(_WAYS)}. Or kernels of your own, as module:kernel "
+    "or file.py:kernel, with the signature of the operation: (x, axis, **options)."
+)
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
+_QUICK: dict[str, Any] = {"sizes": "1K:4K:4", "calls": 2, "rounds": 2}
+_SLOWLY: dict[str, Any] = {"sizes": None, "calls": 20, "rounds": 20}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Output):
+    """Options of `shardkit bench comm`."""
+
+    mesh: tyro.conf.Positional[tuple[str, ...]]
+    """Axes and sizes, such as data=8 or data=2 model=4. Without an accelerator, CPU devices are simulated."""
+    op: Annotated[tuple[str, ...], tyro.conf.arg(help=f"Operations, by default all: {', '.join(OPERATIONS)}.")] = ()
+    impl: Annotated[tuple[str, ...], tyro.conf.arg(help=_IMPL)] = ()
+    sizes: str | None = None
+    """Bytes of the whole array, FIRST:LAST:FACTOR or one size, such as 1K:64M:4; by default 1K:4M:16 on CPUs and
+    1K:64M:4 elsewhere."""
+    dtype: Annotated[tuple[str, ...], tyro.conf.arg(help=f"Of the array: {', '.join(DTYPES)}.")] = ("float32",)
+    redop: Annotated[tuple[str, ...], tyro.conf.arg(help=f"Reductions: {', '.join(REDOPS)}.")] = ("sum",)
+    axis: tuple[str, ...] = ()
+    """The axis of the collective, or the axes, over which together it runs; by default all of the mesh."""
+    mode: Literal["inside", "dispatched"] = "inside"
+    """In a loop inside one jit, or called from Python."""
+    calls: int | None = None
+    """Calls in each round, 20 by default; times are divided by it."""
+    rounds: int | None = None
+    """Timed rounds, 20 by default; times are their medians and percentiles."""
+
+
+def comm(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
+    """Measure collectives as nccl-tests does, each compared with its reference; exit code 1 if an element is wrong."""
+    cluster = sk.runtime.initialize()
+    how = {name: getattr(options, name) for name in _SLOWLY}
+    usual = _QUICK if options.quick else _SLOWLY
+    how = {name: usual[name] if value is None else value for name, value in how.items()}
+    sizes = None if how["sizes"] is None else sizes_of(how["sizes"])
+    mesh = mesh_of("bench comm", options.mesh, many=cluster.processes > 1)
+    named = [word for word in options.impl if ":" not in word]
+    tables = sweeps(
+        mesh,
+        ops=options.op or None,
+        impls=named if options.impl else None,
+        kernels={word: function_of(word) for word in options.impl if ":" in word},
+        sizes=sizes,
+        dtypes=options.dtype,
+        redops=options.redop,
+        axis=options.axis or None,
+    )
+    if cluster.is_master:
+        print(header(), sk.describe(mesh), sep="\n", flush=True)
+    records = []
+    for each in tables:
+        found = measured(each, mode=options.mode, calls=how["calls"], rounds=how["rounds"])
+        records += found
+        if cluster.is_master:
+            print("", table(found), sep="\n", flush=True)
+    if cluster.is_master:
+        print(f"\nwrong elements: {sum(record['wrong'] for record in records)}")
+    return kept(records, options if cluster.is_master else Output())
+
+
+def sizes_of(text: str) -> list[int]:
+    """The sizes of "1K:64M:4", or of "4M"."""
+    found = re.fullmatch(r"(\d+)([KMG]?)(?::(\d+)([KMG]?):(\d+))?", text)
+    if found:
+        first = int(found[1]) << _UNITS[found[2]]
+        last = int(found[3]) << _UNITS[found[4]] if found[3] else first
+        factor = int(found[5] or 2)
+        if 0 < first <= last and factor > 1:
+            return [first * factor**k for k in range(64) if first * factor**k <= last]
+    raise ValueError(
+        f"bench comm: --sizes must be FIRST:LAST:FACTOR or one size, in bytes or with K, M or G; got {text!r}. Write "
+        "for example 1K:64M:4."
+    )

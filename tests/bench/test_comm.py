@@ -1,0 +1,378 @@
+"""`bench.comm`: the columns to the digit, wrong kernels in their rows, and every refusal. No time is asserted."""
+
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import shardkit as sk
+from shardkit import bench, cost
+from shardkit.bench import as_compiled, operations
+from shardkit.bench.comm import table
+from shardkit.bench.kernels import Compared, case, placed
+from shardkit.bench.operations import DTYPES, OPERATIONS
+from shardkit.bench.sweeps import sweeps
+from shardkit.testing import reference
+
+ROOT = Path(__file__).parents[2]
+QUICK = {"calls": 2, "rounds": 1}
+
+
+def right(x, axis):
+    return lax.psum(x, axis)
+
+
+def one_element(x, axis):
+    return lax.psum(x, axis).at[3].add(1)
+
+
+def one_device(x, axis):
+    y = sk.vary(lax.psum(x, axis), axis)
+    return jnp.where(lax.axis_index(axis) == 5, y.at[-1].add(1), y)
+
+
+def one_size(x, axis):
+    y = lax.psum(x, axis)
+    return y.at[0].set(0.5) if x.size == 64 else y
+
+
+def left_out(x, axis):
+    y = lax.psum(x, axis)
+    return jnp.full_like(y, jnp.nan).at[1:].set(y[1:])
+
+
+KERNELS = {each.__name__: each for each in (right, one_element, one_device, one_size, left_out)}
+
+
+@pytest.fixture(scope="module")
+def found():
+    """The records of kernels of every kind of mistake, beside a right one, in two sizes."""
+    return bench.comm(sk.make_mesh(data=8), ops=["all_reduce"], kernels=KERNELS, sizes=[64, 256], **QUICK)
+
+
+def test_wrong_elements_are_counted_where_they_are(found):
+    wrong = {(r["impl"], r["size"]): r["wrong"] for r in found}
+    assert wrong == {
+        ("right", 64): 0,
+        ("right", 256): 0,
+        ("one_element", 64): 8,
+        ("one_element", 256): 8,
+        ("one_device", 64): 1,
+        ("one_device", 256): 1,
+        ("one_size", 64): 0,
+        ("one_size", 256): 8,
+        ("left_out", 64): 8,
+        ("left_out", 256): 8,
+    }
+    firsts = {r["impl"]: r["wrong_first"].split(":")[0] for r in found if r["size"] == 256}
+    assert firsts["one_device"] == "device 5 at [63]" and firsts["right"] == ""
+    assert next(r["wrong_first"] for r in found if r["impl"] == "left_out").startswith("device 0 at [0]: nan instead")
+    assert "\nwrong: one_device, 64 B: device 5 at [15]: " in table(found)
+
+
+@pytest.fixture(scope="module")
+def plane():
+    """Rows over one axis of a mesh of two, and over both."""
+    mesh = sk.make_mesh(data=2, model=4)
+    gathers = {"ops": ["all_gather"], "impls": ["lax", "bidirectional"], "axis": "data", "sizes": [1000, 4096]}
+    sums = {"ops": ["all_reduce"], "impls": ["lax", "hierarchical"], "sizes": [4096]}
+    records = bench.comm(mesh, **gathers, **QUICK) + bench.comm(mesh, **sums, **QUICK)
+    return {(r["impl"], r["op"], r["size"]): r for r in records}
+
+
+def test_groups_bytes_and_hops_are_those_of_the_axes(plane):
+    """Taken out of the loop, a collective would stand here as 0.5 of one; over the other axis, in other groups."""
+    assert all(r["wrong"] == 0 for r in plane.values())
+    lines = {
+        key[:2]: (r["compiled"], r["written_bytes"], r["wire_bytes"], r["hops"])
+        for key, r in plane.items()
+        if key[2] == 4096
+    }
+    assert lines == {
+        ("lax", "all_gather"): ("all_gather {0,4} {1,5} {2,6} {3,7}", 2048, 2048, 1),
+        ("bidirectional", "all_gather"): ("ppermute 0>4>0 1>5>1 2>6>2 3>7>3", 2048, 2048, 1),
+        ("lax", "all_reduce"): ("all_reduce {0-7}", 7168, 7168, 14),
+        ("hierarchical", "all_reduce"): (
+            "reduce_scatter {0-3} {4-7}; all_reduce {0,4} {1,5} {2,6} {3,7}; all_gather {0-3} {4-7}",
+            *(7168, 7168, 8),
+        ),
+    }
+    record = plane["lax", "all_gather", 1000]
+    assert (record["axes"], record["n"], record["count"], record["redop"]) == ("data", 2, 250, "none")
+    assert record["row"] == "all_gather none, 1000 bytes of float32, data of data=2, model=4"
+
+
+def test_bandwidths_and_expectations_are_their_definitions(plane):
+    for (_, op, size), r in plane.items():
+        seconds = r["wall_us_median"] / 1e6
+        assert r["algbw_GBps"] == size / seconds / 1e9
+        assert r["busbw_GBps"] == r["algbw_GBps"] * {"all_gather": 0.5, "all_reduce": 1.75}[op]
+        if r["fit"] is not None:
+            assert r["fit_us"] == pytest.approx(1e6 * bench.Fit(**r["fit"]).seconds(r["hops"], r["written_bytes"]))
+            assert r["of_fit"] == pytest.approx(r["fit_us"] / r["wall_us_median"])
+        assert (r["fit"] is None) == (op == "all_reduce") and r["chip_us"] is r["of_chip"] is None
+    head = table(list(plane.values())).splitlines()[1]
+    columns = "impl size_B count type redop time_us algbw_GB/s busbw_GB/s #wrong sent_B wire_B hops p50 p90 p99 min max"
+    columns += " fit_us of_fit as_compiled"
+    assert [each.replace(" ", "_") for each in re.split("  +", head)] == columns.split()
+
+
+def test_the_chips_figures_are_expected_where_the_chip_is_known(monkeypatch, data8):
+    monkeypatch.setattr(as_compiled, "chip_name", lambda kind: "v5e")
+    [record] = bench.comm(data8, ops=["all_reduce"], impls=["lax"], sizes=[1024], **QUICK)
+    expected = cost.collective_time("all_reduce", 1024, 8, bandwidth=cost.group_bandwidth("v5e"))
+    assert record["chip_us"] == pytest.approx(1e6 * expected)
+    assert record["of_chip"] == record["chip_us"] / record["wall_us_median"]
+    assert record["fit_us"] is record["of_fit"] is record["fit"] is None  # of one size
+    assert "  chip us  of chip  fit us" in table([record])
+
+
+@pytest.mark.check
+def test_the_page_shows_the_results_that_are_kept():
+    kept = [r for r in bench.read(ROOT / "results" / "comm.jsonl") if r["op"] == "all_reduce"]
+    assert table(kept) in (ROOT / "docs" / "bench.md").read_text()
+    row = kept[2]
+    assert (row["wall_us_median"], f"{row['fit_us']:.1f}", f"{row['of_fit']:.2f}") == (334.7322, "442.4", "1.32")
+
+
+# The definitions of nccl-tests, doc/PERFORMANCE.md; of gather, src/gather.cu
+BUS = {
+    "all_reduce": lambda n: Fraction(2 * (n - 1), n),
+    "all_gather": lambda n: Fraction(n - 1, n),
+    "reduce_scatter": lambda n: Fraction(n - 1, n),
+    "all_to_all": lambda n: Fraction(n - 1, n),
+    "gather_to_one": lambda n: Fraction(n - 1, n),
+    "broadcast": lambda n: Fraction(1),
+    "shift": lambda n: Fraction(1),
+}
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_bus_factors_to_the_digit(name):
+    if name not in BUS:
+        assert OPERATIONS[name].bus is None
+        return
+    assert [cost.bus_factor(OPERATIONS[name].bus, n) for n in range(2, 17)] == [
+        float(BUS[name](n)) for n in range(2, 17)
+    ]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("n", [2, 8, 300])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_are_exact_in_any_order(dtype, n):
+    x = operations.values(dtype, n, n, 40).astype(np.float64)
+    assert (x == np.round(x)).all() and np.abs(x).sum(0).max() <= operations.exact(dtype)
+    assert (x != x[0]).any(0).sum() > 20 and len(np.unique(x)) > 1
+    as_stored = operations.values(dtype, n, n, 40)
+    assert (np.sum(list(as_stored[::-1]), axis=0).astype(np.float64) == x.sum(0)).all()
+    assert not (as_stored == operations.poison(dtype)).any()
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_every_kernel_returns_what_its_reference_does(op, mesh2x4):
+    """Traced only: shapes and dtypes of all implementations, over two axes, with sizes that do not divide by eight."""
+    ways = list(OPERATIONS[op].ways)
+    [sweep] = sweeps(mesh2x4, ops=[op], impls=ways, sizes=[1028])
+    block = operations.values("float32", 8, 8, sweep.operation.block(8, sweep.counts[0]))
+    options = sweep.operation.arguments(sweep.redop, 8, sweep.counts[0])
+    blocks = sweep.operation.reference(list(block), **options)
+    x = placed(block, mesh2x4, jax.sharding.PartitionSpec(("data", "model")))
+    for name, way in sweep.ways.items():
+        made = case(
+            name,
+            lambda x, way=way: way.kernel(x, ("data", "model"), **options),
+            x,
+            operations.poison("float32"),
+            np.stack(blocks),
+            mesh2x4,
+            Compared(np.stack(blocks), 0.0),
+        )
+        assert np.isnan(made.carry[1]).all()  # what is never written shows
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "int8", "uint8"])
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_every_kernel_is_right(op, dtype, mesh2x4):
+    """With every reduction that it has, over one axis, over both, and over three devices, which no dtype divides by."""
+    three = sk.make_mesh(jax.devices()[:3], data=3)
+    whole = jnp.issubdtype(jnp.dtype(dtype), jnp.integer)
+    for redop in OPERATIONS[op].redops or ("sum",):
+        if whole and redop == "mean":
+            continue
+        for mesh, axis in (
+            (mesh2x4, "model"),
+            (mesh2x4, ("data", "model")),
+            (mesh2x4, ("model", "data")),
+            (three, "data"),
+        ):
+            for impl in OPERATIONS[op].ways:
+                try:
+                    how = {"ops": [op], "impls": [impl], "dtypes": [dtype], "redops": [redop], "axis": axis}
+                    sweeps(mesh, **how, sizes=[1028])
+                except ValueError:
+                    continue  # it lacks this
+                for record in bench.comm(mesh, **how, sizes=[1028], **QUICK):
+                    assert record["wrong"] == 0, (record["row"], impl, record["wrong_first"])
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("kind", "groups", "text"),
+    [
+        ("all_reduce", (), "{all}"),
+        ("all_reduce", ((0, 1, 2, 3), (4, 5, 6, 7)), "{0-3} {4-7}"),
+        ("all_reduce", tuple((i, i + 8) for i in range(8)), "{0,8} {1,9} {2,10} {3,11} .. (8)"),
+        ("all_gather", (tuple(range(0, 64, 4)),), "{0,4,..,60}"),
+        ("ppermute", ((0, 1), (1, 2), (2, 0)), "0>1>2>0"),
+        ("ppermute", ((2, 1), (1, 0), (3, 3)), "2>1>0"),
+        ("ppermute", tuple((i, (i + 1) % 16) for i in range(16)), "0>1>2>..>15>0"),
+    ],
+)
+def test_groups_as_text(kind, groups, text):
+    assert as_compiled.grouped(kind, groups) == text
+
+
+class Chip:
+    """A device of a torus of 4 x 2 chips."""
+
+    device_kind, process_index, platform = "TPU v5 lite", 0, "tpu"
+
+    def __init__(self, i):
+        self.id, self.coords = i, (i % 4, i // 4, 0)
+
+
+class Torus:
+    shape, axis_names, size = {"data": 2, "model": 4}, ("data", "model"), 8
+    devices = np.array([Chip(i) for i in range(8)]).reshape(2, 4)
+
+
+@pytest.mark.check
+def test_the_physical_dims_of_axes(data8):
+    assert [as_compiled.physical(Torus, axes) for axes in (("model",), ("data",), ("data", "model"))] == [
+        "x",
+        "y",
+        "x, y",
+    ]
+    assert as_compiled.chip_of(Torus).name == "v5e" and as_compiled.places(Torus)[5] == (1, 1, 0)
+    assert (
+        as_compiled.physical(sk.make_mesh(data=8), ("data",)) == ""
+        and as_compiled.chip_of(sk.make_mesh(data=8)) is None
+    )
+
+
+OPS = "'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all', 'broadcast', 'shift', 'gather_to_one', 'prefix_scan'"
+REFUSED = {
+    "axis": (
+        {"axis": "model"},
+        "--axis must name axes of the mesh, 'data'; got 'model'. Add it to the mesh, as in model=2, or name another.",
+    ),
+    "impl of an op": (
+        {"ops": ["shift"], "impls": ["ring"]},
+        "--impl of shift must be lax; got ring. Choose one of them, or name a kernel of your own, as in "
+        "train.py:kernel.",
+    ),
+    "impl": (
+        {"impls": ["rong"]},
+        "--impl of an operation must be lax, ring, bidirectional, hierarchical, two_step, deterministic, leaves, "
+        "bucketed, compressed, compressed_bfloat16, compressed_float8_e4m3fn, compressed_float8_e5m2, compressed_int4, "
+        "compressed_twice, uneven, compressed_hierarchical or ragged; got rong. Choose one of them, or name a kernel "
+        "of your own, as in train.py:kernel.",
+    ),
+    "levels": (
+        {"impls": ["hierarchical"]},
+        "--impl hierarchical needs two axes, of slow links and then of fast ones; got --axis data. Write for example "
+        "--axis data model.",
+    ),
+    "op": (
+        {"ops": ["all_redu"]},
+        f"op must be {OPS} or 'halo_exchange'; got 'all_redu'. Pass for example op='all_reduce'.",
+    ),
+    "kernel without an op": (
+        {"kernels": {"k.py:mine": right}},
+        "a kernel of your own must be compared with a reference, that of its operation; got k.py:mine without --op. "
+        "Pass for example --op all_reduce.",
+    ),
+    "kernel without a reference": (
+        {"ops": ["mine"], "kernels": {"k.py:mine": right}},
+        f"a kernel must have a reference to be compared with; there is none for 'mine', only for {OPS}, "
+        "'halo_exchange'. Pass the operation that k.py:mine computes.",
+    ),
+    "dtype": (
+        {"dtypes": ["float31"]},
+        "dtype must be 'float32', 'bfloat16', 'float16', 'float64', 'int32', 'int8' or 'uint8'; got 'float31'. Pass "
+        "for example dtype='float32'.",
+    ),
+    "64 bits": ({"dtypes": ["float64"]}, "dtype 'float64' needs 64-bit jax, which is off. Set JAX_ENABLE_X64=1."),
+    "mean of integers": (
+        {"dtypes": ["int8"], "redops": ["mean"]},
+        "a mean needs a floating-point dtype; got int8. Pass another --redop.",
+    ),
+    "compressed integers": (
+        {"impls": ["compressed"], "dtypes": ["int8"]},
+        "--impl compressed needs a floating-point dtype; got int8. Pass for example --dtype float32.",
+    ),
+    "redop": (
+        {"redops": ["prod"]},
+        "redop must be 'sum', 'mean', 'max' or 'min'; got 'prod'. Pass for example redop='sum'.",
+    ),
+    "redop of an op": (
+        {"ops": ["reduce_scatter"], "redops": ["max"]},
+        "--redop of reduce_scatter must be sum or mean; got max. Choose one of them, or another --op.",
+    ),
+    "redop of an impl": (
+        {"ops": ["all_reduce"], "impls": ["ring"], "redops": ["max"]},
+        "--redop of all_reduce by ring must be sum or mean; got max. Choose one of them, or another --impl.",
+    ),
+    "size": (
+        {"ops": ["all_gather"], "sizes": [16]},
+        "a size must give each of 8 devices an element; got 16 bytes of float32 for all_gather, which takes 32 or "
+        "more. Begin --sizes at 32.",
+    ),
+    "mode": (
+        {"ops": ["shift"], "mode": "now"},
+        "mode must be 'inside' or 'dispatched'; got 'now'. Pass for example mode='inside'.",
+    ),
+    "calls": ({"ops": ["shift"], "calls": 0}, "calls must be a whole number of at least 1; got 0. Correct calls."),
+    "result": (
+        {"ops": ["all_reduce"], "kernels": {"k.py:mine": lax.all_gather}, "sizes": [64]},
+        "on each device a kernel must return what its reference does, float32[16]; 'k.py:mine' returns float32[8, 16]. "
+        "Correct the kernel, or name another --op.",
+    ),
+    "pair": (
+        {"ops": ["all_reduce"], "kernels": {"k.py:mine": lambda x, axis: (x, x)}, "sizes": [64]},
+        "on each device a kernel must return what its reference does, float32[16]; 'k.py:mine' returns tuple. Correct "
+        "the kernel, or name another --op.",
+    ),
+}
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(("given", "said"), REFUSED.values(), ids=list(REFUSED))
+def test_refusals(given, said, data8):
+    with pytest.raises(ValueError) as error:
+        bench.comm(data8, **given)
+    assert str(error.value) == f"bench comm: {said}"
+
+
+@pytest.mark.check
+def test_what_is_not_named_is_left_out(data8):
+    """Of the defaults, an operation has what it has; of what is named, every name is somewhere."""
+    of = {each.operation.name: list(each.ways) for each in sweeps(data8)}
+    assert list(of) == list(OPERATIONS)
+    assert of["reduce_scatter"] == ["lax", "ring"] and of["shift"] == ["lax"]
+    assert [each.operation.name for each in sweeps(data8, impls=["two_step", "uneven"])] == [
+        *("all_reduce", "all_gather", "reduce_scatter")
+    ]
+    assert {each.operation.name for each in sweeps(data8, redops=["max"])} >= {"all_gather", "prefix_scan"}
+    [sweep] = sweeps(data8, ops=["sendrecv"], sizes=[1000, 1001], dtypes=["float32"])
+    assert sweep.operation.name == "shift" and sweep.counts == (250,)
+    assert reference.shift is sweep.operation.reference
