@@ -70,6 +70,7 @@ UNWALKED = {
     "models.blocks.mlp": "a layer of the model, walked with apply",
     "analysis.hlo.differences.compiled": "compiles",
     "analysis.profiling.profile.trace": "starts the profiler",
+    "cost.hardware.chip_of": "any name may be one of a chip without figures",
     "viz.boxes.boxes": "of a timeline, which simulate gives",
     "viz.boxes.facts": "of a timeline, which simulate gives",
     "viz.schedule.figure": "of a timeline, which simulate gives",

@@ -7,7 +7,9 @@ from shardkit.bench.compare import Change, Comparison, compare
 from shardkit.bench.environment import calibration, environment
 from shardkit.bench.fit import Fit, alpha_beta
 from shardkit.bench.measure import MODES, Case, Sample, disagreement, interleaved, measure, summarise
+from shardkit.bench.measured import Crossover, crossovers, links
 from shardkit.bench.records import FORMAT, Record, read, report, table, write, write_csv
+from shardkit.bench.throttle import throttled
 
 __all__ = [
     "FORMAT",
@@ -15,20 +17,24 @@ __all__ = [
     "Case",
     "Change",
     "Comparison",
+    "Crossover",
     "Fit",
     "Record",
     "Sample",
     "alpha_beta",
     "calibration",
     "compare",
+    "crossovers",
     "disagreement",
     "environment",
     "interleaved",
+    "links",
     "measure",
     "read",
     "report",
     "summarise",
     "table",
+    "throttled",
     "write",
     "write_csv",
 ]

@@ -63,6 +63,7 @@ def search(
     sequence: int,
     memory_share: float = 0.9,
     efficiency: float = 1.0,
+    links: cost.Links | None = None,
 ) -> list[Candidate]:
     """Every layout that fits, the fastest first.
 
@@ -74,6 +75,7 @@ def search(
         sequence: tokens per sequence.
         memory_share: usable share of the chip's memory.
         efficiency: share of the peak that matmuls reach.
+        links: as measured; see `estimate`.
 
     Returns:
         Candidates; empty if none fits (see `advise`). `table` prints them.
@@ -90,7 +92,14 @@ def search(
     _, batch, sequence = check(model, Layout(), cost.chip(chip), batch, sequence, memory_share, efficiency)
     [chips] = _check.whole("planner", chips=chips)
     judged = partial(
-        estimate, model, chip=chip, batch=batch, sequence=sequence, memory_share=memory_share, efficiency=efficiency
+        estimate,
+        model,
+        chip=chip,
+        batch=batch,
+        sequence=sequence,
+        memory_share=memory_share,
+        efficiency=efficiency,
+        links=links,
     )
     found = list(map(judged, layouts(model, chip=chip, chips=chips, batch=batch)))
     if not found:

@@ -995,6 +995,20 @@ _SCHEDULES = (
 
 _COST = (
     Mutant(
+        "ring-without-latency",
+        "shardkit/cost/crossovers.py",
+        "return latency / spare",
+        "return 0.0",
+        TERM,
+    ),
+    Mutant(
+        "bucket-of-one-device",
+        "shardkit/cost/crossovers.py",
+        "n * latency * bandwidth",
+        "latency * bandwidth",
+        FIGURE,
+    ),
+    Mutant(
         "gather-sends-a-share",
         "shardkit/cost/collectives.py",
         "Traffic((n - 1) * operand, n - 1)",
@@ -1976,6 +1990,13 @@ _RUNTIME = (
 
 _CLI = (
     Mutant(
+        "sizes-of-1000",
+        "shardkit/cli/bench/links.py",
+        "* 1024 **",
+        "* 1000 **",
+        FIGURE,
+    ),
+    Mutant(
         "triage-of-the-next-step",
         "shardkit/cli/run.py",
         "step=error.state.step - 1)",
@@ -2009,6 +2030,44 @@ _CLI = (
         "right = difference == 0",
         "right = difference >= 0",
         PASSES,
+    ),
+)
+
+_BENCH = (
+    Mutant(
+        "all-to-all-crosses-whole",
+        "shardkit/bench/throttle.py",
+        'local * each * Fraction(local, n - 1) if kind == "all_to_all"',
+        'local * each if kind == "all_to_all"',
+        FIGURE,
+    ),
+    Mutant(
+        "waiting-counts",
+        "shardkit/bench/throttle.py",
+        "Sample(min(wall)",
+        "Sample(max(wall)",
+        FIGURE,
+    ),
+    Mutant(
+        "one-end-throttled",
+        "shardkit/bench/namespaces.py",
+        "for space, end, address in zip(pair.spaces, ends, ADDRESSES, strict=True):",
+        "for space, end, address in zip(pair.spaces, ends[:1] * 2, ADDRESSES, strict=True):",
+        TWICE,
+    ),
+    Mutant(
+        "links-of-rings-too",
+        "shardkit/bench/measured.py",
+        """if r.get("impl") == "lax" and r.get("axes")""",
+        """if r.get("axes")""",
+        FIGURE,
+    ),
+    Mutant(
+        "crossover-of-one-hop",
+        "shardkit/bench/measured.py",
+        'fit.latency * last["hops"]',
+        "fit.latency",
+        TERM,
     ),
 )
 
@@ -2088,6 +2147,7 @@ MUTANTS = (
     *_ANALYSIS,
     *_TESTING,
     *_RUNTIME,
+    *_BENCH,
     *_CLI,
     *_MODELS,
     *_VIZ,
