@@ -22,8 +22,9 @@ from shardkit import runtime
 PROGRAMS = ("ip", "tc", "unshare")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _PORT = 29519
-# Tokens for 16 KiB: what a queue lets through at once after a pause must be little beside the smallest message.
-_QUEUE = ("burst", "16kb", "limit", "4mb")
+# What a queue lets through at once after a pause: little beside a message, and enough for a processor that comes late.
+_BURST, _PAUSE = 16384, 1e-3  # bytes, or seconds of the rate
+_LIMIT = "4mb"  # what waits in the queue; TCP sends no more than that
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _OWN_HOST = 'mount --bind "$0/hosts" /etc/hosts && hostname "$1" && shift && exec "$@"'
 
@@ -55,6 +56,11 @@ def bits(rate: str) -> float:
     return float(found[1]) * _UNITS[found[2]]
 
 
+def burst(rate: str) -> int:
+    """The bytes that leave at once after a pause, before the queue slows what follows down to the rate."""
+    return max(_BURST, round(bits(rate) / 8 * _PAUSE))
+
+
 def commands(pair: Pair, rate: str) -> list[list[str]]:
     """The commands that make the two namespaces and their link, each end throttled."""
     (a, b), ends = pair
@@ -63,7 +69,7 @@ def commands(pair: Pair, rate: str) -> list[list[str]]:
     for space, end, address in zip(pair.spaces, ends, ADDRESSES, strict=True):
         words += [f"ip -n {space} addr add {address}/24 dev {end}"]
         words += [f"ip -n {space} link set {each} up" for each in (end, "lo")]
-        words += [f"tc -n {space} qdisc add dev {end} root tbf rate {rate} {' '.join(_QUEUE)}"]
+        words += [f"tc -n {space} qdisc add dev {end} root tbf rate {rate} burst {burst(rate)}b limit {_LIMIT}"]
     return [line.split() for line in words]
 
 

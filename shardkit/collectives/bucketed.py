@@ -23,13 +23,13 @@ def all_reduce_tree(
     *,
     bucket_bytes: int = 32 * 2**20,
     op: Literal["sum", "mean"] = "sum",
-    scatter_from: int = 8 * 2**20,
+    scatter_from: float = 8 * 2**20,
 ) -> Any:
     """Reduces every leaf over the devices of `axis`, packed into buckets of one collective each.
 
     Leaves of the same dtype and varying axes are packed in the order of the tree. A leaf is never split: one that is
     larger than a bucket gets its own. A large bucket is reduced by a reduce_scatter and an all_gather, which send the
-    same bytes. The defaults are for CPU devices that copy in memory; pass those of your links.
+    same bytes; benchmarks/collectives.py measures from which size that is faster on a machine.
 
     Layout: `X[...] {U_a} -> X[...]` for every leaf
     Args:
