@@ -26,6 +26,7 @@ HUGE = "10{30}"
 TAKEN = [
     (rf"cost\..*=\(?{HUGE}.*|planner\..*={HUGE}\)", "closed forms are exact at any size"),
     (r"cost\..*bandwidth=inf\)", "a wire that costs nothing"),
+    (r"collectives\.bucketed\.all_reduce_tree\(scatter_from=inf\)", "never, as cost.scatter_from says of two devices"),
     (r"cost\..*\(recompute=True\)", "another word for 'full'"),
     (r"cost\..*=(0|0\.0)\)", "nothing of it: no bytes, no latency, stage 0, no vocabulary"),
     (r"(cost|schedules)\..*\((axes|rows|stages)=1\)", "one"),

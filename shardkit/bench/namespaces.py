@@ -115,8 +115,8 @@ def run(pair: Pair, module: str, folder: Path, *, devices: int) -> None:
     Their output goes to `FOLDER/0.log` and `FOLDER/1.log`, their standard files are otherwise closed.
 
     Raises:
-        RuntimeError: a process failed; with its last line.
-        KeyboardInterrupt: Ctrl-C or SIGTERM has ended them.
+        RuntimeError: a process failed, with the last of its errors, or a signal has ended them.
+        KeyboardInterrupt: Ctrl-C.
     """
     lines = ["127.0.0.1 localhost", *(f"{address} host{i}" for i, address in enumerate(ADDRESSES))]
     (folder / "hosts").write_text("\n".join(lines) + "\n")
@@ -127,8 +127,10 @@ def run(pair: Pair, module: str, folder: Path, *, devices: int) -> None:
     )
     command = ["sh", "-c", script, str(folder), *pair.spaces, sys.executable, "-P", "-m", module, str(folder)]
     code = runtime.launch(command, processes=2, devices=devices, environ=_environment(), grace=3.0)
-    if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+    if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
+    if code > 128:
+        raise RuntimeError(f"bench links: signal {code - 128} ended the run; nothing is reported. Run it again.")
     if code:
         raise RuntimeError(f"bench links: a process ended with exit code {code}: {_last(folder)}")
 
@@ -147,7 +149,7 @@ def _environment() -> Mapping[str, str]:
 
 def _last(folder: Path) -> str:
     lines = [line for log in sorted(folder.glob("*.log")) for line in log.read_text(errors="replace").splitlines()]
-    told = [line for line in lines if "Error" in line or "error" in line]
+    told = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return (told or lines or ["it printed nothing"])[-1].strip()
 
 

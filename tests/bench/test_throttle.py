@@ -105,6 +105,33 @@ def test_what_a_killed_run_left_is_removed_by_the_next(monkeypatch):
 
 
 @pytest.mark.check
+@pytest.mark.parametrize(
+    ("code", "raised", "sentence"),
+    [
+        (1, RuntimeError, "bench links: a process ended with exit code 1: ValueError: a mistake"),
+        (137, RuntimeError, "bench links: signal 9 ended the run; nothing is reported. Run it again."),
+        (130, KeyboardInterrupt, ""),
+    ],
+)
+def test_how_the_two_processes_ended_is_told(monkeypatch, tmp_path, code, raised, sentence):
+    """And each is started in its own namespace, with its own name and a table of both names."""
+    launched = {}
+
+    def launch(command, **options):
+        launched.update(options, command=command)
+        (tmp_path / "1.log").write_text("I0000 an error that is none\nValueError: a mistake\nbye\n")
+        return code
+
+    monkeypatch.setattr(namespaces.runtime, "launch", launch)
+    with pytest.raises(raised) as error:
+        namespaces.run(PAIR, "some.module", tmp_path, devices=3)
+    assert str(error.value) == sentence
+    assert launched["processes"] == 2 and launched["devices"] == 3
+    assert launched["command"][3:6] == [str(tmp_path), "left", "right"]
+    assert (tmp_path / "hosts").read_text() == "127.0.0.1 localhost\n10.77.0.1 host0\n10.77.0.2 host1\n"
+
+
+@pytest.mark.check
 @pytest.mark.parametrize("local", [1, 2, 4])
 def test_what_crosses_by_the_census(local):
     """Of S bytes on each of n devices; by hand, with the ring host by host and all_to_all between all pairs."""
