@@ -26,7 +26,6 @@ import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
 from shardkit.cli.doctor import self_test
-from shardkit.collectives.matmul import _chip_name
 from shardkit.models import transformer
 from shardkit.partitioning.placement import map_layouts
 
@@ -126,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         layers=config.layers, hidden=config.dim, heads=config.heads, ffn=config.width, gated=True,
         vocabulary=config.vocabulary, sequence=tokens, batch=examples,
     )  # fmt: skip
-    chip = _chip_name(kind)
+    chip = sk.cost.chip_of(kind)
     table = ["| | tokens/s per chip | MFU | of the matmul's rate | to jit, wall |", "|---|--:|--:|--:|--:|"]
     for title, cases in rows(config, examples, tokens).items():
         how: Any = {"mode": "dispatched", "calls": calls, "rounds": rounds, "tolerance": TOLERANCE}

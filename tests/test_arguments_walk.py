@@ -26,6 +26,7 @@ HUGE = "10{30}"
 TAKEN = [
     (rf"cost\..*=\(?{HUGE}.*|planner\..*={HUGE}\)", "closed forms are exact at any size"),
     (r"cost\..*bandwidth=inf\)", "a wire that costs nothing"),
+    (r"collectives\.bucketed\.all_reduce_tree\(scatter_from=inf\)", "never, as cost.scatter_from says of two devices"),
     (r"cost\..*\(recompute=True\)", "another word for 'full'"),
     (r"cost\..*=(0|0\.0)\)", "nothing of it: no bytes, no latency, stage 0, no vocabulary"),
     (r"(cost|schedules)\..*\((axes|rows|stages)=1\)", "one"),
@@ -70,6 +71,7 @@ UNWALKED = {
     "models.blocks.mlp": "a layer of the model, walked with apply",
     "analysis.hlo.differences.compiled": "compiles",
     "analysis.profiling.profile.trace": "starts the profiler",
+    "cost.hardware.chip_of": "any name may be one of a chip without figures",
     "viz.boxes.boxes": "of a timeline, which simulate gives",
     "viz.boxes.facts": "of a timeline, which simulate gives",
     "viz.schedule.figure": "of a timeline, which simulate gives",

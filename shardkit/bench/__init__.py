@@ -8,8 +8,10 @@ from shardkit.bench.compare import Change, Comparison, compare
 from shardkit.bench.environment import calibration, environment
 from shardkit.bench.fit import Fit, alpha_beta
 from shardkit.bench.measure import MODES, Case, disagreement, measure
+from shardkit.bench.measured import Crossover, crossovers, links
 from shardkit.bench.records import FORMAT, Record, read, report, table, write, write_csv
 from shardkit.bench.rounds import Sample, interleaved, measure_functions, summarise
+from shardkit.bench.throttle import throttled
 
 __all__ = [
     "FORMAT",
@@ -17,6 +19,7 @@ __all__ = [
     "Case",
     "Change",
     "Comparison",
+    "Crossover",
     "Fit",
     "Record",
     "Sample",
@@ -24,15 +27,18 @@ __all__ = [
     "calibration",
     "comm",
     "compare",
+    "crossovers",
     "disagreement",
     "environment",
     "interleaved",
+    "links",
     "measure",
     "measure_functions",
     "read",
     "report",
     "summarise",
     "table",
+    "throttled",
     "write",
     "write_csv",
 ]

@@ -9,14 +9,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from shardkit import cost
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import NO_CLOCK, CompiledRow, collectives_of
 from shardkit.analysis.hlo.groups import Groups
 from shardkit.analysis.hlo.time_model import clock_of
 from shardkit.analysis.jaxpr.census import Row, census_of
 from shardkit.bench.records import Record
-from shardkit.collectives.matmul import chip_name
-from shardkit.cost import Chip, chip, wire
+from shardkit.cost import Chip, wire
 
 _SHOWN = 4  # groups, and devices of one that is no range
 
@@ -66,8 +66,7 @@ def physical(mesh: Mesh, axes: Sequence[str]) -> str:
 
 def chip_of(mesh: Mesh) -> Chip | None:
     """The chip of a mesh's devices, where its figures are known."""
-    name = chip_name(mesh.devices.flat[0].device_kind)
-    return chip(name) if name else None
+    return cost.chip_of(mesh.devices.flat[0].device_kind)
 
 
 def places(mesh: Mesh) -> list[tuple[int, ...]]:

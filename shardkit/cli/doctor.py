@@ -1,4 +1,4 @@
-"""`shardkit doctor`: versions, devices, a self-test of every collective, and the packages that an extra lacks."""
+"""`shardkit doctor`: versions, devices, a self-test of every collective, what its links are for, missing packages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated, Any
 
 import jax
@@ -16,6 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 import shardkit as sk
+from shardkit import bench, cost
+from shardkit.bench.measured import in_words
 from shardkit.simulated import offer_cpu_devices
 
 _EXTRAS = {
@@ -35,10 +38,16 @@ class Options:
 
     devices: int = 8
     """CPU devices to simulate without an accelerator."""
+    links: Path | None = None
+    """Results of `shardkit bench comm --json`, to choose by in place of the chip's published figures."""
+    flops: float | None = None
+    """FLOP/s of a device's matmuls, where the chip is not known."""
 
 
 def doctor(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
-    """Check this installation: versions, devices, every collective, optional packages."""
+    """Check this installation: versions, devices, every collective, links and what they are for, optional packages."""
+    records = bench.read(options.links) if options.links else []
+    measured = bench.links(records, flops=options.flops) if records else None
     console = Console(soft_wrap=True, highlight=False)
     offer_cpu_devices(options.devices)
     versions = {name: _version(name) or "missing" for name in ("shardkit", "jax", "jaxlib", "numpy", "optax")}
@@ -53,6 +62,7 @@ def doctor(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
         failed += not right
         table.add_row(name, "ok" if right else "[red]WRONG[/red]", f"{difference:g}")
     console.print(table)
+    console.print(links_of(mesh, measured, records), markup=False)
     for extra, needs in _EXTRAS.items():
         missing = [name for name in needs if _version(name) is None]
         console.print(
@@ -65,6 +75,18 @@ def doctor(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
         "all collectives are right" if not failed else f"collectives that are WRONG on this machine: {failed}"
     )
     return 1 if failed else 0
+
+
+def links_of(mesh: Mesh, measured: cost.Links | None, records: list[bench.Record]) -> str:
+    """The links of this machine, as measured or as published for its chip, and the sizes that follow from them."""
+    if measured is not None:
+        axes = {r["axes"]: r["n"] for r in records if r.get("axes") in dict(measured.axes)}
+        return in_words(measured, axes, bench.crossovers(records))
+    kind = mesh.devices.flat[0].device_kind
+    chip = cost.chip_of(kind)
+    if chip is None:
+        return f"links: no figures of {kind!r}; measure them: shardkit bench comm --json FILE, then doctor --links FILE"
+    return in_words(cost.links(chip), dict(mesh.shape))
 
 
 def self_test(mesh: Mesh) -> dict[str, float]:

@@ -153,7 +153,7 @@ def hierarchical(inner: Axis) -> Algorithm:
 
 
 @typed
-def bucket(*, bucket_bytes: int = 32 * 2**20, scatter_from: int = 8 * 2**20) -> Algorithm:
+def bucket(*, bucket_bytes: int = 32 * 2**20, scatter_from: float = 8 * 2**20) -> Algorithm:
     """Many small gradients in few messages; see `sk.collectives.all_reduce_tree`.
 
     Args:

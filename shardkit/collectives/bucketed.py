@@ -23,7 +23,7 @@ def all_reduce_tree(
     *,
     bucket_bytes: int = 32 * 2**20,
     op: Literal["sum", "mean"] = "sum",
-    scatter_from: int = 8 * 2**20,
+    scatter_from: float = 8 * 2**20,
 ) -> Any:
     """Reduces every leaf over the devices of `axis`, packed into buckets of one collective each.
 
@@ -35,9 +35,11 @@ def all_reduce_tree(
     Args:
         tree: pytree of arrays, for example gradients.
         axis: axis name or tuple of names.
-        bucket_bytes: largest bucket in bytes per device, 1 or more.
+        bucket_bytes: largest bucket in bytes per device, 1 or more; `cost.bucket_bytes` of a link is the size of which
+            latency takes a tenth of the time.
         op: "sum" or "mean". Booleans count as integers.
-        scatter_from: bytes per device from which a bucket is scattered and gathered; 0 for always.
+        scatter_from: bytes per device from which a bucket is scattered and gathered; 0 for always. `bench.crossovers`
+            finds it in measurements ("two_step"), `cost.scatter_from` in the figures of a link.
 
     Returns:
         Arrays of the same shapes, invariant over `axis`: the results of all_reduce, with the same bits where the

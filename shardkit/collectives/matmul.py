@@ -8,7 +8,7 @@ is gathered again. Sums are accumulated in float32 and sent in the dtype of the 
 from __future__ import annotations
 
 import math
-import re
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -20,17 +20,9 @@ from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives import _matmul_rings
 from shardkit.collectives.axes import axis_size, vary
+from shardkit.cost import Links
 
-Impl = Literal["gather", "ring", "bidirectional", "auto"]
-# What jax calls the TPUs of `cost.chips`.
-_TPUS = {
-    "TPU v4": "v4",
-    "TPU v5 lite": "v5e",
-    "TPU v5": "v5p",
-    "TPU v5p": "v5p",
-    "TPU v6 lite": "v6e",
-    "TPU7x": "tpu7x",
-}
+Impl = Literal["gather", "ring", "bidirectional", "auto"] | Links
 _Names = tuple[str, ...]
 
 
@@ -46,10 +38,10 @@ def all_gather_matmul(x_tD: jax.Array, w_Df: Arrays, axis: Axis, *, impl: Impl =
         axis: axis name or tuple of names.
         impl: "gather": one all_gather, then one matmul. "ring": tokens are sent one way, in n-1 hops. "bidirectional":
             half of them each way (over two devices: as "ring"). The backward pass of both sends tokens up and sums
-            down. "auto": with c the columns per device, of all weights, times 2 / itemsize, and h the chip's peak
-            FLOP/s over its link's bytes/s (`cost.chips`; 4400 for TPU v5e, and where the chip is unknown): "ring" from
-            c = h, where a hop takes as long as its matmul; "bidirectional" from c = h/2, over 3 devices or more; else
-            "gather".
+            down. A `cost.Links`: "ring" where a hop takes no longer than the matmul of its tokens with all columns
+            (`cost.ring_from`); else "bidirectional" where it takes no longer than two, over 3 devices or more; else
+            "gather". "auto": the same by `cost.links` of the chip that the program is traced for; "gather" where that
+            is not in `cost.chips`, as for CPUs and meshes without devices.
 
     Returns:
         Array [..., T, ...] in the dtype of the operands, or a pytree of them like `w_Df`: a weight's column dims
@@ -81,7 +73,7 @@ def all_gather_matmul(x_tD: jax.Array, w_Df: Arrays, axis: Axis, *, impl: Impl =
             )
     x, *weights = _operands(where, names, x_tD, *weights)
     columns = sum(math.prod(w.shape[1:]) for w in weights)
-    chosen = _chosen(impl, columns, x.dtype, axis_size(names))
+    chosen = _chosen(impl, names, x.size, columns, x.dtype)
     return jax.tree.unflatten(tree, _matmul_rings.all_gather_matmul(x, tuple(weights), names, chosen))
 
 
@@ -96,8 +88,8 @@ def matmul_reduce_scatter(h_Tf: jax.Array, w_fD: jax.Array, axis: Axis, *, impl:
         axis: axis name or tuple of names.
         impl: "gather": one matmul, then one reduce_scatter; its backward pass is one all_gather and two matmuls.
             "ring": sums are sent one way, in n-1 hops. "bidirectional": half of them each way (over two devices: as
-            "ring"). The backward pass of both sends the gradient one way, beside two matmuls per hop. "auto": the rule
-            of all_gather_matmul, with f for the columns.
+            "ring"). The backward pass of both sends the gradient one way, beside two matmuls per hop. "auto" or a
+            `cost.Links`: the rule of all_gather_matmul, with f for the columns and the result for the tokens.
 
     Returns:
         Array [..., t, D] in the dtype of the operands, to which each hop rounds. It varies over `axis` and over the
@@ -127,7 +119,8 @@ def matmul_reduce_scatter(h_Tf: jax.Array, w_fD: jax.Array, axis: Axis, *, impl:
         )
     divides(where, at, h_Tf.shape[at], names, axis_size(names))
     h, w = _operands(where, names, h_Tf, w_fD)
-    chosen = _chosen(impl, math.prod(w.shape[:-1]), h.dtype, axis_size(names))
+    rows = math.prod(h.shape[: at + 1]) // axis_size(names)
+    chosen = _chosen(impl, names, rows * w.shape[-1], math.prod(w.shape[:-1]), h.dtype)
     return _matmul_rings.matmul_reduce_scatter(h, w, names, chosen)
 
 
@@ -142,23 +135,18 @@ def _operands(where: str, names: _Names, *arrays: jax.Array) -> list[jax.Array]:
     return vary(list(arrays), tuple(sorted({*names}.union(*map(_compat.varying_axes, arrays)))))
 
 
-def _chosen(impl: str, columns: int, dtype: Any, n: int) -> str:
-    """The implementation: `impl`, or by the rule of all_gather_matmul; over one device nothing is sent."""
-    if impl != "auto" or n == 1:
-        return impl if n > 1 else "gather"
-    hidden = 2 * columns / dtype.itemsize / hiding_columns(_platform.device_kind())
-    return "ring" if hidden >= 1 else "bidirectional" if hidden >= 0.5 and n > 2 else "gather"
-
-
-def hiding_columns(device_kind: str | None) -> float:
-    """The bfloat16 columns whose matmul takes as long as one hop of its rows: FLOP/s over link bytes/s, in hundreds."""
-    chip = cost.chip(chip_name(device_kind or "") or "v5e")
-    return round(chip.flops / chip.link_bandwidth, -2)
-
-
-def chip_name(device_kind: str) -> str | None:
-    """The name in `cost.chips` of what jax calls a device; None for a CPU, and for GPUs without the NVLinks there."""
-    if device_kind in _TPUS:
-        return _TPUS[device_kind]
-    words = re.split(r"[ -]", device_kind.lower())
-    return None if {"pcie", "nvl"} & set(words) else next((word for word in words if word in cost.chips), None)
+def _chosen(impl: Impl, names: _Names, elements: int, columns: int, dtype: Any) -> str:
+    """The implementation: `impl`, or by the rule of all_gather_matmul for messages of so many elements."""
+    n = axis_size(names)
+    if n == 1:
+        return "gather"  # nothing is sent
+    if impl == "auto":
+        chip = cost.chip_of(_platform.device_kind())
+        return "gather" if chip is None else _chosen(cost.links(chip), names, elements, columns, dtype)
+    if not isinstance(impl, Links):
+        return impl
+    if not impl.flops or not elements * columns:
+        return "gather"
+    rule = partial(cost.ring_from, impl.of(names), columns, flops=impl.flops, value_bytes=dtype.itemsize)
+    message = elements * dtype.itemsize
+    return "ring" if message >= rule() else "bidirectional" if n > 2 and message >= rule(ways=2) else "gather"

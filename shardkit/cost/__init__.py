@@ -5,7 +5,8 @@ Start with `collectives.py`. A new chip is one row in `hardware.py`. Imports arg
 
 from shardkit.cost.activations import activation_memory, interleaving_factor, model_activation_memory
 from shardkit.cost.collectives import Traffic, bus_factor, wire
-from shardkit.cost.hardware import Chip, chip, chips, group_bandwidth
+from shardkit.cost.crossovers import Link, Links, bucket_bytes, faster_from, links, ring_from, scatter_from
+from shardkit.cost.hardware import Chip, chip, chip_of, chips, group_bandwidth
 from shardkit.cost.pipeline import bubble, bubble_time, in_flight
 from shardkit.cost.quantization import quantization_error, quantized_bytes
 from shardkit.cost.rooflines import (
@@ -24,6 +25,8 @@ from shardkit.cost.zero import ZeroMemory, zero_breakdown, zero_memory, zero_vol
 
 __all__ = [
     "Chip",
+    "Link",
+    "Links",
     "Roofline",
     "Traffic",
     "Volume",
@@ -32,20 +35,24 @@ __all__ = [
     "arithmetic_intensity",
     "bubble",
     "bubble_time",
+    "bucket_bytes",
     "bus_factor",
     "chip",
+    "chip_of",
     "chips",
     "collective_time",
     "context_volume",
     "critical_intensity",
     "data_parallel_batch",
     "expert_volume",
+    "faster_from",
     "fsdp_tensor_batch",
     "fsdp_tensor_split",
     "group_bandwidth",
     "hierarchical_time",
     "in_flight",
     "interleaving_factor",
+    "links",
     "matmul_intensity",
     "mfu",
     "model_activation_memory",
@@ -53,7 +60,9 @@ __all__ = [
     "pipeline_volume",
     "quantization_error",
     "quantized_bytes",
+    "ring_from",
     "roofline",
+    "scatter_from",
     "tensor_parallel_ways",
     "tensor_volume",
     "torus_time",

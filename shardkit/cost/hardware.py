@@ -8,11 +8,13 @@ of the published sum of both directions. The network beyond a slice or a host is
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
 from shardkit import _check
+from shardkit._typed import typed
 
 _TPU = "https://docs.cloud.google.com/tpu/docs/"
 _BOOK = "https://jax-ml.github.io/scaling-book/tpus/"
@@ -91,6 +93,38 @@ def chip(name: str | Chip) -> Chip:
     if key not in chips:
         _check.one_of("chip", "name", name, tuple(chips))
     return chips[key]
+
+
+# What jax calls the TPUs.
+_KINDS = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU7x": "tpu7x",
+}
+
+
+@typed
+def chip_of(device_kind: str | None) -> Chip | None:
+    """The chip that jax calls so, as in `jax.devices()[0].device_kind`.
+
+    Args:
+        device_kind: such as "TPU v5 lite" or "NVIDIA H100 80GB HBM3".
+
+    Returns:
+        Chip; None for a CPU, for GPUs without the NVLinks in `chips` (PCIe, NVL), and for chips that are not there.
+
+    Example:
+        >>> sk.cost.chip_of("TPU v5 lite").name, sk.cost.chip_of("NVIDIA H100 PCIe")
+        ('v5e', None)
+    """
+    kind = str(device_kind or "")
+    words = re.split(r"[ -]", kind.lower())
+    if {"pcie", "nvl"} & set(words):
+        return None
+    return chips.get(_KINDS.get(kind) or next((word for word in words if word in chips), ""))
 
 
 _chip = chip  # where an argument takes the name

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardkit import cost
 from shardkit.planner.candidates import REMAT, Candidate, Layout, Model, gigabytes, of_kind, table
@@ -60,12 +59,14 @@ def advise(
     memory_share: float = 0.9,
     efficiency: float = 1.0,
     target: float = 0.8,
+    links: cost.Links | None = None,
 ) -> Advice:
     """Changes that make a layout fit, each with its estimate, and the batch that fills about 80% of the memory.
 
     Args:
         model, layout, chip, batch, sequence, memory_share, efficiency: as for `estimate`.
         target: share of the memory that the advised batch may fill.
+        links: as measured; see `estimate`.
 
     Returns:
         Advice.
@@ -82,9 +83,10 @@ def advise(
         batch 8 fills 10.65 GB of 13.74 GB, the target of about 80% of the memory
     """
     of_kind(model, layout)
-    judged = partial(
-        estimate, model, chip=chip, batch=batch, sequence=sequence, memory_share=memory_share, efficiency=efficiency
-    )
+    job: Any = {"chip": chip, "batch": batch, "sequence": sequence, "links": links}
+
+    def judged(layout: Layout) -> Candidate:
+        return estimate(model, layout, memory_share=memory_share, efficiency=efficiency, **job)
 
     def fitting(chips: int) -> list[Candidate]:
         return ranked(map(judged, layouts(model, chip=chip, chips=chips, batch=batch)))

@@ -14,6 +14,9 @@ Everything is arithmetic from `shardkit.cost`; nothing is traced or compiled (`a
   tensor parallelism; all chips are in one slice. A GPU's tensor group is within a host; the other groups send at
   NVLink's speed within a host, and across hosts at the network's speed times the members per host, if that is less.
   Latency is left out, so times are lower bounds.
+- With `links`, as measured, each kind of ways has the bandwidth of its link instead, and every message its latency: a
+  layer is gathered twice and scattered once per microbatch over fsdp, gradients are reduced once per step over data,
+  and a layer exchanges as often over tensor as `tensor_volume` says.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ def estimate(
     sequence: int,
     memory_share: float = 0.9,
     efficiency: float = 1.0,
+    links: cost.Links | None = None,
 ) -> Candidate:
     """The memory and the step time of one layout.
 
@@ -45,6 +49,7 @@ def estimate(
         sequence: tokens per sequence.
         memory_share: usable share of the chip's memory; the compiler and the allocator need the rest.
         efficiency: share of the peak that matmuls reach.
+        links: as measured (`bench.links`), of the axes "data", "fsdp" and "tensor"; None: as published for the chip.
 
     Returns:
         Candidate, in bytes and seconds.
@@ -93,8 +98,9 @@ def estimate(
     exchanged = cost.tensor_volume(
         batch=local, sequence=sequence, hidden=model.hidden, ways=tensor, sequence_parallel=True, recompute=remat
     )
-    hidden = gathered / _bandwidth(it, tensor, fsdp, tensor) + reduced / _bandwidth(it, tensor * fsdp, data, tensor)
-    exposed = accumulate * model.layers * exchanged.total / cost.group_bandwidth(it)
+    sent = {"data": reduced, "fsdp": gathered, "tensor": accumulate * model.layers * exchanged.total}
+    seconds_of = _published(it, layout, sent) if links is None else _measured(links, model, layout, sent)
+    hidden, exposed = seconds_of["data"] + seconds_of["fsdp"], seconds_of["tensor"]
     seconds = max(compute, hidden) + exposed
     return Candidate(
         layout,
@@ -123,6 +129,34 @@ def _activations(model: Model, batch: int, sequence: int, tensor: int, remat: st
     around -= model.layers * layer("full")
     # while its backward runs, the residuals of the recomputed layer exist too; its attention saves no scores
     return around + model.layers * layer(remat) + (layer("selective") if remat == "full" else 0)
+
+
+def _published(chip: cost.Chip, layout: Layout, sent: dict[str, float]) -> dict[str, float]:
+    data, fsdp, tensor = layout[:3]
+    bandwidths = {
+        "data": _bandwidth(chip, tensor * fsdp, data, tensor),
+        "fsdp": _bandwidth(chip, tensor, fsdp, tensor),
+        "tensor": cost.group_bandwidth(chip),
+    }
+    return {name: size / bandwidths[name] for name, size in sent.items()}
+
+
+def _measured(links: cost.Links, model: Model, layout: Layout, sent: dict[str, float]) -> dict[str, float]:
+    if not isinstance(links, cost.Links):
+        raise TypeError(
+            f"planner: links must be a cost.Links; got {links!r}. Pass for example shardkit.bench.links(records)."
+        )
+    data, fsdp, tensor, accumulate, remat = layout
+    layers = accumulate * model.layers
+    reductions = 6 if remat == "full" else 4
+    messages = {
+        "data": 2 * (data - 1),
+        "fsdp": 3 * layers * (fsdp - 1),
+        "tensor": reductions * layers * 2 * (tensor - 1),
+    }
+    return {
+        name: messages[name] * links.of(name).latency + size / links.of(name).bandwidth for name, size in sent.items()
+    }
 
 
 def _bandwidth(chip: cost.Chip, stride: int, ways: int, tensor: int) -> float:

@@ -63,12 +63,14 @@ def search(
     sequence: int,
     memory_share: float = 0.9,
     efficiency: float = 1.0,
+    links: cost.Links | None = None,
 ) -> list[Candidate]:
     """Every layout that fits, the fastest first.
 
     Args:
         model, chip, batch, sequence, memory_share, efficiency: as for `estimate`.
         chips: number of chips, all used.
+        links: as measured; see `estimate`.
 
     Returns:
         Candidates; empty if none fits (see `advise`). `table` prints them.
@@ -85,7 +87,14 @@ def search(
     _, batch, sequence = check(model, Layout(), cost.chip(chip), batch, sequence, memory_share, efficiency)
     [chips] = _check.whole("planner", chips=chips)
     judged = partial(
-        estimate, model, chip=chip, batch=batch, sequence=sequence, memory_share=memory_share, efficiency=efficiency
+        estimate,
+        model,
+        chip=chip,
+        batch=batch,
+        sequence=sequence,
+        memory_share=memory_share,
+        efficiency=efficiency,
+        links=links,
     )
     found = list(map(judged, layouts(model, chip=chip, chips=chips, batch=batch)))
     if not found:

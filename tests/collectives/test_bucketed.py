@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
+from shardkit import cost
 from shardkit.analysis import census
 from shardkit.collectives import all_reduce_tree
 
@@ -125,3 +126,18 @@ def test_varying_types_are_not_mixed():
     x, y = jax.jit(f)(np.arange(2.0, dtype=np.float32), np.arange(8.0, dtype=np.float32))
     assert (x.tolist(), y.tolist()) == ([1], [4, 6, 8, 10])
     assert census(f, jax.ShapeDtypeStruct((2,), "float32"), jax.ShapeDtypeStruct((8,), "float32")).count() == 2
+
+
+@pytest.mark.check
+def test_the_sizes_of_a_link_can_be_passed():
+    """Over two devices a scatter never pays, over eight from its crossover on."""
+    link = cost.Link(1e-6, 1e9)  # 8 devices: 8,800 bytes; buckets of 72,000 bytes
+    for n, shape, kinds in ((2, (25600,), {"all_reduce"}), (8, (25600,), {"reduce_scatter", "all_gather"})):
+        sizes = {"bucket_bytes": cost.bucket_bytes(link, n), "scatter_from": cost.scatter_from(link, n)}
+
+        def kernel(x, sizes=sizes):
+            return all_reduce_tree([x, x], "a", **sizes)
+
+        on_n = jax.shard_map(kernel, mesh=sk.abstract_mesh(a=n), in_specs=P(), out_specs=P())
+        found = sk.census(on_n, jax.ShapeDtypeStruct(shape, "float32"))
+        assert {row.kind for row in found.rows} == kinds and found.count() == 2 * len(kinds)

@@ -328,34 +328,66 @@ def impl_of(found):
         (8, "float32", [4399], "gather"),
     ],
 )
-def test_auto_chooses_by_columns_dtype_and_devices(n, dtype, columns, impl):
+def test_links_choose_by_columns_dtype_and_devices(n, dtype, columns, impl):
+    links = cost.Links(cost.Link(latency=0.0, bandwidth=1.0), flops=4400.0)
     x = jax.ShapeDtypeStruct((2 * n, 8), dtype)
     w = [jax.ShapeDtypeStruct((8, n * f), dtype) for f in columns]
-    assert impl_of(sk.census(into(line(n)), x, w)) == impl
+    assert impl_of(sk.census(into(line(n), impl=links), x, w)) == impl
     f = sum(columns)
-    assert impl_of(counted(out_of(line(n)), (2 * n, n * f), (n * f, 8), dtype=dtype)) == impl
+    assert impl_of(counted(out_of(line(n), impl=links), (2 * n, n * f), (n * f, 8), dtype=dtype)) == impl
+
+
+# A message of 2 x 512 bfloat16 has 2 KiB: its hop takes 2 us + 2 us, its matmul with 1024 columns 2 us.
+@pytest.mark.parametrize(
+    ("columns", "axes", "impl"),
+    [
+        (1023, (), "gather"),
+        (1024, (), "bidirectional"),
+        (2048, (), "ring"),
+        (2048, (("a", cost.Link(2e-6, 0.9e9)),), "bidirectional"),  # a slower link of this axis
+        (1024, (("b", cost.Link(2e-6, 0.9e9)),), "bidirectional"),
+    ],
+)
+def test_links_choose_by_the_latency_of_messages_too(columns, axes, impl):
+    links = cost.Links(cost.Link(2e-6, 1.024e9), flops=1.048576e12, axes=axes)
+    x, w = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((8, 512), (512, 4 * columns)))
+    assert impl_of(sk.census(into(line(4), impl=links), x, [w])) == impl
+    found = counted(out_of(line(4), impl=links), (8, 4 * columns), (4 * columns, 512), dtype="bfloat16")
+    assert impl_of(found) == impl
 
 
 @pytest.mark.parametrize(
     ("kind", "hiding"),
     [
-        ("TPU v4", 6100),
-        ("TPU v5 lite", 4400),
+        ("TPU v4", 6111),
+        ("TPU v5 lite", 4378),
         ("TPU v5p", 5100),
         ("TPU v6 lite", 10200),
-        ("NVIDIA H100 80GB HBM3", 2200),
-        ("NVIDIA A100-SXM4-80GB", 1000),
-        ("NVIDIA H100 PCIe", 4400),  # without NVLinks: unknown, as v5e
-        ("TPU v9", 4400),
+        ("NVIDIA H100 80GB HBM3", 2198),
+        ("NVIDIA A100-SXM4-80GB", 1040),
     ],
 )
 def test_auto_chooses_by_the_chip_that_the_program_is_traced_for(kind, hiding):
+    mesh = of_kind(kind)
+    for share, impl in ((1.02, "ring"), (0.98, "bidirectional"), (0.48, "gather")):
+        x, w = ((8, 2**25), (2**25, 4 * round(hiding * share)))  # messages of 128 MiB
+        assert impl_of(counted(into(mesh), x, w, dtype="bfloat16")) == impl
+    assert impl_of(counted(into(mesh), (8, 8), (8, 4 * hiding * 2), dtype="bfloat16")) == "gather"  # all latency
+
+
+@pytest.mark.parametrize("kind", ["cpu", "NVIDIA H100 PCIe", "TPU v9"])
+def test_auto_claims_nothing_of_chips_without_figures(kind):
+    x, w = ((8, 2**25), (2**25, 2**17))
+    assert impl_of(counted(into(of_kind(kind)), x, w, dtype="bfloat16")) == "gather"
+    known = cost.Links(cost.Link(0.0, 45e9))  # the link alone does not tell how long a matmul takes
+    assert impl_of(counted(into(of_kind(kind), impl=known), x, w, dtype="bfloat16")) == "gather"
+
+
+def of_kind(kind):
+    """A mesh of four devices that jax calls so."""
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform=kind[:3].lower())
     types = (jax.sharding.AxisType.Auto,)
-    mesh = jax.sharding.AbstractMesh((4,), ("a",), axis_types=types, abstract_device=device)
-    for columns, impl in ((hiding, "ring"), (hiding - 1, "bidirectional"), (hiding // 2 - 1, "gather")):
-        x, w = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((8, 8), (8, 4 * columns)))
-        assert impl_of(sk.census(into(mesh), x, [w])) == impl
+    return jax.sharding.AbstractMesh((4,), ("a",), axis_types=types, abstract_device=device)
 
 
 def test_lint_finds_nothing():
@@ -386,13 +418,13 @@ ERRORS = [
     (
         lambda x, w: sk.all_gather_matmul(x, w, "a", impl="fast"),
         ValueError,
-        "all_gather_matmul: impl must be 'gather', 'ring', 'bidirectional' or 'auto'; got 'fast'. "
+        "all_gather_matmul: impl must be 'gather', 'ring', 'bidirectional', 'auto' or a Links; got 'fast'. "
         "Pass for example impl='gather'.",
     ),
     (
         lambda x, w: sk.matmul_reduce_scatter(jnp.tile(x, (4, 1)), w, "a", impl="fast"),
         ValueError,
-        "matmul_reduce_scatter: impl must be 'gather', 'ring', 'bidirectional' or 'auto'; got 'fast'. "
+        "matmul_reduce_scatter: impl must be 'gather', 'ring', 'bidirectional', 'auto' or a Links; got 'fast'. "
         "Pass for example impl='gather'.",
     ),
     (

@@ -995,6 +995,20 @@ _SCHEDULES = (
 
 _COST = (
     Mutant(
+        "ring-without-latency",
+        "shardkit/cost/crossovers.py",
+        "return latency / spare",
+        "return 0.0",
+        TERM,
+    ),
+    Mutant(
+        "bucket-of-one-device",
+        "shardkit/cost/crossovers.py",
+        "n * latency * bandwidth",
+        "latency * bandwidth",
+        FIGURE,
+    ),
+    Mutant(
         "gather-sends-a-share",
         "shardkit/cost/collectives.py",
         "Traffic((n - 1) * operand, n - 1)",
@@ -1976,6 +1990,13 @@ _RUNTIME = (
 
 _CLI = (
     Mutant(
+        "sizes-of-1000",
+        "shardkit/cli/bench/links.py",
+        "* 1024 **",
+        "* 1000 **",
+        FIGURE,
+    ),
+    Mutant(
         "triage-of-the-next-step",
         "shardkit/cli/run.py",
         "step=error.state.step - 1)",
@@ -2012,69 +2033,42 @@ _CLI = (
     ),
 )
 
-_MODELS = (
+_BENCH = (
     Mutant(
-        "rotation-mirrored",
-        "shardkit/models/blocks.py",
-        "[a * cos - b * sin, a * sin + b * cos]",
-        "[a * cos + b * sin, a * sin + b * cos]",
+        "all-to-all-crosses-whole",
+        "shardkit/bench/throttle.py",
+        'local * each * Fraction(local, n - 1) if kind == "all_to_all"',
+        'local * each if kind == "all_to_all"',
         FIGURE,
     ),
     Mutant(
-        "layers-share-dropout-keys",
-        "shardkit/models/transformer.py",
-        "fold_keys(keys, 2 * number + i)",
-        "fold_keys(keys, number + i)",
-        KEY,
+        "waiting-counts",
+        "shardkit/bench/throttle.py",
+        "Sample(min(wall)",
+        "Sample(max(wall)",
+        FIGURE,
     ),
     Mutant(
-        "dropped-by-examples",
-        "shardkit/models/transformer.py",
-        "dropped_2[None] / x_btD.shape[0]",
-        "dropped_2[None]",
-        DIVISION,
+        "one-end-throttled",
+        "shardkit/bench/namespaces.py",
+        "for space, end, address in zip(pair.spaces, ends, ADDRESSES, strict=True):",
+        "for space, end, address in zip(pair.spaces, ends[:1] * 2, ADDRESSES, strict=True):",
+        TWICE,
     ),
     Mutant(
-        "residual-branch-scale",
-        "shardkit/models/parameters.py",
-        "0.02 / math.sqrt(2 * c.layers)",
-        "0.02",
-        DIVISION,
+        "links-of-rings-too",
+        "shardkit/bench/measured.py",
+        """if r.get("impl") == "lax" and r.get("axes")""",
+        """if r.get("axes")""",
+        FIGURE,
     ),
     Mutant(
-        "down-named-as-up",
-        "shardkit/models/parameters.py",
-        '"down": ("layers", *back)}',
-        '"down": ("layers", *into)}',
-        AXIS,
+        "crossover-of-one-hop",
+        "shardkit/bench/measured.py",
+        'fit.latency * last["hops"]',
+        "fit.latency",
+        TERM,
     ),
-)
-
-_VIZ = (
-    Mutant(
-        "curve-falls-at-I",
-        "shardkit/viz/boxes.py",
-        '- (action.op in "BW")',
-        '- (action.op in "BI")',
-        PHASE,
-    ),
-    Mutant(
-        "forward-below",
-        "shardkit/viz/boxes.py",
-        'if action in partner and action.op != "F" else 0.0',
-        'if action in partner and action.op == "F" else 0.0',
-        ORDER,
-    ),
-    Mutant(
-        "last-chunk-too-dark",
-        "shardkit/viz/colours.py",
-        "chunk / max(chunks - 1, 1)",
-        "chunk / max(chunks, 1)",
-        BOUNDARY,
-    ),
-)
-
-_BENCH = (
     Mutant(
         "rounds-in-one-order",
         "shardkit/bench/rounds.py",
@@ -2153,6 +2147,69 @@ _BENCH = (
         BOUNDARY,
     ),
 )
+
+_MODELS = (
+    Mutant(
+        "rotation-mirrored",
+        "shardkit/models/blocks.py",
+        "[a * cos - b * sin, a * sin + b * cos]",
+        "[a * cos + b * sin, a * sin + b * cos]",
+        FIGURE,
+    ),
+    Mutant(
+        "layers-share-dropout-keys",
+        "shardkit/models/transformer.py",
+        "fold_keys(keys, 2 * number + i)",
+        "fold_keys(keys, number + i)",
+        KEY,
+    ),
+    Mutant(
+        "dropped-by-examples",
+        "shardkit/models/transformer.py",
+        "dropped_2[None] / x_btD.shape[0]",
+        "dropped_2[None]",
+        DIVISION,
+    ),
+    Mutant(
+        "residual-branch-scale",
+        "shardkit/models/parameters.py",
+        "0.02 / math.sqrt(2 * c.layers)",
+        "0.02",
+        DIVISION,
+    ),
+    Mutant(
+        "down-named-as-up",
+        "shardkit/models/parameters.py",
+        '"down": ("layers", *back)}',
+        '"down": ("layers", *into)}',
+        AXIS,
+    ),
+)
+
+_VIZ = (
+    Mutant(
+        "curve-falls-at-I",
+        "shardkit/viz/boxes.py",
+        '- (action.op in "BW")',
+        '- (action.op in "BI")',
+        PHASE,
+    ),
+    Mutant(
+        "forward-below",
+        "shardkit/viz/boxes.py",
+        'if action in partner and action.op != "F" else 0.0',
+        'if action in partner and action.op == "F" else 0.0',
+        ORDER,
+    ),
+    Mutant(
+        "last-chunk-too-dark",
+        "shardkit/viz/colours.py",
+        "chunk / max(chunks - 1, 1)",
+        "chunk / max(chunks, 1)",
+        BOUNDARY,
+    ),
+)
+
 
 # By its path, as test_mutants.py reads this file.
 _REVERTS = tuple(

@@ -103,3 +103,46 @@ def test_the_state_is_what_a_train_step_holds():
     assert found.state_bytes > held == pytest.approx(12 * model.parameters() / 8, rel=1e-3)
     # the TPU compiler's own figure for this step is 4.12 GiB: attention that keeps its scores takes the rest
     assert 0.85 < found.bytes / (4.12 * 2**30) < 1
+
+
+# ---- links as measured
+
+
+def test_measured_links_replace_the_chips_and_their_messages_take_their_latency():
+    model, layout = SMALL._replace(gated=False), Layout(data=2, fsdp=3, tensor=2, accumulate=2)
+    own = {"data": cost.Link(1e-3, 1e9), "fsdp": cost.Link(2e-3, 2e9), "tensor": cost.Link(3e-3, 3e9)}
+    links = cost.Links(cost.Link(9.0, 1.0), axes=tuple(own.items()))
+
+    def found(layout=layout, **changes):
+        return planner.estimate(model, layout, chip="v5p", batch=12, sequence=512, **changes)
+
+    p, layers = model.parameters() / 2, 2 * 4  # microbatches x layers
+    fsdp = 2 * (2 * p * 2 + p * 4) * 2 / 3 / 2e9 + 3 * layers * 2 * 2e-3
+    data = 2 * p / 3 * 4 / 2 / 1e9 + 2 * 1e-3
+    assert found(links=links).hidden_seconds == pytest.approx(fsdp + data)
+    exchanged = layers * 4 * (2 * 1 / 2 * 512 * 1024 * 2)
+    assert found(links=links).exposed_seconds == pytest.approx(exchanged / 3e9 + layers * 4 * 2 * 3e-3)
+    full = found(layout._replace(remat="full"), links=links)
+    assert full.exposed_seconds == pytest.approx(1.5 * found(links=links).exposed_seconds)
+    assert found(links=links).compute_seconds == found().compute_seconds
+    assert found().exposed_seconds < found(links=links).exposed_seconds
+
+
+def test_slow_links_change_the_search_and_the_advice():
+    """With a slow link between tensor-parallel devices, fsdp alone wins; as published, two tensor ways do."""
+    job = {"chip": "v5e", "batch": 256, "sequence": 4096}
+    model = Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256)
+    slow = cost.Links(cost.Link(1e-6, 45e9), axes=(("tensor", cost.Link(1e-4, 1e9)),))
+    assert planner.search(model, chips=64, links=slow, **job)[0].layout.tensor == 1
+    [(_, best), *_] = planner.advise(model, Layout(data=64), links=slow, **job).proposals
+    assert (
+        best == planner.estimate(model, best.layout, links=slow, **job) != planner.estimate(model, best.layout, **job)
+    )
+
+
+def test_links_that_are_none_are_refused():
+    with pytest.raises(TypeError) as error:
+        planner.estimate(SMALL, Layout(data=8), chip="v5e", batch=8, sequence=512, links="measured.jsonl")
+    assert str(error.value) == (
+        "planner: links must be a cost.Links; got 'measured.jsonl'. Pass for example shardkit.bench.links(records)."
+    )

@@ -15,6 +15,6 @@ def bench() -> int:
 
 def benches() -> dict[str, Callable[..., int]]:
     """The commands under `shardkit bench`, by name."""
-    from shardkit.cli.bench import comm, compare
+    from shardkit.cli.bench import comm, compare, links
 
-    return {"comm": comm.comm, "compare": compare.compare}
+    return {"comm": comm.comm, "compare": compare.compare, "links": links.links}
