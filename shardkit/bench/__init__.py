@@ -5,8 +5,11 @@ Start with `measure.py`. Imports everything but `cli/`; only `cli/` and the file
 
 from shardkit.bench.compare import Change, Comparison, compare
 from shardkit.bench.environment import calibration, environment
+from shardkit.bench.growth import exponent
 from shardkit.bench.measure import MODES, Case, Sample, disagreement, interleaved, measure, summarise
 from shardkit.bench.records import FORMAT, Record, read, report, table, write, write_csv
+from shardkit.bench.scale import scale
+from shardkit.bench.schedules import Sizes, schedules
 
 __all__ = [
     "FORMAT",
@@ -16,14 +19,18 @@ __all__ = [
     "Comparison",
     "Record",
     "Sample",
+    "Sizes",
     "calibration",
     "compare",
     "disagreement",
     "environment",
+    "exponent",
     "interleaved",
     "measure",
     "read",
     "report",
+    "scale",
+    "schedules",
     "summarise",
     "table",
     "write",

@@ -15,6 +15,6 @@ def bench() -> int:
 
 def benches() -> dict[str, Callable[..., int]]:
     """The commands under `shardkit bench`, by name."""
-    from shardkit.cli.bench import compare
+    from shardkit.cli.bench import compare, scale, schedules
 
-    return {"compare": compare.compare}
+    return {"compare": compare.compare, "scale": scale.scale, "schedules": schedules.schedules}
