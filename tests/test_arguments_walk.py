@@ -70,6 +70,7 @@ UNWALKED = {
     "models.blocks.mlp": "a layer of the model, walked with apply",
     "analysis.hlo.differences.compiled": "compiles",
     "analysis.profiling.profile.trace": "starts the profiler",
+    "viz.bench.results": "of records, which bench.read gives; tests/viz/test_bench.py has its sentences",
     "viz.boxes.boxes": "of a timeline, which simulate gives",
     "viz.boxes.facts": "of a timeline, which simulate gives",
     "viz.schedule.figure": "of a timeline, which simulate gives",

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh
 
 from shardkit import _check
 from shardkit._typed import typed
@@ -114,12 +113,6 @@ def scale(
 
     Raises:
         ValueError: a number that is not from 1, or devices that are no power of two.
-
-    Example:
-        >>> none = {"layers": (), "microbatches": (), "dims": ()}
-        >>> records = sk.bench.scale(devices=[8, 64], compiled=0, rounds=1, **none)
-        >>> [r["case"] for r in records]
-        ['devices=8', 'devices=64', 'exponent']
     """
     for count in devices:
         if count < 1 or count & (count - 1):
@@ -243,7 +236,7 @@ def _config(point: Point) -> transformer.Config:
     return transformer.Config(layers=point.layers, dim=point.dim, heads=_HEADS)
 
 
-def _traced(point: Point, mesh: Mesh | AbstractMesh) -> Any:
+def _traced(point: Point, mesh: Any) -> Any:
     """The trace of the step, as in a fresh process."""
     jax.clear_caches()
     config, axes = _config(point), set(point.mesh)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -24,20 +23,16 @@ from shardkit import schedules as builders
 from shardkit._typed import typed
 from shardkit.bench.growth import Rows, cell, power, right
 from shardkit.bench.measure import Case, measure
+from shardkit.bench.pipelines import SPECS, VOCABULARY, make_params, pipelined, unpipelined
 from shardkit.bench.records import FORMAT, VERSION, Record
-from shardkit.collectives import all_reduce
 from shardkit.layout import shard
-from shardkit.partitioning.gradient import Mean, value_and_grad
 from shardkit.pipeline.run import Mode
 from shardkit.schedules import Schedule
-from shardkit.strategies.pipeline import pipeline_value_and_grad
 
 BUILDERS = {name: each for name in builders.__all__ if inspect.isfunction(each := getattr(builders, name))}
 CHUNKED = tuple(name for name, each in BUILDERS.items() if "chunks" in inspect.signature(each).parameters)
 MODES = get_args(Mode)
 _ALONE = "unpipelined"
-_SPECS = {"layers": P("stage"), "table": P(), "gain": P()}
-_VOCABULARY = 64
 
 
 class Sizes(NamedTuple):
@@ -93,13 +88,6 @@ def schedules(
 
     Raises:
         ValueError: another mesh, an unknown schedule or mode, or no microbatches.
-
-    Example:
-        >>> pipe = sk.make_mesh(jax.devices()[:2], stage=2)
-        >>> small = sk.bench.Sizes(dim=8, examples=2)
-        >>> records = sk.bench.schedules(pipe, names=["gpipe"], microbatches=[2], modes=["branch"], sizes=small)
-        >>> [(r["case"], r["wrong"]) for r in records if "wrong" in r]
-        [('unpipelined', 0), ('gpipe, branch', 0)]
     """
     if tuple(mesh.axis_names) != ("stage",):
         raise ValueError(
@@ -156,20 +144,20 @@ def row(
 ) -> list[Record]:
     """The records of schedules, each with its mode, of the same number of microbatches."""
     count = pipelines[0][0].microbatches
-    tokens = np.random.default_rng(1).integers(0, _VOCABULARY, sizes.examples * count).astype(np.int32)
+    tokens = np.random.default_rng(1).integers(0, VOCABULARY, sizes.examples * count).astype(np.int32)
     # Chunks divide the layers: every schedule runs as many.
     layers = sizes.layers * mesh.size * int(np.lcm.reduce([each.chunks for each, _ in pipelines]))
-    params = _params(layers, sizes.dim)
+    params = make_params(layers, sizes.dim)
     one = Mesh(mesh.devices.reshape(-1)[:1], ("stage",))
     cases, fields = [], {}
     for name, step, place, facts in [
-        (_ALONE, _unpipelined(count), one, {}),
+        (_ALONE, unpipelined(count), one, {}),
         *(
-            (f"{s.name}, {mode}", _pipelined(s, mode, recompute, mesh), mesh, _facts(s, mode, recompute, sizes))
+            (f"{s.name}, {mode}", pipelined(s, mode, recompute, mesh), mesh, _facts(s, mode, recompute, sizes))
             for s, mode in pipelines
         ),
     ]:
-        args = (shard(params, place, _SPECS), {"tokens": jax.device_put(tokens, NamedSharding(place, P()))})
+        args = (shard(params, place, SPECS), {"tokens": jax.device_put(tokens, NamedSharding(place, P()))})
         case = Case(name, jax.jit(step), jax.device_put(jnp.float32(0), NamedSharding(place, P())), args)
         fields[name] = facts | _built(case)
         cases.append(case)
@@ -257,69 +245,3 @@ def _exponents(records: Sequence[Record]) -> list[Record]:
         head = {"format": FORMAT, "version": VERSION, "benchmark": "schedules", "row": "exponents", "case": name}
         out.append({**head, **fits, "microbatches_fitted": counts, "environment": own[0]["environment"]})
     return out
-
-
-def _params(layers: int, dim: int) -> Any:
-    """A stack of residual feed-forward layers, a table of tokens, and the head's gain."""
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: (rng.normal(size=shape) * shape[-2] ** -0.5 / 2).astype(np.float32)  # noqa: E731
-    stack = {"up": draw(layers, dim, 4 * dim), "down": draw(layers, 4 * dim, dim)}
-    return {"layers": stack, "table": draw(_VOCABULARY, dim), "gain": np.ones((), np.float32)}
-
-
-def _embed(shared: Any, batch: Any, keys: Any) -> jax.Array:
-    return shared["table"][batch["tokens"]]
-
-
-def _stage(layers: Any, x: jax.Array, keys: Any) -> jax.Array:
-    def layer(x: jax.Array, w: Any) -> Any:
-        return x + jax.nn.gelu(x @ w["up"]) @ w["down"], None
-
-    return lax.scan(layer, x, layers)[0]
-
-
-def _head(shared: Any, x: jax.Array, batch: Any) -> Mean:
-    return Mean.of(jnp.square(x * shared["gain"]))
-
-
-def _pipelined(schedule: Schedule, mode: str, recompute: bool, mesh: Mesh) -> Callable[..., Any]:
-    """`(carry, params, batch) -> (carry, (loss, gradients))` of a schedule; its stacks are in the natural order."""
-    how: dict[str, Any] = {"mode": mode, "recompute": recompute}
-    grad_fn = pipeline_value_and_grad(_embed, _stage, _head, schedule, "stage", **how)
-
-    def device(params: Any, batch: Any) -> Any:
-        mean, _, grads = grad_fn(params, batch, None)
-        mean, shared = all_reduce((mean, {name: grads[name] for name in ("table", "gain")}), "stage")
-        return mean.total / mean.weight, jax.tree.map(lambda g: g / mean.weight, grads | shared)
-
-    mapped = jax.shard_map(device, mesh=mesh, in_specs=(_SPECS, P()), out_specs=(P(), _SPECS))
-
-    def step(carry: Any, params: Any, batch: Any) -> Any:
-        order = np.array(grad_fn.stages.rows(params["layers"]["up"].shape[0]) or [], int)
-        if (order == np.arange(order.size)).all():
-            return carry, mapped(params, batch)
-        stack = jax.tree.map(lambda leaf: leaf[order], params["layers"])
-        loss, grads = mapped(params | {"layers": stack}, batch)
-        return carry, (loss, grads | {"layers": jax.tree.map(lambda leaf: leaf[np.argsort(order)], grads["layers"])})
-
-    return step
-
-
-def _unpipelined(count: int) -> Callable[..., Any]:
-    """The same on one device: the whole model for each microbatch, and the sum."""
-
-    def loss(params: Any, batch: Any, keys: Any) -> Mean:
-        return _head(params, _stage(params["layers"], _embed(params, batch, keys), keys), batch)
-
-    grad_fn: Any = value_and_grad(loss)
-
-    def step(carry: Any, params: Any, batch: Any) -> Any:
-        def add(sums: Any, tokens: jax.Array) -> Any:
-            mean, _, grads = grad_fn(params, {"tokens": tokens}, None)
-            return jax.tree.map(jnp.add, sums, (mean, grads)), None
-
-        zero = (Mean(jnp.float32(0), jnp.float32(0)), jax.tree.map(jnp.zeros_like, params))
-        (mean, grads), _ = lax.scan(add, zero, batch["tokens"].reshape(count, -1))
-        return carry, (mean.total / mean.weight, jax.tree.map(lambda g: g / mean.weight, grads))
-
-    return step

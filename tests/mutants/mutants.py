@@ -2074,6 +2074,30 @@ _VIZ = (
     ),
 )
 
+_BENCH_SIZES = (
+    Mutant(
+        "both-halves-of-a-backward-counted-twice",
+        "shardkit/bench/schedules.py",
+        'set(each.ops) - ({"I"} if "B" in each.ops else set())',
+        "set(each.ops)",
+        TWICE,
+    ),
+    Mutant(
+        "exponent-of-one-size",
+        "shardkit/bench/growth.py",
+        "if len({x for x, _ in kept}) < 2:",
+        "if len({x for x, _ in kept}) < 1:",
+        BOUNDARY,
+    ),
+    Mutant(
+        "expected-over-achieved-upside-down",
+        "shardkit/viz/bench.py",
+        "return times[0] / times[1] if",
+        "return times[1] / times[0] if",
+        FIGURE,
+    ),
+)
+
 # By its path, as test_mutants.py reads this file.
 _REVERTS = tuple(
     Mutant(*row, REVERTED) for row in runpy.run_path(str(Path(__file__).with_name("reverts.py")))["REVERTS"]
@@ -2091,5 +2115,6 @@ MUTANTS = (
     *_CLI,
     *_MODELS,
     *_VIZ,
+    *_BENCH_SIZES,
     *_REVERTS,
 )

@@ -15,6 +15,11 @@ def bench() -> int:
 
 def benches() -> dict[str, Callable[..., int]]:
     """The commands under `shardkit bench`, by name."""
-    from shardkit.cli.bench import compare, scale, schedules
+    from shardkit.cli.bench import compare, plot, scale, schedules
 
-    return {"compare": compare.compare, "scale": scale.scale, "schedules": schedules.schedules}
+    return {
+        "compare": compare.compare,
+        "plot": plot.plot,
+        "scale": scale.scale,
+        "schedules": schedules.schedules,
+    }

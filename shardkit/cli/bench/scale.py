@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import tyro
 
 from shardkit import bench
+from shardkit._platform import jax_has_started
 from shardkit.bench.scale import lines
 from shardkit.cli.bench.options import Output, header, kept
 from shardkit.simulated import offer_cpu_devices
@@ -41,7 +42,8 @@ def scale(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     if o.output.quick:
         sizes = {"devices": (1, 4096), "layers": (1, 2), "microbatches": (), "dims": ()}
         sizes |= {"compiled": 1, "rounds": 1, "children": False}
-    offer_cpu_devices(1)
+    if not jax_has_started():
+        offer_cpu_devices(1)
     print(header())
-    print("seconds are CPU time; compile MiB is the growth of the compiling process, temp KiB what a device needs to run\n")
+    print("seconds are CPU time; compile MiB: growth of the compiling process; temp KiB: what a device needs to run\n")
     return kept(bench.scale(**sizes, report=lambda records: print(f"{lines(records)}\n", flush=True)), o.output)
