@@ -3,6 +3,7 @@
 Start with `measure.py`. Imports everything but `cli/`; only `cli/` and the files in `benchmarks/` import it.
 """
 
+from shardkit.bench.chakra import ExecutionTrace
 from shardkit.bench.compare import Change, Comparison, compare
 from shardkit.bench.environment import calibration, environment
 from shardkit.bench.growth import exponent
@@ -10,6 +11,7 @@ from shardkit.bench.measure import MODES, Case, Sample, disagreement, interleave
 from shardkit.bench.records import FORMAT, Record, read, report, table, write, write_csv
 from shardkit.bench.scale import scale
 from shardkit.bench.schedules import Sizes, schedules
+from shardkit.bench.trace import execution_trace
 
 __all__ = [
     "FORMAT",
@@ -17,6 +19,7 @@ __all__ = [
     "Case",
     "Change",
     "Comparison",
+    "ExecutionTrace",
     "Record",
     "Sample",
     "Sizes",
@@ -24,6 +27,7 @@ __all__ = [
     "compare",
     "disagreement",
     "environment",
+    "execution_trace",
     "exponent",
     "interleaved",
     "measure",

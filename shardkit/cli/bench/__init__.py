@@ -15,11 +15,12 @@ def bench() -> int:
 
 def benches() -> dict[str, Callable[..., int]]:
     """The commands under `shardkit bench`, by name."""
-    from shardkit.cli.bench import compare, plot, scale, schedules
+    from shardkit.cli.bench import compare, plot, scale, schedules, trace
 
     return {
         "compare": compare.compare,
         "plot": plot.plot,
         "scale": scale.scale,
         "schedules": schedules.schedules,
+        "trace": trace.trace,
     }
