@@ -2076,6 +2076,20 @@ _VIZ = (
 
 _BENCH_SIZES = (
     Mutant(
+        "wrong-only-if-all-are",
+        "shardkit/cli/bench/options.py",
+        'int(any(record.get("wrong") for record in records))',
+        'int(all(record.get("wrong") for record in records))',
+        PASSES,
+    ),
+    Mutant(
+        "receive-from-the-target",
+        "shardkit/bench/chakra.py",
+        "if group[target] == rank:",
+        "if group[source] == rank:",
+        NEIGHBOUR,
+    ),
+    Mutant(
         "both-halves-of-a-backward-counted-twice",
         "shardkit/bench/schedules.py",
         'set(each.ops) - ({"I"} if "B" in each.ops else set())',
@@ -2091,7 +2105,7 @@ _BENCH_SIZES = (
     ),
     Mutant(
         "expected-over-achieved-upside-down",
-        "shardkit/viz/bench.py",
+        "shardkit/viz/panels.py",
         "return times[0] / times[1] if",
         "return times[1] / times[0] if",
         FIGURE,

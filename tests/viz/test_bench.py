@@ -6,7 +6,7 @@ import pytest
 
 from shardkit import bench, viz
 from shardkit.cli.bench.plot import Options, plot
-from shardkit.viz.bench import panels
+from shardkit.viz.panels import panels
 
 pytestmark = pytest.mark.check
 HEAD = {"format": bench.FORMAT, "version": 1, "environment": {"platform": "cpu"}}
