@@ -45,7 +45,7 @@ def panels(records: Iterable[Record]) -> list[list[Panel]]:
     benchmarks: dict[str, list[Record]] = {}
     for record in records:
         benchmarks.setdefault(str(record.get("benchmark")), []).append(record)
-    rows = [row for name, own in benchmarks.items() for row in _PLOTS.get(name, _ratios)(own)]
+    rows = [row for own in benchmarks.values() for row in _plots(own)(own)]
     kept = [[panel for panel in row if panel.bars or any(line.points for line in panel.lines)] for row in rows]
     return [row for row in kept if row]
 
@@ -62,14 +62,8 @@ def _line(name: str, records: Iterable[Record], x: str, y: Callable[[Record], fl
     return Line(name, tuple(sorted((a, b) for a, b in points.items() if a is not None and b is not None)))
 
 
-def _over(record: Record, expected: str) -> float | None:
-    """The share of what is expected that a record reaches: the expected time over its own."""
-    times = _number(record, expected), _number(record, "wall_us_median")
-    return times[0] / times[1] if times[0] and times[1] else None
-
-
 def _comm(records: list[Record]) -> list[list[Panel]]:
-    keys = [key for key in ("op", "impl", "dtype", "axis") if len({str(r.get(key)) for r in records}) > 1]
+    keys = [key for key in ("op", "impl", "dtype", "redop", "axes") if len({str(r.get(key)) for r in records}) > 1]
     series: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
         named = tuple(str(record.get(key)) for key in keys or ["op"])
@@ -79,7 +73,7 @@ def _comm(records: list[Record]) -> list[list[Panel]]:
         groups = {}
         for named, own in series.items():
             groups.setdefault(named[0], {})[named[1:]] = own
-    small = [r for r in records if (_number(r, "size_bytes") or math.inf) <= _SMALL]
+    small = [r for r in records if (_number(r, "size") or math.inf) <= _SMALL]
     out = []
     for op, inside in groups.items():
         of = {" ".join(named): own for named, own in inside.items()}
@@ -87,14 +81,14 @@ def _comm(records: list[Record]) -> list[list[Panel]]:
 
         def lines(y: Callable[[Record], float | None], only: list[Record] = records, of: Any = of) -> tuple[Line, ...]:
             here = {id(r) for r in only}
-            return tuple(_line(n, [r for r in own if id(r) in here], "size_bytes", y) for n, own in of.items())
+            return tuple(_line(n, [r for r in own if id(r) in here], "size", y) for n, own in of.items())
 
         row = [
-            Panel(f"{before}bus bandwidth", "size", "GB/s", lines(lambda r: _number(r, "busbw_gb_s"))),
+            Panel(f"{before}bus bandwidth", "size", "GB/s", lines(lambda r: _number(r, "busbw_GBps"))),
             Panel(f"{before}latency", "size", "us", lines(lambda r: _number(r, "wall_us_median"), small)),
         ]
-        for key, by in (("expected_us_fit", "the alpha-beta fit"), ("expected_us_chip", "the chip")):
-            share = lines(lambda r, key=key: _over(r, key))  # type: ignore[misc]
+        for key, by in (("of_fit", "the alpha-beta fit"), ("of_chip", "the chip")):
+            share = lines(partial(_number, key=key))
             row.append(Panel(f"{before}achieved over expected by {by}", "size", "share", share, level=1.0))
         out.append(row)
     return out
@@ -142,7 +136,7 @@ def _schedules(records: list[Record]) -> list[list[Panel]]:
 
 def _ratios(records: list[Record]) -> list[list[Panel]]:
     out = []
-    kinds = (("cpu_ratio_median", "CPU time"), ("wall_ratio_median", "wall time"))
+    kinds = (("cpu_ratio_median", "CPU time"), ("wall_ratio_median", "wall time"), ("hidden", "share hidden"))
     for place in dict.fromkeys((str(r.get("row")), str(r.get("mode", ""))) for r in records):
         own = [r for r in records if (str(r.get("row")), str(r.get("mode", ""))) == place]
         over = next((f", over {r['baseline']}" for r in own if r.get("baseline")), "")
@@ -156,8 +150,9 @@ def _bars(records: list[Record], kinds: Iterable[tuple[str, str]]) -> tuple[Bar,
     return tuple(Bar(case, kind, value) for case, kind, value in found if value is not None)
 
 
-_PLOTS: dict[str, Callable[[list[Record]], list[list[Panel]]]] = {
-    "comm": _comm,
-    "scale": _scale,
-    "schedules": _schedules,
-}
+# By a field that only their records have.
+_PLOTS = {"busbw_GBps": _comm, "trace_cpu_s": _scale, "gpipe_work_ratio": _schedules}
+
+
+def _plots(records: list[Record]) -> Callable[[list[Record]], list[list[Panel]]]:
+    return next((draw for field, draw in _PLOTS.items() if any(field in record for record in records)), _ratios)
