@@ -48,20 +48,20 @@ def test_the_quick_run_traces_thousands_of_devices_and_compiles_one(tmp_path, ca
         assert scale(Options(output=Output(quick=True, json=file))) == 0
     out, records = capsys.readouterr().out, bench.read(file)
     assert [(r["row"], r["case"]) for r in records] == [
-        *(("devices", case) for case in ("devices=1", "devices=4096", "exponent")),
-        *(("layers", case) for case in ("layers=1", "layers=2", "exponent")),
+        ("devices", case) for case in ("devices=1", "devices=4096", "exponent")
     ]
-    one, many, fit = records[:3]
+    one, many, fit = records
     assert one["compile_cpu_s"] > 0 and one["temp_bytes"] > 0 and many["compile_cpu_s"] is None
     assert many["trace_cpu_s"] > 0 and many["mesh"] == axes_of(4096)
     wanted, _ = bench.exponent([1, 4096], [one["program_bytes"], many["program_bytes"]])
     assert fit["program_exponent"] == pytest.approx(wanted, abs=1e-4) and fit["compile_exponent"] is None
-    assert out.count("\nexponent ") == 2 and any(line.split()[0] == "4,096" for line in out.splitlines() if line)
+    assert out.count("\nexponent ") == 1 and any(line.split()[0] == "4,096" for line in out.splitlines() if line)
 
 
 @pytest.mark.deep
 def test_a_child_process_compiles_and_reports_its_memory():
-    records = bench.scale(**NONE | {"devices": (2,), "microbatches": (4,)}, rounds=1)
+    with jax.numpy_dtype_promotion("standard"):
+        records = bench.scale(**NONE | {"devices": (2,), "microbatches": (4,)}, rounds=1)
     for r in records[::2]:
         assert r["compile_cpu_s"] > 0 and r["compile_rss_bytes"] > 2**20 and r["argument_bytes"] > r["parameters"]
     assert lines(records[:2]).splitlines()[-1].startswith("exponent")

@@ -40,7 +40,7 @@ def scale(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     sizes: dict[str, Any] = {name: getattr(o, name) for name in ("devices", "layers", "microbatches", "dims")}
     sizes |= {"compiled": o.compiled, "rounds": o.rounds}
     if o.output.quick:
-        sizes = {"devices": (1, 4096), "layers": (1, 2), "microbatches": (), "dims": ()}
+        sizes = {"devices": (1, 4096), "layers": (), "microbatches": (), "dims": ()}
         sizes |= {"compiled": 1, "rounds": 1, "children": False}
     if not jax_has_started():
         offer_cpu_devices(1)
