@@ -70,15 +70,18 @@ def results(records: Sequence[Mapping[str, Any]], file: str | Path | None = None
 def _drawn(rows: list[list[Panel]]) -> Figure:
     """The rows of plots, one below the other; lines of a row have their names at its right, bars theirs at the left."""
     heights = [_height(row) for row in rows]
-    beside = [_LABELS if any(panel.bars for panel in row) else _LEFT for row in rows]
-    ends = [_KEYS if any(panel.lines for panel in row) else _EDGE for row in rows]
-    across = max(len(row) * (_WIDE + side) + end for row, side, end in zip(rows, beside, ends, strict=True)) + _EDGE
+    before = [_LABELS if any(panel.bars for panel in row) else _LEFT for row in rows]
+    # A fit has its exponent in its name: each of these plots has its own names beside it.
+    after = [_KEYS / 2 * any(map(_fits, row)) for row in rows]
+    wide = [len(row) * (_WIDE + a + b) for row, a, b in zip(rows, before, after, strict=True)]
+    across = max(w + _KEYS * any(panel.lines for panel in row) for w, row in zip(wide, rows, strict=True)) + 2 * _EDGE
     up = sum(_TOP + height + _UNDER for height in heights) + _EDGE
     picture, top = blank(across, up), _EDGE
-    for row, height, side in zip(rows, heights, beside, strict=True):
+    for row, height, labels, keys in zip(rows, heights, before, after, strict=True):
         names = list(dict.fromkeys(line.name for panel in row for line in panel.lines if not line.fit))
         for column, panel in enumerate(row):
-            left, bottom = _EDGE + column * (_WIDE + side) + side, up - top - _TOP - height
+            left = _EDGE + column * (labels + _WIDE + keys) + labels
+            bottom = up - top - _TOP - height
             axes = picture.add_axes((left / across, bottom / up, _WIDE / across, height / up))
             axes.set_title(panel.title, size=_TEXT + 1.5, weight="bold", loc="left", pad=16 if panel.bars else 6)
             axes.set_xlabel(panel.across, size=_TEXT)
@@ -120,12 +123,16 @@ def _draw_lines(axes: Axes, panel: Panel, names: list[str], last: bool) -> None:
     for line in filter(lambda line: line.points, panel.lines):
         style = _style(names, line.name.split(" ~ ")[0] if line.fit else line.name, line.fit)
         axes.plot(*zip(*line.points, strict=True), label=line.name, gid=line.name, **style)
-    if any(line.fit for line in panel.lines):
-        axes.legend(fontsize=_TEXT - 1.5, frameon=False, loc="best")
+    beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.02, 1), "borderaxespad": 0, "frameon": False}
+    if _fits(panel):
+        axes.legend(fontsize=_TEXT - 1, **beside)
     elif last:  # the lines of a row have the same looks in all of its plots
         keys = [axes.plot([], [], label=name, **_style(names, name))[0] for name in names]
-        beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.02, 1), "borderaxespad": 0}
-        axes.legend(handles=keys, fontsize=_TEXT - 1, frameon=False, **beside)
+        axes.legend(handles=keys, fontsize=_TEXT - 1, **beside)
+
+
+def _fits(panel: Panel) -> bool:
+    return any(line.fit for line in panel.lines)
 
 
 def _draw_bars(axes: Axes, panel: Panel) -> None:

@@ -131,7 +131,7 @@ def _schedules(records: list[Record]) -> list[list[Panel]]:
     for count in sorted({r.get("microbatches", 0) for r in executed}):
         bars = _bars([r for r in executed if r.get("microbatches", 0) == count], kinds)
         row.append(Panel(f"{count} microbatches, over GPipe", "ratio", bars=bars, level=1.0))
-    return [row[start : start + 3] for start in range(0, len(row), 3)] or _ratios(records)
+    return [row[start : start + 2] for start in range(0, len(row), 2)] or _ratios(records)
 
 
 def _ratios(records: list[Record]) -> list[list[Panel]]:
@@ -151,7 +151,7 @@ def _bars(records: list[Record], kinds: Iterable[tuple[str, str]]) -> tuple[Bar,
 
 
 # By a field that only their records have.
-_PLOTS = {"busbw_GBps": _comm, "trace_cpu_s": _scale, "gpipe_work_ratio": _schedules}
+_PLOTS = {"busbw_GBps": _comm, "lower_cpu_s": _scale, "gpipe_work_ratio": _schedules}
 
 
 def _plots(records: list[Record]) -> Callable[[list[Record]], list[list[Panel]]]:
