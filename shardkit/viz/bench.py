@@ -113,6 +113,8 @@ def _style(names: list[str], name: str, fit: bool = False) -> dict[str, Any]:
 
 
 def _draw_lines(axes: Axes, panel: Panel, names: list[str], last: bool) -> None:
+    from matplotlib.lines import Line2D
+
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.grid(color="0.88", linewidth=0.6)
@@ -127,7 +129,7 @@ def _draw_lines(axes: Axes, panel: Panel, names: list[str], last: bool) -> None:
     if _fits(panel):
         axes.legend(fontsize=_TEXT - 1, **beside)
     elif last:  # the lines of a row have the same looks in all of its plots
-        keys = [axes.plot([], [], label=name, **_style(names, name))[0] for name in names]
+        keys = [Line2D([], [], label=name, **_style(names, name)) for name in names]
         axes.legend(handles=keys, fontsize=_TEXT - 1, **beside)
 
 

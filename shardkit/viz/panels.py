@@ -63,7 +63,10 @@ def _line(name: str, records: Iterable[Record], x: str, y: Callable[[Record], fl
 
 
 def _comm(records: list[Record]) -> list[list[Panel]]:
-    keys = [key for key in ("op", "impl", "dtype", "redop", "axes") if len({str(r.get(key)) for r in records}) > 1]
+    ops = len({str(r.get("op")) for r in records})
+    keys = ["op"] * (ops > 1)
+    for key in ("impl", "dtype", "redop", "axes"):  # named where it differs within an operation
+        keys += [key] * (len({(str(r.get("op")), str(r.get(key))) for r in records}) > ops)
     series: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
         named = tuple(str(record.get(key)) for key in keys or ["op"])

@@ -85,7 +85,9 @@ def test_axes_are_logarithmic_and_lines_differ_without_color():
 
 
 def test_many_lines_are_split_by_operation():
-    plots = drawn(comm(ops=("all_reduce", "all_gather", "broadcast"), impls=("lax", "ring", "two", "three")))
+    impls = ("lax", "ring", "two", "three")
+    summed = comm(ops=("all_reduce",), impls=impls)
+    plots = drawn(summed + comm(ops=("all_gather", "broadcast"), impls=impls, redop="none"))
     assert len(plots) == 9 and plots[3][0] == "all_gather: bus bandwidth"
     assert set(plots[3][1]) == {"lax", "ring", "two", "three"}
     assert set(drawn(comm(ops=("all_reduce", "all_gather")))[0][1]) == {
@@ -97,7 +99,7 @@ def test_many_lines_are_split_by_operation():
 def test_a_missing_field_leaves_its_points_out(missing):
     whole = comm()
     some = [{k: v for k, v in r.items() if k != missing} if r["impl"] == "ring" else r for r in whole]
-    assert any("lax" in name for _, lines in drawn(some) for name in lines)
+    assert any(lines for _, lines in drawn(some))
     for value in (None, math.nan, math.inf, 0, -1.0, "x", True):
         assert panels([whole[0], whole[1] | {missing: value}, whole[2]])
 
