@@ -3,15 +3,20 @@
 Start with `measure.py`. Imports everything but `cli/`; only `cli/` and the files in `benchmarks/` import it.
 """
 
+from shardkit.bench.chakra import ExecutionTrace
 from shardkit.bench.comm import comm
 from shardkit.bench.compare import Change, Comparison, compare
 from shardkit.bench.environment import calibration, environment
 from shardkit.bench.fit import Fit, alpha_beta
+from shardkit.bench.growth import exponent
 from shardkit.bench.measure import MODES, Case, disagreement, measure
 from shardkit.bench.measured import Crossover, crossovers, links
 from shardkit.bench.records import FORMAT, Record, read, report, table, write, write_csv
 from shardkit.bench.rounds import Sample, interleaved, measure_functions, summarise
+from shardkit.bench.scale import scale
+from shardkit.bench.schedules import Sizes, schedules
 from shardkit.bench.throttle import throttled
+from shardkit.bench.trace import execution_trace
 
 __all__ = [
     "FORMAT",
@@ -20,9 +25,11 @@ __all__ = [
     "Change",
     "Comparison",
     "Crossover",
+    "ExecutionTrace",
     "Fit",
     "Record",
     "Sample",
+    "Sizes",
     "alpha_beta",
     "calibration",
     "comm",
@@ -30,12 +37,16 @@ __all__ = [
     "crossovers",
     "disagreement",
     "environment",
+    "execution_trace",
+    "exponent",
     "interleaved",
     "links",
     "measure",
     "measure_functions",
     "read",
     "report",
+    "scale",
+    "schedules",
     "summarise",
     "table",
     "throttled",

@@ -2210,6 +2210,43 @@ _VIZ = (
     ),
 )
 
+_BENCH_SIZES = (
+    Mutant(
+        "wrong-only-if-all-are",
+        "shardkit/cli/bench/options.py",
+        'int(any(record.get("wrong") for record in records))',
+        'int(all(record.get("wrong") for record in records))',
+        PASSES,
+    ),
+    Mutant(
+        "receive-from-the-target",
+        "shardkit/bench/chakra.py",
+        "if group[target] == rank:",
+        "if group[source] == rank:",
+        NEIGHBOUR,
+    ),
+    Mutant(
+        "both-halves-of-a-backward-counted-twice",
+        "shardkit/bench/schedules.py",
+        'set(each.ops) - ({"I"} if "B" in each.ops else set())',
+        "set(each.ops)",
+        TWICE,
+    ),
+    Mutant(
+        "exponent-of-one-size",
+        "shardkit/bench/growth.py",
+        "if len({x for x, _ in kept}) < 2:",
+        "if len({x for x, _ in kept}) < 1:",
+        BOUNDARY,
+    ),
+    Mutant(
+        "all-sizes-are-latencies",
+        "shardkit/viz/panels.py",
+        "_SMALL = 64 * 1024",
+        "_SMALL = 2**30",
+        BOUNDARY,
+    ),
+)
 
 # By its path, as test_mutants.py reads this file.
 _REVERTS = tuple(
@@ -2229,5 +2266,6 @@ MUTANTS = (
     *_MODELS,
     *_VIZ,
     *_BENCH,
+    *_BENCH_SIZES,
     *_REVERTS,
 )

@@ -15,6 +15,14 @@ def bench() -> int:
 
 def benches() -> dict[str, Callable[..., int]]:
     """The commands under `shardkit bench`, by name."""
-    from shardkit.cli.bench import comm, compare, links
+    from shardkit.cli.bench import comm, compare, links, plot, scale, schedules, trace
 
-    return {"comm": comm.comm, "compare": compare.compare, "links": links.links}
+    return {
+        "comm": comm.comm,
+        "links": links.links,
+        "schedules": schedules.schedules,
+        "scale": scale.scale,
+        "compare": compare.compare,
+        "plot": plot.plot,
+        "trace": trace.trace,
+    }

@@ -1,0 +1,166 @@
+"""Results of `shardkit bench` as pictures: bandwidth and latency against size, ratios, schedules, and what grows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardkit._check import quoted
+from shardkit._typed import typed
+from shardkit.viz.colours import RGB, ramp
+from shardkit.viz.panels import Panel, panels
+from shardkit.viz.picture import blank, file_of, save
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Inches.
+_WIDE, _TALL, _LEFT, _TOP, _UNDER, _LABELS, _KEYS = 3.6, 2.7, 0.85, 0.55, 0.55, 2.6, 2.4
+_BAR, _EDGE = 0.2, 0.15
+_MARKERS, _DASHES, _HATCHES = "os^Dv<>P*X", ("-", "--", "-.", ":"), ("", "////", "....", "xxxx", "\\\\\\\\")
+_TEXT = 7.0  # points
+
+
+@partial(typed, where="viz.results")
+def results(records: Sequence[Mapping[str, Any]], file: str | Path | None = None) -> Any:
+    """The picture of results of `shardkit bench`: what each benchmark is read by.
+
+    | benchmark | plots |
+    |---|---|
+    | comm | bus bandwidth against size, time against small sizes, achieved over expected; a line per op and impl |
+    | scale | seconds and bytes against what grows, with the fitted line and its exponent |
+    | schedules | simulated work beside executed CPU time, both over GPipe, a plot per number of microbatches |
+    | others | ratios to the baseline, a bar per case |
+
+    Colors are safe for color blindness, and markers and hatches tell the same in black and white. Values that are
+    missing or not positive are left out; of a case that stands several times, the last is drawn.
+
+    Args:
+        records: of `bench.read`, of one benchmark or of several.
+        file: a .png or .svg to write; missing directories are created. The same records give the same bytes.
+
+    Returns:
+        A matplotlib figure, which notebooks show. The gid of a line is its name, of a bar its label and its kind.
+
+    Raises:
+        ValueError: nothing to draw; another kind of file.
+        RuntimeError: matplotlib is not installed.
+
+    Example:
+        >>> times = {"cpu_ratio_median": 1.2, "wall_ratio_median": 1.1}
+        >>> picture = sk.viz.results([{"benchmark": "steps", "row": "8 devices", "case": "fsdp", **times}])
+    """
+    path = None if file is None else file_of("viz.results", file)
+    rows = panels(records)
+    if not rows:
+        found = quoted(sorted({str(record.get("benchmark")) for record in records})) or "none"
+        raise ValueError(
+            f"viz.results: the records must have sizes with times, or ratios; got benchmarks {found} without any. Pass "
+            "the results of a measurement, as --json writes them."
+        )
+    picture = _drawn(rows)
+    if path is not None:
+        save(picture, path)
+    return picture
+
+
+def _drawn(rows: list[list[Panel]]) -> Figure:
+    """The rows of plots, one below the other; lines of a row have their names at its right, bars theirs at the left."""
+    heights = [_height(row) for row in rows]
+    before = [_LABELS if any(panel.bars for panel in row) else _LEFT for row in rows]
+    # A fit has its exponent in its name: each of these plots has its own names beside it.
+    after = [_KEYS / 2 * any(map(_fits, row)) for row in rows]
+    wide = [len(row) * (_WIDE + a + b) for row, a, b in zip(rows, before, after, strict=True)]
+    across = max(w + _KEYS * any(panel.lines for panel in row) for w, row in zip(wide, rows, strict=True)) + 2 * _EDGE
+    up = sum(_TOP + height + _UNDER for height in heights) + _EDGE
+    picture, top = blank(across, up), _EDGE
+    for row, height, labels, keys in zip(rows, heights, before, after, strict=True):
+        names = list(dict.fromkeys(line.name for panel in row for line in panel.lines if not line.fit))
+        for column, panel in enumerate(row):
+            left = _EDGE + column * (labels + _WIDE + keys) + labels
+            bottom = up - top - _TOP - height
+            axes = picture.add_axes((left / across, bottom / up, _WIDE / across, height / up))
+            axes.set_title(panel.title, size=_TEXT + 1.5, weight="bold", loc="left", pad=16 if panel.bars else 6)
+            axes.set_xlabel(panel.across, size=_TEXT)
+            axes.set_ylabel(panel.up, size=_TEXT)
+            axes.tick_params(labelsize=_TEXT, which="both")
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.set_axisbelow(True)
+            if panel.bars:
+                _draw_bars(axes, panel)
+            else:
+                _draw_lines(axes, panel, names, column == len(row) - 1)
+        top += _TOP + height + _UNDER
+    return picture
+
+
+def _height(row: list[Panel]) -> float:
+    return max(max(_TALL if panel.lines else 0.0, _BAR * (len(panel.bars) + 1)) for panel in row)
+
+
+def _style(names: list[str], name: str, fit: bool = False) -> dict[str, Any]:
+    """The look of a line; the lightest color of the ramp is too light for one."""
+    number = names.index(name)
+    colour: RGB = ramp(number, len(names) + 1)
+    if fit:
+        return {"color": colour, "linestyle": ":", "linewidth": 1.0}
+    edge = {"markersize": 4, "markeredgecolor": "black", "markeredgewidth": 0.4, "linewidth": 1.2}
+    marker, dashes = _MARKERS[number % len(_MARKERS)], _DASHES[number % len(_DASHES)]
+    return {"color": colour, "marker": marker, "linestyle": dashes, **edge}
+
+
+def _draw_lines(axes: Axes, panel: Panel, names: list[str], last: bool) -> None:
+    from matplotlib.lines import Line2D
+
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.grid(color="0.88", linewidth=0.6)
+    if panel.across == "size":
+        axes.xaxis.set_major_formatter(lambda x, _: _size(x))
+    if panel.level is not None:
+        axes.axhline(panel.level, color="0.35", linewidth=0.8)
+    for line in filter(lambda line: line.points, panel.lines):
+        style = _style(names, line.name.split(" ~ ")[0] if line.fit else line.name, line.fit)
+        axes.plot(*zip(*line.points, strict=True), label=line.name, gid=line.name, **style)
+    beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.02, 1), "borderaxespad": 0, "frameon": False}
+    if _fits(panel):
+        axes.legend(fontsize=_TEXT - 1, **beside)
+    elif last:  # the lines of a row have the same looks in all of its plots
+        keys = [Line2D([], [], label=name, **_style(names, name)) for name in names]
+        axes.legend(handles=keys, fontsize=_TEXT - 1, **beside)
+
+
+def _fits(panel: Panel) -> bool:
+    return any(line.fit for line in panel.lines)
+
+
+def _draw_bars(axes: Axes, panel: Panel) -> None:
+    labels = list(dict.fromkeys(bar.label for bar in panel.bars))
+    kinds = list(dict.fromkeys(bar.kind for bar in panel.bars))
+    thick = 0.8 / len(kinds)
+    for number, kind in enumerate(kinds):
+        own = [bar for bar in panel.bars if bar.kind == kind]
+        places = [labels.index(bar.label) + (number - (len(kinds) - 1) / 2) * thick for bar in own]
+        how: dict[str, Any] = {"color": ramp(number, len(kinds) + 1), "hatch": _HATCHES[number % len(_HATCHES)]}
+        drawn = axes.barh(places, [b.value for b in own], thick, edgecolor="white", linewidth=0.5, label=kind, **how)
+        for bar, patch, place in zip(own, drawn.patches, places, strict=True):
+            patch.set_gid(f"{bar.label}, {kind}")
+            axes.text(bar.value, place, f" {bar.value:.2f}", size=_TEXT - 1.5, va="center")
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_ylim(len(labels) - 0.4, -0.6)
+    axes.margins(x=0.12)
+    axes.axvline(panel.level or 1.0, color="0.35", linewidth=0.8)
+    axes.grid(axis="x", color="0.88", linewidth=0.6)
+    axes.legend(fontsize=_TEXT - 1, frameon=False, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.1, ncols=2)
+
+
+def _size(bytes_: float) -> str:
+    """A number of bytes as in `4 KiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if bytes_ < 1024 or unit == "GiB":
+            return f"{bytes_:g} {unit}"
+        bytes_ /= 1024
+    raise AssertionError("unreachable")
