@@ -6,8 +6,10 @@ Start with `measure.py`. Imports everything but `cli/`; only `cli/` and the file
 from shardkit.bench.compare import Change, Comparison, compare
 from shardkit.bench.environment import calibration, environment
 from shardkit.bench.measure import MODES, Case, disagreement, measure
+from shardkit.bench.plan_cases import Workload, reference
 from shardkit.bench.records import FORMAT, Record, read, report, table, write, write_csv
 from shardkit.bench.rounds import Sample, interleaved, measure_functions, summarise
+from shardkit.bench.strategies import strategies
 
 __all__ = [
     "FORMAT",
@@ -17,6 +19,7 @@ __all__ = [
     "Comparison",
     "Record",
     "Sample",
+    "Workload",
     "calibration",
     "compare",
     "disagreement",
@@ -25,7 +28,9 @@ __all__ = [
     "measure",
     "measure_functions",
     "read",
+    "reference",
     "report",
+    "strategies",
     "summarise",
     "table",
     "write",

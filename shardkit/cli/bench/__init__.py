@@ -15,6 +15,6 @@ def bench() -> int:
 
 def benches() -> dict[str, Callable[..., int]]:
     """The commands under `shardkit bench`, by name."""
-    from shardkit.cli.bench import compare
+    from shardkit.cli.bench import compare, strategies
 
-    return {"compare": compare.compare}
+    return {"compare": compare.compare, "strategies": strategies.strategies}
