@@ -15,6 +15,6 @@ def bench() -> int:
 
 def benches() -> dict[str, Callable[..., int]]:
     """The commands under `shardkit bench`, by name."""
-    from shardkit.cli.bench import compare, strategies
+    from shardkit.cli.bench import compare, overlap, strategies
 
-    return {"compare": compare.compare, "strategies": strategies.strategies}
+    return {"compare": compare.compare, "overlap": overlap.overlap, "strategies": strategies.strategies}
