@@ -69,8 +69,8 @@ def overlap(
         progress: called with the name of each case before it is compiled.
 
     Returns:
-        For each case a record with "method", "compute_us", "communication_us", "together_us" and "hidden"; "hidden" is
-        None where nothing is sent.
+        For each case a record with "method", "compute_us", "communication_us", "together_us" and "hidden_share",
+        which is None where nothing is sent.
 
     Raises:
         ValueError: simulated devices to measure on, fewer than two, or no case of such a name.
@@ -134,7 +134,7 @@ def text(records: Sequence[Record]) -> str:
         lines = [("case", "compute ms", "communication ms", "their sum", "their maximum", "together", "hidden")]
         for r in records:
             one, other, both = (r[f"{name}_us"] / 1e3 for name in ("compute", "communication", "together"))
-            hidden = "" if r["hidden"] is None else f"{r['hidden']:.0%}"
+            hidden = "" if r["hidden_share"] is None else f"{r['hidden_share']:.0%}"
             times = [f"{t:.3f}" for t in (one, other, one + other, max(one, other), both)]
             lines.append((r["case"], *times, hidden))
     return f"{table(lines)}\n{records[0]['row']}, {METHODS[method]}"
@@ -180,7 +180,7 @@ def _times(compute: float, communication: float, together: float) -> dict[str, A
         "compute_us": round(compute, 3),
         "communication_us": round(communication, 3),
         "together_us": round(together, 3),
-        "hidden": hidden and round(hidden, 4),
+        "hidden_share": hidden and round(hidden, 4),
     }
 
 
