@@ -2124,6 +2124,41 @@ _BENCH = (
         'text.removesuffix("%")) / (1 if text.endswith("%") else 1)',
         FIGURE,
     ),
+    Mutant(
+        "hidden-of-the-longer",
+        "shardkit/bench/overlap.py",
+        "together) / min(compute, communication)",
+        "together) / max(compute, communication)",
+        DIVISION,
+    ),
+    Mutant(
+        "predicted-without-overlap",
+        "shardkit/bench/overlap.py",
+        "compute + report.exposed_seconds * 1e6",
+        "compute + wire",
+        TERM,
+    ),
+    Mutant(
+        "tolerance-of-the-same-order",
+        "shardkit/bench/strategies.py",
+        "jax.device_put(jnp.flip(x, 0), x.sharding)",
+        "jax.device_put(x, x.sharding)",
+        PASSES,
+    ),
+    Mutant(
+        "stages-of-unequal-layers",
+        "shardkit/bench/plan_cases.py",
+        "model > 1 and work.config.layers % model == 0",
+        "model > 1",
+        REFUSAL,
+    ),
+    Mutant(
+        "microbatches-summed",
+        "shardkit/bench/tutorial.py",
+        "micro) / (ways * count)",
+        "micro) / ways",
+        DIVISION,
+    ),
 )
 
 # By its path, as test_mutants.py reads this file.
