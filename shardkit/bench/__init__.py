@@ -11,10 +11,14 @@ from shardkit.bench.fit import Fit, alpha_beta
 from shardkit.bench.growth import exponent
 from shardkit.bench.measure import MODES, Case, disagreement, measure
 from shardkit.bench.measured import Crossover, crossovers, links
+from shardkit.bench.overlap import overlap, share_hidden, written
+from shardkit.bench.overlap_cases import Size
+from shardkit.bench.plan_cases import Workload, reference
 from shardkit.bench.records import FORMAT, Record, read, report, table, write, write_csv
 from shardkit.bench.rounds import Sample, interleaved, measure_functions, summarise
 from shardkit.bench.scale import scale
 from shardkit.bench.schedules import Sizes, schedules
+from shardkit.bench.strategies import strategies
 from shardkit.bench.throttle import throttled
 from shardkit.bench.trace import execution_trace
 
@@ -29,7 +33,9 @@ __all__ = [
     "Fit",
     "Record",
     "Sample",
+    "Size",
     "Sizes",
+    "Workload",
     "alpha_beta",
     "calibration",
     "comm",
@@ -43,13 +49,18 @@ __all__ = [
     "links",
     "measure",
     "measure_functions",
+    "overlap",
     "read",
+    "reference",
     "report",
     "scale",
     "schedules",
+    "share_hidden",
+    "strategies",
     "summarise",
     "table",
     "throttled",
     "write",
     "write_csv",
+    "written",
 ]

@@ -30,7 +30,7 @@ class Case(NamedTuple):
     Attributes:
         name: how it is listed.
         step: `step(carry, *args) -> (carry, value)`, what one call does; the carry feeds the next call and the value
-            may be None. A function that is jitted already is dispatched as it is, with its own donation.
+            may be None. A function that is jitted or compiled already is dispatched as it is, with its own donation.
         carry: the carry that every round starts from; it is copied, so donation does not consume it.
         args: arrays that each call is given, after the carry.
         checked: `checked(carry, value) -> pytree of arrays`: what is compared after the last call of a round, outside
@@ -165,7 +165,7 @@ def _inside(case: Case, calls: int, donate: bool) -> Callable[..., tuple[Any, An
 
 
 def _dispatched(case: Case, calls: int, donate: bool) -> Callable[..., tuple[Any, Any]]:
-    jitted = hasattr(case.step, "lower")
+    jitted = isinstance(case.step, jax.stages.Compiled) or hasattr(case.step, "lower")
     step = case.step if jitted else jax.jit(case.step, donate_argnums=(0,) if donate else ())
 
     def loop(carry: Any, *args: Any) -> tuple[Any, Any]:

@@ -2246,6 +2246,41 @@ _BENCH_SIZES = (
         "_SMALL = 2**30",
         BOUNDARY,
     ),
+    Mutant(
+        "hidden-of-the-longer",
+        "shardkit/bench/overlap.py",
+        "together) / min(compute, communication)",
+        "together) / max(compute, communication)",
+        DIVISION,
+    ),
+    Mutant(
+        "predicted-without-overlap",
+        "shardkit/bench/overlap.py",
+        "compute + report.exposed_seconds * 1e6",
+        "compute + wire",
+        TERM,
+    ),
+    Mutant(
+        "tolerance-of-the-same-order",
+        "shardkit/bench/strategies.py",
+        "jax.device_put(jnp.flip(x, 0), x.sharding)",
+        "jax.device_put(x, x.sharding)",
+        PASSES,
+    ),
+    Mutant(
+        "stages-of-unequal-layers",
+        "shardkit/bench/plan_cases.py",
+        "model > 1 and work.config.layers % model == 0",
+        "model > 1",
+        REFUSAL,
+    ),
+    Mutant(
+        "microbatches-summed",
+        "shardkit/bench/tutorial.py",
+        "micro) / (ways * count)",
+        "micro) / ways",
+        DIVISION,
+    ),
 )
 
 # By its path, as test_mutants.py reads this file.

@@ -15,11 +15,13 @@ def bench() -> int:
 
 def benches() -> dict[str, Callable[..., int]]:
     """The commands under `shardkit bench`, by name."""
-    from shardkit.cli.bench import comm, compare, links, plot, scale, schedules, trace
+    from shardkit.cli.bench import comm, compare, links, overlap, plot, scale, schedules, strategies, trace
 
     return {
         "comm": comm.comm,
         "links": links.links,
+        "overlap": overlap.overlap,
+        "strategies": strategies.strategies,
         "schedules": schedules.schedules,
         "scale": scale.scale,
         "compare": compare.compare,

@@ -1,0 +1,98 @@
+"""`shardkit bench strategies data=2 model=4`: one model under every plan that fits, beside jit and one device."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import tyro
+
+from shardkit import bench
+from shardkit.bench.plan_cases import Workload, cases_of, left_out
+from shardkit.bench.strategies import text
+from shardkit.cli.bench.options import Output, header, kept
+from shardkit.cli.plans import mesh_words
+from shardkit.cli.run import mesh_of
+from shardkit.cli.target import load
+from shardkit.models import transformer
+
+_QUICK = {"layers": 4, "dim": 16, "heads": 4, "examples": 16, "tokens": 4, "calls": 2, "rounds": 2}
+
+_QUICK_CASES: tuple[str, ...] = (
+    "jit: dp", "jit, constraints: fsdp", "zero1", "fsdp", "fsdp, by layer", "dp x tp", "tp, sequence",
+    "fsdp x tp, sequence", "tutorial: fsdp, 2 microbatches", "tutorial: GPipe scan", "1F1B",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options(Output):
+    """Options of `shardkit bench strategies`."""
+
+    mesh: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[AXIS=SIZE ...]")] = (
+        "data=2",
+        "model=4",
+    )
+    """Axes and sizes: "data" splits examples, "model" splits layers; plans of data parallelism use both."""
+    model: str | None = None
+    """MODULE:FUNCTION that returns (loss_fn, params, batch), or with specs of the parameters over "model" as a fourth;
+    by default the reference transformer."""
+    only: tuple[str, ...] = ()
+    """Cases to measure beside one device, by name."""
+    layers: int = 4
+    """Layers of the reference transformer."""
+    dim: int = 128
+    """Its width."""
+    heads: int = 4
+    """Its heads."""
+    examples: int = 16
+    """Sequences in the global batch."""
+    tokens: int = 64
+    """Tokens of each."""
+    calls: int = 2
+    """Steps of each case in each round."""
+    rounds: int = 25
+    """Rounds, in each of which every case takes its turn."""
+
+
+def strategies(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
+    """Measure a model under every plan that fits a mesh, beside one device, jit's partitioner and tutorials' steps.
+
+    The exit code is 1 if the results of a case differ from one device's by more than rounding.
+    """
+    words = options.mesh
+    wrong = [axis for axis in mesh_words(words, "strategies") if axis not in ("data", "model")]
+    if wrong:
+        raise ValueError(
+            f"strategies: the axes must be 'data' and 'model'; got {wrong[0]!r}. Write for example data=4 model=2; "
+            "pipelines run over 'model'."
+        )
+    sizes: dict[str, Any] = {name: getattr(options, name) for name in _QUICK} | (_QUICK if options.quick else {})
+    mesh = mesh_of("strategies", words, many=False)
+    config = transformer.Config(layers=sizes["layers"], dim=sizes["dim"], heads=sizes["heads"])
+    work = _users(options.model) if options.model else bench.reference(config, sizes["examples"], sizes["tokens"])
+    print(header())
+    for reason in left_out(mesh.shape, work):
+        print(f"left out: {reason}")
+    how: dict[str, Any] = {name: sizes[name] for name in ("calls", "rounds")}
+    only = options.only
+    if options.quick:
+        how["compiler_options"] = {"xla_backend_optimization_level": 0}  # compiles in a third of the time
+        only = only or tuple(name for name in _QUICK_CASES if name in cases_of(work, mesh))
+    records = bench.strategies(work, mesh=mesh, only=only, progress=_progress, **how)
+    print("\n" + text(records), flush=True)
+    return kept(records, options)
+
+
+def _users(name: str) -> Workload:
+    loss_fn, rest = load(name)
+    if len(rest) not in (2, 3):
+        raise ValueError(
+            "strategies: --model must name a function that returns (loss_fn, params, batch), or (loss_fn, params, "
+            f"batch, rules); {name} returned a tuple of {1 + len(rest)}. Return these."
+        )
+    return Workload(loss_fn, *rest)
+
+
+def _progress(name: str) -> None:
+    print(f"compiling {name}", file=sys.stderr, flush=True)

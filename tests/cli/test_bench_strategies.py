@@ -1,0 +1,92 @@
+"""`shardkit bench strategies`: its smallest run, what it refuses, and a model of one's own."""
+
+import pytest
+
+from shardkit import bench
+
+MAKE = """
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+params = {"up": jnp.linspace(-1, 1, 512).reshape(16, 32), "down": jnp.linspace(-1, 1, 512).reshape(32, 16)}
+batch = {"x": jnp.sin(jnp.arange(512.0)).reshape(32, 16)}
+
+def loss_fn(params, batch, keys):
+    return jnp.mean((jnp.tanh(batch["x"] @ params["up"]) @ params["down"] - batch["x"]) ** 2)
+
+def over_the_batch(params, batch, keys):
+    return jnp.mean((jnp.tanh(batch["x"] @ params["up"]) - batch["x"].mean()) ** 2)
+
+def make():
+    return loss_fn, params, batch, {"up": P(None, "model"), "down": P("model")}
+
+def wrong():
+    return over_the_batch, params, batch
+
+def short():
+    return loss_fn, params
+"""
+REFUSED = {
+    ("stage=2",): "the axes must be 'data' and 'model'; got 'stage'. Write for example data=4 model=2; pipelines run "
+    "over 'model'.",
+    ("data=two",): "the mesh must be given as AXIS=SIZE; got 'data=two'. Write for example data=8.",
+}
+
+
+@pytest.fixture
+def module(tmp_path):
+    (tmp_path / "made.py").write_text(MAKE)
+    return tmp_path / "made.py"
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_mesh_of_other_axes_is_refused(words, inside):
+    assert inside("bench", "strategies", *words, code=2).stderr == f"error: strategies: {REFUSED[words]}\n"
+
+
+def test_a_model_of_ones_own_must_be_made_whole(inside, module):
+    out = inside("bench", "strategies", "--model", f"{module}:short", code=2)
+    assert out.stderr == (
+        "error: strategies: --model must name a function that returns (loss_fn, params, batch), or (loss_fn, params, "
+        f"batch, rules); {module}:short returned a tuple of 2. Return these.\n"
+    )
+
+
+# proves F83: a plan and a tutorial's step beside one device, in one table of one run
+def test_a_quick_run_agrees_with_one_device(inside, tmp_path):
+    """What autodiff reduces in every microbatch is twice what the gradients are, and gives the same numbers."""
+    file, name = tmp_path / "out.jsonl", "tutorial: dp, 2 microbatches"
+    out = inside("bench", "strategies", "--quick", "--only", name, "--json", file).stdout
+    one, tutorial = bench.read(file)
+    assert one["row"] == "data=2, model=4" and tutorial["baseline"] == "one device"
+    assert 0 < tutorial["disagreement_relative_max"] < tutorial["tolerance_relative"] < 1e-4 and not tutorial["wrong"]
+    assert one["wire_bytes"] == 0 < tutorial["wire_bytes"] == tutorial["written_bytes"]
+    parameters = (one["held_bytes"] - 16 * 4 * 2 * 4 - 4) / 3  # beside two moments, the batch and a counter
+    assert tutorial["written_bytes"] == pytest.approx(2 * 2 * 7 / 8 * parameters, rel=0.01)  # microbatches, a ring
+    assert "results agree within" in out.splitlines()[-1]
+
+
+def test_a_model_whose_loss_is_no_mean_of_examples_is_exit_code_1(inside, module):
+    """A loss over statistics of its batch is another loss where the batch is split."""
+    out = inside("bench", "strategies", "--quick", "--model", f"{module}:wrong", "--only", "dp", code=1).stdout
+    assert " WRONG" in out and "left out: pipelines, which need the reference transformer" in out
+
+
+def test_a_model_of_ones_own_runs_under_the_rules_it_came_with(inside, module, tmp_path):
+    file = tmp_path / "out.jsonl"
+    only = ["--only", "fsdp x rules"]
+    inside("bench", "strategies", "--quick", "--model", f"{module}:make", *only, "--json", file)
+    assert [(r["case"], r["wrong"]) for r in bench.read(file)] == [("one device", 0), ("fsdp x rules", 0)]
+
+
+@pytest.mark.deep
+def test_every_case_of_both_models_agrees(inside, module, tmp_path):
+    for words in (["--layers", 4], ["--model", f"{module}:make"]):
+        help = inside("bench", "strategies", *words, "--only", "?", code=2).stderr
+        every = help.partition("these fit: '")[2].partition("'. Pass")[0].split("', '")
+        file = tmp_path / f"{len(every)}.jsonl"
+        inside("bench", "strategies", "--quick", *words, "--only", *every, "--json", file)
+        records = bench.read(file)
+        assert [record["case"] for record in records] == ["one device", *every] and len(every) >= 16
+        assert not any(record["wrong"] for record in records)
