@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import inspect
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -48,10 +49,23 @@ def public():
 
 
 def examples_of(name, function):
-    names = {"sk": sk, "jax": jax, "jnp": jnp, "np": np, "optax": optax, "P": P}
+    names = {"sk": sk, "jax": JAX, "jnp": jnp, "np": np, "optax": optax, "P": P}
     return doctest.DocTestParser().get_doctest(inspect.getdoc(function) or "", names, name, None, 0)
 
 
+def compiled(*args, **options):
+    """jax.shard_map in one program: where it is called on arrays, it compiles each operation, as a hundred of them."""
+    mapped = jax.shard_map(*args, **options)
+    jitted = jax.jit(mapped)
+
+    def call(*args):
+        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
+        return (mapped if traced else jitted)(*args)
+
+    return call
+
+
+JAX = SimpleNamespace(**vars(jax) | {"shard_map": compiled})
 EXAMPLES = {name: each for name, each in public().items() if ">>>" in (each.__doc__ or "")}
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from shardkit.layout import all_axes
 from shardkit.testing._interpreter import joined, pieces_of
+from support.tiers import DEEP
 
 
 def under_vmap(kernel, sizes, in_specs, out_spec):
@@ -20,4 +21,4 @@ def under_vmap(kernel, sizes, in_specs, out_spec):
         pieces = [pieces_of(jnp.asarray(x), spec, sizes) for x, spec in zip(args, in_specs, strict=True)]
         return joined(one(jnp.zeros(tuple(sizes.values())), *pieces), out_spec, sizes)
 
-    return run
+    return run if DEEP else jax.jit(run)  # operation by operation it compiles a hundred programs

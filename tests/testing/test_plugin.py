@@ -57,7 +57,7 @@ def test_a_users_suite_and_the_failing_mesh_first(tmp_path):  # proves F72
     report = text.split("test_both[data=2,model=4] ____")[1].split("FAILED")[0]
     first = next(line for line in report.splitlines()[1:] if line.strip())
     assert first == "mesh = data=2,model=4"
-    assert "\nmesh = data=2,model=4\n" in pytest_run(tmp_path, "--tb=short", test_user=USER)[1]
+    assert "\nmesh = data=2,model=4\n" in pytest_run(tmp_path, "--tb=short", "-k", "test_both", test_user=USER)[1]
 
 
 @pytest.mark.deep
