@@ -9,6 +9,7 @@ import numpy as np
 
 from shardkit import _check
 from shardkit.bench.records import Record
+from shardkit.bench.rounds import divided, midmean
 from shardkit.layout import table
 
 _RESAMPLES = 2000
@@ -23,8 +24,8 @@ class Change(NamedTuple):
         benchmark, row, mode, case: which one.
         measure: what is compared: "cpu" or "wall" time, as a ratio to the baseline in the same round, and of the
             baseline itself to the calibration loop.
-        old: the median ratio before.
-        new: the median ratio after.
+        old: the ratio before, of all rounds together, as in `summarise`.
+        new: the ratio after.
         change: new / old - 1.
         low: the lower end of its 99 % interval, by bootstrap over rounds.
         high: the upper end.
@@ -72,9 +73,9 @@ class Comparison(NamedTuple):
 def compare(old: Sequence[Record], new: Sequence[Record], *, threshold: float = 0.05) -> Comparison:
     """Compares two runs by ratios that were taken within a round, so that a slower hour is not a slower program.
 
-    A case is called slower if its median ratio grew by more than the threshold and the 99 % bootstrap interval of that
-    growth excludes zero. On CPU the ratio is of CPU time, elsewhere of wall-clock time. Results of the same case that
-    stand in a file several times are pooled.
+    A case is called slower if its ratio to the baseline, of all rounds together as in `summarise`, grew by more than
+    the threshold, and the 99 % interval of that growth, by bootstrap over rounds, excludes zero. On CPU the ratio is of
+    CPU time, elsewhere of wall-clock time. Results of the same case that a file holds several times are pooled.
 
     Args:
         old: records of `measure` or `read`.
@@ -96,14 +97,15 @@ def compare(old: Sequence[Record], new: Sequence[Record], *, threshold: float = 
     Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13: the percentile interval.
     """
     [threshold] = _check.positive("compare", threshold=threshold)
-    before, after = _ratios(old), _ratios(new)
+    before, after = _pairs(old), _pairs(new)
     generator = np.random.default_rng(0)
     changes = [_change(key, before.get(key), after.get(key), threshold, generator) for key in before | after]
     wrong = [f"{r['row']}, {r['case']}: {r['wrong']}" for r in new if r.get("wrong")]
     return Comparison(tuple(changes), threshold, tuple(wrong))
 
 
-def _ratios(records: Sequence[Record]) -> dict[_Key, tuple[str, np.ndarray]]:
+def _pairs(records: Sequence[Record]) -> dict[_Key, tuple[str, np.ndarray]]:
+    """By case what its ratio is to, and the times of both in each round."""
     timed = [r for r in records if "samples" in r]
     runs: dict[tuple[str, str, str], list[dict[str, Record]]] = {}
     for record in timed:  # a case that comes again belongs to another run
@@ -115,13 +117,15 @@ def _ratios(records: Sequence[Record]) -> dict[_Key, tuple[str, np.ndarray]]:
     for run in (run for each in runs.values() for run in each):
         for name, record in run.items():
             clock = "cpu_us" if record["environment"].get("platform") == "cpu" else "wall_us"
-            base = run.get(record["baseline"])
-            of_machine = name == record["baseline"] or base is None
-            by = record["samples"]["calibration_cpu_us"] if of_machine or base is None else base["samples"][clock]
+            of_machine = name == record["baseline"] or record["baseline"] not in run
+            times = {n: r["samples"][clock] for n, r in run.items()}
+            if of_machine:
+                times = {name: times[name], "calibration": record["samples"]["calibration_cpu_us"]}
+            steady = divided(times)
             what = f"{clock.removesuffix('_us')}, {'calibration' if of_machine else record['baseline']}"
-            ratios = np.asarray(record["samples"][clock], float) / np.maximum(np.asarray(by, float), 1e-9)
-            out.setdefault(_key(record), (what, []))[1].append(ratios)
-    return {key: (what, np.concatenate(each)) for key, (what, each) in out.items()}
+            both = np.stack([steady[name], steady["calibration" if of_machine else record["baseline"]]])
+            out.setdefault(_key(record), (what, []))[1].append(both)
+    return {key: (what, np.concatenate(each, axis=-1)) for key, (what, each) in out.items()}
 
 
 def _key(record: Record) -> _Key:
@@ -140,12 +144,16 @@ def _change(
         none = float("nan")
         return Change(*key, "", none, none, none, none, none, f"only in {there}")
     what, (old, new) = after[0], (before[1], after[1])
-    medians = [
-        np.median(generator.choice(each, (_RESAMPLES, len(each))), axis=1) if len(each) > 1 else each[:1]
-        for each in (new, old)
-    ]
-    low, high = np.percentile(medians[0] / medians[1] - 1, _LEVEL)
-    change = float(np.median(new) / np.median(old) - 1)
+    low, high = np.percentile(_resampled(new, generator) / _resampled(old, generator) - 1, _LEVEL)
+    ratios = [float(midmean(own) / midmean(base)) for own, base in (old, new)]
+    change = ratios[1] / ratios[0] - 1
     slower, faster = change > threshold and low > 0, change < -threshold and high < 0
     verdict = "slower" if slower else "faster" if faster else "equal"
-    return Change(*key, what, float(np.median(old)), float(np.median(new)), change, float(low), float(high), verdict)
+    return Change(*key, what, ratios[0], ratios[1], change, float(low), float(high), verdict)
+
+
+def _resampled(pair: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """Ratios of midmeans of rounds that are drawn again, the same rounds for both."""
+    rounds = pair.shape[-1]
+    drawn = generator.integers(rounds, size=(_RESAMPLES, rounds))
+    return midmean(pair[0][drawn]) / midmean(pair[1][drawn])

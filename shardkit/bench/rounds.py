@@ -49,12 +49,16 @@ def interleaved(runs: Mapping[str, Callable[[], T]], rounds: int) -> Iterator[di
 def summarise(samples: Sequence[Mapping[str, Sample]], baseline: str) -> dict[str, dict[str, float]]:
     """Median, percentiles and extremes of each case's times and of its ratios, each taken within one round.
 
+    The ratio to quote is that of all rounds together: what slows a whole round is divided out by the geometric mean of
+    its cases; of what is left each case's midmean is taken, the mean of the middle half, which no slow moment moves.
+
     Args:
         samples: for each round, the samples by case.
         baseline: the case that ratios are to.
 
     Returns:
-        By case: `wall_us_median`, `_p10`, `_p90`, `_p99`, `_min`, `_max`, the same with `cpu`, and with `ratio`.
+        By case: `wall_us_median`, `_p10`, `_p90`, `_p99`, `_min`, `_max`, the same with `cpu`, and with `ratio`; and
+        `wall_ratio`, `cpu_ratio`, of all rounds together.
 
     Example:
         >>> rounds = [{"a": sk.bench.Sample(10, 10), "b": sk.bench.Sample(20, 10)}]
@@ -62,15 +66,31 @@ def summarise(samples: Sequence[Mapping[str, Sample]], baseline: str) -> dict[st
         2.0
     """
     out: dict[str, dict[str, float]] = {}
+    times = {c: {n: [getattr(each[n], f"{c}_us") for each in samples] for n in samples[0]} for c in ("wall", "cpu")}
+    steady = {clock: divided(each) for clock, each in times.items()}
     for name in samples[0]:
         out[name] = {}
         for clock in ("wall", "cpu"):
-            own = np.array([getattr(each[name], f"{clock}_us") for each in samples])
-            base = np.array([getattr(each[baseline], f"{clock}_us") for each in samples])
+            own, base = (np.array(times[clock][each]) for each in (name, baseline))
             for kind, values in (("us", own), ("ratio", own / np.maximum(base, 1e-9))):
                 for label, q in STATISTICS:
                     out[name][f"{clock}_{kind}_{label}"] = round(float(np.percentile(values, q)), 4)
+            ratio = midmean(steady[clock][name]) / midmean(steady[clock][baseline])
+            out[name][f"{clock}_ratio"] = round(float(ratio), 4)
     return out
+
+
+def divided(times: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The times of each case in each round, over the geometric mean of the round."""
+    logs = {name: np.log(np.maximum(np.asarray(each, float), 1e-9)) for name, each in times.items()}
+    mean = np.mean(list(logs.values()), axis=0)
+    return {name: np.exp(each - mean) for name, each in logs.items()}
+
+
+def midmean(values: np.ndarray) -> Any:
+    """The mean of the middle half, along the last dim."""
+    ordered, n = np.sort(values, axis=-1), np.shape(values)[-1]
+    return np.mean(ordered[..., n // 4 : n - n // 4], axis=-1)
 
 
 def measure_functions(

@@ -18,7 +18,8 @@ STATISTICS = [
 ]
 FIELDS = {
     *("format", "version", "benchmark", "row", "mode", "baseline", "case", "calls", "rounds", "donate"),
-    *("tolerance_relative", "disagreement_relative_max", "wrong", "samples", "environment", *STATISTICS),
+    *("tolerance_relative", "disagreement_relative_max", "wrong", "samples", "environment", "wall_ratio", "cpu_ratio"),
+    *STATISTICS,
 }
 ENVIRONMENT = {
     *("date", "cpu_model", "cores", "load_average_1min", "python", "jax", "jaxlib", "platform", "device_count"),
@@ -100,6 +101,10 @@ def test_ratios_are_taken_within_a_round():  # proves F81 in part: there is JSON
     assert [out["other"][f"wall_ratio_{q}"] for q in ("median", "p10", "p90")] == [2.5, 2, 3]
     assert [out["other"][f"cpu_ratio_{q}"] for q in ("median", "p10", "p90")] == [0.5] * 3
     assert [out["base"][f"cpu_ratio_{q}"] for q in ("median", "p10", "p90")] == [1] * 3
+    # over the root of 2, 3, 3, 2 and 2.5, of which the middle half are 2, 2.5 and 3 (the first and last are left out)
+    ratios = np.sqrt([2, 2.5, 3])
+    assert out["other"]["wall_ratio"] == pytest.approx(np.mean(ratios) / np.mean(1 / ratios), abs=1e-4)
+    assert out["base"]["wall_ratio"] == 1
 
 
 @pytest.mark.parametrize("mode", bench.MODES)

@@ -166,7 +166,7 @@ def test_keys_and_values_may_be_equal_on_all_devices_of_another_axis():
     )
     assert_matches_reference(
         kernel,
-        twice,
+        jax.jit(twice),
         mesh=devices(c=2, model=2),
         in_specs=(P(None, "c", "model"), P(None, "c"), P(None, "c")),
         out_specs=P(None, "c", "model"),
@@ -214,7 +214,7 @@ def test_a_stack_of_layers():
 
     assert_matches_reference(
         kernel,
-        lambda x, weights, segments: stack(partial(sk.dot_attention, segments_bt=segments))(x, weights),
+        jax.jit(lambda x, weights, segments: stack(partial(sk.dot_attention, segments_bt=segments))(x, weights)),
         mesh=devices(d=2, c=4),
         in_specs=(P("d", "c"), P(), P("d", "c")),
         out_specs=P("d", "c"),

@@ -77,7 +77,7 @@ def test_the_embedding_is_that_of_one_device(mesh, dtype, sequence, width, seed)
     _, head, tokens = drawn(width, dtype, seed)
     assert_matches_reference(
         lambda tokens, table: sk.vocab_embed(tokens, table, axis, sequence=sequence),
-        lambda tokens, table: jnp.where((tokens < 0)[..., None], 0, table[tokens]),
+        jax.jit(lambda tokens, table: jnp.where((tokens < 0)[..., None], 0, table[tokens])),
         mesh=mesh_of(sizes),
         in_specs=(P(rows(sizes)), P(axis)),
         out_specs=P(rows(sizes), axis if sequence else None),
@@ -93,16 +93,29 @@ def test_the_cross_entropy_is_that_of_whole_logits(mesh, dtype, sequence, width,
     args = drawn(width, dtype, seed)
     assert_matches_reference(
         lambda *args: sk.vocab_cross_entropy_and_hits(*args, axis, sequence=sequence, **options),
-        lambda *args: cross_entropy(*args, **options),
+        jax.jit(lambda *args: cross_entropy(*args, **options)),
         mesh=mesh_of(sizes),
         in_specs=(P(rows(sizes), axis if sequence else None), P(None, axis), P(rows(sizes))),
         out_specs=P(rows(sizes)),  # typed as equal over the axis
         args=args,
         eager=False,
     )
-    nats, hits = sk.vocab_cross_entropy_and_hits(*args, None, **options)
-    np.testing.assert_array_equal(nats, sk.vocab_cross_entropy(*args, None, **options))
-    np.testing.assert_array_equal(hits, cross_entropy(*args)[1])
+
+
+@jax.jit
+def whole(*args):
+    """Values, hits and values alone, of a vocabulary that is not split."""
+    options = {"z_loss": 0.1, "label_smoothing": 0.3}
+    both = sk.vocab_cross_entropy_and_hits(*args, None, **options)
+    return both, sk.vocab_cross_entropy(*args, None, **options), cross_entropy(*args, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_text_takes_a_whole_vocabulary(dtype):  # proves F27
+    (nats, hits), alone, wanted = whole(*drawn(2, dtype, 0))
+    np.testing.assert_array_equal(nats, alone)
+    np.testing.assert_array_equal(hits, wanted[1])
+    np.testing.assert_allclose(nats, wanted[0], rtol=1e-5, atol=1e-6)
 
 
 def on_four(fn, sequence=False):

@@ -2107,8 +2107,8 @@ _BENCH = (
     Mutant(
         "compared-in-microseconds",
         "shardkit/bench/compare.py",
-        'by = record["samples"]["calibration_cpu_us"] if of_machine',
-        "by = [1.0] if of_machine",
+        "steady = divided(times)",
+        "steady = {each: np.asarray(us) for each, us in times.items()}",
         DIVISION,
     ),
     Mutant(

@@ -6,13 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.testing import emulate, programs, reference, sharded_arrays
 from support.vmapped import under_vmap
+
+HALF = settings(max_examples=settings.default.max_examples // 2)  # each example is compiled four times
 
 
 def on_mesh(kernel, sizes, in_specs, out_specs):
@@ -27,6 +29,7 @@ def same_bits(got, wanted):
 
 
 # proves F73, F78: emulation, shard_map, plain vmap and lists of blocks agree on chains of collectives
+@HALF
 @given(programs())
 def test_random_programs_agree_in_every_bit(program):
     x = program.blocks()
@@ -37,6 +40,7 @@ def test_random_programs_agree_in_every_bit(program):
     np.testing.assert_array_equal(np.asarray(emulated), program.reference(x))
 
 
+@HALF
 @given(programs(dtypes=("float32",), length=3))
 def test_gradients_of_random_programs(program):
     x = program.blocks()

@@ -49,9 +49,9 @@ class Options(Output):
     """Sequences in the global batch."""
     tokens: int = 64
     """Tokens of each."""
-    calls: int = 2
+    calls: int = 1
     """Steps of each case in each round."""
-    rounds: int = 25
+    rounds: int = 100
     """Rounds, in each of which every case takes its turn."""
 
 

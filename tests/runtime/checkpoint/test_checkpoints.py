@@ -766,7 +766,7 @@ def test_too_little_memory_is_no_damage(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine:RuntimeWarning")
-@pytest.mark.parametrize("flips", [40, pytest.param(300, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("flips", [20, pytest.param(300, marks=pytest.mark.deep)])
 def test_no_flipped_bit_goes_unseen(flips, tmp_path):  # most of them orbax loads without a word
     target = saved(tmp_path, 1)
     good = bits(restored(tmp_path, target)[0])
