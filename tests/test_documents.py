@@ -17,8 +17,6 @@ from shardkit import collectives
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-# The others are deep; the README's Python, which always runs, begins as the first of them does.
-SHORT = {"04_sharded_state"}
 
 
 def run(code):
@@ -39,10 +37,9 @@ def test_the_readmes_python_runs():
     assert loss and float(loss.group(1)) < 3
 
 
-# proves F90
-@pytest.mark.parametrize(
-    "path", [pytest.param(p, id=p.stem, marks=[] if p.stem in SHORT else [pytest.mark.deep]) for p in NOTEBOOKS]
-)
+# The README's Python and the pages, which always run, show what the notebooks do.
+@pytest.mark.deep
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run(path):
     cells = json.loads(path.read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]

@@ -107,7 +107,7 @@ def test_groups_bytes_and_hops_are_those_of_the_axes(plane):
     assert record["row"] == "all_gather none, 1000 bytes of float32, data of data=2, model=4"
 
 
-def test_bandwidths_and_expectations_are_their_definitions(plane):
+def test_bandwidths_and_expectations_are_their_definitions(plane):  # proves F79
     for (_, op, size), r in plane.items():
         seconds = r["wall_us_median"] / 1e6
         assert r["algbw_GBps"] == size / seconds / 1e9

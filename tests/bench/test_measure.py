@@ -91,7 +91,7 @@ def test_every_round_starts_one_case_further_on():
     assert [list(each) for each in results] == [list("abc")] * 4
 
 
-def test_ratios_are_taken_within_a_round():  # proves F81 in part: there is JSON, and no CSV
+def test_ratios_are_taken_within_a_round():  # proves F81
     # The machine is ten times slower in the third round; the ratio of the medians would be 30 / 11.
     rounds = [(10, 20), (11, 33), (100, 300), (9, 18), (12, 30)]
     samples = [{"base": Sample(a, 2 * a), "other": Sample(b, a)} for a, b in rounds]

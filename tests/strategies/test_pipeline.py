@@ -60,7 +60,7 @@ ROWS = [
     ("breadth_first", (3, 4, 2), FORMS[1], 2),
     ("lockstep", (4, 6, 2), FORMS[0], 1),
     ("zero_bubble_h1", (3, 7, 1), FORMS[1], 1),
-    ("zero_bubble_v", (2, 3, 1), FORMS[1], 1),
+    ("zero_bubble_v", (3, 3, 1), FORMS[1], 2),
     ("dualpipe_v", (3, 4, 1), FORMS[1], 1),
     ("from_csv", (2, 3, 1), FORMS[0], 1),
     ("one_f_one_b", (1, 3, 1), FORMS[2], 1),

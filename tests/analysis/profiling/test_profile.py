@@ -187,7 +187,7 @@ def test_a_profile_can_keep_its_trace(tmp_path, mesh2x4):
 # ---- figures, exactly
 
 
-def test_figures_are_those_of_nccl_tests(mesh2x4):  # proves F79 in part: of a program, not of a sweep over sizes
+def test_figures_are_those_of_nccl_tests(mesh2x4):
     fn, x = every_kind(mesh2x4)
     rows = compiled(fn, x).rows
     # Of two devices one comes 4 us late each time: it takes 1 us, and the other waits for it.
