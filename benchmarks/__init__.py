@@ -1,1 +1,1 @@
-"""One benchmark file per theme, all of them users of `benchmarks.harness`."""
+"""One benchmark file per theme, all of them users of `shardkit.bench`."""

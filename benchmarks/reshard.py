@@ -55,7 +55,7 @@ def variant(name: str, move: Move, x: jax.Array) -> bench.Case:
     def step(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         return carry, move(x)
 
-    step.lower = None  # type: ignore[attr-defined]  # the harness must not jit it: device_put would be another program
+    step.lower = None  # type: ignore[attr-defined]  # it must not be jitted: device_put would be another program
     return bench.Case(name, step, jnp.zeros(()), (x,), lambda _, moved: moved)
 
 

@@ -130,7 +130,7 @@ def test_accelerator_smoke(tmp_path, capsys):
     assert "collectives over 8 x cpu: all exact" in printed and "| fsdp, 8 chips: shardkit |" in printed
 
 
-@pytest.mark.deep  # the harness is held by the others
+@pytest.mark.deep  # what measures is held by the others
 def test_building_smoke(tmp_path):
     records = recorded(tmp_path, "building")
     assert len(records) == 8 and all(record["cpu_us_median"] > 0 for record in records)
