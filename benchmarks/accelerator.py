@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
+from shardkit.bench.automatic import partitioned
 from shardkit.cli.doctor import self_test
 from shardkit.models import transformer
 from shardkit.partitioning.placement import map_layouts
@@ -44,71 +45,46 @@ def matmul_rate(size: int, calls: int, rounds: int, file: Path | None) -> float:
     return 2.0 * size**3 / record["wall_us_median"] * 1e6
 
 
-def batch_of(config: transformer.Config, examples: int, tokens: int) -> dict[str, jax.Array]:
-    """Random tokens and targets."""
-    keys = jax.random.split(jax.random.key(1))
-    shape = (examples, tokens)
-    return {
-        n: jax.random.randint(k, shape, 0, config.vocabulary) for n, k in zip(("tokens", "targets"), keys, strict=True)
-    }
+def plain(name: str, work: bench.Workload, held: Any, over: NamedSharding) -> bench.Case:
+    """The step as one writes it for one chip, its arrays laid out: bfloat16 inside, parameters and AdamW in float32."""
 
+    def in_bfloat16(params: Any, batch: Any, keys: Any) -> Any:
+        return work.loss_fn(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch, keys)
 
-def plain(name: str, config: transformer.Config, batch: Any, shardings: Any = None, over: Any = None) -> bench.Case:
-    """The step as one writes it for one chip: bfloat16 inside, parameters and AdamW in float32."""
-    optimizer, loss_fn = optax.adamw(LEARNING_RATE), transformer.loss_fn(config)
-
-    @partial(jax.jit, donate_argnums=0)
-    def step(carry: Any, batch: Any) -> tuple[Any, jax.Array]:
-        params, opt_state = carry
-
-        def mean(params: Any) -> jax.Array:
-            loss, _ = loss_fn(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch, None)
-            return loss.total / loss.weight
-
-        loss, grads = jax.value_and_grad(mean)(params)
-        if shardings is not None:
-            grads = jax.lax.with_sharding_constraint(grads, shardings)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), loss
-
-    params = jax.device_put(transformer.init(jax.random.key(0), config), shardings or jax.devices()[0])
-    count = NamedSharding(over.mesh, P()) if over else jax.devices()[0]
-    moments = jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, count), optimizer.init(params))
-    given = jax.device_put(batch, over or jax.devices()[0])
-    return bench.Case(name, step, (params, moments), (given,), lambda _, loss: loss)
-
-
-def built(name: str, config: transformer.Config, batch: Any, mesh: Mesh, plan: sk.Plan) -> bench.Case:
-    """The builder's step, with the same dtypes."""
-    grad_fn = sk.value_and_grad(transformer.loss_fn(config))
     optimizer = optax.adamw(LEARNING_RATE)
+    params = jax.device_put(work.params, held)
+    whole = NamedSharding(over.mesh, P())
+    moments = jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, whole), optimizer.init(params))
+    case = partitioned(name, in_bfloat16, optimizer, (params, moments), jax.device_put(work.batch, over), held)
+    return case._replace(checked=_loss)
+
+
+def built(name: str, work: bench.Workload, mesh: Mesh, plan: sk.Plan) -> bench.Case:
+    """The builder's step, with the same dtypes."""
+    grad_fn, optimizer = sk.value_and_grad(work.loss_fn), optax.adamw(LEARNING_RATE)
     init, step = sk.make_train_step(grad_fn, optimizer, mesh=mesh, plan=plan, precision="bf16")
-    state = init(transformer.init(jax.random.key(0), config), jax.random.key(2))
-    given = jax.device_put(batch, NamedSharding(mesh, plan.batch_spec(mesh)))
-    return bench.Case(name, step, state, (given,), lambda _, metrics: metrics["loss"])
+    batch = jax.device_put(work.batch, NamedSharding(mesh, plan.batch_spec(mesh)))
+    return bench.Case(name, step, init(work.params, jax.random.key(2)), (batch,), _loss)
+
+
+def _loss(carry: Any, metrics: Any) -> Any:
+    return metrics["loss"]
 
 
 def rows(config: transformer.Config, examples: int, tokens: int) -> dict[str, Callable[[], list[bench.Case]]]:
     """By title the cases that are timed beside each other; memory holds one row's states at a time."""
 
-    def one() -> list[bench.Case]:
-        batch, mesh = batch_of(config, examples, tokens), sk.make_mesh(jax.devices()[:1], data=1)
-        return [plain("jit", config, batch), built("shardkit", config, batch, mesh, sk.dp("data"))]
+    def over(devices: Sequence[jax.Device], plan: sk.Plan) -> list[bench.Case]:
+        mesh = sk.make_mesh(devices, data=len(devices))
+        work = bench.reference(config, examples * mesh.size, tokens)
+        held = map_layouts(lambda layout: NamedSharding(mesh, layout.rest), plan.layouts(work.params, mesh))
+        jit = plain("jit", work, held, NamedSharding(mesh, plan.batch_spec(mesh)))
+        return [jit, built("shardkit", work, mesh, plan)]
 
-    def many(plan: sk.Plan) -> list[bench.Case]:
-        mesh = sk.make_mesh(data=-1)
-        batch = batch_of(config, examples * mesh.size, tokens)
-        layouts = plan.layouts(jax.eval_shape(partial(transformer.init, config=config), jax.random.key(0)), mesh)
-        held = map_layouts(lambda layout: NamedSharding(mesh, layout.rest), layouts)
-        theirs = plain("jit + NamedSharding", config, batch, held, NamedSharding(mesh, plan.batch_spec(mesh)))
-        return [theirs, built("shardkit", config, batch, mesh, plan)]
-
-    chips = jax.device_count()
-    several = {
-        f"dp, {chips} chips": partial(many, sk.dp("data")),
-        f"fsdp, {chips} chips": partial(many, sk.fsdp("data")),
-    }
-    return {"one chip": one} | (several if chips > 1 else {})
+    chips = jax.devices()
+    plans = {"dp": sk.dp("data"), "fsdp": sk.fsdp("data")} if len(chips) > 1 else {}
+    several = {f"{name}, {len(chips)} chips": partial(over, chips, plan) for name, plan in plans.items()}
+    return {"one chip": partial(over, chips[:1], sk.dp("data"))} | several
 
 
 def main(argv: Sequence[str] | None = None) -> int:

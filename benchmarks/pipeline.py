@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
+from shardkit.bench.pipelines import SPECS, VOCABULARY, embed, head, make_params, stage
 from shardkit.layout import table
 
 STAGES = 8
@@ -29,39 +30,6 @@ SCHEDULES = {
     "one_f_one_b": lambda m: sk.schedules.one_f_one_b(STAGES, m),
     "zero_bubble_h1": lambda m: sk.schedules.zero_bubble_h1(STAGES, m),
 }
-SPECS = {"layers": P("stage"), "table": P(), "scale": P()}
-VOCABULARY = 64
-
-
-def params_of(layers: int, dim: int, hidden: int, dtype: Any = jnp.float32) -> Any:
-    """A stack of residual feed-forward layers, a table of tokens, and the head's scale."""
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) * shape[-2] ** -0.5, dtype)  # noqa: E731
-    return {
-        "layers": {"up": draw(layers, dim, hidden), "down": draw(layers, hidden, dim)},
-        "table": draw(VOCABULARY, dim),
-        "scale": jnp.ones((), dtype),
-    }
-
-
-def embed(shared: Any, batch: Any, keys: Any) -> jax.Array:
-    """A row of the table for each token."""
-    return shared["table"][batch["tokens"]]
-
-
-def stage(layers: Any, x: jax.Array, keys: Any) -> jax.Array:
-    """Residual feed-forward layers."""
-
-    def layer(x: jax.Array, w: Any) -> Any:
-        return x + jax.nn.gelu(x @ w["up"]) @ w["down"], None
-
-    return lax.scan(layer, x, layers)[0]
-
-
-def head(shared: Any, x: jax.Array, batch: Any) -> sk.Mean:
-    """The mean square, times a parameter."""
-    y = (x * shared["scale"]).astype(jnp.float32)
-    return sk.Mean(jnp.sum(y * y), jnp.float32(x.size))
 
 
 def tutorial(microbatches: int, remat: bool) -> Callable[..., Any]:
@@ -104,7 +72,7 @@ def steps(mesh: Any, microbatches: int, only: Sequence[str] = ()) -> dict[str, C
 
                 def step(params: Any, batch: Any, grad_fn: Any = grad_fn) -> Any:
                     mean, _, grads = grad_fn(params, batch, None)
-                    shared = {name: grads[name] for name in ("table", "scale")}
+                    shared = {name: grads[name] for name in ("table", "gain")}
                     mean, shared = sk.all_reduce((mean, shared), "stage")
                     return mean.total / mean.weight, jax.tree.map(lambda g: g / mean.weight, grads | shared)
 
@@ -120,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return memory(smoke=options.smoke)
     dim, rows = (8, 2) if options.smoke else (256, 64)
     mesh = sk.make_mesh(stage=STAGES)
-    params = sk.shard(params_of(2 * STAGES, dim, 4 * dim), mesh, SPECS)
+    params = sk.shard(make_params(2 * STAGES, dim, 4 * dim), mesh, SPECS)
     for microbatches in (4,) if options.smoke else (8, 16, 32):
         tokens = np.random.default_rng(1).integers(0, VOCABULARY, rows * microbatches).astype(np.int32)
         batch = {"tokens": jax.device_put(tokens, NamedSharding(mesh, P()))}
@@ -150,7 +118,7 @@ def memory(smoke: bool) -> None:
     lines = [("form", "microbatches", "temp MiB", "compile s")]
     for microbatches in (4, 8) if smoke else (8, 16, 64):
         for name, step in steps(mesh, microbatches, forms).items():
-            shapes = jax.eval_shape(lambda: params_of(STAGES, dim, dim, jnp.bfloat16))
+            shapes = jax.eval_shape(lambda: make_params(STAGES, dim, dim, jnp.bfloat16))
             placed = jax.tree.map(
                 lambda spec, tree: jax.tree.map(
                     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), tree

@@ -124,7 +124,7 @@ def test_accelerator_smoke(tmp_path, capsys):
     pairs = [(r["row"], r["case"]) for r in records[1:]]
     assert pairs == [
         *(("one chip", name) for name in ("jit", "shardkit")),
-        *((f"{plan}, 8 chips", name) for plan in ("dp", "fsdp") for name in ("jit + NamedSharding", "shardkit")),
+        *((f"{plan}, 8 chips", name) for plan in ("dp", "fsdp") for name in ("jit", "shardkit")),
     ]
     printed = capsys.readouterr().out
     assert "collectives over 8 x cpu: all exact" in printed and "| fsdp, 8 chips: shardkit |" in printed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,7 +56,8 @@ def reading(traced: Any, executable: Any, mesh: Mesh, calls: int, hops: int | No
 def physical(mesh: Mesh, axes: Sequence[str]) -> str:
     """The dims of the machine along which the devices of a group differ: "x, y" of a torus, hosts, or nothing known."""
     at = [mesh.axis_names.index(axis) for axis in axes]
-    group = np.moveaxis(mesh.devices, at, range(len(at))).reshape(-1, mesh.size // _size(mesh, axes))[:, 0]
+    n = math.prod(mesh.shape[axis] for axis in axes)
+    group = np.moveaxis(mesh.devices, at, range(len(at))).reshape(n, -1)[:, 0]
     coords = [_coords(device) for device in group]
     names = ["xyz"[d] for d in range(len(coords[0])) if len({c[d] for c in coords}) > 1]
     names += ["core"] if coords[0] and len({getattr(d, "core_on_chip", 0) for d in group}) > 1 else []
@@ -124,10 +126,3 @@ def _coords(device: jax.Device) -> tuple[int, ...]:
 
 def _platform(mesh: Mesh) -> str:
     return {"gpu": "cuda"}.get(mesh.devices.flat[0].platform, mesh.devices.flat[0].platform)
-
-
-def _size(mesh: Mesh, axes: Sequence[str]) -> int:
-    size = 1
-    for axis in axes:
-        size *= mesh.shape[axis]
-    return size

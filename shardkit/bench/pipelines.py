@@ -21,33 +21,37 @@ SPECS = {"layers": P("stage"), "table": P(), "gain": P()}
 VOCABULARY = 64
 
 
-def make_params(layers: int, dim: int) -> Any:
+def make_params(layers: int, dim: int, hidden: int, dtype: Any = np.float32) -> Any:
     """A stack of residual feed-forward layers, a table of tokens, and the head's gain."""
     rng = np.random.default_rng(0)
-    draw = lambda *shape: (rng.normal(size=shape) * shape[-2] ** -0.5 / 2).astype(np.float32)  # noqa: E731
-    stack = {"up": draw(layers, dim, 4 * dim), "down": draw(layers, 4 * dim, dim)}
-    return {"layers": stack, "table": draw(VOCABULARY, dim), "gain": np.ones((), np.float32)}
+    draw = lambda *shape: (rng.normal(size=shape) * shape[-2] ** -0.5 / 2).astype(dtype)  # noqa: E731
+    stack = {"up": draw(layers, dim, hidden), "down": draw(layers, hidden, dim)}
+    return {"layers": stack, "table": draw(VOCABULARY, dim), "gain": np.ones((), dtype)}
 
 
-def _embed(shared: Any, batch: Any, keys: Any) -> jax.Array:
+def embed(shared: Any, batch: Any, keys: Any) -> jax.Array:
+    """A row of the table for each token."""
     return shared["table"][batch["tokens"]]
 
 
-def _stage(layers: Any, x: jax.Array, keys: Any) -> jax.Array:
+def stage(layers: Any, x: jax.Array, keys: Any) -> jax.Array:
+    """Residual feed-forward layers."""
+
     def layer(x: jax.Array, w: Any) -> Any:
         return x + jax.nn.gelu(x @ w["up"]) @ w["down"], None
 
     return lax.scan(layer, x, layers)[0]
 
 
-def _head(shared: Any, x: jax.Array, batch: Any) -> Mean:
-    return Mean.of(jnp.square(x * shared["gain"]))
+def head(shared: Any, x: jax.Array, batch: Any) -> Mean:
+    """The mean square, times a parameter."""
+    return Mean.of(jnp.square((x * shared["gain"]).astype(jnp.float32)))
 
 
 def pipelined(schedule: Schedule, mode: str, recompute: bool, mesh: Mesh) -> Callable[..., Any]:
-    """`(carry, params, batch) -> (carry, (loss, gradients))` of a schedule; its stacks are in the natural order."""
+    """`(carry, params, batch) -> (carry, (loss, gradients))` of a schedule; stacks are in the order of the layers."""
     how: dict[str, Any] = {"mode": mode, "recompute": recompute}
-    grad_fn = pipeline_value_and_grad(_embed, _stage, _head, schedule, "stage", **how)
+    grad_fn = pipeline_value_and_grad(embed, stage, head, schedule, "stage", **how)
 
     def device(params: Any, batch: Any) -> Any:
         mean, _, grads = grad_fn(params, batch, None)
@@ -71,7 +75,7 @@ def unpipelined(count: int) -> Callable[..., Any]:
     """The same on one device: the whole model for each microbatch, and the sum."""
 
     def loss(params: Any, batch: Any, keys: Any) -> Mean:
-        return _head(params, _stage(params["layers"], _embed(params, batch, keys), keys), batch)
+        return head(params, stage(params["layers"], embed(params, batch, keys), keys), batch)
 
     grad_fn: Any = value_and_grad(loss)
 

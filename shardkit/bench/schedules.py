@@ -147,7 +147,7 @@ def row(
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, sizes.examples * count).astype(np.int32)
     # Chunks divide the layers: every schedule runs as many.
     layers = sizes.layers * mesh.size * int(np.lcm.reduce([each.chunks for each, _ in pipelines]))
-    params = make_params(layers, sizes.dim)
+    params = make_params(layers, sizes.dim, 4 * sizes.dim)
     one = Mesh(mesh.devices.reshape(-1)[:1], ("stage",))
     cases, fields = [], {}
     for name, step, place, facts in [

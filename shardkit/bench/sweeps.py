@@ -139,8 +139,8 @@ def _redops(operation: Operation, redops: Sequence[str], named: bool) -> list[st
     for redop in redops:
         if named and redop not in operation.redops:
             raise ValueError(
-                f"{WHERE}: --redop of {operation.name} must be {_check.either(operation.redops)}; got {redop}. Choose "
-                "one of them, or another --op."
+                f"{WHERE}: --redop of {operation.name} must be {_check.either(operation.redops)}; got {redop}. Pass "
+                f"for example --redop {operation.redops[0]}, or another --op."
             )
     return [redop for redop in redops if redop in operation.redops]
 
@@ -151,14 +151,14 @@ def _lacks(operation: Operation, name: str, redop: str, dtype: str, axes: tuple[
         everywhere = dict.fromkeys(way for each in OPERATIONS.values() for way in each.ways)
         of, choices = (operation.name, operation.ways) if name in everywhere else ("an operation", everywhere)
         return (
-            f"{WHERE}: --impl of {of} must be {_check.either(list(choices))}; got {name}. Choose one of them, or name "
-            "a kernel of your own, as in train.py:kernel."
+            f"{WHERE}: --impl of {of} must be {_check.either(list(choices))}; got {name}. Pass for example --impl "
+            f"{next(iter(choices))}, or a kernel of your own, as in train.py:kernel."
         )
     way = operation.ways[name]
     if way.redops is not None and redop not in (*way.redops, "none"):
         return (
-            f"{WHERE}: --redop of {operation.name} by {name} must be {_check.either(way.redops)}; got {redop}. Choose "
-            "one of them, or another --impl."
+            f"{WHERE}: --redop of {operation.name} by {name} must be {_check.either(way.redops)}; got {redop}. Pass "
+            f"for example --redop {way.redops[0]}, or another --impl."
         )
     if way.levels > len(axes):
         return (

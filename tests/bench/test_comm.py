@@ -277,14 +277,14 @@ REFUSED = {
     ),
     "impl of an op": (
         {"ops": ["shift"], "impls": ["ring"]},
-        "--impl of shift must be lax; got ring. Choose one of them, or name a kernel of your own, as in "
+        "--impl of shift must be lax; got ring. Pass for example --impl lax, or a kernel of your own, as in "
         "train.py:kernel.",
     ),
     "impl": (
         {"impls": ["rong"]},
         "--impl of an operation must be lax, ring, bidirectional, hierarchical, two_step, deterministic, leaves, "
         "bucketed, compressed, compressed_bfloat16, compressed_float8_e4m3fn, compressed_float8_e5m2, compressed_int4, "
-        "compressed_twice, uneven, compressed_hierarchical or ragged; got rong. Choose one of them, or name a kernel "
+        "compressed_twice, uneven, compressed_hierarchical or ragged; got rong. Pass for example --impl lax, or a kernel "
         "of your own, as in train.py:kernel.",
     ),
     "levels": (
@@ -326,11 +326,11 @@ REFUSED = {
     ),
     "redop of an op": (
         {"ops": ["reduce_scatter"], "redops": ["max"]},
-        "--redop of reduce_scatter must be sum or mean; got max. Choose one of them, or another --op.",
+        "--redop of reduce_scatter must be sum or mean; got max. Pass for example --redop sum, or another --op.",
     ),
     "redop of an impl": (
         {"ops": ["all_reduce"], "impls": ["ring"], "redops": ["max"]},
-        "--redop of all_reduce by ring must be sum or mean; got max. Choose one of them, or another --impl.",
+        "--redop of all_reduce by ring must be sum or mean; got max. Pass for example --redop sum, or another --impl.",
     ),
     "size": (
         {"ops": ["all_gather"], "sizes": [16]},
