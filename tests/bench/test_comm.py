@@ -284,8 +284,8 @@ REFUSED = {
         {"impls": ["rong"]},
         "--impl of an operation must be lax, ring, bidirectional, hierarchical, two_step, deterministic, leaves, "
         "bucketed, compressed, compressed_bfloat16, compressed_float8_e4m3fn, compressed_float8_e5m2, compressed_int4, "
-        "compressed_twice, uneven, compressed_hierarchical or ragged; got rong. Pass for example --impl lax, or a kernel "
-        "of your own, as in train.py:kernel.",
+        "compressed_twice, uneven, compressed_hierarchical or ragged; got rong. Pass for example --impl lax, or a "
+        "kernel of your own, as in train.py:kernel.",
     ),
     "levels": (
         {"impls": ["hierarchical"]},
