@@ -129,7 +129,7 @@ def _fitted(line: Line) -> list[Line]:
 
 def _schedules(records: list[Record]) -> list[list[Panel]]:
     executed = [r for r in records if _number(r, "gpipe_work_ratio")]
-    kinds = (("gpipe_work_ratio", "simulated work"), ("gpipe_cpu_ratio_median", "CPU time"))
+    kinds = (("gpipe_work_ratio", "simulated work"), ("gpipe_cpu_ratio", "CPU time"))
     row = []
     for count in sorted({r.get("microbatches", 0) for r in executed}):
         bars = _bars([r for r in executed if r.get("microbatches", 0) == count], kinds)

@@ -43,7 +43,7 @@ def ratios(benchmark="strategies", **changes):
 SCHEDULES = [
     HEAD
     | {"benchmark": "schedules", "row": "8 microbatches", "case": case, "microbatches": 8, "cpu_ratio_median": 2.0}
-    | {"gpipe_work_ratio": work, "gpipe_cpu_ratio_median": cpu, "trace_cpu_s": 0.1}
+    | {"gpipe_work_ratio": work, "gpipe_cpu_ratio": cpu, "trace_cpu_s": 0.1}
     for case, work, cpu in (("gpipe, masked", 1.0, 1.0), ("lockstep, masked", 1.0, 1.1))
 ]
 SCALE = [

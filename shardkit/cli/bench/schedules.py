@@ -34,7 +34,7 @@ class Options:
     """The width of the model."""
     examples: int = 128
     """Examples in a microbatch."""
-    rounds: int = 3
+    rounds: int = 10
     """Timed rounds."""
     output: tyro.conf.OmitArgPrefixes[Output] = field(default_factory=Output)
     """Where the records go."""
