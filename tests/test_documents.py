@@ -1,4 +1,4 @@
-"""What is written for readers runs: README blocks, notebooks, the examples and claims of docstrings."""
+"""What is written for readers runs: README blocks, notebooks, the claims of docstrings. test_manual.py has docs/."""
 
 import ast
 import inspect
@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 import shardkit as sk
@@ -16,7 +15,6 @@ from shardkit import collectives
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
 def run(code):
@@ -45,44 +43,6 @@ def test_notebooks_run(path):
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert any("assert" in cell for cell in code)
     assert run("\n\n".join(code))
-
-
-# proves S62: the pages from pmap and from jit run as one program each, and print what stands below their blocks
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if "```python" in page.read_text()], ids=lambda page: page.stem
-)
-def test_pages_print_what_they_say(page, capsys):
-    blocks = re.findall(r"```(python|text)\n(.*?)```", page.read_text(), re.S)
-    assert {"python", "text"} <= {kind for kind, _ in blocks}
-    names, out = {}, ""
-    for kind, text in blocks:
-        if kind == "python":
-            assert not out, f"what is printed before {text!r} stands nowhere"
-            with jax.numpy_dtype_promotion("standard"):  # as readers have it
-                exec(compile(text, str(page), "exec"), names)
-            out = capsys.readouterr().out
-        else:
-            assert out == text
-            out = ""
-    assert not out
-
-
-@pytest.mark.check
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_pages_name_what_is_there(page):
-    text = page.read_text()
-    missing = [name for name in set(re.findall(r"`(?:@)?sk\.([\w.]+)", text)) if not reached(name)]
-    missing += [file for file in set(re.findall(r"`((?:shardkit|docs)/[\w/.]+)`", text)) if not (ROOT / file).exists()]
-    assert missing == []
-    widths = [line.replace("\\|", "").count("|") for line in text.splitlines() if line.startswith("|")]
-    assert set(widths) in (set(), {3}, {6})  # every row of a table has all of its columns
-
-
-def reached(name):
-    here = sk
-    for part in name.rstrip(".").split("."):
-        here = getattr(here, part, None)
-    return here is not None
 
 
 def public():

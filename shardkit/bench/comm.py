@@ -175,7 +175,7 @@ def table(records: Sequence[Record]) -> str:
         records: of one operation, reduction and dtype over one group of axes.
 
     Returns:
-        Lines of text; docs/bench.md says what the columns are.
+        Lines of text; docs/benchmarks/collectives.md says what the columns are.
     """
     first = records[0]
     columns = [each for each in _COLUMNS if first["chip"] is not None or "chip" not in each[0]]

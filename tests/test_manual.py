@@ -1,0 +1,76 @@
+"""The pages of docs/: their blocks run and print what they say, and what they name is there."""
+
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+import shardkit as sk
+
+ROOT = Path(__file__).parents[1]
+PAGES = {page.relative_to(ROOT / "docs").as_posix(): page for page in sorted((ROOT / "docs").rglob("*.md"))}
+# A few CPU seconds together, in the default tier; the blocks of all other pages run in the deep one.
+QUICK = {
+    "benchmarks/collectives.md",
+    "benchmarks/schedules.md",
+    "benchmarks/strategies.md",
+    "howto/from_jit.md",
+    "howto/from_pmap.md",
+}
+
+
+def blocks(page):
+    """The kind and the text of each block of Python and of what it prints."""
+    return re.findall(r"^```(python|text)\n(.*?)^```$", page.read_text(), re.S | re.M)
+
+
+def rows():
+    names = [name for name, page in PAGES.items() if any(kind == "python" for kind, _ in blocks(page))]
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.deep) for name in names]
+
+
+# proves S62: the pages from pmap and from jit run as one program each, and print what stands below their blocks
+@pytest.mark.parametrize("name", rows())
+def test_a_page_prints_what_it_says(name, capsys):
+    """A page is one program: its blocks share their names. A block that prints is followed by one of what it prints."""
+    names, out = {}, ""
+    for kind, text in blocks(PAGES[name]):
+        if kind == "python":
+            assert not out, f"what is printed before {text!r} stands nowhere"
+            with jax.numpy_dtype_promotion("standard"):  # as readers have it
+                exec(compile(text, name, "exec"), names)
+            out = capsys.readouterr().out
+        else:
+            assert out == text
+            out = ""
+    assert not out
+
+
+@pytest.mark.check
+def test_the_quick_pages_are_there():
+    """A page that was renamed would otherwise move to the deep tier unseen."""
+    assert QUICK - {row.values[0] for row in rows()} == set()
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_names_what_is_there(name):
+    """Names of the library, files of the repository, relative links; and every row of a table has all its columns."""
+    text = PAGES[name].read_text()
+    missing = [each for each in set(re.findall(r"`(?:@)?sk\.([\w.]+)", text)) if not reached(each)]
+    files = set(re.findall(r"`((?:shardkit|docs|tests|examples|benchmarks|notebooks)/[\w/.]+)`", text))
+    missing += [file for file in files if not (ROOT / file).exists()]
+    links = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M))
+    missing += [link for link in links if not (PAGES[name].parent / link).exists()]
+    assert missing == []
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.M)
+    for table in tables:
+        assert len({line.replace("\\|", "").count("|") for line in table.splitlines()}) == 1, table
+
+
+def reached(name):
+    here = sk
+    for part in name.rstrip(".").split("."):
+        here = getattr(here, part, None)
+    return here is not None
