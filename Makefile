@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q
 
-.PHONY: train lint check test test-deep test-newest mutants soak bench accelerator format clean
+.PHONY: train lint check test test-deep test-newest mutants soak bench accelerator package format clean
 
 train: $(VENV)/.cli
 	$(BIN)/shardkit train data=8 --verify 3
@@ -59,6 +59,10 @@ bench: $(VENV)/.test
 accelerator: $(VENV)/.cli
 	$(BIN)/python -m benchmarks.accelerator --json results/accelerator.jsonl
 
+# dist/ gets the sdist, which has every file, and the wheel; tests/test_publishing.py installs what this builds.
+package: $(VENV)/.test
+	$(BIN)/python -m build
+
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -81,4 +85,4 @@ $(VENV)/.gpu: $(VENV)/.test
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-newest .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf dist $(VENV) $(VENV)-newest .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -10,6 +10,7 @@ B batch, T tokens, D model, F hidden, H heads, K head size, V vocabulary, L laye
 from __future__ import annotations
 
 from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
 from typing import Any as _Any
 
 from shardkit.collectives import (
@@ -167,11 +168,35 @@ __all__ = [
 ]
 
 _LAZY = ("analysis", "bench", "cost", "models", "planner", "runtime", "schedules", "testing", "viz")
+_OF_ANALYSIS = ("Finding", "aot", "audit", "census", "collective", "expects", "explain", "lint")
+
+if TYPE_CHECKING:  # what a type checker sees of the names that are imported on first use
+    from shardkit import analysis as analysis
+    from shardkit import bench as bench
+    from shardkit import cost as cost
+    from shardkit import models as models
+    from shardkit import planner as planner
+    from shardkit import runtime as runtime
+    from shardkit import schedules as schedules
+    from shardkit import testing as testing
+    from shardkit import viz as viz
+    from shardkit.analysis import Finding as Finding
+    from shardkit.analysis import aot as aot
+    from shardkit.analysis import audit as audit
+    from shardkit.analysis import census as census
+    from shardkit.analysis import collective as collective
+    from shardkit.analysis import expects as expects
+    from shardkit.analysis import explain as explain
+    from shardkit.analysis import lint as lint
+else:  # a checker that sees __getattr__ accepts every name
+
+    def __getattr__(name: str) -> _Any:
+        if name in _LAZY:
+            return _import_module(f"shardkit.{name}")
+        if name in _OF_ANALYSIS:
+            return getattr(_import_module("shardkit.analysis"), name)
+        raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
 
 
-def __getattr__(name: str) -> _Any:
-    if name in _LAZY:
-        return _import_module(f"shardkit.{name}")
-    if name in ("Finding", "aot", "audit", "census", "collective", "expects", "explain", "lint"):
-        return getattr(_import_module("shardkit.analysis"), name)
-    raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY, *_OF_ANALYSIS})

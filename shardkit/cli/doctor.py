@@ -23,7 +23,8 @@ from shardkit.simulated import offer_cpu_devices
 
 _EXTRAS = {
     "cli": ("rich", "tyro", "uniplot"),
-    "test": ("pytest", "pytest-xdist", "hypothesis", "chex", "ruff", "mypy"),
+    "pytest": ("pytest", "hypothesis"),
+    "test": ("pytest-xdist", "chex", "ruff", "mypy"),
     "viz": ("matplotlib",),
     "checkpoint": ("orbax-checkpoint",),
     "data": ("grain",),

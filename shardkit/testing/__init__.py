@@ -7,6 +7,7 @@ pytest plugin is `shardkit_pytest`, which pytest loads automatically.
 from __future__ import annotations
 
 from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
 from typing import Any as _Any
 
 from shardkit.testing import laws, reference
@@ -32,21 +33,36 @@ __all__ = [
     "Proof",
     "Reference",
     "Row",
+    "ShardedArray",
     "assert_matches_reference",
     "assert_same_training",
     "certify_gradients",
     "covering",
     "emulate",
     "laws",
+    "meshes",
     "one_device",
+    "programs",
     "prove",
     "recording",
     "reference",
-    *_STRATEGIES,
+    "sharded_arrays",
+    "specs",
 ]
 
 
-def __getattr__(name: str) -> _Any:
-    if name in _STRATEGIES:
-        return getattr(_import_module("shardkit.testing.strategies"), name)
-    raise AttributeError(f"module 'shardkit.testing' has no attribute {name!r}")
+if TYPE_CHECKING:
+    from shardkit.testing.strategies import ShardedArray, meshes, programs, sharded_arrays, specs
+else:  # a checker that sees __getattr__ accepts every name
+
+    def __getattr__(name: str) -> _Any:
+        if name not in _STRATEGIES:
+            raise AttributeError(f"module 'shardkit.testing' has no attribute {name!r}")
+        try:
+            return getattr(_import_module("shardkit.testing.strategies"), name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").split(".")[0] != "hypothesis":
+                raise
+            raise ImportError(
+                f"testing.{name}: hypothesis must be installed; it is not. Run pip install 'shardkit[pytest]'."
+            ) from None

@@ -1,0 +1,101 @@
+"""What is published: files of sdist and wheel, and the wheel installed outside the clone, in an empty environment."""
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import shardkit as sk
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("shardkit", "shardkit_pytest")
+PLAIN = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS", "NPROC")}
+
+
+def run(*command, cwd, code=0):
+    """Runs a command as a user would, away from the clone; returns what it prints on both streams."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run([str(c) for c in command], cwd=cwd, env=PLAIN, text=True, timeout=500, **streams)
+    assert code in (done.returncode, None), done.stdout
+    return done.stdout
+
+
+def tracked():
+    """The files that git tracks, or would with `git add .`; none outside a clone."""
+    done = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    return {name for name in done.stdout.splitlines() if (ROOT / name).exists()} if done.returncode == 0 else set()
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Path of sdist and of wheel, the latter built from the former."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--outdir", folder, ROOT, cwd=folder)
+    return next(folder.glob("*.tar.gz")), next(folder.glob("*.whl"))
+
+
+def environment(folder, what):
+    """The python of a new environment with `what` installed from the wheel."""
+    run(sys.executable, "-m", "venv", folder / "env", cwd=folder)
+    python = folder / "env" / "bin" / "python"
+    run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", what, cwd=folder)
+    return python
+
+
+# A file that the tests need is left out of the sdist, or one that nobody needs gets into the wheel.
+@pytest.mark.deep
+def test_the_sdist_has_all_files_and_the_wheel_has_the_packages(built):
+    sdist, wheel = built
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    with zipfile.ZipFile(wheel) as archive:
+        modules = {name for name in archive.namelist() if ".dist-info/" not in name}
+        metadata = archive.read(f"shardkit-{sk.__version__}.dist-info/METADATA").decode()
+    files = tracked()
+    if not files:
+        pytest.skip("which files belong to the sdist is known only in a git clone")
+    assert held == files | {"PKG-INFO"}
+    assert modules == {name for name in files if name.startswith(tuple(f"{package}/" for package in PACKAGES))}
+    assert "shardkit/py.typed" in modules
+    assert f"Version: {sk.__version__}\n" in metadata and "License-Expression: Apache-2.0\n" in metadata
+
+
+# Without extras: an import that needs one, the README's program needing more than it says, a command that ends with a
+# traceback.
+@pytest.mark.deep
+def test_without_extras_the_library_works_and_the_rest_says_what_to_install(built, tmp_path):
+    python = environment(tmp_path, built[1])
+    first = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    assert re.fullmatch(r"loss \S+ after 100 steps\n", run(python, "-W", "error", "-c", first, cwd=tmp_path))
+    line = f"import shardkit.testing as t, shardkit as sk; print(sk.__file__.startswith({str(tmp_path)!r})); t.meshes"
+    out = run(python, "-c", line, cwd=tmp_path, code=1).splitlines()
+    text = "testing.meshes: hypothesis must be installed; it is not. Run pip install 'shardkit[pytest]'."
+    assert out[0] == "True" and out[-1] == f"ImportError: {text}"
+    out = run(tmp_path / "env" / "bin" / "shardkit", "doctor", cwd=tmp_path, code=None)
+    assert "pip install 'shardkit[cli]'" in out and len(out.splitlines()) == 1
+
+
+# The command, a benchmark, the pytest plugin and the types, all from the wheel.
+@pytest.mark.deep
+def test_the_wheel_has_the_command_benchmarks_the_plugin_and_types(built, tmp_path):
+    python = environment(tmp_path, f"{built[1]}[cli,pytest]")
+    command = tmp_path / "env" / "bin" / "shardkit"
+    out = run(command, "bench", "comm", "data=2", "--quick", cwd=tmp_path)
+    assert "all_reduce" in out and "busbw" in out
+    (tmp_path / "test_own.py").write_text(
+        "import pytest\nfrom hypothesis import given, settings\nfrom shardkit import testing\n\n"
+        "@pytest.mark.meshes({'data': 8}, {'data': 2, 'model': 4})\ndef test_mesh(mesh):\n    assert mesh.size == 8\n\n"
+        "@given(testing.meshes())\n@settings(max_examples=5, deadline=None)\ndef test_sizes(sizes):\n    assert sizes\n"
+    )
+    assert "3 passed" in run(python, "-m", "pytest", "-q", "test_own.py", cwd=tmp_path)
+    (tmp_path / "user_program.py").write_text((ROOT / "tests" / "support" / "user_program.py").read_text())
+    (tmp_path / "mypy.ini").write_text("[mypy]\n[mypy-optax.*]\nignore_missing_imports = true\n")
+    strictly = ["--config-file", "mypy.ini", "--strict", "--python-executable", python, "user_program.py"]
+    assert "no issues found" in run(sys.executable, "-m", "mypy", *strictly, cwd=tmp_path)
