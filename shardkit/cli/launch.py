@@ -27,6 +27,10 @@ class Options:
     """Directory for the standard output and standard error of each process."""
     grace: float = 10.0
     """Seconds that processes have to exit before they are killed, after one has failed, Ctrl-C or SIGTERM."""
+    restarts: int = 0
+    """Start a failed job again, at most so many times in an hour; the program resumes from its checkpoint."""
+    minimum: Annotated[int | None, tyro.conf.arg(name="min")] = None
+    """Fewest processes of a restart, after attempts that did not get further; by default all."""
     port: int | None = None
     """The coordinator's port; by default a free one, and with --render k8s or jobset 55527."""
     render: Kind | None = None
@@ -47,14 +51,14 @@ def launch(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     o = options
     job: Any = {"processes": o.processes, "devices": o.devices, "port": o.port}
     if o.render is None:
-        return launch_here(o.command, output=o.output, grace=o.grace, **job)
+        return launch_here(o.command, **{name: getattr(o, name) for name in _OF_PROCESSES_HERE}, **job)
     manifest: Any = {name: getattr(o, name) for name in _OF_MANIFESTS}
     print(render(o.render, o.command, **job, **manifest), end="")
     return 0
 
 
 _OF_MANIFESTS = ("name", "image", "accelerator", "topology")
-_OF_PROCESSES_HERE = ("output", "grace")
+_OF_PROCESSES_HERE = ("output", "grace", "restarts", "minimum")
 
 
 def _check_options(options: Options) -> None:
@@ -64,4 +68,5 @@ def _check_options(options: Options) -> None:
         value = getattr(options, name)
         if value != getattr(Options, name):
             rule = "must come with --render" if here else f"must not come with --render {options.render}"
-            raise ValueError(f"launch: --{name} {rule}; got {value}. Leave it out, or change --render.")
+            word = "min" if name == "minimum" else name
+            raise ValueError(f"launch: --{word} {rule}; got {value}. Leave it out, or change --render.")

@@ -13,6 +13,7 @@ On GPU machines, with their names in the file `hosts`, one per line:
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import queue
@@ -27,25 +28,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
-from shardkit._check import at_least, at_least_zero
+from shardkit._check import at_least, at_least_zero, count, counted
 from shardkit._typed import typed
-from shardkit.runtime.cluster.output import passing_on, write
+from shardkit.runtime.cluster.groups import groups
+from shardkit.runtime.cluster.output import Blamed, passing_on, write
 from shardkit.runtime.cluster.preemption import PREEMPTED
+from shardkit.runtime.cluster.restarts import Attempt, after, fewest
 from shardkit.runtime.monitor.hello import TOKEN
 from shardkit.simulated import cpu_environment
 
 _LONGEST_BEFORE_KILL = 5.0  # seconds from SIGTERM to SIGKILL
 _LAST_OUTPUT = 3.0  # seconds for the last output of what the processes started, such as their monitors
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-# A leader is the first of the process group of each process: while it lives, no other group can get its number. The
-# keeper is in a group of its own, so that a stop of the others does not stop it. It reads their numbers from a pipe
-# that only the launcher holds open: it notices the end of the launcher, even by SIGKILL, and kills the groups.
-_LASTING = "trap '' HUP INT QUIT TERM USR1 USR2; "
-_LEADER = ("/bin/sh", "-c", _LASTING + "exec sleep 2147483647")
-_KEEPER = ("/bin/sh", "-c", _LASTING + 'ids=; while read -r id; do ids="$ids -$id"; done; kill -KILL $ids')
 
 _Child = subprocess.Popen[bytes]
 _Events = queue.SimpleQueue[int | signal.Signals]  # the index of a process that has ended, or a signal for the launcher
@@ -61,8 +57,10 @@ def launch(
     grace: float = 10.0,
     port: int | None = None,
     environ: Mapping[str, str] | None = None,
+    restarts: int = 0,
+    minimum: int | None = None,
 ) -> int:
-    """Runs `processes` processes of one command on this machine, and ends all of them when one fails.
+    """Runs `processes` processes of one command on this machine, ends all when one fails, and may start them again.
 
     Each process gets its place in JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, and in MASTER_ADDR,
     MASTER_PORT, WORLD_SIZE, RANK and LOCAL_RANK; and a new secret in SHARDKIT_JOB_TOKEN, unless the environment has
@@ -72,6 +70,11 @@ def launch(
     same consequences. Child processes that stay in the process groups end with the last process, and everything ends
     with the launcher, even by SIGKILL. Standard input is empty.
 
+    With `restarts` a job that failed starts again, and its program resumes from its newest checkpoint. It has
+    `processes` processes again; one fewer, down to `minimum`, after two attempts that did not get further. The wait
+    before doubles from a second to a minute. A step that fails three times in a row, an exit code 2 (a wrong command)
+    and a signal to the launcher are final. SHARDKIT_RESTARTS tells the processes how many restarts there were.
+
     Args:
         command: the words of the command; `script.py ...` and `-m module ...` run under this Python.
         processes: number of processes.
@@ -80,6 +83,8 @@ def launch(
         grace: seconds from the first failure, or from a signal, to SIGTERM.
         port: the coordinator's port; by default a free one.
         environ: the environment to start from; by default that of this process.
+        restarts: the most restarts in an hour.
+        minimum: the fewest processes of a restart; by default `processes`.
 
     Returns:
         0 if all processes succeed, else the exit code of the process that `guard` named, or of the first to fail: 128
@@ -87,7 +92,7 @@ def launch(
 
     Raises:
         ValueError: fewer than one process or device, an invalid port, a negative grace, no command or one that cannot
-            be started, or an output directory that cannot be written.
+            be started, an output directory that cannot be written, or a minimum above `processes` or without restarts.
 
     Example:
         Two processes with four simulated devices each:
@@ -97,26 +102,75 @@ def launch(
     at_least_zero("launch", grace=grace)
     words = program(command)
     check_counts("launch", processes=processes, devices=devices, port=port)
-    environ = os.environ if environ is None else environ
+    least = fewest(processes, minimum, *count("launch", restarts=restarts))
+    job = _Job(
+        words,
+        devices,
+        None if output is None else Path(output),
+        grace,
+        port,
+        os.environ if environ is None else environ,
+    )
     events: _Events = queue.SimpleQueue()
-    blamed: list[int] = []
+    past: list[Attempt] = []
+    now = processes
+    with _signals_to(events):
+        while True:
+            past.append(_attempt(job, now, len(past), events))
+            if not past[-1].code:
+                return 0
+            then = after(past, processes=processes, minimum=least, restarts=restarts)
+            if isinstance(then, str):
+                if then:
+                    _say(then)
+                return past[-1].code
+            now = then.processes
+            _say(f"restart {len(past)} with {counted(now, 'process', 'es')} in {then.wait:g} s")
+            with contextlib.suppress(queue.Empty):
+                events.get(timeout=then.wait)
+                _say("ended while it waited for the restart")
+                return past[-1].code
+
+
+class _Job(NamedTuple):
+    """What all attempts of a job have in common."""
+
+    words: Sequence[str]
+    devices: int | None
+    output: Path | None
+    grace: float
+    port: int | None
+    environ: Mapping[str, str]
+
+
+def _attempt(job: _Job, processes: int, restarts: int, events: _Events) -> Attempt:
+    """Starts all processes once, and waits for their end."""
+    blamed: list[Blamed] = []
+    began = time.monotonic()
     with ExitStack() as stack:  # exits when all processes have ended: passes on the last lines, closes files
-        files = [] if output is None else _files(Path(output), processes, stack)
-        common = _environment(environ, processes, devices, port or stack.enter_context(_free_port()))
-        with _signals_to(events), _groups(processes) as groups:
+        files = [] if job.output is None else _files(job.output, processes, stack, append=restarts > 0)
+        port = job.port or stack.enter_context(_free_port())
+        common = _environment(job.environ, processes, job.devices, port) | {"SHARDKIT_RESTARTS": str(restarts)}
+        with groups(processes) as theirs:
             children = []
-            for index, group in enumerate(groups):
+            for index, group in enumerate(theirs):
                 own = dict.fromkeys(("JAX_PROCESS_ID", "RANK", "LOCAL_RANK"), str(index))
-                children.append(stack.enter_context(_start(words, common | own, group)))
+                children.append(stack.enter_context(_start(job.words, common | own, group)))
             reader = stack.enter_context(passing_on(children, files, blamed))
-            order, received = _supervised(children, events, grace)
+            order, received = _supervised(children, events, job.grace)
             reader.join(_LAST_OUTPUT)
-    failed = sorted((index for index in order if children[index].returncode), key=lambda index: index not in blamed)
-    if not failed:
-        return 0
-    write(sys.stderr, f"shardkit launch: {_summary(failed[0], children, received)}\n".encode())
-    code = children[failed[0]].returncode
-    return code if code > 0 else 128 - code
+    named = [each.process for each in blamed]
+    failed = sorted((index for index in order if children[index].returncode), key=lambda index: index not in named)
+    code = 0
+    if failed:
+        _say(_summary(failed[0], children, received))
+        code = children[failed[0]].returncode
+    step = blamed[0].step if blamed else None
+    return Attempt(processes, code if code >= 0 else 128 - code, step, began, time.monotonic(), received is not None)
+
+
+def _say(text: str) -> None:
+    write(sys.stderr, f"shardkit launch: {text}\n".encode())
 
 
 def program(command: Sequence[str], python: str = sys.executable) -> list[str]:
@@ -157,12 +211,12 @@ def _environment(environ: Mapping[str, str], processes: int, devices: int | None
     return {**environ, **place}
 
 
-def _files(output: Path, processes: int, stack: ExitStack) -> list[BinaryIO]:
+def _files(output: Path, processes: int, stack: ExitStack, append: bool) -> list[BinaryIO]:
     """The files that the pipes are copied to: unbuffered, so that they are complete even if the launcher is killed."""
     names = [f"{index}.{end}" for index in range(processes) for end in ("out", "err")]
     try:
         output.mkdir(parents=True, exist_ok=True)
-        return [stack.enter_context(open(output / name, "wb", buffering=0)) for name in names]
+        return [stack.enter_context(open(output / name, "ab" if append else "wb", buffering=0)) for name in names]
     except OSError as error:
         raise ValueError(
             f"launch: output must be a writable directory; got {error.filename} ({error.strerror}). Pass another "
@@ -187,28 +241,6 @@ def _signals_to(events: _Events) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _groups(count: int) -> Iterator[list[int]]:
-    """The numbers of `count` process groups; everything in them is killed at exit, and should the launcher die."""
-    theirs, ours = os.pipe()
-    nothing = subprocess.DEVNULL
-    keeper = subprocess.Popen(_KEEPER, stdin=theirs, stdout=nothing, stderr=nothing, process_group=0)
-    os.close(theirs)
-    leaders: list[_Child] = []
-    try:
-        for _ in range(count):
-            leaders.append(subprocess.Popen(_LEADER, stdin=nothing, stdout=nothing, stderr=nothing, process_group=0))
-            os.write(ours, b"%d\n" % leaders[-1].pid)
-        yield [leader.pid for leader in leaders]
-    finally:
-        for leader in leaders:
-            os.killpg(leader.pid, signal.SIGKILL)
-            leader.wait()
-        keeper.kill()  # before the pipe closes: the numbers may have become another's
-        keeper.wait()
-        os.close(ours)
 
 
 def _start(words: Sequence[str], environ: Mapping[str, str], group: int) -> _Child:

@@ -12,12 +12,23 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import BinaryIO, TextIO
+from typing import BinaryIO, NamedTuple, TextIO
 
 _SILENCE = 0.5  # seconds without output after which a pipe is left that a process outside the groups holds open
 
 # The guard names the process at fault; which of the processes that it ends exits first is a matter of milliseconds.
-_BLAMES = re.compile(rb"shardkit guard: process (\d+) ")
+_BLAMES = re.compile(rb"shardkit guard: process(?:es)? (\d+)\b(?:[^:;]*?\bstep (\d+))?")
+
+
+class Blamed(NamedTuple):
+    """The process that the guard named, and the step, from 0, if it named one."""
+
+    process: int
+    step: int | None
+
+
+def _read_blame(found: re.Match[bytes]) -> Blamed:
+    return Blamed(int(found[1]), None if found[2] is None else int(found[2]))
 
 
 @dataclass
@@ -27,7 +38,7 @@ class _Pipe:
     prefix: bytes
     stream: TextIO
     file: BinaryIO | None
-    blamed: list[int]
+    blamed: list[Blamed]
     rest: bytearray = field(default_factory=bytearray)
 
     def take(self, data: bytes) -> None:
@@ -42,17 +53,17 @@ class _Pipe:
         self.rest += more
         if b"\n" in more:
             *lines, self.rest = self.rest.split(b"\n")
-            self.blamed += [int(blames[1]) for line in lines if (blames := _BLAMES.match(line))]
+            self.blamed += [_read_blame(blames) for line in lines if (blames := _BLAMES.match(line))]
             write(self.stream, b"".join(self.prefix + line + b"\n" for line in lines))
 
 
 @contextmanager
 def passing_on(
-    children: Sequence[subprocess.Popen[bytes]], files: Sequence[BinaryIO], blamed: list[int]
+    children: Sequence[subprocess.Popen[bytes]], files: Sequence[BinaryIO], blamed: list[Blamed]
 ) -> Iterator[threading.Thread]:
     """Reads all pipes in one thread, so that lines are never mixed; at exit, until they are empty.
 
-    Processes that a line of the guard names are appended to `blamed`.
+    What a line of the guard names is appended to `blamed`.
     """
     pipes: dict[int, _Pipe] = {}
     for index, child in enumerate(children):
