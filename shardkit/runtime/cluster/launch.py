@@ -33,8 +33,7 @@ from typing import BinaryIO, NamedTuple
 from shardkit._check import at_least, at_least_zero, count, counted
 from shardkit._typed import typed
 from shardkit.runtime.cluster.groups import groups
-from shardkit.runtime.cluster.output import Blamed, passing_on, write
-from shardkit.runtime.cluster.preemption import PREEMPTED
+from shardkit.runtime.cluster.output import Blamed, passing_on, summary, write
 from shardkit.runtime.cluster.restarts import Attempt, after, fewest
 from shardkit.runtime.monitor.hello import TOKEN
 from shardkit.simulated import cpu_environment
@@ -163,7 +162,7 @@ def _attempt(job: _Job, processes: int, restarts: int, events: _Events) -> Attem
     failed = sorted((index for index in order if children[index].returncode), key=lambda index: index not in named)
     code = 0
     if failed:
-        _say(_summary(failed[0], children, received))
+        _say(summary(failed[0], [child.returncode for child in children], received))
         code = children[failed[0]].returncode
     step = blamed[0].step if blamed else None
     return Attempt(processes, code if code >= 0 else 128 - code, step, began, time.monotonic(), received is not None)
@@ -286,20 +285,3 @@ def _supervised(children: Sequence[_Child], events: _Events, grace: float) -> tu
 def _announce(index: int, child: _Child, events: _Events) -> None:
     child.wait()
     events.put(index)
-
-
-def _summary(first: int, children: Sequence[_Child], received: signal.Signals | None) -> str:
-    codes = [child.returncode for child in children]
-    if set(codes) == {PREEMPTED}:
-        return f"all processes were preempted, and exited with code {PREEMPTED}"
-    others = ", ".join(f"{index}: {_end(code)}" for index, code in enumerate(codes) if index != first)
-    end = _end(codes[first]) if codes[first] < 0 else f"exit code {codes[first]}"
-    after = f"after {received.name} " if received else ""
-    return f"{after}process {first} failed first, {end}" + (f" (others: {others})" if others else "")
-
-
-def _end(code: int) -> str:
-    if code >= 0:
-        return str(code)
-    names = {number.value: number.name for number in signal.Signals}
-    return f"killed by {names.get(-code, f'signal {-code}')}"

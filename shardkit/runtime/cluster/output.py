@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import selectors
+import signal
 import subprocess
 import sys
 import threading
@@ -13,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import BinaryIO, NamedTuple, TextIO
+
+from shardkit.runtime.cluster.preemption import PREEMPTED
 
 _SILENCE = 0.5  # seconds without output after which a pipe is left that a process outside the groups holds open
 
@@ -110,3 +113,20 @@ def write(stream: TextIO, data: bytes) -> None:
         rest = memoryview(data)  # not through the stream, whose buffer would keep what it could not write
         while rest:
             rest = rest[os.write(number, rest) :]
+
+
+def summary(first: int, codes: Sequence[int], received: signal.Signals | None) -> str:
+    """How the processes of a job ended, `first` before the others."""
+    if set(codes) == {PREEMPTED}:
+        return f"all processes were preempted, and exited with code {PREEMPTED}"
+    others = ", ".join(f"{index}: {_end(code)}" for index, code in enumerate(codes) if index != first)
+    end = _end(codes[first]) if codes[first] < 0 else f"exit code {codes[first]}"
+    after = f"after {received.name} " if received else ""
+    return f"{after}process {first} failed first, {end}" + (f" (others: {others})" if others else "")
+
+
+def _end(code: int) -> str:
+    if code >= 0:
+        return str(code)
+    names = {number.value: number.name for number in signal.Signals}
+    return f"killed by {names.get(-code, f'signal {-code}')}"
