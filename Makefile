@@ -4,11 +4,12 @@ VENV ?= .venv
 WORKERS ?= auto
 SHARD ?= 0/1
 LIMIT ?= 0
+ONLY ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q
 
-.PHONY: train lint check test test-deep test-newest mutants soak bench accelerator package format clean
+.PHONY: train lint check test test-deep test-newest mutants soak bench notebooks accelerator package format clean
 
 train: $(VENV)/.cli
 	$(BIN)/shardkit train data=8 --verify 3
@@ -54,6 +55,10 @@ soak: $(VENV)/.cli
 
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.step_overhead
+
+# Runs the notebooks and stores what they print; ONLY="04 10" picks some.
+notebooks: $(VENV)/.test
+	$(BIN)/python tests/support/notebooks.py $(ONLY)
 
 # On a machine with real chips, whose jax VENV has ([cuda] or [tpu]): collectives, tokens/s and MFU, in ten minutes.
 accelerator: $(VENV)/.cli
