@@ -7,6 +7,7 @@ results; the caller's `step` decides what an equation does to it, with `called`,
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -252,7 +253,7 @@ def _own(file: str) -> bool:
 
 def _written(frame: tuple[str, int, str]) -> str:
     file, line, function = frame
-    return f"{_name(file)}:{line} ({function})"
+    return f"{file_name(file)}:{line} ({function})"
 
 
 @cache  # called for every equation, and splitting a path is slow
@@ -263,6 +264,14 @@ def _is_kernel(file: str) -> bool:
 @cache
 def _is_ours(file: str) -> bool:
     return _HERE in Path(file).parents
+
+
+def file_name(file: str) -> str:
+    """The name of a file without its folder; of a notebook's cell "cell 3", by the number before its last run."""
+    # IPython's files of cells are numbers that nobody knows; a cell that runs again has another number.
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    cell = shell.compile.format_code_name(file) if shell else None
+    return cell[1].replace("In[", "cell ").rstrip("]") if cell else _name(file)
 
 
 @cache

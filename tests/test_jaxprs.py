@@ -1,11 +1,14 @@
 """What follows from some arguments of a program alone, read in one pass."""
 
+import sys
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.interpreters import partial_eval
 
-from shardkit._jaxprs import not_reached
+from shardkit._jaxprs import file_name, not_reached
 
 
 def calls(w, x):
@@ -80,3 +83,20 @@ def test_unrolled_layers_are_read_in_one_pass(monkeypatch):
     _, moved = not_reached(jax.make_jaxpr(layers)(1.0, 2.0).jaxpr, 1, 96)
     assert moved == [True, False] * 48
     assert len(passes) == 1
+
+
+@pytest.mark.check
+def test_a_cell_of_a_notebook_is_named_by_its_number(monkeypatch):
+    """A census in a notebook whose lines stand in files named by a hash, or by the number of an earlier run."""
+    numbers = {"/tmp/ipykernel_7/4021874.py": 3}
+
+    def label(file):
+        return ("Cell", f"In[{numbers[file]}]") if file in numbers else None
+
+    named = SimpleNamespace(compile=SimpleNamespace(format_code_name=label))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: named))
+    assert [file_name(file) for file in ("/tmp/ipykernel_7/4021874.py", "/a/model.py")] == ["cell 3", "model.py"]
+    numbers["/tmp/ipykernel_7/4021874.py"] = 5
+    assert file_name("/tmp/ipykernel_7/4021874.py") == "cell 5"
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))  # imported by a script
+    assert file_name("/a/model.py") == "model.py"

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
+from shardkit._jaxprs import file_name
 from shardkit.analysis.hlo.groups import Groups, groups_in
 from shardkit.analysis.hlo.protobuf import Message, integer, integers, message, text
 
@@ -62,7 +63,7 @@ class Frame(NamedTuple):
     function: str
 
     def __str__(self) -> str:
-        return f"{self.file.rsplit('/', 1)[-1]}:{self.line} ({self.function})"
+        return f"{file_name(self.file)}:{self.line} ({self.function})"
 
 
 def outside_kernels(frames: Sequence[Frame]) -> str:
