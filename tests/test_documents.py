@@ -1,4 +1,4 @@
-"""What is written for readers runs: README blocks, and the claims of docstrings; see test_manual.py, test_notebooks.py."""
+"""What is written for readers runs: README blocks and docstrings. See also test_manual.py and test_notebooks.py."""
 
 import ast
 import inspect
