@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q
 
-.PHONY: train lint check test test-deep test-newest mutants soak bench notebooks accelerator package format clean
+.PHONY: train lint check test test-deep test-newest docs mutants soak bench notebooks accelerator package format clean
 
 train: $(VENV)/.cli
 	$(BIN)/shardkit train data=8 --verify 3
@@ -43,6 +43,11 @@ test-newest:
 .PHONY: .newest
 .newest: $(VENV)/.test
 	$(PYTEST) -m "not deep" --rows 1
+
+# The manual, in site/: open site/index.html. A warning, a link that leads nowhere or a name without a page ends it.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "the manual is in site/index.html"
 
 # One wrong line at a time: which test finds it? See tests/mutants/README.md.
 mutants: $(VENV)/.test
@@ -84,10 +89,14 @@ $(VENV)/.test: $(VENV)/.created pyproject.toml
 	$(PIP) -e '.[test,aot]'
 	@touch $@ $(VENV)/.cli
 
+$(VENV)/.docs: $(VENV)/.created pyproject.toml
+	$(PIP) -e '.[docs]'
+	@touch $@
+
 # 130 MB, and for Linux alone; without it the tests that need it are skipped, with that reason.
 $(VENV)/.gpu: $(VENV)/.test
 	$(PIP) -e '.[aot-gpu]' || echo "the GPU compiler could not be installed"
 	@touch $@
 
 clean:
-	rm -rf dist $(VENV) $(VENV)-newest .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf dist site $(VENV) $(VENV)-newest .pytest_cache .hypothesis .mypy_cache .ruff_cache

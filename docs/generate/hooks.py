@@ -1,0 +1,90 @@
+"""What mkdocs calls while it builds the manual: pages that are generated, links, formulas.
+
+Start with `pages`, which says what is generated; the files beside this one say how.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
+
+from docs.generate import checks, formulas, links, navigation, notebooks, papers, proofs, reference  # noqa: E402
+
+_CALLED = re.compile(r"<code>(sk\.[\w.]+)((?:\([^<]*\))?)</code>")
+_LEFT_ALONE = re.compile(r"(<h\d.*?</h\d>|<a [^>]*>.*?</a>|<pre.*?</pre>)", re.S)
+
+
+def pages() -> dict[str, str | bytes]:
+    """What is in no file of docs/: pages and pictures by their paths in the manual."""
+    made: dict[str, str | bytes] = {**reference.pages()}
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        text, pictures = notebooks.page(path)
+        made[f"learn/{path.stem}.md"] = links.rewritten(text, f"notebooks/{path.name}", f"learn/{path.stem}.md")
+        made |= {f"learn/{name}": data for name, data in pictures.items()}
+    for file, page in links.PAGES.items():
+        if page != "index.md":
+            made[page] = links.rewritten((ROOT / file).read_text(), file, page)
+    made["papers.md"] = papers.page(ROOT / "shardkit")
+    made["proved.md"] = proofs.page(ROOT)
+    return made
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds what is generated, and arranges all pages."""
+    made = pages()
+    for path, content in made.items():
+        files.append(File.generated(config, path, content=content))
+    config["nav"] = navigation.arranged(
+        (file.src_uri for file in files.documentation_pages()),
+        reference=[path for path in made if path.startswith("reference/")],
+    )
+    return files
+
+
+def on_page_markdown(text: str, page: Any, **_: Any) -> str:
+    """Links to notebooks and other files of the repository lead to their pages."""
+    written = (ROOT / "docs" / page.file.src_uri).exists()
+    return links.rewritten(text, f"docs/{page.file.src_uri}", page.file.src_uri) if written else text
+
+
+def on_page_content(text: str, page: Any, **_: Any) -> str:
+    """Formulas are drawn, and names of the library lead to the reference."""
+    parts = _LEFT_ALONE.split(formulas.drawn(text))
+    return "".join(part if _LEFT_ALONE.fullmatch(part) else _CALLED.sub(_link(page), part) for part in parts)
+
+
+def _link(page: Any) -> Any:
+    """Replaces a name that is in the reference by a link to it."""
+    if not _WHERE:
+        _WHERE.update({name: path for path, text in reference.pages().items() for name in _anchors(text)})
+
+    def link(found: re.Match[str]) -> str:
+        if found[1] not in _WHERE:
+            return found[0]
+        target = posixpath.relpath(_WHERE[found[1]], posixpath.dirname(page.file.src_uri) or ".")
+        return f'<a href="{target.removesuffix(".md")}.html#{found[1]}">{found[0]}</a>'
+
+    return link
+
+
+def on_post_build(config: Any) -> None:
+    """The build fails for a link that leads nowhere, also where a hook has made it."""
+    found = checks.faults(Path(config["site_dir"]).resolve())
+    if found:
+        raise PluginError("\n".join(found))
+
+
+_WHERE: dict[str, str] = {}
+
+
+def _anchors(text: str) -> list[str]:
+    return re.findall(r'<a id="([\w.]+)">', text)

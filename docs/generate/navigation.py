@@ -1,0 +1,82 @@
+"""The order of the manual's pages. What stands in no list here comes last in its section, by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+# Sections are the tabs above a page; a name ends in / where all pages of a folder belong here.
+SECTIONS: Mapping[str, list[str]] = {
+    "Start": ["index.md", "start.md", "one_page.md", "what_it_does.md"],
+    "Learn": ["learn/"],
+    "How to": [
+        "howto/choose_a_plan.md",
+        "howto/choose_a_schedule.md",
+        "howto/bring_a_model.md",
+        "howto/from_jit.md",
+        "howto/from_pmap.md",
+        "howto/words.md",
+        "howto/many_processes.md",
+        "howto/run_on_a_cluster.md",
+        "howto/faults.md",
+        "howto/resume_elsewhere.md",
+        "howto/benchmark_my_mesh.md",
+        "howto/add_a_strategy.md",
+        "howto/add_a_schedule.md",
+        "howto/add_a_collective.md",
+        "howto/add_a_lint_rule.md",
+        "howto/add_a_chip.md",
+        "howto/",
+    ],
+    "Understand": [
+        "understand/the_seam.md",
+        "understand/means_and_weights.md",
+        "understand/why_not_pmean.md",
+        "understand/varying_types.md",
+        "understand/keys.md",
+        "understand/layouts.md",
+        "understand/how_it_is_proved.md",
+        "understand/",
+        "proved.md",
+        "papers.md",
+    ],
+    "Symptoms": ["symptoms.md"],
+    "Reference": ["reference/index.md", "reference/"],
+    "Benchmarks": ["benchmarks/index.md", "benchmarks/"],
+    "Project": ["contributing.md", "tests.md", "changelog.md"],
+}
+
+
+def arranged(pages: Iterable[str], reference: Iterable[str] = ()) -> list[dict[str, Any]]:
+    """The navigation over those pages that are there.
+
+    Args:
+        pages: paths of the pages below docs/.
+        reference: pages of the reference, in their order.
+
+    Returns:
+        What `nav` of mkdocs.yml would hold; the title of a page is its first heading.
+
+    Raises:
+        ValueError: a page is in no section.
+    """
+    left = dict.fromkeys(sorted(pages))
+    made: list[dict[str, Any]] = []
+    for section, names in SECTIONS.items():
+        here: list[str] = []
+        for name in [*(reference if section == "Reference" else ()), *names]:
+            here += [page for page in left if page == name or (name.endswith("/") and page.startswith(name))]
+            for page in here:
+                left.pop(page, None)
+        if here:
+            made.append({section: here})
+    if left:
+        raise ValueError(f"the pages {', '.join(left)} are in no section. Name them in docs/generate/navigation.py.")
+    return made
+
+
+def title(text: str) -> str:
+    """The first heading of a page, without its markup."""
+    found = re.search(r"^# (.+)$", text, re.M)
+    return found[1].replace("`", "") if found else ""

@@ -1,0 +1,53 @@
+"""Notebooks as pages: their text, code and stored outputs. Nothing is executed."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def page(path: Path) -> tuple[str, dict[str, bytes]]:
+    """A notebook as Markdown, and the files that it shows.
+
+    Args:
+        path: the notebook.
+
+    Returns:
+        The text, and what its pictures hold by their names, which are relative to the page.
+    """
+    parts: list[str] = []
+    pictures: dict[str, bytes] = {}
+    for number, cell in enumerate(json.loads(path.read_text())["cells"]):
+        source = _text(cell["source"])
+        if cell["cell_type"] == "markdown":
+            # Python-Markdown leaves what is inside of an HTML block alone unless told.
+            parts.append(re.sub(r"<details>", '<details markdown="1">', source))
+        elif source.strip():
+            parts.append(f"```python\n{source.rstrip()}\n```")
+        for each, output in enumerate(cell.get("outputs", ())):
+            parts.append(_output(output, f"{path.stem}_{number}_{each}", pictures))
+    return "\n\n".join(parts) + "\n", pictures
+
+
+def _output(output: Mapping[str, Any], name: str, pictures: dict[str, bytes]) -> str:
+    data = output.get("data", {})
+    if "image/svg+xml" in data:
+        pictures[f"{name}.svg"] = _text(data["image/svg+xml"]).encode()
+        return f"![What the code above draws]({name}.svg){{ .on-white }}"
+    if "image/png" in data:
+        pictures[f"{name}.png"] = base64.b64decode(_text(data["image/png"]))
+        return f"![What the code above draws]({name}.png){{ .on-white }}"
+    if "text/html" in data:
+        return _text(data["text/html"])
+    text = output.get("text", data.get("text/plain", output.get("traceback", "")))
+    return f"```text\n{_COLORS.sub('', _text(text)).rstrip()}\n```"
+
+
+def _text(lines: str | list[str]) -> str:
+    return lines if isinstance(lines, str) else "".join(lines)

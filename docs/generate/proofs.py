@@ -1,0 +1,29 @@
+"""The page that says which test files prove which feature, from the comments `# proves`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def page(root: Path) -> str:
+    """The Markdown of the page."""
+    if str(root / "tests") not in sys.path:
+        sys.path.insert(0, str(root / "tests"))
+    from support import proved
+
+    titles = proved.features(proved.FEATURES.read_text())
+    known = {*titles, *(f"{group}{i}" for group, most in proved.NAMED_ONLY.items() for i in range(1, most + 1))}
+    every = [claim for path in sorted(proved.TESTS.rglob("*.py")) for claim in proved.claims(path, known)[0]]
+    rows = []
+    for line in proved.table(titles, every, root / "tests"):
+        left, _, files = line.rpartition(": ")
+        name, _, title = left.partition("  ")
+        if title:  # groups that are named in comments alone have no titles
+            listed = ", ".join(f"`tests/{file.removesuffix(' (in part)')}`" for file in files.split(", "))
+            rows.append(f"| {name} | {title.replace('|', chr(92) + '|')} | {listed} |")
+    head = (
+        "Which test files prove what. A test names what it proves in a comment, `# proves S53`, and fails if that is "
+        "taken away; `python tests/support/proved.py --table` prints this table."
+    )
+    return "\n".join(["# Proved by", "", head, "", "| | feature | tests |", "|---|---|---|", *rows, ""])

@@ -1,0 +1,164 @@
+"""The pages of the reference: one for each module that users name, written from its `__all__`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+# What users call a module, and where it is. A name that several of them export is on the first page that has it.
+FACES = {
+    "sk": "shardkit",
+    "sk.collectives": "shardkit.collectives",
+    "sk.ring": "shardkit.collectives.ring",
+    "sk.hierarchical": "shardkit.collectives.hierarchical",
+    "sk.compressed": "shardkit.collectives.compressed",
+    "sk.algorithms": "shardkit.collectives.algorithms",
+    "sk.schedules": "shardkit.schedules",
+    "sk.analysis": "shardkit.analysis",
+    "sk.aot": "shardkit.analysis.hlo.aot",
+    "sk.testing": "shardkit.testing",
+    "sk.cost": "shardkit.cost",
+    "sk.planner": "shardkit.planner",
+    "sk.runtime": "shardkit.runtime",
+    "sk.bench": "shardkit.bench",
+    "sk.viz": "shardkit.viz",
+    "sk.models.transformer": "shardkit.models.transformer",
+}
+# Groups of the names of `sk`, by the files that define them.
+GROUPS = {
+    "Meshes and devices": ("mesh", "simulated", "config"),
+    "Layouts": ("layout", "inspection", "resharding"),
+    "Training steps": ("train", "evaluate", "precision", "state", "partitioning.gradient"),
+    "Plans": ("strategies", "partitioning.plan", "partitioning.placement", "collectives.algorithms"),
+    "State": ("partitioning.residuals", "partitioning.storage"),
+    "Pipelines": ("strategies.pipeline", "partitioning.staged", "pipeline"),
+    "Collectives": ("collectives",),
+    "Layers": ("layers", "remat"),
+    "Random numbers": ("rng",),
+    "Reading programs": ("analysis", "reporting"),
+}
+
+
+class Name(NamedTuple):
+    """A public name.
+
+    Attributes:
+        called: as users write it, such as "sk.ring.all_gather".
+        path: where it is defined.
+        value: what it is.
+    """
+
+    called: str
+    path: str
+    value: Any
+
+    @property
+    def says(self) -> str:
+        """The first sentence of its docstring; nothing for a constant."""
+        if not (inspect.isfunction(self.value) or inspect.isclass(self.value)):
+            return ""
+        text = " ".join((inspect.getdoc(self.value) or "").split("\n\n")[0].split())
+        return re.split(r"(?<=[.:;]) (?=[A-Z`])|: ", text)[0].rstrip(".:;") + "."
+
+
+def names(face: str) -> list[Name]:
+    """All public names of a face, wherever else they are."""
+    module = importlib.import_module(FACES[face])
+    listed = getattr(module, "__all__", None)
+    if listed is None:
+        listed = [name for name, value in vars(module).items() if name[0] != "_" and defined_in(module, value)]
+    if face == "sk":
+        listed = [*listed, *lazy()]
+    return [
+        Name(f"{face}.{name}", _path(module, name, value), value)
+        for name, value in ((name, getattr(module, name)) for name in listed)
+        if not inspect.ismodule(value)
+    ]
+
+
+def lazy() -> list[str]:
+    """The names of `sk` that its `__getattr__` imports when they are used."""
+    source = inspect.getsource(importlib.import_module("shardkit").__getattr__)
+    listed = re.search(r"name in \(([^)]*)\)", source)
+    return re.findall(r'"(\w+)"', listed[1]) if listed else []
+
+
+def defined_in(module: ModuleType, value: Any) -> bool:
+    """Whether a module defines a function, a class, or a value of a class of its own."""
+    if inspect.isfunction(value) or inspect.isclass(value):
+        return value.__module__ == module.__name__
+    return type(value).__module__ == module.__name__
+
+
+def _path(module: ModuleType, name: str, value: Any) -> str:
+    if (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__.startswith("shardkit."):
+        inside = value.__name__ if "<locals>" in value.__qualname__ else value.__qualname__  # what a decorator returned
+        return f"{value.__module__}.{inside}"
+    return f"{module.__name__}.{name}"
+
+
+def pages() -> dict[str, str]:
+    """The Markdown of each page of the reference by its path, the overview first."""
+    seen: dict[str, str] = {}
+    made: dict[str, str] = {"reference/index.md": ""}
+    overview = [
+        "# Reference",
+        "Every public name, with its signature, what it sends, what it raises, and an example that the tests run. "
+        "In all examples `sk` is shardkit, `mesh` is `sk.make_mesh(data=2, model=4)`.",
+    ]
+    for face in FACES:
+        own = [name for name in names(face) if seen.setdefault(name.path, name.called) == name.called]
+        elsewhere = [seen[name.path] for name in names(face) if seen[name.path] != name.called]
+        made[f"reference/{face}.md"] = _page(face, own, elsewhere)
+        listed = ", ".join(f"`{name.called}`" for name in own)
+        overview.append(f"## [{face}]({face}.md)\n\n{_says(face)}\n\n{listed}")
+    made["reference/index.md"] = "\n\n".join(overview) + "\n"
+    return made
+
+
+def _says(face: str) -> str:
+    """The first paragraph of a module's docstring."""
+    return (inspect.getdoc(importlib.import_module(FACES[face])) or "").split("\n\n")[0]
+
+
+def _page(face: str, own: list[Name], elsewhere: list[str]) -> str:
+    text = inspect.getdoc(importlib.import_module(FACES[face])) or ""
+    kept = [part for part in text.split("\n\n") if not re.match(r"Start\s+with|Source:", part)]
+    parts = [f"# {face}", *kept]
+    if elsewhere:
+        parts.append("Also here: " + ", ".join(f"`{name}`" for name in elsewhere) + ".")
+    for title, group in _groups(face, own):
+        rows = [f"| `{name.called}` | {name.says.replace('|', chr(92) + '|')} |" for name in group]
+        parts += [f"## {title}", "\n".join(["| name | what it does |", "|---|---|", *rows])]
+        parts += [_block(name) for name in group]
+    return "\n\n".join(parts) + "\n"
+
+
+def _groups(face: str, own: list[Name]) -> Iterator[tuple[str, list[Name]]]:
+    if face == "sk":
+        groups = {title: [name for name in own if group_of(name.path) == title] for title in GROUPS}
+    else:
+        functions = [name for name in own if inspect.isfunction(name.value)]
+        types = [name for name in own if inspect.isclass(name.value)]
+        groups = {"Functions": functions, "Types": types}
+        groups["Values"] = [name for name in own if name not in functions + types]
+    yield from ((title, group) for title, group in groups.items() if group)
+
+
+def group_of(path: str) -> str:
+    """The group of a name of `sk` by the longest beginning of its path that a group has."""
+    inside = path.removeprefix("shardkit.")
+    found = [(len(each), title) for title, files in GROUPS.items() for each in files if f"{inside}.".startswith(each)]
+    if not found:
+        raise ValueError(f"{path} belongs to no group of sk. Name its file in GROUPS of docs/generate/reference.py.")
+    return max(found)[1]
+
+
+def _block(name: Name) -> str:
+    # The anchor is what other pages link: it stays where it is when a file is renamed.
+    options = f'    options: {{heading: "{name.called}", toc_label: "{name.called.rpartition(".")[2]}"}}'
+    return f'<a id="{name.called}"></a>\n\n::: {name.path}\n{options}'

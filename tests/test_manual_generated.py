@@ -1,0 +1,185 @@
+"""What docs/generate/ makes of the library for the manual: nothing public is missing, nothing leads nowhere."""
+
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardkit as sk
+from docs.generate import checks, docstrings, links, navigation, notebooks, papers, proofs, reference
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.check
+def test_every_public_name_is_in_the_reference():
+    """What `sk`, its modules and theirs list in `__all__`, found without the list of the reference's pages."""
+    shown = {id(name.value) for face in reference.FACES for name in reference.names(face)}
+    text = "".join(reference.pages().values())
+    todo, missing, seen = [("sk", sk, [*sk.__all__, *sk._LAZY])], [], set()
+    while todo:
+        called, module, listed = todo.pop()
+        for name in listed:
+            value = getattr(module, name)
+            if inspect.ismodule(value):
+                if value not in seen:
+                    seen.add(value)
+                    todo.append((f"{called}.{name}", value, getattr(value, "__all__", ())))
+            elif id(value) not in shown:
+                missing.append(f"{called}.{name}")
+    assert missing == []
+    for face in reference.FACES:  # each on one page, and only there
+        assert all(text.count(f"::: {name.path}\n") == 1 for name in reference.names(face)), face
+
+
+@pytest.mark.check
+def test_the_overview_of_the_reference_links_every_page_and_names_everything():
+    """The folder's first page, which a list of files would not have."""
+    pages = reference.pages()
+    overview = pages.pop("reference/index.md")
+    assert all(f"]({page.removeprefix('reference/')})" in overview for page in pages)
+    for name in ("`sk.all_reduce`", "`sk.census`", "`sk.ring.all_gather`", "`sk.schedules.gpipe`", "`sk.aot.compile`"):
+        assert overview.count(name) == 1
+
+
+@pytest.mark.check
+def test_lazy_names_of_sk_are_found():
+    assert {"census", "lint", "audit", "explain", "expects"} <= set(reference.lazy())
+    assert "sk.census" in {name.called for name in reference.names("sk")}
+
+
+@pytest.mark.check
+def test_a_name_of_an_unknown_file_is_refused():
+    with pytest.raises(ValueError) as error:
+        reference.group_of("shardkit.somewhere.name")
+    assert str(error.value) == (
+        "shardkit.somewhere.name belongs to no group of sk. Name its file in GROUPS of docs/generate/reference.py."
+    )
+    assert reference.group_of("shardkit.strategies.pipeline.pp") == "Pipelines"  # and not "Plans", which is shorter
+
+
+@pytest.mark.check
+def test_sections_of_docstrings_stand_apart():
+    """Args directly under Layout would be read as part of its paragraph."""
+    text = "Does.\n\nLayout: `X -> Y`\nArgs:\n    x: one.\nCost: n\nbytes.\n\nExample:\n    >>> f()"
+    assert docstrings.sections(text) == (
+        "Does.\n\n**Layout:** `X -> Y`\n\nArgs:\n    x: one.\n\n**Cost:** n\nbytes.\n\nExamples:\n    >>> f()"
+    )
+
+
+@pytest.mark.check
+def test_pages_are_arranged_and_a_page_without_a_section_is_refused():
+    pages = ["howto/zzz.md", "howto/from_jit.md", "index.md", "learn/01.md", "reference/sk.md", "reference/json.md"]
+    assert navigation.arranged(pages, reference=["reference/sk.md"]) == [
+        {"Start": ["index.md"]},
+        {"Learn": ["learn/01.md"]},
+        {"How to": ["howto/from_jit.md", "howto/zzz.md"]},
+        {"Reference": ["reference/sk.md", "reference/json.md"]},
+    ]
+    with pytest.raises(ValueError) as error:
+        navigation.arranged(["elsewhere/page.md"])
+    assert str(error.value) == (
+        "the pages elsewhere/page.md are in no section. Name them in docs/generate/navigation.py."
+    )
+
+
+@pytest.mark.check
+def test_links_between_pages_notebooks_and_examples_lead_to_pages():
+    text = (
+        "[a](../docs/howto/words.md#the-job) [b](02_b.ipynb) [c](../examples/lora.py) [d](https://x.org/y) [e](#h)"
+        "\n\n```python\nx = f[0](02_b.ipynb)\n```\n"
+    )
+    assert links.rewritten(text, "notebooks/01_a.ipynb", "learn/01_a.md") == (
+        "[a](../howto/words.md#the-job) [b](02_b.md) [c](../examples/lora.md) [d](https://x.org/y) [e](#h)"
+        "\n\n```python\nx = f[0](02_b.ipynb)\n```\n"
+    )
+    assert links.rewritten("[n](../notebooks/01_a.ipynb)", "docs/start.md", "start.md") == "[n](learn/01_a.md)"
+
+
+@pytest.mark.check
+def test_a_notebook_shows_its_stored_outputs(tmp_path):
+    cells = [
+        {"cell_type": "markdown", "source": ["# One\n", "\n", "<details>\n", "why\n", "</details>"]},
+        {
+            "cell_type": "code",
+            "source": "print(1)",
+            "outputs": [
+                {"output_type": "stream", "text": ["1\n"]},
+                {"output_type": "display_data", "data": {"image/png": "AAAA", "text/plain": "<Figure>"}},
+            ],
+        },
+        {"cell_type": "code", "source": "", "outputs": []},
+    ]
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
+    text, pictures = notebooks.page(tmp_path / "a.ipynb")
+    assert text == (
+        '# One\n\n<details markdown="1">\nwhy\n</details>\n\n```python\nprint(1)\n```\n\n```text\n1\n```\n\n'
+        "![What the code above draws](a_1_1.png){ .on-white }\n"
+    )
+    assert pictures == {"a_1_1.png": b"\0\0\0"}
+
+
+@pytest.mark.check
+def test_formulas_become_mathml():
+    pytest.importorskip(
+        "latex2mathml", reason="latex2mathml is not installed; pip install 'shardkit[docs]' installs it"
+    )
+    formulas = importlib.import_module("docs.generate.formulas")
+    text = formulas.drawn(
+        '<p><span class="arithmatex">\\(a &lt; b\\)</span></p><div class="arithmatex">\\[n-1\\]</div>'
+    )
+    assert text.count("<math") == 2 and 'display="block"' in text
+    assert "arithmatex" not in text and "<mo>&lt;</mo>" in text.replace("&#x0003C;", "&lt;")
+
+
+@pytest.mark.check
+def test_papers_come_from_the_sources_of_docstrings():
+    text = papers.page(ROOT / "shardkit")
+    assert "[arXiv:1811.06965](https://arxiv.org/abs/1811.06965)" in text
+    row = next(line for line in text.splitlines() if "Zero Bubble" in line and "section 6" in line)
+    assert "`schedules/zero_bubble_v.py`" in row
+
+
+@pytest.mark.check
+def test_what_is_proved_is_read_from_the_tests():
+    rows = [line for line in proofs.page(ROOT).splitlines() if line.startswith("| S62 |")]
+    assert len(rows) == 1 and "`tests/test_manual.py`" in rows[0]
+
+
+@pytest.mark.check
+def test_dead_links_and_files_from_elsewhere_are_found(tmp_path):
+    (tmp_path / "a.html").write_text(
+        '<a href="b.html#there">b</a> <a href="b.html#gone">b</a> <a href="c.html">c</a> <a href="https://x.org">x</a>'
+        '<script src="https://x.org/y.js"></script> <img src="data:abc">'
+    )
+    (tmp_path / "b.html").write_text('<h2 id="there">b</h2>')
+    assert checks.faults(tmp_path) == [
+        "a.html: b.html#gone has no such anchor.",
+        "a.html: c.html leads nowhere.",
+        "a.html: script loads https://x.org/y.js.",
+    ]
+
+
+@pytest.mark.deep
+def test_the_manual_builds_without_a_warning(tmp_path):
+    """Every page, link and docstring of the reference; `make docs` is the same."""
+    for package in ("mkdocs", "material", "mkdocstrings", "latex2mathml"):
+        pytest.importorskip(package, reason="pip install 'shardkit[docs]' installs it")
+    site = tmp_path / "site"
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(site)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert "unpkg" not in (site / "index.html").read_text()
+    assert 'id="sk.all_reduce"' in (site / "reference" / "sk.html").read_text()
+    assert (site / "search" / "search_index.js").exists()  # without a server a page cannot fetch the .json beside it
