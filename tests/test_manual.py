@@ -15,8 +15,10 @@ QUICK = {
     "benchmarks/collectives.md",
     "benchmarks/schedules.md",
     "benchmarks/strategies.md",
+    "howto/choose_a_plan.md",
     "howto/from_jit.md",
     "howto/from_pmap.md",
+    "symptoms.md",
 }
 
 

@@ -248,7 +248,7 @@ def _chooser(
         if not leaf.shape:
             return "a scalar, which has no dim"
         if size < min_size:
-            return f"{size:,} elements, fewer than min_size={min_size:,}"
+            return f"{size:,} element{'s' * (size != 1)}, fewer than min_size={min_size:,}"
         fixed = leaf.split | leaf.automatic
         pads = [] if uneven != "pad" else [d for d, rows in enumerate(leaf.shape) if rows and d not in fixed]
         divide = [d for d, rows in enumerate(leaf.shape) if rows and rows % leaf.ways == 0]

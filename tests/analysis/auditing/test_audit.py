@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -181,6 +182,14 @@ def test_a_step_that_fails_when_it_is_called_is_audited():
     audit = sk.audit(step, jnp.ones(3))
     assert [f.rule for f in audit.findings] == ["host-transfer"]
     assert audit.skipped == ("second-compile: the step raises JaxRuntimeError when it is called",)
+
+
+def test_a_state_that_begins_on_the_host_compiles_again():
+    """The layouts of what the first call returns are new to the second one."""
+    step = jax.jit(lambda state, x: {"w": state["w"] + x.sum(), "n": state["n"] + 1})
+    args = {"w": np.ones((8, 4), np.float32), "n": np.int32(0)}, audited.array((8, 4), "data")
+    [finding] = [f for f in sk.audit(step, *args).findings if f.rule == "second-compile"]
+    assert "state['n'] was int32 on the host and is int32 on P(), state['w'] was float32 on the host" in finding.message
 
 
 def test_pmap_is_read():

@@ -78,7 +78,7 @@ def _next_arguments(first: Sequence[Any], given: Sequence[Any], results: Sequenc
         arrays = [leaf for leaf in jax.tree.leaves(each) if isinstance(leaf, jax.Array)]
         taken = any(array.is_deleted() for array in arrays)
         same = [n for n, result in enumerate(left) if _shapes(result) == _shapes(each)]
-        if same and (taken or len(arrays) > 1):
+        if same and (taken or len(jax.tree.leaves(each)) > 1):
             out.append(left.pop(same[0]))
         else:
             out.append(_copied(untouched) if taken else each)
@@ -91,18 +91,20 @@ def _shapes(tree: Any) -> Any:
 
 
 def _kinds(tree: Any) -> list[tuple[str, str]]:
-    """For each array its path, and what a compiled program depends on beside its shape: weak type and sharding."""
+    """For each leaf its path, and what a compiled program depends on beside its shape: weak type and sharding."""
     out = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if isinstance(leaf, jax.Array):
-            weak = "weakly typed " if getattr(leaf, "weak_type", False) else ""  # keys have none
-            out.append((jax.tree_util.keystr(path), f"{weak}{leaf.dtype} on {_where(leaf)}"))
+        weak = "weakly typed " if getattr(leaf, "weak_type", False) else ""  # keys have none
+        dtype = getattr(leaf, "dtype", type(leaf).__name__)
+        out.append((jax.tree_util.keystr(path), f"{weak}{dtype} on {_where(leaf)}"))
     return out
 
 
-def _where(array: jax.Array) -> str:
-    sharding = array.sharding
+def _where(leaf: Any) -> str:
+    if not isinstance(leaf, jax.Array):
+        return "the host"
+    sharding = leaf.sharding
     if isinstance(sharding, jax.sharding.NamedSharding):
         return str(sharding.spec)
     devices = len(sharding.device_set)
-    return f"{devices} devices" if devices > 1 else "one device" if array.committed else "no device in particular"
+    return f"{devices} devices" if devices > 1 else "one device" if leaf.committed else "no device in particular"

@@ -1,0 +1,60 @@
+"""The commands on the manual's pages run as a reader would run them, and print what stands below them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.commands import environment
+
+ROOT = Path(__file__).parents[1]
+PAGES = {page.relative_to(ROOT / "docs").as_posix(): page for page in sorted((ROOT / "docs").rglob("*.md"))}
+FENCED = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.S | re.M)
+# A reader's shell finds the command that is installed; here it is that of this clone.
+SHELL = f'shardkit() {{ "{sys.executable}" -m shardkit "$@"; }}; python() {{ "{sys.executable}" "$@"; }}\n'
+# jax's own lines; pages leave them out.
+CHATTER = re.compile(r"^(\[\d+\] )?(\[Gloo\]|[EWI]\d{4} ).*\n", re.M)
+
+
+def commands(page):
+    """Files that a page names, and its commands with what they print."""
+    fenced = FENCED.findall(page.read_text())
+    files = {title: text for kind, title, text in fenced if title}
+    shown = "".join(text for kind, _, text in fenced if kind == "console")
+    return files, re.findall(r"^\$ (.*(?:\\\n.*)*)\n((?:(?!\$ ).*\n)*)", shown, re.M)
+
+
+def alike(shown, printed):
+    """Whether both say the same: times differ between machines, and a line `...` stands for any lines."""
+    pieces = [re.escape(piece) for piece in re.split(r"^ *\.\.\.\n", shown, flags=re.M)]
+    pattern = re.sub(r"\d+(\\\.\d+)?(\\? )s\b", r"[0-9.,]+ s", r"(?:.*\n)*".join(pieces))
+    return re.fullmatch(pattern, CHATTER.sub("", printed))
+
+
+# What a benchmark prints is of the machine that it ran on.
+NAMES = [name for name, page in PAGES.items() if "```console\n$ " in page.read_text() and "benchmarks/" not in name]
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", NAMES)
+def test_the_commands_of_a_page_print_what_it_says(name, tmp_path):
+    """A page is one session in one folder, in which the files that it shows lie."""
+    files, session = commands(PAGES[name])
+    for title, text in files.items():
+        (tmp_path / title).write_text(text)
+    variables = environment() | {"PYTHONPATH": str(ROOT)}
+    for command, shown in session:
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 300}
+        done = subprocess.run(["bash", "-c", SHELL + command], cwd=tmp_path, env=variables, check=False, **options)
+        assert alike(shown, done.stdout), f"$ {command}\n{done.stdout}"
+
+
+@pytest.mark.check
+def test_what_a_command_prints_is_compared():
+    """Another word is found; another time, and lines that the page leaves out, are not."""
+    shown = "mesh a=2 (cpu)\n...\ndone: 5 steps, 3.0 s\n"
+    assert alike(shown, "mesh a=2 (cpu)\n[Gloo] Rank 0\nstep 1\nstep 2\ndone: 5 steps, 12 s\n")
+    assert not alike(shown, "mesh a=2 (gpu)\ndone: 5 steps, 12 s\n")
+    assert not alike(shown, "mesh a=2 (cpu)\ndone: 6 steps, 12 s\n")
