@@ -1,4 +1,4 @@
-"""The `shardkit` command; a file for each of its subcommands.
+"""The `shardkit` command; a file for each of its subcommands, which `shardkit_command` lists.
 
 Start with `train.py`. Imports everything; nothing imports it.
 """
@@ -6,98 +6,85 @@ Start with `train.py`. Imports everything; nothing imports it.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import traceback
+from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-_NEEDS = "shardkit: the command needs the extra [cli]; install it with: pip install 'shardkit[cli]'"
+from shardkit_command.table import Command
+
+# The exit codes of every command, beside those of `docs/reference/exit_codes.md` for single ones.
+FINE, FOUND, USAGE, UNEXPECTED, INTERRUPTED = 0, 1, 2, 70, 130
+
 _NO_DASHES = "error: launch: the command and its options must come after --. Write for example -- train.py --steps 100."
 
 
-def main() -> None:
-    """Runs `shardkit COMMAND`; a user's mistake ends with a one-sentence error and exit code 2."""
+def perform(command: Command, full: str, words: list[str]) -> int:
+    """Runs a command; what goes wrong ends it with one sentence, and with a traceback if SHARDKIT_DEBUG is set.
+
+    Args:
+        command: its row of the table.
+        full: its name, as "bench comm".
+        words: its arguments.
+    """
+    from shardkit.runtime.cluster.join import finish
+
     try:
-        try:
-            _main()
-        finally:
-            if sys.stdout is not None:
-                sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the pipe has closed it: | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at interpreter exit
-        sys.exit(128 + signal.SIGPIPE)
-
-
-def _main() -> None:
-    try:
-        import rich  # noqa: F401
-        import tyro  # noqa: F401
-        import uniplot  # noqa: F401
-        import yaml  # noqa: F401
-    except ImportError:
-        sys.exit(_NEEDS)
-    from shardkit.cli import aot, audit, doctor, draw, evaluate, launch, lint, sample, soak, train
-    from shardkit.cli.bench import bench, benches
-
-    commands: dict[str, Any] = {
-        "train": train.train,
-        "evaluate": evaluate.evaluate,
-        "sample": sample.sample,
-        "launch": launch.launch,
-        "doctor": doctor.doctor,
-        "lint": lint.lint,
-        "audit": audit.audit,
-        "aot": aot.aot,
-        "draw": draw.draw,
-        "soak": soak.soak,
-        "bench": bench,
-    }
-    try:
-        of_bench = sys.argv[1:2] == ["bench"]
-        code = _run(benches(), "shardkit bench", str(bench.__doc__), sys.argv[2:]) if of_bench else _run(commands)
-        from shardkit.runtime.cluster.join import finish
-
-        finish(code)
+        finish(_run(command, full, words))
+    except BrokenPipeError:  # the reader of the pipe has closed it: no mistake
+        raise
     except KeyboardInterrupt as error:
-        _end(error, 130)
-    except (ValueError, RuntimeError) as error:
-        if not _raised_by_shardkit(error):
-            raise
+        print("interrupted", file=sys.stderr)
+        _end(error, INTERRUPTED)
+    except OSError as error:
+        if error.filename is None:
+            _unexpected(error)
+        print(f"error: {full}: {error.filename} cannot be used ({error.strerror}). Check the path.", file=sys.stderr)
+        _end(error, USAGE)
+    except Exception as error:
+        if not _meant(error):
+            _unexpected(error)
         print(f"error: {error}", file=sys.stderr)
-        _end(error, 2)
+        _end(error, USAGE)
 
 
-def _run(
-    commands: dict[str, Any],
-    prog: str = "shardkit",
-    description: str = "Explicit collectives for JAX.",
-    args: list[str] | None = None,
-) -> int:
+def _run(command: Command, full: str, words: list[str]) -> int:
     import tyro
 
+    function = getattr(import_module(command.module), command.name)
     try:
-        return tyro.extras.subcommand_cli_from_dict(
-            commands,
-            prog=prog,
-            description=description,
-            args=args,
-            config=(tyro.conf.OmitArgPrefixes,),
-        )
+        return int(tyro.cli(function, prog=f"shardkit {full}", args=words, config=(tyro.conf.OmitArgPrefixes,)))
     except SystemExit as ended:
-        if ended.code == 2 and sys.argv[1:2] == ["launch"] and "--" not in sys.argv:
+        if ended.code == USAGE and full == "launch" and "--" not in words:
             print(_NO_DASHES, file=sys.stderr)
         raise
+
+
+def _unexpected(error: BaseException) -> NoReturn:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = f"{type(error).__name__}{': ' + lines[0] if lines else ''}"
+    again = "" if _debugging() else " Add --debug to see where it came from."
+    print(f"error: unexpected {said.rstrip('.')}.{again}", file=sys.stderr)
+    _end(error, UNEXPECTED)
 
 
 def _end(error: BaseException, code: int) -> NoReturn:
     from shardkit.runtime.monitor import client
 
+    if _debugging():
+        traceback.print_exception(error)
     client.tell_others(error, code)
     sys.exit(code)
 
 
-def _raised_by_shardkit(error: BaseException) -> bool:
-    """Whether shardkit itself raised the error; any other exception is a bug, and its traceback is wanted."""
+def _debugging() -> bool:
+    return os.environ.get("SHARDKIT_DEBUG", "") not in ("", "0")
+
+
+def _meant(error: Exception) -> bool:
+    """Whether shardkit refuses something by this error, in a `raise` of its own; all others are unexpected."""
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and Path(__file__).parents[1] in Path(frames[-1].filename).parents
+    here = bool(frames) and Path(__file__).parents[1] in Path(frames[-1].filename).parents
+    refuses = isinstance(error, ValueError | RuntimeError | TypeError)
+    return refuses and here and str(frames[-1].line).startswith("raise")

@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 
-from shardkit import cli
+import shardkit_command
 from shardkit.cli import aot, audit, doctor, lint, sample
 from shardkit.cli import run as command_run
 
@@ -47,7 +47,7 @@ def inside(monkeypatch, capsys):
         words = ["shardkit", *map(str, words)]
         monkeypatch.setattr(sys, "argv", words)
         with pytest.raises(SystemExit) as end, jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            cli.main()
+            shardkit_command.main()
         out, err = capsys.readouterr()
         assert (end.value.code or 0) == code, out + err
         return subprocess.CompletedProcess(words, code, out, err)

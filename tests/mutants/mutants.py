@@ -2045,6 +2045,20 @@ _CLI = (
         "right = difference >= 0",
         PASSES,
     ),
+    Mutant(
+        "usage-error-succeeds",
+        "shardkit/cli/__init__.py",
+        "FINE, FOUND, USAGE, UNEXPECTED, INTERRUPTED = 0, 1, 2, 70, 130",
+        "FINE, FOUND, USAGE, UNEXPECTED, INTERRUPTED = 0, 1, 0, 70, 130",
+        SWALLOWED,
+    ),
+    Mutant(
+        "help-without-inherited-options",
+        "shardkit_command/declared.py",
+        "    for base in node.bases:",
+        "    for base in node.bases[1:]:",
+        TERM,
+    ),
 )
 
 _BENCH = (

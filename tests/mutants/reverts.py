@@ -495,7 +495,7 @@ REVERTS = (
     ),
     (
         "help-into-a-closed-pipe",
-        "shardkit/cli/__init__.py",
+        "shardkit_command/__init__.py",
         "os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())",
         "os.open(os.devnull, os.O_WRONLY)",
     ),

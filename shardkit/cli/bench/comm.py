@@ -10,17 +10,11 @@ import tyro
 
 import shardkit as sk
 from shardkit.bench.comm import measured, table
-from shardkit.bench.operations import DTYPES, OPERATIONS
-from shardkit.bench.sweeps import IMPLS, REDOPS, sweeps
+from shardkit.bench.sweeps import sweeps
 from shardkit.cli.bench.options import Output, header, kept
 from shardkit.cli.run import mesh_of
 from shardkit.cli.target import function_of
 
-_WAYS = dict.fromkeys(name for each in OPERATIONS.values() for name in each.ways)
-_IMPL = (
-    f"Implementations, by default {' and '.join(IMPLS)}: {', '.join(_WAYS)}. Or kernels of your own, as module:kernel "
-    "or file.py:kernel, with the signature of the operation: (x, axis, **options)."
-)
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
 _QUICK: dict[str, Any] = {"sizes": "1K:4K:4", "calls": 2, "rounds": 2}
 _SLOWLY: dict[str, Any] = {"sizes": None, "calls": 20, "rounds": 20}
@@ -30,15 +24,23 @@ _SLOWLY: dict[str, Any] = {"sizes": None, "calls": 20, "rounds": 20}
 class Options(Output):
     """Options of `shardkit bench comm`."""
 
-    mesh: tyro.conf.Positional[tuple[str, ...]]
+    mesh: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="AXIS=SIZE ...")]
     """Axes and sizes, such as data=8 or data=2 model=4. Without an accelerator, CPU devices are simulated."""
-    op: Annotated[tuple[str, ...], tyro.conf.arg(help=f"Operations, by default all: {', '.join(OPERATIONS)}.")] = ()
-    impl: Annotated[tuple[str, ...], tyro.conf.arg(help=_IMPL)] = ()
+    op: tuple[str, ...] = ()
+    """Operations, by default all: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, shift, gather_to_one,
+    prefix_scan, halo_exchange."""
+    impl: tuple[str, ...] = ()
+    """Implementations, by default lax and ring: lax, ring, bidirectional, hierarchical, two_step, deterministic,
+    leaves, bucketed, compressed, compressed_bfloat16, compressed_float8_e4m3fn, compressed_float8_e5m2,
+    compressed_int4, compressed_twice, uneven, compressed_hierarchical, ragged. Or kernels of your own, as module:kernel
+    or file.py:kernel, with the signature of the operation: (x, axis, **options)."""
     sizes: str | None = None
     """Bytes of the whole array, FIRST:LAST:FACTOR or one size, such as 1K:64M:4; by default 1K:4M:16 on CPUs and
     1K:64M:4 elsewhere."""
-    dtype: Annotated[tuple[str, ...], tyro.conf.arg(help=f"Of the array: {', '.join(DTYPES)}.")] = ("float32",)
-    redop: Annotated[tuple[str, ...], tyro.conf.arg(help=f"Reductions: {', '.join(REDOPS)}.")] = ("sum",)
+    dtype: tuple[str, ...] = ("float32",)
+    """Of the array: float32, bfloat16, float16, float64, int32, int8, uint8."""
+    redop: tuple[str, ...] = ("sum",)
+    """Reductions: sum, mean, max, min."""
     axis: tuple[str, ...] = ()
     """The axis of the collective, or the axes, over which together it runs; by default all of the mesh."""
     mode: Literal["inside", "dispatched"] = "inside"

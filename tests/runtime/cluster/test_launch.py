@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 
 from shardkit.cli import launch as cli
-from shardkit.cli import main
 from shardkit.runtime.cluster.launch import launch
 from shardkit.runtime.cluster.output import write
+from shardkit_command import main
 from support import commands
 from support.commands import environment
 
