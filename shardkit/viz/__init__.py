@@ -1,11 +1,32 @@
-"""Pictures of schedules, meshes, arrays and measurements, with the extra [viz].
+"""Pictures of programs, layouts, memory, schedules, meshes, arrays and measurements, with the extra [viz].
 
-Start with `schedule.py`. Imports schedules, and what describes meshes and arrays as text.
+Start with `style.py`, the one look of all. Imports what the pictures are of: schedules, cost, analysis, and
+what describes meshes and arrays as text.
 """
 
 from shardkit.viz.bench import results
 from shardkit.viz.boxes import Box, boxes, facts, in_flight, title
+from shardkit.viz.curves import losses
+from shardkit.viz.layouts import tree
+from shardkit.viz.memories import memory, zero_memory
 from shardkit.viz.places import array, mesh
 from shardkit.viz.schedule import draw, figure
+from shardkit.viz.traffic import census
 
-__all__ = ["Box", "array", "boxes", "draw", "facts", "figure", "in_flight", "mesh", "results", "title"]
+__all__ = [
+    "Box",
+    "array",
+    "boxes",
+    "census",
+    "draw",
+    "facts",
+    "figure",
+    "in_flight",
+    "losses",
+    "memory",
+    "mesh",
+    "results",
+    "title",
+    "tree",
+    "zero_memory",
+]

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardkit._check import quoted
 from shardkit._typed import typed
-from shardkit.viz.colours import RGB, ramp
+from shardkit.viz.bars import size
 from shardkit.viz.panels import Panel, panels
-from shardkit.viz.picture import blank, file_of, save
+from shardkit.viz.style import MUTED, SMALL, blank, file_of, filled, look, saved, stroked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,12 +20,10 @@ if TYPE_CHECKING:
 # Inches.
 _WIDE, _TALL, _LEFT, _TOP, _UNDER, _LABELS, _KEYS = 3.6, 2.7, 0.85, 0.55, 0.55, 2.6, 2.4
 _BAR, _EDGE = 0.2, 0.15
-_MARKERS, _DASHES, _HATCHES = "os^Dv<>P*X", ("-", "--", "-.", ":"), ("", "////", "....", "xxxx", "\\\\\\\\")
-_TEXT = 7.0  # points
 
 
 @partial(typed, where="viz.results")
-def results(records: Sequence[Mapping[str, Any]], file: str | Path | None = None) -> Any:
+def results(records: Sequence[Mapping[str, Any]], output: str | Path | None = None) -> Any:
     """The picture of results of `shardkit bench`: what each benchmark is read by.
 
     | benchmark | plots |
@@ -40,7 +38,7 @@ def results(records: Sequence[Mapping[str, Any]], file: str | Path | None = None
 
     Args:
         records: of `bench.read`, of one benchmark or of several.
-        file: a .png or .svg to write; missing directories are created. The same records give the same bytes.
+        output: a .png or .svg to write; missing directories are created. The same records give the same bytes.
 
     Returns:
         A matplotlib figure, which notebooks show. The gid of a line is its name, of a bar its label and its kind.
@@ -53,7 +51,7 @@ def results(records: Sequence[Mapping[str, Any]], file: str | Path | None = None
         >>> times = {"cpu_ratio_median": 1.2, "wall_ratio_median": 1.1}
         >>> picture = sk.viz.results([{"benchmark": "steps", "row": "8 devices", "case": "fsdp", **times}])
     """
-    path = None if file is None else file_of("viz.results", file)
+    path = file_of("viz.results", output)
     rows = panels(records)
     if not rows:
         found = quoted(sorted({str(record.get("benchmark")) for record in records})) or "none"
@@ -61,10 +59,8 @@ def results(records: Sequence[Mapping[str, Any]], file: str | Path | None = None
             f"viz.results: the records must have sizes with times, or ratios; got benchmarks {found} without any. Pass "
             "the results of a measurement, as --json writes them."
         )
-    picture = _drawn(rows)
-    if path is not None:
-        save(picture, path)
-    return picture
+    with look():
+        return saved(_drawn(rows), path)
 
 
 def _drawn(rows: list[list[Panel]]) -> Figure:
@@ -83,12 +79,9 @@ def _drawn(rows: list[list[Panel]]) -> Figure:
             left = _EDGE + column * (labels + _WIDE + keys) + labels
             bottom = up - top - _TOP - height
             axes = picture.add_axes((left / across, bottom / up, _WIDE / across, height / up))
-            axes.set_title(panel.title, size=_TEXT + 1.5, weight="bold", loc="left", pad=16 if panel.bars else 6)
-            axes.set_xlabel(panel.across, size=_TEXT)
-            axes.set_ylabel(panel.up, size=_TEXT)
-            axes.tick_params(labelsize=_TEXT, which="both")
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.set_axisbelow(True)
+            axes.set_title(panel.title, pad=16 if panel.bars else 6)
+            axes.set_xlabel(panel.across)
+            axes.set_ylabel(panel.up)
             if panel.bars:
                 _draw_bars(axes, panel)
             else:
@@ -102,14 +95,9 @@ def _height(row: list[Panel]) -> float:
 
 
 def _style(names: list[str], name: str, fit: bool = False) -> dict[str, Any]:
-    """The look of a line; the lightest color of the ramp is too light for one."""
-    number = names.index(name)
-    colour: RGB = ramp(number, len(names) + 1)
-    if fit:
-        return {"color": colour, "linestyle": ":", "linewidth": 1.0}
-    edge = {"markersize": 4, "markeredgecolor": "black", "markeredgewidth": 0.4, "linewidth": 1.2}
-    marker, dashes = _MARKERS[number % len(_MARKERS)], _DASHES[number % len(_DASHES)]
-    return {"color": colour, "marker": marker, "linestyle": dashes, **edge}
+    """The look of a line; that of its fit is dotted, without markers."""
+    look = stroked(names.index(name))
+    return {"color": look["color"], "linestyle": ":", "linewidth": 1.0} if fit else look
 
 
 def _draw_lines(axes: Axes, panel: Panel, names: list[str], last: bool) -> None:
@@ -117,20 +105,20 @@ def _draw_lines(axes: Axes, panel: Panel, names: list[str], last: bool) -> None:
 
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.grid(color="0.88", linewidth=0.6)
+    axes.grid()
     if panel.across == "size":
-        axes.xaxis.set_major_formatter(lambda x, _: _size(x))
+        axes.xaxis.set_major_formatter(lambda x, _: size(x))
     if panel.level is not None:
-        axes.axhline(panel.level, color="0.35", linewidth=0.8)
+        axes.axhline(panel.level, color=MUTED, linewidth=0.8)
     for line in filter(lambda line: line.points, panel.lines):
         style = _style(names, line.name.split(" ~ ")[0] if line.fit else line.name, line.fit)
         axes.plot(*zip(*line.points, strict=True), label=line.name, gid=line.name, **style)
-    beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.02, 1), "borderaxespad": 0, "frameon": False}
+    beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.02, 1), "borderaxespad": 0}
     if _fits(panel):
-        axes.legend(fontsize=_TEXT - 1, **beside)
+        axes.legend(**beside)
     elif last:  # the lines of a row have the same looks in all of its plots
         keys = [Line2D([], [], label=name, **_style(names, name)) for name in names]
-        axes.legend(handles=keys, fontsize=_TEXT - 1, **beside)
+        axes.legend(handles=keys, **beside)
 
 
 def _fits(panel: Panel) -> bool:
@@ -144,23 +132,13 @@ def _draw_bars(axes: Axes, panel: Panel) -> None:
     for number, kind in enumerate(kinds):
         own = [bar for bar in panel.bars if bar.kind == kind]
         places = [labels.index(bar.label) + (number - (len(kinds) - 1) / 2) * thick for bar in own]
-        how: dict[str, Any] = {"color": ramp(number, len(kinds) + 1), "hatch": _HATCHES[number % len(_HATCHES)]}
-        drawn = axes.barh(places, [b.value for b in own], thick, edgecolor="white", linewidth=0.5, label=kind, **how)
+        drawn = axes.barh(places, [b.value for b in own], thick, label=kind, **filled(number))
         for bar, patch, place in zip(own, drawn.patches, places, strict=True):
             patch.set_gid(f"{bar.label}, {kind}")
-            axes.text(bar.value, place, f" {bar.value:.2f}", size=_TEXT - 1.5, va="center")
+            axes.text(bar.value, place, f" {bar.value:.2f}", size=SMALL - 1, va="center")
     axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.margins(x=0.12)
-    axes.axvline(panel.level or 1.0, color="0.35", linewidth=0.8)
-    axes.grid(axis="x", color="0.88", linewidth=0.6)
-    axes.legend(fontsize=_TEXT - 1, frameon=False, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.1, ncols=2)
-
-
-def _size(bytes_: float) -> str:
-    """A number of bytes as in `4 KiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if bytes_ < 1024 or unit == "GiB":
-            return f"{bytes_:g} {unit}"
-        bytes_ /= 1024
-    raise AssertionError("unreachable")
+    axes.axvline(panel.level or 1.0, color=MUTED, linewidth=0.8)
+    axes.grid(axis="x")
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.1, ncols=2)

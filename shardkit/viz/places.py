@@ -15,23 +15,21 @@ from shardkit._typed import typed
 from shardkit.grid import Block, Grid
 from shardkit.inspection import grid_of_array, is_placed
 from shardkit.mesh import grid_of_mesh
-from shardkit.viz.colours import RGB, ramp, text_on
-from shardkit.viz.picture import blank, file_of, save
+from shardkit.viz.style import LETTER, PAPER, RGB, TEXT, blank, file_of, look, ramp, saved, text_on
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Inches.
-_EDGE, _GAP, _LETTER, _LINE = 0.25, 0.5, 0.075, 0.2
+_EDGE, _GAP, _LINE = 0.25, 0.5, 0.2
 _COLUMN, _PART, _ROW = 0.55, 0.24, 0.34
 _WIDE, _TALL = 24.0, 16.0
-# Points.
-_TEXT, _SMALLEST_TEXT = 8.0, 4.0
+_SMALLEST_TEXT = 4.0  # points
 
 
 @partial(typed, where="viz.array")
-def array(x: jax.Array, file: str | Path | None = None, *, after: jax.Array | None = None) -> Any:
+def array(x: jax.Array, output: str | Path | None = None, *, after: jax.Array | None = None) -> Any:
     """The picture of an array: which device holds which piece of it, and beside it `after` a resharding.
 
     Each piece is a cell, in which every device that holds it has a part of its own with its id: a cell of several
@@ -39,7 +37,7 @@ def array(x: jax.Array, file: str | Path | None = None, *, after: jax.Array | No
 
     Args:
         x: an array on devices, or its ShapeDtypeStruct with a sharding.
-        file: a .png or .svg to write; missing directories are created. The same arrays give the same bytes.
+        output: a .png or .svg to write; missing directories are created. The same arrays give the same bytes.
         after: an array to draw beside it.
 
     Returns:
@@ -65,16 +63,16 @@ def array(x: jax.Array, file: str | Path | None = None, *, after: jax.Array | No
     if after is not None:
         heads = ("before: ", "after: ")
         grids = [g._replace(title=(head + g.title[0], *g.title[1:])) for head, g in zip(heads, grids, strict=True)]
-    return _drawn("viz.array", grids, file)
+    return _drawn("viz.array", grids, output)
 
 
 @partial(typed, where="viz.mesh")
-def mesh(mesh: Mesh, file: str | Path | None = None) -> Any:
+def mesh(mesh: Mesh, output: str | Path | None = None) -> Any:
     """The picture of a mesh: the id of the device at each of its coordinates.
 
     Args:
         mesh: the mesh; rows and columns are its last two axes.
-        file: a .png or .svg to write; missing directories are created. The same mesh gives the same bytes.
+        output: a .png or .svg to write; missing directories are created. The same mesh gives the same bytes.
 
     Returns:
         A matplotlib figure, which notebooks show. The gid of a cell is its coordinates and its device.
@@ -88,22 +86,28 @@ def mesh(mesh: Mesh, file: str | Path | None = None) -> Any:
     """
     if not isinstance(mesh, Mesh):
         raise TypeError("viz.mesh: mesh must have devices; got an AbstractMesh. Pass for example sk.make_mesh(data=8).")
-    return _drawn("viz.mesh", [grid_of_mesh(mesh)], file)
+    return _drawn("viz.mesh", [grid_of_mesh(mesh)], output)
 
 
-def _drawn(where: str, grids: list[Grid], file: str | Path | None) -> Figure:
+def _drawn(where: str, grids: list[Grid], output: str | Path | None) -> Figure:
     """The grids side by side, each with its title and its tables one below the other."""
-    path = None if file is None else file_of(where, file)
+    path = file_of(where, output)
+    with look():
+        return saved(_picture(grids), path)
+
+
+def _picture(grids: list[Grid]) -> Figure:
+    """The grids side by side, each with its title and its tables one below the other."""
     ids = sorted({each for grid in grids for cell in grid.cells.values() for each in cell})
     colours = {each: ramp(i, len(ids)) for i, each in enumerate(ids)}
     blocks = [list(grid.blocks()) for grid in grids]
     sizes = [_size(grid, tables) for grid, tables in zip(grids, blocks, strict=True)]
     across, up = 2 * _EDGE - _GAP + sum(w + _GAP for w, _ in sizes), 2 * _EDGE + max(h for _, h in sizes)
     shrink = min(1, _WIDE / across, _TALL / up)
-    picture = blank(across * shrink, up * shrink)
+    picture = blank(across * shrink, up * shrink, ", ".join(grid.title[0] for grid in grids))
 
     def write(left: float, top: float, text: str, **style: Any) -> None:
-        picture.text(left / across, 1 - top / up, text, size=_TEXT * shrink, va="center", **style)
+        picture.text(left / across, 1 - top / up, text, size=TEXT * shrink, va="center", **style)
 
     left = _EDGE
     for grid, tables, (width, _) in zip(grids, blocks, sizes, strict=True):
@@ -121,32 +125,30 @@ def _drawn(where: str, grids: list[Grid], file: str | Path | None) -> Figure:
                 write(left + side + (i + 0.5) * column, top - _LINE / 2, head, ha="center")
             high, wide = _ROW * len(table.sides), column * len(table.heads)
             for i, text in enumerate(table.sides):
-                write(left + side - _LETTER, top + (i + 0.5) * _ROW, text, ha="right")
+                write(left + side - LETTER, top + (i + 0.5) * _ROW, text, ha="right")
             axes = picture.add_axes(((left + side) / across, 1 - (top + high) / up, wide / across, high / up))
             _fill(axes, table, colours, 72 * column * shrink, 72 * _ROW * shrink)
             top += high
         left += width + _GAP
-    if path is not None:
-        save(picture, path)
     return picture
 
 
 def _side(tables: Sequence[Block]) -> float:
     """The width of the labels of rows."""
-    return _LETTER * (max(len(side) for table in tables for side in table.sides) + 1)
+    return LETTER * (max(len(side) for table in tables for side in table.sides) + 1)
 
 
 def _column(tables: Sequence[Block]) -> float:
     """The width of a column: of its label, and of a part for each device of its fullest cell."""
     label = max(len(head) for table in tables for head in table.heads)
     parts = max(len(cell) for table in tables for row in table.cells for cell in row)
-    return max(_COLUMN, _LETTER * (label + 1), _PART * parts)
+    return max(_COLUMN, LETTER * (label + 1), _PART * parts)
 
 
 def _size(grid: Grid, tables: Sequence[Block]) -> tuple[float, float]:
     """Width and height of a grid with its title."""
     table = _side(tables) + _column(tables) * len(tables[0].heads)
-    title = 1.1 * _LETTER * max(map(len, grid.title))
+    title = 1.1 * LETTER * max(map(len, grid.title))
     lines = len(grid.title) + sum(1 + bool(each.at) for each in tables)
     return max(table, title), lines * _LINE + _ROW * sum(len(each.sides) for each in tables)
 
@@ -164,8 +166,8 @@ def _fill(axes: Axes, table: Block, colours: Mapping[int, RGB], width: float, he
             for number, each in enumerate(ids):
                 left, label = column + number * part, " ".join(filter(None, [table.at, side, head, str(each)]))
                 axes.add_patch(Rectangle((left, row), part, 1, facecolor=colours[each], linewidth=0, gid=label))
-                size = min(_TEXT, part * width / (0.75 * len(str(each))), 0.7 * height)
+                size = min(TEXT, part * width / (0.75 * len(str(each))), 0.7 * height)
                 if size >= _SMALLEST_TEXT:
                     text = axes.text(left + part / 2, row + 0.5, str(each), size=size, ha="center")
                     text.set(va="center_baseline", color=text_on(colours[each]))
-            axes.add_patch(Rectangle((column, row), 1, 1, fill=False, edgecolor="white", linewidth=2))
+            axes.add_patch(Rectangle((column, row), 1, 1, fill=False, edgecolor=PAPER, linewidth=2))

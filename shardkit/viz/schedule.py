@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardkit._typed import typed
 from shardkit.schedules import Schedule, Timeline
 from shardkit.viz.boxes import boxes, facts, in_flight, title
-from shardkit.viz.colours import GREY, OPS, shade, text_on
-from shardkit.viz.picture import blank, file_of, save
+from shardkit.viz.style import AREA, GREY, MUTED, OPS, PAPER, blank, file_of, heading, look, saved, shade, text_on
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,24 +44,12 @@ def figure(schedule: Schedule, timeline: Timeline) -> Figure:
         >>> schedule = sk.schedules.zero_bubble_v(4, 8)
         >>> picture = sk.viz.figure(schedule, schedule.simulate())
     """
-    shortest = min(end - begin for begin, end in timeline.spans.values() if end > begin)
-    width = min(max(timeline.makespan / shortest * _SHORTEST, _NARROW), _WIDE)
-    row = min(_ROW, _TALL / schedule.devices)
-    above, below = row * schedule.devices, min(row, _CURVE) * schedule.devices
-    across, up = _LEFT + width + _RIGHT, _TOP + above + _GAP + below + _BOTTOM
-    picture = blank(across, up)
-    work = picture.add_axes((_LEFT / across, 1 - (_TOP + above) / up, width / across, above / up))
-    memory = picture.add_axes((_LEFT / across, _BOTTOM / up, width / across, below / up), sharex=work)
-    for axes in (work, memory):
-        _style(axes, schedule.devices, timeline.makespan)
-    _draw_actions(work, schedule, timeline, 72 * width / timeline.makespan, 72 * row)
-    _draw_memory(memory, schedule, timeline)
-    _write(picture, schedule, timeline, _LEFT / across, lambda inches: 1 - inches / up)
-    return picture
+    with look():
+        return _picture(schedule, timeline)
 
 
 @partial(typed, where="viz.draw")
-def draw(schedule: Schedule, file: str | Path, **costs: Any) -> None:
+def draw(schedule: Schedule, output: str | Path, **costs: Any) -> None:
     """Simulates a schedule and writes its picture.
 
     The upper plot has a row per device and a box per action: the color is the op, the shade the chunk (later is
@@ -71,7 +58,7 @@ def draw(schedule: Schedule, file: str | Path, **costs: Any) -> None:
 
     Args:
         schedule: the schedule.
-        file: the .png or .svg to write; missing directories are created.
+        output: the .png or .svg to write; missing directories are created.
         **costs: as for `Schedule.simulate`: forward, backward, input_grad, weight_grad, communication, overlapped,
             synchronous.
 
@@ -84,9 +71,9 @@ def draw(schedule: Schedule, file: str | Path, **costs: Any) -> None:
         >>> file = f"{mkdtemp()}/pipeline.svg"
         >>> sk.viz.draw(sk.schedules.one_f_one_b(4, 8), file, backward=2.5)
     """
-    path = file_of("viz.draw", file)
+    path = file_of("viz.draw", output)
     timeline = schedule.simulate(**costs)
-    save(figure(schedule, timeline), path)
+    saved(figure(schedule, timeline), path)
 
 
 def _draw_actions(axes: Axes, schedule: Schedule, timeline: Timeline, unit: float, row: float) -> None:
@@ -101,7 +88,7 @@ def _draw_actions(axes: Axes, schedule: Schedule, timeline: Timeline, unit: floa
         [box.device - 0.5 + _MARGIN + inner * box.top for box in drawn],
         align="edge",
         color=colours,
-        edgecolor="white",
+        edgecolor=PAPER,
         linewidth=0.5,
     )
     # A digit is about 0.64 of the text's size wide.
@@ -133,27 +120,26 @@ def _draw_memory(axes: Axes, schedule: Schedule, timeline: Timeline) -> None:
     for device in range(schedule.devices):
         times, held = zip(*in_flight(schedule, timeline, device), strict=True)
         floor = device + 0.5
-        axes.fill_between(times, [floor - unit * h for h in held], floor, step="post", color="0.62", linewidth=0)
-        axes.axhline(floor, color="0.62", linewidth=0.5)
+        axes.fill_between(times, [floor - unit * h for h in held], floor, step="post", color=AREA, linewidth=0)
+        axes.axhline(floor, color=AREA, linewidth=0.5)
     _head(axes, 0, "microbatches in flight", "left")
     _beside(axes, "peak", [f"{peak:g}" for peak in timeline.peak_in_flight])
-    axes.set_xlabel("time, in the unit of the costs", size=8)
+    axes.set_xlabel("time, in the unit of the costs")
 
 
 def _style(axes: Axes, devices: int, makespan: float) -> None:
     axes.set_xlim(0, makespan)
     axes.set_ylim(devices - 0.5, -0.5)
     axes.set_yticks(range(devices))
-    axes.tick_params(length=0, labelsize=8)
-    axes.grid(axis="x", color="0.88", linewidth=0.6)
-    axes.set_axisbelow(True)
+    axes.tick_params(length=0)
+    axes.grid(axis="x")
     axes.spines[:].set_visible(False)
 
 
 def _head(axes: Axes, side: int, text: str, align: str) -> None:
     """A heading above the left (0) or the right (1) edge."""
     by = {"left": 8 * side, "right": -8}[align]
-    axes.annotate(text, (side, 1), (by, 5), "axes fraction", textcoords="offset points", size=8, color="0.3", ha=align)
+    axes.annotate(text, (side, 1), (by, 5), "axes fraction", textcoords="offset points", color=MUTED, ha=align)
 
 
 def _beside(axes: Axes, head: str, texts: Sequence[str]) -> None:
@@ -161,7 +147,7 @@ def _beside(axes: Axes, head: str, texts: Sequence[str]) -> None:
     _head(axes, 1, head, "left")
     where = ("axes fraction", "data")
     for device, text in enumerate(texts):
-        axes.annotate(text, (1, device), (8, 0), where, textcoords="offset points", va="center_baseline", size=8)
+        axes.annotate(text, (1, device), (8, 0), where, textcoords="offset points", va="center_baseline")
 
 
 def _write(
@@ -170,8 +156,7 @@ def _write(
     """The title and the legend; `below` converts inches below the upper edge to a share of the height."""
     from matplotlib.patches import Patch
 
-    picture.text(left, below(0.34), title(schedule), size=11, weight="bold")
-    picture.text(left, below(0.55), facts(timeline), size=9)
+    heading(picture, title(schedule), facts(timeline))
     used = {action.op for action in schedule.ticks}
     keys = [Patch(color=colour, label=_NAMES[op]) for op, colour in OPS.items() if op in used]
     if schedule.chunks > 1:
@@ -182,11 +167,26 @@ def _write(
         loc="lower left",
         bbox_to_anchor=(left, below(_TOP - 0.08)),
         ncols=len(keys),
-        frameon=False,
-        fontsize=8,
         handlelength=1,
         handleheight=1,
         borderpad=0,
         borderaxespad=0,
         columnspacing=1.5,
     )
+
+
+def _picture(schedule: Schedule, timeline: Timeline) -> Figure:
+    shortest = min(end - begin for begin, end in timeline.spans.values() if end > begin)
+    width = min(max(timeline.makespan / shortest * _SHORTEST, _NARROW), _WIDE)
+    row = min(_ROW, _TALL / schedule.devices)
+    above, below = row * schedule.devices, min(row, _CURVE) * schedule.devices
+    across, up = _LEFT + width + _RIGHT, _TOP + above + _GAP + below + _BOTTOM
+    picture = blank(across, up, f"{title(schedule)}; {facts(timeline)}")
+    work = picture.add_axes((_LEFT / across, 1 - (_TOP + above) / up, width / across, above / up))
+    memory = picture.add_axes((_LEFT / across, _BOTTOM / up, width / across, below / up), sharex=work)
+    for axes in (work, memory):
+        _style(axes, schedule.devices, timeline.makespan)
+    _draw_actions(work, schedule, timeline, 72 * width / timeline.makespan, 72 * row)
+    _draw_memory(memory, schedule, timeline)
+    _write(picture, schedule, timeline, _LEFT / across, lambda inches: 1 - inches / up)
+    return picture

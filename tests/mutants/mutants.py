@@ -2231,10 +2231,52 @@ _VIZ = (
     ),
     Mutant(
         "last-chunk-too-dark",
-        "shardkit/viz/colours.py",
+        "shardkit/viz/style.py",
         "chunk / max(chunks - 1, 1)",
         "chunk / max(chunks, 1)",
         BOUNDARY,
+    ),
+    Mutant(
+        "bars-of-single-executions",
+        "shardkit/viz/traffic.py",
+        "out.get(key, 0.0) + float(row.total)",
+        "out.get(key, 0.0) + float(row.sent)",
+        TWICE,
+    ),
+    Mutant(
+        "bars-all-from-zero",
+        "shardkit/viz/bars.py",
+        "                start += value\n",
+        "",
+        TERM,
+    ),
+    Mutant(
+        "donated-results-counted-twice",
+        "shardkit/viz/memories.py",
+        '"results": held.output - held.alias,',
+        '"results": held.output,',
+        TWICE,
+    ),
+    Mutant(
+        "first-minus-the-others",
+        "shardkit/viz/curves.py",
+        "(x, y - first[x])",
+        "(x, first[x] - y)",
+        ORDER,
+    ),
+    Mutant(
+        "cells-in-the-wrong-column",
+        "shardkit/viz/layouts.py",
+        "dim = leaf.splits[axis]",
+        "dim = min(leaf.splits.values())",
+        AXIS,
+    ),
+    Mutant(
+        "dark-rules-of-the-whole-page",
+        "shardkit/viz/style.py",
+        """{light}"],.shardkit [{what}""",
+        """{light}"],[{what}""",
+        REFUSAL,
     ),
 )
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit import viz
-from shardkit.viz import colours
+from shardkit.viz import style
 
 pytestmark = pytest.mark.check
 
@@ -47,7 +47,7 @@ def test_a_png_has_a_devices_color_in_its_part(mesh2x4, tmp_path):
     place = picture.axes[0].transData.transform
     for device in range(8):
         x, y = place(((device % 4 + 0.2) / 4, device // 4 + 0.5))
-        assert pixels[pixels.shape[0] - 1 - int(y), int(x)] == pytest.approx(colours.ramp(device, 8), abs=0.01)
+        assert pixels[pixels.shape[0] - 1 - int(y), int(x)] == pytest.approx(style.ramp(device, 8), abs=0.01)
 
 
 @pytest.mark.parametrize("sizes", [{"x": 8}, {"data": 2, "model": 4}, {"a": 2, "b": 2, "c": 2}], ids=str)
@@ -81,7 +81,7 @@ def test_many_devices_stay_on_one_page():
 
 
 def test_the_ramp_is_darker_before_lighter():
-    light = [np.dot(colours.ramp(i, 8), (0.2126, 0.7152, 0.0722)) for i in range(8)]
+    light = [np.dot(style.ramp(i, 8), (0.2126, 0.7152, 0.0722)) for i in range(8)]
     assert np.all(np.diff(light) > 0.05)
 
 

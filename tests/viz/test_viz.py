@@ -10,7 +10,7 @@ import pytest
 
 import shardkit as sk
 from shardkit import schedules, viz
-from shardkit.viz import colours
+from shardkit.viz import style
 
 pytestmark = pytest.mark.check
 
@@ -93,7 +93,7 @@ def test_a_png_shows_the_simulation(case, tmp_path):
     for box in (box for box in viz.boxes(schedule, timeline) if box.length):
         x, y = place((box.begin + 0.12 * box.length, box.device - 0.5 + box.top + box.height / 2))
         chunk = box.action.stage // schedule.devices
-        colour = colours.shade(colours.OPS[box.action.op], chunk, schedule.chunks)
+        colour = style.shade(style.OPS[box.action.op], chunk, schedule.chunks)
         assert pixels[pixels.shape[0] - 1 - int(y), int(x)] == pytest.approx(colour, abs=0.01), box
 
 
@@ -178,7 +178,7 @@ def lab(colour, seen):
 
 @pytest.mark.parametrize("seen", SEEN.values(), ids=SEEN)
 def test_colours_can_be_told_apart(seen):
-    shades = [colours.shade(colour, chunk, 2) for colour in colours.OPS.values() for chunk in (0, 1)]
+    shades = [style.shade(colour, chunk, 2) for colour in style.OPS.values() for chunk in (0, 1)]
     distances = [np.linalg.norm(lab(a, seen) - lab(b, seen)) for a, b in itertools.combinations(shades, 2)]
     assert min(distances) > 12  # 2.3 can just be noticed
 

@@ -1,0 +1,205 @@
+"""The one look of all pictures: colors, hatches, text, light and dark, and the file that a picture is written to.
+
+Colors are those of Okabe and Ito, which the color-blind tell apart. Bars have hatches and lines markers and dashes, so
+that pictures read in black and white too. An .svg is light or dark as its reader's system is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO, StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+RGB = tuple[float, float, float]
+
+# No text on a color is PAPER or INK, which change places in the dark.
+PAPER, INK, MUTED, GRID, AREA = "#ffffff", "#1b1f24", "#57606a", "#dcdfe3", "#9ea4ab"
+SERIES = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#7f868d")
+HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "++++", "oooo")
+_MARKERS, _DASHES = "os^Dv<>P*X", ("-", "--", "-.", ":")
+# Four of them that also differ in grayscale.
+OPS = {"F": (0.0, 0.267, 0.533), "B": (0.835, 0.369, 0.0), "I": (0.902, 0.624, 0.0), "W": (0.0, 0.62, 0.451)}
+GREY = (0.35, 0.35, 0.35)
+_LIGHTEST = 0.5
+
+# What a color of the light picture is in the dark one; all others stay.
+DARK = {
+    PAPER: "#14181d",
+    INK: "#e8eaed",
+    MUTED: "#a3acb6",
+    GRID: "#353c44",
+    "#0072b2": "#2b8bd6",
+    "#004488": "#2f78c4",
+}
+
+# Points: a title, text, and the smallest text beside and on marks.
+TITLE, TEXT, SMALL = 10.5, 8.0, 7.0
+LETTER = 0.075  # inches, of text
+_SUFFIXES = (".png", ".svg")
+_RC: dict[str, Any] = {
+    "font.family": ["sans-serif"],
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Helvetica", "Arial", "sans-serif"],
+    "font.size": TEXT,
+    "text.color": INK,
+    "figure.facecolor": PAPER,
+    "savefig.facecolor": PAPER,
+    "axes.facecolor": PAPER,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.linewidth": 0.7,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": TEXT + 1,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "hatch.linewidth": 0.7,
+    "legend.frameon": False,
+    "legend.fontsize": SMALL,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 4.0,
+    # Text stays text, and a fixed salt makes files reproducible.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "shardkit",
+}
+
+
+@contextmanager
+def look() -> Iterator[None]:
+    """Draws in the one look, whatever the caller's settings of matplotlib are.
+
+    Raises:
+        RuntimeError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+        import matplotlib.figure
+    except ImportError:
+        raise RuntimeError(
+            "viz: pictures need matplotlib, which is not installed. Install it with: pip install 'shardkit[viz]'"
+        ) from None
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(cast(Any, _RC))
+        yield
+
+
+def blank(width: float, height: float, says: str = "") -> Figure:
+    """An empty figure of this size in inches; `says` is read out to those who cannot see it."""
+    from matplotlib.figure import Figure
+
+    class Picture(Figure):
+        """A figure that notebooks display without pyplot, and that is saved in the one look."""
+
+        def savefig(self, *args: Any, **options: Any) -> None:
+            with look():
+                super().savefig(*args, **options)
+
+        def _repr_png_(self) -> bytes:
+            png = BytesIO()
+            self.savefig(png, format="png")
+            return png.getvalue()
+
+    return Picture(figsize=(width, height), dpi=150, label=says)
+
+
+def page(title: str, note: str, *, width: float, height: float, left: float, right: float = 0.3) -> tuple[Figure, Axes]:
+    """A figure of a title, a line of notes and one plot, which is `width` by `height` inches with margins beside it."""
+    across, up = left + width + right, 0.75 + height + 0.5
+    picture = blank(across, up, f"{title}: {note}" if note else title)
+    heading(picture, title, note)
+    return picture, picture.add_axes((left / across, 0.5 / up, width / across, height / up))
+
+
+def heading(picture: Figure, title: str, note: str) -> None:
+    """The title of a figure and a line of notes below it."""
+    across, up = picture.get_size_inches()
+    picture.text(0.15 / across, 1 - 0.26 / up, title, size=TITLE, weight="bold", va="center")
+    picture.text(0.15 / across, 1 - 0.47 / up, note, color=MUTED, va="center")
+
+
+def filled(number: int) -> dict[str, Any]:
+    """The color and hatch of the bars of one kind."""
+    colour, hatch = SERIES[number % len(SERIES)], HATCHES[number % len(HATCHES)]
+    return {"facecolor": colour, "hatch": hatch, "edgecolor": PAPER, "linewidth": 0.5}
+
+
+def stroked(number: int) -> dict[str, Any]:
+    """The color, marker and dashes of one line."""
+    colour, marker = SERIES[number % len(SERIES)], _MARKERS[number % len(_MARKERS)]
+    return {"color": colour, "marker": marker, "linestyle": _DASHES[number % len(_DASHES)], "markeredgewidth": 0.0}
+
+
+def shade(colour: RGB, chunk: int, chunks: int) -> RGB:
+    """The color for the first chunk, half white for the last."""
+    white = _LIGHTEST * chunk / max(chunks - 1, 1)
+    red, green, blue = (value + white * (1 - value) for value in colour)
+    return red, green, blue
+
+
+def ramp(number: int, count: int) -> RGB:
+    """The color of one of `count` things in order: from dark blue to yellow, darker before lighter in grayscale too."""
+    from matplotlib import colormaps
+
+    red, green, blue, _ = colormaps["cividis"](number / max(count - 1, 1))
+    return red, green, blue
+
+
+def text_on(colour: RGB) -> str:
+    """Black or white, whichever has more contrast on the color; neither changes in the dark."""
+    red, green, blue = (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in colour)
+    light = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return "#fefefe" if 1.05 / (light + 0.05) > (light + 0.05) / 0.05 else "#000000"
+
+
+def file_of(where: str, output: str | os.PathLike[str] | None) -> Path | None:
+    """The path of a picture, if it is to be written; refuses other kinds of files than .png and .svg."""
+    if output is None:
+        return None
+    file = Path(output)
+    if file.suffix.lower() not in _SUFFIXES:
+        raise ValueError(
+            f"{where}: the picture must be a .png or .svg file; got {file.name!r}. Pass for example 'picture.svg'."
+        )
+    return file
+
+
+def saved(picture: Figure, file: Path | None) -> Figure:
+    """The picture, written to its file if it has one; the same picture gives the same bytes."""
+    if file is None:
+        return picture
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.suffix.lower() == ".svg":
+        file.write_text(svg_of(picture), encoding="utf-8")
+    else:
+        picture.savefig(file)
+    return picture
+
+
+def svg_of(picture: Figure) -> str:
+    """A picture as the text of an .svg without a date, dark where its reader's system is."""
+    text = StringIO()
+    picture.savefig(text, format="svg", metadata={"Date": None, "Creator": "shardkit"})
+    says = re.sub(r"[&<>\"]", lambda found: f"&#{ord(found[0])};", str(picture.get_label()))
+    rules = "".join(
+        f'.shardkit [style*="{what}: {light}"],.shardkit [{what}="{light}"]{{{what}:{dark} !important}}'
+        for light, dark in DARK.items()
+        for what in ("fill", "stroke")
+    )
+    head = f'<svg class="shardkit" role="img" aria-label="{says}" '
+    style = f"<style>@media (prefers-color-scheme: dark){{{rules}}}</style>\n <defs>"
+    return text.getvalue().replace("<svg ", head, 1).replace("<defs>", style, 1)

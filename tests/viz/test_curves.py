@@ -1,0 +1,67 @@
+"""Loss curves: each run's own points, and its difference from the first where both have a step."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from shardkit import viz
+
+pytestmark = pytest.mark.check
+
+
+def lines(axes):
+    return {line.get_gid(): line.get_xydata().tolist() for line in axes.lines if line.get_gid()}
+
+
+def test_curves_and_their_differences():
+    """It alone finds a difference of other steps, or with the sign turned."""
+    runs = {"one": [3.0, 2.0, 1.0], "fsdp": {3: 1.25, 1: 2.5}, "other steps": {10: 1.0}}
+    above, below = viz.losses(runs).axes
+    assert lines(above) == {
+        "one": [[1, 3.0], [2, 2.0], [3, 1.0]],
+        "fsdp": [[1, 2.5], [3, 1.25]],
+        "other steps": [[10, 1.0]],
+    }
+    assert lines(below) == {"fsdp - one": [[1, -0.5], [3, 0.25]]}
+    assert (above.get_ylabel(), below.get_ylabel(), below.get_xlabel()) == ("loss", "difference", "step")
+    assert viz.losses(runs).texts[1].get_text() == "largest difference: 0.5 (fsdp - one)"
+
+
+def test_equal_curves_say_so_and_stay_visible():
+    picture = viz.losses({"one": [3.0, 2.0], "same": [3.0, 2.0]})
+    assert picture.texts[1].get_text() == "no difference from one at any step"
+    first, second = (line for line in picture.axes[0].lines if line.get_gid())
+    assert first.get_linewidth() > second.get_linewidth() and first.get_linestyle() != second.get_linestyle()
+
+
+def test_one_run_has_no_differences():
+    [axes] = viz.losses({"one": [3.0, math.nan, 2.0]}).axes
+    assert len(lines(axes)["one"]) == 3
+
+
+@pytest.mark.parametrize("kind", [np.array, jax.device_put, list, lambda x: [jax.device_put(each) for each in x]])
+def test_losses_of_numpy_and_jax(kind):
+    run = kind(np.array([2.0, 1.0], np.float32))
+    assert lines(viz.losses({"a": run}).axes[0])["a"] == [[1.0, 2.0], [2.0, 1.0]]
+
+
+@pytest.mark.parametrize("wrong", ["high", None, True, 3j])
+def test_what_is_no_loss_is_refused(wrong):
+    for run in ([wrong], {1: wrong}, wrong):
+        with pytest.raises(TypeError) as error:
+            viz.losses({"a": run})
+        assert str(error.value) == (
+            f"viz.losses: the losses of 'a' must be numbers, in a sequence or by step; got {wrong!r}. Pass for example "
+            "{'fsdp': [2.0, 1.5]}."
+        )
+
+
+@pytest.mark.parametrize("none", [{}, {"a": []}, {"a": {}}])
+def test_no_losses_are_refused(none):
+    with pytest.raises(ValueError) as error:
+        viz.losses(none)
+    assert str(error.value) == (
+        "viz.losses: losses must have at least one loss; got none. Pass for example {'fsdp': [2.0]}."
+    )

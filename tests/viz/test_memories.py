@@ -1,0 +1,89 @@
+"""Memory by kind: bars that add up to what the value itself says."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from shardkit import cost, viz
+from shardkit.analysis.hlo.memory import Memory
+from shardkit.analysis.hlo.report import Report
+from shardkit.analysis.jaxpr.census import Census
+
+pytestmark = pytest.mark.check
+HELD = Memory(argument=1000, output=700, alias=600, temp=400, generated_code=50, host_temp=0)
+
+
+def report(memory=HELD, limit=4096):
+    return Report("v5e:2x4", {"data": 8}, memory is not None, "", memory, limit, Census(()), 0.0)
+
+
+def bars(picture):
+    return {patch.get_gid(): patch.get_width() for patch in picture.axes[0].patches if patch.get_gid()}
+
+
+def test_the_parts_of_a_report_add_up_to_its_peak():
+    """It alone finds a result counted twice in the buffer of a donated argument."""
+    found = bars(viz.memory(report()))
+    assert found == {", arguments": 1000, ", results": 100, ", temporaries": 400, ", program": 50}
+    assert sum(found.values()) == HELD.peak
+    limit = next(line for line in viz.memory(report()).axes[0].lines if line.get_gid() == "limit")
+    assert list(limit.get_xdata()) == [4096, 4096]
+
+
+def test_the_state_is_told_apart_from_the_other_arguments():
+    state = SimpleNamespace(params={"w": np.ones(50, np.float32)}, opt_state=[np.ones(100, np.float32)])
+    found = bars(viz.memory({"fsdp": report()}, state=state))
+    assert found["fsdp, parameters"] == 200 and found["fsdp, optimizer"] == 400 and found["fsdp, arguments"] == 400
+    assert sum(found.values()) == HELD.peak
+
+
+def test_stages_of_zero_by_kind():
+    stages = {f"ZeRO-{stage}": cost.zero_breakdown(1e9, 8, stage) for stage in range(4)}
+    picture = viz.memory(stages, limit=16 * 2**30)
+    found = bars(picture)
+    for name, each in stages.items():
+        assert {kind: found[f"{name}, {kind}"] for kind in each._fields} == each._asdict()
+    assert {patch.get_hatch() for patch in picture.axes[0].patches if patch.get_gid()} == {"", "////", "...."}
+    assert [label.get_text() for label in picture.axes[0].get_yticklabels()] == list(stages)
+
+
+def test_kinds_of_ones_own():
+    assert bars(viz.memory({"parameters": 3, "cache": 2.5})) == {", parameters": 3, ", cache": 2.5}
+
+
+def test_lines_are_the_closed_form():
+    """It alone finds stages that stand under each other's names."""
+    picture = viz.zero_memory(7e9, (1, 8, 64), limit=2**34, gradient_bytes=4)
+    lines = {line.get_gid(): line.get_xydata().tolist() for line in picture.axes[0].lines}
+    assert {y for _, y in lines["limit"]} == {2**34}
+    for stage, name in enumerate(["stage 0: dp", "stage 1: zero1", "stage 2: zero2", "stage 3: fsdp"]):
+        expected = [[n, cost.zero_memory(7e9, n, stage, gradient_bytes=4)] for n in (1, 8, 64)]
+        assert lines[name] == expected
+    assert picture.axes[0].get_xlabel() == "devices that share the state"
+
+
+def test_what_is_no_memory_is_refused():
+    with pytest.raises(TypeError) as error:
+        viz.memory({"a": "much"})
+    assert str(error.value) == (
+        "viz.memory: memory must be a report, a ZeroMemory, bytes by name, or a mapping of names to these; got 'much'. "
+        "Pass for example sk.cost.zero_breakdown(1e9, 8, stage=1)."
+    )
+    with pytest.raises(TypeError) as error:
+        viz.memory(report(), state={"w": 1})
+    assert str(error.value) == (
+        "viz.memory: state must be a TrainState; got {'w': 1}. Pass init.abstract(params), or leave it out."
+    )
+    with pytest.raises(ValueError) as error:
+        viz.memory(report(memory=None))
+    assert str(error.value) == (
+        "viz.memory: the program must be compiled; got a report of one that does not fit v5e:2x4, of which the "
+        "compiler gives no parts. Pass a report with fits=True."
+    )
+    with pytest.raises(ValueError) as error:
+        viz.zero_memory(1.0, ())
+    assert str(error.value) == (
+        "viz.zero_memory: ways and stages must name at least one each; got ways=() and stages=(0, 1, 2, 3). Pass for "
+        "example ways=(1, 8, 64)."
+    )

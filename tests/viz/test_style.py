@@ -1,0 +1,115 @@
+"""The one look: light and dark, with or without color, whatever the user's own settings are."""
+
+import re
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from shardkit import viz
+from shardkit.viz import style
+
+pytestmark = pytest.mark.check
+LOSSES = {"a": [2.0, 1.0], "b <&>": [2.0, 1.5]}
+
+
+def luminance(colour):
+    values = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values]
+    return float(np.dot(linear, (0.2126, 0.7152, 0.0722)))
+
+
+def contrast(one, other):
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_an_svg_is_dark_where_its_readers_system_is(tmp_path):
+    """It alone finds a picture whose dark rules meet none of its colors, or those of the page around it."""
+    viz.losses(LOSSES, output=tmp_path / "a.svg")
+    text = (tmp_path / "a.svg").read_text()
+    [rules] = re.findall(r"@media \(prefers-color-scheme: dark\)\{(.*?\})\}<", text)
+    used = set(re.findall(r"(?:fill|stroke): (#\w{6})", text))
+    for light in (style.PAPER, style.INK, style.MUTED, style.GRID, style.SERIES[0]):
+        assert light in used
+        for what in ("fill", "stroke"):
+            either = f'.shardkit [style*="{what}: {light}"],.shardkit [{what}="{light}"]'
+            assert f"{either}{{{what}:{style.DARK[light]} !important}}" in rules
+    assert all(part.strip().startswith(".shardkit [") for part in re.findall(r"[^{},]+(?=[,{])", rules))
+    root = ElementTree.parse(tmp_path / "a.svg").getroot()
+    assert root.get("class") == "shardkit" and root.get("role") == "img"
+    assert root.get("aria-label") == "loss by step of a, b <&>; largest difference: 0.5 (b <&> - a)"
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_text_and_lines_stand_out_on_the_paper(dark):
+    def shown(colour):
+        return style.DARK.get(colour, colour) if dark else colour
+
+    paper = shown(style.PAPER)
+    assert contrast(shown(style.INK), paper) > 10
+    assert contrast(shown(style.MUTED), paper) > 4.5
+    # Lines and bars, which have markers and hatches too; the light ones are for bars that follow others.
+    assert min(contrast(shown(colour), paper) for colour in style.SERIES) > 2
+    assert all(contrast(shown(text), "#0072b2" if not dark else style.DARK["#0072b2"]) > 3 for text in ("#fefefe",))
+
+
+def test_bars_and_lines_differ_without_color():
+    assert len({style.filled(i)["hatch"] for i in range(7)}) == 7
+    assert len({style.filled(i)["facecolor"] for i in range(7)}) == 7
+    assert len({(style.stroked(i)["marker"], style.stroked(i)["linestyle"]) for i in range(20)}) == 20
+
+
+def test_the_users_own_settings_change_nothing_and_stay(tmp_path):
+    import matplotlib
+
+    viz.losses(LOSSES, output=tmp_path / "a.svg")
+    with matplotlib.rc_context({"axes.facecolor": "black", "text.color": "pink", "font.size": 30, "svg.hashsalt": "x"}):
+        picture = viz.losses(LOSSES, output=tmp_path / "b.svg")
+        assert matplotlib.rcParams["font.size"] == 30
+        (tmp_path / "c.svg").write_text(style.svg_of(picture))  # saved once more, outside of the call
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "c.svg").read_bytes()
+
+
+def test_an_svg_has_no_date_and_no_version(tmp_path):
+    viz.losses(LOSSES, output=tmp_path / "a.svg")
+    text = (tmp_path / "a.svg").read_text()
+    assert "<dc:date>" not in text and "Matplotlib v" not in text
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".SVG"])
+def test_both_kinds_of_files_are_written_the_same_twice(suffix, tmp_path):
+    for name in "ab":
+        viz.losses(LOSSES, output=tmp_path / "new" / f"{name}{suffix}")
+    one, other = ((tmp_path / "new" / f"{name}{suffix}").read_bytes() for name in "ab")
+    assert one == other
+    assert one.startswith(b"\x89PNG") if suffix == ".png" else b"</svg>" in one
+
+
+def test_importing_viz_does_not_import_matplotlib():
+    code = "import sys, shardkit.viz; print('matplotlib' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out == "False\n"
+
+
+@pytest.mark.parametrize("name", ["viz.losses", "viz.census", "viz.memory", "viz.tree", "viz.zero_memory"])
+def test_another_kind_of_file_is_refused_before_anything_else(name):
+    call = getattr(viz, name.removeprefix("viz."))
+    given = {"viz.losses": {}, "viz.zero_memory": 1.0, "viz.tree": {}}.get(name)
+    with pytest.raises(ValueError) as error:
+        call(given, output="picture.pdf")
+    assert str(error.value) == (
+        f"{name}: the picture must be a .png or .svg file; got 'picture.pdf'. Pass for example 'picture.svg'."
+    )
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(RuntimeError) as error:
+        viz.losses(LOSSES)
+    assert str(error.value) == (
+        "viz: pictures need matplotlib, which is not installed. Install it with: pip install 'shardkit[viz]'"
+    )
