@@ -87,3 +87,17 @@ def test_an_axis_the_mesh_does_not_have(data8):
     assert str(error.value) == (
         "dp('dta'): the mesh has no axis 'dta'; its axes are data=8. Use one of them, or add the axis to make_mesh."
     )
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("gather, scatter", [("step", "never"), ("never", "step")])
+def test_half_a_split_is_refused(data8, gather, scatter):
+    """A placement rule that gathers a weight and leaves its gradient whole, which failed deep inside the step."""
+    plan = sk.strategy("own", "data", rank=1, batch_dim=0, place=lambda leaf: sk.Split(0, gather, scatter))
+    with pytest.raises(ValueError) as error:
+        plan.layouts({"weight": SHAPES["weight"]}, data8)
+    assert str(error.value) == (
+        "own('data'): a split must gather the weight and scatter its gradient, or neither; got "
+        f"gather={gather!r} with scatter={scatter!r} for leaf weight. Pass 'never' for both if the loss gets the "
+        "part, else for none."
+    )
