@@ -111,8 +111,8 @@ class Plan(NamedTuple):
                 if (split.gather == "never") != (split.scatter == "never"):
                     raise ValueError(
                         f"{s.name}: a split must gather the weight and scatter its gradient, or neither; got "
-                        f"gather={split.gather!r} with scatter={split.scatter!r} for leaf {path}. Pass 'never' for both if "
-                        "the loss gets the part, else for none."
+                        f"gather={split.gather!r} with scatter={split.scatter!r} for leaf {path}. Pass 'never' for "
+                        "both if the loss gets the part, else for none."
                     )
                 split = split._replace(dim=dim, axes=axes, gather_by=s.gather, reduce_by=s.reduce)
                 split = split._replace(scatter="step") if s.accumulated and split.once else split
