@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 
 import shardkit as sk
 from shardkit.cli.run import CommandRun
+from shardkit.runtime.cluster.restarts import RESTARTS
 from shardkit.runtime.weights.load import tensor_names
 
 # Options that may change where that is meant.
@@ -44,7 +46,7 @@ def resumed(settings: Mapping[str, Any], options: Any, checkpoints: Any) -> Resu
     """
     if checkpoints is None or checkpoints.latest_step() is None:
         return None
-    saved = checkpoints.run()
+    saved = checkpoints.run(damaged=_damaged(options))
     changes = []
     for name, value in settings.items():
         was, option = saved.config.get(name), name.replace("_", "-")
@@ -64,18 +66,24 @@ def resumed(settings: Mapping[str, Any], options: Any, checkpoints: Any) -> Resu
     return Resumed(saved, first, began, anew, tuple(changes))
 
 
-def first_state(run: CommandRun, checkpoints: Any, resume: Resumed | None) -> sk.TrainState:
-    """The state to start from."""
+def _damaged(options: Any) -> Literal["stop", "older"]:
+    """Under `shardkit launch --restarts` nobody is there who could choose an older step."""
+    return "older" if RESTARTS in os.environ else options.damaged
+
+
+def first_state(run: CommandRun, checkpoints: Any, resume: Resumed | None) -> tuple[sk.TrainState, Resumed | None]:
+    """The state to start from, and the checkpoint that it is of: an older one, if the newest was damaged."""
     o = run.options
     key = jax.random.key(o.seed)
     if resume is None:
-        return run.init(run.params if o.init_from is None else _weights(run, o.init_from), key)
+        return run.init(run.params if o.init_from is None else _weights(run, o.init_from), key), None
     target = run.init.abstract(run.params)  # type: ignore[attr-defined]
     if not resume.anew:
-        return checkpoints.restore(target, resume.saved.step)[0]
+        state, saved = checkpoints.restore(target, resume.saved.step, damaged=_damaged(o))
+        return state, resume._replace(saved=saved, first=saved.position // o.batch)
     params = sk.runtime.load_params(o.checkpoint, target.params, step=resume.saved.step)
     state = run.init(params, key)
-    return state._replace(step=jax.device_put(jnp.int32(resume.saved.step), state.step.sharding))
+    return state._replace(step=jax.device_put(jnp.int32(resume.saved.step), state.step.sharding)), resume
 
 
 def _weights(run: CommandRun, path: Path) -> Any:

@@ -23,7 +23,7 @@ _VALIDATION_EXAMPLES = 512
 # and those that do not affect training.
 _FREE = {"mesh", "accumulate", "sequence", "impl", "schedule", "microbatches", "chunks", "mode", "recompute"}
 _FREE |= {"checkpoint", "checkpoint_every", "evaluate_every", "compare_replicas", "verify", "nonfinite"}
-_FREE |= {"json", "keep", "deadline", "flight", "change"}
+_FREE |= {"json", "keep", "damaged", "deadline", "flight", "change"}
 _OF_MODEL = ("layers", "dim", "heads", "kv_heads", "hidden", "dropout", "tied", "top_k", "capacity")
 
 

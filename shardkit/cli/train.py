@@ -108,6 +108,8 @@ class Options:
     """Parameters to start from: another run's checkpoints, or .safetensors or .npz files, also of a Llama."""
     checkpoint_every: int = 100
     """Steps between checkpoints; the last step is saved too, and on SIGTERM the current one (exit code 75)."""
+    damaged: Literal["stop", "older"] = "stop"
+    """Stop at a damaged newest checkpoint, or take the next older one, as under launch --restarts."""
     keep: int = 3
     """Newest checkpoints to keep, besides the one with the lowest validation loss."""
     deadline: float = 300.0
@@ -129,7 +131,8 @@ def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     with _checkpoints(options) as checkpoints:
         resume = resumed(settings_of(options, config), options, checkpoints)
         run = CommandRun(options, mesh, config, resume.began if resume else 0)
-        state, first = first_state(run, checkpoints, resume), resume.first if resume else 0
+        state, resume = first_state(run, checkpoints, resume)
+        first = resume.first if resume else 0
         guard = _guard(run, first) if many else None
         differences = _introduce(run, state, resume, console)
         if first < options.steps:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from shardkit.runtime.checkpoint.checkpoints import Checkpoints, Run, latest_step
 from shardkit.runtime.checkpoint.laws import restores_elsewhere
+from shardkit.runtime.checkpoint.reading import DamagedError
 from shardkit.runtime.cluster.barrier import barrier, health_check
 from shardkit.runtime.cluster.gpu_flags import gpu_flags
 from shardkit.runtime.cluster.join import Cluster, finish, initialize, is_main, log
@@ -29,6 +30,7 @@ __all__ = [
     "PREEMPTED",
     "Checkpoints",
     "Cluster",
+    "DamagedError",
     "Deadlines",
     "Drift",
     "DriftError",

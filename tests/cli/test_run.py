@@ -47,12 +47,12 @@ def test_the_largest_difference_of_any_step_is_reported():
 def saved_with(**config):
     """Checkpoints whose newest step was saved with these options, three steps of four examples."""
     run = SimpleNamespace(position=12, config=config, step=3)
-    return SimpleNamespace(latest_step=lambda: 3, run=lambda: run)
+    return SimpleNamespace(latest_step=lambda: 3, run=lambda damaged: run)
 
 
 def test_a_run_resumes_at_the_step_after_the_last_one():
     """A step left out, or taken twice, changes the losses of a resumed run by less than a plot shows."""
-    found = resumed({}, SimpleNamespace(batch=4, change=()), saved_with())
+    found = resumed({}, SimpleNamespace(batch=4, change=(), damaged="stop"), saved_with())
     assert (found.first, found.began, found.anew) == (3, 0, False)
 
 
@@ -61,7 +61,7 @@ def test_what_may_change_when_a_run_is_resumed():
 
     def found(*change, **options):
         settings = {name: value for name, value in (was | options).items() if name != "optimizer_began"}
-        return resumed(settings, SimpleNamespace(batch=4, change=change), saved_with(**was))
+        return resumed(settings, SimpleNamespace(batch=4, change=change, damaged="stop"), saved_with(**was))
 
     assert found() == found("steps") == (found().saved, 3, 1, False, ())
     longer = found("steps", "clip", steps=9, clip=0.5)

@@ -92,7 +92,7 @@ def test_a_run_starts_from_the_parameters_of_another_or_of_a_file(corpus, tmp_pa
     rounded = jax.tree.map(lambda x: x.astype(np.float16).astype(np.float32), state.params)
     for path, wanted in (("run", state.params), ("half.safetensors", rounded)):
         run = run_of("model", corpus, init_from=tmp_path / path)()
-        found = first_state(run, None, None)
+        found, _ = first_state(run, None, None)
         assert int(found.step) == 0
         same(found.params, wanted)
 
@@ -109,7 +109,7 @@ def test_another_optimizer_goes_on_with_the_parameters_and_the_step(corpus, tmp_
         options, config = build().options, build().config
         resume = resumed(settings_of(options, config), options, checkpoints)
         assert resume.changes == ("--steps 10 (was 2)", "--optimizer sgd (was adamw)")
-        found = first_state(build(resume.began), checkpoints, resume)
+        found, resume = first_state(build(resume.began), checkpoints, resume)
     assert (resume.first, resume.began, resume.anew, int(found.step)) == (2, 2, True, 2)
     same(found.params, state.params)
 

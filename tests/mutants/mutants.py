@@ -1994,6 +1994,13 @@ _RUNTIME = (
         STALE,
     ),
     Mutant(
+        "damage-is-never-left-out",
+        "shardkit/runtime/checkpoint/checkpoints.py",
+        'if damaged == "stop" or error.older is None:',
+        'if damaged != "never" or error.older is None:',
+        STALE,
+    ),
+    Mutant(
         "preemption-is-final",
         "shardkit/runtime/cluster/manifests.py",
         '"onExitCodes": {"operator": "NotIn"',

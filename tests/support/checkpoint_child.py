@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 import shardkit as sk
+from shardkit.runtime.checkpoint import reading
 from shardkit.runtime.checkpoint.checkpoints import Checkpoints
 from shardkit.runtime.checkpoint.portable import leaves_of, to_portable
 from shardkit.runtime.cluster.preemption import PREEMPTED, preempted, watch_preemption
@@ -48,6 +49,8 @@ def main(
     processes: int = 1,
     index: int = 0,
     port: int = 0,
+    damaged: Any = "stop",
+    unreadable: Any = (None, None),
 ) -> int:
     """Resumes or begins, saves every so many steps, and reports what it began with and how it ended."""
     sk.simulate_devices(devices)
@@ -55,6 +58,17 @@ def main(
         jax.distributed.initialize(f"127.0.0.1:{port}", processes, index, initialization_timeout=120)
     watch_preemption()
     from support.checkpoint_rows import KEY, batch, make, params
+
+    if index == unreadable[0]:  # this process cannot read its part of this step
+        load = reading.load
+
+        def failing(path: Path, wanted: Any) -> Any:
+            found = load(path, wanted)
+            if path.name == str(unreadable[1]):
+                raise ValueError("damaged")
+            return found
+
+        reading.load = failing
 
     init, step = make(row)
     seen: dict[str, Any] = {"resumed": None, "losses": []}
@@ -69,7 +83,7 @@ def main(
         if checkpoints.latest_step() is None:
             state, position = init(params(), KEY), 0
         else:
-            state, run = checkpoints.restore(init.abstract(params()))
+            state, run = checkpoints.restore(init.abstract(params()), damaged=damaged)
             position = run.position
             tell(resumed=run.step)
         tell(began=digests(state))

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import jax
 
@@ -31,11 +32,12 @@ from shardkit.runtime.checkpoint.directory import (
 )
 from shardkit.runtime.checkpoint.orbax_io import orbax, quiet, reason, save_async
 from shardkit.runtime.checkpoint.portable import checksums, from_portable, leaf_record, leaves_of, to_portable, to_read
-from shardkit.runtime.checkpoint.reading import find_step, newest_step, read_arrays
+from shardkit.runtime.checkpoint.reading import DamagedError, find_step, newest_step, read_arrays
 from shardkit.runtime.checkpoint.record import Run, make_record
 from shardkit.runtime.checkpoint.residuals import Residuals, compared
 from shardkit.state import TrainState
 
+T = TypeVar("T")
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
@@ -174,7 +176,12 @@ class Checkpoints:
             self._delete_old()
 
     def restore(
-        self, target: TrainState, step: int | None = None, *, residuals: Residuals = "keep"
+        self,
+        target: TrainState,
+        step: int | None = None,
+        *,
+        residuals: Residuals = "keep",
+        damaged: Literal["stop", "older"] = "stop",
     ) -> tuple[TrainState, Run]:
         """Restores a saved state with the shardings of the target; `load_params` reads its parameters alone.
 
@@ -185,18 +192,23 @@ class Checkpoints:
             step: the step; by default the newest finished one.
             residuals: "keep" those of error feedback, and on another number of devices their sum, or "reset" to zeros,
                 for a checkpoint and a target of which only one has them.
+            damaged: whether a step that is damaged is an error, or a warning, and the next older one is taken. The next
+                save renames the newer ones, which no longer count.
 
         Returns:
             The state, and the Run saved with it. A step compiled for the target accepts the state without recompiling.
 
         Raises:
-            ValueError: there is no such step, it is damaged or not a checkpoint of shardkit, or its leaves, shapes or
-                dtypes differ from the target's.
+            ValueError: there is no such step, or its leaves, shapes or dtypes differ from the target's.
+            DamagedError: it is damaged or not a checkpoint of shardkit, and so is, with "older", every step before it.
             RuntimeError: it could not be read although it may be intact, for example with too many open files.
 
         Cost: each process reads the shards of its devices, and padded leaves whole. One program moves the leaves that
-            the target stores padded or permuted.
+            the target stores padded or permuted. Several processes agree on damage by an all_gather of one byte each.
         """
+        return _intact(lambda step: self._restored(target, step, residuals), step, damaged)
+
+    def _restored(self, target: TrainState, step: int | None, residuals: Residuals) -> tuple[TrainState, Run]:
         step, run, stored = find_step("restore", self._directory, step)
         leaves, where = leaves_of("restore", target), f"restore: step {step} of {named(self._directory)}"
         records = compared(where, stored, {path: leaf_record(x) for path, x in leaves.items()}, residuals)
@@ -205,13 +217,14 @@ class Checkpoints:
         self._since = step
         return jax.tree.unflatten(treedef, from_portable(arrays, leaves, records).values()), run
 
-    def run(self, step: int | None = None) -> Run:
-        """The Run saved with a step, by default the newest, without reading arrays.
+    def run(self, step: int | None = None, *, damaged: Literal["stop", "older"] = "stop") -> Run:
+        """The Run saved with a step, by default the newest, without reading arrays; `damaged` is as in `restore`.
 
         Raises:
-            ValueError: there is no such step, it is damaged, or not a checkpoint of shardkit.
+            ValueError: there is no such step.
+            DamagedError: it is damaged, or not a checkpoint of shardkit.
         """
-        return find_step("restore", self._directory, step)[1]
+        return _intact(lambda step: find_step("restore", self._directory, step)[1], step, damaged)
 
     def _path(self, step: int) -> Path:
         return self._directory / str(step)
@@ -238,6 +251,18 @@ class Checkpoints:
                 f"save: step {step} could not be written to {named(self._directory)}: {reason(error)}. {left}; free or "
                 "repair the disk, then save again."
             ) from error
+
+
+def _intact(read: Callable[[int | None], T], step: int | None, damaged: str) -> T:
+    """What `read` finds in a step or, if that is damaged and may be left out, in the newest intact one before it."""
+    while True:
+        try:
+            return read(step)
+        except DamagedError as error:
+            if damaged == "stop" or error.older is None:
+                raise
+            step = error.older
+            warnings.warn(f"{error.found} Step {step} is taken instead.", RuntimeWarning, stacklevel=4)
 
 
 @typed

@@ -15,6 +15,22 @@ from shardkit.runtime.checkpoint.portable import checksums
 from shardkit.runtime.checkpoint.record import Run, read_record
 
 
+class DamagedError(ValueError):
+    """A step that cannot be restored.
+
+    Attributes:
+        found: which step, and why, as a sentence.
+        older: the newest step before it that may be intact, or None.
+    """
+
+    def __init__(self, found: str, older: int | None):
+        remedy = (
+            "No older step can be either." if older is None else f"To restore the newest before it, pass step={older}."
+        )
+        super().__init__(f"{found} {remedy}")
+        self.found, self.older = found, older
+
+
 def newest_step(directory: Path) -> int | None:
     """The newest finished step according to process 0; None without one."""
     newest = max(steps_in(directory), default=None)
@@ -30,7 +46,8 @@ def find_step(where: str, directory: Path, step: int | None) -> tuple[int, Run, 
     """A step, by default the newest, with its run and the records of its leaves.
 
     Raises:
-        ValueError: there is no such step, it is damaged, or not a checkpoint of shardkit.
+        ValueError: there is no such step.
+        DamagedError: it is damaged, or not a checkpoint of shardkit.
     """
     steps = steps_in(directory)
     if step is None:
@@ -58,9 +75,10 @@ def read_arrays(
     """These arrays of a step, after a comparison of their checksums with the records.
 
     Raises:
-        ValueError: they are damaged.
+        DamagedError: they are damaged, for whichever process.
         RuntimeError: they could not be read although they may be intact, for example with too many open files.
     """
+    damage, arrays = None, dict[str, jax.Array]()
     try:
         arrays = load(directory / str(step), wanted)
     except (MemoryError, jax.errors.JaxRuntimeError):
@@ -69,14 +87,24 @@ def read_arrays(
         check_damage(directory / str(step), error)
         system = system_reason(error)
         what = f"its arrays cannot be read ({system})" if system else "its arrays are damaged"
-        raise _unusable(where, directory, step, what) from error
+        damage = _unusable(where, directory, step, what)
+        damage.__cause__ = error
+    if _any_process(damage is not None):  # before the checksums, for which every process must have its arrays
+        raise damage or _unusable(where, directory, step, "another process cannot read its part")
     wrong = [path for path, found in checksums(arrays).items() if found != records[path]["checksum"]]
     if wrong:
         raise _unusable(where, directory, step, f"the checksum of its leaf {wrong[0]!r} differs")
     return arrays
 
 
-def _unusable(where: str, directory: Path, step: int, reason: str) -> ValueError:
+def _any_process(found: bool) -> bool:
+    if jax.process_count() == 1:
+        return found
+    from jax.experimental import multihost_utils
+
+    return bool(np.any(multihost_utils.process_allgather(np.bool_(found))))
+
+
+def _unusable(where: str, directory: Path, step: int, reason: str) -> DamagedError:
     older = max((other for other in runs_in(directory) if other < step), default=None)
-    remedy = "No older step can be either." if older is None else f"To restore the newest before it, pass step={older}."
-    return ValueError(f"{where}: step {step} of {named(directory)} cannot be restored: {reason}. {remedy}")
+    return DamagedError(f"{where}: step {step} of {named(directory)} cannot be restored: {reason}.", older)

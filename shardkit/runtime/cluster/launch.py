@@ -34,7 +34,7 @@ from shardkit._check import at_least, at_least_zero, count, counted
 from shardkit._typed import typed
 from shardkit.runtime.cluster.groups import groups
 from shardkit.runtime.cluster.output import Blamed, passing_on, summary, write
-from shardkit.runtime.cluster.restarts import Attempt, after, fewest
+from shardkit.runtime.cluster.restarts import RESTARTS, Attempt, after, fewest
 from shardkit.runtime.monitor.hello import TOKEN
 from shardkit.simulated import cpu_environment
 
@@ -72,7 +72,7 @@ def launch(
     With `restarts` a job that failed starts again, and its program resumes from its newest checkpoint. It has
     `processes` processes again; one fewer, down to `minimum`, after two attempts that did not get further. The wait
     before doubles from a second to a minute. A step that fails three times in a row, an exit code 2 (a wrong command)
-    and a signal to the launcher are final. SHARDKIT_RESTARTS tells the processes how many restarts there were.
+    and a signal to the launcher are final. SHARDKIT_RESTARTS tells its processes how many restarts there were.
 
     Args:
         command: the words of the command; `script.py ...` and `-m module ...` run under this Python.
@@ -115,6 +115,8 @@ def launch(
     now = processes
     with _signals_to(events):
         while True:
+            if restarts:
+                job = job._replace(environ={**job.environ, RESTARTS: str(len(past))})
             past.append(_attempt(job, now, len(past), events))
             if not past[-1].code:
                 return 0
@@ -149,7 +151,7 @@ def _attempt(job: _Job, processes: int, restarts: int, events: _Events) -> Attem
     with ExitStack() as stack:  # exits when all processes have ended: passes on the last lines, closes files
         files = [] if job.output is None else _files(job.output, processes, stack, append=restarts > 0)
         port = job.port or stack.enter_context(_free_port())
-        common = _environment(job.environ, processes, job.devices, port) | {"SHARDKIT_RESTARTS": str(restarts)}
+        common = _environment(job.environ, processes, job.devices, port)
         with groups(processes) as theirs:
             children = []
             for index, group in enumerate(theirs):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+RESTARTS = "SHARDKIT_RESTARTS"  # how many there were: in the environment of the processes of a job that may restart
 _HOUR = 3600.0
 _LONG = 600.0  # seconds after which an attempt made progress, where nobody says which step it reached
 _LONGEST_WAIT = 60.0

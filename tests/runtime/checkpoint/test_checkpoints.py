@@ -33,6 +33,7 @@ from shardkit.partitioning.storage import Padded
 from shardkit.runtime.checkpoint import reading
 from shardkit.runtime.checkpoint.checkpoints import Checkpoints, latest_step
 from shardkit.runtime.checkpoint.portable import checksums, leaves_of, to_portable
+from shardkit.runtime.checkpoint.reading import DamagedError
 from shardkit.runtime.checkpoint.record import FORMAT, _seal
 from shardkit.runtime.data.checksums import checksum as device_checksum
 from support.checkpoint_rows import KEY, ROWS, batch, make, params
@@ -684,6 +685,35 @@ def test_a_run_goes_on_from_before_the_damage(tmp_path):
         assert checkpoints.latest_step() == 9
     assert names(tmp_path) == ["2", "3", "9", "9.aside"]
     assert restored(tmp_path, target)[1].step == 9
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine:RuntimeWarning")
+def test_damaged_steps_are_left_out_where_that_is_meant(tmp_path):
+    """A job that restarts by itself would else end at every damaged step; and the damage must stay visible."""
+    target = saved(tmp_path, 1, 2, 9)
+    good = bits(restored(tmp_path, target, step=1)[0])
+    (tmp_path / "9" / "_CHECKPOINT_METADATA").write_text("")
+    for path in files(tmp_path / "2" / "state" / "d"):
+        os.truncate(path, 10)
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.warns(RuntimeWarning) as caught:
+            assert checkpoints.run(damaged="older").step == 2  # whose arrays it does not read
+            state, run = checkpoints.restore(target, damaged="older")
+        start = f"restore: step {{}} of '{tmp_path}' cannot be restored: "
+        record = start.format(9) + "its record is damaged, or not from shardkit. Step 2 is taken instead."
+        arrays = start.format(2) + "its arrays are damaged. Step 1 is taken instead."
+        assert [str(each.message) for each in caught if each.category is RuntimeWarning] == [record, record, arrays]
+        assert run.step == 1
+        assert_same(state, good)
+        with pytest.warns(RuntimeWarning) as caught:
+            checkpoints.save(at(state, 3))
+        assert ["'2.aside'" in str(caught[0].message), "'9.aside'" in str(caught[1].message)] == [True, True]
+    assert names(tmp_path) == ["1", "2.aside", "3", "9.aside"]
+    with pytest.raises(DamagedError) as last, Checkpoints(tmp_path) as checkpoints:
+        for number in ("1", "3"):
+            (tmp_path / number / "_CHECKPOINT_METADATA").write_text("")
+        checkpoints.restore(target, damaged="older")
+    assert last.value.older is None
 
 
 def test_a_directory_that_only_looks_like_a_step(tmp_path):

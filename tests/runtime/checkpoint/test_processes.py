@@ -131,3 +131,26 @@ def test_two_processes_save_and_others_go_on(tmp_path):
         assert digests(state) == saved["ended"], name
         losses[name] = float(step(state, batch(2))[1]["loss"])
     np.testing.assert_allclose([*losses.values()], losses["one device"], rtol=1e-5)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("damaged", ["stop", "older"])
+def test_damage_that_one_process_finds_is_agreed_on(damaged, tmp_path):
+    """The other one went on with the newest step, and waited for ever."""
+    directory = tmp_path / "directory"
+    ran(tmp_path, "first", "fsdp", 2, 2, directory=str(directory), steps=4, every=2)
+    again: dict[str, Any] = {
+        "directory": str(directory),
+        "steps": 5,
+        "every": 9,
+        "damaged": damaged,
+        "unreadable": [1, 4],
+    }
+    with Job(tmp_path, "again", "fsdp", 2, 2, **again) as job:
+        codes = job.codes()
+        printed = (job.output / "output").read_text()
+        if damaged == "stop":
+            assert all(codes), printed
+            assert "step 4" in printed and "pass step=2" in printed
+        else:
+            assert not any(codes) and [each["resumed"] for each in job.reports] == [2, 2], printed

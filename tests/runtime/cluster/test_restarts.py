@@ -94,7 +94,9 @@ def test_the_guards_line_names_process_and_step(line, blamed, capfd):
 
 def program(text):
     """A command that runs `text`, in which `rank` and `restarts` are those of the process."""
-    begin = "import os, signal, sys\nrank, restarts = (int(os.environ[n]) for n in ('RANK', 'SHARDKIT_RESTARTS'))\n"
+    begin = (
+        "import os, signal, sys\nrank, restarts = (int(os.environ.get(n, 0)) for n in ('RANK', 'SHARDKIT_RESTARTS'))\n"
+    )
     return [*PYTHON, begin + textwrap.dedent(text)]
 
 
@@ -214,7 +216,7 @@ def kill(saved):
     os.kill(os.getpid(), signal.SIGKILL)
 
 saved = sys.argv.pop(1)
-if os.environ["RANK"] == "1" and os.environ["SHARDKIT_RESTARTS"] == "0":
+if os.environ["RANK"] == "1" and os.environ.get("SHARDKIT_RESTARTS") == "0":
     threading.Thread(target=kill, args=[saved], daemon=True).start()
 runpy.run_module("shardkit", run_name="__main__")
 """
