@@ -167,7 +167,7 @@ __all__ = [
     "zigzag",
 ]
 
-_LAZY = ("analysis", "bench", "cost", "models", "planner", "runtime", "schedules", "testing", "viz")
+_LAZY = ("analysis", "bench", "cost", "models", "planner", "reporting", "runtime", "schedules", "testing", "viz")
 _OF_ANALYSIS = ("Finding", "aot", "audit", "census", "collective", "expects", "explain", "lint")
 
 if TYPE_CHECKING:  # what a type checker sees of the names that are imported on first use
@@ -176,6 +176,7 @@ if TYPE_CHECKING:  # what a type checker sees of the names that are imported on 
     from shardkit import cost as cost
     from shardkit import models as models
     from shardkit import planner as planner
+    from shardkit import reporting as reporting
     from shardkit import runtime as runtime
     from shardkit import schedules as schedules
     from shardkit import testing as testing
@@ -188,6 +189,7 @@ if TYPE_CHECKING:  # what a type checker sees of the names that are imported on 
     from shardkit.analysis import expects as expects
     from shardkit.analysis import explain as explain
     from shardkit.analysis import lint as lint
+    from shardkit.reporting import report as report
 else:  # a checker that sees __getattr__ accepts every name
 
     def __getattr__(name: str) -> _Any:
@@ -195,8 +197,10 @@ else:  # a checker that sees __getattr__ accepts every name
             return _import_module(f"shardkit.{name}")
         if name in _OF_ANALYSIS:
             return getattr(_import_module("shardkit.analysis"), name)
+        if name == "report":
+            return _import_module("shardkit.reporting").report
         raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, *_OF_ANALYSIS})
+    return sorted({*globals(), *_LAZY, *_OF_ANALYSIS, "report"})

@@ -242,6 +242,7 @@ def make_train_step(
     else:
         init, run = init_as_laid_out(made, plan, axes), AsLaidOut(compiled, plan, axes)
     step = keyed(run, stop=nonfinite == "stop", dynamic=policy.loss_scale == "dynamic")
+    step.plan, step.mesh, step.manual = plan, mesh, manual  # type: ignore[attr-defined]  # for `sk.report`
     return TrainStep(typed_init(init, given), step)
 
 

@@ -27,9 +27,20 @@ class Planned(NamedTuple):
     placed: list[tuple[Strategy, Split | str]]
 
 
-def plan_table(plan: str, leaves: Iterable[Planned], mesh: Mesh) -> str:
-    """A line for each leaf: shape, layout at rest and in the update, bytes per device of each, and why."""
-    rows = [("leaf", "shape", "at rest", "bytes/device", "update", "bytes/device", "why")]
+class PlanTable(NamedTuple):
+    """The layouts of a plan: the names of the columns, a row of texts for each leaf, and the sums in a sentence."""
+
+    head: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    total: str
+
+    def __str__(self) -> str:
+        return f"{table([self.head, *self.rows])}\n{self.total}"
+
+
+def plan_table(plan: str, leaves: Iterable[Planned], mesh: Mesh) -> PlanTable:
+    """A row for each leaf: shape, layout at rest and in the update, bytes per device of each, and why."""
+    rows: list[tuple[str, ...]] = []
     totals = [0, 0]
     for path, x, layout, placed in leaves:
         shape = tuple(jnp.shape(x))
@@ -48,7 +59,8 @@ def plan_table(plan: str, leaves: Iterable[Planned], mesh: Mesh) -> str:
         written = [str(tuple(spec)) if tuple(spec) else "whole" for spec in specs]
         rows.append((path, str(list(shape)), written[0], f"{sizes[0]:,}", written[1], f"{sizes[1]:,}", why))
     held, updated = totals
-    return f"{table(rows)}\n{plan}: {held:,} bytes per device at rest, {updated:,} per gradient or optimizer moment"
+    total = f"{plan}: {held:,} bytes per device at rest, {updated:,} per gradient or optimizer moment"
+    return PlanTable(("leaf", "shape", "at rest", "bytes/device", "update", "bytes/device", "why"), rows, total)
 
 
 def _reason(s: Strategy, split: Split | str, pads: dict[int, str], staged: bool) -> str:

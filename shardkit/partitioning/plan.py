@@ -20,7 +20,7 @@ from shardkit._check import Axis, at_least, axis_names, dim_of, quoted, sized
 from shardkit._typed import typed
 from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.layout import canonical, local_shape, path_name, split_dims
-from shardkit.partitioning.describe import Planned, mesh_of, plan_table
+from shardkit.partitioning.describe import Planned, PlanTable, mesh_of, plan_table
 from shardkit.partitioning.dim_rules import axes_of_rules, in_subtrees
 from shardkit.partitioning.manual import leaving_automatic, manual_axes
 from shardkit.partitioning.placement import Layout, Leaf, Split, Strategy, check_feedback, in_order
@@ -125,6 +125,10 @@ class Plan(NamedTuple):
 
     def describe(self, params: Any, mesh: Mesh | None = None, manual: Axis | None = None) -> str:
         """A line for each leaf: its layouts, bytes per device, and why; `sk.describe(plan, params)` calls this."""
+        return str(self.table(params, mesh, manual))
+
+    def table(self, params: Any, mesh: Mesh | None = None, manual: Axis | None = None) -> PlanTable:
+        """What `describe` prints, as rows."""
         mesh = mesh or mesh_of(params)
         plan = leaving_automatic(self, params, manual_axes("describe", manual, self, mesh))
         layouts = jax.tree.leaves(plan.layouts(params, mesh), is_leaf=lambda x: isinstance(x, Layout))

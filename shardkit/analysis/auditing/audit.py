@@ -14,9 +14,10 @@ import jax
 
 from shardkit._check import at_least, counted, quoted, sized
 from shardkit._typed import typed
-from shardkit.analysis.auditing.program import program_of
+from shardkit.analysis.auditing.program import Program, program_of
 from shardkit.analysis.auditing.rules import AUDIT_RULES
 from shardkit.analysis.auditing.rules.second_call import second_call, why_not_called
+from shardkit.analysis.auditing.step import trace_step
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import Compiled
 from shardkit.analysis.hlo.memory import Memory
@@ -187,12 +188,9 @@ def audit(
         (192, ())
     """
     at_least("audit", 0, large=large, small=small)
-    names = AUDIT_RULES | RULES
-    unknown = sorted(set(ignore) - names.keys())
-    if unknown:
-        raise ValueError(f"audit: ignore must name rules, {quoted(names)}; got {quoted(unknown)}. Correct ignore.")
+    check_rules("audit", ignore)
     try:
-        program = program_of(step, args, target, timeout, large, small)
+        program = program_of(trace_step(step, args), target, timeout, large, small)
     except Exception as error:
         if str(error).startswith(("audit: ", "aot")):
             raise
@@ -201,6 +199,19 @@ def audit(
             f"audit: the step must be traced and compiled with these arguments; it raises {type(error).__name__}: "
             f"{first} Check the arguments, and the mesh context that the step needs."
         ) from error
+    return judged(program, ignore, call)
+
+
+def check_rules(where: str, ignore: Collection[str]) -> None:
+    """Refuses names that are no rules."""
+    names = AUDIT_RULES | RULES
+    unknown = sorted(set(ignore) - names.keys())
+    if unknown:
+        raise ValueError(f"{where}: ignore must name rules, {quoted(names)}; got {quoted(unknown)}. Correct ignore.")
+
+
+def judged(program: Program, ignore: Collection[str], call: bool) -> Audit:
+    """The audit of a program: every rule on it."""
     skipped = {"second-compile": "call is False" if not call else why_not_called(program)}
     left_out = {*ignore, *(rule for rule, why in skipped.items() if why)}
     found: list[Finding] = []
@@ -211,12 +222,14 @@ def audit(
             if check is not second_call:
                 raise
             skipped["second-compile"] = f"the step raises {type(error).__name__} when it is called"
-    for each in lint(program.step.traced, small=small, ignore=(*RULES.keys() & set(ignore), "large-replicated")):
+    for each in lint(
+        program.step.traced, small=program.small, ignore=(*RULES.keys() & set(ignore), "large-replicated")
+    ):
         # pmap has no line of its own here: the step is its function.
         found.append(each._replace(source=program.step.source) if each.rule == "pmap" else each)
     return Audit(
         f"{program.step.name} ({program.step.source})",
-        target or jax.default_backend(),
+        program.target or jax.default_backend(),
         program.mesh,
         program.devices,
         program.memory,

@@ -13,7 +13,7 @@ import jax
 
 from shardkit import _compat, _platform
 from shardkit._jaxprs import Site, kind_of, own_line, walk
-from shardkit.analysis.auditing.step import Leaf, Step, leaves_of, trace_step
+from shardkit.analysis.auditing.step import Leaf, Step, leaves_of
 from shardkit.analysis.hlo import aot, proto
 from shardkit.analysis.hlo.collectives import CompiledRow, collectives_of
 from shardkit.analysis.hlo.memory import Memory, memory_of
@@ -110,10 +110,11 @@ class Program:
         return max(row.bytes_in, row.bytes_out)
 
 
-def program_of(fn: Any, args: tuple[Any, ...], target: str | None, timeout: float, large: int, small: int) -> Program:
-    """Traces and compiles one call: for the devices of this process, or for those of `target`."""
-    step = trace_step(fn, args)
-    sizes = mesh_sizes(step.jaxpr, args)
+def program_of(
+    step: Step, target: str | None, timeout: float, large: int, small: int, built: aot.Built | None = None
+) -> Program:
+    """Compiles one call: for the devices of this process, or for those of `target`, where it may be `built` already."""
+    sizes = mesh_sizes(step.jaxpr, step.args)
     if target is None:
         lowered = step.lowered
         with _platform.captured_log(_REPLICATED) as log:
@@ -123,7 +124,7 @@ def program_of(fn: Any, args: tuple[Any, ...], target: str | None, timeout: floa
         held = tuple(compiled.in_tree.flatten_up_to(compiled.input_shardings))  # type: ignore[attr-defined]
         versions = {"jax": jax.__version__}
     else:
-        built = aot.build(step.traced, args, topology=target, timeout=timeout)
+        built = built or aot.build(step.traced, step.args, topology=target, timeout=timeout)
         if built.module is None:
             raise RuntimeError(
                 f"audit: the program must fit the memory of {target}; its compiler says "

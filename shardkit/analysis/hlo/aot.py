@@ -18,30 +18,25 @@ import time
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from shardkit import _platform
 from shardkit._check import sized
 from shardkit._typed import check_kind
-from shardkit.analysis.hlo import proto
-from shardkit.analysis.hlo.collectives import collectives_of, total_work
-from shardkit.analysis.hlo.memory import Memory
+from shardkit.analysis.hlo.built import Built, report_of
 from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.hlo.saved import Program, load
-from shardkit.analysis.hlo.time_model import clock_of
 from shardkit.analysis.hlo.topology import (
     ALONE,
     Topology,
     compiler_package,
     description_of,
-    device_memory,
-    device_of,
     parse_topology,
     topology_devices,
 )
-from shardkit.analysis.jaxpr.census import census_of, mesh_sizes, traceable
+from shardkit.analysis.jaxpr.census import mesh_sizes, traceable
 
 __all__ = ["Program", "Topology", "build", "compile", "load", "parse_topology", "report_of", "topology_devices"]
 
@@ -90,34 +85,7 @@ def compile(
         print(report)  # memory, collectives, overlap
     """
     built = build(step, args, topology=topology, mesh=mesh, options=options, timeout=timeout)
-    where = parse_topology(topology)
-    base: dict[str, Any] = {
-        "topology": str(where),
-        "mesh": built.sizes,
-        "census": census_of(built.traced.jaxpr.jaxpr),
-        "lowering_seconds": built.lowering_seconds,
-    }
-    if built.module is None:
-        return Report(fits=False, message=built.answer["message"], memory=None, limit=device_memory(where), **base)
-    return report_of(built.module, built.answer, **base)
-
-
-class Built(NamedTuple):
-    """A program that the compiler of absent chips has seen.
-
-    Attributes:
-        traced: the traced step.
-        sizes: names and sizes of the mesh axes.
-        module: the serialized program; None where it does not fit the chip's memory.
-        answer: what the compiler's process said of it: memory, times, versions, and its log.
-        lowering_seconds: time to lower.
-    """
-
-    traced: Any
-    sizes: dict[str, int]
-    module: bytes | None
-    answer: dict[str, Any]
-    lowering_seconds: float
+    return built.report(parse_topology(topology))
 
 
 def build(
@@ -176,35 +144,6 @@ def build(
     request = {"topology": description_of(where), "mesh": sizes, "options": options, "package": package}
     answer, serialized = _in_child(request, bytecode.getvalue(), timeout, where, sizes)
     return Built(traced, sizes, serialized, answer, lowering)
-
-
-def report_of(
-    serialized: bytes, answer: Mapping[str, Any], *, topology: str, mesh: Mapping[str, int], **base: Any
-) -> Report:
-    """The report on a compiled module: `serialized` by the compiler, `answer` from the child process.
-
-    Example:
-        report_of(module, answer, topology="v5e:2x4", mesh={"data": 8}, census=found, lowering_seconds=0.0)
-    """
-    where = parse_topology(topology)
-    chip, limit = device_of(where), device_memory(where)
-    clock = clock_of(where.platform, chip, answer["places"])
-    module = proto.read(serialized)
-    memory = Memory(**answer["memory"])
-    return Report(
-        topology=topology,
-        mesh=dict(mesh),
-        fits=where.platform == "tpu" or memory.peak <= limit,  # the TPU compiler refuses what does not fit
-        limit=limit,
-        message="",
-        memory=memory,
-        rows=collectives_of(module, mesh, clock),
-        compute=total_work(module, clock),
-        compile_seconds=answer["seconds"],
-        compiler_rss=answer["rss"],
-        versions=dict(answer["versions"]),
-        **base,
-    )
 
 
 def _checked(options: Any) -> dict[str, Any]:

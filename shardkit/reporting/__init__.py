@@ -1,0 +1,9 @@
+"""A step as one HTML page that can be mailed: what it holds, sends and wastes, and what its compiler made of it.
+
+Start with `page.py`. Imports analysis, cost, bench and viz; the command imports it.
+"""
+
+from shardkit.reporting.page import report
+from shardkit.reporting.read import StepReport
+
+__all__ = ["StepReport", "report"]

@@ -1,0 +1,112 @@
+"""HTML from values: whatever is not `Html` already is escaped, so that no name of a user can become markup."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from typing import Any
+
+_VOID = ("meta", "br")
+
+
+class Html(str):
+    """Text that is HTML already."""
+
+    __slots__ = ()
+
+
+def escaped(value: object) -> Html:
+    """A value as text of a page. Control characters and lone surrogates, which a page cannot hold, are replaced."""
+    if isinstance(value, Html):
+        return value
+    text = "".join(c if c in "\n\t" or (c >= " " and not _forbidden(ord(c))) else "\ufffd" for c in str(value))
+    return Html(html.escape(text))
+
+
+def _forbidden(code: int) -> bool:
+    return 0x7F <= code <= 0x9F or 0xD800 <= code <= 0xDFFF or code & 0xFFFE == 0xFFFE or 0xFDD0 <= code <= 0xFDEF
+
+
+def joined(parts: Iterable[object]) -> Html:
+    """Parts one after the other."""
+    return Html("".join(map(escaped, parts)))
+
+
+def element(name: str, *content: object, **attributes: Any) -> Html:
+    """An element; `class_` is the attribute class, `aria_label` aria-label. An attribute that is None is left out."""
+    given = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
+    head = " ".join([name, *(f'{key}="{escaped(value)}"' for key, value in given.items())])
+    return Html(f"<{head}>") if name in _VOID else Html(f"<{head}>{joined(content)}</{name}>")
+
+
+def bars(values: Iterable[float | Fraction]) -> list[float]:
+    """The lengths of bars: each value's share of the largest."""
+    given = [float(value) for value in values]
+    most = max(given, default=0.0)
+    return [value / most if most > 0 else 0.0 for value in given]
+
+
+def table(
+    caption: str,
+    head: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    numbers: Sequence[str] = (),
+    wide: Sequence[str] = (),
+    bars: Sequence[float] = (),
+) -> Html:
+    """A table that scrolls inside its box.
+
+    Args:
+        caption: what it shows.
+        head: the names of the columns.
+        rows: a value for each column; the first names the row.
+        numbers: the names of the columns of numbers, which end at the right.
+        wide: the names of the columns of sentences, which are broken into lines.
+        bars: the length of a bar at the end of each row, from 0 to 1; none without them.
+    """
+    classes = ["number" if name in numbers else "wide" if name in wide else None for name in head]
+    titles = [element("th", name, scope="col", class_=kind) for name, kind in zip(head, classes, strict=True)]
+    titles += [element("td", class_="bars", aria_hidden="true")] if bars else []
+    body = []
+    for number, row in enumerate(rows):
+        first, *others = zip(row, classes, strict=True)
+        cells = [element("th", first[0], scope="row"), *(element("td", value, class_=kind) for value, kind in others)]
+        if bars:  # the figures say the same
+            length = element("span", class_="bar", style=f"width:{100 * bars[number]:.2f}%")
+            cells.append(element("td", length, class_="bars", aria_hidden="true"))
+        body.append(element("tr", *cells, "\n"))
+    inner = element(
+        "table",
+        element("caption", caption),
+        element("thead", element("tr", *titles)),
+        element("tbody", *body),
+    )
+    return element("div", inner, class_="scroll", tabindex="0", role="region", aria_label=caption)
+
+
+def figures(pairs: Iterable[tuple[str, object]]) -> Html:
+    """Names and values, as a list of definitions."""
+    return element("dl", *(element("div", element("dt", k), element("dd", v)) for k, v in pairs), class_="figures")
+
+
+def section(title: str, *content: object) -> Html:
+    """A part of the page under its heading, which has an address of its own."""
+    name = "-".join(title.lower().split())
+    return element("section", element("h2", title, id=name), *content, "\n", aria_labelledby=name)
+
+
+def document(title: str, style: str, *content: object) -> Html:
+    """A whole page. Its policy forbids scripts, and all that is not in the page itself."""
+    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=policy),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("title", title),
+        element("style", Html(style)),
+    )
+    return Html(f'<!DOCTYPE html>\n<html lang="en">{head}\n{element("body", *content)}</html>\n')

@@ -1,0 +1,142 @@
+"""`sk.report`: a step as one HTML page."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardkit._check import at_least
+from shardkit._typed import typed
+from shardkit.analysis.auditing.audit import LARGE
+from shardkit.analysis.jaxpr.lint import SMALL
+from shardkit.bench import environment
+from shardkit.reporting import compiled, sections
+from shardkit.reporting.html import Html, document, element
+from shardkit.reporting.read import Facts, StepReport, read
+from shardkit.reporting.style import STYLE
+
+_PARTS = (
+    sections.mesh,
+    sections.layout,
+    sections.census,
+    sections.findings,
+    compiled.compiled,
+    compiled.costs,
+)
+# What a reader needs of the environment, and its name on the page.
+_ABOUT = {
+    "date": "date",
+    "shardkit": "shardkit",
+    "git_commit": "commit",
+    "jax": "jax",
+    "jaxlib": "jaxlib",
+    "python": "python",
+    "cpu_model": "processor of this machine",
+    "device_kind": "device of this process",
+    "device_count": "devices of this process",
+    "processes": "processes",
+    "XLA_FLAGS": "XLA_FLAGS",
+    "LIBTPU_INIT_ARGS": "LIBTPU_INIT_ARGS",
+}
+
+
+@typed
+def report(
+    step: Callable[..., Any],
+    *args: Any,
+    target: str | None = None,
+    file: str | os.PathLike[str] | None = "step.html",
+    command: str | None = None,
+    large: int = LARGE,
+    small: int = SMALL,
+    ignore: Collection[str] = (),
+    call: bool = False,
+    timeout: float = 1800.0,
+) -> StepReport:
+    """Writes what one call of a jitted step holds, sends and wastes as one HTML page that can be mailed.
+
+    The page has the mesh, the layout of every leaf, every collective as written and as compiled, the findings of
+    `lint` and `audit`, memory, times by the alpha-beta model and the roofline, and versions, date and command. It needs
+    no other file and no script; it follows the reader's light or dark theme, fits a telephone, and can be printed.
+
+    Args:
+        step: the step: a train step, or any jitted function.
+        *args: its positional arguments: arrays, or `jax.ShapeDtypeStruct` with shardings.
+        target: chips to compile for, as "v5e:2x4" (see `aot.compile`); None: the devices of this process. Times need
+            the figures of a chip.
+        file: the .html file to write, whose missing directories are created; None writes none.
+        command: the command that the page says it was made by; None: that of this process.
+        large: bytes per device from which a leaf that several devices hold is reported.
+        small: bytes below which waste is not reported.
+        ignore: names of rules to leave out.
+        call: whether to call the step, on copies of its arguments, for the rule `second-compile`.
+        timeout: time limit for the compiler of a target, seconds.
+
+    Returns:
+        StepReport: what was read, and the page as `.html`, which notebooks show. A program that does not fit the memory
+        of the target gives a page that says so.
+
+    Raises:
+        ValueError: a file that does not end in .html or cannot be written, a name in `ignore` that is not a rule, a
+            step that cannot be traced and compiled with these arguments.
+        RuntimeError: the target's compiler or matplotlib is missing.
+
+    Example:
+        >>> w, x = (jax.device_put(jnp.ones((8, 8)), jax.NamedSharding(mesh, P(axis))) for axis in ("model", "data"))
+        >>> page = sk.report(jax.jit(lambda w, x: jnp.sum(x @ w)), w, x, file=None)
+        >>> len(page.leaves), len(page.findings), "<script" in page.html
+        (2, 0, False)
+    """
+    at_least("report", 0, large=large, small=small)
+    path = None if file is None else _ready(Path(file))
+    facts = read(step, args, target, ignore, large, small, call, timeout)
+    html = page_of(facts, shlex.join(sys.orig_argv) if command is None else command)
+    if path:
+        _write(path, html)
+    return replace(facts.found, file=path, html=html)
+
+
+def page_of(facts: Facts, command: str) -> Html:
+    """The page."""
+    found = facts.found
+    about: dict[str, object] = {name: environment()[key] for key, name in _ABOUT.items()}
+    if found.audit:
+        versions = {name: text.splitlines()[0] for name, text in found.audit.versions.items()}
+        about |= {f"compiler's {name}": text for name, text in versions.items()} if found.compiled else {}
+    title = f"{found.step} on {found.target}"
+    parts = [part(facts) for part in _PARTS]
+    head = element("header", element("h1", title), element("p", f"Made on {about['date']}", class_="quiet"))
+    main = element("main", head, sections.summary(facts), *parts, sections.made(command, about))
+    return document(title, STYLE, main)
+
+
+def _ready(file: Path) -> Path:
+    """The path of the page, with its directory; refuses what cannot be written before a compiler takes its minutes."""
+    if file.suffix.lower() != ".html":
+        raise ValueError(f"report: file must end in .html; got {file.name!r}. Pass for example 'step.html'.")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.is_dir():
+            raise IsADirectoryError
+    except OSError as error:
+        raise _unwritable(file, error) from error
+    return file
+
+
+def _write(file: Path, html: str) -> None:
+    try:
+        file.write_text(html, encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(file, error) from error
+
+
+def _unwritable(file: Path, error: OSError) -> ValueError:
+    return ValueError(
+        f"report: file must be one that can be written; {str(file)!r} cannot ({type(error).__name__}). Pass another "
+        "path."
+    )
