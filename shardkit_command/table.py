@@ -22,6 +22,7 @@ COMMANDS = (
     Command("lint", "find communication that hangs, is wrong or is wasted", "shardkit.cli.lint"),
     Command("audit", "what a jitted step holds, sends and wastes", "shardkit.cli.audit"),
     Command("aot", "compile a step for chips that are not attached", "shardkit.cli.aot"),
+    Command("report", "a step as one HTML page, to read or to mail", "shardkit.cli.report"),
     Command("draw", "a pipeline schedule as text, numbers and picture", "shardkit.cli.draw"),
     Command("soak", "start training many times, and count hangs", "shardkit.cli.soak"),
 )

@@ -12,13 +12,13 @@ from jax._src.interpreters import pxla
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit import analysis, collectives, cost, planner, runtime, schedules, testing, viz
+from shardkit import analysis, collectives, cost, planner, reporting, runtime, schedules, testing, viz
 from shardkit.collectives import compressed, hierarchical, ring
 from shardkit.models import transformer
 from support import calls, walk
 
 pytestmark = pytest.mark.check
-ROOMS = (sk, analysis, planner, collectives, cost, runtime, schedules, testing, viz, transformer)
+ROOMS = (sk, analysis, planner, collectives, cost, reporting, runtime, schedules, testing, viz, transformer)
 FEWEST = 7000
 
 # What is taken and means something: which calls, and why. Matched as `room.function(parameter=value)`.

@@ -22,6 +22,7 @@ FACES = (
     "cost",
     "models.transformer",
     "planner",
+    "reporting",
     "runtime",
     "schedules",
     "testing",

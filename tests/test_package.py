@@ -40,6 +40,7 @@ FLOORS = [
     ["runtime/weights"],
     ["runtime"],
     ["bench"],
+    ["reporting"],
     ["cli"],
     ["__main__"],
 ]
@@ -188,7 +189,7 @@ def test_no_two_files_import_each_other():
 
 
 # What users import from. `sk` is the face of the folders below it, such as collectives and strategies.
-FACES = ("", "analysis", "cost", "models.transformer", "planner", "runtime", "schedules", "testing", "viz")
+FACES = ("", "analysis", "cost", "models.transformer", "planner", "reporting", "runtime", "schedules", "testing", "viz")
 
 
 @pytest.mark.check

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
@@ -57,7 +57,7 @@ def audit(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
         parse_topology(options.target)
     before = _read(options.against) if options.against else None
     offer_cpu_devices(options.devices)
-    step, args = _made(options)
+    step, args = targets.step_of("audit", options.make, options.args)
     found = read(
         step,
         *args,
@@ -76,20 +76,6 @@ def audit(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
         options.snapshot.parent.mkdir(parents=True, exist_ok=True)
         options.snapshot.write_text(found.to_json())
     return 1 if worse else 0
-
-
-def _made(options: Options) -> tuple[Any, tuple[Any, ...]]:
-    try:
-        step, args = targets.load(options.make, options.args)
-    except Exception as error:
-        if str(error).startswith("target: "):
-            raise
-        # Python's own exit code would be that of a finding.
-        raise ValueError(
-            f"audit: {options.make} must return a step and its arguments; it raises {targets.first_line(error)}. Run "
-            "it with python to see the traceback."
-        ) from error
-    return (step, args[0]) if len(args) == 1 and type(args[0]) is tuple else (step, args)
 
 
 def _read(file: Path) -> Audit:

@@ -56,6 +56,25 @@ def load(text: str, args: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple
     return made[0], made[1:]
 
 
+def step_of(where: str, text: str, args: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """As `load`, for a command that reads steps, whose arguments may be returned as one tuple.
+
+    Raises:
+        ValueError: as `load`; a function that fails.
+    """
+    try:
+        step, given = load(text, args)
+    except Exception as error:
+        if str(error).startswith("target: "):
+            raise
+        # Python's own exit code would be that of a finding.
+        raise ValueError(
+            f"{where}: {text} must return a step and its arguments; it raises {first_line(error)}. Run it with python "
+            "to see the traceback."
+        ) from error
+    return (step, given[0]) if len(given) == 1 and type(given[0]) is tuple else (step, given)
+
+
 def function_of(text: str) -> Callable[..., Any]:
     """Imports the function of "module:function" or "path/to/file.py:function"; refuses one that is not there."""
     where, _, name = text.rpartition(":")

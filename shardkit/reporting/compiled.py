@@ -10,22 +10,22 @@ from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import grouped
 from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.report import size
-from shardkit.reporting.html import Html, bars, element, joined, section, table
+from shardkit.reporting.html import Html, Part, bars, block, element, joined, part, table
 from shardkit.reporting.read import Facts
-from shardkit.reporting.words import count, over, place, seconds, times
+from shardkit.reporting.words import count, flops, over, place, seconds, times
 
 
-def compiled(facts: Facts) -> Html:
+def compiled(facts: Facts) -> Part:
     """The compiled program: memory, collectives, and what differs from what is written."""
     report, memory = facts.found.compiled, facts.memory
     if memory is None:
-        message = element("pre", report.message if report else "", tabindex="0", role="region", aria_label="message")
-        return section("As compiled", element("p", "The program does not fit:", class_="bad"), message)
+        message = block("the compiler's message", report.message if report else "")
+        return part("As compiled", element("p", "The program does not fit:", class_="bad"), message)
     changes = facts.differences
     listed = element("ul", *(element("li", each) for each in changes))
     same = element("p", "Nothing: the program communicates as written.")
     head = element("h3", "What the compiler changed")
-    return section("As compiled", _memory(memory), _collectives(facts), head, listed if changes else same)
+    return part("As compiled", _memory(memory), _collectives(facts), head, listed if changes else same)
 
 
 def _memory(memory: Memory) -> Html:
@@ -51,7 +51,7 @@ def _collectives(facts: Facts) -> Html:
     rows = []
     for same in groups:
         first, runs = same[0], sum(r.times for r in same)
-        hidden = f"{sum(r.hidden_flops * r.times for r in same) / 1e9:,.1f} GFLOP" if first.asynchronous else ""
+        hidden = flops(sum(r.hidden_flops * r.times for r in same)) if first.asynchronous else ""
         wire, exposed = sum(r.seconds * r.times for r in same), sum(r.exposed * r.times for r in same)
         left: list[object] = [first.kind, over(first.axes, first.n), times(runs, first.count is None), first.arrays]
         left += [f"{first.bytes_in:,}", count(sent(same)), "overlapped" if first.asynchronous else "synchronous"]
@@ -68,15 +68,15 @@ def sent(rows: Sequence[CompiledRow]) -> Fraction:
     return sum((row.total for row in rows), Fraction(0))
 
 
-def costs(facts: Facts) -> Html:
+def costs(facts: Facts) -> Part:
     """Time of each kind of collective by the alpha-beta model, and the roofline."""
     work, chip = facts.work, facts.chip
-    flops = f"Matmuls: {work.flops:,} FLOPs per device per step; memory traffic: {work.bytes:,} bytes."
+    done = f"Matmuls: {work.flops:,} FLOPs per device per step; memory traffic: {work.bytes:,} bytes."
     if not facts.found.audit:
-        return section("Cost", element("p", "Not known: the program does not fit."))
+        return part("Cost", element("p", "Not known: the program does not fit."))
     if chip is None:
         why = f"There are no figures of the links and the peak of {facts.found.target} devices: name chips as target."
-        return section("Cost", element("p", flops), element("p", why, class_="quiet"))
+        return part("Cost", element("p", done), element("p", why, class_="quiet"))
     link = cost.links(chip).link
     groups: dict[tuple[str, tuple[str, ...], int], list[CompiledRow]] = {}
     for row in facts.rows:
@@ -102,7 +102,7 @@ def costs(facts: Facts) -> Html:
     head = ("kind", "axes", "times", "sent/device", "messages", "latency", "bytes", "both")
     caption = f"Time per step by the alpha-beta model: a ring over one link, {link}; {seconds(sum(times_))} in all"
     shown = table(caption, head, rows, numbers=head[2:], bars=bars(times_)) if rows else ""
-    return section("Cost", element("p", flops), _roofline(facts, chip), shown)
+    return part("Cost", element("p", done), _roofline(facts, chip), shown)
 
 
 def _roofline(facts: Facts, chip: cost.Chip) -> Html:
@@ -118,8 +118,8 @@ def _roofline(facts: Facts, chip: cost.Chip) -> Html:
     rows = [(name, seconds(each), peak) for name, (each, peak) in parts.items()]
     caption = (
         f"Roofline of {chip.name}: bound by {line.bound}, at least {seconds(line.seconds)} per step; "
-        f"{line.intensity:,.3g} FLOPs per byte; from "
-        f"{line.critical_intensity:,.3g} on it takes longer than memory"
+        f"{line.intensity:,.3g} FLOPs per byte, and from "
+        f"{line.critical_intensity:,.3g} on compute takes longer than memory"
     )
     times_ = [each for each, _ in parts.values()]
     return table(caption, ("part", "at least", "at"), rows, numbers=("at least",), bars=bars(times_))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 _VOID = ("meta", "br")
 
@@ -33,10 +33,10 @@ def joined(parts: Iterable[object]) -> Html:
     return Html("".join(map(escaped, parts)))
 
 
-def element(name: str, *content: object, **attributes: Any) -> Html:
+def element(name: str, /, *content: object, **attributes: Any) -> Html:
     """An element; `class_` is the attribute class, `aria_label` aria-label. An attribute that is None is left out."""
     given = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
-    head = " ".join([name, *(f'{key}="{escaped(value)}"' for key, value in given.items())])
+    head = " ".join([name, *(f'{key}="{escaped(str(value))}"' for key, value in given.items())])
     return Html(f"<{head}>") if name in _VOID else Html(f"<{head}>{joined(content)}</{name}>")
 
 
@@ -74,16 +74,17 @@ def table(
         first, *others = zip(row, classes, strict=True)
         cells = [element("th", first[0], scope="row"), *(element("td", value, class_=kind) for value, kind in others)]
         if bars:  # the figures say the same
-            length = element("span", class_="bar", style=f"width:{100 * bars[number]:.2f}%")
+            length = element("span", class_="bar", style=f"width:{100 * bars[number]:.2f}%") if bars[number] else ""
             cells.append(element("td", length, class_="bars", aria_hidden="true"))
         body.append(element("tr", *cells, "\n"))
-    inner = element(
-        "table",
-        element("caption", caption),
-        element("thead", element("tr", *titles)),
-        element("tbody", *body),
-    )
-    return element("div", inner, class_="scroll", tabindex="0", role="region", aria_label=caption)
+    inner = element("table", element("thead", element("tr", *titles)), element("tbody", *body), aria_label=caption)
+    box = element("div", inner, class_="scroll", tabindex="0", role="region", aria_label=caption)
+    return element("figure", element("figcaption", caption), box)  # a caption inside would scroll away with the table
+
+
+def block(label: str, text: object) -> Html:
+    """Text whose lines are kept as they are, and scroll inside their box."""
+    return element("pre", text, class_="scroll", tabindex="0", role="region", aria_label=label)
 
 
 def figures(pairs: Iterable[tuple[str, object]]) -> Html:
@@ -91,10 +92,36 @@ def figures(pairs: Iterable[tuple[str, object]]) -> Html:
     return element("dl", *(element("div", element("dt", k), element("dd", v)) for k, v in pairs), class_="figures")
 
 
-def section(title: str, *content: object) -> Html:
-    """A part of the page under its heading, which has an address of its own."""
-    name = "-".join(title.lower().split())
-    return element("section", element("h2", title, id=name), *content, "\n", aria_labelledby=name)
+class Part(NamedTuple):
+    """A part of the page.
+
+    Attributes:
+        title: its heading.
+        content: what stands below.
+    """
+
+    title: str
+    content: tuple[object, ...]
+
+    @property
+    def name(self) -> str:
+        """Its address in the page."""
+        return "-".join(self.title.lower().split())
+
+
+def part(title: str, *content: object) -> Part:
+    """A part of the page."""
+    return Part(title, content)
+
+
+def sections(parts: Sequence[Part]) -> Html:
+    """The parts below each other, and links to them before."""
+    links = (element("li", element("a", each.title, href=f"#{each.name}")) for each in parts)
+    below = (
+        element("section", element("h2", each.title, id=each.name), *each.content, "\n", aria_labelledby=each.name)
+        for each in parts
+    )
+    return joined([element("nav", element("ul", *links), aria_label="contents"), *below])
 
 
 def document(title: str, style: str, *content: object) -> Html:

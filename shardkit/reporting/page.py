@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from shardkit.analysis.jaxpr.lint import SMALL
 from shardkit.bench import environment
 from shardkit.reporting import compiled, sections
 from shardkit.reporting.html import Html, document, element
+from shardkit.reporting.html import sections as below
 from shardkit.reporting.read import Facts, StepReport, read
 from shardkit.reporting.style import STYLE
 
@@ -93,7 +95,7 @@ def report(
         (2, 0, False)
     """
     at_least("report", 0, large=large, small=small)
-    path = None if file is None else _ready(Path(file))
+    path = None if file is None else check_file(Path(file))
     facts = read(step, args, target, ignore, large, small, call, timeout)
     html = page_of(facts, shlex.join(sys.orig_argv) if command is None else command)
     if path:
@@ -109,14 +111,20 @@ def page_of(facts: Facts, command: str) -> Html:
         versions = {name: text.splitlines()[0] for name, text in found.audit.versions.items()}
         about |= {f"compiler's {name}": text for name, text in versions.items()} if found.compiled else {}
     title = f"{found.step} on {found.target}"
-    parts = [part(facts) for part in _PARTS]
-    head = element("header", element("h1", title), element("p", f"Made on {about['date']}", class_="quiet"))
-    main = element("main", head, sections.summary(facts), *parts, sections.made(command, about))
+    parts = [*(part(facts) for part in _PARTS), sections.made(command, about)]
+    head = element(
+        "header", element("h1", title), element("p", f"Made on {_minute(str(about['date']))}", class_="quiet")
+    )
+    main = element("main", head, sections.summary(facts), below(parts))
     return document(title, STYLE, main)
 
 
-def _ready(file: Path) -> Path:
-    """The path of the page, with its directory; refuses what cannot be written before a compiler takes its minutes."""
+def _minute(date: str) -> str:
+    return f"{datetime.fromisoformat(date):%Y-%m-%d %H:%M} UTC"
+
+
+def check_file(file: Path) -> Path:
+    """The path of a page, whose directory is made; refuses early what cannot be written, for compilers take minutes."""
     if file.suffix.lower() != ".html":
         raise ValueError(f"report: file must end in .html; got {file.name!r}. Pass for example 'step.html'.")
     try:

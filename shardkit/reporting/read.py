@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,7 +58,7 @@ class StepReport:
     """A step as `sk.report` read it; a notebook shows its page.
 
     Attributes:
-        step: the step's name, and the line at which it is defined.
+        step: the step's name, and the line at which it is defined; of a train step, its plan.
         target: the chips for which it was compiled; the platform of this process, as "cpu", without a target.
         mesh: names and sizes of the mesh axes.
         leaves: every array among the arguments.
@@ -111,21 +110,19 @@ class Facts:
         """Bytes per device; None where the program does not fit."""
         return self.found.audit.memory if self.found.audit else None
 
-    @cached_property
+    @property
     def rows(self) -> tuple[CompiledRow, ...]:
-        """Every collective as compiled, with the user's lines, and times where the chip is known."""
+        """Every collective as compiled, with times where a target is named; none where the program does not fit."""
         found = self.found
-        if found.audit is None:
-            return ()
-        if found.compiled is None:
-            return found.audit.rows
-        timed = zip(found.compiled.rows, found.audit.rows, strict=True)
-        return tuple(replace(row, source=named.source) for row, named in timed)
+        return found.compiled.rows if found.compiled else found.audit.rows if found.audit else ()
 
     @property
     def differences(self) -> list[str]:
         """What the compiler changed, one line each."""
-        return account(self.found.census, self.rows) if self.found.audit else []
+        found = self.found
+        if found.compiled:
+            return found.compiled.differences()
+        return account(found.audit.census, found.audit.rows) if found.audit else []
 
 
 def read(
@@ -161,19 +158,20 @@ def read(
         ) from error
     audit = judged(program, ignore, call) if program else None
     compiled = None if built is None or where is None else built.report(where)
+    plan = plan_of(fn, args)
     found = StepReport(
-        f"{step.name} ({step.source})",
+        f"train step: {getattr(fn, 'plan', '')}" if plan else f"{step.name} ({step.source})",
         str(where) if where else jax.default_backend(),
         audit.mesh if audit else compiled.mesh if compiled else mesh_sizes(step.jaxpr, args),
         tuple(leaves_of(step)),
-        audit.census if audit else census_of(step.jaxpr),
+        census_of(step.jaxpr),
         audit.findings if audit else tuple(lint(step.traced, small=small, ignore=ignore)),
         audit,
         compiled,
     )
     chip = device_of(where) if where else cost.chip_of(jax.devices()[0].device_kind)
     work = compiled.compute if compiled else total_work(program.module) if program else NO_WORK
-    return Facts(found, mesh_of(args), plan_of(fn, args), chip, work)
+    return Facts(found, mesh_of(args), plan, chip, work)
 
 
 def leaves_of(step: Step) -> list[Leaf]:

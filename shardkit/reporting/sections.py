@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardkit._check import counted, sized
 from shardkit.analysis.hlo.report import size
 from shardkit.reporting import pictures
-from shardkit.reporting.html import Html, bars, element, figures, section, table
+from shardkit.reporting.html import Html, Part, bars, block, element, figures, part, table
 from shardkit.reporting.read import Facts, Leaf
 from shardkit.reporting.words import count, over, pass_of, place, seconds, times
 
@@ -31,11 +31,11 @@ def summary(facts: Facts) -> Html:
     return figures(pairs)
 
 
-def mesh(facts: Facts) -> Html:
+def mesh(facts: Facts) -> Part:
     """The axes, and what goes over each."""
     found, audit = facts.found, facts.found.audit
     if not found.mesh:
-        return section("Mesh", element("p", "The step runs on one device."))
+        return part("Mesh", element("p", "The step runs on one device."))
     sent = {axis: found.census.sent(axis=axis) for axis in found.mesh}
     head = ("axis", "devices", "collectives", "bytes sent", *(("as compiled",) if audit else ()))
     rows = [
@@ -44,16 +44,20 @@ def mesh(facts: Facts) -> Html:
     ]
     caption = "What goes over each axis: collectives per step, bytes that a device sends per step"
     shown = table(caption, head, rows, numbers=head[1:], bars=bars(sent.values()))
-    return section("Mesh", pictures.mesh(facts), shown)
+    return part("Mesh", pictures.mesh(facts), shown)
 
 
-def layout(facts: Facts) -> Html:
+def layout(facts: Facts) -> Part:
     """Where every leaf of every argument is, and why."""
     parts: list[object] = []
     if facts.plan:
         head, rows, total = facts.plan
         caption = "Layout of each parameter at rest and in the update, bytes per device of both, and why"
-        parts = [element("h3", "Plan"), element("p", total), table(caption, head, rows, wide=("why",))]
+        parts = [
+            element("h3", "Plan"),
+            element("p", total),
+            table(caption, head, rows, numbers=("bytes/device",), wide=("why",)),
+        ]
     arguments: dict[str, list[Leaf]] = {}
     for leaf in facts.found.leaves:
         arguments.setdefault(leaf.argument, []).append(leaf)
@@ -65,14 +69,14 @@ def layout(facts: Facts) -> Html:
         caption = f"{leaves_}, {held:,} bytes ({size(held)}) on each device"
         shown = table(caption, leaf_head, cells, numbers=leaf_head[5:], bars=bars([leaf.bytes for leaf in leaves]))
         parts += [element("h3", "Argument ", element("code", name)), shown]
-    return section("Layout", *parts)
+    return part("Layout", *parts)
 
 
-def census(facts: Facts) -> Html:
+def census(facts: Facts) -> Part:
     """Every collective as written."""
     found = facts.found.census
     if not found.rows:
-        return section("Collectives as written", element("p", "There are none: nothing is sent inside shard_map."))
+        return part("Collectives as written", element("p", "There are none: nothing is sent inside shard_map."))
     head = ("kind", "axes", "times", "bytes in", "bytes out", "sent/device", "pass", "source")
     rows = [
         (
@@ -90,10 +94,10 @@ def census(facts: Facts) -> Html:
     said = f"{counted(found.count(), 'collective')} per step; a device sends {count(found.sent())} bytes."
     caption = "Every collective of the traced program; bytes per device"
     shown = table(caption, head, rows, numbers=head[2:6], bars=bars([row.total for row in found.rows]))
-    return section("Collectives as written", element("p", said), shown)
+    return part("Collectives as written", element("p", said), shown)
 
 
-def findings(facts: Facts) -> Html:
+def findings(facts: Facts) -> Part:
     """What breaks a rule, with the remedy; and the rules that were not tried."""
     found, audit = facts.found.findings, facts.found.audit
     items = []
@@ -103,11 +107,12 @@ def findings(facts: Facts) -> Html:
         items.append(element("li", *head, element("br"), each.message, element("br"), remedy))
     shown = element("ol", *items, class_="findings") if items else element("p", "No rule is broken.")
     left = [element("p", f"Not tried: {each}.", class_="quiet") for each in (audit.skipped if audit else ())]
-    return section("Findings", shown, *left)
+    return part("Findings", shown, *left)
 
 
-def made(command: str, about: dict[str, object]) -> Html:
+def made(command: str, about: dict[str, object]) -> Part:
     """Where the page is from."""
     rows = [(name, value) for name, value in about.items() if value not in (None, "")]
-    line = element("pre", element("code", command), tabindex="0", role="region", aria_label="command")
-    return section("How this page was made", line, table("Versions and machine", ("what", "value"), rows))
+    return part(
+        "How this page was made", block("command", command), table("Versions and machine", ("what", "value"), rows)
+    )

@@ -19,34 +19,36 @@ a { color: var(--mark); }
 nav ul { display: flex; flex-wrap: wrap; gap: .25rem 1rem; margin: .75rem 0 0; padding: 0; list-style: none; }
 code, pre, td, tbody th { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace;
   font-size: .8125rem; }
-pre { margin: .5rem 0; padding: .75rem; background: var(--box); border: 1px solid var(--line); overflow-x: auto; }
+pre { padding: .75rem; background: var(--box); }
 .figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(10.5rem, 1fr)); gap: .5rem; margin: 1rem 0; }
 .figures > div { background: var(--box); border: 1px solid var(--line); border-radius: .4rem; padding: .5rem .75rem; }
 dt { color: var(--quiet); font-size: .8125rem; }
 dd { margin: 0; font-weight: 600; }
 .good { color: var(--good); }
 .bad { color: var(--bad); }
-.scroll { overflow-x: auto; margin: .75rem 0; border: 1px solid var(--line); border-radius: .4rem; }
+.scroll { overflow-x: auto; margin: .35rem 0; border: 1px solid var(--line); border-radius: .4rem; }
 .scroll:focus-visible, a:focus-visible { outline: 2px solid var(--mark); outline-offset: 2px; }
 table { border-collapse: collapse; width: 100%; overflow-wrap: normal; }
-caption { text-align: left; padding: .5rem .6rem; color: var(--quiet); font-size: .875rem; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .6rem; border-top: 1px solid var(--line); }
 td, tbody th { white-space: nowrap; }
 td.wide { white-space: normal; min-width: 22rem; }
-thead th { font-size: .8125rem; background: var(--box); white-space: nowrap; }
+thead { background: var(--box); }
+thead th, thead td { border-top: 0; }
+thead th { font-size: .8125rem; white-space: nowrap; }
 tbody th { font-weight: 500; }
 .number { text-align: right; font-variant-numeric: tabular-nums; }
 .bar { display: inline-block; height: .8rem; min-width: 1px; background: var(--mark); vertical-align: middle; }
 td.bars { width: 30%; min-width: 7rem; }
 .findings { padding-left: 1.2rem; }
 .findings li { margin: .75rem 0; max-width: 80ch; }
-figure { margin: 1rem 0; overflow-x: auto; }
+figure { margin: 1rem 0; }
 figcaption { color: var(--quiet); font-size: .875rem; }
 figure svg { height: auto; max-width: 100%; }
 @media print { :root { --ink: #000; --quiet: #444; --paper: #fff; --box: #fff; --line: #999; --mark: #0072b2;
   --good: #000; --bad: #000; } body { max-width: none; padding: 0; font-size: 10pt; } nav { display: none; }
   .scroll, pre, figure { overflow: visible; } td, tbody th { white-space: normal; font-size: 7.5pt;
   padding: .15rem .3rem; }
-  td.wide { min-width: 0; } h2, h3, caption { break-after: avoid; } tr, figure, .figures > div { break-inside: avoid; }
+  td.wide { min-width: 0; } h2, h3, figcaption { break-after: avoid; }
+  tr, figure > svg, .figures > div { break-inside: avoid; }
   .bar { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """

@@ -36,5 +36,13 @@ def seconds(value: float) -> str:
     """A time in the unit that suits it, with three digits."""
     if not value:
         return "0"
-    unit, scale = next((each for each in (("s", 1.0), ("ms", 1e3)) if value * each[1] >= 1), ("us", 1e6))
+    units = (("s", 1.0), ("ms", 1e3), ("us", 1e6))
+    unit, scale = next((each for each in units if value * each[1] >= 1), ("ns", 1e9))
     return f"{value * scale:.3g} {unit}"
+
+
+def flops(number: int) -> str:
+    """Floating-point operations in the unit that suits them, with three digits."""
+    units = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
+    unit, scale = next((each for each in units if number >= each[1]), ("kFLOP", 1e3))
+    return f"{number / scale:.3g} {unit}"

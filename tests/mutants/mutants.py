@@ -2287,6 +2287,44 @@ _VIZ = (
     ),
 )
 
+_REPORTING = (
+    Mutant(
+        "names-become-attributes",
+        "shardkit/reporting/html.py",
+        "return Html(html.escape(text))",
+        "return Html(html.escape(text, quote=False))",
+        PASSES,
+    ),
+    Mutant(
+        "pages-become-attributes",
+        "shardkit/reporting/html.py",
+        "{escaped(str(value))}",
+        "{escaped(value)}",
+        PASSES,
+    ),
+    Mutant(
+        "latency-of-one-message",
+        "shardkit/reporting/compiled.py",
+        "alpha, beta = hops * link.latency,",
+        "alpha, beta = runs * link.latency,",
+        TERM,
+    ),
+    Mutant(
+        "exposed-once-a-step",
+        "shardkit/reporting/compiled.py",
+        "sum(r.exposed * r.times for r in same)",
+        "sum(r.exposed for r in same)",
+        TWICE,
+    ),
+    Mutant(
+        "every-axis-sends-all",
+        "shardkit/reporting/sections.py",
+        "sent = {axis: found.census.sent(axis=axis) for axis in found.mesh}",
+        "sent = {axis: found.census.sent() for axis in found.mesh}",
+        AXIS,
+    ),
+)
+
 _BENCH_SIZES = (
     Mutant(
         "wrong-only-if-all-are",
@@ -2377,6 +2415,7 @@ MUTANTS = (
     *_CLI,
     *_MODELS,
     *_VIZ,
+    *_REPORTING,
     *_BENCH,
     *_BENCH_SIZES,
     *_REVERTS,

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit import analysis, collectives, cost, planner, runtime, schedules, testing, viz
+from shardkit import analysis, collectives, cost, planner, reporting, runtime, schedules, testing, viz
 from shardkit.analysis.hlo import aot
 from shardkit.collectives import compressed, hierarchical, ring
 from shardkit.models import blocks, parameters, transformer
@@ -235,6 +235,7 @@ def builders():
         (testing.sharded_arrays, {}),
         (testing.specs, {"shape": (4, 4), "sizes": {"a": 2}}),
         (analysis.audit, {"step": traced["fn"], "args": ()}),
+        (reporting.report, {"step": traced["fn"], "args": (), "file": path / "step.html"}),
         (analysis.census, traced),
         (analysis.explain, traced),
         (analysis.lint, traced),

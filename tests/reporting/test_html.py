@@ -1,0 +1,58 @@
+"""What is written into a page comes out as the text it was, and as nothing else."""
+
+import re
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import example, given
+
+from shardkit.reporting.html import bars, document, element, escaped, figures, part, sections, table
+from shardkit.reporting.pictures import inline
+from support.pages import Page, assert_self_contained
+
+pytestmark = pytest.mark.check
+NAMES = st.text(st.characters(), min_size=1, max_size=40)
+
+
+def shown(text):
+    """What a reader gets of a text: what a page cannot hold is replaced."""
+    kept = "".join("\ufffd" if not re.match(r"[\t\n -~\u00a0-\ud7ff\ue000-\U0010ffff]", c) else c for c in text)
+    return re.sub("[\ufdd0-\ufdef]", "\ufffd", "".join("\ufffd" if ord(c) & 0xFFFE == 0xFFFE else c for c in kept))
+
+
+# Alone catches a name that becomes markup, also inside an attribute.
+@given(NAMES)
+@example("<script>alert(1)</script>")
+@example('"><img src=x onerror=alert(1)>')
+@example("' onload='alert(1)")
+@example("&lt;b&gt; \x00 \ud800 \uffff \x85")
+@example("]]></style><!--")
+def test_no_name_becomes_markup(name):
+    content = figures([(name, name)]), table(name, (name, "n"), [(name, name)], bars=bars([1]))
+    text = document(name, "p { margin: 0 }", sections([part("One", *content, element("p", name, title=name))]))
+    page = assert_self_contained(text)
+    text.encode("utf-8")
+    assert page.tables == [[[shown(name), "n", ""], [shown(name), shown(name), ""]]]
+    [paragraph] = [given for tag, given in page.elements if tag == "p"]
+    assert paragraph["title"] == shown(name) and page.text.count(shown(name)) >= 6
+
+
+def test_what_is_html_already_is_not_escaped_again():
+    assert escaped(element("b", "a < b")) == "<b>a &lt; b</b>" and escaped("<b>") == "&lt;b&gt;"
+    assert element("br") == "<br>" and element("p", class_=None) == "<p></p>"
+
+
+def test_bars_are_shares_of_the_largest():
+    assert bars([1, 4, 0]) == [0.25, 1.0, 0.0] and bars([0, 0]) == [0.0, 0.0] and bars([]) == []
+
+
+# Alone catches two pictures on one page whose clip paths or markers have the same ids.
+def test_the_ids_of_a_picture_are_its_own():
+    svg = '<?xml version="1.0"?>\n<svg width="1"><metadata>by</metadata><defs><path id="p"/></defs>'
+    svg += '<use xlink:href="#p"/><g clip-path="url(#p)"/></svg>\n'
+    one = inline(svg, "mesh", 'a "name"')
+    assert one == (
+        '<svg role="img" aria-label="a &quot;name&quot;" width="1"><defs><path id="mesh-p"/></defs>'
+        '<use xlink:href="#mesh-p"/><g clip-path="url(#mesh-p)"/></svg>'
+    )
+    Page(one)
