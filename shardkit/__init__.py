@@ -168,7 +168,10 @@ __all__ = [
 ]
 
 _LAZY = ("analysis", "bench", "cost", "models", "planner", "reporting", "runtime", "schedules", "testing", "viz")
-_OF_ANALYSIS = ("Finding", "aot", "audit", "census", "collective", "expects", "explain", "lint")
+_LAZY_NAMES = {
+    **dict.fromkeys(("Finding", "aot", "audit", "census", "collective", "expects", "explain", "lint"), "analysis"),
+    "report": "reporting",
+}
 
 if TYPE_CHECKING:  # what a type checker sees of the names that are imported on first use
     from shardkit import analysis as analysis
@@ -195,12 +198,10 @@ else:  # a checker that sees __getattr__ accepts every name
     def __getattr__(name: str) -> _Any:
         if name in _LAZY:
             return _import_module(f"shardkit.{name}")
-        if name in _OF_ANALYSIS:
-            return getattr(_import_module("shardkit.analysis"), name)
-        if name == "report":
-            return _import_module("shardkit.reporting").report
+        if name in _LAZY_NAMES:
+            return getattr(_import_module(f"shardkit.{_LAZY_NAMES[name]}"), name)
         raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, *_OF_ANALYSIS, "report"})
+    return sorted({*globals(), *_LAZY, *_LAZY_NAMES})

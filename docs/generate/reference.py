@@ -20,6 +20,7 @@ FACES = {
     "sk.schedules": "shardkit.schedules",
     "sk.analysis": "shardkit.analysis",
     "sk.aot": "shardkit.analysis.hlo.aot",
+    "sk.reporting": "shardkit.reporting",
     "sk.testing": "shardkit.testing",
     "sk.cost": "shardkit.cost",
     "sk.planner": "shardkit.planner",
@@ -82,9 +83,7 @@ def names(face: str) -> list[Name]:
 
 def lazy() -> list[str]:
     """The names of `sk` that its `__getattr__` imports when they are used."""
-    source = inspect.getsource(importlib.import_module("shardkit").__getattr__)
-    listed = re.search(r"name in \(([^)]*)\)", source)
-    return re.findall(r'"(\w+)"', listed[1]) if listed else []
+    return list(importlib.import_module("shardkit")._LAZY_NAMES)
 
 
 def defined_in(module: ModuleType, value: Any) -> bool:

@@ -12,6 +12,7 @@ from shardkit.analysis.hlo import aot, proto, trip_counts
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.compute import Work, Workload
 from shardkit.analysis.hlo.differences import account, compiled
+from shardkit.analysis.hlo.topology import device_memory, device_of
 from shardkit.analysis.jaxpr.census import Census
 from support.commands import deep
 from support.compilers import answers, child_that, gpu, refused, tpu
@@ -149,11 +150,11 @@ def test_a_fusion_reads_the_slice_that_a_fusion_inside_it_takes_and_writes_the_p
 def test_a_chip_of_two_devices_gives_each_its_half():
     seven, five = aot.parse_topology("tpu7x:2x2x1"), aot.parse_topology("v5p:2x2x1")
     assert (seven.devices, five.devices) == (8, 4)
-    assert aot.device_memory(seven) == 96 * 2**30 and aot.device_memory(five) == 95 * 2**30
-    whole, half = sk.cost.chips["tpu7x"], aot.device_of(seven)
+    assert device_memory(seven) == 96 * 2**30 and device_memory(five) == 95 * 2**30
+    whole, half = sk.cost.chips["tpu7x"], device_of(seven)
     assert (2 * half.flops, 2 * half.hbm_bandwidth) == (whole.flops, whole.hbm_bandwidth)
     assert half.link_bandwidth == whole.link_bandwidth
-    assert aot.device_of(five) == sk.cost.chips["v5p"]
+    assert device_of(five) == sk.cost.chips["v5p"]
 
 
 def test_what_the_tpu_compiler_let_through_fits():
