@@ -55,7 +55,8 @@ def declared(module: str, function: str) -> Declared:
     """
     tree = _tree(module)
     body = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function)
-    constants: Any = {name: _value(module, ast.Name(name)) for name in ("EXAMPLES", "GROUPS")}
+    where, _ = _found(module, ast.Name("Options"))
+    constants: Any = {name: _value(where, ast.Name(name)) for name in ("EXAMPLES", "GROUPS")}
     examples, groups = ({} if value is _UNKNOWN else value for value in constants.values())
     text = inspect.cleandoc(ast.get_docstring(body) or "")
     return Declared(text, tuple(dict(examples).items()), groups, tuple(_options(module, "Options")))
@@ -124,7 +125,8 @@ def _option(module: str, name: str, kind: ast.expr, default: ast.expr | None, te
     usual = None if default is None else _value(module, default)
     value = said.get("metavar") or "|".join(choices) or _WORDS.get(ast.unparse(kind), "")
     value += " ..." if many and "..." not in value else ""
-    dashes = f"--{'no-' if flag and usual is True else ''}{name.replace('_', '-')}"
+    called = str(said.get("name", name)).replace("_", "-")
+    dashes = f"--{'no-' if flag and usual is True else ''}{called}"
     words = () if positional else (*said.get("aliases", ()), dashes)
     shown = "" if flag else value
     yield Option(words, shown, choices, _written(usual), str(said.get("help", text)), name, default is None)

@@ -43,16 +43,16 @@ def of_command(command: Command, full: str) -> str:
     said = declared(command.module, command.name)
     places = [option for option in said.options if not option.words]
     needed = [f"{option.words[-1]} {option.value}" for option in said.options if option.words and option.needed]
-    shown = [option.value if option.needed else f"[{option.value.strip('[]')}]" for option in places]
-    usage = " ".join(["shardkit", full, *(word for word in shown if not word.startswith("-- "))])
-    last = [word for word in shown if word.startswith("-- ")]
+    first = [o.value if o.needed else f"[{o.value}]" for o in places if not o.value.startswith("-- ")]
+    last = [option.value for option in places if option.value.startswith("-- ")]
+    usage = " ".join(["shardkit", full, *first])
     lines = [" ".join([_bold("usage:"), usage, *needed, "[OPTIONS]", *last]), ""]
     lines += _wrapped(said.text, "")
     if said.examples:
         lines += [""]
         widest = max(len(example) for example, _ in said.examples)
         for example, text in said.examples:
-            lines += _row(example, text, widest + 4)
+            lines += _row(example, text, min(widest + 4, width() * 2 // 3))
     if places:
         lines += ["", _bold("arguments")]
         for option in places:
@@ -95,7 +95,6 @@ def _grouped(groups: dict[str, tuple[str, ...]], options: Sequence[Option]) -> I
 
 def _row(left: str, text: str, column: int) -> list[str]:
     """A word and its text in columns; the text is below where the word is too long."""
-    column = min(column, width() // 2)
     lines = _wrapped(text, " " * column)
     if len(left) + 4 > column:
         return [f"  {left}", *lines]
@@ -104,10 +103,10 @@ def _row(left: str, text: str, column: int) -> list[str]:
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
-    """The paragraphs of a text, wrapped between words; an indented line keeps to itself."""
+    """The paragraphs of a text, wrapped between words; in a column without empty lines between them."""
     lines: list[str] = []
     for paragraph in text.replace("`", "").split("\n\n"):
-        lines += [""] if lines else []
+        lines += [""] if lines and not indent else []
         joined = " ".join(paragraph.split())
         lines += textwrap.wrap(
             joined, width(), initial_indent=indent, subsequent_indent=indent, break_long_words=False,

@@ -13,7 +13,7 @@ import pytest
 import shardkit as sk
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("shardkit", "shardkit_pytest")
+PACKAGES = ("shardkit", "shardkit_command", "shardkit_pytest")
 PLAIN = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS", "NPROC")}
 
 

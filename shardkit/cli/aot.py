@@ -14,6 +14,12 @@ from shardkit.analysis.hlo.topology import parse_topology
 from shardkit.cli import target as targets
 from shardkit.simulated import offer_cpu_devices
 
+EXAMPLES = {
+    "shardkit aot train.py:make --topology v5p:8x8x8": "does it fit 512 chips?",
+    "shardkit aot train.py:make --topology h100:1x4x8 --json a.json": "keep the report",
+    "shardkit aot train.py:make --topology h100:1x4x8 --against a.json": "compare with it",
+}
+
 
 @dataclass(frozen=True)
 class Options:

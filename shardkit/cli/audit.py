@@ -15,6 +15,12 @@ from shardkit.analysis.jaxpr.lint import SMALL
 from shardkit.cli import target as targets
 from shardkit.simulated import offer_cpu_devices
 
+EXAMPLES = {
+    "shardkit audit train.py:make": "make() returns (step, args)",
+    "shardkit audit train.py:make --snapshot kept.json": "keep what it finds",
+    "shardkit audit train.py:make --against kept.json": "exit code 1 if it became worse",
+}
+
 
 @dataclass(frozen=True)
 class Options:
@@ -43,7 +49,8 @@ class Options:
     small: int = SMALL
     """Bytes below which waste is not reported."""
     call: bool = True
-    """Call the step twice, if its arguments have values, to see whether it compiles again."""
+    """By default the step is called twice, if its arguments have values, to see whether it compiles again; --no-call
+    leaves that out."""
     timeout: float = 1800.0
     """Seconds after which the compiler of a target is stopped."""
 

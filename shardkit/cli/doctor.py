@@ -32,6 +32,11 @@ _EXTRAS = {
     "aot-gpu": ("jax-cuda13-plugin",),
 }
 
+EXAMPLES = {
+    "shardkit doctor": "on this machine's devices, or eight simulated ones",
+    "shardkit doctor --links comm.jsonl": "with links as bench comm measured them",
+}
+
 
 @dataclass(frozen=True)
 class Options:

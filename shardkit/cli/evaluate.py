@@ -16,6 +16,11 @@ from shardkit.cli.plans import mesh_words
 from shardkit.cli.run import CommandRun, config_of, mesh_of
 from shardkit.cli.saved import saved_run
 
+EXAMPLES = {
+    "shardkit evaluate runs/a": "the newest step, on all devices",
+    "shardkit evaluate runs/a fsdp=8 --step 200": "another step, on another mesh",
+}
+
 
 @dataclass(frozen=True)
 class Options:
@@ -23,7 +28,7 @@ class Options:
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """Directory of checkpoints, from `shardkit train --checkpoint`."""
-    mesh: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[AXIS=SIZE ...]")] = ("data=-1",)
+    mesh: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="AXIS=SIZE ...")] = ("data=-1",)
     """Mesh axes, as for `shardkit train`, whatever mesh the run was trained on."""
     step: int | None = None
     """The step; by default the newest one."""

@@ -11,14 +11,23 @@ import tyro
 from shardkit.runtime.cluster.launch import launch as launch_here
 from shardkit.runtime.cluster.manifests import Kind, render
 
+EXAMPLES = {
+    "shardkit launch -n 4 --devices 2 -- train.py --steps 100": "four processes here",
+    "shardkit launch -n 2 -- -m shardkit train fsdp=-1": "two that train together",
+    "shardkit launch -n 8 --render slurm -- train.py": "print a batch script",
+}
+GROUPS = {
+    "processes here": ("processes", "devices", "output", "grace", "port", "restarts", "minimum"),
+    "manifest for a cluster": ("render", "name", "image", "accelerator", "topology"),
+}
+
 
 @dataclass(frozen=True)
 class Options:
     """Options of `shardkit launch`."""
 
     command: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- COMMAND ...")] = ()
-    """What to run, after --: a script, -m and a module, or any program, with its arguments, as in
-    shardkit launch -n 4 --devices 2 -- train.py --steps 100"""
+    """What to run, after --: a script, -m and a module, or any program, with its arguments."""
     processes: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
     """Processes in the job."""
     devices: int | None = None

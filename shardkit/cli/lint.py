@@ -18,6 +18,12 @@ from shardkit.simulated import offer_cpu_devices
 
 T = TypeVar("T")
 
+EXAMPLES = {
+    "shardkit lint train.py:make": "make() returns the step and its arguments",
+    "shardkit lint train.py:step --args 'f32[8,128]' key": "types in place of arguments",
+    "shardkit lint train.py:make --explain": "also where the backward pass communicates",
+}
+
 
 @dataclass(frozen=True)
 class Options:

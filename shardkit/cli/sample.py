@@ -19,6 +19,11 @@ from shardkit.cli.saved import saved_run
 from shardkit.models import transformer
 from shardkit.simulated import offer_cpu_devices
 
+EXAMPLES = {
+    "shardkit sample runs/a --prompt 'import '": "256 bytes after a prompt",
+    "shardkit sample runs/a --temperature 0": "the most likely bytes",
+}
+
 
 @dataclass(frozen=True)
 class Options:

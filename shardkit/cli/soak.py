@@ -36,6 +36,11 @@ for _ in range({steps}):
 print(float(metrics["loss"]))
 """
 
+EXAMPLES = {
+    "shardkit soak --starts 100 --steps 60": "what make soak runs",
+    "shardkit soak --starts 10 --threads 8": "reproduce the hang of jax's CPU runtime",
+}
+
 
 @dataclass(frozen=True)
 class Options:

@@ -97,6 +97,9 @@ def test_help_has_every_option_and_fits_a_screen(command, full, monkeypatch, cap
     assert real - words - negated == {"-h", "--help"}
     shown = of_command(command, full)
     assert all(option.text for option in said.options)
+    grouped = {name for names in said.groups.values() for name in names}
+    assert not grouped or grouped == {option.name for option in said.options if option.words}
+    assert said.examples
     assert all(word in shown for word in words)
     assert max(map(len, shown.splitlines())) <= 100
     assert shown.count("\n") < (115 if command.name == "train" else 50)

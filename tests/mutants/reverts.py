@@ -733,7 +733,7 @@ REVERTS = (
     ),
     (
         "options-of-nothing",
-        "shardkit/cli/train.py",
+        "shardkit/cli/train_options.py",
         "if value is not None and not least <= value < math.inf:",
         "if value is not None and value < min(least, 0):",
     ),

@@ -19,6 +19,12 @@ _UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
 _QUICK: dict[str, Any] = {"sizes": "1K:4K:4", "calls": 2, "rounds": 2}
 _SLOWLY: dict[str, Any] = {"sizes": None, "calls": 20, "rounds": 20}
 
+EXAMPLES = {
+    "shardkit bench comm data=8 --op all_reduce --sizes 1K:64M:4": "one operation over eight devices",
+    "shardkit bench comm data=2 model=4 --axis model --json comm.jsonl": "every operation, kept",
+    "shardkit bench comm data=8 --impl mine.py:kernel --op shift": "a kernel of your own",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Output):

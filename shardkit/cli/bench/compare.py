@@ -10,6 +10,11 @@ import tyro
 
 from shardkit import bench
 
+EXAMPLES = {
+    "shardkit bench compare old.jsonl new.jsonl": "exit code 1 if a case became slower",
+    "shardkit bench compare old.jsonl new.jsonl --threshold 10%": "by more than a tenth",
+}
+
 
 @dataclass(frozen=True)
 class Options:

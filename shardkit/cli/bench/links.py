@@ -13,6 +13,11 @@ from shardkit.bench import namespaces, throttle
 from shardkit.cli.bench.options import Output, header, kept
 from shardkit.simulated import offer_cpu_devices
 
+EXAMPLES = {
+    "shardkit bench links --rate 100mbit 1gbit": "two rates",
+    "shardkit bench links --json links.jsonl": "kept, for bench compare",
+}
+
 
 @dataclass(frozen=True)
 class Options(Output):

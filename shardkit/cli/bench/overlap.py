@@ -18,6 +18,11 @@ from shardkit.cli.bench.options import Output, header, kept
 _TOPOLOGY = "v5e:2x4"
 _QUICK_CASES = ("all_gather_matmul, gather", "all_gather_matmul, ring", "layers, prefetch")
 
+EXAMPLES = {
+    "shardkit bench overlap --topology v5e:2x4": "predicted from the compiled schedule",
+    "shardkit bench overlap --measured": "on this machine's accelerators",
+}
+
 
 @dataclass(frozen=True)
 class Options(Output):

@@ -10,6 +10,10 @@ import tyro
 
 from shardkit import bench, viz
 
+EXAMPLES = {
+    "shardkit bench plot comm.jsonl --output comm.svg": "bandwidth and latency",
+}
+
 
 @dataclass(frozen=True)
 class Options:

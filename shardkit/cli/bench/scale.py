@@ -13,13 +13,18 @@ from shardkit.bench.scale import lines
 from shardkit.cli.bench.options import Output, header, kept
 from shardkit.simulated import offer_cpu_devices
 
+EXAMPLES = {
+    "shardkit bench scale": "devices 1 to 4096, layers, microbatches, widths",
+    "shardkit bench scale --devices 8 64 512 --layers 8 --compiled 0": "trace and lower alone",
+}
+
 
 @dataclass(frozen=True)
 class Options:
     """Options of `shardkit bench scale`."""
 
     devices: tuple[int, ...] = tuple(2**k for k in range(13))
-    """Numbers of devices, powers of two."""
+    """Numbers of devices, powers of two; by default 1 2 4 .. 4096."""
     layers: tuple[int, ...] = (1, 8, 64)
     """Numbers of layers."""
     microbatches: tuple[int, ...] = (4, 16, 64)

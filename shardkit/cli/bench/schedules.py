@@ -13,12 +13,17 @@ from shardkit.cli.bench.options import Output, header, kept
 from shardkit.cli.plans import mesh_words
 from shardkit.cli.run import mesh_of
 
+EXAMPLES = {
+    "shardkit bench schedules stage=4 --schedules one_f_one_b": "one schedule, beside gpipe",
+    "shardkit bench schedules --quick": "the shortest run",
+}
+
 
 @dataclass(frozen=True)
 class Options:
     """Options of `shardkit bench schedules`."""
 
-    mesh: tyro.conf.Positional[tuple[str, ...]] = ("stage=4",)
+    mesh: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="stage=SIZE")] = ("stage=4",)
     """The number of stages, stage=4."""
     schedules: tuple[str, ...] = ()
     """The schedules to run, beside gpipe; all of them by default."""
@@ -29,7 +34,7 @@ class Options:
     mode: Literal["masked", "branch", "both"] = "masked"
     """Whether a device computes at every tick and discards what is not its own, or takes branches."""
     recompute: bool = True
-    """Recompute the forward pass in the backward pass, or save its residuals."""
+    """By default the backward pass recomputes the forward pass; --no-recompute saves its residuals."""
     dim: int = 64
     """The width of the model."""
     examples: int = 128

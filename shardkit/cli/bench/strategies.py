@@ -24,12 +24,18 @@ _QUICK_CASES: tuple[str, ...] = (
     "fsdp x tp, sequence", "tutorial: fsdp, 2 microbatches", "tutorial: GPipe scan", "1F1B",
 )  # fmt: skip
 
+EXAMPLES = {
+    "shardkit bench strategies data=2 model=4": "the reference transformer",
+    "shardkit bench strategies data=4 model=2 --model train.py:make": "a model of your own",
+    "shardkit bench strategies --quick": "the shortest run",
+}
+
 
 @dataclass(frozen=True)
 class Options(Output):
     """Options of `shardkit bench strategies`."""
 
-    mesh: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[AXIS=SIZE ...]")] = (
+    mesh: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="AXIS=SIZE ...")] = (
         "data=2",
         "model=4",
     )

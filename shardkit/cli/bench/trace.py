@@ -12,6 +12,11 @@ import tyro
 from shardkit import bench
 from shardkit.cli.target import Target, load
 
+EXAMPLES = {
+    "shardkit bench trace train.py:make --output traces": "one file per device",
+    "shardkit bench trace train.py:make --output traces --chip v5e": "with durations",
+}
+
 
 @dataclass(frozen=True)
 class Options:
