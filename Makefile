@@ -54,7 +54,7 @@ mutants: $(VENV)/.test
 	$(PIP) coverage
 	$(BIN)/python tests/mutants/run.py --jobs 2
 
-# 100 starts of 60 steps dispatched without waiting; see "It hangs" in the README.
+# 100 starts of 60 steps dispatched without waiting; see docs/howto/faults.md.
 soak: $(VENV)/.cli
 	$(BIN)/shardkit soak --starts 100 --steps 60
 

@@ -27,7 +27,7 @@ def simulate_devices(n: int) -> None:
     """Replaces this process's devices by `n` CPU devices; call it before jax initializes its devices.
 
     Also gives jax's CPU runtime the threads it needs: with fewer, steps dispatched asynchronously can deadlock (see
-    "It hangs" in the README). A second call with the same `n` does nothing.
+    `docs/howto/faults.md`). A second call with the same `n` does nothing.
 
     Args:
         n: number of devices, at least 1. They share this machine's cores: results are those of `n` real devices, times
