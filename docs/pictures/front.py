@@ -11,7 +11,6 @@ import optax
 
 import shardkit as sk
 from shardkit.models import transformer
-from shardkit.viz.colours import OPS, text_on
 
 SIZES = {"data": 2, "stage": 4, "model": 2}
 ROWS, TOKENS = 16, 2048
@@ -24,6 +23,10 @@ LOOK = {
     "edge": ("#d1d9e0", "#3d444d"),
     "text": ("#1f2328", "#f0f6fc"),
     "soft": ("#59636e", "#9198a1"),
+    "F": ("#004488", "#79b8ff"),
+    "onF": ("#ffffff", "#0d1117"),
+    "B": ("#d55e00", "#f0883e"),
+    "onB": ("#000000", "#0d1117"),
     "idle": ("#eaeef2", "#21262d"),
     "all_gather": ("#009e73", "#2dba8f"),
     "reduce_scatter": ("#e69f00", "#f0b429"),
@@ -107,11 +110,8 @@ def text(name: str, x: float, y: float, words: str, anchor: str = "start", weigh
 
 def style() -> str:
     """The classes; a viewer in dark mode gets the second color of each."""
-    ops = {op: "#" + "".join(f"{round(255 * part):02x}" for part in OPS[op]) for op in "FB"}
     light = [f".{name}{{fill:{colours[0]}}}" for name, colours in LOOK.items()]
     dark = [f".{name}{{fill:{colours[1]}}}" for name, colours in LOOK.items()]
-    light += [f".{op}{{fill:{colour}}}.on{op}{{fill:{text_on(OPS[op])}}}" for op, colour in ops.items()]
-    dark += [".F{fill:#79b8ff}.onF{fill:#0d1117}.B{fill:#f0883e}.onB{fill:#0d1117}"]
     fonts = "text{font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}"
     code = ".code{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}"
     edges = [f".frame{{fill:none;stroke:{LOOK['edge'][side]}}}" for side in (0, 1)]
