@@ -18,6 +18,8 @@ QUICK = {
     "howto/choose_a_plan.md",
     "howto/from_jit.md",
     "howto/from_pmap.md",
+    "index.md",
+    "start.md",
     "symptoms.md",
 }
 

@@ -17,9 +17,20 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
 
-from docs.generate import checks, formulas, links, navigation, notebooks, papers, proofs, reference  # noqa: E402
+from docs.generate import (  # noqa: E402
+    checks,
+    examples,
+    formulas,
+    links,
+    measurements,
+    navigation,
+    notebooks,
+    papers,
+    proofs,
+    reference,
+)
 
-_CALLED = re.compile(r"<code>(sk\.[\w.]+)((?:\([^<]*\))?)</code>")
+_CALLED = re.compile(r"<code>(sk\.[\w.]+|examples/\w+\.py)((?:\([^<]*\))?)</code>")
 _LEFT_ALONE = re.compile(r"(<h\d.*?</h\d>|<a [^>]*>.*?</a>|<pre.*?</pre>)", re.S)
 
 
@@ -30,9 +41,12 @@ def pages() -> dict[str, str | bytes]:
         text, pictures = notebooks.page(path)
         made[f"learn/{path.stem}.md"] = links.rewritten(text, f"notebooks/{path.name}", f"learn/{path.stem}.md")
         made |= {f"learn/{name}": data for name, data in pictures.items()}
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        made[f"examples/{path.stem}.md"] = examples.page(path)
     for file, page in links.PAGES.items():
         if page != "index.md":
             made[page] = links.rewritten((ROOT / file).read_text(), file, page)
+    made |= {f"benchmarks/pictures/{name}": data for name, data in measurements.pictures(ROOT)}
     made["papers.md"] = papers.page(ROOT / "shardkit")
     made["proved.md"] = proofs.page(ROOT)
     return made
@@ -51,9 +65,11 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(text: str, page: Any, **_: Any) -> str:
-    """Links to notebooks and other files of the repository lead to their pages."""
-    written = (ROOT / "docs" / page.file.src_uri).exists()
-    return links.rewritten(text, f"docs/{page.file.src_uri}", page.file.src_uri) if written else text
+    """Plots of records, and links to notebooks and other files of the repository, which lead to their pages."""
+    if not (ROOT / "docs" / page.file.src_uri).exists():
+        return text  # generated
+    text = measurements.shown(text, ROOT)
+    return links.rewritten(text, f"docs/{page.file.src_uri}", page.file.src_uri)
 
 
 def on_page_content(text: str, page: Any, **_: Any) -> str:
@@ -63,15 +79,18 @@ def on_page_content(text: str, page: Any, **_: Any) -> str:
 
 
 def _link(page: Any) -> Any:
-    """Replaces a name that is in the reference by a link to it."""
+    """Replaces a name that is in the reference, or the file of an example, by a link to it."""
     if not _WHERE:
-        _WHERE.update({name: path for path, text in reference.pages().items() for name in _anchors(text)})
+        for path, text in reference.pages().items():
+            _WHERE.update({name: f"{path.removesuffix('.md')}.html#{name}" for name in _anchors(text)})
+        _WHERE.update({face: f"reference/{face}.html" for face in reference.FACES})
+        _WHERE.update({f"examples/{p.name}": f"examples/{p.stem}.html" for p in (ROOT / "examples").glob("*.py")})
 
     def link(found: re.Match[str]) -> str:
         if found[1] not in _WHERE:
             return found[0]
         target = posixpath.relpath(_WHERE[found[1]], posixpath.dirname(page.file.src_uri) or ".")
-        return f'<a href="{target.removesuffix(".md")}.html#{found[1]}">{found[0]}</a>'
+        return f'<a href="{target}">{found[0]}</a>'
 
     return link
 

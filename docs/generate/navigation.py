@@ -42,6 +42,7 @@ SECTIONS: Mapping[str, list[str]] = {
         "papers.md",
     ],
     "Symptoms": ["symptoms.md"],
+    "Examples": ["examples/"],
     "Reference": ["reference/index.md", "reference/"],
     "Benchmarks": ["benchmarks/index.md", "benchmarks/"],
     "Project": ["contributing.md", "tests.md", "changelog.md"],
