@@ -7,6 +7,7 @@ what describes meshes and arrays as text.
 from shardkit.viz.bench import results
 from shardkit.viz.boxes import Box, boxes, facts, in_flight, title
 from shardkit.viz.curves import losses
+from shardkit.viz.gantt import overlap
 from shardkit.viz.layouts import tree
 from shardkit.viz.memories import memory, zero_memory
 from shardkit.viz.places import array, mesh
@@ -25,6 +26,7 @@ __all__ = [
     "losses",
     "memory",
     "mesh",
+    "overlap",
     "results",
     "title",
     "tree",

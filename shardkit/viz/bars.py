@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _ROW, _WIDE = 0.34, 4.6  # inches
+_TIMES = ((1, "s"), (1e3, "ms"), (1e6, "us"))
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -25,6 +26,16 @@ def size(count: float) -> str:
     """
     power = min(int(math.log(count, 1024)) if count >= 1 else 0, len(_UNITS) - 1)
     return f"{count / 1024**power:.4g} {_UNITS[power]}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in s, ms or us, in four digits at most.
+
+    Example:
+        duration(0.0015) == "1.5 ms"
+    """
+    scale, unit = next(((s, u) for s, u in _TIMES if seconds >= 1 / s), _TIMES[-1])
+    return f"{seconds * scale:.4g} {unit}"
 
 
 def steps_of(most: float) -> list[float]:

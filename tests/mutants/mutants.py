@@ -1491,6 +1491,27 @@ _ANALYSIS = (
         SWALLOWED,
     ),
     Mutant(
+        "waits-that-delay-nothing",
+        "shardkit/analysis/hlo/timeline.py",
+        "                exposed += step.row.exposed\n",
+        "                exposed += 0\n",
+        TERM,
+    ),
+    Mutant(
+        "hidden-from-the-beginning-of-its-cover",
+        "shardkit/analysis/hlo/timeline.py",
+        "begins[cover.at] + cover.start",
+        "begins[cover.at]",
+        BOUNDARY,
+    ),
+    Mutant(
+        "iterations-one-over-the-other",
+        "shardkit/analysis/hlo/timeline.py",
+        "_shifted(body.spans, i * body.seconds)",
+        "_shifted(body.spans, i * body.compute_seconds)",
+        TERM,
+    ),
+    Mutant(
         "compute-hides-twice",
         "shardkit/analysis/hlo/collectives.py",
         "slot.left[lane] -= covered",
@@ -2242,6 +2263,13 @@ _VIZ = (
         "chunk / max(chunks - 1, 1)",
         "chunk / max(chunks, 1)",
         BOUNDARY,
+    ),
+    Mutant(
+        "exposed-drawn-as-hidden",
+        "shardkit/viz/gantt.py",
+        "if span.exposed:\n",
+        "if not span.exposed:\n",
+        PHASE,
     ),
     Mutant(
         "bars-of-single-executions",

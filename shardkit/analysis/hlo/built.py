@@ -10,6 +10,7 @@ from shardkit.analysis.hlo.collectives import collectives_of, total_work
 from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.hlo.time_model import clock_of
+from shardkit.analysis.hlo.timeline import timeline_of
 from shardkit.analysis.hlo.topology import Topology, device_memory, device_of, parse_topology
 from shardkit.analysis.jaxpr.census import census_of
 
@@ -62,6 +63,7 @@ def report_of(
         memory=memory,
         rows=collectives_of(module, mesh, clock),
         compute=total_work(module, clock),
+        timeline=timeline_of(module, mesh, clock),
         compile_seconds=answer["seconds"],
         compiler_rss=answer["rss"],
         versions=dict(answer["versions"]),

@@ -1,36 +1,21 @@
 """The collectives of a compiled program: their axes, how often they run, and the compute that hides them.
 
-Read from the module that the compiler scheduled (`proto.py`). A collective appears there as:
-
-- a plain instruction, synchronous (TPU, CPU);
-- a pair `X-start`, `X-done` (GPU, TPU permutes), or `async-start`, `async-done` around a computation that holds it
-  (GPU, and the sparse cores of TPU v6e and 7x); on GPU a pair may still be marked synchronous;
-- on TPU, a fusion that ends in a custom call AsyncCollectiveStart, fusions that hold a copy of the collective beside
-  the compute that hides it, and one with AsyncCollectiveDone: only the first is counted;
-- on TPU, a fusion of an all-reduce and a slice of it, which is a reduce-scatter.
+Read from the module that the compiler scheduled (`proto.py`); `paired.py` says how a collective appears there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
 
 from shardkit.analysis.hlo import proto
-from shardkit.analysis.hlo.compute import Work, Workload
-from shardkit.analysis.hlo.groups import Groups, axes_of, direction
+from shardkit.analysis.hlo.compute import NO_CLOCK, NO_WORK, Clock, Work, Workload
+from shardkit.analysis.hlo.groups import axes_of, direction
+from shardkit.analysis.hlo.paired import Found, Pairs, marked_synchronous
 from shardkit.analysis.hlo.trip_counts import trip_count
 from shardkit.cost import wire
-
-KIND_OF_OPCODE = {
-    "all-gather": "all_gather",
-    "all-reduce": "all_reduce",
-    "reduce-scatter": "reduce_scatter",
-    "all-to-all": "all_to_all",
-    "ragged-all-to-all": "all_to_all",
-    "collective-permute": "ppermute",
-}
 
 
 @dataclass(frozen=True)
@@ -89,45 +74,41 @@ class CompiledRow:
         return self.sent * self.times
 
 
-class Clock(NamedTuple):
-    """The model of time: seconds of compute for FLOPs and bytes of memory traffic, seconds on the wire.
+class Cover(NamedTuple):
+    """The part of a scheduled instruction's compute that hides a collective: `seconds`, from `start` seconds on."""
+
+    at: int
+    start: float
+    seconds: float
+
+
+class Step(NamedTuple):
+    """One scheduled instruction.
 
     Attributes:
-        compute: (flops, bytes) -> seconds.
-        wire: (kind, groups of devices, bytes sent) -> seconds.
+        instruction: the instruction.
+        work: its compute.
+        row: the collective that ends with it.
+        lane: the links of that collective; those of one lane share the compute that hides them.
+        covers: what hides it, by the positions of earlier steps.
+        calls: the computations that it runs, with the other arguments of `steps`.
     """
 
-    compute: Callable[[int, int], float]
-    wire: Callable[[str, Groups, Fraction], float]
-
-
-NO_CLOCK = Clock(lambda flops, size: 0.0, lambda kind, groups, sent: 0.0)
+    instruction: proto.Instruction
+    work: Work
+    row: CompiledRow | None = None
+    lane: str = ""
+    covers: tuple[Cover, ...] = ()
+    calls: tuple[tuple[int, int | None, Mapping[int, int], str], ...] = ()
 
 
 @dataclass
 class _Slot:
-    """One scheduled instruction: its compute, and how much of that is left to hide collectives, by their axes."""
+    """A scheduled instruction's compute, and how much of that is left to hide collectives, by their links."""
 
+    at: int
     work: Work
-    left: dict[object, float] = field(default_factory=dict)
-
-
-@dataclass
-class _Found:
-    """A collective and the scheduled instruction that runs it."""
-
-    computation: proto.Computation
-    instruction: proto.Instruction
-    carrier: proto.Instruction
-    kind: str
-    groups: Groups
-
-
-class _Run(NamedTuple):
-    """One collective of a computation, and the position of the instruction that starts it where it is asynchronous."""
-
-    found: _Found
-    start: int | None = None
+    left: dict[str, float] = field(default_factory=dict)
 
 
 def collectives_of(module: proto.Module, sizes: Mapping[str, int], clock: Clock = NO_CLOCK) -> tuple[CompiledRow, ...]:
@@ -138,7 +119,7 @@ def collectives_of(module: proto.Module, sizes: Mapping[str, int], clock: Clock 
         sizes: names and sizes of the mesh axes, in mesh order; device i of the program is device i of the mesh.
         clock: the model of time.
     """
-    return tuple(_Reader(module, dict(sizes), clock).rows(module.entry, 1, {}, ""))
+    return tuple(Reader(module, dict(sizes), clock).rows(module.entry, 1, {}, ""))
 
 
 def total_work(module: proto.Module, clock: Clock = NO_CLOCK) -> Work:
@@ -146,48 +127,38 @@ def total_work(module: proto.Module, clock: Clock = NO_CLOCK) -> Work:
     return Workload(module, clock.compute).of_computation(module.entry)
 
 
-class _Reader:
+class Reader:
+    """Reads the scheduled computations of a module, one instruction after the other."""
+
     def __init__(self, module: proto.Module, sizes: dict[str, int], clock: Clock):
         self.module, self.sizes, self.clock = module, sizes, clock
-        self.workload = Workload(module, clock.compute)
+        self.workload, self.pairs = Workload(module, clock.compute), Pairs(module)
 
     def rows(self, number: int, times: int | None, known: Mapping[int, int], branch: str) -> Iterator[CompiledRow]:
-        """Rows of a computation that runs `times` times; `known` are constants in its parameter's tuple."""
+        """Rows of a computation and of those that it runs; the arguments are those of `steps`."""
+        for step in self.steps(number, times, known, branch):
+            if step.row is not None:
+                yield step.row
+            for call in step.calls:
+                yield from self.rows(*call)
+
+    def steps(self, number: int, times: int | None, known: Mapping[int, int], branch: str) -> Iterator[Step]:
+        """Steps of a computation that runs `times` times; `known` are constants in its parameter's tuple."""
         computation = self.module.computations[number]
         instructions = computation.instructions.values()
-        runs, unended = self._paired(computation)
-        slots = [_Slot(self.workload.of(computation, each)) for each in instructions]
+        runs, unended = self.pairs.paired(computation)
+        slots = [_Slot(at, self.workload.of(computation, each)) for at, each in enumerate(instructions)]
         for at, each in enumerate(instructions):
-            run = runs.get(at)
+            run, work = runs.get(at), slots[at].work
             if run is not None:
-                yield self._row(run.found, times, branch, None if run.start is None else slots[run.start + 1 : at])
-            elif at not in runs:
-                for call in self._calls(computation, each, times, known, branch):
-                    yield from self.rows(*call)
+                between = None if run.start is None else slots[run.start + 1 : at]
+                yield Step(each, work, *self._row(run.found, times, branch, between))
+            elif at in runs:
+                yield Step(each, work)
+            else:
+                yield Step(each, work, calls=tuple(self._calls(computation, each, times, known, branch)))
         for found in unended:  # nothing is known to hide it
-            yield self._row(found, times, branch, None)
-
-    def _paired(self, computation: proto.Computation) -> tuple[dict[int, _Run | None], list[_Found]]:
-        """The collectives of a computation, each asynchronous start paired with its end.
-
-        Returns:
-            Runs by the position of the instruction that ends them, None where one starts or continues; and the
-            collectives without an end.
-        """
-        runs: dict[int, _Run | None] = {}
-        started: dict[int, _Run] = {}
-        carries: dict[int, int] = {}  # what continues a started collective, and its start
-        for at, each in enumerate(computation.instructions.values()):
-            found = self._collective_of(computation, each)
-            start = next((carries[o] for o in each.operands if carries.get(o) in started), None)
-            if start is not None and self._continues(each, found, started[start].found):
-                carries[each.id] = start
-                runs[at] = started.pop(start) if self._ends(each) else None
-            elif found and self._starts(each):
-                started[each.id], carries[each.id], runs[at] = _Run(found, at), each.id, None
-            elif found:
-                runs[at] = _Run(found)
-        return runs, [run.found for run in started.values()]
+            yield Step(found.carrier, NO_WORK, *self._row(found, times, branch, None))
 
     def _calls(
         self,
@@ -209,48 +180,10 @@ class _Reader:
             for call in each.calls:
                 yield call, times, {}, branch
 
-    def _collective_of(self, computation: proto.Computation, each: proto.Instruction) -> _Found | None:
-        """The collective that an instruction is, starts or contains."""
-        opcode = each.opcode.removesuffix("-start")
-        if opcode in KIND_OF_OPCODE:
-            return _Found(computation, each, each, KIND_OF_OPCODE[opcode], each.groups or each.pairs)
-        if each.opcode not in ("fusion", "async-start"):
-            return None
-        for call in each.calls:
-            inner = self.module.computations[call]
-            for other in inner.instructions.values():
-                found = self._collective_of(inner, other)
-                if found is None and other.opcode == "call":
-                    found = self._collective_of(inner, _as_async(other))
-                if found:
-                    if found.kind == "all_reduce" and 0 < each.shape.bytes < found.instruction.shape.bytes:
-                        found.kind = "reduce_scatter"  # the fusion returns only this device's slice
-                    found.carrier = each
-                    return found
-        return None
-
-    def _starts(self, each: proto.Instruction) -> bool:
-        if each.opcode == "fusion":
-            return self._has_target(each, "AsyncCollectiveStart")
-        return each.opcode.endswith("-start")
-
-    def _ends(self, each: proto.Instruction) -> bool:
-        return each.opcode.endswith("-done") or self._has_target(each, "AsyncCollectiveDone")
-
-    def _has_target(self, each: proto.Instruction, target: str) -> bool:
-        inner = (i for call in each.calls for i in self.module.computations[call].instructions.values())
-        return any(i.target == target for i in inner)
-
-    def _continues(self, each: proto.Instruction, found: _Found | None, start: _Found) -> bool:
-        """Whether an instruction that reads a started collective continues or ends it."""
-        if each.opcode != "fusion":
-            return each.opcode == "get-tuple-element" or each.opcode.endswith(("-update", "-done"))
-        if found is None or self._starts(each):
-            return False
-        copy, first = found.instruction, start.instruction
-        return (copy.opcode, copy.shape.dims, found.groups) == (first.opcode, first.shape.dims, start.groups)
-
-    def _row(self, found: _Found, times: int | None, branch: str, between: list[_Slot] | None) -> CompiledRow:
+    def _row(
+        self, found: Found, times: int | None, branch: str, between: list[_Slot] | None
+    ) -> tuple[CompiledRow, str, tuple[Cover, ...]]:
+        """The row of a collective, its lane, and the compute between its start and its end that hides it."""
         each, kind = found.instruction, found.kind
         operands = [_unpadded(found.computation, o) for o in each.operands]
         if kind == "ppermute":
@@ -258,32 +191,26 @@ class _Reader:
         axes, n = axes_of(kind, found.groups, tuple(self.sizes.items()))
         bytes_in = sum(shape.bytes for shape in operands)
         sent = wire(kind, bytes_in, n, each.pairs).sent
-        asynchronous = between is not None and not _marked_synchronous(found.carrier)
+        asynchronous = between is not None and not marked_synchronous(found.carrier)
         seconds = exposed = self.clock.wire(kind, found.groups, sent)
-        flops = 0
+        flops, covers = 0, []
+        back = kind == "ppermute" and direction(found.groups) < 0
+        lane = ",".join(axes) + (" backward" if back else "")
         if asynchronous and between:
             flops = sum(slot.work.flops for slot in between)
-            lane = (axes, direction(found.groups) if kind == "ppermute" else 0)
             for slot in between:
-                covered = min(exposed, slot.left.setdefault(lane, slot.work.seconds))
+                left = slot.left.setdefault(lane, slot.work.seconds)
+                covered = min(exposed, left)
                 slot.left[lane] -= covered
                 exposed -= covered
+                covers += [Cover(slot.at, slot.work.seconds - left, covered)] if covered > 0 else []
         out = {"all_gather": bytes_in * n, "reduce_scatter": bytes_in // n}.get(kind, bytes_in)
         source = self.module.source(each) or self.module.source(found.carrier)
-        return CompiledRow(
+        row = CompiledRow(
             kind, each.name, axes, n, times, max(len(operands), 1), bytes_in, out, sent, asynchronous,
             flops, seconds, exposed, each.op_name or found.carrier.op_name, source, branch,
         )  # fmt: skip
-
-
-def _as_async(call: proto.Instruction) -> proto.Instruction:
-    """A call inside an asynchronous computation, as an async-start, so that it is searched too."""
-    return proto.Instruction(id=call.id, opcode="async-start", shape=call.shape, calls=call.calls)
-
-
-def _marked_synchronous(each: proto.Instruction) -> bool:
-    """Whether the GPU compiler marked a pair as not overlapped."""
-    return bool(each.config.get("collective_backend_config", {}).get("is_sync"))
+        return row, lane, tuple(covers)
 
 
 def _unpadded(computation: proto.Computation, at: int) -> proto.Shape:

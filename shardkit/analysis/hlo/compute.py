@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 from shardkit.analysis.hlo import proto
+from shardkit.analysis.hlo.groups import Groups
 from shardkit.analysis.hlo.trip_counts import trip_count
 
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "iota", "partition-id"}
@@ -38,6 +40,21 @@ class Work(NamedTuple):
 
 
 NO_WORK = Work()
+
+
+class Clock(NamedTuple):
+    """The model of time: seconds of compute for FLOPs and bytes of memory traffic, seconds on the wire.
+
+    Attributes:
+        compute: (flops, bytes) -> seconds.
+        wire: (kind, groups of devices, bytes sent) -> seconds.
+    """
+
+    compute: Callable[[int, int], float]
+    wire: Callable[[str, Groups, Fraction], float]
+
+
+NO_CLOCK = Clock(lambda flops, size: 0.0, lambda kind, groups, sent: 0.0)
 
 
 class Workload:

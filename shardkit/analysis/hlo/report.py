@@ -14,6 +14,7 @@ from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.compute import NO_WORK, Work
 from shardkit.analysis.hlo.differences import account, changed, grouped
 from shardkit.analysis.hlo.memory import Memory
+from shardkit.analysis.hlo.timeline import NOTHING, Timeline
 from shardkit.analysis.jaxpr.census import Census, Row
 from shardkit.layout import table
 
@@ -41,6 +42,7 @@ class Report:
         compile_seconds: time in the compiler.
         compiler_rss: peak memory of the compiler's process, bytes.
         versions: of jax and the compiler.
+        timeline: when compute and collectives run, by the model; empty when the compiler refused.
     """
 
     topology: str
@@ -56,6 +58,7 @@ class Report:
     compile_seconds: float = 0.0
     compiler_rss: int = 0
     versions: dict[str, str] = field(default_factory=dict)
+    timeline: Timeline = NOTHING
 
     @property
     def available(self) -> int:
@@ -117,6 +120,7 @@ class Report:
         data["rows"] = tuple(CompiledRow(**read_row(r)) for r in data["rows"])
         data["census"] = Census(tuple(Row(**read_row(r)) for r in data["census"]))
         data["compute"] = Work(**data["compute"])
+        data["timeline"] = Timeline.from_json(data.get("timeline", NOTHING))  # older files have none
         return Report(**data)
 
     def compare(self, other: Report) -> str:

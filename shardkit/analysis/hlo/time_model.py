@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 
-from shardkit.analysis.hlo.collectives import Clock
+from shardkit.analysis.hlo.compute import Clock
 from shardkit.analysis.hlo.groups import Groups
 from shardkit.cost import Chip, group_bandwidth
 

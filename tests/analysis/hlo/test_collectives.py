@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.analysis.hlo import aot, groups, proto
-from shardkit.analysis.hlo.collectives import Clock, _Reader, _Slot, _unpadded, collectives_of, total_work
-from shardkit.analysis.hlo.compute import Work
+from shardkit.analysis.hlo.collectives import Reader, _Slot, _unpadded, collectives_of, total_work
+from shardkit.analysis.hlo.compute import Clock, Work
 from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.jaxpr.census import census_of, mesh_sizes
 from support.recorded.programs import PROGRAMS, abstract_mesh
@@ -157,15 +157,15 @@ def test_compute_that_hides_one_collective_is_used_up_for_the_next():
     _, serialized = load("fsdp_tp-v5e_2x4-jax0.10.json.gz")
     module = proto.read(serialized)
     clock = Clock(lambda flops, size: 1.0, lambda kind, groups, sent: 1.5)
-    reader = _Reader(module, {"fsdp": 4, "tp": 2}, clock)
+    reader = Reader(module, {"fsdp": 4, "tp": 2}, clock)
     found = next(
         each
         for computation in module.computations.values()
         for instruction in computation.instructions.values()
-        if (each := reader._collective_of(computation, instruction)) and each.kind == "all_gather"
+        if (each := reader.pairs.collective_of(computation, instruction)) and each.kind == "all_gather"
     )
-    window = [_Slot(Work(1.0, 1.0, 1.0)), _Slot(Work(1.0, 1.0, 1.0))]
-    assert [reader._row(found, 1, "", window).exposed for _ in range(3)] == [0.0, 1.0, 1.5]
+    window = [_Slot(0, Work(1.0, 1.0, 1.0)), _Slot(1, Work(1.0, 1.0, 1.0))]
+    assert [reader._row(found, 1, "", window)[0].exposed for _ in range(3)] == [0.0, 1.0, 1.5]
 
 
 def test_a_report_goes_to_json_and_back_and_beside_another():
