@@ -10,6 +10,7 @@ from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import grouped
 from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.report import size
+from shardkit.reporting import pictures
 from shardkit.reporting.html import Html, Part, bars, block, element, joined, part, table
 from shardkit.reporting.read import Facts
 from shardkit.reporting.words import count, flops, over, place, seconds, times
@@ -25,7 +26,8 @@ def compiled(facts: Facts) -> Part:
     listed = element("ul", *(element("li", each) for each in changes))
     same = element("p", "Nothing: the program communicates as written.")
     head = element("h3", "What the compiler changed")
-    return part("As compiled", _memory(memory), _collectives(facts), head, listed if changes else same)
+    shown = pictures.memory(facts), _memory(memory), _collectives(facts)
+    return part("As compiled", *shown, head, listed if changes else same)
 
 
 def _memory(memory: Memory) -> Html:

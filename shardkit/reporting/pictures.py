@@ -1,17 +1,23 @@
-"""Pictures of `shardkit.viz` inside the page, as SVG with names of their own."""
+"""Pictures of `shardkit.viz` inside the page, as SVG that shares nothing with other pictures."""
 
 from __future__ import annotations
 
 import re
-from io import BytesIO
 from typing import Any
 
 from shardkit import viz
-from shardkit.reporting.html import Html, element, escaped, joined
+from shardkit.analysis.hlo.differences import Compiled
+from shardkit.reporting.html import Html, element, joined
 from shardkit.reporting.read import Facts
+from shardkit.viz.style import svg_of
 
 # A picture of more devices is larger than the rest of the page.
 MOST = 128
+# The memory of a chip is drawn if the program needs at least this share of it; else no bar would be seen.
+FILLED = 0.05
+_CIRCLE = r"M ([-\d.]+) ([-\d.]+) \n((?:C [-\d. ]+\n){8})z"  # a hatch of dots has thousands
+# A hundredth of a point cannot be seen.
+_NUMBERS = r' (d|x|y|width|height|transform|points)="[^"]*"'
 
 
 def mesh(facts: Facts) -> Html:
@@ -20,24 +26,61 @@ def mesh(facts: Facts) -> Html:
     if devices is None or devices.size > MOST:
         return joined([])
     axes = " x ".join(f"{name}={size}" for name, size in devices.shape.items())
-    return _figure("mesh", viz.mesh(devices), f"The device at each coordinate of the mesh {axes}, by its id")
+    return figure("mesh", viz.mesh(devices), f"The device at each coordinate of the mesh {axes}, by its id")
 
 
-def _figure(name: str, picture: Any, caption: str) -> Html:
-    """A picture with its caption, which is also its text for those who cannot see it."""
-    out = BytesIO()
-    import matplotlib
-
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "shardkit"}):
-        picture.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-    svg = inline(out.getvalue().decode(), name, caption)
-    return element("figure", svg, element("figcaption", caption))
+def layout(facts: Facts) -> Html:
+    """Which axes split which leaf."""
+    if not facts.arrays:
+        return joined([])
+    what = "parameter" if facts.plan else "array"
+    caption = f"The mesh axes that split each {what}, with the dim that each splits, and bytes per device"
+    return figure("layout", viz.tree(facts.arrays), caption)
 
 
-def inline(svg: str, name: str, caption: str) -> Html:
-    """An SVG file as a part of a page: without its head, with ids that no other picture has."""
+def census(facts: Facts) -> Html:
+    """What goes over each axis, as written and as compiled."""
+    found = facts.found
+    several: dict[str, Any] = {"as written": found.census}
+    if found.audit:
+        several["as compiled"] = Compiled(found.census, facts.rows, found.audit.memory)
+    caption = "Bytes that a device sends per step over each axis, by kind of collective"
+    return figure("census", viz.census(several), caption)
+
+
+def memory(facts: Facts) -> Html:
+    """What a device holds."""
+    report, held = facts.found.compiled, facts.memory
+    near = report is not None and report.needed >= FILLED * report.available
+    drawn = viz.memory(report if near else held, state=facts.state)
+    return figure("memory", drawn, "Memory of a device by what it holds")
+
+
+def figure(name: str, picture: Any, caption: str) -> Html:
+    """A picture with its caption, which is also read out to those who cannot see it."""
+    picture.set_label(caption)
+    box = element("div", inline(svg_of(picture), name), class_="picture", tabindex="0", role="region", aria_label=name)
+    return element("figure", element("figcaption", caption), box)
+
+
+def inline(svg: str, name: str) -> Html:
+    """An SVG file as a part of a page: without its head, and with only the ids that it needs, under its own name."""
     body = svg[svg.index("<svg") :].strip()
-    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.S)
-    body = re.sub(r'\bid="', f'id="{name}-', body)
-    body = re.sub(r'(xlink:href="#|href="#|url\(#)', rf"\g<1>{name}-", body)
-    return Html(body.replace("<svg", f'<svg role="img" aria-label="{escaped(caption)}"', 1))
+    body = re.sub(r"<metadata>.*?</metadata>\s*", "", body, flags=re.S)
+    body = re.sub(r"<!--.*?-->\s*", "", body, flags=re.S)
+    used = set(re.findall(r'(?:href="|url\()#([^")]+)', body))
+
+    def own(tag: re.Match[str]) -> str:
+        kept = re.sub(r' id="([^"]*)"', lambda found: f' id="{name}-{found[1]}"' * (found[1] in used), tag[0])
+        kept = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", kept)
+        return re.sub(_NUMBERS, lambda found: re.sub(r"(\.\d\d)\d+", r"\1", found[0]), kept)
+
+    return Html(re.sub(r"<[^<>]*>", own, re.sub(_CIRCLE, _arcs, body)))
+
+
+def _arcs(circle: re.Match[str]) -> str:
+    """A circle, which matplotlib writes as eight curves from its lowest point on, as two arcs."""
+    x, y = float(circle[1]), float(circle[2])
+    across = y - min(float(each) for each in re.findall(r"[-\d.]+ ([-\d.]+)", circle[3]))
+    arc = f"a{across / 2:.2f} {across / 2:.2f} 0 1 0 0"
+    return f"M{x:.2f} {y:.2f}{arc} {-across:.2f}{arc} {across:.2f}"

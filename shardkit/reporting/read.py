@@ -97,6 +97,8 @@ class Facts:
         plan: the table of its plan; None of a step without one.
         chip: the chip whose figures the times are by; None where they are not known.
         work: FLOPs and bytes of one call's compute.
+        arrays: the arrays whose layout is drawn: the parameters of a train step, all arguments of any other.
+        state: the state of a train step; None of any other.
     """
 
     found: StepReport
@@ -104,6 +106,8 @@ class Facts:
     plan: PlanTable | None
     chip: cost.Chip | None
     work: Work
+    arrays: Any
+    state: Any
 
     @property
     def memory(self) -> Memory | None:
@@ -171,19 +175,26 @@ def read(
     )
     chip = device_of(where) if where else cost.chip_of(jax.devices()[0].device_kind)
     work = compiled.compute if compiled else total_work(program.module) if program else NO_WORK
-    return Facts(found, mesh_of(args), plan, chip, work)
+    named = {f"{argument} {name}": leaf for (argument, name), leaf in arrays_of(step).items()}
+    arrays = args[0].params if plan else named
+    return Facts(found, mesh_of(args), plan, chip, work, arrays, args[0] if plan else None)
+
+
+def arrays_of(step: Step) -> dict[tuple[str, str], Any]:
+    """Every array among the arguments of a step, by its argument and its path there."""
+    paths = jax.tree_util.tree_leaves_with_path(step.args)
+    arrays = ((path, leaf) for path, leaf in paths if hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+    return {(step.parameters[path[0].idx], path_name(path[1:])): leaf for path, leaf in arrays}
 
 
 def leaves_of(step: Step) -> list[Leaf]:
-    """Every array among the arguments of a step."""
+    """Every array among the arguments of a step, as texts."""
     out = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(step.args):
-        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-            shape, dtype, spec, local, devices = held_as(leaf)
-            if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
-                spec, local, devices = "the compiler's choice", "?", "?"
-            name = path_name(path[1:])
-            out.append(Leaf(step.parameters[path[0].idx], name, shape, dtype, spec, local, devices, shard_bytes(leaf)))
+    for (argument, name), leaf in arrays_of(step).items():
+        shape, dtype, spec, local, devices = held_as(leaf)
+        if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
+            spec, local, devices = "the compiler's choice", "?", "?"
+        out.append(Leaf(argument, name, shape, dtype, spec, local, devices, shard_bytes(leaf)))
     return out
 
 

@@ -69,7 +69,7 @@ def layout(facts: Facts) -> Part:
         caption = f"{leaves_}, {held:,} bytes ({size(held)}) on each device"
         shown = table(caption, leaf_head, cells, numbers=leaf_head[5:], bars=bars([leaf.bytes for leaf in leaves]))
         parts += [element("h3", "Argument ", element("code", name)), shown]
-    return part("Layout", *parts)
+    return part("Layout", pictures.layout(facts), *parts)
 
 
 def census(facts: Facts) -> Part:
@@ -94,7 +94,7 @@ def census(facts: Facts) -> Part:
     said = f"{counted(found.count(), 'collective')} per step; a device sends {count(found.sent())} bytes."
     caption = "Every collective of the traced program; bytes per device"
     shown = table(caption, head, rows, numbers=head[2:6], bars=bars([row.total for row in found.rows]))
-    return part("Collectives as written", element("p", said), shown)
+    return part("Collectives as written", element("p", said), pictures.census(facts), shown)
 
 
 def findings(facts: Facts) -> Part:

@@ -27,7 +27,7 @@ dd { margin: 0; font-weight: 600; }
 .good { color: var(--good); }
 .bad { color: var(--bad); }
 .scroll { overflow-x: auto; margin: .35rem 0; border: 1px solid var(--line); border-radius: .4rem; }
-.scroll:focus-visible, a:focus-visible { outline: 2px solid var(--mark); outline-offset: 2px; }
+.scroll:focus-visible, .picture:focus-visible, a:focus-visible { outline: 2px solid var(--mark); outline-offset: 2px; }
 table { border-collapse: collapse; width: 100%; overflow-wrap: normal; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .6rem; border-top: 1px solid var(--line); }
 td, tbody th { white-space: nowrap; }
@@ -43,12 +43,13 @@ td.bars { width: 30%; min-width: 7rem; }
 .findings li { margin: .75rem 0; max-width: 80ch; }
 figure { margin: 1rem 0; }
 figcaption { color: var(--quiet); font-size: .875rem; }
-figure svg { height: auto; max-width: 100%; }
+.picture { overflow-x: auto; margin: .35rem 0; }
 @media print { :root { --ink: #000; --quiet: #444; --paper: #fff; --box: #fff; --line: #999; --mark: #0072b2;
   --good: #000; --bad: #000; } body { max-width: none; padding: 0; font-size: 10pt; } nav { display: none; }
-  .scroll, pre, figure { overflow: visible; } td, tbody th { white-space: normal; font-size: 7.5pt;
+  .scroll, .picture { overflow: visible; }
+  .picture svg { max-width: 100%; height: auto; } td, tbody th { white-space: normal; font-size: 7.5pt;
   padding: .15rem .3rem; }
   td.wide { min-width: 0; } h2, h3, figcaption { break-after: avoid; }
-  tr, figure > svg, .figures > div { break-inside: avoid; }
+  tr, .picture, .figures > div { break-inside: avoid; }
   .bar { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """

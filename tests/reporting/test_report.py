@@ -60,7 +60,8 @@ def test_the_page_of_a_step_holds_all_that_was_read_of_it(mesh2x4, tmp_path):
     shown_on(page, found)
     assert page.column("bytes sent", 0) == [f"{int(found.census.sent(axis=axis)):,}" for axis in ("data", "model")]
     assert "python <train>.py" in page.text and jax.__version__ in page.text
-    assert any(tag == "svg" for tag, _ in page.elements)
+    pictures = [given["aria-label"] for tag, given in page.elements if tag == "svg"]
+    assert [each.split()[0] for each in pictures] == ["The", "The", "Bytes", "Memory"] and HOSTILE in page.text
     assert found.audit.skipped == ("second-compile: call is False",) and "Not tried: second-compile" in page.text
     assert found._repr_html_().startswith('<iframe srcdoc="&lt;!DOCTYPE html&gt;')
 
@@ -92,7 +93,7 @@ def facts(*, fits=True, rows=(), chip="v5e"):
     found = StepReport(
         "step (a.py:1)", "v5e:2x4", {"data": 8}, (leaf,), Census(()), (), audit if fits else None, report
     )
-    return Facts(found, None, None, chip and cost.chip(chip), work)
+    return Facts(found, None, None, chip and cost.chip(chip), work, {}, None)
 
 
 def row(kind, size, sent, *, count=1, asynchronous=False):
