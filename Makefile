@@ -69,8 +69,9 @@ notebooks: $(VENV)/.test
 accelerator: $(VENV)/.cli
 	$(BIN)/python -m benchmarks.accelerator --json results/accelerator.jsonl
 
-# dist/ gets the sdist, which has every file, and the wheel; tests/test_publishing.py installs what this builds.
+# dist/ gets the sdist, which has every file, and the wheel, after both were tried where nothing else is installed.
 package: $(VENV)/.test
+	$(BIN)/python -m pytest -q tests/test_publishing.py
 	$(BIN)/python -m build
 
 format: $(VENV)/.test

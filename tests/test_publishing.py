@@ -41,12 +41,18 @@ def built(tmp_path_factory):
     return next(folder.glob("*.tar.gz")), next(folder.glob("*.whl"))
 
 
-def environment(folder, what):
-    """The python of a new environment with `what` installed from the wheel."""
-    run(sys.executable, "-m", "venv", folder / "env", cwd=folder)
-    python = folder / "env" / "bin" / "python"
-    run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", what, cwd=folder)
-    return python
+def install(python, what):
+    run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", what, cwd=python.parent)
+
+
+# A target that was renamed, which only a server would notice.
+@pytest.mark.check
+def test_continuous_integration_calls_what_is_there():
+    calls = (ROOT / ".github" / "workflows" / "ci.yml").read_text() + (ROOT / ".ci" / "run").read_text()
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+    called = re.findall(r"\bmake ([\w-]+)", calls)
+    assert {"test", "docs", "package"} <= set(called) <= set(targets)
+    assert "- run: .ci/run\n" in calls and os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
 # A file that the tests need is left out of the sdist, or one that nobody needs gets into the wheel.
@@ -67,26 +73,33 @@ def test_the_sdist_has_all_files_and_the_wheel_has_the_packages(built):
     assert f"Version: {sk.__version__}\n" in metadata and "License-Expression: Apache-2.0\n" in metadata
 
 
-# Without extras: an import that needs one, the README's program needing more than it says, a command that ends with a
-# traceback.
+# A file that the sdist lacks, or that a test finds only in a clone.
 @pytest.mark.deep
-def test_without_extras_the_library_works_and_the_rest_says_what_to_install(built, tmp_path):
-    python = environment(tmp_path, built[1])
+def test_the_tests_run_from_the_sdist(built, tmp_path):
+    with tarfile.open(built[0]) as archive:
+        archive.extractall(tmp_path, filter="data")
+    [folder] = tmp_path.iterdir()
+    assert " passed" in run(sys.executable, "-m", "pytest", "-q", "-m", "check", "tests/test_package.py", cwd=folder)
+
+
+# Without extras: an import that needs one, the README's program needing more than it says, a command that ends with a
+# traceback. Then with those that the errors name: the command, a benchmark, the pytest plugin and the types.
+@pytest.mark.deep
+def test_the_wheel_works_where_nothing_else_is_installed(built, tmp_path):
+    run(sys.executable, "-m", "venv", tmp_path / "env", cwd=tmp_path)
+    python, command = tmp_path / "env" / "bin" / "python", tmp_path / "env" / "bin" / "shardkit"
+    install(python, built[1])
     first = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
     assert re.fullmatch(r"loss \S+ after 100 steps\n", run(python, "-W", "error", "-c", first, cwd=tmp_path))
     line = f"import shardkit.testing as t, shardkit as sk; print(sk.__file__.startswith({str(tmp_path)!r})); t.meshes"
     out = run(python, "-c", line, cwd=tmp_path, code=1).splitlines()
     text = "testing.meshes: hypothesis must be installed; it is not. Run pip install 'shardkit[pytest]'."
     assert out[0] == "True" and out[-1] == f"ImportError: {text}"
-    out = run(tmp_path / "env" / "bin" / "shardkit", "doctor", cwd=tmp_path, code=None)
+    assert run(command, "--version", cwd=tmp_path).startswith(f"shardkit {sk.__version__}")
+    out = run(command, "doctor", cwd=tmp_path, code=2)
     assert "pip install 'shardkit[cli]'" in out and len(out.splitlines()) == 1
 
-
-# The command, a benchmark, the pytest plugin and the types, all from the wheel.
-@pytest.mark.deep
-def test_the_wheel_has_the_command_benchmarks_the_plugin_and_types(built, tmp_path):
-    python = environment(tmp_path, f"{built[1]}[cli,pytest]")
-    command = tmp_path / "env" / "bin" / "shardkit"
+    install(python, "shardkit[cli,pytest]")  # as the errors say; pip keeps what is installed
     out = run(command, "bench", "comm", "data=2", "--quick", cwd=tmp_path)
     assert "all_reduce" in out and "busbw" in out
     (tmp_path / "test_own.py").write_text(
