@@ -23,6 +23,7 @@ QUICK = {
     "index.md",
     "start.md",
     "symptoms.md",
+    "understand/why_not_pmean.md",
 }
 
 

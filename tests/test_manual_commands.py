@@ -23,7 +23,7 @@ def commands(page):
     fenced = FENCED.findall(page.read_text())
     files = {title: text for kind, title, text in fenced if title}
     shown = "".join(text for kind, _, text in fenced if kind == "console")
-    return files, re.findall(r"^\$ (.*(?:\\\n.*)*)\n((?:(?!\$ ).*\n)*)", shown, re.M)
+    return files, re.findall(r"^\$ ((?:.*\\\n)*.*)\n((?:(?!\$ ).*\n)*)", shown, re.M)
 
 
 def alike(shown, printed):

@@ -113,7 +113,8 @@ PREDICATE = f"divergent.py:{divergent.chosen.__code__.co_firstlineno + 2} (chose
             "a sum of a sum",
             "all_reduce over 'data', 'model' of a float32[8,64] that is equal along axis 'model' already, because it "
             "was reduced or gathered over it before; a sum multiplies it by 4, and a mean changes nothing.",
-            "Leave it out, or gather with replicated=True where only the type must become equal.",
+            "Leave it out; where it averages gradients, cast the parameters with sk.vary before differentiating; "
+            "where only the type must become equal, gather with replicated=True.",
         ),
         (
             "weight decay counted by every device",

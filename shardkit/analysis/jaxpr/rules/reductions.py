@@ -36,7 +36,8 @@ def reductions(block: Block, program: Program) -> Iterator[Finding]:
                 f"all_reduce over {quoted(axes)} of a {short(operand)} that is equal along {named(equal)} "
                 f"already, because it {why}; {what} {does}.",
                 where(equation, block.context),
-                "Leave it out, or gather with replicated=True where only the type must become equal."
+                "Leave it out; where it averages gradients, cast the parameters with sk.vary before differentiating; "
+                "where only the type must become equal, gather with replicated=True."
                 if reduced
                 else "Leave it out, or split the argument over the axis.",
             )
