@@ -52,9 +52,13 @@ def perform(command: Command, full: str, words: list[str]) -> int:
 def _run(command: Command, full: str, words: list[str]) -> int:
     import tyro
 
+    from shardkit.cli.output import explicit, text_beside_json
+
+    words = explicit(words)
     function = getattr(import_module(command.module), command.name)
     try:
-        return int(tyro.cli(function, prog=f"shardkit {full}", args=words, config=(tyro.conf.OmitArgPrefixes,)))
+        with text_beside_json(words):
+            return int(tyro.cli(function, prog=f"shardkit {full}", args=words, config=(tyro.conf.OmitArgPrefixes,)))
     except SystemExit as ended:
         if ended.code == USAGE and full == "launch" and "--" not in words:
             print(_NO_DASHES, file=sys.stderr)

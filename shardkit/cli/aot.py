@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as json_lib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,7 @@ from shardkit.analysis.hlo.aot import compile
 from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.hlo.topology import parse_topology
 from shardkit.cli import target as targets
+from shardkit.cli.output import Json, write_json
 from shardkit.simulated import offer_cpu_devices
 
 EXAMPLES = {
@@ -31,8 +33,8 @@ class Options:
     """The chips: 'v5p:8x8x8' (a torus), 'h100:1x4x8' (slices x hosts x GPUs per host)."""
     args: tuple[str, ...] = ()
     """Types of the function's arguments, such as 'f32[8,128]', 'bf16[4]', 'i32[]' or 'key'."""
-    json: Path | None = None
-    """Write the report to this file."""
+    json: Json = None
+    """Write the report to this file, for --against; with - to standard output."""
     against: Path | None = None
     """A report that --json wrote before, to compare with."""
     timeout: float = 1800.0
@@ -54,16 +56,14 @@ def aot(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     print(report)
     if before:
         print(f"\ncompared with {options.against}:\n{report.compare(before)}")
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(report.to_json())
+    write_json(options.json, "aot", [json_lib.loads(report.to_json())])
     return 0 if report.fits else 1
 
 
 def _read(file: Path) -> Report:
     try:
-        return Report.from_json(file.read_text())
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Report.from_json(json_lib.dumps(json_lib.loads(file.read_text())["rows"][0]))
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(
             f"aot: {file} must be a report that --json wrote; it cannot be read ({type(error).__name__}). Check the "
             "path."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as json_lib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +14,7 @@ from shardkit.analysis.auditing.audit import audit as read
 from shardkit.analysis.hlo.topology import parse_topology
 from shardkit.analysis.jaxpr.lint import SMALL
 from shardkit.cli import target as targets
+from shardkit.cli.output import Json, write_json
 from shardkit.simulated import offer_cpu_devices
 
 EXAMPLES = {
@@ -34,8 +36,8 @@ class Options:
     """Chips to compile for, as 'v5e:2x4'; without it, the devices of this process."""
     devices: int = 8
     """CPU devices to simulate without an accelerator."""
-    json: bool = False
-    """Print the audit as JSON."""
+    json: Json = None
+    """Write the results to this file, or with - to standard output."""
     snapshot: Path | None = None
     """Write the audit to this file, for a later --against."""
     against: Path | None = None
@@ -75,13 +77,15 @@ def audit(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
         call=options.call,
         timeout=options.timeout,
     )
-    print(found.to_json() if options.json else found)
+    print(found)
     worse = found.compare(before, options.growth) if before else []
-    if before and not options.json:
+    if before:
         print(f"against {options.against}: {len(worse) or 'nothing'} worse", *worse, sep="\n")
     if options.snapshot:
         options.snapshot.parent.mkdir(parents=True, exist_ok=True)
         options.snapshot.write_text(found.to_json())
+    data = json_lib.loads(found.to_json())
+    write_json(options.json, "audit", data["findings"], audit=data, worse=list(map(str, worse)))
     return 1 if worse else 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,24 +12,15 @@ import jax
 import numpy as np
 import tyro
 from jax.sharding import Mesh, PartitionSpec
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import shardkit as sk
 from shardkit import bench, cost
 from shardkit.bench.measured import in_words
+from shardkit.cli.extras import extras, line, version_of
+from shardkit.cli.output import Json, console, write_json
 from shardkit.simulated import offer_cpu_devices
-
-_EXTRAS = {
-    "cli": ("rich", "tyro", "uniplot"),
-    "pytest": ("pytest", "hypothesis"),
-    "test": ("pytest-xdist", "chex", "ruff", "mypy"),
-    "viz": ("matplotlib",),
-    "checkpoint": ("orbax-checkpoint",),
-    "data": ("grain",),
-    "aot": ("libtpu",),
-    "aot-gpu": ("jax-cuda13-plugin",),
-}
 
 EXAMPLES = {
     "shardkit doctor": "on this machine's devices, or eight simulated ones",
@@ -48,38 +38,44 @@ class Options:
     """Results of `shardkit bench comm --json`, to choose by in place of the chip's published figures."""
     flops: float | None = None
     """FLOP/s of a device's matmuls, where the chip is not known."""
+    json: Json = None
+    """Write the results to this file, or with - to standard output."""
 
 
 def doctor(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     """Check this installation: versions, devices, every collective, links and what they are for, optional packages."""
     records = bench.read(options.links) if options.links else []
     measured = bench.links(records, flops=options.flops) if records else None
-    console = Console(soft_wrap=True, highlight=False)
+    here = console()
     offer_cpu_devices(options.devices)
-    versions = {name: _version(name) or "missing" for name in ("shardkit", "jax", "jaxlib", "numpy", "optax")}
-    console.print("python " + platform.python_version() + "".join(f", {k} {v}" for k, v in versions.items()))
+    versions = {name: version_of(name) or "missing" for name in ("shardkit", "jax", "jaxlib", "numpy", "optax")}
+    here.print("python " + platform.python_version() + "".join(f", {k} {v}" for k, v in versions.items()))
     mesh = sk.make_mesh(x=-1)
-    console.print(sk.describe(mesh))
+    here.print(sk.describe(mesh))
 
     table = Table("collective", "result", "largest difference", title=f"self-test over {mesh.size} devices")
     failed = 0
-    for name, difference in self_test(mesh).items():
+    differences = self_test(mesh)
+    for name, difference in differences.items():
         right = difference == 0
         failed += not right
-        table.add_row(name, "ok" if right else "[red]WRONG[/red]", f"{difference:g}")
-    console.print(table)
-    console.print(links_of(mesh, measured, records), markup=False)
-    for extra, needs in _EXTRAS.items():
-        missing = [name for name in needs if _version(name) is None]
-        console.print(
-            f"[{extra}]: ok"
-            if not missing
-            else f"[{extra}]: missing {', '.join(missing)}; pip install 'shardkit[{extra}]'",
-            markup=False,
-        )
-    console.print(
-        "all collectives are right" if not failed else f"collectives that are WRONG on this machine: {failed}"
-    )
+        table.add_row(name, "ok" if right else Text("WRONG", "red"), f"{difference:g}")
+    here.print(table)
+    here.print(links_of(mesh, measured, records))
+    found = extras()
+    for extra, needs in found.items():
+        here.print(line(extra, needs))
+    if not found:
+        here.print("extras: not known, because shardkit is not installed; pip install shardkit")
+    here.print("all collectives are right" if not failed else f"collectives that are WRONG on this machine: {failed}")
+    rows: list[dict[str, Any]] = [
+        {"row": "collective", "name": name, "difference": difference, "right": difference == 0}
+        for name, difference in differences.items()
+    ]
+    for extra, needs in found.items():
+        packages = {need.package: {"version": need.version, "least": need.least} for need in needs}
+        rows.append({"row": "extra", "name": extra, "right": all(need.met for need in needs), "packages": packages})
+    write_json(options.json, "doctor", rows, packages=versions)
     return 1 if failed else 0
 
 
@@ -132,10 +128,3 @@ def self_test(mesh: Mesh) -> dict[str, float]:
         pairs = zip(shards, expected, strict=True)
         out[name] = max(float(np.max(np.abs(np.asarray(s.data) - e))) for s, e in pairs)
     return out
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -10,6 +10,7 @@ import tyro
 from rich.console import Console
 
 from shardkit import viz
+from shardkit.cli.output import Json, write_json
 from shardkit.cli.pipelines import named, read
 from shardkit.schedules import Schedule
 
@@ -21,7 +22,7 @@ EXAMPLES = {
 GROUPS = {
     "schedule": ("schedule", "devices", "microbatches", "chunks", "csv"),
     "times": ("forward", "backward", "communication"),
-    "output": ("output", "to_csv"),
+    "output": ("output", "to_csv", "json"),
 }
 
 
@@ -50,6 +51,8 @@ class Options:
     """Write the picture to this .png or .svg file; needs the extra [viz]."""
     to_csv: Path | None = None
     """Write the schedule to this file, for --csv or `shardkit train --schedule`."""
+    json: Json = None
+    """Write the results to this file, or with - to standard output."""
 
 
 def draw(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
@@ -72,6 +75,14 @@ def draw(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
         o.to_csv.write_text(schedule.to_csv())
     if o.output:
         viz.draw(schedule, o.output, forward=o.forward, backward=o.backward, communication=o.communication)
+    rows = [
+        {"device": device, "order": schedule.order(device), "peak_in_flight": timeline.peak_in_flight[device]}
+        for device in range(schedule.devices)
+    ]
+    facts = {"schedule": schedule.name, "microbatches": schedule.microbatches, "chunks": schedule.chunks}
+    facts |= {"makespan": timeline.makespan, "bubble": timeline.bubble}
+    facts |= {f"{name}_slots": getattr(slots, name) for name in ("inputs", "cotangents", "kept")}
+    write_json(o.json, "draw", rows, **facts)
     return 0
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json as json_lib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import jax
 import tyro
-from rich.console import Console
 
 import shardkit as sk
+from shardkit.cli.output import Json, console, write_json
 from shardkit.cli.plans import mesh_words
 from shardkit.cli.run import CommandRun, config_of, mesh_of
 from shardkit.cli.saved import saved_run
@@ -38,8 +37,8 @@ class Options:
     """Global batch size; by default that of the run."""
     length: int | None = None
     """Sequence length; by default that of the run."""
-    json: Path | None = None
-    """Write the results to this JSON file."""
+    json: Json = None
+    """Write the results to this file, or with - to standard output."""
 
 
 def evaluate(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
@@ -49,7 +48,7 @@ def evaluate(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
         if value is not None and value < 1:
             raise ValueError(f"evaluate: --{name} must be at least 1; got {value}. Pass 1 or more.")
     cluster = sk.runtime.initialize()
-    console = Console(soft_wrap=True, highlight=False, quiet=not cluster.is_master)
+    here = console(quiet=not cluster.is_master)
     mesh = mesh_of("evaluate", options.mesh, many=cluster.processes > 1)
     saved, trained = saved_run("evaluate", options.run, options.step)
     others: dict[str, Any] = {name: getattr(options, name) for name in ("data", "batch", "length")}
@@ -58,13 +57,12 @@ def evaluate(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     like = run.init.abstract(run.params).params  # type: ignore[attr-defined]
     found = run.validation(sk.runtime.load_params(options.run, like, step=saved.step))
     size = sum(x.size for x in jax.tree.leaves(like))
-    console.print(f"step {saved.step} of {options.run}; plan: {run.plan}; {size:,} parameters")
-    console.print(
+    here.print(f"step {saved.step} of {options.run}; plan: {run.plan}; {size:,} parameters")
+    here.print(
         f"validation loss {found['loss']:.3f} nats per byte, accuracy {found['accuracy']:.1%}, on held-out text of "
         f"{run.text.source}"
     )
     if options.json and cluster.is_master:
         results = {"step": saved.step, "mesh": mesh_words(options.mesh), "validation_loss": found.pop("loss"), **found}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json_lib.dumps(results, indent=1) + "\n")
+        write_json(options.json, "evaluate", [results], run=options.run)
     return 0

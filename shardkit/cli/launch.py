@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
+from shardkit.cli.output import Json, write_json
 from shardkit.runtime.cluster.launch import launch as launch_here
 from shardkit.runtime.cluster.manifests import Kind, render
 
@@ -17,7 +19,7 @@ EXAMPLES = {
     "shardkit launch -n 8 --render slurm -- train.py": "print a batch script",
 }
 GROUPS = {
-    "processes here": ("processes", "devices", "output", "grace", "port", "restarts", "minimum"),
+    "processes here": ("processes", "devices", "output", "grace", "port", "restarts", "minimum", "json"),
     "manifest for a cluster": ("render", "name", "image", "accelerator", "topology"),
 }
 
@@ -52,6 +54,8 @@ class Options:
     """In the manifest: cpu, gpu, or a TPU slice type on Google's clusters, such as tpu-v5p-slice."""
     topology: str | None = None
     """Chips of the TPU slice, such as 4x4."""
+    json: Json = None
+    """Write how the job ended to this file, or with - to standard output."""
 
 
 def launch(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
@@ -60,14 +64,19 @@ def launch(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     o = options
     job: Any = {"processes": o.processes, "devices": o.devices, "port": o.port}
     if o.render is None:
-        return launch_here(o.command, **{name: getattr(o, name) for name in _OF_PROCESSES_HERE}, **job)
+        begun = time.perf_counter()
+        code = launch_here(o.command, **{name: getattr(o, name) for name in _HERE}, **job)
+        row = {"exit_code": code, "seconds": time.perf_counter() - begun, "processes": o.processes}
+        write_json(o.json, "launch", [row], arguments=o.command)
+        return code
     manifest: Any = {name: getattr(o, name) for name in _OF_MANIFESTS}
     print(render(o.render, o.command, **job, **manifest), end="")
     return 0
 
 
 _OF_MANIFESTS = ("name", "image", "accelerator", "topology")
-_OF_PROCESSES_HERE = ("output", "grace", "restarts", "minimum")
+_HERE = ("output", "grace", "restarts", "minimum")
+_OF_PROCESSES_HERE = (*_HERE, "json")
 
 
 def _check_options(options: Options) -> None:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import tyro
-from rich.console import Console
 
 from shardkit.analysis.jaxpr.explain import explain as explain_backward
 from shardkit.analysis.jaxpr.lint import LARGE, SMALL
 from shardkit.analysis.jaxpr.lint import lint as find
 from shardkit.analysis.jaxpr.rules import Finding
 from shardkit.cli import target as targets
+from shardkit.cli.output import Json, console, write_json
 from shardkit.simulated import offer_cpu_devices
 
 T = TypeVar("T")
@@ -45,6 +45,8 @@ class Options:
     """Messages below this many bytes are bound by latency."""
     memory: int | None = None
     """Bytes that one device can hold, less activations: tensor parallelism of what fits there is reported."""
+    json: Json = None
+    """Write the results to this file, or with - to standard output."""
 
 
 def lint(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
@@ -52,7 +54,7 @@ def lint(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
 
     The exit code is 0 if there are no findings, 1 if there are.
     """
-    console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+    here = console()
     offer_cpu_devices(options.devices)
     fn, args = targets.load(options.target, options.args)
 
@@ -61,10 +63,11 @@ def lint(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
 
     findings = _traced(options.target, args, look)
     for finding in findings:
-        console.print(str(finding))
+        here.print(str(finding))
     if options.explain:
-        console.print(str(_traced(options.target, args, lambda: explain_backward(fn, *args))))
-    console.print(f"{options.target}: {len(findings) or 'no'} finding{'' if len(findings) == 1 else 's'}")
+        here.print(str(_traced(options.target, args, lambda: explain_backward(fn, *args))))
+    here.print(f"{options.target}: {len(findings) or 'no'} finding{'' if len(findings) == 1 else 's'}")
+    write_json(options.json, "lint", [each._asdict() for each in findings], target=options.target)
     return 1 if findings else 0
 
 

@@ -14,9 +14,15 @@ from shardkit._check import counted
 from shardkit.analysis.hlo.report import size
 from shardkit.analysis.hlo.topology import parse_topology
 from shardkit.cli import target as targets
+from shardkit.cli.output import Json, write_json
 from shardkit.reporting import report as write
 from shardkit.reporting.page import check_file
 from shardkit.simulated import offer_cpu_devices
+
+EXAMPLES = {
+    "shardkit report train.py:make": "writes step.html",
+    "shardkit report train.py:make --target v5e:2x4 --output v5e.html": "compiled for other chips",
+}
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,8 @@ class Options:
     """Rules to skip."""
     timeout: float = 1800.0
     """Seconds after which the compiler of a target is stopped."""
+    json: Json = None
+    """Write the results to this file, or with - to standard output."""
 
 
 def report(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
@@ -54,4 +62,6 @@ def report(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     page = write(step, *args, target=o.target, file=o.output, command=command, ignore=o.ignore, timeout=o.timeout)
     said = f"{counted(page.census.count(), 'collective')} a step, {counted(len(page.findings), 'finding')}"
     print(f"wrote {o.output}, {size(len(page.html.encode()))}: {page.step} on {page.target}, {said}")
+    findings = [each._asdict() for each in page.findings]
+    write_json(o.json, "report", findings, file=o.output, step=page.step, target=page.target)
     return 0

@@ -14,6 +14,7 @@ import numpy as np
 import tyro
 
 import shardkit as sk
+from shardkit.cli.output import Json, write_json
 from shardkit.cli.run import config_of
 from shardkit.cli.saved import saved_run
 from shardkit.models import transformer
@@ -41,6 +42,8 @@ class Options:
     """The logits are divided by this; 0 takes the most likely byte."""
     seed: int = 0
     """Seed of the bytes that are drawn."""
+    json: Json = None
+    """Write the results to this file, or with - to standard output."""
 
 
 def sample(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
@@ -59,7 +62,10 @@ def sample(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     like = evaluate.abstract(partial(transformer.init, config=config))
     params = sk.runtime.load_params(options.run, like, step=saved.step)
     text = continued(params, config, options.prompt.encode(), trained.length, options)
-    print(text.decode(errors="replace"))
+    words = text.decode(errors="replace")
+    print(words)
+    row = {"step": saved.step, "prompt": options.prompt, "text": words, "temperature": options.temperature}
+    write_json(options.json, "sample", [row | {"seed": options.seed}], run=options.run)
     return 0
 
 

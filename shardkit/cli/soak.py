@@ -14,8 +14,9 @@ from typing import Annotated
 
 import jax
 import tyro
-from rich.console import Console
 from rich.progress import track
+
+from shardkit.cli.output import Json, console, write_json
 
 _CHILD = """
 import shardkit as sk
@@ -56,6 +57,8 @@ class Options:
     """Seconds after which a process counts as hung."""
     threads: int | None = None
     """Reproduce the hang: turn shardkit's workaround off and give jax's CPU runtime this many threads (NPROC)."""
+    json: Json = None
+    """Write the results to this file, or with - to standard output."""
 
 
 def soak(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
@@ -64,22 +67,26 @@ def soak(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
         value = getattr(options, name)
         if value is not None and not value >= 1:
             raise ValueError(f"soak: --{name} must be at least 1; got {value}. Pass 1 or more.")
-    console = Console(soft_wrap=True, highlight=False)
+    here = console()
     failures, begin, answers = 0, time.perf_counter(), set()
-    for start in track(range(options.starts), "starts", console=console, disable=not console.is_terminal):
-        if start and start % 10 == 0 and not console.is_terminal:
-            console.print(f"{start} starts, {failures} hung or failed")
+    rows = []
+    for start in track(range(options.starts), "starts", console=here, disable=not here.is_terminal):
+        if start and start % 10 == 0 and not here.is_terminal:
+            here.print(f"{start} starts, {failures} hung or failed")
         ended = run_once(options)
+        right = isinstance(ended, float)
+        rows.append({"start": start + 1, "loss": ended if right else None, "failure": None if right else ended})
         if isinstance(ended, float):
             answers.add(ended)
         else:
             failures += 1
-            console.print(f"start {start + 1}: {ended}")
+            here.print(f"start {start + 1}: {ended}")
     minutes = (time.perf_counter() - begin) / 60
-    console.print(
+    here.print(
         f"jax {jax.__version__}: {options.starts} starts of {options.steps} steps on {options.devices} "
         f"simulated devices: {failures} hung or failed, {len(answers)} distinct final loss(es), {minutes:.1f} minutes"
     )
+    write_json(options.json, "soak", rows, steps=options.steps, devices=options.devices, minutes=minutes)
     return 1 if failures else 0
 
 

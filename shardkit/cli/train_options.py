@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from shardkit.cli.output import Json
 from shardkit.cli.resuming import Change
 
 EXAMPLES = {
@@ -126,7 +127,7 @@ class Options:
     """With several processes: seconds for a step, or for its data, after which all stop and name the late ones."""
     flight: Path | None = None
     """With several processes: directory for each process's flight record, written when one fails."""
-    json: Path | None = None
+    json: Json = None
     """Write the results to this JSON file."""
 
 

@@ -76,10 +76,11 @@ def test_a_snapshot_is_what_later_runs_are_held_against(program, inside):
 
 def test_json_and_ignored_rules(program, inside):
     words = ("audit", "train.py:accumulate", "--devices", 4, "--json")
-    data = json.loads(inside(*words).stdout)
-    assert [each["rule"] for each in data["findings"]] == ["summed-each-iteration"]
-    assert data["derived"]["sent"] == 3 * 24576 and data["format"] == 1
-    assert json.loads(inside(*words, "--ignore", "summed-each-iteration").stdout)["findings"] == []
+    done = inside(*words)  # a bare --json is --json -: text goes to standard error
+    data = json.loads(done.stdout)
+    assert [each["rule"] for each in data["rows"]] == ["summed-each-iteration"] and "summed-each" in done.stderr
+    assert data["audit"]["derived"]["sent"] == 3 * 24576 and data["audit"]["format"] == 1
+    assert json.loads(inside(*words, "--ignore", "summed-each-iteration").stdout)["rows"] == []
 
 
 def test_a_function_of_given_types_is_read(program, inside):

@@ -38,7 +38,7 @@ def test_a_saved_run_is_evaluated_sampled_and_asked_again(inside, corpus, tmp_pa
     loss = json.loads(out.read_text())["validation_loss"]
 
     done = inside("evaluate", saved, "data=2", "--json", tmp_path / "evaluated.json")
-    found = json.loads((tmp_path / "evaluated.json").read_text())
+    (found,) = json.loads((tmp_path / "evaluated.json").read_text())["rows"]
     assert found["validation_loss"] == pytest.approx(loss, rel=1e-5) and found["step"] == 2
     assert f"step 2 of {saved}; plan: dp('data'); " in done.stdout
     assert f"validation loss {loss:.3f} nats per byte, accuracy {found['accuracy']:.1%}, on held-out " in done.stdout

@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 
 from shardkit import bench
+from shardkit.cli.output import Json, write_json
 
 EXAMPLES = {
     "shardkit bench compare old.jsonl new.jsonl": "exit code 1 if a case became slower",
@@ -26,6 +27,8 @@ class Options:
     """Results after."""
     threshold: str = "5%"
     """The smallest slowdown that counts, such as 5% or 0.05."""
+    json: Json = None
+    """Write the results to this file, or with - to standard output."""
 
 
 def compare(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
@@ -33,6 +36,8 @@ def compare(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     threshold = _fraction(options.threshold)
     found = bench.compare(bench.read(options.old), bench.read(options.new), threshold=threshold)
     print(found)
+    rows = [each._asdict() for each in found.changes]
+    write_json(options.json, "bench compare", rows, threshold=threshold, wrong=found.wrong)
     return int(found.regressed)
 
 

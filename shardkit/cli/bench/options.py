@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardkit import bench
+from shardkit.cli.output import Json, writing
 
 
 @dataclass(frozen=True)
@@ -15,8 +17,8 @@ class Output:
 
     quick: bool = False
     """The smallest run that exercises everything, in less than a minute; not for figures to keep."""
-    json: Path | None = None
-    """Append the records to this file, one JSON line each, for `shardkit bench compare`."""
+    json: Json = None
+    """Append the records to this file, one JSON line each, for `shardkit bench compare`; with - print them."""
     csv: Path | None = None
     """Write the records to this file as CSV."""
 
@@ -24,7 +26,8 @@ class Output:
 def kept(records: Sequence[bench.Record], output: Output) -> int:
     """Writes the records where the options say; the exit code: 1 if any element was wrong."""
     if output.json:
-        bench.write(records, output.json)
+        with writing(output.json, append=True) as out:
+            out.writelines(json.dumps(record) + "\n" for record in records)
     if output.csv:
         bench.write_csv(records, output.csv)
     return int(any(record.get("wrong") for record in records))

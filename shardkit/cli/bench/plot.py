@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 
 from shardkit import bench, viz
+from shardkit.cli.output import Json, write_json
 
 EXAMPLES = {
     "shardkit bench plot comm.jsonl --output comm.svg": "bandwidth and latency",
@@ -23,10 +24,14 @@ class Options:
     """Results, as --json wrote them."""
     output: Path
     """The .png or .svg file to write; needs the extra [viz]."""
+    json: Json = None
+    """Write the results to this file, or with - to standard output."""
 
 
 def plot(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     """Draw results: bandwidth, latency and achieved over expected of comm, ratios, schedules, and what grows."""
-    viz.results([record for file in options.files for record in bench.read(file)], options.output)
+    records = [record for file in options.files for record in bench.read(file)]
+    viz.results(records, options.output)
     print(f"wrote {options.output}")
+    write_json(options.json, "bench plot", [{"file": options.output, "records": len(records)}])
     return 0

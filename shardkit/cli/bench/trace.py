@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from shardkit import bench
+from shardkit.cli.output import Json, write_json
 from shardkit.cli.target import Target, load
 
 EXAMPLES = {
@@ -30,6 +31,8 @@ class Options:
     """The types of the function's arguments, such as 'f32[8,128]'."""
     chip: str | None = None
     """A chip whose peaks give compute its duration, such as v5e; without it, only FLOPs and bytes are written."""
+    json: Json = None
+    """Write the results to this file, or with - to standard output."""
 
 
 def trace(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
@@ -37,10 +40,13 @@ def trace(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     fn, args = load(options.target, options.args)
     found = bench.execution_trace(fn, *args, chip=options.chip)
     *files, groups = found.write(options.output)
+    rows = []
     for name, count in Counter(node.name for node in found.nodes).items():
         sizes = [node.bytes for node in found.nodes if node.name == name]
+        rows.append({"name": name, "count": count, "bytes": sum(sizes)})
         print(f"{count:>6} x {name}, {sum(sizes):,} bytes")
     flops = sum(node.flops for node in found.nodes)
     print(f"{len(found.nodes):,} nodes, {flops:,} FLOPs per device")
     print(f"wrote {files[0]} to {files[-1].name}, and {groups.name}")
+    write_json(options.json, "bench trace", rows, nodes=len(found.nodes), flops=flops, files=len(files))
     return 0

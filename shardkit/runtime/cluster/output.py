@@ -17,6 +17,9 @@ from typing import BinaryIO, NamedTuple, TextIO
 
 from shardkit.runtime.cluster.preemption import PREEMPTED
 
+# Of each process, without news: what gloo prints when jax connects CPU devices.
+_CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\.")
+
 _SILENCE = 0.5  # seconds without output after which a pipe is left that a process outside the groups holds open
 
 # The guard names the process at fault; which of the processes that it ends exits first is a matter of milliseconds.
@@ -57,7 +60,8 @@ class _Pipe:
         if b"\n" in more:
             *lines, self.rest = self.rest.split(b"\n")
             self.blamed += [_read_blame(blames) for line in lines if (blames := _BLAMES.match(line))]
-            write(self.stream, b"".join(self.prefix + line + b"\n" for line in lines))
+            shown = [line for line in lines if not _CHATTER.match(line)]
+            write(self.stream, b"".join(self.prefix + line + b"\n" for line in shown))
 
 
 @contextmanager

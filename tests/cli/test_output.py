@@ -1,0 +1,94 @@
+"""`--json` of every command, and text for people beside it."""
+
+import io
+import json
+
+import pytest
+
+from shardkit.cli import extras, output
+from shardkit_command import table
+from shardkit_command.declared import declared
+
+
+@pytest.mark.check
+def test_every_command_has_json():
+    for group in ("", *table.GROUPS):
+        for command in table.commands_of(group):
+            said = {option.name: option.value for option in declared(command.module, command.name).options}
+            assert said.get("json") == "FILE|-", command.name
+
+
+@pytest.mark.check
+def test_json_on_standard_output_stands_alone(inside):
+    done = inside("draw", "--schedule", "gpipe", "--devices", 2, "--microbatches", 2, "--json")
+    found = json.loads(done.stdout)
+    assert found.keys() >= {"schema", "command", "date", "versions", "device", "rows"}
+    assert found["schema"] == output.SCHEMA and found["command"] == "draw" and found["makespan"] == 9
+    assert found["versions"].keys() == {"shardkit", "jax", "jaxlib", "python"}
+    assert [row["order"] for row in found["rows"]] == [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
+    assert "makespan 9" in done.stderr
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("--json", "--json -"),
+        ("--json --devices 2", "--json - --devices 2"),
+        ("--json a.json x", "--json a.json x"),
+        ("-n 2 -- prog --json", "-n 2 -- prog --json"),
+        ("--json -- prog --json", "--json - -- prog --json"),
+    ],
+)
+def test_a_bare_json_is_standard_output(words, found):
+    assert output.explicit(words.split()) == found.split()
+
+
+@pytest.mark.check
+def test_what_is_not_finite_is_null():
+    """NaN is not JSON: other programs cannot read it."""
+    assert output.plain({"a": [float("nan"), float("inf"), 1.5], "b": (True, None)}) == {
+        "a": [None, None, 1.5],
+        "b": [True, None],
+    }
+
+
+@pytest.mark.check
+def test_lines_break_between_words_on_a_terminal_and_nowhere_in_a_pipe(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    text = "a plan of which a word, data parallelism, would be broken in two by the terminal"
+    for terminal, expected in ((True, 40), (False, len(text))):
+        here = output.console()
+        here.file, here._force_terminal = io.StringIO(), terminal
+        here.soft_wrap = not terminal
+        here.print(text)
+        lines = here.file.getvalue().splitlines()
+        assert max(map(len, lines)) <= expected and " ".join(line.strip() for line in lines) == text
+
+
+@pytest.mark.check
+def test_doctor_knows_every_package_of_every_extra(monkeypatch):
+    asked = {
+        "shardkit": [
+            "jax>=0.10",
+            "rich>=13; extra == 'cli'",
+            "uniplot>=0.20; extra == 'cli'",
+            "jax[tpu]; extra == 'aot'",
+        ],
+        "jax": ["libtpu==0.0.42.*; extra == 'tpu'", "other; extra == 'cuda'"],
+    }
+    there = {"rich": "12.9", "jax": "0.10.2"}
+    monkeypatch.setattr(extras.metadata, "requires", lambda name: asked[name])
+    monkeypatch.setattr(extras, "version_of", there.get)
+    monkeypatch.setattr(
+        extras.metadata, "metadata", lambda name: type("M", (), {"get_all": lambda self, key: ["cli", "aot"]})()
+    )
+    assert [extras.line(*row) for row in extras.extras().items()] == [
+        "[cli]: missing rich 12.9 (needs 13), uniplot; pip install 'shardkit[cli]'",
+        "[aot]: missing libtpu; pip install 'shardkit[aot]'",
+    ]
+    there |= {"rich": "13.0.1", "libtpu": "0.0.42.1"}
+    assert [extras.line(*row) for row in extras.extras().items()] == [
+        "[cli]: rich 13.0.1; missing uniplot; pip install 'shardkit[cli]'",
+        "[aot]: libtpu 0.0.42.1",
+    ]
