@@ -88,7 +88,7 @@ def header(command: str) -> dict[str, Any]:
     }
 
 
-def write_json(file: Path | None, command: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> None:
+def write_json(file: Path | None, command: str, rows: Sequence[Mapping[str, Any]], /, **more: Any) -> None:
     """Writes the result of a command as one JSON object.
 
     Args:

@@ -621,3 +621,11 @@ def test_other_threads_may_launch(capfd):
     with concurrent.futures.ThreadPoolExecutor() as pool:
         assert pool.submit(launch, program("print(rank)"), processes=1).result(timeout=60) == 0
     assert capfd.readouterr().out == "[0] 0\n"
+
+
+def test_chatter_of_gloo_is_left_out(tmp_path, capfd):
+    """A line of each process that says nothing to a user; the files have it."""
+    chatter = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
+    code = launch([*PYTHON, f"print({chatter!r}); print('[Gloo] a fault')"], processes=1, output=tmp_path)
+    assert (code, capfd.readouterr().out) == (0, "[0] [Gloo] a fault\n")
+    assert chatter in (tmp_path / "0.out").read_text()
