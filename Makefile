@@ -6,6 +6,8 @@ SHARD ?= 0/1
 LIMIT ?= 0
 ONLY ?=
 BIN := $(VENV)/bin
+# Some environments forbid Python to keep bytecode: hundreds of interpreters would compile the package again.
+export PYTHONDONTWRITEBYTECODE =
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q
 

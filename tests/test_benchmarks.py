@@ -66,6 +66,7 @@ def recorded(path, name):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@pytest.mark.deep  # what measures is held by the others
 def test_step_overhead_smoke(tmp_path):
     records = recorded(tmp_path, "step_overhead")
     assert [(r["row"], r["mode"], r["case"]) for r in records] == [
@@ -84,6 +85,7 @@ def test_reshard_smoke(tmp_path):
     assert all(r["wire_bytes"] == r["least_bytes"] > 0 == r["disagreement_relative_max"] for r in own)
 
 
+@pytest.mark.deep  # what measures is held by the others
 def test_deterministic_smoke(tmp_path, capsys):
     """The two steps agree, and send the same, except for padding and one more message of the means."""
     records = recorded(tmp_path, "deterministic")
@@ -136,6 +138,7 @@ def test_building_smoke(tmp_path):
     assert len(records) == 8 and all(record["cpu_us_median"] > 0 for record in records)
 
 
+@pytest.mark.deep  # what measures is held by the others
 def test_instruments_smoke(tmp_path):
     records = recorded(tmp_path, "instruments")
     assert [r["case"] for r in records] == ["trace", "census", "lint", "explain"]

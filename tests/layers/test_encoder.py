@@ -113,6 +113,7 @@ def test_activations_gathered_between_layers_that_are_both_split_by_columns():  
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed: shardkit[aot]")
 @pytest.mark.parametrize("split", [True, pytest.param(False, marks=pytest.mark.deep)])
+@pytest.mark.deep  # its numbers: the tests above
 def test_a_layer_larger_than_a_device_runs_on_several(split):  # proves S74
     """Two matrices of 10 GiB on chips of 16 GB: split, partial results are summed by one all_reduce."""
     axis = "model" if split else None

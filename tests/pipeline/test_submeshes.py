@@ -122,6 +122,7 @@ def heavy(p, x):
     return jax.lax.fori_loop(0, 10, lambda _, x: jnp.tanh(x @ p), x)
 
 
+@pytest.mark.deep  # a wait makes it slower, not wrong
 def test_nothing_waits_for_what_was_started():  # proves S84: overlap by asynchronous dispatch
     meshes = sk.submeshes(sk.make_mesh(stage=2, data=4), "stage")
     params, x = placed([jnp.eye(512)] * 2, meshes), np.ones((1024, 512), "f")

@@ -157,6 +157,7 @@ def test_mistakes_are_refused(where):
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed: shardkit[aot]")
 @pytest.mark.parametrize("prefetch", [pytest.param(False, marks=pytest.mark.deep), True])
+@pytest.mark.deep  # as traced: the tests above
 def test_a_tpu_puts_what_is_offloaded_into_the_hosts_memory(prefetch):  # proves F49
     # proves F50 in part: activations, not parameters or the optimizer's state
     layers, tokens, width, hidden = 4, 1024, 256, 1024

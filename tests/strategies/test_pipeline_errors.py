@@ -317,6 +317,7 @@ def test_evaluation_in_branches_looks_at_the_forward_pass_alone():
 
 # proves F36, F38: a sum over another axis is safe where devices branch apart over stages
 @pytest.mark.parametrize("mode", ["branch", pytest.param("masked", marks=pytest.mark.deep)])
+@pytest.mark.deep  # rows of laws/test_laws.py sum inside stages
 def test_a_sum_over_another_axis_is_right(mode):
     examples = 3
     init, step = beside(summing_others, mode, schedule=schedules.zero_bubble_h1(2, examples))

@@ -259,6 +259,7 @@ def test_a_torus_that_the_compiler_takes_only_as_a_whole(topology):
 
 
 @tpu
+@pytest.mark.deep  # a corner
 def test_a_mesh_smaller_than_the_topology_leaves_chips_idle_and_no_mesh_is_one_chip():
     step, args = PROGRAMS["parts"]()
     assert aot.compile(step, args, topology="v5e:4x4").count() == 2

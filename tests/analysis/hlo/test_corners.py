@@ -251,6 +251,7 @@ def test_a_small_reduce_scatter_that_runs_as_an_all_reduce_is_named():
 
 
 @tpu
+@pytest.mark.deep  # a corner
 def test_a_program_with_a_random_key_and_one_with_kernels():
     report = aot.compile(lambda k: jax.random.normal(k, (4,)), (jax.random.key(0),), topology="v5e:2x2")
     assert report.fits and report.rows == () and report.compute.kernels == 0

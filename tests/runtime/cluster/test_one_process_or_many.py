@@ -59,6 +59,7 @@ GRID = {"devices_per_process": 4, "tensor_parallel_size": 2, "pipeline_parallel_
 
 # proves S10, S11, S96, S97: one text, on one device without a job and on two processes that a config describes, with
 # data, model and stage axes of two devices. Sums over two devices round in another order than those over one.
+@pytest.mark.deep  # the text and the config apart: test_training_gives_the_losses, test_config.py
 def test_a_trainer_is_given_a_config(tmp_path):
     port, path = jobs.free_port(), tmp_path / "losses.json"
 

@@ -7,10 +7,10 @@ import textwrap
 
 import pytest
 
-from shardkit.cli import main
 from shardkit.runtime.cluster.launch import launch
 from shardkit.runtime.cluster.output import Blamed, _Pipe
 from shardkit.runtime.cluster.restarts import Again, Attempt, after
+from shardkit_command import main
 from support import commands
 
 PYTHON = [sys.executable, "-I", "-S", "-u", "-c"]  # starts in a few milliseconds
