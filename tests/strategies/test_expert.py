@@ -482,6 +482,7 @@ def test_devices_with_a_ragged_exchange_use_it():
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed: shardkit[aot]")
+@pytest.mark.deep
 def test_the_tpu_compiles_the_ragged_exchange():
     step, args = absent(4, routing=sk.Dropless())
     report = sk.aot.compile(step, args, topology="v5e:2x2")
@@ -553,13 +554,8 @@ PLANS = {
 
 
 # proves F33, F34
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "fsdp layerwise x ep",
-        *(pytest.param(plan, marks=pytest.mark.deep) for plan in PLANS if plan != "fsdp layerwise x ep"),
-    ],
-)
+@pytest.mark.deep  # laws/test_laws.py has rows with experts
+@pytest.mark.parametrize("plan", PLANS)
 def test_training_is_that_of_one_device(plan):
     sizes, make, options = PLANS[plan]
     devices = jax.devices()[: math.prod(sizes.values())]
