@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import shardkit as sk
-from docs.generate import checks, docstrings, links, navigation, notebooks, papers, proofs, reference
+from docs.generate import checks, commands, docstrings, links, navigation, notebooks, papers, proofs, reference
 
 ROOT = Path(__file__).parents[1]
 
@@ -76,8 +76,8 @@ def test_sections_of_docstrings_stand_apart():
 def test_pages_are_arranged_and_a_page_without_a_section_is_refused():
     pages = ["howto/zzz.md", "howto/from_jit.md", "index.md", "learn/01.md", "reference/sk.md", "reference/json.md"]
     assert navigation.arranged(pages, reference=["reference/sk.md"]) == [
-        {"Start": ["index.md"]},
-        {"Learn": ["learn/01.md"]},
+        {"Start": "index.md"},
+        {"Learn": "learn/01.md"},
         {"How to": ["howto/from_jit.md", "howto/zzz.md"]},
         {"Reference": ["reference/sk.md", "reference/json.md"]},
     ]
@@ -135,6 +135,16 @@ def test_formulas_become_mathml():
     )
     assert text.count("<math") == 2 and 'display="block"' in text
     assert "arithmatex" not in text and "<mo>&lt;</mo>" in text.replace("&#x0003C;", "&lt;")
+
+
+@pytest.mark.check
+def test_the_help_of_every_command_is_shown():
+    """As it is printed, whatever terminal builds the manual."""
+    made = dict(commands.helps())
+    assert {"train", "launch", "lint", "aot", "bench comm", "bench plot"} <= set(made)
+    assert "--verify" in made["train"] and "usage: shardkit bench comm" in made["bench comm"]
+    assert max(len(line) for text in made.values() for line in text.splitlines()) <= 84
+    assert "\x1b" not in commands.page() and "## shardkit bench comm\n" in commands.page()
 
 
 @pytest.mark.check

@@ -19,6 +19,7 @@ sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
 
 from docs.generate import (  # noqa: E402
     checks,
+    commands,
     examples,
     formulas,
     links,
@@ -31,6 +32,7 @@ from docs.generate import (  # noqa: E402
 )
 
 _CALLED = re.compile(r"<code>(sk\.[\w.]+|examples/\w+\.py)((?:\([^<]*\))?)</code>")
+_SHORT = re.compile(r"<code>([^<\n]{1,30})</code>")
 _LEFT_ALONE = re.compile(r"(<h\d.*?</h\d>|<a [^>]*>.*?</a>|<pre.*?</pre>)", re.S)
 
 
@@ -45,8 +47,9 @@ def pages() -> dict[str, str | bytes]:
         made[f"examples/{path.stem}.md"] = examples.page(path)
     for file, page in links.PAGES.items():
         if page != "index.md":
-            made[page] = links.rewritten((ROOT / file).read_text(), file, page)
+            made[page] = links.rewritten(links.titled((ROOT / file).read_text(), page), file, page)
     made |= {f"benchmarks/pictures/{name}": data for name, data in measurements.pictures(ROOT)}
+    made["reference/commands.md"] = commands.page()
     made["papers.md"] = papers.page(ROOT / "shardkit")
     made["proved.md"] = proofs.page(ROOT)
     return made
@@ -73,9 +76,10 @@ def on_page_markdown(text: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(text: str, page: Any, **_: Any) -> str:
-    """Formulas are drawn, and names of the library lead to the reference."""
+    """Formulas are drawn, names of the library lead to the reference, and short code is not broken into lines."""
     parts = _LEFT_ALONE.split(formulas.drawn(text))
-    return "".join(part if _LEFT_ALONE.fullmatch(part) else _CALLED.sub(_link(page), part) for part in parts)
+    text = "".join(part if _LEFT_ALONE.fullmatch(part) else _CALLED.sub(_link(page), part) for part in parts)
+    return _SHORT.sub(r'<code class="short">\1</code>', text)
 
 
 def _link(page: Any) -> Any:

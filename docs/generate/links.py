@@ -14,6 +14,8 @@ PAGES = {
     "tests/README.md": "tests.md",
     "benchmarks/README.md": "benchmarks/cases.md",
 }
+# Headings of files that say too little among other pages.
+TITLES = {"benchmarks/cases.md": "Cases in benchmarks/", "tests.md": "The tests"}
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|/)([^)#\s]+)")
 
 
@@ -47,3 +49,8 @@ def rewritten(text: str, file: str, page: str) -> str:
 
     parts = re.split(r"(^```.*?^```$)", text, flags=re.S | re.M)
     return "".join(part if part.startswith("```") else _LINK.sub(link, part) for part in parts)
+
+
+def titled(text: str, page: str) -> str:
+    """The text of a file with the heading that it has as a page."""
+    return re.sub(r"\A# .*", f"# {TITLES[page]}", text) if page in TITLES else text

@@ -43,7 +43,7 @@ SECTIONS: Mapping[str, list[str]] = {
     ],
     "Symptoms": ["symptoms.md"],
     "Examples": ["examples/"],
-    "Reference": ["reference/index.md", "reference/"],
+    "Reference": ["reference/index.md", "reference/commands.md", "reference/"],
     "Benchmarks": ["benchmarks/index.md", "benchmarks/"],
     "Project": ["contributing.md", "tests.md", "changelog.md"],
 }
@@ -71,7 +71,7 @@ def arranged(pages: Iterable[str], reference: Iterable[str] = ()) -> list[dict[s
             for page in here:
                 left.pop(page, None)
         if here:
-            made.append({section: here})
+            made.append({section: here if len(here) > 1 else here[0]})
     if left:
         raise ValueError(f"the pages {', '.join(left)} are in no section. Name them in docs/generate/navigation.py.")
     return made

@@ -124,6 +124,10 @@ def _says(face: str) -> str:
     return (inspect.getdoc(importlib.import_module(FACES[face])) or "").split("\n\n")[0]
 
 
+# Whoever searches for a name that several pages have wants that of `sk` first.
+_FIRST = {"sk": 16}
+
+
 def _page(face: str, own: list[Name], elsewhere: list[str]) -> str:
     text = inspect.getdoc(importlib.import_module(FACES[face])) or ""
     kept = [part for part in text.split("\n\n") if not re.match(r"Start\s+with|Source:", part)]
@@ -134,7 +138,7 @@ def _page(face: str, own: list[Name], elsewhere: list[str]) -> str:
         rows = [f"| `{name.called}` | {name.says.replace('|', chr(92) + '|')} |" for name in group]
         parts += [f"## {title}", "\n".join(["| name | what it does |", "|---|---|", *rows])]
         parts += [_block(name) for name in group]
-    return "\n\n".join(parts) + "\n"
+    return f"---\nsearch:\n  boost: {_FIRST.get(face, 2)}\n---\n\n" + "\n\n".join(parts) + "\n"
 
 
 def _groups(face: str, own: list[Name]) -> Iterator[tuple[str, list[Name]]]:
