@@ -13,6 +13,9 @@ SECTIONS: Mapping[str, list[str]] = {
     "How to": [
         "howto/choose_a_plan.md",
         "howto/choose_a_schedule.md",
+        "howto/run_a_pipeline.md",
+        "howto/split_a_layer.md",
+        "howto/compile_for_absent_chips.md",
         "howto/bring_a_model.md",
         "howto/from_jit.md",
         "howto/from_pmap.md",
