@@ -49,7 +49,7 @@ figcaption { color: var(--quiet); font-size: .875rem; }
   .scroll, .picture { overflow: visible; }
   .picture svg { max-width: 100%; height: auto; } td, tbody th { white-space: normal; font-size: 7.5pt;
   padding: .15rem .3rem; }
-  td.wide { min-width: 0; } h2, h3, figcaption { break-after: avoid; }
+  td.wide { min-width: 0; } td.bars { width: 10%; min-width: 2cm; } h2, h3, figcaption { break-after: avoid; }
   tr, .picture, .figures > div { break-inside: avoid; }
   .bar { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """

@@ -8,6 +8,7 @@ from hypothesis import example, given
 
 from shardkit.reporting.html import bars, document, element, escaped, figures, part, sections, table
 from shardkit.reporting.pictures import inline
+from shardkit.reporting.style import STYLE
 from support.pages import Page, assert_self_contained
 
 pytestmark = pytest.mark.check
@@ -68,3 +69,23 @@ def test_a_circle_stays_where_it_is():
     text = "M 10 22 \n" + "".join(f"C {each}\n" for each in triples)
     drawn = inline(f'<svg><path d="{text}z"/></svg>', "mesh")
     assert drawn == '<svg><path d="M10.00 22.00a2.00 2.00 0 1 0 0 -4.00a2.00 2.00 0 1 0 0 4.00"/></svg>'
+
+
+def contrast(one, other):
+    """The ratio of the luminances of two colors (WCAG 2.2)."""
+
+    def luminance(color):
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+# Alone catches a color that cannot be read, of the light page or of the dark one.
+def test_texts_can_be_read():
+    themes = [dict(re.findall(r"--(\w+): (#\w{6})", block)) for block in re.findall(r":root {[^}]*}", STYLE)[:2]]
+    for theme in themes:
+        for text in ("ink", "quiet", "good", "bad", "mark"):
+            assert min(contrast(theme[text], theme[back]) for back in ("paper", "box")) >= 4.5, (text, theme)

@@ -212,9 +212,10 @@ def test_the_page_of_a_transformer_on_a_tpu(tmp_path):
     params = jax.eval_shape(lambda key: transformer.init(key, config), jax.random.key(0))
     spec = jax.NamedSharding(mesh, plan.batch_spec(mesh))
     batch = {name: jax.ShapeDtypeStruct((16, 32), jnp.int32, sharding=spec) for name in ("tokens", "targets")}
-    found = sk.report(step, init.abstract(params), batch, target="v5e:2x4", file=tmp_path / "step.html")
+    with jax.numpy_dtype_promotion("standard"):  # as users have it: adamw counts in integers
+        found = sk.report(step, init.abstract(params), batch, target="v5e:2x4", file=tmp_path / "step.html")
     assert (tmp_path / "step.html").stat().st_size < 300_000
     page = assert_self_contained(found.html)
     shown_on(page, found)
     assert found.compiled.fits and all(line in page.text for line in found.compiled.differences())
-    assert len(found.leaves) == 42 and found.audit is not None
+    assert len(found.leaves) == 41 and found.audit is not None
