@@ -9,11 +9,13 @@ from typing import Annotated
 
 import tyro
 
+from shardkit import viz
 from shardkit.analysis.hlo.aot import compile
 from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.hlo.topology import parse_topology
 from shardkit.cli import target as targets
 from shardkit.cli.output import Json, write_json
+from shardkit.cli.pictures import check_picture
 from shardkit.simulated import offer_cpu_devices
 
 EXAMPLES = {
@@ -35,6 +37,8 @@ class Options:
     """Types of the function's arguments, such as 'f32[8,128]', 'bf16[4]', 'i32[]' or 'key'."""
     json: Json = None
     """Write the report to this file, for --against; with - to standard output."""
+    output: Path | None = None
+    """Write the picture of a device's memory to this .png or .svg file; needs the extra [viz]."""
     against: Path | None = None
     """A report that --json wrote before, to compare with."""
     timeout: float = 1800.0
@@ -49,6 +53,7 @@ def aot(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     The exit code is 0 if the program fits the chip's memory, 1 if it does not.
     """
     parse_topology(options.topology)
+    check_picture("aot", options.output)
     before = _read(options.against) if options.against else None
     offer_cpu_devices(options.devices)
     fn, args = targets.load(options.target, options.args)
@@ -56,6 +61,9 @@ def aot(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     print(report)
     if before:
         print(f"\ncompared with {options.against}:\n{report.compare(before)}")
+    if options.output:
+        parts = report if report.memory else {"needed": report.needed}
+        viz.memory(parts, limit=report.available, output=options.output)
     write_json(options.json, "aot", [json_lib.loads(report.to_json())])
     return 0 if report.fits else 1
 

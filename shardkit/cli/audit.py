@@ -9,12 +9,15 @@ from typing import Annotated
 
 import tyro
 
+from shardkit import viz
 from shardkit.analysis.auditing.audit import GROWTH, LARGE, Audit
 from shardkit.analysis.auditing.audit import audit as read
+from shardkit.analysis.hlo.differences import Compiled
 from shardkit.analysis.hlo.topology import parse_topology
 from shardkit.analysis.jaxpr.lint import SMALL
 from shardkit.cli import target as targets
 from shardkit.cli.output import Json, write_json
+from shardkit.cli.pictures import check_picture
 from shardkit.simulated import offer_cpu_devices
 
 EXAMPLES = {
@@ -38,6 +41,8 @@ class Options:
     """CPU devices to simulate without an accelerator."""
     json: Json = None
     """Write the results to this file, or with - to standard output."""
+    output: Path | None = None
+    """Write the picture of what goes over each axis to this .png or .svg file; needs the extra [viz]."""
     snapshot: Path | None = None
     """Write the audit to this file, for a later --against."""
     against: Path | None = None
@@ -64,6 +69,7 @@ def audit(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     """
     if options.target is not None:
         parse_topology(options.target)
+    check_picture("audit", options.output)
     before = _read(options.against) if options.against else None
     offer_cpu_devices(options.devices)
     step, args = targets.step_of("audit", options.make, options.args)
@@ -81,6 +87,9 @@ def audit(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     worse = found.compare(before, options.growth) if before else []
     if before:
         print(f"against {options.against}: {len(worse) or 'nothing'} worse", *worse, sep="\n")
+    if options.output:
+        as_compiled = Compiled(found.census, found.rows, found.memory)
+        viz.census({"as written": found.census, "as compiled": as_compiled}, output=options.output)
     if options.snapshot:
         options.snapshot.parent.mkdir(parents=True, exist_ok=True)
         options.snapshot.write_text(found.to_json())

@@ -16,6 +16,12 @@ class Point(NamedTuple):
     validation_loss: float | None
 
 
+def losses(curve: Sequence[Point]) -> dict[str, dict[int, float]]:
+    """The losses by name and step, for `viz.losses`."""
+    held = {p.step: p.validation_loss for p in curve if p.validation_loss is not None}
+    return {"training": {p.step: p.train_loss for p in curve}} | ({"validation": held} if held else {})
+
+
 def picture(curve: Sequence[Point], color: bool) -> Text:
     """The losses as a text plot."""
     import uniplot

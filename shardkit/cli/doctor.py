@@ -16,10 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 import shardkit as sk
-from shardkit import bench, cost
+from shardkit import bench, cost, viz
 from shardkit.bench.measured import in_words
 from shardkit.cli.extras import extras, line, version_of
 from shardkit.cli.output import Json, console, write_json
+from shardkit.cli.pictures import check_picture
 from shardkit.simulated import offer_cpu_devices
 
 EXAMPLES = {
@@ -38,12 +39,15 @@ class Options:
     """Results of `shardkit bench comm --json`, to choose by in place of the chip's published figures."""
     flops: float | None = None
     """FLOP/s of a device's matmuls, where the chip is not known."""
+    output: Path | None = None
+    """Write the picture of the devices to this .png or .svg file; needs the extra [viz]."""
     json: Json = None
     """Write the results to this file, or with - to standard output."""
 
 
 def doctor(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     """Check this installation: versions, devices, every collective, links and what they are for, optional packages."""
+    check_picture("doctor", options.output)
     records = bench.read(options.links) if options.links else []
     measured = bench.links(records, flops=options.flops) if records else None
     here = console()
@@ -52,6 +56,8 @@ def doctor(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     here.print("python " + platform.python_version() + "".join(f", {k} {v}" for k, v in versions.items()))
     mesh = sk.make_mesh(x=-1)
     here.print(sk.describe(mesh))
+    if options.output:
+        viz.mesh(mesh, options.output)
 
     table = Table("collective", "result", "largest difference", title=f"self-test over {mesh.size} devices")
     failed = 0

@@ -13,8 +13,10 @@ import tyro
 from rich.console import Console
 
 import shardkit as sk
-from shardkit.cli.curve import picture
+from shardkit import viz
+from shardkit.cli.curve import losses, picture
 from shardkit.cli.loop import Trained, loop
+from shardkit.cli.pictures import check_picture
 from shardkit.cli.pipelines import plain_loss
 from shardkit.cli.plans import mesh_words
 from shardkit.cli.resuming import Resumed, first_state, resumed
@@ -26,6 +28,7 @@ from shardkit.cli.verify import Differences, verify
 def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     """Train a byte-level transformer on text, with the same numbers on every mesh."""
     check(options)
+    check_picture("train", options.output)
     cluster = sk.runtime.initialize()
     many = cluster.processes > 1
     console = Console(soft_wrap=True, highlight=False, quiet=not cluster.is_master)
@@ -136,6 +139,8 @@ def _summary(
     if o.json and writes and (curve or not o.json.exists()):  # a finished run keeps its results
         o.json.parent.mkdir(parents=True, exist_ok=True)
         o.json.write_text(json_lib.dumps(results, indent=1) + "\n")
+    if o.output and writes and curve:
+        viz.losses(losses(curve), output=o.output)
     if len(curve) > 1:
         console.print(picture(curve, color=console.color_system is not None))
     time = f", {trained.seconds:.0f} s, {speed:,.0f} tokens/s" if curve else ""

@@ -25,7 +25,7 @@ GROUPS = {
     "tensor parallelism": ("sequence", "impl"),
     "pipeline": ("schedule", "microbatches", "chunks", "mode", "recompute"),
     "optimizer": ("optimizer", "learning_rate", "weight_decay", "clip", "nonfinite"),
-    "what is measured": ("evaluate_every", "compare_replicas", "verify", "json"),
+    "what is measured": ("evaluate_every", "compare_replicas", "verify", "json", "output"),
     "checkpoints": ("checkpoint", "checkpoint_every", "keep", "damaged", "change", "init_from"),
     "several processes": ("deadline", "flight"),
 }
@@ -127,6 +127,8 @@ class Options:
     """With several processes: seconds for a step, or for its data, after which all stop and name the late ones."""
     flight: Path | None = None
     """With several processes: directory for each process's flight record, written when one fails."""
+    output: Path | None = None
+    """Write the picture of the losses to this .png or .svg file; needs the extra [viz]."""
     json: Json = None
     """Write the results to this JSON file."""
 

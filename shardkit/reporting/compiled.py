@@ -26,7 +26,7 @@ def compiled(facts: Facts) -> Part:
     listed = element("ul", *(element("li", each) for each in changes))
     same = element("p", "Nothing: the program communicates as written.")
     head = element("h3", "What the compiler changed")
-    shown = pictures.memory(facts), _memory(memory), _collectives(facts)
+    shown = pictures.memory(facts), _memory(memory), pictures.overlap(facts), _collectives(facts)
     return part("As compiled", *shown, head, listed if changes else same)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-_VOID = ("meta", "br")
+_VOID = ("meta", "br", "img")
 
 
 class Html(str):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from base64 import b64encode
+from io import BytesIO
 from typing import Any
 
 from shardkit import viz
@@ -13,6 +15,8 @@ from shardkit.viz.style import svg_of
 
 # A picture of more devices is larger than the rest of the page.
 MOST = 128
+# Bytes from which a picture stands as pixels: one of thousands of parts.
+LARGEST = 100_000
 # The memory of a chip is drawn if the program needs at least this share of it; else no bar would be seen.
 FILLED = 0.05
 _CIRCLE = r"M ([-\d.]+) ([-\d.]+) \n((?:C [-\d. ]+\n){8})z"  # a hatch of dots has thousands
@@ -56,10 +60,25 @@ def memory(facts: Facts) -> Html:
     return figure("memory", drawn, "Memory of a device by what it holds")
 
 
+def overlap(facts: Facts) -> Html:
+    """When compute and collectives run, by the schedule of the target's compiler."""
+    report = facts.found.compiled
+    if report is None or not report.timeline.seconds:
+        return joined([])
+    caption = "Compute and collectives of one step in the order of the compiler's schedule, by the model of times"
+    return figure("overlap", viz.overlap(report), caption)
+
+
 def figure(name: str, picture: Any, caption: str) -> Html:
     """A picture with its caption, which is also read out to those who cannot see it."""
     picture.set_label(caption)
-    box = element("div", inline(svg_of(picture), name), class_="picture", tabindex="0", role="region", aria_label=name)
+    drawn = inline(svg_of(picture), name)
+    if len(drawn) > LARGEST:
+        png = BytesIO()
+        picture.savefig(png, format="png")
+        data = f"data:image/png;base64,{b64encode(png.getvalue()).decode()}"
+        drawn = element("img", src=data, alt=caption, width=round(96 * picture.get_size_inches()[0]))
+    box = element("div", drawn, class_="picture", tabindex="0", role="region", aria_label=name)
     return element("figure", element("figcaption", caption), box)
 
 

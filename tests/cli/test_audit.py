@@ -62,7 +62,9 @@ def program(tmp_path, monkeypatch):
 
 
 def test_a_snapshot_is_what_later_runs_are_held_against(program, inside):
-    first = inside("audit", "train.py:make", "--devices", 4, "--snapshot", "kept/audit.json").stdout
+    words = ("--snapshot", "kept/audit.json", "--output", "traffic.svg")
+    first = inside("audit", "train.py:make", "--devices", 4, *words).stdout
+    assert "as compiled: data=4" in Path("traffic.svg").read_text()
     assert "step (train.py:12 (make.<locals>.step)) on 4 devices of cpu" in first and "\nno findings\n" in first
     same = inside("audit", "train.py:make", "--devices", 4, "--against", "kept/audit.json").stdout
     assert same.endswith("against kept/audit.json: nothing worse\n")

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from shardkit.cli import extras, output
+from shardkit.cli.curve import Point, losses
 from shardkit_command import table
 from shardkit_command.declared import declared
 
@@ -92,3 +93,21 @@ def test_doctor_knows_every_package_of_every_extra(monkeypatch):
         "[cli]: rich 13.0.1; missing uniplot; pip install 'shardkit[cli]'",
         "[aot]: libtpu 0.0.42.1",
     ]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("command", ["aot train.py:make --topology v5e:2x4", "audit train.py:make", "doctor", "train"])
+def test_another_kind_of_picture_is_refused_before_anything_else(command, inside):
+    """Otherwise a compiler's minutes, or a whole run, would be lost."""
+    words = command.split()
+    assert inside(*words, "--output", "picture.pdf", code=2).stderr == (
+        f"error: {words[0]}: the picture must be a .png or .svg file; got 'picture.pdf'. Pass for example "
+        "'picture.svg'.\n"
+    )
+
+
+@pytest.mark.check
+def test_the_losses_of_a_run_are_drawn_by_name():
+    curve = (Point(1, 3.0, None), Point(2, 2.0, 2.5))
+    assert losses(curve) == {"training": {1: 3.0, 2: 2.0}, "validation": {2: 2.5}}
+    assert losses(curve[:1]) == {"training": {1: 3.0}}

@@ -12,7 +12,22 @@ from support.commands import SMALL, command, deep, environment, run
 
 def test_train_prints_a_summary_and_writes_the_results(corpus, tmp_path):
     out = tmp_path / "results" / "run.json"
-    done = run("train", "data=4", "--data", corpus, "--steps", 8, "--verify", 2, "--json", out, *SMALL)
+    done = run(
+        "train",
+        "data=4",
+        "--data",
+        corpus,
+        "--steps",
+        8,
+        "--verify",
+        2,
+        "--json",
+        out,
+        *SMALL,
+        "--output",
+        tmp_path / "a.svg",
+    )
+    assert "validation - training" in (tmp_path / "a.svg").read_text()
     results = json.loads(out.read_text())
     assert results["steps"] == 8 and results["ended"] == "done" and results["mesh"] == {"data": 4}
     assert 3 < results["validation_loss"] < 6 and 3 < results["train_loss"] < 6

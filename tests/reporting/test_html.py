@@ -6,6 +6,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
+import shardkit as sk
+from shardkit import viz
+from shardkit.reporting import pictures
 from shardkit.reporting.html import bars, document, element, escaped, figures, part, sections, table
 from shardkit.reporting.pictures import inline
 from shardkit.reporting.style import STYLE
@@ -69,6 +72,14 @@ def test_a_circle_stays_where_it_is():
     text = "M 10 22 \n" + "".join(f"C {each}\n" for each in triples)
     drawn = inline(f'<svg><path d="{text}z"/></svg>', "mesh")
     assert drawn == '<svg><path d="M10.00 22.00a2.00 2.00 0 1 0 0 -4.00a2.00 2.00 0 1 0 0 4.00"/></svg>'
+
+
+# Alone catches a picture of thousands of parts that makes the page too large to mail.
+def test_a_large_picture_stands_as_pixels(monkeypatch):
+    monkeypatch.setattr(pictures, "LARGEST", 100)
+    page = assert_self_contained(pictures.figure("mesh", viz.mesh(sk.make_mesh(data=8)), "eight <devices>"))
+    assert [given["alt"] for tag, given in page.elements if tag == "img"] == ["eight <devices>"]
+    assert "svg" not in {tag for tag, _ in page.elements}
 
 
 def contrast(one, other):

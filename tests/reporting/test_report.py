@@ -217,5 +217,6 @@ def test_the_page_of_a_transformer_on_a_tpu(tmp_path):
     assert (tmp_path / "step.html").stat().st_size < 300_000
     page = assert_self_contained(found.html)
     shown_on(page, found)
+    assert "Compute and collectives of one step" in page.text
     assert found.compiled.fits and all(line in page.text for line in found.compiled.differences())
     assert len(found.leaves) == 41 and found.audit is not None
