@@ -4,13 +4,15 @@ Start with `style.py`, the one look of all. Imports what the pictures are of: sc
 what describes meshes and arrays as text.
 """
 
-from shardkit.viz.bench import results
+from shardkit.viz import text
+from shardkit.viz.bench import fits, results
 from shardkit.viz.boxes import Box, boxes, facts, in_flight, title
 from shardkit.viz.curves import losses
 from shardkit.viz.gantt import overlap
 from shardkit.viz.layouts import tree
 from shardkit.viz.memories import memory, zero_memory
 from shardkit.viz.places import array, mesh
+from shardkit.viz.rooflines import roofline
 from shardkit.viz.schedule import draw, figure
 from shardkit.viz.traffic import census
 
@@ -22,12 +24,15 @@ __all__ = [
     "draw",
     "facts",
     "figure",
+    "fits",
     "in_flight",
     "losses",
     "memory",
     "mesh",
     "overlap",
     "results",
+    "roofline",
+    "text",
     "title",
     "tree",
     "zero_memory",

@@ -7,11 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardkit._check import quoted
+from shardkit._check import counted, quoted
 from shardkit._typed import typed
 from shardkit.viz.bars import size
 from shardkit.viz.panels import Panel, panels
-from shardkit.viz.style import MUTED, SMALL, blank, file_of, filled, look, saved, stroked
+from shardkit.viz.panels import fits as fit_panels
+from shardkit.viz.style import LETTER, MUTED, SMALL, blank, file_of, filled, look, saved, stroked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,14 +64,49 @@ def results(records: Sequence[Mapping[str, Any]], output: str | Path | None = No
         return saved(_drawn(rows), path)
 
 
+@partial(typed, where="viz.fits")
+def fits(records: Sequence[Mapping[str, Any]], *, output: str | Path | None = None) -> Any:
+    """The picture of alpha-beta fits: measured times of `shardkit bench comm` against size, and the fitted lines.
+
+    A plot per operation. A line's name has the fitted latency of a hop, the bandwidth, and the root mean square of the
+    relative error.
+
+    Args:
+        records: of `bench.comm` or `bench.read`, which have the fits of `bench.alpha_beta`.
+        output: a .png or .svg to write; missing directories are created. The same records give the same bytes.
+
+    Returns:
+        A matplotlib figure, which notebooks show. The gid of a line is its name; that of a fit has " ~ " in it.
+
+    Raises:
+        ValueError: records without a fit, as of a single size; another kind of file.
+        RuntimeError: matplotlib is not installed.
+
+    Example:
+        >>> fit = {"fit": {"latency": 5e-6, "bandwidth": 1e9, "residual": 0.1}, "op": "all_reduce", "impl": "ring"}
+        >>> rows = [{**fit, "size": size, "wall_us_median": size / 9e2, "fit_us": 5 + size / 1e3} for size in (1e3, 1e6)]
+        >>> picture = sk.viz.fits(rows)
+    """
+    path = file_of("viz.fits", output)
+    rows = fit_panels(records)
+    if not rows:
+        raise ValueError(
+            f"viz.fits: the records must have alpha-beta fits; got {counted(len(records), 'record')} without any. Pass "
+            "the results of shardkit bench comm, of at least two sizes."
+        )
+    with look():
+        return saved(_drawn(rows), path)
+
+
 def _drawn(rows: list[list[Panel]]) -> Figure:
     """The rows of plots, one below the other; lines of a row have their names at its right, bars theirs at the left."""
     heights = [_height(row) for row in rows]
     before = [_LABELS if any(panel.bars for panel in row) else _LEFT for row in rows]
-    # A fit has its exponent in its name: each of these plots has its own names beside it.
-    after = [_KEYS / 2 * any(map(_fits, row)) for row in rows]
+    # A fit has its figures in its name: each of these plots has its own names beside it.
+    after = [max((_beside(line.name) for p in row if _fits(p) for line in p.lines), default=0.0) for row in rows]
     wide = [len(row) * (_WIDE + a + b) for row, a, b in zip(rows, before, after, strict=True)]
-    across = max(w + _KEYS * any(panel.lines for panel in row) for w, row in zip(wide, rows, strict=True)) + 2 * _EDGE
+    keyed = [_KEYS * any(panel.lines for panel in row if not _fits(panel)) for row in rows]
+    across = max(w + k for w, k in zip(wide, keyed, strict=True)) + 2 * _EDGE
     up = sum(_TOP + height + _UNDER for height in heights) + _EDGE
     picture, top = blank(across, up), _EDGE
     for row, height, labels, keys in zip(rows, heights, before, after, strict=True):
@@ -88,6 +124,11 @@ def _drawn(rows: list[list[Panel]]) -> Figure:
                 _draw_lines(axes, panel, names, column == len(row) - 1)
         top += _TOP + height + _UNDER
     return picture
+
+
+def _beside(name: str) -> float:
+    """The width of a line's name beside a plot."""
+    return 0.9 * LETTER * len(name) + 0.6
 
 
 def _height(row: list[Panel]) -> float:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 Record = Mapping[str, Any]
 
 _SMALL = 64 * 1024  # bytes up to which a time is mostly latency
+_KEYS = ("impl", "dtype", "redop", "axes")  # named where they differ within an operation
+_TIMES = ("wall_us_median", "fit_us")
 _MANY = 10  # lines in one plot, above which each operation has a row of its own
 
 
@@ -65,7 +67,7 @@ def _line(name: str, records: Iterable[Record], x: str, y: Callable[[Record], fl
 def _comm(records: list[Record]) -> list[list[Panel]]:
     ops = len({str(r.get("op")) for r in records})
     keys = ["op"] * (ops > 1)
-    for key in ("impl", "dtype", "redop", "axes"):  # named where it differs within an operation
+    for key in _KEYS:
         keys += [key] * (len({(str(r.get("op")), str(r.get(key))) for r in records}) > ops)
     series: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
@@ -95,6 +97,31 @@ def _comm(records: list[Record]) -> list[list[Panel]]:
             row.append(Panel(f"{before}achieved over expected by {by}", "size", "share", share, level=1.0))
         out.append(row)
     return out
+
+
+def fits(records: Iterable[Record]) -> list[list[Panel]]:
+    """For each operation a plot of measured times against size, and the alpha-beta fit of each line; two in a row."""
+    fitted = [r for r in records if r.get("fit") and _number(r, "fit_us") and _number(r, "wall_us_median")]
+    plots = []
+    for op in dict.fromkeys(str(r.get("op")) for r in fitted):
+        own = [r for r in fitted if str(r.get("op")) == op]
+        keys = [key for key in _KEYS if len({str(r.get(key)) for r in own}) > 1]
+        series: dict[str, list[Record]] = {}
+        for record in own:
+            series.setdefault(" ".join(str(record.get(key)) for key in keys) or op, []).append(record)
+        lines: list[Line] = []
+        for name, rows in series.items():
+            measured, expected = (_line(name, rows, "size", partial(_number, key=k)) for k in _TIMES)
+            lines += [measured, Line(f"{name} ~ {_words(rows[-1]['fit'])}", expected.points, fit=True)]
+        plots.append(Panel(op, "size", "us", tuple(lines)))
+    return [plots[start : start + 2] for start in range(0, len(plots), 2)]
+
+
+def _words(fit: Record) -> str:
+    """Latency and bandwidth of a fit; none where more bytes took no longer."""
+    bandwidth = fit["bandwidth"]
+    grows = f"{bandwidth / 1e9:.3g} GB/s" if bandwidth and math.isfinite(bandwidth) else "any bytes"
+    return f"{1e6 * fit['latency']:.3g} us a hop, {grows}, off by {fit['residual']:.0%}"
 
 
 def _scale(records: list[Record]) -> list[list[Panel]]:
