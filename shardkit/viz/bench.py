@@ -84,8 +84,8 @@ def fits(records: Sequence[Mapping[str, Any]], *, output: str | Path | None = No
 
     Example:
         >>> fit = {"fit": {"latency": 5e-6, "bandwidth": 1e9, "residual": 0.1}, "op": "all_reduce", "impl": "ring"}
-        >>> rows = [{**fit, "size": size, "wall_us_median": size / 9e2, "fit_us": 5 + size / 1e3} for size in (1e3, 1e6)]
-        >>> picture = sk.viz.fits(rows)
+        >>> times = {1e3: {"wall_us_median": 7.0, "fit_us": 6.0}, 1e6: {"wall_us_median": 990.0, "fit_us": 1005.0}}
+        >>> picture = sk.viz.fits([{**fit, "size": size, **row} for size, row in times.items()])
     """
     path = file_of("viz.fits", output)
     rows = fit_panels(records)

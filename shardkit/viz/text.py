@@ -42,7 +42,7 @@ def census(census: Any, *, width: int = 80) -> str:
         >>> f = jax.shard_map(lambda x: sk.all_reduce(x, "model"), mesh=mesh, in_specs=P(None, "model"), out_specs=P())
         >>> print(sk.viz.text.census(sk.census(f, jnp.ones((8, 4))), width=40))
         sent per device and step: 48 B
-        model=4  ██████████████████████ 48 B, 1 x
+        model=4  █████████████████████ 48 B, 1 x
         █ all_reduce
     """
     several = traffic.rows_of("viz.text.census", census)
@@ -114,7 +114,7 @@ def losses(losses: Mapping[str, Any], *, width: int = 80, height: int = 12) -> s
     low, high, first, last = min(ys), max(ys), min(xs), max(xs)
     labels = [f"{high - (high - low) * row / (height - 1):.3g}" for row in range(height)]
     left = max(map(len, labels))
-    columns = width - left - 3
+    columns = width - left - 2
     grid = [[" "] * columns for _ in range(height)]
     for number, line in reversed(list(enumerate(lines))):
         for x, y in line.points:

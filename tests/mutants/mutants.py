@@ -2272,6 +2272,27 @@ _VIZ = (
         PHASE,
     ),
     Mutant(
+        "exposed-in-characters-as-hidden",
+        "shardkit/viz/text.py",
+        "taken[column][span.exposed] +=",
+        "taken[column][0] +=",
+        PHASE,
+    ),
+    Mutant(
+        "intensity-upside-down",
+        "shardkit/viz/rooflines.py",
+        "Point(_over(flops, size), _over(flops, seconds)",
+        "Point(_over(size, flops), _over(flops, seconds)",
+        ORDER,
+    ),
+    Mutant(
+        "fit-of-the-measured-times",
+        "shardkit/viz/panels.py",
+        '("wall_us_median", "fit_us")',
+        '("wall_us_median", "wall_us_median")',
+        PASSES,
+    ),
+    Mutant(
         "bars-of-single-executions",
         "shardkit/viz/traffic.py",
         "out.get(key, 0.0) + float(row.total)",

@@ -131,6 +131,30 @@ def test_what_grows_has_its_fitted_line_and_exponent():
     assert lines["trace ~ 0.50"] == [[1, pytest.approx(0.1)], [16, pytest.approx(0.4)]]
 
 
+def test_fits_are_drawn_against_the_points():
+    """It alone finds the fit of one implementation at the points of another."""
+    fit = {"lax": {"latency": 5e-6, "bandwidth": 2e9, "residual": 0.1}, "ring": {"latency": 1e-6, "bandwidth": None}}
+    fit["ring"] = fit["ring"] | {"bandwidth": math.inf, "residual": 0.0}
+    rows = [r | {"fit": fit[r["impl"]], "fit_us": 7.0 + (r["impl"] == "ring")} for r in comm()]
+    picture = viz.fits([*rows, comm()[0] | {"fit": None}, *(r | {"op": "shift"} for r in rows[:3])])
+    first, second = picture.axes
+    lines = {line.get_gid(): line.get_xydata().tolist() for line in first.lines}
+    assert lines["lax"] == [[s, 10 + s / 1e3] for s in (1024, 65536, 2**20)]
+    assert lines["lax ~ 5 us a hop, 2 GB/s, off by 10%"] == [[s, 7.0] for s in (1024, 65536, 2**20)]
+    assert lines["ring ~ 1 us a hop, any bytes, off by 0%"] == [[s, 8.0] for s in (1024, 65536, 2**20)]
+    looks = {line.get_gid(): (line.get_color(), line.get_linestyle()) for line in first.lines}
+    assert looks["lax"][0] == looks["lax ~ 5 us a hop, 2 GB/s, off by 10%"][0] != looks["ring"][0]
+    assert looks["lax"][1] != looks["lax ~ 5 us a hop, 2 GB/s, off by 10%"][1] == ":"
+    assert [axes.get_title(loc="left") for axes in picture.axes] == ["all_reduce", "shift"]
+    assert (second.get_xlabel(), second.get_ylabel()) == ("size", "us")
+    with pytest.raises(ValueError) as error:
+        viz.fits(comm())
+    assert str(error.value) == (
+        "viz.fits: the records must have alpha-beta fits; got 6 records without any. Pass the results of shardkit "
+        "bench comm, of at least two sizes."
+    )
+
+
 def test_files_of_several_benchmarks_are_one_picture(tmp_path, capsys):
     files = []
     for name, records in (("comm", comm()), ("scale", SCALE), ("schedules", SCHEDULES), ("others", ratios("overlap"))):
