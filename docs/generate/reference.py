@@ -113,8 +113,9 @@ def pages() -> dict[str, str]:
         own = [name for name in names(face) if seen.setdefault(name.path, name.called) == name.called]
         elsewhere = [seen[name.path] for name in names(face) if seen[name.path] != name.called]
         made[f"reference/{face}.md"] = _page(face, own, elsewhere)
-        listed = ", ".join(f"`{name.called}`" for name in own)
-        overview.append(f"## [{face}]({face}.md)\n\n{_says(face)}\n\n{listed}")
+        overview.append(f"## [{face}]({face}.md)\n\n{_says(face)}")
+        for title, group in _groups(face, own):
+            overview.append(f"{title}: " + ", ".join(f"`{name.called}`" for name in group))
     made["reference/index.md"] = "\n\n".join(overview) + "\n"
     return made
 
