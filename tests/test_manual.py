@@ -61,6 +61,13 @@ def test_the_quick_pages_are_there():
 
 
 @pytest.mark.check
+def test_the_code_of_the_front_pages_is_as_wide_as_the_page():
+    """At 1280 pixels a line of more than 85 columns would be cut."""
+    lines = [line for name in ("index.md", "start.md") for _, text in blocks(PAGES[name]) for line in text.splitlines()]
+    assert max(map(len, lines)) <= 85
+
+
+@pytest.mark.check
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_names_what_is_there(name):
     """Names of the library, files of the repository, relative links; and every row of a table has all its columns."""

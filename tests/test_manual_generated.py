@@ -33,6 +33,8 @@ def test_every_public_name_is_in_the_reference():
             elif id(value) not in shown:
                 missing.append(f"{called}.{name}")
     assert missing == []
+    bare = [name.called for face in reference.FACES for name in reference.names(face) if not name.documented]
+    assert bare == []  # a constant has a docstring too, below its assignment
     for face in reference.FACES:  # each on one page, and only there
         assert all(text.count(f"::: {name.path}\n") == 1 for name in reference.names(face)), face
 
@@ -67,6 +69,7 @@ def test_a_name_of_an_unknown_file_is_refused():
 def test_sections_of_docstrings_stand_apart():
     """Args directly under Layout would be read as part of its paragraph."""
     text = "Does.\n\nLayout: `X -> Y`\nArgs:\n    x: one.\nCost: n\nbytes.\n\nExample:\n    >>> f()"
+    assert docstrings.sections("Source: A (arXiv:1811.06965).").endswith("](https://arxiv.org/abs/1811.06965)).")
     assert docstrings.sections(text) == (
         "Does.\n\n**Layout:** `X -> Y`\n\nArgs:\n    x: one.\n\n**Cost:** n\nbytes.\n\nExamples:\n    >>> f()"
     )
@@ -192,4 +195,7 @@ def test_the_manual_builds_without_a_warning(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert "unpkg" not in (site / "index.html").read_text()
     assert 'id="sk.all_reduce"' in (site / "reference" / "sk.html").read_text()
+    assert 'href="reference/sk.html#sk.make_mesh"' in (site / "what_it_does.html").read_text()
+    assert all("$$" not in page.read_text() for page in (site / "learn").glob("*.html"))
+    assert "<svg" in (site / "benchmarks" / "pictures" / "comm.svg").read_text()
     assert (site / "search" / "search_index.js").exists()  # without a server a page cannot fetch the .json beside it

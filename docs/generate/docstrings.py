@@ -7,12 +7,14 @@ from typing import Any
 
 import griffe
 
+from docs.generate import papers
+
 _SECTION = re.compile(r"(Args|Returns|Raises|Yields|Attributes|Example|Examples):\s*$")
 _REMARK = re.compile(r"(Layout|Cost|Source): ?")
 
 
 def sections(text: str) -> str:
-    """A docstring with an empty line above each of its sections, and with the one-line ones in bold."""
+    """A docstring with an empty line above each of its sections, the one-line ones in bold, papers as links."""
     made: list[str] = []
     for line in text.splitlines():
         remark = _REMARK.match(line)
@@ -20,6 +22,7 @@ def sections(text: str) -> str:
             made.append("")
         if remark:
             line = f"**{remark[1]}:** {line[remark.end() :]}"
+        line = papers.linked(line) if "arXiv:" in line else line
         made.append("Examples:" if line.strip() == "Example:" and line[0] != " " else line)
     return "\n".join(made)
 

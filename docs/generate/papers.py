@@ -28,11 +28,15 @@ def page(package: Path) -> str:
     rows: dict[str, list[str]] = {}
     for where, source in sources(package):
         rows.setdefault(source, []).append(where)
-    lines = [f"| {_linked(source)} | {', '.join(where)} |" for source, where in sorted(rows.items())]
+    lines = [f"| {_row(source)} | {', '.join(where)} |" for source, where in sorted(rows.items())]
     head = "The docstrings name what each algorithm and closed form follows; this page collects their `Source:` lines."
     return "\n".join(["# Papers", "", head, "", "| source | followed by |", "|---|---|", *lines, ""])
 
 
-def _linked(text: str) -> str:
-    text = _ADDRESS.sub(r"<\1>", text).replace("|", "\\|")
+def linked(text: str) -> str:
+    """A text with its papers on arXiv as links."""
     return _ARXIV.sub(r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
+
+
+def _row(text: str) -> str:
+    return linked(_ADDRESS.sub(r"<\1>", text).replace("|", "\\|"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
@@ -59,11 +60,29 @@ class Name(NamedTuple):
 
     @property
     def says(self) -> str:
-        """The first sentence of its docstring; nothing for a constant."""
-        if not (inspect.isfunction(self.value) or inspect.isclass(self.value)):
-            return ""
-        text = " ".join((inspect.getdoc(self.value) or "").split("\n\n")[0].split())
+        """The first sentence of its docstring."""
+        text = " ".join((self.documented or "").split("\n\n")[0].split())
         return re.split(r"(?<=[.:;]) (?=[A-Z`])|: ", text)[0].rstrip(".:;") + "."
+
+    @property
+    def documented(self) -> str | None:
+        """Its docstring; that of a constant stands below its assignment."""
+        if inspect.isfunction(self.value) or inspect.isclass(self.value):
+            return inspect.getdoc(self.value)
+        return _below(*self.path.rsplit(".", 1))
+
+
+def _below(module: str, name: str) -> str | None:
+    """The docstring of a constant, in the module that assigns it or that this one imports it from."""
+    body = ast.parse(inspect.getsource(importlib.import_module(module))).body
+    for node, after in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.ImportFrom) and name in [alias.asname or alias.name for alias in node.names]:
+            return _below(str(node.module), name)
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            constant = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            return str(after.value.value) if constant else None  # type: ignore[union-attr]
+    return None
 
 
 def names(face: str) -> list[Name]:

@@ -22,6 +22,7 @@ from shardkit.bench.records import Record
 from shardkit.bench.rounds import Sample, interleaved, recorded
 
 MODES = ("inside", "dispatched")
+"""Where calls are timed: in a loop inside one jit, or each from Python."""
 
 
 class Case(NamedTuple):

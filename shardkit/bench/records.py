@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
+"""A row of results: a JSON object."""
 FORMAT = "shardkit-bench"
+"""What every record says in the field `format`."""
 VERSION = 1
 _KEYS = ("benchmark", "row", "case", "environment")
 

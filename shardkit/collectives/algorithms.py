@@ -76,6 +76,7 @@ def _plain_cost(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways)
 
 
 PLAIN = Algorithm("plain", basic.all_gather, basic.reduce_scatter, basic.all_reduce, cost=_plain_cost)
+"""The collectives of jax: what a strategy uses where none is named."""
 
 
 @typed

@@ -69,6 +69,7 @@ chips: Mapping[str, Chip] = MappingProxyType(
         )
     }
 )
+"""The chips that are known, by name, each with the pages that its figures are from."""
 
 
 def chip(name: str | Chip) -> Chip:

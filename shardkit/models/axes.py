@@ -46,6 +46,7 @@ class Axes:
 
 
 ONE_DEVICE = Axes()
+"""No axis at all: the model as it is on one device."""
 
 
 def token_positions(tokens: int, axes: Axes) -> jax.Array:

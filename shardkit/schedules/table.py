@@ -12,6 +12,7 @@ from shardkit.schedules.grid import Grid
 from shardkit.schedules.slots import Slots, coloured
 
 MOVES = tuple(f"{what}_from_{where}" for what in ("input", "cotangent") for where in ("left", "right", "self"))
+"""What a device may receive at the end of a tick, and from which neighbor."""
 FIELDS = (
     *("forward_on", "forward_stage", "forward_chunk", "forward_microbatch", "forward_input", "forward_saved"),
     *("backward_on", "backward_stage", "backward_chunk", "backward_microbatch", "backward_input", "backward_saved"),
@@ -19,6 +20,7 @@ FIELDS = (
     *("weight_on", "weight_stage", "weight_chunk", "weight_microbatch", "weight_kept"),
     *MOVES,
 )
+"""The columns of a `Table`, each a number for every tick of every device."""
 
 
 class Segment(NamedTuple):

@@ -206,6 +206,7 @@ LAWS: tuple[Law, ...] = (
     donates_the_state,
     compiles_once,
 )
+"""The laws that `prove` checks where none are named."""
 
 
 def _of_plan(site: Site) -> bool:

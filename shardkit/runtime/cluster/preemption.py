@@ -9,7 +9,8 @@ import jax
 
 from shardkit._typed import typed
 
-PREEMPTED = 75  # the exit code after a preempted run has saved: EX_TEMPFAIL, "try again later"
+PREEMPTED = 75  # EX_TEMPFAIL, "try again later"
+"""The exit code after a preempted run has saved."""
 
 
 class _Notice:

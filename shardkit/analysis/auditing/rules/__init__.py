@@ -27,5 +27,6 @@ AUDIT_RULES = {
         Rule("second-compile", "a step that compiles again on its own results", second_call),
     )
 }
+"""The rules of `audit`, by name; it also applies those of `lint`."""
 
 __all__ = ["AUDIT_RULES", "Rule"]

@@ -45,5 +45,6 @@ RULES = {
         Rule("process-dependent-program", "a program that is not the same on all processes", other_process),
     )
 }
+"""The rules of `lint`, by name."""
 
 __all__ = ["RULES", "Finding", "Rule"]
