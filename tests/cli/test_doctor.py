@@ -24,8 +24,8 @@ def file(tmp_path):
 
 
 @pytest.mark.parametrize("devices", [4, pytest.param(8, marks=pytest.mark.deep)])
-def test_doctor_tests_every_collective(devices, inside, file):
-    own = ("--links", file, "--flops", 1e11)
+def test_doctor_tests_every_collective(devices, inside, file, tmp_path):
+    own = ("--links", file, "--flops", 1e11, "--output", tmp_path / "a.svg")
     done = inside("doctor", "--devices", 4, *own) if devices == 4 else commands.run("doctor", "--devices", devices)
     for name in ("all_reduce sum", "all_gather", "reduce_scatter", "all_to_all", "shift", "broadcast", "axis_index"):
         assert name in done.stdout
@@ -33,6 +33,7 @@ def test_doctor_tests_every_collective(devices, inside, file):
     assert "all collectives are right" in done.stdout and "WRONG" not in done.stdout
     assert "[checkpoint]" in done.stdout and "jax" in done.stdout
     if devices == 4:
+        assert "mesh x=4: 4 cpu devices" in (tmp_path / "a.svg").read_text()
         assert "links of axis 'data', 4 devices: 5 us a message, 1 GB/s (measured on 2026-11-23)" in done.stdout
         assert "from 100 bfloat16 columns a device; with twice as many, messages from 5,000 bytes" in done.stdout
         assert "180,000 bytes: latency takes 10% of the time" in done.stdout
