@@ -21,7 +21,8 @@ def compiled(facts: Facts) -> Part:
     report, memory = facts.found.compiled, facts.memory
     if memory is None:
         message = block("the compiler's message", report.message if report else "")
-        return part("As compiled", element("p", "The program does not fit:", class_="bad"), message)
+        drawn = pictures.memory(facts) if report and report.needed else ""
+        return part("As compiled", element("p", "The program does not fit:", class_="bad"), message, drawn)
     changes = facts.differences
     listed = element("ul", *(element("li", each) for each in changes))
     same = element("p", "Nothing: the program communicates as written.")

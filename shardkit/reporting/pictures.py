@@ -55,8 +55,11 @@ def census(facts: Facts) -> Html:
 def memory(facts: Facts) -> Html:
     """What a device holds."""
     report, held = facts.found.compiled, facts.memory
-    near = report is not None and report.needed >= FILLED * report.available
-    drawn = viz.memory(report if near else held, state=facts.state)
+    if report and not held:
+        drawn = viz.memory({"needed": report.needed}, limit=report.available)
+    else:
+        near = report is not None and report.needed >= FILLED * report.available
+        drawn = viz.memory(report if near else held, state=facts.state)
     return figure("memory", drawn, "Memory of a device by what it holds")
 
 
@@ -92,14 +95,15 @@ def inline(svg: str, name: str) -> Html:
     def own(tag: re.Match[str]) -> str:
         kept = re.sub(r' id="([^"]*)"', lambda found: f' id="{name}-{found[1]}"' * (found[1] in used), tag[0])
         kept = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", kept)
-        return re.sub(_NUMBERS, lambda found: re.sub(r"(\.\d\d)\d+", r"\1", found[0]), kept)
+        return re.sub(_NUMBERS, lambda found: re.sub(r"(\.\d\d)\d+| \n", r"\1", found[0]), kept)
 
-    return Html(re.sub(r"<[^<>]*>", own, re.sub(_CIRCLE, _arcs, body)))
+    return Html(re.sub(r"<[^<>]*>", own, re.sub(_CIRCLE, _arcs, re.sub(r">\n *<", "><", body))))
 
 
 def _arcs(circle: re.Match[str]) -> str:
     """A circle, which matplotlib writes as eight curves from its lowest point on, as two arcs."""
-    x, y = float(circle[1]), float(circle[2])
-    across = y - min(float(each) for each in re.findall(r"[-\d.]+ ([-\d.]+)", circle[3]))
-    arc = f"a{across / 2:.2f} {across / 2:.2f} 0 1 0 0"
-    return f"M{x:.2f} {y:.2f}{arc} {-across:.2f}{arc} {across:.2f}"
+    lowest = float(circle[2])
+    across = lowest - min(float(each) for each in re.findall(r"[-\d.]+ ([-\d.]+)", circle[3]))
+    values = (float(circle[1]), lowest, across, across / 2)
+    x, y, high, radius = (re.sub(r"^0(?=\.)", "", f"{round(each, 2):g}") for each in values)
+    return f"M{x} {y}a{radius} {radius} 0 1 0 0-{high} {radius} {radius} 0 1 0 0 {high}"

@@ -53,11 +53,11 @@ def test_bars_are_shares_of_the_largest():
 # Alone catches two pictures on one page whose clip paths or markers have the same ids.
 def test_the_ids_of_a_picture_are_its_own():
     svg = '<?xml version="1.0"?>\n<svg width="1"><metadata>by</metadata><!-- p -->'
-    svg += '<defs><path id="p" d="M 1.23456"/></defs><text>1.23456 id="p" href="#p"</text>'
+    svg += '<defs>\n  <path id="p" d="M 1.23456 \nL 2"/></defs><text>1.23456 id="p" href="#p"</text>'
     svg += '<use xlink:href="#p"/><g id="data=2, sum" clip-path="url(#p)"/></svg>\n'
     one = inline(svg, "mesh")
     assert one == (
-        '<svg width="1"><defs><path id="mesh-p" d="M 1.23"/></defs><text>1.23456 id="p" href="#p"</text>'
+        '<svg width="1"><defs><path id="mesh-p" d="M 1.23L 2"/></defs><text>1.23456 id="p" href="#p"</text>'
         '<use xlink:href="#mesh-p"/><g clip-path="url(#mesh-p)"/></svg>'
     )
     Page(one)
@@ -71,7 +71,7 @@ def test_a_circle_stays_where_it_is():
     triples = (" ".join(f"{x:f} {y:f}" for x, y in curves[i : i + 3]) for i in range(0, 24, 3))
     text = "M 10 22 \n" + "".join(f"C {each}\n" for each in triples)
     drawn = inline(f'<svg><path d="{text}z"/></svg>', "mesh")
-    assert drawn == '<svg><path d="M10.00 22.00a2.00 2.00 0 1 0 0 -4.00a2.00 2.00 0 1 0 0 4.00"/></svg>'
+    assert drawn == '<svg><path d="M10 22a2 2 0 1 0 0-4 2 2 0 1 0 0 4"/></svg>'
 
 
 # Alone catches a picture of thousands of parts that makes the page too large to mail.

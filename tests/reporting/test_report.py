@@ -138,6 +138,7 @@ def test_the_compiled_program_is_shown_as_it_runs():
 @pytest.mark.check
 def test_a_step_that_does_not_fit_has_a_page_that_says_so():
     page = assert_self_contained(page_of(facts(fits=False), "made"))
+    assert "15.75 GiB on a device" in page.text  # the line of the picture
     assert "NO, 20.00 GiB of 15.75 GiB" in page.text and "used 20.00G of 15.75G hbm <here>" in page.text
 
 
