@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,8 @@ from shardkit._typed import typed
 from shardkit.grid import Block, Grid
 from shardkit.inspection import grid_of_array, is_placed
 from shardkit.mesh import grid_of_mesh
-from shardkit.viz.style import LETTER, PAPER, RGB, TEXT, blank, file_of, look, ramp, saved, text_on
+from shardkit.viz.links import STYLES, between, coordinates, described
+from shardkit.viz.style import INK, LETTER, PAPER, RGB, TEXT, blank, file_of, look, ramp, saved, text_on
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
 # Inches.
 _EDGE, _GAP, _LINE = 0.25, 0.5, 0.2
 _COLUMN, _PART, _ROW = 0.55, 0.24, 0.34
+_APART, _WIDER = 0.5, 0.15  # of devices that lines join: a row, and what is added to a column
 _WIDE, _TALL = 24.0, 16.0
-_SMALLEST_TEXT = 4.0  # points
+_BETWEEN, _SMALLEST_TEXT = 10.0, 4.0  # points: between the cells of a mesh, and of text
+_MOST_JOINED = 512  # devices; lines between more are too many to see
 
 
 @partial(typed, where="viz.array")
@@ -68,14 +71,19 @@ def array(x: jax.Array, output: str | Path | None = None, *, after: jax.Array | 
 
 @partial(typed, where="viz.mesh")
 def mesh(mesh: Mesh, output: str | Path | None = None) -> Any:
-    """The picture of a mesh: the id of the device at each of its coordinates.
+    """The picture of a mesh: the device at each of its coordinates, and what connects neighbors.
+
+    A cell has the device's id, and on a TPU its place on the torus. Neighbors are joined by a line: full for one link,
+    one chip or one host, dotted for several links, dashed for the network. A line of text per axis says the same, and
+    what connects its last device with its first. Links around a torus are not shown: devices do not tell of them.
 
     Args:
         mesh: the mesh; rows and columns are its last two axes.
         output: a .png or .svg to write; missing directories are created. The same mesh gives the same bytes.
 
     Returns:
-        A matplotlib figure, which notebooks show. The gid of a cell is its coordinates and its device.
+        A matplotlib figure, which notebooks show. The gid of a cell is its coordinates and its device, of a line the
+        two devices and what connects them.
 
     Raises:
         ValueError: another kind of file.
@@ -86,22 +94,24 @@ def mesh(mesh: Mesh, output: str | Path | None = None) -> Any:
     """
     if not isinstance(mesh, Mesh):
         raise TypeError("viz.mesh: mesh must have devices; got an AbstractMesh. Pass for example sk.make_mesh(data=8).")
-    return _drawn("viz.mesh", [grid_of_mesh(mesh)], output)
+    grid = grid_of_mesh(mesh)
+    return _drawn("viz.mesh", [grid._replace(title=(*grid.title, *described(mesh)))], output, mesh.devices.flat)
 
 
-def _drawn(where: str, grids: list[Grid], output: str | Path | None) -> Figure:
-    """The grids side by side, each with its title and its tables one below the other."""
+def _drawn(where: str, grids: list[Grid], output: str | Path | None, joined: Iterable[Any] = ()) -> Figure:
+    """The grids side by side, each with its title and its tables one below the other; lines join these devices."""
     path = file_of(where, output)
     with look():
-        return saved(_picture(grids), path)
+        return saved(_picture(grids, {device.id: device for device in joined}), path)
 
 
-def _picture(grids: list[Grid]) -> Figure:
+def _picture(grids: list[Grid], joined: Mapping[int, Any]) -> Figure:
     """The grids side by side, each with its title and its tables one below the other."""
+    row = _APART if joined else _ROW
     ids = sorted({each for grid in grids for cell in grid.cells.values() for each in cell})
     colours = {each: ramp(i, len(ids)) for i, each in enumerate(ids)}
     blocks = [list(grid.blocks()) for grid in grids]
-    sizes = [_size(grid, tables) for grid, tables in zip(grids, blocks, strict=True)]
+    sizes = [_size(grid, tables, row) for grid, tables in zip(grids, blocks, strict=True)]
     across, up = 2 * _EDGE - _GAP + sum(w + _GAP for w, _ in sizes), 2 * _EDGE + max(h for _, h in sizes)
     shrink = min(1, _WIDE / across, _TALL / up)
     picture = blank(across * shrink, up * shrink, ", ".join(grid.title[0] for grid in grids))
@@ -115,7 +125,7 @@ def _picture(grids: list[Grid]) -> Figure:
         for number, line in enumerate(grid.title):
             write(left, top + _LINE / 2, line, weight="normal" if number else "bold")
             top += _LINE
-        side, column = _side(tables), _column(tables)
+        side, column = _side(tables), _column(tables) + _WIDER * bool(joined)
         for table in tables:
             top += _LINE
             if table.at:
@@ -123,11 +133,12 @@ def _picture(grids: list[Grid]) -> Figure:
                 top += _LINE
             for i, head in enumerate(table.heads):
                 write(left + side + (i + 0.5) * column, top - _LINE / 2, head, ha="center")
-            high, wide = _ROW * len(table.sides), column * len(table.heads)
+            high, wide = row * len(table.sides), column * len(table.heads)
             for i, text in enumerate(table.sides):
-                write(left + side - LETTER, top + (i + 0.5) * _ROW, text, ha="right")
+                write(left + side - LETTER, top + (i + 0.5) * row, text, ha="right")
             axes = picture.add_axes(((left + side) / across, 1 - (top + high) / up, wide / across, high / up))
-            _fill(axes, table, colours, 72 * column * shrink, 72 * _ROW * shrink)
+            _fill(axes, table, colours, 72 * column * shrink, 72 * row * shrink, joined)
+            _join(axes, table, joined)
             top += high
         left += width + _GAP
     return picture
@@ -145,15 +156,17 @@ def _column(tables: Sequence[Block]) -> float:
     return max(_COLUMN, LETTER * (label + 1), _PART * parts)
 
 
-def _size(grid: Grid, tables: Sequence[Block]) -> tuple[float, float]:
+def _size(grid: Grid, tables: Sequence[Block], row: float) -> tuple[float, float]:
     """Width and height of a grid with its title."""
-    table = _side(tables) + _column(tables) * len(tables[0].heads)
+    table = _side(tables) + (_column(tables) + _WIDER * (row == _APART)) * len(tables[0].heads)
     title = 1.1 * LETTER * max(map(len, grid.title))
     lines = len(grid.title) + sum(1 + bool(each.at) for each in tables)
-    return max(table, title), lines * _LINE + _ROW * sum(len(each.sides) for each in tables)
+    return max(table, title), lines * _LINE + row * sum(len(each.sides) for each in tables)
 
 
-def _fill(axes: Axes, table: Block, colours: Mapping[int, RGB], width: float, height: float) -> None:
+def _fill(
+    axes: Axes, table: Block, colours: Mapping[int, RGB], width: float, height: float, joined: Mapping[int, Any]
+) -> None:
     """The cells of a table, each `width` x `height` points, with a part for each of its devices."""
     from matplotlib.patches import Rectangle
 
@@ -168,6 +181,25 @@ def _fill(axes: Axes, table: Block, colours: Mapping[int, RGB], width: float, he
                 axes.add_patch(Rectangle((left, row), part, 1, facecolor=colours[each], linewidth=0, gid=label))
                 size = min(TEXT, part * width / (0.75 * len(str(each))), 0.7 * height)
                 if size >= _SMALLEST_TEXT:
-                    text = axes.text(left + part / 2, row + 0.5, str(each), size=size, ha="center")
-                    text.set(va="center_baseline", color=text_on(colours[each]))
-            axes.add_patch(Rectangle((column, row), 1, 1, fill=False, edgecolor=PAPER, linewidth=2))
+                    at = coordinates(joined[each]) if each in joined else ()
+                    words = f"{each}\n{at}".replace(" ", "") if at else str(each)
+                    text = axes.text(left + part / 2, row + 0.5, words, size=size, ha="center", linespacing=1.0)
+                    text.set(va="center" if at else "center_baseline", color=text_on(colours[each]))
+            edge = min(_BETWEEN, 0.28 * height) if joined else 2.0
+            axes.add_patch(Rectangle((column, row), 1, 1, fill=False, edgecolor=PAPER, linewidth=edge))
+
+
+def _join(axes: Axes, table: Block, joined: Mapping[int, Any]) -> None:
+    """Lines between the devices of neighboring cells, across their borders."""
+    if not 0 < len(joined) <= _MOST_JOINED:
+        return
+    for row, cells in enumerate(table.cells):
+        for column, [each] in enumerate(cells):
+            beside = [(cells[column + 1], (1, 0))] if column + 1 < len(cells) else []
+            below = [(table.cells[row + 1][column], (0, 1))] if row + 1 < len(table.cells) else []
+            for [other], (right, down) in beside + below:
+                link = between(joined[each], joined[other])
+                x, y, reach = column + 0.5 + right / 2, row + 0.5 + down / 2, (0.09 * right, 0.17 * down)
+                ends = ([x - reach[0], x + reach[0]], [y - reach[1], y + reach[1]])
+                style: dict[str, Any] = {"color": INK, "linewidth": 1.8, "linestyle": STYLES[link.kind]}
+                axes.plot(*ends, gid=f"{each} to {other}: {link.words}", solid_capstyle="butt", **style)

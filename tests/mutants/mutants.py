@@ -2293,6 +2293,13 @@ _VIZ = (
         PASSES,
     ),
     Mutant(
+        "hops-of-one-dim",
+        "shardkit/viz/links.py",
+        "hops = sum(abs(a - b)",
+        "hops = max(abs(a - b)",
+        TERM,
+    ),
+    Mutant(
         "bars-of-single-executions",
         "shardkit/viz/traffic.py",
         "out.get(key, 0.0) + float(row.total)",
