@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -53,6 +54,16 @@ def test_continuous_integration_calls_what_is_there():
     called = re.findall(r"\bmake ([\w-]+)", calls)
     assert {"test", "docs", "package"} <= set(called) <= set(targets)
     assert "- run: .ci/run\n" in calls and os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+# A release of which one file still names the last.
+@pytest.mark.check
+def test_the_version_is_the_same_everywhere():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    cited = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.M)[1]
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)[1]
+    assert project["version"] == sk.__version__ == cited == newest
+    assert f"Version {sk.__version__} " in (ROOT / "README.md").read_text()
 
 
 # A file that the tests need is left out of the sdist, or one that nobody needs gets into the wheel.
