@@ -11,7 +11,18 @@ from pathlib import Path
 import pytest
 
 import shardkit as sk
-from docs.generate import checks, commands, docstrings, links, navigation, notebooks, papers, proofs, reference
+from docs.generate import (
+    checks,
+    commands,
+    docstrings,
+    links,
+    measurements,
+    navigation,
+    notebooks,
+    papers,
+    proofs,
+    reference,
+)
 
 ROOT = Path(__file__).parents[1]
 
@@ -156,6 +167,21 @@ def test_papers_come_from_the_sources_of_docstrings():
     assert "[arXiv:1811.06965](https://arxiv.org/abs/1811.06965)" in text
     row = next(line for line in text.splitlines() if "Zero Bubble" in line and "section 6" in line)
     assert "`schedules/zero_bubble_v.py`" in row
+
+
+@pytest.mark.check
+def test_pages_of_benchmarks_show_plots_and_the_table_of_records():
+    """Markers that no page of the repository shows; a file of records without a row would be forgotten."""
+    text = "<!-- plot results/comm.jsonl op=all_reduce: Bandwidth -->\n<!-- results -->"
+    shown = measurements.shown(text, ROOT)
+    assert shown.startswith("[![Bandwidth](pictures/comm.svg)](pictures/comm.svg)\n| records |")
+    rows = shown.splitlines()[3:]
+    assert [row.split("`")[1] for row in rows] == [
+        f"results/{p.name}" for p in sorted((ROOT / "results").glob("*.jsonl"))
+    ]
+    assert all(row.endswith("| 0 |") for row in rows)  # no wrong element in what is published
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "benchmarks").glob("*.md"))
+    assert len(measurements.PLOT.findall(pages)) == pages.count("<!-- plot ") > 0
 
 
 @pytest.mark.check

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-PLOT = re.compile(r"<!-- plot results/(\w+)\.jsonl: (.*?) -->")
+# A file of records, which of them by the value of a key, and what the picture shows.
+PLOT = re.compile(r"<!-- plot results/(\w+)\.jsonl(?: (\w+)=(\w+))?: (.*?) -->")
 RESULTS = "<!-- results -->"
 
 
 def shown(text: str, root: Path) -> str:
     """The text of a page with its markers replaced by the table and the pictures."""
-    text = PLOT.sub(r"![\2](pictures/\1.svg)", text)
+    text = PLOT.sub(r"[![\4](pictures/\1.svg)](pictures/\1.svg)", text)
     return text.replace(RESULTS, table(root / "results")) if RESULTS in text else text
 
 
@@ -23,10 +24,11 @@ def pictures(root: Path) -> Iterator[tuple[str, bytes]]:
     from shardkit import bench, viz
 
     text = "".join(page.read_text() for page in sorted((root / "docs" / "benchmarks").glob("*.md")))
-    for name in dict.fromkeys(found[1] for found in PLOT.finditer(text)):
+    for name, key, value, _ in PLOT.findall(text):
+        records = [each for each in bench.read(root / "results" / f"{name}.jsonl") if not key or each[key] == value]
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / f"{name}.svg"
-            viz.results(bench.read(root / "results" / f"{name}.jsonl"), file)
+            viz.results(records, file)
             yield f"{name}.svg", file.read_bytes()
 
 

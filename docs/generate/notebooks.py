@@ -39,7 +39,7 @@ def _output(output: Mapping[str, Any], name: str, pictures: dict[str, bytes]) ->
     data = output.get("data", {})
     if "image/svg+xml" in data:
         pictures[f"{name}.svg"] = _text(data["image/svg+xml"]).encode()
-        return f"![What the code above draws]({name}.svg){{ .on-white }}"
+        return f"![What the code above draws]({name}.svg)"
     if "image/png" in data:
         pictures[f"{name}.png"] = base64.b64decode(_text(data["image/png"]))
         return f"![What the code above draws]({name}.png){{ .on-white }}"
