@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import time
@@ -13,15 +12,15 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import jax
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import shardkit as sk
 from shardkit.cli.curve import Point
+from shardkit.cli.display import Display, duration
 from shardkit.cli.run import CommandRun
+from shardkit.cli.trainlog import TrainLog
 from shardkit.runtime.monitor import client
 
-_LOG_EVERY = 10
+_LOOK = 0.25  # seconds between looks at the loss
 
 
 class End(NamedTuple):
@@ -73,27 +72,33 @@ def loop(
     first: int,
     guard: sk.runtime.Guard | None,
     checkpoints: Any,
-    console: Console,
+    display: Display,
+    log: TrainLog,
 ) -> Trained:
     """Trains from step index `first` until the last step, a stop signal, or a step that is not finite."""
     o = run.options
     end: End | None = DONE
     train_step = guard.watch(run.step) if guard else run.step
     batches: Any = (run.batch(index) for index in range(first, o.steps))
-    with _progress(console) as progress, _stop_signals(checkpoints is not None, guard is not None) as stopped:
+    many, tell = guard is not None, display.console.print
+    with _stop_signals(checkpoints is not None, many, tell) as stopped:
         phase = guard.phase if guard else lambda name: nullcontext()
-        record = _Record(run, first, phase, checkpoints, progress)
+        record = _Record(run, first, phase, checkpoints, display, log)
         hooks = [
             every(o.compare_replicas, lambda step: sk.runtime.assert_no_drift(step.state), last=False),
-            every(_LOG_EVERY, record.log, also=first + 1),
+            record.take,
+            every(o.log_every, record.log, also=first + 1),
             every(o.evaluate_every, record.evaluate),
             every(o.checkpoint_every, record.save),
         ]
         for index, batch in enumerate(guard.data(batches) if guard else batches, first):
             try:
-                state, metrics = train_step(state, batch)
+                with display.building("first step") if index == first else nullcontext():
+                    state, metrics = train_step(state, batch)
+                    if index == first:
+                        jax.block_until_ready(metrics)
             except sk.NonFiniteError as error:
-                console.print(str(run.triage(error, batch)))
+                tell(str(run.triage(error, batch)))
                 state, end = error.state, End(str(error), 3)
                 break
             end = stopped(index) or (DONE if index + 1 == o.steps else None)
@@ -113,72 +118,105 @@ class _Record:
     first: int
     phase: Callable[[str], AbstractContextManager[Any]]
     checkpoints: Any
-    progress: Progress
+    display: Display
+    rows: TrainLog
     curve: list[Point] = field(default_factory=list)
     seconds: float = 0.0
     steps: int = 0
+    begun: float = field(default_factory=time.perf_counter)
+    begun_after: float = 0.0  # the end of the first step
     mark: float = 0.0  # when the next step could begin
+    unread: list[tuple[int, jax.Array]] = field(default_factory=list)
+    logged: tuple[int, float] = (0, 0.0)  # steps and seconds at the last row
 
-    def __post_init__(self) -> None:
-        fields: Any = {"loss": math.nan, "validation": math.nan, "speed": 0.0}
-        self.task = self.progress.add_task("train", total=self.run.options.steps, completed=self.first, **fields)
+    def take(self, step: Step) -> None:
+        """Keeps the loss for later; reading it waits for the steps in flight, so a terminal shows it now and then."""
+        self.unread.append((step.number, step.metrics["loss"]))
+        if self.display.moves and (time.perf_counter() - self.mark > _LOOK or self.run.options.nonfinite == "stop"):
+            self.read(step.number)
+
+    def read(self, number: int) -> None:
+        """Adds the losses up to this step to the curve."""
+        if not self.unread:
+            return
+        self.curve += [Point(each, float(loss), None) for each, loss in self.unread]
+        self.unread.clear()
+        if number > self.first + 1:  # the first step compiles
+            self.seconds += time.perf_counter() - self.mark
+            self.steps = number - self.first - 1
+        self.mark = time.perf_counter()
+        self.display.step(number, self.said(number))
+
+    def said(self, number: int) -> str:
+        """The last losses, the speed and the time left, as far as they are known."""
+        held = [point.validation_loss for point in self.curve if point.validation_loss is not None]
+        words = [f"loss {self.curve[-1].train_loss:.3f}"] + [f"validation {loss:.3f}" for loss in held[-1:]]
+        if self.steps:
+            left = (self.run.options.steps - number) * (time.perf_counter() - self.begun_after) / self.steps
+            words += [f"{self.run.tokens_per_second(self.steps, self.seconds):,.0f} tokens/s"]
+            words += [f"{duration(left)} left"] if number < self.run.options.steps else []
+        return ", ".join(words)
 
     def log(self, step: Step) -> None:
-        """Reads the loss, which waits for the steps in flight."""
-        if self.curve and self.curve[-1].step == step.number:
-            return
-        loss = float(step.metrics["loss"])
-        if step.number > self.first + 1:  # the first step compiles
-            self.seconds += time.perf_counter() - self.mark
-            self.steps = step.number - self.first - 1
-        self.curve.append(Point(step.number, loss, None))
-        speed = self.run.tokens_per_second(self.steps, self.seconds)
-        self.progress.update(self.task, completed=step.number, loss=loss, speed=speed)
+        """Writes a row; in a pipe, a line too."""
+        self.read(step.number)
+        steps, seconds = self.steps - self.logged[0], self.seconds - self.logged[1]
+        self.logged = self.steps, self.seconds
+        now = time.perf_counter()
+        self.rows.row(
+            "step",
+            step=step.number,
+            loss=self.curve[-1].train_loss,
+            gradient_norm=self.run.gradient_norm(step.state),
+            learning_rate=self.run.learning_rate(step.number),
+            tokens_per_second=self.run.tokens_per_second(steps, seconds) or None,
+            seconds=now - self.begun,
+        )
+        if step.number == self.first + 1:
+            self.begun_after = now
+            if not self.display.moves:
+                self.display.console.print(f"first step after {now - self.begun:.0f} s")
+        evaluates = step.end or step.number % self.run.options.evaluate_every == 0  # says the same, and more
+        if not self.display.moves and not evaluates:
+            self.display.console.print(f"step {step.number}/{self.run.options.steps}: {self.said(step.number)}")
         self.mark = time.perf_counter()
 
     def evaluate(self, step: Step) -> None:
         """Adds the validation loss to the curve, unless the machine is about to be taken away."""
-        self.log(step)
+        self.read(step.number)
         if step.end and step.end.code == sk.runtime.PREEMPTED:
             return
-        with self.phase("evaluate"):
-            validation = self.run.validation(step.state.params)["loss"]
-        self.curve[-1] = self.curve[-1]._replace(validation_loss=validation)
-        self.progress.update(self.task, validation=validation)
-        self.progress.console.print(
-            f"step {step.number}: loss {self.curve[-1].train_loss:.3f}, validation {validation:.3f} nats per byte"
+        with self.phase("evaluate"), self.display.phase("evaluating") if self.display.moves else nullcontext():
+            found = self.run.validation(step.state.params)
+        self.curve[-1] = self.curve[-1]._replace(validation_loss=found["loss"])
+        self.display.step(step.number, self.said(step.number))
+        self.display.console.print(
+            f"step {step.number}: loss {self.curve[-1].train_loss:.3f}, validation {found['loss']:.3f} nats per byte"
         )
+        self.rows.row("evaluation", step=step.number, validation_loss=found["loss"], accuracy=found["accuracy"])
         self.mark = time.perf_counter()
 
     def save(self, step: Step) -> None:
         """Saves a checkpoint, with the validation loss if there is one, and waits for it after the last step."""
         if self.checkpoints is None:
             return
+        self.read(step.number)
         point = self.curve[-1]
         evaluated = point.step == step.number and point.validation_loss is not None
         metrics = {"validation_loss": point.validation_loss} if evaluated else None
         position = step.number * self.run.options.batch
         config = self.run.settings() | {"optimizer_began": self.run.began}
-        with self.phase("save"):
+        with self.phase("save"), self.display.phase("saving") if self.display.moves else nullcontext():
             self.checkpoints.save(step.state, position=position, config=config, metrics=metrics)
             if step.end:
                 self.checkpoints.wait()
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}  validation {task.fields[validation]:.3f}"),
-        TextColumn("{task.fields[speed]:,.0f} tokens/s"),
-        TimeRemainingColumn(),
-        console=console,
-    )
+        self.rows.row("checkpoint", step=step.number, directory=self.run.options.checkpoint)
 
 
 @contextmanager
-def _stop_signals(saves: bool, many: bool) -> Iterator[Callable[[int], End | None]]:
+def _stop_signals(
+    saves: bool, many: bool, tell: Callable[[str], None] = print
+) -> Iterator[Callable[[int], End | None]]:
     """Listens for Ctrl-C and SIGTERM: gives a function of the step's index, the reason to stop after it or None.
 
     The first signal stops after the step, the second at once. With checkpoints, SIGTERM is a preemption notice, and all
@@ -191,6 +229,8 @@ def _stop_signals(saves: bool, many: bool) -> Iterator[Callable[[int], End | Non
         if seen:
             raise KeyboardInterrupt
         seen.append(number)
+        if number == signal.SIGINT:
+            tell("stopping after this step; Ctrl-C again stops at once")
         if many:
             os.kill(os.getpid(), signal.SIGTERM)
 

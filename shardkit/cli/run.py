@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 import shardkit as sk
+from shardkit.cli.output import plain
 from shardkit.cli.pipelines import functions, pipeline_of
 from shardkit.cli.plans import mesh_words, plan_of
 from shardkit.models import transformer
@@ -23,7 +25,7 @@ _VALIDATION_EXAMPLES = 512
 # and those that do not affect training.
 _FREE = {"mesh", "accumulate", "sequence", "impl", "schedule", "microbatches", "chunks", "mode", "recompute"}
 _FREE |= {"checkpoint", "checkpoint_every", "evaluate_every", "compare_replicas", "verify", "nonfinite"}
-_FREE |= {"json", "keep", "damaged", "deadline", "flight", "change"}
+_FREE |= {"json", "output", "tensorboard", "log_every", "keep", "damaged", "deadline", "flight", "change"}
 _OF_MODEL = ("layers", "dim", "heads", "kv_heads", "hidden", "dropout", "tied", "top_k", "capacity")
 
 
@@ -93,6 +95,14 @@ class CommandRun:
         found = jax.device_get([self._evaluate(params, batch) for batch in self._held_out])
         return {name: float(np.mean([each[name] for each in found])) for name in found[0] if name != "weight"}
 
+    def gradient_norm(self, state: sk.TrainState) -> float:
+        """The global norm of the gradients of the step that gave a state, before they were clipped."""
+        return float(next(each.norm for each in jax.tree.leaves(state.opt_state, is_leaf=_is_norm) if _is_norm(each)))
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of a step, whose number is counted from 1."""
+        return float(rate_of(self.options, 0)(step - 1))
+
     def triage(self, error: sk.NonFiniteError, batch: Any) -> sk.runtime.TriageReport:
         """Repeats the step that failed: which values are not finite, and where."""
         return self._triage(error.state._replace(step=error.state.step - 1), batch)
@@ -102,11 +112,30 @@ class CommandRun:
         return settings_of(self.options, self.config)
 
 
-def plain(value: Any) -> Any:
-    """An option as a JSON value."""
-    if isinstance(value, tuple):
-        return [plain(v) for v in value]
-    return value if isinstance(value, bool | int | float | str | None) else str(value)
+class Norm(NamedTuple):
+    """The state of `_norm_noted`.
+
+    Attributes:
+        norm: float32[], the global norm of the gradients.
+    """
+
+    norm: jax.Array
+
+
+def _is_norm(x: Any) -> bool:
+    return isinstance(x, Norm)
+
+
+def _norm_of(tree: Any) -> jax.Array:
+    return jnp.sqrt(sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)), jnp.float32(0)))
+
+
+def _norm_noted() -> optax.GradientTransformation:
+    """Passes gradients on, and keeps their global norm in the optimizer's state."""
+    return optax.GradientTransformation(
+        lambda params: Norm(jnp.zeros((), jnp.float32)),
+        lambda grads, state, params=None: (grads, Norm(_norm_of(grads))),
+    )
 
 
 def rate_of(o: Any, began: int) -> Any:
@@ -124,4 +153,5 @@ def _optimizer(o: Any, began: int) -> Any:
         "sgd": lambda: optax.sgd(rate, momentum=0.9),
     }
     chosen = optimizers[o.optimizer]()
-    return optax.chain(optax.clip_by_global_norm(o.clip), chosen) if o.clip > 0 else chosen
+    clipped = (optax.clip_by_global_norm(o.clip),) if o.clip > 0 else ()
+    return optax.chain(_norm_noted(), *clipped, chosen)

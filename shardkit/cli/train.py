@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_lib
 import tempfile
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -14,15 +13,21 @@ from rich.console import Console
 
 import shardkit as sk
 from shardkit import viz
+from shardkit._check import counted
 from shardkit.cli.curve import losses, picture
+from shardkit.cli.display import Display
 from shardkit.cli.loop import Trained, loop
+from shardkit.cli.output import console
 from shardkit.cli.pictures import check_picture
 from shardkit.cli.pipelines import plain_loss
 from shardkit.cli.plans import mesh_words
 from shardkit.cli.resuming import Resumed, first_state, resumed
-from shardkit.cli.run import CommandRun, config_of, mesh_of, plain, settings_of
+from shardkit.cli.run import CommandRun, config_of, mesh_of, settings_of
 from shardkit.cli.train_options import Options, check
+from shardkit.cli.trainlog import TrainLog, train_log
 from shardkit.cli.verify import Differences, verify
+
+_POINTS = 8  # of a loss curve, for a picture that shows more than its numbers
 
 
 def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
@@ -30,22 +35,33 @@ def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     check(options)
     check_picture("train", options.output)
     cluster = sk.runtime.initialize()
-    many = cluster.processes > 1
-    console = Console(soft_wrap=True, highlight=False, quiet=not cluster.is_master)
+    many, writes = cluster.processes > 1, cluster.is_master
+    here = console(quiet=not writes)
     mesh = mesh_of("train", options.mesh, many=many)
     config = config_of(options, mesh.shape)
     with _checkpoints(options) as checkpoints:
         resume = resumed(settings_of(options, config), options, checkpoints)
-        run = CommandRun(options, mesh, config, resume.began if resume else 0)
-        state, resume = first_state(run, checkpoints, resume)
-        first = resume.first if resume else 0
-        guard = _guard(run, first) if many else None
-        differences = _introduce(run, state, resume, console)
-        if first < options.steps:
-            trained = loop(run, state, first, guard, checkpoints, console)
-        else:
-            trained = Trained(state, validation_loss=_result(run, state, resume))
-    return _summary(run, trained, differences, console, writes=cluster.is_master)
+        with Display(here, resume.first if resume else 0, options.steps) as display:
+            with display.building("initial state") if display.moves else nullcontext():
+                run = CommandRun(options, mesh, config, resume.began if resume else 0)
+                state, resume = first_state(run, checkpoints, resume)
+            first = resume.first if resume else 0
+            ended = first >= options.steps
+            file = None if ended and options.json and options.json.exists() else options.json  # it keeps its results
+            guard = _guard(run, first) if many else None
+            with train_log(file, options.tensorboard, writes=writes, resumes=resume is not None) as log:
+                log.begin(**_description(run, state, first))
+                try:
+                    differences = _introduce(run, state, resume, display, log)
+                    if not ended:
+                        trained = loop(run, state, first, guard, checkpoints, display, log)
+                    else:
+                        trained = Trained(state, validation_loss=_result(run, state, resume))
+                except KeyboardInterrupt:
+                    here.print(_kept(options, checkpoints))
+                    raise
+                log.row("end", **_results(run, trained, differences))
+        return _summary(run, trained, differences, here, checkpoints)
 
 
 def _result(run: CommandRun, state: sk.TrainState, resume: Resumed | None) -> float:
@@ -76,77 +92,104 @@ def _checkpoints(options: Options) -> Any:
     return sk.runtime.Checkpoints(options.checkpoint, keep=options.keep, best="validation_loss")
 
 
-def _introduce(run: CommandRun, state: sk.TrainState, resume: Resumed | None, console: Console) -> Differences | None:
+def _description(run: CommandRun, state: sk.TrainState, first: int) -> dict[str, Any]:
+    return {
+        "first_step": first + 1,
+        "mesh": mesh_words(run.options.mesh),
+        "plan": run.plan,
+        "pipeline": run.pipeline,
+        "parameters": sum(x.size for x in jax.tree.leaves(state.params)),
+        "held_bytes_per_device": sk.bytes_per_device(state),
+        "options": asdict(run.options),
+    }
+
+
+def _introduce(
+    run: CommandRun, state: sk.TrainState, resume: Resumed | None, display: Display, log: TrainLog
+) -> Differences | None:
     """Prints the mesh, plan and data; with --verify, compares the first steps with one device."""
-    options, mesh = run.options, run.mesh
+    options, mesh, tell = run.options, run.mesh, display.console.print
     size = sum(x.size for x in jax.tree.leaves(state.params))
-    console.print(sk.describe(mesh))
+    tell(sk.describe(mesh))
     if mesh.devices.flat[0].platform == "cpu":
-        console.print(
-            "[dim]simulated CPU devices share this machine's cores: the speed means nothing, the numbers do.[/dim]"
-        )
+        said = "simulated CPU devices share this machine's cores: the speed means nothing, the numbers do."
+        tell(said, style="dim")
     held = sk.bytes_per_device(state)
     whole = sum(x.nbytes for x in jax.tree.leaves(state) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))
     beside = f" (data parallelism: {whole:,})" if held < 0.99 * whole else ""
-    console.print(f"plan: {run.plan}; {size:,} parameters; {held:,} bytes of state on each device{beside}")
+    tell(f"plan: {run.plan}; {size:,} parameters; {held:,} bytes of state on each device{beside}")
     if run.pipeline:
-        console.print(f"pipeline: {run.pipeline}")
+        tell(f"pipeline: {run.pipeline}")
     text = run.text
-    console.print(f"text: {text.source}, {text.train.size:,} bytes to train on, {text.validation.size:,} held out")
+    tell(f"text: {text.source}, {text.train.size:,} bytes to train on, {text.validation.size:,} held out")
     if resume:
         then = "already finished"
         if resume.first < options.steps:
             changes = f" with {', '.join(resume.changes)}" if resume.changes else ""
             anew = "; the optimizer's state begins anew" if resume.anew else ""
             then = f"resuming{changes}{anew}"
-        console.print(f"checkpoint: step {resume.first} of {options.checkpoint}; {then}")
+        tell(f"checkpoint: step {resume.first} of {options.checkpoint}; {then}")
     elif options.init_from:
-        console.print(f"parameters: those of {options.init_from}; the optimizer starts from step 0")
+        tell(f"parameters: those of {options.init_from}; the optimizer starts from step 0")
 
     if not options.verify:
         return None
     if resume:
-        console.print("verify: skipped, because a resumed run does not start from step 0")
+        tell("verify: skipped, because a resumed run does not start from step 0")
         return None
     one_device = plain_loss(run.config, options, mesh.shape, run.pipeline)
-    differences = verify(one_device, run, state, options.verify)
-    console.print(f"verify: {differences}")
+    with display.building(f"verify, {counted(options.verify, 'step')} on the mesh and on one device"):
+        differences = verify(one_device, run, state, options.verify)
+    tell(f"verify: {differences}")
+    log.row("verify", **differences._asdict())
     return differences
 
 
-def _summary(
-    run: CommandRun, trained: Trained, differences: Differences | None, console: Console, *, writes: bool
-) -> int:
-    o = run.options
-    curve, steps = trained.curve, int(trained.state.step)
-    validations = [p.validation_loss for p in curve if p.validation_loss is not None]
-    validations += [] if trained.validation_loss is None else [trained.validation_loss]
-    speed = run.tokens_per_second(trained.steps, trained.seconds)
-    results: dict[str, Any] = {
-        "train_loss": curve[-1].train_loss if curve else None,
-        "validation_loss": validations[-1] if validations else None,
-        "steps": steps,
+def _results(run: CommandRun, trained: Trained, differences: Differences | None) -> dict[str, Any]:
+    curve, held = trained.curve, _validations(trained)
+    return {
+        "step": int(trained.state.step),
         "ended": trained.end.reason,
-        "tokens_per_second": speed,
+        "exit_code": trained.end.code,
+        "train_loss": curve[-1].train_loss if curve else None,
+        "validation_loss": held[-1] if held else None,
+        "tokens_per_second": run.tokens_per_second(trained.steps, trained.seconds) or None,
         "held_bytes_per_device": sk.bytes_per_device(trained.state),
         "verify_loss_difference": differences.loss if differences else None,
         "verify_parameter_difference": differences.parameters if differences else None,
-        "mesh": mesh_words(o.mesh),
-        "pipeline": str(run.pipeline) if run.pipeline else None,
-        "options": {name: plain(value) for name, value in asdict(o).items()},
-        "curve": [p._asdict() for p in curve],
     }
-    if o.json and writes and (curve or not o.json.exists()):  # a finished run keeps its results
-        o.json.parent.mkdir(parents=True, exist_ok=True)
-        o.json.write_text(json_lib.dumps(results, indent=1) + "\n")
-    if o.output and writes and curve:
-        viz.losses(losses(curve), output=o.output)
-    if len(curve) > 1:
-        console.print(picture(curve, color=console.color_system is not None))
-    time = f", {trained.seconds:.0f} s, {speed:,.0f} tokens/s" if curve else ""
-    console.print(f"{trained.end.reason}: {steps} steps{time}")
-    if validations:
-        console.print(f"validation loss {validations[-1]:.3f} nats per byte on held-out text")
+
+
+def _validations(trained: Trained) -> list[float]:
+    held = [p.validation_loss for p in trained.curve if p.validation_loss is not None]
+    return held + ([] if trained.validation_loss is None else [trained.validation_loss])
+
+
+def _summary(
+    run: CommandRun, trained: Trained, differences: Differences | None, here: Console, checkpoints: Any
+) -> int:
+    curve, held, steps = trained.curve, _validations(trained), int(trained.state.step)
+    if run.options.output and curve and not here.quiet:
+        viz.losses(losses(curve), output=run.options.output)
+    if len(curve) >= _POINTS:
+        here.print(picture(curve, color=here.color_system is not None))
+    time = f", {trained.seconds:.0f} s" if trained.steps else ""
+    time += f", {run.tokens_per_second(trained.steps, trained.seconds):,.0f} tokens/s" if trained.seconds else ""
+    here.print(f"{trained.end.reason}: {counted(steps, 'step')}{time}")
+    if trained.end.code:
+        here.print(_kept(run.options, checkpoints))
+    if held:
+        here.print(f"validation loss {held[-1]:.3f} nats per byte on held-out text")
     if differences:
-        console.print(f"verify: {differences}")
+        here.print(f"verify: {differences}")
     return trained.end.code
+
+
+def _kept(options: Options, checkpoints: Any) -> str:
+    """What is left of a run that ended early, and how to go on with it."""
+    if checkpoints is None:
+        return "nothing was saved; with --checkpoint DIRECTORY a run is saved, and the same command resumes it"
+    step = checkpoints.latest_step()
+    if step is None:
+        return f"nothing was saved yet in {options.checkpoint}; the same command starts from step 0"
+    return f"step {step} is saved in {options.checkpoint}; the same command resumes from there"

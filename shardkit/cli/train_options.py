@@ -25,7 +25,7 @@ GROUPS = {
     "tensor parallelism": ("sequence", "impl"),
     "pipeline": ("schedule", "microbatches", "chunks", "mode", "recompute"),
     "optimizer": ("optimizer", "learning_rate", "weight_decay", "clip", "nonfinite"),
-    "what is measured": ("evaluate_every", "compare_replicas", "verify", "json", "output"),
+    "what is measured": ("log_every", "json", "tensorboard", "output", "evaluate_every", "compare_replicas", "verify"),
     "checkpoints": ("checkpoint", "checkpoint_every", "keep", "damaged", "change", "init_from"),
     "several processes": ("deadline", "flight"),
 }
@@ -48,7 +48,7 @@ class Options:
     expert: experts; stage: layers, as a pipeline."""
     data: tuple[Path, ...] = ()
     """Text files or directories of them; by default the source of the Python standard library."""
-    steps: int = 300
+    steps: int = 150
     """Optimizer steps."""
     batch: int = 32
     """Global batch size: examples per step, over all devices and microbatches."""
@@ -105,6 +105,8 @@ class Options:
     """If the loss or a gradient is not finite: take the step, skip it, or stop."""
     seed: int = 0
     """Seed of the parameters, dropout and batches."""
+    log_every: int = 10
+    """Steps between rows of --json and --tensorboard, and between lines in a pipe."""
     evaluate_every: int = 50
     """Steps between evaluations of the validation loss."""
     compare_replicas: int = 0
@@ -130,13 +132,15 @@ class Options:
     output: Path | None = None
     """Write the picture of the losses to this .png or .svg file; needs the extra [viz]."""
     json: Json = None
-    """Write the results to this JSON file."""
+    """Write a JSON line for each logged step, and for what else happens, as it happens; with - to standard output."""
+    tensorboard: Path | None = None
+    """Directory for TensorBoard's files; needs the extra [tensorboard]."""
 
 
 # The smallest value of each option.
 _AT_LEAST = {
     **dict.fromkeys(("steps", "batch", "length", "accumulate", "layers", "dim", "heads", "kv_heads", "hidden"), 1),
-    **dict.fromkeys(("top_k", "microbatches", "chunks", "evaluate_every", "checkpoint_every", "keep"), 1),
+    **dict.fromkeys(("top_k", "microbatches", "chunks", "log_every", "evaluate_every", "checkpoint_every", "keep"), 1),
     **dict.fromkeys(("experts", "seed", "verify", "compare_replicas", "clip", "weight_decay", "dropout"), 0),
 }
 _ABOVE_ZERO = ("learning_rate", "deadline", "capacity")

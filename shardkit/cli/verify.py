@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +36,9 @@ class Differences(NamedTuple):
         )
 
 
-def verify(loss_fn: Any, run: CommandRun, state: sk.TrainState, steps: int) -> Differences:
+def verify(
+    loss_fn: Any, run: CommandRun, state: sk.TrainState, steps: int, taken: Callable[[int], None] = lambda number: None
+) -> Differences:
     """Takes `steps` steps from `state` on its mesh and on one device, and compares them; `state` stays valid.
 
     Args:
@@ -43,6 +46,7 @@ def verify(loss_fn: Any, run: CommandRun, state: sk.TrainState, steps: int) -> D
         run: the step and its batches.
         state: the initial state of both.
         steps: the number of steps. The loss scale of "fp16" is left out on one device.
+        taken: called before each step with its number, counted from 1.
     """
     compute, optimizer = precision_of(run.options.precision).compute, run.optimizer
 
@@ -63,6 +67,7 @@ def verify(loss_fn: Any, run: CommandRun, state: sk.TrainState, steps: int) -> D
     state = jax.tree.map(jnp.copy, state)  # the step donates its state
     worst = 0.0
     for index in range(steps):
+        taken(index + 1)
         batch = run.plain_batch(index)
         count = jax.tree.leaves(batch)[0].shape[0]
         keys = sk.example_keys(sk.step_key(key, index), count)

@@ -1,7 +1,5 @@
 """`shardkit train` with an axis "stage", as a user runs it."""
 
-import json
-
 import pytest
 import tyro
 
@@ -9,7 +7,7 @@ from shardkit import schedules
 from shardkit.cli.pipelines import pipeline_of
 from shardkit.cli.plans import mesh_words
 from shardkit.cli.train import Options
-from support.commands import SMALL, deep
+from support.commands import SMALL, deep, rows
 
 TINY = [*SMALL, "--layers", 4, "--kv-heads", 1]
 
@@ -21,7 +19,7 @@ def trained(inside, corpus, tmp_path):
     def run(*words):
         out = tmp_path / "run.json"
         done = inside("train", *TINY, *words, "--data", corpus, "--steps", 3, "--verify", 3, "--json", out)
-        results = json.loads(out.read_text())
+        results = rows(out)[-1] | {"pipeline": rows(out, "run")[0]["pipeline"]}
         assert results["verify_loss_difference"] < 1e-5 and results["verify_parameter_difference"] < 1e-5
         assert f"\npipeline: {results['pipeline']}\n" in done.stdout
         return results

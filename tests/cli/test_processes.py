@@ -1,6 +1,5 @@
 """`shardkit train` over several processes: the numbers of one process, going on after any end, and agreeing on one."""
 
-import json
 import os
 import signal
 import subprocess
@@ -13,7 +12,7 @@ import shardkit as sk
 from shardkit.cli import loop, train
 from shardkit.cli.run import CommandRun
 from shardkit.runtime.monitor import client
-from support.commands import environment
+from support.commands import environment, rows
 
 SMALL = ["--layers", "1", "--dim", "32", "--heads", "2", "--length", "32", "--batch", "8", "--evaluate-every", "1000"]
 
@@ -44,7 +43,7 @@ def alone(inside, corpus):
 
 
 def losses(folder):
-    return {point["step"]: point["train_loss"] for point in json.loads((folder / "out.json").read_text())["curve"]}
+    return {row["step"]: row["loss"] for row in rows(folder / "out.json", "step")}
 
 
 @pytest.mark.deep

@@ -1,45 +1,48 @@
 """`shardkit train` as a user runs it."""
 
-import json
 import re
 import signal
 import subprocess
 
 import pytest
 
-from support.commands import SMALL, command, deep, environment, run
+from shardkit.cli.output import SCHEMA
+from shardkit.cli.run import rate_of
+from shardkit.cli.train import Options
+from support.commands import SMALL, command, deep, environment, rows, run
+
+
+def rate(count):
+    return float(rate_of(Options(steps=8), 0)(count))
 
 
 def test_train_prints_a_summary_and_writes_the_results(corpus, tmp_path):
     out = tmp_path / "results" / "run.json"
-    done = run(
-        "train",
-        "data=4",
-        "--data",
-        corpus,
-        "--steps",
-        8,
-        "--verify",
-        2,
-        "--json",
-        out,
-        *SMALL,
-        "--output",
-        tmp_path / "a.svg",
-    )
+    words = ["--steps", 8, "--log-every", 4, "--verify", 2, "--json", out, "--output", tmp_path / "a.svg"]
+    done = run("train", "data=4", "--data", corpus, *words, *SMALL)
     assert "validation - training" in (tmp_path / "a.svg").read_text()
-    results = json.loads(out.read_text())
-    assert results["steps"] == 8 and results["ended"] == "done" and results["mesh"] == {"data": 4}
+    first, *_, results = rows(out)
+    assert first["row"] == "run" and first["mesh"] == {"data": 4} and first["device"]["count"] == 4
+    assert first["options"]["batch"] == 16 and first["schema"] == SCHEMA
+    assert results["row"] == "end" and results["step"] == 8 and results["ended"] == "done"
+    logged = rows(out, "step")
+    assert [row["step"] for row in logged] == [1, 4, 8]
+    assert logged[0]["tokens_per_second"] is None and all(row["tokens_per_second"] > 0 for row in logged[1:])
+    assert all(0.1 < row["gradient_norm"] < 100 for row in logged)
+    assert [row["learning_rate"] for row in logged] == pytest.approx([0, rate(3), rate(7)])
+    assert 0 < logged[0]["seconds"] < logged[1]["seconds"] < logged[2]["seconds"]
+    assert [row["step"] for row in rows(out, "evaluation")] == [4, 8]
+    assert rows(out, "verify")[0]["steps"] == 2 and logged[-1]["loss"] == results["train_loss"]
     assert 3 < results["validation_loss"] < 6 and 3 < results["train_loss"] < 6
     assert results["tokens_per_second"] > 0
     assert results["verify_loss_difference"] < 1e-5 and results["verify_parameter_difference"] < 1e-4
     assert results["held_bytes_per_device"] > 3 * 4 * 256 * 32
-    assert results["curve"][-1]["step"] == 8
     for line in (
         "mesh data=4: 4 cpu devices, 1 process",
         "plan: dp('data'); ",
         "verify: after 2 steps the loss differs from one device's by ",
         "step 4: loss ",
+        "first step: tracing and compiling ...\n",
         "done: 8 steps, ",
         "nats per byte on held-out text",
     ):
@@ -54,7 +57,7 @@ def test_two_meshes_give_the_same_numbers(inside, corpus, tmp_path):
     for words in (["data=1"], ["data=2", "--accumulate", "4"]):
         out = tmp_path / f"{words[0]}.json"
         inside("train", *words, "--data", corpus, "--steps", 4, "--json", out, "--dropout", 0.1, *SMALL)
-        results.append(json.loads(out.read_text()))
+        results.append(rows(out)[-1])
     for name in ("train_loss", "validation_loss"):
         assert results[0][name] == pytest.approx(results[1][name], rel=1e-5)
 
@@ -70,6 +73,8 @@ def test_interrupting_ends_with_a_summary(corpus):
         rest = child.stdout.read()
         assert child.wait(timeout=60) == 130
     assert "interrupted after step" in rest and "validation loss" in rest
+    assert "stopping after this step; Ctrl-C again stops at once" in rest
+    assert "nothing was saved; with --checkpoint DIRECTORY a run is saved, and the same command resumes it" in rest
     assert "Traceback" not in rest
 
 
@@ -129,7 +134,7 @@ def test_sharded_state_trains_to_one_devices_numbers_and_says_what_it_holds(
 ):  # proves S67
     out = tmp_path / "run.json"
     done = inside("train", *words, "--data", corpus, "--steps", 4, "--verify", 2, "--json", out, *SMALL)
-    results = json.loads(out.read_text())
+    results = rows(out)[-1]
     assert results["verify_loss_difference"] < 1e-5 and results["verify_parameter_difference"] < 1e-4
     held, whole = re.search(
         r"([\d,]+) bytes of state on each device \(data parallelism: ([\d,]+)\)", done.stdout
@@ -152,5 +157,5 @@ INSIDE = [
 def test_models_split_inside_a_layer_train_to_one_devices_numbers(words, inside, corpus, tmp_path):  # proves S75, F25
     out = tmp_path / "run.json"
     inside("train", *SMALL, *words, "--data", corpus, "--steps", 2, "--verify", 2, "--json", out)
-    results = json.loads(out.read_text())
+    results = rows(out)[-1]
     assert results["verify_loss_difference"] < 1e-5 and results["verify_parameter_difference"] < 1e-4

@@ -13,6 +13,7 @@ from shardkit.cli.resuming import first_state, resumed
 from shardkit.cli.run import CommandRun, config_of, rate_of, settings_of
 from shardkit.cli.train import Options
 from shardkit.runtime import Checkpoints, llama_names, save_params
+from support.commands import rows
 
 SIZES = {"layers": 1, "dim": 8, "heads": 2, "hidden": 8, "length": 16, "batch": 8, "steps": 2}
 TINY = [word for name, size in SIZES.items() for word in (f"--{name}", size)]
@@ -35,7 +36,7 @@ def test_a_saved_run_is_evaluated_sampled_and_asked_again(inside, corpus, tmp_pa
     saved, out = tmp_path / "run", tmp_path / "run.json"
     train = ["train", "fsdp=2", "--data", corpus, "--checkpoint", saved, *TINY]
     first = inside(*train, "--json", out)
-    loss = json.loads(out.read_text())["validation_loss"]
+    loss = rows(out)[-1]["validation_loss"]
 
     done = inside("evaluate", saved, "data=2", "--json", tmp_path / "evaluated.json")
     (found,) = json.loads((tmp_path / "evaluated.json").read_text())["rows"]
@@ -50,7 +51,7 @@ def test_a_saved_run_is_evaluated_sampled_and_asked_again(inside, corpus, tmp_pa
     assert f"checkpoint: step 2 of {saved}; already finished\ndone: 2 steps\n" in again.stdout
     last = f"validation loss {loss:.3f} nats per byte on held-out text"
     assert first.stdout.splitlines()[-1] == again.stdout.splitlines()[-1] == last
-    assert json.loads((tmp_path / "again.json").read_text())["validation_loss"] == loss
+    assert rows(tmp_path / "again.json")[-1]["validation_loss"] == loss
 
     none = tmp_path / "none"
     for command in ("evaluate", "sample"):

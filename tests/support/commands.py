@@ -1,8 +1,10 @@
 """The `shardkit` command in a process of its own, with a small model to train."""
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +25,12 @@ def environment():
 
 def command(*words):
     return [sys.executable, "-m", "shardkit", *map(str, words)]
+
+
+def rows(file, kind=None):
+    """The rows of a kind, by default all, in what `train --json` wrote."""
+    found = [json.loads(line) for line in Path(file).read_text().splitlines()]
+    return [row for row in found if kind in (None, row["row"])]
 
 
 def run(*words, code=0):
