@@ -20,6 +20,7 @@ from shardkit.viz.bars import size, stacked
 from shardkit.viz.panels import Bar, Line
 from shardkit.viz.style import INK, SMALL, file_of, look, page, saved, stroked
 
+_FAR = 4.0  # times the longest bar, up to which a limit is drawn
 # Each has one look in all pictures.
 KINDS = ("parameters", "optimizer", "gradients", "activations", "temporaries", "arguments", "results", "program")
 
@@ -37,7 +38,7 @@ def memory(memory: Any, *, state: Any = None, limit: float | None = None, output
             a mapping of "parameters", "optimizer", "gradients", "activations", "temporaries" or other words to bytes;
             several of them by name are drawn one below the other.
         state: the TrainState that is an argument of the compiled step; `init.abstract(params)` is enough.
-        limit: bytes of a device, which a line marks; None: that of the reports.
+        limit: bytes of a device, which a line marks where the bars are not short beside it; None: that of the reports.
         output: a .png or .svg to write; missing directories are created. The same memory gives the same bytes.
 
     Returns:
@@ -57,15 +58,19 @@ def memory(memory: Any, *, state: Any = None, limit: float | None = None, output
     bars = [Bar(name, kind, value) for name, own in several.items() for kind, value in own.items() if value > 0]
     reports = [each for each in _several(memory).values() if isinstance(each, Report)]
     mark = limit if limit is not None else max((each.available for each in reports), default=None)
+    sizes = {name: sum(own.values()) for name, own in several.items()}
+    note = "; ".join(f"{name} {size(held)}".strip() for name, held in sizes.items())
+    note += "" if mark is None else f" of {size(mark)}"
+    drawn = mark is not None and mark <= _FAR * max(sizes.values(), default=0.0)
     with look():
         picture = stacked(
             "memory of a device",
-            "; ".join(f"{name} {size(sum(own.values()))}".strip() for name, own in several.items()),
+            note,
             bars,
             [*KINDS, *dict.fromkeys(bar.kind for bar in bars if bar.kind not in KINDS)],
             across="bytes per device",
             nothing="nothing",
-            limit=None if mark is None else (mark, f"{size(mark)} on a device"),
+            limit=(mark, f"{size(mark)} on a device") if mark is not None and drawn else None,
         )
         return saved(picture, path)
 

@@ -22,8 +22,9 @@ RGB = tuple[float, float, float]
 
 # No text on a color is PAPER or INK, which change places in the dark.
 PAPER, INK, MUTED, GRID, AREA = "#ffffff", "#1b1f24", "#57606a", "#dcdfe3", "#9ea4ab"
-SERIES = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#7f868d")
-HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "++++", "oooo")
+SERIES = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#7f868d", "#3b4148")
+# Of straight lines alone: dots and rings make an .svg ten times as large.
+HATCHES = ("", "////", "||||", "xxxx", "\\\\\\\\", "----", "++++", "//")
 _MARKERS, _DASHES = "os^Dv<>P*X", ("-", "--", "-.", ":")
 # Four of them that also differ in grayscale.
 OPS = {"F": (0.0, 0.267, 0.533), "B": (0.835, 0.369, 0.0), "I": (0.902, 0.624, 0.0), "W": (0.0, 0.62, 0.451)}
@@ -38,6 +39,7 @@ DARK = {
     GRID: "#353c44",
     "#0072b2": "#2b8bd6",
     "#004488": "#2f78c4",
+    "#3b4148": "#c9d0d8",
 }
 
 # Points: a title, text, and the smallest text beside and on marks.

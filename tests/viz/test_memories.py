@@ -29,6 +29,15 @@ def test_the_parts_of_a_report_add_up_to_its_peak():
     assert sum(found.values()) == HELD.peak
     limit = next(line for line in viz.memory(report()).axes[0].lines if line.get_gid() == "limit")
     assert list(limit.get_xdata()) == [4096, 4096]
+    assert viz.memory(report()).texts[1].get_text() == "1.514 KiB of 4 KiB"
+
+
+def test_a_limit_far_away_is_told_and_leaves_the_bars_their_length():
+    """It alone finds bars that nobody can see beside the memory of a whole chip."""
+    picture = viz.memory(report(limit=2**34))
+    assert not [line for line in picture.axes[0].lines if line.get_gid() == "limit"]
+    assert picture.axes[0].get_xlim()[1] == HELD.peak
+    assert picture.texts[1].get_text() == "1.514 KiB of 16 GiB"
 
 
 def test_the_state_is_told_apart_from_the_other_arguments():
@@ -44,7 +53,7 @@ def test_stages_of_zero_by_kind():
     found = bars(picture)
     for name, each in stages.items():
         assert {kind: found[f"{name}, {kind}"] for kind in each._fields} == each._asdict()
-    assert {patch.get_hatch() for patch in picture.axes[0].patches if patch.get_gid()} == {"", "////", "...."}
+    assert {patch.get_hatch() for patch in picture.axes[0].patches if patch.get_gid()} == {"", "////", "||||"}
     assert [label.get_text() for label in picture.axes[0].get_yticklabels()] == list(stages)
 
 

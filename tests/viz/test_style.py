@@ -57,8 +57,8 @@ def test_text_and_lines_stand_out_on_the_paper(dark):
 
 
 def test_bars_and_lines_differ_without_color():
-    assert len({style.filled(i)["hatch"] for i in range(7)}) == 7
-    assert len({style.filled(i)["facecolor"] for i in range(7)}) == 7
+    assert len({style.filled(i)["hatch"] for i in range(8)}) == 8
+    assert len({style.filled(i)["facecolor"] for i in range(8)}) == 8
     assert len({(style.stroked(i)["marker"], style.stroked(i)["linestyle"]) for i in range(20)}) == 20
 
 

@@ -56,6 +56,17 @@ def test_collectives_of_one_axis_stand_one_after_the_other():
     assert axes.get_xlabel() == "bytes that one device sends per step"
 
 
+def test_a_collective_in_a_loop_counts_as_often_as_it_runs():
+    """It alone finds bars of single executions."""
+
+    def kernel(x):
+        return jax.lax.scan(lambda x, _: (sk.vary(sk.all_reduce(x, "data"), "data"), None), x, length=5)[0]
+
+    f = jax.shard_map(kernel, mesh=MESH, in_specs=P("data"), out_specs=P("data"))
+    found = sk.census(f, jax.ShapeDtypeStruct((8,), jnp.float32))
+    assert widths(viz.census(found)) == {"data=2, all_reduce": 5 * 16.0}
+
+
 def test_several_censuses_are_told_apart_by_name():
     drawn = widths(viz.census({"three": counted(3), "one": counted(1)}))
     assert drawn["three: model=4, all_reduce"] == pytest.approx(3 * drawn["one: model=4, all_reduce"])

@@ -6,10 +6,10 @@ import json
 import pytest
 
 from shardkit.analysis.hlo import proto
-from shardkit.analysis.hlo.collectives import collectives_of, total_work
-from shardkit.analysis.hlo.compute import Clock
+from shardkit.analysis.hlo.collectives import Cover, Reader, Step, _Slot, collectives_of, total_work
+from shardkit.analysis.hlo.compute import Clock, Work
 from shardkit.analysis.hlo.time_model import clock_of
-from shardkit.analysis.hlo.timeline import Span, Timeline, _repeated, timeline_of
+from shardkit.analysis.hlo.timeline import Span, Timeline, _collective, _repeated, timeline_of
 from shardkit.cost import chip
 from support.recorded.record import HERE, load
 
@@ -69,6 +69,24 @@ def test_no_two_spans_of_a_lane_overlap_and_compute_waits_for_what_is_exposed(fi
         assert not any(wait.start + small < span.end and span.start + small < wait.end for wait in exposed)
     assert max(span.end for span in line.spans) == pytest.approx(line.seconds)
     assert sum(s.seconds for s in lanes["compute"]) + sum(s.seconds for s in exposed) == pytest.approx(line.seconds)
+
+
+def test_collectives_that_share_a_cover_run_one_after_the_other():
+    """It alone finds two drawn at the same time on the same links, beside the same compute."""
+    module, sizes, clock = read("fsdp_tp-v5e_2x4-jax0.10.json.gz")
+    reader = Reader(module, sizes, clock._replace(wire=lambda kind, groups, sent: 1.5))
+    found = next(
+        each
+        for computation in module.computations.values()
+        for instruction in computation.instructions.values()
+        if (each := reader.pairs.collective_of(computation, instruction))
+    )
+    window = [_Slot(3, Work(1, 1, 1.0)), _Slot(4, Work(1, 1, 1.0))]
+    first, second = (Step(found.carrier, Work(), *reader._row(found, 1, "", window)) for _ in range(2))
+    assert first.covers == (Cover(3, 0.0, 1.0), Cover(4, 0.0, 0.5)) and second.covers == (Cover(4, 0.5, 0.5),)
+    begins = [0.0, 0.0, 0.0, 10.0, 20.0]
+    times = [[(span.start, span.end, span.exposed) for span in _collective(s, begins, 21.0)] for s in (first, second)]
+    assert times == [[(10.0, 11.0, False), (20.0, 20.5, False)], [(20.5, 21.0, False), (21.0, 22.0, True)]]
 
 
 def test_a_hidden_collective_runs_between_its_start_and_its_end():
