@@ -13,6 +13,7 @@ SECTIONS: Mapping[str, list[str]] = {
     "How to": [
         "howto/choose_a_plan.md",
         "howto/choose_a_schedule.md",
+        "howto/choose_collectives.md",
         "howto/run_a_pipeline.md",
         "howto/split_a_layer.md",
         "howto/compile_for_absent_chips.md",
