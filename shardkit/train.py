@@ -185,6 +185,9 @@ def make_train_step(
         layouts = plan.layouts(state.params, mesh)
         check_held("step: the parameters", state.params, map_layouts(Layout.at_rest, layouts), mesh)
         rest = map_layouts(lambda layout: layout.rest, layouts)
+        at_rest = shardings(mesh, map_layouts(Layout.at_rest, layouts))
+        if steps:  # else the partitioner splits what a loop carries as the optimizer does, and gathers it in each step
+            state = state._replace(params=jax.lax.with_sharding_constraint(state.params, at_rest))
         update = map_layouts(lambda layout: layout.update, layouts)
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
         owed = residual_specs(state.residuals, state.params, mesh, plan)
@@ -223,8 +226,7 @@ def make_train_step(
         if rest != update:
             params = shard_map(lambda p: to_rest(p, layouts), in_specs=(update,), out_specs=rest)(params)
             if plan.automatic:
-                held = map_layouts(Layout.at_rest, layouts)
-                params = jax.lax.with_sharding_constraint(params, shardings(mesh, held))
+                params = jax.lax.with_sharding_constraint(params, at_rest)
         if state.loss_scale:
             metrics["loss_scale"] = scale
         kept = carried.updated(carry, metrics, params) if carry else state.carried

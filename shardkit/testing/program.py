@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from shardkit._kinds import Optimizer
@@ -81,8 +82,8 @@ class Taken(NamedTuple):
 
     Attributes:
         metrics: by name.
-        grads: the gradients that the optimizer got; None if the step records none.
-        params: the parameters after it.
+        grads: the gradients that the optimizer got; None if the step records none, or if it is not the last of a call.
+        params: the parameters after it; None if it is not the last of a call.
         compiled: programs that the backend compiled during the call.
     """
 
@@ -148,8 +149,13 @@ class Program:
 
         Raises:
             TypeError: a step that is neither.
-            ValueError: a mesh of more devices than there are.
+            ValueError: a mesh of more devices than there are, or steps per call that do not divide the batches.
         """
+        if row.steps is not None and (row.steps < 1 or len(batches) % row.steps):
+            raise ValueError(
+                f"prove: steps must be 1 or more and divide the number of batches; got steps={row.steps} and "
+                f"{len(batches)} batches. Pass as many batches as the calls have steps."
+            )
         row = row._replace(optimizer=recording(row.optimizer or optimizer), grad_fn=row.grad_fn or _grad_fn(step))
         mesh = mesh or mesh_of(row)
         if row.grad_fn is None:
@@ -159,7 +165,7 @@ class Program:
         else:
             grad_fn = _scaled(row.grad_fn)
             row = row._replace(grad_fn=grad_fn)
-            names = ("accumulate", "precision", "nonfinite", "deterministic", "manual")
+            names = ("accumulate", "precision", "nonfinite", "deterministic", "manual", "steps")
             options: dict[str, Any] = {name: getattr(row, name) for name in names}
             built = make_train_step(grad_fn, row.optimizer, mesh=mesh, plan=row.plan, **options)
             plan = arranged(row.plan, grad_fn, row.deterministic or row.accumulate)
@@ -171,14 +177,22 @@ class Program:
         return self.init(self.params, self.key)
 
     @cached_property
+    def calls(self) -> Sequence[Any]:
+        """The batch of each call of the step."""
+        if self.row.steps is None:
+            return self.batches
+        firsts = range(0, len(self.batches), self.row.steps)
+        return [jax.tree.map(_stacked, *self.batches[i : i + self.row.steps]) for i in firsts]
+
+    @cached_property
     def shapes(self) -> tuple[TrainState, Any]:
         """The arguments of a step as shapes, dtypes and layouts."""
-        return jax.tree.map(_described, (self.start, self.batches[0]))
+        return jax.tree.map(_described, (self.start, self.calls[0]))
 
     @cached_property
     def traced(self) -> Any:
         """The traced step (`jax.stages.Traced`)."""
-        return self.step.trace(self.start, self.batches[0])
+        return self.step.trace(self.start, self.calls[0])
 
     @cached_property
     def lowered(self) -> Any:
@@ -195,13 +209,16 @@ class Program:
         """A step for each batch."""
         _ = self.shapes, self.compiled  # of the first state, which the first step donates
         state, steps, metrics = self.start, [], {}
-        for batch in self.batches:
+        for batch in self.calls:
             with _Compiles() as compiles:
                 state, metrics = self.step(state, batch)
                 jax.block_until_ready(metrics)
             grads = jax.device_get(unpadded(_recorded(state.opt_state)))
             params = jax.device_get(unpadded(state.params))
-            steps.append(Taken(jax.device_get(metrics), grads, params, compiles.count))
+            seen = jax.device_get(metrics)
+            for i in range(self.row.steps - 1 if self.row.steps else 0):
+                steps.append(Taken(_at(seen, i), None, None, compiles.count))
+            steps.append(Taken(_at(seen, -1) if self.row.steps else seen, grads, params, compiles.count))
         return Ran(tuple(steps), state, metrics)
 
 
@@ -257,6 +274,14 @@ def _grad_fn(step: Any) -> GradFn | None:
         f"prove: step must be a GradFn, from value_and_grad(loss_fn), or a function of a Row that returns a TrainStep; "
         f"got {getattr(step, '__name__', step)!r}. Wrap a loss in value_and_grad."
     )
+
+
+def _stacked(*leaves: Any) -> Any:
+    return (jnp if isinstance(leaves[0], jax.Array) else np).stack(leaves)
+
+
+def _at(metrics: Any, step: int) -> Any:
+    return jax.tree.map(lambda x: x[step], metrics)
 
 
 def _described(x: Any) -> Any:

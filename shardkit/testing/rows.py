@@ -35,6 +35,7 @@ class Row(NamedTuple):
         deterministic: as for `make_train_step`.
         manual: as for `make_train_step`.
         axis_types: as for `make_mesh`.
+        steps: steps per call, as for `make_train_step`; the batches of a call are stacked.
     """
 
     mesh: Mapping[str, int]
@@ -50,11 +51,13 @@ class Row(NamedTuple):
     deterministic: int | None = None
     manual: tuple[str, ...] | None = None
     axis_types: AxisType | Sequence[AxisType] = AxisType.Auto
+    steps: int | None = None
 
     def __str__(self) -> str:
         options = [f"accumulate={self.accumulate}"] * (self.accumulate > 1)
         options += [f"precision={self.precision}"] * (self.precision is not None)
         options += [f"deterministic={self.deterministic}"] * (self.deterministic is not None)
+        options += [f"steps={self.steps}"] * (self.steps is not None)
         return self.label or ", ".join([f"{sized(self.mesh.items())}: {self.plan}", *options])
 
 

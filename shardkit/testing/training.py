@@ -34,6 +34,7 @@ def assert_same_training(
     key: Key | None = None,
     accumulate: int = 1,
     relative: float = 1e-5,
+    steps: int | None = None,
 ) -> None:
     """Proves a training step: loss, gradients and parameters equal those of one device, step by step.
 
@@ -54,10 +55,12 @@ def assert_same_training(
         key: the key of the run, from which both derive one key for each example; by default `jax.random.key(0)`.
         accumulate: microbatches per step on the mesh.
         relative: the error of a gradient, relative to the largest magnitude in the leaf. The default is for float32.
+        steps: steps per call, as for `make_train_step`: the batches of a call are stacked. Then all losses are
+            compared, and the gradients and parameters of the last step of each call.
 
     Raises:
         AssertionError: a difference; names mesh, plan, step and leaf, the difference and what is allowed.
-        ValueError: no batch, or a relative error that is not between 0 and 1.
+        ValueError: no batch, a relative error that is not between 0 and 1, or steps that do not divide the batches.
         TypeError, ValueError: what building or tracing the step raises.
 
     Example:
@@ -72,7 +75,7 @@ def assert_same_training(
     check_relative("assert_same_training", relative)
     reference = one_device(reference_grad_fn, optimizer, params, batches, key=key, relative=relative)
     key = jax.random.key(0) if key is None else key
-    row = Row(dict(mesh.shape), plan, accumulate=accumulate)
+    row = Row(dict(mesh.shape), plan, accumulate=accumulate, steps=steps)
     program = Program.of(row, grad_fn, optimizer, params, batches, key, mesh=mesh)
     for law in (same_numbers, equal_copies):
         try:

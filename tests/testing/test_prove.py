@@ -318,6 +318,11 @@ def test_a_recording_optimizer_changes_nothing_and_shows_the_gradients():
             {"relative": float("nan")},
             "assert_same_training: relative must be a number; got nan. Correct relative.",
         ),
+        (
+            {"batches": BATCHES, "steps": 2},
+            "prove: steps must be 1 or more and divide the number of batches; got steps=2 and 3 batches. Pass as many "
+            "batches as the calls have steps.",
+        ),
     ],
 )
 def test_what_proves_nothing_is_refused(change, message):
@@ -326,6 +331,22 @@ def test_what_proves_nothing_is_refused(change, message):
     with pytest.raises(ValueError) as error:
         sk.testing.assert_same_training(OWN, OWN, optax.sgd(0.1), mesh=mesh, plan=sk.dp("data"), **given)
     assert str(error.value) == message
+
+
+def test_several_steps_in_one_call_are_proved():
+    """The last step of a call is compared, and the losses of all; bytes are those of one step."""
+    row = Row({"data": 4}, sk.zero1("data", min_size=1), steps=3)
+    proof = proved(OWN, row)
+    assert str(proof).splitlines()[1].split() == ["data=4:", "zero1('data'),", "steps=3", *["holds"] * len(LAWS)]
+
+    def forgets_the_second(params, batch, keys):
+        mean, aux = loss_fn(params, batch, keys)
+        second = jnp.any(batch["x"][0, 0] == BATCHES[1]["x"][:, 0])
+        return sk.Mean(mean.total * jnp.where(second, 2.0, 1.0), mean.weight), aux
+
+    wrong = sk.value_and_grad(forgets_the_second)
+    said = broken(laws.same_numbers, wrong, row)
+    assert "step 1: the loss must equal one device's" in said, said
 
 
 # A hidden layer of relus has gradients that are nearly zero; Adam moves their weights by the whole rate either way.
