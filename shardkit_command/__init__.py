@@ -61,8 +61,13 @@ def _main(words: list[str]) -> int:
     if not all(map(find_spec, _NEEDS)):
         print(_REMEDY, file=sys.stderr)
         return 2
+    shows = sys.stdout is not None and sys.stdout.isatty() and sys.stderr is not None and sys.stderr.isatty()
+    if shows:  # it takes seconds
+        print("importing jax", end="", file=sys.stderr, flush=True)
     from shardkit import cli
 
+    if shows:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     return cli.perform(command, full, own[len(full.split()) :] + words[end:])
 
 

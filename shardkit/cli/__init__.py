@@ -6,7 +6,9 @@ Start with `train.py`. Imports everything; nothing imports it.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 import traceback
 from importlib import import_module
 from pathlib import Path
@@ -35,17 +37,17 @@ def perform(command: Command, full: str, words: list[str]) -> int:
     except BrokenPipeError:  # the reader of the pipe has closed it: no mistake
         raise
     except KeyboardInterrupt as error:
-        print("interrupted", file=sys.stderr)
+        _say("interrupted")
         _end(error, INTERRUPTED)
     except OSError as error:
         if error.filename is None:
             _unexpected(error)
-        print(f"error: {full}: {error.filename} cannot be used ({error.strerror}). Check the path.", file=sys.stderr)
+        _say(f"error: {full}: {error.filename} cannot be used ({error.strerror}). Check the path.")
         _end(error, USAGE)
     except Exception as error:
         if not _meant(error):
             _unexpected(error)
-        print(f"error: {error}", file=sys.stderr)
+        _say(f"error: {error}")
         _end(error, USAGE)
 
 
@@ -61,7 +63,7 @@ def _run(command: Command, full: str, words: list[str]) -> int:
             return int(tyro.cli(function, prog=f"shardkit {full}", args=words, config=(tyro.conf.OmitArgPrefixes,)))
     except SystemExit as ended:
         if ended.code == USAGE and full == "launch" and "--" not in words:
-            print(_NO_DASHES, file=sys.stderr)
+            _say(_NO_DASHES)
         raise
 
 
@@ -69,8 +71,16 @@ def _unexpected(error: BaseException) -> NoReturn:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = f"{type(error).__name__}{': ' + lines[0] if lines else ''}"
     again = "" if _debugging() else " Add --debug to see where it came from."
-    print(f"error: unexpected {said.rstrip('.')}.{again}", file=sys.stderr)
+    _say(f"error: unexpected {said.rstrip('.')}.{again}")
     _end(error, UNEXPECTED)
+
+
+def _say(text: str) -> None:
+    """Prints to standard error, on a terminal with lines that break between words."""
+    if sys.stderr is not None and sys.stderr.isatty() and "\n" not in text:
+        width = shutil.get_terminal_size().columns
+        text = textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+    print(text, file=sys.stderr)
 
 
 def _end(error: BaseException, code: int) -> NoReturn:

@@ -42,7 +42,7 @@ def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     with _checkpoints(options) as checkpoints:
         resume = resumed(settings_of(options, config), options, checkpoints)
         with Display(here, resume.first if resume else 0, options.steps) as display:
-            with display.building("initial state") if display.moves else nullcontext():
+            with display.building("text and initial state") if display.moves else nullcontext():
                 run = CommandRun(options, mesh, config, resume.began if resume else 0)
                 state, resume = first_state(run, checkpoints, resume)
             first = resume.first if resume else 0

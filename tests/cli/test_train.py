@@ -3,6 +3,7 @@
 import re
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,8 @@ from shardkit.cli.output import SCHEMA
 from shardkit.cli.run import rate_of
 from shardkit.cli.train import Options
 from support.commands import SMALL, command, deep, environment, rows, run
+
+ROOT = Path(__file__).parents[2]
 
 
 def rate(count):
@@ -32,6 +35,11 @@ def test_train_prints_a_summary_and_writes_the_results(corpus, tmp_path):
     assert [row["learning_rate"] for row in logged] == pytest.approx([0, rate(3), rate(7)])
     assert 0 < logged[0]["seconds"] < logged[1]["seconds"] < logged[2]["seconds"]
     assert [row["step"] for row in rows(out, "evaluation")] == [4, 8]
+    page = (ROOT / "docs" / "reference" / "json.md").read_text()
+    for row in rows(out):
+        entries = re.search(rf"^\| `{row['row']}` \| (.*) \|$", page, re.M)[1]
+        assert {"row", *re.findall(r"`(\w+)`", entries)} == row.keys()
+    assert "\x1b" not in done.stdout + done.stderr
     assert rows(out, "verify")[0]["steps"] == 2 and logged[-1]["loss"] == results["train_loss"]
     assert 3 < results["validation_loss"] < 6 and 3 < results["train_loss"] < 6
     assert results["tokens_per_second"] > 0

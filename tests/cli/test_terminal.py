@@ -1,0 +1,95 @@
+"""The command on a real terminal of 100 columns: what moves, what is broken between words, what Ctrl-C leaves."""
+
+import fcntl
+import os
+import re
+import signal
+import struct
+import subprocess
+import termios
+import time
+
+import pytest
+
+from support.commands import SMALL, command, environment
+
+WIDTH = 100
+
+
+class Terminal:
+    """A command on a pseudo-terminal; `seen` is all that it has written."""
+
+    def __init__(self, *words):
+        ours, theirs = os.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, WIDTH, 0, 0))
+        env = {name: value for name, value in environment().items() if name not in ("COLUMNS", "NO_COLOR")}
+        self.child = subprocess.Popen(
+            command(*words), stdin=theirs, stdout=theirs, stderr=theirs, env=env | {"TERM": "xterm"}, process_group=0
+        )
+        os.close(theirs)
+        self.end, self.seen = ours, ""
+
+    def until(self, pattern="(?!)", timeout=240):
+        """Reads until the pattern appears, or to the end."""
+        begun = time.monotonic()
+        while not re.search(pattern, self.seen) and time.monotonic() - begun < timeout:
+            try:
+                data = os.read(self.end, 1 << 16)
+            except OSError:  # the other side is closed
+                break
+            if not data:
+                break
+            self.seen += data.decode()
+        return self.seen
+
+    def text(self):
+        """What stays on the screen: lines, without colors and without what was written over."""
+        lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.seen).replace("\r\n", "\n").split("\n")
+        return [line.rpartition("\r")[2] for line in lines]
+
+
+@pytest.fixture
+def terminal():
+    started = []
+
+    def start(*words):
+        started.append(Terminal(*words))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.child.kill()
+        each.child.wait()
+        os.close(each.end)
+
+
+def test_a_mistake_on_a_terminal_breaks_between_words_and_help_has_colors(terminal):
+    """The terminal itself breaks lines in the middle of words."""
+    mistake = terminal("launch", "-n", 2, "train.py", "--steps", 100)
+    mistake.until()
+    assert mistake.child.wait(timeout=60) == 2
+    assert mistake.text()[-3:-1] == [
+        "error: launch: the command and its options must come after --. Write for example -- train.py --steps",
+        "100.",
+    ]
+    shown = terminal("train", "--help")
+    shown.until()
+    assert "\x1b[1musage:\x1b[0m shardkit train" in shown.seen and max(map(len, shown.text())) <= WIDTH
+
+
+@pytest.mark.deep
+def test_training_shows_what_it_does_and_ends_at_ctrl_c(terminal, corpus, tmp_path):
+    started = terminal("train", "data=2", "--data", corpus, "--steps", 100_000, "--checkpoint", tmp_path / "c", *SMALL)
+    started.until(r"step 12/100000")
+    for words in ("first step: tracing, ", "first step: compiling, ", "tokens/s, ", " left"):
+        assert words in started.seen
+    os.killpg(started.child.pid, signal.SIGINT)
+    started.until()
+    assert started.child.wait(timeout=60) == 130
+    lines = started.text()
+    assert max(map(len, lines)) <= WIDTH and "nan" not in started.seen
+    newest = max(int(path.name) for path in (tmp_path / "c").glob("[0-9]*"))
+    assert any(line.startswith("stopping after this step; Ctrl-C again stops at once") for line in lines)
+    said = " ".join(line.strip() for line in lines)
+    assert f"interrupted after step {newest}: {newest} steps" in said
+    assert f"step {newest} is saved in" in said and "the same command resumes from there" in said
