@@ -245,6 +245,7 @@ def make_train_step(
         init, run = init_as_laid_out(made, plan, axes), AsLaidOut(compiled, plan, axes)
     step = keyed(run, stop=nonfinite == "stop", dynamic=policy.loss_scale == "dynamic")
     step.plan, step.mesh, step.manual = plan, mesh, manual  # type: ignore[attr-defined]  # for `sk.report`
+    step.schedule = getattr(grad_fn, "schedule", None)  # type: ignore[attr-defined]
     return TrainStep(typed_init(init, given), step)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardkit._typed import check_fields
 from shardkit.partitioning.gradient import Mean
-from shardkit.schedules import Stages
+from shardkit.schedules import Schedule, Stages
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,12 @@ class Staged:
     Attributes:
         stages: the stages; `make_train_step` and `make_eval_step` give them to the plan's `pp`.
         function: the function. `dataclasses.replace(self, function=mine)` wraps it.
+        schedule: the schedule that the function runs, which `sk.report` draws; None if it is not known.
     """
 
     stages: Stages
     function: Callable[..., Any]
+    schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -34,6 +36,7 @@ class PipelineGradFn(Staged):
         stages: which device has which layers; `make_train_step` arranges the plan's `pp` by them.
         function: a GradFn of the layers of one device, in that order. `dataclasses.replace(grad_fn, function=mine)`
             wraps it.
+        schedule: the schedule that it runs.
     """
 
     def __call__(self, params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
@@ -47,6 +50,7 @@ class PipelineLoss(Staged):
     Attributes:
         stages: which device has which layers; `make_eval_step` arranges the plan's `pp` by them.
         function: a loss of the layers of one device, in that order.
+        schedule: the schedule that it runs.
     """
 
     def __call__(self, params: Any, batch: Any, keys: Any) -> Any:

@@ -33,7 +33,7 @@ def gradient_of(
         some, _, gradients = chosen({name: grads[name] for name in params}, trained)
         return means.pop("loss"), means, gradients(some)
 
-    return PipelineGradFn(stages, grad_fn)
+    return PipelineGradFn(stages, grad_fn, schedule)
 
 
 def loss_of(model: Model, schedule: Schedule, stages: Stages, mode: Mode) -> PipelineLoss:
@@ -44,7 +44,7 @@ def loss_of(model: Model, schedule: Schedule, stages: Stages, mode: Mode) -> Pip
         means = dict(run(model, forward, stages, params, batch, keys, 1, mode, False, train=False).means)
         return means.pop("loss"), means
 
-    return PipelineLoss(stages, loss)
+    return PipelineLoss(stages, loss, forward)
 
 
 def _left(node: Any, grad: Any) -> Any:

@@ -125,4 +125,5 @@ def _roofline(facts: Facts, chip: cost.Chip) -> Html:
         f"{line.critical_intensity:,.3g} on compute takes longer than memory"
     )
     times_ = [each for each, _ in parts.values()]
-    return table(caption, ("part", "at least", "at"), rows, numbers=("at least",), bars=bars(times_))
+    shown = table(caption, ("part", "at least", "at"), rows, numbers=("at least",), bars=bars(times_))
+    return joined([pictures.roofline(line, chip), shown])

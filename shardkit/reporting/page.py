@@ -25,6 +25,7 @@ from shardkit.reporting.style import STYLE
 _PARTS = (
     sections.mesh,
     sections.layout,
+    sections.pipeline,
     sections.census,
     sections.findings,
     compiled.compiled,
@@ -111,7 +112,7 @@ def page_of(facts: Facts, command: str) -> Html:
         versions = {name: text.splitlines()[0] for name, text in found.audit.versions.items()}
         about |= {f"compiler's {name}": text for name, text in versions.items()} if found.compiled else {}
     title = f"{found.step} on {found.target}"
-    parts = [*(part(facts) for part in _PARTS), sections.made(command, about)]
+    parts = [*filter(None, (part(facts) for part in _PARTS)), sections.made(command, about)]
     head = element(
         "header", element("h1", title), element("p", f"Made on {_minute(str(about['date']))}", class_="quiet")
     )

@@ -27,6 +27,7 @@ from shardkit.analysis.jaxpr.rules import Finding
 from shardkit.inspection import held_as
 from shardkit.layout import path_name, shard_bytes
 from shardkit.partitioning.describe import PlanTable
+from shardkit.schedules import Schedule
 
 
 class Leaf(NamedTuple):
@@ -99,6 +100,7 @@ class Facts:
         work: FLOPs and bytes of one call's compute.
         arrays: the arrays whose layout is drawn: the parameters of a train step, all arguments of any other.
         state: the state of a train step; None of any other.
+        schedule: the schedule of a pipeline's train step; None of any other.
     """
 
     found: StepReport
@@ -108,6 +110,7 @@ class Facts:
     work: Work
     arrays: Any
     state: Any
+    schedule: Schedule | None = None
 
     @property
     def memory(self) -> Memory | None:
@@ -177,7 +180,9 @@ def read(
     work = compiled.compute if compiled else total_work(program.module) if program else NO_WORK
     named = {f"{argument} {name}": leaf for (argument, name), leaf in arrays_of(step).items()}
     arrays = args[0].params if plan else named
-    return Facts(found, mesh_of(args), plan, chip, work, arrays, args[0] if plan else None)
+    return Facts(
+        found, mesh_of(args), plan, chip, work, arrays, args[0] if plan else None, getattr(fn, "schedule", None)
+    )
 
 
 def arrays_of(step: Step) -> dict[tuple[str, str], Any]:

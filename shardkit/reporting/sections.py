@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardkit import viz
 from shardkit._check import counted, sized
 from shardkit.analysis.hlo.report import size
 from shardkit.reporting import pictures
@@ -70,6 +71,16 @@ def layout(facts: Facts) -> Part:
         shown = table(caption, leaf_head, cells, numbers=leaf_head[5:], bars=bars([leaf.bytes for leaf in leaves]))
         parts += [element("h3", "Argument ", element("code", name)), shown]
     return part("Layout", pictures.layout(facts), *parts)
+
+
+def pipeline(facts: Facts) -> Part | None:
+    """The schedule of a pipeline; None of a step that is none."""
+    if facts.schedule is None:
+        return None
+    timeline = facts.schedule.simulate()
+    said = element("p", f"{viz.title(facts.schedule)}; {viz.facts(timeline)}.")
+    grid = block("schedule", facts.schedule)
+    return part("Pipeline", said, pictures.pipeline(facts.schedule, timeline), grid)
 
 
 def census(facts: Facts) -> Part:

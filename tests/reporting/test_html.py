@@ -74,6 +74,18 @@ def test_a_circle_stays_where_it_is():
     assert drawn == '<svg><path d="M10 22a2 2 0 1 0 0-4 2 2 0 1 0 0 4"/></svg>'
 
 
+# Alone catches a hatch whose square was cut so that dots are missing, or shifted, at its edges.
+def test_a_hatch_of_dots_is_one_square_that_repeats():
+    dot = "a.3 .3 0 1 0 0-.6 .3 .3 0 1 0 0 .6"
+    rows = [(3 * i + (j % 2) * 1.5, 3 * j) for j in range(25) for i in range(25)]
+    dots = "".join(f"M{x:g} {y + 0.3:g}{dot}" for x, y in rows)
+    head = '<svg><pattern id="h" width="{0}" height="{0}"><rect width="{1}" height="{1}" fill="url(#h)"/><path d="'
+    drawn = inline(f'{head.format(72, 73)}{dots}"/></pattern></svg>', "bars")
+    assert drawn.startswith(head.format(6, 7).replace('"h"', '"bars-h"').replace("#h", "#bars-h"))
+    kept = {(float(x), float(y)) for x, y in re.findall(r"M([-\d.]+) ([-\d.]+)", drawn)}
+    assert kept == {(x, y + 0.3) for x, y in rows if x <= 7 and y <= 7}
+
+
 # Alone catches a picture of thousands of parts that makes the page too large to mail.
 def test_a_large_picture_stands_as_pixels(monkeypatch):
     monkeypatch.setattr(pictures, "LARGEST", 100)

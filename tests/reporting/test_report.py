@@ -81,7 +81,7 @@ def test_a_train_steps_page_has_its_plan(mesh2x4):
     assert [leaf.spec for leaf in found.leaves if leaf.argument == "batch"] == ["the compiler's choice"]
 
 
-def facts(*, fits=True, rows=(), chip="v5e"):
+def facts(*, fits=True, rows=(), chip="v5e", schedule=None):
     """A step that no compiler has seen: its figures are the test's own."""
     memory = Memory(argument=4096, output=1024, alias=512, temp=2048, generated_code=256, host_temp=0)
     leaf = Leaf("w", "(the whole tree)", "8x8", "float32", "P('data')", "1x8", "8", 32)
@@ -93,7 +93,7 @@ def facts(*, fits=True, rows=(), chip="v5e"):
     found = StepReport(
         "step (a.py:1)", "v5e:2x4", {"data": 8}, (leaf,), Census(()), (), audit if fits else None, report
     )
-    return Facts(found, None, None, chip and cost.chip(chip), work, {}, None)
+    return Facts(found, None, None, chip and cost.chip(chip), work, {}, None, schedule)
 
 
 def row(kind, size, sent, *, count=1, asynchronous=False):
@@ -146,6 +146,19 @@ def test_a_step_that_does_not_fit_has_a_page_that_says_so():
 def test_without_a_chips_figures_the_page_says_what_to_pass():
     page = assert_self_contained(page_of(facts(chip=None), "made"))
     assert "There are no figures of the links and the peak of v5e:2x4 devices: name chips as target." in page.text
+
+
+# Alone catches a pipeline's step that does not know its schedule.
+@pytest.mark.check
+def test_a_pipelines_page_has_its_schedule(mesh2x4):
+    pipe = sk.pipeline(sk.schedules.one_f_one_b(devices=4, microbatches=8), "model")
+    both = lambda layers, x, keys: x  # noqa: E731
+    grad_fn = pipe.value_and_grad(lambda s, b, k: b, both, lambda s, x, b, k: jnp.sum(x))
+    _, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh2x4, plan=sk.chain(sk.dp("data"), pipe.plan))
+    assert step.schedule is pipe.schedule
+    page = assert_self_contained(page_of(facts(schedule=step.schedule), "made"))
+    assert "one_f_one_b: 4 devices, 8 microbatches; makespan 33, bubble 37.5% of the work" in page.text
+    assert str(pipe.schedule) in page.text
 
 
 @pytest.mark.check
