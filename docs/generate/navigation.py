@@ -17,6 +17,7 @@ SECTIONS: Mapping[str, list[str]] = {
         "howto/run_a_pipeline.md",
         "howto/split_a_layer.md",
         "howto/compile_for_absent_chips.md",
+        "howto/report_a_step.md",
         "howto/bring_a_model.md",
         "howto/from_jit.md",
         "howto/from_pmap.md",
