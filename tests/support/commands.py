@@ -33,7 +33,7 @@ def rows(file, kind=None):
     return [row for row in found if kind in (None, row["row"])]
 
 
-def run(*words, code=0):
-    done = subprocess.run(command(*words), capture_output=True, text=True, timeout=300, env=environment())
+def run(*words, code=0, seconds=300):
+    done = subprocess.run(command(*words), capture_output=True, text=True, timeout=seconds, env=environment())
     assert done.returncode == code, done.stdout + done.stderr
     return done

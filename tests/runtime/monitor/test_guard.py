@@ -263,7 +263,7 @@ def test_a_monitor_that_is_stopped_ends_its_process():
     """The others cannot tell it from a machine that is busy; it took the 30 s after which a machine counts as lost."""
     begun = time.monotonic()
     code, output = alone("import signal\nos.kill(monitor.process_id, signal.SIGSTOP)\ntime.sleep(60.0)")
-    assert code == 70 and time.monotonic() - begun < 15.0
+    assert code == 70 and time.monotonic() - begun < 25.0
     assert output.splitlines()[-1] == "shardkit guard: the monitor of process 0 is stopped (SIGSTOP?)."
 
 

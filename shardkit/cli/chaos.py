@@ -1,0 +1,105 @@
+"""`shardkit chaos -n 4 -- train.py`: plants faults in a job that restarts by itself, and checks what follows."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Annotated
+
+import tyro
+from rich.table import Table
+
+from shardkit.cli.output import Json, console, write_json
+from shardkit.runtime.cluster.chaos import KINDS, Kind, Outcome
+from shardkit.runtime.cluster.chaos import chaos as run_under_faults
+
+_SAVED, _LOG = "{run}/saved", "{run}/log.jsonl"
+EXAMPLES = {
+    f"shardkit chaos -n 2 --devices 2 --losses '{_LOG}' --checkpoints '{_SAVED}' -- -m shardkit train data=-1 "
+    f"--steps 400 --log-every 1 --json '{_LOG}' --checkpoint '{_SAVED}' --checkpoint-every 10": "ten faults",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `shardkit chaos`."""
+
+    command: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- COMMAND ...")] = ()
+    """What to run, after --, as with shardkit launch; in it, {run} is the folder of the run."""
+    losses: str = _LOG
+    """The JSON lines that the command writes, with the step and loss of each step."""
+    checkpoints: str | None = None
+    """The directory of its checkpoints; without it none is damaged."""
+    processes: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 2
+    """Processes in the job."""
+    devices: int | None = None
+    """Simulated devices per process."""
+    faults: int = 10
+    """Faults to plant, one after another."""
+    kinds: tuple[Kind, ...] = ()
+    """Kinds of faults; by default all."""
+    seed: int = 0
+    """Which kinds, processes and times are drawn."""
+    latest: float = 3.0
+    """Most seconds from the first loss of the run, or of a restart, to the next fault."""
+    tolerance: float = 0.0
+    """Largest relative difference of a loss; 0 for the same bits."""
+    patience: float = 120.0
+    """Seconds that a detection, and a recovery, may take."""
+    folder: Path | None = None
+    """Where to run, an empty folder; by default a temporary one."""
+    json: Json = None
+    """Write the results to this file, or with - to standard output."""
+
+
+def chaos(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
+    """Plant faults in a job that restarts by itself, and check each loss against the undisturbed run's."""
+    o, here = options, console()
+    folder = Path(mkdtemp(prefix="shardkit-chaos-")) if o.folder is None else o.folder
+    here.print(f"runs in {folder}; the undisturbed one first")
+    kinds = o.kinds or tuple(kind for kind in KINDS if o.checkpoints is not None or kind != "damage")
+    outcomes = run_under_faults(
+        o.command,
+        processes=o.processes,
+        losses=o.losses,
+        folder=folder,
+        faults=o.faults,
+        seed=o.seed,
+        kinds=kinds,
+        latest=o.latest,
+        devices=o.devices,
+        checkpoints=o.checkpoints,
+        tolerance=o.tolerance,
+        patience=o.patience,
+        told=lambda outcome: here.print(_words(outcome)),
+    )
+    wrong = [outcome for outcome in outcomes if outcome.wrong]
+    here.print(_table(outcomes, kinds))
+    if len(outcomes) < o.faults:
+        here.print(f"the job ended after {len(outcomes)} of {o.faults} faults: give it more steps")
+    for outcome in wrong:
+        here.print(f"after {outcome.fault.kind} of process {outcome.fault.process}: {outcome.wrong}")
+    rows = [{**outcome._asdict(), **outcome.fault._asdict()} for outcome in outcomes]
+    write_json(o.json, "chaos", [{name: row[name] for name in row if name != "fault"} for row in rows])
+    return int(bool(wrong) or len(outcomes) < o.faults)
+
+
+def _words(outcome: Outcome) -> str:
+    kind, process, _ = outcome.fault
+    text = f"{kind} of process {process} after step {outcome.step}"
+    if outcome.wrong or outcome.detected is None or outcome.recovered is None:
+        return f"{text}: {outcome.wrong}"
+    return f"{text}: detected in {outcome.detected:.1f} s, the next loss after {outcome.recovered:.1f} s"
+
+
+def _table(outcomes: list[Outcome], kinds: tuple[Kind, ...]) -> Table:
+    table = Table("fault", "planted", "recovered", "detected, median", "most", "recovered in, median", "most")
+    for kind in kinds:
+        of_kind = [each for each in outcomes if each.fault.kind == kind]
+        right = [each for each in of_kind if not each.wrong]
+        times = [[each.detected or 0.0 for each in right], [each.recovered or 0.0 for each in right]]
+        cells = [f"{figure(each):.1f} s" if each else "" for each in times for figure in (statistics.median, max)]
+        table.add_row(kind, str(len(of_kind)), str(len(right)), *cells)
+    return table
