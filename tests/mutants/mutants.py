@@ -2022,6 +2022,13 @@ _RUNTIME = (
         STALE,
     ),
     Mutant(
+        "a-changed-loss-passes",
+        "shardkit/runtime/cluster/chaos.py",
+        "if wanted is None or not abs(loss - wanted) <= tolerance * abs(wanted):",
+        "if wanted is None:",
+        PASSES,
+    ),
+    Mutant(
         "preemption-is-final",
         "shardkit/runtime/cluster/manifests.py",
         '"onExitCodes": {"operator": "NotIn"',
