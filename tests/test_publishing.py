@@ -66,6 +66,16 @@ def test_the_version_is_the_same_everywhere():
     assert f"Version {sk.__version__} " in (ROOT / "README.md").read_text()
 
 
+# A new extra that [all] lacks, or one that drags the tools of the tests into it.
+@pytest.mark.check
+def test_all_is_every_extra_that_runs_anywhere():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    [everything] = extras["all"]
+    own = {"test", "docs", "all"}  # of this project's developers
+    hardware = {"aot-gpu", "cuda", "tpu"}
+    assert set(re.fullmatch(r"shardkit\[(.*)\]", everything)[1].split(",")) == set(extras) - own - hardware
+
+
 # A file that the tests need is left out of the sdist, or one that nobody needs gets into the wheel.
 @pytest.mark.deep
 def test_the_sdist_has_all_files_and_the_wheel_has_the_packages(built):
