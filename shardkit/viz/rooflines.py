@@ -80,14 +80,23 @@ def roofline(computations: Mapping[str, Any], chip: Any = None, *, output: str |
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xlim(low, high)
-        axes.yaxis.set_major_formatter(lambda y, _: f"{y / 1e12:g}")
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+        from matplotlib.ticker import LogLocator, NullFormatter
+
+        for axis, unit in ((axes.xaxis, 1.0), (axes.yaxis, 1e12)):
+            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axis.set_major_formatter(partial(_tick, unit=unit))
+            axis.set_minor_formatter(NullFormatter())  # a range of few decades would have them on top of each other
         axes.set_xlabel("FLOPs per byte of memory traffic")
         axes.set_ylabel("TFLOP/s")
         axes.grid()
         if found:
             axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1), borderaxespad=0)
         return saved(picture, path)
+
+
+def _tick(value: float, _: int, *, unit: float) -> str:
+    """The label of a tick, in this unit."""
+    return f"{value / unit:g}"
 
 
 def points(computations: Mapping[str, Any]) -> dict[str, Point]:

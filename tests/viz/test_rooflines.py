@@ -40,6 +40,15 @@ def test_points_and_the_roof():
     assert start[1] == pytest.approx(start[0] * V5E.hbm_bandwidth) and end[1] == V5E.flops
 
 
+def test_ticks_are_in_the_units_of_their_labels():
+    """Ticks between the powers of ten in FLOP/s, where the axis says TFLOP/s, and on top of each other."""
+    axes = viz.roofline({"few": (1e12, 1e10, 0.1)}, "v5e").axes[0]
+    for axis, inside in ((axes.yaxis, ("50", "100")), (axes.xaxis, ("50", "100", "200"))):
+        labels = [label.get_text() for label in axis.get_majorticklabels()]
+        assert set(inside) <= set(labels) and not any("10^" in label for label in labels)
+        assert not any(label.get_text() for label in axis.get_minorticklabels())
+
+
 def test_a_report_waits_for_what_it_exposes():
     """It alone finds the exposed collectives left out of a step's time."""
     picture = viz.roofline({"step": REPORT})
