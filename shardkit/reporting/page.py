@@ -21,6 +21,7 @@ from shardkit.reporting.html import Html, document, element
 from shardkit.reporting.html import sections as below
 from shardkit.reporting.read import Facts, StepReport, read
 from shardkit.reporting.style import STYLE
+from shardkit.viz.style import look
 
 _PARTS = (
     sections.mesh,
@@ -97,10 +98,12 @@ def report(
     """
     at_least("report", 0, large=large, small=small)
     path = None if file is None else check_file(Path(file))
+    with look():  # matplotlib is missed before a compiler takes its minutes
+        pass
     facts = read(step, args, target, ignore, large, small, call, timeout)
     html = page_of(facts, shlex.join(sys.orig_argv) if command is None else command)
     if path:
-        _write(path, html)
+        write(path, html)
     return replace(facts.found, file=path, html=html)
 
 
@@ -137,7 +140,8 @@ def check_file(file: Path) -> Path:
     return file
 
 
-def _write(file: Path, html: str) -> None:
+def write(file: Path, html: str) -> None:
+    """Writes the page."""
     try:
         file.write_text(html, encoding="utf-8")
     except OSError as error:

@@ -35,7 +35,7 @@ class Leaf(NamedTuple):
 
     Attributes:
         argument: the argument that holds it.
-        name: its path in the argument.
+        name: its path in the argument; of an argument that is an array, its name.
         shape: the global shape.
         dtype: the dtype.
         spec: how it is split over the mesh.
@@ -178,7 +178,7 @@ def read(
     )
     chip = device_of(where) if where else cost.chip_of(jax.devices()[0].device_kind)
     work = compiled.compute if compiled else total_work(program.module) if program else NO_WORK
-    named = {f"{argument} {name}": leaf for (argument, name), leaf in arrays_of(step).items()}
+    named = {f"{argument} {name}" if name != argument else name: x for (argument, name), x in arrays_of(step).items()}
     arrays = args[0].params if plan else named
     return Facts(
         found, mesh_of(args), plan, chip, work, arrays, args[0] if plan else None, getattr(fn, "schedule", None)
@@ -186,10 +186,13 @@ def read(
 
 
 def arrays_of(step: Step) -> dict[tuple[str, str], Any]:
-    """Every array among the arguments of a step, by its argument and its path there."""
-    paths = jax.tree_util.tree_leaves_with_path(step.args)
-    arrays = ((path, leaf) for path, leaf in paths if hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
-    return {(step.parameters[path[0].idx], path_name(path[1:])): leaf for path, leaf in arrays}
+    """Every array among the arguments of a step, by its argument and its path there; an argument itself by its name."""
+    out = {}
+    for (position, *inner), leaf in jax.tree_util.tree_leaves_with_path(step.args):
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+            argument = step.parameters[position.idx]
+            out[argument, path_name(inner) if inner else argument] = leaf
+    return out
 
 
 def leaves_of(step: Step) -> list[Leaf]:

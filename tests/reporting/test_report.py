@@ -1,5 +1,6 @@
 """The page of a step holds all that was read of it, and says what is wrong in a sentence."""
 
+import sys
 from fractions import Fraction
 
 import jax
@@ -16,6 +17,7 @@ from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.compute import Work
 from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.report import Report
+from shardkit.reporting import page as page_module
 from shardkit.reporting.page import page_of
 from shardkit.reporting.read import Facts, Leaf, StepReport
 from shardkit.reporting.words import flops, seconds
@@ -55,7 +57,7 @@ def test_the_page_of_a_step_holds_all_that_was_read_of_it(mesh2x4, tmp_path):
     found = sk.report(*small_step(mesh2x4), file=file, command="python <train>.py")
     assert found.file == file and file.read_text() == found.html
     page = assert_self_contained(found.html)
-    assert [leaf.name for leaf in found.leaves] == [HOSTILE, "(the whole tree)"] and len(found.census.rows) == 2
+    assert [leaf.name for leaf in found.leaves] == [HOSTILE, "x"] and len(found.census.rows) == 2
     assert [each.rule for each in found.findings] == ["incomplete-permutation"]
     shown_on(page, found)
     assert page.column("bytes sent", 0) == [f"{int(found.census.sent(axis=axis)):,}" for axis in ("data", "model")]
@@ -84,7 +86,7 @@ def test_a_train_steps_page_has_its_plan(mesh2x4):
 def facts(*, fits=True, rows=(), chip="v5e", schedule=None):
     """A step that no compiler has seen: its figures are the test's own."""
     memory = Memory(argument=4096, output=1024, alias=512, temp=2048, generated_code=256, host_temp=0)
-    leaf = Leaf("w", "(the whole tree)", "8x8", "float32", "P('data')", "1x8", "8", 32)
+    leaf = Leaf("w", "w", "8x8", "float32", "P('data')", "1x8", "8", 32)
     message = "Ran out of memory: used 20.00G of 15.75G hbm <here>"
     work = Work(flops=2 * 10**9, bytes=10**6)
     report = Report("v5e:2x4", {"data": 8}, fits, "" if fits else message, memory if fits else None, 16 * 2**30,
@@ -203,6 +205,30 @@ def test_bad_use(options, message, tmp_path, monkeypatch):
         sk.report(jax.jit(broken), np.ones(2), **options)
     assert str(error.value) == message
     assert not (tmp_path / "step.html").exists()
+
+
+@pytest.mark.check
+def test_without_matplotlib_nothing_is_compiled(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(RuntimeError) as error:
+        sk.report(jax.jit(jnp.sum), np.ones(2), target="v5e:2x4", file=None)
+    assert str(error.value) == (
+        "viz: pictures need matplotlib, which is not installed. Install it with: pip install 'shardkit[viz]'"
+    )
+
+
+@pytest.mark.check
+def test_a_file_that_cannot_be_written_at_the_end_is_one_sentence(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError
+
+    monkeypatch.setattr(page_module.Path, "write_text", refuse)
+    with pytest.raises(ValueError) as error:
+        page_module.write(tmp_path / "step.html", "text")
+    assert str(error.value) == (
+        f"report: file must be one that can be written; '{tmp_path}/step.html' cannot (PermissionError). Pass another "
+        "path."
+    )
 
 
 @pytest.mark.check
