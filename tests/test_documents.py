@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,11 @@ def test_every_public_function_and_class_has_a_docstring():
             if named and not ast.get_docstring(node):
                 missing.append(f"{path.name}: {node.name}")
     assert missing == []
+
+
+# A merge that keeps both sides of a section that was moved.
+@pytest.mark.check
+def test_the_changelog_has_each_section_of_a_version_once():
+    for version in (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]:
+        sections = re.findall(r"^### .*", version, re.M)
+        assert len(sections) == len(set(sections)), version[:20]

@@ -1,4 +1,4 @@
-"""The front page: its length, its programs and what they print, its picture, its table, its links; the changelog."""
+"""The front page: its length, its programs and what they print, its picture, its table, its links."""
 
 import json
 import re
@@ -131,11 +131,3 @@ def test_what_it_names_is_there():
     files = re.findall(r"`((?:tests|benchmarks|notebooks|examples|results|docs)/[\w/.]+)`", README)
     links = re.findall(r"\]\((?!https?:)([^)#\s]+)", README)
     assert len(links) > 10 and [name for name in files + links if not (ROOT / name).exists()] == []
-
-
-# A merge that keeps both sides of a section that was moved.
-@pytest.mark.check
-def test_the_changelog_has_each_section_of_a_version_once():
-    for version in (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]:
-        sections = re.findall(r"^### .*", version, re.M)
-        assert len(sections) == len(set(sections)), version[:20]
