@@ -48,7 +48,9 @@ def perform(command: Command, full: str, words: list[str]) -> int:
         if not _meant(error):
             _unexpected(error)
         _say(f"error: {error}")
-        _end(error, USAGE)
+        from shardkit.runtime.drift import DriftError
+
+        _end(error, FOUND if isinstance(error, DriftError) else USAGE)
 
 
 def _run(command: Command, full: str, words: list[str]) -> int:
@@ -100,5 +102,5 @@ def _meant(error: Exception) -> bool:
     """Whether shardkit refuses something by this error, in a `raise` of its own; all others are unexpected."""
     frames = traceback.extract_tb(error.__traceback__)
     here = bool(frames) and Path(__file__).parents[1] in Path(frames[-1].filename).parents
-    refuses = isinstance(error, ValueError | RuntimeError | TypeError)
+    refuses = isinstance(error, ValueError | RuntimeError | TypeError | ImportError)
     return refuses and here and str(frames[-1].line).startswith("raise")

@@ -1,5 +1,6 @@
 """What `shardkit` answers before it imports jax: version, help, suggestions, completion; and the ends of a command."""
 
+import linecache
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import shardkit_command
 from shardkit import cli
 from shardkit.bench.operations import DTYPES, OPERATIONS
 from shardkit.bench.sweeps import IMPLS, REDOPS
+from shardkit.runtime.drift import DriftError
 from shardkit_command import table
 from shardkit_command.declared import declared
 from shardkit_command.helptext import of_command
@@ -192,6 +194,32 @@ def ends(error, monkeypatch):
 def test_a_command_ends_with_one_sentence_and_a_code(error, code, said, monkeypatch, capsys):
     assert ends(error, monkeypatch) == code
     assert capsys.readouterr().err == said
+
+
+REFUSING = "def refuse(error):\n    raise error\n"
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ValueError("no"), 2),
+        (TypeError("no"), 2),
+        (ImportError("no"), 2),
+        (DriftError("no", []), 1),
+        (KeyError("no"), 70),
+    ],
+)
+def test_what_shardkit_refuses_is_wrong_usage_and_drift_a_failed_check(error, code, monkeypatch, capsys):
+    """An error that is raised by a line of shardkit's own."""
+    file, names = str(Path(cli.__file__).with_name("refusing.py")), {}
+    monkeypatch.setitem(linecache.cache, file, (len(REFUSING), None, REFUSING.splitlines(True), file))
+    exec(compile(REFUSING, file, "exec"), names)
+    monkeypatch.setattr(cli, "_run", lambda *_: names["refuse"](error))
+    with pytest.raises(SystemExit) as end:
+        cli.perform(table.COMMANDS[0], "train", [])
+    assert end.value.code == code
+    assert ("unexpected" in capsys.readouterr().err) == (code == 70)
 
 
 @pytest.mark.check

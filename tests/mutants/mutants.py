@@ -2081,6 +2081,20 @@ _CLI = (
         PASSES,
     ),
     Mutant(
+        "rate-of-the-next-step",
+        "shardkit/cli/run.py",
+        "rate_of(self.options, 0)(step - 1)",
+        "rate_of(self.options, 0)(step)",
+        STALE,
+    ),
+    Mutant(
+        "resumed-log-begins-anew",
+        "shardkit/cli/trainlog.py",
+        "writing(file, append=resumes)",
+        "writing(file, append=False)",
+        STALE,
+    ),
+    Mutant(
         "usage-error-succeeds",
         "shardkit/cli/__init__.py",
         "FINE, FOUND, USAGE, UNEXPECTED, INTERRUPTED = 0, 1, 2, 70, 130",
