@@ -17,7 +17,6 @@ QUICK = {
     "benchmarks/collectives.md",
     "benchmarks/schedules.md",
     "benchmarks/strategies.md",
-    "howto/choose_a_plan.md",
     "howto/from_jit.md",
     "howto/from_pmap.md",
     "index.md",

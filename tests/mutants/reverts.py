@@ -749,4 +749,10 @@ REVERTS = (
         "return np.asarray(x, jnp.result_type(x))",
         "return jnp.asarray(x, jnp.result_type(x))",
     ),
+    (
+        "steps-in-a-loop-gather-again",
+        "shardkit/train.py",
+        "if steps:  # else",
+        "if steps and plan.automatic:  # else",
+    ),
 )
