@@ -25,6 +25,7 @@ SECTIONS: Mapping[str, list[str]] = {
         "howto/many_processes.md",
         "howto/run_on_a_cluster.md",
         "howto/faults.md",
+        "howto/restart_by_itself.md",
         "howto/resume_elsewhere.md",
         "howto/benchmark_my_mesh.md",
         "howto/add_a_strategy.md",
