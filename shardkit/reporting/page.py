@@ -74,7 +74,8 @@ def report(
         target: chips to compile for, as "v5e:2x4" (see `aot.compile`); None: the devices of this process. Times need
             the figures of a chip.
         file: the .html file to write, whose missing directories are created; None writes none.
-        command: the command that the page says it was made by; None: that of this process.
+        command: the command that the page says it was made by; None: that of this process; "" leaves it out, as where
+            its words are not for the page's readers.
         large: bytes per device from which a leaf that several devices hold is reported.
         small: bytes below which waste is not reported.
         ignore: names of rules to leave out.

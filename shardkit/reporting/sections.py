@@ -125,5 +125,7 @@ def made(command: str, about: dict[str, object]) -> Part:
     """Where the page is from."""
     rows = [(name, value) for name, value in about.items() if value not in (None, "")]
     return part(
-        "How this page was made", block("command", command), table("Versions and machine", ("what", "value"), rows)
+        "How this page was made",
+        block("command", command) if command else "",
+        table("Versions and machine", ("what", "value"), rows),
     )

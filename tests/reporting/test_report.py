@@ -61,6 +61,7 @@ def test_the_page_of_a_step_holds_all_that_was_read_of_it(mesh2x4, tmp_path):
     assert [each.rule for each in found.findings] == ["incomplete-permutation"]
     shown_on(page, found)
     assert page.column("bytes sent", 0) == [f"{int(found.census.sent(axis=axis)):,}" for axis in ("data", "model")]
+    assert "command" in [given.get("aria-label") for _, given in page.elements]
     assert "python <train>.py" in page.text and jax.__version__ in page.text
     pictures = [given["aria-label"] for tag, given in page.elements if tag == "svg"]
     assert [each.split()[0] for each in pictures] == ["The", "The", "Bytes", "Memory"] and HOSTILE in page.text
@@ -146,7 +147,8 @@ def test_a_step_that_does_not_fit_has_a_page_that_says_so():
 
 @pytest.mark.check
 def test_without_a_chips_figures_the_page_says_what_to_pass():
-    page = assert_self_contained(page_of(facts(chip=None), "made"))
+    page = assert_self_contained(page_of(facts(chip=None), ""))
+    assert "command" not in [given.get("aria-label") for _, given in page.elements]
     assert "There are no figures of the links and the peak of v5e:2x4 devices: name chips as target." in page.text
 
 
