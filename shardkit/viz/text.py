@@ -6,7 +6,7 @@ Each takes what the picture of its name takes. Meshes, arrays, trees and plans h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,14 +42,15 @@ def census(census: Any, *, width: int = 80) -> str:
         >>> f = jax.shard_map(lambda x: sk.all_reduce(x, "model"), mesh=mesh, in_specs=P(None, "model"), out_specs=P())
         >>> print(sk.viz.text.census(sk.census(f, jnp.ones((8, 4))), width=40))
         sent per device and step: 48 B
-        model=4  █████████████████████ 48 B, 1 x
-        █ all_reduce
+        model=4  ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒ 48 B, 1 x
+        ▒ all_reduce
     """
     several = traffic.rows_of("viz.text.census", census)
     times = traffic.counts(several)
     bars = traffic.traffic(several)
     head = f"sent {traffic.totals(several)}"
-    return _bars("viz.text.census", head, bars, width, lambda label, total: f"{size(total)}, {times[label]} x")
+    words = {label: f", {count} x" for label, count in times.items()}
+    return _bars("viz.text.census", head, bars, traffic.COLLECTIVES, width, words)
 
 
 @partial(typed, where="viz.text.memory")
@@ -78,7 +79,7 @@ def memory(memory: Any, *, state: Any = None, width: int = 80) -> str:
     """
     found = memories.parts("viz.text.memory", memory, state)
     bars = [Bar(name, kind, value) for name, own in found.items() for kind, value in own.items() if value > 0]
-    return _bars("viz.text.memory", "memory of a device", bars, width, lambda label, total: size(total))
+    return _bars("viz.text.memory", "memory of a device", bars, memories.KINDS, width, {})
 
 
 @partial(typed, where="viz.text.losses")
@@ -155,11 +156,13 @@ def overlap(report: Any, *, width: int = 80) -> str:
         out.append(": ".join(filter(None, [name, gantt.hidden(line)])))
         for lane in line.lanes():
             out.append(f"{lane:<{names}}  {_lane(line, lane, most, width - names - 2)}".rstrip())
-    return "\n".join([*out, _marks(["runs", "exposed: compute waits"], "█░")])
+    names_of = {"█": "runs", "░": "exposed: compute waits", "·": "less than a third of a column"}
+    used = [mark for mark in names_of if any(mark in line for line in out)]
+    return "\n".join([*out, _marks([names_of[mark] for mark in used], used)])
 
 
 def _lane(line: Timeline, lane: str, most: float, columns: int) -> str:
-    """A lane of a timeline: in each column what takes most of its time, if that is a third of it."""
+    """A lane of a timeline: in each column what takes most of its time."""
     taken = [[0.0, 0.0] for _ in range(columns)]
     for span in line.spans:
         if span.lane != lane:
@@ -167,31 +170,39 @@ def _lane(line: Timeline, lane: str, most: float, columns: int) -> str:
         start, end = span.start / most * columns, span.end / most * columns
         for column in range(int(start), min(math.ceil(end), columns)):
             taken[column][span.exposed] += min(end, column + 1) - max(start, column)
-    return "".join(" " if max(pair) < 1 / 3 else "█" if pair[0] >= pair[1] else "░" for pair in taken)
+    brief = " " if lane == "compute" else "·"  # a collective stays visible, a wait of compute too
+    return "".join(
+        " " if not any(pair) else brief if max(pair) < 1 / 3 else "█" if pair[0] >= pair[1] else "░" for pair in taken
+    )
 
 
-def _bars(where: str, head: str, bars: Sequence[Bar], width: int, text: Callable[[str, float], str]) -> str:
+def _bars(
+    where: str, head: str, bars: Sequence[Bar], kinds: Sequence[str], width: int, words: Mapping[str, str]
+) -> str:
     """A line per label, with as many characters of each kind as its value has of the longest line."""
     _check(where, width)
-    labels, kinds = (list(dict.fromkeys(getattr(bar, name) for bar in bars)) for name in ("label", "kind"))
+    labels = list(dict.fromkeys(bar.label for bar in bars))
+    every = list(dict.fromkeys([*kinds, *(bar.kind for bar in bars)]))  # each has one character in all pictures
+    fills = {kind: _FILLS[min(number, len(_FILLS) - 1)] for number, kind in enumerate(every)}
     totals = {label: sum(bar.value for bar in bars if bar.label == label) for label in labels}
-    texts = {label: text(label, total) for label, total in totals.items()}
+    texts = {label: size(total) + words.get(label, "") for label, total in totals.items()}
     left = max(map(len, labels), default=0)
     columns = max(width - left - 3 - max(map(len, texts.values()), default=0), 1)
     most = max(totals.values(), default=0.0) or 1.0
     lines = [head]
     for label in labels:
         row, done = "", 0.0
-        for number, kind in enumerate(kinds):
+        for kind in every:
             done += sum(bar.value for bar in bars if (bar.label, bar.kind) == (label, kind))
-            row += _FILLS[min(number, len(_FILLS) - 1)] * (round(done / most * columns) - len(row))
+            row += fills[kind] * (round(done / most * columns) - len(row))
         lines.append(f"{label:<{left}}  {row} {texts[label]}".strip())
-    return "\n".join([*lines, _marks(kinds, _FILLS) if kinds else "nothing"])
+    used = [kind for kind in every if any(bar.kind == kind for bar in bars)]
+    return "\n".join([*lines, _marks(used, [fills[kind] for kind in used]) if used else "nothing"])
 
 
-def _marks(names: Sequence[str], marks: str) -> str:
+def _marks(names: Sequence[str], marks: Sequence[str]) -> str:
     """What the characters mean."""
-    return "  ".join(f"{marks[min(i, len(marks) - 1)]} {name}" for i, name in enumerate(names))
+    return "  ".join(f"{marks[i % len(marks)]} {name}" for i, name in enumerate(names))
 
 
 def _check(where: str, width: int, height: int = 2) -> None:

@@ -36,9 +36,9 @@ def test_bars_are_as_long_as_the_values():
     """It alone finds a bar of another length, or the character of another kind."""
     lines = viz.text.census(ROWS, width=60).splitlines()
     assert lines[0] == "sent per device and step: 600 B"
-    assert lines[1] == "data=4   " + "█" * 30 + "▓" * 10 + " 400 B, 4 x"
-    assert lines[2] == "model=2  " + "▓" * 20 + " 200 B, 1 x"
-    assert lines[3:] == ["█ all_reduce  ▓ all_gather"]
+    assert lines[1] == "data=4   " + "█" * 10 + "▒" * 30 + " 400 B, 4 x"
+    assert lines[2] == "model=2  " + "█" * 20 + " 200 B, 1 x"
+    assert lines[3:] == ["█ all_gather  ▒ all_reduce"]
     assert viz.text.census(Census(())) == "sent per device and step: 0 B\nnothing"
 
 
@@ -73,6 +73,15 @@ def test_overlap_is_shaded_where_compute_waits():
         "compute  " + "█" * 20 + " " * 10 + "█" * 10,
         "fsdp     " + " " * 10 + "█" * 10 + "░" * 10,
         "█ runs  ░ exposed: compute waits",
+    ]
+
+
+def test_a_short_collective_stays_visible():
+    """It alone finds a lane left empty because nothing in it is as long as a column."""
+    short = LINE._replace(spans=(*LINE.spans, Span("p", "ppermute", "tp", 1.0, 1.001)))
+    assert viz.text.overlap(short, width=49).splitlines()[3:] == [
+        "tp       " + " " * 10 + "·",
+        "█ runs  ░ exposed: compute waits  · less than a third of a column",
     ]
 
 
