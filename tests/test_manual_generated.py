@@ -40,7 +40,8 @@ def test_every_public_name_is_in_the_reference():
             if inspect.ismodule(value):
                 if value not in seen:
                     seen.add(value)
-                    todo.append((f"{called}.{name}", value, getattr(value, "__all__", ())))
+                    own = [n for n, each in vars(value).items() if n[0] != "_" and reference.defined_in(value, each)]
+                    todo.append((f"{called}.{name}", value, getattr(value, "__all__", own)))
             elif id(value) not in shown:
                 missing.append(f"{called}.{name}")
     assert missing == []
@@ -222,6 +223,8 @@ def test_the_manual_builds_without_a_warning(tmp_path):
     assert "unpkg" not in (site / "index.html").read_text()
     assert 'id="sk.all_reduce"' in (site / "reference" / "sk.html").read_text()
     assert 'href="reference/sk.html#sk.make_mesh"' in (site / "what_it_does.html").read_text()
+    symptoms = (site / "symptoms.html").read_text()
+    assert 'highlight wrapped">' in symptoms and 'language-text highlight">' in symptoms  # sentences, not tables
     assert all("$$" not in page.read_text() for page in (site / "learn").glob("*.html"))
     assert "<svg" in (site / "benchmarks" / "pictures" / "comm.svg").read_text()
     assert (site / "search" / "search_index.js").exists()  # without a server a page cannot fetch the .json beside it

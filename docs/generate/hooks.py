@@ -5,6 +5,7 @@ Start with `pages`, which says what is generated; the files beside this one say 
 
 from __future__ import annotations
 
+import html
 import posixpath
 import re
 import sys
@@ -31,8 +32,11 @@ from docs.generate import (  # noqa: E402
     reference,
 )
 
-_CALLED = re.compile(r"<code>(sk\.[\w.]+|examples/\w+\.py)((?:\([^<]*\))?)</code>")
+_CALLED = re.compile(r"<code>([a-z]\w*\.[\w.]+|examples/\w+\.py)((?:\([^<]*\))?)</code>")
 _SHORT = re.compile(r"<code>([^<\n]{1,30})</code>")
+_PRINTED = re.compile(r'(<div class="language-text highlight)(">.*?</div>)', re.S)
+_TAG = re.compile(r"<[^>]*>")
+_COLUMNS = 85  # as many as a page shows at 1280 pixels
 _LEFT_ALONE = re.compile(r"(<h\d.*?</h\d>|<a [^>]*>.*?</a>|<pre.*?</pre>)", re.S)
 
 
@@ -79,7 +83,14 @@ def on_page_content(text: str, page: Any, **_: Any) -> str:
     """Formulas are drawn, names of the library lead to the reference, and short code is not broken into lines."""
     parts = _LEFT_ALONE.split(formulas.drawn(text))
     text = "".join(part if _LEFT_ALONE.fullmatch(part) else _CALLED.sub(_link(page), part) for part in parts)
-    return _SHORT.sub(r'<code class="short">\1</code>', text)
+    return _PRINTED.sub(_wrapped, _SHORT.sub(r'<code class="short">\1</code>', text))
+
+
+def _wrapped(found: re.Match[str]) -> str:
+    """What is printed, with long sentences in several lines; tables, whose columns are two spaces apart, scroll."""
+    lines = html.unescape(_TAG.sub("", found[2])).splitlines()
+    long = [line.strip() for line in lines if len(line) > _COLUMNS]
+    return f"{found[1]} wrapped{found[2]}" if long and not any("  " in line for line in long) else found[0]
 
 
 def _link(page: Any) -> Any:
@@ -91,9 +102,10 @@ def _link(page: Any) -> Any:
         _WHERE.update({f"examples/{p.name}": f"examples/{p.stem}.html" for p in (ROOT / "examples").glob("*.py")})
 
     def link(found: re.Match[str]) -> str:
-        if found[1] not in _WHERE:
+        where = _WHERE.get(found[1]) or _WHERE.get(f"sk.{found[1]}")  # from shardkit import testing
+        if where is None:
             return found[0]
-        target = posixpath.relpath(_WHERE[found[1]], posixpath.dirname(page.file.src_uri) or ".")
+        target = posixpath.relpath(where, posixpath.dirname(page.file.src_uri) or ".")
         return f'<a href="{target}">{found[0]}</a>'
 
     return link

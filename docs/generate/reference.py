@@ -23,11 +23,14 @@ FACES = {
     "sk.aot": "shardkit.analysis.hlo.aot",
     "sk.reporting": "shardkit.reporting",
     "sk.testing": "shardkit.testing",
+    "sk.testing.reference": "shardkit.testing.reference",
+    "sk.testing.laws": "shardkit.testing.laws",
     "sk.cost": "shardkit.cost",
     "sk.planner": "shardkit.planner",
     "sk.runtime": "shardkit.runtime",
     "sk.bench": "shardkit.bench",
     "sk.viz": "shardkit.viz",
+    "sk.viz.text": "shardkit.viz.text",
     "sk.models.transformer": "shardkit.models.transformer",
 }
 # Groups of the names of `sk`, by the files that define them.
