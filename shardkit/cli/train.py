@@ -38,6 +38,7 @@ def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     many, writes = cluster.processes > 1, cluster.is_master
     here = console(quiet=not writes)
     mesh = mesh_of("train", options.mesh, many=many)
+    here.print(sk.describe(mesh))
     config = config_of(options, mesh.shape)
     with _checkpoints(options) as checkpoints:
         resume = resumed(settings_of(options, config), options, checkpoints)
@@ -110,7 +111,6 @@ def _introduce(
     """Prints the mesh, plan and data; with --verify, compares the first steps with one device."""
     options, mesh, tell = run.options, run.mesh, display.console.print
     size = sum(x.size for x in jax.tree.leaves(state.params))
-    tell(sk.describe(mesh))
     if mesh.devices.flat[0].platform == "cpu":
         said = "simulated CPU devices share this machine's cores: the speed means nothing, the numbers do."
         tell(said, style="dim")
