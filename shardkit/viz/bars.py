@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _ROW, _WIDE = 0.34, 4.6  # inches
-_TIMES = ((1, "s"), (1e3, "ms"), (1e6, "us"))
+_TIMES = ((1, "s"), (1e3, "ms"), (1e6, "us"), (1e9, "ns"))
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -29,11 +29,13 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in s, ms or us, in four digits at most.
+    """Seconds in s, ms, us or ns, in four digits at most.
 
     Example:
         duration(0.0015) == "1.5 ms"
     """
+    if not seconds:
+        return "0 s"
     scale, unit = next(((s, u) for s, u in _TIMES if seconds >= 1 / s), _TIMES[-1])
     return f"{seconds * scale:.4g} {unit}"
 

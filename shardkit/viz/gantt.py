@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _WIDE, _ROW, _GAP = 7.2, 0.36, 0.42  # inches
-_EXPOSED = "/////"
+_EXPOSED, _THIN = "/////", 400  # hatches; a share of the width
 
 
 @partial(typed, where="viz.overlap")
@@ -110,7 +110,8 @@ def _picture(several: Mapping[str, Timeline]) -> Figure:
     heads = [name for name in several if name]
     left = max(0.9, LETTER * max(len(_label(lane)) for own in lanes.values() for lane in own) + 0.3)
     high = sum(_ROW * len(own) for own in lanes.values()) + _GAP * (len(lanes) - 1 + bool(heads))
-    right, below, top = 1.75, 0.55, 0.75 if heads else 0.95
+    right = 0.9 * LETTER * max(len(beside(line, lane)) for name, line in several.items() for lane in lanes[name]) + 0.2
+    below, top = 0.55, 0.75 if heads else 0.95
     width, up = left + _WIDE + right, top + high + below
     title = "overlap of collectives with compute"
     note = hidden(next(iter(several.values()))) if not heads else "by the compiler's schedule and the model of times"
@@ -152,7 +153,9 @@ def _rows(axes: Axes, line: Timeline, lanes: list[str], most: float) -> None:
     axes.grid(axis="x")
     for span in line.spans:
         row = lanes.index(span.lane)
-        axes.add_patch(Rectangle((span.start, row - 0.36), span.seconds, 0.72, **_look(span)))
+        axes.add_patch(
+            Rectangle((span.start, row - 0.36), span.seconds, 0.72, **_look(span, span.seconds < most / _THIN))
+        )
         if span.exposed:  # compute waits
             wait: dict[str, Any] = {
                 "facecolor": PAPER,
@@ -169,19 +172,15 @@ def _rows(axes: Axes, line: Timeline, lanes: list[str], most: float) -> None:
         )  # fmt: skip
 
 
-def _look(span: Span) -> dict[str, Any]:
+def _look(span: Span, thin: bool) -> dict[str, Any]:
+    """The look of a span; of one too thin for hatches, an edge keeps it visible."""
     if span.kind in ("compute", "loop"):
         return {"facecolor": AREA, "linewidth": 0.0, "gid": span.name, "hatch": "---" * (span.kind == "loop")}
     colour = SERIES[COLLECTIVES.index(span.kind)]
+    own: dict[str, Any] = {"facecolor": colour, "linewidth": 0.0, "gid": span.name}
     if span.exposed:
-        return {
-            "facecolor": colour,
-            "edgecolor": PAPER,
-            "hatch": _EXPOSED,
-            "linewidth": 0.0,
-            "gid": f"{span.name}, exposed",
-        }
-    return {"facecolor": colour, "linewidth": 0.0, "gid": span.name}
+        own |= {"edgecolor": PAPER, "hatch": _EXPOSED, "gid": f"{span.name}, exposed"}
+    return own | {"edgecolor": colour, "hatch": "", "linewidth": 0.6} if thin else own
 
 
 def _legend(picture: Figure, several: Mapping[str, Timeline], left: float, top: float) -> None:

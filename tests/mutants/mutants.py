@@ -2288,8 +2288,8 @@ _VIZ = (
     Mutant(
         "exposed-drawn-as-hidden",
         "shardkit/viz/gantt.py",
-        "if span.exposed:\n",
-        "if not span.exposed:\n",
+        "    if span.exposed:\n",
+        "    if not span.exposed:\n",
         PHASE,
     ),
     Mutant(

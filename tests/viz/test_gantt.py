@@ -9,6 +9,7 @@ from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.hlo.timeline import Span, Timeline
 from shardkit.analysis.jaxpr.census import Census
+from shardkit.viz.bars import duration
 from shardkit.viz.gantt import hidden
 
 pytestmark = pytest.mark.check
@@ -61,6 +62,18 @@ def test_what_is_exposed_is_hatched_and_what_is_hidden_is_not():
     words = [text.get_text() for text in axes.texts]
     assert words == ["6.5 ms", "3 ms, 1 ms exposed", "500 us, 500 us exposed"]
     assert hidden(LINE) == "8 ms: compute 6.5 ms, exposed 1.5 ms of 3.5 ms of collectives, 57% hidden"
+
+
+def test_what_is_too_thin_for_hatches_stays_visible():
+    thin = Timeline((*LINE.spans, Span("p", "ppermute", "pp", 6.5e-3, 6.5e-3 + 1e-6, exposed=True)), 6.5e-3, 1.501e-3)
+    [axes] = viz.overlap(thin).axes
+    [patch] = [patch for patch in axes.patches if patch.get_gid() == "p, exposed"]
+    assert patch.get_linewidth() > 0 and patch.get_edgecolor() == patch.get_facecolor()
+    assert axes.texts[3].get_text() == "1 us, 1 us exposed"
+
+
+def test_times_have_a_unit_that_suits_them():
+    assert [duration(t) for t in (0, 4.5e-8, 1.5e-3, 0.25, 90.0)] == ["0 s", "45 ns", "1.5 ms", "250 ms", "90 s"]
 
 
 def test_reports_beside_each_other_have_one_scale():
