@@ -50,9 +50,9 @@ def of_command(command: Command, full: str) -> str:
     lines += _wrapped(said.text, "")
     if said.examples:
         lines += [""]
-        widest = max(len(example) for example, _ in said.examples)
+        fitting = [len(example) for example, _ in said.examples if len(example) <= width() * 3 // 5]
         for example, text in said.examples:
-            lines += _row(example, text, min(widest + 4, width() * 2 // 3))
+            lines += _row(example, text, max(fitting, default=_COLUMN) + 4)
     if places:
         lines += ["", _bold("arguments")]
         for option in places:

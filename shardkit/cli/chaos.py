@@ -15,10 +15,10 @@ from shardkit.cli.output import Json, console, write_json
 from shardkit.runtime.cluster.chaos import KINDS, Kind, Outcome
 from shardkit.runtime.cluster.chaos import chaos as run_under_faults
 
-_SAVED, _LOG = "{run}/saved", "{run}/log.jsonl"
+_LOG = "{run}/log.jsonl"
 EXAMPLES = {
-    f"shardkit chaos -n 2 --devices 2 --losses '{_LOG}' --checkpoints '{_SAVED}' -- -m shardkit train data=-1 "
-    f"--steps 400 --log-every 1 --json '{_LOG}' --checkpoint '{_SAVED}' --checkpoint-every 10": "ten faults",
+    "shardkit chaos -n 2 --checkpoints '{run}/saved' -- train.py '{run}'": "ten faults",
+    "shardkit chaos -n 2 --faults 3 -- train.py '{run}'": "three; checkpoints stay whole",
 }
 
 
