@@ -1,4 +1,4 @@
-"""Writes the input of a cluster's scheduler: a batch script for Slurm, manifests for Kubernetes.
+"""Writes the input of a scheduler: a batch script for Slurm, manifests for Kubernetes, a task for SkyPilot.
 
 Exit code 75 means preempted and saved: the scheduler restarts the job, and it resumes. Every other failure is final.
 """
@@ -11,14 +11,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import yaml
-
+from shardkit.runtime.cluster import skypilot
 from shardkit.runtime.cluster.launch import check_counts, program
 from shardkit.runtime.cluster.preemption import PREEMPTED
+from shardkit.runtime.cluster.yaml_text import Text, dumped
 from shardkit.runtime.monitor.hello import TOKEN
 from shardkit.simulated import cpu_environment
 
-Kind = Literal["slurm", "k8s", "jobset"]
+Kind = Literal["slurm", "k8s", "jobset", "skypilot"]
 
 _PORT = 55527  # the port that jax itself chooses on Kubernetes
 _NOTICE = 120  # seconds between SIGTERM and SIGKILL, for the last save
@@ -47,14 +47,16 @@ def render(
     Args:
         kind: "slurm" (`sbatch FILE`); "k8s", an indexed Job with its headless Service; "jobset", the same as a JobSet,
             which also restarts when a machine is lost (both `kubectl apply -f FILE`, after the command at the top of
-            the file, which creates the Secret NAME-token, the job's SHARDKIT_JOB_TOKEN).
+            the file, which creates the Secret NAME-token, the job's SHARDKIT_JOB_TOKEN); "skypilot", a task for `sky
+            jobs launch`, with one process on each node.
         command: the words of the command; `script.py ...` and `-m module ...` run under the `python` of the cluster.
         processes: number of processes.
         devices: devices per process: requested accelerators, or simulated CPU devices.
         name: of the job: at most 40 lower-case letters, digits and hyphens (RFC 1123; a Service begins with a letter).
         image: the container image, for Kubernetes.
         port: the coordinator's port, for Kubernetes; by default 55527. Under Slurm jax derives one from the job's id.
-        accelerator: "cpu", "gpu", or on Kubernetes a Google TPU slice type such as "tpu-v5p-slice".
+        accelerator: "cpu", "gpu", or on Kubernetes a Google TPU slice type such as "tpu-v5p-slice"; for SkyPilot "cpu"
+            or a GPU by its name, such as "H100".
         topology: chips of the TPU slice, such as "4x4" or "2x2x4".
 
     Returns:
@@ -69,8 +71,14 @@ def render(
     for word in (*words, image or ""):
         _check_text(word)
     _check_devices(kind, processes, devices, accelerator, topology)
+    variables = _variables(devices, accelerator)
     if kind == "slurm":
         return _slurm(words, processes, devices, name, accelerator)
+    if kind == "skypilot":
+        sizes: Any = {"processes": processes, "devices": devices, "name": name}
+        text = {each: Text(value) for each, value in variables.items()}
+        made = skypilot.task(words, **sizes, image=image, accelerator=accelerator, variables=text)
+        return skypilot.HEAD.format(token=TOKEN) + dumped(made)
     if not image or image.split() != [image]:
         raise ValueError(
             f"render: image must be the name of a container image for {kind}; got {image!r}. Pass for example "
@@ -78,7 +86,7 @@ def render(
         )
     in_jobset = kind == "jobset"
     host = f"{name}-workers-0-0" if in_jobset else f"{name}-0"
-    variables = _variables(devices, accelerator) | {
+    variables |= {
         "JAX_COORDINATOR_ADDRESS": f"{host}.{name}:{_PORT if port is None else port}",
         "JAX_NUM_PROCESSES": str(processes),
     }
@@ -92,7 +100,7 @@ def render(
     }
     job = [_jobset(name, processes, pod)] if in_jobset else [_service(name), _indexed(name, processes, pod)]
     documents = [*_account(name), *job]
-    return _SECRET.format(secret) + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=math.inf)
+    return _SECRET.format(secret) + dumped(*documents)
 
 
 def _check_name(name: str) -> None:
@@ -113,8 +121,10 @@ def _check_text(word: str) -> None:
 
 
 def _check_devices(kind: Kind, processes: int, devices: int | None, accelerator: str, topology: str | None) -> None:
+    if kind == "skypilot" and accelerator != "cpu":
+        skypilot.check_accelerator(accelerator, devices)
     tpu = accelerator.startswith("tpu-") and kind != "slurm"
-    if accelerator not in ("cpu", "gpu") and not tpu:
+    if accelerator not in ("cpu", "gpu") and not tpu and kind != "skypilot":
         raise ValueError(
             "render: accelerator must be 'cpu', 'gpu' or on Kubernetes a TPU slice such as 'tpu-v5p-slice'; got "
             f"{accelerator!r} for {kind}. Pass one of these."
@@ -215,12 +225,12 @@ def _container(
     words: Sequence[str], image: str, variables: Mapping[str, str], secret: str, limits: Mapping[str, Any]
 ) -> dict[str, Any]:
     index = {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}
-    environment: list[dict[str, Any]] = [{"name": name, "value": _Text(value)} for name, value in variables.items()]
+    environment: list[dict[str, Any]] = [{"name": name, "value": Text(value)} for name, value in variables.items()]
     environment.append({"name": "JAX_PROCESS_ID", "valueFrom": {"fieldRef": index}})
     environment.append({"name": TOKEN, "valueFrom": {"secretKeyRef": {"name": secret, "key": "token"}}})
     # Kubernetes replaces $(NAME) in the words of a command, and $$ stands for one $.
-    command = [_Text(word.replace("$", "$$")) for word in words]
-    return {"name": "main", "image": _Text(image), "command": command, "env": environment, **limits}
+    command = [Text(word.replace("$", "$$")) for word in words]
+    return {"name": "main", "image": Text(image), "command": command, "env": environment, **limits}
 
 
 def _limits(devices: int | None, accelerator: str) -> dict[str, Any]:
@@ -233,7 +243,7 @@ def _selected_nodes(accelerator: str, topology: str | None) -> dict[str, Any]:
     if topology is None:
         return {}
     gke = "cloud.google.com/gke-tpu"
-    return {"nodeSelector": {f"{gke}-accelerator": accelerator, f"{gke}-topology": _Text(topology)}}
+    return {"nodeSelector": {f"{gke}-accelerator": accelerator, f"{gke}-topology": Text(topology)}}
 
 
 def _job(processes: int, pod: Mapping[str, Any], *more_rules: Mapping[str, Any]) -> dict[str, Any]:
@@ -277,17 +287,3 @@ def _jobset(name: str, processes: int, pod: Mapping[str, Any]) -> dict[str, Any]
             "replicatedJobs": [workers],
         },
     }
-
-
-class _Text(str):
-    """Text that is written in quotes: YAML parsers differ on which plain words are numbers (1e-3, 1_000, 12:30)."""
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes `_Text` in quotes, and no aliases."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-_Dumper.add_representer(_Text, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))

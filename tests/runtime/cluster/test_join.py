@@ -131,6 +131,12 @@ def test_another_number_of_devices():
         ({"WORLD_SIZE": "2", "RANK": "1"}, ("localhost:29500", 2, 1)),
         ({"WORLD_SIZE": "1", "RANK": "0"}, (None, 1, 0)),
         ({"JAX_COORDINATOR_ADDRESS": "h:1", "WORLD_SIZE": "2", "RANK": "0"}, ("h:1", 2, 0)),
+        ({"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": "1"}, ("10.0.0.1:55527", 2, 1)),
+        ({"SKYPILOT_NODE_IPS": "10.0.0.1", "SKYPILOT_NODE_RANK": "0"}, (None, 1, 0)),
+        (
+            {"SKYPILOT_NODE_IPS": "a\nb", "SKYPILOT_NODE_RANK": "1", "WORLD_SIZE": "4", "RANK": "3"},
+            ("localhost:29500", 4, 3),
+        ),
     ],
 )
 def test_where_the_numbers_come_from(environ, expected):

@@ -213,6 +213,9 @@ ACCELERATOR = (
     "render: accelerator must be 'cpu', 'gpu' or on Kubernetes a TPU slice such as 'tpu-v5p-slice'; got {!r} for {}. "
     "Pass one of these."
 )
+SKY = (
+    "render: accelerator must be 'cpu' or for skypilot a GPU by its name, such as 'H100'; got {!r}. Pass one of those."
+)
 SHAPE = (
     "render: topology must be the shape of a slice of processes x devices chips, such as '4x4'; got {!r} for 4 x {}. "
     "Correct topology, processes or devices."
@@ -249,6 +252,15 @@ SHAPE = (
             ("k8s", {"accelerator": "tpu-v5p-slice", "devices": 4, "topology": shape}, SHAPE.format(shape, 4))
             for shape in (None, "4x5", "4by4", "0x4", "16", "4x4\n")
         ],
+        *[
+            ("skypilot", {"accelerator": each, "devices": 1}, SKY.format(each))
+            for each in ("gpu", "tpu-v5p-slice", "8", "H100:8")
+        ],
+        (
+            "skypilot",
+            {"accelerator": "H100"},
+            "render: devices must be given with accelerator 'H100'; got none. Pass the number per process.",
+        ),
         (
             "slurm",
             {"command": ["train.py", "\udcff"]},
@@ -265,6 +277,28 @@ def test_errors(kind, options, message):
     with pytest.raises(ValueError) as error:
         render(kind, **{"command": WORDS, "processes": 4, "image": "me/train:1", **options})
     assert str(error.value) == message
+
+
+@pytest.mark.check
+def test_a_skypilot_task():
+    """Its keys are those of SkyPilot 0.14's schema, which validated this task; a secret is not in the file."""
+    command = ["train.py", "--name", "a b", "$HOME"]
+    text = render("skypilot", command, processes=3, devices=8, accelerator="H100", image="me/train:1", name="run")
+    assert text.startswith('# sky jobs launch --secret SHARDKIT_JOB_TOKEN="$(openssl rand -hex 32)" FILE\n')
+    assert yaml.safe_load(text) == {
+        "name": "run",
+        "num_nodes": 3,
+        "resources": {
+            "accelerators": "H100:8",
+            "image_id": "docker:me/train:1",
+            "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [75]},
+        },
+        "envs": {"PYTHONUNBUFFERED": "1"},
+        "secrets": {"SHARDKIT_JOB_TOKEN": None},
+        "run": "python train.py --name 'a b' '$HOME'\n",
+    }
+    simulated = yaml.safe_load(render("skypilot", ["train.py"], processes=2, devices=4))
+    assert simulated["envs"]["JAX_NUM_CPU_DEVICES"] == "4" and "accelerators" not in simulated["resources"]
 
 
 def test_the_command_prints_what_render_returns():  # proves S108
