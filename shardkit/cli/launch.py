@@ -51,8 +51,8 @@ class Options:
     image: str | None = None
     """Container image in the manifest (k8s, jobset)."""
     accelerator: str = "cpu"
-    """In the manifest: cpu, gpu, a TPU slice type on Google's clusters, such as tpu-v5p-slice, or with skypilot the name
-    of a GPU, such as H100."""
+    """In the manifest: cpu, gpu, or a TPU slice type on Google's clusters, such as tpu-v5p-slice; for skypilot a GPU by
+    its name, such as H100."""
     topology: str | None = None
     """Chips of the TPU slice, such as 4x4."""
     json: Json = None
