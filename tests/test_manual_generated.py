@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -159,6 +160,8 @@ def test_the_help_of_every_command_is_shown():
     assert {"train", "launch", "lint", "aot", "bench comm", "bench plot"} <= set(made)
     assert "--verify" in made["train"] and "usage: shardkit bench comm" in made["bench comm"]
     assert max(len(line) for text in made.values() for line in text.splitlines()) <= 84
+    one_page = (ROOT / "docs" / "one_page.md").read_text().partition("## The command")[2]
+    assert [name for name in made if not re.search(rf"[` ]{name.split()[-1]}[` ]", one_page)] == []
     assert "\x1b" not in commands.page() and "## shardkit bench comm\n" in commands.page()
 
 

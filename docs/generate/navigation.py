@@ -24,6 +24,7 @@ SECTIONS: Mapping[str, list[str]] = {
         "howto/run_on_a_cluster.md",
         "howto/faults.md",
         "howto/restart_by_itself.md",
+        "howto/restart_by_itself.md",
         "howto/resume_elsewhere.md",
         "howto/benchmark_my_mesh.md",
         "howto/compile_for_absent_chips.md",
