@@ -48,7 +48,7 @@ test-newest:
 
 # The manual, in site/: open site/index.html. A warning, a link that leads nowhere or a name without a page ends it.
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build  # not --quiet, which would hide warnings from strict
 	@echo "the manual is in site/index.html"
 
 # One wrong line at a time: which test finds it? See tests/mutants/README.md.
