@@ -1444,8 +1444,8 @@ _ANALYSIS = (
     Mutant(
         "account-all-reduce-half",
         "shardkit/analysis/hlo/differences.py",
-        "sent=sums.sent - 2 * missing)",
-        "sent=sums.sent - missing)",
+        "max(sums.sent - 2 * missing, own.sent)",
+        "max(sums.sent - missing, own.sent)",
         FIGURE,
     ),
     Mutant(

@@ -254,7 +254,8 @@ def _run_as_all_reduce(before: _Tally, after: _Tally) -> tuple[list[Change], _Ta
             found.append(Change(f"{line} {float(missing):,.0f}{wanted.at}", True))
             restored[key] = run._replace(times=wanted.times, sent=wanted.sent)
             times = max(sums.times - lost, min(1, own.times))  # they may have been merged
-            restored[summed] = sums._replace(times=times, sent=sums.sent - 2 * missing)
+            rest = max(sums.sent - 2 * missing, own.sent)  # the sums may have sent up to a tenth less
+            restored[summed] = sums._replace(times=times, sent=rest)
     return found, restored
 
 

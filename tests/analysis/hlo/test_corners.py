@@ -1,5 +1,7 @@
 """Where a compiled program is easily read wrong: merged scalars, axes of one device, unrolled bodies, odd chips."""
 
+from fractions import Fraction
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,7 +13,7 @@ import shardkit as sk
 from shardkit.analysis.hlo import aot, proto, trip_counts
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.compute import Work, Workload
-from shardkit.analysis.hlo.differences import account, compiled
+from shardkit.analysis.hlo.differences import _run_as_all_reduce, _Traffic, account, compiled
 from shardkit.analysis.hlo.topology import device_memory, device_of
 from shardkit.analysis.jaxpr.census import Census
 from support.commands import deep
@@ -224,6 +226,15 @@ def test_a_function_that_cannot_be_lowered_is_refused_in_its_own_words():
     assert refused(Unlowerable(), (1.0,)) == (
         "aot.compile: the function cannot be lowered for this platform: RuntimeError: no rule"
     )
+
+
+@pytest.mark.check
+def test_what_a_merged_sum_saves_is_no_negative_traffic():
+    """Sums that run as one all_reduce may send up to a tenth less than both; the rest was -251,911,650 bytes."""
+    scatter, reduce = ("reduce_scatter", ("data",)), ("all_reduce", ("data",))
+    before = {scatter: _Traffic(1, Fraction(100)), reduce: _Traffic(1, Fraction(3))}
+    found, restored = _run_as_all_reduce(before, {reduce: _Traffic(1, Fraction(190))})
+    assert len(found) == 1 and restored == before
 
 
 # ---- live
