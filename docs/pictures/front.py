@@ -94,7 +94,9 @@ def bars(counted: sk.analysis.Census, x: float, y: float, width: float, row: flo
             out.append(rect(kind, left, top + 6, kinds[kind] * unit, 14))
             left += kinds[kind] * unit
         out.append(text("soft", x, top + 34, ", ".join(f"{kind} {kinds[kind] / 1e9:.2f}" for kind in largest)))
-    total = f"in all: {counted.count():,} collectives, {float(counted.sent()) / 1e9:.2f} GB sent per device"
+    twice = sum(counted.count(axis=axis) for axis in axes) - counted.count()  # they stand in the counts of both axes
+    several = f" ({twice} over two axes)" if twice else ""
+    total = f"in all: {counted.count():,} collectives{several}, {float(counted.sent()) / 1e9:.2f} GB"
     return [*out, text("text", x, y + len(axes) * row, total)]
 
 
