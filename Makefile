@@ -26,9 +26,11 @@ lint: $(VENV)/.test
 check: lint
 	$(PYTEST) -m "check and not deep"
 
-# That and the rest, in one run, the quick ones first: ten minutes on two cores.
-test: lint
-	$(PYTEST) -m "not deep"
+# That and the rest, the quick ones first: ten minutes on two cores. Lint runs beside the tests.
+test: $(VENV)/.test
+	@$(MAKE) --no-print-directory lint > $(VENV)/lint.log 2>&1 & lint=$$!; \
+	$(PYTEST) -m "not deep"; tests=$$?; \
+	wait $$lint || { cat $(VENV)/lint.log; exit 1; }; exit $$tests
 
 # Every row, compiled as users compile, and the GPU compiler's tests; SHARD=i/n for one of n parts. It takes hours: LIMIT
 # ends it after so many seconds.
@@ -47,7 +49,7 @@ test-newest:
 	$(PYTEST) -m "not deep" --rows 1
 
 # The manual, in site/: open site/index.html. A warning, a link that leads nowhere or a name without a page ends it.
-docs: $(VENV)/.docs
+docs: $(VENV)/.test
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build  # not --quiet, which would hide warnings from strict
 	@echo "the manual is in site/index.html"
 
@@ -89,12 +91,8 @@ $(VENV)/.cli: $(VENV)/.created pyproject.toml
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.created pyproject.toml
-	$(PIP) -e '.[test,aot]'
+	$(PIP) -e '.[test,docs,aot]'
 	@touch $@ $(VENV)/.cli
-
-$(VENV)/.docs: $(VENV)/.created pyproject.toml
-	$(PIP) -e '.[docs]'
-	@touch $@
 
 # 130 MB, and for Linux alone; without it the tests that need it are skipped, with that reason.
 $(VENV)/.gpu: $(VENV)/.test

@@ -70,7 +70,7 @@ def assert_same_training(
         ...     params=np.ones(4, "f"), batches=[np.ones((8, 4), "f")],
         ... )
     """
-    at_least("assert_same_training", 1, accumulate=accumulate)
+    at_least("assert_same_training", 1, accumulate=accumulate, steps=steps)
     check_batches("assert_same_training", batches)
     check_relative("assert_same_training", relative)
     reference = one_device(reference_grad_fn, optimizer, params, batches, key=key, relative=relative)

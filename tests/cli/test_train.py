@@ -154,7 +154,7 @@ def test_sharded_state_trains_to_one_devices_numbers_and_says_what_it_holds(
 
 INSIDE = [
     deep(["model=2", "context=2", "ulysses=2", "--sequence", "--impl", "ring", "--heads", "4", "--dropout", "0.1"]),
-    ["model=2", "data=4"],
+    deep(["model=2", "data=4"]),  # the plan: laws/test_meshes.py
     deep(["fsdp=2", "model=2", "context=2", "--sequence", "--impl", "ring"]),
     deep(["context=2", "ulysses=2", "fsdp=2", "--dropout", "0.1"]),
     deep(["expert=2", "data=4", "--top-k", "1"]),

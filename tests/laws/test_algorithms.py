@@ -11,14 +11,11 @@ from support.training import ONCE, check
 # Each plan and each algorithm once or more; the other pairs are deep.
 FEW = {
     ("dp", "bucket"),
-    ("dp", "int8"),
     ("hsdp of dp", "one's own"),
     ("dp x tp", "ring"),
-    ("dp x tp", "one's own"),
     ("hsdp", "hierarchical"),
     ("zero1", "ring in both directions"),
     ("zero2", "int8"),
-    ("zero2 layerwise", "hierarchical"),
     ("zero2 layerwise", "int8"),
     ("fsdp", "ring"),
     ("fsdp layerwise", "ring in both directions"),

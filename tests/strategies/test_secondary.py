@@ -60,7 +60,8 @@ def scales():
 
 # proves N3: a gather more, one that is not kept, or a dequantization before the wire would change these figures
 @tpu
-@pytest.mark.parametrize("prefetch", [pytest.param(False, marks=pytest.mark.deep), True])
+@pytest.mark.deep  # as written: the closed forms above
+@pytest.mark.parametrize("prefetch", [False, True])
 def test_a_tpu_sends_a_quarter_of_the_bytes_over_the_slow_links(prefetch):
     found = aot.compile(*step_of("ZeRO++", prefetch=prefetch), topology="v5e:2x4")
     assert crossing(found) == crossing(found.census) == 0.75 + scales()

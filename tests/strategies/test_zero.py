@@ -338,7 +338,7 @@ def share_of_layers():
     return Fraction(size(params["layers"]), size(params))
 
 
-@pytest.mark.parametrize("k", [1, pytest.param(2, marks=pytest.mark.deep), 4])
+@pytest.mark.parametrize("k", [*(pytest.param(k, marks=pytest.mark.deep) for k in (1, 2)), 4])
 def test_what_each_stage_sends_is_the_closed_form(k):  # proves S66, S68, F17, F18, F19, F58
     assert volume(PLANS["dp"](), k) == 2
     assert volume(PLANS["zero1"](), k) == 2

@@ -20,7 +20,8 @@ def example():
 
 
 # proves F70: the last process ends after step 8; the others take its steps again, and end with one process's losses
-@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.deep)])
+@pytest.mark.deep  # an example of what jax has, not of shardkit
+@pytest.mark.parametrize("processes", [2, 3])
 def test_those_who_are_left_go_on(processes):
     ended = jobs.Job([str(PATH)], processes=processes, devices=2, each=lambda rank: {}).wait(90)
     assert [each.code for each in ended] == [*[0] * (processes - 1), 1], [each.output[-2000:] for each in ended]

@@ -25,7 +25,7 @@ ROWS = [
 @pytest.mark.parametrize(
     ("forms", "processes", "devices", "checks"),
     [
-        ("plain", 2, 2, 91),
+        pytest.param("plain", 2, 2, 91, marks=pytest.mark.deep),
         pytest.param("all", 2, 2, 281, marks=pytest.mark.deep),
         pytest.param("all", 4, 2, 281, marks=pytest.mark.deep),
     ],

@@ -96,9 +96,7 @@ DIFFERENCES = {
 
 
 # proves S103, S130: what differs is refused before the first step, by name
-@pytest.mark.parametrize(
-    "fault", [pytest.param(f, marks=() if f in ("psum", "order") else pytest.mark.deep) for f in DIFFERENCES]
-)
+@pytest.mark.parametrize("fault", [pytest.param(f, marks=() if f == "psum" else pytest.mark.deep) for f in DIFFERENCES])
 def test_another_program_is_refused_before_the_first_step(fault):
     ended = faulty(fault, 1, processes=2, devices=1)
     agree(
