@@ -30,6 +30,7 @@ def of_all(group: str = "") -> str:
     lines += ["", f"{prog} COMMAND --help shows the options and examples of a command."]
     if group:
         return "\n".join(lines)
+    lines += ["To begin: shardkit doctor, then shardkit train data=8 --verify 3."]
     lines += ["", _bold("options")]
     lines += _row("-h, --help", "show this help", 20)
     lines += _row("--version", "the versions of shardkit, jax and Python", 20)
