@@ -250,5 +250,5 @@ def _compare(where: str, what: str, got: Any, wanted: Any, allowed: Any) -> None
         hint = f", and `scale`, which is {SCALE:g} in a proof and must multiply only the gradients" if scaled else ""
         raise AssertionError(
             f"{where}: {what}{gap.where} must equal one device's; {text}. Check what the loss sums and over which "
-            f"axes it varies{hint}."
+            f"axes it varies, and that random numbers come from `keys`{hint}."
         )

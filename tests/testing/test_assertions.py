@@ -234,7 +234,9 @@ def test_training_failures_in_full(data8):
         "device's; the largest difference is 0."
     )
     assert "(everywhere 2x one device's); allowed is " in text
-    assert text.endswith(". Check what the loss sums and over which axes it varies.")
+    assert text.endswith(
+        ". Check what the loss sums and over which axes it varies, and that random numbers come from `keys`."
+    )
     with pytest.raises(ValueError) as error:
         training(mesh=data8, steps=0)
     assert str(error.value) == ("assert_same_training: at least one batch is needed; got none. Pass one for each step.")
