@@ -34,6 +34,12 @@ def line_of(mutant: Mutant, text: str) -> int:
     return text[: text.index(mutant.old.strip())].count("\n") + 1
 
 
+def mirrored(mutant: Mutant) -> Path:
+    """The folder below tests/ that mirrors that of the mutant's file; what of the command needs no jax is in cli/."""
+    package, *folders = Path(mutant.file).parent.parts
+    return Path("cli" if package == "shardkit_command" else "", *folders)
+
+
 def statement(text: str, line: int) -> range:
     """The lines of the smallest statement around a line, of a compound one its head alone."""
     found = range(line, line + 1)
@@ -53,7 +59,7 @@ def chosen(mutant: Mutant, text: str, reach: Reach) -> tuple[list[str], list[str
     """
     lines, at = reach.lines.get(mutant.file, {}), line_of(mutant, text)
     direct = lines.get(at) or set().union(*(lines.get(line, set()) for line in statement(text, at)))
-    folder = Path(mutant.file).relative_to("shardkit").parent
+    folder = mirrored(mutant)
     while folder != Path() and not any(test.startswith(f"tests/{folder}/") for test in reach.seconds):
         folder = folder.parent
 

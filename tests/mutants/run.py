@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from choice import Reach, chosen, line_of, loaded
+from choice import Reach, chosen, line_of, loaded, mirrored
 
 from mutants import MUTANTS, Mutant
 
@@ -151,8 +151,8 @@ def last_killers(wanted: set[str]) -> dict[str, str]:
 
 def namesakes(mutant: Mutant) -> list[str]:
     """The test files of the name of the mutant's file, in the folder that mirrors its own."""
-    path = Path(mutant.file).relative_to("shardkit")
-    found = (ROOT / "tests" / path.parent).glob(f"test_{path.stem.strip('_')}*.py")
+    folder = ROOT / "tests" / mirrored(mutant)
+    found = folder.glob(f"test_{Path(mutant.file).stem.strip('_')}*.py")
     return sorted(str(file.relative_to(ROOT)) for file in found)
 
 
