@@ -1988,16 +1988,16 @@ _RUNTIME = (
     ),
     Mutant(
         "exit-code-of-a-signal",
-        "shardkit/runtime/cluster/launch.py",
-        "code if code >= 0 else 128 - code, step",
-        "code if code >= 0 else 128 + code, step",
+        "shardkit/runtime/cluster/attempt.py",
+        "code if code >= 0 else 128 - code",
+        "code if code >= 0 else 128 + code",
         SWALLOWED,
     ),
     Mutant(
         "blame-on-the-others",
-        "shardkit/runtime/cluster/launch.py",
-        "key=lambda index: index not in named",
-        "key=lambda index: index in named",
+        "shardkit/runtime/cluster/attempt.py",
+        "key=lambda rank: rank not in named",
+        "key=lambda rank: rank in named",
         PHASE,
     ),
     Mutant(

@@ -446,7 +446,7 @@ REVERTS = (
     ),
     (
         "no-token-from-the-launcher",
-        "shardkit/runtime/cluster/launch.py",
+        "shardkit/runtime/cluster/attempt.py",
         "TOKEN: environ.get(TOKEN) or secrets.token_hex(32),",
         'TOKEN: environ.get(TOKEN, ""),',
     ),

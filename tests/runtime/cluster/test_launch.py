@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.cli import launch as cli
+from shardkit.runtime.cluster import attempt
 from shardkit.runtime.cluster.launch import launch
 from shardkit.runtime.cluster.output import write
 from shardkit_command import main
@@ -46,13 +47,10 @@ def meeting(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("MEETING", str(tmp_path_factory.mktemp("meeting")))
 
 
-LAUNCH = sys.modules[launch.__module__]
-
-
 @pytest.fixture(autouse=True)
 def briefly(monkeypatch):
     """What processes leave behind, and holds their output, is waited for less long."""
-    monkeypatch.setattr(LAUNCH, "_LAST_OUTPUT", 1.0)
+    monkeypatch.setattr(attempt, "_LAST_OUTPUT", 1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -93,8 +91,9 @@ def launching(command):
     code = f"""
 import sys
 from shardkit import _platform
+from shardkit.runtime.cluster import attempt
 from shardkit.runtime.cluster.launch import launch
-sys.modules[launch.__module__]._LAST_OUTPUT = 1.0
+attempt._LAST_OUTPUT = 1.0
 code = launch({command!r}, processes=2, grace=1)
 sys.exit("jax has started" if _platform.jax_has_started() else code)
 """
@@ -418,7 +417,7 @@ def test_a_token_for_each_job_that_is_not_printed(tmp_path, capfd):
 def test_a_port_that_no_other_job_is_given():
     """Two jobs that began at once were given the same one."""
     with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(LAUNCH._free_port()) for _ in range(200)]
+        ports = [stack.enter_context(attempt.free_port()) for _ in range(200)]
         assert len(set(ports)) == 200
         with socket.create_server(("127.0.0.1", ports[0])):  # process 0 may have it
             pass
@@ -600,7 +599,9 @@ def test_options_that_say_nothing(options, message):
 
 # proves S109: the recipe for machines that know no scheduler, with an ssh that stays on this one
 def test_the_recipe_for_ssh(tmp_path):
-    recipe = re.search(r"    (export job=.*?)\n\Z", LAUNCH.__doc__, re.DOTALL)[1].replace("train.py", "print.py")
+    recipe = re.search(r"    (export job=.*?)\n\Z", sys.modules[launch.__module__].__doc__, re.DOTALL)[1].replace(
+        "train.py", "print.py"
+    )
     files = {
         "hosts": "first\nsecond\nthird\n",
         "ssh": '#!/bin/sh\nHOST="$1"; export HOST; shift; exec sh -c "$*"\n',
