@@ -12,6 +12,7 @@ import tyro
 from shardkit.cli.output import Json, write_json
 from shardkit.runtime.cluster.launch import launch as launch_here
 from shardkit.runtime.cluster.manifests import Kind, render
+from shardkit.runtime.cluster.pods import RUNTIME
 
 EXAMPLES = {
     "shardkit launch -n 4 --devices 2 -- train.py --steps 100": "four processes here",
@@ -20,7 +21,7 @@ EXAMPLES = {
 }
 GROUPS = {
     "processes here": ("processes", "devices", "output", "grace", "port", "restarts", "minimum", "json"),
-    "manifest for a cluster": ("render", "name", "image", "accelerator", "topology"),
+    "manifest for a cluster": ("render", "name", "image", "accelerator", "topology", "queue", "runtime"),
 }
 
 
@@ -49,12 +50,16 @@ class Options:
     name: str = "shardkit"
     """Job name in the manifest."""
     image: str | None = None
-    """Container image in the manifest (k8s, jobset)."""
+    """Container image in the manifest (k8s, jobset, trainjob)."""
     accelerator: str = "cpu"
     """In the manifest: cpu, gpu, or a TPU slice type on Google's clusters, such as tpu-v5p-slice; for skypilot a GPU by
     its name, such as H100."""
     topology: str | None = None
     """Chips of the TPU slice, such as 4x4."""
+    queue: str | None = None
+    """Kueue's queue for the job (k8s, jobset, trainjob)."""
+    runtime: str = RUNTIME
+    """The training runtime of a trainjob; own prints one, which restarts a preempted job."""
     json: Json = None
     """Write how the job ended to this file, or with - to standard output."""
 
@@ -75,7 +80,7 @@ def launch(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     return 0
 
 
-_OF_MANIFESTS = ("name", "image", "accelerator", "topology")
+_OF_MANIFESTS = ("name", "image", "accelerator", "topology", "queue", "runtime")
 _HERE = ("output", "grace", "restarts", "minimum")
 _OF_PROCESSES_HERE = (*_HERE, "json")
 

@@ -1,4 +1,4 @@
-"""Writes the input of a scheduler: a batch script for Slurm, manifests for Kubernetes, a task for SkyPilot.
+"""Writes the input of a scheduler: a batch script (Slurm), manifests (Kubernetes, Kubeflow), a task (SkyPilot).
 
 Exit code 75 means preempted and saved: the scheduler restarts the job, and it resumes. Every other failure is final.
 """
@@ -8,19 +8,19 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
-from shardkit.runtime.cluster import skypilot
+from shardkit._check import quoted
+from shardkit.runtime.cluster import pods, skypilot
 from shardkit.runtime.cluster.launch import check_counts, program
 from shardkit.runtime.cluster.preemption import PREEMPTED
 from shardkit.runtime.cluster.yaml_text import Text, dumped
 from shardkit.runtime.monitor.hello import TOKEN
 from shardkit.simulated import cpu_environment
 
-Kind = Literal["slurm", "k8s", "jobset", "skypilot"]
+Kind = Literal["slurm", "k8s", "jobset", "trainjob", "skypilot"]
 
-_PORT = 55527  # the port that jax itself chooses on Kubernetes
 _NOTICE = 120  # seconds between SIGTERM and SIGKILL, for the last save
 # Longer names would not leave room for what Kubernetes adds: -workers-0, the index of the process and five letters.
 _LONGEST_NAME = 40
@@ -41,23 +41,29 @@ def render(
     port: int | None = None,
     accelerator: str = "cpu",
     topology: str | None = None,
+    queue: str | None = None,
+    runtime: str = pods.RUNTIME,
 ) -> str:
     """Writes the batch script or the manifest of a job.
 
     Args:
         kind: "slurm" (`sbatch FILE`); "k8s", an indexed Job with its headless Service; "jobset", the same as a JobSet,
             which also restarts when a machine is lost (both `kubectl apply -f FILE`, after the command at the top of
-            the file, which creates the Secret NAME-token, the job's SHARDKIT_JOB_TOKEN); "skypilot", a task for `sky
-            jobs launch`, with one process on each node.
+            the file, which creates the Secret NAME-token, the job's SHARDKIT_JOB_TOKEN); "trainjob", the same for
+            Kubeflow Trainer 2.3 or newer; "skypilot", a task for `sky jobs launch`, with one process on each node.
         command: the words of the command; `script.py ...` and `-m module ...` run under the `python` of the cluster.
         processes: number of processes.
         devices: devices per process: requested accelerators, or simulated CPU devices.
         name: of the job: at most 40 lower-case letters, digits and hyphens (RFC 1123; a Service begins with a letter).
         image: the container image, for Kubernetes.
-        port: the coordinator's port, for Kubernetes; by default 55527. Under Slurm jax derives one from the job's id.
+        port: the coordinator's port, for "k8s" and "jobset"; by default 55527. Under Slurm jax derives one from the
+            job's id, and Kubeflow Trainer takes 29500.
         accelerator: "cpu", "gpu", or on Kubernetes a Google TPU slice type such as "tpu-v5p-slice"; for SkyPilot "cpu"
             or a GPU by its name, such as "H100".
         topology: chips of the TPU slice, such as "4x4" or "2x2x4".
+        queue: on Kubernetes the queue of Kueue that the job waits in, a LocalQueue.
+        runtime: for "trainjob" the ClusterTrainingRuntime that the job uses; "own" for one that is printed with it and
+            restarts the job as a JobSet does.
 
     Returns:
         The text of the file.
@@ -71,6 +77,7 @@ def render(
     for word in (*words, image or ""):
         _check_text(word)
     _check_devices(kind, processes, devices, accelerator, topology)
+    _check_kubernetes(kind, port, queue, runtime)
     variables = _variables(devices, accelerator)
     if kind == "slurm":
         return _slurm(words, processes, devices, name, accelerator)
@@ -84,23 +91,11 @@ def render(
             f"render: image must be the name of a container image for {kind}; got {image!r}. Pass for example "
             "image='ghcr.io/me/train:1'."
         )
-    in_jobset = kind == "jobset"
-    host = f"{name}-workers-0-0" if in_jobset else f"{name}-0"
-    variables |= {
-        "JAX_COORDINATOR_ADDRESS": f"{host}.{name}:{_PORT if port is None else port}",
-        "JAX_NUM_PROCESSES": str(processes),
-    }
-    secret = f"{name}-token"
-    pod = {
-        "serviceAccountName": name,
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": _NOTICE,
-        **_selected_nodes(accelerator, topology),
-        "containers": [_container(words, image, variables, secret, _limits(devices, accelerator))],
-    }
-    job = [_jobset(name, processes, pod)] if in_jobset else [_service(name), _indexed(name, processes, pod)]
-    documents = [*_account(name), *job]
-    return _SECRET.format(secret) + dumped(*documents)
+    chosen: Any = {"accelerator": accelerator, "topology": topology, "queue": queue, "runtime": runtime, "port": port}
+    sizes = {"processes": processes, "devices": devices, "name": name, "image": image}
+    return _SECRET.format(f"{name}-token") + dumped(
+        *pods.documents(kind, words, **sizes, **chosen, variables=variables)
+    )
 
 
 def _check_name(name: str) -> None:
@@ -123,7 +118,7 @@ def _check_text(word: str) -> None:
 def _check_devices(kind: Kind, processes: int, devices: int | None, accelerator: str, topology: str | None) -> None:
     if kind == "skypilot" and accelerator != "cpu":
         skypilot.check_accelerator(accelerator, devices)
-    tpu = accelerator.startswith("tpu-") and kind != "slurm"
+    tpu = accelerator.startswith("tpu-") and kind in pods.KUBERNETES
     if accelerator not in ("cpu", "gpu") and not tpu and kind != "skypilot":
         raise ValueError(
             "render: accelerator must be 'cpu', 'gpu' or on Kubernetes a TPU slice such as 'tpu-v5p-slice'; got "
@@ -145,6 +140,21 @@ def _check_devices(kind: Kind, processes: int, devices: int | None, accelerator:
             raise ValueError(
                 "render: topology must be the shape of a slice of processes x devices chips, such as '4x4'; got "
                 f"{topology!r} for {processes} x {devices}. Correct topology, processes or devices."
+            )
+
+
+def _check_kubernetes(kind: Kind, port: int | None, queue: str | None, runtime: str) -> None:
+    if port is not None and kind not in ("k8s", "jobset"):
+        raise ValueError(f"render: port requires k8s or jobset; got {port} for {kind}. Remove port.")
+    if runtime != pods.RUNTIME and kind != "trainjob":
+        raise ValueError(f"render: runtime requires trainjob; got {runtime!r} for {kind}. Remove runtime.")
+    if queue is not None and kind not in pods.KUBERNETES:
+        raise ValueError(f"render: queue requires {quoted(pods.KUBERNETES)}; got {queue!r} for {kind}. Remove queue.")
+    for what, value, example in (("queue", queue, "team-a"), ("runtime", runtime, pods.RUNTIME)):
+        if value is not None and (len(value) > 63 or not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", value)):
+            raise ValueError(
+                f"render: {what} must be at most 63 lower-case letters, digits and hyphens, with no hyphen first or "
+                f"last; got {value!r}. Pass for example {example!r}."
             )
 
 
@@ -185,105 +195,3 @@ def _slurm(words: Sequence[str], processes: int, devices: int | None, name: str,
         'exit "$code"',
     ]
     return "\n".join(lines) + "\n"
-
-
-def _account(name: str) -> list[dict[str, Any]]:
-    """A ServiceAccount with the two rights that jax's cluster detection needs, for a script that uses it."""
-    rules = [
-        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]},
-        {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["get"]},
-    ]
-    group = "rbac.authorization.k8s.io"
-    return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}},
-        {"apiVersion": f"{group}/v1", "kind": "Role", "metadata": {"name": name}, "rules": rules},
-        {
-            "apiVersion": f"{group}/v1",
-            "kind": "RoleBinding",
-            "metadata": {"name": name},
-            "subjects": [{"kind": "ServiceAccount", "name": name}],
-            "roleRef": {"apiGroup": group, "kind": "Role", "name": name},
-        },
-    ]
-
-
-def _service(name: str) -> dict[str, Any]:
-    """The headless Service that gives each process a host name before it is ready, as it waits for the others."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": name},
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {"batch.kubernetes.io/job-name": name},
-        },
-    }
-
-
-def _container(
-    words: Sequence[str], image: str, variables: Mapping[str, str], secret: str, limits: Mapping[str, Any]
-) -> dict[str, Any]:
-    index = {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}
-    environment: list[dict[str, Any]] = [{"name": name, "value": Text(value)} for name, value in variables.items()]
-    environment.append({"name": "JAX_PROCESS_ID", "valueFrom": {"fieldRef": index}})
-    environment.append({"name": TOKEN, "valueFrom": {"secretKeyRef": {"name": secret, "key": "token"}}})
-    # Kubernetes replaces $(NAME) in the words of a command, and $$ stands for one $.
-    command = [Text(word.replace("$", "$$")) for word in words]
-    return {"name": "main", "image": Text(image), "command": command, "env": environment, **limits}
-
-
-def _limits(devices: int | None, accelerator: str) -> dict[str, Any]:
-    if accelerator == "cpu":
-        return {}
-    return {"resources": {"limits": {"nvidia.com/gpu" if accelerator == "gpu" else "google.com/tpu": devices}}}
-
-
-def _selected_nodes(accelerator: str, topology: str | None) -> dict[str, Any]:
-    if topology is None:
-        return {}
-    gke = "cloud.google.com/gke-tpu"
-    return {"nodeSelector": {f"{gke}-accelerator": accelerator, f"{gke}-topology": Text(topology)}}
-
-
-def _job(processes: int, pod: Mapping[str, Any], *more_rules: Mapping[str, Any]) -> dict[str, Any]:
-    """The specification of an indexed Job in which every exit code except PREEMPTED is final."""
-    final = {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [PREEMPTED]}}
-    return {
-        "completions": processes,
-        "parallelism": processes,
-        "completionMode": "Indexed",
-        "backoffLimit": 0,
-        "podFailurePolicy": {"rules": [final, *more_rules]},
-        "template": {"spec": pod},
-    }
-
-
-def _indexed(name: str, processes: int, pod: Mapping[str, Any]) -> dict[str, Any]:
-    """A Job in which each preempted process is restarted; as all are, they connect to each other again."""
-    again = {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [PREEMPTED]}}
-    spec = _job(processes, {"subdomain": name, **pod}, again)
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": spec}
-
-
-def _jobset(name: str, processes: int, pod: Mapping[str, Any]) -> dict[str, Any]:
-    """A JobSet, restarted as a whole when a process was preempted or its machine was lost without an exit code."""
-    rules = [
-        {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},
-        {
-            "name": "again",
-            "action": "RestartJobSetAndIgnoreMaxRestarts",
-            "onJobFailureReasons": ["BackoffLimitExceeded"],
-        },
-    ]
-    workers = {"name": "workers", "replicas": 1, "template": {"spec": _job(processes, pod)}}
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": {"name": name},
-        "spec": {
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name},
-            "failurePolicy": {"rules": rules},
-            "replicatedJobs": [workers],
-        },
-    }

@@ -23,6 +23,11 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "3",
 }
 KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "2", "HOSTNAME": "localhost"}
+TRAINER = KUBERNETES | {  # what Kubeflow Trainer's plugin for jax adds in each pod of a TrainJob "run-1"
+    "JAX_COORDINATOR_ADDRESS": "run-1-node-0-0.run-1:29500",
+    "JAX_NUM_PROCESSES": "3",
+    "JAX_PROCESS_ID": "2",
+}
 TPU = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "localhost,tpu-1", "TPU_SKIP_MDS_QUERY": "1"} | {
     f"MEGASCALE_{name}": ""
     for name in ("COORDINATOR_ADDRESS", "NUM_SLICES", "SLICE_ID")  # one slice
@@ -78,9 +83,10 @@ def kubernetes():
         (SLURM, ("node012", 2**16 - 2**12 + 1, 5, 8), 1),
         (OPEN_MPI, ("10.96.0.1", 2**16 - 2**12 + 2, 3, 4), 3),
         (KUBERNETES, ("train-workers-0-0.train", 55527, 2, 3), 0),
+        (TRAINER, ("run-1-node-0-0.run-1", 29500, 2, 3), 0),
         (TPU, ("localhost", 8482, 1, 2), 0),
     ],
-    ids=["Slurm", "Open MPI", "Kubernetes", "Cloud TPU"],
+    ids=["Slurm", "Open MPI", "Kubernetes", "Kubeflow Trainer", "Cloud TPU"],
 )
 def test_without_arguments(environ, place, local_rank, elsewhere):
     elsewhere(environ)
