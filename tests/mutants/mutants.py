@@ -2030,7 +2030,7 @@ _RUNTIME = (
     ),
     Mutant(
         "preemption-is-final",
-        "shardkit/runtime/cluster/manifests.py",
+        "shardkit/runtime/cluster/pods.py",
         '"onExitCodes": {"operator": "NotIn"',
         '"onExitCodes": {"operator": "In"',
         ORDER,

@@ -452,9 +452,9 @@ REVERTS = (
     ),
     (
         "no-token-in-the-manifest",
-        "shardkit/runtime/cluster/manifests.py",
-        'environment.append({"name": TOKEN, "valueFrom": {"secretKeyRef": {"name": secret, "key": "token"}}})',
-        'environment.append({"name": TOKEN, "value": secret})',
+        "shardkit/runtime/cluster/pods.py",
+        '{"name": TOKEN, "valueFrom": token},',
+        '{"name": TOKEN, "value": f"{name}-token"},',
     ),
     # ---- ends in a sentence
     (
