@@ -20,6 +20,7 @@ from shardkit.runtime.data.loader import Loader, loader, prefetch_to_device
 from shardkit.runtime.data.reading import fetch, local_shards, print_global, replicate, to_numpy
 from shardkit.runtime.drift import Drift, DriftError, assert_no_drift, replica_drift
 from shardkit.runtime.monitor.guard import Deadlines, Guard, guard
+from shardkit.runtime.replay import Corruption, CorruptionError, Replay
 from shardkit.runtime.triage import NonFinite, TriageReport, nonfinite, triage
 from shardkit.runtime.weights.llama import llama_names
 from shardkit.runtime.weights.load import load_params
@@ -30,6 +31,8 @@ __all__ = [
     "PREEMPTED",
     "Checkpoints",
     "Cluster",
+    "Corruption",
+    "CorruptionError",
     "DamagedError",
     "Deadlines",
     "Drift",
@@ -37,6 +40,7 @@ __all__ = [
     "Guard",
     "Loader",
     "NonFinite",
+    "Replay",
     "Run",
     "StoredAs",
     "TriageReport",
