@@ -1,5 +1,6 @@
 """`shardkit doctor` as a user runs it."""
 
+import re
 from types import SimpleNamespace
 
 import jax
@@ -39,6 +40,15 @@ def test_doctor_tests_every_collective(devices, inside, file, tmp_path):
         assert "180,000 bytes: latency takes 10% of the time" in done.stdout
     else:
         assert "links: no figures of 'cpu'; measure them" in done.stdout
+
+
+@pytest.mark.check
+def test_a_wrong_collective_is_named_and_ends_with_code_1(inside, monkeypatch):
+    """It alone would catch a difference that is printed and counts for nothing."""
+    monkeypatch.setattr(doctor, "self_test", lambda mesh: {"all_gather": 0.0, "shift": 2.0})
+    done = inside("doctor", "--devices", 2, code=1)
+    assert re.search(r"all_gather +.? *ok ", done.stdout) and re.search(r"shift +.? *WRONG .* 2 ", done.stdout)
+    assert "collectives that are WRONG on this machine: 1\n" in done.stdout
 
 
 @pytest.mark.check

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import shardkit as sk
+from shardkit._jaxprs import walk
 from shardkit.models import transformer
 from shardkit.testing import LAWS, Row, prove
 from support.compiling import QUICK
@@ -174,7 +175,7 @@ def test_twenty_steps_of_a_transformer(precision):
     assert [name for name in found if found[name] != found["dp1"]] == []
 
 
-def grouped(plan=None, loss=loss_fn, optimizer=None, **options):
+def grouped(plan=None, loss=loss_fn, optimizer=None, traced=jax.eval_shape, **options):
     """What a step over an abstract mesh returns, traced with the batch of `size` examples."""
     size = options.pop("size", 24)
     mesh, plan = sk.abstract_mesh(data=2, model=4), plan or sk.dp("data")
@@ -182,7 +183,7 @@ def grouped(plan=None, loss=loss_fn, optimizer=None, **options):
     init, step = sk.make_train_step(
         sk.value_and_grad(loss), lenient(optimizer or optax.adamw(1e-2)), mesh=mesh, plan=plan, **options
     )
-    return jax.eval_shape(
+    return traced(
         step,
         init.abstract(jax.eval_shape(make_params)),
         jax.eval_shape(lambda: jax.tree.map(jnp.asarray, make_batch(0, size))),
@@ -250,3 +251,12 @@ def test_an_optimizer_that_clips_by_the_norm_of_whole_leaves_is_not_refused():
     state, metrics = grouped(optimizer=BY_NORM)
     assert jax.tree.map(jnp.shape, state.params) == jax.tree.map(jnp.shape, jax.eval_shape(make_params))
     assert metrics["loss"].shape == ()
+
+
+@pytest.mark.check
+def test_the_compiler_cannot_decide_what_is_compiled_on_its_own():
+    """It alone sees, without a user's optimizations, a condition or a count of turns that is a constant."""
+    sites = list(walk(grouped(traced=lambda step, *args: jax.make_jaxpr(step)(*args)).jaxpr))
+    conditions = [site.equation.invars[0] for site in sites if site.name == "cond"]
+    assert conditions and not [x for x in conditions if hasattr(x, "val")]
+    assert [site.name for site in sites].count("while") == 1  # with a constant number of turns it were a scan

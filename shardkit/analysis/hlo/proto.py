@@ -197,18 +197,23 @@ def _schedule(data: bytes) -> dict[int, tuple[int, ...]]:
 def _frames(index: Message, line: Callable[[Sequence[Frame]], str]) -> dict[int, str]:
     """For each stack frame the line that names it."""
     files, functions = ([b.decode() for b in index.get(n, ())] for n in (1, 2))
-    places = [message(b) for b in index.get(3, ())]
+    places = [
+        Frame(files[integer(place, 1) - 1], integer(place, 3), functions[integer(place, 2) - 1])
+        for place in map(message, index.get(3, ()))
+    ]
     frames = [message(b) for b in index.get(4, ())]
+    # Numbers are from 1, and 0 is none. Stacks are a hundred deep and share their outer frames: read each frame once.
+    own = [places[integer(frame, 1) - 1] for frame in frames]
+    outer = [integer(frame, 2) - 1 for frame in frames]
 
-    def stack(number: int) -> list[Frame]:
+    def stack(at: int) -> list[Frame]:
         out = []
-        while number:
-            place = places[integer(frames[number - 1], 1) - 1]
-            out.append(Frame(files[integer(place, 1) - 1], integer(place, 3), functions[integer(place, 2) - 1]))
-            number = integer(frames[number - 1], 2)
+        while at >= 0:
+            out.append(own[at])
+            at = outer[at]
         return out
 
-    return {number: line(stack(number)) for number in range(1, len(frames) + 1)}
+    return {at + 1: line(stack(at)) for at in range(len(frames))}
 
 
 @lru_cache(4096)  # a program has few shapes

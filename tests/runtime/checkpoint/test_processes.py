@@ -78,7 +78,7 @@ def told_to_end(tmp_path: Path, told: int, steps: int, processes: int = 3) -> li
     """What so many processes saw that took at least so many steps, until one of them was told to end."""
     directory = tmp_path / "directory"
     options = {"directory": str(directory), "steps": 10**6, "every": 7, "pause": 0.02}
-    row = {2: "pipeline of chunks", 3: "three"}[processes]
+    row = {2: "zero1", 3: "three"}[processes]
     with Job(tmp_path, "job", row, processes, 1, **options) as job:
         wait_until(lambda: (latest_step(directory) or 0) >= steps, job.children[told], job.output)
         os.kill(job.children[told].pid, signal.SIGTERM)

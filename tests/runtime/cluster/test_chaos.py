@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-from shardkit.runtime.cluster.chaos import KINDS, chaos, draw
+from shardkit.runtime.cluster.chaos import KINDS, _differs, chaos, draw
 from support import commands
 
 PYTHON = [sys.executable, "-I", "-S", "-u"]  # starts in a few milliseconds
@@ -87,6 +87,15 @@ def test_what_is_wrong_is_said(change, kind, wrong, tmp_path):
     patience = 2.0 if kind == "stop" else 20.0
     (found,) = under_faults(tmp_path, change=change, kinds=[kind], faults=1, patience=patience)
     assert wrong in found.wrong
+
+
+@pytest.mark.check
+def test_a_loss_that_is_not_the_undisturbed_one_is_told():
+    """The first row above as a function: in the default tier, it alone sees losses that are not compared."""
+    undisturbed = {1: 2.0, 2: 1.0}
+    assert _differs({1: 2.0, 2: 1.0 + 1e-7}, undisturbed, 1e-6) == ""
+    assert _differs({1: 2.0, 2: 1.1}, undisturbed, 1e-6) == "the loss of step 2 is 1.1 and not 1.0"
+    assert _differs({3: 1.0}, undisturbed, 1e-6) == "the loss of step 3 is 1.0 and not None"
 
 
 @pytest.mark.check
