@@ -1814,7 +1814,7 @@ _RUNTIME = (
     Mutant(
         "lines-without-end",
         "shardkit/runtime/monitor/wire.py",
-        "self.closed = self.closed or not data or self._size > self.longest",
+        "self.closed = self.closed or not data or len(self._begun) > self.longest",
         "self.closed = self.closed or not data",
         BOUNDARY,
     ),

@@ -417,8 +417,8 @@ REVERTS = (
     (
         "silence-without-end",
         "shardkit/runtime/monitor/rendezvous.py",
-        "if end < time.monotonic()]:",
-        "if end < 0]:",
+        "[1] < now:",
+        "[1] < 0:",
     ),
     (
         "strangers-unmentioned",
@@ -471,13 +471,13 @@ REVERTS = (
     ),
     (
         "last-words-in-utf8-alone",
-        "shardkit/runtime/monitor/main.py",
+        "shardkit/runtime/monitor/process.py",
         'text.encode(errors="backslashreplace")',
         "text.encode()",
     ),
     (
         "last-words-in-mid-line",
-        "shardkit/runtime/monitor/main.py",
+        "shardkit/runtime/monitor/process.py",
         'return b"\\n" + text.encode(',
         "return text.encode(",
     ),

@@ -17,7 +17,7 @@ from shardkit.runtime.cluster import environment
 from shardkit.runtime.cluster.environment import Found
 from shardkit.runtime.monitor import client
 from shardkit.runtime.monitor.hello import TOKEN, Place
-from shardkit.runtime.monitor.rendezvous import bind_address
+from shardkit.runtime.monitor.rendezvous import allow_files, bind_address
 
 # Seconds that jax's exit barrier waits before it aborts all processes: after the last step one may have more to do than
 # the others, and when one fails the monitors end the wait.
@@ -129,6 +129,8 @@ def initialize(
             jax.config.update(name, value)
     client.start(place)
     _platform.leave_out_idle_tpu()
+    if place.rank == 0:
+        allow_files(place.size)  # jax's coordination service, too, holds a connection per process
     listens = bind_address(place.host) if place.rank == 0 else ""
     listens = f"[{listens}]" if ":" in listens else listens
     jax.distributed.initialize(

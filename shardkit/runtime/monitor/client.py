@@ -16,7 +16,8 @@ from pathlib import Path
 from types import TracebackType
 
 from shardkit.runtime.monitor.hello import Place
-from shardkit.runtime.monitor.main import FAILED, LEAVES_LAST, as_line, state
+from shardkit.runtime.monitor.main import FAILED, LEAVES_LAST
+from shardkit.runtime.monitor.process import as_line, state
 from shardkit.runtime.monitor.recorder import SIZE, Recorder
 from shardkit.runtime.monitor.wire import Lines, Message, encoded
 

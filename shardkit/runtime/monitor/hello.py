@@ -16,11 +16,12 @@ from typing import NamedTuple
 
 from .wire import Message, plain
 
-VERSION = 3
+VERSION = 4
 TOKEN = "SHARDKIT_JOB_TOKEN"  # the environment variable that holds the token
 REJECTIONS = {"token": f"another {TOKEN}", "version": "another version of shardkit"}  # why a process is rejected
 _LONGEST_NAME = 255
 _MOST = 1 << 20  # processes
+_NAMED = 8  # processes in a sentence that are named one by one
 
 
 class Refused(Exception):
@@ -139,5 +140,15 @@ def too_late(place: Place, ranks: list[int]) -> str:
 
 
 def processes(ranks: Sequence[int]) -> str:
-    """`process 1` or `processes 1, 3`."""
-    return f"process{'es' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    """`process 1` or `processes 1, 3`; of many, runs such as `0 to 3`, the first eight of them."""
+    if len(ranks) <= _NAMED:
+        return f"process{'es' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], rank]
+        else:
+            runs.append([rank])
+    named = ", ".join(" to ".join(map(str, run)) for run in runs[:_NAMED])
+    rest = sum(run[-1] - run[0] + 1 for run in runs[_NAMED:])
+    return f"processes {named}{f' and {rest} more' if rest else ''}"

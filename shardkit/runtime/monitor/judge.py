@@ -46,7 +46,7 @@ class Deadlines(NamedTuple):
         return self.compile if phase == "compare" else getattr(self, phase, None)
 
 
-@dataclass
+@dataclass(slots=True)  # process 0 has one per process
 class Known:
     """What is known of one process.
 
@@ -58,6 +58,7 @@ class Known:
         unseen: whether its monitor died with it, so that its status may be a quarter of a second old.
         left: whether it said that it exits.
         cause: the error that it failed with.
+        due: until then it is no reason for `fault` to find one.
     """
 
     status: Status = field(default_factory=Status)
@@ -67,6 +68,20 @@ class Known:
     unseen: bool = False
     left: bool = False
     cause: str = ""
+    due: float = 0.0
+
+    def expect(self, deadlines: Deadlines) -> None:
+        """Sets `due` after a change: one comparison then stands for the judgement of a process that is well."""
+        s = self.status
+        if self.cause or self.gone or self.left:
+            self.due = 0.0
+            return
+        seen = self.heard + deadlines.silence
+        if (limit := deadlines.of(s.phase)) is not None:
+            seen = min(seen, self.heard + limit - s.since)
+        if s.dispatched > s.done:
+            seen = min(seen, self.heard + deadlines.step - s.device_since)
+        self.due = seen
 
 
 class State(Enum):

@@ -9,13 +9,13 @@ import selectors
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .agreement import Agreement
+from .agreement import Agreement, digest
 from .hello import Place, Refused
 from .judge import Deadlines, Fault, Known, fault, unanswered
+from .process import as_line, end_with, in_time, say, state, wait_until
 from .recorder import Reader, Status
 from .rendezvous import meet
 from .wire import Lines, Message, encoded, plain
@@ -23,10 +23,11 @@ from .wire import Lines, Message, encoded, plain
 FAILED = 70  # the exit code of a process that the guard ends
 _TICK = 0.1
 _BEAT = 0.25  # seconds between two status messages to the others
+_MESSAGES = 10_000  # status messages a second that process 0 reads: those of more processes come less often
+_REST = 9.0  # times the time of a judgement that process 0 leaves to the reading of messages
 _UNHEARD = 3.0  # seconds without a message from process 0 after which the others decide on their own
 _AWAY = 1.0  # seconds between two looks after which this monitor was itself stopped or starved
 _KILL_AFTER = 0.5  # seconds a process has to exit before SIGKILL
-_SPEAK = 1.0  # seconds for the last line and the flight record: a pipe may be full, a file system may hang
 LEAVES_LAST = (
     1.5  # seconds that process 0 outlives the others: jax's coordination service, whose end aborts them, is in it
 )
@@ -48,7 +49,7 @@ def main() -> None:
     reader = Reader(spec["ring"])
     place = Place(*spec["place"])
     met = threading.Event()
-    threading.Thread(target=_end_with, args=(spec["parent"], met), daemon=True).start()
+    threading.Thread(target=end_with, args=(spec["parent"], met), daemon=True).start()
     try:
         peers = meet(place, note=lambda text: say({"note": text})) if place.size > 1 else []
     except Refused as refusal:
@@ -57,24 +58,6 @@ def main() -> None:
     met.set()
     say({"ready": True})
     Monitor(place, spec["parent"], inbox, reader, peers).run()
-
-
-def _end_with(parent: int, met: threading.Event) -> None:
-    """Ends this monitor with its process while it waits for the others: the next run may need its port."""
-    while not met.wait(_TICK):
-        if os.getppid() != parent:
-            os._exit(0)
-
-
-def as_line(text: str) -> bytes:
-    """A message as a separate line, even if the process was in the middle of one."""
-    return b"\n" + text.encode(errors="backslashreplace") + b"\n"
-
-
-def say(message: Message) -> None:
-    """Sends a message to the process that this monitor watches."""
-    with contextlib.suppress(OSError):
-        os.write(1, encoded(message))
 
 
 class Monitor:
@@ -89,7 +72,10 @@ class Monitor:
         everyone = range(place.size) if place.rank == 0 else [0, place.rank]
         self.known = {rank: Known(heard=now) for rank in everyone}
         self.deadlines = Deadlines(*[math.inf] * 5)  # until the process has a guard
+        self.beat = beat(place.size)
         self.agreement = Agreement(place.size)
+        self.programs: dict[str, Message] = {}  # of the own process, until all have agreed
+        self.rests = 0.0  # until then there is no judgement
         self.flight = ""
         self.alive = True  # the process
         self.suspect: tuple[str, float] | None = None  # a fault, and when to report it
@@ -101,7 +87,7 @@ class Monitor:
         with selectors.DefaultSelector() as selector:
             for source in [self.inbox, *self.peers.values()]:
                 selector.register(source, selectors.EVENT_READ)
-            beat = ended = 0.0
+            told = ended = 0.0
             seen = time.monotonic()
             while not self.over:
                 for key, _ in selector.select(_TICK):
@@ -117,8 +103,8 @@ class Monitor:
                 self._excuse(now - before, now)
                 seen = now
                 self._look(now)
-                if now - beat > _BEAT:
-                    beat = now
+                if now - told > self.beat:
+                    told = now
                     self._send(self._own())
                 self._judge(now)
                 if not self.alive and self.known[self.place.rank].left:
@@ -154,6 +140,7 @@ class Monitor:
             self._drain()
             own.gone = not own.left
             self._send(self._own())
+        own.expect(self.deadlines)
 
     def _drain(self) -> None:
         """Reads what the process sent before it ended."""
@@ -173,15 +160,17 @@ class Monitor:
             known.cause = plain(message["cause"])
         elif "over" in message:
             self.over = plain(message["over"])
-        elif "program" in message and self.place.rank == 0:
-            self._agree(rank, message)
         elif "program" in message:
-            self._send(message)
+            self._program(rank, own, message)
+        elif "ask" in message:
+            self._send(self.programs[message["ask"]])
         elif "agreed" in message:
-            say(message)
+            self._agreed(message["agreed"])
         elif own:  # from the process
             if "deadlines" in message:
                 self.deadlines, self.flight = Deadlines(*message["deadlines"]), message["flight"]
+                for each in self.known.values():
+                    each.expect(self.deadlines)
             if "cause" in message:
                 known.cause = plain(message["cause"])
                 self._look(known.heard)
@@ -190,17 +179,38 @@ class Monitor:
                 known.left = True
                 self._send(self._own())
             self.printed = self.printed or "printed" in message
+        known.expect(self.deadlines)
 
-    def _agree(self, rank: int, message: Message) -> None:
-        answer = self.agreement.hear(rank, message)
-        if answer is None:
-            return
-        if answer:
-            self._report(answer)
+    def _program(self, rank: int, own: bool, message: Message) -> None:
+        """The fingerprint of a program: of the own process, whose hash is compared, or of one that was asked for it."""
+        name = message["program"]
+        if own:
+            self.programs[name] = message
+            message = {"program": name, "digest": digest(message)}
+        if self.place.rank:
+            self._send(message)
+        elif "digest" not in message:
+            self._compared(name, self.agreement.told(rank, name, message))
         else:
-            agreed = {"agreed": message["program"]}
-            self._send(agreed)
-            say(agreed)
+            asked = self.agreement.hear(rank, name, message["digest"])
+            for other in asked or ():
+                if other in self.peers:
+                    self.peers[other].send({"ask": name})
+                else:
+                    self._compared(name, self.agreement.told(other, name, self.programs[name]))
+            if asked == []:
+                self._compared(name, "")
+
+    def _compared(self, name: str, differs: str | None) -> None:
+        if differs:
+            self._report(differs)
+        elif differs is not None:
+            self._send({"agreed": name})
+            self._agreed(name)
+
+    def _agreed(self, name: str) -> None:
+        self.programs.pop(name, None)
+        say({"agreed": name})
 
     def _closed(self, rank: int) -> None:
         """The connection to a monitor closed: its machine or its whole process group is gone."""
@@ -208,10 +218,15 @@ class Monitor:
         if rank != self.place.rank and not known.left:  # the own process closes its end when it exits
             known.unseen = not known.gone
             known.gone = True
+            known.expect(self.deadlines)
 
     def _judge(self, now: float) -> None:
         """Decides on a fault: process 0 does, the others only when it cannot."""
-        found = fault(self.known, self.deadlines, now)
+        if now < self.rests:
+            return
+        begun = time.thread_time()
+        found = fault(self.known, self.deadlines, now) if now >= min(each.due for each in self.known.values()) else None
+        self.rests = now + _REST * (time.thread_time() - begun)
         if self.place.rank:
             hub = self.known[0]
             silent = now - hub.heard > _UNHEARD and not hub.gone
@@ -222,8 +237,9 @@ class Monitor:
         if found is None:
             self.suspect = None
             return
-        when = self.suspect[1] if self.suspect else now + found.wait
-        self.suspect = found.text, min(when, now + found.wait)
+        wait = found.wait or self.beat - _BEAT  # a deadline may have been met in a status that is on its way
+        when = self.suspect[1] if self.suspect else now + wait
+        self.suspect = found.text, min(when, now + wait)
         if now >= self.suspect[1]:
             self._report(found.text)
 
@@ -235,25 +251,26 @@ class Monitor:
         return all(known.left or known.gone for known in self.known.values())
 
     def _send(self, message: Message) -> None:
+        line = encoded(message)
         for peer in self.peers.values():
             if not peer.closed:
-                peer.send(message)
+                peer.send_line(line)
 
     def _end(self) -> None:
         """Writes the flight record, ends the process and has it print the reason as its last line."""
         text = f"shardkit guard: {self.over}."
-        text += _in_time(self._record) or f" (No flight record: {self.flight} does not respond.)" if self.flight else ""
+        text += in_time(self._record) or f" (No flight record: {self.flight} does not respond.)" if self.flight else ""
         if self.place.rank == 0:
-            _wait_until(self._others_closed, LEAVES_LAST)
+            wait_until(self._others_closed, LEAVES_LAST)
         if self.alive:
             say({"end": FAILED, "text": text})
-            _wait_until(lambda: os.getppid() != self.parent, _KILL_AFTER)
+            wait_until(lambda: os.getppid() != self.parent, _KILL_AFTER)
             if os.getppid() == self.parent:
                 with contextlib.suppress(OSError):
                     os.kill(self.parent, signal.SIGKILL)
             self._drain()
         if not self.printed:
-            _in_time(lambda: os.write(2, as_line(text)))
+            in_time(lambda: os.write(2, as_line(text)))
         os._exit(0)  # even if a thread of `_in_time` hangs
 
     def _others_closed(self) -> bool:
@@ -271,29 +288,6 @@ class Monitor:
         return f" Flight record: {path}"
 
 
-def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.01)
-
-
-def _in_time(function: Callable[[], Any]) -> Any:
-    """What a function returns; None if it fails or takes long."""
-    result: list[Any] = []
-
-    def call() -> None:
-        with contextlib.suppress(OSError):
-            result.append(function())
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(_SPEAK)
-    return result[0] if result else None
-
-
-def state(process: int) -> str:
-    """The system's one-letter state of a process, T for stopped; empty where it shows none."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+def beat(size: int) -> float:
+    """Seconds between two status messages of a process, in a job of so many."""
+    return max(_BEAT, size / _MESSAGES)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import itertools
 import os
 import resource
 import selectors
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from .hello import REJECTIONS, Hello, Place, Refused, own_hello, parse_hello, signed, too_late
@@ -18,6 +19,7 @@ from .wire import LONGEST, Lines, Message
 
 _AFTER_REFUSAL = 5.0  # seconds for which process 0 sends a refusal to processes that connect later
 _NAMED = 8  # fewer missing processes are reported to all: for more, that would be too many messages
+_OWN_FILES = 16  # what else is open: pipes, the listener, libraries
 _UNKNOWN = 64  # connections without an introduction, besides one per process
 _INTRODUCTION = 10.0  # seconds that a connection has to introduce itself
 
@@ -35,11 +37,9 @@ def meet(place: Place, note: Callable[[str], None] = lambda text: None) -> list[
     until = time.monotonic() + place.timeout
     if place.rank:
         return [join(place, until)]
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # one connection per process: often more than the soft limit
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    refusal = allow_files(place.size)
     with _listener(place) as listener, selectors.DefaultSelector() as selector:
-        meeting = _Meeting(place, listener, selector)
+        meeting = _Meeting(place, listener, selector, refusal)
         try:
             return meeting.connections(until)
         finally:
@@ -47,17 +47,38 @@ def meet(place: Place, note: Callable[[str], None] = lambda text: None) -> list[
                 note(text)
 
 
+def allow_files(size: int) -> str:
+    """Raises this process's limit of open files to a connection per process of the job; the error where it cannot be.
+
+    Jobs of more than about a thousand processes need it: that is the usual limit, though a process may raise it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    least, wanted = size + _OWN_FILES, size + _OWN_FILES + _UNKNOWN
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        more = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
+            soft = more
+    if soft != resource.RLIM_INFINITY and soft < least:
+        return (
+            f"initialize: process 0 must be able to open {least} files, one for each of {size} processes and "
+            f"{_OWN_FILES} of its own; its limit is {soft}. Raise the hard limit: ulimit -Hn {least}, or LimitNOFILE."
+        )
+    return ""
+
+
 class _Meeting:
     """Process 0's side: the connections of the job, and those that were rejected."""
 
-    def __init__(self, place: Place, listener: socket.socket, selector: selectors.BaseSelector):
+    def __init__(self, place: Place, listener: socket.socket, selector: selectors.BaseSelector, refusal: str):
         self._place, self._listener, self._selector = place, listener, selector
         self._hellos = {0: own_hello(place)}
         self._peers: dict[int, Lines] = {}
         self._unknown: dict[Lines, tuple[str, float]] = {}  # their address and deadline, oldest first
         self._rejected: dict[str, int] = {}  # number by reason
         self._first = ""  # address that was rejected
-        self._refusal = ""
+        self._refusal = refusal
+        self._lowest = 1  # no lower rank is missing
         selector.register(listener, selectors.EVENT_READ)
 
     def connections(self, until: float) -> list[Lines]:
@@ -73,9 +94,10 @@ class _Meeting:
                 if key.fileobj is self._listener:
                     self._accept()
                 else:
-                    self._read(key.fileobj)
-            for line in [line for line, (_, end) in self._unknown.items() if end < time.monotonic()]:
-                self._reject(line, "silence")
+                    self._read(key.fileobj, key.data)
+            now = time.monotonic()
+            while self._unknown and next(iter(self._unknown.values()))[1] < now:
+                self._reject(next(iter(self._unknown)), "silence")
         for line in list(self._unknown):
             line.close()
         self._refusal = self._refusal or _address_refusal(self._hellos)
@@ -113,8 +135,7 @@ class _Meeting:
         self._unknown[line] = str(address[0]), time.monotonic() + _INTRODUCTION
         self._selector.register(line, selectors.EVENT_READ)
 
-    def _read(self, line: Any) -> None:
-        rank = next((rank for rank, peer in self._peers.items() if peer is line), None)
+    def _read(self, line: Any, rank: int | None) -> None:
         if rank is not None:  # it sends nothing before the welcome, so it has closed the connection
             list(line.read())
             self._selector.unregister(line)
@@ -145,9 +166,10 @@ class _Meeting:
             self._hellos.setdefault(hello.rank, hello)
             return
         self._peers[hello.rank], self._hellos[hello.rank] = line, hello
-        missing = self._missing()
+        self._selector.modify(line, selectors.EVENT_READ, hello.rank)
+        missing = list(itertools.islice(self._missing(), _NAMED))
         for rank in self._peers if len(missing) < _NAMED else [hello.rank]:
-            self._tell(rank, {"missing": missing[:_NAMED]})
+            self._tell(rank, {"missing": missing})
 
     def _reject(self, line: Lines, why: str) -> None:
         address, _ = self._unknown.pop(line)
@@ -168,11 +190,13 @@ class _Meeting:
     def _tell(self, rank: int, message: Message) -> None:
         self._peers[rank].send(signed(message, self._place.token, self._hellos[rank].nonce))
 
-    def _missing(self) -> list[int]:
-        return [rank for rank in range(self._place.size) if rank not in self._hellos]
+    def _missing(self) -> Iterator[int]:
+        while self._lowest in self._hellos:
+            self._lowest += 1
+        return (rank for rank in range(self._lowest, self._place.size) if rank not in self._hellos)
 
     def _too_late(self) -> str:
-        found = too_late(self._place, self._missing())
+        found = too_late(self._place, list(self._missing()))
         count = self._rejected.get("token", 0)
         more = f" {count} connected with {REJECTIONS['token']}: set it to the same value in all processes."
         return found + more if count else found

@@ -39,10 +39,13 @@ class Lines:
         closed: whether no more messages will arrive.
     """
 
+    __slots__ = ("__weakref__", "_begun", "_source", "closed", "longest")  # process 0 has one per process
+
     def __init__(self, source: socket.socket | int, longest: int = LONGEST):
+        if isinstance(source, socket.socket):
+            source.setblocking(False)
         self._source, self.longest = source, longest
-        self._begun: list[bytes] = []  # parts of the next line: joined once, when it ends
-        self._size = 0
+        self._begun = bytearray()  # of the next line: it grows in place, whatever pieces it comes in
         self.closed = False
 
     def fileno(self) -> int:
@@ -58,12 +61,12 @@ class Lines:
         except OSError:
             data = b""
         *ended, rest = data.split(b"\n")
-        if ended:
-            ended[0] = b"".join([*self._begun, ended[0]])
-            self._begun, self._size = [], 0
-        self._begun.append(rest)
-        self._size += len(rest)
-        self.closed = self.closed or not data or self._size > self.longest
+        if ended and self._begun:
+            ended[0] = bytes(self._begun) + ended[0]
+            self._begun = bytearray()
+        if rest:
+            self._begun += rest
+        self.closed = self.closed or not data or len(self._begun) > self.longest
         for line in ended:
             message = _decoded(line) if len(line) <= self.longest else None
             if message is None:
@@ -79,14 +82,26 @@ class Lines:
 
     def send(self, message: Message) -> None:
         """Sends a message of any length; a peer that does not read it counts as closed."""
+        self.send_line(encoded(message))
+
+    def send_line(self, line: bytes) -> None:
+        """Sends a message that is encoded already, as one that goes to many peers is."""
         assert isinstance(self._source, socket.socket)
+        rest = memoryview(line)
         try:
-            self._source.settimeout(_PATIENCE)
-            rest = memoryview(encoded(message))
             while rest:
-                rest = rest[self._source.send(rest) :]
+                try:
+                    rest = rest[self._source.send(rest) :]
+                except BlockingIOError:
+                    self._wait_for_room()
         except OSError:
             self.closed = True
+
+    def _wait_for_room(self) -> None:
+        poll = select.poll()
+        poll.register(self, select.POLLOUT)
+        if not poll.poll(1000 * _PATIENCE):
+            raise TimeoutError
 
     def close(self) -> None:
         """Closes a socket."""

@@ -12,12 +12,13 @@ import pytest
 
 from shardkit.runtime.checkpoint.progress import SaveProgress
 from shardkit.runtime.monitor import client
-from shardkit.runtime.monitor.agreement import Agreement, compared
+from shardkit.runtime.monitor.agreement import compared
 from shardkit.runtime.monitor.client import MonitorClient
 from shardkit.runtime.monitor.fingerprint import _plain
 from shardkit.runtime.monitor.hello import Place
 from shardkit.runtime.monitor.judge import Deadlines, Known, fault
-from shardkit.runtime.monitor.main import Monitor, as_line
+from shardkit.runtime.monitor.main import Monitor
+from shardkit.runtime.monitor.process import as_line
 from shardkit.runtime.monitor.recorder import (
     _EVENT,
     _EVENTS_AT,
@@ -229,14 +230,6 @@ def test_a_program_that_differs_is_told_by_line_and_collectives():
         "(process 1 against process 0: 1 more all_gather, 2 fewer all_reduce, first difference at line 2 of the "
         "StableHLO)"
     )
-
-
-def test_agreement_waits_for_all():
-    agreement = Agreement(2)
-    first = {"program": "0:0"} | message(seed="1")
-    assert agreement.hear(0, first) is None
-    assert agreement.hear(1, {"program": "5:1"} | message(seed="1")) is None  # another program: not yet its turn
-    assert agreement.hear(1, first) == ""
 
 
 def test_the_record_keeps_the_last_events(tmp_path):

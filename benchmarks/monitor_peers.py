@@ -1,0 +1,224 @@
+"""What stands in for the processes of a job in `monitors.py`: processes without jax, and ranks that are only sockets.
+
+It uses the standard library and the monitor's own code, as the monitor does. Commands are lines of standard input,
+results lines of standard output, both JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+FOLDER = Path(__file__).parents[1] / "shardkit" / "runtime"
+if TYPE_CHECKING:
+    from shardkit.runtime.monitor.agreement import digest
+    from shardkit.runtime.monitor.hello import Hello, Place, hello_message
+    from shardkit.runtime.monitor.main import beat
+    from shardkit.runtime.monitor.recorder import Recorder
+    from shardkit.runtime.monitor.wire import Lines, encoded
+else:
+    sys.path.insert(0, str(FOLDER))
+    from monitor.agreement import digest
+    from monitor.hello import Hello, Place, hello_message
+    from monitor.main import beat
+    from monitor.recorder import Recorder
+    from monitor.wire import Lines, encoded
+
+START = "import sys; sys.path.insert(0, sys.argv[1]); from monitor.main import main; main()"
+TIMEOUT = 300.0
+DEADLINES = [1800.0, 3.0, 900.0, 300.0, 1800.0, 30.0]  # of which a hanging rank meets that of a step
+STATUS = b'{"status": [%b], "stopped": false, "gone": false, "left": false, "cause": ""}\n'
+HANGS, WAITS = b'"user code", 4, %.9f, 4, 4, %.9f', b'"step", 5, %.9f, 5, 4, %.9f'
+LINES = 2000  # of the program that all agree on
+
+
+def tell(**message: Any) -> None:
+    """One result, whole, though others write to the same pipe."""
+    os.write(1, json.dumps(message).encode() + b"\n")
+
+
+def fingerprint() -> dict[str, Any]:
+    """One as long as that of a step of a small transformer."""
+    return {
+        "components": {"program": "0" * 16} | {f"setting {index}": "true" for index in range(80)},
+        "lines": [f"{line:08x}" for line in range(LINES)],
+        "collectives": {"all_reduce": 10},
+        "step": 0,
+    }
+
+
+def stand_in(place: Place) -> None:
+    """A process of the job: starts its monitor as `initialize` does, agrees on a program, ends when it is told."""
+    folder = Path(tempfile.mkdtemp(prefix="shardkit-"))
+    recorder = Recorder(str(folder / "ring"))
+    command = [sys.executable, "-I", "-S", "-c", START, str(FOLDER)]
+    monitor = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert monitor.stdin is not None and monitor.stdout is not None
+    monitor.stdin.write(encoded({"ring": str(folder / "ring"), "parent": os.getpid(), "place": list(place)}))
+    monitor.stdin.flush()
+    lines = Lines(monitor.stdout.fileno())
+    signal.signal(signal.SIGUSR1, lambda *_: recorder.enter("user code", 4))  # it comes to no step any more
+    signal.signal(signal.SIGUSR2, lambda *_: recorder.enter("step", 5))  # and the others wait for it
+    while not lines.closed:
+        for message in lines.read():
+            now = time.monotonic()
+            if "ready" in message:
+                shutil.rmtree(folder)
+                tell(kind="met", rank=place.rank, at=now, process=os.getpid(), monitor=monitor.pid)
+                monitor.stdin.write(encoded({"deadlines": DEADLINES, "flight": ""}))
+                recorder.enter("compare", 0)
+                monitor.stdin.write(encoded({"program": "0:0", **fingerprint()}))
+                monitor.stdin.flush()
+            elif "agreed" in message:
+                tell(kind="agreed", rank=place.rank, at=now)
+                recorder.enter("evaluate", 0)
+            elif "end" in message or "refused" in message:
+                tell(kind="end", rank=place.rank, at=now, text=message.get("text") or message.get("refused"))
+                os._exit(0)
+
+
+class Simulated:
+    """Ranks first to last - 1: a socket each, which says what a monitor says."""
+
+    def __init__(self, port: int, token: str, first: int, last: int, size: int):
+        self.port, self.token, self.size, self.first = port, token, size, first
+        self.selector = selectors.DefaultSelector()
+        self.sockets: dict[int, socket.socket] = {}
+        self.parts: dict[int, bytes] = {}
+        self.to_come = list(range(last - 1, first - 1, -1))
+        self.counts = dict.fromkeys(["sent", "sent_bytes", "heard", "heard_bytes"], 0)
+        self.seen = {"welcome": 0, "agreed": 0, "over": 0}
+        self.hung: tuple[int, float] | None = None  # a rank in user code, for which all others wait since then
+        self.next = 0.0
+
+    def connect(self) -> None:
+        """Connects some more ranks."""
+        for _ in range(min(50, len(self.to_come))):
+            try:
+                one = socket.create_connection(("127.0.0.1", self.port), timeout=TIMEOUT)
+            except ConnectionRefusedError:  # process 0 does not listen yet
+                time.sleep(0.02)
+                return
+            rank = self.to_come.pop()
+            hello = Hello(rank, self.size, "simulated", "", False, f"{rank:032x}")
+            one.sendall(encoded(hello_message(hello, self.token)))
+            one.setblocking(False)
+            self.sockets[rank], self.parts[rank] = one, b""
+            self.selector.register(one, selectors.EVENT_READ, rank)
+
+    def send(self, rank: int, data: bytes) -> None:
+        """Sends one message for a rank."""
+        with contextlib.suppress(OSError):
+            self.sockets[rank].sendall(data)
+        self.counts["sent"] += 1
+        self.counts["sent_bytes"] += len(data)
+
+    def beat(self, now: float) -> None:
+        """Sends the statuses that are due, spread over the time between two of a rank."""
+        ranks = list(self.sockets)
+        every = beat(self.size) / max(1, len(ranks))
+        self.next = max(self.next, now - beat(self.size))  # what was missed for longer is left out
+        while self.next < now and ranks:
+            rank = ranks[int(self.next / every) % len(ranks)]
+            self.send(rank, self.status(rank))
+            self.next += every
+
+    def status(self, rank: int) -> bytes:
+        """What the monitor of a rank says of its process; pasted together, as ten thousand come in a second."""
+        if self.hung is None:
+            return STATUS % b'"evaluate", 0, 0.123456789, 0, 0, 0.123456789'
+        age = time.monotonic() - self.hung[1]
+        return STATUS % ((HANGS if rank == self.hung[0] else WAITS) % (age, age))
+
+    def hear(self, rank: int) -> None:
+        """Counts what arrived for a rank."""
+        try:
+            data = self.sockets[rank].recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.selector.unregister(self.sockets[rank])
+            self.sockets.pop(rank).close()
+            return
+        *ended, self.parts[rank] = (self.parts[rank] + data).split(b"\n")
+        self.counts["heard"] += len(ended)
+        self.counts["heard_bytes"] += len(data)
+        for line in ended:
+            for word in self.seen:
+                if line.startswith(f'{{"{word}"'.encode()):
+                    self.seen[word] += 1
+                    if word != "over":
+                        continue
+                    if self.seen[word] in (1, len(self.sockets)):
+                        tell(kind="over", at=time.monotonic(), ranks=self.seen[word], text=json.loads(line)["over"])
+        for word in ("welcome", "agreed"):
+            if self.seen[word] == len(self.parts) and not self.to_come:
+                tell(kind=word, at=time.monotonic())
+                self.seen[word] += 1
+
+    def obey(self, command: dict[str, Any]) -> None:
+        """One line of standard input."""
+        if "agree" in command:
+            line = encoded({"program": "0:0", "digest": digest(fingerprint())})
+            for rank in self.sockets:
+                self.send(rank, line)
+        elif "dies" in command:
+            self.selector.unregister(self.sockets[command["dies"]])
+            self.sockets.pop(command["dies"]).close()
+        elif "hangs" in command:
+            self.hung = command["hangs"], time.monotonic()
+        elif "counts" in command:
+            tell(kind="counts", at=time.monotonic(), **self.counts)
+
+    def run(self) -> None:
+        """Until standard input ends."""
+        inbox = Lines(0)
+        self.selector.register(inbox, selectors.EVENT_READ)
+        while not inbox.closed:
+            self.connect()
+            for key, _ in self.selector.select(0.0 if self.to_come else 0.01):
+                if key.fileobj is inbox:
+                    for command in inbox.read():
+                        self.obey(command)
+                else:
+                    self.hear(key.data)
+            if self.seen["welcome"] > len(self.parts):
+                self.beat(time.monotonic())
+
+
+def main() -> None:
+    """Runs what the first line of standard input says: ranks that are processes, then ranks that are sockets."""
+    given = json.loads(sys.stdin.buffer.raw.readline())  # type: ignore[attr-defined]
+    port, size, token = given["port"], given["size"], given["token"]
+    children = []
+    for rank in range(given["processes"][0], given["processes"][1]):
+        child = os.fork()
+        if not child:
+            os.close(0)
+            os.setpgid(0, 0)
+            stand_in(Place("127.0.0.1", port, rank, size, TIMEOUT, False, token))
+            os._exit(0)
+        children.append(child)
+    try:
+        Simulated(port, token, *given["simulated"], size).run()
+    finally:
+        for child in children:
+            with contextlib.suppress(OSError):
+                os.killpg(child, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
