@@ -11,6 +11,7 @@ from shardkit.runtime.checkpoint.laws import restores_elsewhere
 from shardkit.runtime.checkpoint.reading import DamagedError
 from shardkit.runtime.cluster.barrier import barrier, health_check
 from shardkit.runtime.cluster.gpu_flags import gpu_flags
+from shardkit.runtime.cluster.hosts import launch_on_hosts
 from shardkit.runtime.cluster.join import Cluster, finish, initialize, is_main, log
 from shardkit.runtime.cluster.launch import launch
 from shardkit.runtime.cluster.preemption import PREEMPTED, preempted, watch_preemption
@@ -60,6 +61,7 @@ __all__ = [
     "is_main",
     "latest_step",
     "launch",
+    "launch_on_hosts",
     "llama_names",
     "load_params",
     "loader",
