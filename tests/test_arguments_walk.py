@@ -58,7 +58,7 @@ BELOW = r"testing\.assertions\.assert_matches_reference\((in_specs|out_specs)=P\
 # Not walked: they take nothing, anything, or start what outlives a test.
 UNWALKED = {
     "runtime.compilation.compilation_cache": "changes the options of jax",
-    "runtime.cluster.hosts.launch_on_hosts": "listens and waits; tests/runtime/cluster/test_meeting.py has its sentences",
+    "runtime.cluster.hosts.launch_on_hosts": "listens, and waits; test_several_hosts.py has its sentences",
     "runtime.cluster.join.finish": "ends the process",
     "runtime.cluster.join.is_main": "takes nothing",
     "runtime.cluster.join.log": "prints anything",

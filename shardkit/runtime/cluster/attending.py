@@ -37,6 +37,7 @@ _BEATS = 4  # messages in the time of silence
 _ANSWER = 5.0  # seconds for the meeting to answer an introduction
 _AGAIN = 0.2  # seconds between two attempts to connect
 _LATE = 3.0  # seconds without a connection after which that is printed
+_NO_MEETING = "the program that listens there does not answer as a meeting"
 _WELCOME, _FULL = "welcome", "full"
 NEWS = -1  # the attempt of a call that only wakes the launcher
 
@@ -76,6 +77,7 @@ class Attendance(threading.Thread):
         self._line: Lines | None = None
         self._ready: Ready | None = None
         self._running: int | None = None  # the attempt whose processes are here
+        self._early: list[Message] = []
         self._news: deque[News] = deque()
         self._signal = 0
         self._closing = threading.Event()
@@ -152,15 +154,20 @@ class Attendance(threading.Thread):
         arrival = introduction(self._id, self._processes, self._terms)
         line.send(arrival_message(arrival, self._token))
         until = time.monotonic() + _ANSWER
+        answer: Refusal | str = ""
+        self._early.clear()
         while not line.closed and time.monotonic() < until and not self._closing.is_set():
             for message in line.read() if line.waits(_TICK) else ():
-                answer = self._answer(message, arrival.nonce)
-                if answer == _WELCOME:
-                    return line
-                line.close()
-                return answer
+                if answer != _WELCOME:
+                    answer = self._answer(message, arrival.nonce)
+                else:  # came together with the welcome
+                    self._early.append(message)
+            if answer == _WELCOME:
+                return line
+            if answer:
+                break
         line.close()
-        return "the program that listens there does not answer as a meeting"
+        return answer or _NO_MEETING
 
     def _answer(self, message: Message, nonce: str) -> Refusal | str:
         another = message.get("another")
@@ -177,7 +184,7 @@ class Attendance(threading.Thread):
                 return _FULL
             if message.keys() == {"refused", "mac"} and isinstance(message["refused"], str):
                 return Refusal(plain(message["refused"]))
-        return "the program that listens there does not answer as a meeting"
+        return _NO_MEETING
 
     def _attend(self, line: Lines) -> bool:
         """Listens until the connection is lost, or the job is over, which it returns."""
@@ -188,7 +195,9 @@ class Attendance(threading.Thread):
         last = seen = time.monotonic()
         beat, told_signal, over = 0.0, False, False
         while not (over or line.closed or self._closing.is_set()):
-            for message in line.read() if line.waits(_TICK) else ():
+            messages = list(line.read() if line.waits(0.0 if self._early else _TICK) else ())
+            messages, self._early = self._early + messages, []
+            for message in messages:
                 found: ToLauncher | None = heard(message, ToLauncher)
                 if found is None:
                     line.closed = True

@@ -185,7 +185,7 @@ def _served(limits: Limits, host: str, port: int, own: str, token: str) -> Itera
     if listens is None:
         yield False
         return
-    server = Server(limits, host, listens, own, token)
+    server = Server(limits, host, listens, own, token, say)
     server.start()
     try:
         yield True

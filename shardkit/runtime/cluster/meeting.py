@@ -238,6 +238,8 @@ class Meeting:
         if run.reports.keys() | run.lost != run.members.keys():
             return
         self._running = None
+        for id in [id for id, host in self.hosts.items() if host.signal and not host.serves]:
+            del self.hosts[id]  # it does not come back
         found = outcome(run.reports.values())
         signalled = next((host.signal for host in run.members.values() if host.serves), 0)
         if found is None and not run.lost:
@@ -252,9 +254,6 @@ class Meeting:
             self._fault(run, found, code, now)
         else:
             self._expected = len(self.hosts)
-        for id, host in run.members.items():
-            if host.signal and id in self.hosts:
-                self.hosts.pop(id)
 
     def _fault(self, run: _Running, found: Ended | None, code: int, now: float) -> None:
         size = sum(host.processes for host in run.members.values())

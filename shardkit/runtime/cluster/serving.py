@@ -9,13 +9,13 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from shardkit.runtime.cluster.meeting import Limits, Meeting
 from shardkit.runtime.cluster.messages import (
     SHORT,
     Beat,
-    Note,
     Terms,
     ToMeeting,
     heard,
@@ -64,10 +64,12 @@ def _is_own_name(host: str) -> bool:
 class Server(threading.Thread):
     """Serves a meeting until the job is over."""
 
-    def __init__(self, limits: Limits, host: str, listens: socket.socket, own: str, token: str):
+    def __init__(
+        self, limits: Limits, host: str, listens: socket.socket, own: str, token: str, say: Callable[[str], None]
+    ):
         """`host` is the machine as the other hosts know it, `own` the id of the launcher that this is a part of."""
         super().__init__(daemon=True)
-        self._limits, self._host, self._own, self._token = limits, host, own, token
+        self._limits, self._host, self._own, self._token, self._say = limits, host, own, token, say
         self._listener = listens
         self._meeting = Meeting(limits, time.monotonic())
         self._peers: dict[Lines, str] = {}
@@ -185,8 +187,7 @@ class Server(threading.Thread):
     def _print_once(self, address: str, why: str) -> None:
         if address not in self._named and len(self._named) < _UNKNOWN:
             self._named.add(address)
-            note = Note(f"rejected a launcher from {address} with {why}")
-            self._meeting.out += [(id, note) for id in self._peers.values() if id == self._own]
+            self._say(f"rejected a launcher from {address} with {why}")
 
     def _send(self) -> None:
         lines = {id: line for line, id in self._peers.items()}
