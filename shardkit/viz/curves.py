@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardkit._kinds import short
 from shardkit._typed import typed
 from shardkit.viz.panels import Line
-from shardkit.viz.style import MUTED, SMALL, blank, file_of, heading, look, saved, stroked
+from shardkit.viz.style import INK, MUTED, SMALL, blank, file_of, heading, look, saved, stroked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,11 +21,14 @@ _MARKS = 12  # on a line of more points
 
 
 @partial(typed, where="viz.losses")
-def losses(losses: Mapping[str, Any], *, output: str | Path | None = None) -> Any:
+def losses(
+    losses: Mapping[str, Any], *, marks: Mapping[str, Sequence[int]] | None = None, output: str | Path | None = None
+) -> Any:
     """The picture of loss curves, laid over each other, and below it each one's difference from the first.
 
     Args:
         losses: by the name of the run, its losses: a sequence, from step 1 on, or a mapping of steps to losses.
+        marks: by what happened, the steps at which it did: triangles on the last curve.
         output: a .png or .svg to write; missing directories are created. The same losses give the same bytes.
 
     Returns:
@@ -45,13 +48,14 @@ def losses(losses: Mapping[str, Any], *, output: str | Path | None = None) -> An
     looks = {line.name: stroked(number) for number, line in enumerate(lines)}
     looks |= {line.name: looks[other.name] for line, other in zip(below, _others(lines), strict=True)}
     with look():
-        low, keys = (_LOW + 0.15) * bool(below), 0.2 * -(-len(lines) // 3)
+        low, keys = (_LOW + 0.15) * bool(below), 0.2 * -(-(len(lines) + len(marks or {})) // 3)
         width, up = _LEFT + _WIDE + 0.3, 0.7 + keys + _TALL + low + 0.5
         note = largest(lines[0].name, below)
         picture = blank(width, up, f"loss by step of {', '.join(line.name for line in lines)}; {note}")
         heading(picture, "loss by step", note)
         axes = picture.add_axes((_LEFT / width, (0.5 + low) / up, _WIDE / width, _TALL / up))
         _draw(axes, "loss", lines, looks)
+        _mark(axes, lines[-1], marks or {})
         last = axes
         if below:
             last = picture.add_axes((_LEFT / width, 0.5 / up, _WIDE / width, _LOW / up), sharex=axes)
@@ -131,3 +135,11 @@ def _draw(axes: Axes, name: str, lines: Sequence[Line], looks: Mapping[str, dict
     axes.set_ylabel(name)
     axes.grid()
     axes.yaxis.get_offset_text().set_fontsize(SMALL)
+
+
+def _mark(axes: Axes, line: Line, marks: Mapping[str, Sequence[int]]) -> None:
+    """Marks steps on a curve, at its last point up to each of them."""
+    for name, steps in marks.items():
+        points = [max((point for point in line.points if point[0] <= step), default=line.points[0]) for step in steps]
+        xs, ys = zip(*points, strict=True) if points else ((), ())
+        axes.plot(xs, ys, label=name, gid=name, linestyle="none", marker="v", markersize=4, color=INK, zorder=3)

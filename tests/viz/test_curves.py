@@ -29,6 +29,14 @@ def test_curves_and_their_differences():
     assert viz.losses(runs).texts[1].get_text() == "largest difference: 0.5 (fsdp - one)"
 
 
+def test_marks_are_on_the_last_curve():
+    """It alone finds a mark at a step without a loss, which would be on no curve, or on another run's."""
+    picture = viz.losses({"one": [9.0, 8.0], "two": {1: 3.0, 5: 2.0}}, marks={"a fault": [5, 4, 0], "none": []})
+    above = lines(picture.axes[0])
+    assert above["a fault"] == [[5, 2.0], [1, 3.0], [1, 3.0]] and above["none"] == []
+    assert [text.get_text() for text in picture.legends[0].get_texts()] == ["one", "two", "a fault", "none"]
+
+
 def test_equal_curves_say_so_and_stay_visible():
     picture = viz.losses({"one": [3.0, 2.0], "same": [3.0, 2.0]})
     assert picture.texts[1].get_text() == "no difference from one at any step"

@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
-import json
-import os
-import random
-import secrets
-import signal
+import re
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, TypeVar
 
 from shardkit._check import at_least, at_least_zero, one_of
 from shardkit._typed import typed
-from shardkit.runtime.cluster.living import Living, living
-from shardkit.runtime.monitor.hello import TOKEN
+from shardkit.runtime.cluster.disturbed import RUN, Run
+from shardkit.runtime.cluster.faults import KINDS, MAY_GO_ON, NAMED, Fault, Kind, Site, draw, plant, take_back
+from shardkit.runtime.cluster.sockets import check_cut
+from shardkit.runtime.cluster.wall_clock import make_clock
+from shardkit.runtime.monitor.planted import CHAOS
 
-Kind = Literal["kill", "stop", "terminate", "monitor", "damage"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-RUN = "{run}"  # in the words of a command: the folder of this run
+UNDISTURBED, DISTURBED = "undisturbed", "faults"  # the folders of the two runs
 _UNLIMITED = 10**6  # restarts in an hour
 _START = 600.0  # seconds until the first loss
 _LOOK = 0.05  # seconds between two looks
+_CALM = 5.0  # seconds in which a job that goes on after a fault must write losses, and not start again
 
-
-class Fault(NamedTuple):
-    """A fault to plant.
-
-    Attributes:
-        kind: "kill" (SIGKILL), "stop" (SIGSTOP), "terminate" (SIGTERM, as a preemption), "monitor" (SIGKILL to the
-            monitor that `guard` started) or "damage" (the newest of several checkpoints is cut in half, then SIGKILL).
-        process: the index of the process.
-        after: seconds from the first loss of the run, or of a restart, to the fault.
-    """
-
-    kind: Kind
-    process: int
-    after: float
+_T = TypeVar("_T")
 
 
 class Outcome(NamedTuple):
@@ -53,6 +36,7 @@ class Outcome(NamedTuple):
         detected: seconds from the fault to the decision to start again; None if there was none.
         recovered: seconds from the fault to the first loss after it; None if there was none.
         resumed: the step of that loss.
+        cause: what the guard said first.
         wrong: what is not as it should be, as a sentence; empty if all is well.
     """
 
@@ -62,15 +46,8 @@ class Outcome(NamedTuple):
     detected: float | None = None
     recovered: float | None = None
     resumed: int | None = None
+    cause: str = ""
     wrong: str = ""
-
-
-def draw(seed: int, faults: int, processes: int, kinds: Sequence[Kind] = KINDS, latest: float = 3.0) -> list[Fault]:
-    """Faults of a seed: every kind as often as any other, in a drawn order, at drawn processes and times."""
-    drawn = random.Random(seed)
-    order = [kinds[index % len(kinds)] for index in range(faults)]
-    drawn.shuffle(order)
-    return [Fault(kind, drawn.randrange(processes), drawn.uniform(0, latest)) for kind in order]
 
 
 @typed
@@ -84,6 +61,7 @@ def chaos(
     seed: int = 0,
     kinds: Sequence[Kind] = KINDS,
     latest: float = 3.0,
+    every: int | None = None,
     devices: int | None = None,
     checkpoints: str | None = None,
     tolerance: float = 0.0,
@@ -93,7 +71,8 @@ def chaos(
     """Runs a job once undisturbed and once under faults, and compares the losses of every step.
 
     The job under faults runs as `launch(restarts=...)`. A fault is planted, the restart awaited, then a loss; each loss
-    that is written must equal that of the undisturbed run, and no saved step may be lost.
+    that is written must equal that of the undisturbed run, and no saved step may be lost. Only between a flipped bit
+    and its detection losses may differ.
 
     Args:
         command: the words of the command, as of `launch`; "{run}" in them is the folder of the run. It must resume from
@@ -103,8 +82,10 @@ def chaos(
         folder: where to run; it must be empty or missing.
         faults: how many.
         seed: which.
-        kinds: of what kinds.
+        kinds: of what kinds. "exception", "slow" and "flip" need a program that calls `guard.watch`.
         latest: the most seconds from the first loss of the run, or of a restart, to the next fault.
+        every: the steps between two faults, each planted up to `latest` seconds after the loss of its step; by default
+            a restart and its first loss are enough.
         devices: simulated devices per process.
         checkpoints: the directory of its checkpoints, a folder for each step; needed for "damage".
         tolerance: the largest relative difference of a loss.
@@ -115,146 +96,169 @@ def chaos(
         An outcome for each fault that was planted: fewer than `faults` where the job ended before.
 
     Raises:
-        ValueError: a number below its smallest, a folder that is not empty, "damage" without `checkpoints`, or a job
-            that fails without faults.
+        ValueError: a number below its smallest, a folder that is not empty, "damage" without `checkpoints`, "clock"
+            without a C compiler, "link" where the system forbids it, or a job that fails without faults.
     """
-    at_least("chaos", 1, processes=processes, faults=faults, devices=devices)
+    at_least("chaos", 1, processes=processes, faults=faults, devices=devices, every=every)
     at_least_zero("chaos", tolerance=tolerance, patience=patience, latest=latest)
+    _check_kinds(kinds, checkpoints)
+    place = Path(folder)
+    if place.exists() and any(place.iterdir()):
+        raise ValueError(f"chaos: folder must be empty; got {str(place)!r}. Pass another, or delete what is in it.")
+    place.mkdir(parents=True, exist_ok=True)
+    within, clock = place / "within", place / "clock"
+    environ = {CHAOS: str(within), **(make_clock(clock) if "clock" in kinds else {})}
+    undisturbed = Run(command, place / UNDISTURBED, processes, devices, losses)
+    with undisturbed.started(restarts=0, environ={}) as job:
+        if job.wait():
+            raise ValueError(
+                f"chaos: the command must succeed without faults; it ended with {job.returncode}. Read "
+                f"{undisturbed.log}."
+            )
+    if not undisturbed.new():
+        raise ValueError(f"chaos: losses must be JSON lines with step and loss; {undisturbed.losses} has none.")
+    run = Run(command, place / DISTURBED, processes, devices, losses)
+    saved = None if checkpoints is None else Path(checkpoints.replace(RUN, str(run.folder)))
+    with run.started(restarts=_UNLIMITED, environ=environ) as job:
+        site = Site(job.pid, run.token, saved, within, clock)
+        watched = _Watched(run, job, site, undisturbed.latest, tolerance, patience)
+        for fault in draw(seed, faults, processes, kinds, latest, every):
+            if not watched.follow(fault):
+                break
+            told(watched.outcomes[-1])
+            if watched.outcomes[-1].recovered is None:
+                return watched.outcomes
+        job.wait()
+        watched.end()
+    return watched.outcomes
+
+
+def _check_kinds(kinds: Sequence[Kind], checkpoints: str | None) -> None:
     for kind in kinds:
         one_of("chaos", "kinds", kind, KINDS)
     if "damage" in kinds and checkpoints is None:
         raise ValueError(
             "chaos: damage needs the directory of the checkpoints; got none. Pass checkpoints (--checkpoints)."
         )
-    place = Path(folder)
-    if place.exists() and any(place.iterdir()):
-        raise ValueError(f"chaos: folder must be empty; got {str(place)!r}. Pass another, or delete what is in it.")
-    undisturbed = _Run(command, place / "undisturbed", processes, devices, losses)
-    with undisturbed.started(restarts=0) as job:
-        if job.wait():
-            raise ValueError(
-                f"chaos: the command must succeed without faults; it ended with {job.returncode}. Read "
-                f"{undisturbed.log}."
-            )
-    reference = undisturbed.read()
-    if not reference:
-        raise ValueError(f"chaos: losses must be JSON lines with step and loss; {undisturbed.losses} has none.")
-    run = _Run(command, place / "faults", processes, devices, losses)
-    saved = None if checkpoints is None else Path(checkpoints.replace(RUN, str(run.folder)))
-    outcomes = []
-    with run.started(restarts=_UNLIMITED) as job:
-        for fault in draw(seed, faults, processes, kinds, latest):
-            outcome = _planted(fault, run, job, saved, reference, tolerance, patience)
-            if outcome is None:
-                break
-            outcomes.append(outcome)
-            told(outcome)
-            if outcome.wrong:
-                return outcomes
-        job.wait()
-        if outcomes:
-            wrong = _at_the_end(run, job, reference, tolerance) or _lost(outcomes, saved)
-            outcomes[-1] = outcomes[-1]._replace(wrong=wrong)
-    return outcomes
+    if "link" in kinds:
+        check_cut()
 
 
-class _Run:
-    """A run of the job, in a folder of its own."""
+class _Watched:
+    """A job under faults, and the outcome of each of them so far."""
 
-    def __init__(self, command: Sequence[str], folder: Path, processes: int, devices: int | None, losses: str):
-        self.folder, self.log = folder, folder / "output"
-        self.words = [word.replace(RUN, str(folder)) for word in command]
-        self.losses = Path(losses.replace(RUN, str(folder)))
-        self.options = ["-n", str(processes)] + ([] if devices is None else ["--devices", str(devices)])
-        self.token = secrets.token_hex(32)
+    def __init__(
+        self,
+        run: Run,
+        job: subprocess.Popen[bytes],
+        site: Site,
+        reference: Mapping[int, float],
+        tolerance: float,
+        patience: float,
+    ):
+        self.run, self.job, self.site = run, job, site
+        self.reference, self.tolerance, self.patience = reference, tolerance, patience
+        self.outcomes: list[Outcome] = []
+        self.differs = ""  # the first loss since the last fault that is not that of the undisturbed run
+        self.flipped = False  # then a loss may differ
 
-    @contextmanager
-    def started(self, *, restarts: int) -> Iterator[subprocess.Popen[bytes]]:
-        """The launcher, which is ended at exit, with all that it started."""
-        self.folder.mkdir(parents=True)
-        options = [*self.options, *(["--restarts", str(restarts)] if restarts else [])]
-        words = [sys.executable, "-m", "shardkit", "launch", *options, "--", *self.words]
-        with open(self.log, "wb") as log:
-            environ = {**os.environ, TOKEN: self.token}
-            job = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ)
-        try:
-            yield job
-        finally:
-            job.kill()
-            job.wait()
+    def follow(self, fault: Fault) -> bool:
+        """Plants a fault and waits for what follows; False if the job has ended by itself before."""
+        run = self.run
+        if not self._until(self._new, _START) and not self._ended():
+            self.outcomes.append(Outcome(fault, max(run.latest, default=-1), None, wrong="no loss before the fault"))
+            return True
+        while fault.since is not None and max(run.latest, default=-1) < fault.since and self._until(self._new):
+            pass
+        self._until(lambda: False, fault.after)
+        self._new()
+        if self._ended():
+            return False
+        wrong, restarts = self.differs, run.restarts
+        if run.listen() > restarts:
+            wrong = wrong or "the job started again without a fault"
+        run.said.clear()
+        self.differs, self.flipped = "", fault.kind == "flip"
+        outcome = Outcome(fault, max(run.latest, default=-1), plant(fault, self.site), wrong=wrong)
+        found = self._followed(outcome, time.monotonic())
+        if found is not None:
+            wrong = found.wrong or self.differs or self._misnamed(fault)
+            self.outcomes.append(found._replace(cause=run.said[0] if run.said else "", wrong=wrong))
+        return found is not None
 
-    def read(self) -> dict[int, float]:
-        """The losses that are in the file now, by step; a line that is being written is left out."""
-        found = {}
-        for line in self.losses.read_text().split("\n")[:-1] if self.losses.exists() else ():
-            row = json.loads(line)
-            if isinstance(row, dict) and {"step", "loss"} <= row.keys():
-                found[int(row["step"])] = float(row["loss"])
-        return found
+    def _followed(self, outcome: Outcome, begun: float) -> Outcome | None:
+        """Waits for the restart after a fault, and for a loss; None if the job has ended by itself."""
+        run, fault, may_go_on = self.run, outcome.fault, outcome.fault.kind in MAY_GO_ON
+        before = run.restarts
+        if not self._until(lambda: run.listen() > before, _CALM if may_go_on else self.patience):
+            if not self._ended() and may_go_on and (new := self._new()):
+                take_back(fault, self.site)
+                return outcome._replace(recovered=time.monotonic() - begun, resumed=min(new))
+            if not self._ended() and not (may_go_on and self._until(lambda: run.listen() > before)):
+                looked = not (self.site.within / str(fault.process)).exists()
+                why = "" if looked else ", and it did not look for it: call guard.watch"
+                return outcome._replace(wrong=f"not detected within {self.patience:g} s{why}")
+            if self._ended():
+                return self._end_of(outcome)
+        outcome = outcome._replace(detected=time.monotonic() - begun)
+        self._new()  # what was written between the fault and its detection
+        self.flipped = False
+        new = self._until(self._new)
+        if not new:
+            late = f"no loss within {self.patience:g} s after the restart"
+            return self._end_of(outcome) if self._ended() else outcome._replace(wrong=late)
+        outcome = outcome._replace(recovered=time.monotonic() - begun, resumed=min(new))
+        if outcome.saved is not None and min(new) < outcome.saved:
+            lost = f"step {outcome.saved} was saved, and the job went on with step {min(new)}"
+            return outcome._replace(wrong=outcome.wrong or lost)
+        return outcome
 
-    def restarts(self) -> int:
-        """How often the launcher has decided to start again."""
-        return self.log.read_bytes().count(b"\nshardkit launch: restart ")
+    def _misnamed(self, fault: Fault) -> str:
+        """That the guard named other processes, as a sentence; empty if it is right, or there is no guard."""
+        names = rf"\bprocess(es)? (\d+, )*{fault.process}\b"
+        if fault.kind not in NAMED or not self.run.said or any(re.search(names, each) for each in self.run.said):
+            return ""
+        return f"the guard did not name process {fault.process}: {self.run.said[0]}"
 
-    def last_line(self) -> str:
-        return self.log.read_text(errors="replace").strip().rpartition("\n")[2]
+    def _end_of(self, outcome: Outcome) -> Outcome | None:
+        code = self.job.returncode
+        return outcome._replace(wrong=f"the job ended with {code}: {self.run.last_line()}") if code else None
 
-    def living(self) -> list[Living]:
-        return living(TOKEN, self.token)
+    def end(self) -> None:
+        """Checks, after the end of the job, what the last fault and all of them have left."""
+        if self.outcomes:
+            last = self.outcomes[-1]
+            self.outcomes[-1] = last._replace(wrong=last.wrong or self._left())
 
-
-def _planted(
-    fault: Fault,
-    run: _Run,
-    job: subprocess.Popen[bytes],
-    saved: Path | None,
-    reference: Mapping[int, float],
-    tolerance: float,
-    patience: float,
-) -> Outcome | None:
-    """Plants a fault and waits for what follows; None if the job ended before."""
-    before = run.read()
-    if not _until(lambda: run.read() != before or job.poll() is not None, _START):
-        return Outcome(fault, max(before, default=-1), None, wrong="no loss was written before the fault")
-    if _until(lambda: job.poll() is not None, fault.after):
-        return None
-    known, restarts = run.read(), run.restarts()
-    outcome = Outcome(fault, max(known, default=-1), _plant(fault, run, job, saved))
-    begun = time.monotonic()
-    if not _until(lambda: run.restarts() > restarts or job.poll() is not None, patience):
-        return outcome._replace(wrong=f"not detected within {patience:g} s")
-    if job.poll() is not None:
-        return (
-            None
-            if job.returncode == 0
-            else outcome._replace(wrong=f"the job ended with {job.returncode}: {run.last_line()}")
+    def _left(self) -> str:
+        if self.job.returncode:
+            return f"the job ended with {self.job.returncode}: {self.run.last_line()}"
+        if left := self.site.living():
+            return f"process {left[0].id} is left over"
+        self._new()
+        last = max(self.reference)
+        return _differs(self.run.latest, self.reference, self.tolerance) or (
+            "" if last in self.run.latest else f"step {last} has no loss"
         )
-    outcome = outcome._replace(detected=time.monotonic() - begun)
-    known = run.read()  # also what was written between the fault and its detection
-    if not _until(lambda: run.read() != known or job.poll() is not None, patience):
-        return outcome._replace(wrong=f"no loss within {patience:g} s after the restart")
-    if (after := run.read()) == known:
-        return outcome._replace(wrong=f"the job ended with {job.returncode}: {run.last_line()}")
-    new = [step for step in after if step not in known] or list(after)
-    outcome = outcome._replace(recovered=time.monotonic() - begun, resumed=min(new))
-    return outcome._replace(wrong=_differs(after, reference, tolerance))
 
+    def _new(self) -> dict[int, float]:
+        """The losses that were written since the last call; notes one that is wrong."""
+        new = self.run.new()
+        if not self.flipped:
+            self.differs = self.differs or _differs(new, self.reference, self.tolerance)
+        return new
 
-def _plant(fault: Fault, run: _Run, job: subprocess.Popen[bytes], saved: Path | None) -> int | None:
-    """Does it; returns the newest checkpoint that is intact after it."""
-    there = saved.iterdir() if saved is not None and saved.is_dir() else ()
-    steps = sorted(int(path.name) for path in there if path.name.isdigit())
-    if fault.kind == "damage" and saved is not None and len(steps) > 1:
-        for path in (saved / str(steps.pop())).rglob("*"):
-            if path.is_file():
-                os.truncate(path, path.stat().st_size // 2)
-    here = run.living()
-    main = next((each.id for each in here if each.parent == job.pid and each.rank == fault.process), None)
-    if main is not None:  # else it has just ended
-        of_main = [each.id for each in here if each.parent == main]
-        which = of_main[0] if fault.kind == "monitor" and of_main else main
-        os.kill(which, {"stop": signal.SIGSTOP, "terminate": signal.SIGTERM}.get(fault.kind, signal.SIGKILL))
-    return steps[-1] if steps else None
+    def _ended(self) -> bool:
+        return self.job.poll() is not None
+
+    def _until(self, found: Callable[[], _T], seconds: float | None = None) -> _T:
+        """What a function returns, once that is true, the job has ended, or these seconds have passed."""
+        end = time.monotonic() + (self.patience if seconds is None else seconds)
+        while True:
+            over = self._ended() or time.monotonic() >= end
+            if (result := found()) or over:
+                return result
+            time.sleep(_LOOK)
 
 
 def _differs(found: Mapping[int, float], reference: Mapping[int, float], tolerance: float) -> str:
@@ -264,28 +268,3 @@ def _differs(found: Mapping[int, float], reference: Mapping[int, float], toleran
         if wanted is None or not abs(loss - wanted) <= tolerance * abs(wanted):
             return f"the loss of step {step} is {loss!r} and not {wanted!r}"
     return ""
-
-
-def _at_the_end(run: _Run, job: subprocess.Popen[bytes], reference: Mapping[int, float], tolerance: float) -> str:
-    if job.returncode:
-        return f"the job ended with {job.returncode}: {run.last_line()}"
-    if left := run.living():
-        return f"process {left[0].id} is left over"
-    last = max(reference)
-    found = run.read()
-    return _differs(found, reference, tolerance) or ("" if last in found else f"step {last} has no loss")
-
-
-def _lost(outcomes: Sequence[Outcome], saved: Path | None) -> str:
-    """Which intact checkpoint did not count after a fault, as a sentence: resuming from an older one sets it aside."""
-    for outcome in outcomes:
-        if saved is not None and (saved / f"{outcome.saved}.aside").exists():
-            return f"the intact checkpoint of step {outcome.saved} was set aside"
-    return ""
-
-
-def _until(true: Callable[[], bool], seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not (found := true()) and time.monotonic() < end:
-        time.sleep(_LOOK)
-    return found

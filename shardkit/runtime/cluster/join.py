@@ -22,6 +22,9 @@ from shardkit.runtime.monitor.rendezvous import allow_files, bind_address
 # Seconds that jax's exit barrier waits before it aborts all processes: after the last step one may have more to do than
 # the others, and when one fails the monitors end the wait.
 _SHUTDOWN = 3600
+# Seconds without a heartbeat after which jax ends all processes. It takes them from the wall clock: a host's clock that
+# is set ahead by more would end the job. The monitors send heartbeats of their own, by the monotonic clock.
+_HEARTBEAT = 10 * 86_400
 
 
 class Cluster(NamedTuple):
@@ -140,6 +143,7 @@ def initialize(
         local_device_ids=found.local_devices,
         cluster_detection_method="deactivate",
         initialization_timeout=max(1, int(timeout)),
+        heartbeat_timeout_seconds=_HEARTBEAT,
         shutdown_timeout_seconds=_SHUTDOWN,
         coordinator_bind_address=f"{listens}:{place.port}" if listens else None,
     )

@@ -103,7 +103,8 @@ def launch(
                     say(then)
                 return past[-1].code
             now = then.processes
-            say(f"restart {len(past)} with {counted(now, 'process', 'es')} in {then.wait:g} s")
+            when = f"in {then.wait:g} s" if then.wait else "now"
+            say(f"restart {len(past)} with {counted(now, 'process', 'es')} {when}")
             with contextlib.suppress(queue.Empty):
                 events.get(timeout=then.wait)
                 say("ended while it waited for the restart")

@@ -56,8 +56,9 @@ def fewest(processes: int, minimum: int | None, restarts: int) -> int:
 def after(past: Sequence[Attempt], *, processes: int, minimum: int, restarts: int) -> Again | str:
     """What follows a failed attempt: another one, or why there is none.
 
-    The job starts again with `processes` processes. After two attempts in a row that did not get further it has one
-    fewer than the last, down to `minimum`. The wait doubles from one second with each such attempt, to a minute.
+    The job starts again with `processes` processes, at once if it got further than the time before. After two attempts
+    in a row that did not it has one fewer than the last, down to `minimum`. The wait doubles from one second with each
+    such attempt, to a minute.
 
     Args:
         past: the attempts so far, oldest first; the last one failed.
@@ -79,10 +80,10 @@ def after(past: Sequence[Attempt], *, processes: int, minimum: int, restarts: in
             f"not restarted: step {last.step} failed {_SAME_STEP} times in a row. Look at its batch, number "
             f"{last.step} from 0"
         )
+    if len(past) > 1 and _further(last, past[-2]):
+        return Again(processes, 0.0)
     stuck = _without_progress(past)
-    return Again(
-        max(minimum, last.processes - 1) if stuck > 1 else processes, min(2.0 ** max(0, stuck - 1), _LONGEST_WAIT)
-    )
+    return Again(max(minimum, last.processes - 1) if stuck > 1 else processes, min(2.0 ** (stuck - 1), _LONGEST_WAIT))
 
 
 def _without_progress(past: Sequence[Attempt]) -> int:

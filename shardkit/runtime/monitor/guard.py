@@ -21,6 +21,7 @@ from shardkit.runtime.monitor import client
 from shardkit.runtime.monitor.fingerprint import fingerprint
 from shardkit.runtime.monitor.hello import Place
 from shardkit.runtime.monitor.judge import Deadlines
+from shardkit.runtime.monitor.planted import Planted
 from shardkit.runtime.monitor.recorder import Recorder
 
 
@@ -90,6 +91,7 @@ class Guard:
     def __init__(self, monitor: client.MonitorClient, mesh: Mesh, config: Mapping[str, Any], first_step: int):
         self._monitor, self._mesh, self._config = monitor, mesh, config
         self._clock = StepClock(monitor.recorder, first_step)
+        self._planted = Planted(monitor.place.rank)
 
     def watch(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the step, guarded: every call is under the deadline for steps.
@@ -104,6 +106,8 @@ class Guard:
         seen: set[Any] = set()
 
         def watched(state: Any, *batch: Any) -> Any:
+            if not clock.in_phase:
+                state = self._planted.before(state)
             shapes = _shapes(batch)
             if shapes not in seen:
                 clock.enter("compile")
@@ -127,6 +131,7 @@ class Guard:
         iterator = iter(batches)
         while True:
             with self.phase("data"):
+                self._planted.before()
                 batch = next(iterator, _END)
             if batch is _END:
                 return

@@ -1,11 +1,19 @@
 """Chaos: faults of a seed, planted in a program without jax that resumes, or fails to in ways that must be noticed."""
 
+import json
+import os
+import socket
+import subprocess
 import sys
 import textwrap
+import time
+from pathlib import Path
 
 import pytest
 
-from shardkit.runtime.cluster.chaos import KINDS, _differs, chaos, draw
+from shardkit.runtime.cluster import sockets, wall_clock
+from shardkit.runtime.cluster.chaos import _differs, chaos
+from shardkit.runtime.cluster.faults import KINDS, MAY_GO_ON, draw
 from support import commands
 
 PYTHON = [sys.executable, "-I", "-S", "-u"]  # starts in a few milliseconds
@@ -29,7 +37,8 @@ beats = [run / f"beat-{os.environ.get('SHARDKIT_RESTARTS')}-{each}" for each in 
 while step < STEPS:
     time.sleep(0.02)
     beats[rank].touch()
-    if WATCHES and beats[1 - rank].exists() and time.time() - beats[1 - rank].stat().st_mtime > 2:
+    os.utime(beats[rank], (time.monotonic(), time.monotonic()))
+    if WATCHES and beats[1 - rank].exists() and time.monotonic() - beats[1 - rank].stat().st_mtime > 2:
         sys.exit(70)  # as a collective would end that waits for another process
     step, state = step + 1, state / 2 + step
     if rank == 0:
@@ -53,11 +62,12 @@ def under_faults(tmp_path, *, change=("", ""), steps=300, **options):
 
 @pytest.mark.check
 def test_a_seed_draws_the_same_faults_and_every_kind():
-    drawn = draw(3, 10, processes=4)
-    assert drawn == draw(3, 10, processes=4) != draw(4, 10, processes=4)
+    drawn = draw(3, 2 * len(KINDS), processes=4)
+    assert drawn == draw(3, 2 * len(KINDS), processes=4) != draw(4, 2 * len(KINDS), processes=4)
     assert sorted(fault.kind for fault in drawn) == sorted(KINDS * 2)
     assert {fault.process for fault in draw(0, 100, processes=4)} == set(range(4))
-    assert all(0 <= fault.after <= 3 for fault in drawn)
+    assert all(0 <= fault.after <= 3 and fault.since is None for fault in drawn)
+    assert [fault.since for fault in draw(0, 3, processes=4, every=20)] == [20, 40, 60]
 
 
 def test_a_job_that_resumes_is_recovered_from_each_fault(tmp_path):
@@ -81,12 +91,93 @@ def test_a_job_that_resumes_is_recovered_from_each_fault(tmp_path):
             "the job ended with 2: shardkit launch: not",
         ),
         (("WATCHES", "False"), "stop", "not detected within 2 s"),
+        (("state = 0.0", "state = 0.0"), "slow", "not detected within 2 s, and it did not look for it"),
+        (("import json", "print('shardkit guard: process 7 died')\nimport json"), "kill", "did not name process"),
+        (("step = step if", "step, state = 0, 0.0 #"), "kill", "was saved, and the job went on with step 1"),
     ],
 )
 def test_what_is_wrong_is_said(change, kind, wrong, tmp_path):
-    patience = 2.0 if kind == "stop" else 20.0
-    (found,) = under_faults(tmp_path, change=change, kinds=[kind], faults=1, patience=patience)
+    patience = 2.0 if kind in ("stop", "slow") else 20.0
+    (found,) = under_faults(tmp_path, change=change, kinds=[kind], faults=1, patience=patience, every=20)
     assert wrong in found.wrong
+
+
+@pytest.mark.deep
+def test_a_full_disk_and_a_clock_that_jumps(tmp_path):
+    """Only a process that writes ends; and the clock of the job must reach its processes, but not its losses."""
+    found = under_faults(tmp_path, kinds=["disk", "clock"], faults=4, steps=900, change=("time.sleep(0.02)", SHOWN))
+    assert [each.wrong for each in found] == [""] * 4
+    for each in found:
+        ends = each.fault.kind == "disk" and each.fault.process == 0  # process 1 of this program writes nothing
+        assert (each.detected is not None) is ends, each
+    hours = [float(line) for line in (tmp_path / "runs" / "faults" / "hours").read_text().split()]
+    assert {round(each) for each in hours} - {0} <= {-24, -1, 1, 24} and len({round(each) for each in hours}) > 1
+
+
+SHOWN = """time.sleep(0.02)
+    if rank == 0 and step % 20 == 0:
+        with open("/proc/uptime") as up, open("/proc/stat") as stat, open(run / "hours", "a") as hours:
+            true = float(up.read().split()[0]) + int(stat.read().partition("btime ")[2].split()[0])
+            hours.write(f"{(time.time() - true) / 3600:.2f}\\n")
+"""
+
+
+@pytest.mark.check
+def test_a_connection_of_another_process_ends():
+    """It alone finds a descriptor of a wrong process, or an end in one direction only."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as here:
+        there, _ = server.accept()
+        with there:
+            assert {here.fileno(), there.fileno()} <= set(sockets.connections(os.getpid()))
+            assert server.fileno() not in sockets.connections(os.getpid())
+            sockets.cut(os.getpid(), here.fileno())
+            assert there.recv(1) == here.recv(1) == b""
+            with pytest.raises(OSError):
+                here.sendall(b"x")
+    assert sockets.connections(2**22 + 1) == []
+
+
+@pytest.mark.check
+def test_the_clock_of_a_process_jumps_and_its_monotonic_clock_does_not(tmp_path):
+    """It alone finds a clock that is read once, or that stops `time.sleep`."""
+    if wall_clock.compiler() is None:
+        pytest.skip("no C compiler")
+    environ = wall_clock.make_clock(tmp_path / "clock")
+    code = "import time\nwhile input(): time.sleep(0.01); print(time.time(), time.monotonic(), flush=True)"
+    words, pipe = [sys.executable, "-I", "-S", "-c", code], subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, env=os.environ | environ) as process:
+        found = []
+        for seconds in (0, -86_400, 3_600):
+            wall_clock.set_clock(tmp_path / "clock", seconds)
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            wall, monotonic = map(float, process.stdout.readline().split())
+            found.append((round((wall - time.time()) / 60), round((monotonic - time.monotonic()) / 60)))
+        process.stdin.write("\n")
+    assert found == [(0, 0), (-1440, 0), (60, 0)]
+
+
+@pytest.mark.check
+def test_what_a_machine_does_not_allow(tmp_path, monkeypatch):
+    def forbidden(process, descriptor):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(sockets, "_take", forbidden)
+    with pytest.raises(ValueError) as caught:
+        under_faults(tmp_path, kinds=["link"])
+    assert str(caught.value) == (
+        "chaos: link needs Linux 5.6 and the right to take a connection of another process; got 'Operation not "
+        "permitted'. Leave link out of kinds (--kinds)."
+    )
+    monkeypatch.setattr(wall_clock, "_COMPILERS", ())
+    with pytest.raises(ValueError) as caught:
+        under_faults(tmp_path, kinds=["clock"])
+    text = "chaos: clock needs a C compiler; none was found. Install gcc, or leave clock out of kinds."
+    assert str(caught.value) == text
+    monkeypatch.setattr(wall_clock, "_COMPILERS", ("false",))
+    with pytest.raises(ValueError) as caught:
+        wall_clock.make_clock(tmp_path / "clock")
+    assert "/false ended with 1: . Mend it, or leave clock out of kinds." in str(caught.value)
 
 
 @pytest.mark.check
@@ -136,3 +227,18 @@ def test_the_command_plants_faults_in_training(tmp_path):
     words = ["-n", 2, "--devices", 2, "--faults", 3, "--latest", 1, "--folder", tmp_path, "--checkpoints", saved]
     done = commands.run("chaos", *words, "--", *train, "--checkpoint", saved, "--checkpoint-every", 3, seconds=900)
     assert done.stdout.count("detected in") == 3
+
+
+# proves F61, F66: the kinds that come from within, and a link, in a program that guards its steps
+@pytest.mark.deep
+def test_the_example_recovers_from_every_kind(tmp_path):
+    """It alone finds a bit that is flipped and saved, and a fault that the guard blames on another process."""
+    program = Path(__file__).parents[3] / "examples" / "restarting.py"
+    kinds = [kind for kind in KINDS if kind != "clock" or wall_clock.compiler()]
+    options = ["-n", 4, "--devices", 1, "--faults", len(kinds), "--every", 15, "--folder", tmp_path / "runs"]
+    options += ["--checkpoints", "{run}/saved", "--output", tmp_path / "chaos.svg", "--json", tmp_path / "chaos.json"]
+    commands.run("chaos", *options, "--", program, "{run}", "--steps", 800, seconds=1200)
+    rows = json.loads((tmp_path / "chaos.json").read_text())["rows"]
+    assert sorted(row["kind"] for row in rows) == sorted(kinds)
+    assert all(row["detected"] is not None for row in rows if row["kind"] not in MAY_GO_ON)
+    assert "a fault" in (tmp_path / "chaos.svg").read_text()

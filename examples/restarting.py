@@ -1,0 +1,62 @@
+"""A training job that goes on by itself after a fault, and that saves nothing that differs between replicas.
+
+shardkit launch -n 4 --restarts 5 -- restarting.py FOLDER --steps 1000
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import shardkit as sk
+from shardkit import runtime
+
+parser = argparse.ArgumentParser()
+parser.add_argument("folder", type=Path)
+parser.add_argument("--steps", type=int, default=100)
+parser.add_argument("--save-every", type=int, default=5)
+parser.add_argument("--deadline", type=float, default=10, help="seconds for a step, a batch, and half of those to save")
+options = parser.parse_args()
+
+runtime.initialize()
+runtime.compilation_cache(options.folder / "programs")  # a restart compiles nothing
+mesh = sk.make_mesh(data=2, fsdp=-1)
+plan = sk.chain(sk.dp("data"), sk.fsdp("fsdp", min_size=1))
+loss_fn = lambda params, batch, keys: sk.Mean.of((jnp.tanh(batch @ params["w"]) @ params["v"] - 1) ** 2)
+init, step = sk.make_train_step(sk.value_and_grad(loss_fn), optax.adam(0.003), mesh=mesh, plan=plan)
+params = {"w": jnp.eye(8), "v": jnp.ones((8, 1)) / 8}
+
+
+def batches(first):
+    for index in range(first, options.steps):
+        rows = np.random.default_rng(index).normal(size=(16, 8)).astype(np.float32)
+        yield index, runtime.from_full(rows, mesh, plan.batch_spec(mesh))
+
+
+with runtime.Checkpoints(options.folder / "saved") as checkpoints, open(options.folder / "log.jsonl", "a") as log:
+    if checkpoints.latest_step() is None:
+        state, first = init(params, jax.random.key(0)), 0
+    else:
+        state, saved = checkpoints.restore(init.abstract(params), damaged="older")
+        first = saved.position
+    deadlines = runtime.Deadlines(step=options.deadline, data=options.deadline, save=2 * options.deadline)
+    guard = runtime.guard(mesh=mesh, deadlines=deadlines, first_step=first)  # a restart counts steps as the first run
+    step = guard.watch(step)
+    for index, batch in guard.data(batches(first)):
+        state, metrics = step(state, batch)
+        loss = float(metrics["loss"])
+        if runtime.is_main():
+            log.write(json.dumps({"step": index + 1, "loss": loss}) + "\n")
+            log.flush()
+        preempted = runtime.preempted(index)
+        if preempted or (index + 1) % options.save_every == 0:
+            runtime.assert_no_drift(state)
+            with guard.phase("save"):
+                checkpoints.save(state, position=index + 1)
+                checkpoints.wait()
+        if preempted:
+            runtime.finish(runtime.PREEMPTED)

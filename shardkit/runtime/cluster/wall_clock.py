@@ -1,0 +1,89 @@
+"""A wall clock for the processes of a job that can jump, as when a host's clock is set; the monotonic clock goes on.
+
+A small library, compiled here and loaded before libc by LD_PRELOAD, adds seconds from a file to what libc's clocks say.
+libfaketime would also change how long Python's `time.sleep` sleeps.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+_FILE = "SHARDKIT_CHAOS_CLOCK"
+_COMPILERS = ("cc", "gcc", "clang")
+_BYTES = 8
+_SOURCE = """
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+static volatile long long *ahead;
+
+__attribute__((constructor)) static void begin(void) {
+  const char *name = getenv("SHARDKIT_CHAOS_CLOCK");
+  int file = name ? open(name, O_RDONLY | O_CLOEXEC) : -1;
+  if (file < 0) return;
+  void *found = mmap(0, 8, PROT_READ, MAP_SHARED, file, 0);
+  if (found != MAP_FAILED) ahead = found;
+  close(file);
+}
+
+int clock_gettime(clockid_t clock, struct timespec *now) {
+  int failed = syscall(SYS_clock_gettime, clock, now);
+  if (!failed && ahead && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) now->tv_sec += *ahead;
+  return failed;
+}
+
+int gettimeofday(struct { long seconds, micros; } *now, void *zone) {
+  struct timespec found;
+  int failed = clock_gettime(CLOCK_REALTIME, &found);
+  if (now) now->seconds = found.tv_sec, now->micros = found.tv_nsec / 1000;
+  return failed;
+}
+
+time_t time(time_t *now) {
+  struct timespec found;
+  clock_gettime(CLOCK_REALTIME, &found);
+  if (now) *now = found.tv_sec;
+  return found.tv_sec;
+}
+"""
+
+
+def compiler() -> str | None:
+    """A C compiler; None without one."""
+    return next((found for name in _COMPILERS if (found := shutil.which(name))), None)
+
+
+def make_clock(file: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of a job whose clock follows `set_clock(file, seconds)`; the library is built beside the file.
+
+    Raises:
+        ValueError: there is no C compiler, or it fails.
+    """
+    found, built = compiler(), file.with_suffix(".so")
+    if found is None:
+        raise ValueError("chaos: clock needs a C compiler; none was found. Install gcc, or leave clock out of kinds.")
+    words = [found, "-shared", "-fPIC", "-w", "-x", "c", "-", "-o", str(built)]
+    done = subprocess.run(words, input=_SOURCE, text=True, capture_output=True, check=False)
+    if done.returncode:
+        raise ValueError(
+            f"chaos: clock needs a C compiler; {found} ended with {done.returncode}: {done.stderr.strip()[:200]}. "
+            "Mend it, or leave clock out of kinds."
+        )
+    set_clock(file, 0)
+    before = environ.get("LD_PRELOAD")
+    return {"LD_PRELOAD": f"{built.resolve()}:{before}" if before else str(built.resolve()), _FILE: str(file.resolve())}
+
+
+def set_clock(file: Path, seconds: int) -> None:
+    """Sets the clock of the job, this many seconds from the true time."""
+    with open(file, "r+b" if file.exists() else "wb") as now:  # the same file, which the processes have mapped
+        now.write(seconds.to_bytes(_BYTES, "little", signed=True))
