@@ -37,6 +37,7 @@ FLOORS = [
     ["runtime/cluster"],
     ["runtime/data"],
     ["runtime/checkpoint"],
+    ["runtime/snapshots"],
     ["runtime/weights"],
     ["runtime"],
     ["bench"],

@@ -61,6 +61,18 @@ def read_record(path: Path) -> tuple[Run, dict[str, Any]]:
     """
     try:
         record = json.loads((path / RECORD).read_text("utf-8"))["custom_metadata"]
+    except (ValueError, KeyError, TypeError):
+        record = None
+    return parse_record(record)
+
+
+def parse_record(record: Any) -> tuple[Run, dict[str, Any]]:
+    """The run and the records of the leaves in what `make_record` returned, after it was JSON.
+
+    Raises:
+        ValueError: it is damaged, not from shardkit, or of a newer format.
+    """
+    try:
         document, intact = record["shardkit"], record["crc32"] == _seal(record["shardkit"])
     except (ValueError, KeyError, TypeError):
         intact = False

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -24,8 +25,10 @@ from pathlib import Path
 from shardkit._check import at_least, at_least_zero, count, counted
 from shardkit._typed import typed
 from shardkit.runtime.cluster.attempt import Events, Job, Place, attempt, free_port, signals_to
+from shardkit.runtime.cluster.memory import JOB, delete_memory
 from shardkit.runtime.cluster.output import write
 from shardkit.runtime.cluster.restarts import RESTARTS, Attempt, after, fewest
+from shardkit.runtime.monitor.hello import TOKEN
 
 
 @typed
@@ -45,8 +48,9 @@ def launch(
 
     Each process gets its place in JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, and in MASTER_ADDR,
     MASTER_PORT, WORLD_SIZE, RANK and LOCAL_RANK; and a new secret in SHARDKIT_JOB_TOKEN, unless the environment has
-    one, without which no other process can join. Complete lines of its output are printed with the prefix `[index] `.
-    When one process fails, the others have `grace` seconds to report and exit, then they get SIGTERM, and after as long
+    one, without which no other process can join. SHARDKIT_JOB, the same for all attempts, names their snapshots, which
+    the launcher deletes at the end unless the environment has it. Complete lines of a process's output are printed
+    with the prefix `[index] `. When one process fails, the others have `grace` seconds to report and exit, then they get SIGTERM, and after as long
     again, at most 5 s, SIGKILL. SIGINT, SIGTERM and SIGHUP to the launcher are passed on to the processes, with the
     same consequences. Child processes that stay in the process groups end with the last process, and everything ends
     with the launcher, even by SIGKILL. Standard input is empty.
@@ -84,13 +88,16 @@ def launch(
     words = program(command)
     check_counts("launch", processes=processes, devices=devices, port=port)
     least = fewest(processes, minimum, *count("launch", restarts=restarts))
-    job = Job(
-        words, devices, None if output is None else Path(output), grace, os.environ if environ is None else environ
-    )
+    environ = os.environ if environ is None else environ
+    given = environ.get(JOB) or environ.get(TOKEN)
+    name = given or secrets.token_hex(32)
+    job = Job(words, devices, None if output is None else Path(output), grace, {**environ, JOB: name})
     events: Events = queue.SimpleQueue()
     past: list[Attempt] = []
     now = processes
-    with signals_to(events.put):
+    with signals_to(events.put), contextlib.ExitStack() as stack:
+        if not given:
+            stack.callback(delete_memory, name)  # nobody else can find it
         while True:
             if restarts:
                 job = job._replace(environ={**job.environ, RESTARTS: str(len(past))})
