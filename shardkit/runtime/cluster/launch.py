@@ -50,9 +50,9 @@ def launch(
     MASTER_PORT, WORLD_SIZE, RANK and LOCAL_RANK; and a new secret in SHARDKIT_JOB_TOKEN, unless the environment has
     one, without which no other process can join. SHARDKIT_JOB, the same for all attempts, names their snapshots, which
     the launcher deletes at the end unless the environment has it. Complete lines of a process's output are printed
-    with the prefix `[index] `. When one process fails, the others have `grace` seconds to report and exit, then they get SIGTERM, and after as long
-    again, at most 5 s, SIGKILL. SIGINT, SIGTERM and SIGHUP to the launcher are passed on to the processes, with the
-    same consequences. Child processes that stay in the process groups end with the last process, and everything ends
+    with the prefix `[index] `. When one process fails, the others have `grace` seconds to report and exit, then they
+    get SIGTERM, and after as long again, at most 5 s, SIGKILL. SIGINT, SIGTERM and SIGHUP to the launcher are passed on
+    to the processes, with the same consequences. Child processes that stay in the process groups end with the last process, and everything ends
     with the launcher, even by SIGKILL. Standard input is empty.
 
     With `restarts` a job that failed starts again, and its program resumes from its newest checkpoint. It has

@@ -42,7 +42,8 @@ def folder_of(directory: str | os.PathLike[str] | None, name: str | None) -> Pat
     """The folder of this job on this host; the one of this user, around it, is created.
 
     Raises:
-        ValueError: no name of the job, or one that is not a file name; a directory that is missing, not writable, or in which others could replace files.
+        ValueError: no name of the job, or one that is not a file name; a directory that is missing, not writable,
+            or in which others could replace files.
     """
     known = os.environ.get(JOB) or os.environ.get(TOKEN)
     if name is not None and not re.fullmatch(r"\w[\w.-]{0,99}", name):
