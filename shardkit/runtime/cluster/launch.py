@@ -52,8 +52,8 @@ def launch(
     the launcher deletes at the end unless the environment has it. Complete lines of a process's output are printed
     with the prefix `[index] `. When one process fails, the others have `grace` seconds to report and exit, then they
     get SIGTERM, and after as long again, at most 5 s, SIGKILL. SIGINT, SIGTERM and SIGHUP to the launcher are passed on
-    to the processes, with the same consequences. Child processes that stay in the process groups end with the last process, and everything ends
-    with the launcher, even by SIGKILL. Standard input is empty.
+    to the processes, with the same consequences. Child processes that stay in the process groups end with the last
+    process, and everything ends with the launcher, even by SIGKILL. Standard input is empty.
 
     With `restarts` a job that failed starts again, and its program resumes from its newest checkpoint. It has
     `processes` processes again; one fewer, down to `minimum`, after two attempts that did not get further. The wait
