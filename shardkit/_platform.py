@@ -69,6 +69,25 @@ def detect_cluster(timeout: int) -> tuple[str | None, int | None, int | None, tu
     return address, size, rank, None if devices is None else tuple(devices)
 
 
+def joined_job() -> tuple[str, int, int]:
+    """The job that `jax.distributed.initialize` has joined: coordinator's address, number of processes, this one."""
+    job = private("distributed.global_state")
+    return job.coordinator_address, job.num_processes, job.process_id
+
+
+def tell_processes(key: str, value: str) -> None:
+    """Gives all processes a value by jax's coordination service."""
+    private("distributed.global_state").client.key_value_set(key, value)
+
+
+def told(key: str, timeout: float) -> str | None:
+    """The value that a process gives the others by `tell_processes`; None if it does not within `timeout` seconds."""
+    try:
+        return str(private("distributed.global_state").client.blocking_key_value_get(key, int(timeout * 1000)))
+    except jax.errors.JaxRuntimeError:
+        return None
+
+
 def wait_at_barrier(name: str, timeout: float) -> str | None:
     """Waits for all processes in jax's coordination service; returns None, or its error about missing processes."""
     client = private("distributed.global_state").client

@@ -61,6 +61,7 @@ UNWALKED = {
     "runtime.cluster.hosts.launch_on_hosts": "listens, and waits; test_several_hosts.py has its sentences",
     "runtime.cluster.join.finish": "ends the process",
     "runtime.cluster.join.is_main": "takes nothing",
+    "runtime.cluster.join.leave": "takes nothing",
     "runtime.cluster.join.log": "prints anything",
     "runtime.monitor.guard.guard": "starts a process; tests/runtime has its sentences",
     "runtime.data.reading.print_global": "prints any tree",

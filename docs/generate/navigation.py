@@ -22,6 +22,8 @@ SECTIONS: Mapping[str, list[str]] = {
         "howto/words.md",
         "howto/many_processes.md",
         "howto/run_on_a_cluster.md",
+        "howto/submitit.md",
+        "howto/ray.md",
         "howto/faults.md",
         "howto/restart_by_itself.md",
         "howto/restart_by_itself.md",

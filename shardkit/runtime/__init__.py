@@ -13,7 +13,7 @@ from shardkit.runtime.checkpoint.reading import DamagedError
 from shardkit.runtime.cluster.barrier import barrier, health_check
 from shardkit.runtime.cluster.gpu_flags import gpu_flags
 from shardkit.runtime.cluster.hosts import launch_on_hosts
-from shardkit.runtime.cluster.join import Cluster, finish, initialize, is_main, log
+from shardkit.runtime.cluster.join import Cluster, finish, initialize, is_main, leave, log
 from shardkit.runtime.cluster.launch import launch
 from shardkit.runtime.cluster.preemption import PREEMPTED, preempted, watch_preemption
 from shardkit.runtime.compilation import compilation_cache
@@ -65,6 +65,7 @@ __all__ = [
     "latest_step",
     "launch",
     "launch_on_hosts",
+    "leave",
     "llama_names",
     "load_params",
     "loader",

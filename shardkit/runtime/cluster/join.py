@@ -15,6 +15,7 @@ from shardkit._typed import typed
 from shardkit.config import DistributedConfig
 from shardkit.runtime.cluster import environment
 from shardkit.runtime.cluster.environment import Found
+from shardkit.runtime.cluster.joined import joined
 from shardkit.runtime.monitor import client
 from shardkit.runtime.monitor.hello import TOKEN, Place
 from shardkit.runtime.monitor.rendezvous import allow_files, bind_address
@@ -73,6 +74,9 @@ def initialize(
     0 listens on the coordinator's address only, if that is an address of its machine. From then on each process has a
     monitor (`guard`): when one dies or raises, all others end within a second or two, with the cause as the last line.
 
+    Where `jax.distributed.initialize` has been called already, as Ray Train does, only the monitors connect, at a port
+    that process 0 tells the others through jax, with a token if they have none.
+
     Args:
         config: a DistributedConfig. Its `local_device_ids` are the accelerators of this process, unless the launcher
             lets it see no others (CUDA_VISIBLE_DEVICES).
@@ -106,6 +110,10 @@ def initialize(
     ids = local_device_ids
     at_least("initialize", 0, local_device_ids=min(ids, default=0) if isinstance(ids, Sequence) else ids)
     found = Found(coordinator_address, num_processes, process_id, (ids,) if isinstance(ids, int) else ids)
+    if jax.distributed.is_initialized() and (config is None or config.enabled):
+        if config is not None:
+            found = found.filled(Found(size=config.num_processes, rank=config.rank))
+        return _meet(found, timeout, expect_devices)
     given = environment.variables(os.environ)
     if config is not None:
         if not config.enabled:
@@ -120,8 +128,7 @@ def initialize(
         _check_devices(expect_devices)
         return Cluster(0, 1, local_rank, True, "")
     place = _place(found, timeout)
-    if client.running() is not None:
-        raise RuntimeError("initialize: it must be called once per process; got a second call. Remove that.")
+    _check_first()
     if _platform.jax_has_started():
         raise RuntimeError(
             "initialize: it must be called before jax starts its devices; they have started (by jax.devices(), an "
@@ -186,6 +193,25 @@ def finish(code: int = 0) -> NoReturn:
     sys.exit(code)
 
 
+def leave() -> None:
+    """Says that this process is done, where it goes on after training: an engine, such as Ray, ends it later.
+
+    Every process calls it, best in a `finally`: one that waits for this one in a step then ends, with the reason.
+
+    Example:
+        At the end of a function that Ray runs in each worker:
+
+            runtime.initialize()
+            try:
+                train()
+            finally:
+                runtime.leave()
+    """
+    watcher = client.running()
+    if watcher is not None:
+        watcher.left()
+
+
 def log(*values: object) -> None:
     """Prints to standard error, on process 0 only; unlike `print_global` it communicates nothing.
 
@@ -194,6 +220,22 @@ def log(*values: object) -> None:
     """
     if is_main():
         print(*values, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _meet(found: Found, timeout: float, expect_devices: int | None) -> Cluster:
+    """Connects the monitors of processes that jax has joined already."""
+    _check_first()
+    with joined(found, timeout) as place:
+        if place.size > 1:
+            client.start(place)
+    _check_devices(expect_devices)
+    local_rank = environment.local_rank(os.environ)
+    return Cluster(place.rank, place.size, local_rank, place.rank == 0, place.address if place.size > 1 else "")
+
+
+def _check_first() -> None:
+    if client.running() is not None:
+        raise RuntimeError("initialize: it must be called once per process; got a second call. Remove that.")
 
 
 def _of_config(config: DistributedConfig, given: Found) -> Found:

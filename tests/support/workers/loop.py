@@ -23,6 +23,9 @@ parser.add_argument("--flight", default="")
 parser.add_argument("--mark", default="", help="a file to write once the second step has ended")
 parser.add_argument("--unwaited", action="store_true", help="end with steps in flight")
 parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--joined", action="store_true", help="as an engine does: jax joins the processes first")
+parser.add_argument("--timeout", type=float, default=30.0)
+parser.add_argument("--alone", type=int, help="the one process that then calls initialize")
 given = parser.parse_args()
 rank = int(os.environ["JAX_PROCESS_ID"])
 here = rank == given.rank
@@ -45,7 +48,18 @@ import shardkit as sk
 
 if here and given.fault == "setting":
     jax.config.update("jax_default_matmul_precision", "highest")
-cluster = sk.runtime.initialize(timeout=30)
+if given.joined:
+    number = int(os.environ["JAX_NUM_PROCESSES"])
+    jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], number, rank, heartbeat_timeout_seconds=20)
+if given.alone not in (None, rank):
+    time.sleep(6)
+    os._exit(9)
+try:
+    cluster = sk.runtime.initialize(timeout=given.timeout)
+except RuntimeError as error:
+    print(error, flush=True)
+    time.sleep(1.5 if rank == 0 else 0)  # with it ends jax's service: that aborts the others
+    os._exit(9)
 if here and given.fault == "early":
     planted()
     raise ValueError("nothing to train on")
