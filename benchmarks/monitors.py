@@ -48,9 +48,8 @@ import jax, jax.numpy as jnp, numpy as np, optax
 import shardkit as sk
 from shardkit import runtime
 
-begun = time.monotonic()
 runtime.initialize(timeout=600)
-runtime.log(f"connected after {time.monotonic() - begun:.1f} s")
+runtime.log("connected")
 mesh, plan = sk.make_mesh(data=-1), sk.dp("data")
 init, step = sk.make_train_step(
     sk.value_and_grad(lambda params, batch, keys: sk.Mean.of((batch @ params["w"]) ** 2)),
@@ -63,7 +62,7 @@ for index in range(3):
         os.kill(os.getpid(), signal.SIGKILL)
     rows = np.ones((jax.device_count(), 4), np.float32)
     state, metrics = step(state, runtime.from_full(rows, mesh, plan.batch_spec(mesh)))
-    runtime.log(f"loss {float(metrics['loss']):.5f} at {time.monotonic():.3f}")
+    runtime.log(f"loss {float(metrics['loss']):.5f}")
 """
 
 
@@ -210,6 +209,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def launched(processes: int) -> None:
     """A job of jax with a kill and a restart, by `shardkit launch`."""
     begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    killed, told, connected, goes_on = math.nan, [], [], math.nan
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "program.py"
         program.write_text(PROGRAM)
@@ -225,14 +225,28 @@ def launched(processes: int) -> None:
             "--restarts",
             "1",
         ]
-        done = subprocess.run(
+        job = subprocess.Popen(
             [*command, "--", str(program)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-    ended, after = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    words = ("connected after", "killed at", "loss", "guard:", "restart")
-    print("\n".join(line for line in done.stdout.splitlines() if any(word in line for word in words)))
+        assert job.stdout is not None
+        for line in job.stdout:
+            now = time.monotonic()
+            if "connected" in line:
+                connected.append(now)
+            elif "killed at" in line:
+                killed = float(line.split()[-1])
+            elif "guard: process 1 died" in line:
+                told.append(now)
+            elif "loss" in line and len(connected) == 2 and math.isnan(goes_on):
+                goes_on = now
+        code = job.wait()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    print(f"{processes} processes, exit code {done.returncode}: {ended - begun:.0f} s, {used:.0f} s of CPU time")
+    print(
+        f"{processes} processes of jax: connected after {connected[0] - begun:.0f} s; killed one, and {len(told)} said "
+        f"so within {max(told) - killed:.1f} s; the next loss {goes_on - killed:.0f} s after it; exit code {code}, "
+        f"{time.monotonic() - begun:.0f} s and {used:.0f} s of CPU time in all, load {os.getloadavg()[0]:.0f}"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -257,6 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"monitors: {max(options.simulated)} ranks need as many open files; the limit is {most}. Raise "
             "it with ulimit -n, or pass --simulated 100 1000."
         )
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}, Python {sys.version.split()[0]}")
     empty = measured(2, 1, 0.2, 0.0)["held_mb"] * 1e6
     print(f"a monitor that knows one other rank: {empty / 1e6:.1f} MB")
     for kind, sizes in (("real", options.real), ("simulated", options.simulated)):

@@ -1840,6 +1840,27 @@ _RUNTIME = (
         BOUNDARY,
     ),
     Mutant(
+        "agreed-in-two-ways",
+        "shardkit/runtime/monitor/agreement.py",
+        "if len(groups) == 1:",
+        "if len(groups) <= 2:",
+        PASSES,
+    ),
+    Mutant(
+        "silence-not-due",
+        "shardkit/runtime/monitor/judge.py",
+        "seen = self.heard + deadlines.silence",
+        "seen = self.heard + deadlines.compile",
+        TERM,
+    ),
+    Mutant(
+        "ten-thousand-beat-as-often",
+        "shardkit/runtime/monitor/main.py",
+        "return max(_BEAT, size / _MESSAGES)",
+        "return _BEAT",
+        FIGURE,
+    ),
+    Mutant(
         "guard-counts-no-steps",
         "shardkit/runtime/monitor/guard.py",
         "self.next_step += 1",

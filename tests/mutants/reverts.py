@@ -399,7 +399,7 @@ REVERTS = (
     (
         "long-lines-before-the-welcome",
         "shardkit/runtime/monitor/rendezvous.py",
-        "line = Lines(connection, SHORT)",
+        "line = Lines(connection, _LONGEST)",
         "line = Lines(connection)",
     ),
     (
@@ -425,6 +425,18 @@ REVERTS = (
         "shardkit/runtime/monitor/rendezvous.py",
         "            if text := meeting.rejections():",
         '            if text := "":',
+    ),
+    (
+        "silent-strangers-uncounted",
+        "shardkit/runtime/monitor/rendezvous.py",
+        "for line in list(self._unknown):",
+        "for line in [each for each in self._unknown if each.close()]:",
+    ),
+    (
+        "missing-from-the-first-on",
+        "shardkit/runtime/monitor/rendezvous.py",
+        "return (rank for rank in range(self._lowest, self._place.size)",
+        "return (rank for rank in range(self._place.size)",
     ),
     (
         "other-text-unescaped",

@@ -8,7 +8,7 @@ import time
 from .hello import REJECTIONS, Place, Refused, hello_message, is_signed, own_hello, too_late
 from .wire import LONGEST, Lines, Message, plain
 
-SHORT = 1 << 16  # bytes of a line before the welcome
+_SHORT = 1 << 16  # bytes of a line before the welcome
 
 
 def join(place: Place, until: float) -> Lines:
@@ -26,7 +26,7 @@ def join(place: Place, until: float) -> Lines:
         except OSError as failure:
             error = failure.strerror or str(failure)
         else:
-            found = _welcomed(place, Lines(connection, SHORT), until)
+            found = _welcomed(place, Lines(connection, _SHORT), until)
             if isinstance(found, Lines):
                 return found
             error = found

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .hello import REJECTIONS, Hello, Place, Refused, own_hello, parse_hello, signed, too_late
-from .joining import SHORT, join
+from .joining import join
 from .wire import LONGEST, Lines, Message
 
 _AFTER_REFUSAL = 5.0  # seconds for which process 0 sends a refusal to processes that connect later
 _NAMED = 8  # fewer missing processes are reported to all: for more, that would be too many messages
 _OWN_FILES = 16  # what else is open: pipes, the listener, libraries
 _UNKNOWN = 64  # connections without an introduction, besides one per process
+_LONGEST = 4096  # bytes of an introduction: as many strangers as processes may send so much each
 _INTRODUCTION = 10.0  # seconds that a connection has to introduce itself
 
 
@@ -99,7 +100,7 @@ class _Meeting:
             while self._unknown and next(iter(self._unknown.values()))[1] < now:
                 self._reject(next(iter(self._unknown)), "silence")
         for line in list(self._unknown):
-            line.close()
+            self._reject(line, "silence")
         self._refusal = self._refusal or _address_refusal(self._hellos)
         for rank, line in self._peers.items():
             self._tell(rank, {"refused": self._refusal} if self._refusal else {"welcome": True})
@@ -131,7 +132,7 @@ class _Meeting:
             return
         if len(self._unknown) >= self._place.size + _UNKNOWN:
             self._reject(next(iter(self._unknown)), "room")
-        line = Lines(connection, SHORT)
+        line = Lines(connection, _LONGEST)
         self._unknown[line] = str(address[0]), time.monotonic() + _INTRODUCTION
         self._selector.register(line, selectors.EVENT_READ)
 

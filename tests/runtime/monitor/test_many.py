@@ -193,8 +193,8 @@ def test_the_ranks_that_are_missing_are_found_from_the_lowest_on():
 
     meeting = rendezvous._Meeting.__new__(rendezvous._Meeting)
     meeting._place, meeting._hellos, meeting._lowest = Place("", 0, 0, 2000, 0.0, False), Looked({0: None}), 1
-    for rank in random.Random(0).sample(range(1, 2000), 1999):
+    for rank in range(1, 2000):
         meeting._hellos[rank] = None
         missing = list(itertools.islice(meeting._missing(), 8))
         assert not set(missing) & set(meeting._hellos)
-    assert missing == [] and Looked.looks < 30 * 2000 * 8
+    assert missing == [] and Looked.looks < 20 * 2000
