@@ -1,21 +1,21 @@
-"""Writes and reads the arrays of a checkpoint with orbax."""
+"""Writes the arrays of a checkpoint with orbax."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import jax
-import jax.numpy as jnp
-
 from shardkit.runtime.checkpoint.progress import SaveProgress
 from shardkit.runtime.monitor import client
+
+_PIECE = 2**22  # bytes of a piece of an array in the files
 
 
 def reason(error: BaseException) -> str:
@@ -51,57 +51,51 @@ def quiet() -> Iterator[None]:
             logger.removeFilter(ours)
 
 
-def save_async(path: Path, arrays: Mapping[str, Any], record: Any) -> Any:
+def save_async(path: Path, arrays: Mapping[str, Any], record: Any, complete: Callable[[], None]) -> Any:
     """Saves in the background with orbax; under a guard, it notes when this process's part is written.
 
+    `complete` may change the record: it is called in the background, before that is written.
+
     Each shard is written from one of its replicas: if each replica wrote a part, replicas that have drifted apart would
-    be mixed. Directories are created before it returns: if one cannot be created in the background, threads wait for it
-    for minutes, and keep the process from exiting.
+    be mixed. In pieces, so that a reader needs no second copy of a shard, and not compressed: zstd takes three times as
+    long as writing, and makes trained float32 parameters 7% smaller. Directories are created before it returns: if one
+    cannot be created in the background, threads wait for it for minutes, and keep the process from exiting.
     """
     v1 = orbax()
-    saving = v1.options.ArrayOptions.Saving(use_replica_parallel=False)
+    array = v1.options.ArrayOptions
+    pieces = array.Saving.StorageOptions(chunk_byte_size=_PIECE)
+    saving = array.Saving(use_replica_parallel=False, use_compression=False, storage_options=pieces)
     background = v1.options.AsyncOptions(create_directories_asynchronously=False)
-    how: dict[str, Any] = {"array_options": v1.options.ArrayOptions(saving=saving), "async_options": background}
-    stored = _stored(arrays)
-    if client.running() is None:
-        with v1.Context(**how):
-            return v1.save_async(path, stored, custom_metadata=record)
-    progress = SaveProgress()
-    registry = v1.handlers.local_registry(include_global_registry=False).add(_noting(v1, progress))
-    with v1.Context(**how, checkpointables_options=v1.options.CheckpointablesOptions(registry=registry)):
-        return progress.of(v1.save_async(path, stored, custom_metadata=record))
+    progress = None if client.running() is None else SaveProgress()
+    registry = v1.handlers.local_registry(include_global_registry=False).add(_handler(v1, progress, complete))
+    with v1.Context(
+        array_options=array(saving=saving),
+        async_options=background,
+        checkpointables_options=v1.options.CheckpointablesOptions(registry=registry),
+    ):
+        response = v1.save_async(path, by_file_name(arrays), custom_metadata=record)
+    return response if progress is None else progress.of(response)
 
 
-def load(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """The arrays of a step with these shapes, dtypes and shardings; others that it has are not read."""
-    v1 = orbax()
-    only_these = v1.options.PyTreeOptions.Loading(partial_load=True)
-    with quiet(), v1.Context(pytree_options=v1.options.PyTreeOptions(loading=only_these)):
-        loaded = v1.load(path, _stored(wanted))
-    return {
-        name: loaded[_file_name(name)] if x.size else jnp.zeros(x.shape, x.dtype, device=x.sharding)
-        for name, x in wanted.items()
-    }
-
-
-def _stored(arrays: Mapping[str, Any]) -> dict[str, Any]:
+def by_file_name(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays by names without slashes, except empty arrays, which cannot be stored."""
-    return {_file_name(path): x for path, x in arrays.items() if x.size}
+    return {quote(path, safe=""): x for path, x in arrays.items() if x.size}
 
 
-def _file_name(path: str) -> str:
-    return quote(path, safe="")
-
-
-def _noting(v1: Any, progress: SaveProgress) -> type:
-    """Orbax's handler, whose save also passes its writes to `progress`."""
+def _handler(v1: Any, progress: SaveProgress | None, complete: Callable[[], None]) -> type:
+    """Orbax's handler, whose save also passes its writes to `progress`, and ends with a call of `complete`."""
     plain = v1.handlers.PyTreeHandler
 
     async def save(self: Any, directory: Any, checkpointable: Any) -> Any:
         saving = await plain.save(self, directory, checkpointable)
-        if (writes := getattr(saving, "commit_futures", None)) is not None:
+        if progress is not None and (writes := getattr(saving, "commit_futures", None)) is not None:
             progress.ends_with(writes)
-        return saving
+
+        async def completed() -> None:
+            await saving
+            await asyncio.to_thread(complete)
+
+        return completed()
 
     # The files contain the name of the handler: with the name of orbax's, any orbax can read them.
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "save": save}

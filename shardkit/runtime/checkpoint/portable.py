@@ -6,13 +6,13 @@ stored as their integers, with the name of the implementation in the record, and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -22,7 +22,6 @@ from shardkit.partitioning.storage import Held, is_padded, padded, padding, stor
 from shardkit.runtime.checkpoint.residuals import rows_of, sharding_of_rows, shared_out
 from shardkit.runtime.data.checksums import (
     NOT_COMPUTED,
-    checksum,
     from_storable,
     is_key,
     is_storable,
@@ -31,6 +30,7 @@ from shardkit.runtime.data.checksums import (
 )
 
 Leaves = dict[str, Any]
+_MOVED = 2**26  # bytes of leaves that a restore moves at once
 
 
 def leaves_of(where: str, state: Any) -> Leaves:
@@ -120,39 +120,44 @@ def to_read(leaves: Leaves, records: Mapping[str, Any]) -> dict[str, jax.ShapeDt
     return {path: one(path, x) for path, x in leaves.items() if path in records}
 
 
-def from_portable(arrays: Mapping[str, jax.Array], leaves: Leaves, records: Mapping[str, Any]) -> Leaves:
+def from_portable(arrays: dict[str, jax.Array], leaves: Leaves, records: Mapping[str, Any]) -> Leaves:
     """Portable arrays as the target's leaves are stored on the devices; unchanged ones are the same arrays.
 
-    Leaves that were not read are zeros.
+    Leaves that were not read are zeros. Takes the arrays out of `arrays`: some at a time are moved, and then freed.
     """
-    resized = {path: x for path, x in leaves.items() if path not in arrays or rows_of(path, x, records) is not None}
-    changed = _not_portable(leaves) | resized
+    resized = {path for path, x in leaves.items() if path not in arrays or rows_of(path, x, records) is not None}
+    changed = _not_portable(leaves) | {path: leaves[path] for path in resized}
 
-    def make(arrays: dict[str, jax.Array]) -> Leaves:
-        def one(path: str, x: Any) -> Any:
-            if is_key(x):
-                return jax.random.wrap_key_data(arrays[path], impl=records[path]["implementation"])
-            array = from_storable(arrays[path], x.dtype) if path in arrays else jnp.zeros(x.shape, x.dtype)
-            array = shared_out(array, x.shape[0]) if path in resized else array
-            if not is_padded(x):
-                return array
-            sharding = x.array.sharding
-            return padded(array, Held(sharding.spec, x.rows), sharding.mesh)
+    def one(path: str, x: Any, array: Any) -> Any:
+        if is_key(x):
+            return jax.random.wrap_key_data(array, impl=records[path]["implementation"])
+        array = jnp.zeros(x.shape, x.dtype) if array is None else from_storable(array, x.dtype)
+        array = shared_out(array, x.shape[0]) if path in resized else array
+        if not is_padded(x):
+            return array
+        sharding = x.array.sharding
+        return padded(array, Held(sharding.spec, x.rows), sharding.mesh)
 
-        return {path: one(path, x) for path, x in changed.items()}
-
-    shardings = {path: stored_array(x).sharding for path, x in changed.items()}
-    made = jax.jit(make, out_shardings=shardings)({path: arrays[path] for path in changed if path in arrays})
-    return {path: made[path] if path in made else arrays[path] for path in leaves}
-
-
-def checksums(arrays: Mapping[str, Any]) -> dict[str, int]:
-    """For each array a checksum of its bits and their indices, below 2^32; the same on every mesh."""
-    mesh = next(iter(arrays.values())).sharding.mesh
-    sums = _sums(tuple(arrays.values()), NamedSharding(mesh, PartitionSpec()))
-    return dict(zip(arrays, np.asarray(sums).tolist(), strict=True))
+    made: Leaves = {}
+    for paths in _together(changed):
+        shardings = {path: stored_array(changed[path]).sharding for path in paths}
+        make = lambda some: {path: one(path, changed[path], some.get(path)) for path in paths}  # noqa: B023, E731
+        some = {path: arrays.pop(path) for path in paths if path in arrays}
+        made |= jax.block_until_ready(jax.jit(make, out_shardings=shardings)(some))
+    return {path: made[path] if path in made else arrays.pop(path) for path in leaves}
 
 
-@partial(jax.jit, static_argnums=1)
-def _sums(arrays: tuple[jax.Array, ...], replicated: NamedSharding) -> jax.Array:
-    return lax.with_sharding_constraint(jnp.stack([checksum(x) for x in arrays]), replicated)
+def _together(leaves: Leaves) -> list[list[str]]:
+    """The paths, in groups of leaves of at most `_MOVED` bytes, or one that is larger: each group is one program."""
+    groups, room = list[list[str]](), 0
+    for path, x in sorted(leaves.items(), key=lambda leaf: -_nbytes(leaf[1])):
+        if not groups or room < _nbytes(x):
+            groups.append([])
+            room = _MOVED
+        groups[-1].append(path)
+        room -= _nbytes(x)
+    return groups
+
+
+def _nbytes(x: Any) -> int:
+    return 0 if is_key(x) else math.prod(x.shape) * x.dtype.itemsize

@@ -10,9 +10,10 @@ import jax
 import numpy as np
 
 from shardkit.runtime.checkpoint.directory import check_damage, named, runs_in, steps_in, warn_of_strange
-from shardkit.runtime.checkpoint.orbax_io import load, reason, system_reason
-from shardkit.runtime.checkpoint.portable import checksums
+from shardkit.runtime.checkpoint.orbax_io import reason, system_reason
+from shardkit.runtime.checkpoint.pieces import load
 from shardkit.runtime.checkpoint.record import Run, read_record
+from shardkit.runtime.checkpoint.sums import checksums
 
 
 class DamagedError(ValueError):

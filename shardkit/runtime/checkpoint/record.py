@@ -35,7 +35,7 @@ class Run(NamedTuple):
 
 
 def make_record(step: int, position: Any, config: Any, metrics: Any, leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of a checkpoint, with its checksum.
+    """The record of a checkpoint, which `seal` completes.
 
     Raises:
         ValueError: values that are not JSON, or metrics that are not numbers.
@@ -48,8 +48,14 @@ def make_record(step: int, position: Any, config: Any, metrics: Any, leaves: Map
             f"save: metrics must be numbers by name; {error}. Pass for example {{'loss': 0.5}}."
         ) from error
     run = Run(step, _as_json("position", position), _as_json("config", config), numbers, versions)
-    document = {"format": FORMAT, **run._asdict(), "leaves": dict(leaves)}
-    return {"shardkit": document, "crc32": _seal(document)}
+    return {"shardkit": {"format": FORMAT, **run._asdict(), "leaves": dict(leaves)}}
+
+
+def seal(record: dict[str, Any], sums: Mapping[str, int]) -> None:
+    """Adds the checksum of each leaf, and that of the record."""
+    for path, leaf in record["shardkit"]["leaves"].items():
+        leaf["checksum"] = sums[path]
+    record["crc32"] = _seal(record["shardkit"])
 
 
 def read_record(path: Path) -> tuple[Run, dict[str, Any]]:

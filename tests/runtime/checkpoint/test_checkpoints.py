@@ -32,9 +32,10 @@ import shardkit as sk
 from shardkit.partitioning.storage import Padded
 from shardkit.runtime.checkpoint import reading
 from shardkit.runtime.checkpoint.checkpoints import Checkpoints, latest_step
-from shardkit.runtime.checkpoint.portable import checksums, leaves_of, to_portable
+from shardkit.runtime.checkpoint.portable import leaves_of, to_portable
 from shardkit.runtime.checkpoint.reading import DamagedError
 from shardkit.runtime.checkpoint.record import FORMAT, _seal
+from shardkit.runtime.checkpoint.sums import checksums
 from shardkit.runtime.data.checksums import checksum as device_checksum
 from support.checkpoint_child import digests
 from support.checkpoint_rows import KEY, ROWS, batch, make, params
