@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import queue
 import secrets
 import signal
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple
 
 from shardkit.runtime.cluster.groups import groups
 from shardkit.runtime.cluster.output import Blamed, passing_on, summary
@@ -25,6 +26,9 @@ _LONGEST_BEFORE_KILL = 5.0  # seconds from SIGTERM to SIGKILL
 _LAST_OUTPUT = 3.0  # seconds for the last output of what the processes started, such as their monitors
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
+_LOST = 2.0  # seconds in which the monitors may say what they know of a host that is lost
+
+How = Literal["failed", "stop", "lost"]
 _Child = subprocess.Popen[bytes]
 
 
@@ -33,11 +37,12 @@ class Call(NamedTuple):
 
     Attributes:
         attempt: which attempt they belong to.
-        at_once: whether they get SIGTERM now; else they have the grace of those whose neighbor failed.
+        how: "failed" (one of the others did: they have the grace to report), "stop" (by SIGTERM, to save) or "lost" (a
+            host is: nothing that they wait for will come).
     """
 
     attempt: int
-    at_once: bool
+    how: How
 
 
 Events = queue.SimpleQueue[int | signal.Signals | Call]  # a process that has ended, by index, or what is asked of all
@@ -108,7 +113,7 @@ def attempt(job: Job, place: Place, events: Events) -> End:
                 own = dict.fromkeys(("JAX_PROCESS_ID", "RANK"), str(rank)) | {"LOCAL_RANK": str(index)}
                 children.append(stack.enter_context(_start(job.words, common | own, group)))
             reader = stack.enter_context(passing_on(children, place.ranks, files, blamed))
-            order, received = _supervised(children, events, job.grace, place.attempt)
+            order, received = _supervised(children, theirs, events, job.grace, place.attempt)
             reader.join(_LAST_OUTPUT)
     named = [each.process for each in blamed]
     codes = {rank: child.returncode for rank, child in zip(place.ranks, children, strict=True)}
@@ -186,7 +191,7 @@ def _start(words: Sequence[str], environ: Mapping[str, str], group: int) -> _Chi
 
 
 def _supervised(
-    children: Sequence[_Child], events: Events, grace: float, number: int
+    children: Sequence[_Child], groups_: Sequence[int], events: Events, grace: float, number: int
 ) -> tuple[list[int], signal.Signals | None]:
     """Waits for all processes, and ends them once one failed or a signal came; returns their order and the signal."""
     for index, child in enumerate(children):
@@ -194,12 +199,15 @@ def _supervised(
     steps, deadline = [signal.SIGTERM, signal.SIGKILL], math.inf
     running, order = set(range(len(children))), list[int]()
     received: signal.Signals | None = None
+    lost = False
     while running:
         try:
             event = events.get(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
         except queue.Empty:
             step = steps.pop(0)
             for index in running:
+                if lost:  # with their monitors, who would say that this process died
+                    os.killpg(groups_[index], step)
                 children[index].send_signal(step)
             deadline = time.monotonic() + min(grace, _LONGEST_BEFORE_KILL) if steps else math.inf
             continue
@@ -207,8 +215,11 @@ def _supervised(
         if isinstance(event, Call):
             if event.attempt != number:  # of an earlier attempt
                 continue
-            for index in running if event.at_once else ():
+            for index in running if event.how == "stop" else ():
                 children[index].send_signal(signal.SIGTERM)
+            if event.how == "lost" and not lost:
+                lost, steps = True, [signal.SIGKILL]
+                deadline = time.monotonic() + min(grace, _LOST)
         elif isinstance(event, signal.Signals):
             received = received or event
             for index in running:

@@ -8,9 +8,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
-from shardkit.runtime.cluster.attempt import Call
+from shardkit.runtime.cluster.attempt import Call, How
 from shardkit.runtime.cluster.messages import (
     SHORT,
     Beat,
@@ -220,7 +220,7 @@ class Attendance(threading.Thread):
             self._line = None
             line.close()
             if self._running is not None and not self._closing.is_set():
-                self._put(Call(self._running, at_once=True))
+                self._put(Call(self._running, "lost"))
         return over or self._closing.is_set()
 
     def _take(self, found: ToLauncher) -> bool:
@@ -228,7 +228,8 @@ class Attendance(threading.Thread):
         if isinstance(found, Note):
             self._say(plain(found.text))
         elif isinstance(found, Stop):
-            self._put(Call(found.attempt, found.at_once))
+            how: How = found.how if found.how in get_args(How) else "failed"  # type: ignore[assignment]
+            self._put(Call(found.attempt, how))
         elif isinstance(found, Start):
             with self._lock:
                 self._ready, self._running = None, found.attempt
@@ -240,7 +241,7 @@ class Attendance(threading.Thread):
 
     def _tell(self, news: News) -> None:
         self._news.append(news)
-        self._put(Call(NEWS, at_once=False))
+        self._put(Call(NEWS, "failed"))
 
     def _send(self, message: ToMeeting) -> None:
         """With the lock held."""

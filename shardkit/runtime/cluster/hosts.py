@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import os
 import queue
 import re
@@ -19,7 +18,7 @@ from shardkit.runtime.cluster.attempt import End, Events, Job, Place, attempt, f
 from shardkit.runtime.cluster.attending import Attendance, News, Refusal
 from shardkit.runtime.cluster.launch import check_counts, program, say
 from shardkit.runtime.cluster.meeting import Limits
-from shardkit.runtime.cluster.messages import Ended, Over, Start, Terms
+from shardkit.runtime.cluster.messages import Ended, Over, Terms
 from shardkit.runtime.cluster.restarts import RESTARTS
 from shardkit.runtime.cluster.serving import Server, listener
 from shardkit.runtime.monitor.hello import TOKEN
@@ -120,14 +119,12 @@ def launch_on_hosts(
     with _served(limits, host, meeting_port, own, token) as serves, signals_to(received):
         attendance.start()
         try:
-            return _launched(job, attendance, events, range(processes), port, token, serves)
+            return _launched(job, attendance, events, range(processes), port, serves)
         finally:
             attendance.close()
 
 
-def _launched(
-    job: Job, attendance: Attendance, events: Events, here: range, port: int | None, token: str, serves: bool
-) -> int:
+def _launched(job: Job, attendance: Attendance, events: Events, here: range, port: int | None, serves: bool) -> int:
     """Starts processes as often as the meeting says, until the job is over; returns its exit code."""
     while True:
         with nullcontext(port) if port else free_port("") as own_port:  # process 0 will listen on it, if it is here
@@ -142,7 +139,7 @@ def _launched(
                 return _over(news)
             ranks = range(news.offset, news.offset + len(here))
             end = attempt(
-                job._replace(environ={**job.environ, **_own(news, token)}),
+                job._replace(environ={**job.environ, RESTARTS: str(news.attempt)}),
                 Place(ranks, news.size, news.address, news.port, news.attempt),
                 events,
             )
@@ -165,12 +162,6 @@ def _over(news: Over) -> int:
     if news.text:
         say(news.text)
     return news.code
-
-
-def _own(start: Start, token: str) -> dict[str, str]:
-    """What the processes of an attempt know: another token each time shuts out what is left of the one before."""
-    secret = hmac.new(token.encode("utf-8", "surrogateescape"), start.secret.encode(), "sha256").hexdigest()
-    return {RESTARTS: str(start.attempt), TOKEN: secret}
 
 
 def _report(number: int, end: End) -> Ended:

@@ -7,12 +7,12 @@ of them have reported the end of their processes, or were left out. Then `restar
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardkit._check import counted
+from shardkit.runtime.cluster.attempt import How
 from shardkit.runtime.cluster.messages import (
     Arrival,
     Ended,
@@ -91,12 +91,12 @@ def in_order(hosts: Mapping[str, Host]) -> dict[str, Host]:
     return dict(sorted(hosts.items(), key=lambda item: (not item[1].serves, item[1].name, item[0])))
 
 
-def starts(members: Mapping[str, Host], attempt: int, secret: str) -> dict[str, Start]:
+def starts(members: Mapping[str, Host], attempt: int) -> dict[str, Start]:
     """What each member is told to start."""
     size, first = sum(host.processes for host in members.values()), next(iter(members.values()))
     told, offset = {}, 0
     for id, host in members.items():
-        told[id] = Start(attempt, size, offset, first.address, first.port, secret)
+        told[id] = Start(attempt, size, offset, first.address, first.port)
         offset += host.processes
     return told
 
@@ -156,13 +156,13 @@ class Meeting:
             host.signal = message.signal
             host.port = 0
             if run is not None and id in run.members:
-                self._end(run, fault=False, but=id)
+                self._end(run, "stop", but=id)
         elif (
             isinstance(message, Ended) and run is not None and id in run.members and message.attempt == self._number - 1
         ):
             run.reports.setdefault(id, message)
             if message.code and not host.signal:
-                self._end(run, fault=True, but=id)
+                self._end(run, "failed", but=id)
             self._conclude(run, now)
 
     def loses(self, id: str, why: str, now: float) -> None:
@@ -175,7 +175,7 @@ class Meeting:
         if run is not None and id in run.members:
             if id not in run.reports:
                 run.lost.add(id)
-                self._end(run, fault=not host.signal, but=id)
+                self._end(run, "stop" if host.signal else "lost", but=id)
             self._conclude(run, now)
 
     def ends(self, text: str) -> None:
@@ -197,7 +197,7 @@ class Meeting:
             if came and run.fault is None and now - run.began >= self.limits.wait:
                 names = ", ".join(came)
                 self._say(f"{names} came: the others end, to start again together")
-                self._end(run, fault=False)
+                self._end(run, "stop")
         elif now >= self._not_before:
             self._gather(ready, now)
 
@@ -205,7 +205,7 @@ class Meeting:
         terms, waited = self.limits.terms, now - self._gathers
         if begins(len(ready), self._expected, terms.min_hosts, waited, self.limits.wait):
             members = in_order(ready)
-            told = starts(members, self._number, secrets.token_hex(16))
+            told = starts(members, self._number)
             size = sum(host.processes for host in members.values())
             what = f"restart {self._number}: " if self._number else ""
             number = f"{len(members)} of {counted(terms.hosts, 'host')}"
@@ -226,11 +226,11 @@ class Meeting:
             self._told_to_wait = True
             self._say(f"{len(ready)} of at least {counted(terms.min_hosts, 'host')} is here; the others are waited for")
 
-    def _end(self, run: _Running, *, fault: bool, but: str = "") -> None:
-        """Has the members end their processes, the first time for a fault, or for another reason."""
-        if run.fault is None:
-            run.fault = fault
-            stop = Stop(self._number - 1, at_once=not fault)
+    def _end(self, run: _Running, how: How, but: str = "") -> None:
+        """Has the members end their processes; the first reason says whether it was a fault."""
+        if run.fault is None or how == "lost":
+            run.fault = how != "stop" if run.fault is None else run.fault
+            stop = Stop(self._number - 1, how)
             self.out += [(id, stop) for id in run.members if id in self.hosts and id != but and id not in run.reports]
 
     def _conclude(self, run: _Running, now: float) -> None:
@@ -257,8 +257,10 @@ class Meeting:
 
     def _fault(self, run: _Running, found: Ended | None, code: int, now: float) -> None:
         size = sum(host.processes for host in run.members.values())
+        if found is not None and run.lost and found.blamed not in self._ranks(run):
+            found = found._replace(step=None)  # it was ended for the host that was lost
         self._past.append(Attempt(size, code, found.step if found else None, run.began, now, signalled=False))
-        if found is not None and found.first is not None:
+        if found is not None and found.first is not None and not run.lost:
             host = next(run.members[id].name for id, report in run.reports.items() if report.first == found.first)
             self._say(f"process {found.first} on {host} failed first, exit code {code}")
         # A host that does not come back is what makes the job smaller, not a number of failures.
@@ -271,6 +273,11 @@ class Meeting:
         if run.lost:
             names = ", ".join(run.members[id].name for id in run.lost)
             self._say(f"waits {self.limits.wait:g} s for {names}, then goes on without")
+
+    def _ranks(self, run: _Running) -> set[int]:
+        """Those on the hosts that were lost."""
+        told = starts(run.members, 0)
+        return {told[id].offset + index for id in run.lost for index in range(run.members[id].processes)}
 
     def _finish(self, code: int, text: str) -> None:
         self.over = Over(code, text)

@@ -78,21 +78,20 @@ class Beat(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The processes to start: ranks `offset` and up, of `size`; `secret` is a part of their token."""
+    """The processes to start: ranks `offset` and up, of `size`; rank 0 listens at `address`."""
 
     attempt: int
     size: int
     offset: int
     address: str
     port: int
-    secret: str
 
 
 class Stop(NamedTuple):
-    """The processes must end: at once by SIGTERM, or as if one of them had failed."""
+    """The processes must end, in a way of `Call`."""
 
     attempt: int
-    at_once: bool
+    how: str
 
 
 class Note(NamedTuple):

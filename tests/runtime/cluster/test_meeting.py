@@ -67,7 +67,7 @@ def test_all_hosts_start_together_with_ranks_in_the_order_of_their_names():
     assert not job.told
     job.come("a")
     (a,), (b,), (c,) = (job.of(Start, name) for name in "abc")
-    assert a == Start(0, 6, 0, "10.0.0.1", 1097, a.secret) and len(a.secret) == 32
+    assert a == Start(0, 6, 0, "10.0.0.1", 1097)
     assert (b, c) == (a._replace(offset=2), a._replace(offset=4))
     assert job.notes() == ["6 processes on 3 of 3 hosts (a, b, c)"]
 
@@ -76,7 +76,7 @@ def test_the_meetings_host_has_rank_0_and_hosts_may_differ():
     members = in_order(
         {"x": Host("a", "1.1.1.1", 3, False, 0.0, 5), "y": Host("b", "2.2.2.2", 1, True, 0.0, 6)},
     )
-    assert starts(members, 4, "s") == {"y": Start(4, 4, 0, "2.2.2.2", 6, "s"), "x": Start(4, 4, 1, "2.2.2.2", 6, "s")}
+    assert starts(members, 4) == {"y": Start(4, 4, 0, "2.2.2.2", 6), "x": Start(4, 4, 1, "2.2.2.2", 6)}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_enough_hosts_start_after_a_wait_and_one_that_comes_later_is_no_fault():
     job.after(WAIT - 1)
     assert not job.of(Stop)  # an attempt that just began goes on for a while
     job.after(1)
-    assert job.of(Stop) == job.of(Stop, "b") == [Stop(0, at_once=True)]
+    assert job.of(Stop) == job.of(Stop, "b") == [Stop(0, "stop")]
     job.end({"a": 75, "b": 143}, 0)
     assert [start.size for start in job.of(Start)] == [4, 6] and job.of(Start, "c")[0].attempt == 1
     assert job.notes()[-2:] == [
@@ -112,11 +112,10 @@ def test_a_silent_host_is_left_out_and_waited_for_before_the_others_go_on():
     job.come("a", "b", "c")
     job.silent = {"c"}
     job.after(SILENCE + 1)
-    assert job.of(Stop) == [Stop(0, at_once=False)] and "c" not in job.meeting.hosts
+    assert job.of(Stop) == [Stop(0, "lost")] and "c" not in job.meeting.hosts
     job.end({"a": 70, "b": 70}, 0, step=7)
     assert job.notes()[1:] == [
         "host c is left out: it was not heard for 10 s",
-        "process 0 on a failed first, exit code 70",
         "waits 30 s for c, then goes on without",
     ]
     job.after(WAIT - 1)
@@ -210,7 +209,7 @@ def test_a_signal_to_one_launcher_takes_its_host_out_and_one_to_the_meetings_end
     job = Job(restarts=0)
     job.come("a", "b", "c")
     job.hear("c", Leaves(15))
-    assert job.of(Stop) == [Stop(0, at_once=True)] and not job.of(Stop, "c")
+    assert job.of(Stop) == [Stop(0, "stop")] and not job.of(Stop, "c")
     job.end({"a": 75, "b": 75, "c": 75}, 0)
     assert job.of(Start)[-1].size == 4
     job.hear("a", Leaves(2))

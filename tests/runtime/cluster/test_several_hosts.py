@@ -87,14 +87,14 @@ def test_a_job_on_three_hosts_goes_on_with_two_and_then_with_three(port, capfd):
     assert {row[3] for row in rows} == {"0", "1"} and len({row[7] for row in rows if row[5] == "1"}) == 1
 
 
-def test_one_process_that_fails_starts_all_again_with_another_token(port, capfd):
+def test_one_process_that_fails_starts_all_again_with_the_same_token(port, capfd):
+    """What is kept on the hosts under its name is found again."""
     text = f'echo "$SHARDKIT_RESTARTS ${TOKEN}"; test "$RANK$SHARDKIT_RESTARTS" != 10'
     with ThreadPoolExecutor() as pool:
         ends = [pool.submit(launcher, port, text, hosts=2) for _ in range(2)]
         assert [end.result(SLACK) for end in ends] == [0, 0]
     out, err = capfd.readouterr()
-    tokens = {tuple(line.split()[1:]) for line in out.splitlines()}
-    assert len(out.splitlines()) == 4 and len(tokens) == 2 and "secret" not in out
+    assert sorted(line.split()[1:] for line in out.splitlines()) == [[n, "secret"] for n in "0011"]
     assert err.count(f"process 1 on {socket.gethostname()} failed first, exit code 1") == 2
 
 
@@ -149,9 +149,10 @@ def test_a_launcher_that_is_cut_off_ends_its_processes(port, capfd):
     with socket.create_server(("127.0.0.1", port)) as meeting, ThreadPoolExecutor() as pool:
         end = pool.submit(launcher, port, "echo began; sleep 60", patience=0.5, silence=0.5)
         line = Lines(meeting.accept()[0])
+        assert line.waits(SLACK)
         arrival = parse_arrival(next(line.read()), "secret")
         line.send(signed({"welcome": True}, "secret", arrival.nonce))
-        line.send(told(Start(0, 3, 1, "10.9.9.9", 5, "s")))
+        line.send(told(Start(0, 3, 1, "10.9.9.9", 5)))
         begun = time.monotonic()
         meeting.settimeout(SLACK)
         meeting.accept()[0].close()  # it tries again

@@ -61,9 +61,7 @@ def strange(random_, port):
 
 
 def any_of(random_):
-    return random_.choice(
-        (Ready(5), Ended(0, 1, 0, None, 3), Beat(), Start(0, 2, 0, "h", 1, "s"), Note("x"), Over(1, ""))
-    )
+    return random_.choice((Ready(5), Ended(0, 1, 0, None, 3), Beat(), Start(0, 2, 0, "h", 1), Note("x"), Over(1, "")))
 
 
 def mutated(random_, message):
