@@ -127,7 +127,11 @@ class Guard:
         return watched
 
     def data(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Iterates over batches, with each wait for the next one under the deadline for data."""
+        """Iterates over batches, with each wait for the next one under the deadline for data.
+
+        What makes them must not communicate, as `from_full` does: the process that is late could not be told from those
+        that wait for it.
+        """
         iterator = iter(batches)
         while True:
             with self.phase("data"):
