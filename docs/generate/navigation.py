@@ -26,7 +26,7 @@ SECTIONS: Mapping[str, list[str]] = {
         "howto/ray.md",
         "howto/faults.md",
         "howto/restart_by_itself.md",
-        "howto/restart_by_itself.md",
+        "howto/silent_corruption.md",
         "howto/resume_elsewhere.md",
         "howto/benchmark_my_mesh.md",
         "howto/compile_for_absent_chips.md",

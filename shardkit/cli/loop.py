@@ -79,6 +79,10 @@ def loop(
     o = run.options
     end: End | None = DONE
     train_step = guard.watch(run.step) if guard else run.step
+    replay = None
+    if o.replay_every:
+        replay = sk.runtime.Replay(train_step, run.step_on, mesh=run.mesh, every=o.replay_every, first_step=first)
+        train_step = replay
     batches: Any = (run.batch(index) for index in range(first, o.steps))
     many, tell = guard is not None, display.console.print
     with _stop_signals(checkpoints is not None, many, tell) as stopped:
@@ -86,6 +90,7 @@ def loop(
         record = _Record(run, first, phase, checkpoints, display, log)
         hooks = [
             every(o.compare_replicas, lambda step: sk.runtime.assert_no_drift(step.state), last=False),
+            every(o.checkpoint_every, lambda step: replay.check() if replay else None),
             record.take,
             every(o.log_every, record.log, also=first + 1),
             every(o.evaluate_every, record.evaluate),

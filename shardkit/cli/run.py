@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ _VALIDATION_EXAMPLES = 512
 # Options that may change when a run is resumed: those of the mesh and the plan, which change numbers by rounding alone,
 # and those that do not affect training.
 _FREE = {"mesh", "accumulate", "sequence", "impl", "schedule", "microbatches", "chunks", "mode", "recompute"}
-_FREE |= {"checkpoint", "checkpoint_every", "evaluate_every", "compare_replicas", "verify", "nonfinite"}
+_FREE |= {"checkpoint", "checkpoint_every", "evaluate_every", "compare_replicas", "replay_every", "verify", "nonfinite"}
 _FREE |= {"json", "output", "tensorboard", "log_every", "keep", "damaged", "deadline", "flight", "change"}
 _OF_MODEL = ("layers", "dim", "heads", "kv_heads", "hidden", "dropout", "tied", "top_k", "capacity")
 
@@ -61,7 +62,9 @@ class CommandRun:
         plan, (grad_fn, loss_fn) = self.plan, functions(config, axes, self.pipeline)
         self.optimizer = _optimizer(options, began)
         how: Any = {"mesh": mesh, "plan": plan, "accumulate": options.accumulate, "precision": options.precision}
-        self.init, self.step = sk.make_train_step(grad_fn, self.optimizer, nonfinite=options.nonfinite, **how)
+        make = partial(sk.make_train_step, grad_fn, self.optimizer, nonfinite=options.nonfinite)
+        self.init, self.step = make(**how)
+        self.step_on = lambda mesh: make(**how | {"mesh": mesh}).step  # the same step on other devices
         self._triage = sk.runtime.triage(grad_fn, **how)
         self._evaluate = sk.make_eval_step(loss_fn, mesh=mesh, plan=plan, precision=options.precision)
         self._spec = plan.batch_spec(mesh)

@@ -25,7 +25,10 @@ GROUPS = {
     "tensor parallelism": ("sequence", "impl"),
     "pipeline": ("schedule", "microbatches", "chunks", "mode", "recompute"),
     "optimizer": ("optimizer", "learning_rate", "weight_decay", "clip", "nonfinite"),
-    "what is measured": ("log_every", "json", "tensorboard", "output", "evaluate_every", "compare_replicas", "verify"),
+    "what is measured": (
+        *("log_every", "json", "tensorboard", "output", "evaluate_every"),
+        *("compare_replicas", "replay_every", "verify"),
+    ),
     "checkpoints": ("checkpoint", "checkpoint_every", "keep", "damaged", "change", "init_from"),
     "several processes": ("deadline", "flight"),
 }
@@ -111,6 +114,8 @@ class Options:
     """Steps between evaluations of the validation loss."""
     compare_replicas: int = 0
     """Steps between bitwise comparisons of all replicas of the state, which stop the run on a difference. 0: never."""
+    replay_every: int = 0
+    """Steps between those that are repeated on exchanged devices, to stop the run at silent corruption. 0: never."""
     verify: int = 0
     """Train this many steps on one device with plain jax too, and print the largest differences."""
     checkpoint: Path | None = None
@@ -141,7 +146,9 @@ class Options:
 _AT_LEAST = {
     **dict.fromkeys(("steps", "batch", "length", "accumulate", "layers", "dim", "heads", "kv_heads", "hidden"), 1),
     **dict.fromkeys(("top_k", "microbatches", "chunks", "log_every", "evaluate_every", "checkpoint_every", "keep"), 1),
-    **dict.fromkeys(("experts", "seed", "verify", "compare_replicas", "clip", "weight_decay", "dropout"), 0),
+    **dict.fromkeys(
+        ("experts", "seed", "verify", "compare_replicas", "replay_every", "clip", "weight_decay", "dropout"), 0
+    ),
 }
 _ABOVE_ZERO = ("learning_rate", "deadline", "capacity")
 

@@ -88,6 +88,7 @@ class Replay:
         mesh: the mesh of the step; by default that of `jax.set_mesh`.
         every: repeat every so many steps: those whose number, counted from 1, it divides.
         rotate: exchange the devices; False: repeat on the same ones, which finds faults that occur once.
+        stored: compare the state with what the step before returned.
         first_step: the number of the next step, counted from 0, where a run resumes.
 
     Raises:
@@ -119,6 +120,7 @@ class Replay:
         mesh: Mesh = CONTEXT,
         every: int = 100,
         rotate: bool = True,
+        stored: bool = True,
         first_step: int = 0,
     ):
         at_least("Replay", 1, every=every)
@@ -126,6 +128,7 @@ class Replay:
         self._step, self._build, self._mesh, self._every = step, build, mesh, every
         self._rotated = tuple((place + rotate) % mesh.size for place in range(mesh.size))
         self._steps: dict[Order, Callable[[Any, Any], tuple[Any, Any]]] = {}
+        self._stored = stored
         self._number = first_step  # of the next step
         self._returned: tuple[Any, Any, list[str]] | None = None  # leaves of the last state, their checksums and paths
         self._unread: list[tuple[int, list[str], Any, Any]] = []  # step, paths, checksums before and after
@@ -141,8 +144,9 @@ class Replay:
             kept = sent(state, tuple(range(self._mesh.size)))
             taken = self._step(state, batch)
             self._raise(self._number, self._search(kept, batch, _bits(taken)))
-        paths, sums = shard_checksums("Replay", taken[0])
-        self._returned = jax.tree.leaves(taken[0]), sums, paths
+        if self._stored:
+            paths, sums = shard_checksums("Replay", taken[0])
+            self._returned = jax.tree.leaves(taken[0]), sums, paths
         self._number += 1
         return taken
 
@@ -217,7 +221,7 @@ class Replay:
                 continue
             at = tuple(np.flatnonzero(places).tolist())
             by = (at if len(at) < mesh.size or mesh.size == 1 else ()) if suspects is None else suspects
-            own = by if len(by) == 1 and by[0] in at and not places.all() else at
+            own = by if len(by) == 1 and by[0] in at and len(at) <= 2 else at  # it was in two places
             where = np.transpose(np.unravel_index(own, mesh.devices.shape))
             coordinates = {
                 axis: int(indices[0])

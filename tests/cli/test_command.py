@@ -16,6 +16,7 @@ from shardkit import cli
 from shardkit.bench.operations import DTYPES, OPERATIONS
 from shardkit.bench.sweeps import IMPLS, REDOPS
 from shardkit.runtime.drift import DriftError
+from shardkit.runtime.replay import CorruptionError
 from shardkit_command import table
 from shardkit_command.declared import declared
 from shardkit_command.helptext import of_command
@@ -207,6 +208,7 @@ REFUSING = "def refuse(error):\n    raise error\n"
         (TypeError("no"), 2),
         (ImportError("no"), 2),
         (DriftError("no", []), 1),
+        (CorruptionError("no", []), 1),
         (KeyError("no"), 70),
     ],
 )

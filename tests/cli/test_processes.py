@@ -153,6 +153,32 @@ def test_a_loss_that_is_not_finite_is_looked_into(alone, tmp_path):
     assert "a gradient is not finite. The parameters are as before the step" in printed
 
 
+# The option, alone: a step that another order of devices changes ends the run with 1, before its state is saved.
+@pytest.mark.deep
+def test_a_step_that_does_not_repeat_ends_the_run(alone, tmp_path, monkeypatch):
+    words = ["--steps", "4", "--replay-every", "3", "--checkpoint", tmp_path / "c", "--checkpoint-every", "3"]
+    (right := tmp_path / "right").mkdir(), (plain := tmp_path / "plain").mkdir()
+    alone(right, "data=2 fsdp=2", *words[:4])
+    alone(plain, "data=2 fsdp=2", *words[:2])
+    assert losses(right) == losses(plain)
+
+    class Broken(CommandRun):
+        def __init__(self, *args):
+            super().__init__(*args)
+            right = self.step_on
+            first = self.mesh.devices.flat[0]  # where it is first, as in the run itself, it changes nothing
+            self.step_on = lambda mesh: (
+                lambda state, batch: right(mesh)(
+                    state._replace(step=state.step + (mesh.devices.flat[0] != first)), batch
+                )
+            )
+
+    monkeypatch.setattr(train, "CommandRun", Broken)
+    printed = alone(tmp_path, "data=2 fsdp=2", *words, code=1)
+    assert "error: Replay: a step must have the same bits whichever device computes which shard; step 2 has" in printed
+    assert not (tmp_path / "c" / "3").exists()
+
+
 def test_triage_repeats_the_step_that_failed():
     """A NonFiniteError's state counts the failed step as taken; the keys of dropout depend on the step."""
     repeated = []

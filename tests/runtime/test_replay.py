@@ -1,50 +1,23 @@
 """Replay: what is planted in a step, in its repetition or in memory is named; what is right is not."""
 
-import ctypes
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.runtime import exchange, replay
-
-RIGHT = None  # no device is at fault
+from support.planted.corrupted import RIGHT, flip_in_memory
+from support.planted.corrupted import small as build
 
 
 @pytest.fixture(scope="module")
 def mesh():
     return sk.make_mesh(jax.devices()[:4], data=2, model=2)
-
-
-def flipped(x, on, bit):
-    """The array with one bit of its first element flipped where `on`."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32).reshape(-1)
-    return lax.bitcast_convert_type(bits.at[0].set(bits[0] ^ (on.astype(jnp.uint32) << bit)), x.dtype).reshape(x.shape)
-
-
-def build(mesh, device=RIGHT, where="gradient"):
-    """A step over columns in "model" and examples in "data", in which a bit of one device flips each time."""
-    place = None if device is RIGHT else list(mesh.devices.flat).index(device)
-
-    def kernel(params, batch):
-        on = jnp.bool_(False) if place is None else lax.axis_index(("data", "model")) == place
-        seen = sk.vary(params["w"], "data")
-        means, pull = jax.vjp(lambda w: jnp.mean((batch @ w - 1) ** 2), seen)
-        (grad,) = pull(sk.vary(jnp.ones_like(means), ("data", "model")))
-        grad = flipped(grad, on & (where == "gradient"), 20)
-        grad = sk.all_reduce(grad, "data", op="mean")
-        new = params["w"] - 0.1 * sk.assume_replicated(flipped(grad, on & (where == "flight"), 20), "data")
-        return {"w": new}, {"loss": sk.all_reduce(means, ("data", "model"), op="mean")}
-
-    specs = {"w": P(None, "model")}
-    mapped = jax.shard_map(kernel, mesh=mesh, in_specs=(specs, P("data")), out_specs=(specs, P()))
-    return jax.jit(mapped, donate_argnums=0)
 
 
 def first_state(mesh):
@@ -53,14 +26,6 @@ def first_state(mesh):
 
 def first_batch(mesh):
     return sk.runtime.from_full(np.arange(8, dtype=np.float32).reshape(4, 2) / 4, mesh, P("data"))
-
-
-def flip_in_memory(x, device, bit):
-    """Flips a bit of the buffer itself, as a fault of the memory does: the array is the same object."""
-    (shard,) = [each.data for each in x.addressable_shards if each.device == device]
-    jax.block_until_ready(x)
-    address = shard.unsafe_buffer_pointer() + bit // 8
-    ctypes.c_uint8.from_address(address).value ^= 1 << (bit % 8)
 
 
 def says(step, state, batch):
@@ -137,6 +102,7 @@ def test_a_bit_that_flips_in_memory_is_named(mesh):
     for index in range(3):
         state, _ = step(state, batch)
         if index == 1:
+            jax.block_until_ready(step._returned[1])  # its checksums, or they would be of the changed state
             flip_in_memory(state["w"], mesh.devices[1, 1], 70)
     with pytest.raises(replay.CorruptionError) as error:
         step.check()
