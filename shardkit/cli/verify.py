@@ -63,7 +63,8 @@ def verify(
     here = jax.local_devices()[0]
     params = jax.device_put(sk.runtime.fetch(sk.unpadded(state.params)), here)
     key = jax.random.wrap_key_data(sk.runtime.fetch(state.key), impl=jax.random.key_impl(state.key))
-    opt_state = jax.jit(optimizer.init)(params)
+    # Zeros depend on no parameter, and so on no device: the first step would be compiled for them alone.
+    opt_state = jax.device_put(jax.jit(optimizer.init)(params), here)
     state = jax.tree.map(jnp.copy, state)  # the step donates its state
     worst = 0.0
     for index in range(steps):

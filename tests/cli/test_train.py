@@ -10,7 +10,7 @@ import pytest
 from shardkit.cli.output import SCHEMA
 from shardkit.cli.run import rate_of
 from shardkit.cli.train import Options
-from support.commands import SMALL, command, deep, environment, rows, run
+from support.commands import SMALL, command, deep, environment, rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,13 +19,13 @@ def rate(count):
     return float(rate_of(Options(steps=8), 0)(count))
 
 
-def test_train_prints_a_summary_and_writes_the_results(corpus, tmp_path):
+def test_train_prints_a_summary_and_writes_the_results(inside, corpus, tmp_path):
     out = tmp_path / "results" / "run.json"
     words = ["--steps", 8, "--log-every", 4, "--verify", 2, "--json", out, "--output", tmp_path / "a.svg"]
-    done = run("train", "data=4", "--data", corpus, *words, *SMALL)
+    done = inside("train", "data=4", "--data", corpus, *words, *SMALL)
     assert "validation - training" in (tmp_path / "a.svg").read_text()
     first, *_, results = rows(out)
-    assert first["row"] == "run" and first["mesh"] == {"data": 4} and first["device"]["count"] == 4
+    assert first["row"] == "run" and first["mesh"] == {"data": 4} and first["device"]["count"] == 8
     assert first["options"]["batch"] == 16 and first["schema"] == SCHEMA
     assert results["row"] == "end" and results["step"] == 8 and results["ended"] == "done"
     logged = rows(out, "step")

@@ -54,6 +54,12 @@ REVERTS = (
         "return in_parts(fn if plain else jax.checkpoint(fn, policy=nothing, prevent_cse=False), x, split)",
         "return in_parts(fn, x, split) if plain else fn(x)",
     ),
+    (
+        "verified-step-compiles-twice",
+        "shardkit/cli/verify.py",
+        "opt_state = jax.device_put(jax.jit(optimizer.init)(params), here)",
+        "opt_state = jax.jit(optimizer.init)(params)",
+    ),
     # ---- wrong in silence, refused since
     (
         "cached-program-saved",

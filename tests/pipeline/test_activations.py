@@ -18,7 +18,15 @@ from support.training import KEY, recording_sgd
 D = 8
 
 
-def test_integers_and_losses_travel_with_the_activations():  # proves F41
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("lockstep", {"recompute": False}),
+        pytest.param("zero_bubble_h1", {"recompute": False, "mode": "branch"}, marks=pytest.mark.deep),
+        pytest.param("lockstep", {}, marks=pytest.mark.deep),
+    ],
+)
+def test_integers_and_losses_travel_with_the_activations(name, how):  # proves F41
     embed, _, head = PIECES
 
     def through(layers: Any, x: Any, keys: Any) -> Any:
@@ -36,8 +44,7 @@ def test_integers_and_losses_travel_with_the_activations():  # proves F41
         mean, aux = head(shared, x["x"], batch)
         return sk.Mean(mean.total + 0.01 * jnp.sum(x["losses"]), mean.weight), aux
 
-    for name, how in (("lockstep", {}), ("zero_bubble_h1", {"recompute": False, "mode": "branch"})):
-        check(make(name, 2, 3), pieces=(start, through, end), **how)
+    check(make(name, 2, 3), pieces=(start, through, end), **how)
 
 
 # proves S76: 784-512-512-256-10, sixty-four times smaller, on a common carrier

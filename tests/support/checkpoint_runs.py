@@ -31,4 +31,4 @@ def wait_until(true: Any, process: Any, tmp_path: Path, seconds: float = 300) ->
     while not true():
         assert process.poll() is None, (tmp_path / "output").read_text()
         assert time.monotonic() < end, (tmp_path / "output").read_text()
-        time.sleep(0.002)
+        time.sleep(0.01)
