@@ -2119,6 +2119,20 @@ _RUNTIME = (
         '"onExitCodes": {"operator": "In"',
         ORDER,
     ),
+    Mutant(
+        "joined-without-a-token",
+        "shardkit/runtime/cluster/joined.py",
+        'f"{free} {sent}"',
+        'f"{free} "',
+        TERM,
+    ),
+    Mutant(
+        "joined-at-another-rank",
+        "shardkit/runtime/cluster/joined.py",
+        "yield Place(host, int(port), rank, size",
+        "yield Place(host, int(port), size - 1 - rank, size",
+        NEIGHBOUR,
+    ),
 )
 
 _CLI = (
