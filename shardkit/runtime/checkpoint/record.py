@@ -52,9 +52,9 @@ def make_record(step: int, position: Any, config: Any, metrics: Any, leaves: Map
 
 
 def seal(record: dict[str, Any], sums: Mapping[str, int]) -> None:
-    """Adds the checksum of each leaf, and that of the record."""
-    for path, leaf in record["shardkit"]["leaves"].items():
-        leaf["checksum"] = sums[path]
+    """Adds the checksums of leaves, and that of the record."""
+    for path, total in sums.items():
+        record["shardkit"]["leaves"][path]["checksum"] = total
     record["crc32"] = _seal(record["shardkit"])
 
 

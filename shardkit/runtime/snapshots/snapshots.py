@@ -19,7 +19,7 @@ from shardkit.runtime.checkpoint.checkpoints import Checkpoints
 from shardkit.runtime.checkpoint.directory import named
 from shardkit.runtime.checkpoint.orbax_io import reason
 from shardkit.runtime.checkpoint.portable import leaf_record, leaves_of, to_portable
-from shardkit.runtime.checkpoint.record import Run, make_record
+from shardkit.runtime.checkpoint.record import Run, make_record, seal
 from shardkit.runtime.checkpoint.residuals import Residuals
 from shardkit.runtime.cluster.barrier import absent
 from shardkit.runtime.snapshots import folder as files
@@ -118,6 +118,7 @@ class Snapshots:
         leaves = leaves_of("save", state)
         records = {path: leaf_record(x) for path, x in leaves.items()}
         run = make_record(step, position, config, metrics, records)
+        seal(run, {})  # the pieces have checksums of their own
         arrays = to_portable(storable(leaves))
         hosts = self._on_hosts()
         began = self._began = self._began or exchange(f"{time.time_ns():x}".encode())[0].decode()
