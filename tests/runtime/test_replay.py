@@ -36,14 +36,18 @@ def says(step, state, batch):
 
 # A step without a fault must pass on every call, and give the numbers of the plain step: replays donate only copies.
 def test_a_right_step_is_what_it_was(mesh):
-    plain, watched = build(mesh), replay.Replay(build(mesh), build, mesh=mesh, every=2)
+    calls, built = [], []
+    plain, other = build(mesh), lambda mesh: built.append(len(calls)) or build(mesh)
+    watched = replay.Replay(plain, other, mesh=mesh, every=3, first_step=1)
     state, other, batch = first_state(mesh), first_state(mesh), first_batch(mesh)
-    for _ in range(4):
+    for _ in range(5):
         state, metrics = plain(state, batch)
+        calls.append(1)
         other, watched_metrics = watched(other, batch)
     watched.check()
     np.testing.assert_array_equal(state["w"], other["w"])
     assert metrics["loss"] == watched_metrics["loss"]
+    assert built == [2]  # at the third step, whose number was 2, counted from 0; and kept for the sixth
 
 
 # A fault of one device spreads by the reduction, so that only the search among the devices can name it.
