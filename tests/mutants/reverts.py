@@ -773,4 +773,77 @@ REVERTS = (
         "if steps:  # else",
         "if steps and plan.automatic:  # else",
     ),
+    (
+        "sequence-in-another-order",
+        "shardkit/partitioning/token_axes.py",
+        "if split != [axis for axis in names if axis in split]:",
+        "if len(split) > len(names):",
+    ),
+    (
+        "tokens-of-an-axis-without-attention",
+        "shardkit/models/axes.py",
+        "if split is not None and not set(split) <= attended:",
+        "if split is not None and not split:",
+    ),
+    (
+        "transformers-whole-weights",
+        "shardkit/models/axes.py",
+        "if here * ways == whole:",
+        "if here * ways >= whole:",
+    ),
+    (
+        "impossible-counts",
+        "shardkit/collectives/ragged.py",
+        "_wrong(np.asarray(counts), x.shape[0], rows, limit):",
+        "_wrong(np.asarray(counts), x.shape[0], rows, limit) is None:",
+    ),
+    (
+        "whole-weights-summed",
+        "shardkit/layers/matmul.py",
+        "    if whole:",
+        "    if len(whole) > len(names):",
+    ),
+    (
+        "weights-in-the-compute-dtype",
+        "shardkit/partitioning/loss_weights.py",
+        "exact |= {tag.leaf for tag in weight if tag.value} & rounded",
+        "exact |= {tag.leaf for tag in weight if tag.value} & scalars",
+    ),
+    (
+        "scale-taken-on-trust",
+        "shardkit/testing/program.py",
+        "grad_fn = _scaled(row.grad_fn)",
+        "grad_fn = row.grad_fn",
+    ),
+    (
+        "second-compile-unseen",
+        "shardkit/analysis/auditing/rules/second_call.py",
+        "    if compiled:",
+        "    if compiled is None:",
+    ),
+    (
+        "devices-in-an-array",
+        "shardkit/mesh.py",
+        "chosen = [] if devices is None else list(devices)",
+        "chosen = list(devices or ())",
+    ),
+    (
+        "deadlock-is-a-table",
+        "shardkit/schedules/rules.py",
+        "        _refuse_deadlock(name, rows, stuck, home)",
+        "        stuck.clear()",
+    ),
+    # ---- the mistakes of tutorials
+    (
+        "all-devices-are-local",
+        "shardkit/runtime/cluster/join.py",
+        "return jax.local_device_count()",
+        "return jax.device_count()",
+    ),
+    (
+        "microbatches-are-the-whole-batch",
+        "shardkit/partitioning/batch.py",
+        "x.reshape(count, x.shape[0] // count, *x.shape[1:]) if x.ndim else x",
+        "jnp.broadcast_to(x, (count, *x.shape)) if x.ndim else x",
+    ),
 )
