@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType
 
 import shardkit as sk
+from shardkit.runtime.cluster.restarts import RESTARTS
 
 ROOT = Path(__file__).parents[1]
 TASKS = Path("/proc/self/task")
@@ -226,6 +227,46 @@ ERRORS = [
         "8 devices. Change a size.",
     ),
 ]
+
+
+RESTARTED = "make_mesh: in a job that started again with {} processes the mesh must change its size too; got {}"
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {"data": 12},
+            RESTARTED.format("fewer", "data=12, which needs 12, for 8 devices. Pass data=-1 instead of data=12."),
+        ),
+        (
+            {"model": 4, "data": 3},
+            RESTARTED.format(
+                "fewer", "model=4, data=3, which needs 12, for 8 devices. Pass data=-1 instead of data=3."
+            ),
+        ),
+        (
+            {"data": 2, "model": 2},
+            RESTARTED.format("more", "data=2, model=2, which needs 4, for 8 devices. Pass data=-1 instead of data=2."),
+        ),
+        (
+            {"a": 3, "b": 3},
+            RESTARTED.format("fewer", "a=3, b=3, which needs 9, for 8 devices. Pass -1 for one size such that the ")
+            + "product of the others divides every number of devices.",
+        ),
+    ],
+)
+def test_a_mesh_that_cannot_shrink_with_its_job(sizes, message, monkeypatch):
+    """It says which axis, and not to simulate devices, which is of no use there."""
+    monkeypatch.setenv(RESTARTS, "1")
+    with pytest.raises(ValueError) as error:
+        sk.make_mesh(**sizes)
+    assert str(error.value) == message
+    monkeypatch.setenv(RESTARTS, "0")
+    with pytest.raises(ValueError) as error:
+        sk.make_mesh(**sizes)
+    assert str(error.value).startswith(PRODUCT)
 
 
 @pytest.mark.parametrize(("sizes", "message"), ERRORS)

@@ -178,7 +178,7 @@ def test_success_is_that_of_all():
     job.come("a", "b", "c")
     job.end({"a": 0, "b": 0}, 0)
     job.after(2 * WAIT)
-    assert not job.meeting.over and not job.of(Stop)  # two that wait for the third are no newcomers
+    assert not job.meeting.over and not job.of(Stop, "c")  # two that wait for the third are no newcomers
     job.end({"c": 0}, 0)
     assert job.of(Over) == [Over(0, "")]
 
