@@ -1938,13 +1938,6 @@ _RUNTIME = (
         BOUNDARY,
     ),
     Mutant(
-        "snapshot-keeps-padding",
-        "shardkit/runtime/snapshots/pieces.py",
-        "min(start + size, sizes.get(dim, self.shape[dim]))",
-        "min(start + size, self.shape[dim])",
-        TERM,
-    ),
-    Mutant(
         "snapshot-rows-in-stored-order",
         "shardkit/runtime/snapshots/pieces.py",
         "if start <= row < stop}",
