@@ -26,16 +26,21 @@ runtime.initialize()
 runtime.compilation_cache(options.folder / "programs")  # a restart compiles nothing
 mesh = sk.make_mesh(data=2, fsdp=-1)
 plan = sk.chain(sk.dp("data"), sk.fsdp("fsdp", min_size=1))
-loss_fn = lambda params, batch, keys: sk.Mean.of((jnp.tanh(batch @ params["w"]) @ params["v"] - 1) ** 2)
+wanted = lambda batch: jnp.tanh(batch @ jnp.linspace(-1, 1, 8))[:, None]
+loss_fn = lambda params, batch, keys: sk.Mean.of((jnp.tanh(batch @ params["w"]) @ params["v"] - wanted(batch)) ** 2)
 init, step = sk.make_train_step(sk.value_and_grad(loss_fn), optax.adam(0.003), mesh=mesh, plan=plan)
 split = plan.batch_spec(mesh)
-own = runtime.local_rows(16, mesh, split)
-params = {"w": jnp.eye(8), "v": jnp.ones((8, 1)) / 8}
+own = runtime.local_rows(32, mesh, split)
+draws = np.random.default_rng(0)
+params = {
+    "w": draws.normal(size=(8, 32)).astype(np.float32) / 3,
+    "v": draws.normal(size=(32, 1)).astype(np.float32) / 6,
+}
 
 
 def batches(first):
     for index in range(first, options.steps):
-        rows = np.random.default_rng(index).normal(size=(16, 8)).astype(np.float32)
+        rows = np.random.default_rng(index).normal(size=(32, 8)).astype(np.float32)
         # Without communication: in that, the guard would take the processes that wait for the one that is slow.
         yield index, runtime.from_process_local(rows[own], mesh, split)
 
