@@ -2008,6 +2008,27 @@ _RUNTIME = (
         PASSES,
     ),
     Mutant(
+        "checksum-of-pieces-that-overlap",
+        "shardkit/runtime/data/checksums.py",
+        "if size % tile[dim]:",
+        "if size % tile[dim] > size:",
+        BOUNDARY,
+    ),
+    Mutant(
+        "checksum-of-every-copy",
+        "shardkit/runtime/checkpoint/sums.py",
+        "lax.axis_index(copies) == 0",
+        "lax.axis_index(copies) >= 0",
+        BOUNDARY,
+    ),
+    Mutant(
+        "pieces-read-beyond-the-limit",
+        "shardkit/runtime/checkpoint/pieces.py",
+        "held + size > limit",
+        "held > limit",
+        BOUNDARY,
+    ),
+    Mutant(
         "restored-in-shape-alone",
         "shardkit/runtime/checkpoint/laws.py",
         "elif back.tobytes() != saved.tobytes():",

@@ -206,11 +206,11 @@ class Checkpoints:
             RuntimeError: it could not be read although it may be intact, for example with too many open files.
 
         Cost: each process reads the shards of its devices, and padded leaves whole, the largest first, in pieces of
-            4 MiB. On CPU it holds 1.1 times the state, and 25 MB to compile: what was read is the array, so that the
-            first step takes new memory. On other devices the host holds one leaf, and what was last read. A checkpoint
-            from before shardkit wrote in pieces adds its largest shard. Programs move the leaves that the target stores
-            padded or permuted, 64 MiB or one leaf at a time. Several processes agree on damage by an all_gather of one
-            byte each.
+            4 to 64 MiB. On CPU it holds 1.2 times the state, and 15 MB to compile: what was read is the array, so that
+            the first step takes new memory. On other devices the host holds one leaf, and what was last read. Files
+            from before shardkit wrote in pieces add their largest shard. Programs move the leaves that the target
+            stores padded or permuted, 64 MiB or one leaf at a time. Several processes agree on damage by an all_gather
+            of one byte each.
         """
         return _intact(lambda step: self._restored(target, step, residuals), step, damaged)
 

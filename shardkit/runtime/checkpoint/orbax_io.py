@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import jax
+
 from shardkit.runtime.checkpoint.progress import SaveProgress
 from shardkit.runtime.monitor import client
 
-_PIECE = 2**22  # bytes of a piece of an array in the files
+_PIECES = 2**22, 2**26  # bytes of a piece of an array in the files: at least, at most
 
 
 def reason(error: BaseException) -> str:
@@ -63,7 +65,9 @@ def save_async(path: Path, arrays: Mapping[str, Any], record: Any, complete: Cal
     """
     v1 = orbax()
     array = v1.options.ArrayOptions
-    pieces = array.Saving.StorageOptions(chunk_byte_size=_PIECE)
+    least, most = _PIECES  # many small ones take longer to write, few large ones more memory to read
+    piece = min(max(sum(x.nbytes for x in arrays.values()) // jax.process_count() // 32, least), most)
+    pieces = array.Saving.StorageOptions(chunk_byte_size=piece)
     saving = array.Saving(use_replica_parallel=False, use_compression=False, storage_options=pieces)
     background = v1.options.AsyncOptions(create_directories_asynchronously=False)
     progress = None if client.running() is None else SaveProgress()

@@ -94,7 +94,7 @@ def test_checksums_that_fail_are_a_save_that_failed(tmp_path, monkeypatch):
 
 # Of pieces that a target's parts cut, or of too many at once, nothing else would tell.
 def test_files_in_pieces_are_read_a_few_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(orbax_io, "_PIECE", 64)
+    monkeypatch.setattr(orbax_io, "_PIECES", (64, 64))
     monkeypatch.setattr(pieces, "_UNDERWAY", 128)
     x, y = (np.random.default_rng(0).normal(size=size).astype(np.float32) for size in ((12, 16), (8, 4)))
     with Checkpoints(tmp_path) as checkpoints:
