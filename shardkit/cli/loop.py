@@ -74,6 +74,7 @@ def loop(
     checkpoints: Any,
     display: Display,
     log: TrainLog,
+    snapshots: Any = None,
 ) -> Trained:
     """Trains from step index `first` until the last step, a stop signal, or a step that is not finite."""
     o = run.options
@@ -87,13 +88,14 @@ def loop(
     many, tell = guard is not None, display.console.print
     with _stop_signals(checkpoints is not None, many, tell) as stopped:
         phase = guard.phase if guard else lambda name: nullcontext()
-        record = _Record(run, first, phase, checkpoints, display, log)
+        record = _Record(run, first, phase, checkpoints, display, log, snapshots)
         hooks = [
             every(o.compare_replicas, lambda step: sk.runtime.assert_no_drift(step.state), last=False),
             every(o.checkpoint_every, lambda step: replay.check() if replay else None),
             record.take,
             every(o.log_every, record.log, also=first + 1),
             every(o.evaluate_every, record.evaluate),
+            every(1 if snapshots is not None else 0, record.snapshot, last=False),
             every(o.checkpoint_every, record.save),
         ]
         for index, batch in enumerate(guard.data(batches) if guard else batches, first):
@@ -125,6 +127,7 @@ class _Record:
     checkpoints: Any
     display: Display
     rows: TrainLog
+    snapshots: Any
     curve: list[Point] = field(default_factory=list)
     seconds: float = 0.0
     steps: int = 0
@@ -201,6 +204,14 @@ class _Record:
         self.rows.row("evaluation", step=step.number, validation_loss=found["loss"], accuracy=found["accuracy"])
         self.mark = time.perf_counter()
 
+    def snapshot(self, step: Step) -> None:
+        """Keeps the state in memory, after every so many steps."""
+        with self.phase("save"):
+            self.snapshots.save(step.state, position=step.number * self.run.options.batch, config=self._config())
+
+    def _config(self) -> dict[str, Any]:
+        return self.run.settings() | {"optimizer_began": self.run.began}
+
     def save(self, step: Step) -> None:
         """Saves a checkpoint, with the validation loss if there is one, and waits for it after the last step."""
         if self.checkpoints is None:
@@ -210,9 +221,8 @@ class _Record:
         evaluated = point.step == step.number and point.validation_loss is not None
         metrics = {"validation_loss": point.validation_loss} if evaluated else None
         position = step.number * self.run.options.batch
-        config = self.run.settings() | {"optimizer_began": self.run.began}
         with self.phase("save"), self.display.phase("saving") if self.display.moves else nullcontext():
-            self.checkpoints.save(step.state, position=position, config=config, metrics=metrics)
+            self.checkpoints.save(step.state, position=position, config=self._config(), metrics=metrics)
             if step.end:
                 self.checkpoints.wait()
         self.rows.row("checkpoint", step=step.number, directory=self.run.options.checkpoint)

@@ -25,6 +25,7 @@ class Resumed(NamedTuple):
 
     Attributes:
         saved: what was saved with it.
+        memory: whether it is a snapshot in memory, not a checkpoint.
         first: the index of the next step.
         began: the step from which the optimizer counts.
         anew: whether the optimizer begins with a new state, because it is another optimizer.
@@ -36,15 +37,20 @@ class Resumed(NamedTuple):
     began: int = 0
     anew: bool = False
     changes: tuple[str, ...] = ()
+    memory: bool = False
 
 
-def resumed(settings: Mapping[str, Any], options: Any, checkpoints: Any) -> Resumed | None:
-    """The newest checkpoint; None to start from step 0.
+def resumed(settings: Mapping[str, Any], options: Any, checkpoints: Any, snapshots: Any = None) -> Resumed | None:
+    """The newest checkpoint, or a snapshot of the same options that is as new; None to start from step 0.
 
     Raises:
         ValueError: it was saved with other options, and they are not among those that may change.
     """
-    if checkpoints is None or checkpoints.latest_step() is None:
+    newest = None if checkpoints is None else checkpoints.latest_step()
+    kept = None if snapshots is None else snapshots.run()
+    if kept and kept.step >= (newest or 0) and all(kept.config.get(name) == settings[name] for name in settings):
+        return Resumed(kept, kept.position // options.batch, kept.config["optimizer_began"], memory=True)
+    if newest is None:
         return None
     saved = checkpoints.run(damaged=_damaged(options))
     changes = []
@@ -71,13 +77,17 @@ def _damaged(options: Any) -> Literal["stop", "older"]:
     return "older" if RESTARTS in os.environ else options.damaged
 
 
-def first_state(run: CommandRun, checkpoints: Any, resume: Resumed | None) -> tuple[sk.TrainState, Resumed | None]:
+def first_state(
+    run: CommandRun, checkpoints: Any, resume: Resumed | None, snapshots: Any = None
+) -> tuple[sk.TrainState, Resumed | None]:
     """The state to start from, and the checkpoint that it is of: an older one, if the newest was damaged."""
     o = run.options
     key = jax.random.key(o.seed)
     if resume is None:
         return run.init(run.params if o.init_from is None else _weights(run, o.init_from), key), None
     target = run.init.abstract(run.params)  # type: ignore[attr-defined]
+    if resume.memory:
+        return snapshots.restore(target)[0], resume
     if not resume.anew:
         state, saved = checkpoints.restore(target, resume.saved.step, damaged=_damaged(o))
         return state, resume._replace(saved=saved, first=saved.position // o.batch)

@@ -16,7 +16,7 @@ from shardkit import viz
 from shardkit._check import counted
 from shardkit.cli.curve import losses, picture
 from shardkit.cli.display import Display
-from shardkit.cli.loop import Trained, loop
+from shardkit.cli.loop import DONE, Trained, loop
 from shardkit.cli.output import console
 from shardkit.cli.pictures import check_picture
 from shardkit.cli.pipelines import plain_loss
@@ -40,12 +40,12 @@ def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     mesh = mesh_of("train", options.mesh, many=many)
     here.print(sk.describe(mesh))
     config = config_of(options, mesh.shape)
-    with _checkpoints(options) as checkpoints:
-        resume = resumed(settings_of(options, config), options, checkpoints)
+    with _checkpoints(options) as checkpoints, _snapshots(options) as snapshots:
+        resume = resumed(settings_of(options, config), options, checkpoints, snapshots)
         with Display(here, resume.first if resume else 0, options.steps) as display:
             with display.building("text and initial state") if display.moves else nullcontext():
                 run = CommandRun(options, mesh, config, resume.began if resume else 0)
-                state, resume = first_state(run, checkpoints, resume)
+                state, resume = first_state(run, checkpoints, resume, snapshots)
             first = resume.first if resume else 0
             ended = first >= options.steps
             file = None if ended and options.json and options.json.exists() else options.json  # it keeps its results
@@ -55,13 +55,15 @@ def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
                 try:
                     differences = _introduce(run, state, resume, display, log)
                     if not ended:
-                        trained = loop(run, state, first, guard, checkpoints, display, log)
+                        trained = loop(run, state, first, guard, checkpoints, display, log, snapshots)
                     else:
                         trained = Trained(state, validation_loss=_result(run, state, resume))
                 except KeyboardInterrupt:
                     here.print(_kept(options, checkpoints))
                     raise
                 log.row("end", **_results(run, trained, differences))
+            if snapshots is not None and trained.end is DONE:
+                snapshots.clear()
         return _summary(run, trained, differences, here, checkpoints)
 
 
@@ -91,6 +93,10 @@ def _checkpoints(options: Options) -> Any:
             "another directory."
         ) from None
     return sk.runtime.Checkpoints(options.checkpoint, keep=options.keep, best="validation_loss")
+
+
+def _snapshots(options: Options) -> Any:
+    return sk.runtime.Snapshots(every=options.snapshot_every) if options.snapshot_every else nullcontext()
 
 
 def _description(run: CommandRun, state: sk.TrainState, first: int) -> dict[str, Any]:
@@ -128,7 +134,8 @@ def _introduce(
             changes = f" with {', '.join(resume.changes)}" if resume.changes else ""
             anew = "; the optimizer's state begins anew" if resume.anew else ""
             then = f"resuming{changes}{anew}"
-        tell(f"checkpoint: step {resume.first} of {options.checkpoint}; {then}")
+        where = "snapshot: step {}, in memory" if resume.memory else f"checkpoint: step {{}} of {options.checkpoint}"
+        tell(f"{where.format(resume.first)}; {then}")
     elif options.init_from:
         tell(f"parameters: those of {options.init_from}; the optimizer starts from step 0")
 

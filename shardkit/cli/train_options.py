@@ -29,7 +29,7 @@ GROUPS = {
         *("log_every", "json", "tensorboard", "output", "evaluate_every"),
         *("compare_replicas", "replay_every", "verify"),
     ),
-    "checkpoints": ("checkpoint", "checkpoint_every", "keep", "damaged", "change", "init_from"),
+    "checkpoints": ("checkpoint", "checkpoint_every", "snapshot_every", "keep", "damaged", "change", "init_from"),
     "several processes": ("deadline", "flight"),
 }
 
@@ -126,6 +126,8 @@ class Options:
     """Parameters to start from: another run's checkpoints, or .safetensors or .npz files, also of a Llama."""
     checkpoint_every: int = 100
     """Steps between checkpoints; the last step is saved too, and on SIGTERM the current one (exit code 75)."""
+    snapshot_every: int = 0
+    """Steps between copies of the state in the hosts' memory, from which launch --restarts resumes. 0: none."""
     damaged: Literal["stop", "older"] = "stop"
     """Stop at a damaged newest checkpoint, or take the next older one, as under launch --restarts."""
     keep: int = 3
@@ -146,9 +148,8 @@ class Options:
 _AT_LEAST = {
     **dict.fromkeys(("steps", "batch", "length", "accumulate", "layers", "dim", "heads", "kv_heads", "hidden"), 1),
     **dict.fromkeys(("top_k", "microbatches", "chunks", "log_every", "evaluate_every", "checkpoint_every", "keep"), 1),
-    **dict.fromkeys(
-        ("experts", "seed", "verify", "compare_replicas", "replay_every", "clip", "weight_decay", "dropout"), 0
-    ),
+    **dict.fromkeys(("experts", "seed", "verify", "compare_replicas", "replay_every", "snapshot_every"), 0),
+    **dict.fromkeys(("clip", "weight_decay", "dropout"), 0),
 }
 _ABOVE_ZERO = ("learning_rate", "deadline", "capacity")
 

@@ -60,6 +60,21 @@ def test_a_run_resumes_at_the_step_after_the_last_one():
     assert (found.first, found.began, found.anew) == (3, 0, False)
 
 
+def test_a_snapshot_is_resumed_if_it_is_as_new_and_of_the_same_options():
+    """It alone would catch steps that are lost because the older is read, and a snapshot of other options."""
+    in_memory = SimpleNamespace(run=lambda: SimpleNamespace(position=20, config={"a": 1, "optimizer_began": 2}, step=5))
+    options = SimpleNamespace(batch=4, change=(), damaged="stop")
+    found = resumed({"a": 1}, options, saved_with(a=1), in_memory)
+    assert (found.first, found.began, found.memory) == (5, 2, True)
+    assert resumed({"a": 1}, options, None, in_memory).first == 5
+    older = SimpleNamespace(run=lambda: SimpleNamespace(position=8, config={"a": 1, "optimizer_began": 2}, step=2))
+    assert not resumed({"a": 1}, options, saved_with(a=1), older).memory
+    other = SimpleNamespace(run=lambda: SimpleNamespace(position=20, config={"a": 2, "optimizer_began": 2}, step=5))
+    assert not resumed({"a": 1}, options, saved_with(a=1), other).memory
+    assert resumed({"a": 1}, options, None, other) is None
+    assert resumed({}, options, None, SimpleNamespace(run=lambda: None)) is None
+
+
 def test_what_may_change_when_a_run_is_resumed():
     was = {"steps": 3, "optimizer": "adamw", "clip": 1.0, "dim": 8, "optimizer_began": 1}
 
@@ -67,11 +82,11 @@ def test_what_may_change_when_a_run_is_resumed():
         settings = {name: value for name, value in (was | options).items() if name != "optimizer_began"}
         return resumed(settings, SimpleNamespace(batch=4, change=change, damaged="stop"), saved_with(**was))
 
-    assert found() == found("steps") == (found().saved, 3, 1, False, ())
+    assert found() == found("steps") == (found().saved, 3, 1, False, (), False)
     longer = found("steps", "clip", steps=9, clip=0.5)
-    assert longer[1:] == (3, 1, False, ("--steps 9 (was 3)", "--clip 0.5 (was 1.0)"))
+    assert longer[1:-1] == (3, 1, False, ("--steps 9 (was 3)", "--clip 0.5 (was 1.0)"))
     other = found("optimizer", optimizer="sgd")
-    assert other[1:] == (3, 3, True, ("--optimizer sgd (was adamw)",))
+    assert other[1:-1] == (3, 3, True, ("--optimizer sgd (was adamw)",))
     assert found("clip", clip=0.0).anew  # clipping has a place in the state
     same = "--checkpoint: a run must be resumed with the same options; "
     for options, message in (

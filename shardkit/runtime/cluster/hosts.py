@@ -18,6 +18,7 @@ from shardkit.runtime.cluster.attempt import End, Events, Job, Place, attempt, f
 from shardkit.runtime.cluster.attending import Attendance, News, Refusal
 from shardkit.runtime.cluster.launch import check_counts, program, say
 from shardkit.runtime.cluster.meeting import Limits
+from shardkit.runtime.cluster.memory import JOB
 from shardkit.runtime.cluster.messages import Ended, Over, Terms
 from shardkit.runtime.cluster.restarts import RESTARTS
 from shardkit.runtime.cluster.serving import Server, listener
@@ -95,6 +96,7 @@ def launch_on_hosts(
             f"launch: {TOKEN} must be set to the same secret on all hosts; it is not. Run for example "
             f'export {TOKEN}="$(openssl rand -hex 32)" on one, and copy its value to the others.'
         )
+    environ = {**environ, JOB: environ.get(JOB) or token}  # the same for all attempts
     job = Job(words, devices, None if output is None else Path(output), grace, environ)
     limits = Limits(terms, wait, silence, patience)
     own = secrets.token_hex(16)
