@@ -49,7 +49,7 @@ class Options:
     seed: int = 0
     """Which kinds, processes and times are drawn."""
     every: int | None = None
-    """Steps between two faults; by default a restart and its first loss."""
+    """Plant only after steps that are a multiple of this; by default after the first loss of a restart."""
     latest: float = 3.0
     """Most seconds from the first loss of the run or a restart, or from a step of --every, to the next fault."""
     tolerance: float = 0.0

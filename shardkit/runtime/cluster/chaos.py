@@ -21,7 +21,7 @@ UNDISTURBED, DISTURBED = "undisturbed", "faults"  # the folders of the two runs
 _UNLIMITED = 10**6  # restarts in an hour
 _START = 600.0  # seconds until the first loss
 _LOOK = 0.05  # seconds between two looks
-_CALM = 5.0  # seconds in which a job that goes on after a fault must write losses, and not start again
+_CALM = 3.0  # seconds in which a job that goes on after a fault must write losses, and not start again
 
 _T = TypeVar("_T")
 
@@ -84,8 +84,8 @@ def chaos(
         seed: which.
         kinds: of what kinds. "exception", "slow" and "flip" need a program that calls `guard.watch`.
         latest: the most seconds from the first loss of the run, or of a restart, to the next fault.
-        every: the steps between two faults, each planted up to `latest` seconds after the loss of its step; by default
-            a restart and its first loss are enough.
+        every: plant only after steps that are a multiple of this, each once; by default a restart and its first loss
+            are enough. `latest` counts from the loss of that step.
         devices: simulated devices per process.
         checkpoints: the directory of its checkpoints, a folder for each step; needed for "damage".
         tolerance: the largest relative difference of a loss.
@@ -121,8 +121,8 @@ def chaos(
     saved = None if checkpoints is None else Path(checkpoints.replace(RUN, str(run.folder)))
     with run.started(restarts=_UNLIMITED, environ=environ) as job:
         site = Site(job.pid, run.token, saved, within, clock)
-        watched = _Watched(run, job, site, undisturbed.latest, tolerance, patience)
-        for fault in draw(seed, faults, processes, kinds, latest, every):
+        watched = _Watched(run, job, site, undisturbed.latest, tolerance, patience, every)
+        for fault in draw(seed, faults, processes, kinds, latest):
             if not watched.follow(fault):
                 break
             told(watched.outcomes[-1])
@@ -155,12 +155,14 @@ class _Watched:
         reference: Mapping[int, float],
         tolerance: float,
         patience: float,
+        every: int | None,
     ):
         self.run, self.job, self.site = run, job, site
         self.reference, self.tolerance, self.patience = reference, tolerance, patience
         self.outcomes: list[Outcome] = []
         self.differs = ""  # the first loss since the last fault that is not that of the undisturbed run
         self.flipped = False  # then a loss may differ
+        self.every = self.next = every or 0  # steps from a fault to the next, and the step of the next
 
     def follow(self, fault: Fault) -> bool:
         """Plants a fault and waits for what follows; False if the job has ended by itself before."""
@@ -168,8 +170,9 @@ class _Watched:
         if not self._until(self._new, _START) and not self._ended():
             self.outcomes.append(Outcome(fault, max(run.latest, default=-1), None, wrong="no loss before the fault"))
             return True
-        while fault.since is not None and max(run.latest, default=-1) < fault.since and self._until(self._new):
+        while self.every and max(run.latest, default=-1) < self.next and self._until(self._new):
             pass
+        self.next = (max(run.latest, default=-1) // self.every + 1) * self.every if self.every else 0
         self._until(lambda: False, fault.after)
         self._new()
         if self._ended():

@@ -35,33 +35,20 @@ class Fault(NamedTuple):
             one device), "disk" (no room for files: for process 0, or for all others, as on two hosts), "link" (a TCP
             connection of the process or its monitor ends), or "clock" (the wall clock of the job jumps by up to a day).
         process: the index of the process.
-        after: seconds to the fault, from the first loss of the run or of a restart, or from that of `since`.
-        since: a step; None for none.
+        after: seconds from the loss that is awaited to the fault.
     """
 
     kind: Kind
     process: int
     after: float
-    since: int | None = None
 
 
-def draw(
-    seed: int,
-    faults: int,
-    processes: int,
-    kinds: Sequence[Kind] = KINDS,
-    latest: float = 3.0,
-    every: int | None = None,
-) -> list[Fault]:
+def draw(seed: int, faults: int, processes: int, kinds: Sequence[Kind] = KINDS, latest: float = 3.0) -> list[Fault]:
     """Faults of a seed: every kind as often as any other, in a drawn order, at drawn processes and times."""
     drawn = random.Random(seed)
     order = [kinds[index % len(kinds)] for index in range(faults)]
     drawn.shuffle(order)
-    steps = [None if every is None else every * (index + 1) for index in range(faults)]
-    return [
-        Fault(kind, drawn.randrange(processes), drawn.uniform(0, latest), step)
-        for kind, step in zip(order, steps, strict=True)
-    ]
+    return [Fault(kind, drawn.randrange(processes), drawn.uniform(0, latest)) for kind in order]
 
 
 class Site(NamedTuple):
