@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
@@ -121,7 +121,8 @@ def fault(known: Mapping[int, Known], deadlines: Deadlines, now: float) -> Fault
     if late:
         text, culprits = _delay(late, ranks, known, deadlines, now)
         if ranks[State.STOPPED]:  # whose own deadline may pass a moment before those of the processes that wait for it
-            late = [rank for rank, each in known.items() if rank in late or _at(each.status)[0] in _WAITING]
+            waits = {rank for rank, each in known.items() if _at(each.status)[0] in _WAITING}
+            late = sorted(waits.union(late))
         return Fault(text + _waiting([rank for rank in late if rank not in culprits], known))
     lost = [rank for rank, each in known.items() if now - each.heard > deadlines.silence and not each.left]
     text = _after_the_exit(ranks[State.EXITED], known, now) or (unanswered(lost, known, now) if lost else "")
@@ -206,26 +207,27 @@ def _comes(each: Known, deadlines: Deadlines, now: float) -> bool:
 
 def _delay(
     late: Sequence[int], ranks: Mapping[State, list[int]], known: Mapping[int, Known], deadlines: Deadlines, now: float
-) -> tuple[str, Sequence[int]]:
+) -> tuple[str, Set[int]]:
     """Who delays the late processes, as a sentence and by rank: a stopped or silent one, else the furthest behind."""
     if stopped := ranks[State.STOPPED]:
-        return f"process {stopped[0]} is stopped (SIGSTOP?) {_where(known[stopped[0]].status)}", stopped
+        return f"process {stopped[0]} is stopped (SIGSTOP?) {_where(known[stopped[0]].status)}", {*stopped}
     if silent := ranks[State.SILENT]:
-        return unanswered(silent, known, now), silent
+        return unanswered(silent, known, now), {*silent}
     least = min(_position(each) for each in known.values())
     last = [rank for rank, each in known.items() if _position(each) == least]
-    if not set(last) & set(late):  # its phase has no deadline
+    overdue = set(late)
+    if overdue.isdisjoint(last):  # its phase has no deadline
         each, one = known[last[0]], len(last) == 1
         age = each.status.since + now - each.heard
         what = "exited" if each.left else f"been {_where(each.status)} for {age:.1f} s"
         subject, verb = ("it has", "holds") if one else ("they have", "hold")
-        return f"{processes(last)} {verb} up the others: {subject} {what}", last
-    last = [rank for rank in last if rank in late]
+        return f"{processes(last)} {verb} up the others: {subject} {what}", {*last}
+    last = [rank for rank in last if rank in overdue]
     phase, step, age, limit = _exceeded(known[last[0]], deadlines, now) or ("step", 0, 0.0, 0.0)
     where = _in(phase, step)
     if phase == "commit" and 0 in last:  # when all parts are written, process 0 finishes the save
         last, where = [0], f"finishing the save after step {step}"
-    return f"{processes(last)} timed out {where}: {age:.1f} s, deadline {limit:g} s", last
+    return f"{processes(last)} timed out {where}: {age:.1f} s, deadline {limit:g} s", {*last}
 
 
 def unanswered(ranks: Sequence[int], known: Mapping[int, Known], now: float) -> str:

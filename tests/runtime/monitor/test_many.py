@@ -86,6 +86,32 @@ def test_no_fault_is_found_before_it_is_due():
     assert 300 < found < 1700
 
 
+class Rank(int):
+    """Counts how often it is compared."""
+
+    compared = 0
+
+    def __eq__(self, other):
+        Rank.compared += 1
+        return int(self) == int(other)
+
+    __hash__ = int.__hash__
+
+
+@pytest.mark.parametrize("stopped", [0, 999], ids=["all late", "half stopped"])
+def test_the_time_of_a_judgement_grows_with_the_processes_and_no_faster(stopped):
+    """Each late rank was looked for in the list of all that were: 50 million comparisons for 10,000 of them."""
+    late = Status("step", 5, 11.0, 5, 4, 11.0)
+    known = {Rank(rank): Known(late, 1000.0, stopped=0 < rank <= stopped) for rank in range(2000)}
+    Rank.compared = 0
+    said = fault(known, LIMITS, 1000.0).text
+    names = "processes 0 to 1999 timed out in step 5: 11.0 s, deadline 10 s"
+    assert said == (
+        "process 1 is stopped (SIGSTOP?) in step 5; processes 0, 1000 to 1999 wait in step 5" if stopped else names
+    )
+    assert Rank.compared < 10 * len(known)
+
+
 @pytest.fixture
 def opened():
     """Sockets that the test opens."""
