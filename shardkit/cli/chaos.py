@@ -24,7 +24,7 @@ from shardkit.runtime.cluster.wall_clock import compiler
 _LOG = "{run}/log.jsonl"
 EXAMPLES = {
     "shardkit chaos -n 2 --checkpoints '{run}/saved' -- train.py '{run}'": "ten faults",
-    "shardkit chaos --every 200 --output chaos.svg -- train.py '{run}'": "two kinds; a picture",
+    "shardkit chaos --every 200 --output chaos.svg -- train.py '{run}'": "at steps; a picture",
 }
 
 
