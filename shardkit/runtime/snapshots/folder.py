@@ -1,7 +1,7 @@
 """The folder of a job's snapshots on this host: files in memory (tmpfs), which outlive processes but not the host.
 
-`shardkit-UID/JOB/HOST/STEP-RUN/` has the pieces of each process of this host in `PROCESS.bin`, and what and where they
-are in `PROCESS.json`, which is written last.
+`shardkit-UID/JOB/HOST/STEP-RUN-NUMBER/` has the pieces of each process of this host in `PROCESS.bin`, and what and
+where they are in `PROCESS.json`, which is written last.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ _ALIGNED = 64  # bytes
 _THREADS = 4  # that compute checksums
 
 
-def host_id() -> str:
-    """What tells this host from others: the variable SHARDKIT_HOST, else its name and when it started."""
+def host_id(folder: Path) -> str:
+    """What tells this host from others: the variable SHARDKIT_HOST, else its name, when it started, and its memory.
+
+    Containers of one machine may have its name, and each a tmpfs of its own.
+    """
+    memory, started = folder.parents[1].stat().st_dev, ""  # of this user's folder, which is there
     with suppress(OSError):
         started = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-        return os.environ.get(HOST) or f"{socket.gethostname()} {started}"
-    return os.environ.get(HOST) or socket.gethostname()
+    return os.environ.get(HOST) or f"{socket.gethostname()} {started} {memory}"
 
 
 def folder_of(directory: str | os.PathLike[str] | None, name: str | None) -> Path:
@@ -102,13 +105,23 @@ def check_room(folder: Path, needed: int) -> None:
         ValueError: with both numbers.
     """
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
+    held = _bytes_in(folder)  # first: another process of this host may delete older steps meanwhile
     system = os.statvfs(there)
-    has = system.f_bavail * system.f_frsize + sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    has = system.f_bavail * system.f_frsize + held
     if has < needed:
         raise ValueError(
             f"save: two snapshots, {needed:,} bytes on this host, must fit into {named(there)}; it has {has:,} bytes. "
             "Enlarge it, for a container with --shm-size, or pass another directory= or more hosts."
         )
+
+
+def _bytes_in(folder: Path) -> int:
+    found = 0
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # it has just been deleted
+                found += os.stat(os.path.join(directory, name)).st_size
+    return found
 
 
 def write(folder: Path, process: int, document: dict[str, Any], pieces: Iterable[tuple[int, np.ndarray]]) -> None:

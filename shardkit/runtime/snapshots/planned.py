@@ -94,9 +94,7 @@ class Copies:
             data = shards[of][devices[each.device]]
             data.copy_to_host_async()
             (self._received if each.received else own).append((begins[each.leaf] + each.piece, data))
-        # On CPU the host's array is the device's memory, which the next step overwrites.
-        shares = devices[0].platform == "cpu"
-        self._own = [(number, np.array(data) if shares else np.asarray(data)) for number, data in own]
+        self._own = [(number, on_host(data)) for number, data in own]
 
     def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
         """The pieces by number; waits for those that are received."""
@@ -104,6 +102,13 @@ class Copies:
         while self._received:
             number, data = self._received.pop()
             yield number, np.asarray(data)
+
+
+def on_host(data: Any) -> np.ndarray:
+    """The array of one device in memory of its own: that of a CPU, or offloaded, is what the next step overwrites."""
+    [device] = data.devices()
+    shares = device.platform == "cpu" or "host" in (data.sharding.memory_kind or "")
+    return np.array(data) if shares else np.asarray(data)
 
 
 def storable(leaves: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,8 @@ class Snapshots:
 
     The newest two steps stay. They outlive the processes, and so the next attempt of `shardkit launch --restarts` finds
     them; it may have another mesh, plan and number of processes. After the loss of one host the others still have every
-    shard. What is in memory ends with the hosts: use Checkpoints too.
+    shard. What is in memory ends with the hosts: use Checkpoints too. A run that goes back to an older checkpoint on
+    purpose, or starts anew under the name of one that failed, calls `clear` first.
 
     Args:
         every: number of steps between snapshots.
@@ -70,6 +71,7 @@ class Snapshots:
         self._found: Found | None = None
         self._looked = False
         self._calls = 1  # of save until the step must be looked at
+        self._saved = 0  # how many steps this run has kept, for their names too
         self._last: int | None = None
         self._planned: tuple[Any, Plan] | None = None
         self._writing: threading.Thread | None = None
@@ -129,7 +131,10 @@ class Snapshots:
         plan = self._planned[1]
         copies = Copies(plan, arrays)
         document = {"run": run, "grids": list(plan.grids.values())}
-        name = f"{step:010d}-{began}"
+        if self._last is not None and step < self._last:  # the run went back, to a checkpoint
+            self._whole = ""  # a restart must not find the steps that it left
+        self._saved += 1
+        name = f"{step:010d}-{began}-{self._saved:08d}"  # a step that is kept again overwrites nothing
         if hosts.index(hosts[jax.process_index()]) == jax.process_index():
             files.delete_others(self._folder, {self._whole, name})
         self._writing = threading.Thread(
@@ -220,7 +225,7 @@ class Snapshots:
 
     def _on_hosts(self) -> list[str]:
         """The host of each process."""
-        self._hosts = self._hosts or [message.decode() for message in exchange(files.host_id().encode())]
+        self._hosts = self._hosts or [message.decode() for message in exchange(files.host_id(self._folder).encode())]
         return self._hosts
 
 

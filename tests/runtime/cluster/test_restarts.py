@@ -179,7 +179,7 @@ def test_restarts_are_options_of_the_command(options, error, monkeypatch, capfd)
     assert ended.value.code == 2 and error in " ".join(capfd.readouterr().err.split())
 
 
-# proves S107: a run that lost a process ends with the numbers of one that did not
+# proves F63, F70: a run that lost a process ends with the numbers of one that did not
 @pytest.mark.deep
 def test_a_killed_job_ends_with_the_same_numbers(tmp_path):
     """Two processes train and save; one is killed, once, after a save; the job comes back by itself."""

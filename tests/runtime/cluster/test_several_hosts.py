@@ -45,7 +45,7 @@ def port():
 SAY = 'echo "$RANK/$WORLD_SIZE local $LOCAL_RANK restart $SHARDKIT_RESTARTS at $JAX_COORDINATOR_ADDRESS"; '
 
 
-# proves S107: also across hosts
+# proves F70: also across hosts
 def test_a_job_on_three_hosts_goes_on_with_two_and_then_with_three(port, capfd):
     """A host is lost while all train, and comes back: the whole way, with one host by hand."""
     text = SAY + 'test "$WORLD_SIZE-$SHARDKIT_RESTARTS" = 6-2 || sleep 30'

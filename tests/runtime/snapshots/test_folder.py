@@ -2,6 +2,7 @@
 
 import os
 import stat
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -140,10 +141,26 @@ def test_other_steps_are_deleted(tmp_path):
     assert not (tmp_path / "job").exists()
 
 
+def test_a_step_that_is_deleted_meanwhile_does_not_count_against_the_room(tmp_path, monkeypatch):
+    # Catches a resumed job that ends at its first snapshot, as another process of its host deletes the older ones then.
+    old = tmp_path / "old"
+    old.write_bytes(bytes(100))
+    system = os.statvfs_result((512, 512, 8, 4, 2, 0, 0, 0, 0, 255))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "statvfs", lambda path: old.unlink() or system)
+        files.check_room(tmp_path, 1124)
+        patched.setattr(os, "statvfs", lambda path: system)
+        patched.setattr(os, "walk", lambda folder: [(folder, [], ["old"])])  # it was there a moment ago
+        files.check_room(tmp_path, 1024)
+
+
 def test_hosts_have_names_and_folders_of_their_own(tmp_path, monkeypatch):
+    # Catches containers of one machine that are taken for one host, though each has a memory of its own.
     monkeypatch.delenv(files.HOST, raising=False)
-    alone = files.host_id(), files.folder_of(tmp_path, "a")
+    folder = files.folder_of(tmp_path, "a")
+    alone = files.host_id(folder), folder
+    assert alone[0] != files.host_id(Path("/proc/job/host"))
     monkeypatch.setenv(files.HOST, "b")
-    assert files.host_id() == "b" != alone[0]
+    assert files.host_id(folder) == "b" != alone[0]
     assert files.folder_of(tmp_path, "a").parent == alone[1].parent
     assert files.folder_of(tmp_path, "a") != alone[1]

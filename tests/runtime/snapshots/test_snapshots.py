@@ -16,7 +16,7 @@ from shardkit.runtime.checkpoint.checkpoints import Checkpoints
 from shardkit.runtime.checkpoint.portable import leaves_of, to_portable
 from shardkit.runtime.snapshots import folder as files
 from shardkit.runtime.snapshots.moving import to_all
-from shardkit.runtime.snapshots.planned import Copies, plan_of, storable
+from shardkit.runtime.snapshots.planned import Copies, on_host, plan_of, storable
 from shardkit.runtime.snapshots.snapshots import Snapshots, restore_newest
 from support.checkpoint_rows import KEY, ROWS, make, params
 
@@ -103,6 +103,21 @@ def test_a_run_from_the_start_deletes_what_an_earlier_one_left(tmp_path, state):
         anew.save(at(state, 1))
         anew.wait()
         assert (steps(anew), anew.latest_step()) == ([1], 1)
+
+
+def test_a_run_that_goes_back_overwrites_nothing_and_leaves_no_future(tmp_path, state):
+    # Catches a step that is kept again in place: a crash meanwhile would leave pieces of two states under one name.
+    with Snapshots(every=1, name="a", directory=tmp_path) as snapshots:
+        for step in (4, 5):
+            snapshots.save(at(state, step))
+        snapshots.wait()
+        [before] = [path for path in snapshots._folder.glob("*") if path.name.startswith(f"{5:010d}")]
+        snapshots.save(at(state, 5))
+        snapshots.wait()
+        assert steps(snapshots) == [5, 5] and (before / "0.json").exists()
+        snapshots.save(at(state, 2))  # from a checkpoint
+        snapshots.wait()
+        assert (steps(snapshots), snapshots.latest_step()) == ([2], 2)
 
 
 def damage(snapshots, step):
@@ -199,6 +214,19 @@ def test_pieces_are_sent_in_chunks_of_any_size():
     for chunk in (4, 8, 64):
         found = to_all([piece.size for piece in pieces], own, {0, 1, 2}, chunk=chunk)
         assert {index: bytes(piece) for index, piece in found.items()} == {n: bytes(pieces[n]) for n in range(3)}
+
+
+@pytest.mark.check
+def test_what_is_offloaded_to_the_host_is_copied():
+    # Catches an optimizer state in the host's memory, of which the next step would overwrite the snapshot's view.
+    class Shard(np.ndarray):
+        def devices(self):
+            return {Mock(platform=self.platform)}
+
+    shard = np.arange(3).view(Shard)
+    for platform, kind, shares in (("gpu", "device", True), ("gpu", "pinned_host", False), ("cpu", None, False)):
+        shard.platform, shard.sharding = platform, Mock(memory_kind=kind)
+        assert np.shares_memory(on_host(shard), shard) == shares
 
 
 @pytest.mark.check
