@@ -1947,7 +1947,7 @@ _RUNTIME = (
     Mutant(
         "snapshot-shares-the-devices-memory",
         "shardkit/runtime/snapshots/planned.py",
-        'shares = devices[0].platform == "cpu"',
+        'shares = device.platform == "cpu"',
         "shares = False",
         STALE,
     ),
