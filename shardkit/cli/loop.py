@@ -92,6 +92,7 @@ def loop(
         hooks = [
             every(o.compare_replicas, lambda step: sk.runtime.assert_no_drift(step.state), last=False),
             every(o.checkpoint_every, lambda step: replay.check() if replay else None),
+            every(o.snapshot_every, lambda step: replay.check() if replay else None, last=False),
             record.take,
             every(o.log_every, record.log, also=first + 1),
             every(o.evaluate_every, record.evaluate),

@@ -151,7 +151,7 @@ class Replay:
         return taken
 
     def check(self) -> None:
-        """Reads the comparisons of the states since the last due step; for use before a checkpoint is saved.
+        """Reads the comparisons of the states since the last due step; for use before a state is saved.
 
         Raises:
             CorruptionError: a state changed between two calls.

@@ -1,6 +1,7 @@
 """What the command does around a run, with the run itself replaced."""
 
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 
 import shardkit as sk
 from shardkit.cli import doctor
+from shardkit.cli.loop import loop
 from shardkit.cli.resuming import resumed
 from shardkit.cli.verify import verify
 from support.counting import Compiles
@@ -73,6 +75,30 @@ def test_a_snapshot_is_resumed_if_it_is_as_new_and_of_the_same_options():
     assert not resumed({"a": 1}, options, saved_with(a=1), other).memory
     assert resumed({"a": 1}, options, None, other) is None
     assert resumed({}, options, None, SimpleNamespace(run=lambda: None)) is None
+
+
+@pytest.mark.check
+def test_a_state_is_checked_before_it_is_kept_in_memory(monkeypatch):
+    """It alone would catch a bit that flipped between two steps, and that each restart finds in the snapshot again."""
+    done = []
+
+    class Replay:
+        def __init__(self, step, *arguments, **options):
+            self.step, self.check = step, lambda: done.append("check")
+
+        def __call__(self, state, batch):
+            return self.step(state, batch)
+
+    monkeypatch.setattr(sk.runtime, "Replay", Replay)
+    run = MagicMock()
+    zero = dict.fromkeys(("compare_replicas", "checkpoint_every", "log_every"), 0)
+    run.options = SimpleNamespace(**zero, snapshot_every=2, replay_every=9, evaluate_every=9, steps=4, batch=1)
+    run.step = lambda state, batch: (state, {"loss": np.float32(1)})
+    run.validation.return_value = {"loss": 1.0, "accuracy": 1.0}
+    run.tokens_per_second.return_value = 1.0
+    memory = SimpleNamespace(save=lambda state, position, config: done.append(position))
+    trained = loop(run, MagicMock(), 0, None, None, MagicMock(moves=False), MagicMock(), memory)
+    assert trained.end.code == 0 and done[:6] == [1, "check", 2, 3, "check", "check"]
 
 
 def test_what_may_change_when_a_run_is_resumed():
