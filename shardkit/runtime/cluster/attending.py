@@ -108,7 +108,16 @@ class Attendance(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        """Connects, listens, and connects again."""
+        """Connects, listens, and connects again; whatever ends it, the launcher does not wait for it."""
+        try:
+            self._attend_until_over()
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            self._tell(Over(1, f"the launcher cannot attend the meeting at {self._where} any more ({why})"))
+            if self._running is not None:
+                self._put(Call(self._running, "lost"))
+
+    def _attend_until_over(self) -> None:
         lost, told_late, back = time.monotonic(), False, False
         while not self._closing.is_set():
             line = self._connected()

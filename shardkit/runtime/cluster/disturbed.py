@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from shardkit.runtime.cluster.memory import JOB, delete_memory, hashed
 from shardkit.runtime.monitor.hello import TOKEN
 
 RUN = "{run}"  # in the words of a command: the folder of this run
@@ -45,13 +46,15 @@ class Run:
         options = [*self.options, *(["--restarts", str(restarts)] if restarts else [])]
         words = [sys.executable, "-m", "shardkit", "launch", *options, "--", *self.words]
         with open(self.log, "wb") as log:
-            environ = {**os.environ, TOKEN: self.token, **environ}
+            name = hashed(self.token)  # of its own: a run must not find the snapshots of another
+            environ = {**os.environ, TOKEN: self.token, JOB: name, **environ}
             job = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ)
         try:
             yield job
         finally:
             job.kill()
             job.wait()
+            delete_memory(name)
 
     def new(self) -> dict[int, float]:
         """The losses that were written since the last call, by step."""

@@ -18,7 +18,7 @@ from shardkit.runtime.cluster.attempt import End, Events, Job, Place, attempt, f
 from shardkit.runtime.cluster.attending import Attendance, News, Refusal
 from shardkit.runtime.cluster.launch import check_counts, program, say
 from shardkit.runtime.cluster.meeting import Limits
-from shardkit.runtime.cluster.memory import JOB
+from shardkit.runtime.cluster.memory import JOB, delete_memory, job_of
 from shardkit.runtime.cluster.messages import Ended, Over, Terms
 from shardkit.runtime.cluster.restarts import RESTARTS
 from shardkit.runtime.cluster.serving import Server, listener
@@ -50,7 +50,8 @@ def launch_on_hosts(
     ranks, and all start their processes as `launch` does. When one fails, all end, and start again by the rules of
     `launch`. A host that is not heard for `silence` seconds is left out, and ends its own processes; when it is back,
     the processes of the others get SIGTERM, save and exit, and all start together. That is no fault. A signal ends this
-    host's part; one to the launcher that serves the meeting ends the job.
+    host's part; one to the launcher that serves the meeting ends the job. What a job that succeeded left in memory is
+    deleted.
 
     Args:
         command: as for `launch`.
@@ -96,7 +97,7 @@ def launch_on_hosts(
             f"launch: {TOKEN} must be set to the same secret on all hosts; it is not. Run for example "
             f'export {TOKEN}="$(openssl rand -hex 32)" on one, and copy its value to the others.'
         )
-    environ = {**environ, JOB: environ.get(JOB) or token}  # the same for all attempts
+    environ = {**environ, JOB: job_of(environ)}  # the same for all attempts
     job = Job(words, devices, None if output is None else Path(output), grace, environ)
     limits = Limits(terms, wait, silence, patience)
     own = secrets.token_hex(16)
@@ -121,7 +122,10 @@ def launch_on_hosts(
     with _served(limits, host, meeting_port, own, token) as serves, signals_to(received):
         attendance.start()
         try:
-            return _launched(job, attendance, events, range(processes), port, serves)
+            code = _launched(job, attendance, events, range(processes), port, serves)
+            if not code:  # otherwise the same command may go on
+                delete_memory(environ[JOB])
+            return code
         finally:
             attendance.close()
 

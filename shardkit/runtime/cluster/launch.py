@@ -25,10 +25,9 @@ from pathlib import Path
 from shardkit._check import at_least, at_least_zero, count, counted
 from shardkit._typed import typed
 from shardkit.runtime.cluster.attempt import Events, Job, Place, attempt, free_port, signals_to
-from shardkit.runtime.cluster.memory import JOB, delete_memory
+from shardkit.runtime.cluster.memory import JOB, delete_memory, job_of
 from shardkit.runtime.cluster.output import write
 from shardkit.runtime.cluster.restarts import RESTARTS, Attempt, after, fewest
-from shardkit.runtime.monitor.hello import TOKEN
 
 
 @typed
@@ -89,7 +88,7 @@ def launch(
     check_counts("launch", processes=processes, devices=devices, port=port)
     least = fewest(processes, minimum, *count("launch", restarts=restarts))
     environ = os.environ if environ is None else environ
-    given = environ.get(JOB) or environ.get(TOKEN)
+    given = job_of(environ)
     name = given or secrets.token_hex(32)
     job = Job(words, devices, None if output is None else Path(output), grace, {**environ, JOB: name})
     events: Events = queue.SimpleQueue()

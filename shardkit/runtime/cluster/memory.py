@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+
+from shardkit.runtime.monitor.hello import TOKEN
 
 JOB = "SHARDKIT_JOB"  # the environment variable that is the same for all attempts of a job
 MEMORY = "/dev/shm"
@@ -14,6 +17,12 @@ MEMORY = "/dev/shm"
 def hashed(text: str) -> str:
     """A name that does not tell the text."""
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+
+
+def job_of(environ: Mapping[str, str]) -> str:
+    """The name of the job that an environment gives, without telling its token; empty if there is neither."""
+    token = environ.get(TOKEN)
+    return environ.get(JOB) or (hashed(token) if token else "")
 
 
 def folder_of_user(directory: Path) -> Path:

@@ -120,7 +120,10 @@ def is_signed(message: Message, token: str, nonce: str = "") -> bool:
     mac = message.get("mac")
     if not isinstance(mac, str) or not mac.isascii():
         return False
-    return hmac.compare_digest(mac, signed(unsigned, token, nonce)["mac"])
+    try:
+        return hmac.compare_digest(mac, signed(unsigned, token, nonce)["mac"])
+    except RecursionError:  # brackets that can just be read
+        return False
 
 
 def _is_address(text: str) -> bool:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardkit.runtime.checkpoint.directory import named
-from shardkit.runtime.cluster.memory import JOB, MEMORY, folder_of_job, folder_of_user, hashed
+from shardkit.runtime.cluster.memory import JOB, MEMORY, folder_of_job, folder_of_user, hashed, job_of
 from shardkit.runtime.monitor.hello import TOKEN
 
 HOST = "SHARDKIT_HOST"  # names this process's host, where the machine's name and start do not
@@ -48,7 +48,7 @@ def folder_of(directory: str | os.PathLike[str] | None, name: str | None) -> Pat
         ValueError: no name of the job, or one that is not a file name; a directory that is missing, not writable,
             or in which others could replace files.
     """
-    known = os.environ.get(JOB) or os.environ.get(TOKEN)
+    known = job_of(os.environ)
     if name is not None and not re.fullmatch(r"\w[\w.-]{0,99}", name):
         raise ValueError(
             f"Snapshots: name must have 1 to 100 letters, digits, dots, dashes and underscores; got {name!r}. Pass for "
@@ -59,7 +59,7 @@ def folder_of(directory: str | os.PathLike[str] | None, name: str | None) -> Pat
             f"Snapshots: a job must be recognized when it starts again; got neither name= nor {JOB} nor {TOKEN} "
             "in the environment. Start it with shardkit launch --restarts, or pass name=."
         )
-    job = f"name-{name}" if name is not None else folder_of_job(known or "")
+    job = f"name-{name}" if name is not None else folder_of_job(known)
     return (
         _own(Path(MEMORY if directory is None else directory).absolute())
         / job

@@ -9,11 +9,13 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from shardkit.runtime.cluster import sockets, wall_clock
+from shardkit.runtime.cluster import memory, sockets, wall_clock
 from shardkit.runtime.cluster.chaos import _differs, chaos
+from shardkit.runtime.cluster.disturbed import Run
 from shardkit.runtime.cluster.faults import KINDS, MAY_GO_ON, draw
 from support import commands
 
@@ -189,6 +191,21 @@ def test_what_a_machine_does_not_allow(tmp_path, monkeypatch):
     with pytest.raises(ValueError) as caught:
         wall_clock.make_clock(tmp_path / "clock")
     assert "/false ended with 1: . Mend it, or leave clock out of kinds." in str(caught.value)
+
+
+@pytest.mark.check
+def test_what_a_run_keeps_in_memory_is_its_own_and_goes_with_it(tmp_path, monkeypatch):
+    """It alone would catch runs that go on from the snapshots of the job around them, or leave theirs in memory."""
+    monkeypatch.setattr(memory, "MEMORY", str(tmp_path))
+    monkeypatch.setenv(memory.JOB, "around")
+    started = Mock()
+    monkeypatch.setattr("subprocess.Popen", started)
+    run = Run(["true"], tmp_path / "run", 1, None, "{run}/log")
+    with run.started(restarts=0, environ={}):
+        name = started.call_args.kwargs["env"][memory.JOB]
+        kept = memory.folder_of_user(tmp_path) / memory.folder_of_job(name)
+        kept.mkdir(parents=True)
+    assert name not in ("around", run.token) and not kept.exists()
 
 
 @pytest.mark.check

@@ -8,11 +8,13 @@ import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 
 from shardkit.runtime import launch_on_hosts
-from shardkit.runtime.cluster import attempt
+from shardkit.runtime.cluster import attempt, memory
+from shardkit.runtime.cluster.attending import Attendance
 from shardkit.runtime.cluster.messages import (
     Beat,
     Ended,
@@ -43,6 +45,33 @@ def port():
 
 
 SAY = 'echo "$RANK/$WORLD_SIZE local $LOCAL_RANK restart $SHARDKIT_RESTARTS at $JAX_COORDINATOR_ADDRESS"; '
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("code", [0, 3])
+def test_what_is_in_memory_goes_with_a_job_that_has_succeeded(code, port, tmp_path, monkeypatch):
+    """It alone would catch a new job with the token of an old one, which goes on from the snapshots of that.
+
+    Also a token in the name of a job, which programs print.
+    """
+    monkeypatch.setattr(memory, "MEMORY", str(tmp_path))
+    for variable in (memory.JOB, TOKEN):
+        monkeypatch.delenv(variable, raising=False)
+    kept = memory.folder_of_user(tmp_path) / memory.folder_of_job(memory.hashed("secret"))
+    kept.mkdir(parents=True)
+    text = f'test "$SHARDKIT_JOB" = {memory.hashed("secret")} && exit {code}'
+    assert launcher(port, text, hosts=1, min_hosts=1, restarts=0) == code
+    assert kept.exists() == bool(code)
+
+
+@pytest.mark.check
+def test_an_error_of_the_connections_thread_ends_the_launcher(port, monkeypatch, capfd):
+    """It alone would catch a launcher that waits for ever for news of a thread that has ended."""
+    monkeypatch.setattr(Attendance, "_connected", Mock(side_effect=KeyError("x")))
+    assert launcher(port, "true") == 1
+    assert capfd.readouterr().err == (
+        f"shardkit launch: the launcher cannot attend the meeting at 127.0.0.1:{port} any more (KeyError: 'x')\n"
+    )
 
 
 # proves F70: also across hosts

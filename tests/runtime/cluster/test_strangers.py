@@ -25,6 +25,7 @@ from shardkit.runtime.cluster.messages import (
     parse_arrival,
     told,
 )
+from shardkit.runtime.monitor.hello import is_signed
 from support import jobs
 from support.launchers import Peer, launcher
 
@@ -88,6 +89,15 @@ def test_strangers_do_not_disturb_a_meeting(connections, port, capfd):
         ends += [pool.submit(launcher, port, "true", wait=60.0, patience=300.0) for _ in range(2)]
         assert [end.result(60) for end in ends] == [0, 0, 0]
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.check
+def test_brackets_that_can_just_be_read_are_not_signed():
+    """It alone would catch a stranger whose message can be read but not written again, and ends the thread that did."""
+    nested = []
+    for _ in range(100_000):
+        nested = [nested]
+    assert not is_signed({"mac": "0" * 64, "x": nested}, "secret", "nonce")
 
 
 @pytest.mark.check

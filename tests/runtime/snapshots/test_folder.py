@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from shardkit.runtime.cluster.memory import JOB
+from shardkit.runtime.cluster.memory import JOB, job_of
 from shardkit.runtime.monitor.hello import TOKEN
 from shardkit.runtime.snapshots import folder as files
 from shardkit.runtime.snapshots.snapshots import Snapshots
@@ -38,9 +38,9 @@ def test_a_job_is_recognized_by_its_token_or_a_name(tmp_path, monkeypatch):
     first = files.folder_of(tmp_path, None)
     monkeypatch.setenv(TOKEN, "secret2")
     assert len({first.parent, files.folder_of(tmp_path, None).parent, files.folder_of(tmp_path, "secret").parent}) == 3
-    monkeypatch.setenv(JOB, "secret")  # before the token, of which each attempt may have another
+    monkeypatch.setenv(JOB, job_of({TOKEN: "secret"}))  # before the token, of which each attempt may have another
     assert files.folder_of(tmp_path, None) == first
-    assert "secret" not in str(first.relative_to(tmp_path))
+    assert "secret" not in str(first.relative_to(tmp_path)) + os.environ[JOB]
 
 
 def test_only_this_user_can_read_or_replace_it(tmp_path):
