@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -96,16 +98,16 @@ def chaos(
         An outcome for each fault that was planted: fewer than `faults` where the job ended before.
 
     Raises:
-        ValueError: a number below its smallest, a folder that is not empty, "damage" without `checkpoints`, "clock"
-            without a C compiler, "link" where the system forbids it, or a job that fails without faults.
+        ValueError: a number below its smallest, a folder that is not empty or that others can write, "damage" without
+            `checkpoints`, these outside of "{run}", "clock" without a C compiler, "link" where the system forbids it,
+            or a job that fails without faults.
     """
     at_least("chaos", 1, processes=processes, faults=faults, devices=devices, every=every)
     at_least_zero("chaos", tolerance=tolerance, patience=patience, latest=latest)
     _check_kinds(kinds, checkpoints)
     place = Path(folder)
-    if place.exists() and any(place.iterdir()):
-        raise ValueError(f"chaos: folder must be empty; got {str(place)!r}. Pass another, or delete what is in it.")
-    place.mkdir(parents=True, exist_ok=True)
+    _check_folder(place)
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
     within, clock = place / "within", place / "clock"
     environ = {CHAOS: str(within), **(make_clock(clock) if "clock" in kinds else {})}
     undisturbed = Run(command, place / UNDISTURBED, processes, devices, losses)
@@ -133,12 +135,31 @@ def chaos(
     return watched.outcomes
 
 
+def _check_folder(place: Path) -> None:
+    if not place.exists():
+        return
+    if any(place.iterdir()):
+        raise ValueError(f"chaos: folder must be empty; got {str(place)!r}. Pass another, or delete what is in it.")
+    found = place.stat()
+    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ValueError(
+            "chaos: only this user may write into the folder, from which the job loads a library; "
+            f"{str(place)!r} has mode {stat.S_IMODE(found.st_mode):o} and owner {found.st_uid}. Pass another, or one "
+            "that is missing."
+        )
+
+
 def _check_kinds(kinds: Sequence[Kind], checkpoints: str | None) -> None:
     for kind in kinds:
         one_of("chaos", "kinds", kind, KINDS)
     if "damage" in kinds and checkpoints is None:
         raise ValueError(
             "chaos: damage needs the directory of the checkpoints; got none. Pass checkpoints (--checkpoints)."
+        )
+    if checkpoints is not None and RUN not in checkpoints:
+        raise ValueError(
+            f"chaos: checkpoints must be in the folder of a run, as damage cuts them; got {checkpoints!r}. Write "
+            f"{RUN}/saved, there and in the command."
         )
     if "link" in kinds:
         check_cut()

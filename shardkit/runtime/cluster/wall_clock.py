@@ -7,6 +7,7 @@ libfaketime would also change how long Python's `time.sleep` sleeps.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -66,9 +67,14 @@ def make_clock(file: Path, environ: Mapping[str, str] = os.environ) -> dict[str,
     """The environment of a job whose clock follows `set_clock(file, seconds)`; the library is built beside the file.
 
     Raises:
-        ValueError: there is no C compiler, or it fails.
+        ValueError: there is no C compiler, or it fails; a path that LD_PRELOAD cannot have.
     """
     found, built = compiler(), file.with_suffix(".so")
+    if re.search(r"[\s:]", str(built.resolve())):  # they end a path in LD_PRELOAD, and the clock would stand
+        raise ValueError(
+            f"chaos: clock needs a folder without spaces and colons in its path; got {str(file.resolve().parent)!r}. "
+            "Pass another folder (--folder), or leave clock out of kinds."
+        )
     if found is None:
         raise ValueError("chaos: clock needs a C compiler; none was found. Install gcc, or leave clock out of kinds.")
     words = [found, "-shared", "-fPIC", "-w", "-x", "c", "-", "-o", str(built)]

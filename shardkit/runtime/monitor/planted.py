@@ -1,11 +1,12 @@
 """Faults that `shardkit chaos` plants from within: a process looks for one where SHARDKIT_CHAOS names a folder.
 
-A fault is a file with the index of the process as its name and the kind as its text. It is taken once.
+A fault is a file of the same user with the index of the process as its name and the kind as its text. It is taken once.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +37,7 @@ class Planted:
 
     def before(self, state: Any = None) -> Any:
         """Raises, sleeps, or returns the state with a flipped bit, if such a fault is there; else returns the state."""
-        if self._file is None or not self._file.exists():
+        if self._file is None or not _is_own(self._file):
             return state
         kind = self._file.read_text()
         if kind == "flip" and state is None:  # there will be a state at the next step
@@ -47,6 +48,15 @@ class Planted:
         if kind == "slow":
             time.sleep(_LONG)
         return flipped(state) if kind == "flip" else state
+
+
+def _is_own(file: Path) -> bool:
+    """Whether a file is there that this user has made: where all may write, somebody else may plant."""
+    try:
+        found = file.lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
 
 
 def flipped(state: Any) -> Any:

@@ -191,6 +191,21 @@ def test_what_a_machine_does_not_allow(tmp_path, monkeypatch):
     with pytest.raises(ValueError) as caught:
         wall_clock.make_clock(tmp_path / "clock")
     assert "/false ended with 1: . Mend it, or leave clock out of kinds." in str(caught.value)
+    spaced = tmp_path / "a b"
+    spaced.mkdir()
+    with pytest.raises(ValueError) as caught:
+        wall_clock.make_clock(spaced / "clock")
+    assert str(caught.value) == (
+        f"chaos: clock needs a folder without spaces and colons in its path; got {str(spaced)!r}. Pass "
+        "another folder (--folder), or leave clock out of kinds."
+    )
+    spaced.chmod(0o775)
+    with pytest.raises(ValueError) as caught:
+        chaos(["true"], folder=spaced, processes=1, losses="{run}/log", kinds=["kill"])
+    assert str(caught.value) == (
+        f"chaos: only this user may write into the folder, from which the job loads a library; {str(spaced)!r} "
+        f"has mode 775 and owner {os.getuid()}. Pass another, or one that is missing."
+    )
 
 
 @pytest.mark.check
@@ -225,6 +240,11 @@ def test_a_loss_that_is_not_the_undisturbed_one_is_told():
         (
             {"checkpoints": None},
             "chaos: damage needs the directory of the checkpoints; got none. Pass checkpoints (--checkpoints).",
+        ),
+        (
+            {"checkpoints": "/mine"},
+            "chaos: checkpoints must be in the folder of a run, as damage cuts them; got '/mine'. Write {run}/saved, "
+            "there and in the command.",
         ),
     ],
 )

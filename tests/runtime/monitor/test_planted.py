@@ -1,5 +1,7 @@
 """Faults from within: taken once, by the process that they are for, and only where the job asks for them."""
 
+import os
+
 import jax
 import numpy as np
 import pytest
@@ -23,6 +25,18 @@ def test_a_fault_is_taken_once_by_its_process(tmp_path, monkeypatch):
     monkeypatch.delenv(CHAOS)
     plant(tmp_path / "faults", 2, "exception")
     assert Planted(2).before(7) == 7
+
+
+def test_nobody_else_plants_a_fault(tmp_path, monkeypatch):
+    """It alone finds a job that another user of the machine can end, where the folder is one that all can write."""
+    monkeypatch.setenv(CHAOS, str(tmp_path))
+    file = plant(tmp_path, 2, "exception")
+    with monkeypatch.context() as other:
+        other.setattr(os, "getuid", lambda: 12345)
+        assert Planted(2).before(7) == 7 and file.exists()
+    file.rename(tmp_path / "mine")
+    file.symlink_to(tmp_path / "mine")
+    assert Planted(2).before(7) == 7 and file.is_symlink()
 
 
 def test_a_flip_waits_for_a_state(tmp_path, monkeypatch):
