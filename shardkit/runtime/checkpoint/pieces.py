@@ -66,7 +66,8 @@ def _opened(path: Path, names: list[str]) -> list[Any]:
     import tensorstore
 
     [tree] = path.glob("*/_METADATA")
-    store = {"driver": "ocdbt", "base": f"file://{tree.parent}/"}
+    base = {"driver": "file", "path": f"{tree.parent}/"}  # a URL could not have each character of a path
+    store = {"driver": "ocdbt", "base": base}
     nothing_kept = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
     opening = [
         tensorstore.open({"driver": "auto", "kvstore": {**store, "path": name}}, open=True, context=nothing_kept)

@@ -261,4 +261,7 @@ def restore_newest(
     in_memory, on_disk = snapshots.latest_step(), checkpoints.latest_step()
     if in_memory is not None and (on_disk is None or in_memory >= on_disk):
         return snapshots.restore(target, residuals=residuals)
-    return None if on_disk is None else checkpoints.restore(target, residuals=residuals, damaged=damaged)
+    found = None if on_disk is None else checkpoints.restore(target, residuals=residuals, damaged=damaged)
+    if found is None or in_memory is None or in_memory <= found[1].step:
+        return found
+    return snapshots.restore(target, residuals=residuals)  # the newest checkpoint was damaged

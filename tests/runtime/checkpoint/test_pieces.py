@@ -128,10 +128,11 @@ class Copying:
 # Read into one buffer and copied into another, a restore took two and a half times the memory of the state.
 def test_a_restore_reads_into_the_memory_where_it_stays(tmp_path, monkeypatch):
     state, buffers, aligned = state_of(w=(jnp.arange(4096.0), DATA)), [], pieces._aligned
-    with Checkpoints(tmp_path) as checkpoints:
+    directory = tmp_path / "a%20b#c|d"  # a URL with this path is refused, or is that of another directory
+    with Checkpoints(directory) as checkpoints:
         checkpoints.save(state)
     monkeypatch.setattr(pieces, "_aligned", lambda *of: (buffers.append(aligned(*of)), buffers[-1])[1])
-    found = restored(tmp_path, state).params["w"]
+    found = restored(directory, state).params["w"]
     ours = {buffer.ctypes.data for buffer in buffers}
     assert {shard.data.unsafe_buffer_pointer() for shard in found.addressable_shards} <= ours
     spent = jax.jit(lambda x: x + 1, donate_argnums=0)(found)

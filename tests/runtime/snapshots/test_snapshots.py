@@ -231,14 +231,22 @@ def test_what_is_offloaded_to_the_host_is_copied():
 
 @pytest.mark.check
 @pytest.mark.parametrize(
-    ("memory", "disk", "read"),
-    [(3, 2, "memory"), (3, 3, "memory"), (2, 3, "disk"), (None, 2, "disk"), (2, None, "memory")],
+    ("memory", "disk", "intact", "read"),
+    [
+        (3, 2, 2, "memory"),
+        (3, 3, 3, "memory"),
+        (2, 3, 3, "disk"),
+        (2, 3, 2, "disk"),
+        (None, 2, 1, "disk"),
+        (2, None, None, "memory"),
+        (2, 3, 1, "memory"),
+    ],
 )
-def test_the_newer_of_memory_and_disk(memory, disk, read):
-    # Catches steps that are lost because the older of the two is read.
+def test_the_newer_of_memory_and_disk(memory, disk, intact, read):
+    # Catches steps that are lost because the older of the two is read, also when the newest on disk is damaged.
     snapshots, checkpoints = Mock(spec=Snapshots), Mock(spec=Checkpoints)
     snapshots.latest_step.return_value, checkpoints.latest_step.return_value = memory, disk
-    target = Mock(spec=sk.TrainState)
+    target, checkpoints.restore.return_value = Mock(spec=sk.TrainState), (None, Mock(step=intact))
     found = restore_newest(target, snapshots, checkpoints, residuals="reset")
     if read == "memory":
         assert found is snapshots.restore.return_value
