@@ -23,6 +23,7 @@ parser.add_argument("--deadline", type=float, default=10, help="seconds for a st
 options = parser.parse_args()
 
 runtime.initialize()
+runtime.watch_preemption()  # for a job of one process
 runtime.compilation_cache(options.folder / "programs")  # a restart compiles nothing
 mesh = sk.make_mesh(data=2, fsdp=-1)
 plan = sk.chain(sk.dp("data"), sk.fsdp("fsdp", min_size=1))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import statistics
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
@@ -67,6 +69,7 @@ class Options:
 def chaos(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     """Plant faults in a job that restarts by itself, and check each loss against the undisturbed run's."""
     o, here = options, console()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # unlike an end at once: with the job
     check_picture("chaos", o.output)
     folder = Path(mkdtemp(prefix="shardkit-chaos-")) if o.folder is None else o.folder
     here.print(f"runs in {folder}; the undisturbed one first")
