@@ -119,7 +119,7 @@ class Monitor:
         for message in line.read():
             try:
                 self._hear(rank, message)
-            except (KeyError, TypeError, ValueError, AttributeError):
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
                 line.closed = True
         if line.closed:
             self._closed(rank)

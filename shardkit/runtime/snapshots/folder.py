@@ -49,10 +49,10 @@ def folder_of(directory: str | os.PathLike[str] | None, name: str | None) -> Pat
             or in which others could replace files.
     """
     known = job_of(os.environ)
-    if name is not None and not re.fullmatch(r"\w[\w.-]{0,99}", name):
+    if name is not None and not re.fullmatch(r"\w[\w.-]{0,99}", name, re.ASCII):
         raise ValueError(
-            f"Snapshots: name must have 1 to 100 letters, digits, dots, dashes and underscores; got {name!r}. Pass for "
-            "example name='run-7'."
+            f"Snapshots: name must have 1 to 100 ASCII letters, digits, dots, dashes and underscores; got "
+            f"{name!r}. Pass for example name='run-7'."
         )
     if name is None and not known:
         raise ValueError(

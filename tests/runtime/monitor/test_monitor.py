@@ -1,6 +1,7 @@
 """The monitor's judgement, its records and its messages, without processes: plain values in, sentences out."""
 
 import errno
+import math
 import os
 import socket
 import tempfile
@@ -330,7 +331,13 @@ def test_a_full_disk_is_a_sentence_and_no_signal(tmp_path, monkeypatch):
 
 
 def test_what_is_no_message_of_a_monitor_ends_its_line_alone():
-    for words in ({"status": 1}, {"status": ["x"] * 6}, {"over": []}, {"program": []}):
+    for words in (
+        {"status": 1},
+        {"status": ["x"] * 6},
+        {"status": ["x", *[math.inf] * 5]},
+        {"over": []},
+        {"program": []},
+    ):
         ours, theirs = socket.socketpair()
         watching = Monitor(Place("", 0, 0, 2, 0.0, False), os.getppid(), Lines(0), None, [Lines(ours)])
         with theirs, ours:

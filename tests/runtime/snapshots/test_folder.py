@@ -31,9 +31,11 @@ def test_a_job_is_recognized_by_its_token_or_a_name(tmp_path, monkeypatch):
         "SHARDKIT_JOB_TOKEN in the environment. Start it with shardkit launch --restarts, or pass name=."
     )
     assert refusal(directory=tmp_path, name="../a") == (
-        "Snapshots: name must have 1 to 100 letters, digits, dots, dashes and underscores; got '../a'. Pass for "
+        "Snapshots: name must have 1 to 100 ASCII letters, digits, dots, dashes and underscores; got '../a'. Pass for "
         "example name='run-7'."
     )
+    assert "must have 1 to 100" in refusal(directory=tmp_path, name="ä" * 100)  # no file name has as many bytes
+    assert "must have 1 to 100" in refusal(directory=tmp_path, name="a\n")
     monkeypatch.setenv(TOKEN, "secret")
     first = files.folder_of(tmp_path, None)
     monkeypatch.setenv(TOKEN, "secret2")
