@@ -251,16 +251,16 @@ _GPU = "On GPUs set XLA_FLAGS=--xla_gpu_deterministic_ops=true"
 # For each cause: what was found in which step, the devices, the remedy.
 _SAID: dict[Cause, tuple[str, str, str]] = {
     "stored": ("a state must keep its bits between two steps; before step {} they changed", ", on {}", _AGAIN),
-    "permanent": (_ONCE + "step {} has others", ", which {} gives each time", _OUT),
-    "step": (_ONCE + "step {} had others once", ", by a fault of {}", _AGAIN),
-    "replay": (_ONCE + "the replay of step {} had others once", ", by a fault of {}; the step was right", _AGAIN),
+    "permanent": (_ONCE + "step {} has other bits", ", which {} gives each time", _OUT),
+    "step": (_ONCE + "step {} had other bits once", ", by a fault of {}", _AGAIN),
+    "replay": (_ONCE + "the replay of step {} had other bits once", ", by a fault of {}; the step was right", _AGAIN),
     "order": (
-        _ONCE + "step {} has others whichever devices are exchanged,",
+        _ONCE + "step {} has other bits whichever devices are exchanged,",
         "",
         f"{_GPU}; pass rotate=False where sums depend on the order of devices, or build the step with deterministic.",
     ),
     "unrepeatable": (
-        "a step must have the same bits each time; step {} has others on the same devices too,",
+        "a step must have the same bits each time; step {} has other bits on the same devices too,",
         "",
         f"{_GPU}; else restore the last checkpoint, and test the devices one by one.",
     ),

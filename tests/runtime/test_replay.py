@@ -64,7 +64,7 @@ def test_a_permanent_fault_is_named(where, mesh):
     assert found[0].coordinates == ({} if where == "gradient" else {"data": 1, "model": 0})
     place = "w" if where == "gradient" else "w at data=1, model=0"
     assert words == (
-        "Replay: a step must have the same bits whichever device computes which shard; step 57 has others in "
+        "Replay: a step must have the same bits whichever device computes which shard; step 57 has other bits in "
         f"{place}, which device {bad.id} (process 0) gives each time. Restore the last checkpoint, and take the device "
         "out of the mesh."
     )
@@ -87,9 +87,9 @@ def test_a_fault_that_occurs_once_is_named_where_it_has_not_spread(cause, mesh):
     told = "step 0 had" if cause == "step" else "the replay of step 0 had"
     right = "" if cause == "step" else "; the step was right"
     assert words == (
-        f"Replay: a step must have the same bits whichever device computes which shard; {told} others once in w at "
-        f"data=0, model={at['model']}, by a fault of device {bad.id} (process 0){right}. Restore the last checkpoint; "
-        "if it happens again, take the device out of the mesh."
+        f"Replay: a step must have the same bits whichever device computes which shard; {told} other bits once in w "
+        f"at data=0, model={at['model']}, by a fault of device {bad.id} (process 0){right}. Restore the last "
+        "checkpoint; if it happens again, take the device out of the mesh."
     )
 
 
@@ -209,27 +209,27 @@ def test_the_words_for_what_names_no_device():
     with pytest.raises(replay.CorruptionError) as error:
         step._raise(3, leaves)
     assert str(error.value) == (
-        "Replay: a step must have the same bits whichever device computes which shard; step 3 has others whichever "
-        "devices are exchanged, in w0; w1; w2; w3; w4; w5; w6; w7; and 2 more. On GPUs set "
+        "Replay: a step must have the same bits whichever device computes which shard; step 3 has other bits "
+        "whichever devices are exchanged, in w0; w1; w2; w3; w4; w5; w6; w7; and 2 more. On GPUs set "
         "XLA_FLAGS=--xla_gpu_deterministic_ops=true; pass rotate=False where sums depend on the order of devices, or "
         "build the step with deterministic."
     )
     with pytest.raises(replay.CorruptionError) as error:
         step._raise(3, [leaf._replace(cause="unrepeatable") for leaf in leaves[:1]])
     assert str(error.value) == (
-        "Replay: a step must have the same bits each time; step 3 has others on the same devices too, in w0. On GPUs "
-        "set XLA_FLAGS=--xla_gpu_deterministic_ops=true; else restore the last checkpoint, and test the devices one by "
-        "one."
+        "Replay: a step must have the same bits each time; step 3 has other bits on the same devices too, in w0. "
+        "On GPUs set XLA_FLAGS=--xla_gpu_deterministic_ops=true; else restore the last checkpoint, and test the "
+        "devices one by one."
     )
     spread = [replay.Corruption("w", {}, (), (), "step"), replay.Corruption("b", {"data": 1}, (4, 5), (0, 1), "step")]
     with pytest.raises(replay.CorruptionError) as error:
         step._raise(3, spread)
-    assert "had others once in w; b at data=1, device 4 (process 0) or device 5 (process 1). Restore" in str(
+    assert "had other bits once in w; b at data=1, device 4 (process 0) or device 5 (process 1). Restore" in str(
         error.value
     )
     with pytest.raises(replay.CorruptionError) as error:
         step._raise(3, spread[:1])
-    assert "had others once in w, by a fault of a device that cannot be told. Restore" in str(error.value)
+    assert "had other bits once in w, by a fault of a device that cannot be told. Restore" in str(error.value)
 
 
 @pytest.mark.check

@@ -56,7 +56,7 @@ def test_every_process_names_the_same_device():
     assert [each.code for each in ended] == [0, 0], [each.output[-2000:] for each in ended]
     assert ended[0].last == ended[1].last
     assert ended[0].last == (
-        "right None; Replay: a step must have the same bits whichever device computes which shard; step 0 has others "
-        "in w, which device DEVICE (process 1) gives each time. Restore the last checkpoint, and take the device out "
-        "of the mesh."
+        "right None; Replay: a step must have the same bits whichever device computes which shard; step 0 has other "
+        "bits in w, which device DEVICE (process 1) gives each time. Restore the last checkpoint, and take the device "
+        "out of the mesh."
     )

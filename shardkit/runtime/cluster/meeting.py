@@ -224,7 +224,7 @@ class Meeting:
             )
         elif waited >= self.limits.wait and not self._told_to_wait:
             self._told_to_wait = True
-            self._say(f"{len(ready)} of at least {counted(terms.min_hosts, 'host')} is here; the others are waited for")
+            self._say(f"{len(ready)} of at least {counted(terms.min_hosts, 'host')} so far; it waits for more")
 
     def _end(self, run: _Running, how: How, but: str = "") -> None:
         """Has the members end their processes; the first reason says whether it was a fault."""

@@ -195,7 +195,7 @@ def test_too_few_hosts_are_a_matter_for_a_person():
     job = Job()
     job.come("a")
     job.after(WAIT)
-    assert job.notes() == ["1 of at least 2 hosts is here; the others are waited for"]
+    assert job.notes() == ["1 of at least 2 hosts so far; it waits for more"]
     job.after(PATIENCE)
     assert job.of(Over) == [
         Over(
