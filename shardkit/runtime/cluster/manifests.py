@@ -14,6 +14,7 @@ from typing import Any, Literal
 from shardkit._check import quoted
 from shardkit.runtime.cluster import pods, skypilot
 from shardkit.runtime.cluster.launch import check_counts, program
+from shardkit.runtime.cluster.memory import JOB
 from shardkit.runtime.cluster.preemption import PREEMPTED
 from shardkit.runtime.cluster.yaml_text import Text, dumped
 from shardkit.runtime.monitor.hello import TOKEN
@@ -188,6 +189,8 @@ def _slurm(words: Sequence[str], processes: int, devices: int | None, name: str,
         *(f"export {variable}={value}" for variable, value in variables.items()),
         "# The secret that identifies the processes of the job.",
         f"export {TOKEN}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+        "# Its name, the same when it is queued again, by which it finds its snapshots in memory.",
+        f"export {JOB}=${{{JOB}:-$SLURM_JOB_ID}}",
         f"srun --kill-on-bad-exit=1 {shlex.join(words)}",
         "code=$?",
         f"# {PREEMPTED}: preempted or out of time, and saved. The job is queued again, and resumes.",

@@ -20,13 +20,16 @@ _SOURCE = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <pthread.h>
+#include <semaphore.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <time.h>
-#include <unistd.h>
+
+int close(int); /* unistd.h would declare syscall otherwise */
 
 static volatile long long *ahead;
-static int (*real)(clockid_t, struct timespec *);
 
 __attribute__((constructor)) static void begin(void) {
   const char *name = getenv("SHARDKIT_CHAOS_CLOCK");
@@ -37,8 +40,15 @@ __attribute__((constructor)) static void begin(void) {
   close(file);
 }
 
+static void *of_libc(const char *name) {
+  void *found = dlvsym(RTLD_NEXT, name, "GLIBC_2.3.2"); /* of two versions of a condition the new one */
+  return found ? found : dlsym(RTLD_NEXT, name);
+}
+
+#define REAL(name) static __typeof__(name) *real; if (!real) real = of_libc(#name)
+
 int clock_gettime(clockid_t clock, struct timespec *now) {
-  if (!real) real = dlsym(RTLD_NEXT, "clock_gettime"); /* no system call: collectives that wait ask all the time */
+  REAL(clock_gettime); /* not the system call: collectives that wait ask all the time */
   int failed = real(clock, now);
   if (!failed && ahead && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) now->tv_sec += *ahead;
   return failed;
@@ -56,6 +66,40 @@ time_t time(time_t *now) {
   clock_gettime(CLOCK_REALTIME, &found);
   if (now) *now = found.tv_sec;
   return found.tv_sec;
+}
+
+/* The kernel's clock does not jump: a wait until a time would end at once, again and again. Times since the start of
+   the machine are smaller than those since 1970. */
+static const struct timespec *kernel(const struct timespec *until, struct timespec *space) {
+  if (!until || !ahead || until->tv_sec < 1000000000) return until;
+  *space = *until;
+  space->tv_sec -= *ahead;
+  return space;
+}
+
+int pthread_cond_timedwait(pthread_cond_t *on, pthread_mutex_t *with, const struct timespec *until) {
+  struct timespec space;
+  REAL(pthread_cond_timedwait);
+  return real(on, with, kernel(until, &space));
+}
+
+int pthread_cond_clockwait(pthread_cond_t *on, pthread_mutex_t *with, clockid_t clock, const struct timespec *until) {
+  struct timespec space;
+  REAL(pthread_cond_clockwait);
+  return real(on, with, clock, kernel(until, &space));
+}
+
+int sem_timedwait(sem_t *on, const struct timespec *until) {
+  struct timespec space;
+  REAL(sem_timedwait);
+  return real(on, kernel(until, &space));
+}
+
+long syscall(long number, long a, long b, long c, long d, long e, long f) {
+  struct timespec space;
+  REAL(syscall);
+  if (number == SYS_futex && (b & 256)) d = (long)kernel((const struct timespec *)d, &space); /* FUTEX_CLOCK_REALTIME */
+  return real(number, a, b, c, d, e, f);
 }
 """
 
