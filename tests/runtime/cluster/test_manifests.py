@@ -167,7 +167,8 @@ def test_only_a_preempted_job_is_started_again():  # proves S108
 def batch(script, directory, code=0):
     """Runs a batch script with an srun that prints its words and ends with `code`."""
     say = (
-        "import os, sys; assert len(os.environ['SHARDKIT_JOB_TOKEN']) == 64; assert os.environ['SHARDKIT_JOB'] == '17'; "
+        "import os, sys; assert len(os.environ['SHARDKIT_JOB_TOKEN']) == 64; "
+        "assert os.environ['SHARDKIT_JOB'] == '17'; "
         f"print([sys.argv[1:], os.environ.get('JAX_LOCAL_DEVICE_IDS')]); sys.exit({code})"
     )
     programs = {"srun": f"#!{sys.executable}\n{say}\n", "scontrol": '#!/bin/sh\necho "scontrol $@"\n'}
