@@ -819,7 +819,7 @@ def test_no_flipped_bit_goes_unseen(flips, tmp_path):  # most of them orbax load
             assert_same(state, good)
             assert (run.step, run.position) == (1, None)
         path.write_bytes(content)
-    assert found > flips / 4
+    assert found > flips / 8  # a restore reads about a quarter of the files
 
 
 # ---- what comes in between
