@@ -57,8 +57,7 @@ def reshard(
 
     Raises:
         ValueError: a leaf that is not laid out as `source` says or does not divide under `target`, a layout with an
-            axis that the mesh does not have, or a leaf that both plans pad, but differently, or store in another order
-            of layers.
+            axis that the mesh does not have, or a leaf that both plans store, but in another order of layers.
         TypeError: layouts of another kind.
 
     Cost: `reshard_steps` prints it. Each leaf is one program, so that a device holds the tree and at most two
@@ -194,9 +193,10 @@ def _check_placed(x: Any, move: Move, mesh: Mesh) -> None:
 
 
 def _moved(x: Any, move: Move, mesh: Mesh, piece_bytes: int, donate: bool) -> Any:
-    if move.source == move.target and x.shape == move.cut:
+    if move.stays:
         return x
-    moved = program(mesh, move._replace(path=""), piece_bytes)(x)
-    if donate and not isinstance(x, jax.core.Tracer):
-        x.delete()
-    return moved
+    for leg in move.legs:
+        before, x = x, program(mesh, leg, piece_bytes // move.dtype.itemsize)(x)
+        if (donate or leg is not move.legs[0]) and not isinstance(before, jax.core.Tracer):
+            before.delete()
+    return x
