@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -19,9 +18,8 @@ from shardkit.layout import path_name
 from shardkit.partitioning.moves import Move, Moves, move_of, program
 from shardkit.partitioning.placement import Layout, map_layouts
 from shardkit.partitioning.plan import Plan
-from shardkit.partitioning.residuals import residuals_held
 from shardkit.partitioning.storage import Held, as_stored, in_rows, is_padded, padding, stored_array
-from shardkit.state import TrainState, optimizer_held
+from shardkit.state import TrainState, state_held
 
 Layouts = Any  # a Plan, or a PartitionSpec or NamedSharding for each leaf
 
@@ -125,14 +123,7 @@ def _held(where: str, name: str, layouts: Layouts, tree: Any, mesh: Any) -> Stor
     if isinstance(layouts, Plan):
         if not isinstance(tree, TrainState):
             return [(each, True) for each in jax.tree.leaves(map_layouts(Layout.at_rest, layouts.layouts(tree, mesh)))]
-        each = layouts.layouts(tree.params, mesh)
-        rest, update = map_layouts(Layout.at_rest, each), map_layouts(Layout.in_update, each)
-        whole = partial(jax.tree.map, lambda _: Held(PartitionSpec()))
-        opt_state = optimizer_held(tree.opt_state, tree.params, update)
-        residuals = residuals_held(f"{where}: {name}", tree.residuals, tree.params, mesh, layouts)
-        held = TrainState(whole(tree.step), rest, opt_state, whole(tree.key), whole(tree.loss_scale), residuals)
-        held = held._replace(carried=optimizer_held(tree.carried, tree.params, rest))
-        return [(each, True) for each in jax.tree.leaves(held)]
+        return [(each, True) for each in jax.tree.leaves(state_held(f"{where}: {name}", tree, mesh, layouts))]
 
     try:  # a layout for every leaf of a part, then the layouts alone
         each = jax.tree.map(lambda layout, part: [layout] * len(_leaves(part)), layouts, tree, is_leaf=_is_layout)

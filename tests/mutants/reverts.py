@@ -877,4 +877,10 @@ REVERTS = (
         "        if a != b and _ways(source[dim], mesh) > 1 and _ways(target[dim], mesh) > 1:",
         "        if a != b and not mesh.shape:",
     ),
+    (
+        "a-state-of-another-plan-is-taken",
+        "shardkit/state.py",
+        "            if found != wanted:",
+        "            if found is wanted:",
+    ),
 )
