@@ -37,7 +37,6 @@ FLOORS = [
     ["runtime/cluster"],
     ["runtime/data"],
     ["runtime/checkpoint"],
-    ["runtime/snapshots"],
     ["runtime/weights"],
     ["runtime"],
     ["bench"],
