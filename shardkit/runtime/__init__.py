@@ -23,9 +23,8 @@ from shardkit.runtime.drift import Drift, DriftError, assert_no_drift, replica_d
 from shardkit.runtime.monitor.guard import Deadlines, Guard, guard
 from shardkit.runtime.replay import Corruption, CorruptionError, Replay
 from shardkit.runtime.triage import NonFinite, TriageReport, nonfinite, triage
-from shardkit.runtime.weights.llama import llama_names
 from shardkit.runtime.weights.load import load_params
-from shardkit.runtime.weights.names import StoredAs
+from shardkit.runtime.weights.names import StoredAs, llama_names
 from shardkit.runtime.weights.save import save_params
 
 __all__ = [

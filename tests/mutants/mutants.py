@@ -1722,7 +1722,7 @@ _TESTING = (
 _RUNTIME = (
     Mutant(
         "residuals-multiplied-on-more-devices",
-        "shardkit/runtime/checkpoint/residuals.py",
+        "shardkit/runtime/checkpoint/portable.py",
         "array.sum(axis=0, keepdims=True) / rows",
         "array.sum(axis=0, keepdims=True)",
         DIVISION,
@@ -1918,7 +1918,7 @@ _RUNTIME = (
     ),
     Mutant(
         "rows-in-the-order-of-stages",
-        "shardkit/runtime/weights/shards.py",
+        "shardkit/runtime/weights/stored.py",
         "original, rows = x.shape, x.rows if is_padded(x) else ()",
         "original, rows = x.shape, ()",
         ORDER,
@@ -1960,14 +1960,14 @@ _RUNTIME = (
     ),
     Mutant(
         "checksum-of-every-copy",
-        "shardkit/runtime/checkpoint/sums.py",
+        "shardkit/runtime/data/checksums.py",
         "lax.axis_index(copies) == 0",
         "lax.axis_index(copies) >= 0",
         BOUNDARY,
     ),
     Mutant(
         "pieces-read-beyond-the-limit",
-        "shardkit/runtime/checkpoint/pieces.py",
+        "shardkit/runtime/checkpoint/reading.py",
         "held + size > limit",
         "held > limit",
         BOUNDARY,
@@ -2009,7 +2009,7 @@ _RUNTIME = (
     ),
     Mutant(
         "replay-sends-the-other-way",
-        "shardkit/runtime/exchange.py",
+        "shardkit/runtime/replay.py",
         "list(enumerate(order))",
         "[(there, here) for here, there in enumerate(order)]",
         ORDER,
@@ -2051,7 +2051,7 @@ _RUNTIME = (
     ),
     Mutant(
         "rows-as-if-all-were-here",
-        "shardkit/runtime/data/slices.py",
+        "shardkit/runtime/data/arrays.py",
         "start = int(np.searchsorted(rows, first))",
         "start = first",
         SLOT,

@@ -848,7 +848,7 @@ REVERTS = (
     ),
     (
         "checkpoint-path-as-a-url",
-        "shardkit/runtime/checkpoint/pieces.py",
+        "shardkit/runtime/checkpoint/reading.py",
         'base = {"driver": "file", "path": f"{tree.parent}/"}',
         'base = f"file://{tree.parent}/"',
     ),

@@ -19,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardkit._check import quoted
 from shardkit.layout import canonical, path_name, spec_axes
 from shardkit.partitioning.storage import Held, is_padded, padded, padding, stored_array, unpadded
-from shardkit.runtime.checkpoint.residuals import rows_of, sharding_of_rows, shared_out
-from shardkit.runtime.data.checksums import (
+from shardkit.runtime.checkpoint.record import Records, is_residual
+from shardkit.runtime.data.storable import (
     NOT_COMPUTED,
     from_storable,
     is_key,
@@ -161,3 +161,26 @@ def _together(leaves: Leaves) -> list[list[str]]:
 
 def _nbytes(x: Any) -> int:
     return 0 if is_key(x) else math.prod(x.shape) * x.dtype.itemsize
+
+
+def rows_of(path: str, x: Any, records: Records) -> int | None:
+    """How many rows of a residual were saved, if not as many as the target has."""
+    saved = records[path]["shape"][0] if is_residual(path) and path in records else None
+    return None if saved is None or saved == x.shape[0] else saved
+
+
+def sharding_of_rows(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """The layout in which to read another number of rows: split over the same axes, by rows or along another dim."""
+    entries = [*spec_axes(sharding.spec), *[()] * len(shape)][: len(shape)]
+    axes, mesh = entries[0], sharding.mesh
+    ways = lambda axes: math.prod(mesh.shape[axis] for axis in axes)  # noqa: E731
+    entries[0] = ()
+    fits = [dim for dim, size in enumerate(shape) if size % ways(entries[dim] + axes) == 0]
+    if fits:
+        entries[fits[0]] += axes
+    return NamedSharding(mesh, canonical(PartitionSpec(*entries)))
+
+
+def shared_out(array: jax.Array, rows: int) -> jax.Array:
+    """Residuals with the same sum over the rows, in another number of rows."""
+    return jnp.broadcast_to(array.sum(axis=0, keepdims=True) / rows, (rows, *array.shape[1:]))

@@ -18,7 +18,7 @@ from shardkit.runtime.checkpoint.portable import leaves_of
 from shardkit.runtime.checkpoint.record import RECORD, some
 from shardkit.runtime.weights.files import INDEX, Npz, Safetensors, Tensors, damaged
 from shardkit.runtime.weights.names import Leaf, Names, named_leaves, refuse_stored_as
-from shardkit.runtime.weights.shards import Ranges, stored_from
+from shardkit.runtime.weights.stored import Ranges, stored_from
 from shardkit.runtime.weights.trees import OrbaxTree, RunStep
 from shardkit.state import TrainState
 

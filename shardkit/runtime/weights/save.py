@@ -24,7 +24,7 @@ from shardkit.runtime.data.reading import processes_of
 from shardkit.runtime.monitor.hello import processes as processes_named
 from shardkit.runtime.weights.files import DTYPES, INDEX, needs_safetensors
 from shardkit.runtime.weights.names import Leaf, Names, named_leaves, refuse_stored_as
-from shardkit.runtime.weights.whole import rows_on_host
+from shardkit.runtime.weights.stored import rows_on_host
 from shardkit.state import TrainState
 
 Format = Literal["safetensors", "npz", "orbax"]

@@ -35,8 +35,8 @@ from shardkit.runtime.checkpoint.checkpoints import Checkpoints, latest_step
 from shardkit.runtime.checkpoint.portable import leaves_of, to_portable
 from shardkit.runtime.checkpoint.reading import DamagedError
 from shardkit.runtime.checkpoint.record import FORMAT, _seal
-from shardkit.runtime.checkpoint.sums import checksums
 from shardkit.runtime.data.checksums import checksum as device_checksum
+from shardkit.runtime.data.checksums import checksums
 from support.checkpoint_child import digests
 from support.checkpoint_rows import KEY, ROWS, batch, make, params
 from support.checkpoint_runs import start, wait_until
