@@ -21,6 +21,7 @@ from shardkit.runtime.checkpoint.directory import check_damage, named, runs_in, 
 from shardkit.runtime.checkpoint.orbax_io import by_file_name, reason, system_reason
 from shardkit.runtime.checkpoint.record import Run, read_record
 from shardkit.runtime.data.checksums import checksums
+from shardkit.runtime.data.reading import on_any_process
 
 
 class DamagedError(ValueError):
@@ -97,20 +98,12 @@ def read_arrays(
         what = f"its arrays cannot be read ({system})" if system else "its arrays are damaged"
         damage = _unusable(where, directory, step, what)
         damage.__cause__ = error
-    if _any_process(damage is not None):  # before the checksums, for which every process must have its arrays
+    if on_any_process(damage is not None):  # before the checksums, for which every process must have its arrays
         raise damage or _unusable(where, directory, step, "another process cannot read its part")
     wrong = [path for path, found in checksums(arrays).items() if found != records[path]["checksum"]]
     if wrong:
         raise _unusable(where, directory, step, f"the checksum of its leaf {wrong[0]!r} differs")
     return arrays
-
-
-def _any_process(found: bool) -> bool:
-    if jax.process_count() == 1:
-        return found
-    from jax.experimental import multihost_utils
-
-    return bool(np.any(multihost_utils.process_allgather(np.bool_(found))))
 
 
 def _unusable(where: str, directory: Path, step: int, reason: str) -> DamagedError:

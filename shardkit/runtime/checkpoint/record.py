@@ -71,18 +71,6 @@ def read_record(path: Path) -> tuple[Run, dict[str, Any]]:
     """
     try:
         record = json.loads((path / RECORD).read_text("utf-8"))["custom_metadata"]
-    except (ValueError, KeyError, TypeError):
-        record = None
-    return parse_record(record)
-
-
-def parse_record(record: Any) -> tuple[Run, dict[str, Any]]:
-    """The run and the records of the leaves in what `make_record` returned, after it was JSON.
-
-    Raises:
-        ValueError: it is damaged, not from shardkit, or of a newer format.
-    """
-    try:
         document, intact = record["shardkit"], record["crc32"] == _seal(record["shardkit"])
     except (ValueError, KeyError, TypeError):
         intact = False
@@ -93,12 +81,8 @@ def parse_record(record: Any) -> tuple[Run, dict[str, Any]]:
     return Run(**{name: document[name] for name in Run._fields}), document["leaves"]
 
 
-def compare(where: str, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuses leaves other than those of the checkpoint; nothing is cast, cropped or left out.
-
-    Raises:
-        ValueError: with the missing or unexpected paths, or the two shapes or dtypes of a leaf.
-    """
+def _compare(where: str, stored: Records, wanted: Records) -> None:
+    """Refuses leaves other than those of the checkpoint; nothing is cast, cropped or left out."""
     missing, unexpected = [p for p in wanted if p not in stored], [p for p in stored if p not in wanted]
     if missing or unexpected:
         lacks = [f"lacks {some(missing)}"] if missing else []
@@ -132,7 +116,8 @@ def compared(where: str, stored: Records, wanted: Records, residuals: Residuals)
     "keep" reads residuals with as many rows as were saved, "reset" reads none.
 
     Raises:
-        ValueError: as `compare`; only one of the two has residuals, or another choice.
+        ValueError: with the missing or unexpected paths, or the two shapes or dtypes of a leaf; only one of the two has
+            residuals, or another choice.
     """
     one_of("restore", "residuals", residuals, ("keep", "reset"))
     if residuals == "reset":
@@ -150,7 +135,7 @@ def compared(where: str, stored: Records, wanted: Records, residuals: Residuals)
         )
     rows = {path: stored[path]["shape"][0] for path in ours if path in stored}
     shapes = {path: {**wanted[path], "shape": [saved, *wanted[path]["shape"][1:]]} for path, saved in rows.items()}
-    compare(where, stored, {path: shapes.get(path, record) for path, record in wanted.items()})
+    _compare(where, stored, {path: shapes.get(path, record) for path, record in wanted.items()})
     return stored
 
 

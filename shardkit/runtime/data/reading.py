@@ -189,3 +189,8 @@ def on_mesh(where: str, tree: Any, mesh: Mesh | None) -> tuple[Mesh | None, list
                 "from_full(tree, mesh, spec), or remove it from the tree."
             )
     return mesh if leaves else None, leaves
+
+
+def on_any_process(found: bool) -> bool:
+    """Whether it is so on any process; all of them wait for each other."""
+    return bool(np.any(multihost_utils.process_allgather(np.bool_(found)))) if jax.process_count() > 1 else found

@@ -12,8 +12,8 @@ from jax import lax
 
 from shardkit.partitioning.storage import as_stored, is_padded, stored_array
 from shardkit.runtime.data.reading import replicate
+from shardkit.runtime.weights.names import Ranges
 
-Ranges = tuple[tuple[int, int], ...]
 Index = tuple[slice, ...]
 
 
