@@ -1,4 +1,4 @@
-"""Checksums and files in pieces: the numbers of the whole, in the memory where they stay, while the run goes on."""
+"""Files in pieces, read into the memory where they stay, and checksums that a save does not wait for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from shardkit.runtime.checkpoint.checkpoints import Checkpoints, latest_step
 from shardkit.runtime.checkpoint.portable import leaf_record
 from shardkit.runtime.checkpoint.record import make_record, seal
 from shardkit.runtime.data import checksums
-from shardkit.runtime.data.checksums import checksum, checksum_of_part
 
 DATA, WHOLE = PartitionSpec("data"), PartitionSpec()
 
@@ -37,25 +36,6 @@ def state_of(**params: Any) -> sk.TrainState:
 def restored(directory: Path, target: Any) -> Any:
     with Checkpoints(directory) as checkpoints:
         return checkpoints.restore(target)[0]
-
-
-# A piece at the end of a dim, which reaches back, would count words twice; complex words have a dim in front.
-@pytest.mark.parametrize(
-    "dtype", ["float32", *(pytest.param(x, marks=pytest.mark.deep) for x in ("complex64", "int8"))]
-)
-def test_pieces_of_any_size_have_the_checksum_of_the_whole(dtype):
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3, 7)) * 9).astype(dtype)
-    found = jax.jit(lambda x: [checksum_of_part(x, (0, 0, 0), x.shape, piece) for piece in (2, 50)])(x)
-    assert [int(each) for each in found] == [int(checksum(x))] * 2
-
-
-# Alone, a part would have the places of the first, and each of several copies would count.
-def test_parts_on_any_mesh_add_up(monkeypatch):
-    x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
-    specs = {"whole": WHOLE, "rows": DATA, "both": PartitionSpec("model", "data")}
-    arrays = state_of(**{name: (x, spec) for name, spec in specs.items()}).params
-    monkeypatch.setattr(checksums, "_PIECE", 6)
-    assert checksums.checksums(arrays) == dict.fromkeys(specs, int(checksum(jnp.asarray(x))))
 
 
 def test_a_save_does_not_wait_for_its_checksums(tmp_path, monkeypatch):
