@@ -22,7 +22,6 @@ from shardkit._typed import typed
 from shardkit.collectives.permute import permuted
 from shardkit.runtime.data.checksums import shard_checksums
 from shardkit.runtime.data.reading import on_mesh
-from shardkit.runtime.data.storable import from_storable, is_key, is_storable, to_storable
 from shardkit.train import NonFiniteError
 
 Order = tuple[int, ...]  # for each place in the mesh, row by row, the place whose device works there
@@ -326,7 +325,13 @@ def sent(tree: Any, order: Order) -> Any:
     arrays = [leaves[k] for k in over]
     mesh, specs = arrays[0].sharding.mesh, tuple(x.sharding.spec for x in arrays)
     for k, x, pieces in zip(over, arrays, _sent(arrays, mesh=mesh, specs=specs, order=order), strict=True):
-        leaves[k] = _placed(x, pieces, NamedSharding(exchanged(mesh, order), x.sharding.spec))
+        there = NamedSharding(exchanged(mesh, order), x.sharding.spec)
+        by_device = {
+            piece.device: piece.data.reshape(there.shard_shape(x.shape)) for piece in pieces.addressable_shards
+        }
+        # In the order of the mesh: for keys, jax does not put them in order itself.
+        shards = [by_device[device] for device in there.addressable_devices_indices_map(x.shape)]
+        leaves[k] = jax.make_array_from_single_device_arrays(x.shape, there, shards, dtype=x.dtype)
     return jax.tree.unflatten(structure, leaves)
 
 
@@ -335,29 +340,10 @@ def _sent(arrays: list[jax.Array], *, mesh: Mesh, specs: tuple[PartitionSpec, ..
     """The shards after they were sent, one after the other along dim 0, also those that are equal."""
 
     def per_device(arrays: list[jax.Array]) -> list[jax.Array]:
-        stored = [jnp.atleast_1d(to_storable(x)) for x in arrays]
-        return permuted(stored, mesh.axis_names, list(enumerate(order)))
+        return permuted([jnp.atleast_1d(x) for x in arrays], mesh.axis_names, list(enumerate(order)))
 
     every = PartitionSpec(mesh.axis_names)
     return jax.shard_map(per_device, mesh=mesh, in_specs=(list(specs),), out_specs=every)(arrays)
-
-
-def _placed(x: jax.Array, pieces: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """The array whose shards are these pieces, each on the device where it is."""
-    like = x if is_storable(x) else jax.eval_shape(to_storable, x)
-    shards = [piece.data if like.ndim else piece.data.reshape(()) for piece in pieces.addressable_shards]
-    whole = jax.make_array_from_single_device_arrays(like.shape, sharding, shards, dtype=like.dtype)
-    if like is x:
-        return whole
-    kind = jax.random.key_impl(x) if is_key(x) else x.dtype
-    return _restored(whole, kind=kind, is_key=is_key(x), mesh=sharding.mesh, spec=sharding.spec)
-
-
-@partial(jax.jit, static_argnames=("kind", "is_key", "mesh", "spec"))
-def _restored(x: jax.Array, *, kind: Any, is_key: bool, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-    """The inverse of `to_storable`: typed keys of an implementation, or numbers of a dtype."""
-    back = lambda x: jax.random.wrap_key_data(x, impl=kind) if is_key else from_storable(x, kind)  # noqa: E731
-    return jax.shard_map(back, mesh=mesh, in_specs=spec, out_specs=spec)(x)
 
 
 def _checksums(tree: Any) -> tuple[list[str], jax.Array | None]:

@@ -44,7 +44,10 @@ def system_code(error: BaseException) -> int | None:
 def quiet() -> Iterator[None]:
     """Keeps orbax from logging errors that it also raises."""
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    ours = lambda record: not record.exc_info and "orbax" not in record.pathname  # noqa: E731
+
+    def ours(record: logging.LogRecord) -> bool:
+        return not record.exc_info and "orbax" not in record.pathname
+
     for logger in loggers:
         logger.addFilter(ours)
     try:

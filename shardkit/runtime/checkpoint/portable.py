@@ -141,9 +141,12 @@ def from_portable(arrays: dict[str, jax.Array], leaves: Leaves, records: Mapping
     made: Leaves = {}
     for paths in _together(changed):
         shardings = {path: stored_array(changed[path]).sharding for path in paths}
-        make = lambda some: {path: one(path, changed[path], some.get(path)) for path in paths}  # noqa: B023, E731
+
+        def moved(some: dict[str, jax.Array], paths: list[str] = paths) -> Leaves:
+            return {path: one(path, changed[path], some.get(path)) for path in paths}
+
         some = {path: arrays.pop(path) for path in paths if path in arrays}
-        made |= jax.block_until_ready(jax.jit(make, out_shardings=shardings)(some))
+        made |= jax.block_until_ready(jax.jit(moved, out_shardings=shardings)(some))
     return {path: made[path] if path in made else arrays.pop(path) for path in leaves}
 
 
@@ -172,13 +175,12 @@ def rows_of(path: str, x: Any, records: Records) -> int | None:
 def sharding_of_rows(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     """The layout in which to read another number of rows: split over the same axes, by rows or along another dim."""
     entries = [*spec_axes(sharding.spec), *[()] * len(shape)][: len(shape)]
-    axes, mesh = entries[0], sharding.mesh
-    ways = lambda axes: math.prod(mesh.shape[axis] for axis in axes)  # noqa: E731
-    entries[0] = ()
-    fits = [dim for dim, size in enumerate(shape) if size % ways(entries[dim] + axes) == 0]
-    if fits:
-        entries[fits[0]] += axes
-    return NamedSharding(mesh, canonical(PartitionSpec(*entries)))
+    axes, entries[0] = entries[0], ()
+    for dim, size in enumerate(shape):
+        if size % math.prod(sharding.mesh.shape[axis] for axis in entries[dim] + axes) == 0:
+            entries[dim] += axes
+            break
+    return NamedSharding(sharding.mesh, canonical(PartitionSpec(*entries)))
 
 
 def shared_out(array: jax.Array, rows: int) -> jax.Array:

@@ -92,13 +92,15 @@ def _parts(arrays: tuple[jax.Array, ...], shardings: tuple[NamedSharding, ...], 
         axes = [*spec_axes(spec), *[()] * x.ndim][: x.ndim]
         start = [lax.axis_index(each) * size if each else 0 for each, size in zip(axes, x.shape, strict=True)]
         shape = [size * math.prod(mesh.shape[axis] for axis in each) for each, size in zip(axes, x.shape, strict=True)]
-        total = lambda x: vary(checksum_of_part(x, start, shape, piece), mesh.axis_names)  # noqa: E731
+
+        def total(x: jax.Array) -> jax.Array:
+            return vary(checksum_of_part(x, start, shape, piece), mesh.axis_names)
+
         copies = tuple(axis for axis in mesh.axis_names if axis not in all_axes(spec) and mesh.shape[axis] > 1)
         if not copies:
             return total(x)
-        # Of copies that have drifted apart this is the one that is written.
-        none = lambda x: vary(jnp.uint32(0), mesh.axis_names)  # noqa: E731
-        return lax.cond(lax.axis_index(copies) == 0, total, none, x)
+        # Of copies that have drifted apart the first is the one that is written.
+        return lax.cond(lax.axis_index(copies) == 0, total, lambda x: vary(jnp.uint32(0), mesh.axis_names), x)
 
     def local(*shards: jax.Array) -> jax.Array:
         return jnp.stack([one(x, sharding.spec) for x, sharding in zip(shards, shardings, strict=True)])[None]
