@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import tempfile
 import textwrap
 from importlib import import_module
 from importlib.util import find_spec
@@ -101,17 +100,6 @@ def test_experts_smoke(capsys):
     # 3 x 256 tokens x 64 values of 4 bytes, x 8 experts or 10/8 x 2 choices, of which 7/8 travel
     assert "capacity E: 3 all_to_alls, 1.31 MiB sent a device" in printed
     assert "capacity 1.25: 3 all_to_alls, 0.41 MiB sent a device" in printed
-
-
-@pytest.mark.deep  # real processes
-def test_snapshots_smoke(tmp_path):
-    """Saved by two processes as two hosts, and restored by the same, by a new one of them, and from disk."""
-    with tempfile.TemporaryDirectory() as memory:
-        lines = smoke("snapshots", "--smoke", "--memory", memory).splitlines()
-    assert [line.split(" | ")[1] for line in lines if line.startswith("| 1e-05 GiB")] == [
-        *("snapshot, blocked", "snapshot, background", "checkpoint, blocked", "checkpoint, background"),
-        *("restore from memory", "restore with a new host", "restore from the checkpoint"),
-    ]
 
 
 @pytest.mark.deep

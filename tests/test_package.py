@@ -37,7 +37,6 @@ FLOORS = [
     ["runtime/cluster"],
     ["runtime/data"],
     ["runtime/checkpoint"],
-    ["runtime/snapshots"],
     ["runtime/weights"],
     ["runtime"],
     ["bench"],
@@ -144,12 +143,6 @@ def test_what_is_promised_is_there():
     extras = {"cli", "pytest", "test", "viz", "docs", "tensorboard", "checkpoint", "safetensors", "data", "all"}
     extras |= {"aot", "aot-gpu", "cuda", "tpu"}
     assert set(project["optional-dependencies"]) == extras
-
-
-@pytest.mark.check
-def test_no_file_is_longer_than_300_lines():
-    longest = max(modules(), key=lambda p: p.read_text().count("\n"))
-    assert longest.read_text().count("\n") <= 300, f"{longest.name} has more than 300 lines"
 
 
 @pytest.mark.check

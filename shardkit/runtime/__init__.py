@@ -1,7 +1,6 @@
 """What surrounds a training run: processes, the guard, checkpoints, weights, data.
 
-Start with `cluster/join.py`; each of `monitor/`, `cluster/`, `data/`, `checkpoint/`, `snapshots/`, `weights/` has a
-docstring.
+Start with `cluster/join.py`; each of `monitor/`, `cluster/`, `data/`, `checkpoint/`, `weights/` has a docstring.
 Imports training, and testing, whose laws it extends.
 """
 
@@ -23,11 +22,9 @@ from shardkit.runtime.data.reading import fetch, local_shards, print_global, rep
 from shardkit.runtime.drift import Drift, DriftError, assert_no_drift, replica_drift
 from shardkit.runtime.monitor.guard import Deadlines, Guard, guard
 from shardkit.runtime.replay import Corruption, CorruptionError, Replay
-from shardkit.runtime.snapshots.snapshots import Snapshots, restore_newest
 from shardkit.runtime.triage import NonFinite, TriageReport, nonfinite, triage
-from shardkit.runtime.weights.llama import llama_names
 from shardkit.runtime.weights.load import load_params
-from shardkit.runtime.weights.names import StoredAs
+from shardkit.runtime.weights.names import StoredAs, llama_names
 from shardkit.runtime.weights.save import save_params
 
 __all__ = [
@@ -45,7 +42,6 @@ __all__ = [
     "NonFinite",
     "Replay",
     "Run",
-    "Snapshots",
     "StoredAs",
     "TriageReport",
     "assert_no_drift",
@@ -78,7 +74,6 @@ __all__ = [
     "print_global",
     "replica_drift",
     "replicate",
-    "restore_newest",
     "restores_elsewhere",
     "save_params",
     "to_numpy",

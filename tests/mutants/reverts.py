@@ -846,28 +846,9 @@ REVERTS = (
         "x.reshape(count, x.shape[0] // count, *x.shape[1:]) if x.ndim else x",
         "jnp.broadcast_to(x, (count, *x.shape)) if x.ndim else x",
     ),
-    # ---- a review of snapshots, chaos and the meeting
-    (
-        "snapshot-kept-again-in-place",
-        "shardkit/runtime/snapshots/snapshots.py",
-        "-{self._saved:08d}",
-        "",
-    ),
-    (
-        "snapshot-of-a-future-that-was-left",
-        "shardkit/runtime/snapshots/snapshots.py",
-        "step < self._last:  # the run went back",
-        "step < 0:  # the run went back",
-    ),
-    (
-        "snapshot-of-a-state-that-was-not-checked",
-        "shardkit/cli/loop.py",
-        "every(o.snapshot_every, lambda step: replay.check()",
-        "every(0, lambda step: replay.check()",
-    ),
     (
         "checkpoint-path-as-a-url",
-        "shardkit/runtime/checkpoint/pieces.py",
+        "shardkit/runtime/checkpoint/reading.py",
         'base = {"driver": "file", "path": f"{tree.parent}/"}',
         'base = f"file://{tree.parent}/"',
     ),

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardkit.runtime.checkpoint.progress import SaveProgress
+from shardkit.runtime.checkpoint.orbax_io import SaveProgress
 from shardkit.runtime.monitor import client
 from shardkit.runtime.monitor.agreement import compared
 from shardkit.runtime.monitor.client import MonitorClient

@@ -1,4 +1,4 @@
-"""Checksums and files in pieces: the numbers of the whole, in the memory where they stay, while the run goes on."""
+"""Files in pieces, read into the memory where they stay, and checksums that a save does not wait for."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import shardkit as sk
 from shardkit.runtime.checkpoint import checkpoints as module
-from shardkit.runtime.checkpoint import orbax_io, pieces, sums
+from shardkit.runtime.checkpoint import orbax_io, reading
 from shardkit.runtime.checkpoint.checkpoints import Checkpoints, latest_step
 from shardkit.runtime.checkpoint.portable import leaf_record
 from shardkit.runtime.checkpoint.record import make_record, seal
-from shardkit.runtime.data.checksums import checksum, checksum_of_part
+from shardkit.runtime.data import checksums
 
 DATA, WHOLE = PartitionSpec("data"), PartitionSpec()
 
@@ -38,29 +38,10 @@ def restored(directory: Path, target: Any) -> Any:
         return checkpoints.restore(target)[0]
 
 
-# A piece at the end of a dim, which reaches back, would count words twice; complex words have a dim in front.
-@pytest.mark.parametrize(
-    "dtype", ["float32", *(pytest.param(x, marks=pytest.mark.deep) for x in ("complex64", "int8"))]
-)
-def test_pieces_of_any_size_have_the_checksum_of_the_whole(dtype):
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3, 7)) * 9).astype(dtype)
-    found = jax.jit(lambda x: [checksum_of_part(x, (0, 0, 0), x.shape, piece) for piece in (2, 50)])(x)
-    assert [int(each) for each in found] == [int(checksum(x))] * 2
-
-
-# Alone, a part would have the places of the first, and each of several copies would count.
-def test_parts_on_any_mesh_add_up(monkeypatch):
-    x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
-    specs = {"whole": WHOLE, "rows": DATA, "both": PartitionSpec("model", "data")}
-    arrays = state_of(**{name: (x, spec) for name, spec in specs.items()}).params
-    monkeypatch.setattr(sums, "_PIECE", 6)
-    assert sums.checksums(arrays) == dict.fromkeys(specs, int(checksum(jnp.asarray(x))))
-
-
 def test_a_save_does_not_wait_for_its_checksums(tmp_path, monkeypatch):
     """It took ten times as long as orbax alone; and without them, the step must not count."""
     state, wait = state_of(w=(jnp.arange(8.0), DATA)), threading.Event()
-    start = sums.start_checksums
+    start = checksums.start_checksums
 
     def late(arrays: Any) -> Callable[[], Any]:
         started = start(arrays)
@@ -95,17 +76,17 @@ def test_checksums_that_fail_are_a_save_that_failed(tmp_path, monkeypatch):
 # Of pieces that a target's parts cut, or of too many at once, nothing else would tell.
 def test_files_in_pieces_are_read_a_few_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(orbax_io, "_PIECES", (64, 64))
-    monkeypatch.setattr(pieces, "_UNDERWAY", 128)
+    monkeypatch.setattr(reading, "_UNDERWAY", 128)
     x, y = (np.random.default_rng(0).normal(size=size).astype(np.float32) for size in ((12, 16), (8, 4)))
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state_of(x=(x, PartitionSpec("model")), y=(y, DATA)))
-    begin, underway, most = pieces._Part.pieces, [0], [0]
+    begin, underway, most = reading._Part.pieces, [0], [0]
 
     def counted(part: Any) -> Any:
         for size, copy in begin(part):
             yield size, lambda size=size, copy=copy: Copying(size, copy(), underway, most)
 
-    monkeypatch.setattr(pieces._Part, "pieces", counted)
+    monkeypatch.setattr(reading._Part, "pieces", counted)
     found = restored(tmp_path, state_of(x=(x * 0, PartitionSpec("data", "model")), y=(y * 0, PartitionSpec("model"))))
     np.testing.assert_array_equal(found.params["x"], x)
     np.testing.assert_array_equal(found.params["y"], y)
@@ -127,11 +108,11 @@ class Copying:
 
 # Read into one buffer and copied into another, a restore took two and a half times the memory of the state.
 def test_a_restore_reads_into_the_memory_where_it_stays(tmp_path, monkeypatch):
-    state, buffers, aligned = state_of(w=(jnp.arange(4096.0), DATA)), [], pieces._aligned
+    state, buffers, aligned = state_of(w=(jnp.arange(4096.0), DATA)), [], reading._aligned
     directory = tmp_path / "a%20b#c|d"  # a URL with this path is refused, or is that of another directory
     with Checkpoints(directory) as checkpoints:
         checkpoints.save(state)
-    monkeypatch.setattr(pieces, "_aligned", lambda *of: (buffers.append(aligned(*of)), buffers[-1])[1])
+    monkeypatch.setattr(reading, "_aligned", lambda *of: (buffers.append(aligned(*of)), buffers[-1])[1])
     found = restored(directory, state).params["w"]
     ours = {buffer.ctypes.data for buffer in buffers}
     assert {shard.data.unsafe_buffer_pointer() for shard in found.addressable_shards} <= ours
@@ -145,7 +126,7 @@ def test_what_was_written_whole_and_compressed_is_read(tmp_path):
     state = state_of(w=(jnp.arange(64.0).reshape(8, 8), PartitionSpec("data", "model")))
     arrays = {"step": state.step, "params.w": state.params["w"]}
     record = make_record(1, 5, None, None, {path: leaf_record(x) for path, x in arrays.items()})
-    seal(record, sums.checksums(arrays))
+    seal(record, checksums.checksums(arrays))
     ocp.save(tmp_path / "1", arrays, custom_metadata=record)
     with Checkpoints(tmp_path) as checkpoints:
         found, run = checkpoints.restore(state)
