@@ -22,8 +22,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
-from shardkit.bench.plan_cases import LAYERS, LEARNING_RATE, cases_of
-from shardkit.bench.strategies import text
+from shardkit.bench.strategies import LAYERS, LEARNING_RATE, cases_of, text
 from shardkit.models import transformer
 from shardkit.partitioning.placement import map_layouts
 

@@ -147,12 +147,6 @@ def test_what_is_promised_is_there():
 
 
 @pytest.mark.check
-def test_no_file_is_longer_than_300_lines():
-    longest = max(modules(), key=lambda p: p.read_text().count("\n"))
-    assert longest.read_text().count("\n") <= 300, f"{longest.name} has more than 300 lines"
-
-
-@pytest.mark.check
 def test_vma_tracking_is_never_switched_off():
     for path in modules():
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]

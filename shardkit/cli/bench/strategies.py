@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import tyro
 
 from shardkit import bench
-from shardkit.bench.plan_cases import Workload, cases_of, left_out
-from shardkit.bench.strategies import text
+from shardkit.bench.strategies import Workload, cases_of, left_out, text
 from shardkit.cli.bench.options import Output, header, kept
 from shardkit.cli.plans import mesh_words
 from shardkit.cli.run import mesh_of
