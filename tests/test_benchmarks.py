@@ -16,7 +16,19 @@ import optax
 import pytest
 
 import shardkit as sk
-from benchmarks import experts, growth, links, overlap, pipeline, scale, schedules, soak, start, step_overhead
+from benchmarks import (
+    experts,
+    growth,
+    links,
+    overlap,
+    pipeline,
+    scale,
+    schedules,
+    soak,
+    start,
+    step_overhead,
+    strategies,
+)
 from shardkit import bench
 
 ROOT = Path(start.__file__).parents[1]
@@ -186,6 +198,32 @@ def test_monitors_quick():
     printed = smoke("monitors", "--quick")
     rows = [line for line in printed.splitlines() if line.startswith(("| 3 ", "| 8 ", "| 40 ", "| exponent"))]
     assert len(rows) == 5 and all(figure.strip() for figure in rows[0].split("|")[1:-1])
+
+
+# ---- strategies
+
+
+def test_a_tutorials_step_agrees_with_one_device():
+    """What autodiff reduces in every microbatch is twice what the gradients are, and gives the same numbers."""
+    mesh, name = sk.make_mesh(data=2, model=4), "tutorial: dp, 2 microbatches"
+    with jax.numpy_dtype_promotion("standard"):  # optax does not trace under strict promotion
+        work = bench.reference(sk.models.transformer.Config(layers=1, dim=16, heads=4), 16, 4)
+        how = {"compiler_options": {"xla_backend_optimization_level": 0}, "calls": 1, "rounds": 1}
+        one, tutorial = bench.strategies(work, mesh=mesh, only=[name], beside=strategies.beside(work, mesh), **how)
+    assert 0 < tutorial["disagreement_relative_max"] < tutorial["tolerance_relative"] and not tutorial["wrong"]
+    assert one["wire_bytes"] == 0 < tutorial["wire_bytes"] == tutorial["written_bytes"]
+    parameters = (one["held_bytes"] - 16 * 4 * 2 * 4 - 4) / 3  # beside two moments, the batch and a counter
+    assert tutorial["written_bytes"] == pytest.approx(2 * 2 * 7 / 8 * parameters, rel=0.01)  # microbatches, a ring
+
+
+@pytest.mark.deep
+def test_strategies_smoke(tmp_path):
+    """Every case agrees; explicit fsdp sends less than jit, with constraints and without."""
+    records = {record["case"]: record for record in recorded(tmp_path, "strategies")}
+    assert not any(record["wrong"] for record in records.values()) and len(records) >= 25
+    assert {"tutorial: GPipe scan", "tutorial: fsdp, 2 microbatches"} <= set(records)
+    theirs = min(records[name]["wire_bytes"] for name in ("jit: fsdp", "jit, constraints: fsdp"))
+    assert records["fsdp"]["wire_bytes"] < theirs
 
 
 # ---- schedules

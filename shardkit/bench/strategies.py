@@ -1,4 +1,4 @@
-"""One model under every plan that fits a mesh, beside one device, jit's partitioner and steps as tutorials write them.
+"""One model under every plan that fits a mesh, beside one device and jit's partitioner.
 
 All steps start from the same parameters, take the same global batch and update with AdamW; their losses, parameters and
 moments must agree with one device's. Each is compiled once, and all are timed in the same rounds: a table is one run.
@@ -22,7 +22,6 @@ import shardkit as sk
 from shardkit._check import at_least, quoted, sized
 from shardkit.analysis.hlo.differences import Compiled, read_compiled
 from shardkit.analysis.jaxpr.census import traceable
-from shardkit.bench.baselines import Loss, constrained, gathered_once, in_microbatches, partitioned, scan_gpipe
 from shardkit.bench.measure import Case, disagreement, measure
 from shardkit.bench.records import Record
 from shardkit.layout import table
@@ -30,9 +29,12 @@ from shardkit.models import transformer
 from shardkit.models.transformer import ONE_DEVICE, Axes
 from shardkit.partitioning.placement import map_layouts
 
+Loss = Callable[[Any, Any, Any], Any]
 LEARNING_RATE = 1e-5  # small: AdamW makes whole steps of rounding where a gradient is nearly zero
 LAYERS = ("layers",)
-MICROBATCHES = 2  # of the tutorial's steps, and of those beside them
+MICROBATCHES = 2
+MIB = 2**20
+_OTHER_ORDER = 10  # results may differ by so many times what the order of one device's own sums changes
 
 
 class Workload(NamedTuple):
@@ -119,7 +121,7 @@ def left_out(sizes: Mapping[str, int], work: Workload) -> list[str]:
     else:
         if not _has_columns(sizes, config):
             reasons.append(f"tensor parallelism: {config.heads} heads of width {config.width} over model={model}")
-        if not _has_stages(sizes, work):
+        if not has_stages(sizes, work):
             reasons.append(f"pipelines: {config.layers} layers over model={model}")
     return reasons
 
@@ -129,31 +131,29 @@ def _has_columns(sizes: Mapping[str, int], config: transformer.Config) -> bool:
     return model > 1 and not (config.heads % model or config.width % model or config.vocabulary % model)
 
 
-def _has_stages(sizes: Mapping[str, int], work: Workload) -> bool:
+def has_stages(sizes: Mapping[str, int], work: Workload) -> bool:
+    """Whether "model" can be the stages of a pipeline."""
     model = sizes.get("model", 1)
     return work.config is not None and model > 1 and work.config.layers % model == 0
 
 
 def cases_of(work: Workload, mesh: Mesh) -> dict[str, Callable[[], Case]]:
     """Every case that fits, by name, one device first. A case is built when it is called; its step is not compiled."""
-    each = _Cases(work, mesh)
+    each = Cases(work, mesh)
     found: dict[str, Callable[[], Case]] = {"one device": each.one_device}
     for way in ways(mesh.shape, work):
-        jits = ["jit"] * way.jit + ["jit, constraints"] * (way.manual is None)
-        found |= {f"{kind}: {way.held}": partial(each.automatic, kind, way) for kind in jits}
+        if way.jit:
+            found[f"jit: {way.held}"] = partial(each.jit, "jit", way)
         found[way.held] = partial(each.of, way)
     for plan_of in (sk.dp, sk.zero2, sk.fsdp):  # ZeRO-2 is ZeRO-1 where there is one microbatch
         name = f"{plan_of.__name__}, {MICROBATCHES} microbatches"
-        if plan_of is not sk.zero2:
-            found[f"tutorial: {name}"] = partial(each.tutorial, name, plan_of)
         found[name] = partial(each.in_microbatches, name, plan_of)
-    if _has_stages(mesh.shape, work):
-        found["tutorial: GPipe scan"] = each.scan
+    if has_stages(mesh.shape, work):
         found |= {"GPipe": partial(each.pipeline, "GPipe"), "1F1B": partial(each.pipeline, "1F1B")}
     return found
 
 
-class _Cases:
+class Cases:
     """Builds cases over one mesh."""
 
     def __init__(self, work: Workload, mesh: Mesh):
@@ -175,32 +175,20 @@ class _Cases:
         loss_fn = self.work.loss_fn if config is None else transformer.loss_fn(config, way.axes)
         return self.built(way.held, sk.value_and_grad(loss_fn), way.plan, manual=way.manual)
 
-    def automatic(self, kind: str, way: Way) -> Case:
-        """jit's step, held as a plan holds it."""
-        mesh, config, loss_fn = self.mesh, self.work.config, self.work.loss_fn
-        carry, batch = self.held(self.of(way))
-        layouts = way.plan.layouts(self.work.params, mesh)
-        seen = map_layouts(lambda layout: layout.seen, layouts)
-        update = map_layouts(lambda layout: NamedSharding(mesh, layout.update), layouts)
+    def jit(self, kind: str, way: Way, loss_fn: Loss | None = None) -> Case:
+        """jit's step, held as a plan holds it; of the loss for one device, or of one with constraints."""
+        case = self.of(way)
+        carry, batch = held(case)
+        layouts = way.plan.layouts(self.work.params, self.mesh)
+        update = map_layouts(lambda layout: NamedSharding(self.mesh, layout.update), layouts)
         if way.manual:
             update = jax.tree.map(lambda x: x.sharding, carry[0])
-        if kind == "jit, constraints" and config is None:
-            loss_fn = gathered_once(loss_fn, mesh, seen)
-        elif kind == "jit, constraints":
-            assert config is not None
-            split = tuple(way.plan.batch_spec(mesh))[:1]
-            loss_fn = constrained(config, mesh, seen, split[0] if split else None, way.axes, by_layer=way.by_layer)
-        return partitioned(f"{kind}: {way.held}", loss_fn, self.optimizer, carry, batch, update)
+        name = f"{kind}: {way.held}"
+        return partitioned(name, loss_fn or self.work.loss_fn, self.optimizer, carry, batch, update)
 
     def in_microbatches(self, name: str, plan_of: Callable[..., sk.Plan]) -> Case:
         """A plan's step in microbatches."""
         return self.built(name, sk.value_and_grad(self.work.loss_fn), plan_of(self.every), accumulate=MICROBATCHES)
-
-    def tutorial(self, name: str, plan_of: Callable[..., sk.Plan]) -> Case:
-        """The same step as tutorials write it."""
-        carry, batch = self.held(self.in_microbatches(name, plan_of))
-        how = self.optimizer, carry, batch, self.mesh, self.every, MICROBATCHES
-        return in_microbatches(f"tutorial: {name}", self.work.loss_fn, *how)
 
     def pipeline(self, name: str) -> Case:
         """A pipeline over "model" by a schedule; the data axis splits examples."""
@@ -212,13 +200,6 @@ class _Cases:
         pipe = sk.pipeline(make(self.mesh.shape["model"], self.microbatches), "model")
         grad_fn = pipe.value_and_grad(*transformer.pieces(config, axes), mode="branch", layer_numbers=True)
         return self.built(name, transformer.in_order(grad_fn, axes), plan)
-
-    def scan(self) -> Case:
-        """The pipeline as tutorials write it."""
-        assert self.work.config is not None, "only the reference transformer has pieces"
-        carry, batch = self.held(self.pipeline("GPipe"))
-        how = self.optimizer, carry, batch, self.mesh, "model", self.microbatches
-        return scan_gpipe("tutorial: GPipe scan", self.work.config, *how)
 
     @property
     def microbatches(self) -> int:
@@ -239,13 +220,51 @@ class _Cases:
             self._built[name] = Case(name, step, init(params, jax.random.key(2)), (batch,))
         return self._built[name]
 
-    def held(self, case: Case) -> tuple[Any, Any]:
-        """Parameters with the optimizer's state, and the batch, as a plan lays them out."""
-        return (case.carry.params, case.carry.opt_state), case.args[0]
+
+def held(case: Case) -> tuple[Any, Any]:
+    """Parameters with the optimizer's state, and the batch, as a plan lays them out."""
+    return (case.carry.params, case.carry.opt_state), case.args[0]
 
 
-MIB = 2**20
-_OTHER_ORDER = 10  # results may differ by so many times what the order of one device's own sums changes
+def updated(optimizer: Any, carry: Any, gradients: Any, loss: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
+    """The carry after a step of the optimizer, as every step that is not of `make_train_step` ends."""
+    params, opt_state = carry
+    updates, opt_state = optimizer.update(gradients, opt_state, params)
+    return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+
+
+def mean(loss_fn: Loss) -> Callable[[Any, Any], jax.Array]:
+    """A loss for `value_and_grad` as a scalar function of parameters and batch, without keys."""
+
+    def scalar(params: Any, batch: Any) -> jax.Array:
+        out = loss_fn(params, batch, None)
+        out = out[0] if isinstance(out, tuple) and not isinstance(out, sk.Mean) else out
+        return out.total / out.weight if isinstance(out, sk.Mean) else out
+
+    return scalar
+
+
+def partitioned(name: str, loss_fn: Loss, optimizer: Any, carry: Any, batch: Any, update: Any) -> Case:
+    """The step on global arrays, as one writes it for one device, with the layouts of its arguments and results.
+
+    Args:
+        name: of the case.
+        loss_fn: for one device, or with constraints.
+        optimizer: of optax.
+        carry: parameters and optimizer state, in the layouts to hold.
+        batch: the global batch, in its layout.
+        update: the layout of gradients, as shardings.
+    """
+
+    def step(carry: Any, batch: Any) -> tuple[Any, Any]:
+        loss, gradients = jax.value_and_grad(mean(loss_fn))(carry[0], batch)
+        return updated(optimizer, carry, jax.lax.with_sharding_constraint(gradients, update), loss)
+
+    held = jax.tree.map(lambda x: x.sharding, carry)
+    given = jax.tree.map(lambda x: x.sharding, batch)
+    whole = NamedSharding(jax.tree.leaves(held)[0].mesh, P())
+    jitted = jax.jit(step, in_shardings=(held, given), out_shardings=(held, whole), donate_argnums=0)
+    return Case(name, jitted, carry, (batch,))
 
 
 def strategies(
@@ -253,6 +272,7 @@ def strategies(
     *,
     mesh: Mesh,
     only: Sequence[str] = (),
+    beside: Mapping[str, Callable[[], Case]] = MappingProxyType({}),
     calls: int = 1,
     rounds: int = 100,
     compiler_options: Mapping[str, Any] = MappingProxyType({}),
@@ -267,6 +287,8 @@ def strategies(
         work: what every case computes.
         mesh: of axes "data" and "model", or one of them.
         only: names of cases to measure beside one device; none means all.
+        beside: further steps by name, each built when it is called: of the same parameters, state and batch as those of
+            a plan, with `(params, opt_state)` as their carry and a value with an entry "loss".
         calls: steps of each case in each round.
         rounds: how often each case takes its turn.
         compiler_options: of every program, beside one thread for each simulated device.
@@ -288,7 +310,7 @@ def strategies(
     """
     at_least("strategies", 1, calls=calls, rounds=rounds)
     _check(work, mesh)
-    cases = cases_of(work, mesh)
+    cases = {**cases_of(work, mesh), **beside}
     names = list(cases)
     for name in only:
         if name not in names:

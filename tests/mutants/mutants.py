@@ -2571,13 +2571,6 @@ _BENCH_SIZES = (
         "model > 1",
         REFUSAL,
     ),
-    Mutant(
-        "microbatches-summed",
-        "shardkit/bench/baselines.py",
-        "micro) / (ways * count)",
-        "micro) / ways",
-        DIVISION,
-    ),
 )
 
 # By its path, as test_mutants.py reads this file.

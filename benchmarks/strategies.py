@@ -1,69 +1,84 @@
-"""The steps beside which plans are measured: jit's partitioner, with constraints by hand too, and those of tutorials.
+"""Every plan beside one device, and beside the same steps as one writes them otherwise.
 
-The partitioner's steps hold their parameters and their optimizer's state in given layouts, those of a plan, and donate
-them. Tutorials gather whole weights, reduce in every microbatch, and write GPipe as one scan.
+`shardkit bench strategies` measures plans beside `jit`. Here stand, in the same rounds, too: "jit, constraints: X", the
+text for one device under jit with a `with_sharding_constraint` wherever a careful author would put one, held as plan X
+holds it; and "tutorial: X", shard_map as tutorials write it: whole gathers, a reduction in every microbatch, and GPipe
+as one scan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.bench.measure import Case
+from benchmarks.start import start
+from shardkit import bench
+from shardkit.bench.strategies import (
+    MICROBATCHES,
+    Cases,
+    Loss,
+    Way,
+    has_stages,
+    held,
+    mean,
+    text,
+    updated,
+    ways,
+)
 from shardkit.layers.attention import dot_attention
 from shardkit.models import transformer
 from shardkit.models.transformer import Axes
-
-Loss = Callable[[Any, Any, Any], Any]
-
-
-def updated(optimizer: Any, carry: Any, gradients: Any, loss: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
-    """The carry after a step of the optimizer, as every step that is not of `make_train_step` ends."""
-    params, opt_state = carry
-    updates, opt_state = optimizer.update(gradients, opt_state, params)
-    return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+from shardkit.partitioning.placement import map_layouts
 
 
-def mean(loss_fn: Loss) -> Callable[[Any, Any], jax.Array]:
-    """A loss for `value_and_grad` as a scalar function of parameters and batch, without keys."""
+def beside(work: bench.Workload, mesh: Mesh) -> dict[str, Callable[[], bench.Case]]:
+    """The further cases that fit the mesh, by name."""
+    cases = Cases(work, mesh)
+    found: dict[str, Callable[[], bench.Case]] = {}
+    for way in ways(mesh.shape, work):
+        if way.manual is None:
+            found[f"jit, constraints: {way.held}"] = partial(by_constraints, cases, way)
+    for plan_of in (sk.dp, sk.fsdp):
+        name = f"{plan_of.__name__}, {MICROBATCHES} microbatches"
+        found[f"tutorial: {name}"] = partial(tutorial, cases, name, plan_of)
+    if has_stages(mesh.shape, work):
+        found["tutorial: GPipe scan"] = partial(scan, cases)
+    return found
 
-    def scalar(params: Any, batch: Any) -> jax.Array:
-        out = loss_fn(params, batch, None)
-        out = out[0] if isinstance(out, tuple) and not isinstance(out, sk.Mean) else out
-        return out.total / out.weight if isinstance(out, sk.Mean) else out
 
-    return scalar
+def by_constraints(cases: Cases, way: Way) -> bench.Case:
+    """jit's step of a loss with constraints: the reference transformer's, or any other's on its parameters."""
+    config, mesh = cases.work.config, cases.mesh
+    seen = map_layouts(lambda layout: layout.seen, way.plan.layouts(cases.work.params, mesh))
+    if config is None:
+        return cases.jit("jit, constraints", way, gathered_once(cases.work.loss_fn, mesh, seen))
+    split = tuple(way.plan.batch_spec(mesh))[:1]
+    loss_fn = constrained(config, mesh, seen, split[0] if split else None, way.axes, by_layer=way.by_layer)
+    return cases.jit("jit, constraints", way, loss_fn)
 
 
-def partitioned(name: str, loss_fn: Loss, optimizer: Any, carry: Any, batch: Any, update: Any) -> Case:
-    """The step on global arrays, as one writes it for one device, with the layouts of its arguments and results.
+def tutorial(cases: Cases, name: str, plan_of: Callable[..., sk.Plan]) -> bench.Case:
+    """A step in microbatches, as tutorials write it."""
+    carry, batch = held(cases.in_microbatches(name, plan_of))
+    how = cases.optimizer, carry, batch, cases.mesh, cases.every, MICROBATCHES
+    return in_microbatches(f"tutorial: {name}", cases.work.loss_fn, *how)
 
-    Args:
-        name: of the case.
-        loss_fn: for one device, or with constraints.
-        optimizer: of optax.
-        carry: parameters and optimizer state, in the layouts to hold.
-        batch: the global batch, in its layout.
-        update: the layout of gradients, as shardings.
-    """
 
-    def step(carry: Any, batch: Any) -> tuple[Any, Any]:
-        loss, gradients = jax.value_and_grad(mean(loss_fn))(carry[0], batch)
-        return updated(optimizer, carry, jax.lax.with_sharding_constraint(gradients, update), loss)
-
-    held = jax.tree.map(lambda x: x.sharding, carry)
-    given = jax.tree.map(lambda x: x.sharding, batch)
-    whole = NamedSharding(jax.tree.leaves(held)[0].mesh, P())
-    jitted = jax.jit(step, in_shardings=(held, given), out_shardings=(held, whole), donate_argnums=0)
-    return Case(name, jitted, carry, (batch,))
+def scan(cases: Cases) -> bench.Case:
+    """The pipeline, as tutorials write it."""
+    assert cases.work.config is not None, "only the reference transformer has pieces"
+    carry, batch = held(cases.pipeline("GPipe"))
+    how = cases.optimizer, carry, batch, cases.mesh, "model", cases.microbatches
+    return scan_gpipe("tutorial: GPipe scan", cases.work.config, *how)
 
 
 def gathered_once(loss_fn: Loss, mesh: Mesh, seen: Any) -> Loss:
@@ -126,7 +141,7 @@ def constrained(config: transformer.Config, mesh: Mesh, seen: Any, split: Any, a
 
 def in_microbatches(
     name: str, loss_fn: Loss, optimizer: Any, carry: Any, batch: Any, mesh: Mesh, axes: tuple[str, ...], count: int
-) -> Case:
+) -> bench.Case:
     """Data parallelism, or FSDP where the carry is split: each microbatch gathers all weights, and reduces gradients.
 
     Autodiff places the reductions: of a replicated weight a psum, of a gathered one a reduce-scatter.
@@ -157,12 +172,12 @@ def in_microbatches(
         loss, gradients = gradient(carry[0], batch)
         return updated(optimizer, carry, gradients, loss)
 
-    return Case(name, _jitted(step, carry, mesh), carry, (batch,))
+    return bench.Case(name, jitted(step, carry, mesh), carry, (batch,))
 
 
 def scan_gpipe(
     name: str, config: transformer.Config, optimizer: Any, carry: Any, batch: Any, mesh: Mesh, axis: str, count: int
-) -> Case:
+) -> bench.Case:
     """GPipe as one scan, differentiated: every device computes its stage at each of m + p - 1 ticks, and all is saved.
 
     The examples are split over the other axes of the mesh.
@@ -201,10 +216,35 @@ def scan_gpipe(
         loss, gradients = jax.value_and_grad(lambda params: nats(params, batch) / batch["tokens"].size)(carry[0])
         return updated(optimizer, carry, gradients, loss)
 
-    return Case(name, _jitted(step, carry, mesh), carry, (batch,))
+    return bench.Case(name, jitted(step, carry, mesh), carry, (batch,))
 
 
-def _jitted(step: Any, carry: Any, mesh: Mesh) -> Any:
+def jitted(step: Any, carry: Any, mesh: Mesh) -> Any:
     """The step with its carry donated, and laid out after it as before."""
     held = jax.tree.map(lambda x: x.sharding, carry)
     return jax.jit(step, out_shardings=(held, NamedSharding(mesh, P())), donate_argnums=0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table; the exit code is 1 if a result is wrong."""
+    options = start(__doc__, argv, devices=8)
+    size, examples, tokens = (16, 16, 4) if options.smoke else (128, 16, 64)
+    work = bench.reference(transformer.Config(layers=4, dim=size, heads=4), examples, tokens)
+    mesh = sk.make_mesh(data=2, model=-1)
+    records = bench.strategies(
+        work,
+        mesh=mesh,
+        beside=beside(work, mesh),
+        calls=options.calls or 1,
+        rounds=options.rounds or (2 if options.smoke else 100),
+        compiler_options={"xla_backend_optimization_level": 0} if options.smoke else {},
+        progress=lambda name: print(f"compiling {name}", file=sys.stderr, flush=True),
+    )
+    print(text(records))
+    if options.json:
+        bench.write(records, options.json)
+    return int(any(record["wrong"] for record in records))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
