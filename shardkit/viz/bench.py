@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +22,13 @@ Record = Mapping[str, Any]
 _SMALL = 64 * 1024  # bytes up to which a time is mostly latency
 _KEYS_OF_LINES = ("impl", "dtype", "redop", "axes")  # named where they differ within an operation
 _MANY = 10  # lines in one plot, above which each operation has a row of its own
+# Title, unit and key of each plot, the largest size in it, and where it has a line.
+_PLOTS = (
+    ("bus bandwidth", "GB/s", "busbw_GBps", math.inf, None),
+    ("latency", "us", "wall_us_median", _SMALL, None),
+    ("achieved over expected by the alpha-beta fit", "share", "of_fit", math.inf, 1.0),
+    ("achieved over expected by the chip", "share", "of_chip", math.inf, 1.0),
+)
 # Inches.
 _WIDE, _TALL, _LEFT, _TOP, _UNDER, _LABELS, _KEYS = 3.6, 2.7, 0.85, 0.55, 0.55, 2.6, 2.4
 _BAR, _EDGE = 0.2, 0.15
@@ -96,9 +103,11 @@ def _number(record: Record, key: str) -> float | None:
     return float(value) if usable else None  # type: ignore[arg-type]
 
 
-def _line(name: str, records: Iterable[Record], x: str, y: Callable[[Record], float | None]) -> Line:
-    points = {_number(each, x): y(each) for each in records}
-    return Line(name, tuple(sorted((a, b) for a, b in points.items() if a is not None and b is not None)))
+def _line(name: str, records: Iterable[Record], key: str, most: float) -> Line:
+    """The values of a key against sizes, up to the largest to draw."""
+    points = ((_number(each, "size"), _number(each, key)) for each in records)
+    found = {size: value for size, value in points if size and value and size <= most}
+    return Line(name, tuple(sorted(found.items())))
 
 
 def _comm(records: list[Record]) -> list[list[Panel]]:
@@ -115,38 +124,27 @@ def _comm(records: list[Record]) -> list[list[Panel]]:
         groups = {}
         for named, own in series.items():
             groups.setdefault(named[0], {})[named[1:]] = own
-    small = [r for r in records if (_number(r, "size") or math.inf) <= _SMALL]
     out = []
     for op, inside in groups.items():
-        of = {" ".join(named): own for named, own in inside.items()}
-        before = f"{op}: " if op else ""
-
-        def lines(y: Callable[[Record], float | None], only: list[Record] = records, of: Any = of) -> tuple[Line, ...]:
-            here = {id(r) for r in only}
-            return tuple(_line(n, [r for r in own if id(r) in here], "size", y) for n, own in of.items())
-
-        row = [
-            Panel(f"{before}bus bandwidth", "size", "GB/s", lines(lambda r: _number(r, "busbw_GBps"))),
-            Panel(f"{before}latency", "size", "us", lines(lambda r: _number(r, "wall_us_median"), small)),
-        ]
-        for key, by in (("of_fit", "the alpha-beta fit"), ("of_chip", "the chip")):
-            share = lines(partial(_number, key=key))
-            row.append(Panel(f"{before}achieved over expected by {by}", "size", "share", share, level=1.0))
+        row = []
+        for title, up, key, most, level in _PLOTS:
+            lines = tuple(_line(" ".join(named), own, key, most) for named, own in inside.items())
+            row.append(Panel(f"{op}: {title}" if op else title, "size", up, lines, level=level))
         out.append(row)
     return out
 
 
 def _ratios(records: list[Record]) -> list[list[Panel]]:
     out = []
-    kinds = (("cpu_ratio_median", "CPU time"), ("wall_ratio_median", "wall time"))
     for place in dict.fromkeys((str(r.get("row")), str(r.get("mode", ""))) for r in records):
         own = [r for r in records if (str(r.get("row")), str(r.get("mode", ""))) == place]
         over = next((f", over {r['baseline']}" for r in own if r.get("baseline")), "")
-        out.append([Panel(f"{place[0]}{over}", "ratio", bars=_bars(own, kinds), level=1.0)])
+        out.append([Panel(f"{place[0]}{over}", "ratio", bars=_bars(own), level=1.0)])
     return out
 
 
-def _bars(records: list[Record], kinds: Iterable[tuple[str, str]]) -> tuple[Bar, ...]:
+def _bars(records: list[Record]) -> tuple[Bar, ...]:
+    kinds = (("cpu_ratio_median", "CPU time"), ("wall_ratio_median", "wall time"))
     last = {str(r.get("case")): r for r in records}
     found = [(case, kind, _number(r, key)) for case, r in last.items() for key, kind in kinds]
     return tuple(Bar(case, kind, value) for case, kind, value in found if value is not None)
