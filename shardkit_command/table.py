@@ -25,15 +25,10 @@ COMMANDS = (
     Command("aot", "compile a step for chips that are not attached", "shardkit.cli.aot"),
     Command("report", "a step as one HTML page, to read or to mail", "shardkit.cli.report"),
     Command("draw", "a pipeline schedule as text, numbers and picture", "shardkit.cli.draw"),
-    Command("soak", "start training many times, and count hangs", "shardkit.cli.soak"),
 )
 BENCH = (
     Command("comm", "collectives, as nccl-tests measures them", "shardkit.cli.bench.comm"),
-    Command("links", "all_reduce over a throttled link", "shardkit.cli.bench.links"),
-    Command("overlap", "how much communication hides behind compute", "shardkit.cli.bench.overlap"),
     Command("strategies", "one model under every plan that fits a mesh", "shardkit.cli.bench.strategies"),
-    Command("schedules", "pipeline schedules, beside their simulation", "shardkit.cli.bench.schedules"),
-    Command("scale", "what a train step costs to build, against its size", "shardkit.cli.bench.scale"),
     Command("compare", "what became slower between two files of results", "shardkit.cli.bench.compare"),
     Command("plot", "results as a picture", "shardkit.cli.bench.plot"),
     Command("trace", "a step as execution traces for network simulators", "shardkit.cli.bench.trace"),

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit import planner, runtime
 from shardkit._typed import typed
-from shardkit.cli import soak, train
+from shardkit.cli import train
 from shardkit.config import DistributedConfig
 
 pytestmark = pytest.mark.check
@@ -140,11 +140,3 @@ def test_options_of_training_that_mean_nothing(options, message):
     with pytest.raises(ValueError) as error:
         train.train(train.Options(**options))
     assert str(error.value) == message
-
-
-@pytest.mark.parametrize("options", [{"threads": 0}, {"devices": 0}, {"starts": 0}, {"timeout": math.nan}])
-def test_options_of_soak_that_mean_nothing(options):
-    ((name, value),) = options.items()
-    with pytest.raises(ValueError) as error:
-        soak.soak(soak.Options(**options))
-    assert str(error.value) == f"soak: --{name} must be at least 1; got {value}. Pass 1 or more."

@@ -118,7 +118,7 @@ def test_a_plan_costs_what_the_table_says(name):
 # The figures beside jit are those of another machine than the results that are kept.
 @pytest.mark.check
 def test_the_figures_beside_jit_are_those_of_the_results():
-    records = map(json.loads, (ROOT / "results" / "strategies.jsonl").read_text().splitlines())
+    records = map(json.loads, (ROOT / "benchmarks" / "results" / "strategies.jsonl").read_text().splitlines())
     kept = {record["case"]: record for record in records}
     ours, theirs = kept["fsdp"], kept["jit, constraints: fsdp"]
     text = " ".join(README.split())

@@ -17,7 +17,7 @@ from rich.text import Text
 
 import shardkit as sk
 from shardkit import bench, cost, viz
-from shardkit.bench.measured import in_words
+from shardkit.bench.fit import in_words
 from shardkit.cli.extras import extras, line, version_of
 from shardkit.cli.output import Json, console, write_json
 from shardkit.cli.pictures import check_picture

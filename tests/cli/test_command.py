@@ -13,8 +13,8 @@ import tyro
 import shardkit as sk
 import shardkit_command
 from shardkit import cli
+from shardkit.bench.comm import IMPLS, REDOPS
 from shardkit.bench.operations import DTYPES, OPERATIONS
-from shardkit.bench.sweeps import IMPLS, REDOPS
 from shardkit.runtime.drift import DriftError
 from shardkit.runtime.replay import CorruptionError
 from shardkit_command import table
@@ -147,8 +147,8 @@ def test_completion_scripts_hold_every_command_and_option(shell, shardkit):
         ("shardkit tr", {"train"}),
         ("shardkit train --kv", {"--kv-heads"}),
         ("shardkit train --precision b", {"bf16"}),
-        ("shardkit bench sc", {"schedules", "scale"}),
-        ("shardkit bench schedules --mi", {"--microbatches"}),
+        ("shardkit bench c", {"comm", "compare"}),
+        ("shardkit bench strategies --mod", {"--model"}),
         ("shardkit completion ", {"bash", "zsh", "fish"}),
     ],
 )

@@ -2158,13 +2158,6 @@ _RUNTIME = (
 
 _CLI = (
     Mutant(
-        "sizes-of-1000",
-        "shardkit/cli/bench/links.py",
-        "* 1024 **",
-        "* 1000 **",
-        FIGURE,
-    ),
-    Mutant(
         "triage-of-the-next-step",
         "shardkit/cli/run.py",
         "step=error.state.step - 1)",
@@ -2231,50 +2224,29 @@ _CLI = (
 
 _BENCH = (
     Mutant(
-        "all-to-all-crosses-whole",
-        "shardkit/bench/throttle.py",
-        'local * each * Fraction(local, n - 1) if kind == "all_to_all"',
-        'local * each if kind == "all_to_all"',
-        FIGURE,
-    ),
-    Mutant(
-        "waiting-counts",
-        "shardkit/bench/throttle.py",
-        "Sample(min(wall)",
-        "Sample(max(wall)",
-        FIGURE,
-    ),
-    Mutant(
-        "one-end-throttled",
-        "shardkit/bench/namespaces.py",
-        "for space, end, address in zip(pair.spaces, ends, ADDRESSES, strict=True):",
-        "for space, end, address in zip(pair.spaces, ends[:1] * 2, ADDRESSES, strict=True):",
-        TWICE,
-    ),
-    Mutant(
         "links-of-rings-too",
-        "shardkit/bench/measured.py",
+        "shardkit/bench/fit.py",
         """if r.get("impl") == "lax" and r.get("axes")""",
         """if r.get("axes")""",
         FIGURE,
     ),
     Mutant(
         "crossover-of-one-hop",
-        "shardkit/bench/measured.py",
+        "shardkit/bench/fit.py",
         'fit.latency * last["hops"]',
         "fit.latency",
         TERM,
     ),
     Mutant(
         "rounds-in-one-order",
-        "shardkit/bench/rounds.py",
+        "shardkit/bench/measure.py",
         "first = number % len(names)",
         "first = 0",
         ORDER,
     ),
     Mutant(
         "ratio-of-medians",
-        "shardkit/bench/rounds.py",
+        "shardkit/bench/measure.py",
         '(("us", own), ("ratio", own / np.maximum(base, 1e-9)))',
         '(("us", own), ("ratio", own / np.median(base)))',
         DIVISION,
@@ -2385,14 +2357,14 @@ _MODELS = (
 _VIZ = (
     Mutant(
         "curve-falls-at-I",
-        "shardkit/viz/boxes.py",
+        "shardkit/viz/schedule.py",
         '- (action.op in "BW")',
         '- (action.op in "BI")',
         PHASE,
     ),
     Mutant(
         "forward-below",
-        "shardkit/viz/boxes.py",
+        "shardkit/viz/schedule.py",
         'if action in partner and action.op != "F" else 0.0',
         'if action in partner and action.op == "F" else 0.0',
         ORDER,
@@ -2412,13 +2384,6 @@ _VIZ = (
         PHASE,
     ),
     Mutant(
-        "exposed-in-characters-as-hidden",
-        "shardkit/viz/text.py",
-        "taken[column][span.exposed] +=",
-        "taken[column][0] +=",
-        PHASE,
-    ),
-    Mutant(
         "intensity-upside-down",
         "shardkit/viz/rooflines.py",
         "Point(_over(flops, size), _over(flops, seconds)",
@@ -2426,15 +2391,8 @@ _VIZ = (
         ORDER,
     ),
     Mutant(
-        "fit-of-the-measured-times",
-        "shardkit/viz/panels.py",
-        '("wall_us_median", "fit_us")',
-        '("wall_us_median", "wall_us_median")',
-        PASSES,
-    ),
-    Mutant(
         "hops-of-one-dim",
-        "shardkit/viz/links.py",
+        "shardkit/viz/places.py",
         "hops = sum(abs(a - b)",
         "hops = max(abs(a - b)",
         TERM,
@@ -2500,14 +2458,14 @@ _REPORTING = (
     ),
     Mutant(
         "latency-of-one-message",
-        "shardkit/reporting/compiled.py",
+        "shardkit/reporting/sections.py",
         "alpha, beta = hops * link.latency,",
         "alpha, beta = runs * link.latency,",
         TERM,
     ),
     Mutant(
         "exposed-once-a-step",
-        "shardkit/reporting/compiled.py",
+        "shardkit/reporting/sections.py",
         "sum(r.exposed * r.times for r in same)",
         "sum(r.exposed for r in same)",
         TWICE,
@@ -2531,45 +2489,17 @@ _BENCH_SIZES = (
     ),
     Mutant(
         "receive-from-the-target",
-        "shardkit/bench/chakra.py",
+        "shardkit/bench/trace.py",
         "if group[target] == rank:",
         "if group[source] == rank:",
         NEIGHBOUR,
     ),
     Mutant(
-        "both-halves-of-a-backward-counted-twice",
-        "shardkit/bench/schedules.py",
-        'set(each.ops) - ({"I"} if "B" in each.ops else set())',
-        "set(each.ops)",
-        TWICE,
-    ),
-    Mutant(
-        "exponent-of-one-size",
-        "shardkit/bench/growth.py",
-        "if len({x for x, _ in kept}) < 2:",
-        "if len({x for x, _ in kept}) < 1:",
-        BOUNDARY,
-    ),
-    Mutant(
         "all-sizes-are-latencies",
-        "shardkit/viz/panels.py",
+        "shardkit/viz/bench.py",
         "_SMALL = 64 * 1024",
         "_SMALL = 2**30",
         BOUNDARY,
-    ),
-    Mutant(
-        "hidden-of-the-longer",
-        "shardkit/bench/overlap.py",
-        "together) / min(compute, communication)",
-        "together) / max(compute, communication)",
-        DIVISION,
-    ),
-    Mutant(
-        "predicted-without-overlap",
-        "shardkit/bench/overlap.py",
-        "compute + report.exposed_seconds * 1e6",
-        "compute + wire",
-        TERM,
     ),
     Mutant(
         "tolerance-of-the-same-order",
@@ -2580,17 +2510,10 @@ _BENCH_SIZES = (
     ),
     Mutant(
         "stages-of-unequal-layers",
-        "shardkit/bench/plan_cases.py",
+        "shardkit/bench/strategies.py",
         "model > 1 and work.config.layers % model == 0",
         "model > 1",
         REFUSAL,
-    ),
-    Mutant(
-        "microbatches-summed",
-        "shardkit/bench/tutorial.py",
-        "micro) / (ways * count)",
-        "micro) / ways",
-        DIVISION,
     ),
 )
 

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 import shardkit as sk
-from shardkit.bench.comm import measured, table
-from shardkit.bench.sweeps import sweeps
+from shardkit.bench.comm import measured, sweeps, table
 from shardkit.cli.bench.options import Output, header, kept
 from shardkit.cli.run import mesh_of
 from shardkit.cli.target import function_of
