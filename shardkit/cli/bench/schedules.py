@@ -10,8 +10,7 @@ import tyro
 from shardkit import bench
 from shardkit.bench.schedules import BUILDERS, MODES, lines
 from shardkit.cli.bench.options import Output, header, kept
-from shardkit.cli.plans import mesh_words
-from shardkit.cli.run import mesh_of
+from shardkit.cli.plans import mesh_of, mesh_words
 
 EXAMPLES = {
     "shardkit bench schedules stage=4 --schedules one_f_one_b": "one schedule, beside gpipe",

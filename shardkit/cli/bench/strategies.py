@@ -12,8 +12,7 @@ from shardkit import bench
 from shardkit.bench.plan_cases import Workload, cases_of, left_out
 from shardkit.bench.strategies import text
 from shardkit.cli.bench.options import Output, header, kept
-from shardkit.cli.plans import mesh_words
-from shardkit.cli.run import mesh_of
+from shardkit.cli.plans import mesh_of, mesh_words
 from shardkit.cli.target import load
 from shardkit.models import transformer
 
