@@ -56,7 +56,7 @@ BENCH = (
 )
 _BENCH = "measure communication and plans, and compare measurements"
 _SHELLS = ("bash", "zsh", "fish")
-_NEEDS = ("rich", "tyro", "uniplot", "yaml")
+_NEEDS = ("packaging", "rich", "tyro", "uniplot", "yaml")
 _REMEDY = "shardkit: the command needs the extra [cli]; install it with: pip install 'shardkit[cli]'"
 _COMPLETION = """usage: shardkit completion bash|zsh|fish
 
@@ -160,9 +160,8 @@ def _commands(prog: str, commands: tuple[Command, ...]) -> str:
 
 def _version() -> str:
     """The versions in a line; that of shardkit is read, because importing it imports jax."""
-    package = find_spec("shardkit")
-    assert package is not None and package.origin is not None, "shardkit_command is installed with shardkit"
-    found = re.search(r'^__version__ = "(.+)"$', Path(package.origin).read_text(encoding="utf-8"), re.M)
+    package = Path(__file__).with_name("shardkit") / "__init__.py"
+    found = re.search(r'^__version__ = "(.+)"$', package.read_text(encoding="utf-8"), re.M)
     assert found, "shardkit/__init__.py has its version"
     try:
         jax = metadata.version("jax")

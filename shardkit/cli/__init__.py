@@ -5,6 +5,7 @@ Start with `training.py`, the loop of `shardkit train`. Imports everything; noth
 
 from __future__ import annotations
 
+import dis
 import inspect
 import io
 import os
@@ -14,7 +15,6 @@ import textwrap
 import traceback
 from contextlib import redirect_stdout, suppress
 from importlib import import_module
-from pathlib import Path
 from typing import Annotated, Any, NoReturn, Union
 
 from shardkit_command import BENCH, COMMANDS, Command
@@ -77,8 +77,9 @@ def _run(command: Command, full: str, words: list[str]) -> int:
 def _described(command: Command) -> str:
     """The docstring of a command's function, and its examples."""
     module = import_module(command.module)
+    said = inspect.getdoc(getattr(module, command.name)) or ""
     examples = [f"  {example}\n      {text}" for example, text in module.EXAMPLES.items()]
-    return "\n\n".join([inspect.getdoc(getattr(module, command.name)) or "", "\n".join(examples)])
+    return "\n\n".join([said, "\n".join(examples)])
 
 
 def completion(shell: str) -> str:
@@ -135,7 +136,10 @@ def _debugging() -> bool:
 
 def _meant(error: Exception) -> bool:
     """Whether shardkit refuses something by this error, in a `raise` of its own; all others are unexpected."""
-    frames = traceback.extract_tb(error.__traceback__)
-    here = bool(frames) and Path(__file__).parents[1] in Path(frames[-1].filename).parents
-    refuses = isinstance(error, ValueError | RuntimeError | TypeError | ImportError)
-    return refuses and here and str(frames[-1].line).startswith("raise")
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or not isinstance(error, ValueError | RuntimeError | TypeError | ImportError):
+        return False
+    ours = last.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "shardkit"
+    return ours and last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]

@@ -7,7 +7,7 @@
 
     trained = train(TrainOptions(mesh=("data=2", "fsdp=4"), steps=100))
 
-It needs neither tyro nor rich, and stands here, above `shardkit.models`, because it uses `shardkit.runtime`. A script of
+It needs neither tyro nor rich. It is here, above `shardkit.models`, because it uses `shardkit.runtime`. A script of
 your own writes down the mesh, plan and model that `plans.py` makes of the options.
 """
 
