@@ -69,9 +69,11 @@ class Trained(NamedTuple):
 
 def norm_noted() -> optax.GradientTransformation:
     """Passes gradients on, and keeps their global norm as its state."""
-    return optax.GradientTransformation(
-        lambda params: jnp.float32(0), lambda grads, state, params=None: (grads, optax.global_norm(grads))
-    )
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, jax.Array]:
+        return grads, jnp.sqrt(sum(jnp.sum(x * x) for x in jax.tree.leaves(grads)))
+
+    return optax.GradientTransformation(lambda params: jnp.float32(0), update)
 
 
 class Run:
@@ -197,7 +199,6 @@ def loop(run: Run, state: sk.TrainState, checkpoints: Any, log: Log, *, many: bo
                 sk.runtime.assert_no_drift(state)
             if not (logs or evaluates or saves):
                 continue  # reading a loss would wait for the steps in flight
-
             loss = float(metrics["loss"])
             now = time.perf_counter()
             speed = (number - read) * o.batch * o.length / (now - mark) if number > first + 1 else None
@@ -287,7 +288,7 @@ def introduce(run: Run, state: sk.TrainState, said: str, log: Log) -> None:
 
 def conclude(run: Run, trained: Trained, checkpoints: Any, log: Log) -> None:
     """Says how the run ended, and how to go on with it if it ended early."""
-    state, end, train_loss, held = trained
+    state, end, loss, held = trained
     log.say(f"{end.reason}: {counted(int(state.step), 'step')}")
     step = None if checkpoints is None else checkpoints.latest_step()
     if end.code and step is not None:
@@ -296,5 +297,4 @@ def conclude(run: Run, trained: Trained, checkpoints: Any, log: Log) -> None:
         log.say("nothing was saved; with --checkpoint DIRECTORY a run is saved, and the same command resumes it")
     if held is not None:
         log.say(f"validation loss {held:.3f} nats per byte on held-out text")
-    row = {"step": int(state.step), "ended": end.reason, "exit_code": end.code}
-    log.row("end", **row, train_loss=train_loss, validation_loss=held)
+    log.row("end", step=int(state.step), ended=end.reason, exit_code=end.code, train_loss=loss, validation_loss=held)

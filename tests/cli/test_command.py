@@ -91,7 +91,7 @@ def test_help_shows_what_a_command_does_and_examples(full, monkeypatch, shardkit
 
 
 @pytest.mark.check
-def test_completion_has_every_option_with_a_text_and_those_of_the_examples(shardkit):
+def test_every_command_has_json_a_text_for_each_option_and_those_of_its_examples(shardkit):
     """Help has the same texts. A field without one, or an example whose option was renamed, is seen by nothing else."""
     script = shardkit("completion", "bash")[1]
     tree = ast.literal_eval(re.search(r"^COMPLETION_SPEC = (.*)$", script, re.M)[1])
@@ -100,6 +100,7 @@ def test_completion_has_every_option_with_a_text_and_those_of_the_examples(shard
         for word in full.split():
             node = node["subcommands"][word]
         texts = {flag: option["description"] for option in node["options"] for flag in option["flags"]}
+        assert "--json" in texts, full
         for flag, text in texts.items():
             assert re.sub(r"^[^•]*• |\(.*", "", text).strip(), f"{full} {flag}"
         for example in import_module(command.module).EXAMPLES:
