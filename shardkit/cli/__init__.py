@@ -79,7 +79,9 @@ def _described(command: Command) -> str:
     module = import_module(command.module)
     said = inspect.getdoc(getattr(module, command.name)) or ""
     examples = [f"  {example}\n      {text}" for example, text in module.EXAMPLES.items()]
-    return "\n\n".join([said, "\n".join(examples)])
+    # tyro joins lines, except for those that are indented.
+    lines = textwrap.wrap(" ".join(said.split()), shutil.get_terminal_size().columns - 1, subsequent_indent="  ")
+    return "\n".join([*lines, "", *examples])
 
 
 def completion(shell: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,6 @@ from shardkit.cli.plans import ways
 from shardkit.models import transformer
 from shardkit.partitioning.handles import cast_floating
 from shardkit.precision import precision_of
-
-if TYPE_CHECKING:
-    from shardkit.cli.training import Run
 
 
 class Differences(NamedTuple):
@@ -42,12 +39,12 @@ class Differences(NamedTuple):
 
 
 def verify(
-    run: Run, state: sk.TrainState, steps: int, taken: Callable[[int], None] = lambda number: None
+    run: Any, state: sk.TrainState, steps: int, taken: Callable[[int], None] = lambda number: None
 ) -> Differences:
     """Takes `steps` steps from `state` on its mesh and on one device, and compares them; `state` stays valid.
 
     Args:
-        run: the step and its batches.
+        run: a `Run` of `training.py`: the step and its batches.
         state: the initial state of both.
         steps: the number of steps. The loss scale of "fp16" is left out on one device.
         taken: called before each step with its number, counted from 1.
@@ -83,7 +80,7 @@ def verify(
     return Differences(steps, worst, max(jax.tree.leaves(gaps)))
 
 
-def loss_of(run: Run) -> Callable[..., Any]:
+def loss_of(run: Any) -> Callable[..., Any]:
     """The loss of the whole batch on one device.
 
     With experts it uses the run's own microbatches, because the router's losses are computed per microbatch, over all

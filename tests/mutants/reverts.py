@@ -513,7 +513,7 @@ REVERTS = (
     ),
     (
         "help-into-a-closed-pipe",
-        "shardkit_command/__init__.py",
+        "shardkit_command.py",
         "os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())",
         "os.open(os.devnull, os.O_WRONLY)",
     ),
@@ -860,10 +860,10 @@ REVERTS = (
         "step < 0:  # the run went back",
     ),
     (
-        "snapshot-of-a-state-that-was-not-checked",
-        "shardkit/cli/loop.py",
-        "every(o.snapshot_every, lambda step: replay.check()",
-        "every(0, lambda step: replay.check()",
+        "checkpoint-of-a-state-that-was-not-checked",
+        "shardkit/cli/training.py",
+        "if replay and saves:",
+        "if replay and end:",
     ),
     (
         "checkpoint-path-as-a-url",
