@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import signal
 import subprocess
 import sys
 from importlib import import_module
@@ -17,6 +18,7 @@ from shardkit.bench.operations import DTYPES, OPERATIONS
 from shardkit.bench.sweeps import IMPLS, REDOPS
 from shardkit.runtime.drift import DriftError
 from shardkit.runtime.replay import CorruptionError
+from support.commands import command, environment
 
 EVERY = shardkit_command.every_command()
 
@@ -95,7 +97,7 @@ def test_every_command_has_json_a_text_for_each_option_and_those_of_its_examples
     """Help has the same texts. A field without one, or an example whose option was renamed, is seen by nothing else."""
     script = shardkit("completion", "bash")[1]
     tree = ast.literal_eval(re.search(r"^COMPLETION_SPEC = (.*)$", script, re.M)[1])
-    for full, command in EVERY.items():
+    for full, each in EVERY.items():
         node = tree
         for word in full.split():
             node = node["subcommands"][word]
@@ -103,7 +105,7 @@ def test_every_command_has_json_a_text_for_each_option_and_those_of_its_examples
         assert "--json" in texts, full
         for flag, text in texts.items():
             assert re.sub(r"^[^•]*• |\(.*", "", text).strip(), f"{full} {flag}"
-        for example in import_module(command.module).EXAMPLES:
+        for example in import_module(each.module).EXAMPLES:
             assert example.startswith(f"shardkit {full}")
             words = {word for word in example.partition(" -- ")[0].split() if word.startswith("-")}
             assert words <= texts.keys(), example
@@ -206,6 +208,16 @@ def test_what_shardkit_refuses_is_wrong_usage_and_drift_a_failed_check(error, co
         cli.perform(shardkit_command.COMMANDS[0], "train", [])
     assert end.value.code == code
     assert ("unexpected" in capsys.readouterr().err) == (code == 70)
+
+
+@pytest.mark.check
+def test_help_that_nobody_reads_to_its_end():
+    """As in `shardkit --help | head`; what Python holds back it would write again at its end, and complain."""
+    buffered = environment() | {"PYTHONUNBUFFERED": ""}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command("--help"), env=buffered, **pipes) as started:
+        started.stdout.close()
+        assert (started.wait(timeout=60), started.stderr.read()) == (128 + signal.SIGPIPE, b"")
 
 
 @pytest.mark.check
