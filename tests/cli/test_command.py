@@ -140,10 +140,10 @@ def test_bash_completes_without_jax(shardkit, tmp_path):
         "shardkit bench com": {"comm", "compare"},
         "shardkit bench comm --cal": {"--calls"},
     }
-    lines = [f"source {tmp_path / 'script'}"]
+    lines = [f"source {tmp_path / 'script'}", "words=($(complete -p shardkit))"]
     for line in asked:
         words = line.split(" ")
-        lines += [f"COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; COMPREPLY=(); _tyro_shardkit"]
+        lines += [f"COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; COMPREPLY=(); ${{words[2]}}"]
         lines += ["echo ${COMPREPLY[@]}"]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, check=True, env=environment)
