@@ -79,7 +79,7 @@ def doctor(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
         for name, difference in differences.items()
     ]
     for extra, needs in found.items():
-        packages = {need.package: {"version": need.version, "least": need.least} for need in needs}
+        packages = {need.package: {"version": need.version, "needs": need.versions} for need in needs}
         rows.append({"row": "extra", "name": extra, "right": all(need.met for need in needs), "packages": packages})
     write_json(options.json, "doctor", rows, packages=versions)
     return 1 if failed else 0

@@ -2159,16 +2159,16 @@ _RUNTIME = (
 _CLI = (
     Mutant(
         "triage-of-the-next-step",
-        "shardkit/cli/run.py",
+        "shardkit/cli/training.py",
         "step=error.state.step - 1)",
         "step=error.state.step)",
         STALE,
     ),
     Mutant(
         "resume-skips-a-step",
-        "shardkit/cli/resuming.py",
-        "saved.position // options.batch",
-        "saved.position // options.batch + 1",
+        "shardkit/cli/training.py",
+        "(run.batch(index) for index in range(first, o.steps))",
+        "(run.batch(index) for index in range(first + 1, o.steps + 1))",
         STALE,
     ),
     Mutant(
@@ -2194,15 +2194,15 @@ _CLI = (
     ),
     Mutant(
         "rate-of-the-next-step",
-        "shardkit/cli/run.py",
-        "rate_of(self.options, 0)(step - 1)",
-        "rate_of(self.options, 0)(step)",
+        "shardkit/cli/training.py",
+        "float(run.rate(number - 1))",
+        "float(run.rate(number))",
         STALE,
     ),
     Mutant(
         "resumed-log-begins-anew",
-        "shardkit/cli/trainlog.py",
-        "writing(file, append=resumes)",
+        "shardkit/cli/train.py",
+        "writing(file, append=first > 1)",
         "writing(file, append=False)",
         STALE,
     ),
@@ -2214,11 +2214,11 @@ _CLI = (
         SWALLOWED,
     ),
     Mutant(
-        "help-without-inherited-options",
-        "shardkit_command/declared.py",
-        "    for base in node.bases:",
-        "    for base in node.bases[1:]:",
-        TERM,
+        "mistake-is-a-refusal",
+        "shardkit/cli/__init__.py",
+        'dis.opmap["RAISE_VARARGS"]',
+        "last.tb_frame.f_code.co_code[last.tb_lasti]",
+        PASSES,
     ),
 )
 

