@@ -15,6 +15,7 @@ from shardkit import planner, runtime
 from shardkit._typed import typed
 from shardkit.cli import train
 from shardkit.config import DistributedConfig
+from support.refusals import type_error, value_error
 
 pytestmark = pytest.mark.check
 
@@ -35,9 +36,8 @@ def test_what_is_left_to_the_function():
         (lambda: some(1, d=1), "some: d must be True or False; got 1. Correct d."),
         (lambda: some(1, f="4"), "some: f must be a whole number; got '4'. Correct f."),
     ):
-        with pytest.raises(TypeError) as error:
+        with type_error(words):
             call()
-        assert str(error.value) == words
 
 
 MESH = sk.abstract_mesh(data=8)
@@ -136,6 +136,5 @@ def test_what_means_nothing_is_refused(call, message, monkeypatch):
     ],
 )
 def test_options_of_training_that_mean_nothing(options, message):
-    with pytest.raises(ValueError) as error:
+    with value_error(message):
         train.train(train.Options(**options))
-    assert str(error.value) == message

@@ -10,6 +10,7 @@ import shardkit as sk
 from shardkit._compat import varying_axes
 from shardkit.testing import Row
 from shardkit.testing._plan_traffic import plan_traffic
+from support.refusals import type_error, value_error
 
 A = sk.algorithms
 GATHERS = sk.Algorithm("gathers", all_gather=sk.all_gather)
@@ -68,9 +69,8 @@ GATHERS = sk.Algorithm("gathers", all_gather=sk.all_gather)
     ],
 )
 def test_an_algorithm_that_cannot_serve_is_refused(make, message):
-    with pytest.raises(ValueError) as error:
+    with value_error(message):
         make()
-    assert str(error.value) == message
 
 
 # Catches a cast of whole numbers to float32 on the wire, which rounds them above 2^24.
@@ -81,23 +81,19 @@ def test_weights_that_are_whole_numbers_are_not_compressed():
     init, step = sk.make_train_step(loss, optax.sgd(0.1), mesh=sk.abstract_mesh(a=4), plan=plan)
     state = init.abstract({"w": np.ones(4, "f")})
     ints = state._replace(params=jax.tree.map(lambda x: x.update(dtype=jnp.int32), state.params))
-    with pytest.raises(TypeError) as error:
+    with type_error("compressed.all_gather: every leaf must be floating-point; got int32. Use all_gather for it."):
         step.trace(ints, jax.ShapeDtypeStruct((8, 2), jnp.float32))
-    assert str(error.value) == (
-        "compressed.all_gather: every leaf must be floating-point; got int32. Use all_gather for it."
-    )
 
 
 @pytest.mark.check
 def test_the_closed_form_needs_the_cost_of_an_algorithm():
     own = sk.Algorithm("own", all_reduce=lambda leaves, axes: sk.all_reduce(leaves, axes))
     plan, mesh = sk.dp("a", reduce=own), sk.abstract_mesh(a=4)
-    with pytest.raises(ValueError) as error:
-        plan_traffic(plan, {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}, mesh, Row({"a": 4}, plan))
-    assert str(error.value) == (
+    with value_error(
         "plan_traffic: the algorithm own must have a cost, to be compared with the census; it has none. Pass "
         "Algorithm(..., cost=...)."
-    )
+    ):
+        plan_traffic(plan, {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}, mesh, Row({"a": 4}, plan))
 
 
 # Catches an algorithm that gets partial sums along "model" and complete ones in one call: what it concatenates is

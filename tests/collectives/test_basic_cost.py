@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
+from support.refusals import value_error
 
 CASTS = {"axis_index", "pvary", "pcast"}  # they carry axis names and send nothing
 N, B = 4, 6 * 8 * 4  # devices along the axis, bytes of the float32 block [6, 8] on each
@@ -193,12 +194,11 @@ def test_errors_of_the_axis(name):
         f"{' or ()' * (name == 'vary')}; got 3. "
         "Pass for example axis='data' or axis=('data', 'model').",
     )
-    with pytest.raises(ValueError) as error:
-        call(np.ones((2, 2), np.float32), "data")
-    assert str(error.value) == (
+    with value_error(
         f"{name}: axis 'data' is not bound here, because no shard_map surrounds this call. "
         "Call it inside jax.shard_map over a mesh with that axis."
-    )
+    ):
+        call(np.ones((2, 2), np.float32), "data")
 
 
 DIVIDES = "dim 0 must be divisible by {}; got size 6 over {} devices. Pad dim 0 or choose another dim."

@@ -15,6 +15,7 @@ from shardkit.analysis.hlo.differences import compiled, written
 from shardkit.partitioning.storage import Padded
 from support.layouts import Specs, specs
 from support.optimizers import OPTIMIZERS, OWN
+from support.refusals import value_error
 from support.trees import assert_close
 
 BATCH = 16
@@ -263,9 +264,8 @@ def mesh4():
     ],
 )
 def test_a_dim_that_cannot_be_padded_is_refused(make_layouts, message):
-    with pytest.raises(ValueError) as error:
+    with value_error(message):
         make_layouts({name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()})
-    assert str(error.value) == message
 
 
 # ---- a state
@@ -325,13 +325,12 @@ def test_a_padded_state_is_evaluated_under_its_own_plan_or_unpadded():
     )
     state, batch = init(classes, jax.random.key(0)), np.arange(40, dtype=np.int32) % 5
     evaluate = sk.make_eval_step(loss, mesh=mesh, plan=sk.dp("data"))
-    with pytest.raises(ValueError) as error:
-        evaluate(state.params, batch)
-    assert str(error.value) == (
+    with value_error(
         "evaluate: the parameters must be stored as this plan stores them; leaf b is stored with dim 0 of 5 padded, "
         "and must be in its original form. Pass unpadded(...) of them to init, or to an evaluation "
         "whose plan pads nothing."
-    )
+    ):
+        evaluate(state.params, batch)
     np.testing.assert_allclose(evaluate(sk.unpadded(state.params), batch)["loss"], np.log(5), rtol=1e-6)
     _, other = sk.make_train_step(sk.value_and_grad(loss), optax.sgd(0.1), mesh=mesh, plan=sk.dp("data"))
     with pytest.raises(ValueError, match="step: the state must be laid out as the plan of the step says; leaf params"):

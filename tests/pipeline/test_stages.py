@@ -20,6 +20,7 @@ from shardkit.pipeline.stages import arranged
 from shardkit.schedules import Stages
 from support import optimizers, pipelines
 from support.layouts import Specs, specs
+from support.refusals import type_error, value_error
 from support.tiers import DEEP
 from support.trees import assert_close
 
@@ -375,12 +376,11 @@ def test_a_state_of_other_stages_is_refused(has, wants):
     """It was taken as it lies: the layers stood in another order."""
     layers, stages = STAGES[wants]
     state = make(has)[0](make_params(layers), jax.random.key(0))
-    with pytest.raises(ValueError) as error:
-        make(wants)[1](state, make_batch())
-    assert str(error.value) == (
+    with value_error(
         "step: the parameters must be stored as this plan stores them; leaf layers.b is "
         f"{FORMS[has, wants]}. Pass unpadded(...) of them to init, or to an evaluation whose plan pads nothing."
-    )
+    ):
+        make(wants)[1](state, make_batch())
     _, loss = make_grad_fn(layers, stages)
     with pytest.raises(ValueError, match="evaluate: the parameters must be stored"):
         sk.make_eval_step(loss, mesh=make_mesh(stage=2), plan=sk.pp("stage"))(state.params, make_batch())
@@ -392,13 +392,12 @@ def test_an_optimizer_state_of_other_stages_is_refused():
     """Beside the right parameters: each layer would be given another one's momentum."""
     has, wants = "loop, 2 chunks", "v, 2 chunks"
     states = {case: make(case)[0](make_params(STAGES[case][0]), jax.random.key(0)) for case in (has, wants)}
-    with pytest.raises(ValueError) as error:
-        make(wants)[1](states[wants]._replace(opt_state=states[has].opt_state), make_batch())
-    assert str(error.value) == (
+    with value_error(
         "step: the optimizer state must be stored as this plan stores them; leaf "
         f"0.trace.layers.b is {FORMS[has, wants]}. Pass unpadded(...) of them to init, or to an evaluation whose plan "
         "pads nothing."
-    )
+    ):
+        make(wants)[1](states[wants]._replace(opt_state=states[has].opt_state), make_batch())
 
 
 # ---- what is held and sent
@@ -562,18 +561,16 @@ def test_a_plan_says_what_it_does_with_a_stack():
     ],
 )
 def test_what_does_not_fit_is_refused(call, message):
-    with pytest.raises(ValueError) as error:
+    with value_error(message):
         call()
-    assert str(error.value) == message
 
 
 def test_pp_names_its_axis():
-    with pytest.raises(TypeError) as error:
-        sk.pp(3)
-    assert str(error.value) == (
+    with type_error(
         "pp: axis must be a mesh axis name or a tuple of names; got 3. Pass for example axis='data' or "
         "axis=('data', 'model')."
-    )
+    ):
+        sk.pp(3)
 
 
 def test_description_says_how_often_a_stage_gathers_its_weights():

@@ -13,6 +13,7 @@ import shardkit as sk
 from shardkit.runtime import replay
 from support.planted.corrupted import RIGHT, flip_in_memory
 from support.planted.corrupted import small as build
+from support.refusals import value_error
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +235,5 @@ def test_the_words_for_what_names_no_device():
 
 @pytest.mark.check
 def test_counts_below_one_are_refused(mesh):
-    with pytest.raises(ValueError) as error:
+    with value_error("Replay: every must be at least 1; got 0. Correct every."):
         replay.Replay(build, build, mesh=mesh, every=0)
-    assert str(error.value) == "Replay: every must be at least 1; got 0. Correct every."

@@ -15,6 +15,7 @@ from shardkit import cost
 from shardkit.models import transformer
 from shardkit.testing import assert_matches_reference, assert_same_training, covering
 from support.layouts import Specs, specs
+from support.refusals import value_error
 from support.tiers import covered
 
 MESHES = [  # sizes and axis
@@ -479,9 +480,8 @@ def test_weights_that_are_summed_over_an_axis_must_be_split_over_it():
     }
     for name, call in calls.items():
         kernel = jax.shard_map(call, mesh=mesh, in_specs=(P("data"), P(), P("data")), out_specs=P("data"))
-        with pytest.raises(ValueError) as error:
-            jax.eval_shape(kernel, h, w, targets)
-        assert str(error.value) == (
+        with value_error(
             f"{name} must be sharded over axis 'model', over which the product is summed; got one that is invariant "
             "over axis 'model'. Shard it, with tp for example, or pass another axis."
-        )
+        ):
+            jax.eval_shape(kernel, h, w, targets)

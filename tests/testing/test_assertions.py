@@ -13,6 +13,7 @@ import shardkit as sk
 from shardkit.testing import assert_matches_reference, assert_same_training
 from shardkit.testing._compare import constant_factor, distance, first_gap, times
 from support.conformance import MODELS
+from support.refusals import type_error, value_error
 from support.training import lenient
 
 
@@ -43,14 +44,13 @@ def test_a_sharded_layer_norm_is_the_whole_one(mesh2x4):
 
 @pytest.mark.parametrize("summands", [0, -4])
 def test_a_sum_of_no_terms_is_refused(summands, mesh2x4):  # the square root of -4 is nan, within which all is right
-    with pytest.raises(ValueError) as error:
+    with value_error(
+        f"assert_matches_reference: summands must be a whole number of terms, 1 or more; got {summands!r}. Leave it "
+        "out, or pass the length of the longest sum."
+    ):
         assert_matches_reference(
             layer_norm, whole_layer_norm, mesh=mesh2x4, args=norm_args(), summands=summands, **LAYOUT
         )
-    assert str(error.value) == (
-        f"assert_matches_reference: summands must be a whole number of terms, 1 or more; got {summands!r}. Leave it "
-        "out, or pass the length of the longest sum."
-    )
 
 
 def test_the_tolerance_follows_the_coarsest_dtype(mesh2x4):
@@ -143,9 +143,8 @@ def test_what_cannot_be_compared_is_said_in_full(data8):
             "argument.",
         ),
     ):
-        with pytest.raises(TypeError) as error:
+        with type_error(message):
             assert_matches_reference(lambda x: sk.vary(x, "data"), reference, mesh=data8, args=args, **options)
-        assert str(error.value) == message
 
 
 def test_no_dtype_is_so_coarse_that_a_factor_passes(data8):

@@ -15,6 +15,7 @@ import shardkit as sk
 from shardkit.layout import local_shape
 from shardkit.testing import Chain, Op, meshes, programs, sharded_arrays, specs
 from shardkit.testing.certify import factorizations
+from support.refusals import value_error
 
 QUICK = settings(max_examples=300, deadline=None, derandomize=True, database=None)
 
@@ -69,12 +70,11 @@ def test_a_program_is_printed_as_it_runs():
 
 
 def test_meshes_refuses_nothing_to_draw():
-    with pytest.raises(ValueError) as error:
-        meshes(devices=0)
-    assert str(error.value) == (
+    with value_error(
         "meshes: there must be at least one device and one name; got 0 devices and names ('a', 'b', 'c'). Pass for "
         "example devices=8, names=('data', 'model')."
-    )
+    ):
+        meshes(devices=0)
 
 
 def test_the_kit_needs_neither_hypothesis_nor_pytest():

@@ -11,6 +11,7 @@ import pytest
 import shardkit as sk
 from shardkit.analysis import census
 from shardkit.precision import BFLOAT16, FLOAT16, LossScale, next_loss_scale, precision_of
+from support.refusals import value_error
 
 KEY = jax.random.key(0)
 
@@ -175,12 +176,11 @@ def test_the_reduction_runs_in_the_reduce_dtype(data8):
 
 @pytest.mark.parametrize("scale", [3.0, 0, -2, "static"])
 def test_a_scale_that_is_no_power_of_two_is_refused(scale):
-    with pytest.raises(ValueError) as error:
-        precision_of(sk.Precision(loss_scale=scale))
-    assert str(error.value) == (
+    with value_error(
         "Precision: loss_scale must be None, 'dynamic' or a positive power of two, so that scaling is exact; got "
         f"{scale!r}. Pass for example 1024.0."
-    )
+    ):
+        precision_of(sk.Precision(loss_scale=scale))
 
 
 @pytest.mark.parametrize("field", ["param", "compute", "reduce", "output", "master"])
@@ -189,11 +189,10 @@ def test_a_scale_that_is_no_power_of_two_is_refused(scale):
 def test_a_dtype_that_is_no_float_is_refused(field, wrong):
     if field == "master" and wrong is None:
         return  # no master copy
-    with pytest.raises(ValueError) as error:
-        precision_of(sk.Precision(**{field: wrong}))
-    assert str(error.value) == (
+    with value_error(
         f"Precision: {field} must be a floating-point dtype; got {wrong!r}. Pass for example jnp.bfloat16."
-    )
+    ):
+        precision_of(sk.Precision(**{field: wrong}))
 
 
 def test_a_loss_that_overflows_the_output_alone_is_finite(data8):

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.runtime.data import text as corpus
 from shardkit.runtime.data.loader import loader, prefetch_to_device
+from support.refusals import value_error
 
 PINNED = [4, 7, 11, 8, 17, 5, 10, 19]
 
@@ -203,9 +204,8 @@ def test_what_is_refused(data8):
 
 
 def test_prefetch_takes_no_negative_number():
-    with pytest.raises(ValueError) as caught:
+    with value_error("prefetch_to_device: n must be at least 0; got -1. Correct n."):
         next(prefetch_to_device([1], -1))
-    assert str(caught.value) == "prefetch_to_device: n must be at least 0; got -1. Correct n."
 
 
 def test_a_sample_that_a_filter_left_out(data8):
