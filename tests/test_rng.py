@@ -234,43 +234,34 @@ def test_dropout_scales_its_gradient_by_the_same_mask():
     assert 0 < (np.asarray(y) == 0).sum() < 32
 
 
-ERRORS = [
-    (
-        lambda: sk.dropout(jnp.ones((2, 3)), None, 1.0),
-        "dropout: rate must be at least 0 and below 1; got 1.0. Pass for example rate=0.1.",
+ERRORS = {
+    "dropout: rate must be at least 0 and below 1; got 1.0. Pass for example rate=0.1.": lambda: sk.dropout(
+        jnp.ones((2, 3)), None, 1.0
     ),
-    (
-        lambda: sk.dropout(jnp.ones((2, 3)), None, -0.1),
-        "dropout: rate must be at least 0 and below 1; got -0.1. Pass for example rate=0.1.",
+    "dropout: rate must be at least 0 and below 1; got -0.1. Pass for example rate=0.1.": lambda: sk.dropout(
+        jnp.ones((2, 3)), None, -0.1
     ),
-    (
-        lambda: sk.dropout(jnp.ones((2, 3)), jax.random.key(0), 0.5),
-        "dropout: keys_b must have one key per example; got keys of shape () for examples of shape (2, 3). "
-        "Pass the keys that the loss function receives with the batch.",
+    "dropout: keys_b must have one key per example; got keys of shape () for examples of shape (2, 3). "
+    "Pass the keys that the loss function receives with the batch.": lambda: sk.dropout(
+        jnp.ones((2, 3)), jax.random.key(0), 0.5
     ),
-    (  # a raw key is two integers: not one key for each of two examples
-        lambda: sk.dropout(jnp.ones((2, 3)), jax.random.PRNGKey(0), 0.5),
-        "dropout: keys_b must have one key per example; got keys of shape (2,) for examples of shape (2, 3). "
-        "Pass the keys that the loss function receives with the batch.",
+    "dropout: keys_b must have one key per example; got keys of shape (2,) for examples of shape (2, 3). "
+    "Pass the keys that the loss function receives with the batch.": lambda: sk.dropout(
+        jnp.ones((2, 3)), jax.random.PRNGKey(0), 0.5
     ),
-    (
-        lambda: sk.dropout(jnp.ones((2, 3)), sk.example_keys(jax.random.PRNGKey(0), 4), 0.5),
-        "dropout: keys_b must have one key per example; got keys of shape (4, 2) for examples of shape (2, 3). "
-        "Pass the keys that the loss function receives with the batch.",
+    "dropout: keys_b must have one key per example; got keys of shape (4, 2) for examples of shape (2, 3). "
+    "Pass the keys that the loss function receives with the batch.": lambda: sk.dropout(
+        jnp.ones((2, 3)), sk.example_keys(jax.random.PRNGKey(0), 4), 0.5
     ),
-    (
-        lambda: sk.fold_axis(jax.random.key(0), "data"),
-        "fold_axis: axis 'data' is not bound here, because no shard_map surrounds this call. "
-        "Call it inside jax.shard_map over a mesh with that axis.",
+    "fold_axis: axis 'data' is not bound here, because no shard_map surrounds this call. "
+    "Call it inside jax.shard_map over a mesh with that axis.": lambda: sk.fold_axis(jax.random.key(0), "data"),
+    "fold_axes: axis 'data' is used twice in ('data', 'data'). Name each axis once.": lambda: sk.fold_axes(
+        jax.random.key(0), ("data", "data")
     ),
-    (
-        lambda: sk.fold_axes(jax.random.key(0), ("data", "data")),
-        "fold_axes: axis 'data' is used twice in ('data', 'data'). Name each axis once.",
-    ),
-]
+}
 
 
-@pytest.mark.parametrize(("call", "message"), ERRORS)
+@pytest.mark.parametrize("message, call", ERRORS.items())
 def test_errors(call, message):
     with value_error(message):
         call()

@@ -18,55 +18,34 @@ GATHERS = sk.Algorithm("gathers", all_gather=sk.all_gather)
 
 @pytest.mark.check
 @pytest.mark.parametrize(
-    "make, message",
-    [
-        (
-            lambda: sk.dp("a", reduce=GATHERS),
-            "dp: reduce= must be an Algorithm with all_reduce; got gathers, which has 'all_gather'. Pass for example "
-            "sk.algorithms.ring().",
+    "message, make",
+    {
+        "dp: reduce= must be an Algorithm with all_reduce; got gathers, which has 'all_gather'. Pass for example "
+        "sk.algorithms.ring().": lambda: sk.dp("a", reduce=GATHERS),
+        "zero1: gather= must be an Algorithm with all_gather; got bucket(33,554,432 bytes), which has "
+        "'all_reduce'. Pass for example sk.algorithms.ring().": lambda: sk.zero1("a", gather=A.bucket()),
+        "zero2: reduce= must be an Algorithm with reduce_scatter; got bucket(1 bytes), which has 'all_reduce'. "
+        "Pass for example sk.algorithms.ring().": lambda: sk.zero2("a", reduce=A.bucket(bucket_bytes=1)),
+        "fsdp: reduce= must be an Algorithm with reduce_scatter; got nothing, which has none. Pass for example "
+        "sk.algorithms.ring().": lambda: sk.fsdp("a", reduce=sk.Algorithm("nothing")),
+        "dp: hierarchical('gpu') needs the axes of slow links, then axis 'gpu'; got 'gpu'. Pass for example "
+        "axis=('node', 'gpu').": lambda: sk.dp("gpu", reduce=A.hierarchical("gpu")),
+        "fsdp: hierarchical('gpu') needs the axes of slow links, then axis 'gpu'; got 'gpu', 'node'. Pass for "
+        "example axis=('node', 'gpu').": lambda: sk.fsdp(("gpu", "node"), gather=A.hierarchical("gpu")),
+        "zero1: compressed(int4, inner='gpu' in int8) needs the axes of slow links, then axis 'gpu'; got 'gpu'. "
+        "Pass for example axis=('node', 'gpu').": lambda: sk.zero1(
+            "gpu", reduce=A.compressed(jnp.int4, inner="gpu", inner_dtype=jnp.int8)
         ),
-        (
-            lambda: sk.zero1("a", gather=A.bucket()),
-            "zero1: gather= must be an Algorithm with all_gather; got bucket(33,554,432 bytes), which has "
-            "'all_reduce'. Pass for example sk.algorithms.ring().",
+        "own: compressed(int8, inner='c', 'b') needs the axes of slow links, then axes 'c', 'b'; got 'a', 'b'. "
+        "Pass for example axis=('node', 'c', 'b').": lambda: sk.strategy(
+            "own", ("a", "b"), reduce=A.compressed(jnp.int8, inner=("c", "b"))
         ),
-        (
-            lambda: sk.zero2("a", reduce=A.bucket(bucket_bytes=1)),
-            "zero2: reduce= must be an Algorithm with reduce_scatter; got bucket(1 bytes), which has 'all_reduce'. "
-            "Pass for example sk.algorithms.ring().",
+        "compressed: inner_dtype must be 'bfloat16', 'float8_e4m3fn', 'float8_e5m2', 'int8' or 'int4'; got "
+        "'float32'. Pass for example inner_dtype='bfloat16'.": lambda: A.compressed(
+            jnp.int8, inner="gpu", inner_dtype=jnp.float32
         ),
-        (
-            lambda: sk.fsdp("a", reduce=sk.Algorithm("nothing")),
-            "fsdp: reduce= must be an Algorithm with reduce_scatter; got nothing, which has none. Pass for example "
-            "sk.algorithms.ring().",
-        ),
-        (
-            lambda: sk.dp("gpu", reduce=A.hierarchical("gpu")),
-            "dp: hierarchical('gpu') needs the axes of slow links, then axis 'gpu'; got 'gpu'. Pass for example "
-            "axis=('node', 'gpu').",
-        ),
-        (
-            lambda: sk.fsdp(("gpu", "node"), gather=A.hierarchical("gpu")),
-            "fsdp: hierarchical('gpu') needs the axes of slow links, then axis 'gpu'; got 'gpu', 'node'. Pass for "
-            "example axis=('node', 'gpu').",
-        ),
-        (
-            lambda: sk.zero1("gpu", reduce=A.compressed(jnp.int4, inner="gpu", inner_dtype=jnp.int8)),
-            "zero1: compressed(int4, inner='gpu' in int8) needs the axes of slow links, then axis 'gpu'; got 'gpu'. "
-            "Pass for example axis=('node', 'gpu').",
-        ),
-        (
-            lambda: sk.strategy("own", ("a", "b"), reduce=A.compressed(jnp.int8, inner=("c", "b"))),
-            "own: compressed(int8, inner='c', 'b') needs the axes of slow links, then axes 'c', 'b'; got 'a', 'b'. "
-            "Pass for example axis=('node', 'c', 'b').",
-        ),
-        (
-            lambda: A.compressed(jnp.int8, inner="gpu", inner_dtype=jnp.float32),
-            "compressed: inner_dtype must be 'bfloat16', 'float8_e4m3fn', 'float8_e5m2', 'int8' or 'int4'; got "
-            "'float32'. Pass for example inner_dtype='bfloat16'.",
-        ),
-        (lambda: A.compressed(jnp.int8, block=0), "compressed: block must be at least 1; got 0. Correct block."),
-    ],
+        "compressed: block must be at least 1; got 0. Correct block.": lambda: A.compressed(jnp.int8, block=0),
+    }.items(),
 )
 def test_an_algorithm_that_cannot_serve_is_refused(make, message):
     with value_error(message):

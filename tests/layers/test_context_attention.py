@@ -544,77 +544,50 @@ def tokens(t=4, H=2, G=2, b=1, K=2):
     return jnp.zeros((b, t, H, K)), jnp.zeros((b, t, G, K)), jnp.zeros((b, t, G, K))
 
 
-SHARDED = [
-    (
-        lambda: sk.ring_attention(*tokens(), "x"),
-        "ring_attention: axis 'x' is not an axis of this mesh; its axes are 'c', 'u'. "
-        "Use one of them, or add the axis to make_mesh.",
+SHARDED = {
+    "ring_attention: axis 'x' is not an axis of this mesh; its axes are 'c', 'u'. "
+    "Use one of them, or add the axis to make_mesh.": lambda: sk.ring_attention(*tokens(), "x"),
+    "ring_attention: order must be 'contiguous' or 'zigzag'; got 'striped'. "
+    "Pass for example order='contiguous'.": lambda: sk.ring_attention(*tokens(), "c", order="striped"),
+    "ring_attention: zigzag order must have an even number of tokens on each device; got 5. "
+    "Pad the sequence to a multiple of twice the devices, or use contiguous order.": lambda: sk.ring_attention(
+        *tokens(t=5), "c", order="zigzag"
     ),
-    (
-        lambda: sk.ring_attention(*tokens(), "c", order="striped"),
-        "ring_attention: order must be 'contiguous' or 'zigzag'; got 'striped'. Pass for example order='contiguous'.",
+    "ring_attention: block must divide the tokens of a chunk; got block 2 for chunks of 3 tokens. "
+    "Choose a divisor, or leave it out.": lambda: sk.ring_attention(*tokens(t=6), "c", order="zigzag", block=2),
+    "ring_attention: kv heads must divide heads; got 3 and 4. Change one of them.": lambda: sk.ring_attention(
+        *tokens(H=4, G=3), "c"
     ),
-    (
-        lambda: sk.ring_attention(*tokens(t=5), "c", order="zigzag"),
-        "ring_attention: zigzag order must have an even number of tokens on each device; got 5. "
-        "Pad the sequence to a multiple of twice the devices, or use contiguous order.",
+    "ring_attention: keys and values must be [b, t, G, K] for queries [b, t, H, K]; got queries (1, 4, 2, 2), "
+    "keys (1, 4, 2, 2), values (1, 3, 2, 2). Give all three the same b, t and K.": lambda: sk.ring_attention(
+        *tokens()[:2], jnp.zeros((1, 3, 2, 2)), "c"
     ),
-    (
-        lambda: sk.ring_attention(*tokens(t=6), "c", order="zigzag", block=2),
-        "ring_attention: block must divide the tokens of a chunk; got block 2 for chunks of 3 tokens. "
-        "Choose a divisor, or leave it out.",
+    "ring_attention: segments must hold one document number per token; got shape (4,) for 1 x 4 tokens. "
+    "Pass them as [b, t].": lambda: sk.ring_attention(*tokens(), "c", segments_bt=jnp.zeros((4,), jnp.int32)),
+    "ulysses_attention: heads must be divisible by axis 'u'; got 3 heads over 2 devices. "
+    "Use fewer devices, or ring_attention.": lambda: sk.ulysses_attention(*tokens(H=3, G=3), "u"),
+    "ulysses_attention: order 'zigzag' must go with a ring; got ring=None. Leave it out: every device "
+    "attends over all tokens, and the work is balanced.": lambda: sk.ulysses_attention(*tokens(), "u", order="zigzag"),
+    "ulysses_attention: axis 'u' is used twice in ('u', 'u'). Name each axis once.": lambda: sk.ulysses_attention(
+        *tokens(), "u", ring="u"
     ),
-    (
-        lambda: sk.ring_attention(*tokens(H=4, G=3), "c"),
-        "ring_attention: kv heads must divide heads; got 3 and 4. Change one of them.",
+    "ulysses_attention: the ring's axis 'u' must come before axis 'c' in the mesh; its axes are 'c', 'u'. "
+    "Pass the ring's axis first to make_mesh.": lambda: sk.ulysses_attention(*tokens(), "c", ring="u"),
+    "zigzag: zigzag order must have an even number of tokens on each device; got 3. "
+    "Pad the sequence to a multiple of twice the devices, or use contiguous order.": lambda: sk.zigzag(
+        jnp.zeros((1, 3)), "c"
     ),
-    (
-        lambda: sk.ring_attention(*tokens()[:2], jnp.zeros((1, 3, 2, 2)), "c"),
-        "ring_attention: keys and values must be [b, t, G, K] for queries [b, t, H, K]; got queries (1, 4, 2, 2), "
-        "keys (1, 4, 2, 2), values (1, 3, 2, 2). Give all three the same b, t and K.",
+    "positions: order must be 'contiguous' or 'zigzag'; got 'random'. Pass for example order='contiguous'.": lambda: (
+        sk.positions(4, "c", order="random")
     ),
-    (
-        lambda: sk.ring_attention(*tokens(), "c", segments_bt=jnp.zeros((4,), jnp.int32)),
-        "ring_attention: segments must hold one document number per token; got shape (4,) for 1 x 4 tokens. "
-        "Pass them as [b, t].",
+    "positions: zigzag order must have an even number of tokens on each device; got 3. "
+    "Pad the sequence to a multiple of twice the devices, or use contiguous order.": lambda: sk.positions(
+        3, "c", order="zigzag"
     ),
-    (
-        lambda: sk.ulysses_attention(*tokens(H=3, G=3), "u"),
-        "ulysses_attention: heads must be divisible by axis 'u'; got 3 heads over 2 devices. "
-        "Use fewer devices, or ring_attention.",
-    ),
-    (
-        lambda: sk.ulysses_attention(*tokens(), "u", order="zigzag"),
-        "ulysses_attention: order 'zigzag' must go with a ring; got ring=None. Leave it out: every device "
-        "attends over all tokens, and the work is balanced.",
-    ),
-    (
-        lambda: sk.ulysses_attention(*tokens(), "u", ring="u"),
-        "ulysses_attention: axis 'u' is used twice in ('u', 'u'). Name each axis once.",
-    ),
-    (
-        lambda: sk.ulysses_attention(*tokens(), "c", ring="u"),
-        "ulysses_attention: the ring's axis 'u' must come before axis 'c' in the mesh; its axes are 'c', 'u'. "
-        "Pass the ring's axis first to make_mesh.",
-    ),
-    (
-        lambda: sk.zigzag(jnp.zeros((1, 3)), "c"),
-        "zigzag: zigzag order must have an even number of tokens on each device; got 3. "
-        "Pad the sequence to a multiple of twice the devices, or use contiguous order.",
-    ),
-    (
-        lambda: sk.positions(4, "c", order="random"),
-        "positions: order must be 'contiguous' or 'zigzag'; got 'random'. Pass for example order='contiguous'.",
-    ),
-    (
-        lambda: sk.positions(3, "c", order="zigzag"),
-        "positions: zigzag order must have an even number of tokens on each device; got 3. "
-        "Pad the sequence to a multiple of twice the devices, or use contiguous order.",
-    ),
-]
+}
 
 
-@pytest.mark.parametrize(("call", "message"), SHARDED)
+@pytest.mark.parametrize("message, call", SHARDED.items())
 def test_bad_input(call, message):
     with value_error(message):
         jax.eval_shape(jax.shard_map(call, mesh=devices(c=2, u=2), in_specs=(), out_specs=P("c")))

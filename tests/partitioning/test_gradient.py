@@ -131,53 +131,42 @@ def bfloat16_weight(w, c, keys):
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "message"),
-    [
-        (
-            lambda w, c, keys: w * c,
-            "value_and_grad: loss_fn must return a scalar, Mean(total, weight) or (either, aux); got float32[1]. "
-            "Sum over the examples and return Mean(total, weight), or their mean.",
+    "message, loss_fn",
+    {
+        "value_and_grad: loss_fn must return a scalar, Mean(total, weight) or (either, aux); got float32[1]. "
+        "Sum over the examples and return Mean(total, weight), or their mean.": lambda w, c, keys: w * c,
+        "value_and_grad: loss_fn must return a scalar, Mean(total, weight) or (either, aux); got dict. "
+        "Sum over the examples and return Mean(total, weight), or their mean.": lambda w, c, keys: {
+            "loss": jnp.sum(w * c)
+        },
+        "value_and_grad: loss_fn must return a scalar, Mean(total, weight) or (either, aux); got "
+        "Mean(float32[1], float32[]). Sum over the examples and return Mean(total, weight), or their mean.": lambda w, c, keys: (
+            sk.Mean(w * c, jnp.float32(1))
         ),
-        (
-            lambda w, c, keys: {"loss": jnp.sum(w * c)},
-            "value_and_grad: loss_fn must return a scalar, Mean(total, weight) or (either, aux); got dict. "
-            "Sum over the examples and return Mean(total, weight), or their mean.",
+        "value_and_grad: aux must be a dict of scalars or Means by name; got list. "
+        "Return for example (loss, {'accuracy': Mean(correct, count)}).": lambda w, c, keys: (jnp.sum(w * c), [1.0]),
+        "value_and_grad: aux 'each' must be a scalar or Mean(total, weight); got float32[1]. "
+        "Sum over the examples and return Mean(total, weight), or their mean.": lambda w, c, keys: (
+            jnp.sum(w * c),
+            {"each": w * c},
         ),
-        (
-            lambda w, c, keys: sk.Mean(w * c, jnp.float32(1)),
-            "value_and_grad: loss_fn must return a scalar, Mean(total, weight) or (either, aux); got "
-            "Mean(float32[1], float32[]). Sum over the examples and return Mean(total, weight), or their mean.",
+        "value_and_grad: aux 'norms.each' must be a scalar or Mean(total, weight); got float32[1]. "
+        "Sum over the examples and return Mean(total, weight), or their mean.": lambda w, c, keys: (
+            jnp.sum(w * c),
+            {"norms": {"first": jnp.float32(1), "each": w * c}},
         ),
-        (
-            lambda w, c, keys: (jnp.sum(w * c), [1.0]),
-            "value_and_grad: aux must be a dict of scalars or Means by name; got list. "
-            "Return for example (loss, {'accuracy': Mean(correct, count)}).",
+        "value_and_grad: aux 'norms.each' must be a scalar or Mean(total, weight); got Mean(NoneType, int). "
+        "Sum over the examples and return Mean(total, weight), or their mean.": lambda w, c, keys: (
+            jnp.sum(w * c),
+            {"norms": sk.Mean({"each": None}, 1)},
         ),
-        (
-            lambda w, c, keys: (jnp.sum(w * c), {"each": w * c}),
-            "value_and_grad: aux 'each' must be a scalar or Mean(total, weight); got float32[1]. "
-            "Sum over the examples and return Mean(total, weight), or their mean.",
+        "value_and_grad: aux must be a dict of scalars or Means by name; got the key 1. Use a string.": lambda w, c, keys: (
+            jnp.sum(w * c),
+            {1: jnp.float32(1)},
         ),
-        (
-            lambda w, c, keys: (jnp.sum(w * c), {"norms": {"first": jnp.float32(1), "each": w * c}}),
-            "value_and_grad: aux 'norms.each' must be a scalar or Mean(total, weight); got float32[1]. "
-            "Sum over the examples and return Mean(total, weight), or their mean.",
-        ),
-        (
-            lambda w, c, keys: (jnp.sum(w * c), {"norms": sk.Mean({"each": None}, 1)}),
-            "value_and_grad: aux 'norms.each' must be a scalar or Mean(total, weight); got Mean(NoneType, int). "
-            "Sum over the examples and return Mean(total, weight), or their mean.",
-        ),
-        (
-            lambda w, c, keys: (jnp.sum(w * c), {1: jnp.float32(1)}),
-            "value_and_grad: aux must be a dict of scalars or Means by name; got the key 1. Use a string.",
-        ),
-        (
-            bfloat16_weight,
-            "Mean: the weight must be float32 or an integer, because bfloat16 cannot count; got bfloat16. "
-            "Sum it in float32, as Mean.of(values, weights) does.",
-        ),
-    ],
+        "Mean: the weight must be float32 or an integer, because bfloat16 cannot count; got bfloat16. "
+        "Sum it in float32, as Mean.of(values, weights) does.": bfloat16_weight,
+    }.items(),
 )
 def test_a_loss_that_is_no_mean_is_refused(loss_fn, message, mesh4):
     init, step = sk.make_train_step(sk.value_and_grad(loss_fn), optax.sgd(1.0), mesh=mesh4, plan=sk.dp("data"))

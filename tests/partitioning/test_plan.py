@@ -48,33 +48,21 @@ def test_a_strategy_is_given_the_shape_that_is_left(cube):
 
 
 @pytest.mark.parametrize(
-    ("make", "kind", "message"),
-    [
-        (
-            lambda: sk.chain(),
+    "message, refusal",
+    {
+        "chain: at least one plan is needed; got none. Pass for example dp('data').": (ValueError, lambda: sk.chain()),
+        "chain: axis 'data' is used by dp('data') and by zero1('data'). A mesh axis serves one strategy; "
+        "give one of them another axis.": (ValueError, lambda: sk.chain(sk.dp("data"), sk.zero1("data", min_size=1))),
+        "dp: axis 'data' is used twice in ('data', 'data'). Name each axis once.": (
             ValueError,
-            "chain: at least one plan is needed; got none. Pass for example dp('data').",
-        ),
-        (
-            lambda: sk.chain(sk.dp("data"), sk.zero1("data", min_size=1)),
-            ValueError,
-            "chain: axis 'data' is used by dp('data') and by zero1('data'). A mesh axis serves one strategy; "
-            "give one of them another axis.",
-        ),
-        (
             lambda: sk.dp(("data", "data")),
-            ValueError,
-            "dp: axis 'data' is used twice in ('data', 'data'). Name each axis once.",
         ),
-        (
-            lambda: sk.dp(3),
-            TypeError,
-            "dp: axis must be a mesh axis name or a tuple of names; got 3. "
-            "Pass for example axis='data' or axis=('data', 'model').",
-        ),
-    ],
+        "dp: axis must be a mesh axis name or a tuple of names; got 3. "
+        "Pass for example axis='data' or axis=('data', 'model').": (TypeError, lambda: sk.dp(3)),
+    }.items(),
 )
-def test_bad_plans_are_refused(make, kind, message):
+def test_bad_plans_are_refused(refusal, message):
+    kind, make = refusal
     with pytest.raises(kind) as error:
         make()
     assert str(error.value) == message

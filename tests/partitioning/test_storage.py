@@ -244,24 +244,22 @@ def mesh4():
 
 
 @pytest.mark.parametrize(
-    "make_layouts, message",
-    [
-        (
-            lambda tree: sk.chain(
+    "message, make_layouts",
+    {
+        "zero1: dim 0 of leaf b must be divisible by axis 'z' or one that can be padded, which a layer dim, or "
+        "a dim that another strategy splits, cannot; got shape (2,) over 3 devices. Choose another dim.": lambda tree: (
+            sk.chain(
                 sk.fsdp("d", min_size=1, uneven="pad", rules=lambda path, shape: 0),
                 sk.zero1("z", min_size=1, uneven="pad", rules=lambda path, shape: 0),
-            ).layouts(tree, sk.abstract_mesh(d=4, z=3)),
-            "zero1: dim 0 of leaf b must be divisible by axis 'z' or one that can be padded, which a layer dim, or "
-            "a dim that another strategy splits, cannot; got shape (2,) over 3 devices. Choose another dim.",
+            ).layouts(tree, sk.abstract_mesh(d=4, z=3))
         ),
-        (
-            lambda tree: sk.zero2("d", min_size=1, uneven="pad", layerwise=("w",), rules=lambda path, shape: 0).layouts(
+        "zero2: dim 0 of leaf w must be divisible by axis 'd' or one that can be padded, which a layer dim, or "
+        "a dim that another strategy splits, cannot; got shape (7, 5) over 4 devices. Choose another dim.": lambda tree: (
+            sk.zero2("d", min_size=1, uneven="pad", layerwise=("w",), rules=lambda path, shape: 0).layouts(
                 {"w": tree["w"]}, sk.abstract_mesh(d=4)
-            ),
-            "zero2: dim 0 of leaf w must be divisible by axis 'd' or one that can be padded, which a layer dim, or "
-            "a dim that another strategy splits, cannot; got shape (7, 5) over 4 devices. Choose another dim.",
+            )
         ),
-    ],
+    }.items(),
 )
 def test_a_dim_that_cannot_be_padded_is_refused(make_layouts, message):
     with value_error(message):

@@ -185,55 +185,40 @@ def test_a_wide_grid_is_cut_about_the_arrow():
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: Schedule.from_csv("0F0,0G0"),
-            "from_csv: a cell must be empty, an action such as 2F0, or a pair such as (2F1;2B0)OVERLAP_F_B; got '0G0' "
-            "on device 0 at tick 1. Correct it.",
+    "message, call",
+    {
+        "from_csv: a cell must be empty, an action such as 2F0, or a pair such as (2F1;2B0)OVERLAP_F_B; got '0G0' "
+        "on device 0 at tick 1. Correct it.": lambda: Schedule.from_csv("0F0,0G0"),
+        "from_csv: a schedule must have an action; got none. Write for example '0F0,0B0'.": lambda: Schedule.from_csv(
+            ""
         ),
-        (
-            lambda: Schedule.from_csv(""),
-            "from_csv: a schedule must have an action; got none. Write for example '0F0,0B0'.",
+        "schedule: a schedule must have an action; got none. Write for example '0F0,0B0'.": lambda: Schedule(
+            ((),)
+        ).check(),
+        "schedule: an op must be one of F, B, I and W; got 'X' at tick 0. Correct it.\n"
+        "tick      0\ndevice 0  0X0\n          ^": lambda: Schedule((((Action(0, "X", 0),),),)).check(),
+        "schedule: placement must be 'loop' or 'v'; got 'V'. Pass for example placement='loop'.": lambda: Schedule(
+            schedules.gpipe(1, 1).rows, "V"
+        ).check(),
+        "lockstep: microbatches must be a whole number of at least 1; got 0. Correct microbatches.": lambda: (
+            schedules.lockstep(4, 0)
         ),
-        (
-            lambda: Schedule(((),)).check(),
-            "schedule: a schedule must have an action; got none. Write for example '0F0,0B0'.",
+        "interleaved: chunks must be a whole number of at least 1; got 1.5. Correct chunks.": lambda: (
+            schedules.interleaved(4, 8, chunks=1.5)
         ),
-        (
-            lambda: Schedule((((Action(0, "X", 0),),),)).check(),
-            "schedule: an op must be one of F, B, I and W; got 'X' at tick 0. Correct it.\n"
-            "tick      0\ndevice 0  0X0\n          ^",
+        "zero_bubble_v: devices must be a whole number of at least 1; got 0. Correct devices.": lambda: (
+            schedules.zero_bubble_v(0, 8)
         ),
-        (
-            lambda: Schedule(schedules.gpipe(1, 1).rows, "V").check(),
-            "schedule: placement must be 'loop' or 'v'; got 'V'. Pass for example placement='loop'.",
+        "simulate: forward must be greater than 0; got 0. Correct forward.": lambda: schedules.gpipe(2, 2).simulate(
+            forward=0
         ),
-        (
-            lambda: schedules.lockstep(4, 0),
-            "lockstep: microbatches must be a whole number of at least 1; got 0. Correct microbatches.",
+        "simulate: communication must be 0 or more; got -1. Correct communication.": lambda: schedules.gpipe(
+            2, 2
+        ).simulate(communication=-1),
+        "simulate: weight_grad must be 0 or more; got -1. Correct weight_grad.": lambda: schedules.gpipe(2, 2).simulate(
+            input_grad=3
         ),
-        (
-            lambda: schedules.interleaved(4, 8, chunks=1.5),
-            "interleaved: chunks must be a whole number of at least 1; got 1.5. Correct chunks.",
-        ),
-        (
-            lambda: schedules.zero_bubble_v(0, 8),
-            "zero_bubble_v: devices must be a whole number of at least 1; got 0. Correct devices.",
-        ),
-        (
-            lambda: schedules.gpipe(2, 2).simulate(forward=0),
-            "simulate: forward must be greater than 0; got 0. Correct forward.",
-        ),
-        (
-            lambda: schedules.gpipe(2, 2).simulate(communication=-1),
-            "simulate: communication must be 0 or more; got -1. Correct communication.",
-        ),
-        (
-            lambda: schedules.gpipe(2, 2).simulate(input_grad=3),
-            "simulate: weight_grad must be 0 or more; got -1. Correct weight_grad.",
-        ),
-    ],
+    }.items(),
 )
 def test_errors(call, message):
     with value_error(message):

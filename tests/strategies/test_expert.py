@@ -608,18 +608,15 @@ def raised(match, fn, *args, **kwargs):
 
 @pytest.mark.check
 @pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda *given: sk.moe(*given, routing=1.25),
-            "moe: routing must be a Capacity or a Dropless; got 1.25. Pass for example sk.Capacity(1.25), or "
-            "sk.Dropless().",
-        ),
-        (lambda *_: sk.Capacity("1.25"), "Capacity: factor must be a number; got '1.25'. Correct factor."),
-        (lambda *_: sk.Capacity(1, 2.0), "Capacity: group must be a whole number or None; got 2.0. Correct group."),
-        (lambda *_: sk.Capacity(group=0), "Capacity: group must be at least 1; got 0. Correct group."),
-        (lambda *_: sk.Dropless(1), "Dropless: dense must be True or False or None; got 1. Correct dense."),
-    ],
+    "message, call",
+    {
+        "moe: routing must be a Capacity or a Dropless; got 1.25. Pass for example sk.Capacity(1.25), or "
+        "sk.Dropless().": lambda *given: sk.moe(*given, routing=1.25),
+        "Capacity: factor must be a number; got '1.25'. Correct factor.": lambda *_: sk.Capacity("1.25"),
+        "Capacity: group must be a whole number or None; got 2.0. Correct group.": lambda *_: sk.Capacity(1, 2.0),
+        "Capacity: group must be at least 1; got 0. Correct group.": lambda *_: sk.Capacity(group=0),
+        "Dropless: dense must be True or False or None; got 1. Correct dense.": lambda *_: sk.Dropless(1),
+    }.items(),
 )
 def test_a_routing_of_something_else(call, message):
     """A factor in place of the routing would be taken for any other option's value."""

@@ -107,26 +107,20 @@ def test_a_pipelines_loss_in_place_of_its_gradfn():
 
 @pytest.mark.check
 @pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: sk.PipelineGradFn("stage", lambda *_: None),
-            "PipelineGradFn: stages must be a Stages; got 'stage'. Correct stages.",
+    "message, call",
+    {
+        "PipelineGradFn: stages must be a Stages; got 'stage'. Correct stages.": lambda: sk.PipelineGradFn(
+            "stage", lambda *_: None
         ),
-        (
-            lambda: sk.PipelineLoss(schedules.Stages("stage"), None),
-            "PipelineLoss: function must be a function; got None. Pass the function itself.",
+        "PipelineLoss: function must be a function; got None. Pass the function itself.": lambda: sk.PipelineLoss(
+            schedules.Stages("stage"), None
         ),
-        (
-            lambda: sk.pipeline(schedules.gpipe, "stage"),
-            "pipeline: schedule must be a Schedule; got the function 'gpipe'. Pass for example "
-            "sk.schedules.gpipe(devices=2, microbatches=4).",
-        ),
-        (
-            lambda: sk.pipeline(schedules.gpipe(2, 2), "stage").value_and_grad(*PIECES, recompute=1),
-            "pipeline.value_and_grad: recompute must be True or False; got 1. Correct recompute.",
-        ),
-    ],
+        "pipeline: schedule must be a Schedule; got the function 'gpipe'. Pass for example "
+        "sk.schedules.gpipe(devices=2, microbatches=4).": lambda: sk.pipeline(schedules.gpipe, "stage"),
+        "pipeline.value_and_grad: recompute must be True or False; got 1. Correct recompute.": lambda: sk.pipeline(
+            schedules.gpipe(2, 2), "stage"
+        ).value_and_grad(*PIECES, recompute=1),
+    }.items(),
 )
 def test_a_pipeline_of_something_else(call, message):
     with refused(message, TypeError):
