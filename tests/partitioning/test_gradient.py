@@ -140,9 +140,8 @@ def bfloat16_weight(w, c, keys):
             "loss": jnp.sum(w * c)
         },
         "value_and_grad: loss_fn must return a scalar, Mean(total, weight) or (either, aux); got "
-        "Mean(float32[1], float32[]). Sum over the examples and return Mean(total, weight), or their mean.": lambda w, c, keys: (
-            sk.Mean(w * c, jnp.float32(1))
-        ),
+        "Mean(float32[1], float32[]). Sum over the examples and return Mean(total, weight), "
+        "or their mean.": lambda w, c, keys: sk.Mean(w * c, jnp.float32(1)),
         "value_and_grad: aux must be a dict of scalars or Means by name; got list. "
         "Return for example (loss, {'accuracy': Mean(correct, count)}).": lambda w, c, keys: (jnp.sum(w * c), [1.0]),
         "value_and_grad: aux 'each' must be a scalar or Mean(total, weight); got float32[1]. "
@@ -160,7 +159,8 @@ def bfloat16_weight(w, c, keys):
             jnp.sum(w * c),
             {"norms": sk.Mean({"each": None}, 1)},
         ),
-        "value_and_grad: aux must be a dict of scalars or Means by name; got the key 1. Use a string.": lambda w, c, keys: (
+        "value_and_grad: aux must be a dict of scalars or Means by name; got the key 1. "
+        "Use a string.": lambda w, c, keys: (
             jnp.sum(w * c),
             {1: jnp.float32(1)},
         ),

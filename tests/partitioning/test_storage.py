@@ -254,11 +254,10 @@ def mesh4():
             ).layouts(tree, sk.abstract_mesh(d=4, z=3))
         ),
         "zero2: dim 0 of leaf w must be divisible by axis 'd' or one that can be padded, which a layer dim, or "
-        "a dim that another strategy splits, cannot; got shape (7, 5) over 4 devices. Choose another dim.": lambda tree: (
-            sk.zero2("d", min_size=1, uneven="pad", layerwise=("w",), rules=lambda path, shape: 0).layouts(
-                {"w": tree["w"]}, sk.abstract_mesh(d=4)
-            )
-        ),
+        "a dim that another strategy splits, cannot; got shape (7, 5) over 4 devices. "
+        "Choose another dim.": lambda tree: sk.zero2(
+            "d", min_size=1, uneven="pad", layerwise=("w",), rules=lambda path, shape: 0
+        ).layouts({"w": tree["w"]}, sk.abstract_mesh(d=4)),
     }.items(),
 )
 def test_a_dim_that_cannot_be_padded_is_refused(make_layouts, message):
