@@ -247,29 +247,18 @@ def test_the_sizes_make_the_plan():
 
 
 @pytest.mark.parametrize(
-    ("fields", "rules", "message"),
-    [
-        (
-            {"mesh_shape": (8,), "mesh_axis_names": ("batch",)},
-            None,
-            "DistributedConfig.plan: mesh_axis_names must be among 'data', 'fsdp', 'model', 'stage'; got 'batch'. "
-            "Rename the axis, or write the plan with chain.",
-        ),
-        (
-            {"tensor_parallel_size": 2},
-            None,
-            "DistributedConfig.plan: rules must be given with tensor_parallel_size=2; got None. Pass rules=, such as "
-            "specs_from_rules returns.",
-        ),
-        (
-            {"mesh_shape": (8,), "mesh_axis_names": ("data",)},
-            {"w": P("model")},
-            "DistributedConfig.plan: rules need a mesh axis 'model'; mesh_axis_names are ('data',). Add the axis, or "
-            "leave rules out.",
-        ),
-    ],
+    "message, refusal",
+    {
+        "DistributedConfig.plan: mesh_axis_names must be among 'data', 'fsdp', 'model', 'stage'; got 'batch'. "
+        "Rename the axis, or write the plan with chain.": ({"mesh_shape": (8,), "mesh_axis_names": ("batch",)}, None),
+        "DistributedConfig.plan: rules must be given with tensor_parallel_size=2; got None. Pass rules=, such as "
+        "specs_from_rules returns.": ({"tensor_parallel_size": 2}, None),
+        "DistributedConfig.plan: rules need a mesh axis 'model'; mesh_axis_names are ('data',). Add the axis, or "
+        "leave rules out.": ({"mesh_shape": (8,), "mesh_axis_names": ("data",)}, {"w": P("model")}),
+    }.items(),
 )
-def test_plans_that_the_fields_do_not_make(fields, rules, message):
+def test_plans_that_the_fields_do_not_make(refusal, message):
+    fields, rules = refusal
     with value_error(message):
         DistributedConfig(world_size=8, **fields).plan(rules)
 

@@ -36,53 +36,36 @@ def test_rules_give_specs(rules):  # proves S24, F4
 
 
 TWICE = "Give the other dim another axis, or None."
-RULE_ERRORS = [
-    (
+RULE_ERRORS = {
+    "specs_from_rules: leaf out.0 has the logical axis 'vocabulary', which has no rule; there are rules for "
+    "'batch', 'hidden', 'embed'. Add a rule; None replicates the dim.": (
         {"out": [("hidden", "vocabulary")]},
         RULES,
         ValueError,
-        "specs_from_rules: leaf out.0 has the logical axis 'vocabulary', which has no rule; there are rules for "
-        "'batch', 'hidden', 'embed'. Add a rule; None replicates the dim.",
     ),
-    (
-        {"w": ("hidden",)},
-        {},
-        ValueError,
-        "specs_from_rules: leaf w has the logical axis 'hidden', which has no rule; there are rules for none. "
-        "Add a rule; None replicates the dim.",
-    ),
-    (
+    "specs_from_rules: leaf w has the logical axis 'hidden', which has no rule; there are rules for none. "
+    "Add a rule; None replicates the dim.": ({"w": ("hidden",)}, {}, ValueError),
+    "specs_from_rules: leaf w: a mesh axis can shard one dim only; got 'model' twice in P('model', 'model') "
+    f"(from the logical axes ('embed', 'hidden')). {TWICE}": (
         {"w": ("embed", "hidden")},
         {"embed": "model", "hidden": "model"},
         ValueError,
-        "specs_from_rules: leaf w: a mesh axis can shard one dim only; got 'model' twice in P('model', 'model') "
-        f"(from the logical axes ('embed', 'hidden')). {TWICE}",
     ),
-    (
+    "specs_from_rules: logical axis 'hidden' has two rules. Remove one.": (
         {"w": ("embed", "hidden")},
         [*RULES, ("hidden", "data")],
         ValueError,
-        "specs_from_rules: logical axis 'hidden' has two rules. Remove one.",
     ),
-    (
-        {"w": "hidden"},
-        RULES,
-        TypeError,
-        "specs_from_rules: leaf w must be a tuple of logical axis names or None, one for each dim; got 'hidden'. "
-        "Pass for example ('embed', 'hidden').",
-    ),
-    (
-        3,
-        RULES,
-        TypeError,
-        "specs_from_rules: leaf (the whole tree) must be a tuple of logical axis names or None, one for each dim; "
-        "got 3. Pass for example ('embed', 'hidden').",
-    ),
-]
+    "specs_from_rules: leaf w must be a tuple of logical axis names or None, one for each dim; got 'hidden'. "
+    "Pass for example ('embed', 'hidden').": ({"w": "hidden"}, RULES, TypeError),
+    "specs_from_rules: leaf (the whole tree) must be a tuple of logical axis names or None, one for each dim; "
+    "got 3. Pass for example ('embed', 'hidden').": (3, RULES, TypeError),
+}
 
 
-@pytest.mark.parametrize(("logical", "rules", "kind", "message"), RULE_ERRORS)
-def test_errors_of_rules(logical, rules, kind, message):
+@pytest.mark.parametrize("message, refusal", RULE_ERRORS.items())
+def test_errors_of_rules(refusal, message):
+    logical, rules, kind = refusal
     with pytest.raises(kind) as error:
         sk.specs_from_rules(logical, rules)
     assert (type(error.value), str(error.value)) == (kind, message)

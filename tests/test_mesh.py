@@ -125,23 +125,16 @@ def test_simulating_the_devices_there_are_does_nothing():
 
 
 @pytest.mark.parametrize(
-    ("n", "kind", "message"),
-    [
-        (
-            4,
-            RuntimeError,
-            "simulate_devices: jax has already started with 8 cpu devices, so it cannot simulate 4. "
-            "Call simulate_devices(4) at the start of the program, before jax initializes its devices, or start python "
-            "with XLA_FLAGS=--xla_force_host_platform_device_count=4 NPROC=16.",
-        ),
-        (
-            0,
-            ValueError,
-            "simulate_devices: n must be at least 1; got 0. Correct n.",
-        ),
-    ],
+    "message, refusal",
+    {
+        "simulate_devices: jax has already started with 8 cpu devices, so it cannot simulate 4. "
+        "Call simulate_devices(4) at the start of the program, before jax initializes its devices, or start python "
+        "with XLA_FLAGS=--xla_force_host_platform_device_count=4 NPROC=16.": (4, RuntimeError),
+        "simulate_devices: n must be at least 1; got 0. Correct n.": (0, ValueError),
+    }.items(),
 )
-def test_errors_of_simulate_devices(n, kind, message):  # proves S34
+def test_errors_of_simulate_devices(refusal, message):  # proves S34
+    n, kind = refusal
     with pytest.raises(kind) as error:
         sk.simulate_devices(n)
     assert (type(error.value), str(error.value)) == (kind, message)
@@ -202,32 +195,25 @@ def test_axis_types():  # proves S36, F7
 
 
 PRODUCT = "make_mesh: the product of the axis sizes must be the number of devices; got"
-ERRORS = [
-    ({}, "make_mesh: at least one axis is needed; got none. Pass for example make_mesh(data=-1)."),
-    (
-        {"data": 2, "model": 2},
-        f"{PRODUCT} data=2, model=2, which needs 4, for 8 devices. "
-        "Change a size, pass -1 for one size, or pass devices=jax.devices()[:4].",
-    ),
-    (
-        {"data": 16},
-        f"{PRODUCT} data=16, which needs 16, for 8 devices. "
-        "Change a size, pass -1 for one size, or simulate_devices(16).",
-    ),
-    (
-        {"data": -1, "model": 2, "stage": -1},
-        "make_mesh: only one axis size may be -1; got -1 for 'data', 'stage'. Pass a size for all but one.",
-    ),
-    (
-        {"data": 0, "model": 8, "stage": -2},
-        "make_mesh: an axis size must be at least 1, or -1 to infer it; got data=0, stage=-2. Change the size.",
-    ),
-    (
-        {"data": 3, "model": -1},
-        "make_mesh: the product of the other sizes must divide the number of devices to infer axis 'model'; got 3 for "
-        "8 devices. Change a size.",
-    ),
-]
+ERRORS = {
+    "make_mesh: at least one axis is needed; got none. Pass for example make_mesh(data=-1).": {},
+    f"{PRODUCT} data=2, model=2, which needs 4, for 8 devices. "
+    "Change a size, pass -1 for one size, or pass devices=jax.devices()[:4].": {"data": 2, "model": 2},
+    f"{PRODUCT} data=16, which needs 16, for 8 devices. "
+    "Change a size, pass -1 for one size, or simulate_devices(16).": {"data": 16},
+    "make_mesh: only one axis size may be -1; got -1 for 'data', 'stage'. Pass a size for all but one.": {
+        "data": -1,
+        "model": 2,
+        "stage": -1,
+    },
+    "make_mesh: an axis size must be at least 1, or -1 to infer it; got data=0, stage=-2. Change the size.": {
+        "data": 0,
+        "model": 8,
+        "stage": -2,
+    },
+    "make_mesh: the product of the other sizes must divide the number of devices to infer axis 'model'; got 3 for "
+    "8 devices. Change a size.": {"data": 3, "model": -1},
+}
 
 
 RESTARTED = "make_mesh: in a job that started again with {} processes the mesh must change its size too; got {}"
@@ -270,7 +256,7 @@ def test_a_mesh_that_cannot_shrink_with_its_job(sizes, message, monkeypatch):
     assert str(error.value).startswith(PRODUCT)
 
 
-@pytest.mark.parametrize(("sizes", "message"), ERRORS)
+@pytest.mark.parametrize("message, sizes", ERRORS.items())
 def test_errors_of_make_mesh(sizes, message):
     with value_error(message):
         sk.make_mesh(**sizes)
@@ -304,29 +290,18 @@ def test_an_axis_in_both_maps_is_slow_outside():
 
 
 @pytest.mark.parametrize(
-    ("fast", "slow", "message"),
-    [
-        (
-            {"model": 4},
-            {"data": 3},
-            "make_hybrid_mesh: slow axes data=3 over fast axes model=4 need 3 group(s) of 4 devices; "
-            "got group sizes [2, 6]. Change the sizes or pass group_of.",
-        ),
-        (
-            {"model": 4},
-            {"data": 2},
-            "make_hybrid_mesh: slow axes data=2 over fast axes model=4 need 2 group(s) of 4 devices; "
-            "got group sizes [2, 6]. Change the sizes or pass group_of.",
-        ),
-        (
-            {"model": 8},
-            {},
-            "make_hybrid_mesh: slow axes none over fast axes model=8 need 1 group(s) of 8 devices; "
-            "got group sizes [2, 6]. Change the sizes or pass group_of.",
-        ),
-    ],
+    "message, refusal",
+    {
+        "make_hybrid_mesh: slow axes data=3 over fast axes model=4 need 3 group(s) of 4 devices; "
+        "got group sizes [2, 6]. Change the sizes or pass group_of.": ({"model": 4}, {"data": 3}),
+        "make_hybrid_mesh: slow axes data=2 over fast axes model=4 need 2 group(s) of 4 devices; "
+        "got group sizes [2, 6]. Change the sizes or pass group_of.": ({"model": 4}, {"data": 2}),
+        "make_hybrid_mesh: slow axes none over fast axes model=8 need 1 group(s) of 8 devices; "
+        "got group sizes [2, 6]. Change the sizes or pass group_of.": ({"model": 8}, {}),
+    }.items(),
 )
-def test_errors_of_make_hybrid_mesh(fast, slow, message):
+def test_errors_of_make_hybrid_mesh(refusal, message):
+    fast, slow = refusal
     with value_error(message):
         sk.make_hybrid_mesh(fast=fast, slow=slow, group_of=lambda d: int(d.id > 5))
 

@@ -122,23 +122,14 @@ def test_tied_head_is_the_embedding():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        (
-            {"dim": 30, "heads": 4},
-            "transformer: dim must be divisible by heads into an even head size; got dim 30 over 4 heads. "
-            "Change dim or heads.",
-        ),
-        (
-            {"dim": 12, "heads": 4},
-            "transformer: dim must be divisible by heads into an even head size; got dim 12 over 4 heads. "
-            "Change dim or heads.",
-        ),
-        (
-            {"heads": 4, "kv_heads": 3},
-            "transformer: kv_heads must divide heads; got 3 and 4. Change one of them.",
-        ),
-    ],
+    "message, sizes",
+    {
+        "transformer: dim must be divisible by heads into an even head size; got dim 30 over 4 heads. "
+        "Change dim or heads.": {"dim": 30, "heads": 4},
+        "transformer: dim must be divisible by heads into an even head size; got dim 12 over 4 heads. "
+        "Change dim or heads.": {"dim": 12, "heads": 4},
+        "transformer: kv_heads must divide heads; got 3 and 4. Change one of them.": {"heads": 4, "kv_heads": 3},
+    }.items(),
 )
 def test_sizes_that_do_not_fit_are_refused(sizes, message):
     with value_error(message):

@@ -80,17 +80,17 @@ def test_an_evaluation_and_a_description_of_no_plan(plan):
 
 @pytest.mark.check
 @pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ([PLAN], "a plan must come with parameters; got none. Call describe(plan, params, mesh)."),
-        ([PLAN, "w", MESH], "params must be an array or a pytree of arrays; got 'w'. Pass arrays of jax or NumPy."),
-        ([PLAN, np.ones(3), 8], "mesh must be a mesh or None; got 8. Pass for example sk.make_mesh(data=8)."),
-        (
-            [np.ones(3), PLAN, MESH],
-            "plan must be a Plan; got array([1., 1., 1.]). Pass for example sk.dp('data'), or sk.chain(...) of "
-            "several.",
-        ),
-    ],
+    "message, given",
+    {
+        "a plan must come with parameters; got none. Call describe(plan, params, mesh).": [PLAN],
+        "params must be an array or a pytree of arrays; got 'w'. Pass arrays of jax or NumPy.": [PLAN, "w", MESH],
+        "mesh must be a mesh or None; got 8. Pass for example sk.make_mesh(data=8).": [PLAN, np.ones(3), 8],
+        "plan must be a Plan; got array([1., 1., 1.]). Pass for example sk.dp('data'), or sk.chain(...) of several.": [
+            np.ones(3),
+            PLAN,
+            MESH,
+        ],
+    }.items(),
 )
 def test_a_description_of_something_else(given, message):
     with type_error(f"describe: {message}"):

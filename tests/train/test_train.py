@@ -280,57 +280,41 @@ def test_the_value_reaches_optimizers_that_want_it(data8):
 
 
 @pytest.mark.parametrize(
-    ("batch", "options", "message"),
-    [
-        (
-            make_batch(size=30),
-            {},
-            "make_train_step: batch dim 0 must be divisible by axis 'data'; leaf weight has size 30 over 8 devices. "
-            "Choose another size, or pad with examples of weight 0.",
-        ),
-        (
+    "message, refusal",
+    {
+        "make_train_step: batch dim 0 must be divisible by axis 'data'; leaf weight has size 30 over 8 devices. "
+        "Choose another size, or pad with examples of weight 0.": (make_batch(size=30), {}),
+        "make_train_step: batch dim 0 must be divisible by axis 'data' times accumulate; leaf weight has size 40 "
+        "over 8 devices x 2 microbatches. Choose another size, or pad with examples of weight 0.": (
             make_batch(size=40),
             {"accumulate": 2},
-            "make_train_step: batch dim 0 must be divisible by axis 'data' times accumulate; leaf weight has size 40 "
-            "over 8 devices x 2 microbatches. Choose another size, or pad with examples of weight 0.",
         ),
-        (
+        "make_train_step: every array of the batch must have the same number of examples along dim 0; got "
+        "weight: 32, x: 32, y: 16. Pass arrays that share dim 0.": (
             make_batch() | {"y": np.zeros((16, 8), np.float32)},
             {},
-            "make_train_step: every array of the batch must have the same number of examples along dim 0; got "
-            "weight: 32, x: 32, y: 16. Pass arrays that share dim 0.",
         ),
-        (
-            {"scale": np.float32(1)},
-            {},
-            "make_train_step: every array of the batch must have the same number of examples along dim 0; got "
-            "no array. Pass arrays that share dim 0.",
-        ),
-    ],
+        "make_train_step: every array of the batch must have the same number of examples along dim 0; got "
+        "no array. Pass arrays that share dim 0.": ({"scale": np.float32(1)}, {}),
+    }.items(),
 )
-def test_bad_batches_are_refused(batch, options, message, data8):
+def test_bad_batches_are_refused(refusal, message, data8):
+    batch, options = refusal
     init, step = make(data8, **options)
     with value_error(message):
         step(init(make_params(), KEY), batch)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"accumulate": 0},
-            "make_train_step: accumulate must be at least 1; got 0. Correct accumulate.",
-        ),
-        (
-            {"nonfinite": "raise"},
-            "make_train_step: nonfinite must be 'keep', 'skip' or 'stop'; got 'raise'. "
-            "Pass for example nonfinite='keep'.",
-        ),
-        (
-            {"precision": "fp8"},
-            "precision: the name must be one of 'no', 'bf16', 'fp16'; got 'fp8'. Pass one of them or a Precision.",
-        ),
-    ],
+    "message, options",
+    {
+        "make_train_step: accumulate must be at least 1; got 0. Correct accumulate.": {"accumulate": 0},
+        "make_train_step: nonfinite must be 'keep', 'skip' or 'stop'; got 'raise'. "
+        "Pass for example nonfinite='keep'.": {"nonfinite": "raise"},
+        "precision: the name must be one of 'no', 'bf16', 'fp16'; got 'fp8'. Pass one of them or a Precision.": {
+            "precision": "fp8"
+        },
+    }.items(),
 )
 def test_bad_options_are_refused(options, message, data8):
     with value_error(message):
