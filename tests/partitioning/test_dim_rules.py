@@ -13,7 +13,7 @@ from shardkit.models import transformer
 from shardkit.partitioning.dim_rules import dim_chooser
 from shardkit.partitioning.placement import Layout, Split
 from shardkit.partitioning.plan import strategy
-from support.refusals import value_error
+from support.refusals import raises, value_error
 
 is_layout = lambda x: isinstance(x, Layout)  # noqa: E731
 SPECS = {"embed": P(None, "d"), "layers": {"up": P(None, None, ("t", "d")), "gain": P()}}
@@ -58,9 +58,8 @@ def test_dims_from_the_end_and_dims_that_are_none(make):
             for dim in (True, 1.0, "1")
         ),
     ):
-        with pytest.raises(kind) as error:
+        with raises(kind, f"{name}: leaf w: {found}"):
             layout(dim)
-        assert str(error.value) == f"{name}: leaf w: {found}"
 
 
 @pytest.mark.check
@@ -126,9 +125,8 @@ def test_in_a_list_of_layers_dim_0_is_no_layer():
     ],
 )
 def test_rules_of_another_tree_are_refused(rules, axes, leaf, kind, message):
-    with pytest.raises(kind) as error:
+    with raises(kind, message):
         dim_chooser("tp", axes, rules)(*leaf)
-    assert str(error.value) == message
 
 
 @pytest.mark.parametrize("make", [sk.zero1, sk.zero2, sk.fsdp])

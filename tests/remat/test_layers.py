@@ -14,7 +14,7 @@ import shardkit as sk
 from shardkit import cost
 from shardkit._jaxprs import walk
 from shardkit.testing import assert_same_training
-from support.refusals import value_error
+from support.refusals import raises, value_error
 
 BATCH, WIDTH, HIDDEN = 16, 16, 32
 PLANS = {
@@ -296,6 +296,5 @@ def test_a_list_of_layers_is_gathered_one_by_one_and_not_scanned(by):
         ),
     ):
         evaluate = sk.make_eval_step(in_a_list("scan"), mesh=mesh, plan=other)
-        with pytest.raises(kind) as error:
+        with raises(kind, message):
             jax.eval_shape(evaluate, jax.eval_shape(listed), batch)
-        assert str(error.value) == message

@@ -15,7 +15,7 @@ from shardkit import cost
 from shardkit.models import transformer
 from shardkit.testing import assert_matches_reference, assert_same_training, covering
 from support.layouts import Specs, specs
-from support.refusals import value_error
+from support.refusals import raises, refusals, value_error
 from support.tiers import covered
 
 MESHES = [  # sizes and axis
@@ -351,73 +351,61 @@ def on_two(fn, *args):
 
 
 @pytest.mark.parametrize(
-    "message, refusal",
-    {
-        "tp: dim 0 of leaf embed must be divisible by axis 'model'; got size 24 over 5 devices. Pad it to 25 (a "
-        "vocabulary; then pass vocab_cross_entropy(vocabulary=24)), leave the leaf whole "
-        "(key/value heads), or use a smaller axis.": (ValueError, lambda: laid_out(sk.tp("model", rules()), model=5)),
-        "tp: dim 1 of leaf layers.key must be divisible by axes 'a', 'b'; got size 16 over 32 devices. Pad it to "
-        "32 (a vocabulary; then pass vocab_cross_entropy(vocabulary=16)), leave the leaf whole "
-        "(key/value heads), or use a smaller axis.": (
-            ValueError,
-            lambda: laid_out(sk.tp(("a", "b"), lambda path, shape: 1 if path == "layers.key" else None), a=2, b=16),
-        ),
-        "tp: leaf embed: dim must name a dimension of the array; got 2 for an array of rank 2. Choose 0 to 1.": (
-            ValueError,
-            lambda: laid_out(sk.tp("model", lambda path, shape: 2), model=2),
-        ),
-        "tp: the rules must put axis 'modell' on some dim; the axes that they name are 'model'. Correct the rules, "
-        "or the axis.": (ValueError, lambda: sk.tp("modell", rules())),
-        "tp: the rules have no spec for leaf final_norm; theirs are for the leaves 'embed'. Make the "
-        "rules from the logical axes of these parameters.": (
-            ValueError,
-            lambda: laid_out(sk.tp("model", {"embed": P("model")}), model=2),
-        ),
-        "tp: rules must be a function of path and shape, or a tree of PartitionSpecs; got 'vocabulary' for "
-        "embed.0. Make the tree with specs_from_rules.": (
-            TypeError,
-            lambda: sk.tp("model", {"embed": ("vocabulary", "embed")}),
-        ),
-        "tp: axis must be a mesh axis name or a tuple of names; got 3. "
-        "Pass for example axis='data' or axis=('data', 'model').": (TypeError, lambda: sk.tp(3, rules())),
-        "local_groups: heads must be divisible by the devices that share them; got 5 heads over 2 devices. Change "
-        "the heads, or use fewer devices.": (
-            ValueError,
-            lambda: on_two(lambda w: sk.local_groups(w, "model", heads=5, kv_heads=1), jnp.ones((D, 1, K))),
-        ),
-        "local_groups: kv_heads must divide heads; got 4 and 6. Change one of them.": (
-            ValueError,
-            lambda: sk.local_groups(jnp.ones((D, 4, K)), None, heads=6, kv_heads=4),
-        ),
-        "local_groups: dim 1 must hold all key/value heads, or this device's share of them; got size 3 for 4 "
-        "key/value heads over 2 devices. Pass the dim of the heads.": (
-            ValueError,
-            lambda: on_two(lambda w: sk.local_groups(w, "model", heads=8, kv_heads=4), jnp.ones((D, 3, K))),
-        ),
-        "device_major_qkv: heads must be divisible by the devices that share them; got 6 heads over 4 devices. "
-        "Change the heads, or use fewer devices.": (
-            ValueError,
-            lambda: sk.device_major_qkv(jnp.ones((D, 24)), 4, heads=6),
-        ),
-        "device_major_qkv: kv_heads must be divisible by the devices that share them; got 2 kv_heads over 4 "
-        "devices. Change the heads, or use fewer devices.": (
-            ValueError,
-            lambda: sk.device_major_qkv(jnp.ones((D, 24)), 4, heads=8, kv_heads=2),
-        ),
-        "device_major_qkv: dim 1 must hold heads + 2 kv_heads heads of equal size; got size 25 for 24 heads. Pass "
-        "the fused dim and its heads.": (ValueError, lambda: sk.device_major_qkv(jnp.ones((D, 25)), 2, heads=8)),
-        "column_linear: axis 'modell' is not an axis of this mesh; its axes are 'model'. Use one of them, or add "
-        "the axis to make_mesh.": (
-            ValueError,
-            lambda: on_two(lambda x, w: sk.column_linear(x, w, "modell"), jnp.ones((T, D)), jnp.ones((D, 4))),
-        ),
-    }.items(),
+    "kind, message, make",
+    refusals(
+        {
+            "tp: dim 0 of leaf embed must be divisible by axis 'model'; got size 24 over 5 devices. Pad it to 25 (a "
+            "vocabulary; then pass vocab_cross_entropy(vocabulary=24)), leave the leaf whole "
+            "(key/value heads), or use a smaller axis.": lambda: laid_out(sk.tp("model", rules()), model=5),
+            "tp: dim 1 of leaf layers.key must be divisible by axes 'a', 'b'; got size 16 over 32 devices. Pad it to "
+            "32 (a vocabulary; then pass vocab_cross_entropy(vocabulary=16)), leave the leaf whole "
+            "(key/value heads), or use a smaller axis.": lambda: laid_out(
+                sk.tp(("a", "b"), lambda path, shape: 1 if path == "layers.key" else None), a=2, b=16
+            ),
+            "tp: leaf embed: dim must name a dimension of the array; got 2 for an array of rank 2. Choose 0 to 1.": lambda: (
+                laid_out(sk.tp("model", lambda path, shape: 2), model=2)
+            ),
+            "tp: the rules must put axis 'modell' on some dim; the axes that they name are 'model'. Correct the rules, "
+            "or the axis.": lambda: sk.tp("modell", rules()),
+            "tp: the rules have no spec for leaf final_norm; theirs are for the leaves 'embed'. Make the "
+            "rules from the logical axes of these parameters.": lambda: laid_out(
+                sk.tp("model", {"embed": P("model")}), model=2
+            ),
+            "local_groups: heads must be divisible by the devices that share them; got 5 heads over 2 devices. Change "
+            "the heads, or use fewer devices.": lambda: on_two(
+                lambda w: sk.local_groups(w, "model", heads=5, kv_heads=1), jnp.ones((D, 1, K))
+            ),
+            "local_groups: kv_heads must divide heads; got 4 and 6. Change one of them.": lambda: sk.local_groups(
+                jnp.ones((D, 4, K)), None, heads=6, kv_heads=4
+            ),
+            "local_groups: dim 1 must hold all key/value heads, or this device's share of them; got size 3 for 4 "
+            "key/value heads over 2 devices. Pass the dim of the heads.": lambda: on_two(
+                lambda w: sk.local_groups(w, "model", heads=8, kv_heads=4), jnp.ones((D, 3, K))
+            ),
+            "device_major_qkv: heads must be divisible by the devices that share them; got 6 heads over 4 devices. "
+            "Change the heads, or use fewer devices.": lambda: sk.device_major_qkv(jnp.ones((D, 24)), 4, heads=6),
+            "device_major_qkv: kv_heads must be divisible by the devices that share them; got 2 kv_heads over 4 "
+            "devices. Change the heads, or use fewer devices.": lambda: sk.device_major_qkv(
+                jnp.ones((D, 24)), 4, heads=8, kv_heads=2
+            ),
+            "device_major_qkv: dim 1 must hold heads + 2 kv_heads heads of equal size; got size 25 for 24 heads. Pass "
+            "the fused dim and its heads.": lambda: sk.device_major_qkv(jnp.ones((D, 25)), 2, heads=8),
+            "column_linear: axis 'modell' is not an axis of this mesh; its axes are 'model'. Use one of them, or add "
+            "the axis to make_mesh.": lambda: on_two(
+                lambda x, w: sk.column_linear(x, w, "modell"), jnp.ones((T, D)), jnp.ones((D, 4))
+            ),
+        },
+        {
+            "tp: rules must be a function of path and shape, or a tree of PartitionSpecs; got 'vocabulary' for "
+            "embed.0. Make the tree with specs_from_rules.": lambda: sk.tp("model", {"embed": ("vocabulary", "embed")}),
+            "tp: axis must be a mesh axis name or a tuple of names; got 3. "
+            "Pass for example axis='data' or axis=('data', 'model').": lambda: sk.tp(3, rules()),
+        },
+    ),
 )
-def test_bad_use_is_refused(refusal, message):
-    kind, make = refusal
-    with pytest.raises(kind) as error:
+def test_bad_use_is_refused(kind, make, message):
+    with raises(kind, message):
         make()
-    assert str(error.value) == message
 
 
 # proves F49: a policy that saves matmuls finds those of the kernels, so that nothing is made or gathered twice for it

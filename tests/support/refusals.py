@@ -1,23 +1,31 @@
-"""What must be refused in just these words; two names, because a wrong type must be told from a wrong value."""
+"""What must be refused in just these words, and with an error of just this kind."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 
 @contextmanager
-def _says(kind: type[Exception], message: str) -> Iterator[None]:
+def raises(kind: type[Exception], message: str) -> Iterator[None]:
+    """What is done within raises an error of this kind, with just this message."""
     with pytest.raises(kind) as error:
         yield
-    assert str(error.value) == message
+    assert (type(error.value), str(error.value)) == (kind, message)
 
 
 def value_error(message: str):
-    """What is done within raises a ValueError of just this message."""
-    return _says(ValueError, message)
+    """The same of a ValueError."""
+    return raises(ValueError, message)
 
 
 def type_error(message: str):
     """The same of a TypeError."""
-    return _says(TypeError, message)
+    return raises(TypeError, message)
+
+
+def refusals(values: dict[str, Any], types: dict[str, Any]) -> list[tuple[type[Exception], str, Any]]:
+    """The rows of two tables, message: what is refused with it; of wrong values, and of wrong types."""
+    tables = ((ValueError, values), (TypeError, types))
+    return [(kind, message, refused) for kind, table in tables for message, refused in table.items()]
