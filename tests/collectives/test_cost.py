@@ -191,12 +191,10 @@ ERRORS = refusals(
         ),
         "unpad_from_axis: size must be from 0 to the size of dim 0; got 7 for shape (6, 5). "
         "Pass the size before padding.": lambda x: collectives.unpad_from_axis(x, 7),
-        f"all_gather_uneven: {SIZED} (1, 2, 3) over 4 devices. Pass the same tuple of 4 sizes on every device.": lambda x: (
-            all_gather_uneven(x, (1, 2, 3), "a")
-        ),
-        f"reduce_scatter_uneven: {SIZED} (1, 2, 4, -1) over 4 devices. Pass the same tuple of 4 sizes on every device.": lambda x: (
-            reduce_scatter_uneven(x, [1, 2, 4, -1], "a")
-        ),
+        f"all_gather_uneven: {SIZED} (1, 2, 3) over 4 devices. "
+        "Pass the same tuple of 4 sizes on every device.": lambda x: all_gather_uneven(x, (1, 2, 3), "a"),
+        f"reduce_scatter_uneven: {SIZED} (1, 2, 4, -1) over 4 devices. "
+        "Pass the same tuple of 4 sizes on every device.": lambda x: reduce_scatter_uneven(x, [1, 2, 4, -1], "a"),
         "all_gather_uneven: dim 0 must have max(sizes) = 4 rows on every device; got shape (6, 5). "
         "Pad every device's piece to it.": lambda x: all_gather_uneven(x, (1, 2, 3, 4), "a"),
         "reduce_scatter_uneven: dim 0 must have sum(sizes) = 10 rows on every device; got shape (6, 5). "
@@ -260,9 +258,8 @@ ERRORS = refusals(
         "compressed.all_gather: every leaf must be floating-point; got int32. Use all_gather for it.": lambda x: (
             compressed.all_gather(x.astype(jnp.int32), "a", dtype=jnp.int4)
         ),
-        "compressed.reduce_scatter: every leaf must be floating-point; got bool. Use reduce_scatter for it.": lambda x: (
-            compressed.reduce_scatter(x > 0, "a", dtype=jnp.int4)
-        ),
+        "compressed.reduce_scatter: every leaf must be floating-point; got bool. "
+        "Use reduce_scatter for it.": lambda x: compressed.reduce_scatter(x > 0, "a", dtype=jnp.int4),
         "compressed.reduce_scatter_two_level: every leaf must be floating-point; got int32. "
         "Use hierarchical.reduce_scatter for it.": lambda x: compressed.reduce_scatter_two_level(
             x.astype(jnp.int32), "a", "one", dtype=jnp.int8

@@ -88,43 +88,25 @@ def test_in_a_list_of_layers_dim_0_is_no_layer():
 
 
 @pytest.mark.parametrize(
-    "rules, axes, leaf, kind, message",
-    [
-        (
+    "message, refusal",
+    {
+        "tp: the rules have no spec for leaf layers.down; theirs are for the leaves 'embed', 'layers.gain', "
+        "'layers.up'. Make the rules from the logical axes of these parameters.": (
             SPECS,
             ("d",),
             ("layers.down", (2, 8, 8)),
             ValueError,
-            "tp: the rules have no spec for leaf layers.down; theirs are for the leaves 'embed', 'layers.gain', "
-            "'layers.up'. Make the rules from the logical axes of these parameters.",
         ),
-        (
-            SPECS,
-            ("d",),
-            ("embed", (8,)),
-            ValueError,
-            "tp: the rules must put axis 'd' on one dim of leaf embed; got (None, 'd') for shape (8,). "
-            "Correct the logical axes or their rules.",
-        ),
-        (
-            {"w": P("a", "b")},
-            ("a", "b"),
-            ("w", (8, 8)),
-            ValueError,
-            "tp: the rules must put axes 'a', 'b' on one dim of leaf w; got ('a', 'b') for shape (8, 8). "
-            "Correct the logical axes or their rules.",
-        ),
-        (
-            {"w": "d"},
-            ("d",),
-            ("w", (8, 8)),
-            TypeError,
-            "tp: rules must be a function of path and shape, or a tree of PartitionSpecs; got 'd' for w. "
-            "Make the tree with specs_from_rules.",
-        ),
-    ],
+        "tp: the rules must put axis 'd' on one dim of leaf embed; got (None, 'd') for shape (8,). "
+        "Correct the logical axes or their rules.": (SPECS, ("d",), ("embed", (8,)), ValueError),
+        "tp: the rules must put axes 'a', 'b' on one dim of leaf w; got ('a', 'b') for shape (8, 8). "
+        "Correct the logical axes or their rules.": ({"w": P("a", "b")}, ("a", "b"), ("w", (8, 8)), ValueError),
+        "tp: rules must be a function of path and shape, or a tree of PartitionSpecs; got 'd' for w. "
+        "Make the tree with specs_from_rules.": ({"w": "d"}, ("d",), ("w", (8, 8)), TypeError),
+    }.items(),
 )
-def test_rules_of_another_tree_are_refused(rules, axes, leaf, kind, message):
+def test_rules_of_another_tree_are_refused(refusal, message):
+    rules, axes, leaf, kind = refusal
     with raises(kind, message):
         dim_chooser("tp", axes, rules)(*leaf)
 

@@ -362,9 +362,8 @@ def on_two(fn, *args):
             "(key/value heads), or use a smaller axis.": lambda: laid_out(
                 sk.tp(("a", "b"), lambda path, shape: 1 if path == "layers.key" else None), a=2, b=16
             ),
-            "tp: leaf embed: dim must name a dimension of the array; got 2 for an array of rank 2. Choose 0 to 1.": lambda: (
-                laid_out(sk.tp("model", lambda path, shape: 2), model=2)
-            ),
+            "tp: leaf embed: dim must name a dimension of the array; got 2 for an array of rank 2. "
+            "Choose 0 to 1.": lambda: laid_out(sk.tp("model", lambda path, shape: 2), model=2),
             "tp: the rules must put axis 'modell' on some dim; the axes that they name are 'model'. Correct the rules, "
             "or the axis.": lambda: sk.tp("modell", rules()),
             "tp: the rules have no spec for leaf final_norm; theirs are for the leaves 'embed'. Make the "

@@ -110,9 +110,8 @@ def test_one_device_splits_nothing():
             "Choose another dim, or pass uneven='pad'.": lambda: layouts(
                 sk.zero1("d", min_size=1, rules=lambda path, shape: 0), d=5
             ),
-            "zero2: uneven must be 'replicate', 'refuse' or 'pad'; got 'fill'. Pass for example uneven='replicate'.": lambda: (
-                sk.zero2("d", uneven="fill")
-            ),
+            "zero2: uneven must be 'replicate', 'refuse' or 'pad'; got 'fill'. "
+            "Pass for example uneven='replicate'.": lambda: sk.zero2("d", uneven="fill"),
             "fsdp('d'): the parameters must have at least one array; got {}. Pass the model's pytree, or a function "
             "of a key that returns it.": lambda: sk.fsdp("d").layouts({}, sk.abstract_mesh(d=4)),
             "fsdp: the rules have no spec for leaf bias; theirs are for the leaves 'head'. Make the rules "
