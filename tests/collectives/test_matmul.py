@@ -172,11 +172,7 @@ def block(impl, x_tD, w):
 )
 def test_gradients_through_a_scan_of_recomputed_layers(n, impl):
     specs = {"up": P(None, None, "a"), "gate": P(None, None, "a"), "down": P(None, "a")}
-    weights = {
-        "up": whole((2, 3, n)),
-        "gate": whole((2, 3, n), seed=1),
-        "down": whole((2, n, 3)),
-    }
+    weights = {"up": whole((2, 3, n)), "gate": whole((2, 3, n), seed=1), "down": whole((2, n, 3))}
     x = whole((2 * n, 3))
 
     def stack(layer, x, weights):

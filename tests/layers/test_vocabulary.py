@@ -194,11 +194,7 @@ def test_the_cross_entropy_sends_a_few_bytes_a_token(sequence, options, columns)
     activations = B * T * D * 2
     statistics = [("all_reduce", 4 * B * T, False), ("all_reduce", 4 * columns * B * T, False)]
     if sequence:
-        assert rows == [
-            ("all_gather", activations // 4, False),
-            *statistics,
-            ("reduce_scatter", activations, True),
-        ]
+        assert rows == [("all_gather", activations // 4, False), *statistics, ("reduce_scatter", activations, True)]
     else:
         assert rows == [*statistics, ("all_reduce", activations, True)]
 

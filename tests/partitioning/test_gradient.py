@@ -160,10 +160,7 @@ def bfloat16_weight(w, c, keys):
             {"norms": sk.Mean({"each": None}, 1)},
         ),
         "value_and_grad: aux must be a dict of scalars or Means by name; got the key 1. "
-        "Use a string.": lambda w, c, keys: (
-            jnp.sum(w * c),
-            {1: jnp.float32(1)},
-        ),
+        "Use a string.": lambda w, c, keys: (jnp.sum(w * c), {1: jnp.float32(1)}),
         "Mean: the weight must be float32 or an integer, because bfloat16 cannot count; got bfloat16. "
         "Sum it in float32, as Mean.of(values, weights) does.": bfloat16_weight,
     }.items(),

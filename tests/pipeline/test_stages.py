@@ -244,10 +244,7 @@ COMPOSED = {
     "zero1 of the rows": ((sk.zero1("d", min_size=1, rules=lambda path, shape: 0),), {"d": 2, "stage": 2}),
     "zero2": ((sk.zero2("d", min_size=1, layerwise=("layers",)),), {"d": 2, "stage": 2}),
     "fsdp and tp": (
-        (
-            sk.fsdp("d", min_size=1, layerwise=("layers",)),
-            sk.tp("model", lambda path, shape: len(shape) - 1),
-        ),
+        (sk.fsdp("d", min_size=1, layerwise=("layers",)), sk.tp("model", lambda path, shape: len(shape) - 1)),
         {"d": 2, "stage": 2, "model": 2},
     ),
 }

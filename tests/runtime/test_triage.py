@@ -126,10 +126,7 @@ def test_a_step_with_axes_left_to_the_partitioner_is_inspected_too(kind):
     assert report.rows == () and report.loss == float(loss)
     batch["x"][21, 3] = np.nan
     rows = run(broken, batch).rows
-    assert rows[:2] == (
-        NonFinite("params.w", {"data": 1}, 1, (6, 4)),
-        NonFinite("batch.x", {"data": 1}, 1, (21, 3)),
-    )
+    assert rows[:2] == (NonFinite("params.w", {"data": 1}, 1, (6, 4)), NonFinite("batch.x", {"data": 1}, 1, (21, 3)))
     assert NonFinite("grads.w", {"data": 1}, 48, (0, 0)) in rows
 
 

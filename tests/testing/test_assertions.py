@@ -165,9 +165,7 @@ def test_words_for_factors():
     y = np.array([1.0, -2, 0])
     assert constant_factor(3 * y, y) == 3
     assert constant_factor(y, y) is None and constant_factor(y + 1, y) is None and constant_factor(y, 0 * y) is None
-    assert [times(f) for f in (4, 0.25, -1, 0, 1.5, -0.5)] == [
-        *("4x", "1/4 of", "-1x", "0x", "1.5x", "-1/2 of"),
-    ]
+    assert [times(f) for f in (4, 0.25, -1, 0, 1.5, -0.5)] == [*("4x", "1/4 of", "-1x", "0x", "1.5x", "-1/2 of")]
     assert distance(np.array([np.nan, np.inf, 1]), np.array([np.nan, np.inf, np.nan])).tolist() == [0, 0, np.inf]
 
 

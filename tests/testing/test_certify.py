@@ -195,10 +195,7 @@ def test_what_is_not_finite_and_what_is_wrong_on_one_device_are_called_so():
     right = RIGHT["cast, then pmean(grad(local))"]
     nan = lambda p, x: jax.tree.map(lambda g: g / 0, right(p, x))  # noqa: E731
     shifted = lambda p, x: jax.tree.map(lambda g: g + 1, right(p, x))  # noqa: E731
-    for wrong, words in (
-        (nan, "are not finite where the reference is. Cast"),
-        (shifted, r"reference -?\d\.\d+;"),
-    ):
+    for wrong, words in ((nan, "are not finite where the reference is. Cast"), (shifted, r"reference -?\d\.\d+;")):
         with pytest.raises(AssertionError, match=rf"on mesh data=1, gradients of `w_down`.* {words}"):
             certify_gradients(wrong, square, PARAMS, BATCH, devices=2)
 

@@ -312,10 +312,7 @@ def test_a_recording_optimizer_changes_nothing_and_shows_the_gradients():
             )
             for wrong in (0, -1e-5, 1.0, float("inf"))
         ],
-        (
-            {"relative": float("nan")},
-            "assert_same_training: relative must be a number; got nan. Correct relative.",
-        ),
+        ({"relative": float("nan")}, "assert_same_training: relative must be a number; got nan. Correct relative."),
         (
             {"batches": BATCHES, "steps": 2},
             "prove: steps must be 1 or more and divide the number of batches; got steps=2 and 3 batches. Pass as many "

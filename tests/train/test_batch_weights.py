@@ -56,12 +56,7 @@ def test_weights_of_a_batch_are_not_rounded(precision, accumulate):
         return layered(p, batch, keys)
 
     init, step = sk.make_train_step(
-        sk.value_and_grad(loss_fn),
-        optax.sgd(1.0),
-        mesh=mesh,
-        plan=plan,
-        accumulate=accumulate,
-        precision=precision,
+        sk.value_and_grad(loss_fn), optax.sgd(1.0), mesh=mesh, plan=plan, accumulate=accumulate, precision=precision
     )
     params = {"w": np.zeros((4, 4), np.float32)}
     _, metrics = step(init(params, KEY), batch)

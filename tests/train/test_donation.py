@@ -59,9 +59,7 @@ def test_every_byte_of_the_state_is_written_in_place(plan, policy):  # proves F5
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
-    "optimizer",
-    [optax.adamw(1e-3), optax.contrib.schedule_free(optax.sgd(1e-3), 1e-3)],
-    ids=["adamw", "schedule_free"],
+    "optimizer", [optax.adamw(1e-3), optax.contrib.schedule_free(optax.sgd(1e-3), 1e-3)], ids=["adamw", "schedule_free"]
 )
 def test_no_two_leaves_share_a_buffer(plan, policy, optimizer):  # proves F51
     """With float32 parameters a cast to the master's dtype does not copy: the same buffer would be donated twice."""

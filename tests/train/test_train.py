@@ -30,11 +30,7 @@ def make_params():
 def make_batch(seed=0, size=32):
     rng = np.random.default_rng(seed)
     x, y = rng.normal(size=(size, 16)), rng.normal(size=(size, 8))
-    return {
-        "x": x.astype(np.float32),
-        "y": y.astype(np.float32),
-        "weight": rng.integers(1, 5, size).astype(np.float32),
-    }
+    return {"x": x.astype(np.float32), "y": y.astype(np.float32), "weight": rng.integers(1, 5, size).astype(np.float32)}
 
 
 def make(mesh, plan=None, optimizer=None, **options):

@@ -191,11 +191,7 @@ def test_what_is_refused(data8):
         batch=24,
         epochs=1,
     )
-    refused(
-        "loader: the seed must be None or 0 to 2**32 - 1; got -1. Correct seed.",
-        data8,
-        seed=-1,
-    )
+    refused("loader: the seed must be None or 0 to 2**32 - 1; got -1. Correct seed.", data8, seed=-1)
     refused("loader: epochs must be at least 1; got 0. Correct epochs.", data8, epochs=0)
     refused("loader: position must be at least 0; got -8. Correct position.", data8, position=-8)
     refused("loader: batch must be at least 1; got 0. Correct batch.", data8, batch=0)

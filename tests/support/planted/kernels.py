@@ -245,15 +245,7 @@ KERNELS = [
         COLUMNS,
         r"the result must equal the reference",
     ),
-    Planted(
-        "clip per shard",
-        clipped,
-        clipped,
-        (X,),
-        ROWS,
-        ROWS,
-        r"the result must equal the reference",
-    ),
+    Planted("clip per shard", clipped, clipped, (X,), ROWS, ROWS, r"the result must equal the reference"),
     Planted(
         "partial product left unreduced",
         lambda x, w: sk.all_reduce(x @ w, "model", op="mean"),
