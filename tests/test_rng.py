@@ -255,9 +255,6 @@ ERRORS = {
     ),
     "fold_axis: axis 'data' is not bound here, because no shard_map surrounds this call. "
     "Call it inside jax.shard_map over a mesh with that axis.": lambda: sk.fold_axis(jax.random.key(0), "data"),
-    "fold_axes: axis 'data' is used twice in ('data', 'data'). Name each axis once.": lambda: sk.fold_axes(
-        jax.random.key(0), ("data", "data")
-    ),
 }
 
 
@@ -265,15 +262,6 @@ ERRORS = {
 def test_errors(call, message):
     with value_error(message):
         call()
-
-
-@pytest.mark.parametrize("fold", [sk.fold_axis, sk.fold_axes])
-def test_an_axis_that_the_mesh_does_not_have(fold, mesh2x4):
-    with value_error(
-        f"{fold.__name__}: axis 'stage' is not an axis of this mesh; its axes are 'data', 'model'. "
-        "Use one of them, or add the axis to make_mesh."
-    ):
-        on_devices(jax.random.key, lambda key: fold(key, "stage"), mesh2x4, "data")
 
 
 def test_dropout_refuses_integers():

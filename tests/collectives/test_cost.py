@@ -180,10 +180,6 @@ ERRORS = refusals(
         "prefix_scan: op must be 'sum', 'max' or 'min'; got 'mean'. Pass for example op='sum'.": lambda x: (
             sk.prefix_scan(x, "a", op="mean")
         ),
-        "halo_exchange: before must be at least 0; got -1. Correct before.": lambda x: sk.halo_exchange(
-            x, "a", before=-1
-        ),
-        "halo_exchange: after must be at least 0; got -2. Correct after.": lambda x: sk.halo_exchange(x, "a", after=-2),
         "halo_exchange: dim 1 must have at least one row per device; got shape (6, 0). "
         "Choose another dim, or fewer devices.": lambda x: sk.halo_exchange(x[:, :0], "a", dim=-1),
         "gather_to_one: target must be a device of the axis; got 4 over 4 devices. Choose 0 to 3.": lambda x: (
@@ -205,17 +201,8 @@ ERRORS = refusals(
         "all_reduce_tree: op must be 'sum' or 'mean'; got 'max'. Pass for example op='sum'.": lambda x: all_reduce_tree(
             x, "a", op="max"
         ),
-        "all_reduce_tree: bucket_bytes must be at least 1; got 0. Correct bucket_bytes.": lambda x: all_reduce_tree(
-            x, "a", bucket_bytes=0
-        ),
-        "all_reduce_tree: scatter_from must be at least 0; got -1. Correct scatter_from.": lambda x: all_reduce_tree(
-            x, "a", scatter_from=-1
-        ),
         f"compressed.all_reduce: dtype must be {SMALL}; got 'float16'. Pass for example dtype='bfloat16'.": lambda x: (
             compressed.all_reduce(x, "a", x, dtype=jnp.float16)
-        ),
-        "compressed.all_reduce: block must be at least 1; got 0. Correct block.": lambda x: compressed.all_reduce(
-            x, "a", x, dtype=jnp.int8, block=0
         ),
         f"compressed.all_gather: dtype must be {SMALL}; got 'uint4'. Pass for example dtype='bfloat16'.": lambda x: (
             compressed.all_gather(x, "a", dtype=jnp.uint4)
@@ -227,9 +214,6 @@ ERRORS = refusals(
         "compressed.reduce_scatter_two_level: dim 0 must be divisible by axes 'one', 'a'; got size 6 over 4 devices. "
         "Pad dim 0 or choose another dim.": lambda x: compressed.reduce_scatter_two_level(
             x, "a", "one", dtype=jnp.int8
-        ),
-        "compressed.reduce_scatter_two_level: axis 'a' is used twice in ('a', 'a'). Name each axis once.": lambda x: (
-            compressed.reduce_scatter_two_level(x, "a", "a", dtype=jnp.int8)
         ),
         f"compressed.reduce_scatter_two_level: inner_dtype must be {SMALL}; got 'float32'. "
         "Pass for example inner_dtype='bfloat16'.": lambda x: compressed.reduce_scatter_two_level(
@@ -293,11 +277,6 @@ KERNELS = {
 @pytest.mark.parametrize("name", KERNELS)
 def test_errors_of_axis_and_dim(name):
     kernel = KERNELS[name]
-    assert refused(lambda x: kernel(x, "b")) == (
-        ValueError,
-        f"{name}: axis 'b' is not an axis of this mesh; its axes are 'a', 'one'. "
-        "Use one of them, or add the axis to make_mesh.",
-    )
     with value_error(
         f"{name}: axis 'a' is not bound here, because no shard_map surrounds this call. "
         "Call it inside jax.shard_map over a mesh with that axis."

@@ -9,7 +9,6 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.analysis import census, lint
-from support.refusals import value_error
 
 BOTH = P(("data", "model"))
 
@@ -130,18 +129,6 @@ def test_in_a_stage_of_a_pipeline(capsys):
     for at, head in enumerate(heads):
         found = {"\n".join(lines[i + 1 : i + 3]) for i, line in enumerate(lines) if line == head}
         assert found == {f"data=0  {i + at:.1f}\ndata=1  {i + 4 + at:.1f}" for i in range(4)}
-
-
-@pytest.mark.check
-def test_an_axis_that_is_not_there():
-    mesh = sk.abstract_mesh(data=8)
-    with value_error(
-        "debug_print: axis 'model' is not an axis of this mesh; its axes are 'data'. Use one of them, or add the axis "
-        "to make_mesh."
-    ):
-        jax.eval_shape(
-            jax.shard_map(lambda x: sk.debug_print(x, axis="model"), mesh=mesh, in_specs=P(), out_specs=None), 1.0
-        )
 
 
 @pytest.mark.check

@@ -396,10 +396,6 @@ SPECS = {"up": P(None, "a"), "gate": P(None, "a"), "down": P("a")}
 
 ERRORS = refusals(
     {
-        "all_gather_matmul: axis 'b' is not an axis of this mesh; its axes are 'a'. "
-        "Use one of them, or add the axis to make_mesh.": lambda x, w: sk.all_gather_matmul(x, w, "b"),
-        "matmul_reduce_scatter: axis 'b' is not an axis of this mesh; its axes are 'a'. "
-        "Use one of them, or add the axis to make_mesh.": lambda x, w: sk.matmul_reduce_scatter(x, w, "b"),
         "all_gather_matmul: impl must be 'gather', 'ring', 'bidirectional', 'auto' or a Links; got 'fast'. "
         "Pass for example impl='gather'.": lambda x, w: sk.all_gather_matmul(x, w, "a", impl="fast"),
         "matmul_reduce_scatter: impl must be 'gather', 'ring', 'bidirectional', 'auto' or a Links; got 'fast'. "

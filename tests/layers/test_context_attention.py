@@ -545,8 +545,6 @@ def tokens(t=4, H=2, G=2, b=1, K=2):
 
 
 SHARDED = {
-    "ring_attention: axis 'x' is not an axis of this mesh; its axes are 'c', 'u'. "
-    "Use one of them, or add the axis to make_mesh.": lambda: sk.ring_attention(*tokens(), "x"),
     "ring_attention: order must be 'contiguous' or 'zigzag'; got 'striped'. "
     "Pass for example order='contiguous'.": lambda: sk.ring_attention(*tokens(), "c", order="striped"),
     "ring_attention: zigzag order must have an even number of tokens on each device; got 5. "

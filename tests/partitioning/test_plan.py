@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from support.conformance import toy_tp
 from support.layouts import Specs, specs
-from support.refusals import raises, refusals, value_error
+from support.refusals import value_error
 
 SHAPES = {"weight": jax.ShapeDtypeStruct((16, 3), jnp.float32), "shift": jax.ShapeDtypeStruct((), jnp.float32)}
 
@@ -48,22 +48,15 @@ def test_a_strategy_is_given_the_shape_that_is_left(cube):
 
 
 @pytest.mark.parametrize(
-    "kind, message, make",
-    refusals(
-        {
-            "chain: at least one plan is needed; got none. Pass for example dp('data').": lambda: sk.chain(),
-            "chain: axis 'data' is used by dp('data') and by zero1('data'). A mesh axis serves one strategy; "
-            "give one of them another axis.": lambda: sk.chain(sk.dp("data"), sk.zero1("data", min_size=1)),
-            "dp: axis 'data' is used twice in ('data', 'data'). Name each axis once.": lambda: sk.dp(("data", "data")),
-        },
-        {
-            "dp: axis must be a mesh axis name or a tuple of names; got 3. "
-            "Pass for example axis='data' or axis=('data', 'model').": lambda: sk.dp(3)
-        },
-    ),
+    "message, make",
+    {
+        "chain: at least one plan is needed; got none. Pass for example dp('data').": lambda: sk.chain(),
+        "chain: axis 'data' is used by dp('data') and by zero1('data'). A mesh axis serves one strategy; "
+        "give one of them another axis.": lambda: sk.chain(sk.dp("data"), sk.zero1("data", min_size=1)),
+    }.items(),
 )
-def test_bad_plans_are_refused(kind, make, message):
-    with raises(kind, message):
+def test_bad_plans_are_refused(make, message):
+    with value_error(message):
         make()
 
 

@@ -20,7 +20,7 @@ from shardkit.pipeline.stages import arranged
 from shardkit.schedules import Stages
 from support import optimizers, pipelines
 from support.layouts import Specs, specs
-from support.refusals import type_error, value_error
+from support.refusals import value_error
 from support.tiers import DEEP
 from support.trees import assert_close
 
@@ -513,18 +513,6 @@ def test_a_plan_says_what_it_does_with_a_stack():
 @pytest.mark.parametrize(
     "message, call",
     {
-        "pp: the layers of a stack must be divisible by its stages; got 6 layers over 4 stages. Pass "
-        "layers_per_stage=, or choose another number of layers or stages.": lambda: Stages("stage", 2, 2).layers_of(6),
-        "pp: layers_per_stage= must give each of 2 stages at least one layer, 6 in all; got "
-        "(3, 2). Correct layers_per_stage=.": lambda: Stages("stage", 2, layers_per_stage=(3, 2)).layers_of(6),
-        "pp: layers_per_stage= must give each of 2 stages at least one layer, 6 in all; got "
-        "(3, 2, 1). Correct layers_per_stage=.": lambda: Stages("stage", 2, layers_per_stage=(3, 2, 1)).layers_of(6),
-        "pp: layers_per_stage= must give each of 2 stages at least one layer, 6 in all; got "
-        "(6, 0). Correct layers_per_stage=.": lambda: Stages("stage", 2, layers_per_stage=(6, 0)).layers_of(6),
-        "pp: the plan of a pipeline must have pp('stage'), which assigns layers to stages; got dp('data'). "
-        "Pass chain(pp('stage'), ...).": lambda: arranged(sk.dp("data"), staged(2)),
-        "pp: the schedule is for 2 devices; axis 'stage' has 4. Make the mesh with 2 devices there, or the "
-        "schedule with devices=4.": lambda: make("one chunk", sizes={"stage": 4})[0].abstract(make_params(12)),
         "pp: dim 0 of a leaf of the stack must be its layers, split over axis 'stage' only; leaf layers has no "
         "dims. Move it out of 'layers', or split another dim.": lambda: sk.pp("stage").layouts(
             {"layers": jnp.float32(1)}, sk.abstract_mesh(stage=2)
@@ -538,14 +526,6 @@ def test_a_plan_says_what_it_does_with_a_stack():
 def test_what_does_not_fit_is_refused(call, message):
     with value_error(message):
         call()
-
-
-def test_pp_names_its_axis():
-    with type_error(
-        "pp: axis must be a mesh axis name or a tuple of names; got 3. Pass for example axis='data' or "
-        "axis=('data', 'model')."
-    ):
-        sk.pp(3)
 
 
 def test_description_says_how_often_a_stage_gathers_its_weights():

@@ -12,7 +12,6 @@ import shardkit as sk
 from shardkit.pipeline import stage_programs
 from shardkit.pipeline.submeshes import _line
 from support.counting import Compiles
-from support.refusals import value_error
 
 WIDTHS = (784, 512, 512, 256, 10)
 
@@ -80,14 +79,6 @@ def test_a_mesh_is_cut_along_an_axis():  # proves F5
     for s, part in enumerate(parts):
         assert list(part.devices.flat) == list(mesh.devices[:, s])
         assert part.axis_types == mesh.axis_types
-
-
-def test_the_axis_must_be_there():
-    with value_error(
-        "submeshes: axis 'pipe' is not an axis of this mesh; its axes are 'stage', 'data'. "
-        "Use one of them, or add the axis to make_mesh."
-    ):
-        sk.submeshes(sk.make_mesh(stage=4, data=2), "pipe")
 
 
 # ---- values

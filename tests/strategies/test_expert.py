@@ -19,7 +19,6 @@ import shardkit as sk
 from shardkit import collectives, cost
 from shardkit.collectives import ragged
 from shardkit.layers.routing import RoutingStats, ranks
-from shardkit.testing import assert_same_training
 from support.refusals import value_error
 from support.tiers import DEEP
 
@@ -537,42 +536,6 @@ def model_loss(axis, **options):
     return loss
 
 
-TIGHT, DROPLESS = {"routing": sk.Capacity(1)}, {"routing": sk.Dropless()}
-PLANS = {
-    "ep": ({"expert": 4}, lambda: sk.ep("expert"), DROPLESS),
-    "ep of one device": ({"expert": 1, "data": 2}, lambda: sk.chain(sk.dp("data"), sk.ep("expert")), TIGHT),
-    "dp x ep": ({"data": 2, "expert": 4}, lambda: sk.chain(sk.dp("data"), sk.ep("expert")), TIGHT),
-    "dp x ep dropless": ({"expert": 2, "data": 2}, lambda: sk.chain(sk.dp("data"), sk.ep("expert")), DROPLESS),
-    "fsdp x ep": ({"fsdp": 2, "expert": 2}, lambda: sk.chain(sk.fsdp("fsdp", min_size=1), sk.ep("expert")), TIGHT),
-    "fsdp layerwise x ep": (
-        {"expert": 2, "fsdp": 2},
-        lambda: sk.chain(sk.fsdp("fsdp", min_size=1, layerwise=("layers",)), sk.ep("expert")),
-        DROPLESS,
-    ),
-    "zero1 x ep": ({"zero": 2, "expert": 4}, lambda: sk.chain(sk.zero1("zero", min_size=1), sk.ep("expert")), TIGHT),
-    "zero2 x ep": ({"zero": 2, "expert": 2}, lambda: sk.chain(sk.zero2("zero", min_size=1), sk.ep("expert")), DROPLESS),
-}
-
-
-# proves F33, F34
-@pytest.mark.deep  # laws/test_laws.py has rows with experts
-@pytest.mark.parametrize("plan", PLANS)
-def test_training_is_that_of_one_device(plan):
-    sizes, make, options = PLANS[plan]
-    devices = jax.devices()[: math.prod(sizes.values())]
-    for order in (devices, devices[::-1]) if DEEP else (devices[::-1],):
-        with jax.numpy_dtype_promotion("standard"):  # optax's adamw relies on it
-            assert_same_training(
-                sk.value_and_grad(model_loss("expert", **options)),
-                sk.value_and_grad(model_loss(None, **options)),
-                optax.adamw(1e-2),
-                mesh=sk.make_mesh(order, **sizes),
-                plan=make(),
-                params=init_model(jax.random.key(5)),
-                batches=[text_batch(step) for step in range(3)],
-            )
-
-
 def test_dropped_choices_are_a_metric():
     params, batch = init_model(jax.random.key(5)), text_batch(0)
     seen = []
@@ -601,11 +564,6 @@ def test_the_plan_splits_the_experts_and_nothing_else():
     assert sk.ep("expert", specs).layouts(params, mesh)["experts"].rest == P("expert")
 
 
-def raised(match, fn, *args, **kwargs):
-    with value_error(match):
-        fn(*args, **kwargs)
-
-
 @pytest.mark.check
 @pytest.mark.parametrize(
     "message, call",
@@ -626,54 +584,33 @@ def test_a_routing_of_something_else(call, message):
     assert str(error.value) == message
 
 
+BAD = {
+    "route: top_k must be between 1 and the number of experts; got 7 for 6 experts. "
+    "Lower top_k.": lambda x, router, w: sk.moe(x, router, w, swiglu, None, top_k=7),
+    "Capacity: factor must be positive and finite; got 0. Pass 1 for balanced tokens, or Dropless() to drop "
+    "none.": lambda *_: sk.Capacity(0),
+    "route: group must divide the tokens of a device; got groups of 7 for 48 tokens. "
+    "Choose a divisor.": lambda x, router, w: sk.moe(x, router, w, swiglu, None, routing=sk.Capacity(group=7)),
+    "moe: dim 0 of every leaf must count this device's experts, 6 of 6; got shape (3, 7, 5) for down. "
+    "Shard the experts over the axis, with ep or P(axis).": lambda x, router, w: sk.moe(
+        x, router, w | {"down": w["down"][:3]}, swiglu, None
+    ),
+    "moe: the number of experts must be divisible by axis 'expert'; got 6 experts over 4 devices. "
+    "Choose another number of experts or a smaller axis.": lambda *args: on_mesh(expert_mesh(4), spec=P())(*args),
+    "route: capacity must be at least 1; got 0. Pass None to drop nothing.": lambda x, router, w: sk.route(
+        x[0], top_k=1, capacity=0
+    ),
+    "ep: the experts, dim 1 of leaf layers.experts.down, must be divisible by axis 'expert'; got shape (2, 6, "
+    "7, 5) over 4 devices. Choose another number of experts or a smaller axis.": lambda *_: sk.ep("expert").layouts(
+        {"layers": {"experts": {"down": jnp.zeros((2, 6, 7, 5))}}}, expert_mesh(4)
+    ),
+    "moe: axis 'expert' is not bound here, because no shard_map surrounds this call. "
+    "Call it inside jax.shard_map over a mesh with that axis.": lambda *args: sk.moe(*args, swiglu, "expert"),
+}
+
+
 # proves F33
-def test_errors_name_rule_values_and_remedy():
-    x, router, w = values(6)
-    call = partial(sk.moe, x, router, w, swiglu, None)
-    raised("route: top_k must be between 1 and the number of experts; got 7 for 6 experts. Lower top_k.", call, top_k=7)
-    raised(
-        "Capacity: factor must be positive and finite; got 0. Pass 1 for balanced tokens, or Dropless() to drop none.",
-        sk.Capacity,
-        0,
-    )
-    raised(
-        "route: group must divide the tokens of a device; got groups of 7 for 48 tokens. Choose a divisor.",
-        call,
-        routing=sk.Capacity(group=7),
-    )
-    raised(
-        "moe: dim 0 of every leaf must count this device's experts, 6 of 6; got shape (3, 7, 5) for down. "
-        "Shard the experts over the axis, with ep or P(axis).",
-        sk.moe,
-        x,
-        router,
-        w | {"down": w["down"][:3]},
-        swiglu,
-        None,
-    )
-    raised(
-        "moe: the number of experts must be divisible by axis 'expert'; got 6 experts over 4 devices. "
-        "Choose another number of experts or a smaller axis.",
-        on_mesh(expert_mesh(4), spec=P()),
-        x,
-        router,
-        w,
-    )
-    raised("route: capacity must be at least 1; got 0. Pass None to drop nothing.", sk.route, x[0], top_k=1, capacity=0)
-    raised(
-        "ep: the experts, dim 1 of leaf layers.experts.down, must be divisible by axis 'expert'; got shape (2, 6, "
-        "7, 5) over 4 devices. Choose another number of experts or a smaller axis.",
-        sk.ep("expert").layouts,
-        {"layers": {"experts": {"down": jnp.zeros((2, 6, 7, 5))}}},
-        expert_mesh(4),
-    )
-    raised(
-        "moe: axis 'expert' is not bound here, because no shard_map surrounds this call. "
-        "Call it inside jax.shard_map over a mesh with that axis.",
-        sk.moe,
-        x,
-        router,
-        w,
-        swiglu,
-        "expert",
-    )
+@pytest.mark.parametrize("message, call", BAD.items())
+def test_errors_name_rule_values_and_remedy(call, message):
+    with value_error(message):
+        call(*values(6))

@@ -125,8 +125,6 @@ def test_one_device_splits_nothing():
             "fsdp: layerwise must be a tuple of names; got 'layers'. Write layerwise=('layers',).": lambda: sk.fsdp(
                 "d", layerwise="layers"
             ),
-            "zero1: axis must be a mesh axis name or a tuple of names; got 3. "
-            "Pass for example axis='data' or axis=('data', 'model').": lambda: sk.zero1(3),
         },
     ),
 )

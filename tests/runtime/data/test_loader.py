@@ -192,11 +192,6 @@ def test_what_is_refused(data8):
         epochs=1,
     )
     refused("loader: the seed must be None or 0 to 2**32 - 1; got -1. Correct seed.", data8, seed=-1)
-    refused("loader: epochs must be at least 1; got 0. Correct epochs.", data8, epochs=0)
-    refused("loader: position must be at least 0; got -8. Correct position.", data8, position=-8)
-    refused("loader: batch must be at least 1; got 0. Correct batch.", data8, batch=0)
-    refused("loader: prefetch must be at least 0; got -1. Correct prefetch.", data8, prefetch=-1)
-    refused("loader: threads must be at least 0; got -1. Correct threads.", data8, threads=-1)
 
 
 def test_prefetch_takes_no_negative_number():
