@@ -178,12 +178,11 @@ def test_devices_as_an_array():  # whose truth value is an error of NumPy's
         sk.make_mesh(devices.reshape(2, 4), data=8)
     assert str(error.value).startswith("make_mesh: devices must be jax devices; got array([")
     assert str(error.value).endswith("Pass for example jax.devices()[:4].")
-    with pytest.raises(ValueError) as error:
-        sk.make_mesh(devices[:0], data=8)
-    assert str(error.value) == (
+    with value_error(
         "make_mesh: the product of the axis sizes must be the number of devices; got data=8, which needs 8, for 0 "
         "devices. Change a size, pass -1 for one size, or simulate_devices(8)."
-    )
+    ):
+        sk.make_mesh(devices[:0], data=8)
 
 
 def test_axis_types():  # proves S36, F7
@@ -246,9 +245,8 @@ RESTARTED = "make_mesh: in a job that started again with {} processes the mesh m
 def test_a_mesh_that_cannot_shrink_with_its_job(sizes, message, monkeypatch):
     """It says which axis, and not to simulate devices, which is of no use there."""
     monkeypatch.setenv(RESTARTS, "1")
-    with pytest.raises(ValueError) as error:
+    with value_error(message):
         sk.make_mesh(**sizes)
-    assert str(error.value) == message
     monkeypatch.setenv(RESTARTS, "0")
     with pytest.raises(ValueError) as error:
         sk.make_mesh(**sizes)
@@ -305,36 +303,25 @@ def test_errors_of_make_hybrid_mesh(refusal, message):
         sk.make_hybrid_mesh(fast=fast, slow=slow, group_of=lambda d: int(d.id > 5))
 
 
-PICTURES = [
-    (
-        {"data": 3},
-        """\
+PICTURES = {
+    """\
 mesh data=3: 3 cpu devices, 1 process
   data=0  data=1  data=2
-       0       1       2""",
-    ),
-    (
-        {"data": 2, "model": 4},
-        """\
+       0       1       2""": {"data": 3},
+    """\
 mesh data=2 x model=4: 8 cpu devices, 1 process
         model=0  model=1  model=2  model=3
 data=0        0        1        2        3
-data=1        4        5        6        7""",
-    ),
-    (
-        {"data": 2, "model": 1, "stage": 2},
-        """\
+data=1        4        5        6        7""": {"data": 2, "model": 4},
+    """\
 mesh data=2 x model=1 x stage=2: 4 cpu devices, 1 process
 data=0
          stage=0  stage=1
 model=0        0        1
 data=1
          stage=0  stage=1
-model=0        2        3""",
-    ),
-    (
-        {"a": 1, "b": 2, "c": 2, "d": 2},
-        """\
+model=0        2        3""": {"data": 2, "model": 1, "stage": 2},
+    """\
 mesh a=1 x b=2 x c=2 x d=2: 8 cpu devices, 1 process
 a=0, b=0
      d=0  d=1
@@ -343,12 +330,11 @@ c=1    2    3
 a=0, b=1
      d=0  d=1
 c=0    4    5
-c=1    6    7""",
-    ),
-]
+c=1    6    7""": {"a": 1, "b": 2, "c": 2, "d": 2},
+}
 
 
-@pytest.mark.parametrize(("sizes", "picture"), PICTURES)
+@pytest.mark.parametrize("picture, sizes", PICTURES.items())
 def test_describe_a_mesh(sizes, picture):  # proves S16
     devices = jax.devices()[: np.prod(list(sizes.values()))]
     assert sk.describe(sk.make_mesh(devices, **sizes)) == picture

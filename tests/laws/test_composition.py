@@ -150,12 +150,6 @@ REST = {
         (fsdp(("b", "a"), secondary="a"), tp("ahead", sequence=True)),
         Axes("model", sequence=True),
     ),
-    "hybrid sharding beside sequence parallelism": Row(
-        "tied",
-        {"replica": 2, "shard": 2, "model": 2},
-        (sk.dp("replica"), fsdp("shard"), tp("tied", sequence=True)),
-        Axes("model", sequence=True),
-    ),
     "whole fsdp beside sequence and context": Row(
         "dense",
         {"context": 2, "fsdp": 2, "model": 2},

@@ -13,7 +13,7 @@ import shardkit as sk
 from shardkit.testing import assert_matches_reference, assert_same_training
 from shardkit.testing._compare import constant_factor, distance, first_gap, times
 from support.conformance import MODELS
-from support.refusals import type_error, value_error
+from support.refusals import raises, type_error, value_error
 from support.training import lenient
 
 
@@ -184,9 +184,8 @@ def test_training_compares_the_copies_too(data8, monkeypatch):
         raise AssertionError("the copies differ")
 
     monkeypatch.setattr(sys.modules[assert_same_training.__module__], "equal_copies", differ)
-    with pytest.raises(AssertionError) as error:
+    with raises(AssertionError, "assert_same_training: on mesh data=8 with plan dp('data'), the copies differ"):
         training(mesh=data8)
-    assert str(error.value) == "assert_same_training: on mesh data=8 with plan dp('data'), the copies differ"
 
 
 def training(grad_fn=None, reference=None, plan=None, mesh=None, optimizer=None, steps=3, **options):
@@ -234,6 +233,5 @@ def test_training_failures_in_full(data8):
     assert text.endswith(
         ". Check what the loss sums and over which axes it varies, and that random numbers come from `keys`."
     )
-    with pytest.raises(ValueError) as error:
+    with value_error("assert_same_training: at least one batch is needed; got none. Pass one for each step."):
         training(mesh=data8, steps=0)
-    assert str(error.value) == ("assert_same_training: at least one batch is needed; got none. Pass one for each step.")

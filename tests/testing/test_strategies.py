@@ -8,14 +8,13 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import find, given, settings
 
 import shardkit as sk
 from shardkit.layout import local_shape
 from shardkit.testing import Chain, Op, meshes, programs, sharded_arrays, specs
 from shardkit.testing.certify import factorizations
-from support.refusals import value_error
+from support.refusals import raises, value_error
 
 QUICK = settings(max_examples=300, deadline=None, derandomize=True, database=None)
 
@@ -87,9 +86,8 @@ def test_the_kit_needs_neither_hypothesis_nor_pytest():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert json.loads(out) == [[], True]
-    with pytest.raises(AttributeError) as error:
+    with raises(AttributeError, "module 'shardkit.testing' has no attribute 'nothing'"):
         _ = sk.testing.nothing
-    assert str(error.value) == "module 'shardkit.testing' has no attribute 'nothing'"
     assert all(hasattr(sk.testing, name) for name in sk.testing.__all__)
 
 

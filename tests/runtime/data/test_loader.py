@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.runtime.data import text as corpus
 from shardkit.runtime.data.loader import loader, prefetch_to_device
-from support.refusals import value_error
+from support.refusals import raises, value_error
 
 PINNED = [4, 7, 11, 8, 17, 5, 10, 19]
 
@@ -171,9 +171,8 @@ def test_text_batches_are_global_arrays_of_the_same_examples(mesh2x4):
 
 
 def refused(wording, mesh, error=ValueError, **options):
-    with pytest.raises(error) as caught:
+    with raises(error, wording):
         next(make(mesh, **options))
-    assert str(caught.value) == wording
 
 
 # proves S115
