@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.grid import written
 from shardkit.inspection import grid_of_array
-from support.refusals import raises
+from support.refusals import raises, refusals
 
 pytestmark = pytest.mark.check
 
@@ -163,26 +163,21 @@ def test_many_devices_are_ranges():
     assert written((*range(16), *range(32, 48), 50)) == "0-15,32-47,50"
 
 
-@pytest.mark.parametrize(
-    ("call", "kind", "message"),
-    [
-        (
-            lambda: sk.describe({"w": X}, after={"v": X}),
-            ValueError,
-            "after must have the leaves of thing; got 'v' in one of them alone. Pass the same tree, before and after.",
-        ),
-        (
-            lambda: sk.describe(X, {"w": X}, after=X),
-            TypeError,
-            "after must come with an array or a pytree alone; got params or a mesh too. Leave them out.",
-        ),
-        (
-            lambda: sk.describe(X, after="x"),
-            TypeError,
-            "after must be an array or a pytree of arrays; got 'x'. Pass arrays of jax or NumPy.",
-        ),
-    ],
-)
-def test_errors(call, kind, message):
+NOT_ALIKE = {
+    "after must have the leaves of thing; got 'v' in one of them alone. Pass the same tree, before and "
+    "after.": lambda: sk.describe({"w": X}, after={"v": X}),
+}
+NO_ARRAYS = {
+    "after must come with an array or a pytree alone; got params or a mesh too. Leave them out.": lambda: sk.describe(
+        X, {"w": X}, after=X
+    ),
+    "after must be an array or a pytree of arrays; got 'x'. Pass arrays of jax or NumPy.": lambda: sk.describe(
+        X, after="x"
+    ),
+}
+
+
+@pytest.mark.parametrize("kind, message, call", refusals(NOT_ALIKE, NO_ARRAYS))
+def test_errors(kind, message, call):
     with raises(kind, f"describe: {message}"):
         call()

@@ -19,7 +19,7 @@ import shardkit as sk
 from shardkit import collectives, cost
 from shardkit.collectives import ragged
 from shardkit.layers.routing import RoutingStats, ranks
-from support.refusals import raises, value_error
+from support.refusals import raises, refusals, value_error
 from support.tiers import DEEP
 
 B, T, D, F = 8, 6, 5, 7
@@ -419,41 +419,27 @@ def test_counts_that_cannot_be_are_seen_in_the_result(dense, monkeypatch):
     np.testing.assert_array_equal(np.ravel(grads), [1, 1, 1, 1, 0] * 4)
 
 
+ONES = np.ones((2, 2), np.int32)
+WRONG_COUNTS = {
+    "counts must have shape (2, 2): rows from each of 2 devices to each; got shape (2,). Gather them over the axis "
+    "first.": (np.ones(2, np.int32), {}),
+    "rows must be at least 0; got -1. Correct rows.": (ONES, {"rows": -1}),
+    "limit must be at least 0; got -1. Correct limit.": (ONES, {"limit": -1}),
+} | {
+    "every count must be from 0 to limit=3, and a device must send at most its 5 rows and receive at most rows=5; got "
+    f"{counts}. Correct the counts, or raise limit or rows.": (np.array(counts), {})
+    for counts in CANNOT.values()
+}
+NO_INTEGERS = "counts must be integers; got float32. Convert them with astype(jnp.int32)."
+
+
 @pytest.mark.check
-@pytest.mark.parametrize(
-    ("counts", "options", "error", "message"),
-    [
-        (
-            np.ones((2, 2), np.float32),
-            {},
-            TypeError,
-            "counts must be integers; got float32. Convert them with astype(jnp.int32).",
-        ),
-        (
-            np.ones(2, np.int32),
-            {},
-            ValueError,
-            "counts must have shape (2, 2): rows from each of 2 devices to each; got shape (2,). Gather them over the "
-            "axis first.",
-        ),
-        (np.ones((2, 2), np.int32), {"rows": -1}, ValueError, "rows must be at least 0; got -1. Correct rows."),
-        (np.ones((2, 2), np.int32), {"limit": -1}, ValueError, "limit must be at least 0; got -1. Correct limit."),
-        *(
-            (
-                np.array(counts),
-                {},
-                ValueError,
-                "every count must be from 0 to limit=3, and a device must send at most its 5 rows and receive at most "
-                f"rows=5; got {counts}. Correct the counts, or raise limit or rows.",
-            )
-            for counts in CANNOT.values()
-        ),
-    ],
-)
-def test_counts_that_are_known_to_be_wrong_are_refused(counts, options, error, message):
+@pytest.mark.parametrize("kind, message, given", refusals(WRONG_COUNTS, {NO_INTEGERS: (np.ones((2, 2), "f"), {})}))
+def test_counts_that_are_known_to_be_wrong_are_refused(kind, message, given):
+    counts, options = given
     kernel = lambda x: collectives.ragged_all_to_all(x, counts, "expert", **({"rows": 5, "limit": 3} | options))  # noqa: E731
     run = jax.shard_map(kernel, mesh=expert_mesh(2), in_specs=OVER, out_specs=OVER)
-    with raises(error, f"ragged_all_to_all: {message}"):
+    with raises(kind, f"ragged_all_to_all: {message}"):
         jax.eval_shape(run, jax.ShapeDtypeStruct((10, 1), jnp.float32))
 
 
