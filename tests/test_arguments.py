@@ -18,6 +18,7 @@ from shardkit.config import DistributedConfig
 from support.refusals import type_error, value_error
 
 pytestmark = pytest.mark.check
+HERE = Path(__file__).parent
 
 
 def test_what_is_left_to_the_function():
@@ -113,8 +114,8 @@ def test_what_means_nothing_is_refused(call, message, monkeypatch):
         ({"seed": -1}, "train: --seed must be at least 0; got -1. Pass 0 or more."),
         ({"dropout": 1.0}, "train: --dropout must be below 1; got 1.0. Pass for example 0.1."),
         (
-            {"json": Path("/tmp")},
-            "train: --json must be a file; got the directory /tmp. Pass for example /tmp/run.json.",
+            {"json": HERE},
+            f"train: --json must be a file; got the directory {HERE}. Pass for example {HERE / 'run.json'}.",
         ),
     ],
 )

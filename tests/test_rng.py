@@ -238,9 +238,6 @@ ERRORS = {
     "dropout: rate must be at least 0 and below 1; got 1.0. Pass for example rate=0.1.": lambda: sk.dropout(
         jnp.ones((2, 3)), None, 1.0
     ),
-    "dropout: rate must be at least 0 and below 1; got -0.1. Pass for example rate=0.1.": lambda: sk.dropout(
-        jnp.ones((2, 3)), None, -0.1
-    ),
     "dropout: keys_b must have one key per example; got keys of shape () for examples of shape (2, 3). "
     "Pass the keys that the loss function receives with the batch.": lambda: sk.dropout(
         jnp.ones((2, 3)), jax.random.key(0), 0.5

@@ -13,7 +13,6 @@ import shardkit as sk
 from shardkit.runtime import replay
 from support.planted.corrupted import RIGHT, flip_in_memory
 from support.planted.corrupted import small as build
-from support.refusals import value_error
 
 
 @pytest.fixture(scope="module")
@@ -231,9 +230,3 @@ def test_the_words_for_what_names_no_device():
     with pytest.raises(replay.CorruptionError) as error:
         step._raise(3, spread[:1])
     assert "had other bits once in w, by a fault of a device that cannot be told. Restore" in str(error.value)
-
-
-@pytest.mark.check
-def test_counts_below_one_are_refused(mesh):
-    with value_error("Replay: every must be at least 1; got 0. Correct every."):
-        replay.Replay(build, build, mesh=mesh, every=0)

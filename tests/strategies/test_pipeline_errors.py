@@ -140,15 +140,6 @@ def test_a_schedule_for_another_number_of_devices():
         jax.eval_shape(run, make_params(4)["layers"], make_batch(4))
 
 
-def test_a_mesh_for_another_schedule():
-    init, _ = train_step(schedules.gpipe(4, 2))
-    with refused(
-        "pp: the schedule is for 4 devices; axis 'stage' has 2. Make the mesh with 4 devices there, or the schedule "
-        "with devices=2."
-    ):
-        init(make_params(4), KEY)
-
-
 def test_microbatches_that_do_not_divide_the_batch():  # proves S77
     with refused(
         "pipeline_value_and_grad: a device's examples must be divisible by the schedule's microbatches; got 4 examples "
@@ -193,21 +184,23 @@ def train_step(schedule: Schedule, plan: Any = None, **how: Any) -> Any:
     return sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh_of(2), plan=plan or sk.pp("stage"))
 
 
-def test_layers_that_do_not_divide():
-    with refused(
-        "pp: the layers of a stack must be divisible by its stages; got 6 layers over 4 stages. Pass "
-        "layers_per_stage=, or choose another number of layers or stages."
-    ):
-        train_step(schedules.lockstep(2, 2, 2))[0](make_params(6), KEY)
+STAGES = {  # of a stack that does not go with its schedule, or with layers_per_stage=
+    "the schedule is for 4 devices; axis 'stage' has 2. Make the mesh with 4 devices there, or the schedule with "
+    "devices=2.": (schedules.gpipe(4, 2), 4, {}),
+    "the layers of a stack must be divisible by its stages; got 6 layers over 4 stages. Pass layers_per_stage=, or "
+    "choose another number of layers or stages.": (schedules.lockstep(2, 2, 2), 6, {}),
+} | {
+    f"layers_per_stage= must give each of 2 stages at least one layer, 6 in all; got {layers}. Correct "
+    "layers_per_stage=.": (schedules.gpipe(2, 2), 6, {"layers_per_stage": layers})
+    for layers in [(1, 2), (6,), (2, 2, 2), (6, 0), (7, -1), (3, 2), (3, 2, 1)]
+}
 
 
-@pytest.mark.parametrize("layers_per_stage", [(1, 2), (6,), (2, 2, 2), (6, 0), (7, -1)])
-def test_wrong_layers_per_stage(layers_per_stage):
-    with refused(
-        "pp: layers_per_stage= must give each of 2 stages at least one layer, 6 in all; got "
-        f"{layers_per_stage}. Correct layers_per_stage=."
-    ):
-        train_step(schedules.gpipe(2, 2), layers_per_stage=layers_per_stage)[0](make_params(6), KEY)
+@pytest.mark.parametrize("message, given", STAGES.items())
+def test_a_stack_that_does_not_go_with_its_stages(given, message):
+    schedule, layers, how = given
+    with refused(f"pp: {message}"):
+        train_step(schedule, **how)[0](make_params(layers), KEY)
 
 
 @pytest.mark.parametrize("build", ["train", "eval"])

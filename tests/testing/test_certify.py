@@ -165,12 +165,6 @@ def test_arguments_that_cannot_be_meant():
             f"certify_gradients: devices must be between 2 and the number of devices, 8; got {devices}. "
             f"Pass another number, or call simulate_devices({max(devices, 2)}) before jax starts."
         )
-    assert refused(ValueError, axes=("data", "data")) == (
-        "certify_gradients: axis 'data' is used twice in ('data', 'data'). Name each axis once."
-    )
-    assert refused(TypeError, axes=()).startswith(
-        "certify_gradients: axis must be a mesh axis name or a tuple of names"
-    )
     assert refused(ValueError, batch_spec=P("rows")) == (
         "certify_gradients: the spec P('rows',) uses axis 'rows', which is not among 'data'. Use one of those."
     )
@@ -205,8 +199,6 @@ def test_a_reference_that_cannot_tell_is_refused():
     ):
         with value_error(f"{rule}{what}{remedy}"):
             certify_gradients(wrong, loss, jnp.ones(3), batch)
-    with value_error("certify_gradients: relative must be a number; got nan. Correct relative."):
-        certify_gradients(wrong, loss, jnp.ones(3), np.ones((8, 3), "f"), relative=float("nan"))
 
 
 def test_a_function_for_check_vma_off_is_certified_as_such():

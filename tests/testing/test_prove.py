@@ -299,7 +299,6 @@ PROVE_NOTHING = {
         "batches": [{**BATCHES[0], "x": BATCHES[0]["x"] * np.nan}]
     },
     f"{NOTHING}all gradients are zero. {REMEDY}": {"batches": [{**BATCHES[0], "weight": 0 * BATCHES[0]["weight"]}]},
-    "assert_same_training: relative must be a number; got nan. Correct relative.": {"relative": float("nan")},
     "prove: steps must be 1 or more and divide the number of batches; got steps=2 and 3 batches. Pass as many "
     "batches as the calls have steps.": {"batches": BATCHES, "steps": 2},
 } | {

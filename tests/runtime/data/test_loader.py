@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.runtime.data import text as corpus
 from shardkit.runtime.data.loader import loader, prefetch_to_device
-from support.refusals import raises, value_error
+from support.refusals import raises
 
 PINNED = [4, 7, 11, 8, 17, 5, 10, 19]
 
@@ -191,11 +191,6 @@ def test_what_is_refused(data8):
         epochs=1,
     )
     refused("loader: the seed must be None or 0 to 2**32 - 1; got -1. Correct seed.", data8, seed=-1)
-
-
-def test_prefetch_takes_no_negative_number():
-    with value_error("prefetch_to_device: n must be at least 0; got -1. Correct n."):
-        next(prefetch_to_device([1], -1))
 
 
 def test_a_sample_that_a_filter_left_out(data8):
