@@ -238,18 +238,6 @@ ERRORS = {
     "dropout: rate must be at least 0 and below 1; got 1.0. Pass for example rate=0.1.": lambda: sk.dropout(
         jnp.ones((2, 3)), None, 1.0
     ),
-    "dropout: keys_b must have one key per example; got keys of shape () for examples of shape (2, 3). "
-    "Pass the keys that the loss function receives with the batch.": lambda: sk.dropout(
-        jnp.ones((2, 3)), jax.random.key(0), 0.5
-    ),
-    "dropout: keys_b must have one key per example; got keys of shape (2,) for examples of shape (2, 3). "
-    "Pass the keys that the loss function receives with the batch.": lambda: sk.dropout(
-        jnp.ones((2, 3)), jax.random.PRNGKey(0), 0.5
-    ),
-    "dropout: keys_b must have one key per example; got keys of shape (4, 2) for examples of shape (2, 3). "
-    "Pass the keys that the loss function receives with the batch.": lambda: sk.dropout(
-        jnp.ones((2, 3)), sk.example_keys(jax.random.PRNGKey(0), 4), 0.5
-    ),
     "fold_axis: axis 'data' is not bound here, because no shard_map surrounds this call. "
     "Call it inside jax.shard_map over a mesh with that axis.": lambda: sk.fold_axis(jax.random.key(0), "data"),
 }
@@ -259,6 +247,16 @@ ERRORS = {
 def test_errors(call, message):
     with value_error(message):
         call()
+
+
+@kinds
+def test_dropout_takes_a_key_for_each_example(make):
+    for keys in (make(0), sk.example_keys(make(0), 4)):
+        with value_error(
+            f"dropout: keys_b must have one key per example; got keys of shape {keys.shape} for examples of shape "
+            "(2, 3). Pass the keys that the loss function receives with the batch."
+        ):
+            sk.dropout(jnp.ones((2, 3)), keys, 0.5)
 
 
 def test_dropout_refuses_integers():

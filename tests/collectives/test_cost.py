@@ -168,6 +168,8 @@ def refused(kernel, n=4):
 
 
 SMALL = "'bfloat16', 'float8_e4m3fn', 'float8_e5m2', 'int8' or 'int4'"
+RESIDUAL = "residual must be a pytree like x of float32 arrays of the same shapes; got"
+CREATE = "Create it with init_residual(x)."
 SIZED = "sizes must be one size of at least 0 for each device of axis 'a'; got"
 ERRORS = refusals(
     {
@@ -219,16 +221,13 @@ ERRORS = refusals(
         "Pass for example inner_dtype='bfloat16'.": lambda x: compressed.reduce_scatter_two_level(
             x, "a", "one", dtype=jnp.int8, inner_dtype=jnp.float32
         ),
-        "compressed.reduce_scatter: residual must be a pytree like x of float32 arrays of the same shapes; "
-        "got float32[6, 5] for shapes [12, 5]. Create it with init_residual(x).": lambda x: compressed.reduce_scatter(
-            jnp.tile(x, (2, 1)), "a", x, dtype=jnp.int8
+        f"compressed.reduce_scatter: {RESIDUAL} float32[6, 5] for shapes [12, 5]. {CREATE}": lambda x: (
+            compressed.reduce_scatter(jnp.tile(x, (2, 1)), "a", x, dtype=jnp.int8)
         ),
-        "compressed.all_reduce: residual must be a pytree like x of float32 arrays of the same shapes; "
-        "got float32[6, 5], bfloat16[5] for shapes [6, 5], [6, 5]. Create it with init_residual(x).": lambda x: (
+        f"compressed.all_reduce: {RESIDUAL} float32[6, 5], bfloat16[5] for shapes [6, 5], [6, 5]. {CREATE}": lambda x: (
             compressed.all_reduce([x, x], "a", [x, x[0].astype(jnp.bfloat16)], dtype=jnp.int8)
         ),
-        "compressed.all_reduce: residual must be a pytree like x of float32 arrays of the same shapes; "
-        "got none for shapes [6, 5]. Create it with init_residual(x).": lambda x: compressed.all_reduce(
+        f"compressed.all_reduce: {RESIDUAL} none for shapes [6, 5]. {CREATE}": lambda x: compressed.all_reduce(
             [x], "a", (), dtype=jnp.int8
         ),
     },

@@ -394,12 +394,11 @@ SPECS = {"up": P(None, "a"), "gate": P(None, "a"), "down": P("a")}
 
 # ---- errors
 
+FAST = "impl must be 'gather', 'ring', 'bidirectional', 'auto' or a Links; got 'fast'. Pass for example impl='gather'."
 ERRORS = refusals(
     {
-        "all_gather_matmul: impl must be 'gather', 'ring', 'bidirectional', 'auto' or a Links; got 'fast'. "
-        "Pass for example impl='gather'.": lambda x, w: sk.all_gather_matmul(x, w, "a", impl="fast"),
-        "matmul_reduce_scatter: impl must be 'gather', 'ring', 'bidirectional', 'auto' or a Links; got 'fast'. "
-        "Pass for example impl='gather'.": lambda x, w: sk.matmul_reduce_scatter(
+        f"all_gather_matmul: {FAST}": lambda x, w: sk.all_gather_matmul(x, w, "a", impl="fast"),
+        f"matmul_reduce_scatter: {FAST}": lambda x, w: sk.matmul_reduce_scatter(
             jnp.tile(x, (4, 1)), w, "a", impl="fast"
         ),
         "all_gather_matmul: the last dim of x [..., t, D] must be dim 0 of w [D, ...]; got shapes (3, 5) and (2, 5). "

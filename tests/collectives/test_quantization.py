@@ -69,12 +69,8 @@ def test_the_error_is_within_its_bound_and_close_to_it(dtype, seed, exponent, sp
 def test_the_bound_in_known_numbers():
     bound = cost.quantization_error
     assert [bound(448.0, "float8_e4m3fn"), bound(57344.0, "float8_e5m2")] == [16, 4096]
-    assert [bound(127.0, "int8"), bound(127.5, "int8"), bound(7.0, "int4"), bound(1.0, "bfloat16")] == [
-        0.5,
-        1,
-        0.5,
-        2**-8,
-    ]
+    assert [bound(127.0, "int8"), bound(127.5, "int8"), bound(7.0, "int4")] == [0.5, 1, 0.5]
+    assert bound(1.0, "bfloat16") == 2**-8
     assert bound(0.0, "int8") == bound(1e-40, "int8") == 2.0**-101  # the smallest scale
     four = bound(1.0, "int8", n=4)
     assert 4 * 2**-7 < four < 4 * 2**-7 + 13 * 2**-24  # and three additions in float32
@@ -102,16 +98,11 @@ def test_short_and_odd_messages_of_int4(size):
     np.testing.assert_array_equal(sent("int4", size, 3)(x), x)
 
 
-ERRORS = {
-    "quantization_error: dtype must be 'bfloat16', 'float8_e4m3fn', 'float8_e5m2', 'int8' or 'int4'; got 'int2'. "
-    "Pass for example dtype='bfloat16'.": lambda: cost.quantization_error(1.0, "int2"),
-    "quantized_bytes: dtype must be 'bfloat16', 'float8_e4m3fn', 'float8_e5m2', 'int8' or 'int4'; got 'int2'. "
-    "Pass for example dtype='bfloat16'.": lambda: cost.quantized_bytes(8, "int2"),
-}
-
-
 @pytest.mark.check
-@pytest.mark.parametrize("message, call", ERRORS.items())
-def test_errors(call, message):
-    with value_error(message):
-        call()
+@pytest.mark.parametrize("of", [cost.quantization_error, cost.quantized_bytes])
+def test_another_dtype_is_refused(of):
+    with value_error(
+        f"{of.__name__}: dtype must be 'bfloat16', 'float8_e4m3fn', 'float8_e5m2', 'int8' or 'int4'; got 'int2'. Pass "
+        "for example dtype='bfloat16'."
+    ):
+        of(8, "int2")

@@ -544,13 +544,12 @@ def tokens(t=4, H=2, G=2, b=1, K=2):
     return jnp.zeros((b, t, H, K)), jnp.zeros((b, t, G, K)), jnp.zeros((b, t, G, K))
 
 
+EVEN = "zigzag order must have an even number of tokens on each device; got"
+PAD = "Pad the sequence to a multiple of twice the devices, or use contiguous order."
 SHARDED = {
     "ring_attention: order must be 'contiguous' or 'zigzag'; got 'striped'. "
     "Pass for example order='contiguous'.": lambda: sk.ring_attention(*tokens(), "c", order="striped"),
-    "ring_attention: zigzag order must have an even number of tokens on each device; got 5. "
-    "Pad the sequence to a multiple of twice the devices, or use contiguous order.": lambda: sk.ring_attention(
-        *tokens(t=5), "c", order="zigzag"
-    ),
+    f"ring_attention: {EVEN} 5. {PAD}": lambda: sk.ring_attention(*tokens(t=5), "c", order="zigzag"),
     "ring_attention: block must divide the tokens of a chunk; got block 2 for chunks of 3 tokens. "
     "Choose a divisor, or leave it out.": lambda: sk.ring_attention(*tokens(t=6), "c", order="zigzag", block=2),
     "ring_attention: kv heads must divide heads; got 3 and 4. Change one of them.": lambda: sk.ring_attention(
@@ -571,17 +570,11 @@ SHARDED = {
     ),
     "ulysses_attention: the ring's axis 'u' must come before axis 'c' in the mesh; its axes are 'c', 'u'. "
     "Pass the ring's axis first to make_mesh.": lambda: sk.ulysses_attention(*tokens(), "c", ring="u"),
-    "zigzag: zigzag order must have an even number of tokens on each device; got 3. "
-    "Pad the sequence to a multiple of twice the devices, or use contiguous order.": lambda: sk.zigzag(
-        jnp.zeros((1, 3)), "c"
-    ),
+    f"zigzag: {EVEN} 3. {PAD}": lambda: sk.zigzag(jnp.zeros((1, 3)), "c"),
     "positions: order must be 'contiguous' or 'zigzag'; got 'random'. Pass for example order='contiguous'.": lambda: (
         sk.positions(4, "c", order="random")
     ),
-    "positions: zigzag order must have an even number of tokens on each device; got 3. "
-    "Pad the sequence to a multiple of twice the devices, or use contiguous order.": lambda: sk.positions(
-        3, "c", order="zigzag"
-    ),
+    f"positions: {EVEN} 3. {PAD}": lambda: sk.positions(3, "c", order="zigzag"),
 }
 
 
