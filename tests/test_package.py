@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import shardkit as sk
+from support.refusals import raises
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "shardkit"
@@ -126,9 +127,8 @@ def test_submodules_are_reached_from_the_top():
     assert sk.runtime.__name__ == "shardkit.runtime"
     assert sk.census is sk.analysis.census and sk.expects is sk.analysis.expects
     assert sk.testing.emulate.__module__ == "shardkit.testing.emulate"
-    with pytest.raises(AttributeError) as error:
+    with raises(AttributeError, "module 'shardkit' has no attribute 'nothing'"):
         _ = sk.nothing
-    assert str(error.value) == "module 'shardkit' has no attribute 'nothing'"
 
 
 @pytest.mark.check
