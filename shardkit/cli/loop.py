@@ -18,7 +18,7 @@ from shardkit.cli.curve import Point
 from shardkit.cli.display import Display, duration
 from shardkit.cli.run import CommandRun
 from shardkit.cli.trainlog import TrainLog
-from shardkit.runtime.monitor import client
+from shardkit.runtime.channel import client
 
 _LOOK = 0.25  # seconds between looks at the loss
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 import shardkit as sk
 from shardkit.cli.run import CommandRun
-from shardkit.runtime.cluster.restarts import RESTARTS
+from shardkit.jobs.restarts import RESTARTS
 from shardkit.runtime.weights.load import tensor_names
 
 # Options that may change where that is meant.

@@ -1,34 +1,37 @@
-"""What surrounds a training run: processes, the guard, checkpoints, weights, data.
+"""What a training script calls around its steps: processes that join, checkpoints, weights, data, checks.
 
-Start with `cluster/join.py`; each of `monitor/`, `cluster/`, `data/`, `checkpoint/`, `snapshots/`, `weights/` has a
-docstring.
-Imports training, and testing, whose laws it extends.
+Start with `cluster/join.py`; each of `channel/`, `cluster/`, `data/`, `checkpoint/`, `weights/` has a
+docstring. Imports training, and testing, whose laws it extends. What surrounds processes is in `jobs/`, which nothing
+here needs: its `launch` and `guard` are imported when somebody asks for them.
 """
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from shardkit.runtime.checkpoint.checkpoints import Checkpoints, Run, latest_step
 from shardkit.runtime.checkpoint.laws import restores_elsewhere
 from shardkit.runtime.checkpoint.reading import DamagedError
 from shardkit.runtime.cluster.barrier import barrier, health_check
 from shardkit.runtime.cluster.gpu_flags import gpu_flags
-from shardkit.runtime.cluster.hosts import launch_on_hosts
 from shardkit.runtime.cluster.join import Cluster, finish, initialize, is_main, leave, log
-from shardkit.runtime.cluster.launch import launch
 from shardkit.runtime.cluster.preemption import PREEMPTED, preempted, watch_preemption
 from shardkit.runtime.compilation import compilation_cache
 from shardkit.runtime.data.arrays import from_full, from_process_local, from_rows, from_single_device, local_rows
 from shardkit.runtime.data.loader import Loader, loader, prefetch_to_device
 from shardkit.runtime.data.reading import fetch, local_shards, print_global, replicate, to_numpy
 from shardkit.runtime.drift import Drift, DriftError, assert_no_drift, replica_drift
-from shardkit.runtime.monitor.guard import Deadlines, Guard, guard
 from shardkit.runtime.replay import Corruption, CorruptionError, Replay
-from shardkit.runtime.snapshots.snapshots import Snapshots, restore_newest
 from shardkit.runtime.triage import NonFinite, TriageReport, nonfinite, triage
 from shardkit.runtime.weights.llama import llama_names
 from shardkit.runtime.weights.load import load_params
 from shardkit.runtime.weights.names import StoredAs
 from shardkit.runtime.weights.save import save_params
+
+if TYPE_CHECKING:
+    from shardkit.jobs.launch import launch
+    from shardkit.jobs.monitor.guard import Deadlines, Guard, guard
 
 __all__ = [
     "PREEMPTED",
@@ -45,7 +48,6 @@ __all__ = [
     "NonFinite",
     "Replay",
     "Run",
-    "Snapshots",
     "StoredAs",
     "TriageReport",
     "assert_no_drift",
@@ -64,7 +66,6 @@ __all__ = [
     "is_main",
     "latest_step",
     "launch",
-    "launch_on_hosts",
     "leave",
     "llama_names",
     "load_params",
@@ -78,10 +79,22 @@ __all__ = [
     "print_global",
     "replica_drift",
     "replicate",
-    "restore_newest",
     "restores_elsewhere",
     "save_params",
     "to_numpy",
     "triage",
     "watch_preemption",
 ]
+
+_OF_JOBS = dict.fromkeys(("Deadlines", "Guard", "guard"), "shardkit.jobs.monitor.guard")
+_OF_JOBS["launch"] = "shardkit.jobs.launch"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_JOBS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_OF_JOBS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_OF_JOBS})

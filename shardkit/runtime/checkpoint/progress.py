@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from shardkit.runtime.monitor import client
+from shardkit.runtime.channel import client
 
 
 class SaveProgress:

@@ -21,7 +21,7 @@ from shardkit.layout import WHOLE, broadcast_specs, check_spec, path_name, spec_
 from shardkit.runtime.data.checksums import to_storable
 from shardkit.runtime.data.reading import processes_of
 from shardkit.runtime.data.slices import global_array, on_host, sharding_of
-from shardkit.runtime.monitor.hello import processes as processes_named
+from shardkit.runtime.channel.place import processes as processes_named
 
 
 @typed

@@ -19,7 +19,7 @@ from shardkit._typed import typed
 from shardkit.layout import path_name
 from shardkit.runtime.cluster.barrier import absent
 from shardkit.runtime.data.checksums import to_storable
-from shardkit.runtime.monitor.hello import processes as processes_named
+from shardkit.runtime.channel.place import processes as processes_named
 
 _PRINTS = itertools.count()  # numbers the barriers: the order of calls is the same on all processes
 

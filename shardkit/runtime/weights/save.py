@@ -21,7 +21,7 @@ from shardkit.runtime.checkpoint.directory import named
 from shardkit.runtime.checkpoint.orbax_io import orbax, quiet, reason
 from shardkit.runtime.checkpoint.portable import leaves_of, to_portable
 from shardkit.runtime.data.reading import processes_of
-from shardkit.runtime.monitor.hello import processes as processes_named
+from shardkit.runtime.channel.place import processes as processes_named
 from shardkit.runtime.weights.files import DTYPES, INDEX, needs_safetensors
 from shardkit.runtime.weights.names import Leaf, Names, named_leaves, refuse_stored_as
 from shardkit.runtime.weights.whole import rows_on_host

@@ -158,3 +158,11 @@ class Reader:
 def _status_at(count: int) -> int:
     """Where the status after so many events is: never over the one before, as the process may stop while it writes."""
     return _COUNT.size + count % 2 * _STATUS.size
+
+
+def state(process: int) -> str:
+    """The system's one-letter state of a process, T for stopped; empty where it shows none."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

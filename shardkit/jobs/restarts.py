@@ -1,4 +1,4 @@
-"""Whether a job that failed starts again, when, and with how many processes: plain functions of plain values."""
+"""Whether a job that failed starts again, and when: plain functions of plain values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ class Attempt(NamedTuple):
     """How one start of a job ended.
 
     Attributes:
-        processes: how many there were.
         code: the exit code of the job.
         step: the step in which `guard` found the fault, from 0; None if it named none.
         began: when it began, in seconds of the monotonic clock.
@@ -25,7 +24,6 @@ class Attempt(NamedTuple):
         signalled: whether the launcher was told to end it.
     """
 
-    processes: int
     code: int
     step: int | None
     began: float
@@ -33,37 +31,14 @@ class Attempt(NamedTuple):
     signalled: bool
 
 
-class Again(NamedTuple):
-    """The next start: the number of processes, and the seconds to wait before."""
+def after(past: Sequence[Attempt], restarts: int) -> float | str:
+    """What follows a failed attempt: the seconds to wait before the next one, or why there is none.
 
-    processes: int
-    wait: float
-
-
-def fewest(processes: int, minimum: int | None, restarts: int) -> int:
-    """The fewest processes that a restart may have."""
-    if minimum is None:
-        return processes
-    if not 1 <= minimum <= processes:
-        raise ValueError(
-            f"launch: minimum must be from 1 to processes, {processes}; got {minimum}. Correct minimum (--min)."
-        )
-    if not restarts:
-        raise ValueError(f"launch: minimum must come with restarts; got {minimum}. Pass restarts (--restarts 5) too.")
-    return minimum
-
-
-def after(past: Sequence[Attempt], *, processes: int, minimum: int, restarts: int) -> Again | str:
-    """What follows a failed attempt: another one, or why there is none.
-
-    The job starts again with `processes` processes, at once if it got further than the time before. After two attempts
-    in a row that did not it has one fewer than the last, down to `minimum`. The wait doubles from one second with each
-    such attempt, to a minute.
+    The job starts again at once if it got further than the time before. The wait doubles from one second with each
+    attempt in a row that did not, to a minute.
 
     Args:
         past: the attempts so far, oldest first; the last one failed.
-        processes: the number of processes that were asked for.
-        minimum: the fewest that the job may have.
         restarts: the most restarts in an hour.
     """
     last = past[-1]
@@ -81,9 +56,8 @@ def after(past: Sequence[Attempt], *, processes: int, minimum: int, restarts: in
             f"{last.step} from 0"
         )
     if len(past) > 1 and _further(last, past[-2]):
-        return Again(processes, 0.0)
-    stuck = _without_progress(past)
-    return Again(max(minimum, last.processes - 1) if stuck > 1 else processes, min(2.0 ** (stuck - 1), _LONGEST_WAIT))
+        return 0.0
+    return min(2.0 ** (_without_progress(past) - 1), _LONGEST_WAIT)
 
 
 def _without_progress(past: Sequence[Attempt]) -> int:

@@ -1,4 +1,4 @@
-"""Messages between monitors, and between a monitor and its process: one JSON object per line."""
+"""Messages between monitors, and between a monitor and its process: one JSON object per line. And how a process ends."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 Message = dict[str, Any]
+FAILED = 70  # the exit code of a process that its monitor ends
+# Seconds that process 0 outlives the others: jax's coordination service, whose end aborts them, is in it.
+LEAVES_LAST = 1.5
 LONGEST = 1 << 28  # bytes of a line; a peer that sends more is not a monitor
 _LONGEST_TEXT = 2000  # characters of another process's text that are shown
 _PATIENCE = 5.0  # seconds without progress in a send before a peer counts as closed: it may be reading many others
@@ -29,6 +32,11 @@ def plain(text: str) -> str:
     if not isinstance(text, str):
         raise TypeError("a message's text must be a string")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:_LONGEST_TEXT])
+
+
+def as_line(text: str) -> bytes:
+    """A message as a separate line, even if the process was in the middle of one."""
+    return b"\n" + text.encode(errors="backslashreplace") + b"\n"
 
 
 class Lines:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
-from .hello import processes
-from .recorder import Status
+from shardkit.runtime.channel.place import processes
+from shardkit.runtime.channel.recorder import Status
 
 # Phases in the order in which a process passes through them in one step; in those of _WAITING it waits for all others.
 _ORDER = {"start": 0, "data": 0, "compile": 1, "compare": 2, "step": 3, "user code": 4, "evaluate": 5, "save": 6}

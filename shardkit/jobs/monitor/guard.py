@@ -17,12 +17,11 @@ from jax.sharding import Mesh
 from shardkit._check import quoted
 from shardkit._context import CONTEXT
 from shardkit._typed import check_fields, typed
-from shardkit.runtime.monitor import client
-from shardkit.runtime.monitor.fingerprint import fingerprint
-from shardkit.runtime.monitor.hello import Place
-from shardkit.runtime.monitor.judge import Deadlines
-from shardkit.runtime.monitor.planted import Planted
-from shardkit.runtime.monitor.recorder import Recorder
+from shardkit.jobs.monitor.fingerprint import fingerprint
+from shardkit.jobs.monitor.judge import Deadlines
+from shardkit.runtime.channel import client
+from shardkit.runtime.channel.place import Place
+from shardkit.runtime.channel.recorder import Recorder
 
 
 class StepClock:
@@ -91,7 +90,6 @@ class Guard:
     def __init__(self, monitor: client.MonitorClient, mesh: Mesh, config: Mapping[str, Any], first_step: int):
         self._monitor, self._mesh, self._config = monitor, mesh, config
         self._clock = StepClock(monitor.recorder, first_step)
-        self._planted = Planted(monitor.place.rank)
 
     def watch(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the step, guarded: every call is under the deadline for steps.
@@ -106,8 +104,6 @@ class Guard:
         seen: set[Any] = set()
 
         def watched(state: Any, *batch: Any) -> Any:
-            if not clock.in_phase:
-                state = self._planted.before(state)
             shapes = _shapes(batch)
             if shapes not in seen:
                 clock.enter("compile")
@@ -135,7 +131,6 @@ class Guard:
         iterator = iter(batches)
         while True:
             with self.phase("data"):
-                self._planted.before()
                 batch = next(iterator, _END)
             if batch is _END:
                 return

@@ -16,18 +16,17 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardkit._check import at_least, at_least_zero, count, counted
+from shardkit._check import at_least, at_least_zero, counted
 from shardkit._typed import typed
-from shardkit.runtime.cluster.attempt import Events, Job, Place, attempt, free_port, signals_to
-from shardkit.runtime.cluster.memory import JOB, delete_memory, job_of
-from shardkit.runtime.cluster.output import write
-from shardkit.runtime.cluster.restarts import RESTARTS, Attempt, after, fewest
+from shardkit.jobs.attempt import Events, Job, attempt, signals_to
+from shardkit.jobs.output import write
+from shardkit.jobs.restarts import RESTARTS, Attempt, after
+from shardkit.runtime.channel.place import free_port
 
 
 @typed
@@ -41,23 +40,21 @@ def launch(
     port: int | None = None,
     environ: Mapping[str, str] | None = None,
     restarts: int = 0,
-    minimum: int | None = None,
 ) -> int:
     """Runs `processes` processes of one command on this machine, ends all when one fails, and may start them again.
 
     Each process gets its place in JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, and in MASTER_ADDR,
     MASTER_PORT, WORLD_SIZE, RANK and LOCAL_RANK; and a new secret in SHARDKIT_JOB_TOKEN, unless the environment has
-    one, without which no other process can join. SHARDKIT_JOB, the same for all attempts, names their snapshots, which
-    the launcher deletes at the end unless the environment has it. Complete lines of a process's output are printed
-    with the prefix `[index] `. When one process fails, the others have `grace` seconds to report and exit, then they
-    get SIGTERM, and after as long again, at most 5 s, SIGKILL. SIGINT, SIGTERM and SIGHUP to the launcher are passed on
-    to the processes, with the same consequences. Child processes that stay in the process groups end with the last
-    process, and everything ends with the launcher, even by SIGKILL. Standard input is empty.
+    one, without which no other process can join. Complete lines of a process's output are printed with the prefix
+    `[index] `. When one process fails, the others have `grace` seconds to report and exit, then they get SIGTERM, and
+    after as long again, at most 5 s, SIGKILL. SIGINT, SIGTERM and SIGHUP to the launcher are passed on to the
+    processes, with the same consequences. Child processes that stay in the process groups end with the last process,
+    and everything ends with the launcher, even by SIGKILL. Standard input is empty.
 
-    With `restarts` a job that failed starts again, and its program resumes from its newest checkpoint. It has
-    `processes` processes again; one fewer, down to `minimum`, after two attempts that did not get further. The wait
-    before doubles from a second to a minute. A step that fails three times in a row, an exit code 2 (a wrong command)
-    and a signal to the launcher are final. SHARDKIT_RESTARTS tells its processes how many restarts there were.
+    With `restarts` a job that failed starts again with all its processes, and its program resumes from its newest
+    checkpoint: at once where it got further than the time before, else after a wait that doubles from a second to a
+    minute. A step that fails three times in a row, an exit code 2 (a wrong command) and a signal to the launcher are
+    final. SHARDKIT_RESTARTS tells its processes how many restarts there were.
 
     Args:
         command: the words of the command; `script.py ...` and `-m module ...` run under this Python.
@@ -68,7 +65,6 @@ def launch(
         port: the coordinator's port; by default a free one.
         environ: the environment to start from; by default that of this process.
         restarts: the most restarts in an hour.
-        minimum: the fewest processes of a restart; by default `processes`.
 
     Returns:
         0 if all processes succeed, else the exit code of the process that `guard` named, or of the first to fail: 128
@@ -76,7 +72,7 @@ def launch(
 
     Raises:
         ValueError: fewer than one process or device, an invalid port, a negative grace, no command or one that cannot
-            be started, an output directory that cannot be written, or a minimum above `processes` or without restarts.
+            be started, or an output directory that cannot be written.
 
     Example:
         Two processes with four simulated devices each:
@@ -86,46 +82,40 @@ def launch(
     at_least_zero("launch", grace=grace)
     words = program(command)
     check_counts("launch", processes=processes, devices=devices, port=port)
-    least = fewest(processes, minimum, *count("launch", restarts=restarts))
-    environ = os.environ if environ is None else environ
-    given = job_of(environ)
-    name = given or secrets.token_hex(32)
-    job = Job(words, devices, None if output is None else Path(output), grace, {**environ, JOB: name})
+    at_least("launch", 0, restarts=restarts)
+    folder = None if output is None else Path(output)
+    job = Job(words, processes, devices, folder, grace, os.environ if environ is None else environ)
     events: Events = queue.SimpleQueue()
     past: list[Attempt] = []
-    now = processes
-    with signals_to(events.put), contextlib.ExitStack() as stack:
-        if not given:
-            stack.callback(delete_memory, name)  # nobody else can find it
+    with signals_to(events):
         while True:
             if restarts:
                 job = job._replace(environ={**job.environ, RESTARTS: str(len(past))})
-            past.append(_attempt(job, now, port, len(past), events))
+            past.append(_attempt(job, port, len(past), events))
             if not past[-1].code:
                 return 0
-            then = after(past, processes=processes, minimum=least, restarts=restarts)
-            if isinstance(then, str):
-                if then:
-                    say(then)
+            wait = after(past, restarts)
+            if isinstance(wait, str):
+                if wait:
+                    say(wait)
                 return past[-1].code
-            now = then.processes
-            when = f"in {then.wait:g} s" if then.wait else "now"
-            say(f"restart {len(past)} with {counted(now, 'process', 'es')} {when}")
+            when = f"in {wait:g} s" if wait else "now"
+            say(f"restart {len(past)} with {counted(processes, 'process', 'es')} {when}")
             with contextlib.suppress(queue.Empty):
-                events.get(timeout=then.wait)
+                events.get(timeout=wait)
                 say("ended while it waited for the restart")
                 return past[-1].code
 
 
-def _attempt(job: Job, processes: int, port: int | None, number: int, events: Events) -> Attempt:
+def _attempt(job: Job, port: int | None, number: int, events: Events) -> Attempt:
     """Starts all processes once, and waits for their end."""
     began = time.monotonic()
     with contextlib.nullcontext(port) if port else free_port() as coordinator:
-        end = attempt(job, Place(range(processes), processes, "127.0.0.1", coordinator, number), events)
+        end = attempt(job, coordinator, events, first=number == 0)
     if end.first is not None:
         say(str(end))
     step = end.blamed.step if end.blamed else None
-    return Attempt(processes, end.code, step, began, time.monotonic(), end.received is not None)
+    return Attempt(end.code, step, began, time.monotonic(), end.received is not None)
 
 
 def say(text: str) -> None:

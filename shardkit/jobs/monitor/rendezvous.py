@@ -6,22 +6,30 @@ import contextlib
 import ipaddress
 import itertools
 import os
-import resource
 import selectors
 import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .hello import REJECTIONS, Hello, Place, Refused, own_hello, parse_hello, signed, too_late
-from .joining import join
-from .wire import LONGEST, Lines, Message
+from shardkit.jobs.monitor.hello import (
+    REJECTIONS,
+    Hello,
+    Refused,
+    hello_message,
+    is_signed,
+    own_hello,
+    parse_hello,
+    signed,
+    too_late,
+)
+from shardkit.runtime.channel.place import UNKNOWN, Place, allow_files, bind_address
+from shardkit.runtime.channel.wire import LONGEST, Lines, Message, plain
 
 _AFTER_REFUSAL = 5.0  # seconds for which process 0 sends a refusal to processes that connect later
 _NAMED = 8  # fewer missing processes are reported to all: for more, that would be too many messages
-_OWN_FILES = 16  # what else is open: pipes, the listener, libraries
-_UNKNOWN = 64  # connections without an introduction, besides one per process
 _LONGEST = 4096  # bytes of an introduction: as many strangers as processes may send so much each
+_SHORT = 1 << 16  # bytes of a line before the welcome, to a process other than 0
 _INTRODUCTION = 10.0  # seconds that a connection has to introduce itself
 
 
@@ -37,7 +45,7 @@ def meet(place: Place, note: Callable[[str], None] = lambda text: None) -> list[
     """
     until = time.monotonic() + place.timeout
     if place.rank:
-        return [join(place, until)]
+        return [_join(place, until)]
     refusal = allow_files(place.size)
     with _listener(place) as listener, selectors.DefaultSelector() as selector:
         meeting = _Meeting(place, listener, selector, refusal)
@@ -46,26 +54,6 @@ def meet(place: Place, note: Callable[[str], None] = lambda text: None) -> list[
         finally:
             if text := meeting.rejections():
                 note(text)
-
-
-def allow_files(size: int) -> str:
-    """Raises this process's limit of open files to a connection per process of the job; the error where it cannot be.
-
-    Jobs of more than about a thousand processes need it: that is the usual limit, though a process may raise it.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    least, wanted = size + _OWN_FILES, size + _OWN_FILES + _UNKNOWN
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        more = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
-            soft = more
-    if soft != resource.RLIM_INFINITY and soft < least:
-        return (
-            f"initialize: process 0 must be able to open {least} files, one for each of {size} processes and "
-            f"{_OWN_FILES} of its own; its limit is {soft}. Raise the hard limit: ulimit -Hn {least}, or LimitNOFILE."
-        )
-    return ""
 
 
 class _Meeting:
@@ -130,7 +118,7 @@ class _Meeting:
             if self._unknown:
                 self._reject(next(iter(self._unknown)), "room")
             return
-        if len(self._unknown) >= self._place.size + _UNKNOWN:
+        if len(self._unknown) >= self._place.size + UNKNOWN:
             self._reject(next(iter(self._unknown)), "room")
         line = Lines(connection, _LONGEST)
         self._unknown[line] = str(address[0]), time.monotonic() + _INTRODUCTION
@@ -219,24 +207,6 @@ class _Meeting:
         return ""
 
 
-def bind_address(host: str) -> str:
-    """The address of this machine that a host name resolves to; empty, for all addresses, if there is none.
-
-    A machine's name may resolve to loopback on the machine itself and to its address elsewhere, and a host name may
-    resolve to the address of a service in front of the machine.
-    """
-    try:
-        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-        is_loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
-        if is_loopback and host not in ("localhost", address):
-            return ""
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-            probe.bind((address, 0))
-    except (OSError, ValueError):
-        return ""
-    return address
-
-
 def _listener(place: Place) -> socket.socket:
     """Listens on the address and port that jax's coordination service will use later."""
     address = bind_address(place.host)
@@ -268,3 +238,80 @@ def _address_refusal(hellos: dict[int, Hello]) -> str:
                 f"other hosts can reach; it {got}. Correct /etc/hosts or DNS on that host."
             )
     return ""
+
+
+def _join(place: Place, until: float) -> Lines:
+    """Connects to process 0 and waits for its welcome.
+
+    Raises:
+        Refused: one sentence for the user.
+    """
+    error = "no answer"
+    while (left := until - time.monotonic()) > 0:
+        try:
+            connection = socket.create_connection((place.host, place.port), timeout=min(left, 5.0))
+        except (socket.gaierror, UnicodeError) as failure:
+            error = f"the name {place.host!r} does not resolve ({getattr(failure, 'strerror', failure)})"
+        except OSError as failure:
+            error = failure.strerror or str(failure)
+        else:
+            found = _welcomed(place, Lines(connection, _SHORT), until)
+            if isinstance(found, Lines):
+                return found
+            error = found
+        time.sleep(min(0.1, max(0.0, until - time.monotonic())))
+    raise Refused(
+        f"initialize: process {place.rank} could not connect to the coordinator at {place.address} within "
+        f"{place.timeout:g} s: {error}. Check that process 0 runs, and that this is the address of its host."
+    )
+
+
+def _welcomed(place: Place, line: Lines, until: float) -> Lines | str:
+    """The connection after the welcome of process 0; else the reason to try again."""
+    hello = own_hello(place)
+    line.send(hello_message(hello, place.token))
+    # Process 0 waits as long as this process: the extra time is for its message about who is missing.
+    answer = _answer(line, until + 2.0, place.token, hello.nonce)
+    if "welcome" in answer:
+        line.longest = LONGEST
+        return line
+    closed = line.closed
+    line.close()
+    if "refused" in answer:
+        raise Refused(plain(answer["refused"]))
+    if "another" in answer:
+        return f"the program that listens there has {REJECTIONS[answer['another']]}"
+    if closed or "shardkit" in answer:  # a socket can connect to its own free port
+        return "the program that listens there closes the connection"
+    if "missing" in answer:
+        raise Refused(too_late(place, answer["missing"]))
+    raise Refused(
+        f"initialize: the program that listens at {place.address} must be process 0 of this job; it did not answer "
+        f"process {place.rank} within {place.timeout:g} s. Pass a coordinator_address with a port that is free."
+    )
+
+
+def _answer(line: Lines, until: float, token: str, nonce: str) -> Message:
+    """The last message of process 0: welcome, refused, or which processes are missing; empty if there was none."""
+    last: Message = {}
+    while not line.closed and (left := until - time.monotonic()) > 0:
+        if not line.waits(left):
+            continue
+        for message in line.read():
+            if "shardkit" in message or str(message.get("another")) in REJECTIONS:
+                return message
+            if _is_answer(message) and is_signed(message, token, nonce):
+                last = message
+                if "missing" not in message:
+                    return message
+    return last
+
+
+def _is_answer(message: Message) -> bool:
+    """Whether a message has the form of an answer of process 0."""
+    missing = message.get("missing")
+    return message.keys() in ({"welcome", "mac"}, {"refused", "mac"}, {"missing", "mac"}) and (
+        message.get("welcome") is True
+        or isinstance(message.get("refused"), str)
+        or (isinstance(missing, list) and len(missing) > 0 and all(type(rank) is int for rank in missing))
+    )

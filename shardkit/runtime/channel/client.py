@@ -15,13 +15,11 @@ from multiprocessing import active_children
 from pathlib import Path
 from types import TracebackType
 
-from shardkit.runtime.monitor.hello import Place
-from shardkit.runtime.monitor.main import FAILED, LEAVES_LAST
-from shardkit.runtime.monitor.process import as_line, state
-from shardkit.runtime.monitor.recorder import SIZE, Recorder
-from shardkit.runtime.monitor.wire import Lines, Message, encoded
+from shardkit.runtime.channel.place import Place
+from shardkit.runtime.channel.recorder import SIZE, Recorder, state
+from shardkit.runtime.channel.wire import FAILED, LEAVES_LAST, Lines, Message, as_line, encoded
 
-_START = "import sys; sys.path.insert(0, sys.argv[1]); from monitor.main import main; main()"
+_MONITOR = Path(__file__).parents[2] / "jobs" / "monitor" / "__main__.py"  # a program, not an import
 _LONGEST_CAUSE = 300  # characters of an exception that are sent to the other processes
 _NO_ANSWER = (
     "initialize: all processes must connect before training; the monitor of this process died first (SIGKILL or out of "
@@ -45,7 +43,7 @@ class MonitorClient:
         self.place, self._own = place, os.getpid()
         self.recorder, ring = _recorder()
         _open_closed_descriptors()
-        command = [sys.executable, "-I", "-S", "-c", _START, str(Path(__file__).parents[1])]
+        command = [sys.executable, "-I", "-S", str(_MONITOR)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._writing = threading.Lock()
         self._agreed: dict[str, threading.Event] = {}

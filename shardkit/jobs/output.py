@@ -66,7 +66,7 @@ class _Pipe:
 
 @contextmanager
 def passing_on(
-    children: Sequence[subprocess.Popen[bytes]], ranks: Sequence[int], files: Sequence[BinaryIO], blamed: list[Blamed]
+    children: Sequence[subprocess.Popen[bytes]], files: Sequence[BinaryIO], blamed: list[Blamed]
 ) -> Iterator[threading.Thread]:
     """Reads all pipes in one thread, so that lines are never mixed; at exit, until they are empty.
 
@@ -77,7 +77,7 @@ def passing_on(
         for place, (pipe, stream) in enumerate(((child.stdout, sys.stdout), (child.stderr, sys.stderr))):
             assert pipe is not None
             file = files[2 * index + place] if files else None
-            pipes[pipe.fileno()] = _Pipe(f"[{ranks[index]}] ".encode(), stream, file, blamed)
+            pipes[pipe.fileno()] = _Pipe(f"[{index}] ".encode(), stream, file, blamed)
     over = threading.Event()
     reader = threading.Thread(target=_read, args=(pipes, over), daemon=True)
     reader.start()
@@ -119,11 +119,11 @@ def write(stream: TextIO, data: bytes) -> None:
             rest = rest[os.write(number, rest) :]
 
 
-def summary(first: int, codes: Mapping[int, int], received: signal.Signals | None) -> str:
+def summary(first: int, codes: Sequence[int], received: signal.Signals | None) -> str:
     """How the processes of a job ended, `first` before the others."""
-    if set(codes.values()) == {PREEMPTED}:
+    if set(codes) == {PREEMPTED}:
         return f"all processes were preempted, and exited with code {PREEMPTED}"
-    others = ", ".join(f"{rank}: {_end(code)}" for rank, code in codes.items() if rank != first)
+    others = ", ".join(f"{rank}: {_end(code)}" for rank, code in enumerate(codes) if rank != first)
     end = _end(codes[first]) if codes[first] < 0 else f"exit code {codes[first]}"
     after = f"after {received.name} " if received else ""
     return f"{after}process {first} failed first, {end}" + (f" (others: {others})" if others else "")

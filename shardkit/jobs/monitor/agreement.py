@@ -9,8 +9,8 @@ import json
 from collections import Counter
 from itertools import zip_longest
 
-from .hello import processes
-from .wire import Message
+from shardkit.runtime.channel.place import processes
+from shardkit.runtime.channel.wire import Message
 
 _NAMED = 4  # components in a sentence
 _ASKED = 16  # fingerprints that process 0 compares, of as many groups of equal ones

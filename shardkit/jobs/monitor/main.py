@@ -9,18 +9,18 @@ import selectors
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .agreement import Agreement, digest
-from .hello import Place, Refused
-from .judge import Deadlines, Fault, Known, fault, unanswered
-from .process import as_line, end_with, in_time, say, state, wait_until
-from .recorder import Reader, Status
-from .rendezvous import meet
-from .wire import Lines, Message, encoded, plain
+from shardkit.jobs.monitor.agreement import Agreement, digest
+from shardkit.jobs.monitor.hello import Refused
+from shardkit.jobs.monitor.judge import Deadlines, Fault, Known, fault, unanswered
+from shardkit.jobs.monitor.rendezvous import meet
+from shardkit.runtime.channel.place import Place
+from shardkit.runtime.channel.recorder import Reader, Status, state
+from shardkit.runtime.channel.wire import FAILED, LEAVES_LAST, Lines, Message, as_line, encoded, plain
 
-FAILED = 70  # the exit code of a process that the guard ends
 _TICK = 0.1
 _BEAT = 0.25  # seconds between two status messages to the others
 _MESSAGES = 10_000  # status messages a second that process 0 reads: those of more processes come less often
@@ -28,9 +28,7 @@ _REST = 9.0  # times the time of a judgement that process 0 leaves to the readin
 _UNHEARD = 3.0  # seconds without a message from process 0 after which the others decide on their own
 _AWAY = 1.0  # seconds between two looks after which this monitor was itself stopped or starved
 _KILL_AFTER = 0.5  # seconds a process has to exit before SIGKILL
-LEAVES_LAST = (
-    1.5  # seconds that process 0 outlives the others: jax's coordination service, whose end aborts them, is in it
-)
+_SPEAK = 1.0  # seconds for the last line and the flight record: a pipe may be full, a file system may hang
 _LINGER = 60.0  # seconds that process 0's monitor waits for the others after its own process has exited without a fault
 _SHARED = ("status", "stopped", "gone", "left", "cause")  # what a monitor sends of its process: fields of Known
 
@@ -51,12 +49,12 @@ def main() -> None:
     met = threading.Event()
     threading.Thread(target=end_with, args=(spec["parent"], met), daemon=True).start()
     try:
-        peers = meet(place, note=lambda text: say({"note": text})) if place.size > 1 else []
+        peers = meet(place, note=lambda text: _say({"note": text})) if place.size > 1 else []
     except Refused as refusal:
-        say({"refused": str(refusal)})
+        _say({"refused": str(refusal)})
         return
     met.set()
-    say({"ready": True})
+    _say({"ready": True})
     Monitor(place, spec["parent"], inbox, reader, peers).run()
 
 
@@ -210,7 +208,7 @@ class Monitor:
 
     def _agreed(self, name: str) -> None:
         self.programs.pop(name, None)
-        say({"agreed": name})
+        _say({"agreed": name})
 
     def _closed(self, rank: int) -> None:
         """The connection to a monitor closed: its machine or its whole process group is gone."""
@@ -259,18 +257,18 @@ class Monitor:
     def _end(self) -> None:
         """Writes the flight record, ends the process and has it print the reason as its last line."""
         text = f"shardkit guard: {self.over}."
-        text += in_time(self._record) or f" (No flight record: {self.flight} does not respond.)" if self.flight else ""
+        text += _in_time(self._record) or f" (No flight record: {self.flight} does not respond.)" if self.flight else ""
         if self.place.rank == 0:
-            wait_until(self._others_closed, LEAVES_LAST)
+            _wait_until(self._others_closed, LEAVES_LAST)
         if self.alive:
-            say({"end": FAILED, "text": text})
-            wait_until(lambda: os.getppid() != self.parent, _KILL_AFTER)
+            _say({"end": FAILED, "text": text})
+            _wait_until(lambda: os.getppid() != self.parent, _KILL_AFTER)
             if os.getppid() == self.parent:
                 with contextlib.suppress(OSError):
                     os.kill(self.parent, signal.SIGKILL)
             self._drain()
         if not self.printed:
-            in_time(lambda: os.write(2, as_line(text)))
+            _in_time(lambda: os.write(2, as_line(text)))
         os._exit(0)  # even if a thread of `_in_time` hangs
 
     def _others_closed(self) -> bool:
@@ -291,3 +289,37 @@ class Monitor:
 def beat(size: int) -> float:
     """Seconds between two status messages of a process, in a job of so many."""
     return max(_BEAT, size / _MESSAGES)
+
+
+def _end_with(parent: int, met: threading.Event) -> None:
+    """Ends this monitor with its process while it waits for the others: the next run may need its port."""
+    while not met.wait(_TICK):
+        if os.getppid() != parent:
+            os._exit(0)
+
+
+def _say(message: Message) -> None:
+    """Sends a message to the process that this monitor watches."""
+    with contextlib.suppress(OSError):
+        os.write(1, encoded(message))
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    """Returns when the condition holds, or after so many seconds."""
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def _in_time(function: Callable[[], Any]) -> Any:
+    """What a function returns; None if it fails or takes long."""
+    result: list[Any] = []
+
+    def call() -> None:
+        with contextlib.suppress(OSError):
+            result.append(function())
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(_SPEAK)
+    return result[0] if result else None

@@ -11,48 +11,20 @@ import ipaddress
 import json
 import secrets
 import socket
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from .wire import Message, plain
+from shardkit.runtime.channel.place import TOKEN, Place, processes
+from shardkit.runtime.channel.wire import Message, plain
 
 VERSION = 4
-TOKEN = "SHARDKIT_JOB_TOKEN"  # the environment variable that holds the token
 REJECTIONS = {"token": f"another {TOKEN}", "version": "another version of shardkit"}  # why a process is rejected
 _LONGEST_NAME = 255
 _MOST = 1 << 20  # processes
-_NAMED = 8  # processes in a sentence that are named one by one
+
 
 
 class Refused(Exception):
     """The job cannot start; the message is for the user."""
-
-
-class Place(NamedTuple):
-    """A process's place in its job: the coordinator, the number of processes, and which of them this is.
-
-    Attributes:
-        host: the coordinator's host name or address.
-        port: its port.
-        rank: this process, from 0.
-        size: number of processes.
-        timeout: seconds to wait for all.
-        cpu: whether the devices are CPUs, whose collectives (gloo) use the address of the host name.
-        token: the secret that the processes of a job share; empty without one.
-    """
-
-    host: str
-    port: int
-    rank: int
-    size: int
-    timeout: float
-    cpu: bool
-    token: str = ""
-
-    @property
-    def address(self) -> str:
-        """host:port."""
-        return f"{self.host}:{self.port}"
 
 
 class Hello(NamedTuple):
@@ -140,18 +112,3 @@ def too_late(place: Place, ranks: list[int]) -> str:
         f"initialize: {processes(ranks)} of {place.size} did not connect to {place.address} within {place.timeout:g} "
         f"s. Read {'its' if len(ranks) == 1 else 'their'} output, or raise timeout."
     )
-
-
-def processes(ranks: Sequence[int]) -> str:
-    """`process 1` or `processes 1, 3`; of many, runs such as `0 to 3`, the first eight of them."""
-    if len(ranks) <= _NAMED:
-        return f"process{'es' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], rank]
-        else:
-            runs.append([rank])
-    named = ", ".join(" to ".join(map(str, run)) for run in runs[:_NAMED])
-    rest = sum(run[-1] - run[0] + 1 for run in runs[_NAMED:])
-    return f"processes {named}{f' and {rest} more' if rest else ''}"
