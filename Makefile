@@ -60,7 +60,7 @@ mutants: $(VENV)/.test
 
 # 100 starts of 60 steps dispatched without waiting; see docs/howto/faults.md.
 soak: $(VENV)/.cli
-	$(BIN)/shardkit soak --starts 100 --steps 60
+	$(BIN)/python -m benchmarks.soak
 
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.step_overhead
@@ -71,7 +71,7 @@ notebooks: $(VENV)/.test
 
 # On a machine with real chips, whose jax VENV has ([cuda] or [tpu]): collectives, tokens/s and MFU, in ten minutes.
 accelerator: $(VENV)/.cli
-	$(BIN)/python -m benchmarks.accelerator --json results/accelerator.jsonl
+	$(BIN)/python -m benchmarks.accelerator --json benchmarks/results/accelerator.jsonl
 
 # dist/ gets the sdist, which has every file, and the wheel, after both were tried where nothing else is installed.
 package: $(VENV)/.test

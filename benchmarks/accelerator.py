@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
-from shardkit.bench.automatic import partitioned
+from shardkit.bench.strategies import partitioned
 from shardkit.cli.doctor import self_test
 from shardkit.models import transformer
 from shardkit.partitioning.placement import map_layouts

@@ -21,13 +21,14 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from benchmarks.start import start
+from benchmarks.strategies import beside
 from shardkit import bench
-from shardkit.bench.plan_cases import LAYERS, LEARNING_RATE, cases_of
-from shardkit.bench.strategies import text
+from shardkit.bench.strategies import LAYERS, LEARNING_RATE, cases_of, text
 from shardkit.models import transformer
 from shardkit.partitioning.placement import map_layouts
 
-HELD = ("jit: fsdp x tp", "jit, constraints: fsdp x tp", "fsdp x tp", "jit: fsdp x rules", "fsdp x rules")
+CONSTRAINED = "jit, constraints: fsdp x tp"
+HELD = ("jit: fsdp x tp", CONSTRAINED, "fsdp x tp", "jit: fsdp x rules", "fsdp x rules")
 AXES = transformer.Axes("model", impl="gather")
 
 
@@ -103,7 +104,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, tokens = (small, 16) if options.smoke else (transformer.Config(layers=6, dim=256, heads=8), 128)
     calls, rounds = (1, 1) if options.smoke else (options.calls or 2, options.rounds or 15)
     work = workload(config, mesh, tokens)
-    records = bench.strategies(work, mesh=mesh, only=HELD, calls=calls, rounds=rounds)
+    records = bench.strategies(
+        work, mesh=mesh, only=HELD, beside={CONSTRAINED: beside(work, mesh)[CONSTRAINED]}, calls=calls, rounds=rounds
+    )
     print(text(records))
     if options.json:
         bench.write(records, options.json)

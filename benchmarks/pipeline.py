@@ -19,9 +19,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
+from benchmarks.schedules import SPECS, VOCABULARY, embed, head, make_params, pipelined, stage
 from benchmarks.start import start
 from shardkit import bench
-from shardkit.bench.pipelines import SPECS, VOCABULARY, embed, head, make_params, stage
 from shardkit.layout import table
 
 STAGES = 8
@@ -65,19 +65,8 @@ def steps(mesh: Any, microbatches: int, only: Sequence[str] = ()) -> dict[str, C
     for name, make in SCHEDULES.items():
         for mode in ("masked", "branch"):
             for recompute in (True, False):
-                schedule = make(microbatches)
-                grad_fn = sk.pipeline_value_and_grad(
-                    embed, stage, head, schedule, "stage", mode=mode, recompute=recompute
-                )
-
-                def step(params: Any, batch: Any, grad_fn: Any = grad_fn) -> Any:
-                    mean, _, grads = grad_fn(params, batch, None)
-                    shared = {name: grads[name] for name in ("table", "gain")}
-                    mean, shared = sk.all_reduce((mean, shared), "stage")
-                    return mean.total / mean.weight, jax.tree.map(lambda g: g / mean.weight, grads | shared)
-
                 form = f"{name}, {mode}, {'recompute' if recompute else 'saved'}"
-                forms[form] = jax.shard_map(step, mesh=mesh, in_specs=(SPECS, P()), out_specs=(P(), SPECS))
+                forms[form] = pipelined(make(microbatches), mode, recompute, mesh)
     return {name: forms[name] for name in only or forms}
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -19,9 +18,8 @@ from shardkit.layout import path_name
 from shardkit.partitioning.moves import Move, Moves, move_of, program
 from shardkit.partitioning.placement import Layout, map_layouts
 from shardkit.partitioning.plan import Plan
-from shardkit.partitioning.residuals import residuals_held
 from shardkit.partitioning.storage import Held, as_stored, in_rows, is_padded, padding, stored_array
-from shardkit.state import TrainState, optimizer_held
+from shardkit.state import TrainState, state_held
 
 Layouts = Any  # a Plan, or a PartitionSpec or NamedSharding for each leaf
 
@@ -57,8 +55,7 @@ def reshard(
 
     Raises:
         ValueError: a leaf that is not laid out as `source` says or does not divide under `target`, a layout with an
-            axis that the mesh does not have, or a leaf that both plans pad, but differently, or store in another order
-            of layers.
+            axis that the mesh does not have, or a leaf that both plans store, but in another order of layers.
         TypeError: layouts of another kind.
 
     Cost: `reshard_steps` prints it. Each leaf is one program, so that a device holds the tree and at most two
@@ -126,14 +123,7 @@ def _held(where: str, name: str, layouts: Layouts, tree: Any, mesh: Any) -> Stor
     if isinstance(layouts, Plan):
         if not isinstance(tree, TrainState):
             return [(each, True) for each in jax.tree.leaves(map_layouts(Layout.at_rest, layouts.layouts(tree, mesh)))]
-        each = layouts.layouts(tree.params, mesh)
-        rest, update = map_layouts(Layout.at_rest, each), map_layouts(Layout.in_update, each)
-        whole = partial(jax.tree.map, lambda _: Held(PartitionSpec()))
-        opt_state = optimizer_held(tree.opt_state, tree.params, update)
-        residuals = residuals_held(f"{where}: {name}", tree.residuals, tree.params, mesh, layouts)
-        held = TrainState(whole(tree.step), rest, opt_state, whole(tree.key), whole(tree.loss_scale), residuals)
-        held = held._replace(carried=optimizer_held(tree.carried, tree.params, rest))
-        return [(each, True) for each in jax.tree.leaves(held)]
+        return [(each, True) for each in jax.tree.leaves(state_held(f"{where}: {name}", tree, mesh, layouts))]
 
     try:  # a layout for every leaf of a part, then the layouts alone
         each = jax.tree.map(lambda layout, part: [layout] * len(_leaves(part)), layouts, tree, is_leaf=_is_layout)
@@ -194,9 +184,10 @@ def _check_placed(x: Any, move: Move, mesh: Mesh) -> None:
 
 
 def _moved(x: Any, move: Move, mesh: Mesh, piece_bytes: int, donate: bool) -> Any:
-    if move.source == move.target and x.shape == move.cut:
+    if move.stays:
         return x
-    moved = program(mesh, move._replace(path=""), piece_bytes)(x)
-    if donate and not isinstance(x, jax.core.Tracer):
-        x.delete()
-    return moved
+    for leg in move.legs:
+        before, x = x, program(mesh, leg, piece_bytes // move.dtype.itemsize)(x)
+        if (donate or leg is not move.legs[0]) and not isinstance(before, jax.core.Tracer):
+            before.delete()
+    return x

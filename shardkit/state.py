@@ -12,14 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardkit._check import sized
 from shardkit.arguments import checked_key
-from shardkit.layout import path_name
+from shardkit.layout import canonical, path_name, spec_axes
 from shardkit.partitioning.groups import update_alone
 from shardkit.partitioning.handles import cast_floating
 from shardkit.partitioning.placement import Layout, map_layouts
 from shardkit.partitioning.plan import Plan
-from shardkit.partitioning.residuals import init_residuals, residual_shapes
-from shardkit.partitioning.storage import Held, check_held, is_padded, original, padded, unpadded
+from shardkit.partitioning.residuals import init_residuals, residual_shapes, residuals_held
+from shardkit.partitioning.storage import Held, check_held, is_padded, original, padded, stored_array, unpadded
 from shardkit.precision import LossScale, Precision, first_loss_scale, next_loss_scale
 from shardkit.remat.uniform import order_matters
 
@@ -140,6 +141,73 @@ def optimizer_held(opt_state: Any, params: Any, update: Any) -> Any:
     A leaf mirrors a parameter if its path ends with the parameter's path and the shapes are equal.
     """
     return mirrored(opt_state, params, jax.tree.leaves(update), Held(_REPLICATED))
+
+
+def state_held(where: str, state: TrainState, mesh: Any, plan: Plan) -> TrainState:
+    """How a plan stores each leaf of a state, as a `Held` for each; `where` begins the errors about residuals."""
+    each = plan.layouts(state.params, mesh)
+    rest, update = map_layouts(Layout.at_rest, each), map_layouts(Layout.in_update, each)
+    whole = partial(jax.tree.map, lambda _: Held(_REPLICATED))
+    return TrainState(
+        step=whole(state.step),
+        params=rest,
+        opt_state=optimizer_held(state.opt_state, state.params, update),
+        key=whole(state.key),
+        loss_scale=whole(state.loss_scale),
+        residuals=residuals_held(where, state.residuals, state.params, mesh, plan),
+        carried=optimizer_held(state.carried, state.params, rest),
+    )
+
+
+def state_check(plan: Plan, mesh: Mesh) -> Callable[[Any], None]:
+    """What `step` asks of a state before it takes it: that it is one, on this mesh, and laid out as by this plan.
+
+    jit would move the leaves of another layout by collectives that stand nowhere in the program.
+    """
+    known: set[tuple[Any, ...]] = set()  # layouts that were found right: comparing them anew would cost every step
+
+    def check(state: Any) -> None:
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                f"step: the first argument must be the TrainState that init or the last step returned; got "
+                f"{type(state).__name__}. Call step(state, batch), with state = init(params, key)."
+            )
+        if isinstance(state.step, jax.core.Tracer):
+            return
+        layouts = tuple(getattr(x, "sharding", None) for x in jax.tree.leaves(state))
+        if layouts in known:
+            return
+        rest = state._replace(residuals=None)  # their shape is checked where the step is traced
+        leaves = jax.tree_util.tree_leaves_with_path(rest, is_leaf=is_padded)
+        each = jax.tree.leaves(state_held("step", rest, mesh, plan))
+        for (path, x), held in zip(leaves, each, strict=True):
+            sharding = getattr(stored_array(x), "sharding", None)
+            if not isinstance(sharding, NamedSharding):  # an array of the host, or of one device: jit places it once
+                continue
+            if dict(sharding.mesh.shape) != dict(mesh.shape):
+                raise ValueError(
+                    f"step: the state must be on the mesh of the step, {sized(mesh.shape.items())}; leaf "
+                    f"{path_name(path)} is on {sized(sharding.mesh.shape.items())}. Save and restore it as a "
+                    "checkpoint, or pass jax.device_put(state, layouts of init.abstract(params))."
+                )
+            found, wanted = (_split_by(spec, mesh) for spec in (sharding.spec, held.spec))
+            if found != wanted:
+                raise ValueError(
+                    f"step: the state must be laid out as the plan of the step says; leaf {path_name(path)} is "
+                    f"{canonical(sharding.spec)} and must be {canonical(held.spec)}. Pass sk.reshard(state, its plan, "
+                    "the plan of the step, mesh=mesh)."
+                )
+        known.add(layouts)
+
+    return check
+
+
+def _split_by(spec: PartitionSpec, mesh: Mesh) -> list[tuple[str, ...]]:
+    """The axes that split each dim, without those of one device and without whole dims at the end."""
+    split = [tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in spec_axes(spec)]
+    while split and not split[-1]:
+        split.pop()
+    return split
 
 
 def mirrored(tree: Any, params: Any, each: Sequence[Any], other: Any) -> Any:

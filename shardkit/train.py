@@ -35,7 +35,7 @@ from shardkit.partitioning.storage import check_held
 from shardkit.pipeline.stages import arranged
 from shardkit.precision import Precision, precision_of
 from shardkit.rng import step_key
-from shardkit.state import TrainState, make_init, shardings, updated
+from shardkit.state import TrainState, make_init, shardings, state_check, updated
 
 _REPLICATED = PartitionSpec()
 
@@ -127,8 +127,9 @@ def make_train_step(
         ValueError: with `manual`, an axis that the mesh does not have, or an axis of the plan that is not among them.
         ValueError: with `deterministic`, what depends on the mesh: other strategies and algorithms, a loss that
             communicates, an optimizer that sums over split leaves; groups that do not divide the batch.
-        ValueError: from `step`, for a state that an earlier step has donated, or that another plan stores with other
-            padding, with its layers in another order or with other residuals.
+        ValueError: from `step`, for a state that an earlier step has donated, that is on another mesh, or that another
+            plan lays out, pads or orders otherwise, or gives other residuals.
+        TypeError: from `step`, for what is no TrainState.
         NonFiniteError: from `step`, under `nonfinite="stop"`.
 
     Cost: that of the plan, one all_reduce of 8 bytes for the loss and for each auxiliary mean, or each element of one
@@ -243,7 +244,8 @@ def make_train_step(
         init, run = made(plan), compiled(plan)
     else:
         init, run = init_as_laid_out(made, plan, axes), AsLaidOut(compiled, plan, axes)
-    step = keyed(run, stop=nonfinite == "stop", dynamic=policy.loss_scale == "dynamic")
+    check = state_check(plan, mesh) if set(axes) == set(mesh.axis_names) else None  # else the layouts are the caller's
+    step = keyed(run, stop=nonfinite == "stop", dynamic=policy.loss_scale == "dynamic", check=check)
     step.plan, step.mesh, step.manual = plan, mesh, manual  # type: ignore[attr-defined]  # for `sk.report`
     step.schedule = getattr(grad_fn, "schedule", None)  # type: ignore[attr-defined]
     return TrainStep(typed_init(init, given), step)
@@ -261,7 +263,7 @@ def _in_sequence(step: Any, steps: int, state: TrainState, key: jax.Array, batch
 
 
 def keyed(
-    compiled: Any, *, stop: bool, dynamic: bool
+    compiled: Any, *, stop: bool, dynamic: bool, check: Callable[[Any], None] | None = None
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
     """The step as its user calls it. The key never changes, and stays outside jit.
 
@@ -269,7 +271,7 @@ def keyed(
     """
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        taken = state.step
+        taken = getattr(state, "step", None)
         if isinstance(taken, jax.Array) and not isinstance(taken, jax.core.Tracer) and taken.is_deleted():
             raise ValueError(  # jax 0.10 on simulated devices aborts the process instead
                 "step: the state must be the newest; an earlier step was passed this one and donated its buffers. Pass "
@@ -288,6 +290,8 @@ def keyed(
         return new, metrics
 
     def split(state: TrainState) -> tuple[TrainState, jax.Array]:
+        if check:
+            check(state)
         return state._replace(key=None), state.key
 
     step.lower = lambda state, batch: compiled.lower(*split(state), batch)  # type: ignore[attr-defined]

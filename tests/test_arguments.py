@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit import planner, runtime
 from shardkit._typed import typed
-from shardkit.cli import soak, train
+from shardkit.cli import train
 from shardkit.config import DistributedConfig
 
 pytestmark = pytest.mark.check
@@ -123,10 +123,9 @@ def test_what_means_nothing_is_refused(call, message, monkeypatch):
     ("options", "message"),
     [
         ({"verify": -1}, "train: --verify must be at least 0; got -1. Pass 0 or more."),
-        ({"hidden": 0}, "train: --hidden must be at least 1; got 0. Pass 1 or more."),
-        ({"clip": -1.0}, "train: --clip must be at least 0; got -1.0. Pass 0 or more."),
         ({"learning_rate": math.nan}, "train: --learning-rate must be above 0; got nan. Pass a positive number."),
         ({"layers": 0}, "train: --layers must be at least 1; got 0. Pass 1 or more."),
+        ({"checkpoint_every": 0}, "train: --checkpoint-every must be at least 1; got 0. Pass 1 or more."),
         ({"dim": -16}, "train: --dim must be at least 1; got -16. Pass 1 or more."),
         ({"seed": -1}, "train: --seed must be at least 0; got -1. Pass 0 or more."),
         ({"dropout": 1.0}, "train: --dropout must be below 1; got 1.0. Pass for example 0.1."),
@@ -140,11 +139,3 @@ def test_options_of_training_that_mean_nothing(options, message):
     with pytest.raises(ValueError) as error:
         train.train(train.Options(**options))
     assert str(error.value) == message
-
-
-@pytest.mark.parametrize("options", [{"threads": 0}, {"devices": 0}, {"starts": 0}, {"timeout": math.nan}])
-def test_options_of_soak_that_mean_nothing(options):
-    ((name, value),) = options.items()
-    with pytest.raises(ValueError) as error:
-        soak.soak(soak.Options(**options))
-    assert str(error.value) == f"soak: --{name} must be at least 1; got {value}. Pass 1 or more."

@@ -58,16 +58,14 @@ BELOW = r"testing\.assertions\.assert_matches_reference\((in_specs|out_specs)=P\
 # Not walked: they take nothing, anything, or start what outlives a test.
 UNWALKED = {
     "runtime.compilation.compilation_cache": "changes the options of jax",
-    "runtime.cluster.hosts.launch_on_hosts": "listens, and waits; test_several_hosts.py has its sentences",
     "runtime.cluster.join.finish": "ends the process",
     "runtime.cluster.join.is_main": "takes nothing",
     "runtime.cluster.join.leave": "takes nothing",
     "runtime.cluster.join.log": "prints anything",
-    "runtime.monitor.guard.guard": "starts a process; tests/runtime has its sentences",
+    "jobs.monitor.guard.guard": "starts a process; tests/jobs has its sentences",
     "runtime.data.reading.print_global": "prints any tree",
     "runtime.data.arrays.from_rows": "what from_process_local and the loader call",
     "runtime.checkpoint.laws.restores_elsewhere": "a law, called by prove alone",
-    "runtime.snapshots.snapshots.restore_newest": "of snapshots and checkpoints, which have the sentences",
     "runtime.weights.save.save_params": "writes files; tests/runtime/weights has its sentences",
     "runtime.cluster.preemption.watch_preemption": "takes nothing",
     "models.transformer.in_order": "a function of what pieces gives",
@@ -78,14 +76,13 @@ UNWALKED = {
     "viz.bench.results": "of records, which bench.read gives; tests/viz/test_bench.py has its sentences",
     "viz.traffic.census": "of a census, which sk.census gives; tests/viz/test_traffic.py has its sentences",
     "viz.gantt.overlap": "of a report, which aot.compile gives; tests/viz/test_gantt.py has its sentences",
-    "viz.bench.fits": "of records, which bench.read gives; tests/viz/test_bench.py has its sentences",
     "viz.rooflines.roofline": "of what others return; tests/viz/test_rooflines.py has its sentences",
     "viz.memories.memory": "of what others return; tests/viz/test_memories.py has its sentences",
-    "viz.boxes.boxes": "of a timeline, which simulate gives",
-    "viz.boxes.facts": "of a timeline, which simulate gives",
+    "viz.schedule.boxes": "of a timeline, which simulate gives",
+    "viz.schedule.facts": "of a timeline, which simulate gives",
     "viz.schedule.figure": "of a timeline, which simulate gives",
-    "viz.boxes.in_flight": "of a timeline, which simulate gives",
-    "viz.boxes.title": "of a schedule",
+    "viz.schedule.in_flight": "of a timeline, which simulate gives",
+    "viz.schedule.title": "of a schedule",
 }
 
 

@@ -3,18 +3,31 @@
 import json
 import subprocess
 import sys
-import tempfile
 import textwrap
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 import optax
 import pytest
 
 import shardkit as sk
-from benchmarks import experts, pipeline, start, step_overhead
+from benchmarks import (
+    experts,
+    growth,
+    links,
+    overlap,
+    pipeline,
+    scale,
+    schedules,
+    soak,
+    start,
+    step_overhead,
+    strategies,
+)
 from shardkit import bench
 
 ROOT = Path(start.__file__).parents[1]
@@ -103,17 +116,6 @@ def test_experts_smoke(capsys):
     assert "capacity 1.25: 3 all_to_alls, 0.41 MiB sent a device" in printed
 
 
-@pytest.mark.deep  # real processes
-def test_snapshots_smoke(tmp_path):
-    """Saved by two processes as two hosts, and restored by the same, by a new one of them, and from disk."""
-    with tempfile.TemporaryDirectory() as memory:
-        lines = smoke("snapshots", "--smoke", "--memory", memory).splitlines()
-    assert [line.split(" | ")[1] for line in lines if line.startswith("| 1e-05 GiB")] == [
-        *("snapshot, blocked", "snapshot, background", "checkpoint, blocked", "checkpoint, background"),
-        *("restore from memory", "restore with a new host", "restore from the checkpoint"),
-    ]
-
-
 @pytest.mark.deep
 def test_manual_smoke(tmp_path, capsys):
     """Explicit fsdp inside an automatic model sends less than plain jit, and several steps in one call are the same."""
@@ -178,9 +180,219 @@ def test_pipeline_smoke(schedules, monkeypatch, tmp_path):
     assert max(record["disagreement_relative_max"] for record in records) < 1e-5
 
 
-@pytest.mark.deep  # half a minute; what it measures is held by tests/runtime/monitor
+@pytest.mark.deep  # half a minute; what it measures is held by tests/jobs/monitor
 def test_monitors_quick():
     """Real monitors and simulated ranks meet, agree, and are told of a death and of a hang."""
     printed = smoke("monitors", "--quick")
     rows = [line for line in printed.splitlines() if line.startswith(("| 3 ", "| 8 ", "| 40 ", "| exponent"))]
     assert len(rows) == 5 and all(figure.strip() for figure in rows[0].split("|")[1:-1])
+
+
+# ---- strategies
+
+
+def test_a_tutorials_step_agrees_with_one_device():
+    """What autodiff reduces in every microbatch is twice what the gradients are, and gives the same numbers."""
+    mesh, name = sk.make_mesh(data=2, model=4), "tutorial: dp, 2 microbatches"
+    with jax.numpy_dtype_promotion("standard"):  # optax does not trace under strict promotion
+        work = bench.reference(sk.models.transformer.Config(layers=1, dim=16, heads=4), 16, 4)
+        how = {"compiler_options": {"xla_backend_optimization_level": 0}, "calls": 1, "rounds": 1}
+        one, tutorial = bench.strategies(work, mesh=mesh, only=[name], beside=strategies.beside(work, mesh), **how)
+    assert 0 < tutorial["disagreement_relative_max"] < tutorial["tolerance_relative"] and not tutorial["wrong"]
+    assert one["wire_bytes"] == 0 < tutorial["wire_bytes"] == tutorial["written_bytes"]
+    parameters = (one["held_bytes"] - 16 * 4 * 2 * 4 - 4) / 3  # beside two moments, the batch and a counter
+    assert tutorial["written_bytes"] == pytest.approx(2 * 2 * 7 / 8 * parameters, rel=0.01)  # microbatches, a ring
+
+
+@pytest.mark.deep
+def test_strategies_smoke(tmp_path):
+    """Every case agrees; explicit fsdp sends less than jit, with constraints and without."""
+    records = {record["case"]: record for record in recorded(tmp_path, "strategies")}
+    assert not any(record["wrong"] for record in records.values()) and len(records) >= 25
+    assert {"tutorial: GPipe scan", "tutorial: fsdp, 2 microbatches"} <= set(records)
+    theirs = min(records[name]["wire_bytes"] for name in ("jit: fsdp", "jit, constraints: fsdp"))
+    assert records["fsdp"]["wire_bytes"] < theirs
+
+
+# ---- schedules
+
+
+@pytest.mark.check
+def test_the_work_of_masked_schedules_is_that_of_all_devices_at_every_tick():
+    """By closed form and by hand; the published tables have these numbers."""
+    p, m = 4, 8
+    for schedule in (sk.schedules.gpipe(p, m), sk.schedules.lockstep(p, m)):
+        assert schedules.work(schedule, "masked") == pytest.approx((m + p - 1) * 4 / (3 * m))
+    assert schedules.work(sk.schedules.breadth_first(p, m, 2), "masked") == pytest.approx(
+        (2 * m + p - 1) * 4 / 2 / (3 * m)
+    )
+    # Ticks of F, F, B, F, B beside I, and B beside W: 1 + 1 + 3 + 1 + 3 + (3 + 1).
+    mixed = sk.schedules.Schedule.from_csv("0F0,0F1,,,0B0,0B1\n,1F0,1B0,1F1,1I1,1W1\n")
+    assert schedules.work(mixed, "masked") == pytest.approx(2 * 13 / (3 * 2 * 2))
+    assert all(schedules.work(schedules.builder(name, 4, 8), "branch") == 4 / 3 for name in schedules.BUILDERS)
+
+
+# proves F40
+def test_executed_schedules_agree_with_the_model(tmp_path, capsys):
+    """It alone finds a schedule whose gradients are not the model's on one device, and fields that are missing."""
+    file = tmp_path / "out.jsonl"
+    assert schedules.main(["--smoke", "--simulate", "8", "--json", str(file)]) == 0
+    records = bench.read(file)
+    cases = ["unpipelined", "gpipe, masked", "one_f_one_b, masked"]
+    assert [(r["row"], r["case"]) for r in records] == [(f"{m} microbatches", case) for m in (2, 4) for case in cases]
+    assert [r["wrong"] for r in records] == [0] * 6 and all(r["temp_bytes"] > 0 for r in records)
+    last, schedule = records[5], sk.schedules.one_f_one_b(8, 4)
+    assert last["makespan"] == schedule.simulate(1, 3).makespan and last["slots_inputs"] == schedule.slots().inputs
+    assert last["gpipe_work_ratio"] == round(last["work_ratio"] / records[4]["work_ratio"], 4)
+    assert "\n4 microbatches\ncase " in (out := capsys.readouterr().out) and "\nexponent against micro" in out
+
+
+# ---- what it costs to build a step
+
+
+@pytest.mark.check
+def test_the_exponent_is_the_least_squares_slope_in_logarithms():
+    assert growth.exponent([1, 2, 4, 8], [5 * x**1.5 for x in (1, 2, 4, 8)]) == pytest.approx(1.5)
+    # By hand: points (0, 0), (1, 2), (2, 1) in logarithms to the base 2.
+    assert growth.exponent([1, 2, 4], [1, 4, 2]) == pytest.approx(0.5)
+    assert growth.exponent([1, 2, 4], [3, None, 48]) == pytest.approx(2) and growth.exponent([2, 2], [1, 3]) is None
+
+
+@pytest.mark.check
+def test_the_axes_of_a_power_of_two_multiply_to_it():
+    assert scale.axes_of(4096) == {"data": 32, "fsdp": 16, "model": 8}
+    assert all(scale.Point("devices", scale.axes_of(2**k)).devices == 2**k for k in range(16))
+
+
+@pytest.mark.deep  # it compiles in a process of its own
+def test_scale_smoke(tmp_path):
+    """It alone finds a step that no longer traces over 4096 devices."""
+    smoke("scale", "--smoke", "--json", tmp_path / "out.jsonl")
+    one, many = bench.read(tmp_path / "out.jsonl")
+    assert one["compile_cpu_s"] > 0 and one["compile_rss_bytes"] > 2**20 and many["compile_cpu_s"] is None
+    assert many["trace_cpu_s"] > 0 and many["mesh"] == scale.axes_of(4096)
+
+
+# ---- what hides
+
+
+SMALL = overlap.Size(tokens=16, width=8, hidden=32, layers=8)
+
+
+@pytest.mark.check
+def test_the_share_is_of_the_shorter_of_the_two():
+    """All of it hides where together take the longer, nothing where the sum, and a slower pair is below 0."""
+    times = [(10, 4, 10), (10, 4, 14), (4, 10, 12), (10, 4, 16), (10, 0, 10)]
+    assert [overlap.share_hidden(*each) for each in times] == [1, 0, 0.5, -0.5, None]
+
+
+@pytest.mark.check
+def test_what_is_predicted_is_what_the_time_model_says(monkeypatch):
+    """Compute and wire of the report, and of the wire what is exposed; not the sum of both, nor the longer."""
+    report = SimpleNamespace(compute=SimpleNamespace(seconds=8e-3), wire_seconds=2e-3, exposed_seconds=5e-4)
+    monkeypatch.setattr(sk.aot, "compile", lambda step, args, topology: report)
+    parts = overlap.cases_of(sk.abstract_mesh(x=8), SMALL)["matmul_reduce_scatter, ring"]()
+    assert overlap.predicted(parts) == (8000, 2000, 8500)
+
+
+# proves F82: where there is hardware, each is timed alone and together
+def test_the_three_are_timed_and_subtracted():
+    """The arithmetic on real functions; on simulated devices the times themselves mean nothing."""
+    parts = overlap.cases_of(sk.make_mesh(x=8), SMALL)["matmul_reduce_scatter, ring"]()
+    one, other, both = times = overlap.measured(parts, rounds=2)
+    [record] = overlap.records({"ring": times}, "here", "measured", SMALL)
+    assert record["hidden_share"] == pytest.approx((one + other - both) / min(one, other), abs=1e-3)
+    assert overlap.lines([record]).endswith("here, measured")
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed: shardkit[aot]")
+def test_overlap_smoke(tmp_path):
+    printed = smoke("overlap", "--smoke", "--json", tmp_path / "out.jsonl")
+    assert printed.endswith("v5e:2x4, predicted from the compiled schedule\n")
+    assert [r["case"] for r in bench.read(tmp_path / "out.jsonl")] == list(overlap.QUICK)
+
+
+# ---- a slow link
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("local", [1, 2, 4])
+def test_what_crosses_by_the_census(local):
+    """Of S bytes on each of n devices; by hand, with the ring host by host and all_to_all between all pairs."""
+    mesh, size, n = sk.abstract_mesh(host=2, local=local), 2**20, 2 * local
+    x = jax.ShapeDtypeStruct((n, size // 4), "float32")
+
+    def across(name):
+        rows = sk.census(links.kernel_of(links.WAYS[name], mesh), x).rows
+        return float(sum(links.crossing(row.kind, row.axes, row.total, local) for row in rows))
+
+    assert across("plain") == 2 * (n - 1) / n * size
+    assert across("hierarchical") == size
+    assert across("hierarchical, bfloat16") == size / 2
+    # a chunk of every device to each of the other host's, then the sums once round
+    assert across("bfloat16") == local * local * size / n / 2 + (n - 1) / n * size / 2
+    assert across("hierarchical, int8") == pytest.approx(size / 4, rel=0.02)  # and a scale for every 256
+
+
+@pytest.mark.check
+def test_the_expected_time_by_hand():
+    """12.5 MB at 100 Mbit/s take a second, but for the 16 KiB of the queue; at 1 Gbit/s its burst is a millisecond."""
+    told = links.expected_seconds(12.5e6, 6, 100, call=0.1, message=0.01)
+    assert told == pytest.approx(0.1 + 0.06 + 1 - 16384 / 12.5e6)
+    assert links.expected_seconds(125e6, 0, 1000, call=0, message=0) == pytest.approx(1 - 0.001)
+
+
+def test_every_way_has_the_exact_sum():
+    """The ways and the numbers that are sent, which bfloat16 and int8 hold exactly; on one host's devices."""
+    mesh = sk.make_mesh(jax.devices()[:4], host=2, local=2)
+    x, expected = links.operand(mesh, 640)
+    ways = [links.kernel_of(way, mesh) for way in links.WAYS.values()]
+    for out in jax.jit(lambda x: [way(x) for way in ways])(x):
+        np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.check
+def test_a_round_takes_as_long_as_on_the_host_that_comes_last():
+    """The other one waits for it, which is no time of the link."""
+
+    def host(wall, link):
+        samples = {"wall_us": wall, "cpu_us": [10.0, 20.0], "calibration_cpu_us": [1, 1]}
+        one = {"case": "plain", "baseline": "plain", "rounds": 2, "samples": samples, "wrong": 1, "environment": {}}
+        return [one | {"link_bytes": link, "expected_us": 40.0}]
+
+    [merged] = links.merged(host([100.0, 80.0], 1000.0), host([90.0, 120.0], 1100.0))
+    assert merged["samples"]["wall_us"] == [90.0, 80.0] and merged["samples"]["cpu_us"] == [20.0, 40.0]
+    assert merged["wall_us_median"] == 85.0 and merged["achieved"] == round(40 / 85, 4)
+    assert merged["wrong"] == 2 and merged["link_bytes"] == 1050
+
+
+@pytest.mark.deep  # it starts two processes, that compile six programs
+def test_over_a_real_link_bytes_are_those_of_the_census(tmp_path):
+    try:
+        with links.two_hosts(100):
+            pass
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"this machine makes no network namespaces: {error}")
+    smoke("links", "--smoke", "--json", tmp_path / "out.jsonl")
+    records = bench.read(tmp_path / "out.jsonl")
+    assert [r["case"] for r in records] == list(links.WAYS) and not any(r["wrong"] for r in records)
+    assert all(1 < r["link_bytes"] / r["link_bytes_expected"] < 1.3 for r in records)  # headers, and answers
+    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert not set(links.SPACES) & set(left.split())
+
+
+# ---- soak
+
+
+@pytest.mark.deep
+def test_a_short_soak_passes(capsys):
+    assert soak.main(["--starts", "2", "--steps", "30"]) == 0
+    assert "2 starts of 30 steps on 8 simulated devices: 0 hung or failed, 1 distinct" in capsys.readouterr().out
+
+
+def test_the_soak_can_fail(monkeypatch):
+    monkeypatch.setattr(soak, "CHILD", "import sys; sys.exit({steps})")
+    assert soak.run_once(steps=3, timeout=120) == "ended with code 3: no message"
+    monkeypatch.setattr(soak, "CHILD", "import time; time.sleep(3600)")
+    assert soak.run_once(steps=3, timeout=0.5) == "hung: still running after 0.5 s"

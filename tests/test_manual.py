@@ -15,7 +15,7 @@ PAGES = {page.relative_to(ROOT / "docs").as_posix(): page for page in sorted((RO
 # A few CPU seconds together, in the default tier; the blocks of all other pages run in the deep one.
 QUICK = {
     "benchmarks/collectives.md",
-    "benchmarks/schedules.md",
+    "benchmarks/index.md",
     "benchmarks/strategies.md",
     "howto/from_jit.md",
     "howto/from_pmap.md",

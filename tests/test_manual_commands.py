@@ -35,7 +35,7 @@ def alike(shown, printed):
 
 # Other pages show commands that install, compile for hours or measure this machine.
 NAMES = [f"howto/{name}.md" for name in ("benchmark_my_mesh", "faults", "many_processes", "resume_elsewhere")]
-NAMES += ["howto/restart_by_itself.md", "howto/run_on_a_cluster.md", "howto/snapshots.md"]
+NAMES += ["howto/restart_by_itself.md", "howto/run_on_a_cluster.md"]
 NEEDS = {"howto/submitit.md": "submitit", "howto/ray.md": "ray[train]"}  # no extra of shardkit has these packages
 
 

@@ -176,12 +176,12 @@ def test_papers_come_from_the_sources_of_docstrings():
 @pytest.mark.check
 def test_pages_of_benchmarks_show_plots_and_the_table_of_records():
     """Markers that no page of the repository shows; a file of records without a row would be forgotten."""
-    text = "<!-- plot results/comm.jsonl op=all_reduce: Bandwidth -->\n<!-- results -->"
+    text = "<!-- plot benchmarks/results/comm.jsonl op=all_reduce: Bandwidth -->\n<!-- results -->"
     shown = measurements.shown(text, ROOT)
     assert shown.startswith("[![Bandwidth](pictures/comm.svg)](pictures/comm.svg)\n| records |")
     rows = shown.splitlines()[3:]
     assert [row.split("`")[1] for row in rows] == [
-        f"results/{p.name}" for p in sorted((ROOT / "results").glob("*.jsonl"))
+        f"benchmarks/results/{p.name}" for p in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
     ]
     assert all(row.endswith("| 0 |") for row in rows)  # no wrong element in what is published
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "benchmarks").glob("*.md"))

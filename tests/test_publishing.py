@@ -14,7 +14,7 @@ import pytest
 import shardkit as sk
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("shardkit", "shardkit_command", "shardkit_pytest")
+PUBLISHED = ("shardkit/", "shardkit_command.py", "shardkit_pytest.py")
 PLAIN = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS", "NPROC")}
 
 
@@ -89,7 +89,7 @@ def test_the_sdist_has_all_files_and_the_wheel_has_the_packages(built):
     if not files:
         pytest.skip("which files belong to the sdist is known only in a git clone")
     assert held == files | {"PKG-INFO"}
-    assert modules == {name for name in files if name.startswith(tuple(f"{package}/" for package in PACKAGES))}
+    assert modules == {name for name in files if name.startswith(PUBLISHED)}
     assert "shardkit/py.typed" in modules
     assert f"Version: {sk.__version__}\n" in metadata and "License-Expression: Apache-2.0\n" in metadata
 

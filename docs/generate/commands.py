@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
 
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def helps() -> Iterator[tuple[str, str]]:
     """The full name of each command, and its help in 84 columns without colors."""
-    from shardkit_command import helptext, table
+    from shardkit.cli import perform
+    from shardkit_command import every_command
 
     columns, os.environ["COLUMNS"] = os.environ.get("COLUMNS"), "84"
     try:
-        for group in ("", *table.GROUPS):
-            for command in table.commands_of(group):
-                full = f"{group} {command.name}".strip()
-                yield full, _COLORS.sub("", helptext.of_command(command, full)).strip()
+        for full, command in every_command().items():
+            out = io.StringIO()
+            with redirect_stdout(out), suppress(SystemExit):
+                perform(command, full, ["--help"])
+            lines = [line.rstrip() for line in _COLORS.sub("", out.getvalue()).splitlines()]
+            yield full, "\n".join(lines).strip()
     finally:
         os.environ.pop("COLUMNS")
         os.environ |= {} if columns is None else {"COLUMNS": columns}

@@ -1,4 +1,4 @@
-"""What the pages of benchmarks show of the records in results/: a table of all files, and plots."""
+"""What the pages of benchmarks show of the records in benchmarks/results/: a table of all files, and plots."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 # A file of records, which of them by the value of a key, and what the picture shows.
-PLOT = re.compile(r"<!-- plot results/(\w+)\.jsonl(?: (\w+)=(\w+))?: (.*?) -->")
-RESULTS = "<!-- results -->"
+PLOT = re.compile(r"<!-- plot benchmarks/results/(\w+)\.jsonl(?: (\w+)=(\w+))?: (.*?) -->")
+RESULTS, FOLDER = "<!-- results -->", "benchmarks/results"
 
 
 def shown(text: str, root: Path) -> str:
     """The text of a page with its markers replaced by the table and the pictures."""
     text = PLOT.sub(r"[![\4](pictures/\1.svg)](pictures/\1.svg)", text)
-    return text.replace(RESULTS, table(root / "results")) if RESULTS in text else text
+    return text.replace(RESULTS, table(root / FOLDER)) if RESULTS in text else text
 
 
 def pictures(root: Path) -> Iterator[tuple[str, bytes]]:
@@ -25,7 +25,7 @@ def pictures(root: Path) -> Iterator[tuple[str, bytes]]:
 
     text = "".join(page.read_text() for page in sorted((root / "docs" / "benchmarks").glob("*.md")))
     for name, key, value, _ in PLOT.findall(text):
-        records = [each for each in bench.read(root / "results" / f"{name}.jsonl") if not key or each[key] == value]
+        records = [each for each in bench.read(root / FOLDER / f"{name}.jsonl") if not key or each[key] == value]
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / f"{name}.svg"
             viz.results(records, file)
@@ -45,6 +45,6 @@ def table(results: Path) -> str:
         loads = [record["environment"]["load_average_1min"] for record in records]
         wrong = sum(record.get("wrong", 0) for record in records)
         machine = f"{where['cores']} cores of {where['cpu_model']}, load {min(loads):.1f} to {max(loads):.1f}"
-        rows.append(f"| `results/{path.name}` | {len(records)} | {days} | {machine} | {where['jax']} | {wrong} |")
+        rows.append(f"| `{FOLDER}/{path.name}` | {len(records)} | {days} | {machine} | {where['jax']} | {wrong} |")
     head = "| records | rows | measured | machine | jax | wrong elements |\n|---|---|---|---|---|---|"
     return "\n".join([head, *rows])

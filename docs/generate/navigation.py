@@ -27,7 +27,6 @@ SECTIONS: Mapping[str, list[str]] = {
         "howto/faults.md",
         "howto/restart_by_itself.md",
         "howto/several_hosts.md",
-        "howto/snapshots.md",
         "howto/silent_corruption.md",
         "howto/resume_elsewhere.md",
         "howto/benchmark_my_mesh.md",

@@ -30,7 +30,6 @@ FACES = {
     "sk.runtime": "shardkit.runtime",
     "sk.bench": "shardkit.bench",
     "sk.viz": "shardkit.viz",
-    "sk.viz.text": "shardkit.viz.text",
     "sk.models.transformer": "shardkit.models.transformer",
 }
 # Groups of the names of `sk`, by the files that define them.

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from shardkit import _check
+from shardkit.bench.measure import divided, midmean
 from shardkit.bench.records import Record
-from shardkit.bench.rounds import divided, midmean
 from shardkit.layout import table
 
 _RESAMPLES = 2000

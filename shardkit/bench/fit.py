@@ -1,14 +1,18 @@
-"""The alpha-beta model of measured collectives: seconds for each hop, and bytes per second."""
+"""What measurements of `shardkit bench comm` say of the links: latency, bandwidth, and from where a way is faster."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from shardkit import cost
 from shardkit._check import counted
+from shardkit._typed import check_kind
 from shardkit.bench.records import Record
+from shardkit.layout import table
 
 
 class Fit(NamedTuple):
@@ -75,3 +79,149 @@ def alpha_beta(records: Iterable[Record]) -> Fit:
 def _usable(record: Record) -> bool:
     known = all(record.get(key) is not None for key in ("hops", "written_bytes", "wall_us_median"))
     return known and record["wall_us_median"] > 0 and not record.get("wrong")
+
+
+class Crossover(NamedTuple):
+    """From which size another implementation is faster than lax's, as fitted to measured times.
+
+    Attributes:
+        op: the operation.
+        axes: over which it was measured, as "data" or "data, model".
+        impl: the other implementation.
+        size: bytes of the array; 0: always, infinite: never.
+    """
+
+    op: str
+    axes: str
+    impl: str
+    size: float
+
+
+def links(records: Sequence[Record], *, flops: float | None = None) -> cost.Links:
+    """The links that were measured: of each axis, and over all of them for axes that were not.
+
+    Latency and bandwidth are fitted to lax's own collectives over that axis alone, of all operations and sizes.
+
+    Args:
+        records: of `bench.comm`, or read from the file of `shardkit bench comm --json`.
+        flops: FLOP/s of a device's matmuls; None: of the chip, where it is in `cost.chips`.
+
+    Returns:
+        cost.Links, for `impl=` of the collective matmuls and `links=` of the planner. On simulated devices they say how
+        fast this machine copies, and nothing of a network.
+
+    Raises:
+        ValueError: no such records, of at least two sizes, or sizes too small to show a bandwidth.
+
+    Example:
+        >>> sizes = {"mesh": {"data": 8}, "op": "all_reduce", "impl": "lax", "axes": "data", "n": 8, "hops": 14}
+        >>> here = {"date": "2026-11-23T12:00:00", "device_kind": "TPU v5 lite"}
+        >>> times = {1792: 14.2, 1835008: 197.5}
+        >>> rows = [{"written_bytes": b, "wall_us_median": t, "environment": here} | sizes for b, t in times.items()]
+        >>> print(sk.bench.links(rows).of("data"))
+        1 us a message, 10 GB/s (measured on 2026-11-23)
+    """
+    if flops is not None:
+        check_kind("bench.links", "flops", flops, (float,))
+    usable = [r for r in records if r.get("impl") == "lax" and r.get("axes") and "," not in r["axes"]]
+    by_axis: dict[str, list[Record]] = {}
+    for record in usable:
+        by_axis.setdefault(record["axes"], []).append(record)
+    if not usable:
+        raise ValueError(
+            "bench.links: records must be of shardkit bench comm, with impl 'lax' over one axis; got none. Run for "
+            "example shardkit bench comm data=8 --impl lax --json FILE."
+        )
+    kind = usable[-1]["environment"].get("device_kind")
+    chip = cost.chip_of(kind)
+    known = flops if flops is not None else chip and chip.flops
+    own = tuple((axis, _link(each)) for axis, each in by_axis.items())
+    return cost.Links(own[0][1] if len(own) == 1 else _link(usable), known, own)
+
+
+def crossovers(records: Sequence[Record]) -> list[Crossover]:
+    """From which size each implementation is faster than lax's, over the same axes, by the fit of each.
+
+    "two_step", a reduce_scatter and an all_gather, against lax's all_reduce is what `scatter_from=` of
+    `all_reduce_tree` asks for.
+
+    Args:
+        records: of `bench.comm`, of at least two sizes each.
+
+    Returns:
+        One Crossover for each operation, axes and implementation; float32 where there are several dtypes.
+
+    Example:
+        >>> sk.bench.crossovers([])
+        []
+    """
+    found: dict[tuple[str, str], dict[str, list[Record]]] = {}
+    for record in records:
+        if "op" in record and record.get("dtype", "float32") == "float32":
+            ways = found.setdefault((record["op"], record["axes"]), {})
+            ways.setdefault(record["impl"], []).append(record)
+    out = []
+    for (op, axes), ways in found.items():
+        whole = {impl: way for impl, each in ways.items() if (way := _whole(each)) is not None}
+        if "lax" in whole:
+            rest = {impl: way for impl, way in whole.items() if impl != "lax"}
+            out += [Crossover(op, axes, impl, cost.faster_from(whole["lax"], way)) for impl, way in rest.items()]
+    return out
+
+
+def in_words(links: cost.Links, ways: dict[str, int], measured: Sequence[Crossover] = ()) -> str:
+    """The links of axes of so many devices, with what follows from them, as text.
+
+    Args:
+        links: of a chip, or as measured.
+        ways: devices by axis.
+        measured: what `crossovers` found.
+    """
+    lines = []
+    for axis, n in ways.items():
+        link = links.of(axis)
+        rows = [("", f"links of axis {axis!r}, {n} devices: {link}")]
+        if links.flops:
+            columns = max(1, round(links.flops / link.bandwidth))
+            size = cost.ring_from(link, 2 * columns, flops=links.flops)
+            rows += [
+                (
+                    "collective matmul in rings",
+                    f"from {columns:,} bfloat16 columns a device; with twice as many, messages from {size:,.0f} bytes",
+                )
+            ]
+        else:
+            rows += [("collective matmul in rings", "unknown: the FLOP/s of a device are not")]
+        rows += [
+            ("reduce_scatter + all_gather", f"{_from(cost.scatter_from(link, n))}, for scatter_from="),
+            ("buckets", f"{cost.bucket_bytes(link, n):,} bytes: latency takes 10% of the time, for bucket_bytes="),
+        ]
+        rows += [(f"{m.op} by {m.impl}", f"{_from(m.size)}, as measured") for m in measured if m.axes == axis]
+        lines += [rows[0][1], *(f"  {line}" for line in table(rows[1:]).splitlines())]
+    return "\n".join(lines)
+
+
+def _from(size: float) -> str:
+    return "never faster" if math.isinf(size) else f"from {size:,.0f} bytes" if size else "always faster"
+
+
+def _link(records: Sequence[Record]) -> cost.Link:
+    fit = alpha_beta(records)
+    if math.isinf(fit.bandwidth):
+        raise ValueError(
+            f"bench.links: times must grow with the bytes; over axis {records[0]['axes']!r} they do not up to "
+            f"{max(r['written_bytes'] for r in records):,.0f} bytes. Measure larger sizes."
+        )
+    return cost.Link(fit.latency, fit.bandwidth, f"measured on {records[-1]['environment']['date'][:10]}")
+
+
+def _whole(records: Sequence[Record]) -> cost.Link | None:
+    """The fit of one implementation as a function of the size of the array: the latency of all its hops."""
+    try:
+        fit = alpha_beta(records)
+    except ValueError:  # a single size
+        return None
+    last = max(records, key=lambda record: record["size"])
+    if not last["written_bytes"] or math.isinf(fit.bandwidth):
+        return None
+    return cost.Link(fit.latency * last["hops"], fit.bandwidth * last["size"] / last["written_bytes"])

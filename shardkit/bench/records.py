@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardkit import layout
+
 Record = dict[str, Any]
 """A row of results: a JSON object."""
 FORMAT = "shardkit-bench"
@@ -117,13 +119,11 @@ def table(records: Sequence[Record]) -> str:
     Returns:
         Lines of text.
     """
-    head = ["case", "wall us", "CPU us", "wall ratio", "CPU ratio"]
     columns = (("wall_us", 1), ("cpu_us", 1), ("wall_ratio", 3), ("cpu_ratio", 3))
-    lines = [head] + [[r["case"], *(_spread(r, *column) for column in columns)] for r in records]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    body = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+    lines = [("case", "wall us", "CPU us", "wall ratio", "CPU ratio")]
+    lines += [(r["case"], *(_spread(r, *column) for column in columns)) for r in records]
     r = records[0]
-    return "\n".join([f"{r['row']} ({r['mode']}, {r['calls']} calls x {r['rounds']} rounds)", *body])
+    return "\n".join([f"{r['row']} ({r['mode']}, {r['calls']} calls x {r['rounds']} rounds)", layout.table(lines)])
 
 
 def _spread(record: Record, key: str, digits: int) -> str:

@@ -1,20 +1,23 @@
 """The `shardkit` command; a file for each of its subcommands, which `shardkit_command` lists.
 
-Start with `train.py`. Imports everything; nothing imports it.
+Start with `training.py`, the loop of `shardkit train`. Imports everything; nothing imports it.
 """
 
 from __future__ import annotations
 
+import dis
+import inspect
+import io
 import os
 import shutil
 import sys
 import textwrap
 import traceback
+from contextlib import redirect_stdout, suppress
 from importlib import import_module
-from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, Any, NoReturn, Union
 
-from shardkit_command.table import Command
+from shardkit_command import BENCH, COMMANDS, Command
 
 # The exit codes of every command, beside those of `docs/reference/exit_codes.md` for single ones.
 FINE, FOUND, USAGE, UNEXPECTED, INTERRUPTED = 0, 1, 2, 70, 130
@@ -61,13 +64,47 @@ def _run(command: Command, full: str, words: list[str]) -> int:
 
     words = explicit(words)
     function = getattr(import_module(command.module), command.name)
+    how: Any = {"prog": f"shardkit {full}", "description": _described(command), "config": (tyro.conf.OmitArgPrefixes,)}
     try:
         with text_beside_json(words):
-            return int(tyro.cli(function, prog=f"shardkit {full}", args=words, config=(tyro.conf.OmitArgPrefixes,)))
+            return int(tyro.cli(function, args=words, **how))
     except SystemExit as ended:
         if ended.code == USAGE and full == "launch" and "--" not in words:
             _say(_NO_DASHES)
         raise
+
+
+def _described(command: Command) -> str:
+    """The docstring of a command's function, and its examples."""
+    module = import_module(command.module)
+    said = inspect.getdoc(getattr(module, command.name)) or ""
+    examples = [f"  {example}\n      {text}" for example, text in module.EXAMPLES.items()]
+    # tyro joins lines, except for those that are indented.
+    lines = textwrap.wrap(" ".join(said.split()), shutil.get_terminal_size().columns - 1, subsequent_indent="  ")
+    return "\n".join([*lines, "", *examples])
+
+
+def completion(shell: str) -> str:
+    """The script that completes commands, options and their values in "bash", "zsh" or "fish", by tyro."""
+    import tyro
+
+    def kinds(commands: tuple[Command, ...]) -> Any:
+        named = [(import_module(each.module).Options, each) for each in commands]
+        return Union[tuple(Annotated[kind, tyro.conf.subcommand(each.name)] for kind, each in named)]  # noqa: UP007
+
+    def bench(command: Any) -> None: ...
+
+    bench.__annotations__["command"] = kinds(BENCH)
+    every: Any = {each.name: import_module(each.module).Options for each in COMMANDS} | {"bench": bench}
+    out = io.StringIO()
+    with redirect_stdout(out), suppress(SystemExit):
+        tyro.extras.subcommand_cli_from_dict(
+            every,
+            prog="shardkit",
+            args=["--tyro-print-completion", shell],
+            config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+        )
+    return out.getvalue()
 
 
 def _unexpected(error: BaseException) -> NoReturn:
@@ -101,7 +138,10 @@ def _debugging() -> bool:
 
 def _meant(error: Exception) -> bool:
     """Whether shardkit refuses something by this error, in a `raise` of its own; all others are unexpected."""
-    frames = traceback.extract_tb(error.__traceback__)
-    here = bool(frames) and Path(__file__).parents[1] in Path(frames[-1].filename).parents
-    refuses = isinstance(error, ValueError | RuntimeError | TypeError | ImportError)
-    return refuses and here and str(frames[-1].line).startswith("raise")
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or not isinstance(error, ValueError | RuntimeError | TypeError | ImportError):
+        return False
+    ours = last.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "shardkit"
+    return ours and last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]

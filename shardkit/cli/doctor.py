@@ -17,7 +17,7 @@ from rich.text import Text
 
 import shardkit as sk
 from shardkit import bench, cost, viz
-from shardkit.bench.measured import in_words
+from shardkit.bench.fit import in_words
 from shardkit.cli.extras import extras, line, version_of
 from shardkit.cli.output import Json, console, write_json
 from shardkit.cli.pictures import check_picture
@@ -79,7 +79,7 @@ def doctor(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
         for name, difference in differences.items()
     ]
     for extra, needs in found.items():
-        packages = {need.package: {"version": need.version, "least": need.least} for need in needs}
+        packages = {need.package: {"version": need.version, "needs": need.versions} for need in needs}
         rows.append({"row": "extra", "name": extra, "right": all(need.met for need in needs), "packages": packages})
     write_json(options.json, "doctor", rows, packages=versions)
     return 1 if failed else 0

@@ -11,18 +11,13 @@ from rich.console import Console
 
 from shardkit import viz
 from shardkit.cli.output import Json, write_json
-from shardkit.cli.pipelines import named, read
+from shardkit.cli.plans import named, read
 from shardkit.schedules import Schedule
 
 EXAMPLES = {
     "shardkit draw --schedule lockstep --devices 4 --microbatches 8": "as text",
     "shardkit draw --schedule gpipe --devices 4 --microbatches 8 --output a.svg": "as a picture",
     "shardkit draw --csv mine.csv": "a schedule of your own",
-}
-GROUPS = {
-    "schedule": ("schedule", "devices", "microbatches", "chunks", "csv"),
-    "times": ("forward", "backward", "communication"),
-    "output": ("output", "to_csv", "json"),
 }
 
 

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from importlib import metadata
 from typing import NamedTuple
 
-_REQUIREMENT = re.compile(r"([\w.-]+)(?:\[([\w,.-]+)\])?\s*([^;]*)(?:;.*\bextra == ['\"]([\w-]+)['\"].*)?")
+from packaging.requirements import Requirement
 
 
 class Need(NamedTuple):
-    """A package that an extra names: its least version if there is one, and the installed one, None if missing."""
+    """A package that an extra names: the versions that do, as ">=13", and the installed one, None if missing."""
 
     package: str
-    least: str | None
+    versions: str
     version: str | None
 
     @property
     def met(self) -> bool:
-        """Whether the package is there, and new enough."""
-        return self.version is not None and (self.least is None or _numbers(self.version) >= _numbers(self.least))
+        """Whether the package is there, in one of the versions."""
+        needed = Requirement(f"{self.package}{self.versions}").specifier
+        return self.version is not None and needed.contains(self.version, prereleases=True)
 
     def __str__(self) -> str:
         if self.version is None or self.met:
             return f"{self.package} {self.version or ''}".strip()
-        return f"{self.package} {self.version} (needs {self.least})"
+        return f"{self.package} {self.version} (needs {self.versions})"
 
 
 def extras() -> dict[str, tuple[Need, ...]]:
@@ -55,18 +55,12 @@ def line(extra: str, needs: tuple[Need, ...]) -> str:
 
 def _needs(package: str, extra: str) -> Iterator[Need]:
     """What an extra names; for another package's extra, such as jax[tpu], what that one names."""
-    for text in metadata.requires(package) or []:
-        found = _REQUIREMENT.fullmatch(text.strip())
-        if not found or found[4] != extra:
+    for need in map(Requirement, metadata.requires(package) or []):
+        marker = need.marker
+        if marker is None or marker.evaluate({"extra": ""}) or not marker.evaluate({"extra": extra}):
             continue
-        name, of_other, versions = found[1], found[2], found[3]
-        if of_other and package == "shardkit" and version_of(name):
-            for each in of_other.split(","):
-                yield from _needs(name, each)
+        if need.extras and package == "shardkit" and version_of(need.name):
+            for each in need.extras:
+                yield from _needs(need.name, each)
             continue
-        least = re.search(r">=\s*([\w.]+)", versions)
-        yield Need(name, least[1] if least else None, version_of(name))
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+        yield Need(need.name, str(need.specifier), version_of(need.name))

@@ -14,9 +14,9 @@ import numpy as np
 import tyro
 
 import shardkit as sk
+from shardkit.cli.evaluate import saved_run
 from shardkit.cli.output import Json, write_json
-from shardkit.cli.run import config_of
-from shardkit.cli.saved import saved_run
+from shardkit.cli.plans import config_of
 from shardkit.models import transformer
 from shardkit.simulated import offer_cpu_devices
 

@@ -24,6 +24,10 @@ _DTYPES |= {
 }
 
 
+class TargetError(ValueError):
+    """A function that a command cannot get at, as opposed to what the function itself raises."""
+
+
 def load(text: str, args: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Imports the function that a command names.
 
@@ -43,13 +47,13 @@ def load(text: str, args: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple
         return fn, tuple(map(_struct, args))
     needed = [p.name for p in inspect.signature(fn).parameters.values() if p.default is p.empty and p.kind < 2]
     if needed:
-        raise ValueError(
+        raise TargetError(
             f"target: without --args the function must take no parameters and return (fn, *args); {text} takes "
             f"{', '.join(needed)}. Pass --args with a type for each, such as 'f32[8,128]'."
         )
     made = fn()
     if not isinstance(made, tuple) or not made or not callable(made[0]):
-        raise ValueError(
+        raise TargetError(
             f"target: a function without parameters must return (fn, *args); {text} returned {type(made).__name__}. "
             "Return the function to trace, followed by its arguments."
         )
@@ -64,9 +68,9 @@ def step_of(where: str, text: str, args: Sequence[str] = ()) -> tuple[Callable[.
     """
     try:
         step, given = load(text, args)
+    except TargetError:
+        raise
     except Exception as error:
-        if str(error).startswith("target: "):
-            raise
         # Python's own exit code would be that of a finding.
         raise ValueError(
             f"{where}: {text} must return a step and its arguments; it raises {first_line(error)}. Run it with python "
@@ -79,7 +83,7 @@ def function_of(text: str) -> Callable[..., Any]:
     """Imports the function of "module:function" or "path/to/file.py:function"; refuses one that is not there."""
     where, _, name = text.rpartition(":")
     if not where or not name:
-        raise ValueError(
+        raise TargetError(
             f"target: the function must be given as MODULE:FUNCTION or FILE.py:FUNCTION; got {text!r}. "
             "Write for example train.py:step."
         )
@@ -88,13 +92,13 @@ def function_of(text: str) -> Callable[..., Any]:
     for part in name.split("."):
         if not hasattr(fn, part):
             there = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
-            raise ValueError(
+            raise TargetError(
                 f"target: {where} has no {name!r}; its functions are {', '.join(there) or 'none'}. Write for example "
                 f"{where}:{(there or ['step'])[0]}."
             )
         fn = getattr(fn, part)
     if not callable(fn):
-        raise ValueError(
+        raise TargetError(
             f"target: {text} must be callable; got {type(fn).__name__}. Name a function or another callable."
         )
     return cast(Callable[..., Any], fn)
@@ -125,7 +129,7 @@ def _import(where: str) -> ModuleType:
         if path.suffix != ".py":
             return importlib.import_module(where)
         if not path.is_file():
-            raise ValueError(f"target: the file must exist; {where} does not. Check the path.")
+            raise TargetError(f"target: the file must exist; {where} does not. Check the path.")
         sys.path[:0] = [str(path.resolve().parent)]
         there = getattr(sys.modules.get(path.stem), "__file__", None)
         # A file may share its name with an installed module: json.py must not replace json.
@@ -138,21 +142,19 @@ def _import(where: str) -> ModuleType:
         return module
     except ModuleNotFoundError as error:
         if error.name == where.split(".")[0] or error.name == where:
-            raise ValueError(
+            raise TargetError(
                 f"target: module {where!r} must be importable from here; it is not found. Check the name, or pass a "
                 "path that ends in .py."
             ) from None
         raise _broken(where, error) from error
-    except ValueError as error:
-        if str(error).startswith("target: "):
-            raise
-        raise _broken(where, error) from error
+    except TargetError:
+        raise
     except Exception as error:
         raise _broken(where, error) from error
 
 
-def _broken(where: str, error: Exception) -> ValueError:
-    return ValueError(
+def _broken(where: str, error: Exception) -> TargetError:
+    return TargetError(
         f"target: {where} cannot be imported; it raises {first_line(error)}. Run it with python to see the traceback."
     )
 
@@ -165,7 +167,7 @@ def _struct(text: str) -> jax.ShapeDtypeStruct:
     try:
         dtype = jnp.dtype(name or "")
     except TypeError:
-        raise ValueError(
+        raise TargetError(
             f"target: each of --args must be DTYPE[SIZES] or key; got {text!r}. Write for example 'f32[8,128]'."
         ) from None
     sizes = (found[2] or "") if found else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,8 @@ import numpy as np
 import optax
 
 import shardkit as sk
-from shardkit.cli.run import CommandRun
+from shardkit.cli.plans import ways
+from shardkit.models import transformer
 from shardkit.partitioning.handles import cast_floating
 from shardkit.precision import precision_of
 
@@ -37,18 +39,17 @@ class Differences(NamedTuple):
 
 
 def verify(
-    loss_fn: Any, run: CommandRun, state: sk.TrainState, steps: int, taken: Callable[[int], None] = lambda number: None
+    run: Any, state: sk.TrainState, steps: int, taken: Callable[[int], None] = lambda number: None
 ) -> Differences:
     """Takes `steps` steps from `state` on its mesh and on one device, and compares them; `state` stays valid.
 
     Args:
-        loss_fn: on one device, as for `value_and_grad`, returning (Mean, aux).
-        run: the step and its batches.
+        run: a `Run` of `training.py`: the step and its batches.
         state: the initial state of both.
         steps: the number of steps. The loss scale of "fp16" is left out on one device.
         taken: called before each step with its number, counted from 1.
     """
-    compute, optimizer = precision_of(run.options.precision).compute, run.optimizer
+    compute, optimizer, loss_fn = precision_of(run.options.precision).compute, run.optimizer, loss_of(run)
 
     @jax.jit
     def plain_step(params: Any, opt_state: Any, batch: Any, keys: jax.Array) -> Any:
@@ -69,7 +70,7 @@ def verify(
     worst = 0.0
     for index in range(steps):
         taken(index + 1)
-        batch = run.plain_batch(index)
+        batch = sk.runtime.fetch(run.batch(index))
         count = jax.tree.leaves(batch)[0].shape[0]
         keys = sk.example_keys(sk.step_key(key, index), count)
         params, opt_state, expected = plain_step(params, opt_state, batch, keys)
@@ -77,6 +78,25 @@ def verify(
         worst = max(worst, abs(float(metrics["loss"]) - float(expected)) / abs(float(expected)))
     gaps = jax.tree.map(_relative_gap, sk.runtime.fetch(sk.unpadded(state.params)), params)
     return Differences(steps, worst, max(jax.tree.leaves(gaps)))
+
+
+def loss_of(run: Any) -> Callable[..., Any]:
+    """The loss of the whole batch on one device.
+
+    With experts it uses the run's own microbatches, because the router's losses are computed per microbatch, over all
+    devices.
+    """
+    o, config, schedule = run.options, run.model.config, run.model.schedule
+    count = o.accumulate * (schedule.microbatches if schedule else 1)
+    if not config.experts or count == 1:
+        return transformer.loss_fn(config)
+    loss_fn = transformer.loss_fn(replace(config, microbatches=count))
+    order = np.arange(o.batch).reshape(ways(run.mesh.shape), count, -1).swapaxes(0, 1).ravel()
+
+    def loss(params: Any, batch: Any, keys: jax.Array) -> Any:
+        return loss_fn(params, {name: x[order] for name, x in batch.items()}, keys[order])
+
+    return loss
 
 
 def _relative_gap(x: jax.Array, expected: jax.Array) -> float:

@@ -6,7 +6,6 @@ import math
 import queue
 import secrets
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -145,9 +144,7 @@ def _start(words: Sequence[str], environ: Mapping[str, str], group: int) -> _Chi
         ) from None
 
 
-def _supervised(
-    children: Sequence[_Child], events: Events, grace: float
-) -> tuple[list[int], signal.Signals | None]:
+def _supervised(children: Sequence[_Child], events: Events, grace: float) -> tuple[list[int], signal.Signals | None]:
     """Waits for all processes, and ends them once one failed or a signal came; returns their order and the signal."""
     for index, child in enumerate(children):
         threading.Thread(target=_announce, args=(index, child, events), daemon=True).start()

@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardkit._check import at_least, at_least_zero, counted
+from shardkit._check import at_least, at_least_zero, count, counted
 from shardkit._typed import typed
 from shardkit.jobs.attempt import Events, Job, attempt, signals_to
 from shardkit.jobs.output import write
@@ -82,7 +82,7 @@ def launch(
     at_least_zero("launch", grace=grace)
     words = program(command)
     check_counts("launch", processes=processes, devices=devices, port=port)
-    at_least("launch", 0, restarts=restarts)
+    (restarts,) = count("launch", restarts=restarts)
     folder = None if output is None else Path(output)
     job = Job(words, processes, devices, folder, grace, os.environ if environ is None else environ)
     events: Events = queue.SimpleQueue()

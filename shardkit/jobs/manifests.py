@@ -1,4 +1,4 @@
-"""Writes the input of a scheduler: a batch script (Slurm), manifests (Kubernetes, Kubeflow), a task (SkyPilot).
+"""Writes the input of a scheduler: a batch script for Slurm, or the manifest of a JobSet for Kubernetes.
 
 Exit code 75 means preempted and saved: the scheduler restarts the job, and it resumes. Every other failure is final.
 """
@@ -8,26 +8,25 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from shardkit._check import quoted
-from shardkit.runtime.cluster import pods, skypilot
-from shardkit.runtime.cluster.launch import check_counts, program
-from shardkit.runtime.cluster.memory import JOB
+import yaml
+
+from shardkit.jobs.launch import check_counts, program
+from shardkit.runtime.channel.place import TOKEN
 from shardkit.runtime.cluster.preemption import PREEMPTED
-from shardkit.runtime.cluster.yaml_text import Text, dumped
-from shardkit.runtime.monitor.hello import TOKEN
 from shardkit.simulated import cpu_environment
 
-Kind = Literal["slurm", "k8s", "jobset", "trainjob", "skypilot"]
+Kind = Literal["slurm", "jobset"]
 
 _NOTICE = 120  # seconds between SIGTERM and SIGKILL, for the last save
+_PORT = 55527  # the port that jax itself chooses on Kubernetes
 # Longer names would not leave room for what Kubernetes adds: -workers-0, the index of the process and five letters.
 _LONGEST_NAME = 40
 _SECRET = """\
 # Create the secret that identifies the processes of the job once; it is in no file:
-#   kubectl create secret generic {} --from-literal=token="$(openssl rand -hex 32)"
+#   kubectl create secret generic {}-token --from-literal=token="$(openssl rand -hex 32)"
 """
 
 
@@ -43,28 +42,21 @@ def render(
     accelerator: str = "cpu",
     topology: str | None = None,
     queue: str | None = None,
-    runtime: str = pods.RUNTIME,
 ) -> str:
     """Writes the batch script or the manifest of a job.
 
     Args:
-        kind: "slurm" (`sbatch FILE`); "k8s", an indexed Job with its headless Service; "jobset", the same as a JobSet,
-            which also restarts when a machine is lost (both `kubectl apply -f FILE`, after the command at the top of
-            the file, which creates the Secret NAME-token, the job's SHARDKIT_JOB_TOKEN); "trainjob", the same for
-            Kubeflow Trainer 2.3 or newer; "skypilot", a task for `sky jobs launch`, with one process on each node.
+        kind: "slurm" (`sbatch FILE`), or "jobset" (`kubectl apply -f FILE`, after the command at the top of the file,
+            which creates the Secret NAME-token, the job's SHARDKIT_JOB_TOKEN).
         command: the words of the command; `script.py ...` and `-m module ...` run under the `python` of the cluster.
         processes: number of processes.
         devices: devices per process: requested accelerators, or simulated CPU devices.
         name: of the job: at most 40 lower-case letters, digits and hyphens (RFC 1123; a Service begins with a letter).
-        image: the container image, for Kubernetes.
-        port: the coordinator's port, for "k8s" and "jobset"; by default 55527. Under Slurm jax derives one from the
-            job's id, and Kubeflow Trainer takes 29500.
-        accelerator: "cpu", "gpu", or on Kubernetes a Google TPU slice type such as "tpu-v5p-slice"; for SkyPilot "cpu"
-            or a GPU by its name, such as "H100".
+        image: the container image, for a JobSet.
+        port: the coordinator's port, for a JobSet; by default 55527. Under Slurm jax derives one from the job's id.
+        accelerator: "cpu", "gpu", or for a JobSet a Google TPU slice type such as "tpu-v5p-slice".
         topology: chips of the TPU slice, such as "4x4" or "2x2x4".
-        queue: on Kubernetes the queue of Kueue that the job waits in, a LocalQueue.
-        runtime: for "trainjob" the ClusterTrainingRuntime that the job uses; "own" for one that is printed with it and
-            restarts the job as a JobSet does.
+        queue: for a JobSet the queue of Kueue that the job waits in, a LocalQueue.
 
     Returns:
         The text of the file.
@@ -78,25 +70,53 @@ def render(
     for word in (*words, image or ""):
         _check_text(word)
     _check_devices(kind, processes, devices, accelerator, topology)
-    _check_kubernetes(kind, port, queue, runtime)
-    variables = _variables(devices, accelerator)
+    for what, value in (("port", port), ("queue", queue)):
+        if value is not None and kind != "jobset":
+            raise ValueError(f"render: {what} requires jobset; got {value!r} for {kind}. Remove {what}.")
+    if queue is not None and (len(queue) > 63 or not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", queue)):
+        raise ValueError(
+            "render: queue must be at most 63 lower-case letters, digits and hyphens, with no hyphen first or last; "
+            f"got {queue!r}. Pass for example 'team-a'."
+        )
     if kind == "slurm":
         return _slurm(words, processes, devices, name, accelerator)
-    if kind == "skypilot":
-        sizes: Any = {"processes": processes, "devices": devices, "name": name}
-        text = {each: Text(value) for each, value in variables.items()}
-        made = skypilot.task(words, **sizes, image=image, accelerator=accelerator, variables=text)
-        return skypilot.HEAD.format(token=TOKEN) + dumped(made)
     if not image or image.split() != [image]:
         raise ValueError(
             f"render: image must be the name of a container image for {kind}; got {image!r}. Pass for example "
             "image='ghcr.io/me/train:1'."
         )
-    chosen: Any = {"accelerator": accelerator, "topology": topology, "queue": queue, "runtime": runtime, "port": port}
-    sizes = {"processes": processes, "devices": devices, "name": name, "image": image}
-    return _SECRET.format(f"{name}-token") + dumped(
-        *pods.documents(kind, words, **sizes, **chosen, variables=variables)
-    )
+    variables = _variables(devices, accelerator) | {
+        "JAX_COORDINATOR_ADDRESS": f"{name}-workers-0-0.{name}:{_PORT if port is None else port}",
+        "JAX_NUM_PROCESSES": str(processes),
+    }
+    # Kubernetes replaces $(NAME) in the words of a command, and $$ stands for one $.
+    main: dict[str, Any] = {"name": "main", "image": _Text(image)}
+    main |= {"command": [_Text(word.replace("$", "$$")) for word in words], "env": _environment(variables, name)}
+    if accelerator != "cpu":
+        main["resources"] = {"limits": {"nvidia.com/gpu" if accelerator == "gpu" else "google.com/tpu": devices}}
+    pod: dict[str, Any] = {"serviceAccountName": name, "restartPolicy": "Never"}
+    pod |= {"terminationGracePeriodSeconds": _NOTICE, "containers": [main]}
+    if topology is not None:
+        gke = "cloud.google.com/gke-tpu"
+        pod["nodeSelector"] = {f"{gke}-accelerator": accelerator, f"{gke}-topology": _Text(topology)}
+    # Kueue holds a job with this label back until its queue has room for all its pods.
+    labels = {} if queue is None else {"labels": {"kueue.x-k8s.io/queue-name": _Text(queue)}}
+    documents = [*_account(name), _jobset({"name": name, **labels}, processes, pod)]
+    return _SECRET.format(name) + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=math.inf)
+
+
+class _Text(str):
+    """Text that is written in quotes: YAML parsers differ on which plain words are numbers (1e-3, 1_000, 12:30)."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes `_Text` in quotes, and no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_representer(_Text, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
 
 
 def _check_name(name: str) -> None:
@@ -117,12 +137,10 @@ def _check_text(word: str) -> None:
 
 
 def _check_devices(kind: Kind, processes: int, devices: int | None, accelerator: str, topology: str | None) -> None:
-    if kind == "skypilot" and accelerator != "cpu":
-        skypilot.check_accelerator(accelerator, devices)
-    tpu = accelerator.startswith("tpu-") and kind in pods.KUBERNETES
-    if accelerator not in ("cpu", "gpu") and not tpu and kind != "skypilot":
+    tpu = accelerator.startswith("tpu-") and kind == "jobset"
+    if accelerator not in ("cpu", "gpu") and not tpu:
         raise ValueError(
-            "render: accelerator must be 'cpu', 'gpu' or on Kubernetes a TPU slice such as 'tpu-v5p-slice'; got "
+            "render: accelerator must be 'cpu', 'gpu' or for a JobSet a TPU slice such as 'tpu-v5p-slice'; got "
             f"{accelerator!r} for {kind}. Pass one of these."
         )
     if accelerator != "cpu" and devices is None:
@@ -131,8 +149,8 @@ def _check_devices(kind: Kind, processes: int, devices: int | None, accelerator:
         )
     if topology is not None and not tpu:
         raise ValueError(
-            f"render: topology requires a TPU slice on Kubernetes; got {topology!r} with accelerator {accelerator!r} "
-            f"for {kind}. Remove topology."
+            f"render: topology requires a TPU slice in a JobSet; got {topology!r} with accelerator {accelerator!r} for "
+            f"{kind}. Remove topology."
         )
     if tpu:
         is_shape = re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", topology or "")
@@ -144,19 +162,66 @@ def _check_devices(kind: Kind, processes: int, devices: int | None, accelerator:
             )
 
 
-def _check_kubernetes(kind: Kind, port: int | None, queue: str | None, runtime: str) -> None:
-    if port is not None and kind not in ("k8s", "jobset"):
-        raise ValueError(f"render: port requires k8s or jobset; got {port} for {kind}. Remove port.")
-    if runtime != pods.RUNTIME and kind != "trainjob":
-        raise ValueError(f"render: runtime requires trainjob; got {runtime!r} for {kind}. Remove runtime.")
-    if queue is not None and kind not in pods.KUBERNETES:
-        raise ValueError(f"render: queue requires {quoted(pods.KUBERNETES)}; got {queue!r} for {kind}. Remove queue.")
-    for what, value, example in (("queue", queue, "team-a"), ("runtime", runtime, pods.RUNTIME)):
-        if value is not None and (len(value) > 63 or not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", value)):
-            raise ValueError(
-                f"render: {what} must be at most 63 lower-case letters, digits and hyphens, with no hyphen first or "
-                f"last; got {value!r}. Pass for example {example!r}."
-            )
+def _environment(variables: Mapping[str, str], name: str) -> list[dict[str, Any]]:
+    """The variables of a container; its index is an annotation of its pod, and the token a Secret."""
+    index = {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}
+    token = {"secretKeyRef": {"name": f"{name}-token", "key": "token"}}
+    return [
+        *({"name": each, "value": _Text(value)} for each, value in variables.items()),
+        {"name": "JAX_PROCESS_ID", "valueFrom": {"fieldRef": index}},
+        {"name": TOKEN, "valueFrom": token},
+    ]
+
+
+def _account(name: str) -> list[dict[str, Any]]:
+    """A ServiceAccount with the two rights that jax's cluster detection needs, for a script that uses it."""
+    rules = [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]},
+        {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["get"]},
+    ]
+    group = "rbac.authorization.k8s.io"
+    return [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}},
+        {"apiVersion": f"{group}/v1", "kind": "Role", "metadata": {"name": name}, "rules": rules},
+        {
+            "apiVersion": f"{group}/v1",
+            "kind": "RoleBinding",
+            "metadata": {"name": name},
+            "subjects": [{"kind": "ServiceAccount", "name": name}],
+            "roleRef": {"apiGroup": group, "kind": "Role", "name": name},
+        },
+    ]
+
+
+def _jobset(metadata: Mapping[str, Any], processes: int, pod: Mapping[str, Any]) -> dict[str, Any]:
+    """A JobSet, restarted as a whole when a process was preempted or its machine was lost without an exit code.
+
+    In its indexed Job every exit code except PREEMPTED is final.
+    """
+    final = {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [PREEMPTED]}}
+    job = {
+        "completions": processes,
+        "parallelism": processes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [final]},
+        "template": {"spec": pod},
+    }
+    again = "RestartJobSetAndIgnoreMaxRestarts"
+    rules = [
+        {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},
+        {"name": "again", "action": again, "onJobFailureReasons": ["BackoffLimitExceeded"]},
+    ]
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": metadata["name"]},
+            "failurePolicy": {"rules": rules},
+            "replicatedJobs": [{"name": "workers", "replicas": 1, "template": {"spec": job}}],
+        },
+    }
 
 
 def _variables(devices: int | None, accelerator: str) -> dict[str, str]:
@@ -189,8 +254,6 @@ def _slurm(words: Sequence[str], processes: int, devices: int | None, name: str,
         *(f"export {variable}={value}" for variable, value in variables.items()),
         "# The secret that identifies the processes of the job.",
         f"export {TOKEN}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
-        "# Its name, the same when it is queued again, by which it finds its snapshots in memory.",
-        f"export {JOB}=${{{JOB}:-$SLURM_JOB_ID}}",
         f"srun --kill-on-bad-exit=1 {shlex.join(words)}",
         "code=$?",
         f"# {PREEMPTED}: preempted or out of time, and saved. The job is queued again, and resumes.",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -10,10 +13,28 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardkit.layout import canonical, check_spec, local_shape, spec_axes, table
-from shardkit.partitioning.array_views import DimAxes
+from shardkit.partitioning.array_views import Axes, DimAxes
 from shardkit.partitioning.redistribute import Redistribution, redistribution
 from shardkit.partitioning.run_steps import mesh_apart, parts_of, run_steps
 from shardkit.partitioning.storage import Held, in_rows, is_padded, padded_shape, stored_array
+
+
+class Leg(NamedTuple):
+    """One part of a move: collectives between two layouts that cut the dims at the same places.
+
+    Attributes:
+        shape: the global shape as the steps see it, padding included.
+        source: the spec before.
+        target: the spec after.
+        found: the steps, as a `Redistribution`; its sizes are in elements.
+        cut: the shape that is stored afterwards: padding that is not needed any more is cut off.
+    """
+
+    shape: tuple[int, ...]
+    source: PartitionSpec
+    target: PartitionSpec
+    found: Redistribution
+    cut: tuple[int, ...]
 
 
 class Move(NamedTuple):
@@ -21,36 +42,45 @@ class Move(NamedTuple):
 
     Attributes:
         path: the leaf.
-        shape: its global shape as the steps see it, padding included.
         dtype: its dtype.
-        source: its spec before.
-        target: its spec after.
-        found: the steps, as a `Redistribution`; its sizes are in elements.
-        cut: the shape that the leaf is stored with afterwards: padding that the target does not need is cut off.
+        legs: what is done, in order: one leg, or two where source and target cut a dim at different places.
+        least: bytes that some device must receive: the part of its new shard that it does not hold.
     """
 
     path: str
-    shape: tuple[int, ...]
     dtype: Any
-    source: PartitionSpec
-    target: PartitionSpec
-    found: Redistribution
-    cut: tuple[int, ...]
+    legs: tuple[Leg, ...]
+    least: int
+
+    @property
+    def source(self) -> PartitionSpec:
+        """Its spec before."""
+        return self.legs[0].source
+
+    @property
+    def target(self) -> PartitionSpec:
+        """Its spec after."""
+        return self.legs[-1].target
+
+    @property
+    def stays(self) -> bool:
+        """Whether nothing is done."""
+        return self.source == self.target and all(leg.shape == leg.cut and not leg.found.steps for leg in self.legs)
 
     @property
     def sent(self) -> int:
         """Bytes that each device sends."""
-        return self.found.sent * self.dtype.itemsize
-
-    @property
-    def least(self) -> int:
-        """Bytes that some device must receive: the part of its new shard that it does not hold."""
-        return self.found.least * self.dtype.itemsize
+        return sum(leg.found.sent for leg in self.legs) * self.dtype.itemsize
 
     @property
     def peak(self) -> int:
         """Bytes of the two largest consecutive shards."""
-        return self.found.peak * self.dtype.itemsize
+        return max(leg.found.peak for leg in self.legs) * self.dtype.itemsize
+
+    @property
+    def told(self) -> str:
+        """The steps in words."""
+        return "; ".join(step.told(leg.found.dims) for leg in self.legs for step in leg.found.steps) or "none"
 
 
 class Moves(NamedTuple):
@@ -71,9 +101,8 @@ class Moves(NamedTuple):
     def __str__(self) -> str:
         rows = [("leaf", "from", "to", "steps", "sent/device", "must receive", "two shards")]
         for each in self.leaves:
-            steps = "; ".join(step.told(each.found.dims) for step in each.found.steps) or "none"
             sizes = (f"{each.sent:,}", f"{each.least:,}", f"{each.peak:,}")
-            rows.append((each.path, str(each.source), str(each.target), steps, *sizes))
+            rows.append((each.path, str(each.source), str(each.target), each.told, *sizes))
         return f"{table(rows)}\n{self.sent:,} bytes sent by each device; some device must receive {self.least:,}"
 
 
@@ -94,22 +123,87 @@ def move_of(where: str, path: str, x: Any, before: tuple[Held, bool], after: tup
             except ValueError as error:
                 raise ValueError(str(error).replace("local_shape", where, 1)) from None
         shapes.append(padded_shape(original, held.spec, mesh))
-    for dim, (size, a, b) in enumerate(zip(original, *shapes, strict=True)):
-        if a != b and size not in (a, b):
-            raise ValueError(
-                f"{where}: dim {dim} of {size} is padded to {a} by source and to {b} by target, which would move every "
-                "shard. Pass unpadded(...) of it to the init of the other plan."
-            )
     stored = tuple(jnp.shape(stored_array(x)))
     if stored != shapes[0]:
         raise ValueError(
             f"{where} must be stored as source says, with the shape {shapes[0]}; got {stored}. Pass the plan that made "
             "it as source."
         )
-    shape = tuple(map(max, *shapes)) if original else ()
     first, last = canonical(before[0].spec), canonical(after[0].spec)
-    found = redistribution(shape, _split(first, len(shape)), _split(last, len(shape)), tuple(mesh.shape.items()))
-    return Move(path, shape, jnp.result_type(stored_array(x)), first, last, found, shapes[1])
+    legs = _legs(original, (first, shapes[0]), (last, shapes[1]), mesh)
+    dtype = jnp.result_type(stored_array(x))
+    if len(legs) == 1:
+        return Move(path, dtype, legs, legs[0].found.least * dtype.itemsize)
+    return Move(path, dtype, legs, _least(original, (first, shapes[0]), (last, shapes[1]), mesh) * dtype.itemsize)
+
+
+Stored = tuple[PartitionSpec, tuple[int, ...]]  # a spec, and the shape that is stored, padding included
+
+
+def _legs(original: tuple[int, ...], before: Stored, after: Stored, mesh: Any) -> tuple[Leg, ...]:
+    """The legs that send least.
+
+    Padding changes where a dim is cut into shards: 8 columns over 6 devices are 2 each, over 2 devices 4 each, and the
+    third device's do not begin where a shard of the other layout does. A redistribution moves whole shards, so such a
+    dim is first made whole, by a gather or by moving its axes to another dim.
+    """
+    source, target = (_split(spec, len(original)) for spec, _ in (before, after))
+    apart = []
+    for dim, (a, b) in enumerate(zip(before[1], after[1], strict=True)):
+        if a != b and _ways(source[dim], mesh) > 1 and _ways(target[dim], mesh) > 1:
+            apart.append(dim)
+    if not apart:
+        return (_leg(before, after, mesh),)
+    whole = tuple(original[dim] if dim in apart else size for dim, size in enumerate(before[1]))
+    best: tuple[Leg, ...] = ()
+    others = [None, *(dim for dim in range(len(original)) if dim not in apart)]
+    for places in itertools.product(others, repeat=len(apart)):
+        split = [() if dim in apart else axes for dim, axes in enumerate(source)]
+        for dim, place in zip(apart, places, strict=True):
+            if place is not None:
+                split[place] = (*split[place], *source[dim])
+        if any(size % _ways(axes, mesh) for size, axes in zip(whole, split, strict=True)):
+            continue
+        between = canonical(PartitionSpec(*split)), whole
+        legs = _leg(before, between, mesh), _leg(between, after, mesh)
+        if not best or sum(leg.found.sent for leg in legs) < sum(leg.found.sent for leg in best):
+            best = legs
+    return best
+
+
+def _leg(before: Stored, after: Stored, mesh: Any) -> Leg:
+    shape = tuple(max(sizes) for sizes in zip(before[1], after[1], strict=True))
+    source, target = (_split(spec, len(shape)) for spec, _ in (before, after))
+    found = redistribution(shape, source, target, tuple(mesh.shape.items()))
+    return Leg(shape, before[0], after[0], found, after[1])
+
+
+def _least(original: tuple[int, ...], before: Stored, after: Stored, mesh: Any) -> int:
+    """The most elements that a device must receive, where the two layouts cut a dim at different places."""
+    most = 0
+    for place in itertools.product(*map(range, mesh.shape.values())):
+        at = dict(zip(mesh.shape, place, strict=True))
+        held, kept = 1, 1
+        for dim, size in enumerate(original):
+            (a, b), (c, d) = (_range(dim, stored, size, at, mesh) for stored in (before, after))
+            held *= d - c
+            kept *= max(0, min(b, d) - max(a, c))
+        most = max(most, held - kept)
+    return most
+
+
+def _range(dim: int, stored: Stored, size: int, at: Mapping[str, int], mesh: Any) -> tuple[int, int]:
+    """The part of a dim, without padding, that the device at a place of the mesh holds."""
+    axes = _split(stored[0], dim + 1)[dim]
+    index = 0
+    for axis in axes:
+        index = index * mesh.shape[axis] + at[axis]
+    length = stored[1][dim] // _ways(axes, mesh)
+    return min(size, index * length), min(size, (index + 1) * length)
+
+
+def _ways(axes: Axes, mesh: Any) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _split(spec: PartitionSpec, ndim: int) -> DimAxes:
@@ -118,23 +212,23 @@ def _split(spec: PartitionSpec, ndim: int) -> DimAxes:
 
 
 @lru_cache(maxsize=1024)
-def program(mesh: Any, move: Move, piece_bytes: int) -> Any:
-    """The jitted program that moves one leaf; leaves that are alike share it."""
-    parts = dict(move.found.parts)
+def program(mesh: Any, leg: Leg, piece: int) -> Any:
+    """The jitted program of one leg, in pieces of so many elements; leaves that are alike share it."""
+    parts = dict(leg.found.parts)
 
     def spec(spec: PartitionSpec) -> PartitionSpec:  # an axis of size 1 would have to be gathered to be left
         dims = [[axis for axis in axes if mesh.shape[axis] > 1] for axes in spec_axes(spec)]
         return PartitionSpec(*(tuple(part for axis in axes for part in parts_of(axis, parts)) for axes in dims))
 
+    # Padding comes and goes on the device: a dim whose padding changes is whole before this leg or after it, and so
+    # the zeros are at the end of what one device holds. Where both layouts split it, they would be in the middle.
     def device(x: jax.Array) -> jax.Array:
-        whole = local_shape(move.shape, move.source, mesh)
+        whole = local_shape(leg.shape, leg.source, mesh)
         x = jnp.pad(x, [(0, size - held) for size, held in zip(whole, x.shape, strict=True)])
-        varying = tuple(axis for axes in spec_axes(spec(move.target)) for axis in axes)
-        x = run_steps(x, move.found, varying, piece_bytes // move.dtype.itemsize)
-        x = x.reshape(local_shape(move.shape, move.target, mesh))
-        return x[tuple(slice(size) for size in local_shape(move.cut, move.target, mesh))]
+        varying = tuple(axis for axes in spec_axes(spec(leg.target)) for axis in axes)
+        x = run_steps(x, leg.found, varying, piece)
+        x = x.reshape(local_shape(leg.shape, leg.target, mesh))
+        return x[tuple(slice(size) for size in local_shape(leg.cut, leg.target, mesh))]
 
-    on_mesh = jax.shard_map(
-        device, mesh=mesh_apart(mesh, parts), in_specs=spec(move.source), out_specs=spec(move.target)
-    )
-    return jax.jit(on_mesh, out_shardings=NamedSharding(mesh, move.target))
+    on_mesh = jax.shard_map(device, mesh=mesh_apart(mesh, parts), in_specs=spec(leg.source), out_specs=spec(leg.target))
+    return jax.jit(on_mesh, out_shardings=NamedSharding(mesh, leg.target))

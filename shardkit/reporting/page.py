@@ -16,11 +16,10 @@ from shardkit._typed import typed
 from shardkit.analysis.auditing.audit import LARGE
 from shardkit.analysis.jaxpr.lint import SMALL
 from shardkit.bench import environment
-from shardkit.reporting import compiled, sections
-from shardkit.reporting.html import Html, document, element
+from shardkit.reporting import sections
+from shardkit.reporting.html import STYLE, Html, document, element
 from shardkit.reporting.html import sections as below
 from shardkit.reporting.read import Facts, StepReport, read
-from shardkit.reporting.style import STYLE
 from shardkit.viz.style import look
 
 _PARTS = (
@@ -29,8 +28,8 @@ _PARTS = (
     sections.pipeline,
     sections.census,
     sections.findings,
-    compiled.compiled,
-    compiled.costs,
+    sections.compiled,
+    sections.costs,
 )
 # What a reader needs of the environment, and its name on the page.
 _ABOUT = {

@@ -22,8 +22,6 @@ MOST = 128
 LARGEST = 100_000
 # The memory of a chip is drawn if the program needs at least this share of it; else no bar would be seen.
 FILLED = 0.05
-_CIRCLE = r"M ([-\d.]+) ([-\d.]+) \n((?:C [-\d. ]+\n){8})z"  # a hatch of dots has thousands
-_DOT = r"M([-\d.]+) ([-\d.]+)a([\d.]+)[^M\"]*"
 # A hundredth of a point cannot be seen.
 _NUMBERS = r' (d|x|y|width|height|transform|points)="[^"]*"'
 
@@ -115,36 +113,4 @@ def inline(svg: str, name: str) -> Html:
         kept = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", kept)
         return re.sub(_NUMBERS, lambda found: re.sub(r"(\.\d\d)\d+| \n", r"\1", found[0]), kept)
 
-    body = re.sub(_CIRCLE, _arcs, re.sub(r">\n *<", "><", body))
-    body = re.sub(r"<pattern.*?</pattern>", _tile, body, flags=re.S)
-    return Html(re.sub(r"<[^<>]*>", own, body))
-
-
-def _arcs(circle: re.Match[str]) -> str:
-    """A circle, which matplotlib writes as eight curves from its lowest point on, as two arcs."""
-    lowest = float(circle[2])
-    across = lowest - min(float(each) for each in re.findall(r"[-\d.]+ ([-\d.]+)", circle[3]))
-    values = (float(circle[1]), lowest, across, across / 2)
-    x, y, high, radius = (re.sub(r"^0(?=\.)", "", f"{round(each, 2):g}") for each in values)
-    return f"M{x} {y}a{radius} {radius} 0 1 0 0-{high} {radius} {radius} 0 1 0 0 {high}"
-
-
-def _tile(pattern: re.Match[str]) -> str:
-    """A hatch of dots, cut to the smallest square that repeats; matplotlib draws one of an inch."""
-    text = pattern[0]
-    dots = {(round(100 * float(x)), round(100 * float(y))) for x, y in re.findall(r"M([-\d.]+) ([-\d.]+)a", text)}
-    every = {(x % 7200, y % 7200) for x, y in dots}
-    for side in (3, 6, 12, 24):
-        own = {(x % (100 * side), y % (100 * side)) for x, y in every}
-        if dots and len(own) * (72 // side) ** 2 == len(every):
-            for dot in list(re.finditer(_DOT, text)):
-                text = text if _near(dot, side) else text.replace(dot[0], "", 1)
-            text = text.replace('"72"', f'"{side}"').replace('"73"', f'"{side + 1}"')
-            break
-    return text
-
-
-def _near(dot: re.Match[str], side: int) -> bool:
-    """Whether a dot is in the square, or so near that a part of it may be."""
-    x, y = float(dot[1]), float(dot[2]) - float(dot[3])
-    return min(x, y) >= -1 and max(x, y) <= side + 1
+    return Html(re.sub(r"<[^<>]*>", own, re.sub(r">\n *<", "><", body)))

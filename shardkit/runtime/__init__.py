@@ -1,8 +1,8 @@
 """What a training script calls around its steps: processes that join, checkpoints, weights, data, checks.
 
-Start with `cluster/join.py`; each of `channel/`, `cluster/`, `data/`, `checkpoint/`, `weights/` has a
-docstring. Imports training, and testing, whose laws it extends. What surrounds processes is in `jobs/`, which nothing
-here needs: its `launch` and `guard` are imported when somebody asks for them.
+Start with `cluster/join.py`; each of `channel/`, `cluster/`, `data/`, `checkpoint/`, `weights/` has a docstring.
+Imports training, and testing, whose laws it extends. What surrounds processes is in `jobs/`: its `launch` and `guard`
+are reached from here too, and imported when somebody asks for them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from shardkit.runtime.data.reading import fetch, local_shards, print_global, rep
 from shardkit.runtime.drift import Drift, DriftError, assert_no_drift, replica_drift
 from shardkit.runtime.replay import Corruption, CorruptionError, Replay
 from shardkit.runtime.triage import NonFinite, TriageReport, nonfinite, triage
-from shardkit.runtime.weights.llama import llama_names
 from shardkit.runtime.weights.load import load_params
-from shardkit.runtime.weights.names import StoredAs
+from shardkit.runtime.weights.names import StoredAs, llama_names
 from shardkit.runtime.weights.save import save_params
 
 if TYPE_CHECKING:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._check import sized
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
-from shardkit.collectives import all_gather, vary
-from shardkit.layout import all_axes, path_name
-from shardkit.partitioning.storage import is_padded, stored_array
-from shardkit.runtime.data.checksums import checksum
+from shardkit.layout import all_axes
+from shardkit.runtime.data.checksums import shard_checksums
+from shardkit.runtime.data.reading import on_mesh
 
 
 class Drift(NamedTuple):
@@ -83,12 +79,12 @@ def replica_drift(tree: Arrays, mesh: Mesh | None = None) -> list[Drift]:
     if mesh is None:
         return []
     specs = tuple(x.sharding.spec for _, x in leaves)
-    sums = checksums([x for _, x in leaves], mesh=mesh, specs=specs)
-    if not sums[0].addressable_shards:
+    sums = shard_checksums([x for _, x in leaves], mesh=mesh, specs=specs)
+    if not sums.addressable_shards:
         return []
     found: list[Drift] = []
-    for (path, _), spec, every in zip(leaves, specs, sums, strict=True):
-        found += _differing(path, spec, np.asarray(every).reshape(mesh.devices.shape), mesh)
+    for (path, _), spec, every in zip(leaves, specs, np.asarray(sums).T, strict=True):
+        found += _differing(path, spec, every.reshape(mesh.devices.shape), mesh)
     return found
 
 
@@ -118,48 +114,6 @@ def assert_no_drift(tree: Arrays, mesh: Mesh | None = None) -> None:
             "that only some processes ran.",
             drifts,
         )
-
-
-@partial(jax.jit, static_argnames=("mesh", "specs"))
-def checksums(leaves: list[jax.Array], *, mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> list[jax.Array]:
-    """The checksum of each device's shard of each leaf, uint32 [devices, 1], replicated.
-
-    Cost: an all_gather of 4 bytes per leaf.
-    """
-
-    def per_device(leaves: list[jax.Array]) -> list[jax.Array]:
-        return from_every_device([checksum(x)[None] for x in leaves], mesh.axis_names)
-
-    return jax.shard_map(per_device, mesh=mesh, in_specs=(list(specs),), out_specs=PartitionSpec())(leaves)
-
-
-def from_every_device(tree: Any, axes: tuple[str, ...]) -> Any:
-    """Gathers each device's small vectors `[k]` of one dtype to `[devices, k]` on all devices, inside shard_map.
-
-    Cost: one all_gather over `axes` of all vectors together.
-    """
-    vectors, structure = jax.tree.flatten(tree)
-    whole = all_gather(jnp.concatenate(vary(vectors, axes))[None], axes, replicated=True)
-    ends = np.cumsum([x.size for x in vectors])[:-1]
-    return jax.tree.unflatten(structure, jnp.split(whole, ends, axis=1))
-
-
-def on_mesh(where: str, tree: Any, mesh: Mesh | None) -> tuple[Mesh | None, list[tuple[str, Any]]]:
-    """The mesh of all leaves (None without leaves), and each leaf as stored on the devices, with its path."""
-    leaves = [
-        (path_name(path), stored_array(x)) for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_padded)
-    ]
-    for path, x in leaves:
-        sharding = getattr(x, "sharding", None)
-        over: Any = sharding.mesh if isinstance(sharding, NamedSharding) else None
-        mesh = over if mesh is None else mesh
-        if over is None or over != mesh:
-            found = f"has {sharding}" if sharding else f"is a {type(x).__name__}"
-            raise TypeError(
-                f"{where}: every leaf must be an array over one mesh; leaf {path} {found}. Create it with "
-                "from_full(tree, mesh, spec), or remove it from the tree."
-            )
-    return mesh if leaves else None, leaves
 
 
 def _differing(path: str, spec: PartitionSpec, sums: np.ndarray, mesh: Mesh) -> Iterator[Drift]:

@@ -8,18 +8,23 @@ bits depend on the order of devices. Faults of memory while a state waits are fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._check import at_least, counted, either, sized
 from shardkit._context import CONTEXT, apart
 from shardkit._typed import typed
-from shardkit.runtime.exchange import Order, exchanged, on_host, sent, shard_checksums
+from shardkit.collectives.permute import permuted
+from shardkit.runtime.data.checksums import shard_checksums
+from shardkit.runtime.data.reading import on_mesh
 from shardkit.train import NonFiniteError
 
+Order = tuple[int, ...]  # for each place in the mesh, row by row, the place whose device works there
 Cause = Literal["stored", "permanent", "step", "replay", "order", "unrepeatable"]
 _LISTED = 8
 
@@ -145,7 +150,7 @@ class Replay:
             taken = self._step(state, batch)
             self._raise(self._number, self._search(kept, batch, _bits(taken)))
         if self._stored:
-            paths, sums = shard_checksums("Replay", taken[0])
+            paths, sums = _checksums(taken[0])
             self._returned = jax.tree.leaves(taken[0]), sums, paths
         self._number += 1
         return taken
@@ -158,7 +163,7 @@ class Replay:
         """
         unread, self._unread = self._unread, []
         for step, paths, after, before in unread:
-            wrong = on_host(after) != on_host(before)
+            wrong = _on_host(after) != _on_host(before)
             self._raise(step, list(self._found(paths, wrong, tuple(range(self._mesh.size)), "stored")))
 
     def _compare(self, state: Any) -> None:
@@ -169,7 +174,7 @@ class Replay:
         given = jax.tree.leaves(state)
         # Another array is another state, which was restored or changed on purpose. The same has the same bits for ever.
         if len(leaves) == len(given) and all(a is b for a, b in zip(leaves, given, strict=True)):
-            self._unread.append((self._number, paths, after, shard_checksums("Replay", state)[1]))
+            self._unread.append((self._number, paths, after, _checksums(state)[1]))
 
     def _search(self, kept: Any, batch: Any, first: tuple[list[str], np.ndarray]) -> list[Corruption]:
         """What is wrong with a step that was taken from the state `kept` and gave the bits `first`."""
@@ -270,9 +275,9 @@ _SAID: dict[Cause, tuple[str, str, str]] = {
 def _bits(taken: tuple[Any, Any]) -> tuple[list[str], np.ndarray]:
     """The paths of a step's results, and the checksums of their shards, uint32 [devices, leaves]."""
     state, metrics = taken
-    paths, sums = shard_checksums("Replay", [state, metrics])
+    paths, sums = _checksums([state, metrics])
     names = {"0": "", "1": "metrics."}
-    return [names[path[:1]] + (path[2:] or "(the whole tree)") for path in paths], on_host(sums)
+    return [names[path[:1]] + (path[2:] or "(the whole tree)") for path in paths], _on_host(sums)
 
 
 def _permanent(count: int, differs: Callable[[Order], bool]) -> tuple[int, ...]:
@@ -298,3 +303,58 @@ def _permanent(count: int, differs: Callable[[Order], bool]) -> tuple[int, ...]:
         )
     others = [place for place in places if place not in suspects]
     return () if differs(rotated(others)) else suspects
+
+
+def exchanged(mesh: Mesh, order: Order) -> Mesh:
+    """The mesh with its devices in another order."""
+    devices = mesh.devices.reshape(-1)[list(order)].reshape(mesh.devices.shape)
+    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def sent(tree: Any, order: Order) -> Any:
+    """A copy of the arrays over a mesh on the mesh in this order: each place of it has the same bits as before.
+
+    What is not an array over a mesh, such as a batch in NumPy, is returned as it is.
+
+    Cost: each device sends its shards to another, in one permutation per leaf.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    over = [k for k, x in enumerate(leaves) if isinstance(getattr(x, "sharding", None), NamedSharding)]
+    if not over:
+        return tree
+    arrays = [leaves[k] for k in over]
+    mesh, specs = arrays[0].sharding.mesh, tuple(x.sharding.spec for x in arrays)
+    for k, x, pieces in zip(over, arrays, _sent(arrays, mesh=mesh, specs=specs, order=order), strict=True):
+        there = NamedSharding(exchanged(mesh, order), x.sharding.spec)
+        by_device = {
+            piece.device: piece.data.reshape(there.shard_shape(x.shape)) for piece in pieces.addressable_shards
+        }
+        # In the order of the mesh: for keys, jax does not put them in order itself.
+        shards = [by_device[device] for device in there.addressable_devices_indices_map(x.shape)]
+        leaves[k] = jax.make_array_from_single_device_arrays(x.shape, there, shards, dtype=x.dtype)
+    return jax.tree.unflatten(structure, leaves)
+
+
+@partial(jax.jit, static_argnames=("mesh", "specs", "order"))
+def _sent(arrays: list[jax.Array], *, mesh: Mesh, specs: tuple[PartitionSpec, ...], order: Order) -> list[jax.Array]:
+    """The shards after they were sent, one after the other along dim 0, also those that are equal."""
+
+    def per_device(arrays: list[jax.Array]) -> list[jax.Array]:
+        return permuted([jnp.atleast_1d(x) for x in arrays], mesh.axis_names, list(enumerate(order)))
+
+    every = PartitionSpec(mesh.axis_names)
+    return jax.shard_map(per_device, mesh=mesh, in_specs=(list(specs),), out_specs=every)(arrays)
+
+
+def _checksums(tree: Any) -> tuple[list[str], jax.Array | None]:
+    """The paths of the leaves, and the checksum of each shard, uint32 [devices, leaves], on all devices."""
+    mesh, leaves = on_mesh("Replay", tree, None)
+    if mesh is None:
+        return [], None
+    specs = tuple(x.sharding.spec for _, x in leaves)
+    return [path for path, _ in leaves], shard_checksums([x for _, x in leaves], mesh=mesh, specs=specs)
+
+
+def _on_host(sums: jax.Array | None) -> np.ndarray:
+    """Checksums in NumPy; none on a process that is not in the mesh."""
+    return np.asarray(sums) if sums is not None and sums.addressable_shards else np.zeros((0, 0), np.uint32)

@@ -35,7 +35,7 @@ from shardkit.partitioning.storage import stored_array
 from shardkit.pipeline.stages import arranged
 from shardkit.precision import Precision, precision_of
 from shardkit.rng import step_key
-from shardkit.runtime.drift import from_every_device, on_mesh
+from shardkit.runtime.data.reading import from_every_device, on_mesh
 from shardkit.state import TrainState
 
 _REPLICATED = PartitionSpec()

@@ -4,16 +4,14 @@ Start with `style.py`, the one look of all. Imports what the pictures are of: sc
 what describes meshes and arrays as text.
 """
 
-from shardkit.viz import text
-from shardkit.viz.bench import fits, results
-from shardkit.viz.boxes import Box, boxes, facts, in_flight, title
+from shardkit.viz.bench import results
 from shardkit.viz.curves import losses
 from shardkit.viz.gantt import overlap
 from shardkit.viz.layouts import tree
 from shardkit.viz.memories import memory, zero_memory
 from shardkit.viz.places import array, mesh
 from shardkit.viz.rooflines import roofline
-from shardkit.viz.schedule import draw, figure
+from shardkit.viz.schedule import Box, boxes, draw, facts, figure, in_flight, title
 from shardkit.viz.traffic import census
 
 __all__ = [
@@ -24,7 +22,6 @@ __all__ = [
     "draw",
     "facts",
     "figure",
-    "fits",
     "in_flight",
     "losses",
     "memory",
@@ -32,7 +29,6 @@ __all__ = [
     "overlap",
     "results",
     "roofline",
-    "text",
     "title",
     "tree",
     "zero_memory",

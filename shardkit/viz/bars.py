@@ -1,12 +1,11 @@
-"""Horizontal bars of bytes or seconds, stacked by kind: what several pictures share."""
+"""Lines and bars, and horizontal bars of bytes or seconds, stacked by kind: what several pictures share."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardkit.viz.panels import Bar
 from shardkit.viz.style import GRID, INK, LETTER, MUTED, PAPER, SMALL, blank, filled, heading
 
 if TYPE_CHECKING:
@@ -16,6 +15,21 @@ if TYPE_CHECKING:
 _ROW, _WIDE = 0.34, 4.6  # inches
 _TIMES = ((1, "s"), (1e3, "ms"), (1e6, "us"), (1e9, "ns"))
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+class Line(NamedTuple):
+    """A line of a plot: its name and its points."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+
+
+class Bar(NamedTuple):
+    """A bar: its label at the left, the kind that gives it color and hatch, and its length."""
+
+    label: str
+    kind: str
+    value: float
 
 
 def size(count: float) -> str:

@@ -1,23 +1,34 @@
-"""Results of `shardkit bench` as pictures: bandwidth and latency against size, ratios, schedules, and what grows."""
+"""Results of `shardkit bench` as pictures: bandwidth and latency against size, and ratios."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardkit._check import counted, quoted
+from shardkit._check import quoted
 from shardkit._typed import typed
-from shardkit.viz.bars import size
-from shardkit.viz.panels import Panel, panels
-from shardkit.viz.panels import fits as fit_panels
-from shardkit.viz.style import LETTER, MUTED, SMALL, blank, file_of, filled, look, saved, stroked
+from shardkit.viz.bars import Bar, Line, size
+from shardkit.viz.style import MUTED, SMALL, blank, file_of, filled, look, saved, stroked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Record = Mapping[str, Any]
+
+_SMALL = 64 * 1024  # bytes up to which a time is mostly latency
+_KEYS_OF_LINES = ("impl", "dtype", "redop", "axes")  # named where they differ within an operation
+_MANY = 10  # lines in one plot, above which each operation has a row of its own
+# Title, unit and key of each plot, the largest size in it, and where it has a line.
+_PLOTS = (
+    ("bus bandwidth", "GB/s", "busbw_GBps", math.inf, None),
+    ("latency", "us", "wall_us_median", _SMALL, None),
+    ("achieved over expected by the alpha-beta fit", "share", "of_fit", math.inf, 1.0),
+    ("achieved over expected by the chip", "share", "of_chip", math.inf, 1.0),
+)
 # Inches.
 _WIDE, _TALL, _LEFT, _TOP, _UNDER, _LABELS, _KEYS = 3.6, 2.7, 0.85, 0.55, 0.55, 2.6, 2.4
 _BAR, _EDGE = 0.2, 0.15
@@ -30,8 +41,6 @@ def results(records: Sequence[Mapping[str, Any]], output: str | Path | None = No
     | benchmark | plots |
     |---|---|
     | comm | bus bandwidth against size, time against small sizes, achieved over expected; a line per op and impl |
-    | scale | seconds and bytes against what grows, with the fitted line and its exponent |
-    | schedules | simulated work beside executed CPU time, both over GPipe, a plot per number of microbatches |
     | others | ratios to the baseline, a bar per case |
 
     Colors are safe for color blindness, and markers and hatches tell the same in black and white. Values that are
@@ -64,55 +73,96 @@ def results(records: Sequence[Mapping[str, Any]], output: str | Path | None = No
         return saved(_drawn(rows), path)
 
 
-@partial(typed, where="viz.fits")
-def fits(records: Sequence[Mapping[str, Any]], *, output: str | Path | None = None) -> Any:
-    """The picture of alpha-beta fits: measured times of `shardkit bench comm` against size, and the fitted lines.
+class Panel(NamedTuple):
+    """A plot of lines, with logarithmic axes, or of horizontal bars, with a line at 1."""
 
-    A plot per operation. A line's name has the fitted latency of a hop, the bandwidth, and the root mean square of the
-    relative error.
+    title: str
+    across: str
+    up: str = ""
+    lines: tuple[Line, ...] = ()
+    bars: tuple[Bar, ...] = ()
+    level: float | None = None
 
-    Args:
-        records: of `bench.comm` or `bench.read`, which have the fits of `bench.alpha_beta`.
-        output: a .png or .svg to write; missing directories are created. The same records give the same bytes.
 
-    Returns:
-        A matplotlib figure, which notebooks show. The gid of a line is its name; that of a fit has " ~ " in it.
+def panels(records: Iterable[Record]) -> list[list[Panel]]:
+    """The plots of some records, in rows; plots without values are left out."""
+    benchmarks: dict[str, list[Record]] = {}
+    for record in records:
+        benchmarks.setdefault(str(record.get("benchmark")), []).append(record)
+    rows = []
+    for own in benchmarks.values():
+        rows += _comm(own) if any("busbw_GBps" in record for record in own) else _ratios(own)
+    kept = [[panel for panel in row if panel.bars or any(line.points for line in panel.lines)] for row in rows]
+    return [row for row in kept if row]
 
-    Raises:
-        ValueError: records without a fit, as of a single size; another kind of file.
-        RuntimeError: matplotlib is not installed.
 
-    Example:
-        >>> fit = {"fit": {"latency": 5e-6, "bandwidth": 1e9, "residual": 0.1}, "op": "all_reduce", "impl": "ring"}
-        >>> times = {1e3: {"wall_us_median": 7.0, "fit_us": 6.0}, 1e6: {"wall_us_median": 990.0, "fit_us": 1005.0}}
-        >>> picture = sk.viz.fits([{**fit, "size": size, **row} for size, row in times.items()])
-    """
-    path = file_of("viz.fits", output)
-    rows = fit_panels(records)
-    if not rows:
-        raise ValueError(
-            f"viz.fits: the records must have alpha-beta fits; got {counted(len(records), 'record')} without any. Pass "
-            "the results of shardkit bench comm, of at least two sizes."
-        )
-    with look():
-        return saved(_drawn(rows), path)
+def _number(record: Record, key: str) -> float | None:
+    """A value that can be drawn, or None."""
+    value = record.get(key)
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return float(value) if usable else None  # type: ignore[arg-type]
+
+
+def _line(name: str, records: Iterable[Record], key: str, most: float) -> Line:
+    """The values of a key against sizes, up to the largest to draw."""
+    points = ((_number(each, "size"), _number(each, key)) for each in records)
+    found = {size: value for size, value in points if size and value and size <= most}
+    return Line(name, tuple(sorted(found.items())))
+
+
+def _comm(records: list[Record]) -> list[list[Panel]]:
+    ops = len({str(r.get("op")) for r in records})
+    keys = ["op"] * (ops > 1)
+    for key in _KEYS_OF_LINES:
+        keys += [key] * (len({(str(r.get("op")), str(r.get(key))) for r in records}) > ops)
+    series: dict[tuple[str, ...], list[Record]] = {}
+    for record in records:
+        named = tuple(str(record.get(key)) for key in keys or ["op"])
+        series.setdefault(named, []).append(record)
+    groups = {"": series}
+    if len(series) > _MANY and "op" in keys:
+        groups = {}
+        for named, own in series.items():
+            groups.setdefault(named[0], {})[named[1:]] = own
+    out = []
+    for op, inside in groups.items():
+        row = []
+        for title, up, key, most, level in _PLOTS:
+            lines = tuple(_line(" ".join(named), own, key, most) for named, own in inside.items())
+            row.append(Panel(f"{op}: {title}" if op else title, "size", up, lines, level=level))
+        out.append(row)
+    return out
+
+
+def _ratios(records: list[Record]) -> list[list[Panel]]:
+    out = []
+    for place in dict.fromkeys((str(r.get("row")), str(r.get("mode", ""))) for r in records):
+        own = [r for r in records if (str(r.get("row")), str(r.get("mode", ""))) == place]
+        over = next((f", over {r['baseline']}" for r in own if r.get("baseline")), "")
+        out.append([Panel(f"{place[0]}{over}", "ratio", bars=_bars(own), level=1.0)])
+    return out
+
+
+def _bars(records: list[Record]) -> tuple[Bar, ...]:
+    kinds = (("cpu_ratio_median", "CPU time"), ("wall_ratio_median", "wall time"))
+    last = {str(r.get("case")): r for r in records}
+    found = [(case, kind, _number(r, key)) for case, r in last.items() for key, kind in kinds]
+    return tuple(Bar(case, kind, value) for case, kind, value in found if value is not None)
 
 
 def _drawn(rows: list[list[Panel]]) -> Figure:
     """The rows of plots, one below the other; lines of a row have their names at its right, bars theirs at the left."""
     heights = [_height(row) for row in rows]
     before = [_LABELS if any(panel.bars for panel in row) else _LEFT for row in rows]
-    # A fit has its figures in its name: each of these plots has its own names beside it.
-    after = [max((_beside(line.name) for p in row if _fits(p) for line in p.lines), default=0.0) for row in rows]
-    wide = [len(row) * (_WIDE + a + b) for row, a, b in zip(rows, before, after, strict=True)]
-    keyed = [_KEYS * any(panel.lines for panel in row if not _fits(panel)) for row in rows]
+    wide = [len(row) * (_WIDE + b) for row, b in zip(rows, before, strict=True)]
+    keyed = [_KEYS * any(panel.lines for panel in row) for row in rows]
     across = max(w + k for w, k in zip(wide, keyed, strict=True)) + 2 * _EDGE
     up = sum(_TOP + height + _UNDER for height in heights) + _EDGE
     picture, top = blank(across, up), _EDGE
-    for row, height, labels, keys in zip(rows, heights, before, after, strict=True):
-        names = list(dict.fromkeys(line.name for panel in row for line in panel.lines if not line.fit))
+    for row, height, labels in zip(rows, heights, before, strict=True):
+        names = list(dict.fromkeys(line.name for panel in row for line in panel.lines))
         for column, panel in enumerate(row):
-            left = _EDGE + column * (labels + _WIDE + keys) + labels
+            left = _EDGE + column * (labels + _WIDE) + labels
             bottom = up - top - _TOP - height
             axes = picture.add_axes((left / across, bottom / up, _WIDE / across, height / up))
             axes.set_title(panel.title, pad=16 if panel.bars else 6)
@@ -126,19 +176,8 @@ def _drawn(rows: list[list[Panel]]) -> Figure:
     return picture
 
 
-def _beside(name: str) -> float:
-    """The width of a line's name beside a plot."""
-    return 0.9 * LETTER * len(name) + 0.6
-
-
 def _height(row: list[Panel]) -> float:
     return max(max(_TALL if panel.lines else 0.0, _BAR * (len(panel.bars) + 1)) for panel in row)
-
-
-def _style(names: list[str], name: str, fit: bool = False) -> dict[str, Any]:
-    """The look of a line; that of its fit is dotted, without markers."""
-    look = stroked(names.index(name))
-    return {"color": look["color"], "linestyle": ":", "linewidth": 1.0} if fit else look
 
 
 def _draw_lines(axes: Axes, panel: Panel, names: list[str], last: bool) -> None:
@@ -147,23 +186,14 @@ def _draw_lines(axes: Axes, panel: Panel, names: list[str], last: bool) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.grid()
-    if panel.across == "size":
-        axes.xaxis.set_major_formatter(lambda x, _: size(x))
+    axes.xaxis.set_major_formatter(lambda x, _: size(x))
     if panel.level is not None:
         axes.axhline(panel.level, color=MUTED, linewidth=0.8)
     for line in filter(lambda line: line.points, panel.lines):
-        style = _style(names, line.name.split(" ~ ")[0] if line.fit else line.name, line.fit)
-        axes.plot(*zip(*line.points, strict=True), label=line.name, gid=line.name, **style)
-    beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.02, 1), "borderaxespad": 0}
-    if _fits(panel):
-        axes.legend(**beside)
-    elif last:  # the lines of a row have the same looks in all of its plots
-        keys = [Line2D([], [], label=name, **_style(names, name)) for name in names]
-        axes.legend(handles=keys, **beside)
-
-
-def _fits(panel: Panel) -> bool:
-    return any(line.fit for line in panel.lines)
+        axes.plot(*zip(*line.points, strict=True), label=line.name, gid=line.name, **stroked(names.index(line.name)))
+    if last:  # the lines of a row have the same looks in all of its plots
+        keys = [Line2D([], [], label=name, **stroked(number)) for number, name in enumerate(names)]
+        axes.legend(handles=keys, loc="upper left", bbox_to_anchor=(1.02, 1), borderaxespad=0)
 
 
 def _draw_bars(axes: Axes, panel: Panel) -> None:

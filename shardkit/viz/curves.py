@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardkit._kinds import short
 from shardkit._typed import typed
-from shardkit.viz.panels import Line
+from shardkit.viz.bars import Line
 from shardkit.viz.style import INK, MUTED, SMALL, blank, file_of, heading, look, saved, stroked
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def losses(
         >>> picture = sk.viz.losses({"one device": [2.0, 1.5, 1.25], "fsdp": {1: 2.0, 3: 1.2500001}})
     """
     path = file_of("viz.losses", output)
-    lines = curves("viz.losses", losses)
+    lines = curves(losses)
     below = differences(lines)
     looks = {line.name: stroked(number) for number, line in enumerate(lines)}
     looks |= {line.name: looks[other.name] for line, other in zip(below, _others(lines), strict=True)}
@@ -71,7 +71,7 @@ def losses(
         return saved(picture, path)
 
 
-def curves(where: str, losses: Mapping[str, Any]) -> list[Line]:
+def curves(losses: Mapping[str, Any]) -> list[Line]:
     """The points of each run, in the order of steps; refuses what is no loss."""
     lines = []
     for name, run in losses.items():
@@ -79,13 +79,13 @@ def curves(where: str, losses: Mapping[str, Any]) -> list[Line]:
         wrong = [each for pair in points.items() for each in pair if not _is_number(each)]
         if wrong:
             raise TypeError(
-                f"{where}: the losses of {name!r} must be numbers, in a sequence or by step; got {short(wrong[0])}. "
+                f"viz.losses: the losses of {name!r} must be numbers, in a sequence or by step; got {short(wrong[0])}. "
                 "Pass for example {'fsdp': [2.0, 1.5]}."
             )
         if points:
             lines.append(Line(str(name), tuple(sorted((float(x), float(y)) for x, y in points.items()))))
     if not lines:
-        raise ValueError(f"{where}: losses must have at least one loss; got none. Pass for example {{'fsdp': [2.0]}}.")
+        raise ValueError("viz.losses: losses must have at least one loss; got none. Pass for example {'fsdp': [2.0]}.")
     return lines
 
 

@@ -61,25 +61,25 @@ def overlap(report: Any, *, output: str | Path | None = None) -> Any:
         sk.viz.overlap(report, output="overlap.svg")
     """
     path = file_of("viz.overlap", output)
-    several = timelines("viz.overlap", report)
+    several = timelines(report)
     with look():
         return saved(_picture(several), path)
 
 
-def timelines(where: str, given: Any) -> dict[str, Timeline]:
+def timelines(given: Any) -> dict[str, Timeline]:
     """The timeline of one report, or of several by name; refuses anything else."""
     several = given if isinstance(given, Mapping) else {"": given}
     out = {}
     for name, each in several.items():
         if not isinstance(each, Report | Timeline):
             raise TypeError(
-                f"{where}: report must be a report of aot.compile, or a mapping of names to them; got {short(each)}. "
-                "Pass sk.aot.compile(step, args, topology='v5e:2x4')."
+                f"viz.overlap: report must be a report of aot.compile, or a mapping of names to them; got "
+                f"{short(each)}. Pass sk.aot.compile(step, args, topology='v5e:2x4')."
             )
         line = each.timeline if isinstance(each, Report) else each
         if not line.seconds:
             raise ValueError(
-                f"{where}: the report must have a timeline; got one of a program that the compiler refused, or that "
+                "viz.overlap: the report must have a timeline; got one of a program that the compiler refused, or that "
                 "an older version wrote. Compile it again, for a topology that it fits."
             )
         out[str(name)] = line

@@ -16,8 +16,7 @@ from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.report import Report
 from shardkit.cost import ZeroMemory
 from shardkit.layout import bytes_per_device
-from shardkit.viz.bars import size, stacked
-from shardkit.viz.panels import Bar, Line
+from shardkit.viz.bars import Bar, Line, size, stacked
 from shardkit.viz.style import INK, SMALL, file_of, look, page, saved, stroked
 
 _FAR = 4.0  # times the longest bar, up to which a limit is drawn
@@ -54,7 +53,7 @@ def memory(memory: Any, *, state: Any = None, limit: float | None = None, output
         >>> picture = sk.viz.memory(parts, limit=16 * 2**30)
     """
     path = file_of("viz.memory", output)
-    several = parts("viz.memory", memory, state)
+    several = parts(memory, state)
     bars = [Bar(name, kind, value) for name, own in several.items() for kind, value in own.items() if value > 0]
     reports = [each for each in _several(memory).values() if isinstance(each, Report)]
     mark = limit if limit is not None else max((each.available for each in reports), default=None)
@@ -146,9 +145,9 @@ def zero_lines(parameters: float, ways: Sequence[int], stages: Sequence[int], **
     ]
 
 
-def parts(where: str, given: Any, state: Any = None) -> dict[str, dict[str, float]]:
+def parts(given: Any, state: Any = None) -> dict[str, dict[str, float]]:
     """Bytes by kind of one memory, or of several by name; refuses anything else."""
-    return {name: _parts(where, each, state) for name, each in _several(given).items()}
+    return {name: _parts(each, state) for name, each in _several(given).items()}
 
 
 def _several(given: Any) -> Mapping[str, Any]:
@@ -157,27 +156,28 @@ def _several(given: Any) -> Mapping[str, Any]:
     return {"": given}
 
 
-def _parts(where: str, given: Any, state: Any) -> dict[str, float]:
+def _parts(given: Any, state: Any) -> dict[str, float]:
     if isinstance(given, ZeroMemory):
         return {"parameters": given.parameters, "optimizer": given.optimizer, "gradients": given.gradients}
     if isinstance(given, Mapping) and all(isinstance(value, Real) for value in given.values()):
         return {str(name): float(value) for name, value in given.items()}
     if isinstance(given, Report) and given.memory is None:
         raise ValueError(
-            f"{where}: the program must be compiled; got a report of one that does not fit {given.topology}, of which "
-            "the compiler gives no parts. Pass a report with fits=True."
+            f"viz.memory: the program must be compiled; got a report of one that does not fit {given.topology}, of "
+            "which the compiler gives no parts. Pass a report with fits=True."
         )
     held = given.memory if isinstance(given, Report | Compiled) else given
     if not isinstance(held, Memory):
         raise TypeError(
-            f"{where}: memory must be a report, a ZeroMemory, bytes by name, or a mapping of names to these; got "
+            f"viz.memory: memory must be a report, a ZeroMemory, bytes by name, or a mapping of names to these; got "
             f"{short(given)}. Pass for example sk.cost.zero_breakdown(1e9, 8, stage=1)."
         )
     known: dict[str, float] = {}
     if state is not None:
         if not (hasattr(state, "params") and hasattr(state, "opt_state")):
             raise TypeError(
-                f"{where}: state must be a TrainState; got {short(state)}. Pass init.abstract(params), or leave it out."
+                f"viz.memory: state must be a TrainState; got {short(state)}. Pass init.abstract(params), or leave it "
+                "out."
             )
         known = {"parameters": bytes_per_device(state.params), "optimizer": bytes_per_device(state.opt_state)}
     rest = {

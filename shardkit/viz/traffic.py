@@ -13,8 +13,7 @@ from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import Compiled
 from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.jaxpr.census import Census, Row
-from shardkit.viz.bars import size, stacked
-from shardkit.viz.panels import Bar
+from shardkit.viz.bars import Bar, size, stacked
 from shardkit.viz.style import file_of, look, saved
 
 # Each has one look in all pictures.
@@ -44,7 +43,7 @@ def census(census: Any, *, output: str | Path | None = None) -> Any:
         >>> picture = sk.viz.census(sk.census(f, jnp.ones((8, 4))))
     """
     path = file_of("viz.census", output)
-    several = rows_of("viz.census", census)
+    several = rows_of(census)
     bars, times = traffic(several), counts(several)
     with look():
         picture = stacked(
@@ -59,13 +58,13 @@ def census(census: Any, *, output: str | Path | None = None) -> Any:
         return saved(picture, path)
 
 
-def rows_of(where: str, given: Any) -> dict[str, tuple[Row | CompiledRow, ...]]:
+def rows_of(given: Any) -> dict[str, tuple[Row | CompiledRow, ...]]:
     """The rows of one census, or of several by name; refuses anything else."""
     several = given if isinstance(given, Mapping) else {"": given}
     for each in several.values():
         if not isinstance(each, Census | Report | Compiled):
             raise TypeError(
-                f"{where}: census must be a census, a report or a mapping of names to them; got {short(each)}. Pass "
+                f"viz.census: census must be a census, a report or a mapping of names to them; got {short(each)}. Pass "
                 "sk.census(step, state, batch)."
             )
     return {str(name): each.rows for name, each in several.items()}

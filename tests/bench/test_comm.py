@@ -13,10 +13,9 @@ from jax import lax
 import shardkit as sk
 from shardkit import bench, cost
 from shardkit.bench import as_compiled, operations
-from shardkit.bench.comm import table
+from shardkit.bench.comm import sweeps, table
 from shardkit.bench.kernels import Compared, case, placed
 from shardkit.bench.operations import DTYPES, OPERATIONS
-from shardkit.bench.sweeps import sweeps
 from shardkit.testing import reference
 
 ROOT = Path(__file__).parents[2]
@@ -134,7 +133,7 @@ def test_the_chips_figures_are_expected_where_the_chip_is_known(monkeypatch, dat
 
 @pytest.mark.check
 def test_the_page_shows_the_results_that_are_kept():
-    kept = [r for r in bench.read(ROOT / "results" / "comm.jsonl") if r["op"] == "all_reduce"]
+    kept = [r for r in bench.read(ROOT / "benchmarks" / "results" / "comm.jsonl") if r["op"] == "all_reduce"]
     assert table(kept) in (ROOT / "docs" / "benchmarks" / "collectives.md").read_text()
     row = kept[2]
     assert (row["wall_us_median"], f"{row['fit_us']:.1f}", f"{row['of_fit']:.2f}") == (334.7322, "442.4", "1.32")

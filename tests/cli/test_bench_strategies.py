@@ -53,17 +53,14 @@ def test_a_model_of_ones_own_must_be_made_whole(inside, module):
     )
 
 
-# proves F83: a plan and a tutorial's step beside one device, in one table of one run
+# proves F83: plans beside one device, in one table of one run
 def test_a_quick_run_agrees_with_one_device(inside, tmp_path):
-    """What autodiff reduces in every microbatch is twice what the gradients are, and gives the same numbers."""
-    file, name = tmp_path / "out.jsonl", "tutorial: dp, 2 microbatches"
-    out = inside("bench", "strategies", "--quick", "--only", name, "--json", file).stdout
-    one, tutorial = bench.read(file)
-    assert one["row"] == "data=2, model=4" and tutorial["baseline"] == "one device"
-    assert 0 < tutorial["disagreement_relative_max"] < tutorial["tolerance_relative"] < 1e-4 and not tutorial["wrong"]
-    assert one["wire_bytes"] == 0 < tutorial["wire_bytes"] == tutorial["written_bytes"]
-    parameters = (one["held_bytes"] - 16 * 4 * 2 * 4 - 4) / 3  # beside two moments, the batch and a counter
-    assert tutorial["written_bytes"] == pytest.approx(2 * 2 * 7 / 8 * parameters, rel=0.01)  # microbatches, a ring
+    file = tmp_path / "out.jsonl"
+    out = inside("bench", "strategies", "--quick", "--only", "dp", "--json", file).stdout
+    one, dp = bench.read(file)
+    assert one["row"] == "data=2, model=4" and dp["baseline"] == "one device"
+    assert 0 < dp["disagreement_relative_max"] < dp["tolerance_relative"] < 1e-4 and not dp["wrong"]
+    assert one["wire_bytes"] == 0 < dp["wire_bytes"] == dp["written_bytes"]
     assert "results agree within" in out.splitlines()[-1]
 
 
@@ -88,5 +85,5 @@ def test_every_case_of_both_models_agrees(inside, module, tmp_path):
         file = tmp_path / f"{len(every)}.jsonl"
         inside("bench", "strategies", "--quick", *words, "--only", *every, "--json", file)
         records = bench.read(file)
-        assert [record["case"] for record in records] == ["one device", *every] and len(every) >= 16
+        assert [record["case"] for record in records] == ["one device", *every] and len(every) >= 7
         assert not any(record["wrong"] for record in records)

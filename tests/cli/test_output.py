@@ -1,27 +1,15 @@
-"""`--json` of every command, and text for people beside it."""
+"""`--json`, text for people beside it, and what a training run shows and writes."""
 
 import io
 import json
-import re
 import sys
+from types import SimpleNamespace
 
-import jax
 import pytest
 from rich.console import Console
 
-from shardkit.cli import extras, output, trainlog
-from shardkit.cli.curve import Point, losses
-from shardkit.cli.display import Display, duration
-from shardkit_command import table
-from shardkit_command.declared import declared
-
-
-@pytest.mark.check
-def test_every_command_has_json():
-    for group in ("", *table.GROUPS):
-        for command in table.commands_of(group):
-            said = {option.name: option.value for option in declared(command.module, command.name).options}
-            assert said.get("json") == "FILE|-", command.name
+from shardkit.cli import extras, output, train
+from support.commands import SMALL
 
 
 @pytest.mark.check
@@ -90,7 +78,7 @@ def test_doctor_knows_every_package_of_every_extra(monkeypatch):
         extras.metadata, "metadata", lambda name: type("M", (), {"get_all": lambda self, key: ["cli", "aot"]})()
     )
     assert [extras.line(*row) for row in extras.extras().items()] == [
-        "[cli]: missing rich 12.9 (needs 13), uniplot; pip install 'shardkit[cli]'",
+        "[cli]: missing rich 12.9 (needs >=13), uniplot; pip install 'shardkit[cli]'",
         "[aot]: missing libtpu; pip install 'shardkit[aot]'",
     ]
     there |= {"rich": "13.0.1", "libtpu": "0.0.42.1"}
@@ -101,9 +89,9 @@ def test_doctor_knows_every_package_of_every_extra(monkeypatch):
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("command", ["aot train.py:make --topology v5e:2x4", "audit train.py:make", "doctor", "train"])
+@pytest.mark.parametrize("command", ["aot train.py:make --topology v5e:2x4", "audit train.py:make", "doctor"])
 def test_another_kind_of_picture_is_refused_before_anything_else(command, inside):
-    """Otherwise a compiler's minutes, or a whole run, would be lost."""
+    """Otherwise a compiler's minutes would be lost."""
     words = command.split()
     assert inside(*words, "--output", "picture.pdf", code=2).stderr == (
         f"error: {words[0]}: the picture must be a .png or .svg file; got 'picture.pdf'. Pass for example "
@@ -111,17 +99,10 @@ def test_another_kind_of_picture_is_refused_before_anything_else(command, inside
     )
 
 
-@pytest.mark.check
-def test_the_losses_of_a_run_are_drawn_by_name():
-    curve = (Point(1, 3.0, None), Point(2, 2.0, 2.5))
-    assert losses(curve) == {"training": {1: 3.0, 2: 2.0}, "validation": {2: 2.5}}
-    assert losses(curve[:1]) == {"training": {1: 3.0}}
-
-
 class Board:
     """In place of TensorBoard's writer."""
 
-    def __init__(self, folder=None):
+    def __init__(self, folder):
         self.folder, self.seen = folder, []
 
     def add_scalar(self, tag, value, step):
@@ -133,73 +114,66 @@ class Board:
 
 @pytest.mark.check
 def test_tensorboard_gets_the_numbers_of_a_step(monkeypatch, tmp_path):
-    board = Board()
-    monkeypatch.setattr(trainlog, "_board", lambda folder: board)
-    with trainlog.train_log(None, tmp_path, writes=True, resumes=False) as log:
-        log.begin(plan="dp")
+    boards = []
+    module = SimpleNamespace(SummaryWriter=lambda folder: boards.append(Board(folder)) or boards[0])
+    monkeypatch.setitem(sys.modules, "tensorboardX", module)
+    options = train.Options(tensorboard=tmp_path)
+    with train.CommandLog(options, output.console()) as log:
+        log.row("run", first_step=1, plan="dp")
         log.row("step", step=3, loss=1.5, gradient_norm=2.0, tokens_per_second=None)
         log.row("evaluation", step=3, validation_loss=1.25)
         log.row("end", ended="done")
+    (board,) = boards
+    assert board.folder == str(tmp_path)
     assert board.seen == [
         ("loss/training", 1.5, 3),
         ("gradient norm", 2.0, 3),
         ("loss/validation", 1.25, 3),
         "closed",
     ]
-    with trainlog.train_log(None, tmp_path, writes=False, resumes=False) as log:
-        log.row("step", step=4, loss=1.0)  # another process writes
-    assert len(board.seen) == 4
 
 
 @pytest.mark.check
-def test_tensorboard_without_its_package_is_one_sentence(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    message = (
-        "train: --tensorboard needs the package tensorboardX, which is missing. Install it with: pip install "
-        "'shardkit[tensorboard]'."
+def test_only_process_0_writes(monkeypatch, tmp_path):
+    monkeypatch.setattr(train.sk.runtime, "is_main", lambda: False)
+    with train.CommandLog(train.Options(json=tmp_path / "run.json"), output.console()) as log:
+        log.row("run", first_step=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.check
+def test_tensorboard_without_its_package_is_one_sentence(monkeypatch, inside, corpus, tmp_path):
+    monkeypatch.setattr(train, "find_spec", lambda name: None)
+    done = inside("train", "data=2", "--data", corpus, "--tensorboard", tmp_path, *SMALL, code=2)
+    assert done.stderr == (
+        "error: train: --tensorboard needs the package tensorboardX, which is missing. Install it with: pip install "
+        "'shardkit[tensorboard]'.\n"
     )
-    with pytest.raises(ValueError) as error, trainlog.train_log(None, tmp_path, writes=True, resumes=False):
-        pass
-    assert str(error.value) == message
 
 
 @pytest.mark.check
 def test_rows_can_be_read_while_the_run_goes_on_and_a_resumed_run_appends(tmp_path):
     file = tmp_path / "new" / "run.jsonl"
-    for resumes in (False, True):
-        with trainlog.train_log(file, None, writes=True, resumes=resumes) as log:
-            log.begin()
+    options = train.Options(json=file, steps=9)
+    for first in (1, 2):
+        with train.CommandLog(options, output.console()) as log:
+            log.row("run", first_step=first)
             log.row("step", step=1, loss=float("nan"))
             assert json.loads(file.read_text().splitlines()[-1]) == {"row": "step", "step": 1, "loss": None}
     assert len(file.read_text().splitlines()) == 4
-
-
-def shown(display):
-    """The moving line as text."""
-    console = Console(width=100, file=io.StringIO(), force_terminal=True, color_system=None)
-    console.print(display.line())
-    return console.file.getvalue().strip()
+    with train.CommandLog(options, output.console()) as log:  # it had finished, and keeps its results
+        log.row("run", first_step=10)
+    assert len(file.read_text().splitlines()) == 4
 
 
 @pytest.mark.check
-def test_the_line_says_what_is_done_and_for_how_long():
-    terminal = Console(file=io.StringIO(), force_terminal=True, width=100)
-    display = Display(terminal, first=0, steps=150)
-    with display.building("first step"):
-        assert "first step: tracing, 0 s" in shown(display)
-        jax.jit(lambda x: x + 1).lower(1.0)
-        assert "first step: compiling, 0 s" in shown(display)
-    display.step(12, "loss 3.210, 1,234 tokens/s, 1:05 left")
-    assert re.fullmatch(r"step 12/150 \S+ +loss 3.210, 1,234 tokens/s, 1:05 left", shown(display))
-    with display.phase("evaluating"):
-        assert shown(display).endswith("evaluating, 0 s")
-    pipe = Console(file=io.StringIO(), force_terminal=False, width=100)
-    with Display(pipe, first=0, steps=150) as display, display.building("first step"):
-        pass
-    assert pipe.file.getvalue() == "first step: tracing and compiling ...\n"
-
-
-@pytest.mark.check
-@pytest.mark.parametrize(("seconds", "text"), [(5, "0:05"), (65.4, "1:05"), (3723, "1:02:03")])
-def test_time_left(seconds, text):
-    assert duration(seconds) == text
+def test_a_bar_moves_below_the_lines_on_a_terminal_and_not_in_a_pipe():
+    for terminal in (True, False):
+        here = Console(file=io.StringIO(), force_terminal=terminal, width=100, color_system=None)
+        with train.CommandLog(train.Options(steps=150), here) as log:
+            log.row("run", first_step=1)
+            log.step(12)
+            log.say("step 12: loss 3.210")
+            log._progress.refresh()
+        text = here.file.getvalue()
+        assert "step 12: loss 3.210\n" in text and ("12/150" in text) == terminal

@@ -4,12 +4,11 @@ import pytest
 import tyro
 
 from shardkit import schedules
-from shardkit.cli.pipelines import pipeline_of
-from shardkit.cli.plans import mesh_words
+from shardkit.cli.plans import mesh_words, schedule_of
 from shardkit.cli.train import Options
 from support.commands import SMALL, deep, rows
 
-TINY = [*SMALL, "--layers", 4, "--kv-heads", 1]
+TINY = [*SMALL, "--layers", 4]
 
 
 @pytest.fixture
@@ -19,10 +18,11 @@ def trained(inside, corpus, tmp_path):
     def run(*words):
         out = tmp_path / "run.json"
         done = inside("train", *TINY, *words, "--data", corpus, "--steps", 3, "--verify", 3, "--json", out)
-        results = rows(out)[-1] | {"pipeline": rows(out, "run")[0]["pipeline"]}
-        assert results["verify_loss_difference"] < 1e-5 and results["verify_parameter_difference"] < 1e-5
-        assert f"\npipeline: {results['pipeline']}\n" in done.stdout
-        return results
+        (differences,) = rows(out, "verify")
+        assert differences["loss"] < 1e-5 and differences["parameters"] < 1e-4
+        pipeline = rows(out, "run")[0]["pipeline"]
+        assert f"\npipeline: {pipeline}\n" in done.stdout
+        return pipeline
 
     return run
 
@@ -33,11 +33,11 @@ def trained(inside, corpus, tmp_path):
     [
         ["data=2", "stage=2", "--dropout", 0.1],
         deep(["data=2", "stage=2", "model=2", "--dropout", 0.1]),
-        deep(["stage=2", "fsdp=4", "--schedule", "interleaved", "--chunks", 2, "--tied"]),
-        deep(["stage=2", "--mode", "branch", "--no-recompute", "--schedule", "1f1b"]),
+        deep(["stage=2", "fsdp=4", "--schedule", "interleaved", "--chunks", 2]),
+        deep(["stage=2", "--schedule", "1f1b"]),
         deep(["stage=4", "--dropout", 0.1]),
         deep(["stage=2", "--schedule", "zb-h1", "--microbatches", 4]),
-        deep(["stage=2", "model=2", "context=2", "--sequence", "--heads", 4, "--kv-heads", 2]),
+        deep(["stage=2", "model=2", "context=2", "--sequence", "--heads", 4]),
         deep(["stage=2", "expert=2", "data=2", "--dropout", 0.1]),
         deep(["stage=2", "expert=2", "--accumulate", 2, "--microbatches", 2]),
     ],
@@ -52,8 +52,7 @@ def test_a_pipeline_trains_to_one_devices_numbers(words, trained):
 def test_the_schedule_of_a_file_is_run(trained, tmp_path):
     file = tmp_path / "mine.csv"
     file.write_text(schedules.zero_bubble_h1(2, 4).to_csv())
-    results = trained("stage=2", "--schedule", file, "--mode", "branch", "--no-recompute")
-    assert results["pipeline"].startswith("mine, 2 stages, 4 microbatches; simulated bubble ")
+    assert trained("stage=2", "--schedule", file).startswith("mine, 2 stages, 4 microbatches; simulated bubble ")
 
 
 @pytest.mark.parametrize(
@@ -62,20 +61,6 @@ def test_the_schedule_of_a_file_is_run(trained, tmp_path):
         (
             ["data=2", "--schedule", "gpipe"],
             "train: --schedule needs an axis 'stage'; the axes are 'data'. Add stage=2, or leave the option out.",
-        ),
-        (
-            ["data=2", "--no-recompute"],
-            "train: --no-recompute needs an axis 'stage'; the axes are 'data'. Add stage=2, or leave the option out.",
-        ),
-        (
-            ["stage=2", "--schedule", "fastest"],
-            "train: schedule must be 'breadth_first', 'dualpipe_v', 'gpipe', 'interleaved', 'lockstep', 'one_f_one_b', "
-            "'zero_bubble_h1' or 'zero_bubble_v'; got 'fastest'. Pass for example schedule='breadth_first'.",
-        ),
-        (
-            ["stage=2", "--schedule", "gpipe", "--chunks", 2],
-            "train: schedule 'gpipe' does not take chunks; got 2. Leave --chunks out, or choose "
-            "'breadth_first', 'interleaved' or 'lockstep'.",
         ),
         (
             ["stage=2", "data=2", "--microbatches", 3],
@@ -90,11 +75,6 @@ def test_the_schedule_of_a_file_is_run(trained, tmp_path):
             ["stage=2", "--chunks", 2, "--layers", 6],
             "train: the layers must be divisible by stages x chunks; got 6 layers for 2 x 2. Change --layers, or use "
             "fewer stages or chunks.",
-        ),
-        (
-            ["stage=2", "--schedule", "no/such.csv"],
-            "train: no/such.csv must be a file that --to-csv wrote; it cannot be read (FileNotFoundError). Check the "
-            "path.",
         ),
         (
             ["stage=4", "--schedule", "FILE"],
@@ -112,31 +92,20 @@ def test_mistakes_are_named_in_one_sentence(words, message, tmp_path):
     file.write_text(schedules.gpipe(2, 4).to_csv())
     options = tyro.cli(Options, args=[str(file) if word == "FILE" else str(word) for word in words])
     with pytest.raises(ValueError) as error:
-        pipeline_of(options, mesh_words(options.mesh))
+        schedule_of(options, mesh_words(options.mesh))
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["data=2", "--chunks", 2],
-            "train: --chunks needs an axis 'stage'; the axes are 'data'. Add stage=2, or",
-        ),
-        (
-            ["stage=2", "context=2", "--mode", "branch"],
-            "pipeline.value_and_grad: mode='branch': a stage must hold no ppermute and no collective over axis 'stage'",
-        ),
-    ],
-)
-def test_mistakes_end_the_command(words, message, inside, corpus):
-    done = inside("train", *words, "--data", corpus, code=2)
-    assert done.stderr.startswith(f"error: {message}") and len(done.stderr.splitlines()) == 1
+def test_a_mistake_ends_the_command(inside, corpus):
+    done = inside("train", "data=2", "--chunks", 2, "--data", corpus, code=2)
+    assert done.stderr == (
+        "error: train: --chunks needs an axis 'stage'; the axes are 'data'. Add stage=2, or leave the option out.\n"
+    )
 
 
 def test_the_microbatches_are_four_a_stage_or_what_divides():
     def count(batch, **sizes):
-        return pipeline_of(Options(batch=batch), sizes).schedule.microbatches
+        return schedule_of(Options(batch=batch), sizes).microbatches
 
     assert [count(32, stage=2), count(32, stage=2, data=2), count(64, stage=4, fsdp=4)] == [8, 8, 16]
     assert [count(12, stage=2), count(12, stage=4), count(9, stage=2), count(7, stage=2)] == [6, 12, 3, 7]

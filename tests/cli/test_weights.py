@@ -9,21 +9,19 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import shardkit as sk
-from shardkit.cli.resuming import first_state, resumed
-from shardkit.cli.run import CommandRun, config_of, rate_of, settings_of
 from shardkit.cli.train import Options
-from shardkit.runtime import Checkpoints, llama_names, save_params
+from shardkit.cli.training import Run, first_state
+from shardkit.runtime import Checkpoints, save_params
 from support.commands import rows
 
-SIZES = {"layers": 1, "dim": 8, "heads": 2, "hidden": 8, "length": 16, "batch": 8, "steps": 2}
+SIZES = {"layers": 1, "dim": 8, "heads": 2, "length": 16, "batch": 8, "steps": 2}
 TINY = [word for name, size in SIZES.items() for word in (f"--{name}", size)]
 
 
 def run_of(word, corpus, **options):
-    """What builds a run on two devices of one axis, of these options and SIZES."""
+    """A run on two devices of one axis, of these options and SIZES."""
     given = Options(mesh=(f"{word}=2",), data=(corpus,), **(SIZES | options))
-    mesh = sk.make_mesh(jax.devices()[:2], **{word: 2})
-    return lambda began=0: CommandRun(given, mesh, config_of(given, mesh.shape), began)
+    return Run(given, sk.make_mesh(jax.devices()[:2], **{word: 2}))
 
 
 def same(found, wanted):
@@ -83,40 +81,30 @@ def test_a_checkpoint_of_another_program(inside, tmp_path):
 
 
 def test_a_run_starts_from_the_parameters_of_another_or_of_a_file(corpus, tmp_path):
-    first = run_of("fsdp", corpus)()
+    first = run_of("fsdp", corpus)
     state = first.init(first.params, jax.random.key(7))
     with Checkpoints(tmp_path / "run") as checkpoints:
         checkpoints.save(state, position=0)
-    save_params(tmp_path / "llama", state.params, names=llama_names(first.config))
-    half = load_file(tmp_path / "llama" / "model-00001-of-00001.safetensors")
+    save_params(tmp_path / "whole", state.params)
+    half = load_file(tmp_path / "whole" / "model-00001-of-00001.safetensors")
     save_file({name: x.astype(np.float16) for name, x in half.items()}, tmp_path / "half.safetensors")
     rounded = jax.tree.map(lambda x: x.astype(np.float16).astype(np.float32), state.params)
     for path, wanted in (("run", state.params), ("half.safetensors", rounded)):
-        run = run_of("model", corpus, init_from=tmp_path / path)()
-        found, _ = first_state(run, None, None)
-        assert int(found.step) == 0
+        found, saved, said = first_state(run_of("model", corpus, init_from=tmp_path / path), None)
+        assert int(found.step) == 0 and saved is None
+        assert said == f"parameters: those of {tmp_path / path}; the optimizer starts from step 0"
         same(found.params, wanted)
 
 
-def test_another_optimizer_goes_on_with_the_parameters_and_the_step(corpus, tmp_path):
-    first = run_of("data", corpus)()
+def test_a_run_goes_on_where_another_mesh_left_it_with_what_may_change(corpus, tmp_path):
+    first = run_of("data", corpus)
     state = first.init(first.params, jax.random.key(0))
     state = state._replace(step=jax.device_put(np.int32(2), state.step.sharding))
-    how = {"checkpoint": tmp_path, "steps": 10, "optimizer": "sgd", "change": ("steps", "optimizer")}
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(state, position=16, config=first.settings())
+        checkpoints.save(state, position=16, config=first.settings)
         checkpoints.wait()
-        build = run_of("fsdp", corpus, **how)
-        options, config = build().options, build().config
-        resume = resumed(settings_of(options, config), options, checkpoints)
-        assert resume.changes == ("--steps 10 (was 2)", "--optimizer sgd (was adamw)")
-        found, resume = first_state(build(resume.began), checkpoints, resume)
-    assert (resume.first, resume.began, resume.anew, int(found.step)) == (2, 2, True, 2)
-    same(found.params, state.params)
-
-
-def test_another_optimizer_has_the_learning_rate_of_the_runs_step():
-    """It would warm up once more."""
-    options = Options(steps=40)
-    with jax.numpy_dtype_promotion("standard"):
-        assert rate_of(options, 10)(3) == rate_of(options, 0)(13) != rate_of(options, 0)(3)
+        how = {"checkpoint": tmp_path, "steps": 10, "change": ("steps",)}
+        found, saved, said = first_state(run_of("fsdp", corpus, **how), checkpoints)
+    assert said == f"checkpoint: step 2 of {tmp_path}; resuming with --steps 10 (was 2)"
+    assert int(found.step) == saved.step == 2
+    same((found.params, found.opt_state), (state.params, state.opt_state))

@@ -35,9 +35,9 @@ def line_of(mutant: Mutant, text: str) -> int:
 
 
 def mirrored(mutant: Mutant) -> Path:
-    """The folder below tests/ that mirrors that of the mutant's file; what of the command needs no jax is in cli/."""
-    package, *folders = Path(mutant.file).parent.parts
-    return Path("cli" if package == "shardkit_command" else "", *folders)
+    """The folder below tests/ that mirrors that of the mutant's file; the module of the command is tested in cli/."""
+    folders = Path(mutant.file).parent.parts
+    return Path(*folders[1:]) if folders else Path("cli")
 
 
 def statement(text: str, line: int) -> range:

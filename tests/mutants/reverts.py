@@ -513,7 +513,7 @@ REVERTS = (
     ),
     (
         "help-into-a-closed-pipe",
-        "shardkit_command/__init__.py",
+        "shardkit_command.py",
         "os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())",
         "os.open(os.devnull, os.O_WRONLY)",
     ),
@@ -846,29 +846,28 @@ REVERTS = (
         "x.reshape(count, x.shape[0] // count, *x.shape[1:]) if x.ndim else x",
         "jnp.broadcast_to(x, (count, *x.shape)) if x.ndim else x",
     ),
-    # ---- a review of snapshots, chaos and the meeting
     (
-        "snapshot-kept-again-in-place",
-        "shardkit/runtime/snapshots/snapshots.py",
-        "-{self._saved:08d}",
-        "",
-    ),
-    (
-        "snapshot-of-a-future-that-was-left",
-        "shardkit/runtime/snapshots/snapshots.py",
-        "step < self._last:  # the run went back",
-        "step < 0:  # the run went back",
-    ),
-    (
-        "snapshot-of-a-state-that-was-not-checked",
-        "shardkit/cli/loop.py",
-        "every(o.snapshot_every, lambda step: replay.check()",
-        "every(0, lambda step: replay.check()",
+        "checkpoint-of-a-state-that-was-not-checked",
+        "shardkit/cli/training.py",
+        "if replay and saves:",
+        "if replay and end:",
     ),
     (
         "checkpoint-path-as-a-url",
-        "shardkit/runtime/checkpoint/pieces.py",
+        "shardkit/runtime/checkpoint/reading.py",
         'base = {"driver": "file", "path": f"{tree.parent}/"}',
         'base = f"file://{tree.parent}/"',
+    ),
+    (
+        "padding-changes-while-a-dim-is-split",
+        "shardkit/partitioning/moves.py",
+        "        if a != b and _ways(source[dim], mesh) > 1 and _ways(target[dim], mesh) > 1:",
+        "        if a != b and not mesh.shape:",
+    ),
+    (
+        "a-state-of-another-plan-is-taken",
+        "shardkit/state.py",
+        "            if found != wanted:",
+        "            if found is wanted:",
     ),
 )

@@ -25,8 +25,8 @@ def test_there_are_many():
 
 
 def test_every_folder_is_hit():
-    folders = {path.parent for name in ("shardkit", "shardkit_command") for path in (ROOT / name).rglob("*.py")}
-    assert folders == {(ROOT / m.file).parent for m in MUTANTS}
+    folders = {path.parent for path in (ROOT / "shardkit").rglob("*.py")}
+    assert folders == {(ROOT / m.file).parent for m in MUTANTS} - {ROOT}
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)

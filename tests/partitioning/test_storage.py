@@ -334,6 +334,6 @@ def test_a_padded_state_is_evaluated_under_its_own_plan_or_unpadded():
     )
     np.testing.assert_allclose(evaluate(sk.unpadded(state.params), batch)["loss"], np.log(5), rtol=1e-6)
     _, other = sk.make_train_step(sk.value_and_grad(loss), optax.sgd(0.1), mesh=mesh, plan=sk.dp("data"))
-    with pytest.raises(ValueError, match="step: the parameters must be stored as this plan stores them"):
+    with pytest.raises(ValueError, match="step: the state must be laid out as the plan of the step says; leaf params"):
         other(state, batch)
     step(state, batch)

@@ -9,9 +9,8 @@ from hypothesis import example, given
 import shardkit as sk
 from shardkit import viz
 from shardkit.reporting import pictures
-from shardkit.reporting.html import bars, document, element, escaped, figures, part, sections, table
+from shardkit.reporting.html import STYLE, bars, document, element, escaped, figures, part, sections, table
 from shardkit.reporting.pictures import inline
-from shardkit.reporting.style import STYLE
 from support.pages import Page, assert_self_contained
 
 pytestmark = pytest.mark.check
@@ -61,29 +60,6 @@ def test_the_ids_of_a_picture_are_its_own():
         '<use xlink:href="#mesh-p"/><g clip-path="url(#mesh-p)"/></svg>'
     )
     Page(one)
-
-
-# Alone catches dots of another size: of a hatch they are most of a page's bytes, and are written shorter.
-def test_a_circle_stays_where_it_is():
-    from matplotlib.path import Path
-
-    curves = Path.unit_circle().vertices[1:25] * (2, -2) + (10, 20)  # y grows downwards in a file
-    triples = (" ".join(f"{x:f} {y:f}" for x, y in curves[i : i + 3]) for i in range(0, 24, 3))
-    text = "M 10 22 \n" + "".join(f"C {each}\n" for each in triples)
-    drawn = inline(f'<svg><path d="{text}z"/></svg>', "mesh")
-    assert drawn == '<svg><path d="M10 22a2 2 0 1 0 0-4 2 2 0 1 0 0 4"/></svg>'
-
-
-# Alone catches a hatch whose square was cut so that dots are missing, or shifted, at its edges.
-def test_a_hatch_of_dots_is_one_square_that_repeats():
-    dot = "a.3 .3 0 1 0 0-.6 .3 .3 0 1 0 0 .6"
-    rows = [(3 * i + (j % 2) * 1.5, 3 * j) for j in range(25) for i in range(25)]
-    dots = "".join(f"M{x:g} {y + 0.3:g}{dot}" for x, y in rows)
-    head = '<svg><pattern id="h" width="{0}" height="{0}"><rect width="{1}" height="{1}" fill="url(#h)"/><path d="'
-    drawn = inline(f'{head.format(72, 73)}{dots}"/></pattern></svg>', "bars")
-    assert drawn.startswith(head.format(6, 7).replace('"h"', '"bars-h"').replace("#h", "#bars-h"))
-    kept = {(float(x), float(y)) for x, y in re.findall(r"M([-\d.]+) ([-\d.]+)", drawn)}
-    assert kept == {(x, y + 0.3) for x, y in rows if x <= 7 and y <= 7}
 
 
 # Alone catches a picture of thousands of parts that makes the page too large to mail.

@@ -20,7 +20,7 @@ from shardkit.analysis.hlo.report import Report
 from shardkit.reporting import page as page_module
 from shardkit.reporting.page import page_of
 from shardkit.reporting.read import Facts, Leaf, StepReport
-from shardkit.reporting.words import flops, seconds
+from shardkit.reporting.sections import flops, seconds
 from support.compilers import tpu
 from support.pages import assert_self_contained
 

@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.runtime import drift
 from shardkit.runtime.data.arrays import from_single_device
+from shardkit.runtime.data.checksums import shard_checksums
+from shardkit.runtime.data.reading import on_mesh
 
 
 def planted(mesh, spec, shape, change, at, dtype=np.float32):
@@ -112,7 +114,7 @@ def test_a_train_state_has_no_drift_and_padded_leaves_keep_their_names(mesh2x4):
     state = init({"w": jnp.ones((7, 3))}, jax.random.key(0))
     state, _ = step(state, {"x": jnp.ones((8, 7))})
     drift.assert_no_drift(state)
-    _, leaves = drift.on_mesh("test", state, None)
+    _, leaves = on_mesh("test", state, None)
     assert "params.w" in [path for path, _ in leaves]
 
 
@@ -147,7 +149,7 @@ def test_the_error_lists_eight(data8):
 def test_the_cost_is_one_gather_of_four_bytes_a_leaf(mesh2x4):
     tree = [planted(mesh2x4, spec, (8, 4), lambda x: x, (0, 0)) for spec in (P(), P("data"), P("data", "model"))]
     specs = tuple(x.sharding.spec for x in tree)
-    report = sk.census(lambda leaves: drift.checksums(leaves, mesh=mesh2x4, specs=specs), tree)
+    report = sk.census(lambda leaves: shard_checksums(leaves, mesh=mesh2x4, specs=specs), tree)
     assert report.count() == report.count(kind="all_gather") == 1
     assert report.sent() == 4 * len(tree) * (8 - 1)
 

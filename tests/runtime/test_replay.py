@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.runtime import exchange, replay
+from shardkit.runtime import replay
 from support.planted.corrupted import RIGHT, flip_in_memory
 from support.planted.corrupted import small as build
 
@@ -141,14 +141,14 @@ def test_arrays_are_sent_bit_by_bit(dtypes, mesh):
     tree = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs]
     for x in (jax.random.key(3), np.float32(2)):
         tree.append(jax.device_put(x, NamedSharding(mesh, P())))
-    *got, other = exchange.sent([*tree, numbers], order)
+    *got, other = replay.sent([*tree, numbers], order)
     assert other is numbers
     for before, after in zip(tree, got, strict=True):
         assert after.dtype == before.dtype
-        assert after.sharding == NamedSharding(exchange.exchanged(mesh, order), before.sharding.spec)
-    sums, sums_there = exchange.shard_checksums("test", tree)[1], exchange.shard_checksums("test", got)[1]
+        assert after.sharding == NamedSharding(replay.exchanged(mesh, order), before.sharding.spec)
+    sums, sums_there = replay._checksums(tree)[1], replay._checksums(got)[1]
     np.testing.assert_array_equal(sums, sums_there)
-    assert [device.id for device in exchange.exchanged(mesh, order).devices.flat] == [2, 0, 3, 1]
+    assert [device.id for device in replay.exchanged(mesh, order).devices.flat] == [2, 0, 3, 1]
 
 
 # Every device of every count is found by halving, and a program whose bits depend on the order accuses none.

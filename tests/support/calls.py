@@ -318,7 +318,6 @@ def builders():
         (runtime.load_params, {"path": path / "w.npz", "like": {"w": laid}}),
         (runtime.llama_names, {"config": transformer.Config(layers=1)}),
         (runtime.Checkpoints, {"directory": path / str(next(fresh))}),
-        (runtime.Snapshots, {"every": 1, "name": "walk", "directory": path}),
         (runtime.health_check, {}),
         (runtime.launch, {"command": ["true"], "processes": 1}),
         (runtime.initialize, {}),

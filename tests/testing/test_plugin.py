@@ -100,5 +100,5 @@ def test_errors_in_full(tmp_path):
 def test_the_entry_point_names_the_plugin():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["entry-points"]["pytest11"] == {"shardkit": "shardkit_pytest"}
-    assert "shardkit_pytest" in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert "shardkit_pytest.py" in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     assert isinstance(import_module("shardkit_pytest").mesh, type(pytest.fixture(lambda: None)))

@@ -145,3 +145,44 @@ def test_keys_whose_draws_go_by_the_batch(impl):
             f"{where}: keys must have an implementation whose draws do not depend on the batch; got "
             f"{impl!r}. Pass jax.random.key(seed, impl='threefry2x32')."
         )
+
+
+# Alone in finding: jit moves the leaves of another layout by collectives that no census counts.
+# proves N52
+@pytest.mark.check
+@pytest.mark.parametrize("axis_type", [None, jax.sharding.AxisType.Explicit])
+def test_a_state_of_another_plan_or_mesh_and_what_is_no_state(axis_type):
+    kinds = {} if axis_type is None else {"axis_types": axis_type}
+    mesh, params, batch = (
+        sk.make_mesh(data=8, **kinds),
+        {"w": np.ones((16, 8), np.float32)},
+        np.ones((8, 16), np.float32),
+    )
+    plans = {"dp": sk.dp("data"), "fsdp": sk.fsdp("data", min_size=1), "zero1": sk.zero1("data", min_size=1)}
+    made = {
+        name: sk.make_train_step(OWN, optax.sgd(0.1, momentum=0.9), mesh=mesh, plan=plan)
+        for name, plan in plans.items()
+    }
+    states = {name: init.abstract(params) for name, (init, _) in made.items()}
+
+    def refused(name, state):
+        with pytest.raises((ValueError, TypeError)) as error:
+            made[name][1].trace(state, batch)
+        return str(error.value)
+
+    for name, state in states.items():
+        made[name][1].trace(state, batch)
+    wrong = "step: the state must be laid out as the plan of the step says; leaf {} is {} and must be {}. Pass "
+    wrong += "sk.reshard(state, its plan, the plan of the step, mesh=mesh)."
+    assert refused("dp", states["fsdp"]) == wrong.format("params.w", "P('data',)", "P()")
+    assert refused("fsdp", states["dp"]) == wrong.format("params.w", "P()", "P('data',)")
+    assert refused("dp", states["zero1"]) == wrong.format("opt_state.0.trace.w", "P('data',)", "P()")
+    init, _ = sk.make_train_step(OWN, optax.sgd(0.1, momentum=0.9), mesh=sk.abstract_mesh(data=4), plan=PLAN)
+    assert refused("dp", init.abstract(params)) == (
+        "step: the state must be on the mesh of the step, data=8; leaf step is on data=4. Save and restore it as a "
+        "checkpoint, or pass jax.device_put(state, layouts of init.abstract(params))."
+    )
+    assert refused("dp", params) == (
+        "step: the first argument must be the TrainState that init or the last step returned; got dict. Call "
+        "step(state, batch), with state = init(params, key)."
+    )

@@ -6,7 +6,7 @@ import pytest
 
 from shardkit import bench, viz
 from shardkit.cli.bench.plot import Options, plot
-from shardkit.viz.panels import panels
+from shardkit.viz.bench import panels
 
 pytestmark = pytest.mark.check
 HEAD = {"format": bench.FORMAT, "version": 1, "environment": {"platform": "cpu"}}
@@ -38,20 +38,6 @@ def ratios(benchmark="strategies", **changes):
         | {"cpu_ratio_median": ratio, "wall_ratio_median": ratio / 2, **changes}
         for case, ratio in (("one device", 1.0), ("fsdp", 1.3))
     ]
-
-
-SCHEDULES = [
-    HEAD
-    | {"benchmark": "schedules", "row": "8 microbatches", "case": case, "microbatches": 8, "cpu_ratio_median": 2.0}
-    | {"gpipe_work_ratio": work, "gpipe_cpu_ratio": cpu, "trace_cpu_s": 0.1}
-    for case, work, cpu in (("gpipe, masked", 1.0, 1.0), ("lockstep, masked", 1.0, 1.1))
-]
-SCALE = [
-    HEAD
-    | {"benchmark": "scale", "row": "devices", "case": f"devices={n}", "size": n}
-    | {"trace_cpu_s": 0.1 * n**0.5, "lower_cpu_s": None}
-    for n in (1, 4, 16)
-]
 
 
 def drawn(records):
@@ -119,55 +105,18 @@ def test_ratios_are_bars_beside_each_other_with_hatches():
     assert bars["fsdp, CPU time"] == 3.0
 
 
-def test_schedules_have_simulated_beside_executed():
-    [(title, bars)] = drawn(SCHEDULES)
-    assert title == "8 microbatches, over GPipe"
-    assert bars["lockstep, masked, simulated work"] == 1.0 and bars["lockstep, masked, CPU time"] == 1.1
-
-
-def test_what_grows_has_its_fitted_line_and_exponent():
-    [(title, lines)] = drawn([*SCALE, SCALE[0] | {"case": "exponent", "size": None, "trace_exponent": 0.5}])
-    assert title == "time against devices" and set(lines) == {"trace", "trace ~ 0.50"}
-    assert lines["trace ~ 0.50"] == [[1, pytest.approx(0.1)], [16, pytest.approx(0.4)]]
-
-
-def test_fits_are_drawn_against_the_points():
-    """It alone finds the fit of one implementation at the points of another."""
-    fit = {"lax": {"latency": 5e-6, "bandwidth": 2e9, "residual": 0.1}, "ring": {"latency": 1e-6, "bandwidth": None}}
-    fit["ring"] = fit["ring"] | {"bandwidth": math.inf, "residual": 0.0}
-    rows = [r | {"fit": fit[r["impl"]], "fit_us": 7.0 + (r["impl"] == "ring")} for r in comm()]
-    picture = viz.fits([*rows, comm()[0] | {"fit": None}, *(r | {"op": "shift"} for r in rows[:3])])
-    first, second = picture.axes
-    lines = {line.get_gid(): line.get_xydata().tolist() for line in first.lines}
-    assert lines["lax"] == [[s, 10 + s / 1e3] for s in (1024, 65536, 2**20)]
-    assert lines["lax ~ 5 us a hop, 2 GB/s, off by 10%"] == [[s, 7.0] for s in (1024, 65536, 2**20)]
-    assert lines["ring ~ 1 us a hop, any bytes, off by 0%"] == [[s, 8.0] for s in (1024, 65536, 2**20)]
-    looks = {line.get_gid(): (line.get_color(), line.get_linestyle()) for line in first.lines}
-    assert looks["lax"][0] == looks["lax ~ 5 us a hop, 2 GB/s, off by 10%"][0] != looks["ring"][0]
-    assert looks["lax"][1] != looks["lax ~ 5 us a hop, 2 GB/s, off by 10%"][1] == ":"
-    assert [axes.get_title(loc="left") for axes in picture.axes] == ["all_reduce", "shift"]
-    assert (second.get_xlabel(), second.get_ylabel()) == ("size", "us")
-    with pytest.raises(ValueError) as error:
-        viz.fits(comm())
-    assert str(error.value) == (
-        "viz.fits: the records must have alpha-beta fits; got 6 records without any. Pass the results of shardkit "
-        "bench comm, of at least two sizes."
-    )
-
-
 def test_files_of_several_benchmarks_are_one_picture(tmp_path, capsys):
     files = []
-    for name, records in (("comm", comm()), ("scale", SCALE), ("schedules", SCHEDULES), ("others", ratios("overlap"))):
+    for name, records in (("comm", comm()), ("others", ratios())):
         bench.write(records, tmp_path / name)
         files.append(tmp_path / name)
     assert plot(Options(tuple(files), tmp_path / "new" / "picture.svg")) == 0
     assert capsys.readouterr().out == f"wrote {tmp_path / 'new' / 'picture.svg'}\n"
     text = (tmp_path / "new" / "picture.svg").read_text()
-    assert ">time against devices<" in text and ">8 microbatches, over GPipe<" in text
+    assert ">bus bandwidth<" in text and ">data=8, over one device<" in text
     for name in ("one.svg", "two.svg"):
         plot(Options((files[1],), tmp_path / name))
     assert (tmp_path / "one.svg").read_text() == (tmp_path / "two.svg").read_text()
-    assert len(panels([r for file in files for r in bench.read(file)])) == 4
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path):

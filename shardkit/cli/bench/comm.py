@@ -9,10 +9,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 import shardkit as sk
-from shardkit.bench.comm import measured, table
-from shardkit.bench.sweeps import sweeps
+from shardkit.bench.comm import measured, sweeps, table
 from shardkit.cli.bench.options import Output, header, kept
-from shardkit.cli.run import mesh_of
+from shardkit.cli.plans import mesh_of
 from shardkit.cli.target import function_of
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30}

@@ -9,19 +9,16 @@ from typing import Annotated, Any
 import tyro
 
 from shardkit import bench
-from shardkit.bench.plan_cases import Workload, cases_of, left_out
-from shardkit.bench.strategies import text
+from shardkit.bench.strategies import Workload, cases_of, left_out, text
 from shardkit.cli.bench.options import Output, header, kept
-from shardkit.cli.plans import mesh_words
-from shardkit.cli.run import mesh_of
+from shardkit.cli.plans import mesh_of, mesh_words
 from shardkit.cli.target import load
 from shardkit.models import transformer
 
 _QUICK = {"layers": 4, "dim": 16, "heads": 4, "examples": 16, "tokens": 4, "calls": 2, "rounds": 2}
 
 _QUICK_CASES: tuple[str, ...] = (
-    "jit: dp", "jit, constraints: fsdp", "zero1", "fsdp", "fsdp, by layer", "dp x tp", "tp, sequence",
-    "fsdp x tp, sequence", "tutorial: fsdp, 2 microbatches", "tutorial: GPipe scan", "1F1B",
+    "jit: dp", "zero1", "fsdp", "fsdp, by layer", "dp x tp", "tp, sequence", "fsdp x tp, sequence", "1F1B",
 )  # fmt: skip
 
 EXAMPLES = {
@@ -62,7 +59,7 @@ class Options(Output):
 
 
 def strategies(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
-    """Measure a model under every plan that fits a mesh, beside one device, jit's partitioner and tutorials' steps.
+    """Measure a model under every plan that fits a mesh, beside one device and jit's partitioner.
 
     The exit code is 1 if the results of a case differ from one device's by more than rounding.
     """

@@ -7,14 +7,12 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-package = ModuleType("shardkit")
-package.__path__ = [str(Path(__file__).parents[2])]
-sys.modules["shardkit"] = package
-for room in ("jobs", "runtime"):
-    inner = ModuleType(f"shardkit.{room}")
-    inner.__path__ = [str(Path(__file__).parents[2] / room)]
-    sys.modules[inner.__name__] = inner
+_PACKAGE = Path(__file__).parents[2]
+for _name in ("shardkit", "shardkit.jobs", "shardkit.runtime"):
+    sys.modules[_name] = ModuleType(_name)
+    sys.modules[_name].__path__ = [str(_PACKAGE.joinpath(*_name.split(".")[1:]))]
 
 from shardkit.jobs.monitor.main import main  # noqa: E402
 
-main()
+if __name__ == "__main__":
+    main()

@@ -22,7 +22,6 @@ _LONGEST_NAME = 255
 _MOST = 1 << 20  # processes
 
 
-
 class Refused(Exception):
     """The job cannot start; the message is for the user."""
 

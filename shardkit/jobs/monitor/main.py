@@ -47,7 +47,7 @@ def main() -> None:
     reader = Reader(spec["ring"])
     place = Place(*spec["place"])
     met = threading.Event()
-    threading.Thread(target=end_with, args=(spec["parent"], met), daemon=True).start()
+    threading.Thread(target=_end_with, args=(spec["parent"], met), daemon=True).start()
     try:
         peers = meet(place, note=lambda text: _say({"note": text})) if place.size > 1 else []
     except Refused as refusal:

@@ -1,4 +1,4 @@
-"""Messages between monitors, and between a monitor and its process: one JSON object per line. And how a process ends."""
+"""Messages between monitors, and between a monitor and its process: one JSON object per line; how a process ends."""
 
 from __future__ import annotations
 

@@ -33,9 +33,8 @@ from shardkit.runtime.checkpoint.directory import (
 from shardkit.runtime.checkpoint.orbax_io import orbax, quiet, reason, save_async
 from shardkit.runtime.checkpoint.portable import from_portable, leaf_record, leaves_of, to_portable, to_read
 from shardkit.runtime.checkpoint.reading import DamagedError, find_step, newest_step, read_arrays
-from shardkit.runtime.checkpoint.record import Run, make_record, seal
-from shardkit.runtime.checkpoint.residuals import Residuals, compared
-from shardkit.runtime.checkpoint.sums import start_checksums
+from shardkit.runtime.checkpoint.record import Residuals, Run, compared, make_record, seal
+from shardkit.runtime.data.checksums import start_checksums
 from shardkit.state import TrainState
 
 T = TypeVar("T")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,6 @@ from urllib.parse import quote
 
 import jax
 
-from shardkit.runtime.checkpoint.progress import SaveProgress
 from shardkit.runtime.channel import client
 
 _PIECES = 2**22, 2**26  # bytes of a piece of an array in the files: at least, at most
@@ -43,7 +44,10 @@ def system_code(error: BaseException) -> int | None:
 def quiet() -> Iterator[None]:
     """Keeps orbax from logging errors that it also raises."""
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    ours = lambda record: not record.exc_info and "orbax" not in record.pathname  # noqa: E731
+
+    def ours(record: logging.LogRecord) -> bool:
+        return not record.exc_info and "orbax" not in record.pathname
+
     for logger in loggers:
         logger.addFilter(ours)
     try:
@@ -119,3 +123,44 @@ def orbax() -> Any:
             "Checkpoints: orbax-checkpoint must be installed; it is not. Run pip install 'shardkit[checkpoint]'."
         ) from error
     return v1
+
+
+class SaveProgress:
+    """A save in progress; `result` waits for all processes, as does that of orbax's response."""
+
+    def __init__(self) -> None:
+        self._response: Any = None
+        self._lock = threading.Lock()
+        self._written = self._waiting = False
+
+    def of(self, response: Any) -> SaveProgress:
+        """Takes orbax's response for the save."""
+        self._response = response
+        return self
+
+    def ends_with(self, writes: Sequence[Any]) -> None:
+        """This process's part is written when each of these has a result; the error of one is raised by `result`."""
+
+        def wait() -> None:
+            with contextlib.suppress(Exception):
+                for write in writes:
+                    write.result()
+                self._now(written=True)
+
+        threading.Thread(target=wait, name="shardkit-written", daemon=True).start()
+
+    def result(self) -> None:
+        """Waits until all processes have written their parts."""
+        self._now(waiting=True)
+        try:
+            self._response.result()
+        finally:
+            self._now(waiting=False)
+
+    def _now(self, *, written: bool | None = None, waiting: bool | None = None) -> None:
+        with self._lock:
+            self._written = self._written if written is None else written
+            self._waiting = self._waiting if waiting is None else waiting
+            if watcher := client.running():
+                phases = ("save", "commit") if self._waiting and self._written else ("commit", "save")
+                watcher.recorder.turn(*phases)

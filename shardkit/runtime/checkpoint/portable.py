@@ -19,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardkit._check import quoted
 from shardkit.layout import canonical, path_name, spec_axes
 from shardkit.partitioning.storage import Held, is_padded, padded, padding, stored_array, unpadded
-from shardkit.runtime.checkpoint.residuals import rows_of, sharding_of_rows, shared_out
-from shardkit.runtime.data.checksums import (
+from shardkit.runtime.checkpoint.record import Records, is_residual
+from shardkit.runtime.data.storable import (
     NOT_COMPUTED,
     from_storable,
     is_key,
@@ -141,9 +141,12 @@ def from_portable(arrays: dict[str, jax.Array], leaves: Leaves, records: Mapping
     made: Leaves = {}
     for paths in _together(changed):
         shardings = {path: stored_array(changed[path]).sharding for path in paths}
-        make = lambda some: {path: one(path, changed[path], some.get(path)) for path in paths}  # noqa: B023, E731
+
+        def moved(some: dict[str, jax.Array], paths: list[str] = paths) -> Leaves:
+            return {path: one(path, changed[path], some.get(path)) for path in paths}
+
         some = {path: arrays.pop(path) for path in paths if path in arrays}
-        made |= jax.block_until_ready(jax.jit(make, out_shardings=shardings)(some))
+        made |= jax.block_until_ready(jax.jit(moved, out_shardings=shardings)(some))
     return {path: made[path] if path in made else arrays.pop(path) for path in leaves}
 
 
@@ -161,3 +164,25 @@ def _together(leaves: Leaves) -> list[list[str]]:
 
 def _nbytes(x: Any) -> int:
     return 0 if is_key(x) else math.prod(x.shape) * x.dtype.itemsize
+
+
+def rows_of(path: str, x: Any, records: Records) -> int | None:
+    """How many rows of a residual were saved, if not as many as the target has."""
+    saved = records[path]["shape"][0] if is_residual(path) and path in records else None
+    return None if saved is None or saved == x.shape[0] else saved
+
+
+def sharding_of_rows(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """The layout in which to read another number of rows: split over the same axes, by rows or along another dim."""
+    entries = [*spec_axes(sharding.spec), *[()] * len(shape)][: len(shape)]
+    axes, entries[0] = entries[0], ()
+    for dim, size in enumerate(shape):
+        if size % math.prod(sharding.mesh.shape[axis] for axis in entries[dim] + axes) == 0:
+            entries[dim] += axes
+            break
+    return NamedSharding(sharding.mesh, canonical(PartitionSpec(*entries)))
+
+
+def shared_out(array: jax.Array, rows: int) -> jax.Array:
+    """Residuals with the same sum over the rows, in another number of rows."""
+    return jnp.broadcast_to(array.sum(axis=0, keepdims=True) / rows, (rows, *array.shape[1:]))

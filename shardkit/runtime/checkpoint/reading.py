@@ -1,19 +1,27 @@
-"""Finds a finished step of a run, and reads its record and its arrays."""
+"""Finds a finished step of a run, and reads its record, and its arrays in pieces, each into the memory where it stays.
+
+Orbax reads each shard into one buffer and copies it into another, several at a time: two to three times the memory of
+what is read. Here a shard on CPU is the buffer that was read into, and on another device is copied from it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from shardkit.runtime.checkpoint.directory import check_damage, named, runs_in, steps_in, warn_of_strange
-from shardkit.runtime.checkpoint.orbax_io import reason, system_reason
-from shardkit.runtime.checkpoint.pieces import load
+from shardkit.runtime.checkpoint.orbax_io import by_file_name, reason, system_reason
 from shardkit.runtime.checkpoint.record import Run, read_record
-from shardkit.runtime.checkpoint.sums import checksums
+from shardkit.runtime.data.checksums import checksums
+from shardkit.runtime.data.reading import on_any_process
 
 
 class DamagedError(ValueError):
@@ -90,7 +98,7 @@ def read_arrays(
         what = f"its arrays cannot be read ({system})" if system else "its arrays are damaged"
         damage = _unusable(where, directory, step, what)
         damage.__cause__ = error
-    if _any_process(damage is not None):  # before the checksums, for which every process must have its arrays
+    if on_any_process(damage is not None):  # before the checksums, for which every process must have its arrays
         raise damage or _unusable(where, directory, step, "another process cannot read its part")
     wrong = [path for path, found in checksums(arrays).items() if found != records[path]["checksum"]]
     if wrong:
@@ -98,14 +106,116 @@ def read_arrays(
     return arrays
 
 
-def _any_process(found: bool) -> bool:
-    if jax.process_count() == 1:
-        return found
-    from jax.experimental import multihost_utils
-
-    return bool(np.any(multihost_utils.process_allgather(np.bool_(found))))
-
-
 def _unusable(where: str, directory: Path, step: int, reason: str) -> DamagedError:
     older = max((other for other in runs_in(directory) if other < step), default=None)
     return DamagedError(f"{where}: step {step} of {named(directory)} cannot be restored: {reason}.", older)
+
+
+_ALIGNED = 64  # bytes, with which jax on CPU takes a buffer as it is
+_UNDERWAY = 2**22  # bytes that are read at once, or a sixteenth of all
+Box = tuple[slice, ...]
+
+
+def load(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """The arrays of a step with these shapes, dtypes and shardings; others that it has are not read.
+
+    Raises:
+        ValueError: an array has another shape or dtype, or cannot be read.
+
+    Cost: the largest array first; beside what it returns, a sixteenth of it, but 4 MiB, or one piece of the files, if
+        that is more.
+    """
+    arrays = {name: jnp.zeros(x.shape, x.dtype, device=x.sharding) for name, x in wanted.items() if not x.size}
+    files = dict(zip(by_file_name(wanted), (name for name, x in wanted.items() if x.size), strict=True))
+    parts = {
+        wanted_name: _Part(wanted[wanted_name], stored)
+        for wanted_name, stored in zip(files.values(), _opened(path, list(files)), strict=True)
+    }
+    limit = max(_UNDERWAY, sum(part.nbytes for part in parts.values()) // 16)
+    underway: deque[tuple[str, int, Any]] = deque()
+    held = 0
+
+    def finish() -> int:
+        name, size, copied = underway.popleft()
+        copied.result()
+        parts[name].left -= size
+        if not parts[name].left:
+            arrays[name] = parts.pop(name).placed()
+        return size
+
+    for name in sorted(parts, key=lambda name: -parts[name].nbytes):
+        for size, copy in parts[name].pieces():
+            while underway and held + size > limit:
+                held -= finish()
+            underway.append((name, size, copy()))
+            held += size
+    while underway:
+        finish()
+    return {name: arrays[name] for name in wanted}
+
+
+def _opened(path: Path, names: list[str]) -> list[Any]:
+    import tensorstore
+
+    [tree] = path.glob("*/_METADATA")
+    base = {"driver": "file", "path": f"{tree.parent}/"}  # a URL could not have each character of a path
+    store = {"driver": "ocdbt", "base": base}
+    nothing_kept = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
+    opening = [
+        tensorstore.open({"driver": "auto", "kvstore": {**store, "path": name}}, open=True, context=nothing_kept)
+        for name in names
+    ]
+    return [each.result() for each in opening]
+
+
+class _Part:
+    """This process's part of an array: a buffer for each box of elements that one or more of its devices hold."""
+
+    def __init__(self, wanted: jax.ShapeDtypeStruct, stored: Any):
+        found = tuple(stored.shape), stored.dtype.numpy_dtype
+        if found != (wanted.shape, np.dtype(wanted.dtype)):
+            raise ValueError(f"an array is {found[1]}{list(found[0])}, not {wanted.dtype}{list(wanted.shape)}")
+        self._wanted, self._stored = wanted, stored
+        self._devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+        for device, box in wanted.sharding.addressable_devices_indices_map(wanted.shape).items():
+            bounds = [at.indices(size)[:2] for at, size in zip(box or (), wanted.shape, strict=True)]
+            self._devices.setdefault(tuple(bounds), []).append(device)
+        self._buffers = {bounds: _aligned([b - a for a, b in bounds], wanted.dtype) for bounds in self._devices}
+        self.nbytes = self.left = sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def pieces(self) -> Iterator[tuple[int, Any]]:
+        """The bytes of each piece, and what starts to read it."""
+        import tensorstore
+
+        for bounds, buffer in self._buffers.items():
+            target = tensorstore.array(buffer)[tensorstore.d[:].translate_to[[a for a, _ in bounds]]]
+            steps = self._stored.chunk_layout.read_chunk.shape or ()  # None of a scalar
+            cuts = [_cuts(a, b, step) for (a, b), step in zip(bounds, steps, strict=True)]
+            for box in itertools.product(*cuts):
+                size = math.prod(at.stop - at.start for at in box) * buffer.dtype.itemsize
+                yield size, lambda box=box, target=target: target[box].write(self._stored[box])
+
+    def placed(self) -> jax.Array:
+        """The array, after its last piece."""
+        sharding, shape = self._wanted.sharding, self._wanted.shape
+        kind = sharding.memory_kind
+        shards = [
+            jax.device_put(buffer, jax.sharding.SingleDeviceSharding(device, memory_kind=kind))
+            for bounds, buffer in self._buffers.items()
+            for device in self._devices[bounds]
+        ]
+        return jax.block_until_ready(jax.make_array_from_single_device_arrays(shape, sharding, shards))
+
+
+def _cuts(first: int, end: int, step: int) -> list[slice]:
+    """A range, cut at multiples of a step."""
+    at = [first, *range(first // step * step + step, end, step), end]
+    return [slice(a, b) for a, b in itertools.pairwise(at)]
+
+
+def _aligned(shape: list[int], dtype: Any) -> np.ndarray:
+    """An array that jax on CPU takes as it is."""
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(nbytes + _ALIGNED, np.uint8)
+    skip = -raw.ctypes.data % _ALIGNED
+    return raw[skip : skip + nbytes].view(dtype).reshape(shape)

@@ -7,13 +7,17 @@ import zlib
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from shardkit._check import quoted
+from shardkit._check import one_of, quoted
 
 FORMAT = 2  # increased whenever older readers would fail, including for other checksums
 RECORD = "_CHECKPOINT_METADATA"  # orbax writes it last, before it renames the step
 _NAMED = 3  # leaves in an error
+
+
+Residuals = Literal["keep", "reset"]
+Records = Mapping[str, Any]
 
 
 class Run(NamedTuple):
@@ -67,18 +71,6 @@ def read_record(path: Path) -> tuple[Run, dict[str, Any]]:
     """
     try:
         record = json.loads((path / RECORD).read_text("utf-8"))["custom_metadata"]
-    except (ValueError, KeyError, TypeError):
-        record = None
-    return parse_record(record)
-
-
-def parse_record(record: Any) -> tuple[Run, dict[str, Any]]:
-    """The run and the records of the leaves in what `make_record` returned, after it was JSON.
-
-    Raises:
-        ValueError: it is damaged, not from shardkit, or of a newer format.
-    """
-    try:
         document, intact = record["shardkit"], record["crc32"] == _seal(record["shardkit"])
     except (ValueError, KeyError, TypeError):
         intact = False
@@ -89,12 +81,8 @@ def parse_record(record: Any) -> tuple[Run, dict[str, Any]]:
     return Run(**{name: document[name] for name in Run._fields}), document["leaves"]
 
 
-def compare(where: str, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuses leaves other than those of the checkpoint; nothing is cast, cropped or left out.
-
-    Raises:
-        ValueError: with the missing or unexpected paths, or the two shapes or dtypes of a leaf.
-    """
+def _compare(where: str, stored: Records, wanted: Records) -> None:
+    """Refuses leaves other than those of the checkpoint; nothing is cast, cropped or left out."""
     missing, unexpected = [p for p in wanted if p not in stored], [p for p in stored if p not in wanted]
     if missing or unexpected:
         lacks = [f"lacks {some(missing)}"] if missing else []
@@ -115,6 +103,40 @@ def compare(where: str, stored: Mapping[str, Any], wanted: Mapping[str, Any]) ->
             more = f", and {_count(others)} more differ{'s' * (len(others) == 1)}" if others else ""
             was, now = (leaf[path][name] for leaf in (stored, wanted))
             raise ValueError(f"{where} has leaf {path!r} with {name} {was}; this state has {now}{more}. {remedy}")
+
+
+def is_residual(path: str) -> bool:
+    """Whether a leaf of a TrainState is a residual, by its path."""
+    return path.partition(".")[0] == "residuals"
+
+
+def compared(where: str, stored: Records, wanted: Records, residuals: Residuals) -> Records:
+    """The records of the leaves to read, after a check that they are those that a target wants.
+
+    "keep" reads residuals with as many rows as were saved, "reset" reads none.
+
+    Raises:
+        ValueError: with the missing or unexpected paths, or the two shapes or dtypes of a leaf; only one of the two has
+            residuals, or another choice.
+    """
+    one_of("restore", "residuals", residuals, ("keep", "reset"))
+    if residuals == "reset":
+        stored, wanted = ({p: record for p, record in each.items() if not is_residual(p)} for each in (stored, wanted))
+    theirs, ours = ([path for path in records if is_residual(path)] for records in (stored, wanted))
+    if ours and not theirs:
+        raise ValueError(
+            f"{where} lacks the residuals of error feedback, which the plan of this state needs for {some(ours)}. Pass "
+            "residuals='reset' to begin with zeros, or restore into a state of a plan without feedback."
+        )
+    if theirs and not ours:
+        raise ValueError(
+            f"{where} has the residuals of error feedback, for {some(theirs)}, and the plan of this state has none. "
+            "Pass residuals='reset' to leave out what they hold, or restore into a state of a plan with feedback."
+        )
+    rows = {path: stored[path]["shape"][0] for path in ours if path in stored}
+    shapes = {path: {**wanted[path], "shape": [saved, *wanted[path]["shape"][1:]]} for path, saved in rows.items()}
+    _compare(where, stored, {path: shapes.get(path, record) for path, record in wanted.items()})
+    return stored
 
 
 def some(paths: list[str]) -> str:

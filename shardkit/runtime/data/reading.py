@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -16,10 +17,12 @@ from shardkit._check import at_least_zero
 from shardkit._context import CONTEXT
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
+from shardkit.collectives import all_gather, vary
 from shardkit.layout import path_name
-from shardkit.runtime.cluster.barrier import absent
-from shardkit.runtime.data.checksums import to_storable
+from shardkit.partitioning.storage import is_padded, stored_array
 from shardkit.runtime.channel.place import processes as processes_named
+from shardkit.runtime.cluster.barrier import absent
+from shardkit.runtime.data.storable import to_storable
 
 _PRINTS = itertools.count()  # numbers the barriers: the order of calls is the same on all processes
 
@@ -157,3 +160,37 @@ def _is_whole_here(x: Any) -> bool:
 def processes_of(devices: Iterable[Any]) -> list[int]:
     """The processes of devices, ascending."""
     return sorted({device.process_index for device in devices})
+
+
+def from_every_device(tree: Any, axes: tuple[str, ...]) -> Any:
+    """Gathers each device's small vectors `[k]` of one dtype to `[devices, k]` on all devices, inside shard_map.
+
+    Cost: one all_gather over `axes` of all vectors together.
+    """
+    vectors, structure = jax.tree.flatten(tree)
+    whole = all_gather(jnp.concatenate(vary(vectors, axes))[None], axes, replicated=True)
+    ends = np.cumsum([x.size for x in vectors])[:-1]
+    return jax.tree.unflatten(structure, jnp.split(whole, ends, axis=1))
+
+
+def on_mesh(where: str, tree: Any, mesh: Mesh | None) -> tuple[Mesh | None, list[tuple[str, Any]]]:
+    """The mesh of all leaves (None without leaves), and each leaf as stored on the devices, with its path."""
+    leaves = [
+        (path_name(path), stored_array(x)) for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_padded)
+    ]
+    for path, x in leaves:
+        sharding = getattr(x, "sharding", None)
+        over: Any = sharding.mesh if isinstance(sharding, NamedSharding) else None
+        mesh = over if mesh is None else mesh
+        if over is None or over != mesh:
+            found = f"has {sharding}" if sharding else f"is a {type(x).__name__}"
+            raise TypeError(
+                f"{where}: every leaf must be an array over one mesh; leaf {path} {found}. Create it with "
+                "from_full(tree, mesh, spec), or remove it from the tree."
+            )
+    return mesh if leaves else None, leaves
+
+
+def on_any_process(found: bool) -> bool:
+    """Whether it is so on any process; all of them wait for each other."""
+    return bool(np.any(multihost_utils.process_allgather(np.bool_(found)))) if jax.process_count() > 1 else found

@@ -6,9 +6,8 @@ import json
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -31,21 +30,6 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     file: Path
-
-
-class Tensors(Protocol):
-    """The tensors of one or more files.
-
-    Attributes:
-        path: what was opened.
-        tensors: the tensors by name.
-    """
-
-    path: Path
-    tensors: Mapping[str, Tensor]
-
-    def read(self, name: str, ranges: Ranges) -> np.ndarray:
-        """A part of a tensor."""
 
 
 def damaged(path: Path, error: BaseException | str) -> ValueError:

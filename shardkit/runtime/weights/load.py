@@ -16,9 +16,9 @@ from shardkit.partitioning.storage import is_padded
 from shardkit.runtime.checkpoint.directory import named, steps_in
 from shardkit.runtime.checkpoint.portable import leaves_of
 from shardkit.runtime.checkpoint.record import RECORD, some
-from shardkit.runtime.weights.files import INDEX, Npz, Safetensors, Tensors, damaged
-from shardkit.runtime.weights.names import Leaf, Names, named_leaves, refuse_stored_as
-from shardkit.runtime.weights.shards import Ranges, stored_from
+from shardkit.runtime.weights.files import INDEX, Npz, Safetensors, damaged
+from shardkit.runtime.weights.names import Leaf, Names, Ranges, named_leaves, refuse_stored_as
+from shardkit.runtime.weights.stored import stored_from
 from shardkit.runtime.weights.trees import OrbaxTree, RunStep
 from shardkit.state import TrainState
 
@@ -98,7 +98,7 @@ def tensor_names(path: str | os.PathLike[str]) -> list[str]:
     return [*_source(Path(path).absolute(), None).tensors]
 
 
-def _source(path: Path, step: int | None) -> Tensors | RunStep | OrbaxTree:
+def _source(path: Path, step: int | None) -> Safetensors | Npz | RunStep | OrbaxTree:
     """What is at a path, opened.
 
     Raises:
@@ -181,7 +181,7 @@ def _floating(dtype: Any) -> bool:
         return False
 
 
-def _read(source: Tensors, leaf: Leaf, x: Any) -> Any:
+def _read(source: Safetensors | Npz, leaf: Leaf, x: Any) -> Any:
     def read(name: str, ranges: Ranges) -> np.ndarray:
         found = source.read(name, ranges)
         if found.shape != tuple(last - first for first, last in ranges):

@@ -17,20 +17,18 @@ from shardkit._check import at_least
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.partitioning.storage import stored_array
+from shardkit.runtime.channel.place import processes as processes_named
 from shardkit.runtime.checkpoint.directory import named
 from shardkit.runtime.checkpoint.orbax_io import orbax, quiet, reason
 from shardkit.runtime.checkpoint.portable import leaves_of, to_portable
-from shardkit.runtime.data.reading import processes_of
-from shardkit.runtime.channel.place import processes as processes_named
+from shardkit.runtime.data.reading import on_any_process, processes_of
 from shardkit.runtime.weights.files import DTYPES, INDEX, needs_safetensors
 from shardkit.runtime.weights.names import Leaf, Names, named_leaves, refuse_stored_as
-from shardkit.runtime.weights.whole import rows_on_host
+from shardkit.runtime.weights.stored import rows_on_host
 from shardkit.state import TrainState
 
 Format = Literal["safetensors", "npz", "orbax"]
 _WHERE = "save_params"
-_STORED = {"safetensors": {str(dtype) for dtype in DTYPES.values()}}
-_STORED["npz"] = _STORED["safetensors"]
 
 
 class _Tensor(NamedTuple):
@@ -134,8 +132,9 @@ def save_params(
 
 
 def _check_dtypes(leaves: dict[str, Any], format: Format | None) -> None:
+    stored = {str(dtype) for dtype in DTYPES.values()}
     for name, x in leaves.items():
-        if format in _STORED and str(x.dtype) not in _STORED[format]:
+        if format != "orbax" and str(x.dtype) not in stored:
             raise ValueError(
                 f"save_params: a dtype must be one that {format} files have; leaf {name!r} is {x.dtype}. Convert it, "
                 "or pass format='orbax'."
@@ -146,20 +145,11 @@ def _free(path: Path, *, alone: bool) -> None:
     """Refuses, on all processes, a path that has a file to be replaced, or parameters of another save."""
     there = [path] if os.path.lexists(path) and (alone or not path.is_dir()) else []
     there += [] if alone else [*path.glob("*.safetensors"), *path.glob(f"*{INDEX}")]
-    if _any(bool(there)):
+    if on_any_process(bool(there)):
         raise ValueError(
             f"save_params: path must have no parameters yet; {named(there[0] if there else path)} exists. Delete it, "
             "or pass another path."
         )
-
-
-def _any(mine: bool) -> bool:
-    """Whether `mine` is True on any process; all of them wait for each other."""
-    if jax.process_count() == 1:
-        return mine
-    from jax.experimental import multihost_utils
-
-    return bool(np.any(multihost_utils.process_allgather(np.array(mine))))
 
 
 def _together(path: Path, write: Callable[[], None]) -> None:
@@ -170,7 +160,7 @@ def _together(path: Path, write: Callable[[], None]) -> None:
         write()
     except Exception as error:
         failed = error
-    if _any(failed is not None):
+    if on_any_process(failed is not None):
         why = reason(failed) if failed else "another process failed"
         raise RuntimeError(
             f"save_params: {named(path)} could not be written: {why}. Free or repair the disk, then save again."

@@ -34,9 +34,8 @@ from shardkit.runtime.checkpoint import reading
 from shardkit.runtime.checkpoint.checkpoints import Checkpoints, latest_step
 from shardkit.runtime.checkpoint.portable import leaves_of, to_portable
 from shardkit.runtime.checkpoint.reading import DamagedError
-from shardkit.runtime.checkpoint.record import FORMAT, _seal
-from shardkit.runtime.checkpoint.sums import checksums
-from shardkit.runtime.data.checksums import checksum as device_checksum
+from shardkit.runtime.checkpoint.record import _seal
+from shardkit.runtime.data.checksums import checksum
 from support.checkpoint_child import digests
 from support.checkpoint_rows import KEY, ROWS, batch, make, params
 from support.checkpoint_runs import start, wait_until
@@ -96,19 +95,6 @@ def one_device(precision: str | None) -> tuple[str, dict[str, np.ndarray], list[
 def policy(precision: str | None) -> dict[str, Any]:
     low = sk.Precision(param=jnp.bfloat16, compute=jnp.bfloat16, master=jnp.float32)
     return {} if precision is None else {"precision": {"master": low, "fp16": "fp16"}[precision]}
-
-
-def checksum(x: np.ndarray) -> int:
-    """That of an array of 32 bits an element."""
-
-    def mixed(x: np.ndarray) -> np.ndarray:
-        x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
-        x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
-        return x ^ (x >> 16)
-
-    return int(
-        np.sum(mixed(x.reshape(-1).view(np.uint32) ^ mixed(np.arange(x.size, dtype=np.uint32))), dtype=np.uint32)
-    )
 
 
 @pytest.fixture(autouse=True)
@@ -189,7 +175,7 @@ def test_what_is_stored_knows_no_mesh(tmp_path):  # proves F61, F62
         "shape": [],
         "dtype": "key",
         "implementation": "threefry2x32",
-        "checksum": checksum(np.asarray(jax.random.key_data(KEY))),
+        "checksum": int(checksum(jax.random.key_data(KEY))),
     }
     assert stored[0]["params.layers.up"]["shape"] == [8, 8, 12]
 
@@ -313,31 +299,6 @@ def test_dtypes_that_nothing_computes_are_refused(dtype, tmp_path):
     )
 
 
-def test_a_checksum_is_the_same_on_every_mesh_and_sees_every_bit():
-    x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
-    mesh = sk.make_mesh(data=2, model=4)
-    specs = [PartitionSpec(), PartitionSpec("data"), PartitionSpec("model", "data"), PartitionSpec(None, "model")]
-    arrays = {str(spec): jax.device_put(x, NamedSharding(mesh, spec)) for spec in specs}
-    assert set(checksums(arrays).values()) == {checksum(x)}
-    minus, swapped = x.copy(), x.copy()  # both keep the sum of all words
-    minus[[1, 5], [2, 7]] *= -1
-    swapped[[3, 4]] = x[[4, 3]]
-    others = {name: jax.device_put(y, arrays[str(specs[2])].sharding) for name, y in (("-", minus), ("<>", swapped))}
-    assert checksums(others) == {"-": checksum(minus), "<>": checksum(swapped)}
-    assert len({checksum(x), checksum(minus), checksum(swapped)}) == 3
-    for dtype in ("bfloat16", "float8_e4m3fn", "int16", "bool", "complex64"):
-        y = np.asarray(jnp.asarray([1, 0, 1], dtype))
-        raw = y.view(np.uint8)
-        seen = set()
-        for byte in range(raw.size):
-            for bit in range(1 if dtype == "bool" else 8):
-                flipped = raw.copy()
-                flipped[byte] ^= 1 << bit
-                each = jax.device_put(flipped.view(y.dtype), NamedSharding(mesh, PartitionSpec()))
-                seen.add(checksums({"x": each})["x"])
-        assert checksums({"x": jax.device_put(y, NamedSharding(mesh, PartitionSpec()))})["x"] not in seen
-
-
 def test_the_newest_and_the_best_are_kept(tmp_path):
     _, _, state = tiny()
     losses = [3.0, 1.0, 2.0, 1.0, float("nan"), 5.0, 4.0, 6.0]
@@ -375,15 +336,8 @@ def test_only_finished_steps_count(tmp_path):
         assert checkpoints.latest_step() == 3
         assert checkpoints.restore(target)[1].step == 3
         checkpoints.save(at(state, 4))
-    assert names(tmp_path) == [
-        "05",
-        "20251231235959",
-        "3",
-        "4",
-        "9",
-        "notes",
-        "x.orbax-checkpoint-tmp",
-    ]  # what is not ours stays
+    theirs = ["05", "20251231235959", "9", "notes", "x.orbax-checkpoint-tmp"]  # what is not ours stays
+    assert names(tmp_path) == sorted(["3", "4", *theirs])
 
 
 def test_what_cannot_be_deleted_is_a_warning(tmp_path, monkeypatch):
@@ -781,13 +735,6 @@ def test_what_says_nothing_of_the_files_is_no_damage(tmp_path, monkeypatch):
         )
 
 
-def test_the_format_moves_with_the_checksum():
-    """A reader with other checksums would call every leaf damaged."""
-    array = jnp.arange(6, dtype=jnp.float32).reshape(2, 3)
-    assert (FORMAT, int(device_checksum(array))) == (2, checksum(np.asarray(array)))
-    assert checksum(np.arange(6, dtype=np.float32)) == 3757635346
-
-
 def test_too_little_memory_is_no_damage(tmp_path, monkeypatch):
     target = saved(tmp_path, 1)
     for error in (MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")):
@@ -883,9 +830,8 @@ def test_a_full_disk(small_disk):
     init, _, state = tiny(noise)
     save(small_disk, at(state, 1))
     good = bits(restored(small_disk, init.abstract(noise))[0])
-    large = tiny({"w": jnp.asarray(np.random.default_rng(0).normal(size=(1024, 512)), jnp.float32), "b": jnp.ones(3)})[
-        2
-    ]
+    rows = np.random.default_rng(0).normal(size=(1024, 512))
+    _, _, large = tiny({"w": jnp.asarray(rows, jnp.float32), "b": jnp.ones(3)})
     wanted = (
         f"save: step 2 could not be written to '{small_disk}': No space left on device. "
         "Step 1, the newest finished, is intact; free or repair the disk, then save again."
@@ -905,9 +851,6 @@ def test_a_full_disk(small_disk):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     with Checkpoints(small_disk, read_only=True) as checkpoints:  # who reads needs no room
         assert checkpoints.restore(init.abstract(noise))[1].step == 3
-        assert refused(lambda: checkpoints.save(at(state, 5))) == (
-            f"save: '{small_disk}' was opened with read_only=True. Open it without, to save."
-        )
     before = set(threading.enumerate())
     assert refused(lambda: save(small_disk, at(state, 5))) == (
         f"Checkpoints: directory must be writable; '{small_disk}' is not writable. Pass another directory, or "

@@ -74,8 +74,8 @@ def ran(tmp_path: Path, name: str, *shape: Any, **options: Any) -> Any:
 ONE_PROCESS = {"tp": "tp", "pipeline": "unequal stages, fsdp padded", "one device": "one device"}
 
 
-def told_to_end(tmp_path: Path, told: int, steps: int, processes: int = 3) -> list[Any]:
-    """What so many processes saw that took at least so many steps, until one of them was told to end."""
+def told_to_end(tmp_path: Path, told: int, steps: int, processes: int = 3) -> tuple[list[Any], float]:
+    """What so many processes saw until one of them, after that many steps, was told to end; the seconds to the end."""
     directory = tmp_path / "directory"
     options = {"directory": str(directory), "steps": 10**6, "every": 7, "pause": 0.02}
     row = {2: "zero1", 3: "three"}[processes]
@@ -87,11 +87,10 @@ def told_to_end(tmp_path: Path, told: int, steps: int, processes: int = 3) -> li
         assert codes == [PREEMPTED] * processes, (job.output / "output").read_text()
         reports = job.reports
     assert {report["step"] for report in reports} == {latest_step(directory)}
-    assert ended - max(report["at"] for report in reports) < 5
     with Checkpoints(directory) as checkpoints:
         _, run = checkpoints.restore(make("one device").init.abstract(params()))
     assert run.step == run.position == latest_step(directory)
-    return reports
+    return reports, ended - max(report["at"] for report in reports)
 
 
 # proves F61, F62, F63, S124: one process saves, two go on, one of them is told to end, and one process goes on
@@ -104,7 +103,7 @@ def test_any_number_of_processes_goes_on(tmp_path):
         checkpoints.save(state, position=2)
     saved = digests(state)
     _, metrics = step(state, batch(2))
-    for each in told_to_end(tmp_path, told=1, steps=7, processes=2):
+    for each in told_to_end(tmp_path, told=1, steps=7, processes=2)[0]:
         assert (each["resumed"], each["began"]) == (2, saved)
         np.testing.assert_allclose(each["losses"][0], metrics["loss"], rtol=1e-5)
 
@@ -112,7 +111,8 @@ def test_any_number_of_processes_goes_on(tmp_path):
 @pytest.mark.deep
 @pytest.mark.parametrize("told", [0, 1, 2])
 def test_a_notice_to_one_of_three_saves_the_same_step_on_all(told, tmp_path):
-    told_to_end(tmp_path, told, steps=7)
+    _, seconds = told_to_end(tmp_path, told, steps=7)
+    assert seconds < 5
 
 
 @pytest.mark.deep

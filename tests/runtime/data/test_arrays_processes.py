@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 from itertools import chain, islice
 
 import jax
@@ -24,7 +25,9 @@ SIZES = [(2, 2), pytest.param((4, 2), marks=pytest.mark.deep), pytest.param((4, 
 def seen(request, tmp_path_factory):
     """How many processes and devices a job has, and what each process saw; the workers of a run start it once."""
     processes, devices = request.param
-    folder = tmp_path_factory.getbasetemp().parent / f"pieces_{processes}_{devices}"
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # else it is that of earlier runs
+    folder = base / f"pieces_{processes}_{devices}"
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -125,7 +125,7 @@ def test_the_end_and_closing(data8):
     closed.close()
     del dropped
     for thread in started:
-        thread.join(10)
+        thread.join(60)
     assert not any(thread.is_alive() for thread in started)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 import shardkit as sk
 from shardkit.runtime import load_params, save_params
-from shardkit.runtime.weights import files, whole
+from shardkit.runtime.weights import files, stored
 
 cluster = sk.runtime.initialize(timeout=30)
 from support.checkpoint_rows import make, params  # which starts the devices
@@ -25,7 +25,7 @@ def noted(self, name, ranges):
 
 
 files.Safetensors.read = noted
-whole._PIECE_BYTES = 100  # several pieces for each leaf
+stored._PIECE_BYTES = 100  # several pieces for each leaf
 loaded = load_params(directory / "a.safetensors", make(row).init.abstract(params()).params)
 saw = {"read": sum(read), "all": sum(x.size for x in jax.tree.leaves(params()))}
 save_params(directory / "files", loaded)
