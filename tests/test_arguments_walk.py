@@ -58,12 +58,11 @@ BELOW = r"testing\.assertions\.assert_matches_reference\((in_specs|out_specs)=P\
 # Not walked: they take nothing, anything, or start what outlives a test.
 UNWALKED = {
     "runtime.compilation.compilation_cache": "changes the options of jax",
-    "runtime.cluster.hosts.launch_on_hosts": "listens, and waits; test_several_hosts.py has its sentences",
     "runtime.cluster.join.finish": "ends the process",
     "runtime.cluster.join.is_main": "takes nothing",
     "runtime.cluster.join.leave": "takes nothing",
     "runtime.cluster.join.log": "prints anything",
-    "runtime.monitor.guard.guard": "starts a process; tests/runtime has its sentences",
+    "jobs.monitor.guard.guard": "starts a process; tests/jobs has its sentences",
     "runtime.data.reading.print_global": "prints any tree",
     "runtime.data.arrays.from_rows": "what from_process_local and the loader call",
     "runtime.checkpoint.laws.restores_elsewhere": "a law, called by prove alone",

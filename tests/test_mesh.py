@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType
 
 import shardkit as sk
-from shardkit.runtime.cluster.restarts import RESTARTS
+from shardkit.jobs.restarts import RESTARTS
 from support.refusals import raises, value_error
 
 ROOT = Path(__file__).parents[1]
