@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
-from shardkit.runtime.monitor import client
+from shardkit.runtime.channel import client
 
 TARGET = 1.01
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import runpy
 import selectors
 import shutil
 import signal
@@ -18,24 +19,19 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-FOLDER = Path(__file__).parents[1] / "shardkit" / "runtime"
-if TYPE_CHECKING:
-    from shardkit.runtime.monitor.agreement import digest
-    from shardkit.runtime.monitor.hello import Hello, Place, hello_message
-    from shardkit.runtime.monitor.main import beat
-    from shardkit.runtime.monitor.recorder import Recorder
-    from shardkit.runtime.monitor.wire import Lines, encoded
-else:
-    sys.path.insert(0, str(FOLDER))
-    from monitor.agreement import digest
-    from monitor.hello import Hello, Place, hello_message
-    from monitor.main import beat
-    from monitor.recorder import Recorder
-    from monitor.wire import Lines, encoded
+MONITOR = Path(__file__).parents[1] / "shardkit" / "jobs" / "monitor" / "__main__.py"
+if "shardkit" not in sys.modules:  # as the monitor does, without the package itself
+    runpy.run_path(str(MONITOR))
 
-START = "import sys; sys.path.insert(0, sys.argv[1]); from monitor.main import main; main()"
+from shardkit.jobs.monitor.agreement import digest  # noqa: E402
+from shardkit.jobs.monitor.hello import Hello, hello_message  # noqa: E402
+from shardkit.jobs.monitor.main import beat  # noqa: E402
+from shardkit.runtime.channel.place import Place  # noqa: E402
+from shardkit.runtime.channel.recorder import Recorder  # noqa: E402
+from shardkit.runtime.channel.wire import Lines, encoded  # noqa: E402
+
 TIMEOUT = 300.0
 DEADLINES = [1800.0, 3.0, 900.0, 300.0, 1800.0, 30.0]  # of which a hanging rank meets that of a step
 STATUS = b'{"status": [%b], "stopped": false, "gone": false, "left": false, "cause": ""}\n'
@@ -62,7 +58,7 @@ def stand_in(place: Place) -> None:
     """A process of the job: starts its monitor as `initialize` does, agrees on a program, ends when it is told."""
     folder = Path(tempfile.mkdtemp(prefix="shardkit-"))
     recorder = Recorder(str(folder / "ring"))
-    command = [sys.executable, "-I", "-S", "-c", START, str(FOLDER)]
+    command = [sys.executable, "-I", "-S", str(MONITOR)]
     monitor = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert monitor.stdin is not None and monitor.stdout is not None
     monitor.stdin.write(encoded({"ring": str(folder / "ring"), "parent": os.getpid(), "place": list(place)}))

@@ -17,7 +17,7 @@ from shardkit._typed import typed
 from shardkit.grid import Grid
 from shardkit.simulated import warn_if_few_threads, widen_thread_pool
 
-_RESTARTS = "SHARDKIT_RESTARTS"  # of runtime/cluster/restarts.py, which is below this file
+_RESTARTS = "SHARDKIT_RESTARTS"  # of jobs/restarts.py, which is below this file
 
 
 @typed

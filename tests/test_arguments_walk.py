@@ -29,7 +29,7 @@ TAKEN = [
     (r"collectives\.bucketed\.all_reduce_tree\(scatter_from=inf\)", "never, as cost.scatter_from says of two devices"),
     (r"cost\..*\(recompute=True\)", "another word for 'full'"),
     (r"cost\..*=(0|0\.0)\)", "nothing of it: no bytes, no latency, stage 0, no vocabulary"),
-    (r"(cost|schedules)\..*\((axes|rows|stages)=1\)", "one"),
+    (r"(cost|schedules)\..*\((axes|stages)=1\)", "one"),
     (r".*\((axis|context|expert|stage|ulysses)=('nowhere'|'nothing of the kind'|\('data', '(data|nowhere)'\))\)",
      "a plan, a model and an expectation know no mesh; make_train_step and the kernels refuse it"),
     (r"models\.axes\.Axes\(model='x'\)", "an axis; a kernel refuses it where the mesh has none of that name"),
@@ -58,12 +58,11 @@ BELOW = r"testing\.assertions\.assert_matches_reference\((in_specs|out_specs)=P\
 # Not walked: they take nothing, anything, or start what outlives a test.
 UNWALKED = {
     "runtime.compilation.compilation_cache": "changes the options of jax",
-    "runtime.cluster.hosts.launch_on_hosts": "listens, and waits; test_several_hosts.py has its sentences",
     "runtime.cluster.join.finish": "ends the process",
     "runtime.cluster.join.is_main": "takes nothing",
     "runtime.cluster.join.leave": "takes nothing",
     "runtime.cluster.join.log": "prints anything",
-    "runtime.monitor.guard.guard": "starts a process; tests/runtime has its sentences",
+    "jobs.monitor.guard.guard": "starts a process; tests/jobs has its sentences",
     "runtime.data.reading.print_global": "prints any tree",
     "runtime.data.arrays.from_rows": "what from_process_local and the loader call",
     "runtime.checkpoint.laws.restores_elsewhere": "a law, called by prove alone",

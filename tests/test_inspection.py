@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit.grid import written
 from shardkit.inspection import grid_of_array
+from support.refusals import raises, refusals
 
 pytestmark = pytest.mark.check
 
@@ -16,51 +17,36 @@ X = np.zeros((8, 4), np.float32)
 
 # proves S37: replicas stand in one cell; of two axes, of an axis alone, of dims beyond two
 @pytest.mark.parametrize(
-    ("shape", "spec", "picture"),
-    [
-        (
-            (8, 4),
-            P("data"),
-            """\
+    "picture, array",
+    {
+        """\
 8x4 float32, P('data')
 4x4, 64 bytes, on each of 8 cpu devices
        [:, 0:4]
 [0:4]   0,1,2,3
-[4:8]   4,5,6,7""",
-        ),
-        (
-            (8, 4),
-            P("data", "model"),
-            """\
+[4:8]   4,5,6,7""": ((8, 4), P("data")),
+        """\
 8x4 float32, P('data', 'model')
 4x1, 16 bytes, on each of 8 cpu devices
        [:, 0:1]  [:, 1:2]  [:, 2:3]  [:, 3:4]
 [0:4]         0         1         2         3
-[4:8]         4         5         6         7""",
-        ),
-        (
-            (8,),
-            P("model"),
-            """\
+[4:8]         4         5         6         7""": ((8, 4), P("data", "model")),
+        """\
 8 float32, P('model')
 2, 8 bytes, on each of 8 cpu devices
   [0:2]  [2:4]  [4:6]  [6:8]
-    0,4    1,5    2,6    3,7""",
-        ),
-        ((), P(), "scalar float32, P()\nscalar, 4 bytes, on each of 8 cpu devices\n  0,1,2,3,4,5,6,7"),
-        (
-            (2, 3, 4, 5),
-            P("data", None, "model"),
-            """\
+    0,4    1,5    2,6    3,7""": ((8,), P("model")),
+        "scalar float32, P()\nscalar, 4 bytes, on each of 8 cpu devices\n  0,1,2,3,4,5,6,7": ((), P()),
+        """\
 2x3x4x5 float32, P('data', None, 'model')
 1x3x1x5, 60 bytes, on each of 8 cpu devices; dims 1, 3 whole
        [:, :, 0:1]  [:, :, 1:2]  [:, :, 2:3]  [:, :, 3:4]
 [0:1]            0            1            2            3
-[1:2]            4            5            6            7""",
-        ),
-    ],
+[1:2]            4            5            6            7""": ((2, 3, 4, 5), P("data", None, "model")),
+    }.items(),
 )
-def test_the_picture_of_an_array(shape, spec, picture, mesh2x4):
+def test_the_picture_of_an_array(picture, array, mesh2x4):
+    shape, spec = array
     assert sk.describe(sk.shard(np.zeros(shape, np.float32), mesh2x4, spec)) == picture
 
 
@@ -177,27 +163,21 @@ def test_many_devices_are_ranges():
     assert written((*range(16), *range(32, 48), 50)) == "0-15,32-47,50"
 
 
-@pytest.mark.parametrize(
-    ("call", "kind", "message"),
-    [
-        (
-            lambda: sk.describe({"w": X}, after={"v": X}),
-            ValueError,
-            "after must have the leaves of thing; got 'v' in one of them alone. Pass the same tree, before and after.",
-        ),
-        (
-            lambda: sk.describe(X, {"w": X}, after=X),
-            TypeError,
-            "after must come with an array or a pytree alone; got params or a mesh too. Leave them out.",
-        ),
-        (
-            lambda: sk.describe(X, after="x"),
-            TypeError,
-            "after must be an array or a pytree of arrays; got 'x'. Pass arrays of jax or NumPy.",
-        ),
-    ],
-)
-def test_errors(call, kind, message):
-    with pytest.raises(kind) as error:
+NOT_ALIKE = {
+    "after must have the leaves of thing; got 'v' in one of them alone. Pass the same tree, before and "
+    "after.": lambda: sk.describe({"w": X}, after={"v": X}),
+}
+NO_ARRAYS = {
+    "after must come with an array or a pytree alone; got params or a mesh too. Leave them out.": lambda: sk.describe(
+        X, {"w": X}, after=X
+    ),
+    "after must be an array or a pytree of arrays; got 'x'. Pass arrays of jax or NumPy.": lambda: sk.describe(
+        X, after="x"
+    ),
+}
+
+
+@pytest.mark.parametrize("kind, message, call", refusals(NOT_ALIKE, NO_ARRAYS))
+def test_errors(kind, message, call):
+    with raises(kind, f"describe: {message}"):
         call()
-    assert str(error.value) == f"describe: {message}"

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.layout import canonical
+from support.refusals import raises, refusals
 
 RULES = (("batch", "data"), ("hidden", "model"), ("embed", None))
 
@@ -36,56 +37,39 @@ def test_rules_give_specs(rules):  # proves S24, F4
 
 
 TWICE = "Give the other dim another axis, or None."
-RULE_ERRORS = [
-    (
-        {"out": [("hidden", "vocabulary")]},
-        RULES,
-        ValueError,
+RULE_ERRORS = refusals(
+    {
         "specs_from_rules: leaf out.0 has the logical axis 'vocabulary', which has no rule; there are rules for "
-        "'batch', 'hidden', 'embed'. Add a rule; None replicates the dim.",
-    ),
-    (
-        {"w": ("hidden",)},
-        {},
-        ValueError,
+        "'batch', 'hidden', 'embed'. Add a rule; None replicates the dim.": (
+            {"out": [("hidden", "vocabulary")]},
+            RULES,
+        ),
         "specs_from_rules: leaf w has the logical axis 'hidden', which has no rule; there are rules for none. "
-        "Add a rule; None replicates the dim.",
-    ),
-    (
-        {"w": ("embed", "hidden")},
-        {"embed": "model", "hidden": "model"},
-        ValueError,
+        "Add a rule; None replicates the dim.": ({"w": ("hidden",)}, {}),
         "specs_from_rules: leaf w: a mesh axis can shard one dim only; got 'model' twice in P('model', 'model') "
-        f"(from the logical axes ('embed', 'hidden')). {TWICE}",
-    ),
-    (
-        {"w": ("embed", "hidden")},
-        [*RULES, ("hidden", "data")],
-        ValueError,
-        "specs_from_rules: logical axis 'hidden' has two rules. Remove one.",
-    ),
-    (
-        {"w": "hidden"},
-        RULES,
-        TypeError,
+        f"(from the logical axes ('embed', 'hidden')). {TWICE}": (
+            {"w": ("embed", "hidden")},
+            {"embed": "model", "hidden": "model"},
+        ),
+        "specs_from_rules: logical axis 'hidden' has two rules. Remove one.": (
+            {"w": ("embed", "hidden")},
+            [*RULES, ("hidden", "data")],
+        ),
+    },
+    {
         "specs_from_rules: leaf w must be a tuple of logical axis names or None, one for each dim; got 'hidden'. "
-        "Pass for example ('embed', 'hidden').",
-    ),
-    (
-        3,
-        RULES,
-        TypeError,
+        "Pass for example ('embed', 'hidden').": ({"w": "hidden"}, RULES),
         "specs_from_rules: leaf (the whole tree) must be a tuple of logical axis names or None, one for each dim; "
-        "got 3. Pass for example ('embed', 'hidden').",
-    ),
-]
+        "got 3. Pass for example ('embed', 'hidden').": (3, RULES),
+    },
+)
 
 
-@pytest.mark.parametrize(("logical", "rules", "kind", "message"), RULE_ERRORS)
-def test_errors_of_rules(logical, rules, kind, message):
-    with pytest.raises(kind) as error:
+@pytest.mark.parametrize("kind, message, case", RULE_ERRORS)
+def test_errors_of_rules(kind, case, message):
+    logical, rules = case
+    with raises(kind, message):
         sk.specs_from_rules(logical, rules)
-    assert (type(error.value), str(error.value)) == (kind, message)
 
 
 def test_one_model_under_two_rule_sets(mesh2x4):  # proves S25

@@ -24,6 +24,7 @@ from docs.generate import (
     proofs,
     reference,
 )
+from support.refusals import value_error
 
 ROOT = Path(__file__).parents[1]
 
@@ -70,11 +71,10 @@ def test_lazy_names_of_sk_are_found():
 
 @pytest.mark.check
 def test_a_name_of_an_unknown_file_is_refused():
-    with pytest.raises(ValueError) as error:
-        reference.group_of("shardkit.somewhere.name")
-    assert str(error.value) == (
+    with value_error(
         "shardkit.somewhere.name belongs to no group of sk. Name its file in GROUPS of docs/generate/reference.py."
-    )
+    ):
+        reference.group_of("shardkit.somewhere.name")
     assert reference.group_of("shardkit.strategies.pipeline.pp") == "Pipelines"  # and not "Plans", which is shorter
 
 
@@ -97,11 +97,8 @@ def test_pages_are_arranged_and_a_page_without_a_section_is_refused():
         {"How to": ["howto/from_jit.md", "howto/zzz.md"]},
         {"Reference": ["reference/sk.md", "reference/json.md"]},
     ]
-    with pytest.raises(ValueError) as error:
+    with value_error("the pages elsewhere/page.md are in no section. Name them in docs/generate/navigation.py."):
         navigation.arranged(["elsewhere/page.md"])
-    assert str(error.value) == (
-        "the pages elsewhere/page.md are in no section. Name them in docs/generate/navigation.py."
-    )
 
 
 @pytest.mark.check

@@ -79,7 +79,7 @@ def test_other_comments_and_strings_are_none(tmp_path, capsys):
     ("text", "errors"),
     [
         ("def test_a():  # proves S1, S9\n    pass\n", ["test_planted.py:1: there is no feature S9."]),
-        ("def test_a():  # proves N49\n    pass\n", ["test_planted.py:1: there is no feature N49."]),
+        ("def test_a():  # proves N61\n    pass\n", ["test_planted.py:1: there is no feature N61."]),
         ("def test_a():  # proves S2-S4\n    pass\n", ["test_planted.py:1: there is no feature S4."]),
         ("def test_a():  # proves S3-S1\n    pass\n", ["test_planted.py:1: there is no feature S3-S1."]),
         (

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
+from support.refusals import value_error
 from support.training import OPTIMIZERS
 
 X = np.random.default_rng(0).integers(0, 2**31, (16, 8, 24), dtype=np.int32)
@@ -164,47 +165,33 @@ def placed(mesh):
     return {"w": sk.shard(np.ones((8, 6), np.float32), mesh, P("data"))}
 
 
-ERRORS = [
-    (
-        lambda mesh: sk.reshard(placed(mesh), P("model"), P(), mesh=mesh),
-        "reshard: leaf w must be laid out on the mesh as source says, P('model',); got P('data',). Pass the layout "
-        "that it has as source, or place it with shard.",
+ERRORS = {
+    "reshard: leaf w must be laid out on the mesh as source says, P('model',); got P('data',). Pass the layout "
+    "that it has as source, or place it with shard.": lambda mesh: sk.reshard(placed(mesh), P("model"), P(), mesh=mesh),
+    "reshard: leaf w must be laid out on the mesh as source says, P('model',); got ndarray. Pass the layout that "
+    "it has as source, or place it with shard.": lambda mesh: sk.reshard({"w": np.ones(8)}, P("model"), P(), mesh=mesh),
+    "reshard: leaf w: dim 1 must be divisible by axis 'model'; got size 6 over 4 devices. Pad dim 1 or choose "
+    "another dim.": lambda mesh: sk.reshard(placed(mesh), P("data"), P(None, "model"), mesh=mesh),
+    "reshard_steps: leaf w: the spec P(None, 'modle') uses axis 'modle', which the mesh does not have; its axes "
+    "are 'data', 'model'. Use one of them, or add the axis to make_mesh.": lambda mesh: sk.reshard_steps(
+        placed(mesh), P("data"), P(None, "modle"), mesh=mesh
     ),
-    (
-        lambda mesh: sk.reshard({"w": np.ones(8)}, P("model"), P(), mesh=mesh),
-        "reshard: leaf w must be laid out on the mesh as source says, P('model',); got ndarray. Pass the layout that "
-        "it has as source, or place it with shard.",
+    "reshard: target must be a Plan, or a PartitionSpec or NamedSharding for each leaf; got 'model'. Pass for "
+    "example P('model').": lambda mesh: sk.reshard(placed(mesh), P("data"), "model", mesh=mesh),
+    "reshard: source and target must be layouts on the mesh; got a NamedSharding in target over {'data': 8}, and "
+    "mesh is {'data': 2, 'model': 4}. Pass its mesh, or move the array to the other mesh with "
+    "jax.device_put.": lambda mesh: sk.reshard(
+        placed(mesh), P("data"), NamedSharding(sk.make_mesh(data=8), P()), mesh=mesh
     ),
-    (
-        lambda mesh: sk.reshard(placed(mesh), P("data"), P(None, "model"), mesh=mesh),
-        "reshard: leaf w: dim 1 must be divisible by axis 'model'; got size 6 over 4 devices. Pad dim 1 or choose "
-        "another dim.",
+    "reshard: piece_bytes must be at least 1; got 0.": lambda mesh: sk.reshard(
+        placed(mesh), P("data"), P(), mesh=mesh, piece_bytes=0
     ),
-    (
-        lambda mesh: sk.reshard_steps(placed(mesh), P("data"), P(None, "modle"), mesh=mesh),
-        "reshard_steps: leaf w: the spec P(None, 'modle') uses axis 'modle', which the mesh does not have; its axes "
-        "are 'data', 'model'. Use one of them, or add the axis to make_mesh.",
-    ),
-    (
-        lambda mesh: sk.reshard(placed(mesh), P("data"), "model", mesh=mesh),
-        "reshard: target must be a Plan, or a PartitionSpec or NamedSharding for each leaf; got 'model'. Pass for "
-        "example P('model').",
-    ),
-    (
-        lambda mesh: sk.reshard(placed(mesh), P("data"), NamedSharding(sk.make_mesh(data=8), P()), mesh=mesh),
-        "reshard: source and target must be layouts on the mesh; got a NamedSharding in target over {'data': 8}, and "
-        "mesh is {'data': 2, 'model': 4}. Pass its mesh, or move the array to the other mesh with jax.device_put.",
-    ),
-    (
-        lambda mesh: sk.reshard(placed(mesh), P("data"), P(), mesh=mesh, piece_bytes=0),
-        "reshard: piece_bytes must be at least 1; got 0.",
-    ),
-]
+}
 
 
 # Alone in finding: an implicit move by jax where source is wrong, and other wording.
 @pytest.mark.check
-@pytest.mark.parametrize("call, words", ERRORS, ids=range(len(ERRORS)))
+@pytest.mark.parametrize("words, call", ERRORS.items())
 def test_errors(mesh2x4, call, words):
     with pytest.raises((ValueError, TypeError), match=re.escape(words)):
         call(mesh2x4)
@@ -215,9 +202,8 @@ def test_errors_of_trees_and_padding(mesh2x4):
     with pytest.raises(ValueError, match="reshard: source must have the structure of the tree, or be a prefix of it; "):
         sk.reshard(placed(mesh2x4), {"v": P("data")}, P(), mesh=mesh2x4)
     w = {"w": jax.ShapeDtypeStruct((5,), jnp.float32)}
-    with pytest.raises(ValueError) as error:
-        sk.reshard_steps(w, sk.fsdp("data", min_size=1, uneven="pad"), sk.dp("data"), mesh=mesh2x4)
-    assert str(error.value) == (
+    with value_error(
         "reshard_steps: leaf w must be stored as source says, with the shape (6,); got (5,). Pass the plan that "
         "made it as source."
-    )
+    ):
+        sk.reshard_steps(w, sk.fsdp("data", min_size=1, uneven="pad"), sk.dp("data"), mesh=mesh2x4)

@@ -124,7 +124,7 @@ def _say(text: str) -> None:
 
 
 def _end(error: BaseException, code: int) -> NoReturn:
-    from shardkit.runtime.monitor import client
+    from shardkit.runtime.channel import client
 
     if _debugging():
         traceback.print_exception(error)

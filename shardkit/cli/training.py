@@ -32,8 +32,8 @@ from shardkit.cli.train_options import TrainOptions, changes, check, settings_of
 from shardkit.cli.verify import verify
 from shardkit.models import transformer
 from shardkit.partitioning.batch import batch_specs
+from shardkit.runtime.channel import client
 from shardkit.runtime.data import text as text_data
-from shardkit.runtime.monitor import client
 
 
 class Log:

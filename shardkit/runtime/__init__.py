@@ -1,31 +1,36 @@
-"""What surrounds a training run: processes, the guard, checkpoints, weights, data.
+"""What a training script calls around its steps: processes that join, checkpoints, weights, data, checks.
 
-Start with `cluster/join.py`; each of `monitor/`, `cluster/`, `data/`, `checkpoint/`, `weights/` has a docstring.
-Imports training, and testing, whose laws it extends.
+Start with `cluster/join.py`; each of `channel/`, `cluster/`, `data/`, `checkpoint/`, `weights/` has a docstring.
+Imports training, and testing, whose laws it extends. What surrounds processes is in `jobs/`: its `launch` and `guard`
+are reached from here too, and imported when somebody asks for them.
 """
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from shardkit.runtime.checkpoint.checkpoints import Checkpoints, Run, latest_step
 from shardkit.runtime.checkpoint.laws import restores_elsewhere
 from shardkit.runtime.checkpoint.reading import DamagedError
 from shardkit.runtime.cluster.barrier import barrier, health_check
 from shardkit.runtime.cluster.gpu_flags import gpu_flags
-from shardkit.runtime.cluster.hosts import launch_on_hosts
 from shardkit.runtime.cluster.join import Cluster, finish, initialize, is_main, leave, log
-from shardkit.runtime.cluster.launch import launch
 from shardkit.runtime.cluster.preemption import PREEMPTED, preempted, watch_preemption
 from shardkit.runtime.compilation import compilation_cache
 from shardkit.runtime.data.arrays import from_full, from_process_local, from_rows, from_single_device, local_rows
 from shardkit.runtime.data.loader import Loader, loader, prefetch_to_device
 from shardkit.runtime.data.reading import fetch, local_shards, print_global, replicate, to_numpy
 from shardkit.runtime.drift import Drift, DriftError, assert_no_drift, replica_drift
-from shardkit.runtime.monitor.guard import Deadlines, Guard, guard
 from shardkit.runtime.replay import Corruption, CorruptionError, Replay
 from shardkit.runtime.triage import NonFinite, TriageReport, nonfinite, triage
 from shardkit.runtime.weights.load import load_params
 from shardkit.runtime.weights.names import StoredAs, llama_names
 from shardkit.runtime.weights.save import save_params
+
+if TYPE_CHECKING:
+    from shardkit.jobs.launch import launch
+    from shardkit.jobs.monitor.guard import Deadlines, Guard, guard
 
 __all__ = [
     "PREEMPTED",
@@ -60,7 +65,6 @@ __all__ = [
     "is_main",
     "latest_step",
     "launch",
-    "launch_on_hosts",
     "leave",
     "llama_names",
     "load_params",
@@ -80,3 +84,16 @@ __all__ = [
     "triage",
     "watch_preemption",
 ]
+
+_OF_JOBS = dict.fromkeys(("Deadlines", "Guard", "guard"), "shardkit.jobs.monitor.guard")
+_OF_JOBS["launch"] = "shardkit.jobs.launch"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_JOBS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_OF_JOBS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_OF_JOBS})

@@ -16,7 +16,7 @@ import pytest
 import shardkit as sk
 from shardkit.cli import training, verify
 from shardkit.cli.train_options import TrainOptions, changes, settings_of
-from shardkit.runtime.monitor import client
+from shardkit.runtime.channel import client
 from support.compiling import QUICK
 from support.counting import Compiles
 

@@ -10,6 +10,7 @@ import shardkit as sk
 from shardkit._compat import varying_axes
 from shardkit.testing import Row
 from shardkit.testing._plan_traffic import plan_traffic
+from support.refusals import type_error, value_error
 
 A = sk.algorithms
 GATHERS = sk.Algorithm("gathers", all_gather=sk.all_gather)
@@ -17,60 +18,38 @@ GATHERS = sk.Algorithm("gathers", all_gather=sk.all_gather)
 
 @pytest.mark.check
 @pytest.mark.parametrize(
-    "make, message",
-    [
-        (
-            lambda: sk.dp("a", reduce=GATHERS),
-            "dp: reduce= must be an Algorithm with all_reduce; got gathers, which has 'all_gather'. Pass for example "
-            "sk.algorithms.ring().",
+    "message, make",
+    {
+        "dp: reduce= must be an Algorithm with all_reduce; got gathers, which has 'all_gather'. Pass for example "
+        "sk.algorithms.ring().": lambda: sk.dp("a", reduce=GATHERS),
+        "zero1: gather= must be an Algorithm with all_gather; got bucket(33,554,432 bytes), which has "
+        "'all_reduce'. Pass for example sk.algorithms.ring().": lambda: sk.zero1("a", gather=A.bucket()),
+        "zero2: reduce= must be an Algorithm with reduce_scatter; got bucket(1 bytes), which has 'all_reduce'. "
+        "Pass for example sk.algorithms.ring().": lambda: sk.zero2("a", reduce=A.bucket(bucket_bytes=1)),
+        "fsdp: reduce= must be an Algorithm with reduce_scatter; got nothing, which has none. Pass for example "
+        "sk.algorithms.ring().": lambda: sk.fsdp("a", reduce=sk.Algorithm("nothing")),
+        "dp: hierarchical('gpu') needs the axes of slow links, then axis 'gpu'; got 'gpu'. Pass for example "
+        "axis=('node', 'gpu').": lambda: sk.dp("gpu", reduce=A.hierarchical("gpu")),
+        "fsdp: hierarchical('gpu') needs the axes of slow links, then axis 'gpu'; got 'gpu', 'node'. Pass for "
+        "example axis=('node', 'gpu').": lambda: sk.fsdp(("gpu", "node"), gather=A.hierarchical("gpu")),
+        "zero1: compressed(int4, inner='gpu' in int8) needs the axes of slow links, then axis 'gpu'; got 'gpu'. "
+        "Pass for example axis=('node', 'gpu').": lambda: sk.zero1(
+            "gpu", reduce=A.compressed(jnp.int4, inner="gpu", inner_dtype=jnp.int8)
         ),
-        (
-            lambda: sk.zero1("a", gather=A.bucket()),
-            "zero1: gather= must be an Algorithm with all_gather; got bucket(33,554,432 bytes), which has "
-            "'all_reduce'. Pass for example sk.algorithms.ring().",
+        "own: compressed(int8, inner='c', 'b') needs the axes of slow links, then axes 'c', 'b'; got 'a', 'b'. "
+        "Pass for example axis=('node', 'c', 'b').": lambda: sk.strategy(
+            "own", ("a", "b"), reduce=A.compressed(jnp.int8, inner=("c", "b"))
         ),
-        (
-            lambda: sk.zero2("a", reduce=A.bucket(bucket_bytes=1)),
-            "zero2: reduce= must be an Algorithm with reduce_scatter; got bucket(1 bytes), which has 'all_reduce'. "
-            "Pass for example sk.algorithms.ring().",
+        "compressed: inner_dtype must be 'bfloat16', 'float8_e4m3fn', 'float8_e5m2', 'int8' or 'int4'; got "
+        "'float32'. Pass for example inner_dtype='bfloat16'.": lambda: A.compressed(
+            jnp.int8, inner="gpu", inner_dtype=jnp.float32
         ),
-        (
-            lambda: sk.fsdp("a", reduce=sk.Algorithm("nothing")),
-            "fsdp: reduce= must be an Algorithm with reduce_scatter; got nothing, which has none. Pass for example "
-            "sk.algorithms.ring().",
-        ),
-        (
-            lambda: sk.dp("gpu", reduce=A.hierarchical("gpu")),
-            "dp: hierarchical('gpu') needs the axes of slow links, then axis 'gpu'; got 'gpu'. Pass for example "
-            "axis=('node', 'gpu').",
-        ),
-        (
-            lambda: sk.fsdp(("gpu", "node"), gather=A.hierarchical("gpu")),
-            "fsdp: hierarchical('gpu') needs the axes of slow links, then axis 'gpu'; got 'gpu', 'node'. Pass for "
-            "example axis=('node', 'gpu').",
-        ),
-        (
-            lambda: sk.zero1("gpu", reduce=A.compressed(jnp.int4, inner="gpu", inner_dtype=jnp.int8)),
-            "zero1: compressed(int4, inner='gpu' in int8) needs the axes of slow links, then axis 'gpu'; got 'gpu'. "
-            "Pass for example axis=('node', 'gpu').",
-        ),
-        (
-            lambda: sk.strategy("own", ("a", "b"), reduce=A.compressed(jnp.int8, inner=("c", "b"))),
-            "own: compressed(int8, inner='c', 'b') needs the axes of slow links, then axes 'c', 'b'; got 'a', 'b'. "
-            "Pass for example axis=('node', 'c', 'b').",
-        ),
-        (
-            lambda: A.compressed(jnp.int8, inner="gpu", inner_dtype=jnp.float32),
-            "compressed: inner_dtype must be 'bfloat16', 'float8_e4m3fn', 'float8_e5m2', 'int8' or 'int4'; got "
-            "'float32'. Pass for example inner_dtype='bfloat16'.",
-        ),
-        (lambda: A.compressed(jnp.int8, block=0), "compressed: block must be at least 1; got 0. Correct block."),
-    ],
+        "compressed: block must be at least 1; got 0. Correct block.": lambda: A.compressed(jnp.int8, block=0),
+    }.items(),
 )
 def test_an_algorithm_that_cannot_serve_is_refused(make, message):
-    with pytest.raises(ValueError) as error:
+    with value_error(message):
         make()
-    assert str(error.value) == message
 
 
 # Catches a cast of whole numbers to float32 on the wire, which rounds them above 2^24.
@@ -81,23 +60,19 @@ def test_weights_that_are_whole_numbers_are_not_compressed():
     init, step = sk.make_train_step(loss, optax.sgd(0.1), mesh=sk.abstract_mesh(a=4), plan=plan)
     state = init.abstract({"w": np.ones(4, "f")})
     ints = state._replace(params=jax.tree.map(lambda x: x.update(dtype=jnp.int32), state.params))
-    with pytest.raises(TypeError) as error:
+    with type_error("compressed.all_gather: every leaf must be floating-point; got int32. Use all_gather for it."):
         step.trace(ints, jax.ShapeDtypeStruct((8, 2), jnp.float32))
-    assert str(error.value) == (
-        "compressed.all_gather: every leaf must be floating-point; got int32. Use all_gather for it."
-    )
 
 
 @pytest.mark.check
 def test_the_closed_form_needs_the_cost_of_an_algorithm():
     own = sk.Algorithm("own", all_reduce=lambda leaves, axes: sk.all_reduce(leaves, axes))
     plan, mesh = sk.dp("a", reduce=own), sk.abstract_mesh(a=4)
-    with pytest.raises(ValueError) as error:
-        plan_traffic(plan, {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}, mesh, Row({"a": 4}, plan))
-    assert str(error.value) == (
+    with value_error(
         "plan_traffic: the algorithm own must have a cost, to be compared with the census; it has none. Pass "
         "Algorithm(..., cost=...)."
-    )
+    ):
+        plan_traffic(plan, {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}, mesh, Row({"a": 4}, plan))
 
 
 # Catches an algorithm that gets partial sums along "model" and complete ones in one call: what it concatenates is

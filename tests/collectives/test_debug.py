@@ -132,19 +132,6 @@ def test_in_a_stage_of_a_pipeline(capsys):
 
 
 @pytest.mark.check
-def test_an_axis_that_is_not_there():
-    mesh = sk.abstract_mesh(data=8)
-    with pytest.raises(ValueError) as error:
-        jax.eval_shape(
-            jax.shard_map(lambda x: sk.debug_print(x, axis="model"), mesh=mesh, in_specs=P(), out_specs=None), 1.0
-        )
-    assert str(error.value) == (
-        "debug_print: axis 'model' is not an axis of this mesh; its axes are 'data'. Use one of them, or add the axis "
-        "to make_mesh."
-    )
-
-
-@pytest.mark.check
 def test_its_cost_is_a_gather_over_the_axes_that_differ():
     mesh = sk.abstract_mesh(data=2, model=4)
 

@@ -7,6 +7,7 @@ import pytest
 
 import shardkit as sk
 from shardkit import cost
+from support.refusals import value_error
 
 pytestmark = pytest.mark.check
 
@@ -147,6 +148,5 @@ ERRORS = {
 
 @pytest.mark.parametrize(("message", "call"), ERRORS.items())
 def test_errors(message, call):
-    with pytest.raises(ValueError) as error:
+    with value_error(message):
         call()
-    assert str(error.value) == message

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkit import cost
+from support.refusals import value_error
 
 pytestmark = pytest.mark.check
 
@@ -162,6 +163,5 @@ ERRORS = {
 
 @pytest.mark.parametrize(("message", "call"), ERRORS.items())
 def test_errors(message, call):
-    with pytest.raises(ValueError) as error:
+    with value_error(message):
         call()
-    assert str(error.value) == message

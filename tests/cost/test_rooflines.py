@@ -5,6 +5,7 @@ import math
 import pytest
 
 from shardkit import cost
+from support.refusals import value_error
 
 pytestmark = pytest.mark.check
 
@@ -74,6 +75,5 @@ ERRORS = {
 
 @pytest.mark.parametrize(("message", "call"), ERRORS.items())
 def test_errors(message, call):
-    with pytest.raises(ValueError) as error:
+    with value_error(message):
         call()
-    assert str(error.value) == message

@@ -52,7 +52,7 @@ class Row(NamedTuple):
 
 
 LAYERWISE: Any = {"min_size": 1, "layerwise": ("layers",)}
-dp, fsdp, each = sk.dp("data"), sk.fsdp("fsdp", min_size=1), sk.fsdp("fsdp", **LAYERWISE)
+dp, each = sk.dp("data"), sk.fsdp("fsdp", **LAYERWISE)
 PAIR = {"data": 2, "stage": 2, "fsdp": 2}
 BRANCH = {"mode": "branch", "recompute": False}
 FEW = {
@@ -65,11 +65,6 @@ FEW = {
 }
 REST = {
     "unequal, interleaved": Row(schedules.interleaved(2, 4, 2), {"stage": 2}, how={"layers_per_stage": (1, 3, 2, 2)}),
-    "dp, zero2 layerwise": Row(
-        schedules.zero_bubble_h1(2, 2), {"zero": 2, "data": 2, "stage": 2}, (dp, sk.zero2("zero", **LAYERWISE))
-    ),
-    "dp, fsdp whole": Row(schedules.one_f_one_b(2, 4), PAIR, (dp, fsdp), how=BRANCH),
-    "dp, fsdp layerwise": Row(schedules.interleaved(2, 2, 2), PAIR, (dp, each), how={"recompute": False}),
     "fsdp layerwise in branches": Row(schedules.zero_bubble_v(2, 4), PAIR, (dp, each), how={"mode": "branch"}),
     "fsdp, padded": Row(
         schedules.lockstep(2, 4, 2),
@@ -77,12 +72,7 @@ REST = {
         (sk.fsdp("fsdp", **conformance.padding(4), layerwise=("layers",)),),
         how={"layers_per_stage": (1, 1, 4, 2)},
     ),
-    "zero1": Row(schedules.gpipe(2, 8), {"zero": 2, "stage": 2}, (sk.zero1("zero", min_size=1),), how=BRANCH),
     "zero2": Row(schedules.dualpipe_v(2, 4), {"zero": 2, "stage": 2, "data": 2}, (dp, sk.zero2("zero", min_size=1))),
-    "tp, dp, four stages": Row(schedules.one_f_one_b(4, 16), {"model": 2, "stage": 4}, (tp(),), "model"),
-    "tp, dp, split backward": Row(
-        schedules.zero_bubble_h1(2, 8), {"data": 2, "model": 2, "stage": 2}, (tp(), dp), "model"
-    ),
     "tp, zero1, saved": Row(
         schedules.breadth_first(2, 4, 2),
         {"zero": 2, "model": 2, "stage": 2},

@@ -19,7 +19,6 @@ MESHES = [  # sizes and axis
     ({"data": 2, "model": 4}, "model"),
     ({"model": 2, "data": 2, "other": 2}, ("other", "model")),
 ]
-OTHER = {"model": "data"}  # the axis that splits the tokens, where there is one
 
 
 def layer_norm(x, gain, bias):

@@ -15,6 +15,7 @@ import shardkit as sk
 from shardkit import _compat
 from shardkit._jaxprs import walk
 from shardkit.testing import assert_matches_reference, covering
+from support.refusals import value_error
 from support.tiers import covered
 
 MESHES = [  # sizes and axis
@@ -193,11 +194,7 @@ def test_the_cross_entropy_sends_a_few_bytes_a_token(sequence, options, columns)
     activations = B * T * D * 2
     statistics = [("all_reduce", 4 * B * T, False), ("all_reduce", 4 * columns * B * T, False)]
     if sequence:
-        assert rows == [
-            ("all_gather", activations // 4, False),
-            *statistics,
-            ("reduce_scatter", activations, True),
-        ]
+        assert rows == [("all_gather", activations // 4, False), *statistics, ("reduce_scatter", activations, True)]
     else:
         assert rows == [*statistics, ("all_reduce", activations, True)]
 
@@ -256,19 +253,17 @@ def test_one_device_sends_nothing():
 
 def test_targets_of_part_of_the_tokens_are_refused():
     x, head, targets = drawn(1, "float32", 0)
-    with pytest.raises(ValueError) as error:
-        on_four(sk.vocab_cross_entropy, sequence=True)(x, head, targets[:, :30])
-    assert str(error.value) == (
+    with value_error(
         "vocab_cross_entropy: there must be one target for each token; got targets of shape (4, 30) for tokens of "
         "shape (4, 120) after the gather. Pass the targets of all tokens, and sequence=True where x holds a part of "
         "them."
-    )
-    with pytest.raises(ValueError) as error:
-        sk.vocab_cross_entropy_and_hits(x[:, :30], head, targets, None)
-    assert str(error.value) == (
+    ):
+        on_four(sk.vocab_cross_entropy, sequence=True)(x, head, targets[:, :30])
+    with value_error(
         "vocab_cross_entropy_and_hits: there must be one target for each token; got targets of shape (4, 120) for "
         "tokens of shape (4, 30). Pass the targets of all tokens, and sequence=True where x holds a part of them."
-    )
+    ):
+        sk.vocab_cross_entropy_and_hits(x[:, :30], head, targets, None)
 
 
 # Columns of padding, which a split needs, were classes: each of logit 0 or, once it is trained, of any other.
@@ -308,9 +303,8 @@ def test_columns_of_padding_are_no_classes():
 @pytest.mark.parametrize("vocabulary", [0, 121])
 def test_a_vocabulary_that_the_head_does_not_hold_is_refused(vocabulary):
     shapes = [jax.ShapeDtypeStruct(*each) for each in (((2, D), "float32"), ((D, 120), "float32"), ((2,), "int32"))]
-    with pytest.raises(ValueError) as error:
-        jax.eval_shape(lambda *args: sk.vocab_cross_entropy(*args, None, vocabulary=vocabulary), *shapes)
-    assert str(error.value) == (
+    with value_error(
         "vocab_cross_entropy: vocabulary must be at least 1 and at most the 120 columns of the head; got "
         f"{vocabulary}. Pass the number of classes."
-    )
+    ):
+        jax.eval_shape(lambda *args: sk.vocab_cross_entropy(*args, None, vocabulary=vocabulary), *shapes)

@@ -9,6 +9,7 @@ import pytest
 import shardkit as sk
 from shardkit.models import transformer
 from shardkit.rng import fold_keys
+from support.refusals import value_error
 
 CONFIG = transformer.Config(vocabulary=40, layers=2, dim=32, heads=4, kv_heads=2, hidden=48)
 KEY = jax.random.key(0)
@@ -121,28 +122,18 @@ def test_tied_head_is_the_embedding():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        (
-            {"dim": 30, "heads": 4},
-            "transformer: dim must be divisible by heads into an even head size; got dim 30 over 4 heads. "
-            "Change dim or heads.",
-        ),
-        (
-            {"dim": 12, "heads": 4},
-            "transformer: dim must be divisible by heads into an even head size; got dim 12 over 4 heads. "
-            "Change dim or heads.",
-        ),
-        (
-            {"heads": 4, "kv_heads": 3},
-            "transformer: kv_heads must divide heads; got 3 and 4. Change one of them.",
-        ),
-    ],
+    "message, sizes",
+    {
+        "transformer: dim must be divisible by heads into an even head size; got dim 30 over 4 heads. "
+        "Change dim or heads.": {"dim": 30, "heads": 4},
+        "transformer: dim must be divisible by heads into an even head size; got dim 12 over 4 heads. "
+        "Change dim or heads.": {"dim": 12, "heads": 4},
+        "transformer: kv_heads must divide heads; got 3 and 4. Change one of them.": {"heads": 4, "kv_heads": 3},
+    }.items(),
 )
 def test_sizes_that_do_not_fit_are_refused(sizes, message):
-    with pytest.raises(ValueError) as error:
+    with value_error(message):
         transformer.Config(**sizes)
-    assert str(error.value) == message
 
 
 def test_weights_that_no_plan_splits_are_refused():
@@ -152,12 +143,11 @@ def test_weights_that_no_plan_splits_are_refused():
     init, step = sk.make_train_step(loss, optax.sgd(0.1), mesh=mesh, plan=sk.fsdp("fsdp"))
     state = init(transformer.init(KEY, config), KEY)
     batch = {name: np.zeros((4, 8), np.int32) for name in ("tokens", "targets")}
-    with pytest.raises(ValueError) as error:
-        step(state, batch)
-    assert str(error.value) == (
+    with value_error(
         "transformer: the 4 query heads must be split over axes.model='model'; got 4 heads on each of 2 devices. "
         "Chain tp('model', tensor_rules(config, 'model', 2)) into the plan."
-    )
+    ):
+        step(state, batch)
 
 
 def test_tokens_of_a_negative_target_count_for_nothing():

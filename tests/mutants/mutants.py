@@ -1195,9 +1195,9 @@ _TOP = (
     ),
     Mutant(
         "carried-forgotten-by-reshard",
-        "shardkit/resharding.py",
-        "carried=optimizer_held(tree.carried, tree.params, rest))",
-        "carried=whole(tree.carried))",
+        "shardkit/state.py",
+        "carried=optimizer_held(state.carried, state.params, rest),",
+        "carried=whole(state.carried),",
         TERM,
     ),
     Mutant(

@@ -13,6 +13,7 @@ from shardkit.models import transformer
 from shardkit.partitioning.dim_rules import dim_chooser
 from shardkit.partitioning.placement import Layout, Split
 from shardkit.partitioning.plan import strategy
+from support.refusals import raises, value_error
 
 is_layout = lambda x: isinstance(x, Layout)  # noqa: E731
 SPECS = {"embed": P(None, "d"), "layers": {"up": P(None, None, ("t", "d")), "gain": P()}}
@@ -57,9 +58,8 @@ def test_dims_from_the_end_and_dims_that_are_none(make):
             for dim in (True, 1.0, "1")
         ),
     ):
-        with pytest.raises(kind) as error:
+        with raises(kind, f"{name}: leaf w: {found}"):
             layout(dim)
-        assert str(error.value) == f"{name}: leaf w: {found}"
 
 
 @pytest.mark.check
@@ -88,46 +88,27 @@ def test_in_a_list_of_layers_dim_0_is_no_layer():
 
 
 @pytest.mark.parametrize(
-    "rules, axes, leaf, kind, message",
-    [
-        (
+    "message, refusal",
+    {
+        "tp: the rules have no spec for leaf layers.down; theirs are for the leaves 'embed', 'layers.gain', "
+        "'layers.up'. Make the rules from the logical axes of these parameters.": (
             SPECS,
             ("d",),
             ("layers.down", (2, 8, 8)),
             ValueError,
-            "tp: the rules have no spec for leaf layers.down; theirs are for the leaves 'embed', 'layers.gain', "
-            "'layers.up'. Make the rules from the logical axes of these parameters.",
         ),
-        (
-            SPECS,
-            ("d",),
-            ("embed", (8,)),
-            ValueError,
-            "tp: the rules must put axis 'd' on one dim of leaf embed; got (None, 'd') for shape (8,). "
-            "Correct the logical axes or their rules.",
-        ),
-        (
-            {"w": P("a", "b")},
-            ("a", "b"),
-            ("w", (8, 8)),
-            ValueError,
-            "tp: the rules must put axes 'a', 'b' on one dim of leaf w; got ('a', 'b') for shape (8, 8). "
-            "Correct the logical axes or their rules.",
-        ),
-        (
-            {"w": "d"},
-            ("d",),
-            ("w", (8, 8)),
-            TypeError,
-            "tp: rules must be a function of path and shape, or a tree of PartitionSpecs; got 'd' for w. "
-            "Make the tree with specs_from_rules.",
-        ),
-    ],
+        "tp: the rules must put axis 'd' on one dim of leaf embed; got (None, 'd') for shape (8,). "
+        "Correct the logical axes or their rules.": (SPECS, ("d",), ("embed", (8,)), ValueError),
+        "tp: the rules must put axes 'a', 'b' on one dim of leaf w; got ('a', 'b') for shape (8, 8). "
+        "Correct the logical axes or their rules.": ({"w": P("a", "b")}, ("a", "b"), ("w", (8, 8)), ValueError),
+        "tp: rules must be a function of path and shape, or a tree of PartitionSpecs; got 'd' for w. "
+        "Make the tree with specs_from_rules.": ({"w": "d"}, ("d",), ("w", (8, 8)), TypeError),
+    }.items(),
 )
-def test_rules_of_another_tree_are_refused(rules, axes, leaf, kind, message):
-    with pytest.raises(kind) as error:
+def test_rules_of_another_tree_are_refused(refusal, message):
+    rules, axes, leaf, kind = refusal
+    with raises(kind, message):
         dim_chooser("tp", axes, rules)(*leaf)
-    assert str(error.value) == message
 
 
 @pytest.mark.parametrize("make", [sk.zero1, sk.zero2, sk.fsdp])
@@ -152,13 +133,12 @@ def test_rules_that_name_an_axis_which_the_mesh_does_not_have():
     specs = {"up": P("fsdp", "model"), "down": P(("modle", "fsdp"))}
     for make, rules in ((sk.tp, {**specs, "down": P("modle")}), (partial(sk.fsdp, min_size=1), specs)):
         plan = make("model" if make is sk.tp else "fsdp", rules=rules)
-        with pytest.raises(ValueError) as error:
-            plan.layouts(params, sk.abstract_mesh(data=2, fsdp=2, model=2))
-        assert str(error.value) == (
+        with value_error(
             f"{plan}: the rules may only name axes of the mesh, data=2, fsdp=2, model=2; they split leaf down over "
             "'modle'. Correct them, or the metadata that they come from, or add the axis to make_mesh, as modle=1 if "
             "nothing is to be split over it."
-        )
+        ):
+            plan.layouts(params, sk.abstract_mesh(data=2, fsdp=2, model=2))
     plan.check(sk.abstract_mesh(fsdp=2, model=1, modle=1))
 
 

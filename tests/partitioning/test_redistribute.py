@@ -82,10 +82,7 @@ MESHES = [(2,), (4,), (2, 2), (2, 4), (4, 4), (2, 3), (3, 4), (2, 8), (2, 2, 2),
 
 @st.composite
 def cases(draw):
-    sizes = draw(
-        st.sampled_from([(2,), (4,), (2, 2), (2, 4), (4, 4), (2, 3), (3, 4), (2, 8), (2, 2, 2), (2, 4, 2), (1, 2, 4)])
-    )
-    sizes = dict(zip("xyz", sizes, strict=False))
+    sizes = dict(zip("xyz", draw(st.sampled_from(MESHES)), strict=False))
     dims = draw(st.integers(1, 3))
     shape = tuple(math.prod(sizes.values()) * draw(st.sampled_from([1, 1, 2, 3])) for _ in range(dims))
     if math.prod(shape) > 20_000:

@@ -15,6 +15,7 @@ from shardkit.analysis.hlo.differences import compiled, written
 from shardkit.partitioning.storage import Padded
 from support.layouts import Specs, specs
 from support.optimizers import OPTIMIZERS, OWN
+from support.refusals import value_error
 from support.trees import assert_close
 
 BATCH = 16
@@ -243,29 +244,25 @@ def mesh4():
 
 
 @pytest.mark.parametrize(
-    "make_layouts, message",
-    [
-        (
-            lambda tree: sk.chain(
+    "message, make_layouts",
+    {
+        "zero1: dim 0 of leaf b must be divisible by axis 'z' or one that can be padded, which a layer dim, or "
+        "a dim that another strategy splits, cannot; got shape (2,) over 3 devices. Choose another dim.": lambda tree: (
+            sk.chain(
                 sk.fsdp("d", min_size=1, uneven="pad", rules=lambda path, shape: 0),
                 sk.zero1("z", min_size=1, uneven="pad", rules=lambda path, shape: 0),
-            ).layouts(tree, sk.abstract_mesh(d=4, z=3)),
-            "zero1: dim 0 of leaf b must be divisible by axis 'z' or one that can be padded, which a layer dim, or "
-            "a dim that another strategy splits, cannot; got shape (2,) over 3 devices. Choose another dim.",
+            ).layouts(tree, sk.abstract_mesh(d=4, z=3))
         ),
-        (
-            lambda tree: sk.zero2("d", min_size=1, uneven="pad", layerwise=("w",), rules=lambda path, shape: 0).layouts(
-                {"w": tree["w"]}, sk.abstract_mesh(d=4)
-            ),
-            "zero2: dim 0 of leaf w must be divisible by axis 'd' or one that can be padded, which a layer dim, or "
-            "a dim that another strategy splits, cannot; got shape (7, 5) over 4 devices. Choose another dim.",
-        ),
-    ],
+        "zero2: dim 0 of leaf w must be divisible by axis 'd' or one that can be padded, which a layer dim, or "
+        "a dim that another strategy splits, cannot; got shape (7, 5) over 4 devices. "
+        "Choose another dim.": lambda tree: sk.zero2(
+            "d", min_size=1, uneven="pad", layerwise=("w",), rules=lambda path, shape: 0
+        ).layouts({"w": tree["w"]}, sk.abstract_mesh(d=4)),
+    }.items(),
 )
 def test_a_dim_that_cannot_be_padded_is_refused(make_layouts, message):
-    with pytest.raises(ValueError) as error:
+    with value_error(message):
         make_layouts({name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()})
-    assert str(error.value) == message
 
 
 # ---- a state
@@ -325,13 +322,12 @@ def test_a_padded_state_is_evaluated_under_its_own_plan_or_unpadded():
     )
     state, batch = init(classes, jax.random.key(0)), np.arange(40, dtype=np.int32) % 5
     evaluate = sk.make_eval_step(loss, mesh=mesh, plan=sk.dp("data"))
-    with pytest.raises(ValueError) as error:
-        evaluate(state.params, batch)
-    assert str(error.value) == (
+    with value_error(
         "evaluate: the parameters must be stored as this plan stores them; leaf b is stored with dim 0 of 5 padded, "
         "and must be in its original form. Pass unpadded(...) of them to init, or to an evaluation "
         "whose plan pads nothing."
-    )
+    ):
+        evaluate(state.params, batch)
     np.testing.assert_allclose(evaluate(sk.unpadded(state.params), batch)["loss"], np.log(5), rtol=1e-6)
     _, other = sk.make_train_step(sk.value_and_grad(loss), optax.sgd(0.1), mesh=mesh, plan=sk.dp("data"))
     with pytest.raises(ValueError, match="step: the state must be laid out as the plan of the step says; leaf params"):

@@ -12,6 +12,7 @@ import shardkit as sk
 from shardkit.pipeline import stage_programs
 from shardkit.pipeline.submeshes import _line
 from support.counting import Compiles
+from support.refusals import value_error
 
 WIDTHS = (784, 512, 512, 256, 10)
 
@@ -79,15 +80,6 @@ def test_a_mesh_is_cut_along_an_axis():  # proves F5
     for s, part in enumerate(parts):
         assert list(part.devices.flat) == list(mesh.devices[:, s])
         assert part.axis_types == mesh.axis_types
-
-
-def test_the_axis_must_be_there():
-    with pytest.raises(ValueError) as error:
-        sk.submeshes(sk.make_mesh(stage=4, data=2), "pipe")
-    assert str(error.value) == (
-        "submeshes: axis 'pipe' is not an axis of this mesh; its axes are 'stage', 'data'. "
-        "Use one of them, or add the axis to make_mesh."
-    )
 
 
 # ---- values
@@ -314,113 +306,80 @@ def halves(**sizes):
     return sk.submeshes(sk.make_mesh(stage=2, **sizes), "stage")
 
 
-def refused(*args, build=sk.device_put_pipeline, x=None, microbatches=1, **options):
-    with pytest.raises(ValueError) as error:
-        forward = build(*args, **options)
-        forward(placed(PAIR, args[1]), inputs(8, 12)[0] if x is None else x, microbatches=microbatches)
-    return str(error.value)
-
-
-def test_one_mesh_a_stage():  # proves S85
-    assert refused([dense] * 3, halves(data=4)) == (
-        "device_put_pipeline: there must be one mesh per stage, and at least one; got stages=3, meshes=2. "
-        "Split a mesh with submeshes along an axis of that size."
-    )
-
-
-def test_as_many_devices_on_each_mesh():  # proves S85
-    devices = jax.devices()
-    meshes = [sk.make_mesh(devices[:6], data=6), sk.make_mesh(devices[6:], data=2)]
-    assert refused([dense, logits], meshes) == (
-        "device_put_pipeline: all meshes must have the same number of devices, because each device sends to one of the "
-        "next mesh; got 6, 2. Split one mesh with submeshes."
-    )
-
-
-def test_no_device_in_two_meshes():  # proves S85
-    devices = jax.devices()
-    meshes = [sk.make_mesh(devices[:4], data=4), sk.make_mesh(devices[2:6], data=4)]
-    assert refused([dense, logits], meshes) == (
-        "device_put_pipeline: no two meshes may share a device; stages 0 and 1 share 2, 3. "
-        "Split one mesh with submeshes."
-    )
-
-
 def uneven():
+    return on_devices([range(4), range(4, 8)], [{"data": 2, "model": 2}, {"data": 4, "model": 1}])
+
+
+def on_devices(numbers, sizes):
     devices = jax.devices()
-    return [sk.make_mesh(devices[:4], data=2, model=2), sk.make_mesh(devices[4:], data=4, model=1)]
+    return [sk.make_mesh([devices[n] for n in some], **each) for some, each in zip(numbers, sizes, strict=True)]
 
 
-def test_shards_keep_their_shape():  # proves S85
-    assert refused([dense, logits], uneven(), specs=P("data")) == (
-        "device_put_pipeline: the input of stage 1 must have shards of one shape on both sides of the move; with "
-        "P('data',) they are (4, 16) on data=2, model=2 and (2, 16) on data=4, model=1. "
-        "Give all meshes the same axis sizes, or choose another spec."
-    ).replace("P('data',)", str(P("data")))
+TWO = [dense, logits]
+NO_BATCH = "every array of the batch must have the same number of examples along dim 0; got"
+# What is refused, of stages, meshes and more.
+REFUSED = {
+    "there must be one mesh per stage, and at least one; got stages=3, meshes=2. Split a mesh with submeshes along an "
+    "axis of that size.": lambda: ([dense] * 3, halves(data=4), {}),
+    "all meshes must have the same number of devices, because each device sends to one of the next mesh; got 6, 2. "
+    "Split one mesh with submeshes.": lambda: (
+        TWO,
+        on_devices([range(6), range(6, 8)], [{"data": 6}, {"data": 2}]),
+        {},
+    ),
+    "no two meshes may share a device; stages 0 and 1 share 2, 3. Split one mesh with submeshes.": lambda: (
+        TWO,
+        on_devices([range(4), range(2, 6)], [{"data": 4}] * 2),
+        {},
+    ),
+    f"the input of stage 1 must have shards of one shape on both sides of the move; with {P('data')} they are (4, 16) "
+    "on data=2, model=2 and (2, 16) on data=4, model=1. Give all meshes the same axis sizes, or choose another "
+    "spec.": lambda: (TWO, uneven(), {"specs": P("data")}),
+    "the input of stage 1: dim 0 must be divisible by axis 'data'; got size 6 over 4 devices. Pad dim 0 or choose "
+    "another dim.": lambda: (TWO, uneven(), {"specs": P("data"), "x": np.zeros((6, 12), "f")}),
+    "the input of stage 0: dim 0 must be divisible by axis 'data'; got size 2 over 4 devices. Pad dim 0 or choose "
+    "another dim.": lambda: (TWO, halves(data=4), {"specs": P("data"), "microbatches": 4}),
+    f"the output of stage 0: the spec {P('data', None)} has 2 entries for an array of rank 1. Drop an entry.": lambda: (
+        [lambda p, x: jnp.sum(dense(p, x), axis=1), logits],
+        halves(data=4),
+        {"specs": [P("data"), P("data", None), P("data")]},
+    ),
+    "microbatches must divide the batch; got 3 and 8. Change one of them.": lambda: (
+        TWO,
+        halves(data=4),
+        {"microbatches": 3},
+    ),
+    "microbatches must be a whole number of at least 1; got 0. Correct microbatches.": lambda: (
+        TWO,
+        halves(data=4),
+        {"microbatches": 0},
+    ),
+    f"{NO_BATCH} a: (8, 12), b: (6,), c: (). Pass arrays that share dim 0.": lambda: (
+        TWO,
+        halves(data=4),
+        {"x": {"a": np.zeros((8, 12)), "b": np.zeros(6), "c": np.zeros(())}},
+    ),
+    f"{NO_BATCH} no array. Pass arrays that share dim 0.": lambda: (TWO, halves(data=4), {"x": {}}),
+    "specs must be one spec or a list of 3; got a list of 2. Pass one per stage, and in specs one more for the output "
+    "of the last.": lambda: (TWO, halves(data=4), {"specs": [P("data")] * 2}),
+    "param_specs must be one spec or a list of 2; got a list of 1. Pass one per stage, and in specs one more for the "
+    "output of the last.": lambda: (TWO, halves(data=4), {"param_specs": [P()]}),
+    f"stage 0: the spec {P('model')} uses axis 'model', which the mesh does not have; its axes are 'stage', 'data'. "
+    "Use one of them, or add the axis to make_mesh.": lambda: (TWO, halves(data=4), {"specs": P("model")}),
+}
 
 
-def test_what_a_stage_returns_must_divide():  # proves S85
-    assert refused([dense, logits], uneven(), specs=P("data"), x=np.zeros((6, 12), "f")) == (
-        "device_put_pipeline: the input of stage 1: dim 0 must be divisible by axis 'data'; got size 6 over 4 devices. "
-        "Pad dim 0 or choose another dim."
-    )
-
-
-def test_a_microbatch_must_divide():
-    assert refused([dense, logits], halves(data=4), specs=P("data"), microbatches=4) == (
-        "device_put_pipeline: the input of stage 0: dim 0 must be divisible by axis 'data'; got size 2 over 4 devices. "
-        "Pad dim 0 or choose another dim."
-    )
-
-
-def test_what_a_stage_returns_must_have_the_dims_of_its_spec():
-    stages = [lambda p, x: jnp.sum(dense(p, x), axis=1), logits]
-    specs = [P("data"), P("data", None), P("data")]
-    assert refused(stages, halves(data=4), specs=specs) == (
-        f"device_put_pipeline: the output of stage 0: the spec {P('data', None)} has 2 entries for an array of rank 1. "
-        "Drop an entry."
-    )
-
-
-def test_microbatches_divide_the_batch():  # proves S77
-    assert refused([dense, logits], halves(data=4), microbatches=3) == (
-        "device_put_pipeline: microbatches must divide the batch; got 3 and 8. Change one of them."
-    )
-    assert refused([dense, logits], halves(data=4), microbatches=0) == (
-        "device_put_pipeline: microbatches must be a whole number of at least 1; got 0. Correct microbatches."
-    )
-
-
-def test_arrays_share_dim_0():
-    x = {"a": np.zeros((8, 12)), "b": np.zeros(6), "c": np.zeros(())}
-    assert refused([dense, logits], halves(data=4), x=x) == (
-        "device_put_pipeline: every array of the batch must have the same number of examples along dim 0; got "
-        "a: (8, 12), b: (6,), c: (). Pass arrays that share dim 0."
-    )
-    assert refused([dense, logits], halves(data=4), x={}) == (
-        "device_put_pipeline: every array of the batch must have the same number of examples along dim 0; got "
-        "no array. Pass arrays that share dim 0."
-    )
-
-
-def test_specs_fit_stages_and_meshes():
-    assert refused([dense, logits], halves(data=4), specs=[P("data")] * 2) == (
-        "device_put_pipeline: specs must be one spec or a list of 3; got a list of 2. "
-        "Pass one per stage, and in specs one more for the output of the last."
-    )
-    assert refused([dense, logits], halves(data=4), param_specs=[P()]) == (
-        "device_put_pipeline: param_specs must be one spec or a list of 2; got a list of 1. "
-        "Pass one per stage, and in specs one more for the output of the last."
-    )
-    assert refused([dense, logits], halves(data=4), specs=P("model")) == (
-        f"device_put_pipeline: stage 0: the spec {P('model')} uses axis 'model', which the mesh does not have; its "
-        "axes are 'stage', 'data'. Use one of them, or add the axis to make_mesh."
-    )
+@pytest.mark.parametrize("message, given", REFUSED.items())
+def test_what_does_not_fit_is_refused(given, message):  # proves S77, S85
+    stages, meshes, options = given()
+    x, microbatches = options.pop("x", inputs(8, 12)[0]), options.pop("microbatches", 1)
+    with value_error(f"device_put_pipeline: {message}"):
+        sk.device_put_pipeline(stages, meshes, **options)(placed(PAIR, meshes), x, microbatches=microbatches)
 
 
 def test_the_gradients_refuse_in_their_own_name():
-    build = lambda stages, meshes, **options: sk.device_put_value_and_grad(stages, cross_entropy, meshes, **options)  # noqa: E731
-    assert refused([dense], halves(data=4), build=build) == (
+    with value_error(
         "device_put_value_and_grad: there must be one mesh per stage, and at least one; got stages=1, meshes=2. "
         "Split a mesh with submeshes along an axis of that size."
-    )
+    ):
+        sk.device_put_value_and_grad([dense], cross_entropy, halves(data=4))

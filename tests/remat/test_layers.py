@@ -14,6 +14,7 @@ import shardkit as sk
 from shardkit import cost
 from shardkit._jaxprs import walk
 from shardkit.testing import assert_same_training
+from support.refusals import raises, value_error
 
 BATCH, WIDTH, HIDDEN = 16, 16, 32
 PLANS = {
@@ -192,31 +193,27 @@ def test_a_prefetched_gather_stands_before_the_layer_that_hides_it():
 
 def test_mistakes_are_refused():
     stack = {"w": jnp.ones((3, 4, 4)), "v": jnp.ones((2, 4))}
-    with pytest.raises(ValueError) as error:
-        sk.scan_layers(lambda w, x: x, stack, jnp.ones(4))
-    assert str(error.value) == (
+    with value_error(
         "scan_layers: all leaves must have the same number of layers along dim 0; got [2, 3]. Stack them, and "
         "close over what the layers share in layer_fn."
-    )
-    with pytest.raises(ValueError) as error:
-        sk.scan_layers(lambda w, x: x, stack["w"], jnp.ones(4), remat="none")
-    assert str(error.value) == (
+    ):
+        sk.scan_layers(lambda w, x: x, stack, jnp.ones(4))
+    with value_error(
         "scan_layers: remat must be None, one of 'full', 'dots', 'dots_without_batch', a tuple of checkpoint names, or "
         "a policy of jax.checkpoint_policies; got 'none'. Pass for example remat='dots'."
-    )
-    with pytest.raises(ValueError) as error:
-        sk.scan_layers(lambda w, x: x, stack["w"], jnp.ones(4), offload=True)
-    assert str(error.value) == (
+    ):
+        sk.scan_layers(lambda w, x: x, stack["w"], jnp.ones(4), remat="none")
+    with value_error(
         "scan_layers: offload must go with remat='dots_without_batch' or a tuple of checkpoint names, which say what "
         "is saved to host memory; got remat=None. Pass remat='dots_without_batch', or leave offload out."
-    )
-    with pytest.raises(ValueError) as error:
-        sk.scan_layers(lambda w, x: x, stack["w"], (jnp.ones(4), jnp.float32(0)), microbatches=3)
-    assert str(error.value) == (
+    ):
+        sk.scan_layers(lambda w, x: x, stack["w"], jnp.ones(4), offload=True)
+    with value_error(
         "scan_layers: dim 0 of every activation must be divisible by microbatches, at least 1; got sizes [0, 4] and "
         "microbatches=3. Choose a divisor of the examples on a device, and let layer_fn close over anything that is "
         "not per example."
-    )
+    ):
+        sk.scan_layers(lambda w, x: x, stack["w"], (jnp.ones(4), jnp.float32(0)), microbatches=3)
 
 
 # ---- what compilers leave of it
@@ -299,6 +296,5 @@ def test_a_list_of_layers_is_gathered_one_by_one_and_not_scanned(by):
         ),
     ):
         evaluate = sk.make_eval_step(in_a_list("scan"), mesh=mesh, plan=other)
-        with pytest.raises(kind) as error:
+        with raises(kind, message):
             jax.eval_shape(evaluate, jax.eval_shape(listed), batch)
-        assert str(error.value) == message

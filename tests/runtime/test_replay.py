@@ -230,10 +230,3 @@ def test_the_words_for_what_names_no_device():
     with pytest.raises(replay.CorruptionError) as error:
         step._raise(3, spread[:1])
     assert "had other bits once in w, by a fault of a device that cannot be told. Restore" in str(error.value)
-
-
-@pytest.mark.check
-def test_counts_below_one_are_refused(mesh):
-    with pytest.raises(ValueError) as error:
-        replay.Replay(build, build, mesh=mesh, every=0)
-    assert str(error.value) == "Replay: every must be at least 1; got 0. Correct every."

@@ -14,6 +14,7 @@ import shardkit as sk
 from shardkit.runtime.data.arrays import from_full
 from shardkit.runtime.triage import NonFinite, TriageReport, nonfinite, observations, triage
 from support.commands import deep
+from support.refusals import type_error
 
 
 def loss_fn(params, batch, keys):
@@ -125,10 +126,7 @@ def test_a_step_with_axes_left_to_the_partitioner_is_inspected_too(kind):
     assert report.rows == () and report.loss == float(loss)
     batch["x"][21, 3] = np.nan
     rows = run(broken, batch).rows
-    assert rows[:2] == (
-        NonFinite("params.w", {"data": 1}, 1, (6, 4)),
-        NonFinite("batch.x", {"data": 1}, 1, (21, 3)),
-    )
+    assert rows[:2] == (NonFinite("params.w", {"data": 1}, 1, (6, 4)), NonFinite("batch.x", {"data": 1}, 1, (21, 3)))
     assert NonFinite("grads.w", {"data": 1}, 48, (0, 0)) in rows
 
 
@@ -231,12 +229,11 @@ def test_nonfinite_of_any_tree(mesh2x4):
         NonFinite("w", {"data": 1, "model": 3}, 1, (2, 7)),
     ]
     assert nonfinite({"n": placed["n"]}) == nonfinite({}) == []
-    with pytest.raises(TypeError) as error:
-        nonfinite({"w": w})
-    assert str(error.value) == (
+    with type_error(
         "nonfinite: every leaf must be an array over one mesh; leaf w is a ndarray. Create it with from_full(tree, "
         "mesh, spec), or remove it from the tree."
-    )
+    ):
+        nonfinite({"w": w})
 
 
 def test_a_long_report_is_cut(data8):

@@ -257,19 +257,19 @@ def test_communication_and_synchronous_ticks():
 
 def test_the_grid():
     assert sk.schedules is schedules
-    assert str(schedules.one_f_one_b(2, 2)) == "\n".join(
-        [
-            "tick      0   1   2   3   4   5",
-            "device 0  0F0 0F1 .   0B0 .   0B1",
-            "device 1  .   1F0 1B0 1F1 1B1 .",
-        ]
+    assert (
+        str(schedules.one_f_one_b(2, 2))
+        == """\
+tick      0   1   2   3   4   5
+device 0  0F0 0F1 .   0B0 .   0B1
+device 1  .   1F0 1B0 1F1 1B1 ."""
     )
-    assert str(schedules.lockstep(2, 2)) == "\n".join(
-        [
-            "tick      0       1       2       3",
-            "device 0  0F0     0F1     0B0     0B1",
-            "device 1  .       1F0/1B0 1F1/1B1 .",
-        ]
+    assert (
+        str(schedules.lockstep(2, 2))
+        == """\
+tick      0       1       2       3
+device 0  0F0     0F1     0B0     0B1
+device 1  .       1F0/1B0 1F1/1B1 ."""
     )
 
 

@@ -19,7 +19,7 @@ import shardkit as sk
 from shardkit import collectives, cost
 from shardkit.collectives import ragged
 from shardkit.layers.routing import RoutingStats, ranks
-from shardkit.testing import assert_same_training
+from support.refusals import raises, refusals, value_error
 from support.tiers import DEEP
 
 B, T, D, F = 8, 6, 5, 7
@@ -419,43 +419,25 @@ def test_counts_that_cannot_be_are_seen_in_the_result(dense, monkeypatch):
     np.testing.assert_array_equal(np.ravel(grads), [1, 1, 1, 1, 0] * 4)
 
 
+WRONG_COUNTS = {
+    "counts must have shape (2, 2): rows from each of 2 devices to each; got shape (2,). Gather them over the axis "
+    "first.": (np.ones(2, np.int32), {}),
+} | {
+    "every count must be from 0 to limit=3, and a device must send at most its 5 rows and receive at most rows=5; got "
+    f"{counts}. Correct the counts, or raise limit or rows.": (np.array(counts), {})
+    for counts in CANNOT.values()
+}
+NO_INTEGERS = "counts must be integers; got float32. Convert them with astype(jnp.int32)."
+
+
 @pytest.mark.check
-@pytest.mark.parametrize(
-    ("counts", "options", "error", "message"),
-    [
-        (
-            np.ones((2, 2), np.float32),
-            {},
-            TypeError,
-            "counts must be integers; got float32. Convert them with astype(jnp.int32).",
-        ),
-        (
-            np.ones(2, np.int32),
-            {},
-            ValueError,
-            "counts must have shape (2, 2): rows from each of 2 devices to each; got shape (2,). Gather them over the "
-            "axis first.",
-        ),
-        (np.ones((2, 2), np.int32), {"rows": -1}, ValueError, "rows must be at least 0; got -1. Correct rows."),
-        (np.ones((2, 2), np.int32), {"limit": -1}, ValueError, "limit must be at least 0; got -1. Correct limit."),
-        *(
-            (
-                np.array(counts),
-                {},
-                ValueError,
-                "every count must be from 0 to limit=3, and a device must send at most its 5 rows and receive at most "
-                f"rows=5; got {counts}. Correct the counts, or raise limit or rows.",
-            )
-            for counts in CANNOT.values()
-        ),
-    ],
-)
-def test_counts_that_are_known_to_be_wrong_are_refused(counts, options, error, message):
+@pytest.mark.parametrize("kind, message, given", refusals(WRONG_COUNTS, {NO_INTEGERS: (np.ones((2, 2), "f"), {})}))
+def test_counts_that_are_known_to_be_wrong_are_refused(kind, message, given):
+    counts, options = given
     kernel = lambda x: collectives.ragged_all_to_all(x, counts, "expert", **({"rows": 5, "limit": 3} | options))  # noqa: E731
     run = jax.shard_map(kernel, mesh=expert_mesh(2), in_specs=OVER, out_specs=OVER)
-    with pytest.raises(error) as caught:
+    with raises(kind, f"ragged_all_to_all: {message}"):
         jax.eval_shape(run, jax.ShapeDtypeStruct((10, 1), jnp.float32))
-    assert str(caught.value) == f"ragged_all_to_all: {message}"
 
 
 def absent(n, **options):
@@ -536,42 +518,6 @@ def model_loss(axis, **options):
     return loss
 
 
-TIGHT, DROPLESS = {"routing": sk.Capacity(1)}, {"routing": sk.Dropless()}
-PLANS = {
-    "ep": ({"expert": 4}, lambda: sk.ep("expert"), DROPLESS),
-    "ep of one device": ({"expert": 1, "data": 2}, lambda: sk.chain(sk.dp("data"), sk.ep("expert")), TIGHT),
-    "dp x ep": ({"data": 2, "expert": 4}, lambda: sk.chain(sk.dp("data"), sk.ep("expert")), TIGHT),
-    "dp x ep dropless": ({"expert": 2, "data": 2}, lambda: sk.chain(sk.dp("data"), sk.ep("expert")), DROPLESS),
-    "fsdp x ep": ({"fsdp": 2, "expert": 2}, lambda: sk.chain(sk.fsdp("fsdp", min_size=1), sk.ep("expert")), TIGHT),
-    "fsdp layerwise x ep": (
-        {"expert": 2, "fsdp": 2},
-        lambda: sk.chain(sk.fsdp("fsdp", min_size=1, layerwise=("layers",)), sk.ep("expert")),
-        DROPLESS,
-    ),
-    "zero1 x ep": ({"zero": 2, "expert": 4}, lambda: sk.chain(sk.zero1("zero", min_size=1), sk.ep("expert")), TIGHT),
-    "zero2 x ep": ({"zero": 2, "expert": 2}, lambda: sk.chain(sk.zero2("zero", min_size=1), sk.ep("expert")), DROPLESS),
-}
-
-
-# proves F33, F34
-@pytest.mark.deep  # laws/test_laws.py has rows with experts
-@pytest.mark.parametrize("plan", PLANS)
-def test_training_is_that_of_one_device(plan):
-    sizes, make, options = PLANS[plan]
-    devices = jax.devices()[: math.prod(sizes.values())]
-    for order in (devices, devices[::-1]) if DEEP else (devices[::-1],):
-        with jax.numpy_dtype_promotion("standard"):  # optax's adamw relies on it
-            assert_same_training(
-                sk.value_and_grad(model_loss("expert", **options)),
-                sk.value_and_grad(model_loss(None, **options)),
-                optax.adamw(1e-2),
-                mesh=sk.make_mesh(order, **sizes),
-                plan=make(),
-                params=init_model(jax.random.key(5)),
-                batches=[text_batch(step) for step in range(3)],
-            )
-
-
 def test_dropped_choices_are_a_metric():
     params, batch = init_model(jax.random.key(5)), text_batch(0)
     seen = []
@@ -600,26 +546,17 @@ def test_the_plan_splits_the_experts_and_nothing_else():
     assert sk.ep("expert", specs).layouts(params, mesh)["experts"].rest == P("expert")
 
 
-def raised(match, fn, *args, **kwargs):
-    with pytest.raises(ValueError) as caught:
-        fn(*args, **kwargs)
-    assert str(caught.value) == match
-
-
 @pytest.mark.check
 @pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda *given: sk.moe(*given, routing=1.25),
-            "moe: routing must be a Capacity or a Dropless; got 1.25. Pass for example sk.Capacity(1.25), or "
-            "sk.Dropless().",
-        ),
-        (lambda *_: sk.Capacity("1.25"), "Capacity: factor must be a number; got '1.25'. Correct factor."),
-        (lambda *_: sk.Capacity(1, 2.0), "Capacity: group must be a whole number or None; got 2.0. Correct group."),
-        (lambda *_: sk.Capacity(group=0), "Capacity: group must be at least 1; got 0. Correct group."),
-        (lambda *_: sk.Dropless(1), "Dropless: dense must be True or False or None; got 1. Correct dense."),
-    ],
+    "message, call",
+    {
+        "moe: routing must be a Capacity or a Dropless; got 1.25. Pass for example sk.Capacity(1.25), or "
+        "sk.Dropless().": lambda *given: sk.moe(*given, routing=1.25),
+        "Capacity: factor must be a number; got '1.25'. Correct factor.": lambda *_: sk.Capacity("1.25"),
+        "Capacity: group must be a whole number or None; got 2.0. Correct group.": lambda *_: sk.Capacity(1, 2.0),
+        "Capacity: group must be at least 1; got 0. Correct group.": lambda *_: sk.Capacity(group=0),
+        "Dropless: dense must be True or False or None; got 1. Correct dense.": lambda *_: sk.Dropless(1),
+    }.items(),
 )
 def test_a_routing_of_something_else(call, message):
     """A factor in place of the routing would be taken for any other option's value."""
@@ -629,54 +566,33 @@ def test_a_routing_of_something_else(call, message):
     assert str(error.value) == message
 
 
+BAD = {
+    "route: top_k must be between 1 and the number of experts; got 7 for 6 experts. "
+    "Lower top_k.": lambda x, router, w: sk.moe(x, router, w, swiglu, None, top_k=7),
+    "Capacity: factor must be positive and finite; got 0. Pass 1 for balanced tokens, or Dropless() to drop "
+    "none.": lambda *_: sk.Capacity(0),
+    "route: group must divide the tokens of a device; got groups of 7 for 48 tokens. "
+    "Choose a divisor.": lambda x, router, w: sk.moe(x, router, w, swiglu, None, routing=sk.Capacity(group=7)),
+    "moe: dim 0 of every leaf must count this device's experts, 6 of 6; got shape (3, 7, 5) for down. "
+    "Shard the experts over the axis, with ep or P(axis).": lambda x, router, w: sk.moe(
+        x, router, w | {"down": w["down"][:3]}, swiglu, None
+    ),
+    "moe: the number of experts must be divisible by axis 'expert'; got 6 experts over 4 devices. "
+    "Choose another number of experts or a smaller axis.": lambda *args: on_mesh(expert_mesh(4), spec=P())(*args),
+    "route: capacity must be at least 1; got 0. Pass None to drop nothing.": lambda x, router, w: sk.route(
+        x[0], top_k=1, capacity=0
+    ),
+    "ep: the experts, dim 1 of leaf layers.experts.down, must be divisible by axis 'expert'; got shape (2, 6, "
+    "7, 5) over 4 devices. Choose another number of experts or a smaller axis.": lambda *_: sk.ep("expert").layouts(
+        {"layers": {"experts": {"down": jnp.zeros((2, 6, 7, 5))}}}, expert_mesh(4)
+    ),
+    "moe: axis 'expert' is not bound here, because no shard_map surrounds this call. "
+    "Call it inside jax.shard_map over a mesh with that axis.": lambda *args: sk.moe(*args, swiglu, "expert"),
+}
+
+
 # proves F33
-def test_errors_name_rule_values_and_remedy():
-    x, router, w = values(6)
-    call = partial(sk.moe, x, router, w, swiglu, None)
-    raised("route: top_k must be between 1 and the number of experts; got 7 for 6 experts. Lower top_k.", call, top_k=7)
-    raised(
-        "Capacity: factor must be positive and finite; got 0. Pass 1 for balanced tokens, or Dropless() to drop none.",
-        sk.Capacity,
-        0,
-    )
-    raised(
-        "route: group must divide the tokens of a device; got groups of 7 for 48 tokens. Choose a divisor.",
-        call,
-        routing=sk.Capacity(group=7),
-    )
-    raised(
-        "moe: dim 0 of every leaf must count this device's experts, 6 of 6; got shape (3, 7, 5) for down. "
-        "Shard the experts over the axis, with ep or P(axis).",
-        sk.moe,
-        x,
-        router,
-        w | {"down": w["down"][:3]},
-        swiglu,
-        None,
-    )
-    raised(
-        "moe: the number of experts must be divisible by axis 'expert'; got 6 experts over 4 devices. "
-        "Choose another number of experts or a smaller axis.",
-        on_mesh(expert_mesh(4), spec=P()),
-        x,
-        router,
-        w,
-    )
-    raised("route: capacity must be at least 1; got 0. Pass None to drop nothing.", sk.route, x[0], top_k=1, capacity=0)
-    raised(
-        "ep: the experts, dim 1 of leaf layers.experts.down, must be divisible by axis 'expert'; got shape (2, 6, "
-        "7, 5) over 4 devices. Choose another number of experts or a smaller axis.",
-        sk.ep("expert").layouts,
-        {"layers": {"experts": {"down": jnp.zeros((2, 6, 7, 5))}}},
-        expert_mesh(4),
-    )
-    raised(
-        "moe: axis 'expert' is not bound here, because no shard_map surrounds this call. "
-        "Call it inside jax.shard_map over a mesh with that axis.",
-        sk.moe,
-        x,
-        router,
-        w,
-        swiglu,
-        "expert",
-    )
+@pytest.mark.parametrize("message, call", BAD.items())
+def test_errors_name_rule_values_and_remedy(call, message):
+    with value_error(message):
+        call(*values(6))

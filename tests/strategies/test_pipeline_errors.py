@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit import schedules
 from shardkit.schedules import Schedule
-from support.pipelines import PIECES, embed, head, make_batch, make_params, mesh_of, stage, traced_step, unpipelined
+from support.pipelines import PIECES, embed, head, make_batch, make_params, mesh_of, stage, traced_step
 from support.training import recording_sgd
 
 KEY = jax.random.key(0)
@@ -107,26 +107,20 @@ def test_a_pipelines_loss_in_place_of_its_gradfn():
 
 @pytest.mark.check
 @pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: sk.PipelineGradFn("stage", lambda *_: None),
-            "PipelineGradFn: stages must be a Stages; got 'stage'. Correct stages.",
+    "message, call",
+    {
+        "PipelineGradFn: stages must be a Stages; got 'stage'. Correct stages.": lambda: sk.PipelineGradFn(
+            "stage", lambda *_: None
         ),
-        (
-            lambda: sk.PipelineLoss(schedules.Stages("stage"), None),
-            "PipelineLoss: function must be a function; got None. Pass the function itself.",
+        "PipelineLoss: function must be a function; got None. Pass the function itself.": lambda: sk.PipelineLoss(
+            schedules.Stages("stage"), None
         ),
-        (
-            lambda: sk.pipeline(schedules.gpipe, "stage"),
-            "pipeline: schedule must be a Schedule; got the function 'gpipe'. Pass for example "
-            "sk.schedules.gpipe(devices=2, microbatches=4).",
-        ),
-        (
-            lambda: sk.pipeline(schedules.gpipe(2, 2), "stage").value_and_grad(*PIECES, recompute=1),
-            "pipeline.value_and_grad: recompute must be True or False; got 1. Correct recompute.",
-        ),
-    ],
+        "pipeline: schedule must be a Schedule; got the function 'gpipe'. Pass for example "
+        "sk.schedules.gpipe(devices=2, microbatches=4).": lambda: sk.pipeline(schedules.gpipe, "stage"),
+        "pipeline.value_and_grad: recompute must be True or False; got 1. Correct recompute.": lambda: sk.pipeline(
+            schedules.gpipe(2, 2), "stage"
+        ).value_and_grad(*PIECES, recompute=1),
+    }.items(),
 )
 def test_a_pipeline_of_something_else(call, message):
     with refused(message, TypeError):
@@ -144,15 +138,6 @@ def test_a_schedule_for_another_number_of_devices():
         "Make one with devices=2."
     ):
         jax.eval_shape(run, make_params(4)["layers"], make_batch(4))
-
-
-def test_a_mesh_for_another_schedule():
-    init, _ = train_step(schedules.gpipe(4, 2))
-    with refused(
-        "pp: the schedule is for 4 devices; axis 'stage' has 2. Make the mesh with 4 devices there, or the schedule "
-        "with devices=2."
-    ):
-        init(make_params(4), KEY)
 
 
 def test_microbatches_that_do_not_divide_the_batch():  # proves S77
@@ -199,21 +184,23 @@ def train_step(schedule: Schedule, plan: Any = None, **how: Any) -> Any:
     return sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh_of(2), plan=plan or sk.pp("stage"))
 
 
-def test_layers_that_do_not_divide():
-    with refused(
-        "pp: the layers of a stack must be divisible by its stages; got 6 layers over 4 stages. Pass "
-        "layers_per_stage=, or choose another number of layers or stages."
-    ):
-        train_step(schedules.lockstep(2, 2, 2))[0](make_params(6), KEY)
+STAGES = {  # of a stack that does not go with its schedule, or with layers_per_stage=
+    "the schedule is for 4 devices; axis 'stage' has 2. Make the mesh with 4 devices there, or the schedule with "
+    "devices=2.": (schedules.gpipe(4, 2), 4, {}),
+    "the layers of a stack must be divisible by its stages; got 6 layers over 4 stages. Pass layers_per_stage=, or "
+    "choose another number of layers or stages.": (schedules.lockstep(2, 2, 2), 6, {}),
+} | {
+    f"layers_per_stage= must give each of 2 stages at least one layer, 6 in all; got {layers}. Correct "
+    "layers_per_stage=.": (schedules.gpipe(2, 2), 6, {"layers_per_stage": layers})
+    for layers in [(1, 2), (6,), (2, 2, 2), (6, 0), (7, -1), (3, 2), (3, 2, 1)]
+}
 
 
-@pytest.mark.parametrize("layers_per_stage", [(1, 2), (6,), (2, 2, 2), (6, 0), (7, -1)])
-def test_wrong_layers_per_stage(layers_per_stage):
-    with refused(
-        "pp: layers_per_stage= must give each of 2 stages at least one layer, 6 in all; got "
-        f"{layers_per_stage}. Correct layers_per_stage=."
-    ):
-        train_step(schedules.gpipe(2, 2), layers_per_stage=layers_per_stage)[0](make_params(6), KEY)
+@pytest.mark.parametrize("message, given", STAGES.items())
+def test_a_stack_that_does_not_go_with_its_stages(given, message):
+    schedule, layers, how = given
+    with refused(f"pp: {message}"):
+        train_step(schedule, **how)[0](make_params(layers), KEY)
 
 
 @pytest.mark.parametrize("build", ["train", "eval"])
@@ -262,12 +249,6 @@ def only_backward(layers: Any, x: jax.Array, keys: Any) -> jax.Array:
     return stage(layers, plain(x), keys)
 
 
-def summing_others(layers: Any, x: jax.Array, keys: Any) -> jax.Array:
-    y = stage(layers, x, keys)
-    parts = y * (1.0 + sk.axis_index("model").astype(jnp.float32))
-    return lax.psum(parts, "model") / 3
-
-
 REFUSED = [
     (sending, "ppermute", "model", (sending, "sk.shift")),
     (summing, "all_reduce", "stage", (summing, "lax.psum")),
@@ -275,9 +256,9 @@ REFUSED = [
 ]
 
 
-def beside(stage_fn: Any, mode: str, recompute: bool = True, schedule: Any = None) -> Any:
+def beside(stage_fn: Any, mode: str, recompute: bool = True) -> Any:
     """A step over stages and `model`, over which only the stage itself sends."""
-    schedule = schedule or schedules.one_f_one_b(2, 4)
+    schedule = schedules.one_f_one_b(2, 4)
     grad_fn = sk.pipeline_value_and_grad(
         embed, stage_fn, head, schedule, "stage", mode=mode, recompute=recompute, layer_numbers=True
     )
@@ -313,19 +294,3 @@ def test_evaluation_in_branches_looks_at_the_forward_pass_alone():
         "Use mode='masked'."
     ):
         build(summing)(make_params(2), make_batch(4))
-
-
-# proves F36, F38: a sum over another axis is safe where devices branch apart over stages
-@pytest.mark.parametrize("mode", ["branch", pytest.param("masked", marks=pytest.mark.deep)])
-@pytest.mark.deep  # rows of laws/test_laws.py sum inside stages
-def test_a_sum_over_another_axis_is_right(mode):
-    examples = 3
-    init, step = beside(summing_others, mode, schedule=schedules.zero_bubble_h1(2, examples))
-    state, metrics = step(init(make_params(2), KEY), make_batch(examples))
-    keys = sk.example_keys(sk.step_key(KEY, 0), examples)
-    (total, weight), _, grads = jax.jit(sk.value_and_grad(unpipelined(PIECES)))(
-        make_params(2), make_batch(examples), keys
-    )
-    np.testing.assert_allclose(metrics["loss"], total / weight, rtol=1e-6)
-    for x, y in zip(jax.tree.leaves(sk.unpadded(state.opt_state)), jax.tree.leaves(grads), strict=True):
-        np.testing.assert_allclose(x, y / weight, rtol=0, atol=1e-6 * float(jnp.max(jnp.abs(y / weight))))

@@ -15,6 +15,7 @@ from shardkit import cost
 from shardkit.models import transformer
 from shardkit.testing import assert_matches_reference, assert_same_training, covering
 from support.layouts import Specs, specs
+from support.refusals import raises, refusals, value_error
 from support.tiers import covered
 
 MESHES = [  # sizes and axis
@@ -217,28 +218,16 @@ def batch(step):
 
 
 ZERO = {"min_size": 1, "layerwise": ("layers",)}
-STEPS = [  # and whether with sequence parallelism
-    ("tp", {"model": 4}, lambda tp: tp, False),
-    ("tp over two axes", {"x": 2, "model": 2}, None, True),
-    ("tp x dp", {"data": 2, "model": 4}, lambda tp: sk.chain(sk.dp("data"), tp), False),
-    ("tp and sp x dp", {"data": 2, "model": 4}, lambda tp: sk.chain(sk.dp("data"), tp), True),
-    ("tp x fsdp", {"model": 2, "data": 4}, lambda tp: sk.chain(sk.fsdp("data", **ZERO), tp), False),
-    ("tp and sp x fsdp", {"model": 4, "data": 2}, lambda tp: sk.chain(sk.fsdp("data", **ZERO), tp), True),
-    ("tp and sp x zero1", {"data": 4, "model": 2}, lambda tp: sk.chain(tp, sk.zero1("data", min_size=1)), True),
-    ("tp and sp x zero2", {"data": 2, "model": 4}, lambda tp: sk.chain(tp, sk.zero2("data", min_size=1)), True),
-    ("sp of one device", {"data": 2, "model": 1}, lambda tp: sk.chain(sk.dp("data"), tp), True),
-]
+# The others are rows of tests/laws, together with other plans.
+STEPS = {  # and whether with sequence parallelism
+    "tp over two axes": ({"x": 2, "model": 2}, None, True),
+    "tp and sp x fsdp": ({"model": 4, "data": 2}, lambda tp: sk.chain(sk.fsdp("data", **ZERO), tp), True),
+    "sp of one device": ({"data": 2, "model": 1}, lambda tp: sk.chain(sk.dp("data"), tp), True),
+}
 
 
-# tests/laws has it together with other plans.
-BY_DEFAULT = ("tp over two axes", "tp and sp x fsdp", "sp of one device")
-
-
-@pytest.mark.parametrize(
-    "name, sizes, plan, sequence",
-    [pytest.param(*row, id=row[0], marks=[] if row[0] in BY_DEFAULT else pytest.mark.deep) for row in STEPS],
-)
-def test_a_step_is_that_of_one_device(name, sizes, plan, sequence):  # proves F24, F25, F27
+@pytest.mark.parametrize("sizes, plan, sequence", STEPS.values(), ids=STEPS)
+def test_a_step_is_that_of_one_device(sizes, plan, sequence):  # proves F24, F25, F27
     axis, specs = "model", rules()
     if plan is None:
         axis = ("model", "x")
@@ -350,98 +339,54 @@ def on_two(fn, *args):
 
 
 @pytest.mark.parametrize(
-    "make, kind, message",
-    [
-        (
-            lambda: laid_out(sk.tp("model", rules()), model=5),
-            ValueError,
+    "kind, message, make",
+    refusals(
+        {
             "tp: dim 0 of leaf embed must be divisible by axis 'model'; got size 24 over 5 devices. Pad it to 25 (a "
             "vocabulary; then pass vocab_cross_entropy(vocabulary=24)), leave the leaf whole "
-            "(key/value heads), or use a smaller axis.",
-        ),
-        (
-            lambda: laid_out(sk.tp(("a", "b"), lambda path, shape: 1 if path == "layers.key" else None), a=2, b=16),
-            ValueError,
+            "(key/value heads), or use a smaller axis.": lambda: laid_out(sk.tp("model", rules()), model=5),
             "tp: dim 1 of leaf layers.key must be divisible by axes 'a', 'b'; got size 16 over 32 devices. Pad it to "
             "32 (a vocabulary; then pass vocab_cross_entropy(vocabulary=16)), leave the leaf whole "
-            "(key/value heads), or use a smaller axis.",
-        ),
-        (
-            lambda: laid_out(sk.tp("model", lambda path, shape: 2), model=2),
-            ValueError,
-            "tp: leaf embed: dim must name a dimension of the array; got 2 for an array of rank 2. Choose 0 to 1.",
-        ),
-        (
-            lambda: sk.tp("modell", rules()),
-            ValueError,
+            "(key/value heads), or use a smaller axis.": lambda: laid_out(
+                sk.tp(("a", "b"), lambda path, shape: 1 if path == "layers.key" else None), a=2, b=16
+            ),
+            "tp: leaf embed: dim must name a dimension of the array; got 2 for an array of rank 2. "
+            "Choose 0 to 1.": lambda: laid_out(sk.tp("model", lambda path, shape: 2), model=2),
             "tp: the rules must put axis 'modell' on some dim; the axes that they name are 'model'. Correct the rules, "
-            "or the axis.",
-        ),
-        (
-            lambda: laid_out(sk.tp("model", {"embed": P("model")}), model=2),
-            ValueError,
+            "or the axis.": lambda: sk.tp("modell", rules()),
             "tp: the rules have no spec for leaf final_norm; theirs are for the leaves 'embed'. Make the "
-            "rules from the logical axes of these parameters.",
-        ),
-        (
-            lambda: sk.tp("model", {"embed": ("vocabulary", "embed")}),
-            TypeError,
-            "tp: rules must be a function of path and shape, or a tree of PartitionSpecs; got 'vocabulary' for "
-            "embed.0. Make the tree with specs_from_rules.",
-        ),
-        (
-            lambda: sk.tp(3, rules()),
-            TypeError,
-            "tp: axis must be a mesh axis name or a tuple of names; got 3. "
-            "Pass for example axis='data' or axis=('data', 'model').",
-        ),
-        (
-            lambda: on_two(lambda w: sk.local_groups(w, "model", heads=5, kv_heads=1), jnp.ones((D, 1, K))),
-            ValueError,
+            "rules from the logical axes of these parameters.": lambda: laid_out(
+                sk.tp("model", {"embed": P("model")}), model=2
+            ),
             "local_groups: heads must be divisible by the devices that share them; got 5 heads over 2 devices. Change "
-            "the heads, or use fewer devices.",
-        ),
-        (
-            lambda: sk.local_groups(jnp.ones((D, 4, K)), None, heads=6, kv_heads=4),
-            ValueError,
-            "local_groups: kv_heads must divide heads; got 4 and 6. Change one of them.",
-        ),
-        (
-            lambda: on_two(lambda w: sk.local_groups(w, "model", heads=8, kv_heads=4), jnp.ones((D, 3, K))),
-            ValueError,
+            "the heads, or use fewer devices.": lambda: on_two(
+                lambda w: sk.local_groups(w, "model", heads=5, kv_heads=1), jnp.ones((D, 1, K))
+            ),
+            "local_groups: kv_heads must divide heads; got 4 and 6. Change one of them.": lambda: sk.local_groups(
+                jnp.ones((D, 4, K)), None, heads=6, kv_heads=4
+            ),
             "local_groups: dim 1 must hold all key/value heads, or this device's share of them; got size 3 for 4 "
-            "key/value heads over 2 devices. Pass the dim of the heads.",
-        ),
-        (
-            lambda: sk.device_major_qkv(jnp.ones((D, 24)), 4, heads=6),
-            ValueError,
+            "key/value heads over 2 devices. Pass the dim of the heads.": lambda: on_two(
+                lambda w: sk.local_groups(w, "model", heads=8, kv_heads=4), jnp.ones((D, 3, K))
+            ),
             "device_major_qkv: heads must be divisible by the devices that share them; got 6 heads over 4 devices. "
-            "Change the heads, or use fewer devices.",
-        ),
-        (
-            lambda: sk.device_major_qkv(jnp.ones((D, 24)), 4, heads=8, kv_heads=2),
-            ValueError,
+            "Change the heads, or use fewer devices.": lambda: sk.device_major_qkv(jnp.ones((D, 24)), 4, heads=6),
             "device_major_qkv: kv_heads must be divisible by the devices that share them; got 2 kv_heads over 4 "
-            "devices. Change the heads, or use fewer devices.",
-        ),
-        (
-            lambda: sk.device_major_qkv(jnp.ones((D, 25)), 2, heads=8),
-            ValueError,
+            "devices. Change the heads, or use fewer devices.": lambda: sk.device_major_qkv(
+                jnp.ones((D, 24)), 4, heads=8, kv_heads=2
+            ),
             "device_major_qkv: dim 1 must hold heads + 2 kv_heads heads of equal size; got size 25 for 24 heads. Pass "
-            "the fused dim and its heads.",
-        ),
-        (
-            lambda: on_two(lambda x, w: sk.column_linear(x, w, "modell"), jnp.ones((T, D)), jnp.ones((D, 4))),
-            ValueError,
-            "column_linear: axis 'modell' is not an axis of this mesh; its axes are 'model'. Use one of them, or add "
-            "the axis to make_mesh.",
-        ),
-    ],
+            "the fused dim and its heads.": lambda: sk.device_major_qkv(jnp.ones((D, 25)), 2, heads=8),
+        },
+        {
+            "tp: rules must be a function of path and shape, or a tree of PartitionSpecs; got 'vocabulary' for "
+            "embed.0. Make the tree with specs_from_rules.": lambda: sk.tp("model", {"embed": ("vocabulary", "embed")}),
+        },
+    ),
 )
-def test_bad_use_is_refused(make, kind, message):
-    with pytest.raises(kind) as error:
+def test_bad_use_is_refused(kind, make, message):
+    with raises(kind, message):
         make()
-    assert str(error.value) == message
 
 
 # proves F49: a policy that saves matmuls finds those of the kernels, so that nothing is made or gathered twice for it
@@ -479,9 +424,8 @@ def test_weights_that_are_summed_over_an_axis_must_be_split_over_it():
     }
     for name, call in calls.items():
         kernel = jax.shard_map(call, mesh=mesh, in_specs=(P("data"), P(), P("data")), out_specs=P("data"))
-        with pytest.raises(ValueError) as error:
-            jax.eval_shape(kernel, h, w, targets)
-        assert str(error.value) == (
+        with value_error(
             f"{name} must be sharded over axis 'model', over which the product is summed; got one that is invariant "
             "over axis 'model'. Shard it, with tp for example, or pass another axis."
-        )
+        ):
+            jax.eval_shape(kernel, h, w, targets)

@@ -22,6 +22,7 @@ from shardkit.partitioning.placement import Cut
 from support.conformance import BATCH, TRANSFORMER, text_batch
 from support.layouts import Specs, specs
 from support.optimizers import OPTIMIZERS, OWN
+from support.refusals import raises, refusals, type_error, value_error
 
 SHAPES = {
     "layers": {"up": (4, 16, 32), "gain": (4, 16), "odd": (4, 5, 3)},
@@ -98,60 +99,38 @@ def test_one_device_splits_nothing():
 
 
 @pytest.mark.parametrize(
-    "make, kind, message",
-    [
-        (
-            lambda: layouts(sk.fsdp("d", min_size=1, uneven="refuse", layerwise=("layers",)), d=4),
-            ValueError,
+    "kind, message, make",
+    refusals(
+        {
             "fsdp: one dim of leaf layers.odd must be divisible by axis 'd'; got shape (4, 5, 3) over 4 devices. "
-            "Pass uneven='pad' or uneven='replicate'.",
-        ),
-        (
-            lambda: layouts(sk.zero1("d", min_size=1, rules=lambda path, shape: 0), d=5),
-            ValueError,
+            "Pass uneven='pad' or uneven='replicate'.": lambda: layouts(
+                sk.fsdp("d", min_size=1, uneven="refuse", layerwise=("layers",)), d=4
+            ),
             "zero1: dim 0 of leaf bias must be divisible by axis 'd'; got shape (48,) over 5 devices. "
-            "Choose another dim, or pass uneven='pad'.",
-        ),
-        (
-            lambda: sk.zero2("d", uneven="fill"),
-            ValueError,
-            "zero2: uneven must be 'replicate', 'refuse' or 'pad'; got 'fill'. Pass for example uneven='replicate'.",
-        ),
-        (
-            lambda: sk.fsdp("d", layerwise="layers"),
-            TypeError,
-            "fsdp: layerwise must be a tuple of names; got 'layers'. Write layerwise=('layers',).",
-        ),
-        (
-            lambda: sk.zero1(3),
-            TypeError,
-            "zero1: axis must be a mesh axis name or a tuple of names; got 3. "
-            "Pass for example axis='data' or axis=('data', 'model').",
-        ),
-        (
-            lambda: sk.fsdp("d").layouts({}, sk.abstract_mesh(d=4)),
-            ValueError,
+            "Choose another dim, or pass uneven='pad'.": lambda: layouts(
+                sk.zero1("d", min_size=1, rules=lambda path, shape: 0), d=5
+            ),
+            "zero2: uneven must be 'replicate', 'refuse' or 'pad'; got 'fill'. "
+            "Pass for example uneven='replicate'.": lambda: sk.zero2("d", uneven="fill"),
             "fsdp('d'): the parameters must have at least one array; got {}. Pass the model's pytree, or a function "
-            "of a key that returns it.",
-        ),
-        (
-            lambda: layouts(sk.fsdp("d", min_size=1, rules={"head": P("d")}), d=4),
-            ValueError,
+            "of a key that returns it.": lambda: sk.fsdp("d").layouts({}, sk.abstract_mesh(d=4)),
             "fsdp: the rules have no spec for leaf bias; theirs are for the leaves 'head'. Make the rules "
-            "from the logical axes of these parameters.",
-        ),
-        (
-            lambda: sk.chain(sk.fsdp("d"), sk.zero1("d")),
-            ValueError,
+            "from the logical axes of these parameters.": lambda: layouts(
+                sk.fsdp("d", min_size=1, rules={"head": P("d")}), d=4
+            ),
             "chain: axis 'd' is used by fsdp('d') and by zero1('d'). A mesh axis serves one strategy; "
-            "give one of them another axis.",
-        ),
-    ],
+            "give one of them another axis.": lambda: sk.chain(sk.fsdp("d"), sk.zero1("d")),
+        },
+        {
+            "fsdp: layerwise must be a tuple of names; got 'layers'. Write layerwise=('layers',).": lambda: sk.fsdp(
+                "d", layerwise="layers"
+            ),
+        },
+    ),
 )
-def test_bad_plans_are_refused(make, kind, message):
-    with pytest.raises(kind) as error:
+def test_bad_plans_are_refused(kind, make, message):
+    with raises(kind, message):
         make()
-    assert str(error.value) == message
 
 
 @pytest.mark.parametrize("uneven", ["replicate", "refuse", "pad"])
@@ -184,12 +163,11 @@ def test_a_plan_describes_every_leaf_and_says_why():  # proves S65, S68
     state = built(sk.zero1("d", min_size=1))[1]
     assert "zero1('d') splits dim" in sk.describe(sk.zero1("d", min_size=1), state.params)
     assert "4" in sk.describe(state.params).splitlines()[1]  # a state without devices has a description too
-    with pytest.raises(ValueError) as error:
-        sk.describe(sk.zero1("d"), TREE)
-    assert str(error.value) == (
+    with value_error(
         "describe: a mesh must be given; got none. Pass mesh=sk.make_mesh(data=8), or call this inside `with "
         "jax.set_mesh(mesh):`."
-    )
+    ):
+        sk.describe(sk.zero1("d"), TREE)
 
 
 # ---- handles
@@ -235,12 +213,11 @@ def test_an_unopened_leaf_is_an_error_wherever_it_is_used(use, plan):
         lambda: jax.eval_shape(step, state, jnp.ones((4, 2))),
         lambda: sk.make_eval_step(loss, mesh=mesh, plan=PLANS[plan]())(state.params, jnp.ones((4, 2))),
     ):
-        with pytest.raises(TypeError) as error:
-            run()
-        assert str(error.value) == (
+        with type_error(
             "layers.w, which is sharded over 'd', was used before it was gathered. Wrap the function that uses it in "
             "gathered(...), or run the stack with scan_layers."
-        )
+        ):
+            run()
 
 
 @pytest.mark.parametrize(
@@ -257,12 +234,11 @@ def test_an_unopened_leaf_is_an_error_wherever_it_is_used(use, plan):
 @pytest.mark.check
 def test_what_a_plan_names_is_there(make, name):
     plan = make()
-    with pytest.raises(ValueError) as error:
-        plan.layouts({"layers": {"w": jax.ShapeDtypeStruct((4, 16), jnp.float32)}}, sk.abstract_mesh(d=4))
-    assert str(error.value) == (
+    with value_error(
         f"{plan.strategies[0].name}: every name must be a leaf or subtree of the parameters; got {name!r} for the "
         "leaves 'layers.w'. Correct the name, or remove it."
-    )
+    ):
+        plan.layouts({"layers": {"w": jax.ShapeDtypeStruct((4, 16), jnp.float32)}}, sk.abstract_mesh(d=4))
 
 
 def test_unopened_leaves_may_be_carried_and_sliced():

@@ -92,14 +92,8 @@ def _both(way: sk.Algorithm) -> Any:
 PLANS: dict[str, tuple[dict[str, int], Callable[[sk.Algorithm], sk.Plan]]] = {
     "dp": (EIGHT, lambda way: sk.dp(LINKS, reduce=way)),
     "dp x tp": (FOUR | {"model": 2}, lambda way: sk.chain(sk.dp(LINKS, reduce=way), toy_tp("model"))),
-    "hsdp": (
-        {"replica": 2} | FOUR,
-        lambda way: sk.chain(sk.dp("replica"), sk.fsdp(LINKS, **_both(way))),
-    ),
-    "hsdp of dp": (
-        FOUR | {"shard": 2},
-        lambda way: sk.chain(sk.dp(LINKS, reduce=way), sk.fsdp("shard", min_size=1)),
-    ),
+    "hsdp": ({"replica": 2} | FOUR, lambda way: sk.chain(sk.dp("replica"), sk.fsdp(LINKS, **_both(way)))),
+    "hsdp of dp": (FOUR | {"shard": 2}, lambda way: sk.chain(sk.dp(LINKS, reduce=way), sk.fsdp("shard", min_size=1))),
     "zero1": (EIGHT, lambda way: sk.zero1(LINKS, **_both(way))),
     "zero2": (EIGHT, lambda way: sk.zero2(LINKS, **_both(way))),
     "zero2 layerwise": (EIGHT, lambda way: sk.zero2(LINKS, layerwise=SCAN, **_both(way))),

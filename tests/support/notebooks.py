@@ -104,11 +104,7 @@ def run(path: Path) -> dict[str, Any]:
     }
     executed = nbformat.from_dict(together)
     client = NotebookClient(
-        executed,
-        timeout=600,
-        record_timing=False,
-        coalesce_streams=True,
-        resources={"metadata": {"path": str(FOLDER)}},
+        executed, timeout=600, record_timing=False, coalesce_streams=True, resources={"metadata": {"path": str(FOLDER)}}
     )
     try:
         client.execute()

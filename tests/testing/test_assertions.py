@@ -13,6 +13,7 @@ import shardkit as sk
 from shardkit.testing import assert_matches_reference, assert_same_training
 from shardkit.testing._compare import constant_factor, distance, first_gap, times
 from support.conformance import MODELS
+from support.refusals import raises, type_error, value_error
 from support.training import lenient
 
 
@@ -43,14 +44,13 @@ def test_a_sharded_layer_norm_is_the_whole_one(mesh2x4):
 
 @pytest.mark.parametrize("summands", [0, -4])
 def test_a_sum_of_no_terms_is_refused(summands, mesh2x4):  # the square root of -4 is nan, within which all is right
-    with pytest.raises(ValueError) as error:
+    with value_error(
+        f"assert_matches_reference: summands must be a whole number of terms, 1 or more; got {summands!r}. Leave it "
+        "out, or pass the length of the longest sum."
+    ):
         assert_matches_reference(
             layer_norm, whole_layer_norm, mesh=mesh2x4, args=norm_args(), summands=summands, **LAYOUT
         )
-    assert str(error.value) == (
-        f"assert_matches_reference: summands must be a whole number of terms, 1 or more; got {summands!r}. Leave it "
-        "out, or pass the length of the longest sum."
-    )
 
 
 def test_the_tolerance_follows_the_coarsest_dtype(mesh2x4):
@@ -143,9 +143,8 @@ def test_what_cannot_be_compared_is_said_in_full(data8):
             "argument.",
         ),
     ):
-        with pytest.raises(TypeError) as error:
+        with type_error(message):
             assert_matches_reference(lambda x: sk.vary(x, "data"), reference, mesh=data8, args=args, **options)
-        assert str(error.value) == message
 
 
 def test_no_dtype_is_so_coarse_that_a_factor_passes(data8):
@@ -166,9 +165,7 @@ def test_words_for_factors():
     y = np.array([1.0, -2, 0])
     assert constant_factor(3 * y, y) == 3
     assert constant_factor(y, y) is None and constant_factor(y + 1, y) is None and constant_factor(y, 0 * y) is None
-    assert [times(f) for f in (4, 0.25, -1, 0, 1.5, -0.5)] == [
-        *("4x", "1/4 of", "-1x", "0x", "1.5x", "-1/2 of"),
-    ]
+    assert [times(f) for f in (4, 0.25, -1, 0, 1.5, -0.5)] == [*("4x", "1/4 of", "-1x", "0x", "1.5x", "-1/2 of")]
     assert distance(np.array([np.nan, np.inf, 1]), np.array([np.nan, np.inf, np.nan])).tolist() == [0, 0, np.inf]
 
 
@@ -187,9 +184,8 @@ def test_training_compares_the_copies_too(data8, monkeypatch):
         raise AssertionError("the copies differ")
 
     monkeypatch.setattr(sys.modules[assert_same_training.__module__], "equal_copies", differ)
-    with pytest.raises(AssertionError) as error:
+    with raises(AssertionError, "assert_same_training: on mesh data=8 with plan dp('data'), the copies differ"):
         training(mesh=data8)
-    assert str(error.value) == "assert_same_training: on mesh data=8 with plan dp('data'), the copies differ"
 
 
 def training(grad_fn=None, reference=None, plan=None, mesh=None, optimizer=None, steps=3, **options):
@@ -237,6 +233,5 @@ def test_training_failures_in_full(data8):
     assert text.endswith(
         ". Check what the loss sums and over which axes it varies, and that random numbers come from `keys`."
     )
-    with pytest.raises(ValueError) as error:
+    with value_error("assert_same_training: at least one batch is needed; got none. Pass one for each step."):
         training(mesh=data8, steps=0)
-    assert str(error.value) == ("assert_same_training: at least one batch is needed; got none. Pass one for each step.")

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.testing import emulate, programs, reference, sharded_arrays
+from support.refusals import type_error, value_error
 from support.vmapped import under_vmap
 
 HALF = settings(max_examples=settings.default.max_examples // 2)  # each example is compiled four times
@@ -265,19 +266,17 @@ def test_errors_in_full():
 
 def test_specs_that_are_none():
     for specs, got in (((P(), None), "out_specs must be a PartitionSpec, or a pytree of them; got None"),):
-        with pytest.raises(TypeError) as error:
-            emulate(lambda x: x, {"a": 2}, *specs)(X)
-        assert str(error.value) == (
+        with type_error(
             f"emulate: {got}. Write P('data') for an array that axis 'data' splits, P() for a replicated one."
-        )
+        ):
+            emulate(lambda x: x, {"a": 2}, *specs)(X)
     with pytest.raises(TypeError, match=r"in_specs must be a PartitionSpec, or a pytree of them; got 'a' at 0\.u"):
         emulate(lambda x: x, {"a": 2}, ({"u": "a"},), P())({"u": X})
-    with pytest.raises(ValueError) as error:
-        emulate(lambda x: x, {}, P(), P())
-    assert str(error.value) == (
+    with value_error(
         "emulate: mesh_sizes must give one or more axes a positive number of devices; got {}. Write for example "
         "{'data': 2, 'model': 4}."
-    )
+    ):
+        emulate(lambda x: x, {}, P(), P())
 
 
 def test_nan_equals_nan_and_tuples_scatter_major_first():

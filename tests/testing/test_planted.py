@@ -14,13 +14,14 @@ from support.planted.steps import BATCH, GRADIENTS, OWN, PARAMS, STEPS, WEIGHTED
 
 def use(row, **options):
     mesh = sk.make_mesh(jax.devices()[: math.prod(row.sizes.values())], **row.sizes)
-    layouts = {"in_specs": row.in_specs, "out_specs": row.out_specs}
+    args, in_specs, out_specs = row.call
+    layouts = {"in_specs": in_specs, "out_specs": out_specs}
     if row.tool == "emulate":
-        emulate(row.kernel, row.sizes, **layouts)(*row.args)
+        emulate(row.kernel, row.sizes, **layouts)(*args)
     elif row.tool == "check_vma":
-        jax.jit(jax.shard_map(row.kernel, mesh=mesh, **layouts))(*row.args)
+        jax.jit(jax.shard_map(row.kernel, mesh=mesh, **layouts))(*args)
     else:
-        assert_matches_reference(row.kernel, row.reference, mesh=mesh, args=row.args, **layouts, **options)
+        assert_matches_reference(row.kernel, row.reference, mesh=mesh, args=args, **layouts, **options)
 
 
 @pytest.mark.parametrize("row", KERNELS, ids=lambda row: row.name.replace(" ", "_"))

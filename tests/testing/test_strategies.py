@@ -8,13 +8,13 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import find, given, settings
 
 import shardkit as sk
 from shardkit.layout import local_shape
 from shardkit.testing import Chain, Op, meshes, programs, sharded_arrays, specs
 from shardkit.testing.certify import factorizations
+from support.refusals import raises, value_error
 
 QUICK = settings(max_examples=300, deadline=None, derandomize=True, database=None)
 
@@ -69,12 +69,11 @@ def test_a_program_is_printed_as_it_runs():
 
 
 def test_meshes_refuses_nothing_to_draw():
-    with pytest.raises(ValueError) as error:
-        meshes(devices=0)
-    assert str(error.value) == (
+    with value_error(
         "meshes: there must be at least one device and one name; got 0 devices and names ('a', 'b', 'c'). Pass for "
         "example devices=8, names=('data', 'model')."
-    )
+    ):
+        meshes(devices=0)
 
 
 def test_the_kit_needs_neither_hypothesis_nor_pytest():
@@ -87,9 +86,8 @@ def test_the_kit_needs_neither_hypothesis_nor_pytest():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert json.loads(out) == [[], True]
-    with pytest.raises(AttributeError) as error:
+    with raises(AttributeError, "module 'shardkit.testing' has no attribute 'nothing'"):
         _ = sk.testing.nothing
-    assert str(error.value) == "module 'shardkit.testing' has no attribute 'nothing'"
     assert all(hasattr(sk.testing, name) for name in sk.testing.__all__)
 
 

@@ -13,6 +13,7 @@ import shardkit as sk
 from shardkit import schedules
 from shardkit.carried import Carried
 from support import pipelines
+from support.refusals import type_error, value_error
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
@@ -145,9 +146,7 @@ def is_as(state, described):
 # an update from old parameters, and carried state in another layout than `init.abstract` says.
 # proves N7
 @pytest.mark.parametrize(
-    "row",
-    [*ROWS.values(), *[pytest.param(row, marks=pytest.mark.deep) for row in DEEP.values()]],
-    ids=[*ROWS, *DEEP],
+    "row", [*ROWS.values(), *[pytest.param(row, marks=pytest.mark.deep) for row in DEEP.values()]], ids=[*ROWS, *DEEP]
 )
 def test_it_is_the_same_on_every_mesh_and_for_every_accumulation(row, wanted):
     init, step = step_of(row)
@@ -199,11 +198,8 @@ def test_a_value_in_it_that_is_not_finite_is_found():
     state = sk.make_train_step(grad_fn, optax.sgd(0.1), **options)[0](W, KEY, carried={"shift": np.nan})
     triage = sk.runtime.triage(grad_fn, **options)
     assert [row.path for row in triage(state, np.ones((4, 2), "f")).rows] == ["carried.shift", "means.loss.total"]
-    with pytest.raises(ValueError) as error:
+    with value_error("triage: the loss takes carried state, and there is none. Pass init(params, key, carried=...)."):
         triage(state._replace(carried=None), np.ones((4, 2), "f"))
-    assert str(error.value) == (
-        "triage: the loss takes carried state, and there is none. Pass init(params, key, carried=...)."
-    )
 
 
 # Catches running statistics that are rounded to the compute dtype, or a teacher that is not.
@@ -355,12 +351,11 @@ def test_a_fixed_one_is_bound_to_the_loss():
     rows = [sk.testing.Row({"data": 2}, sk.dp("data"))]
     proof = sk.testing.prove(fixed, fixed, rows=rows, laws=[sk.testing.laws.same_numbers], **options)
     assert "holds" in str(proof)
-    with pytest.raises(TypeError) as error:
-        sk.testing.one_device(grad_fn, optax.sgd(0.1), W, [np.ones((4, 2), "f")])
-    assert str(error.value) == (
+    with type_error(
         "one_device: a proof keeps no carried state, which the loss takes. Pass functools.partial(grad_fn, "
         "carried=...) with a fixed one."
-    )
+    ):
+        sk.testing.one_device(grad_fn, optax.sgd(0.1), W, [np.ones((4, 2), "f")])
 
 
 @pytest.mark.check
@@ -369,14 +364,12 @@ def test_an_evaluation_gets_what_its_loss_takes():
         loss_fn, mesh=sk.abstract_mesh(data=2), plan=sk.dp("data")
     )
     batch = np.ones((4, 2), "f")
-    with pytest.raises(ValueError) as error:
-        jax.eval_shape(evaluate(reading), W, batch)
-    assert str(error.value) == (
+    with value_error(
         "evaluate: the loss takes carried state, and there is none. Pass evaluate(params, batch, state.carried)."
-    )
-    with pytest.raises(ValueError) as error:
-        jax.eval_shape(evaluate(plain), W, batch, SHIFT)
-    assert str(error.value) == (
+    ):
+        jax.eval_shape(evaluate(reading), W, batch)
+    with value_error(
         "evaluate: the loss takes no carried state; got some. Write loss_fn(params, batch, keys, carried), or pass "
         "evaluate(params, batch)."
-    )
+    ):
+        jax.eval_shape(evaluate(plain), W, batch, SHIFT)

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import shardkit as sk
+from support.refusals import type_error, value_error
 
 MESH, PLAN, SGD = sk.abstract_mesh(data=8), sk.dp("data"), optax.sgd(0.1)
 
@@ -48,9 +49,8 @@ OPTIMIZER = (
 )
 def test_a_train_step_of_something_else(change, message):
     given = {"grad_fn": OWN, "optimizer": SGD, "mesh": MESH, "plan": PLAN} | change
-    with pytest.raises(TypeError) as error:
+    with type_error(message):
         sk.make_train_step(given.pop("grad_fn"), given.pop("optimizer"), **given)
-    assert str(error.value) == message
 
 
 @pytest.mark.check
@@ -72,49 +72,44 @@ def test_a_loss_whose_signature_does_not_tell(returned, told):
 @pytest.mark.parametrize("plan", ["data", "dp('data')"])
 def test_an_evaluation_and_a_description_of_no_plan(plan):
     of_example = "Pass for example sk.dp('data'), or sk.chain(...) of several."
-    with pytest.raises(TypeError) as error:
+    with type_error(f"make_eval_step: plan must be a Plan; got {plan!r}. {of_example}"):
         sk.make_eval_step(loss, mesh=MESH, plan=plan)
-    assert str(error.value) == f"make_eval_step: plan must be a Plan; got {plan!r}. {of_example}"
-    with pytest.raises(TypeError) as error:
+    with type_error(f"describe: plan must be a Plan; got {plan!r}. {of_example}"):
         sk.describe(plan, {"w": jnp.ones(3)}, MESH)
-    assert str(error.value) == f"describe: plan must be a Plan; got {plan!r}. {of_example}"
 
 
 @pytest.mark.check
 @pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ([PLAN], "a plan must come with parameters; got none. Call describe(plan, params, mesh)."),
-        ([PLAN, "w", MESH], "params must be an array or a pytree of arrays; got 'w'. Pass arrays of jax or NumPy."),
-        ([PLAN, np.ones(3), 8], "mesh must be a mesh or None; got 8. Pass for example sk.make_mesh(data=8)."),
-        (
-            [np.ones(3), PLAN, MESH],
-            "plan must be a Plan; got array([1., 1., 1.]). Pass for example sk.dp('data'), or sk.chain(...) of "
-            "several.",
-        ),
-    ],
+    "message, given",
+    {
+        "a plan must come with parameters; got none. Call describe(plan, params, mesh).": [PLAN],
+        "params must be an array or a pytree of arrays; got 'w'. Pass arrays of jax or NumPy.": [PLAN, "w", MESH],
+        "mesh must be a mesh or None; got 8. Pass for example sk.make_mesh(data=8).": [PLAN, np.ones(3), 8],
+        "plan must be a Plan; got array([1., 1., 1.]). Pass for example sk.dp('data'), or sk.chain(...) of several.": [
+            np.ones(3),
+            PLAN,
+            MESH,
+        ],
+    }.items(),
 )
 def test_a_description_of_something_else(given, message):
-    with pytest.raises(TypeError) as error:
+    with type_error(f"describe: {message}"):
         sk.describe(*given)
-    assert str(error.value) == f"describe: {message}"
 
 
 @pytest.mark.check
 def test_a_triage_of_a_loss():
-    with pytest.raises(TypeError) as error:
+    with type_error(FUNCTION.format("the function 'loss'").replace("make_train_step", "triage")):
         sk.runtime.triage(loss, mesh=MESH, plan=PLAN)
-    assert str(error.value) == FUNCTION.format("the function 'loss'").replace("make_train_step", "triage")
 
 
 @pytest.mark.check
 def test_an_evaluation_of_a_gradfn():
-    with pytest.raises(TypeError) as error:
-        sk.make_eval_step(OWN, mesh=MESH, plan=PLAN)
-    assert str(error.value) == (
+    with type_error(
         "make_eval_step: loss_fn must be a loss function; got the function 'grad_fn'. Pass loss_fn itself, without "
         "value_and_grad."
-    )
+    ):
+        sk.make_eval_step(OWN, mesh=MESH, plan=PLAN)
 
 
 @pytest.mark.check
@@ -123,9 +118,8 @@ def test_an_evaluation_of_a_gradfn():
 )
 def test_a_run_without_a_key(key, told):
     init, _ = sk.make_train_step(OWN, SGD, mesh=MESH, plan=PLAN)
-    with pytest.raises(TypeError) as error:
+    with type_error(f"init: key must be one jax key; got {told}. Pass for example jax.random.key(0)."):
         init({"w": jnp.ones(3)}, key)
-    assert str(error.value) == f"init: key must be one jax key; got {told}. Pass for example jax.random.key(0)."
 
 
 # Their draws under vmap are those of the whole batch: dropout would depend on mesh and accumulation.
@@ -139,12 +133,11 @@ def test_keys_whose_draws_go_by_the_batch(impl):
         "example_keys": lambda: sk.example_keys(key, 4),
         "dropout": lambda: sk.dropout(jnp.ones((4, 2)), keys, 0.5),
     }.items():
-        with pytest.raises(ValueError) as error:
-            use()
-        assert str(error.value) == (
+        with value_error(
             f"{where}: keys must have an implementation whose draws do not depend on the batch; got "
             f"{impl!r}. Pass jax.random.key(seed, impl='threefry2x32')."
-        )
+        ):
+            use()
 
 
 # Alone in finding: jit moves the leaves of another layout by collectives that no census counts.

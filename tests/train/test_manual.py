@@ -175,19 +175,13 @@ def test_a_plan_is_described_with_what_the_partitioner_splits(mesh2x4):  # prove
 
 @pytest.mark.check
 @pytest.mark.parametrize(
-    ("manual", "message"),
-    [
-        (
-            "data",
-            "make_train_step: manual must name every axis of the plan; got 'data' for fsdp('model') + dp('data'). Add "
-            "'model' to manual, or leave it out of the plan, and the partitioner splits what is laid out over it.",
-        ),
-        (
-            ("data", "model", "x"),
-            "make_train_step: manual must name axes of the mesh; got 'x'; its axes are data=2, model=4. Use some of "
-            "them, or leave manual out, which means all.",
-        ),
-    ],
+    "message, manual",
+    {
+        "make_train_step: manual must name every axis of the plan; got 'data' for fsdp('model') + dp('data'). Add "
+        "'model' to manual, or leave it out of the plan, and the partitioner splits what is laid out over it.": "data",
+        "make_train_step: manual must name axes of the mesh; got 'x'; its axes are data=2, model=4. Use some of "
+        "them, or leave manual out, which means all.": ("data", "model", "x"),
+    }.items(),
 )
 def test_mistakes_are_one_sentence(manual, message, mesh2x4):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

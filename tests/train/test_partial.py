@@ -8,6 +8,7 @@ import pytest
 
 import shardkit as sk
 from support.examples import difference, example_of
+from support.refusals import raises, value_error
 
 LORA = example_of("lora")
 RNG = np.random.default_rng(0)
@@ -112,12 +113,8 @@ def test_what_is_trained_must_be_a_tree_of_bools_like_the_parameters():
         ({"w": False}, ValueError, ", True for some leaf; got {'w': False}. Set True for what is trained."),
         ({}, ValueError, ", True for some leaf; got {}. Set True for what is trained."),
     ):
-        with pytest.raises(kind) as error:
+        with raises(kind, rule + found):
             sk.value_and_grad(LORA["loss_fn"], trained=trained)
-        assert str(error.value) == rule + found
     grad_fn = sk.value_and_grad(lambda params, batch, keys: params["w"].sum(), trained={"v": True})
-    with pytest.raises(ValueError) as error:
+    with value_error(f"{rule}; got PyTreeDef({{'v': *}}) for PyTreeDef({{'w': *}}). Make it with jax.tree.map."):
         jax.eval_shape(grad_fn, {"w": np.ones(2, "f")}, None, None)
-    assert str(error.value) == (
-        f"{rule}; got PyTreeDef({{'v': *}}) for PyTreeDef({{'w': *}}). Make it with jax.tree.map."
-    )

@@ -11,6 +11,7 @@ import pytest
 import shardkit as sk
 from shardkit.analysis import census
 from shardkit.precision import BFLOAT16, FLOAT16, LossScale, next_loss_scale, precision_of
+from support.refusals import value_error
 
 KEY = jax.random.key(0)
 
@@ -53,14 +54,7 @@ def batch(scale=1.0):
 )
 def test_dtypes(precision, compute, accumulate, data8):
     seen = {}
-    init, step = sk.make_train_step(
-        sk.value_and_grad(loss_seeing(seen)),
-        recording(seen),
-        mesh=data8,
-        plan=sk.dp("data"),
-        precision=precision,
-        accumulate=accumulate,
-    )
+    init, step = built(data8, recording(seen), seen=seen, precision=precision, accumulate=accumulate)
     state, metrics = step(init(params(), KEY), batch())
     assert (seen["weight"], seen["x"], seen["label"]) == (compute, compute, jnp.int32)
     assert (seen["grads"], seen["params"]) == (jnp.float32, jnp.float32)
@@ -68,15 +62,14 @@ def test_dtypes(precision, compute, accumulate, data8):
     assert state.params["weight"].dtype == jnp.float32
 
 
+def built(mesh, optimizer=None, seen=None, **options):
+    """Init and step of data parallelism with that precision."""
+    grad_fn = sk.value_and_grad(loss_seeing({} if seen is None else seen))
+    return sk.make_train_step(grad_fn, optimizer or optax.sgd(0.5), mesh=mesh, plan=sk.dp("data"), **options)
+
+
 def train(precision, steps=3, mesh=None, **options):
-    init, step = sk.make_train_step(
-        sk.value_and_grad(loss_seeing({})),
-        optax.sgd(0.5),
-        mesh=mesh or sk.make_mesh(data=8),
-        plan=sk.dp("data"),
-        precision=precision,
-        **options,
-    )
+    init, step = built(mesh or sk.make_mesh(data=8), precision=precision, **options)
     state = init(params(), KEY)
     for _ in range(steps):
         state, metrics = step(state, batch())
@@ -109,13 +102,7 @@ def test_a_fixed_scale_is_exact_in_float32():
 
 # proves S89, F48, F56
 def test_the_dynamic_scale_falls_on_overflow_and_the_step_is_skipped(data8):
-    init, step = sk.make_train_step(
-        sk.value_and_grad(loss_seeing({})),
-        optax.sgd(0.5, momentum=0.9),
-        mesh=data8,
-        plan=sk.dp("data"),
-        precision=FLOAT16._replace(growth_interval=2),
-    )
+    init, step = built(data8, optimizer=optax.sgd(0.5, momentum=0.9), precision=FLOAT16._replace(growth_interval=2))
     state = init(params(), KEY)
     assert float(state.loss_scale.scale) == 2.0**15
     before = jax.device_get((state.params, state.opt_state))
@@ -134,14 +121,7 @@ def test_the_dynamic_scale_falls_on_overflow_and_the_step_is_skipped(data8):
 
 
 def test_stopping_leaves_the_dynamic_scale_its_overflows(data8):
-    init, step = sk.make_train_step(
-        sk.value_and_grad(loss_seeing({})),
-        optax.sgd(0.5),
-        mesh=data8,
-        plan=sk.dp("data"),
-        precision="fp16",
-        nonfinite="stop",
-    )
+    init, step = built(data8, precision="fp16", nonfinite="stop")
     state, metrics = step(init(params(), KEY), batch(scale=100.0))
     assert not bool(metrics["finite"]) and float(state.loss_scale.scale) == 2.0**14
     broken = batch()
@@ -162,25 +142,18 @@ def test_the_scale_doubles_after_the_growth_interval_and_never_falls_below_one()
 
 def test_the_reduction_runs_in_the_reduce_dtype(data8):
     for reduce, size in [(jnp.float32, 4), (jnp.bfloat16, 2)]:
-        init, step = sk.make_train_step(
-            sk.value_and_grad(loss_seeing({})),
-            optax.sgd(0.5),
-            mesh=data8,
-            plan=sk.dp("data"),
-            precision=BFLOAT16._replace(reduce=reduce),
-        )
+        init, step = built(data8, precision=BFLOAT16._replace(reduce=reduce))
         rows = census(step, init(params(), KEY), batch()).rows
         assert [row.bytes_in for row in rows] == [8, 8 * 4 * size]  # total and weight, then the gradient
 
 
 @pytest.mark.parametrize("scale", [3.0, 0, -2, "static"])
 def test_a_scale_that_is_no_power_of_two_is_refused(scale):
-    with pytest.raises(ValueError) as error:
-        precision_of(sk.Precision(loss_scale=scale))
-    assert str(error.value) == (
+    with value_error(
         "Precision: loss_scale must be None, 'dynamic' or a positive power of two, so that scaling is exact; got "
         f"{scale!r}. Pass for example 1024.0."
-    )
+    ):
+        precision_of(sk.Precision(loss_scale=scale))
 
 
 @pytest.mark.parametrize("field", ["param", "compute", "reduce", "output", "master"])
@@ -189,11 +162,10 @@ def test_a_scale_that_is_no_power_of_two_is_refused(scale):
 def test_a_dtype_that_is_no_float_is_refused(field, wrong):
     if field == "master" and wrong is None:
         return  # no master copy
-    with pytest.raises(ValueError) as error:
-        precision_of(sk.Precision(**{field: wrong}))
-    assert str(error.value) == (
+    with value_error(
         f"Precision: {field} must be a floating-point dtype; got {wrong!r}. Pass for example jnp.bfloat16."
-    )
+    ):
+        precision_of(sk.Precision(**{field: wrong}))
 
 
 def test_a_loss_that_overflows_the_output_alone_is_finite(data8):

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import jax
 
-from shardkit.runtime.monitor import client
+from shardkit.runtime.channel import client
 
 _PIECES = 2**22, 2**26  # bytes of a piece of an array in the files: at least, at most
 

@@ -1,4 +1,4 @@
-"""Jobs of many processes: starting them on this machine or a cluster, connecting them, ending them.
+"""The processes of a job: how one joins the others, waits for them, and leaves.
 
-Start with `join.py`. Imports the monitor, meshes, collectives and the description of a job.
+Start with `join.py`. Imports the channel, meshes, collectives and the description of a job.
 """

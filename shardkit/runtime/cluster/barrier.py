@@ -13,7 +13,7 @@ from shardkit._check import at_least_zero
 from shardkit._typed import typed
 from shardkit.collectives import all_reduce
 from shardkit.mesh import make_mesh
-from shardkit.runtime.monitor.hello import processes as processes_named
+from shardkit.runtime.channel.place import processes as processes_named
 
 
 @typed

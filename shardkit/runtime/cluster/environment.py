@@ -16,7 +16,6 @@ _SLURM = ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLUR
 _OPEN_MPI = (*(f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK")), "OMPI_MCA_orte_hnp_uri")
 _TPU = ("TPU_WORKER_ID", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID")
 _WHERE = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri")
-SKYPILOT_PORT = 55527  # the one that jax chooses on Kubernetes
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
@@ -35,7 +34,7 @@ class Found(NamedTuple):
 
 
 def variables(environ: Mapping[str, str]) -> Found:
-    """What jax's own variables say, and else those of torch's launchers, and of SkyPilot."""
+    """What jax's own variables say, and else those of torch's launchers."""
 
     def number(name: str) -> int | None:
         text = environ.get(name)
@@ -45,12 +44,7 @@ def variables(environ: Mapping[str, str]) -> Found:
     address = f"{environ.get('MASTER_ADDR', 'localhost')}:{number('MASTER_PORT') or 29500}"
     of_torch = Found(None if size == 1 else address, size, number("RANK")) if size is not None else Found()
     of_jax = Found(environ.get("JAX_COORDINATOR_ADDRESS"), number("JAX_NUM_PROCESSES"), number("JAX_PROCESS_ID"))
-    nodes = environ.get("SKYPILOT_NODE_IPS", "").split()
-    of_sky = Found()
-    if nodes and "SKYPILOT_NODE_RANK" in environ:  # one process on each node
-        nodes_at = f"{nodes[0]}:{SKYPILOT_PORT}" if len(nodes) > 1 else None
-        of_sky = Found(nodes_at, len(nodes), number("SKYPILOT_NODE_RANK"))
-    return of_jax.filled(of_torch).filled(of_sky)
+    return of_jax.filled(of_torch)
 
 
 def detected(environ: Mapping[str, str], timeout: float) -> Found:

@@ -13,12 +13,11 @@ from shardkit import _platform
 from shardkit._check import at_least, at_least_zero
 from shardkit._typed import typed
 from shardkit.config import DistributedConfig
+from shardkit.runtime.channel import client
+from shardkit.runtime.channel.place import TOKEN, Place, allow_files, bind_address
 from shardkit.runtime.cluster import environment
 from shardkit.runtime.cluster.environment import Found
 from shardkit.runtime.cluster.joined import joined
-from shardkit.runtime.monitor import client
-from shardkit.runtime.monitor.hello import TOKEN, Place
-from shardkit.runtime.monitor.rendezvous import allow_files, bind_address
 
 # Seconds that jax's exit barrier waits before it aborts all processes: after the last step one may have more to do than
 # the others, and when one fails the monitors end the wait.

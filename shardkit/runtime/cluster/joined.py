@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shardkit import _platform
-from shardkit.runtime.cluster.attempt import free_port
+from shardkit.runtime.channel.place import TOKEN, Place, free_port
 from shardkit.runtime.cluster.environment import Found
-from shardkit.runtime.monitor.hello import TOKEN, Place
 
 _KEY = "shardkit/monitors"
 

@@ -20,9 +20,9 @@ from shardkit._typed import typed
 from shardkit.collectives import all_gather, vary
 from shardkit.layout import path_name
 from shardkit.partitioning.storage import is_padded, stored_array
+from shardkit.runtime.channel.place import processes as processes_named
 from shardkit.runtime.cluster.barrier import absent
 from shardkit.runtime.data.storable import to_storable
-from shardkit.runtime.monitor.hello import processes as processes_named
 
 _PRINTS = itertools.count()  # numbers the barriers: the order of calls is the same on all processes
 

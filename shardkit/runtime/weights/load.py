@@ -93,11 +93,6 @@ def load_params(
     return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_padded), found)
 
 
-def tensor_names(path: str | os.PathLike[str]) -> list[str]:
-    """The names of the tensors at a path, as `load_params` takes it."""
-    return [*_source(Path(path).absolute(), None).tensors]
-
-
 def _source(path: Path, step: int | None) -> Safetensors | Npz | RunStep | OrbaxTree:
     """What is at a path, opened.
 

@@ -17,11 +17,11 @@ from shardkit._check import at_least
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.partitioning.storage import stored_array
+from shardkit.runtime.channel.place import processes as processes_named
 from shardkit.runtime.checkpoint.directory import named
 from shardkit.runtime.checkpoint.orbax_io import orbax, quiet, reason
 from shardkit.runtime.checkpoint.portable import leaves_of, to_portable
 from shardkit.runtime.data.reading import on_any_process, processes_of
-from shardkit.runtime.monitor.hello import processes as processes_named
 from shardkit.runtime.weights.files import DTYPES, INDEX, needs_safetensors
 from shardkit.runtime.weights.names import Leaf, Names, named_leaves, refuse_stored_as
 from shardkit.runtime.weights.stored import rows_on_host

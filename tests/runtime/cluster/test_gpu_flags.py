@@ -8,8 +8,8 @@ import pytest
 
 import shardkit as sk
 from shardkit import bench
+from shardkit.jobs.monitor.fingerprint import _flags as compared
 from shardkit.runtime.cluster import gpu_flags
-from shardkit.runtime.monitor.fingerprint import _flags as compared
 
 pytestmark = pytest.mark.check
 

@@ -77,8 +77,8 @@ def test_no_coordinator():
 def test_a_monitor_that_still_waits_ends_with_its_process():
     port = jobs.free_port()
     script = (
-        "from shardkit.runtime.monitor.client import MonitorClient\n"
-        "from shardkit.runtime.monitor.hello import Place\n"
+        "from shardkit.runtime.channel.client import MonitorClient\n"
+        "from shardkit.runtime.channel.place import Place\n"
         f"MonitorClient(Place('127.0.0.1', {port}, 0, 2, 60.0, True))"
     )
     with subprocess.Popen([sys.executable, "-c", script]) as process:
@@ -131,12 +131,6 @@ def test_another_number_of_devices():
         ({"WORLD_SIZE": "2", "RANK": "1"}, ("localhost:29500", 2, 1)),
         ({"WORLD_SIZE": "1", "RANK": "0"}, (None, 1, 0)),
         ({"JAX_COORDINATOR_ADDRESS": "h:1", "WORLD_SIZE": "2", "RANK": "0"}, ("h:1", 2, 0)),
-        ({"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": "1"}, ("10.0.0.1:55527", 2, 1)),
-        ({"SKYPILOT_NODE_IPS": "10.0.0.1", "SKYPILOT_NODE_RANK": "0"}, (None, 1, 0)),
-        (
-            {"SKYPILOT_NODE_IPS": "a\nb", "SKYPILOT_NODE_RANK": "1", "WORLD_SIZE": "4", "RANK": "3"},
-            ("localhost:29500", 4, 3),
-        ),
     ],
 )
 def test_where_the_numbers_come_from(environ, expected):

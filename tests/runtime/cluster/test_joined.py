@@ -9,8 +9,8 @@ import pytest
 import shardkit as sk
 from shardkit import _platform
 from shardkit.config import DistributedConfig
+from shardkit.runtime.channel.place import TOKEN
 from shardkit.runtime.cluster import join
-from shardkit.runtime.monitor.hello import TOKEN
 from support import jobs
 
 

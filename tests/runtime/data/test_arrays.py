@@ -12,6 +12,7 @@ import shardkit as sk
 from shardkit.layout import canonical
 from shardkit.partitioning.batch import batch_specs
 from shardkit.runtime.data import arrays, reading
+from support.refusals import value_error
 
 
 def make_batch(rows=16):
@@ -116,9 +117,8 @@ def test_local_rows_are_those_of_this_process(mesh2x4):
 
 
 def refused(wording, fn, *args, **options):
-    with pytest.raises(ValueError) as error:
+    with value_error(wording):
         fn(*args, **options)
-    assert str(error.value) == wording
 
 
 @pytest.mark.check

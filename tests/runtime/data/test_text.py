@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from shardkit.runtime.data import text as corpus
+from support.refusals import value_error
 
 PINNED = [132, 193, 161, 136]
 
@@ -69,24 +70,22 @@ def test_validation_covers_the_text_evenly():
 @pytest.mark.parametrize("call", ["train", "validation"])
 def test_a_text_shorter_than_one_sequence(call):
     text = np.zeros(10, np.uint8)
-    with pytest.raises(ValueError) as error:
+    with value_error(
+        "--data: the text must have at least one sequence of 11 bytes; it has 10. Pass more text (training and "
+        "validation each need that much) or a shorter --length."
+    ):
         if call == "train":
             corpus.batch_at(text, seed=0, step=0, batch=1, length=10)
         else:
             corpus.validation_batches(text, count=1, batch=1, length=10)
-    assert str(error.value) == (
-        "--data: the text must have at least one sequence of 11 bytes; it has 10. Pass more text (training and "
-        "validation each need that much) or a shorter --length."
-    )
     assert corpus.batch_at(text, seed=0, step=0, batch=1, length=9)["tokens"].shape == (1, 9)
 
 
 def test_a_path_that_is_not_there(tmp_path):
-    with pytest.raises(ValueError) as error:
-        corpus.read_text([tmp_path / "nothing"])
-    assert str(error.value) == (
+    with value_error(
         f"--data: the path must be a file or a directory; {tmp_path / 'nothing'} does not exist. Correct the path."
-    )
+    ):
+        corpus.read_text([tmp_path / "nothing"])
 
 
 @pytest.mark.parametrize("name", ["empty directory", "empty file"])
@@ -95,9 +94,8 @@ def test_no_text_at_all(name, tmp_path):
     if name == "empty file":
         path = tmp_path / "empty.txt"
         path.touch()
-    with pytest.raises(ValueError) as error:
+    with value_error(f"--data: there must be text to train on; {path} has no bytes. Pass another path."):
         corpus.read_text([path])
-    assert str(error.value) == (f"--data: there must be text to train on; {path} has no bytes. Pass another path.")
 
 
 def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
@@ -109,9 +107,8 @@ def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
         reason = "denied"
     else:
         reason = "Permission denied"
-    with pytest.raises(ValueError) as error:
-        corpus.read_text([path])
-    assert str(error.value) == (
+    with value_error(
         f"--data: every file must be readable; {path} is not ({reason}). Change its permissions or remove it from "
         "--data."
-    )
+    ):
+        corpus.read_text([path])

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 import shardkit as sk
 from shardkit.models import transformer
 from shardkit.runtime import llama_names, load_params, save_params
+from support.refusals import value_error
 
 CONFIG = transformer.Config(
     vocabulary=16, layers=4, dim=16, heads=4, kv_heads=2, hidden=24, norm_epsilon=1e-2, rope_theta=500.0
@@ -131,8 +132,5 @@ def test_a_pipeline_takes_a_llama_with_a_tied_head(tmp_path):
 
 @pytest.mark.check
 def test_a_llama_has_no_experts():
-    with pytest.raises(ValueError) as error:
+    with value_error("llama_names: a Llama has no experts; got experts=2. Pass names of your own, of StoredAs."):
         llama_names(transformer.Config(experts=2))
-    assert str(error.value) == (
-        "llama_names: a Llama has no experts; got experts=2. Pass names of your own, of StoredAs."
-    )

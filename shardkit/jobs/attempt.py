@@ -1,0 +1,178 @@
+"""One start of a job's processes on this machine: their environment, their output, and their end."""
+
+from __future__ import annotations
+
+import math
+import queue
+import secrets
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO, NamedTuple
+
+from shardkit.jobs.groups import groups
+from shardkit.jobs.output import Blamed, passing_on, summary
+from shardkit.runtime.channel.place import TOKEN
+from shardkit.simulated import cpu_environment
+
+_LONGEST_BEFORE_KILL = 5.0  # seconds from SIGTERM to SIGKILL
+_LAST_OUTPUT = 3.0  # seconds for the last output of what the processes started, such as their monitors
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+_Child = subprocess.Popen[bytes]
+Events = queue.SimpleQueue[int | signal.Signals]  # a process that has ended, by index, or a signal to the launcher
+
+
+class Job(NamedTuple):
+    """What all attempts of a job have in common."""
+
+    words: Sequence[str]
+    processes: int
+    devices: int | None
+    output: Path | None
+    grace: float
+    environ: Mapping[str, str]
+
+
+class End(NamedTuple):
+    """How the processes of an attempt ended.
+
+    Attributes:
+        codes: the return code of each, by rank.
+        first: the one that the guard named, or the first to fail; None if all succeeded.
+        blamed: what the guard named; None if it named none.
+        received: the signal that the launcher got.
+    """
+
+    codes: Sequence[int]
+    first: int | None
+    blamed: Blamed | None
+    received: signal.Signals | None
+
+    @property
+    def code(self) -> int:
+        """The exit code of `first`, or 0."""
+        code = 0 if self.first is None else self.codes[self.first]
+        return code if code >= 0 else 128 - code
+
+    def __str__(self) -> str:
+        return "" if self.first is None else summary(self.first, self.codes, self.received)
+
+
+def attempt(job: Job, port: int, events: Events, *, first: bool) -> End:
+    """Starts all processes once, and waits for their end; the first attempt replaces the files of an earlier job."""
+    blamed: list[Blamed] = []
+    with ExitStack() as stack:  # exits when all processes have ended: passes on the last lines, closes files
+        files = [] if job.output is None else _files(job.output, job.processes, stack, append=not first)
+        common = _environment(job, port)
+        with groups(job.processes) as theirs:
+            children = []
+            for rank, group in enumerate(theirs):
+                own = dict.fromkeys(("JAX_PROCESS_ID", "RANK", "LOCAL_RANK"), str(rank))
+                children.append(stack.enter_context(_start(job.words, common | own, group)))
+            reader = stack.enter_context(passing_on(children, files, blamed))
+            order, received = _supervised(children, events, job.grace)
+            reader.join(_LAST_OUTPUT)
+    named = [each.process for each in blamed]
+    codes = [child.returncode for child in children]
+    failed = [rank for rank in sorted(order, key=lambda rank: rank not in named) if codes[rank]]
+    return End(codes, failed[0] if failed else None, blamed[0] if blamed else None, received)
+
+
+def _environment(job: Job, port: int) -> dict[str, str]:
+    common = {
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_NUM_PROCESSES": str(job.processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(job.processes),
+        "PYTHONUNBUFFERED": "1",
+        TOKEN: job.environ.get(TOKEN) or secrets.token_hex(32),
+    }
+    if job.devices is not None:
+        common |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(job.devices)}
+        common |= cpu_environment(job.devices, job.environ)
+    return {**job.environ, **common}
+
+
+def _files(output: Path, processes: int, stack: ExitStack, append: bool) -> list[BinaryIO]:
+    """The files that the pipes are copied to: unbuffered, so that they are complete even if the launcher is killed."""
+    names = [f"{rank}.{end}" for rank in range(processes) for end in ("out", "err")]
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        return [stack.enter_context(open(output / name, "ab" if append else "wb", buffering=0)) for name in names]
+    except OSError as error:
+        raise ValueError(
+            f"launch: output must be a writable directory; got {error.filename} ({error.strerror}). Pass another "
+            "directory."
+        ) from None
+
+
+@contextmanager
+def signals_to(events: Events) -> Iterator[None]:
+    """Turns signals into events, except ignored ones; does nothing outside the main thread."""
+
+    def put(number: int, frame: FrameType | None) -> None:
+        events.put(signal.Signals(number))
+
+    is_main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in _PASSED_ON if is_main}
+    before = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, put)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _start(words: Sequence[str], environ: Mapping[str, str], group: int) -> _Child:
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    try:
+        return subprocess.Popen(words, stdin=nothing, stdout=pipe, stderr=pipe, env=environ, process_group=group)
+    except (OSError, ValueError) as error:  # ValueError: a null byte in a word
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(
+            f"launch: the command must be an executable program; got {words[0]!r} ({reason}). Correct its name or "
+            "permissions, or put its interpreter first, such as python or sh."
+        ) from None
+
+
+def _supervised(children: Sequence[_Child], events: Events, grace: float) -> tuple[list[int], signal.Signals | None]:
+    """Waits for all processes, and ends them once one failed or a signal came; returns their order and the signal."""
+    for index, child in enumerate(children):
+        threading.Thread(target=_announce, args=(index, child, events), daemon=True).start()
+    steps, deadline = [signal.SIGTERM, signal.SIGKILL], math.inf
+    running, order = set(range(len(children))), list[int]()
+    received: signal.Signals | None = None
+    while running:
+        try:
+            event = events.get(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
+        except queue.Empty:
+            step = steps.pop(0)
+            for index in running:
+                children[index].send_signal(step)
+            deadline = time.monotonic() + min(grace, _LONGEST_BEFORE_KILL) if steps else math.inf
+            continue
+        if isinstance(event, signal.Signals):
+            received = received or event
+            for index in running:
+                children[index].send_signal(event)
+        else:
+            running.remove(event)
+            order.append(event)
+        failed = bool(order and children[order[-1]].returncode)
+        if (received or failed) and steps and deadline == math.inf:
+            deadline = time.monotonic() + grace
+    return order, received
+
+
+def _announce(index: int, child: _Child, events: Events) -> None:
+    child.wait()
+    events.put(index)

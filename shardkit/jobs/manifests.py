@@ -1,0 +1,263 @@
+"""Writes the input of a scheduler: a batch script for Slurm, or the manifest of a JobSet for Kubernetes.
+
+Exit code 75 means preempted and saved: the scheduler restarts the job, and it resumes. Every other failure is final.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import yaml
+
+from shardkit.jobs.launch import check_counts, program
+from shardkit.runtime.channel.place import TOKEN
+from shardkit.runtime.cluster.preemption import PREEMPTED
+from shardkit.simulated import cpu_environment
+
+Kind = Literal["slurm", "jobset"]
+
+_NOTICE = 120  # seconds between SIGTERM and SIGKILL, for the last save
+_PORT = 55527  # the port that jax itself chooses on Kubernetes
+# Longer names would not leave room for what Kubernetes adds: -workers-0, the index of the process and five letters.
+_LONGEST_NAME = 40
+_SECRET = """\
+# Create the secret that identifies the processes of the job once; it is in no file:
+#   kubectl create secret generic {}-token --from-literal=token="$(openssl rand -hex 32)"
+"""
+
+
+def render(
+    kind: Kind,
+    command: Sequence[str],
+    *,
+    processes: int,
+    devices: int | None = None,
+    name: str = "shardkit",
+    image: str | None = None,
+    port: int | None = None,
+    accelerator: str = "cpu",
+    topology: str | None = None,
+    queue: str | None = None,
+) -> str:
+    """Writes the batch script or the manifest of a job.
+
+    Args:
+        kind: "slurm" (`sbatch FILE`), or "jobset" (`kubectl apply -f FILE`, after the command at the top of the file,
+            which creates the Secret NAME-token, the job's SHARDKIT_JOB_TOKEN).
+        command: the words of the command; `script.py ...` and `-m module ...` run under the `python` of the cluster.
+        processes: number of processes.
+        devices: devices per process: requested accelerators, or simulated CPU devices.
+        name: of the job: at most 40 lower-case letters, digits and hyphens (RFC 1123; a Service begins with a letter).
+        image: the container image, for a JobSet.
+        port: the coordinator's port, for a JobSet; by default 55527. Under Slurm jax derives one from the job's id.
+        accelerator: "cpu", "gpu", or for a JobSet a Google TPU slice type such as "tpu-v5p-slice".
+        topology: chips of the TPU slice, such as "4x4" or "2x2x4".
+        queue: for a JobSet the queue of Kueue that the job waits in, a LocalQueue.
+
+    Returns:
+        The text of the file.
+
+    Raises:
+        ValueError: a name, count, port, word or choice that the scheduler would reject or misread.
+    """
+    words = program(command, python="python")
+    check_counts("render", processes=processes, devices=devices, port=port)
+    _check_name(name)
+    for word in (*words, image or ""):
+        _check_text(word)
+    _check_devices(kind, processes, devices, accelerator, topology)
+    for what, value in (("port", port), ("queue", queue)):
+        if value is not None and kind != "jobset":
+            raise ValueError(f"render: {what} requires jobset; got {value!r} for {kind}. Remove {what}.")
+    if queue is not None and (len(queue) > 63 or not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", queue)):
+        raise ValueError(
+            "render: queue must be at most 63 lower-case letters, digits and hyphens, with no hyphen first or last; "
+            f"got {queue!r}. Pass for example 'team-a'."
+        )
+    if kind == "slurm":
+        return _slurm(words, processes, devices, name, accelerator)
+    if not image or image.split() != [image]:
+        raise ValueError(
+            f"render: image must be the name of a container image for {kind}; got {image!r}. Pass for example "
+            "image='ghcr.io/me/train:1'."
+        )
+    variables = _variables(devices, accelerator) | {
+        "JAX_COORDINATOR_ADDRESS": f"{name}-workers-0-0.{name}:{_PORT if port is None else port}",
+        "JAX_NUM_PROCESSES": str(processes),
+    }
+    # Kubernetes replaces $(NAME) in the words of a command, and $$ stands for one $.
+    main: dict[str, Any] = {"name": "main", "image": _Text(image)}
+    main |= {"command": [_Text(word.replace("$", "$$")) for word in words], "env": _environment(variables, name)}
+    if accelerator != "cpu":
+        main["resources"] = {"limits": {"nvidia.com/gpu" if accelerator == "gpu" else "google.com/tpu": devices}}
+    pod: dict[str, Any] = {"serviceAccountName": name, "restartPolicy": "Never"}
+    pod |= {"terminationGracePeriodSeconds": _NOTICE, "containers": [main]}
+    if topology is not None:
+        gke = "cloud.google.com/gke-tpu"
+        pod["nodeSelector"] = {f"{gke}-accelerator": accelerator, f"{gke}-topology": _Text(topology)}
+    # Kueue holds a job with this label back until its queue has room for all its pods.
+    labels = {} if queue is None else {"labels": {"kueue.x-k8s.io/queue-name": _Text(queue)}}
+    documents = [*_account(name), _jobset({"name": name, **labels}, processes, pod)]
+    return _SECRET.format(name) + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=math.inf)
+
+
+class _Text(str):
+    """Text that is written in quotes: YAML parsers differ on which plain words are numbers (1e-3, 1_000, 12:30)."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes `_Text` in quotes, and no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_representer(_Text, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
+
+
+def _check_name(name: str) -> None:
+    if len(name) > _LONGEST_NAME or not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name):
+        raise ValueError(
+            f"render: name must be at most {_LONGEST_NAME} lower-case letters, digits and hyphens, begin with a letter "
+            f"and not end with a hyphen; got {name!r}. Pass for example 'train-1'."
+        )
+
+
+def _check_text(word: str) -> None:
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"render: every word of the command must be UTF-8; got {word!r}. Rename the file or option."
+        ) from None
+
+
+def _check_devices(kind: Kind, processes: int, devices: int | None, accelerator: str, topology: str | None) -> None:
+    tpu = accelerator.startswith("tpu-") and kind == "jobset"
+    if accelerator not in ("cpu", "gpu") and not tpu:
+        raise ValueError(
+            "render: accelerator must be 'cpu', 'gpu' or for a JobSet a TPU slice such as 'tpu-v5p-slice'; got "
+            f"{accelerator!r} for {kind}. Pass one of these."
+        )
+    if accelerator != "cpu" and devices is None:
+        raise ValueError(
+            f"render: devices must be given with accelerator {accelerator!r}; got none. Pass the number per process."
+        )
+    if topology is not None and not tpu:
+        raise ValueError(
+            f"render: topology requires a TPU slice in a JobSet; got {topology!r} with accelerator {accelerator!r} for "
+            f"{kind}. Remove topology."
+        )
+    if tpu:
+        is_shape = re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", topology or "")
+        chips = math.prod(map(int, (topology or "").split("x"))) if is_shape else 0
+        if chips != processes * (devices or 0):
+            raise ValueError(
+                "render: topology must be the shape of a slice of processes x devices chips, such as '4x4'; got "
+                f"{topology!r} for {processes} x {devices}. Correct topology, processes or devices."
+            )
+
+
+def _environment(variables: Mapping[str, str], name: str) -> list[dict[str, Any]]:
+    """The variables of a container; its index is an annotation of its pod, and the token a Secret."""
+    index = {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}
+    token = {"secretKeyRef": {"name": f"{name}-token", "key": "token"}}
+    return [
+        *({"name": each, "value": _Text(value)} for each, value in variables.items()),
+        {"name": "JAX_PROCESS_ID", "valueFrom": {"fieldRef": index}},
+        {"name": TOKEN, "valueFrom": token},
+    ]
+
+
+def _account(name: str) -> list[dict[str, Any]]:
+    """A ServiceAccount with the two rights that jax's cluster detection needs, for a script that uses it."""
+    rules = [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]},
+        {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["get"]},
+    ]
+    group = "rbac.authorization.k8s.io"
+    return [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}},
+        {"apiVersion": f"{group}/v1", "kind": "Role", "metadata": {"name": name}, "rules": rules},
+        {
+            "apiVersion": f"{group}/v1",
+            "kind": "RoleBinding",
+            "metadata": {"name": name},
+            "subjects": [{"kind": "ServiceAccount", "name": name}],
+            "roleRef": {"apiGroup": group, "kind": "Role", "name": name},
+        },
+    ]
+
+
+def _jobset(metadata: Mapping[str, Any], processes: int, pod: Mapping[str, Any]) -> dict[str, Any]:
+    """A JobSet, restarted as a whole when a process was preempted or its machine was lost without an exit code.
+
+    In its indexed Job every exit code except PREEMPTED is final.
+    """
+    final = {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [PREEMPTED]}}
+    job = {
+        "completions": processes,
+        "parallelism": processes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [final]},
+        "template": {"spec": pod},
+    }
+    again = "RestartJobSetAndIgnoreMaxRestarts"
+    rules = [
+        {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},
+        {"name": "again", "action": again, "onJobFailureReasons": ["BackoffLimitExceeded"]},
+    ]
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": metadata["name"]},
+            "failurePolicy": {"rules": rules},
+            "replicatedJobs": [{"name": "workers", "replicas": 1, "template": {"spec": job}}],
+        },
+    }
+
+
+def _variables(devices: int | None, accelerator: str) -> dict[str, str]:
+    if accelerator != "cpu" or devices is None:
+        return {"PYTHONUNBUFFERED": "1"}
+    # The number of cores here says nothing about the machines of the job.
+    threads = cpu_environment(devices, {"NPROC": "1"})["NPROC"]
+    simulated = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "NPROC": threads}
+    return {"PYTHONUNBUFFERED": "1"} | simulated
+
+
+def _slurm(words: Sequence[str], processes: int, devices: int | None, name: str, accelerator: str) -> str:
+    options = [
+        f"--job-name={name}",
+        f"--ntasks={processes}",
+        "--requeue",
+        "--open-mode=append",
+        f"--signal=TERM@{_NOTICE}",
+    ]
+    variables = _variables(devices, accelerator)
+    if accelerator == "gpu":
+        options.insert(2, f"--gpus-per-task={devices}")
+        # Under Slurm jax would use one device per process, the one with the process's index on its machine.
+        variables["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(devices or 0)))
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH {option}" for option in options),
+        "",
+        "# jax reads the coordinator, the number of processes and each one's index from Slurm's variables.",
+        *(f"export {variable}={value}" for variable, value in variables.items()),
+        "# The secret that identifies the processes of the job.",
+        f"export {TOKEN}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+        f"srun --kill-on-bad-exit=1 {shlex.join(words)}",
+        "code=$?",
+        f"# {PREEMPTED}: preempted or out of time, and saved. The job is queued again, and resumes.",
+        f'if [ "$code" -eq {PREEMPTED} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+        'exit "$code"',
+    ]
+    return "\n".join(lines) + "\n"

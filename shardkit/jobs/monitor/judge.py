@@ -1,0 +1,276 @@
+"""Decides which fault to report from the states of all processes: plain functions of plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NamedTuple
+
+from shardkit.runtime.channel.place import processes
+from shardkit.runtime.channel.recorder import Status
+
+# Phases in the order in which a process passes through them in one step; in those of _WAITING it waits for all others.
+_ORDER = {"start": 0, "data": 0, "compile": 1, "compare": 2, "step": 3, "user code": 4, "evaluate": 5, "save": 6}
+_ORDER |= {"commit": 7, "end": 8}
+_WAITING = ("compare", "step", "commit")
+_EXITED = 5.0  # seconds that a process may wait for one that has exited
+_SILENT = 2.0  # seconds without a message after which a process is suspected, once another one is late
+# Errors of the collectives' libraries when the peer is gone: consequences of another process's end.
+_CONSEQUENCES = ("gloo", "nccl", "connection", "socket", "rendezvous", "coordination", "deadline exceeded", "heartbeat")
+
+
+class Deadlines(NamedTuple):
+    """Seconds that a process may spend in each phase; exceeding one ends the job.
+
+    Attributes:
+        compile: tracing, lowering and compiling a step, and waiting for the others to finish compiling theirs.
+        step: one step, from its dispatch by the last process (or the end of the step before) until the devices have
+            finished it; also user code between steps, while other processes wait for it.
+        save: writing a checkpoint.
+        data: waiting for the next batch.
+        evaluate: a validation.
+        silence: without a message from a process's machine.
+    """
+
+    compile: float = 1800.0
+    step: float = 300.0
+    save: float = 900.0
+    data: float = 300.0
+    evaluate: float = 1800.0
+    silence: float = 30.0
+
+    def of(self, phase: str) -> float | None:
+        """The deadline of a phase; None if it has none."""
+        phase = "save" if phase == "commit" else phase
+        return self.compile if phase == "compare" else getattr(self, phase, None)
+
+
+@dataclass(slots=True)  # process 0 has one per process
+class Known:
+    """What is known of one process.
+
+    Attributes:
+        status: its last status, with `since` and `device_since` as ages in seconds.
+        heard: when that status arrived, on the monotonic clock of the monitor that judges.
+        stopped: whether the system shows it as stopped.
+        gone: whether it died without reporting an error.
+        unseen: whether its monitor died with it, so that its status may be a quarter of a second old.
+        left: whether it said that it exits.
+        cause: the error that it failed with.
+        due: until then it is no reason for `fault` to find one.
+    """
+
+    status: Status = field(default_factory=Status)
+    heard: float = 0.0
+    stopped: bool = False
+    gone: bool = False
+    unseen: bool = False
+    left: bool = False
+    cause: str = ""
+    due: float = 0.0
+
+    def expect(self, deadlines: Deadlines) -> None:
+        """Sets `due` after a change: one comparison then stands for the judgement of a process that is well."""
+        s = self.status
+        if self.cause or self.gone or self.left:
+            self.due = 0.0
+            return
+        seen = self.heard + deadlines.silence
+        if (limit := deadlines.of(s.phase)) is not None:
+            seen = min(seen, self.heard + limit - s.since)
+        if s.dispatched > s.done:
+            seen = min(seen, self.heard + deadlines.step - s.device_since)
+        self.due = seen
+
+
+class State(Enum):
+    """The state of one process: the first of these that applies."""
+
+    FAILED = auto()  # it raised an error
+    DIED = auto()  # without reporting an error
+    CUT_OFF = auto()  # it raised an error that follows from another process's end
+    EXITED = auto()
+    STOPPED = auto()
+    SILENT = auto()
+    RUNNING = auto()
+
+
+# The states that end the job, by precedence, with the seconds to wait for one that takes precedence.
+_FATAL = {State.FAILED: 0.3, State.DIED: 0.3, State.CUT_OFF: 2.0}
+
+
+class Fault(NamedTuple):
+    """What ends a job: the sentence to report, the seconds to wait for a better one, and whether it is a root cause."""
+
+    text: str
+    wait: float = 0.0
+    primary: bool = False
+
+
+def fault(known: Mapping[int, Known], deadlines: Deadlines, now: float) -> Fault | None:
+    """The fault to report, or None: failures and deaths first, then missed deadlines, then a wait for nobody."""
+    ranks: dict[State, list[int]] = {state: [] for state in State}
+    for rank, each in known.items():
+        ranks[_state(each, now)].append(rank)
+    for state, wait in _FATAL.items():
+        if ranks[state]:
+            return Fault(_end(state, ranks[state], known), wait, primary=state is State.FAILED)
+    coming = min((_position(each) for each in known.values() if _comes(each, deadlines, now)), default=None)
+    late = [rank for rank, each in known.items() if _overdue(each, coming, deadlines, now)]
+    if late:
+        text, culprits = _delay(late, ranks, known, deadlines, now)
+        if ranks[State.STOPPED]:  # whose own deadline may pass a moment before those of the processes that wait for it
+            waits = {rank for rank, each in known.items() if _at(each.status)[0] in _WAITING}
+            late = sorted(waits.union(late))
+        return Fault(text + _waiting([rank for rank in late if rank not in culprits], known))
+    lost = [rank for rank, each in known.items() if now - each.heard > deadlines.silence and not each.left]
+    text = _after_the_exit(ranks[State.EXITED], known, now) or (unanswered(lost, known, now) if lost else "")
+    return Fault(text) if text else None
+
+
+def _state(each: Known, now: float) -> State:
+    if each.cause:
+        follows = any(word in each.cause.lower() for word in _CONSEQUENCES)
+        return State.CUT_OFF if follows else State.FAILED
+    if each.gone:
+        return State.DIED
+    if each.left:
+        return State.EXITED
+    if each.stopped:
+        return State.STOPPED
+    return State.SILENT if now - each.heard > _SILENT else State.RUNNING
+
+
+def _end(state: State, ranks: Sequence[int], known: Mapping[int, Known]) -> str:
+    if state is State.DIED:
+        first = ranks[0]  # process 0 if it died: with its coordinator jax ends every other process
+        last = ", last seen" if known[first].unseen else ""
+        text = f"process {first} died without reporting an error (SIGKILL or out of memory?){last}"
+        return f"{text} {_in(*known[first].status[:2])}"
+    first = min(ranks, key=lambda rank: _position(known[rank]))
+    return f"process {first} failed {_in(*known[first].status[:2])}: {known[first].cause}"
+
+
+def _after_the_exit(exited: Sequence[int], known: Mapping[int, Known], now: float) -> str:
+    """The sentence for a process that waits in a step which another one, having exited, will not take; else empty."""
+    if not exited:
+        return ""
+    first = min(exited, key=lambda rank: known[rank].status.dispatched)
+    last = known[first].status.dispatched
+    for rank, each in known.items():
+        phase, step = _at(each.status)
+        since = each.status.device_since if phase == "step" else each.status.since
+        if not each.left and phase in ("step", "compare") and step > last and now - each.heard + since > _EXITED:
+            return f"process {first} exited after step {last}; process {rank} waits {_in(phase, step)}"
+    return ""
+
+
+def _exceeded(each: Known, deadlines: Deadlines, now: float) -> tuple[str, int, float, float] | None:
+    """The phase and step whose deadline a process exceeds, with its time in it and the deadline; else None."""
+    if each.left:
+        return None
+    s, age = each.status, now - each.heard
+    limit = deadlines.of(s.phase)
+    if limit is not None and s.since + age > limit:
+        return s.phase, s.step, s.since + age, limit
+    if s.dispatched > s.done and s.device_since + age > deadlines.step:
+        return "step", s.done + 1, s.device_since + age, deadlines.step
+    return None
+
+
+def _overdue(each: Known, coming: tuple[int, int] | None, deadlines: Deadlines, now: float) -> bool:
+    """Whether a process exceeds a deadline, other than by waiting for a process that is in time.
+
+    The last process to reach a step may compile or save for longer than the step may take. That excuse is limited, as
+    the process may loop without ever reaching the step. `coming` is the position of the last process that is in time.
+    """
+    found = _exceeded(each, deadlines, now)
+    if found is None:
+        return False
+    phase, step, age, limit = found
+    if phase not in _WAITING or age > limit + max(deadlines[:-1]):
+        return True
+    return coming is None or coming > (step, _ORDER[phase])
+
+
+def _comes(each: Known, deadlines: Deadlines, now: float) -> bool:
+    """Whether a process runs, is in time, and does not itself wait for the others."""
+    phase, _ = _at(each.status)
+    # A phase without a deadline has that of the phase in which the others wait meanwhile.
+    limit = deadlines.of({"start": "compile", "user code": "step"}.get(phase, phase))
+    if _state(each, now) is not State.RUNNING or phase in ("compare", "commit") or limit is None:
+        return False
+    since = each.status.device_since if each.status.dispatched > each.status.done else each.status.since
+    return now - each.heard + since <= limit
+
+
+def _delay(
+    late: Sequence[int], ranks: Mapping[State, list[int]], known: Mapping[int, Known], deadlines: Deadlines, now: float
+) -> tuple[str, Set[int]]:
+    """Who delays the late processes, as a sentence and by rank: a stopped or silent one, else the furthest behind."""
+    if stopped := ranks[State.STOPPED]:
+        return f"process {stopped[0]} is stopped (SIGSTOP?) {_where(known[stopped[0]].status)}", {*stopped}
+    if silent := ranks[State.SILENT]:
+        return unanswered(silent, known, now), {*silent}
+    least = min(_position(each) for each in known.values())
+    last = [rank for rank, each in known.items() if _position(each) == least]
+    overdue = set(late)
+    if overdue.isdisjoint(last):  # its phase has no deadline
+        each, one = known[last[0]], len(last) == 1
+        age = each.status.since + now - each.heard
+        what = "exited" if each.left else f"been {_where(each.status)} for {age:.1f} s"
+        subject, verb = ("it has", "holds") if one else ("they have", "hold")
+        return f"{processes(last)} {verb} up the others: {subject} {what}", {*last}
+    last = [rank for rank in last if rank in overdue]
+    phase, step, age, limit = _exceeded(known[last[0]], deadlines, now) or ("step", 0, 0.0, 0.0)
+    where = _in(phase, step)
+    if phase == "commit" and 0 in last:  # when all parts are written, process 0 finishes the save
+        last, where = [0], f"finishing the save after step {step}"
+    return f"{processes(last)} timed out {where}: {age:.1f} s, deadline {limit:g} s", {*last}
+
+
+def unanswered(ranks: Sequence[int], known: Mapping[int, Known], now: float) -> str:
+    """The sentence for processes whose machines send no messages."""
+    each = known[ranks[0]]
+    return (
+        f"{processes(ranks)} {'has' if len(ranks) == 1 else 'have'} not answered for {now - each.heard:.1f} s (machine "
+        f"or network down?), last seen {_where(each.status)}"
+    )
+
+
+def _waiting(ranks: Sequence[int], known: Mapping[int, Known]) -> str:
+    if not ranks:
+        return ""
+    return f"; {processes(ranks)} {'waits' if len(ranks) == 1 else 'wait'} {_in(*_at(known[ranks[0]].status))}"
+
+
+def _position(each: Known) -> tuple[int, int]:
+    """How far a process has come: the step, and the place in it."""
+    phase, step = _at(each.status)
+    return step, _ORDER.get(phase, 4)
+
+
+def _at(s: Status) -> tuple[str, int]:
+    """The phase and step of a process: those of its devices while they run, else those of the host."""
+    return ("step", s.done + 1) if s.dispatched > s.done else (s.phase, s.step)
+
+
+def _where(status: Status) -> str:
+    return _in(*_at(status)) if status.phase == "user code" else _in(status.phase, status.step)
+
+
+def _in(phase: str, step: int) -> str:
+    words = {
+        "start": "in startup, before its first step",
+        "data": f"waiting for the data of step {step}",
+        "compile": f"compiling step {step}",
+        "compare": f"comparing the program of step {step} with the others",
+        "step": f"in step {step}",
+        "user code": f"in user code after step {step}",
+        "evaluate": f"evaluating after step {step}",
+        "save": f"saving after step {step}",
+        "commit": f"in the save after step {step} (own part written)",
+        "end": f"exiting after step {step}",
+    }
+    return words.get(phase, f"in {phase} of step {step}")

@@ -1,0 +1,325 @@
+"""The monitor's loop: it reads its process and the other monitors, judges (in process 0), and ends its process."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import selectors
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shardkit.jobs.monitor.agreement import Agreement, digest
+from shardkit.jobs.monitor.hello import Refused
+from shardkit.jobs.monitor.judge import Deadlines, Fault, Known, fault, unanswered
+from shardkit.jobs.monitor.rendezvous import meet
+from shardkit.runtime.channel.place import Place
+from shardkit.runtime.channel.recorder import Reader, Status, state
+from shardkit.runtime.channel.wire import FAILED, LEAVES_LAST, Lines, Message, as_line, encoded, plain
+
+_TICK = 0.1
+_BEAT = 0.25  # seconds between two status messages to the others
+_MESSAGES = 10_000  # status messages a second that process 0 reads: those of more processes come less often
+_REST = 9.0  # times the time of a judgement that process 0 leaves to the reading of messages
+_UNHEARD = 3.0  # seconds without a message from process 0 after which the others decide on their own
+_AWAY = 1.0  # seconds between two looks after which this monitor was itself stopped or starved
+_KILL_AFTER = 0.5  # seconds a process has to exit before SIGKILL
+_SPEAK = 1.0  # seconds for the last line and the flight record: a pipe may be full, a file system may hang
+_LINGER = 60.0  # seconds that process 0's monitor waits for the others after its own process has exited without a fault
+_SHARED = ("status", "stopped", "gone", "left", "cause")  # what a monitor sends of its process: fields of Known
+
+
+def main() -> None:
+    """Monitors one process; its arguments are the first line of standard input."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)  # it ends after its process, not before
+    inbox = Lines(0)
+    given: list[Message] = []
+    while not given and not inbox.closed:
+        given = list(inbox.read())
+    if not given:
+        return
+    spec = given[0]
+    reader = Reader(spec["ring"])
+    place = Place(*spec["place"])
+    met = threading.Event()
+    threading.Thread(target=_end_with, args=(spec["parent"], met), daemon=True).start()
+    try:
+        peers = meet(place, note=lambda text: _say({"note": text})) if place.size > 1 else []
+    except Refused as refusal:
+        _say({"refused": str(refusal)})
+        return
+    met.set()
+    _say({"ready": True})
+    Monitor(place, spec["parent"], inbox, reader, peers).run()
+
+
+class Monitor:
+    """The monitor of one process; that of process 0 is connected to all others, each of them to it alone."""
+
+    def __init__(self, place: Place, parent: int, inbox: Lines, reader: Reader, peers: list[Lines]):
+        self.place, self.parent, self.inbox, self.reader = place, parent, inbox, reader
+        ranks = range(1, place.size) if place.rank == 0 else [0]
+        self.peers = dict(zip(ranks, peers, strict=True))
+        self.ranks = {id(line): rank for rank, line in self.peers.items()}
+        now = time.monotonic()
+        everyone = range(place.size) if place.rank == 0 else [0, place.rank]
+        self.known = {rank: Known(heard=now) for rank in everyone}
+        self.deadlines = Deadlines(*[math.inf] * 5)  # until the process has a guard
+        self.beat = beat(place.size)
+        self.agreement = Agreement(place.size)
+        self.programs: dict[str, Message] = {}  # of the own process, until all have agreed
+        self.rests = 0.0  # until then there is no judgement
+        self.flight = ""
+        self.alive = True  # the process
+        self.suspect: tuple[str, float] | None = None  # a fault, and when to report it
+        self.over = ""
+        self.printed = False  # whether the process has printed why it ends
+
+    def run(self) -> None:
+        """Runs until the process has exited, or a fault has ended it."""
+        with selectors.DefaultSelector() as selector:
+            for source in [self.inbox, *self.peers.values()]:
+                selector.register(source, selectors.EVENT_READ)
+            told = ended = 0.0
+            seen = time.monotonic()
+            while not self.over:
+                for key, _ in selector.select(_TICK):
+                    line: Any = key.fileobj
+                    self.take(line)
+                    if line.closed:
+                        selector.unregister(line)
+                now, before = time.monotonic(), seen
+                if (
+                    now - before < _TICK / 2 and not self.over
+                ):  # among a thousand processes some message is always there
+                    continue
+                self._excuse(now - before, now)
+                seen = now
+                self._look(now)
+                if now - told > self.beat:
+                    told = now
+                    self._send(self._own())
+                self._judge(now)
+                if not self.alive and self.known[self.place.rank].left:
+                    ended = ended or now
+                    if self.place.rank or self._all_left() or now - ended > _LINGER:
+                        return
+        self._end()
+
+    def take(self, line: Lines) -> None:
+        """Reads what arrived on a connection; closes it on what no monitor sends."""
+        rank = self.ranks.get(id(line), self.place.rank)
+        for message in line.read():
+            try:
+                self._hear(rank, message)
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+                line.closed = True
+        if line.closed:
+            self._closed(rank)
+
+    def _excuse(self, away: float, now: float) -> None:
+        """Blames nobody for messages that this monitor missed while it was itself stopped or starved."""
+        if away > _AWAY:
+            for known in self.known.values():
+                known.heard = min(now, known.heard + away)
+
+    def _look(self, now: float) -> None:
+        """Updates the state of the own process from the flight recorder and the system."""
+        own = self.known[self.place.rank]
+        own.heard, own.status = now, self.reader.status().aged(now)
+        own.stopped = state(self.parent) in ("T", "t")
+        if self.alive and os.getppid() != self.parent:
+            self.alive = False
+            self._drain()
+            own.gone = not own.left
+            self._send(self._own())
+        own.expect(self.deadlines)
+
+    def _drain(self) -> None:
+        """Reads what the process sent before it ended."""
+        while not self.inbox.closed and self.inbox.waits():
+            self.take(self.inbox)
+
+    def _own(self) -> Message:
+        return {name: getattr(self.known[self.place.rank], name) for name in _SHARED}
+
+    def _hear(self, rank: int, message: Message) -> None:
+        known, own = self.known[rank], rank == self.place.rank
+        known.heard = time.monotonic()
+        if "status" in message:
+            phase, step, since, dispatched, done, began = message["status"]
+            known.status = Status(plain(phase), int(step), float(since), int(dispatched), int(done), float(began))
+            known.stopped, known.gone, known.left = message["stopped"], message["gone"], message["left"]
+            known.cause = plain(message["cause"])
+        elif "over" in message:
+            self.over = plain(message["over"])
+        elif "program" in message:
+            self._program(rank, own, message)
+        elif "ask" in message:
+            self._send(self.programs[message["ask"]])
+        elif "agreed" in message:
+            self._agreed(message["agreed"])
+        elif own:  # from the process
+            if "deadlines" in message:
+                self.deadlines, self.flight = Deadlines(*message["deadlines"]), message["flight"]
+                for each in self.known.values():
+                    each.expect(self.deadlines)
+            if "cause" in message:
+                known.cause = plain(message["cause"])
+                self._look(known.heard)
+                self._send(self._own())
+            if "left" in message:
+                known.left = True
+                self._send(self._own())
+            self.printed = self.printed or "printed" in message
+        known.expect(self.deadlines)
+
+    def _program(self, rank: int, own: bool, message: Message) -> None:
+        """The fingerprint of a program: of the own process, whose hash is compared, or of one that was asked for it."""
+        name = message["program"]
+        if own:
+            self.programs[name] = message
+            message = {"program": name, "digest": digest(message)}
+        if self.place.rank:
+            self._send(message)
+        elif "digest" not in message:
+            self._compared(name, self.agreement.told(rank, name, message))
+        else:
+            asked = self.agreement.hear(rank, name, message["digest"])
+            for other in asked or ():
+                if other in self.peers:
+                    self.peers[other].send({"ask": name})
+                else:
+                    self._compared(name, self.agreement.told(other, name, self.programs[name]))
+            if asked == []:
+                self._compared(name, "")
+
+    def _compared(self, name: str, differs: str | None) -> None:
+        if differs:
+            self._report(differs)
+        elif differs is not None:
+            self._send({"agreed": name})
+            self._agreed(name)
+
+    def _agreed(self, name: str) -> None:
+        self.programs.pop(name, None)
+        _say({"agreed": name})
+
+    def _closed(self, rank: int) -> None:
+        """The connection to a monitor closed: its machine or its whole process group is gone."""
+        known = self.known[rank]
+        if rank != self.place.rank and not known.left:  # the own process closes its end when it exits
+            known.unseen = not known.gone
+            known.gone = True
+            known.expect(self.deadlines)
+
+    def _judge(self, now: float) -> None:
+        """Decides on a fault: process 0 does, the others only when it cannot."""
+        if now < self.rests:
+            return
+        begun = time.thread_time()
+        found = fault(self.known, self.deadlines, now) if now >= min(each.due for each in self.known.values()) else None
+        self.rests = now + _REST * (time.thread_time() - begun)
+        if self.place.rank:
+            hub = self.known[0]
+            silent = now - hub.heard > _UNHEARD and not hub.gone
+            if found is None or not (hub.gone or silent):
+                return
+            if silent and not found.primary:  # what is seen here may be a consequence
+                found = Fault(unanswered([0], self.known, now))
+        if found is None:
+            self.suspect = None
+            return
+        wait = found.wait or self.beat - _BEAT  # a deadline may have been met in a status that is on its way
+        when = self.suspect[1] if self.suspect else now + wait
+        self.suspect = found.text, min(when, now + wait)
+        if now >= self.suspect[1]:
+            self._report(found.text)
+
+    def _report(self, text: str) -> None:
+        self.over = text
+        self._send({"over": text})
+
+    def _all_left(self) -> bool:
+        return all(known.left or known.gone for known in self.known.values())
+
+    def _send(self, message: Message) -> None:
+        line = encoded(message)
+        for peer in self.peers.values():
+            if not peer.closed:
+                peer.send_line(line)
+
+    def _end(self) -> None:
+        """Writes the flight record, ends the process and has it print the reason as its last line."""
+        text = f"shardkit guard: {self.over}."
+        text += _in_time(self._record) or f" (No flight record: {self.flight} does not respond.)" if self.flight else ""
+        if self.place.rank == 0:
+            _wait_until(self._others_closed, LEAVES_LAST)
+        if self.alive:
+            _say({"end": FAILED, "text": text})
+            _wait_until(lambda: os.getppid() != self.parent, _KILL_AFTER)
+            if os.getppid() == self.parent:
+                with contextlib.suppress(OSError):
+                    os.kill(self.parent, signal.SIGKILL)
+            self._drain()
+        if not self.printed:
+            _in_time(lambda: os.write(2, as_line(text)))
+        os._exit(0)  # even if a thread of `_in_time` hangs
+
+    def _others_closed(self) -> bool:
+        for peer in self.peers.values():
+            list(peer.read() if not peer.closed and peer.waits() else ())
+        return all(peer.closed for peer in self.peers.values())
+
+    def _record(self) -> str:
+        path = Path(self.flight) / f"flight.{self.place.rank}.json"
+        record = {"process": self.place.rank, "processes": self.place.size, "fault": self.over}
+        try:
+            self.reader.save(path, record)
+        except OSError as error:
+            return f" (No flight record: {path}: {error.strerror}.)"
+        return f" Flight record: {path}"
+
+
+def beat(size: int) -> float:
+    """Seconds between two status messages of a process, in a job of so many."""
+    return max(_BEAT, size / _MESSAGES)
+
+
+def _end_with(parent: int, met: threading.Event) -> None:
+    """Ends this monitor with its process while it waits for the others: the next run may need its port."""
+    while not met.wait(_TICK):
+        if os.getppid() != parent:
+            os._exit(0)
+
+
+def _say(message: Message) -> None:
+    """Sends a message to the process that this monitor watches."""
+    with contextlib.suppress(OSError):
+        os.write(1, encoded(message))
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    """Returns when the condition holds, or after so many seconds."""
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def _in_time(function: Callable[[], Any]) -> Any:
+    """What a function returns; None if it fails or takes long."""
+    result: list[Any] = []
+
+    def call() -> None:
+        with contextlib.suppress(OSError):
+            result.append(function())
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(_SPEAK)
+    return result[0] if result else None

@@ -1,0 +1,104 @@
+"""A process's place in its job: who it is, where the processes meet, and what that takes of the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import resource
+import socket
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+TOKEN = "SHARDKIT_JOB_TOKEN"  # the environment variable that holds the token
+UNKNOWN = 64  # connections to process 0 without an introduction, besides one per process
+_OWN_FILES = 16  # what else it has open: pipes, the listener, libraries
+_NAMED = 8  # processes in a sentence that are named one by one
+
+
+class Place(NamedTuple):
+    """A process's place in its job: the coordinator, the number of processes, and which of them this is.
+
+    Attributes:
+        host: the coordinator's host name or address.
+        port: its port.
+        rank: this process, from 0.
+        size: number of processes.
+        timeout: seconds to wait for all.
+        cpu: whether the devices are CPUs, whose collectives (gloo) use the address of the host name.
+        token: the secret that the processes of a job share; empty without one.
+    """
+
+    host: str
+    port: int
+    rank: int
+    size: int
+    timeout: float
+    cpu: bool
+    token: str = ""
+
+    @property
+    def address(self) -> str:
+        """host:port."""
+        return f"{self.host}:{self.port}"
+
+
+def processes(ranks: Sequence[int]) -> str:
+    """`process 1` or `processes 1, 3`; of many, runs such as `0 to 3`, the first eight of them."""
+    if len(ranks) <= _NAMED:
+        return f"process{'es' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], rank]
+        else:
+            runs.append([rank])
+    named = ", ".join(" to ".join(map(str, run)) for run in runs[:_NAMED])
+    rest = sum(run[-1] - run[0] + 1 for run in runs[_NAMED:])
+    return f"processes {named}{f' and {rest} more' if rest else ''}"
+
+
+def allow_files(size: int) -> str:
+    """Raises this process's limit of open files to a connection per process of the job; the error where it cannot be.
+
+    Jobs of more than about a thousand processes need it: that is the usual limit, though a process may raise it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    least, wanted = size + _OWN_FILES, size + _OWN_FILES + UNKNOWN
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        more = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
+            soft = more
+    if soft != resource.RLIM_INFINITY and soft < least:
+        return (
+            f"initialize: process 0 must be able to open {least} files, one for each of {size} processes and "
+            f"{_OWN_FILES} of its own; its limit is {soft}. Raise the hard limit: ulimit -Hn {least}, or LimitNOFILE."
+        )
+    return ""
+
+
+def bind_address(host: str) -> str:
+    """The address of this machine that a host name resolves to; empty, for all addresses, if there is none.
+
+    A machine's name may resolve to loopback on the machine itself and to its address elsewhere, and a host name may
+    resolve to the address of a service in front of the machine.
+    """
+    try:
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        is_loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
+        if is_loopback and host not in ("localhost", address):
+            return ""
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.bind((address, 0))
+    except (OSError, ValueError):
+        return ""
+    return address
+
+
+@contextlib.contextmanager
+def free_port(address: str = "127.0.0.1") -> Iterator[int]:
+    """A port that the system gives to no other program meanwhile, though process 0 may listen on it."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((address, 0))
+        yield int(reserved.getsockname()[1])

@@ -1,0 +1,227 @@
+"""What keeps the monitor of process 0 small in a job of thousands: hashes first, judgements only when one is due."""
+
+import itertools
+import json
+import os
+import random
+import resource
+import socket
+import time
+
+import pytest
+
+from shardkit.jobs.monitor import rendezvous
+from shardkit.jobs.monitor.agreement import Agreement, digest
+from shardkit.jobs.monitor.judge import _ORDER, Deadlines, Known, fault
+from shardkit.jobs.monitor.main import Monitor, beat
+from shardkit.runtime.channel import place
+from shardkit.runtime.channel.place import Place, processes
+from shardkit.runtime.channel.recorder import Status
+from shardkit.runtime.channel.wire import Lines, encoded
+
+pytestmark = pytest.mark.check
+LIMITS = Deadlines(compile=60, step=10, save=10, data=10, evaluate=10, silence=30)
+
+
+def message(seed, **more):
+    return {"components": {"seed": seed}, "lines": ["a"], "collectives": {}, "step": 0} | more
+
+
+def test_agreement_waits_for_all():
+    agreement = Agreement(2)
+    one = digest(message("1"))
+    assert agreement.hear(0, "0:0", one) is None
+    assert agreement.hear(1, "5:1", one) is None  # another program: not yet its turn
+    assert agreement.hear(1, "0:0", one) == []
+
+
+def test_one_of_each_kind_is_asked_for_its_fingerprint():
+    """All sent theirs, with a hash of every line: 1.6 GB at process 0 for 10,000 processes."""
+    agreement, seeds = Agreement(5), ["1", "2", "1", "2", "2"]
+    asked = [agreement.hear(rank, "0:0", digest(message(seed))) for rank, seed in enumerate(seeds)]
+    assert asked == [None, None, None, None, [0, 1]]
+    assert agreement.told(3, "0:0", message("9")) is None  # not asked
+    assert agreement.told(1, "0:0", message("2")) is None
+    assert agreement.told(0, "0:0", message("1")) == (
+        "stopped before step 0: all processes must run the same program with the same settings; they differ in seed (1 "
+        "on processes 0, 2, 2 on process 1)"
+    )
+
+
+def test_where_all_differ_some_are_compared():
+    agreement = Agreement(100)
+    asked = [agreement.hear(rank, "0:0", digest(message(str(rank)))) for rank in range(100)]
+    assert asked[-1] == list(range(16))
+    told = [agreement.told(rank, "0:0", message(str(rank))) for rank in asked[-1]]
+    assert told[:-1] == [None] * 15
+    assert told[-1].endswith(
+        "they differ in seed (1 on processes 1 to 15, 0 on process 0); 84 further processes differ too"
+    )
+
+
+def test_many_processes_are_named_by_runs():
+    assert processes([3]) == "process 3"
+    assert processes(range(8)) == "processes 0, 1, 2, 3, 4, 5, 6, 7"
+    assert processes([5, *range(7, 10_000)]) == "processes 5, 7 to 9999"
+    assert processes(range(0, 40, 2)) == "processes 0, 2, 4, 6, 8, 10, 12, 14 and 12 more"
+
+
+def test_no_fault_is_found_before_it_is_due():
+    """Process 0 judges all of them only after the least of these times: one that is too late would hide a fault."""
+    draw, found = random.Random(1), 0
+    for _ in range(2000):
+        now, known = 1000.0, {}
+        for rank in range(draw.randrange(1, 4)):
+            done = draw.randrange(3, 6)
+            ages = [draw.choice([0.1, 0.1, 5.0, 5.0, 9.85, 10.05, 61.0]) for _ in range(3)]
+            status = Status(
+                draw.choice([*_ORDER]), draw.randrange(3, 7), ages[0], done + draw.randrange(2), done, ages[1]
+            )
+            marks = {name: draw.random() < 0.05 for name in ("gone", "left", "stopped")}
+            cause = draw.choice([""] * 20 + ["ValueError: x"])
+            known[rank] = Known(status, now - draw.choice([0.1, 0.1, 0.1, 3.0, 30.5]), cause=cause, **marks)
+            known[rank].expect(LIMITS)
+        if fault(known, LIMITS, now):
+            found += 1
+            assert now >= min(each.due for each in known.values()), known
+    assert 300 < found < 1700
+
+
+class Rank(int):
+    """Counts how often it is compared."""
+
+    compared = 0
+
+    def __eq__(self, other):
+        Rank.compared += 1
+        return int(self) == int(other)
+
+    __hash__ = int.__hash__
+
+
+@pytest.mark.parametrize("stopped", [0, 999], ids=["all late", "half stopped"])
+def test_the_time_of_a_judgement_grows_with_the_processes_and_no_faster(stopped):
+    """Each late rank was looked for in the list of all that were: 50 million comparisons for 10,000 of them."""
+    late = Status("step", 5, 11.0, 5, 4, 11.0)
+    known = {Rank(rank): Known(late, 1000.0, stopped=0 < rank <= stopped) for rank in range(2000)}
+    Rank.compared = 0
+    said = fault(known, LIMITS, 1000.0).text
+    names = "processes 0 to 1999 timed out in step 5: 11.0 s, deadline 10 s"
+    assert said == (
+        "process 1 is stopped (SIGSTOP?) in step 5; processes 0, 1000 to 1999 wait in step 5" if stopped else names
+    )
+    assert Rank.compared < 10 * len(known)
+
+
+@pytest.fixture
+def opened():
+    """Sockets that the test opens."""
+    sockets = []
+    yield sockets
+    for each in sockets:
+        each.close()
+
+
+def monitors(opened, size, rank=0):
+    """A monitor of that process with its peers, and the other ends."""
+    pairs = [socket.socketpair() for _ in range(size - 1 if rank == 0 else 1)]
+    opened += itertools.chain(*pairs)
+    watching = Monitor(Place("", 0, rank, size, 0.0, False), os.getppid(), Lines(0), None, [Lines(a) for a, _ in pairs])
+    return watching, [Lines(b) for _, b in pairs]
+
+
+def said(line):
+    return list(line.read())
+
+
+def test_the_hash_goes_first_and_the_rest_when_it_is_asked_for(monkeypatch, opened):
+    told = []
+    monkeypatch.setattr("shardkit.jobs.monitor.main._say", told.append)
+    hub, (one, two) = monitors(opened, 3)
+    member, (there,) = monitors(opened, 3, rank=1)
+    ours, other = message("1", program="0:0"), message("2", program="0:0")
+    member._hear(1, other)
+    assert said(there) == [{"program": "0:0", "digest": digest(other)}]
+    member._hear(0, {"ask": "0:0"})
+    assert said(there) == [other]
+    for same in (True, False):
+        hub._hear(0, ours)
+        hub._hear(2, {"program": "0:0", "digest": digest(ours)})
+        hub._hear(1, {"program": "0:0", "digest": digest(ours if same else other)})
+        if same:
+            assert said(one) == said(two) == told == [{"agreed": "0:0"}] and not hub.programs
+    assert said(one) == [{"ask": "0:0"}] and not said(two) and not hub.over
+    hub._hear(1, other)
+    assert hub.over.endswith("they differ in seed (2 on process 1, 1 on process 0)") and said(two) == [
+        {"over": hub.over}
+    ]
+
+
+def test_in_a_large_job_a_deadline_is_no_fault_until_all_have_spoken_again(opened):
+    """Statuses come once a second there: the step may have ended since."""
+    watching, _ = monitors(opened, 2)
+    watching.deadlines, watching.beat = LIMITS, 1.0
+    late, well = (Status("step", 5, 10.5, 5, 4, 10.5), Status("step", 6, 0.5, 6, 5, 0.5))
+    for status, over in ((well, False), (late, True)):
+        now = time.monotonic()
+        for each in watching.known.values():
+            each.status, each.heard = late, now
+            each.expect(LIMITS)
+        watching.rests = 0.0
+        watching._judge(now)
+        assert not watching.over
+        for each in watching.known.values():
+            each.status, each.heard = status, now + 0.9
+            each.expect(LIMITS)
+        watching.rests = 0.0
+        watching._judge(now + 0.9)
+        assert bool(watching.over) == over
+    assert (beat(2), beat(2_500), beat(10_000)) == (0.25, 0.25, 1.0)
+
+
+def test_a_limit_of_files_below_the_number_of_processes_is_a_sentence(monkeypatch):
+    """9,000 of 10,000 processes connected then, and after the time-out the others were said to be missing."""
+    limits = {"now": (1024, 4096)}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits["now"])
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, now: limits.update(now=now))
+    assert place.allow_files(900) == "" and limits["now"] == (1024, 4096)
+    assert place.allow_files(2000) == "" and limits["now"] == (2080, 4096)
+    assert place.allow_files(4080) == "" and limits["now"] == (4096, 4096)
+    assert place.allow_files(4081) == (
+        "initialize: process 0 must be able to open 4097 files, one for each of 4081 processes and 16 of its own; its "
+        "limit is 4096. Raise the hard limit: ulimit -Hn 4097, or LimitNOFILE."
+    )
+    limits["now"] = (1024, resource.RLIM_INFINITY)
+    assert place.allow_files(4081) == "" and limits["now"] == (4161, resource.RLIM_INFINITY)
+
+
+def test_messages_of_single_bytes_are_held_once():
+    """Each piece was kept as an object of its own: 40 bytes for one."""
+    left, right = socket.socketpair()
+    with left, right:
+        lines, sent = Lines(right), encoded({"a": "x" * 50})
+        for byte in sent[:-1]:
+            left.sendall(bytes([byte]))
+            assert said(lines) == []
+        assert bytes(lines._begun) == sent[:-1]
+        left.sendall(sent[-1:])
+        assert said(lines) == [json.loads(sent)]
+
+
+def test_the_ranks_that_are_missing_are_found_from_the_lowest_on():
+    """All ranks were looked through for each that came: 10,000 of them took 12 s of one core."""
+
+    class Looked(dict):
+        looks = 0
+
+        def __contains__(self, key):
+            Looked.looks += 1
+            return dict.__contains__(self, key)
+
+    meeting = rendezvous._Meeting.__new__(rendezvous._Meeting)
+    meeting._place, meeting._hellos, meeting._lowest = Place("", 0, 0, 2000, 0.0, False), Looked({0: None}), 1
+    for rank in range(1, 2000):
+        meeting._hellos[rank] = None
+        missing = list(itertools.islice(meeting._missing(), 8))
+        assert not set(missing) & set(meeting._hellos)
+    assert missing == [] and Looked.looks < 20 * 2000

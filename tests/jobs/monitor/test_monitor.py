@@ -1,0 +1,429 @@
+"""The monitor's judgement, its records and its messages, without processes: plain values in, sentences out."""
+
+import errno
+import math
+import os
+import socket
+import tempfile
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from shardkit.jobs.monitor.agreement import compared
+from shardkit.jobs.monitor.fingerprint import _plain
+from shardkit.jobs.monitor.judge import Deadlines, Known, fault
+from shardkit.jobs.monitor.main import Monitor
+from shardkit.runtime.channel import client
+from shardkit.runtime.channel.client import MonitorClient
+from shardkit.runtime.channel.place import Place
+from shardkit.runtime.channel.recorder import (
+    _EVENT,
+    _EVENTS_AT,
+    _STATUS,
+    SIZE,
+    SLOTS,
+    Reader,
+    Recorder,
+    Status,
+    _status_at,
+)
+from shardkit.runtime.channel.wire import Lines, as_line, encoded
+from shardkit.runtime.checkpoint.orbax_io import SaveProgress
+
+pytestmark = pytest.mark.check
+
+LIMITS = Deadlines(compile=60, step=10, save=10, data=10, evaluate=10, silence=30)
+NOW = 1000.0
+
+
+def at(phase, step, seconds=1.0, *, flying=None, heard=0.1, **more):
+    """A process in a phase since so many seconds; `flying`: its devices are in that step, since as long."""
+    last = step if phase in ("user code", "evaluate", "save", "commit", "end") else step - 1
+    status = Status(phase, step, seconds, last, last if flying is None else flying - 1, seconds)
+    return Known(status, NOW - heard, **more)
+
+
+def said(*known, limits=LIMITS):
+    found = fault(dict(enumerate(known)), limits, NOW)
+    return found and found.text
+
+
+TABLE = [  # processes, and what is said of them
+    ([at("user code", 5, flying=5), at("data", 6)], None),
+    ([at("start", 0, 500), at("compile", 0, 59)], None),
+    # whoever is in time where it is may still come: it compiles, saves or loads longer than the step may take
+    ([at("step", 6, 11), at("data", 6, 3)], None),
+    ([at("user code", 0, 40, flying=0), at("compile", 0, 50)], None),
+    ([at("user code", 6, 11, flying=6), at("save", 5, 9), at("user code", 6, 3, flying=6)], None),
+    ([at("user code", 6, 11, flying=6), at("user code", 6, 3, flying=6)], None),  # its last process came to it 3 s ago
+    ([at("compare", 0, 61), at("start", 0, 30)], None),
+    ([at("step", 6, 11), at("save", 5, 9)], None),
+    (
+        [at("step", 6, 11), at("save", 5, 11)],
+        "process 1 timed out saving after step 5: 11.1 s, deadline 10 s; process 0 waits in step 6",
+    ),
+    (  # but not without a limit
+        [at("step", 6, 71), at("data", 6, 3)],
+        "process 1 holds up the others: it has been waiting for the data of step 6 for 3.1 s; process 0 "
+        "waits in step 6",
+    ),
+    (  # and not for one that itself waits, is stopped or has exited
+        [at("step", 6, 11), at("compare", 6, 8)],
+        "process 1 holds up the others: it has been comparing the program of step 6 with the others for 8.1 s; process "
+        "0 waits in step 6",
+    ),
+    (
+        [at("step", 6, 11), at("save", 5, 3, stopped=True)],
+        "process 1 is stopped (SIGSTOP?) saving after step 5; process 0 waits in step 6",
+    ),
+    (
+        [at("user code", 6, 11, flying=6), at("user code", 5, 11), at("user code", 5, 11)],
+        "processes 1, 2 hold up the others: they have been in user code after step 5 for 11.1 s; process 0 "
+        "waits in step 6",
+    ),
+    (
+        [at("step", 6, 11), at("data", 6, 12)],
+        "process 1 timed out waiting for the data of step 6: 12.1 s, deadline 10 s; process 0 waits in step 6",
+    ),
+    (
+        [at("user code", 6, 11, flying=6), at("user code", 5, 11)],
+        "process 1 holds up the others: it has been in user code after step 5 for 11.1 s; process 0 waits in step 6",
+    ),
+    (
+        [at("user code", 6, 11, flying=6), at("user code", 6, 11, flying=6)],
+        "processes 0, 1 timed out in step 6: 11.1 s, deadline 10 s",
+    ),
+    (
+        [at("user code", 6, 11, flying=6), at("user code", 6, 11, flying=6, stopped=True)],
+        "process 1 is stopped (SIGSTOP?) in step 6; process 0 waits in step 6",
+    ),
+    (  # a moment before the deadlines of those that wait for it
+        [at("step", 7, 9), at("user code", 6, 11, flying=6, stopped=True), at("user code", 7, 9, flying=7)],
+        "process 1 is stopped (SIGSTOP?) in step 6; processes 0, 2 wait in step 7",
+    ),
+    (
+        [at("user code", 6, 11, flying=6), at("user code", 6, 11, flying=6, heard=4)],
+        "process 1 has not answered for 4.0 s (machine or network down?), last seen in step 6; process "
+        "0 waits in step 6",
+    ),
+    (
+        [at("data", 6), at("data", 6, heard=31, flying=None)],
+        "process 1 has not answered for 31.0 s (machine or network down?), last seen waiting for the data of step 6",
+    ),
+    (
+        [at("save", 5, 11), at("save", 5, 11), at("data", 6, 2)],
+        "processes 0, 1 timed out saving after step 5: 11.1 s, deadline 10 s",
+    ),
+    # of a save: whose own part is written waits for the others', and process 0 finishes it when all are
+    ([at("commit", 5, 11), at("save", 5, 9)], None),
+    (
+        [at("commit", 5, 11), at("save", 5, 11), at("commit", 5, 11)],
+        "process 1 timed out saving after step 5: 11.1 s, deadline 10 s; processes 0, 2 wait in the save after step 5 "
+        "(own part written)",
+    ),
+    (
+        [at("save", 5, 11), at("commit", 5, 11), at("save", 5, 11)],
+        "processes 0, 2 timed out saving after step 5: 11.1 s, deadline 10 s; process 1 waits in the save after "
+        "step 5 (own part written)",
+    ),
+    (
+        [at("commit", 5, 11), at("commit", 5, 11), at("commit", 5, 11)],
+        "process 0 timed out finishing the save after step 5: 11.1 s, deadline 10 s; processes 1, 2 wait in the save "
+        "after step 5 (own part written)",
+    ),
+    ([at("commit", 5, 11), at("user code", 5, 9)], None),
+    (
+        [at("commit", 5, 11), at("user code", 5, 11)],
+        "process 1 holds up the others: it has been in user code after step 5 for 11.1 s; process 0 waits in the "
+        "save after step 5 (own part written)",
+    ),
+    ([at("step", 6, 6), at("end", 5, 6, left=True)], "process 1 exited after step 5; process 0 waits in step 6"),
+    ([at("end", 5, 60, left=True), at("end", 5, 60, left=True)], None),
+    (
+        [at("step", 6), at("data", 6, gone=True)],
+        "process 1 died without reporting an error (SIGKILL or out of memory?) waiting for the data of step 6",
+    ),
+    (
+        [at("step", 6, gone=True), at("step", 6, gone=True), at("step", 6)],
+        "process 0 died without reporting an error (SIGKILL or out of memory?) in step 6",
+    ),
+    (
+        [at("step", 6, cause="JaxRuntimeError: Gloo: Connection closed by peer"), at("step", 6, gone=True)],
+        "process 1 died without reporting an error (SIGKILL or out of memory?) in step 6",
+    ),
+    (
+        [
+            at("step", 6, cause="JaxRuntimeError: Gloo: Connection closed by peer"),
+            at("data", 6, cause="ValueError: bad sample"),
+        ],
+        "process 1 failed waiting for the data of step 6: ValueError: bad sample",
+    ),
+    (  # an error comes up where the host is, however far behind the devices are
+        [at("user code", 4, flying=1, cause="ValueError: x"), at("step", 4)],
+        "process 0 failed in user code after step 4: ValueError: x",
+    ),
+    (
+        [at("compare", 0, 61), at("start", 0, 90)],
+        "process 1 holds up the others: it has been in startup, before its first step for 90.1 s; process 0 waits "
+        "comparing the program of step 0 with the others",
+    ),
+    (
+        [at("evaluate", 4, 11), at("evaluate", 4, 12)],
+        "processes 0, 1 timed out evaluating after step 4: 11.1 s, deadline 10 s",
+    ),
+]
+
+
+@pytest.mark.parametrize(("known", "text"), TABLE, ids=range(len(TABLE)))
+def test_who_is_named(known, text):
+    assert said(*known) == text
+
+
+def test_who_is_silent_excuses_nobody():  # it was compiling when it was last heard of, which may take a minute
+    known = [at("step", 6, 11), at("compile", 6, 5, heard=4)]
+    assert said(*known) == (
+        "process 1 has not answered for 4.0 s (machine or network down?), last seen compiling step 6; process 0 "
+        "waits in step 6"
+    )
+    assert said(at("step", 6, 11), at("compile", 6, 5)) is None
+
+
+def test_what_follows_from_something_else_is_given_time():
+    gloo = at("step", 6, cause="JaxRuntimeError: Gloo: Connection closed by peer")
+    assert fault({0: gloo}, LIMITS, NOW).wait == 2.0
+    assert fault({0: at("step", 6, cause="ValueError: x")}, LIMITS, NOW).wait == 0.3
+    assert fault({0: at("step", 6, cause="ValueError: x")}, LIMITS, NOW).primary
+    assert fault({0: at("step", 6, 11)}, LIMITS, NOW).wait == 0.0
+
+
+def message(**components):
+    return {"components": components, "lines": components.pop("lines", ["a"]), "collectives": {}, "step": 0}
+
+
+def test_what_differs_is_named():
+    same = {"program": "p", "seed": "1"}
+    assert compared({0: message(**same), 1: message(**same)}) == ""
+    found = compared({rank: message(**same | {"seed": "2" if rank == 1 else "1"}) for rank in range(3)})
+    assert found == (
+        "stopped before step 0: all processes must run the same program with the same settings; they differ in seed (2 "
+        "on process 1, 1 on process 0)"
+    )
+    found = compared({rank: message(**same | ({"extra": "3"} if rank else {})) for rank in range(2)})
+    assert found.endswith("they differ in extra (3 on process 1, missing on process 0)")
+    many = {f"option {index}": "1" for index in range(6)}
+    found = compared({0: message(**many), 1: message(**dict.fromkeys(many, "2"))})
+    assert found.endswith("option 3 (2 on process 1, 1 on process 0) and 2 more")
+
+
+def test_sets_and_addresses_do_not_differ():
+    assert _plain({"b", "a"}) == ["a", "b"]
+    assert _plain(test_what_differs_is_named).startswith("<function test_what_differs_is_named>")
+
+
+def test_a_program_that_differs_is_told_by_line_and_collectives():
+    one = {"components": {"program": "p"}, "lines": ["a", "b", "c"], "collectives": {"all_reduce": 2}, "step": 3}
+    other = {"components": {"program": "q"}, "lines": ["a", "x"], "collectives": {"all_gather": 1}, "step": 3}
+    assert compared({0: one, 1: other, 2: one}) == (
+        "stopped before step 3: all processes must run the same program with the same settings; they differ in program "
+        "(process 1 against process 0: 1 more all_gather, 2 fewer all_reduce, first difference at line 2 of the "
+        "StableHLO)"
+    )
+
+
+def test_the_record_keeps_the_last_events(tmp_path):
+    path = str(tmp_path / "ring")
+    recorder = Recorder(path)
+    reader = Reader(path)
+    assert not os.path.exists(path)
+    for step in range(SLOTS):
+        recorder.enter("data", step)
+        recorder.enter("step", step)
+        recorder.dispatched(step)
+        recorder.done(step)
+    events = reader.events()
+    assert len(events) == SLOTS - 1
+    assert [(phase, step) for _, phase, step in events[-4:]] == [
+        (phase, SLOTS - 1) for phase in ("data", "step", "user code", "step done")
+    ]
+    status = reader.status()
+    assert status == recorder.status
+    assert (status.phase, status.step, status.dispatched, status.done) == ("user code", SLOTS - 1, SLOTS - 1, SLOTS - 1)
+
+
+def test_a_phase_turns_into_another_under_the_same_deadline(tmp_path):
+    recorder = Recorder(str(tmp_path / "ring"))
+    recorder.enter("save", 5)
+    since = recorder.status.since
+    recorder.turn("commit", "save")  # it is not in that one
+    recorder.turn("save", "commit")
+    assert recorder.status[:3] == ("commit", 5, since)
+    reader = Reader(str(tmp_path / "ring"))
+    assert reader.status() == recorder.status and [each[1:] for each in reader.events()][-1] == ("commit", 5)
+    recorder.turn("commit", "save")
+    assert recorder.status[:3] == ("save", 5, since)
+
+
+def test_a_part_is_told_while_its_process_waits_for_the_others(tmp_path, monkeypatch):
+    recorder = Recorder(str(tmp_path / "ring"))
+    monkeypatch.setattr(client, "_STARTED", [SimpleNamespace(recorder=recorder)])
+    seen, writes, end = [], [threading.Event(), threading.Event()], threading.Event()
+
+    def phase(wanted):
+        until = time.monotonic() + 10
+        while recorder.status.phase != wanted:
+            assert time.monotonic() < until, recorder.status
+            time.sleep(0.001)
+        seen.append(wanted)
+
+    part = SaveProgress().of(SimpleNamespace(result=lambda: end.wait(10)))
+    part.ends_with([SimpleNamespace(result=lambda write=write: write.wait(10)) for write in writes])
+    recorder.enter("save", 5)
+    waiting = threading.Thread(target=part.result)
+    waiting.start()
+    writes[0].set()
+    time.sleep(0.05)
+    phase("save")  # one of two is written
+    writes[1].set()
+    phase("commit")
+    end.set()
+    waiting.join()
+    phase("save")  # of the next, for which it waited
+    recorder.enter("step", 6)
+    part.result()  # no phase of a save: nothing to tell
+    phase("step")
+    failed = SaveProgress().of(SimpleNamespace(result=lambda: phase("save")))
+    failed.ends_with([SimpleNamespace(result=lambda: 1 / 0)])
+    recorder.enter("save", 6)
+    failed.result()
+    assert seen == ["save", "commit", "save", "step", "save"]
+
+
+def test_a_process_that_is_stopped_while_it_writes_tears_no_record(tmp_path):
+    """All that it writes before it counts the event may be half there."""
+    recorder = Recorder(str(tmp_path / "ring"))
+    reader = Reader(str(tmp_path / "ring"))
+    for step in range(SLOTS + 9):
+        recorder.enter("data", step)
+    events, status = reader.events(), reader.status()
+    at = _EVENTS_AT + recorder._count % SLOTS * _EVENT.size
+    recorder._memory[at : at + _EVENT.size] = b"\xff" * _EVENT.size
+    at = _status_at(recorder._count)
+    recorder._memory[at : at + _STATUS.size] = b"\xff" * _STATUS.size
+    assert (reader.events(), reader.status()) == (events, status)
+
+
+def test_a_full_disk_is_a_sentence_and_no_signal(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(RuntimeError) as error:
+        MonitorClient(Place("", 0, 0, 1, 0.0, False))
+    assert str(error.value) == (
+        f"initialize: the directory for temporary files must have {SIZE} bytes free; No space left on device. Free "
+        "space there, or set TMPDIR to another directory."
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_message_of_a_monitor_ends_its_line_alone():
+    for words in (
+        {"status": 1},
+        {"status": ["x"] * 6},
+        {"status": ["x", *[math.inf] * 5]},
+        {"over": []},
+        {"program": []},
+    ):
+        ours, theirs = socket.socketpair()
+        watching = Monitor(Place("", 0, 0, 2, 0.0, False), os.getppid(), Lines(0), None, [Lines(ours)])
+        with theirs, ours:
+            theirs.sendall(encoded(words))
+            watching.take(watching.peers[1])
+        assert watching.peers[1].closed and not watching.over and watching.known[1].gone
+
+
+def test_a_run_that_goes_on_counts_from_there(tmp_path):
+    recorder = Recorder(str(tmp_path / "ring"))
+    recorder.restart(41)
+    assert recorder.status[:2] == ("start", 42)
+    assert (recorder.status.dispatched, recorder.status.done) == (41, 41)
+
+
+def test_what_an_earlier_run_left_does_not_count(tmp_path):
+    recorder = Recorder(str(tmp_path / "ring"))
+    recorder.restart(-1)
+    recorder.done(99)
+    assert recorder.status.done == -1
+
+
+def monitor(tmp_path, parent):
+    Recorder(str(tmp_path / "ring"))
+    inbox, words = os.pipe()
+    return Monitor(Place("", 0, 0, 1, 0.0, False), parent, Lines(inbox), Reader(str(tmp_path / "ring")), []), words
+
+
+def test_a_last_word_counts_though_the_process_has_ended(tmp_path):
+    for word, gone in (({"left": True}, False), ({"cause": "ValueError: x"}, True)):
+        watching, words = monitor(tmp_path, parent=0)
+        os.write(words, encoded(word))
+        os.close(words)
+        watching._look(1.0)
+        own = watching.known[0]
+        assert not watching.alive
+        assert (own.gone, own.left, own.cause) == (gone, "left" in word, word.get("cause", ""))
+
+
+def test_a_monitor_that_was_stopped_blames_no_one(tmp_path):
+    watching, words = monitor(tmp_path, parent=os.getppid())
+    os.close(words)
+    known = watching.known[0]
+    known.heard = 100.0
+    for away, heard in ((0.5, 100.0), (99.5, 199.5), (99.5, 200.0)):
+        watching._excuse(away, 200.0)
+        assert known.heard == heard
+
+
+def test_a_long_message_may_take_its_time():
+    left, right = socket.socketpair()
+    with left, right:
+        long, got, lines = {"lines": ["00000000"] * 1_000_000}, [], Lines(right)
+        sending = threading.Thread(target=Lines(left).send, args=(long,))
+        sending.start()
+        while not got:
+            time.sleep(0.01)  # about 2 s in all
+            got = list(lines.read())
+        sending.join()
+        assert got == [long]
+
+
+def test_last_words_are_a_line_whatever_is_in_them():  # the name of a directory for flight records need be no UTF-8
+    assert as_line("Flight record: \udcff/flight.0.json") == b"\nFlight record: \\udcff/flight.0.json\n"
+
+
+def test_messages_come_whole():
+    left, right = socket.socketpair()
+    with left, right:
+        lines = Lines(right)
+        data = encoded({"a": 1}) + encoded({"b": "x" * 100})
+        left.sendall(data[:5])
+        assert list(lines.read()) == []
+        left.sendall(data[5:])
+        assert list(lines.read()) == [{"a": 1}, {"b": "x" * 100}]
+        assert not lines.waits()
+        left.sendall(b"GET / HTTP/1.1\n")
+        assert list(lines.read()) == []
+        assert lines.closed
+
+
+def test_a_closed_peer_is_seen():
+    left, right = socket.socketpair()
+    lines = Lines(right)
+    left.close()
+    assert list(lines.read()) == []
+    assert lines.closed
+    lines.send({"a": 1})
+    assert lines.closed
+    lines.close()
