@@ -1,7 +1,7 @@
 """Activation memory of a transformer in training, 16-bit values and one-byte dropout masks.
 
 Symbols of the paper: s sequence, b batch (sequences of one microbatch on one model replica), h hidden, a heads,
-L layers, v vocabulary, t tensor-parallel ways, p pipeline stages, m chunks per stage. The layer is GPT's: attention and
+L layers, v vocabulary, t tensor-parallel ways, p pipeline stages. The layer is GPT's: attention and
 a 4h feed-forward, with dropout. Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer
 Models (arXiv:2205.05198).
 """
@@ -94,51 +94,35 @@ def model_activation_memory(
     tensor: int = 1,
     sequence_parallel: bool = False,
     recompute: str | bool = "none",
-    stages: int = 1,
-    chunks: int = 1,
-    microbatches: int | None = None,
 ) -> float:
-    """Bytes of activations on the first pipeline stage, which has the most.
+    """Bytes of activations of the whole model, without a pipeline.
 
-    The stage has L/p layers and 1F1B has p microbatches in flight there: the activations of L layers for any p, times
-    1 + (p-1)/(p m) where m chunks are interleaved. The embedding's dropout mask adds sbh p, and without a pipeline the
-    final norm, the head's input and the float32 logits add 4sbh (1 + v/h); both over t under sequence parallelism.
+    Those of L layers; the embedding's dropout mask adds sbh, and the final norm, the head's input and the float32
+    logits 4sbh (1 + v/h), both over t under sequence parallelism. A pipeline's stage has those of L/p layers times
+    `in_flight`.
 
     Args:
         layers: layers of the whole model.
         batch, sequence, hidden, heads, kv_heads, tensor, sequence_parallel, recompute: as for `activation_memory`.
         vocabulary: number of token values; 0 leaves the embedding and the head out.
-        stages: pipeline stages; 1 means no pipeline.
-        chunks: model chunks per stage of interleaved 1F1B; 1 is plain 1F1B.
-        microbatches: microbatches per step; fewer than `stages` need proportionally less. None: at least `stages`.
 
     Returns:
         Bytes.
 
     Raises:
-        ValueError: a size below 1, layers that do not divide over the stages and chunks, or an unknown recompute.
+        ValueError: a size below 1, or an unknown recompute.
 
     Example:
         >>> sk.cost.model_activation_memory(8, batch=1, sequence=2048, hidden=1024, heads=16, recompute="full")
         33554432.0
 
-    Source: Korthikanti et al., equation 5, sections 4.2.3 and 4.3.
+    Source: Korthikanti et al., equation 5 and section 4.3.
     """
     where = "model_activation_memory"
-    microbatches = stages if microbatches is None else microbatches
-    layers, batch, sequence, hidden, tensor, stages, chunks, microbatches = _check.whole(
-        where,
-        layers=layers,
-        batch=batch,
-        sequence=sequence,
-        hidden=hidden,
-        tensor=tensor,
-        stages=stages,
-        chunks=chunks,
-        microbatches=microbatches,
+    layers, batch, sequence, hidden, tensor = _check.whole(
+        where, layers=layers, batch=batch, sequence=sequence, hidden=hidden, tensor=tensor
     )
     [vocabulary] = _check.count(where, vocabulary=vocabulary)
-    _check.divisor(where, "stages * chunks", stages * chunks, "layers", layers)
     layer = activation_memory(
         batch=batch,
         sequence=sequence,
@@ -149,13 +133,10 @@ def model_activation_memory(
         sequence_parallel=sequence_parallel,
         recompute=recompute,
     )
-    filled = min(microbatches, stages) / stages
-    interleaved = 1.0 if chunks == 1 else 1 + (stages - 1) / (stages * chunks)
-    total = layers * layer * interleaved * filled
+    total = layers * layer
     if vocabulary:
         sbh = sequence * batch * hidden
         split = tensor if sequence_parallel else 1
-        total += sbh * stages * filled / split
-        if stages == 1:
-            total += 4 * sbh / split + 4 * sequence * batch * vocabulary / tensor
+        total += sbh / split
+        total += 4 * sbh / split + 4 * sequence * batch * vocabulary / tensor
     return total

@@ -19,9 +19,7 @@ SCHEDULES = (
     "lockstep",
     "breadth_first",
     "zero_bubble_h1",
-    "zero_bubble_h2",
     "zero_bubble_v",
-    "dualpipe",
     "dualpipe_v",
 )
 _CHUNKED = ("interleaved", "lockstep", "breadth_first")
@@ -29,7 +27,6 @@ _OTHER_NAMES = {
     "one_f_one_b": "1f1b",
     "interleaved_1f1b": "interleaved",
     "zb_h1": "zero_bubble_h1",
-    "zb_h2": "zero_bubble_h2",
     "zb_v": "zero_bubble_v",
 }
 
@@ -44,8 +41,6 @@ def _named(where: str, schedule: str, stages: int, microbatches: int, chunks: in
             f"{where}: schedule {schedule!r} does not take chunks; got chunks={chunks}. "
             "Leave chunks out, or choose 'interleaved', 'lockstep' or 'breadth_first'."
         )
-    if name == "dualpipe" and stages % 2:
-        raise ValueError(f"{where}: 'dualpipe' needs an even number of stages; got {stages}. Choose {stages + 1}.")
     return name, stages, microbatches, chunks
 
 
@@ -58,7 +53,6 @@ def bubble_time(
     forward: float = 1.0,
     backward: float = 2.0,
     weight: float | None = None,
-    overlapped: float | None = None,
 ) -> float:
     """The idle time of each device per step, in the unit of the costs.
 
@@ -67,38 +61,33 @@ def bubble_time(
     | gpipe, 1f1b | (p-1) (F + B) |
     | interleaved, lockstep, breadth_first | (p-1) (F + B) / v |
     | zero_bubble_h1 | (p-1) (F + B - W - min(F, B-W, W)); the paper's (p-1) (F + B - 2W) where W is the least |
-    | zero_bubble_h2 | (p-1) (F + B - 3W), at least 0: where F = B - W = W, a step takes 3m + p - 1 too |
     | zero_bubble_v | 0, where F = B - W = W |
-    | dualpipe | (p/2 - 1) (F&B + B - 3W), with two copies of the parameters |
-    | dualpipe_v | (p-1) (F&B + B - 3W) / 2 |
+    | dualpipe_v | (p-1) (F + 2B - 3W) / 2, where F = B - W and W is at most F |
 
-    The papers write B for B - W. The formulas hold for m >= p (gpipe, 1f1b: any m; zero_bubble_h2, zero_bubble_v:
-    2p - 1; the dualpipes: 2p; interleaved, lockstep with chunks: multiples of p), and none depends on m. zero_bubble_h2
-    needs W or B - W of at most F; dualpipe_v F = B - W, W of at most F and F&B = F + B. Other values are refused:
-    use `Schedule.simulate`. dualpipe is as published, and exact for the costs of dualpipe_v.
+    The papers write B for B - W, and F&B for F + B. The formulas hold for m >= p (gpipe, 1f1b: any m; zero_bubble_v:
+    2p - 1; dualpipe_v: 2p; interleaved, lockstep with chunks: multiples of p), and none depends on m. Other values are
+    refused: use `Schedule.simulate`.
 
-    It is the whole bubble of a step, except for zero_bubble_h2 and zero_bubble_v, where each device starts and ends
-    later than the previous one: there it is the most that a device idles between its first forward and its last weight
-    gradient, the bubble if the optimizer does not wait for all devices.
+    It is the whole bubble of a step, except for zero_bubble_v, where each device starts and ends later than the
+    previous one: there it is the most that a device idles between its first forward and its last weight gradient, the
+    bubble if the optimizer does not wait for all devices.
 
     Args:
         stages: number p of pipeline devices.
         microbatches: microbatches m per step.
-        schedule: a name of the table, ignoring capitals, "-", "_" and spaces, or the papers' "ZB-H1", "ZB-H2", "ZB-V",
-            or "one_f_one_b".
+        schedule: a name of the table, ignoring capitals, "-", "_" and spaces, or the papers' "ZB-H1", "ZB-V", or
+            "one_f_one_b".
         chunks: model chunks v per device, for the three schedules that have them; "1f1b" with chunks is "interleaved".
         forward: F, time of one microbatch's forward on one device.
         backward: B, time of its whole backward.
         weight: W, the weight-gradient part of B; None: half of B.
-        overlapped: F&B, time of a forward and a backward that run together, for the dualpipes; None: F + B.
 
     Returns:
         Time, in the unit of the costs.
 
     Raises:
         ValueError: an unknown schedule; a size below 1; a cost that is not positive, or a weight above backward; chunks
-            or overlapped where the schedule has none; an odd number of stages for dualpipe; microbatches or costs for
-            which the formula does not hold.
+            where the schedule has none; microbatches or costs for which the formula does not hold.
 
     Example:
         >>> sk.cost.bubble_time(4, 16)
@@ -119,26 +108,17 @@ def bubble_time(
             f"bubble: weight must be a part of backward; got {weight} and {backward}. "
             "Pass the whole backward's time as backward."
         )
-    if overlapped is not None and not name.startswith("dualpipe"):
-        raise ValueError(
-            f"bubble: schedule {schedule!r} does not run forward and backward together; got overlapped={overlapped}. "
-            "Leave it out, or choose 'dualpipe' or 'dualpipe_v'."
-        )
     both = forward + backward
-    [overlapped] = _check.positive(where, overlapped=both if overlapped is None else overlapped)
     if stages > 1:
         _in_range(name, stages, microbatches, chunks)
-        _at_costs(name, stages, microbatches, (forward, backward - weight, weight), overlapped)
+        _at_costs(name, stages, microbatches, (forward, backward - weight, weight))
     if name in ("gpipe", "1f1b", *_CHUNKED):
         return (stages - 1) * both / chunks
     if name == "zero_bubble_h1":
         return (stages - 1) * (both - weight - min(forward, backward - weight, weight))
-    if name == "zero_bubble_h2":
-        return (stages - 1) * max(0.0, both - 3 * weight)
     if name == "zero_bubble_v":
         return 0.0
-    gap = max(0.0, overlapped + backward - 3 * weight)
-    return (stages / 2 - 1) * gap if name == "dualpipe" else (stages - 1) * gap / 2
+    return (stages - 1) * max(0.0, both + backward - 3 * weight) / 2
 
 
 def _in_range(name: str, stages: int, microbatches: int, chunks: int) -> None:
@@ -146,8 +126,7 @@ def _in_range(name: str, stages: int, microbatches: int, chunks: int) -> None:
     if name in ("interleaved", "lockstep") and chunks > 1:
         fits, rule = microbatches % stages == 0, f"a multiple of stages={stages} microbatches"
     else:
-        least = {"zero_bubble_h1": stages, "zero_bubble_h2": 2 * stages - 1, "zero_bubble_v": 2 * stages - 1}
-        least |= {"dualpipe": 2 * stages, "dualpipe_v": 2 * stages}
+        least = {"zero_bubble_h1": stages, "zero_bubble_v": 2 * stages - 1, "dualpipe_v": 2 * stages}
         if name == "breadth_first" and chunks > 1:
             least[name] = stages
         fits = microbatches >= least.get(name, 1)
@@ -156,33 +135,27 @@ def _in_range(name: str, stages: int, microbatches: int, chunks: int) -> None:
         _refuse(name, rule, str(microbatches), stages, microbatches, chunks)
 
 
-def _at_costs(name: str, stages: int, microbatches: int, costs: tuple[float, float, float], overlapped: float) -> None:
-    """Refuses costs of F, I and W, or of F&B, for which the closed form does not hold."""
+def _at_costs(name: str, stages: int, microbatches: int, costs: tuple[float, float, float]) -> None:
+    """Refuses costs of F, I and W for which the closed form does not hold."""
     forward, inputs, weight = costs
-    got = f"{forward}, {inputs} and {weight}"
     if name == "zero_bubble_v":
         fits = math.isclose(forward, inputs) and math.isclose(forward, weight)
         rule = "equal times of forward, input gradient and weight gradient"
-    elif name == "zero_bubble_h2":
-        fits = min(inputs, weight) <= forward or math.isclose(min(inputs, weight), forward)
-        rule = "an input gradient or a weight gradient no longer than forward in the times of the three"
     elif name == "dualpipe_v":
         fits = math.isclose(forward, inputs) and (weight <= forward or math.isclose(forward, weight))
         rule = "equal times of forward and input gradient, and a weight gradient no longer"
-        both = forward + inputs + weight
-        if fits and not math.isclose(overlapped, both):
-            fits, rule, got = False, f"overlapped to be forward + backward, {both}", f"{overlapped}"
     else:
         return
     if not fits:
-        _refuse(name, rule, got, stages, microbatches, 1)
+        _refuse(name, rule, f"{forward}, {inputs} and {weight}", stages, microbatches, 1)
 
 
 def _refuse(name: str, rule: str, got: str, stages: int, microbatches: int, chunks: int) -> NoReturn:
     sizes = f"{stages}, {microbatches}" + (f", {chunks}" if chunks > 1 else "")
     call = f"schedules.{name}({sizes}).simulate(...)"
-    remedy = "Change them" if name in ("zero_bubble_h2", "dualpipe") else f"Change them, or call {call}, which is exact"
-    raise ValueError(f"bubble: the closed form of {name!r} needs {rule}; got {got}. {remedy}.")
+    raise ValueError(
+        f"bubble: the closed form of {name!r} needs {rule}; got {got}. Change them, or call {call}, which is exact."
+    )
 
 
 def bubble(
@@ -195,7 +168,6 @@ def bubble(
     forward: float = 1.0,
     backward: float = 2.0,
     weight: float | None = None,
-    overlapped: float | None = None,
 ) -> float:
     """The pipeline bubble as a fraction: idle time over the ideal time, or over the total time.
 
@@ -203,9 +175,9 @@ def bubble(
     `bubble_time` has every schedule.
 
     Args:
-        stages, microbatches, schedule, chunks, forward, backward, weight, overlapped: as for `bubble_time`.
-        of: "ideal", Megatron's convention: over m (F + B), the time without idling (m F&B for the dualpipes); or
-            "total", GPipe's: over the ideal time and the bubble.
+        stages, microbatches, schedule, chunks, forward, backward, weight: as for `bubble_time`.
+        of: "ideal", Megatron's convention: over m (F + B), the time without idling; or "total", GPipe's: over
+            the ideal time and the bubble.
 
     Returns:
         The fraction, without unit.
@@ -230,9 +202,8 @@ def bubble(
         forward=forward,
         backward=backward,
         weight=weight,
-        overlapped=overlapped,
     )
-    ideal = int(microbatches) * float(forward + backward if overlapped is None else overlapped)
+    ideal = int(microbatches) * float(forward + backward)
     return idle / (ideal if of == "ideal" else ideal + idle)
 
 
@@ -240,7 +211,7 @@ def in_flight(stages: int, microbatches: int, schedule: str = "1f1b", *, chunks:
     """The most microbatches in flight on one device; a chunk counts as 1/v.
 
     gpipe and breadth_first: m; 1f1b, zero_bubble_h1, zero_bubble_v: p; interleaved: p + (p-1)/v from 2p - 1
-    microbatches on, p + (m-p)/v below; zero_bubble_h2: 2p - 1; dualpipe: p + 1; dualpipe_v: p + 1/2. Never more than m.
+    microbatches on, p + (m-p)/v below; dualpipe_v: p + 1/2. Never more than m.
     Zero-bubble schedules count a microbatch until its weight gradient is done.
 
     Args:
@@ -271,8 +242,6 @@ def in_flight(stages: int, microbatches: int, schedule: str = "1f1b", *, chunks:
         "gpipe": microbatches,
         "breadth_first": microbatches,
         "interleaved": stages + further / chunks if chunks > 1 else stages,
-        "zero_bubble_h2": 2 * stages - 1,
-        "dualpipe": stages + 1,
         "dualpipe_v": stages + 0.5,
     }
     return float(min(microbatches, most.get(name, stages)))

@@ -112,11 +112,11 @@ def test_zero_volume_is_what_the_collectives_send(n):
         assert float(found.sent()) == cost.zero_volume(64, n, stage, parameter_bytes=4, gradient_bytes=4)
 
 
-MODELS = {  # Korthikanti et al., table 3: heads, hidden, layers, tensor, stages, chunks; 2048 tokens, v = 51200
-    "22B": (64, 6144, 48, 8, 1, 1),
-    "175B": (96, 12288, 96, 8, 8, 3),
-    "530B": (128, 20480, 105, 8, 35, 3),
-    "1T": (160, 25600, 128, 8, 64, 1),
+MODELS = {  # Korthikanti et al., table 3: heads, hidden, layers, tensor; 2048 tokens, v = 51200
+    "22B": (64, 6144, 48, 8),
+    "175B": (96, 12288, 96, 8),
+    "530B": (128, 20480, 105, 8),
+    "1T": (160, 25600, 128, 8),
 }
 
 
@@ -167,26 +167,13 @@ def test_what_selective_recomputation_saves(model, core, saved):
     assert round(100 * (1 - selective / whole)) == saved
 
 
-def whole_model(model, **options):
-    heads, hidden, layers, tensor, stages, chunks = MODELS[model]
-    settings = {"tensor": tensor, "stages": stages, "chunks": chunks, "sequence_parallel": True} | options
-    return cost.model_activation_memory(
-        layers, batch=1, sequence=2048, hidden=hidden, heads=heads, vocabulary=51200, **settings
-    )
-
-
 @pytest.mark.parametrize("model", MODELS)
-def test_activations_of_the_first_stage(model):
-    heads, h, layers, t, p, m = MODELS[model]
+def test_activations_of_a_whole_model(model):
+    heads, h, layers, t, *_ = MODELS[model]
+    sizes = {"batch": 1, "sequence": 2048, "hidden": h, "heads": heads, "tensor": t, "sequence_parallel": True}
     sbh = 2048 * h
-    factor = 1 + (p - 1) / (p * m) if m > 1 else 1
-    extra = sbh / t * (p + (4 * (1 + 51200 / h) if p == 1 else 0))
-    assert whole_model(model) == pytest.approx(sbh * layers / t * (34 + 5 * heads * 2048 / h) * factor + extra)
-
-
-def test_fewer_microbatches_than_stages_hold_less():
-    assert whole_model("175B", microbatches=2) == pytest.approx(whole_model("175B") / 4)
-    assert whole_model("175B", microbatches=100) == whole_model("175B")
+    found = cost.model_activation_memory(layers, **sizes, vocabulary=51200)
+    assert found == pytest.approx(sbh / t * (layers * (34 + 5 * heads * 2048 / h) + 1 + 4 * (1 + 51200 / h)))
 
 
 def test_activations_without_sequence_parallelism():
@@ -207,9 +194,6 @@ ERRORS = {
     ),
     "zero_memory: parameters must be 0 or more; got '7B'. Correct parameters.": lambda: cost.zero_memory("7B", 4, 1),
     "zero_volume: stage must be 0, 1, 2 or 3; got '3'. Pass for example stage=0.": lambda: cost.zero_volume(1, 4, "3"),
-    "model_activation_memory: microbatches must be a whole number of at least 1; got 0. Correct microbatches.": (
-        lambda: cost.model_activation_memory(4, **LAYER, stages=2, microbatches=0)
-    ),
     "model_activation_memory: vocabulary must be a whole number of at least 0; got 0.5. Correct vocabulary.": (
         lambda: cost.model_activation_memory(4, **LAYER, vocabulary=0.5)
     ),
@@ -218,9 +202,6 @@ ERRORS = {
     ),
     "activation_memory: recompute must be 'none', 'selective' or 'full'; got 'some'. Pass for example "
     "recompute='none'.": lambda: cost.activation_memory(**LAYER, recompute="some"),
-    "model_activation_memory: stages * chunks must divide layers; got 4 and 6. Change one of them.": (
-        lambda: cost.model_activation_memory(6, **LAYER, stages=2, chunks=2)
-    ),
 }
 
 

@@ -1044,10 +1044,10 @@ _COST = (
         DIVISION,
     ),
     Mutant(
-        "dualpipe-in-flight",
+        "dualpipe-v-in-flight",
         "shardkit/cost/pipeline.py",
-        '"dualpipe": stages + 1',
-        '"dualpipe": stages',
+        '"dualpipe_v": stages + 0.5',
+        '"dualpipe_v": stages',
         WARM_UP,
     ),
     Mutant(

@@ -226,22 +226,10 @@ REVERTS = (
         'least = {"zero_bubble_h1": 1,',
     ),
     (
-        "zb-h2-of-few-microbatches",
-        "shardkit/cost/pipeline.py",
-        '"zero_bubble_h2": 2 * stages - 1, "zero_bubble_v"',
-        '"zero_bubble_h2": 1, "zero_bubble_v"',
-    ),
-    (
-        "zb-h2-at-any-costs",
-        "shardkit/cost/pipeline.py",
-        "fits = min(inputs, weight) <= forward or math.isclose(min(inputs, weight), forward)",
-        "fits = True",
-    ),
-    (
         "zb-v-of-few-microbatches",
         "shardkit/cost/pipeline.py",
-        '"zero_bubble_v": 2 * stages - 1}',
-        '"zero_bubble_v": 1}',
+        '"zero_bubble_v": 2 * stages - 1,',
+        '"zero_bubble_v": 1,',
     ),
     (
         "zb-v-at-any-costs",
@@ -250,22 +238,16 @@ REVERTS = (
         "fits = True",
     ),
     (
-        "dualpipes-of-few-microbatches",
+        "dualpipe-v-of-few-microbatches",
         "shardkit/cost/pipeline.py",
-        'least |= {"dualpipe": 2 * stages, "dualpipe_v": 2 * stages}',
-        "least |= {}",
+        '"dualpipe_v": 2 * stages}',
+        '"dualpipe_v": 1}',
     ),
     (
         "dualpipe-v-at-any-costs",
         "shardkit/cost/pipeline.py",
         "fits = math.isclose(forward, inputs) and (weight <= forward or math.isclose(forward, weight))",
         "fits = True",
-    ),
-    (
-        "dualpipe-v-overlapping-as-it-likes",
-        "shardkit/cost/pipeline.py",
-        "if fits and not math.isclose(overlapped, both):",
-        "if fits and overlapped > both:",
     ),
     (
         "chunks-of-any-microbatches",

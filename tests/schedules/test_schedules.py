@@ -64,22 +64,20 @@ def test_closed_forms(case, forward, weight, more):  # proves F40, S82
     if name not in ("zero_bubble_v", "dualpipe_v"):
         weight = min(forward, weight)
         costs = {"forward": Fraction(forward), "backward": Fraction(2 * weight + more)}
-    together = {"overlapped": Fraction(3)} if name == "dualpipe_v" else {}
     if name == "zero_bubble_h1":
-        line, together = schedule.simulate(**costs, weight_grad=weight), {"weight": weight}
+        line = schedule.simulate(**costs, weight_grad=weight)
+        costs["weight"] = weight
     else:
-        line = schedule.simulate(**costs, **together)
+        line = schedule.simulate(**costs, overlapped=Fraction(3) if name == "dualpipe_v" else None)
     assert float(line.bubble_of_total) == pytest.approx(float(line.bubble / (1 + line.bubble)))
     if name != "lockstep":
         assert max(line.peak_in_flight) == pytest.approx(cost.in_flight(p, m, name, **chunks))
     if m % p and chunks.get("chunks", 1) > 1 and name != "breadth_first":
         return  # the published forms are for whole rounds
-    assert float(line.bubble_of_span) == pytest.approx(cost.bubble(p, m, name, **chunks, **costs, **together))
+    assert float(line.bubble_of_span) == pytest.approx(cost.bubble(p, m, name, **chunks, **costs))
     if name != "zero_bubble_v":
         assert line.bubble == line.bubble_of_span
-        assert float(line.bubble_of_total) == pytest.approx(
-            cost.bubble(p, m, name, **chunks, **costs, **together, of="total")
-        )
+        assert float(line.bubble_of_total) == pytest.approx(cost.bubble(p, m, name, **chunks, **costs, of="total"))
 
 
 @given(p=st.integers(1, 8), m=st.integers(1, 40))
