@@ -19,9 +19,10 @@ from pathlib import Path
 import pytest
 
 from shardkit.cli import launch as cli
+from shardkit.jobs import attempt
 from shardkit.jobs.launch import launch
 from shardkit.jobs.output import write
-from shardkit.runtime.cluster import attempt
+from shardkit.runtime.channel.place import free_port
 from shardkit_command import main
 from support import commands
 from support.commands import environment
@@ -91,7 +92,7 @@ def launching(command):
     code = f"""
 import sys
 from shardkit import _platform
-from shardkit.runtime.cluster import attempt
+from shardkit.jobs import attempt
 from shardkit.jobs.launch import launch
 attempt._LAST_OUTPUT = 1.0
 code = launch({command!r}, processes=2, grace=1)
@@ -417,7 +418,7 @@ def test_a_token_for_each_job_that_is_not_printed(tmp_path, capfd):
 def test_a_port_that_no_other_job_is_given():
     """Two jobs that began at once were given the same one."""
     with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(attempt.free_port()) for _ in range(200)]
+        ports = [stack.enter_context(free_port()) for _ in range(200)]
         assert len(set(ports)) == 200
         with socket.create_server(("127.0.0.1", ports[0])):  # process 0 may have it
             pass

@@ -99,4 +99,6 @@ def test_a_job_recovers_from_every_kind_of_fault(tmp_path, rank):
 def began_again(losses, rows):
     """The first step that was logged after so many rows and does not follow the one before; None if all do."""
     steps = [step for step, _ in losses]
-    return next((after for before, after in zip(steps[rows - 1 :], steps[rows:]) if after != before + 1), None)
+    return next(
+        (after for before, after in zip(steps[rows - 1 :], steps[rows:], strict=False) if after != before + 1), None
+    )
