@@ -2081,7 +2081,7 @@ _RUNTIME = (
         "a-poison-step-is-tried-again",
         "shardkit/jobs/restarts.py",
         "set(same) == {last.step}",
-        "set(same) == {last.processes}",
+        "set(same) == {last.code}",
         STALE,
     ),
     Mutant(
