@@ -85,8 +85,8 @@ RANGES = {
     r"Pass for example label_smoothing=0\.1\.": lambda: sk.vocab_cross_entropy(
         np.ones((2, 3, 4), "f"), np.ones((4, 5), "f"), np.ones((2, 3), int), None, label_smoothing=2.0
     ),
-    r"planner: batch must be at most 1,000,000,000; got 1e\+30\. Correct batch\.": lambda: list(
-        planner.layouts(planner.Model(8, 64, 4, vocabulary=256), chip="v5e", chips=8, batch=10**30)
+    r"planner: batch must be at most 1,000,000,000; got 1e\+30\. Correct batch\.": lambda: planner.search(
+        planner.Model(8, 64, 4, vocabulary=256), chip="v5e", chips=8, batch=10**30, sequence=8
     ),
     r"loader: threads must be at most 1024; got 1000000\. Correct threads\.": lambda: runtime.loader(
         [1], batch=1, seed=0, mesh=MESH, spec=P("data"), threads=10**6

@@ -29,7 +29,7 @@ TAKEN = [
     (r"collectives\.bucketed\.all_reduce_tree\(scatter_from=inf\)", "never, as cost.scatter_from says of two devices"),
     (r"cost\..*\(recompute=True\)", "another word for 'full'"),
     (r"cost\..*=(0|0\.0)\)", "nothing of it: no bytes, no latency, stage 0, no vocabulary"),
-    (r"(cost|schedules)\..*\((axes|rows|stages)=1\)", "one"),
+    (r"(cost|schedules)\..*\((axes|stages)=1\)", "one"),
     (r".*\((axis|context|expert|stage|ulysses)=('nowhere'|'nothing of the kind'|\('data', '(data|nowhere)'\))\)",
      "a plan, a model and an expectation know no mesh; make_train_step and the kernels refuse it"),
     (r"models\.axes\.Axes\(model='x'\)", "an axis; a kernel refuses it where the mesh has none of that name"),

@@ -3,23 +3,15 @@
 Start with `collectives.py`. A new chip is one row in `hardware.py`. Imports argument checks only, and no jax arrays.
 """
 
-from shardkit.cost.activations import activation_memory, interleaving_factor, model_activation_memory
+from shardkit.cost.activations import activation_memory, model_activation_memory
 from shardkit.cost.collectives import Traffic, bus_factor, wire
 from shardkit.cost.crossovers import Link, Links, bucket_bytes, faster_from, links, ring_from, scatter_from
 from shardkit.cost.hardware import Chip, chip, chip_of, chips, group_bandwidth
 from shardkit.cost.pipeline import bubble, bubble_time, in_flight
 from shardkit.cost.quantization import quantization_error, quantized_bytes
-from shardkit.cost.rooflines import (
-    Roofline,
-    arithmetic_intensity,
-    critical_intensity,
-    matmul_intensity,
-    network_intensity,
-    roofline,
-)
-from shardkit.cost.scaling import data_parallel_batch, fsdp_tensor_batch, fsdp_tensor_split, tensor_parallel_ways
+from shardkit.cost.rooflines import Roofline, critical_intensity, data_parallel_batch, roofline, tensor_parallel_ways
 from shardkit.cost.times import collective_time, hierarchical_time, torus_time
-from shardkit.cost.transformer import mfu, training_flops, training_time, transformer_flops, transformer_parameters
+from shardkit.cost.transformer import mfu, transformer_flops, transformer_parameters
 from shardkit.cost.volumes import Volume, context_volume, expert_volume, pipeline_volume, tensor_volume
 from shardkit.cost.zero import ZeroMemory, zero_breakdown, zero_memory, zero_volume
 
@@ -32,7 +24,6 @@ __all__ = [
     "Volume",
     "ZeroMemory",
     "activation_memory",
-    "arithmetic_intensity",
     "bubble",
     "bubble_time",
     "bucket_bytes",
@@ -46,17 +37,12 @@ __all__ = [
     "data_parallel_batch",
     "expert_volume",
     "faster_from",
-    "fsdp_tensor_batch",
-    "fsdp_tensor_split",
     "group_bandwidth",
     "hierarchical_time",
     "in_flight",
-    "interleaving_factor",
     "links",
-    "matmul_intensity",
     "mfu",
     "model_activation_memory",
-    "network_intensity",
     "pipeline_volume",
     "quantization_error",
     "quantized_bytes",
@@ -66,8 +52,6 @@ __all__ = [
     "tensor_parallel_ways",
     "tensor_volume",
     "torus_time",
-    "training_flops",
-    "training_time",
     "transformer_flops",
     "transformer_parameters",
     "wire",

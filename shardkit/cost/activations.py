@@ -81,29 +81,6 @@ def activation_memory(
     return sbh * (whole + (24 - shared + core) / tensor)
 
 
-def interleaving_factor(stages: int, chunks: int) -> float:
-    """Activation memory of interleaved 1F1B over that of 1F1B, on the first stage: 1 + (p-1)/(p m).
-
-    Args:
-        stages: pipeline stages p.
-        chunks: model chunks per stage m; 1 is plain 1F1B, with factor 1.
-
-    Returns:
-        The factor, without unit.
-
-    Raises:
-        ValueError: stages or chunks below 1.
-
-    Example:
-        >>> sk.cost.interleaving_factor(stages=4, chunks=3)
-        1.25
-
-    Source: Korthikanti et al., section 4.2.3.
-    """
-    stages, chunks = _check.whole("interleaving_factor", stages=stages, chunks=chunks)
-    return 1.0 if chunks == 1 else 1 + (stages - 1) / (stages * chunks)
-
-
 @partial(typed, only=bool)
 def model_activation_memory(
     layers: int,
@@ -124,8 +101,8 @@ def model_activation_memory(
     """Bytes of activations on the first pipeline stage, which has the most.
 
     The stage has L/p layers and 1F1B has p microbatches in flight there: the activations of L layers for any p, times
-    `interleaving_factor`. The embedding's dropout mask adds sbh p, and without a pipeline the final norm, the
-    head's input and the float32 logits add 4sbh (1 + v/h); both over t under sequence parallelism.
+    1 + (p-1)/(p m) where m chunks are interleaved. The embedding's dropout mask adds sbh p, and without a pipeline the
+    final norm, the head's input and the float32 logits add 4sbh (1 + v/h); both over t under sequence parallelism.
 
     Args:
         layers: layers of the whole model.
@@ -145,7 +122,7 @@ def model_activation_memory(
         >>> sk.cost.model_activation_memory(8, batch=1, sequence=2048, hidden=1024, heads=16, recompute="full")
         33554432.0
 
-    Source: Korthikanti et al., equation 5 and section 4.3.
+    Source: Korthikanti et al., equation 5, sections 4.2.3 and 4.3.
     """
     where = "model_activation_memory"
     microbatches = stages if microbatches is None else microbatches
@@ -173,7 +150,8 @@ def model_activation_memory(
         recompute=recompute,
     )
     filled = min(microbatches, stages) / stages
-    total = layers * layer * interleaving_factor(stages, chunks) * filled
+    interleaved = 1.0 if chunks == 1 else 1 + (stages - 1) / (stages * chunks)
+    total = layers * layer * interleaved * filled
     if vocabulary:
         sbh = sequence * batch * hidden
         split = tensor if sequence_parallel else 1

@@ -56,7 +56,8 @@ def wire(kind: str, size: float, n: int, pairs: Sequence[tuple[int, int]] | None
     """
     [n] = _check.whole("wire", n=n)
     [size] = _check.at_least_zero("wire", size=size)
-    if pairs is not None and not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in _listed(pairs)):
+    listed = isinstance(pairs, Sequence) and all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs)
+    if pairs is not None and not listed:
         raise ValueError(
             f"wire: pairs must be a sequence of (source, target); got {pairs!r}. Pass for example [(0, 1), (1, 0)]."
         )
@@ -72,10 +73,6 @@ def wire(kind: str, size: float, n: int, pairs: Sequence[tuple[int, int]] | None
         "all_to_all": Traffic(share * operand, n - 1),
         "broadcast": Traffic(operand * (n > 1), n - 1),  # from one device to the next
     }[kind]
-
-
-def _listed(pairs: object) -> Sequence[object]:
-    return pairs if isinstance(pairs, Sequence) else [pairs]
 
 
 def bus_factor(op: str, n: int) -> float:

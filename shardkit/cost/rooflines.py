@@ -40,30 +40,6 @@ class Roofline(NamedTuple):
     flops_per_second: float
 
 
-def arithmetic_intensity(flops: float, bytes: float) -> float:
-    """FLOPs per byte.
-
-    Args:
-        flops: FLOPs of a computation.
-        bytes: bytes that it moves.
-
-    Returns:
-        FLOPs/byte.
-
-    Raises:
-        ValueError: bytes that are not positive, or negative FLOPs.
-
-    Example:
-        >>> sk.cost.arithmetic_intensity(flops=2 * 8 * 1024**2, bytes=2 * 1024**2)
-        8.0
-
-    Source: How to Scale Your Model, part 1.
-    """
-    [flops] = _check.at_least_zero("arithmetic_intensity", flops=flops)
-    [bytes] = _check.positive("arithmetic_intensity", bytes=bytes)
-    return flops / bytes
-
-
 def critical_intensity(chip: str | Chip) -> float:
     """FLOPs per byte from which a chip is compute bound: peak over memory bandwidth (v5e: 240).
 
@@ -86,32 +62,6 @@ def critical_intensity(chip: str | Chip) -> float:
     """
     it = hardware.chip(chip)
     return it.flops / it.hbm_bandwidth
-
-
-def matmul_intensity(rows: int, inner: int, columns: int, *, value_bytes: float = 2) -> float:
-    """FLOPs per byte of [rows, inner] times [inner, columns]: 2 B D F over the bytes of the three matrices.
-
-    Args:
-        rows: B, tokens.
-        inner: D, the contracted width.
-        columns: F.
-        value_bytes: bytes per value.
-
-    Returns:
-        FLOPs/byte; about `rows` for 16-bit values where rows are few.
-
-    Raises:
-        ValueError: a size below 1, or value_bytes that are not positive.
-
-    Example:
-        >>> round(sk.cost.matmul_intensity(8, 4096, 4096), 2)
-        7.97
-
-    Source: How to Scale Your Model, part 1.
-    """
-    rows, inner, columns = _check.whole("matmul_intensity", rows=rows, inner=inner, columns=columns)
-    [value_bytes] = _check.positive("matmul_intensity", value_bytes=value_bytes)
-    return 2 * rows * inner * columns / (value_bytes * (rows * inner + inner * columns + rows * columns))
 
 
 def roofline(flops: float, bytes: float, chip: str | Chip, *, sent: float = 0.0, axes: int = 1) -> Roofline:
@@ -157,23 +107,50 @@ def roofline(flops: float, bytes: float, chip: str | Chip, *, sent: float = 0.0,
     )
 
 
-def network_intensity(chip: str | Chip, axes: int = 1) -> float:
-    """FLOPs per byte sent from which a chip is compute bound: C / (W axes); 2550 on v5p with one axis.
+def data_parallel_batch(chip: str | Chip, axes: int = 1) -> float:
+    """Tokens per device from which data parallelism and FSDP are compute bound: C / (W axes).
+
+    DP all-reduces the gradients during the backward, FSDP gathers the weights during the forward; both take the same
+    share of their compute.
 
     Args:
         chip: a chip or its name.
-        axes: torus dimensions used at once; 1 for GPUs.
+        axes: torus dimensions that the parameters are reduced or gathered over; 1 for GPUs.
 
     Returns:
-        FLOPs/byte.
+        Tokens per device.
 
     Raises:
         ValueError: an unknown chip, or more axes than it has.
 
     Example:
-        >>> round(sk.cost.network_intensity("v5p"))
-        2550
+        >>> round(sk.cost.data_parallel_batch("v5p", axes=3))
+        850
 
-    Source: How to Scale Your Model, part 5.
+    Source: How to Scale Your Model, part 5, "Data Parallelism" and "FSDP": 2550 / axes on v5p.
     """
     return hardware.chip(chip).flops / group_bandwidth(chip, axes)
+
+
+def tensor_parallel_ways(chip: str | Chip, ffn: int, axes: int = 1) -> float:
+    """The most tensor-parallel ways that stay compute bound, for any batch: F W axes / C.
+
+    Args:
+        chip: a chip or its name.
+        ffn: width F of the feed-forward layers.
+        axes: torus dimensions that the activations are gathered over; 1 for GPUs.
+
+    Returns:
+        Ways, not rounded.
+
+    Raises:
+        ValueError: an unknown chip, more axes than it has, or ffn below 1.
+
+    Example:
+        >>> round(sk.cost.tensor_parallel_ways("v5p", ffn=28672), 1)
+        11.2
+
+    Source: How to Scale Your Model, part 5, "Tensor Parallelism": Y < axes F / 2550 on v5p.
+    """
+    [ffn] = _check.whole("tensor_parallel_ways", ffn=ffn)
+    return ffn / data_parallel_batch(chip, axes)

@@ -128,16 +128,9 @@ def hierarchical_time(
         where, size=size, inner_latency=inner_latency, outer_latency=outer_latency
     )
 
-    def inside(stage: str, size: float) -> float:
-        return collective_time(
-            stage, size, inner, bandwidth=inner_bandwidth, latency=inner_latency, algorithm=algorithm
-        )
-
-    def across(stage: str, size: float) -> float:
-        return collective_time(
-            stage, size, outer, bandwidth=outer_bandwidth, latency=outer_latency, algorithm=algorithm
-        )
-
+    timed = partial(collective_time, algorithm=algorithm)
+    inside = partial(timed, n=inner, bandwidth=inner_bandwidth, latency=inner_latency)
+    across = partial(timed, n=outer, bandwidth=outer_bandwidth, latency=outer_latency)
     if kind == "all_reduce":
         piece = size / inner
         return inside("reduce_scatter", size) + across("all_reduce", piece) + inside("all_gather", piece)

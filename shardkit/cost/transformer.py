@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of a decoder-only transformer, training time, and model FLOPs utilization.
+"""Parameters and FLOPs of a decoder-only transformer, and model FLOPs utilization.
 
 A multiply-add is two FLOPs; only matrix multiplications are counted. `hidden` is the model width h, `ffn` the width of
 the feed-forward layers. Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
@@ -8,7 +8,6 @@ Megatron-LM (arXiv:2104.04473), section 5.1 and appendix; the variants are count
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 from shardkit import _check
 from shardkit._typed import typed
@@ -16,48 +15,23 @@ from shardkit.cost.activations import recomputation
 from shardkit.cost.hardware import Chip, chip
 
 
-class _Matrices(NamedTuple):
-    """Weights of one layer's matrices, and the widths of its biases and attention scores."""
-
-    attention: int
-    feed_forward: int
-    biases: int
-    heads_width: int
-
-
 def _matrices(
-    where: str,
-    hidden: int,
-    heads: int | None,
-    kv_heads: int | None,
-    head_size: int | None,
-    ffn: int | None,
-    gated: bool,
-) -> _Matrices:
+    where: str, hidden: int, heads: int | None, kv_heads: int | None, ffn: int | None, gated: bool
+) -> tuple[int, int, int]:
+    """Weights of one layer's attention and feed-forward matrices, and the width of its biases."""
     [hidden] = _check.whole(where, hidden=hidden)
-    if heads is None and (kv_heads is not None or head_size is not None):
-        raise ValueError(
-            f"{where}: kv_heads and head_size need heads; got heads=None, kv_heads={kv_heads}, head_size={head_size}. "
-            "Pass heads."
-        )
-    query = kv = hidden
+    if heads is None and kv_heads is not None:
+        raise ValueError(f"{where}: kv_heads needs heads; got heads=None, kv_heads={kv_heads}. Pass heads.")
+    kv = hidden
     if heads is not None:
         kv_heads = heads if kv_heads is None else kv_heads
         heads, kv_heads = _check.whole(where, heads=heads, kv_heads=kv_heads)
-        if head_size is None:
-            _check.divisor(where, "heads", heads, "hidden", hidden)
-            head_size = hidden // heads
-        [head_size] = _check.whole(where, head_size=head_size)
+        _check.divisor(where, "heads", heads, "hidden", hidden)
         _check.divisor(where, "kv_heads", kv_heads, "heads", heads)
-        query, kv = heads * head_size, kv_heads * head_size
+        kv = kv_heads * (hidden // heads)
     [ffn] = _check.whole(where, ffn=4 * hidden if ffn is None else ffn)
     up = 2 * ffn if gated else ffn
-    return _Matrices(
-        attention=hidden * (2 * query + 2 * kv),
-        feed_forward=hidden * (up + ffn),
-        biases=query + 2 * kv + hidden + up + hidden,
-        heads_width=query,
-    )
+    return hidden * (2 * hidden + 2 * kv), hidden * (up + ffn), 3 * hidden + 2 * kv + up
 
 
 @partial(typed, only=bool)
@@ -69,7 +43,6 @@ def transformer_parameters(
     sequence: int = 0,
     heads: int | None = None,
     kv_heads: int | None = None,
-    head_size: int | None = None,
     ffn: int | None = None,
     gated: bool = False,
     biases: bool = True,
@@ -90,7 +63,6 @@ def transformer_parameters(
         sequence: learned positions s; 0: none.
         heads: attention heads; None: as many as fill `hidden`.
         kv_heads: key/value heads, a divisor of heads; None: heads.
-        head_size: width of a head; None: hidden / heads.
         ffn: width of the feed-forward layers; None: 4 h.
         gated: a third feed-forward matrix (SwiGLU, GeGLU).
         biases: biases on every matrix and in the norms (LayerNorm); False: none, and norms with a gain only (RMSNorm).
@@ -101,7 +73,7 @@ def transformer_parameters(
         Number of parameters.
 
     Raises:
-        ValueError: a size below 1, heads that do not divide, or kv_heads or head_size without heads.
+        ValueError: a size below 1, heads that do not divide, or kv_heads without heads.
 
     Example:
         >>> sk.cost.transformer_parameters(layers=12, hidden=768, vocabulary=50257, sequence=1024)
@@ -112,9 +84,9 @@ def transformer_parameters(
     where = "transformer_parameters"
     layers, hidden = _check.whole(where, layers=layers, hidden=hidden)
     vocabulary, sequence = _check.count(where, vocabulary=vocabulary, sequence=sequence)
-    m = _matrices(where, hidden, heads, kv_heads, head_size, ffn, gated)
+    attention, feed_forward, widths = _matrices(where, hidden, heads, kv_heads, ffn, gated)
     norm = 2 * hidden if biases else hidden
-    layer = m.attention + m.feed_forward + 2 * norm + (m.biases if biases else 0)
+    layer = attention + feed_forward + 2 * norm + (widths if biases else 0)
     embeddings = (vocabulary * (1 if tied else 2) + sequence) * hidden
     return layers * layer + embeddings + (norm if final_norm else 0)
 
@@ -130,10 +102,8 @@ def transformer_flops(
     recompute: str | bool = "none",
     heads: int | None = None,
     kv_heads: int | None = None,
-    head_size: int | None = None,
     ffn: int | None = None,
     gated: bool = False,
-    causal: bool = False,
 ) -> float:
     """FLOPs of one training step, forward and backward.
 
@@ -144,12 +114,11 @@ def transformer_flops(
     Backward costs twice forward.
 
     Args:
-        layers, hidden, heads, kv_heads, head_size, ffn, gated: as for `transformer_parameters`.
+        layers, hidden, heads, kv_heads, ffn, gated: as for `transformer_parameters`.
         sequence: tokens per sequence s.
         batch: sequences per step B.
         vocabulary: number of token values V; 0 leaves the head out.
         recompute: "none", "selective" or "full" (False and True: the first and the last).
-        causal: counts half of the scores, as with a kernel that skips masked blocks; the papers count all.
 
     Returns:
         FLOPs.
@@ -167,69 +136,13 @@ def transformer_flops(
     where = "transformer_flops"
     layers, hidden, sequence, batch = _check.whole(where, layers=layers, hidden=hidden, sequence=sequence, batch=batch)
     [vocabulary] = _check.count(where, vocabulary=vocabulary)
-    m = _matrices(where, hidden, heads, kv_heads, head_size, ffn, gated)
+    attention, feed_forward, _ = _matrices(where, hidden, heads, kv_heads, ffn, gated)
     recompute = recomputation(where, recompute)
-    scores = 4 * sequence * m.heads_width / (2 if causal else 1)
-    layer = 2 * (m.attention + m.feed_forward) + scores
+    scores = 4 * sequence * hidden
+    layer = 2 * (attention + feed_forward) + scores
     # "selective" as published: the scores' forward and backward, not only their forward
     repeated = {"none": 0, "selective": 3 * scores, "full": layer}[recompute]
     return float(batch * sequence * (layers * (3 * layer + repeated) + 3 * 2 * hidden * vocabulary))
-
-
-@partial(typed, only=bool)
-def training_flops(parameters: float, tokens: float, *, recompute: bool = False) -> float:
-    """FLOPs of training without the attention scores: 6 N D, or 8 N D with full recomputation.
-
-    Args:
-        parameters: active parameters N per token (not all experts of a mixture).
-        tokens: tokens D trained on.
-        recompute: whether the backward repeats the forward.
-
-    Returns:
-        FLOPs.
-
-    Raises:
-        ValueError: a negative number.
-
-    Example:
-        >>> sk.cost.training_flops(parameters=7e9, tokens=1e12)
-        4.2e+22
-
-    Source: Kaplan et al., Scaling Laws for Neural Language Models (arXiv:2001.08361), section 2.1.
-    """
-    parameters, tokens = _check.at_least_zero("training_flops", parameters=parameters, tokens=tokens)
-    return (8.0 if recompute else 6.0) * parameters * tokens
-
-
-@partial(typed, only=bool)
-def training_time(
-    parameters: float, tokens: float, *, chips: int, flops_per_chip: float, recompute: bool = True
-) -> float:
-    """Seconds of training at an achieved rate: 8 T P / (n X), or 6 T P / (n X) without recomputation.
-
-    Args:
-        parameters: number of parameters P.
-        tokens: tokens T trained on.
-        chips: number of chips n.
-        flops_per_chip: achieved FLOP/s X per chip (not its peak), recomputation included.
-        recompute: whether activations are recomputed.
-
-    Returns:
-        Seconds.
-
-    Raises:
-        ValueError: chips below 1, a rate that is not positive, or a negative number.
-
-    Example:
-        >>> days = sk.cost.training_time(175e9, 300e9, chips=1024, flops_per_chip=140e12) / 86400
-        >>> round(days)
-        34
-
-    Source: Narayanan et al., equation 4.
-    """
-    [chips] = _check.whole("training_time", chips=chips)
-    [flops_per_chip] = _check.positive("training_time", flops_per_chip=flops_per_chip)
-    return training_flops(parameters, tokens, recompute=recompute) / (chips * flops_per_chip)
 
 
 def mfu(flops: float, seconds: float, *, peak: float | str | Chip, chips: int = 1) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from shardkit import cost
-from shardkit.planner.candidates import REMAT, Candidate, Layout, Model, gigabytes, of_kind, table
-from shardkit.planner.estimate import estimate, share
+from shardkit.planner.candidates import REMAT, Candidate, Layout, Model, gigabytes, table
+from shardkit.planner.estimate import estimate
 from shardkit.planner.search import layouts, ranked
+
+_TARGET = 0.8  # share of the memory that the advised batch fills
 
 
 class Advice(NamedTuple):
@@ -58,14 +59,12 @@ def advise(
     sequence: int,
     memory_share: float = 0.9,
     efficiency: float = 1.0,
-    target: float = 0.8,
     links: cost.Links | None = None,
 ) -> Advice:
     """Changes that make a layout fit, each with its estimate, and the batch that fills about 80% of the memory.
 
     Args:
         model, layout, chip, batch, sequence, memory_share, efficiency: as for `estimate`.
-        target: share of the memory that the advised batch may fill.
         links: as measured; see `estimate`.
 
     Returns:
@@ -82,7 +81,6 @@ def advise(
         remat ...
         batch 8 fills 10.65 GB of 13.74 GB, the target of about 80% of the memory
     """
-    of_kind(model, layout)
     job: Any = {"chip": chip, "batch": batch, "sequence": sequence, "links": links}
 
     def judged(layout: Layout) -> Candidate:
@@ -96,62 +94,32 @@ def advise(
     if not given.fits:
         chips = layout.chips
         every = fitting(chips)
-        for name, belongs in _CHANGES.items():
-            found += [(name, c) for c in every if belongs(layout, c.layout)][:1]
+        for name in ("fsdp", "tensor", "accumulate", "remat"):
+            found += [(name, c) for c in every if _change(layout, c.layout) == name][:1]
         if not found and every:
             found = [("together", every[0])]
         while not found and 2 * chips <= batch * model.heads:
             chips *= 2
             found = [("chips", c) for c in fitting(chips)[:1]]
-    most = batch_size(model, layout, chip=chip, sequence=sequence, target=target)
+    step = layout.data * layout.fsdp * layout.accumulate
+    one = estimate(model, layout, chip=chip, batch=step, sequence=sequence, memory_share=_TARGET)
+    # activations are linear in the sequences of a microbatch
+    most = max(0, math.floor((one.usable_bytes - one.state_bytes) / one.activation_bytes)) * step
     filled = None
     if most:
-        filled = estimate(model, layout, chip=chip, batch=most, sequence=sequence, memory_share=target)
+        filled = estimate(model, layout, chip=chip, batch=most, sequence=sequence, memory_share=_TARGET)
     return Advice(given, tuple(found), most, filled)
 
 
-def _changed(*allowed: str) -> Callable[[Layout, Layout], bool]:
-    def only(a: Layout, b: Layout) -> bool:
-        return {name for name in a._fields if getattr(a, name) != getattr(b, name)} <= set(allowed)
-
-    return only
-
-
-_CHANGES: dict[str, Callable[[Layout, Layout], bool]] = {
-    "fsdp": lambda a, b: _changed("data", "fsdp")(a, b) and b.fsdp > a.fsdp,
-    # more tensor ways instead of data or fsdp ways; a microbatch of a replica has as many sequences
-    "tensor": lambda a, b: (
-        _changed("data", "fsdp", "tensor", "accumulate")(a, b)
-        and b.tensor > a.tensor
-        and b.data * b.fsdp * b.accumulate == a.data * a.fsdp * a.accumulate
-    ),
-    "accumulate": lambda a, b: _changed("accumulate")(a, b) and b.accumulate > a.accumulate,
-    "remat": lambda a, b: _changed("remat")(a, b) and REMAT.index(b.remat) > REMAT.index(a.remat),
-}
-
-
-def batch_size(model: Model, layout: Layout, *, chip: str | cost.Chip, sequence: int, target: float = 0.8) -> int:
-    """The most sequences per step that fill at most a share of a device's memory.
-
-    Activations are linear in the sequences of a microbatch.
-
-    Args:
-        model, layout, chip, sequence: as for `estimate`; the layout's accumulation does not change.
-        target: share of the memory that may be filled.
-
-    Returns:
-        Sequences per step, over all devices; 0 if not one per microbatch fits.
-
-    Raises:
-        ValueError: as `estimate`.
-
-    Example:
-        >>> model = sk.planner.Model(layers=8, hidden=1024, heads=16, vocabulary=32000)
-        >>> sk.planner.batch_size(model, sk.planner.Layout(fsdp=4), chip="v5e", sequence=2048)
-        12
-    """
-    of_kind(model, layout)
-    share(target=target)
-    step = layout.data * layout.fsdp * layout.accumulate
-    one = estimate(model, layout, chip=chip, batch=step, sequence=sequence, memory_share=target)
-    return max(0, math.floor((one.usable_bytes - one.state_bytes) / one.activation_bytes)) * step
+def _change(a: Layout, b: Layout) -> str:
+    """The one change that leads from one layout to another, as in `Advice.proposals`; "" if it takes several."""
+    changed = {name for name in a._fields if getattr(a, name) != getattr(b, name)}
+    if b.tensor > a.tensor and "remat" not in changed:
+        # a microbatch of a replica has as many sequences
+        alike = b.data * b.fsdp * b.accumulate == a.data * a.fsdp * a.accumulate
+        return "tensor" if alike else ""
+    if b.fsdp > a.fsdp and changed <= {"data", "fsdp"}:
+        return "fsdp"
+    if b.accumulate > a.accumulate and changed == {"accumulate"}:
+        return "accumulate"
+    return "remat" if changed == {"remat"} and REMAT.index(b.remat) > REMAT.index(a.remat) else ""

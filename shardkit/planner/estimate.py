@@ -167,13 +167,6 @@ def _bandwidth(chip: cost.Chip, stride: int, ways: int, tensor: int) -> float:
     return min(chip.link_bandwidth, chip.network_bandwidth * max(1, chip.host // stride))
 
 
-def share(**values: float) -> None:
-    """Refuses anything but a share of a whole."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not (isinstance(value, Real) and 0 < value <= 1):
-            raise ValueError(f"planner: {name} must be above 0 and at most 1; got {value!r}. Correct {name}.")
-
-
 def check(
     model: Model, layout: Layout, chip: cost.Chip, batch: int, sequence: int, memory_share: float, efficiency: float
 ) -> tuple[Layout, int, int]:
@@ -190,7 +183,9 @@ def check(
     )
     layout = Layout(data, fsdp, tensor, accumulate, layout.remat)
     _check.one_of("planner", "remat", layout.remat, REMAT)
-    share(memory_share=memory_share, efficiency=efficiency)
+    for name, value in (("memory_share", memory_share), ("efficiency", efficiency)):
+        if isinstance(value, bool) or not (isinstance(value, Real) and 0 < value <= 1):
+            raise ValueError(f"planner: {name} must be above 0 and at most 1; got {value!r}. Correct {name}.")
     pieces = layout.data * layout.fsdp * layout.accumulate
     if batch % pieces:
         raise ValueError(

@@ -14,44 +14,10 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 from shardkit import _check, cost
-from shardkit.planner.candidates import REMAT, Candidate, Layout, Model, of_kind
+from shardkit.planner.candidates import REMAT, Candidate, Layout, Model
 from shardkit.planner.estimate import check, estimate, tensor_divides
 
 _MOST = 10**9  # chips, and sequences in a step
-
-
-def layouts(model: Model, *, chip: str | cost.Chip, chips: int, batch: int) -> Iterator[Layout]:
-    """Every layout of the model on that many chips: the ways that divide the chips, the model and the batch.
-
-    Args:
-        model: the sizes.
-        chip: a chip or its name.
-        chips: number of chips, all used.
-        batch: sequences per step.
-
-    Returns:
-        An iterator of Layout.
-
-    Raises:
-        ValueError: chips or batch below 1, or an unknown chip.
-
-    Example:
-        >>> model = sk.planner.Model(layers=8, hidden=1024, heads=16, vocabulary=32000)
-        >>> len(list(sk.planner.layouts(model, chip="v5e", chips=8, batch=32)))
-        120
-    """
-    of_kind(model)
-    it = cost.chip(chip)
-    chips, batch = _check.whole("planner", chips=chips, batch=batch)
-    for name, number in (("chips", chips), ("batch", batch)):
-        if number > _MOST:  # the search tries every divisor
-            raise ValueError(f"planner: {name} must be at most {_MOST:,}; got {number:.3g}. Correct {name}.")
-    for tensor in _divisors(chips):
-        for fsdp in _divisors(chips // tensor) if tensor_divides(model, it, tensor) else ():
-            data = chips // (tensor * fsdp)
-            if batch % (data * fsdp) == 0:
-                for accumulate in _divisors(batch // (data * fsdp)):
-                    yield from (Layout(data, fsdp, tensor, accumulate, remat) for remat in REMAT)
 
 
 def search(
@@ -83,7 +49,6 @@ def search(
         >>> print(sk.planner.search(model, chip="v5e", chips=64, batch=256, sequence=4096)[0].layout)
         data=1 fsdp=32 tensor=2 accumulate=8 remat=selective
     """
-    of_kind(model)
     _, batch, sequence = check(model, Layout(), cost.chip(chip), batch, sequence, memory_share, efficiency)
     [chips] = _check.whole("planner", chips=chips)
     judged = partial(
@@ -113,6 +78,20 @@ def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
         return (candidate.seconds, tensor, accumulate, REMAT.index(remat), candidate.bytes)
 
     return sorted((candidate for candidate in candidates if candidate.fits), key=order)
+
+
+def layouts(model: Model, *, chip: str | cost.Chip, chips: int, batch: int) -> Iterator[Layout]:
+    """Every layout of the model on that many chips: the ways that divide the chips, the model and the batch."""
+    it = cost.chip(chip)
+    for name, number in (("chips", chips), ("batch", batch)):
+        if number > _MOST:  # the search tries every divisor
+            raise ValueError(f"planner: {name} must be at most {_MOST:,}; got {number:.3g}. Correct {name}.")
+    for tensor in _divisors(chips):
+        for fsdp in _divisors(chips // tensor) if tensor_divides(model, it, tensor) else ():
+            data = chips // (tensor * fsdp)
+            if batch % (data * fsdp) == 0:
+                for accumulate in _divisors(batch // (data * fsdp)):
+                    yield from (Layout(data, fsdp, tensor, accumulate, remat) for remat in REMAT)
 
 
 def _divisors(n: int) -> list[int]:

@@ -1051,13 +1051,6 @@ _COST = (
         WARM_UP,
     ),
     Mutant(
-        "fsdp-tensor-axes",
-        "shardkit/cost/scaling.py",
-        "tokens * chips * fsdp_axes / (ffn * tensor_axes)",
-        "tokens * chips * tensor_axes / (ffn * fsdp_axes)",
-        AXIS,
-    ),
-    Mutant(
         "tree-hops",
         "shardkit/cost/times.py",
         "math.ceil(math.log2(n))",
@@ -1079,17 +1072,10 @@ _COST = (
         BOUNDARY,
     ),
     Mutant(
-        "causal-scores",
-        "shardkit/cost/transformer.py",
-        "/ (2 if causal else 1)",
-        "/ 1",
-        DIVISION,
-    ),
-    Mutant(
         "kv-as-wide-as-query",
         "shardkit/cost/transformer.py",
-        "hidden * (2 * query + 2 * kv)",
-        "hidden * (4 * query)",
+        "hidden * (2 * hidden + 2 * kv)",
+        "hidden * (4 * hidden)",
         FIGURE,
     ),
     Mutant(

@@ -286,12 +286,6 @@ REVERTS = (
         "further = stages - 1",
     ),
     (
-        "fsdp-and-tensor-one-after-the-other",
-        "shardkit/cost/scaling.py",
-        "shared = 1 if hardware.chip(chip).torus else 4",
-        "shared = 4",
-    ),
-    (
         "activations-of-all-heads",
         "shardkit/cost/activations.py",
         "shared = 4 * (heads - min(heads, max(kv_heads, tensor))) / heads",

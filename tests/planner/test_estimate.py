@@ -10,6 +10,7 @@ from benchmarks import large_model
 from shardkit import cost, planner
 from shardkit.analysis.hlo.time_model import clock_of
 from shardkit.planner import Layout, Model
+from support.refusals import type_error
 
 pytestmark = pytest.mark.check
 
@@ -141,8 +142,7 @@ def test_slow_links_change_the_search_and_the_advice():
 
 
 def test_links_that_are_none_are_refused():
-    with pytest.raises(TypeError) as error:
-        planner.estimate(SMALL, Layout(data=8), chip="v5e", batch=8, sequence=512, links="measured.jsonl")
-    assert str(error.value) == (
+    with type_error(
         "planner: links must be a cost.Links; got 'measured.jsonl'. Pass for example shardkit.bench.links(records)."
-    )
+    ):
+        planner.estimate(SMALL, Layout(data=8), chip="v5e", batch=8, sequence=512, links="measured.jsonl")

@@ -242,36 +242,23 @@ def builders():
         (aot.parse_topology, {"text": "v5e:2x4"}),
         (planner.estimate, {"model": model, "layout": planner.Layout(data=8)} | place),
         (planner.advise, {"model": model, "layout": planner.Layout(data=8)} | place),
-        (planner.batch_size, {"model": model, "layout": planner.Layout(data=8), "chip": "v5e", "sequence": 128}),
         (planner.search, {"model": model, "chips": 8} | place),
-        (planner.layouts, {"model": model, "chips": 8, "chip": "v5e", "batch": 64}),
         (planner.table, {"candidates": []}),
         (cost.activation_memory, rooms | {"heads": 2}),
         (cost.model_activation_memory, rooms | {"layers": 2, "heads": 2}),
-        (cost.arithmetic_intensity, {"flops": 1.0, "bytes": 1.0}),
         *((each, {"stages": 2, "microbatches": 4}) for each in (cost.bubble, cost.bubble_time, cost.in_flight)),
-        (cost.interleaving_factor, {"stages": 2, "chunks": 2}),
         (cost.bus_factor, {"op": "all_reduce", "n": 4}),
         (cost.chip, {"name": "v5e"}),
         *(
             (each, {"chip": "v5e"})
-            for each in (
-                cost.links,
-                cost.critical_intensity,
-                cost.data_parallel_batch,
-                cost.group_bandwidth,
-                cost.network_intensity,
-            )
+            for each in (cost.links, cost.critical_intensity, cost.data_parallel_batch, cost.group_bandwidth)
         ),
         (cost.ring_from, {"link": cost.Link(1e-6, 1e9), "columns": 8, "flops": 1e12}),
         (cost.scatter_from, {"link": cost.Link(1e-6, 1e9), "n": 4}),
         (cost.bucket_bytes, {"link": cost.Link(1e-6, 1e9), "n": 4}),
         (cost.faster_from, {"first": cost.Link(1e-6, 1e9), "second": cost.Link(1e-6, 1e9)}),
         (cost.tensor_parallel_ways, {"chip": "v5e", "ffn": 64}),
-        (cost.fsdp_tensor_batch, {"chip": "v5e", "ffn": 64}),
-        (cost.fsdp_tensor_split, {"chip": "v5e", "ffn": 64, "tokens": 64, "chips": 8}),
         (cost.roofline, {"flops": 1.0, "bytes": 1.0, "chip": "v5e"}),
-        (cost.matmul_intensity, {"rows": 4, "inner": 4, "columns": 4}),
         (cost.mfu, {"flops": 1.0, "seconds": 1.0, "peak": 1.0}),
         (cost.collective_time, {"kind": "all_reduce", "size": 8, "n": 4, "bandwidth": 1.0}),
         (
@@ -286,8 +273,6 @@ def builders():
         (cost.tensor_volume, rooms | {"ways": 2}),
         (cost.quantization_error, {"largest": 1.0, "dtype": "int8"}),
         (cost.quantized_bytes, {"elements": 8, "dtype": "int8"}),
-        (cost.training_flops, {"parameters": 1.0, "tokens": 1.0}),
-        (cost.training_time, {"parameters": 1.0, "tokens": 1.0, "chips": 1, "flops_per_chip": 1.0}),
         (cost.transformer_flops, {"layers": 1, "hidden": 8, "sequence": 8}),
         (cost.transformer_parameters, {"layers": 1, "hidden": 8}),
         *(
