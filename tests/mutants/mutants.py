@@ -2023,14 +2023,14 @@ _RUNTIME = (
     ),
     Mutant(
         "same-windows-every-step",
-        "shardkit/runtime/data/text.py",
+        "shardkit/cli/text.py",
         "key=np.array([seed, step], np.uint64)",
         "key=np.array([seed, 0], np.uint64)",
         STALE,
     ),
     Mutant(
         "targets-are-tokens",
-        "shardkit/runtime/data/text.py",
+        "shardkit/cli/text.py",
         '"targets": windows[:, 1:]',
         '"targets": windows[:, :-1]',
         BOUNDARY,
