@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from functools import wraps
 from typing import Any, NamedTuple
-
-import jax
 
 from shardkit._check import Axis, at_least, axis_names, quoted
 from shardkit._typed import typed
-from shardkit.analysis.hlo.differences import as_census, compiled
+from shardkit.analysis.hlo.collectives import CompiledRow
+from shardkit.analysis.hlo.differences import compiled
 from shardkit.analysis.jaxpr.census import Census, Row, census
 from shardkit.cost.collectives import COLLECTIVE_KINDS
 
@@ -58,9 +56,9 @@ def collective(kind: str, axis: Axis, *, times: int | None = None, sent: int | F
 class expects:
     """Asserts that a function runs exactly these collectives and no others.
 
-    As a decorator, `@expects(collective("all_reduce", "data", times=2))` checks a call with a new argument signature
-    before it runs. As a context manager, `with expects(...) as check: check(step, state, batch)`; leaving it without a
-    check is an error. `expects(...).check_compiled(step, state, batch)` checks the compiled program.
+    `expects(collective("all_reduce", "data", times=2)).check(step, state, batch)` traces a call and runs nothing, and
+    `.check_compiled(step, state, batch)` checks the compiled program. As a context manager,
+    `with expects(...) as check: check(step, state, batch)`, it is an error to leave it without a check.
 
     Args:
         *rows: the expected collectives, from `collective`; none: the function sends nothing.
@@ -96,13 +94,13 @@ class expects:
         """Traces one call of `fn`, compares its collectives with the expected ones and returns the census."""
         self._checked = True
         found = census(fn, *args, **kwargs)
-        wrong = differences(found, self.rows)
+        wrong = differences(found.rows, self.rows)
         if wrong:
             raise AssertionError("the program does not communicate as expected:\n" + "\n".join(wrong))
         return found
 
-    def check_compiled(self, program: Any, *args: Any, **kwargs: Any) -> Census:
-        """Compares a compiled program with the expected collectives and returns its collectives as a census.
+    def check_compiled(self, program: Any, *args: Any, **kwargs: Any) -> tuple[CompiledRow, ...]:
+        """Compares a compiled program with the expected collectives and returns its collectives.
 
         Args:
             program: a Report of `aot.compile`, or a function, which is compiled for the devices of this process.
@@ -115,14 +113,14 @@ class expects:
         """
         self._checked = True
         made = compiled(program, *args, **kwargs) if callable(program) else program
-        found = as_census(made.rows)
-        wrong = differences(found, self.rows)
+        wrong = differences(made.rows, self.rows)
         if wrong:
             changes = [f"- {line}" for line in made.differences()]
             by_compiler = ["what the compiler changed:", *changes] if changes else ["the compiler changed nothing"]
             lines = ["the compiled program does not communicate as expected:", *wrong, *by_compiler]
             raise AssertionError("\n".join(lines))
-        return found
+        rows: tuple[CompiledRow, ...] = made.rows
+        return rows
 
     def __enter__(self) -> Callable[..., Census]:
         self._checked = False
@@ -134,45 +132,34 @@ class expects:
                 "expects: the block must check a function; nothing was checked. Call check(fn, *args) inside it."
             )
 
-    def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        seen: set[Any] = set()
 
-        @wraps(fn)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            leaves, structure = jax.tree.flatten((args, kwargs))
-            signature = (structure, tuple(str(jax.typeof(leaf)) for leaf in leaves))
-            if signature not in seen:
-                self.check(fn, *args, **kwargs)
-                seen.add(signature)
-            return fn(*args, **kwargs)
-
-        return checked
-
-
-def differences(found: Census, expected: tuple[Collective, ...]) -> list[str]:
-    """The differences between a census and the expected collectives, one line each, with source lines."""
-    groups: dict[tuple[str, tuple[str, ...]], list[Row]] = {}
-    for row in found.rows:
+def differences(found: Sequence[Row | CompiledRow], expected: tuple[Collective, ...]) -> list[str]:
+    """The differences between a program's collectives and the expected ones, one line each, with source lines."""
+    groups: dict[tuple[str, tuple[str, ...]], list[Row | CompiledRow]] = {}
+    for row in found:
         groups.setdefault((row.kind, tuple(sorted(row.axes))), []).append(row)
     wrong = []
     for want in expected:
         rows = groups.pop((want.kind, want.axes), [])
-        part = Census(tuple(rows))
-        times, sent = part.count(), part.sent()
+        got = _together(want.kind, want.axes, rows)
         if not rows and want.times != 0:
             wrong.append(f"- expected {want}; there is none")
-        elif want.times not in (None, times) or want.sent not in (None, sent):
-            got = Collective(want.kind, want.axes, times, sent if want.sent is not None else None)
-            wrong.append(f"- expected {want}; found {got}{_places(rows)}")
+        elif want.times not in (None, got.times) or want.sent not in (None, got.sent):
+            shown = got if want.sent is not None else got._replace(sent=None)
+            wrong.append(f"- expected {want}; found {shown}{_places(rows)}")
     for (kind, axes), rows in sorted(groups.items()):
-        part = Census(tuple(rows))
-        wrong.append(f"- not expected: {Collective(kind, axes, part.count(), part.sent())}{_places(rows)}")
+        wrong.append(f"- not expected: {_together(kind, axes, rows)}{_places(rows)}")
     return wrong
 
 
-def _places(rows: list[Row]) -> str:
+def _together(kind: str, axes: tuple[str, ...], rows: Sequence[Row | CompiledRow]) -> Collective:
+    return Collective(kind, axes, sum(row.times for row in rows), sum((row.total for row in rows), Fraction(0)))
+
+
+def _places(rows: Sequence[Row | CompiledRow]) -> str:
     places: dict[str, int | None] = {}
     for row in rows:
-        before = places.get(row.source, 0)
-        places[row.source] = None if row.count is None or before is None else before + row.count
+        source = row.source if isinstance(row, Row) else row.place
+        before = places.get(source, 0)
+        places[source] = None if row.count is None or before is None else before + row.count
     return "".join(f"\n    {'?' if count is None else count} x at {source}" for source, count in places.items())

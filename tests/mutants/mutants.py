@@ -1360,8 +1360,8 @@ _ANALYSIS = (
     Mutant(
         "contract-either-wrong",
         "shardkit/analysis/contracts.py",
-        "elif want.times not in (None, times) or want.sent",
-        "elif want.times not in (None, times) and want.sent",
+        "elif want.times not in (None, got.times) or want.sent",
+        "elif want.times not in (None, got.times) and want.sent",
         PASSES,
     ),
     Mutant(

@@ -126,28 +126,6 @@ def written(row: CompiledRow) -> bool:
     return row.op_name.rsplit("/", 1)[-1] in _compat.COLLECTIVES
 
 
-def as_census(rows: Iterable[CompiledRow]) -> Census:
-    """Compiled collectives as a census."""
-    return Census(
-        tuple(
-            Row(
-                kind=r.kind,
-                primitive=r.name,
-                axes=r.axes,
-                n=r.n,
-                count=r.count,
-                bytes_in=r.bytes_in,
-                bytes_out=r.bytes_out,
-                sent=r.sent,
-                source=r.place,
-                backward="transpose" in r.op_name,
-                branch=r.branch,
-            )
-            for r in rows
-        )
-    )
-
-
 class Change(NamedTuple):
     """One change by the compiler: a line of text, and whether more bytes are sent."""
 
@@ -167,8 +145,7 @@ def changes(census: Census, rows: Iterable[CompiledRow]) -> list[Change]:
     for key in sorted(before.keys() | after.keys()):
         one, other = before.get(key, _NOTHING), after.get(key, _NOTHING)
         if not _as_written(one, other):
-            line = next(filter(None, (rewrite(_what(key), one, other) for rewrite in _REWRITES)))
-            found.append(Change(line, other.sent > one.sent))
+            found.append(Change(_rewritten(_what(key), one, other), other.sent > one.sent))
     lines = [f"added: {t.times} x {_what(key)}, {t.bytes}{t.at}" for key, t in sorted(added.items())]
     return found + [Change(line, True) for line in lines]
 
@@ -266,30 +243,17 @@ def _as_written(before: _Traffic, after: _Traffic) -> bool:
     return (before.times, before.sent) == (after.times, after.sent) or (more and same_each)
 
 
-def _merged(what: str, before: _Traffic, after: _Traffic) -> str:
-    if before.sent != after.sent:
-        return ""
-    word = "merged" if after.times < before.times else "split"
-    return f"{word}: {before.times} x {what} run as {after.times}, {after.bytes} as written"
-
-
-def _dropped(what: str, before: _Traffic, after: _Traffic) -> str:
+def _rewritten(what: str, before: _Traffic, after: _Traffic) -> str:
+    """What the compiler did to the collectives of one kind over the same axes."""
     lost = before.times - after.times
-    if lost <= 0 or before.sent * after.times != after.sent * before.times:
-        return ""
-    return f"dropped: {lost} of {before.times} x {what}, {float(before.sent - after.sent):,.0f} bytes{before.at}"
-
-
-def _became(what: str, before: _Traffic, after: _Traffic) -> str:
-    return "" if before.times else f"became {what}: {after.times} x, {after.bytes}{after.at}"
-
-
-def _changed(what: str, before: _Traffic, after: _Traffic) -> str:
+    if before.sent == after.sent:
+        word = "merged" if after.times < before.times else "split"
+        return f"{word}: {before.times} x {what} run as {after.times}, {after.bytes} as written"
+    if lost > 0 and before.sent * after.times == after.sent * before.times:
+        return f"dropped: {lost} of {before.times} x {what}, {float(before.sent - after.sent):,.0f} bytes{before.at}"
+    if not before.times:
+        return f"became {what}: {after.times} x, {after.bytes}{after.at}"
     return (
         f"changed: {what}, {before.times} x of {before.bytes} in all as written, {after.times} x of {after.bytes} as "
         "compiled"
     )
-
-
-# What the compiler does to the collectives of one kind over the same axes; the first that applies says it.
-_REWRITES = (_merged, _dropped, _became, _changed)

@@ -44,8 +44,6 @@ class Reason:
         sent: bytes sent per device and execution.
         source: the forward line that causes it, "file.py:12 (function)".
         value: the value on that line whose gradient is communicated: a name such as "params['w']", else its type.
-        value_varies: axes over which that value varies.
-        gradient_varies: axes over which its gradient varies before the collective.
         why: one sentence.
     """
 
@@ -57,8 +55,6 @@ class Reason:
     sent: Fraction
     source: str
     value: str
-    value_varies: tuple[str, ...]
-    gradient_varies: tuple[str, ...]
     why: str
 
     def __str__(self) -> str:
@@ -155,15 +151,10 @@ def _key(equation: Any, made: str | None = None) -> tuple[Any, ...]:
 
 def _reason(site: Site, found: Sequence[Site]) -> Reason:
     row = row_of(site)
-    operand = site.equation.invars[0]
     values = list(dict.fromkeys(_name(each.equation.invars[0], each) for each in found))
-    value = " or ".join(values) or _name(operand, site)
-    return Reason(
-        *(row.kind, row.axes, row.n, row.count, row.bytes_in, row.sent, row.source, value),
-        tuple(sorted(_compat.varying_axes((found[0].equation.invars[0] if found else operand).aval))),
-        tuple(sorted(_compat.varying_axes(operand.aval))),
-        _why(site, row.kind, row.axes, value, found),
-    )
+    value = " or ".join(values) or _name(site.equation.invars[0], site)
+    why = _why(site, row.kind, row.axes, value, found)
+    return Reason(row.kind, row.axes, row.n, row.count, row.bytes_in, row.sent, row.source, value, why)
 
 
 def _why(site: Site, kind: str, axes: tuple[str, ...], value: str, found: Sequence[Site]) -> str:

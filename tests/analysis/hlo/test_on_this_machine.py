@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.analysis import collective, compiled, expects, lint, scaling
+from shardkit.analysis import compiled, lint, scaling
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import collectives_of, total_work
 
@@ -84,7 +84,7 @@ def test_expects_holds_a_compiled_program(mesh2x4):  # proves F76
     )
     x = sk.shard(jnp.ones((8, 8)), mesh2x4, P("data"))
     right = sk.expects(sk.collective("all_reduce", "data", times=1, sent=128))
-    assert right.check_compiled(f, x).sent() == 128
+    assert [row.total for row in right.check_compiled(f, x)] == [128]
     with pytest.raises(AssertionError) as error:
         sk.expects().check_compiled(f, x)
     message = str(error.value).splitlines()
@@ -102,28 +102,6 @@ def test_expects_says_what_the_compiler_added(mesh2x4):  # proves F88
     with pytest.raises(AssertionError) as error:
         sk.expects().check_compiled(lambda x: x.sum(), x)
     assert "- added: 1 x all_reduce over 'data', 4 bytes at test_on_this_machine.py:" in str(error.value)
-
-
-def test_a_contract_as_a_decorator_is_checked_for_each_signature():
-    calls = []
-
-    @expects(collective("all_reduce", "model", times=1))
-    def kernel(x):
-        calls.append(x.shape)
-        return jax.shard_map(
-            lambda x: sk.all_reduce(x, "model") if x.shape[1] < 9 else x[:1],
-            mesh=mesh,
-            in_specs=P("model"),
-            out_specs=P(),
-        )(x)
-
-    mesh = sk.make_mesh(jax.devices()[:4], model=4)
-    x = np.ones((4, 8), np.float32)
-    np.testing.assert_array_equal(kernel(x), np.full((1, 8), 4))
-    kernel(x)
-    assert calls == [(4, 8)] * 3  # traced once for the check
-    with pytest.raises(ValueError):  # the unreduced value does not pass shard_map's own check
-        kernel(np.ones((4, 9), np.float32))
 
 
 def test_a_real_train_step_on_three_meshes():
