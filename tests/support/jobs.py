@@ -110,7 +110,7 @@ class Job:
 
 
 def run(
-    worker: str, *words: Any, processes: int, devices: int = 1, timeout: float = 90.0, each: Any = None
+    worker: str, *words: Any, processes: int, devices: int = 1, timeout: float = 300.0, each: Any = None
 ) -> list[Ended]:
     """Runs a script of `tests/support/workers` in many processes; `each(rank)` changes its variables, None unsets."""
     command = [str(WORKERS / worker), *map(str, words)]
