@@ -34,7 +34,6 @@ COMMANDS = (
     Command("evaluate", "the validation loss of a saved run", "shardkit.cli.evaluate"),
     Command("sample", "text from a saved run", "shardkit.cli.sample"),
     Command("launch", "start a job of several processes, or print a manifest", "shardkit.cli.launch"),
-    Command("chaos", "faults planted in a job that restarts by itself", "shardkit.cli.chaos"),
     Command("doctor", "check this installation, its devices and every collective", "shardkit.cli.doctor"),
     Command("lint", "find communication that hangs, is wrong or is wasted", "shardkit.cli.lint"),
     Command("audit", "what a jitted step holds, sends and wastes", "shardkit.cli.audit"),

@@ -46,10 +46,10 @@ TAKEN = [
     (r"testing\.strategies\.specs\(shape=\(\)\)", "a scalar"),
     (r".*\((args|batches|source)=(\[None\]|'x')\)", "handed on: what is in it is the user's function's affair"),
     (r".*\((name|best|master_addr)=(''|'nothing of the kind')\)", "any name"),
-    (r"(collectives|rng|runtime|train|config|testing|schedules|strategies\.zero|partitioning\.plan|layers\.zigzag|analysis)\..*=(0|1|\[1\])\)",
+    (r"(collectives|rng|runtime|jobs|train|config|testing|schedules|strategies\.zero|partitioning\.plan|layers\.zigzag|analysis)\..*=(0|1|\[1\])\)",
      "a place, an index, a seed, a number of rows, steps, devices or bytes"),
     (r"collectives\.permute\.shift\(by=-1\)", "the other way"),
-    (r"(collectives|models|layers|strategies|rng|runtime|schedules)\..*=0\.0\)",
+    (r"(collectives|models|layers|strategies|rng|runtime|jobs|schedules)\..*=0\.0\)",
      "no dropout, smoothing, cost, wait or loss"),
     (r"layers\..*attention\(scale=-1\.0\)", "a factor of the scores, of either sign"),
 ]  # fmt: skip

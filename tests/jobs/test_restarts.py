@@ -1,8 +1,11 @@
 """Restarts: which follow which faults, and when; real processes that fail, and resume."""
 
+import os
 import re
 import sys
 import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -10,7 +13,7 @@ from shardkit.jobs.launch import launch
 from shardkit.jobs.output import Blamed, _Pipe
 from shardkit.jobs.restarts import Attempt, after
 from shardkit_command import main
-from support import commands
+from support import commands, faults
 
 PYTHON = [sys.executable, "-I", "-S", "-u", "-c"]  # starts in a few milliseconds
 
@@ -113,6 +116,23 @@ def test_a_job_that_failed_starts_again_until_it_succeeds(capfd, tmp_path):
     )
     rows = [line.split() for line in (tmp_path / "1.out").read_text().splitlines()]
     assert [row[:2] for row in rows] == [["0", "2"], ["1", "2"]] and rows[0][2] != rows[1][2]
+
+
+# proves F70: planted from outside, as an engine, a person or the system would
+def test_a_process_that_is_killed_comes_back(tmp_path):
+    text = f"""
+        import time
+        open(f"{tmp_path}/{{rank}}", "w").close()
+        time.sleep(0 if restarts else 600)
+    """
+    with ThreadPoolExecutor() as pool:
+        code = pool.submit(launch, program(text), processes=2, restarts=1, grace=0.2)
+        end = time.monotonic() + 120
+        while len(list(tmp_path.iterdir())) < 2:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        faults.plant("kill", os.getpid(), 1, None)
+        assert code.result(120) == 0
 
 
 def test_a_poison_step_is_named(capfd):

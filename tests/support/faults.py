@@ -35,8 +35,11 @@ def plant(kind, launcher, rank, saved):
         _, hard = resource.prlimit(process, resource.RLIMIT_FSIZE)
         resource.prlimit(process, resource.RLIMIT_FSIZE, (0, hard))
     elif kind == "link":
-        for each in _connections(process):
-            _cut(process, each)
+        first, *others = _connections(process)
+        _cut(process, first)
+        with contextlib.suppress(OSError):  # the process may have ended
+            for each in others:
+                _cut(process, each)
     else:
         (monitor,) = _children(process) if kind == "monitor" else [process]
         os.kill(monitor, _SIGNALS.get(kind, signal.SIGKILL))

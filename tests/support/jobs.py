@@ -41,7 +41,7 @@ _RESERVED: list[socket.socket] = []
 def free_port() -> int:
     """A port that is free, and that nobody else is given while this process runs, though whoever names it may listen.
 
-    It stays bound, as in `runtime/cluster/attempt.py`: one that was asked for and let go was given to another job that
+    It stays bound, as in `jobs/attempt.py`: one that was asked for and let go was given to another job that
     began at the same time.
     """
     reserved = socket.socket()
@@ -110,7 +110,7 @@ class Job:
 
 
 def run(
-    worker: str, *words: Any, processes: int, devices: int = 1, timeout: float = 90.0, each: Any = None
+    worker: str, *words: Any, processes: int, devices: int = 1, timeout: float = 300.0, each: Any = None
 ) -> list[Ended]:
     """Runs a script of `tests/support/workers` in many processes; `each(rank)` changes its variables, None unsets."""
     command = [str(WORKERS / worker), *map(str, words)]

@@ -15,7 +15,7 @@ from shardkit.config import DistributedConfig
 from shardkit.runtime.cluster import environment
 from support import jobs
 
-SLACK = 5.0
+SLACK = 60.0  # seconds; 5 on a quiet machine
 
 
 # proves S98, S99, S102, S110, T3: the job's devices, and of them a process' own, in a job that was initialized
@@ -54,12 +54,12 @@ def variables(**by_rank):
 
 def test_missing_processes_are_named():
     each = variables(p0={"JAX_NUM_PROCESSES": "4"}, p1={"JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"})
-    ended = jobs.run("meet.py", "--timeout", 3, processes=2, each=each)
+    ended = jobs.run("meet.py", "--timeout", 10, processes=2, each=each)
     refused(
         ended,
-        r"initialize: processes 1, 3 of 4 did not connect to 127\.0\.0\.1:\d+ within 3 s\. Read their output, or raise "
+        r"initialize: processes 1, 3 of 4 did not connect to 127\.0\.0\.1:\d+ within 10 s\. Read their output, or raise "
         r"timeout\.",
-        within=3,
+        within=10,
     )
 
 
@@ -82,23 +82,24 @@ def test_a_monitor_that_still_waits_ends_with_its_process():
         f"MonitorClient(Place('127.0.0.1', {port}, 0, 2, 60.0, True))"
     )
     with subprocess.Popen([sys.executable, "-c", script]) as process:
-        until = time.monotonic() + 30.0
-        while not taken(port):
+        until = time.monotonic() + SLACK
+        while not listens(port):
             assert time.monotonic() < until
             time.sleep(0.05)
         process.kill()
-    until = time.monotonic() + 5.0
-    while taken(port):
+    until = time.monotonic() + SLACK
+    while listens(port):
         assert time.monotonic() < until
         time.sleep(0.05)
 
 
-def taken(port):
+def listens(port):
+    """Asked by a connection: to try to listen there could take the port from the monitor."""
     try:
-        socket.create_server(("", port)).close()
+        socket.create_connection(("127.0.0.1", port)).close()
     except OSError:
-        return True
-    return False
+        return False
+    return True
 
 
 def test_devices_that_were_touched():
@@ -209,4 +210,4 @@ def test_a_port_of_the_tests_is_given_to_nobody_else():
         others = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(100)]
         assert len({*ports, *others}) == 200
         stack.enter_context(socket.create_server(("127.0.0.1", ports[0])))  # whoever was told of it may have it
-        assert taken(ports[0]) and not taken(ports[1])
+        assert listens(ports[0]) and not listens(ports[1])

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.runtime.data import text as corpus
+from shardkit.cli import text as corpus
 from shardkit.runtime.data.loader import loader
 from support import jobs
 
@@ -157,7 +157,7 @@ def test_grain_splits_by_process(seen):
     assert all(first == again != other for first, again, other in (each["grain"] for each in every))
 
 
-# proves F65, F66: the losses are those of one process, which goes on where the job stopped
+# proves F65, F66, F70: the losses are those of one process, which goes on where the job stopped
 def test_training_and_resuming_with_another_process_count(seen):
     size, every = seen
     mesh = sk.make_mesh(jax.devices()[: size[0] * size[1]], data=size[0] * size[1])

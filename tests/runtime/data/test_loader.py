@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.runtime.data import text as corpus
+from shardkit.cli import text as corpus
 from shardkit.runtime.data.loader import loader, prefetch_to_device
 from support.refusals import raises
 

@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
+from shardkit.cli import text as corpus
 from shardkit.runtime.data import arrays, reading
-from shardkit.runtime.data import text as corpus
 from shardkit.runtime.data.loader import loader
 from shardkit.runtime.drift import replica_drift
 from shardkit.runtime.triage import nonfinite, triage

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from shardkit.runtime.data import text as corpus
+from shardkit.cli import text as corpus
 from support.refusals import value_error
 
 PINNED = [132, 193, 161, 136]
