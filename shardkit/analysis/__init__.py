@@ -15,7 +15,6 @@ from shardkit.analysis.jaxpr.explain import Explanation, Reason, explain
 from shardkit.analysis.jaxpr.lint import lint
 from shardkit.analysis.jaxpr.rules import RULES, Finding
 from shardkit.analysis.profiling.profile import profile, trace
-from shardkit.analysis.profiling.scaling import Scaling, scaling
 from shardkit.analysis.profiling.timings import Profile, Timing
 
 __all__ = [
@@ -30,7 +29,6 @@ __all__ = [
     "Profile",
     "Reason",
     "Row",
-    "Scaling",
     "Timing",
     "aot",
     "audit",
@@ -41,6 +39,5 @@ __all__ = [
     "explain",
     "lint",
     "profile",
-    "scaling",
     "trace",
 ]

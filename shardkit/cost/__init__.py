@@ -12,7 +12,7 @@ from shardkit.cost.quantization import quantization_error, quantized_bytes
 from shardkit.cost.rooflines import Roofline, critical_intensity, data_parallel_batch, roofline, tensor_parallel_ways
 from shardkit.cost.times import collective_time, hierarchical_time, torus_time
 from shardkit.cost.transformer import mfu, transformer_flops, transformer_parameters
-from shardkit.cost.volumes import Volume, context_volume, expert_volume, pipeline_volume, tensor_volume
+from shardkit.cost.volumes import Volume, context_volume, expert_volume, tensor_volume
 from shardkit.cost.zero import ZeroMemory, zero_breakdown, zero_memory, zero_volume
 
 __all__ = [
@@ -43,7 +43,6 @@ __all__ = [
     "links",
     "mfu",
     "model_activation_memory",
-    "pipeline_volume",
     "quantization_error",
     "quantized_bytes",
     "ring_from",

@@ -154,54 +154,6 @@ def context_volume(
     return Volume(moved, moved)
 
 
-def pipeline_volume(
-    *,
-    batch: int,
-    sequence: int,
-    hidden: int,
-    microbatches: int = 1,
-    chunks: int = 1,
-    tensor: int = 1,
-    value_bytes: float = 2,
-) -> Volume:
-    """Bytes that one inner stage sends per step: activations forward, their gradients backward, once per chunk.
-
-    Args:
-        batch: sequences of one microbatch.
-        sequence: tokens per sequence.
-        hidden: model width.
-        microbatches: microbatches per step.
-        chunks: model chunks per stage; v chunks send v times as much.
-        tensor: ways over which the sent activations are sharded (sequence parallelism, or Megatron's scatter/gather).
-        value_bytes: bytes per value.
-
-    Returns:
-        Volume, bytes.
-
-    Raises:
-        ValueError: a size below 1, or value_bytes that are not positive.
-
-    Example:
-        >>> sk.cost.pipeline_volume(batch=1, sequence=1024, hidden=512, microbatches=8)
-        Volume(forward=8388608.0, backward=8388608.0)
-
-    Source: Narayanan et al., Efficient Large-Scale Language Model Training (arXiv:2104.04473), sections 2.2, 3.2
-    and 4.1.
-    """
-    batch, sequence, hidden, microbatches, chunks, tensor = _check.whole(
-        "pipeline_volume",
-        batch=batch,
-        sequence=sequence,
-        hidden=hidden,
-        microbatches=microbatches,
-        chunks=chunks,
-        tensor=tensor,
-    )
-    [value_bytes] = _check.positive("pipeline_volume", value_bytes=value_bytes)
-    sent = float(batch * sequence * hidden * value_bytes * microbatches * chunks / tensor)
-    return Volume(sent, sent)
-
-
 def expert_volume(
     *, tokens: int, hidden: int, ways: int, top_k: int = 1, capacity_factor: float = 1.0, value_bytes: float = 2
 ) -> Volume:

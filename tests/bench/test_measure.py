@@ -5,8 +5,10 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import shardkit as sk
 from shardkit import bench
 from shardkit.bench import Case, Sample
 
@@ -121,6 +123,29 @@ def test_a_row_whose_cases_disagree_is_refused(mode):  # proves F80
 def test_a_single_case_must_be_finite():
     with pytest.raises(ValueError, match=r"'only' differs from 'only' by inf in leaf \[0\]"):
         bench.measure("test", "row", [adding("only", np.nan)], calls=1, rounds=1)
+
+
+# proves S126: a case for each mesh; its speed-up is of the times of the same round, whatever the number of devices
+def test_a_train_step_on_three_meshes():
+    states, w = {}, jnp.arange(16.0).reshape(4, 4) / 16
+
+    def on(devices, scale=1.0):
+        mesh = sk.make_mesh(jax.devices()[:devices], data=devices)
+        loss = sk.value_and_grad(lambda params, x, keys: scale * jnp.mean(jnp.square(x @ params["w"])))
+        init, step = sk.make_train_step(loss, optax.sgd(1e-3, momentum=0.9), mesh=mesh, plan=sk.dp("data"))
+        states[devices] = init({"w": w}, jax.random.key(0))
+        return Case(str(devices), step, states[devices], (jnp.ones((8, 4)),), lambda state, metrics: metrics["loss"])
+
+    cases, asked = [on(1), on(2), on(8)], {"mode": "dispatched", "calls": 2, "rounds": 3}
+    records = bench.measure("scaling", "a step", cases, **asked)
+    assert [record["case"] for record in records] == ["1", "2", "8"]
+    alone = np.array(records[0]["samples"]["wall_us"])
+    for record in records:
+        taken = np.array(record["samples"]["wall_us"]) / alone
+        assert record["wall_ratio_median"] == pytest.approx(np.median(taken), rel=1e-3)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(states))  # donated copies, not these
+    with pytest.raises(ValueError, match="'8' differs from '1' by "):
+        bench.measure("scaling", "a step", [cases[0], on(8, scale=2.0)], **asked)
 
 
 def test_disagreement_is_relative_to_the_largest_element():

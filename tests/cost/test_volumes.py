@@ -85,9 +85,7 @@ def test_ulysses_volume_is_what_its_all_to_alls_send():
     assert float(found.sent()) == volume.total
 
 
-def test_pipeline_and_expert_volume():
-    assert cost.pipeline_volume(batch=2, sequence=8, hidden=4) == (128, 128)
-    assert cost.pipeline_volume(batch=2, sequence=8, hidden=4, microbatches=5, chunks=3, tensor=2).total == 15 * 128
+def test_expert_volume():
     assert cost.expert_volume(tokens=10, hidden=4, ways=5) == (2 * 64, 2 * 64)
     assert cost.expert_volume(tokens=10, hidden=4, ways=5, top_k=2, capacity_factor=1.25).forward == 2.5 * 128
 

@@ -1561,13 +1561,6 @@ _ANALYSIS = (
         FIGURE,
     ),
     Mutant(
-        "speed-up-inverted",
-        "shardkit/analysis/profiling/scaling.py",
-        "speed_up = wall[:, :1] / wall * work",
-        "speed_up = wall / wall[:, :1] * work",
-        ORDER,
-    ),
-    Mutant(
         "hosts-share-a-switch",
         "shardkit/analysis/hlo/time_model.py",
         "if spans & {0, 1} else",

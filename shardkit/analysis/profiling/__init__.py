@@ -1,4 +1,4 @@
-"""Readers of a run: profiles and traces with their collectives, and measured scaling.
+"""Readers of a run: profiles and traces, with their collectives.
 
 Start with `profile.py`. Imports cost and `analysis/hlo`, whose collectives are timed.
 """

@@ -6,16 +6,18 @@ name of the instruction.
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.profiler import ProfileData
 
 from shardkit._check import whole
@@ -23,8 +25,7 @@ from shardkit._typed import typed
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import CompiledRow, collectives_of
 from shardkit.analysis.jaxpr.census import mesh_sizes, traceable
-from shardkit.analysis.profiling.runs import machine, refuse_abstract, repeatable
-from shardkit.analysis.profiling.timings import Profile, Span, Spans, profile_of
+from shardkit.analysis.profiling.timings import Machine, Profile, Span, Spans, profile_of
 
 
 @typed
@@ -104,14 +105,14 @@ def profile(fn: Callable[..., Any], *args: Any, calls: int = 3, folder: str | Pa
     Source: nccl-tests, doc/PERFORMANCE.md, for the size of a collective and both bandwidths.
     """
     whole("profile", calls=calls)
-    refuse_abstract("profile", args)
+    _refuse_abstract(args)
     run = traceable(fn)
     traced = run.trace(*args)
     executable = traced.lower().compile().runtime_executable()
     module = proto.read(executable.hlo_modules()[0].as_serialized_hlo_module_proto())
     rows = collectives_of(module, mesh_sizes(traced.jaxpr.jaxpr, args))
-    prepare = repeatable(run, args)
-    here = machine()
+    prepare = _repeatable(run, args)
+    here = _machine()
     steps = []
     with TemporaryDirectory(prefix="shardkit-profile-") if folder is None else nullcontext(folder) as kept:
         with _recording("profile", Path(kept), python=False, perfetto=folder is not None):
@@ -125,6 +126,46 @@ def profile(fn: Callable[..., Any], *args: Any, calls: int = 3, folder: str | Pa
         data = ProfileData.from_file(str(recorded))
         spans = read_spans(data, module, rows, here.platform)
     return profile_of(rows, spans, steps, here)
+
+
+def _machine() -> Machine:
+    """Where this process runs."""
+    first = jax.devices()[0]
+    # The cores that a container grants, where the system can say it.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Machine(jax.__version__, first.platform, first.device_kind, jax.device_count(), cores)
+
+
+def _refuse_abstract(args: Any) -> None:
+    """Refuses ShapeDtypeStructs as arguments of a program that will run."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(
+                "profile: arguments must be arrays, because the program runs; got a ShapeDtypeStruct at "
+                f"args{jax.tree_util.keystr(path)}. Pass arrays, or use aot.compile, which runs nothing."
+            )
+
+
+def _repeatable(fn: Callable[..., Any], args: Sequence[Any]) -> Callable[[], Callable[[], Any]]:
+    """Calls `fn` once, on copies, which compiles it and shows what it donates; then `prepare() -> call`.
+
+    `prepare` copies what is donated, so that the caller's arrays stay valid, and waits: only `call()` need be timed.
+    """
+    leaves, tree = jax.tree.flatten(tuple(args))
+    first = [_copy(leaf) for leaf in leaves]
+    jax.block_until_ready(fn(*jax.tree.unflatten(tree, jax.block_until_ready(first))))
+    donated = [isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in first]
+
+    def prepare() -> Callable[[], Any]:
+        fresh = [_copy(leaf) if gone else leaf for leaf, gone in zip(leaves, donated, strict=True)]
+        ready = jax.tree.unflatten(tree, jax.block_until_ready(fresh))
+        return lambda: jax.block_until_ready(fn(*ready))
+
+    return prepare
+
+
+def _copy(leaf: Any) -> Any:
+    return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
 def read_spans(data: Any, module: proto.Module, rows: Iterable[CompiledRow], platform: str) -> Spans:

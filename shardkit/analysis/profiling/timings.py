@@ -12,13 +12,39 @@ from shardkit import cost
 from shardkit._check import counted
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.report import size
-from shardkit.analysis.profiling.runs import Machine
 from shardkit.layout import table
 
 SIMULATED = (
     "These devices are simulated: a collective's time is mostly threads waiting for each other and for a core. "
     "Counts, bytes and outliers are meaningful; bandwidths are not."
 )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a measurement ran.
+
+    Attributes:
+        jax: its version.
+        platform: "cpu", "gpu", "tpu".
+        kind: the name of the devices.
+        devices: their number, over all processes.
+        cores: CPU cores that this process may use.
+    """
+
+    jax: str
+    platform: str
+    kind: str
+    devices: int
+    cores: int
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the devices are threads that share the CPU's cores."""
+        return self.platform == "cpu"
+
+    def __str__(self) -> str:
+        return f"jax {self.jax}, {self.devices} x {self.kind} ({self.platform}), {self.cores} CPU cores"
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.analysis import compiled, lint, scaling
+from shardkit.analysis import compiled, lint
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import collectives_of, total_work
 
@@ -102,24 +101,6 @@ def test_expects_says_what_the_compiler_added(mesh2x4):  # proves F88
     with pytest.raises(AssertionError) as error:
         sk.expects().check_compiled(lambda x: x.sum(), x)
     assert "- added: 1 x all_reduce over 'data', 4 bytes at test_on_this_machine.py:" in str(error.value)
-
-
-def test_a_real_train_step_on_three_meshes():
-    states = {}
-
-    def make(devices):
-        mesh = sk.make_mesh(jax.devices()[:devices], data=devices)
-        loss = sk.value_and_grad(lambda params, x, keys: jnp.mean(jnp.square(x @ params["w"])))
-        init, step = sk.make_train_step(loss, optax.sgd(1e-3, momentum=0.9), mesh=mesh, plan=sk.dp("data"))
-        states[devices] = init({"w": jnp.ones((4, 4))}, jax.random.key(0))
-        return step, (states[devices], jnp.ones((8, 4)))
-
-    report = scaling(make, [1, 2, 8], calls=1, rounds=2)
-    assert [size.devices for size in report.sizes] == [1, 2, 8]
-    assert report.sizes[0].speed_up == report.sizes[0].efficiency == (1, 1, 1)
-    assert all(size.wall.median > 0 for size in report.sizes)
-    assert report.notes[0].startswith("These devices are simulated and share ")
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(states))  # donated copies, not these
 
 
 def test_the_trace_as_another_process_leaves_nothing_behind():

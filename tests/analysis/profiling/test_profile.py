@@ -23,8 +23,7 @@ from shardkit.analysis.hlo.collectives import collectives_of
 from shardkit.analysis.hlo.differences import compiled
 from shardkit.analysis.jaxpr.census import mesh_sizes
 from shardkit.analysis.profiling.profile import read_spans
-from shardkit.analysis.profiling.runs import Machine
-from shardkit.analysis.profiling.timings import SIMULATED, Span, profile_of
+from shardkit.analysis.profiling.timings import SIMULATED, Machine, Span, profile_of
 from shardkit.models import transformer
 from support.recorded.programs import PROGRAMS
 from support.recorded.record import load
