@@ -244,7 +244,7 @@ def make_train_step(
         init, run = made(plan), compiled(plan)
     else:
         init, run = init_as_laid_out(made, plan, axes), AsLaidOut(compiled, plan, axes)
-    check = state_check(plan, mesh) if set(axes) == set(mesh.axis_names) else None  # else the layouts are the caller's
+    check = state_check(plan, given) if set(axes) == set(mesh.axis_names) else None  # else the layouts are the caller's
     step = keyed(run, stop=nonfinite == "stop", dynamic=policy.loss_scale == "dynamic", check=check)
     step.plan, step.mesh, step.manual = plan, mesh, manual  # type: ignore[attr-defined]  # for `sk.report`
     step.schedule = getattr(grad_fn, "schedule", None)  # type: ignore[attr-defined]

@@ -57,8 +57,8 @@ def test_missing_processes_are_named():
     ended = jobs.run("meet.py", "--timeout", 10, processes=2, each=each)
     refused(
         ended,
-        r"initialize: processes 1, 3 of 4 did not connect to 127\.0\.0\.1:\d+ within 10 s\. Read their output, or raise "
-        r"timeout\.",
+        r"initialize: processes 1, 3 of 4 did not connect to 127\.0\.0\.1:\d+ within 10 s\. Read their output, or "
+        r"raise timeout\.",
         within=10,
     )
 
