@@ -47,7 +47,7 @@ def layers_unrolled(count: int) -> Any:
 def attention(tokens: int, devices: int, block: int, order: str) -> Any:
     """The trace of ring attention and its gradient."""
     mesh = sk.abstract_mesh(context=devices)
-    attend = lambda q, k, v: sk.ring_attention(q, k, v, "context", order=order, block=block)  # noqa: E731
+    attend = lambda q, k, v: sk.layers.ring_attention(q, k, v, "context", order=order, block=block)  # noqa: E731
     mapped = jax.shard_map(attend, mesh=mesh, in_specs=P(None, "context"), out_specs=P(None, "context"))
     x = jax.ShapeDtypeStruct((1, tokens, 8, 128), jnp.bfloat16)
     return jax.make_jaxpr(jax.grad(lambda *qkv: mapped(*qkv).astype(jnp.float32).sum(), argnums=(0, 1, 2)))(x, x, x)

@@ -46,12 +46,12 @@ def gathered(q_btHK: jax.Array, k_btGK: jax.Array, v_btGK: jax.Array) -> jax.Arr
 def forms(tokens: int) -> dict[str, tuple[Kernel, int]]:
     """By name: the kernel, and the pairs of the device that has most of them; `tokens` is of one device."""
     half = tokens // 2
-    ring = partial(sk.ring_attention, axis="c", block=half)
+    ring = partial(sk.layers.ring_attention, axis="c", block=half)
     return {
         "gathered, masked": (gathered, 4 * N),
         "ring, contiguous": (partial(ring, order="contiguous"), 4 * N - 1),
         "ring, zigzag": (partial(ring, order="zigzag"), 2 * N + 1),
-        "ulysses": (partial(sk.ulysses_attention, axis="c", block=half), 2 * N + 1),
+        "ulysses": (partial(sk.layers.ulysses_attention, axis="c", block=half), 2 * N + 1),
     }
 
 
@@ -75,7 +75,7 @@ def on_one_device(arrays: Arrays, calls: int, *, causal: bool) -> Arrays:
     """What so many steps must give."""
 
     def both(arrays: Arrays) -> Arrays:
-        y, backward = jax.vjp(partial(sk.dot_attention, causal=causal), *arrays)
+        y, backward = jax.vjp(partial(sk.layers.dot_attention, causal=causal), *arrays)
         return backward(y)
 
     step = jax.jit(partial(moved, both))
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     calls, rounds = (1, 1) if options.smoke else (options.calls or 2, options.rounds or 10)
     causal, full = (on_one_device(arrays, calls, causal=causal) for causal in (True, False))
     cases = [case(name, kernel, mesh, arrays, causal) for name, (kernel, _) in forms(tokens).items()]
-    everything = partial(sk.ring_attention, axis="c", block=tokens // 2, causal=False)
+    everything = partial(sk.layers.ring_attention, axis="c", block=tokens // 2, causal=False)
     cases.append(case("ring, every block", everything, mesh, arrays, full))
     for name, (_, pairs) in forms(tokens).items():
         print(f"{name}: {pairs} half-chunk pairs on the device that has most")

@@ -32,9 +32,9 @@ def swiglu(w: Any, x_SD: jax.Array, dot: Any) -> jax.Array:
     return dot(jax.nn.silu(dot(x_SD, w["gate"])) * dot(x_SD, w["up"]), w["down"])
 
 
-def routed(routing: sk.Capacity | sk.Dropless) -> Moe:
+def routed(routing: sk.layers.Capacity | sk.layers.Dropless) -> Moe:
     """`moe` with this routing."""
-    return lambda x, router, w: sk.moe(x, router, w, swiglu, "expert", top_k=TOP_K, routing=routing)[0]
+    return lambda x, router, w: sk.layers.moe(x, router, w, swiglu, "expert", top_k=TOP_K, routing=routing)[0]
 
 
 def dense_loop(x_bTD: jax.Array, router_DE: jax.Array, w: Any) -> jax.Array:
@@ -95,11 +95,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = start(__doc__, argv, devices=8, explain="count all_to_alls and bytes instead of timing")
     mesh = sk.make_mesh(expert=-1)
     kinds = {
-        "capacity E": routed(sk.Capacity(EXPERTS)),
-        "dropless": routed(sk.Dropless()),
+        "capacity E": routed(sk.layers.Capacity(EXPERTS)),
+        "dropless": routed(sk.layers.Dropless()),
         "dense loop": dense_loop,
-        "capacity 1.25": routed(sk.Capacity(1.25)),
-        "capacity 2": routed(sk.Capacity(2.0)),
+        "capacity 1.25": routed(sk.layers.Capacity(1.25)),
+        "capacity 2": routed(sk.layers.Capacity(2.0)),
     }
     for label, sizes in list(SIZES.items())[: 1 if options.smoke else None]:
         calls, rounds = options.calls or (2 if options.smoke else 5), options.rounds or (2 if options.smoke else 10)

@@ -15,7 +15,7 @@ class Block(eqx.Module):
 
     def __call__(self, x, axis=None):  # self.mlp, with its second product summed over the axis
         h = self.mlp.activation(jax.vmap(self.mlp.layers[0])(jax.vmap(self.norm)(x)))
-        return x + sk.row_linear(h, self.mlp.layers[1].weight.T, axis) + self.mlp.layers[1].bias[None]
+        return x + sk.layers.row_linear(h, self.mlp.layers[1].weight.T, axis) + self.mlp.layers[1].bias[None]
 
 
 make = eqx.filter_vmap(lambda key: Block(eqx.nn.LayerNorm(8), eqx.nn.MLP(8, 8, 32, 1, jax.nn.gelu, key=key)))

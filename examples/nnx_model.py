@@ -18,7 +18,7 @@ class Block(nnx.Module):
         self.down = nnx.Linear(32, 8, use_bias=False, kernel_init=split(init, ("model", None)), rngs=rngs)
 
     def __call__(self, x, axis=None):  # row_linear is self.down, summed over the axis
-        return x + sk.row_linear(nnx.gelu(self.up(self.norm(x))), self.down.kernel[...], axis)
+        return x + sk.layers.row_linear(nnx.gelu(self.up(self.norm(x))), self.down.kernel[...], axis)
 
 
 layers = nnx.vmap(Block, transform_metadata={nnx.PARTITION_NAME: None})(nnx.Rngs(0).split(4))

@@ -24,7 +24,7 @@ def all_reduce(x, axis):
         partner = [(i, i ^ hop) for i in range(n)]
         other = lax.ppermute(x, axis, partner)
         x = jnp.where((me & hop) > 0, jnp.concatenate([other, x]), jnp.concatenate([x, other]))
-    return sk.assume_replicated(x, axis)  # jax cannot know that all devices have the same x now
+    return sk.collectives.assume_replicated(x, axis)  # jax cannot know that all devices have the same x now
 
 
 if __name__ == "__main__":

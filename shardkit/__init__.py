@@ -12,6 +12,7 @@ from __future__ import annotations
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 from typing import Any as _Any
+from warnings import warn as _warn
 
 from shardkit.collectives import (
     algorithms,
@@ -19,34 +20,20 @@ from shardkit.collectives import (
     all_gather_matmul,
     all_reduce,
     all_to_all,
-    assume_replicated,
     axis_index,
     axis_size,
     broadcast,
     compressed,
-    debug_print,
-    gather_to_one,
-    halo_exchange,
     hierarchical,
     matmul_reduce_scatter,
-    prefix_scan,
     reduce_scatter,
     ring,
     shift,
     vary,
 )
-from shardkit.collectives.algorithms import Algorithm
 from shardkit.config import DistributedConfig
 from shardkit.evaluate import make_eval_step
 from shardkit.inspection import describe
-from shardkit.layers.attention import dot_attention
-from shardkit.layers.context_attention import ring_attention, ulysses_attention
-from shardkit.layers.linear import column_linear, device_major_qkv, local_groups, row_linear
-from shardkit.layers.moe import moe
-from shardkit.layers.norms import sharded_layer_norm, sharded_moments, sharded_rms_norm
-from shardkit.layers.routing import Capacity, Dropless, route, routing_stats
-from shardkit.layers.vocabulary import vocab_cross_entropy, vocab_cross_entropy_and_hits, vocab_embed
-from shardkit.layers.zigzag import positions, zigzag
 from shardkit.layout import bytes_per_device, global_shape, local_shape, shard, specs_from_rules
 from shardkit.mesh import abstract_mesh, make_hybrid_mesh, make_mesh
 from shardkit.partitioning.gradient import GradFn, Mean, value_and_grad
@@ -64,119 +51,117 @@ from shardkit.simulated import simulate_devices
 from shardkit.strategies.context import cp
 from shardkit.strategies.data import dp
 from shardkit.strategies.expert import ep
-from shardkit.strategies.pipeline import pipeline, pipeline_loss, pipeline_value_and_grad, pp
+from shardkit.strategies.pipeline import pipeline, pp
+from shardkit.strategies.pipeline import pipeline_loss as pipeline_loss  # deprecated, as the next one
+from shardkit.strategies.pipeline import pipeline_value_and_grad as pipeline_value_and_grad
 from shardkit.strategies.tensor import tp
 from shardkit.strategies.zero import fsdp, zero1, zero2
 from shardkit.train import NonFiniteError, TrainState, TrainStep, make_train_step
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Algorithm",
-    "Capacity",
+__all__ = [  # noqa: RUF022  (in the groups of the reference)
+    # meshes and devices
+    "make_mesh",
+    "abstract_mesh",
+    "make_hybrid_mesh",
+    "simulate_devices",
     "DistributedConfig",
-    "Dropless",
+    "describe",
+    # layouts
+    "shard",
+    "local_shape",
+    "global_shape",
+    "bytes_per_device",
+    "specs_from_rules",
+    "reshard",
+    "reshard_steps",
+    # train steps
+    "make_train_step",
+    "make_eval_step",
+    "value_and_grad",
     "GradFn",
     "Mean",
-    "NonFiniteError",
-    "PipelineGradFn",
-    "PipelineLoss",
-    "Plan",
     "Precision",
-    "Split",
     "TrainState",
     "TrainStep",
-    "abstract_mesh",
-    "algorithms",
-    "all_gather",
-    "all_gather_matmul",
-    "all_reduce",
-    "all_to_all",
-    "assume_replicated",
-    "axis_index",
-    "axis_size",
-    "broadcast",
-    "bytes_per_device",
-    "chain",
-    "column_linear",
-    "compressed",
+    "NonFiniteError",
+    "init_residuals",
+    "unpadded",
+    # plans
+    "dp",
+    "zero1",
+    "zero2",
+    "fsdp",
+    "tp",
     "cp",
-    "debug_print",
-    "describe",
-    "device_major_qkv",
+    "ep",
+    "pp",
+    "chain",
+    "strategy",
+    "Plan",
+    "Split",
+    # pipelines
+    "pipeline",
+    "PipelineGradFn",
+    "PipelineLoss",
+    "submeshes",
     "device_put_pipeline",
     "device_put_value_and_grad",
-    "dot_attention",
-    "dp",
-    "dropout",
-    "ep",
+    # layer by layer
+    "gathered",
+    "scan_layers",
+    # collectives
+    "vary",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "shift",
+    "broadcast",
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "axis_index",
+    "axis_size",
+    "ring",
+    "hierarchical",
+    "compressed",
+    "algorithms",
+    # random numbers
     "example_keys",
     "fold_axes",
     "fold_axis",
     "fold_keys",
-    "fsdp",
-    "gather_to_one",
-    "gathered",
-    "global_shape",
-    "halo_exchange",
-    "hierarchical",
-    "init_residuals",
-    "local_groups",
-    "local_shape",
-    "make_eval_step",
-    "make_hybrid_mesh",
-    "make_mesh",
-    "make_train_step",
-    "matmul_reduce_scatter",
-    "moe",
-    "pipeline",
-    "pipeline_loss",
-    "pipeline_value_and_grad",
-    "positions",
-    "pp",
-    "prefix_scan",
-    "reduce_scatter",
-    "reshard",
-    "reshard_steps",
-    "ring",
-    "ring_attention",
-    "route",
-    "routing_stats",
-    "row_linear",
-    "scan_layers",
-    "shard",
-    "sharded_layer_norm",
-    "sharded_moments",
-    "sharded_rms_norm",
-    "shift",
-    "simulate_devices",
-    "specs_from_rules",
     "step_key",
-    "strategy",
-    "submeshes",
-    "tp",
-    "ulysses_attention",
-    "unpadded",
-    "value_and_grad",
-    "vary",
-    "vocab_cross_entropy",
-    "vocab_cross_entropy_and_hits",
-    "vocab_embed",
-    "zero1",
-    "zero2",
-    "zigzag",
+    "dropout",
 ]
 
-_LAZY = ("analysis", "bench", "cost", "models", "planner", "reporting", "runtime", "schedules", "testing", "viz")
+_LAZY = (
+    "analysis",
+    "bench",
+    "collectives",
+    "cost",
+    "layers",
+    "models",
+    "planner",
+    "reporting",
+    "runtime",
+    "schedules",
+    "testing",
+    "viz",
+)
 _LAZY_NAMES = {
     **dict.fromkeys(("Finding", "aot", "audit", "census", "collective", "expects", "explain", "lint"), "analysis"),
     "report": "reporting",
 }
+_FACES = ("layers", "collectives", "collectives.algorithms")  # names of theirs that stood here warn until 0.2
 
 if TYPE_CHECKING:  # what a type checker sees of the names that are imported on first use
     from shardkit import analysis as analysis
     from shardkit import bench as bench
+    from shardkit import collectives as collectives
     from shardkit import cost as cost
+    from shardkit import layers as layers
     from shardkit import models as models
     from shardkit import planner as planner
     from shardkit import reporting as reporting
@@ -200,8 +185,13 @@ else:  # a checker that sees __getattr__ accepts every name
             return _import_module(f"shardkit.{name}")
         if name in _LAZY_NAMES:
             return getattr(_import_module(f"shardkit.{_LAZY_NAMES[name]}"), name)
+        for face in _FACES if name[0] != "_" else ():
+            module = _import_module(f"shardkit.{face}")
+            if name in module.__all__:
+                _warn(f"sk.{name} has moved: use sk.{face}.{name}.", DeprecationWarning, stacklevel=2)
+                return getattr(module, name)
         raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, *_LAZY_NAMES})
+    return sorted({*__all__, *_LAZY, *_LAZY_NAMES})

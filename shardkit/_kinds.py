@@ -146,7 +146,7 @@ _MESH = Kind("a mesh", lambda x: isinstance(x, Mesh | AbstractMesh), "Pass for e
 _REMEDIES = {
     "GradFn": "Pass sk.value_and_grad(loss_fn)",
     "Plan": "Pass for example sk.dp('data'), or sk.chain(...) of several",
-    "Capacity": "Pass for example sk.Capacity(1.25), or sk.Dropless()",
+    "Capacity": "Pass for example sk.layers.Capacity(1.25), or sk.layers.Dropless()",
     "Schedule": "Pass for example sk.schedules.gpipe(devices=2, microbatches=4)",
 }
 PLAN = Kind("a Plan", lambda x: hasattr(x, "describe"), _REMEDIES["Plan"])

@@ -74,15 +74,15 @@ RANGES = {
         mesh=MESH, deadlines=runtime.Deadlines(data=0)
     ),
     r"halo_exchange: before must be at most the rows of 1024 devices of 2 rows each; got 1000000000\. Lower "
-    r"before\.": lambda: on_devices(lambda x: sk.halo_exchange(x, "data", before=10**9)),
+    r"before\.": lambda: on_devices(lambda x: sk.collectives.halo_exchange(x, "data", before=10**9)),
     r"zigzag: dim must be a dim of at least one array; got 7\. Pass the dim of the tokens\.": lambda: on_devices(
-        lambda x: sk.zigzag(x, "data", dim=7)
+        lambda x: sk.layers.zigzag(x, "data", dim=7)
     ),
     r"vocab_embed: tokens must be integers; got float32\. Convert them to int32\.": lambda: on_devices(
-        lambda x: sk.vocab_embed(x, np.ones((5, 4), "f"), "data")
+        lambda x: sk.layers.vocab_embed(x, np.ones((5, 4), "f"), "data")
     ),
     r"vocab_cross_entropy: label_smoothing must be at least 0 and below 1; got 2\.0\. "
-    r"Pass for example label_smoothing=0\.1\.": lambda: sk.vocab_cross_entropy(
+    r"Pass for example label_smoothing=0\.1\.": lambda: sk.layers.vocab_cross_entropy(
         np.ones((2, 3, 4), "f"), np.ones((4, 5), "f"), np.ones((2, 3), int), None, label_smoothing=2.0
     ),
     r"planner: batch must be at most 1,000,000,000; got 1e\+30\. Correct batch\.": lambda: planner.search(

@@ -77,6 +77,7 @@ def test_a_page_names_what_is_there(name):
     links = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M))
     made = {
         "proved.md",
+        "proved_f.md",
         "papers.md",
         "reference/commands.md",
         *reference.pages(),

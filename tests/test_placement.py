@@ -80,8 +80,8 @@ def test_metadata_of_the_initialiser_is_kept(mapped, mesh2x4):
     specs = sk.specs_from_rules(names, {"embed": "data" if mapped is None else None, "hidden": "model"})
 
     def loss(params, batch, keys):
-        hidden = sk.column_linear(batch * params["gain"][None], params["up"], "model")
-        return sk.Mean.of(sk.row_linear(hidden, params["down"], "model") ** 2)
+        hidden = sk.layers.column_linear(batch * params["gain"][None], params["up"], "model")
+        return sk.Mean.of(sk.layers.row_linear(hidden, params["down"], "model") ** 2)
 
     if mapped is None:  # the same metadata under other rules, without a step: parameters alone
         params = jax.jit(unboxed, out_shardings=jax.tree.map(lambda s: jax.NamedSharding(mesh2x4, s), specs))(

@@ -1,19 +1,26 @@
-"""The files of examples/ as pages."""
+"""The files of examples/ as a page."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 
-def page(path: Path) -> str:
-    """An example as Markdown: its docstring begins the page, and its first words are the heading."""
+def page(paths: Sequence[Path]) -> str:
+    """All examples as Markdown."""
+    head = "What users write outside of the package. Each is a file of `examples/`, which a test runs."
+    return "\n\n".join(["# Examples", head, *map(section, paths)]) + "\n"
+
+
+def section(path: Path) -> str:
+    """An example: its docstring begins the section, and its first words are the heading."""
     source = path.read_text()
     module = ast.parse(source)
     text = ast.get_docstring(module) or path.stem
     first, _, rest = text.partition("\n\n")
     heading = re.split(r"[,:.] ", " ".join(first.split()))[0].rstrip(".")
     code = "\n".join(source.splitlines()[module.body[0].end_lineno :]).strip()
-    parts = [f"# {heading}", first, rest, f"`examples/{path.name}`:", f"```python\n{code}\n```\n"]
-    return "\n\n".join(part for part in parts if part)
+    parts = [f'<a id="{path.stem}"></a>\n\n## {heading}', first, rest]
+    return "\n\n".join([part for part in parts if part] + [f"`examples/{path.name}`:", f"```python\n{code}\n```"])

@@ -47,15 +47,14 @@ def pages() -> dict[str, str | bytes]:
         text, pictures = notebooks.page(path)
         made[f"learn/{path.stem}.md"] = links.rewritten(text, f"notebooks/{path.name}", f"learn/{path.stem}.md")
         made |= {f"learn/{name}": data for name, data in pictures.items()}
-    for path in sorted((ROOT / "examples").glob("*.py")):
-        made[f"examples/{path.stem}.md"] = examples.page(path)
+    made["examples.md"] = examples.page(sorted((ROOT / "examples").glob("*.py")))
     for file, page in links.PAGES.items():
         if page != "index.md":
             made[page] = links.rewritten(links.titled((ROOT / file).read_text(), page), file, page)
     made |= {f"benchmarks/pictures/{name}": data for name, data in measurements.pictures(ROOT)}
     made["reference/commands.md"] = commands.page()
     made["papers.md"] = papers.page(ROOT / "shardkit")
-    made["proved.md"] = proofs.page(ROOT)
+    made |= proofs.pages(ROOT)
     return made
 
 
@@ -98,8 +97,10 @@ def _link(page: Any) -> Any:
     if not _WHERE:
         for path, text in reference.pages().items():
             _WHERE.update({name: f"{path.removesuffix('.md')}.html#{name}" for name in _anchors(text)})
-        _WHERE.update({face: f"reference/{face}.html" for face in reference.FACES})
-        _WHERE.update({f"examples/{p.name}": f"examples/{p.stem}.html" for p in (ROOT / "examples").glob("*.py")})
+        _WHERE.update(
+            {face: f"reference/{face}.html" for face in reference.FACES.keys() - reference.INSIDE.keys() - {"sk"}}
+        )
+        _WHERE.update({f"examples/{p.name}": f"examples.html#{p.stem}" for p in (ROOT / "examples").glob("*.py")})
 
     def link(found: re.Match[str]) -> str:
         where = _WHERE.get(found[1]) or _WHERE.get(f"sk.{found[1]}")  # from shardkit import testing

@@ -27,7 +27,7 @@ def page_of(file: str) -> str | None:
     if path.suffix == ".ipynb":
         return f"learn/{path.stem}.md"
     if path.parent.as_posix() == "examples" and path.suffix == ".py":
-        return f"examples/{path.stem}.md"
+        return f"examples.md#{path.stem}"
     return PAGES.get(file)
 
 

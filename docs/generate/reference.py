@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 # What users call a module, and where it is. A name that several of them export is on the first page that has it.
 FACES = {
     "sk": "shardkit",
+    "sk.layers": "shardkit.layers",
     "sk.collectives": "shardkit.collectives",
     "sk.ring": "shardkit.collectives.ring",
     "sk.hierarchical": "shardkit.collectives.hierarchical",
@@ -32,18 +33,26 @@ FACES = {
     "sk.viz": "shardkit.viz",
     "sk.models.transformer": "shardkit.models.transformer",
 }
-# Groups of the names of `sk`, by the files that define them.
+# Modules that are too small for a page of their own, and the page on which they are.
+INSIDE = {
+    "sk.collectives": "sk.collectives",  # that of the group of `sk`
+    "sk.ring": "sk.collectives",
+    "sk.hierarchical": "sk.collectives",
+    "sk.compressed": "sk.collectives",
+    "sk.algorithms": "sk.collectives",
+    "sk.aot": "sk.analysis",
+    "sk.reporting": "sk.analysis",
+    "sk.testing.reference": "sk.testing",
+    "sk.testing.laws": "sk.testing",
+}
+# Groups of the names of `sk`, a page each, by the files that define them.
 GROUPS = {
-    "Meshes and devices": ("mesh", "simulated", "config"),
-    "Layouts": ("layout", "inspection", "resharding"),
-    "Training steps": ("train", "evaluate", "precision", "state", "partitioning.gradient"),
-    "Plans": ("strategies", "partitioning.plan", "partitioning.placement", "collectives.algorithms"),
-    "State": ("partitioning.residuals", "partitioning.storage"),
-    "Pipelines": ("strategies.pipeline", "partitioning.staged", "pipeline"),
-    "Collectives": ("collectives",),
-    "Layers": ("layers", "remat"),
-    "Random numbers": ("rng",),
-    "Reading programs": ("analysis", "reporting"),
+    "meshes and layouts": ("mesh", "simulated", "config", "layout", "inspection", "resharding"),
+    "train steps and keys": ("rng", "train", "evaluate", "precision", "state", "partitioning"),
+    "plans": ("strategies", "partitioning.plan", "partitioning.placement", "remat"),
+    "pipelines": ("strategies.pipeline", "partitioning.staged", "pipeline"),
+    "collectives": ("collectives",),
+    "reading programs": ("analysis", "reporting"),
 }
 
 
@@ -133,8 +142,20 @@ def pages() -> dict[str, str]:
     for face in FACES:
         own = [name for name in names(face) if seen.setdefault(name.path, name.called) == name.called]
         elsewhere = [seen[name.path] for name in names(face) if seen[name.path] != name.called]
-        made[f"reference/{face}.md"] = _page(face, own, elsewhere)
-        overview.append(f"## [{face}]({face}.md)\n\n{_says(face)}")
+        if face == "sk":
+            overview.append(f"## sk\n\n{_says(face)}")
+            for title, group in _groups(face, own):
+                file = f"sk.{title.replace(' ', '_')}.md"
+                made[f"reference/{file}"] = "\n\n".join([_boosted(16), f"# sk: {title}", *_described(group)]) + "\n"
+                overview.append(f"[{title}]({file}): " + ", ".join(f"`{name.called}`" for name in group))
+            continue
+        where = f"{face}.md"
+        if face in INSIDE:
+            where = f"{INSIDE[face]}.md#{face}"
+            made[f"reference/{INSIDE[face]}.md"] += "\n" + "\n\n".join(_section(face, own, elsewhere)) + "\n"
+        else:
+            made[f"reference/{where}"] = _page(face, own, elsewhere)
+        overview.append(f"## [{face}]({where})\n\n{_says(face)}")
         for title, group in _groups(face, own):
             overview.append(f"{title}: " + ", ".join(f"`{name.called}`" for name in group))
     made["reference/index.md"] = "\n\n".join(overview) + "\n"
@@ -146,21 +167,32 @@ def _says(face: str) -> str:
     return (inspect.getdoc(importlib.import_module(FACES[face])) or "").split("\n\n")[0]
 
 
-# Whoever searches for a name that several pages have wants that of `sk` first.
-_FIRST = {"sk": 16}
+def _boosted(boost: int) -> str:
+    """The head of a page; whoever searches for a name that several pages have wants that of `sk` first."""
+    return f"---\nsearch:\n  boost: {boost}\n---"
 
 
 def _page(face: str, own: list[Name], elsewhere: list[str]) -> str:
+    parts = [_boosted(2), f"# {face}", *_about(face, elsewhere)]
+    for title, group in _groups(face, own):
+        parts += [f"## {title}", *_described(group)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _section(face: str, own: list[Name], elsewhere: list[str]) -> list[str]:
+    """A module on the page of another."""
+    return [f'<a id="{face}"></a>', f"## {face}", *_about(face, elsewhere), *(_described(own) if own else ())]
+
+
+def _about(face: str, elsewhere: list[str]) -> list[str]:
     text = inspect.getdoc(importlib.import_module(FACES[face])) or ""
     kept = [part for part in text.split("\n\n") if not re.match(r"Start\s+with|Source:", part)]
-    parts = [f"# {face}", *kept]
-    if elsewhere:
-        parts.append("Also here: " + ", ".join(f"`{name}`" for name in elsewhere) + ".")
-    for title, group in _groups(face, own):
-        rows = [f"| `{name.called}` | {name.says.replace('|', chr(92) + '|')} |" for name in group]
-        parts += [f"## {title}", "\n".join(["| name | what it does |", "|---|---|", *rows])]
-        parts += [_block(name) for name in group]
-    return f"---\nsearch:\n  boost: {_FIRST.get(face, 2)}\n---\n\n" + "\n\n".join(parts) + "\n"
+    return kept + (["Also here: " + ", ".join(f"`{name}`" for name in elsewhere) + "."] if elsewhere else [])
+
+
+def _described(group: list[Name]) -> list[str]:
+    rows = [f"| `{name.called}` | {name.says.replace('|', chr(92) + '|')} |" for name in group]
+    return ["\n".join(["| name | what it does |", "|---|---|", *rows]), *map(_block, group)]
 
 
 def _groups(face: str, own: list[Name]) -> Iterator[tuple[str, list[Name]]]:

@@ -1,24 +1,21 @@
 """What a program communicates, read from the program itself.
 
-`jaxpr/` reads the traced program, `hlo/` the compiled one, `profiling/` a run; `auditing/` judges any
-step by all of them. `contracts.py` compares a program with
-the collectives that it should run. Start with `jaxpr/census.py`. Imports collectives, cost and partitioning.
+`jaxpr/` reads the traced program, `hlo/` the compiled one, `profiling/` a run; `judge.py` holds any function against
+the rules in `rules/`, and `contracts.py` against the collectives that it should run. Start with `jaxpr/census.py`.
+Imports collectives, cost and partitioning.
 """
 
-from shardkit.analysis.auditing.audit import Audit, audit
-from shardkit.analysis.auditing.rules import AUDIT_RULES
 from shardkit.analysis.contracts import Collective, collective, expects
 from shardkit.analysis.hlo import aot
 from shardkit.analysis.hlo.differences import Compiled, compiled
 from shardkit.analysis.jaxpr.census import Census, Row, census
 from shardkit.analysis.jaxpr.explain import Explanation, Reason, explain
-from shardkit.analysis.jaxpr.lint import lint
-from shardkit.analysis.jaxpr.rules import RULES, Finding
+from shardkit.analysis.judge import Audit, audit, lint
 from shardkit.analysis.profiling.profile import profile, trace
 from shardkit.analysis.profiling.timings import Profile, Timing
+from shardkit.analysis.rules import RULES, Finding, Rule
 
 __all__ = [
-    "AUDIT_RULES",
     "RULES",
     "Audit",
     "Census",
@@ -29,6 +26,7 @@ __all__ = [
     "Profile",
     "Reason",
     "Row",
+    "Rule",
     "Timing",
     "aot",
     "audit",

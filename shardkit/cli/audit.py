@@ -1,4 +1,4 @@
-"""`shardkit audit module:make`: what a jitted step holds, sends and wastes, and what of that is new."""
+"""`shardkit audit module:make`: what a function sends, what hangs, is wrong or wasted, and what of that is new."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from typing import Annotated
 import tyro
 
 from shardkit import viz
-from shardkit.analysis.auditing.audit import GROWTH, LARGE, Audit
-from shardkit.analysis.auditing.audit import audit as read
 from shardkit.analysis.hlo.differences import Compiled
 from shardkit.analysis.hlo.topology import parse_topology
-from shardkit.analysis.jaxpr.lint import SMALL
+from shardkit.analysis.jaxpr.census import Census
+from shardkit.analysis.jaxpr.explain import explain as explain_backward
+from shardkit.analysis.judge import GROWTH, SMALL, Audit
+from shardkit.analysis.judge import audit as read
 from shardkit.cli import target as targets
 from shardkit.cli.output import Json, write_json
 from shardkit.cli.pictures import check_picture
 from shardkit.simulated import offer_cpu_devices
 
 EXAMPLES = {
-    "shardkit audit train.py:make": "make() returns (step, args)",
-    "shardkit audit train.py:make --snapshot kept.json": "keep what it finds",
+    "shardkit audit train.py:make": "make() returns the function and its arguments; it is traced",
+    "shardkit audit train.py:step --args 'f32[8,128]' key": "types in place of arguments",
+    "shardkit audit train.py:make --explain": "also where the backward pass communicates",
+    "shardkit audit train.py:make --compiled --snapshot kept.json": "compiled too; keep what it finds",
     "shardkit audit train.py:make --against kept.json": "exit code 1 if it became worse",
 }
 
@@ -32,13 +35,17 @@ class Options:
     """Options of `shardkit audit`."""
 
     make: targets.Target
-    """A function that returns (step, args), the jitted step and a tuple of its arguments; with --args, the step."""
+    """A function without parameters that returns (fn, *args), or (fn, args); with --args, the function itself."""
     args: tuple[str, ...] = ()
-    """Types of the step's arguments, such as 'f32[8,128]', 'bf16[4]', 'i32[]' or 'key'."""
+    """Types of the function's arguments, such as 'f32[8,128]', 'bf16[4]', 'i32[]' or 'key'."""
+    compiled: bool = False
+    """Also compile it: what it holds, what the compiler adds, and the rules that need to see that."""
     target: str | None = None
-    """Chips to compile for, as 'v5e:2x4'; without it, the devices of this process."""
+    """Chips to compile for, as 'v5e:2x4', which implies --compiled; without it, the devices of this process."""
     devices: int = 8
     """CPU devices to simulate without an accelerator."""
+    explain: bool = False
+    """Also name the line of the forward pass that causes each collective of the backward pass."""
     json: Json = None
     """Write the results to this file, or with - to standard output."""
     output: Path | None = None
@@ -51,21 +58,23 @@ class Options:
     """Share by which bytes may grow against the snapshot."""
     ignore: tuple[str, ...] = ()
     """Rules to skip."""
-    large: int = LARGE
-    """Bytes per device from which a leaf that several devices hold is reported."""
+    large: int | None = None
+    """Bytes from which what several devices hold whole is reported; without it 256 MiB, and 16 MiB if --compiled."""
     small: int = SMALL
     """Bytes below which waste is not reported."""
+    memory: int | None = None
+    """Bytes that one device can hold, less activations: tensor parallelism of what fits there is reported."""
     call: bool = True
-    """By default the step is called twice, if its arguments have values, to see whether it compiles again; --no-call
-    leaves that out."""
+    """By default a compiled step is called twice, if its arguments have values, to see whether it compiles again;
+    --no-call leaves that out."""
     timeout: float = 1800.0
     """Seconds after which the compiler of a target is stopped."""
 
 
 def audit(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
-    """Read any jitted step: memory, collectives with their lines, and what is wasted.
+    """Read any function: its collectives with their lines, what hangs, is wrong or wasted; compiled, its memory too.
 
-    The exit code is 0; with --against it is 1 if there are new findings or bytes grew.
+    The exit code is 1 if there are findings; with --against, if there are new ones or bytes grew.
     """
     if options.target is not None:
         parse_topology(options.target)
@@ -76,26 +85,32 @@ def audit(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     found = read(
         step,
         *args,
+        compiled=options.compiled,
         target=options.target,
         large=options.large,
         small=options.small,
+        memory=options.memory,
         ignore=options.ignore,
         call=options.call,
         timeout=options.timeout,
     )
     print(found)
+    if options.explain:
+        print(explain_backward(step, *args))
     worse = found.compare(before, options.growth) if before else []
     if before:
         print(f"against {options.against}: {len(worse) or 'nothing'} worse", *worse, sep="\n")
     if options.output:
-        as_compiled = Compiled(found.census, found.rows, found.memory)
-        viz.census({"as written": found.census, "as compiled": as_compiled}, output=options.output)
+        shown: dict[str, Census | Compiled] = {"as written": found.census}
+        if found.memory:
+            shown["as compiled"] = Compiled(found.census, found.rows, found.memory)
+        viz.census(shown, output=options.output)
     if options.snapshot:
         options.snapshot.parent.mkdir(parents=True, exist_ok=True)
         options.snapshot.write_text(found.to_json())
     data = json_lib.loads(found.to_json())
     write_json(options.json, "audit", data["findings"], audit=data, worse=list(map(str, worse)))
-    return 1 if worse else 0
+    return 1 if (worse if before else found.findings) else 0
 
 
 def _read(file: Path) -> Audit:

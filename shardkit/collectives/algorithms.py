@@ -25,6 +25,8 @@ from shardkit.cost.collectives import wire
 from shardkit.cost.quantization import FORMATS, quantized_bytes
 
 _KERNELS = ("all_gather", "reduce_scatter", "all_reduce")
+__all__ = ["PLAIN", "Algorithm", "bucket", "compressed", "hierarchical", "ring"]
+
 Ways = Mapping[str, int]
 Sent = dict[tuple[str, ...], Fraction]
 

@@ -51,7 +51,7 @@ def debug_print(x: Arrays, name: str = "x", *, axis: Axis | None = None) -> None
     copy of the result from each device to its host. Of a large array print a part, as in `x[:2]`.
 
     Example:
-        >>> show = lambda x: sk.debug_print(x, "rows")
+        >>> show = lambda x: sk.collectives.debug_print(x, "rows")
         >>> jax.shard_map(show, mesh=mesh, in_specs=P("model"), out_specs=None)(jnp.arange(8)); jax.effects_barrier()
         rows: int32[2] on each device, the same along 'data'
         model=0  [0 1]

@@ -42,7 +42,7 @@ def assume_replicated(x: Arrays, axis: Axis) -> Any:
 
     Example:
         >>> def total(x):  # recursive doubling over two devices
-        ...     return sk.assume_replicated(x + jax.lax.ppermute(x, "data", [(0, 1), (1, 0)]), "data")
+        ...     return sk.collectives.assume_replicated(x + jax.lax.ppermute(x, "data", [(0, 1), (1, 0)]), "data")
         >>> print(jax.shard_map(total, mesh=mesh, in_specs=P("data"), out_specs=P())(jnp.arange(2)))
         [1]
     """

@@ -46,7 +46,7 @@ def prefix_scan(x: Arrays, axis: Axis, *, op: Literal["sum", "max", "min"] = "su
     Cost: s B bytes in s steps, s = ceil(log2 n), or 1 + ceil(log2(n-1)) if exclusive; an all_gather needs n-1.
 
     Example:
-        >>> offset = lambda size: sk.prefix_scan(size, "model", exclusive=True)
+        >>> offset = lambda size: sk.collectives.prefix_scan(size, "model", exclusive=True)
         >>> print(jax.shard_map(offset, mesh=mesh, in_specs=P("model"), out_specs=P("model"))(jnp.array([3, 1, 2, 2])))
         [0 3 4 6]
 
@@ -95,7 +95,7 @@ def halo_exchange(x: Arrays, axis: Axis, *, dim: int = 0, before: int = 1, after
     Cost: B (before + after)/D bytes, D the block's size along `dim`, in one step for each neighbor reached.
 
     Example:
-        >>> halo = lambda x: sk.halo_exchange(x, "data", before=1, after=1)
+        >>> halo = lambda x: sk.collectives.halo_exchange(x, "data", before=1, after=1)
         >>> print(jax.shard_map(halo, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(jnp.array([1, 2, 3, 4])))
         [0 1 2 3 2 3 4 0]
     """
@@ -150,7 +150,7 @@ def gather_to_one(x: Arrays, axis: Axis, *, dim: int = 0, target: int = 0) -> An
     target's links just as much.
 
     Example:
-        >>> first = lambda x: sk.gather_to_one(x, "data")
+        >>> first = lambda x: sk.collectives.gather_to_one(x, "data")
         >>> print(jax.shard_map(first, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(jnp.array([1, 2])))
         [1 2 0 0]
     """

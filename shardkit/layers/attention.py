@@ -53,7 +53,7 @@ def dot_attention(
 
     Example:
         >>> q, k = jnp.ones((1, 6, 4, 8)), jnp.ones((1, 6, 2, 8))  # two query heads share each key/value head
-        >>> sk.dot_attention(q, k, k).shape
+        >>> sk.layers.dot_attention(q, k, k).shape
         (1, 6, 4, 8)
 
     Source: Vaswani et al. (arXiv:1706.03762); Ainslie et al., grouped queries (arXiv:2305.13245).

@@ -78,9 +78,9 @@ def ring_attention(
 
     Example:
         >>> x, tokens = jax.random.normal(jax.random.key(0), (1, 16, 4, 8)), P(None, "model")
-        >>> kernel = lambda q, k, v: sk.ring_attention(q, k, v, "model")
+        >>> kernel = lambda q, k, v: sk.layers.ring_attention(q, k, v, "model")
         >>> y = jax.jit(jax.shard_map(kernel, mesh=mesh, in_specs=tokens, out_specs=tokens))(x, x, x)
-        >>> bool(jnp.allclose(y, sk.dot_attention(x, x, x), atol=1e-5))
+        >>> bool(jnp.allclose(y, sk.layers.dot_attention(x, x, x), atol=1e-5))
         True
 
     Source: Liu et al., Ring Attention (arXiv:2310.01889); Dao, FlashAttention-2 (arXiv:2307.08691).
@@ -136,9 +136,9 @@ def ulysses_attention(
 
     Example:
         >>> x, tokens = jax.random.normal(jax.random.key(0), (1, 16, 4, 8)), P(None, ("data", "model"))
-        >>> kernel = lambda q, k, v: sk.ulysses_attention(q, k, v, "model", ring="data")
+        >>> kernel = lambda q, k, v: sk.layers.ulysses_attention(q, k, v, "model", ring="data")
         >>> y = jax.jit(jax.shard_map(kernel, mesh=mesh, in_specs=tokens, out_specs=tokens))(x, x, x)
-        >>> bool(jnp.allclose(y, sk.dot_attention(x, x, x), atol=1e-5))
+        >>> bool(jnp.allclose(y, sk.layers.dot_attention(x, x, x), atol=1e-5))
         True
 
     Source: Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509); Fang and Zhao (arXiv:2405.07719) for both combined.

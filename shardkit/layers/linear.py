@@ -47,7 +47,7 @@ def column_linear(x: jax.Array, w: Arrays, axis: Axis | None, *, sequence: bool 
         tokens, call `column_linear(all_gather(x, axis, dim=-2), w, axis)`.
 
     Example:
-        >>> kernel = lambda x, w: sk.column_linear(x, w, "model")
+        >>> kernel = lambda x, w: sk.layers.column_linear(x, w, "model")
         >>> columns, x, w = P(None, "model"), jnp.ones((4, 8)), jnp.ones((8, 16))
         >>> y = jax.shard_map(kernel, mesh=mesh, in_specs=(P(), columns), out_specs=columns)(x, w)
         >>> y.shape, y.sharding.shard_shape(y.shape)
@@ -93,7 +93,7 @@ def row_linear(
         all_gather backward.
 
     Example:
-        >>> kernel = lambda h, w: sk.row_linear(h, w, "model")
+        >>> kernel = lambda h, w: sk.layers.row_linear(h, w, "model")
         >>> specs = (P(None, "model"), P("model"))
         >>> y = jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=P())(jnp.ones((4, 16)), jnp.ones((16, 8)))
         >>> float(y[0, 0])  # summed over the devices
@@ -143,7 +143,7 @@ def local_groups(w_DGK: jax.Array, axis: Axis | None, *, heads: int, kv_heads: i
         `tp(sequence=True)`: then it is summed once per step.
 
     Example:
-        >>> kernel = lambda w: sk.local_groups(w, "model", heads=8, kv_heads=2)
+        >>> kernel = lambda w: sk.layers.local_groups(w, "model", heads=8, kv_heads=2)
         >>> heads = jax.shard_map(kernel, mesh=mesh, in_specs=P(), out_specs=P(None, "model"))
         >>> heads(jnp.arange(2)[None, :, None]).ravel().tolist()  # the key/value head of each device
         [0, 0, 1, 1]
@@ -198,7 +198,7 @@ def device_major_qkv(
 
     Example:
         >>> qkv = jnp.asarray([[0, 1, 10, 11, 20, 21]])  # two heads of size 1: queries, keys, values
-        >>> sk.device_major_qkv(qkv, 2, heads=2).tolist()
+        >>> sk.layers.device_major_qkv(qkv, 2, heads=2).tolist()
         [[0, 10, 20, 1, 11, 21]]
     """
     kv_heads = heads if kv_heads is None else kv_heads

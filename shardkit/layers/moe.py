@@ -76,7 +76,7 @@ def moe(
 
     Example:
         >>> x, router, experts = jnp.ones((1, 4, 8)), jnp.zeros((8, 2)), jnp.ones((2, 8, 8))
-        >>> y, stats = sk.moe(x, router, experts, lambda w, x, dot: dot(x, w), None)
+        >>> y, stats = sk.layers.moe(x, router, experts, lambda w, x, dot: dot(x, w), None)
         >>> y.shape, float(stats.balance_loss)
         ((1, 4, 8), 1.0)
 

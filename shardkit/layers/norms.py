@@ -42,7 +42,7 @@ def sharded_rms_norm(x_Td: jax.Array, gain_d: jax.Array, axis: Axis | None, *, e
 
     Example:
         >>> features = P(None, "model")
-        >>> kernel = lambda x, gain: sk.sharded_rms_norm(x, gain, "model")
+        >>> kernel = lambda x, gain: sk.layers.sharded_rms_norm(x, gain, "model")
         >>> norm = jax.shard_map(kernel, mesh=mesh, in_specs=(features, P("model")), out_specs=features)
         >>> f"{norm(jnp.full((1, 8), 3.0), jnp.ones(8))[0, 0]:.3f}"
         '1.000'
@@ -82,7 +82,7 @@ def sharded_layer_norm(
 
     Example:
         >>> features, vector = P(None, "model"), P("model")
-        >>> kernel = lambda x, gain, bias: sk.sharded_layer_norm(x, gain, bias, "model")
+        >>> kernel = lambda x, gain, bias: sk.layers.sharded_layer_norm(x, gain, bias, "model")
         >>> norm = jax.shard_map(kernel, mesh=mesh, in_specs=(features, vector, vector), out_specs=features)
         >>> f"{norm(jnp.arange(8.0)[None], jnp.ones(8), jnp.zeros(8)).mean():.3f}"
         '0.000'
@@ -118,7 +118,7 @@ def sharded_moments(x: jax.Array, axis: Axis | None, *, dims: Dims = -1) -> tupl
     Cost: two all_reduces of 4 bytes per mean forward, and two backward.
 
     Example:
-        >>> kernel = lambda x: sk.sharded_moments(x, "data", dims=0)
+        >>> kernel = lambda x: sk.layers.sharded_moments(x, "data", dims=0)
         >>> moments = jax.shard_map(kernel, mesh=mesh, in_specs=P("data"), out_specs=P())
         >>> [float(x[0, 0]) for x in moments(jnp.arange(4.0)[:, None])]
         [1.5, 1.25]

@@ -128,7 +128,7 @@ def route(
     Cost: nothing is sent.
 
     Example:
-        >>> routing = sk.route(jnp.asarray([[0.0, 1.0], [0.0, 2.0], [3.0, 0.0]]), top_k=1, capacity=1)
+        >>> routing = sk.layers.route(jnp.asarray([[0.0, 1.0], [0.0, 2.0], [3.0, 0.0]]), top_k=1, capacity=1)
         >>> routing.expert.ravel().tolist(), routing.kept.ravel().tolist()
         ([1, 1, 0], [True, False, True])
 
@@ -190,7 +190,7 @@ def routing_stats(
 
     Example:
         >>> logits = jnp.asarray([[9.0, 0.0], [9.0, 0.0]])  # both tokens choose expert 0
-        >>> stats = sk.routing_stats(logits, sk.route(logits, top_k=1))
+        >>> stats = sk.layers.routing_stats(logits, sk.layers.route(logits, top_k=1))
         >>> stats.load.tolist(), f"{stats.balance_loss:.2f}"
         ([1.0, 0.0], '2.00')
 

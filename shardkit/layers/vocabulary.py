@@ -40,7 +40,7 @@ def vocab_embed(tokens_bT: jax.Array, table_vD: jax.Array, axis: Axis | None, *,
         all_gather backward.
 
     Example:
-        >>> kernel = lambda tokens, table: sk.vocab_embed(tokens, table, "model")
+        >>> kernel = lambda tokens, table: sk.layers.vocab_embed(tokens, table, "model")
         >>> embed = jax.shard_map(kernel, mesh=mesh, in_specs=(P(), P("model")), out_specs=P())
         >>> embed(jnp.asarray([[6, 1]]), jnp.arange(8.0)[:, None]).ravel().tolist()
         [6.0, 1.0]
@@ -102,7 +102,7 @@ def vocab_cross_entropy(
         logits, in float32, once.
 
     Example:
-        >>> kernel = lambda x, head, targets: sk.vocab_cross_entropy(x, head, targets, "model")
+        >>> kernel = lambda x, head, targets: sk.layers.vocab_cross_entropy(x, head, targets, "model")
         >>> entropy = jax.shard_map(kernel, mesh=mesh, in_specs=(P(), P(None, "model"), P()), out_specs=P())
         >>> nats = jax.jit(entropy)(jnp.zeros((1, 2, 4)), jnp.ones((4, 8)), jnp.asarray([[3, -1]]))
         >>> [f"{x:.3f}" for x in nats[0]]  # log(8), and an ignored target
@@ -145,7 +145,7 @@ def vocab_cross_entropy_and_hits(
 
     Example:
         >>> x, head = jnp.eye(4)[None], 9 * jnp.eye(4)  # token i has the largest logit in class i
-        >>> nats, hits = sk.vocab_cross_entropy_and_hits(x, head, jnp.asarray([[0, 1, 2, 0]]), None)
+        >>> nats, hits = sk.layers.vocab_cross_entropy_and_hits(x, head, jnp.asarray([[0, 1, 2, 0]]), None)
         >>> hits.tolist()
         [[True, True, True, False]]
     """

@@ -42,8 +42,8 @@ def zigzag(tree: Arrays, axis: Axis, *, ulysses: Axis | None = None, dim: int = 
     Cost: this device's bytes in two messages of half of them; on two devices one of the two; on one, nothing.
 
     Example:
-        >>> tokens = P(None, "model")
-        >>> reorder = jax.shard_map(lambda x: sk.zigzag(x, "model"), mesh=mesh, in_specs=tokens, out_specs=tokens)
+        >>> tokens, zigzag = P(None, "model"), lambda x: sk.layers.zigzag(x, "model")
+        >>> reorder = jax.shard_map(zigzag, mesh=mesh, in_specs=tokens, out_specs=tokens)
         >>> reorder(jnp.arange(8)[None]).tolist()
         [[0, 7, 1, 6, 2, 5, 3, 4]]
 
@@ -98,7 +98,7 @@ def positions(
     Cost: nothing is sent.
 
     Example:
-        >>> kernel = lambda: sk.positions(2, "model", order="zigzag")
+        >>> kernel = lambda: sk.layers.positions(2, "model", order="zigzag")
         >>> jax.shard_map(kernel, mesh=mesh, in_specs=(), out_specs=P("model"))().tolist()
         [0, 7, 1, 6, 2, 5, 3, 4]
     """

@@ -13,8 +13,7 @@ from typing import Any
 
 from shardkit._check import at_least
 from shardkit._typed import typed
-from shardkit.analysis.auditing.audit import LARGE
-from shardkit.analysis.jaxpr.lint import SMALL
+from shardkit.analysis.judge import LARGE_LEAF, SMALL
 from shardkit.bench import environment
 from shardkit.reporting import sections
 from shardkit.reporting.html import STYLE, Html, document, element
@@ -55,7 +54,7 @@ def report(
     target: str | None = None,
     file: str | os.PathLike[str] | None = "step.html",
     command: str | None = None,
-    large: int = LARGE,
+    large: int = LARGE_LEAF,
     small: int = SMALL,
     ignore: Collection[str] = (),
     call: bool = False,

@@ -48,8 +48,8 @@ def census(facts: Facts) -> Html:
     """What goes over each axis, as written and as compiled."""
     found = facts.found
     several: dict[str, Any] = {"as written": found.census}
-    if found.audit:
-        several["as compiled"] = Compiled(found.census, facts.rows, found.audit.memory)
+    if facts.memory:
+        several["as compiled"] = Compiled(found.census, facts.rows, facts.memory)
     caption = "Bytes that a device sends per step over each axis, by kind of collective"
     return figure("census", viz.census(several), caption)
 

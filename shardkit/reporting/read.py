@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,9 +11,6 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from shardkit import cost
-from shardkit.analysis.auditing.audit import Audit, check_rules, judged
-from shardkit.analysis.auditing.program import program_of
-from shardkit.analysis.auditing.step import Step, trace_step
 from shardkit.analysis.hlo import aot
 from shardkit.analysis.hlo.collectives import CompiledRow, total_work
 from shardkit.analysis.hlo.compute import NO_WORK, Work
@@ -22,8 +19,10 @@ from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.hlo.topology import device_of, parse_topology
 from shardkit.analysis.jaxpr.census import Census, census_of, mesh_sizes
-from shardkit.analysis.jaxpr.lint import lint
-from shardkit.analysis.jaxpr.rules import Finding
+from shardkit.analysis.judge import LARGE, Audit, audit_of, check_rules, findings_of
+from shardkit.analysis.rules import Finding
+from shardkit.analysis.rules.program import Program, compiled_program
+from shardkit.analysis.rules.step import Step, trace_step
 from shardkit.inspection import held_as
 from shardkit.layout import path_name, shard_bytes
 from shardkit.partitioning.describe import PlanTable
@@ -152,9 +151,9 @@ def read(
     try:
         step = trace_step(fn, args)
         built = None if target is None else aot.build(step.traced, args, topology=target, timeout=timeout)
-        program = None
+        traced, program = Program(step, large, small), None
         if built is None or built.module is not None:
-            program = program_of(step, target, timeout, large, small, built)
+            program = compiled_program(traced, target, timeout, built)
     except Exception as error:
         if str(error).startswith("aot"):
             raise
@@ -163,7 +162,7 @@ def read(
             f"report: the step must be traced and compiled with these arguments; it raises {type(error).__name__}: "
             f"{first} Check the arguments, and the mesh context that the step needs."
         ) from error
-    audit = judged(program, ignore, call) if program else None
+    audit = audit_of(program, ignore, call) if program else None
     compiled = None if built is None or where is None else built.report(where)
     plan = plan_of(fn, args)
     found = StepReport(
@@ -172,7 +171,7 @@ def read(
         audit.mesh if audit else compiled.mesh if compiled else mesh_sizes(step.jaxpr, args),
         tuple(leaves_of(step)),
         census_of(step.jaxpr),
-        audit.findings if audit else tuple(lint(step.traced, small=small, ignore=ignore)),
+        audit.findings if audit else tuple(findings_of(replace(traced, large=LARGE), ignore)),
         audit,
         compiled,
     )

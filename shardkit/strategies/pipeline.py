@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -188,10 +189,12 @@ def pipeline(schedule: Schedule, axis: str, *, layers_per_stage: tuple[int, ...]
 
     Source: Huang et al., GPipe (arXiv:1811.06965).
     """
-    return _pipeline("pipeline", schedule, axis, layers_per_stage)
+    if not axis:
+        raise ValueError(f"pipeline: axis must be a mesh axis name; got {axis!r}. Pass for example 'stage'.")
+    schedule.check()
+    return Pipeline(schedule, axis, layers_per_stage)
 
 
-@typed
 def pipeline_value_and_grad(
     embed: Piece,
     stage: Piece,
@@ -205,33 +208,13 @@ def pipeline_value_and_grad(
     layer_numbers: bool = False,
     trained: Any = None,
 ) -> PipelineGradFn:
-    """`pipeline(schedule, axis, layers_per_stage=...).value_and_grad(embed, stage, head, ...)` in one call.
-
-    Args:
-        embed, stage, head, mode, recompute, layer_numbers, trained: as for `Pipeline.value_and_grad`.
-        schedule, axis, layers_per_stage: as for `pipeline`; the plan has `pp(axis)`.
-
-    Returns:
-        The GradFn of the pipeline.
-
-    Raises:
-        ValueError: as `pipeline` and `Pipeline.value_and_grad`.
-
-    Cost: that of `Pipeline.value_and_grad`.
-
-    Example:
-        >>> schedule = sk.schedules.one_f_one_b(devices=4, microbatches=8)
-        >>> embed, head = lambda shared, batch, keys: batch, lambda shared, x, batch: jnp.mean(x**2)
-        >>> stage = lambda layers, x, keys: sk.scan_layers(lambda w, x: jnp.tanh(x @ w), layers, x)
-        >>> grad_fn = sk.pipeline_value_and_grad(embed, stage, head, schedule, "model")
-        >>> init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh, plan=sk.pp("model"))
-    """
-    model = Model(embed, stage, head, layer_numbers, "pipeline_value_and_grad")
-    pipe = _pipeline(model.where, schedule, axis, layers_per_stage)
-    return gradient_of(model, schedule, pipe.stages, mode, recompute, trained)
+    """Deprecated: `pipeline(schedule, axis, layers_per_stage=...).value_and_grad(embed, stage, head, ...)`."""
+    _warn_of("value_and_grad")
+    return pipeline(schedule, axis, layers_per_stage=layers_per_stage).value_and_grad(
+        embed, stage, head, mode=mode, recompute=recompute, layer_numbers=layer_numbers, trained=trained
+    )
 
 
-@typed
 def pipeline_loss(
     embed: Piece,
     stage: Piece,
@@ -243,36 +226,16 @@ def pipeline_loss(
     layers_per_stage: tuple[int, ...] | None = None,
     layer_numbers: bool = False,
 ) -> PipelineLoss:
-    """`pipeline(schedule, axis, layers_per_stage=...).loss(embed, stage, head, ...)` in one call.
-
-    Args:
-        embed, stage, head, mode, layer_numbers: as for `Pipeline.value_and_grad`.
-        schedule, axis, layers_per_stage: as for `pipeline`.
-
-    Returns:
-        `loss(params, batch, keys) -> (Mean, aux)`.
-
-    Raises:
-        ValueError: as `pipeline` and `Pipeline.value_and_grad`.
-
-    Cost: the activations once at every tick of `schedule.forward()`.
-
-    Example:
-        >>> schedule = sk.schedules.gpipe(devices=4, microbatches=8)
-        >>> embed, head = lambda shared, batch, keys: batch, lambda shared, x, batch: jnp.mean(x**2)
-        >>> stage = lambda layers, x, keys: sk.scan_layers(lambda w, x: x @ w, layers, x)
-        >>> loss_fn = sk.pipeline_loss(embed, stage, head, schedule, "model")
-        >>> evaluate = sk.make_eval_step(loss_fn, mesh=mesh, plan=sk.chain(sk.dp("data"), sk.pp("model")))
-        >>> print(evaluate({"layers": jnp.ones((4, 1, 1))}, jnp.ones((16, 1)))["loss"])
-        1.0
-    """
-    model = Model(embed, stage, head, layer_numbers, "pipeline_loss")
-    return loss_of(model, schedule, _pipeline(model.where, schedule, axis, layers_per_stage).stages, mode)
+    """Deprecated: `pipeline(schedule, axis, layers_per_stage=...).loss(embed, stage, head, ...)`."""
+    _warn_of("loss")
+    pipe = pipeline(schedule, axis, layers_per_stage=layers_per_stage)
+    return pipe.loss(embed, stage, head, mode=mode, layer_numbers=layer_numbers)
 
 
-def _pipeline(where: str, schedule: Schedule, axis: str, layers_per_stage: tuple[int, ...] | None) -> Pipeline:
-    """The pipeline, after checks."""
-    if not axis:
-        raise ValueError(f"{where}: axis must be a mesh axis name; got {axis!r}. Pass for example 'stage'.")
-    schedule.check()
-    return Pipeline(schedule, axis, layers_per_stage)
+def _warn_of(method: str) -> None:
+    warnings.warn(
+        f"sk.pipeline_{method}(embed, stage, head, schedule, axis) is deprecated: use "
+        f"sk.pipeline(schedule, axis).{method}(embed, stage, head).",
+        DeprecationWarning,
+        stacklevel=3,
+    )

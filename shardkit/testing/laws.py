@@ -19,8 +19,9 @@ from shardkit._check import quoted
 from shardkit._jaxprs import Site, kind_of, walk
 from shardkit.analysis.hlo.differences import added_by_compiler, changes, read_compiled
 from shardkit.analysis.jaxpr.census import row_of
-from shardkit.analysis.jaxpr.lint import lint
-from shardkit.analysis.jaxpr.rules.processes import differences_of_processes
+from shardkit.analysis.judge import lint
+from shardkit.analysis.rules.processes import differences_of_processes
+from shardkit.analysis.rules.step import Step
 from shardkit.collectives.algorithms import Sent
 from shardkit.layout import bytes_per_device, path_name
 from shardkit.partitioning.staged import PipelineGradFn
@@ -161,7 +162,7 @@ def processes_agree(program: Program, reference: Reference) -> None:
     Example:
         >>> laws = [sk.testing.laws.processes_agree]  # for `prove(..., laws=laws)`
     """
-    found = list(differences_of_processes(program.step, program.shapes, {}, program.traced.jaxpr))
+    found = list(differences_of_processes(Step(program.step, program.shapes, program.traced)))
     if found:
         raise AssertionError(
             "all processes must run the same program; lint reports: " + "; ".join(str(each) for each in found)

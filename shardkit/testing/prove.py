@@ -72,7 +72,7 @@ def prove(
     reference runs on one device without a mesh.
 
     Args:
-        step: what each device computes, from `value_and_grad` or `pipeline_value_and_grad`; or, for a step of your own,
+        step: what each device computes, from `value_and_grad` of `sk` or of a pipeline; or, for a step of your own,
             a function from a Row to a TrainStep that uses `row.optimizer`, which records the gradients.
         reference: the same on one device, over the whole batch, with no axis bound; or what `one_device` returned.
         rows: the meshes, plans and options; `covering` returns a list with every pair of options.

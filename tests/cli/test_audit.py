@@ -62,23 +62,23 @@ def program(tmp_path, monkeypatch):
 
 
 def test_a_snapshot_is_what_later_runs_are_held_against(program, inside):
-    words = ("--snapshot", "kept/audit.json", "--output", "traffic.svg")
-    first = inside("audit", "train.py:make", "--devices", 4, *words).stdout
+    words = ("--compiled", "--devices", 4)
+    first = inside("audit", "train.py:make", *words, "--snapshot", "kept/audit.json", "--output", "traffic.svg").stdout
     assert "as compiled: data=4" in Path("traffic.svg").read_text()
     assert "step (train.py:12 (make.<locals>.step)) on 4 devices of cpu" in first and "\nno findings\n" in first
-    same = inside("audit", "train.py:make", "--devices", 4, "--against", "kept/audit.json").stdout
+    same = inside("audit", "train.py:make", *words, "--against", "kept/audit.json").stdout
     assert same.endswith("against kept/audit.json: nothing worse\n")
-    worse = inside("audit", "train.py:accumulate", "--devices", 4, "--against", "kept/audit.json", code=1).stdout
+    worse = inside("audit", "train.py:accumulate", *words, "--against", "kept/audit.json", code=1).stdout
     at = worse.index("against kept/audit.json: ")
     assert "\nnew: train.py:14 (make.<locals>.step.<locals>.body.<locals>.<lambda>): summed-each-it" in worse[at:]
     assert "\nsent by all_reduce over 'data': 24.00 KiB before, 72.00 KiB now\n" in worse[at:]
-    grown = inside("audit", "train.py:grown", "--devices", 4, "--against", "kept/audit.json", code=1).stdout
+    grown = inside("audit", "train.py:grown", *words, "--against", "kept/audit.json", code=1).stdout
     assert "\nheld: 18.00 KiB before, 216.00 KiB now\n" in grown
 
 
 def test_json_and_ignored_rules(program, inside):
-    words = ("audit", "train.py:accumulate", "--devices", 4, "--json")
-    done = inside(*words)  # a bare --json is --json -: text goes to standard error
+    words = ("audit", "train.py:accumulate", "--compiled", "--devices", 4, "--json")
+    done = inside(*words, code=1)  # a bare --json is --json -: text goes to standard error
     data = json.loads(done.stdout)
     assert [each["rule"] for each in data["rows"]] == ["summed-each-iteration"] and "summed-each" in done.stderr
     assert data["audit"]["derived"]["sent"] == 3 * 24576 and data["audit"]["format"] == 1
@@ -86,7 +86,7 @@ def test_json_and_ignored_rules(program, inside):
 
 
 def test_a_function_of_given_types_is_read(program, inside):
-    done = inside("audit", "train.py:plain", "--devices", 4, "--args", "f32[8,4]", "f32[4]")
+    done = inside("audit", "train.py:plain", "--compiled", "--devices", 4, "--args", "f32[8,4]", "f32[4]")
     assert done.stdout.startswith("plain (train.py:") and "held: 144 B per device" in done.stdout
 
 
@@ -134,7 +134,7 @@ def test_bad_use(words, message, program, inside):
 @pytest.mark.deep
 @pytest.mark.parametrize("target", [pytest.param("v5e:2x2", marks=tpu), pytest.param("h100:1x1x4", marks=gpu)])
 def test_a_fault_is_found_by_the_compiler_of_absent_chips(target, program, inside):  # proves F86
-    done = inside("audit", "train.py:gathering", "--devices", 4, "--target", target)
+    done = inside("audit", "train.py:gathering", "--devices", 4, "--target", target, code=1)
     assert done.stdout.startswith("local (train.py:28 (gathering.<locals>.local)) on 4 devices of " + target)
     assert "\n1 finding\ntrain.py:31 (gathering.<locals>.local.<locals>.loss): gathered-each-iteration: " in done.stdout
     assert "runs 3 times in the loop at train.py:33 (gathering.<locals>.local)" in done.stdout

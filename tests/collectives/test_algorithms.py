@@ -13,7 +13,7 @@ from shardkit.testing._plan_traffic import plan_traffic
 from support.refusals import type_error, value_error
 
 A = sk.algorithms
-GATHERS = sk.Algorithm("gathers", all_gather=sk.all_gather)
+GATHERS = sk.algorithms.Algorithm("gathers", all_gather=sk.all_gather)
 
 
 @pytest.mark.check
@@ -27,7 +27,7 @@ GATHERS = sk.Algorithm("gathers", all_gather=sk.all_gather)
         "zero2: reduce= must be an Algorithm with reduce_scatter; got bucket(1 bytes), which has 'all_reduce'. "
         "Pass for example sk.algorithms.ring().": lambda: sk.zero2("a", reduce=A.bucket(bucket_bytes=1)),
         "fsdp: reduce= must be an Algorithm with reduce_scatter; got nothing, which has none. Pass for example "
-        "sk.algorithms.ring().": lambda: sk.fsdp("a", reduce=sk.Algorithm("nothing")),
+        "sk.algorithms.ring().": lambda: sk.fsdp("a", reduce=sk.algorithms.Algorithm("nothing")),
         "dp: hierarchical('gpu') needs the axes of slow links, then axis 'gpu'; got 'gpu'. Pass for example "
         "axis=('node', 'gpu').": lambda: sk.dp("gpu", reduce=A.hierarchical("gpu")),
         "fsdp: hierarchical('gpu') needs the axes of slow links, then axis 'gpu'; got 'gpu', 'node'. Pass for "
@@ -66,7 +66,7 @@ def test_weights_that_are_whole_numbers_are_not_compressed():
 
 @pytest.mark.check
 def test_the_closed_form_needs_the_cost_of_an_algorithm():
-    own = sk.Algorithm("own", all_reduce=lambda leaves, axes: sk.all_reduce(leaves, axes))
+    own = sk.algorithms.Algorithm("own", all_reduce=lambda leaves, axes: sk.all_reduce(leaves, axes))
     plan, mesh = sk.dp("a", reduce=own), sk.abstract_mesh(a=4)
     with value_error(
         "plan_traffic: the algorithm own must have a cost, to be compared with the census; it has none. Pass "
@@ -85,7 +85,7 @@ def test_an_algorithm_gets_leaves_that_vary_over_the_same_axes():
         seen.append((axes, sorted(tuple(sorted(varying_axes(x))) for x in leaves)))
         return sk.all_reduce(leaves, axes)
 
-    own = sk.Algorithm("own", all_reduce=all_reduce)
+    own = sk.algorithms.Algorithm("own", all_reduce=all_reduce)
     split = lambda leaf: sk.Split(0) if leaf.path == "w" else None  # noqa: E731
     plan = sk.chain(sk.strategy("rows", "model", rank=0, place=split), sk.dp("data", reduce=own))
     loss = lambda p, x, keys: sk.all_reduce(jnp.sum(p["w"]), "model") * jnp.sum(x) + p["b"] + p["c"]  # noqa: E731

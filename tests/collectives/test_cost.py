@@ -44,20 +44,20 @@ COSTS = [  # kernel of the block and n, collectives and bytes as functions of n
     (lambda x, n: sk.all_reduce(x > 0, "a", op="all"), lambda n: (1, 2 * (B // 4) * (n - 1) / n)),
     (lambda x, n: sk.broadcast(x > 0, "a"), lambda n: (1, 2 * (B // 4) * (n - 1) / n)),
     (lambda x, n: sk.broadcast(x.astype(jnp.bfloat16), "a"), lambda n: (1, 2 * (B // 2) * (n - 1) / n)),
-    (lambda x, n: sk.prefix_scan(x, "a"), lambda n: (log2(n), log2(n) * B)),
+    (lambda x, n: sk.collectives.prefix_scan(x, "a"), lambda n: (log2(n), log2(n) * B)),
     (
-        lambda x, n: sk.prefix_scan(x, "a", exclusive=True),
+        lambda x, n: sk.collectives.prefix_scan(x, "a", exclusive=True),
         lambda n: ((n > 1) + log2(n - 1), ((n > 1) + log2(n - 1)) * B),
     ),
     (
-        lambda x, n: sk.halo_exchange(x, "a", before=2, after=3, wrap=True),
+        lambda x, n: sk.collectives.halo_exchange(x, "a", before=2, after=3, wrap=True),
         lambda n: (2 * (n > 1), B * (2 + 3) / ROWS * (n > 1)),
     ),
     (
-        lambda x, n: sk.halo_exchange(x, "a", before=ROWS + 2, after=0),
+        lambda x, n: sk.collectives.halo_exchange(x, "a", before=ROWS + 2, after=0),
         lambda n: (2, B * (ROWS + 2) / ROWS) if n > 2 else ((1, B) if n == 2 else (0, 0)),
     ),
-    (lambda x, n: sk.gather_to_one(x, "a", dim=1), lambda n: (1, B * (n - 1))),
+    (lambda x, n: sk.collectives.gather_to_one(x, "a", dim=1), lambda n: (1, B * (n - 1))),
     (lambda x, n: collectives.unpad_from_axis(collectives.pad_to_axis(x, "a"), ROWS), lambda n: (0, 0)),
     (lambda x, n: all_gather_uneven(x, uneven(n), "a"), lambda n: (1, B * (n - 1))),
     (
@@ -114,12 +114,12 @@ def test_cost_of_the_derivative_of_an_extremum(n):
 
 
 FORMULAS = {
-    sk.prefix_scan: "s B bytes in s steps, s = ceil(log2 n), or 1 + ceil(log2(n-1)) if exclusive; an all_gather needs "
-    "n-1.",
-    sk.halo_exchange: "B (before + after)/D bytes, D the block's size along `dim`, in one step for each neighbor "
-    "reached.",
-    sk.gather_to_one: "B (n-1) bytes in n-1 hops, B being one shard: an all_gather, because n-1 single messages are "
-    "limited by the target's links just as much.",
+    sk.collectives.prefix_scan: "s B bytes in s steps, s = ceil(log2 n), or 1 + ceil(log2(n-1)) if exclusive; an "
+    "all_gather needs n-1.",
+    sk.collectives.halo_exchange: "B (before + after)/D bytes, D the block's size along `dim`, in one step for "
+    "each neighbor reached.",
+    sk.collectives.gather_to_one: "B (n-1) bytes in n-1 hops, B being one shard: an all_gather, because n-1 single "
+    "messages are limited by the target's links just as much.",
     collectives.pad_to_axis: "none.",
     collectives.unpad_from_axis: "none.",
     all_gather_uneven: "B (n-1) bytes in n-1 hops, B being one padded shard.",
@@ -180,12 +180,12 @@ ERRORS = refusals(
             x[:0], "a", deterministic=True
         ),
         "prefix_scan: op must be 'sum', 'max' or 'min'; got 'mean'. Pass for example op='sum'.": lambda x: (
-            sk.prefix_scan(x, "a", op="mean")
+            sk.collectives.prefix_scan(x, "a", op="mean")
         ),
         "halo_exchange: dim 1 must have at least one row per device; got shape (6, 0). "
-        "Choose another dim, or fewer devices.": lambda x: sk.halo_exchange(x[:, :0], "a", dim=-1),
+        "Choose another dim, or fewer devices.": lambda x: sk.collectives.halo_exchange(x[:, :0], "a", dim=-1),
         "gather_to_one: target must be a device of the axis; got 4 over 4 devices. Choose 0 to 3.": lambda x: (
-            sk.gather_to_one(x, "a", target=4)
+            sk.collectives.gather_to_one(x, "a", target=4)
         ),
         "unpad_from_axis: size must be from 0 to the size of dim 0; got 7 for shape (6, 5). "
         "Pass the size before padding.": lambda x: collectives.unpad_from_axis(x, 7),
@@ -257,9 +257,9 @@ def test_errors_of_the_arguments(kind, call, message):
 
 
 KERNELS = {
-    "prefix_scan": sk.prefix_scan,
-    "halo_exchange": sk.halo_exchange,
-    "gather_to_one": sk.gather_to_one,
+    "prefix_scan": sk.collectives.prefix_scan,
+    "halo_exchange": sk.collectives.halo_exchange,
+    "gather_to_one": sk.collectives.gather_to_one,
     "pad_to_axis": collectives.pad_to_axis,
     "all_gather_uneven": lambda x, axis, **options: all_gather_uneven(x, (6,) * 4, axis, **options),
     "reduce_scatter_uneven": lambda x, axis, **options: reduce_scatter_uneven(x, (2, 2, 1, 1), axis, **options),

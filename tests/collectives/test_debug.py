@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.analysis import census, lint
+from support.pipelines import pipelined_grad
 
 BOTH = P(("data", "model"))
 
@@ -25,7 +26,7 @@ def twice(x):
     """Prints the carry of a scan over two turns, what varies over one axis, and what varies over none."""
 
     def turn(x, i):
-        sk.debug_print({"x": x, "index": sk.axis_index("data"), "turn": i}, "loop")
+        sk.collectives.debug_print({"x": x, "index": sk.axis_index("data"), "turn": i}, "loop")
         return x * 2, None
 
     x, _ = jax.lax.scan(turn, x, jnp.arange(2))
@@ -63,7 +64,7 @@ def test_under_jit_scan_and_grad(mesh2x4, capsys):
 def test_of_a_loss_under_a_plan(mesh2x4, capsys):
     def loss(params, batch, keys):
         error = batch["x"] @ params["w"]
-        sk.debug_print(error, "error")
+        sk.collectives.debug_print(error, "error")
         return sk.Mean.of(error**2)
 
     plan = sk.chain(sk.dp("data"), sk.fsdp("model", min_size=1))
@@ -78,7 +79,7 @@ def test_two_rows_keys_booleans_and_nothing(capsys):
     mesh = sk.make_mesh(jax.devices()[:2], a=2)
 
     def show(x, key):
-        sk.debug_print({"flag": x > 1, "key": sk.fold_axis(key, "a"), "none": x[:0], "x": x})
+        sk.collectives.debug_print({"flag": x > 1, "key": sk.fold_axis(key, "a"), "none": x[:0], "x": x})
 
     fn = jax.jit(jax.shard_map(show, mesh=mesh, in_specs=(P("a"), P()), out_specs=None))
     assert printed(capsys, fn, jnp.arange(4.0).reshape(4, 1), jax.random.key(0)) == (
@@ -94,13 +95,15 @@ def test_two_rows_keys_booleans_and_nothing(capsys):
 
 
 def test_outside_of_shard_map_and_under_vmap(capsys):
-    assert printed(capsys, lambda: sk.debug_print(jnp.arange(2), "w")) == "w: int32[2]\n[0 1]\n"
-    named = jax.vmap(lambda x: sk.debug_print(x), axis_name="a")
+    assert printed(capsys, lambda: sk.collectives.debug_print(jnp.arange(2), "w")) == "w: int32[2]\n[0 1]\n"
+    named = jax.vmap(lambda x: sk.collectives.debug_print(x), axis_name="a")
     assert printed(capsys, named, jnp.arange(2)) == "x: int32[] on each device\na=0  0\na=1  1\n"
 
 
 def test_groups_print_on_their_own(mesh2x4, capsys):
-    show = jax.shard_map(lambda x: sk.debug_print(x, axis="model"), mesh=mesh2x4, in_specs=BOTH, out_specs=None)
+    show = jax.shard_map(
+        lambda x: sk.collectives.debug_print(x, axis="model"), mesh=mesh2x4, in_specs=BOTH, out_specs=None
+    )
     lines = printed(capsys, jax.jit(show), jnp.arange(8)).splitlines()
     groups = ["\n".join(lines[:5]), "\n".join(lines[5:])]
     assert sorted(groups) == [
@@ -113,12 +116,12 @@ def test_in_a_stage_of_a_pipeline(capsys):
     """Every microbatch of every stage, forward and recomputed."""
 
     def stage(layers, x, keys):
-        sk.debug_print(x[0], "x", axis="data")
+        sk.collectives.debug_print(x[0], "x", axis="data")
         return sk.scan_layers(lambda w, x: x + w, layers, x)
 
     schedule = sk.schedules.one_f_one_b(2, 4)
     over = {"embed": lambda s, b, k: b, "stage": stage, "head": lambda s, x, b: jnp.mean(x**2)}
-    grad_fn = sk.pipeline_value_and_grad(*over.values(), schedule, "stage", mode="branch")
+    grad_fn = pipelined_grad(*over.values(), schedule, "stage", mode="branch")
     mesh = sk.make_mesh(jax.devices()[:4], data=2, stage=2)
     plan = sk.chain(sk.pp("stage"), sk.dp("data"))
     init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh, plan=plan)
@@ -136,7 +139,7 @@ def test_its_cost_is_a_gather_over_the_axes_that_differ():
     mesh = sk.abstract_mesh(data=2, model=4)
 
     def show(x):
-        sk.debug_print(x)
+        sk.collectives.debug_print(x)
         return x
 
     for spec, axes, sent in ((P("model"), ("model",), 3), (P(), (), 0), (P(("data", "model")), ("data", "model"), 7)):

@@ -26,7 +26,7 @@ def moments(x):
     for _ in range(3):
         moving = jax.tree.map(lambda y: lax.ppermute(y, "a", RING), moving)
         total = jax.tree.map(jnp.add, total, moving)
-    return sk.assume_replicated(total, "a")
+    return sk.collectives.assume_replicated(total, "a")
 
 
 def in_control_flow(x):
@@ -69,12 +69,12 @@ def test_it_is_invariant_and_its_gradient_is_exact():
 
 @pytest.mark.check
 def test_only_axes_over_which_a_leaf_varies_are_cast():
-    both = lambda x, y: sk.assume_replicated((x, y), ("b", "a"))  # noqa: E731
+    both = lambda x, y: sk.collectives.assume_replicated((x, y), ("b", "a"))  # noqa: E731
     specs = {"mesh": MESH, "in_specs": (P("a"), P()), "out_specs": P()}
     text = str(jax.make_jaxpr(jax.shard_map(both, **specs))(X, X))
     assert text.count("assume_replicated") == 1 and "assume_replicated[axes=('a',)]" in text
     x = X.reshape(4, 2, 3)
-    under = jax.make_jaxpr(jax.vmap(lambda x: sk.assume_replicated(x, "a"), axis_name="a"))(x)
+    under = jax.make_jaxpr(jax.vmap(lambda x: sk.collectives.assume_replicated(x, "a"), axis_name="a"))(x)
     assert not under.eqns
 
 
@@ -99,7 +99,7 @@ def test_the_program_readers_know_it():
 def swapped(x):
     """Devices 2 and 3 exchange among themselves: they never see devices 0 and 1."""
     x = x + lax.ppermute(x, "b", [(0, 1), (1, 0), (2, 3), (3, 2)])
-    return sk.assume_replicated(x, ("a", "b"))
+    return sk.collectives.assume_replicated(x, ("a", "b"))
 
 
 # Catches an emulate that runs the cast without comparing, or that only compares outside of loops and derivatives.
@@ -128,7 +128,9 @@ def test_the_replicas_of_a_result_are_compared():
 
     def almost(x):
         total = x + sk.shift(x, "a")
-        return sk.assume_replicated(jnp.where(sk.axis_index("a") == 1, jnp.nextafter(total, 9 * total), total), "a")
+        return sk.collectives.assume_replicated(
+            jnp.where(sk.axis_index("a") == 1, jnp.nextafter(total, 9 * total), total), "a"
+        )
 
     options = {"mesh": mesh, "in_specs": P("a"), "out_specs": P(), "args": (np.float32([1, 2]),), "eager": False}
     with pytest.raises(AssertionError) as error:

@@ -44,7 +44,7 @@ def test_booleans(case):
 @on_cases
 def test_prefix_scan(case):
     def kernel(op, exclusive):
-        run = partial(sk.prefix_scan, axis=case.axis, op=op, exclusive=exclusive)
+        run = partial(sk.collectives.prefix_scan, axis=case.axis, op=op, exclusive=exclusive)
         return Kernel(run, partial(reference.prefix_scan, op=op, exclusive=exclusive), gradient=op == "sum")
 
     check(case, *[kernel(op, exclusive) for op in ("sum", "max", "min") for exclusive in (False, True)])
@@ -54,7 +54,10 @@ def test_prefix_scan(case):
 def test_halo_exchange(case):
     def kernel(before, after, dim, wrap):
         options = {"dim": dim, "before": before, "after": after, "wrap": wrap}
-        return Kernel(partial(sk.halo_exchange, axis=case.axis, **options), partial(reference.halo_exchange, **options))
+        return Kernel(
+            partial(sk.collectives.halo_exchange, axis=case.axis, **options),
+            partial(reference.halo_exchange, **options),
+        )
 
     # of a neighbor less than all, all, and more than one neighbor
     sizes = {(0, 0, 0), (1, 0, 1), (0, 5, -1), (3, 2, 0), (2, 3, -1)}
@@ -65,7 +68,10 @@ def test_halo_exchange(case):
 def test_gather_to_one(case):
     def kernel(target, dim):
         options = {"dim": dim, "target": target}
-        return Kernel(partial(sk.gather_to_one, axis=case.axis, **options), partial(reference.gather_to_one, **options))
+        return Kernel(
+            partial(sk.collectives.gather_to_one, axis=case.axis, **options),
+            partial(reference.gather_to_one, **options),
+        )
 
     check(case, *[kernel(target, dim) for target in {0, case.count - 1} for dim in (0, -1)])
 
@@ -86,9 +92,9 @@ def test_a_tie_is_shared_and_the_others_get_nothing():
 def test_gradient_of_a_running_max():
     x = np.array([3.0, 1, 4, 2, 9], np.float32)
     weights = np.array([1.0, 10, 100, 1000, 10000], np.float32)
-    got = on_devices(grad_of(partial(sk.prefix_scan, op="max"), weights), x)
+    got = on_devices(grad_of(partial(sk.collectives.prefix_scan, op="max"), weights), x)
     assert got.tolist() == [11, 0, 1100, 0, 10000]
-    got = on_devices(grad_of(partial(sk.prefix_scan, op="max", exclusive=True), weights), x)
+    got = on_devices(grad_of(partial(sk.collectives.prefix_scan, op="max", exclusive=True), weights), x)
     assert got.tolist() == [110, 0, 11000, 0, 0]
 
 
@@ -120,10 +126,10 @@ def test_integers_beside_floats_in_a_derivative():
 
 KERNELS = {
     "all_reduce max": partial(sk.all_reduce, op="max"),
-    "prefix_scan": sk.prefix_scan,
-    "prefix_scan exclusive": partial(sk.prefix_scan, exclusive=True),
-    "halo_exchange": partial(sk.halo_exchange, before=3, after=2),
-    "gather_to_one": partial(sk.gather_to_one, target=1),
+    "prefix_scan": sk.collectives.prefix_scan,
+    "prefix_scan exclusive": partial(sk.collectives.prefix_scan, exclusive=True),
+    "halo_exchange": partial(sk.collectives.halo_exchange, before=3, after=2),
+    "gather_to_one": partial(sk.collectives.gather_to_one, target=1),
     "broadcast": partial(sk.broadcast, source=1),
 }
 

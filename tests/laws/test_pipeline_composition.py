@@ -19,7 +19,7 @@ import shardkit as sk
 from shardkit import schedules
 from support import conformance
 from support.conformance import BATCH, ModelRow, PlanRow
-from support.pipelines import PIECES, make_batch, make_params, traced_step, unpipelined
+from support.pipelines import PIECES, make_batch, make_params, pipelined_grad, pipelined_loss, traced_step, unpipelined
 from support.ring_model import TOKENS, D, batch, params, pieces, tp
 from support.training import KEY, check, expected, recording_sgd
 
@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
     @property
     def grad_fn(self) -> Any:
-        return sk.pipeline_value_and_grad(*pieces(self.axis), self.schedule, "stage", layer_numbers=True, **self.how)
+        return pipelined_grad(*pieces(self.axis), self.schedule, "stage", layer_numbers=True, **self.how)
 
     def step(self, optimizer: Any = None, **options: Any) -> sk.TrainStep:
         optimizer = optimizer or recording_sgd(0.1)
@@ -123,7 +123,7 @@ def test_evaluation_is_the_loss_without_dropout(name):
     row = (FEW | REST)[name]
     how = row.how | {"layer_numbers": True}
     init, _ = row.step()
-    loss = sk.pipeline_loss(*pieces(row.axis), row.schedule, "stage", **how)
+    loss = pipelined_loss(*pieces(row.axis), row.schedule, "stage", **how)
     metrics = sk.make_eval_step(loss, mesh=row.mesh(), plan=row.plan)(init(params(), KEY).params, batch(0))
     mean, aux = unpipelined(pieces())(params(), batch(0), None)
     np.testing.assert_allclose(metrics["loss"], mean.total / mean.weight, rtol=1e-6)
@@ -166,9 +166,7 @@ def test_activations_travel_in_bf16_and_gradients_are_float32():  # proves S88
 def test_a_loss_without_weights_beside_data_parallelism(mode):
     embed, stage, _ = pieces()
     head = lambda shared, x, batch: sk.Mean.of(jnp.square(x @ shared["out"]))  # noqa: E731
-    grad_fn = sk.pipeline_value_and_grad(
-        embed, stage, head, schedules.lockstep(2, 4), "stage", mode=mode, layer_numbers=True
-    )
+    grad_fn = pipelined_grad(embed, stage, head, schedules.lockstep(2, 4), "stage", mode=mode, layer_numbers=True)
     sk.testing.assert_same_training(
         grad_fn,
         sk.value_and_grad(unpipelined((embed, stage, head))),

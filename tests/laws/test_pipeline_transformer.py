@@ -18,6 +18,7 @@ from shardkit import schedules
 from shardkit.models import transformer
 from support import conformance
 from support.conformance import BATCH, MESH_CONFIGS, MESH_MODELS, mesh_rows
+from support.pipelines import pipelined_grad, pipelined_loss
 from support.refusals import value_error
 from support.training import KEY, check
 
@@ -62,8 +63,8 @@ def pipelined(row, stages):
 
 def functions(row, config, schedule, **options):
     model = (*transformer.pieces(config, row.model_axis), schedule, "stage")
-    grad_fn = sk.pipeline_value_and_grad(*model, layer_numbers=True, **options)
-    loss = sk.pipeline_loss(*model, layer_numbers=True)
+    grad_fn = pipelined_grad(*model, layer_numbers=True, **options)
+    loss = pipelined_loss(*model, layer_numbers=True)
     return transformer.in_order(grad_fn, row.model_axis), transformer.in_order(loss, row.model_axis)
 
 
@@ -125,7 +126,7 @@ def test_a_mixture_of_experts_that_would_sum_over_other_microbatches_is_refused(
     with pytest.raises(ValueError) as error:
         step(state, one_device("experts", 2).batch(0))
     assert re.fullmatch(
-        r"pipeline_value_and_grad: a stage must hold no collective over axis 'stage', whose devices run other "
+        r"pipeline.value_and_grad: a stage must hold no collective over axis 'stage', whose devices run other "
         r"microbatches; got all_reduce over 'context', 'expert', 'stage' at \S+:\d+ \(\S+\)\. "
         r"Leave that axis out, as moe\(\.\.\., stage='stage'\) does\.",
         str(error.value),
@@ -137,8 +138,8 @@ def test_a_routers_losses_leave_the_axis_of_the_pipeline_out():
     mesh = sk.make_mesh(stage=2, data=4)
 
     def losses(logits_NE, stage=None):
-        routing = sk.route(logits_NE, top_k=2)
-        stats = sk.routing_stats(logits_NE, routing, stage=stage)
+        routing = sk.layers.route(logits_NE, top_k=2)
+        stats = sk.layers.routing_stats(logits_NE, routing, stage=stage)
         return stats.balance_loss[None], stats.z_loss[None]
 
     ours = jax.shard_map(

@@ -40,19 +40,19 @@ def natural(attend, order, axis, ulysses=None):
     def kernel(q, k, v, segments=None):
         if order == "contiguous":
             return attend(q, k, v, order=order, segments_bt=segments)
-        q, k, v, segments = sk.zigzag((q, k, v, segments), axis, ulysses=ulysses)
+        q, k, v, segments = sk.layers.zigzag((q, k, v, segments), axis, ulysses=ulysses)
         y = attend(q, k, v, order=order, segments_bt=segments)
-        return sk.zigzag(y, axis, ulysses=ulysses, inverse=True)
+        return sk.layers.zigzag(y, axis, ulysses=ulysses, inverse=True)
 
     return kernel
 
 
 def over_ring(order="contiguous", axis="c", **options):
-    return natural(partial(sk.ring_attention, axis=axis, **options), order, axis)
+    return natural(partial(sk.layers.ring_attention, axis=axis, **options), order, axis)
 
 
 def reference(**options):
-    return lambda q, k, v, segments=None: sk.dot_attention(q, k, v, segments_bt=segments, **options)
+    return lambda q, k, v, segments=None: sk.layers.dot_attention(q, k, v, segments_bt=segments, **options)
 
 
 def assert_equal(kernel, reference, mesh, spec, args, relative=1e-5):
@@ -86,7 +86,7 @@ def by_hand(q, k, v, causal, segments):
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_reference_is_attention(causal, packed):
     q, k, v, segments = drawn(2, 7, 4, 2, 3, packed=packed)
-    got = sk.dot_attention(q, k, v, causal=causal, segments_bt=segments)
+    got = sk.layers.dot_attention(q, k, v, causal=causal, segments_bt=segments)
     for b in range(2):
         for head in range(4):
             numbers = None if segments is None else np.asarray(segments[b])
@@ -113,7 +113,7 @@ def test_ring_attention_is_attention(n, order, causal):
 def test_ring_attention_runs_eagerly():
     spec = P(None, "c")
     q, k, v, _ = drawn(1, 4, 1, 1, 2)
-    attend = lambda *x: sk.ring_attention(*x, "c", order="zigzag", causal=False)  # noqa: E731
+    attend = lambda *x: sk.layers.ring_attention(*x, "c", order="zigzag", causal=False)  # noqa: E731
     eagerly = jax.shard_map(attend, mesh=devices(c=2), in_specs=spec, out_specs=spec)
     np.testing.assert_allclose(eagerly(q, k, v), reference(causal=False)(q, k, v), rtol=1e-5, atol=1e-6)
 
@@ -161,9 +161,9 @@ def test_a_ring_over_two_axes_beside_a_third():
 def test_keys_and_values_may_be_equal_on_all_devices_of_another_axis():
     q, k, v, _ = drawn(2, 8, 4, 4, 4)
     # heads split over a model axis, keys whole: each model rank's gradients of the keys are summed by the cast
-    kernel = lambda q, k, v: sk.ring_attention(q, k, v, "c")  # noqa: E731
+    kernel = lambda q, k, v: sk.layers.ring_attention(q, k, v, "c")  # noqa: E731
     twice = lambda q, k, v: jnp.concatenate(  # noqa: E731
-        [sk.dot_attention(half, k, v) for half in jnp.split(q, 2, axis=2)], axis=2
+        [sk.layers.dot_attention(half, k, v) for half in jnp.split(q, 2, axis=2)], axis=2
     )
     assert_matches_reference(
         kernel,
@@ -192,7 +192,7 @@ def test_ulysses_attention_alone_and_with_a_ring(ring, ulysses, order):
     kv_heads = {1: 2, 2: 4, 3: 2, 4: 6}[ulysses]  # as many as devices, more, fewer, and no multiple either way
     args = drawn(2, 4 * (ring or 1) * ulysses, 12, kv_heads, 4, packed=ulysses % 2 == 0)
     axes = {} if ring is None else {"ring": "r"}
-    kernel = natural(partial(sk.ulysses_attention, axis="u", block=2, **axes), order, "r", "u")
+    kernel = natural(partial(sk.layers.ulysses_attention, axis="u", block=2, **axes), order, "r", "u")
     assert_equal(kernel, reference(), devices(r=ring or 1, u=ulysses), P(None, ("r", "u")), args)
 
 
@@ -209,13 +209,13 @@ def test_a_stack_of_layers():
         return lambda x, weights: jax.lax.scan(jax.checkpoint(layer), x, weights)[0]
 
     def kernel(x, weights, segments):
-        x, segments = sk.zigzag((x, segments), "c")
-        attend = partial(sk.ring_attention, axis="c", order="zigzag", segments_bt=segments)
-        return sk.zigzag(stack(attend)(sk.vary(x, ("d", "c")), weights), "c", inverse=True)
+        x, segments = sk.layers.zigzag((x, segments), "c")
+        attend = partial(sk.layers.ring_attention, axis="c", order="zigzag", segments_bt=segments)
+        return sk.layers.zigzag(stack(attend)(sk.vary(x, ("d", "c")), weights), "c", inverse=True)
 
     assert_matches_reference(
         kernel,
-        jax.jit(lambda x, weights, segments: stack(partial(sk.dot_attention, segments_bt=segments))(x, weights)),
+        jax.jit(lambda x, weights, segments: stack(partial(sk.layers.dot_attention, segments_bt=segments))(x, weights)),
         mesh=devices(d=2, c=4),
         in_specs=(P("d", "c"), P(), P("d", "c")),
         out_specs=P("d", "c"),
@@ -226,11 +226,15 @@ def test_a_stack_of_layers():
 
 def test_under_vmap():
     q, k, v, segments = drawn(2, 8, 2, 1, 4, packed=True)
-    for kernel in (over_ring(), over_ring("zigzag"), lambda *x: sk.ulysses_attention(*x[:3], "c", segments_bt=x[3])):
+    for kernel in (
+        over_ring(),
+        over_ring("zigzag"),
+        lambda *x: sk.layers.ulysses_attention(*x[:3], "c", segments_bt=x[3]),
+    ):
         heads = lambda k: jnp.repeat(k, 2, axis=2)  # noqa: E731
         mapped = under_vmap(kernel, {"c": 2}, (P(None, "c"),) * 4, P(None, "c"))
         got = jax.jit(mapped)(q, heads(k), heads(v), segments)
-        np.testing.assert_allclose(got, sk.dot_attention(q, k, v, segments_bt=segments), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(got, sk.layers.dot_attention(q, k, v, segments_bt=segments), rtol=1e-5, atol=1e-5)
 
 
 # proves F32: positions and loss under the permutation
@@ -240,12 +244,12 @@ def test_zigzag_and_positions_agree(sizes, ulysses):
     n = math.prod(sizes.values())
     on = lambda kernel, *args: jax.jit(jax.shard_map(kernel, mesh=mesh, in_specs=P(axes), out_specs=P(axes)))(*args)  # noqa: E731
     natural_order = np.arange(4 * n, dtype=np.int32)
-    np.testing.assert_array_equal(on(lambda x: x * 0 + sk.positions(4, axes), natural_order), natural_order)
+    np.testing.assert_array_equal(on(lambda x: x * 0 + sk.layers.positions(4, axes), natural_order), natural_order)
 
     def permuted(x):
-        standing = sk.positions(4, "c", order="zigzag", ulysses=ulysses)
-        moved = sk.zigzag(x, "c", ulysses=ulysses, dim=0)
-        return moved, standing, sk.zigzag(moved, "c", ulysses=ulysses, dim=-1, inverse=True)
+        standing = sk.layers.positions(4, "c", order="zigzag", ulysses=ulysses)
+        moved = sk.layers.zigzag(x, "c", ulysses=ulysses, dim=0)
+        return moved, standing, sk.layers.zigzag(moved, "c", ulysses=ulysses, dim=-1, inverse=True)
 
     moved, standing, back = on(permuted, natural_order)
     np.testing.assert_array_equal(moved, standing)
@@ -263,9 +267,9 @@ def test_zigzag_and_positions_agree(sizes, ulysses):
 def test_zigzag_takes_batches():
     batch = {"tokens": np.arange(16).reshape(2, 8), "weight": np.arange(2), "x": np.arange(32.0).reshape(2, 8, 2)}
     specs = {"tokens": P(None, "c"), "weight": P(), "x": P(None, "c")}
-    out = jax.jit(jax.shard_map(lambda b: sk.zigzag(b, "c"), mesh=devices(c=2), in_specs=(specs,), out_specs=specs))(
-        batch
-    )
+    out = jax.jit(
+        jax.shard_map(lambda b: sk.layers.zigzag(b, "c"), mesh=devices(c=2), in_specs=(specs,), out_specs=specs)
+    )(batch)
     order = [0, 1, 6, 7, 2, 3, 4, 5]
     np.testing.assert_array_equal(out["weight"], batch["weight"])
     np.testing.assert_array_equal(out["tokens"], batch["tokens"][:, order])
@@ -289,7 +293,7 @@ def tiny_loss(attend=None, positions=None, permute=lambda batch: batch):
             )
 
         q, k, v = (jnp.einsum("btd,dhk->bthk", x, params[name]) for name in ("q", "k", "v"))
-        y = (attend or sk.dot_attention)(rotate(q), rotate(k), v, segments_bt=batch["segments"])
+        y = (attend or sk.layers.dot_attention)(rotate(q), rotate(k), v, segments_bt=batch["segments"])
         logits = jnp.einsum("bthk,hkv->btv", y, params["out"])
         nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
         return sk.Mean.of(nats, batch["weights"])
@@ -317,27 +321,27 @@ def tiny_params():
 FORMS = {
     "ring": (
         sk.chain(sk.dp("data"), sk.cp("c")),
-        partial(sk.ring_attention, axis="c"),
-        lambda t: sk.positions(t, "c"),
+        partial(sk.layers.ring_attention, axis="c"),
+        lambda t: sk.layers.positions(t, "c"),
         lambda batch: batch,
     ),
     "zigzag": (
         sk.chain(sk.cp("c"), sk.fsdp("data", min_size=1)),
-        partial(sk.ring_attention, axis="c", order="zigzag"),
-        lambda t: sk.positions(t, "c", order="zigzag"),
-        lambda batch: sk.zigzag(batch, "c"),
+        partial(sk.layers.ring_attention, axis="c", order="zigzag"),
+        lambda t: sk.layers.positions(t, "c", order="zigzag"),
+        lambda batch: sk.layers.zigzag(batch, "c"),
     ),
     "ulysses": (
         sk.chain(sk.cp("c"), sk.zero1("data", min_size=1)),
-        partial(sk.ulysses_attention, axis="c"),
-        lambda t: sk.positions(t, "c"),
+        partial(sk.layers.ulysses_attention, axis="c"),
+        lambda t: sk.layers.positions(t, "c"),
         lambda batch: batch,
     ),
     "both": (
         sk.cp(("data", "c")),
-        partial(sk.ulysses_attention, axis="c", ring="data", order="zigzag"),
-        lambda t: sk.positions(t, "data", ulysses="c", order="zigzag"),
-        lambda batch: sk.zigzag(batch, "data", ulysses="c"),
+        partial(sk.layers.ulysses_attention, axis="c", ring="data", order="zigzag"),
+        lambda t: sk.layers.positions(t, "data", ulysses="c", order="zigzag"),
+        lambda batch: sk.layers.zigzag(batch, "data", ulysses="c"),
     ),
 }
 
@@ -393,7 +397,7 @@ def step_census(n, H, G, K, b, t, dtype, packed=False, kernel=None, mesh=None):
 @pytest.mark.parametrize("n", [1, 2, 3, 64])
 def test_what_a_ring_sends(n, dtype, order):
     b, t, H, G, K = 2, 4, 6, 3, 5
-    kernel = lambda q, k, v: sk.ring_attention(q, k, v, "c", order=order)  # noqa: E731
+    kernel = lambda q, k, v: sk.layers.ring_attention(q, k, v, "c", order=order)  # noqa: E731
     forward, both = step_census(n, H, G, K, b, t, dtype, kernel=kernel)
     width = jnp.dtype(dtype).itemsize
     volume = cost.context_volume(
@@ -411,7 +415,9 @@ def test_what_segments_and_the_permutation_send():
     assert packed.sent() - plain.sent() == 2 * (n - 1) * b * t * 4
     for n, share, messages in ((1, 0, 0), (2, 1 / 2, 1), (3, 1, 2), (8, 1, 2)):
         spec = P(None, "c")
-        move = jax.shard_map(lambda x: sk.zigzag(x, "c"), mesh=sk.abstract_mesh(c=n), in_specs=spec, out_specs=spec)
+        move = jax.shard_map(
+            lambda x: sk.layers.zigzag(x, "c"), mesh=sk.abstract_mesh(c=n), in_specs=spec, out_specs=spec
+        )
         found = census(move, jax.ShapeDtypeStruct((b, n * t), np.int32))
         assert float(found.sent()) == share * b * t * 4
         assert found.count() == messages
@@ -422,7 +428,7 @@ def test_what_segments_and_the_permutation_send():
 @pytest.mark.parametrize("n", [1, 3, 4])
 def test_what_ulysses_sends(n, dtype):
     b, t, H, G, K = 2, 4, 12, 6, 5
-    kernel = lambda q, k, v, *s: sk.ulysses_attention(q, k, v, "c", segments_bt=s[0] if s else None)  # noqa: E731
+    kernel = lambda q, k, v, *s: sk.layers.ulysses_attention(q, k, v, "c", segments_bt=s[0] if s else None)  # noqa: E731
     forward, both = step_census(n, H, G, K, b, t, dtype, kernel=kernel)
     volume = cost.context_volume(
         batch=b,
@@ -442,7 +448,7 @@ def test_what_ulysses_sends(n, dtype):
 def test_what_both_send():
     b, t, H, K, ring, ulysses = 2, 4, 8, 4, 3, 4
     mesh = sk.abstract_mesh(r=ring, u=ulysses)
-    kernel = lambda q, k, v: sk.ulysses_attention(q, k, v, "u", ring="r", order="zigzag")  # noqa: E731
+    kernel = lambda q, k, v: sk.layers.ulysses_attention(q, k, v, "u", ring="r", order="zigzag")  # noqa: E731
     _, both = step_census(ring * ulysses, H, H, K, b, t, "float32", kernel=kernel, mesh=mesh)
     sizes = {"batch": b, "value_bytes": 4}
     around = cost.context_volume(**sizes, sequence=ring * ulysses * t, hidden=H // ulysses * K, ways=ring)
@@ -470,7 +476,7 @@ def dot_flops(jaxpr, choose=max):
 
 def flops_of(n, order, choose=max, dtype="float32", block=None, t=8):
     b, H, G, K = 1, 4, 2, 4
-    kernel = lambda q, k, v: sk.ring_attention(q, k, v, "c", order=order, block=block)  # noqa: E731
+    kernel = lambda q, k, v: sk.layers.ring_attention(q, k, v, "c", order=order, block=block)  # noqa: E731
     mapped = jax.shard_map(kernel, mesh=sk.abstract_mesh(c=n), in_specs=P(None, "c"), out_specs=P(None, "c"))
     args = [jax.ShapeDtypeStruct((b, n * t, heads, K), dtype) for heads in (H, G, G)]
     backward = lambda *x: jax.vjp(mapped, *x)[1](jnp.zeros(args[0].shape, dtype))  # noqa: E731
@@ -504,7 +510,7 @@ def test_bfloat16_is_summed_in_float32():
 def test_bfloat16_gradients_on_one_device():  # proves F32
     """Two matmuls forward, four backward, all of bfloat16 operands; the softmax between them is float32."""
     x = drawn(2, 64, 4, 2, 16, dtype=jnp.bfloat16)[:3]
-    back = lambda *x: jax.vjp(sk.dot_attention, *x)[1](jnp.ones_like(x[0]))  # noqa: E731
+    back = lambda *x: jax.vjp(sk.layers.dot_attention, *x)[1](jnp.ones_like(x[0]))  # noqa: E731
     dots = [s.equation for s in walk(jax.make_jaxpr(back)(*x).jaxpr) if s.name == "dot_general"]
     assert len(dots) == 6
     assert {v.aval.dtype.name for e in dots for v in e.invars} == {"bfloat16"}
@@ -529,7 +535,7 @@ def test_the_backward_pass_keeps_no_scores():
     kept = []
 
     def kernel(q, k, v):
-        y, backward = jax.vjp(lambda *x: sk.ring_attention(*x, "c", order="zigzag", block=8), q, k, v)
+        y, backward = jax.vjp(lambda *x: sk.layers.ring_attention(*x, "c", order="zigzag", block=8), q, k, v)
         kept.extend(x.size for x in jax.tree.leaves(backward))
         return y
 
@@ -548,33 +554,35 @@ EVEN = "zigzag order must have an even number of tokens on each device; got"
 PAD = "Pad the sequence to a multiple of twice the devices, or use contiguous order."
 SHARDED = {
     "ring_attention: order must be 'contiguous' or 'zigzag'; got 'striped'. "
-    "Pass for example order='contiguous'.": lambda: sk.ring_attention(*tokens(), "c", order="striped"),
-    f"ring_attention: {EVEN} 5. {PAD}": lambda: sk.ring_attention(*tokens(t=5), "c", order="zigzag"),
+    "Pass for example order='contiguous'.": lambda: sk.layers.ring_attention(*tokens(), "c", order="striped"),
+    f"ring_attention: {EVEN} 5. {PAD}": lambda: sk.layers.ring_attention(*tokens(t=5), "c", order="zigzag"),
     "ring_attention: block must divide the tokens of a chunk; got block 2 for chunks of 3 tokens. "
-    "Choose a divisor, or leave it out.": lambda: sk.ring_attention(*tokens(t=6), "c", order="zigzag", block=2),
-    "ring_attention: kv heads must divide heads; got 3 and 4. Change one of them.": lambda: sk.ring_attention(
+    "Choose a divisor, or leave it out.": lambda: sk.layers.ring_attention(*tokens(t=6), "c", order="zigzag", block=2),
+    "ring_attention: kv heads must divide heads; got 3 and 4. Change one of them.": lambda: sk.layers.ring_attention(
         *tokens(H=4, G=3), "c"
     ),
     "ring_attention: keys and values must be [b, t, G, K] for queries [b, t, H, K]; got queries (1, 4, 2, 2), "
-    "keys (1, 4, 2, 2), values (1, 3, 2, 2). Give all three the same b, t and K.": lambda: sk.ring_attention(
+    "keys (1, 4, 2, 2), values (1, 3, 2, 2). Give all three the same b, t and K.": lambda: sk.layers.ring_attention(
         *tokens()[:2], jnp.zeros((1, 3, 2, 2)), "c"
     ),
     "ring_attention: segments must hold one document number per token; got shape (4,) for 1 x 4 tokens. "
-    "Pass them as [b, t].": lambda: sk.ring_attention(*tokens(), "c", segments_bt=jnp.zeros((4,), jnp.int32)),
+    "Pass them as [b, t].": lambda: sk.layers.ring_attention(*tokens(), "c", segments_bt=jnp.zeros((4,), jnp.int32)),
     "ulysses_attention: heads must be divisible by axis 'u'; got 3 heads over 2 devices. "
-    "Use fewer devices, or ring_attention.": lambda: sk.ulysses_attention(*tokens(H=3, G=3), "u"),
+    "Use fewer devices, or ring_attention.": lambda: sk.layers.ulysses_attention(*tokens(H=3, G=3), "u"),
     "ulysses_attention: order 'zigzag' must go with a ring; got ring=None. Leave it out: every device "
-    "attends over all tokens, and the work is balanced.": lambda: sk.ulysses_attention(*tokens(), "u", order="zigzag"),
-    "ulysses_attention: axis 'u' is used twice in ('u', 'u'). Name each axis once.": lambda: sk.ulysses_attention(
-        *tokens(), "u", ring="u"
+    "attends over all tokens, and the work is balanced.": lambda: sk.layers.ulysses_attention(
+        *tokens(), "u", order="zigzag"
+    ),
+    "ulysses_attention: axis 'u' is used twice in ('u', 'u'). Name each axis once.": lambda: (
+        sk.layers.ulysses_attention(*tokens(), "u", ring="u")
     ),
     "ulysses_attention: the ring's axis 'u' must come before axis 'c' in the mesh; its axes are 'c', 'u'. "
-    "Pass the ring's axis first to make_mesh.": lambda: sk.ulysses_attention(*tokens(), "c", ring="u"),
-    f"zigzag: {EVEN} 3. {PAD}": lambda: sk.zigzag(jnp.zeros((1, 3)), "c"),
+    "Pass the ring's axis first to make_mesh.": lambda: sk.layers.ulysses_attention(*tokens(), "c", ring="u"),
+    f"zigzag: {EVEN} 3. {PAD}": lambda: sk.layers.zigzag(jnp.zeros((1, 3)), "c"),
     "positions: order must be 'contiguous' or 'zigzag'; got 'random'. Pass for example order='contiguous'.": lambda: (
-        sk.positions(4, "c", order="random")
+        sk.layers.positions(4, "c", order="random")
     ),
-    f"positions: {EVEN} 3. {PAD}": lambda: sk.positions(3, "c", order="zigzag"),
+    f"positions: {EVEN} 3. {PAD}": lambda: sk.layers.positions(3, "c", order="zigzag"),
 }
 
 
@@ -594,10 +602,10 @@ def test_a_sequence_that_does_not_divide():
 
 
 ORDERED = {
-    "positions": lambda axes, x: sk.positions(x.shape[1], axes),
-    "zigzag": lambda axes, x: sk.zigzag(x, axes),
-    "ring_attention": lambda axes, x: sk.ring_attention(x, x, x, axes),
-    "ulysses_attention": lambda axes, x: sk.ulysses_attention(x, x, x, axes),
+    "positions": lambda axes, x: sk.layers.positions(x.shape[1], axes),
+    "zigzag": lambda axes, x: sk.layers.zigzag(x, axes),
+    "ring_attention": lambda axes, x: sk.layers.ring_attention(x, x, x, axes),
+    "ulysses_attention": lambda axes, x: sk.layers.ulysses_attention(x, x, x, axes),
 }
 
 
@@ -629,7 +637,7 @@ def test_the_axes_of_a_sequence_stand_in_the_order_of_the_plan(name, given, plan
 @pytest.mark.check
 def test_a_ring_inside_a_heads_axis_stands_in_the_order_of_the_plan():
     mesh = sk.make_mesh(jax.devices()[:8], r=2, s=2, u=2)
-    loss_fn = lambda p, x, keys: sk.Mean.of(sk.ulysses_attention(x, x, x, "u", ring=("r", "s")))  # noqa: E731
+    loss_fn = lambda p, x, keys: sk.Mean.of(sk.layers.ulysses_attention(x, x, x, "u", ring=("r", "s")))  # noqa: E731
     params, x = {"w": np.ones(1, np.float32)}, np.ones((2, 16, 4, 2), np.float32)
     jax.eval_shape(sk.make_eval_step(loss_fn, mesh=mesh, plan=sk.cp(("r", "s", "u"))), params, x)
     with value_error(

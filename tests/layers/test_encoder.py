@@ -32,13 +32,13 @@ def batch(step=0):
 
 
 def column(layer, x, axis):
-    return sk.column_linear(x, layer["kernel"], axis) + layer["bias"][None]
+    return sk.layers.column_linear(x, layer["kernel"], axis) + layer["bias"][None]
 
 
 def encode(w, x, axis=None):
     """Two layers, columns then rows, and both heads from one copy of the activations."""
     h = jnp.tanh(column(w["layer1"], x, axis))
-    h = jnp.tanh(sk.row_linear(h, w["layer2"]["kernel"], axis) + w["layer2"]["bias"][None])
+    h = jnp.tanh(sk.layers.row_linear(h, w["layer2"]["kernel"], axis) + w["layer2"]["bias"][None])
     return tuple(column(w[name], h, axis) for name in ("mean", "logvar"))
 
 
@@ -119,7 +119,7 @@ def test_a_layer_larger_than_a_device_runs_on_several(split):  # proves S74
     axis = "model" if split else None
 
     def layer(w, x):
-        return sk.row_linear(jax.nn.gelu(sk.column_linear(x, w["up"], axis)), w["down"], axis)
+        return sk.layers.row_linear(jax.nn.gelu(sk.layers.column_linear(x, w["up"], axis)), w["down"], axis)
 
     mesh = sk.abstract_mesh(model=8)
     specs = {"up": P(None, axis), "down": P(axis)}

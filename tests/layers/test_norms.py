@@ -52,8 +52,8 @@ def test_norms_over_split_features_are_those_over_whole_ones(mesh, dtype, width,
     x, gain, bias = arguments(24 * width, dtype, 0, seed)
     rows = P("data" if "data" in sizes else None, None, axis)
     for kernel, reference, args in [
-        (sk.sharded_rms_norm, transformer.rms_norm, (x, gain)),
-        (sk.sharded_layer_norm, layer_norm, (x, gain, bias)),
+        (sk.layers.sharded_rms_norm, transformer.rms_norm, (x, gain)),
+        (sk.layers.sharded_layer_norm, layer_norm, (x, gain, bias)),
     ]:
         assert_matches_reference(
             lambda *args, kernel=kernel: kernel(*args, axis),
@@ -74,7 +74,9 @@ def test_the_result_has_the_dtype_of_the_input():
     """Gains and biases in float32 made the activations of a bfloat16 model float32, layer after layer."""
     x, (gain, bias) = jnp.ones((2, 6, 8), jnp.bfloat16), jnp.ones((2, 8))
     with jax.numpy_dtype_promotion("standard"):  # strict promotion refuses the product
-        found = jax.eval_shape(lambda: (sk.sharded_rms_norm(x, gain, None), sk.sharded_layer_norm(x, gain, bias, None)))
+        found = jax.eval_shape(
+            lambda: (sk.layers.sharded_rms_norm(x, gain, None), sk.layers.sharded_layer_norm(x, gain, bias, None))
+        )
     assert [each.dtype for each in found] == [jnp.bfloat16] * 2
 
 
@@ -82,7 +84,7 @@ def test_a_large_mean_does_not_cancel():  # proves F28
     mesh = sk.make_mesh(model=8)
     x, gain, bias = arguments(64, "float32", 1e4, 0)
     norm = jax.shard_map(
-        lambda *args: sk.sharded_layer_norm(*args, "model"),
+        lambda *args: sk.layers.sharded_layer_norm(*args, "model"),
         mesh=mesh,
         in_specs=(P(None, None, "model"), P("model"), P("model")),
         out_specs=P(None, None, "model"),
@@ -103,7 +105,7 @@ def test_moments_of_a_batch_that_is_split():  # proves F28
         return jnp.mean(x, axis=0, keepdims=True), jnp.var(x, axis=0, keepdims=True)
 
     assert_matches_reference(
-        lambda x: sk.sharded_moments(x, "data", dims=0),
+        lambda x: sk.layers.sharded_moments(x, "data", dims=0),
         reference,
         mesh=mesh,
         in_specs=P("data", "model"),
@@ -113,7 +115,9 @@ def test_moments_of_a_batch_that_is_split():  # proves F28
     )
 
 
-@pytest.mark.parametrize("kernel, arrays, each", [(sk.sharded_rms_norm, 1, 1), (sk.sharded_layer_norm, 2, 2)])
+@pytest.mark.parametrize(
+    "kernel, arrays, each", [(sk.layers.sharded_rms_norm, 1, 1), (sk.layers.sharded_layer_norm, 2, 2)]
+)
 @pytest.mark.parametrize("n", [1, 8])
 def test_a_norm_sends_its_statistics(kernel, arrays, each, n):
     mesh, tokens = sk.abstract_mesh(model=n), 12

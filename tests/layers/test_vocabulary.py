@@ -77,7 +77,7 @@ def test_the_embedding_is_that_of_one_device(mesh, dtype, sequence, width, seed)
     sizes, axis = mesh
     _, head, tokens = drawn(width, dtype, seed)
     assert_matches_reference(
-        lambda tokens, table: sk.vocab_embed(tokens, table, axis, sequence=sequence),
+        lambda tokens, table: sk.layers.vocab_embed(tokens, table, axis, sequence=sequence),
         jax.jit(lambda tokens, table: jnp.where((tokens < 0)[..., None], 0, table[tokens])),
         mesh=mesh_of(sizes),
         in_specs=(P(rows(sizes)), P(axis)),
@@ -93,7 +93,7 @@ def test_the_cross_entropy_is_that_of_whole_logits(mesh, dtype, sequence, width,
     sizes, axis = mesh
     args = drawn(width, dtype, seed)
     assert_matches_reference(
-        lambda *args: sk.vocab_cross_entropy_and_hits(*args, axis, sequence=sequence, **options),
+        lambda *args: sk.layers.vocab_cross_entropy_and_hits(*args, axis, sequence=sequence, **options),
         jax.jit(lambda *args: cross_entropy(*args, **options)),
         mesh=mesh_of(sizes),
         in_specs=(P(rows(sizes), axis if sequence else None), P(None, axis), P(rows(sizes))),
@@ -107,8 +107,8 @@ def test_the_cross_entropy_is_that_of_whole_logits(mesh, dtype, sequence, width,
 def whole(*args):
     """Values, hits and values alone, of a vocabulary that is not split."""
     options = {"z_loss": 0.1, "label_smoothing": 0.3}
-    both = sk.vocab_cross_entropy_and_hits(*args, None, **options)
-    return both, sk.vocab_cross_entropy(*args, None, **options), cross_entropy(*args, **options)
+    both = sk.layers.vocab_cross_entropy_and_hits(*args, None, **options)
+    return both, sk.layers.vocab_cross_entropy(*args, None, **options), cross_entropy(*args, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -135,7 +135,7 @@ def test_it_is_optax_cross_entropy():
     x, head, targets = drawn(1, "float32", 0)
     targets = jnp.maximum(targets, 0)
     expected = optax.softmax_cross_entropy_with_integer_labels(jnp.einsum("bTD,DV->bTV", x, head), targets)
-    np.testing.assert_allclose(on_four(sk.vocab_cross_entropy)(x, head, targets), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(on_four(sk.layers.vocab_cross_entropy)(x, head, targets), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -144,7 +144,7 @@ def test_an_ignored_token_counts_for_nothing_whatever_it_holds(sequence):  # pro
     ignored = targets < 0
     assert jnp.any(ignored)
     x = jnp.where(ignored[..., None], jnp.nan, x)
-    f = on_four(sk.vocab_cross_entropy, sequence)
+    f = on_four(sk.layers.vocab_cross_entropy, sequence)
     nats = f(x, head, targets)
     dx, dhead = jax.jit(jax.grad(lambda x, head: jnp.sum(f(x, head, targets)), (0, 1)))(x, head)
     assert not np.any(np.asarray(nats)[ignored]) and not np.any(np.asarray(dx)[ignored])
@@ -156,16 +156,16 @@ def test_an_ignored_token_counts_for_nothing_whatever_it_holds(sequence):  # pro
 
 def test_large_logits_do_not_overflow_and_unknown_targets_show():  # proves F27
     x, head, targets = drawn(1, "float32", 2)
-    nats = on_four(sk.vocab_cross_entropy)(1e4 * x, head, targets)
+    nats = on_four(sk.layers.vocab_cross_entropy)(1e4 * x, head, targets)
     np.testing.assert_allclose(nats, cross_entropy(1e4 * x, head, targets)[0], rtol=1e-4, atol=1e-2)
-    nats = on_four(sk.vocab_cross_entropy)(x, head, targets.at[0, 0].set(120))
+    nats = on_four(sk.layers.vocab_cross_entropy)(x, head, targets.at[0, 0].set(120))
     assert np.isnan(nats[0, 0]) and np.all(np.isfinite(np.asarray(nats).ravel()[1:]))
 
 
 def test_of_equal_logits_the_first_is_predicted():
     x, head, _ = drawn(1, "float32", 3)
     targets = jnp.tile(jnp.arange(T, dtype=jnp.int32), (B, 1))
-    hits = on_four(sk.vocab_cross_entropy_and_hits)(x, jnp.zeros_like(head), targets)[1]
+    hits = on_four(sk.layers.vocab_cross_entropy_and_hits)(x, jnp.zeros_like(head), targets)[1]
     np.testing.assert_array_equal(hits, targets == 0)
 
 
@@ -185,7 +185,7 @@ def traced(fn, sequence, n, dtype=jnp.bfloat16):
 def test_the_cross_entropy_sends_a_few_bytes_a_token(sequence, options, columns):  # proves F27
     def gradients(x, head, targets):
         loss = lambda x, head: jnp.sum(  # noqa: E731
-            sk.vocab_cross_entropy(x, head, targets, "model", sequence=sequence, **options)
+            sk.layers.vocab_cross_entropy(x, head, targets, "model", sequence=sequence, **options)
         )
         return jax.grad(loss, (0, 1))(x, head)
 
@@ -202,7 +202,7 @@ def test_the_cross_entropy_sends_a_few_bytes_a_token(sequence, options, columns)
 @pytest.mark.parametrize("sequence", [False, True])
 def test_the_embedding_sends_its_result(sequence):
     def gradients(x, head, tokens):
-        embed = lambda table: sk.vocab_embed(tokens, table, "model", sequence=sequence)  # noqa: E731
+        embed = lambda table: sk.layers.vocab_embed(tokens, table, "model", sequence=sequence)  # noqa: E731
         return x, jax.vjp(embed, head.T)[1](x)[0].T
 
     f, args = traced(gradients, sequence, 4)
@@ -221,7 +221,7 @@ def shapes(jaxpr):
 def test_no_device_ever_holds_whole_logits_and_keeps_its_own_once():  # proves F27
     def gradients(x, head, targets):
         loss = lambda x, head: jnp.sum(  # noqa: E731
-            sk.vocab_cross_entropy_and_hits(x, head, targets, "model", label_smoothing=0.1, z_loss=0.1)[0]
+            sk.layers.vocab_cross_entropy_and_hits(x, head, targets, "model", label_smoothing=0.1, z_loss=0.1)[0]
         )
         return jax.grad(loss, (0, 1))(x, head)
 
@@ -231,7 +231,7 @@ def test_no_device_ever_holds_whole_logits_and_keeps_its_own_once():  # proves F
     assert max(inside) == B * T * 120 // 4
 
     x, head, targets = drawn(1, "bfloat16", 0)
-    kept = jax.vjp(lambda x, head: sk.vocab_cross_entropy(x, head, targets, None), x, head)[1]
+    kept = jax.vjp(lambda x, head: sk.layers.vocab_cross_entropy(x, head, targets, None), x, head)[1]
     logits = [each for each in jax.tree.leaves(kept) if each.shape == (B, T, 120)]
     assert [each.dtype for each in logits] == [jnp.float32]
 
@@ -241,8 +241,8 @@ def test_one_device_sends_nothing():
         mesh = sk.abstract_mesh(model=1)
         f = jax.shard_map(
             lambda x, head, targets: (
-                sk.vocab_cross_entropy(x, head, targets, "model", sequence=sequence),
-                sk.vocab_embed(targets, head.T, "model", sequence=sequence),
+                sk.layers.vocab_cross_entropy(x, head, targets, "model", sequence=sequence),
+                sk.layers.vocab_embed(targets, head.T, "model", sequence=sequence),
             ),
             mesh=mesh,
             in_specs=P(),
@@ -258,12 +258,12 @@ def test_targets_of_part_of_the_tokens_are_refused():
         "shape (4, 120) after the gather. Pass the targets of all tokens, and sequence=True where x holds a part of "
         "them."
     ):
-        on_four(sk.vocab_cross_entropy, sequence=True)(x, head, targets[:, :30])
+        on_four(sk.layers.vocab_cross_entropy, sequence=True)(x, head, targets[:, :30])
     with value_error(
         "vocab_cross_entropy_and_hits: there must be one target for each token; got targets of shape (4, 120) for "
         "tokens of shape (4, 30). Pass the targets of all tokens, and sequence=True where x holds a part of them."
     ):
-        sk.vocab_cross_entropy_and_hits(x[:, :30], head, targets, None)
+        sk.layers.vocab_cross_entropy_and_hits(x[:, :30], head, targets, None)
 
 
 # Columns of padding, which a split needs, were classes: each of logit 0 or, once it is trained, of any other.
@@ -275,14 +275,14 @@ def test_columns_of_padding_are_no_classes():
         np.arange(120) < 109, head, np.float32(50)
     )  # the largest of all logits, in the last of four devices' columns
     split = jax.shard_map(
-        partial(sk.vocab_cross_entropy_and_hits, axis="model", sequence=True, vocabulary=109, **options),
+        partial(sk.layers.vocab_cross_entropy_and_hits, axis="model", sequence=True, vocabulary=109, **options),
         mesh=sk.make_mesh(data=2, model=4),
         in_specs=(P("data", "model"), P(None, "model"), P("data")),
         out_specs=P("data"),
     )
     forms = {
         "split": split,
-        "one device": partial(sk.vocab_cross_entropy_and_hits, axis=None, vocabulary=109, **options),
+        "one device": partial(sk.layers.vocab_cross_entropy_and_hits, axis=None, vocabulary=109, **options),
         "without padding": lambda x, head, targets: cross_entropy(x, head[:, :109], targets, **options),
     }
 
@@ -295,7 +295,7 @@ def test_columns_of_padding_are_no_classes():
     for each in found:
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), each, wanted)
         assert not np.any(each[2][1][:, 109:])
-    beyond = sk.vocab_cross_entropy(x[:1, :1], head, np.array([[110]]), None, vocabulary=109)
+    beyond = sk.layers.vocab_cross_entropy(x[:1, :1], head, np.array([[110]]), None, vocabulary=109)
     assert np.isnan(beyond).all()  # a target that is padding
 
 
@@ -307,4 +307,4 @@ def test_a_vocabulary_that_the_head_does_not_hold_is_refused(vocabulary):
         "vocab_cross_entropy: vocabulary must be at least 1 and at most the 120 columns of the head; got "
         f"{vocabulary}. Pass the number of classes."
     ):
-        jax.eval_shape(lambda *args: sk.vocab_cross_entropy(*args, None, vocabulary=vocabulary), *shapes)
+        jax.eval_shape(lambda *args: sk.layers.vocab_cross_entropy(*args, None, vocabulary=vocabulary), *shapes)

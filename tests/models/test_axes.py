@@ -11,6 +11,7 @@ import shardkit as sk
 from shardkit import schedules
 from shardkit.models import transformer
 from shardkit.models.transformer import Axes
+from support.pipelines import pipelined_grad
 
 CONFIG = transformer.Config(vocabulary=16, layers=2, dim=8, heads=2, hidden=8)
 PARAMS = jax.eval_shape(lambda: transformer.init(jax.random.key(0), CONFIG))
@@ -83,9 +84,7 @@ def test_tokens_are_split_over_the_axes_along_which_attention_looks(case):
 @pytest.mark.check
 def test_a_pipeline_is_told_of_tokens_that_nothing_looks_across():
     axes = Axes(stage="stage")
-    grad_fn = sk.pipeline_value_and_grad(
-        *transformer.pieces(CONFIG, axes), schedules.gpipe(2, 2), "stage", layer_numbers=True
-    )
+    grad_fn = pipelined_grad(*transformer.pieces(CONFIG, axes), schedules.gpipe(2, 2), "stage", layer_numbers=True)
     plan = sk.chain(sk.dp("data"), sk.cp("context"), sk.pp("stage"))
     message = LOOK.format("'context'", None, None)
     assert refused(grad_fn, plan, {"data": 2, "context": 2, "stage": 2}) == message

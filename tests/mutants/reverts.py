@@ -44,7 +44,7 @@ REVERTS = (
     ),
     (
         "barriers-tuple-hides",
-        "shardkit/analysis/auditing/rules/loops.py",
+        "shardkit/analysis/rules/loops.py",
         "if values.opcode in _BARRIERS:",
         "if values.opcode in _BARRIERS or True:",
     ),
@@ -636,8 +636,8 @@ REVERTS = (
     # ---- lint, census, explain, proofs
     (
         "draws-unlinted",
-        "shardkit/analysis/jaxpr/rules/__init__.py",
-        '        Rule("repeated-draw", "the same random numbers for different elements on different devices", draws),',
+        "shardkit/analysis/rules/__init__.py",
+        '    ("repeated-draw", "the same random numbers for different elements on different devices", draws),',
         "",
     ),
     (
@@ -648,9 +648,9 @@ REVERTS = (
     ),
     (
         "unchecked-outputs",
-        "shardkit/analysis/jaxpr/rules/outputs.py",
-        "        yield from _unchecked(block)",
-        "        yield from ()",
+        "shardkit/analysis/rules/outputs.py",
+        'yield from _by_type(block) if block.owner.params["check_vma"] else _unchecked(block)',
+        'yield from _by_type(block) if block.owner.params["check_vma"] else ()',
     ),
     (
         "masked-count-is-an-argument",
@@ -660,7 +660,7 @@ REVERTS = (
     ),
     (
         "constants-of-an-outer-trace",
-        "shardkit/analysis/jaxpr/rules/processes.py",
+        "shardkit/analysis/rules/processes.py",
         "isinstance(dtype, np.dtype) and not isinstance(constant, jax.core.Tracer)",
         "isinstance(dtype, np.dtype)",
     ),
@@ -793,7 +793,7 @@ REVERTS = (
     ),
     (
         "second-compile-unseen",
-        "shardkit/analysis/auditing/rules/second_call.py",
+        "shardkit/analysis/rules/second_call.py",
         "    if compiled:",
         "    if compiled is None:",
     ),

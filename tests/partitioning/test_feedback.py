@@ -16,6 +16,7 @@ from shardkit.testing import Row, laws
 from shardkit.testing.program import Program, recording
 from support import linear
 from support.conformance import padding, toy_tp
+from support.pipelines import pipelined_grad
 from support.training import ONCE
 
 KEY = jax.random.key(3)
@@ -264,7 +265,7 @@ def test_plans_without_feedback(plan, words, data4):
 def test_layers_in_the_order_of_stages():
     pieces = [lambda *args: args[0]] * 3
     schedule = schedules.lockstep(devices=2, microbatches=2, chunks=2)
-    grad_fn = sk.pipeline_value_and_grad(*pieces, schedule, "stage")
+    grad_fn = pipelined_grad(*pieces, schedule, "stage")
     plan = sk.chain(sk.dp("data", reduce=fed()), sk.pp("stage"))
     mesh = sk.make_mesh(jax.devices()[:4], data=2, stage=2)
     init, _ = sk.make_train_step(grad_fn, optax.sgd(1.0), mesh=mesh, plan=plan)

@@ -12,7 +12,7 @@ import pytest
 
 import shardkit as sk
 from shardkit import schedules
-from support.pipelines import PIECES, assert_close, check, layer, make
+from support.pipelines import PIECES, assert_close, check, layer, make, pipelined_grad
 from support.training import KEY, recording_sgd
 
 D = 8
@@ -60,9 +60,7 @@ def test_stages_of_different_widths():
     def through(layers: Any, x: Any, keys: Any) -> Any:
         return sk.scan_layers(lambda w, x: jnp.tanh(x @ w), layers, x)
 
-    grad_fn = sk.pipeline_value_and_grad(
-        lambda shared, batch, keys: batch["x"], through, end, schedules.one_f_one_b(4, 4), "stage"
-    )
+    grad_fn = pipelined_grad(lambda shared, batch, keys: batch["x"], through, end, schedules.one_f_one_b(4, 4), "stage")
     mesh = sk.make_mesh(jax.devices()[:4], stage=4)
     init, step = sk.make_train_step(grad_fn, recording_sgd(0.5), mesh=mesh, plan=sk.pp("stage"))
     state, metrics = step(init({"layers": jnp.asarray(stack)}, KEY), {"x": x, "y": y})
@@ -90,8 +88,14 @@ def test_the_losses_of_a_router_are_those_of_each_microbatch():  # proves F41
     def make_pieces(expert: str | None, stages: str | None) -> Any:
         def layer(weights: Any, x: Any) -> Any:
             answer = lambda w, rows, dot: jnp.tanh(dot(rows, w))  # noqa: E731
-            y, stats = sk.moe(
-                x["x"], weights["router"], weights["experts"], answer, expert, routing=sk.Dropless(), stage=stages
+            y, stats = sk.layers.moe(
+                x["x"],
+                weights["router"],
+                weights["experts"],
+                answer,
+                expert,
+                routing=sk.layers.Dropless(),
+                stage=stages,
             )
             return {"x": x["x"] + y, "losses": x["losses"] + stats.balance_loss}
 
@@ -104,7 +108,7 @@ def test_the_losses_of_a_router_are_those_of_each_microbatch():  # proves F41
         return embed, lambda layers, x, keys: sk.scan_layers(layer, layers, x), head
 
     x = rng.normal(size=(8, 3, D)).astype(np.float32)
-    grad_fn = sk.pipeline_value_and_grad(*make_pieces("expert", "stage"), schedules.lockstep(2, m), "stage")
+    grad_fn = pipelined_grad(*make_pieces("expert", "stage"), schedules.lockstep(2, m), "stage")
     mesh = sk.make_mesh(jax.devices()[:4], expert=ways, stage=2)
     init, step = sk.make_train_step(
         grad_fn, recording_sgd(0.5), mesh=mesh, plan=sk.chain(sk.pp("stage"), sk.ep("expert"))

@@ -20,6 +20,7 @@ from shardkit.pipeline.stages import arranged
 from shardkit.schedules import Stages
 from support import optimizers, pipelines
 from support.layouts import Specs, specs
+from support.pipelines import pipelined_grad
 from support.refusals import value_error
 from support.tiers import DEEP
 from support.trees import assert_close
@@ -269,7 +270,7 @@ def test_other_plans_share_the_leaves(beside, case):  # proves F59
 
 # XLA's partitioner ended with an internal error: it fails on a gather of rows whose other dims are split two ways.
 def test_uneven_stages_of_leaves_that_are_split_over_two_more_axes():
-    grad_fn = sk.pipeline_value_and_grad(
+    grad_fn = pipelined_grad(
         *pipelines.PIECES, schedules.lockstep(2, 2), "stage", layer_numbers=True, layers_per_stage=(1, 2)
     )
     plan = sk.chain(sk.pp("stage"), sk.fsdp("fsdp", min_size=1), sk.zero1("zero", min_size=1))
@@ -470,7 +471,7 @@ def test_the_plan_of_a_pipeline_has_its_stages():
     pipe = sk.pipeline(schedule, "stage", **sizes)
     grad_fn = pipe.value_and_grad(*pipelines.PIECES, layer_numbers=True)
     calls = lambda params, batch, keys, *, scale=1: grad_fn(params, batch, keys, scale=scale)  # noqa: E731
-    same = sk.pipeline_value_and_grad(*pipelines.PIECES, schedule, "stage", layer_numbers=True, **sizes)
+    same = pipelined_grad(*pipelines.PIECES, schedule, "stage", layer_numbers=True, **sizes)
     params, traced = jax.eval_shape(lambda: pipelines.make_params(7)), []
     for each, plan, traces in (
         (grad_fn, pipe.plan, False),

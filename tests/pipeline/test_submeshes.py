@@ -169,8 +169,8 @@ def test_stages_may_be_tensor_parallel():
     spec = {"up": {"w": P(None, "model"), "b": P("model")}, "down": {"w": P("model"), "b": P()}}
 
     def block(p, x):
-        h = jnp.tanh(sk.column_linear(x, p["up"]["w"], "model") + p["up"]["b"][None])
-        return x + sk.row_linear(h, p["down"]["w"], "model") + p["down"]["b"][None]
+        h = jnp.tanh(sk.layers.column_linear(x, p["up"]["w"], "model") + p["up"]["b"][None])
+        return x + sk.layers.row_linear(h, p["down"]["w"], "model") + p["down"]["b"][None]
 
     def whole(p, x):
         return x + logits(p["down"], dense(p["up"], x))

@@ -14,6 +14,7 @@ import shardkit as sk
 from shardkit.runtime.data.arrays import from_full
 from shardkit.runtime.triage import NonFinite, TriageReport, nonfinite, observations, triage
 from support.commands import deep
+from support.pipelines import pipelined_grad
 from support.refusals import type_error
 
 
@@ -200,7 +201,7 @@ def test_a_pipeline(mesh2x4):
         return sk.Mean.of((x @ shared["out"]) ** 2)
 
     schedule = sk.schedules.lockstep(devices=2, microbatches=2)
-    grad_fn = sk.pipeline_value_and_grad(embed, stage, head, schedule, axis="stage")
+    grad_fn = pipelined_grad(embed, stage, head, schedule, axis="stage")
     plan = sk.chain(sk.dp("data"), sk.pp("stage"))
     init, _ = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh, plan=plan)
     params = {"layers": jnp.ones((4, 8, 8)) / 8, "out": jnp.ones((8, 2))}

@@ -72,7 +72,7 @@ def on_mesh(mesh, axis="expert", batch=None, expert_fn=swiglu, spec=OVER, **opti
     means = RoutingStats(P(), P(), P(), sk.Mean(P(batch), P(batch)))
 
     def kernel(x, router, w, weights=None):
-        y, stats = sk.moe(x, router, w, expert_fn, axis, weights=weights, **options)
+        y, stats = sk.layers.moe(x, router, w, expert_fn, axis, weights=weights, **options)
         return y, stats._replace(dropped=sk.Mean(*(m[None] for m in stats.dropped)))
 
     def run(x, router, w, weights=None):
@@ -103,7 +103,7 @@ def assert_near(got, wanted, relative):
     + [pytest.param("dropless", *row, marks=pytest.mark.deep) for row in ((1, 4, 2), (2, 6, 1), (4, 4, 4))],
 )
 def test_forward_and_gradients_are_those_of_one_device(path, n, experts, top_k):
-    options = {"routing": sk.Dropless() if path == "dropless" else sk.Capacity(experts)}
+    options = {"routing": sk.layers.Dropless() if path == "dropless" else sk.layers.Capacity(experts)}
     x, router, w = values(experts, examples=12 if n == 3 else B)
     moved = jax.random.normal(jax.random.key(9), x.shape)
     run = on_mesh(expert_mesh(n), top_k=top_k, **options)
@@ -125,9 +125,9 @@ def test_forward_and_gradients_are_those_of_one_device(path, n, experts, top_k):
     + [pytest.param(*row, marks=pytest.mark.deep) for row in (("dropless", 1), ("capacity", 2), ("dropless", 3))],
 )
 def test_one_text_runs_on_one_device_without_an_axis(path, top_k):
-    options = {"routing": sk.Dropless() if path == "dropless" else sk.Capacity(3)}
+    options = {"routing": sk.layers.Dropless() if path == "dropless" else sk.layers.Capacity(3)}
     x, router, w = values(3)
-    layer = partial(sk.moe, expert_fn=swiglu, axis=None, top_k=top_k, **options)
+    layer = partial(sk.layers.moe, expert_fn=swiglu, axis=None, top_k=top_k, **options)
 
     @jax.jit
     def everything(x, router, w):
@@ -144,7 +144,7 @@ def test_one_text_runs_on_one_device_without_an_axis(path, top_k):
 @pytest.mark.parametrize("group", [None, 3])
 def test_what_is_dropped_is_the_same_on_every_mesh(group):
     x, router, w = values(8)
-    capacity = sk.Capacity(1).places(group or T, 8, 2)
+    capacity = sk.layers.Capacity(1).places(group or T, 8, 2)
     _, expert = lax.top_k(jnp.dot(x.reshape(-1, D), router, precision="highest"), 2)
     kept = kept_by_hand(expert, group or T, capacity)
     assert 0.05 < 1 - kept.mean() < 0.5
@@ -152,7 +152,7 @@ def test_what_is_dropped_is_the_same_on_every_mesh(group):
     def gradient(moe):
         return jax.grad(lambda *a: jnp.sum(jnp.sin(moe(*a)[0])), argnums=(0, 1, 2))(x, router, w)
 
-    runs = [on_mesh(expert_mesh(n), routing=sk.Capacity(1, group)) for n in (1, 8)]
+    runs = [on_mesh(expert_mesh(n), routing=sk.layers.Capacity(1, group)) for n in (1, 8)]
     plain = lambda *a: (dense_moe(*a, 2, kept=kept),)  # noqa: E731
     # One program for each mesh: a jit has one set of devices.
     (wanted,), wanted_grads = jax.jit(lambda: (plain(x, router, w), gradient(plain)))()
@@ -185,20 +185,20 @@ def test_losses_and_loads_are_global_and_padding_counts_for_nothing(dropless):
     balance, z, load = stats_by_hand(x, router, 2, weights)
     noise = jnp.where(weights[:, :, None] > 0, x, 100.0)
     for n in (8,) if dropless else (1, 8):
-        run = jax.jit(on_mesh(expert_mesh(n), routing=sk.Dropless() if dropless else sk.Capacity(8)))
+        run = jax.jit(on_mesh(expert_mesh(n), routing=sk.layers.Dropless() if dropless else sk.layers.Capacity(8)))
         y, stats = run(x, router, w, weights)
         assert_near(stats[:3], (balance, z, load), 1e-5)
         assert float(jnp.sum(stats.dropped.weight)) == 2 * (weights > 0).sum()
         assert_near(y, dense_moe(x, router, w, 2, weights=weights), 1e-5)
         # what the padding holds changes nothing, and takes nobody's place
-        tight = jax.jit(on_mesh(expert_mesh(n), routing=sk.Dropless() if dropless else sk.Capacity(1)))
+        tight = jax.jit(on_mesh(expert_mesh(n), routing=sk.layers.Dropless() if dropless else sk.layers.Capacity(1)))
         assert_near(tight(x, router, w, weights), tight(noise, router, w, weights), 1e-5)
 
 
 def test_a_batch_of_nothing_but_padding_gives_zeros():
     x, router, w = values(4)
-    for routing in (sk.Capacity(), sk.Dropless()):
-        layer = jax.jit(partial(sk.moe, expert_fn=swiglu, axis=None, routing=routing))
+    for routing in (sk.layers.Capacity(), sk.layers.Dropless()):
+        layer = jax.jit(partial(sk.layers.moe, expert_fn=swiglu, axis=None, routing=routing))
         y, stats = layer(x, router, w, weights=jnp.zeros((B, T)))
         assert not np.any(y)
         assert stats.balance_loss == stats.z_loss == stats.dropped.weight == 0
@@ -206,14 +206,14 @@ def test_a_batch_of_nothing_but_padding_gives_zeros():
 
 def test_balanced_tokens_have_a_balance_loss_of_one():
     logits = 30 * jnp.eye(4)[jnp.arange(32) % 4]
-    stats = sk.routing_stats(logits, sk.route(logits, top_k=1))
+    stats = sk.layers.routing_stats(logits, sk.layers.route(logits, top_k=1))
     assert stats.balance_loss == pytest.approx(1, abs=1e-5)
     np.testing.assert_allclose(stats.load, 0.25)
 
 
 @cache
 def routed(top_k, capacity, group):
-    return jax.jit(partial(sk.route, top_k=top_k, capacity=capacity, group=group))
+    return jax.jit(partial(sk.layers.route, top_k=top_k, capacity=capacity, group=group))
 
 
 @given(
@@ -236,10 +236,12 @@ def test_routes_fill_the_places_in_order(seed, sizes):
 def test_gates_are_normalised_where_there_are_several():
     logits = jax.random.normal(jax.random.key(3), (10, 4))
     p = np.sort(jax.nn.softmax(logits), axis=1)[:, ::-1]
-    np.testing.assert_allclose(sk.route(logits, top_k=1).gate, p[:, :1], rtol=1e-6)
-    np.testing.assert_allclose(sk.route(logits, top_k=2).gate, p[:, :2] / p[:, :2].sum(1, keepdims=True), rtol=1e-6)
-    np.testing.assert_allclose(sk.route(logits, top_k=2, normalize_gates=False).gate, p[:, :2], rtol=1e-6)
-    np.testing.assert_array_equal(sk.route(logits, top_k=1, normalize_gates=True).gate, np.ones((10, 1)))
+    np.testing.assert_allclose(sk.layers.route(logits, top_k=1).gate, p[:, :1], rtol=1e-6)
+    np.testing.assert_allclose(
+        sk.layers.route(logits, top_k=2).gate, p[:, :2] / p[:, :2].sum(1, keepdims=True), rtol=1e-6
+    )
+    np.testing.assert_allclose(sk.layers.route(logits, top_k=2, normalize_gates=False).gate, p[:, :2], rtol=1e-6)
+    np.testing.assert_array_equal(sk.layers.route(logits, top_k=1, normalize_gates=True).gate, np.ones((10, 1)))
 
 
 def test_ranks_are_those_of_a_stable_sort():
@@ -248,7 +250,7 @@ def test_ranks_are_those_of_a_stable_sort():
 
 
 # proves F33, F34
-@pytest.mark.parametrize("routing", [sk.Capacity(8), sk.Dropless()], ids=["capacity", "dropless"])
+@pytest.mark.parametrize("routing", [sk.layers.Capacity(8), sk.layers.Dropless()], ids=["capacity", "dropless"])
 def test_bfloat16_tokens_are_summed_in_float32(routing):
     x, router, w = values(8, dtype=jnp.bfloat16)
     run = on_mesh(expert_mesh(4), routing=routing)
@@ -268,7 +270,7 @@ def test_bfloat16_tokens_are_summed_in_float32(routing):
     assert_near(grads, wanted_grads, 3e-2)
 
 
-@pytest.mark.parametrize("routing", [sk.Capacity(4), sk.Dropless()], ids=["capacity", "dropless"])
+@pytest.mark.parametrize("routing", [sk.layers.Capacity(4), sk.layers.Dropless()], ids=["capacity", "dropless"])
 def test_experts_beside_data_and_tensor_parallelism(routing):
     """Tokens over data and expert, each expert's hidden dim over model; summed inside the experts or after."""
     mesh = sk.make_mesh(data=2, expert=2, model=2)
@@ -283,7 +285,7 @@ def test_experts_beside_data_and_tensor_parallelism(routing):
     inside = on_mesh(mesh, expert_fn=summed, **options)
 
     def after(x, router, w):
-        return sk.all_reduce(sk.moe(x, router, w, swiglu, "expert", routing=routing)[0], "model")
+        return sk.all_reduce(sk.layers.moe(x, router, w, swiglu, "expert", routing=routing)[0], "model")
 
     specs = (P(("data", "expert")), P(), spec)
     run = jax.shard_map(after, mesh=mesh, in_specs=specs, out_specs=P(("data", "expert")))
@@ -301,7 +303,7 @@ def test_experts_beside_data_and_tensor_parallelism(routing):
 def test_experts_over_two_axes():
     mesh = sk.make_mesh(jax.devices()[:4], a=2, b=2)
     args = values(8)
-    options = {"routing": sk.Dropless()}, {"routing": sk.Capacity(8)}
+    options = {"routing": sk.layers.Dropless()}, {"routing": sk.layers.Capacity(8)}
     runs = [on_mesh(mesh, axis=("b", "a"), spec=P(("b", "a")), **each) for each in options]
     wanted, *found = jax.jit(lambda *a: (dense_moe(*a, 2), *(run(*a)[0] for run in runs)))(*args)
     for got in found:
@@ -321,25 +323,25 @@ def test_bytes_are_the_closed_forms(n):
         return sk.census(call, x, router, w).sent(kind="all_to_all")
 
     for factor in (1.0, 1.25, 30.0):
-        room = sk.Capacity(factor).places(T, E, top_k) * E / (top_k * T)  # the factor after rounding up
+        room = sk.layers.Capacity(factor).places(T, E, top_k) * E / (top_k * T)  # the factor after rounding up
         form = cost.expert_volume(tokens=tokens, hidden=D, ways=n, top_k=top_k, capacity_factor=room, value_bytes=4)
-        assert float(sent(False, routing=sk.Capacity(factor))) == pytest.approx(form.forward)
-        assert float(sent(True, routing=sk.Capacity(factor))) == pytest.approx(form.total)
+        assert float(sent(False, routing=sk.layers.Capacity(factor))) == pytest.approx(form.forward)
+        assert float(sent(True, routing=sk.layers.Capacity(factor))) == pytest.approx(form.total)
     form = cost.expert_volume(
         tokens=tokens, hidden=D, ways=n, top_k=min(top_k, E // n), capacity_factor=n, value_bytes=4
     )
-    assert float(sent(False, routing=sk.Dropless())) == pytest.approx(form.forward)
-    assert float(sent(True, routing=sk.Dropless())) == pytest.approx(form.total)
-    counts = sk.census(on_mesh(expert_mesh(n), routing=sk.Dropless()), x, router, w)
+    assert float(sent(False, routing=sk.layers.Dropless())) == pytest.approx(form.forward)
+    assert float(sent(True, routing=sk.layers.Dropless())) == pytest.approx(form.total)
+    counts = sk.census(on_mesh(expert_mesh(n), routing=sk.layers.Dropless()), x, router, w)
     assert counts.sent(kind="all_gather") == (n - 1) * E * 4
     assert counts.sent(kind="all_reduce") == cost.wire("all_reduce", 8 * (E + 1), n).sent
 
 
 def test_one_device_sends_nothing():
     x, router, w = values(4)
-    for options in ({"routing": sk.Dropless()}, {}):
+    for options in ({"routing": sk.layers.Dropless()}, {}):
         assert sk.census(on_mesh(expert_mesh(1), **options), x, router, w).sent() == 0
-        assert sk.census(partial(sk.moe, expert_fn=swiglu, axis=None, **options), x, router, w).count() == 0
+        assert sk.census(partial(sk.layers.moe, expert_fn=swiglu, axis=None, **options), x, router, w).count() == 0
 
 
 def by_gathers(operand, output, starts, sizes, targets, received, *, axis_name):
@@ -364,7 +366,7 @@ def test_the_ragged_exchange_is_the_dense_one(monkeypatch):
     weights = (np.arange(B * T).reshape(B, T) % 3).astype(np.float32)
     outs = []
     for dense in (True, False):
-        run = on_mesh(expert_mesh(4), routing=sk.Dropless(dense))
+        run = on_mesh(expert_mesh(4), routing=sk.layers.Dropless(dense))
         outs.append(jax.value_and_grad(lambda *a, r=run: jnp.sum(jnp.sin(r(*a, weights)[0])), argnums=(0, 1, 2)))
     assert_near(*jax.jit(lambda *a: [f(*a) for f in outs])(x, router, w), 1e-6)
 
@@ -452,21 +454,23 @@ def absent(n, **options):
 
 # proves F34
 def test_devices_with_a_ragged_exchange_use_it():
-    step, args = absent(4, routing=sk.Dropless())
+    step, args = absent(4, routing=sk.layers.Dropless())
     text = step.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
     assert text.count("@ragged_all_to_all(") == 4
     form = cost.expert_volume(tokens=32, hidden=128, ways=4, top_k=2)  # n int32 beside each in the backward pass
     assert float(sk.census(step, *args).sent(kind="all_to_all")) == form.total + 4 * 3 / 4 * 4 * 4
-    step, args = absent(4, routing=sk.Dropless(dense=True))
+    step, args = absent(4, routing=sk.layers.Dropless(dense=True))
     assert "ragged_all_to_all" not in step.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
     x, router, w = values(4)
-    assert "ragged_all_to_all" not in str(jax.make_jaxpr(on_mesh(expert_mesh(2), routing=sk.Dropless()))(x, router, w))
+    assert "ragged_all_to_all" not in str(
+        jax.make_jaxpr(on_mesh(expert_mesh(2), routing=sk.layers.Dropless()))(x, router, w)
+    )
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed: shardkit[aot]")
 @pytest.mark.deep
 def test_the_tpu_compiles_the_ragged_exchange():
-    step, args = absent(4, routing=sk.Dropless())
+    step, args = absent(4, routing=sk.layers.Dropless())
     report = sk.aot.compile(step, args, topology="v5e:2x2")
     rows = [row for row in report.rows if row.kind == "all_to_all" and row.bytes_in > 1000]
     assert sum(row.count for row in rows) == 4
@@ -505,7 +509,7 @@ def text_batch(step, examples=16):
 def model_loss(axis, **options):
     def loss(params, batch, keys):
         def layer(x, w):
-            y, stats = sk.moe(x, w["router"], w["experts"], swiglu, axis, weights=batch["weights"], **options)
+            y, stats = sk.layers.moe(x, w["router"], w["experts"], swiglu, axis, weights=batch["weights"], **options)
             return x + y, stats
 
         x, stats = lax.scan(sk.gathered(layer), params["embed"][batch["tokens"]], params["layers"])
@@ -524,7 +528,7 @@ def test_dropped_choices_are_a_metric():
     for sizes in ({"data": 1, "expert": 1}, {"data": 2, "expert": 4}):
         mesh = sk.make_mesh(jax.devices()[: math.prod(sizes.values())], **sizes)
         plan = sk.chain(sk.dp("data"), sk.ep("expert"))
-        evaluate = sk.make_eval_step(model_loss("expert", routing=sk.Capacity(1)), mesh=mesh, plan=plan)
+        evaluate = sk.make_eval_step(model_loss("expert", routing=sk.layers.Capacity(1)), mesh=mesh, plan=plan)
         seen.append(float(evaluate(params, batch)["dropped"]))
     assert 0 < seen[0] < 1
     assert seen[0] == seen[1]
@@ -550,12 +554,14 @@ def test_the_plan_splits_the_experts_and_nothing_else():
 @pytest.mark.parametrize(
     "message, call",
     {
-        "moe: routing must be a Capacity or a Dropless; got 1.25. Pass for example sk.Capacity(1.25), or "
-        "sk.Dropless().": lambda *given: sk.moe(*given, routing=1.25),
-        "Capacity: factor must be a number; got '1.25'. Correct factor.": lambda *_: sk.Capacity("1.25"),
-        "Capacity: group must be a whole number or None; got 2.0. Correct group.": lambda *_: sk.Capacity(1, 2.0),
-        "Capacity: group must be at least 1; got 0. Correct group.": lambda *_: sk.Capacity(group=0),
-        "Dropless: dense must be True or False or None; got 1. Correct dense.": lambda *_: sk.Dropless(1),
+        "moe: routing must be a Capacity or a Dropless; got 1.25. Pass for example sk.layers.Capacity(1.25), or "
+        "sk.layers.Dropless().": lambda *given: sk.layers.moe(*given, routing=1.25),
+        "Capacity: factor must be a number; got '1.25'. Correct factor.": lambda *_: sk.layers.Capacity("1.25"),
+        "Capacity: group must be a whole number or None; got 2.0. Correct group.": lambda *_: sk.layers.Capacity(
+            1, 2.0
+        ),
+        "Capacity: group must be at least 1; got 0. Correct group.": lambda *_: sk.layers.Capacity(group=0),
+        "Dropless: dense must be True or False or None; got 1. Correct dense.": lambda *_: sk.layers.Dropless(1),
     }.items(),
 )
 def test_a_routing_of_something_else(call, message):
@@ -568,18 +574,20 @@ def test_a_routing_of_something_else(call, message):
 
 BAD = {
     "route: top_k must be between 1 and the number of experts; got 7 for 6 experts. "
-    "Lower top_k.": lambda x, router, w: sk.moe(x, router, w, swiglu, None, top_k=7),
+    "Lower top_k.": lambda x, router, w: sk.layers.moe(x, router, w, swiglu, None, top_k=7),
     "Capacity: factor must be positive and finite; got 0. Pass 1 for balanced tokens, or Dropless() to drop "
-    "none.": lambda *_: sk.Capacity(0),
+    "none.": lambda *_: sk.layers.Capacity(0),
     "route: group must divide the tokens of a device; got groups of 7 for 48 tokens. "
-    "Choose a divisor.": lambda x, router, w: sk.moe(x, router, w, swiglu, None, routing=sk.Capacity(group=7)),
+    "Choose a divisor.": lambda x, router, w: sk.layers.moe(
+        x, router, w, swiglu, None, routing=sk.layers.Capacity(group=7)
+    ),
     "moe: dim 0 of every leaf must count this device's experts, 6 of 6; got shape (3, 7, 5) for down. "
-    "Shard the experts over the axis, with ep or P(axis).": lambda x, router, w: sk.moe(
+    "Shard the experts over the axis, with ep or P(axis).": lambda x, router, w: sk.layers.moe(
         x, router, w | {"down": w["down"][:3]}, swiglu, None
     ),
     "moe: the number of experts must be divisible by axis 'expert'; got 6 experts over 4 devices. "
     "Choose another number of experts or a smaller axis.": lambda *args: on_mesh(expert_mesh(4), spec=P())(*args),
-    "route: capacity must be at least 1; got 0. Pass None to drop nothing.": lambda x, router, w: sk.route(
+    "route: capacity must be at least 1; got 0. Pass None to drop nothing.": lambda x, router, w: sk.layers.route(
         x[0], top_k=1, capacity=0
     ),
     "ep: the experts, dim 1 of leaf layers.experts.down, must be divisible by axis 'expert'; got shape (2, 6, "
@@ -587,7 +595,7 @@ BAD = {
         {"layers": {"experts": {"down": jnp.zeros((2, 6, 7, 5))}}}, expert_mesh(4)
     ),
     "moe: axis 'expert' is not bound here, because no shard_map surrounds this call. "
-    "Call it inside jax.shard_map over a mesh with that axis.": lambda *args: sk.moe(*args, swiglu, "expert"),
+    "Call it inside jax.shard_map over a mesh with that axis.": lambda *args: sk.layers.moe(*args, swiglu, "expert"),
 }
 
 

@@ -32,6 +32,8 @@ from support.pipelines import (
     make_batch,
     make_params,
     mesh_of,
+    pipelined_grad,
+    pipelined_loss,
     stage,
     traced_step,
 )
@@ -112,7 +114,7 @@ def test_every_microbatch_comes_out_in_its_place(p, wrong):  # proves S77, S79, 
         return jnp.sum(x), places
 
     identity = (lambda shared, batch, keys: 1.0 * batch, lambda layers, x, keys: x, outputs)
-    for make_fn in (sk.pipeline_loss, lambda *args: partial(sk.pipeline_value_and_grad(*args), scale=1)):
+    for make_fn in (pipelined_loss, lambda *args: partial(pipelined_grad(*args), scale=1)):
         fn = make_fn(*identity, schedules.gpipe(p, 4), "stage")
 
         def device(layers: Any, batch: Any, fn: Any = fn) -> Any:
@@ -208,7 +210,7 @@ def test_a_stage_that_cannot_be_split_says_so():  # proves F38
     with pytest.warns(UserWarning) as caught:
         check(schedules.zero_bubble_h1(2, 3), pieces=pieces)
     assert {re.sub(r" at \S+:\d+ \(.*?\),", " at LINE,", str(warning.message)) for warning in caught} == {
-        "pipeline_value_and_grad: the schedule splits backward passes, but those of this stage run whole, in place of "
+        "pipeline.value_and_grad: the schedule splits backward passes, but those of this stage run whole, in place of "
         "I. TwoHalves: the second results must have equations of their own, which the first results do not need; got "
         "`cond` at LINE, which both need. Split it, or run the function unsplit."
     }

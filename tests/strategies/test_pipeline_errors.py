@@ -17,7 +17,18 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit import schedules
 from shardkit.schedules import Schedule
-from support.pipelines import PIECES, embed, head, make_batch, make_params, mesh_of, stage, traced_step
+from support.pipelines import (
+    PIECES,
+    embed,
+    head,
+    make_batch,
+    make_params,
+    mesh_of,
+    pipelined_grad,
+    pipelined_loss,
+    stage,
+    traced_step,
+)
 from support.training import recording_sgd
 
 KEY = jax.random.key(0)
@@ -35,10 +46,10 @@ def refused(message: str, error: type[Exception] = ValueError) -> Any:
 
 def test_an_unknown_mode():
     rule = "mode must be 'masked' or 'branch'; got 'fast'. Pass for example mode='masked'."
-    with refused(f"pipeline_value_and_grad: {rule}"):
-        sk.pipeline_value_and_grad(*PIECES, schedules.gpipe(2, 2), "stage", mode="fast")
-    with refused(f"pipeline_loss: {rule}"):
-        sk.pipeline_loss(*PIECES, schedules.gpipe(2, 2), "stage", mode="fast")
+    with refused(f"pipeline.value_and_grad: {rule}"):
+        pipelined_grad(*PIECES, schedules.gpipe(2, 2), "stage", mode="fast")
+    with refused(f"pipeline.loss: {rule}"):
+        pipelined_loss(*PIECES, schedules.gpipe(2, 2), "stage", mode="fast")
     with refused(f"pipeline.loss: {rule}"):
         sk.pipeline(schedules.gpipe(2, 2), "stage").loss(*PIECES, mode="fast")
 
@@ -53,7 +64,7 @@ def test_an_illegal_schedule_comes_with_its_grid():
         "              ^\n"
         "device 1  .   1F0 1B0 ."
     ):
-        sk.pipeline_value_and_grad(*PIECES, late, "stage")
+        pipelined_grad(*PIECES, late, "stage")
 
 
 @pytest.mark.check
@@ -81,7 +92,7 @@ def test_a_plan_with_the_stages_of_another_pipeline():
 def test_a_pipelines_means_are_scalars(aux, told):
     pieces = (embed, stage, lambda *args: (head(*args)[0], aux))
     with refused(
-        f"pipeline_value_and_grad: the auxiliary means of a pipeline must be scalars by name; got {told}. Return "
+        f"pipeline.value_and_grad: the auxiliary means of a pipeline must be scalars by name; got {told}. Return "
         "scalars, or train without a pipeline."
     ):
         trace(schedules.gpipe(2, 2), pieces=pieces)
@@ -128,13 +139,13 @@ def test_a_pipeline_of_something_else(call, message):
 
 
 def test_a_schedule_for_another_number_of_devices():
-    grad_fn = sk.pipeline_value_and_grad(*PIECES, schedules.gpipe(4, 2), "stage", layer_numbers=True)
+    grad_fn = pipelined_grad(*PIECES, schedules.gpipe(4, 2), "stage", layer_numbers=True)
     specs = {"in_specs": (P("stage"), P()), "out_specs": P()}
     run = jax.shard_map(
         lambda stack, batch: grad_fn(make_params(4) | {"layers": stack}, batch, None), mesh=mesh_of(2), **specs
     )
     with refused(
-        "pipeline_value_and_grad: the schedule must be for the devices of axis 'stage'; it is for 4 and there are 2. "
+        "pipeline.value_and_grad: the schedule must be for the devices of axis 'stage'; it is for 4 and there are 2. "
         "Make one with devices=2."
     ):
         jax.eval_shape(run, make_params(4)["layers"], make_batch(4))
@@ -142,7 +153,7 @@ def test_a_schedule_for_another_number_of_devices():
 
 def test_microbatches_that_do_not_divide_the_batch():  # proves S77
     with refused(
-        "pipeline_value_and_grad: a device's examples must be divisible by the schedule's microbatches; got 4 examples "
+        "pipeline.value_and_grad: a device's examples must be divisible by the schedule's microbatches; got 4 examples "
         "for 3 microbatches. Choose another batch or a schedule for other microbatches."
     ):
         trace(schedules.gpipe(2, 3))
@@ -151,9 +162,11 @@ def test_microbatches_that_do_not_divide_the_batch():  # proves S77
 @pytest.mark.parametrize(
     ("params", "found"), [({"blocks": jnp.zeros(2)}, "'blocks'"), ([jnp.zeros(2)], "list"), ({}, "none")]
 )
-@pytest.mark.parametrize("where", ["pipeline_value_and_grad", "pipeline_loss"])
-def test_parameters_without_a_stack(where, params, found):
-    fn = getattr(sk, where)(*PIECES, schedules.gpipe(2, 2), "stage")
+@pytest.mark.parametrize(
+    ("where", "make"), [("pipeline.value_and_grad", pipelined_grad), ("pipeline.loss", pipelined_loss)]
+)
+def test_parameters_without_a_stack(where, make, params, found):
+    fn = make(*PIECES, schedules.gpipe(2, 2), "stage")
     run = jax.shard_map(lambda batch: fn(params, batch, None), mesh=mesh_of(2), in_specs=P(), out_specs=P())
     with refused(
         f"{where}: the parameters must be a mapping with the entry 'layers', the stack; got {found}. Put the "
@@ -173,14 +186,14 @@ def test_parameters_without_a_stack(where, params, found):
 def test_a_stage_whose_output_differs_from_its_input(wrong, returned):
     pieces = (embed, lambda layers, x, keys: wrong(stage(layers, x, keys)), head)
     with refused(
-        "pipeline_value_and_grad: a stage must return the shapes and dtypes of its input; it was passed "
+        "pipeline.value_and_grad: a stage must return the shapes and dtypes of its input; it was passed "
         f"float32[2,2,4] and returned {returned}. Pad to a common width, or change them in embed or head."
     ):
         trace(schedules.gpipe(2, 2), pieces=pieces)
 
 
 def train_step(schedule: Schedule, plan: Any = None, **how: Any) -> Any:
-    grad_fn = sk.pipeline_value_and_grad(*PIECES, schedule, "stage", layer_numbers=True, **how)
+    grad_fn = pipelined_grad(*PIECES, schedule, "stage", layer_numbers=True, **how)
     return sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh_of(2), plan=plan or sk.pp("stage"))
 
 
@@ -211,7 +224,7 @@ def test_a_plan_without_pp(build):
     ):
         if build == "train":
             train_step(schedules.gpipe(2, 2), sk.dp("stage"))
-        loss = sk.pipeline_loss(*PIECES, schedules.gpipe(2, 2), "stage")
+        loss = pipelined_loss(*PIECES, schedules.gpipe(2, 2), "stage")
         sk.make_eval_step(loss, mesh=mesh_of(2), plan=sk.dp("stage"))
 
 
@@ -259,7 +272,7 @@ REFUSED = [
 def beside(stage_fn: Any, mode: str, recompute: bool = True) -> Any:
     """A step over stages and `model`, over which only the stage itself sends."""
     schedule = schedules.one_f_one_b(2, 4)
-    grad_fn = sk.pipeline_value_and_grad(
+    grad_fn = pipelined_grad(
         embed, stage_fn, head, schedule, "stage", mode=mode, recompute=recompute, layer_numbers=True
     )
     mesh = sk.make_mesh(jax.devices()[:4], stage=2, model=2)
@@ -272,7 +285,7 @@ def test_branches_refuse_what_may_not_run_apart(stage_fn, kind, axis, line, reco
     init, step = beside(stage_fn, "branch", recompute)
     state = init(make_params(2), KEY)
     with refused(
-        "pipeline_value_and_grad: mode='branch': a stage must hold no ppermute and no collective over axis 'stage', "
+        "pipeline.value_and_grad: mode='branch': a stage must hold no ppermute and no collective over axis 'stage', "
         f"because devices take different branches there; got {kind} over '{axis}' at {line_of(*line)}. "
         "Use mode='masked'."
     ):
@@ -282,15 +295,37 @@ def test_branches_refuse_what_may_not_run_apart(stage_fn, kind, axis, line, reco
 def test_evaluation_in_branches_looks_at_the_forward_pass_alone():
     mesh = sk.make_mesh(jax.devices()[:2], stage=2)
     build = lambda fn: sk.make_eval_step(  # noqa: E731
-        sk.pipeline_loss(embed, fn, head, schedules.gpipe(2, 4), "stage", mode="branch", layer_numbers=True),
+        pipelined_loss(embed, fn, head, schedules.gpipe(2, 4), "stage", mode="branch", layer_numbers=True),
         mesh=mesh,
         plan=sk.pp("stage"),
     )
     evaluate = build(only_backward)
     assert np.isfinite(evaluate(make_params(2), make_batch(4))["loss"])
     with refused(
-        "pipeline_loss: mode='branch': a stage must hold no ppermute and no collective over axis 'stage', because "
+        "pipeline.loss: mode='branch': a stage must hold no ppermute and no collective over axis 'stage', because "
         f"devices take different branches there; got all_reduce over 'stage' at {line_of(summing, 'lax.psum')}. "
         "Use mode='masked'."
     ):
         build(summing)(make_params(2), make_batch(4))
+
+
+# Alone catches a name of 0.1 that is gone, says nothing, or builds another pipeline.
+def test_the_calls_of_0_1_warn_and_give_the_same():
+    params, batch, keys = make_params(2), make_batch(4), sk.example_keys(KEY, 4)
+    for name, now in (("value_and_grad", pipelined_grad), ("loss", pipelined_loss)):
+        message = (
+            f"sk.pipeline_{name}(embed, stage, head, schedule, axis) is deprecated: use "
+            f"sk.pipeline(schedule, axis).{name}(embed, stage, head)."
+        )
+        with pytest.warns(DeprecationWarning, match=re.escape(message)):
+            before = getattr(sk, f"pipeline_{name}")(*PIECES, schedules.gpipe(2, 2), "stage", layer_numbers=True)
+        programs = []
+        for fn in (before, now(*PIECES, schedules.gpipe(2, 2), "stage", layer_numbers=True)):
+
+            def total(layers, batch, keys, fn=fn):
+                return sk.vary(fn(params | {"layers": layers}, batch, keys)[0].total, "stage")[None]
+
+            specs = {"in_specs": (P("stage"), P(), P()), "out_specs": P("stage")}
+            run = jax.shard_map(total, mesh=mesh_of(2), **specs)
+            programs.append(str(jax.make_jaxpr(run)(params["layers"], batch, keys)))
+        assert programs[0] == programs[1] and f"pipeline_{name}" not in sk.__all__

@@ -65,8 +65,8 @@ def test_a_column_and_a_row_are_one_block(mesh, dtype, sequence, impl, seed):  #
     x, gate, up, out = normal(seed, (B, T, D), (D, H, K), (D, H, K), (H, K, D), dtype=dtype)
 
     def block(x, gate, up, out, axis=None, **options):
-        h = sk.column_linear(x, {"gate": gate, "up": up}, axis, **options)
-        return sk.row_linear(jnp.tanh(h["gate"]) * h["up"], out, axis, **options)
+        h = sk.layers.column_linear(x, {"gate": gate, "up": up}, axis, **options)
+        return sk.layers.row_linear(jnp.tanh(h["gate"]) * h["up"], out, axis, **options)
 
     def reference(x, gate, up, out):
         gate, up = (jnp.einsum("bTD,DHK->bTHK", x, each) for each in (gate, up))
@@ -94,8 +94,8 @@ def grouped(heads, kv_heads):
         return jnp.sum(q * k, axis=-1)
 
     def kernel(x, query, key):
-        key = sk.local_groups(key, "model", heads=heads, kv_heads=kv_heads)
-        q, k = sk.column_linear(x, (query, key), "model")
+        key = sk.layers.local_groups(key, "model", heads=heads, kv_heads=kv_heads)
+        q, k = sk.layers.column_linear(x, (query, key), "model")
         return jnp.sum(q * jnp.repeat(k, q.shape[2] // k.shape[2], axis=2), axis=-1)
 
     return kernel, reference
@@ -130,13 +130,13 @@ def test_each_device_takes_the_groups_of_its_query_heads(n, heads, kv_heads, tak
             eager=False,
         )
     own = jax.shard_map(
-        lambda key: sk.local_groups(key, "model", heads=heads, kv_heads=kv_heads),
+        lambda key: sk.layers.local_groups(key, "model", heads=heads, kv_heads=kv_heads),
         mesh=sk.abstract_mesh(model=n),
         in_specs=P(),
         out_specs=P(None, "model") if n > 1 else P(),
     )
     assert jax.eval_shape(own, key).shape == (D, n * taken, K)
-    np.testing.assert_array_equal(sk.local_groups(key, None, heads=heads, kv_heads=kv_heads), key)
+    np.testing.assert_array_equal(sk.layers.local_groups(key, None, heads=heads, kv_heads=kv_heads), key)
 
 
 @pytest.mark.parametrize("n, heads, kv_heads", [(1, 4, 4), (2, 4, 2), (4, 8, 8), (3, 6, 3)])
@@ -145,13 +145,13 @@ def test_a_fused_weight_is_the_three_unfused_ones(n, heads, kv_heads):  # proves
     # integers, so that every sum is exact
     query, key, value, x = (jnp.round(3 * each) for each in normal(n, *[(D, each) for each in widths], (B, 3, D)))
     fused = jnp.concatenate([query, key, value], axis=1)
-    ordered = sk.device_major_qkv(fused, n, heads=heads, kv_heads=kv_heads)
-    back = sk.device_major_qkv(ordered, n, heads=heads, kv_heads=kv_heads, inverse=True)
+    ordered = sk.layers.device_major_qkv(fused, n, heads=heads, kv_heads=kv_heads)
+    back = sk.layers.device_major_qkv(ordered, n, heads=heads, kv_heads=kv_heads, inverse=True)
     np.testing.assert_array_equal(back, fused)
     h, g = heads // n, kv_heads // n
 
     def kernel(x, w):
-        y = sk.column_linear(x, w, "model")
+        y = sk.layers.column_linear(x, w, "model")
         return tuple(jnp.split(y.reshape(*y.shape[:-1], -1, K), [h, h + g], axis=-2))
 
     mesh = sk.make_mesh(jax.devices()[:n], model=n)
@@ -159,7 +159,7 @@ def test_a_fused_weight_is_the_three_unfused_ones(n, heads, kv_heads):  # proves
     for each, w in zip(jax.jit(split)(x, ordered), (query, key, value), strict=True):
         np.testing.assert_array_equal(each, jnp.einsum("bTD,DC->bTC", x, w).reshape(B, 3, -1, K))
     if kv_heads == heads:
-        np.testing.assert_array_equal(sk.device_major_qkv(fused[0], n, heads=heads, dim=0), ordered[0])
+        np.testing.assert_array_equal(sk.layers.device_major_qkv(fused[0], n, heads=heads, dim=0), ordered[0])
 
 
 # ---- a transformer's block made of the kernels
@@ -181,26 +181,28 @@ def block(w, x, axis, sequence=False, keep=False):
 
     def columns(x, weights):
         if keep:
-            return sk.column_linear(sk.all_gather(x, axis, dim=-2), weights, axis)
-        return sk.column_linear(x, weights, axis, sequence=sequence)
+            return sk.layers.column_linear(sk.all_gather(x, axis, dim=-2), weights, axis)
+        return sk.layers.column_linear(x, weights, axis, sequence=sequence)
 
     sizes = {"heads": CONFIG.heads, "kv_heads": CONFIG.groups, "dim": 1}
-    key, value = (sk.local_groups(w[name], axis, **sizes) for name in ("key", "value"))
+    key, value = (sk.layers.local_groups(w[name], axis, **sizes) for name in ("key", "value"))
     q, k, v = columns(transformer.rms_norm(x, w["attention_norm"]), (w["query"], key, value))
     k, v = (jnp.repeat(each, q.shape[2] // each.shape[2], axis=2) for each in (k, v))
     s = jax.nn.softmax(jnp.einsum("bTHK,bSHK->bHTS", q, k), axis=-1)
-    x = x + sk.row_linear(jnp.einsum("bHTS,bSHK->bTHK", s, v), w["attention_out"], axis, sequence=sequence)
+    x = x + sk.layers.row_linear(jnp.einsum("bHTS,bSHK->bTHK", s, v), w["attention_out"], axis, sequence=sequence)
     gate, up = columns(transformer.rms_norm(x, w["mlp_norm"]), (w["gate"], w["up"]))
-    return x + sk.row_linear(jax.nn.silu(gate) * up, w["down"], axis, sequence=sequence)
+    return x + sk.layers.row_linear(jax.nn.silu(gate) * up, w["down"], axis, sequence=sequence)
 
 
 def loss_fn(axis, sequence=False):
     def loss(params, batch, keys):
-        x = sk.vocab_embed(batch["tokens"], params["embed"], axis, sequence=sequence)
+        x = sk.layers.vocab_embed(batch["tokens"], params["embed"], axis, sequence=sequence)
         layer = sk.gathered(lambda w, x: block(w, x, axis, sequence))
         x, _ = jax.lax.scan(lambda x, w: (layer(w, x), None), x, params["layers"])
         x = transformer.rms_norm(x, params["final_norm"])
-        nats, hits = sk.vocab_cross_entropy_and_hits(x, params["head"], batch["targets"], axis, sequence=sequence)
+        nats, hits = sk.layers.vocab_cross_entropy_and_hits(
+            x, params["head"], batch["targets"], axis, sequence=sequence
+        )
         counted = batch["targets"] >= 0
         return sk.Mean.of(nats, counted), {"accuracy": sk.Mean.of(hits, counted)}
 
@@ -360,23 +362,25 @@ def on_two(fn, *args):
             ),
             "local_groups: heads must be divisible by the devices that share them; got 5 heads over 2 devices. Change "
             "the heads, or use fewer devices.": lambda: on_two(
-                lambda w: sk.local_groups(w, "model", heads=5, kv_heads=1), jnp.ones((D, 1, K))
+                lambda w: sk.layers.local_groups(w, "model", heads=5, kv_heads=1), jnp.ones((D, 1, K))
             ),
-            "local_groups: kv_heads must divide heads; got 4 and 6. Change one of them.": lambda: sk.local_groups(
-                jnp.ones((D, 4, K)), None, heads=6, kv_heads=4
+            "local_groups: kv_heads must divide heads; got 4 and 6. Change one of them.": lambda: (
+                sk.layers.local_groups(jnp.ones((D, 4, K)), None, heads=6, kv_heads=4)
             ),
             "local_groups: dim 1 must hold all key/value heads, or this device's share of them; got size 3 for 4 "
             "key/value heads over 2 devices. Pass the dim of the heads.": lambda: on_two(
-                lambda w: sk.local_groups(w, "model", heads=8, kv_heads=4), jnp.ones((D, 3, K))
+                lambda w: sk.layers.local_groups(w, "model", heads=8, kv_heads=4), jnp.ones((D, 3, K))
             ),
             "device_major_qkv: heads must be divisible by the devices that share them; got 6 heads over 4 devices. "
-            "Change the heads, or use fewer devices.": lambda: sk.device_major_qkv(jnp.ones((D, 24)), 4, heads=6),
+            "Change the heads, or use fewer devices.": lambda: sk.layers.device_major_qkv(
+                jnp.ones((D, 24)), 4, heads=6
+            ),
             "device_major_qkv: kv_heads must be divisible by the devices that share them; got 2 kv_heads over 4 "
-            "devices. Change the heads, or use fewer devices.": lambda: sk.device_major_qkv(
+            "devices. Change the heads, or use fewer devices.": lambda: sk.layers.device_major_qkv(
                 jnp.ones((D, 24)), 4, heads=8, kv_heads=2
             ),
             "device_major_qkv: dim 1 must hold heads + 2 kv_heads heads of equal size; got size 25 for 24 heads. Pass "
-            "the fused dim and its heads.": lambda: sk.device_major_qkv(jnp.ones((D, 25)), 2, heads=8),
+            "the fused dim and its heads.": lambda: sk.layers.device_major_qkv(jnp.ones((D, 25)), 2, heads=8),
         },
         {
             "tp: rules must be a function of path and shape, or a tree of PartitionSpecs; got 'vocabulary' for "
@@ -396,7 +400,7 @@ def test_a_policy_that_saves_matmuls_saves_those_of_the_kernels(sequence):
     tokens, halves = P("model" if sequence else None), (P(None, "model"), P("model"))
 
     def block(x, up, down):
-        return sk.row_linear(jnp.sin(sk.column_linear(x, up, "model", **share)), down, "model", **share)
+        return sk.layers.row_linear(jnp.sin(sk.layers.column_linear(x, up, "model", **share)), down, "model", **share)
 
     def gradients(block):
         grad = jax.grad(lambda *args: jnp.sum(block(*args)), argnums=(0, 1, 2))
@@ -418,9 +422,9 @@ def test_weights_that_are_summed_over_an_axis_must_be_split_over_it():
     mesh = sk.make_mesh(jax.devices()[:4], data=2, model=2)
     h, w, targets = np.ones((2, 3, 4), np.float32), np.ones((4, 8), np.float32), np.zeros((2, 3), np.int32)
     calls = {
-        "row_linear: w": lambda h, w, t: sk.row_linear(sk.vary(h, "model"), w, "model"),
-        "vocab_cross_entropy: head": lambda h, w, t: sk.vocab_cross_entropy(h, w, t, "model"),
-        "vocab_cross_entropy_and_hits: head": lambda h, w, t: sk.vocab_cross_entropy_and_hits(h, w, t, "model"),
+        "row_linear: w": lambda h, w, t: sk.layers.row_linear(sk.vary(h, "model"), w, "model"),
+        "vocab_cross_entropy: head": lambda h, w, t: sk.layers.vocab_cross_entropy(h, w, t, "model"),
+        "vocab_cross_entropy_and_hits: head": lambda h, w, t: sk.layers.vocab_cross_entropy_and_hits(h, w, t, "model"),
     }
     for name, call in calls.items():
         kernel = jax.shard_map(call, mesh=mesh, in_specs=(P("data"), P(), P("data")), out_specs=P("data"))

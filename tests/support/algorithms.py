@@ -46,7 +46,7 @@ def _halving_cost(kernel: str, elements: Any, itemsize: int, ways: Any) -> Any:
 class Way(NamedTuple):
     """An algorithm; `sums` and `weights` bound what it may change, in the sum of n elements up to a magnitude."""
 
-    algorithm: sk.Algorithm
+    algorithm: sk.algorithms.Algorithm
     sums: Callable[[float, int], float] | None = None
     weights: Callable[[float], float] = lambda largest: 0.0
 
@@ -71,7 +71,7 @@ WAYS = {
     "ring in both directions": Way(sk.algorithms.ring(bidirectional=True)),
     "hierarchical": Way(sk.algorithms.hierarchical("gpu")),
     "bucket": Way(sk.algorithms.bucket(bucket_bytes=256, scatter_from=64)),
-    "one's own": Way(sk.Algorithm("recursive halving", all_reduce=_halving(), cost=_halving_cost)),
+    "one's own": Way(sk.algorithms.Algorithm("recursive halving", all_reduce=_halving(), cost=_halving_cost)),
     "int8": Way(_small(jnp.int8, block=16), _one_level("int8"), _one_level("int8")),
     # Of int4, rounding may be as large as the gradient: the numbers in two levels are held in a finer dtype.
     "int4 in two levels": Way(
@@ -84,12 +84,12 @@ WAYS = {
 EIGHT, FOUR = {"node": 2, "gpu": 4}, {"node": 2, "gpu": 2}
 
 
-def _both(way: sk.Algorithm) -> Any:
+def _both(way: sk.algorithms.Algorithm) -> Any:
     return {"gather": way, "reduce": way, "min_size": 1}
 
 
 # A name, the mesh, and the plan of an algorithm; those of `dp` alone need only its all_reduce.
-PLANS: dict[str, tuple[dict[str, int], Callable[[sk.Algorithm], sk.Plan]]] = {
+PLANS: dict[str, tuple[dict[str, int], Callable[[sk.algorithms.Algorithm], sk.Plan]]] = {
     "dp": (EIGHT, lambda way: sk.dp(LINKS, reduce=way)),
     "dp x tp": (FOUR | {"model": 2}, lambda way: sk.chain(sk.dp(LINKS, reduce=way), toy_tp("model"))),
     "hsdp": ({"replica": 2} | FOUR, lambda way: sk.chain(sk.dp("replica"), sk.fsdp(LINKS, **_both(way)))),

@@ -60,7 +60,7 @@ def kernels():
     key = jax.random.key(0)
     keys = jax.random.split(key, 8)
     over = {"x": x, "axis": "data"}
-    routing = sk.route(ones(8, 4), top_k=2)
+    routing = sk.layers.route(ones(8, 4), top_k=2)
     config = transformer.Config(vocabulary=16, layers=1, dim=8, heads=2, experts=2, group=4)
     weights = transformer.init(key, config)
     layer = jax.tree.map(lambda leaf: leaf[0], weights["layers"])
@@ -104,15 +104,15 @@ def kernels():
             compressed.reduce_scatter_two_level,
             levels | {"residual": ones(8, 4), "dtype": jnp.bfloat16},
         ),
-        (sk.column_linear, {"x": x, "w": ones(4, 4), "axis": "model"}),
-        (sk.row_linear, {"h": x, "w": ones(4, 4), "axis": "model"}),
-        (sk.device_major_qkv, {"w": ones(4, 24), "ways": 2, "heads": 4}),
-        (sk.local_groups, {"w_DGK": ones(8, 2, 4), "axis": "model", "heads": 4, "kv_heads": 2}),
-        (sk.dot_attention, {"q_bTHK": q, "k_bTGK": q, "v_bTGK": q}),
-        (sk.ring_attention, {"q_btHK": q, "k_btGK": q, "v_btGK": q, "axis": "data"}),
-        (sk.ulysses_attention, {"q_btHK": q, "k_btGK": q, "v_btGK": q, "axis": "data"}),
-        (sk.positions, {"tokens_per_device": 4, "axis": "data"}),
-        (sk.zigzag, {"tree": tokens, "axis": "data"}),
+        (sk.layers.column_linear, {"x": x, "w": ones(4, 4), "axis": "model"}),
+        (sk.layers.row_linear, {"h": x, "w": ones(4, 4), "axis": "model"}),
+        (sk.layers.device_major_qkv, {"w": ones(4, 24), "ways": 2, "heads": 4}),
+        (sk.layers.local_groups, {"w_DGK": ones(8, 2, 4), "axis": "model", "heads": 4, "kv_heads": 2}),
+        (sk.layers.dot_attention, {"q_bTHK": q, "k_bTGK": q, "v_bTGK": q}),
+        (sk.layers.ring_attention, {"q_btHK": q, "k_btGK": q, "v_btGK": q, "axis": "data"}),
+        (sk.layers.ulysses_attention, {"q_btHK": q, "k_btGK": q, "v_btGK": q, "axis": "data"}),
+        (sk.layers.positions, {"tokens_per_device": 4, "axis": "data"}),
+        (sk.layers.zigzag, {"tree": tokens, "axis": "data"}),
         (sk.dropout, {"x_b": x, "keys_b": keys, "rate": 0.5}),
         (sk.example_keys, {"key": key, "n": 4}),
         (sk.fold_axes, {"key": key, "axes": "data"}),
@@ -120,7 +120,7 @@ def kernels():
         (sk.fold_keys, {"keys": keys, "data": 1}),
         (sk.step_key, {"key": key, "step": 1}),
         (
-            sk.moe,
+            sk.layers.moe,
             {
                 "x": jnp.ones((2, 4, 8)),
                 "router_DE": jnp.ones((8, 4)),
@@ -129,16 +129,16 @@ def kernels():
                 "axis": "data",
             },
         ),
-        (sk.route, {"logits_NE": ones(8, 4), "top_k": 2}),
-        (sk.routing_stats, {"logits_NE": ones(8, 4), "routing": routing}),
+        (sk.layers.route, {"logits_NE": ones(8, 4), "top_k": 2}),
+        (sk.layers.routing_stats, {"logits_NE": ones(8, 4), "routing": routing}),
         (sk.scan_layers, {"layer_fn": lambda w, x: x * w, "stacked": ones(3, 4), "x": ones(4)}),
-        (sk.sharded_layer_norm, {"x_Td": x, "gain_d": ones(4), "bias_d": ones(4), "axis": "model"}),
-        (sk.sharded_rms_norm, {"x_Td": x, "gain_d": ones(4), "axis": "model"}),
-        (sk.sharded_moments, {"x": x, "axis": "model"}),
-        (sk.vocab_embed, {"tokens_bT": tokens, "table_vD": ones(8, 4), "axis": "model"}),
+        (sk.layers.sharded_layer_norm, {"x_Td": x, "gain_d": ones(4), "bias_d": ones(4), "axis": "model"}),
+        (sk.layers.sharded_rms_norm, {"x_Td": x, "gain_d": ones(4), "axis": "model"}),
+        (sk.layers.sharded_moments, {"x": x, "axis": "model"}),
+        (sk.layers.vocab_embed, {"tokens_bT": tokens, "table_vD": ones(8, 4), "axis": "model"}),
         *(
             (each, {"x_bTD": ones(2, 4, 4), "head_Dv": ones(4, 8), "targets_bT": tokens, "axis": "model"})
-            for each in (sk.vocab_cross_entropy, sk.vocab_cross_entropy_and_hits)
+            for each in (sk.layers.vocab_cross_entropy, sk.layers.vocab_cross_entropy_and_hits)
         ),
         (sk.bytes_per_device, {"tree": x}),
         (sk.unpadded, {"tree": {"w": x}}),
@@ -161,7 +161,7 @@ def builders():
     schedule = schedules.one_f_one_b(2, 4)
     functions = {"embed": lambda s, b, k: b, "stage": lambda w, x, k: x, "head": lambda s, x, b: jnp.sum(x)}
     over = {"schedule": schedule, "axis": "stage"}
-    pipeline, pipe = functions | over, sk.pipeline(**over)
+    pipe = sk.pipeline(**over)
     rules = {"w": P(None, "data")}
     halves = sk.submeshes(mesh, "model")
     put = {"stages": [lambda p, x: x] * 2, "meshes": halves}
@@ -208,8 +208,6 @@ def builders():
         (sk.pipeline, over),
         (pipe.value_and_grad, functions),
         (pipe.loss, functions),
-        (sk.pipeline_loss, pipeline),
-        (sk.pipeline_value_and_grad, pipeline),
         (sk.device_put_pipeline, put),
         (sk.device_put_value_and_grad, put | {"loss": lambda y, b: jnp.sum(y)}),
         *((each, sizes_of(each)) for each in returning("Schedule", schedules)),

@@ -12,7 +12,7 @@ import optax
 import shardkit as sk
 from shardkit import schedules
 from support import conformance
-from support.pipelines import unpipelined
+from support.pipelines import pipelined_grad, unpipelined
 from support.ring_model import batch, params, pieces, tp
 from support.training import lenient
 
@@ -62,6 +62,6 @@ def make(name: str, **options: Any) -> sk.TrainStep:
     if row.schedule is None:
         grad_fn = sk.value_and_grad(unpipelined(pieces(row.axis)))
     else:
-        grad_fn = sk.pipeline_value_and_grad(*pieces(row.axis), row.schedule, "stage", layer_numbers=True, **row.how)
+        grad_fn = pipelined_grad(*pieces(row.axis), row.schedule, "stage", layer_numbers=True, **row.how)
     mesh = sk.make_mesh(jax.devices()[: math.prod(row.sizes.values())], **row.sizes)
     return sk.make_train_step(grad_fn, lenient(optax.adamw(1e-2)), mesh=mesh, plan=row.plan, **options)

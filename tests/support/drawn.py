@@ -20,6 +20,7 @@ from shardkit.models import transformer
 from shardkit.testing import Row, laws, prove
 from support import pipelines
 from support.drawn_meshes import SPLIT_THE_BATCH, USES, Mesh, draw_mesh, draw_plans, draw_row, draw_schedule, draw_sizes
+from support.pipelines import pipelined_grad
 from support.training import KEY
 
 STEPS = 3
@@ -117,7 +118,7 @@ def _pieces(draw: random.Random) -> Drawn:
     plans, said = draw_plans(draw, mesh, None, False)
     how = {"layers_per_stage": sizes, "recompute": draw.random() < 0.6, "mode": draw.choice(["masked", "branch"])}
     label = f"pieces dim={dim} layers={layers} examples={rows}; {name} of {schedule.microbatches} {how}; {said}"
-    grad_fn = sk.pipeline_value_and_grad(*pipelines.PIECES, schedule, "stage", layer_numbers=True, **how)
+    grad_fn = pipelined_grad(*pipelines.PIECES, schedule, "stage", layer_numbers=True, **how)
     batches = [pipelines.make_batch(rows, seed) for seed in range(STEPS)]
     alone = sk.value_and_grad(pipelines.unpipelined(pipelines.PIECES))
     return Drawn(draw_row(draw, mesh, plans, grad_fn, label), alone, pipelines.make_params(layers, dim), batches)
@@ -182,9 +183,7 @@ def _transformer(draw: random.Random) -> Drawn:
     config = dataclasses.replace(config, prefetch=schedule is None and "by layer" in said and draw.random() < 0.4)
     how = {"mode": "branch" if in_branches else "masked", "recompute": draw.random() < 0.6, "layers_per_stage": sizes}
     if schedule:
-        grad_fn = sk.pipeline_value_and_grad(
-            *transformer.pieces(config, axes), schedule, "stage", layer_numbers=True, **how
-        )
+        grad_fn = pipelined_grad(*transformer.pieces(config, axes), schedule, "stage", layer_numbers=True, **how)
         grad_fn = transformer.in_order(grad_fn, axes)
         said += f"; {name} of {schedule.microbatches} {how}"
     else:

@@ -22,6 +22,20 @@ CHUNKED = tuple(name for name, each in BUILDERS.items() if "chunks" in inspect.s
 SPECS = {"embed": P(), "gain": P(), "layers": P("stage")}
 
 
+def pipelined_grad(
+    embed: Any, stage: Any, head: Any, schedule: Schedule, axis: str, *, layers_per_stage: Any = None, **how: Any
+) -> Any:
+    """The GradFn of three pieces over a schedule, in one call."""
+    return sk.pipeline(schedule, axis, layers_per_stage=layers_per_stage).value_and_grad(embed, stage, head, **how)
+
+
+def pipelined_loss(
+    embed: Any, stage: Any, head: Any, schedule: Schedule, axis: str, *, layers_per_stage: Any = None, **how: Any
+) -> Any:
+    """Their loss."""
+    return sk.pipeline(schedule, axis, layers_per_stage=layers_per_stage).loss(embed, stage, head, **how)
+
+
 # Its layers are NaN on zeros, which is what a masked device is given.
 def make_params(layers: int, dim: int = D) -> Any:
     rng = np.random.default_rng(0)
@@ -85,7 +99,7 @@ def mesh_of(p: int) -> Any:
 
 def traced_step(schedule: Schedule, layers: int, pieces: Any = PIECES, **how: Any) -> Any:
     """`(params, batch, keys) -> (loss, aux, gradients)` on stacks in original order, over the schedule's devices."""
-    grad_fn = sk.pipeline_value_and_grad(*pieces, schedule, "stage", layer_numbers=True, **how)
+    grad_fn = pipelined_grad(*pieces, schedule, "stage", layer_numbers=True, **how)
     rows = np.array(grad_fn.stages.rows(layers) or range(layers))
 
     def summed(tree: Any) -> Any:

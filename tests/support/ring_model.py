@@ -44,8 +44,8 @@ def pieces(axis: str | None = None) -> Any:
 
     def layer(keys: Any, each: Any, x: Any) -> Any:
         weights, number = each
-        h = sk.column_linear(x * weights["gain"][None, None], weights["up"], axis, **share)
-        y = sk.row_linear(jnp.tanh(h), weights["down"], axis, **share)
+        h = sk.layers.column_linear(x * weights["gain"][None, None], weights["up"], axis, **share)
+        y = sk.layers.row_linear(jnp.tanh(h), weights["down"], axis, **share)
         return x + sk.dropout(y, None if keys is None else sk.fold_keys(keys, number), RATE)
 
     def stage(layers: Any, x: Any, keys: Any) -> Any:

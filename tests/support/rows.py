@@ -17,6 +17,7 @@ from shardkit import schedules
 from shardkit.models import transformer
 from shardkit.testing import Row, covering, one_device, prove
 from shardkit.testing.prove import relative_of
+from support.pipelines import pipelined_grad
 from support.training import lenient
 
 KEY = jax.random.key(7)
@@ -174,7 +175,7 @@ def _grad_fn(choice: dict[str, Any], config: transformer.Config, axes: transform
         return sk.value_and_grad(transformer.loss_fn(config, axes))
     schedule, how = SCHEDULES[choice["stage"]]
     pieces = transformer.pieces(config, axes)
-    grad_fn = sk.pipeline_value_and_grad(*pieces, schedule, "stage", layer_numbers=True, **how)
+    grad_fn = pipelined_grad(*pieces, schedule, "stage", layer_numbers=True, **how)
     return transformer.in_order(grad_fn, axes)
 
 

@@ -150,7 +150,7 @@ def test_a_false_assume_replicated_in_a_step_is_found():
         return grad_fn
 
     def in_its_own_order(g):
-        return sk.assume_replicated(g + sum(sk.shift(g, "data", by=k) for k in (1, 2, 3)), "data")
+        return sk.collectives.assume_replicated(g + sum(sk.shift(g, "data", by=k) for k in (1, 2, 3)), "data")
 
     right = summed(lambda g: sk.ring.all_reduce(g, "data", replicated=True))
     proved(right, DP4, laws=[laws.same_numbers, laws.equal_copies])

@@ -8,6 +8,7 @@ import pytest
 
 import shardkit as sk
 from shardkit import schedules
+from support.pipelines import pipelined_grad
 from support.refusals import value_error
 
 KEY = jax.random.key(0)
@@ -86,7 +87,7 @@ def test_weights_of_a_pipeline_are_not_rounded():
         seen.update({name: leaf.dtype for name, leaf in b.items()})
         return jnp.sum(b["weight"].astype(jnp.float32))
 
-    grad_fn = sk.pipeline_value_and_grad(*pipelined(weight))
+    grad_fn = pipelined_grad(*pipelined(weight))
     init, step = sk.make_train_step(
         grad_fn,
         optax.sgd(1.0),
@@ -143,7 +144,7 @@ def test_a_scalar_as_the_weight_is_refused_in_evaluation_in_aux_and_in_a_pipelin
     for loss_fn, name in ((by_scalar, "'loss'"), (aux, "'sum'")):
         with value_error(SCALAR.format(name=name)):
             jax.eval_shape(sk.make_eval_step(loss_fn, mesh=mesh, plan=sk.dp("data")), params, batch)
-    grad_fn = sk.pipeline_value_and_grad(*pipelined(lambda b: b["n"]))
+    grad_fn = pipelined_grad(*pipelined(lambda b: b["n"]))
     init, step = sk.make_train_step(grad_fn, optax.sgd(1.0), mesh=mesh_of(stage=2), plan=sk.pp("stage"))
     with pytest.raises(ValueError) as error:  # each microbatch of the schedule would add it
         state = init.abstract({"layers": np.ones((2, 4), np.float32), "g": np.ones(4, np.float32)})

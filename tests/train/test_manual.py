@@ -16,6 +16,7 @@ import shardkit as sk
 from shardkit import schedules
 from shardkit.analysis.hlo.differences import read_compiled
 from support.commands import deep
+from support.pipelines import pipelined_grad
 from support.training import lenient
 
 LAYERS, DIM, HIDDEN = 4, 8, 16
@@ -122,7 +123,7 @@ def test_an_algorithm_sends_the_parts_of_the_partitioner(algorithm, alone):
 @pytest.mark.parametrize("mode", [pytest.param("branch", marks=pytest.mark.deep), "masked"])
 def test_a_pipeline_with_automatic_tensor_parallelism_inside(mode, alone):
     mesh = sk.make_mesh(stage=2, data=2, model=2)
-    grad_fn = sk.pipeline_value_and_grad(embed, stage, head, schedules.one_f_one_b(2, 4), "stage", mode=mode)
+    grad_fn = pipelined_grad(embed, stage, head, schedules.one_f_one_b(2, 4), "stage", mode=mode)
     init, step = built(mesh, sk.chain(sk.pp("stage"), sk.dp("data")), grad_fn, manual=("stage", "data"))
     found, state = trained(init, step, sk.shard(make_params(), mesh, SPECS))
     chex.assert_trees_all_close(found, alone, rtol=1e-5, atol=1e-6)

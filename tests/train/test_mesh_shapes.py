@@ -30,9 +30,9 @@ def loss_fn(axis):
     """A block split inside and integer-label cross-entropy, on the mesh or, without an axis, on one device."""
 
     def loss(params, batch, keys):
-        hidden = jax.nn.gelu(sk.column_linear(batch["x"], params["up"], axis))
-        y = batch["x"] + sk.row_linear(hidden, params["down"], axis)
-        logits = sk.column_linear(y, params["head"], axis)
+        hidden = jax.nn.gelu(sk.layers.column_linear(batch["x"], params["up"], axis))
+        y = batch["x"] + sk.layers.row_linear(hidden, params["down"], axis)
+        logits = sk.layers.column_linear(y, params["head"], axis)
         if axis is not None:
             logits = sk.all_gather(logits, axis, dim=-1, replicated=True)
         return sk.Mean.of(optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]))

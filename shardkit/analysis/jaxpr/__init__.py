@@ -1,5 +1,4 @@
-"""Readers of the traced program: the census, the lint and its rules, explain.
+"""Readers of the traced program: the census, explain, and which values differ between devices.
 
-Start with `census.py`. A new lint rule is one file in `rules/` and one row of `RULES` there. Imports `_jaxprs.py`
-and cost; needs no device and compiles nothing.
+Start with `census.py`. Imports `_jaxprs.py` and cost; needs no device and compiles nothing.
 """

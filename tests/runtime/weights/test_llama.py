@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 import shardkit as sk
 from shardkit.models import transformer
 from shardkit.runtime import llama_names, load_params, save_params
+from support.pipelines import pipelined_grad
 from support.refusals import value_error
 
 CONFIG = transformer.Config(
@@ -117,7 +118,7 @@ def test_a_pipeline_takes_a_llama_with_a_tied_head(tmp_path):
     tensors = checkpoint(tmp_path / "llama")
     config = transformer.Config(**{**vars(CONFIG), "tied": True})
     pieces, schedule = transformer.pieces(config), sk.schedules.lockstep(2, 4, 2)
-    grad_fn = sk.pipeline_value_and_grad(*pieces, schedule, "stage", layer_numbers=True)
+    grad_fn = pipelined_grad(*pieces, schedule, "stage", layer_numbers=True)
     init, _ = sk.make_train_step(
         grad_fn, optax.sgd(0.5), mesh=sk.make_mesh(jax.devices()[:2], stage=2), plan=sk.pp("stage")
     )

@@ -34,7 +34,7 @@ def small(mesh, device=RIGHT, where="gradient"):
         means, pull = jax.vjp(lambda w: jnp.mean((batch @ w - 1) ** 2), seen)
         (grad,) = pull(sk.vary(jnp.ones_like(means), ("data", "model")))
         grad = sk.all_reduce(flipped(grad, on & (where == "gradient"), 20), "data", op="mean")
-        new = params["w"] - 0.1 * sk.assume_replicated(flipped(grad, on & (where == "flight"), 20), "data")
+        new = params["w"] - 0.1 * sk.collectives.assume_replicated(flipped(grad, on & (where == "flight"), 20), "data")
         return {"w": new}, {"loss": sk.all_reduce(means, ("data", "model"), op="mean")}
 
     specs = {"w": P(None, "model")}
@@ -64,7 +64,7 @@ def train_step(mesh, plan, loss_fn, leaf, device=RIGHT, where="gradient", bit=20
 
         def per_device(x):
             x = flipped(x, on_device(mesh, device), bit)
-            return sk.assume_replicated(x, whole) if whole else x
+            return sk.collectives.assume_replicated(x, whole) if whole else x
 
         return tree | {leaf: jax.shard_map(per_device, mesh=mesh, in_specs=spec, out_specs=spec)(tree[leaf])}
 

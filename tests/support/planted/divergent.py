@@ -472,12 +472,18 @@ DIVERGENT = [
         PP,
         on(
             _scanned(
-                chosen(lambda x: sk.axis_index("data") < 1, lambda x: jnp.tanh(sk.halo_exchange(x, "model")[1:-1]))
+                chosen(
+                    lambda x: sk.axis_index("data") < 1,
+                    lambda x: jnp.tanh(sk.collectives.halo_exchange(x, "model")[1:-1]),
+                )
             )
         ),
         on(
             _scanned(
-                selected(lambda x: sk.axis_index("data") < 1, lambda x: jnp.tanh(sk.halo_exchange(x, "model")[1:-1]))
+                selected(
+                    lambda x: sk.axis_index("data") < 1,
+                    lambda x: jnp.tanh(sk.collectives.halo_exchange(x, "model")[1:-1]),
+                )
             )
         ),
     ),

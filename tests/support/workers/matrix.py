@@ -27,7 +27,7 @@ KERNELS = {
     "shift": (sk.shift, reference.shift, {"by": 1}),
     "shift without wrap": (sk.shift, reference.shift, {"by": -1, "wrap": False}),
     "broadcast": (sk.broadcast, reference.broadcast, {"source": 1}),
-    "prefix_scan": (sk.prefix_scan, reference.prefix_scan, {}),
+    "prefix_scan": (sk.collectives.prefix_scan, reference.prefix_scan, {}),
     "ring.all_gather": (sk.ring.all_gather, reference.all_gather, {}),
     "ring.reduce_scatter": (sk.ring.reduce_scatter, reference.reduce_scatter, {}),
     "ring.all_reduce": (sk.ring.all_reduce, reference.all_reduce, {}),

@@ -57,7 +57,7 @@ with contextlib.redirect_stdout(io.StringIO()) as printed:
     reading.print_global(full["x"][:, 0])
 saw["printed"] = printed.getvalue()
 with contextlib.redirect_stdout(io.StringIO()) as printed:
-    show = jax.shard_map(lambda x: sk.debug_print(x[0, 0]), mesh=mesh, in_specs=P("data"), out_specs=None)
+    show = jax.shard_map(lambda x: sk.collectives.debug_print(x[0, 0]), mesh=mesh, in_specs=P("data"), out_specs=None)
     jax.jit(show)(full["x"])
     jax.effects_barrier()
 saw["printed by kernels"] = printed.getvalue()

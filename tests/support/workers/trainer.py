@@ -41,7 +41,7 @@ def stage(layers, x, keys):
     """Some of the layers; each matrix is split over "model"."""
 
     def layer(w, x):
-        return x + sk.row_linear(jnp.tanh(sk.column_linear(x, w["up"], "model")), w["down"], "model")
+        return x + sk.layers.row_linear(jnp.tanh(sk.layers.column_linear(x, w["up"], "model")), w["down"], "model")
 
     return sk.scan_layers(layer, layers, x)
 

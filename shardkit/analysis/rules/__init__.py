@@ -1,0 +1,65 @@
+"""The rules, one file for each or for a family, and `RULES`, the list of them.
+
+A new rule is a file with a function `check(program)` and a row here. Start with `rule.py`, which says what a rule is,
+then `program.py`, which says what it is passed; `replicated.py` is the shortest on a trace, `host.py` on a compiled
+program. Imports `analysis/jaxpr` and `analysis/hlo`.
+"""
+
+from shardkit.analysis.rules.divergence import divergence
+from shardkit.analysis.rules.draws import draws
+from shardkit.analysis.rules.fitting import fitting
+from shardkit.analysis.rules.host import host
+from shardkit.analysis.rules.leaves import copies, unplaced
+from shardkit.analysis.rules.loops import loops
+from shardkit.analysis.rules.one_piece import one_piece
+from shardkit.analysis.rules.outputs import outputs
+from shardkit.analysis.rules.permutations import permutations
+from shardkit.analysis.rules.processes import other_process
+from shardkit.analysis.rules.reductions import reductions
+from shardkit.analysis.rules.rematerialized import rematerialized
+from shardkit.analysis.rules.replicated import replicated
+from shardkit.analysis.rules.reused_keys import reused_keys
+from shardkit.analysis.rules.rule import Finding, Rule
+from shardkit.analysis.rules.second_call import second_call
+from shardkit.analysis.rules.sums import sums
+from shardkit.analysis.rules.tiny_shards import tiny_shards
+from shardkit.analysis.rules.unchecked import unchecked
+from shardkit.analysis.rules.widths import widths
+
+_TRACED = (
+    ("divergent-collective", "a collective that only some devices of its axis reach", divergence),
+    ("ppermute-in-divergent-branch", "a ppermute that some devices do not reach, whatever its axis", divergence),
+    ("incomplete-permutation", "a ppermute from which some device receives only zeros", permutations),
+    ("non-bijective-permutation", "a ppermute that names a device twice or one that does not exist", permutations),
+    ("identity-permutation", "a ppermute in which every device sends to itself", permutations),
+    ("repeated-reduction", "a reduction over devices that hold the same value", reductions),
+    ("repeated-draw", "the same random numbers for different elements on different devices", draws),
+    ("check-vma-off", "a shard_map whose types are not checked", unchecked),
+    ("pmap", "jax.pmap in new code", unchecked),
+    ("unequal-output", "a result that out_specs declare replicated and that differs", outputs),
+    ("gather-one-shard-used", "an all_gather of which each device uses one piece", one_piece),
+    ("all-reduce-then-slice", "an all_reduce of which each device keeps one piece", one_piece),
+    ("large-replicated", "a large array that every device holds whole", replicated),
+    ("tiny-shards", "a leaf split into pieces too small to be worth a message", tiny_shards),
+    ("tensor-parallel-that-fits", "tensor parallelism of what one device could hold", fitting),
+    ("reused-key", "two draws of random numbers from one key", reused_keys),
+    ("process-dependent-communication", "collectives that depend on jax.process_index()", other_process),
+    ("process-dependent-program", "a program that is not the same on all processes", other_process),
+)
+_COMPILED = (
+    ("summed-each-iteration", "an all-reduce in a loop that only adds up its results", loops),
+    ("summed-separately", "all-reduces of which only the sum is used", sums),
+    ("gathered-each-iteration", "an all-gather in a loop that does not change its operand", loops),
+    ("full-rematerialization", "a value that the partitioner makes whole to reshard it", rematerialized),
+    ("replicated-leaf", "a large leaf that several devices hold and could share", copies),
+    ("unplaced-leaf", "a leaf without a sharding in a program of several devices", unplaced),
+    ("float32-traffic", "float32 that is sent and then rounded to 16 bits", widths),
+    ("host-transfer", "a callback, a feed or a move between the memories of device and host", host),
+    ("second-compile", "a step that compiles again on its own results", second_call),
+)
+RULES = {name: Rule(name, finds, "trace", check) for name, finds, check in _TRACED} | {
+    name: Rule(name, finds, "compiled", check) for name, finds, check in _COMPILED
+}
+"""The rules of `lint` and `audit`, by name."""
+
+__all__ = ["RULES", "Finding", "Rule"]

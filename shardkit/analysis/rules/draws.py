@@ -1,0 +1,37 @@
+"""The same random numbers on devices whose elements differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from shardkit._check import quoted
+from shardkit.analysis.jaxpr.dataflow import short, where
+from shardkit.analysis.rules.program import Program
+from shardkit.analysis.rules.rule import Finding
+
+
+def draws(program: Program) -> Iterator[Finding]:
+    """Random numbers that are the same on devices whose elements differ, as one dropout mask for all."""
+    for block, equation in program.equations:
+        if equation.primitive.name not in ("mul", "add", "sub", "div", "select_n", "and", "or"):
+            continue
+        operands = [(each, block.state(each)) for each in equation.invars if hasattr(each, "aval")]
+        for draw, alike in operands:
+            others = [(each, s) for each, s in operands if s.given and s.varies & alike.drawn and _like(each, draw)]
+            if others:
+                axes = sorted(others[0][1].varies & alike.drawn)
+                yield Finding(
+                    "repeated-draw",
+                    f"{short(others[0][0])}, which differs along {quoted(axes)}, is combined with random numbers "
+                    "that are equal there, because their key is.",
+                    where(equation, block.context),
+                    f"Fold the device's index into the key with fold_axis(key, {axes[0]!r}), or derive a key for "
+                    "each example with fold_keys.",
+                )
+                break
+
+
+def _like(one: Any, other: Any) -> bool:
+    return math.prod(one.aval.shape) > 1 and one.aval.shape == other.aval.shape

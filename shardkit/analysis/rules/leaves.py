@@ -1,0 +1,79 @@
+"""How the arguments lie on the devices: held whole by all, or placed by nobody."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from shardkit._check import sized
+from shardkit.analysis.hlo.report import size
+from shardkit.analysis.rules.program import CompiledProgram
+from shardkit.analysis.rules.rule import Finding
+from shardkit.analysis.rules.step import Leaf
+from shardkit.layout import all_axes
+
+
+def copies(program: CompiledProgram) -> Iterator[Finding]:
+    """Leaves of which every device holds the same large piece, though a dim could be split."""
+    held = program.held or tuple(leaf.sharding for leaf in program.leaves)
+    found: dict[tuple[str, tuple[tuple[str, int], ...]], list[tuple[int, Leaf]]] = {}
+    if len(held) != len(program.leaves):
+        return
+    for leaf, sharding in zip(program.leaves, held, strict=True):
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            piece = sharding.shard_shape(leaf.aval.shape)
+            free = _free_axes(sharding, piece)
+            bytes_held = _bytes(piece, leaf.aval.dtype)
+            if free and bytes_held >= program.large:
+                found.setdefault((leaf.argument, free), []).append((bytes_held, leaf))
+    for (argument, axes), leaves in found.items():
+        total, (_, largest) = sum(held for held, _ in leaves), max(leaves, key=lambda pair: pair[0])
+        n = math.prod(size for _, size in axes)
+        several = f"{len(leaves)} leaves of {argument}" if len(leaves) > 1 else largest.name
+        example = f", the largest {largest.name}" if len(leaves) > 1 else ""
+        yield Finding(
+            "replicated-leaf",
+            f"{several}, {size(total)} per device{example} ({_short(largest)}), {'are' if len(leaves) > 1 else 'is'} "
+            f"held {n} times, over {sized(axes)}.",
+            largest.source or program.step.source,
+            f"Name {axes[0][0]!r} for a dim in its spec, as sk.fsdp and sk.zero1 do for parameters and moments.",
+        )
+
+
+def unplaced(program: CompiledProgram) -> Iterator[Finding]:
+    """Leaves that are passed without a sharding to a program of several devices."""
+    if program.devices == 1 or program.passed is None:
+        return
+    found: dict[str, list[Leaf]] = {}
+    for leaf, placed in zip(program.passed, program.placed, strict=True):
+        if not placed and _bytes(leaf.aval.shape, leaf.aval.dtype) >= program.small:
+            found.setdefault(leaf.argument, []).append(leaf)
+    for argument, without in found.items():
+        names = ", ".join(f"{leaf.name} ({_short(leaf)})" for leaf in without[:3])
+        more = f" and {len(without) - 3} more" if len(without) > 3 else ""
+        whose = f" of {argument}" if without[0].name != argument else ""
+        yield Finding(
+            "unplaced-leaf",
+            f"{names}{more}{whose} {'have' if len(without) > 1 else 'has'} no sharding on a mesh of "
+            f"{sized(program.mesh.items())}; the compiler chooses one.",
+            without[0].source or program.step.source,
+            "Place it by jax.device_put with a NamedSharding, or pass in_shardings to jax.jit.",
+        )
+
+
+def _free_axes(sharding: jax.sharding.NamedSharding, piece: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+    """The mesh axes, with their sizes, that a spec does not name and that divide a dim of a device's piece."""
+    named = set(all_axes(sharding.spec))
+    axes = [(axis, n) for axis, n in sharding.mesh.shape.items() if axis not in named and n > 1]
+    return tuple((axis, n) for axis, n in axes if any(dim % n == 0 and dim for dim in piece))
+
+
+def _bytes(shape: tuple[int, ...], dtype: Any) -> int:
+    return math.prod(shape) * int(dtype.itemsize)
+
+
+def _short(leaf: Leaf) -> str:
+    return f"{leaf.aval.dtype}[{','.join(map(str, leaf.aval.shape))}]"

@@ -1,0 +1,193 @@
+"""A step as the rules see it: as traced and as compiled, with the user's own lines, and what the compiler logged."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from shardkit import _compat, _platform
+from shardkit._jaxprs import Site, kind_of, own_line, walk
+from shardkit.analysis.hlo import aot, proto
+from shardkit.analysis.hlo.collectives import CompiledRow, collectives_of
+from shardkit.analysis.hlo.memory import Memory, memory_of
+from shardkit.analysis.hlo.topology import parse_topology
+from shardkit.analysis.hlo.uses import Uses
+from shardkit.analysis.jaxpr.census import Census, census_of, mesh_sizes
+from shardkit.analysis.jaxpr.dataflow import Block, follow
+from shardkit.analysis.rules.step import Leaf, Step, leaves_of
+
+_REPLICATED = "Involuntary full rematerialization"
+
+
+@dataclass(frozen=True)
+class Program:
+    """One call of a function as the rules on a trace read it.
+
+    Attributes:
+        step: the traced step.
+        large: bytes from which what several devices hold whole is reported.
+        small: bytes below which waste is not reported.
+        capacity: bytes that one device can hold, less activations; None if that is not known.
+    """
+
+    step: Step
+    large: int
+    small: int
+    capacity: int | None = None
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """Every jaxpr of the program with what is known of its values, the inner ones first."""
+        found: list[Block] = []
+        follow(self.step.jaxpr, found.append)
+        return found
+
+    @property
+    def equations(self) -> Iterator[tuple[Block, Any]]:
+        """Every equation, with the block that holds it."""
+        return ((block, equation) for block in self.blocks for equation in block.jaxpr.eqns)
+
+    @cached_property
+    def census(self) -> Census:
+        """Every collective as written, with the user's own line."""
+        lines = [own_source(site) for site in walk(self.step.jaxpr) if kind_of(site.equation) is not None]
+        rows = zip(census_of(self.step.jaxpr).rows, lines, strict=True)
+        return Census(tuple(replace(row, source=line) for row, line in rows if row.axes))  # vmap leaves sums over none
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledProgram(Program):
+    """The same, compiled: what all rules read.
+
+    Attributes:
+        mesh: names and sizes of the mesh axes.
+        devices: devices that run it.
+        module: the compiled program.
+        memory: bytes per device.
+        compiled: every collective as compiled; `rows` names an argument's by the line that uses it.
+        log: the compiler's lines on values that it replicates.
+        placed: for each argument of the program that it uses, whether it is passed with a sharding.
+        held: for each argument, its sharding in the compiled program; None where that is not known.
+        versions: of jax and the compiler.
+        target: the absent chips that it is compiled for; "" for the devices of this process.
+    """
+
+    mesh: dict[str, int]
+    devices: int
+    module: proto.Module
+    memory: Memory
+    compiled: tuple[CompiledRow, ...]
+    log: tuple[str, ...]
+    placed: tuple[bool, ...]
+    held: tuple[Any, ...]
+    versions: Mapping[str, str]
+    target: str
+
+    @cached_property
+    def leaves(self) -> list[Leaf]:
+        """The arrays among the arguments."""
+        return leaves_of(self.step)
+
+    @cached_property
+    def rows(self) -> tuple[CompiledRow, ...]:
+        """Every collective as compiled."""
+        return tuple(
+            each if each.source else replace(each, source=self.line_of(each.op_name)) for each in self.compiled
+        )
+
+    def line_of(self, name: str) -> str:
+        """The first line that uses an argument, by the compiler's name for it; "" if it is none."""
+        numbered = re.fullmatch(r"Arg_(\d+)\.\d+", name)
+        if numbered and self.passed is not None:
+            return self.passed[int(numbered[1])].source
+        return next((leaf.source for leaf in self.leaves if name in (leaf.name, leaf.argument)), "")
+
+    @cached_property
+    def passed(self) -> list[Leaf] | None:
+        """The leaves that the program uses, in the order of its arguments; None where that is not known."""
+        used = _compat.arguments_used(self.step.jaxpr)
+        leaves = [leaf for leaf, is_used in zip(self.leaves, used, strict=True) if is_used]
+        return leaves if self.step.lower is None and len(leaves) == len(self.placed) else None
+
+    @cached_property
+    def uses(self) -> Uses:
+        """Who reads which value of the compiled program."""
+        return Uses(self.module)
+
+    def collectives(self, *kinds: str) -> Iterator[tuple[CompiledRow, proto.Computation, proto.Instruction]]:
+        """Compiled collectives of these kinds that move at least `small` bytes, and their instructions."""
+        rows = {row.name: row for row in self.rows if row.kind in kinds and row.n > 1 and self.size(row) >= self.small}
+        for computation in self.module.computations.values():
+            for each in computation.instructions.values():
+                if each.name in rows and computation.id not in self.uses.fused:
+                    yield rows[each.name], computation, each
+
+    @staticmethod
+    def size(row: CompiledRow) -> int:
+        """The larger of a collective's operand and result, bytes."""
+        return max(row.bytes_in, row.bytes_out)
+
+
+def compiled_program(
+    program: Program, target: str | None, timeout: float, built: aot.Built | None = None
+) -> CompiledProgram:
+    """Compiles one call: for the devices of this process, or for those of `target`, where it may be `built` already."""
+    step = program.step
+    sizes = mesh_sizes(step.jaxpr, step.args)
+    if target is None:
+        lowered = step.lowered
+        with _platform.captured_log(_REPLICATED) as log:
+            compiled = lowered.compile()
+        executable: Any = compiled.runtime_executable()
+        serialized, memory = executable.hlo_modules()[0].as_serialized_hlo_module_proto(), memory_of(executable)
+        held = tuple(compiled.in_tree.flatten_up_to(compiled.input_shardings))  # type: ignore[attr-defined]
+        versions = {"jax": jax.__version__}
+    else:
+        built = built or aot.build(step.traced, step.args, topology=target, timeout=timeout)
+        if built.module is None:
+            raise RuntimeError(
+                f"audit: the program must fit the memory of {target}; its compiler says "
+                f"{built.answer['message'].splitlines()[0]} Pass more or larger chips as target=, or smaller arguments."
+            )
+        lowered = step.traced.lower(lowering_platforms=(parse_topology(target).platform,))
+        serialized, memory, log = built.module, Memory(**built.answer["memory"]), built.answer["log"]
+        held, versions, sizes = (), built.answer["versions"], sizes or built.sizes
+    inside, partitions = _platform.lowered_mesh(lowered)
+    placed = _platform.lowered_arguments(lowered)
+    sizes = sizes or inside
+    if math.prod(sizes.values()) != partitions > 1:  # a mesh without names
+        sizes = {"devices": partitions}
+    module = proto.read(serialized, _line)
+    kept = [line for line in log if _REPLICATED in line]
+    return CompiledProgram(
+        program.step,
+        program.large,
+        program.small,
+        program.capacity,
+        mesh=sizes,
+        devices=partitions,
+        module=module,
+        memory=memory,
+        compiled=collectives_of(module, sizes),
+        log=tuple(dict.fromkeys(kept)),
+        placed=tuple(placed),
+        held=held,
+        versions=versions,
+        target=target or "",
+    )
+
+
+def own_source(site: Site) -> str:
+    """The innermost of the user's own lines that led to an equation, or to one around it."""
+    line = own_line(_compat.user_frames(site.equation))
+    return line or (own_source(site.outer) if site.outer else site.source)
+
+
+def _line(frames: Any) -> str:
+    return own_line(frames) or proto.outside_kernels(frames)

@@ -1,0 +1,45 @@
+"""Reductions over devices that hold the same value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from shardkit import _compat
+from shardkit._check import named, quoted
+from shardkit.analysis.jaxpr.dataflow import short, split_axes, where
+from shardkit.analysis.rules.program import Program
+from shardkit.analysis.rules.rule import Finding
+
+
+def reductions(program: Program) -> Iterator[Finding]:
+    """Sums, maxima and minima over devices that hold the same value. A sum of a constant is a count."""
+    for block, equation in program.equations:
+        if equation.primitive.name not in ("psum", "psum_invariant", "pmax", "pmin"):
+            continue
+        # Transposing adds such sums rightly: a value used as n copies has n times the gradient.
+        if block.context.backward or _compat.in_backward(equation) or equation.params.get("axis_index_groups"):
+            continue
+        axes = split_axes(equation, block.context)
+        for operand in equation.invars:
+            state = block.state(operand)
+            equal = [a for a in axes if a not in state.varies]
+            reduced = bool(state.reduced & set(equal))
+            # A tangent, which looks like its argument, is summed rightly too.
+            if not equal or not (reduced or (state.given and not _compat.in_jvp(equation))):
+                continue
+            n = math.prod(block.context.sizes[a] for a in equal)
+            why = "was reduced or gathered over it before" if reduced else "comes from replicated arguments"
+            what = {"pmax": "a maximum", "pmin": "a minimum"}.get(equation.primitive.name, "a sum")
+            does = "changes nothing" if what != "a sum" else f"multiplies it by {n}, and a mean changes nothing"
+            yield Finding(
+                "repeated-reduction",
+                f"all_reduce over {quoted(axes)} of a {short(operand)} that is equal along {named(equal)} "
+                f"already, because it {why}; {what} {does}.",
+                where(equation, block.context),
+                "Leave it out; where it averages gradients, cast the parameters with sk.vary before differentiating; "
+                "where only the type must become equal, gather with replicated=True."
+                if reduced
+                else "Leave it out, or split the argument over the axis.",
+            )
+            break

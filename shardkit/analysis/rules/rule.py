@@ -1,0 +1,96 @@
+"""What all rules share: findings, rules, and how values of a traced program are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, NamedTuple
+
+from shardkit import _compat
+from shardkit._check import quoted
+from shardkit._jaxprs import IDENTITIES
+from shardkit.analysis.hlo.collectives import CompiledRow
+from shardkit.analysis.jaxpr.dataflow import Block, Context, inside, where
+
+
+class Finding(NamedTuple):
+    """One place of a program that breaks a rule.
+
+    Attributes:
+        rule: a name in `shardkit.analysis.RULES`.
+        message: what is wrong there, with the values; one sentence.
+        source: the user's line, "file.py:12 (function)".
+        remedy: what to do instead; one sentence.
+    """
+
+    rule: str
+    message: str
+    source: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.rule}: {self.message} {self.remedy}"
+
+
+class Rule(NamedTuple):
+    """One rule.
+
+    Attributes:
+        name: what a finding and `ignore=` call it.
+        finds: what it finds, in a few words.
+        reads: "trace": `lint` and `audit` apply it, to a `Program`; "compiled": `audit(..., compiled=True)` does, to a
+            `CompiledProgram`.
+        check: `check(program)` yields the findings. Rules may share one function, which runs once.
+    """
+
+    name: str
+    finds: str
+    reads: Literal["trace", "compiled"]
+    check: Callable[[Any], Iterator[Finding]]
+
+
+class Use(NamedTuple):
+    """One use of a value in a traced program: the equation, which operand it is, and the block around it."""
+
+    equation: Any
+    position: int
+    block: Block
+
+    @property
+    def name(self) -> str:
+        """The primitive's name."""
+        return str(self.equation.primitive.name)
+
+
+def uses(block: Block, variable: Any) -> Iterator[Use | None]:
+    """Every use of a value, through casts and into called functions; None where it leaves the block."""
+    if any(out is variable for out in block.jaxpr.outvars):
+        yield None
+    for equation in block.jaxpr.eqns:
+        for position, each in enumerate(equation.invars):
+            if each is not variable:
+                continue
+            if equation.primitive.name in IDENTITIES | {"convert_element_type"}:
+                yield from uses(block, equation.outvars[position if len(equation.outvars) > 1 else 0])
+                continue
+            called = inside(block, equation)
+            if called is None:
+                yield Use(equation, position, block)
+            else:
+                yield from uses(called, called.jaxpr.invars[position])
+
+
+def place(equation: Any, context: Context) -> str:
+    """The line of an equation, or where it has none, as a differentiated shard_map, the first line inside."""
+    known = where(equation, context)
+    for _, sub in _compat.inner_jaxprs(equation) if known == "unknown" else ():
+        lines = [line for each in sub.eqns if (line := place(each, context)) != "unknown"]
+        known = lines[0] if lines else known
+    return known
+
+
+def together(rows: Iterable[CompiledRow]) -> str:
+    """Collectives of one kind and place in words, as "all_gather over 'data' of 64 bytes"."""
+    first, *others = rows
+    total = sum(row.bytes_in for row in (first, *others))
+    times = f"{len(others) + 1} x " if others else ""
+    return f"{times}{first.kind} over {quoted(first.axes)} of {total:,} bytes{' in all' if others else ''}"

@@ -1,0 +1,156 @@
+"""Any step, traced and lowered: by its own methods where it has them, else as a call inside a new jit."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+
+from shardkit import _compat
+from shardkit._jaxprs import called, own_line
+
+T = TypeVar("T")
+
+
+class Step(NamedTuple):
+    """One call of a step, traced.
+
+    Attributes:
+        fn: the step.
+        args: its arguments.
+        traced: the program; of a step whose arguments only its own framework can flatten, as a call inside a jit.
+        lower: lowers it as the step itself would be, with its donation; None: by `traced`.
+        kwargs: its keyword arguments.
+    """
+
+    fn: Any
+    args: tuple[Any, ...]
+    traced: jax.stages.Traced
+    lower: Callable[[], jax.stages.Lowered] | None = None
+    kwargs: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def jaxpr(self) -> Any:
+        """The jaxpr."""
+        return self.traced.jaxpr.jaxpr
+
+    @property
+    def lowered(self) -> jax.stages.Lowered:
+        """The program for the compiler of this process."""
+        return self.lower() if self.lower else self.traced.lower()
+
+    @property
+    def name(self) -> str:
+        """The name of the step's function."""
+        return getattr(inspect.unwrap(self.fn), "__name__", type(self.fn).__name__)
+
+    @property
+    def source(self) -> str:
+        """The line at which the step is defined."""
+        code = getattr(inspect.unwrap(self.fn), "__code__", None)
+        return f"{Path(code.co_filename).name}:{code.co_firstlineno} ({code.co_qualname})" if code else "unknown"
+
+    @property
+    def parameters(self) -> list[str]:
+        """The names of its positional arguments."""
+        names: list[str] = []
+        with suppress(TypeError, ValueError):
+            names = [p.name for p in inspect.signature(self.fn).parameters.values() if p.kind < 2]
+        return [*names[: len(self.args)], *(f"args[{n}]" for n in range(len(names), len(self.args)))]
+
+
+class Leaf(NamedTuple):
+    """An array among the arguments.
+
+    Attributes:
+        argument: the name of the argument that holds it.
+        name: its own name, as "params['w']".
+        aval: its shape and dtype.
+        sharding: that of the array that was passed; None where it has none.
+        source: the first line that uses it; "" if none does.
+    """
+
+    argument: str
+    name: str
+    aval: Any
+    sharding: Any
+    source: str
+
+
+def trace_step(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = MappingProxyType({})) -> Step:
+    """Traces one call: jit, nnx.jit, eqx.filter_jit, pmap, or any function of pytrees. What is traced is left so."""
+    args = tuple(args)
+    if isinstance(fn, jax.stages.Traced):
+        return Step(fn, args, fn)
+    trace, lower = getattr(fn, "trace", None), getattr(fn, "lower", None)
+    if trace is not None and (traced := _inside(trace(*args, **kwargs), jax.stages.Traced)) is not None:
+        return Step(fn, args, traced, kwargs=kwargs)
+    if lower is not None:
+        with suppress(AttributeError, TypeError):  # equinox: the jit below takes the arguments in parts
+            low = lower(*args)
+            parts = low.preprocess(low.info, args, {}, return_static=True)
+            return Step(fn, args, fn._cached.trace(*parts))
+    leaves, structure = jax.tree.flatten(args)
+    if lower is None and all(_is_array(leaf) or isinstance(leaf, int | float | complex) for leaf in leaves):
+        return Step(fn, args, jax.jit(fn).trace(*args, **kwargs), kwargs=kwargs)
+    arrays = [n for n, leaf in enumerate(leaves) if _is_array(leaf)]
+
+    def call(*given: Any) -> list[Any]:
+        put = dict(zip(arrays, given, strict=True))
+        out = fn(*jax.tree.unflatten(structure, [put.get(n, leaf) for n, leaf in enumerate(leaves)]), **kwargs)
+        return [leaf for leaf in jax.tree.leaves(out) if _is_array(leaf)]
+
+    traced = jax.jit(call).trace(*(leaves[n] for n in arrays))
+
+    def own() -> Any:
+        lowered = lower and _inside(lower(*args), jax.stages.Lowered)
+        return lowered or traced.lower()
+
+    return Step(fn, args, traced, own, kwargs)
+
+
+def leaves_of(step: Step) -> list[Leaf]:
+    """The arrays among a step's arguments, in the order of the program's arguments."""
+    jaxpr = step.jaxpr
+    paths = [(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(step.args) if _is_array(leaf)]
+    shapes = [tuple(getattr(leaf, "shape", ())) for _, leaf in paths]
+    if shapes != [tuple(v.aval.shape) for v in jaxpr.invars]:  # a framework that flattens in its own order
+        names = jaxpr.debug_info.arg_names or [""] * len(jaxpr.invars)
+        return [
+            Leaf(name.partition("[")[0].partition(".")[0], name or f"argument {n}", v.aval, None, first_use(jaxpr, v))
+            for n, (name, v) in enumerate(zip(names, jaxpr.invars, strict=True))
+        ]
+    given = step.parameters
+    out = []
+    for (path, leaf), variable in zip(paths, jaxpr.invars, strict=True):
+        argument = given[path[0].idx]
+        name = argument + jax.tree_util.keystr(path[1:])
+        out.append(Leaf(argument, name, variable.aval, getattr(leaf, "sharding", None), first_use(jaxpr, variable)))
+    return out
+
+
+def first_use(jaxpr: Any, variable: Any) -> str:
+    """The first of the user's lines that reads a value."""
+    for equation in jaxpr.eqns:
+        for position, operand in enumerate(equation.invars):
+            if operand is variable:
+                inner = called(equation)
+                inside = first_use(inner, inner.invars[position]) if inner is not None else ""
+                if line := inside or own_line(_compat.user_frames(equation)):
+                    return line
+    return ""
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def _inside(found: Any, kind: type[T]) -> T | None:
+    """An object of jax's stages, or that which flax's or equinox's object of the same stage holds."""
+    inner = found if isinstance(found, kind) else getattr(found, kind.__name__.lower(), None)
+    return inner if isinstance(inner, kind) else None

@@ -1,0 +1,47 @@
+"""Arrays split into pieces too small to be worth a message."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from shardkit._check import quoted
+from shardkit._jaxprs import IDENTITIES, kind_of
+from shardkit.analysis.jaxpr.census import size_of
+from shardkit.analysis.jaxpr.dataflow import Block, short, split_axes, where
+from shardkit.analysis.rules.program import Program
+from shardkit.analysis.rules.rule import Finding
+
+# Over fewer devices, tiny pieces are split because the rest of the tree is.
+_MANY = 16
+
+
+def tiny_shards(program: Program) -> Iterator[Finding]:
+    """Arrays that many devices hold in pieces of a few bytes: a message costs its latency whatever its size."""
+    for block, equation in program.equations:
+        kind, axes = kind_of(equation), split_axes(equation, block.context)
+        n = math.prod(block.context.sizes[a] for a in axes)
+        if kind not in ("all_gather", "reduce_scatter") or n < _MANY:
+            continue
+        piece = equation.invars[0] if kind == "all_gather" else equation.outvars[0]
+        split = kind == "reduce_scatter" or _is_input(block, piece)
+        if split and piece.aval.ndim and size_of(piece) < program.small and size_of(piece) * n > 0:
+            yield Finding(
+                "tiny-shards",
+                f"{kind} over {quoted(axes)} of {n} devices sends pieces of {size_of(piece):,} bytes "
+                f"({short(piece)}); {program.small:,} bytes are not worth a message.",
+                where(equation, block.context),
+                "Replicate leaves of this size, or split them over fewer devices.",
+            )
+
+
+def _is_input(block: Block, variable: Any) -> bool:
+    """Whether a value is an input of a shard_map, perhaps cast: sharded state."""
+    if block.owner is None:
+        return False
+    made = {out: equation for equation in block.jaxpr.eqns for out in equation.outvars}
+    while variable in made and made[variable].primitive.name in {*IDENTITIES, "convert_element_type"}:
+        equation = made[variable]  # a barrier has several operands
+        variable = equation.invars[equation.outvars.index(variable)]
+    return any(variable is v for v in block.jaxpr.invars)

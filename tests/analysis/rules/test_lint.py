@@ -1,0 +1,391 @@
+"""The lint: every planted mistake under its rule, nothing in the corrected twin, nothing in the library itself."""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from benchmarks import large_model
+from shardkit.analysis import RULES, lint
+from shardkit.collectives import compressed
+from shardkit.models import transformer
+from support.planted import divergent
+from support.planted.divergent import BOTH, DIVERGENT, MESH, PLANTED, X, on
+
+pytestmark = pytest.mark.check
+
+
+def ids(row):
+    return row.name.replace(" ", "_")
+
+
+# proves F75, S121, S129, S130: by rule
+@pytest.mark.parametrize("row", PLANTED, ids=ids)
+def test_planted_mistakes_are_named(row):
+    found = lint(row.wrong, *row.args, **row.options)
+    assert {f.rule for f in found} == {row.rule}, [str(f) for f in found]
+    assert all(f.source.startswith("divergent.py:") for f in found)
+
+
+@pytest.mark.parametrize("row", PLANTED, ids=ids)
+def test_their_corrected_twins_are_clean(row):
+    assert [str(f) for f in lint(row.right, *row.args, **row.options)] == []
+
+
+def test_every_rule_is_planted_and_no_name_is_used_twice():
+    names = [row.name for row in PLANTED]
+    assert len(names) == len(set(names)) and len(DIVERGENT) >= 25
+    assert {row.rule for row in PLANTED} == {rule.name for rule in RULES.values() if rule.reads == "trace"}
+
+
+@pytest.mark.parametrize("row", PLANTED[:5], ids=ids)
+def test_a_program_that_is_traced_already_is_not_traced_again(row):
+    calls = []
+
+    def counted(*args):
+        calls.append(args)
+        return row.wrong(*args)
+
+    traced = jax.jit(counted).trace(*row.args)
+    assert {f.rule for f in lint(traced, **row.options)} == {row.rule} and len(calls) == 1
+    assert sk.census(traced).sent() == sk.census(counted, *row.args).sent()
+    assert str(sk.explain(traced)) == str(sk.explain(jax.jit(row.wrong).trace(*row.args)))
+
+
+def messages(name):
+    (row,) = [row for row in PLANTED if row.name == name]
+    return [(f.message, f.remedy) for f in lint(row.wrong, *row.args, **row.options)]
+
+
+def line_of(function):
+    return f"divergent.py:{function.__code__.co_firstlineno + 2} ({function.__qualname__})"
+
+
+PREDICATE = f"divergent.py:{divergent.chosen.__code__.co_firstlineno + 2} (chosen.<locals>.<lambda>)"
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "remedy"),
+    [
+        (
+            "all_reduce under cond",
+            f"all_reduce over 'model' is in a cond whose predicate, at {PREDICATE}, differs along 'model', so that "
+            f"only some of its devices call it: a deadlock.",
+            "Call it on every device and select the result with jnp.where, or make the predicate equal first, with "
+            "all_reduce over 'model'.",
+        ),
+        (
+            "ppermute under another axis' predicate",
+            f"ppermute over 'model' is in a cond whose predicate, at {PREDICATE}, differs along 'data'; a ppermute "
+            f"needs every device of the mesh, so that it deadlocks or returns wrong values.",
+            "Call it on every device and select the result with jnp.where.",
+        ),
+        (
+            "a cond's result passes as equal",
+            "a predicate that differs along 'data' decides output 0 of the shard_map, which out_specs P() declare "
+            "replicated there: devices hold different values.",
+            "Cast the operands with vary over 'data', so that the type shows it, and reduce the result.",
+        ),
+        (
+            "a ring one device too long",
+            "ppermute over 'model' of 4 devices names target 4, a device that does not exist.",
+            "Name each device at most once as source and once as target, as shift does.",
+        ),
+        (
+            "a chain one device too short",
+            "ppermute over 'model' of 4 devices names no source for 0, 3, which receive zeros.",
+            "Name a source for every device, or replace the zeros with jnp.where; shift(wrap=False) is exempt.",
+        ),
+        (
+            "to itself",
+            "ppermute over 'model' of 4 devices sends every device's value to itself.",
+            "Leave it out, or name other targets.",
+        ),
+        (
+            "a sum of a sum",
+            "all_reduce over 'data', 'model' of a float32[8,64] that is equal along axis 'model' already, because it "
+            "was reduced or gathered over it before; a sum multiplies it by 4, and a mean changes nothing.",
+            "Leave it out; where it averages gradients, cast the parameters with sk.vary before differentiating; "
+            "where only the type must become equal, gather with replicated=True.",
+        ),
+        (
+            "weight decay counted by every device",
+            "all_reduce over 'data', 'model' of a float32[] that is equal along axes 'data', 'model' already, because "
+            "it comes from replicated arguments; a sum multiplies it by 8, and a mean changes nothing.",
+            "Leave it out, or split the argument over the axis.",
+        ),
+        (
+            "gathered for the neighbor's piece",
+            f"all_gather over 'model' sends each device 6,144 bytes, and the slice at "
+            f"divergent.py:{divergent._neighbours_piece.__code__.co_firstlineno + 1} (_neighbours_piece), its only "
+            "use, takes 2,048.",
+            "Send only that piece: shift for a neighbor's, broadcast for one device's, all_to_all for a different "
+            "one on each device.",
+        ),
+        (
+            "reduced for its own piece",
+            f"all_reduce over 'model' sends 3,072 bytes, and the slice at {line_of(divergent._own_rows)}, its only "
+            "use, keeps 1/4 of dim 0 on each device.",
+            "Use reduce_scatter with dim=0, which sends half.",
+        ),
+        (
+            "a large weight on every device",
+            "w, an input of 16,384 bytes (float32[64,64]), is replicated over data=2, model=4.",
+            "Name a mesh axis in its spec, as specs_from_rules does, or raise `large` if that is intended.",
+        ),
+        (
+            "a gain in crumbs",
+            "all_gather over 'fsdp' of 64 devices sends pieces of 16 bytes (float32[4]); 1,024 bytes are not worth a "
+            "message.",
+            "Replicate leaves of this size, or split them over fewer devices.",
+        ),
+        (
+            "unchecked types",
+            "shard_map over 'data', 'model' has check_vma off: a wrong out_specs and a missing reduction pass "
+            "unnoticed, and gradients inside it are not summed.",
+            "Leave check_vma=True, and cast with vary where a type must match.",
+        ),
+        (
+            "pmap",
+            "jax.pmap supports one axis, needs a leading dim for it and checks no types.",
+            "Write jax.shard_map over a mesh from make_mesh.",
+        ),
+        (
+            "process 0 alone",
+            "the program runs 1 collectives as process 0 and 0 as process 1; the first difference is all_reduce over "
+            "'data', 'model'(float32[]) against nothing: a deadlock.",
+            "Run the same program on every process, and pass what differs as data or decide it outside.",
+        ),
+        (
+            "another constant",
+            "processes 0 and 1 trace different programs; the first difference is a constant "
+            "float32[64,64] against a constant float32[64,64] of other values.",
+            "Run the same program on every process, and pass what differs as data or decide it outside.",
+        ),
+    ],
+)
+def test_messages(name, message, remedy):
+    assert messages(name) == [(message, remedy)]
+
+
+def test_a_finding_prints_as_one_line():
+    (row,) = [row for row in PLANTED if row.name == "to itself"]
+    (found,) = lint(row.wrong, X)
+    assert isinstance(found, sk.Finding) and sk.lint is lint
+    assert str(found) == f"{found.source}: identity-permutation: {found.message} {found.remedy}"
+
+
+def test_rules_can_be_left_out():
+    (row,) = [row for row in PLANTED if row.name == "to itself"]
+    assert lint(row.wrong, X, ignore=("identity-permutation",)) == []
+    with pytest.raises(ValueError) as error:
+        lint(row.wrong, X, ignore=("identity",))
+    rules = ", ".join(map(repr, RULES))
+    assert str(error.value) == f"lint: ignore must name rules, {rules}; got 'identity'. Correct ignore."
+
+
+def test_the_two_thresholds():
+    (large,) = [row for row in PLANTED if row.name == "a large weight on every device"]
+    assert lint(large.wrong, *large.args) == []
+    assert lint(large.wrong, *large.args, large=64 * 64 * 4 + 1) == []
+    (small,) = [row for row in PLANTED if row.name == "reduced for its own piece"]
+    sends = 8 * 64 * 4 * 3 // 4
+    assert lint(small.wrong, X, small=sends + 1) == []
+    assert len(lint(small.wrong, X, small=sends)) == 1
+
+
+# What may look wrong and is meant.
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        lambda x: x * lax.psum(1, BOTH),
+        lambda x: x / lax.psum(sk.vary(jnp.float32(3), "model"), "model"),
+        lambda x: x + sk.all_reduce(jnp.ones(()), "model"),
+        # a count of rows, on the first device of each group alone
+        lambda x: x / sk.all_reduce(sk.vary(jnp.where(sk.axis_index("model") == 0, x.shape[0], 0), "data"), BOTH),
+        lambda x: sk.all_reduce(jnp.where(sk.axis_index("model") == 0, sk.all_reduce(x, "model"), 0), "model"),
+        lambda x: lax.cond(sk.axis_size("model") > 2, lambda x: sk.shift(x, "model"), lambda x: x, x),
+        lambda x: lax.fori_loop(0, 4, lambda i, x: sk.shift(x, "model"), x),
+        lambda x: lax.cond(jnp.sum(sk.all_gather(x, BOTH)) > 0, lambda x: sk.shift(x, "model"), lambda x: x, x),
+        lambda x: lax.ppermute(x, BOTH, [(i, i + 1) for i in range(7)]),
+        lambda x: jnp.where(sk.axis_index("model") == 2, lax.ppermute(x, "model", [(0, 2)]), 0),
+        lambda x: sk.all_gather(x, "model")[: x.shape[0]],
+    ],
+)
+def test_what_is_meant_is_left_alone(kernel):
+    assert [str(f) for f in lint(on(kernel), X, small=0)] == []
+
+
+def kernels():
+    """Every collective of the library, over one axis and over both in either order."""
+    for axis in ("model", BOTH, BOTH[::-1]):
+        for op in ("sum", "mean", "max", "min"):
+            yield f"all_reduce {op} {axis}", functools.partial(sk.all_reduce, axis=axis, op=op)
+            combine = "sum" if op == "mean" else op
+            yield f"prefix_scan {op} {axis}", functools.partial(sk.collectives.prefix_scan, axis=axis, op=combine)
+        yield f"deterministic {axis}", functools.partial(sk.all_reduce, axis=axis, deterministic=True)
+        yield f"all_gather {axis}", functools.partial(sk.all_gather, axis=axis)
+        yield f"reduce_scatter {axis}", functools.partial(sk.reduce_scatter, axis=axis)
+        yield f"all_to_all {axis}", functools.partial(sk.all_to_all, axis=axis, split_dim=0, concat_dim=1)
+        yield f"broadcast {axis}", functools.partial(sk.broadcast, axis=axis, source=1)
+        yield f"gather_to_one {axis}", functools.partial(sk.collectives.gather_to_one, axis=axis, target=1)
+        yield f"exclusive prefix_scan {axis}", functools.partial(sk.collectives.prefix_scan, axis=axis, exclusive=True)
+        for wrap in (True, False):
+            yield (
+                f"halo {wrap} {axis}",
+                functools.partial(sk.collectives.halo_exchange, axis=axis, before=2, after=9, wrap=wrap),
+            )
+            for by in (1, -1, 3):
+                yield f"shift {by} {wrap} {axis}", functools.partial(sk.shift, axis=axis, by=by, wrap=wrap)
+            for name in ("all_gather", "reduce_scatter", "all_reduce"):
+                kernel = functools.partial(getattr(sk.ring, name), axis=axis, bidirectional=wrap)
+                yield f"ring {name} {wrap} {axis}", kernel
+            for dtype in (jnp.int8, jnp.bfloat16):
+                yield (
+                    f"compressed {dtype.__name__} {wrap} {axis}",
+                    lambda x, axis=axis, dtype=dtype, wrap=wrap: compressed.all_reduce(
+                        x, axis, compressed.init_residual(x), dtype=dtype, compress_result=wrap
+                    )[0],
+                )
+    for name in ("all_reduce", "all_gather", "reduce_scatter"):
+        yield f"hierarchical {name}", functools.partial(getattr(sk.hierarchical, name), inner="model", outer="data")
+
+
+# In the mesh's own order of the axes, which changes no rule: the deep tier.
+ROWS = [
+    pytest.param(*row, id=row[0].replace(" ", "_"), marks=[pytest.mark.deep] if row[0].endswith(str(BOTH)) else [])
+    for row in kernels()
+]
+
+
+# Forward, differentiated from outside, and differentiated on the device.
+@pytest.mark.parametrize(("name", "kernel"), ROWS)
+def test_the_librarys_collectives_are_clean(name, kernel):
+    def gradient(x):
+        return jax.grad(lambda x: jnp.sum(sk.vary(kernel(x), BOTH) ** 2))(x)
+
+    for fn in (on(kernel), jax.grad(lambda x: jnp.sum(on(kernel)(x) ** 2)), on(gradient)):
+        assert [str(f) for f in lint(fn, X, small=0)] == []
+
+
+# Of all steps of the library: tests/laws.
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "precision": "fp16", "nonfinite": "stop"}])
+def test_a_step_over_two_axes_is_clean(options, mesh2x4):
+    config = transformer.Config(vocabulary=64, layers=2, dim=32, heads=4, hidden=64, dropout=0.1)
+    plan = sk.chain(
+        sk.fsdp("data", layerwise=("layers",), min_size=1),
+        sk.tp("model", transformer.tensor_rules(config, "model", 4), sequence=True),
+    )
+    loss = transformer.loss_fn(config, transformer.Axes(model="model", sequence=True))
+    tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32)
+    with jax.numpy_dtype_promotion("standard"):  # as optax needs it
+        init, step = sk.make_train_step(sk.value_and_grad(loss), optax.adamw(1e-3), mesh=mesh2x4, plan=plan, **options)
+        state = init.abstract(lambda key: transformer.init(key, config))
+        assert [str(f) for f in lint(step, state, {"tokens": tokens, "targets": tokens}, small=0)] == []
+
+
+# 70 billion parameters on 4096 devices
+def test_a_large_step_on_4096_devices():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        config = large_model.MODELS["70b"]
+        step, args = large_model.abstract(config, fsdp=512, tp=8, batch=1, tokens=4096)
+        assert [str(f) for f in lint(step, *args)] == []
+
+
+@st.composite
+def uniform_programs(draw):
+    """A kernel of branches and loops, at random, whose predicates all devices agree on."""
+    steps = draw(
+        st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4), st.sampled_from(["data", "model"])), max_size=5)
+    )
+    collectives = (
+        lambda x, axis: sk.shift(x, axis),
+        lambda x, axis: x + sk.vary(sk.all_reduce(x * sk.axis_index(axis).astype(x.dtype), axis), BOTH),
+        lambda x, axis: x + jnp.sum(sk.all_gather(x, axis)),
+        lambda x, axis: sk.all_to_all(x, axis, split_dim=0, concat_dim=0),
+        lambda x, axis: jnp.tile(sk.reduce_scatter(x, axis), (sk.axis_size(axis), 1)),
+    )
+
+    def agreed(x):
+        return sk.all_reduce(jnp.sum(x), BOTH, op="max")
+
+    def kernel(x):
+        for form, which, axis in steps:
+            run = functools.partial(collectives[which], axis=axis)
+            if form == 0:
+                x = run(x)
+            elif form == 1:
+                x = lax.cond(agreed(x) > 0, run, lambda x: x, x)
+            elif form == 2:
+                x = lax.switch(jnp.int32(agreed(x)), [run, lambda x: x, lambda x: -x], x)
+            elif form == 3:
+                x = lax.while_loop(lambda x: agreed(x) < 9, run, x)
+            elif form == 4:
+                x = lax.scan(lambda x, _, run=run: (jax.checkpoint(run)(x), None), x, length=2)[0]
+            else:
+                step = lambda c, run=run: (c[0] + 1, jax.jit(run)(c[1]))  # noqa: E731
+                x = lax.while_loop(lambda c: (c[0] < 3) & (agreed(c[1]) < 9), step, (0, x))[1]
+        return x
+
+    return kernel
+
+
+@hypothesis.given(uniform_programs())
+def test_programs_whose_predicates_agree_have_no_divergence(kernel):
+    rules = {f.rule for f in lint(on(kernel), X, small=0)}
+    assert not rules & {"divergent-collective", "ppermute-in-divergent-branch", "unequal-output"}
+
+
+def test_a_program_that_only_one_process_can_trace():
+    def fn(x):
+        if jax.process_index():
+            raise RuntimeError("no data here")
+        return x
+
+    (found,) = lint(fn, X)
+    line = fn.__code__.co_firstlineno + 2
+    assert str(found) == (
+        f"test_lint.py:{line} (fn): process-dependent-program: it can be traced as process 0 and raises RuntimeError: "
+        "no data here as process 1. Run the same program on every process, and pass what differs as data or decide it "
+        "outside."
+    )
+
+
+def test_a_closed_over_constant_counts_as_an_input():
+    table = jax.device_put(np.ones((64, 64), np.float32))
+    (found,) = lint(on(lambda x: x @ table), X, large=64 * 64 * 4)
+    assert found.rule == "large-replicated"
+    assert found.message == (
+        "argument 0, a closed-over constant of 16,384 bytes (float32[64,64]), is replicated over data=2, model=4."
+    )
+
+
+def test_the_gradient_of_a_replicated_gather_is_told_apart():
+    (row,) = [row for row in PLANTED if row.name == "reduced in the backward pass for its own piece"]
+    (found,) = lint(row.wrong, X)
+    assert found.remedy == "Gather without replicated=True: its gradient is then a reduce_scatter, which sends half."
+
+
+def test_specs_of_an_axis_of_one_device_split_nothing():
+    mesh = divergent.abstract(data=1, model=4)
+    kernel = lambda x: lax.cond(jnp.sum(x) > 0, lambda x: x + lax.pmax(sk.vary(x, "data"), "data"), lambda x: x, x)  # noqa: E731
+    fn = jax.shard_map(
+        lambda x: sk.vary(kernel(x), ("data", "model")), mesh=mesh, in_specs=P("data"), out_specs=P(BOTH)
+    )
+    assert lint(fn, X) == [] and MESH.shape["data"] == 2
+
+
+def test_a_slice_at_the_same_place_on_every_device_needs_the_whole_sum():
+    """What each keeps is not its own piece: no reduce_scatter would do."""
+    kernel = on(lambda x: lax.dynamic_slice_in_dim(sk.all_reduce(x, "model"), jnp.int32(2), 2))
+    assert not [each for each in lint(kernel, X, small=0) if each.rule == "all-reduce-then-slice"]
+    own = on(lambda x: lax.dynamic_slice_in_dim(sk.all_reduce(x, "model"), 2 * lax.axis_index("model"), 2))
+    assert [each.rule for each in lint(own, X, small=0)] == ["all-reduce-then-slice"]
