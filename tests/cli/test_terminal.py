@@ -1,5 +1,6 @@
 """The command on a real terminal of 100 columns: what moves, what is broken between words, what Ctrl-C leaves."""
 
+import codecs
 import fcntl
 import os
 import re
@@ -28,6 +29,7 @@ class Terminal:
         )
         os.close(theirs)
         self.end, self.seen = ours, ""
+        self.decode = codecs.getincrementaldecoder("utf-8")().decode  # a read may end inside a character
 
     def until(self, pattern="(?!)", timeout=240):
         """Reads until the pattern appears, or to the end."""
@@ -39,7 +41,7 @@ class Terminal:
                 break
             if not data:
                 break
-            self.seen += data.decode()
+            self.seen += self.decode(data)
         return self.seen
 
     def text(self):
