@@ -154,7 +154,17 @@ _LAZY_NAMES = {
     **dict.fromkeys(("Finding", "aot", "audit", "census", "collective", "expects", "explain", "lint"), "analysis"),
     "report": "reporting",
 }
-_FACES = ("layers", "collectives", "collectives.algorithms")  # names of theirs that stood here warn until 0.2
+_LAYERS = """
+Capacity Dropless column_linear device_major_qkv dot_attention local_groups moe positions ring_attention route
+routing_stats row_linear sharded_layer_norm sharded_moments sharded_rms_norm ulysses_attention vocab_cross_entropy
+vocab_cross_entropy_and_hits vocab_embed zigzag
+"""
+_COLLECTIVES = "assume_replicated debug_print gather_to_one halo_exchange prefix_scan"
+_MOVED = {  # names that stood here; they warn until 0.2
+    **dict.fromkeys(_LAYERS.split(), "layers"),
+    **dict.fromkeys(_COLLECTIVES.split(), "collectives"),
+    "Algorithm": "algorithms",
+}
 
 if TYPE_CHECKING:  # what a type checker sees of the names that are imported on first use
     from shardkit import analysis as analysis
@@ -185,11 +195,10 @@ else:  # a checker that sees __getattr__ accepts every name
             return _import_module(f"shardkit.{name}")
         if name in _LAZY_NAMES:
             return getattr(_import_module(f"shardkit.{_LAZY_NAMES[name]}"), name)
-        for face in _FACES if name[0] != "_" else ():
-            module = _import_module(f"shardkit.{face}")
-            if name in module.__all__:
-                _warn(f"sk.{name} has moved: use sk.{face}.{name}.", DeprecationWarning, stacklevel=2)
-                return getattr(module, name)
+        if name in _MOVED:
+            face = _MOVED[name]
+            _warn(f"sk.{name} has moved: use sk.{face}.{name}.", DeprecationWarning, stacklevel=2)
+            return getattr(algorithms if face == "algorithms" else _import_module(f"shardkit.{face}"), name)
         raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
 
 

@@ -63,7 +63,9 @@ def reshard(
     nothing, one all_to_all moves all axes that change dims, an all_gather comes last. A device must receive the part of
     its new shard that it does not hold. If no axis moves to a dim that another one leaves, as between dp, zero1, fsdp
     and tp over an axis each, every device sends just as much. If two axes swap dims it sends up to about twice that, if
-    three do more: permuting whole shards and exchanging parts of them are then two steps.
+    three do more: permuting whole shards and exchanging parts of them are then two steps. A dim that padding cuts at
+    other places in the two layouts (8 columns over 6 devices, then over 2) is whole, or split elsewhere, in between: a
+    device then holds more than two shards of that leaf.
 
     Example:
         >>> params = sk.shard({"w": np.arange(32.0).reshape(8, 4)}, mesh, P("model"))

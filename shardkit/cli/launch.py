@@ -18,10 +18,6 @@ EXAMPLES = {
     "shardkit launch -n 2 -- -m shardkit train fsdp=-1": "two that train together",
     "shardkit launch -n 8 --render slurm -- train.py": "print a batch script",
 }
-GROUPS = {
-    "processes here": ("processes", "devices", "output", "grace", "port", "restarts", "json"),
-    "manifest for a cluster": ("render", "name", "image", "accelerator", "topology", "queue"),
-}
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The page about engines: what it shows for each is held against the schema of what reads it."""
 
+import copy
 import re
 from pathlib import Path
 
@@ -72,3 +73,33 @@ def test_a_task_of_skypilot(documents):
     }
     assert run.splitlines()[-1] == "python train.py /checkpoints"
     assert re.findall(r"(JAX_\w+)=", run) == ["JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"]
+
+
+def mappings(document, path=()):
+    """The path of each object that has a schema; labels and limits may hold any name."""
+    if isinstance(document, dict):
+        yield path
+        for name, value in document.items():
+            if name not in ("labels", "limits", "selector"):
+                yield from mappings(value, (*path, name))
+    elif isinstance(document, list):
+        for index, value in enumerate(document):
+            yield from mappings(value, (*path, index))
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("kind", ["Service", "Job", "TrainJob"])
+def test_a_wrong_field_is_found_wherever_it_stands(documents, kind):
+    """A schema that drops what it does not know would pass any page."""
+    schemas.validate(documents[kind])
+    for path in mappings(documents[kind]):
+        wrong = copy.deepcopy(documents[kind])
+        here = wrong
+        for each in path:
+            here = here[each]
+        here["sharkit"] = "1"
+        try:
+            schemas.validate(wrong)
+        except Exception:  # each schema has its own
+            continue
+        pytest.fail(f"{kind}: sharkit was not found at {path}")

@@ -226,7 +226,7 @@ def main() -> int:
         return 0
     unknown = sorted(set(o.only or ()) - {m.name for m in MUTANTS})
     if unknown:
-        sys.exit(f"mutants: there is no mutant {unknown[0]!r}. See mutants.py for their names.")
+        sys.exit(f"mutants: there is no mutant {unknown[0]!r}. See mutants.txt and reverts.py for their names.")
     first, step = map(int, o.shard.split("/"))
     wanted = [m for m in MUTANTS if not o.only or m.name in o.only][first - 1 :: step]
     results: dict[str, Result] = {}
