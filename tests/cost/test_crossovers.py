@@ -64,10 +64,9 @@ def test_the_second_of_two_fitted_ways_is_faster_from_there_on(ways):
 
     if found and not math.isinf(found):
         assert gained(found * 0.9) < 0 < gained(found * 1.1) or math.isclose(b, d)
-    elif found:
-        assert gained(1e18) <= 0
-    else:
-        assert gained(1e18) >= 0 and gained(0) >= 0
+    else:  # bandwidths that differ in the last bit: their times are equal but for rounding
+        rounding = 1e-12 * 1e18 / min(b, d)
+        assert gained(1e18) <= rounding if found else gained(1e18) >= -rounding and gained(0) >= 0
 
 
 def test_figures_by_hand():
