@@ -4,6 +4,7 @@ VENV ?= .venv
 WORKERS ?= auto
 SHARD ?= 0/1
 LIMIT ?= 0
+SEED ?= 0
 ONLY ?=
 BIN := $(VENV)/bin
 # Some environments forbid Python to keep bytecode: hundreds of interpreters would compile the package again.
@@ -53,10 +54,10 @@ docs: $(VENV)/.test
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build  # not --quiet, which would hide warnings from strict
 	@echo "the manual is in site/index.html"
 
-# One wrong line at a time: which test finds it? See tests/mutants/README.md.
+# 300 wrong places, drawn by SEED, one at a time: which test finds it? See tests/mutants/README.md.
 mutants: $(VENV)/.test
 	$(PIP) coverage
-	$(BIN)/python tests/mutants/run.py --jobs 2
+	$(BIN)/python tests/mutants/run.py --seed $(SEED) --jobs 2
 
 # 100 starts of 60 steps dispatched without waiting; see docs/howto/faults.md.
 soak: $(VENV)/.cli

@@ -30,17 +30,13 @@ def loaded(file: Path) -> Reach:
     return Reach(seconds, lines)
 
 
-def line_of(mutant: Mutant, text: str) -> int:
-    return text[: text.index(mutant.old.strip())].count("\n") + 1
-
-
 def mirrored(mutant: Mutant) -> Path:
     """The folder below tests/ that mirrors that of the mutant's file; the module of the command is tested in cli/."""
     folders = Path(mutant.file).parent.parts
     return Path(*folders[1:]) if folders else Path("cli")
 
 
-def statement(text: str, line: int) -> range:
+def statement(text: bytes, line: int) -> range:
     """The lines of the smallest statement around a line, of a compound one its head alone."""
     found = range(line, line + 1)
     for node in ast.walk(ast.parse(text)):  # the outer ones come first
@@ -51,13 +47,13 @@ def statement(text: str, line: int) -> range:
     return found
 
 
-def chosen(mutant: Mutant, text: str, reach: Reach) -> tuple[list[str], list[str]]:
+def chosen(mutant: Mutant, text: bytes, reach: Reach) -> tuple[list[str], list[str]]:
     """The tests that reach the line, and those to fall back on, the fastest first.
 
     jax traces a function once in a process, and what is imported runs before all tests: a test may depend on a line
     that it was not seen to run. So may a test with processes of its own. These are sought where the file's own are.
     """
-    lines, at = reach.lines.get(mutant.file, {}), line_of(mutant, text)
+    lines, at = reach.lines.get(mutant.file, {}), mutant.line(text)
     direct = lines.get(at) or set().union(*(lines.get(line, set()) for line in statement(text, at)))
     folder = mirrored(mutant)
     while folder != Path() and not any(test.startswith(f"tests/{folder}/") for test in reach.seconds):

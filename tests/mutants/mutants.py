@@ -1,15 +1,7 @@
-"""One-line mistakes in the library, each of which some test of the default tier must notice. No jax.
+"""One wrong place in the library, which some test of the default tier must notice. No jax.
 
-A mutant is a mistake that somebody could make and a reviewer could miss: not a crash at import, not a change that
-nobody can see. `mutants.txt` is the list, in the form of a diff:
-
-    shardkit/collectives/permute.py
-    shift-wrong-way: a wrong neighbour
-    -pairs = [(i, (i + by) % count) for i in range(count)]
-    +pairs = [(i, (i - by) % count) for i in range(count)]
-
-What stands after - is found exactly once in the file, and what stands after + replaces it; without a line + the whole
-line goes. A line ? says why no test can notice the mutant. `reverts.py` has mends that are taken back.
+Mutants come from two places: mends of the changelog that are taken back (`reverts.py`), and mistakes that are drawn by
+a seed from the code itself (`drawn.py`).
 """
 
 from __future__ import annotations
@@ -19,44 +11,39 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-REVERTED = "a mend taken back"
+ROOT = HERE.parents[1]
 
 
 class Mutant(NamedTuple):
-    """A mistake: a text in a file, what replaces it, and the kind of mistake that this is.
-
-    `equivalent` says why no test can notice it, where none can; such a mutant may survive.
-    """
+    """A mistake: the bytes of a file from `begin` to `end`, what replaces them, and the kind of mistake."""
 
     name: str
     file: str
-    old: str
+    begin: int
+    end: int
     new: str
-    risk: str
-    equivalent: str = ""
+    kind: str
+
+    def mutated(self, text: bytes) -> bytes:
+        return text[: self.begin] + self.new.encode() + text[self.end :]
+
+    def line(self, text: bytes) -> int:
+        """The first line that the mistake changes, from 1."""
+        old = text[self.begin : self.end]
+        return text.count(b"\n", 0, self.begin + len(old) - len(old.lstrip())) + 1
 
 
-def read(text: str) -> list[Mutant]:
-    """The mutants of a list such as that of the docstring above."""
-    found: list[Mutant] = []
-    file = ""
-    for line in text.splitlines():
-        mark, rest = line[:1], line[1:]
-        if mark == "-":
-            found[-1] = found[-1]._replace(old=rest + "\n")
-        elif mark == "+":
-            found[-1] = found[-1]._replace(old=found[-1].old.removesuffix("\n"), new=rest)
-        elif mark == "?":
-            found[-1] = found[-1]._replace(equivalent=rest.strip())
-        elif ": " in line:
-            name, risk = line.split(": ", 1)
-            found.append(Mutant(name, file, "", "", risk))
-        elif line:
-            file = line
-    return found
+def reverted(name: str, file: str, old: str, new: str) -> Mutant:
+    """A mend taken back; its text must stand exactly once in the file."""
+    text = (ROOT / file).read_bytes()
+    if text.count(old.encode()) != 1:
+        raise ValueError(
+            f"reverts: the text of a row must stand once in its file; that of {name} stands "
+            f"{text.count(old.encode())} times in {file}. Pass the line as it is now."
+        )
+    begin = text.index(old.encode())
+    return Mutant(name, file, begin, begin + len(old.encode()), new, "a mend taken back")
 
 
-MUTANTS = (
-    *read((HERE / "mutants.txt").read_text()),
-    *(Mutant(*each, REVERTED) for each in runpy.run_path(str(HERE / "reverts.py"))["REVERTS"]),
-)
+def every_revert() -> list[Mutant]:
+    return [reverted(*row) for row in runpy.run_path(str(HERE / "reverts.py"))["REVERTS"]]

@@ -1,7 +1,6 @@
 """Mends of the changelog, each taken back by one line. Data only: name, file, what stands there, and the line before.
 
-A row for each defect that was mended and that no row of mutants.txt takes back already. `mutants.py` makes Mutants of
-them, of the kind REVERTED.
+A row for each defect that was mended; `mutants.py` makes Mutants of them.
 """
 
 REVERTS = (

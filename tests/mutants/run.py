@@ -1,8 +1,7 @@
-"""Runs the mutants: `python tests/mutants/run.py [--only NAME ...] [--jobs N] [--shard i/n] [--baseline]`.
+"""Runs mutants: `python tests/mutants/run.py [--seed N --count K | --reverts] [--only NAME ...] [--jobs J]`.
 
-Nothing is changed in the checkout but table.md: each job has a copy of the files in a temporary directory, puts
-one mistake into it, and runs the test that found it the last time, by table.md; if that passes, the tests of the file's
-own name; if those pass, the tests that reach the line, until the first one fails.
+Nothing is changed in the checkout: each job has a copy of the files in a temporary directory, puts one mistake into it,
+and runs the tests that reach its line, the fastest first, until the first one fails.
 """
 
 from __future__ import annotations
@@ -11,44 +10,39 @@ import argparse
 import json
 import os
 import queue
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from choice import Reach, chosen, line_of, loaded, mirrored
+from choice import chosen, loaded
+from drawn import sample
 
-from mutants import MUTANTS, Mutant
+from mutants import HERE, ROOT, Mutant, every_revert
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-TABLE = HERE / "table.md"
 MINE = HERE.relative_to(ROOT)
-LIMIT = 300.0  # seconds for a mutant; where its tests alone take long, a multiple of their time:
-SLOWER = 5
+LIMIT = 300.0  # seconds for a mutant; what has not failed by then counts as having passed
+HANGS = 120.0  # a test that takes so much longer than without the mistake is hung
 TIER = "not deep"  # the default tier
 OPTIONS = ("-p", "reach", "-p", "no:cacheprovider", "-p", "no:randomly", "-q", "--no-header", f"--ignore={MINE}")
 PYTEST = (sys.executable, "-m", "pytest", *OPTIONS)
-HEAD = "| mutant | line | the mistake | killed by | seconds |\n| --- | --- | --- | --- | --- |\n"
 
 
 class Result(NamedTuple):
-    """What became of a mutant."""
+    """What became of a mutant: "killed", "survived" or "broken", by what, and after how many seconds."""
 
-    killed: bool
+    name: str
+    fate: str
     words: str
     seconds: float
-    broken: bool = False
 
 
 def git(*words: str) -> str:
@@ -91,13 +85,13 @@ def ended(command: Iterable[str], copy: Path, log: Path, limit: float | None, **
             child.wait()
 
 
-def map_file() -> Path:
-    """Where the map of this checkout is kept: outside of it, by its commit and by what its files hold."""
+def kept(kind: str) -> Path:
+    """A file outside of the checkout, by its commit and by what its files hold, so that a run can go on later."""
     found = 0
-    for name in (name for name in sources() if not name.startswith(f"{MINE}/")):  # the table changes with every run
+    for name in (name for name in sources() if not name.startswith(f"{MINE}/")):
         found = zlib.crc32((ROOT / name).read_bytes(), zlib.crc32(name.encode(), found))
     commit = git("log", "-1", "--format=%h", "--", ".", f":!{MINE}").strip()
-    return Path(tempfile.gettempdir()) / "shardkit-mutants" / f"{commit}-{found:08x}.json"
+    return Path(tempfile.gettempdir()) / "shardkit-mutants" / f"{commit}-{found:08x}.{kind}"
 
 
 def built(file: Path, jobs: int) -> None:
@@ -118,54 +112,12 @@ def built(file: Path, jobs: int) -> None:
         print(f"left out, because it fails without any mistake: {test}")
 
 
-def near(mutant: Mutant, reach: Reach) -> tuple[list[list[str]], float]:
-    """The tests that a mutant is to be run against, in groups one after the other, and the limit of their time."""
-    groups = list(chosen(mutant, (ROOT / mutant.file).read_text(), reach))
-    return groups, max(LIMIT, SLOWER * sum(reach.seconds[test] for tests in groups for test in tests))
-
-
-def last_killers(wanted: set[str]) -> dict[str, str]:
-    """By mutant the test that killed it at its last run, where the default tier still has it and it passes."""
-    found: dict[str, str] = {}
-    for line in TABLE.read_text().splitlines() if TABLE.exists() else []:
-        cells = [cell.replace("\\|", "|") for cell in re.split(r"(?<!\\) \| ", line.removeprefix("| "))]
-        test = re.match(r"tests/.*?(?= \((?:equivalent|it hung|the process|collecting)|$)", "".join(cells[3:4]))
-        if test and cells[0] in wanted:
-            found[cells[0]] = test[0]
-    if not found:
-        return found
-    print(f"running the {len(set(found.values()))} tests that killed mutants the last time, without one", flush=True)
-    with tempfile.TemporaryDirectory(prefix="mutants-") as name:
-        copy, log = copied(Path(name)), Path(name) / ".log"
-        ended((*PYTEST, "-m", TIER, "--collect-only", "tests"), copy, log, None)
-        there = set(log.read_text().splitlines())
-        found = {mutant: test for mutant, test in found.items() if test in there}
-        ids, report = Path(name) / ".ids", Path(name) / ".report"
-        ids.write_text("\n".join(sorted(set(found.values()))) + "\n")
-        report.write_text("")
-        ended((*PYTEST, f"@{ids}"), copy, log, None, REACH_REPORT=str(report))
-        notes = [json.loads(line) for line in report.read_text().splitlines()]
-    began, failed = ({test for what, test in notes if what == kind} for kind in ("began", "failed"))
-    return {mutant: test for mutant, test in found.items() if test in began - failed}
-
-
-def namesakes(mutant: Mutant) -> list[str]:
-    """The test files of the name of the mutant's file, in the folder that mirrors its own."""
-    folder = ROOT / "tests" / mirrored(mutant)
-    found = folder.glob(f"test_{Path(mutant.file).stem.strip('_')}*.py")
-    return sorted(str(file.relative_to(ROOT)) for file in found)
-
-
 def judged(mutant: Mutant, copy: Path, groups: Iterable[list[str]], limit: float) -> Result:
     """Puts one mistake into a copy, runs its tests, and takes it out again."""
     file, begin = copy / mutant.file, time.monotonic()
-    text = file.read_text()
-    if text.count(mutant.old) != 1:
-        return Result(False, "its text does not stand exactly once in the file", 0.0, broken=True)
-    if not any(groups):
-        return Result(False, "no test is near", 0.0, broken=True)
+    text = file.read_bytes()
     report, ids, log = (copy / f".mutant.{kind}" for kind in ("report", "ids", "log"))
-    file.write_text(text.replace(mutant.old, mutant.new))
+    file.write_bytes(mutant.mutated(text))
     try:
         for tests in filter(None, groups):
             report.write_text("")
@@ -176,104 +128,79 @@ def judged(mutant: Mutant, copy: Path, groups: Iterable[list[str]], limit: float
             notes = [json.loads(line) for line in report.read_text().splitlines()]
             failed = next((test for what, test in notes if what == "failed"), None)
             last = notes[-1][1] if notes else "the start"
-            if code is None:
-                return Result(True, f"{last} (it hung)", seconds)
             if failed:
-                return Result(True, failed, seconds)
+                return Result(mutant.name, "killed", failed, seconds)
+            if code is None and time.time() - report.stat().st_mtime > HANGS:
+                return Result(mutant.name, "killed", f"{last} (it hung)", seconds)
+            if code is None:
+                break
             if code < 0 or (code and notes and code not in (4, 5)):
-                return Result(True, f"{last} (the process died)", seconds)
+                return Result(mutant.name, "killed", f"{last} (the process died)", seconds)
             if code not in (0, 5):  # 5: none of them is of the default tier
                 lines = log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
-                return Result(False, f"pytest ended with {code}: {lines[-1]}", seconds, broken=True)
+                return Result(mutant.name, "broken", f"pytest ended with {code}: {lines[-1]}", seconds)
     finally:
-        file.write_text(text)
-    return Result(False, "", time.monotonic() - begin)
+        file.write_bytes(text)
+    return Result(mutant.name, "survived", "", time.monotonic() - begin)
 
 
-def row(mutant: Mutant, result: Result) -> str:
-    words = result.words.replace("|", "\\|") if result.words else "**survived**"
-    if mutant.equivalent:
-        words = f"{words} (equivalent: {mutant.equivalent})"
-    where = f"{mutant.file}:{line_of(mutant, (ROOT / mutant.file).read_text())}"
-    return f"| {mutant.name} | {where} | {mutant.risk} | {words} | {result.seconds:.0f} |"
+def results(wanted: list[Mutant], tests: list[str], map_file: Path, jobs: int, limit: float) -> Iterator[Result]:
+    """What becomes of each mutant, as it is known; against the tests that are given, else those that reach its line."""
+    reach = None if tests else loaded(map_file)
+    with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as name:
+        copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for job in range(jobs):
+            copies.put(copied(Path(name) / str(job)))
 
+        def one(mutant: Mutant) -> Result:
+            copy = copies.get()
+            text = (ROOT / mutant.file).read_bytes()
+            try:
+                return judged(mutant, copy, [tests] if reach is None else chosen(mutant, text, reach), limit)
+            finally:
+                copies.put(copy)
 
-def write_table(rows: dict[str, str]) -> None:
-    """The table in the order of the list: what was run now, and what was known of the others."""
-    before = TABLE.read_text().splitlines() if TABLE.exists() else []
-    known = {line.split(" | ")[0].removeprefix("| "): line for line in before if line.startswith("| ")} | rows
-    TABLE.write_text(HEAD + "".join(f"{known[m.name]}\n" for m in MUTANTS if m.name in known))
+        with ThreadPoolExecutor(jobs) as pool:
+            yield from pool.map(one, wanted)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Puts one mistake after the other into a copy, and runs the tests.")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutants alone")
+    parser.add_argument("--seed", type=int, default=0, help="which mistakes are drawn")
+    parser.add_argument("--count", type=int, default=300, help="how many")
+    parser.add_argument("--reverts", action="store_true", help="the mends of reverts.py taken back instead")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="those alone whose names hold one of these texts")
+    parser.add_argument("--tests", nargs="+", default=[], metavar="ID", help="files or tests to run, without a map")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time, each in a copy of its own")
-    parser.add_argument("--shard", metavar="i/n", default="1/1", help="every n-th mutant, beginning with the i-th")
-    parser.add_argument(
-        "--baseline", action="store_true", help="make the map of lines and tests anew, and nothing else"
-    )
-    parser.add_argument("--map", type=Path, help="a map made before, in place of this commit's own")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for each")
+    parser.add_argument("--map", type=Path, help="a map of tests and lines made before, in place of this commit's own")
     return parser.parse_args()
 
 
 def main() -> int:
     o = arguments()
-    file = o.map or map_file()
-    if o.baseline:
-        built(file, o.jobs)
-        print(f"the map is {file}")
-        return 0
-    unknown = sorted(set(o.only or ()) - {m.name for m in MUTANTS})
-    if unknown:
-        sys.exit(f"mutants: there is no mutant {unknown[0]!r}. See mutants.txt and reverts.py for their names.")
-    first, step = map(int, o.shard.split("/"))
-    wanted = [m for m in MUTANTS if not o.only or m.name in o.only][first - 1 :: step]
-    results: dict[str, Result] = {}
-    rows: dict[str, str] = {}
-    lock = threading.Lock()
-    with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as name:
-        copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
-        for job in range(max(1, o.jobs)):
-            copies.put(copied(Path(name) / str(job)))
-
-        def one(mutant: Mutant, groups: list[list[str]], limit: float, last: bool) -> None:
-            copy = copies.get()
-            result = judged(mutant, copy, groups, limit)
-            copies.put(copy)
-            with lock:
-                if not (last or result.killed or result.broken):
-                    return
-                results[mutant.name], rows[mutant.name] = result, row(mutant, result)
-                word = "killed" if result.killed else "BROKEN" if result.broken else "SURVIVED"
-                print(f"{len(results)}/{len(wanted)} {word} {mutant.name}: {result.words} ({result.seconds:.0f} s)")
-                sys.stdout.flush()
-                write_table(rows)
-
-        def each(jobs: Iterable[tuple[Mutant, list[list[str]], float, bool]]) -> None:
-            with ThreadPoolExecutor(max(1, o.jobs)) as pool:
-                list(pool.map(lambda job: one(*job), jobs))
-
-        killers = last_killers({m.name for m in wanted})
-        each((m, [[killers[m.name]]], LIMIT, False) for m in wanted if m.name in killers)
-        left = [m for m in wanted if m.name not in results]
-        each((m, [namesakes(m)], LIMIT, False) for m in left if namesakes(m))
-        left = [m for m in wanted if m.name not in results]
-        if left:
-            if not file.exists():
-                built(file, o.jobs)
-            reach = loaded(file)
-            each((m, *near(m, reach), True) for m in left)
-    killed = sum(result.killed for result in results.values())
-    alive = [m.name for m in wanted if not results[m.name].killed and not m.equivalent]
-    excused = sum(not results[m.name].killed and bool(m.equivalent) for m in wanted)
-    for m in wanted:
-        if m.equivalent and results[m.name].killed:
-            print(f"{m.name} is listed as equivalent, and was killed: take the reason out")
-    share = killed / max(1, len(wanted) - excused)
-    print(f"{killed} of {len(wanted)} killed ({share:.1%} of those that are not equivalent); {excused} equivalent")
-    print(f"alive: {', '.join(alive) or 'none'}")
-    return 1 if alive else 0
+    wanted = every_revert() if o.reverts else sample(o.seed, o.count)
+    wanted = [m for m in wanted if not o.only or any(text in m.name for text in o.only)]
+    if not wanted:
+        sys.exit(f"mutants: no mutant's name holds {' or '.join(o.only)}; names are those that a run prints.")
+    map_file, known = o.map or kept("map"), kept("results")
+    if not (o.tests or map_file.exists()):
+        built(map_file, o.jobs)
+    known.parent.mkdir(parents=True, exist_ok=True)
+    known.touch()
+    done = {result.name: result for result in (Result(*json.loads(line)) for line in known.read_text().splitlines())}
+    left = [m for m in wanted if m.name not in done or o.only]
+    for result in results(left, o.tests, map_file, o.jobs, o.limit):
+        done[result.name] = result
+        print(f"{result.fate} {result.name}: {result.words} ({result.seconds:.0f} s)", flush=True)
+        with known.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+    alive = [m for m in wanted if done[m.name].fate != "killed"]
+    for m in alive:
+        text = (ROOT / m.file).read_bytes()
+        print(f"{done[m.name].fate}: {m.name}\n  - {text[m.begin : m.end].decode()}\n  + {m.new}")
+    print(f"{len(wanted) - len(alive)} of {len(wanted)} killed ({1 - len(alive) / len(wanted):.1%})")
+    return 1 if alive and o.reverts else 0
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
-"""The list of mutants is one that can be run: every mistake finds its place, and leaves a file that Python reads."""
+"""What the runner plants can be run: every mistake finds its place, and leaves a file that Python reads."""
 
-import json
-import runpy
-import subprocess
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -12,37 +10,47 @@ import pytest
 pytestmark = pytest.mark.check
 
 ROOT = Path(__file__).parents[2]
-# By its path: as a module, the list would have the name of this folder.
-MUTANTS = runpy.run_path(str(Path(__file__).with_name("mutants.py")))["MUTANTS"]
+sys.path.insert(0, str(Path(__file__).parent))
+drawn, mutants = __import__("drawn"), __import__("mutants")
+sys.path.remove(str(Path(__file__).parent))
 
 
-def test_names_are_unique():
-    assert [name for name, count in Counter(m.name for m in MUTANTS).items() if count > 1] == []
+def applied(mutant):
+    """The file with the mistake in it, compiled; whether it differs from the file as it is."""
+    text = (ROOT / mutant.file).read_bytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # a mistake may look like one
+        compile(mutant.mutated(text), mutant.file, "exec")
+    return mutant.mutated(text) != text
 
 
-def test_there_are_many():
-    assert len([m for m in MUTANTS if not m.equivalent]) >= 100
+def test_reverts_apply_and_have_names_of_their_own():
+    reverts = mutants.every_revert()
+    assert [name for name, count in Counter(m.name for m in reverts).items() if count > 1] == []
+    assert len(reverts) >= 100
+    assert [m.name for m in reverts if not applied(m)] == []
 
 
-def test_every_folder_is_hit():
-    folders = {path.parent for path in (ROOT / "shardkit").rglob("*.py")}
-    assert folders == {(ROOT / m.file).parent for m in MUTANTS} - {ROOT}
+def test_a_sample_applies_and_is_the_same_for_a_seed():
+    found = drawn.sample(7, 60)
+    assert found == drawn.sample(7, 60)
+    assert found != drawn.sample(8, 60)
+    assert len({(m.file, m.line((ROOT / m.file).read_bytes())) for m in found}) == 60
+    assert [m.name for m in found if not applied(m)] == []
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
-def test_it_applies(mutant):
-    text = (ROOT / mutant.file).read_text()
-    assert text.count(mutant.old) == 1
-    assert mutant.old.rstrip("\n").count("\n") == 0
-    mutated = text.replace(mutant.old, mutant.new)
-    assert mutated != text
-    compile(mutated, mutant.file, "exec")
+def test_every_room_and_kind_can_be_drawn():
+    lines = [line for file in drawn.files() for line in drawn.by_line(file)]
+    places = {each.file.split("/")[1] for line in lines for each in line}
+    assert places >= {*drawn.ROOMS, "train.py"}
+    kinds = {each.kind for line in lines for each in line}
+    assert kinds >= {"arguments swapped", "astype dropped", "a constant changed", "a statement dropped", "Sub for Add"}
 
 
-def test_the_runner_finds_the_tests_of_every_file():
-    """It alone would catch a runner that ends at the first mutant outside of shardkit/, as it once did."""
-    code = "import json, run; print(json.dumps({m.file: run.namesakes(m) for m in run.MUTANTS}))"
-    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "tests/mutants", capture_output=True, text=True)
-    found = json.loads(said.stdout or f'{{"error": {json.dumps(said.stderr)}}}')
-    assert found.keys() == {m.file for m in MUTANTS}
-    assert found["shardkit/cli/doctor.py"] == ["tests/cli/test_doctor.py"]
+def test_words_are_left_alone():
+    """An error's text and an annotation change no number."""
+    text = (
+        'def f(x: tuple[int, 2]):\n    if x < 1:\n        raise ValueError(f"{x + 1} of {g(x, 2)}")\n    return x + 1\n'
+    )
+    found = [change.kind for change in drawn.changes(__import__("ast").parse(text))]
+    assert found == ["LtE for Lt", "a constant changed", "Sub for Add", "a constant changed"]
