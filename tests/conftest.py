@@ -12,10 +12,36 @@ pytest.register_assert_rewrite("support")
 
 from support.compiling import QUICK
 
+# What surrounds the tests is no part of them: inside of a scheduler's job, jax and the library would join that job.
+_AROUND = (
+    "SLURM_",
+    "OMPI_",
+    "PMI",
+    "KUBERNETES_",
+    "JOB_COMPLETION_",
+    "TPU_",
+    "MEGASCALE_",
+    "JAX_",
+    "SHARDKIT_",
+    "MASTER_",
+)
+_AROUND += (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "CUDA_VISIBLE_DEVICES",
+    "XLA_FLAGS",
+    "NPROC",
+    "COLUMNS",
+    "NO_COLOR",
+    "FORCE_COLOR",
+)
+for name in [name for name in os.environ if name.startswith(_AROUND) or name.lower().endswith("_proxy")]:
+    del os.environ[name]
+
 # A collective that waits for a device that never comes must end the run, not stall it.
 os.environ["XLA_FLAGS"] = " ".join(
     [
-        os.environ.get("XLA_FLAGS", ""),
         "--xla_cpu_collective_timeout_seconds=60",
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=20",
         "--xla_cpu_collective_call_terminate_timeout_seconds=60",

@@ -845,4 +845,10 @@ REVERTS = (
         "            if found != wanted:",
         "            if found is wanted:",
     ),
+    (
+        "a-proxy-is-asked-for-the-coordinator",
+        "shardkit/runtime/cluster/join.py",
+        "    os.environ.update(environment.no_proxy(place.host, os.environ))\n",
+        "",
+    ),
 )

@@ -79,6 +79,19 @@ def detected(environ: Mapping[str, str], timeout: float) -> Found:
     return found
 
 
+def no_proxy(host: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables to set so that jax's gRPC connects to a host itself, where the environment names a proxy.
+
+    A proxy for the web refuses the connection or loses it, and jax would wait for the whole timeout.
+    """
+    if not any(environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy")):
+        return {}
+    known = (
+        environ.get("no_grpc_proxy") or environ.get("no_proxy") or ""
+    )  # gRPC reads the second where it lacks the first
+    return {"no_grpc_proxy": ",".join(filter(None, [*known.split(","), host]))}
+
+
 def local_rank(environ: Mapping[str, str]) -> int:
     """This process among those of its host, according to the launcher."""
     names = ("LOCAL_RANK", _SLURM[2], _OPEN_MPI[2])

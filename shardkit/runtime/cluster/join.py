@@ -142,6 +142,7 @@ def initialize(
         allow_files(place.size)  # jax's coordination service, too, holds a connection per process
     listens = bind_address(place.host) if place.rank == 0 else ""
     listens = f"[{listens}]" if ":" in listens else listens
+    os.environ.update(environment.no_proxy(place.host, os.environ))
     jax.distributed.initialize(
         place.address,
         place.size,

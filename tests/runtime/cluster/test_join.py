@@ -24,7 +24,9 @@ SLACK = 60.0  # seconds; 5 on a quiet machine
     [(2, 2), pytest.param(4, 2, marks=pytest.mark.deep), pytest.param(4, 4, marks=pytest.mark.deep)],
 )
 def test_all_processes_know_each_other(processes, devices):
-    ended = jobs.run("meet.py", processes=processes, devices=devices)
+    """Also where a proxy is named for the web: gRPC would ask it for the coordinator, and wait for minutes."""
+    web = {"http_proxy": "http://127.0.0.1:9", "no_proxy": "corp.example"}
+    ended = jobs.run("meet.py", processes=processes, devices=devices, each=lambda rank: web)
     assert [each.code for each in ended] == [0] * processes, ended
     everyone = []
     for rank, each in enumerate(ended):
@@ -136,6 +138,20 @@ def test_another_number_of_devices():
 )
 def test_where_the_numbers_come_from(environ, expected):
     assert environment.variables(environ)[:3] == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, {}),
+        ({"http_proxy": ""}, {}),
+        ({"https_proxy": "p:1"}, {"no_grpc_proxy": "h"}),
+        ({"http_proxy": "p:1", "no_proxy": "a,b"}, {"no_grpc_proxy": "a,b,h"}),
+        ({"grpc_proxy": "p:1", "no_proxy": "a", "no_grpc_proxy": "c"}, {"no_grpc_proxy": "c,h"}),
+    ],
+)
+def test_a_proxy_is_not_asked_for_the_coordinator(environ, expected):
+    assert environment.no_proxy("h", environ) == expected
 
 
 def test_explicit_arguments_come_first():
