@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -125,20 +124,6 @@ def named_leaves(where: str, shapes: Mapping[str, tuple[int, ...]], names: Names
                 )
             owners[name] = leaf.path
     return found
-
-
-def refuse_stored_as(where: str, leaves: Sequence[Leaf], path: Path) -> None:
-    """Refuses what an orbax tree cannot have: tensors for single layers, or dims in another order.
-
-    Raises:
-        ValueError: with the leaf's path.
-    """
-    for leaf in leaves:
-        if leaf.apart or leaf.dims != tuple((dim,) for dim in range(len(leaf.shape))):
-            raise ValueError(
-                f"{where}: a StoredAs must be for .safetensors and .npz files; leaf {leaf.path!r} has one, and "
-                f"{str(path)!r} is not such a file. Give its name alone."
-            )
 
 
 def _leaf(where: str, path: str, shape: tuple[int, ...], names: Names | None) -> Leaf:
