@@ -16,7 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO, NamedTuple
 
-from shardkit.jobs.output import Blamed, passing_on, summary
+from shardkit.jobs.output import Blamed, passing_on, say, summary
+from shardkit.jobs.restarts import Attempt
 from shardkit.runtime.channel.place import TOKEN
 from shardkit.simulated import cpu_environment
 
@@ -46,33 +47,12 @@ class Job(NamedTuple):
     environ: Mapping[str, str]
 
 
-class End(NamedTuple):
-    """How the processes of an attempt ended.
+def attempt(job: Job, port: int, events: Events, *, first: bool) -> Attempt:
+    """Starts all processes once, and waits for their end; the first attempt replaces the files of an earlier job.
 
-    Attributes:
-        codes: the return code of each, by rank.
-        first: the one that the guard named, or the first to fail; None if all succeeded.
-        blamed: what the guard named; None if it named none.
-        received: the signal that the launcher got.
+    Its exit code is that of the process that the guard named, else of the first to fail.
     """
-
-    codes: Sequence[int]
-    first: int | None
-    blamed: Blamed | None
-    received: signal.Signals | None
-
-    @property
-    def code(self) -> int:
-        """The exit code of `first`, or 0."""
-        code = 0 if self.first is None else self.codes[self.first]
-        return code if code >= 0 else 128 - code
-
-    def __str__(self) -> str:
-        return "" if self.first is None else summary(self.first, self.codes, self.received)
-
-
-def attempt(job: Job, port: int, events: Events, *, first: bool) -> End:
-    """Starts all processes once, and waits for their end; the first attempt replaces the files of an earlier job."""
+    began = time.monotonic()
     blamed: list[Blamed] = []
     with ExitStack() as stack:  # exits when all processes have ended: passes on the last lines, closes files
         files = [] if job.output is None else _files(job.output, job.processes, stack, append=not first)
@@ -88,7 +68,11 @@ def attempt(job: Job, port: int, events: Events, *, first: bool) -> End:
     named = [each.process for each in blamed]
     codes = [child.returncode for child in children]
     failed = [rank for rank in sorted(order, key=lambda rank: rank not in named) if codes[rank]]
-    return End(codes, failed[0] if failed else None, blamed[0] if blamed else None, received)
+    code = codes[failed[0]] if failed else 0
+    if failed:
+        say(summary(failed[0], codes, received))
+    step = blamed[0].step if blamed else None
+    return Attempt(code if code >= 0 else 128 - code, step, began, time.monotonic(), received is not None)
 
 
 def _environment(job: Job, port: int) -> dict[str, str]:

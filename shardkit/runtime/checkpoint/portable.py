@@ -20,7 +20,7 @@ from shardkit._check import quoted
 from shardkit.layout import canonical, path_name, spec_axes
 from shardkit.partitioning.storage import Held, is_padded, padded, padding, stored_array, unpadded
 from shardkit.runtime.checkpoint.record import Records, is_residual
-from shardkit.runtime.data.storable import is_key, to_storable
+from shardkit.runtime.data.reading import is_key, to_storable
 
 Leaves = dict[str, Any]
 # XLA fails or aborts with the first two, and the files of orbax have none of the others.

@@ -89,7 +89,8 @@ def test_names_that_are_no_names(tmp_path):
         return refused(lambda: load_params(path, like, names=names), error)
 
     assert message({"v": "w"}) == (
-        "load_params: names must be for leaves of the parameters; got 'v', and the leaves are 'w'. Correct names."
+        "load_params: names must be for leaves of the parameters, 1 leaf ('w'); got 1 leaf ('v') besides. "
+        "Correct names."
     )
     assert message(lambda name: 3, TypeError) == (
         "load_params: names must give a string or a StoredAs for each leaf; got 3 for 'w'. Return the path itself to "
