@@ -70,7 +70,7 @@ def test_doctor_knows_every_package_of_every_extra(monkeypatch):
     }
     there = {"rich": "12.9", "jax": "0.10.2"}
     monkeypatch.setattr(doctor.metadata, "requires", lambda name: asked[name])
-    monkeypatch.setattr(extras, "version_of", there.get)
+    monkeypatch.setattr(doctor, "version_of", there.get)
     monkeypatch.setattr(
         doctor.metadata, "metadata", lambda name: type("M", (), {"get_all": lambda self, key: ["cli", "aot"]})()
     )

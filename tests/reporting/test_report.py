@@ -1,6 +1,7 @@
 """The page of a step holds all that was read of it, and says what is wrong in a sentence."""
 
 import sys
+from base64 import b64decode
 from fractions import Fraction
 
 import jax
@@ -142,7 +143,8 @@ def test_the_compiled_program_is_shown_as_it_runs():
 @pytest.mark.check
 def test_a_step_that_does_not_fit_has_a_page_that_says_so():
     page = assert_self_contained(page_of(facts(fits=False), "made"))
-    assert "15.75 GiB on a device" in page.text  # the line of the picture
+    [picture] = [given["src"] for tag, given in page.elements if tag == "img"]
+    assert b"15.75 GiB on a device" in b64decode(picture.partition(",")[2])
     assert "NO, 20.00 GiB of 15.75 GiB" in page.text and "used 20.00G of 15.75G hbm <here>" in page.text
 
 
