@@ -31,8 +31,6 @@ class Command(NamedTuple):
 
 COMMANDS = (
     Command("train", "train a byte-level transformer on any mesh", "shardkit.cli.train"),
-    Command("evaluate", "the validation loss of a saved run", "shardkit.cli.evaluate"),
-    Command("sample", "text from a saved run", "shardkit.cli.sample"),
     Command("launch", "start a job of several processes, or print a manifest", "shardkit.cli.launch"),
     Command("doctor", "check this installation, its devices and every collective", "shardkit.cli.doctor"),
     Command("audit", "what a function sends, and what hangs, is wrong or wasted", "shardkit.cli.audit"),

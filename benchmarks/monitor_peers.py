@@ -26,8 +26,8 @@ if "shardkit" not in sys.modules:  # as the monitor does, without the package it
     runpy.run_path(str(MONITOR))
 
 from shardkit.jobs.monitor.agreement import digest  # noqa: E402
-from shardkit.jobs.monitor.hello import Hello, hello_message  # noqa: E402
 from shardkit.jobs.monitor.main import beat  # noqa: E402
+from shardkit.jobs.monitor.rendezvous import Hello, hello_message  # noqa: E402
 from shardkit.runtime.channel.place import Place  # noqa: E402
 from shardkit.runtime.channel.recorder import Recorder  # noqa: E402
 from shardkit.runtime.channel.wire import Lines, encoded  # noqa: E402

@@ -24,7 +24,8 @@ options = parser.parse_args()
 
 runtime.initialize()
 runtime.watch_preemption()  # for a job of one process
-runtime.compilation_cache(options.folder / "programs")  # a restart compiles nothing
+jax.config.update("jax_compilation_cache_dir", str(options.folder / "programs"))  # a restart compiles nothing
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 mesh = sk.make_mesh(data=2, fsdp=-1)
 plan = sk.chain(sk.dp("data"), sk.fsdp("fsdp", min_size=1))
 wanted = lambda batch: jnp.tanh(batch @ jnp.linspace(-1, 1, 8))[:, None]

@@ -57,7 +57,6 @@ TAKEN = [
 BELOW = r"testing\.assertions\.assert_matches_reference\((in_specs|out_specs)=P\(None, None, 'data'\)\)"
 # Not walked: they take nothing, anything, or start what outlives a test.
 UNWALKED = {
-    "runtime.compilation.compilation_cache": "changes the options of jax",
     "runtime.cluster.join.finish": "ends the process",
     "runtime.cluster.join.is_main": "takes nothing",
     "runtime.cluster.join.leave": "takes nothing",

@@ -14,8 +14,7 @@ from shardkit.analysis.hlo.aot import compile
 from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.hlo.topology import parse_topology
 from shardkit.cli import target as targets
-from shardkit.cli.output import Json, write_json
-from shardkit.cli.pictures import check_picture
+from shardkit.cli.output import Json, check_picture, write_json
 from shardkit.simulated import offer_cpu_devices
 
 EXAMPLES = {

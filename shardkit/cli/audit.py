@@ -11,15 +11,12 @@ import tyro
 
 from shardkit import viz
 from shardkit.analysis.hlo.differences import Compiled
-from shardkit.analysis.hlo.topology import parse_topology
 from shardkit.analysis.jaxpr.census import Census
 from shardkit.analysis.jaxpr.explain import explain as explain_backward
 from shardkit.analysis.judge import GROWTH, SMALL, Audit
 from shardkit.analysis.judge import audit as read
-from shardkit.cli import target as targets
-from shardkit.cli.output import Json, write_json
-from shardkit.cli.pictures import check_picture
-from shardkit.simulated import offer_cpu_devices
+from shardkit.cli.output import check_picture, write_json
+from shardkit.cli.target import StepOptions, step_of
 
 EXAMPLES = {
     "shardkit audit train.py:make": "make() returns the function and its arguments; it is traced",
@@ -31,23 +28,14 @@ EXAMPLES = {
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(StepOptions):
     """Options of `shardkit audit`."""
 
-    make: targets.Target
-    """A function without parameters that returns (fn, *args), or (fn, args); with --args, the function itself."""
-    args: tuple[str, ...] = ()
-    """Types of the function's arguments, such as 'f32[8,128]', 'bf16[4]', 'i32[]' or 'key'."""
     compiled: bool = False
-    """Also compile it: what it holds, what the compiler adds, and the rules that need to see that."""
-    target: str | None = None
-    """Chips to compile for, as 'v5e:2x4', which implies --compiled; without it, the devices of this process."""
-    devices: int = 8
-    """CPU devices to simulate without an accelerator."""
+    """Also compile it: what it holds, what the compiler adds, and the rules that need to see that. --target implies
+    it."""
     explain: bool = False
     """Also name the line of the forward pass that causes each collective of the backward pass."""
-    json: Json = None
-    """Write the results to this file, or with - to standard output."""
     output: Path | None = None
     """Write the picture of what goes over each axis to this .png or .svg file; needs the extra [viz]."""
     snapshot: Path | None = None
@@ -56,8 +44,6 @@ class Options:
     """A file that --snapshot wrote before: report what is worse."""
     growth: float = GROWTH
     """Share by which bytes may grow against the snapshot."""
-    ignore: tuple[str, ...] = ()
-    """Rules to skip."""
     large: int | None = None
     """Bytes from which what several devices hold whole is reported; without it 256 MiB, and 16 MiB if --compiled."""
     small: int = SMALL
@@ -67,8 +53,6 @@ class Options:
     call: bool = True
     """By default a compiled step is called twice, if its arguments have values, to see whether it compiles again;
     --no-call leaves that out."""
-    timeout: float = 1800.0
-    """Seconds after which the compiler of a target is stopped."""
 
 
 def audit(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
@@ -76,12 +60,9 @@ def audit(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
 
     The exit code is 1 if there are findings; with --against, if there are new ones or bytes grew.
     """
-    if options.target is not None:
-        parse_topology(options.target)
     check_picture("audit", options.output)
     before = _read(options.against) if options.against else None
-    offer_cpu_devices(options.devices)
-    step, args = targets.step_of("audit", options.make, options.args)
+    step, args = step_of("audit", options)
     found = read(
         step,
         *args,

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
 import tyro
 from jax.sharding import Mesh, PartitionSpec
+from packaging.requirements import Requirement
 from rich.table import Table
 from rich.text import Text
 
 import shardkit as sk
 from shardkit import bench, cost, viz
 from shardkit.bench.fit import in_words
-from shardkit.cli.extras import extras, line, version_of
-from shardkit.cli.output import Json, console, write_json
-from shardkit.cli.pictures import check_picture
+from shardkit.cli.output import WithJson, check_picture, console, write_json
 from shardkit.simulated import offer_cpu_devices
 
 EXAMPLES = {
@@ -30,7 +30,7 @@ EXAMPLES = {
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(WithJson):
     """Options of `shardkit doctor`."""
 
     devices: int = 8
@@ -41,8 +41,6 @@ class Options:
     """FLOP/s of a device's matmuls, where the chip is not known."""
     output: Path | None = None
     """Write the picture of the devices to this .png or .svg file; needs the extra [viz]."""
-    json: Json = None
-    """Write the results to this file, or with - to standard output."""
 
 
 def doctor(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
@@ -134,3 +132,60 @@ def self_test(mesh: Mesh) -> dict[str, float]:
         pairs = zip(shards, expected, strict=True)
         out[name] = max(float(np.max(np.abs(np.asarray(s.data) - e))) for s, e in pairs)
     return out
+
+
+class Need(NamedTuple):
+    """A package that an extra names: the versions that do, as ">=13", and the installed one, None if missing."""
+
+    package: str
+    versions: str
+    version: str | None
+
+    @property
+    def met(self) -> bool:
+        """Whether the package is there, in one of the versions."""
+        needed = Requirement(f"{self.package}{self.versions}").specifier
+        return self.version is not None and needed.contains(self.version, prereleases=True)
+
+    def __str__(self) -> str:
+        if self.version is None or self.met:
+            return f"{self.package} {self.version or ''}".strip()
+        return f"{self.package} {self.version} (needs {self.versions})"
+
+
+def extras() -> dict[str, tuple[Need, ...]]:
+    """Every extra with its packages; none if shardkit runs from a folder that is not installed."""
+    try:
+        names = metadata.metadata("shardkit").get_all("Provides-Extra") or []
+    except metadata.PackageNotFoundError:
+        return {}
+    return {name: tuple(sorted(set(_needs("shardkit", name)))) for name in names}
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a package, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def line(extra: str, needs: tuple[Need, ...]) -> str:
+    """An extra as a line: what is there, what is missing, and how to install that."""
+    met = ", ".join(str(need) for need in needs if need.met)
+    unmet = ", ".join(str(need) for need in needs if not need.met)
+    remedy = f"missing {unmet}; pip install 'shardkit[{extra}]'" if unmet else ""
+    return f"[{extra}]: " + "; ".join(filter(None, (met, remedy)))
+
+
+def _needs(package: str, extra: str) -> Iterator[Need]:
+    """What an extra names; for another package's extra, such as jax[tpu], what that one names."""
+    for need in map(Requirement, metadata.requires(package) or []):
+        marker = need.marker
+        if marker is None or marker.evaluate({"extra": ""}) or not marker.evaluate({"extra": extra}):
+            continue
+        if need.extras and package == "shardkit" and version_of(need.name):
+            for each in need.extras:
+                yield from _needs(need.name, each)
+            continue
+        yield Need(need.name, str(need.specifier), version_of(need.name))

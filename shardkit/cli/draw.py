@@ -10,7 +10,7 @@ import tyro
 from rich.console import Console
 
 from shardkit import viz
-from shardkit.cli.output import Json, write_json
+from shardkit.cli.output import WithJson, write_json
 from shardkit.cli.plans import named, read
 from shardkit.schedules import Schedule
 
@@ -22,7 +22,7 @@ EXAMPLES = {
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(WithJson):
     """Options of `shardkit draw`."""
 
     schedule: str | None = None
@@ -46,8 +46,6 @@ class Options:
     """Write the picture to this .png or .svg file; needs the extra [viz]."""
     to_csv: Path | None = None
     """Write the schedule to this file, for --csv or `shardkit train --schedule`."""
-    json: Json = None
-    """Write the results to this file, or with - to standard output."""
 
 
 def draw(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:

@@ -9,6 +9,7 @@ import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -20,9 +21,19 @@ from rich.console import Console
 
 import shardkit as sk
 from shardkit._platform import jax_has_started
+from shardkit.viz.style import file_of, look
 
 SCHEMA = 1
 Json = Annotated[Path | None, tyro.conf.arg(metavar="FILE|-")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithJson:
+    """The option of every command that has results."""
+
+    json: Json = None
+    """Write the results to this file, or with - to standard output."""
+
 
 _STANDARD: list[TextIO] = []  # standard output, while text for people goes to standard error
 
@@ -124,3 +135,10 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, bool | int | float | str | None) else str(value)
+
+
+def check_picture(where: str, output: Path | None) -> None:
+    """Refuses what is no .png or .svg file, and a picture without matplotlib, before a compiler takes its minutes."""
+    if file_of(where, output) is not None:
+        with look():
+            pass

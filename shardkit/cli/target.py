@@ -8,6 +8,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, cast
@@ -15,6 +16,10 @@ from typing import Annotated, Any, cast
 import jax
 import jax.numpy as jnp
 import tyro
+
+from shardkit.analysis.hlo.topology import parse_topology
+from shardkit.cli.output import WithJson
+from shardkit.simulated import offer_cpu_devices
 
 Target = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODULE:FUNCTION|FILE.py:FUNCTION")]
 
@@ -60,21 +65,42 @@ def load(text: str, args: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple
     return made[0], made[1:]
 
 
-def step_of(where: str, text: str, args: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """As `load`, for a command that reads steps, whose arguments may be returned as one tuple.
+@dataclass(frozen=True)
+class StepOptions(WithJson):
+    """The options of every command that reads steps."""
+
+    make: Target
+    """A function without parameters that returns (step, *args) or (step, args); with --args, the step itself."""
+    args: tuple[str, ...] = ()
+    """Types of the step's arguments, such as 'f32[8,128]', 'bf16[4]', 'i32[]' or 'key'."""
+    target: str | None = None
+    """Chips to compile for, as 'v5e:2x4'; without it, the devices of this process."""
+    devices: int = 8
+    """CPU devices to simulate without an accelerator."""
+    ignore: tuple[str, ...] = ()
+    """Rules to skip."""
+    timeout: float = 1800.0
+    """Seconds after which the compiler of a target is stopped."""
+
+
+def step_of(where: str, options: StepOptions) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The step that a command reads, whose arguments may be returned as one tuple, over simulated devices if need be.
 
     Raises:
-        ValueError: as `load`; a function that fails.
+        ValueError: as `load`; chips that are not known, a function that fails.
     """
+    if options.target is not None:
+        parse_topology(options.target)
+    offer_cpu_devices(options.devices)
     try:
-        step, given = load(text, args)
+        step, given = load(options.make, options.args)
     except TargetError:
         raise
     except Exception as error:
         # Python's own exit code would be that of a finding.
         raise ValueError(
-            f"{where}: {text} must return a step and its arguments; it raises {first_line(error)}. Run it with python "
-            "to see the traceback."
+            f"{where}: {options.make} must return a step and its arguments; it raises {first_line(error)}. Run it with "
+            "python to see the traceback."
         ) from error
     return (step, given[0]) if len(given) == 1 and type(given[0]) is tuple else (step, given)
 
@@ -102,18 +128,6 @@ def function_of(text: str) -> Callable[..., Any]:
             f"target: {text} must be callable; got {type(fn).__name__}. Name a function or another callable."
         )
     return cast(Callable[..., Any], fn)
-
-
-def describe(args: Sequence[Any]) -> str:
-    """The arguments for a message: types of arrays; pytrees by their number of arrays."""
-
-    def one(arg: Any) -> str:
-        leaves = jax.tree.leaves(arg)
-        if len(leaves) == 1 and leaves[0] is arg and hasattr(arg, "dtype"):
-            return f"{arg.dtype}[{','.join(map(str, arg.shape))}]"
-        return f"{type(arg).__name__} of {len(leaves)} arrays"
-
-    return ", ".join(map(one, args)) or "no arguments"
 
 
 def first_line(error: BaseException) -> str:

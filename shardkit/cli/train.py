@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import tyro
@@ -28,14 +26,6 @@ EXAMPLES = {
     "shardkit train fsdp=8 --checkpoint runs/a": "saves; the same command again resumes",
 }
 _POINTS = 8  # of a loss curve, for a plot that shows more than its numbers
-# The numbers of a row, and what TensorBoard calls them.
-_TAGS = {
-    "loss": "loss/training",
-    "validation_loss": "loss/validation",
-    "gradient_norm": "gradient norm",
-    "learning_rate": "learning rate",
-    "tokens_per_second": "tokens per second",
-}
 
 
 @dataclass(frozen=True)
@@ -45,8 +35,6 @@ class Options(TrainOptions):
     mesh: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="AXIS=SIZE ...")] = ("data=-1",)
     json: Json = None
     """Write a JSON line for each logged step, and for what else happens, as it happens; with - to standard output."""
-    tensorboard: Path | None = None
-    """Directory for TensorBoard's files; needs the extra [tensorboard]."""
 
 
 def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
@@ -54,11 +42,6 @@ def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     if options.json is not None and options.json.is_dir():
         raise ValueError(
             f"train: --json must be a file; got the directory {options.json}. Pass for example {options.json}/run.json."
-        )
-    if options.tensorboard is not None and find_spec("tensorboardX") is None:
-        raise ValueError(
-            "train: --tensorboard needs the package tensorboardX, which is missing. Install it with: pip install "
-            "'shardkit[tensorboard]'."
         )
     with CommandLog(options, console()) as log:
         trained = run(options, log)
@@ -68,7 +51,7 @@ def train(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
 
 
 class CommandLog(Log):
-    """Lines above a progress bar on a terminal, lines in a pipe; rows as JSON lines and for TensorBoard."""
+    """Lines above a progress bar on a terminal, lines in a pipe; rows as JSON lines."""
 
     def __init__(self, options: Options, console: Console):
         self.options, self.console = options, console
@@ -78,7 +61,6 @@ class CommandLog(Log):
         self._bar = self._progress.add_task("", total=options.steps)
         self._open = ExitStack()
         self._out: TextIO | None = None
-        self._board: Any = None
 
     def __enter__(self) -> CommandLog:
         return self
@@ -104,21 +86,12 @@ class CommandLog(Log):
         if self._out is not None:
             self._out.write(json.dumps(plain({"row": kind} | values)) + "\n")
             self._out.flush()  # so that others can follow
-        if self._board is not None and "step" in values:
-            for name, tag in _TAGS.items():
-                if values.get(name) is not None:
-                    self._board.add_scalar(tag, values[name], values["step"])
 
     def _begin(self, first: int) -> None:
         """Opens what is written: a run that resumes appends, and one that has finished keeps its file as it is."""
         file, finished = self.options.json, first > self.options.steps
         if file is not None and not (finished and file.exists()):
             self._out = self._open.enter_context(writing(file, append=first > 1))
-        if self.options.tensorboard is not None:
-            from tensorboardX import SummaryWriter
-
-            self._board = SummaryWriter(str(self.options.tensorboard))
-            self._open.callback(self._board.close)
         if self.console.is_terminal and not finished:
             self._open.enter_context(self._progress)
 

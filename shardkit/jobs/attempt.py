@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import queue
 import secrets
 import signal
@@ -15,14 +16,21 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO, NamedTuple
 
-from shardkit.jobs.groups import groups
-from shardkit.jobs.output import Blamed, passing_on, summary
+from shardkit.jobs.output import Blamed, passing_on, say, summary
+from shardkit.jobs.restarts import Attempt
 from shardkit.runtime.channel.place import TOKEN
 from shardkit.simulated import cpu_environment
 
 _LONGEST_BEFORE_KILL = 5.0  # seconds from SIGTERM to SIGKILL
 _LAST_OUTPUT = 3.0  # seconds for the last output of what the processes started, such as their monitors
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+# A leader is the first of the process group of each process: while it lives, no other group can get its number. The
+# keeper is in a group of its own, so that a stop of the others does not stop it. It reads their numbers from a pipe
+# that only the launcher holds open: it notices the end of the launcher, even by SIGKILL, and kills the groups.
+_LASTING = "trap '' HUP INT QUIT TERM USR1 USR2; "
+_LEADER = ("/bin/sh", "-c", _LASTING + "exec sleep 2147483647")
+_KEEPER = ("/bin/sh", "-c", _LASTING + 'ids=; while read -r id; do ids="$ids -$id"; done; kill -KILL $ids')
 
 _Child = subprocess.Popen[bytes]
 Events = queue.SimpleQueue[int | signal.Signals]  # a process that has ended, by index, or a signal to the launcher
@@ -39,38 +47,17 @@ class Job(NamedTuple):
     environ: Mapping[str, str]
 
 
-class End(NamedTuple):
-    """How the processes of an attempt ended.
+def attempt(job: Job, port: int, events: Events, *, first: bool) -> Attempt:
+    """Starts all processes once, and waits for their end; the first attempt replaces the files of an earlier job.
 
-    Attributes:
-        codes: the return code of each, by rank.
-        first: the one that the guard named, or the first to fail; None if all succeeded.
-        blamed: what the guard named; None if it named none.
-        received: the signal that the launcher got.
+    Its exit code is that of the process that the guard named, else of the first to fail.
     """
-
-    codes: Sequence[int]
-    first: int | None
-    blamed: Blamed | None
-    received: signal.Signals | None
-
-    @property
-    def code(self) -> int:
-        """The exit code of `first`, or 0."""
-        code = 0 if self.first is None else self.codes[self.first]
-        return code if code >= 0 else 128 - code
-
-    def __str__(self) -> str:
-        return "" if self.first is None else summary(self.first, self.codes, self.received)
-
-
-def attempt(job: Job, port: int, events: Events, *, first: bool) -> End:
-    """Starts all processes once, and waits for their end; the first attempt replaces the files of an earlier job."""
+    began = time.monotonic()
     blamed: list[Blamed] = []
     with ExitStack() as stack:  # exits when all processes have ended: passes on the last lines, closes files
         files = [] if job.output is None else _files(job.output, job.processes, stack, append=not first)
         common = _environment(job, port)
-        with groups(job.processes) as theirs:
+        with _groups(job.processes) as theirs:
             children = []
             for rank, group in enumerate(theirs):
                 own = dict.fromkeys(("JAX_PROCESS_ID", "RANK", "LOCAL_RANK"), str(rank))
@@ -81,7 +68,11 @@ def attempt(job: Job, port: int, events: Events, *, first: bool) -> End:
     named = [each.process for each in blamed]
     codes = [child.returncode for child in children]
     failed = [rank for rank in sorted(order, key=lambda rank: rank not in named) if codes[rank]]
-    return End(codes, failed[0] if failed else None, blamed[0] if blamed else None, received)
+    code = codes[failed[0]] if failed else 0
+    if failed:
+        say(summary(failed[0], codes, received))
+    step = blamed[0].step if blamed else None
+    return Attempt(code if code >= 0 else 128 - code, step, began, time.monotonic(), received is not None)
 
 
 def _environment(job: Job, port: int) -> dict[str, str]:
@@ -130,6 +121,28 @@ def signals_to(events: Events) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _groups(count: int) -> Iterator[list[int]]:
+    """The numbers of `count` process groups; everything in them is killed at exit, and should the launcher die."""
+    theirs, ours = os.pipe()
+    nothing = subprocess.DEVNULL
+    keeper = subprocess.Popen(_KEEPER, stdin=theirs, stdout=nothing, stderr=nothing, process_group=0)
+    os.close(theirs)
+    leaders: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in range(count):
+            leaders.append(subprocess.Popen(_LEADER, stdin=nothing, stdout=nothing, stderr=nothing, process_group=0))
+            os.write(ours, b"%d\n" % leaders[-1].pid)
+        yield [leader.pid for leader in leaders]
+    finally:
+        for leader in leaders:
+            os.killpg(leader.pid, signal.SIGKILL)
+            leader.wait()
+        keeper.kill()  # before the pipe closes: the numbers may have become another's
+        keeper.wait()
+        os.close(ours)
 
 
 def _start(words: Sequence[str], environ: Mapping[str, str], group: int) -> _Child:

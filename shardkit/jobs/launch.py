@@ -1,14 +1,7 @@
 """Starts the processes of a job on this machine, passes on their output and ends them together.
 
 A job on several machines is started by their scheduler (`manifests.py` writes its input) or, without a scheduler, by
-ssh. On a TPU slice jax detects everything:
-
-    gcloud compute tpus tpu-vm ssh NAME --worker=all --command='python train.py'
-
-On GPU machines, with their names in the file `hosts`, one per line:
-
-    export job="JAX_COORDINATOR_ADDRESS=$(head -n 1 hosts):12355 JAX_NUM_PROCESSES=$(wc -l < hosts)"
-    nl -v 0 hosts | xargs -P 0 -L 1 sh -c 'ssh "$1" env $job JAX_PROCESS_ID="$0" python train.py'
+ssh (`docs/howto/which_engine.md`).
 """
 
 from __future__ import annotations
@@ -17,14 +10,13 @@ import contextlib
 import os
 import queue
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardkit._check import at_least, at_least_zero, count, counted
 from shardkit._typed import typed
 from shardkit.jobs.attempt import Events, Job, attempt, signals_to
-from shardkit.jobs.output import write
+from shardkit.jobs.output import say
 from shardkit.jobs.restarts import RESTARTS, Attempt, after
 from shardkit.runtime.channel.place import free_port
 
@@ -91,7 +83,8 @@ def launch(
         while True:
             if restarts:
                 job = job._replace(environ={**job.environ, RESTARTS: str(len(past))})
-            past.append(_attempt(job, port, len(past), events))
+            with contextlib.nullcontext(port) if port else free_port() as coordinator:
+                past.append(attempt(job, coordinator, events, first=not past))
             if not past[-1].code:
                 return 0
             wait = after(past, restarts)
@@ -105,22 +98,6 @@ def launch(
                 events.get(timeout=wait)
                 say("ended while it waited for the restart")
                 return past[-1].code
-
-
-def _attempt(job: Job, port: int | None, number: int, events: Events) -> Attempt:
-    """Starts all processes once, and waits for their end."""
-    began = time.monotonic()
-    with contextlib.nullcontext(port) if port else free_port() as coordinator:
-        end = attempt(job, coordinator, events, first=number == 0)
-    if end.first is not None:
-        say(str(end))
-    step = end.blamed.step if end.blamed else None
-    return Attempt(end.code, step, began, time.monotonic(), end.received is not None)
-
-
-def say(text: str) -> None:
-    """Prints a line of the launcher."""
-    write(sys.stderr, f"shardkit launch: {text}\n".encode())
 
 
 def program(command: Sequence[str], python: str = sys.executable) -> list[str]:

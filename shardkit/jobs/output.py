@@ -53,7 +53,7 @@ class _Pipe:
             try:
                 self.file.write(data)
             except OSError as error:
-                write(sys.stderr, f"shardkit launch: stopped writing {self.file.name} ({error.strerror})\n".encode())
+                say(f"stopped writing {self.file.name} ({error.strerror})")
                 self.file = None
         more = data or (b"\n" if self.rest else b"")
         self.rest += more
@@ -102,6 +102,11 @@ def _read(pipes: Mapping[int, _Pipe], over: threading.Event) -> None:
                 pipes[key.fd].take(data)
                 if not data:
                     selector.unregister(key.fd)
+
+
+def say(text: str) -> None:
+    """Prints a line of the launcher."""
+    write(sys.stderr, f"shardkit launch: {text}\n".encode())
 
 
 def write(stream: TextIO, data: bytes) -> None:

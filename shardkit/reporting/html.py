@@ -54,7 +54,7 @@ figcaption { color: var(--quiet); font-size: .875rem; }
 @media print { :root { --ink: #000; --quiet: #444; --paper: #fff; --box: #fff; --line: #999; --mark: #0072b2;
   --good: #000; --bad: #000; } body { max-width: none; padding: 0; font-size: 10pt; } nav { display: none; }
   .scroll, .picture { overflow: visible; }
-  .picture svg { max-width: 100%; height: auto; } td, tbody th { white-space: normal; font-size: 7.5pt;
+  .picture img { max-width: 100%; height: auto; } td, tbody th { white-space: normal; font-size: 7.5pt;
   padding: .15rem .3rem; }
   td.wide { min-width: 0; } td.bars { width: 10%; min-width: 2cm; } h2, h3, figcaption { break-after: avoid; }
   tr, .picture, .figures > div { break-inside: avoid; }

@@ -1,8 +1,7 @@
-"""Pictures of `shardkit.viz` inside the page, as SVG that shares nothing with other pictures."""
+"""Pictures of `shardkit.viz` inside the page, as images that hold their own SVG."""
 
 from __future__ import annotations
 
-import re
 from base64 import b64encode
 from io import BytesIO
 from math import inf
@@ -22,8 +21,6 @@ MOST = 128
 LARGEST = 100_000
 # The memory of a chip is drawn if the program needs at least this share of it; else no bar would be seen.
 FILLED = 0.05
-# A hundredth of a point cannot be seen.
-_NUMBERS = r' (d|x|y|width|height|transform|points)="[^"]*"'
 
 
 def mesh(facts: Facts) -> Html:
@@ -91,26 +88,12 @@ def overlap(facts: Facts) -> Html:
 def figure(name: str, picture: Any, caption: str) -> Html:
     """A picture with its caption, which is also read out to those who cannot see it."""
     picture.set_label(caption)
-    drawn = inline(svg_of(picture), name)
-    if len(drawn) > LARGEST:
+    kind, data = "svg+xml", svg_of(picture).encode()
+    if len(data) > LARGEST:
         png = BytesIO()
         picture.savefig(png, format="png")
-        data = f"data:image/png;base64,{b64encode(png.getvalue()).decode()}"
-        drawn = element("img", src=data, alt=caption, width=round(96 * picture.get_size_inches()[0]))
+        kind, data = "png", png.getvalue()
+    width = round(96 * picture.get_size_inches()[0])
+    drawn = element("img", src=f"data:image/{kind};base64,{b64encode(data).decode()}", alt=caption, width=width)
     box = element("div", drawn, class_="picture", tabindex="0", role="region", aria_label=name)
     return element("figure", element("figcaption", caption), box)
-
-
-def inline(svg: str, name: str) -> Html:
-    """An SVG file as a part of a page: without its head, and with only the ids that it needs, under its own name."""
-    body = svg[svg.index("<svg") :].strip()
-    body = re.sub(r"<metadata>.*?</metadata>\s*", "", body, flags=re.S)
-    body = re.sub(r"<!--.*?-->\s*", "", body, flags=re.S)
-    used = set(re.findall(r'(?:href="|url\()#([^")]+)', body))
-
-    def own(tag: re.Match[str]) -> str:
-        kept = re.sub(r' id="([^"]*)"', lambda found: f' id="{name}-{found[1]}"' * (found[1] in used), tag[0])
-        kept = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", kept)
-        return re.sub(_NUMBERS, lambda found: re.sub(r"(\.\d\d)\d+| \n", r"\1", found[0]), kept)
-
-    return Html(re.sub(r"<[^<>]*>", own, re.sub(r">\n *<", "><", body)))

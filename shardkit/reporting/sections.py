@@ -15,6 +15,7 @@ from shardkit.analysis.jaxpr.census import Row
 from shardkit.reporting import pictures
 from shardkit.reporting.html import Html, Part, bars, block, element, figures, joined, part, table
 from shardkit.reporting.read import Facts, Leaf
+from shardkit.viz.bars import duration
 
 
 def count(size: Fraction) -> str:
@@ -42,15 +43,6 @@ def pass_of(row: Row) -> str:
     return "backward" if row.backward else "update" if row.update else "forward"
 
 
-def seconds(value: float) -> str:
-    """A time in the unit that suits it, with three digits."""
-    if not value:
-        return "0"
-    units = (("s", 1.0), ("ms", 1e3), ("us", 1e6))
-    unit, scale = next((each for each in units if value * each[1] >= 1), ("ns", 1e9))
-    return f"{value * scale:.3g} {unit}"
-
-
 def flops(number: int) -> str:
     """Floating-point operations in the unit that suits them, with three digits."""
     units = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
@@ -73,7 +65,7 @@ def summary(facts: Facts) -> Html:
     if found.audit:
         pairs.append(("sent per device per step, as compiled", size(found.audit.sent())))
     if compiled and compiled.memory:
-        pairs.append(("exposed time on the wire per step", seconds(compiled.exposed_seconds)))
+        pairs.append(("exposed time on the wire per step", duration(compiled.exposed_seconds)))
     broken = element("span", str(len(found.findings) or "none"), class_="bad" if found.findings else "good")
     pairs.append(("findings", broken))
     return figures(pairs)
@@ -221,7 +213,7 @@ def _collectives(facts: Facts) -> Html:
         left: list[object] = [first.kind, over(first.axes, first.n), times(runs, first.count is None), first.arrays]
         left += [f"{first.bytes_in:,}", count(sent(same)), "overlapped" if first.asynchronous else "synchronous"]
         rows.append(
-            [*left, *((hidden, seconds(wire), seconds(exposed)) if timed else ()), place(first.place, first.branch)]
+            [*left, *((hidden, duration(wire), duration(exposed)) if timed else ()), place(first.place, first.branch)]
         )
     caption = "Every collective of the compiled program, equal ones together; bytes per device"
     numbers = ("times", "arrays", "bytes in", "sent/device", *timed)
@@ -259,13 +251,13 @@ def costs(facts: Facts) -> Part:
                 runs,
                 count(sent(same)),
                 f"{hops:,}",
-                seconds(alpha),
-                seconds(beta),
-                seconds(alpha + beta),
+                duration(alpha),
+                duration(beta),
+                duration(alpha + beta),
             )
         )
     head = ("kind", "axes", "times", "sent/device", "messages", "latency", "bytes", "both")
-    caption = f"Time per step by the alpha-beta model: a ring over one link, {link}; {seconds(sum(times_))} in all"
+    caption = f"Time per step by the alpha-beta model: a ring over one link, {link}; {duration(sum(times_))} in all"
     shown = table(caption, head, rows, numbers=head[2:], bars=bars(times_)) if rows else ""
     return part("Cost", element("p", done), _roofline(facts, chip), shown)
 
@@ -280,9 +272,9 @@ def _roofline(facts: Facts, chip: cost.Chip) -> Html:
         "memory": (line.memory_seconds, f"{chip.hbm_bandwidth / 1e9:g} GB/s"),
         "network": (line.network_seconds, f"{cost.group_bandwidth(chip) / 1e9:g} GB/s, one dimension both ways"),
     }
-    rows = [(name, seconds(each), peak) for name, (each, peak) in parts.items()]
+    rows = [(name, duration(each), peak) for name, (each, peak) in parts.items()]
     caption = (
-        f"Roofline of {chip.name}: bound by {line.bound}, at least {seconds(line.seconds)} per step; "
+        f"Roofline of {chip.name}: bound by {line.bound}, at least {duration(line.seconds)} per step; "
         f"{line.intensity:,.3g} FLOPs per byte, and from "
         f"{line.critical_intensity:,.3g} on compute takes longer than memory"
     )

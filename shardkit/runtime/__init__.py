@@ -17,7 +17,6 @@ from shardkit.runtime.cluster.barrier import barrier, health_check
 from shardkit.runtime.cluster.gpu_flags import gpu_flags
 from shardkit.runtime.cluster.join import Cluster, finish, initialize, is_main, leave, log
 from shardkit.runtime.cluster.preemption import PREEMPTED, preempted, watch_preemption
-from shardkit.runtime.compilation import compilation_cache
 from shardkit.runtime.data.arrays import from_full, from_process_local, from_rows, from_single_device, local_rows
 from shardkit.runtime.data.loader import Loader, loader, prefetch_to_device
 from shardkit.runtime.data.reading import fetch, local_shards, print_global, replicate, to_numpy
@@ -51,7 +50,6 @@ __all__ = [
     "TriageReport",
     "assert_no_drift",
     "barrier",
-    "compilation_cache",
     "fetch",
     "finish",
     "from_full",

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 import shardkit_command
-from shardkit.cli import aot, audit, doctor, plans, report, sample
+from shardkit.cli import aot, doctor, plans, target
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +38,7 @@ def inside(monkeypatch, capsys):
     def offer(n):
         monkeypatch.setattr(jax, "devices", lambda *_: devices[:n])
 
-    for module in (aot, audit, doctor, report, sample, plans):
+    for module in (aot, doctor, plans, target):
         monkeypatch.setattr(module, "offer_cpu_devices", offer)
     monkeypatch.setenv("COLUMNS", "100")
 

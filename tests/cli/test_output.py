@@ -2,14 +2,11 @@
 
 import io
 import json
-import sys
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from shardkit.cli import extras, output, train
-from support.commands import SMALL
+from shardkit.cli import doctor, output, train
 
 
 @pytest.mark.check
@@ -72,17 +69,17 @@ def test_doctor_knows_every_package_of_every_extra(monkeypatch):
         "jax": ["libtpu==0.0.42.*; extra == 'tpu'", "other; extra == 'cuda'"],
     }
     there = {"rich": "12.9", "jax": "0.10.2"}
-    monkeypatch.setattr(extras.metadata, "requires", lambda name: asked[name])
-    monkeypatch.setattr(extras, "version_of", there.get)
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: asked[name])
+    monkeypatch.setattr(doctor, "version_of", there.get)
     monkeypatch.setattr(
-        extras.metadata, "metadata", lambda name: type("M", (), {"get_all": lambda self, key: ["cli", "aot"]})()
+        doctor.metadata, "metadata", lambda name: type("M", (), {"get_all": lambda self, key: ["cli", "aot"]})()
     )
-    assert [extras.line(*row) for row in extras.extras().items()] == [
+    assert [doctor.line(*row) for row in doctor.extras().items()] == [
         "[cli]: missing rich 12.9 (needs >=13), uniplot; pip install 'shardkit[cli]'",
         "[aot]: missing libtpu; pip install 'shardkit[aot]'",
     ]
     there |= {"rich": "13.0.1", "libtpu": "0.0.42.1"}
-    assert [extras.line(*row) for row in extras.extras().items()] == [
+    assert [doctor.line(*row) for row in doctor.extras().items()] == [
         "[cli]: rich 13.0.1; missing uniplot; pip install 'shardkit[cli]'",
         "[aot]: libtpu 0.0.42.1",
     ]
@@ -99,56 +96,12 @@ def test_another_kind_of_picture_is_refused_before_anything_else(command, inside
     )
 
 
-class Board:
-    """In place of TensorBoard's writer."""
-
-    def __init__(self, folder):
-        self.folder, self.seen = folder, []
-
-    def add_scalar(self, tag, value, step):
-        self.seen.append((tag, value, step))
-
-    def close(self):
-        self.seen.append("closed")
-
-
-@pytest.mark.check
-def test_tensorboard_gets_the_numbers_of_a_step(monkeypatch, tmp_path):
-    boards = []
-    module = SimpleNamespace(SummaryWriter=lambda folder: boards.append(Board(folder)) or boards[0])
-    monkeypatch.setitem(sys.modules, "tensorboardX", module)
-    options = train.Options(tensorboard=tmp_path)
-    with train.CommandLog(options, output.console()) as log:
-        log.row("run", first_step=1, plan="dp")
-        log.row("step", step=3, loss=1.5, gradient_norm=2.0, tokens_per_second=None)
-        log.row("evaluation", step=3, validation_loss=1.25)
-        log.row("end", ended="done")
-    (board,) = boards
-    assert board.folder == str(tmp_path)
-    assert board.seen == [
-        ("loss/training", 1.5, 3),
-        ("gradient norm", 2.0, 3),
-        ("loss/validation", 1.25, 3),
-        "closed",
-    ]
-
-
 @pytest.mark.check
 def test_only_process_0_writes(monkeypatch, tmp_path):
     monkeypatch.setattr(train.sk.runtime, "is_main", lambda: False)
     with train.CommandLog(train.Options(json=tmp_path / "run.json"), output.console()) as log:
         log.row("run", first_step=1)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.check
-def test_tensorboard_without_its_package_is_one_sentence(monkeypatch, inside, corpus, tmp_path):
-    monkeypatch.setattr(train, "find_spec", lambda name: None)
-    done = inside("train", "data=2", "--data", corpus, "--tensorboard", tmp_path, *SMALL, code=2)
-    assert done.stderr == (
-        "error: train: --tensorboard needs the package tensorboardX, which is missing. Install it with: pip install "
-        "'shardkit[tensorboard]'.\n"
-    )
 
 
 @pytest.mark.check

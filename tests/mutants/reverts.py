@@ -355,25 +355,25 @@ REVERTS = (
     # ---- strangers in a job
     (
         "any-token",
-        "shardkit/jobs/monitor/hello.py",
+        "shardkit/jobs/monitor/rendezvous.py",
         'if is_signed(message, token) else "token"',
         'if "mac" in message else "token"',
     ),
     (
         "fields-of-any-type",
-        "shardkit/jobs/monitor/hello.py",
+        "shardkit/jobs/monitor/rendezvous.py",
         "if any(type(field) is not kind for field, kind in zip(fields, (int, int, str, str, bool, str), strict=True)):",
         "if None in fields:",
     ),
     (
         "any-process-number",
-        "shardkit/jobs/monitor/hello.py",
+        "shardkit/jobs/monitor/rendezvous.py",
         "if not 0 < rank < size <= _MOST or len(nonce) != 32:",
         "if len(nonce) != 32:",
     ),
     (
         "any-address",
-        "shardkit/jobs/monitor/hello.py",
+        "shardkit/jobs/monitor/rendezvous.py",
         "(address and not _is_address(address))",
         "len(address) > _LONGEST_NAME",
     ),
@@ -458,7 +458,7 @@ REVERTS = (
     ),
     (
         "host-name-of-64-letters",
-        "shardkit/jobs/monitor/hello.py",
+        "shardkit/jobs/monitor/rendezvous.py",
         "except (OSError, UnicodeError):",
         "except OSError:",
     ),
@@ -514,8 +514,8 @@ REVERTS = (
     (
         "name-of-a-step-taken",
         "shardkit/runtime/checkpoint/checkpoints.py",
-        "            check_free(self._path(step))",
-        "            pass",
+        "            if os.path.lexists(self._path(step)):",
+        "            if step < 0:",
     ),
     (
         "lock-for-many",

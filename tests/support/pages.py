@@ -71,7 +71,11 @@ def assert_self_contained(text):
         assert tag not in {"script", "link", "iframe", "object", "embed", "base", "form"}
         assert not any(name.startswith("on") for name in given), (tag, given)
         if "src" in given or tag == "img":
-            assert tag == "img" and given["src"].startswith("data:image/png;base64,") and given["alt"]
+            assert (
+                tag == "img"
+                and given["src"].startswith(("data:image/png;base64,", "data:image/svg+xml;base64,"))
+                and given["alt"]
+            )
         for name in ("href", "xlink:href"):
             if name in given:
                 assert given[name].startswith("#") and given[name][1:] in names, given

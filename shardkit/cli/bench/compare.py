@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from shardkit import bench
-from shardkit.cli.output import Json, write_json
+from shardkit.cli.output import WithJson, write_json
 
 EXAMPLES = {
     "shardkit bench compare old.jsonl new.jsonl": "exit code 1 if a case became slower",
@@ -18,7 +18,7 @@ EXAMPLES = {
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(WithJson):
     """Options of `shardkit bench compare`."""
 
     old: tyro.conf.Positional[Path]
@@ -27,8 +27,6 @@ class Options:
     """Results after."""
     threshold: str = "5%"
     """The smallest slowdown that counts, such as 5% or 0.05."""
-    json: Json = None
-    """Write the results to this file, or with - to standard output."""
 
 
 def compare(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:

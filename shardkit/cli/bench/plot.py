@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from shardkit import bench, viz
-from shardkit.cli.output import Json, write_json
+from shardkit.cli.output import WithJson, write_json
 
 EXAMPLES = {
     "shardkit bench plot comm.jsonl --output comm.svg": "bandwidth and latency",
@@ -17,15 +17,13 @@ EXAMPLES = {
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(WithJson):
     """Options of `shardkit bench plot`."""
 
     files: tyro.conf.Positional[tuple[Path, ...]]
     """Results, as --json wrote them."""
     output: Path
     """The .png or .svg file to write; needs the extra [viz]."""
-    json: Json = None
-    """Write the results to this file, or with - to standard output."""
 
 
 def plot(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:

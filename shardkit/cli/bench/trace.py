@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from shardkit import bench
-from shardkit.cli.output import Json, write_json
+from shardkit.cli.output import WithJson, write_json
 from shardkit.cli.target import Target, load
 
 EXAMPLES = {
@@ -20,7 +20,7 @@ EXAMPLES = {
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(WithJson):
     """Options of `shardkit bench trace`."""
 
     target: Target
@@ -31,8 +31,6 @@ class Options:
     """The types of the function's arguments, such as 'f32[8,128]'."""
     chip: str | None = None
     """A chip whose peaks give compute its duration, such as v5e; without it, only FLOPs and bytes are written."""
-    json: Json = None
-    """Write the results to this file, or with - to standard output."""
 
 
 def trace(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:

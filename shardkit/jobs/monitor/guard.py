@@ -100,8 +100,13 @@ class Guard:
         Raises:
             TypeError: a function that cannot be lowered.
         """
-        lower, clock = check_step(step), self._clock
-        seen: set[Any] = set()
+        lower = getattr(step, "lower", None)
+        if lower is None:
+            raise TypeError(
+                f"guard: watch takes a jitted step, which has a method lower; got {step!r}. Pass the step of "
+                "make_train_step, or a function under jax.jit."
+            )
+        clock, seen = self._clock, set[Any]()
 
         def watched(state: Any, *batch: Any) -> Any:
             shapes = _shapes(batch)
@@ -142,7 +147,9 @@ class Guard:
         Raises:
             ValueError: a name without a deadline.
         """
-        check_phase(name)
+        known = [field for field in Deadlines._fields if field != "silence"]
+        if name not in known:
+            raise ValueError(f"guard: a phase must have a deadline; got {name!r}. Pass one of {quoted(known)}.")
         return self._clock.phase(name)
 
 
@@ -196,24 +203,6 @@ def guard(
     monitor = client.running() or client.start(Place("", 0, 0, 1, 0.0, False))
     monitor.tell({"deadlines": list(deadlines), "flight": str(flight) if flight else ""})
     return Guard(monitor, mesh, config or {}, first_step)
-
-
-def check_step(step: Any) -> Callable[..., Any]:
-    """The step's method `lower`, by which its program is compared before it runs."""
-    lower = getattr(step, "lower", None)
-    if lower is None:
-        raise TypeError(
-            f"guard: watch takes a jitted step, which has a method lower; got {step!r}. Pass the step of "
-            "make_train_step, or a function under jax.jit."
-        )
-    return lower
-
-
-def check_phase(name: str) -> None:
-    """Refuses a phase without a deadline."""
-    known = [field for field in Deadlines._fields if field != "silence"]
-    if name not in known:
-        raise ValueError(f"guard: a phase must have a deadline; got {name!r}. Pass one of {quoted(known)}.")
 
 
 _END = object()

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.jobs.monitor.agreement import Agreement, digest
-from shardkit.jobs.monitor.hello import Refused
 from shardkit.jobs.monitor.judge import Deadlines, Fault, Known, fault, unanswered
-from shardkit.jobs.monitor.rendezvous import meet
+from shardkit.jobs.monitor.rendezvous import Refused, meet
 from shardkit.runtime.channel.place import Place
 from shardkit.runtime.channel.recorder import Reader, Status, state
 from shardkit.runtime.channel.wire import FAILED, LEAVES_LAST, Lines, Message, as_line, encoded, plain

@@ -20,7 +20,6 @@ from shardkit._check import at_least
 from shardkit._typed import typed
 from shardkit.partitioning.storage import is_padded
 from shardkit.runtime.checkpoint.directory import (
-    check_free,
     check_writable,
     delete,
     directory_of,
@@ -151,7 +150,11 @@ class Checkpoints:
             self._unlock = self._unlock or lock(self._directory)
             if goes_back:
                 set_aside(self._directory, self._since)
-            check_free(self._path(step))
+            if os.path.lexists(self._path(step)):
+                raise ValueError(
+                    f"save: {named(self._path(step))} must not exist before that step is saved; it is not a finished "
+                    "step. Move it away, or save to another directory."
+                )
         with self._writing(step):
             if jax.process_index() == 0 and not self._cleared:
                 for path in self._directory.glob(f"[0-9]*{_UNFINISHED}*"):

@@ -157,15 +157,6 @@ def set_aside(directory: Path, since: float) -> None:
         )
 
 
-def check_free(path: Path) -> None:
-    """Refuses a path that exists already and is not a finished step."""
-    if os.path.lexists(path):
-        raise ValueError(
-            f"save: {named(path)} must not exist before that step is saved; it is not a finished step. Move it away, "
-            "or save to another directory."
-        )
-
-
 def check_damage(path: Path, error: BaseException) -> None:
     """Raises for a system error that does not mean that a step is damaged."""
     if system_code(error) in _NO_DAMAGE:

@@ -7,11 +7,10 @@ import contextlib
 import logging
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import jax
@@ -57,8 +56,8 @@ def quiet() -> Iterator[None]:
             logger.removeFilter(ours)
 
 
-def save_async(path: Path, arrays: Mapping[str, Any], record: Any, complete: Callable[[], None]) -> Any:
-    """Saves in the background with orbax; under a guard, it notes when this process's part is written.
+def save_async(path: Path, arrays: Mapping[str, Any], record: Any, complete: Callable[[], None]) -> Saving:
+    """Saves in the background with orbax.
 
     `complete` may change the record: it is called in the background, before that is written.
 
@@ -74,15 +73,15 @@ def save_async(path: Path, arrays: Mapping[str, Any], record: Any, complete: Cal
     pieces = array.Saving.StorageOptions(chunk_byte_size=piece)
     saving = array.Saving(use_replica_parallel=False, use_compression=False, storage_options=pieces)
     background = v1.options.AsyncOptions(create_directories_asynchronously=False)
-    progress = None if client.running() is None else SaveProgress()
-    registry = v1.handlers.local_registry(include_global_registry=False).add(_handler(v1, progress, complete))
+    writes: list[Any] = []
+    registry = v1.handlers.local_registry(include_global_registry=False).add(_handler(v1, writes, complete))
     with v1.Context(
         array_options=array(saving=saving),
         async_options=background,
         checkpointables_options=v1.options.CheckpointablesOptions(registry=registry),
     ):
         response = v1.save_async(path, by_file_name(arrays), custom_metadata=record)
-    return response if progress is None else progress.of(response)
+    return Saving(response, writes)
 
 
 def by_file_name(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,14 +89,13 @@ def by_file_name(arrays: Mapping[str, Any]) -> dict[str, Any]:
     return {quote(path, safe=""): x for path, x in arrays.items() if x.size}
 
 
-def _handler(v1: Any, progress: SaveProgress | None, complete: Callable[[], None]) -> type:
-    """Orbax's handler, whose save also passes its writes to `progress`, and ends with a call of `complete`."""
+def _handler(v1: Any, writes: list[Any], complete: Callable[[], None]) -> type:
+    """Orbax's handler, whose save also adds to `writes` what this process writes, and ends with `complete`."""
     plain = v1.handlers.PyTreeHandler
 
     async def save(self: Any, directory: Any, checkpointable: Any) -> Any:
         saving = await plain.save(self, directory, checkpointable)
-        if progress is not None and (writes := getattr(saving, "commit_futures", None)) is not None:
-            progress.ends_with(writes)
+        writes.extend(getattr(saving, "commit_futures", None) or ())
 
         async def completed() -> None:
             await saving
@@ -125,42 +123,23 @@ def orbax() -> Any:
     return v1
 
 
-class SaveProgress:
-    """A save in progress; `result` waits for all processes, as does that of orbax's response."""
+class Saving(NamedTuple):
+    """A save in progress: orbax's response, and what ends when this process's part is written."""
 
-    def __init__(self) -> None:
-        self._response: Any = None
-        self._lock = threading.Lock()
-        self._written = self._waiting = False
-
-    def of(self, response: Any) -> SaveProgress:
-        """Takes orbax's response for the save."""
-        self._response = response
-        return self
-
-    def ends_with(self, writes: Sequence[Any]) -> None:
-        """This process's part is written when each of these has a result; the error of one is raised by `result`."""
-
-        def wait() -> None:
-            with contextlib.suppress(Exception):
-                for write in writes:
-                    write.result()
-                self._now(written=True)
-
-        threading.Thread(target=wait, name="shardkit-written", daemon=True).start()
+    response: Any
+    writes: Sequence[Any]
 
     def result(self) -> None:
-        """Waits until all processes have written their parts."""
-        self._now(waiting=True)
+        """Waits until all processes have written their parts; for a guard, it notes when only the others have not."""
+        watcher = client.running()
+        if watcher is None:
+            self.response.result()
+            return
+        with contextlib.suppress(Exception):  # the response raises it too
+            for write in self.writes:
+                write.result()
+            watcher.recorder.turn("save", "commit")
         try:
-            self._response.result()
+            self.response.result()
         finally:
-            self._now(waiting=False)
-
-    def _now(self, *, written: bool | None = None, waiting: bool | None = None) -> None:
-        with self._lock:
-            self._written = self._written if written is None else written
-            self._waiting = self._waiting if waiting is None else waiting
-            if watcher := client.running():
-                phases = ("save", "commit") if self._waiting and self._written else ("commit", "save")
-                watcher.recorder.turn(*phases)
+            watcher.recorder.turn("commit", "save")

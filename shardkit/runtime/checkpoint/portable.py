@@ -1,7 +1,7 @@
 """The portable form of a training state, in which checkpoints store it: plain arrays by path, independent of the mesh.
 
 Leaves that are padded or in pipeline-stage order on the devices get their original shape and order of layers. Keys are
-stored as their integers, with the name of the implementation in the record, and dtypes that the files lack as bytes.
+stored as their integers, with the name of the implementation in the record.
 """
 
 from __future__ import annotations
@@ -20,16 +20,11 @@ from shardkit._check import quoted
 from shardkit.layout import canonical, path_name, spec_axes
 from shardkit.partitioning.storage import Held, is_padded, padded, padding, stored_array, unpadded
 from shardkit.runtime.checkpoint.record import Records, is_residual
-from shardkit.runtime.data.storable import (
-    NOT_COMPUTED,
-    from_storable,
-    is_key,
-    is_storable,
-    stored_dtype,
-    to_storable,
-)
+from shardkit.runtime.data.reading import is_key, to_storable
 
 Leaves = dict[str, Any]
+# XLA fails or aborts with the first two, and the files of orbax have none of the others.
+_NOT_STORED = ("int1", "uint1", "uint2", "uint4", "float8_e4m3")
 _MOVED = 2**26  # bytes of leaves that a restore moves at once
 
 
@@ -37,7 +32,7 @@ def leaves_of(where: str, state: Any) -> Leaves:
     """The leaves of a state by path, each as stored on the devices.
 
     Raises:
-        ValueError: two leaves with one path, leaves outside a mesh of devices, or of a dtype that XLA does not support.
+        ValueError: two leaves with one path, leaves outside a mesh of devices, or of a dtype that is not stored.
     """
     found = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_padded)
     leaves = {path_name(path): x for path, x in found}
@@ -54,10 +49,10 @@ def leaves_of(where: str, state: Any) -> Leaves:
                 f"{where}: every leaf must be sharded over a mesh of devices; leaf {path!r} has {sharding}. Pass the "
                 "result of init or init.abstract of make_train_step, over a mesh from make_mesh."
             )
-        if str(x.dtype) in NOT_COMPUTED:
+        if str(x.dtype) in _NOT_STORED:
             raise ValueError(
-                f"{where}: every leaf must have a dtype that XLA supports; leaf {path!r} is {x.dtype}. Convert it to "
-                "bool or int2."
+                f"{where}: every leaf must have a dtype that XLA and orbax support; leaf {path!r} is {x.dtype}. "
+                "Convert it, for example to uint8."
             )
     return leaves
 
@@ -82,7 +77,7 @@ def to_portable(leaves: Leaves) -> dict[str, jax.Array]:
 
 
 def _not_portable(leaves: Leaves) -> Leaves:
-    return {path: x for path, x in leaves.items() if is_padded(x) or not is_storable(x)}
+    return {path: x for path, x in leaves.items() if is_padded(x) or is_key(x)}
 
 
 @partial(jax.jit, static_argnums=1)
@@ -107,7 +102,7 @@ def to_read(leaves: Leaves, records: Mapping[str, Any]) -> dict[str, jax.ShapeDt
     """
 
     def one(path: str, x: Any) -> jax.ShapeDtypeStruct:
-        shape, dtype = x.shape, stored_dtype(x.dtype)
+        shape, dtype = x.shape, x.dtype
         rows = rows_of(path, x, records)
         if rows is not None:
             shape = (rows, *shape[1:])
@@ -131,7 +126,7 @@ def from_portable(arrays: dict[str, jax.Array], leaves: Leaves, records: Mapping
     def one(path: str, x: Any, array: Any) -> Any:
         if is_key(x):
             return jax.random.wrap_key_data(array, impl=records[path]["implementation"])
-        array = jnp.zeros(x.shape, x.dtype) if array is None else from_storable(array, x.dtype)
+        array = jnp.zeros(x.shape, x.dtype) if array is None else array
         array = shared_out(array, x.shape[0]) if path in resized else array
         if not is_padded(x):
             return array

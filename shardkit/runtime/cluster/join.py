@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, NoReturn
 
 import jax
@@ -14,10 +16,9 @@ from shardkit._check import at_least, at_least_zero
 from shardkit._typed import typed
 from shardkit.config import DistributedConfig
 from shardkit.runtime.channel import client
-from shardkit.runtime.channel.place import TOKEN, Place, allow_files, bind_address
+from shardkit.runtime.channel.place import TOKEN, Place, allow_files, bind_address, free_port
 from shardkit.runtime.cluster import environment
 from shardkit.runtime.cluster.environment import Found
-from shardkit.runtime.cluster.joined import joined
 
 # Seconds that jax's exit barrier waits before it aborts all processes: after the last step one may have more to do than
 # the others, and when one fails the monitors end the wait.
@@ -25,6 +26,8 @@ _SHUTDOWN = 3600
 # Seconds without a heartbeat after which jax ends all processes. It takes them from the wall clock: a host's clock that
 # is set ahead by more would end the job. The monitors send heartbeats of their own, by the monotonic clock.
 _HEARTBEAT = 10 * 86_400
+
+_KEY = "shardkit/monitors"
 
 
 class Cluster(NamedTuple):
@@ -225,12 +228,52 @@ def log(*values: object) -> None:
 def _meet(found: Found, timeout: float, expect_devices: int | None) -> Cluster:
     """Connects the monitors of processes that jax has joined already."""
     _check_first()
-    with joined(found, timeout) as place:
+    with _joined(found, timeout) as place:
         if place.size > 1:
             client.start(place)
     _check_devices(expect_devices)
     local_rank = environment.local_rank(os.environ)
     return Cluster(place.rank, place.size, local_rank, place.rank == 0, place.address if place.size > 1 else "")
+
+
+@contextmanager
+def _joined(found: Found, timeout: float) -> Iterator[Place]:
+    """This process's place, by jax: process 0 tells the others a port, free inside, and a token if it has none.
+
+    The port of the job's address is that of jax's coordination service, which tells them. Who can ask it for the token
+    could end the job anyway.
+
+    Raises:
+        ValueError: what `found` says of the job differs from what jax says.
+        RuntimeError: process 0 does not answer.
+    """
+    address, size, rank = _platform.joined_job()
+    for name, given, actual in (("num_processes", found.size, size), ("process_id", found.rank, rank)):
+        if given is not None and given != actual:
+            raise ValueError(
+                f"initialize: {name} must be {actual}, as in the job that jax has joined already; got {given}. Leave "
+                "it out."
+            )
+    if found.local_devices is not None:
+        raise ValueError(
+            "initialize: local_device_ids must be passed to jax.distributed.initialize, which has been called already; "
+            f"got {found.local_devices}. Leave it out."
+        )
+    host, cpu, token = address.rpartition(":")[0].strip("[]"), _platform.cpu_only(), os.environ.get(TOKEN, "")
+    if rank:
+        told = _platform.told(_KEY, timeout)
+        if told is None:
+            raise RuntimeError(
+                f"initialize: process 0 must call it too; it did not within {timeout:g} s. Call it in every process, "
+                "or raise timeout."
+            )
+        port, _, sent = told.partition(" ")
+        yield Place(host, int(port), rank, size, timeout, cpu, token or sent)
+        return
+    with free_port("") as free:
+        sent = "" if token else secrets.token_hex(32)
+        _platform.tell_processes(_KEY, f"{free} {sent}")
+        yield Place(host, free, 0, size, timeout, cpu, token or sent)
 
 
 def _check_first() -> None:

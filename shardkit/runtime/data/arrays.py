@@ -19,8 +19,7 @@ from shardkit._kinds import Arrays, DType, Specs
 from shardkit._typed import typed
 from shardkit.layout import WHOLE, broadcast_specs, canonical, check_spec, local_shape, path_name, spec_axes
 from shardkit.runtime.channel.place import processes as processes_named
-from shardkit.runtime.data.reading import processes_of
-from shardkit.runtime.data.storable import is_key, to_storable
+from shardkit.runtime.data.reading import is_key, processes_of, to_storable
 
 
 @typed

@@ -22,7 +22,6 @@ from shardkit.layout import path_name
 from shardkit.partitioning.storage import is_padded, stored_array
 from shardkit.runtime.channel.place import processes as processes_named
 from shardkit.runtime.cluster.barrier import absent
-from shardkit.runtime.data.storable import to_storable
 
 _PRINTS = itertools.count()  # numbers the barriers: the order of calls is the same on all processes
 
@@ -148,6 +147,16 @@ def print_global(tree: Any, *, timeout: float = 60.0) -> None:
     whole = fetch(tree)
     if jax.process_index() == 0:
         print(whole, flush=True)  # noqa: T201
+
+
+def is_key(x: Any) -> bool:
+    """Whether a leaf is an array of typed keys."""
+    return jax.dtypes.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)
+
+
+def to_storable(x: Any) -> Any:
+    """Typed keys as their integers; other arrays unchanged."""
+    return jax.random.key_data(x) if is_key(x) else x
 
 
 def _is_whole_here(x: Any) -> bool:

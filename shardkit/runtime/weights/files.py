@@ -1,11 +1,8 @@
-"""Files of tensors: what they hold, and parts of it. A header that the file does not bear out is an error."""
+"""Files of safetensors: what they hold, and parts of it. A header that the file does not bear out is an error."""
 
 from __future__ import annotations
 
 import json
-import tokenize
-import zipfile
-import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +22,10 @@ DTYPES |= {"BF16": np.dtype(ml_dtypes.bfloat16), "BOOL": np.dtype(bool), "C64": 
 
 
 class Tensor(NamedTuple):
-    """A tensor of a file: its shape, the name of its dtype, and the file."""
+    """A tensor as a file or a run has it: its shape and the name of its dtype."""
 
     shape: tuple[int, ...]
     dtype: str
-    file: Path
 
 
 def damaged(path: Path, error: BaseException | str) -> ValueError:
@@ -39,29 +35,35 @@ def damaged(path: Path, error: BaseException | str) -> ValueError:
 
 
 class Safetensors:
-    """Files of safetensors: one, or those of an index."""
+    """The tensors of one file, or of those of an index."""
 
     def __init__(self, path: Path):
         needs_safetensors("load_params")
         self.path = path
-        files = indexed(path) if path.name.endswith(".json") else {path: None}
         self.tensors: dict[str, Tensor] = {}
-        self._open = {file: _opened(file) for file in files}
+        self._of: dict[str, tuple[Path, Any]] = {}  # for each tensor its file, which is open
+        files = _indexed(path) if path.name.endswith(".json") else {path: None}
         for file, wanted in files.items():
-            names = _tried(file, self._open[file].keys)
+            opened = _opened(file)
+            names = _tried(file, opened.keys)
             lacks = sorted({*(wanted or ())} - {*names})
             if lacks:
                 raise damaged(path, f"it says that {file.name!r} has the tensor {lacks[0]!r}, which it lacks")
             for name in names if wanted is None else wanted:
-                self.tensors[name] = _tensor(file, self._open[file], name)
+                found = _tried(file, lambda opened=opened, name=name: opened.get_slice(name))
+                kind = found.get_dtype()
+                self.tensors[name] = Tensor(tuple(found.get_shape()), str(DTYPES.get(kind, kind)))
+                self._of[name] = file, opened
 
     def read(self, name: str, ranges: Ranges) -> np.ndarray:
         """A part of a tensor, of which nothing else is read."""
-        file = self.tensors[name].file
-        if not ranges:
-            return np.asarray(_tried(file, lambda: self._open[file].get_tensor(name)))
+        file, opened = self._of[name]
         cut = tuple(slice(*each) for each in ranges)
-        return np.asarray(_tried(file, lambda: self._open[file].get_slice(name)[cut]))
+        read = (lambda: opened.get_slice(name)[cut]) if cut else (lambda: opened.get_tensor(name))
+        found = np.asarray(_tried(file, read))
+        if found.shape != tuple(last - first for first, last in ranges):
+            raise damaged(file, f"tensor {name!r} is not of the shape that it says")
+        return found
 
 
 def needs_safetensors(where: str) -> None:
@@ -78,12 +80,8 @@ def needs_safetensors(where: str) -> None:
         ) from error
 
 
-def indexed(path: Path) -> dict[Path, list[str]]:
-    """The files of an index, each with its tensors.
-
-    Raises:
-        ValueError: it is no index, or names a file in another directory.
-    """
+def _indexed(path: Path) -> dict[Path, list[str]]:
+    """The files of an index, each with its tensors; refuses files in another directory."""
     try:
         names = json.loads(path.read_text("utf-8"))["weight_map"].items()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -105,12 +103,6 @@ def _opened(file: Path) -> Any:
     return _tried(file, lambda: safe_open(file, framework="numpy").__enter__())
 
 
-def _tensor(file: Path, opened: Any, name: str) -> Tensor:
-    found = _tried(file, lambda: opened.get_slice(name))
-    kind = found.get_dtype()
-    return Tensor(tuple(found.get_shape()), str(DTYPES.get(kind, kind)), file)
-
-
 def _tried(file: Path, call: Any) -> Any:
     from safetensors import SafetensorError
 
@@ -118,59 +110,3 @@ def _tried(file: Path, call: Any) -> Any:
         return call()
     except (SafetensorError, OSError, ValueError, TypeError, OverflowError) as error:
         raise damaged(file, error) from error
-
-
-class Npz:
-    """A file of `np.savez`; it has no bfloat16, whose bits NumPy writes as `V2`."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.tensors: dict[str, Tensor] = {}
-        self._whole: tuple[str, Any] = ("", None)
-        try:
-            self._file = zipfile.ZipFile(path)
-            for member_name in self._file.namelist():
-                name = member_name.removesuffix(".npy")
-                with self._file.open(member_name) as member:
-                    shape, _, dtype = _npy_header(member)
-                if dtype.hasobject:
-                    raise ValueError(f"array {name!r} holds Python objects")
-                kind = "bfloat16" if dtype.str[1:] == "V2" else str(dtype)
-                self.tensors[name] = Tensor(shape, kind, path)
-        except _NOT_NPZ as error:
-            raise damaged(path, error) from error
-
-    def read(self, name: str, ranges: Ranges) -> np.ndarray:
-        """A part of an array; the last array that was read is kept whole."""
-        if self._whole[0] != name:
-            self._whole = name, self._array(name)
-        return self._whole[1][tuple(slice(*each) for each in ranges)]
-
-    def _array(self, name: str) -> np.ndarray:
-        shape, dtype, _ = self.tensors[name]
-        try:
-            with self._file.open(f"{name}.npy") as member:
-                _, fortran, stored = _npy_header(member)
-                size = int(np.prod(shape, dtype=object)) * stored.itemsize
-                data = member.read(size)  # no more than there is, whatever the header says
-                if len(data) != size or member.read(1):
-                    raise ValueError(f"array {name!r} must have {size} bytes; it has others")
-        except _NOT_NPZ as error:
-            raise damaged(self.path, error) from error
-        array = np.frombuffer(data, stored).reshape(shape, order="F" if fortran else "C")
-        return array.view(ml_dtypes.bfloat16) if dtype == "bfloat16" else array
-
-
-_NOT_NPZ = (
-    *(zipfile.BadZipFile, zlib.error, tokenize.TokenError, OSError, ValueError, KeyError, EOFError),
-    *(NotImplementedError, RuntimeError, SyntaxError, OverflowError),
-)
-
-
-def _npy_header(member: Any) -> tuple[tuple[int, ...], bool, np.dtype]:
-    version = np.lib.format.read_magic(member)
-    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    if version not in readers:
-        raise ValueError(f"version {version} of its arrays is not known")
-    shape, fortran, dtype = readers[version](member)
-    return shape, fortran, dtype

@@ -1,4 +1,4 @@
-"""Parameters from a run's checkpoints or a file of another library, onto any mesh and plan."""
+"""Parameters from a run's checkpoints or from safetensors, onto any mesh and plan."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import numpy as np
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.partitioning.storage import is_padded
-from shardkit.runtime.checkpoint.directory import named, steps_in
-from shardkit.runtime.checkpoint.portable import leaves_of
-from shardkit.runtime.checkpoint.record import RECORD, some
-from shardkit.runtime.weights.files import INDEX, Npz, Safetensors, damaged
-from shardkit.runtime.weights.names import Leaf, Names, Ranges, named_leaves, refuse_stored_as
-from shardkit.runtime.weights.stored import stored_from
-from shardkit.runtime.weights.trees import OrbaxTree, RunStep
+from shardkit.runtime.checkpoint.directory import directory_of, named, steps_in
+from shardkit.runtime.checkpoint.portable import Leaves, from_portable, leaves_of, to_read
+from shardkit.runtime.checkpoint.reading import find_step, read_arrays
+from shardkit.runtime.checkpoint.record import some
+from shardkit.runtime.weights.files import INDEX, Safetensors, Tensor
+from shardkit.runtime.weights.names import Leaf, Names, Ranges, named_leaves
 from shardkit.state import TrainState
 
 _WHERE = "load_params"
+_PARAMS = "params."
 
 
 @typed
@@ -37,16 +37,16 @@ def load_params(
 ) -> Any:
     """Loads parameters by name, without an optimizer, onto any mesh and plan; every process must call it.
 
-    A leaf is called by its path, `layers.query`, in safetensors and npz files as in a run.
+    A leaf is called by its path, `layers.query`, in files as in a run.
 
     Args:
-        path: a run's directory of checkpoints, or one of its steps; a .safetensors or .npz file; the index
-            `model.safetensors.index.json` of several .safetensors files, or a directory with one; or an orbax tree.
+        path: a run's directory of checkpoints; a .safetensors file; or the index `model.safetensors.index.json` of
+            several, or a directory with one of these.
         like: shapes, dtypes and shardings of the parameters: `init.abstract(params).params` of `make_train_step`,
             `evaluate.abstract(params)` of `make_eval_step`, or parameters themselves.
         step: of a run, by default the newest finished one.
-        names: what leaves are called in the file: a mapping of paths to names, or a function of the path. A StoredAs
-            says more: a tensor for each layer, dims in another order.
+        names: what leaves are called in files: a mapping of paths to names, or a function of the path. A StoredAs says
+            more: a tensor for each layer, dims in another order.
         partial: leave out what the file has beyond the parameters.
         cast: convert numbers of another floating dtype to that of `like`.
 
@@ -58,14 +58,14 @@ def load_params(
             shape or dtype.
         ImportError: the package that reads the file is not installed.
 
-    Cost: of .safetensors, each device's slices alone are read, once for all replicas on a process; of .npz, each
-        process reads every array of which it has a part; of a run and of an orbax tree, the shards of the process's
-        devices, and padded leaves whole.
+    Cost: each device's slices alone are read, once for all replicas on a process, and padded leaves whole. Programs
+        move the leaves that `like` stores padded or permuted, 64 MiB or one leaf at a time.
 
     Example:
         >>> import tempfile
-        >>> file = tempfile.mkdtemp() + "/weights.npz"
-        >>> np.savez(file, w=np.arange(8, dtype=np.float32))
+        >>> from safetensors.numpy import save_file
+        >>> file = tempfile.mkdtemp() + "/weights.safetensors"
+        >>> save_file({"w": np.arange(8, dtype=np.float32)}, file)
         >>> like = {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.NamedSharding(mesh, P("model")))}
         >>> params = sk.runtime.load_params(file, like)
         >>> params["w"].addressable_shards[1].data
@@ -78,67 +78,90 @@ def load_params(
         )
     leaves = leaves_of(_WHERE, like)
     source = _source(Path(path).absolute(), step)
+    if names is not None and isinstance(source, _RunStep):
+        raise ValueError(
+            f"load_params: names must be for files of other libraries; {named(source.path)} is a step of a run. Leave "
+            "them out, and call the leaves of like as the run does."
+        )
     stored = named_leaves(_WHERE, {name: x.shape for name, x in leaves.items()}, names)
     _check_names(source, stored, partial)
     for leaf in stored:
         _check_leaf(source, leaf, leaves[leaf.path], cast)
-    if not leaves:
-        return like
-    if isinstance(source, RunStep | OrbaxTree):
-        refuse_stored_as(_WHERE, stored, source.path)
-        loaded = source.load({leaf.name: leaves[leaf.path] for leaf in stored})
-        found = [_cast(loaded[leaf.name], leaves[leaf.path]) for leaf in stored]
-    else:
-        found = [_read(source, leaf, leaves[leaf.path]) for leaf in stored]
-    return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_padded), found)
+    loaded = source.load(leaves) if isinstance(source, _RunStep) else _load_files(source, stored, leaves)
+    return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_padded), [loaded[path] for path in leaves])
 
 
-def _source(path: Path, step: int | None) -> Safetensors | Npz | RunStep | OrbaxTree:
+class _RunStep:
+    """The parameters in a step of a run."""
+
+    def __init__(self, directory: Path, step: int | None):
+        self._directory = directory_of(_WHERE, directory)
+        self._step, _, records = find_step(_WHERE, self._directory, step)
+        self._records = {path: record for path, record in records.items() if path.startswith(_PARAMS)}
+        self.path = directory / str(self._step)
+        self.tensors = {
+            path.removeprefix(_PARAMS): Tensor(tuple(record["shape"]), record["dtype"])
+            for path, record in self._records.items()
+        }
+
+    def load(self, leaves: Leaves) -> Leaves:
+        """The leaves, read and checked in the dtype of the checkpoint."""
+        wanted = {_PARAMS + path: _in_dtype(x, self.tensors[path].dtype) for path, x in leaves.items()}
+        arrays = read_arrays(_WHERE, self._directory, self._step, to_read(wanted, self._records), self._records)
+        found = from_portable(arrays, wanted, self._records)
+        return {path: _cast(found[_PARAMS + path], x) for path, x in leaves.items()}
+
+
+def _load_files(source: Safetensors, stored: list[Leaf], leaves: Leaves) -> Leaves:
+    """The leaves, of which each device gets its part of the original form."""
+    wanted = {_PARAMS + path: x for path, x in leaves.items()}
+    reads = to_read(wanted, dict.fromkeys(wanted))
+    arrays = {_PARAMS + leaf.path: _array(source, leaf, reads[_PARAMS + leaf.path]) for leaf in stored}
+    return {path.removeprefix(_PARAMS): x for path, x in from_portable(arrays, wanted, {}).items()}
+
+
+def _array(source: Safetensors, leaf: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
+    read: dict[Ranges, np.ndarray] = {}  # once for all replicas
+
+    def shard(index: Any) -> np.ndarray:
+        ranges = tuple(piece.indices(size)[:2] for piece, size in zip(index, like.shape, strict=True))
+        if ranges not in read:
+            read[ranges] = leaf.part(source.read, ranges, like.dtype)
+        return read[ranges]
+
+    return jax.make_array_from_callback(like.shape, like.sharding, shard, dtype=like.dtype)
+
+
+def _source(path: Path, step: int | None) -> Safetensors | _RunStep:
     """What is at a path, opened.
 
     Raises:
         ValueError: nothing, or nothing that holds parameters.
     """
-    found: Any = None
+    if path.is_dir() and steps_in(path):
+        return _RunStep(path, step)
+    file = path
     if path.is_dir():
         indices, files = sorted(path.glob(f"*{INDEX}")), sorted(path.glob("*.safetensors"))
-        if (path / RECORD).exists() and path.name.isdigit() and int(path.name) in steps_in(path.parent):
-            found = _step_of(path)
-        elif steps_in(path):
-            return RunStep(path, step)
-        elif len(indices) == 1 or len(files) == 1:
-            found = Safetensors((indices or files)[0])
-        elif any((path / name).exists() for name in (RECORD, "_METADATA", "manifest.ocdbt")):
-            found = OrbaxTree(path)
-    elif path.is_file() and path.name.endswith((".safetensors", INDEX)):
-        found = Safetensors(path)
-    elif path.is_file() and path.suffix == ".npz":
-        found = Npz(path)
-    if found is None:
+        file = (indices or files)[0] if len(indices) == 1 or len(files) == 1 else path
+    if not file.is_file() or not file.name.endswith((".safetensors", INDEX)):
         what = "is not there" if not os.path.lexists(path) else "is none of them"
         raise ValueError(
-            "load_params: path must be a run's directory of checkpoints, a .safetensors or .npz file, a directory with "
-            f"one .safetensors file or index, or an orbax tree; {named(path)} {what}. Correct path."
+            "load_params: path must be a run's directory of checkpoints, a .safetensors file or index, or a directory "
+            f"with one of these; {named(path)} {what}. Correct path."
         )
     if step is not None:
         raise ValueError(
             f"load_params: step must be for a run's directory of checkpoints; got {step} for {named(path)}. Leave it "
             "out."
         )
-    return found
+    return Safetensors(file)
 
 
-def _step_of(path: Path) -> RunStep | OrbaxTree:
-    try:
-        return RunStep(path.parent, int(path.name))
-    except ValueError:
-        return OrbaxTree(path)  # a tree of orbax's, in a directory with a number for a name
-
-
-def _check_names(source: Any, stored: list[Leaf], partial: bool) -> None:
-    wanted = {name for leaf in stored for _, name in leaf.tensors()}
-    missing = [name for leaf in stored for _, name in leaf.tensors() if name not in source.tensors]
-    others = [name for name in source.tensors if name not in wanted]
+def _check_names(source: Safetensors | _RunStep, stored: list[Leaf], partial: bool) -> None:
+    wanted = [name for leaf in stored for _, name in leaf.tensors()]
+    missing = [name for name in wanted if name not in source.tensors]
+    others = [name for name in source.tensors if name not in {*wanted}]
     if missing:
         has = f" and has {some(others)} that like lacks" if others else ""
         raise ValueError(
@@ -151,18 +174,18 @@ def _check_names(source: Any, stored: list[Leaf], partial: bool) -> None:
         )
 
 
-def _check_leaf(source: Any, leaf: Leaf, x: Any, cast: bool) -> None:
+def _check_leaf(source: Safetensors | _RunStep, leaf: Leaf, x: Any, cast: bool) -> None:
     for _, name in leaf.tensors():
         found = source.tensors[name]
-        if tuple(found.shape) != leaf.tensor_shape:
+        if found.shape != leaf.tensor_shape:
             raise ValueError(
                 f"load_params: {named(source.path)} has tensor {name!r} of shape {list(found.shape)}; leaf "
                 f"{leaf.path!r} needs {list(leaf.tensor_shape)}. Build the parameters with the sizes of the file."
             )
-        if str(found.dtype) != str(x.dtype):
-            both = [_floating(dtype) for dtype in (found.dtype, x.dtype)]
-            remedy = "Pass cast=True to convert it." if all(both) else "Convert the file."
-            if not (all(both) and cast):
+        if found.dtype != str(x.dtype):
+            convertible = _floating(found.dtype) and _floating(x.dtype)
+            if not (convertible and cast):
+                remedy = "Pass cast=True to convert it." if convertible else "Convert the file."
                 raise ValueError(
                     f"load_params: {named(source.path)} has tensor {name!r} of dtype {found.dtype}; leaf "
                     f"{leaf.path!r} is {x.dtype}. {remedy}"
@@ -176,14 +199,9 @@ def _floating(dtype: Any) -> bool:
         return False
 
 
-def _read(source: Safetensors | Npz, leaf: Leaf, x: Any) -> Any:
-    def read(name: str, ranges: Ranges) -> np.ndarray:
-        found = source.read(name, ranges)
-        if found.shape != tuple(last - first for first, last in ranges):
-            raise damaged(source.path, f"tensor {name!r} is not of the shape that it says")
-        return found.astype(x.dtype, copy=False)
-
-    return stored_from(x, lambda ranges: leaf.part(read, ranges, x.dtype))
+def _in_dtype(x: Any, dtype: str) -> Any:
+    """A leaf of that dtype, as stored on the devices."""
+    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, dtype, sharding=array.sharding), x)
 
 
 def _cast(found: Any, x: Any) -> Any:

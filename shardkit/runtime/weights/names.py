@@ -6,14 +6,13 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardkit._check import counted, quoted
 from shardkit._typed import typed
 from shardkit.models.transformer import Config
+from shardkit.runtime.checkpoint.record import some
 
 Ranges = tuple[tuple[int, int], ...]
 Read = Callable[[str, Ranges], np.ndarray]
@@ -111,8 +110,8 @@ def named_leaves(where: str, shapes: Mapping[str, tuple[int, ...]], names: Names
         unknown = [path for path in names if path not in shapes]
         if unknown:
             raise ValueError(
-                f"{where}: names must be for leaves of the parameters; got {quoted(unknown[:3])}, and the leaves are "
-                f"{_some(list(shapes))}. Correct names."
+                f"{where}: names must be for leaves of the parameters, {some([*shapes])}; got {some(unknown)} besides. "
+                "Correct names."
             )
     found = [_leaf(where, path, shape, names) for path, shape in shapes.items()]
     owners: dict[str, str] = {}
@@ -125,20 +124,6 @@ def named_leaves(where: str, shapes: Mapping[str, tuple[int, ...]], names: Names
                 )
             owners[name] = leaf.path
     return found
-
-
-def refuse_stored_as(where: str, leaves: Sequence[Leaf], path: Path) -> None:
-    """Refuses what an orbax tree cannot have: tensors for single layers, or dims in another order.
-
-    Raises:
-        ValueError: with the leaf's path.
-    """
-    for leaf in leaves:
-        if leaf.apart or leaf.dims != tuple((dim,) for dim in range(len(leaf.shape))):
-            raise ValueError(
-                f"{where}: a StoredAs must be for .safetensors and .npz files; leaf {leaf.path!r} has one, and "
-                f"{str(path)!r} is not such a file. Give its name alone."
-            )
 
 
 def _leaf(where: str, path: str, shape: tuple[int, ...], names: Names | None) -> Leaf:
@@ -165,11 +150,6 @@ def _leaf(where: str, path: str, shape: tuple[int, ...], names: Names | None) ->
             "without dims they are in order."
         )
     return Leaf(path, shape, given.name, dims, apart)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {counted(len(names) - 3, 'more', '')}" if len(names) > 3 else ""
-    return quoted(names[:3]) + more
 
 
 _LAYER = "model.layers.{}."

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import optax
 import pytest
 
 import shardkit as sk
-from shardkit.jobs.monitor.guard import Deadlines, check_phase, check_step
+from shardkit.jobs.monitor.guard import Deadlines, Guard
 from shardkit.runtime.checkpoint.checkpoints import Checkpoints
 from support import jobs
 from support.commands import command, environment
@@ -280,13 +281,13 @@ def test_a_process_without_standard_streams():
 
 def test_guard_errors():
     with pytest.raises(TypeError) as error:
-        check_step(print)
+        Guard.watch(SimpleNamespace(), print)
     assert str(error.value) == (
         "guard: watch takes a jitted step, which has a method lower; got <built-in function print>. Pass the step of "
         "make_train_step, or a function under jax.jit."
     )
     with pytest.raises(ValueError) as error:
-        check_phase("sleep")
+        Guard.phase(SimpleNamespace(), "sleep")
     assert str(error.value) == (
         "guard: a phase must have a deadline; got 'sleep'. Pass one of 'compile', 'step', 'save', 'data', 'evaluate'."
     )

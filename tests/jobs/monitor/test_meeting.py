@@ -12,9 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shardkit.jobs.monitor import hello, rendezvous
-from shardkit.jobs.monitor.hello import Hello, Refused
-from shardkit.jobs.monitor.rendezvous import meet
+from shardkit.jobs.monitor import rendezvous
+from shardkit.jobs.monitor.rendezvous import Hello, Refused, meet
 from shardkit.runtime.channel import client
 from shardkit.runtime.channel.place import Place, bind_address
 from shardkit.runtime.channel.wire import plain
@@ -77,7 +76,7 @@ def strange(port, *lines):
 
 def forged(token="guessed", **changed):
     """The introduction of process 1 of 3 as somebody without the token makes it up."""
-    message = hello.hello_message(Hello(1, 3, HOST, "127.0.0.1", True, "0" * 32), token)
+    message = rendezvous.hello_message(Hello(1, 3, HOST, "127.0.0.1", True, "0" * 32), token)
     return json.dumps({**message, **changed}).encode() + b"\n"
 
 
@@ -213,7 +212,7 @@ def test_who_pretends_to_be_process_0_is_not_believed(token):
                 with connection:
                     connection.recv(1 << 16)
                     for message in ({"welcome": True}, {"refused": "\x1b[2J"}, {"missing": [1]}, {"missing": ["x"]}):
-                        line = json.dumps(hello.signed(message, token)).encode() + b"\n"
+                        line = json.dumps(rendezvous.signed(message, token)).encode() + b"\n"
                         connection.sendall(line)
 
         threading.Thread(target=answers, daemon=True).start()
@@ -280,8 +279,8 @@ def test_no_message_of_a_stranger_has_an_effect(messages):
 def test_an_introduction_beyond_its_limits_is_none(wrong):
     """Of a job without a token, too, in which whoever comes can sign: number 7 of 3 would have been counted as come."""
     right = Hello(2, 3, "host", "10.0.0.1", True, "0" * 32)
-    assert hello.parse_hello(hello.hello_message(right, ""), "") == right
-    assert hello.parse_hello(hello.hello_message(right._replace(**wrong), ""), "") == ""
+    assert rendezvous.parse_hello(rendezvous.hello_message(right, ""), "") == right
+    assert rendezvous.parse_hello(rendezvous.hello_message(right._replace(**wrong), ""), "") == ""
 
 
 def test_a_line_without_an_end_costs_little():
@@ -342,8 +341,8 @@ def test_who_says_nothing_has_to_go(limit, at_most, monkeypatch):
 def test_text_of_others_cannot_forge_lines():
     assert plain("node\n[0] step 9 loss 0.0\x1b[2J\ud800") == "node\\n[0] step 9 loss 0.0\\x1b[2J\\ud800"
     assert len(plain("x" * 10**6)) == 2000
-    message = hello.hello_message(Hello(1, 2, "a\nb", "", True, "0" * 32), "")
-    assert hello.parse_hello(message, "").host == "a\\nb"
+    message = rendezvous.hello_message(Hello(1, 2, "a\nb", "", True, "0" * 32), "")
+    assert rendezvous.parse_hello(message, "").host == "a\\nb"
 
 
 def test_the_smallest_address_is_listened_on():
@@ -357,4 +356,4 @@ def test_the_smallest_address_is_listened_on():
 
 def test_a_name_that_is_no_host_name_is_an_introduction_too(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "n" * 64)  # gethostbyname raises a UnicodeError
-    assert hello.own_hello(Place("", 0, 1, 2, 1.0, True)).address == ""
+    assert rendezvous.own_hello(Place("", 0, 1, 2, 1.0, True)).address == ""

@@ -30,7 +30,7 @@ from shardkit.runtime.channel.recorder import (
     _status_at,
 )
 from shardkit.runtime.channel.wire import Lines, as_line, encoded
-from shardkit.runtime.checkpoint.orbax_io import SaveProgress
+from shardkit.runtime.checkpoint.orbax_io import Saving
 
 pytestmark = pytest.mark.check
 
@@ -277,8 +277,10 @@ def test_a_part_is_told_while_its_process_waits_for_the_others(tmp_path, monkeyp
             time.sleep(0.001)
         seen.append(wanted)
 
-    part = SaveProgress().of(SimpleNamespace(result=lambda: end.wait(10)))
-    part.ends_with([SimpleNamespace(result=lambda write=write: write.wait(10)) for write in writes])
+    part = Saving(
+        SimpleNamespace(result=lambda: end.wait(10)),
+        [SimpleNamespace(result=lambda write=write: write.wait(10)) for write in writes],
+    )
     recorder.enter("save", 5)
     waiting = threading.Thread(target=part.result)
     waiting.start()
@@ -293,10 +295,8 @@ def test_a_part_is_told_while_its_process_waits_for_the_others(tmp_path, monkeyp
     recorder.enter("step", 6)
     part.result()  # no phase of a save: nothing to tell
     phase("step")
-    failed = SaveProgress().of(SimpleNamespace(result=lambda: phase("save")))
-    failed.ends_with([SimpleNamespace(result=lambda: 1 / 0)])
     recorder.enter("save", 6)
-    failed.result()
+    Saving(SimpleNamespace(result=lambda: phase("save")), [SimpleNamespace(result=lambda: 1 / 0)]).result()
     assert seen == ["save", "commit", "save", "step", "save"]
 
 

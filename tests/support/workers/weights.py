@@ -9,7 +9,7 @@ import numpy as np
 
 import shardkit as sk
 from shardkit.runtime import load_params, save_params
-from shardkit.runtime.weights import files, stored
+from shardkit.runtime.weights import files, save
 
 cluster = sk.runtime.initialize(timeout=30)
 from support.checkpoint_rows import make, params  # which starts the devices
@@ -25,14 +25,12 @@ def noted(self, name, ranges):
 
 
 files.Safetensors.read = noted
-stored._PIECE_BYTES = 100  # several pieces for each leaf
+save._PIECE_BYTES = 100  # several pieces for each leaf
 loaded = load_params(directory / "a.safetensors", make(row).init.abstract(params()).params)
 saw = {"read": sum(read), "all": sum(x.size for x in jax.tree.leaves(params()))}
 save_params(directory / "files", loaded)
-save_params(directory / "tree", loaded, format="orbax")
-again = load_params(directory / "tree", make(other).init.abstract(params()).params)
+again = load_params(directory / "files", make(other).init.abstract(params()).params)
 save_params(directory / "one.safetensors", again)
-save_params(directory / "one.npz", again)
 names = lambda name: f"{name}.{{}}" if name.startswith("layers.") else name  # noqa: E731
 save_params(directory / "layers", again, names=names, file_bytes=300)
 half = load_params(directory / "a.safetensors", make("tp").init.abstract(params()).params)
