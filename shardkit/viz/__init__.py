@@ -6,13 +6,12 @@ what describes meshes and arrays as text.
 
 from shardkit.viz.bench import results
 from shardkit.viz.curves import losses
-from shardkit.viz.gantt import overlap
 from shardkit.viz.layouts import tree
 from shardkit.viz.memories import memory, zero_memory
 from shardkit.viz.places import array, mesh
 from shardkit.viz.rooflines import roofline
 from shardkit.viz.schedule import Box, boxes, draw, facts, figure, in_flight, title
-from shardkit.viz.traffic import census
+from shardkit.viz.traffic import census, overlap
 
 __all__ = [
     "Box",

@@ -16,7 +16,6 @@ from shardkit.analysis.hlo.compute import NO_WORK, Work
 from shardkit.analysis.hlo.differences import account, changed, grouped
 from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.time_model import clock_of
-from shardkit.analysis.hlo.timeline import NOTHING, Timeline, timeline_of
 from shardkit.analysis.hlo.topology import Topology, device_memory, device_of, parse_topology
 from shardkit.analysis.jaxpr.census import Census, Row, census_of
 from shardkit.layout import table
@@ -45,7 +44,6 @@ class Report:
         compile_seconds: time in the compiler.
         compiler_rss: peak memory of the compiler's process, bytes.
         versions: of jax and the compiler.
-        timeline: when compute and collectives run, by the model; empty when the compiler refused.
     """
 
     topology: str
@@ -61,7 +59,6 @@ class Report:
     compile_seconds: float = 0.0
     compiler_rss: int = 0
     versions: dict[str, str] = field(default_factory=dict)
-    timeline: Timeline = NOTHING
 
     @property
     def available(self) -> int:
@@ -123,7 +120,7 @@ class Report:
         data["rows"] = tuple(CompiledRow(**read_row(r)) for r in data["rows"])
         data["census"] = Census(tuple(Row(**read_row(r)) for r in data["census"]))
         data["compute"] = Work(**data["compute"])
-        data["timeline"] = Timeline.from_json(data.get("timeline", NOTHING))  # older files have none
+        data.pop("timeline", None)  # of an older file
         return Report(**data)
 
     def compare(self, other: Report) -> str:
@@ -214,7 +211,6 @@ def report_of(
         memory=memory,
         rows=collectives_of(module, mesh, clock),
         compute=total_work(module, clock),
-        timeline=timeline_of(module, mesh, clock),
         compile_seconds=answer["seconds"],
         compiler_rss=answer["rss"],
         versions=dict(answer["versions"]),
