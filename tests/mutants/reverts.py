@@ -64,8 +64,8 @@ REVERTS = (
     (
         "cached-program-saved",
         "shardkit/analysis/hlo/saved.py",
-        'if about["platform"] == "cpu" and cache and',
-        'if about["platform"] == "axon" and cache and',
+        'if on == "cpu" and cache and',
+        'if on == "axon" and cache and',
     ),
     (
         "lazy-leaf-unsealed",
