@@ -243,7 +243,7 @@ def builders():
         (planner.table, {"candidates": []}),
         (cost.activation_memory, rooms | {"heads": 2}),
         (cost.model_activation_memory, rooms | {"layers": 2, "heads": 2}),
-        *((each, {"stages": 2, "microbatches": 4}) for each in (cost.bubble, cost.bubble_time, cost.in_flight)),
+        (cost.bubble, {"stages": 2, "microbatches": 4}),
         (cost.bus_factor, {"op": "all_reduce", "n": 4}),
         (cost.chip, {"name": "v5e"}),
         *(
@@ -258,11 +258,6 @@ def builders():
         (cost.roofline, {"flops": 1.0, "bytes": 1.0, "chip": "v5e"}),
         (cost.mfu, {"flops": 1.0, "seconds": 1.0, "peak": 1.0}),
         (cost.collective_time, {"kind": "all_reduce", "size": 8, "n": 4, "bandwidth": 1.0}),
-        (
-            cost.hierarchical_time,
-            {"kind": "all_reduce", "size": 8, "inner": 2, "outer": 2, "inner_bandwidth": 1.0, "outer_bandwidth": 1.0},
-        ),
-        (cost.torus_time, {"kind": "all_reduce", "size": 8, "sizes": (2, 2), "bandwidth": 1.0}),
         (cost.wire, {"kind": "all_reduce", "size": 8, "n": 4}),
         (cost.context_volume, rooms | {"ways": 2}),
         (cost.expert_volume, {"tokens": 8, "hidden": 8, "ways": 2}),
