@@ -78,10 +78,8 @@ UNWALKED = {
     "viz.traffic.overlap": "of a report, which aot.compile gives; tests/viz/test_traffic.py has its sentences",
     "viz.rooflines.roofline": "of what others return; tests/viz/test_rooflines.py has its sentences",
     "viz.memories.memory": "of what others return; tests/viz/test_memories.py has its sentences",
-    "viz.schedule.boxes": "of a timeline, which simulate gives",
     "viz.schedule.facts": "of a timeline, which simulate gives",
     "viz.schedule.figure": "of a timeline, which simulate gives",
-    "viz.schedule.in_flight": "of a timeline, which simulate gives",
     "viz.schedule.title": "of a schedule",
 }
 

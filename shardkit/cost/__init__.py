@@ -5,7 +5,7 @@ Start with `collectives.py`. A new chip is one row in `hardware.py`. Imports arg
 
 from shardkit.cost.activations import activation_memory, model_activation_memory
 from shardkit.cost.collectives import Traffic, bus_factor, wire
-from shardkit.cost.crossovers import Link, Links, bucket_bytes, faster_from, links, ring_from, scatter_from
+from shardkit.cost.crossovers import Link, Links, bucket_bytes, links, ring_from, scatter_from
 from shardkit.cost.hardware import Chip, chip, chip_of, chips, group_bandwidth
 from shardkit.cost.pipeline import bubble
 from shardkit.cost.quantization import quantization_error, quantized_bytes
@@ -35,7 +35,6 @@ __all__ = [
     "critical_intensity",
     "data_parallel_batch",
     "expert_volume",
-    "faster_from",
     "group_bandwidth",
     "links",
     "mfu",

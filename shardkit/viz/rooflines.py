@@ -15,7 +15,9 @@ from shardkit._typed import typed
 from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.hlo.topology import device_of, parse_topology
 from shardkit.cost import Chip, Roofline, chip, critical_intensity
-from shardkit.viz.style import INK, LETTER, MUTED, SMALL, file_of, look, page, saved, stroked
+from shardkit.viz.style import INK, LETTER, MUTED, SMALL, blank, file_of, heading, look, saved, stroked
+
+_LEFT, _WIDE, _BELOW, _TALL, _TOP = 0.85, 4.6, 0.5, 2.8, 0.75  # inches
 
 
 class Point(NamedTuple):
@@ -64,7 +66,10 @@ def roofline(computations: Mapping[str, Any], chip: Any = None, *, output: str |
             name: f"{name}: {p.flops_per_second / where.flops:.0%} of peak, {p.bound}" for name, p in found.items()
         }
         right = 0.9 * LETTER * max(map(len, names.values()), default=0) + 0.5
-        picture, axes = page(f"roofline of {where.name}", note, width=4.6, height=2.8, left=0.85, right=right)
+        across, up = _LEFT + _WIDE + right, _BELOW + _TALL + _TOP
+        picture = blank(across, up, f"roofline of {where.name}: {note}")
+        heading(picture, f"roofline of {where.name}", note)
+        axes = picture.add_axes((_LEFT / across, _BELOW / up, _WIDE / across, _TALL / up))
         every = [*(point.intensity for point in found.values()), ridge]
         low, high = min(every) / 4, max(every) * 4
         xs = [low, ridge, high]
