@@ -9,7 +9,7 @@ from shardkit.cost.crossovers import Link, Links, bucket_bytes, links, ring_from
 from shardkit.cost.hardware import Chip, chip, chip_of, chips, group_bandwidth
 from shardkit.cost.pipeline import bubble
 from shardkit.cost.quantization import quantization_error, quantized_bytes
-from shardkit.cost.rooflines import Roofline, critical_intensity, data_parallel_batch, roofline, tensor_parallel_ways
+from shardkit.cost.rooflines import Roofline, roofline
 from shardkit.cost.times import collective_time
 from shardkit.cost.transformer import mfu, transformer_flops, transformer_parameters
 from shardkit.cost.volumes import Volume, context_volume, expert_volume, tensor_volume
@@ -32,8 +32,6 @@ __all__ = [
     "chips",
     "collective_time",
     "context_volume",
-    "critical_intensity",
-    "data_parallel_batch",
     "expert_volume",
     "group_bandwidth",
     "links",
@@ -44,7 +42,6 @@ __all__ = [
     "ring_from",
     "roofline",
     "scatter_from",
-    "tensor_parallel_ways",
     "tensor_volume",
     "transformer_flops",
     "transformer_parameters",

@@ -14,7 +14,7 @@ from shardkit._kinds import short
 from shardkit._typed import typed
 from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.hlo.topology import device_of, parse_topology
-from shardkit.cost import Chip, Roofline, chip, critical_intensity
+from shardkit.cost import Chip, Roofline, chip
 from shardkit.viz.style import INK, LETTER, MUTED, SMALL, blank, file_of, heading, look, saved, stroked
 
 _LEFT, _WIDE, _BELOW, _TALL, _TOP = 0.85, 4.6, 0.5, 2.8, 0.75  # inches
@@ -59,7 +59,7 @@ def roofline(computations: Mapping[str, Any], chip: Any = None, *, output: str |
     path = file_of("viz.roofline", output)
     where = _chip_of(computations, chip)
     found = points(computations)
-    ridge = critical_intensity(where)
+    ridge = where.flops / where.hbm_bandwidth
     with look():
         note = f"{where.flops / 1e12:,.0f} TFLOP/s, {where.hbm_bandwidth / 1e9:,.0f} GB/s of memory"
         names = {
@@ -127,8 +127,8 @@ def _point(name: str, given: Any) -> Point:
 
 
 def _bound(report: Report, flops: int, size: int) -> str:
-    critical = critical_intensity(device_of(parse_topology(report.topology)))
-    return "compute bound" if _over(flops, size) >= critical else "memory bound"
+    device = device_of(parse_topology(report.topology))
+    return "compute bound" if _over(flops, size) >= device.flops / device.hbm_bandwidth else "memory bound"
 
 
 def _over(amount: float, other: float) -> float:

@@ -246,14 +246,10 @@ def builders():
         (cost.bubble, {"stages": 2, "microbatches": 4}),
         (cost.bus_factor, {"op": "all_reduce", "n": 4}),
         (cost.chip, {"name": "v5e"}),
-        *(
-            (each, {"chip": "v5e"})
-            for each in (cost.links, cost.critical_intensity, cost.data_parallel_batch, cost.group_bandwidth)
-        ),
+        *((each, {"chip": "v5e"}) for each in (cost.links, cost.group_bandwidth)),
         (cost.ring_from, {"link": cost.Link(1e-6, 1e9), "columns": 8, "flops": 1e12}),
         (cost.scatter_from, {"link": cost.Link(1e-6, 1e9), "n": 4}),
         (cost.bucket_bytes, {"link": cost.Link(1e-6, 1e9), "n": 4}),
-        (cost.tensor_parallel_ways, {"chip": "v5e", "ffn": 64}),
         (cost.roofline, {"flops": 1.0, "bytes": 1.0, "chip": "v5e"}),
         (cost.mfu, {"flops": 1.0, "seconds": 1.0, "peak": 1.0}),
         (cost.collective_time, {"kind": "all_reduce", "size": 8, "n": 4, "bandwidth": 1.0}),
