@@ -86,7 +86,7 @@ def overlap(report: Any, *, output: str | Path | None = None) -> Any:
     path = file_of("viz.overlap", output)
     several = report if isinstance(report, Mapping) else {"": report}
     bars = [bar for name, each in several.items() for bar in spent(str(name), each)]
-    note = "; ".join(": ".join(filter(None, [str(name), hidden(each)])) for name, each in several.items())
+    note = "; ".join(": ".join(filter(None, [str(name), exposed(each)])) for name, each in several.items())
     with look():
         picture = stacked(
             "overlap of collectives with compute",
@@ -120,13 +120,10 @@ def spent(name: str, report: Any) -> list[Bar]:
     return bars
 
 
-def hidden(report: Report) -> str:
-    """How long a step takes, and how much of its collectives compute hides, in words."""
-    wire, exposed = report.wire_seconds, report.exposed_seconds
-    text = f"{duration(report.compute.seconds + exposed)}: compute {duration(report.compute.seconds)}"
-    if not wire:
-        return f"{text}, no collectives"
-    return f"{text}, exposed {duration(exposed)} of {duration(wire)} of collectives, {1 - exposed / wire:.0%} hidden"
+def exposed(report: Report) -> str:
+    """How long a step takes, and how long it waits for collectives, in words."""
+    waits = f"exposed {duration(report.exposed_seconds)} of {duration(report.wire_seconds)} of collectives"
+    return f"{duration(report.compute.seconds + report.exposed_seconds)}, {waits if report.rows else 'no collectives'}"
 
 
 def _seconds_on(axis: Any, most: float) -> None:

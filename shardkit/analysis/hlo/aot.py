@@ -66,7 +66,7 @@ def compile(
         timeout: time limit for the compiler, seconds.
 
     Returns:
-        Report: print it, read its fields, `.to_json()`, `.compare(other)`. A program that does not fit the memory of
+        Report: print it, read its fields, `.to_json()`. A program that does not fit the memory of
         the chip gives a report too, with `fits` False and the compiler's number. `topology_devices` says how to keep
         the program.
 

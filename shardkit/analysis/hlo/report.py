@@ -99,7 +99,7 @@ class Report:
         return account(self.census, self.rows) if self.memory else []
 
     def to_json(self) -> str:
-        """Everything in the report, with the derived figures; `from_json` reads it back."""
+        """Everything in the report, with the derived figures."""
         data = asdict(self) | {
             "rows": [plain_row(r) for r in self.rows],
             "census": [plain_row(r) for r in self.census.rows],
@@ -110,35 +110,6 @@ class Report:
         if self.memory:
             derived |= {"held": self.memory.held, "peak": self.memory.peak}
         return json.dumps(data | {"derived": derived}, indent=1)
-
-    @staticmethod
-    def from_json(text: str) -> Report:
-        """The report that `to_json` wrote."""
-        data: dict[str, Any] = json.loads(text)
-        data.pop("derived")
-        data["memory"] = data["memory"] and Memory(**data["memory"])
-        data["rows"] = tuple(CompiledRow(**read_row(r)) for r in data["rows"])
-        data["census"] = Census(tuple(Row(**read_row(r)) for r in data["census"]))
-        data["compute"] = Work(**data["compute"])
-        data.pop("timeline", None)  # of an older file
-        return Report(**data)
-
-    def compare(self, other: Report) -> str:
-        """The figures of two reports side by side, and every kind of collective in either."""
-        lines: list[tuple[str, ...]] = [("", str(self.topology), str(other.topology))]
-        for name, of in _FIGURES.items():
-            mine, theirs = of(self), of(other)
-            lines.append((name, mine, theirs))
-        keys = sorted({(r.kind, r.axes) for r in (*self.rows, *other.rows)})
-        for kind, axes in keys:
-            sides = []
-            for report in (self, other):
-                rows = [r for r in report.rows if (r.kind, r.axes) == (kind, axes)]
-                together = sum(r.times for r in rows if r.asynchronous)
-                total = sum((r.total for r in rows), Fraction(0))
-                sides.append(f"{sum(r.times for r in rows)} x, {together} overlapped, {size(total)}")
-            lines.append((f"{kind} over {','.join(axes)}", *sides))
-        return table(lines)
 
     def __str__(self) -> str:
         versions = ", ".join(f"{k} {v.splitlines()[0]}" for k, v in self.versions.items())
