@@ -107,8 +107,9 @@ def load(path: str | os.PathLike[str]) -> Callable[..., Any]:
             f"{ours}. Compile it here, and save that."
         )
     try:
+        code, in_tree, out_tree = pickle.loads(executable)
         run = serialize_executable.deserialize_and_load(
-            *pickle.loads(executable), backend=devices[0].client, execution_devices=devices
+            code, in_tree, out_tree, backend=devices[0].client, execution_devices=devices
         )
     except Exception as error:  # jax, pickle and the modules that it imports have many
         raise ValueError(
