@@ -17,6 +17,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
+from benchmarks.functions import measure_functions
 from benchmarks.start import start
 from shardkit import bench
 
@@ -81,11 +82,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = start(__doc__, argv, devices=1)
     rounds = 1 if options.smoke else options.rounds or 3
     modules = {f"import {module}": partial(imported, module) for module in ("jax", "shardkit", "shardkit.cost")}
-    bench.report(bench.measure_functions("building", "imports", modules, rounds=rounds), options.json)
+    bench.report(measure_functions("building", "imports", modules, rounds=rounds), options.json)
     for name, row in ROWS.items():
-        records = bench.measure_functions(
-            "building", name, {name: partial(traced_afresh, row, options.smoke)}, rounds=rounds
-        )
+        records = measure_functions("building", name, {name: partial(traced_afresh, row, options.smoke)}, rounds=rounds)
         bench.report(records, options.json)
 
 

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
+from benchmarks.functions import measure_functions
 from benchmarks.start import start
 from shardkit import bench
 from shardkit._platform import leave_out_idle_tpu
@@ -187,7 +188,7 @@ def measured(parts: Parts, rounds: int) -> tuple[float, float, float]:
     (compute, of_compute), (communication, of_communication) = parts.alone
     pairs = {"compute": (compute, of_compute), "communication": (communication, of_communication)}
     functions = {name: ready(*pair) for name, pair in (pairs | {"together": (parts.together, parts.args)}).items()}
-    found = bench.measure_functions("overlap", "", functions, rounds=rounds)
+    found = measure_functions("overlap", "", functions, rounds=rounds)
     one, other, both = (record["wall_us_median"] for record in found)
     return one, other, both
 

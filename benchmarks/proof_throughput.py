@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import hypothesis
 import numpy as np
 
+from benchmarks.functions import measure_functions
 from benchmarks.start import start
 from shardkit import bench
 from shardkit.testing import Chain, emulate, programs
@@ -48,9 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     asked = 3 if options.smoke else options.calls or 300
     prove(1)  # what is paid once: imports, the first compilation
     row = f"{asked} random programs, emulated"
-    records = bench.measure_functions(
-        "proof_throughput", row, {"prove": lambda: prove(asked)}, rounds=options.rounds or 1
-    )
+    records = measure_functions("proof_throughput", row, {"prove": lambda: prove(asked)}, rounds=options.rounds or 1)
     bench.report(records, options.json)
     [record] = records
     wall, cpu = (asked / record[f"{clock}_us_median"] * 1e6 for clock in ("wall", "cpu"))

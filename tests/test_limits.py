@@ -25,16 +25,16 @@ LIMITS = {
     "schedules *": 1350,
     "strategies *": 800,
     "testing *": 3250,
-    "analysis": 6550,
-    "bench": 2750,
+    "analysis": 6150,
+    "bench": 2650,
     "cli": 2500,
-    "cost": 2000,
+    "cost": 1550,
     "jobs": 2250,
     "models": 750,
     "planner": 650,
     "reporting": 1000,
     "runtime": 5150,
-    "viz": 2150,
+    "viz": 1900,
     "": 4500,  # the modules of the package itself: meshes, keys, the builder of steps
 }
 

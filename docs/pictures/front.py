@@ -11,6 +11,7 @@ import optax
 
 import shardkit as sk
 from shardkit.models import transformer
+from shardkit.viz.schedule import boxes
 
 SIZES = {"data": 2, "stage": 4, "model": 2}
 ROWS, TOKENS = 16, 2048
@@ -64,7 +65,7 @@ def timeline(x: float, y: float, width: float, row: float) -> list[str]:
     for device in range(SCHEDULE.devices):
         out.append(rect("idle", x, y + device * row, width, row - 5))
         out.append(text("soft", x - 8, y + device * row + row / 2 + 2, f"stage {device}", "end"))
-    for box in sk.viz.boxes(SCHEDULE, simulated):
+    for box in boxes(SCHEDULE, simulated):
         left, top = x + box.begin * unit, y + box.device * row + box.top * (row - 5)
         wide, high = box.length * unit, box.height * (row - 5)
         out.append(rect(box.action.op, left + 0.5, top + 0.5, wide - 1, high - 1))

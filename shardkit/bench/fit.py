@@ -165,7 +165,7 @@ def crossovers(records: Sequence[Record]) -> list[Crossover]:
         whole = {impl: way for impl, each in ways.items() if (way := _whole(each)) is not None}
         if "lax" in whole:
             rest = {impl: way for impl, way in whole.items() if impl != "lax"}
-            out += [Crossover(op, axes, impl, cost.faster_from(whole["lax"], way)) for impl, way in rest.items()]
+            out += [Crossover(op, axes, impl, _faster_from(whole["lax"], way)) for impl, way in rest.items()]
     return out
 
 
@@ -213,6 +213,14 @@ def _link(records: Sequence[Record]) -> cost.Link:
             f"{max(r['written_bytes'] for r in records):,.0f} bytes. Measure larger sizes."
         )
     return cost.Link(fit.latency, fit.bandwidth, f"measured on {records[-1]['environment']['date'][:10]}")
+
+
+def _faster_from(first: cost.Link, second: cost.Link) -> float:
+    """The bytes from which the second of two ways is faster; 0 where it always is, infinite where it never is."""
+    gained, lost = 1 / first.bandwidth - 1 / second.bandwidth, second.latency - first.latency
+    if gained > 0:
+        return max(0.0, lost / gained)
+    return 0.0 if lost < 0 and gained == 0 else math.inf
 
 
 def _whole(records: Sequence[Record]) -> cost.Link | None:

@@ -8,10 +8,8 @@ are compared with what is expected, outside the timed part: a row whose cases ar
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -99,51 +97,6 @@ def midmean(values: np.ndarray) -> Any:
     """The mean of the middle half, along the last dim."""
     ordered, n = np.sort(values, axis=-1), np.shape(values)[-1]
     return np.mean(ordered[..., n // 4 : n - n // 4], axis=-1)
-
-
-def measure_functions(
-    benchmark: str, row: str, functions: Mapping[str, Callable[[], Any]], *, rounds: int = 5
-) -> list[Record]:
-    """Measures Python functions whole, such as traces and imports; the first one is the baseline.
-
-    CPU time is that of this process and of the child processes that a function starts and waits for.
-
-    Args:
-        benchmark: the name of the benchmark, for the records.
-        row: what is done.
-        functions: by name; each is called once a round, and what it returns is waited for.
-        rounds: how often.
-
-    Returns:
-        One record per function, as `measure` returns them, in microseconds a call.
-
-    Raises:
-        ValueError: no functions.
-
-    Example:
-        >>> [record] = sk.bench.measure_functions("sorting", "8 numbers", {"sorted": lambda: sorted(range(8))})
-        >>> record["rounds"], record["case"]
-        (5, 'sorted')
-    """
-    if not functions:
-        raise ValueError("measure_functions: functions must not be empty. Pass at least one by name.")
-    samples: list[dict[str, Sample]] = []
-    calibrations: list[float] = []
-    for results in interleaved({name: partial(_whole, function) for name, function in functions.items()}, rounds):
-        samples.append(results)
-        calibrations.append(round(calibration(), 1))
-    return recorded(benchmark, row, samples, calibrations, {"mode": "function", "calls": 1}, {})
-
-
-def _whole(function: Callable[[], Any]) -> Sample:
-    wall, cpu = time.perf_counter(), _cpu_seconds()
-    jax.block_until_ready(function())
-    return Sample((time.perf_counter() - wall) * 1e6, (_cpu_seconds() - cpu) * 1e6)
-
-
-def _cpu_seconds() -> float:
-    times = os.times()
-    return time.process_time() + times.children_user + times.children_system
 
 
 def recorded(
@@ -284,25 +237,13 @@ def measure(
     return recorded(benchmark, row, samples, calibrations, shared, own)
 
 
-def disagreement(value: Any, reference: Any) -> tuple[float, str]:
-    """The largest difference of two pytrees, relative to the largest element of the reference's leaf, and its path.
-
-    Args:
-        value: a pytree of arrays.
-        reference: what it should be.
+def difference(value: Any, reference: Any, tolerance: float) -> tuple[float, str, int]:
+    """How far a pytree of arrays is from a reference.
 
     Returns:
-        (difference, path). The difference is infinite where a leaf is missing, has another shape, or is not finite.
-
-    Example:
-        >>> sk.bench.disagreement({"a": np.array([2.0, 4.0])}, {"a": np.array([1.0, 4.0])})
-        (0.25, "['a']")
+        The largest difference, relative to the largest element of the reference's leaf, infinite where a leaf is
+        missing, has another shape, or is not finite; that leaf's path; the number of elements outside of the tolerance.
     """
-    return difference(value, reference, 0.0)[:2]
-
-
-def difference(value: Any, reference: Any, tolerance: float) -> tuple[float, str, int]:
-    """`disagreement`, and the number of elements outside of the tolerance."""
     found, known = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (value, reference))
     if found.keys() != known.keys():
         return np.inf, "(another tree)", sum(np.size(x) for x in known.values()) or 1

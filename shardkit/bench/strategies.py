@@ -22,7 +22,7 @@ import shardkit as sk
 from shardkit._check import at_least, quoted, sized
 from shardkit.analysis.hlo.differences import Compiled, read_compiled
 from shardkit.analysis.jaxpr.census import traceable
-from shardkit.bench.measure import Case, disagreement, measure
+from shardkit.bench.measure import Case, difference, measure
 from shardkit.bench.records import Record
 from shardkit.layout import table
 from shardkit.models import transformer
@@ -407,4 +407,4 @@ def _tolerance(one: Case) -> float:
         found.append(jax.tree.map(np.asarray, _results(*one.step(carry, each))))
     coarsest = max(float(jnp.finfo(x.dtype).eps) for x in jax.tree.leaves(found[0]))
     least = coarsest * (4 + max(x.size for x in jax.tree.leaves(batch)) ** 0.5)
-    return float(max(least, _OTHER_ORDER * disagreement(found[1], found[0])[0]))
+    return float(max(least, _OTHER_ORDER * difference(found[1], found[0], 0.0)[0]))

@@ -11,7 +11,6 @@ import tyro
 
 from shardkit import viz
 from shardkit.analysis.hlo.aot import compile
-from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.hlo.topology import parse_topology
 from shardkit.cli import target as targets
 from shardkit.cli.output import Json, check_picture, write_json
@@ -20,7 +19,6 @@ from shardkit.simulated import offer_cpu_devices
 EXAMPLES = {
     "shardkit aot train.py:make --topology v5p:8x8x8": "does it fit 512 chips?",
     "shardkit aot train.py:make --topology h100:1x4x8 --json a.json": "keep the report",
-    "shardkit aot train.py:make --topology h100:1x4x8 --against a.json": "compare with it",
 }
 
 
@@ -35,11 +33,9 @@ class Options:
     args: tuple[str, ...] = ()
     """Types of the function's arguments, such as 'f32[8,128]', 'bf16[4]', 'i32[]' or 'key'."""
     json: Json = None
-    """Write the report to this file, for --against; with - to standard output."""
+    """Write the report to this file; with - to standard output."""
     output: Path | None = None
     """Write the picture of a device's memory to this .png or .svg file; needs the extra [viz]."""
-    against: Path | None = None
-    """A report that --json wrote before, to compare with."""
     timeout: float = 1800.0
     """Seconds after which the compiler is stopped."""
     devices: int = 8
@@ -53,25 +49,12 @@ def aot(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     """
     parse_topology(options.topology)
     check_picture("aot", options.output)
-    before = _read(options.against) if options.against else None
     offer_cpu_devices(options.devices)
     fn, args = targets.load(options.target, options.args)
     report = compile(fn, args, topology=options.topology, timeout=options.timeout)
     print(report)
-    if before:
-        print(f"\ncompared with {options.against}:\n{report.compare(before)}")
     if options.output:
         parts = report if report.memory else {"needed": report.needed}
         viz.memory(parts, limit=report.available, output=options.output)
     write_json(options.json, "aot", [json_lib.loads(report.to_json())])
     return 0 if report.fits else 1
-
-
-def _read(file: Path) -> Report:
-    try:
-        return Report.from_json(json_lib.dumps(json_lib.loads(file.read_text())["rows"][0]))
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(
-            f"aot: {file} must be a report that --json wrote; it cannot be read ({type(error).__name__}). Check the "
-            "path."
-        ) from error

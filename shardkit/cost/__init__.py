@@ -5,12 +5,12 @@ Start with `collectives.py`. A new chip is one row in `hardware.py`. Imports arg
 
 from shardkit.cost.activations import activation_memory, model_activation_memory
 from shardkit.cost.collectives import Traffic, bus_factor, wire
-from shardkit.cost.crossovers import Link, Links, bucket_bytes, faster_from, links, ring_from, scatter_from
+from shardkit.cost.crossovers import Link, Links, bucket_bytes, links, ring_from, scatter_from
 from shardkit.cost.hardware import Chip, chip, chip_of, chips, group_bandwidth
-from shardkit.cost.pipeline import bubble, bubble_time, in_flight
+from shardkit.cost.pipeline import bubble
 from shardkit.cost.quantization import quantization_error, quantized_bytes
-from shardkit.cost.rooflines import Roofline, critical_intensity, data_parallel_batch, roofline, tensor_parallel_ways
-from shardkit.cost.times import collective_time, hierarchical_time, torus_time
+from shardkit.cost.rooflines import Roofline, roofline
+from shardkit.cost.times import collective_time
 from shardkit.cost.transformer import mfu, transformer_flops, transformer_parameters
 from shardkit.cost.volumes import Volume, context_volume, expert_volume, tensor_volume
 from shardkit.cost.zero import ZeroMemory, zero_breakdown, zero_memory, zero_volume
@@ -25,7 +25,6 @@ __all__ = [
     "ZeroMemory",
     "activation_memory",
     "bubble",
-    "bubble_time",
     "bucket_bytes",
     "bus_factor",
     "chip",
@@ -33,13 +32,8 @@ __all__ = [
     "chips",
     "collective_time",
     "context_volume",
-    "critical_intensity",
-    "data_parallel_batch",
     "expert_volume",
-    "faster_from",
     "group_bandwidth",
-    "hierarchical_time",
-    "in_flight",
     "links",
     "mfu",
     "model_activation_memory",
@@ -48,9 +42,7 @@ __all__ = [
     "ring_from",
     "roofline",
     "scatter_from",
-    "tensor_parallel_ways",
     "tensor_volume",
-    "torus_time",
     "transformer_flops",
     "transformer_parameters",
     "wire",

@@ -190,31 +190,6 @@ def bucket_bytes(link: Link, n: int, *, share: float = 0.1) -> int:
     return max(1, math.ceil(round(n * latency * bandwidth * (1 - share) / share, 3)))
 
 
-@typed
-def faster_from(first: Link, second: Link) -> float:
-    """The bytes from which the second of two ways is faster: latency and bandwidth are those of the whole operation.
-
-    Args:
-        first: seconds and bytes/s of one way, as fitted to measured times.
-        second: of the other.
-
-    Returns:
-        Bytes; 0 where the second always is, infinite where it is not for any large operand.
-
-    Raises:
-        ValueError: a bandwidth that is not positive, or a negative latency.
-
-    Example:
-        >>> round(sk.cost.faster_from(sk.cost.Link(1e-6, 1e9), sk.cost.Link(5e-6, 2e9)))
-        8000
-    """
-    (early, narrow), (late, wide) = (_figures("faster_from", way) for way in (first, second))
-    gained, lost = 1 / narrow - 1 / wide, late - early
-    if gained > 0:
-        return max(0.0, lost / gained)
-    return 0.0 if lost < 0 and gained == 0 else math.inf
-
-
 def _figures(where: str, link: Link) -> tuple[float, float]:
     [latency] = _check.at_least_zero(where, latency=link.latency)
     [bandwidth] = _check.positive(where, bandwidth=link.bandwidth)

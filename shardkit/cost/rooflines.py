@@ -1,9 +1,7 @@
-"""Rooflines: whether a computation is compute, memory or network bound, and from which batch size.
+"""Rooflines: whether a computation is compute, memory or network bound.
 
-Compute, memory and network overlap perfectly, so that the longest counts. Tokens are per device, values have two bytes,
-and a layer is its feed-forward block, as in the source: Austin et al., How to Scale Your Model
-(https://jax-ml.github.io/scaling-book/), parts 1 (roofline) and 5 (training). C is a chip's FLOP/s and W the bytes/s
-that it sends over one torus dimension in both directions (on a GPU, into its switch).
+Compute, memory and network overlap perfectly, so that the longest counts, as in Austin et al., How to Scale Your Model
+(https://jax-ml.github.io/scaling-book/), part 1.
 """
 
 from __future__ import annotations
@@ -38,30 +36,6 @@ class Roofline(NamedTuple):
     intensity: float
     critical_intensity: float
     flops_per_second: float
-
-
-def critical_intensity(chip: str | Chip) -> float:
-    """FLOPs per byte from which a chip is compute bound: peak over memory bandwidth (v5e: 240).
-
-    Also roughly the batch, in tokens per device, from which a 16-bit matmul with a large weight is compute bound.
-
-    Args:
-        chip: a chip or its name.
-
-    Returns:
-        FLOPs/byte.
-
-    Raises:
-        ValueError: an unknown chip.
-
-    Example:
-        >>> round(sk.cost.critical_intensity("v5e"))
-        241
-
-    Source: How to Scale Your Model, part 1.
-    """
-    it = hardware.chip(chip)
-    return it.flops / it.hbm_bandwidth
 
 
 def roofline(flops: float, bytes: float, chip: str | Chip, *, sent: float = 0.0, axes: int = 1) -> Roofline:
@@ -102,55 +76,6 @@ def roofline(flops: float, bytes: float, chip: str | Chip, *, sent: float = 0.0,
         times["network"],
         bound,
         flops / bytes if bytes else math.inf,
-        critical_intensity(it),
+        it.flops / it.hbm_bandwidth,
         flops / times[bound],
     )
-
-
-def data_parallel_batch(chip: str | Chip, axes: int = 1) -> float:
-    """Tokens per device from which data parallelism and FSDP are compute bound: C / (W axes).
-
-    DP all-reduces the gradients during the backward, FSDP gathers the weights during the forward; both take the same
-    share of their compute.
-
-    Args:
-        chip: a chip or its name.
-        axes: torus dimensions that the parameters are reduced or gathered over; 1 for GPUs.
-
-    Returns:
-        Tokens per device.
-
-    Raises:
-        ValueError: an unknown chip, or more axes than it has.
-
-    Example:
-        >>> round(sk.cost.data_parallel_batch("v5p", axes=3))
-        850
-
-    Source: How to Scale Your Model, part 5, "Data Parallelism" and "FSDP": 2550 / axes on v5p.
-    """
-    return hardware.chip(chip).flops / group_bandwidth(chip, axes)
-
-
-def tensor_parallel_ways(chip: str | Chip, ffn: int, axes: int = 1) -> float:
-    """The most tensor-parallel ways that stay compute bound, for any batch: F W axes / C.
-
-    Args:
-        chip: a chip or its name.
-        ffn: width F of the feed-forward layers.
-        axes: torus dimensions that the activations are gathered over; 1 for GPUs.
-
-    Returns:
-        Ways, not rounded.
-
-    Raises:
-        ValueError: an unknown chip, more axes than it has, or ffn below 1.
-
-    Example:
-        >>> round(sk.cost.tensor_parallel_ways("v5p", ffn=28672), 1)
-        11.2
-
-    Source: How to Scale Your Model, part 5, "Tensor Parallelism": Y < axes F / 2550 on v5p.
-    """
-    [ffn] = _check.whole("tensor_parallel_ways", ffn=ffn)
-    return ffn / data_parallel_batch(chip, axes)

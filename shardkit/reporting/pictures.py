@@ -77,11 +77,11 @@ def roofline(line: Roofline, chip: Chip) -> Html:
 
 
 def overlap(facts: Facts) -> Html:
-    """When compute and collectives run, by the schedule of the target's compiler."""
+    """How much of the collectives compute hides, by the schedule of the target's compiler."""
     report = facts.found.compiled
-    if report is None or not report.timeline.seconds:
+    if report is None or report.memory is None:
         return joined([])
-    caption = "Compute and collectives of one step in the order of the compiler's schedule, by the model of times"
+    caption = "Compute and collectives of one step, as the compiler scheduled them, by the model of times"
     return figure("overlap", viz.overlap(report), caption)
 
 

@@ -6,23 +6,19 @@ what describes meshes and arrays as text.
 
 from shardkit.viz.bench import results
 from shardkit.viz.curves import losses
-from shardkit.viz.gantt import overlap
 from shardkit.viz.layouts import tree
-from shardkit.viz.memories import memory, zero_memory
+from shardkit.viz.memories import memory
 from shardkit.viz.places import array, mesh
 from shardkit.viz.rooflines import roofline
-from shardkit.viz.schedule import Box, boxes, draw, facts, figure, in_flight, title
-from shardkit.viz.traffic import census
+from shardkit.viz.schedule import draw, facts, figure, title
+from shardkit.viz.traffic import census, overlap
 
 __all__ = [
-    "Box",
     "array",
-    "boxes",
     "census",
     "draw",
     "facts",
     "figure",
-    "in_flight",
     "losses",
     "memory",
     "mesh",
@@ -31,5 +27,4 @@ __all__ = [
     "roofline",
     "title",
     "tree",
-    "zero_memory",
 ]

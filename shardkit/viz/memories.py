@@ -1,14 +1,13 @@
-"""Memory of a device by what it holds, and the memory of ZeRO's stages against the number of devices."""
+"""Memory of a device by what it holds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from shardkit import _check, cost
 from shardkit._kinds import short
 from shardkit._typed import typed
 from shardkit.analysis.hlo.differences import Compiled
@@ -16,8 +15,8 @@ from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.report import Report
 from shardkit.cost import ZeroMemory
 from shardkit.layout import bytes_per_device
-from shardkit.viz.bars import Bar, Line, size, stacked
-from shardkit.viz.style import INK, SMALL, file_of, look, page, saved, stroked
+from shardkit.viz.bars import Bar, size, stacked
+from shardkit.viz.style import file_of, look, saved
 
 _FAR = 4.0  # times the longest bar, up to which a limit is drawn
 # Each has one look in all pictures.
@@ -72,77 +71,6 @@ def memory(memory: Any, *, state: Any = None, limit: float | None = None, output
             limit=(mark, f"{size(mark)} on a device") if mark is not None and drawn else None,
         )
         return saved(picture, path)
-
-
-@partial(typed, where="viz.zero_memory")
-def zero_memory(
-    parameters: float,
-    ways: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
-    *,
-    stages: Sequence[int] = (0, 1, 2, 3),
-    limit: float | None = None,
-    output: str | Path | None = None,
-    **bytes: float,
-) -> Any:
-    """The picture of `cost.zero_memory` against the number of devices: a line per stage of ZeRO.
-
-    Args:
-        parameters: number of parameters.
-        ways: numbers of devices that the state is sharded over.
-        stages: of 0 (data parallelism), 1, 2 and 3 (fsdp).
-        limit: bytes of a device, which a line marks.
-        output: a .png or .svg to write; missing directories are created. The same numbers give the same bytes.
-        **bytes: parameter_bytes, gradient_bytes and optimizer_bytes, as for `cost.zero_memory`.
-
-    Returns:
-        A matplotlib figure, which notebooks show. The gid of a line is its name, as in "stage 1".
-
-    Raises:
-        ValueError: no ways or stages; what `cost.zero_memory` refuses; another kind of file.
-        RuntimeError: matplotlib is not installed.
-
-    Example:
-        >>> picture = sk.viz.zero_memory(7e9, ways=(1, 8, 64), limit=16 * 2**30)
-    """
-    path = file_of("viz.zero_memory", output)
-    _check.positive("viz.zero_memory", parameters=parameters, limit=1 if limit is None else limit)
-    if not len(ways) or not len(stages):
-        raise ValueError(
-            f"viz.zero_memory: ways and stages must name at least one each; got {ways=} and {stages=}. Pass for "
-            "example ways=(1, 8, 64)."
-        )
-    lines = zero_lines(parameters, ways, stages, **bytes)
-    with look():
-        note = f"{parameters:,.0f} parameters: model state per device at each stage"
-        picture, axes = page("memory of ZeRO", note, width=4.6, height=2.8, left=0.85, right=1.5)
-        for number, line in enumerate(lines):
-            xs, ys = zip(*line.points, strict=True)
-            axes.plot(xs, ys, label=line.name, gid=line.name, **stroked(number))
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
-        axes.set_xticks(list(ways), [str(n) for n in ways])
-        axes.minorticks_off()
-        axes.yaxis.set_major_formatter(lambda y, _: size(y))
-        axes.set_xlabel("devices that share the state")
-        axes.set_ylabel("bytes per device")
-        axes.grid()
-        if limit is not None:
-            axes.axhline(limit, color=INK, linewidth=1.2, linestyle=(0, (6, 2)), gid="limit")
-            axes.annotate(
-                f"{size(limit)} on a device", (1, limit), (-2, 2), ("axes fraction", "data"), ha="right",
-                textcoords="offset points", size=SMALL,
-            )  # fmt: skip
-        axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1), borderaxespad=0)
-        return saved(picture, path)
-
-
-def zero_lines(parameters: float, ways: Sequence[int], stages: Sequence[int], **bytes: float) -> list[Line]:
-    """Bytes per device against ways, a line per stage."""
-    names = {0: "stage 0: dp", 1: "stage 1: zero1", 2: "stage 2: zero2", 3: "stage 3: fsdp"}
-    return [
-        Line(names.get(s, str(s)), tuple((float(n), cost.zero_memory(parameters, n, s, **bytes)) for n in ways))
-        for s in stages
-    ]
 
 
 def parts(given: Any, state: Any = None) -> dict[str, dict[str, float]]:

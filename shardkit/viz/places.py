@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -18,26 +18,11 @@ from shardkit._typed import typed
 from shardkit.grid import Block, Grid
 from shardkit.inspection import grid_of_array, is_placed
 from shardkit.mesh import grid_of_mesh
-from shardkit.viz.style import INK, LETTER, PAPER, RGB, TEXT, blank, file_of, look, ramp, saved, text_on
+from shardkit.viz.style import LETTER, PAPER, RGB, TEXT, blank, file_of, look, ramp, saved, text_on
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-# How a connection is drawn, by its kind.
-_FULL, _DOTTED, _DASHED = "-", (0, (0.6, 0.9)), (0, (1.8, 1.2))
-STYLES: dict[str, Any] = {"chip": _FULL, "link": _FULL, "host": _FULL, "hops": _DOTTED, "network": _DASHED}
-
-
-class Link(NamedTuple):
-    """What is between two devices: a key of `STYLES`, and in words."""
-
-    kind: str
-    words: str
-
-
-_CHIP, _LINK = Link("chip", "one chip"), Link("link", "one link of the torus")
-_HOST, _NETWORK = Link("host", "inside one host"), Link("network", "the network between hosts")
 
 
 def coordinates(device: Any) -> tuple[int, ...]:
@@ -45,15 +30,15 @@ def coordinates(device: Any) -> tuple[int, ...]:
     return tuple(getattr(device, "coords", None) or ())
 
 
-def between(one: Any, other: Any) -> Link:
+def between(one: Any, other: Any) -> str:
     """What connects two devices; hops are counted without links around a torus, which devices do not tell."""
     if (getattr(one, "slice_index", 0) or 0) != (getattr(other, "slice_index", 0) or 0):
-        return Link("network", "the network between slices")
+        return "the network between slices"
     here, there = coordinates(one), coordinates(other)
     if here and there:
         hops = sum(abs(a - b) for a, b in zip(here, there, strict=True))
-        return (_CHIP, _LINK)[hops] if hops < 2 else Link("hops", f"{hops} links of the torus")
-    return _HOST if one.process_index == other.process_index else _NETWORK
+        return ("one chip", "one link of the torus")[hops] if hops < 2 else f"{hops} links of the torus"
+    return "inside one host" if one.process_index == other.process_index else "the network between hosts"
 
 
 def along(mesh: Mesh) -> dict[str, tuple[list[str], list[str]]]:
@@ -63,8 +48,8 @@ def along(mesh: Mesh) -> dict[str, tuple[list[str], list[str]]]:
         if size < 2:
             continue
         lines = np.moveaxis(mesh.devices, dim, -1).reshape(-1, size)
-        near = [between(a, b).words for line in lines for a, b in pairwise(line)]
-        around = [between(line[-1], line[0]).words for line in lines] if size > 2 else []
+        near = [between(a, b) for line in lines for a, b in pairwise(line)]
+        around = [between(line[-1], line[0]) for line in lines] if size > 2 else []
         out[axis] = (list(dict.fromkeys(near)), list(dict.fromkeys(around)))
     return out
 
@@ -84,11 +69,9 @@ def _listed(words: Sequence[str]) -> str:
 
 # Inches.
 _EDGE, _GAP, _LINE = 0.25, 0.5, 0.2
-_COLUMN, _PART, _ROW = 0.55, 0.24, 0.34
-_APART, _WIDER = 0.5, 0.15  # of devices that lines join: a row, and what is added to a column
+_COLUMN, _PART, _ROW, _PLACED = 0.55, 0.24, 0.34, 0.5  # the last: a row of devices with their places
 _WIDE, _TALL = 24.0, 16.0
-_BETWEEN, _SMALLEST_TEXT = 10.0, 4.0  # points: between the cells of a mesh, and of text
-_MOST_JOINED = 512  # devices; lines between more are too many to see
+_SMALLEST_TEXT = 4.0  # points
 
 
 @partial(typed, where="viz.array")
@@ -133,17 +116,16 @@ def array(x: jax.Array, output: str | Path | None = None, *, after: jax.Array | 
 def mesh(mesh: Mesh, output: str | Path | None = None) -> Any:
     """The picture of a mesh: the device at each of its coordinates, and what connects neighbors.
 
-    A cell has the device's id, and on a TPU its place on the torus. Neighbors are joined by a line: full for one link,
-    one chip or one host, dotted for several links, dashed for the network. A line of text per axis says the same, and
-    what connects its last device with its first. Links around a torus are not shown: devices do not tell of them.
+    A cell has the device's id, and on a TPU its place on the torus. A line of text per axis says what connects
+    neighbors along it, and its last device with its first. Links around a torus are not named: devices do not tell of
+    them.
 
     Args:
         mesh: the mesh; rows and columns are its last two axes.
         output: a .png or .svg to write; missing directories are created. The same mesh gives the same bytes.
 
     Returns:
-        A matplotlib figure, which notebooks show. The gid of a cell is its coordinates and its device, of a line the
-        two devices and what connects them.
+        A matplotlib figure, which notebooks show. The gid of a cell is its coordinates and its device.
 
     Raises:
         ValueError: another kind of file.
@@ -158,16 +140,15 @@ def mesh(mesh: Mesh, output: str | Path | None = None) -> Any:
     return _drawn("viz.mesh", [grid._replace(title=(*grid.title, *described(mesh)))], output, mesh.devices.flat)
 
 
-def _drawn(where: str, grids: list[Grid], output: str | Path | None, joined: Iterable[Any] = ()) -> Figure:
-    """The grids side by side, each with its title and its tables one below the other; lines join these devices."""
+def _drawn(where: str, grids: list[Grid], output: str | Path | None, devices: Iterable[Any] = ()) -> Figure:
+    """The grids side by side, each with its title and its tables; cells of `devices` show their places."""
     path = file_of(where, output)
     with look():
-        return saved(_picture(grids, {device.id: device for device in joined}), path)
+        return saved(_picture(grids, {device.id: at for device in devices if (at := coordinates(device))}), path)
 
 
-def _picture(grids: list[Grid], joined: Mapping[int, Any]) -> Figure:
-    """The grids side by side, each with its title and its tables one below the other."""
-    row = _APART if joined else _ROW
+def _picture(grids: list[Grid], places: Mapping[int, tuple[int, ...]]) -> Figure:
+    row = _PLACED if places else _ROW
     ids = sorted({each for grid in grids for cell in grid.cells.values() for each in cell})
     colours = {each: ramp(i, len(ids)) for i, each in enumerate(ids)}
     blocks = [list(grid.blocks()) for grid in grids]
@@ -185,7 +166,7 @@ def _picture(grids: list[Grid], joined: Mapping[int, Any]) -> Figure:
         for number, line in enumerate(grid.title):
             write(left, top + _LINE / 2, line, weight="normal" if number else "bold")
             top += _LINE
-        side, column = _side(tables), _column(tables) + _WIDER * bool(joined)
+        side, column = _side(tables), _column(tables)
         for table in tables:
             top += _LINE
             if table.at:
@@ -197,8 +178,7 @@ def _picture(grids: list[Grid], joined: Mapping[int, Any]) -> Figure:
             for i, text in enumerate(table.sides):
                 write(left + side - LETTER, top + (i + 0.5) * row, text, ha="right")
             axes = picture.add_axes(((left + side) / across, 1 - (top + high) / up, wide / across, high / up))
-            _fill(axes, table, colours, 72 * column * shrink, 72 * row * shrink, joined)
-            _join(axes, table, joined)
+            _fill(axes, table, colours, 72 * column * shrink, 72 * row * shrink, places)
             top += high
         left += width + _GAP
     return picture
@@ -218,14 +198,19 @@ def _column(tables: Sequence[Block]) -> float:
 
 def _size(grid: Grid, tables: Sequence[Block], row: float) -> tuple[float, float]:
     """Width and height of a grid with its title."""
-    table = _side(tables) + (_column(tables) + _WIDER * (row == _APART)) * len(tables[0].heads)
+    table = _side(tables) + _column(tables) * len(tables[0].heads)
     title = 1.1 * LETTER * max(map(len, grid.title))
     lines = len(grid.title) + sum(1 + bool(each.at) for each in tables)
     return max(table, title), lines * _LINE + row * sum(len(each.sides) for each in tables)
 
 
 def _fill(
-    axes: Axes, table: Block, colours: Mapping[int, RGB], width: float, height: float, joined: Mapping[int, Any]
+    axes: Axes,
+    table: Block,
+    colours: Mapping[int, RGB],
+    width: float,
+    height: float,
+    places: Mapping[int, tuple[int, ...]],
 ) -> None:
     """The cells of a table, each `width` x `height` points, with a part for each of its devices."""
     from matplotlib.patches import Rectangle
@@ -241,25 +226,8 @@ def _fill(
                 axes.add_patch(Rectangle((left, row), part, 1, facecolor=colours[each], linewidth=0, gid=label))
                 size = min(TEXT, part * width / (0.75 * len(str(each))), 0.7 * height)
                 if size >= _SMALLEST_TEXT:
-                    at = coordinates(joined[each]) if each in joined else ()
+                    at = places.get(each)
                     words = f"{each}\n{at}".replace(" ", "") if at else str(each)
                     text = axes.text(left + part / 2, row + 0.5, words, size=size, ha="center", linespacing=1.0)
                     text.set(va="center" if at else "center_baseline", color=text_on(colours[each]))
-            edge = min(_BETWEEN, 0.28 * height) if joined else 2.0
-            axes.add_patch(Rectangle((column, row), 1, 1, fill=False, edgecolor=PAPER, linewidth=edge))
-
-
-def _join(axes: Axes, table: Block, joined: Mapping[int, Any]) -> None:
-    """Lines between the devices of neighboring cells, across their borders."""
-    if not 0 < len(joined) <= _MOST_JOINED:
-        return
-    for row, cells in enumerate(table.cells):
-        for column, [each] in enumerate(cells):
-            beside = [(cells[column + 1], (1, 0))] if column + 1 < len(cells) else []
-            below = [(table.cells[row + 1][column], (0, 1))] if row + 1 < len(table.cells) else []
-            for [other], (right, down) in beside + below:
-                link = between(joined[each], joined[other])
-                x, y, reach = column + 0.5 + right / 2, row + 0.5 + down / 2, (0.09 * right, 0.17 * down)
-                ends = ([x - reach[0], x + reach[0]], [y - reach[1], y + reach[1]])
-                style: dict[str, Any] = {"color": INK, "linewidth": 1.8, "linestyle": STYLES[link.kind]}
-                axes.plot(*ends, gid=f"{each} to {other}: {link.words}", solid_capstyle="butt", **style)
+            axes.add_patch(Rectangle((column, row), 1, 1, fill=False, edgecolor=PAPER, linewidth=2.0))

@@ -14,8 +14,10 @@ from shardkit._kinds import short
 from shardkit._typed import typed
 from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.hlo.topology import device_of, parse_topology
-from shardkit.cost import Chip, Roofline, chip, critical_intensity
-from shardkit.viz.style import INK, LETTER, MUTED, SMALL, file_of, look, page, saved, stroked
+from shardkit.cost import Chip, Roofline, chip
+from shardkit.viz.style import INK, LETTER, MUTED, SMALL, blank, file_of, heading, look, saved, stroked
+
+_LEFT, _WIDE, _BELOW, _TALL, _TOP = 0.85, 4.6, 0.5, 2.8, 0.75  # inches
 
 
 class Point(NamedTuple):
@@ -57,14 +59,17 @@ def roofline(computations: Mapping[str, Any], chip: Any = None, *, output: str |
     path = file_of("viz.roofline", output)
     where = _chip_of(computations, chip)
     found = points(computations)
-    ridge = critical_intensity(where)
+    ridge = where.flops / where.hbm_bandwidth
     with look():
         note = f"{where.flops / 1e12:,.0f} TFLOP/s, {where.hbm_bandwidth / 1e9:,.0f} GB/s of memory"
         names = {
             name: f"{name}: {p.flops_per_second / where.flops:.0%} of peak, {p.bound}" for name, p in found.items()
         }
         right = 0.9 * LETTER * max(map(len, names.values()), default=0) + 0.5
-        picture, axes = page(f"roofline of {where.name}", note, width=4.6, height=2.8, left=0.85, right=right)
+        across, up = _LEFT + _WIDE + right, _BELOW + _TALL + _TOP
+        picture = blank(across, up, f"roofline of {where.name}: {note}")
+        heading(picture, f"roofline of {where.name}", note)
+        axes = picture.add_axes((_LEFT / across, _BELOW / up, _WIDE / across, _TALL / up))
         every = [*(point.intensity for point in found.values()), ridge]
         low, high = min(every) / 4, max(every) * 4
         xs = [low, ridge, high]
@@ -122,8 +127,8 @@ def _point(name: str, given: Any) -> Point:
 
 
 def _bound(report: Report, flops: int, size: int) -> str:
-    critical = critical_intensity(device_of(parse_topology(report.topology)))
-    return "compute bound" if _over(flops, size) >= critical else "memory bound"
+    device = device_of(parse_topology(report.topology))
+    return "compute bound" if _over(flops, size) >= device.flops / device.hbm_bandwidth else "memory bound"
 
 
 def _over(amount: float, other: float) -> float:

@@ -41,21 +41,7 @@ class Box(NamedTuple):
 
 
 def boxes(schedule: Schedule, timeline: Timeline) -> list[Box]:
-    """A box for every action, from its simulated begin to its end, in the order of ticks.
-
-    Args:
-        schedule: the schedule.
-        timeline: what `schedule.simulate` returned.
-
-    Returns:
-        A Box per action.
-
-
-    Example:
-        >>> schedule = sk.schedules.gpipe(devices=2, microbatches=1)
-        >>> [f"{box.action} from {box.begin:g}" for box in sk.viz.boxes(schedule, schedule.simulate())]
-        ['0F0 from 0', '1F0 from 1', '1B0 from 2', '0B0 from 4']
-    """
+    """A box for every action, from its simulated begin to its end, in the order of ticks."""
     spans = timeline.spans
     # Of two that run together, the forward is above.
     partner = {
@@ -74,23 +60,8 @@ def boxes(schedule: Schedule, timeline: Timeline) -> list[Box]:
     return out
 
 
-@typed
 def in_flight(schedule: Schedule, timeline: Timeline, device: int) -> list[tuple[float, float]]:
-    """The microbatches in flight on a device over time, counted as in `Timeline.peak_in_flight`.
-
-    Args:
-        schedule: the schedule.
-        timeline: what `schedule.simulate` returned.
-        device: the device.
-
-    Returns:
-        (time, microbatches from then on), at each begin or end of an action.
-
-    Example:
-        >>> schedule = sk.schedules.gpipe(devices=1, microbatches=2)
-        >>> sk.viz.in_flight(schedule, schedule.simulate(), device=0)
-        [(0, 1.0), (1.0, 2.0), (2.0, 2.0), (4.0, 1.0), (6.0, 0.0)]
-    """
+    """(time, microbatches in flight on a device from then on), counted as in `Timeline.peak_in_flight`."""
     changes: dict[float, float] = {}
     for action, (begin, end) in timeline.spans.items():
         if schedule.device(action.stage) == device:

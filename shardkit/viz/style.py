@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 RGB = tuple[float, float, float]
@@ -117,14 +116,6 @@ def blank(width: float, height: float, says: str = "") -> Figure:
             return png.getvalue()
 
     return Picture(figsize=(width, height), dpi=150, label=says)
-
-
-def page(title: str, note: str, *, width: float, height: float, left: float, right: float = 0.3) -> tuple[Figure, Axes]:
-    """A figure of a title, a line of notes and one plot, which is `width` by `height` inches with margins beside it."""
-    across, up = left + width + right, 0.75 + height + 0.5
-    picture = blank(across, up, f"{title}: {note}" if note else title)
-    heading(picture, title, note)
-    return picture, picture.add_axes((left / across, 0.5 / up, width / across, height / up))
 
 
 def heading(picture: Figure, title: str, note: str) -> None:

@@ -1,4 +1,4 @@
-"""What a program sends over each mesh axis, as bars."""
+"""What a program sends over each mesh axis, and how much of that compute hides, as bars."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import Compiled
 from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.jaxpr.census import Census, Row
-from shardkit.viz.bars import Bar, size, stacked
+from shardkit.viz.bars import Bar, duration, size, stacked
 from shardkit.viz.style import file_of, look, saved
 
 # Each has one look in all pictures.
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute", "broadcast")
+TIMES = ("compute", "hidden", "exposed")
 
 
 @partial(typed, where="viz.census")
@@ -56,6 +57,77 @@ def census(census: Any, *, output: str | Path | None = None) -> Any:
             text=lambda label, total: f"{size(total)}, {times[label]} x",
         )
         return saved(picture, path)
+
+
+@partial(typed, where="viz.overlap")
+def overlap(report: Any, *, output: str | Path | None = None) -> Any:
+    """The picture of how a compiled program's collectives overlap with its compute, as the compiler scheduled it.
+
+    A bar has the seconds of compute, and one for each axes those of the collectives over them: what compute hides, and
+    what is exposed, for which compute waits. The times are those of the report's model, which are lower bounds.
+
+    Args:
+        report: of `aot.compile`; several of them by name are drawn one below the other.
+        output: a .png or .svg to write; missing directories are created. The same report gives the same bytes.
+
+    Returns:
+        A matplotlib figure, which notebooks show. The gid of a bar is its label and its kind, as in
+        "data=8, exposed".
+
+    Raises:
+        TypeError: something else than a report.
+        ValueError: a program that the compiler refused, of which there are no times; another kind of file.
+        RuntimeError: matplotlib is not installed.
+
+    Example:
+        report = sk.aot.compile(step, args, topology="v5e:2x4")
+        sk.viz.overlap(report, output="overlap.svg")
+    """
+    path = file_of("viz.overlap", output)
+    several = report if isinstance(report, Mapping) else {"": report}
+    bars = [bar for name, each in several.items() for bar in spent(str(name), each)]
+    note = "; ".join(": ".join(filter(None, [str(name), exposed(each)])) for name, each in several.items())
+    with look():
+        picture = stacked(
+            "overlap of collectives with compute",
+            note,
+            bars,
+            TIMES,
+            across="seconds of one step, by the model",
+            nothing="neither compute nor collectives",
+            text=lambda label, total: duration(total),
+            ticks=_seconds_on,
+        )
+        return saved(picture, path)
+
+
+def spent(name: str, report: Any) -> list[Bar]:
+    """A bar of compute, and for each axes one of what is hidden and what is exposed; refuses anything else."""
+    if not isinstance(report, Report):
+        raise TypeError(
+            f"viz.overlap: report must be a report of aot.compile, or a mapping of names to them; got {short(report)}. "
+            "Pass sk.aot.compile(step, args, topology='v5e:2x4')."
+        )
+    if report.memory is None:
+        raise ValueError(
+            f"viz.overlap: the program must be compiled; got a report of one that does not fit {report.topology}, of "
+            "which there are no times. Pass a report with fits=True."
+        )
+    bars = [Bar(": ".join(filter(None, [name, "compute"])), "compute", report.compute.seconds)]
+    for row in sorted(report.rows, key=lambda row: row.axes):
+        bars.append(Bar(_label(name, row), "hidden", (row.seconds - row.exposed) * row.times))
+        bars.append(Bar(_label(name, row), "exposed", row.exposed * row.times))
+    return bars
+
+
+def exposed(report: Report) -> str:
+    """How long a step takes, and how long it waits for collectives, in words."""
+    waits = f"exposed {duration(report.exposed_seconds)} of {duration(report.wire_seconds)} of collectives"
+    return f"{duration(report.compute.seconds + report.exposed_seconds)}, {waits if report.rows else 'no collectives'}"
+
+
+def _seconds_on(axis: Any, most: float) -> None:
+    axis.set_major_formatter(lambda x, _: duration(x) if x else "0")
 
 
 def rows_of(given: Any) -> dict[str, tuple[Row | CompiledRow, ...]]:

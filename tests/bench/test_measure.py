@@ -11,6 +11,7 @@ import pytest
 import shardkit as sk
 from shardkit import bench
 from shardkit.bench import Case, Sample
+from shardkit.bench.measure import difference
 
 STATISTICS = [
     f"{clock}_{kind}_{label}"
@@ -148,15 +149,15 @@ def test_a_train_step_on_three_meshes():
         bench.measure("scaling", "a step", [cases[0], on(8, scale=2.0)], **asked)
 
 
-def test_disagreement_is_relative_to_the_largest_element():
+def test_a_difference_is_relative_to_the_largest_element():
     one = {"a": np.array([1.0, -4.0]), "b": np.zeros(2)}
-    assert bench.disagreement(one, one)[0] == 0
-    assert bench.disagreement({**one, "a": np.array([2.0, -4.0])}, one) == (0.25, "['a']")
-    assert bench.disagreement({**one, "b": np.array([0, 1e-9])}, one) == (np.inf, "['b']")
-    assert bench.disagreement({**one, "b": np.zeros(3)}, one) == (np.inf, "['b']")
-    assert bench.disagreement({**one, "b": np.array([0, np.nan])}, one) == (np.inf, "['b']")
-    assert bench.disagreement({"a": one["a"]}, one) == (np.inf, "(another tree)")
-    assert bench.disagreement({"a": np.array([np.inf])}, {"a": np.array([np.inf])})[0] == np.inf
+    assert difference(one, one, 0.0)[0] == 0
+    assert difference({**one, "a": np.array([2.0, -4.0])}, one, 0.0)[:2] == (0.25, "['a']")
+    assert difference({**one, "b": np.array([0, 1e-9])}, one, 0.0)[:2] == (np.inf, "['b']")
+    assert difference({**one, "b": np.zeros(3)}, one, 0.0)[:2] == (np.inf, "['b']")
+    assert difference({**one, "b": np.array([0, np.nan])}, one, 0.0)[:2] == (np.inf, "['b']")
+    assert difference({"a": one["a"]}, one, 0.0)[:2] == (np.inf, "(another tree)")
+    assert difference({"a": np.array([np.inf])}, {"a": np.array([np.inf])}, 0.0)[0] == np.inf
 
 
 def test_measure_refuses_unknown_modes_and_equal_names():

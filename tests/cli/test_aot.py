@@ -33,7 +33,7 @@ def program(tmp_path):
 
 
 @tpu
-def test_a_report_is_printed_written_and_compared(inside, program, tmp_path):  # proves F86
+def test_a_report_is_printed_and_written(inside, program, tmp_path):  # proves F86
     file = tmp_path / "reports" / "v5e.json"
     done = inside("aot", f"{program}:make", "--topology", "v5e:2x4", "--json", file, "--output", tmp_path / "a.svg")
     assert "arguments" in (tmp_path / "a.svg").read_text()
@@ -42,8 +42,6 @@ def test_a_report_is_printed_written_and_compared(inside, program, tmp_path):  #
     assert lines[0].startswith("v5e:2x4, mesh data=8 (jax ") and lines[1].startswith("fits: yes, ")
     assert any(line.startswith("all_reduce  data=8") for line in lines) and lines[-1] == "as written"
     assert json.loads(file.read_text())["rows"][0]["derived"]["held"] >= 2048 * 256 * 2 // 8
-    again = inside("aot", f"{program}:make", "--topology", "v6e:2x4", "--against", file).stdout
-    assert f"compared with {file}:" in again and "all_reduce over data" in again
 
 
 @tpu
@@ -61,17 +59,11 @@ def test_types_on_the_command_line(inside, program):
     assert "v5e:2x2, mesh none" in done.stdout and "no collectives" in done.stdout
 
 
-def test_mistakes_are_one_sentence(inside, program, tmp_path):
+def test_mistakes_are_one_sentence(inside, program):
     done = inside("aot", f"{program}:make", "--topology", "v5", code=2)
     assert done.stderr == (
         "error: aot: unknown chip 'v5' in topology 'v5'; known are 'v4', 'v5e', 'v5p', 'v6e', 'tpu7x', 'a100', 'h100', "
         "'h200', 'b200'. Pass for example 'v5p:8x8x8' or 'h100:1x1x8'.\n"
-    )
-    missing = tmp_path / "none.json"
-    done = inside("aot", f"{program}:make", "--topology", "v5e:2x4", "--against", missing, code=2)
-    assert done.stderr == (
-        f"error: aot: {missing} must be a report that --json wrote; it cannot be read (FileNotFoundError). Check the "
-        "path.\n"
     )
 
 

@@ -54,21 +54,6 @@ def test_latency_takes_its_share_of_a_bucket(latency, bandwidth, n, share):
         assert 2 * (n - 1) * latency / whole == pytest.approx(share, rel=2e-3)
 
 
-@given(ways=st.tuples(LATENCY, BANDWIDTH, LATENCY, BANDWIDTH))
-def test_the_second_of_two_fitted_ways_is_faster_from_there_on(ways):
-    a, b, c, d = ways
-    found = cost.faster_from(cost.Link(a, b), cost.Link(c, d))
-
-    def gained(size):
-        return a + size / b - c - size / d
-
-    if found and not math.isinf(found):
-        assert gained(found * 0.9) < 0 < gained(found * 1.1) or math.isclose(b, d)
-    else:  # bandwidths that differ in the last bit: their times are equal but for rounding
-        rounding = 1e-12 * 1e18 / min(b, d)
-        assert gained(1e18) <= rounding if found else gained(1e18) >= -rounding and gained(0) >= 0
-
-
 def test_figures_by_hand():
     v5e, h100 = cost.links("v5e"), cost.links(cost.chips["h100"])
     assert v5e == (cost.Link(1e-6, 45e9, "chip v5e"), 197e12, ()) and h100.link == (3.4e-6, 450e9, "chip h100")
@@ -79,8 +64,6 @@ def test_figures_by_hand():
     assert cost.scatter_from(v5e.link, 8) == pytest.approx(11 * 45e3 / 1.25)
     # 14 us of 140, in which 1.75 buckets are sent
     assert cost.bucket_bytes(v5e.link, 8) == pytest.approx(126e-6 * 45e9 / 1.75)
-    soon, late = cost.Link(1e-6, 1e9), cost.Link(2e-6, 1e9)
-    assert cost.faster_from(soon, late) == math.inf and cost.faster_from(late, soon) == 0
 
 
 def test_of_several_axes_the_slowest_figures_count():

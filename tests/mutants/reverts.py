@@ -63,8 +63,8 @@ REVERTS = (
     (
         "cached-program-saved",
         "shardkit/analysis/hlo/saved.py",
-        'if about["platform"] == "cpu" and cache and',
-        'if about["platform"] == "axon" and cache and',
+        'if on == "cpu" and cache and',
+        'if on == "axon" and cache and',
     ),
     (
         "lazy-leaf-unsealed",
@@ -213,58 +213,16 @@ REVERTS = (
     ),
     # ---- closed forms
     (
-        "zb-h1-where-w-is-least",
-        "shardkit/cost/pipeline.py",
-        "return (stages - 1) * (both - weight - min(forward, backward - weight, weight))",
-        "return (stages - 1) * (both - 2 * weight)",
-    ),
-    (
-        "zb-h1-of-few-microbatches",
-        "shardkit/cost/pipeline.py",
-        'least = {"zero_bubble_h1": stages,',
-        'least = {"zero_bubble_h1": 1,',
-    ),
-    (
-        "zb-v-of-few-microbatches",
-        "shardkit/cost/pipeline.py",
-        '"zero_bubble_v": 2 * stages - 1,',
-        '"zero_bubble_v": 1,',
-    ),
-    (
-        "zb-v-at-any-costs",
-        "shardkit/cost/pipeline.py",
-        "fits = math.isclose(forward, inputs) and math.isclose(forward, weight)",
-        "fits = True",
-    ),
-    (
-        "dualpipe-v-of-few-microbatches",
-        "shardkit/cost/pipeline.py",
-        '"dualpipe_v": 2 * stages}',
-        '"dualpipe_v": 1}',
-    ),
-    (
-        "dualpipe-v-at-any-costs",
-        "shardkit/cost/pipeline.py",
-        "fits = math.isclose(forward, inputs) and (weight <= forward or math.isclose(forward, weight))",
-        "fits = True",
-    ),
-    (
         "chunks-of-any-microbatches",
         "shardkit/cost/pipeline.py",
-        "fits, rule = microbatches % stages == 0,",
-        "fits, rule = True,",
+        'if name == "breadth_first" else microbatches % stages == 0',
+        'if name == "breadth_first" else True',
     ),
     (
         "breadth-first-of-few-microbatches",
         "shardkit/cost/pipeline.py",
-        "least[name] = stages",
-        "least[name] = 1",
-    ),
-    (
-        "interleaved-always-holds-the-most",
-        "shardkit/cost/pipeline.py",
-        "further = min(max(0, microbatches - stages), stages - 1)",
-        "further = stages - 1",
+        'fits = microbatches >= stages if name == "breadth_first"',
+        'fits = True if name == "breadth_first"',
     ),
     (
         "activations-of-all-heads",

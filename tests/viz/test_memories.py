@@ -61,17 +61,6 @@ def test_kinds_of_ones_own():
     assert bars(viz.memory({"parameters": 3, "cache": 2.5})) == {", parameters": 3, ", cache": 2.5}
 
 
-def test_lines_are_the_closed_form():
-    """It alone finds stages that stand under each other's names."""
-    picture = viz.zero_memory(7e9, (1, 8, 64), limit=2**34, gradient_bytes=4)
-    lines = {line.get_gid(): line.get_xydata().tolist() for line in picture.axes[0].lines}
-    assert {y for _, y in lines["limit"]} == {2**34}
-    for stage, name in enumerate(["stage 0: dp", "stage 1: zero1", "stage 2: zero2", "stage 3: fsdp"]):
-        expected = [[n, cost.zero_memory(7e9, n, stage, gradient_bytes=4)] for n in (1, 8, 64)]
-        assert lines[name] == expected
-    assert picture.axes[0].get_xlabel() == "devices that share the state"
-
-
 def test_what_is_no_memory_is_refused():
     with pytest.raises(TypeError) as error:
         viz.memory({"a": "much"})
@@ -89,10 +78,4 @@ def test_what_is_no_memory_is_refused():
     assert str(error.value) == (
         "viz.memory: the program must be compiled; got a report of one that does not fit v5e:2x4, of which the "
         "compiler gives no parts. Pass a report with fits=True."
-    )
-    with pytest.raises(ValueError) as error:
-        viz.zero_memory(1.0, ())
-    assert str(error.value) == (
-        "viz.zero_memory: ways and stages must name at least one each; got ways=() and stages=(0, 1, 2, 3). Pass for "
-        "example ways=(1, 8, 64)."
     )

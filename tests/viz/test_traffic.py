@@ -1,4 +1,6 @@
-"""The picture of a census: its bars are the bytes of the rows, each in the place of its axes and its collective."""
+"""Pictures of a census and of overlap: the bars are bytes or seconds of the rows, each in the place of its axes."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,12 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit import viz
+from shardkit.analysis.hlo.collectives import CompiledRow
+from shardkit.analysis.hlo.compute import Work
+from shardkit.analysis.hlo.memory import Memory
+from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.jaxpr.census import Census
+from shardkit.viz.bars import duration
 
 pytestmark = pytest.mark.check
 MESH = sk.abstract_mesh(data=2, model=4)
@@ -104,3 +111,47 @@ def test_what_is_no_census_is_refused(wrong):
         f"viz.census: census must be a census, a report or a mapping of names to them; got {got}. Pass "
         "sk.census(step, state, batch)."
     )
+
+
+ROW = CompiledRow(
+    "all_gather", "all-gather.1", ("fsdp",), 4, 2, 1, 8, 32, 24, True, 9, 1e-3, 0.25e-3, "all_gather", "a.py:1 (f)", ""
+)  # fmt: skip
+ALONE = dataclasses.replace(
+    ROW, kind="all_reduce", axes=("tp",), n=2, count=1, asynchronous=False, seconds=5e-4, exposed=5e-4
+)
+REPORT = Report(
+    "v5e:2x4", {"fsdp": 4, "tp": 2}, True, "", Memory(1, 1, 0, 1, 1, 0), 4096, Census(()), 0.0, (ALONE, ROW),
+    Work(1, 1, 5e-3),
+)  # fmt: skip
+
+
+def test_bars_of_overlap_are_the_seconds_of_the_rows():
+    """It alone finds an exposed part drawn as hidden, or a loop's collective once."""
+    picture = viz.overlap(REPORT)
+    expected = {"compute, compute": 5e-3, "fsdp=4, hidden": 1.5e-3, "fsdp=4, exposed": 5e-4, "tp=2, exposed": 5e-4}
+    assert widths(picture) == pytest.approx(expected)
+    words = [text.get_text() for text in picture.texts]
+    assert "6 ms, exposed 1 ms of 2.5 ms of collectives" in words
+    half = dataclasses.replace(REPORT, rows=())
+    several = viz.overlap({"whole": REPORT, "half": half})
+    assert widths(several)["half: compute, compute"] == 5e-3
+    assert "half: 5 ms, no collectives" in several.texts[1].get_text()
+
+
+def test_overlap_of_what_has_no_times_is_refused():
+    with pytest.raises(TypeError) as error:
+        viz.overlap({"a": 3})
+    assert str(error.value) == (
+        "viz.overlap: report must be a report of aot.compile, or a mapping of names to them; got 3. Pass "
+        "sk.aot.compile(step, args, topology='v5e:2x4')."
+    )
+    with pytest.raises(ValueError) as error:
+        viz.overlap(dataclasses.replace(REPORT, fits=False, memory=None))
+    assert str(error.value) == (
+        "viz.overlap: the program must be compiled; got a report of one that does not fit v5e:2x4, of which there are "
+        "no times. Pass a report with fits=True."
+    )
+
+
+def test_times_have_a_unit_that_suits_them():
+    assert [duration(t) for t in (0, 4.5e-8, 1.5e-3, 0.25, 90.0)] == ["0 s", "45 ns", "1.5 ms", "250 ms", "90 s"]

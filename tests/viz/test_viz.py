@@ -10,6 +10,7 @@ import pytest
 
 import shardkit as sk
 from shardkit import schedules, viz
+from shardkit.viz import schedule as schedule_pictures
 from shardkit.viz import style
 
 pytestmark = pytest.mark.check
@@ -35,7 +36,7 @@ def case(request):
 # proves F40: a box for every action of the simulation, and no two in one place
 def test_boxes_are_the_simulated_actions(case):
     schedule, timeline, _ = case
-    boxes = viz.boxes(schedule, timeline)
+    boxes = schedule_pictures.boxes(schedule, timeline)
     assert [box.action for box in boxes] == list(schedule.ticks)
     for box in boxes:
         assert (box.begin, box.begin + box.length) == pytest.approx(timeline.spans[box.action])
@@ -55,24 +56,24 @@ def test_boxes_are_the_simulated_actions(case):
 
 def test_what_runs_together_shares_a_row_with_the_forward_above():
     schedule = schedules.dualpipe_v(4, 8)
-    halves = [box for box in viz.boxes(schedule, schedule.simulate(overlapped=2.5)) if box.height == 0.5]
+    halves = [box for box in schedule_pictures.boxes(schedule, schedule.simulate(overlapped=2.5)) if box.height == 0.5]
     pairs = sum(len(cell) == 2 for row in schedule.rows for cell in row)
     assert Counter((box.action.op == "F", box.top) for box in halves) == {(True, 0): pairs, (False, 0.5): pairs}
-    assert all(box.height == 1 for box in viz.boxes(schedule, schedule.simulate()))
+    assert all(box.height == 1 for box in schedule_pictures.boxes(schedule, schedule.simulate()))
 
 
 # proves F40: the memory curve
 def test_the_curve_has_the_simulated_peak(case):
     schedule, timeline, _ = case
     for device, peak in enumerate(timeline.peak_in_flight):
-        times, held = zip(*viz.in_flight(schedule, timeline, device), strict=True)
+        times, held = zip(*schedule_pictures.in_flight(schedule, timeline, device), strict=True)
         assert max(held) == peak and held[-1] == 0 and min(held) >= 0
         assert list(times) == sorted(set(times)) and times[-1] <= timeline.makespan
 
 
 def test_the_curve_of_1f1b():
     schedule = schedules.one_f_one_b(2, 2)
-    curves = [viz.in_flight(schedule, schedule.simulate(), device) for device in (0, 1)]
+    curves = [schedule_pictures.in_flight(schedule, schedule.simulate(), device) for device in (0, 1)]
     assert curves == [
         [(0, 1), (1, 2), (2, 2), (4, 2), (6, 1), (7, 1), (9, 0)],
         [(1, 1), (2, 1), (4, 1), (5, 1), (7, 0)],
@@ -90,7 +91,7 @@ def test_a_png_shows_the_simulation(case, tmp_path):
     height, width = (round(length) for length in picture.get_size_inches()[::-1] * picture.dpi)
     assert abs(pixels.shape[0] - height) <= 1 and abs(pixels.shape[1] - width) <= 1
     place = picture.axes[0].transData.transform
-    for box in (box for box in viz.boxes(schedule, timeline) if box.length):
+    for box in (box for box in schedule_pictures.boxes(schedule, timeline) if box.length):
         x, y = place((box.begin + 0.12 * box.length, box.device - 0.5 + box.top + box.height / 2))
         chunk = box.action.stage // schedule.devices
         colour = style.shade(style.OPS[box.action.op], chunk, schedule.chunks)

@@ -26,7 +26,7 @@ from shardkit import _platform
 from shardkit._check import sized
 from shardkit._typed import check_kind
 from shardkit.analysis.hlo.report import Built, Report, report_of
-from shardkit.analysis.hlo.saved import Program, load
+from shardkit.analysis.hlo.saved import load
 from shardkit.analysis.hlo.topology import (
     ALONE,
     Topology,
@@ -37,7 +37,7 @@ from shardkit.analysis.hlo.topology import (
 )
 from shardkit.analysis.jaxpr.census import mesh_sizes, traceable
 
-__all__ = ["Program", "Topology", "build", "compile", "load", "parse_topology", "report_of", "topology_devices"]
+__all__ = ["Topology", "build", "compile", "load", "parse_topology", "report_of", "topology_devices"]
 
 
 def compile(
@@ -66,7 +66,7 @@ def compile(
         timeout: time limit for the compiler, seconds.
 
     Returns:
-        Report: print it, read its fields, `.to_json()`, `.compare(other)`. A program that does not fit the memory of
+        Report: print it, read its fields, `.to_json()`. A program that does not fit the memory of
         the chip gives a report too, with `fits` False and the compiler's number. `topology_devices` says how to keep
         the program.
 

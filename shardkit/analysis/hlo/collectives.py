@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import NamedTuple
 
 from shardkit.analysis.hlo import proto
-from shardkit.analysis.hlo.compute import NO_CLOCK, NO_WORK, Clock, Work, Workload
+from shardkit.analysis.hlo.compute import NO_CLOCK, Clock, Work, Workload
 from shardkit.analysis.hlo.groups import axes_of, direction
 from shardkit.analysis.hlo.paired import Found, Pairs, marked_synchronous
 from shardkit.analysis.hlo.trip_counts import trip_count
@@ -74,41 +73,12 @@ class CompiledRow:
         return self.sent * self.times
 
 
-class Cover(NamedTuple):
-    """The part of a scheduled instruction's compute that hides a collective: `seconds`, from `start` seconds on."""
-
-    at: int
-    start: float
-    seconds: float
-
-
-class Step(NamedTuple):
-    """One scheduled instruction.
-
-    Attributes:
-        instruction: the instruction.
-        work: its compute.
-        row: the collective that ends with it.
-        lane: the links of that collective; those of one lane share the compute that hides them.
-        covers: what hides it, by the positions of earlier steps.
-        calls: the computations that it runs, with the other arguments of `steps`.
-    """
-
-    instruction: proto.Instruction
-    work: Work
-    row: CompiledRow | None = None
-    lane: str = ""
-    covers: tuple[Cover, ...] = ()
-    calls: tuple[tuple[int, int | None, Mapping[int, int], str], ...] = ()
-
-
 @dataclass
 class _Slot:
     """A scheduled instruction's compute, and how much of that is left to hide collectives, by their links."""
 
-    at: int
     work: Work
-    left: dict[str, float] = field(default_factory=dict)
+    left: dict[tuple[tuple[str, ...], bool], float] = field(default_factory=dict)
 
 
 def collectives_of(module: proto.Module, sizes: Mapping[str, int], clock: Clock = NO_CLOCK) -> tuple[CompiledRow, ...]:
@@ -135,30 +105,21 @@ class Reader:
         self.workload, self.pairs = Workload(module, clock.compute), Pairs(module)
 
     def rows(self, number: int, times: int | None, known: Mapping[int, int], branch: str) -> Iterator[CompiledRow]:
-        """Rows of a computation and of those that it runs; the arguments are those of `steps`."""
-        for step in self.steps(number, times, known, branch):
-            if step.row is not None:
-                yield step.row
-            for call in step.calls:
-                yield from self.rows(*call)
-
-    def steps(self, number: int, times: int | None, known: Mapping[int, int], branch: str) -> Iterator[Step]:
-        """Steps of a computation that runs `times` times; `known` are constants in its parameter's tuple."""
+        """Rows of a computation that runs `times` times; `known` are constants in its parameter's tuple."""
         computation = self.module.computations[number]
         instructions = computation.instructions.values()
         runs, unended = self.pairs.paired(computation)
-        slots = [_Slot(at, self.workload.of(computation, each)) for at, each in enumerate(instructions)]
+        slots = [_Slot(self.workload.of(computation, each)) for each in instructions]
         for at, each in enumerate(instructions):
-            run, work = runs.get(at), slots[at].work
+            run = runs.get(at)
             if run is not None:
                 between = None if run.start is None else slots[run.start + 1 : at]
-                yield Step(each, work, *self._row(run.found, times, branch, between))
-            elif at in runs:
-                yield Step(each, work)
-            else:
-                yield Step(each, work, calls=tuple(self._calls(computation, each, times, known, branch)))
+                yield self._row(run.found, times, branch, between)
+            elif at not in runs:
+                for call in self._calls(computation, each, times, known, branch):
+                    yield from self.rows(*call)
         for found in unended:  # nothing is known to hide it
-            yield Step(found.carrier, NO_WORK, *self._row(found, times, branch, None))
+            yield self._row(found, times, branch, None)
 
     def _calls(
         self,
@@ -180,10 +141,8 @@ class Reader:
             for call in each.calls:
                 yield call, times, {}, branch
 
-    def _row(
-        self, found: Found, times: int | None, branch: str, between: list[_Slot] | None
-    ) -> tuple[CompiledRow, str, tuple[Cover, ...]]:
-        """The row of a collective, its lane, and the compute between its start and its end that hides it."""
+    def _row(self, found: Found, times: int | None, branch: str, between: list[_Slot] | None) -> CompiledRow:
+        """The row of a collective, hidden by the compute between its start and its end."""
         each, kind = found.instruction, found.kind
         operands = [_unpadded(found.computation, o) for o in each.operands]
         if kind == "ppermute":
@@ -193,24 +152,22 @@ class Reader:
         sent = wire(kind, bytes_in, n, each.pairs).sent
         asynchronous = between is not None and not marked_synchronous(found.carrier)
         seconds = exposed = self.clock.wire(kind, found.groups, sent)
-        flops, covers = 0, []
-        back = kind == "ppermute" and direction(found.groups) < 0
-        lane = ",".join(axes) + (" backward" if back else "")
+        flops = 0
+        # Those over the same links, in the same direction, share the compute that hides them.
+        links = (axes, kind == "ppermute" and direction(found.groups) < 0)
         if asynchronous and between:
             flops = sum(slot.work.flops for slot in between)
             for slot in between:
-                left = slot.left.setdefault(lane, slot.work.seconds)
+                left = slot.left.setdefault(links, slot.work.seconds)
                 covered = min(exposed, left)
-                slot.left[lane] -= covered
+                slot.left[links] -= covered
                 exposed -= covered
-                covers += [Cover(slot.at, slot.work.seconds - left, covered)] if covered > 0 else []
         out = {"all_gather": bytes_in * n, "reduce_scatter": bytes_in // n}.get(kind, bytes_in)
         source = self.module.source(each) or self.module.source(found.carrier)
-        row = CompiledRow(
+        return CompiledRow(
             kind, each.name, axes, n, times, max(len(operands), 1), bytes_in, out, sent, asynchronous,
             flops, seconds, exposed, each.op_name or found.carrier.op_name, source, branch,
         )  # fmt: skip
-        return row, lane, tuple(covers)
 
 
 def _unpadded(computation: proto.Computation, at: int) -> proto.Shape:

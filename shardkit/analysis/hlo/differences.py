@@ -42,10 +42,10 @@ class Compiled(NamedTuple):
         """Writes the program to a file, which `aot.load` runs in another process without compiling.
 
         Args:
-            path: the file, in a folder that you alone can write to: what it holds is executed.
+            path: the file, which you alone can write to: what it holds is executed.
 
         Raises:
-            ValueError: a folder that others can write to, a program that calls back to Python.
+            ValueError: a program that calls back to Python.
 
         Example:
             sk.analysis.compiled(step, state, batch).save("step.program")

@@ -16,7 +16,6 @@ from shardkit.analysis.hlo.compute import NO_WORK, Work
 from shardkit.analysis.hlo.differences import account, changed, grouped
 from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.time_model import clock_of
-from shardkit.analysis.hlo.timeline import NOTHING, Timeline, timeline_of
 from shardkit.analysis.hlo.topology import Topology, device_memory, device_of, parse_topology
 from shardkit.analysis.jaxpr.census import Census, Row, census_of
 from shardkit.layout import table
@@ -45,7 +44,6 @@ class Report:
         compile_seconds: time in the compiler.
         compiler_rss: peak memory of the compiler's process, bytes.
         versions: of jax and the compiler.
-        timeline: when compute and collectives run, by the model; empty when the compiler refused.
     """
 
     topology: str
@@ -61,7 +59,6 @@ class Report:
     compile_seconds: float = 0.0
     compiler_rss: int = 0
     versions: dict[str, str] = field(default_factory=dict)
-    timeline: Timeline = NOTHING
 
     @property
     def available(self) -> int:
@@ -102,7 +99,7 @@ class Report:
         return account(self.census, self.rows) if self.memory else []
 
     def to_json(self) -> str:
-        """Everything in the report, with the derived figures; `from_json` reads it back."""
+        """Everything in the report, with the derived figures."""
         data = asdict(self) | {
             "rows": [plain_row(r) for r in self.rows],
             "census": [plain_row(r) for r in self.census.rows],
@@ -113,35 +110,6 @@ class Report:
         if self.memory:
             derived |= {"held": self.memory.held, "peak": self.memory.peak}
         return json.dumps(data | {"derived": derived}, indent=1)
-
-    @staticmethod
-    def from_json(text: str) -> Report:
-        """The report that `to_json` wrote."""
-        data: dict[str, Any] = json.loads(text)
-        data.pop("derived")
-        data["memory"] = data["memory"] and Memory(**data["memory"])
-        data["rows"] = tuple(CompiledRow(**read_row(r)) for r in data["rows"])
-        data["census"] = Census(tuple(Row(**read_row(r)) for r in data["census"]))
-        data["compute"] = Work(**data["compute"])
-        data["timeline"] = Timeline.from_json(data.get("timeline", NOTHING))  # older files have none
-        return Report(**data)
-
-    def compare(self, other: Report) -> str:
-        """The figures of two reports side by side, and every kind of collective in either."""
-        lines: list[tuple[str, ...]] = [("", str(self.topology), str(other.topology))]
-        for name, of in _FIGURES.items():
-            mine, theirs = of(self), of(other)
-            lines.append((name, mine, theirs))
-        keys = sorted({(r.kind, r.axes) for r in (*self.rows, *other.rows)})
-        for kind, axes in keys:
-            sides = []
-            for report in (self, other):
-                rows = [r for r in report.rows if (r.kind, r.axes) == (kind, axes)]
-                together = sum(r.times for r in rows if r.asynchronous)
-                total = sum((r.total for r in rows), Fraction(0))
-                sides.append(f"{sum(r.times for r in rows)} x, {together} overlapped, {size(total)}")
-            lines.append((f"{kind} over {','.join(axes)}", *sides))
-        return table(lines)
 
     def __str__(self) -> str:
         versions = ", ".join(f"{k} {v.splitlines()[0]}" for k, v in self.versions.items())
@@ -214,7 +182,6 @@ def report_of(
         memory=memory,
         rows=collectives_of(module, mesh, clock),
         compute=total_work(module, clock),
-        timeline=timeline_of(module, mesh, clock),
         compile_seconds=answer["seconds"],
         compiler_rss=answer["rss"],
         versions=dict(answer["versions"]),

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.analysis.hlo import aot, topology
-from shardkit.analysis.hlo.report import Report
 from shardkit.models import transformer
 from support.compilers import answers, child_that, gpu, refused, tpu
 from support.recorded.programs import PROGRAMS, abstract_mesh, shape
@@ -166,7 +165,7 @@ def test_a_program_that_does_not_fit_is_a_report_with_the_compilers_number(monke
         message,
     ]
     assert report.census.count(axis="data") > 0  # what it would send is known all the same
-    assert Report.from_json(report.to_json()) == report
+    assert json.loads(report.to_json())["memory"] is None
 
 
 def test_a_program_that_the_gpu_compiler_lets_through_is_held_to_the_chips_memory():

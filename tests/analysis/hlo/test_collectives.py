@@ -5,6 +5,7 @@ What each program must communicate is counted in its own trace; `tests/support/r
 
 import gzip
 import json
+from dataclasses import fields
 from fractions import Fraction
 
 import jax
@@ -164,18 +165,17 @@ def test_compute_that_hides_one_collective_is_used_up_for_the_next():
         for instruction in computation.instructions.values()
         if (each := reader.pairs.collective_of(computation, instruction)) and each.kind == "all_gather"
     )
-    window = [_Slot(0, Work(1.0, 1.0, 1.0)), _Slot(1, Work(1.0, 1.0, 1.0))]
-    assert [reader._row(found, 1, "", window)[0].exposed for _ in range(3)] == [0.0, 1.0, 1.5]
+    window = [_Slot(Work(1.0, 1.0, 1.0)), _Slot(Work(1.0, 1.0, 1.0))]
+    assert [reader._row(found, 1, "", window).exposed for _ in range(3)] == [0.0, 1.0, 1.5]
 
 
-def test_a_report_goes_to_json_and_back_and_beside_another():
+def test_a_report_goes_to_json():
     mine, other = report("fsdp_tp-v5e_2x4-jax0.10.json.gz"), report("fsdp_tp-h100_1x1x8-jax0.10.json.gz")
-    assert Report.from_json(mine.to_json()) == mine
-    derived = json.loads(mine.to_json())["derived"]
+    found = json.loads(mine.to_json())
+    assert found.keys() == {"derived", *(each.name for each in fields(Report))}
+    derived = found["derived"]
     assert derived["peak"] == mine.memory.peak and derived["exposed_seconds"] == mine.exposed_seconds
-    text = mine.compare(other)
-    assert "v5e:2x4" in text and "h100:1x1x8" in text
-    assert "all_gather over fsdp      16 x, 8 overlapped, 48.00 MiB" in text
+    assert [row["exposed"] for row in found["rows"]] == [row.exposed for row in mine.rows]
     assert mine.limit == 16 * 2**30 and other.limit == 84_942_979_072
 
 

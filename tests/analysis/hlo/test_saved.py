@@ -74,9 +74,6 @@ def test_a_step_runs_in_another_process_without_compiling(tmp_path, mesh2x4):  #
     assert found["losses"] == losses
     assert found["params"] == {name: np.asarray(x).tobytes().hex() for name, x in state.params.items()}
     assert os.stat(tmp_path / "step.program").st_mode & 0o777 == 0o600
-    lines = found["about"].splitlines()
-    assert lines[0] == f"program for 8 devices of 'cpu', mesh data=2, model=4 (jax {jax.__version__})"
-    assert "arguments[0][0].params['w']" in found["about"] and "float32[16, 8]" in found["about"]
 
 
 # Alone catches a loaded step that takes a step which is not finite, where the step that was saved raises.
@@ -90,11 +87,6 @@ def test_a_loaded_step_stops_as_the_step_does(tmp_path, data8):
 
 def test_a_function_is_called_as_it_was_compiled(program):
     assert np.array_equal(sk.aot.load(program)(np.float32([1, 2, 3, 4])), [2, 4, 6, 8])
-    assert str(sk.aot.load(program)) == (
-        f"program for 1 device of 'cpu', mesh none (jax {jax.__version__})\n"
-        "arguments[0][0]  float32[4]\n"
-        "results          float32[4]"
-    )
     with pytest.raises(TypeError, match="float32"):  # jax's own
         sk.aot.load(program)(np.int32([1, 2, 3, 4]))
 
@@ -133,20 +125,19 @@ def test_a_program_that_may_come_from_a_compilation_cache_is_not_saved(tmp_path,
 # Alone catches a loader that unpickles or runs anything before it knows that the file is whole, or fails otherwise.
 def test_2000_damaged_files_are_refused_before_anything_is_unpickled(program, monkeypatch):  # proves F86
     whole, path = program.read_bytes(), program.with_name("damaged.program")
-    for room, name in [(pickle, "loads"), (saved.json, "loads"), (serialize_executable, "deserialize_and_load")]:
+    for room, name in [(pickle, "loads"), (serialize_executable, "deserialize_and_load")]:
         monkeypatch.setattr(room, name, lambda *_: pytest.fail("a damaged file was opened"))
     path.touch(0o600)
     draw, seen = random.Random(0), set()
     for _ in range(1000):
         flipped = bytearray(whole)
         # Every second in front, where what the file says of itself stands.
-        flipped[draw.randrange(len(whole) if draw.random() < 0.5 else 56)] ^= 1 << draw.randrange(8)
+        flipped[draw.randrange(len(whole) if draw.random() < 0.5 else saved._FRONT)] ^= 1 << draw.randrange(8)
         for content in flipped, whole[: draw.randrange(len(whole))]:
             path.write_bytes(content)
-            seen.add(re.sub(r"has \d+\.", "has N.", refused(path)))
+            seen.add(refused(path))
     assert seen == {
-        f"aot.load: the file must be a program that was saved by shardkit; got {path}. Correct path.",
-        f"aot.load: the program must have format 1; {path} has N. Save it again with this version.",
+        f"aot.load: the file must be a program of this shardkit; got {path}. Save it again.",
         f"aot.load: the program must be whole; {path} is damaged or cut off. Save it again.",
     }
 
@@ -160,35 +151,9 @@ def test_a_file_that_others_can_write_to_is_refused(program, tmp_path):
         f"{path}, and others can write to it. Save the program again."
     )
     path.chmod(0o600)
-    (tmp_path / "link").symlink_to(path)
-    assert refused(tmp_path / "link") == (
-        f"aot.load: path must be a file that can be read; got {tmp_path / 'link'} (it is a symbolic link). Correct "
-        "path."
-    )
     os.mkfifo(tmp_path / "pipe")
-    for other in (tmp_path / "pipe", tmp_path / "folder"):
-        (tmp_path / "folder").mkdir(exist_ok=True)
-        assert refused(other).endswith(f"got {other}, and it is no file. Save the program again.")
-    assert refused(tmp_path / "none") == (
-        f"aot.load: path must be a file that can be read; got {tmp_path / 'none'} (No such file or directory). Correct "
-        "path."
-    )
-    (tmp_path / "aside").symlink_to(tmp_path)
-    message = (
-        "{}: a compiled program must be in a folder that its user alone can write to, because it is executed; got {}, "
-        "and {}. Run chmod go-w on it, or pass a path in another one."
-    )
-    assert refused(tmp_path / "aside" / "mine.program") == message.format(
-        "aot.load", tmp_path / "aside", "it is a symbolic link"
-    )
-    tmp_path.chmod(0o777)
-    assert refused(path) == message.format("aot.load", tmp_path, "others can write to it")
-    with pytest.raises(ValueError) as caught:
-        saved.save(None, path)
-    assert str(caught.value) == message.format("save", tmp_path, "others can write to it")
-    with pytest.raises(ValueError) as caught:
-        saved.save(None, tmp_path / "no" / "one")
-    assert str(caught.value) == f"save: the folder {tmp_path / 'no'} must exist (No such file or directory). Create it."
+    for other in (tmp_path / "pipe", tmp_path, tmp_path / "none"):
+        assert refused(other) == f"aot.load: path must be a file; got {other}, which is none. Correct path."
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give a file away")
@@ -202,25 +167,18 @@ def test_a_file_of_another_user_is_refused(program, tmp_path):
 # Alone catches a program that is run on what it was not compiled for: wrong results, or the end of the process.
 def test_a_program_for_something_else_is_refused(program, monkeypatch):
     version = jax.__version__
+    where = f"aot.load: a program must run where it was compiled for; {program} is for"
     with monkeypatch.context() as patch:
         patch.setattr(jax, "__version__", "0.9.0")
-        theirs = saved._versions()["jaxlib"]
         assert refused(program) == (
-            f"aot.load: the program must be of the versions that run it, jax 0.9.0, jaxlib {theirs}; {program} is of "
-            f"jax {version}, jaxlib {theirs}. Save it again with these."
+            f"{where} jax {version}, and this process has jax 0.9.0. Compile it here, and save that."
         )
     with monkeypatch.context() as patch:
-        patch.setattr(saved, "_processor", lambda platform: "another")
-        assert refused(program) == (
-            "aot.load: the program must run on processors with the instructions for which it was compiled; "
-            f"{program} is of another processor. Compile it here, and save that."
-        )
+        patch.setattr(saved, "_processor", lambda: "another")
+        assert refused(program).endswith("and this process has processor another. Compile it here, and save that.")
     with monkeypatch.context() as patch:
         patch.setattr(jax, "devices", lambda platform: jax.local_devices()[1:])
-        assert refused(program) == (
-            "aot.load: the program must run on the devices for which it was compiled, 1 device of 'cpu'; this process "
-            "has 7 of 'cpu'. Compile it here, and save that."
-        )
+        assert refused(program).startswith(f"{where} devices 1 x 'cpu', processor ")
     with monkeypatch.context() as patch:
         patch.setattr(serialize_executable, "deserialize_and_load", lambda *_, **__: 1 / 0)
         assert refused(program) == (
@@ -244,16 +202,13 @@ def absent(topology, tmp_path):
 @tpu
 @pytest.mark.deep
 def test_a_step_for_absent_tpus_is_saved(tmp_path):  # proves F86
-    assert absent("v5e:2x4", tmp_path) == (
-        "aot.load: the program must run on the devices for which it was compiled, 8 devices of 'TPU v5 lite'; this "
-        "process has none of platform 'tpu'. Compile it here, and save that."
-    )
+    assert "is for devices 8 x 'TPU v5 lite', and this process has devices 0 x none" in absent("v5e:2x4", tmp_path)
 
 
 @gpu
 @pytest.mark.deep
 def test_a_step_for_absent_gpus_is_saved(tmp_path):  # proves F86
-    assert "this process has none of platform 'gpu'" in absent("h100:1x1x8", tmp_path)
+    assert "and this process has devices 0 x none" in absent("h100:1x1x8", tmp_path)
 
 
 def test_topologies_without_a_compiler_or_a_name_are_refused():

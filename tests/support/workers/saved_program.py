@@ -28,4 +28,4 @@ for _ in range(steps):
     state, metrics = step(state, batch)
     losses.append(float(metrics["loss"]).hex())
 params = {name: np.asarray(x).tobytes().hex() for name, x in state.params.items()}
-print(json.dumps({"compiled": compiled, "losses": losses, "params": params, "about": str(step)}))
+print(json.dumps({"compiled": compiled, "losses": losses, "params": params}))
