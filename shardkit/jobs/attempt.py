@@ -71,8 +71,8 @@ def attempt(job: Job, port: int, events: Events, *, first: bool) -> Attempt:
     code = codes[failed[0]] if failed else 0
     if failed:
         say(summary(failed[0], codes, received))
-    step = blamed[0].step if blamed else None
-    return Attempt(code if code >= 0 else 128 - code, step, began, time.monotonic(), received is not None)
+    step, in_step = (blamed[0].step, blamed[0].in_step) if blamed else (None, False)
+    return Attempt(code if code >= 0 else 128 - code, step, in_step, began, time.monotonic(), received is not None)
 
 
 def _environment(job: Job, port: int) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Writes the input of a scheduler: a batch script for Slurm, or the manifest of a JobSet for Kubernetes.
 
-Exit code 75 means preempted and saved: the scheduler restarts the job, and it resumes. Every other failure is final.
+Exit code 75 means preempted and saved, 76 that another process died or its machine does not answer: the scheduler
+restarts the job, and it resumes. Every other failure is final.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import yaml
 
 from shardkit.jobs.launch import check_counts, program
 from shardkit.runtime.channel.place import TOKEN
+from shardkit.runtime.channel.wire import LOST
 from shardkit.runtime.cluster.preemption import PREEMPTED
 from shardkit.simulated import cpu_environment
 
 Kind = Literal["slurm", "jobset"]
 
 _NOTICE = 120  # seconds between SIGTERM and SIGKILL, for the last save
+_RESTARTS = 100  # of a job whose machines keep getting lost
 _PORT = 55527  # the port that jax itself chooses on Kubernetes
 # Longer names would not leave room for what Kubernetes adds: -workers-0, the index of the process and five letters.
 _LONGEST_NAME = 40
@@ -194,11 +197,12 @@ def _account(name: str) -> list[dict[str, Any]]:
 
 
 def _jobset(metadata: Mapping[str, Any], processes: int, pod: Mapping[str, Any]) -> dict[str, Any]:
-    """A JobSet, restarted as a whole when a process was preempted or its machine was lost without an exit code.
+    """A JobSet, restarted as a whole when its processes were preempted, or one was lost.
 
-    In its indexed Job every exit code except PREEMPTED is final.
+    In its indexed Job every exit code is final except PREEMPTED and LOST, with which the others end when a machine is
+    lost, which itself leaves no exit code.
     """
-    final = {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [PREEMPTED]}}
+    final = {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [PREEMPTED, LOST]}}
     job = {
         "completions": processes,
         "parallelism": processes,
@@ -207,10 +211,9 @@ def _jobset(metadata: Mapping[str, Any], processes: int, pod: Mapping[str, Any])
         "podFailurePolicy": {"rules": [final]},
         "template": {"spec": pod},
     }
-    again = "RestartJobSetAndIgnoreMaxRestarts"
     rules = [
         {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},
-        {"name": "again", "action": again, "onJobFailureReasons": ["BackoffLimitExceeded"]},
+        {"name": "again", "action": "RestartJobSet", "onJobFailureReasons": ["BackoffLimitExceeded"]},
     ]
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -218,7 +221,7 @@ def _jobset(metadata: Mapping[str, Any], processes: int, pod: Mapping[str, Any])
         "metadata": metadata,
         "spec": {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": metadata["name"]},
-            "failurePolicy": {"rules": rules},
+            "failurePolicy": {"maxRestarts": _RESTARTS, "rules": rules},
             "replicatedJobs": [{"name": "workers", "replicas": 1, "template": {"spec": job}}],
         },
     }
@@ -256,8 +259,11 @@ def _slurm(words: Sequence[str], processes: int, devices: int | None, name: str,
         f"export {TOKEN}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
         f"srun --kill-on-bad-exit=1 {shlex.join(words)}",
         "code=$?",
-        f"# {PREEMPTED}: preempted or out of time, and saved. The job is queued again, and resumes.",
-        f'if [ "$code" -eq {PREEMPTED} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+        f"# {PREEMPTED}: preempted or out of time, and saved. {LOST}: a machine was lost. It resumes.",
+        'case "$code" in',
+        f'{PREEMPTED}) scontrol requeue "$SLURM_JOB_ID" ;;',
+        f'{LOST}) [ "${{SLURM_RESTART_COUNT:-0}}" -ge {_RESTARTS} ] || scontrol requeue "$SLURM_JOB_ID" ;;',
+        "esac",
         'exit "$code"',
     ]
     return "\n".join(lines) + "\n"

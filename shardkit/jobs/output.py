@@ -23,18 +23,27 @@ _CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\.")
 _SILENCE = 0.5  # seconds without output after which a pipe is left that a process outside the groups holds open
 
 # The guard names the process at fault; which of the processes that it ends exits first is a matter of milliseconds.
-_BLAMES = re.compile(rb"shardkit guard: process(?:es)? (\d+)\b(?:[^:;]*?\bstep (\d+))?")
+_BLAMES = re.compile(rb"shardkit guard: process(?:es)? (\d+)\b([^:;]*)")
+_STEP, _IN_STEP = re.compile(rb"\bstep (\d+)"), re.compile(rb" (?:failed|died [^,]*) in step \d+")
 
 
 class Blamed(NamedTuple):
-    """The process that the guard named, and the step, from 0, if it named one."""
+    """What the guard named.
+
+    Attributes:
+        process: the process.
+        step: the step, from 0, if it named one.
+        in_step: whether the process failed or died in that step: not before it, after it, or on a lost machine.
+    """
 
     process: int
     step: int | None
+    in_step: bool
 
 
 def _read_blame(found: re.Match[bytes]) -> Blamed:
-    return Blamed(int(found[1]), None if found[2] is None else int(found[2]))
+    step = _STEP.search(found[2])
+    return Blamed(int(found[1]), int(step[1]) if step else None, bool(_IN_STEP.match(found[2])))
 
 
 @dataclass

@@ -18,7 +18,8 @@ class Attempt(NamedTuple):
 
     Attributes:
         code: the exit code of the job.
-        step: the step in which `guard` found the fault, from 0; None if it named none.
+        step: the step at which `guard` found the fault, from 0; None if it named none.
+        in_step: whether that was inside of the step, which then is at fault, or its batch.
         began: when it began, in seconds of the monotonic clock.
         ended: when it ended.
         signalled: whether the launcher was told to end it.
@@ -26,6 +27,7 @@ class Attempt(NamedTuple):
 
     code: int
     step: int | None
+    in_step: bool
     began: float
     ended: float
     signalled: bool
@@ -49,8 +51,8 @@ def after(past: Sequence[Attempt], restarts: int) -> float | str:
     recent = sum(attempt.began > last.ended - _HOUR for attempt in past[1:])
     if recent >= restarts:
         return f"not restarted: {restarts} restarts in an hour are the limit. Mend the cause, or raise --restarts"
-    same = [attempt.step for attempt in past[-_SAME_STEP:]]
-    if len(same) == _SAME_STEP and set(same) == {last.step} and last.step is not None:
+    same = [attempt.step for attempt in past[-_SAME_STEP:] if attempt.in_step]
+    if len(same) == _SAME_STEP and set(same) == {last.step}:
         return (
             f"not restarted: step {last.step} failed {_SAME_STEP} times in a row. Look at its batch, number "
             f"{last.step} from 0"

@@ -42,7 +42,7 @@ def test_the_processes_of_a_kubernetes_job_find_each_other(documents):
     assert index["name"] == "JAX_PROCESS_ID" and token == TOKEN
     assert spec["completions"] == spec["parallelism"] and spec["completionMode"] == "Indexed"
     actions = [(rule["action"], *rule["onExitCodes"].values()) for rule in spec["podFailurePolicy"]["rules"]]
-    assert actions == [("FailJob", "NotIn", [75]), ("Ignore", "In", [75])]
+    assert actions == [("FailJob", "NotIn", [75, 76]), ("Ignore", "In", [75, 76])]
     assert pod["restartPolicy"] == "Never" and spec["backoffLimit"] == 0
 
 
@@ -67,7 +67,7 @@ def test_a_task_of_skypilot(documents):
         "num_nodes": 2,
         "resources": {
             "accelerators": "H100:8",
-            "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [75]},
+            "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [75, 76]},
         },
         "secrets": {"SHARDKIT_JOB_TOKEN": None},
     }

@@ -57,7 +57,7 @@ def test_a_host_that_is_cut_off(tmp_path):
                 time.sleep(0.1)
             switch.cable("gamma", "down")
             said = [process.communicate(timeout=60)[0] for process in running]  # also the one that is alone
-            assert [process.returncode for process in running] == [70, 70, 70], said
+            assert [process.returncode for process in running] == [76, 76, 76], said
         for text in said[:2]:
             assert "guard: process 2 has not answered for" in text.splitlines()[-1], text
         last = rows(tmp_path)[-1]["step"]

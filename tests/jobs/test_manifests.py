@@ -118,17 +118,18 @@ def test_a_queue_of_kueue_is_a_label():
 def test_only_a_preempted_job_is_started_again():  # proves S108
     found = documents()
     (final,) = job_spec(found)["podFailurePolicy"]["rules"]  # every other code counts against the limit, which is 0
-    assert final == {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [75]}}
+    assert final == {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [75, 76]}}
     policy = {
         rule["onJobFailureReasons"][0]: rule["action"] for rule in found["JobSet"]["spec"]["failurePolicy"]["rules"]
     }
     assert policy == {
         "PodFailurePolicy": "FailJobSet",
-        "BackoffLimitExceeded": "RestartJobSetAndIgnoreMaxRestarts",
+        "BackoffLimitExceeded": "RestartJobSet",
     }
+    assert found["JobSet"]["spec"]["failurePolicy"]["maxRestarts"] == 100
 
 
-def batch(script, directory, code=0):
+def batch(script, directory, code=0, starts=0):
     """Runs a batch script with an srun that prints its words and ends with `code`."""
     say = (
         "import os, sys; assert len(os.environ['SHARDKIT_JOB_TOKEN']) == 64; "
@@ -139,6 +140,7 @@ def batch(script, directory, code=0):
         (directory / name).write_text(text)
         (directory / name).chmod(0o755)
     environ = {"PATH": f"{directory}:{os.environ['PATH']}", "SLURM_JOB_ID": "17", "PYTHONUTF8": "1"}
+    environ |= {"SLURM_RESTART_COUNT": str(starts)} if starts else {}
     return subprocess.run(["bash"], input=script, env=environ, capture_output=True, encoding="utf-8", timeout=60)
 
 
@@ -148,8 +150,16 @@ def test_a_batch_script_runs(tmp_path):
     assert options[:3] == ["--job-name=run-1", "--ntasks=4", "--gpus-per-task=2"]
     assert options[3:] == ["--requeue", "--open-mode=append", "--signal=TERM@120"]
     said = f"{[['--kill-on-bad-exit=1', 'python', *WORDS], '0,1']}\n"
-    for code, more in ((0, ""), (70, ""), (75, "scontrol requeue 17\n")):
-        done = batch(script, tmp_path, code)
+    again = "scontrol requeue 17\n"
+    for code, starts, more in (
+        (0, 0, ""),
+        (70, 0, ""),
+        (75, 0, again),
+        (75, 100, again),
+        (76, 99, again),
+        (76, 100, ""),
+    ):
+        done = batch(script, tmp_path, code, starts)
         assert (done.stdout, done.stderr, done.returncode) == (said + more, "", code)
     assert "export JAX_PLATFORMS=cpu\nexport JAX_NUM_CPU_DEVICES=2\n" in render("slurm", WORDS, processes=4, devices=2)
 

@@ -18,11 +18,11 @@ from support import commands, faults
 PYTHON = [sys.executable, "-I", "-S", "-u", "-c"]  # starts in a few milliseconds
 
 
-def failed(steps, *, code=1, seconds=10.0, pause=0.0, signalled=False):
+def failed(steps, *, in_step=True, code=1, seconds=10.0, pause=0.0, signalled=False):
     """Attempts that failed in these steps, one after another."""
     began, past = 0.0, []
     for step in steps:
-        past.append(Attempt(code, step, began, began + seconds, signalled))
+        past.append(Attempt(code, step, in_step and step is not None, began, began + seconds, signalled))
         began += seconds + pause
     return past
 
@@ -57,6 +57,7 @@ def test_what_is_final():
         "not restarted: step 7 failed 3 times in a row. Look at its batch, number 7 from 0"
     )
     assert following(failed([7, 8, 7, 7])) == 4.0
+    assert following(failed([7, 7, 7], in_step=False)) == 4.0  # a full disk, a lost machine: no batch is at fault
 
 
 @pytest.mark.check
@@ -73,16 +74,27 @@ def test_the_limit_is_one_of_an_hour():
 @pytest.mark.parametrize(
     ("line", "blamed"),
     [
-        (b"shardkit guard: process 3 failed in step 57: ValueError: step 9", Blamed(3, 57)),
+        (b"shardkit guard: process 3 failed in step 57: ValueError: step 9", Blamed(3, 57, True)),
         (
             b"shardkit guard: process 0 died without reporting an error (SIGKILL?) in step 4",
-            Blamed(0, 4),
+            Blamed(0, 4, True),
         ),
         (
             b"shardkit guard: processes 1, 2 timed out waiting for the data of step 12: 10.1 s",
-            Blamed(1, 12),
+            Blamed(1, 12, False),
         ),
-        (b"shardkit guard: process 2 failed in startup, before its first step: ValueError: step 3", Blamed(2, None)),
+        (
+            b"shardkit guard: process 2 failed in startup, before its first step: ValueError: step 3",
+            Blamed(2, None, False),
+        ),
+        (b"shardkit guard: process 0 failed saving after step 4: RuntimeError: No space left", Blamed(0, 4, False)),
+        (
+            b"shardkit guard: process 1 died without reporting an error (?) in user code after step 9.",
+            Blamed(1, 9, False),
+        ),
+        (b"shardkit guard: process 1 died without reporting an error (?), last seen in step 4.", Blamed(1, 4, False)),
+        (b"shardkit guard: process 1 has not answered for 30 s, last seen in step 41.", Blamed(1, 41, False)),
+        (b"shardkit guard: process 1 failed compiling step 0: XlaRuntimeError", Blamed(1, 0, False)),
         (b"a line about step 3", None),
     ],
 )

@@ -809,4 +809,16 @@ REVERTS = (
         "    os.environ.update(environment.no_proxy(place.host, os.environ))\n",
         "",
     ),
+    (
+        "a-lost-machine-is-final",
+        "shardkit/jobs/monitor/judge.py",
+        "return Fault(_end(state, ranks[state], known), wait, primary=failed, lost=not failed)",
+        "return Fault(_end(state, ranks[state], known), wait, primary=failed)",
+    ),
+    (
+        "a-full-disk-is-its-batch",
+        "shardkit/jobs/restarts.py",
+        "for attempt in past[-_SAME_STEP:] if attempt.in_step]",
+        "for attempt in past[-_SAME_STEP:]]",
+    ),
 )

@@ -101,11 +101,19 @@ _FATAL = {State.FAILED: 0.3, State.DIED: 0.3, State.CUT_OFF: 2.0}
 
 
 class Fault(NamedTuple):
-    """What ends a job: the sentence to report, the seconds to wait for a better one, and whether it is a root cause."""
+    """What ends a job: the sentence to report, and what kind of fault it is.
+
+    Attributes:
+        text: the sentence.
+        wait: the seconds to wait for a better one.
+        primary: whether it is a root cause.
+        lost: whether a process died or does not answer, so that the program itself may be right.
+    """
 
     text: str
     wait: float = 0.0
     primary: bool = False
+    lost: bool = False
 
 
 def fault(known: Mapping[int, Known], deadlines: Deadlines, now: float) -> Fault | None:
@@ -115,7 +123,8 @@ def fault(known: Mapping[int, Known], deadlines: Deadlines, now: float) -> Fault
         ranks[_state(each, now)].append(rank)
     for state, wait in _FATAL.items():
         if ranks[state]:
-            return Fault(_end(state, ranks[state], known), wait, primary=state is State.FAILED)
+            failed = state is State.FAILED
+            return Fault(_end(state, ranks[state], known), wait, primary=failed, lost=not failed)
     coming = min((_position(each) for each in known.values() if _comes(each, deadlines, now)), default=None)
     late = [rank for rank, each in known.items() if _overdue(each, coming, deadlines, now)]
     if late:
@@ -123,10 +132,12 @@ def fault(known: Mapping[int, Known], deadlines: Deadlines, now: float) -> Fault
         if ranks[State.STOPPED]:  # whose own deadline may pass a moment before those of the processes that wait for it
             waits = {rank for rank, each in known.items() if _at(each.status)[0] in _WAITING}
             late = sorted(waits.union(late))
-        return Fault(text + _waiting([rank for rank in late if rank not in culprits], known))
-    lost = [rank for rank, each in known.items() if now - each.heard > deadlines.silence and not each.left]
-    text = _after_the_exit(ranks[State.EXITED], known, now) or (unanswered(lost, known, now) if lost else "")
-    return Fault(text) if text else None
+        lost = bool(ranks[State.SILENT]) and not ranks[State.STOPPED]
+        return Fault(text + _waiting([rank for rank in late if rank not in culprits], known), lost=lost)
+    if text := _after_the_exit(ranks[State.EXITED], known, now):
+        return Fault(text)
+    silent = [rank for rank, each in known.items() if now - each.heard > deadlines.silence and not each.left]
+    return Fault(unanswered(silent, known, now), lost=True) if silent else None
 
 
 def _state(each: Known, now: float) -> State:

@@ -18,7 +18,7 @@ from shardkit.jobs.monitor.judge import Deadlines, Fault, Known, fault, unanswer
 from shardkit.jobs.monitor.rendezvous import Refused, meet
 from shardkit.runtime.channel.place import Place
 from shardkit.runtime.channel.recorder import Reader, Status, state
-from shardkit.runtime.channel.wire import FAILED, LEAVES_LAST, Lines, Message, as_line, encoded, plain
+from shardkit.runtime.channel.wire import FAILED, LEAVES_LAST, LOST, Lines, Message, as_line, encoded, plain
 
 _TICK = 0.1
 _BEAT = 0.25  # seconds between two status messages to the others
@@ -76,7 +76,7 @@ class Monitor:
         self.flight = ""
         self.alive = True  # the process
         self.suspect: tuple[str, float] | None = None  # a fault, and when to report it
-        self.over = ""
+        self.over, self.code = "", FAILED  # why the job ends, and the exit code of its process
         self.printed = False  # whether the process has printed why it ends
 
     def run(self) -> None:
@@ -156,7 +156,7 @@ class Monitor:
             known.stopped, known.gone, known.left = message["stopped"], message["gone"], message["left"]
             known.cause = plain(message["cause"])
         elif "over" in message:
-            self.over = plain(message["over"])
+            self.over, self.code = plain(message["over"]), LOST if message["lost"] is True else FAILED
         elif "program" in message:
             self._program(rank, own, message)
         elif "ask" in message:
@@ -200,7 +200,7 @@ class Monitor:
 
     def _compared(self, name: str, differs: str | None) -> None:
         if differs:
-            self._report(differs)
+            self._report(Fault(differs))
         elif differs is not None:
             self._send({"agreed": name})
             self._agreed(name)
@@ -230,7 +230,7 @@ class Monitor:
             if found is None or not (hub.gone or silent):
                 return
             if silent and not found.primary:  # what is seen here may be a consequence
-                found = Fault(unanswered([0], self.known, now))
+                found = Fault(unanswered([0], self.known, now), lost=True)
         if found is None:
             self.suspect = None
             return
@@ -238,11 +238,11 @@ class Monitor:
         when = self.suspect[1] if self.suspect else now + wait
         self.suspect = found.text, min(when, now + wait)
         if now >= self.suspect[1]:
-            self._report(found.text)
+            self._report(found)
 
-    def _report(self, text: str) -> None:
-        self.over = text
-        self._send({"over": text})
+    def _report(self, found: Fault) -> None:
+        self.over, self.code = found.text, LOST if found.lost else FAILED
+        self._send({"over": found.text, "lost": found.lost})
 
     def _all_left(self) -> bool:
         return all(known.left or known.gone for known in self.known.values())
@@ -260,7 +260,7 @@ class Monitor:
         if self.place.rank == 0:
             _wait_until(self._others_closed, LEAVES_LAST)
         if self.alive:
-            _say({"end": FAILED, "text": text})
+            _say({"end": self.code, "text": text})
             _wait_until(lambda: os.getppid() != self.parent, _KILL_AFTER)
             if os.getppid() == self.parent:
                 with contextlib.suppress(OSError):

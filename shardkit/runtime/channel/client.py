@@ -17,7 +17,7 @@ from types import TracebackType
 
 from shardkit.runtime.channel.place import Place
 from shardkit.runtime.channel.recorder import SIZE, Recorder, state
-from shardkit.runtime.channel.wire import FAILED, LEAVES_LAST, Lines, Message, as_line, encoded
+from shardkit.runtime.channel.wire import LEAVES_LAST, LOST, Lines, Message, as_line, encoded
 
 _MONITOR = Path(__file__).parents[2] / "jobs" / "monitor" / "__main__.py"  # a program, not an import
 _LONGEST_CAUSE = 300  # characters of an exception that are sent to the other processes
@@ -128,7 +128,8 @@ class MonitorClient:
                 continue
             for message in lines.read():
                 if "end" in message:
-                    self._leave(self._exit_code or message["end"], message["text"])
+                    lost = message["end"] == LOST  # and then an error of this process is a consequence
+                    self._leave(LOST if lost else self._exit_code or message["end"], message["text"])
                 if "agreed" in message and message["agreed"] in self._agreed:
                     self._agreed[message["agreed"]].set()
         if not self._left:
@@ -137,7 +138,7 @@ class MonitorClient:
     def _alone(self, what: str) -> None:
         """Ends this process, whose monitor is gone: the others notice, and end."""
         time.sleep(LEAVES_LAST if self.place.rank == 0 else 0.0)
-        self._leave(FAILED, f"shardkit guard: the monitor of process {self.place.rank} {what}.")
+        self._leave(LOST, f"shardkit guard: the monitor of process {self.place.rank} {what}.")
 
     def _leave(self, code: int, text: str) -> None:
         """Ends this process, and prints the text last."""

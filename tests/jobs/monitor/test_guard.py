@@ -261,7 +261,7 @@ def test_a_full_pipe_holds_nothing_up():
 def test_a_monitor_that_is_stopped_ends_its_process():
     """The others cannot tell it from a machine that is busy; it took the 30 s after which a machine counts as lost."""
     code, output = alone("import signal\nos.kill(monitor.process_id, signal.SIGSTOP)\ntime.sleep(600.0)")
-    assert code == 70
+    assert code == 76
     assert output.splitlines()[-1] == "shardkit guard: the monitor of process 0 is stopped (SIGSTOP?)."
 
 

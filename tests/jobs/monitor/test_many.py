@@ -153,7 +153,7 @@ def test_the_hash_goes_first_and_the_rest_when_it_is_asked_for(monkeypatch, open
     assert said(one) == [{"ask": "0:0"}] and not said(two) and not hub.over
     hub._hear(1, other)
     assert hub.over.endswith("they differ in seed (2 on process 1, 1 on process 0)") and said(two) == [
-        {"over": hub.over}
+        {"over": hub.over, "lost": False}
     ]
 
 

@@ -202,6 +202,21 @@ def message(**components):
     return {"components": components, "lines": components.pop("lines", ["a"]), "collectives": {}, "step": 0}
 
 
+def test_what_an_engine_may_start_again():
+    """A process that died or does not answer, and errors that follow from that; no fault of the program itself."""
+
+    def lost(*known, now=NOW):
+        return fault(dict(enumerate(known)), LIMITS, now).lost
+
+    well = at("step", 6)
+    assert lost(well, at("step", 6, gone=True))
+    assert lost(well, at("step", 6, cause="XlaRuntimeError: Gloo connection closed by peer"))
+    assert lost(well, at("step", 6), now=NOW + 1000)  # nobody answers
+    assert not lost(well, at("step", 6, cause="ValueError: x"))
+    assert not lost(at("step", 6, gone=True), at("step", 6, cause="ValueError: x"))
+    assert not lost(well, at("data", 6, 1000.0))
+
+
 def test_what_differs_is_named():
     same = {"program": "p", "seed": "1"}
     assert compared({0: message(**same), 1: message(**same)}) == ""
