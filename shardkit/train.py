@@ -100,7 +100,8 @@ def make_train_step(
         plan: how its axes are used, for example `dp("data")`.
         accumulate: microbatches per step: the batch is split into as many parts, which run one after the other, and the
             gradient is reduced once. The effective batch does not change. With a pipeline this warns, because more
-            microbatches in its schedule do the same and it fills and drains only once.
+            microbatches in its schedule do the same and it fills and drains only once; and where the loss sends over
+            an axis of the batch, because it then mixes the examples of one microbatch.
         precision: a Precision, or "no", "bf16", "fp16".
         nonfinite: what happens when the loss or a gradient is not finite: "keep" takes the step anyway, "skip" leaves
             parameters, optimizer and carried state unchanged on all devices, "stop" does the same and raises. With a

@@ -232,8 +232,8 @@ LAZY = {
 MOVED = {
     "rev": lambda leaf: jnp.flip(leaf, -1),
     "concatenate": lambda leaf: jnp.roll(leaf, 1, 0),
-    "slice": lambda leaf: leaf[:, 1:],
-    "dynamic_slice": lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, jnp.int32(1), 1, 1),
+    "slice": lambda leaf: leaf[:, :, 1:],
+    "dynamic_slice": lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, jnp.int32(1), 1, 2),
     "broadcast_in_dim": lambda leaf: jnp.broadcast_to(leaf, (2, *leaf.shape)),
     "transpose": lambda leaf: jnp.swapaxes(leaf, 1, 2),
     "squeeze": lambda leaf: jnp.squeeze(leaf, 3),
