@@ -207,7 +207,12 @@ def in_jvp(equation: Any) -> bool:
 
 def recomputed(equation: Any) -> bool:
     """Whether an equation rematerializes the forward pass (jax.checkpoint)."""
-    return any(scope.name == "rematted_computation" for scope in equation.source_info.name_stack.stack)
+    return in_scope(equation, "rematted_computation")
+
+
+def in_scope(equation: Any, name: str) -> bool:
+    """Whether an equation was traced under `jax.named_scope(name)`, or follows from one that was."""
+    return any(scope.name == name for scope in equation.source_info.name_stack.stack)
 
 
 def _transforms(equation: Any) -> set[str]:

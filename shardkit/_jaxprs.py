@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 # The primitive of `assume_replicated`.
 ASSUMED = "assume_replicated"
+# The scope of what is sent for each microbatch, and right in each: a plan's gathers, and what says so of its result.
+PER_MICROBATCH = "per_microbatch"
 # Primitives whose results are their operands.
 IDENTITIES = {"pvary", "pcast", ASSUMED, "copy", "copy_p", "name", "optimization_barrier"}
 # Those that change the type of a value only, as jax 0.10 and as later versions call them.
@@ -72,6 +74,10 @@ class Site(NamedTuple):
     def recomputed(self) -> bool:
         """Whether jax.checkpoint repeats the equation, or one around it, for the backward pass."""
         return _compat.recomputed(self.equation) or (self.outer is not None and self.outer.recomputed)
+
+    def within(self, scope: str) -> bool:
+        """Whether the equation, or one around it, was traced under this `jax.named_scope`."""
+        return _compat.in_scope(self.equation, scope) or (self.outer is not None and self.outer.within(scope))
 
     @property
     def source(self) -> str:

@@ -1,7 +1,8 @@
-"""Arrays that can be carried, sliced, scanned and differentiated, but not computed with until they are unsealed.
+"""Arrays that can be carried, scanned and sliced along their first dims, but not computed with until they are unsealed.
 
 A sealed array has an extended dtype, as jax's keys have: jax refuses it in arithmetic, and the error contains the
-dtype's name.
+dtype's name. What jax does not refuse, as a flip, is found in the traced program by `misused`. Like a key it has no
+gradient: jax's stop_gradient would skip it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from shardkit import _compat
+from shardkit._jaxprs import CASTS, IDENTITIES, walk
 
 
 class SealedType(jax.dtypes.extended):
@@ -31,7 +33,7 @@ class _Rules:
 
     @staticmethod
     def tangent_dtype(dtype: Sealed) -> Any:
-        return dtype.holds
+        return jax.dtypes.float0
 
     @staticmethod
     def full(shape: Any, value: Any, dtype: Sealed) -> Any:
@@ -49,14 +51,17 @@ except ImportError:  # raised again by the first array that is sealed
 
 
 class Sealed(_ExtendedDType):
-    """The dtype of a sealed array: the dtype inside, and the text that every error about it contains."""
+    """The dtype of a sealed array: the dtype inside, and the text that every error about it contains.
+
+    The last `last` dims stay as they are until it is unsealed.
+    """
 
     _rules = _Rules
     type = SealedType
 
-    def __init__(self, holds: Any, name: str):
+    def __init__(self, holds: Any, name: str, last: int = 0):
         _compat.private("dtypes.ExtendedDType")
-        self.holds, self._name = jnp.dtype(holds), name
+        self.holds, self._name, self.last = jnp.dtype(holds), name, last
 
     @property
     def name(self) -> str:
@@ -72,27 +77,78 @@ class Sealed(_ExtendedDType):
         return self._name
 
     def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Sealed) and (self.holds, self._name) == (other.holds, other._name)
+        return isinstance(other, Sealed) and vars(self) == vars(other)
 
     def __hash__(self) -> int:
-        return hash((self.holds, self._name))
+        return hash((self.holds, self._name, self.last))
+
+
+def _unsealed_type(x: Any) -> Any:
+    if x.ndim < x.dtype.last:
+        raise TypeError(f"{x.dtype} without its dim {x.ndim - x.dtype.last}")
+    return x.update(dtype=x.dtype.holds)
+
+
+def _unseal_batch(args: Any, dims: Any) -> Any:
+    """Under vmap: a dim that is taken off behind the first of those that stay would change what they count."""
+    (x,), (dim,) = args, dims
+    if dim > x.ndim - 1 - x.dtype.last:
+        raise TypeError(f"vmap over dim {dim} of {x.dtype}")
+    return _unseal.bind(x), dim
 
 
 _seal, _unseal = Primitive("seal"), Primitive("unseal")
 _seal.def_abstract_eval(lambda x, *, dtype: x.update(dtype=dtype, weak_type=False))
-_unseal.def_abstract_eval(lambda x: x.update(dtype=x.dtype.holds))
+_unseal.def_abstract_eval(_unsealed_type)
+batching.defvectorized(_seal)
+batching.primitive_batchers[_unseal] = _unseal_batch
 for _primitive in (_seal, _unseal):
     _primitive.def_impl(lambda x, **_: x)  # arrays are sealed at trace time
-    ad.defjvp(_primitive, lambda t, x, **_: t)
-    batching.defvectorized(_primitive)
+    ad.defjvp(_primitive, None)
     mlir.register_lowering(_primitive, lambda _, x, **__: [x])
 
 
-def seal(x: Any, name: str) -> Any:
-    """The array, sealed: every error about it contains `name`."""
-    return _seal.bind(x, dtype=Sealed(x.dtype, name))
+def seal(x: Any, name: str, last: int) -> Any:
+    """The array, sealed: every error about it contains `name`, and its last dims are those of the array inside."""
+    return _seal.bind(x, dtype=Sealed(x.dtype, name, last))
 
 
 def unseal(x: Any) -> Any:
     """The array inside a sealed one; any other unchanged."""
-    return _unseal.bind(x) if isinstance(x.dtype, Sealed) else x
+    return _unseal.bind(x) if is_sealed(x) else x
+
+
+def is_sealed(x: Any) -> bool:
+    """Whether an array, or a variable's type, is sealed."""
+    return isinstance(getattr(x, "dtype", None), Sealed)
+
+
+_PASS = {_unseal.name, "scan", "while", "cond", *_compat.CALLS, *IDENTITIES, *CASTS}
+
+
+def misused(jaxpr: Any) -> str:
+    """The name of a sealed array that an equation does what is wrong to, and by what and where; "" if all is right.
+
+    Right are calls and loops, which pass it on, and what changes dims in front of the last ones that it has.
+    """
+    for site in walk(jaxpr):
+        for aval in (atom.aval for atom in site.equation.invars):
+            if is_sealed(aval) and not _keeps(site.equation, aval.shape, aval.ndim - aval.dtype.last):
+                return f"{aval.dtype}, by {site.name} at {site.source}"
+    return ""
+
+
+def _keeps(equation: Any, shape: tuple[int, ...], first: int) -> bool:
+    """Whether all dims of the shape from `first` on are passed on."""
+    name, params, last = equation.primitive.name, equation.params, range(first, len(shape))
+    if name == "slice":
+        strides = params["strides"] or (1,) * len(shape)
+        cut = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
+        return list(cut)[first:] == [(0, size, 1) for size in shape[first:]]
+    if name == "dynamic_slice":
+        return tuple(params["slice_sizes"][first:]) == shape[first:]
+    if name == "squeeze":
+        return not set(params["dimensions"]) & set(last)
+    if name == "transpose":
+        return tuple(params["permutation"][first:]) == tuple(last)
+    return name in _PASS

@@ -93,8 +93,10 @@ class Carried:
         takes: Any = grad_fn
         return partial(takes, carried=self.enter(tree, batch_spec, policy))
 
-    def updated(self, carry: Update, metrics: Any, params: Any) -> Any:
+    def updated(self, carry: Update, metrics: Any, params: Any, alone: Callable[..., Any] | None = None) -> Any:
         """`carry(state, metrics, params)` on global arrays in original shapes, laid out as before.
+
+        `alone`, which calls it, compiles it separately, as `groups.py` explains.
 
         Where the metrics have "finite" and it is False, the state stays as it was.
         """
@@ -108,11 +110,12 @@ class Carried:
         in_order = any(jax.tree.leaves(self._rows)) and order_matters(carry, args, stacked, rows)
 
         old = original(self.tree, in_order=in_order)
-        new = jax.tree.map(
-            lambda x, like: lax.convert_element_type(x, like.dtype),  # weakly typed leaves would compile again
-            carry(old, metrics, original(params, in_order=in_order)),
-            old,
-        )
+        given = metrics, original(params, in_order=in_order)
+
+        def update(given: Any, old: Any) -> Any:  # weakly typed leaves would compile again
+            return jax.tree.map(lambda x, like: lax.convert_element_type(x, like.dtype), carry(old, *given), old)
+
+        new = alone(update, given, old) if alone else update(given, old)
         if "finite" in metrics:
             new = jax.tree.map(partial(jnp.where, metrics["finite"]), new, old)
         stored = padded(new, self.held, self._mesh, in_order=in_order)

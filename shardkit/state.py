@@ -15,7 +15,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardkit._check import sized
 from shardkit.arguments import checked_key
 from shardkit.layout import canonical, path_name, spec_axes
-from shardkit.partitioning.groups import update_alone
 from shardkit.partitioning.handles import cast_floating
 from shardkit.partitioning.placement import Layout, map_layouts
 from shardkit.partitioning.plan import Plan
@@ -254,13 +253,13 @@ def updated(
     grads: Any,
     metrics: Any,
     *,
-    alone: bool = False,
+    alone: Callable[..., Any] | None = None,
 ) -> tuple[Any, Any, LossScale | None]:
     """The new parameters (in the layout of the update), optimizer state and loss scale, in the jit of the step.
 
     The optimizer runs on global arrays in their original shapes, pinned to the layout of the update before and after.
-    Where the metrics have "finite" and it is False, parameters and optimizer state stay as they were. With `alone` the
-    optimizer is compiled separately, as `groups.py` explains.
+    Where the metrics have "finite" and it is False, parameters and optimizer state stay as they were. `alone`, which
+    calls it, compiles the optimizer separately, as `groups.py` explains.
     """
     held = map_layouts(Layout.in_update, layouts)
     opt_held = optimizer_held(state.opt_state, state.params, held)
@@ -271,11 +270,14 @@ def updated(
     stored = lambda tree, held: pinned(padded(tree, held, mesh, in_order=in_order), held)  # noqa: E731
 
     grads, params, opt_state = seen(grads, held), seen(state.params, held), seen(state.opt_state, opt_held)
-    update = lambda old: advance(optimizer, policy, grads, old[1], old[0], metrics["loss"])  # noqa: E731
-    new, loss_scale = (params, opt_state), state.loss_scale
-    new = update_alone(update, new, state.step, layouts) if alone else update(new)
+    given, old, loss_scale = (grads, metrics["loss"]), (params, opt_state), state.loss_scale
+
+    def update(given: Any, old: Any) -> Any:
+        return advance(optimizer, policy, given[0], old[1], old[0], given[1])
+
+    new = alone(update, given, old) if alone else update(given, old)
     if "finite" in metrics:
-        new = jax.tree.map(lambda new, old: jnp.where(metrics["finite"], new, old), new, (params, opt_state))
+        new = jax.tree.map(lambda new, old: jnp.where(metrics["finite"], new, old), new, old)
         loss_scale = loss_scale and next_loss_scale(policy, loss_scale, metrics["finite"])
     return stored(new[0], held), stored(new[1], opt_held), loss_scale
 

@@ -22,7 +22,7 @@ from shardkit.layout import path_name
 from shardkit.partitioning.axis_types import auto_mesh, typed_init, with_auto_axes
 from shardkit.partitioning.batch import batch_specs
 from shardkit.partitioning.gradient import GradFn, divisor_of, global_means
-from shardkit.partitioning.groups import check_groups, groups_per_device, leave_groups
+from shardkit.partitioning.groups import check_groups, groups_per_device, leave_groups, update_alone
 from shardkit.partitioning.local_step import local_gradients
 from shardkit.partitioning.manual import manual_axes
 from shardkit.partitioning.metrics import all_finite, metrics_of, returned
@@ -38,6 +38,9 @@ from shardkit.rng import step_key
 from shardkit.state import TrainState, make_init, shardings, state_check, updated
 
 _REPLICATED = PartitionSpec()
+# What may not sum over split leaves with deterministic=, and what to use instead.
+_OPTIMIZER = "an optimizer", "Use dp, or an optimizer without it: clip by value, not by norm."
+_CARRY = "a carry=", "Use dp or zero1, or sum in the loss, as an auxiliary Mean."
 
 
 class TrainStep(NamedTuple):
@@ -97,7 +100,8 @@ def make_train_step(
         plan: how its axes are used, for example `dp("data")`.
         accumulate: microbatches per step: the batch is split into as many parts, which run one after the other, and the
             gradient is reduced once. The effective batch does not change. With a pipeline this warns, because more
-            microbatches in its schedule do the same and it fills and drains only once.
+            microbatches in its schedule do the same and it fills and drains only once; and where the loss sends over
+            an axis of the batch, because it then mixes the examples of one microbatch.
         precision: a Precision, or "no", "bf16", "fp16".
         nonfinite: what happens when the loss or a gradient is not finite: "keep" takes the step anyway, "skip" leaves
             parameters, optimizer and carried state unchanged on all devices, "stop" does the same and raises. With a
@@ -109,7 +113,8 @@ def make_train_step(
         deterministic: G, a number of groups: the step has the same bits on all numbers of devices that divide G, under
             dp, zero1 and whole fsdp. The batch is cut into G parts, which are computed one by one as microbatches are,
             and summed in a fixed order. It holds for one kind of device, version of jax and dtype, for a loss that does
-            not depend on the mesh, and for optimizers that do not sum over the elements of split leaves.
+            not depend on the mesh, and an optimizer and a `carry` that neither multiply matrices nor sum over the
+            elements of split leaves.
         manual: the mesh axes that are Manual in the step, which include those of the plan; None: all. The others are
             left to XLA's partitioner, as in `jit`: parameters keep the layout over them of the arrays that `init` gets,
             and the loss may use `jax.lax.with_sharding_constraint` over them.
@@ -126,7 +131,8 @@ def make_train_step(
             tree, shapes or dtypes.
         ValueError: with `manual`, an axis that the mesh does not have, or an axis of the plan that is not among them.
         ValueError: with `deterministic`, what depends on the mesh: other strategies and algorithms, a loss that
-            communicates, an optimizer that sums over split leaves; groups that do not divide the batch.
+            communicates, an optimizer or `carry` that multiplies matrices or sums over split leaves; groups that do not
+            divide the batch.
         ValueError: from `step`, for a state that an earlier step has donated, that is on another mesh, or that another
             plan lays out, pads or orders otherwise, or gives other residuals.
         TypeError: from `step`, for what is no TrainState.
@@ -223,14 +229,16 @@ def make_train_step(
         args = (state.params, carried.tree, state.residuals, batch, step_key(key, state.step), scale)
         metrics, grads, residuals = on_mesh(*args)
         run = optimizer, policy, mesh, layouts
-        params, opt_state, loss_scale = updated(*run, state, grads, metrics, alone=bool(deterministic))
+        alone = partial(update_alone, step=state.step, specs=update, what=_OPTIMIZER) if deterministic else None
+        params, opt_state, loss_scale = updated(*run, state, grads, metrics, alone=alone)
         if rest != update:
             params = shard_map(lambda p: to_rest(p, layouts), in_specs=(update,), out_specs=rest)(params)
             if plan.automatic:
                 params = jax.lax.with_sharding_constraint(params, at_rest)
         if state.loss_scale:
             metrics["loss_scale"] = scale
-        kept = carried.updated(carry, metrics, params) if carry else state.carried
+        alone = alone and partial(alone, specs=rest, what=_CARRY)
+        kept = carried.updated(carry, metrics, params, alone) if carry else state.carried
         new = TrainState(state.step + 1, params, opt_state, None, loss_scale, residuals, kept)
         return new, returned(metrics, policy.output)
 

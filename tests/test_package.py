@@ -53,7 +53,7 @@ NEIGHBOURS = {
     "_check": {"_compat"},
     "_platform": {"_compat"},
     "_jaxprs": {"_compat"},
-    "_sealed": {"_compat"},
+    "_sealed": {"_compat", "_jaxprs"},
     "_typed": {"_check", "_context", "_kinds"},
     "cost": {"_check", "_typed"},
     "schedules": {"_check"},

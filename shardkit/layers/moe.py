@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardkit._check import Axis, bound, named, shapes
+from shardkit._jaxprs import PER_MICROBATCH
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives import all_gather, all_to_all, axis_index, axis_size
@@ -25,6 +26,7 @@ ExpertFn = Callable[[Any, jax.Array, Dot], jax.Array]
 
 
 @typed
+@jax.named_scope(PER_MICROBATCH)
 def moe(
     x: jax.Array,
     router_DE: jax.Array,

@@ -12,6 +12,7 @@ from jax import lax
 
 from shardkit._check import Axis, at_least, bound, shapes
 from shardkit._compat import varying_axes
+from shardkit._jaxprs import PER_MICROBATCH
 from shardkit._typed import check_fields, typed
 from shardkit.collectives import all_reduce
 from shardkit.partitioning.gradient import Mean
@@ -211,7 +212,8 @@ def routing_stats(
     ]
     sums = jnp.sum(jnp.concatenate(per_token, axis=1) * weights_N[:, None], axis=0)
     axes = tuple(sorted(varying_axes(sums).difference(() if stage is None else bound("routing_stats", stage))))
-    sums = all_reduce(sums, axes) if axes else sums
+    with jax.named_scope(PER_MICROBATCH):
+        sums = all_reduce(sums, axes) if axes else sums
     # without any token, 0 instead of NaN
     sums = sums / jnp.maximum(sums[-1], jnp.finfo(jnp.float32).tiny)
     load_E, mean_E, z = sums[:E] / top_k, sums[E : 2 * E], sums[2 * E]

@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardkit._compat import varying_axes
+from shardkit._jaxprs import PER_MICROBATCH
 from shardkit.collectives import axis_index, axis_size, pad_to_axis
 from shardkit.collectives.algorithms import PLAIN
 from shardkit.partitioning.placement import Cuts
@@ -41,6 +42,7 @@ def _cut_in_parts(cuts: Cuts, fn: Callable[[jax.Array], jax.Array], x: jax.Array
     a residual, for which jax 0.10 to 0.12 write an invalid program in a shard_map inside another.
     """
     split = {dim % x.ndim: axes for cut in cuts for dim, axes in cut.automatic}
+    fn = jax.named_scope(PER_MICROBATCH)(fn)
     if not split or split.keys() & {cut.dim % x.ndim for cut in cuts}:
         return fn(x)
     plain = all((cut.gather_by, cut.reduce_by) == (PLAIN, PLAIN) for cut in cuts)

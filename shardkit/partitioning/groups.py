@@ -42,7 +42,8 @@ from shardkit.partitioning.plan import Plan
 from shardkit.partitioning.storage import as_stored
 
 Leaves = list[jax.Array]
-_SUMS = ("reduce_sum", "reduce_prod", "dot_general", "cumsum", "cumprod", "cumlogsumexp", "conv_general", "scatter-add")
+_PRODUCTS = ("dot_general", "conv_general")
+_SUMS = ("reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "scatter-add")
 
 
 def check_groups(groups: int | None, accumulate: int, plan: Plan, mesh: Mesh, reduce: Any) -> None:
@@ -161,23 +162,48 @@ def leave_groups(
     return means, map_layouts(one, layouts, grads)
 
 
-def update_alone(update: Callable[[Any], Any], held: Any, step: jax.Array, layouts: Any) -> Any:
-    """`update(held)`, parameters and optimizer state, compiled separately.
+def update_alone(
+    update: Callable[[Any, Any], Any], given: Any, held: Any, step: jax.Array, specs: Any, what: tuple[str, str]
+) -> Any:
+    """`update(given, held)`, of what changes in a step, such as parameters and optimizer state, compiled separately.
+
+    What is given, such as gradients, is carried and zeroed: the compiler would take out of the loop, and fuse with
+    other code, whatever follows from what a turn leaves as it was.
+
+    Args:
+        update: a function of both, which returns what is held anew.
+        given: pytree of arrays.
+        held: pytree of arrays.
+        step: the number of the step.
+        specs: the layouts of the parameters here, a tree of PartitionSpecs.
+        what: for errors, what the function is, and what to use instead of it.
 
     Raises:
-        ValueError: an optimizer that sums over elements, of a leaf that is split.
+        ValueError: a function that multiplies matrices, or sums over elements where a leaf is split.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(layouts, is_leaf=lambda x: isinstance(x, Layout))
-    split = [(path_name(path), layout.update) for path, layout in leaves if any(spec_axes(layout.update))]
-    for site in walk(jax.make_jaxpr(update)(held).jaxpr) if split else ():
-        if site.name.startswith(_SUMS) and any(math.prod(v.aval.shape) > 1 for v in site.equation.invars):
+    leaves = jax.tree_util.tree_leaves_with_path(specs)
+    split = [(path_name(path), spec) for path, spec in leaves if any(spec_axes(spec))]
+    for site in walk(jax.make_jaxpr(update)(given, held).jaxpr):
+        wide = any(math.prod(v.aval.shape) > 1 for v in site.equation.invars)
+        if wide and site.name.startswith(_PRODUCTS):  # Newton-Schulz on one device was other bits than on two
+            raise ValueError(
+                f"make_train_step: with deterministic= {what[0]} must not multiply matrices, because the compiler "
+                f"orders their sums by the program around them; got {site.name}. Leave out deterministic=, or use one "
+                "without it."
+            )
+        if wide and split and site.name.startswith(_SUMS):
             path, spec = split[0]
             raise ValueError(
-                f"make_train_step: with deterministic= an optimizer that sums over elements ({site.name}) must have "
+                f"make_train_step: with deterministic= {what[0]} that sums over elements ({site.name}) must have "
                 f"whole leaves, because the order of its sums depends on the mesh; leaf {path} is split over "
-                f"{quoted(sorted(all_axes(spec)))}. Use dp, or an optimizer without it: clip by value, not by norm."
+                f"{quoted(sorted(all_axes(spec)))}. {what[1]}"
             )
-    return lax.fori_loop(0, jnp.where(step < 0, 0, 1), lambda _, held: update(held), held)
+
+    def turn(_: Any, carried: Any) -> Any:
+        given, held = carried
+        return jax.tree.map(jnp.zeros_like, given), update(given, held)
+
+    return lax.fori_loop(0, jnp.where(step < 0, 0, 1), turn, (given, held))[1]
 
 
 def _summed(x: jax.Array, cuts: Cuts, axes: tuple[str, ...]) -> jax.Array:

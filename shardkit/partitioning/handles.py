@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from shardkit._check import quoted
-from shardkit._sealed import seal, unseal
+from shardkit._sealed import misused, seal, unseal
+from shardkit.collectives.axes import vary_like
 from shardkit.layout import path_name
 from shardkit.partitioning.cuts import to_parts, whole
 from shardkit.partitioning.placement import Cuts, kept_cuts
@@ -26,7 +27,7 @@ from shardkit.partitioning.storage import Sizes
 _FIELDS = ["gathers", "scatters", "compute", "reduce", "entry", "sizes", "path"]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["part", "whole"], meta_fields=_FIELDS)
+@partial(jax.tree_util.register_dataclass, data_fields=["part", "whole", "slope"], meta_fields=_FIELDS)
 @dataclass(eq=False, repr=False)
 class Handle:
     """A lazy leaf. `gathered` opens it; computing with it is a TypeError.
@@ -42,6 +43,7 @@ class Handle:
         entry: whether it is opened just before the loss, and not by it.
         sizes: dims of the part that are padded, with their original size, to which opening cuts them.
         path: the leaf's path in the parameters, for errors.
+        slope: what has the gradient of the part while that is sealed, else None: NaN, since nothing may use its value.
     """
 
     part: Any
@@ -53,6 +55,7 @@ class Handle:
     entry: bool
     sizes: Sizes = ()
     path: str = ""
+    slope: Any = None
 
     def replaced(self, **fields: Any) -> Handle:
         """A copy with other fields."""
@@ -81,10 +84,10 @@ class Handle:
         return TypeError(_unopened(self.words))
 
 
-def _unopened(words: str) -> str:
+def _unopened(words: str, use: str = "") -> str:
     return (
-        f"{words}, was used before it was gathered. Wrap the function that uses it in gathered(...), or run the stack "
-        "with scan_layers."
+        f"{words}, was used before it was gathered{use}. Wrap the function that uses it in gathered(...), or run the "
+        "stack with scan_layers."
     )
 
 
@@ -148,27 +151,45 @@ def call_sealed(fn: Callable[..., Any], tree: Any, *args: Any, at: str = "") -> 
     """`fn(tree, *args)`, a function of the user's, with the lazy leaves of the tree sealed.
 
     `fn` opens them with `gathered` and `scan_layers`; `at` is the path of the tree in the parameters, such as "layers".
+    It is traced, and read, before it is differentiated: a flip of a part is no part of the flipped weight, and jax's
+    types say nothing of it.
 
     Raises:
-        TypeError: `fn` computes with a lazy leaf.
+        TypeError: `fn` computes with a lazy leaf, or changes its dims from the first sharded one on.
     """
+    if not any(map(is_handle, jax.tree.leaves(tree, is_leaf=is_handle))):
+        return fn(tree, *args)
     prefix = (jax.tree_util.DictKey(at),) if at else ()
 
     def sealed(path: Any, x: Any) -> Any:
         if not is_handle(x):
             return x
         x = x.replaced(path=path_name((*prefix, *path)))
-        name = f"{_BEGIN}{x.words}{_END}"
-        return x.replaced(part=seal(x.part, name), whole=None if x.whole is None else seal(x.whole, name))
+        name, last = f"{_BEGIN}{x.words}{_END}", -min((cut.dim for cut in (*x.gathers, *x.scatters)), default=0)
+        held = None if x.whole is None else seal(x.whole, name, last)
+        return x.replaced(part=seal(jax.lax.stop_gradient(x.part), name, last), whole=held, slope=_slope(x.part))
+
+    returned: list[Any] = []
+    found = ""
+
+    def traced(tree: Any) -> list[Any]:
+        returned[:] = jax.tree.flatten(fn(jax.tree_util.tree_map_with_path(sealed, tree, is_leaf=is_handle), *args))
+        return [x for x in returned[0] if isinstance(x, jax.core.Tracer)]
 
     try:
-        return fn(jax.tree_util.tree_map_with_path(sealed, tree, is_leaf=is_handle), *args)
+        closed = jax.make_jaxpr(traced)(tree)
+        if found := misused(closed.jaxpr):
+            raise TypeError(found)
+        arrays = iter(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(tree)))
+        leaves, structure = returned
+        return jax.tree.unflatten(structure, [next(arrays) if isinstance(x, jax.core.Tracer) else x for x in leaves])
     except Exception as error:
         # jax raises a TypeError, a ValueError or an AssertionError for a dtype that it does not know.
-        _, found, rest = str(error).partition(_BEGIN)
-        if not found:
+        _, begun, rest = str(error).partition(_BEGIN)
+        if not begun:
             raise
-        raise TypeError(_unopened(rest.partition(_END)[0])) from error
+        words, _, use = rest.partition(_END)
+        raise TypeError(_unopened(words, use if found else "")) from error
 
 
 def unsealed(tree: Any) -> Any:
@@ -177,9 +198,26 @@ def unsealed(tree: Any) -> Any:
     def one(x: Any) -> Any:
         if not is_handle(x):
             return x
-        return x.replaced(part=unseal(x.part), whole=None if x.whole is None else unseal(x.whole))
+        part = unseal(x.part) if x.slope is None else _with_slope(unseal(x.part), x.slope.astype(x.part.dtype.holds))
+        return x.replaced(part=part, whole=None if x.whole is None else unseal(x.whole), slope=None)
 
     return jax.tree.map(one, tree, is_leaf=is_handle)
+
+
+# A sealed part has no gradient, because jax.lax.stop_gradient would pass it by: the leaf's goes through a float array
+# beside it, which stop_gradient, a scan or an index treat as any other.
+@jax.custom_jvp
+def _slope(part: jax.Array) -> jax.Array:
+    return vary_like(jnp.full(part.shape, jnp.nan, part.dtype), part)
+
+
+@jax.custom_jvp
+def _with_slope(part: jax.Array, slope: jax.Array) -> jax.Array:
+    return part
+
+
+_slope.defjvp(lambda primals, tangents: (_slope(*primals), tangents[0]))
+_with_slope.defjvp(lambda primals, tangents: (primals[0], tangents[1]))
 
 
 def _open(handle: Handle) -> jax.Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardkit._check import quoted
-from shardkit._compat import eval_shape
+from shardkit._compat import on_this_mesh
+from shardkit._jaxprs import PER_MICROBATCH, kind_of, mesh_axes, walk
 from shardkit.collectives._sums import added, typed_zeros
 from shardkit.layout import path_name, spec_axes
 from shardkit.partitioning.batch import device_keys, split_microbatches, take_microbatch
@@ -74,12 +77,33 @@ def local_gradients(
         if groups:
             return batch, *sums_of_groups(one, arrays, scale > 0, split_over(batch_spec))
         zeros = lambda x: typed_zeros(x, dtype=jnp.float32)  # noqa: E731
-        sums = jax.tree.map(zeros, eval_shape(call, *take_microbatch(split, 0)))
+        sums = jax.tree.map(zeros, _of_microbatch(call, take_microbatch(split, 0), accumulate, split_over(batch_spec)))
 
         def add(sums: Any, arrays: list[jax.Array]) -> tuple[Any, None]:
             return added(sums, one(arrays)), None
 
         return batch, *jax.lax.scan(add, sums, arrays)[0]
+
+
+def _of_microbatch(call: Callable[..., Any], example: Any, accumulate: int, axes: tuple[str, ...]) -> Any:
+    """The shapes of what one microbatch gives, after a warning where its loss mixes examples of several devices.
+
+    It would mix those of one microbatch: a contrastive loss has fewer negatives, a norm over the batch other moments.
+    What the plan sends for its leaves is right in each microbatch, and marked.
+    """
+    jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(*example)
+    for site in walk(jaxpr.jaxpr):
+        mixed = kind_of(site.equation) and set(mesh_axes(site.equation)) & set(axes)
+        if mixed and not site.backward and not site.within(PER_MICROBATCH):
+            warnings.warn(
+                f"make_train_step: with accumulate={accumulate} the loss gets one microbatch at a time, and the "
+                "results of what it sends over an axis of the batch are those of a microbatch; it calls "
+                f"{kind_of(site.equation)} over {quoted(sorted(mixed))} at {site.source}. Leave accumulate at 1, and "
+                "save memory with scan_layers(..., microbatches=) or remat=, if all examples count together.",
+                stacklevel=2,
+            )
+            break
+    return on_this_mesh(shapes)
 
 
 def local_means(

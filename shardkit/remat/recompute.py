@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import partial_eval
 
 from shardkit._check import quoted
 from shardkit._compat import eval_shape, on_this_mesh
@@ -105,6 +106,15 @@ class Traced:
         constants = self.constants if constants is None else constants
         flat = jax.core.eval_jaxpr(self.jaxpr, constants, *jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(self.out), flat)
+
+
+def some_of(fn: Callable[..., list[Any]], flags: list[bool], *args: Any) -> list[Any]:
+    """The results of a function that are flagged; what only the others need is neither computed nor sent."""
+    if all(flags):
+        return fn(*args)
+    traced = Traced(fn, *args)
+    jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, flags, instantiate=True)
+    return jax.core.eval_jaxpr(jaxpr, traced.constants, *jax.tree.leaves(args))
 
 
 class Halves(NamedTuple):

@@ -7,7 +7,7 @@ weights again, and scatters each gradient once, after the last microbatch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from shardkit._compat import eval_shape, varying_axes
 from shardkit.collectives._sums import added, typed_zeros, wide_zeros
 from shardkit.partitioning.batch import row
 from shardkit.partitioning.handles import is_handle, near, opened, part_gradient, parts
-from shardkit.remat.recompute import Halves, Leaves, Traced, halves, learnable
+from shardkit.remat.recompute import Halves, Leaves, Traced, halves, learnable, some_of
 
 Forward = Callable[[Leaves, Leaves, Leaves], tuple[list[Any], list[Any]]]
 
@@ -91,6 +91,17 @@ def _with_derivative(
         run = lambda x: jax.tree.leaves(layer(weights, x, constants=shared))  # noqa: E731
         return (run(x) if microbatches == 1 else jax.lax.map(run, x)), []
 
+    # One trace of a call may serve several: jax.jit and jax.checkpoint keep it. What is wanted may differ between them,
+    # and jax keeps one tree of residuals and one backward pass for all. So both are those of every gradient that there
+    # can be, and what is wanted goes from the forward pass to the backward pass as the shape of an empty array.
+    masks: list[list[bool]] = []
+
+    @cache
+    def every() -> tuple[Halves, _Wanted]:
+        flags, shared_flags, x_flags = jax.tree.unflatten(tree, possible)
+        wanted = _Wanted(jax.tree.leaves(parts(flags)), shared_flags, x_flags)
+        return halves(layer, policy, microbatches, examples, wanted), wanted
+
     @jax.custom_vjp
     def call(leaves: Leaves) -> list[Any]:
         return sweep.forward(primal, *jax.tree.unflatten(tree, leaves))[0]
@@ -100,20 +111,21 @@ def _with_derivative(
         if sweep.stack:  # after the first layer, every activation depends on weights
             first = len(leaves) - len(examples[2])
             asked[first:] = possible[first:]
-        flags, shared_flags, x_flags = jax.tree.unflatten(tree, asked)
-        wanted = _Wanted(jax.tree.leaves(parts(flags)), shared_flags, x_flags)
-        passes = halves(layer, policy, microbatches, examples, wanted)
+        if asked not in masks:
+            masks.append(asked)
         weights, shared, x = jax.tree.unflatten(tree, [leaf.value for leaf in leaves])
-        y, residuals = sweep.forward(passes.forward, weights, shared, x)
+        y, residuals = sweep.forward(every()[0].forward, weights, shared, x)
+        return y, (weights, shared, residuals, jnp.zeros((0, masks.index(asked))))
 
-        def backward(weights: Any, shared: Leaves, residuals: Any, dy: Leaves) -> tuple[list[Any]]:
-            dy = [_instantiated(ct) for ct, out in zip(dy, jax.tree.leaves(layer.out), strict=True) if learnable(out)]
-            grads = iter(sweep.backward(passes, wanted, weights, shared, residuals, dy))
-            return ([next(grads) if flag else None for flag in asked],)
+    def backward(saved: Any, dy: Leaves) -> tuple[list[Any]]:
+        weights, shared, residuals, mask = saved
+        asked = masks[mask.shape[1]]
+        dy = [_instantiated(ct) for ct, out in zip(dy, jax.tree.leaves(layer.out), strict=True) if learnable(out)]
+        run = partial(sweep.backward, *every())
+        grads = iter(some_of(run, list(compress(asked, possible)), weights, shared, residuals, dy))
+        return ([next(grads) if flag else None for flag in asked],)
 
-        return y, jax.tree_util.Partial(backward, weights, shared, residuals)
-
-    call.defvjp(forward, lambda backward, dy: backward(dy), symbolic_zeros=True)
+    call.defvjp(forward, backward, symbolic_zeros=True)
     return jax.tree.unflatten(jax.tree.structure(layer.out), call(leaves))
 
 

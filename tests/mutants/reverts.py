@@ -69,13 +69,13 @@ REVERTS = (
     (
         "lazy-leaf-unsealed",
         "shardkit/partitioning/handles.py",
-        "return x.replaced(part=seal(x.part, name), whole=None if x.whole is None else seal(x.whole, name))",
+        "return x.replaced(part=seal(jax.lax.stop_gradient(x.part), name, last), whole=held, slope=_slope(x.part))",
         "return x",
     ),
     (
         "lazy-leaf-in-jaxs-words",
         "shardkit/partitioning/handles.py",
-        "        if not found:",
+        "        if not begun:",
         "        if True:",
     ),
     (
@@ -820,5 +820,65 @@ REVERTS = (
         "shardkit/jobs/restarts.py",
         "for attempt in past[-_SAME_STEP:] if attempt.in_step]",
         "for attempt in past[-_SAME_STEP:]]",
+    ),
+    (
+        "part-is-flipped",
+        "shardkit/partitioning/handles.py",
+        "if found := misused(closed.jaxpr):",
+        "if not tree and (found := misused(closed.jaxpr)):",
+    ),
+    (
+        "vmap-takes-a-sharded-dim-off",
+        "shardkit/_sealed.py",
+        "if dim > x.ndim - 1 - x.dtype.last:",
+        "if dim > x.ndim:",
+    ),
+    (
+        "scan-takes-a-sharded-dim-off",
+        "shardkit/_sealed.py",
+        "if x.ndim < x.dtype.last:",
+        "if x.ndim < 0:",
+    ),
+    (
+        "lazy-leaf-without-a-gradient",
+        "shardkit/partitioning/handles.py",
+        "_with_slope(unseal(x.part), x.slope.astype(x.part.dtype.holds))",
+        "unseal(x.part)",
+    ),
+    (
+        "one-backward-pass-for-all-calls",
+        "shardkit/remat/regather.py",
+        "asked = masks[mask.shape[1]]",
+        "asked = masks[-1]",
+    ),
+    (
+        "optimizer-in-parts-beside-its-gradients",
+        "shardkit/partitioning/groups.py",
+        "return jax.tree.map(jnp.zeros_like, given), update(given, held)",
+        "return given, update(given, held)",
+    ),
+    (
+        "optimizer-multiplies-matrices",
+        "shardkit/partitioning/groups.py",
+        "if wide and site.name.startswith(_PRODUCTS):",
+        "if wide and split and site.name.startswith(_PRODUCTS):",
+    ),
+    (
+        "carry-sums-over-parts",
+        "shardkit/train.py",
+        "alone = alone and partial(alone, specs=rest, what=_CARRY)",
+        "alone = None",
+    ),
+    (
+        "fewer-negatives-with-accumulation",
+        "shardkit/partitioning/local_step.py",
+        "if mixed and not site.backward and not",
+        "if not mixed and not",
+    ),
+    (
+        "own-gathers-count-as-the-losses",
+        "shardkit/partitioning/cuts.py",
+        "fn = jax.named_scope(PER_MICROBATCH)(fn)",
+        'fn = jax.named_scope("")(fn)',
     ),
 )

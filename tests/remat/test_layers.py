@@ -83,6 +83,35 @@ def trained(name, layers, way, steps=2, accumulate=1):
     return state.params, step, state
 
 
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("run", ["gathered", "scan_layers"])
+def test_one_trace_serves_calls_that_are_differentiated_differently(run, wrap):
+    """jax keeps the trace: the first call's input is data, the second's depends on parameters."""
+    layer = lambda w, x: x + jnp.tanh(x @ w["w"])  # noqa: E731
+
+    def loss(params, batch, keys):
+        stack = params["layers"]
+        if run == "gathered":
+            each = [jax.tree.map(lambda leaf, i=i: leaf[i], stack) for i in range(2)]
+            call = wrap(lambda w, x: sk.gathered(layer)(w, x))
+        else:
+            each = [stack, stack]
+            call = wrap(lambda w, x: sk.scan_layers(layer, w, x))
+        return sk.Mean.of((call(each[1], call(each[0], batch)) * call(each[0], batch)) @ params["head"])
+
+    rng = np.random.default_rng(0)
+    tree = {"layers": {"w": 0.5 * rng.normal(size=(2, 4, 4)).astype("f")}, "head": np.ones((4, 1), "f")}
+    assert_same_training(
+        sk.value_and_grad(loss),
+        sk.value_and_grad(loss),
+        optax.sgd(0.1),
+        mesh=sk.make_mesh(jax.devices()[:2], d=2),
+        plan=PLANS["fsdp"],
+        params=tree,
+        batches=[rng.normal(size=(4, 4)).astype("f")],
+    )
+
+
 @cache
 def one_device(layers):
     """Parameters after two steps without a mesh."""

@@ -1,7 +1,8 @@
 """ZeRO and FSDP: which leaf is split where, what is held, what is sent, and what is refused."""
 
+import re
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 
 import jax
@@ -19,6 +20,7 @@ from shardkit.analysis.hlo.differences import compiled, written
 from shardkit.models import transformer
 from shardkit.partitioning.handles import Handle
 from shardkit.partitioning.placement import Cut
+from shardkit.testing import assert_same_training
 from support.conformance import BATCH, TRANSFORMER, text_batch
 from support.layouts import Specs, specs
 from support.optimizers import OPTIMIZERS, OWN
@@ -199,6 +201,12 @@ USES = {
 }
 
 
+UNOPENED = (
+    "layers.w, which is sharded over 'd', was used before it was gathered. Wrap the function that uses it in "
+    "gathered(...), or run the stack with scan_layers."
+)
+
+
 # proves N6; a part is not the weight: what a regularizer over jax.tree.leaves computes of it would be wrong in silence
 @pytest.mark.parametrize("plan", ["fsdp layerwise", "zero2 layerwise"])
 @pytest.mark.parametrize("use", USES)
@@ -213,11 +221,85 @@ def test_an_unopened_leaf_is_an_error_wherever_it_is_used(use, plan):
         lambda: jax.eval_shape(step, state, jnp.ones((4, 2))),
         lambda: sk.make_eval_step(loss, mesh=mesh, plan=PLANS[plan]())(state.params, jnp.ones((4, 2))),
     ):
-        with type_error(
-            "layers.w, which is sharded over 'd', was used before it was gathered. Wrap the function that uses it in "
-            "gathered(...), or run the stack with scan_layers."
-        ):
+        with type_error(UNOPENED):
             run()
+
+
+LAZY = {
+    "fsdp": sk.fsdp("d", layerwise=("layers",), min_size=1, rules=lambda path, shape: len(shape) - 2),
+    "zero2": sk.zero2("d", layerwise=("layers",), min_size=1, rules=lambda path, shape: len(shape) - 2),
+}
+MOVED = {
+    "rev": lambda leaf: jnp.flip(leaf, -1),
+    "concatenate": lambda leaf: jnp.roll(leaf, 1, 0),
+    "slice": lambda leaf: leaf[:, :, 1:],
+    "dynamic_slice": lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, jnp.int32(1), 1, 2),
+    "broadcast_in_dim": lambda leaf: jnp.broadcast_to(leaf, (2, *leaf.shape)),
+    "transpose": lambda leaf: jnp.swapaxes(leaf, 1, 2),
+    "squeeze": lambda leaf: jnp.squeeze(leaf, 3),
+}
+
+
+# proves N6; jax flips and slices any dtype, and a flip of a part is no part of the flipped weight
+@pytest.mark.parametrize("plan", LAZY)
+@pytest.mark.parametrize("primitive", MOVED)
+def test_a_part_is_not_moved_before_it_is_gathered(primitive, plan):
+    def loss(params, batch, keys):
+        moved = jax.tree.map(MOVED[primitive], params["layers"])
+        return sk.gathered(lambda w: jnp.sum(w["w"]))(moved)
+
+    options = {"mesh": sk.abstract_mesh(d=2), "plan": LAZY[plan]}
+    init, step = sk.make_train_step(sk.value_and_grad(loss), optax.sgd(1.0), **options)
+    with pytest.raises(TypeError) as error:
+        jax.eval_shape(step, init.abstract({"layers": {"w": jnp.ones((2, 4, 4, 1))}}), jnp.ones((4, 4)))
+    by = re.sub(r"test_zero\.py:\d+ \(.*?\)", "HERE", str(error.value))
+    assert by == (
+        f"layers.w, which is sharded over 'd', was used before it was gathered, by {primitive} at HERE. Wrap the "
+        "function that uses it in gathered(...), or run the stack with scan_layers."
+    )
+
+
+def vmapped(params, batch, keys, dim=0):
+    layer = sk.gathered(lambda w, x: jnp.tanh(x @ w["w"]))
+    return sk.Mean.of(jax.vmap(layer, in_axes=({"w": dim}, None))(params["layers"][0], batch))
+
+
+def scanned(params, batch, keys):
+    body = lambda x, w: (sk.gathered(lambda w, x: x + jnp.sum(w["w"]))(w, x), None)  # noqa: E731
+    return sk.Mean.of(jax.lax.scan(body, batch, params["layers"][0])[0])
+
+
+# proves N6; the dims that a handle gathers are counted from the end, and would count others
+@pytest.mark.parametrize(
+    ("loss", "dim"), [(vmapped, 0), (partial(vmapped, dim=1), 1), (partial(vmapped, dim=2), 1), (scanned, 0)]
+)
+def test_a_sharded_dim_is_not_taken_off(loss, dim):
+    plan = sk.fsdp("d", layerwise=("layers",), min_size=1, rules=lambda path, shape: dim)
+    init, step = sk.make_train_step(sk.value_and_grad(loss), optax.sgd(1.0), mesh=sk.abstract_mesh(d=2), plan=plan)
+    with type_error(UNOPENED.replace("layers.w", "layers.0.w")):
+        jax.eval_shape(step, init.abstract({"layers": [{"w": jnp.ones((4, 4, 4))}]}), jnp.ones((4, 4)))
+
+
+@pytest.mark.parametrize("plan", LAZY)
+def test_stop_gradient_freezes_a_lazy_leaf(plan):
+    """The first layer alone: its gradient is zero, and the other's that of plain arrays."""
+    layer = sk.gathered(lambda w, x: jnp.tanh(x @ w["w"]))
+
+    def loss(params, batch, keys):
+        first, second = (jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(2))
+        return sk.Mean.of(layer(second, layer(jax.lax.stop_gradient(first), batch)) @ params["head"])
+
+    rng = np.random.default_rng(0)
+    params = {"layers": {"w": rng.normal(size=(2, 4, 4)).astype("f")}, "head": np.ones((4, 1), "f")}
+    assert_same_training(
+        sk.value_and_grad(loss),
+        sk.value_and_grad(loss),
+        optax.sgd(1.0),
+        mesh=sk.make_mesh(jax.devices()[:2], d=2),
+        plan=LAZY[plan],
+        params=params,
+        batches=[rng.normal(size=(4, 4)).astype("f")],
+    )
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def grouped(plan=None, loss=loss_fn, optimizer=None, traced=jax.eval_shape, **op
     )
     return traced(
         step,
-        init.abstract(jax.eval_shape(make_params)),
+        init.abstract(jax.eval_shape(make_params), *[np.float32(0)] * ("carry" in options)),
         jax.eval_shape(lambda: jax.tree.map(jnp.asarray, make_batch(0, size))),
     )
 
@@ -197,6 +197,10 @@ def summing(params, batch, keys):
 
 def placed(params, batch, keys):
     return jnp.mean(batch["x"] @ params["up"]) * sk.axis_index("data").astype(jnp.float32)
+
+
+def added_up(carried, metrics, params):
+    return carried + jnp.sum(params["bias"])
 
 
 BY_NORM = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
@@ -236,6 +240,13 @@ REFUSED = {
     "with deterministic= an optimizer that sums over elements (reduce_sum) must have whole leaves, because the order "
     "of its sums depends on the mesh; leaf bias is split over 'data'. Use dp, or an optimizer without it: clip by "
     "value, not by norm.": {"plan": sk.zero1("data", min_size=1), "optimizer": BY_NORM},
+    "with deterministic= an optimizer must not multiply matrices, because the compiler orders their sums by the "
+    "program around them; got dot_general. Leave out deterministic=, or use one without it.": {
+        "optimizer": optax.contrib.muon(1e-2)
+    },
+    "with deterministic= a carry= that sums over elements (reduce_sum) must have whole leaves, because the order of "
+    "its sums depends on the mesh; leaf bias is split over 'data'. Use dp or zero1, or sum in the loss, as an "
+    "auxiliary Mean.": {"plan": sk.fsdp("data", min_size=1), "carry": added_up},
 }
 
 
@@ -244,6 +255,20 @@ REFUSED = {
 def test_what_would_depend_on_the_mesh_is_refused(words):
     with value_error(f"make_train_step: {words}"):
         grouped(**REFUSED[words])
+
+
+def test_an_optimizer_that_clips_by_the_norm_has_the_same_bits():
+    """What it computes of gradients alone must not be compiled with the code that made them."""
+    optimizer, found = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2)), []
+    for devices in (1, 2):
+        mesh = sk.make_mesh(jax.devices()[:devices], data=devices)
+        options = {"mesh": mesh, "plan": sk.dp("data"), "deterministic": 2, "carry": added_up}
+        init, step = sk.make_train_step(sk.value_and_grad(loss_fn), lenient(optimizer), **options)
+        state = init(make_params(), jax.random.key(0), jnp.float32(0))
+        for seed in range(3):
+            state, metrics = step(state, make_batch(seed))
+        found.append(bits(state.params, state.opt_state, state.carried, metrics))
+    assert [name for name in found[0] if found[0][name] != found[1][name]] == []
 
 
 @pytest.mark.check

@@ -172,6 +172,40 @@ def test_accumulation_leaves_the_effective_batch_as_it_is(accumulate):
 
 
 # proves S58, S64, S65, S69: what each device holds
+def gathering(params, batch, keys):
+    h = sk.gathered(lambda w, x: x @ w)(params["weight"], batch["x"])
+    return sk.Mean.of(h @ sk.all_gather(h, "data").T)
+
+
+def alone(params, batch, keys):
+    return sk.Mean.of(sk.gathered(lambda w, x: x @ w)(params["weight"], batch["x"]))
+
+
+@pytest.mark.parametrize("plan", ["dp", "fsdp", "zero2"])
+@pytest.mark.check
+def test_a_loss_that_mixes_the_examples_of_devices_is_told_of_accumulation(plan):
+    """Fewer negatives in each microbatch are another loss; what a plan sends for its weights is no part of it."""
+    lazy = {"layerwise": ("weight",), "min_size": 1}
+    plans = {"dp": sk.dp("data"), "fsdp": sk.fsdp("data", **lazy), "zero2": sk.zero2("data", **lazy)}
+
+    def traced(loss, accumulate):
+        options = {"mesh": sk.abstract_mesh(data=2), "plan": plans[plan], "accumulate": accumulate}
+        init, step = sk.make_train_step(sk.value_and_grad(loss), optax.sgd(0.1), **options)
+        jax.eval_shape(step, init.abstract(jax.eval_shape(make_params)), make_batch())
+
+    traced(alone, 2)
+    traced(gathering, 1)
+    with pytest.warns(UserWarning) as caught:
+        traced(gathering, 2)
+    at = gathering.__code__.co_firstlineno + 2
+    assert [str(each.message) for each in caught] == [
+        "make_train_step: with accumulate=2 the loss gets one microbatch at a time, and the results of what it sends "
+        f"over an axis of the batch are those of a microbatch; it calls all_gather over 'data' at test_train.py:{at} "
+        "(gathering). Leave accumulate at 1, and save memory with scan_layers(..., microbatches=) or remat=, if all "
+        "examples count together."
+    ]
+
+
 def test_optimizer_state_is_laid_out_as_the_update(data8):
     params = make_params()
     for plan, params_share, moments_share in [
