@@ -21,12 +21,12 @@ from shardkit.carried import Carried, check_carried, reads_carried, with_carried
 from shardkit.layout import path_name
 from shardkit.partitioning.axis_types import auto_mesh, typed_init, with_auto_axes
 from shardkit.partitioning.batch import batch_specs
-from shardkit.partitioning.gradient import GradFn, divisor_of, global_means
+from shardkit.partitioning.gradient import GradFn, divisor_of, global_means, largest_weight
 from shardkit.partitioning.groups import check_groups, groups_per_device, leave_groups
 from shardkit.partitioning.local_step import local_gradients
 from shardkit.partitioning.manual import manual_axes
 from shardkit.partitioning.metrics import all_finite, metrics_of, returned
-from shardkit.partitioning.placement import Layout, map_layouts
+from shardkit.partitioning.placement import Layout, map_layouts, seen_in_parts
 from shardkit.partitioning.plan import Plan
 from shardkit.partitioning.reshard import enter, leave, to_rest
 from shardkit.partitioning.residuals import residual_specs
@@ -204,13 +204,13 @@ def make_train_step(
             seen = enter(params, layouts, batch_spec, policy.compute, policy.reduce)
             run = carried.bound(grad_fn, kept, batch_spec, policy) if reads else grad_fn
             own = run, seen, batch, key, scale, batch_spec, policy.compute, parts
-            _, means, grads = local_gradients(*own, groups=bool(deterministic))
+            _, means, grads = local_gradients(*own, groups=bool(deterministic), split=seen_in_parts(layouts))
             if deterministic:
                 means, grads = leave_groups(means, grads, layouts, batch_spec, scale)
                 left = residuals
             else:
                 means = global_means(means, plan.batch_axes)
-                divisor = divisor_of(means["loss"].weight) * scale
+                divisor = divisor_of(largest_weight(means["loss"])) * scale
                 grads, left = leave(grads, layouts, divisor, policy.reduce, residuals)
             metrics = metrics_of(means)
             if guarded:

@@ -1,4 +1,4 @@
-"""The axes over which a plan splits the tokens, for layers that depend on the order of the tokens."""
+"""What a loss gets a part of: the axes over which a plan splits the tokens, and a leaf that it splits."""
 
 from __future__ import annotations
 
@@ -11,16 +11,34 @@ from shardkit._check import quoted
 # The type of an array says over which axes it varies, but neither on which dim nor in which order. This says so for the
 # tokens; like an axis name of jax, it is bound only while the step is traced.
 _SPLIT: ContextVar[tuple[str, ...] | None] = ContextVar("axes that split the tokens", default=None)
+_LEAF: ContextVar[str] = ContextVar("a leaf of which the loss gets a part", default="")
 
 
 @contextmanager
-def tokens_split(axes: tuple[str, ...]) -> Iterator[None]:
-    """Binds the axes over which the plan splits the tokens, in order, while a loss is traced."""
-    before = _SPLIT.set(axes)
+def tokens_split(axes: tuple[str, ...], leaf: str = "") -> Iterator[None]:
+    """Binds, while a loss is traced, the axes over which the plan splits the tokens, in order, and a leaf it splits."""
+    before, whole = _SPLIT.set(axes), _LEAF.set(leaf)
     try:
         yield
     finally:
         _SPLIT.reset(before)
+        _LEAF.reset(whole)
+
+
+def check_whole() -> None:
+    """Refuses, for a loss that does not communicate, a plan that passes it a part of a leaf or of an example.
+
+    Raises:
+        ValueError: names what is split.
+    """
+    if _LEAF.get() or _SPLIT.get():
+        what = (
+            f"leaf {_LEAF.get()}" if _LEAF.get() else f"the tokens, which are split over {quoted(_SPLIT.get() or ())}"
+        )
+        raise ValueError(
+            f"value_and_grad: with local=True a loss does not communicate, and must get whole leaves and examples; the "
+            f"plan passes it a part of {what}. Leave out local=, or use dp, zero1, zero2 or fsdp."
+        )
 
 
 def token_axes() -> tuple[str, ...] | None:
