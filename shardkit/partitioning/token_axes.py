@@ -31,12 +31,11 @@ def check_whole() -> None:
     Raises:
         ValueError: names what is split.
     """
-    if _LEAF.get() or _SPLIT.get():
-        what = (
-            f"leaf {_LEAF.get()}" if _LEAF.get() else f"the tokens, which are split over {quoted(_SPLIT.get() or ())}"
-        )
+    leaf, axes = _LEAF.get(), _SPLIT.get()
+    if leaf or axes:
+        what = f"leaf {leaf}" if leaf else f"each example, split over {quoted(axes or ())}"
         raise ValueError(
-            f"value_and_grad: with local=True a loss does not communicate, and must get whole leaves and examples; the "
+            "value_and_grad: with local=True a loss does not communicate, and must get whole leaves and examples; the "
             f"plan passes it a part of {what}. Leave out local=, or use dp, zero1, zero2 or fsdp."
         )
 
