@@ -49,7 +49,7 @@ class TrainStep(NamedTuple):
             leaves, such as a module, counts as a pytree. `carried` is a pytree, or a function of the parameters.
             `init.abstract(params, carried=None)` returns the state's shapes, dtypes and layouts without making an
             array, over any mesh, even an AbstractMesh.
-        step: `step(state, batch) -> (state, metrics)`; donates `state`. Metrics are float32 scalars by name: "loss",
+        step: `step(state, batch) -> (state, metrics)`; donates `state`, unless `donate=False`. Metrics are float32 scalars by name: "loss",
             "weight" (the divisor of the loss), and the auxiliary means, as arrays or trees where the loss returns such.
     """
 
@@ -84,6 +84,7 @@ def make_train_step(
     deterministic: int | None = None,
     manual: Axis | None = None,
     steps: int | None = None,
+    donate: bool = True,
 ) -> TrainStep:
     """Builds a training step in which every collective of loss and gradient is explicit.
 
@@ -115,6 +116,8 @@ def make_train_step(
             and the loss may use `jax.lax.with_sharding_constraint` over them.
         steps: the number of steps in one call, as a scan: every array of the batch gets a leading dim for the step, as
             does every metric. Python then dispatches once for all of them.
+        donate: whether the new state takes the memory of the old one, which is gone then. With False both are held, and
+            arrays of one state may be used in another.
 
     Returns:
         TrainStep(init, step). `step` calls one compiled program; `step.lower(state, batch)` and `step.trace` show it.
@@ -237,7 +240,9 @@ def make_train_step(
     def compiled(plan: Plan, out: Any = None) -> Any:
         one: Any = partial(traced_step, plan)
         step = with_auto_axes(one if steps is None else partial(_in_sequence, one, steps), given)
-        return jax.jit(step, donate_argnums=0, out_shardings=out and (out, NamedSharding(given, _REPLICATED)))
+        return jax.jit(
+            step, donate_argnums=(0,) if donate else (), out_shardings=out and (out, NamedSharding(given, _REPLICATED))
+        )
 
     made = lambda plan: with_carried(make_init(optimizer, mesh, plan, policy), reads, carry, mesh, plan)  # noqa: E731
     if given is mesh and set(axes) == set(mesh.axis_names):
@@ -271,12 +276,13 @@ def keyed(
     """
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        taken = getattr(state, "step", None)
-        if isinstance(taken, jax.Array) and not isinstance(taken, jax.core.Tracer) and taken.is_deleted():
-            raise ValueError(  # jax 0.10 on simulated devices aborts the process instead
-                "step: the state must be the newest; an earlier step was passed this one and donated its buffers. Pass "
-                "the state that step returned, or copy a state that you want to keep: jax.tree.map(jnp.copy, state)."
-            )
+        for path, x in jax.tree_util.tree_leaves_with_path(state):
+            if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted():
+                raise ValueError(  # jax 0.10 on simulated devices aborts the process instead
+                    "step: the state must be the newest; an earlier step was passed its leaf "
+                    f"{path_name(path)} and donated the buffer. Pass the state that step returned, copy one that you "
+                    "want to keep, jax.tree.map(jnp.copy, state), or pass make_train_step(..., donate=False)."
+                )
         new, metrics = compiled(*split(state), batch)
         new = new._replace(key=state.key)
         # A dynamic loss scale is found by letting gradients overflow, so only the loss tells of an error.
