@@ -1,10 +1,9 @@
 """A program traced as on one device, and run by each device of a mesh on its own arrays.
 
-Inside shard_map jax types a value by the axes along which it differs between devices. A loop that begins with zeros and
-ends with data is refused, and the gradient of a constant is summed over all devices. Both are right where a program
-communicates, and the remedy of both is a cast, which nobody can write inside a library of others. A program that does
-not communicate needs no such types: here it is traced where there is no mesh, and becomes one equation, whose results
-vary over all axes over which an operand varies.
+Inside shard_map jax refuses a loop that begins with zeros and ends with data, and sums the gradient of a constant over
+all devices. Both are right where a program communicates; the remedy is a cast, which nobody can write inside a library
+of others. A program that does not communicate is traced here where there is no mesh, and becomes one equation, whose
+results vary over all axes over which an operand varies.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from shardkit import _compat
 from shardkit._jaxprs import communicates
 
 T = TypeVar("T")
-_RULE = "value_and_grad: with local=True a loss is traced as on one device"
 
 
 @contextmanager
@@ -56,26 +54,24 @@ def as_on_one_device(fn: Callable[..., Any], *args: Any) -> Any:
     """
     if not _compat.tracked_axes():
         return fn(*args)
-    leaves, tree = jax.tree.flatten(args)
-    leaves, structures = [jnp.asarray(x) for x in leaves], []
-
-    def flat(*leaves: Any) -> list[Any]:
-        results, structure = jax.tree.flatten(fn(*jax.tree.unflatten(tree, leaves)))
-        structures.append(structure)
-        return results
-
+    args = jax.tree.map(jnp.asarray, args)
     with _no_mesh():
-        program = jax.make_jaxpr(flat)(*[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+        program, structure = jax.make_jaxpr(fn, return_shape=True)(*shapes)
     if found := communicates(program.jaxpr):
-        raise ValueError(f"{_RULE}, and must not communicate; it calls {found}. Leave out local=.")
+        raise ValueError(
+            "value_and_grad: with local=True a loss is traced as on one device, and must not communicate; it calls "
+            f"{found}. Leave out local=."
+        )
+    leaves = jax.tree.leaves(args)
     axes = tuple(sorted(frozenset[str]().union(*map(_compat.varying_axes, leaves))))
 
     def like() -> list[jax.Array]:
         zeros = [jnp.zeros(x.shape, x.dtype) for x in program.out_avals]
         return [_compat.cast_varying(x, axes) for x in zeros] if axes else zeros
 
-    results = jax.make_jaxpr(like)().out_avals
-    return jax.tree.unflatten(structures[0], _program.bind(*leaves, program=program, results=tuple(results)))
+    results = _program.bind(*leaves, program=program, results=tuple(jax.make_jaxpr(like)().out_avals))
+    return jax.tree.unflatten(jax.tree.structure(structure), results)
 
 
 def or_remedy(on_mesh: Callable[[], T], alone: Callable[[], Any]) -> T:

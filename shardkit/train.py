@@ -49,8 +49,9 @@ class TrainStep(NamedTuple):
             leaves, such as a module, counts as a pytree. `carried` is a pytree, or a function of the parameters.
             `init.abstract(params, carried=None)` returns the state's shapes, dtypes and layouts without making an
             array, over any mesh, even an AbstractMesh.
-        step: `step(state, batch) -> (state, metrics)`; donates `state`, unless `donate=False`. Metrics are float32 scalars by name: "loss",
-            "weight" (the divisor of the loss), and the auxiliary means, as arrays or trees where the loss returns such.
+        step: `step(state, batch) -> (state, metrics)`; donates `state`, unless `donate=False`. Metrics are float32
+            scalars by name: "loss", "weight" (the divisor of the loss; of a sum of means the largest), and the
+            auxiliary means, as arrays or trees where the loss returns such.
     """
 
     init: Callable[..., TrainState]
@@ -240,9 +241,8 @@ def make_train_step(
     def compiled(plan: Plan, out: Any = None) -> Any:
         one: Any = partial(traced_step, plan)
         step = with_auto_axes(one if steps is None else partial(_in_sequence, one, steps), given)
-        return jax.jit(
-            step, donate_argnums=(0,) if donate else (), out_shardings=out and (out, NamedSharding(given, _REPLICATED))
-        )
+        laid_out = out and (out, NamedSharding(given, _REPLICATED))
+        return jax.jit(step, donate_argnums=(0,) if donate else (), out_shardings=laid_out)
 
     made = lambda plan: with_carried(make_init(optimizer, mesh, plan, policy), reads, carry, mesh, plan)  # noqa: E731
     if given is mesh and set(axes) == set(mesh.axis_names):

@@ -60,19 +60,12 @@ class Mean(NamedTuple):
     def __add__(self, other: Any) -> Any:
         return Sum((self,)) + other
 
-    def __sub__(self, other: Any) -> Any:
-        return self + -1 * other
-
     def __rmul__(self, factor: Any) -> Mean:
         return Mean(factor * self.total, self.weight)
 
 
 class Sum(NamedTuple):
-    """A sum of Means, each with its own weight: what `a + 0.1 * b` is.
-
-    Attributes:
-        terms: the Means.
-    """
+    """A sum of Means, `terms`, each with its own weight: what `a + 0.1 * b` is."""
 
     terms: tuple[Mean, ...]
 
@@ -80,9 +73,6 @@ class Sum(NamedTuple):
         if not isinstance(other, Mean | Sum):
             raise TypeError(f"Mean: only Means can be added to it; got {kind(other)}. Pass Mean(value, 1).")
         return Sum((*self.terms, *terms_of(other)))
-
-    def __sub__(self, other: Any) -> Sum:
-        return self + -1 * other
 
     def __rmul__(self, factor: Any) -> Sum:
         return Sum(tuple(factor * mean for mean in self.terms))
@@ -161,24 +151,18 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
         _, (loss, aux), (grads,) = scaled_gradients(total, scale, some)
         return loss, aux, grads
 
-    def on_mesh(params: Any, *args: Any) -> tuple[Any, Mapping[str, Any], Any]:
-        some, _, gradients = chosen(parts(params), trained)
-        loss, aux, grads = gradient(some, params, *args)
-        return loss, aux, gradients(grads)
-
-    def alone(params: Any, *args: Any) -> tuple[Any, Mapping[str, Any], Any]:
+    def through(call: Callable[..., Any], params: Any, *args: Any) -> tuple[Any, Mapping[str, Any], Any]:
         some, joined, gradients = chosen(parts(params), trained)
 
         def opened(some: list[Any]) -> tuple[list[Any], Any]:  # here, because it communicates
             tree = with_parts(params, joined(some))
-            return chosen(tree, trained)[0], tree
+            return chosen(parts(tree), trained)[0], tree
 
         seen, backward, tree = jax.vjp(opened, some, has_aux=True)
-        loss, aux, grads = call_alone(gradient, seen, tree, *(with_parts(each, parts(each)) for each in args))
+        loss, aux, grads = call(gradient, seen, tree, *(with_parts(each, parts(each)) for each in args))
         return loss, aux, gradients(*backward(grads))
 
-    def run(*args: Any) -> tuple[Any, Mapping[str, Any], Any]:
-        return alone(*args) if local else or_remedy(partial(on_mesh, *args), partial(alone, *args))
+    run = partial(on_mesh_or_alone, through, local)
 
     def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Any, Mapping[str, Any], Any]:
         return run(params, scale, batch, keys)
@@ -195,9 +179,8 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
 def _total(loss: Any, local: bool) -> jax.Array:
     """What is differentiated: the total, or the sum of several, each over its own weight and times the largest.
 
-    An all_reduce stands here, because the gradients of several means are summed as one only if each is divided by the
-    weight of the whole batch before, and a device knows its share of it. Times the largest, which divides them all at
-    the end as the weight of one Mean does, no term is smaller than its total.
+    An all_reduce stands here, because one gradient of several means divides each by the weight of the whole batch, of
+    which a device knows its share. The largest divides them all at the end, as the weight of one Mean does.
     """
     if not isinstance(loss, Sum):
         return loss.total
@@ -212,19 +195,20 @@ def _total(loss: Any, local: bool) -> jax.Array:
     return reduce(jnp.add, [jnp.max(whole) / w * mean.total for w, mean in zip(whole, loss.terms, strict=True)])
 
 
-def call_alone(fn: Callable[..., Any], *args: Any) -> Any:
-    """`fn(*args)`, traced as on one device.
+def on_mesh_or_alone(through: Callable[..., Any], local: bool, *args: Any) -> Any:
+    """`through(call, *args)`, where `call` calls a function on the mesh, or as on one device if `local`."""
+    alone = partial(through, _alone, *args)
+    return alone() if local else or_remedy(partial(through, lambda fn, *args: fn(*args), *args), alone)
 
-    Raises:
-        ValueError: a lazy leaf among the arguments, whose weight the loss would gather, or what `check_whole` refuses.
-    """
+
+def _alone(fn: Callable[..., Any], *args: Any) -> Any:
     check_whole()
-    for leaf in jax.tree.leaves(args, is_leaf=is_handle):
-        if is_handle(leaf):
-            raise ValueError(
-                "value_and_grad: with local=True a loss does not communicate, and must get weights that are gathered; "
-                f"got {leaf}, a lazy leaf. Leave out layerwise= of the plan, or local=."
-            )
+    lazy = [leaf for leaf in jax.tree.leaves(args, is_leaf=is_handle) if is_handle(leaf)]
+    if lazy:
+        raise ValueError(
+            "value_and_grad: with local=True a loss does not communicate, and must get weights that are gathered; got "
+            f"{lazy[0]}, a lazy leaf. Leave out layerwise= of the plan, or local=."
+        )
     return as_on_one_device(fn, *args)
 
 
@@ -250,7 +234,7 @@ def call_loss(loss_fn: LossFn, params: Any, batch: Any, keys: Any, *carried: Any
         return call_sealed(loss_fn, params, batch, keys)
     (tree,) = carried
     call = lambda tree: call_sealed(lambda *args: loss_fn(*args, tree), params, batch, keys)  # noqa: E731
-    return call_sealed(call, with_parts(tree, parts(tree)), at="carried")
+    return call_sealed(call, tree, at="carried")
 
 
 @jax.custom_jvp

@@ -11,11 +11,10 @@ from jax.sharding import PartitionSpec
 
 from shardkit._check import quoted
 from shardkit._compat import eval_shape
-from shardkit._one_device import or_remedy
 from shardkit.collectives._sums import added, typed_zeros
 from shardkit.layout import path_name, spec_axes
 from shardkit.partitioning.batch import device_keys, split_microbatches, take_microbatch
-from shardkit.partitioning.gradient import GradFn, LossFn, Mean, Sum, call_alone, call_loss, kind, named_means
+from shardkit.partitioning.gradient import GradFn, LossFn, Mean, Sum, call_loss, kind, named_means, on_mesh_or_alone
 from shardkit.partitioning.groups import split_over, sums_of_groups
 from shardkit.partitioning.handles import parts, with_parts
 from shardkit.partitioning.loss_weights import in_compute
@@ -105,12 +104,13 @@ def local_means(
 
     Cost: what the loss sends.
     """
+    own = [with_parts(each, parts(each)) for each in (seen, *carried)]
+
+    def through(call: Any, batch: Any) -> Any:
+        return call(partial(call_loss, loss_fn), own[0], batch, None, *own[1:])
 
     def means(batch: Any) -> dict[str, Any]:
-        own = with_parts(seen, parts(seen)), batch, None, *(with_parts(each, parts(each)) for each in carried)
-        plain = partial(call_loss, loss_fn)
-        alone = partial(call_alone, plain, *own)
-        return named_means(alone() if local else or_remedy(partial(plain, *own), alone))
+        return named_means(on_mesh_or_alone(through, local, batch))
 
     with tokens_split(_token_axes(batch_spec), split):
         return means(in_compute(means, batch, compute, once=_sees_all(batch_spec, loss_fn)))

@@ -288,10 +288,8 @@ class Strategy(NamedTuple):
 
 def seen_in_parts(layouts: Any) -> str:
     """The path of a leaf of which the loss gets a part, as of tp, ep and pp; "" if it gets every leaf whole."""
-    for path, layout in jax.tree_util.tree_leaves_with_path(layouts, is_leaf=lambda x: isinstance(x, Layout)):
-        if len(layout.seen):
-            return path_name(path)
-    return ""
+    leaves = jax.tree_util.tree_leaves_with_path(layouts, is_leaf=lambda x: isinstance(x, Layout))
+    return next((path_name(path) for path, layout in leaves if len(layout.seen)), "")
 
 
 def map_layouts(fn: Callable[..., Any], layouts: Any, *trees: Any) -> Any:

@@ -10,19 +10,17 @@ from shardkit._check import quoted
 
 # The type of an array says over which axes it varies, but neither on which dim nor in which order. This says so for the
 # tokens; like an axis name of jax, it is bound only while the step is traced.
-_SPLIT: ContextVar[tuple[str, ...] | None] = ContextVar("axes that split the tokens", default=None)
-_LEAF: ContextVar[str] = ContextVar("a leaf of which the loss gets a part", default="")
+_SPLIT: ContextVar[tuple[tuple[str, ...] | None, str]] = ContextVar("what is split", default=(None, ""))
 
 
 @contextmanager
 def tokens_split(axes: tuple[str, ...], leaf: str = "") -> Iterator[None]:
     """Binds, while a loss is traced, the axes over which the plan splits the tokens, in order, and a leaf it splits."""
-    before, whole = _SPLIT.set(axes), _LEAF.set(leaf)
+    before = _SPLIT.set((axes, leaf))
     try:
         yield
     finally:
         _SPLIT.reset(before)
-        _LEAF.reset(whole)
 
 
 def check_whole() -> None:
@@ -31,7 +29,7 @@ def check_whole() -> None:
     Raises:
         ValueError: names what is split.
     """
-    leaf, axes = _LEAF.get(), _SPLIT.get()
+    axes, leaf = _SPLIT.get()
     if leaf or axes:
         what = f"leaf {leaf}" if leaf else f"each example, split over {quoted(axes or ())}"
         raise ValueError(
@@ -42,7 +40,7 @@ def check_whole() -> None:
 
 def token_axes() -> tuple[str, ...] | None:
     """The axes over which the plan splits the tokens, in order; None outside a step."""
-    return _SPLIT.get()
+    return _SPLIT.get()[0]
 
 
 def in_plan_order(where: str, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -112,8 +112,8 @@ REVERTS = (
     (
         "weight-of-the-parameters",
         "shardkit/partitioning/gradient.py",
-        "return loss._replace(weight=_constant(loss.weight)), {",
-        "return loss, {",
+        "terms = [mean._replace(weight=_constant(mean.weight)) for mean in terms]",
+        "",
     ),
     (
         "weight-whole-along-an-axis",
@@ -350,8 +350,8 @@ REVERTS = (
     (
         "used-up-state",
         "shardkit/train.py",
-        "if isinstance(taken, jax.Array) and not isinstance(taken, jax.core.Tracer) and taken.is_deleted():",
-        "if taken is None:",
+        "if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted():",
+        "if x is None:",
     ),
     # ---- strangers in a job
     (
@@ -855,26 +855,26 @@ REVERTS = (
     (
         "local-loss-gets-a-part",
         "shardkit/partitioning/gradient.py",
-        "    check_whole()\n    for leaf in",
-        "    for leaf in",
+        "    check_whole()\n",
+        "",
     ),
     (
         "local-loss-opens-a-lazy-leaf",
         "shardkit/partitioning/gradient.py",
-        "        if is_handle(leaf):\n            raise ValueError(",
-        "        if leaf is None:\n            raise ValueError(",
+        "    if lazy:",
+        "    if not args:",
     ),
     (
         "local-loss-is-typed-by-the-mesh",
         "shardkit/_one_device.py",
-        "    if not _compat.tracked_axes():\n        return fn(*args)",
-        "    if _compat.bound_axes():\n        return fn(*args)",
+        "        return fn(*args)",
+        "        return fn(*args)\n    return fn(*args)",
     ),
     (
         "loops-of-libraries-in-jaxs-words",
         "shardkit/_one_device.py",
-        "        if not _compat.tracked_axes():\n            raise",
-        "        if True:\n            raise",
+        "            alone()\n",
+        "            raise error\n",
     ),
     (
         "terms-weigh-alike",

@@ -126,7 +126,7 @@ def splits(plan, params, **sizes):
 
 def two_means(params, batch, keys):
     x = batch["x"] @ params["w"]
-    return sk.Mean.of(x**2) + 0.1 * (sk.Mean.of(x[:, 0], batch["keep"]) - sk.Mean.of(x[:, 1], 1 - batch["keep"]))
+    return sk.Mean.of(x**2) + 0.1 * (sk.Mean.of(x[:, 0], batch["keep"]) + -1 * sk.Mean.of(x[:, 1], 1 - batch["keep"]))
 
 
 @pytest.mark.parametrize(
@@ -145,8 +145,8 @@ def two_means(params, batch, keys):
         "Handle((4, 1) over 'data'), a lazy leaf. Leave out layerwise= of the plan, or local=.": splits(
             sk.fsdp("data", layerwise=("layers",), min_size=1), {"layers": W}, data=4
         ),
-        "value_and_grad: with local=True a loss does not communicate, and a sum of means sums its weights over devices; "
-        "got both. Leave out local=, or weight the values of one Mean.": lambda: traced(
+        "value_and_grad: with local=True a loss does not communicate, and a sum of means sums its weights over "
+        "devices; got both. Leave out local=, or weight the values of one Mean.": lambda: traced(
             sk.value_and_grad(two_means, local=True)
         ),
         "make_train_step: a sum of means divides by the weights of the whole batch before the gradient, so it must be "
@@ -168,7 +168,8 @@ def test_what_is_no_mean_is_not_added():
     with type_error("Mean: only Means can be added to it; got float. Pass Mean(value, 1)."):
         sk.Mean(1.0, 1.0) + 1.0
     with type_error(
-        "value_and_grad: aux 'both' must be a scalar or Mean(total, weight); got Sum. Sum over the examples and return Mean(total, weight), or their mean."
+        "value_and_grad: aux 'both' must be a scalar or Mean(total, weight); got Sum. Sum over the examples and return "
+        "Mean(total, weight), or their mean."
     ):
         traced(sk.value_and_grad(lambda p, b, k: (jnp.sum(p["w"]), {"both": two_means(p, b, k)})))
 
