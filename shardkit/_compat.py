@@ -113,8 +113,11 @@ def arguments_used(jaxpr: Any) -> list[bool]:
     return list(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
 
 
+# The primitive of `as_on_one_device`.
+ONE_DEVICE = "as_on_one_device"
 # Primitives that call their only jaxpr with their operands.
 CALLS = {
+    ONE_DEVICE,
     "jit",
     "pjit",
     "closed_call",

@@ -18,6 +18,7 @@ from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
 from shardkit import _compat
+from shardkit._check import quoted
 
 T = TypeVar("T")
 
@@ -30,6 +31,8 @@ IDENTITIES = {"pvary", "pcast", ASSUMED, "copy", "copy_p", "name", "optimization
 # Those that change the type of a value only, as jax 0.10 and as later versions call them.
 _CAST_NAMES = ("pvary", "pcast", "preduced", "reduced_vary_cast", "vary_unreduced_cast")
 CASTS = {ASSUMED, *(f"{name}{end}" for name in _CAST_NAMES for end in ("", "_p"))}
+# Those that need a mesh and send nothing.
+_ON_MESH = ("axis_index", "shard_map", "sharding_constraint")
 _HERE = Path(__file__).parent
 _PYTHON = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
 _KERNELS = {_HERE / "collectives", _HERE / "_compat.py", _HERE / "_typed.py"}
@@ -111,6 +114,15 @@ def mesh_axes(equation: Any) -> tuple[str, ...]:
     """The mesh axes that an equation names."""
     named = [equation.params.get(key) for key in ("axes", "axis_name")]
     return tuple(a for each in named for a in (each if isinstance(each, tuple) else (each,)) if isinstance(a, str))
+
+
+def communicates(jaxpr: Any) -> str:
+    """The first equation of a program that needs the mesh, and its axes, as errors name them; "" if there is none."""
+    for site in walk(jaxpr):
+        if name := kind_of(site.equation) or (site.name if site.name in _ON_MESH else None):
+            axes = mesh_axes(site.equation)
+            return f"{name} over {quoted(axes)}" if axes else name
+    return ""
 
 
 def flow(

@@ -21,7 +21,7 @@ from shardkit.partitioning.gradient import LossFn, global_means, takes_carried
 from shardkit.partitioning.local_step import local_means
 from shardkit.partitioning.manual import leaving_automatic, manual_axes
 from shardkit.partitioning.metrics import metrics_of, returned
-from shardkit.partitioning.placement import Layout, map_layouts
+from shardkit.partitioning.placement import Layout, map_layouts, seen_in_parts
 from shardkit.partitioning.plan import Plan
 from shardkit.partitioning.reshard import enter
 from shardkit.partitioning.storage import check_held, padded
@@ -45,6 +45,7 @@ def make_eval_step(
     plan: Plan,
     precision: Precision | str | None = None,
     manual: Axis | None = None,
+    local: bool = False,
 ) -> Callable[..., dict[str, Any]]:
     """Builds `evaluate(params, batch, carried=None) -> metrics`: the loss of the whole batch, without dropout.
 
@@ -54,6 +55,7 @@ def make_eval_step(
         plan: the plan of the parameters' layouts.
         precision: as for `make_train_step`.
         manual: as for `make_train_step`.
+        local: as for `value_and_grad`.
 
     Returns:
         A jitted function; its metrics are "loss", "weight" and the auxiliary means, float32. `carried` is that of the
@@ -87,17 +89,18 @@ def make_eval_step(
         rest = map_layouts(lambda layout: layout.rest, layouts)
         if reads != (carried is not None):
             raise ValueError(_EVALUATED[reads])
-        own = Carried("evaluate", carried, params, layouts, mesh)
+        kept = Carried("evaluate", carried, params, layouts, mesh)
 
         def on_device(params: Any, carried: Any, batch: Any) -> dict[str, Any]:
             seen = enter(params, layouts, batch_spec, policy.compute)
-            entered = (own.enter(carried, batch_spec, policy),) if reads else ()
-            means = local_means(loss_fn, seen, batch, batch_spec, policy.compute, *entered)
+            entered = (kept.enter(carried, batch_spec, policy),) if reads else ()
+            own = loss_fn, seen, batch, batch_spec, policy.compute, *entered
+            means = local_means(*own, split=seen_in_parts(layouts), local=local)
             return returned(metrics_of(global_means(means, plan.batch_axes)), policy.output)
 
-        in_specs = rest, own.specs, batch_specs(batch, batch_spec, mesh, 1)
+        in_specs = rest, kept.specs, batch_specs(batch, batch_spec, mesh, 1)
         on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=_REPLICATED, axis_names=set(axes))
-        return on_mesh(params, own.tree, batch)
+        return on_mesh(params, kept.tree, batch)
 
     def compiled(plan: Plan, laid_out: Any = None) -> Any:
         out = None if given is mesh else NamedSharding(given, _REPLICATED)

@@ -21,12 +21,12 @@ from shardkit.carried import Carried, check_carried, reads_carried, with_carried
 from shardkit.layout import path_name
 from shardkit.partitioning.axis_types import auto_mesh, typed_init, with_auto_axes
 from shardkit.partitioning.batch import batch_specs
-from shardkit.partitioning.gradient import GradFn, divisor_of, global_means
+from shardkit.partitioning.gradient import GradFn, divisor_of, global_means, largest_weight
 from shardkit.partitioning.groups import check_groups, groups_per_device, leave_groups, update_alone
 from shardkit.partitioning.local_step import local_gradients
 from shardkit.partitioning.manual import manual_axes
 from shardkit.partitioning.metrics import all_finite, metrics_of, returned
-from shardkit.partitioning.placement import Layout, map_layouts
+from shardkit.partitioning.placement import Layout, map_layouts, seen_in_parts
 from shardkit.partitioning.plan import Plan
 from shardkit.partitioning.reshard import enter, leave, to_rest
 from shardkit.partitioning.residuals import residual_specs
@@ -52,8 +52,9 @@ class TrainStep(NamedTuple):
             leaves, such as a module, counts as a pytree. `carried` is a pytree, or a function of the parameters.
             `init.abstract(params, carried=None)` returns the state's shapes, dtypes and layouts without making an
             array, over any mesh, even an AbstractMesh.
-        step: `step(state, batch) -> (state, metrics)`; donates `state`. Metrics are float32 scalars by name: "loss",
-            "weight" (the divisor of the loss), and the auxiliary means, as arrays or trees where the loss returns such.
+        step: `step(state, batch) -> (state, metrics)`; donates `state`, unless `donate=False`. Metrics are float32
+            scalars by name: "loss", "weight" (the divisor of the loss; of a sum of means the largest), and the
+            auxiliary means, as arrays or trees where the loss returns such.
     """
 
     init: Callable[..., TrainState]
@@ -87,6 +88,7 @@ def make_train_step(
     deterministic: int | None = None,
     manual: Axis | None = None,
     steps: int | None = None,
+    donate: bool = True,
 ) -> TrainStep:
     """Builds a training step in which every collective of loss and gradient is explicit.
 
@@ -120,6 +122,8 @@ def make_train_step(
             and the loss may use `jax.lax.with_sharding_constraint` over them.
         steps: the number of steps in one call, as a scan: every array of the batch gets a leading dim for the step, as
             does every metric. Python then dispatches once for all of them.
+        donate: whether the new state takes the memory of the old one, which is gone then. With False both are held, and
+            arrays of one state may be used in another.
 
     Returns:
         TrainStep(init, step). `step` calls one compiled program; `step.lower(state, batch)` and `step.trace` show it.
@@ -210,13 +214,13 @@ def make_train_step(
             seen = enter(params, layouts, batch_spec, policy.compute, policy.reduce)
             run = carried.bound(grad_fn, kept, batch_spec, policy) if reads else grad_fn
             own = run, seen, batch, key, scale, batch_spec, policy.compute, parts
-            _, means, grads = local_gradients(*own, groups=bool(deterministic))
+            _, means, grads = local_gradients(*own, groups=bool(deterministic), split=seen_in_parts(layouts))
             if deterministic:
                 means, grads = leave_groups(means, grads, layouts, batch_spec, scale)
                 left = residuals
             else:
                 means = global_means(means, plan.batch_axes)
-                divisor = divisor_of(means["loss"].weight) * scale
+                divisor = divisor_of(largest_weight(means["loss"])) * scale
                 grads, left = leave(grads, layouts, divisor, policy.reduce, residuals)
             metrics = metrics_of(means)
             if guarded:
@@ -245,7 +249,8 @@ def make_train_step(
     def compiled(plan: Plan, out: Any = None) -> Any:
         one: Any = partial(traced_step, plan)
         step = with_auto_axes(one if steps is None else partial(_in_sequence, one, steps), given)
-        return jax.jit(step, donate_argnums=0, out_shardings=out and (out, NamedSharding(given, _REPLICATED)))
+        laid_out = out and (out, NamedSharding(given, _REPLICATED))
+        return jax.jit(step, donate_argnums=(0,) if donate else (), out_shardings=laid_out)
 
     made = lambda plan: with_carried(make_init(optimizer, mesh, plan, policy), reads, carry, mesh, plan)  # noqa: E731
     if given is mesh and set(axes) == set(mesh.axis_names):
@@ -279,12 +284,13 @@ def keyed(
     """
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        taken = getattr(state, "step", None)
-        if isinstance(taken, jax.Array) and not isinstance(taken, jax.core.Tracer) and taken.is_deleted():
-            raise ValueError(  # jax 0.10 on simulated devices aborts the process instead
-                "step: the state must be the newest; an earlier step was passed this one and donated its buffers. Pass "
-                "the state that step returned, or copy a state that you want to keep: jax.tree.map(jnp.copy, state)."
-            )
+        for path, x in jax.tree_util.tree_leaves_with_path(state):
+            if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted():
+                raise ValueError(  # jax 0.10 on simulated devices aborts the process instead
+                    "step: the state must be the newest; an earlier step was passed its leaf "
+                    f"{path_name(path)} and donated the buffer. Pass the state that step returned, copy one that you "
+                    "want to keep, jax.tree.map(jnp.copy, state), or pass make_train_step(..., donate=False)."
+                )
         new, metrics = compiled(*split(state), batch)
         new = new._replace(key=state.key)
         # A dynamic loss scale is found by letting gradients overflow, so only the loss tells of an error.

@@ -20,7 +20,8 @@ PACKAGE = ROOT / "shardkit"
 
 # From the lowest floor up. A file imports from its own folder and from lower floors.
 FLOORS = [
-    ["_compat", "_jaxprs", "_platform", "_sealed", "_check", "_context", "_kinds", "_typed", "schedules", "cost"],
+    ["_compat", "_jaxprs", "_one_device", "_platform", "_sealed", "_check", "_context", "_kinds", "_typed"],
+    ["schedules", "cost"],
     ["simulated", "grid", "mesh", "layout", "inspection", "rng", "collectives", "planner"],
     ["partitioning"],
     ["remat"],
@@ -52,7 +53,8 @@ FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 NEIGHBOURS = {
     "_check": {"_compat"},
     "_platform": {"_compat"},
-    "_jaxprs": {"_compat"},
+    "_jaxprs": {"_check", "_compat"},
+    "_one_device": {"_compat", "_jaxprs"},
     "_sealed": {"_compat", "_jaxprs"},
     "_typed": {"_check", "_context", "_kinds"},
     "cost": {"_check", "_typed"},

@@ -15,6 +15,7 @@ SECTIONS: Mapping[str, list[str]] = {
         "howto/choose_collectives.md",
         "howto/choose_a_schedule.md",
         "howto/bring_a_model.md",
+        "howto/losses.md",
         "howto/split_a_layer.md",
         "howto/run_a_pipeline.md",
         "howto/from_jit.md",

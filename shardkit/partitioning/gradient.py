@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -13,16 +13,21 @@ from jax.flatten_util import ravel_pytree
 
 from shardkit._check import quoted
 from shardkit._compat import varying_axes
+from shardkit._one_device import as_on_one_device, or_remedy
 from shardkit._typed import typed
 from shardkit.collectives import all_reduce, vary
 from shardkit.collectives.axes import vary_like
 from shardkit.layout import path_name
-from shardkit.partitioning.handles import call_sealed, parts, with_parts
+from shardkit.partitioning.handles import call_sealed, is_handle, parts, with_parts
+from shardkit.partitioning.token_axes import check_whole
 from shardkit.partitioning.trained import check_trained, chosen
 
 
 class Mean(NamedTuple):
     """A mean over devices and microbatches, as two sums that are divided only at the end.
+
+    A loss may be a sum of them with different weights, `a + 0.1 * b`: their weights are summed over devices first, by
+    an all_reduce of 4 bytes each, and one gradient follows. A step cannot split it into microbatches.
 
     Attributes:
         total: scalar, the sum of this device's values; for an auxiliary mean an array or a pytree of arrays too.
@@ -52,6 +57,36 @@ class Mean(NamedTuple):
         weights = weights.astype(jnp.float32)
         return cls(jnp.sum(values * weights), jnp.sum(weights))
 
+    def __add__(self, other: Any) -> Any:
+        return Sum((self,)) + other
+
+    def __rmul__(self, factor: Any) -> Mean:
+        return Mean(factor * self.total, self.weight)
+
+
+class Sum(NamedTuple):
+    """A sum of Means, `terms`, each with its own weight: what `a + 0.1 * b` is."""
+
+    terms: tuple[Mean, ...]
+
+    def __add__(self, other: Any) -> Sum:
+        if not isinstance(other, Mean | Sum):
+            raise TypeError(f"Mean: only Means can be added to it; got {kind(other)}. Pass Mean(value, 1).")
+        return Sum((*self.terms, *terms_of(other)))
+
+    def __rmul__(self, factor: Any) -> Sum:
+        return Sum(tuple(factor * mean for mean in self.terms))
+
+
+def terms_of(loss: Any) -> tuple[Any, ...]:
+    """The Means of which a loss is the sum."""
+    return loss.terms if isinstance(loss, Sum) else (loss,)
+
+
+def largest_weight(loss: Any) -> jax.Array:
+    """The weight by which a loss's gradient is still to be divided: the only one, or the largest of a sum of Means."""
+    return reduce(jnp.maximum, [mean.weight for mean in terms_of(loss)])
+
 
 class GradFn(Protocol):
     """What one device computes inside shard_map, as `value_and_grad(loss_fn)` does.
@@ -69,7 +104,7 @@ LossFn = Callable[..., Any]
 
 
 @typed
-def value_and_grad(loss_fn: LossFn, *, trained: Any = None) -> GradFn:
+def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False) -> GradFn:
     """The function that each device runs in a step, from a loss function of any pytree model.
 
     Args:
@@ -81,6 +116,9 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None) -> GradFn:
         trained: a tree of bools like the parameters, or a prefix of them: False for leaves that are frozen. Their
             gradients are zeros, which are neither computed nor sent, and which algorithms with `feedback=True` refuse;
             the optimizer should have no state for them, as `optax.masked(optimizer, trained)`. None: all are trained.
+        local: whether the loss is traced as on one device, without the mesh. Loops inside libraries, such as those of
+            diffrax, then need no casts, and the gradient of a constant inside the loss is this device's. For a loss
+            that does not communicate, under plans that pass it whole leaves and examples.
 
     Returns:
         A GradFn: `(params, batch, keys, *, scale=1) -> (Mean, aux, gradients of scale * total)`; it takes `carried=` if
@@ -89,9 +127,10 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None) -> GradFn:
     Raises:
         TypeError: `trained` is not a tree of bools; at trace time, if the loss is neither a real scalar nor a Mean, a
             weight is not float32 or integer, or the weight of the loss depends on the parameters.
-        ValueError: `trained` is True nowhere; at trace time, if it is not a prefix of the parameters.
+        ValueError: `trained` is True nowhere; at trace time, if it is not a prefix of the parameters; with `local`, a
+            loss that communicates or is a sum of means, lazy leaves, tp, cp, ep.
 
-    Cost: what `loss_fn` sends.
+    Cost: what `loss_fn` sends. With `local` it is traced as often as without, and lowered as a function of its own.
 
     Example:
         >>> loss_fn = lambda params, batch, keys: sk.Mean.of((batch @ params) ** 2)
@@ -102,26 +141,75 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None) -> GradFn:
 
     check_trained(trained)
 
-    def run(params: Any, batch: Any, keys: Any, scale: Any, *carried: Any) -> tuple[Mean, Mapping[str, Any], Any]:
-        some, joined, gradients = chosen(parts(params), trained)
+    def gradient(some: list[Any], params: Any, scale: Any, *args: Any) -> tuple[Any, Mapping[str, Any], Any]:
+        joined = chosen(parts(params), trained)[1]
 
         def total(some: list[Any]) -> tuple[jax.Array, tuple[Any, Mapping[str, Any]]]:
-            mean, aux = loss_and_aux(call_loss(loss_fn, with_parts(params, joined(some)), batch, keys, *carried))
-            return mean.total, (mean.weight, aux)
+            loss, aux = loss_and_aux(call_loss(loss_fn, with_parts(params, joined(some)), *args), several=True)
+            return _total(loss, local), (loss, aux)
 
-        value, (weight, aux), (grads,) = scaled_gradients(total, scale, some)
-        return Mean(value, weight), aux, gradients(grads)
+        _, (loss, aux), (grads,) = scaled_gradients(total, scale, some)
+        return loss, aux, grads
 
-    def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Mean, Mapping[str, Any], Any]:
-        return run(params, batch, keys, scale)
+    def through(call: Callable[..., Any], params: Any, *args: Any) -> tuple[Any, Mapping[str, Any], Any]:
+        some, joined, gradients = chosen(parts(params), trained)
+
+        def opened(some: list[Any]) -> tuple[list[Any], Any]:  # here, because it communicates
+            tree = with_parts(params, joined(some))
+            return chosen(parts(tree), trained)[0], tree
+
+        seen, backward, tree = jax.vjp(opened, some, has_aux=True)
+        loss, aux, grads = call(gradient, seen, tree, *(with_parts(each, parts(each)) for each in args))
+        return loss, aux, gradients(*backward(grads))
+
+    run = partial(on_mesh_or_alone, through, local)
+
+    def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Any, Mapping[str, Any], Any]:
+        return run(params, scale, batch, keys)
 
     def carrying(
         params: Any, batch: Any, keys: Any, *, scale: Any = 1, carried: Any
-    ) -> tuple[Mean, Mapping[str, Any], Any]:
-        return run(params, batch, keys, scale, carried)
+    ) -> tuple[Any, Mapping[str, Any], Any]:
+        return run(params, scale, batch, keys, carried)
 
     made: Any = carrying if takes_carried(loss_fn) else grad_fn
     return made
+
+
+def _total(loss: Any, local: bool) -> jax.Array:
+    """What is differentiated: the total, or the sum of several, each over its own weight and times the largest.
+
+    An all_reduce stands here, because one gradient of several means divides each by the weight of the whole batch, of
+    which a device knows its share. The largest divides them all at the end, as the weight of one Mean does.
+    """
+    if not isinstance(loss, Sum):
+        return loss.total
+    if local:
+        raise ValueError(
+            "value_and_grad: with local=True a loss does not communicate, and a sum of means sums its weights over "
+            "devices; got both. Leave out local=, or weight the values of one Mean."
+        )
+    axes = tuple(sorted(frozenset[str]().union(*(varying_axes(mean.total) for mean in loss.terms))))
+    weights = jnp.stack([vary(mean.weight.astype(jnp.float32), axes) for mean in loss.terms])
+    whole = divisor_of(all_reduce(weights, axes) if axes else weights)
+    return reduce(jnp.add, [jnp.max(whole) / w * mean.total for w, mean in zip(whole, loss.terms, strict=True)])
+
+
+def on_mesh_or_alone(through: Callable[..., Any], local: bool, *args: Any) -> Any:
+    """`through(call, *args)`, where `call` calls a function on the mesh, or as on one device if `local`."""
+    alone = partial(through, _alone, *args)
+    return alone() if local else or_remedy(partial(through, lambda fn, *args: fn(*args), *args), alone)
+
+
+def _alone(fn: Callable[..., Any], *args: Any) -> Any:
+    check_whole()
+    lazy = [leaf for leaf in jax.tree.leaves(args, is_leaf=is_handle) if is_handle(leaf)]
+    if lazy:
+        raise ValueError(
+            "value_and_grad: with local=True a loss does not communicate, and must get weights that are gathered; got "
+            f"{lazy[0]}, a lazy leaf. Leave out layerwise= of the plan, or local=."
+        )
+    return as_on_one_device(fn, *args)
 
 
 def scaled_gradients(total: Callable[..., Any], scale: Any, *args: Any) -> tuple[jax.Array, Any, tuple[Any, ...]]:
@@ -146,7 +234,7 @@ def call_loss(loss_fn: LossFn, params: Any, batch: Any, keys: Any, *carried: Any
         return call_sealed(loss_fn, params, batch, keys)
     (tree,) = carried
     call = lambda tree: call_sealed(lambda *args: loss_fn(*args, tree), params, batch, keys)  # noqa: E731
-    return call_sealed(call, with_parts(tree, parts(tree)), at="carried")
+    return call_sealed(call, tree, at="carried")
 
 
 @jax.custom_jvp
@@ -166,23 +254,26 @@ def _weight_jvp(primals: Any, tangents: Any) -> Any:
     return weight, tangent
 
 
-def loss_and_aux(out: Any) -> tuple[Mean, dict[str, Any]]:
-    """What a loss function returned, as a Mean and a dict of Means or trees of them."""
+def loss_and_aux(out: Any, several: bool = False) -> tuple[Any, dict[str, Any]]:
+    """What a loss function returned, as a Mean, or a Sum where there may be several, and a dict of Means."""
     aux: Any = {}
     if isinstance(out, tuple) and not isinstance(out, Mean) and len(out) == 2:
         out, aux = out
-    loss = _as_mean(out, "value_and_grad: loss_fn must return a scalar, Mean(total, weight) or (either, aux)")
+    rule = "value_and_grad: loss_fn must return a scalar, Mean(total, weight) or (either, aux)"
+    terms = [_as_mean(each, rule) for each in (terms_of(out) if several else (out,))]
+    terms = [mean._replace(weight=_constant(mean.weight)) for mean in terms]
     if not isinstance(aux, Mapping):
         raise TypeError(
             f"value_and_grad: aux must be a dict of scalars or Means by name; got {kind(aux)}. "
             "Return for example (loss, {'accuracy': Mean(correct, count)})."
         )
-    return loss._replace(weight=_constant(loss.weight)), {name: _aux(name, value) for name, value in aux.items()}
+    loss = Sum(tuple(terms)) if len(terms) > 1 else terms[0]
+    return loss, {name: _aux(name, value) for name, value in aux.items()}
 
 
 def named_means(out: Any) -> dict[str, Any]:
     """What a loss function returned, as Means or trees of them by name; the loss under "loss"."""
-    loss, aux = loss_and_aux(out)
+    loss, aux = loss_and_aux(out, several=True)
     return {"loss": loss, **aux}
 
 
@@ -202,7 +293,7 @@ def _aux(name: Any, value: Any) -> Any:
             f"value_and_grad: aux must be a dict of scalars or Means by name; got the key {name!r}. Use a string."
         )
 
-    leaf = lambda x: x is None or is_mean(x)  # noqa: E731
+    leaf = lambda x: x is None or isinstance(x, Mean | Sum)  # noqa: E731
 
     def one(path: Any, value: Any) -> Any:
         at = path_name((jax.tree_util.DictKey(name), *path))

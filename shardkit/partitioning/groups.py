@@ -28,7 +28,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardkit import _compat
 from shardkit._check import at_least, named, quoted
-from shardkit._jaxprs import kind_of, mesh_axes, walk
+from shardkit._jaxprs import communicates, walk
 from shardkit.collectives import vary
 from shardkit.collectives.algorithms import PLAIN
 from shardkit.collectives.axes import axis_size
@@ -243,12 +243,9 @@ def _summed(x: jax.Array, cuts: Cuts, axes: tuple[str, ...]) -> jax.Array:
 def _local(call: Callable[[Leaves], Any], group: Leaves) -> Any:
     """The shapes of what a group computes, after a check that it does not depend on other devices."""
     jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(group)
-    for site in walk(jaxpr.jaxpr):
-        called = kind_of(site.equation) or (site.name if site.name == "axis_index" else None)
-        if called:
-            raise ValueError(
-                "make_train_step: with deterministic= the loss must not depend on the mesh; it calls "
-                f"{called} over {quoted(mesh_axes(site.equation))}. Return Mean(total, weight) of the examples that "
-                "it gets, and let the step sum it."
-            )
+    if found := communicates(jaxpr.jaxpr):
+        raise ValueError(
+            f"make_train_step: with deterministic= the loss must not depend on the mesh; it calls {found}. Return "
+            "Mean(total, weight) of the examples that it gets, and let the step sum it."
+        )
     return shapes

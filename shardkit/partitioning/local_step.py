@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from shardkit._jaxprs import PER_MICROBATCH, kind_of, mesh_axes, walk
 from shardkit.collectives._sums import added, typed_zeros
 from shardkit.layout import path_name, spec_axes
 from shardkit.partitioning.batch import device_keys, split_microbatches, take_microbatch
-from shardkit.partitioning.gradient import GradFn, LossFn, Mean, call_loss, kind, named_means
+from shardkit.partitioning.gradient import GradFn, LossFn, Mean, Sum, call_loss, kind, named_means, on_mesh_or_alone
 from shardkit.partitioning.groups import split_over, sums_of_groups
 from shardkit.partitioning.handles import parts, with_parts
 from shardkit.partitioning.loss_weights import in_compute
@@ -34,11 +35,12 @@ def local_gradients(
     compute: Any,
     accumulate: int,
     groups: bool = False,
+    split: str = "",
 ) -> tuple[Any, dict[str, Any], Any]:
     """What one device computes in a step: its batch as the loss sees it, its Means by name, and its gradients.
 
-    `seen` are the parameters as `enter` returns them. Means and gradients are sums over the microbatches, in float32 if
-    there are several.
+    `seen` are the parameters as `enter` returns them; `split` names a leaf of which they have a part. Means and
+    gradients are sums over the microbatches, in float32 if there are several.
 
     Cost: what the GradFn sends, `accumulate` times.
     """
@@ -59,9 +61,15 @@ def local_gradients(
         if taken:
             raise ValueError(f"make_train_step: aux must not use the names {quoted(sorted(taken))}. Rename them.")
         _check_gradients(seen, grads)
+        if isinstance(loss, Sum) and (accumulate > 1 or groups):
+            raise ValueError(
+                "make_train_step: a sum of means divides by the weights of the whole batch before the gradient, so it "
+                f"must be computed at once; got {'deterministic' if groups else f'accumulate={accumulate}'}. Leave "
+                "that out, or weight the values of one Mean."
+            )
         return named_means((loss, aux)), grads
 
-    with tokens_split(_token_axes(batch_spec)):
+    with tokens_split(_token_axes(batch_spec), split):
         once = accumulate == 1 and not groups and _sees_all(batch_spec, grad_fn)
         batch = in_compute(first, batch, compute, once=once)
         if accumulate == 1 and not groups:
@@ -107,15 +115,28 @@ def _of_microbatch(call: Callable[..., Any], example: Any, accumulate: int, axes
 
 
 def local_means(
-    loss_fn: LossFn, seen: Any, batch: Any, batch_spec: PartitionSpec, compute: Any, *carried: Any
+    loss_fn: LossFn,
+    seen: Any,
+    batch: Any,
+    batch_spec: PartitionSpec,
+    compute: Any,
+    *carried: Any,
+    split: str,
+    local: bool,
 ) -> dict[str, Any]:
     """What one device computes in an evaluation: its Means, the loss under "loss". `seen` comes from `enter`.
 
     Cost: what the loss sends.
     """
-    seen = with_parts(seen, parts(seen))
-    means = lambda batch: named_means(call_loss(loss_fn, seen, batch, None, *carried))  # noqa: E731
-    with tokens_split(_token_axes(batch_spec)):
+    own = [with_parts(each, parts(each)) for each in (seen, *carried)]
+
+    def through(call: Any, batch: Any) -> Any:
+        return call(partial(call_loss, loss_fn), own[0], batch, None, *own[1:])
+
+    def means(batch: Any) -> dict[str, Any]:
+        return named_means(on_mesh_or_alone(through, local, batch))
+
+    with tokens_split(_token_axes(batch_spec), split):
         return means(in_compute(means, batch, compute, once=_sees_all(batch_spec, loss_fn)))
 
 

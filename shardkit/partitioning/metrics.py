@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any
 
 import jax
@@ -12,13 +13,14 @@ from jax.flatten_util import ravel_pytree
 from shardkit._compat import varying_axes
 from shardkit.collectives import all_reduce
 from shardkit.collectives.deterministic import pairwise
-from shardkit.partitioning.gradient import divisor_of, is_mean
+from shardkit.partitioning.gradient import divisor_of, is_mean, largest_weight, terms_of
 
 
 def metrics_of(sums: Mapping[str, Any]) -> dict[str, Any]:
     """The means in float32, so that a loss beyond the output dtype's range still counts as finite."""
     out = jax.tree.map(lambda mean: mean.total / divisor_of(mean.weight), dict(sums), is_leaf=is_mean)
-    return {"loss": out.pop("loss"), "weight": sums["loss"].weight, **out}
+    loss = reduce(jnp.add, terms_of(out.pop("loss")))
+    return {"loss": loss, "weight": largest_weight(sums["loss"]), **out}
 
 
 def returned(metrics: Mapping[str, Any], dtype: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from shardkit._check import named
 from shardkit.collectives.algorithms import PLAIN, Algorithm
-from shardkit.layout import canonical, spec_axes, split_dims
+from shardkit.layout import canonical, path_name, spec_axes, split_dims
 from shardkit.partitioning.storage import Held, Rows, Sizes
 from shardkit.schedules import Stages
 
@@ -284,6 +284,12 @@ class Strategy(NamedTuple):
     stages: Stages | None = None
     accumulated: bool = False
     rule_axes: tuple[tuple[str, str], ...] = ()
+
+
+def seen_in_parts(layouts: Any) -> str:
+    """The path of a leaf of which the loss gets a part, as of tp, ep and pp; "" if it gets every leaf whole."""
+    leaves = jax.tree_util.tree_leaves_with_path(layouts, is_leaf=lambda x: isinstance(x, Layout))
+    return next((path_name(path) for path, layout in leaves if len(layout.seen)), "")
 
 
 def map_layouts(fn: Callable[..., Any], layouts: Any, *trees: Any) -> Any:

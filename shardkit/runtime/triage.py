@@ -25,9 +25,10 @@ from shardkit.collectives import axis_index
 from shardkit.layout import path_name, spec_axes, table
 from shardkit.partitioning.axis_types import auto_mesh, with_auto_axes
 from shardkit.partitioning.batch import batch_specs
-from shardkit.partitioning.gradient import GradFn, divisor_of, global_means
+from shardkit.partitioning.gradient import GradFn, global_means
 from shardkit.partitioning.local_step import local_gradients
 from shardkit.partitioning.manual import manual_axes
+from shardkit.partitioning.metrics import metrics_of
 from shardkit.partitioning.placement import map_layouts
 from shardkit.partitioning.plan import Plan
 from shardkit.partitioning.reshard import enter
@@ -204,8 +205,8 @@ def triage(
                 "means": jax.tree.map(_observed, means),
                 "grads": map_layouts(lambda layout, x: _observed(x, layout.grad), layouts, grads),
             }
-            total, weight = global_means(means, plan.batch_axes)["loss"]
-            return total / divisor_of(weight), weight, from_every_device(inspected, tuple(sizes))
+            metrics = metrics_of(global_means(means, plan.batch_axes))
+            return metrics["loss"], metrics["weight"], from_every_device(inspected, tuple(sizes))
 
         on_mesh = jax.shard_map(
             per_device,

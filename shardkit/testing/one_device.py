@@ -14,7 +14,7 @@ import numpy as np
 from shardkit._kinds import Arrays, Key, Optimizer
 from shardkit._typed import typed
 from shardkit.carried import reads_carried
-from shardkit.partitioning.gradient import GradFn, divisor_of, is_mean
+from shardkit.partitioning.gradient import GradFn, divisor_of, is_mean, largest_weight, terms_of
 from shardkit.rng import example_keys, step_key
 from shardkit.testing._compare import check_batches, check_relative, check_telling, leaves_of, magnitude
 
@@ -183,12 +183,13 @@ def _gradient(grad_fn: Any) -> Callable[..., Any]:
 
     @jax.jit
     def gradient(params: Any, batch: Any, keys: jax.Array) -> Any:
-        (total, weight), aux, grads = grad_fn(params, batch, keys)
-        weight = divisor_of(jnp.asarray(weight, jnp.float32))
+        loss, aux, grads = grad_fn(params, batch, keys)
+        weight = divisor_of(jnp.asarray(largest_weight(loss), jnp.float32))
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / weight, grads)
         mean = lambda mean: mean.total / divisor_of(jnp.asarray(mean.weight, jnp.float32))  # noqa: E731
         means = jax.tree.map(mean, dict(aux), is_leaf=is_mean)
-        return total / weight.astype(total.dtype), means, grads
+        ratio = lambda mean: mean.total / divisor_of(jnp.asarray(mean.weight, mean.total.dtype))  # noqa: E731
+        return sum(map(ratio, terms_of(loss))), means, grads
 
     return gradient
 

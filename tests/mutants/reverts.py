@@ -111,8 +111,8 @@ REVERTS = (
     (
         "weight-of-the-parameters",
         "shardkit/partitioning/gradient.py",
-        "return loss._replace(weight=_constant(loss.weight)), {",
-        "return loss, {",
+        "terms = [mean._replace(weight=_constant(mean.weight)) for mean in terms]",
+        "",
     ),
     (
         "weight-whole-along-an-axis",
@@ -307,8 +307,8 @@ REVERTS = (
     (
         "used-up-state",
         "shardkit/train.py",
-        "if isinstance(taken, jax.Array) and not isinstance(taken, jax.core.Tracer) and taken.is_deleted():",
-        "if taken is None:",
+        "if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted():",
+        "if x is None:",
     ),
     # ---- strangers in a job
     (
@@ -880,5 +880,65 @@ REVERTS = (
         "shardkit/partitioning/cuts.py",
         "fn = jax.named_scope(PER_MICROBATCH)(fn)",
         'fn = jax.named_scope("")(fn)',
+    ),
+    (
+        "local-loss-communicates",
+        "shardkit/_one_device.py",
+        "    if found := communicates(program.jaxpr):",
+        '    if found := "" and communicates(program.jaxpr):',
+    ),
+    (
+        "local-loss-gets-a-part",
+        "shardkit/partitioning/gradient.py",
+        "    check_whole()\n",
+        "",
+    ),
+    (
+        "local-loss-opens-a-lazy-leaf",
+        "shardkit/partitioning/gradient.py",
+        "    if lazy:",
+        "    if not args:",
+    ),
+    (
+        "local-loss-is-typed-by-the-mesh",
+        "shardkit/_one_device.py",
+        "        return fn(*args)",
+        "        return fn(*args)\n    return fn(*args)",
+    ),
+    (
+        "loops-of-libraries-in-jaxs-words",
+        "shardkit/_one_device.py",
+        "            alone()\n",
+        "            raise error\n",
+    ),
+    (
+        "terms-weigh-alike",
+        "shardkit/partitioning/gradient.py",
+        "jnp.max(whole) / w * mean.total",
+        "mean.total",
+    ),
+    (
+        "weights-of-terms-are-this-devices",
+        "shardkit/partitioning/gradient.py",
+        "    whole = divisor_of(all_reduce(weights, axes) if axes else weights)",
+        "    whole = divisor_of(vary(all_reduce(weights, axes), axes) * 0 + weights if axes else weights)",
+    ),
+    (
+        "sum-of-means-in-microbatches",
+        "shardkit/partitioning/local_step.py",
+        "isinstance(loss, Sum) and (accumulate > 1 or groups)",
+        "isinstance(loss, Sum) and accumulate < 1",
+    ),
+    (
+        "leaf-that-was-donated-is-passed",
+        "shardkit/train.py",
+        "        for path, x in jax.tree_util.tree_leaves_with_path(state):",
+        "        for path, x in jax.tree_util.tree_leaves_with_path(getattr(state, 'step', None)):",
+    ),
+    (
+        "donated-anyway",
+        "shardkit/train.py",
+        "donate_argnums=(0,) if donate else ()",
+        "donate_argnums=(0,)",
     ),
 )

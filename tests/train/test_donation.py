@@ -82,16 +82,25 @@ def test_a_donated_state_is_gone(plan):  # proves F51
 
 
 def test_a_state_that_is_used_up_is_refused(data8):
-    init, step = sk.make_train_step(
-        sk.value_and_grad(lambda p, b, k: sk.Mean.of(b @ p)), optax.sgd(0.1), mesh=data8, plan=sk.dp("data")
-    )
+    grad_fn = sk.value_and_grad(lambda p, b, k: sk.Mean.of(b @ p))
+    init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=data8, plan=sk.dp("data"))
     state = init(np.ones((4, 1), np.float32), jax.random.key(0))
     kept = jax.tree.map(jnp.copy, state)
     newest, _ = step(state, np.ones((8, 4), np.float32))
-    with value_error(
-        "step: the state must be the newest; an earlier step was passed this one and donated its buffers. Pass the "
-        "state that step returned, or copy a state that you want to keep: jax.tree.map(jnp.copy, state)."
-    ):
-        step(state, np.ones((8, 4), np.float32))
+    for leaf, used in (("step", state), ("params", newest._replace(params=state.params))):
+        with value_error(
+            f"step: the state must be the newest; an earlier step was passed its leaf {leaf} and donated the buffer. "
+            "Pass the state that step returned, copy one that you want to keep, jax.tree.map(jnp.copy, state), or pass "
+            "make_train_step(..., donate=False)."
+        ):
+            step(used, np.ones((8, 4), np.float32))
     assert int(step(newest, np.ones((8, 4), np.float32))[0].step) == 2
     assert int(step(kept, np.ones((8, 4), np.float32))[0].step) == 1
+
+
+def test_a_state_that_is_not_donated_can_be_used_again(data8):
+    grad_fn = sk.value_and_grad(lambda p, b, k: sk.Mean.of(b @ p))
+    options = {"mesh": data8, "plan": sk.fsdp("data", min_size=1), "donate": False}
+    init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), **options)
+    state, batch = init(np.ones((8, 1), np.float32), jax.random.key(0)), np.ones((8, 8), np.float32)
+    np.testing.assert_array_equal(step(state, batch)[0].params, step(state, batch)[0].params)

@@ -1,0 +1,192 @@
+"""Losses that are traced as on one device, and sums of Means: what both change, and what they refuse."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import shardkit as sk
+from support.refusals import raises, type_error, value_error
+
+PARAMS = {"w": np.linspace(-1, 1, 9, dtype=np.float32).reshape(3, 3), "b": np.zeros(2, np.float32)}
+RNG = np.random.default_rng(0)
+BATCH = {"x": RNG.normal(size=(8, 3)).astype("f"), "keep": (np.arange(8) % 3 == 0).astype("f")}
+ROW = sk.testing.Row
+
+
+@jax.custom_vjp
+def clipped(x):
+    """The identity, with a gradient that no derivative rule of its own would give."""
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, grad: (0.5 * grad,))
+
+
+@jax.jit
+def settled(w, x):
+    """A loop as libraries have them: its carry begins with zeros that nobody can cast from outside."""
+    scan = jax.checkpoint(lambda y, _: (jnp.tanh(y @ w) + x, None))
+    return lax.scan(scan, jnp.zeros(x.shape, x.dtype), None, length=3)[0]
+
+
+def attacked(w, x):
+    """An example after a step against its gradient; the gradient of a constant is this example's alone."""
+    push = jax.grad(lambda d: jnp.sum(jnp.tanh((x + d) @ w)))(jnp.zeros(x.shape, x.dtype))
+    turns = lax.while_loop(lambda n: n < 2, lambda n: n + 1, jnp.int32(0))
+    return x + 0.1 * push * turns.astype(x.dtype)
+
+
+def loss_fn(params, batch, keys):
+    def one(x):
+        return jnp.sum(settled(clipped(params["w"]), attacked(params["w"], x)) ** 2) + jnp.sum(params["b"] ** 2)
+
+    x = batch["x"] if keys is None else sk.dropout(batch["x"], keys, 0.5)
+    return sk.Mean.of(jax.vmap(one)(x), batch["keep"]), {"kept": jnp.mean(x)}
+
+
+LOCAL = sk.value_and_grad(loss_fn, local=True)
+
+
+def traced(grad_fn, plan=None, mesh=None, params=PARAMS, batch=BATCH, **options):
+    mesh = sk.make_mesh(jax.devices()[:2], data=2) if mesh is None else mesh
+    plan = sk.dp("data") if plan is None else plan
+    init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh, plan=plan, **options)
+    return step.trace(init.abstract(params), batch)
+
+
+ROWS = [
+    ROW({"data": 1}, sk.dp("data")),
+    ROW({"data": 2}, sk.dp("data"), accumulate=2, nonfinite="skip"),
+    ROW({"data": 2}, sk.fsdp("data", min_size=1), deterministic=4),
+    ROW({"data": 2, "z": 2}, sk.chain(sk.dp("data"), sk.zero2("z", min_size=1)), steps=2),
+    ROW({"data": 2}, sk.zero1("data", min_size=1), precision="bf16", relative=3e-2),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_a_loss_with_loops_that_nobody_can_cast_has_the_numbers_of_one_device(row):
+    data = {"params": PARAMS, "batches": [BATCH, {**BATCH, "x": BATCH["x"][::-1]}]}
+    sk.testing.prove(LOCAL, sk.value_and_grad(loss_fn), rows=[row], optimizer=optax.sgd(0.1, momentum=0.9), **data)
+
+
+def test_it_evaluates_and_sends_what_a_loss_without_loops_sends():
+    """Frozen leaves are not sent, as without `local`; the loss is one equation, which the readers of programs enter."""
+    frozen = sk.value_and_grad(loss_fn, trained={"w": True, "b": False}, local=True)
+    step = traced(frozen)
+    assert [row.bytes_in for row in sk.census(step).rows] == [16, 36]  # the loss and a mean; the gradient of w
+    assert sk.lint(step) == []
+    mesh = sk.make_mesh(jax.devices()[:2], data=2)
+    evaluate = sk.make_eval_step(loss_fn, mesh=mesh, plan=sk.fsdp("data", min_size=1), local=True)
+    one, _ = loss_fn(PARAMS, BATCH, None)
+    np.testing.assert_allclose(evaluate(PARAMS, BATCH)["loss"], one.total / one.weight, rtol=1e-6)
+
+
+def test_an_error_of_the_types_names_the_remedy():
+    for call in (
+        lambda: traced(sk.value_and_grad(loss_fn)),
+        lambda: sk.make_eval_step(loss_fn, mesh=sk.make_mesh(jax.devices()[:2], data=2), plan=sk.dp("data"))(
+            PARAMS, BATCH
+        ),
+    ):
+        with type_error(
+            "value_and_grad: the loss must be traceable on a mesh; jax refuses it (scan body function carry input and "
+            "carry output must have equal types, but they differ), and takes it as on one device. Pass "
+            "value_and_grad(loss_fn, local=True), and local=True to make_eval_step."
+        ):
+            call()
+
+
+def test_an_error_that_one_device_has_too_is_left_alone():
+    def wrong(params, batch, keys):
+        raise KeyError("mine")
+
+    with raises(KeyError, "'mine'"):
+        traced(sk.value_and_grad(wrong))
+
+
+TRACED = "value_and_grad: with local=True a loss is traced as on one device, and must not communicate; it calls "
+WHOLE = "value_and_grad: with local=True a loss does not communicate, and must get whole leaves and examples; the plan "
+USE = "Leave out local=, or use dp, zero1, zero2 or fsdp."
+W = {"w": np.ones((4, 4), np.float32)}
+
+
+def calls(fn):
+    return sk.value_and_grad(lambda params, batch, keys: jnp.sum(params["w"]) * jnp.mean(fn(batch["x"])), local=True)
+
+
+def splits(plan, params, **sizes):
+    """What a plan does with these parameters, and a batch whose dims both divide."""
+    mesh = sk.make_mesh(jax.devices()[:4], **sizes)
+    return lambda: traced(calls(jnp.sin), plan, mesh, params, batch={"x": np.ones((4, 4), np.float32)})
+
+
+def two_means(params, batch, keys):
+    x = batch["x"] @ params["w"]
+    return sk.Mean.of(x**2) + 0.1 * (sk.Mean.of(x[:, 0], batch["keep"]) + -1 * sk.Mean.of(x[:, 1], 1 - batch["keep"]))
+
+
+@pytest.mark.parametrize(
+    ("message", "refused"),
+    {
+        f"{TRACED}all_reduce over 'data'. Leave out local=.": lambda: traced(calls(lambda x: sk.all_reduce(x, "data"))),
+        f"{TRACED}axis_index over 'data'. Leave out local=.": lambda: traced(calls(lambda x: lax.axis_index("data"))),
+        f"{WHOLE}passes it a part of leaf w. {USE}": splits(
+            sk.chain(sk.dp("data"), sk.tp("model", {"w": P("model")})), W, data=2, model=2
+        ),
+        f"{WHOLE}passes it a part of leaf experts.w. {USE}": splits(sk.ep("data"), {"experts": W}, data=4),
+        f"{WHOLE}passes it a part of each example, split over 'context'. {USE}": splits(
+            sk.chain(sk.dp("data"), sk.cp("context")), W, data=2, context=2
+        ),
+        "value_and_grad: with local=True a loss does not communicate, and must get weights that are gathered; got "
+        "Handle((4, 1) over 'data'), a lazy leaf. Leave out layerwise= of the plan, or local=.": splits(
+            sk.fsdp("data", layerwise=("layers",), min_size=1), {"layers": W}, data=4
+        ),
+        "value_and_grad: with local=True a loss does not communicate, and a sum of means sums its weights over "
+        "devices; got both. Leave out local=, or weight the values of one Mean.": lambda: traced(
+            sk.value_and_grad(two_means, local=True)
+        ),
+        "make_train_step: a sum of means divides by the weights of the whole batch before the gradient, so it must be "
+        "computed at once; got accumulate=2. Leave that out, or weight the values of one Mean.": lambda: traced(
+            sk.value_and_grad(two_means), accumulate=2
+        ),
+        "make_train_step: a sum of means divides by the weights of the whole batch before the gradient, so it must be "
+        "computed at once; got deterministic. Leave that out, or weight the values of one Mean.": lambda: traced(
+            sk.value_and_grad(two_means), mesh=sk.make_mesh(jax.devices()[:1], data=1), deterministic=2
+        ),
+    }.items(),
+)
+def test_what_is_refused(message, refused):
+    with value_error(message):
+        refused()
+
+
+def test_what_is_no_mean_is_not_added():
+    with type_error("Mean: only Means can be added to it; got float. Pass Mean(value, 1)."):
+        sk.Mean(1.0, 1.0) + 1.0
+    with type_error(
+        "value_and_grad: aux 'both' must be a scalar or Mean(total, weight); got Sum. Sum over the examples and return "
+        "Mean(total, weight), or their mean."
+    ):
+        traced(sk.value_and_grad(lambda p, b, k: (jnp.sum(p["w"]), {"both": two_means(p, b, k)})))
+
+
+def test_a_sum_of_means_is_that_of_the_whole_batch():
+    """Each device has another share of each weight, and one a share of 0; the gradient is one device's."""
+    rows = [
+        ROW({"data": 4}, sk.dp("data")),
+        ROW({"data": 2}, sk.fsdp("data", min_size=1), precision="bf16", relative=3e-2),
+    ]
+
+    def plain(params, batch, keys):
+        x, keep = batch["x"] @ params["w"], batch["keep"]
+        means = jnp.sum(x[:, 0] * keep) / jnp.sum(keep) - jnp.sum(x[:, 1] * (1 - keep)) / jnp.sum(1 - keep)
+        return sk.Mean((jnp.mean(x**2) + 0.1 * means) * 24, jnp.float32(24))
+
+    grad_fn = sk.value_and_grad(two_means)
+    job = {"params": {"w": PARAMS["w"]}, "batches": [{**BATCH, "keep": (np.arange(8) < 3).astype("f")}]}
+    sk.testing.prove(grad_fn, sk.value_and_grad(plain), rows=rows, optimizer=optax.sgd(0.1), **job)
+    sk.testing.prove(grad_fn, grad_fn, rows=rows[:1], optimizer=optax.sgd(0.1), **job)
