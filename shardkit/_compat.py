@@ -169,24 +169,42 @@ def acts(equation: Any) -> bool:
 
 
 def inner_jaxprs(equation: Any) -> list[tuple[str, Any]]:
-    """The jaxprs in an equation's parameters, with the parameters' names."""
-    found = []
-    for name, value in equation.params.items():
-        for each in value if isinstance(value, tuple | list) else (value,):
-            jaxpr = getattr(each, "jaxpr", each)
-            if hasattr(jaxpr, "eqns"):
-                found.append((name, jaxpr))
-    return found
+    """The jaxprs that an equation runs, with the names of its parameters that hold them."""
+    return [(name, getattr(each, "jaxpr", each)) for name, each in _programs(equation)]
 
 
 def inner_constants(equation: Any) -> list[Sequence[Any]]:
     """For each of `inner_jaxprs`, the arrays it closes over, in the order of its constvars."""
-    found = []
-    for value in equation.params.values():
+    return [getattr(each, "consts", ()) for _, each in _programs(equation)]
+
+
+def _programs(equation: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in equation.params.items():
+        if equation.primitive.name == "custom_linear_solve":  # its other functions only say what its derivatives are
+            value = getattr(value, "solve", value)
         for each in value if isinstance(value, tuple | list) else (value,):
             if hasattr(getattr(each, "jaxpr", each), "eqns"):
-                found.append(getattr(each, "consts", ()))
-    return found
+                yield name, each
+
+
+def reaches_others(equation: Any) -> bool:
+    """Whether an equation may send to other devices by itself.
+
+    A Pallas kernel's copy or signal that names a device does, as does its access to the memory of several devices; a
+    foreign call that declares an effect may. One that declares none must be free to be left out or repeated, which no
+    exchange between devices survives.
+    """
+    params = equation.params
+    match equation.primitive.name:
+        case "dma_start":
+            *_, device = params["tree"].unflatten(equation.invars)
+            return device is not None
+        case "semaphore_signal":
+            *_, device, _ = params["args_tree"].unflatten(equation.invars)
+            return device is not None
+        case "ffi_call":
+            return bool(params["has_side_effect"])
+    return equation.primitive.name in ("multimem_store", "multimem_load_reduce", "semaphore_signal_multicast")
 
 
 def user_frames(equation: Any) -> list[tuple[str, int, str]]:

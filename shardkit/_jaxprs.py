@@ -230,9 +230,9 @@ def source_line(equation: Any, around: str = "") -> str:
 
 
 def user_line(equation: Any) -> str:
-    """The innermost line that led to an equation outside jax and shardkit; "" if there is none."""
-    outside = [f for f in _compat.user_frames(equation) if not _is_ours(f[0])]
-    return _written(outside[0]) if outside else ""
+    """The innermost line that led to an equation in the user's own code, else outside jax and shardkit; "" if none."""
+    frames = _compat.user_frames(equation)
+    return own_line(frames) or next((_written(frame) for frame in frames if not _is_ours(frame[0])), "")
 
 
 def own_line(frames: Sequence[tuple[str, int, str]]) -> str:

@@ -19,9 +19,9 @@ from shardkit._check import quoted
 from shardkit._jaxprs import Site, kind_of, walk
 from shardkit.analysis.hlo.differences import added_by_compiler, changes, read_compiled
 from shardkit.analysis.jaxpr.census import row_of
+from shardkit.analysis.jaxpr.step import Step
 from shardkit.analysis.judge import lint
 from shardkit.analysis.rules.processes import differences_of_processes
-from shardkit.analysis.rules.step import Step
 from shardkit.collectives.algorithms import Sent
 from shardkit.layout import bytes_per_device, path_name
 from shardkit.partitioning.staged import PipelineGradFn

@@ -12,8 +12,9 @@ from shardkit import _compat
 from shardkit._check import named, quoted
 from shardkit._jaxprs import ASSUMED, Site, kind_of, mesh_axes, source_line, walk
 from shardkit._typed import typed
-from shardkit.analysis.jaxpr.census import census_of, row_of, traced
+from shardkit.analysis.jaxpr.census import census_of, row_of
 from shardkit.analysis.jaxpr.dataflow import short
+from shardkit.analysis.jaxpr.step import trace_step
 
 # Collectives of the backward pass, and the forward primitives whose transpose they are.
 _TRANSPOSED = {
@@ -115,8 +116,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         >>> reason.why
         "w is invariant over 'data' and is used with x, which varies over it; the gradient of the cast is a sum."
     """
-    closed = traced(fn, args, kwargs)
-    sites = [site for site in walk(closed.jaxpr) if kind_of(site.equation) or site.name in _CASTS]
+    jaxpr = trace_step(fn, args, kwargs).jaxpr
+    sites = [site for site in walk(jaxpr) if kind_of(site.equation) or site.name in _CASTS]
     forward: dict[Any, list[Site]] = {}
     for site in {id(each.equation): each for each in sites if not each.backward or each.recomputed}.values():
         for kind in (k for k, names in _TRANSPOSED.items() if site.name in names):
@@ -133,7 +134,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         for number, site in enumerate(group):
             # Transposing runs a program backwards: the last one of a line comes first.
             origins[id(site)] = [found[-1 - number]] if len(found) == len(group) else found
-    after = sum(row.times for row in census_of(closed.jaxpr).rows if row.update)
+    after = sum(row.times for row in census_of(jaxpr).rows if row.update)
     return Explanation(tuple(_reason(site, origins.get(id(site), [])) for site in backward), after)
 
 
