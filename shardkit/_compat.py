@@ -215,12 +215,12 @@ def user_frames(equation: Any) -> list[tuple[str, int, str]]:
 
 def in_backward(equation: Any) -> bool:
     """Whether an equation comes from transposition (the backward pass)."""
-    return "transpose" in _transforms(equation)
+    return "transpose" in transforms(equation)
 
 
 def in_jvp(equation: Any) -> bool:
     """Whether an equation comes from differentiation: a tangent, or the primal next to it."""
-    return "jvp" in _transforms(equation)
+    return "jvp" in transforms(equation)
 
 
 def recomputed(equation: Any) -> bool:
@@ -228,9 +228,9 @@ def recomputed(equation: Any) -> bool:
     return any(scope.name == "rematted_computation" for scope in equation.source_info.name_stack.stack)
 
 
-def _transforms(equation: Any) -> set[str]:
-    """The jax transformations that an equation went through, without the user's named scopes of the same names."""
-    return {each.name for each in equation.source_info.name_stack.stack if type(each).__name__ == "Transform"}
+def transforms(equation: Any) -> list[str]:
+    """The jax transformations that an equation went through, outermost first, without named scopes of their names."""
+    return [each.name for each in equation.source_info.name_stack.stack if type(each).__name__ == "Transform"]
 
 
 def made_by_pmap(equation: Any) -> bool:

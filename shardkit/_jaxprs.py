@@ -169,9 +169,9 @@ def not_reached(jaxpr: Any, given: int, last: int) -> tuple[Any, list[bool]]:
     """
     inputs, before = len(jaxpr.invars), len(jaxpr.outvars) - last
     reached = _reached(jaxpr, [k >= given for k in range(inputs)])
-    moved = _marks(jaxpr.outvars[before:], reached)
+    moved = marks(jaxpr.outvars[before:], reached)
     # An equation with an effect is never dead code: those that other arguments reach are taken out first.
-    first = [e for e in jaxpr.eqns if not all(_marks(e.outvars, reached)) or not any(_marks(e.invars, reached))]
+    first = [e for e in jaxpr.eqns if not all(marks(e.outvars, reached)) or not any(marks(e.invars, reached))]
     still, _ = partial_eval.dce_jaxpr(
         jaxpr.replace(eqns=first),
         [False] * before + [not moves for moves in moved],
@@ -184,20 +184,20 @@ def _reached(jaxpr: Any, arguments: Sequence[bool]) -> set[Any]:
     """The variables of a jaxpr that depend on these arguments."""
     reached = {v for v, marked in zip(jaxpr.invars, arguments, strict=True) if marked}
     for equation in jaxpr.eqns:
-        ins = _marks(equation.invars, reached)
+        ins = marks(equation.invars, reached)
         if any(ins):
             outs = _results_reached(equation, ins)
             reached.update(v for v, marked in zip(equation.outvars, outs, strict=True) if marked)
     return reached
 
 
-def _marks(atoms: Sequence[Any], variables: set[Any]) -> list[bool]:
+def marks(atoms: Sequence[Any], variables: set[Any]) -> list[bool]:
     return [not isinstance(atom, Literal) and atom in variables for atom in atoms]
 
 
 def _results_reached(equation: Any, ins: list[bool]) -> list[bool]:
     def through(jaxpr: Any, arguments: Sequence[bool]) -> list[bool]:
-        return _marks(jaxpr.outvars, _reached(jaxpr, arguments))
+        return marks(jaxpr.outvars, _reached(jaxpr, arguments))
 
     name, inner = equation.primitive.name, [jaxpr for _, jaxpr in _compat.inner_jaxprs(equation)]
     if name in {*_compat.CALLS, "shard_map"} and len(inner) == 1 and len(inner[0].invars) == len(ins):

@@ -32,6 +32,7 @@ from shardkit.partitioning.reshard import enter, leave, to_rest
 from shardkit.partitioning.residuals import residual_specs
 from shardkit.partitioning.staged import PipelineGradFn
 from shardkit.partitioning.storage import check_held
+from shardkit.partitioning.unintended import warn_of
 from shardkit.pipeline.stages import arranged
 from shardkit.precision import Precision, precision_of
 from shardkit.rng import step_key
@@ -270,6 +271,8 @@ def keyed(
     A typed key that jit returns is rebuilt in Python at every call, which costs more than the rest of the dispatch.
     """
 
+    told: list[bool] = []
+
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         taken = getattr(state, "step", None)
         if isinstance(taken, jax.Array) and not isinstance(taken, jax.core.Tracer) and taken.is_deleted():
@@ -277,7 +280,11 @@ def keyed(
                 "step: the state must be the newest; an earlier step was passed this one and donated its buffers. Pass "
                 "the state that step returned, or copy a state that you want to keep: jax.tree.map(jnp.copy, state)."
             )
-        new, metrics = compiled(*split(state), batch)
+        args = *split(state), batch
+        if not told:
+            told.append(True)
+            warn_of(compiled.trace(*args).jaxpr.jaxpr, stacklevel=2)
+        new, metrics = compiled(*args)
         new = new._replace(key=state.key)
         # A dynamic loss scale is found by letting gradients overflow, so only the loss tells of an error.
         if stop and not metrics["finite"] and not (dynamic and jnp.isfinite(metrics["loss"])):

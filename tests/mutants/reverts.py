@@ -691,7 +691,7 @@ REVERTS = (
     (
         "explained-without-updates",
         "shardkit/analysis/jaxpr/explain.py",
-        "for row in census_of(closed.jaxpr).rows if row.update)",
+        "for row in census_of(jaxpr).rows if row.update)",
         "for row in ())",
     ),
     (
@@ -850,8 +850,8 @@ REVERTS = (
     (
         "pallas-copies-are-nothing",
         "shardkit/_compat.py",
-        '            return device is not None\n        case "semaphore_signal":',
-        '            return False\n        case "semaphore_signal":',
+        'case "dma_start":',
+        'case "dma_begin":',
     ),
     (
         "foreign-calls-are-nothing",

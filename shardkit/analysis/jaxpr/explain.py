@@ -117,6 +117,12 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         "w is invariant over 'data' and is used with x, which varies over it; the gradient of the cast is a sum."
     """
     jaxpr = trace_step(fn, args, kwargs).jaxpr
+    after = sum(row.times for row in census_of(jaxpr).rows if row.update)
+    return Explanation(tuple(_reason(site, found) for site, found in with_origins(jaxpr)), after)
+
+
+def with_origins(jaxpr: Any) -> list[tuple[Site, Sequence[Site]]]:
+    """Each collective of the backward pass, and those of the forward pass and casts that it may come from."""
     sites = [site for site in walk(jaxpr) if kind_of(site.equation) or site.name in _CASTS]
     forward: dict[Any, list[Site]] = {}
     for site in {id(each.equation): each for each in sites if not each.backward or each.recomputed}.values():
@@ -134,8 +140,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         for number, site in enumerate(group):
             # Transposing runs a program backwards: the last one of a line comes first.
             origins[id(site)] = [found[-1 - number]] if len(found) == len(group) else found
-    after = sum(row.times for row in census_of(jaxpr).rows if row.update)
-    return Explanation(tuple(_reason(site, origins.get(id(site), [])) for site in backward), after)
+    return [(site, origins.get(id(site), [])) for site in backward]
 
 
 def _key(equation: Any, made: str | None = None) -> tuple[Any, ...]:
