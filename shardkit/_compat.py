@@ -38,6 +38,9 @@ COLLECTIVES = {
 }
 
 
+_PMAP = str(Path(jax.__file__).parent / "_src" / "pmap.py")
+
+
 @cache
 def private(path: str) -> Any:
     """The private jax name `jax._src.<path>`, looked up on first use, so that importing shardkit needs none of them.
@@ -238,12 +241,7 @@ def made_by_pmap(equation: Any) -> bool:
     if equation.primitive.name not in ("jit", "pjit"):
         return False
     frames = equation.source_info.traceback.frames if equation.source_info.traceback else ()
-    return any(_is_pmap(f.file_name) for f in frames)
-
-
-@cache
-def _is_pmap(file: str) -> bool:
-    return Path(file).name == "pmap.py" and "jax" in Path(file).parts
+    return any(f.file_name == _PMAP for f in frames)
 
 
 def manual_axes(equation: Any) -> tuple[str, ...]:

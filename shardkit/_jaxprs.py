@@ -223,7 +223,7 @@ def source_line(equation: Any, around: str = "") -> str:
     `around` it.
     """
     frames = _compat.user_frames(equation)
-    above = [f for f in frames if not _is_kernel(f[0])]
+    above = [f for f in frames if not is_kernel(f[0])]
     if not above:
         return around or (_written(frames[0]) if frames else "unknown")
     return user_line(equation) or _written(above[0])
@@ -231,8 +231,15 @@ def source_line(equation: Any, around: str = "") -> str:
 
 def user_line(equation: Any) -> str:
     """The innermost line that led to an equation in the user's own code, else outside jax and shardkit; "" if none."""
-    frames = _compat.user_frames(equation)
-    return own_line(frames) or next((_written(frame) for frame in frames if not _is_ours(frame[0])), "")
+    frame = user_frame(equation)
+    return _written(frame) if frame else ""
+
+
+def user_frame(equation: Any) -> tuple[str, int, str] | None:
+    """File, line and function of `user_line`."""
+    outside = [frame for frame in _compat.user_frames(equation) if not _is_ours(frame[0])]
+    own = [frame for frame in outside if _own(frame[0])]
+    return next(iter(own or outside), None)
 
 
 def own_line(frames: Sequence[tuple[str, int, str]]) -> str:
@@ -257,7 +264,8 @@ def _written(frame: tuple[str, int, str]) -> str:
 
 
 @cache  # called for every equation, and splitting a path is slow
-def _is_kernel(file: str) -> bool:
+def is_kernel(file: str) -> bool:
+    """Whether a file holds kernels, which stand for the line that calls them."""
     return bool(_KERNELS & {Path(file), *Path(file).parents})
 
 

@@ -197,7 +197,7 @@ def _why(site: Site, kind: str, axes: tuple[str, ...], value: str, found: Sequen
 def _asked_for(equation: Any) -> bool:
     """Whether `vary` made a cast, rather than an operation that needed one."""
     frames = _compat.user_frames(equation)
-    by_vary = bool(frames) and frames[0][2] == _compat.cast_varying.__name__
+    by_vary = bool(frames) and frames[0][::2] == (_compat.__file__, _compat.cast_varying.__name__)
     return by_vary or equation.primitive.name.startswith("reduced_vary_cast")
 
 
