@@ -38,6 +38,9 @@ COLLECTIVES = {
 }
 
 
+_PMAP = str(Path(jax.__file__).parent / "_src" / "pmap.py")
+
+
 @cache
 def private(path: str) -> Any:
     """The private jax name `jax._src.<path>`, looked up on first use, so that importing shardkit needs none of them.
@@ -172,24 +175,42 @@ def acts(equation: Any) -> bool:
 
 
 def inner_jaxprs(equation: Any) -> list[tuple[str, Any]]:
-    """The jaxprs in an equation's parameters, with the parameters' names."""
-    found = []
-    for name, value in equation.params.items():
-        for each in value if isinstance(value, tuple | list) else (value,):
-            jaxpr = getattr(each, "jaxpr", each)
-            if hasattr(jaxpr, "eqns"):
-                found.append((name, jaxpr))
-    return found
+    """The jaxprs that an equation runs, with the names of its parameters that hold them."""
+    return [(name, getattr(each, "jaxpr", each)) for name, each in _programs(equation)]
 
 
 def inner_constants(equation: Any) -> list[Sequence[Any]]:
     """For each of `inner_jaxprs`, the arrays it closes over, in the order of its constvars."""
-    found = []
-    for value in equation.params.values():
+    return [getattr(each, "consts", ()) for _, each in _programs(equation)]
+
+
+def _programs(equation: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in equation.params.items():
+        if equation.primitive.name == "custom_linear_solve":  # its other functions only say what its derivatives are
+            value = getattr(value, "solve", value)
         for each in value if isinstance(value, tuple | list) else (value,):
             if hasattr(getattr(each, "jaxpr", each), "eqns"):
-                found.append(getattr(each, "consts", ()))
-    return found
+                yield name, each
+
+
+def reaches_others(equation: Any) -> bool:
+    """Whether an equation may send to other devices by itself.
+
+    A Pallas kernel's copy or signal that names a device does, as does its access to the memory of several devices; a
+    foreign call that declares an effect may. One that declares none must be free to be left out or repeated, which no
+    exchange between devices survives.
+    """
+    params = equation.params
+    match equation.primitive.name:
+        case "dma_start":
+            *_, device = params["tree"].unflatten(equation.invars)
+            return device is not None
+        case "semaphore_signal":
+            *_, device, _ = params["args_tree"].unflatten(equation.invars)
+            return device is not None
+        case "ffi_call":
+            return bool(params["has_side_effect"])
+    return equation.primitive.name in ("multimem_store", "multimem_load_reduce", "semaphore_signal_multicast")
 
 
 def user_frames(equation: Any) -> list[tuple[str, int, str]]:
@@ -200,12 +221,12 @@ def user_frames(equation: Any) -> list[tuple[str, int, str]]:
 
 def in_backward(equation: Any) -> bool:
     """Whether an equation comes from transposition (the backward pass)."""
-    return "transpose" in _transforms(equation)
+    return "transpose" in transforms(equation)
 
 
 def in_jvp(equation: Any) -> bool:
     """Whether an equation comes from differentiation: a tangent, or the primal next to it."""
-    return "jvp" in _transforms(equation)
+    return "jvp" in transforms(equation)
 
 
 def recomputed(equation: Any) -> bool:
@@ -218,9 +239,9 @@ def in_scope(equation: Any, name: str) -> bool:
     return any(scope.name == name for scope in equation.source_info.name_stack.stack)
 
 
-def _transforms(equation: Any) -> set[str]:
-    """The jax transformations that an equation went through, without the user's named scopes of the same names."""
-    return {each.name for each in equation.source_info.name_stack.stack if type(each).__name__ == "Transform"}
+def transforms(equation: Any) -> list[str]:
+    """The jax transformations that an equation went through, outermost first, without named scopes of their names."""
+    return [each.name for each in equation.source_info.name_stack.stack if type(each).__name__ == "Transform"]
 
 
 def made_by_pmap(equation: Any) -> bool:
@@ -228,12 +249,7 @@ def made_by_pmap(equation: Any) -> bool:
     if equation.primitive.name not in ("jit", "pjit"):
         return False
     frames = equation.source_info.traceback.frames if equation.source_info.traceback else ()
-    return any(_is_pmap(f.file_name) for f in frames)
-
-
-@cache
-def _is_pmap(file: str) -> bool:
-    return Path(file).name == "pmap.py" and "jax" in Path(file).parts
+    return any(f.file_name == _PMAP for f in frames)
 
 
 def manual_axes(equation: Any) -> tuple[str, ...]:

@@ -187,9 +187,9 @@ def not_reached(jaxpr: Any, given: int, last: int) -> tuple[Any, list[bool]]:
     """
     inputs, before = len(jaxpr.invars), len(jaxpr.outvars) - last
     reached = _reached(jaxpr, [k >= given for k in range(inputs)])
-    moved = _marks(jaxpr.outvars[before:], reached)
+    moved = marks(jaxpr.outvars[before:], reached)
     # An equation with an effect is never dead code: those that other arguments reach are taken out first.
-    first = [e for e in jaxpr.eqns if not all(_marks(e.outvars, reached)) or not any(_marks(e.invars, reached))]
+    first = [e for e in jaxpr.eqns if not all(marks(e.outvars, reached)) or not any(marks(e.invars, reached))]
     still, _ = partial_eval.dce_jaxpr(
         jaxpr.replace(eqns=first),
         [False] * before + [not moves for moves in moved],
@@ -202,20 +202,20 @@ def _reached(jaxpr: Any, arguments: Sequence[bool]) -> set[Any]:
     """The variables of a jaxpr that depend on these arguments."""
     reached = {v for v, marked in zip(jaxpr.invars, arguments, strict=True) if marked}
     for equation in jaxpr.eqns:
-        ins = _marks(equation.invars, reached)
+        ins = marks(equation.invars, reached)
         if any(ins):
             outs = _results_reached(equation, ins)
             reached.update(v for v, marked in zip(equation.outvars, outs, strict=True) if marked)
     return reached
 
 
-def _marks(atoms: Sequence[Any], variables: set[Any]) -> list[bool]:
+def marks(atoms: Sequence[Any], variables: set[Any]) -> list[bool]:
     return [not isinstance(atom, Literal) and atom in variables for atom in atoms]
 
 
 def _results_reached(equation: Any, ins: list[bool]) -> list[bool]:
     def through(jaxpr: Any, arguments: Sequence[bool]) -> list[bool]:
-        return _marks(jaxpr.outvars, _reached(jaxpr, arguments))
+        return marks(jaxpr.outvars, _reached(jaxpr, arguments))
 
     name, inner = equation.primitive.name, [jaxpr for _, jaxpr in _compat.inner_jaxprs(equation)]
     if name in {*_compat.CALLS, "shard_map"} and len(inner) == 1 and len(inner[0].invars) == len(ins):
@@ -241,16 +241,23 @@ def source_line(equation: Any, around: str = "") -> str:
     `around` it.
     """
     frames = _compat.user_frames(equation)
-    above = [f for f in frames if not _is_kernel(f[0])]
+    above = [f for f in frames if not is_kernel(f[0])]
     if not above:
         return around or (_written(frames[0]) if frames else "unknown")
     return user_line(equation) or _written(above[0])
 
 
 def user_line(equation: Any) -> str:
-    """The innermost line that led to an equation outside jax and shardkit; "" if there is none."""
-    outside = [f for f in _compat.user_frames(equation) if not _is_ours(f[0])]
-    return _written(outside[0]) if outside else ""
+    """The innermost line that led to an equation in the user's own code, else outside jax and shardkit; "" if none."""
+    frame = user_frame(equation)
+    return _written(frame) if frame else ""
+
+
+def user_frame(equation: Any) -> tuple[str, int, str] | None:
+    """File, line and function of `user_line`."""
+    outside = [frame for frame in _compat.user_frames(equation) if not _is_ours(frame[0])]
+    own = [frame for frame in outside if _own(frame[0])]
+    return next(iter(own or outside), None)
 
 
 def own_line(frames: Sequence[tuple[str, int, str]]) -> str:
@@ -275,7 +282,8 @@ def _written(frame: tuple[str, int, str]) -> str:
 
 
 @cache  # called for every equation, and splitting a path is slow
-def _is_kernel(file: str) -> bool:
+def is_kernel(file: str) -> bool:
+    """Whether a file holds kernels, which stand for the line that calls them."""
     return bool(_KERNELS & {Path(file), *Path(file).parents})
 
 

@@ -32,6 +32,7 @@ from shardkit.partitioning.reshard import enter, leave, to_rest
 from shardkit.partitioning.residuals import residual_specs
 from shardkit.partitioning.staged import PipelineGradFn
 from shardkit.partitioning.storage import check_held
+from shardkit.partitioning.unintended import warn_of
 from shardkit.pipeline.stages import arranged
 from shardkit.precision import Precision, precision_of
 from shardkit.rng import step_key
@@ -275,6 +276,10 @@ def _in_sequence(step: Any, steps: int, state: TrainState, key: jax.Array, batch
     return jax.lax.scan(lambda state, batch: step(state, key, batch), state, batches)
 
 
+def _deleted(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
+
+
 def keyed(
     compiled: Any, *, stop: bool, dynamic: bool, check: Callable[[Any], None] | None = None
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
@@ -283,15 +288,21 @@ def keyed(
     A typed key that jit returns is rebuilt in Python at every call, which costs more than the rest of the dispatch.
     """
 
+    told: list[bool] = []
+
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        for path, x in jax.tree_util.tree_leaves_with_path(state):
-            if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted():
-                raise ValueError(  # jax 0.10 on simulated devices aborts the process instead
-                    "step: the state must be the newest; an earlier step was passed its leaf "
-                    f"{path_name(path)} and donated the buffer. Pass the state that step returned, copy one that you "
-                    "want to keep, jax.tree.map(jnp.copy, state), or pass make_train_step(..., donate=False)."
-                )
-        new, metrics = compiled(*split(state), batch)
+        if any(_deleted(x) for x in jax.tree.leaves(state)):
+            path = next(path for path, x in jax.tree_util.tree_leaves_with_path(state) if _deleted(x))
+            raise ValueError(  # jax 0.10 on simulated devices aborts the process instead
+                "step: the state must be the newest; an earlier step was passed its leaf "
+                f"{path_name(path)} and donated the buffer. Pass the state that step returned, copy one that you "
+                "want to keep, jax.tree.map(jnp.copy, state), or pass make_train_step(..., donate=False)."
+            )
+        args = *split(state), batch
+        if not told:
+            told.append(True)
+            warn_of(compiled.trace(*args).jaxpr.jaxpr, stacklevel=2)
+        new, metrics = compiled(*args)
         new = new._replace(key=state.key)
         # A dynamic loss scale is found by letting gradients overflow, so only the loss tells of an error.
         if stop and not metrics["finite"] and not (dynamic and jnp.isfinite(metrics["loss"])):

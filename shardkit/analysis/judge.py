@@ -20,10 +20,10 @@ from shardkit.analysis.hlo.differences import Compiled
 from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.report import plain_row, read_row, size
 from shardkit.analysis.jaxpr.census import Census, Row, mesh_sizes
+from shardkit.analysis.jaxpr.step import trace_step
 from shardkit.analysis.rules import RULES, Finding
 from shardkit.analysis.rules.program import CompiledProgram, Program, compiled_program
 from shardkit.analysis.rules.second_call import second_call, why_not_called
-from shardkit.analysis.rules.step import trace_step
 
 FORMAT = 1
 LARGE = 256 * 2**20  # of an input of a shard_map

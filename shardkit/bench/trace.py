@@ -17,7 +17,8 @@ from shardkit import _check, _compat
 from shardkit._jaxprs import called, flow, kind_of, mesh_axes, scan_operands, while_operands
 from shardkit._typed import typed
 from shardkit.analysis.hlo.protobuf import varint, written
-from shardkit.analysis.jaxpr.census import size_of, traced
+from shardkit.analysis.jaxpr.census import size_of
+from shardkit.analysis.jaxpr.step import trace_step
 from shardkit.cost import Chip
 from shardkit.cost import chip as chip_of
 
@@ -181,7 +182,7 @@ def execution_trace(fn: Callable[..., Any], *args: Any, chip: str | Chip | None 
         Traces (arXiv:2305.14516); et_def.proto of mlcommons/chakra, version 1.0.0.
     """
     found = _Recorder()
-    jaxpr = traced(fn, args, {}).jaxpr
+    jaxpr = trace_step(fn, args).jaxpr
     found.run(jaxpr, [frozenset() for _ in (*jaxpr.constvars, *jaxpr.invars)])
     found.close()
     if found.sizes is None:

@@ -204,7 +204,8 @@ class Ops(NamedTuple):
         return self.exclusion.choose(first, lambda: embed(self.shared, given), lambda: x, embed)
 
     def _given(self, at: Row, op: str) -> Given:
-        return self.given(*(at[f"{op}_{what}"] for what in ("stage", "chunk", "microbatch")))
+        given = self.given(*(at[f"{op}_{what}"] for what in ("stage", "chunk", "microbatch")))
+        return given._replace(keys=jax.tree.map(jax.random.clone, given.keys))  # other ops draw the same, as intended
 
     def _first(self, at: Row, op: str) -> Any:
         return (at[f"{op}_stage"] == 0) & (at[f"{op}_on"] > 0)

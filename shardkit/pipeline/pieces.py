@@ -148,7 +148,8 @@ class Pieces:
 
         def backward(shared: Any, given: Given, dx: list[Any]) -> Any:
             def embed(leaves: Any) -> list[Any]:
-                return self.moving.split(self._embedded(with_parts(shared, leaves), given))[0]
+                again = given._replace(keys=jax.tree.map(jax.random.clone, given.keys))  # the same draws, as intended
+                return self.moving.split(self._embedded(with_parts(shared, leaves), again))[0]
 
             return jax.vjp(embed, parts(shared))[1](dx)[0]
 

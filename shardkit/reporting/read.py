@@ -19,10 +19,10 @@ from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.hlo.topology import device_of, parse_topology
 from shardkit.analysis.jaxpr.census import Census, census_of, mesh_sizes
+from shardkit.analysis.jaxpr.step import Step, trace_step
 from shardkit.analysis.judge import LARGE, Audit, audit_of, check_rules, findings_of
 from shardkit.analysis.rules import Finding
 from shardkit.analysis.rules.program import Program, compiled_program
-from shardkit.analysis.rules.step import Step, trace_step
 from shardkit.inspection import held_as
 from shardkit.layout import path_name, shard_bytes
 from shardkit.partitioning.describe import PlanTable

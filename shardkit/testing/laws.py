@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,16 +15,18 @@ import jax.numpy as jnp
 
 from shardkit import _compat
 from shardkit._check import quoted
-from shardkit._jaxprs import Site, kind_of, walk
+from shardkit._jaxprs import Site, is_kernel, kind_of, user_frame, walk
 from shardkit.analysis.hlo.differences import added_by_compiler, changes, read_compiled
 from shardkit.analysis.jaxpr.census import row_of
+from shardkit.analysis.jaxpr.step import Step
 from shardkit.analysis.judge import lint
 from shardkit.analysis.rules.processes import differences_of_processes
-from shardkit.analysis.rules.step import Step
 from shardkit.collectives.algorithms import Sent
 from shardkit.layout import bytes_per_device, path_name
+from shardkit.partitioning import cuts, feedback, groups, handles, reshard
 from shardkit.partitioning.staged import PipelineGradFn
 from shardkit.precision import precision_of
+from shardkit.remat import regather
 from shardkit.testing._compare import constant_factor, first_gap, leaves_of, magnitude, shapes_differ, unequal_replicas
 from shardkit.testing._plan_traffic import plan_traffic
 from shardkit.testing.one_device import Reference
@@ -34,7 +35,7 @@ from shardkit.testing.program import SCALE, Program
 Law = Callable[[Program, Reference], str | None]
 
 # The files that gather leaves and reduce their gradients.
-_PLAN = ("reshard.py:", "handles.py:", "cuts.py:", "feedback.py:", "regather.py:", "groups.py:")
+_PLAN = (reshard, handles, cuts, feedback, regather, groups)
 # Primitives that mix elements of an array: an optimizer that uses one reads across shards.
 _MIXING = ("reduce_", "dot_general", "sort", "cum", "top_k", "argm", "scatter", "gather", "random_", "threefry")
 # The functions of _PLAN's files that call an algorithm, whose kernels may stand anywhere.
@@ -215,9 +216,12 @@ LAWS: tuple[Law, ...] = (
 
 def _of_plan(site: Site) -> bool:
     """Whether a collective is one of the plan, not of the loss."""
-    frames = _compat.user_frames(site.equation)
-    callers = {function for file, _, function in frames if f"{Path(file).name}:" in _PLAN}
-    return site.source.startswith(_PLAN) or bool(callers & _CALL_ALGORITHMS)
+    frames = [frame for frame in _compat.user_frames(site.equation) if not is_kernel(frame[0])]
+    if not frames:  # inside of a function with a derivative of its own
+        return site.outer is not None and _of_plan(site.outer)
+    plan = {module.__file__ for module in _PLAN}
+    file, *_ = user_frame(site.equation) or frames[0]
+    return file in plan or any(each in plan and function in _CALL_ALGORITHMS for each, _, function in frames)
 
 
 def _reads_across_shards(program: Program) -> bool:

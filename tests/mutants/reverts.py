@@ -7,7 +7,7 @@ REVERTS = (
     # ---- the entry's first lines
     (
         "traced-twice",
-        "shardkit/analysis/jaxpr/census.py",
+        "shardkit/analysis/jaxpr/step.py",
         "if isinstance(fn, jax.stages.Traced):",
         "if fn is None:",
     ),
@@ -307,8 +307,8 @@ REVERTS = (
     (
         "used-up-state",
         "shardkit/train.py",
-        "if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted():",
-        "if x is None:",
+        "return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()",
+        "return False",
     ),
     # ---- strangers in a job
     (
@@ -648,7 +648,7 @@ REVERTS = (
     (
         "explained-without-updates",
         "shardkit/analysis/jaxpr/explain.py",
-        "for row in census_of(closed.jaxpr).rows if row.update)",
+        "for row in census_of(jaxpr).rows if row.update)",
         "for row in ())",
     ),
     (
@@ -932,13 +932,109 @@ REVERTS = (
     (
         "leaf-that-was-donated-is-passed",
         "shardkit/train.py",
-        "        for path, x in jax.tree_util.tree_leaves_with_path(state):",
-        "        for path, x in jax.tree_util.tree_leaves_with_path(getattr(state, 'step', None)):",
+        "if any(_deleted(x) for x in jax.tree.leaves(state)):",
+        "if _deleted(state.step):",
     ),
     (
         "donated-anyway",
         "shardkit/train.py",
         "donate_argnums=(0,) if donate else ()",
         "donate_argnums=(0,)",
+    ),
+    (
+        "pallas-copies-are-nothing",
+        "shardkit/_compat.py",
+        'case "dma_start":',
+        'case "dma_begin":',
+    ),
+    (
+        "foreign-calls-are-nothing",
+        "shardkit/_compat.py",
+        'return bool(params["has_side_effect"])',
+        'return params["has_side_effect"] is None',
+    ),
+    (
+        "every-function-of-a-solve-counts",
+        "shardkit/_compat.py",
+        'value = getattr(value, "solve", value)',
+        'value = getattr(value, "other", value)',
+    ),
+    (
+        "vmapped-dims-are-sent",
+        "shardkit/analysis/jaxpr/census.py",
+        'size_in = size_out if kind == "all_reduce" else size_in',
+        "size_in = max(size_out, size_in)",
+    ),
+    (
+        "sums-over-no-mesh-axis-count",
+        "shardkit/analysis/jaxpr/census.py",
+        "if not mesh_axes(site.equation):  #",
+        "if site.equation is None:  #",
+    ),
+    (
+        "frameworks-are-traced-as-jit",
+        "shardkit/analysis/jaxpr/step.py",
+        "(traced := _inside(trace(*args, **kwargs), jax.stages.Traced)) is not None:",
+        "(traced := trace(*args, **kwargs)) is not None:",
+    ),
+    (
+        "clones-are-one-key",
+        "shardkit/analysis/rules/reused_keys.py",
+        'clones = equation.primitive.name == "random_clone"',
+        'clones = equation.primitive.name == "clone"',
+    ),
+    (
+        "pipelines-draw-from-one-key",
+        "shardkit/pipeline/pieces.py",
+        "again = given._replace(keys=jax.tree.map(jax.random.clone, given.keys))",
+        "again = given",
+    ),
+    (
+        "audits-own-line",
+        "shardkit/_jaxprs.py",
+        "return user_line(equation) or _written(above[0])",
+        "return user_line(equation) or _written(above[-1])",
+    ),
+    (
+        "any-choice-after-a-sort-is-none",
+        "shardkit/analysis/rules/permutations.py",
+        'if not any(ins) or (equation.primitive.name == "select_n" and not ins[0]):',
+        "if not any(ins):",
+    ),
+    (
+        "a-files-name-is-the-plans",
+        "shardkit/testing/laws.py",
+        "    return file in plan or any(",
+        '    return file.endswith("groups.py") or any(',
+    ),
+    (
+        "inner-gradients-are-silent",
+        "shardkit/analysis/rules/inner_gradients.py",
+        "if axes and casts and _inner(site) and not any(",
+        "if not axes and casts and _inner(site) and not any(",
+    ),
+    (
+        "carried-constants-are-arguments",
+        "shardkit/analysis/jaxpr/dataflow.py",
+        "return [state._replace(graded=True, passed=False) for state in results] if graded else results",
+        "return [state._replace(graded=True) for state in results] if graded else results",
+    ),
+    (
+        "masked-scalars-are-silent",
+        "shardkit/partitioning/unintended.py",
+        'if name == "div" and ins[1].total:',
+        'if name == "rem" and ins[1].total:',
+    ),
+    (
+        "idle-axes-are-silent",
+        "shardkit/partitioning/unintended.py",
+        "if n > 1 and axis not in used and",
+        "if n < 1 and axis not in used and",
+    ),
+    (
+        "first-step-warns-of-nothing",
+        "shardkit/train.py",
+        "            warn_of(compiled.trace(*args).jaxpr.jaxpr, stacklevel=2)",
+        "            pass",
     ),
 )

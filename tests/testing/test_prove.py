@@ -1,6 +1,7 @@
 """prove: what it prints, and that each of its laws finds what it is there for."""
 
 import re
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
+from shardkit._jaxprs import kind_of, walk
 from shardkit.testing import LAWS, Program, Row, laws, one_device, prove, recording
 from support.refusals import type_error, value_error
 from support.training import lenient
@@ -167,7 +169,7 @@ def test_a_byte_too_many(monkeypatch):
         loss, aux = loss_fn(params, batch, keys)
         return loss, aux | {"norm": sk.Mean(jnp.sum(sk.all_reduce(params["b"], "data")), jnp.float32(1))}
 
-    monkeypatch.setattr(laws, "_PLAN", (*laws._PLAN, "test_prove.py"))
+    monkeypatch.setattr(laws, "_PLAN", (*laws._PLAN, sys.modules[__name__]))
     row = DP4._replace(grad_fn=sk.value_and_grad(summed))
     text = broken(laws.census_is_the_closed_form, OWN, row)
     assert text.endswith(
@@ -384,3 +386,15 @@ def test_the_devices_of_a_row_are_its_meshs():
     devices = [jax.devices()[i] for i in (5, 0, 7, 2)]
     program = Program.of(DP4._replace(devices=devices), OWN, optax.sgd(0.1), PARAMS, BATCHES, KEY)
     assert list(program.mesh.devices.flat) == devices
+
+
+@pytest.mark.check
+def test_a_users_file_named_like_the_plans_is_the_users(tmp_path):
+    """Its collectives were taken for the plan's, whose bytes then were too many."""
+    path = tmp_path / "groups.py"
+    path.write_text("import jax\n\ndef summed(x):\n    return jax.lax.psum(x, 'x')\n")
+    found = {}
+    exec(compile(path.read_text(), str(path), "exec"), found)
+    own = jax.shard_map(found["summed"], mesh=sk.abstract_mesh(x=2), in_specs=P("x"), out_specs=P())
+    (site,) = [site for site in walk(jax.make_jaxpr(own)(np.ones(2, np.float32)).jaxpr) if kind_of(site.equation)]
+    assert site.source == "groups.py:4 (summed)" and not laws._of_plan(site)

@@ -179,3 +179,30 @@ def test_a_state_of_another_plan_or_mesh_and_what_is_no_state(axis_type):
         "step: the first argument must be the TrainState that init or the last step returned; got dict. Call "
         "step(state, batch), with state = init(params, key)."
     )
+
+
+def masked_mean(params, batch, keys):
+    error = (batch["x"] @ params["w"]) ** 2
+    return jnp.sum(error * batch["mask"]) / jnp.maximum(jnp.sum(batch["mask"]), 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "loss", "message"),
+    [
+        ({"data": 2}, masked_mean, "what each device has divided by a sum over its own examples is summed over 'data'"),
+        (
+            {"data": 2, "model": 2},
+            lambda params, batch, keys: jnp.mean((batch["x"] @ params["w"]) ** 2),
+            "the 2 devices along axis 'model' all do the same work",
+        ),
+    ],
+)
+def test_the_first_step_warns_once_of_what_is_unintended(sizes, loss, message):
+    mesh = sk.make_mesh(jax.devices()[: 2 * len(sizes)], **sizes)
+    init, step = sk.make_train_step(sk.value_and_grad(loss), optax.sgd(0.1), mesh=mesh, plan=sk.dp("data"))
+    state = init({"w": np.ones(4, np.float32)}, jax.random.key(0))
+    batch = {"x": np.ones((4, 4), np.float32), "mask": np.float32([1, 0, 1, 1])}
+    with pytest.warns(UserWarning, match=message) as told:
+        state, _ = step(state, batch)
+    assert len(told) == 1 and told[0].filename == __file__
+    step(state, batch)

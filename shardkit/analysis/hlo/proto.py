@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from shardkit._jaxprs import file_name
+from shardkit._jaxprs import file_name, is_kernel
 from shardkit.analysis.hlo.groups import Groups, groups_in
 from shardkit.analysis.hlo.protobuf import Message, integer, integers, message, text
 
@@ -51,7 +50,6 @@ class Shape(NamedTuple):
         return math.prod(self.dims)
 
 
-_KERNELS = re.compile(r"shardkit/(collectives/|_compat\.py|_typed\.py)")
 _NO_SHAPE = Shape(0, ())
 
 
@@ -68,7 +66,7 @@ class Frame(NamedTuple):
 
 def outside_kernels(frames: Sequence[Frame]) -> str:
     """The innermost line outside shardkit's kernels, else the outermost."""
-    return str(next((frame for frame in frames if not _KERNELS.search(frame.file)), frames[-1]))
+    return str(next((frame for frame in frames if not is_kernel(frame.file)), frames[-1]))
 
 
 @dataclass

@@ -21,6 +21,7 @@ from shardkit import _compat
 from shardkit._jaxprs import CASTS, Site, kind_of, mesh_axes, source_line, walk
 from shardkit._typed import typed
 from shardkit.analysis.jaxpr.dataflow import Block, follow
+from shardkit.analysis.jaxpr.step import trace_step
 from shardkit.cost import wire
 from shardkit.layout import table
 
@@ -145,7 +146,8 @@ def census(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Census:
         Census: rows, totals per axis and kind, a printed table, `.to_json()`, `.compare(other)`.
 
     Raises:
-        ValueError: a primitive over mesh axes that the census does not know, whose bytes would be missing.
+        ValueError: something whose bytes would be missing: a primitive over mesh axes that the census does not know, a
+            Pallas kernel that copies to other devices or signals them, a foreign call (`jax.ffi`) with side effects.
 
     Example:
         >>> f = jax.shard_map(lambda x: sk.all_reduce(x, "model"), mesh=mesh, in_specs=P(None, "model"), out_specs=P())
@@ -153,15 +155,7 @@ def census(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Census:
         >>> found.count(kind="all_reduce"), float(found.sent(axis="model"))
         (1, 48.0)
     """
-    return census_of(traced(fn, args, kwargs).jaxpr)
-
-
-def traced(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The program of one call as a closed jaxpr: traced already, or traced by the function's `.trace` or by jax."""
-    if isinstance(fn, jax.stages.Traced):
-        return fn.jaxpr
-    trace = getattr(fn, "trace", None)
-    return trace(*args, **kwargs).jaxpr if callable(trace) else jax.make_jaxpr(fn)(*args, **kwargs)
+    return census_of(trace_step(fn, args, kwargs).jaxpr)
 
 
 def census_of(jaxpr: Any) -> Census:
@@ -170,14 +164,21 @@ def census_of(jaxpr: Any) -> Census:
     rows = []
     for site in walk(jaxpr):
         if kind_of(site.equation) is not None:
+            if not mesh_axes(site.equation):  # vmap leaves sums over none
+                continue
             row = row_of(site)
             rows.append(replace(row, update=id(site.equation) in after and not row.backward))
-        elif site.name not in SILENT and not _compat.inner_jaxprs(site.equation):
-            _refuse_unknown(site)
+        elif site.name not in SILENT and site.sizes and not _compat.inner_jaxprs(site.equation):
+            _refuse_uncounted(site)
     return Census(tuple(rows))
 
 
-def _refuse_unknown(site: Site) -> None:
+def _refuse_uncounted(site: Site) -> None:
+    if _compat.reaches_others(site.equation):
+        raise ValueError(
+            f"census: what is sent must be in the program; the primitive {site.name!r} at {site.source} may send to "
+            "other devices by itself. Pass the program without that kernel or foreign call, and add its bytes by hand."
+        )
     axes = mesh_axes(site.equation)
     if axes and set(axes) & site.sizes.keys():
         raise ValueError(
@@ -218,6 +219,7 @@ def row_of(site: Site) -> Row:
     ragged = site.name == "ragged_all_to_all"
     size_in = sum(size_of(v) for v in (equation.invars[:1] if ragged else equation.invars))  # the rest are its sizes
     size_out = sum(size_of(v) for v in equation.outvars)
+    size_in = size_out if kind == "all_reduce" else size_in  # what vmap stacked is summed on the device first
     sent = wire(kind, min(size_in, size_out) if ragged else size_in, n, params.get("perm")).sent
     return Row(kind, site.name, axes, n, site.times, size_in, size_out, sent, site.source, site.backward, site.branch)
 

@@ -41,6 +41,7 @@ class State(NamedTuple):
         moved: axes over which pieces were exchanged, so that it may be whole and equal again.
         drawn: axes over which it is the same random draw, element by element.
         graded: whether it depends on a gradient.
+        passed: whether it depends on an argument in another way than by a gradient.
     """
 
     varies: frozenset[str] = _NONE
@@ -50,6 +51,7 @@ class State(NamedTuple):
     moved: frozenset[str] = _NONE
     drawn: frozenset[str] = _NONE
     graded: bool = False
+    passed: bool = False
 
 
 # What turns random bits into a draw, element by element.
@@ -59,7 +61,7 @@ _ELEMENTWISE = {
     *("lt", "le", "gt", "ge", "ne", "eq", "clamp", "select_n", "integer_pow", "reshape", "squeeze", "pvary", "pcast"),
 }
 CONSTANT = State()
-ARGUMENT = State(given=True)
+ARGUMENT = State(given=True, passed=True)
 
 
 def join(states: Iterable[State]) -> State:
@@ -73,6 +75,7 @@ def join(states: Iterable[State]) -> State:
             a.hidden | b.hidden,
             a.moved | b.moved,
             graded=a.graded or b.graded,
+            passed=a.passed or b.passed,
         )
 
     return reduce(both, states, CONSTANT)
@@ -158,7 +161,7 @@ def _run(jaxpr: Any, inputs: Sequence[State], context: Context, visit: Visit | N
     def step(equation: Any, ins: list[State]) -> list[State]:
         results = _step(equation, ins, context, visit)
         graded = context.backward or _compat.in_backward(equation)
-        return [state._replace(graded=True) for state in results] if graded else results
+        return [state._replace(graded=True, passed=False) for state in results] if graded else results
 
     results = flow(jaxpr, [*[CONSTANT] * len(jaxpr.constvars), *inputs], step, lambda _: CONSTANT, states)
     if visit is not None:
@@ -181,7 +184,7 @@ def _step(equation: Any, ins: list[State], context: Context, visit: Visit | None
     if name == "optimization_barrier":
         return ins
     if name == "io_callback":  # the host may answer each device differently
-        return [State(_split(context.sizes, context.sizes), given=True)] * len(equation.outvars)
+        return [ARGUMENT._replace(varies=_split(context.sizes, context.sizes))] * len(equation.outvars)
     inner = [sub for _, sub in _compat.inner_jaxprs(equation)]
     if inner:
         source = user_line(equation) or context.source
@@ -281,7 +284,7 @@ def _chosen(state: State, by: State, variable: Any, equation: Any, context: Cont
     """A result that depends on the branch taken: it varies as the predicate does, whatever its type says."""
     untold = by.varies - _compat.varying_axes(variable.aval)
     hidden = frozenset((axis, where(equation, context)) for axis in untold)
-    return join([state, State(by.varies, by.reduced, by.given, hidden)])
+    return join([state, State(by.varies, by.reduced, by.given, hidden, passed=by.passed)])
 
 
 def _diverge(equation: Any, by: State, context: Context, what: str) -> Context:

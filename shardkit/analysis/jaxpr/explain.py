@@ -12,8 +12,9 @@ from shardkit import _compat
 from shardkit._check import named, quoted
 from shardkit._jaxprs import ASSUMED, Site, kind_of, mesh_axes, source_line, walk
 from shardkit._typed import typed
-from shardkit.analysis.jaxpr.census import census_of, row_of, traced
+from shardkit.analysis.jaxpr.census import census_of, row_of
 from shardkit.analysis.jaxpr.dataflow import short
+from shardkit.analysis.jaxpr.step import trace_step
 
 # Collectives of the backward pass, and the forward primitives whose transpose they are.
 _TRANSPOSED = {
@@ -115,8 +116,14 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         >>> reason.why
         "w is invariant over 'data' and is used with x, which varies over it; the gradient of the cast is a sum."
     """
-    closed = traced(fn, args, kwargs)
-    sites = [site for site in walk(closed.jaxpr) if kind_of(site.equation) or site.name in _CASTS]
+    jaxpr = trace_step(fn, args, kwargs).jaxpr
+    after = sum(row.times for row in census_of(jaxpr).rows if row.update)
+    return Explanation(tuple(_reason(site, found) for site, found in with_origins(jaxpr)), after)
+
+
+def with_origins(jaxpr: Any) -> list[tuple[Site, Sequence[Site]]]:
+    """Each collective of the backward pass, and those of the forward pass and casts that it may come from."""
+    sites = [site for site in walk(jaxpr) if kind_of(site.equation) or site.name in _CASTS]
     forward: dict[Any, list[Site]] = {}
     for site in {id(each.equation): each for each in sites if not each.backward or each.recomputed}.values():
         for kind in (k for k, names in _TRANSPOSED.items() if site.name in names):
@@ -133,8 +140,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         for number, site in enumerate(group):
             # Transposing runs a program backwards: the last one of a line comes first.
             origins[id(site)] = [found[-1 - number]] if len(found) == len(group) else found
-    after = sum(row.times for row in census_of(closed.jaxpr).rows if row.update)
-    return Explanation(tuple(_reason(site, origins.get(id(site), [])) for site in backward), after)
+    return [(site, origins.get(id(site), [])) for site in backward]
 
 
 def _key(equation: Any, made: str | None = None) -> tuple[Any, ...]:
@@ -191,7 +197,7 @@ def _why(site: Site, kind: str, axes: tuple[str, ...], value: str, found: Sequen
 def _asked_for(equation: Any) -> bool:
     """Whether `vary` made a cast, rather than an operation that needed one."""
     frames = _compat.user_frames(equation)
-    by_vary = bool(frames) and frames[0][2] == _compat.cast_varying.__name__
+    by_vary = bool(frames) and frames[0][::2] == (_compat.__file__, _compat.cast_varying.__name__)
     return by_vary or equation.primitive.name.startswith("reduced_vary_cast")
 
 

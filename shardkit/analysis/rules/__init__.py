@@ -9,6 +9,7 @@ from shardkit.analysis.rules.divergence import divergence
 from shardkit.analysis.rules.draws import draws
 from shardkit.analysis.rules.fitting import fitting
 from shardkit.analysis.rules.host import host
+from shardkit.analysis.rules.inner_gradients import inner_gradients
 from shardkit.analysis.rules.leaves import copies, unplaced
 from shardkit.analysis.rules.loops import loops
 from shardkit.analysis.rules.one_piece import one_piece
@@ -24,6 +25,7 @@ from shardkit.analysis.rules.second_call import second_call
 from shardkit.analysis.rules.sums import sums
 from shardkit.analysis.rules.tiny_shards import tiny_shards
 from shardkit.analysis.rules.unchecked import unchecked
+from shardkit.analysis.rules.unintended import mean_of_quotients, same_work
 from shardkit.analysis.rules.widths import widths
 
 _TRACED = (
@@ -42,6 +44,9 @@ _TRACED = (
     ("large-replicated", "a large array that every device holds whole", replicated),
     ("tiny-shards", "a leaf split into pieces too small to be worth a message", tiny_shards),
     ("tensor-parallel-that-fits", "tensor parallelism of what one device could hold", fitting),
+    ("inner-gradient-of-a-constant", "a gradient inside a loss, summed over other examples", inner_gradients),
+    ("mean-of-quotients", "a loss divided on each device by a sum over its examples", mean_of_quotients),
+    ("idle-axis", "a mesh axis along which all devices of a training step do the same", same_work),
     ("reused-key", "two draws of random numbers from one key", reused_keys),
     ("process-dependent-communication", "collectives that depend on jax.process_index()", other_process),
     ("process-dependent-program", "a program that is not the same on all processes", other_process),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shardkit._jaxprs import Site, walk
 from shardkit.analysis.jaxpr.census import size_of
-from shardkit.analysis.rules.program import CompiledProgram, own_source
+from shardkit.analysis.rules.program import CompiledProgram
 from shardkit.analysis.rules.rule import Finding
 
 _CALLS = {"io_callback", "pure_callback", "debug_callback", "debug_print", "infeed", "outfeed"}
@@ -20,14 +20,14 @@ def host(program: CompiledProgram) -> Iterator[Finding]:
             yield Finding(
                 "host-transfer",
                 f"{site.name} calls the host{times} in each step.",
-                own_source(site),
+                site.source,
                 "Return the values as metrics, and read them outside of the step every few steps.",
             )
         elif site.name == "device_put" and (moved := _moved(site)) >= program.small:
             yield Finding(
                 "host-transfer",
                 f"device_put moves {moved:,} bytes between the memories of device and host{times} in each step.",
-                own_source(site),
+                site.source,
                 "Keep the value in the device's memory, or leave this rule out by ignore= where the memory is needed.",
             )
 

@@ -10,9 +10,9 @@ import jax
 
 from shardkit._check import sized
 from shardkit.analysis.hlo.report import size
+from shardkit.analysis.jaxpr.step import Leaf
 from shardkit.analysis.rules.program import CompiledProgram
 from shardkit.analysis.rules.rule import Finding
-from shardkit.analysis.rules.step import Leaf
 from shardkit.layout import all_axes
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from shardkit._check import quoted
-from shardkit.analysis.jaxpr.dataflow import Block, split_axes, where
+from shardkit._jaxprs import called, marks
+from shardkit.analysis.jaxpr.dataflow import split_axes, where
 from shardkit.analysis.rules.program import Program
-from shardkit.analysis.rules.rule import Finding, uses
+from shardkit.analysis.rules.rule import Finding
 
 
 def permutations(program: Program) -> Iterator[Finding]:
@@ -38,7 +39,7 @@ def permutations(program: Program) -> Iterator[Finding]:
         elif pairs == [(i, i) for i in range(n)] or (pairs and all(s == t for s, t in pairs)):
             rule, message = "identity-permutation", f"{over} sends every device's value to itself."
             remedy = "Leave it out, or name other targets."
-        elif silent and not _open_shift(pairs, shape) and not _masked(block, equation):
+        elif silent and not _open_shift(pairs, shape) and any(_unmasked(block.jaxpr, equation.outvars)):
             rule = "incomplete-permutation"
             some = quoted(silent[:3]).replace("'", "") + (" and others" if len(silent) > 3 else "")
             message = f"{over} names no source for {some}, which receive zeros."
@@ -59,7 +60,16 @@ def _open_shift(pairs: Sequence[tuple[int, int]], shape: Sequence[int]) -> bool:
     return False
 
 
-def _masked(block: Block, equation: Any) -> bool:
-    """Whether every use of the result is a choice (jnp.where)."""
-    found = list(uses(block, equation.outvars[0]))
-    return bool(found) and all(u is not None and u.name == "select_n" and u.position > 0 for u in found)
+def _unmasked(jaxpr: Any, values: Sequence[Any]) -> list[bool]:
+    """Which results of a jaxpr are made of values without a choice (jnp.where) that could replace them."""
+    reached = set(values)
+    for equation in jaxpr.eqns:
+        ins = marks(equation.invars, reached)
+        if not any(ins) or (equation.primitive.name == "select_n" and not ins[0]):
+            continue
+        sub = called(equation)
+        outs = [True] * len(equation.outvars)
+        if sub is not None:
+            outs = _unmasked(sub, [v for v, marked in zip(sub.invars, ins, strict=True) if marked])
+        reached.update(v for v, marked in zip(equation.outvars, outs, strict=True) if marked)
+    return marks(jaxpr.outvars, reached)

@@ -14,9 +14,9 @@ from shardkit import _compat, _platform
 from shardkit._check import quoted
 from shardkit._jaxprs import kind_of, mesh_axes, source_line, walk
 from shardkit.analysis.jaxpr.dataflow import Context, short
+from shardkit.analysis.jaxpr.step import Step, trace_step
 from shardkit.analysis.rules.program import Program
 from shardkit.analysis.rules.rule import Finding, place
-from shardkit.analysis.rules.step import Step, trace_step
 
 _LARGEST_CONSTANT = 1 << 20  # elements; larger ones are not compared
 _SIMPLE = (int, float, str, bool, type(None), np.dtype, jax.sharding.PartitionSpec)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from shardkit import _compat, _platform
-from shardkit._jaxprs import Site, kind_of, own_line, walk
+from shardkit._jaxprs import own_line
 from shardkit.analysis.hlo import aot, proto
 from shardkit.analysis.hlo.collectives import CompiledRow, collectives_of
 from shardkit.analysis.hlo.memory import Memory, memory_of
@@ -20,7 +20,7 @@ from shardkit.analysis.hlo.topology import parse_topology
 from shardkit.analysis.hlo.uses import Uses
 from shardkit.analysis.jaxpr.census import Census, census_of, mesh_sizes
 from shardkit.analysis.jaxpr.dataflow import Block, follow
-from shardkit.analysis.rules.step import Leaf, Step, leaves_of
+from shardkit.analysis.jaxpr.step import Leaf, Step, leaves_of
 
 _REPLICATED = "Involuntary full rematerialization"
 
@@ -55,10 +55,8 @@ class Program:
 
     @cached_property
     def census(self) -> Census:
-        """Every collective as written, with the user's own line."""
-        lines = [own_source(site) for site in walk(self.step.jaxpr) if kind_of(site.equation) is not None]
-        rows = zip(census_of(self.step.jaxpr).rows, lines, strict=True)
-        return Census(tuple(replace(row, source=line) for row, line in rows if row.axes))  # vmap leaves sums over none
+        """Every collective as written."""
+        return census_of(self.step.jaxpr)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,12 +179,6 @@ def compiled_program(
         versions=versions,
         target=target or "",
     )
-
-
-def own_source(site: Site) -> str:
-    """The innermost of the user's own lines that led to an equation, or to one around it."""
-    line = own_line(_compat.user_frames(site.equation))
-    return line or (own_source(site.outer) if site.outer else site.source)
 
 
 def _line(frames: Any) -> str:

@@ -21,7 +21,7 @@ from shardkit.analysis.rules.rule import Finding
 from shardkit.layout import all_axes
 
 _DRAWS = {"random_bits", "random_gamma"}
-# Their result is their operand. Not random_clone, whose caller intends a second draw.
+# Their result is their operand. Not random_clone, whose caller intends another draw each time.
 _SAME_KEY = IDENTITIES | {"random_wrap", "random_unwrap"}
 _REMEDY = (
     "Split the key, or fold a number into it for each draw, as fold_keys does; jax.random.clone(key) declares equal "
@@ -133,8 +133,9 @@ class _Names:
         return self._drawing[id(jaxpr)]
 
     def _computed(self, equation: Any, ins: list[Value]) -> list[Value]:
-        """Keys and integers are named by what made them; no key is made from floats."""
-        if _compat.acts(equation) or not all(_may_make_a_key(out.aval) for out in equation.outvars):
+        """Keys and integers are named by what made them, clones never; no key is made from floats."""
+        clones = equation.primitive.name == "random_clone"
+        if clones or _compat.acts(equation) or not all(_may_make_a_key(out.aval) for out in equation.outvars):
             return [self.new(ins) for _ in equation.outvars]
         made = (equation.primitive.name, str(sorted(equation.params.items(), key=lambda item: item[0])))
         return [self._named((*made, i), ins) for i in range(len(equation.outvars))]

@@ -3,6 +3,7 @@
 import json
 import threading
 from fractions import Fraction
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -341,3 +344,83 @@ def test_another_thread_keeps_its_process_index():
         assert go_on.wait(10)
     thread.join()
     assert told == [0] and jax.process_index() == 0
+
+
+def test_only_the_solver_of_a_linear_solve_runs():
+    """The product that only says what the solution's derivative is was counted, and its transpose."""
+
+    def solved(x):
+        ring = [(i, (i + 1) % 4) for i in range(4)]
+        product = lambda u: 2 * u + lax.ppermute(u, "model", ring)  # noqa: E731
+        return lax.custom_linear_solve(product, x, lambda product, b: product(b), symmetric=True)
+
+    assert [row.count for row in census(on(solved), X).rows] == [1]
+
+
+def test_what_vmap_stacks_is_summed_on_the_device():
+    """A sum over a vmapped and a mesh axis was counted at its size before; one over vmapped axes alone was a row."""
+
+    def over(*axes):
+        return lambda x: jax.vmap(lambda row: lax.psum(row, axes), axis_name="rows")(x)
+
+    specs = {"in_specs": P("data", "model"), "out_specs": P("data"), "check_vma": False}  # jax types no such sum
+    (row,) = census(jax.shard_map(over("rows", "model"), mesh=MESH, **specs), X).rows
+    assert (row.axes, row.bytes_in, row.bytes_out, row.sent) == (("model",), 8, 8, 12)
+    alone = jax.shard_map(over("rows"), mesh=MESH, **specs)
+    assert census(alone, X).rows == () == sk.audit(alone, X).census.rows
+
+
+def copying(to_another):
+    """A Pallas kernel that copies its block: to the next device, or where it is."""
+
+    def kernel(source, target, *semaphores):
+        if to_another:
+            device = ((lax.axis_index("x") + 1) % 2,)
+            copy = pltpu.make_async_remote_copy(source, target, *semaphores, device_id=device)
+        else:
+            copy = pltpu.make_async_copy(source, target, semaphores[0])
+        copy.start()
+        copy.wait()
+
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    call = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32),
+        in_specs=[anywhere],
+        out_specs=anywhere,
+        scratch_shapes=[pltpu.SemaphoreType.DMA] * 2,
+    )
+    return jax.shard_map(call, mesh=sk.abstract_mesh(x=2), in_specs=P("x"), out_specs=P("x"), check_vma=False)
+
+
+def test_a_kernel_that_sends_by_itself_is_refused():
+    """Its copies were counted as nothing."""
+    x = jax.ShapeDtypeStruct((16, 128), jnp.float32)
+    assert census(copying(to_another=False), x).rows == ()
+    with pytest.raises(ValueError) as error:
+        census(copying(to_another=True), x)
+    line = copying.__code__.co_firstlineno + 9
+    assert str(error.value) == (
+        f"census: what is sent must be in the program; the primitive 'dma_start' at test_census.py:{line} "
+        "(copying.<locals>.kernel) may send to other devices by itself. Pass the program without that kernel or "
+        "foreign call, and add its bytes by hand."
+    )
+
+
+def test_a_foreign_call_with_effects_is_refused_inside_shard_map():
+    def call(effect, x):
+        return jax.ffi.ffi_call("exchange", jax.ShapeDtypeStruct(x.shape, x.dtype), has_side_effect=effect)(x)
+
+    mapped = lambda effect: jax.shard_map(partial(call, effect), mesh=MESH, in_specs=P(), out_specs=P())  # noqa: E731
+    assert census(mapped(False), X).rows == census(partial(call, True), X).rows == ()
+    with pytest.raises(ValueError, match=r"the primitive 'ffi_call' at test_census\.py:"):
+        census(mapped(True), X)
+
+
+def test_audit_and_census_name_one_line(data8):
+    """Every row of a step had the line of the builder that makes its shard_map."""
+    loss = sk.value_and_grad(lambda params, batch, keys: jnp.mean((batch @ params["w"]) ** 2))
+    init, step = sk.make_train_step(loss, optax.sgd(0.1), mesh=data8, plan=sk.dp("data"))
+    args = init.abstract({"w": np.zeros(4, np.float32)}), np.ones((8, 4), np.float32)
+    here = census(step, *args).rows
+    assert here == sk.audit(step, *args).census.rows and "train.py" not in str(here)

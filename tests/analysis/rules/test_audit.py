@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from shardkit import _jaxprs, _platform
 from shardkit.analysis import RULES, Audit, Finding
+from shardkit.analysis.jaxpr.step import first_use, leaves_of, trace_step
 from shardkit.analysis.rules.loops import _unchanged
-from shardkit.analysis.rules.step import first_use, leaves_of, trace_step
 from support.compilers import gpu, tpu
 from support.planted import audited
 from support.planted.audited import PLANTED, Planted

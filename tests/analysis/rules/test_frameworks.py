@@ -123,3 +123,25 @@ def test_a_right_program_of_a_framework_is_silent(make):
     assert audit.findings == () and audit.skipped == () and audit.devices == 8
     after = [leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)]
     assert all((a == b).all() for a, b in zip(before, after, strict=True)), "the audit changed the arguments"
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("framework", ["flax.nnx", "equinox"])
+def test_census_and_explain_read_a_function_of_a_framework(framework):
+    """They traced it by jax's own means: another type of trace, or a result that is no array, ended them."""
+    library = pytest.importorskip(framework, reason=f"{framework} is not installed: shardkit[test]")
+    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+    loss = lambda w, x: jnp.mean((x @ w) ** 2)  # noqa: E731
+    gradient = jax.shard_map(jax.grad(loss), mesh=sk.abstract_mesh(data=2), **specs)
+
+    def step(model, x, label="step"):
+        return gradient(model, x), label
+
+    args = jax.ShapeDtypeStruct((4, 4), jnp.float32), jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    if framework == "equinox":
+        step, options = library.filter_jit(step), {"label": "other"}
+    else:
+        step, options = library.jit(lambda model, x: gradient(model, x)), {}
+    assert [row.kind for row in sk.census(step, *args, **options).rows] == ["all_reduce"]
+    assert [reason.value for reason in sk.explain(step, *args, **options)] == ["w"]
+    assert sk.lint(step, *args, **options) == []

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit.analysis import lint
+from support import pipelines
 from support.planted.divergent import KEY, abstract
 
 pytestmark = pytest.mark.check
@@ -117,6 +118,7 @@ RIGHT = {
         KEYS,
     ),
     "meant": (lambda key, x: drop(drop(x, key), random.clone(key)), KEY),
+    "meant twice": (lambda key, x: drop(drop(x, random.clone(key)), random.clone(key)), KEY),
     "recomputed": (lambda key, x: jax.checkpoint(lambda x: jnp.sin(drop(jnp.sin(x), key)))(x), KEY),
     "folded with the turn": (scanned(turn_by_turn), KEY),
     "folded with the turn and recomputed": (scanned(jax.checkpoint(turn_by_turn)), KEY),
@@ -169,3 +171,10 @@ def test_the_lines_of_both_draws_and_of_the_loop():
         f"the same bits in every iteration of the scan at test_reused_keys.py:{line} (looped): each uses the same "
         f"key. {remedy}"
     ]
+
+
+def test_a_pipelines_backward_pass_draws_again_what_its_forward_pass_drew():
+    """The embedding was blamed, which each of both runs."""
+    step = pipelines.traced_step(sk.schedules.one_f_one_b(2, 2), 2, recompute=True)
+    keys = jax.eval_shape(lambda: sk.example_keys(random.key(0), 4))
+    assert found(step, jax.eval_shape(lambda: pipelines.make_params(2)), pipelines.make_batch(4), keys) == []

@@ -257,6 +257,51 @@ def _linear(spec: Any) -> Callable[[Any, Any], Any]:
     return jax.shard_map(kernel, mesh=MESH, in_specs=(spec, P(BOTH)), out_specs=P(BOTH))
 
 
+def _sorted(kept: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+    """One round of an odd-even sort: the devices in the middle exchange, those at the ends have no partner."""
+
+    def kernel(x: jax.Array) -> jax.Array:
+        other = lax.ppermute(x, "model", [(1, 2), (2, 1)])
+        least = jnp.sort(jnp.concatenate([x, other]), 0)[: x.shape[0]]
+        return kept(x, least)
+
+    return kernel
+
+
+def _attacked(begin: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    """A data-parallel gradient at inputs that an inner gradient moves from where `begin` starts."""
+
+    def kernel(w: jax.Array, x: jax.Array) -> jax.Array:
+        error = lambda w, moved: jnp.sum(jnp.tanh((x + moved) @ w) ** 2)  # noqa: E731
+
+        def loss(w: jax.Array) -> jax.Array:
+            climb = lambda moved, _: (moved + jax.grad(error, 1)(w, moved), None)  # noqa: E731
+            moved, _ = lax.scan(climb, begin(x), None, length=2)
+            return error(w, moved)
+
+        return sk.all_reduce(jax.grad(loss)(sk.vary(w, BOTH)), BOTH)
+
+    return jax.shard_map(kernel, mesh=MESH, in_specs=(P(), P(BOTH)), out_specs=P())
+
+
+def _masked_mean(reduced: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[..., Any]:
+    """The mean of those that a mask keeps, on all devices."""
+
+    def kernel(x: jax.Array) -> jax.Array:
+        mask = (x > 0).astype(x.dtype)
+        return reduced(jnp.sum(x * mask), jnp.sum(mask))
+
+    return jax.shard_map(kernel, mesh=MESH, in_specs=P(BOTH), out_specs=P())
+
+
+def _gradient(batch: P, axes: Any) -> Callable[..., Any]:
+    def kernel(w: jax.Array, x: jax.Array) -> jax.Array:
+        grads = jax.grad(lambda w: jnp.sum((x @ w) ** 2))(sk.vary(w, axes))
+        return sk.all_reduce(grads, axes)
+
+    return jax.shard_map(kernel, mesh=MESH, in_specs=(P(), batch), out_specs=P())
+
+
 _WIDE = abstract(fsdp=64)
 
 
@@ -642,6 +687,12 @@ WRONG = [
         {"memory": 2**20},
     ),
     Planted(
+        "a sort that compares the ends with zeros",
+        "incomplete-permutation",
+        on(_sorted(lambda x, least: least)),
+        on(_sorted(lambda x, least: jnp.where(sk.axis_index("model") > 0, least, x))),
+    ),
+    Planted(
         "zeros that a chain leaves as a predicate",
         "incomplete-permutation",
         on(lambda x: jnp.where(lax.ppermute(x > 0, "model", [(0, 1), (1, 2)]), x, 0)),
@@ -660,6 +711,26 @@ WRONG = [
         _dropout(lambda key: sk.fold_axis(key, "data"), lambda draws, x: x + draws),
         _dropout(lambda key: sk.fold_axis(sk.fold_axis(key, "data"), "model"), lambda draws, x: x + draws),
         (KEY, X),
+    ),
+    Planted(
+        "an attack that begins with zeros",
+        "inner-gradient-of-a-constant",
+        _attacked(lambda x: jnp.zeros(x.shape, x.dtype)),
+        _attacked(lambda x: sk.vary(jnp.zeros(x.shape, x.dtype), BOTH)),
+        (X, X),
+    ),
+    Planted(
+        "a mean of masked means",
+        "mean-of-quotients",
+        _masked_mean(lambda total, count: sk.all_reduce(total / jnp.maximum(count, 1), BOTH, op="mean")),
+        _masked_mean(lambda total, count: sk.all_reduce(total, BOTH) / jnp.maximum(sk.all_reduce(count, BOTH), 1)),
+    ),
+    Planted(
+        "data parallelism over one of two axes",
+        "idle-axis",
+        _gradient(P("data"), "data"),
+        _gradient(P(BOTH), BOTH),
+        (X, X),
     ),
     Planted(
         "one key for two dropouts",

@@ -92,9 +92,9 @@ def trace_step(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = Mapping
         return Step(fn, args, traced, kwargs=kwargs)
     if lower is not None:
         with suppress(AttributeError, TypeError):  # equinox: the jit below takes the arguments in parts
-            low = lower(*args)
-            parts = low.preprocess(low.info, args, {}, return_static=True)
-            return Step(fn, args, fn._cached.trace(*parts))
+            low = lower(*args, **kwargs)
+            parts = low.preprocess(low.info, args, kwargs, return_static=True)
+            return Step(fn, args, fn._cached.trace(*parts), kwargs=kwargs)
     leaves, structure = jax.tree.flatten(args)
     if lower is None and all(_is_array(leaf) or isinstance(leaf, int | float | complex) for leaf in leaves):
         return Step(fn, args, jax.jit(fn).trace(*args, **kwargs), kwargs=kwargs)
@@ -108,7 +108,7 @@ def trace_step(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = Mapping
     traced = jax.jit(call).trace(*(leaves[n] for n in arrays))
 
     def own() -> Any:
-        lowered = lower and _inside(lower(*args), jax.stages.Lowered)
+        lowered = lower and _inside(lower(*args, **kwargs), jax.stages.Lowered)
         return lowered or traced.lower()
 
     return Step(fn, args, traced, own, kwargs)

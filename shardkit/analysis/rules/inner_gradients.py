@@ -1,0 +1,52 @@
+"""Gradients of a loss's own constants, as of a perturbation that begins with zeros, summed over the batch's devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardkit import _compat
+from shardkit._check import quoted
+from shardkit._jaxprs import CASTS, Site, kind_of, mesh_axes, walk
+from shardkit.analysis.jaxpr.dataflow import CONSTANT, State, short
+from shardkit.analysis.jaxpr.explain import with_origins
+from shardkit.analysis.rules.program import Program
+from shardkit.analysis.rules.rule import Finding
+
+_REDUCTIONS = ("all_reduce", "reduce_scatter")
+
+
+def inner_gradients(program: Program) -> Iterator[Finding]:
+    """Inside of what is differentiated again, and over axes over which the program reduces after differentiating.
+
+    A gradient of shared weights that are constants is summed rightly where nothing differentiates it, and along axes of
+    tensor parallelism, whose devices have the same examples.
+    """
+    states: dict[object, State] = {}
+    for block in program.blocks:
+        states.update(block.states)
+    sites = [site for site in walk(program.step.jaxpr) if kind_of(site.equation) in _REDUCTIONS]
+    batch = {axis for site in sites if not _transforms(site) for axis in mesh_axes(site.equation)}
+    for site, origins in with_origins(program.step.jaxpr):
+        axes = [axis for axis in mesh_axes(site.equation) if axis in batch]
+        casts = [each.equation.invars[0] for each in origins if each.name in CASTS]
+        # A loop carries what it begins with and the gradients that it adds, neither of which an argument makes.
+        if axes and casts and _inner(site) and not any(states.get(v, CONSTANT).passed for v in casts):
+            yield Finding(
+                "inner-gradient-of-a-constant",
+                f"the gradient of a {short(casts[0])} that begins as a constant is summed over {quoted(axes)}, whose "
+                "devices have other examples: each gets the gradient of all.",
+                site.source,
+                f"Cast the constant before differentiating: sk.vary(constant, {axes[0]!r}).",
+            )
+
+
+def _inner(site: Site) -> bool:
+    """Whether a collective of a backward pass belongs to the forward pass of another differentiation."""
+    names = _transforms(site)
+    return "transpose" in names and "jvp" in names[: names.index("transpose")]
+
+
+def _transforms(site: Site) -> list[str]:
+    """The differentiations that an equation went through, the outermost first."""
+    own = _compat.transforms(site.equation)
+    return [*(_transforms(site.outer) if site.outer else []), *own]
