@@ -35,7 +35,7 @@ def alike(shown, printed):
 
 # Other pages show commands that install, compile for hours or measure this machine.
 NAMES = [f"howto/{name}.md" for name in ("benchmark_my_mesh", "faults", "many_processes", "resume_elsewhere")]
-NAMES += ["howto/restart_by_itself.md", "howto/which_engine.md"]
+NAMES += ["howto/restart_by_itself.md", "howto/which_engine.md", "howto/test_a_collective.md"]
 NEEDS = {"submit.py": "submitit", "examples.ray_train": "ray"}  # commands that need a package which no extra has
 
 
