@@ -85,11 +85,11 @@ def on_page_content(text: str, page: Any, **_: Any) -> str:
     """Formulas are drawn, names of the library lead to the reference, and short code is not broken into lines."""
     parts = _LEFT_ALONE.split(formulas.drawn(text))
     text = "".join(part if _LEFT_ALONE.fullmatch(part) else _CALLED.sub(_link(page), part) for part in parts)
-    text = _CELL.sub(_in_a_cell, text)
+    text = _CELL.sub(in_a_cell, text)
     return _PRINTED.sub(_wrapped, _SHORT.sub(r'<code class="short">\1</code>', text))
 
 
-def _in_a_cell(found: re.Match[str]) -> str:
+def in_a_cell(found: re.Match[str]) -> str:
     """A cell whose long names may be broken: a column is else as wide as its longest name, and the table scrolls."""
     return _NAME.sub(lambda name: f'<code class="long">{_JOINT.sub("<wbr>", name[1])}</code>', found[0])
 
