@@ -29,7 +29,7 @@ def commands(page):
 def alike(shown, printed):
     """Whether both say the same: times differ between machines, and a line `...` stands for any lines."""
     pieces = [re.escape(piece) for piece in re.split(r"^ *\.\.\.\n", shown, flags=re.M)]
-    pattern = re.sub(r"\d+(\\\.\d+)?(\\? )s\b", r"[0-9.,]+ s", r"(?:.*\n)*".join(pieces))
+    pattern = re.sub(r"\d+(\\\.\d+)?(\\? )?s\b", r"[0-9.,]+ ?s", r"(?:.*\n)*".join(pieces))
     return re.fullmatch(pattern, CHATTER.sub("", printed))
 
 
