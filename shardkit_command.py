@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["BENCH", "COMMANDS", "Command", "every_command", "main"]
+__all__ = ["BENCH", "COMMANDS", "COMPLETION", "Command", "every_command", "main"]
 
 
 class Command(NamedTuple):
@@ -49,7 +49,7 @@ _BENCH = "measure communication and plans, and compare measurements"
 _SHELLS = ("bash", "zsh", "fish")
 _NEEDS = ("packaging", "rich", "tyro", "uniplot", "yaml")
 _REMEDY = "shardkit: the command needs the extra [cli]; install it with: pip install 'shardkit[cli]'"
-_COMPLETION = """usage: shardkit completion bash|zsh|fish
+COMPLETION = """usage: shardkit completion bash|zsh|fish
 
 Print a script that completes commands, options and their values.
 
@@ -93,7 +93,7 @@ def _main(words: list[str]) -> int:
     command = every_command().get(full)
     completes = named[:1] == ["completion"]
     if completes and (asks or len(named) != 2 or named[1] not in _SHELLS):
-        print(_COMPLETION, file=sys.stdout if asks else sys.stderr)
+        print(COMPLETION, file=sys.stdout if asks else sys.stderr)
         return 0 if asks else 2
     if command is None and not completes:
         return _without_command(named, asks is not None)

@@ -6,7 +6,8 @@ Source: Thakur, Rabenseifner, Gropp (2005), section 4.4.
 
 import jax.numpy as jnp
 import numpy as np
-from jax import P, lax
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 

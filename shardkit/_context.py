@@ -28,9 +28,12 @@ def mesh_in_context(where: str, given: Any) -> Any:
     inside_jit = not isinstance(context, Mesh)  # where shapes may be asked for of any mesh, and jax checks the rest
     if not isinstance(given, Mesh) or context.empty or inside_jit or context == given:
         return given
+    own, around = _told(given), _told(context)
+    if own == around:
+        own, around = f"{own} of {_types(given)} axes", f"{around} of {_types(context)} axes"
     raise ValueError(
-        f"{where}: mesh must be the mesh of jax.set_mesh where there is one; got mesh {_told(given)} in the context of "
-        f"{_told(context)}. Leave mesh out, or call this inside `with jax.set_mesh(...):` of its own mesh."
+        f"{where}: mesh must be the mesh of jax.set_mesh where there is one; got mesh {own} in the context of "
+        f"{around}. Leave mesh out, or call this inside `with jax.set_mesh(...):` of its own mesh."
     )
 
 
@@ -50,6 +53,11 @@ def _context() -> Any:
         return jax.sharding.get_mesh()
     except ValueError:  # inside jit
         return jax.sharding.get_abstract_mesh()
+
+
+def _types(mesh: Any) -> str:
+    """`Auto`, or `Auto and Explicit`: what else tells two meshes apart."""
+    return " and ".join(dict.fromkeys(kind.name for kind in mesh.axis_types))
 
 
 def _told(mesh: Any) -> str:

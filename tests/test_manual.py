@@ -5,7 +5,9 @@ import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from docs.generate import reference
@@ -19,6 +21,7 @@ QUICK = {
     "benchmarks/strategies.md",
     "howto/from_jit.md",
     "howto/from_pmap.md",
+    "howto/training_script.md",
     "index.md",
     "start.md",
     "symptoms.md",
@@ -57,6 +60,43 @@ def test_a_page_prints_what_it_says(name, capsys):
 def test_the_quick_pages_are_there():
     """A page that was renamed would otherwise move to the deep tier unseen."""
     assert QUICK - {row.values[0] for row in rows()} == set()
+
+
+def test_the_texts_of_jax_in_symptoms_are_those_of_jax():
+    """A reader searches for the line on the screen."""
+    mesh, split = sk.make_mesh(jax.devices()[:2], data=2), P("data")
+    gone, here, there = jnp.ones(2), *(jax.device_put(jnp.ones(2), device) for device in jax.devices()[:2])
+    gone.delete()
+
+    def running(x):
+        return jax.lax.scan(lambda total, row: (total + row, row), 0.0, x)[1]
+
+    wrong = [
+        (lambda: gone + 1),
+        (lambda: jax.shard_map(running, mesh=mesh, in_specs=split, out_specs=split)(jnp.ones(2))),
+        (lambda: jax.shard_map(jnp.sum, mesh=mesh, in_specs=split, out_specs=P())(jnp.ones(2))),
+        (lambda: jax.lax.psum(here, "data")),
+        (lambda: jax.shard_map(jnp.sin, mesh=mesh, in_specs=split, out_specs=split)(jnp.ones(3))),
+        (lambda: here + there),
+    ]
+    shown = re.findall(r"^\| `(.*?)` \|", PAGES["symptoms.md"].read_text(), re.M)
+    said = ""
+    for call in wrong:
+        with pytest.raises(Exception) as error:
+            call()
+        said += f"{error.value}\n"
+    elsewhere = {"RESOURCE_EXHAUSTED: Out of memory", "Fetching value for jax.Array that spans non-addressable"}
+    assert [text for text in shown if text not in said and text not in elsewhere] == []
+    assert len(shown) == len(wrong) + len(elsewhere)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [("OOM", "symptoms.md"), ("dataloader", "howto/training_script.md"), ("zero3", "howto/choose_a_plan.md")],
+)
+def test_the_search_finds_what_others_call_it(word, name):
+    assert re.search(rf"\b{word}\b", PAGES[name].read_text())
 
 
 @pytest.mark.check

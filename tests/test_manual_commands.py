@@ -29,13 +29,13 @@ def commands(page):
 def alike(shown, printed):
     """Whether both say the same: times differ between machines, and a line `...` stands for any lines."""
     pieces = [re.escape(piece) for piece in re.split(r"^ *\.\.\.\n", shown, flags=re.M)]
-    pattern = re.sub(r"\d+(\\\.\d+)?(\\? )s\b", r"[0-9.,]+ s", r"(?:.*\n)*".join(pieces))
+    pattern = re.sub(r"\d+(\\\.\d+)?(\\? )?s\b", r"[0-9.,]+ ?s", r"(?:.*\n)*".join(pieces))
     return re.fullmatch(pattern, CHATTER.sub("", printed))
 
 
 # Other pages show commands that install, compile for hours or measure this machine.
 NAMES = [f"howto/{name}.md" for name in ("benchmark_my_mesh", "faults", "many_processes", "resume_elsewhere")]
-NAMES += ["howto/restart_by_itself.md", "howto/which_engine.md"]
+NAMES += ["howto/restart_by_itself.md", "howto/which_engine.md", "howto/test_a_collective.md"]
 NEEDS = {"submit.py": "submitit", "examples.ray_train": "ray"}  # commands that need a package which no extra has
 
 

@@ -230,3 +230,12 @@ def test_the_manual_builds_without_a_warning(tmp_path):
     assert all("$$" not in page.read_text() for page in (site / "learn").glob("*.html"))
     assert "<svg" in (site / "benchmarks" / "pictures" / "comm.svg").read_text()
     assert (site / "search" / "search_index.js").exists()  # without a server a page cannot fetch the .json beside it
+
+
+@pytest.mark.check
+def test_a_long_name_in_a_table_may_be_broken():
+    """A column is else as wide as its longest name, and a table of five wider than any screen."""
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed; pip install 'shardkit[docs]' installs it")
+    hooks = importlib.import_module("docs.generate.hooks")
+    cell = hooks.in_a_cell(re.match(".*", "<td><code>vocab_parallel_cross_entropy</code> <code>sk.vary</code></td>"))
+    assert cell == '<td><code class="long">vocab_<wbr>parallel_<wbr>cross_<wbr>entropy</code> <code>sk.vary</code></td>'

@@ -160,3 +160,15 @@ def test_inside_jit_the_context_has_no_devices(mesh2x4):
     with jax.set_mesh(mesh2x4):
         traced(X)
     assert shapes == [(2, 2)]
+
+
+@pytest.mark.check
+def test_meshes_that_differ_in_the_types_of_their_axes_are_told_apart():
+    devices = jax.devices()[:2]
+    auto, explicit = sk.make_mesh(devices, data=2), sk.make_mesh(devices, data=2, axis_types=AxisType.Explicit)
+    with jax.set_mesh(explicit), pytest.raises(ValueError) as error:
+        sk.shard(np.ones(2), auto, P("data"))
+    assert str(error.value) == (
+        "shard: mesh must be the mesh of jax.set_mesh where there is one; got mesh data=2 of Auto axes in the context "
+        "of data=2 of Explicit axes. Leave mesh out, or call this inside `with jax.set_mesh(...):` of its own mesh."
+    )

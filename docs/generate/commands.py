@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
 
+from shardkit_command import COMPLETION
+
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -36,5 +38,11 @@ def page() -> str:
         "the commands need; `python -m shardkit` is the same command."
     )
     parts = ["# Commands", head]
-    parts += [f"## shardkit {name}\n\n```text\n{text}\n```" for name, text in helps()]
+    parts += [f"## shardkit {name}\n\n```text\n{text}\n```" for name, text in [*helps(), ("completion", COMPLETION)]]
+    parts += [
+        "The script holds all names and imports no jax, so that completing is quick: print it again after an upgrade. "
+        "bash reads its folder with the package bash-completion; without it, add "
+        '`eval "$(shardkit completion bash)"` to '
+        "`~/.bashrc`."
+    ]
     return "\n\n".join(parts) + "\n"

@@ -34,6 +34,9 @@ from docs.generate import (  # noqa: E402
 
 _CALLED = re.compile(r"<code>([a-z]\w*\.[\w.]+|examples/\w+\.py)((?:\([^<]*\))?)</code>")
 _SHORT = re.compile(r"<code>([^<\n]{1,30})</code>")
+_CELL = re.compile(r"<td.*?</td>", re.S)
+_NAME = re.compile(r"<code>([^<\n]{16,})</code>")
+_JOINT = re.compile(r"(?<=[_./(\[,=:])(?=\w)")  # behind which a long name in a cell may go on in the next line
 _PRINTED = re.compile(r'(<div class="language-text highlight)(">.*?</div>)', re.S)
 _TAG = re.compile(r"<[^>]*>")
 _COLUMNS = 85  # as many as a page shows at 1280 pixels
@@ -82,7 +85,13 @@ def on_page_content(text: str, page: Any, **_: Any) -> str:
     """Formulas are drawn, names of the library lead to the reference, and short code is not broken into lines."""
     parts = _LEFT_ALONE.split(formulas.drawn(text))
     text = "".join(part if _LEFT_ALONE.fullmatch(part) else _CALLED.sub(_link(page), part) for part in parts)
+    text = _CELL.sub(in_a_cell, text)
     return _PRINTED.sub(_wrapped, _SHORT.sub(r'<code class="short">\1</code>', text))
+
+
+def in_a_cell(found: re.Match[str]) -> str:
+    """A cell whose long names may be broken: a column is else as wide as its longest name, and the table scrolls."""
+    return _NAME.sub(lambda name: f'<code class="long">{_JOINT.sub("<wbr>", name[1])}</code>', found[0])
 
 
 def _wrapped(found: re.Match[str]) -> str:

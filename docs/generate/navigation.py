@@ -11,6 +11,8 @@ SECTIONS: Mapping[str, list[str]] = {
     "Start": ["index.md", "start.md", "one_page.md", "what_it_does.md"],
     "Learn": ["learn/"],
     "How to": [
+        "howto/test_a_collective.md",
+        "howto/training_script.md",
         "howto/choose_a_plan.md",
         "howto/choose_collectives.md",
         "howto/choose_a_schedule.md",
@@ -32,7 +34,6 @@ SECTIONS: Mapping[str, list[str]] = {
         "howto/report_a_step.md",
         "howto/add_a_strategy.md",
         "howto/add_a_schedule.md",
-        "howto/add_a_collective.md",
         "howto/add_a_rule.md",
         "howto/add_a_chip.md",
         "howto/",

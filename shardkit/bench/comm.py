@@ -6,6 +6,7 @@ references, `kernels.py` the loop that is timed, `as_compiled.py` what is read f
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -94,6 +95,7 @@ def sweeps(
                 if not why:
                     ways[name] = operation.ways[name]
             if ways or own:
+                _check_signatures(own, operation, redop, axes)
                 counts = _counts(operation, mesh, axes, dtype, sizes)
                 found.append(Sweep(operation, ways | own, redop, dtype, counts, mesh, axes))
     unused = [name for name in names if impls is not None and not any(name in each.ways for each in found)]
@@ -123,6 +125,20 @@ def _check_kinds(dtypes: Sequence[str], redops: Sequence[str]) -> None:
     whole = [dtype for dtype in dtypes if jnp.issubdtype(jnp.dtype(dtype), jnp.integer)]
     if whole and "mean" in redops:
         raise ValueError(f"{WHERE}: a mean needs a floating-point dtype; got {whole[0]}. Pass another --redop.")
+
+
+def _check_signatures(own: Mapping[str, Way], operation: Operation, redop: str, axes: tuple[str, ...]) -> None:
+    options = operation.arguments(redop, 2, 2)
+    for name, way in own.items():
+        signature = inspect.signature(way.kernel)
+        try:
+            signature.bind(None, axes, **options)
+        except TypeError:
+            wanted = ", ".join(["x", "axis", *options])
+            raise ValueError(
+                f"{WHERE}: a kernel for {operation.name} must take ({wanted}); {name} takes {signature}. Write "
+                "def kernel(x, axis, **options), and name the operation that it computes by --op."
+            ) from None
 
 
 def _operations(ops: Sequence[str] | None, kernels: Sequence[str]) -> list[Operation]:
@@ -357,14 +373,19 @@ def table(records: Sequence[Record]) -> str:
     reduced = "" if first["redop"] == "none" else f" {first['redop']}"
     where = f", along {first['physical']}" if first["physical"] else ""
     title = f"{first['op']}{reduced} over {first['axes']} (mesh {_check.sized(first['mesh'].items())}{where})"
-    fits = {r["impl"]: f"fit of {r['impl']}: {fitted(Fit(**r['fit']))}" for r in records if r["fit"]}
+    fits = {}
+    for r in records:
+        if r["fit"]:
+            sizes = {each["size"] for each in records if each["impl"] == r["impl"] and not each["wrong"]}
+            fits[r["impl"]] = f"fit of {r['impl']}: {fitted(Fit(**r['fit']), len(sizes))}"
     wrong = [f"wrong: {r['impl']}, {r['size']} B: {r['wrong_first'] or 'on others'}" for r in records if r["wrong"]]
     return "\n".join([title, layout.table(lines), *fits.values(), *wrong])
 
 
-def fitted(fit: Fit) -> str:
-    """A fit in a line."""
-    return f"{fit.latency * 1e6:.5g} us a hop, {fit.bandwidth / 1e9:.5g} GB/s, within {fit.residual:.0%}"
+def fitted(fit: Fit, sizes: int) -> str:
+    """A fit to so many sizes in a line; two sizes are met exactly, which says nothing of how good it is."""
+    how = f"within {fit.residual:.0%}" if sizes > 2 else "from two sizes only"
+    return f"{fit.latency * 1e6:.5g} us a hop, {fit.bandwidth / 1e9:.5g} GB/s, {how}"
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -129,6 +129,13 @@ def _end(error: BaseException, code: int) -> NoReturn:
     if _debugging():
         traceback.print_exception(error)
     client.tell_others(error, code)
+    if code == INTERRUPTED:
+        # A compilation goes on in jax's threads; Python's own end would take away what they use: a segmentation fault.
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                with suppress(OSError):
+                    stream.flush()
+        os._exit(code)
     sys.exit(code)
 
 

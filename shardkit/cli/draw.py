@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
 from shardkit import viz
-from shardkit.cli.output import WithJson, write_json
+from shardkit.cli.output import Piped, WithJson, write_json
 from shardkit.cli.plans import named, read
 from shardkit.schedules import Schedule
 
@@ -50,7 +49,7 @@ class Options(WithJson):
 
 def draw(options: Annotated[Options, tyro.conf.arg(name="")]) -> int:
     """Draw a pipeline schedule and simulate it: the grid, the makespan, the bubble, the activations in flight."""
-    console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+    console = Piped(soft_wrap=True, highlight=False, markup=False, emoji=False)
     o = options
     schedule = _read(o, o.csv) if o.csv else _built(o)
     timeline = schedule.simulate(o.forward, o.backward, communication=o.communication)

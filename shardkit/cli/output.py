@@ -38,9 +38,17 @@ class WithJson:
 _STANDARD: list[TextIO] = []  # standard output, while text for people goes to standard error
 
 
+class Piped(Console):
+    """A console whose closed pipe ends the command as `shardkit_command.main` says; rich would exit with 1."""
+
+    def on_broken_pipe(self) -> None:
+        """Called while the error is handled."""
+        raise BrokenPipeError
+
+
 def console(*, quiet: bool = False, markup: bool = False) -> Console:
     """A console that breaks lines between words on a terminal, and nowhere in a pipe; colors are for terminals too."""
-    here = Console(highlight=False, quiet=quiet, markup=markup, emoji=False)
+    here = Piped(highlight=False, quiet=quiet, markup=markup, emoji=False)
     here.soft_wrap = not here.is_terminal
     return here
 

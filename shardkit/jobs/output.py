@@ -20,6 +20,8 @@ from shardkit.runtime.cluster.preemption import PREEMPTED
 # Of each process, without news: what gloo prints when jax connects CPU devices.
 _CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\.")
 
+_LINE = re.compile(rb"[^\r\n]*(?:\r?\n|\r)")  # a progress bar ends its lines in \r alone
+
 _SILENCE = 0.5  # seconds without output after which a pipe is left that a process outside the groups holds open
 
 # The guard names the process at fault; which of the processes that it ends exits first is a matter of milliseconds.
@@ -66,11 +68,12 @@ class _Pipe:
                 self.file = None
         more = data or (b"\n" if self.rest else b"")
         self.rest += more
-        if b"\n" in more:
-            *lines, self.rest = self.rest.split(b"\n")
+        if b"\n" in more or b"\r" in more:
+            lines = _LINE.findall(self.rest)
+            self.rest = self.rest[sum(map(len, lines)) :]
             self.blamed += [_read_blame(blames) for line in lines if (blames := _BLAMES.match(line))]
             shown = [line for line in lines if not _CHATTER.match(line)]
-            write(self.stream, b"".join(self.prefix + line + b"\n" for line in shown))
+            write(self.stream, b"".join(self.prefix + line for line in shown))
 
 
 @contextmanager

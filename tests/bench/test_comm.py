@@ -13,7 +13,8 @@ from jax import lax
 import shardkit as sk
 from shardkit import bench, cost
 from shardkit.bench import as_compiled, operations
-from shardkit.bench.comm import sweeps, table
+from shardkit.bench.comm import fitted, sweeps, table
+from shardkit.bench.fit import Fit
 from shardkit.bench.kernels import Compared, case, placed
 from shardkit.bench.operations import DTYPES, OPERATIONS
 from shardkit.testing import reference
@@ -346,6 +347,16 @@ REFUSED = {
         "on each device a kernel must return what its reference does, float32[16]; 'k.py:mine' returns float32[8, 16]. "
         "Correct the kernel, or name another --op.",
     ),
+    "signature": (
+        {"ops": ["shift"], "kernels": {"k.py:mine": lambda x: x}},
+        "a kernel for shift must take (x, axis); k.py:mine takes (x). Write def kernel(x, axis, **options), and name "
+        "the operation that it computes by --op.",
+    ),
+    "signature of a reduction": (
+        {"ops": ["all_reduce"], "redops": ["max"], "kernels": {"k.py:mine": lambda x, axis: x}},
+        "a kernel for all_reduce must take (x, axis, op); k.py:mine takes (x, axis). Write def kernel(x, axis, "
+        "**options), and name the operation that it computes by --op.",
+    ),
     "pair": (
         {"ops": ["all_reduce"], "kernels": {"k.py:mine": lambda x, axis: (x, x)}, "sizes": [64]},
         "on each device a kernel must return what its reference does, float32[16]; 'k.py:mine' returns tuple. Correct "
@@ -375,3 +386,11 @@ def test_what_is_not_named_is_left_out(data8):
     [sweep] = sweeps(data8, ops=["sendrecv"], sizes=[1000, 1001], dtypes=["float32"])
     assert sweep.operation.name == "shift" and sweep.counts == (250,)
     assert reference.shift is sweep.operation.reference
+
+
+@pytest.mark.check
+def test_a_fit_of_two_sizes_says_so():
+    """A line meets two points exactly, which is no proof of it."""
+    fit = Fit(1e-6, 1e9, 0.0)
+    assert fitted(fit, 2) == "1 us a hop, 1 GB/s, from two sizes only"
+    assert fitted(fit._replace(residual=0.125), 3) == "1 us a hop, 1 GB/s, within 12%"

@@ -1,6 +1,7 @@
 """What `shardkit` answers before it imports jax; help, completion, and the ends of a command."""
 
 import ast
+import io
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import shardkit_command
 from shardkit import cli
 from shardkit.bench.comm import IMPLS, REDOPS
 from shardkit.bench.operations import DTYPES, OPERATIONS
+from shardkit.cli import output
 from shardkit.runtime.drift import DriftError
 from shardkit.runtime.replay import CorruptionError
 from support.commands import command, environment
@@ -150,14 +152,22 @@ def test_bash_completes_without_jax(shardkit, tmp_path):
     assert [set(line.split()) for line in done.stdout.splitlines()] == list(asked.values()) and not done.stderr
 
 
-def ends(error, monkeypatch):
+class Left(SystemExit):
+    """What `os._exit` does, as far as a test can bear it."""
+
+
+def ends(error, monkeypatch, how=SystemExit):
     """The exit code of a command that raises an error."""
 
     def raising(*_):
         raise error
 
+    def leaving(code):
+        raise Left(code)
+
     monkeypatch.setattr(cli, "_run", raising)
-    with pytest.raises(SystemExit) as end:
+    monkeypatch.setattr(cli.os, "_exit", leaving)
+    with pytest.raises(how) as end:
         cli.perform(shardkit_command.COMMANDS[0], "train", [])
     return end.value.code
 
@@ -208,6 +218,30 @@ def test_what_shardkit_refuses_is_wrong_usage_and_drift_a_failed_check(error, co
         cli.perform(shardkit_command.COMMANDS[0], "train", [])
     assert end.value.code == code
     assert ("unexpected" in capsys.readouterr().err) == (code == 70)
+
+
+@pytest.mark.check
+def test_ctrl_c_ends_no_interpreter_under_a_compilation(monkeypatch, capfd):
+    """Python's own end frees what jax's threads still compile with: a segmentation fault, and 139 for 130."""
+    with open(1, "w", closefd=False) as held:
+        monkeypatch.setattr(sys, "stdout", held)
+        held.write("step 1\n")  # in the stream until it is flushed
+        assert ends(KeyboardInterrupt(), monkeypatch, how=Left) == 130
+        said = capfd.readouterr()
+    assert said == ("step 1\n", "interrupted\n")
+
+
+@pytest.mark.check
+def test_a_closed_pipe_is_not_rich_s_to_end(monkeypatch):
+    """As in `shardkit draw ... | head -1`: rich ends the process with 1, where 141 is documented."""
+
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    with pytest.raises(BrokenPipeError):
+        output.console().print("a line")
 
 
 @pytest.mark.check

@@ -104,6 +104,17 @@ def test_the_guards_line_names_process_and_step(line, blamed, capfd):
     assert found == [blamed] * (blamed is not None)
 
 
+@pytest.mark.check
+def test_a_line_that_ends_in_a_return_is_shown_at_once(capfd):
+    """A progress bar, which may not end a line for hours."""
+    pipe = _Pipe(b"[0] ", sys.stderr, None, [])
+    pipe.take(b"10%\r20%")
+    assert capfd.readouterr().err == "[0] 10%\r"
+    pipe.take(b"\r30%\r\ndone")
+    pipe.take(b"")
+    assert capfd.readouterr().err == "[0] 20%\r[0] 30%\r\n[0] done\n"
+
+
 def program(text):
     """A command that runs `text`, in which `rank` and `restarts` are those of the process."""
     begin = (

@@ -1037,4 +1037,40 @@ REVERTS = (
         "            warn_of(compiled.trace(*args).jaxpr.jaxpr, stacklevel=2)",
         "            pass",
     ),
+    (
+        "ctrl-c-while-compiling",
+        "shardkit/cli/__init__.py",
+        "    if code == INTERRUPTED:",
+        "    if code < 0:",
+    ),
+    (
+        "rich-ends-a-closed-pipe",
+        "shardkit/cli/output.py",
+        "    def on_broken_pipe(self)",
+        "    def on_closed_pipe(self)",
+    ),
+    (
+        "progress-waits-for-the-end-of-a-line",
+        "shardkit/jobs/output.py",
+        'if b"\\n" in more or b"\\r" in more:',
+        'if b"\\n" in more:',
+    ),
+    (
+        "kernel-of-another-signature",
+        "shardkit/bench/comm.py",
+        "_check_signatures(own, operation, redop, axes)",
+        "_check_signatures({}, operation, redop, axes)",
+    ),
+    (
+        "two-sizes-fit-exactly",
+        "shardkit/bench/comm.py",
+        "if sizes > 2 else",
+        "if sizes > 1 else",
+    ),
+    (
+        "meshes-of-equal-names",
+        "shardkit/_context.py",
+        "    if own == around:",
+        "    if own is None:",
+    ),
 )

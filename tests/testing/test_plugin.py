@@ -1,6 +1,7 @@
 """The pytest plugin, in processes of its own with a user's test file."""
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -102,3 +103,13 @@ def test_the_entry_point_names_the_plugin():
     assert project["project"]["entry-points"]["pytest11"] == {"shardkit": "shardkit_pytest"}
     assert "shardkit_pytest.py" in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     assert isinstance(import_module("shardkit_pytest").mesh, type(pytest.fixture(lambda: None)))
+
+
+def test_the_file_of_the_manual_from_an_empty_folder(tmp_path):
+    """`docs/howto/test_a_collective.md` as a reader copies it, also where the drawn test comes first."""
+    page = (ROOT / "docs" / "howto" / "test_a_collective.md").read_text()
+    files = dict(re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', page, re.S | re.M))
+    ini = files["pytest.ini"].removeprefix("[pytest]\n")
+    first, last = "test_gossip.py::test_any_number_of_devices", "test_gossip.py::test_values_and_gradients"
+    code, text = pytest_run(tmp_path, first, last, ini=ini, test_gossip=files["test_gossip.py"])
+    assert code == 0 and "3 passed" in text, text
