@@ -28,10 +28,11 @@ class Wanted(NamedTuple):
 
     Attributes:
         loss: scalar.
-        metrics: the auxiliary means by name.
+        metrics: "weight", the divisor of the loss, and the auxiliary means by name.
         grads: gradients of the mean loss, numpy arrays.
         params: the parameters after the step, numpy arrays.
         loss_allowed: number.
+        metrics_allowed: a number for each array of `metrics`.
         grads_allowed: a number for each leaf.
         params_allowed: an array for each leaf, element by element.
     """
@@ -41,6 +42,7 @@ class Wanted(NamedTuple):
     grads: Any
     params: Any
     loss_allowed: float
+    metrics_allowed: dict[str, Any]
     grads_allowed: Any
     params_allowed: Any
 
@@ -148,7 +150,14 @@ def _wanted(plain: _Step, *noisy: _Step, relative: float, noise: Any) -> Wanted:
         spread(lambda step: step.params),
         noise,
     )
-    return Wanted(plain.loss, plain.metrics, plain.grads, plain.params, loss, grads, params)
+    # A mean may be far smaller than what it sums; how large that is, only the loss tells.
+    least = 0.1 * relative * abs(float(plain.loss))
+    metrics = jax.tree.map(
+        lambda x, gap: max(relative * magnitude(x), least) + float(np.max(gap, initial=0.0)),
+        plain.metrics,
+        spread(lambda step: step.metrics),
+    )
+    return Wanted(plain.loss, plain.metrics, plain.grads, plain.params, loss, metrics, grads, params)
 
 
 def noise_of(grads: Any, relative: float) -> Any:
@@ -188,7 +197,7 @@ def _gradient(grad_fn: Any) -> Callable[..., Any]:
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / weight, grads)
         mean = lambda mean: mean.total / divisor_of(jnp.asarray(mean.weight, jnp.float32))  # noqa: E731
         means = jax.tree.map(mean, dict(aux), is_leaf=is_mean)
-        return total / weight.astype(total.dtype), means, grads
+        return total / weight.astype(total.dtype), {"weight": weight, **means}, grads
 
     return gradient
 

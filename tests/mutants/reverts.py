@@ -846,4 +846,47 @@ REVERTS = (
         "            if found != wanted:",
         "            if found is wanted:",
     ),
+    # ---- proofs that passed a wrong thing
+    (
+        "proof-ignores-the-weight",
+        "shardkit/testing/one_device.py",
+        'return total / weight.astype(total.dtype), {"weight": weight, **means}, grads',
+        "return total / weight.astype(total.dtype), {'weight': jnp.float32(1), **means}, grads",
+    ),
+    (
+        "proof-ignores-metrics-of-the-mesh-alone",
+        "shardkit/testing/laws.py",
+        'more = taken.metrics.keys() - want.metrics.keys() - {"loss", "finite", "loss_scale"}',
+        "more = set()",
+    ),
+    (
+        "small-metric-has-the-bound-of-the-loss",
+        "shardkit/testing/one_device.py",
+        "least = 0.1 * relative * abs(float(plain.loss))",
+        "least = loss",
+    ),
+    (
+        "complex-result-has-a-real-cotangent",
+        "shardkit/testing/assertions.py",
+        "draw = draw + 1j * rng.normal(size=np.shape(y))",
+        "draw = draw + 0j",
+    ),
+    (
+        "message-drops-the-imaginary-part",
+        "shardkit/testing/_compare.py",
+        'f"{_widest(x).item():.6g}"',
+        'f"{np.asarray(x).real.item():.6g}"',
+    ),
+    (
+        "foreign-kernel-is-typed",
+        "shardkit/testing/assertions.py",
+        "out_specs=out_specs, check_vma=check_vma)",
+        "out_specs=out_specs)",
+    ),
+    (
+        "foreign-kernel-is-typed-in-emulate",
+        "shardkit/testing/emulate.py",
+        "out_specs=PartitionSpec(*names), check_vma=check_vma",
+        "out_specs=PartitionSpec(*names)",
+    ),
 )
