@@ -889,4 +889,41 @@ REVERTS = (
         "out_specs=PartitionSpec(*names), check_vma=check_vma",
         "out_specs=PartitionSpec(*names)",
     ),
+    # ---- taken in earnest
+    (
+        "all-gather-of-another-shape",
+        "shardkit/partitioning/cuts.py",
+        'x = check_shape(cut.gather_by, "all_gather", found, wanted)',
+        "x = found",
+    ),
+    (
+        "reduce-scatter-of-another-shape",
+        "shardkit/partitioning/cuts.py",
+        'grad = check_shape(cut.reduce_by, "reduce_scatter", found, wanted)',
+        "grad = found",
+    ),
+    (
+        "all-reduce-of-another-shape",
+        "shardkit/partitioning/feedback.py",
+        'check_shape(algorithm, "all_reduce", grad, each.grad.shape)',
+        "assert algorithm",
+    ),
+    (
+        "feedback-of-another-shape",
+        "shardkit/partitioning/feedback.py",
+        'check_shape(algorithm, "all_reduce", left, each.grad.shape)',
+        "assert algorithm",
+    ),
+    (
+        "place-returns-a-dim",
+        "shardkit/partitioning/plan.py",
+        "if split is not None and not isinstance(split, Split | str):",
+        "if split and not isinstance(split, Split | str):",
+    ),
+    (
+        "inner-dtype-without-inner",
+        "shardkit/collectives/algorithms.py",
+        "        if inner is None:",
+        "        if inner == ():",
+    ),
 )
