@@ -26,6 +26,7 @@ from shardkit.collectives.algorithms import Sent
 from shardkit.layout import bytes_per_device, path_name
 from shardkit.partitioning.staged import PipelineGradFn
 from shardkit.precision import precision_of
+from shardkit.state import passed_what_it_takes
 from shardkit.testing._compare import constant_factor, first_gap, leaves_of, shapes_differ, unequal_replicas
 from shardkit.testing._plan_traffic import plan_traffic
 from shardkit.testing.one_device import Reference
@@ -228,9 +229,7 @@ def _of_plan(site: Site) -> bool:
 
 def _reads_across_shards(program: Program) -> bool:
     """Whether the optimizer's update mixes elements of an array, and so reads across shards, by its trace."""
-    import optax
-
-    optimizer = optax.with_extra_args_support(program.row.optimizer)
+    optimizer = passed_what_it_takes(program.row.optimizer)
     params = jax.eval_shape(lambda: program.params)
     closed = jax.make_jaxpr(
         lambda params: optimizer.update(params, optimizer.init(params), params, value=jnp.float32(1))

@@ -16,6 +16,7 @@ from shardkit._typed import typed
 from shardkit.carried import reads_carried
 from shardkit.partitioning.gradient import GradFn, divisor_of, is_mean
 from shardkit.rng import example_keys, step_key
+from shardkit.state import passed_what_it_takes
 from shardkit.testing._compare import check_batches, check_relative, check_telling, leaves_of, magnitude
 
 # A gradient leaf smaller than the largest by this factor is rounding noise: its true value is zero.
@@ -82,7 +83,7 @@ def one_device(
 
     Args:
         grad_fn: what one device computes over the whole batch, with no axis bound; from `value_and_grad(loss_fn)`.
-        optimizer: an optax GradientTransformation; it gets `value=loss` if it takes extra arguments.
+        optimizer: an optax GradientTransformation; it gets `value=loss` if it takes that.
         params: pytree of arrays.
         batches: one global batch for each step, at least one.
         key: the key of the run; by default `jax.random.key(0)`.
@@ -169,12 +170,10 @@ def noise_of(grads: Any, relative: float) -> Any:
 def _run(
     grad_fn: GradFn, optimizer: Any, params: Any, batches: Sequence[Any], key: jax.Array, relative: float, sign: int
 ) -> list[_Step]:
-    import optax
-
     loss_and_gradient: Any = grad_fn
     gradient, update = _gradient(loss_and_gradient), _update(optimizer)
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), params)
-    opt_state, steps = optax.with_extra_args_support(optimizer).init(params), []
+    opt_state, steps = passed_what_it_takes(optimizer).init(params), []
     for index, batch in enumerate(batches):
         rows = next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
         keys = example_keys(step_key(key, index), rows)
@@ -206,7 +205,7 @@ def _gradient(grad_fn: Any) -> Callable[..., Any]:
 def _update(optimizer: Any) -> Callable[..., Any]:
     import optax
 
-    extended = optax.with_extra_args_support(optimizer)
+    extended = passed_what_it_takes(optimizer)
 
     @jax.jit
     def update(grads: Any, opt_state: Any, params: Any, loss: Any) -> Any:

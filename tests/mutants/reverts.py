@@ -926,4 +926,29 @@ REVERTS = (
         "        if inner is None:",
         "        if inner == ():",
     ),
+    # ---- optimizers that are called otherwise
+    (
+        "sam-gets-the-loss",
+        "shardkit/state.py",
+        "**(extra if takes else {})",
+        "**extra",
+    ),
+    (
+        "refusal-says-not-what-is-asked-for",
+        "shardkit/state.py",
+        'why = str(error).split("\\n")[0].rstrip(".")',
+        'why = "it asks for more"',
+    ),
+    (
+        "updates-of-other-shapes",
+        "shardkit/state.py",
+        "if [jnp.shape(x) for x in jax.tree.leaves(updates)] != [jnp.shape(x) for x in jax.tree.leaves(grads)]:",
+        "if updates is None:",
+    ),
+    (
+        "state-of-another-tree",
+        "shardkit/state.py",
+        "if jax.tree.structure(new) != jax.tree.structure(state):",
+        "if new is None:",
+    ),
 )
