@@ -951,4 +951,53 @@ REVERTS = (
         "if jax.tree.structure(new) != jax.tree.structure(state):",
         "if new is None:",
     ),
+    # ---- mistakes that nobody here had seen, and no test
+    (
+        "prefetched-layers-closed-over-weight",
+        "shardkit/remat/regather.py",
+        "return dx, stores, added(sums, grads[len(nodes) :])",
+        "return dx, stores, sums",
+    ),
+    (
+        "microbatches-summed-in-bfloat16",
+        "shardkit/remat/recompute.py",
+        "return jax.lax.scan(add, [wide_zeros(g) for g in shapes], (residuals, dy))",
+        "return jax.lax.scan(add, [wide_zeros(g).astype(g.dtype) for g in shapes], (residuals, dy))",
+    ),
+    (
+        "one-axis-of-the-ring-first",
+        "shardkit/layers/zigzag.py",
+        "if max(map(known.index, outer)) > min(map(known.index, inner)):",
+        "if min(map(known.index, outer)) > max(map(known.index, inner)):",
+    ),
+    (
+        "weight-in-the-output-dtype",
+        "shardkit/partitioning/metrics.py",
+        'kept = ("weight", "finite", "loss_scale")',
+        'kept = ("finite", "loss_scale")',
+    ),
+    (
+        "dropless-sends-each-choice",
+        "shardkit/layers/moe.py",
+        "limit = N * min(top_k, E // n)",
+        "limit = N * top_k",
+    ),
+    (
+        "alpha-beta-by-the-mean",
+        "shardkit/bench/fit.py",
+        "found[kept] = shares[:, kept].sum() / np.square(shares[:, kept]).sum()",
+        "found[kept] = len(shares) / shares[:, kept].sum()",
+    ),
+    (
+        "compute-clock-off-by-a-thousandth",
+        "shardkit/analysis/hlo/time_model.py",
+        "return max(flops / chip.flops, size / chip.hbm_bandwidth)",
+        "return max(1.001 * flops / chip.flops, size / chip.hbm_bandwidth)",
+    ),
+    (
+        "deterministic-takes-a-matmul",
+        "shardkit/partitioning/groups.py",
+        '_SUMS = ("reduce_sum", "reduce_prod", "dot_general", "cumsum"',
+        '_SUMS = ("reduce_sum", "reduce_prod", "cumsum"',
+    ),
 )

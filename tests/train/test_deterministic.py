@@ -200,6 +200,7 @@ def placed(params, batch, keys):
 
 
 BY_NORM = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+BY_PRODUCT = optax.stateless_with_tree_map(lambda grad, _: -grad * jnp.vdot(grad, grad))  # a matmul, as in muon
 REFUSED = {
     "deterministic must be at least 1; got 0. Correct deterministic.": {"deterministic": 0},
     "with deterministic=8 the groups are the microbatches; got accumulate=2 too. Leave accumulate at 1, and pass more "
@@ -236,6 +237,9 @@ REFUSED = {
     "with deterministic= an optimizer that sums over elements (reduce_sum) must have whole leaves, because the order "
     "of its sums depends on the mesh; leaf bias is split over 'data'. Use dp, or an optimizer without it: clip by "
     "value, not by norm.": {"plan": sk.zero1("data", min_size=1), "optimizer": BY_NORM},
+    "with deterministic= an optimizer that sums over elements (dot_general) must have whole leaves, because the order "
+    "of its sums depends on the mesh; leaf bias is split over 'data'. Use dp, or an optimizer without it: clip by "
+    "value, not by norm.": {"plan": sk.zero1("data", min_size=1), "optimizer": BY_PRODUCT},
 }
 
 
