@@ -277,7 +277,7 @@ def keyed(
                 "step: the state must be the newest; an earlier step was passed this one and donated its buffers. Pass "
                 "the state that step returned, or copy a state that you want to keep: jax.tree.map(jnp.copy, state)."
             )
-        new, metrics = compiled(*split(state), batch)
+        new, metrics = compiled(*arguments(state, batch))
         new = new._replace(key=state.key)
         # A dynamic loss scale is found by letting gradients overflow, so only the loss tells of an error.
         if stop and not metrics["finite"] and not (dynamic and jnp.isfinite(metrics["loss"])):
@@ -289,12 +289,16 @@ def keyed(
             )
         return new, metrics
 
-    def split(state: TrainState) -> tuple[TrainState, jax.Array]:
+    def arguments(state: TrainState, batch: Any = None) -> tuple[TrainState, jax.Array, Any]:
+        if batch is None:
+            raise TypeError(
+                "step: the batch must follow the state; got none. Pass for example sk.census(step, state, batch)."
+            )
         if check:
             check(state)
-        return state._replace(key=None), state.key
+        return state._replace(key=None), state.key, batch
 
-    step.lower = lambda state, batch: compiled.lower(*split(state), batch)  # type: ignore[attr-defined]
-    step.trace = lambda state, batch: compiled.trace(*split(state), batch)  # type: ignore[attr-defined]
+    step.lower = lambda *args: compiled.lower(*arguments(*args))  # type: ignore[attr-defined]
+    step.trace = lambda *args: compiled.trace(*arguments(*args))  # type: ignore[attr-defined]
     step.ends = {"stop": stop, "dynamic": dynamic}  # type: ignore[attr-defined]
     return step

@@ -87,7 +87,7 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None) -> GradFn:
         the loss does.
 
     Raises:
-        TypeError: `trained` is not a tree of bools; at trace time, if the loss is neither a real scalar nor a Mean, a
+        TypeError: a loss of other arguments; `trained` is not a tree of bools; at trace time, if the loss is neither a real scalar nor a Mean, a
             weight is not float32 or integer, or the weight of the loss depends on the parameters.
         ValueError: `trained` is True nowhere; at trace time, if it is not a prefix of the parameters.
 
@@ -101,6 +101,7 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None) -> GradFn:
     """
 
     check_trained(trained)
+    _check_loss(loss_fn)
 
     def run(params: Any, batch: Any, keys: Any, scale: Any, *carried: Any) -> tuple[Mean, Mapping[str, Any], Any]:
         some, joined, gradients = chosen(parts(params), trained)
@@ -128,6 +129,25 @@ def scaled_gradients(total: Callable[..., Any], scale: Any, *args: Any) -> tuple
     """The value and the rest that `total(*args)` returns, and the gradients of `scale * value`."""
     value, backward, rest = jax.vjp(total, *args, has_aux=True)  # a scaled float16 total would overflow
     return value, rest, backward(vary_like(jnp.asarray(scale, value.dtype), value))
+
+
+def _check_loss(loss_fn: LossFn) -> None:
+    """Refuses a loss that cannot be called with parameters, batch and keys, nor with carried state too."""
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):
+        return
+    wrong = []
+    for count in (3, 4):
+        try:
+            signature.bind(*[None] * count)
+        except TypeError as error:
+            wrong.append(error)
+    if len(wrong) == 2:
+        raise TypeError(
+            f"value_and_grad: loss_fn must take (params, batch, keys), or (params, batch, keys, carried); got {signature}. "
+            "Add the arguments that are missing: keys has one key per example, and may go unused."
+        )
 
 
 def takes_carried(loss_fn: LossFn) -> bool:
