@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from shardkit.arguments import checked_key
 from shardkit.partitioning.manual import leaving_automatic
 from shardkit.partitioning.plan import Plan
 from shardkit.state import TrainState, described, made_by, makes
@@ -49,8 +50,8 @@ class AsLaidOut:
 def init_as_laid_out(make: Callable[[Plan], Any], plan: Plan, manual: tuple[str, ...]) -> Any:
     """The `init` of a plan that keeps the layouts of the parameters over axes that are not Manual."""
 
-    def init(params: Any, key: jax.Array, carried: Any = None) -> Any:
-        laid_out = params
+    def init(params: Any, key: Any = None, carried: Any = None) -> Any:
+        key, laid_out = checked_key(key), params
         if makes(params):  # the layouts that its constraints and the partitioner give it
             program = jax.jit(partial(made_by, params)).lower(key)
             laid_out = described(program.out_info, program.compile().output_shardings)

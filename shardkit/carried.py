@@ -127,7 +127,7 @@ def with_carried(
 ) -> Callable[[Any, jax.Array, Any], TrainState]:
     """`init(params, key, carried=None)`, and its `abstract(params, carried=None)`, from those without."""
 
-    def full(params: Any, key: jax.Array, carried: Any = None) -> TrainState:
+    def full(params: Any, key: Any = None, carried: Any = None) -> TrainState:  # init refuses None in a sentence
         check_carried("init", reads, carry, carried)
         state = init(params, key)
         return state if carried is None else state._replace(carried=_first(carried, state.params, mesh, plan))

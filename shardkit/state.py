@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -61,6 +61,54 @@ class Master(NamedTuple):
 
     copy: Any
     inner: Any
+
+
+def passed_what_it_takes(optimizer: Any) -> Any:
+    """The optimizer, whose update may be called with `value=loss` whether it takes that or not.
+
+    What fails because it asks for more, such as a function of the loss, says so.
+
+    Raises:
+        TypeError: from init and update.
+    """
+    import optax
+
+    name = getattr(optimizer.update, "__qualname__", type(optimizer).__name__).split(".")[0]
+    takes = isinstance(optimizer, optax.GradientTransformationExtraArgs)
+    try:
+        inspect.signature(optimizer.update).bind_partial(None, None, None, value=None)
+    except TypeError:  # as sam, which takes another one
+        takes = False
+
+    def init(params: Any) -> Any:
+        try:
+            return optimizer.init(params)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise _asks_for_more(name, error) from error
+
+    @wraps(optimizer.update)
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        try:
+            updates, new = optimizer.update(grads, state, params, **(extra if takes else {}))
+        except (TypeError, ValueError, AttributeError) as error:
+            raise _asks_for_more(name, error) from error
+        if [jnp.shape(x) for x in jax.tree.leaves(updates)] != [jnp.shape(x) for x in jax.tree.leaves(grads)]:
+            raise _asks_for_more(name, "it returns updates of other shapes than the gradients'")
+        before, after = jax.tree.structure(state), jax.tree.structure(new)
+        if not after == before:
+            raise _asks_for_more(name, "it returns a state of another tree")
+        return updates, new
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _asks_for_more(name: str, error: object) -> TypeError:
+    why = str(error).split("\n")[0].rstrip(".")
+    return TypeError(
+        "make_train_step: the optimizer must need nothing but gradients, its state, the parameters and value=loss; "
+        f"{name} fails with them: {why}. Pass one that needs no more, or a GradientTransformation of your own around "
+        "it that gives it what it asks for."
+    )
 
 
 def first_opt_state(optimizer: Any, policy: Precision, params: Any) -> Any:

@@ -36,7 +36,7 @@ from shardkit.partitioning.unintended import warn_of
 from shardkit.pipeline.stages import arranged
 from shardkit.precision import Precision, precision_of
 from shardkit.rng import step_key
-from shardkit.state import TrainState, make_init, shardings, state_check, updated
+from shardkit.state import TrainState, make_init, passed_what_it_takes, shardings, state_check, updated
 
 _REPLICATED = PartitionSpec()
 # What may not sum over split leaves with deterministic=, and what to use instead.
@@ -94,11 +94,12 @@ def make_train_step(
     """Builds a training step in which every collective of loss and gradient is explicit.
 
     The loss and gradients are those of the whole batch: the sum of all totals over the sum of all weights, whatever the
-    mesh and the accumulation. The optimizer runs on global arrays, so any optax transformation works unmodified.
+    mesh and the accumulation. The optimizer runs on global arrays, so an optax transformation works
+    unmodified if it needs only gradients, its state, the parameters and the loss; others are refused.
 
     Args:
         grad_fn: what one device computes, from `value_and_grad(loss_fn)`.
-        optimizer: an optax GradientTransformation; it is given `value=loss` if it takes extra arguments.
+        optimizer: an optax GradientTransformation; it is given `value=loss` if it takes that.
         mesh: the mesh; by default that of `jax.set_mesh`.
         plan: how its axes are used, for example `dp("data")`.
         accumulate: microbatches per step: the batch is split into as many parts, which run one after the other, and the
@@ -140,7 +141,8 @@ def make_train_step(
             divide the batch.
         ValueError: from `step`, for a state that an earlier step has donated, that is on another mesh, or that another
             plan lays out, pads or orders otherwise, or gives other residuals.
-        TypeError: from `step`, for what is no TrainState.
+        TypeError: from `step`, for what is no TrainState; from both, for an optimizer that needs more, as a line search
+            needs a function of the loss, lookahead two sets of parameters, and dpsgd the gradient of each example.
         NonFiniteError: from `step`, under `nonfinite="stop"`.
 
     Cost: that of the plan, one all_reduce of 8 bytes for the loss and for each auxiliary mean, or each element of one
@@ -161,8 +163,6 @@ def make_train_step(
         >>> print(step(state, {"x": jnp.eye(2), "y": jnp.ones(2)})[0].carried["w"])
         [0.25 0.25]
     """
-    import optax
-
     check_function("make_train_step", grad_fn)
     at_least("make_train_step", 1, accumulate=accumulate, steps=1 if steps is None else steps)
     if steps and nonfinite == "stop":
@@ -186,7 +186,7 @@ def make_train_step(
             f"the schedule {accumulate} times as many microbatches instead.",
             stacklevel=3,  # the caller's line, above `typed`
         )
-    optimizer = optax.with_extra_args_support(optimizer)
+    optimizer = passed_what_it_takes(optimizer)
     batch_spec = plan.batch_spec(mesh)
     reads = reads_carried(grad_fn)
     guarded = nonfinite != "keep" or policy.loss_scale is not None
@@ -298,7 +298,7 @@ def keyed(
                 f"{path_name(path)} and donated the buffer. Pass the state that step returned, copy one that you "
                 "want to keep, jax.tree.map(jnp.copy, state), or pass make_train_step(..., donate=False)."
             )
-        args = *split(state), batch
+        args = arguments(state, batch)
         if not told:
             told.append(True)
             warn_of(compiled.trace(*args).jaxpr.jaxpr, stacklevel=2)
@@ -314,12 +314,16 @@ def keyed(
             )
         return new, metrics
 
-    def split(state: TrainState) -> tuple[TrainState, jax.Array]:
+    def arguments(state: TrainState, batch: Any = None) -> tuple[TrainState, jax.Array, Any]:
+        if batch is None:
+            raise TypeError(
+                "step: the batch must follow the state; got none. Pass for example sk.census(step, state, batch)."
+            )
         if check:
             check(state)
-        return state._replace(key=None), state.key
+        return state._replace(key=None), state.key, batch
 
-    step.lower = lambda state, batch: compiled.lower(*split(state), batch)  # type: ignore[attr-defined]
-    step.trace = lambda state, batch: compiled.trace(*split(state), batch)  # type: ignore[attr-defined]
+    step.lower = lambda *args: compiled.lower(*arguments(*args))  # type: ignore[attr-defined]
+    step.trace = lambda *args: compiled.trace(*arguments(*args))  # type: ignore[attr-defined]
     step.ends = {"stop": stop, "dynamic": dynamic}  # type: ignore[attr-defined]
     return step

@@ -209,14 +209,15 @@ def compressed(
             under nonfinite="keep" one that is not finite stays.
         inner: the axis (or axes) of the fast links, for a reduce_scatter in two levels as in ZeRO++; the strategy's
             other axes, over which the sums are compressed, must come before it.
-        inner_dtype: the dtype inside; None: float32.
+        inner_dtype: the dtype inside; None: float32. It needs `inner`.
 
     Returns:
         An Algorithm; with feedback for `reduce=` only. Weights that are not floating-point are refused where the step
             is traced.
 
     Raises:
-        ValueError: another dtype, or an empty block; from the strategy, axes that do not end in `inner`.
+        ValueError: another dtype, an empty block, or `inner_dtype` without `inner`; from the strategy, axes that do not
+            end in `inner`.
 
     Cost: for messages of Q = `cost.quantized_bytes` of what is sent to one device, Q (n-1); an all_reduce sends its
         sums too. Feedback sends nothing more, and each device holds a residual in float32 of every gradient, as it is
@@ -235,6 +236,11 @@ def compressed(
     one_of("compressed", "dtype", name, tuple(FORMATS))
     if inside is not None:
         one_of("compressed", "inner_dtype", inside, tuple(FORMATS))
+        if inner is None:
+            raise ValueError(
+                f"compressed: inner_dtype={inside} needs an inner axis, over which it is sent; got inner=None. "
+                "Pass inner=, the axis of the fast links, or leave out inner_dtype."
+            )
     at_least("compressed", 1, block=block)
     fast = () if inner is None else axis_names("compressed", inner)
     options: dict[str, Any] = {"dtype": dtype, "block": block}

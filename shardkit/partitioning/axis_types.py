@@ -78,7 +78,7 @@ def typed_init(init: Any, mesh: Any) -> Any:
         return init
 
     @wraps(init)
-    def typed(params: Any, key: jax.Array, carried: Any = None) -> Any:
+    def typed(params: Any, key: Any = None, carried: Any = None) -> Any:
         with jax.set_mesh(auto):
             return retyped(init(*retyped((params, key, carried), auto)), mesh)
 

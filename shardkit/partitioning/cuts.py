@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardkit._compat import varying_axes
 from shardkit._jaxprs import PER_MICROBATCH
 from shardkit.collectives import axis_index, axis_size, pad_to_axis
-from shardkit.collectives.algorithms import PLAIN
+from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.partitioning.placement import Cuts
 from shardkit.partitioning.storage import cut_padding
 
@@ -50,13 +51,31 @@ def _cut_in_parts(cuts: Cuts, fn: Callable[[jax.Array], jax.Array], x: jax.Array
     return in_parts(fn if plain else jax.checkpoint(fn, policy=nothing, prevent_cse=False), x, split)
 
 
+def check_shape(algorithm: Algorithm, kernel: str, got: Any, wanted: tuple[int, ...]) -> Any:
+    """What a kernel of an algorithm returned, after a check: an array of another shape would be broadcast later."""
+    if jnp.shape(got) != wanted:
+        raise ValueError(
+            f"{algorithm}: the result of {kernel} must have shape {wanted}; got {jnp.shape(got)}. Return the shape of "
+            f"sk.{kernel}, and that of the operand for what feedback leaves out."
+        )
+    return got
+
+
+def part_shape(x: jax.Array, axes: tuple[str, ...], dim: int) -> tuple[int, ...]:
+    """The shape of a device's part along a dim, padded where it does not divide."""
+    return *x.shape[:dim], -(-x.shape[dim] // axis_size(axes)), *x.shape[dim + 1 :]
+
+
 def whole(x: jax.Array, cuts: Cuts, sizes: Iterable[tuple[int, int]], *, replicated: bool = False) -> jax.Array:
     """An array gathered over these cuts, the last first, and cut to its original sizes."""
 
     def gather(x: jax.Array) -> jax.Array:
         for cut in reversed(cuts):
             assert cut.gather_by.all_gather
-            x = cut.gather_by.all_gather(x, cut.axes, dim=cut.dim % x.ndim, replicated=replicated)
+            dim = cut.dim % x.ndim
+            wanted = *x.shape[:dim], x.shape[dim] * axis_size(cut.axes), *x.shape[dim + 1 :]
+            found = cut.gather_by.all_gather(x, cut.axes, dim=dim, replicated=replicated)
+            x = check_shape(cut.gather_by, "all_gather", found, wanted)
         return x
 
     return cut_padding(_cut_in_parts(cuts, gather, x), sizes)
@@ -75,7 +94,9 @@ def to_parts(grad: jax.Array, cuts: Cuts, dtype: Any) -> jax.Array:
             for axes in [cut.axes] if varying_axes(grad) >= set(cut.axes) else [(axis,) for axis in cut.axes]:
                 split = cut.reduce_by.reduce_scatter if varying_axes(grad) >= set(axes) else own_part
                 assert split
-                grad = split(grad, axes, dim=grad.ndim + cut.dim)
+                dim = grad.ndim + cut.dim
+                found, wanted = split(grad, axes, dim=dim), part_shape(grad, axes, dim)
+                grad = check_shape(cut.reduce_by, "reduce_scatter", found, wanted)
         return grad
 
     return _cut_in_parts(cuts, scatter, grad.astype(dtype))

@@ -22,7 +22,7 @@ from shardkit._compat import varying_axes
 from shardkit.collectives import all_reduce, axis_index, axis_size, pad_to_axis, vary
 from shardkit.collectives.algorithms import Algorithm
 from shardkit.layout import path_name
-from shardkit.partitioning.cuts import from_end, to_parts
+from shardkit.partitioning.cuts import check_shape, from_end, part_shape, to_parts
 from shardkit.partitioning.placement import Cut, Layout
 from shardkit.partitioning.residuals import first_cut
 from shardkit.partitioning.storage import is_padded, stored_array
@@ -99,8 +99,10 @@ def _cut(each: Reduced, cut: Cut, dtype: Any) -> Reduced:
     left = None
     if cut.reduce_by.feedback:
         part, left = cut.reduce_by.reduce_scatter(each.grad.astype(jnp.float32), axes, dim=cut.dim)
+        check_shape(cut.reduce_by, "reduce_scatter", left, each.grad.shape)
     else:
         part = cut.reduce_by.reduce_scatter(each.grad.astype(dtype), axes, dim=cut.dim)
+    check_shape(cut.reduce_by, "reduce_scatter", part, part_shape(each.grad, axes, cut.dim))
     return _after(_leaving_out(each, left), part, partial(_in_whole, axes=axes, dim=cut.dim))
 
 
@@ -110,9 +112,13 @@ def summed(algorithm: Algorithm, several: Sequence[Reduced], axes: tuple[str, ..
     if algorithm.feedback:
         several = [begun(each) for each in several]
         sums, lefts = algorithm.all_reduce([each.grad.astype(jnp.float32) for each in several], axes)
+        for each, left in zip(several, lefts, strict=True):
+            check_shape(algorithm, "all_reduce", left, each.grad.shape)
         several = [_leaving_out(each, left) for each, left in zip(several, lefts, strict=True)]
     else:
         sums = algorithm.all_reduce([each.grad.astype(dtype) for each in several], axes)
+    for each, grad in zip(several, sums, strict=True):
+        check_shape(algorithm, "all_reduce", grad, each.grad.shape)
     return [_after(each, grad, partial(_on_first, axes=axes)) for each, grad in zip(several, sums, strict=True)]
 
 

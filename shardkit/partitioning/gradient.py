@@ -125,8 +125,9 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
         the loss does.
 
     Raises:
-        TypeError: `trained` is not a tree of bools; at trace time, if the loss is neither a real scalar nor a Mean, a
-            weight is not float32 or integer, or the weight of the loss depends on the parameters.
+        TypeError: a loss of other arguments; `trained` is not a tree of bools; at trace time, if the loss is neither a
+            real scalar nor a Mean, a weight is not float32 or integer, or the weight of the loss depends on the
+            parameters.
         ValueError: `trained` is True nowhere; at trace time, if it is not a prefix of the parameters; with `local`, a
             loss that communicates or is a sum of means, lazy leaves, tp, cp, ep.
 
@@ -140,6 +141,7 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
     """
 
     check_trained(trained)
+    _check_loss(loss_fn)
 
     def gradient(some: list[Any], params: Any, scale: Any, *args: Any) -> tuple[Any, Mapping[str, Any], Any]:
         joined = chosen(parts(params), trained)[1]
@@ -216,6 +218,25 @@ def scaled_gradients(total: Callable[..., Any], scale: Any, *args: Any) -> tuple
     """The value and the rest that `total(*args)` returns, and the gradients of `scale * value`."""
     value, backward, rest = jax.vjp(total, *args, has_aux=True)  # a scaled float16 total would overflow
     return value, rest, backward(vary_like(jnp.asarray(scale, value.dtype), value))
+
+
+def _check_loss(loss_fn: LossFn) -> None:
+    """Refuses a loss that cannot be called with parameters, batch and keys, nor with carried state too."""
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):
+        return
+    wrong = []
+    for count in (3, 4):
+        try:
+            signature.bind(*[None] * count)
+        except TypeError as error:
+            wrong.append(error)
+    if len(wrong) == 2:
+        raise TypeError(
+            "value_and_grad: loss_fn must take (params, batch, keys), or (params, batch, keys, carried); got "
+            f"{signature}. Add the arguments that are missing: keys has one key per example, and may go unused."
+        )
 
 
 def takes_carried(loss_fn: LossFn) -> bool:

@@ -102,7 +102,13 @@ class Plan(NamedTuple):
             if s.place is None:
                 continue
             ways = math.prod(mesh.shape[axis] for axis in s.axes)
-            split = s.place(Leaf(path, left, jnp.result_type(x), ways, taken, stack, automatic)) or "left whole"
+            split = s.place(Leaf(path, left, jnp.result_type(x), ways, taken, stack, automatic))
+            if split is not None and not isinstance(split, Split | str):
+                raise TypeError(
+                    f"{s.name}: place must return a Split, the reason why a leaf stays whole, or None; got {split!r} "
+                    f"for leaf {path}. Return for example Split(dim=0)."
+                )
+            split = split or "left whole"
             if not isinstance(split, str):
                 dim = dim_of(f"{s.name}: leaf {path}", split.dim, len(left))
                 axes = (*split.secondary, *(axis for axis in s.axes if axis not in split.secondary))

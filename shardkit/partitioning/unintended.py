@@ -61,14 +61,16 @@ def quotients(jaxpr: Any) -> list[Advice]:
         axes: Axes = frozenset().union(*(known.differs for known in ins))
         if kind_of(equation) is not None:
             over = frozenset(mesh_axes(equation))
-            divided = [each for known in ins for each in known.divided] if kind_of(equation) == "all_reduce" else []
-            found.update((line, by & over) for by, line in divided if by & over)
+            sent = [each for known in ins for each in known.divided] if kind_of(equation) == "all_reduce" else []
+            found.update((line, by & over) for by, line in sent if by & over)
             return [_Known(axes - over if name != "ppermute" else axes)] * len(outs)
         for sub in inner if name != "shard_map" else ():  # a loop's turns may be examples, each with its own divisor
             run(sub, [_Known(axes)] * len(sub.invars))
         if name not in _KEEP | _SCALE | _SUMS | {"select_n", "concatenate"}:
             return [_Known(axes)] * len(outs)
-        divided = frozenset().union(*(known.divided for known in ins)) if name != "dot_general" else frozenset()
+        divided: frozenset[tuple[Axes, str]] = frozenset()
+        if name != "dot_general":
+            divided = divided.union(*(known.divided for known in ins))
         if name == "div" and ins[1].total:
             divided |= {(ins[1].differs, source_line(equation))}
         total = any(known.total for known in ins) and (name in _KEEP or (name in _SCALE and not outs[0].aval.shape))

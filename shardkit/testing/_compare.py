@@ -159,7 +159,7 @@ def first_gap(got: Any, wanted: Any, allowed: Callable[[str, np.ndarray, float],
 
 def distance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """|x - y| in float64; 0 where both are the same infinity or both are NaN, infinite where one of them is."""
-    x, y = (np.asarray(v).astype(np.complex128 if np.iscomplexobj(v) else np.float64) for v in (x, y))
+    x, y = _widest(x), _widest(y)
     same = (x == y) | ((x != x) & (y != y))
     with np.errstate(invalid="ignore"):
         difference = np.abs(x - y)
@@ -168,17 +168,17 @@ def distance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 def magnitude(x: np.ndarray) -> float:
     """The largest finite absolute value."""
-    x = np.abs(np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64))
+    x = np.abs(_widest(x))
     return float(np.max(x, initial=0.0, where=np.isfinite(x)))
 
 
 def constant_factor(x: np.ndarray, y: np.ndarray) -> float | None:
     """The factor by which x differs from y everywhere; None if there is none, or it is 1."""
-    x, y = np.asarray(x).astype(np.float64).ravel(), np.asarray(y).astype(np.float64).ravel()
-    size = float(y @ y)
+    x, y = _widest(x).ravel(), _widest(y).ravel()
+    size = float(np.vdot(y, y).real)
     if not size or not np.isfinite(x).all() or not np.isfinite(size):
         return None
-    factor = float(x @ y) / size
+    factor = float(np.vdot(y, x).real) / size
     exact = np.max(np.abs(x - factor * y)) <= 1e-2 * max(abs(factor), 1e-3) * np.max(np.abs(y))
     return factor if exact and abs(factor - 1) > 1e-2 else None
 
@@ -194,8 +194,12 @@ def _excess(difference: float, bound: float) -> float:
     return difference / bound if bound else np.inf
 
 
+def _widest(x: Any) -> np.ndarray:
+    return np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
 def _number(x: Any) -> str:
-    return str(bool(x)) if np.asarray(x).dtype == bool else f"{np.asarray(x).astype(np.float64).item():.6g}"
+    return str(bool(x)) if np.asarray(x).dtype == bool else f"{_widest(x).item():.6g}"
 
 
 def _brief(structure: Any) -> str:

@@ -45,12 +45,13 @@ def assert_matches_reference(
     grad: bool = True,
     eager: bool = True,
     summands: int | None = None,
+    check_vma: bool = True,
 ) -> None:
     """Proves a kernel against a plain function: the same values and the same gradients on this mesh.
 
-    The kernel runs inside `jax.shard_map` (check_vma on) under jit, and then eagerly. The gradients of all
-    floating-point arguments are compared by a VJP with a fixed random cotangent, which detects errors that the gradient
-    of a sum would hide. Replicas of a result or gradient must have the same bits.
+    The kernel runs inside `jax.shard_map` under jit, and then eagerly. The gradients of all floating-point arguments
+    are compared by a VJP with a fixed random cotangent (complex for a complex result), which detects errors that the
+    gradient of a sum would hide. Replicas of a result or gradient must have the same bits.
 
     The tolerance of a floating-point leaf is `eps * ((4 + sqrt(n)) * a + 4 * g)`, at most 1/4 of the larger of a and g:
     eps is that of the coarsest floating-point dtype among arguments and results, n the number of summands, a the
@@ -69,6 +70,7 @@ def assert_matches_reference(
         eager: run without jit too, which takes a few seconds the first time.
         summands: the number of terms in the longest sum; by default the number of elements of the largest argument
             or result.
+        check_vma: as for `jax.shard_map`; False for a kernel of others that does not type what varies.
 
     Raises:
         AssertionError: a difference; names the mesh, the result or argument, the difference, where it is, what is
@@ -86,7 +88,7 @@ def assert_matches_reference(
         kernel = partial(kernel)
     for spec in jax.tree.leaves((in_specs, out_specs), is_leaf=lambda x: isinstance(x, PartitionSpec)):
         check_spec("assert_matches_reference", spec, mesh, len(spec))
-    mapped = _mapped(kernel, mesh, *_hashable(in_specs), *_hashable(out_specs))
+    mapped = _mapped(kernel, mesh, *_hashable(in_specs), *_hashable(out_specs), check_vma)
     if not isinstance(args, tuple | list):
         raise TypeError(
             f"assert_matches_reference: args must be a tuple of the arguments; got {kind(args)}. Pass args=(x,) for "
@@ -142,10 +144,13 @@ def assert_matches_reference(
         return
     leaves, structure = jax.tree.flatten(tuple(args))
     rng = np.random.default_rng(zlib.crc32(b"cotangent"))  # not a seed that the caller is likely to use
-    draws = [rng.normal(size=np.shape(y)) for y in jax.tree.leaves(wanted)]
-    cotangents = [
-        d.astype(jnp.result_type(y)) for d, y in zip(draws, jax.tree.leaves(wanted), strict=True) if is_float(y)
-    ]
+    cotangents = []
+    for y in jax.tree.leaves(wanted):
+        draw = rng.normal(size=np.shape(y))
+        if jnp.iscomplexobj(y):  # a real one is its own conjugate
+            draw = draw + 1j * rng.normal(size=np.shape(y))
+        if is_float(y):
+            cotangents.append(draw.astype(jnp.result_type(y)))
     try:
         gradients = _vjp_of(reference, structure)(leaves, cotangents)
     except jax.errors.TracerArrayConversionError:
@@ -160,9 +165,11 @@ def assert_matches_reference(
 
 # Cached, because a property test calls this for every example: the same kernel on the same shapes compiles once.
 @lru_cache(maxsize=64)
-def _mapped(kernel: Any, mesh: Mesh, ins: Any, in_tree: Any, outs: Any, out_tree: Any) -> Callable[..., Any]:
+def _mapped(
+    kernel: Any, mesh: Mesh, ins: Any, in_tree: Any, outs: Any, out_tree: Any, check_vma: bool
+) -> Callable[..., Any]:
     in_specs, out_specs = jax.tree.unflatten(in_tree, ins), jax.tree.unflatten(out_tree, outs)
-    return jax.shard_map(kernel, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    return jax.shard_map(kernel, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 
 def _hashable(specs: Any) -> tuple[tuple[Any, ...], Any]:

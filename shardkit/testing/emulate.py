@@ -16,12 +16,18 @@ from shardkit._check import divides
 from shardkit._typed import typed
 from shardkit.collectives import vary
 from shardkit.layout import all_axes, check_spec, path_name, spec_axes
+from shardkit.testing._compare import distance
 from shardkit.testing._interpreter import joined, on_one_device, stackable
 
 
 @typed
 def emulate(
-    kernel: Callable[..., Any], mesh_sizes: Mapping[str, int], in_specs: Any, out_specs: Any
+    kernel: Callable[..., Any],
+    mesh_sizes: Mapping[str, int],
+    in_specs: Any,
+    out_specs: Any,
+    *,
+    check_vma: bool = True,
 ) -> Callable[..., Any]:
     """Runs a per-device function for all devices of a mesh on one device, by vmap over every axis.
 
@@ -36,6 +42,7 @@ def emulate(
         in_specs: one PartitionSpec for all arguments, or a tuple with a spec, or a pytree of them, for each; None is
             `P()`.
         out_specs: one PartitionSpec, or a pytree of them that is a prefix of the result.
+        check_vma: as for `jax.shard_map`; False for a kernel of others that does not type what varies.
 
     Returns:
         A function from the global arguments to the global result, with the shapes of shard_map.
@@ -69,7 +76,7 @@ def emulate(
             out = jax.tree.map(jnp.asarray, kernel(*jax.tree.unflatten(structure, leaves)))
             return stackable(vary(out, names), len(names))
 
-        mapped = jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(*names))
+        mapped = jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(*names), check_vma=check_vma)
         return on_one_device(mapped, mesh, unequal.append)(*leaves)
 
     def run(*args: Any) -> Any:
@@ -146,7 +153,7 @@ def _check_equal(x: Any, at: int, name: str, what: str) -> None:
     same = (values == values[:1]) | ((values != values) & (values[:1] != values[:1]))
     if not same.all():
         device = int(np.argwhere(~same)[0][0])
-        gap = np.abs(values[device].astype(np.float64) - values[0].astype(np.float64)).max()
+        gap = distance(values[device], values[0]).max()
         raise ValueError(
             f"emulate: {what} must be equal along axis {name!r}, which out_specs omit; device {device} differs from "
             f"device 0 by up to {gap:.3g}. Reduce it over {name!r}, or name the axis in out_specs."

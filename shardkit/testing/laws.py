@@ -27,7 +27,8 @@ from shardkit.partitioning import cuts, feedback, groups, handles, reshard
 from shardkit.partitioning.staged import PipelineGradFn
 from shardkit.precision import precision_of
 from shardkit.remat import regather
-from shardkit.testing._compare import constant_factor, first_gap, leaves_of, magnitude, shapes_differ, unequal_replicas
+from shardkit.state import passed_what_it_takes
+from shardkit.testing._compare import constant_factor, first_gap, leaves_of, shapes_differ, unequal_replicas
 from shardkit.testing._plan_traffic import plan_traffic
 from shardkit.testing.one_device import Reference
 from shardkit.testing.program import SCALE, Program
@@ -56,11 +57,17 @@ def same_numbers(program: Program, reference: Reference) -> str | None:
     for index, (taken, want) in enumerate(zip(program.ran.steps, reference.steps, strict=True)):
         where = f"step {index}"
         _compare(where, "the loss", taken.metrics["loss"], want.loss, want.loss_allowed)
+        more = taken.metrics.keys() - want.metrics.keys() - {"loss", "finite", "loss_scale"}
+        if more:
+            raise AssertionError(
+                f"{where}: the metrics must be those of one device; only the mesh returns {quoted(sorted(more))}. "
+                "Return the same means from the loss and from the reference."
+            )
         for name, value in want.metrics.items():
-            size = max((magnitude(x) for _, x in leaves_of(value)), default=0.0)
-            bound = want.loss_allowed * max(1.0, size / max(abs(float(want.loss)), 1e-30))
-            allowed = jax.tree.map(lambda _, bound=bound: bound, value)
-            _compare(where, f"the metric {name!r}", taken.metrics.get(name), value, allowed)
+            if name == "weight" and value == 1:  # that of a scalar loss, which weighs one per shard and microbatch
+                continue
+            got, allowed = taken.metrics.get(name), want.metrics_allowed[name]
+            _compare(where, f"the metric {name!r}", got, value, allowed)
         if taken.grads is not None:
             _compare(where, "the gradient of", taken.grads, want.grads, want.grads_allowed)
         if taken.params is not None:
@@ -226,9 +233,7 @@ def _of_plan(site: Site) -> bool:
 
 def _reads_across_shards(program: Program) -> bool:
     """Whether the optimizer's update mixes elements of an array, and so reads across shards, by its trace."""
-    import optax
-
-    optimizer = optax.with_extra_args_support(program.row.optimizer)
+    optimizer = passed_what_it_takes(program.row.optimizer)
     params = jax.eval_shape(lambda: program.params)
     closed = jax.make_jaxpr(
         lambda params: optimizer.update(params, optimizer.init(params), params, value=jnp.float32(1))
@@ -243,8 +248,8 @@ def _compare(where: str, what: str, got: Any, wanted: Any, allowed: Any) -> None
     wrong = shapes_differ(got, wanted)
     if wrong:
         raise AssertionError(
-            f"{where}: {what} must have the structure and shapes of one device's; {wrong}. Return a gradient for each "
-            "parameter, of its shape."
+            f"{where}: {what} must have the structure and shapes of one device's; {wrong}. Return it like one "
+            "device: a gradient for each parameter, the same means as metrics."
         )
     bounds = dict(leaves_of(allowed))
     gap = first_gap(got, wanted, lambda path, leaf, overall: bounds[path])

@@ -16,6 +16,7 @@ from shardkit._typed import typed
 from shardkit.carried import reads_carried
 from shardkit.partitioning.gradient import GradFn, divisor_of, is_mean, largest_weight, terms_of
 from shardkit.rng import example_keys, step_key
+from shardkit.state import passed_what_it_takes
 from shardkit.testing._compare import check_batches, check_relative, check_telling, leaves_of, magnitude
 
 # A gradient leaf smaller than the largest by this factor is rounding noise: its true value is zero.
@@ -28,10 +29,11 @@ class Wanted(NamedTuple):
 
     Attributes:
         loss: scalar.
-        metrics: the auxiliary means by name.
+        metrics: "weight", the divisor of the loss, and the auxiliary means by name.
         grads: gradients of the mean loss, numpy arrays.
         params: the parameters after the step, numpy arrays.
         loss_allowed: number.
+        metrics_allowed: a number for each array of `metrics`.
         grads_allowed: a number for each leaf.
         params_allowed: an array for each leaf, element by element.
     """
@@ -41,6 +43,7 @@ class Wanted(NamedTuple):
     grads: Any
     params: Any
     loss_allowed: float
+    metrics_allowed: dict[str, Any]
     grads_allowed: Any
     params_allowed: Any
 
@@ -80,7 +83,7 @@ def one_device(
 
     Args:
         grad_fn: what one device computes over the whole batch, with no axis bound; from `value_and_grad(loss_fn)`.
-        optimizer: an optax GradientTransformation; it gets `value=loss` if it takes extra arguments.
+        optimizer: an optax GradientTransformation; it gets `value=loss` if it takes that.
         params: pytree of arrays.
         batches: one global batch for each step, at least one.
         key: the key of the run; by default `jax.random.key(0)`.
@@ -148,7 +151,14 @@ def _wanted(plain: _Step, *noisy: _Step, relative: float, noise: Any) -> Wanted:
         spread(lambda step: step.params),
         noise,
     )
-    return Wanted(plain.loss, plain.metrics, plain.grads, plain.params, loss, grads, params)
+    # A mean may be far smaller than what it sums; how large that is, only the loss tells.
+    least = 0.1 * relative * abs(float(plain.loss))
+    metrics = jax.tree.map(
+        lambda x, gap: max(relative * magnitude(x), least) + float(np.max(gap, initial=0.0)),
+        plain.metrics,
+        spread(lambda step: step.metrics),
+    )
+    return Wanted(plain.loss, plain.metrics, plain.grads, plain.params, loss, metrics, grads, params)
 
 
 def noise_of(grads: Any, relative: float) -> Any:
@@ -160,12 +170,10 @@ def noise_of(grads: Any, relative: float) -> Any:
 def _run(
     grad_fn: GradFn, optimizer: Any, params: Any, batches: Sequence[Any], key: jax.Array, relative: float, sign: int
 ) -> list[_Step]:
-    import optax
-
     loss_and_gradient: Any = grad_fn
     gradient, update = _gradient(loss_and_gradient), _update(optimizer)
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), params)
-    opt_state, steps = optax.with_extra_args_support(optimizer).init(params), []
+    opt_state, steps = passed_what_it_takes(optimizer).init(params), []
     for index, batch in enumerate(batches):
         rows = next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
         keys = example_keys(step_key(key, index), rows)
@@ -189,7 +197,7 @@ def _gradient(grad_fn: Any) -> Callable[..., Any]:
         mean = lambda mean: mean.total / divisor_of(jnp.asarray(mean.weight, jnp.float32))  # noqa: E731
         means = jax.tree.map(mean, dict(aux), is_leaf=is_mean)
         ratio = lambda mean: mean.total / divisor_of(jnp.asarray(mean.weight, mean.total.dtype))  # noqa: E731
-        return sum(map(ratio, terms_of(loss))), means, grads
+        return sum(map(ratio, terms_of(loss))), {"weight": weight, **means}, grads
 
     return gradient
 
@@ -198,7 +206,7 @@ def _gradient(grad_fn: Any) -> Callable[..., Any]:
 def _update(optimizer: Any) -> Callable[..., Any]:
     import optax
 
-    extended = optax.with_extra_args_support(optimizer)
+    extended = passed_what_it_takes(optimizer)
 
     @jax.jit
     def update(grads: Any, opt_state: Any, params: Any, loss: Any) -> Any:

@@ -23,7 +23,7 @@ from shardkit.partitioning.plan import Plan
 from shardkit.partitioning.staged import PipelineGradFn
 from shardkit.partitioning.storage import unpadded
 from shardkit.pipeline.stages import arranged
-from shardkit.state import TrainState
+from shardkit.state import TrainState, passed_what_it_takes
 from shardkit.testing._compare import is_float
 from shardkit.testing.rows import Row
 from shardkit.train import TrainStep, make_train_step
@@ -63,11 +63,12 @@ def recording(optimizer: Optimizer) -> Any:
     """
     import optax
 
-    optimizer = optax.with_extra_args_support(optimizer)
+    optimizer = passed_what_it_takes(optimizer)
 
     def init(params: Any) -> Recorded:
         return Recorded(optimizer.init(params), jax.tree.map(jnp.zeros_like, params))
 
+    @functools.wraps(optimizer.update)
     def update(grads: Any, state: Recorded, params: Any = None, **extra: Any) -> tuple[Any, Recorded]:
         updates, inner = optimizer.update(grads, state.inner, params, **extra)
         # The old gradients are read, without effect, because jit does not donate an unused argument.

@@ -144,10 +144,14 @@ def _ratios(records: list[Record]) -> list[list[Panel]]:
 
 
 def _bars(records: list[Record]) -> tuple[Bar, ...]:
-    kinds = (("cpu_ratio_median", "CPU time"), ("wall_ratio_median", "wall time"))
-    last = {str(r.get("case")): r for r in records}
-    found = [(case, kind, _number(r, key)) for case, r in last.items() for key, kind in kinds]
-    return tuple(Bar(case, kind, value) for case, kind, value in found if value is not None)
+    last, found = {str(r.get("case")): r for r in records}, []
+    for case, record in last.items():
+        for clock, kind in (("cpu", "CPU time"), ("wall", "wall time")):
+            value = _number(record, f"{clock}_ratio")  # as tables print it; older records have the median alone
+            value = _number(record, f"{clock}_ratio_median") if value is None else value
+            if value is not None:
+                found.append(Bar(case, kind, value))
+    return tuple(found)
 
 
 def _drawn(rows: list[list[Panel]]) -> Figure:

@@ -54,6 +54,22 @@ def test_no_figure_is_negative():
     assert bench.alpha_beta(growing).latency == 0 < bench.alpha_beta(growing).bandwidth < float("inf")
 
 
+@pytest.mark.parametrize("power", [1.2, -0.1])
+def test_the_figure_that_is_left_has_the_least_relative_error(power):
+    records = [row | {"wall_us_median": row["written_bytes"] ** power} for row in rows(1, 1)]
+    found = bench.alpha_beta(records)
+
+    def error(fit):
+        times = [(r["wall_us_median"] / 1e6, fit.seconds(r["hops"], r["written_bytes"])) for r in records]
+        return math.sqrt(sum((fitted / measured - 1) ** 2 for measured, fitted in times) / len(times))
+
+    assert error(found) == pytest.approx(found.residual)
+    for factor in (0.99, 1.01):
+        assert (
+            error(found._replace(latency=factor * found.latency, bandwidth=factor * found.bandwidth)) > found.residual
+        )
+
+
 def test_wrong_and_untimed_rows_are_left_out():
     good = rows(1e-6, 1e9)
     assert bench.alpha_beta([*good, *rows(1, 1, wrong=3), {"hops": None}, {}]) == bench.alpha_beta(good)

@@ -44,6 +44,10 @@ GATHERS = sk.algorithms.Algorithm("gathers", all_gather=sk.all_gather)
         "'float32'. Pass for example inner_dtype='bfloat16'.": lambda: A.compressed(
             jnp.int8, inner="gpu", inner_dtype=jnp.float32
         ),
+        "compressed: inner_dtype=int8 needs an inner axis, over which it is sent; got inner=None. Pass "
+        "inner=, the axis of the fast links, or leave out inner_dtype.": lambda: A.compressed(
+            jnp.int4, inner_dtype=jnp.int8
+        ),
         "compressed: block must be at least 1; got 0. Correct block.": lambda: A.compressed(jnp.int8, block=0),
     }.items(),
 )
@@ -73,6 +77,57 @@ def test_the_closed_form_needs_the_cost_of_an_algorithm():
         "Algorithm(..., cost=...)."
     ):
         plan_traffic(plan, {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}, mesh, Row({"a": 4}, plan))
+
+
+def own(**kernels):
+    return A.Algorithm("own", **kernels)
+
+
+def row(x, *_, **__):
+    return x[:1]
+
+
+def rows(xs, axes):
+    return [row(x) for x in xs]
+
+
+# Catches a gradient or weight of one row that is broadcast to all of them, which trains with wrong numbers.
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("plan", "kernel", "wanted", "got"),
+    [
+        (sk.fsdp("a", min_size=1, gather=own(all_gather=row)), "all_gather", (4, 2), (1, 2)),
+        (sk.fsdp("a", min_size=1, reduce=own(reduce_scatter=row)), "reduce_scatter", (2, 2), (1, 2)),
+        (sk.dp("a", reduce=own(all_reduce=rows)), "all_reduce", (4, 2), (1, 2)),
+        (
+            sk.dp("a", reduce=own(all_reduce=lambda xs, axes: (xs, rows(xs, axes)), feedback=True)),
+            "all_reduce",
+            (4, 2),
+            (1, 2),
+        ),
+        (
+            sk.zero1("a", min_size=1, reduce=own(reduce_scatter=lambda x, *_, **__: (x, x), feedback=True)),
+            "reduce_scatter",
+            (2, 2),
+            (4, 2),
+        ),
+        (
+            sk.zero1("a", min_size=1, reduce=own(reduce_scatter=lambda x, *_, **__: (x, row(x)), feedback=True)),
+            "reduce_scatter",
+            (4, 2),
+            (1, 2),
+        ),
+    ],
+)
+def test_results_of_another_shape_are_refused(plan, kernel, wanted, got):
+    loss = sk.value_and_grad(lambda params, x, keys: sk.Mean.of(x @ params["w"]))
+    init, step = sk.make_train_step(loss, optax.sgd(0.1), mesh=sk.abstract_mesh(a=2), plan=plan)
+    state = init.abstract({"w": np.ones((4, 2), "f")})
+    with value_error(
+        f"own: the result of {kernel} must have shape {wanted}; got {got}. Return the shape of sk.{kernel}, and that "
+        "of the operand for what feedback leaves out."
+    ):
+        step.trace(state, jax.ShapeDtypeStruct((8, 4), jnp.float32))
 
 
 # Catches an algorithm that gets partial sums along "model" and complete ones in one call: what it concatenates is

@@ -592,6 +592,18 @@ def test_bad_input(call, message):
         jax.eval_shape(jax.shard_map(call, mesh=devices(c=2, u=2), in_specs=(), out_specs=P("c")))
 
 
+@pytest.mark.check
+def test_every_axis_of_the_ring_comes_first():
+    """Not only one of them: in between, the positions would be of another order than the plan's."""
+    ring = partial(sk.layers.positions, 4, ("a", "c"), ulysses="b")
+    mapped = jax.shard_map(ring, mesh=sk.abstract_mesh(a=2, b=2, c=2), in_specs=(), out_specs=P(("a", "b", "c")))
+    with value_error(
+        "positions: the ring's axes 'a', 'c' must come before axis 'b' in the mesh; its axes are 'a', 'b', 'c'. "
+        "Pass the ring's axis first to make_mesh."
+    ):
+        jax.eval_shape(mapped)
+
+
 def test_a_sequence_that_does_not_divide():
     init, step = sk.make_train_step(tiny_loss(), optax.sgd(0.1), mesh=devices(c=4), plan=sk.cp("c"))
     with value_error(

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from support.conformance import toy_tp
 from support.layouts import Specs, specs
-from support.refusals import value_error
+from support.refusals import type_error, value_error
 
 SHAPES = {"weight": jax.ShapeDtypeStruct((16, 3), jnp.float32), "shift": jax.ShapeDtypeStruct((), jnp.float32)}
 
@@ -67,6 +67,18 @@ def test_an_axis_the_mesh_does_not_have(data8):
         "dp('dta'): the mesh has no axis 'dta'; its axes are data=8. Use one of them, or add the axis to make_mesh."
     ):
         sk.make_train_step(sk.value_and_grad(lambda p, b, k: p), optax.sgd(1.0), mesh=data8, plan=sk.dp("dta"))
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("wrong", [0, 1, ("w",)])
+def test_a_place_that_returns_a_dim_is_refused(wrong, data8):
+    """0 was taken for "left whole"."""
+    plan = sk.strategy("own", "data", rank=1, batch_dim=0, place=lambda leaf: wrong)
+    with type_error(
+        "own('data'): place must return a Split, the reason why a leaf stays whole, or None; got "
+        f"{wrong!r} for leaf weight. Return for example Split(dim=0)."
+    ):
+        plan.layouts({"weight": SHAPES["weight"]}, data8)
 
 
 @pytest.mark.check

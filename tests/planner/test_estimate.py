@@ -80,6 +80,7 @@ def test_the_wire_of_a_gpu_group_is_its_hosts_or_the_network():
     chip = cost.chip("h100")
     clock = clock_of("cuda", chip, [(0, host, gpu) for host in range(2) for gpu in range(2)])
     inside, across = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+    assert clock.compute(10**15, 1) == 1e15 / chip.flops and clock.compute(1, 10**12) == 1e12 / chip.hbm_bandwidth
     assert clock.wire("all_gather", inside, Fraction(10**9)) == 1e9 / chip.link_bandwidth
     assert clock.wire("all_gather", across, Fraction(10**9)) == 1e9 / chip.network_bandwidth
 

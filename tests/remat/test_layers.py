@@ -52,7 +52,7 @@ def params(layers):
 def loss_fn(way):
     def loss(params, batch, keys):
         table = jnp.linspace(0.0, 1.0, WIDTH)[None]  # a layer may close over constants, and over what has a gradient
-        scale = jnp.tanh(jnp.sum(params["head"] ** 2))
+        scale = jnp.mean(params["head"] ** 2)  # not saturated: its gradient is that of a weight which layers close over
 
         def layer(weights, x):
             (w, number), (x, keys) = weights, x  # integers and keys travel along
@@ -145,35 +145,23 @@ def test_every_way_of_running_a_stack_gives_the_same_parameters(way, name, layer
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, one_device(layers))
 
 
-AHEAD = {"microbatches": 4, "prefetch": True, "remat": "full"}
+# 256 + 1 + 1 + 1 is 259, which bfloat16 does not know: added one by one it stays 256. The gradient of a whole leaf has
+# its dtype, and is rounded once, to 260.
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize(("name", "total"), [("fsdp", 259), pytest.param("dp", 260, marks=pytest.mark.deep)])
+def test_microbatches_are_summed_in_float32(name, total, prefetch):  # proves F23, F45
+    def loss(params, batch, keys):
+        y = sk.scan_layers(lambda w, x: x * w[None], params["layers"], batch, microbatches=4, prefetch=prefetch)
+        return sk.Mean.of(y[:, 0])
 
-
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [("fsdp and zero2", AHEAD)]  # both ways of splitting, and each step that the other rows take
-    + [pytest.param(name, {"microbatches": 4}, marks=pytest.mark.deep) for name in ("dp", "zero2", "fsdp")]
-    + [pytest.param("fsdp and zero2", {"microbatches": 4}, marks=pytest.mark.deep)]
-    + [pytest.param(name, AHEAD, marks=pytest.mark.deep) for name in ("dp", "zero2", "fsdp")],
-)
-def test_microbatches_are_summed_in_float32(name, way):  # proves F23, F45
-    """In bfloat16, the gradient of many equal parts is that of one of them times their number."""
-    grads = {}
-    mesh = sk.make_mesh(jax.devices()[:4], z=2, d=2)
-    for k in (1, way["microbatches"]):
-        ways = way if k > 1 else {}
-        init, step = sk.make_train_step(
-            sk.value_and_grad(loss_fn(ways | {"remat": "full"})),
-            optax.sgd(1.0),
-            mesh=mesh,
-            plan=PLANS[name],
-            precision=sk.Precision(compute=jnp.bfloat16),
-        )
-        state = init(params(2), jax.random.key(0))
-        before = jax.tree.map(np.asarray, state.params["layers"])
-        state, _ = step(state, batch(0))
-        grads[k] = jax.tree.map(lambda a, b: a - np.asarray(b), before, state.params["layers"])
-    gaps = jax.tree.map(lambda a, b: np.max(np.abs(a - b)) / np.max(np.abs(a)), *grads.values())
-    assert max(jax.tree.leaves(gaps)) < 0.02, gaps
+    mesh = sk.make_mesh(jax.devices()[:2], d=2)
+    policy = sk.Precision(compute=jnp.bfloat16)
+    init, step = sk.make_train_step(
+        sk.value_and_grad(loss), optax.sgd(1.0), mesh=mesh, plan=PLANS[name], precision=policy
+    )
+    state = init({"layers": np.ones((2, 2), "f")}, jax.random.key(0))
+    state, _ = step(state, np.tile(np.array([[256], [1], [1], [1]], "f"), (2, 2)))
+    np.testing.assert_array_equal(1 - np.asarray(state.params["layers"])[:, 0], total / 4)
 
 
 def traffic(step, state):

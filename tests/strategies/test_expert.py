@@ -337,6 +337,14 @@ def test_bytes_are_the_closed_forms(n):
     assert counts.sent(kind="all_reduce") == cost.wire("all_reduce", 8 * (E + 1), n).sent
 
 
+@pytest.mark.parametrize("n", [2])
+def test_a_device_of_one_expert_gets_each_token_once(n):
+    """Of two choices at most one is its expert: blocks of twice the rows would be sent half empty."""
+    run = on_mesh(expert_mesh(n), top_k=2, routing=sk.layers.Dropless())
+    form = cost.expert_volume(tokens=T, hidden=D, ways=n, top_k=1, capacity_factor=n, value_bytes=4)
+    assert float(sk.census(run, *values(n, n)).sent(kind="all_to_all")) == pytest.approx(form.forward)
+
+
 def test_one_device_sends_nothing():
     x, router, w = values(4)
     for options in ({"routing": sk.layers.Dropless()}, {}):

@@ -99,6 +99,37 @@ def test_failures_in_full(data8):
     )
 
 
+def test_a_complex_result_has_a_complex_cotangent_and_both_parts_in_the_message():
+    @jax.custom_vjp
+    def total(z):
+        return sk.all_reduce(z, "data")
+
+    total.defvjp(lambda z: (total(z), None), lambda _, c: (sk.vary(jnp.conj(c), "data"),))
+    z = (np.arange(2) + 1j).astype("complex64")
+    mesh = sk.make_mesh(jax.devices()[:2], data=2)
+    options = {"args": (z,), "in_specs": P("data"), "out_specs": P(), "eager": False}
+    whole = lambda z: z.sum(keepdims=True)  # noqa: E731
+    assert_matches_reference(lambda z: sk.all_reduce(z, "data"), whole, mesh=mesh, **options)
+    assert "the gradient of argument 0 must equal the reference" in complaint(mesh, total, whole, **options)
+    turned = complaint(mesh, lambda z: 1j * sk.all_reduce(z, "data"), whole, grad=False, **options)
+    assert "the largest difference is 3.16 at [0], where it is -2+1j and the reference 1+2j; allowed is " in turned
+
+
+def test_a_kernel_of_others_that_does_not_type_what_varies():
+    """The carry of its loop begins equal on all devices, which check_vma refuses."""
+
+    def foreign(x):
+        return jax.lax.psum(jax.lax.fori_loop(0, 3, lambda i, c: c + x.sum(), jnp.float32(0)), "data")
+
+    x, mesh = np.arange(4, dtype="f"), sk.make_mesh(jax.devices()[:2], data=2)
+    options = {"mesh": mesh, "in_specs": P("data"), "out_specs": P(), "eager": False, "args": (x,)}
+    with pytest.raises(TypeError, match="carry"):
+        assert_matches_reference(foreign, lambda x: 3 * x.sum(), **options)
+    assert_matches_reference(foreign, lambda x: 3 * x.sum(), check_vma=False, **options)
+    emulated = sk.testing.emulate(foreign, {"data": 2}, P("data"), P(), check_vma=False)
+    np.testing.assert_allclose(jax.grad(lambda x: emulated(x) ** 2)(x), 108.0)
+
+
 def test_integers_and_nan_are_compared_exactly(data8):
     options = {"in_specs": P("data"), "out_specs": P("data"), "grad": False, "eager": False}
     big = np.full(8, 2**24, np.int32)

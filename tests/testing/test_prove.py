@@ -108,6 +108,47 @@ def test_a_wrong_gradient_behind_a_clip():
     assert "(everywhere 2x one device's); allowed is " in text
 
 
+# The weight divides out of loss and gradients; a metric far below the loss must not borrow the loss's rounding.
+def test_a_weight_or_a_metric_that_is_not_one_devices():
+    def small(params, batch, keys):
+        loss, aux = loss_fn(params, batch, keys)
+        return loss, {"small": sk.Mean(1e-3 * aux["error"].total, aux["error"].weight)}
+
+    own = sk.value_and_grad(small)
+
+    def wrong(what):
+        def step(params, batch, keys, *, scale=1):
+            loss, aux, grads = own(params, batch, keys, scale=scale)
+            if what == "weight":
+                loss, grads = sk.Mean(2 * loss.total, 2 * loss.weight), jax.tree.map(lambda g: 2 * g, grads)
+            elif what == "metric":
+                aux = {"small": sk.Mean(1.004 * aux["small"].total, aux["small"].weight)}
+            else:
+                aux = aux | {"more": aux["small"]}
+            return loss, aux, grads
+
+        row = Row({"data": 2}, sk.dp("data"))
+        with pytest.raises(AssertionError) as error:
+            prove(
+                step,
+                own,
+                rows=[row],
+                params=PARAMS,
+                batches=BATCHES[:1],
+                laws=[laws.same_numbers],
+                optimizer=optax.sgd(0.1),
+            )
+        return str(error.value)
+
+    text = wrong("weight")
+    assert "step 0: the metric 'weight' must equal one device's" in text and "(everywhere 2x one device's)" in text
+    assert "step 0: the metric 'small' must equal one device's" in wrong("metric")
+    assert wrong("more").endswith(
+        "step 0: the metrics must be those of one device; only the mesh returns 'more'. Return the same means from the "
+        "loss and from the reference."
+    )
+
+
 # A GradFn that is right wherever scale is 1, and trains a float16 model on gradients that are too small or too large.
 @pytest.mark.parametrize("wrong", ["ignored", "squared", "loss"])
 def test_a_scale_that_is_not_that_of_the_gradients_alone(wrong):

@@ -188,6 +188,17 @@ def test_a_loss_that_overflows_the_output_alone_is_finite(data8):
     assert float(state.params) == 1 - 1e6 and given == [jnp.float32]
 
 
+@pytest.mark.check
+def test_the_weight_is_a_count_whatever_the_output_dtype():
+    """257 tokens are 256 in bfloat16."""
+    policy, data = sk.Precision(output=jnp.bfloat16), jax.ShapeDtypeStruct((514,), jnp.float32)
+    grad_fn = sk.value_and_grad(lambda params, batch, keys: sk.Mean.of(batch * params))
+    mesh = sk.abstract_mesh(data=2)
+    init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh, plan=sk.dp("data"), precision=policy)
+    _, metrics = jax.eval_shape(step, init.abstract(jax.ShapeDtypeStruct((), jnp.float32)), data)
+    assert {name: x.dtype for name, x in metrics.items()} == {"loss": jnp.bfloat16, "weight": jnp.float32}
+
+
 # 256 + 1 + 1 + 1 is 259, which bfloat16 does not know: gradients are sums in the dtype of reductions, wherever they are
 # scattered.
 @pytest.mark.parametrize(

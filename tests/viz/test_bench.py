@@ -101,6 +101,8 @@ def test_ratios_are_bars_beside_each_other_with_hatches():
     }
     [axes] = viz.results(ratios()).axes
     assert {patch.get_hatch() for patch in axes.patches} == {"", "////"}
+    [(_, bars)] = drawn(ratios(cpu_ratio=1.1))  # of all rounds together, as the tables say it
+    assert bars["fsdp, CPU time"] == 1.1
     [(_, bars)] = drawn(ratios() + ratios(cpu_ratio_median=3.0))  # the last of a case that stands twice
     assert bars["fsdp, CPU time"] == 3.0
 
