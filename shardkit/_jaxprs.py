@@ -210,6 +210,7 @@ def _reached(jaxpr: Any, arguments: Sequence[bool]) -> set[Any]:
 
 
 def marks(atoms: Sequence[Any], variables: set[Any]) -> list[bool]:
+    """Which of the operands of an equation are among some variables."""
     return [not isinstance(atom, Literal) and atom in variables for atom in atoms]
 
 

@@ -63,7 +63,7 @@ NEIGHBOURS = {
     "inspection": {"grid", "layout", "mesh"},
     "train": {"arguments", "automatic", "carried", "precision", "state"},
     "evaluate": {"arguments", "automatic", "carried", "precision", "state"},
-    "automatic": {"state"},
+    "automatic": {"arguments", "state"},
     "carried": {"precision", "state"},
     "state": {"arguments", "precision"},
     "resharding": {"state"},

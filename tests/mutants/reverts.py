@@ -1172,8 +1172,8 @@ REVERTS = (
     (
         "state-of-another-tree",
         "shardkit/state.py",
-        "if jax.tree.structure(new) != jax.tree.structure(state):",
-        "if new is None:",
+        "        if before != after:",
+        "        if before is after:",
     ),
     (
         "prefetched-layers-closed-over-weight",

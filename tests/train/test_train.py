@@ -171,7 +171,6 @@ def test_accumulation_leaves_the_effective_batch_as_it_is(accumulate):
     assert float(state.params) == 2 - 15.5
 
 
-# proves S58, S64, S65, S69: what each device holds
 def gathering(params, batch, keys):
     h = sk.gathered(lambda w, x: x @ w)(params["weight"], batch["x"])
     return sk.Mean.of(h @ sk.all_gather(h, "data").T)
@@ -206,6 +205,7 @@ def test_a_loss_that_mixes_the_examples_of_devices_is_told_of_accumulation(plan)
     ]
 
 
+# proves S58, S64, S65, S69: what each device holds
 def test_optimizer_state_is_laid_out_as_the_update(data8):
     params = make_params()
     for plan, params_share, moments_share in [
