@@ -281,7 +281,7 @@ def _deleted(x: Any) -> bool:
 
 
 def keyed(
-    compiled: Any, *, stop: bool, dynamic: bool, check: Callable[[Any], None] | None = None
+    compiled: Any, *, stop: bool, dynamic: bool, check: Callable[[Any], None] | None = None, warns: bool = True
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
     """The step as its user calls it. The key never changes, and stays outside jit.
 
@@ -299,7 +299,7 @@ def keyed(
                 "want to keep, jax.tree.map(jnp.copy, state), or pass make_train_step(..., donate=False)."
             )
         args = arguments(state, batch)
-        if not told:
+        if warns and not told:
             told.append(True)
             warn_of(compiled.trace(*args).jaxpr.jaxpr, stacklevel=2)
         new, metrics = compiled(*args)

@@ -158,7 +158,7 @@ def call_sealed(fn: Callable[..., Any], tree: Any, *args: Any, at: str = "") -> 
         TypeError: `fn` computes with a lazy leaf, or changes its dims from the first sharded one on.
     """
     if not any(map(is_handle, jax.tree.leaves(tree, is_leaf=is_handle))):
-        return fn(tree, *args)
+        return fn(jax.tree.map(lambda x: x, tree), *args)  # made anew: flax changes no variable of an outer trace
     prefix = (jax.tree_util.DictKey(at),) if at else ()
 
     def sealed(path: Any, x: Any) -> Any:

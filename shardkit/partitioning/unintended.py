@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -44,8 +45,8 @@ class _Known(NamedTuple):
     divided: frozenset[tuple[Axes, str]] = frozenset()
 
 
-def quotients(jaxpr: Any) -> list[Advice]:
-    """Sums over devices of what each has divided by a sum over its own examples."""
+def quotients(jaxpr: Any, sums: int = 1) -> list[Advice]:
+    """Sums over devices of what each has divided by a sum over its own examples, over axes of so many sums."""
     found: dict[str, Axes] = {}
 
     def run(jaxpr: Any, given: Sequence[_Known]) -> list[_Known]:
@@ -78,6 +79,10 @@ def quotients(jaxpr: Any) -> list[Advice]:
         return [_Known(axes, total or sums, divided)]
 
     run(jaxpr, [_Known()] * len(jaxpr.invars))
+    times: Counter[str] = Counter()
+    for site in walk(jaxpr):
+        if kind_of(site.equation) in ("all_reduce", "reduce_scatter"):
+            times.update(mesh_axes(site.equation))
     return [
         Advice(
             f"what each device has divided by a sum over its own examples is summed over {quoted(sorted(axes))}: it is "
@@ -86,6 +91,7 @@ def quotients(jaxpr: Any) -> list[Advice]:
             "Return sk.Mean(total, weight) from the loss, or all_reduce the sum before dividing by it.",
         )
         for line, axes in found.items()
+        if any(times[axis] >= sums for axis in axes)
     ]
 
 
@@ -120,7 +126,14 @@ def idle_axes(jaxpr: Any) -> list[Advice]:
     ]
 
 
+class Unintended(UserWarning):
+    """What the first step says of a program that is right, and not what was meant."""
+
+
 def warn_of(jaxpr: Any, stacklevel: int) -> None:
     """Warns of all that is unintended in a traced step."""
-    for message, source, remedy in (*quotients(jaxpr), *idle_axes(jaxpr)):
-        warnings.warn(f"step: {source}{': ' if source else ''}{message} {remedy}", stacklevel=stacklevel + 1)
+    # One sum is that of the metrics: a replica that keeps its gradient to itself may have a mean of its own.
+    for message, source, remedy in (*quotients(jaxpr, sums=2), *idle_axes(jaxpr)):
+        warnings.warn(
+            f"step: {source}{': ' if source else ''}{message} {remedy}", Unintended, stacklevel=stacklevel + 1
+        )

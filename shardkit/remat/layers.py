@@ -50,9 +50,9 @@ def gathered(
     Example:
         >>> project = sk.gathered(lambda w, x: x @ w)
         >>> grad_fn = sk.value_and_grad(lambda params, batch, keys: jnp.mean(project(params["layers"], batch)))
-        >>> plan = sk.fsdp("model", layerwise=("layers",), min_size=1)
+        >>> plan = sk.fsdp(("data", "model"), layerwise=("layers",), min_size=1)
         >>> init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh, plan=plan)
-        >>> state, metrics = step(init({"layers": jnp.ones((8, 8))}, jax.random.key(0)), jnp.ones((4, 8)))
+        >>> state, metrics = step(init({"layers": jnp.ones((8, 8))}, jax.random.key(0)), jnp.ones((8, 8)))
 
     Source: Zhao et al., PyTorch FSDP (VLDB 2023), section 3: reshard after forward.
     """

@@ -5,12 +5,7 @@ A row for each defect that was mended; `mutants.py` makes Mutants of them.
 
 REVERTS = (
     # ---- the entry's first lines
-    (
-        "traced-twice",
-        "shardkit/analysis/jaxpr/step.py",
-        "if isinstance(fn, jax.stages.Traced):",
-        "if fn is None:",
-    ),
+    ("traced-twice", "shardkit/analysis/jaxpr/step.py", "if isinstance(fn, jax.stages.Traced):", "if fn is None:"),
     (
         "print-waits-for-ever",
         "shardkit/runtime/data/reading.py",
@@ -72,12 +67,7 @@ REVERTS = (
         "return x.replaced(part=seal(jax.lax.stop_gradient(x.part), name, last), whole=held, slope=_slope(x.part))",
         "return x",
     ),
-    (
-        "lazy-leaf-in-jaxs-words",
-        "shardkit/partitioning/handles.py",
-        "        if not begun:",
-        "        if True:",
-    ),
+    ("lazy-leaf-in-jaxs-words", "shardkit/partitioning/handles.py", "        if not begun:", "        if True:"),
     (
         "names-of-no-leaf",
         "shardkit/partitioning/plan.py",
@@ -162,18 +152,8 @@ REVERTS = (
         "if wrong or not any(np.any(x) for x in leaves.values()):",
         "if wrong:",
     ),
-    (
-        "proof-within-anything",
-        "shardkit/testing/_compare.py",
-        "if not 0 < relative < 1:",
-        "if not relative > 0:",
-    ),
-    (
-        "proof-within-nothing",
-        "shardkit/testing/_compare.py",
-        "if not 0 < relative < 1:",
-        "if not relative < 1:",
-    ),
+    ("proof-within-anything", "shardkit/testing/_compare.py", "if not 0 < relative < 1:", "if not relative > 0:"),
+    ("proof-within-nothing", "shardkit/testing/_compare.py", "if not 0 < relative < 1:", "if not relative < 1:"),
     (
         "sum-of-no-terms",
         "shardkit/testing/assertions.py",
@@ -230,12 +210,7 @@ REVERTS = (
         "shared = 4 * (heads - min(heads, max(kv_heads, tensor))) / heads",
         "shared = 0",
     ),
-    (
-        "kv-heads-below-a-device",
-        "shardkit/cost/activations.py",
-        "max(kv_heads, tensor)",
-        "kv_heads",
-    ),
+    ("kv-heads-below-a-device", "shardkit/cost/activations.py", "max(kv_heads, tensor)", "kv_heads"),
     # ---- schedules from CSV
     (
         "one-cell-turns-the-table",
@@ -249,12 +224,7 @@ REVERTS = (
         '(("stages", action.stage), ("microbatches", action.microbatch)):',
         '(("stages", 0), ("microbatches", 0)):',
     ),
-    (
-        "bom-is-a-cell",
-        "shardkit/schedules/base.py",
-        'text.removeprefix("\\ufeff").rstrip()',
-        "text.rstrip()",
-    ),
+    ("bom-is-a-cell", "shardkit/schedules/base.py", 'text.removeprefix("\\ufeff").rstrip()', "text.rstrip()"),
     (
         "blank-line-is-a-device",
         "shardkit/schedules/base.py",
@@ -268,42 +238,22 @@ REVERTS = (
         "if scaled is not None and scaled != training:",
         "if scaled is None:",
     ),
-    (
-        "plan-that-is-none",
-        "shardkit/_kinds.py",
-        "lambda x: isinstance(x, hint)",
-        "lambda x: x is not None",
-    ),
+    ("plan-that-is-none", "shardkit/_kinds.py", "lambda x: isinstance(x, hint)", "lambda x: x is not None"),
     (
         "mesh-that-is-none",
         "shardkit/_kinds.py",
         "lambda x: isinstance(x, Mesh | AbstractMesh)",
         "lambda x: x is not None",
     ),
-    (
-        "optimizer-that-is-none",
-        "shardkit/train.py",
-        "    optimizer: Optimizer,",
-        "    optimizer: Any,",
-    ),
+    ("optimizer-that-is-none", "shardkit/train.py", "    optimizer: Optimizer,", "    optimizer: Any,"),
     (
         "key-that-is-none",
         "shardkit/arguments.py",
         "if (not typed and not raw) or (typed and jnp.ndim(key)):",
         "if typed and jnp.ndim(key):",
     ),
-    (
-        "rbg-keys-of-a-run",
-        "shardkit/arguments.py",
-        '    refuse_unstable("init", key)',
-        "    pass",
-    ),
-    (
-        "rbg-keys",
-        "shardkit/rng.py",
-        'in ("rbg", "unsafe_rbg"):',
-        "in ():",
-    ),
+    ("rbg-keys-of-a-run", "shardkit/arguments.py", '    refuse_unstable("init", key)', "    pass"),
+    ("rbg-keys", "shardkit/rng.py", 'in ("rbg", "unsafe_rbg"):', "in ():"),
     (
         "used-up-state",
         "shardkit/train.py",
@@ -353,12 +303,7 @@ REVERTS = (
         "            if self._unknown:",
         "            if not self._unknown:",
     ),
-    (
-        "silence-without-end",
-        "shardkit/jobs/monitor/rendezvous.py",
-        "[1] < now:",
-        "[1] < 0:",
-    ),
+    ("silence-without-end", "shardkit/jobs/monitor/rendezvous.py", "[1] < now:", "[1] < 0:"),
     (
         "strangers-unmentioned",
         "shardkit/jobs/monitor/rendezvous.py",
@@ -517,12 +462,7 @@ REVERTS = (
         "json.loads(json.dumps(value), object_pairs_hook=_distinct)",
         "json.loads(json.dumps(value))",
     ),
-    (
-        "format-of-other-checksums",
-        "shardkit/runtime/checkpoint/record.py",
-        "FORMAT = 2",
-        "FORMAT = 1",
-    ),
+    ("format-of-other-checksums", "shardkit/runtime/checkpoint/record.py", "FORMAT = 2", "FORMAT = 1"),
     # ---- layers in the order of stages
     (
         "order-never-matters",
@@ -536,12 +476,7 @@ REVERTS = (
         "    if any(p.layers is not None for p in ins):",
         "    if False:",
     ),
-    (
-        "loop-over-layers",
-        "shardkit/remat/uniform.py",
-        "if any(p.layers == 0 for p in each):",
-        "if False:",
-    ),
+    ("loop-over-layers", "shardkit/remat/uniform.py", "if any(p.layers == 0 for p in each):", "if False:"),
     (
         "array-of-the-layers-length",
         "shardkit/remat/uniform.py",
@@ -633,12 +568,7 @@ REVERTS = (
         "update=id(site.equation) in after and not row.backward",
         "update=False",
     ),
-    (
-        "pbroadcast-unknown",
-        "shardkit/_compat.py",
-        '    "pbroadcast": "broadcast",',
-        "",
-    ),
+    ("pbroadcast-unknown", "shardkit/_compat.py", '    "pbroadcast": "broadcast",', ""),
     (
         "casts-to-reduced-unknown",
         "shardkit/_jaxprs.py",
@@ -700,12 +630,7 @@ REVERTS = (
         "return np.asarray(x, jnp.result_type(x))",
         "return jnp.asarray(x, jnp.result_type(x))",
     ),
-    (
-        "steps-in-a-loop-gather-again",
-        "shardkit/train.py",
-        "if steps:  # else",
-        "if steps and plan.automatic:  # else",
-    ),
+    ("steps-in-a-loop-gather-again", "shardkit/train.py", "if steps:  # else", "if steps and plan.automatic:  # else"),
     (
         "sequence-in-another-order",
         "shardkit/partitioning/token_axes.py",
@@ -718,42 +643,22 @@ REVERTS = (
         "if split is not None and not set(split) <= attended:",
         "if split is not None and not split:",
     ),
-    (
-        "transformers-whole-weights",
-        "shardkit/models/axes.py",
-        "if here * ways == whole:",
-        "if here * ways >= whole:",
-    ),
+    ("transformers-whole-weights", "shardkit/models/axes.py", "if here * ways == whole:", "if here * ways >= whole:"),
     (
         "impossible-counts",
         "shardkit/collectives/ragged.py",
         "_wrong(np.asarray(counts), x.shape[0], rows, limit):",
         "_wrong(np.asarray(counts), x.shape[0], rows, limit) is None:",
     ),
-    (
-        "whole-weights-summed",
-        "shardkit/layers/matmul.py",
-        "    if whole:",
-        "    if len(whole) > len(names):",
-    ),
+    ("whole-weights-summed", "shardkit/layers/matmul.py", "    if whole:", "    if len(whole) > len(names):"),
     (
         "weights-in-the-compute-dtype",
         "shardkit/partitioning/loss_weights.py",
         "exact |= {tag.leaf for tag in weight if tag.value} & rounded",
         "exact |= {tag.leaf for tag in weight if tag.value} & scalars",
     ),
-    (
-        "scale-taken-on-trust",
-        "shardkit/testing/program.py",
-        "grad_fn = _scaled(row.grad_fn)",
-        "grad_fn = row.grad_fn",
-    ),
-    (
-        "second-compile-unseen",
-        "shardkit/analysis/rules/second_call.py",
-        "    if compiled:",
-        "    if compiled is None:",
-    ),
+    ("scale-taken-on-trust", "shardkit/testing/program.py", "grad_fn = _scaled(row.grad_fn)", "grad_fn = row.grad_fn"),
+    ("second-compile-unseen", "shardkit/analysis/rules/second_call.py", "    if compiled:", "    if compiled is None:"),
     (
         "devices-in-an-array",
         "shardkit/mesh.py",
@@ -827,18 +732,8 @@ REVERTS = (
         "if found := misused(closed.jaxpr):",
         "if not tree and (found := misused(closed.jaxpr)):",
     ),
-    (
-        "vmap-takes-a-sharded-dim-off",
-        "shardkit/_sealed.py",
-        "if dim > x.ndim - 1 - x.dtype.last:",
-        "if dim > x.ndim:",
-    ),
-    (
-        "scan-takes-a-sharded-dim-off",
-        "shardkit/_sealed.py",
-        "if x.ndim < x.dtype.last:",
-        "if x.ndim < 0:",
-    ),
+    ("vmap-takes-a-sharded-dim-off", "shardkit/_sealed.py", "if dim > x.ndim - 1 - x.dtype.last:", "if dim > x.ndim:"),
+    ("scan-takes-a-sharded-dim-off", "shardkit/_sealed.py", "if x.ndim < x.dtype.last:", "if x.ndim < 0:"),
     (
         "lazy-leaf-without-a-gradient",
         "shardkit/partitioning/handles.py",
@@ -887,18 +782,8 @@ REVERTS = (
         "    if found := communicates(program.jaxpr):",
         '    if found := "" and communicates(program.jaxpr):',
     ),
-    (
-        "local-loss-gets-a-part",
-        "shardkit/partitioning/gradient.py",
-        "    check_whole()\n",
-        "",
-    ),
-    (
-        "local-loss-opens-a-lazy-leaf",
-        "shardkit/partitioning/gradient.py",
-        "    if lazy:",
-        "    if not args:",
-    ),
+    ("local-loss-gets-a-part", "shardkit/partitioning/gradient.py", "    check_whole()\n", ""),
+    ("local-loss-opens-a-lazy-leaf", "shardkit/partitioning/gradient.py", "    if lazy:", "    if not args:"),
     (
         "local-loss-is-typed-by-the-mesh",
         "shardkit/_one_device.py",
@@ -911,12 +796,7 @@ REVERTS = (
         "            alone()\n",
         "            raise error\n",
     ),
-    (
-        "terms-weigh-alike",
-        "shardkit/partitioning/gradient.py",
-        "jnp.max(whole) / w * mean.total",
-        "mean.total",
-    ),
+    ("terms-weigh-alike", "shardkit/partitioning/gradient.py", "jnp.max(whole) / w * mean.total", "mean.total"),
     (
         "weights-of-terms-are-this-devices",
         "shardkit/partitioning/gradient.py",
@@ -935,18 +815,8 @@ REVERTS = (
         "if any(_deleted(x) for x in jax.tree.leaves(state)):",
         "if _deleted(state.step):",
     ),
-    (
-        "donated-anyway",
-        "shardkit/train.py",
-        "donate_argnums=(0,) if donate else ()",
-        "donate_argnums=(0,)",
-    ),
-    (
-        "pallas-copies-are-nothing",
-        "shardkit/_compat.py",
-        'case "dma_start":',
-        'case "dma_begin":',
-    ),
+    ("donated-anyway", "shardkit/train.py", "donate_argnums=(0,) if donate else ()", "donate_argnums=(0,)"),
+    ("pallas-copies-are-nothing", "shardkit/_compat.py", 'case "dma_start":', 'case "dma_begin":'),
     (
         "foreign-calls-are-nothing",
         "shardkit/_compat.py",
@@ -1037,12 +907,7 @@ REVERTS = (
         "            warn_of(compiled.trace(*args).jaxpr.jaxpr, stacklevel=2)",
         "            pass",
     ),
-    (
-        "ctrl-c-while-compiling",
-        "shardkit/cli/__init__.py",
-        "    if code == INTERRUPTED:",
-        "    if code < 0:",
-    ),
+    ("ctrl-c-while-compiling", "shardkit/cli/__init__.py", "    if code == INTERRUPTED:", "    if code < 0:"),
     (
         "rich-ends-a-closed-pipe",
         "shardkit/cli/output.py",
@@ -1061,18 +926,8 @@ REVERTS = (
         "_check_signatures(own, operation, redop, axes)",
         "_check_signatures({}, operation, redop, axes)",
     ),
-    (
-        "two-sizes-fit-exactly",
-        "shardkit/bench/comm.py",
-        "if sizes > 2 else",
-        "if sizes > 1 else",
-    ),
-    (
-        "meshes-of-equal-names",
-        "shardkit/_context.py",
-        "    if own == around:",
-        "    if own is None:",
-    ),
+    ("two-sizes-fit-exactly", "shardkit/bench/comm.py", "if sizes > 2 else", "if sizes > 1 else"),
+    ("meshes-of-equal-names", "shardkit/_context.py", "    if own == around:", "    if own is None:"),
     (
         "proof-ignores-the-weight",
         "shardkit/testing/one_device.py",
@@ -1151,12 +1006,7 @@ REVERTS = (
         "        if inner is None:",
         "        if inner == ():",
     ),
-    (
-        "sam-gets-the-loss",
-        "shardkit/state.py",
-        "**(extra if takes else {})",
-        "**extra",
-    ),
+    ("sam-gets-the-loss", "shardkit/state.py", "**(extra if takes else {})", "**extra"),
     (
         "refusal-says-not-what-is-asked-for",
         "shardkit/state.py",
@@ -1169,12 +1019,7 @@ REVERTS = (
         "if [jnp.shape(x) for x in jax.tree.leaves(updates)] != [jnp.shape(x) for x in jax.tree.leaves(grads)]:",
         "if updates is None:",
     ),
-    (
-        "state-of-another-tree",
-        "shardkit/state.py",
-        "        if before != after:",
-        "        if before is after:",
-    ),
+    ("state-of-another-tree", "shardkit/state.py", "        if before != after:", "        if before is after:"),
     (
         "prefetched-layers-closed-over-weight",
         "shardkit/remat/regather.py",
@@ -1199,12 +1044,7 @@ REVERTS = (
         'kept = ("weight", "finite", "loss_scale")',
         'kept = ("finite", "loss_scale")',
     ),
-    (
-        "dropless-sends-each-choice",
-        "shardkit/layers/moe.py",
-        "limit = N * min(top_k, E // n)",
-        "limit = N * top_k",
-    ),
+    ("dropless-sends-each-choice", "shardkit/layers/moe.py", "limit = N * min(top_k, E // n)", "limit = N * top_k"),
     (
         "alpha-beta-by-the-mean",
         "shardkit/bench/fit.py",

@@ -73,7 +73,7 @@ def batch(step):
 
 
 def trained(name, layers, way, steps=2, accumulate=1):
-    mesh = sk.make_mesh(jax.devices()[:4], z=2, d=2)
+    mesh = sk.make_mesh(jax.devices()[:2], z=1, d=2)
     init, step = sk.make_train_step(
         sk.value_and_grad(loss_fn(way)), optax.sgd(0.01), mesh=mesh, plan=PLANS[name], accumulate=accumulate
     )

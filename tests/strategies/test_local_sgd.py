@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import shardkit as sk
 
@@ -77,6 +78,7 @@ def test_it_equals_the_replicas_one_after_the_other():
 
 
 # Catches a factor between the two, such as the number of replicas.
+@pytest.mark.filterwarnings("ignore::shardkit.partitioning.unintended.Unintended")
 def test_averaged_after_every_step_it_is_data_parallelism():
     (_, step), state = train(optax.sgd(0.05), 1)
     mesh = sk.make_mesh(jax.devices()[:REPLICAS], data=REPLICAS)

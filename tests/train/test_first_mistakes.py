@@ -206,3 +206,19 @@ def test_the_first_step_warns_once_of_what_is_unintended(sizes, loss, message):
         state, _ = step(state, batch)
     assert len(told) == 1 and told[0].filename == __file__
     step(state, batch)
+
+
+# Each of these ended in an error of Python or jax that names nothing of the caller's.
+@pytest.mark.check
+def test_arguments_that_are_left_out():
+    with type_error(
+        "value_and_grad: loss_fn must take (params, batch, keys), or (params, batch, keys, carried); got (params, "
+        "batch). Add the arguments that are missing: keys has one key per example, and may go unused."
+    ):
+        sk.value_and_grad(loss_of_two)
+    init, step = sk.make_train_step(OWN, SGD, mesh=MESH, plan=PLAN)
+    params = {"w": np.ones(4, np.float32)}
+    with type_error("init: key must be one jax key; got NoneType None. Pass for example jax.random.key(0)."):
+        init(params)
+    with type_error("step: the batch must follow the state; got none. Pass for example sk.census(step, state, batch)."):
+        sk.census(step, init.abstract(params))

@@ -116,7 +116,7 @@ def load(path: str | os.PathLike[str]) -> Callable[..., Any]:
             f"aot.load: the runtime must accept the program; it refuses {path}: {_first(error)}. Save the program "
             "again, in the environment in which it runs."
         ) from error
-    return keyed(run, **ends) if ends else run
+    return keyed(run, warns=False, **ends) if ends else run
 
 
 def writable_by(found: os.stat_result) -> str:

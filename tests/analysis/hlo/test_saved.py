@@ -32,7 +32,7 @@ def loss(params, batch, keys):
 
 
 def train_step(mesh, optimizer, **options):
-    return sk.make_train_step(sk.value_and_grad(loss), optimizer, mesh=mesh, plan=sk.fsdp("data"), **options)
+    return sk.make_train_step(sk.value_and_grad(loss), optimizer, mesh=mesh, plan=sk.fsdp(mesh.axis_names), **options)
 
 
 def params():
