@@ -197,11 +197,7 @@ def _account(name: str) -> list[dict[str, Any]]:
 
 
 def _jobset(metadata: Mapping[str, Any], processes: int, pod: Mapping[str, Any]) -> dict[str, Any]:
-    """A JobSet, restarted as a whole when its processes were preempted, or one was lost.
-
-    In its indexed Job every exit code is final except PREEMPTED and LOST, with which the others end when a machine is
-    lost, which itself leaves no exit code.
-    """
+    """A JobSet, which restarts after PREEMPTED, LOST or no code, as of a lost machine; other codes are final."""
     final = {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [PREEMPTED, LOST]}}
     job = {
         "completions": processes,

@@ -30,12 +30,9 @@ _STEP, _IN_STEP = re.compile(rb"\bstep (\d+)"), re.compile(rb" (?:failed|died [^
 
 
 class Blamed(NamedTuple):
-    """What the guard named.
+    """The process that the guard named, and the step, from 0, if it named one.
 
-    Attributes:
-        process: the process.
-        step: the step, from 0, if it named one.
-        in_step: whether the process failed or died in that step: not before it, after it, or on a lost machine.
+    `in_step`: it failed or died in that step, not before it, after it, or on a lost machine.
     """
 
     process: int

@@ -116,14 +116,12 @@ def page_of(facts: Facts, command: str) -> Html:
     title = f"{found.step} on {found.target}"
     parts = [*filter(None, (part(facts) for part in _PARTS)), sections.made(command, about)]
     head = element(
-        "header", element("h1", title), element("p", f"Made on {_minute(str(about['date']))}", class_="quiet")
+        "header",
+        element("h1", title),
+        element("p", f"Made on {datetime.fromisoformat(str(about['date'])):%Y-%m-%d %H:%M} UTC", class_="quiet"),
     )
     main = element("main", head, sections.summary(facts), below(parts))
     return document(title, STYLE, main)
-
-
-def _minute(date: str) -> str:
-    return f"{datetime.fromisoformat(date):%Y-%m-%d %H:%M} UTC"
 
 
 def check_file(file: Path) -> Path:

@@ -156,7 +156,7 @@ def _bars(records: list[Record]) -> tuple[Bar, ...]:
 
 def _drawn(rows: list[list[Panel]]) -> Figure:
     """The rows of plots, one below the other; lines of a row have their names at its right, bars theirs at the left."""
-    heights = [_height(row) for row in rows]
+    heights = [max(max(_TALL if p.lines else 0.0, _BAR * (len(p.bars) + 1)) for p in row) for row in rows]
     before = [_LABELS if any(panel.bars for panel in row) else _LEFT for row in rows]
     wide = [len(row) * (_WIDE + b) for row, b in zip(rows, before, strict=True)]
     keyed = [_KEYS * any(panel.lines for panel in row) for row in rows]
@@ -178,10 +178,6 @@ def _drawn(rows: list[list[Panel]]) -> Figure:
                 _draw_lines(axes, panel, names, column == len(row) - 1)
         top += _TOP + height + _UNDER
     return picture
-
-
-def _height(row: list[Panel]) -> float:
-    return max(max(_TALL if panel.lines else 0.0, _BAR * (len(panel.bars) + 1)) for panel in row)
 
 
 def _draw_lines(axes: Axes, panel: Panel, names: list[str], last: bool) -> None:

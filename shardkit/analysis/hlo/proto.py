@@ -225,9 +225,6 @@ def _scalar(literal: Message) -> int | None:
     for number in (4, 5, 6, 7):
         if number in literal:
             values = integers(literal, number)
-            return _signed(values[0]) if values else None
+            negative = bool(values) and values[0] >= 1 << 63
+            return values[0] - (1 << 64) * negative if values else None
     return None
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value

@@ -101,13 +101,9 @@ _FATAL = {State.FAILED: 0.3, State.DIED: 0.3, State.CUT_OFF: 2.0}
 
 
 class Fault(NamedTuple):
-    """What ends a job: the sentence to report, and what kind of fault it is.
+    """What ends a job: the sentence to report, the seconds to wait for a better one, and whether it is a root cause.
 
-    Attributes:
-        text: the sentence.
-        wait: the seconds to wait for a better one.
-        primary: whether it is a root cause.
-        lost: whether a process died or does not answer, so that the program itself may be right.
+    `lost`: a process died or does not answer, so that the program itself may be right.
     """
 
     text: str

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 Message = dict[str, Any]
-# The exit codes of a process that its monitor ends: for a fault of the program, and where another process died, or its
-# machine does not answer, so that the same job may go on when it is started again.
-FAILED, LOST = 70, 76
+FAILED = 70  # the exit code of a process that its monitor ends
+LOST = 76  # where another process died or its machine does not answer: the same job may go on when it starts again
 # Seconds that process 0 outlives the others: jax's coordination service, whose end aborts them, is in it.
 LEAVES_LAST = 1.5
 LONGEST = 1 << 28  # bytes of a line; a peer that sends more is not a monitor
