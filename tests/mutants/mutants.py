@@ -1,6 +1,6 @@
 """One wrong place in the library, which some test of the default tier must notice. No jax.
 
-Mutants come from two places: mends of the changelog that are taken back (`reverts.py`), and mistakes that are drawn by
+Mutants come from two places: mends of the changelog that are taken back (`reverts.txt`), and mistakes that are drawn by
 a seed from the code itself (`drawn.py`).
 """
 

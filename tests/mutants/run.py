@@ -168,7 +168,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Puts one mistake after the other into a copy, and runs the tests.")
     parser.add_argument("--seed", type=int, default=0, help="which mistakes are drawn")
     parser.add_argument("--count", type=int, default=300, help="how many")
-    parser.add_argument("--reverts", action="store_true", help="the mends of reverts.py taken back instead")
+    parser.add_argument("--reverts", action="store_true", help="the mends of reverts.txt taken back instead")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="those alone whose names hold one of these texts")
     parser.add_argument("--tests", nargs="+", default=[], metavar="ID", help="files or tests to run, without a map")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time, each in a copy of its own")
