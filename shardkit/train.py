@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardkit import _compat
 from shardkit._check import Axis, at_least
 from shardkit._context import CONTEXT
 from shardkit._kinds import Optimizer
@@ -276,10 +277,6 @@ def _in_sequence(step: Any, steps: int, state: TrainState, key: jax.Array, batch
     return jax.lax.scan(lambda state, batch: step(state, key, batch), state, batches)
 
 
-def _deleted(x: Any) -> bool:
-    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
-
-
 def keyed(
     compiled: Any, *, stop: bool, dynamic: bool, check: Callable[[Any], None] | None = None, warns: bool = True
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
@@ -288,19 +285,21 @@ def keyed(
     A typed key that jit returns is rebuilt in Python at every call, which costs more than the rest of the dispatch.
     """
 
-    told: list[bool] = []
+    array = _compat.private("array.ArrayImpl")  # for every leaf, and isinstance takes twice as long
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        if any(_deleted(x) for x in jax.tree.leaves(state)):
-            path = next(path for path, x in jax.tree_util.tree_leaves_with_path(state) if _deleted(x))
+        nonlocal warns
+        if any(type(x) is array and x.is_deleted() for x in jax.tree.leaves(state)):
+            leaves = jax.tree_util.tree_leaves_with_path(state)
+            path = next(path for path, x in leaves if type(x) is array and x.is_deleted())
             raise ValueError(  # jax 0.10 on simulated devices aborts the process instead
                 "step: the state must be the newest; an earlier step was passed its leaf "
                 f"{path_name(path)} and donated the buffer. Pass the state that step returned, copy one that you "
                 "want to keep, jax.tree.map(jnp.copy, state), or pass make_train_step(..., donate=False)."
             )
         args = arguments(state, batch)
-        if warns and not told:
-            told.append(True)
+        if warns:
+            warns = False
             warn_of(compiled.trace(*args).jaxpr.jaxpr, stacklevel=2)
         new, metrics = compiled(*args)
         new = new._replace(key=state.key)
