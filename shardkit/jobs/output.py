@@ -66,8 +66,9 @@ class _Pipe:
         more = data or (b"\n" if self.rest else b"")
         self.rest += more
         if b"\n" in more or b"\r" in more:
-            lines = _LINE.findall(self.rest)
-            self.rest = self.rest[sum(map(len, lines)) :]
+            end = 1 + max(self.rest.rfind(b"\n"), self.rest.rfind(b"\r"))
+            lines = _LINE.findall(self.rest[:end])  # beyond, each byte would be tried as the start of a line
+            del self.rest[:end]
             self.blamed += [_read_blame(blames) for line in lines if (blames := _BLAMES.match(line))]
             shown = [line for line in lines if not _CHATTER.match(line)]
             write(self.stream, b"".join(self.prefix + line for line in shown))

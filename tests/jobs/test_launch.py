@@ -169,6 +169,7 @@ def test_scripts_and_modules_run_under_this_python(capfd, tmp_path):
 
 
 def test_lines_come_whole(capfdbinary):  # proves S101
+    """In a second: a search that tries each byte of an incomplete line as the start of one takes minutes."""
     command = program(
         """
         for line in range(60):
