@@ -117,11 +117,13 @@ class Checkpoints:
             metrics: numbers by name, or None.
 
         A run that resumes from a step that is not the newest, for example because that is damaged, renames the newer
-        steps before it saves an older one, with a warning: they no longer count.
+        steps before it saves an older one, with a warning: they no longer count. So does a save what has the step's
+        number and is not finished, such as a step whose record is lost.
 
         Raises:
             ValueError: a step that is not newer than all others, except for those; a position or configuration that is
-                not JSON; metrics that are not numbers; two leaves with one path; `read_only`.
+                not JSON; metrics that are not numbers; two leaves with one path; `read_only`; a step to rename that a
+                newer version of shardkit wrote.
             RuntimeError: this save or the previous one could not be written, or another job writes to the directory.
 
         Cost: it returns when orbax alone would. One pass over the state on the devices, for its checksums, then runs
@@ -148,13 +150,12 @@ class Checkpoints:
             self._directory.mkdir(parents=True, exist_ok=True)
         if jax.process_index() == 0:
             self._unlock = self._unlock or lock(self._directory)
-            if goes_back:
-                set_aside(self._directory, self._since)
+            where = f"this run resumed from step {self._since} of {named(self._directory)}"
+            for newer in steps_in(self._directory) if goes_back else ():
+                if newer > self._since:
+                    set_aside(self._path(newer), f"{where}; the newer step {newer} no longer counts")
             if os.path.lexists(self._path(step)):
-                raise ValueError(
-                    f"save: {named(self._path(step))} must not exist before that step is saved; it is not a finished "
-                    "step. Move it away, or save to another directory."
-                )
+                set_aside(self._path(step), f"{named(self._path(step))} is not a finished step")
         with self._writing(step):
             if jax.process_index() == 0 and not self._cleared:
                 for path in self._directory.glob(f"[0-9]*{_UNFINISHED}*"):
@@ -203,7 +204,8 @@ class Checkpoints:
             The state, and the Run saved with it. A step compiled for the target accepts the state without recompiling.
 
         Raises:
-            ValueError: there is no such step, or its leaves, shapes or dtypes differ from the target's.
+            ValueError: there is no such step, a newer version of shardkit wrote it, or its leaves, shapes or dtypes
+                differ from the target's.
             DamagedError: it is damaged or not a checkpoint of shardkit, and so is, with "older", every step before it.
             RuntimeError: it could not be read although it may be intact, for example with too many open files.
 

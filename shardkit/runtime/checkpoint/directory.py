@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardkit.runtime.checkpoint.orbax_io import reason, system_code, system_reason
-from shardkit.runtime.checkpoint.record import RECORD, Run, read_record
+from shardkit.runtime.checkpoint.record import RECORD, NewerError, Run, read_record
 
 # Errors that do not mean damage: too many open files, too little memory, no permission, a network failure.
 _NO_DAMAGE = {
@@ -142,19 +142,33 @@ def _numbered(directory: Path) -> list[int]:
     return [int(path.name) for path in found if int(path.name) < 2**31 and path.is_dir()]
 
 
-def set_aside(directory: Path, since: float) -> None:
-    """Renames the steps after `since`, which no longer count, with a warning."""
-    for step in [step for step in steps_in(directory) if step > since]:
-        path, number = directory / str(step), 0
-        while os.path.lexists(aside := path.with_name(f"{step}.aside" + f"-{number}" * (number > 0))):
-            number += 1
-        path.rename(aside)
-        warnings.warn(
-            f"save: this run resumed from step {since} of {named(directory)}; the newer step {step} no longer counts, "
-            f"and was renamed to {aside.name!r}.",
-            RuntimeWarning,
-            stacklevel=3,
+def is_newer(path: Path) -> bool:
+    """Whether a newer version of shardkit wrote a step, which is no damage."""
+    try:
+        read_record(path)
+    except NewerError:
+        return True
+    except (ValueError, OSError):
+        pass
+    return False
+
+
+def set_aside(path: Path, why: str) -> None:
+    """Renames a step that no longer counts, or is none, with a warning that says why; nothing is deleted.
+
+    Raises:
+        ValueError: a newer version of shardkit wrote it.
+    """
+    if is_newer(path):
+        raise ValueError(
+            f"save: a step must not be set aside if a newer version of shardkit wrote it; {named(path)} has a newer "
+            "format. Go on with that version, or save to another directory."
         )
+    number = 0
+    while os.path.lexists(aside := path.with_name(f"{path.name}.aside" + f"-{number}" * (number > 0))):
+        number += 1
+    path.rename(aside)
+    warnings.warn(f"save: {why}, and was renamed to {aside.name!r}.", RuntimeWarning, stacklevel=3)
 
 
 def check_damage(path: Path, error: BaseException) -> None:

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardkit.runtime.checkpoint.directory import check_damage, named, runs_in, steps_in, warn_of_strange
+from shardkit.runtime.checkpoint.directory import check_damage, is_newer, named, runs_in, steps_in, warn_of_strange
 from shardkit.runtime.checkpoint.orbax_io import by_file_name, reason, system_reason
-from shardkit.runtime.checkpoint.record import Run, read_record
+from shardkit.runtime.checkpoint.record import NewerError, Run, read_record
 from shardkit.runtime.data.checksums import checksums
 from shardkit.runtime.data.reading import on_any_process
 
@@ -55,7 +55,7 @@ def find_step(where: str, directory: Path, step: int | None) -> tuple[int, Run, 
     """A step, by default the newest, with its run and the records of its leaves.
 
     Raises:
-        ValueError: there is no such step.
+        ValueError: there is no such step, or a newer version of shardkit wrote it.
         DamagedError: it is damaged, or not a checkpoint of shardkit.
     """
     steps = steps_in(directory)
@@ -73,6 +73,11 @@ def find_step(where: str, directory: Path, step: int | None) -> tuple[int, Run, 
         )
     try:
         return step, *read_record(directory / str(step))
+    except NewerError as error:
+        raise ValueError(
+            f"{where}: step {step} of {named(directory)} cannot be restored: {error}. Go on with the version that "
+            "wrote it, or pass an older step."
+        ) from None
     except (ValueError, OSError) as error:
         check_damage(directory / str(step), error)
         raise _unusable(where, directory, step, reason(error)) from error
@@ -107,7 +112,8 @@ def read_arrays(
 
 
 def _unusable(where: str, directory: Path, step: int, reason: str) -> DamagedError:
-    older = max((other for other in runs_in(directory) if other < step), default=None)
+    before, runs = [other for other in steps_in(directory) if other < step], runs_in(directory)
+    older = max((other for other in before if other in runs or is_newer(directory / str(other))), default=None)
     return DamagedError(f"{where}: step {step} of {named(directory)} cannot be restored: {reason}.", older)
 
 

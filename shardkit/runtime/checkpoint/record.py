@@ -38,6 +38,10 @@ class Run(NamedTuple):
     versions: dict[str, str]
 
 
+class NewerError(ValueError):
+    """A record in a format that only newer versions of shardkit read."""
+
+
 def make_record(step: int, position: Any, config: Any, metrics: Any, leaves: Mapping[str, Any]) -> dict[str, Any]:
     """The record of a checkpoint, which `seal` completes.
 
@@ -66,18 +70,21 @@ def read_record(path: Path) -> tuple[Run, dict[str, Any]]:
     """The run and the records of the leaves of a finished step.
 
     Raises:
-        ValueError: it is damaged, not from shardkit, or of a newer format.
+        ValueError: it is damaged, or not from shardkit.
+        NewerError: it is of a newer format, whose checksum may be another.
         OSError: it cannot be read.
     """
     try:
         record = json.loads((path / RECORD).read_text("utf-8"))["custom_metadata"]
-        document, intact = record["shardkit"], record["crc32"] == _seal(record["shardkit"])
+        document, found = record["shardkit"], record["shardkit"]["format"]
+        newer = type(found) is int and found > FORMAT
+        intact = newer or (found in (1, FORMAT) and record["crc32"] == _seal(document))  # 1 has the same fields
     except (ValueError, KeyError, TypeError):
-        intact = False
+        newer = intact = False
+    if newer:
+        raise NewerError(f"its format is {found}; this version of shardkit reads up to {FORMAT}")
     if not intact:
         raise ValueError("its record is damaged, or not from shardkit")
-    if document["format"] not in (1, FORMAT):  # 1 is the same since the first release
-        raise ValueError(f"its format is {document['format']}; this version of shardkit reads up to {FORMAT}")
     return Run(**{name: document[name] for name in Run._fields}), document["leaves"]
 
 

@@ -581,9 +581,7 @@ def test_damage_is_found_and_named(tmp_path):
     assert damaged(lambda: edit(lambda record: record["shardkit"].update(position=5))) == foreign
     assert damaged(lambda: (step / "_CHECKPOINT_METADATA").write_bytes(b"\xff{")) == foreign
     assert damaged(lambda: os.truncate(step / "_CHECKPOINT_METADATA", 40)) == foreign
-    assert damaged(lambda: edit(lambda record: sealed(record, format=3))) == (
-        f"{where} its format is 3; this version of shardkit reads up to 2. {older}"
-    )
+    assert damaged(lambda: edit(lambda record: sealed(record, format=0))) == foreign
     for path in files(untouched / "state" / "d"):
         assert damaged(lambda: os.truncate(step / path.relative_to(untouched), 10)) == unreadable
     assert damaged(lambda: (step / "state" / "manifest.ocdbt").unlink()) == unreadable
@@ -663,10 +661,58 @@ def test_a_directory_that_only_looks_like_a_step(tmp_path):
     assert refused(lambda: restored(tmp_path, target, step=1400)) == (
         f"restore: '{tmp_path}' has no finished step 1400; it has 3. Pass one of these as step=."
     )
-    assert refused(lambda: save(tmp_path, at(state, 1400))) == (
-        f"save: '{tmp_path / '1400'}' must not exist before that step is saved; it is not a finished step. Move it "
-        "away, or save to another directory."
+    with pytest.warns(RuntimeWarning) as caught:
+        save(tmp_path, at(state, 1400))
+    assert str(caught[0].message) == (
+        f"save: '{tmp_path / '1400'}' is not a finished step, and was renamed to '1400.aside'."
     )
+    assert names(tmp_path) == ["1400", "1400.aside", "3"]
+
+
+def test_a_run_goes_on_after_its_newest_record_is_lost(tmp_path):
+    """Its save of that number was refused, at every restart."""
+    target = saved(tmp_path, 1, 2)
+    (tmp_path / "2" / "_CHECKPOINT_METADATA").unlink()
+    lost = files(tmp_path / "2")
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.warns(RuntimeWarning, match="which is not a finished step: it has no"):
+            state, run = checkpoints.restore(target)
+        assert run.step == 1
+        with pytest.warns(RuntimeWarning, match=r"is not a finished step, and was renamed to '2\.aside'\."):
+            checkpoints.save(at(state, 2))
+    assert restored(tmp_path, target)[1].step == 2
+    assert [path.relative_to(tmp_path / "2.aside") for path in files(tmp_path / "2.aside")] == [
+        path.relative_to(tmp_path / "2") for path in lost
+    ]
+
+
+def newer(step: Path) -> None:
+    """Makes a step of a format that is not known here, whose checksum is another, too."""
+    path = step / "_CHECKPOINT_METADATA"
+    record = json.loads(path.read_text())
+    record["custom_metadata"]["shardkit"]["format"] = 3
+    path.write_text(json.dumps(record))
+
+
+def test_what_a_newer_version_wrote_is_no_damage(tmp_path):
+    """It was taken for damaged, and set aside by the next save of the older version."""
+    target = saved(tmp_path, 1, 2, 3)
+    newer(tmp_path / "2")
+    (tmp_path / "3" / "_CHECKPOINT_METADATA").write_text("")
+    message = (
+        f"restore: step 2 of '{tmp_path}' cannot be restored: its format is 3; this version of shardkit reads up to "
+        "2. Go on with the version that wrote it, or pass an older step."
+    )
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.warns(RuntimeWarning, match="Step 2 is taken instead"):
+            assert refused(lambda: checkpoints.restore(target, damaged="older")) == message
+        assert refused(lambda: checkpoints.run(2, damaged="older")) == message
+        state, _ = checkpoints.restore(target, step=1)
+        assert refused(lambda: checkpoints.save(at(state, 2))) == (
+            f"save: a step must not be set aside if a newer version of shardkit wrote it; '{tmp_path / '2'}' has a "
+            "newer format. Go on with that version, or save to another directory."
+        )
+    assert names(tmp_path) == ["1", "2", "3"]
 
 
 LOCKING = """
