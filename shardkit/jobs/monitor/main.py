@@ -281,7 +281,7 @@ class Monitor:
         try:
             self.reader.save(path, record)
         except OSError as error:
-            return f" (No flight record: {path}: {error.strerror}.)"
+            return f" (No flight record: {path}: {error.strerror or error}.)"
         return f" Flight record: {path}"
 
 

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shardkit.runtime.channel.files import create_file, open_file
+
 SLOTS = 256
 _STATUS = struct.Struct("<qdqqd24s")  # step, since, dispatched, done, device_since, phase
 _EVENT = struct.Struct("<dq24s")  # time, step, phase
@@ -112,7 +114,7 @@ class Reader:
     """The reading end, in the monitor."""
 
     def __init__(self, path: str):
-        descriptor = os.open(path, os.O_RDWR)
+        descriptor = open_file(path, os.O_RDWR)
         self._memory = mmap.mmap(descriptor, SIZE)
         os.close(descriptor)
         os.unlink(path)  # the two processes keep the memory
@@ -148,7 +150,8 @@ class Reader:
         ]
         record = {**record, "status": self.status().aged(now)._asdict(), "events": events}
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        with open(create_file(path), "w") as file:
+            file.write(json.dumps(record, indent=1) + "\n")
 
     def _count(self) -> int:
         (count,) = _COUNT.unpack_from(self._memory, 0)

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+from shardkit.runtime.channel.files import open_file
 from shardkit.runtime.checkpoint.orbax_io import reason, system_code, system_reason
 from shardkit.runtime.checkpoint.record import RECORD, NewerError, Run, read_record
 
@@ -66,7 +67,7 @@ def lock(directory: Path) -> Callable[[], None]:
     """Locks a directory for this process, until the returned function is called or the process ends.
 
     Raises:
-        RuntimeError: another process has locked it.
+        RuntimeError: another process has locked it, or it cannot be locked.
     """
     descriptor, holders = _LOCKS.get(directory) or (_locked(directory), 0)
     _LOCKS[directory] = descriptor, holders + 1
@@ -82,7 +83,12 @@ def lock(directory: Path) -> Callable[[], None]:
 
 
 def _locked(directory: Path) -> int:
-    descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        descriptor = open_file(directory / _LOCK, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise RuntimeError(
+            f"save: {named(directory)} cannot be locked: {reason(error)}. Correct it, or save to another directory."
+        ) from error
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by forked children
     except (BlockingIOError, PermissionError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Mapping
 from importlib import metadata
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from shardkit._check import one_of, quoted
+from shardkit.runtime.channel.files import open_file
 
 FORMAT = 2  # increased whenever older readers would fail, including for other checksums
 RECORD = "_CHECKPOINT_METADATA"  # orbax writes it last, before it renames the step
@@ -75,7 +77,8 @@ def read_record(path: Path) -> tuple[Run, dict[str, Any]]:
         OSError: it cannot be read.
     """
     try:
-        record = json.loads((path / RECORD).read_text("utf-8"))["custom_metadata"]
+        with open(open_file(path / RECORD, os.O_RDONLY), encoding="utf-8") as file:
+            record = json.load(file)["custom_metadata"]
         document, found = record["shardkit"], record["shardkit"]["format"]
         newer = type(found) is int and found > FORMAT
         intact = newer or (found in (1, FORMAT) and record["crc32"] == _seal(document))  # 1 has the same fields

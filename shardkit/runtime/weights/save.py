@@ -17,6 +17,7 @@ from shardkit._check import at_least
 from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.partitioning.storage import stored_array
+from shardkit.runtime.channel.files import create_file
 from shardkit.runtime.channel.place import processes as processes_named
 from shardkit.runtime.checkpoint.directory import named
 from shardkit.runtime.checkpoint.orbax_io import reason
@@ -173,6 +174,7 @@ def _together(path: Path, write: Callable[[Path], object] | None) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if write is not None:
+            os.close(create_file(unfinished))
             try:
                 write(unfinished)
                 unfinished.replace(path)

@@ -267,6 +267,24 @@ def test_the_record_keeps_the_last_events(tmp_path):
     assert (status.phase, status.step, status.dispatched, status.done) == ("user code", SLOTS - 1, SLOTS - 1, SLOTS - 1)
 
 
+def test_a_flight_record_is_not_written_through_a_link(tmp_path):
+    recorder = Recorder(str(tmp_path / "ring"))
+    reader, path = Reader(str(tmp_path / "ring")), tmp_path / "flight.0.json"
+    (tmp_path / "victim").write_text("kept")
+    recorder.enter("data", 3)
+    reader.save(path, {})
+    os.link(path, tmp_path / "hard")  # what an earlier run left may have another name, too
+    before = (tmp_path / "hard").read_bytes()
+    recorder.enter("step", 3)
+    reader.save(path, {})
+    assert (tmp_path / "hard").read_bytes() == before != path.read_bytes()
+    path.unlink()
+    path.symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match=r"flight\.0\.json' is a symbolic link, which is not followed"):
+        reader.save(path, {})
+    assert (tmp_path / "victim").read_text() == "kept"
+
+
 def test_a_phase_turns_into_another_under_the_same_deadline(tmp_path):
     recorder = Recorder(str(tmp_path / "ring"))
     recorder.enter("save", 5)

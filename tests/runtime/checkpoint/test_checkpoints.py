@@ -748,6 +748,28 @@ def test_two_jobs_in_one_directory(tmp_path):
     assert names(tmp_path) == ["2", "3", "4"]
 
 
+def test_a_link_in_place_of_a_file_of_ours(tmp_path):
+    """What the lock led to was overwritten by the name of the job."""
+    run, victim = tmp_path / "run", tmp_path / "victim"
+    target = saved(run, 1, 2)
+    state, _ = restored(run, target)
+    victim.write_text("kept")
+    (run / ".lock").unlink()
+    (run / ".lock").symlink_to(victim)
+    assert refused(lambda: save(run, at(state, 3)), RuntimeError) == (
+        f"save: '{run}' cannot be locked: '{run}/.lock' is a symbolic link, which is not followed. Correct it, or save "
+        "to another directory."
+    )
+    assert victim.read_text() == "kept" and names(run) == ["1", "2"]
+    record = run / "2" / "_CHECKPOINT_METADATA"
+    record.rename(victim)
+    record.symlink_to(victim)
+    assert refused(lambda: restored(run, target)) == (
+        f"restore: step 2 of '{run}' cannot be restored: '{record}' is a symbolic link, which is not followed. To "
+        "restore the newest before it, pass step=1."
+    )
+
+
 def test_what_says_nothing_of_the_files_is_no_damage(tmp_path, monkeypatch):
     target = saved(tmp_path, 1, 2)
     text = "UNAVAILABLE: Error opening [os_error_code='24']"

@@ -171,6 +171,23 @@ def test_what_is_not_saved(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "dir", "file"]
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_link_in_place_of_a_file_of_ours(name, tmp_path):
+    """What it led to was overwritten."""
+    path, victim = tmp_path / "weights", tmp_path / "victim"
+    path.mkdir()
+    victim.write_text("kept")
+    alone = not name.endswith(".json")
+    (path / f"{name}.unfinished").symlink_to(victim)
+    with pytest.raises(RuntimeError) as caught:
+        save_params(path / name if alone else path, placed(w=np.ones(8, np.float32)))
+    assert str(caught.value) == (
+        f"save_params: '{path / name}' could not be written: '{path / name}.unfinished' is a symbolic link, which is "
+        "not followed. Free or repair the disk, then save again."
+    )
+    assert victim.read_text() == "kept"
+
+
 def test_an_index_that_leads_elsewhere(tmp_path):
     write(tmp_path / "out.safetensors", w=f32(8, 2))
     inner = tmp_path / "in"
