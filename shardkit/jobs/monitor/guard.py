@@ -30,6 +30,7 @@ class StepClock:
     def __init__(self, recorder: Recorder, first_step: int):
         self._recorder, self.next_step = recorder, first_step
         self._phases: list[tuple[str, int]] = []  # the ones that the loop is in, outermost first
+        self._between = "user code"  # the phase outside of these
         self._dispatched: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
         recorder.restart(first_step - 1)
         waiter = threading.Thread(target=self._note_ends, name="shardkit-steps", daemon=True)
@@ -40,6 +41,12 @@ class StepClock:
             waiter.join()
 
         atexit.register(stop)
+
+        def note_end() -> None:  # Python waits for other threads then
+            threading.main_thread().join()
+            recorder.turn("user code", "after")
+
+        threading.Thread(target=note_end, name="shardkit-end", daemon=True).start()
 
     @property
     def in_phase(self) -> bool:
@@ -59,6 +66,13 @@ class StepClock:
         self._recorder.dispatched(self.next_step)
         self._dispatched.put((self.next_step, _ready_with(result)))
         self.next_step += 1
+        self._between = "user code"
+
+    def after_the_last(self) -> None:
+        """There is no batch for another step."""
+        if not self.in_phase:
+            self._between = "after"
+            self.resume(self._between, self.next_step - 1)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -73,7 +87,7 @@ class StepClock:
             raise
         finally:
             self._phases.pop()
-            self.resume("user code", self.next_step - 1)
+            self.resume(self._between, self.next_step - 1)
 
     def _note_ends(self) -> None:
         """Notes the end of each step, in order, while the loop dispatches the next ones."""
@@ -138,6 +152,8 @@ class Guard:
             with self.phase("data"):
                 batch = next(iterator, _END)
             if batch is _END:
+                if self._monitor.place.size > 1:  # one that is alone may be a notebook, and idle
+                    self._clock.after_the_last()
                 return
             yield batch
 

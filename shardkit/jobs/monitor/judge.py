@@ -12,7 +12,7 @@ from shardkit.runtime.channel.recorder import Status
 
 # Phases in the order in which a process passes through them in one step; in those of _WAITING it waits for all others.
 _ORDER = {"start": 0, "data": 0, "compile": 1, "compare": 2, "step": 3, "user code": 4, "evaluate": 5, "save": 6}
-_ORDER |= {"commit": 7, "end": 8}
+_ORDER |= {"after": 4, "commit": 7, "end": 8}
 _WAITING = ("compare", "step", "commit")
 _EXITED = 5.0  # seconds that a process may wait for one that has exited
 _SILENT = 2.0  # seconds without a message after which a process is suspected, once another one is late
@@ -29,7 +29,8 @@ class Deadlines(NamedTuple):
             finished it; also user code between steps, while other processes wait for it.
         save: writing a checkpoint.
         data: waiting for the next batch.
-        evaluate: a validation.
+        evaluate: a validation; also user code after the last step: once `guard.data` has no more batches in a job of
+            several processes, another process has exited, or the main thread has ended and others go on.
         silence: without a message from a process's machine.
     """
 
@@ -43,6 +44,7 @@ class Deadlines(NamedTuple):
     def of(self, phase: str) -> float | None:
         """The deadline of a phase; None if it has none."""
         phase = "save" if phase == "commit" else phase
+        phase = "evaluate" if phase == "after" else phase
         return self.compile if phase == "compare" else getattr(self, phase, None)
 
 
@@ -130,7 +132,7 @@ def fault(known: Mapping[int, Known], deadlines: Deadlines, now: float) -> Fault
             late = sorted(waits.union(late))
         lost = bool(ranks[State.SILENT]) and not ranks[State.STOPPED]
         return Fault(text + _waiting([rank for rank in late if rank not in culprits], known), lost=lost)
-    if text := _after_the_exit(ranks[State.EXITED], known, now):
+    if text := _after_the_exit(ranks[State.EXITED], known, deadlines, now):
         return Fault(text)
     silent = [rank for rank, each in known.items() if now - each.heard > deadlines.silence and not each.left]
     return Fault(unanswered(silent, known, now), lost=True) if silent else None
@@ -159,17 +161,21 @@ def _end(state: State, ranks: Sequence[int], known: Mapping[int, Known]) -> str:
     return f"process {first} failed {_in(*known[first].status[:2])}: {known[first].cause}"
 
 
-def _after_the_exit(exited: Sequence[int], known: Mapping[int, Known], now: float) -> str:
-    """The sentence for a process that waits in a step which another one, having exited, will not take; else empty."""
+def _after_the_exit(exited: Sequence[int], known: Mapping[int, Known], deadlines: Deadlines, now: float) -> str:
+    """The sentence for a process that waits in a step which another one, having exited, will not take, or that does not
+    exit itself; else empty.
+    """
     if not exited:
         return ""
     first = min(exited, key=lambda rank: known[rank].status.dispatched)
     last = known[first].status.dispatched
     for rank, each in known.items():
         phase, step = _at(each.status)
-        since = each.status.device_since if phase == "step" else each.status.since
-        if not each.left and phase in ("step", "compare") and step > last and now - each.heard + since > _EXITED:
+        age = now - each.heard + (each.status.device_since if phase == "step" else each.status.since)
+        if not each.left and phase in ("step", "compare") and step > last and age > _EXITED:
             return f"process {first} exited after step {last}; process {rank} waits {_in(phase, step)}"
+        if not each.left and phase in ("start", "user code") and age > deadlines.evaluate:
+            return _timed_out([rank], phase, step, age, deadlines.evaluate) + f"; process {first} has exited"
     return ""
 
 
@@ -205,7 +211,7 @@ def _comes(each: Known, deadlines: Deadlines, now: float) -> bool:
     """Whether a process runs, is in time, and does not itself wait for the others."""
     phase, _ = _at(each.status)
     # A phase without a deadline has that of the phase in which the others wait meanwhile.
-    limit = deadlines.of({"start": "compile", "user code": "step"}.get(phase, phase))
+    limit = deadlines.of({"start": "compile", "user code": "step", "after": "step"}.get(phase, phase))
     if _state(each, now) is not State.RUNNING or phase in ("compare", "commit") or limit is None:
         return False
     since = each.status.device_since if each.status.dispatched > each.status.done else each.status.since
@@ -231,10 +237,13 @@ def _delay(
         return f"{processes(last)} {verb} up the others: {subject} {what}", {*last}
     last = [rank for rank in last if rank in overdue]
     phase, step, age, limit = _exceeded(known[last[0]], deadlines, now) or ("step", 0, 0.0, 0.0)
-    where = _in(phase, step)
     if phase == "commit" and 0 in last:  # when all parts are written, process 0 finishes the save
-        last, where = [0], f"finishing the save after step {step}"
-    return f"{processes(last)} timed out {where}: {age:.1f} s, deadline {limit:g} s", {*last}
+        last, phase = [0], "finish"
+    return _timed_out(last, phase, step, age, limit), {*last}
+
+
+def _timed_out(ranks: Sequence[int], phase: str, step: int, age: float, limit: float) -> str:
+    return f"{processes(ranks)} timed out {_in(phase, step)}: {age:.1f} s, deadline {limit:g} s"
 
 
 def unanswered(ranks: Sequence[int], known: Mapping[int, Known], now: float) -> str:
@@ -275,9 +284,11 @@ def _in(phase: str, step: int) -> str:
         "compare": f"comparing the program of step {step} with the others",
         "step": f"in step {step}",
         "user code": f"in user code after step {step}",
+        "after": f"in user code after the last step, step {step}",
         "evaluate": f"evaluating after step {step}",
         "save": f"saving after step {step}",
         "commit": f"in the save after step {step} (own part written)",
+        "finish": f"finishing the save after step {step}",
         "end": f"exiting after step {step}",
     }
     return words.get(phase, f"in {phase} of step {step}")

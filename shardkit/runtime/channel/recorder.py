@@ -29,8 +29,8 @@ class Status(NamedTuple):
 
     Attributes:
         phase: what the host does: "start", "data", "compile", "compare" (its program with the others'), "step" (the
-            call), "user code" (after the call), "evaluate", "save", "commit" (of a save: its part is written, and it
-            waits for those of the others), "end".
+            call), "user code" (after the call), "after" (user code after the last step), "evaluate", "save", "commit"
+            (of a save: its part is written, and it waits for those of the others), "end".
         step: the step that the phase belongs to, from 0.
         since: when the phase began, seconds of the machine's monotonic clock.
         dispatched: the last step dispatched to the devices; -1 before the first.

@@ -150,6 +150,19 @@ def test_one_process_may_end_long_after_the_others(rank):
     assert [each.code for each in ended] == [0, 0], ended
 
 
+# A hung evaluation, and a thread that is no daemon
+@pytest.mark.parametrize(
+    ("fault", "rank", "processes"),
+    [("last", 1, 2), ("busy", 0, 1), *(pytest.param("busy", rank, 2, marks=pytest.mark.deep) for rank in (0, 1))],
+)
+def test_a_process_that_does_not_end_after_the_last_step(fault, rank, processes):
+    """The others waited for it for an hour, with all devices."""
+    ended = faulty(fault, rank, "--evaluation", 2, processes=processes)
+    where = "in user code after the last step, step 7"
+    agree(ended, rank, rf"shardkit guard: process {rank} timed out {where}: [\d.]+ s, deadline 2 s\.")
+    assert [each.code for each in ended] == [70] * processes
+
+
 def test_a_job_may_end_with_steps_in_flight():  # a thread that waits in jax while Python ends would abort it
     ended = jobs.run("loop.py", "--unwaited", "--pace", 0, "--steps", 60, processes=2, devices=4)
     assert [each.code for each in ended] == [0, 0], ended

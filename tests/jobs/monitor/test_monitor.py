@@ -169,6 +169,23 @@ TABLE = [  # processes, and what is said of them
         "process 1 holds up the others: it has been in startup, before its first step for 90.1 s; process 0 waits "
         "comparing the program of step 0 with the others",
     ),
+    # after the last step
+    ([at("after", 5, 9), at("end", 5, 60, left=True)], None),
+    ([at("user code", 5, 9), at("end", 5, 60, left=True)], None),
+    ([at("user code", 5, 60), at("user code", 5, 60)], None),  # which of them was the last is not known
+    (
+        [at("after", 5, 11), at("end", 5, 60, left=True)],
+        "process 0 timed out in user code after the last step, step 5: 11.1 s, deadline 10 s",
+    ),
+    (
+        [at("end", 5, 60, left=True), at("user code", 5, 11)],
+        "process 1 timed out in user code after step 5: 11.1 s, deadline 10 s; process 0 has exited",
+    ),
+    (  # it had fewer batches
+        [at("after", 5, 11.5), at("step", 6, 11)],
+        "process 0 timed out in user code after the last step, step 5: 11.6 s, deadline 10 s; process 1 waits in step "
+        "6",
+    ),
     (
         [at("evaluate", 4, 11), at("evaluate", 4, 12)],
         "processes 0, 1 timed out evaluating after step 4: 11.1 s, deadline 10 s",

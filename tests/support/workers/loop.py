@@ -18,6 +18,7 @@ parser.add_argument("--deadline", type=float, default=3.0)
 parser.add_argument("--allowed", type=float, help="the deadline of a save; by default that of the rest")
 parser.add_argument("--lasts", type=float, default=3600.0, help="how long the save takes")
 parser.add_argument("--evaluate", action="store_true")
+parser.add_argument("--evaluation", type=float, default=1800.0, help="the deadline of an evaluation")
 parser.add_argument("--linger", type=float, default=0.0)
 parser.add_argument("--flight", default="")
 parser.add_argument("--mark", default="", help="a file to write once the second step has ended")
@@ -69,7 +70,12 @@ if here and given.fault == "order":
 mesh = sk.make_mesh(devices, data=len(devices))
 seconds = given.deadline
 deadlines = sk.runtime.Deadlines(
-    compile=60, step=seconds, save=given.allowed or seconds, data=seconds, silence=max(10.0, seconds)
+    compile=60,
+    step=seconds,
+    save=given.allowed or seconds,
+    data=seconds,
+    silence=max(10.0, seconds),
+    evaluate=given.evaluation,
 )
 config = {"learning rate": 0.2 if here and given.fault == "config" else 0.1}
 guard = sk.runtime.guard(mesh=mesh, config=config, deadlines=deadlines, flight=given.flight or None)
@@ -147,5 +153,11 @@ for index, batch in enumerate(guard.data(batches())):
             time.sleep(given.lasts)
 if given.unwaited:
     sys.exit()
+if here and given.fault == "last":
+    planted()
+    time.sleep(60)
+if here and given.fault == "busy":
+    planted()
+    threading.Thread(target=time.sleep, args=(60,)).start()
 print(f"finished at loss {float(metrics['loss']):.6f}", flush=True)
 time.sleep(given.linger if here else 0)
