@@ -26,7 +26,7 @@ _SILENCE = 0.5  # seconds without output after which a pipe is left that a proce
 
 # The guard names the process at fault; which of the processes that it ends exits first is a matter of milliseconds.
 _BLAMES = re.compile(rb"shardkit guard: process(?:es)? (\d+)\b([^:;]*)")
-_STEP, _IN_STEP = re.compile(rb"\bstep (\d+)"), re.compile(rb" (?:failed|died [^,]*) in step \d+")
+_STEP, _IN_STEP = re.compile(rb"\bstep (\d+)"), re.compile(rb"(?: on \S+)? (?:failed|died [^,]*) in step \d+")
 
 
 class Blamed(NamedTuple):

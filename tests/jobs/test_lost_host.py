@@ -59,7 +59,7 @@ def test_a_host_that_is_cut_off(tmp_path):
             said = [process.communicate(timeout=60)[0] for process in running]  # also the one that is alone
             assert [process.returncode for process in running] == [76, 76, 76], said
         for text in said[:2]:
-            assert "guard: process 2 has not answered for" in text.splitlines()[-1], text
+            assert "guard: process 2 on gamma has not answered for" in text.splitlines()[-1], text
         last = rows(tmp_path)[-1]["step"]
         with started(switch, HOSTS[:2], tmp_path, last + 5) as running:
             said = [process.communicate(timeout=120)[0] for process in running]

@@ -75,6 +75,8 @@ def test_the_limit_is_one_of_an_hour():
     ("line", "blamed"),
     [
         (b"shardkit guard: process 3 failed in step 57: ValueError: step 9", Blamed(3, 57, True)),
+        (b"shardkit guard: process 3 on node-a.x failed in step 57: ValueError: step 9", Blamed(3, 57, True)),
+        (b"shardkit guard: process 3 on node-a.x failed saving after step 5: ValueError", Blamed(3, 5, False)),
         (
             b"shardkit guard: process 0 died without reporting an error (SIGKILL?) in step 4",
             Blamed(0, 4, True),

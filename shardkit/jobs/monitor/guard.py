@@ -182,7 +182,7 @@ def guard(
 
     When a process dies, raises, is stopped, exceeds a deadline, or its machine stops answering, every process ends with
     exit code 70 (1 where the exception was raised), at most 3 s after the deadline. The last line of each names the
-    process, the phase and the step.
+    process, in a job on several hosts its host, the phase and the step; what hangs prints its threads' stacks before.
 
     Args:
         mesh: the mesh, by default that of `jax.set_mesh`; its devices and order must be the same everywhere.

@@ -15,6 +15,8 @@ _ORDER = {"start": 0, "data": 0, "compile": 1, "compare": 2, "step": 3, "user co
 _ORDER |= {"after": 4, "commit": 7, "end": 8}
 _WAITING = ("compare", "step", "commit")
 _EXITED = 5.0  # seconds that a process may wait for one that has exited
+_HOSTS = 4  # in a sentence
+_STACKS = 16  # processes that print their stacks
 _SILENT = 2.0  # seconds without a message after which a process is suspected, once another one is late
 # Errors of the collectives' libraries when the peer is gone: consequences of another process's end.
 _CONSEQUENCES = ("gloo", "nccl", "connection", "socket", "rendezvous", "coordination", "deadline exceeded", "heartbeat")
@@ -60,6 +62,7 @@ class Known:
         unseen: whether its monitor died with it, so that its status may be a quarter of a second old.
         left: whether it said that it exits.
         cause: the error that it failed with.
+        host: the name of its machine.
         due: until then it is no reason for `fault` to find one.
     """
 
@@ -70,6 +73,7 @@ class Known:
     unseen: bool = False
     left: bool = False
     cause: str = ""
+    host: str = ""
     due: float = 0.0
 
     def expect(self, deadlines: Deadlines) -> None:
@@ -105,13 +109,15 @@ _FATAL = {State.FAILED: 0.3, State.DIED: 0.3, State.CUT_OFF: 2.0}
 class Fault(NamedTuple):
     """What ends a job: the sentence to report, the seconds to wait for a better one, and whether it is a root cause.
 
-    `lost`: a process died or does not answer, so that the program itself may be right.
+    `lost`: a process died or does not answer, so that the program itself may be right. `hung`: some that exceed a
+    deadline or hold up the others, whose stacks say where.
     """
 
     text: str
     wait: float = 0.0
     primary: bool = False
     lost: bool = False
+    hung: Sequence[int] = ()
 
 
 def fault(known: Mapping[int, Known], deadlines: Deadlines, now: float) -> Fault | None:
@@ -131,9 +137,10 @@ def fault(known: Mapping[int, Known], deadlines: Deadlines, now: float) -> Fault
             waits = {rank for rank, each in known.items() if _at(each.status)[0] in _WAITING}
             late = sorted(waits.union(late))
         lost = bool(ranks[State.SILENT]) and not ranks[State.STOPPED]
-        return Fault(text + _waiting([rank for rank in late if rank not in culprits], known), lost=lost)
-    if text := _after_the_exit(ranks[State.EXITED], known, deadlines, now):
-        return Fault(text)
+        waiting = _waiting([rank for rank in late if rank not in culprits], known)
+        return Fault(text + waiting, lost=lost, hung=sorted(culprits)[:_STACKS])
+    if found := _after_the_exit(ranks[State.EXITED], known, deadlines, now):
+        return found
     silent = [rank for rank, each in known.items() if now - each.heard > deadlines.silence and not each.left]
     return Fault(unanswered(silent, known, now), lost=True) if silent else None
 
@@ -155,28 +162,31 @@ def _end(state: State, ranks: Sequence[int], known: Mapping[int, Known]) -> str:
     if state is State.DIED:
         first = ranks[0]  # process 0 if it died: with its coordinator jax ends every other process
         last = ", last seen" if known[first].unseen else ""
-        text = f"process {first} died without reporting an error (SIGKILL or out of memory?){last}"
+        text = f"{_named(ranks[:1], known)} died without reporting an error (SIGKILL or out of memory?){last}"
         return f"{text} {_in(*known[first].status[:2])}"
     first = min(ranks, key=lambda rank: _position(known[rank]))
-    return f"process {first} failed {_in(*known[first].status[:2])}: {known[first].cause}"
+    return f"{_named([first], known)} failed {_in(*known[first].status[:2])}: {known[first].cause}"
 
 
-def _after_the_exit(exited: Sequence[int], known: Mapping[int, Known], deadlines: Deadlines, now: float) -> str:
-    """The sentence for a process that waits in a step which another one, having exited, will not take, or that does not
-    exit itself; else empty.
-    """
+def _after_the_exit(
+    exited: Sequence[int], known: Mapping[int, Known], deadlines: Deadlines, now: float
+) -> Fault | None:
+    """A process that waits in a step which another one, having exited, will not take, or that does not exit itself."""
     if not exited:
-        return ""
+        return None
     first = min(exited, key=lambda rank: known[rank].status.dispatched)
     last = known[first].status.dispatched
     for rank, each in known.items():
         phase, step = _at(each.status)
         age = now - each.heard + (each.status.device_since if phase == "step" else each.status.since)
         if not each.left and phase in ("step", "compare") and step > last and age > _EXITED:
-            return f"process {first} exited after step {last}; process {rank} waits {_in(phase, step)}"
+            return Fault(f"{_named([first], known)} exited after step {last}" + _waiting([rank], known))
         if not each.left and phase in ("start", "user code") and age > deadlines.evaluate:
-            return _timed_out([rank], phase, step, age, deadlines.evaluate) + f"; process {first} has exited"
-    return ""
+            text = (
+                f"{_named([rank], known)} timed out {_in(phase, step)}: {age:.1f} s, deadline {deadlines.evaluate:g} s"
+            )
+            return Fault(f"{text}; process {first} has exited", hung=[rank])
+    return None
 
 
 def _exceeded(each: Known, deadlines: Deadlines, now: float) -> tuple[str, int, float, float] | None:
@@ -223,7 +233,7 @@ def _delay(
 ) -> tuple[str, Set[int]]:
     """Who delays the late processes, as a sentence and by rank: a stopped or silent one, else the furthest behind."""
     if stopped := ranks[State.STOPPED]:
-        return f"process {stopped[0]} is stopped (SIGSTOP?) {_where(known[stopped[0]].status)}", {*stopped}
+        return f"{_named(stopped[:1], known)} is stopped (SIGSTOP?) {_where(known[stopped[0]].status)}", {*stopped}
     if silent := ranks[State.SILENT]:
         return unanswered(silent, known, now), {*silent}
     least = min(_position(each) for each in known.values())
@@ -234,25 +244,27 @@ def _delay(
         age = each.status.since + now - each.heard
         what = "exited" if each.left else f"been {_where(each.status)} for {age:.1f} s"
         subject, verb = ("it has", "holds") if one else ("they have", "hold")
-        return f"{processes(last)} {verb} up the others: {subject} {what}", {*last}
+        return f"{_named(last, known)} {verb} up the others: {subject} {what}", {*last}
     last = [rank for rank in last if rank in overdue]
     phase, step, age, limit = _exceeded(known[last[0]], deadlines, now) or ("step", 0, 0.0, 0.0)
     if phase == "commit" and 0 in last:  # when all parts are written, process 0 finishes the save
         last, phase = [0], "finish"
-    return _timed_out(last, phase, step, age, limit), {*last}
-
-
-def _timed_out(ranks: Sequence[int], phase: str, step: int, age: float, limit: float) -> str:
-    return f"{processes(ranks)} timed out {_in(phase, step)}: {age:.1f} s, deadline {limit:g} s"
+    return f"{_named(last, known)} timed out {_in(phase, step)}: {age:.1f} s, deadline {limit:g} s", {*last}
 
 
 def unanswered(ranks: Sequence[int], known: Mapping[int, Known], now: float) -> str:
     """The sentence for processes whose machines send no messages."""
-    each = known[ranks[0]]
-    return (
-        f"{processes(ranks)} {'has' if len(ranks) == 1 else 'have'} not answered for {now - each.heard:.1f} s (machine "
-        f"or network down?), last seen {_where(each.status)}"
-    )
+    each, have = known[ranks[0]], "has" if len(ranks) == 1 else "have"
+    age, where = now - each.heard, _where(each.status)
+    return f"{_named(ranks, known)} {have} not answered for {age:.1f} s (machine or network down?), last seen {where}"
+
+
+def _named(ranks: Sequence[int], known: Mapping[int, Known]) -> str:
+    """The processes, and in a job on several hosts the first of theirs: `processes 1, 3 on node1, node2`."""
+    hosts = [known[rank].host for rank in ranks if known[rank].host]
+    if not hosts or len({each.host for each in known.values()} - {""}) == 1:
+        return processes(ranks)
+    return f"{processes(ranks)} on {', '.join([*dict.fromkeys(hosts)][:_HOSTS])}"
 
 
 def _waiting(ranks: Sequence[int], known: Mapping[int, Known]) -> str:

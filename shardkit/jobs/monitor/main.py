@@ -7,6 +7,7 @@ import math
 import os
 import selectors
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -29,7 +30,7 @@ _AWAY = 1.0  # seconds between two looks after which this monitor was itself sto
 _KILL_AFTER = 0.5  # seconds a process has to exit before SIGKILL
 _SPEAK = 1.0  # seconds for the last line and the flight record: a pipe may be full, a file system may hang
 _LINGER = 60.0  # seconds that process 0's monitor waits for the others after its own process has exited without a fault
-_SHARED = ("status", "stopped", "gone", "left", "cause")  # what a monitor sends of its process: fields of Known
+_SHARED = ("status", "stopped", "gone", "left", "cause", "host")  # what a monitor sends of its process: fields of Known
 
 
 def main() -> None:
@@ -68,6 +69,7 @@ class Monitor:
         now = time.monotonic()
         everyone = range(place.size) if place.rank == 0 else [0, place.rank]
         self.known = {rank: Known(heard=now) for rank in everyone}
+        self.known[place.rank].host = socket.gethostname()
         self.deadlines = Deadlines(*[math.inf] * 5)  # until the process has a guard
         self.beat = beat(place.size)
         self.agreement = Agreement(place.size)
@@ -77,6 +79,7 @@ class Monitor:
         self.alive = True  # the process
         self.suspect: tuple[str, float] | None = None  # a fault, and when to report it
         self.over, self.code = "", FAILED  # why the job ends, and the exit code of its process
+        self.hung = False  # whether that is because of the process, which then prints its stacks
         self.printed = False  # whether the process has printed why it ends
 
     def run(self) -> None:
@@ -154,9 +157,10 @@ class Monitor:
             phase, step, since, dispatched, done, began = message["status"]
             known.status = Status(plain(phase), int(step), float(since), int(dispatched), int(done), float(began))
             known.stopped, known.gone, known.left = message["stopped"], message["gone"], message["left"]
-            known.cause = plain(message["cause"])
+            known.cause, known.host = plain(message["cause"]), plain(message["host"])
         elif "over" in message:
             self.over, self.code = plain(message["over"]), LOST if message["lost"] is True else FAILED
+            self.hung = self.place.rank in message["hung"]
         elif "program" in message:
             self._program(rank, own, message)
         elif "ask" in message:
@@ -242,7 +246,8 @@ class Monitor:
 
     def _report(self, found: Fault) -> None:
         self.over, self.code = found.text, LOST if found.lost else FAILED
-        self._send({"over": found.text, "lost": found.lost})
+        self.hung = self.place.rank in found.hung
+        self._send({"over": found.text, "lost": found.lost, "hung": found.hung})
 
     def _all_left(self) -> bool:
         return all(known.left or known.gone for known in self.known.values())
@@ -260,7 +265,7 @@ class Monitor:
         if self.place.rank == 0:
             _wait_until(self._others_closed, LEAVES_LAST)
         if self.alive:
-            _say({"end": self.code, "text": text})
+            _say({"end": self.code, "text": text, "stacks": self.hung})
             _wait_until(lambda: os.getppid() != self.parent, _KILL_AFTER)
             if os.getppid() == self.parent:
                 with contextlib.suppress(OSError):
@@ -277,7 +282,12 @@ class Monitor:
 
     def _record(self) -> str:
         path = Path(self.flight) / f"flight.{self.place.rank}.json"
-        record = {"process": self.place.rank, "processes": self.place.size, "fault": self.over}
+        record = {
+            "process": self.place.rank,
+            "host": self.known[self.place.rank].host,
+            "processes": self.place.size,
+            "fault": self.over,
+        }
         try:
             self.reader.save(path, record)
         except OSError as error:

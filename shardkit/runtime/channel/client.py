@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import shutil
 import subprocess
@@ -129,7 +130,8 @@ class MonitorClient:
             for message in lines.read():
                 if "end" in message:
                     lost = message["end"] == LOST  # and then an error of this process is a consequence
-                    self._leave(LOST if lost else self._exit_code or message["end"], message["text"])
+                    code = LOST if lost else self._exit_code or message["end"]
+                    self._leave(code, message["text"], stacks=message["stacks"])
                 if "agreed" in message and message["agreed"] in self._agreed:
                     self._agreed[message["agreed"]].set()
         if not self._left:
@@ -140,10 +142,13 @@ class MonitorClient:
         time.sleep(LEAVES_LAST if self.place.rank == 0 else 0.0)
         self._leave(LOST, f"shardkit guard: the monitor of process {self.place.rank} {what}.")
 
-    def _leave(self, code: int, text: str) -> None:
-        """Ends this process, and prints the text last."""
+    def _leave(self, code: int, text: str, stacks: bool = False) -> None:
+        """Ends this process, and prints the text last; before it the stacks of all threads, if it hangs."""
 
         def last() -> None:
+            if stacks:
+                os.write(2, as_line(f"shardkit: the stacks of process {self.place.rank}:"))
+                faulthandler.dump_traceback(2)
             os.write(2, as_line(text))
             self.tell({"printed": True})
 

@@ -161,6 +161,9 @@ def test_a_process_that_does_not_end_after_the_last_step(fault, rank, processes)
     where = "in user code after the last step, step 7"
     agree(ended, rank, rf"shardkit guard: process {rank} timed out {where}: [\d.]+ s, deadline 2 s\.")
     assert [each.code for each in ended] == [70] * processes
+    assert [f"the stacks of process {one}:" in each.output for one, each in enumerate(ended)] == [
+        one == rank for one in range(processes)
+    ]
 
 
 def test_a_job_may_end_with_steps_in_flight():  # a thread that waits in jax while Python ends would abort it
@@ -211,6 +214,8 @@ def test_one_process_is_guarded_too():
         r"shardkit guard: process 0 timed out waiting for the data of step 5: [\d.]+ s, deadline 1 s\.", ended[0].last
     )
     assert ended[0].code == 70
+    *_, stacks = ended[0].output.partition("shardkit: the stacks of process 0:\n")
+    assert re.search(r'^  File ".*loop\.py", line \d+ in batches$', stacks, re.M)
 
 
 ALONE = """

@@ -153,8 +153,39 @@ def test_the_hash_goes_first_and_the_rest_when_it_is_asked_for(monkeypatch, open
     assert said(one) == [{"ask": "0:0"}] and not said(two) and not hub.over
     hub._hear(1, other)
     assert hub.over.endswith("they differ in seed (2 on process 1, 1 on process 0)") and said(two) == [
-        {"over": hub.over, "lost": False}
+        {"over": hub.over, "lost": False, "hung": []}
     ]
+
+
+def test_where_the_process_at_fault_runs_is_said_and_what_hangs_prints_its_stacks(monkeypatch, opened):
+    """A job's log named a process, and not the machine to look at."""
+    told = []
+    monkeypatch.setattr("shardkit.jobs.monitor.main._say", told.append)
+    monkeypatch.setattr("shardkit.jobs.monitor.main._wait_until", lambda *_: None)
+    monkeypatch.setattr("os.kill", lambda *_: None)
+    monkeypatch.setattr("os._exit", lambda *_: None)
+    for hung in (1, 0):
+        told.clear()
+        hub, (line,) = monitors(opened, 2)
+        member, _ = monitors(opened, 2, rank=1)
+        assert member.known[1].host == socket.gethostname()
+        member.known[1].host = "node1"
+        hub.known[0].host = "node0"
+        hub.deadlines = LIMITS
+        hub._hear(1, json.loads(json.dumps(member._own())))
+        for rank, each in hub.known.items():
+            each.status, each.heard = Status("data", 5, 10.5 if rank == hung else 1.0, 4, 4, 1.0), time.monotonic()
+            each.expect(LIMITS)
+        hub._judge(time.monotonic())
+        assert (
+            hub.over == f"process {hung} on node{hung} timed out waiting for the data of step 5: 10.5 s, deadline 10 s"
+        )
+        member._hear(0, *said(line))
+        for each in (hub, member):
+            each.printed = True
+            each.inbox.closed = True
+            each._end()
+        assert [message["stacks"] for message in told] == [not hung, bool(hung)]
 
 
 def test_in_a_large_job_a_deadline_is_no_fault_until_all_have_spoken_again(opened):

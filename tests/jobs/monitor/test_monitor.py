@@ -198,6 +198,27 @@ def test_who_is_named(known, text):
     assert said(*known) == text
 
 
+def test_hosts_are_named_where_there_are_several():
+    def named(*hosts, **more):
+        return said(*(at("step", 6, 11, host=host, **more) for host in hosts))
+
+    assert named("a", "a") == "processes 0, 1 timed out in step 6: 11.1 s, deadline 10 s"
+    assert named("a", "", "b", "a") == "processes 0, 1, 2, 3 on a, b timed out in step 6: 11.1 s, deadline 10 s"
+    assert named(*"abcdef").startswith("processes 0, 1, 2, 3, 4, 5 on a, b, c, d timed out")
+    other = at("step", 6, host="a")
+    for known, text in (
+        (at("step", 6, host="b", gone=True), "process 1 on b died without reporting an error"),
+        (at("step", 6, host="b", cause="ValueError: x"), "process 1 on b failed in step 6: ValueError: x"),
+        (at("step", 6, heard=31, host="b"), "process 1 on b has not answered for 31.0 s"),
+        (at("end", 5, 60, host="b", left=True), "process 1 on b exited after step 5; process 0 waits in step 6"),
+        (at("user code", 5, 11, host="b"), "process 1 on b holds up the others"),
+        (at("step", 6, host="b", stopped=True), "process 1 on b is stopped"),
+    ):
+        waits = at("step", 6, 11, host="a") if known.status.phase == "user code" or known.stopped else other
+        waits = at("step", 6, 9, host="a") if known.left else waits
+        assert said(waits, known).startswith(text)
+
+
 def test_who_is_silent_excuses_nobody():  # it was compiling when it was last heard of, which may take a minute
     known = [at("step", 6, 11), at("compile", 6, 5, heard=4)]
     assert said(*known) == (
