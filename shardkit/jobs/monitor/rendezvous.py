@@ -250,16 +250,15 @@ def _listener(place: Place) -> socket.socket:
 
 
 def _address_refusal(hellos: dict[int, Hello]) -> str:
-    """The error about a host whose name the other hosts cannot reach, as gloo requires; else an empty string."""
-    if len({hello.host for hello in hellos.values()}) == 1:
-        return ""
+    """The error about a host whose name gloo cannot use: the other hosts must reach it; else an empty string."""
+    alone = len({hello.host for hello in hellos.values()}) == 1
     for rank, hello in sorted(hellos.items()):
-        loopback = not hello.address or ipaddress.ip_address(hello.address).is_loopback
-        if hello.cpu and loopback:
+        if hello.cpu and (not hello.address or (not alone and ipaddress.ip_address(hello.address).is_loopback)):
             got = f"resolves to {hello.address}" if hello.address else "does not resolve"
+            others = "an address" if alone else "an address that the other hosts can reach"
             return (
-                f"initialize: the host name {hello.host!r} of process {rank} must resolve to an address that the "
-                f"other hosts can reach; it {got}. Correct /etc/hosts or DNS on that host."
+                f"initialize: the host name {hello.host!r} of process {rank} must resolve to {others}; it {got}. "
+                "Correct /etc/hosts or DNS on that host."
             )
     return ""
 
@@ -345,7 +344,8 @@ def own_hello(place: Place) -> Hello:
     """The introduction of this process."""
     name = socket.gethostname()
     try:
-        address = socket.gethostbyname(name)
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)  # the first, of IPv6 too, is what gloo takes
+        address = str(found[0][4][0]).partition("%")[0]
     except (OSError, UnicodeError):  # UnicodeError: a name of more than 63 letters
         address = ""
     return Hello(place.rank, place.size, name, address, place.cpu, secrets.token_hex(16))

@@ -38,8 +38,8 @@ class Place(NamedTuple):
 
     @property
     def address(self) -> str:
-        """host:port."""
-        return f"{self.host}:{self.port}"
+        """host:port, or [address]:port of IPv6."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def processes(ranks: Sequence[int]) -> str:

@@ -82,9 +82,10 @@ def initialize(
     Args:
         config: a DistributedConfig. Its `local_device_ids` are the accelerators of this process, unless the launcher
             lets it see no others (CUDA_VISIBLE_DEVICES).
-        coordinator_address: host:port of process 0. An argument that is not passed is taken from the config, else from
-            JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, else from MASTER_ADDR, MASTER_PORT,
-            WORLD_SIZE and RANK, else from jax's own detection (Slurm, Open MPI, Kubernetes, Cloud TPU).
+        coordinator_address: host:port of process 0, [address]:port of IPv6. An argument that is not passed is taken
+            from the config, else from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, else from
+            MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK, else from jax's own detection (Slurm, Open MPI, Kubernetes,
+            Cloud TPU).
         num_processes: number of processes.
         process_id: the rank of this process, from 0.
         local_device_ids: the accelerators that this process may use; by default all.
@@ -144,7 +145,6 @@ def initialize(
     if place.rank == 0:
         allow_files(place.size)  # jax's coordination service, too, holds a connection per process
     listens = bind_address(place.host) if place.rank == 0 else ""
-    listens = f"[{listens}]" if ":" in listens else listens
     os.environ.update(environment.no_proxy(place.host, os.environ))
     jax.distributed.initialize(
         place.address,
@@ -155,7 +155,7 @@ def initialize(
         initialization_timeout=max(1, int(timeout)),
         heartbeat_timeout_seconds=_HEARTBEAT,
         shutdown_timeout_seconds=_SHUTDOWN,
-        coordinator_bind_address=f"{listens}:{place.port}" if listens else None,
+        coordinator_bind_address=place._replace(host=listens).address if listens else None,
     )
     _check_devices(expect_devices)
     return Cluster(place.rank, place.size, local_rank, place.rank == 0, place.address)
@@ -309,12 +309,13 @@ def _place(found: Found, timeout: float) -> Place:
             f"{size - 1}."
         )
     host, colon, port = found.address.rpartition(":")
-    if not colon or not port.isdigit() or not 0 < int(port) < 65536:
+    host = host.strip("[]")
+    if not colon or not port.isdigit() or not 0 < int(port) < 65536 or host.endswith(":"):
         raise ValueError(
             f"initialize: coordinator_address must be host:port with a port from 1 to 65535; got {found.address!r}. "
-            "Pass for example node0:29500."
+            "Pass for example node0:29500, or [fd00::1]:29500."
         )
-    return Place(host.strip("[]"), int(port), rank, size, timeout, _platform.cpu_only(), os.environ.get(TOKEN, ""))
+    return Place(host, int(port), rank, size, timeout, _platform.cpu_only(), os.environ.get(TOKEN, ""))
 
 
 def _check_devices(expected: int | None) -> None:

@@ -165,6 +165,32 @@ def test_a_host_name_that_leads_nowhere():
             "initialize: the host name 'b' of process 1 must resolve to an address that the other hosts can reach; it "
             f"{got}. Correct /etc/hosts or DNS on that host."
         )
+    assert not refusal({0: one, 1: one._replace(host="b", address="fd00::1")})
+    assert "it resolves to ::1." in refusal({0: one, 1: one._replace(host="b", address="::1")})
+
+
+def test_a_name_that_leads_nowhere_on_the_only_host():
+    """Gloo's assertion, of a line of its sources, ended every process."""
+    one = Hello(0, 2, "a", "", True, "")
+    assert rendezvous._address_refusal({0: one, 1: one._replace(rank=1)}) == (
+        "initialize: the host name 'a' of process 0 must resolve to an address; it does not resolve. Correct "
+        "/etc/hosts or DNS on that host."
+    )
+    assert not rendezvous._address_refusal({0: one._replace(cpu=False), 1: one._replace(rank=1, cpu=False)})
+
+
+def test_a_host_of_ipv6_alone_is_introduced_by_its_address(monkeypatch):
+    """It was refused: only an address of IPv4 counted."""
+
+    def found(name, *_, family=0, **__):
+        return [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fe80::1%eth0", 0, 0, 2))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    place = Place("::1", 1, 1, 2, 1.0, True)
+    hello = rendezvous.own_hello(place)
+    assert hello.address == "fe80::1" and place.address == "[::1]:1"
+    assert rendezvous.parse_hello(rendezvous.hello_message(hello, ""), "") == hello
 
 
 def test_a_process_without_the_token_is_turned_away(monkeypatch):

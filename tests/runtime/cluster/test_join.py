@@ -40,6 +40,18 @@ def test_all_processes_know_each_other(processes, devices):
     assert len(set(everyone)) == len(everyone) == processes * devices  # disjoint, and together all of them
 
 
+@pytest.mark.deep
+def test_processes_that_meet_at_an_address_of_ipv6():
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as free:
+            address = f"[::1]:{free.getsockname()[1]}"
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    ended = jobs.run("meet.py", processes=2, each=lambda rank: {"JAX_COORDINATOR_ADDRESS": address})
+    assert [each.code for each in ended] == [0, 0], ended
+    assert all(f"'coordinator': '{address}'" in each.output for each in ended)
+
+
 def refused(ended, text, within=30.0):
     """Every process said the same sentence, within the time-out and 5 s."""
     for each in ended:
@@ -181,7 +193,12 @@ ERRORS = [
     (
         {"coordinator_address": "node0", "num_processes": 2, "process_id": 0},
         "initialize: coordinator_address must be host:port with a port from 1 to 65535; got 'node0'. Pass for example "
-        "node0:29500.",
+        "node0:29500, or [fd00::1]:29500.",
+    ),
+    (
+        {"coordinator_address": "fd00::1", "num_processes": 2, "process_id": 1},  # no port 1 of "fd00:"
+        "initialize: coordinator_address must be host:port with a port from 1 to 65535; got 'fd00::1'. Pass for "
+        "example node0:29500, or [fd00::1]:29500.",
     ),
 ]
 

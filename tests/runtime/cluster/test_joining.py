@@ -210,13 +210,15 @@ def test_a_config_of_another_job(elsewhere):
     [
         ("127.0.0.1", 0, "127.0.0.1:5000"),
         ("127.0.0.1", 1, None),  # only process 0 listens
+        ("[fd00::1]", 1, None),
         ("192.0.2.1", 0, None),  # of a service in front of the machine: jax listens on all addresses
     ],
 )
 def test_jax_listens_where_the_processes_met(host, rank, bound, monkeypatch):
     """By itself its service listens on every address of the machine, and asks nobody for a token."""
 
-    def start(*place, coordinator_bind_address, **options):
+    def start(address, *place, coordinator_bind_address, **options):
+        assert address == f"{host}:5000"
         raise Reached(coordinator_bind_address)
 
     monkeypatch.setattr(join._platform, "jax_has_started", lambda: False)
