@@ -96,9 +96,7 @@ class Monitor:
                     if line.closed:
                         selector.unregister(line)
                 now, before = time.monotonic(), seen
-                if (
-                    now - before < _TICK / 2 and not self.over
-                ):  # among a thousand processes some message is always there
+                if now - before < _TICK / 2 and not self.over:  # of a thousand processes there is always a message
                     continue
                 self._excuse(now - before, now)
                 seen = now

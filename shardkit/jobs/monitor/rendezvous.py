@@ -60,12 +60,11 @@ class Hello(NamedTuple):
 def meet(place: Place, note: Callable[[str], None] = lambda text: None) -> list[Lines]:
     """Connects this process to process 0; returns that connection, on process 0 those to all others, by rank.
 
+    It raises Refused with one sentence for the user, the same in every process that could be reached.
+
     Args:
         place: the place of this process in the job.
         note: called at the end with one sentence, if connections were rejected.
-
-    Raises:
-        Refused: one sentence for the user, the same in every process that could be reached.
     """
     until = time.monotonic() + place.timeout
     if place.rank:
@@ -264,11 +263,7 @@ def _address_refusal(hellos: dict[int, Hello]) -> str:
 
 
 def _join(place: Place, until: float) -> Lines:
-    """Connects to process 0 and waits for its welcome.
-
-    Raises:
-        Refused: one sentence for the user.
-    """
+    """Connects to process 0 and waits for its welcome; raises Refused."""
     error = "no answer"
     while (left := until - time.monotonic()) > 0:
         try:

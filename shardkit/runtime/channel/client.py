@@ -156,10 +156,9 @@ class MonitorClient:
 
 
 def start(place: Place) -> MonitorClient:
-    """Starts the monitor of this process; from then on an uncaught exception ends all processes, with its text.
+    """Starts the monitor of this process, or raises why the processes could not connect in one sentence.
 
-    Raises:
-        RuntimeError: the processes could not connect, with the reason in one sentence.
+    From then on an uncaught exception ends all processes, with its text.
     """
     import atexit
 

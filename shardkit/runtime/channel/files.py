@@ -7,11 +7,7 @@ import os
 
 
 def open_file(path: str | os.PathLike[str], flags: int) -> int:
-    """A descriptor, as of `os.open`, of the file of that name itself.
-
-    Raises:
-        OSError: as `os.open`; for a link with a text of its own, and no number.
-    """
+    """A descriptor, as of `os.open`, of the file of that name itself; a link is an OSError with a text of its own."""
     try:
         return os.open(path, flags | os.O_NOFOLLOW, 0o644)
     except OSError as error:
@@ -21,11 +17,7 @@ def open_file(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def create_file(path: str | os.PathLike[str]) -> int:
-    """A descriptor of a new file, in place of one that an earlier run left under that name.
-
-    Raises:
-        OSError: as `open_file`.
-    """
+    """A descriptor of a new file, in place of one that an earlier run left under that name."""
     os.close(open_file(path, os.O_WRONLY | os.O_CREAT))
     os.unlink(path)
     return open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)

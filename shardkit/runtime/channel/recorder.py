@@ -51,11 +51,7 @@ class Status(NamedTuple):
 
 
 class Recorder:
-    """The writing end, in the process; its threads may share it.
-
-    Raises:
-        OSError: there is no room for the file.
-    """
+    """The writing end, in the process; its threads may share it. Without room for the file it is an OSError."""
 
     def __init__(self, path: str):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -139,11 +135,7 @@ class Reader:
         return events
 
     def save(self, path: Path, record: dict[str, Any]) -> None:
-        """Writes the flight record as JSON: `record`, the status and the last events.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Writes the flight record as JSON: `record`, the status and the last events."""
         now, clock = time.monotonic(), time.time()
         events = [
             {"time": round(clock - (now - at), 6), "phase": phase, "step": step} for at, phase, step in self.events()

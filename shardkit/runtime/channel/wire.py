@@ -25,11 +25,7 @@ def encoded(message: Message) -> bytes:
 
 
 def plain(text: str) -> str:
-    """Another process's text for a log: on one line, with unprintable characters escaped, and of limited length.
-
-    Raises:
-        TypeError: it is not a string.
-    """
+    """Another process's text for a log: on one line, unprintable characters escaped, of limited length; a string."""
     if not isinstance(text, str):
         raise TypeError("a message's text must be a string")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:_LONGEST_TEXT])

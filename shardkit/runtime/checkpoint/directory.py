@@ -29,11 +29,7 @@ _LOCKS: dict[Path, tuple[int, int]] = {}  # the descriptor, and the number of Ch
 
 
 def directory_of(where: str, directory: str | os.PathLike[str]) -> Path:
-    """An absolute path that orbax supports.
-
-    Raises:
-        ValueError: a URL, or a path with one of `*?[`.
-    """
+    """An absolute path that orbax supports; refuses a URL, or a path with one of `*?[`."""
     path = Path(directory).absolute()
     if re.match(r"\w[\w+.-]+:/", os.fspath(directory)):  # Path("gs://bucket") has lost a slash
         raise ValueError(
@@ -49,11 +45,7 @@ def directory_of(where: str, directory: str | os.PathLike[str]) -> Path:
 
 
 def check_writable(directory: Path) -> None:
-    """Refuses a directory that cannot be written, without creating it.
-
-    Raises:
-        ValueError: it, or its nearest existing parent, cannot be written.
-    """
+    """Refuses a directory that, or whose nearest existing parent, cannot be written, without creating it."""
     there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
     why = "is not a directory" if not there.is_dir() else "is not writable" if not os.access(there, os.W_OK) else ""
     if why:
@@ -64,11 +56,7 @@ def check_writable(directory: Path) -> None:
 
 
 def lock(directory: Path) -> Callable[[], None]:
-    """Locks a directory for this process, until the returned function is called or the process ends.
-
-    Raises:
-        RuntimeError: another process has locked it, or it cannot be locked.
-    """
+    """Locks a directory for this process, until the returned function is called or it ends; refuses another's."""
     descriptor, holders = _LOCKS.get(directory) or (_locked(directory), 0)
     _LOCKS[directory] = descriptor, holders + 1
 
@@ -160,11 +148,7 @@ def is_newer(path: Path) -> bool:
 
 
 def set_aside(path: Path, why: str) -> None:
-    """Renames a step that no longer counts, or is none, with a warning that says why; nothing is deleted.
-
-    Raises:
-        ValueError: a newer version of shardkit wrote it.
-    """
+    """Renames a step that no longer counts, or is none, with a warning that says why; refuses one that `is_newer`."""
     if is_newer(path):
         raise ValueError(
             f"save: a step must not be set aside if a newer version of shardkit wrote it; {named(path)} has a newer "

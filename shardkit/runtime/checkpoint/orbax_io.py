@@ -109,11 +109,7 @@ def _handler(v1: Any, writes: list[Any], complete: Callable[[], None]) -> type:
 
 
 def orbax() -> Any:
-    """The public interface of orbax, imported when it is first needed.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """The public interface of orbax, imported when it is first needed; refuses to go on without the package."""
     try:
         import orbax.checkpoint.experimental.v1 as v1
     except ImportError as error:

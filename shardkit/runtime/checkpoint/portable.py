@@ -29,11 +29,7 @@ _MOVED = 2**26  # bytes of leaves that a restore moves at once
 
 
 def leaves_of(where: str, state: Any) -> Leaves:
-    """The leaves of a state by path, each as stored on the devices.
-
-    Raises:
-        ValueError: two leaves with one path, leaves outside a mesh of devices, or of a dtype that is not stored.
-    """
+    """The leaves of a state by path, each as stored on the devices; refuses what a checkpoint cannot hold."""
     found = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_padded)
     leaves = {path_name(path): x for path, x in found}
     if len(leaves) < len(found):

@@ -86,12 +86,7 @@ def find_step(where: str, directory: Path, step: int | None) -> tuple[int, Run, 
 def read_arrays(
     where: str, directory: Path, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct], records: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
-    """These arrays of a step, after a comparison of their checksums with the records.
-
-    Raises:
-        DamagedError: they are damaged, for whichever process.
-        RuntimeError: they could not be read although they may be intact, for example with too many open files.
-    """
+    """These arrays of a step, after their checksums were compared with the records; raises as `Checkpoints.restore`."""
     damage, arrays = None, dict[str, jax.Array]()
     try:
         arrays = load(directory / str(step), wanted)

@@ -45,11 +45,7 @@ class NewerError(ValueError):
 
 
 def make_record(step: int, position: Any, config: Any, metrics: Any, leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of a checkpoint, which `seal` completes.
-
-    Raises:
-        ValueError: values that are not JSON, or metrics that are not numbers.
-    """
+    """The record of a checkpoint, which `seal` completes; refuses what is not JSON, and metrics without numbers."""
     versions = {name: _version(name) for name in ("shardkit", "jax", "orbax-checkpoint")}
     try:
         numbers = {str(name): float(value) for name, value in (metrics or {}).items()}

@@ -67,11 +67,7 @@ class Safetensors:
 
 
 def needs_safetensors(where: str) -> None:
-    """Refuses to continue without the package.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """Refuses to continue without the package."""
     try:
         import safetensors.numpy  # noqa: F401
     except ImportError as error:

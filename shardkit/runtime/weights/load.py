@@ -133,11 +133,7 @@ def _array(source: Safetensors, leaf: Leaf, like: jax.ShapeDtypeStruct) -> jax.A
 
 
 def _source(path: Path, step: int | None) -> Safetensors | _RunStep:
-    """What is at a path, opened.
-
-    Raises:
-        ValueError: nothing, or nothing that holds parameters.
-    """
+    """What is at a path, opened; refuses what holds no parameters."""
     if path.is_dir() and steps_in(path):
         return _RunStep(path, step)
     file = path
