@@ -178,35 +178,23 @@ def _environment(variables: Mapping[str, str], name: str) -> list[dict[str, Any]
 
 def _account(name: str) -> list[dict[str, Any]]:
     """A ServiceAccount with the two rights that jax's cluster detection needs, for a script that uses it."""
-    rules = [
-        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]},
-        {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["get"]},
-    ]
-    group = "rbac.authorization.k8s.io"
+    pods = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}
+    jobs = {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["get"]}
+    group, own = "rbac.authorization.k8s.io", {"metadata": {"name": name}}
+    role = {"apiGroup": group, "kind": "Role", "name": name}
+    binding = {"subjects": [{"kind": "ServiceAccount", "name": name}], "roleRef": role}
     return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}},
-        {"apiVersion": f"{group}/v1", "kind": "Role", "metadata": {"name": name}, "rules": rules},
-        {
-            "apiVersion": f"{group}/v1",
-            "kind": "RoleBinding",
-            "metadata": {"name": name},
-            "subjects": [{"kind": "ServiceAccount", "name": name}],
-            "roleRef": {"apiGroup": group, "kind": "Role", "name": name},
-        },
+        {"apiVersion": "v1", "kind": "ServiceAccount", **own},
+        {"apiVersion": f"{group}/v1", "kind": "Role", **own, "rules": [pods, jobs]},
+        {"apiVersion": f"{group}/v1", "kind": "RoleBinding", **own, **binding},
     ]
 
 
 def _jobset(metadata: Mapping[str, Any], processes: int, pod: Mapping[str, Any]) -> dict[str, Any]:
     """A JobSet, which restarts after PREEMPTED, LOST or no code, as of a lost machine; other codes are final."""
     final = {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [PREEMPTED, LOST]}}
-    job = {
-        "completions": processes,
-        "parallelism": processes,
-        "completionMode": "Indexed",
-        "backoffLimit": 0,
-        "podFailurePolicy": {"rules": [final]},
-        "template": {"spec": pod},
-    }
+    job = {"completions": processes, "parallelism": processes, "completionMode": "Indexed", "backoffLimit": 0}
+    job |= {"podFailurePolicy": {"rules": [final]}, "template": {"spec": pod}}
     rules = [
         {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},
         {"name": "again", "action": "RestartJobSet", "onJobFailureReasons": ["BackoffLimitExceeded"]},
@@ -229,17 +217,12 @@ def _variables(devices: int | None, accelerator: str) -> dict[str, str]:
     # The number of cores here says nothing about the machines of the job.
     threads = cpu_environment(devices, {"NPROC": "1"})["NPROC"]
     simulated = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "NPROC": threads}
-    return {"PYTHONUNBUFFERED": "1"} | simulated
+    return {"PYTHONUNBUFFERED": "1", **simulated}
 
 
 def _slurm(words: Sequence[str], processes: int, devices: int | None, name: str, accelerator: str) -> str:
-    options = [
-        f"--job-name={name}",
-        f"--ntasks={processes}",
-        "--requeue",
-        "--open-mode=append",
-        f"--signal=TERM@{_NOTICE}",
-    ]
+    options = [f"--job-name={name}", f"--ntasks={processes}"]
+    options += ["--requeue", "--open-mode=append", f"--signal=TERM@{_NOTICE}"]
     variables = _variables(devices, accelerator)
     if accelerator == "gpu":
         options.insert(2, f"--gpus-per-task={devices}")

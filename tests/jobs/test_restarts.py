@@ -97,6 +97,8 @@ def test_the_limit_is_one_of_an_hour():
         (b"shardkit guard: process 1 died without reporting an error (?), last seen in step 4.", Blamed(1, 4, False)),
         (b"shardkit guard: process 1 has not answered for 30 s, last seen in step 41.", Blamed(1, 41, False)),
         (b"shardkit guard: process 1 failed compiling step 0: XlaRuntimeError", Blamed(1, 0, False)),
+        (b"shardkit guard: process 1 died of a fatal signal (Aborted) in step 4.", Blamed(1, 4, True)),
+        (b"shardkit guard: all processes died of a fatal signal (Aborted) in step 4: jax ends them", None),
         (b"a line about step 3", None),
     ],
 )

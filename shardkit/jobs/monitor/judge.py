@@ -45,9 +45,8 @@ class Deadlines(NamedTuple):
 
     def of(self, phase: str) -> float | None:
         """The deadline of a phase; None if it has none."""
-        phase = "save" if phase == "commit" else phase
-        phase = "evaluate" if phase == "after" else phase
-        return self.compile if phase == "compare" else getattr(self, phase, None)
+        counts_as = {"commit": "save", "after": "evaluate", "compare": "compile"}
+        return getattr(self, counts_as.get(phase, phase), None)
 
 
 @dataclass(slots=True)  # process 0 has one per process
@@ -63,6 +62,7 @@ class Known:
         left: whether it said that it exits.
         cause: the error that it failed with.
         host: the name of its machine.
+        crash: the fatal signal that ended it in native code, such as "Aborted".
         due: until then it is no reason for `fault` to find one.
     """
 
@@ -74,6 +74,7 @@ class Known:
     left: bool = False
     cause: str = ""
     host: str = ""
+    crash: str = ""
     due: float = 0.0
 
     def expect(self, deadlines: Deadlines) -> None:
@@ -95,6 +96,7 @@ class State(Enum):
 
     FAILED = auto()  # it raised an error
     DIED = auto()  # without reporting an error
+    CRASHED = auto()  # in native code, as jax ends processes whose coordinator is gone
     CUT_OFF = auto()  # it raised an error that follows from another process's end
     EXITED = auto()
     STOPPED = auto()
@@ -103,7 +105,7 @@ class State(Enum):
 
 
 # The states that end the job, by precedence, with the seconds to wait for one that takes precedence.
-_FATAL = {State.FAILED: 0.3, State.DIED: 0.3, State.CUT_OFF: 2.0}
+_FATAL = {State.FAILED: 0.3, State.DIED: 0.3, State.CRASHED: 1.0, State.CUT_OFF: 2.0}
 
 
 class Fault(NamedTuple):
@@ -150,7 +152,7 @@ def _state(each: Known, now: float) -> State:
         follows = any(word in each.cause.lower() for word in _CONSEQUENCES)
         return State.CUT_OFF if follows else State.FAILED
     if each.gone:
-        return State.DIED
+        return State.CRASHED if each.crash else State.DIED
     if each.left:
         return State.EXITED
     if each.stopped:
@@ -159,11 +161,17 @@ def _state(each: Known, now: float) -> State:
 
 
 def _end(state: State, ranks: Sequence[int], known: Mapping[int, Known]) -> str:
-    if state is State.DIED:
-        first = ranks[0]  # process 0 if it died: with its coordinator jax ends every other process
-        last = ", last seen" if known[first].unseen else ""
-        text = f"{_named(ranks[:1], known)} died without reporting an error (SIGKILL or out of memory?){last}"
-        return f"{text} {_in(*known[first].status[:2])}"
+    each = known[ranks[0]]  # process 0 if it died: with its coordinator jax ends every other process
+    where = f"{', last seen' if each.unseen else ''} {_in(*each.status[:2])}"
+    if state is State.CRASHED and len(ranks) == len(known) > 1:
+        return (
+            f"all processes died of a fatal signal ({each.crash}){where}: jax ends them where process 0 fails, which serves "
+            "it, or a program from outside of the job joins at that port, which knows no token; read their output"
+        )
+    if state in (State.DIED, State.CRASHED):
+        how = "without reporting an error (SIGKILL or out of memory?)"
+        how = f"of a fatal signal ({each.crash})" if each.crash else how
+        return f"{_named(ranks[:1], known)} died {how}{where}"
     first = min(ranks, key=lambda rank: _position(known[rank]))
     return f"{_named([first], known)} failed {_in(*known[first].status[:2])}: {known[first].cause}"
 

@@ -30,7 +30,7 @@ _AWAY = 1.0  # seconds between two looks after which this monitor was itself sto
 _KILL_AFTER = 0.5  # seconds a process has to exit before SIGKILL
 _SPEAK = 1.0  # seconds for the last line and the flight record: a pipe may be full, a file system may hang
 _LINGER = 60.0  # seconds that process 0's monitor waits for the others after its own process has exited without a fault
-_SHARED = ("status", "stopped", "gone", "left", "cause", "host")  # what a monitor sends of its process: fields of Known
+_SHARED = ("status", "stopped", "gone", "left", "cause", "host", "crash")  # what a monitor sends: fields of Known
 
 
 def main() -> None:
@@ -55,14 +55,14 @@ def main() -> None:
         return
     met.set()
     _say({"ready": True})
-    Monitor(place, spec["parent"], inbox, reader, peers).run()
+    Monitor(place, spec["parent"], inbox, reader, peers, spec["crash"]).run()
 
 
 class Monitor:
     """The monitor of one process; that of process 0 is connected to all others, each of them to it alone."""
 
-    def __init__(self, place: Place, parent: int, inbox: Lines, reader: Reader, peers: list[Lines]):
-        self.place, self.parent, self.inbox, self.reader = place, parent, inbox, reader
+    def __init__(self, place: Place, parent: int, inbox: Lines, reader: Reader, peers: list[Lines], crash: int = -1):
+        self.place, self.parent, self.inbox, self.reader, self.crash = place, parent, inbox, reader, crash
         ranks = range(1, place.size) if place.rank == 0 else [0]
         self.peers = dict(zip(ranks, peers, strict=True))
         self.ranks = {id(line): rank for rank, line in self.peers.items()}
@@ -137,6 +137,7 @@ class Monitor:
             self.alive = False
             self._drain()
             own.gone = not own.left
+            own.crash = self._stacks().partition(b"\n")[0].decode().rpartition(": ")[2]
             self._send(self._own())
         own.expect(self.deadlines)
 
@@ -144,6 +145,10 @@ class Monitor:
         """Reads what the process sent before it ended."""
         while not self.inbox.closed and self.inbox.waits():
             self.take(self.inbox)
+
+    def _stacks(self) -> bytes:
+        """What Python wrote to `crash` at a fatal signal: `Fatal Python error: Aborted`, and the threads' stacks."""
+        return os.pread(self.crash, 1 << 16, 0) if self.crash >= 0 else b""
 
     def _own(self) -> Message:
         return {name: getattr(self.known[self.place.rank], name) for name in _SHARED}
@@ -155,7 +160,7 @@ class Monitor:
             phase, step, since, dispatched, done, began = message["status"]
             known.status = Status(plain(phase), int(step), float(since), int(dispatched), int(done), float(began))
             known.stopped, known.gone, known.left = message["stopped"], message["gone"], message["left"]
-            known.cause, known.host = plain(message["cause"]), plain(message["host"])
+            known.cause, known.host, known.crash = (plain(message[name]) for name in ("cause", "host", "crash"))
         elif "over" in message:
             self.over, self.code = plain(message["over"]), LOST if message["lost"] is True else FAILED
             self.hung = self.place.rank in message["hung"]
@@ -270,7 +275,7 @@ class Monitor:
                     os.kill(self.parent, signal.SIGKILL)
             self._drain()
         if not self.printed:
-            _in_time(lambda: os.write(2, as_line(text)))
+            _in_time(lambda: os.write(2, self._stacks() + as_line(text)))
         os._exit(0)  # even if a thread of `_in_time` hangs
 
     def _others_closed(self) -> bool:

@@ -60,11 +60,8 @@ class Hello(NamedTuple):
 def meet(place: Place, note: Callable[[str], None] = lambda text: None) -> list[Lines]:
     """Connects this process to process 0; returns that connection, on process 0 those to all others, by rank.
 
-    It raises Refused with one sentence for the user, the same in every process that could be reached.
-
-    Args:
-        place: the place of this process in the job.
-        note: called at the end with one sentence, if connections were rejected.
+    It raises Refused with one sentence for the user, the same in every process that could be reached. `note` is called
+    at the end with one sentence, if connections were rejected.
     """
     until = time.monotonic() + place.timeout
     if place.rank:

@@ -44,13 +44,15 @@ class MonitorClient:
         self.place, self._own = place, os.getpid()
         self.recorder, ring = _recorder()
         _open_closed_descriptors()
-        command = [sys.executable, "-I", "-S", str(_MONITOR)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        crash = os.memfd_create("shardkit-crash")  # tells a fatal signal, such as the abort of jax, from SIGKILL
+        faulthandler.enable(crash)
+        command, pipe = [sys.executable, "-I", "-S", str(_MONITOR)], subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=[crash])
         self._writing = threading.Lock()
         self._agreed: dict[str, threading.Event] = {}
         self._exit_code: int | None = None
         self._left = False
-        self.tell({"ring": str(ring), "parent": os.getpid(), "place": list(place)})
+        self.tell({"ring": str(ring), "parent": os.getpid(), "place": list(place), "crash": crash})
         assert self._process.stdout is not None
         lines = Lines(self._process.stdout.fileno())
         try:

@@ -52,12 +52,7 @@ def newest_step(directory: Path) -> int | None:
 
 
 def find_step(where: str, directory: Path, step: int | None) -> tuple[int, Run, dict[str, Any]]:
-    """A step, by default the newest, with its run and the records of its leaves.
-
-    Raises:
-        ValueError: there is no such step, or a newer version of shardkit wrote it.
-        DamagedError: it is damaged, or not a checkpoint of shardkit.
-    """
+    """A step, by default the newest, with its run and the records of its leaves; raises as `Checkpoints.restore`."""
     steps = steps_in(directory)
     if step is None:
         step = newest_step(directory)
@@ -114,7 +109,6 @@ def _unusable(where: str, directory: Path, step: int, reason: str) -> DamagedErr
 
 _ALIGNED = 64  # bytes, with which jax on CPU takes a buffer as it is
 _UNDERWAY = 2**22  # bytes that are read at once, or a sixteenth of all
-Box = tuple[slice, ...]
 
 
 def load(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:

@@ -48,11 +48,7 @@ def variables(environ: Mapping[str, str]) -> Found:
 
 
 def detected(environ: Mapping[str, str], timeout: float) -> Found:
-    """What jax detects of Slurm, Open MPI, Kubernetes or Cloud TPU.
-
-    Raises:
-        ValueError: variables of which one is no number or cannot be read, or too few for jax to detect the job.
-    """
+    """What jax detects of Slurm, Open MPI, Kubernetes or Cloud TPU; refuses variables that are wrong, or too few."""
     try:
         found = Found(*_platform.detect_cluster(int(timeout)))
     except Exception as error:

@@ -73,7 +73,8 @@ def initialize(
 
     Before jax starts, all processes connect at the coordinator's address and compare their arguments. A process belongs
     to the job if it has the same token in SHARDKIT_JOB_TOKEN, a secret that `launch` and its manifests provide. Process
-    0 listens on the coordinator's address only, if that is an address of its machine. From then on each process has a
+    0 listens on the coordinator's address only, if that is an address of its machine; so does jax's own service there,
+    which knows no token: who reaches its port can end the job. From then on each process has a
     monitor (`guard`): when one dies or raises, all others end within a second or two, with the cause as the last line.
 
     Where `jax.distributed.initialize` has been called already, as Ray Train does, only the monitors connect, at a port
@@ -241,11 +242,7 @@ def _joined(found: Found, timeout: float) -> Iterator[Place]:
     """This process's place, by jax: process 0 tells the others a port, free inside, and a token if it has none.
 
     The port of the job's address is that of jax's coordination service, which tells them. Who can ask it for the token
-    could end the job anyway.
-
-    Raises:
-        ValueError: what `found` says of the job differs from what jax says.
-        RuntimeError: process 0 does not answer.
+    could end the job anyway. Refuses what `found` says otherwise than jax, and a process 0 that does not answer.
     """
     address, size, rank = _platform.joined_job()
     for name, given, actual in (("num_processes", found.size, size), ("process_id", found.rank, rank)):

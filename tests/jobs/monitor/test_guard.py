@@ -86,6 +86,40 @@ def test_a_fault_is_named_by_all(fault, rank):
     assert max(each.at for each in ended) < planted + DEADLINE + SLACK + BUSY * ((fault, rank) in SHALLOW)
 
 
+def test_a_process_that_ends_in_native_code_was_not_killed():
+    ended = faulty("abort", 1, processes=2)
+    agree(ended, 1, r"shardkit guard: process 1 died of a fatal signal \(Aborted\) in user code after step 4\.")
+    assert re.search(r'^  File ".*loop\.py", line \d+ in wait_here$', ended[1].output, re.M)
+
+
+STRANGER = """
+import sys
+from jax._src.lib import _jax
+_jax.get_distributed_runtime_client(sys.argv[1], 1, init_timeout=5).connect()
+"""
+
+
+@pytest.mark.deep
+def test_a_stranger_at_the_port_of_jax_is_the_fault_of_no_process(tmp_path):
+    """Process 0 was said to have died of SIGKILL: jax aborts all when another program joins as one of them."""
+    port = jobs.free_port()
+    words = [str(jobs.WORKERS / "loop.py"), "--pace", "1", "--steps", "600", "--deadline", "60"]
+    words += ["--mark", str(tmp_path / "begun")]
+    each = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "SHARDKIT_JOB_TOKEN": "secret"}
+    job = jobs.Job(words, processes=2, devices=1, each=lambda rank: each)
+    until = time.monotonic() + BUSY * 4
+    while not (tmp_path / "begun.0").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    subprocess.run([sys.executable, "-c", STRANGER, f"127.0.0.1:{port}"], capture_output=True, check=False)
+    ended = job.wait(BUSY * 4)
+    agree(
+        ended,
+        0,
+        r"shardkit guard: all processes died of a fatal signal \(Aborted\) .*: jax ends them where process 0 fails, "
+        r"which serves it, or a program from outside of the job joins at that port, which knows no token; .*\.",
+    )
+
+
 DIFFERENCES = {
     "psum": r"program \(process 1 against process 0: 1 more all_reduce, first difference at line \d+ of the .*",
     "constant": r"program \(process 1 against process 0: first difference at line \d+ of the StableHLO\)",

@@ -145,6 +145,21 @@ TABLE = [  # processes, and what is said of them
         [at("step", 6), at("data", 6, gone=True)],
         "process 1 died without reporting an error (SIGKILL or out of memory?) waiting for the data of step 6",
     ),
+    # jax aborts all where its service fails or a stranger joins there: after a process was killed, a consequence
+    (
+        [at("step", 6, gone=True, crash="Aborted"), at("step", 6, gone=True), at("step", 6)],
+        "process 1 died without reporting an error (SIGKILL or out of memory?) in step 6",
+    ),
+    (
+        [at("step", 6, cause="JaxRuntimeError: Gloo: peer"), at("data", 6, gone=True, crash="Segmentation fault")],
+        "process 1 died of a fatal signal (Segmentation fault) waiting for the data of step 6",
+    ),
+    ([at("step", 6, gone=True, crash="Bus error")], "process 0 died of a fatal signal (Bus error) in step 6"),
+    (
+        [at("step", 6, gone=True, crash="Aborted"), at("data", 6, gone=True, crash="Aborted")],
+        "all processes died of a fatal signal (Aborted) in step 6: jax ends them where process 0 fails, which serves "
+        "it, or a program from outside of the job joins at that port, which knows no token; read their output",
+    ),
     (
         [at("step", 6, gone=True), at("step", 6, gone=True), at("step", 6)],
         "process 0 died without reporting an error (SIGKILL or out of memory?) in step 6",
