@@ -165,8 +165,9 @@ def _end(state: State, ranks: Sequence[int], known: Mapping[int, Known]) -> str:
     where = f"{', last seen' if each.unseen else ''} {_in(*each.status[:2])}"
     if state is State.CRASHED and len(ranks) == len(known) > 1:
         return (
-            f"all processes died of a fatal signal ({each.crash}){where}: jax ends them where process 0 fails, which serves "
-            "it, or a program from outside of the job joins at that port, which knows no token; read their output"
+            f"all processes died of a fatal signal ({each.crash}){where}: jax ends them where process 0 fails, which "
+            "serves it, or a program from outside of the job joins at that port, which knows no token; read their "
+            "output"
         )
     if state in (State.DIED, State.CRASHED):
         how = "without reporting an error (SIGKILL or out of memory?)"
