@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -44,7 +45,8 @@ class StepClock:
 
         def note_end() -> None:  # Python waits for other threads then
             threading.main_thread().join()
-            recorder.turn("user code", "after")
+            if getattr(sys, "last_value", None) is None:  # else an error ended it, in user code
+                recorder.turn("user code", "after")
 
         threading.Thread(target=note_end, name="shardkit-end", daemon=True).start()
 
