@@ -91,7 +91,7 @@ class Plan(NamedTuple):
             if not any(in_subtrees(path, (name,)) for path in paths):
                 raise ValueError(
                     f"{strategy}: every name must be a leaf or subtree of the parameters; got {name!r} for the leaves "
-                    f"{quoted(paths[:8])}{', ...' * (len(paths) > 8)}. Correct the name, or remove it."
+                    f"{quoted(paths[:8])}{', ...' * (len(paths) > 8)}. Name one of them, or none."
                 )
 
     def placed(self, path: str, x: Any, mesh: Mesh) -> Iterator[tuple[Strategy, Split | str]]:
@@ -174,8 +174,8 @@ class Plan(NamedTuple):
                 if axis not in mesh.shape:
                     raise ValueError(
                         f"{s.name}: the rules may only name axes of the mesh, {sized(mesh.shape.items())}; they split "
-                        f"leaf {path} over {axis!r}. Correct them, or the metadata that they come from, or add the "
-                        f"axis to make_mesh, as {axis}=1 if nothing is to be split over it."
+                        f"leaf {path} over {axis!r}. Name those alone, also in the metadata behind them, or add "
+                        f"the axis to make_mesh, as {axis}=1 if nothing is to be split over it."
                     )
 
 

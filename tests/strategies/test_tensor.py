@@ -354,8 +354,8 @@ def on_two(fn, *args):
             ),
             "tp: leaf embed: dim must name a dimension of the array; got 2 for an array of rank 2. "
             "Choose 0 to 1.": lambda: laid_out(sk.tp("model", lambda path, shape: 2), model=2),
-            "tp: the rules must put axis 'modell' on some dim; the axes that they name are 'model'. Correct the rules, "
-            "or the axis.": lambda: sk.tp("modell", rules()),
+            "tp: the rules must put axis 'modell' on some dim; the axes that they name are 'model'. Map a logical "
+            "axis to 'modell', or pass the axis of the rules to tp.": lambda: sk.tp("modell", rules()),
             "tp: the rules have no spec for leaf final_norm; theirs are for the leaves 'embed'. Make the "
             "rules from the logical axes of these parameters.": lambda: laid_out(
                 sk.tp("model", {"embed": P("model")}), model=2

@@ -338,7 +338,7 @@ def test_bad_batches_are_refused(refusal, message, data8):
 @pytest.mark.parametrize(
     "message, options",
     {
-        "make_train_step: accumulate must be at least 1; got 0. Correct accumulate.": {"accumulate": 0},
+        "make_train_step: accumulate must be at least 1; got 0. Pass accumulate=1 or more.": {"accumulate": 0},
         "make_train_step: nonfinite must be 'keep', 'skip' or 'stop'; got 'raise'. "
         "Pass for example nonfinite='keep'.": {"nonfinite": "raise"},
         "precision: the name must be one of 'no', 'bf16', 'fp16'; got 'fp8'. Pass one of them or a Precision.": {
