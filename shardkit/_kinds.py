@@ -131,6 +131,11 @@ _NO_AXIS = {type(None): None, tuple[()]: Kind("()", lambda x: isinstance(x, tupl
 FUNCTION = Kind("a function", callable, "Pass the function itself")
 WHOLES = Kind("a sequence of whole numbers below 2**63", lambda x: _items(x, _is_small), "Pass for example (8, 4)")
 NAMES = Kind("a tuple of names", lambda x: _items(x, lambda name: isinstance(name, str)), "Pass for example ('w',)")
+DEVICES = Kind(
+    "a sequence of jax devices",
+    lambda x: _items(x, lambda device: hasattr(device, "id")),
+    "Write make_mesh(data=8), or pass for example devices=jax.devices()[:8]",
+)
 SEQUENCE = Kind("a sequence", lambda x: _items(x, lambda _: True), "Pass a list or a tuple")
 COLLECTION = Kind("a collection", lambda x: isinstance(x, Collection) and not isinstance(x, str | bytes), "Pass a list")
 ITERABLE = Kind("an iterable", lambda x: isinstance(x, Iterable) and not isinstance(x, str | bytes), "Pass a list")
@@ -161,6 +166,7 @@ SPECS = Kind("a PartitionSpec or a pytree of them", _are_specs, "Pass for exampl
 Arrays = Annotated[Any, ARRAYS]
 Key = Annotated[jax.Array, KEY]
 DType = Annotated[Any, DTYPE]
+Devices = Annotated[Sequence[jax.Device], DEVICES]
 Specs = Annotated[Any, SPECS]
 Optimizer = Annotated[Any, OPTIMIZER]
 SCALARS = (bool, int, float, str)

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -59,6 +60,10 @@ RANGES = {
     ),
     r"Precision: growth_interval must be at least 1; got 0\. Pass growth_interval=1 or more\.": lambda: (
         sk.precision.precision_of(sk.Precision(growth_interval=0))
+    ),
+    r"make_train_step: precision must be a string, a Precision or None; got <class 'jax\.numpy\.bfloat16'>\. Pass for "
+    r"example sk\.Precision\(compute=jnp\.bfloat16\)\.": lambda: sk.make_train_step(
+        sk.value_and_grad(lambda *_: 0.0), optax.sgd(1.0), mesh=MESH, plan=sk.dp("data"), precision=jnp.bfloat16
     ),
     r"DistributedConfig: enabled must be True or False; got 'false'\. Pass for example enabled=True\.": lambda: (
         DistributedConfig(enabled="false")
