@@ -142,8 +142,8 @@ def make_train_step(
             divide the batch.
         ValueError: from `step`, for a state that an earlier step has donated, that is on another mesh, or that another
             plan lays out, pads or orders otherwise, or gives other residuals.
-        TypeError: from `step`, for what is no TrainState; from both, for an optimizer that needs more, as a line search
-            needs a function of the loss, lookahead two sets of parameters, and dpsgd the gradient of each example.
+        TypeError: from `step`, for what is no TrainState, and for an optimizer whose updates are not like gradients.
+            What the optimizer raises is raised as it is, as by line searches, which need a function of the loss.
         NonFiniteError: from `step`, under `nonfinite="stop"`.
 
     Cost: that of the plan, one all_reduce of 8 bytes for the loss and for each auxiliary mean, or each element of one
