@@ -24,7 +24,7 @@ from shardkit.partitioning.axis_types import auto_mesh, typed_init, with_auto_ax
 from shardkit.partitioning.batch import batch_specs
 from shardkit.partitioning.gradient import GradFn, divisor_of, global_means, largest_weight
 from shardkit.partitioning.groups import check_groups, groups_per_device, leave_groups, update_alone
-from shardkit.partitioning.local_step import local_gradients
+from shardkit.partitioning.local_step import local_gradients, or_column_linear
 from shardkit.partitioning.manual import manual_axes
 from shardkit.partitioning.metrics import all_finite, metrics_of, returned
 from shardkit.partitioning.placement import Layout, map_layouts, seen_in_parts
@@ -215,8 +215,9 @@ def make_train_step(
         def on_device(params: Any, kept: Any, residuals: Any, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
             seen = enter(params, layouts, batch_spec, policy.compute, policy.reduce)
             run = carried.bound(grad_fn, kept, batch_spec, policy) if reads else grad_fn
-            own = run, seen, batch, key, scale, batch_spec, policy.compute, parts
-            _, means, grads = local_gradients(*own, groups=bool(deterministic), split=seen_in_parts(layouts))
+            own, split = (batch, key, scale, batch_spec, policy.compute, parts), seen_in_parts(layouts)
+            given = lambda seen: local_gradients(run, seen, *own, groups=bool(deterministic), split=split)  # noqa: E731
+            _, means, grads = or_column_linear(given, seen, state.params, policy.compute, split)
             if deterministic:
                 means, grads = leave_groups(means, grads, layouts, batch_spec, scale)
                 left = residuals
