@@ -162,6 +162,10 @@ def test_what_is_not_saved(tmp_path):
     assert message("x", placed(w=np.ones(8, ml_dtypes.float8_e4m3fn))) == (
         "save_params: a dtype must be one that safetensors files have; leaf 'w' is float8_e4m3fn. Convert it."
     )
+    assert message("x", placed(__metadata__=np.ones(8, "f"))) == (  # was written, and could not be read
+        "save_params: no tensor of safetensors may be called '__metadata__', which is theirs; leaf '__metadata__' is. "
+        "Pass for example names={'__metadata__': 'metadata'}."
+    )
     assert message("x", laid(w=(8, 2))) == (
         "save_params: every leaf must be an array; leaf 'w' is only its shape. Pass state.params, and not what "
         "init.abstract returns."
