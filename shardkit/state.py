@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._check import sized
 from shardkit.arguments import checked_key
@@ -132,7 +132,12 @@ def make_init(optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> Call
     """The `init` of a train step; its `init.abstract(params)` returns shapes and layouts only."""
 
     def init(params: Any, key: jax.Array) -> TrainState:
-        key = checked_key(key)
+        key, sizes = checked_key(key), sized(mesh.shape.items())
+        if isinstance(mesh, AbstractMesh):
+            raise ValueError(
+                f"init: the mesh must have devices; got an abstract mesh of {sizes}. Call init.abstract(params), or "
+                f"make the step over sk.make_mesh({sizes})."
+            )
         made = makes(params)
         params = _made(params, key, plan, mesh, policy) if made else _placed(params, plan, mesh, policy)
         layouts = plan.layouts(params, mesh)
