@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardkit import _compat
 from shardkit._check import Axis, at_least
 from shardkit._context import CONTEXT
-from shardkit._kinds import Optimizer
-from shardkit._typed import typed
+from shardkit._kinds import ARRAYS, Optimizer
+from shardkit._typed import check_kind, typed
 from shardkit.arguments import check_function
 from shardkit.automatic import AsLaidOut, init_as_laid_out
 from shardkit.carried import Carried, check_carried, reads_carried, with_carried
@@ -288,6 +288,13 @@ def keyed(
 
     array = _compat.private("array.ArrayImpl")  # for every leaf, and isinstance takes twice as long
 
+    def called(call: Callable[..., Any], args: Any) -> Any:
+        try:
+            return call(*args)
+        except TypeError:  # jax's names a function that is not the caller's
+            check_kind("step", "batch", args[2], (ARRAYS,))
+            raise
+
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         nonlocal warns
         if any(type(x) is array and x.is_deleted() for x in jax.tree.leaves(state)):
@@ -301,8 +308,8 @@ def keyed(
         args = arguments(state, batch)
         if warns:
             warns = False
-            warn_of(compiled.trace(*args).jaxpr.jaxpr, stacklevel=2)
-        new, metrics = compiled(*args)
+            warn_of(called(compiled.trace, args).jaxpr.jaxpr, stacklevel=2)
+        new, metrics = called(compiled, args)
         new = new._replace(key=state.key)
         # A dynamic loss scale is found by letting gradients overflow, so only the loss tells of an error.
         if stop and not metrics["finite"] and not (dynamic and jnp.isfinite(metrics["loss"])):
@@ -323,7 +330,7 @@ def keyed(
             check(state)
         return state._replace(key=None), state.key, batch
 
-    step.lower = lambda *args: compiled.lower(*arguments(*args))  # type: ignore[attr-defined]
-    step.trace = lambda *args: compiled.trace(*arguments(*args))  # type: ignore[attr-defined]
+    step.lower = lambda *args: called(compiled.lower, arguments(*args))  # type: ignore[attr-defined]
+    step.trace = lambda *args: called(compiled.trace, arguments(*args))  # type: ignore[attr-defined]
     step.ends = {"stop": stop, "dynamic": dynamic}  # type: ignore[attr-defined]
     return step

@@ -40,6 +40,7 @@ class Mean(NamedTuple):
     weight: Any
 
     @classmethod
+    @typed
     def of(cls, values: jax.Array, weights: jax.Array | None = None) -> Mean:
         """Sums `values` (any shape), weighted by `weights` (the same shape), both in float32.
 

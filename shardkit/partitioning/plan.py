@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._check import Axis, at_least, axis_names, dim_of, quoted, sized
+from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.layout import canonical, local_shape, path_name, split_dims
@@ -55,11 +56,13 @@ class Plan(NamedTuple):
         """This plan in a step of several microbatches."""
         return self._replace(strategies=tuple(s._replace(accumulated=True) for s in self.strategies))
 
+    @typed
     def batch_spec(self, mesh: Mesh) -> PartitionSpec:
         """How the batch is split: for each dim its axes, in the mesh's order; a tuple of axes keeps its own.
 
         Axes of size 1 are left out, so that no collective over one device is traced.
         """
+        self.check(mesh)
         splits = [s for s in self.strategies if s.batch_dim is not None]
         splits.sort(key=lambda s: mesh.axis_names.index(s.axes[0]))
         entries = [
@@ -68,7 +71,8 @@ class Plan(NamedTuple):
         ]
         return canonical(PartitionSpec(*entries))
 
-    def layouts(self, params: Any, mesh: Mesh) -> Any:
+    @typed
+    def layouts(self, params: Arrays, mesh: Mesh) -> Any:
         """The Layout of each leaf of `params` (arrays or their shapes).
 
         Raises:
@@ -129,7 +133,8 @@ class Plan(NamedTuple):
                 left = local_shape(padded_shape(left, spec, mesh) if split.pad else left, spec, mesh)
                 taken, stack = taken | {split.dim}, stack or split.stack
 
-    def describe(self, params: Any, mesh: Mesh | None = None, manual: Axis | None = None) -> str:
+    @typed
+    def describe(self, params: Arrays, mesh: Mesh | None = None, manual: Axis | None = None) -> str:
         """A line for each leaf: its layouts, bytes per device, and why; `sk.describe(plan, params)` calls this."""
         return str(self.table(params, mesh, manual))
 
