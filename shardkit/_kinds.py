@@ -48,9 +48,8 @@ def _is_small(x: Any) -> bool:
 
 
 def _is_key(x: Any) -> bool:
-    if not is_array(x):
-        return False
-    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key)) or (x.dtype == jnp.uint32 and len(x.shape) > 0)
+    old = is_array(x) and x.dtype == jnp.uint32 and len(x.shape) > 0
+    return old or (is_array(x) and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key)))
 
 
 def _wrong_leaf(tree: Any) -> tuple[str, Any] | None:

@@ -132,11 +132,10 @@ def make_train_step(
         TrainStep(init, step). `step` calls one compiled program; `step.lower(state, batch)` and `step.trace` show it.
 
     Raises:
-        ValueError: an axis the mesh does not have, an accumulation below 1, an unknown name, a pipeline without `pp`;
+        ValueError: an axis that the mesh or `manual` lacks, an accumulation below 1, an unknown name, no `pp`;
             at trace time a batch that does not divide by the batch axes times `accumulate`, a weight computed only
             from scalars of the batch, carried state that is missing or that nothing uses, or a `carry` that changes its
             tree, shapes or dtypes.
-        ValueError: with `manual`, an axis that the mesh does not have, or an axis of the plan that is not among them.
         ValueError: with `deterministic`, what depends on the mesh: other strategies and algorithms, a loss that
             communicates, an optimizer or `carry` that multiplies matrices or sums over split leaves; groups that do not
             divide the batch.
