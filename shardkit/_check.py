@@ -84,14 +84,14 @@ def at_least(where: str, least: float, **values: float | Fraction | None) -> Non
     """Refuses numbers below `least`; None passes."""
     for name, value in values.items():
         if value is not None and not least <= value:
-            raise ValueError(f"{where}: {name} must be at least {least}; got {value}. Correct {name}.")
+            raise ValueError(f"{where}: {name} must be at least {least}; got {value}. Pass {name}={least} or more.")
 
 
 def finite(where: str, **values: float | None) -> None:
     """Refuses infinity."""
     for name, value in values.items():
         if value is not None and not math.isfinite(value):
-            raise ValueError(f"{where}: {name} must be finite; got {value}. Correct {name}.")
+            raise ValueError(f"{where}: {name} must be finite; got {value}. Pass for example {name}=1.")
 
 
 def shapes(where: str, **arrays: tuple[Any, str]) -> None:
@@ -112,7 +112,7 @@ def shapes(where: str, **arrays: tuple[Any, str]) -> None:
             known = ", ".join(f"{letter}={sizes[letter]}" for letter in letters if letter in sizes)
             raise ValueError(
                 f"{where}: {name} must have the shape [{wanted}]{f', {known}' if known else ''}; got {shape}. "
-                f"Correct {name}."
+                "Pass an array of that shape."
             )
         sizes |= dict(found)
 
@@ -159,7 +159,8 @@ def _whole(where: str, least: int, values: dict[str, int]) -> tuple[int, ...]:
         number = _number(value)
         if not least <= number < math.inf or number != int(number):
             raise ValueError(
-                f"{where}: {name} must be a whole number of at least {least}; got {value!r}. Correct {name}."
+                f"{where}: {name} must be a whole number of at least {least}; got {value!r}. "
+                f"Pass {name}={least} or more."
             )
     return tuple(map(int, values.values()))
 
@@ -180,9 +181,9 @@ def _real(
     for name, value in values.items():
         number = _number(value)
         if number == math.inf and not infinite:
-            raise ValueError(f"{where}: {name} must be finite; got {value!r}. Correct {name}.")
+            raise ValueError(f"{where}: {name} must be finite; got {value!r}. Pass for example {name}=1.")
         if not holds(number):
-            raise ValueError(f"{where}: {name} must be {rule}; got {value!r}. Correct {name}.")
+            raise ValueError(f"{where}: {name} must be {rule}; got {value!r}. Pass for example {name}=1.")
     return tuple(map(_number, values.values()))
 
 

@@ -22,13 +22,13 @@ class Kind(NamedTuple):
     Attributes:
         words: the kind in errors, after "must be".
         test: whether a value is of this kind.
-        remedy: what to pass instead; "" for "Correct the argument".
+        remedy: what to pass instead.
         told: how an error shows a wrong value.
     """
 
     words: str
     test: Callable[[Any], bool]
-    remedy: str = ""
+    remedy: str
     told: Callable[[Any], str] = repr
 
 
@@ -48,9 +48,8 @@ def _is_small(x: Any) -> bool:
 
 
 def _is_key(x: Any) -> bool:
-    if not is_array(x):
-        return False
-    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key)) or (x.dtype == jnp.uint32 and len(x.shape) > 0)
+    old = is_array(x) and x.dtype == jnp.uint32 and len(x.shape) > 0
+    return old or (is_array(x) and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key)))
 
 
 def _wrong_leaf(tree: Any) -> tuple[str, Any] | None:
@@ -114,7 +113,7 @@ def short(value: Any) -> str:
     return text if len(text) <= 80 else f"a {type(value).__name__}"
 
 
-FRACTION = Kind("a Fraction", lambda x: isinstance(x, Fraction))
+FRACTION = Kind("a Fraction", lambda x: isinstance(x, Fraction), "Pass for example Fraction(1, 2)")
 ARRAY = Kind("an array", is_array, "Pass an array of jax or NumPy")
 ARRAYS = Kind(
     "an array or a pytree of arrays", lambda x: _wrong_leaf(x) is None, "Pass arrays of jax or NumPy", _leaf_told
@@ -127,25 +126,33 @@ OPTIMIZER = Kind(
     "Pass for example optax.adamw(3e-4)",
 )
 AXIS = Kind("a mesh axis name or a tuple of names", _is_axis, "Pass for example axis='data' or axis=('data', 'model')")
-_NO_AXIS = {type(None): None, tuple[()]: Kind("()", lambda x: isinstance(x, tuple) and not x)}
+_NO_AXIS = {type(None): None, tuple[()]: Kind("()", lambda x: isinstance(x, tuple) and not x, "Pass ()")}
 FUNCTION = Kind("a function", callable, "Pass the function itself")
-WHOLES = Kind("a sequence of whole numbers below 2**63", lambda x: _items(x, _is_small))
-NAMES = Kind("a tuple of names", lambda x: _items(x, lambda name: isinstance(name, str)))
-SEQUENCE = Kind("a sequence", lambda x: _items(x, lambda _: True))
-COLLECTION = Kind("a collection", lambda x: isinstance(x, Collection) and not isinstance(x, str | bytes))
-ITERABLE = Kind("an iterable", lambda x: isinstance(x, Iterable) and not isinstance(x, str | bytes))
-MAPPING = Kind("a mapping", lambda x: isinstance(x, Mapping))
+WHOLES = Kind("a sequence of whole numbers below 2**63", lambda x: _items(x, _is_small), "Pass for example (8, 4)")
+NAMES = Kind("a tuple of names", lambda x: _items(x, lambda name: isinstance(name, str)), "Pass for example ('w',)")
+DEVICES = Kind(
+    "a sequence of jax devices",
+    lambda x: _items(x, lambda device: hasattr(device, "id")),
+    "Write make_mesh(data=8), or pass for example devices=jax.devices()[:8]",
+)
+SEQUENCE = Kind("a sequence", lambda x: _items(x, lambda _: True), "Pass a list or a tuple")
+COLLECTION = Kind("a collection", lambda x: isinstance(x, Collection) and not isinstance(x, str | bytes), "Pass a list")
+ITERABLE = Kind("an iterable", lambda x: isinstance(x, Iterable) and not isinstance(x, str | bytes), "Pass a list")
+MAPPING = Kind("a mapping", lambda x: isinstance(x, Mapping), "Pass a dict")
 SIZES = Kind(
     "a mapping of names to sizes of at least 1",
     lambda x: (
         isinstance(x, Mapping) and all(isinstance(k, str) and is_whole(v) and 0 < v < 2**31 for k, v in x.items())
     ),
+    "Pass for example {'data': 8}",
 )
 PATH = Kind("a path", lambda x: isinstance(x, str | os.PathLike) and str(x) != "", "Pass a string or a pathlib.Path")
 _MESH = Kind("a mesh", lambda x: isinstance(x, Mesh | AbstractMesh), "Pass for example sk.make_mesh(data=8)")
 _REMEDIES = {
     "GradFn": "Pass sk.value_and_grad(loss_fn)",
     "Plan": "Pass for example sk.dp('data'), or sk.chain(...) of several",
+    "Precision": "Pass for example sk.Precision(compute=jnp.bfloat16)",
+    "Algorithm": "Pass for example sk.algorithms.ring()",
     "Capacity": "Pass for example sk.layers.Capacity(1.25), or sk.layers.Dropless()",
     "Schedule": "Pass for example sk.schedules.gpipe(devices=2, microbatches=4)",
 }
@@ -158,6 +165,7 @@ SPECS = Kind("a PartitionSpec or a pytree of them", _are_specs, "Pass for exampl
 Arrays = Annotated[Any, ARRAYS]
 Key = Annotated[jax.Array, KEY]
 DType = Annotated[Any, DTYPE]
+Devices = Annotated[Sequence[jax.Device], DEVICES]
 Specs = Annotated[Any, SPECS]
 Optimizer = Annotated[Any, OPTIMIZER]
 SCALARS = (bool, int, float, str)
@@ -209,7 +217,7 @@ def _of_class(hint: Any, origin: Any, args: tuple[Any, ...]) -> tuple[Kind, ...]
     if hint is PartitionSpec:
         return (SPEC,)
     if isinstance(hint, type) and hint.__module__.startswith("shardkit."):
-        name = hint.__name__
-        article = "an" if name[0] in "AEIO" else "a"
-        return (Kind(f"{article} {name}", lambda x: isinstance(x, hint), _REMEDIES.get(name, "")),)
+        words = f"{'an' if hint.__name__[0] in 'AEIO' else 'a'} {hint.__name__}"
+        remedy = _REMEDIES.get(hint.__name__, f"Pass a {hint.__module__}.{hint.__name__}")
+        return (Kind(words, lambda x: isinstance(x, hint), remedy),)
     return ()

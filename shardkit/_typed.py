@@ -17,6 +17,7 @@ from shardkit._kinds import NAMES, Kind, is_whole, kinds_of, short
 
 F = TypeVar("F", bound=Callable[..., Any])
 _WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}
+_EXAMPLES = {bool: "True", int: "1", float: "1.0", str: "'...'"}
 _HUGE = 2**63
 
 
@@ -31,7 +32,7 @@ def typed(fn: F, where: str = "", only: type | None = None) -> F:
     the check to one kind.
 
     Raises:
-        TypeError: from the call: "function: argument must be a whole number; got 1.5. Correct argument."
+        TypeError: from the call: "function: argument must be a whole number; got 1.5. Pass for example argument=1."
         ValueError: likewise, for nan, and for a string that is none of the choices.
     """
     signature = inspect.signature(fn)
@@ -80,7 +81,7 @@ def check_kind(where: str, name: str, value: Any, allowed: tuple[Any, ...]) -> N
     """Refuses a value that is of none of these kinds: types of `_WORDS`, Kinds, None, or choices."""
     if any(_is(value, kind) for kind in allowed):
         if is_whole(value) and abs(int(value)) >= _HUGE:
-            raise ValueError(f"{where}: {name} must be a whole number below 2**63; got {value}. Correct {name}.")
+            raise ValueError(f"{where}: {name} must be a whole number below 2**63; got {value}. Lower it.")
         return
     kinds = [kind for kind in allowed if isinstance(kind, Kind)]
     choices = [kind for kind in allowed if not isinstance(kind, type | Kind) and kind is not None]
@@ -89,7 +90,7 @@ def check_kind(where: str, name: str, value: Any, allowed: tuple[Any, ...]) -> N
     rule = either(list(dict.fromkeys(words)))
     of_its_kind = (choices and isinstance(value, str)) or (isinstance(value, float) and math.isnan(value))
     error = ValueError if of_its_kind else TypeError
-    remedy = next((kind.remedy for kind in kinds if kind.remedy), f"Correct {name}")
+    remedy = kinds[0].remedy if kinds else f"Pass for example {name}={_EXAMPLES.get(allowed[0], '...')}"
     if choices:
         remedy = f"Pass for example {name}={choices[0]!r}"
     if NAMES in kinds and isinstance(value, str):

@@ -198,7 +198,7 @@ class DistributedConfig:
             except ValueError:
                 raise ValueError(
                     f"DistributedConfig: the variable {name.upper()} must be a whole number; got {text!r}. "
-                    "Correct or unset the variable."
+                    f"Set for example {name.upper()}=1, or unset it."
                 ) from None
         each = overrides.get("devices_per_process", 1)
         if isinstance(values.get("world_size"), int) and isinstance(each, int):

@@ -18,7 +18,7 @@ from shardkit.carried import Carried
 from shardkit.partitioning.axis_types import auto_mesh, retyped, with_auto_axes
 from shardkit.partitioning.batch import batch_specs
 from shardkit.partitioning.gradient import LossFn, global_means, takes_carried
-from shardkit.partitioning.local_step import local_means
+from shardkit.partitioning.local_step import local_means, or_column_linear
 from shardkit.partitioning.manual import leaving_automatic, manual_axes
 from shardkit.partitioning.metrics import metrics_of, returned
 from shardkit.partitioning.placement import Layout, map_layouts, seen_in_parts
@@ -91,11 +91,12 @@ def make_eval_step(
             raise ValueError(_EVALUATED[reads])
         kept = Carried("evaluate", carried, params, layouts, mesh)
 
-        def on_device(params: Any, carried: Any, batch: Any) -> dict[str, Any]:
-            seen = enter(params, layouts, batch_spec, policy.compute)
+        def on_device(rest: Any, carried: Any, batch: Any) -> dict[str, Any]:
+            seen = enter(rest, layouts, batch_spec, policy.compute)
             entered = (kept.enter(carried, batch_spec, policy),) if reads else ()
-            own = loss_fn, seen, batch, batch_spec, policy.compute, *entered
-            means = local_means(*own, split=seen_in_parts(layouts), local=local)
+            own, split = (batch, batch_spec, policy.compute, *entered), seen_in_parts(layouts)
+            given = lambda seen: local_means(loss_fn, seen, *own, split=split, local=local)  # noqa: E731
+            means = or_column_linear(given, seen, params, policy.compute, split)
             return returned(metrics_of(global_means(means, plan.batch_axes)), policy.output)
 
         in_specs = rest, kept.specs, batch_specs(batch, batch_spec, mesh, 1)

@@ -63,7 +63,6 @@ def describe(
     if hasattr(thing, "describe"):
         if params is None:
             raise TypeError("describe: a plan must come with parameters; got none. Call describe(plan, params, mesh).")
-        check_kind("describe", "params", params, (ARRAYS,))
         return str(thing.describe(params, mesh, manual))
     if params is not None or mesh is not None:
         check_kind("describe", "plan", thing, (PLAN,))

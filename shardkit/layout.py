@@ -214,7 +214,7 @@ def check_spec(where: str, spec: PartitionSpec, mesh: Mesh, ndim: int) -> None:
 
 def _check_shape(where: str, shape: Sequence[int]) -> None:
     if min(shape, default=0) < 0:
-        raise ValueError(f"{where}: the sizes in shape must be at least 0; got {shape}. Correct shape.")
+        raise ValueError(f"{where}: the sizes in shape must be at least 0; got {shape}. Pass for example (8, 4).")
 
 
 def path_name(path: Iterable[Any]) -> str:

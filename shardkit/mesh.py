@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardkit import _platform
 from shardkit._check import counted, quoted, sized
+from shardkit._kinds import Devices
 from shardkit._typed import typed
 from shardkit.grid import Grid
 from shardkit.simulated import warn_if_few_threads, widen_thread_pool
@@ -22,7 +23,7 @@ _RESTARTS = "SHARDKIT_RESTARTS"  # of jobs/restarts.py, which is below this file
 
 @typed
 def make_mesh(
-    devices: Sequence[jax.Device] | None = None,
+    devices: Devices | None = None,
     *,
     axis_types: AxisType | Sequence[AxisType] = AxisType.Auto,
     **sizes: int,
@@ -50,7 +51,6 @@ def make_mesh(
     if not sizes:
         raise ValueError("make_mesh: at least one axis is needed; got none. Pass for example make_mesh(data=-1).")
     chosen = [] if devices is None else list(devices)  # an array of devices has no truth value
-    _check_devices("make_mesh", chosen)
     twice = next((d for d in chosen if chosen.count(d) > 1), None)
     if twice is not None:
         raise ValueError(f"make_mesh: devices must be distinct; got {twice} more than once. Pass each device once.")
@@ -121,7 +121,7 @@ def make_hybrid_mesh(
     *,
     fast: Mapping[str, int],
     slow: Mapping[str, int],
-    devices: Sequence[jax.Device] | None = None,
+    devices: Devices | None = None,
     group_of: Callable[[jax.Device], int] | None = None,
 ) -> Mesh:
     """Builds a mesh over two kinds of links: fast ones inside a group of devices, slow ones between groups.
@@ -147,7 +147,6 @@ def make_hybrid_mesh(
         [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
     devices = jax.devices() if devices is None else devices
-    _check_devices("make_hybrid_mesh", devices)
     group_of = group_of or (lambda d: getattr(d, "slice_index", d.process_index))
     groups: dict[int, list[jax.Device]] = {}
     for device in devices:
@@ -168,14 +167,6 @@ def make_hybrid_mesh(
         order += [len(slow) + list(fast).index(name)] if name in fast else []
     shape = [slow.get(name, 1) * fast.get(name, 1) for name in names]
     return _mesh(grid.transpose(order).reshape(shape), tuple(names), AxisType.Auto)
-
-
-def _check_devices(where: str, devices: Sequence[object]) -> None:
-    for device in devices:
-        if not hasattr(device, "id"):
-            raise TypeError(
-                f"{where}: devices must be jax devices; got {device!r}. Pass for example jax.devices()[:4]."
-            )
 
 
 def _check_types(axis_types: object, count: int) -> None:

@@ -200,5 +200,6 @@ def step_key(key: Key, step: jax.Array | int) -> jax.Array:
         >>> sk.example_keys(key, 4).shape
         (4,)
     """
+    at_least("step_key", 0, step=step if isinstance(step, int) else None)
     # Salted, so that it differs from every key that the parameters were drawn from.
     return jax.random.fold_in(jax.random.fold_in(key, salt("shardkit.step")), step)

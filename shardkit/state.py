@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._check import sized
 from shardkit.arguments import checked_key
@@ -66,10 +66,10 @@ class Master(NamedTuple):
 def passed_what_it_takes(optimizer: Any) -> Any:
     """The optimizer, whose update may be called with `value=loss` whether it takes that or not.
 
-    What fails because it asks for more, such as a function of the loss, says so.
+    What it raises is raised as it is, with a note of what it is given: only its writer knows whether it needs more.
 
     Raises:
-        TypeError: from init and update.
+        TypeError: from update, for one that returns no updates of the gradients, or another state.
     """
     import optax
 
@@ -80,34 +80,32 @@ def passed_what_it_takes(optimizer: Any) -> Any:
     except TypeError:  # as sam, which takes another one
         takes = False
 
-    def init(params: Any) -> Any:
+    def noted(call: Callable[..., Any], *args: Any, **extra: Any) -> Any:
         try:
-            return optimizer.init(params)
-        except (TypeError, ValueError, AttributeError) as error:
-            raise _asks_for_more(name, error) from error
+            return call(*args, **extra)
+        except AttributeError as error:  # Python's own, of what it was given
+            raise TypeError(_given(name, f", and fails: {error}")) from error
+        except Exception as error:
+            error.add_note(_given(name))
+            raise
 
     @wraps(optimizer.update)
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        try:
-            updates, new = optimizer.update(grads, state, params, **(extra if takes else {}))
-        except (TypeError, ValueError, AttributeError) as error:
-            raise _asks_for_more(name, error) from error
+        updates, new = noted(optimizer.update, grads, state, params, **(extra if takes else {}))
         if [jnp.shape(x) for x in jax.tree.leaves(updates)] != [jnp.shape(x) for x in jax.tree.leaves(grads)]:
-            raise _asks_for_more(name, "it returns updates of other shapes than the gradients'")
+            raise TypeError(_given(name, ", and must return updates of the gradients' shapes; it returns others"))
         before, after = str(jax.tree.structure(state)), str(jax.tree.structure(new))
         if before != after:
-            raise _asks_for_more(name, "it returns a state of another tree")
+            raise TypeError(_given(name, ", and must return a state of the same tree; it returns another"))
         return updates, new
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(partial(noted, optimizer.init), update)
 
 
-def _asks_for_more(name: str, error: object) -> TypeError:
-    why = str(error).split("\n")[0].rstrip(".")
-    return TypeError(
-        "make_train_step: the optimizer must need nothing but gradients, its state, the parameters and value=loss; "
-        f"{name} fails with them: {why}. Pass one that needs no more, or a GradientTransformation of your own around "
-        "it that gives it what it asks for."
+def _given(name: str, what: str = "") -> str:
+    return (
+        f"make_train_step: the optimizer {name} is given gradients, its state, the parameters and value=loss{what}. If "
+        "it needs more, pass another, or a GradientTransformation of your own around it that gives it what it asks for."
     )
 
 
@@ -134,7 +132,12 @@ def make_init(optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> Call
     """The `init` of a train step; its `init.abstract(params)` returns shapes and layouts only."""
 
     def init(params: Any, key: jax.Array) -> TrainState:
-        key = checked_key(key)
+        key, sizes = checked_key(key), sized(mesh.shape.items())
+        if isinstance(mesh, AbstractMesh):
+            raise ValueError(
+                f"init: the mesh must have devices; got an abstract mesh of {sizes}. Call init.abstract(params), or "
+                f"make the step over sk.make_mesh({sizes})."
+            )
         made = makes(params)
         params = _made(params, key, plan, mesh, policy) if made else _placed(params, plan, mesh, policy)
         layouts = plan.layouts(params, mesh)

@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardkit import _compat
 from shardkit._check import Axis, at_least
 from shardkit._context import CONTEXT
-from shardkit._kinds import Optimizer
-from shardkit._typed import typed
+from shardkit._kinds import ARRAYS, Optimizer
+from shardkit._typed import check_kind, typed
 from shardkit.arguments import check_function
 from shardkit.automatic import AsLaidOut, init_as_laid_out
 from shardkit.carried import Carried, check_carried, reads_carried, with_carried
@@ -24,7 +24,7 @@ from shardkit.partitioning.axis_types import auto_mesh, typed_init, with_auto_ax
 from shardkit.partitioning.batch import batch_specs
 from shardkit.partitioning.gradient import GradFn, divisor_of, global_means, largest_weight
 from shardkit.partitioning.groups import check_groups, groups_per_device, leave_groups, update_alone
-from shardkit.partitioning.local_step import local_gradients
+from shardkit.partitioning.local_step import local_gradients, or_column_linear
 from shardkit.partitioning.manual import manual_axes
 from shardkit.partitioning.metrics import all_finite, metrics_of, returned
 from shardkit.partitioning.placement import Layout, map_layouts, seen_in_parts
@@ -132,18 +132,17 @@ def make_train_step(
         TrainStep(init, step). `step` calls one compiled program; `step.lower(state, batch)` and `step.trace` show it.
 
     Raises:
-        ValueError: an axis the mesh does not have, an accumulation below 1, an unknown name, a pipeline without `pp`;
+        ValueError: an axis that the mesh or `manual` lacks, an accumulation below 1, an unknown name, no `pp`;
             at trace time a batch that does not divide by the batch axes times `accumulate`, a weight computed only
             from scalars of the batch, carried state that is missing or that nothing uses, or a `carry` that changes its
             tree, shapes or dtypes.
-        ValueError: with `manual`, an axis that the mesh does not have, or an axis of the plan that is not among them.
         ValueError: with `deterministic`, what depends on the mesh: other strategies and algorithms, a loss that
             communicates, an optimizer or `carry` that multiplies matrices or sums over split leaves; groups that do not
             divide the batch.
         ValueError: from `step`, for a state that an earlier step has donated, that is on another mesh, or that another
             plan lays out, pads or orders otherwise, or gives other residuals.
-        TypeError: from `step`, for what is no TrainState; from both, for an optimizer that needs more, as a line search
-            needs a function of the loss, lookahead two sets of parameters, and dpsgd the gradient of each example.
+        TypeError: from `step`, for what is no TrainState, and for an optimizer whose updates are not like gradients.
+            What the optimizer raises is raised as it is, as by line searches, which need a function of the loss.
         NonFiniteError: from `step`, under `nonfinite="stop"`.
 
     Cost: that of the plan, one all_reduce of 8 bytes for the loss and for each auxiliary mean, or each element of one
@@ -215,8 +214,9 @@ def make_train_step(
         def on_device(params: Any, kept: Any, residuals: Any, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
             seen = enter(params, layouts, batch_spec, policy.compute, policy.reduce)
             run = carried.bound(grad_fn, kept, batch_spec, policy) if reads else grad_fn
-            own = run, seen, batch, key, scale, batch_spec, policy.compute, parts
-            _, means, grads = local_gradients(*own, groups=bool(deterministic), split=seen_in_parts(layouts))
+            own, split = (batch, key, scale, batch_spec, policy.compute, parts), seen_in_parts(layouts)
+            given = lambda seen: local_gradients(run, seen, *own, groups=bool(deterministic), split=split)  # noqa: E731
+            _, means, grads = or_column_linear(given, seen, state.params, policy.compute, split)
             if deterministic:
                 means, grads = leave_groups(means, grads, layouts, batch_spec, scale)
                 left = residuals
@@ -287,6 +287,13 @@ def keyed(
 
     array = _compat.private("array.ArrayImpl")  # for every leaf, and isinstance takes twice as long
 
+    def called(call: Callable[..., Any], args: Any) -> Any:
+        try:
+            return call(*args)
+        except TypeError:  # jax's names a function that is not the caller's
+            check_kind("step", "batch", args[2], (ARRAYS,))
+            raise
+
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         nonlocal warns
         if any(type(x) is array and x.is_deleted() for x in jax.tree.leaves(state)):
@@ -300,8 +307,8 @@ def keyed(
         args = arguments(state, batch)
         if warns:
             warns = False
-            warn_of(compiled.trace(*args).jaxpr.jaxpr, stacklevel=2)
-        new, metrics = compiled(*args)
+            warn_of(called(compiled.trace, args).jaxpr.jaxpr, stacklevel=2)
+        new, metrics = called(compiled, args)
         new = new._replace(key=state.key)
         # A dynamic loss scale is found by letting gradients overflow, so only the loss tells of an error.
         if stop and not metrics["finite"] and not (dynamic and jnp.isfinite(metrics["loss"])):
@@ -322,7 +329,7 @@ def keyed(
             check(state)
         return state._replace(key=None), state.key, batch
 
-    step.lower = lambda *args: compiled.lower(*arguments(*args))  # type: ignore[attr-defined]
-    step.trace = lambda *args: compiled.trace(*arguments(*args))  # type: ignore[attr-defined]
+    step.lower = lambda *args: called(compiled.lower, arguments(*args))  # type: ignore[attr-defined]
+    step.trace = lambda *args: called(compiled.trace, arguments(*args))  # type: ignore[attr-defined]
     step.ends = {"stop": stop, "dynamic": dynamic}  # type: ignore[attr-defined]
     return step

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -31,11 +32,11 @@ def test_what_is_left_to_the_function():
     with pytest.raises(TypeError, match="missing 1 required"):
         some()
     for call, words in (
-        (lambda: some(1.0), "some: a must be a whole number; got 1.0. Correct a."),
-        (lambda: some(1, "x"), "some: b must be a number or None; got 'x'. Correct b."),
-        (lambda: some(1, None, "3"), "some: c must be a whole number; got '3'. Correct c."),
-        (lambda: some(1, d=1), "some: d must be True or False; got 1. Correct d."),
-        (lambda: some(1, f="4"), "some: f must be a whole number; got '4'. Correct f."),
+        (lambda: some(1.0), "some: a must be a whole number; got 1.0. Pass for example a=1."),
+        (lambda: some(1, "x"), "some: b must be a number or None; got 'x'. Pass for example b=1.0."),
+        (lambda: some(1, None, "3"), "some: c must be a whole number; got '3'. Pass for example c=1."),
+        (lambda: some(1, d=1), "some: d must be True or False; got 1. Pass for example d=True."),
+        (lambda: some(1, f="4"), "some: f must be a whole number; got '4'. Pass for example f=1."),
     ):
         with type_error(words):
             call()
@@ -57,17 +58,21 @@ RANGES = {
     r"got 1048576\.0\. Lower it\.": lambda: sk.precision.precision_of(
         sk.Precision(compute=jnp.float16, loss_scale=2.0**20)
     ),
-    r"Precision: growth_interval must be at least 1; got 0\. Correct growth_interval\.": lambda: (
+    r"Precision: growth_interval must be at least 1; got 0\. Pass growth_interval=1 or more\.": lambda: (
         sk.precision.precision_of(sk.Precision(growth_interval=0))
     ),
-    r"DistributedConfig: enabled must be True or False; got 'false'\. Correct enabled\.": lambda: DistributedConfig(
-        enabled="false"
+    r"make_train_step: precision must be a string, a Precision or None; got <class 'jax\.numpy\.bfloat16'>\. Pass for "
+    r"example sk\.Precision\(compute=jnp\.bfloat16\)\.": lambda: sk.make_train_step(
+        sk.value_and_grad(lambda *_: 0.0), optax.sgd(1.0), mesh=MESH, plan=sk.dp("data"), precision=jnp.bfloat16
+    ),
+    r"DistributedConfig: enabled must be True or False; got 'false'\. Pass for example enabled=True\.": lambda: (
+        DistributedConfig(enabled="false")
     ),
     r"initialize: coordinator_address must be known in a job of many processes; got neither an argument nor "
     r"an environment variable\. Pass it, or start the job with shardkit launch\.": lambda: runtime.initialize(
         process_id=5
     ),
-    r"Deadlines: step must be a number; got nan\. Correct step\.": lambda: runtime.guard(
+    r"Deadlines: step must be a number; got nan\. Pass for example step=1.0\.": lambda: runtime.guard(
         mesh=MESH, deadlines=runtime.Deadlines(step=math.nan)
     ),
     r"Deadlines: data must be more than 0 seconds; got 0\. Raise data\.": lambda: runtime.guard(
@@ -85,7 +90,7 @@ RANGES = {
     r"Pass for example label_smoothing=0\.1\.": lambda: sk.layers.vocab_cross_entropy(
         np.ones((2, 3, 4), "f"), np.ones((4, 5), "f"), np.ones((2, 3), int), None, label_smoothing=2.0
     ),
-    r"planner: batch must be at most 1,000,000,000; got 1e\+30\. Correct batch\.": lambda: planner.search(
+    r"planner: batch must be at most 1,000,000,000; got 1e\+30\. Lower it\.": lambda: planner.search(
         planner.Model(8, 64, 4, vocabulary=256), chip="v5e", chips=8, batch=10**30, sequence=8
     ),
     r"loader: threads must be at most 1024; got 1000000\. Correct threads\.": lambda: runtime.loader(

@@ -107,7 +107,7 @@ ERRORS = {
         "mesh_axis_names": ("data", "model"),
     },
 } | {
-    f"{field} must be at least 1; got 0. Correct {field}.": {field: 0}
+    f"{field} must be at least 1; got 0. Pass {field}=1 or more.": {field: 0}
     for field in ("world_size", "num_nodes", "devices_per_process", "tensor_parallel_size", "pipeline_parallel_size")
 }
 
@@ -232,7 +232,8 @@ def test_from_the_environment(monkeypatch):  # proves S11
 @pytest.mark.parametrize("name", ["MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK"])
 def test_a_variable_that_is_no_number(name):
     with value_error(
-        f"DistributedConfig: the variable {name} must be a whole number; got 'eight'. Correct or unset the variable."
+        f"DistributedConfig: the variable {name} must be a whole number; got 'eight'. Set for example "
+        f"{name}=1, or unset it."
     ):
         DistributedConfig.from_environment({name: "eight"})
 

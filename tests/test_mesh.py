@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 
 import shardkit as sk
 from shardkit.jobs.restarts import RESTARTS
-from support.refusals import raises, value_error
+from support.refusals import raises, type_error, value_error
 
 ROOT = Path(__file__).parents[1]
 TASKS = Path("/proc/self/task")
@@ -171,8 +171,12 @@ def test_devices_as_an_array():  # whose truth value is an error of NumPy's
     assert sk.make_mesh(devices[::-1], data=8).devices.tolist() == devices[::-1].tolist()
     with pytest.raises(TypeError) as error:
         sk.make_mesh(devices.reshape(2, 4), data=8)
-    assert str(error.value).startswith("make_mesh: devices must be jax devices; got array([")
-    assert str(error.value).endswith("Pass for example jax.devices()[:4].")
+    rule = "make_mesh: devices must be a sequence of jax devices or None; got "
+    remedy = ". Write make_mesh(data=8), or pass for example devices=jax.devices()[:8]."
+    assert str(error.value) == f"{rule}a ndarray{remedy}"
+    for sizes in ({"data": 8}, (8,), 8, "data"):  # as other libraries are called
+        with type_error(f"{rule}{sizes!r}{remedy}"):
+            sk.make_mesh(sizes)
     with value_error(
         "make_mesh: the product of the axis sizes must be the number of devices; got data=8, which needs 8, for 0 "
         "devices. Change a size, pass -1 for one size, or simulate_devices(8)."

@@ -276,7 +276,7 @@ def check_rules(where: str, ignore: Collection[str]) -> None:
     """Refuses names that are no rules."""
     unknown = sorted(set(ignore) - RULES.keys())
     if unknown:
-        raise ValueError(f"{where}: ignore must name rules, {quoted(RULES)}; got {quoted(unknown)}. Correct ignore.")
+        raise ValueError(f"{where}: ignore must name rules, {quoted(RULES)}; got {quoted(unknown)}. Pass some of them.")
 
 
 def findings_of(program: Program, ignore: Collection[str]) -> list[Finding]:

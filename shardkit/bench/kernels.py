@@ -133,5 +133,5 @@ def _check(name: str, made: Any, expected: np.ndarray) -> None:
     if got != want:
         raise ValueError(
             f"bench comm: on each device a kernel must return what its reference does, {want}; {name!r} returns {got}. "
-            "Correct the kernel, or name another --op."
+            f"Return {want} from it, or name another --op."
         )

@@ -60,7 +60,7 @@ def read_text(paths: Sequence[str | Path]) -> Text:
             found.append((given.name, given))
         else:
             raise ValueError(
-                f"--data: the path must be a file or a directory; {given} does not exist. Correct the path."
+                f"--data: the path must be a file or a directory; {given} does not exist. Pass one that does."
             )
     return _split(found, ", ".join(map(str, paths)))
 

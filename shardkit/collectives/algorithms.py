@@ -167,7 +167,7 @@ def bucket(*, bucket_bytes: int = 32 * 2**20, scatter_from: float = 8 * 2**20) -
         An Algorithm for `dp`.
 
     Raises:
-        ValueError: at trace time, too few bytes.
+        ValueError: too few bytes.
 
     Cost: the bytes of an all_reduce, padded to a multiple of n elements per bucket, in one collective per bucket.
 
@@ -176,6 +176,8 @@ def bucket(*, bucket_bytes: int = 32 * 2**20, scatter_from: float = 8 * 2**20) -
         >>> print(plan.strategies[0].reduce)
         bucket(1,048,576 bytes)
     """
+    at_least("bucket", 1, bucket_bytes=bucket_bytes)
+    at_least("bucket", 0, scatter_from=scatter_from)
     reduce = partial(bucketed.all_reduce_tree, bucket_bytes=bucket_bytes, scatter_from=scatter_from)
 
     def cost(kernel: str, elements: Sequence[int], itemsize: int, ways: Ways) -> Sent:

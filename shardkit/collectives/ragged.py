@@ -105,7 +105,7 @@ def _check(x: jax.Array, counts: Any, n: int, rows: int, limit: int) -> None:
     if not isinstance(counts, jax.core.Tracer) and _wrong(np.asarray(counts), x.shape[0], rows, limit):
         raise ValueError(
             f"{where}: every count must be from 0 to limit={limit}, and a device must send at most its {x.shape[0]} "
-            f"rows and receive at most rows={rows}; got {np.asarray(counts).tolist()}. Correct the counts, or raise "
+            f"rows and receive at most rows={rows}; got {np.asarray(counts).tolist()}. Lower the counts, or raise "
             "limit or rows."
         )
 

@@ -127,11 +127,11 @@ def _check_experts(experts: Any, count: int, names: tuple[str, ...], n: int) -> 
             "Choose another number of experts or a smaller axis."
         )
     for path, leaf in jax.tree_util.tree_flatten_with_path(experts)[0]:
-        if leaf.ndim == 0 or leaf.shape[0] != count // n:
+        if jnp.shape(leaf)[:1] != (count // n,):
             name = jax.tree_util.keystr(path, simple=True, separator=".") or "experts"
             raise ValueError(
                 f"moe: dim 0 of every leaf must count this device's experts, {count // n} of {count}; got shape "
-                f"{leaf.shape} for {name}. Shard the experts over the axis, with ep or P(axis)."
+                f"{jnp.shape(leaf)} for {name}. Shard the experts over the axis, with ep or P(axis)."
             )
 
 

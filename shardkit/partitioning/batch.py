@@ -28,7 +28,7 @@ def batch_specs(batch: Any, spec: PartitionSpec, mesh: Mesh, accumulate: int) ->
         found = ", ".join(f"{name}: {size}" for name, size in sizes.items()) or "no array"
         raise ValueError(
             "make_train_step: every array of the batch must have the same number of examples along dim 0; "
-            f"got {found}. Pass arrays that share dim 0."
+            f"got {found}. Pass arrays that share dim 0; what all examples share goes into carried state, or the loss."
         )
     for path, x in leaves:
         for dim, axes in enumerate(spec_axes(spec)[: jnp.ndim(x)]):

@@ -46,7 +46,7 @@ def dim_chooser(name: str, axes: tuple[str, ...], rules: DimRules) -> ChooseDim:
         if len(found) > len(shape) or len(dims) > 1 or (dims and not set(axes) <= set(found[dims[0]])):
             raise ValueError(
                 f"{name}: the rules must put {named(axes)} on one dim of leaf {path}; got {spec} for shape "
-                f"{shape}. Correct the logical axes or their rules."
+                f"{shape}. Map one of the leaf's logical axes to {'it' if len(axes) == 1 else 'them'}."
             )
         return dims[0] if dims else None
 
@@ -91,7 +91,7 @@ def _specs_by_path(name: str, axes: tuple[str, ...], rules: Any) -> dict[str, Pa
     if not used & set(axes):
         raise ValueError(
             f"{name}: the rules must put {named(axes)} on some dim; the axes that they name are "
-            f"{quoted(sorted(used))}. Correct the rules, or the axis."
+            f"{quoted(sorted(used))}. Map a logical axis to {axes[0]!r}, or pass the axis of the rules to {name}."
         )
     return {path_name(path): spec for path, spec in flat}
 

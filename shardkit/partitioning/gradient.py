@@ -40,6 +40,7 @@ class Mean(NamedTuple):
     weight: Any
 
     @classmethod
+    @typed
     def of(cls, values: jax.Array, weights: jax.Array | None = None) -> Mean:
         """Sums `values` (any shape), weighted by `weights` (the same shape), both in float32.
 
@@ -398,7 +399,7 @@ def _axes_of_sum(name: str, mean: Mean, batch_axes: Collection[str]) -> tuple[st
         raise ValueError(
             f"Mean {name!r}: total and weight must vary over the same axes; the total varies over "
             f"{quoted(sorted(total))} and the weight over {quoted(sorted(weight))}, which differ in {quoted(wrong)}. "
-            "Compute both from the same shards, or reduce both alike."
+            f"Compute both from the same shards, or reduce both alike{', as row_linear over a tp axis' * bool(beyond)}."
         )
     return tuple(sorted(total))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,13 @@ from shardkit.layout import path_name, spec_axes
 from shardkit.partitioning.batch import device_keys, split_microbatches, take_microbatch
 from shardkit.partitioning.gradient import GradFn, LossFn, Mean, Sum, call_loss, kind, named_means, on_mesh_or_alone
 from shardkit.partitioning.groups import split_over, sums_of_groups
-from shardkit.partitioning.handles import parts, with_parts
+from shardkit.partitioning.handles import cast_floating, parts, with_parts
 from shardkit.partitioning.loss_weights import in_compute
 from shardkit.partitioning.staged import Staged
+from shardkit.partitioning.storage import unpadded
 from shardkit.partitioning.token_axes import tokens_split
+
+T = TypeVar("T")
 
 
 def local_gradients(
@@ -138,6 +141,28 @@ def local_means(
 
     with tokens_split(_token_axes(batch_spec), split):
         return means(in_compute(means, batch, compute, once=_sees_all(batch_spec, loss_fn)))
+
+
+def or_column_linear(run: Callable[[Any], T], seen: Any, params: Any, compute: Any, leaf: str) -> T:
+    """`run(seen)`. Where the loss fails to be traced, and not with all leaves of `params` whole, the error says so.
+
+    `leaf` is the path of one of which the loss gets a part, if there is one.
+    """
+    try:
+        return run(seen)
+    except (TypeError, ValueError) as error:
+        if not leaf:
+            raise
+        try:
+            jax.eval_shape(run, jax.eval_shape(lambda params: cast_floating(unpadded(params), compute), params))
+        except Exception:
+            raise error from None
+        first = str(error).partition("\n")[0].rstrip(".:")
+        raise TypeError(
+            f"make_train_step: the loss must take the parts of leaves that the plan passes it, as of leaf {leaf}; it "
+            f"fails with them ({first}), and not with whole leaves. Multiply by them with sk.layers.column_linear and "
+            "row_linear, or let the rules of the plan keep the leaf whole."
+        ) from error
 
 
 def _check_three(out: Any) -> None:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._check import Axis, at_least, axis_names, dim_of, quoted, sized
+from shardkit._kinds import Arrays
 from shardkit._typed import typed
 from shardkit.collectives.algorithms import PLAIN, Algorithm
 from shardkit.layout import canonical, local_shape, path_name, split_dims
@@ -55,11 +56,13 @@ class Plan(NamedTuple):
         """This plan in a step of several microbatches."""
         return self._replace(strategies=tuple(s._replace(accumulated=True) for s in self.strategies))
 
+    @typed
     def batch_spec(self, mesh: Mesh) -> PartitionSpec:
         """How the batch is split: for each dim its axes, in the mesh's order; a tuple of axes keeps its own.
 
         Axes of size 1 are left out, so that no collective over one device is traced.
         """
+        self.check(mesh)
         splits = [s for s in self.strategies if s.batch_dim is not None]
         splits.sort(key=lambda s: mesh.axis_names.index(s.axes[0]))
         entries = [
@@ -68,7 +71,8 @@ class Plan(NamedTuple):
         ]
         return canonical(PartitionSpec(*entries))
 
-    def layouts(self, params: Any, mesh: Mesh) -> Any:
+    @typed
+    def layouts(self, params: Arrays, mesh: Mesh) -> Any:
         """The Layout of each leaf of `params` (arrays or their shapes).
 
         Raises:
@@ -91,7 +95,7 @@ class Plan(NamedTuple):
             if not any(in_subtrees(path, (name,)) for path in paths):
                 raise ValueError(
                     f"{strategy}: every name must be a leaf or subtree of the parameters; got {name!r} for the leaves "
-                    f"{quoted(paths[:8])}{', ...' * (len(paths) > 8)}. Correct the name, or remove it."
+                    f"{quoted(paths[:8])}{', ...' * (len(paths) > 8)}. Name one of them, or none."
                 )
 
     def placed(self, path: str, x: Any, mesh: Mesh) -> Iterator[tuple[Strategy, Split | str]]:
@@ -129,7 +133,8 @@ class Plan(NamedTuple):
                 left = local_shape(padded_shape(left, spec, mesh) if split.pad else left, spec, mesh)
                 taken, stack = taken | {split.dim}, stack or split.stack
 
-    def describe(self, params: Any, mesh: Mesh | None = None, manual: Axis | None = None) -> str:
+    @typed
+    def describe(self, params: Arrays, mesh: Mesh | None = None, manual: Axis | None = None) -> str:
         """A line for each leaf: its layouts, bytes per device, and why; `sk.describe(plan, params)` calls this."""
         return str(self.table(params, mesh, manual))
 
@@ -174,8 +179,8 @@ class Plan(NamedTuple):
                 if axis not in mesh.shape:
                     raise ValueError(
                         f"{s.name}: the rules may only name axes of the mesh, {sized(mesh.shape.items())}; they split "
-                        f"leaf {path} over {axis!r}. Correct them, or the metadata that they come from, or add the "
-                        f"axis to make_mesh, as {axis}=1 if nothing is to be split over it."
+                        f"leaf {path} over {axis!r}. Name those alone, also in the metadata behind them, or add "
+                        f"the axis to make_mesh, as {axis}=1 if nothing is to be split over it."
                     )
 
 

@@ -52,6 +52,7 @@ def init_residuals(params: Arrays, *, mesh: Mesh = CONTEXT, plan: Plan) -> Any:
         >>> residuals["w"].shape, residuals["w"].sharding.spec
         ((2, 3), P('data',))
     """
+    plan.check(mesh)
     shapes = residual_shapes(params, mesh, plan)
     if shapes is None:
         return None

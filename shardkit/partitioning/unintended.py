@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from shardkit import _compat
 from shardkit._check import quoted
-from shardkit._jaxprs import CASTS, called, flow, kind_of, mesh_axes, source_line, user_line, walk
+from shardkit._jaxprs import CASTS, called, flow, kind_of, mesh_axes, own_line, source_line, walk
 from shardkit.layout import all_axes, split_dims
 
 Axes = frozenset[str]
@@ -103,10 +103,11 @@ def idle_axes(jaxpr: Any) -> list[Advice]:
     backward, source = False, ""
     for site in walk(jaxpr):
         backward |= _compat.in_backward(site.equation)
+        if not source and (sizes or site.name == "shard_map"):  # of our own step, the first line of the loss in it
+            source = own_line(_compat.user_frames(site.equation))
         if site.name != "shard_map":
             used |= set(mesh_axes(site.equation)) if site.name not in CASTS else set()
             continue
-        source = source or user_line(site.equation)
         sizes |= dict(site.equation.params["mesh"].shape)
         used |= sizes.keys() - set(_compat.manual_axes(site.equation))
         for spec, variable in zip(site.equation.params["in_specs"], site.equation.invars, strict=True):

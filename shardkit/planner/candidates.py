@@ -164,7 +164,7 @@ def table(candidates: Iterable[Candidate], *, names: Iterable[str] = ()) -> str:
             )
     if names and len(names) != len(candidates):
         raise ValueError(
-            f"planner: names must be one per candidate; got {len(names)} for {len(candidates)}. Correct names."
+            f"planner: names must be one per candidate; got {len(names)} for {len(candidates)}. Pass as many, or none."
         )
     figures = ["state GB", "activations GB", "compute ms", "hidden ms", "exposed ms", "step ms", "MFU %"]
     rows = [[*([""] if names else []), *Layout._fields, *figures]]

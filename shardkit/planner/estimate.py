@@ -185,7 +185,7 @@ def check(
     _check.one_of("planner", "remat", layout.remat, REMAT)
     for name, value in (("memory_share", memory_share), ("efficiency", efficiency)):
         if isinstance(value, bool) or not (isinstance(value, Real) and 0 < value <= 1):
-            raise ValueError(f"planner: {name} must be above 0 and at most 1; got {value!r}. Correct {name}.")
+            raise ValueError(f"planner: {name} must be above 0 and at most 1; got {value!r}. Pass {name}=1.")
     pieces = layout.data * layout.fsdp * layout.accumulate
     if batch % pieces:
         raise ValueError(

@@ -85,7 +85,7 @@ def layouts(model: Model, *, chip: str | cost.Chip, chips: int, batch: int) -> I
     it = cost.chip(chip)
     for name, number in (("chips", chips), ("batch", batch)):
         if number > _MOST:  # the search tries every divisor
-            raise ValueError(f"planner: {name} must be at most {_MOST:,}; got {number:.3g}. Correct {name}.")
+            raise ValueError(f"planner: {name} must be at most {_MOST:,}; got {number:.3g}. Lower it.")
     for tensor in _divisors(chips):
         for fsdp in _divisors(chips // tensor) if tensor_divides(model, it, tensor) else ():
             data = chips // (tensor * fsdp)

@@ -152,7 +152,7 @@ def findings(facts: Facts) -> Part:
     found, audit = facts.found.findings, facts.found.audit
     items = []
     for each in found:
-        head = element("strong", each.rule), " at ", element("code", each.source)
+        head = element("strong", each.rule), " at " * bool(each.source), element("code", each.source)
         remedy = element("span", each.remedy, class_="quiet")
         items.append(element("li", *head, element("br"), each.message, element("br"), remedy))
     shown = element("ol", *items, class_="findings") if items else element("p", "No rule is broken.")

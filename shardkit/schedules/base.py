@@ -81,7 +81,7 @@ class Schedule(Grid):
                 tick = row.index(None)
                 raise ValueError(
                     "from_csv: a cell must be empty, an action such as 2F0, or a pair such as (2F1;2B0)OVERLAP_F_B; "
-                    f"got {lines[device].split(',')[tick].strip()!r} on device {device} at tick {tick}. Correct it."
+                    f"got {lines[device].split(',')[tick].strip()!r} on device {device} at tick {tick}. Write one."
                 )
         rows = tuple(tuple(cell or () for cell in row) for row in cells)
         placement = _placement(rows)

@@ -86,7 +86,7 @@ def _uncounted(action: Action, actions: int) -> str | None:
         if number >= actions:
             return (
                 f"{name} must be numbered from 0 without a gap; got {action} in a schedule of {actions} actions. "
-                "Correct the number."
+                "Lower the number."
             )
     return None
 
@@ -97,7 +97,7 @@ def _misplaced(
     """The error of an action on `device`, whose stage is on device `home`, after those seen; None if it is legal."""
     stage, op, i = action
     if op not in OPS:
-        return f"an op must be one of F, B, I and W; got {op!r} at tick {tick}. Correct it."
+        return f"an op must be one of F, B, I and W; got {op!r} at tick {tick}. Write one of them."
     if home != device:
         return (
             f"each stage must run on one device; got {action} on device {device}, and stage {stage} is on device "

@@ -57,7 +57,7 @@ def simulated(
         if cost is not None:
             _check.at_least_zero("simulate", **{name: cost})
     if not isinstance(synchronous, bool):
-        raise TypeError(f"simulate: synchronous must be True or False; got {synchronous!r}. Correct synchronous.")
+        raise TypeError(f"simulate: synchronous must be True or False; got {synchronous!r}. Pass one of them.")
     forward, backward = _check.positive("simulate", forward=forward, backward=backward)
     if input_grad is None:
         input_grad = backward / 2 if weight_grad is None else backward - weight_grad

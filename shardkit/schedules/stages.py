@@ -51,7 +51,7 @@ class Stages(NamedTuple):
         if len(each) != stages or sum(each) != layers or min(each) < 1:
             raise ValueError(
                 f"pp: layers_per_stage= must give each of {stages} stages at least one layer, {layers} in all; got "
-                f"{each}. Correct layers_per_stage=."
+                f"{each}. Pass {stages} numbers that add up to {layers}."
             )
         return each
 

@@ -13,7 +13,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from shardkit._check import divides
-from shardkit._typed import typed
+from shardkit._kinds import ARRAYS
+from shardkit._typed import check_kind, typed
 from shardkit.collectives import vary
 from shardkit.layout import all_axes, check_spec, path_name, spec_axes
 from shardkit.testing._compare import distance
@@ -85,6 +86,7 @@ def emulate(
                 f"emulate: in_specs must have one entry for each argument; got {len(in_specs)} for {len(args)} "
                 "arguments. Add or drop an entry, or pass one PartitionSpec for all."
             )
+        check_kind("emulate", "args", args, (ARRAYS,))
         paths, structure = jax.tree_util.tree_flatten_with_path(args)
         specs = tuple(_specs("in_specs", in_specs, args))
         leaves = [jnp.asarray(x) for _, x in paths]

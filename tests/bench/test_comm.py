@@ -341,11 +341,14 @@ REFUSED = {
         {"ops": ["shift"], "mode": "now"},
         "mode must be 'inside' or 'dispatched'; got 'now'. Pass for example mode='inside'.",
     ),
-    "calls": ({"ops": ["shift"], "calls": 0}, "calls must be a whole number of at least 1; got 0. Correct calls."),
+    "calls": (
+        {"ops": ["shift"], "calls": 0},
+        "calls must be a whole number of at least 1; got 0. Pass calls=1 or more.",
+    ),
     "result": (
         {"ops": ["all_reduce"], "kernels": {"k.py:mine": lax.all_gather}, "sizes": [64]},
         "on each device a kernel must return what its reference does, float32[16]; 'k.py:mine' returns float32[8, 16]. "
-        "Correct the kernel, or name another --op.",
+        "Return float32[16] from it, or name another --op.",
     ),
     "signature": (
         {"ops": ["shift"], "kernels": {"k.py:mine": lambda x: x}},
@@ -359,8 +362,8 @@ REFUSED = {
     ),
     "pair": (
         {"ops": ["all_reduce"], "kernels": {"k.py:mine": lambda x, axis: (x, x)}, "sizes": [64]},
-        "on each device a kernel must return what its reference does, float32[16]; 'k.py:mine' returns tuple. Correct "
-        "the kernel, or name another --op.",
+        "on each device a kernel must return what its reference does, float32[16]; 'k.py:mine' returns tuple. Return "
+        "float32[16] from it, or name another --op.",
     ),
 }
 

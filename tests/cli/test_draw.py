@@ -108,13 +108,16 @@ def test_a_file_can_be_written_and_read(run, tmp_path):
         ),
         (
             [*LOCKSTEP[:2], "--devices", "0", "--microbatches", "8"],
-            "lockstep: devices must be a whole number of at least 1; got 0. Correct devices.",
+            "lockstep: devices must be a whole number of at least 1; got 0. Pass devices=1 or more.",
         ),
         (
             [*LOCKSTEP, "--chunks", "0"],
-            "lockstep: chunks must be a whole number of at least 1; got 0. Correct chunks.",
+            "lockstep: chunks must be a whole number of at least 1; got 0. Pass chunks=1 or more.",
         ),
-        ([*LOCKSTEP, "--forward", "0"], "simulate: forward must be greater than 0; got 0.0. Correct forward."),
+        (
+            [*LOCKSTEP, "--forward", "0"],
+            "simulate: forward must be greater than 0; got 0.0. Pass for example forward=1.",
+        ),
         (
             [*LOCKSTEP, "--output", "picture.pdf"],
             "viz.draw: the picture must be a .png or .svg file; got 'picture.pdf'. Pass for example 'picture.svg'.",

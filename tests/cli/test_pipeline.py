@@ -69,7 +69,7 @@ def test_the_schedule_of_a_file_is_run(trained, tmp_path):
         ),
         (
             ["stage=2", "--microbatches", 0],
-            "lockstep: microbatches must be a whole number of at least 1; got 0. Correct microbatches.",
+            "lockstep: microbatches must be a whole number of at least 1; got 0. Pass microbatches=1 or more.",
         ),
         (
             ["stage=2", "--chunks", 2, "--layers", 6],

@@ -83,7 +83,7 @@ def test_a_text_shorter_than_one_sequence(call):
 
 def test_a_path_that_is_not_there(tmp_path):
     with value_error(
-        f"--data: the path must be a file or a directory; {tmp_path / 'nothing'} does not exist. Correct the path."
+        f"--data: the path must be a file or a directory; {tmp_path / 'nothing'} does not exist. Pass one that does."
     ):
         corpus.read_text([tmp_path / "nothing"])
 

@@ -117,7 +117,7 @@ def test_interrupting_ends_with_a_summary(corpus):
         ),
         (
             ["data=1", "--data", "no/such/path"],
-            "error: --data: the path must be a file or a directory; no/such/path does not exist. Correct the path.",
+            "error: --data: the path must be a file or a directory; no/such/path does not exist. Pass one that does.",
         ),
         (
             ["data=1", "--length", "100000"],

@@ -48,7 +48,7 @@ GATHERS = sk.algorithms.Algorithm("gathers", all_gather=sk.all_gather)
         "inner=, the axis of the fast links, or leave out inner_dtype.": lambda: A.compressed(
             jnp.int4, inner_dtype=jnp.int8
         ),
-        "compressed: block must be at least 1; got 0. Correct block.": lambda: A.compressed(jnp.int8, block=0),
+        "compressed: block must be at least 1; got 0. Pass block=1 or more.": lambda: A.compressed(jnp.int8, block=0),
     }.items(),
 )
 def test_an_algorithm_that_cannot_serve_is_refused(make, message):

@@ -117,18 +117,18 @@ ERRORS = {
     "'broadcast', 'reduce', 'ppermute' or 'sendrecv'; got 'allsum'. Pass for example op='all_reduce'.": (
         lambda: cost.bus_factor("allsum", 8)
     ),
-    "bus_factor: n must be a whole number of at least 1; got 'all_reduce'. Correct n.": (
+    "bus_factor: n must be a whole number of at least 1; got 'all_reduce'. Pass n=1 or more.": (
         lambda: cost.bus_factor(8, "all_reduce")
     ),
-    "bus_factor: n must be a whole number of at least 1; got nan. Correct n.": (
+    "bus_factor: n must be a whole number of at least 1; got nan. Pass n=1 or more.": (
         lambda: cost.bus_factor("all_reduce", math.nan)
     ),
     "collective_time: kind must be 'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all' or 'ppermute'; got "
     "'broadcast'. Pass for example kind='all_reduce'.": lambda: cost.collective_time("broadcast", 8, 8, bandwidth=1),
-    "collective_time: bandwidth must be greater than 0; got 0. Correct bandwidth.": (
+    "collective_time: bandwidth must be greater than 0; got 0. Pass for example bandwidth=1.": (
         lambda: cost.collective_time("all_reduce", 8, 8, bandwidth=0)
     ),
-    "collective_time: latency must be 0 or more; got -1. Correct latency.": (
+    "collective_time: latency must be 0 or more; got -1. Pass for example latency=1.": (
         lambda: cost.collective_time("all_reduce", 8, 8, bandwidth=1, latency=-1)
     ),
 }

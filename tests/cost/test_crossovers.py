@@ -87,10 +87,10 @@ ERRORS = {
     "bucket_bytes: share must be above 0 and below 1; got 1.0. Pass for example share=0.1.": (
         lambda: cost.bucket_bytes(cost.Link(1e-6, 1e9), 8, share=1.0)
     ),
-    "scatter_from: latency must be 0 or more; got -1e-06. Correct latency.": (
+    "scatter_from: latency must be 0 or more; got -1e-06. Pass for example latency=1.": (
         lambda: cost.scatter_from(cost.Link(-1e-6, 1e9), 8)
     ),
-    "ring_from: bandwidth must be greater than 0; got 0. Correct bandwidth.": (
+    "ring_from: bandwidth must be greater than 0; got 0. Pass for example bandwidth=1.": (
         lambda: cost.ring_from(cost.Link(1e-6, 0), 8, flops=1)
     ),
 }

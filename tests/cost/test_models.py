@@ -142,7 +142,7 @@ ERRORS = {
     "transformer_parameters: kv_heads needs heads; got heads=None, kv_heads=2. Pass heads.": (
         lambda: cost.transformer_parameters(layers=1, hidden=8, kv_heads=2)
     ),
-    "mfu: seconds must be greater than 0; got 0. Correct seconds.": lambda: cost.mfu(1, 0, peak=1),
+    "mfu: seconds must be greater than 0; got 0. Pass for example seconds=1.": lambda: cost.mfu(1, 0, peak=1),
 }
 
 

@@ -82,7 +82,7 @@ ERRORS = {
     ),
     "bubble: the closed form of '1f1b' needs a multiple of stages=4 microbatches; got 6. Change them, or call "
     "schedules.interleaved(4, 6, 2).simulate(...), which is exact.": lambda: cost.bubble(4, 6, chunks=2),
-    "bubble: stages must be a whole number of at least 1; got 'gpipe'. Correct stages.": lambda: cost.bubble(
+    "bubble: stages must be a whole number of at least 1; got 'gpipe'. Pass stages=1 or more.": lambda: cost.bubble(
         "gpipe", 4
     ),
 }

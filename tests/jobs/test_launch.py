@@ -455,11 +455,11 @@ def test_ignored_signals_stay_ignored():
     ("command", "options", "message"),
     [
         ([], {}, "launch: a command must be given; got none. Pass for example -- train.py --steps 100."),
-        (["true"], {"processes": 0}, "launch: processes must be at least 1; got 0. Correct processes."),
-        (["true"], {"devices": 0}, "launch: devices must be at least 1; got 0. Correct devices."),
+        (["true"], {"processes": 0}, "launch: processes must be at least 1; got 0. Pass processes=1 or more."),
+        (["true"], {"devices": 0}, "launch: devices must be at least 1; got 0. Pass devices=1 or more."),
         (["true"], {"port": 0}, "launch: port must be from 1 to 65535; got 0. Correct port."),
         (["true"], {"port": 65536}, "launch: port must be from 1 to 65535; got 65536. Correct port."),
-        (["true"], {"grace": -1}, "launch: grace must be 0 or more; got -1. Correct grace."),
+        (["true"], {"grace": -1}, "launch: grace must be 0 or more; got -1. Pass for example grace=1."),
         (
             ["./no-such-program"],
             {},

@@ -201,8 +201,8 @@ SHAPE = (
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("jobset", {"processes": 0}, "render: processes must be at least 1; got 0. Correct processes."),
-        ("slurm", {"devices": 0}, "render: devices must be at least 1; got 0. Correct devices."),
+        ("jobset", {"processes": 0}, "render: processes must be at least 1; got 0. Pass processes=1 or more."),
+        ("slurm", {"devices": 0}, "render: devices must be at least 1; got 0. Pass devices=1 or more."),
         ("jobset", {"port": 65536}, "render: port must be from 1 to 65535; got 65536. Correct port."),
         *[
             ("slurm", {"name": name}, NAME.format(name))

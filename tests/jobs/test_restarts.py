@@ -177,7 +177,9 @@ def test_a_poison_step_is_named(capfd):
 def test_a_limit_is_no_negative_number():
     with pytest.raises(ValueError) as caught:
         launch(["true"], processes=2, restarts=-1)
-    assert str(caught.value) == "launch: restarts must be a whole number of at least 0; got -1. Correct restarts."
+    assert (
+        str(caught.value) == "launch: restarts must be a whole number of at least 0; got -1. Pass restarts=0 or more."
+    )
 
 
 @pytest.mark.check

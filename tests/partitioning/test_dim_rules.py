@@ -98,9 +98,9 @@ def test_in_a_list_of_layers_dim_0_is_no_layer():
             ValueError,
         ),
         "tp: the rules must put axis 'd' on one dim of leaf embed; got (None, 'd') for shape (8,). "
-        "Correct the logical axes or their rules.": (SPECS, ("d",), ("embed", (8,)), ValueError),
+        "Map one of the leaf's logical axes to it.": (SPECS, ("d",), ("embed", (8,)), ValueError),
         "tp: the rules must put axes 'a', 'b' on one dim of leaf w; got ('a', 'b') for shape (8, 8). "
-        "Correct the logical axes or their rules.": ({"w": P("a", "b")}, ("a", "b"), ("w", (8, 8)), ValueError),
+        "Map one of the leaf's logical axes to them.": ({"w": P("a", "b")}, ("a", "b"), ("w", (8, 8)), ValueError),
         "tp: rules must be a function of path and shape, or a tree of PartitionSpecs; got 'd' for w. "
         "Make the tree with specs_from_rules.": ({"w": "d"}, ("d",), ("w", (8, 8)), TypeError),
     }.items(),
@@ -135,7 +135,7 @@ def test_rules_that_name_an_axis_which_the_mesh_does_not_have():
         plan = make("model" if make is sk.tp else "fsdp", rules=rules)
         with value_error(
             f"{plan}: the rules may only name axes of the mesh, data=2, fsdp=2, model=2; they split leaf down over "
-            "'modle'. Correct them, or the metadata that they come from, or add the axis to make_mesh, as modle=1 if "
+            "'modle'. Name those alone, also in the metadata behind them, or add the axis to make_mesh, as modle=1 if "
             "nothing is to be split over it."
         ):
             plan.layouts(params, sk.abstract_mesh(data=2, fsdp=2, model=2))

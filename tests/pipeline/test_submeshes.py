@@ -349,7 +349,7 @@ REFUSED = {
         halves(data=4),
         {"microbatches": 3},
     ),
-    "microbatches must be a whole number of at least 1; got 0. Correct microbatches.": lambda: (
+    "microbatches must be a whole number of at least 1; got 0. Pass microbatches=1 or more.": lambda: (
         TWO,
         halves(data=4),
         {"microbatches": 0},

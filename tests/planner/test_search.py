@@ -186,12 +186,12 @@ def test_table():
 
 
 REFUSED = {
-    "planner: data must be a whole number of at least 1; got 0. Correct data.": (Layout(data=0), {}),
-    "planner: batch must be a whole number of at least 1; got None. Correct batch.": (Layout(), {"batch": None}),
-    "planner: memory_share must be above 0 and at most 1; got '90%'. Correct memory_share.": (
+    "planner: data must be a whole number of at least 1; got 0. Pass data=1 or more.": (Layout(data=0), {}),
+    "planner: batch must be a whole number of at least 1; got None. Pass batch=1 or more.": (Layout(), {"batch": None}),
+    "planner: memory_share must be above 0 and at most 1; got '90%'. Pass memory_share=1.": (
         Layout(), {"memory_share": "90%"},
     ),
-    "planner: efficiency must be above 0 and at most 1; got 0. Correct efficiency.": (Layout(), {"efficiency": 0}),
+    "planner: efficiency must be above 0 and at most 1; got 0. Pass efficiency=1.": (Layout(), {"efficiency": 0}),
     "planner: remat must be 'none', 'selective' or 'full'; got 'some'. Pass for example remat='none'.": (
         Layout(remat="some"), {},
     ),
@@ -221,5 +221,5 @@ def test_errors_of_a_search_and_of_the_rest():
         "planner: layout must be a Layout; got (1, 8, 1). Pass for example planner.Layout(fsdp=8, tensor=2)."
     ):
         planner.estimate(SMALL, (1, 8, 1), chip="v5p", batch=8, sequence=512)
-    with value_error("planner: names must be one per candidate; got 1 for 2. Correct names."):
+    with value_error("planner: names must be one per candidate; got 1 for 2. Pass as many, or none."):
         planner.table(planner.search(SMALL, chip="v5p", chips=8, batch=8, sequence=512)[:2], names=["first"])

@@ -194,7 +194,7 @@ def test_units():
             "report: the step must be traced and compiled with these arguments; it raises TypeError: no program Check "
             "the arguments, and the mesh context that the step needs.",
         ),
-        ({"small": -1}, "report: small must be at least 0; got -1. Correct small."),
+        ({"small": -1}, "report: small must be at least 0; got -1. Pass small=0 or more."),
     ],
 )
 def test_bad_use(options, message, tmp_path, monkeypatch):
@@ -237,7 +237,7 @@ def test_a_file_that_cannot_be_written_at_the_end_is_one_sentence(tmp_path, monk
 
 @pytest.mark.check
 def test_an_unknown_rule_is_refused():
-    with pytest.raises(ValueError, match=r"^report: ignore must name rules, .*; got 'nothing'\. Correct ignore\.$"):
+    with pytest.raises(ValueError, match=r"^report: ignore must name rules, .*; got 'nothing'\. Pass some of them\.$"):
         sk.report(jax.jit(jnp.sum), np.ones(2), file=None, ignore=("nothing",))
 
 

@@ -83,13 +83,13 @@ def test_illegal_tables(text, found):  # proves F39
     "text, found",
     {
         GOOD.replace("1F0", "1F4000000000"): """\
-microbatches must be numbered from 0 without a gap; got 1F4000000000 in a schedule of 4 actions. Correct the number.
+microbatches must be numbered from 0 without a gap; got 1F4000000000 in a schedule of 4 actions. Lower the number.
 tick      0            1            2            3
 device 0  0F0          .            .            0B0
 device 1  .            1F4000000000 1B0          .
                        ^""",
         GOOD.replace("0B0", "4000000000B0"): """\
-stages must be numbered from 0 without a gap; got 4000000000B0 in a schedule of 4 actions. Correct the number.
+stages must be numbered from 0 without a gap; got 4000000000B0 in a schedule of 4 actions. Lower the number.
 tick      0            1            2            3
 device 0  0F0          .            .            4000000000B0
                                                  ^
@@ -152,21 +152,21 @@ def test_a_wide_grid_is_cut_about_the_arrow():
     "message, call",
     {
         "from_csv: a cell must be empty, an action such as 2F0, or a pair such as (2F1;2B0)OVERLAP_F_B; got '0G0' "
-        "on device 0 at tick 1. Correct it.": lambda: Schedule.from_csv("0F0,0G0"),
+        "on device 0 at tick 1. Write one.": lambda: Schedule.from_csv("0F0,0G0"),
         "from_csv: a schedule must have an action; got none. Write for example '0F0,0B0'.": lambda: Schedule.from_csv(
             ""
         ),
         "schedule: a schedule must have an action; got none. Write for example '0F0,0B0'.": lambda: Schedule(
             ((),)
         ).check(),
-        "schedule: an op must be one of F, B, I and W; got 'X' at tick 0. Correct it.\n"
+        "schedule: an op must be one of F, B, I and W; got 'X' at tick 0. Write one of them.\n"
         "tick      0\ndevice 0  0X0\n          ^": lambda: Schedule((((Action(0, "X", 0),),),)).check(),
         "schedule: placement must be 'loop' or 'v'; got 'V'. Pass for example placement='loop'.": lambda: Schedule(
             schedules.gpipe(1, 1).rows, "V"
         ).check(),
-        "simulate: weight_grad must be 0 or more; got -1. Correct weight_grad.": lambda: schedules.gpipe(2, 2).simulate(
-            input_grad=3
-        ),
+        "simulate: weight_grad must be 0 or more; got -1. Pass for example weight_grad=1.": lambda: schedules.gpipe(
+            2, 2
+        ).simulate(input_grad=3),
     }.items(),
 )
 def test_errors(call, message):

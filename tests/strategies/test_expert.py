@@ -434,7 +434,7 @@ WRONG_COUNTS = {
     "first.": (np.ones(2, np.int32), {}),
 } | {
     "every count must be from 0 to limit=3, and a device must send at most its 5 rows and receive at most rows=5; got "
-    f"{counts}. Correct the counts, or raise limit or rows.": (np.array(counts), {})
+    f"{counts}. Lower the counts, or raise limit or rows.": (np.array(counts), {})
     for counts in CANNOT.values()
 }
 NO_INTEGERS = "counts must be integers; got float32. Convert them with astype(jnp.int32)."
@@ -564,12 +564,16 @@ def test_the_plan_splits_the_experts_and_nothing_else():
     {
         "moe: routing must be a Capacity or a Dropless; got 1.25. Pass for example sk.layers.Capacity(1.25), or "
         "sk.layers.Dropless().": lambda *given: sk.layers.moe(*given, routing=1.25),
-        "Capacity: factor must be a number; got '1.25'. Correct factor.": lambda *_: sk.layers.Capacity("1.25"),
-        "Capacity: group must be a whole number or None; got 2.0. Correct group.": lambda *_: sk.layers.Capacity(
-            1, 2.0
+        "Capacity: factor must be a number; got '1.25'. Pass for example factor=1.0.": lambda *_: sk.layers.Capacity(
+            "1.25"
         ),
-        "Capacity: group must be at least 1; got 0. Correct group.": lambda *_: sk.layers.Capacity(group=0),
-        "Dropless: dense must be True or False or None; got 1. Correct dense.": lambda *_: sk.layers.Dropless(1),
+        "Capacity: group must be a whole number or None; got 2.0. Pass for example group=1.": lambda *_: (
+            sk.layers.Capacity(1, 2.0)
+        ),
+        "Capacity: group must be at least 1; got 0. Pass group=1 or more.": lambda *_: sk.layers.Capacity(group=0),
+        "Dropless: dense must be True or False or None; got 1. Pass for example dense=True.": lambda *_: (
+            sk.layers.Dropless(1)
+        ),
     }.items(),
 )
 def test_a_routing_of_something_else(call, message):

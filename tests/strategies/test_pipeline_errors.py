@@ -120,17 +120,17 @@ def test_a_pipelines_loss_in_place_of_its_gradfn():
 @pytest.mark.parametrize(
     "message, call",
     {
-        "PipelineGradFn: stages must be a Stages; got 'stage'. Correct stages.": lambda: sk.PipelineGradFn(
-            "stage", lambda *_: None
+        "PipelineGradFn: stages must be a Stages; got 'stage'. Pass a shardkit.schedules.stages.Stages.": lambda: (
+            sk.PipelineGradFn("stage", lambda *_: None)
         ),
         "PipelineLoss: function must be a function; got None. Pass the function itself.": lambda: sk.PipelineLoss(
             schedules.Stages("stage"), None
         ),
         "pipeline: schedule must be a Schedule; got the function 'gpipe'. Pass for example "
         "sk.schedules.gpipe(devices=2, microbatches=4).": lambda: sk.pipeline(schedules.gpipe, "stage"),
-        "pipeline.value_and_grad: recompute must be True or False; got 1. Correct recompute.": lambda: sk.pipeline(
-            schedules.gpipe(2, 2), "stage"
-        ).value_and_grad(*PIECES, recompute=1),
+        "pipeline.value_and_grad: recompute must be True or False; got 1. Pass for example recompute=True.": lambda: (
+            sk.pipeline(schedules.gpipe(2, 2), "stage").value_and_grad(*PIECES, recompute=1)
+        ),
     }.items(),
 )
 def test_a_pipeline_of_something_else(call, message):
@@ -203,8 +203,8 @@ STAGES = {  # of a stack that does not go with its schedule, or with layers_per_
     "the layers of a stack must be divisible by its stages; got 6 layers over 4 stages. Pass layers_per_stage=, or "
     "choose another number of layers or stages.": (schedules.lockstep(2, 2, 2), 6, {}),
 } | {
-    f"layers_per_stage= must give each of 2 stages at least one layer, 6 in all; got {layers}. Correct "
-    "layers_per_stage=.": (schedules.gpipe(2, 2), 6, {"layers_per_stage": layers})
+    f"layers_per_stage= must give each of 2 stages at least one layer, 6 in all; got {layers}. Pass 2 "
+    "numbers that add up to 6.": (schedules.gpipe(2, 2), 6, {"layers_per_stage": layers})
     for layers in [(1, 2), (6,), (2, 2, 2), (6, 0), (7, -1), (3, 2), (3, 2, 1)]
 }
 

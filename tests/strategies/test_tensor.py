@@ -15,7 +15,7 @@ from shardkit import cost
 from shardkit.models import transformer
 from shardkit.testing import assert_matches_reference, assert_same_training, covering
 from support.layouts import Specs, specs
-from support.refusals import raises, refusals, value_error
+from support.refusals import raises, refusals, type_error, value_error
 from support.tiers import covered
 
 MESHES = [  # sizes and axis
@@ -354,8 +354,8 @@ def on_two(fn, *args):
             ),
             "tp: leaf embed: dim must name a dimension of the array; got 2 for an array of rank 2. "
             "Choose 0 to 1.": lambda: laid_out(sk.tp("model", lambda path, shape: 2), model=2),
-            "tp: the rules must put axis 'modell' on some dim; the axes that they name are 'model'. Correct the rules, "
-            "or the axis.": lambda: sk.tp("modell", rules()),
+            "tp: the rules must put axis 'modell' on some dim; the axes that they name are 'model'. Map a logical "
+            "axis to 'modell', or pass the axis of the rules to tp.": lambda: sk.tp("modell", rules()),
             "tp: the rules have no spec for leaf final_norm; theirs are for the leaves 'embed'. Make the "
             "rules from the logical axes of these parameters.": lambda: laid_out(
                 sk.tp("model", {"embed": P("model")}), model=2
@@ -433,3 +433,41 @@ def test_weights_that_are_summed_over_an_axis_must_be_split_over_it():
             "over axis 'model'. Shard it, with tp for example, or pass another axis."
         ):
             jax.eval_shape(kernel, h, w, targets)
+
+
+@pytest.mark.check
+def test_a_loss_of_plain_products_is_told_of_those_of_parts():
+    """The ends of a loss that knows of no axis: shapes that differ, partial sums, and an error of another reason."""
+    shapes = {"w": jax.ShapeDtypeStruct((8, 16), jnp.float32), "v": jax.ShapeDtypeStruct((16, 4), jnp.float32)}
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    mesh = sk.abstract_mesh(data=2, model=4)
+
+    def loss_fn(params, batch, keys):
+        return jnp.mean(jnp.tanh(batch @ params["w"]) @ params["v"])
+
+    def traced(loss_fn, **dims):
+        plan = sk.chain(sk.dp("data"), sk.tp("model", lambda path, shape: dims[path]))
+        options = {"mesh": mesh, "plan": plan}
+        init, step = sk.make_train_step(sk.value_and_grad(loss_fn), optax.sgd(1.0), **options)
+        yield lambda: step.trace(init.abstract(shapes), x)
+        evaluate = sk.make_eval_step(loss_fn, **options)
+        yield lambda: jax.eval_shape(evaluate, evaluate.abstract(shapes), x)
+
+    for trace in traced(loss_fn, w=1, v=1):
+        with type_error(
+            "make_train_step: the loss must take the parts of leaves that the plan passes it, as of leaf v; it fails "
+            "with them (dot_general requires contracting dimensions to have the same shape, got (4,) and (16,)), and "
+            "not with whole leaves. Multiply by them with sk.layers.column_linear and row_linear, or let the rules of "
+            "the plan keep the leaf whole."
+        ):
+            trace()
+    for trace in traced(loss_fn, w=1, v=0):
+        with value_error(
+            "Mean 'loss': total and weight must vary over the same axes; the total varies over 'data', 'model' and the "
+            "weight over none, which differ in 'model'. Compute both from the same shards, or reduce both alike, as "
+            "row_linear over a tp axis."
+        ):
+            trace()
+    for trace in traced(lambda params, batch, keys: jnp.mean(batch @ params["v"]), w=1, v=0):
+        with type_error("dot_general requires contracting dimensions to have the same shape, got (8,) and (4,)."):
+            trace()

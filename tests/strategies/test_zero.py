@@ -318,7 +318,7 @@ def test_what_a_plan_names_is_there(make, name):
     plan = make()
     with value_error(
         f"{plan.strategies[0].name}: every name must be a leaf or subtree of the parameters; got {name!r} for the "
-        "leaves 'layers.w'. Correct the name, or remove it."
+        "leaves 'layers.w'. Name one of them, or none."
     ):
         plan.layouts({"layers": {"w": jax.ShapeDtypeStruct((4, 16), jnp.float32)}}, sk.abstract_mesh(d=4))
 

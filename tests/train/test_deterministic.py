@@ -205,7 +205,7 @@ def added_up(carried, metrics, params):
 
 BY_NORM = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
 REFUSED = {
-    "deterministic must be at least 1; got 0. Correct deterministic.": {"deterministic": 0},
+    "deterministic must be at least 1; got 0. Pass deterministic=1 or more.": {"deterministic": 0},
     "with deterministic=8 the groups are the microbatches; got accumulate=2 too. Leave accumulate at 1, and pass more "
     "groups for smaller microbatches.": {"accumulate": 2},
     "with deterministic=8 gradients are summed in float32; got a precision with reduce=bfloat16. Pass one with "

@@ -10,6 +10,7 @@ import pytest
 
 import shardkit as sk
 from shardkit.state import passed_what_it_takes
+from support.refusals import raises
 
 SGD = optax.sgd(1e-2)
 
@@ -130,19 +131,34 @@ def test_each_is_taken_or_refused_by_name():
         init, step = sk.make_train_step(grad_fn, optimizer, mesh=sk.abstract_mesh(data=2), plan=sk.dp("data"))
         try:
             step.trace(init.abstract(PARAMS), jax.ShapeDtypeStruct((4, 4), jnp.float32))
-        except TypeError as error:
-            refused[name] = str(error)
+        except (TypeError, ValueError) as error:
+            refused[name] = "\n".join([str(error), *error.__notes__])
     assert refused.keys() == REFUSED & every().keys()
-    begins = (
-        "make_train_step: the optimizer must need nothing but gradients, its state, the parameters and value=loss; "
+    assert {name for name, text in refused.items() if "is given gradients, its state, the p" not in text} == set()
+    begins = "make_train_step: the optimizer {} is given gradients, its state, the parameters and value=loss{}. If it "
+    ends = "needs more, pass another, or a GradientTransformation of your own around it that gives it what it asks for."
+    assert refused["lookahead"].startswith(
+        begins.format("lookahead", ", and fails: 'dict' object has no attribute 'fast'") + ends
     )
-    assert {name for name, text in refused.items() if not text.startswith(begins)} == set()
-    assert refused["lookahead"] == (
-        f"{begins}lookahead fails with them: 'dict' object has no attribute 'fast'. Pass one that needs no more, or a "
-        "GradientTransformation of your own around it that gives it what it asks for."
-    )
-    assert "chain fails with them: it returns updates of other shapes than the gradients'." in refused["dpsgd"]
-    assert "monitor fails with them: it returns a state of another tree." in refused["monitor"]
+    shapes = ", and must return updates of the gradients' shapes; it returns others"
+    assert refused["dpsgd"].startswith(begins.format("chain", shapes) + ends)
+    tree = ", and must return a state of the same tree; it returns another"
+    assert refused["monitor"].startswith(begins.format("monitor", tree) + ends)
+
+
+@pytest.mark.parametrize("kind", [TypeError, ValueError, RuntimeError])
+def test_what_an_optimizer_raises_is_its_own(kind):
+    """Only who wrote it knows why: that it asks for more, which was said of every error, may not be the reason."""
+
+    def fails(*_):
+        raise kind("my own reason")
+
+    for optimizer in (SGD._replace(init=fails), SGD._replace(update=fails)):
+        init, step = sk.make_train_step(
+            sk.value_and_grad(loss_fn), optimizer, mesh=sk.abstract_mesh(data=2), plan=sk.dp("data")
+        )
+        with raises(kind, "my own reason"):
+            step.trace(init.abstract({"": PARAMS}), jax.ShapeDtypeStruct((4, 4), jnp.float32))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")

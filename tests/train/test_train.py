@@ -320,12 +320,16 @@ def test_the_value_reaches_optimizers_that_want_it(data8):
             {"accumulate": 2},
         ),
         "make_train_step: every array of the batch must have the same number of examples along dim 0; got "
-        "weight: 32, x: 32, y: 16. Pass arrays that share dim 0.": (
+        "weight: 32, x: 32, y: 16. Pass arrays that share dim 0; what all examples share goes into carried state, or "
+        "the loss.": (
             make_batch() | {"y": np.zeros((16, 8), np.float32)},
             {},
         ),
         "make_train_step: every array of the batch must have the same number of examples along dim 0; got "
-        "no array. Pass arrays that share dim 0.": ({"scale": np.float32(1)}, {}),
+        "no array. Pass arrays that share dim 0; what all examples share goes into carried state, or the loss.": (
+            {"scale": np.float32(1)},
+            {},
+        ),
     }.items(),
 )
 def test_bad_batches_are_refused(refusal, message, data8):
@@ -338,7 +342,7 @@ def test_bad_batches_are_refused(refusal, message, data8):
 @pytest.mark.parametrize(
     "message, options",
     {
-        "make_train_step: accumulate must be at least 1; got 0. Correct accumulate.": {"accumulate": 0},
+        "make_train_step: accumulate must be at least 1; got 0. Pass accumulate=1 or more.": {"accumulate": 0},
         "make_train_step: nonfinite must be 'keep', 'skip' or 'stop'; got 'raise'. "
         "Pass for example nonfinite='keep'.": {"nonfinite": "raise"},
         "precision: the name must be one of 'no', 'bf16', 'fp16'; got 'fp8'. Pass one of them or a Precision.": {
@@ -379,3 +383,15 @@ def test_leaves_that_cannot_be_trained_are_refused(leaf, name, data8):
             "nnx.split take it out of a module); split a complex leaf into its real and imaginary parts."
         ):
             make(params, jax.random.key(0))
+
+
+def test_an_abstract_mesh_holds_no_state():
+    options = {"mesh": sk.abstract_mesh(data=8), "plan": sk.dp("data")}
+    init, _ = sk.make_train_step(sk.value_and_grad(lambda *_: 0.0), optax.sgd(1.0), **options)
+    for params in (jnp.ones(8), lambda key: jnp.ones(8)):
+        with value_error(
+            "init: the mesh must have devices; got an abstract mesh of data=8. Call init.abstract(params), or make the "
+            "step over sk.make_mesh(data=8)."
+        ):
+            init(params, jax.random.key(0))
+        assert init.abstract(params).params.shape == (8,)

@@ -195,7 +195,7 @@ def test_another_kind_of_file_is_refused(tmp_path):
 def test_costs_are_checked_as_in_simulate(tmp_path):
     with pytest.raises(ValueError) as error:
         viz.draw(schedules.gpipe(2, 2), tmp_path / "picture.png", forward=0)
-    assert str(error.value) == "simulate: forward must be greater than 0; got 0. Correct forward."
+    assert str(error.value) == "simulate: forward must be greater than 0; got 0. Pass for example forward=1."
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):

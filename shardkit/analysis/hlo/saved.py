@@ -131,7 +131,7 @@ def writable_by(found: os.stat_result) -> str:
 def _content(path: Path) -> bytes:
     """The content of a file that its user alone can have written."""
     if not path.is_file():
-        raise ValueError(f"aot.load: path must be a file; got {path}, which is none. Correct path.")
+        raise ValueError(f"aot.load: path must be a file; got {path}, which is none. Pass the file that save wrote.")
     with path.open("rb") as file:
         if whose := writable_by(os.fstat(file.fileno())):  # of what was opened, not of what stands there by now
             raise ValueError(

@@ -36,7 +36,8 @@ def inner_gradients(program: Program) -> Iterator[Finding]:
                 f"the gradient of a {short(casts[0])} that begins as a constant is summed over {quoted(axes)}, whose "
                 "devices have other examples: each gets the gradient of all.",
                 site.source,
-                f"Cast the constant before differentiating: sk.vary(constant, {axes[0]!r}).",
+                f"Cast the constant before differentiating: sk.vary(constant, {axes[0]!r}); or pass "
+                "value_and_grad(loss_fn, local=True), if the loss does not communicate.",
             )
 
 

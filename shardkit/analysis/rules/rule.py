@@ -18,7 +18,7 @@ class Finding(NamedTuple):
     Attributes:
         rule: a name in `shardkit.analysis.RULES`.
         message: what is wrong there, with the values; one sentence.
-        source: the user's line, "file.py:12 (function)".
+        source: the user's line, "file.py:12 (function)"; "" where the program has none.
         remedy: what to do instead; one sentence.
     """
 
@@ -28,7 +28,7 @@ class Finding(NamedTuple):
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.source}: {self.rule}: {self.message} {self.remedy}"
+        return f"{self.source}{': ' * bool(self.source)}{self.rule}: {self.message} {self.remedy}"
 
 
 class Rule(NamedTuple):

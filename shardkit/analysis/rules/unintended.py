@@ -18,4 +18,4 @@ def mean_of_quotients(program: Program) -> Iterator[Finding]:
 def same_work(program: Program) -> Iterator[Finding]:
     """Axes that split nothing."""
     for each in idle_axes(program.step.jaxpr):
-        yield Finding("idle-axis", each.message, each.source or program.step.source, each.remedy)
+        yield Finding("idle-axis", each.message, each.source, each.remedy)

@@ -144,7 +144,7 @@ def _source(path: Path, step: int | None) -> Safetensors | _RunStep:
         what = "is not there" if not os.path.lexists(path) else "is none of them"
         raise ValueError(
             "load_params: path must be a run's directory of checkpoints, a .safetensors file or index, or a directory "
-            f"with one of these; {named(path)} {what}. Correct path."
+            f"with one of these; {named(path)} {what}. Pass one of them."
         )
     if step is not None:
         raise ValueError(

@@ -111,7 +111,7 @@ def named_leaves(where: str, shapes: Mapping[str, tuple[int, ...]], names: Names
         if unknown:
             raise ValueError(
                 f"{where}: names must be for leaves of the parameters, {some([*shapes])}; got {some(unknown)} besides. "
-                "Correct names."
+                "Leave them out."
             )
     found = [_leaf(where, path, shape, names) for path, shape in shapes.items()]
     owners: dict[str, str] = {}
@@ -120,7 +120,7 @@ def named_leaves(where: str, shapes: Mapping[str, tuple[int, ...]], names: Names
             if name in owners:
                 raise ValueError(
                     f"{where}: each tensor must have one name; leaves {owners[name]!r} and {leaf.path!r} are both "
-                    f"called {name!r}. Correct names."
+                    f"called {name!r}. Give one of them another."
                 )
             owners[name] = leaf.path
     return found
@@ -146,8 +146,8 @@ def _leaf(where: str, path: str, shape: tuple[int, ...], names: Names | None) ->
     if not right:
         raise ValueError(
             f"{where}: a StoredAs must count some of the first dims of its leaf in its name, and have the others once "
-            f"in dims; got {given.name!r} and dims={given.dims} for leaf {path!r} of shape {list(shape)}. Correct it; "
-            "without dims they are in order."
+            f"in dims; got {given.name!r} and dims={given.dims} for leaf {path!r} of shape {list(shape)}. Write "
+            f"at most {len(shape)} {{}} in the name, and leave dims out."
         )
     return Leaf(path, shape, given.name, dims, apart)
 

@@ -90,6 +90,12 @@ def save_params(
         for leaf in named_leaves(_WHERE, {name: x.shape for name, x in leaves.items()}, names)
         for at, name in leaf.tensors()
     ]
+    for tensor in tensors:
+        if tensor.name == "__metadata__":
+            raise ValueError(
+                f"save_params: no tensor of safetensors may be called '__metadata__', which is theirs; leaf "
+                f"{tensor.leaf.path!r} is. Pass for example names={{{tensor.leaf.path!r}: 'metadata'}}."
+            )
     alone = path.suffix == ".safetensors"
     _check_free(path, alone=alone)
     if alone:

@@ -153,7 +153,10 @@ def test_a_file_that_others_can_write_to_is_refused(program, tmp_path):
     path.chmod(0o600)
     os.mkfifo(tmp_path / "pipe")
     for other in (tmp_path / "pipe", tmp_path, tmp_path / "none"):
-        assert refused(other) == f"aot.load: path must be a file; got {other}, which is none. Correct path."
+        assert (
+            refused(other)
+            == f"aot.load: path must be a file; got {other}, which is none. Pass the file that save wrote."
+        )
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give a file away")

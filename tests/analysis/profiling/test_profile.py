@@ -293,7 +293,7 @@ def test_a_tpus_pairs_last_from_start_to_done(version):
 def test_errors_in_full(tmp_path, data8):
     with pytest.raises(ValueError) as error:
         profile(lambda x: x, jnp.ones(1), calls=0)
-    assert str(error.value) == "profile: calls must be a whole number of at least 1; got 0. Correct calls."
+    assert str(error.value) == "profile: calls must be a whole number of at least 1; got 0. Pass calls=1 or more."
     with pytest.raises(TypeError) as error:
         profile(lambda x, batch: x, jnp.ones(1), {"tokens": jax.ShapeDtypeStruct((2,), jnp.int32)})
     assert str(error.value) == (

@@ -189,7 +189,7 @@ def test_rules_can_be_left_out():
     with pytest.raises(ValueError) as error:
         lint(row.wrong, X, ignore=("identity",))
     rules = ", ".join(map(repr, RULES))
-    assert str(error.value) == f"lint: ignore must name rules, {rules}; got 'identity'. Correct ignore."
+    assert str(error.value) == f"lint: ignore must name rules, {rules}; got 'identity'. Pass some of them."
 
 
 def test_the_two_thresholds():
@@ -389,3 +389,31 @@ def test_a_slice_at_the_same_place_on_every_device_needs_the_whole_sum():
     assert not [each for each in lint(kernel, X, small=0) if each.rule == "all-reduce-then-slice"]
     own = on(lambda x: lax.dynamic_slice_in_dim(sk.all_reduce(x, "model"), 2 * lax.axis_index("model"), 2))
     assert [each.rule for each in lint(own, X, small=0)] == ["all-reduce-then-slice"]
+
+
+def test_an_axis_that_does_nothing_is_named_at_the_users_loss():
+    """Not at the builder's own line, where the step is defined; a loss of the library's has no line at all."""
+
+    def loss_fn(params, batch, keys):
+        return jnp.mean((batch @ params["w"]) ** 2)
+
+    def found(loss_fn, params, batch):
+        options = {"mesh": MESH, "plan": sk.dp("data")}
+        init, step = sk.make_train_step(sk.value_and_grad(loss_fn), optax.sgd(0.1), **options)
+        return lint(step, init.abstract(params), batch, ignore=set(RULES) - {"idle-axis"})
+
+    (own,) = found(loss_fn, {"w": X}, X)
+    assert own.source.startswith("test_lint.py:") and "loss_fn" in own.source
+    config = transformer.Config(vocabulary=16, layers=1, dim=8, heads=2)
+    params = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config))
+    batch = dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct((8, 8), jnp.int32))
+    (ours,) = found(transformer.loss_fn(config), params, batch)
+    assert ours.source == "" and str(ours).startswith("idle-axis: the 4 devices along axis 'model'")
+
+
+def test_the_gradient_of_a_constant_has_two_remedies():
+    (row,) = [row for row in PLANTED if row.rule == "inner-gradient-of-a-constant"]
+    assert {each.remedy for each in lint(row.wrong, *row.args)} == {
+        "Cast the constant before differentiating: sk.vary(constant, 'data'); or pass value_and_grad(loss_fn, "
+        "local=True), if the loss does not communicate."
+    }

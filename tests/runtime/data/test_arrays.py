@@ -123,8 +123,13 @@ def refused(wording, fn, *args, **options):
 
 @pytest.mark.check
 def test_a_print_waits_for_some_time():  # refused alone too, where nothing waits
-    refused("print_global: timeout must be 0 or more; got -1. Correct timeout.", reading.print_global, 1, timeout=-1)
-    wording = "print_global: timeout must be finite; got inf. Correct timeout."
+    refused(
+        "print_global: timeout must be 0 or more; got -1. Pass for example timeout=1.",
+        reading.print_global,
+        1,
+        timeout=-1,
+    )
+    wording = "print_global: timeout must be finite; got inf. Pass for example timeout=1."
     refused(wording, reading.print_global, 1, timeout=float("inf"))
 
 

@@ -90,7 +90,7 @@ def test_names_that_are_no_names(tmp_path):
 
     assert message({"v": "w"}) == (
         "load_params: names must be for leaves of the parameters, 1 leaf ('w'); got 1 leaf ('v') besides. "
-        "Correct names."
+        "Leave them out."
     )
     assert message(lambda name: 3, TypeError) == (
         "load_params: names must give a string or a StoredAs for each leaf; got 3 for 'w'. Return the path itself to "
@@ -99,13 +99,13 @@ def test_names_that_are_no_names(tmp_path):
     for dims in ((0,), (0, 0), (0, (1, 2)), "x", (0, 1, ())):
         assert message({"w": StoredAs("x", dims)}) == (
             "load_params: a StoredAs must count some of the first dims of its leaf in its name, and have the others "
-            f"once in dims; got 'x' and dims={dims} for leaf 'w' of shape [8, 2]. Correct it; without dims they are in "
-            "order."
+            f"once in dims; got 'x' and dims={dims} for leaf 'w' of shape [8, 2]. Write at most 2 {{}} in the name, "
+            "and leave dims out."
         )
     assert "got 'x.{}.{}.{}' and dims=None" in message({"w": "x.{}.{}.{}"})
     both = laid(w=(8, 2), v=(8, 2))
     assert refused(lambda: load_params(path, both, names=lambda name: "x")) == (
-        "load_params: each tensor must have one name; leaves 'v' and 'w' are both called 'x'. Correct names."
+        "load_params: each tensor must have one name; leaves 'v' and 'w' are both called 'x'. Give one of them another."
     )
     assert load_params(write(tmp_path / "b.safetensors", a=f32(8, 2)), like, names={"w": "a"})["w"].shape == (8, 2)
 
@@ -118,7 +118,10 @@ def test_paths_that_hold_no_parameters(tmp_path):
     )
     (tmp_path / "some.txt").write_text("")
     for path, what in (("none", "is not there"), ("some.txt", "is none of them"), ("", "is none of them")):
-        assert refused(lambda: load_params(tmp_path / path, like)) == f"{rule}'{tmp_path / path}' {what}. Correct path."
+        assert (
+            refused(lambda: load_params(tmp_path / path, like))
+            == f"{rule}'{tmp_path / path}' {what}. Pass one of them."
+        )
     path = write(tmp_path / "a.safetensors", w=f32(8, 2))
     assert refused(lambda: load_params(path, like, step=3)) == (
         f"load_params: step must be for a run's directory of checkpoints; got 3 for '{path}'. Leave it out."
@@ -158,6 +161,10 @@ def test_what_is_not_saved(tmp_path):
         )
     assert message("x", placed(w=np.ones(8, ml_dtypes.float8_e4m3fn))) == (
         "save_params: a dtype must be one that safetensors files have; leaf 'w' is float8_e4m3fn. Convert it."
+    )
+    assert message("x", placed(__metadata__=np.ones(8, "f"))) == (  # was written, and could not be read
+        "save_params: no tensor of safetensors may be called '__metadata__', which is theirs; leaf '__metadata__' is. "
+        "Pass for example names={'__metadata__': 'metadata'}."
     )
     assert message("x", laid(w=(8, 2))) == (
         "save_params: every leaf must be an array; leaf 'w' is only its shape. Pass state.params, and not what "
