@@ -152,8 +152,8 @@ def _start(words: Sequence[str], environ: Mapping[str, str], group: int) -> _Chi
     except (OSError, ValueError) as error:  # ValueError: a null byte in a word
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
-            f"launch: the command must be an executable program; got {words[0]!r} ({reason}). Correct its name or "
-            "permissions, or put its interpreter first, such as python or sh."
+            f"launch: the command must be an executable program; got {words[0]!r} ({reason}). Give its path and "
+            "permission to run, or put its interpreter first, such as python or sh."
         ) from None
 
 

@@ -111,4 +111,4 @@ def check_counts(where: str, *, processes: int, devices: int | None, port: int |
     """Refuses fewer than one process or device, and invalid ports."""
     at_least(where, 1, processes=processes, devices=devices)
     if port is not None and not 0 < port < 65536:
-        raise ValueError(f"{where}: port must be from 1 to 65535; got {port}. Correct port.")
+        raise ValueError(f"{where}: port must be from 1 to 65535; got {port}. Leave it out, or pass one above 1023.")

@@ -161,7 +161,7 @@ def _check_devices(kind: Kind, processes: int, devices: int | None, accelerator:
         if chips != processes * (devices or 0):
             raise ValueError(
                 "render: topology must be the shape of a slice of processes x devices chips, such as '4x4'; got "
-                f"{topology!r} for {processes} x {devices}. Correct topology, processes or devices."
+                f"{topology!r} for {processes} x {devices}. Pass numbers whose product is the chips of topology."
             )
 
 

@@ -457,26 +457,30 @@ def test_ignored_signals_stay_ignored():
         ([], {}, "launch: a command must be given; got none. Pass for example -- train.py --steps 100."),
         (["true"], {"processes": 0}, "launch: processes must be at least 1; got 0. Pass processes=1 or more."),
         (["true"], {"devices": 0}, "launch: devices must be at least 1; got 0. Pass devices=1 or more."),
-        (["true"], {"port": 0}, "launch: port must be from 1 to 65535; got 0. Correct port."),
-        (["true"], {"port": 65536}, "launch: port must be from 1 to 65535; got 65536. Correct port."),
+        (["true"], {"port": 0}, "launch: port must be from 1 to 65535; got 0. Leave it out, or pass one above 1023."),
+        (
+            ["true"],
+            {"port": 65536},
+            "launch: port must be from 1 to 65535; got 65536. Leave it out, or pass one above 1023.",
+        ),
         (["true"], {"grace": -1}, "launch: grace must be 0 or more; got -1. Pass for example grace=1."),
         (
             ["./no-such-program"],
             {},
             "launch: the command must be an executable program; got './no-such-program' (No such file or directory). "
-            "Correct its name or permissions, or put its interpreter first, such as python or sh.",
+            "Give its path and permission to run, or put its interpreter first, such as python or sh.",
         ),
         (
             [str(Path(__file__).parent)],
             {},
             f"launch: the command must be an executable program; got {str(Path(__file__).parent)!r} (Permission "
-            "denied). Correct its name or permissions, or put its interpreter first, such as python or sh.",
+            "denied). Give its path and permission to run, or put its interpreter first, such as python or sh.",
         ),
         (
             ["true", "a\0b"],
             {},
-            "launch: the command must be an executable program; got 'true' (embedded null byte). Correct its name or "
-            "permissions, or put its interpreter first, such as python or sh.",
+            "launch: the command must be an executable program; got 'true' (embedded null byte). Give its path and "
+            "permission to run, or put its interpreter first, such as python or sh.",
         ),
         (
             ["true"],

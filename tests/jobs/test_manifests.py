@@ -193,7 +193,7 @@ QUEUE = (
 )
 SHAPE = (
     "render: topology must be the shape of a slice of processes x devices chips, such as '4x4'; got {!r} for 4 x {}. "
-    "Correct topology, processes or devices."
+    "Pass numbers whose product is the chips of topology."
 )
 
 
@@ -203,7 +203,11 @@ SHAPE = (
     [
         ("jobset", {"processes": 0}, "render: processes must be at least 1; got 0. Pass processes=1 or more."),
         ("slurm", {"devices": 0}, "render: devices must be at least 1; got 0. Pass devices=1 or more."),
-        ("jobset", {"port": 65536}, "render: port must be from 1 to 65535; got 65536. Correct port."),
+        (
+            "jobset",
+            {"port": 65536},
+            "render: port must be from 1 to 65535; got 65536. Leave it out, or pass one above 1023.",
+        ),
         *[
             ("slurm", {"name": name}, NAME.format(name))
             for name in ("Run", "1st", "a_b", "a-", "", "a" * 41, "a\n", "é")

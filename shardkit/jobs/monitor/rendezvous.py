@@ -254,7 +254,7 @@ def _address_refusal(hellos: dict[int, Hello]) -> str:
             others = "an address" if alone else "an address that the other hosts can reach"
             return (
                 f"initialize: the host name {hello.host!r} of process {rank} must resolve to {others}; it {got}. "
-                "Correct /etc/hosts or DNS on that host."
+                "Give it an address in /etc/hosts or DNS on that host."
             )
     return ""
 

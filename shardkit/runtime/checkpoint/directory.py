@@ -75,7 +75,7 @@ def _locked(directory: Path) -> int:
         descriptor = open_file(directory / _LOCK, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise RuntimeError(
-            f"save: {named(directory)} cannot be locked: {reason(error)}. Correct it, or save to another directory."
+            f"save: {named(directory)} cannot be locked: {reason(error)}. Save to another directory."
         ) from error
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by forked children

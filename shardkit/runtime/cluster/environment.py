@@ -63,7 +63,7 @@ def detected(environ: Mapping[str, str], timeout: float) -> Found:
         said = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
             f"initialize: the scheduler's environment must say which processes the job has; jax cannot read it "
-            f"({said}). Correct it, or {_REMEDY}."
+            f"({said}). Unset its variables, or {_REMEDY}."
         ) from error
     if found == Found():
         _refuse_partial(environ)
@@ -119,5 +119,5 @@ def _number(name: str, text: str) -> int:
         return int(text)
     except ValueError:
         raise ValueError(
-            f"initialize: the environment variable {name} must be a whole number; got {text!r}. Correct or unset it."
+            f"initialize: the environment variable {name} must be a whole number; got {text!r}. Set or unset it."
         ) from None

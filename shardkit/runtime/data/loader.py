@@ -72,7 +72,7 @@ def loader(
     at_least("loader", 0, position=position, threads=threads, prefetch=prefetch)
     for name, value in (("threads", threads), ("prefetch", prefetch)):
         if value > _MOST:
-            raise ValueError(f"loader: {name} must be at most {_MOST}; got {value}. Correct {name}.")
+            raise ValueError(f"loader: {name} must be at most {_MOST}; got {value}. Pass {name}={_MOST}.")
     if len(samples) < batch:
         raise ValueError(
             f"loader: the source must fill one batch; it has {len(samples)} samples in all epochs, and the batch needs "
@@ -212,7 +212,7 @@ def _sequence(source: Any, seed: int | None, epochs: int | None) -> Any:
     except ImportError:
         raise ImportError("loader: grain must be installed; it is not. Run pip install 'shardkit[data]'.") from None
     if seed is not None and not 0 <= seed < 2**32:
-        raise ValueError(f"loader: the seed must be None or 0 to 2**32 - 1; got {seed}. Correct seed.")
+        raise ValueError(f"loader: the seed must be None or 0 to 2**32 - 1; got {seed}. Pass seed=0.")
     at_least("loader", 1, epochs=epochs)
     if not isinstance(source, grain.MapDataset) and not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         raise TypeError(

@@ -163,7 +163,7 @@ def test_a_host_name_that_leads_nowhere():
     for address, got in (("127.0.1.1", "resolves to 127.0.1.1"), ("", "does not resolve")):
         assert refusal({0: one, 1: one._replace(host="b", address=address)}) == (
             "initialize: the host name 'b' of process 1 must resolve to an address that the other hosts can reach; it "
-            f"{got}. Correct /etc/hosts or DNS on that host."
+            f"{got}. Give it an address in /etc/hosts or DNS on that host."
         )
     assert not refusal({0: one, 1: one._replace(host="b", address="fd00::1")})
     assert "it resolves to ::1." in refusal({0: one, 1: one._replace(host="b", address="::1")})

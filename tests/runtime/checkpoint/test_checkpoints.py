@@ -757,8 +757,8 @@ def test_a_link_in_place_of_a_file_of_ours(tmp_path):
     (run / ".lock").unlink()
     (run / ".lock").symlink_to(victim)
     assert refused(lambda: save(run, at(state, 3)), RuntimeError) == (
-        f"save: '{run}' cannot be locked: '{run}/.lock' is a symbolic link, which is not followed. Correct it, or save "
-        "to another directory."
+        f"save: '{run}' cannot be locked: '{run}/.lock' is a symbolic link, which is not followed. Save to "
+        "another directory."
     )
     assert victim.read_text() == "kept" and names(run) == ["1", "2"]
     record = run / "2" / "_CHECKPOINT_METADATA"

@@ -215,8 +215,7 @@ def test_variables_that_are_no_numbers(monkeypatch):
     with pytest.raises(ValueError) as error:
         sk.runtime.initialize()
     assert str(error.value) == (
-        "initialize: the environment variable JAX_NUM_PROCESSES must be a whole number; got 'four'. Correct or unset "
-        "it."
+        "initialize: the environment variable JAX_NUM_PROCESSES must be a whole number; got 'four'. Set or unset it."
     )
 
 

@@ -101,7 +101,7 @@ UNREADABLE = "initialize: the scheduler's environment must say which processes t
 WRONG = [
     (
         SLURM | {"SLURM_PROCID": "five"},
-        "initialize: the environment variable SLURM_PROCID must be a whole number; got 'five'. Correct or unset it.",
+        "initialize: the environment variable SLURM_PROCID must be a whole number; got 'five'. Set or unset it.",
     ),
     (SLURM | {"SLURM_PROCID": "8"}, "initialize: process_id must be at least 0 and below num_processes; got 8 of 8. "),
     (
@@ -111,7 +111,8 @@ WRONG = [
     ),
     (
         OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "8192.0;udp"},
-        f"{UNREADABLE} (Could not parse coordinator IP address from Open MPI environment.). Correct it, {OR_PASS}.",
+        f"{UNREADABLE} (Could not parse coordinator IP address from Open MPI environment.). Unset its variables, "
+        f"{OR_PASS}.",
     ),
     (
         {name: value for name, value in OPEN_MPI.items() if name != "OMPI_MCA_orte_hnp_uri"},
@@ -126,7 +127,7 @@ WRONG = [
     ),
     (
         TPU | {"TPU_WORKER_ID": "zero"},
-        "initialize: the environment variable TPU_WORKER_ID must be a whole number; got 'zero'. Correct or unset it.",
+        "initialize: the environment variable TPU_WORKER_ID must be a whole number; got 'zero'. Set or unset it.",
     ),
     (
         {name: value for name, value in TPU.items() if name != "TPU_WORKER_ID"},

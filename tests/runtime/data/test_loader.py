@@ -190,7 +190,7 @@ def test_what_is_refused(data8):
         batch=24,
         epochs=1,
     )
-    refused("loader: the seed must be None or 0 to 2**32 - 1; got -1. Correct seed.", data8, seed=-1)
+    refused("loader: the seed must be None or 0 to 2**32 - 1; got -1. Pass seed=0.", data8, seed=-1)
 
 
 def test_a_sample_that_a_filter_left_out(data8):
