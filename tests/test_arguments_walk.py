@@ -75,7 +75,6 @@ UNWALKED = {
     "viz.bench.results": "of records, which bench.read gives; tests/viz/test_bench.py has its sentences",
     "viz.traffic.census": "of a census, which sk.census gives; tests/viz/test_traffic.py has its sentences",
     "viz.traffic.overlap": "of a report, which aot.compile gives; tests/viz/test_traffic.py has its sentences",
-    "viz.rooflines.roofline": "of what others return; tests/viz/test_rooflines.py has its sentences",
     "viz.memories.memory": "of what others return; tests/viz/test_memories.py has its sentences",
     "viz.schedule.facts": "of a timeline, which simulate gives",
     "viz.schedule.figure": "of a timeline, which simulate gives",

@@ -34,7 +34,7 @@ LIMITS = {
     "planner": 650,
     "reporting": 1000,
     "runtime": 5150,
-    "viz": 1900,
+    "viz": 1750,
     "": 4760,  # the modules of the package itself: meshes, keys, the builder of steps, what step and init refuse
 }
 

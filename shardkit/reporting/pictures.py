@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from base64 import b64encode
 from io import BytesIO
-from math import inf
 from typing import Any
 
 from shardkit import viz
 from shardkit.analysis.hlo.differences import Compiled
-from shardkit.cost import Chip, Roofline
 from shardkit.reporting.html import Html, element, joined
 from shardkit.reporting.read import Facts
 from shardkit.schedules import Schedule, Timeline
@@ -66,14 +64,6 @@ def pipeline(schedule: Schedule, timeline: Timeline) -> Html:
     """What each device of a pipeline does when."""
     caption = "The schedule of the pipeline: a backward pass takes twice as long as a forward pass, and sending no time"
     return figure("pipeline", viz.figure(schedule, timeline), caption)
-
-
-def roofline(line: Roofline, chip: Chip) -> Html:
-    """Whether the step is bound by compute, memory or the network."""
-    if not line.flops_per_second or line.intensity == inf:
-        return joined([])
-    caption = f"The step under the roofline of {chip.name}, if compute, memory and network overlap perfectly"
-    return figure("roofline", viz.roofline({"this step": line}, chip), caption)
 
 
 def overlap(facts: Facts) -> Html:

@@ -279,5 +279,4 @@ def _roofline(facts: Facts, chip: cost.Chip) -> Html:
         f"{line.critical_intensity:,.3g} on compute takes longer than memory"
     )
     times_ = [each for each, _ in parts.values()]
-    shown = table(caption, ("part", "at least", "at"), rows, numbers=("at least",), bars=bars(times_))
-    return joined([pictures.roofline(line, chip), shown])
+    return table(caption, ("part", "at least", "at"), rows, numbers=("at least",), bars=bars(times_))

@@ -9,7 +9,6 @@ from shardkit.viz.curves import losses
 from shardkit.viz.layouts import tree
 from shardkit.viz.memories import memory
 from shardkit.viz.places import array, mesh
-from shardkit.viz.rooflines import roofline
 from shardkit.viz.schedule import draw, facts, figure, title
 from shardkit.viz.traffic import census, overlap
 
@@ -24,7 +23,6 @@ __all__ = [
     "mesh",
     "overlap",
     "results",
-    "roofline",
     "title",
     "tree",
 ]
