@@ -18,6 +18,8 @@ from support.drawn import assert_as_one_device, drawn
 from support.rows import DEEP_FACTORS, FACTORS, allowed, assert_every_law, case_of
 from support.training import ONCE
 
+pytestmark = pytest.mark.optimized
+
 PARTS = 40
 STRATEGIES = 200
 ATTEMPTS = 10
