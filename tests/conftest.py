@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import sys
+import time
 import zlib
 
 import pytest
@@ -65,6 +66,7 @@ hypothesis.settings.register_profile("deep", max_examples=500, **_COMMON)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 COMPILED = [0]
+BEGUN = time.monotonic()
 
 
 def _heard(event, duration_secs, **_):
@@ -77,7 +79,8 @@ jax.monitoring.register_event_duration_secs_listener(_heard)
 def pytest_addoption(parser):
     parser.addoption("--rows", type=int, help="of every parametrized test, run at most this many rows, spread evenly")
     parser.addoption("--shuffle", type=int, help="run the tests in an order drawn from this number")
-    parser.addoption("--shard", help="i/n: of all tests that are chosen, run the i-th of n parts, from 0")
+    parser.addoption("--shard", help="i/n: of the deep tier's tests, run the i-th of n parts, from 0")
+    parser.addoption("--limit", type=float, default=0, help="skip what has not begun after so many seconds; 0: none")
 
 
 def pytest_xdist_auto_num_workers():
@@ -85,6 +88,12 @@ def pytest_xdist_auto_num_workers():
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**32
     return max(1, min(cores + cores // 2, memory // (3 * 2**30)))
+
+
+def of_the_deep_tier(item):
+    """Marked `deep` or `optimized`, or with examples that hypothesis draws: all else runs alike in the default tier."""
+    marked = item.get_closest_marker("deep") or item.get_closest_marker("optimized")
+    return bool(marked) or hasattr(item.obj, "hypothesis")
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -106,7 +115,7 @@ def pytest_collection_modifyitems(config, items):
     if shard:
         part, parts = map(int, shard.split("/"))
         # By name, so that a part stays the same when other tests come and go.
-        few = [item for item in few if zlib.crc32(item.nodeid.encode()) % parts == part]
+        few = [x for x in few if of_the_deep_tier(x) and zlib.crc32(x.nodeid.encode()) % parts == part]
     chosen = {item.nodeid for item in few}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
     items[:] = [item for item in items if item.nodeid in chosen]
@@ -122,6 +131,9 @@ def pytest_collection_finish(session):
 
 
 def pytest_runtest_setup(item):
+    # Ending the run from outside would hide whether what ran has passed.
+    if 0 < (limit := item.config.getoption("limit")) < time.monotonic() - BEGUN:
+        pytest.skip(f"not begun within the limit of {limit:g} s: whether it passes is not known")
     item.compiled_before = COMPILED[0]
 
 

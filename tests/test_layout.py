@@ -213,6 +213,7 @@ def test_matmul_keeps_rows_and_columns_split():  # proves S33
     np.testing.assert_array_equal(np.asarray(y), x @ w + b)
 
 
+@pytest.mark.optimized
 def test_contracting_a_split_dim_reduces_once():  # proves S38
     mesh = sk.make_mesh(a=2, b=4)
     rng = np.random.default_rng(0)

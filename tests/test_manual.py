@@ -1,5 +1,6 @@
 """The pages of docs/: their blocks run and print what they say, and what they name is there."""
 
+import itertools
 import posixpath
 import re
 from pathlib import Path
@@ -54,6 +55,14 @@ def test_a_page_prints_what_it_says(name, capsys):
             assert out == text
             out = ""
     assert not out
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("name", PAGES)
+def test_output_stands_below_the_block_that_prints_it(name):
+    """`text` is what a block of Python prints, which the deep tier compares; what a job prints is `console`."""
+    kinds = ["text", *(kind for kind, _ in blocks(PAGES[name]))]
+    assert ("text", "text") not in itertools.pairwise(kinds)
 
 
 @pytest.mark.check

@@ -223,8 +223,8 @@ def test_the_manual_builds_without_a_warning(tmp_path):
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert "unpkg" not in (site / "index.html").read_text()
-    assert 'id="sk.all_reduce"' in (site / "reference" / "sk.html").read_text()
-    assert 'href="reference/sk.html#sk.make_mesh"' in (site / "what_it_does.html").read_text()
+    assert 'id="sk.all_reduce"' in (site / "reference" / "sk.collectives.html").read_text()
+    assert 'href="reference/sk.meshes_and_layouts.html#sk.make_mesh"' in (site / "what_it_does.html").read_text()
     symptoms = (site / "symptoms.html").read_text()
     assert 'highlight wrapped">' in symptoms and 'language-text highlight">' in symptoms  # sentences, not tables
     assert all("$$" not in page.read_text() for page in (site / "learn").glob("*.html"))

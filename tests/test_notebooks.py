@@ -90,6 +90,8 @@ def test_what_counts_as_the_same_output():
     """A comparison that lets a wrong number of bytes pass, or fails for the last digit of a loss."""
     assert notebooks.alike("loss 2.3541, 1,024 bytes", "loss 2.3539, 1,024 bytes")
     assert notebooks.alike("error 1.2e-08", "error 3.4e-08")
+    assert notebooks.alike("1 x at cuts.py:57 (whole)", "1 x at cuts.py:177 (whole)")
+    assert not notebooks.alike("1 x at cuts.py:57", "2 x at cuts.py:57")
     assert not notebooks.alike("loss 2.3541", "loss 2.4541")
     assert not notebooks.alike("1,024 bytes", "1,028 bytes")
     assert not notebooks.alike("all_gather 3", "all_reduce 3")

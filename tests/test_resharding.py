@@ -42,6 +42,7 @@ def test_every_bit_arrives_and_the_census_is_the_closed_form(mesh2x4, source, ta
 
 
 # Alone in finding: memory that grows with the number of steps, or with the array where the compiler gathers it whole.
+@pytest.mark.optimized
 def test_a_device_holds_two_shards_and_a_piece(mesh2x4):
     """P("model") to P(None, "data"): the compiler's own way gathers the whole array to every device."""
     source, target, shape = P("model"), P(None, "data"), (256, 256)

@@ -46,6 +46,7 @@ def values(n, size=700, dtype="float32"):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.optimized
 def test_sent_and_kept_are_together_exact(dtype):  # proves F12
     """On one device the sum is what was sent: in float32 it and the residual add up, bit for bit."""
     step = mapped(1, dtype=dtype, block=64)
@@ -286,6 +287,7 @@ def test_gathers_of_trees():
         assert 0 < error.max() <= cost.quantization_error(np.abs(whole).max(), "int4") * (1 + 2**-6)
 
 
+@pytest.mark.optimized
 def test_what_is_not_finite_shows():
     for dtype in DTYPES:
         step = mapped(2, dtype=dtype, block=2)

@@ -42,6 +42,7 @@ def on_meshes(blocks, kernel):
 
 
 @pytest.mark.parametrize(("count", "dtype"), [(8, "float32"), (24, "float32"), (30, "bfloat16"), (40, "float16")])
+@pytest.mark.optimized
 def test_the_bits_do_not_depend_on_the_mesh(count, dtype):  # proves F77 in part: no catalogue of operations
     rng = np.random.default_rng(count)
     blocks = (rng.normal(size=(count, 3, 5)) * 10.0 ** rng.integers(-3, 4, (count, 3, 5))).astype(jnp.dtype(dtype))
@@ -57,6 +58,7 @@ def test_the_bits_do_not_depend_on_the_mesh(count, dtype):  # proves F77 in part
         assert len({got.tobytes() for *_, got in plain}) > 1
 
 
+@pytest.mark.optimized
 def test_products_are_rounded_before_they_are_added():
     """Beside an addition a compiler makes a product part of it, without rounding: on one device but not on two."""
     factors = np.random.default_rng(0).normal(size=(2, 8, 4096)).astype(np.float32)

@@ -36,6 +36,7 @@ def by_numpy(x, dtype, block=BLOCK):
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.optimized
 def test_values_are_the_nearest_of_the_dtype(dtype):
     """A wrong scale, a rounding in two steps, or the wrong half of a packed byte."""
     x = np.random.default_rng(0).uniform(-1, 1, (ROWS, SIZE)).astype(np.float32)

@@ -8,6 +8,8 @@ from shardkit.testing import LAWS
 from support.algorithms import ACCUMULATE, GRID, WAYS, first_step, pairs, plan_row
 from support.training import ONCE, check
 
+pytestmark = pytest.mark.optimized
+
 # Each plan and each algorithm once or more; the other pairs are deep.
 FEW = {
     ("dp", "bucket"),

@@ -12,6 +12,8 @@ from shardkit.runtime import restores_elsewhere
 from support.conformance import MODELS, PLANS
 from support.training import ONCE, check
 
+pytestmark = pytest.mark.optimized
+
 SOFTMAX, _ = MODELS
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 KINDS = {"Explicit": EXPLICIT, "beside Auto": AUTO, "beside Explicit": EXPLICIT}

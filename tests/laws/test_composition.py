@@ -20,6 +20,8 @@ from support.conformance import BATCH, WIDE, ModelRow, PlanRow, make_mesh
 from support.refusals import value_error
 from support.training import KEY, OPTIMIZERS, check
 
+pytestmark = pytest.mark.optimized
+
 LENGTH = 24
 EXPERTS = replace(WIDE, experts=8, hidden=8, balance=0.1, router_z=0.01)
 CONFIGS = {

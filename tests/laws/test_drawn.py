@@ -18,7 +18,9 @@ from support.drawn import assert_as_one_device, drawn
 from support.rows import DEEP_FACTORS, FACTORS, allowed, assert_every_law, case_of
 from support.training import ONCE
 
-PARTS = 40
+pytestmark = pytest.mark.optimized
+
+PARTS = 20
 STRATEGIES = 200
 ATTEMPTS = 10
 SLOW = ("stage", "experts", "model", "context")  # to compile: each has rows of its own in the default tier
@@ -42,7 +44,7 @@ def test_drawn_strategies(part):  # proves N10
     every = DEEP_FACTORS if part else FACTORS | {name: [None] for name in SLOW}
     factors = {name: order.sample(values, len(values)) for name, values in every.items()}
 
-    @settings(max_examples=1 if part == 0 else 5, phases=[Phase.generate])
+    @settings(max_examples=1 if part == 0 else 2, phases=[Phase.generate])
     @given(choices(factors), st.integers(0, 5))
     def law(choice, turn):
         assert_every_law(case_of(choice, turn), LAWS if part else ONCE)

@@ -7,6 +7,8 @@ from shardkit.testing import LAWS
 from support.rows import assert_every_law, cases
 from support.training import ONCE
 
+pytestmark = pytest.mark.optimized
+
 CASES = cases()
 # Rows that compile quickly: between them all options, and more than half of the pairs. The deep tier has every pair.
 FEW = [10, 12, 13, 16, 19, 20, 28, 31]

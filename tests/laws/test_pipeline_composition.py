@@ -23,6 +23,8 @@ from support.pipelines import PIECES, make_batch, make_params, pipelined_grad, p
 from support.ring_model import TOKENS, D, batch, params, pieces, tp
 from support.training import KEY, check, expected, recording_sgd
 
+pytestmark = pytest.mark.optimized
+
 MODEL = ModelRow("pipelined", params, batch, lambda axis: unpipelined(pieces(axis)))
 
 

@@ -22,6 +22,8 @@ from support.pipelines import pipelined_grad, pipelined_loss
 from support.refusals import value_error
 from support.training import KEY, check
 
+pytestmark = pytest.mark.optimized
+
 MICROBATCHES = 4
 ONE_CHUNK = [schedules.lockstep, schedules.zero_bubble_h1, schedules.one_f_one_b, schedules.gpipe]
 TWO_CHUNKS = [

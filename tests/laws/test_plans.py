@@ -16,6 +16,8 @@ from support import conformance
 from support.conformance import BATCH, MODELS, PLANS
 from support.training import KEY, ONCE, OPTIMIZERS, STEPS, check, expected
 
+pytestmark = pytest.mark.optimized
+
 SOFTMAX, TRANSFORMER = MODELS
 UNSPLIT = ("fsdp of one device",)
 

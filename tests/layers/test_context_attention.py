@@ -522,6 +522,7 @@ def test_bfloat16_gradients_on_one_device():  # proves F32
 
 # proves F32: what is skipped is never computed, or NaN would spread
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.optimized
 def test_skipped_blocks_are_not_computed(order):
     q, k, v, _ = drawn(1, 32, 2, 2, 4)
     v[:, 24:] = np.nan

@@ -155,6 +155,7 @@ WAYS = [*((how, None) for how in STAGES), ("unrolled", "full"), ("scan", "dots")
         for way in WAYS
     ],
 )
+@pytest.mark.optimized
 def test_both_halves_are_the_whole_and_nothing_runs_twice(name, how, policy):  # proves F38
     layer, weights = LAYER_FNS[name]
     _, (whole, first, second) = check(*backward_of(STAGES[how](layer), weights(), X, policy and POLICIES[policy]))

@@ -424,6 +424,7 @@ def test_rows_move_for_an_optimizer_alone_that_keeps_other_arrays(name, moves): 
 
 
 @pytest.mark.parametrize("case", [pytest.param("loop, 2 chunks", marks=pytest.mark.deep), "uneven, v"])
+@pytest.mark.optimized
 def test_a_step_writes_in_place(case):  # proves F51
     init, step = make(case, "adamw")
     state = init(make_params(STAGES[case][0]), jax.random.key(0))

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import shardkit as sk
 
@@ -11,6 +12,7 @@ LAYERS, WIDTH, HIDDEN, ROWS = 8, 16, 256, 64
 
 
 # proves S90
+@pytest.mark.optimized
 def test_recomputing_layers_takes_less_memory_and_changes_no_number(data8):
     def layer(w, x):
         return x + jnp.tanh(jnp.tanh(x @ w["up"]) @ w["down"])

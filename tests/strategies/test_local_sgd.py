@@ -79,6 +79,7 @@ def test_it_equals_the_replicas_one_after_the_other():
 
 # Catches a factor between the two, such as the number of replicas.
 @pytest.mark.filterwarnings("ignore::shardkit.partitioning.unintended.Unintended")
+@pytest.mark.optimized
 def test_averaged_after_every_step_it_is_data_parallelism():
     (_, step), state = train(optax.sgd(0.05), 1)
     mesh = sk.make_mesh(jax.devices()[:REPLICAS], data=REPLICAS)
@@ -93,6 +94,7 @@ def test_averaged_after_every_step_it_is_data_parallelism():
 
 
 # Catches gradients that are reduced after all, and an average that is sent in every step, taken or not.
+@pytest.mark.optimized
 def test_nothing_but_the_loss_is_sent_between_averages():
     (_, step), state = train(optax.sgd(0.05), EVERY, replicas=2)
     assert [(row.kind, row.total) for row in sk.census(step, state, BATCHES[0]).rows] == [("all_reduce", 8)]

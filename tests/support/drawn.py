@@ -190,17 +190,19 @@ def _transformer(draw: random.Random) -> Drawn:
         grad_fn = sk.value_and_grad(transformer.loss_fn(config, axes))
     low = draw.choice(["no", "no", "bf16", "fp16", "master"]) if not experts else "no"
     label = f"{config} {axes} tokens={tokens} examples={rows}; {said}"
-    row = draw_row(draw, mesh, plans, grad_fn, label, accumulate=accumulate, precision=low)
     plain = dataclasses.replace(config, prefetch=False, microbatches=1, remat=None)
-    batches = [_text(draw, config.vocabulary, rows, tokens, step) for step in range(STEPS)]
     alone = sk.value_and_grad(transformer.loss_fn(plain))
     if low != "no":  # rounding decides which of two tokens is the likelier
-        alone = _without_accuracy(alone)
+        alone, grad_fn = _without_accuracy(alone), _without_accuracy(grad_fn)
+    row = draw_row(draw, mesh, plans, grad_fn, label, accumulate=accumulate, precision=low)
+    batches = [_text(draw, config.vocabulary, rows, tokens, step) for step in range(STEPS)]
     return Drawn(row, alone, transformer.init(jax.random.key(draw.randrange(99)), config), batches)
 
 
 def _without_accuracy(grad_fn: Any) -> Any:
-    """What is wanted, less the share of tokens that were predicted right."""
+    """The same, less the share of tokens that were predicted right; a pipeline's GradFn stays one."""
+    if isinstance(grad_fn, sk.PipelineGradFn):
+        return dataclasses.replace(grad_fn, function=_without_accuracy(grad_fn.function))
 
     def less(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> Any:
         mean, aux, grads = grad_fn(params, batch, keys, scale=scale)

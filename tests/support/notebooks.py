@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "notebooks"
 SOLUTION = re.compile(r"<details>(.*?)</details>", re.S)
 BLOCK = re.compile(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", re.S)
+LINE = re.compile(r"(?<=\.py:)\d+")  # of the package: another one with every change of a file
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
@@ -59,7 +60,8 @@ def said(cell: dict[str, Any]) -> str:
 
 
 def alike(text: str, other: str) -> bool:
-    """Whether two texts are the same, but for the last digits of numbers that are not whole."""
+    """Whether two texts are the same, but for numbers of lines and the last digits of numbers that are not whole."""
+    text, other = LINE.sub("", text), LINE.sub("", other)
     if re.split(NUMBER, text) != re.split(NUMBER, other):
         return False
     pairs = zip(NUMBER.findall(text), NUMBER.findall(other), strict=True)
@@ -157,10 +159,10 @@ def differences(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
 def environment() -> None:
     """What the processes of the notebooks find: the suite's compiler flags, this package, a terminal of 100 columns."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from support.compiling import QUICK
-
-    for name in ("NPROC", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "MPLBACKEND"):
+    for name in ("NPROC", "HYPOTHESIS_PROFILE", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "MPLBACKEND"):
         os.environ.pop(name, None)
+    from support.compiling import QUICK  # the same in both tiers, as bits depend on it
+
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     os.environ |= {"XLA_FLAGS": QUICK, "PYTHONPATH": path, "COLUMNS": "100", "TF_CPP_MIN_LOG_LEVEL": "2"}
 

@@ -183,6 +183,7 @@ def solved(x):
 
 
 @pytest.mark.parametrize("kernel", [softmax_of_all, summed, branches_and_loops, solved])
+@pytest.mark.optimized
 def test_kernels_with_rules_and_loops_of_their_own(kernel):
     sizes, x = {"a": 2, "b": 2}, np.cos(X)
     out = P() if kernel is summed else P(AB)

@@ -91,6 +91,7 @@ def compare(names, **options):
 
 
 # proves N4; F77 in part: no catalogue of operations
+@pytest.mark.optimized
 def test_the_bits_are_the_same_on_every_mesh_and_under_every_plan():
     compare(["dp1", "dp2", "dp8", "zero1", "fsdp"])
     # An ordinary step adds in another order on every mesh.
@@ -257,6 +258,7 @@ def test_what_would_depend_on_the_mesh_is_refused(words):
         grouped(**REFUSED[words])
 
 
+@pytest.mark.optimized
 def test_an_optimizer_that_clips_by_the_norm_has_the_same_bits():
     """What it computes of gradients alone must not be compiled with the code that made them."""
     optimizer, found = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2)), []

@@ -48,6 +48,7 @@ def buffers(tree):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.optimized
 def test_every_byte_of_the_state_is_written_in_place(plan, policy):  # proves F51, S65
     state, step, _ = built(plan, policy, optax.adamw(1e-3))
     state = state._replace(key=None)  # the key bypasses the compiled program

@@ -82,6 +82,7 @@ def alone():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.optimized
 def test_a_tensor_parallel_model_gets_explicit_fsdp(kind, alone):
     """Its weights are gathered over "fsdp" alone, in the parts that the partitioner made of them."""
     mesh = sk.make_mesh(data=2, fsdp=2, model=2, axis_types=(AxisType.Auto, AxisType.Auto, kind))
@@ -99,6 +100,7 @@ def test_a_tensor_parallel_model_gets_explicit_fsdp(kind, alone):
 
 
 @pytest.mark.parametrize("plan", [sk.zero1("data", **EACH), sk.fsdp("data", min_size=1, gather=sk.algorithms.ring())])
+@pytest.mark.optimized
 def test_other_strategies_and_algorithms(plan, alone):
     mesh = sk.make_mesh(jax.devices()[:4], data=2, model=2)
     found, _ = trained(*built(mesh, plan, manual="data"), sk.shard(make_params(), mesh, SPECS))
@@ -107,6 +109,7 @@ def test_other_strategies_and_algorithms(plan, alone):
 
 # Alone catches an algorithm that sends what the partitioner has split as if it were whole: twice the bytes.
 @pytest.mark.parametrize("algorithm", [sk.algorithms.hierarchical("fsdp"), deep(sk.algorithms.ring())])
+@pytest.mark.optimized
 def test_an_algorithm_sends_the_parts_of_the_partitioner(algorithm, alone):
     mesh = sk.make_mesh(data=2, fsdp=2, model=2)
     plan = sk.fsdp(("data", "fsdp"), **EACH, gather=algorithm, reduce=algorithm)

@@ -87,6 +87,7 @@ def test_low_precision_stays_near_float32(precision, tolerance):
 
 
 # A power of two only moves the exponent; the products of the backward pass differ by where float16 underflows.
+@pytest.mark.optimized
 def test_a_fixed_scale_does_not_change_the_update():
     small, _ = train(FLOAT16._replace(loss_scale=1.0))
     large, metrics = train(FLOAT16._replace(loss_scale=1024.0))
@@ -94,6 +95,7 @@ def test_a_fixed_scale_does_not_change_the_update():
     assert float(metrics["loss_scale"]) == float(large.loss_scale.scale) == 1024.0
 
 
+@pytest.mark.optimized
 def test_a_fixed_scale_is_exact_in_float32():
     plain, _ = train(None)
     scaled, _ = train(sk.Precision(loss_scale=2.0**10))
@@ -213,6 +215,7 @@ def test_the_weight_is_a_count_whatever_the_output_dtype():
     ],
     ids=["dp", "zero1", "zero2", "zero2 layerwise", "fsdp", "fsdp layerwise"],
 )
+@pytest.mark.optimized
 def test_gradients_are_summed_in_the_dtype_of_reductions(plan):
     def loss_fn(params, x, keys):
         add = sk.gathered(lambda w, x: jnp.sum(x[:, None] * w))
@@ -228,6 +231,7 @@ def test_gradients_are_summed_in_the_dtype_of_reductions(plan):
     np.testing.assert_array_equal(state.params["layers"], np.full((1, 8), -259 / 4, np.float32))
 
 
+@pytest.mark.optimized
 def test_gradients_of_microbatches_are_summed_in_float32():
     """In bfloat16 256 + 1 is 256."""
     low = sk.Precision(param=jnp.bfloat16, compute=jnp.bfloat16, master=jnp.float32)

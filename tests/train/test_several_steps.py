@@ -39,6 +39,7 @@ PLANS = {
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", PLANS)
+@pytest.mark.optimized
 def test_they_are_the_steps_one_by_one(name, kind):
     """It alone would see a key, a step count or a batch that does not advance inside the program."""
     plan, options = PLANS[name]

@@ -23,6 +23,7 @@ def on_two_axes(mesh2x4, body, out):
 
 @pytest.mark.parametrize("count", [0, 1, 7])
 @pytest.mark.parametrize("step", [1, 3, -2])
+@pytest.mark.optimized
 def test_trip_counts_of_loops_that_count(count, step):
     """This machine's compiler records them; without its record they are read off the condition, as on a TPU."""
 
@@ -47,6 +48,7 @@ def test_trip_counts_of_loops_that_count(count, step):
     assert sum(r.count for r in collectives_of(module, {"data": 2})) == count + more
 
 
+@pytest.mark.optimized
 def test_flops_of_matmuls_with_batch_dims_and_odd_sizes():
     rng, read = np.random.default_rng(0), 0
     for b, m, k, n in [(1, 8, 16, 4), (3, 5, 7, 9), (4, 64, 32, 16)]:
@@ -62,6 +64,7 @@ def test_flops_of_matmuls_with_batch_dims_and_odd_sizes():
     assert read
 
 
+@pytest.mark.optimized
 def test_a_program_for_this_machine(mesh2x4):
     f = on_two_axes(mesh2x4, kernel, (P(None, "model"), P(None, "model"), P("data", ("model",))))
     found = compiled(f, jnp.ones((8, 8)))
@@ -75,6 +78,7 @@ def test_a_program_for_this_machine(mesh2x4):
     assert memory.peak == memory.argument + memory.output - memory.alias + memory.temp + memory.generated_code
 
 
+@pytest.mark.optimized
 def test_expects_holds_a_compiled_program(mesh2x4):  # proves F76
     f = jax.jit(
         lambda x: jax.shard_map(lambda x: sk.all_reduce(x, "data"), mesh=mesh2x4, in_specs=P("data"), out_specs=P())(
@@ -94,6 +98,7 @@ def test_expects_holds_a_compiled_program(mesh2x4):  # proves F76
     assert message[2].startswith("    1 x at test_on_this_machine.py:") and message[3] == "the compiler changed nothing"
 
 
+@pytest.mark.optimized
 def test_expects_says_what_the_compiler_added(mesh2x4):  # proves F88
     x = sk.shard(jnp.ones((8, 8)), mesh2x4, P("data"))
     with sk.expects() as check:

@@ -41,6 +41,7 @@ def found(make, **options):
 
 # proves S127: of the arguments of any step, as unplaced-leaf
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.wrong.__name__)
+@pytest.mark.optimized
 def test_a_fault_is_named_with_its_line(planted):
     findings = found(planted.wrong, large=planted.large).findings
     assert [f.rule for f in findings] == [planted.rule], findings
@@ -48,6 +49,7 @@ def test_a_fault_is_named_with_its_line(planted):
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.right.__name__)
+@pytest.mark.optimized
 def test_a_right_program_is_silent(planted):
     assert found(planted.right, large=planted.large).findings == ()
 

@@ -105,6 +105,7 @@ def equinox_step(fault):
 
 @pytest.mark.parametrize("make", [nnx_step, equinox_step])
 @pytest.mark.parametrize("fault", ["summed-each-iteration", "unplaced-leaf", "replicated-leaf", "host-transfer"])
+@pytest.mark.optimized
 def test_a_fault_in_a_framework_is_named_with_the_users_line(make, fault):
     step, args = make(fault)
     large = LARGE if fault == "replicated-leaf" else 2**24
@@ -116,6 +117,7 @@ def test_a_fault_in_a_framework_is_named_with_the_users_line(make, fault):
 
 
 @pytest.mark.parametrize("make", [nnx_step, equinox_step])
+@pytest.mark.optimized
 def test_a_right_program_of_a_framework_is_silent(make):
     step, args = make(None)
     before = jax.tree.map(jnp.copy, [leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)])
