@@ -10,8 +10,16 @@ from support.training import ONCE
 pytestmark = pytest.mark.optimized
 
 CASES = cases()
-# Rows that compile quickly: between them all options, and more than half of the pairs. The deep tier has every pair.
-FEW = [10, 12, 13, 16, 19, 20, 28, 31]
+# Rows that compile quickly. The deep tier has every pair of options; these are each a third of a minute of compiling,
+# and the default tier has them in test_plans.py, test_pipeline_composition.py and strategies/test_expert.py.
+FEW = [10, 13, 16, 20, 28]
+ELSEWHERE = {
+    ("shard", "zero2"),
+    ("shard", None),
+    ("stage", "lockstep"),
+    ("stage", "1f1b in branches"),
+    ("experts", "whole"),
+}
 ROWS = [
     pytest.param(case, marks=() if i in FEW else pytest.mark.deep, id=case.name.replace(", ", "-").replace(" ", "_"))
     for i, case in enumerate(CASES)
@@ -21,7 +29,7 @@ ROWS = [
 @pytest.mark.check
 def test_the_default_tier_has_every_option():
     options = lambda cases: {option for case in cases for option in case.choice.items()}  # noqa: E731
-    assert options([CASES[i] for i in FEW]) == options(CASES)
+    assert options([CASES[i] for i in FEW]) == options(CASES) - ELSEWHERE
 
 
 # proves S58, S59, S60, S63, S75, S80, S86, S87, S88, S92, S94, F14, F15, F17, F18, F19, F22, F24, F25, F27, F30, F31,
