@@ -7,15 +7,13 @@ read there, and from the first state in each step, so that the plan splits other
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
 
-from shardkit.arguments import checked_key
 from shardkit.partitioning.manual import leaving_automatic
 from shardkit.partitioning.plan import Plan
-from shardkit.state import TrainState, described, made_by, makes
+from shardkit.state import TrainState
 
 
 class AsLaidOut:
@@ -45,20 +43,3 @@ class AsLaidOut:
 
     def lower(self, first: Any, *args: Any) -> Any:
         return self._for(first).lower(first, *args)
-
-
-def init_as_laid_out(make: Callable[[Plan], Any], plan: Plan, manual: tuple[str, ...]) -> Any:
-    """The `init` of a plan that keeps the layouts of the parameters over axes that are not Manual."""
-
-    def init(params: Any, key: Any = None, carried: Any = None) -> Any:
-        key, laid_out = checked_key(key), params
-        if makes(params):  # the layouts that its constraints and the partitioner give it
-            program = jax.jit(partial(made_by, params)).lower(key)
-            laid_out = described(program.out_info, program.compile().output_shardings)
-        return make(leaving_automatic(plan, laid_out, manual))(params, key, carried)
-
-    def abstract(params: Any, carried: Any = None) -> Any:
-        return make(leaving_automatic(plan, params, manual)).abstract(params, carried)
-
-    init.abstract = abstract  # type: ignore[attr-defined]
-    return init

@@ -26,7 +26,7 @@ from shardkit.partitioning.reshard import enter
 from shardkit.partitioning.storage import Held, check_held, is_padded, original, padded, unpadded
 from shardkit.precision import Precision
 from shardkit.remat.uniform import order_matters
-from shardkit.state import TrainState, described, makes, mirrored, shardings, strong
+from shardkit.state import described, makes, mirrored, shardings, strong
 
 Update = Callable[[Any, Any, Any], Any]
 
@@ -122,33 +122,17 @@ class Carried:
         return lax.with_sharding_constraint(stored, shardings(self._mesh, self.held))
 
 
-def with_carried(
-    init: Any, reads: bool, carry: Update | None, mesh: Mesh, plan: Plan
-) -> Callable[[Any, jax.Array, Any], TrainState]:
-    """`init(params, key, carried=None)`, and its `abstract(params, carried=None)`, from those without."""
-
-    def full(params: Any, key: Any = None, carried: Any = None) -> TrainState:  # init refuses None in a sentence
-        check_carried("init", reads, carry, carried)
-        state = init(params, key)
-        return state if carried is None else state._replace(carried=_first(carried, state.params, mesh, plan))
-
-    def abstract(params: Any, carried: Any = None) -> TrainState:
-        check_carried("init", reads, carry, carried)
-        state = init.abstract(params)
-        if carried is None:
-            return state
-        if makes(carried):
-            carried = jax.eval_shape(lambda p: carried(unpadded(p)), state.params)
-        carried = jax.eval_shape(lambda tree: tree, _arrays(carried))
-        held = _held(carried, state.params, mesh, plan)
-        shapes = jax.eval_shape(lambda tree: padded(tree, held, mesh), carried)
-        return state._replace(carried=described(shapes, shardings(mesh, held)))
-
-    full.abstract = abstract  # type: ignore[attr-defined]
-    return full
+def abstract_carried(carried: Any, params: Any, mesh: Any, plan: Plan) -> Any:
+    """The shapes and layouts of what `first_carried` returns; `params` are the shapes of the parameters."""
+    if makes(carried):
+        carried = jax.eval_shape(lambda p: carried(unpadded(p)), params)
+    carried = jax.eval_shape(lambda tree: tree, _arrays(carried))
+    held = _held(carried, params, mesh, plan)
+    shapes = jax.eval_shape(lambda tree: padded(tree, held, mesh), carried)
+    return described(shapes, shardings(mesh, held))
 
 
-def _first(carried: Any, params: Any, mesh: Mesh, plan: Plan) -> Any:
+def first_carried(carried: Any, params: Any, mesh: Mesh, plan: Plan) -> Any:
     """The carried state of a new TrainState, from its arrays or a function of the parameters, which runs inside jit."""
     make = carried if makes(carried) else None
     if make:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -37,6 +36,35 @@ _EVALUATED = {
 }
 
 
+class Evaluate:
+    """`evaluate(params, batch, carried=None) -> metrics`, one evaluation; `make_eval_step` returns one."""
+
+    __name__ = "evaluate"  # in profiles and reports
+
+    def __init__(self, run: Any, plan: Plan, mesh: Any, manual: tuple[str, ...]):
+        self._run, self._plan, self._mesh, self._manual = run, plan, mesh, manual
+
+    def __call__(self, params: Any, batch: Any, carried: Any = None) -> dict[str, Any]:
+        """The metrics by name."""
+        return self._run(params, batch, carried)
+
+    def trace(self, params: Any, batch: Any, carried: Any = None) -> jax.stages.Traced:
+        """The program of one call, as a jaxpr."""
+        return self._run.trace(params, batch, carried)
+
+    def lower(self, params: Any, batch: Any, carried: Any = None) -> jax.stages.Lowered:
+        """The program of one call, for the compiler."""
+        return self._run.lower(params, batch, carried)
+
+    def abstract(self, params: Any) -> Any:
+        """The shapes and layouts of the parameters, for `runtime.load_params`."""
+        mesh = auto_mesh(self._mesh)
+        params = jax.eval_shape(partial(made_by, params), jax.random.key(0)) if makes(params) else params
+        rest = map_layouts(Layout.at_rest, leaving_automatic(self._plan, params, self._manual).layouts(params, mesh))
+        shapes = jax.eval_shape(lambda params: padded(params, rest, mesh), params)
+        return retyped(described(shapes, shardings(mesh, rest)), self._mesh)
+
+
 @typed
 def make_eval_step(
     loss_fn: LossFn,
@@ -46,7 +74,7 @@ def make_eval_step(
     precision: Precision | str | None = None,
     manual: Axis | None = None,
     local: bool = False,
-) -> Callable[..., dict[str, Any]]:
+) -> Evaluate:
     """Builds `evaluate(params, batch, carried=None) -> metrics`: the loss of the whole batch, without dropout.
 
     Args:
@@ -58,9 +86,8 @@ def make_eval_step(
         local: as for `value_and_grad`.
 
     Returns:
-        A jitted function; its metrics are "loss", "weight" and the auxiliary means, float32. `carried` is that of the
-            state, for a loss that takes it. `evaluate.abstract(params)` has the shapes and layouts of its parameters,
-            for `runtime.load_params`.
+        An Evaluate; its metrics are "loss", "weight" and the auxiliary means, float32. `carried` is that of the state,
+            for a loss that takes it.
 
     Raises:
         ValueError: as `make_train_step`; from `evaluate`, for parameters that another plan pads or stores in the order
@@ -107,12 +134,5 @@ def make_eval_step(
         out = None if given is mesh else NamedSharding(given, _REPLICATED)
         return jax.jit(with_auto_axes(partial(evaluate, plan), given), out_shardings=out)
 
-    def abstract(params: Any) -> Any:
-        params = jax.eval_shape(partial(made_by, params), jax.random.key(0)) if makes(params) else params
-        rest = map_layouts(Layout.at_rest, leaving_automatic(plan, params, axes).layouts(params, mesh))
-        shapes = described(jax.eval_shape(lambda params: padded(params, rest, mesh), params), shardings(mesh, rest))
-        return retyped(shapes, given)
-
     run: Any = compiled(plan) if set(axes) == set(mesh.axis_names) else AsLaidOut(compiled, plan, axes)
-    run.abstract = abstract
-    return run
+    return Evaluate(run, plan, given, axes)

@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._check import sized
-from shardkit.arguments import checked_key
 from shardkit.layout import canonical, path_name, spec_axes
 from shardkit.partitioning.handles import cast_floating
 from shardkit.partitioning.placement import Layout, map_layouts
@@ -128,61 +127,58 @@ def advance(optimizer: Any, policy: Precision, grads: Any, opt_state: Any, param
     return cast_floating(copy, policy.param), Master(copy, inner)
 
 
-def make_init(optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> Callable[[Any, jax.Array], TrainState]:
-    """The `init` of a train step; its `init.abstract(params)` returns shapes and layouts only."""
-
-    def init(params: Any, key: jax.Array) -> TrainState:
-        key, sizes = checked_key(key), sized(mesh.shape.items())
-        if isinstance(mesh, AbstractMesh):
-            raise ValueError(
-                f"init: the mesh must have devices; got an abstract mesh of {sizes}. Call init.abstract(params), or "
-                f"make the step over sk.make_mesh({sizes})."
-            )
-        made = makes(params)
-        params = _made(params, key, plan, mesh, policy) if made else _placed(params, plan, mesh, policy)
-        layouts = plan.layouts(params, mesh)
-        update = map_layouts(Layout.in_update, layouts)
-
-        def fresh(params: Any) -> Any:  # copied: a buffer must not be donated twice
-            original = jax.lax.with_sharding_constraint(unpadded(params), shardings(mesh, update))
-            return jax.tree.map(jnp.copy, first_opt_state(optimizer, policy, original))
-
-        held = optimizer_held(jax.eval_shape(fresh, params), params, update)
-
-        def first(params: Any, key: jax.Array) -> Any:  # one program, to compile once
-            # Copied, since device_put may return the caller's own buffers and the step donates the state's.
-            copies = None if made else jax.tree.map(jnp.copy, params)
-            return padded(fresh(params), held, mesh), copies, (jnp.int32(0), jnp.copy(key), first_loss_scale(policy))
-
-        rest = None if made else shardings(mesh, map_layouts(Layout.at_rest, layouts))
-        out = (shardings(mesh, held), rest, NamedSharding(mesh, _REPLICATED))
-        opt_state, copies, (step, key, loss_scale) = jax.jit(first, out_shardings=out)(params, key)
-        residuals = init_residuals(params, mesh=mesh, plan=plan)
-        params = cast_floating(params if made else copies, policy.param)
-        return TrainState(step, params, opt_state, key, loss_scale, residuals)
-
-    def abstract(params: Any) -> TrainState:
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        params = jax.eval_shape(partial(made_by, params), key) if makes(params) else params
-        params = jax.eval_shape(lambda p: cast_floating(p, policy.master or policy.param), trained(params))
-        layouts = plan.layouts(params, mesh)
-        opt_state = jax.eval_shape(lambda p: first_opt_state(optimizer, policy, p), params)
-        held = optimizer_held(opt_state, params, map_layouts(Layout.in_update, layouts))
-        rest = map_layouts(Layout.at_rest, layouts)
-        params, opt_state = jax.eval_shape(lambda *trees: padded(trees, (rest, held), mesh), params, opt_state)
-        scalars = jax.eval_shape(lambda: (jnp.int32(0), first_loss_scale(policy)))
-        step, key, loss_scale = described((scalars[0], key, scalars[1]), NamedSharding(mesh, _REPLICATED))
-        return TrainState(
-            step,
-            described(jax.eval_shape(lambda p: cast_floating(p, policy.param), params), shardings(mesh, rest)),
-            described(opt_state, shardings(mesh, held)),
-            key,
-            loss_scale,
-            residual_shapes(params, mesh, plan),
+def first_state(params: Any, key: jax.Array, optimizer: Any, mesh: Mesh, plan: Plan, policy: Precision) -> TrainState:
+    """The state that a run begins with, without carried state; `params` may be a function of the key."""
+    if isinstance(mesh, AbstractMesh):
+        sizes = sized(mesh.shape.items())
+        raise ValueError(
+            f"init: the mesh must have devices; got an abstract mesh of {sizes}. Call init.abstract(params), or "
+            f"make the step over sk.make_mesh({sizes})."
         )
+    made = makes(params)
+    params = _made(params, key, plan, mesh, policy) if made else _placed(params, plan, mesh, policy)
+    layouts = plan.layouts(params, mesh)
+    update = map_layouts(Layout.in_update, layouts)
 
-    init.abstract = abstract  # type: ignore[attr-defined]
-    return init
+    def fresh(params: Any) -> Any:  # copied: a buffer must not be donated twice
+        original = jax.lax.with_sharding_constraint(unpadded(params), shardings(mesh, update))
+        return jax.tree.map(jnp.copy, first_opt_state(optimizer, policy, original))
+
+    held = optimizer_held(jax.eval_shape(fresh, params), params, update)
+
+    def first(params: Any, key: jax.Array) -> Any:  # one program, to compile once
+        # Copied, since device_put may return the caller's own buffers and the step donates the state's.
+        copies = None if made else jax.tree.map(jnp.copy, params)
+        return padded(fresh(params), held, mesh), copies, (jnp.int32(0), jnp.copy(key), first_loss_scale(policy))
+
+    rest = None if made else shardings(mesh, map_layouts(Layout.at_rest, layouts))
+    out = (shardings(mesh, held), rest, NamedSharding(mesh, _REPLICATED))
+    opt_state, copies, (step, key, loss_scale) = jax.jit(first, out_shardings=out)(params, key)
+    residuals = init_residuals(params, mesh=mesh, plan=plan)
+    params = cast_floating(params if made else copies, policy.param)
+    return TrainState(step, params, opt_state, key, loss_scale, residuals)
+
+
+def abstract_state(params: Any, optimizer: Any, mesh: Any, plan: Plan, policy: Precision) -> TrainState:
+    """The shapes, dtypes and layouts of what `first_state` returns, without making an array."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    params = jax.eval_shape(partial(made_by, params), key) if makes(params) else params
+    params = jax.eval_shape(lambda p: cast_floating(p, policy.master or policy.param), trained(params))
+    layouts = plan.layouts(params, mesh)
+    opt_state = jax.eval_shape(lambda p: first_opt_state(optimizer, policy, p), params)
+    held = optimizer_held(opt_state, params, map_layouts(Layout.in_update, layouts))
+    rest = map_layouts(Layout.at_rest, layouts)
+    params, opt_state = jax.eval_shape(lambda *trees: padded(trees, (rest, held), mesh), params, opt_state)
+    scalars = jax.eval_shape(lambda: (jnp.int32(0), first_loss_scale(policy)))
+    step, key, loss_scale = described((scalars[0], key, scalars[1]), NamedSharding(mesh, _REPLICATED))
+    return TrainState(
+        step,
+        described(jax.eval_shape(lambda p: cast_floating(p, policy.param), params), shardings(mesh, rest)),
+        described(opt_state, shardings(mesh, held)),
+        key,
+        loss_scale,
+        residual_shapes(params, mesh, plan),
+    )
 
 
 def optimizer_held(opt_state: Any, params: Any, update: Any) -> Any:

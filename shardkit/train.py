@@ -17,10 +17,11 @@ from shardkit._context import CONTEXT
 from shardkit._kinds import ARRAYS, Optimizer
 from shardkit._typed import check_kind, typed
 from shardkit.arguments import check_function
-from shardkit.automatic import AsLaidOut, init_as_laid_out
-from shardkit.carried import Carried, check_carried, reads_carried, with_carried
+from shardkit.automatic import AsLaidOut
+from shardkit.carried import Carried, check_carried, reads_carried
+from shardkit.init import Init
 from shardkit.layout import path_name
-from shardkit.partitioning.axis_types import auto_mesh, typed_init, with_auto_axes
+from shardkit.partitioning.axis_types import auto_mesh, with_auto_axes
 from shardkit.partitioning.batch import batch_specs
 from shardkit.partitioning.gradient import GradFn, divisor_of, global_means, largest_weight
 from shardkit.partitioning.groups import check_groups, groups_per_device, leave_groups, update_alone
@@ -37,30 +38,12 @@ from shardkit.partitioning.unintended import warn_of
 from shardkit.pipeline.stages import arranged
 from shardkit.precision import Precision, precision_of
 from shardkit.rng import step_key
-from shardkit.state import TrainState, make_init, passed_what_it_takes, shardings, state_check, updated
+from shardkit.state import TrainState, passed_what_it_takes, shardings, state_check, updated
 
 _REPLICATED = PartitionSpec()
 # What may not sum over split leaves with deterministic=, and what to use instead.
 _OPTIMIZER = "an optimizer", "Use dp, or an optimizer without it: clip by value, not by norm."
 _CARRY = "a carry=", "Use dp or zero1, or sum in the loss, as an auxiliary Mean."
-
-
-class TrainStep(NamedTuple):
-    """The two functions of a training run.
-
-    Attributes:
-        init: `init(params, key, carried=None) -> TrainState`; `params` is a pytree, or a function of the key that
-            returns one, which runs inside jit so that no device ever holds the whole model. A callable pytree with
-            leaves, such as a module, counts as a pytree. `carried` is a pytree, or a function of the parameters.
-            `init.abstract(params, carried=None)` returns the state's shapes, dtypes and layouts without making an
-            array, over any mesh, even an AbstractMesh.
-        step: `step(state, batch) -> (state, metrics)`; donates `state`, unless `donate=False`. Metrics are float32
-            scalars by name: "loss", "weight" (the divisor of the loss; of a sum of means the largest), and the
-            auxiliary means, as arrays or trees where the loss returns such.
-    """
-
-    init: Callable[..., TrainState]
-    step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
 
 
 class NonFiniteError(FloatingPointError):
@@ -74,6 +57,109 @@ class NonFiniteError(FloatingPointError):
     def __init__(self, message: str, state: TrainState, metrics: dict[str, jax.Array]):
         super().__init__(message)
         self.state, self.metrics = state, metrics
+
+
+class Step:
+    """`step(state, batch) -> (state, metrics)`, one training step.
+
+    The key of a state never changes, and stays outside jit: a typed key that jit returns is rebuilt in Python at every
+    call, which costs more than the rest of the dispatch.
+
+    Attributes:
+        plan: how the axes of the mesh are used; None of a step that was loaded from a file, as all below.
+        mesh: the mesh; `manual` are the axes that were named as Manual.
+        schedule: that of a pipeline.
+        ends: what a step does with what is not finite, as `analysis.compiled(...).save` keeps it.
+    """
+
+    __name__ = "step"  # in profiles and reports
+
+    def __init__(
+        self,
+        run: Any,
+        *,
+        stop: bool,
+        dynamic: bool,
+        check: Callable[[Any], None] | None = None,
+        warns: bool = True,
+        plan: Plan | None = None,
+        mesh: Any = None,
+        manual: Any = None,
+        schedule: Any = None,
+    ):
+        self.plan, self.mesh, self.manual, self.schedule = plan, mesh, manual, schedule
+        self.ends = {"stop": stop, "dynamic": dynamic}
+        self._run, self._check, self._warns, self._stops, self._dynamic = run, check, warns, stop, dynamic
+        self._array = _compat.private("array.ArrayImpl")  # for every leaf, and isinstance takes twice as long
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """The next state, and the metrics by name."""
+        array = self._array
+        if any(type(x) is array and x.is_deleted() for x in jax.tree.leaves(state)):
+            leaves = jax.tree_util.tree_leaves_with_path(state)
+            path = next(path for path, x in leaves if type(x) is array and x.is_deleted())
+            raise ValueError(  # jax 0.10 on simulated devices aborts the process instead
+                "step: the state must be the newest; an earlier step was passed its leaf "
+                f"{path_name(path)} and donated the buffer. Pass the state that step returned, copy one that you "
+                "want to keep, jax.tree.map(jnp.copy, state), or pass make_train_step(..., donate=False)."
+            )
+        args = self._arguments(state, batch)
+        if self._warns:
+            self._warns = False
+            warn_of(_called(self._run.trace, args).jaxpr.jaxpr, stacklevel=2)
+        new, metrics = _called(self._run, args)
+        new = new._replace(key=state.key)
+        # A dynamic loss scale is found by letting gradients overflow, so only the loss tells of an error.
+        if self._stops and not metrics["finite"] and not (self._dynamic and jnp.isfinite(metrics["loss"])):
+            raise NonFiniteError(
+                f"step {int(new.step)}: the loss ({float(metrics['loss'])}) or a gradient is not finite. The "
+                "parameters are as before the step; lower the learning rate, or pass nonfinite='skip'.",
+                new,
+                metrics,
+            )
+        return new, metrics
+
+    def trace(self, state: TrainState, batch: Any = None) -> jax.stages.Traced:
+        """The program of one call, as a jaxpr."""
+        return _called(self._run.trace, self._arguments(state, batch))
+
+    def lower(self, state: TrainState, batch: Any = None) -> jax.stages.Lowered:
+        """The program of one call, for the compiler."""
+        return _called(self._run.lower, self._arguments(state, batch))
+
+    def _arguments(self, state: TrainState, batch: Any) -> tuple[TrainState, jax.Array, Any]:
+        if batch is None:
+            raise TypeError(
+                "step: the batch must follow the state; got none. Pass for example sk.census(step, state, batch)."
+            )
+        if self._check:
+            self._check(state)
+        return state._replace(key=None), state.key, batch
+
+
+def _called(call: Callable[..., Any], args: tuple[TrainState, jax.Array, Any]) -> Any:
+    try:
+        return call(*args)
+    except TypeError:  # jax's names a function that is not the caller's
+        check_kind("step", "batch", args[2], (ARRAYS,))
+        raise
+
+
+class TrainStep(NamedTuple):
+    """The two functions of a training run.
+
+    Attributes:
+        init: `init(params, key, carried=None) -> TrainState`; `params` is a pytree, or a function of the key that
+            returns one, which runs inside jit so that no device ever holds the whole model. A callable pytree with
+            leaves, such as a module, counts as a pytree. `carried` is a pytree, or a function of the parameters.
+            `init.abstract(params, carried=None)` makes no array, over any mesh, even an AbstractMesh.
+        step: `step(state, batch) -> (state, metrics)`; donates `state`, unless `donate=False`. Metrics are float32
+            scalars by name: "loss", "weight" (the divisor of the loss; of a sum of means the largest), and the
+            auxiliary means, as arrays or trees where the loss returns such.
+    """
+
+    init: Init
+    step: Step
 
 
 @typed
@@ -254,16 +340,19 @@ def make_train_step(
         laid_out = out and (out, NamedSharding(given, _REPLICATED))
         return jax.jit(step, donate_argnums=(0,) if donate else (), out_shardings=laid_out)
 
-    made = lambda plan: with_carried(make_init(optimizer, mesh, plan, policy), reads, carry, mesh, plan)  # noqa: E731
-    if given is mesh and set(axes) == set(mesh.axis_names):
-        init, run = made(plan), compiled(plan)
-    else:
-        init, run = init_as_laid_out(made, plan, axes), AsLaidOut(compiled, plan, axes)
-    check = state_check(plan, given) if set(axes) == set(mesh.axis_names) else None  # else the layouts are the caller's
-    step = keyed(run, stop=nonfinite == "stop", dynamic=policy.loss_scale == "dynamic", check=check)
-    step.plan, step.mesh, step.manual = plan, mesh, manual  # type: ignore[attr-defined]  # for `sk.report`
-    step.schedule = getattr(grad_fn, "schedule", None)  # type: ignore[attr-defined]
-    return TrainStep(typed_init(init, given), step)
+    whole = set(axes) == set(mesh.axis_names)
+    run = compiled(plan) if given is mesh and whole else AsLaidOut(compiled, plan, axes)
+    step = Step(
+        run,
+        stop=nonfinite == "stop",
+        dynamic=policy.loss_scale == "dynamic",
+        check=state_check(plan, given) if whole else None,  # else the layouts are the caller's
+        plan=plan,
+        mesh=mesh,
+        manual=manual,
+        schedule=getattr(grad_fn, "schedule", None),
+    )
+    return TrainStep(Init(optimizer, policy, given, plan, axes, reads, carry), step)
 
 
 def _in_sequence(step: Any, steps: int, state: TrainState, key: jax.Array, batches: Any) -> tuple[TrainState, Any]:
@@ -275,61 +364,3 @@ def _in_sequence(step: Any, steps: int, state: TrainState, key: jax.Array, batch
                 f"shape {jnp.shape(x)}. Stack the batches of {steps} steps."
             )
     return jax.lax.scan(lambda state, batch: step(state, key, batch), state, batches)
-
-
-def keyed(
-    compiled: Any, *, stop: bool, dynamic: bool, check: Callable[[Any], None] | None = None, warns: bool = True
-) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
-    """The step as its user calls it. The key never changes, and stays outside jit.
-
-    A typed key that jit returns is rebuilt in Python at every call, which costs more than the rest of the dispatch.
-    """
-
-    array = _compat.private("array.ArrayImpl")  # for every leaf, and isinstance takes twice as long
-
-    def called(call: Callable[..., Any], args: Any) -> Any:
-        try:
-            return call(*args)
-        except TypeError:  # jax's names a function that is not the caller's
-            check_kind("step", "batch", args[2], (ARRAYS,))
-            raise
-
-    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        nonlocal warns
-        if any(type(x) is array and x.is_deleted() for x in jax.tree.leaves(state)):
-            leaves = jax.tree_util.tree_leaves_with_path(state)
-            path = next(path for path, x in leaves if type(x) is array and x.is_deleted())
-            raise ValueError(  # jax 0.10 on simulated devices aborts the process instead
-                "step: the state must be the newest; an earlier step was passed its leaf "
-                f"{path_name(path)} and donated the buffer. Pass the state that step returned, copy one that you "
-                "want to keep, jax.tree.map(jnp.copy, state), or pass make_train_step(..., donate=False)."
-            )
-        args = arguments(state, batch)
-        if warns:
-            warns = False
-            warn_of(called(compiled.trace, args).jaxpr.jaxpr, stacklevel=2)
-        new, metrics = called(compiled, args)
-        new = new._replace(key=state.key)
-        # A dynamic loss scale is found by letting gradients overflow, so only the loss tells of an error.
-        if stop and not metrics["finite"] and not (dynamic and jnp.isfinite(metrics["loss"])):
-            raise NonFiniteError(
-                f"step {int(new.step)}: the loss ({float(metrics['loss'])}) or a gradient is not finite. The "
-                "parameters are as before the step; lower the learning rate, or pass nonfinite='skip'.",
-                new,
-                metrics,
-            )
-        return new, metrics
-
-    def arguments(state: TrainState, batch: Any = None) -> tuple[TrainState, jax.Array, Any]:
-        if batch is None:
-            raise TypeError(
-                "step: the batch must follow the state; got none. Pass for example sk.census(step, state, batch)."
-            )
-        if check:
-            check(state)
-        return state._replace(key=None), state.key, batch
-
-    step.lower = lambda *args: called(compiled.lower, arguments(*args))  # type: ignore[attr-defined]
-    step.trace = lambda *args: called(compiled.trace, arguments(*args))  # type: ignore[attr-defined]
-    step.ends = {"stop": stop, "dynamic": dynamic}  # type: ignore[attr-defined]
-    return step

@@ -151,7 +151,7 @@ def train(options: TrainOptions, log: Log | None = None) -> Trained:
 def first_state(run: Run, checkpoints: Any) -> tuple[sk.TrainState, sk.runtime.Run | None, str]:
     """The state to start from, what was saved with it, and where it is from in words; refuses other options."""
     o, key = run.options, jax.random.key(run.options.seed)
-    like: Any = run.init.abstract(run.params)  # type: ignore[attr-defined]
+    like: Any = run.init.abstract(run.params)
     if checkpoints is not None and checkpoints.latest_step() is not None:
         differ = changes(o, run.settings, checkpoints.run(damaged="older").config)
         state, saved = checkpoints.restore(like, damaged="older")

@@ -69,18 +69,3 @@ def on_auto_axes(fn: Callable[[Any], Any], x: Any, whole: Collection[int]) -> An
     out = canonical(PartitionSpec(*(None if dim in whole else entry for dim, entry in enumerate(typed.spec))))
     run = with_auto_axes(fn, typed.mesh)
     return jax.jit(lambda x: jax.sharding.reshard(run(x), NamedSharding(typed.mesh, out)))(x)
-
-
-def typed_init(init: Any, mesh: Any) -> Any:
-    """The `init` of a train step over a mesh with Explicit axes, from that over `auto_mesh(mesh)`."""
-    auto = auto_mesh(mesh)
-    if auto is mesh:
-        return init
-
-    @wraps(init)
-    def typed(params: Any, key: Any = None, carried: Any = None) -> Any:
-        with jax.set_mesh(auto):
-            return retyped(init(*retyped((params, key, carried), auto)), mesh)
-
-    typed.abstract = lambda *args: retyped(init.abstract(*retyped(args, auto)), mesh)  # type: ignore[attr-defined]
-    return typed

@@ -144,7 +144,7 @@ def local_means(
 
 
 def or_column_linear(run: Callable[[Any], T], seen: Any, params: Any, compute: Any, leaf: str) -> T:
-    """`run(seen)`. Where the loss fails to be traced, and not with all leaves of `params` whole, the error says so.
+    """`run(seen)`. Where the loss fails to be traced, and not with all leaves of `params` whole, a note says so.
 
     `leaf` is the path of one of which the loss gets a part, if there is one.
     """
@@ -157,12 +157,11 @@ def or_column_linear(run: Callable[[Any], T], seen: Any, params: Any, compute: A
             jax.eval_shape(run, jax.eval_shape(lambda params: cast_floating(unpadded(params), compute), params))
         except Exception:
             raise error from None
-        first = str(error).partition("\n")[0].rstrip(".:")
-        raise TypeError(
-            f"make_train_step: the loss must take the parts of leaves that the plan passes it, as of leaf {leaf}; it "
-            f"fails with them ({first}), and not with whole leaves. Multiply by them with sk.layers.column_linear and "
-            "row_linear, or let the rules of the plan keep the leaf whole."
-        ) from error
+        error.add_note(  # the error itself stays: it may be the loss's own sentence
+            f"make_train_step: the plan passes the loss a part of leaf {leaf}, and the loss takes it whole. Multiply by "
+            "parts with sk.layers.column_linear and row_linear, or let the rules of the plan keep the leaf whole."
+        )
+        raise
 
 
 def _check_three(out: Any) -> None:

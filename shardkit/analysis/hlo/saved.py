@@ -22,7 +22,7 @@ from jax.experimental import serialize_executable
 
 from shardkit._check import quoted
 from shardkit._typed import typed
-from shardkit.train import keyed
+from shardkit.train import Step
 
 MAGIC = b"shardkit program 2\n"
 _FRONT = len(MAGIC) + hashlib.sha256().digest_size
@@ -116,7 +116,7 @@ def load(path: str | os.PathLike[str]) -> Callable[..., Any]:
             f"aot.load: the runtime must accept the program; it refuses {path}: {_first(error)}. Save the program "
             "again, in the environment in which it runs."
         ) from error
-    return keyed(run, warns=False, **ends) if ends else run
+    return Step(run, warns=False, **ends) if ends else run
 
 
 def writable_by(found: os.stat_result) -> str:
