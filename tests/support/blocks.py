@@ -142,12 +142,17 @@ def check(case, *kernels):
     rng = np.random.default_rng(case.seed)
     # What is shared among equal values must not round otherwise than in the reference: small numbers there.
     unit = [30 if kernel.linear else 6 for kernel in kernels]
-    # Sums of 17 units are exact in bfloat16. Up to 64 are added where all blocks are equal: most are zero there.
-    share = 8 * math.prod(case.sizes[name] for name in case.differ) / math.prod(case.sizes.values()) ** 2
-    drawn = [
-        [(each * rng.integers(-1, 2, y.shape) * (rng.random(y.shape) < share)).astype(y.dtype) for y in floats_of(out)]
-        for each, out in zip(unit, wanted, strict=True)
-    ]
+    # Sums of 17 units are exact in bfloat16. A device adds to a block of an input once for every block that is equal:
+    # where many are, the cotangents of most devices are zero.
+    devices = math.prod(case.sizes.values())
+    equal = devices // math.prod(case.sizes[name] for name in case.differ)
+    chosen = (rng.permutation(devices) < 16 // equal).reshape(*case.sizes.values())
+
+    def cotangent(each, y):
+        on = chosen.reshape(*chosen.shape, *[1] * (y.ndim - chosen.ndim))
+        return (each * rng.integers(-1, 2, y.shape) * on).astype(y.dtype)
+
+    drawn = [[cotangent(each, y) for y in floats_of(out)] for each, out in zip(unit, wanted, strict=True)]
 
     def both(f, tree, cotangents):
         def of_floats(floats):
