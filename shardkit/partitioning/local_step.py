@@ -158,8 +158,8 @@ def or_column_linear(run: Callable[[Any], T], seen: Any, params: Any, compute: A
         except Exception:
             raise error from None
         error.add_note(  # the error itself stays: it may be the loss's own sentence
-            f"make_train_step: the plan passes the loss a part of leaf {leaf}, and the loss takes it whole. Multiply by "
-            "parts with sk.layers.column_linear and row_linear, or let the rules of the plan keep the leaf whole."
+            f"make_train_step: the plan passes the loss a part of leaf {leaf}, and the loss takes it whole. Multiply "
+            "by parts with sk.layers.column_linear and row_linear, or let the rules of the plan keep the leaf whole."
         )
         raise
 

@@ -457,8 +457,8 @@ def test_a_loss_of_plain_products_is_told_of_those_of_parts():
         with pytest.raises(TypeError, match=r"got \(4,\) and \(16,\)") as found:
             trace()
         assert (
-            "make_train_step: the plan passes the loss a part of leaf v, and the loss takes it whole. Multiply by parts "
-            "with sk.layers.column_linear and row_linear, or let the rules of the plan keep the leaf whole."
+            "make_train_step: the plan passes the loss a part of leaf v, and the loss takes it whole. Multiply by "
+            "parts with sk.layers.column_linear and row_linear, or let the rules of the plan keep the leaf whole."
         ) in found.value.__notes__
     for trace in traced(loss_fn, w=1, v=0):
         with value_error(

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._check import quoted
@@ -68,7 +66,9 @@ def to_portable(leaves: Leaves) -> dict[str, jax.Array]:
     A leaf keeps its sharding, except for padded dims, which are whole on every device.
     """
     changed = _not_portable(leaves)
-    arrays = _portable(tuple(changed.values()), tuple(_portable_sharding(x) for x in changed.values()))
+    # Not a constraint inside, which jax refuses over Explicit axes.
+    layouts = [_portable_sharding(x) for x in changed.values()]
+    arrays = jax.jit(_portable, out_shardings=layouts)([*changed.values()])
     return leaves | dict(zip(changed, arrays, strict=True))
 
 
@@ -76,10 +76,8 @@ def _not_portable(leaves: Leaves) -> Leaves:
     return {path: x for path, x in leaves.items() if is_padded(x) or is_key(x)}
 
 
-@partial(jax.jit, static_argnums=1)
-def _portable(leaves: tuple[Any, ...], shardings: tuple[NamedSharding, ...]) -> list[jax.Array]:
-    arrays = [to_storable(unpadded(x)) for x in leaves]
-    return [lax.with_sharding_constraint(x, layout) for x, layout in zip(arrays, shardings, strict=True)]
+def _portable(leaves: list[Any]) -> list[jax.Array]:
+    return [to_storable(unpadded(x)) for x in leaves]
 
 
 def _portable_sharding(x: Any) -> NamedSharding:
