@@ -93,7 +93,7 @@ RANGES = {
     r"planner: batch must be at most 1,000,000,000; got 1e\+30\. Lower it\.": lambda: planner.search(
         planner.Model(8, 64, 4, vocabulary=256), chip="v5e", chips=8, batch=10**30, sequence=8
     ),
-    r"loader: threads must be at most 1024; got 1000000\. Correct threads\.": lambda: runtime.loader(
+    r"loader: threads must be at most 1024; got 1000000\. Pass threads=1024\.": lambda: runtime.loader(
         [1], batch=1, seed=0, mesh=MESH, spec=P("data"), threads=10**6
     ),
 }
