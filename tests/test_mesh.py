@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType
 
 import shardkit as sk
+from shardkit import simulated
 from shardkit.jobs.restarts import RESTARTS
 from support.refusals import raises, type_error, value_error
 
@@ -340,3 +341,12 @@ def test_a_mesh_without_devices():
         "infer it from."
     ):
         sk.abstract_mesh(data=-1)
+
+
+@pytest.mark.check
+def test_devices_that_a_flag_asks_for_get_their_threads(monkeypatch):
+    """What make_mesh does before jax starts, in a process that set XLA's flag by hand."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=40")
+    monkeypatch.setenv("NPROC", "1")
+    simulated.widen_thread_pool()
+    assert os.environ["NPROC"] == simulated.cpu_environment(40, {"NPROC": "1"})["NPROC"] != "1"

@@ -136,6 +136,15 @@ def test_a_table_with_an_input_that_comes_too_late():
         "          ^"
     ):
         late.check()
+    with value_error(  # in a later tick than the first
+        "mine: an action must run after its inputs; got 0B0 at tick 2, and its input 1B0 at tick 2. "
+        "Move 0B0 to tick 3 or later.\n"
+        "tick      0   1   2\n"
+        "device 0  0F0 .   0B0\n"
+        "                  ^\n"
+        "device 1  .   1F0 1B0"
+    ):
+        Schedule(((*rows[0][:2], rows[0][3]), rows[1][:3]), name="mine").check()
 
 
 def test_a_wide_grid_is_cut_about_the_arrow():
