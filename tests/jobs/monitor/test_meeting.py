@@ -173,8 +173,8 @@ def test_a_name_that_leads_nowhere_on_the_only_host():
     """Gloo's assertion, of a line of its sources, ended every process."""
     one = Hello(0, 2, "a", "", True, "")
     assert rendezvous._address_refusal({0: one, 1: one._replace(rank=1)}) == (
-        "initialize: the host name 'a' of process 0 must resolve to an address; it does not resolve. Correct "
-        "/etc/hosts or DNS on that host."
+        "initialize: the host name 'a' of process 0 must resolve to an address; it does not resolve. Give "
+        "it an address in /etc/hosts or DNS on that host."
     )
     assert not rendezvous._address_refusal({0: one._replace(cpu=False), 1: one._replace(rank=1, cpu=False)})
 
