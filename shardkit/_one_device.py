@@ -74,19 +74,14 @@ def as_on_one_device(fn: Callable[..., Any], *args: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(structure), results)
 
 
-def or_remedy(on_mesh: Callable[[], T], alone: Callable[[], Any]) -> T:
-    """What `on_mesh` returns. Where it fails to be traced, and `alone` does not, the error names `local=True`."""
+def or_note(run: Callable[[], T], otherwise: Callable[[], Any], note: str) -> T:
+    """What `run` returns. Where it cannot be traced, and `otherwise` can, the error gets a note of what to do."""
     try:
-        return on_mesh()
+        return run()
     except Exception as error:
-        if not _compat.tracked_axes():
-            raise
         try:
-            alone()
+            otherwise()
         except Exception:
             raise error from None
-        first = str(error).partition("\n")[0].rstrip(".:")
-        raise TypeError(
-            f"value_and_grad: the loss must be traceable on a mesh; jax refuses it ({first}), and takes it as on one "
-            "device. Pass value_and_grad(loss_fn, local=True), and local=True to make_eval_step."
-        ) from error
+        error.add_note(note)
+        raise

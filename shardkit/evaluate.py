@@ -121,9 +121,12 @@ def make_eval_step(
         def on_device(rest: Any, carried: Any, batch: Any) -> dict[str, Any]:
             seen = enter(rest, layouts, batch_spec, policy.compute)
             entered = (kept.enter(carried, batch_spec, policy),) if reads else ()
-            own, split = (batch, batch_spec, policy.compute, *entered), seen_in_parts(layouts)
-            given = lambda seen: local_means(loss_fn, seen, *own, split=split, local=local)  # noqa: E731
-            means = or_column_linear(given, seen, params, policy.compute, split)
+            split = seen_in_parts(layouts)
+
+            def here(seen: Any) -> dict[str, Any]:
+                return local_means(loss_fn, seen, batch, batch_spec, policy.compute, *entered, split=split, local=local)
+
+            means = or_column_linear(here, seen, params, policy.compute, split)
             return returned(metrics_of(global_means(means, plan.batch_axes)), policy.output)
 
         in_specs = rest, kept.specs, batch_specs(batch, batch_spec, mesh, 1)

@@ -89,7 +89,7 @@ class Step:
     ):
         self.plan, self.mesh, self.manual, self.schedule = plan, mesh, manual, schedule
         self.ends = {"stop": stop, "dynamic": dynamic}
-        self._run, self._check, self._warns, self._stops, self._dynamic = run, check, warns, stop, dynamic
+        self._run, self._check, self._warns = run, check, warns
         self._array = _compat.private("array.ArrayImpl")  # for every leaf, and isinstance takes twice as long
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -110,7 +110,8 @@ class Step:
         new, metrics = _called(self._run, args)
         new = new._replace(key=state.key)
         # A dynamic loss scale is found by letting gradients overflow, so only the loss tells of an error.
-        if self._stops and not metrics["finite"] and not (self._dynamic and jnp.isfinite(metrics["loss"])):
+        dynamic = self.ends["dynamic"]
+        if self.ends["stop"] and not metrics["finite"] and not (dynamic and jnp.isfinite(metrics["loss"])):
             raise NonFiniteError(
                 f"step {int(new.step)}: the loss ({float(metrics['loss'])}) or a gradient is not finite. The "
                 "parameters are as before the step; lower the learning rate, or pass nonfinite='skip'.",
@@ -300,9 +301,12 @@ def make_train_step(
         def on_device(params: Any, kept: Any, residuals: Any, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
             seen = enter(params, layouts, batch_spec, policy.compute, policy.reduce)
             run = carried.bound(grad_fn, kept, batch_spec, policy) if reads else grad_fn
-            own, split = (batch, key, scale, batch_spec, policy.compute, parts), seen_in_parts(layouts)
-            given = lambda seen: local_gradients(run, seen, *own, groups=bool(deterministic), split=split)  # noqa: E731
-            _, means, grads = or_column_linear(given, seen, state.params, policy.compute, split)
+            groups, split = bool(deterministic), seen_in_parts(layouts)
+
+            def local(seen: Any) -> Any:
+                return local_gradients(run, seen, batch, key, scale, batch_spec, policy.compute, parts, groups, split)
+
+            _, means, grads = or_column_linear(local, seen, state.params, policy.compute, split)
             if deterministic:
                 means, grads = leave_groups(means, grads, layouts, batch_spec, scale)
                 left = residuals

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from shardkit._check import quoted
-from shardkit._compat import varying_axes
-from shardkit._one_device import as_on_one_device, or_remedy
+from shardkit._compat import tracked_axes, varying_axes
+from shardkit._one_device import as_on_one_device, or_note
 from shardkit._typed import typed
 from shardkit.collectives import all_reduce, vary
 from shardkit.collectives.axes import vary_like
@@ -201,7 +201,11 @@ def _total(loss: Any, local: bool) -> jax.Array:
 def on_mesh_or_alone(through: Callable[..., Any], local: bool, *args: Any) -> Any:
     """`through(call, *args)`, where `call` calls a function on the mesh, or as on one device if `local`."""
     alone = partial(through, _alone, *args)
-    return alone() if local else or_remedy(partial(through, lambda fn, *args: fn(*args), *args), alone)
+    if local:
+        return alone()
+    note = "value_and_grad: as on one device the loss can be traced. Pass value_and_grad(loss_fn, local=True), and "
+    run = partial(through, lambda fn, *args: fn(*args), *args)
+    return or_note(run, alone, f"{note}local=True to make_eval_step.") if tracked_axes() else run()
 
 
 def _alone(fn: Callable[..., Any], *args: Any) -> Any:

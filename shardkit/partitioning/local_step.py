@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from shardkit._check import quoted
 from shardkit._compat import on_this_mesh
 from shardkit._jaxprs import PER_MICROBATCH, kind_of, mesh_axes, walk
+from shardkit._one_device import or_note
 from shardkit.collectives._sums import added, typed_zeros
 from shardkit.layout import path_name, spec_axes
 from shardkit.partitioning.batch import device_keys, split_microbatches, take_microbatch
@@ -148,20 +149,17 @@ def or_column_linear(run: Callable[[Any], T], seen: Any, params: Any, compute: A
 
     `leaf` is the path of one of which the loss gets a part, if there is one.
     """
-    try:
+    if not leaf:
         return run(seen)
-    except (TypeError, ValueError) as error:
-        if not leaf:
-            raise
-        try:
-            jax.eval_shape(run, jax.eval_shape(lambda params: cast_floating(unpadded(params), compute), params))
-        except Exception:
-            raise error from None
-        error.add_note(  # the error itself stays: it may be the loss's own sentence
-            f"make_train_step: the plan passes the loss a part of leaf {leaf}, and the loss takes it whole. Multiply "
-            "by parts with sk.layers.column_linear and row_linear, or let the rules of the plan keep the leaf whole."
-        )
-        raise
+
+    def whole() -> Any:
+        return jax.eval_shape(run, jax.eval_shape(lambda params: cast_floating(unpadded(params), compute), params))
+
+    note = (
+        f"make_train_step: the plan passes the loss a part of leaf {leaf}, and the loss takes it whole. Multiply by "
+        "parts with sk.layers.column_linear and row_linear, or let the rules of the plan keep the leaf whole."
+    )
+    return or_note(partial(run, seen), whole, note)
 
 
 def _check_three(out: Any) -> None:

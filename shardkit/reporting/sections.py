@@ -278,5 +278,5 @@ def _roofline(facts: Facts, chip: cost.Chip) -> Html:
         f"{line.intensity:,.3g} FLOPs per byte, and from "
         f"{line.critical_intensity:,.3g} on compute takes longer than memory"
     )
-    times_ = [each for each, _ in parts.values()]
-    return table(caption, ("part", "at least", "at"), rows, numbers=("at least",), bars=bars(times_))
+    drawn = bars([each for each, _ in parts.values()])
+    return table(caption, ("part", "at least", "at"), rows, numbers=("at least",), bars=drawn)

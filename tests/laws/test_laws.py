@@ -10,8 +10,8 @@ from support.training import ONCE
 pytestmark = pytest.mark.optimized
 
 CASES = cases()
-# Rows that compile quickly. The deep tier has every pair of options; these are each a third of a minute of compiling,
-# and the default tier has them in test_plans.py, test_pipeline_composition.py and strategies/test_expert.py.
+# Rows that compile quickly. The deep tier has every pair of options. Rows with those of ELSEWHERE take ten seconds of
+# CPU time each; test_plans.py, test_pipeline_composition.py and strategies/test_expert.py have these options.
 FEW = [10, 13, 16, 20, 28]
 ELSEWHERE = {
     ("shard", "zero2"),

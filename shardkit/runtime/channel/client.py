@@ -44,7 +44,8 @@ class MonitorClient:
         self.place, self._own = place, os.getpid()
         self.recorder, ring = _recorder()
         _open_closed_descriptors()
-        crash = os.memfd_create("shardkit-crash")  # tells a fatal signal, such as the abort of jax, from SIGKILL
+        crash, name = tempfile.mkstemp(dir=ring.parent)  # tells a fatal signal, such as the abort of jax, from SIGKILL
+        os.unlink(name)
         faulthandler.enable(crash)
         command, pipe = [sys.executable, "-I", "-S", str(_MONITOR)], subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=[crash])

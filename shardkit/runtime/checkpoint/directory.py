@@ -140,10 +140,8 @@ def is_newer(path: Path) -> bool:
     """Whether a newer version of shardkit wrote a step, which is no damage."""
     try:
         read_record(path)
-    except NewerError:
-        return True
-    except (ValueError, OSError):
-        pass
+    except (ValueError, OSError) as error:
+        return isinstance(error, NewerError)
     return False
 
 
