@@ -67,7 +67,7 @@ def mesh(request: pytest.FixtureRequest) -> Any:
     _start(_devices(request.config))
     import jax
 
-    from shardkit.mesh import make_mesh
+    from shardkit.meshes.mesh import make_mesh
 
     available = jax.devices()
     sizes: dict[str, Any] = dict(getattr(request, "param", {"data": len(available)}))
@@ -113,8 +113,8 @@ def _devices(config: pytest.Config) -> int:
 
 def _start(devices: int) -> None:
     """Simulates devices, with short collective time-outs, unless jax has already started."""
-    from shardkit._platform import jax_has_started
-    from shardkit.simulated import simulate_devices
+    from shardkit._jax.backends import jax_has_started
+    from shardkit.meshes.simulated import simulate_devices
 
     if jax_has_started():
         return

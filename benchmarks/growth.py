@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardkit.layout import table
+from shardkit.meshes.layout import table
 
 
 def exponent(sizes: Sequence[float], costs: Sequence[float | None]) -> float | None:

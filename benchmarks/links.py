@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 import shardkit as sk
 from benchmarks.start import start
 from shardkit import bench
-from shardkit.layout import table
+from shardkit.meshes.layout import table
 
 ROOT = Path(__file__).parents[1]
 LABEL = "throttled link between network namespaces"

@@ -23,8 +23,8 @@ import shardkit as sk
 from benchmarks.functions import measure_functions
 from benchmarks.start import start
 from shardkit import bench
-from shardkit._platform import leave_out_idle_tpu
-from shardkit.layout import table
+from shardkit._jax.backends import leave_out_idle_tpu
+from shardkit.meshes.layout import table
 
 TOPOLOGY, DEVICES = "v5e:2x4", 8
 IMPLS = ("gather", "ring", "bidirectional")

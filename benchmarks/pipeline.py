@@ -22,7 +22,7 @@ import shardkit as sk
 from benchmarks.schedules import SPECS, VOCABULARY, embed, head, make_params, pipelined, stage
 from benchmarks.start import start
 from shardkit import bench
-from shardkit.layout import table
+from shardkit.meshes.layout import table
 
 STAGES = 8
 SCHEDULES = {

@@ -1,7 +1,7 @@
 """Starts a training loop that never waits many times, to show that it does not hang; `make soak` runs it.
 
-jax 0.10 runs all simulated devices in one thread pool, in which such a loop can deadlock (see `shardkit/simulated.py`).
-`--threads 8` turns the workaround off, and shows the hang.
+jax 0.10 runs all simulated devices in one thread pool, in which such a loop can deadlock
+(`shardkit/meshes/simulated.py` says how). `--threads 8` turns the workaround off, and shows the hang.
 """
 
 from __future__ import annotations

@@ -31,23 +31,24 @@ from shardkit.collectives import (
     shift,
     vary,
 )
-from shardkit.config import DistributedConfig
-from shardkit.evaluate import make_eval_step
-from shardkit.inspection import describe
-from shardkit.layout import bytes_per_device, global_shape, local_shape, shard, specs_from_rules
-from shardkit.mesh import abstract_mesh, make_hybrid_mesh, make_mesh
-from shardkit.partitioning.gradient import GradFn, Mean, value_and_grad
-from shardkit.partitioning.placement import Split
-from shardkit.partitioning.plan import Plan, chain, strategy
-from shardkit.partitioning.residuals import init_residuals
-from shardkit.partitioning.staged import PipelineGradFn, PipelineLoss
-from shardkit.partitioning.storage import unpadded
+from shardkit.meshes.inspection import describe
+from shardkit.meshes.layout import bytes_per_device, global_shape, local_shape, shard, specs_from_rules
+from shardkit.meshes.mesh import abstract_mesh, make_hybrid_mesh, make_mesh
+from shardkit.meshes.rng import dropout, example_keys, fold_axes, fold_axis, fold_keys, step_key
+from shardkit.meshes.simulated import simulate_devices
+from shardkit.on_device.gradient import GradFn, Mean, value_and_grad
+from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
+from shardkit.on_device.residuals import init_residuals
 from shardkit.pipeline.submeshes import device_put_pipeline, device_put_value_and_grad, submeshes
-from shardkit.precision import Precision
+from shardkit.plans.placement import Split
+from shardkit.plans.plan import Plan, chain, strategy
+from shardkit.plans.storage import unpadded
 from shardkit.remat.layers import gathered, scan_layers
-from shardkit.resharding import reshard, reshard_steps
-from shardkit.rng import dropout, example_keys, fold_axes, fold_axis, fold_keys, step_key
-from shardkit.simulated import simulate_devices
+from shardkit.resharding.reshard import reshard, reshard_steps
+from shardkit.steps.evaluate import make_eval_step
+from shardkit.steps.precision import Precision
+from shardkit.steps.train import NonFiniteError, TrainState, TrainStep, make_train_step
+from shardkit.strategies.config import DistributedConfig
 from shardkit.strategies.context import cp
 from shardkit.strategies.data import dp
 from shardkit.strategies.expert import ep
@@ -56,7 +57,6 @@ from shardkit.strategies.pipeline import pipeline_loss as pipeline_loss  # depre
 from shardkit.strategies.pipeline import pipeline_value_and_grad as pipeline_value_and_grad
 from shardkit.strategies.tensor import tp
 from shardkit.strategies.zero import fsdp, zero1, zero2
-from shardkit.train import NonFiniteError, TrainState, TrainStep, make_train_step
 
 __version__ = "0.1.0"
 

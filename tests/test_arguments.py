@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit import planner, runtime
-from shardkit._typed import typed
+from shardkit._arguments.typed import typed
 from shardkit.cli import train
-from shardkit.config import DistributedConfig
+from shardkit.strategies.config import DistributedConfig
 from support.refusals import type_error, value_error
 
 pytestmark = pytest.mark.check

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.interpreters import partial_eval
 
-from shardkit._jaxprs import file_name, not_reached
+from shardkit._jax.jaxprs import file_name, not_reached
 
 
 def calls(w, x):

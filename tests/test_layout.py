@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.layout import canonical
+from shardkit.meshes.layout import canonical
 from support.refusals import raises, refusals
 
 RULES = (("batch", "data"), ("hidden", "model"), ("embed", None))

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import AxisType
 
 import shardkit as sk
-from shardkit import simulated
 from shardkit.jobs.restarts import RESTARTS
+from shardkit.meshes import simulated
 from support.refusals import raises, type_error, value_error
 
 ROOT = Path(__file__).parents[1]

@@ -20,15 +20,18 @@ PACKAGE = ROOT / "shardkit"
 
 # From the lowest floor up. A file imports from its own folder and from lower floors.
 FLOORS = [
-    ["_compat", "_jaxprs", "_one_device", "_platform", "_sealed", "_check", "_context", "_kinds", "_typed"],
+    ["_jax", "_arguments"],
     ["schedules", "cost"],
-    ["simulated", "grid", "mesh", "layout", "inspection", "rng", "collectives", "planner"],
-    ["partitioning"],
+    ["meshes"],
+    ["collectives", "planner"],
+    ["plans"],
+    ["on_device"],
     ["remat"],
     ["layers"],
     ["pipeline"],
     ["strategies"],
-    ["train", "config", "evaluate", "state", "init", "automatic", "carried", "precision", "arguments", "resharding"],
+    ["steps"],
+    ["resharding"],
     ["analysis/jaxpr"],
     ["analysis/hlo"],
     ["analysis/rules"],
@@ -49,26 +52,8 @@ FLOORS = [
     ["__main__"],
 ]
 FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
-# On floors made of single files, these may also use a neighbor.
-NEIGHBOURS = {
-    "_check": {"_compat"},
-    "_platform": {"_compat"},
-    "_jaxprs": {"_check", "_compat"},
-    "_one_device": {"_compat", "_jaxprs"},
-    "_sealed": {"_compat", "_jaxprs"},
-    "_typed": {"_check", "_context", "_kinds"},
-    "cost": {"_check", "_typed"},
-    "schedules": {"_check"},
-    "mesh": {"grid", "simulated"},
-    "inspection": {"grid", "layout", "mesh"},
-    "train": {"arguments", "automatic", "carried", "init", "precision", "state"},
-    "init": {"arguments", "carried", "precision", "state"},
-    "evaluate": {"arguments", "automatic", "carried", "precision", "state"},
-    "automatic": {"state"},
-    "carried": {"precision", "state"},
-    "state": {"arguments", "precision"},
-    "resharding": {"state"},
-}
+# The two lowest rooms use each other's files.
+NEIGHBOURS = {"_arguments": {"_jax"}, "_jax": {"_arguments"}}
 
 
 def modules():
@@ -105,7 +90,7 @@ def test_a_file_imports_only_from_its_own_folder_and_lower_floors(path):
         if path == PACKAGE / "runtime" / "__init__.py" and other.startswith("jobs"):
             continue  # at the first use: the test below
         if other == "*":
-            assert FLOOR[here] > FLOOR["train"], f"{path.name} imports the whole package from below it"
+            assert FLOOR[here] > FLOOR["steps"], f"{path.name} imports the whole package from below it"
         elif other != here and other not in NEIGHBOURS.get(here, ()):
             assert FLOOR[other] < FLOOR[here], f"{here} imports {other}"
 
@@ -124,16 +109,16 @@ def test_a_training_script_needs_nothing_of_jobs():
 @pytest.mark.check
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_only_compat_imports_jax_privately(path):
-    if path.name not in ("_compat.py", "_platform.py"):
+    if path.name not in ("compat.py", "backends.py"):
         assert "jax._src" not in path.read_text()
 
 
 def test_importing_touches_no_device_and_nothing_heavy():
     code = (
         "import sys, jax, shardkit\n"
-        "from shardkit import _platform\n"
+        "from shardkit._jax import backends\n"
         "heavy = {'optax', 'chex', 'rich', 'tyro', 'uniplot', 'hypothesis', 'pytest', 'matplotlib', 'scipy'}\n"
-        "print(_platform.jax_has_started(), sorted(heavy & set(sys.modules)))"
+        "print(backends.jax_has_started(), sorted(heavy & set(sys.modules)))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out == "False []\n"

@@ -47,10 +47,10 @@ INSIDE = {
 }
 # Groups of the names of `sk`, a page each, by the files that define them.
 GROUPS = {
-    "meshes and layouts": ("mesh", "simulated", "config", "layout", "inspection", "resharding"),
-    "train steps and keys": ("rng", "train", "evaluate", "precision", "state", "partitioning"),
-    "plans": ("strategies", "partitioning.plan", "partitioning.placement", "remat"),
-    "pipelines": ("strategies.pipeline", "partitioning.staged", "pipeline"),
+    "meshes and layouts": ("meshes", "strategies.config", "resharding"),
+    "train steps and keys": ("meshes.rng", "steps", "on_device", "plans.storage"),
+    "plans": ("strategies", "plans", "remat"),
+    "pipelines": ("strategies.pipeline", "on_device.pipelines", "pipeline"),
     "collectives": ("collectives",),
     "reading programs": ("analysis", "reporting"),
 }

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from shardkit._check import Axis, at_least, axis_names, quoted
-from shardkit._typed import typed
+from shardkit._arguments.checks import Axis, at_least, axis_names, quoted
+from shardkit._arguments.typed import typed
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import compiled
 from shardkit.analysis.jaxpr.census import Census, Row, census

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from shardkit._check import at_least, counted, quoted, sized
-from shardkit._typed import typed
+from shardkit._arguments.checks import at_least, counted, quoted, sized
+from shardkit._arguments.typed import typed
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import Compiled
 from shardkit.analysis.hlo.memory import Memory

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from shardkit import _check, layout
+from shardkit._arguments import checks
 from shardkit.bench import as_compiled, operations
 from shardkit.bench.fit import Fit, alpha_beta
 from shardkit.bench.kernels import Compared, case, of_all_processes, placed
@@ -26,6 +26,7 @@ from shardkit.bench.measure import MODES, Case, measure
 from shardkit.bench.operations import DTYPES, OPERATIONS, Operation, Way
 from shardkit.bench.records import Record
 from shardkit.cost import bus_factor
+from shardkit.meshes import layout
 from shardkit.testing import reference
 
 IMPLS = ("lax", "ring")
@@ -75,7 +76,7 @@ def sweeps(
     sizes: Sequence[int] | None = None,
     dtypes: Sequence[str] = ("float32",),
     redops: Sequence[str] = ("sum",),
-    axis: _check.Axis | None = None,
+    axis: checks.Axis | None = None,
 ) -> list[Sweep]:
     """The tables of `comm`, with its arguments checked; nothing is compiled."""
     axes = _axes(mesh, axis)
@@ -104,12 +105,12 @@ def sweeps(
     return found
 
 
-def _axes(mesh: Mesh, axis: _check.Axis | None) -> tuple[str, ...]:
-    axes = tuple(mesh.axis_names) if axis is None else _check.axis_names(WHERE, axis)
+def _axes(mesh: Mesh, axis: checks.Axis | None) -> tuple[str, ...]:
+    axes = tuple(mesh.axis_names) if axis is None else checks.axis_names(WHERE, axis)
     for each in axes:
         if each not in mesh.shape:
             raise ValueError(
-                f"{WHERE}: --axis must name axes of the mesh, {_check.quoted(mesh.shape)}; got {each!r}. Add it to "
+                f"{WHERE}: --axis must name axes of the mesh, {checks.quoted(mesh.shape)}; got {each!r}. Add it to "
                 f"the mesh, as in {each}=2, or name another."
             )
     return axes
@@ -117,11 +118,11 @@ def _axes(mesh: Mesh, axis: _check.Axis | None) -> tuple[str, ...]:
 
 def _check_kinds(dtypes: Sequence[str], redops: Sequence[str]) -> None:
     for dtype in dtypes:
-        _check.one_of(WHERE, "dtype", dtype, DTYPES)
+        checks.one_of(WHERE, "dtype", dtype, DTYPES)
         if dtype == "float64" and not jax.config.read("jax_enable_x64"):
             raise ValueError(f"{WHERE}: dtype 'float64' needs 64-bit jax, which is off. Set JAX_ENABLE_X64=1.")
     for redop in redops:
-        _check.one_of(WHERE, "redop", redop, REDOPS)
+        checks.one_of(WHERE, "redop", redop, REDOPS)
     whole = [dtype for dtype in dtypes if jnp.issubdtype(jnp.dtype(dtype), jnp.integer)]
     if whole and "mean" in redops:
         raise ValueError(f"{WHERE}: a mean needs a floating-point dtype; got {whole[0]}. Pass another --redop.")
@@ -150,14 +151,14 @@ def _operations(ops: Sequence[str] | None, kernels: Sequence[str]) -> list[Opera
     if ops is None:
         return list(OPERATIONS.values())
     try:
-        names = [_check.spelled(WHERE, "op", each, tuple(OPERATIONS), _OTHER_NAMES) for each in ops]
+        names = [checks.spelled(WHERE, "op", each, tuple(OPERATIONS), _OTHER_NAMES) for each in ops]
     except ValueError:
         if not kernels:
             raise
         unknown = next(each for each in ops if each not in {*OPERATIONS, *_OTHER_NAMES})
         raise ValueError(
             f"{WHERE}: a kernel must have a reference to be compared with; there is none for {unknown!r}, only for "
-            f"{_check.quoted(OPERATIONS)}. Pass the operation that {kernels[0]} computes."
+            f"{checks.quoted(OPERATIONS)}. Pass the operation that {kernels[0]} computes."
         ) from None
     return [OPERATIONS[name] for name in dict.fromkeys(names)]
 
@@ -168,7 +169,7 @@ def _redops(operation: Operation, redops: Sequence[str], named: bool) -> list[st
     for redop in redops:
         if named and redop not in operation.redops:
             raise ValueError(
-                f"{WHERE}: --redop of {operation.name} must be {_check.either(operation.redops)}; got {redop}. Pass "
+                f"{WHERE}: --redop of {operation.name} must be {checks.either(operation.redops)}; got {redop}. Pass "
                 f"for example --redop {operation.redops[0]}, or another --op."
             )
     return [redop for redop in redops if redop in operation.redops]
@@ -180,13 +181,13 @@ def _lacks(operation: Operation, name: str, redop: str, dtype: str, axes: tuple[
         everywhere = dict.fromkeys(way for each in OPERATIONS.values() for way in each.ways)
         of, choices = (operation.name, operation.ways) if name in everywhere else ("an operation", everywhere)
         return (
-            f"{WHERE}: --impl of {of} must be {_check.either(list(choices))}; got {name}. Pass for example --impl "
+            f"{WHERE}: --impl of {of} must be {checks.either(list(choices))}; got {name}. Pass for example --impl "
             f"{next(iter(choices))}, or a kernel of your own, as in train.py:kernel."
         )
     way = operation.ways[name]
     if way.redops is not None and redop not in (*way.redops, "none"):
         return (
-            f"{WHERE}: --redop of {operation.name} by {name} must be {_check.either(way.redops)}; got {redop}. Pass "
+            f"{WHERE}: --redop of {operation.name} by {name} must be {checks.either(way.redops)}; got {redop}. Pass "
             f"for example --redop {way.redops[0]}, or another --impl."
         )
     if way.levels > len(axes):
@@ -225,7 +226,7 @@ def comm(
     sizes: Sequence[int] | None = None,
     dtypes: Sequence[str] = ("float32",),
     redops: Sequence[str] = ("sum",),
-    axis: _check.Axis | None = None,
+    axis: checks.Axis | None = None,
     mode: str = "inside",
     calls: int = 20,
     rounds: int = 20,
@@ -273,8 +274,8 @@ def comm(
 
 def measured(sweep: Sweep, *, mode: str = "inside", calls: int = 20, rounds: int = 20) -> list[Record]:
     """The records of one table; see `comm`."""
-    _check.one_of(WHERE, "mode", mode, MODES)
-    calls, rounds = _check.whole(WHERE, calls=calls, rounds=rounds)
+    checks.one_of(WHERE, "mode", mode, MODES)
+    calls, rounds = checks.whole(WHERE, calls=calls, rounds=rounds)
     records = [r for count in sweep.counts for r in _of_size(sweep, count, mode, calls, rounds)]
     return [record for name in sweep.ways for record in _fitted([r for r in records if r["case"] == name])]
 
@@ -295,7 +296,7 @@ def _of_size(sweep: Sweep, count: int, mode: str, calls: int, rounds: int) -> li
         hops = None if way.hops is None else way.hops(n)
         fields[name] = {"impl": name} | _known(sweep, count) | _read(cases[-1], mesh, mode, calls, hops)
     size = count * jnp.dtype(sweep.dtype).itemsize
-    along = f"{', '.join(sweep.axes)} of {_check.sized(mesh.shape.items())}"
+    along = f"{', '.join(sweep.axes)} of {checks.sized(mesh.shape.items())}"
     row = f"{operation.name} {sweep.redop}, {size} bytes of {sweep.dtype}, {along}"
     records = measure(
         WHERE, row, cases, mode=mode, calls=calls, rounds=rounds, tolerance=0.0, fields=fields, refuse=False
@@ -304,7 +305,7 @@ def _of_size(sweep: Sweep, count: int, mode: str, calls: int, rounds: int) -> li
     return [_with_bandwidth(r, compared[r["case"]], each) for r, each in zip(records, wrong, strict=True)]
 
 
-def _called(kernel: Callable[..., Any], axis: _check.Axis, options: Mapping[str, Any]) -> Callable[..., Any]:
+def _called(kernel: Callable[..., Any], axis: checks.Axis, options: Mapping[str, Any]) -> Callable[..., Any]:
     return lambda x: kernel(x, axis, **options)
 
 
@@ -372,7 +373,7 @@ def table(records: Sequence[Record]) -> str:
     lines = [tuple(head for head, _ in columns), *(tuple(cell(r) for _, cell in columns) for r in records)]
     reduced = "" if first["redop"] == "none" else f" {first['redop']}"
     where = f", along {first['physical']}" if first["physical"] else ""
-    title = f"{first['op']}{reduced} over {first['axes']} (mesh {_check.sized(first['mesh'].items())}{where})"
+    title = f"{first['op']}{reduced} over {first['axes']} (mesh {checks.sized(first['mesh'].items())}{where})"
     fits = {}
     for r in records:
         if r["fit"]:

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardkit import _check
+from shardkit._arguments import checks
 from shardkit.bench.measure import divided, midmean
 from shardkit.bench.records import Record
-from shardkit.layout import table
+from shardkit.meshes.layout import table
 
 _RESAMPLES = 2000
 _LEVEL = (0.5, 99.5)  # percentiles: an interval of 99 %, because a file has many rows
@@ -96,7 +96,7 @@ def compare(old: Sequence[Record], new: Sequence[Record], *, threshold: float = 
 
     Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13: the percentile interval.
     """
-    [threshold] = _check.positive("compare", threshold=threshold)
+    [threshold] = checks.positive("compare", threshold=threshold)
     before, after = _pairs(old), _pairs(new)
     generator = np.random.default_rng(0)
     changes = [_change(key, before.get(key), after.get(key), threshold, generator) for key in before | after]

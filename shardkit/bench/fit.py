@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from shardkit import cost
-from shardkit._check import counted
-from shardkit._typed import check_kind
+from shardkit._arguments.checks import counted
+from shardkit._arguments.typed import check_kind
 from shardkit.bench.records import Record
-from shardkit.layout import table
+from shardkit.meshes.layout import table
 
 
 class Fit(NamedTuple):

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardkit import _check
+from shardkit._arguments import checks
 from shardkit.bench.environment import calibration, environment
 from shardkit.bench.records import FORMAT, VERSION, Record
 
@@ -209,7 +209,7 @@ def measure(
         >>> record["wrong"], record["wall_ratio_median"], len(record["samples"]["cpu_us"])
         (0, 1.0, 3)
     """
-    _check.one_of("measure", "mode", mode, MODES)
+    checks.one_of("measure", "mode", mode, MODES)
     names = [case.name for case in cases]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"measure: cases must have different names; got {names}. Name each of them.")

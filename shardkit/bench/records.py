@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardkit import layout
+from shardkit.meshes import layout
 
 Record = dict[str, Any]
 """A row of results: a JSON object."""

@@ -19,15 +19,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit._check import at_least, quoted, sized
+from shardkit._arguments.checks import at_least, quoted, sized
 from shardkit.analysis.hlo.differences import Compiled, read_compiled
 from shardkit.analysis.jaxpr.census import traceable
 from shardkit.bench.measure import Case, difference, measure
 from shardkit.bench.records import Record
-from shardkit.layout import table
+from shardkit.meshes.layout import table
 from shardkit.models import transformer
 from shardkit.models.transformer import ONE_DEVICE, Axes
-from shardkit.partitioning.placement import map_layouts
+from shardkit.plans.placement import map_layouts
 
 Loss = Callable[[Any, Any, Any], Any]
 LEARNING_RATE = 1e-5  # small: AdamW makes whole steps of rounding where a gradient is nearly zero

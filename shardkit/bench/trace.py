@@ -13,9 +13,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardkit import _check, _compat
-from shardkit._jaxprs import called, flow, kind_of, mesh_axes, scan_operands, while_operands
-from shardkit._typed import typed
+from shardkit._arguments import checks
+from shardkit._arguments.typed import typed
+from shardkit._jax import compat
+from shardkit._jax.jaxprs import called, flow, kind_of, mesh_axes, scan_operands, while_operands
 from shardkit.analysis.hlo.protobuf import varint, written
 from shardkit.analysis.jaxpr.census import size_of
 from shardkit.analysis.jaxpr.step import trace_step
@@ -212,7 +213,7 @@ class _Recorder:
         return flow(jaxpr, given, self.step, lambda _: frozenset())
 
     def step(self, equation: Any, operands: list[Ids]) -> Sequence[Ids]:
-        name, inner = equation.primitive.name, [sub for _, sub in _compat.inner_jaxprs(equation)]
+        name, inner = equation.primitive.name, [sub for _, sub in compat.inner_jaxprs(equation)]
         everything = frozenset[int]().union(*operands)
         if kind_of(equation) is not None:
             return [self.collective(equation, everything)] * len(equation.outvars)
@@ -237,7 +238,7 @@ class _Recorder:
     def sharded(self, equation: Any, jaxpr: Any, operands: list[Ids]) -> list[Ids]:
         sizes = dict(equation.params["mesh"].shape)
         if self.sizes not in (None, sizes):
-            there = " and ".join(_check.sized(each.items()) for each in (self.sizes or {}, sizes))
+            there = " and ".join(checks.sized(each.items()) for each in (self.sizes or {}, sizes))
             raise ValueError(f"trace: a step must use one mesh; it uses {there}. Trace the parts by themselves.")
         self.sizes, before, self.inside = sizes, self.inside, True
         out = self.inner(jaxpr, operands)
@@ -332,5 +333,5 @@ def _flops_within(jaxpr: Any) -> int:
     total = 0
     for equation in jaxpr.eqns:
         times = equation.params["length"] if equation.primitive.name == "scan" else 1
-        total += _flops(equation) + times * sum(_flops_within(sub) for _, sub in _compat.inner_jaxprs(equation))
+        total += _flops(equation) + times * sum(_flops_within(sub) for _, sub in compat.inner_jaxprs(equation))
     return total

@@ -14,7 +14,7 @@ from shardkit.analysis.hlo.aot import compile
 from shardkit.analysis.hlo.topology import parse_topology
 from shardkit.cli import target as targets
 from shardkit.cli.output import Json, check_picture, write_json
-from shardkit.simulated import offer_cpu_devices
+from shardkit.meshes.simulated import offer_cpu_devices
 
 EXAMPLES = {
     "shardkit aot train.py:make --topology v5p:8x8x8": "does it fit 512 chips?",

@@ -21,7 +21,7 @@ import shardkit as sk
 from shardkit import bench, cost, viz
 from shardkit.bench.fit import in_words
 from shardkit.cli.output import WithJson, check_picture, console, write_json
-from shardkit.simulated import offer_cpu_devices
+from shardkit.meshes.simulated import offer_cpu_devices
 
 EXAMPLES = {
     "shardkit doctor": "on this machine's devices, or eight simulated ones",

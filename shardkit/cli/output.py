@@ -20,7 +20,7 @@ import tyro
 from rich.console import Console
 
 import shardkit as sk
-from shardkit._platform import jax_has_started
+from shardkit._jax.backends import jax_has_started
 from shardkit.viz.style import file_of, look
 
 SCHEMA = 1

@@ -15,11 +15,11 @@ import numpy as np
 
 import shardkit as sk
 from shardkit import schedules
-from shardkit._check import either, quoted, spelled
+from shardkit._arguments.checks import either, quoted, spelled
 from shardkit.cli.train_options import TrainOptions
+from shardkit.meshes.simulated import offer_cpu_devices
 from shardkit.models import transformer
 from shardkit.schedules import Schedule
-from shardkit.simulated import offer_cpu_devices
 
 _PLANS: dict[str, Callable[[str], sk.Plan]] = {
     "data": sk.dp,

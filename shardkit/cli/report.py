@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from shardkit._check import counted
+from shardkit._arguments.checks import counted
 from shardkit.analysis.hlo.report import size
 from shardkit.cli.output import write_json
 from shardkit.cli.target import StepOptions, step_of

@@ -19,7 +19,7 @@ import tyro
 
 from shardkit.analysis.hlo.topology import parse_topology
 from shardkit.cli.output import WithJson
-from shardkit.simulated import offer_cpu_devices
+from shardkit.meshes.simulated import offer_cpu_devices
 
 Target = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODULE:FUNCTION|FILE.py:FUNCTION")]
 

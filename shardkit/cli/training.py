@@ -26,13 +26,13 @@ import jax.numpy as jnp
 import optax
 
 import shardkit as sk
-from shardkit._check import counted
+from shardkit._arguments.checks import counted
 from shardkit.cli import text as text_data
 from shardkit.cli.plans import described, mesh_of, mesh_words, model_of
 from shardkit.cli.train_options import TrainOptions, changes, check, settings_of
 from shardkit.cli.verify import verify
 from shardkit.models import transformer
-from shardkit.partitioning.batch import batch_specs
+from shardkit.on_device.batch import batch_specs
 from shardkit.runtime.channel import client
 
 

@@ -14,8 +14,8 @@ import optax
 import shardkit as sk
 from shardkit.cli.plans import ways
 from shardkit.models import transformer
-from shardkit.partitioning.handles import cast_floating
-from shardkit.precision import precision_of
+from shardkit.on_device.handles import cast_floating
+from shardkit.steps.precision import precision_of
 
 
 class Differences(NamedTuple):

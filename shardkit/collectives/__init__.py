@@ -1,6 +1,6 @@
 """Kernels for use inside `jax.shard_map`: collectives with their layout, errors and cost, on pytrees.
 
-Start with `basic.py`. Imports cost, and single files such as `_check.py`; no plan and no mesh.
+Start with `basic.py`. Imports cost, and single files such as `checks.py`; no plan and no mesh.
 """
 
 from shardkit.collectives import algorithms, compressed, hierarchical, ring

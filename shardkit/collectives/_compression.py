@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardkit._check import at_least, one_of
+from shardkit._arguments.checks import at_least, one_of
 from shardkit.collectives.axes import axis_index
 from shardkit.cost.quantization import FORMATS
 

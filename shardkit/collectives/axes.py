@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit import _compat
-from shardkit._check import Axis, bound
-from shardkit._kinds import Arrays
-from shardkit._typed import typed
+from shardkit._arguments.checks import Axis, bound
+from shardkit._arguments.kinds import Arrays
+from shardkit._arguments.typed import typed
+from shardkit._jax import compat
 
 
 @typed
@@ -26,7 +26,7 @@ def axis_size(axis: Axis) -> int:
         >>> print(jax.shard_map(size, mesh=mesh, in_specs=P(), out_specs=P())(1))
         8
     """
-    known = _compat.bound_axes()
+    known = compat.bound_axes()
     return math.prod(known[name] for name in bound("axis_size", axis))
 
 
@@ -71,19 +71,19 @@ def vary(tree: Arrays | None, axes: Axis | tuple[()]) -> Any:
         >>> print(both(jnp.ones(1), jnp.array([2.0, 3.0])))
         [2. 3.]
     """
-    tracked = _compat.tracked_axes()
+    tracked = compat.tracked_axes()
     names = tuple(name for name in bound("vary", axes) if name in tracked) if axes != () else ()
 
     def cast(x: Any) -> jax.Array:
-        missing = tuple(name for name in names if name not in _compat.varying_axes(x))
-        return _compat.cast_varying(x, missing) if missing else x
+        missing = tuple(name for name in names if name not in compat.varying_axes(x))
+        return compat.cast_varying(x, missing) if missing else x
 
     return jax.tree.map(cast, tree)
 
 
 def vary_like(x: jax.Array, like: Any) -> jax.Array:
     """Marks `x` as varying over every axis over which `like` varies."""
-    return vary(x, tuple(_compat.varying_axes(like)))
+    return vary(x, tuple(compat.varying_axes(like)))
 
 
 def countable(x: jax.Array) -> jax.Array:

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit import _compat
-from shardkit._check import Axis, bound, dim_of, divides
-from shardkit._kinds import Arrays
-from shardkit._typed import typed
+from shardkit._arguments.checks import Axis, bound, dim_of, divides
+from shardkit._arguments.kinds import Arrays
+from shardkit._arguments.typed import typed
+from shardkit._jax import compat
 from shardkit.collectives._derivatives import extremum
 from shardkit.collectives.axes import axis_size, countable, vary
 from shardkit.collectives.deterministic import blocks_sum
@@ -113,9 +113,9 @@ def all_gather(x: Arrays, axis: Axis, *, dim: int = 0, replicated: bool = False)
         if not leaf.shape[at]:  # jax refuses to gather empty arrays
             return jnp.zeros(leaf.shape, leaf.dtype) if replicated else piece
         # Under vmap jax gathers over one axis at a time.
-        for over in (names,) if _compat.tracked_axes() & set(names) else reversed(names):
+        for over in (names,) if compat.tracked_axes() & set(names) else reversed(names):
             if replicated:
-                piece = _compat.all_gather_replicated(piece, over, at)
+                piece = compat.all_gather_replicated(piece, over, at)
             else:
                 piece = lax.all_gather(piece, over, axis=at, tiled=True)
         return piece
@@ -149,7 +149,7 @@ def reduce_scatter(x: Arrays, axis: Axis, *, dim: int = 0, op: Literal["sum", "m
     """
     names = bound("reduce_scatter", axis)
     count = axis_size(names)
-    tracked = _compat.tracked_axes()
+    tracked = compat.tracked_axes()
 
     def scatter(leaf: jax.Array) -> jax.Array:
         at = dim_of("reduce_scatter", dim, jnp.ndim(leaf))
@@ -191,7 +191,7 @@ def all_to_all(x: Arrays, axis: Axis, *, split_dim: int, concat_dim: int) -> Any
     """
     names = bound("all_to_all", axis)
     count = axis_size(names)
-    tracked = _compat.tracked_axes()
+    tracked = compat.tracked_axes()
 
     def exchange(leaf: jax.Array) -> jax.Array:
         split = dim_of("all_to_all", split_dim, jnp.ndim(leaf), "split_dim")

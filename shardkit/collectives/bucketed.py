@@ -8,10 +8,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from shardkit import _compat
-from shardkit._check import Axis, at_least, bound
-from shardkit._kinds import Arrays
-from shardkit._typed import typed
+from shardkit._arguments.checks import Axis, at_least, bound
+from shardkit._arguments.kinds import Arrays
+from shardkit._arguments.typed import typed
+from shardkit._jax import compat
 from shardkit.collectives.axes import axis_size, vary
 from shardkit.collectives.basic import all_gather, all_reduce, reduce_scatter
 
@@ -90,7 +90,7 @@ def _buckets(leaves: list[jax.Array], most: int) -> Iterator[list[int]]:
     """The indices of the leaves, bucket by bucket."""
     kinds: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
-        kinds.setdefault((leaf.dtype, _compat.varying_axes(leaf)), []).append(i)
+        kinds.setdefault((leaf.dtype, compat.varying_axes(leaf)), []).append(i)
     for places in kinds.values():
         start = 0
         for bucket in filled([_bytes(leaves[i]) for i in places], most):

@@ -17,9 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardkit._check import Axis, bound, dim_of, divides
-from shardkit._kinds import Arrays, DType
-from shardkit._typed import typed
+from shardkit._arguments.checks import Axis, bound, dim_of, divides
+from shardkit._arguments.kinds import Arrays, DType
+from shardkit._arguments.typed import typed
 from shardkit.collectives import basic, hierarchical
 from shardkit.collectives._compression import (
     Pair,

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardkit import _compat
-from shardkit._check import Axis, bound, quoted
-from shardkit._kinds import Arrays
-from shardkit._typed import typed
+from shardkit._arguments.checks import Axis, bound, quoted
+from shardkit._arguments.kinds import Arrays
+from shardkit._arguments.typed import typed
+from shardkit._jax import compat
 from shardkit.collectives.basic import all_gather
 
 
@@ -59,12 +59,12 @@ def debug_print(x: Arrays, name: str = "x", *, axis: Axis | None = None) -> None
         model=2  [4 5]
         model=3  [6 7]
     """
-    sizes, tracked = _compat.bound_axes(), _compat.tracked_axes()
+    sizes, tracked = compat.bound_axes(), compat.tracked_axes()
     together = tuple(sizes) if axis is None else tuple(a for a in sizes if a in bound("debug_print", axis))
     leaves, values = [], []
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
         leaf = lax.stop_gradient(jnp.asarray(leaf))
-        axes = {a: sizes[a] for a in together if a not in tracked or a in _compat.varying_axes(leaf)}
+        axes = {a: sizes[a] for a in together if a not in tracked or a in compat.varying_axes(leaf)}
         full = ".".join(filter(None, [name, jax.tree_util.keystr(path, simple=True, separator=".")]))
         leaves.append(_Leaf(full, f"{leaf.dtype}{list(leaf.shape)}", axes))
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit import _compat
+from shardkit._jax import compat
 from shardkit.collectives.axes import axis_size, countable
 
 
@@ -52,7 +52,7 @@ def _tree(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     run = blocks & -blocks  # the largest power of two that divides the blocks per device
     partials = pairwise(jnp.moveaxis(wide.reshape(blocks // run, run, size), 1, 0))
     padded = jnp.pad(partials, ((0, 0), (0, -size % count))).reshape(blocks // run, count, -1)
-    total = _compat.all_gather_replicated(sum_of_pieces(jnp.moveaxis(padded, 1, 0), names), names, 0)
+    total = compat.all_gather_replicated(sum_of_pieces(jnp.moveaxis(padded, 1, 0), names), names, 0)
     return total[:size].reshape(shape).astype(x.dtype)
 
 

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from shardkit._check import Axis, bound, dim_of, divides
-from shardkit._kinds import Arrays
-from shardkit._typed import typed
+from shardkit._arguments.checks import Axis, bound, dim_of, divides
+from shardkit._arguments.kinds import Arrays
+from shardkit._arguments.typed import typed
 from shardkit.collectives import basic
 from shardkit.collectives.axes import axis_size
 

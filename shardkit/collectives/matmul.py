@@ -14,10 +14,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from shardkit import _compat, _platform, cost
-from shardkit._check import Axis, bound, divides
-from shardkit._kinds import Arrays
-from shardkit._typed import typed
+from shardkit import cost
+from shardkit._arguments.checks import Axis, bound, divides
+from shardkit._arguments.kinds import Arrays
+from shardkit._arguments.typed import typed
+from shardkit._jax import backends, compat
 from shardkit.collectives import _matmul_rings
 from shardkit.collectives.axes import axis_size, vary
 from shardkit.cost import Links
@@ -132,7 +133,7 @@ def _operands(where: str, names: _Names, *arrays: jax.Array) -> list[jax.Array]:
             f"{where}: operands must be floating-point and of one dtype; got {', '.join(map(str, dtypes))}. "
             "Cast them to one dtype first."
         )
-    return vary(list(arrays), tuple(sorted({*names}.union(*map(_compat.varying_axes, arrays)))))
+    return vary(list(arrays), tuple(sorted({*names}.union(*map(compat.varying_axes, arrays)))))
 
 
 def _chosen(impl: Impl, names: _Names, elements: int, columns: int, dtype: Any) -> str:
@@ -141,7 +142,7 @@ def _chosen(impl: Impl, names: _Names, elements: int, columns: int, dtype: Any) 
     if n == 1:
         return "gather"  # nothing is sent
     if impl == "auto":
-        chip = cost.chip_of(_platform.device_kind())
+        chip = cost.chip_of(backends.device_kind())
         return "gather" if chip is None else _chosen(cost.links(chip), names, elements, columns, dtype)
     if not isinstance(impl, Links):
         return impl

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._check import Axis, bound, dim_of, named
-from shardkit._kinds import Arrays
-from shardkit._typed import typed
+from shardkit._arguments.checks import Axis, bound, dim_of, named
+from shardkit._arguments.kinds import Arrays
+from shardkit._arguments.typed import typed
 from shardkit.collectives.axes import axis_size
 from shardkit.collectives.basic import all_gather, reduce_scatter
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardkit import _compat
-from shardkit._check import Axis, bound, member
-from shardkit._kinds import Arrays
-from shardkit._typed import typed
+from shardkit._arguments.checks import Axis, bound, member
+from shardkit._arguments.kinds import Arrays
+from shardkit._arguments.typed import typed
+from shardkit._jax import compat
 from shardkit.collectives._derivatives import from_source
 from shardkit.collectives.axes import axis_size, vary
 from shardkit.collectives.basic import all_gather
@@ -50,7 +50,7 @@ def shift(x: Arrays, axis: Axis, *, by: int = 1, wrap: bool = True) -> Any:
         pairs = [(i, i + by) for i in range(count) if 0 <= i + by < count]
     if pairs == [(i, i) for i in range(count)]:
         return vary(x, names)
-    if not _compat.tracked_axes() & set(names):
+    if not compat.tracked_axes() & set(names):
         # Under vmap jax refuses a ppermute in which some device sends nothing, or over several axes.
         sender = lax.axis_index(names) - by
         arrives = wrap | ((sender >= 0) & (sender < count))
@@ -105,7 +105,7 @@ def _in_mesh_order(
     Unlike other collectives, ppermute ignores the order of the names and counts devices in mesh order (jax 0.12 refuses
     names in another order).
     """
-    known = _compat.bound_axes()
+    known = compat.bound_axes()
     ordered = tuple(name for name in known if name in names)
 
     def place(index: int) -> int:

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardkit import _platform
-from shardkit._check import Axis, at_least, bound
-from shardkit._typed import typed
+from shardkit._arguments.checks import Axis, at_least, bound
+from shardkit._arguments.typed import typed
+from shardkit._jax import backends
 from shardkit.collectives.axes import axis_index, axis_size, vary, vary_like
 from shardkit.collectives.basic import all_to_all
 
@@ -59,7 +59,7 @@ def ragged_all_to_all(
     counts = jnp.where(wrong, jnp.zeros_like(counts), counts)
     sent, received = counts[me], counts[:, me]
     starts, arrivals = _before(sent), _before(received)
-    if not (_platform.platform() == "cpu" if dense is None else dense):
+    if not (backends.platform() == "cpu" if dense is None else dense):
         fill = jnp.where(wrong, _no_number(x.dtype), jnp.zeros((), x.dtype))
         result = vary_like(jnp.full((rows, *x.shape[1:]), fill), x)
         return lax.ragged_all_to_all(x, result, starts, sent, _before(counts)[me], received, axis_name=names)

@@ -10,10 +10,10 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from shardkit import _compat
-from shardkit._check import Axis, bound
-from shardkit._kinds import Arrays
-from shardkit._typed import typed
+from shardkit._arguments.checks import Axis, bound
+from shardkit._arguments.kinds import Arrays
+from shardkit._arguments.typed import typed
+from shardkit._jax import compat
 from shardkit.collectives.axes import axis_index, vary
 
 
@@ -49,7 +49,7 @@ def assume_replicated(x: Arrays, axis: Axis) -> Any:
     names = bound("assume_replicated", axis)
 
     def cast(leaf: Any) -> Any:
-        axes = tuple(name for name in names if name in _compat.varying_axes(leaf))
+        axes = tuple(name for name in names if name in compat.varying_axes(leaf))
         return _cast.bind(leaf, axes=axes) if axes else leaf
 
     return jax.tree.map(cast, x)
@@ -62,7 +62,7 @@ def _transposed(cotangent: Any, _: Any, *, axes: tuple[str, ...]) -> list[Any]:
 
 
 _cast = Primitive("assume_replicated")
-_cast.def_abstract_eval(lambda aval, *, axes: _compat.invariant(aval, axes))
+_cast.def_abstract_eval(lambda aval, *, axes: compat.invariant(aval, axes))
 _cast.def_impl(lambda x, *, axes: x)
 mlir.register_lowering(_cast, lambda ctx, x, *, axes: [x])
 ad.deflinear2(_cast, _transposed)

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit import _compat
-from shardkit._check import Axis, bound, dim_of, divides
-from shardkit._kinds import Arrays
-from shardkit._typed import typed
+from shardkit._arguments.checks import Axis, bound, dim_of, divides
+from shardkit._arguments.kinds import Arrays
+from shardkit._arguments.typed import typed
+from shardkit._jax import compat
 from shardkit.collectives._sums import typed_zeros
 from shardkit.collectives.axes import axis_index, axis_size, countable, vary
 from shardkit.collectives.permute import shift
@@ -235,7 +235,7 @@ def _own_copy(names: _Names, op: str, bidirectional: bool, _: None, cotangent: j
 
 def _tracked(x: jax.Array, names: _Names) -> bool:
     """Whether the type of `x` says that it varies over the axes; vmap tracks none."""
-    return _compat.varying_axes(x).issuperset(names)
+    return compat.varying_axes(x).issuperset(names)
 
 
 def _forward(kernel: Any, x: jax.Array, *static: Any) -> tuple[jax.Array, None]:

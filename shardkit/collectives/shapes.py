@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._check import Axis, at_least, bound, dim_of, member
-from shardkit._kinds import Arrays
-from shardkit._typed import typed
+from shardkit._arguments.checks import Axis, at_least, bound, dim_of, member
+from shardkit._arguments.kinds import Arrays
+from shardkit._arguments.typed import typed
 from shardkit.collectives.axes import axis_size, countable, vary
 from shardkit.collectives.basic import all_gather
 from shardkit.collectives.permute import shift

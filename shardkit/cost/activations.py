@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from functools import partial
 
-from shardkit import _check
-from shardkit._typed import typed
+from shardkit._arguments import checks
+from shardkit._arguments.typed import typed
 
 
 def recomputation(where: str, recompute: str | bool) -> str:
     """ "none", "selective" or "full"; False and True mean the first and the last."""
     if isinstance(recompute, bool):
         return "full" if recompute else "none"
-    _check.one_of(where, "recompute", recompute, ("none", "selective", "full"))
+    checks.one_of(where, "recompute", recompute, ("none", "selective", "full"))
     return recompute
 
 
@@ -66,11 +66,11 @@ def activation_memory(
     Source: Korthikanti et al., equations 1, 2, 4 and table 2.
     """
     where = "activation_memory"
-    batch, sequence, hidden, heads, tensor = _check.whole(
+    batch, sequence, hidden, heads, tensor = checks.whole(
         where, batch=batch, sequence=sequence, hidden=hidden, heads=heads, tensor=tensor
     )
-    [kv_heads] = _check.whole(where, kv_heads=heads if kv_heads is None else kv_heads)
-    _check.divisor(where, "kv_heads", kv_heads, "heads", heads)
+    [kv_heads] = checks.whole(where, kv_heads=heads if kv_heads is None else kv_heads)
+    checks.divisor(where, "kv_heads", kv_heads, "heads", heads)
     recompute = recomputation(where, recompute)
     sbh = sequence * batch * hidden
     if recompute == "full":
@@ -119,10 +119,10 @@ def model_activation_memory(
     Source: Korthikanti et al., equation 5 and section 4.3.
     """
     where = "model_activation_memory"
-    layers, batch, sequence, hidden, tensor = _check.whole(
+    layers, batch, sequence, hidden, tensor = checks.whole(
         where, layers=layers, batch=batch, sequence=sequence, hidden=hidden, tensor=tensor
     )
-    [vocabulary] = _check.count(where, vocabulary=vocabulary)
+    [vocabulary] = checks.count(where, vocabulary=vocabulary)
     layer = activation_memory(
         batch=batch,
         sequence=sequence,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from shardkit import _check
+from shardkit._arguments import checks
 
 COLLECTIVE_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ppermute")
 _SENT_ONCE = ("broadcast", "reduce", "ppermute", "sendrecv")
@@ -54,14 +54,14 @@ def wire(kind: str, size: float, n: int, pairs: Sequence[tuple[int, int]] | None
 
     Source: Thakur, Rabenseifner, Gropp (2005), sections 4.1 to 4.5; Patarasuk and Yuan (2009).
     """
-    [n] = _check.whole("wire", n=n)
-    [size] = _check.at_least_zero("wire", size=size)
+    [n] = checks.whole("wire", n=n)
+    [size] = checks.at_least_zero("wire", size=size)
     listed = isinstance(pairs, Sequence) and all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs)
     if pairs is not None and not listed:
         raise ValueError(
             f"wire: pairs must be a sequence of (source, target); got {pairs!r}. Pass for example [(0, 1), (1, 0)]."
         )
-    _check.one_of("wire", "kind", kind, (*COLLECTIVE_KINDS, "broadcast"))
+    checks.one_of("wire", "kind", kind, (*COLLECTIVE_KINDS, "broadcast"))
     operand, share = Fraction(size), Fraction(n - 1, n)
     if kind == "ppermute":
         moves = n > 1 if pairs is None else any(source != target for source, target in pairs)
@@ -98,8 +98,8 @@ def bus_factor(op: str, n: int) -> float:
 
     Source: nccl-tests, doc/PERFORMANCE.md; gather and scatter: src/gather.cu, src/scatter.cu.
     """
-    [n] = _check.whole("bus_factor", n=n)
-    name = _check.spelled("bus_factor", "op", op, _BUS)
+    [n] = checks.whole("bus_factor", n=n)
+    name = checks.spelled("bus_factor", "op", op, _BUS)
     if name in _SENT_ONCE:
         return 1.0
     return (2 if name == "all_reduce" else 1) * (n - 1) / n

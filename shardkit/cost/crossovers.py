@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardkit import _check
-from shardkit._typed import typed
+from shardkit._arguments import checks
+from shardkit._arguments.typed import typed
 from shardkit.cost import hardware
 from shardkit.cost.hardware import Chip
 
@@ -120,8 +120,8 @@ def ring_from(link: Link, columns: float, *, flops: float, value_bytes: float = 
     Source: Wang et al., Overlap Communication with Dependent Computation via Decomposition (ASPLOS 2023).
     """
     latency, bandwidth = _figures("ring_from", link)
-    columns, flops, value_bytes = _check.positive("ring_from", columns=columns, flops=flops, value_bytes=value_bytes)
-    [ways] = _check.whole("ring_from", ways=ways)
+    columns, flops, value_bytes = checks.positive("ring_from", columns=columns, flops=flops, value_bytes=value_bytes)
+    [ways] = checks.whole("ring_from", ways=ways)
     spare = 2 * columns * ways / (value_bytes * flops) - 1 / bandwidth  # seconds a byte that the matmul takes longer
     if spare > 0:
         return latency / spare
@@ -151,7 +151,7 @@ def scatter_from(link: Link, n: int) -> float:
     Source: Thakur, Rabenseifner, Gropp (2005), section 4.5.
     """
     latency, bandwidth = _figures("scatter_from", link)
-    [n] = _check.whole("scatter_from", n=n)
+    [n] = checks.whole("scatter_from", n=n)
     tree, pair = math.ceil(math.log2(n)), 2 * (n - 1)
     fewer = tree - pair / n  # of the bytes
     return latency * bandwidth * (pair - tree) / fewer if fewer > 0 else math.inf
@@ -183,14 +183,14 @@ def bucket_bytes(link: Link, n: int, *, share: float = 0.1) -> int:
     Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training (2020), section 3.2.
     """
     latency, bandwidth = _figures("bucket_bytes", link)
-    [n] = _check.whole("bucket_bytes", n=n)
-    [share] = _check.positive("bucket_bytes", share=share)
+    [n] = checks.whole("bucket_bytes", n=n)
+    [share] = checks.positive("bucket_bytes", share=share)
     if share >= 1:
         raise ValueError(f"bucket_bytes: share must be above 0 and below 1; got {share}. Pass for example share=0.1.")
     return max(1, math.ceil(round(n * latency * bandwidth * (1 - share) / share, 3)))
 
 
 def _figures(where: str, link: Link) -> tuple[float, float]:
-    [latency] = _check.at_least_zero(where, latency=link.latency)
-    [bandwidth] = _check.positive(where, bandwidth=link.bandwidth)
+    [latency] = checks.at_least_zero(where, latency=link.latency)
+    [bandwidth] = checks.positive(where, bandwidth=link.bandwidth)
     return latency, bandwidth

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from shardkit import _check
-from shardkit._typed import typed
+from shardkit._arguments import checks
+from shardkit._arguments.typed import typed
 
 _TPU = "https://docs.cloud.google.com/tpu/docs/"
 _BOOK = "https://jax-ml.github.io/scaling-book/tpus/"
@@ -92,7 +92,7 @@ def chip(name: str | Chip) -> Chip:
         return name
     key = str(name).lower()
     if key not in chips:
-        _check.one_of("chip", "name", name, tuple(chips))
+        checks.one_of("chip", "name", name, tuple(chips))
     return chips[key]
 
 
@@ -153,7 +153,7 @@ def group_bandwidth(chip: str | Chip, axes: int = 1) -> float:
     Source: How to Scale Your Model, part 3: W, the bidirectional bandwidth, times the number of axes.
     """
     it = _chip(chip)
-    [axes] = _check.whole("group_bandwidth", axes=axes)
+    [axes] = checks.whole("group_bandwidth", axes=axes)
     if axes > max(1, it.torus):
         raise ValueError(
             f"group_bandwidth: axes must be at most {max(1, it.torus)} for chip {it.name!r}; got {axes}. "

@@ -6,7 +6,7 @@ stages is left out.
 
 from __future__ import annotations
 
-from shardkit import _check
+from shardkit._arguments import checks
 
 _CHUNKED = ("interleaved", "lockstep", "breadth_first")
 SCHEDULES = ("gpipe", "1f1b", *_CHUNKED)
@@ -44,9 +44,9 @@ def bubble(stages: int, microbatches: int, schedule: str = "1f1b", *, chunks: in
     Source: Huang et al., GPipe (arXiv:1811.06965); Narayanan et al. (arXiv:2104.04473), section 2.2; Lamy-Poirier,
     Breadth-First Pipeline Parallelism (arXiv:2211.05953).
     """
-    _check.one_of("bubble", "of", of, ("ideal", "total"))
-    name = _check.spelled("bubble", "schedule", schedule, SCHEDULES, _OTHER_NAMES)
-    stages, microbatches, chunks = _check.whole("bubble", stages=stages, microbatches=microbatches, chunks=chunks)
+    checks.one_of("bubble", "of", of, ("ideal", "total"))
+    name = checks.spelled("bubble", "schedule", schedule, SCHEDULES, _OTHER_NAMES)
+    stages, microbatches, chunks = checks.whole("bubble", stages=stages, microbatches=microbatches, chunks=chunks)
     if chunks > 1 and name == "gpipe":
         raise ValueError(
             f"bubble: schedule {schedule!r} does not take chunks; got chunks={chunks}. "

@@ -11,8 +11,8 @@ import math
 from functools import partial
 from typing import NamedTuple
 
-from shardkit import _check
-from shardkit._typed import typed
+from shardkit._arguments import checks
+from shardkit._arguments.typed import typed
 
 
 class Format(NamedTuple):
@@ -66,10 +66,10 @@ def quantized_bytes(elements: int, dtype: str, *, block: int = 256) -> int:
         [2048, 1028, 516]
     """
     [elements], [block] = (
-        _check.count("quantized_bytes", elements=elements),
-        _check.whole("quantized_bytes", block=block),
+        checks.count("quantized_bytes", elements=elements),
+        checks.whole("quantized_bytes", block=block),
     )
-    _check.one_of("quantized_bytes", "dtype", dtype, tuple(FORMATS))
+    checks.one_of("quantized_bytes", "dtype", dtype, tuple(FORMATS))
     form = FORMATS[dtype]
     if not elements or not form.scaled:
         return elements * form.bits // 8
@@ -110,9 +110,9 @@ def quantization_error(largest: float, dtype: str, *, n: int = 1) -> float:
 
     Source: Higham, Accuracy and Stability of Numerical Algorithms (2002), sections 2.1 and 4.2.
     """
-    [largest] = _check.at_least_zero("quantization_error", largest=largest)
-    [n] = _check.whole("quantization_error", n=n)
-    _check.one_of("quantization_error", "dtype", dtype, tuple(FORMATS))
+    [largest] = checks.at_least_zero("quantization_error", largest=largest)
+    [n] = checks.whole("quantization_error", n=n)
+    checks.one_of("quantization_error", "dtype", dtype, tuple(FORMATS))
     form = FORMATS[dtype]
     most = max(float(largest), (form.largest if form.scaled else 1.0) * 2.0**SMALLEST)
     if form.mantissa is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from shardkit import _check
+from shardkit._arguments import checks
 from shardkit.cost import hardware
 from shardkit.cost.hardware import Chip, group_bandwidth
 
@@ -61,8 +61,8 @@ def roofline(flops: float, bytes: float, chip: str | Chip, *, sent: float = 0.0,
     Source: Williams, Waterman, Patterson, Roofline (2009); How to Scale Your Model, part 1.
     """
     it = hardware.chip(chip)
-    flops, bytes, sent = _check.at_least_zero("roofline", flops=flops, bytes=bytes, sent=sent)
-    _check.positive("roofline", work=flops + bytes + sent)
+    flops, bytes, sent = checks.at_least_zero("roofline", flops=flops, bytes=bytes, sent=sent)
+    checks.positive("roofline", work=flops + bytes + sent)
     times = {
         "compute": flops / it.flops,
         "memory": bytes / it.hbm_bandwidth,

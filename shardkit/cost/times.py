@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardkit import _check
+from shardkit._arguments import checks
 from shardkit.cost.collectives import COLLECTIVE_KINDS, wire
 
 
@@ -32,10 +32,10 @@ def collective_time(kind: str, size: float, n: int, *, bandwidth: float, latency
     Source: Hockney (1994) for the model; Thakur, Rabenseifner, Gropp (2005), sections 4.1 to 4.5.
     """
     where = "collective_time"
-    _check.one_of(where, "kind", kind, COLLECTIVE_KINDS)
-    [n] = _check.whole(where, n=n)
-    [bandwidth] = _check.positive(where, infinite=True, bandwidth=bandwidth)
-    size, latency = _check.at_least_zero(where, size=size, latency=latency)
+    checks.one_of(where, "kind", kind, COLLECTIVE_KINDS)
+    [n] = checks.whole(where, n=n)
+    [bandwidth] = checks.positive(where, infinite=True, bandwidth=bandwidth)
+    size, latency = checks.at_least_zero(where, size=size, latency=latency)
     # wire is linear in the size, and exact in integers
     unit, hops = wire(kind, 1, n)
     return hops * latency + float(unit) * size / bandwidth

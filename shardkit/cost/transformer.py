@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from shardkit import _check
-from shardkit._typed import typed
+from shardkit._arguments import checks
+from shardkit._arguments.typed import typed
 from shardkit.cost.activations import recomputation
 from shardkit.cost.hardware import Chip, chip
 
@@ -19,17 +19,17 @@ def _matrices(
     where: str, hidden: int, heads: int | None, kv_heads: int | None, ffn: int | None, gated: bool
 ) -> tuple[int, int, int]:
     """Weights of one layer's attention and feed-forward matrices, and the width of its biases."""
-    [hidden] = _check.whole(where, hidden=hidden)
+    [hidden] = checks.whole(where, hidden=hidden)
     if heads is None and kv_heads is not None:
         raise ValueError(f"{where}: kv_heads needs heads; got heads=None, kv_heads={kv_heads}. Pass heads.")
     kv = hidden
     if heads is not None:
         kv_heads = heads if kv_heads is None else kv_heads
-        heads, kv_heads = _check.whole(where, heads=heads, kv_heads=kv_heads)
-        _check.divisor(where, "heads", heads, "hidden", hidden)
-        _check.divisor(where, "kv_heads", kv_heads, "heads", heads)
+        heads, kv_heads = checks.whole(where, heads=heads, kv_heads=kv_heads)
+        checks.divisor(where, "heads", heads, "hidden", hidden)
+        checks.divisor(where, "kv_heads", kv_heads, "heads", heads)
         kv = kv_heads * (hidden // heads)
-    [ffn] = _check.whole(where, ffn=4 * hidden if ffn is None else ffn)
+    [ffn] = checks.whole(where, ffn=4 * hidden if ffn is None else ffn)
     up = 2 * ffn if gated else ffn
     return hidden * (2 * hidden + 2 * kv), hidden * (up + ffn), 3 * hidden + 2 * kv + up
 
@@ -82,8 +82,8 @@ def transformer_parameters(
     Source: Narayanan et al., equation 2 and table 1; Touvron et al., LLaMA (arXiv:2302.13971), section 2.2.
     """
     where = "transformer_parameters"
-    layers, hidden = _check.whole(where, layers=layers, hidden=hidden)
-    vocabulary, sequence = _check.count(where, vocabulary=vocabulary, sequence=sequence)
+    layers, hidden = checks.whole(where, layers=layers, hidden=hidden)
+    vocabulary, sequence = checks.count(where, vocabulary=vocabulary, sequence=sequence)
     attention, feed_forward, widths = _matrices(where, hidden, heads, kv_heads, ffn, gated)
     norm = 2 * hidden if biases else hidden
     layer = attention + feed_forward + 2 * norm + (widths if biases else 0)
@@ -134,8 +134,8 @@ def transformer_flops(
     those of selective recomputation.
     """
     where = "transformer_flops"
-    layers, hidden, sequence, batch = _check.whole(where, layers=layers, hidden=hidden, sequence=sequence, batch=batch)
-    [vocabulary] = _check.count(where, vocabulary=vocabulary)
+    layers, hidden, sequence, batch = checks.whole(where, layers=layers, hidden=hidden, sequence=sequence, batch=batch)
+    [vocabulary] = checks.count(where, vocabulary=vocabulary)
     attention, feed_forward, _ = _matrices(where, hidden, heads, kv_heads, ffn, gated)
     recompute = recomputation(where, recompute)
     scores = 4 * sequence * hidden
@@ -168,7 +168,7 @@ def mfu(flops: float, seconds: float, *, peak: float | str | Chip, chips: int = 
     Source: Chowdhery et al., PaLM (arXiv:2204.02311), section 4.1.
     """
     rate = chip(peak).flops if isinstance(peak, str | Chip) else peak
-    [chips] = _check.whole("mfu", chips=chips)
-    seconds, rate = _check.positive("mfu", seconds=seconds, peak=rate)
-    [flops] = _check.at_least_zero("mfu", flops=flops)
+    [chips] = checks.whole("mfu", chips=chips)
+    seconds, rate = checks.positive("mfu", seconds=seconds, peak=rate)
+    [flops] = checks.at_least_zero("mfu", flops=flops)
     return flops / (seconds * chips * rate)

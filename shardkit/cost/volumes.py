@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
-from shardkit import _check
-from shardkit._typed import typed
+from shardkit._arguments import checks
+from shardkit._arguments.typed import typed
 from shardkit.cost.activations import recomputation
 from shardkit.cost.collectives import wire
 
@@ -76,8 +76,8 @@ def tensor_volume(
     4.2.2.
     """
     where = "tensor_volume"
-    batch, sequence, hidden, ways = _check.whole(where, batch=batch, sequence=sequence, hidden=hidden, ways=ways)
-    [value_bytes] = _check.positive(where, value_bytes=value_bytes)
+    batch, sequence, hidden, ways = checks.whole(where, batch=batch, sequence=sequence, hidden=hidden, ways=ways)
+    [value_bytes] = checks.positive(where, value_bytes=value_bytes)
     recompute = recomputation(where, recompute)
     if regather and not sequence_parallel:
         raise ValueError(
@@ -136,12 +136,12 @@ def context_volume(
     """
     where = "context_volume"
     kv_hidden = hidden if kv_hidden is None else kv_hidden
-    _check.one_of(where, "method", method, ("ring", "all_gather", "ulysses"))
-    batch, sequence, hidden, ways, kv_hidden = _check.whole(
+    checks.one_of(where, "method", method, ("ring", "all_gather", "ulysses"))
+    batch, sequence, hidden, ways, kv_hidden = checks.whole(
         where, batch=batch, sequence=sequence, hidden=hidden, ways=ways, kv_hidden=kv_hidden
     )
     gradient_bytes = value_bytes if gradient_bytes is None else gradient_bytes
-    value_bytes, gradient_bytes = _check.positive(where, value_bytes=value_bytes, gradient_bytes=gradient_bytes)
+    value_bytes, gradient_bytes = checks.positive(where, value_bytes=value_bytes, gradient_bytes=gradient_bytes)
     local = batch * sequence / ways * value_bytes
     q, kv = local * hidden, 2 * local * kv_hidden
     if ways == 1:
@@ -182,7 +182,7 @@ def expert_volume(
     Source: Lepikhin et al., GShard (arXiv:2006.16668), section 3.
     """
     where = "expert_volume"
-    tokens, hidden, ways, top_k = _check.whole(where, tokens=tokens, hidden=hidden, ways=ways, top_k=top_k)
-    capacity_factor, value_bytes = _check.positive(where, capacity_factor=capacity_factor, value_bytes=value_bytes)
+    tokens, hidden, ways, top_k = checks.whole(where, tokens=tokens, hidden=hidden, ways=ways, top_k=top_k)
+    capacity_factor, value_bytes = checks.positive(where, capacity_factor=capacity_factor, value_bytes=value_bytes)
     moved = float(wire("all_to_all", 1, ways).sent) * tokens * top_k * capacity_factor * hidden * value_bytes
     return Volume(2 * moved, 2 * moved)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
-from shardkit import _check
-from shardkit._typed import typed
+from shardkit._arguments import checks
+from shardkit._arguments.typed import typed
 from shardkit.cost.collectives import wire
 
 
@@ -65,9 +65,9 @@ def zero_breakdown(
     Source: ZeRO, section 5 and figure 1.
     """
     where = "zero_memory"
-    _check.one_of(where, "stage", stage, (0, 1, 2, 3))
-    [ways] = _check.whole(where, ways=ways)
-    parameters, parameter_bytes, gradient_bytes, optimizer_bytes = _check.at_least_zero(
+    checks.one_of(where, "stage", stage, (0, 1, 2, 3))
+    [ways] = checks.whole(where, ways=ways)
+    parameters, parameter_bytes, gradient_bytes, optimizer_bytes = checks.at_least_zero(
         where,
         parameters=parameters,
         parameter_bytes=parameter_bytes,
@@ -163,9 +163,9 @@ def zero_volume(
     Source: ZeRO, section 7 (2 Psi, 2 Psi, 3 Psi); accumulation follows from what each stage may keep.
     """
     where = "zero_volume"
-    _check.one_of(where, "stage", stage, (0, 1, 2, 3))
-    ways, accumulate = _check.whole(where, ways=ways, accumulate=accumulate)
-    parameters, parameter_bytes, gradient_bytes = _check.at_least_zero(
+    checks.one_of(where, "stage", stage, (0, 1, 2, 3))
+    ways, accumulate = checks.whole(where, ways=ways, accumulate=accumulate)
+    parameters, parameter_bytes, gradient_bytes = checks.at_least_zero(
         where, parameters=parameters, parameter_bytes=parameter_bytes, gradient_bytes=gradient_bytes
     )
     share = float(wire("reduce_scatter", 1, ways).sent)

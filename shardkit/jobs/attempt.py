@@ -18,8 +18,8 @@ from typing import BinaryIO, NamedTuple
 
 from shardkit.jobs.output import Blamed, passing_on, say, summary
 from shardkit.jobs.restarts import Attempt
+from shardkit.meshes.simulated import cpu_environment
 from shardkit.runtime.channel.place import TOKEN
-from shardkit.simulated import cpu_environment
 
 _LONGEST_BEFORE_KILL = 5.0  # seconds from SIGTERM to SIGKILL
 _LAST_OUTPUT = 3.0  # seconds for the last output of what the processes started, such as their monitors

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardkit._check import at_least, at_least_zero, count, counted
-from shardkit._typed import typed
+from shardkit._arguments.checks import at_least, at_least_zero, count, counted
+from shardkit._arguments.typed import typed
 from shardkit.jobs.attempt import Events, Job, attempt, signals_to
 from shardkit.jobs.output import say
 from shardkit.jobs.restarts import RESTARTS, Attempt, after

@@ -15,10 +15,10 @@ from typing import Any, Literal
 import yaml
 
 from shardkit.jobs.launch import check_counts, program
+from shardkit.meshes.simulated import cpu_environment
 from shardkit.runtime.channel.place import TOKEN
 from shardkit.runtime.channel.wire import LOST
 from shardkit.runtime.cluster.preemption import PREEMPTED
-from shardkit.simulated import cpu_environment
 
 Kind = Literal["slurm", "jobset"]
 

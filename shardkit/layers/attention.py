@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardkit._check import divisor, finite
-from shardkit._typed import typed
+from shardkit._arguments.checks import divisor, finite
+from shardkit._arguments.typed import typed
 from shardkit.collectives._sums import dot_dtype, saved_as_dot
 from shardkit.layers.matmul import alike
 

@@ -21,14 +21,14 @@ import math
 import jax
 import jax.numpy as jnp
 
-from shardkit import _compat
-from shardkit._check import Axis, bound, finite, named
-from shardkit._typed import typed
+from shardkit._arguments.checks import Axis, bound, finite, named
+from shardkit._arguments.typed import typed
+from shardkit._jax import compat
 from shardkit.collectives import all_gather, all_to_all, axis_size, vary
 from shardkit.layers.attention import check, join_heads, scale_of, split_heads
 from shardkit.layers.blockwise import Form, attend
 from shardkit.layers.zigzag import Order, half_of, ring_first
-from shardkit.partitioning.token_axes import in_plan_order
+from shardkit.on_device.token_axes import in_plan_order
 
 
 @typed
@@ -183,5 +183,5 @@ def _attention(
     if form.names and axis_size(form.names) == 1:  # an array on one device does not vary
         form = form._replace(names=())
     arrays = (q_btHK, k_btGK, v_btGK, segments_bt)
-    axes = {*form.names, *(axis for x in jax.tree.leaves(arrays) for axis in _compat.varying_axes(x))}
+    axes = {*form.names, *(axis for x in jax.tree.leaves(arrays) for axis in compat.varying_axes(x))}
     return join_heads(attend(*split_heads(*vary(arrays, tuple(axes))), form))

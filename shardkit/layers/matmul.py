@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardkit import _compat
-from shardkit._check import Axis, bound, named
+from shardkit._arguments.checks import Axis, bound, named
+from shardkit._jax import compat
 from shardkit.collectives import vary
 from shardkit.collectives._sums import dot_dtype
 
@@ -21,14 +21,14 @@ def live_axes(where: str, axis: Axis | None, *arrays: Any) -> tuple[str, ...]:
     """
     if axis is None:
         return ()
-    sizes, varying = _compat.bound_axes(), _everywhere(arrays)
+    sizes, varying = compat.bound_axes(), _everywhere(arrays)
     return tuple(name for name in bound(where, axis) if sizes[name] > 1 or name in varying)
 
 
 def check_split(where: str, what: str, names: tuple[str, ...], w: jax.Array) -> None:
     """Refuses weights that are invariant over the summed axes: every device would add the whole product."""
-    sizes, known = _compat.bound_axes(), _compat.tracked_axes()
-    whole = [name for name in names if sizes[name] > 1 and name in known - _compat.varying_axes(w)]
+    sizes, known = compat.bound_axes(), compat.tracked_axes()
+    whole = [name for name in names if sizes[name] > 1 and name in known - compat.varying_axes(w)]
     if whole:
         raise ValueError(
             f"{where}: {what} must be sharded over {named(names)}, over which the product is summed; got one that is "
@@ -80,4 +80,4 @@ def matmul_gradients(x: jax.Array, w: jax.Array, dy: jax.Array, dims: int = 1) -
 
 
 def _everywhere(arrays: Any) -> frozenset[str]:
-    return frozenset[str]().union(*map(_compat.varying_axes, jax.tree.leaves(arrays)))
+    return frozenset[str]().union(*map(compat.varying_axes, jax.tree.leaves(arrays)))

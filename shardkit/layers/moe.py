@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._check import Axis, bound, named, shapes
-from shardkit._jaxprs import PER_MICROBATCH
-from shardkit._kinds import Arrays
-from shardkit._typed import typed
+from shardkit._arguments.checks import Axis, bound, named, shapes
+from shardkit._arguments.kinds import Arrays
+from shardkit._arguments.typed import typed
+from shardkit._jax.jaxprs import PER_MICROBATCH
 from shardkit.collectives import all_gather, all_to_all, axis_index, axis_size
 from shardkit.collectives._sums import dot_dtype
 from shardkit.collectives.ragged import ragged_all_to_all, segments

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._check import Axis, at_least_zero, dim_of, shapes
-from shardkit._typed import check_kind, typed
+from shardkit._arguments.checks import Axis, at_least_zero, dim_of, shapes
+from shardkit._arguments.typed import check_kind, typed
 from shardkit.collectives import all_reduce, axis_size, vary
 from shardkit.collectives._sums import wide
 from shardkit.layers.matmul import live_axes

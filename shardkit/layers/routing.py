@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._check import Axis, at_least, bound, shapes
-from shardkit._compat import varying_axes
-from shardkit._jaxprs import PER_MICROBATCH
-from shardkit._typed import check_fields, typed
+from shardkit._arguments.checks import Axis, at_least, bound, shapes
+from shardkit._arguments.typed import check_fields, typed
+from shardkit._jax.compat import varying_axes
+from shardkit._jax.jaxprs import PER_MICROBATCH
 from shardkit.collectives import all_reduce
-from shardkit.partitioning.gradient import Mean
+from shardkit.on_device.gradient import Mean
 
 
 @dataclass(frozen=True)

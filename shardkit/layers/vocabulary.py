@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._check import Axis, shapes
-from shardkit._typed import typed
+from shardkit._arguments.checks import Axis, shapes
+from shardkit._arguments.typed import typed
 from shardkit.collectives import all_gather, all_reduce, axis_index, axis_size, reduce_scatter
 from shardkit.layers.attention import MASKED
 from shardkit.layers.matmul import alike, check_split, live_axes, matmul_gradients

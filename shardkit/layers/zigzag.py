@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardkit import _compat
-from shardkit._check import Axis, at_least, bound, named, quoted
-from shardkit._kinds import Arrays
-from shardkit._typed import typed
+from shardkit._arguments.checks import Axis, at_least, bound, named, quoted
+from shardkit._arguments.kinds import Arrays
+from shardkit._arguments.typed import typed
+from shardkit._jax import compat
 from shardkit.collectives import axis_index, axis_size
 from shardkit.collectives.permute import permuted
-from shardkit.partitioning.token_axes import in_plan_order
+from shardkit.on_device.token_axes import in_plan_order
 
 Order = Literal["contiguous", "zigzag"]
 
@@ -127,7 +127,7 @@ def half_of(where: str, tokens: int) -> int:
 def ring_first(where: str, ring: Axis, ulysses: Axis) -> tuple[str, ...]:
     """The axes of both, the ring's first, as they must be ordered in the mesh: a plan splits tokens in mesh order."""
     outer, inner = bound(where, ring), bound(where, ulysses)
-    names, known = bound(where, (*outer, *inner)), list(_compat.bound_axes())
+    names, known = bound(where, (*outer, *inner)), list(compat.bound_axes())
     if max(map(known.index, outer)) > min(map(known.index, inner)):
         raise ValueError(
             f"{where}: the ring's {named(outer)} must come before {named(inner)} in the mesh; its axes are "

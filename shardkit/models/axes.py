@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from shardkit._check import Axis, named
-from shardkit._compat import varying_axes
-from shardkit._typed import check_fields
+from shardkit._arguments.checks import Axis, named
+from shardkit._arguments.typed import check_fields
+from shardkit._jax.compat import varying_axes
 from shardkit.collectives import axis_size
 from shardkit.collectives.matmul import Impl
 from shardkit.layers.matmul import live_axes
 from shardkit.layers.zigzag import Order, positions
-from shardkit.partitioning.token_axes import token_axes
+from shardkit.on_device.token_axes import token_axes
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardkit._check import at_least_zero, positive, shapes
-from shardkit._typed import typed
+from shardkit._arguments.checks import at_least_zero, positive, shapes
+from shardkit._arguments.typed import typed
 from shardkit.layers.attention import dot_attention
 from shardkit.layers.context_attention import ring_attention, ulysses_attention
 from shardkit.layers.linear import column_linear, local_groups, row_linear

@@ -16,19 +16,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardkit._kinds import Arrays, Key
-from shardkit._typed import typed
+from shardkit._arguments.kinds import Arrays, Key
+from shardkit._arguments.typed import typed
 from shardkit.collectives import axis_index, axis_size
 from shardkit.layers.linear import column_linear
 from shardkit.layers.vocabulary import vocab_cross_entropy_and_hits, vocab_embed
 from shardkit.layers.zigzag import zigzag
+from shardkit.meshes.rng import dropout, fold_keys
 from shardkit.models.axes import check_split, check_tokens, token_positions
 from shardkit.models.blocks import ONE_DEVICE, Axes, attention, experts, mlp, rms_norm, rotate
 from shardkit.models.parameters import Config, init, logical_axes, tensor_rules
-from shardkit.partitioning.gradient import Mean
-from shardkit.partitioning.staged import Staged
+from shardkit.on_device.gradient import Mean
+from shardkit.on_device.pipelines import Staged
 from shardkit.remat.layers import scan_layers
-from shardkit.rng import dropout, fold_keys
 
 __all__ = [
     "ONE_DEVICE",

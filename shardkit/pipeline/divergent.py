@@ -7,9 +7,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardkit import _compat
-from shardkit._check import named, quoted
-from shardkit._jaxprs import kind_of, mesh_axes, walk
+from shardkit._arguments.checks import named, quoted
+from shardkit._jax import compat
+from shardkit._jax.jaxprs import kind_of, mesh_axes, walk
 
 _HERE = Path(__file__).parent
 
@@ -31,7 +31,7 @@ def collectives(jaxpr: Any) -> Iterator[Sent]:
 
 def _line(equation: Any) -> str:
     """The innermost line of the user's piece outside shardkit; without one, the innermost line."""
-    inside = [*takewhile(lambda frame: Path(frame[0]) != _HERE / "pieces.py", _compat.user_frames(equation))]
+    inside = [*takewhile(lambda frame: Path(frame[0]) != _HERE / "pieces.py", compat.user_frames(equation))]
     own = [frame for frame in inside if _HERE.parent not in Path(frame[0]).parents] or inside
     return "{}:{} ({})".format(*own[0]) if own else "an unknown line"
 

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardkit._check import Axis
-from shardkit._compat import varying_axes
+from shardkit._arguments.checks import Axis
+from shardkit._jax.compat import varying_axes
 from shardkit.collectives import shift
 from shardkit.collectives._sums import typed_zeros, wide_zeros
-from shardkit.partitioning.handles import parts
+from shardkit.on_device.handles import parts
 from shardkit.pipeline.ops import Ops, State, Sums, write
 from shardkit.schedules.table import FIELDS, Segment, Table
 

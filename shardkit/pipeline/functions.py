@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
-from shardkit.partitioning.gradient import Mean
-from shardkit.partitioning.handles import is_handle, part_gradient, parts, with_parts
-from shardkit.partitioning.staged import PipelineGradFn, PipelineLoss
-from shardkit.partitioning.trained import check_trained, chosen
+from shardkit.on_device.frozen import check_trained, chosen
+from shardkit.on_device.gradient import Mean
+from shardkit.on_device.handles import is_handle, part_gradient, parts, with_parts
+from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
 from shardkit.pipeline.pieces import Model
 from shardkit.pipeline.run import Mode, run
 from shardkit.schedules import Schedule, Stages

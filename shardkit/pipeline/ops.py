@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._compat import eval_shape
+from shardkit._jax.compat import eval_shape
 from shardkit.collectives._sums import added, typed_zeros
-from shardkit.partitioning.batch import row
+from shardkit.on_device.batch import row
 from shardkit.pipeline.pieces import Given, Piece, Pieces
 from shardkit.pipeline.split_backward import TwoHalves
 

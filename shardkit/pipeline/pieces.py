@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardkit._check import Axis
-from shardkit._compat import eval_shape, varying_axes
+from shardkit._arguments.checks import Axis
+from shardkit._jax.compat import eval_shape, varying_axes
 from shardkit.collectives import vary
 from shardkit.collectives.axes import vary_like
-from shardkit.partitioning.gradient import Mean, kind, loss_and_aux, means_by_path, scaled_gradients
-from shardkit.partitioning.handles import call_sealed, is_handle, parts, with_parts
+from shardkit.on_device.gradient import Mean, kind, loss_and_aux, means_by_path, scaled_gradients
+from shardkit.on_device.handles import call_sealed, is_handle, parts, with_parts
 from shardkit.pipeline.divergent import collectives
 from shardkit.pipeline.split_backward import TwoHalves
 from shardkit.remat.recompute import Halves, Mask, Traced, halves, learnable

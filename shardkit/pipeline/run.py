@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardkit._check import bound, named, quoted
-from shardkit._compat import eval_shape
+from shardkit._arguments.checks import bound, named, quoted
+from shardkit._jax.compat import eval_shape
 from shardkit.collectives import axis_index, axis_size, vary
 from shardkit.layers.matmul import live_axes
-from shardkit.partitioning.batch import split_microbatches, take_microbatch
-from shardkit.partitioning.handles import parts, unsealed
+from shardkit.on_device.batch import split_microbatches, take_microbatch
+from shardkit.on_device.handles import parts, unsealed
 from shardkit.pipeline.divergent import refuse_divergent, refuse_mixed
 from shardkit.pipeline.executor import Executor
 from shardkit.pipeline.ops import BRANCHED, MASKED, Ops, Sums

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from shardkit import _compat
-from shardkit._jaxprs import ASSUMED
+from shardkit._jax import compat
+from shardkit._jax.jaxprs import ASSUMED
 
 # Labels are sets of halves, as bits.
 FIRST, SECOND = 1, 2
@@ -55,7 +55,7 @@ class TwoHalves:
         self._program, self._lasting = _program(closed.jaxpr, closed.consts), list(lasting)
         results = [FIRST if flag else SECOND for flag in first]
         self._labels = _label(self._program, _steady(self._program, lasting), results, at_hand=lasting)
-        self.residuals: list[Any] = _compat.eval_shape(lambda *args: self.first(*args)[1], *args)
+        self.residuals: list[Any] = compat.eval_shape(lambda *args: self.first(*args)[1], *args)
         self.whole = _only_views(self._program, self._labels)
         self.why = _why(self._program, self._labels) if self.whole else ""
 
@@ -103,9 +103,9 @@ class _Labels(NamedTuple):
 
 
 def _program(jaxpr: Any, constants: Sequence[Any]) -> _Program:
-    closed = jax.make_jaxpr(partial(_compat.inlined, jaxpr, constants))(*(v.aval for v in jaxpr.invars))
+    closed = jax.make_jaxpr(partial(compat.inlined, jaxpr, constants))(*(v.aval for v in jaxpr.invars))
     loops = {
-        number: _program(_compat.inner_jaxprs(equation)[0][1], _compat.inner_constants(equation)[0])
+        number: _program(compat.inner_jaxprs(equation)[0][1], compat.inner_constants(equation)[0])
         for number, equation in enumerate(closed.jaxpr.eqns)
         if equation.primitive.name == "scan"
     }
@@ -117,7 +117,7 @@ def _steady(program: _Program, lasting: Sequence[bool]) -> set[Any]:
     steady = {*program.jaxpr.constvars, *compress(program.jaxpr.invars, lasting)}
     for number, equation in enumerate(program.jaxpr.eqns):
         operands = _are_steady(equation.invars, steady)
-        results = [all(operands) and not _compat.acts(equation)] * len(equation.outvars)
+        results = [all(operands) and not compat.acts(equation)] * len(equation.outvars)
         if number in program.loops:
             body, carry = program.loops[number], _carry(equation)
             carried: list[bool] | None = None
@@ -151,7 +151,7 @@ def _label(program: _Program, steady: set[Any], results: Sequence[int], at_hand:
     mark(program.jaxpr.outvars, results)
     for number, equation in reversed([*enumerate(program.jaxpr.eqns)]):
         wanted = [variables[v] for v in equation.outvars]
-        first = FIRST if any(label & FIRST for label in wanted) or _compat.acts(equation) else 0
+        first = FIRST if any(label & FIRST for label in wanted) or compat.acts(equation) else 0
         if number in program.loops:
             loops[number] = loop = _label_loop(equation, program.loops[number], steady, wanted)
             made, read, stacks = loop.results, loop.arguments, [(number, key) for key in loop.residuals]
@@ -215,7 +215,7 @@ def _run(
     values |= zip(labels.residuals if half == SECOND else (), residuals, strict=True)
     for number in _places(half, labels.equations):
         equation = program.jaxpr.eqns[number]
-        operands = [_compat.value_of(v, values) for v in equation.invars]
+        operands = [compat.value_of(v, values) for v in equation.invars]
         if number in program.loops:
             loop = labels.loops[number]
             stacks = [(number, key) for key in loop.residuals]
@@ -223,10 +223,10 @@ def _run(
             outs, stacked = _run_loop(equation, program.loops[number], loop, half, operands, handed)
             values |= zip(stacks if half == FIRST else (), stacked, strict=True)
         else:
-            outs = _compat.bind(equation, operands)
+            outs = compat.bind(equation, operands)
         values |= {v: out for v, out in zip(equation.outvars, outs, strict=True) if out is not None}
     asked = [v if label & half else None for v, label in zip(program.jaxpr.outvars, labels.results, strict=True)]
-    results = [_compat.value_of(v, values) for v in asked]
+    results = [compat.value_of(v, values) for v in asked]
     return results, [values[key] for key in labels.residuals] if half == FIRST else []
 
 
@@ -243,7 +243,7 @@ def _run_loop(
         return outs[: len(carried)], (outs[len(carried) :], residuals)
 
     options = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
-    with _compat.made_by(equation):
+    with compat.made_by(equation):
         carried, (outs, stacked) = jax.lax.scan(one, operands[carry], (operands[carry.stop :], stacks), **options)
     return [*carried, *outs], stacked
 
@@ -261,8 +261,8 @@ def _why(program: _Program, labels: _Labels) -> str:
     makers = [maker for key in labels.residuals if (maker := _maker(program, key)) is not None]
     if not makers:
         return f"{rule}none that compute anything. Run the function unsplit."
-    maker = max(makers, key=lambda equation: len(_compat.inner_jaxprs(equation)))
-    frames = _compat.user_frames(maker)
+    maker = max(makers, key=lambda equation: len(compat.inner_jaxprs(equation)))
+    frames = compat.user_frames(maker)
     line = " at {}:{} ({})".format(Path(frames[0][0]).name, *frames[0][1:]) if frames else ""
     return f"{rule}`{maker.primitive.name}`{line}, which both need. Split it, or run the function unsplit."
 
@@ -288,7 +288,7 @@ def _is_view(equation: Any, steady: Sequence[bool]) -> bool:
 
 def _carry(equation: Any) -> slice:
     """The operands of a scan that are its carry."""
-    consts, carries = _compat.scan_parts(equation)
+    consts, carries = compat.scan_parts(equation)
     return slice(consts, consts + carries)
 
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit.collectives import all_reduce, vary
-from shardkit.layout import all_axes, broadcast_specs, canonical, check_spec
-from shardkit.partitioning.gradient import Mean, divisor_of, global_means, value_and_grad
+from shardkit.meshes.layout import all_axes, broadcast_specs, canonical, check_spec
+from shardkit.on_device.gradient import Mean, divisor_of, global_means, value_and_grad
 
 Stage = Callable[[Any, Any], jax.Array]
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardkit._check import axis_names, named
-from shardkit.partitioning.dim_rules import in_subtrees
-from shardkit.partitioning.placement import Leaf, Split
-from shardkit.partitioning.plan import Plan, strategy
-from shardkit.partitioning.staged import Staged
+from shardkit._arguments.checks import axis_names, named
+from shardkit.on_device.pipelines import Staged
+from shardkit.plans.dim_rules import in_subtrees
+from shardkit.plans.placement import Leaf, Split
+from shardkit.plans.plan import Plan, strategy
 from shardkit.schedules import Stages
 
 STACK = "layers"

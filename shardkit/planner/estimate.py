@@ -24,7 +24,8 @@ from __future__ import annotations
 from numbers import Real
 from typing import Any
 
-from shardkit import _check, cost
+from shardkit import cost
+from shardkit._arguments import checks
 from shardkit.planner.candidates import REMAT, Candidate, Layout, Model, of_kind
 
 
@@ -172,7 +173,7 @@ def check(
 ) -> tuple[Layout, int, int]:
     """The layout, batch and sequence as Python integers; refuses a layout that does not divide batch or model."""
     of_kind(model, layout)
-    data, fsdp, tensor, accumulate, batch, sequence = _check.whole(
+    data, fsdp, tensor, accumulate, batch, sequence = checks.whole(
         "planner",
         data=layout.data,
         fsdp=layout.fsdp,
@@ -182,7 +183,7 @@ def check(
         sequence=sequence,
     )
     layout = Layout(data, fsdp, tensor, accumulate, layout.remat)
-    _check.one_of("planner", "remat", layout.remat, REMAT)
+    checks.one_of("planner", "remat", layout.remat, REMAT)
     for name, value in (("memory_share", memory_share), ("efficiency", efficiency)):
         if isinstance(value, bool) or not (isinstance(value, Real) and 0 < value <= 1):
             raise ValueError(f"planner: {name} must be above 0 and at most 1; got {value!r}. Pass {name}=1.")

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import partial
 
-from shardkit import _check, cost
+from shardkit import cost
+from shardkit._arguments import checks
 from shardkit.planner.candidates import REMAT, Candidate, Layout, Model
 from shardkit.planner.estimate import check, estimate, tensor_divides
 
@@ -50,7 +51,7 @@ def search(
         data=1 fsdp=32 tensor=2 accumulate=8 remat=selective
     """
     _, batch, sequence = check(model, Layout(), cost.chip(chip), batch, sequence, memory_share, efficiency)
-    [chips] = _check.whole("planner", chips=chips)
+    [chips] = checks.whole("planner", chips=chips)
     judged = partial(
         estimate,
         model,

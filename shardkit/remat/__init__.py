@@ -1,5 +1,5 @@
 """Rematerialization: layers that gather their weights where they use them, and what a backward pass recomputes.
 
 Start with `layers.py`: `gathered` and `scan_layers`. `recompute.py` holds the policies. Imports collectives and
-partitioning.
+on_device.
 """

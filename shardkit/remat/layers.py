@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardkit._check import named
-from shardkit._compat import eval_shape
-from shardkit._kinds import Arrays
-from shardkit._typed import typed
+from shardkit._arguments.checks import named
+from shardkit._arguments.kinds import Arrays
+from shardkit._arguments.typed import typed
+from shardkit._jax.compat import eval_shape
 from shardkit.collectives.axes import vary_like
-from shardkit.partitioning.batch import split_microbatches
-from shardkit.partitioning.handles import is_handle, opened, parts, unsealed
+from shardkit.on_device.batch import split_microbatches
+from shardkit.on_device.handles import is_handle, opened, parts, unsealed
 from shardkit.remat.recompute import POLICIES, Mask, Remat, policy_of
 from shardkit.remat.regather import regathered, regathered_stack
 

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
-from shardkit._check import quoted
-from shardkit._compat import eval_shape, on_this_mesh
-from shardkit._jaxprs import not_reached
+from shardkit._arguments.checks import quoted
+from shardkit._jax.compat import eval_shape, on_this_mesh
+from shardkit._jax.jaxprs import not_reached
 from shardkit.collectives._sums import DOT, added, wide_zeros
 
 POLICIES: dict[str, Any] = {

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardkit._compat import eval_shape, varying_axes
+from shardkit._jax.compat import eval_shape, varying_axes
 from shardkit.collectives._sums import added, typed_zeros, wide_zeros
-from shardkit.partitioning.batch import row
-from shardkit.partitioning.handles import is_handle, near, opened, part_gradient, parts
+from shardkit.on_device.batch import row
+from shardkit.on_device.handles import is_handle, near, opened, part_gradient, parts
 from shardkit.remat.recompute import Halves, Leaves, Traced, halves, learnable, some_of
 
 Forward = Callable[[Leaves, Leaves, Leaves], tuple[list[Any], list[Any]]]

@@ -11,8 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from shardkit._check import at_least
-from shardkit._typed import typed
+from shardkit._arguments.checks import at_least
+from shardkit._arguments.typed import typed
 from shardkit.analysis.judge import LARGE_LEAF, SMALL
 from shardkit.bench import environment
 from shardkit.reporting import sections

@@ -23,9 +23,9 @@ from shardkit.analysis.jaxpr.step import Step, trace_step
 from shardkit.analysis.judge import LARGE, Audit, audit_of, check_rules, findings_of
 from shardkit.analysis.rules import Finding
 from shardkit.analysis.rules.program import Program, compiled_program
-from shardkit.inspection import held_as
-from shardkit.layout import path_name, shard_bytes
-from shardkit.partitioning.describe import PlanTable
+from shardkit.meshes.inspection import held_as
+from shardkit.meshes.layout import path_name, shard_bytes
+from shardkit.plans.describe import PlanTable
 from shardkit.schedules import Schedule
 
 

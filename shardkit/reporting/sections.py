@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from shardkit import cost, viz
-from shardkit._check import counted, sized
+from shardkit._arguments.checks import counted, sized
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import grouped
 from shardkit.analysis.hlo.memory import Memory

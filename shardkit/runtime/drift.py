@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit._check import sized
-from shardkit._kinds import Arrays
-from shardkit._typed import typed
-from shardkit.layout import all_axes
+from shardkit._arguments.checks import sized
+from shardkit._arguments.kinds import Arrays
+from shardkit._arguments.typed import typed
+from shardkit.meshes.layout import all_axes
 from shardkit.runtime.data.checksums import shard_checksums
 from shardkit.runtime.data.reading import on_mesh
 

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit._check import at_least, counted, either, sized
-from shardkit._context import CONTEXT, apart
-from shardkit._typed import typed
+from shardkit._arguments.checks import at_least, counted, either, sized
+from shardkit._arguments.context import CONTEXT, apart
+from shardkit._arguments.typed import typed
 from shardkit.collectives.permute import permuted
 from shardkit.runtime.data.checksums import shard_checksums
 from shardkit.runtime.data.reading import on_mesh
-from shardkit.train import NonFiniteError
+from shardkit.steps.train import NonFiniteError
 
 Order = tuple[int, ...]  # for each place in the mesh, row by row, the place whose device works there
 Cause = Literal["stored", "permanent", "step", "replay", "order", "unrepeatable"]

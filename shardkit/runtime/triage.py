@@ -14,30 +14,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit._check import Axis, at_least, sized
-from shardkit._context import CONTEXT
-from shardkit._kinds import Arrays
-from shardkit._typed import typed
-from shardkit.arguments import check_function
-from shardkit.automatic import AsLaidOut
-from shardkit.carried import Carried, check_carried, reads_carried
+from shardkit._arguments.checks import Axis, at_least, sized
+from shardkit._arguments.context import CONTEXT
+from shardkit._arguments.kinds import Arrays
+from shardkit._arguments.typed import typed
 from shardkit.collectives import axis_index
-from shardkit.layout import path_name, spec_axes, table
-from shardkit.partitioning.axis_types import auto_mesh, with_auto_axes
-from shardkit.partitioning.batch import batch_specs
-from shardkit.partitioning.gradient import GradFn, global_means
-from shardkit.partitioning.local_step import local_gradients
-from shardkit.partitioning.manual import manual_axes
-from shardkit.partitioning.metrics import metrics_of
-from shardkit.partitioning.placement import map_layouts
-from shardkit.partitioning.plan import Plan
-from shardkit.partitioning.reshard import enter
-from shardkit.partitioning.storage import stored_array
+from shardkit.meshes.layout import path_name, spec_axes, table
+from shardkit.meshes.rng import step_key
+from shardkit.on_device.batch import batch_specs
+from shardkit.on_device.gradient import GradFn, global_means
+from shardkit.on_device.local_step import local_gradients
+from shardkit.on_device.metrics import metrics_of
+from shardkit.on_device.seam import enter
 from shardkit.pipeline.stages import arranged
-from shardkit.precision import Precision, precision_of
-from shardkit.rng import step_key
+from shardkit.plans.axis_types import auto_mesh, with_auto_axes
+from shardkit.plans.manual import manual_axes
+from shardkit.plans.placement import map_layouts
+from shardkit.plans.plan import Plan
+from shardkit.plans.storage import stored_array
 from shardkit.runtime.data.reading import from_every_device, on_mesh
-from shardkit.state import TrainState
+from shardkit.steps.arguments import check_function
+from shardkit.steps.carry import Carried, check_carried, reads_carried
+from shardkit.steps.partitioner import AsLaidOut
+from shardkit.steps.precision import Precision, precision_of
+from shardkit.steps.state import TrainState
 
 _REPLICATED = PartitionSpec()
 _PRINTED = 40

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any, TypeVar, get_args
 
-from shardkit import _check
+from shardkit._arguments import checks
 from shardkit.schedules import rules
 from shardkit.schedules.action import Cell, Rows, StagePlacement, device_of, drawn, parsed, written
 from shardkit.schedules.grid import Grid
@@ -34,7 +34,7 @@ class Schedule(Grid):
 
     def order(self, device: int) -> list[str]:
         """The actions of a device in order: `["0F0", "0F1", "0B0", ...]`."""
-        [device] = _check.count("Schedule.order", device=device)
+        [device] = checks.count("Schedule.order", device=device)
         if device >= self.devices:
             raise ValueError(
                 f"Schedule.order: device must be one of {self.devices}; got {device}. Pass 0 to {self.devices - 1}."
@@ -181,8 +181,8 @@ def builder(build: F) -> F:
 
 def sizes(where: str, **values: int) -> tuple[int, ...]:
     """The sizes of a schedule as whole numbers from 1, of at most a million actions together."""
-    found = _check.whole(where, **values)
+    found = checks.whole(where, **values)
     if math.prod(found) > 10**6:
-        given = _check.sized(zip(values, found, strict=True))
+        given = checks.sized(zip(values, found, strict=True))
         raise ValueError(f"{where}: a schedule must have a million pieces of work at most; got {given}. Lower one.")
     return found

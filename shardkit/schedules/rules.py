@@ -6,7 +6,7 @@ from collections.abc import Container, Sequence
 from itertools import product
 from typing import NoReturn, get_args
 
-from shardkit import _check
+from shardkit._arguments import checks
 from shardkit.schedules.action import OPS, Action, Cell, Rows, StagePlacement, device_of, drawn
 
 
@@ -31,7 +31,7 @@ def refuse(name: str, reason: str, rows: Sequence[Sequence[Cell]], device: int, 
 
 def check(name: str, rows: Rows, placement: StagePlacement) -> None:
     """See `Schedule.check`."""
-    _check.one_of(name, "placement", placement, get_args(StagePlacement))
+    checks.one_of(name, "placement", placement, get_args(StagePlacement))
     check_cells(name, rows, placement)
     at = {action: t for row in rows for t, cell in enumerate(row) for action in cell}
     last_stage = max(action.stage for action in at)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shardkit import _check
+from shardkit._arguments import checks
 from shardkit.schedules.action import Action
 from shardkit.schedules.grid import Grid
 
@@ -55,18 +55,18 @@ def simulated(
     """The timeline of a schedule; see `Schedule.simulate`."""
     for name, cost in (("input_grad", input_grad), ("weight_grad", weight_grad)):
         if cost is not None:
-            _check.at_least_zero("simulate", **{name: cost})
+            checks.at_least_zero("simulate", **{name: cost})
     if not isinstance(synchronous, bool):
         raise TypeError(f"simulate: synchronous must be True or False; got {synchronous!r}. Pass one of them.")
-    forward, backward = _check.positive("simulate", forward=forward, backward=backward)
+    forward, backward = checks.positive("simulate", forward=forward, backward=backward)
     if input_grad is None:
         input_grad = backward / 2 if weight_grad is None else backward - weight_grad
     if weight_grad is None:
         weight_grad = backward - input_grad
-    input_grad, weight_grad, communication = _check.at_least_zero(
+    input_grad, weight_grad, communication = checks.at_least_zero(
         "simulate", input_grad=input_grad, weight_grad=weight_grad, communication=communication
     )
-    [both] = _check.positive("simulate", overlapped=forward + backward if overlapped is None else overlapped)
+    [both] = checks.positive("simulate", overlapped=forward + backward if overlapped is None else overlapped)
     whole = {"F": forward, "B": backward, "I": input_grad, "W": weight_grad, "FB": both}
     costs = {op: cost / schedule.chunks for op, cost in whole.items()}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import NamedTuple
 
-from shardkit._check import Axis
+from shardkit._arguments.checks import Axis
 from shardkit.schedules.action import StagePlacement, device_of
 from shardkit.schedules.base import Schedule
 

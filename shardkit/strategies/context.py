@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardkit._check import Axis
-from shardkit._typed import typed
-from shardkit.partitioning.plan import Plan, strategy
+from shardkit._arguments.checks import Axis
+from shardkit._arguments.typed import typed
+from shardkit.plans.plan import Plan, strategy
 
 
 @typed

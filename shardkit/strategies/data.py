@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from shardkit._check import Axis, axis_names
-from shardkit._typed import typed
+from shardkit._arguments.checks import Axis, axis_names
+from shardkit._arguments.typed import typed
 from shardkit.collectives.algorithms import PLAIN, Algorithm
-from shardkit.partitioning.plan import Plan, strategy
+from shardkit.plans.plan import Plan, strategy
 
 
 @typed

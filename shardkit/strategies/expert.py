@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from shardkit._check import Axis, axis_names, named
-from shardkit._typed import typed
-from shardkit.partitioning.dim_rules import DimRules, dim0_counts_layers, dim_chooser
-from shardkit.partitioning.placement import Leaf, Split
-from shardkit.partitioning.plan import Plan, strategy
+from shardkit._arguments.checks import Axis, axis_names, named
+from shardkit._arguments.typed import typed
+from shardkit.plans.dim_rules import DimRules, dim0_counts_layers, dim_chooser
+from shardkit.plans.placement import Leaf, Split
+from shardkit.plans.plan import Plan, strategy
 
 
 def _experts_dim(path: str, shape: tuple[int, ...]) -> int | None:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from shardkit._check import Axis
-from shardkit._typed import typed
-from shardkit.partitioning.plan import Plan
-from shardkit.partitioning.staged import PipelineGradFn, PipelineLoss
+from shardkit._arguments.checks import Axis
+from shardkit._arguments.typed import typed
+from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
 from shardkit.pipeline.functions import gradient_of, loss_of
 from shardkit.pipeline.pieces import Model
 from shardkit.pipeline.run import Mode
 from shardkit.pipeline.stages import stack_plan
+from shardkit.plans.plan import Plan
 from shardkit.schedules import Schedule, Stages
 
 Piece = Callable[[Any, Any, Any], Any]

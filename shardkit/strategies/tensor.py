@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from shardkit._check import Axis, axis_names, named
-from shardkit._typed import typed
-from shardkit.partitioning.dim_rules import DimRules, dim_chooser
-from shardkit.partitioning.placement import Leaf, Split
-from shardkit.partitioning.plan import Plan, strategy
+from shardkit._arguments.checks import Axis, axis_names, named
+from shardkit._arguments.typed import typed
+from shardkit.plans.dim_rules import DimRules, dim_chooser
+from shardkit.plans.placement import Leaf, Split
+from shardkit.plans.plan import Plan, strategy
 
 
 @typed

@@ -34,12 +34,12 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
-from shardkit._check import Axis, at_least, axis_names, named, quoted
-from shardkit._typed import typed
+from shardkit._arguments.checks import Axis, at_least, axis_names, named, quoted
+from shardkit._arguments.typed import typed
 from shardkit.collectives.algorithms import PLAIN, Algorithm
-from shardkit.partitioning.dim_rules import DimRules, dim0_counts_layers, dim_chooser, in_subtrees
-from shardkit.partitioning.placement import Gather, Leaf, Scatter, Split
-from shardkit.partitioning.plan import Plan, strategy
+from shardkit.plans.dim_rules import DimRules, dim0_counts_layers, dim_chooser, in_subtrees
+from shardkit.plans.placement import Gather, Leaf, Scatter, Split
+from shardkit.plans.plan import Plan, strategy
 
 MIN_SIZE = 1024
 Uneven = Literal["replicate", "refuse", "pad"]

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardkit import _compat
-from shardkit._check import quoted
-from shardkit._jaxprs import source_line
+from shardkit._arguments.checks import quoted
+from shardkit._jax import compat
+from shardkit._jax.jaxprs import source_line
 from shardkit.testing._compare import distance, first_other_bits
 
 
@@ -51,9 +51,9 @@ def _all_to_all(x: Any, params: Any) -> Any:
 
 
 def _ppermute(x: Any, params: Any) -> Any:
-    known = list(_compat.bound_axes())
+    known = list(compat.bound_axes())
     names = tuple(sorted(_names(params), key=known.index))  # ppermute counts devices in the mesh's order
-    source = np.full(math.prod(_compat.bound_axes()[name] for name in names), -1)
+    source = np.full(math.prod(compat.bound_axes()[name] for name in names), -1)
     senders, targets = zip(*params["perm"], strict=True) if params["perm"] else ((), ())
     for places in (senders, targets):
         if len(set(places)) < len(places) or not set(places) <= set(range(len(source))):
@@ -90,7 +90,7 @@ RULES: dict[str, Callable[[Any, Any], Any]] = {
 
 def compare(x: Any, equation: Any, note: Callable[[str], None]) -> None:
     """Compares the bits that the devices hold at an `assume_replicated` when the program runs."""
-    names, line = list(_compat.bound_axes()), source_line(equation)
+    names, line = list(compat.bound_axes()), source_line(equation)
     along = [names.index(name) for name in equation.params["axes"]]
 
     def look(values: np.ndarray) -> None:

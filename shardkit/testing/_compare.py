@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from shardkit._check import quoted, sized
-from shardkit._kinds import ARRAYS
-from shardkit._typed import check_kind
-from shardkit.layout import path_name
+from shardkit._arguments.checks import quoted, sized
+from shardkit._arguments.kinds import ARRAYS
+from shardkit._arguments.typed import check_kind
+from shardkit.meshes.layout import path_name
 
 # Dtypes that differ in one of these differ by more than rounding.
 _KINDS = (jnp.floating, jnp.complexfloating)

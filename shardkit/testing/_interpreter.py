@@ -15,10 +15,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardkit import _compat
-from shardkit._check import quoted
-from shardkit._jaxprs import ASSUMED, CASTS, scan_operands, walk, while_operands
-from shardkit.layout import all_axes, spec_axes
+from shardkit._arguments.checks import quoted
+from shardkit._jax import compat
+from shardkit._jax.jaxprs import ASSUMED, CASTS, scan_operands, walk, while_operands
+from shardkit.meshes.layout import all_axes, spec_axes
 from shardkit.testing._collective_rules import RULES, compare
 from shardkit.testing._compare import is_float
 
@@ -94,7 +94,7 @@ def _own_derivatives(jaxpr: Any) -> set[str]:
 
 def _on_devices(jaxpr: Any) -> bool:
     """Whether a jaxpr has a cast or a collective, which need a surrounding shard_map."""
-    return any(site.name in CASTS | _compat.COLLECTIVES.keys() | {"shard_map"} for site in walk(jaxpr))
+    return any(site.name in CASTS | compat.COLLECTIVES.keys() | {"shard_map"} for site in walk(jaxpr))
 
 
 def _pushed_forward(original: Callable[..., list[Any]], mesh: Any, note: Note, primals: Any, tangents: Any) -> Any:
@@ -139,9 +139,9 @@ def _evaluated(jaxpr: Any, given: Sequence[Any], note: Note) -> list[Any]:
     """The results of a jaxpr for the values of its constants and arguments, in that order."""
     values = {v: _untyped(x) for v, x in zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True)}
     for equation in jaxpr.eqns:
-        operands = [_untyped(_compat.value_of(v, values)) for v in equation.invars]
+        operands = [_untyped(compat.value_of(v, values)) for v in equation.invars]
         values.update(zip(equation.outvars, _step(equation, operands, note), strict=True))
-    return [_untyped(_compat.value_of(v, values)) for v in jaxpr.outvars]
+    return [_untyped(compat.value_of(v, values)) for v in jaxpr.outvars]
 
 
 def _untyped(x: Any) -> Any:
@@ -164,14 +164,14 @@ def _step(equation: Any, operands: list[Any], note: Note) -> list[Any]:
                 "the groups an axis of the mesh."
             )
         return [RULES[name](x, params) for x in operands]
-    if name in _compat.COLLECTIVES:
+    if name in compat.COLLECTIVES:
         raise ValueError(
             f"emulate: a collective must be one of {quoted(sorted(RULES))}; got {name}. Run the kernel with "
             "jax.shard_map on simulated devices."
         )
     inner = [
         partial(_inner, sub, constants, note)
-        for (_, sub), constants in zip(_compat.inner_jaxprs(equation), _compat.inner_constants(equation), strict=True)
+        for (_, sub), constants in zip(compat.inner_jaxprs(equation), compat.inner_constants(equation), strict=True)
     ]
     if name == "shard_map":
         return _by_vmap(equation, inner[0], operands)
@@ -181,10 +181,10 @@ def _step(equation: Any, operands: list[Any], note: Note) -> list[Any]:
         return _while(equation, operands, note)
     if name == "cond":
         return list(lax.switch(operands[0], inner, *operands[1:]))
-    if name in _compat.CALLS and len(inner) == 1:
+    if name in compat.CALLS and len(inner) == 1:
         return inner[0](*operands)
-    if not any(_on_devices(sub) for _, sub in _compat.inner_jaxprs(equation)):
-        # `_compat.bind` would restore the mesh.
+    if not any(_on_devices(sub) for _, sub in compat.inner_jaxprs(equation)):
+        # `compat.bind` would restore the mesh.
         params = {name: None if isinstance(each, NamedSharding) else each for name, each in params.items()}
         results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(params))
         return list(results) if equation.primitive.multiple_results else [results]
@@ -231,7 +231,7 @@ def _while(equation: Any, operands: list[Any], note: Note) -> list[Any]:
 def _by_vmap(equation: Any, body: Callable[..., list[Any]], operands: list[Any]) -> list[Any]:
     """A shard_map on one device: every axis becomes a vmap with its name."""
     params = equation.params
-    sizes = {name: params["mesh"].shape[name] for name in _compat.manual_axes(equation)}
+    sizes = {name: params["mesh"].shape[name] for name in compat.manual_axes(equation)}
     split = [tuple(name for name in sizes if name in all_axes(spec)) for spec in params["in_specs"]]
 
     def one(_: Any, *leaves: Any) -> list[Any]:

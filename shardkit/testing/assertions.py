@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit._context import CONTEXT
-from shardkit._kinds import Specs
-from shardkit._typed import typed
-from shardkit.layout import check_spec, path_name
-from shardkit.partitioning.gradient import kind
+from shardkit._arguments.context import CONTEXT
+from shardkit._arguments.kinds import Specs
+from shardkit._arguments.typed import typed
+from shardkit.meshes.layout import check_spec, path_name
+from shardkit.on_device.gradient import kind
 from shardkit.testing._compare import (
     first_gap,
     is_float,

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from shardkit._check import axis_names, named, sized
-from shardkit._kinds import Arrays, Specs
-from shardkit._typed import typed
+from shardkit._arguments.checks import axis_names, named, sized
+from shardkit._arguments.kinds import Arrays, Specs
+from shardkit._arguments.typed import typed
 from shardkit.collectives import vary
-from shardkit.layout import all_axes, broadcast_specs, check_axes, check_spec, path_name, spec_axes
-from shardkit.mesh import make_mesh
+from shardkit.meshes.layout import all_axes, broadcast_specs, check_axes, check_spec, path_name, spec_axes
+from shardkit.meshes.mesh import make_mesh
 from shardkit.testing._compare import (
     check_relative,
     check_telling,

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardkit import collectives
-from shardkit._check import sized
+from shardkit._arguments.checks import sized
 from shardkit.testing import reference
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "bool")

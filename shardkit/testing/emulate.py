@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from shardkit._check import divides
-from shardkit._kinds import ARRAYS
-from shardkit._typed import check_kind, typed
+from shardkit._arguments.checks import divides
+from shardkit._arguments.kinds import ARRAYS
+from shardkit._arguments.typed import check_kind, typed
 from shardkit.collectives import vary
-from shardkit.layout import all_axes, check_spec, path_name, spec_axes
+from shardkit.meshes.layout import all_axes, check_spec, path_name, spec_axes
 from shardkit.testing._compare import distance
 from shardkit.testing._interpreter import joined, on_one_device, stackable
 

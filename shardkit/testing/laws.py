@@ -13,21 +13,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardkit import _compat
-from shardkit._check import quoted
-from shardkit._jaxprs import Site, is_kernel, kind_of, user_frame, walk
+from shardkit._arguments.checks import quoted
+from shardkit._jax import compat
+from shardkit._jax.jaxprs import PLAN, kind_of, walk
 from shardkit.analysis.hlo.differences import added_by_compiler, changes, read_compiled
 from shardkit.analysis.jaxpr.census import row_of
 from shardkit.analysis.jaxpr.step import Step
 from shardkit.analysis.judge import lint
 from shardkit.analysis.rules.processes import differences_of_processes
 from shardkit.collectives.algorithms import Sent
-from shardkit.layout import bytes_per_device, path_name
-from shardkit.partitioning import cuts, feedback, groups, handles, reshard
-from shardkit.partitioning.staged import PipelineGradFn
-from shardkit.precision import precision_of
-from shardkit.remat import regather
-from shardkit.state import passed_what_it_takes
+from shardkit.meshes.layout import bytes_per_device, path_name
+from shardkit.on_device.pipelines import PipelineGradFn
+from shardkit.steps.precision import precision_of
+from shardkit.steps.state import passed_what_it_takes
 from shardkit.testing._compare import constant_factor, first_gap, leaves_of, shapes_differ, unequal_replicas
 from shardkit.testing._plan_traffic import plan_traffic
 from shardkit.testing.one_device import Reference
@@ -35,12 +33,8 @@ from shardkit.testing.program import SCALE, Program
 
 Law = Callable[[Program, Reference], str | None]
 
-# The files that gather leaves and reduce their gradients.
-_PLAN = (reshard, handles, cuts, feedback, regather, groups)
 # Primitives that mix elements of an array: an optimizer that uses one reads across shards.
 _MIXING = ("reduce_", "dot_general", "sort", "cum", "top_k", "argm", "scatter", "gather", "random_", "threefry")
-# The functions of _PLAN's files that call an algorithm, whose kernels may stand anywhere.
-_CALL_ALGORITHMS = {"whole", "to_parts", "summed", "scattered"}
 
 
 def same_numbers(program: Program, reference: Reference) -> str | None:
@@ -99,14 +93,14 @@ def equal_copies(program: Program, reference: Reference) -> None:
 def census_is_the_closed_form(program: Program, reference: Reference) -> str | None:
     """The plan's collectives send exactly the bytes that its layouts require.
 
-    They are distinguished from those of the loss by the functions that call them.
+    They are distinguished from those of the loss by the scope in which the step traces them.
 
     Example:
         >>> laws = [sk.testing.laws.census_is_the_closed_form]  # for `prove(..., laws=laws)`
     """
     if isinstance(program.row.grad_fn, PipelineGradFn):
         return "a pipeline gathers and reduces in its own ticks"
-    found = [row_of(site) for site in walk(program.traced.jaxpr.jaxpr) if kind_of(site.equation) and _of_plan(site)]
+    found = [row_of(site) for site in walk(program.traced.jaxpr.jaxpr) if kind_of(site.equation) and site.within(PLAN)]
     found = [row for row in found if row.n > 1]
     args = program.plan, program.shapes[0].params, program.mesh, program.row
     steps = program.row.steps or 1
@@ -183,7 +177,7 @@ def donates_the_state(program: Program, reference: Reference) -> None:
     Example:
         >>> laws = [sk.testing.laws.donates_the_state]  # for `prove(..., laws=laws)`
     """
-    used = _compat.arguments_used(program.traced.jaxpr.jaxpr)
+    used = compat.arguments_used(program.traced.jaxpr.jaxpr)
     leaves = jax.tree.leaves(program.shapes[0]._replace(key=None))  # the key stays outside jit
     held = sum(bytes_per_device(x) for x, read in zip(leaves, used, strict=False) if read)
     donated = program.compiled.memory_analysis().alias_size_in_bytes
@@ -219,16 +213,6 @@ LAWS: tuple[Law, ...] = (
     compiles_once,
 )
 """The laws that `prove` checks where none are named."""
-
-
-def _of_plan(site: Site) -> bool:
-    """Whether a collective is one of the plan, not of the loss."""
-    frames = [frame for frame in _compat.user_frames(site.equation) if not is_kernel(frame[0])]
-    if not frames:  # inside of a function with a derivative of its own
-        return site.outer is not None and _of_plan(site.outer)
-    plan = {module.__file__ for module in _PLAN}
-    file, *_ = user_frame(site.equation) or frames[0]
-    return file in plan or any(each in plan and function in _CALL_ALGORITHMS for each, _, function in frames)
 
 
 def _reads_across_shards(program: Program) -> bool:

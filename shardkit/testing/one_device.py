@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardkit._kinds import Arrays, Key, Optimizer
-from shardkit._typed import typed
-from shardkit.carried import reads_carried
-from shardkit.partitioning.gradient import GradFn, divisor_of, is_mean, largest_weight, terms_of
-from shardkit.rng import example_keys, step_key
-from shardkit.state import passed_what_it_takes
+from shardkit._arguments.kinds import Arrays, Key, Optimizer
+from shardkit._arguments.typed import typed
+from shardkit.meshes.rng import example_keys, step_key
+from shardkit.on_device.gradient import GradFn, divisor_of, is_mean, largest_weight, terms_of
+from shardkit.steps.carry import reads_carried
+from shardkit.steps.state import passed_what_it_takes
 from shardkit.testing._compare import check_batches, check_relative, check_telling, leaves_of, magnitude
 
 # A gradient leaf smaller than the largest by this factor is rounding noise: its true value is zero.

@@ -16,19 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from shardkit._kinds import Optimizer
-from shardkit._typed import typed
-from shardkit.mesh import make_mesh
-from shardkit.partitioning.gradient import GradFn, Mean
-from shardkit.partitioning.plan import Plan
-from shardkit.partitioning.staged import PipelineGradFn
-from shardkit.partitioning.storage import unpadded
-from shardkit.partitioning.unintended import Unintended
+from shardkit._arguments.kinds import Optimizer
+from shardkit._arguments.typed import typed
+from shardkit.meshes.mesh import make_mesh
+from shardkit.on_device.advice import Unintended
+from shardkit.on_device.gradient import GradFn, Mean
+from shardkit.on_device.pipelines import PipelineGradFn
 from shardkit.pipeline.stages import arranged
-from shardkit.state import TrainState, passed_what_it_takes
+from shardkit.plans.plan import Plan
+from shardkit.plans.storage import unpadded
+from shardkit.steps.state import TrainState, passed_what_it_takes
+from shardkit.steps.train import TrainStep, make_train_step
 from shardkit.testing._compare import is_float
 from shardkit.testing.rows import Row
-from shardkit.train import TrainStep, make_train_step
 
 Build = Callable[[Row], TrainStep]
 

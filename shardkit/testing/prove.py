@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from shardkit._check import sized
-from shardkit._context import apart, replicated_in_context
-from shardkit._kinds import FUNCTION, Arrays, Key, Optimizer, kinds_of
-from shardkit._typed import check_kind, typed
-from shardkit.layout import table
-from shardkit.partitioning.gradient import GradFn
+from shardkit._arguments.checks import sized
+from shardkit._arguments.context import apart, replicated_in_context
+from shardkit._arguments.kinds import FUNCTION, Arrays, Key, Optimizer, kinds_of
+from shardkit._arguments.typed import check_kind, typed
+from shardkit.meshes.layout import table
+from shardkit.on_device.gradient import GradFn
 from shardkit.testing._compare import check_batches, check_relative
 from shardkit.testing.laws import LAWS, Law
 from shardkit.testing.one_device import Reference, one_device
@@ -141,7 +141,7 @@ def relative_of(precision: Any) -> float:
     """The relative error of a gradient from another order of summation, for a precision as of `make_train_step`."""
     import jax.numpy as jnp
 
-    from shardkit.precision import precision_of
+    from shardkit.steps.precision import precision_of
 
     eps = float(jnp.finfo(precision_of(precision).compute).eps)
     return max(1e-5, 8 * eps)

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from jax.sharding import AxisType
 
-from shardkit._check import sized
-from shardkit._typed import typed
-from shardkit.partitioning.gradient import GradFn
-from shardkit.partitioning.plan import Plan
-from shardkit.precision import Precision
+from shardkit._arguments.checks import sized
+from shardkit._arguments.typed import typed
+from shardkit.on_device.gradient import GradFn
+from shardkit.plans.plan import Plan
+from shardkit.steps.precision import Precision
 
 Choice = dict[str, Any]
 Pair = tuple[tuple[str, int], tuple[str, int]]

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from shardkit._check import at_least
-from shardkit._typed import typed
-from shardkit.layout import canonical, spec_axes
+from shardkit._arguments.checks import at_least
+from shardkit._arguments.typed import typed
+from shardkit.meshes.layout import canonical, spec_axes
 from shardkit.testing.certify import factorizations
 from shardkit.testing.chains import DTYPES, Chain, Op, legal_ops, state_of
 

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from shardkit._check import at_least
-from shardkit._context import CONTEXT
-from shardkit._kinds import Arrays, Key, Optimizer
-from shardkit._typed import typed
-from shardkit.partitioning.gradient import GradFn
-from shardkit.partitioning.plan import Plan
+from shardkit._arguments.checks import at_least
+from shardkit._arguments.context import CONTEXT
+from shardkit._arguments.kinds import Arrays, Key, Optimizer
+from shardkit._arguments.typed import typed
+from shardkit.on_device.gradient import GradFn
+from shardkit.plans.plan import Plan
 from shardkit.testing._compare import check_batches, check_relative, on
 from shardkit.testing.laws import equal_copies, same_numbers
 from shardkit.testing.one_device import one_device

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardkit._check import quoted
-from shardkit._typed import typed
+from shardkit._arguments.checks import quoted
+from shardkit._arguments.typed import typed
 from shardkit.viz.bars import Bar, Line, size
 from shardkit.viz.style import MUTED, SMALL, blank, file_of, filled, look, saved, stroked
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from shardkit._check import counted
-from shardkit._kinds import Arrays
-from shardkit._typed import typed
-from shardkit.layout import path_name, shard_bytes, split_dims
+from shardkit._arguments.checks import counted
+from shardkit._arguments.kinds import Arrays
+from shardkit._arguments.typed import typed
+from shardkit.meshes.layout import path_name, shard_bytes, split_dims
 from shardkit.viz.bars import bytes_on, size
 from shardkit.viz.style import (
     GRID,

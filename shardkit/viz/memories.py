@@ -8,13 +8,13 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from shardkit._kinds import short
-from shardkit._typed import typed
+from shardkit._arguments.kinds import short
+from shardkit._arguments.typed import typed
 from shardkit.analysis.hlo.differences import Compiled
 from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.report import Report
 from shardkit.cost import ZeroMemory
-from shardkit.layout import bytes_per_device
+from shardkit.meshes.layout import bytes_per_device
 from shardkit.viz.bars import Bar, size, stacked
 from shardkit.viz.style import file_of, look, saved
 

@@ -12,12 +12,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from shardkit._check import counted
-from shardkit._kinds import short
-from shardkit._typed import typed
-from shardkit.grid import Block, Grid
-from shardkit.inspection import grid_of_array, is_placed
-from shardkit.mesh import grid_of_mesh
+from shardkit._arguments.checks import counted
+from shardkit._arguments.kinds import short
+from shardkit._arguments.typed import typed
+from shardkit.meshes.grid import Block, Grid
+from shardkit.meshes.inspection import grid_of_array, is_placed
+from shardkit.meshes.mesh import grid_of_mesh
 from shardkit.viz.style import LETTER, PAPER, RGB, TEXT, blank, file_of, look, ramp, saved, text_on
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardkit._check import counted
-from shardkit._typed import typed
+from shardkit._arguments.checks import counted
+from shardkit._arguments.typed import typed
 from shardkit.schedules import Action, Schedule, Timeline
 from shardkit.viz.style import AREA, GREY, MUTED, OPS, PAPER, blank, file_of, heading, look, saved, shade, text_on
 

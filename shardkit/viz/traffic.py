@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardkit._kinds import short
-from shardkit._typed import typed
+from shardkit._arguments.kinds import short
+from shardkit._arguments.typed import typed
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import Compiled
 from shardkit.analysis.hlo.report import Report

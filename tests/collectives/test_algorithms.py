@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import shardkit as sk
-from shardkit._compat import varying_axes
+from shardkit._jax.compat import varying_axes
 from shardkit.testing import Row
 from shardkit.testing._plan_traffic import plan_traffic
 from support.refusals import type_error, value_error

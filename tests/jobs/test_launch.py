@@ -99,12 +99,12 @@ def launching(command):
     """A command that calls `launch`, and says so should that start jax."""
     code = f"""
 import sys
-from shardkit import _platform
+from shardkit._jax import backends
 from shardkit.jobs import attempt
 from shardkit.jobs.launch import launch
 attempt._LAST_OUTPUT = 1.0
 code = launch({command!r}, processes=2, grace=3)
-sys.exit("jax has started" if _platform.jax_has_started() else code)
+sys.exit("jax has started" if backends.jax_has_started() else code)
 """
     return [sys.executable, "-c", code]
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import shardkit as sk
-from shardkit.layout import spec_axes
-from shardkit.partitioning.placement import Layout
+from shardkit.meshes.layout import spec_axes
+from shardkit.plans.placement import Layout
 from shardkit.testing import LAWS
 from support import conformance
 from support.conformance import BATCH, MODELS, PLANS

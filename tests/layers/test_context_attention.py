@@ -12,8 +12,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit import _compat, cost
-from shardkit._jaxprs import walk
+from shardkit import cost
+from shardkit._jax import compat
+from shardkit._jax.jaxprs import walk
 from shardkit.analysis import census
 from shardkit.testing import assert_matches_reference, assert_same_training, covering
 from support.refusals import value_error
@@ -466,7 +467,7 @@ def dot_flops(jaxpr, choose=max):
             contracted = math.prod(equation.invars[0].aval.shape[d] for d in left)
             total += 2 * equation.outvars[0].aval.size * contracted
             dtypes.add(str(equation.outvars[0].aval.dtype))
-        inner = [dot_flops(sub, choose) for _, sub in _compat.inner_jaxprs(equation)]
+        inner = [dot_flops(sub, choose) for _, sub in compat.inner_jaxprs(equation)]
         if inner:
             times = equation.params["length"] if name == "scan" else 1
             total += times * (choose if name == "cond" else sum)(flops for flops, _ in inner)

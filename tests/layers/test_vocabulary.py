@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit import _compat
-from shardkit._jaxprs import walk
+from shardkit._jax import compat
+from shardkit._jax.jaxprs import walk
 from shardkit.testing import assert_matches_reference, covering
 from support.refusals import value_error
 from support.tiers import covered
@@ -227,7 +227,7 @@ def test_no_device_ever_holds_whole_logits_and_keeps_its_own_once():  # proves F
 
     f, args = traced(gradients, False, 4)
     (program,) = [e for e in jax.make_jaxpr(f)(*args).jaxpr.eqns if e.primitive.name == "shard_map"]
-    inside = {math.prod(shape) for _, jaxpr in _compat.inner_jaxprs(program) for shape in shapes(jaxpr)}
+    inside = {math.prod(shape) for _, jaxpr in compat.inner_jaxprs(program) for shape in shapes(jaxpr)}
     assert max(inside) == B * T * 120 // 4
 
     x, head, targets = drawn(1, "bfloat16", 0)

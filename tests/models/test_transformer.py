@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import shardkit as sk
+from shardkit.meshes.rng import fold_keys
 from shardkit.models import transformer
-from shardkit.rng import fold_keys
 from support.refusals import value_error
 
 CONFIG = transformer.Config(vocabulary=40, layers=2, dim=32, heads=4, kv_heads=2, hidden=48)

@@ -15,7 +15,18 @@ from typing import NamedTuple
 
 from mutants import ROOT, Mutant
 
-ROOMS = ("collectives", "layers", "partitioning", "pipeline", "remat", "schedules", "strategies", "testing")
+ROOMS = (
+    "collectives",
+    "layers",
+    "on_device",
+    "pipeline",
+    "plans",
+    "remat",
+    "resharding",
+    "schedules",
+    "strategies",
+    "testing",
+)
 OPERATORS = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
     ast.FloorDiv: ast.Mod, ast.Mod: ast.FloorDiv, ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr,

@@ -11,13 +11,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit import _compat
-from shardkit._jaxprs import walk
+from shardkit._jax import compat
+from shardkit._jax.jaxprs import walk
 from shardkit.layers.linear import column_linear, row_linear
 from shardkit.models import transformer
-from shardkit.partitioning.handles import Handle
-from shardkit.partitioning.placement import Cut
+from shardkit.on_device.handles import Handle
 from shardkit.pipeline.split_backward import TwoHalves
+from shardkit.plans.placement import Cut
 from shardkit.remat.recompute import POLICIES, Traced, halves, learnable
 
 LAYERS, TOKENS, WIDTH, HIDDEN = 3, 24, 32, 80
@@ -259,9 +259,7 @@ def test_collectives_of_weight_gradients_wait_for_the_second_half(name):  # prov
                 found = fn(*args)
             else:
                 dx, residuals = one(*args)
-                assert [_compat.varying_axes(k) for k in residuals] == [
-                    _compat.varying_axes(k) for k in split.residuals
-                ]
+                assert [compat.varying_axes(k) for k in residuals] == [compat.varying_axes(k) for k in split.residuals]
                 found = dx if half == "first" else [*two(args, residuals), *dx]
             return [sk.vary(x, ("data", "model"))[None] for x in found]
 

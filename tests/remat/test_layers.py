@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import shardkit as sk
 from shardkit import cost
-from shardkit._jaxprs import walk
+from shardkit._jax.jaxprs import walk
 from shardkit.testing import assert_same_training
 from support.refusals import raises, value_error
 

@@ -11,8 +11,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import shardkit as sk
-from shardkit import _compat
-from shardkit._jaxprs import walk
+from shardkit._jax import compat
+from shardkit._jax.jaxprs import walk
 from shardkit.models import transformer
 from shardkit.models.transformer import Axes
 from support.refusals import value_error
@@ -71,7 +71,7 @@ def stacked(jaxpr):
     """Shapes and dtypes of a layer's slice of what the scans over layers stack up."""
     for equation in (site.equation for site in walk(jaxpr) if site.name == "scan"):
         if equation.params["length"] in (LAYERS, LAYERS - 1):
-            outs = equation.outvars[_compat.scan_parts(equation)[1] :]
+            outs = equation.outvars[compat.scan_parts(equation)[1] :]
             yield from ((v.aval.shape[1:], v.aval.dtype.name) for v in outs)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from shardkit.remat.uniform import order_matters
+from shardkit.steps.layer_order import order_matters
 from support.optimizers import OPTIMIZERS
 
 L = 4

@@ -78,7 +78,7 @@ def test_it_equals_the_replicas_one_after_the_other():
 
 
 # Catches a factor between the two, such as the number of replicas.
-@pytest.mark.filterwarnings("ignore::shardkit.partitioning.unintended.Unintended")
+@pytest.mark.filterwarnings("ignore::shardkit.on_device.advice.Unintended")
 @pytest.mark.optimized
 def test_averaged_after_every_step_it_is_data_parallelism():
     (_, step), state = train(optax.sgd(0.05), 1)

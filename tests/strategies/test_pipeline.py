@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit import schedules
-from shardkit._jaxprs import walk
+from shardkit._jax.jaxprs import walk
 from shardkit.analysis.jaxpr.census import census_of
 from shardkit.pipeline.pieces import Given, Model, Pieces
 from shardkit.schedules import Schedule

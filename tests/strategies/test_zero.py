@@ -14,12 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from benchmarks import zero_memory
-from shardkit import _compat
-from shardkit._jaxprs import walk
+from shardkit._jax import compat
+from shardkit._jax.jaxprs import walk
 from shardkit.analysis.hlo.differences import compiled, written
 from shardkit.models import transformer
-from shardkit.partitioning.handles import Handle
-from shardkit.partitioning.placement import Cut
+from shardkit.on_device.handles import Handle
+from shardkit.plans.placement import Cut
 from shardkit.testing import assert_same_training
 from support.conformance import BATCH, TRANSFORMER, text_batch
 from support.layouts import Specs, specs
@@ -450,7 +450,7 @@ def stacked_by_scans(jaxpr):
     """Shapes of what the scans of a program, at any depth, stack up for later."""
     for site in walk(jaxpr):
         if site.name == "scan":
-            yield from (v.aval.shape for v in site.equation.outvars[_compat.scan_parts(site.equation)[1] :])
+            yield from (v.aval.shape for v in site.equation.outvars[compat.scan_parts(site.equation)[1] :])
 
 
 @pytest.mark.parametrize("name", ["fsdp layerwise", "zero2 layerwise"])

@@ -19,8 +19,8 @@ import optax
 
 import shardkit as sk
 from shardkit.models import transformer
-from shardkit.partitioning.placement import Leaf, Split
-from shardkit.partitioning.plan import strategy
+from shardkit.plans.placement import Leaf, Split
+from shardkit.plans.plan import strategy
 
 BATCH = 16
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec as P
 
-from shardkit.partitioning.placement import map_layouts
+from shardkit.plans.placement import map_layouts
 
 
 class Specs(NamedTuple):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit import schedules
-from shardkit._compat import varying_axes
+from shardkit._jax.compat import varying_axes
 from shardkit.schedules import Schedule
 
 VOCABULARY, D, TOKENS, RATE = 7, 4, 2, 0.25

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from shardkit.layout import all_axes
+from shardkit.meshes.layout import all_axes
 from shardkit.testing._interpreter import joined, pieces_of
 from support.tiers import DEEP
 

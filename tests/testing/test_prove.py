@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit._jaxprs import kind_of, walk
+from shardkit._jax.jaxprs import PLAN, kind_of, mesh_axes, walk
 from shardkit.testing import LAWS, Program, Row, laws, one_device, prove, recording
 from support.refusals import type_error, value_error
 from support.training import lenient
@@ -430,12 +430,14 @@ def test_the_devices_of_a_row_are_its_meshs():
 
 
 @pytest.mark.check
-def test_a_users_file_named_like_the_plans_is_the_users(tmp_path):
-    """Its collectives were taken for the plan's, whose bytes then were too many."""
-    path = tmp_path / "groups.py"
-    path.write_text("import jax\n\ndef summed(x):\n    return jax.lax.psum(x, 'x')\n")
-    found = {}
-    exec(compile(path.read_text(), str(path), "exec"), found)
-    own = jax.shard_map(found["summed"], mesh=sk.abstract_mesh(x=2), in_specs=P("x"), out_specs=P())
-    (site,) = [site for site in walk(jax.make_jaxpr(own)(np.ones(2, np.float32)).jaxpr) if kind_of(site.equation)]
-    assert site.source == "groups.py:4 (summed)" and not laws._of_plan(site)
+def test_the_plans_collectives_are_told_from_those_of_the_loss_by_their_scope():
+    """A user's file of a name like ours was taken for the plan, whose bytes then were too many."""
+    plan = sk.chain(sk.dp("x"), sk.fsdp("y", min_size=1, layerwise=("layers",)))
+    loss = lambda params, batch, keys: jnp.sum(sk.all_reduce(batch @ sk.gathered(jnp.tanh)(params["layers"]), "x"))
+    init, step = sk.make_train_step(sk.value_and_grad(loss), optax.sgd(0.1), mesh=sk.abstract_mesh(x=2, y=2), plan=plan)
+    params = {"layers": jax.ShapeDtypeStruct((4, 4), jnp.float32)}
+    traced = step.trace(init.abstract(params), jax.ShapeDtypeStruct((8, 4), jnp.float32))
+    sites = [site for site in walk(traced.jaxpr.jaxpr) if kind_of(site.equation)]
+    own = [(kind_of(s.equation), mesh_axes(s.equation)) for s in sites if s.within(PLAN)]
+    print(own, [(kind_of(s.equation), mesh_axes(s.equation), s.source) for s in sites if not s.within(PLAN)])
+    assert own == [("all_gather", ("y",)), ("reduce_scatter", ("y",)), ("all_reduce", ("x",))]

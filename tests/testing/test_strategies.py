@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import find, given, settings
 
 import shardkit as sk
-from shardkit.layout import local_shape
+from shardkit.meshes.layout import local_shape
 from shardkit.testing import Chain, Op, meshes, programs, sharded_arrays, specs
 from shardkit.testing.certify import factorizations
 from support.refusals import raises, value_error

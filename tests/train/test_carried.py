@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit import schedules
-from shardkit.carried import Carried
+from shardkit.steps.carry import Carried
 from support import pipelines
 from support.refusals import type_error, value_error
 

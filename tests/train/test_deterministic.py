@@ -11,9 +11,9 @@ import optax
 import pytest
 
 import shardkit as sk
-from shardkit._jaxprs import walk
+from shardkit._jax.jaxprs import walk
 from shardkit.models import transformer
-from shardkit.partitioning.unintended import Unintended
+from shardkit.on_device.advice import Unintended
 from shardkit.testing import LAWS, Row, prove
 from support.compiling import QUICK
 from support.refusals import value_error

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import shardkit as sk
-from shardkit.state import passed_what_it_takes
+from shardkit.steps.state import passed_what_it_takes
 from support.refusals import raises
 
 SGD = optax.sgd(1e-2)

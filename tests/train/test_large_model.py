@@ -11,7 +11,7 @@ import pytest
 
 import shardkit as sk
 from benchmarks import large_model
-from shardkit._jaxprs import walk
+from shardkit._jax.jaxprs import walk
 from shardkit.models import transformer
 
 CONFIG = transformer.Config(vocabulary=64, layers=3, dim=16, heads=4, kv_heads=2, hidden=32)

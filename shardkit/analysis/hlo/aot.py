@@ -22,9 +22,9 @@ from typing import Any
 
 import jax
 
-from shardkit import _platform
-from shardkit._check import sized
-from shardkit._typed import check_kind
+from shardkit._arguments.checks import sized
+from shardkit._arguments.typed import check_kind
+from shardkit._jax import backends
 from shardkit.analysis.hlo.report import Built, Report, report_of
 from shardkit.analysis.hlo.saved import load
 from shardkit.analysis.hlo.topology import (
@@ -119,7 +119,7 @@ def build(
         )
     options = _checked(options)
     package = compiler_package(where)
-    _platform.leave_out_idle_tpu()
+    backends.leave_out_idle_tpu()
     started = time.monotonic()
     traced = _traced(step, args)
     sizes = dict(mesh.shape) if mesh is not None else mesh_sizes(traced.jaxpr.jaxpr, args)
@@ -128,7 +128,7 @@ def build(
     except Exception as error:
         raise _untraceable("lowered for this platform", error) from error
     lowering = time.monotonic() - started
-    inside, partitions = _platform.lowered_mesh(lowered)
+    inside, partitions = backends.lowered_mesh(lowered)
     sizes = sizes or inside  # a sharding constraint's, or that of the jit's own shardings
     devices = math.prod(sizes.values())
     if partitions not in (1, devices):

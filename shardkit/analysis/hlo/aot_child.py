@@ -23,7 +23,7 @@ def compile_in(folder: Path) -> dict[str, Any]:
     import jax
     from jax.experimental import mesh_utils, topologies
 
-    from shardkit import _platform
+    from shardkit._jax import backends
     from shardkit.analysis.hlo.memory import memory_of
 
     request = json.loads((folder / "request.json").read_text())
@@ -41,7 +41,7 @@ def compile_in(folder: Path) -> dict[str, Any]:
         placed = np.array(devices[:wanted]).reshape(shape)
     started = time.monotonic()
     try:
-        executable = _platform.compile_for(
+        executable = backends.compile_for(
             (folder / "module.mlirbc").read_bytes(), list(placed.flat), request["options"]
         )
     except jax.errors.JaxRuntimeError as error:

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from shardkit import _compat
-from shardkit._check import quoted
+from shardkit._arguments.checks import quoted
+from shardkit._jax import compat
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import CompiledRow, collectives_of
 from shardkit.analysis.hlo.memory import Memory, memory_of
 from shardkit.analysis.hlo.saved import save
 from shardkit.analysis.jaxpr.census import Census, Row, census_of, mesh_sizes, traceable
-from shardkit.layout import table
+from shardkit.meshes.layout import table
 
 
 class Compiled(NamedTuple):
@@ -123,7 +123,7 @@ def added_by_compiler(found: Compiled) -> Fraction:
 
 def written(row: CompiledRow) -> bool:
     """Whether a compiled collective comes from a written one; those that it adds carry another operation's name."""
-    return row.op_name.rsplit("/", 1)[-1] in _compat.COLLECTIVES
+    return row.op_name.rsplit("/", 1)[-1] in compat.COLLECTIVES
 
 
 class Change(NamedTuple):

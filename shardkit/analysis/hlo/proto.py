@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from shardkit._jaxprs import file_name, is_kernel
+from shardkit._jax.jaxprs import file_name, is_kernel
 from shardkit.analysis.hlo.groups import Groups, groups_in
 from shardkit.analysis.hlo.protobuf import Message, integer, integers, message, text
 

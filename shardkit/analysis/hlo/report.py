@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from shardkit._check import sized
+from shardkit._arguments.checks import sized
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import CompiledRow, collectives_of, total_work
 from shardkit.analysis.hlo.compute import NO_WORK, Work
@@ -18,7 +18,7 @@ from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.time_model import clock_of
 from shardkit.analysis.hlo.topology import Topology, device_memory, device_of, parse_topology
 from shardkit.analysis.jaxpr.census import Census, Row, census_of
-from shardkit.layout import table
+from shardkit.meshes.layout import table
 
 # The two forms of the message with which a compiler refuses a program.
 _REQUIRED = (r"\(([\d.]+)([KMGT]?)\) exceeds available", r"[Uu]sed ([\d.]+)([KMGT]?) of")

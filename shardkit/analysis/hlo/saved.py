@@ -20,9 +20,9 @@ import jax
 import jaxlib
 from jax.experimental import serialize_executable
 
-from shardkit._check import quoted
-from shardkit._typed import typed
-from shardkit.train import Step
+from shardkit._arguments.checks import quoted
+from shardkit._arguments.typed import typed
+from shardkit.steps.train import Step
 
 MAGIC = b"shardkit program 2\n"
 _FRONT = len(MAGIC) + hashlib.sha256().digest_size

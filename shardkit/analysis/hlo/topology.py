@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from jax.experimental import topologies
 
-from shardkit import _platform
-from shardkit._check import quoted
+from shardkit._arguments.checks import quoted
+from shardkit._jax import backends
 from shardkit.cost import Chip, chips
 
 _TARGETS = resources.files("shardkit.analysis.hlo").joinpath("targets")  # what the GPU compiler must know of a chip
@@ -144,8 +144,8 @@ def topology_devices(topology: str) -> list[Any]:
     """
     where = parse_topology(topology)
     compiler_package(where)
-    _platform.leave_out_idle_tpu()
-    if _platform.cpu_only():
+    backends.leave_out_idle_tpu()
+    if backends.cpu_only():
         os.environ.update(ALONE | os.environ)
     try:
         return list(topologies.get_topology_desc(**description_of(where)).devices)

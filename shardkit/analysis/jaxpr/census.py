@@ -17,13 +17,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardkit import _compat
-from shardkit._jaxprs import CASTS, Site, kind_of, mesh_axes, source_line, walk
-from shardkit._typed import typed
+from shardkit._arguments.typed import typed
+from shardkit._jax import compat
+from shardkit._jax.jaxprs import CASTS, Site, kind_of, mesh_axes, source_line, walk
 from shardkit.analysis.jaxpr.dataflow import Block, follow
 from shardkit.analysis.jaxpr.step import trace_step
 from shardkit.cost import wire
-from shardkit.layout import table
+from shardkit.meshes.layout import table
 
 # Primitives that carry axis names and send nothing.
 SILENT = CASTS | {"axis_index", "axis_index_p", "shard_map", "shard_map_p"}
@@ -168,13 +168,13 @@ def census_of(jaxpr: Any) -> Census:
                 continue
             row = row_of(site)
             rows.append(replace(row, update=id(site.equation) in after and not row.backward))
-        elif site.name not in SILENT and site.sizes and not _compat.inner_jaxprs(site.equation):
+        elif site.name not in SILENT and site.sizes and not compat.inner_jaxprs(site.equation):
             _refuse_uncounted(site)
     return Census(tuple(rows))
 
 
 def _refuse_uncounted(site: Site) -> None:
-    if _compat.reaches_others(site.equation):
+    if compat.reaches_others(site.equation):
         raise ValueError(
             f"census: what is sent must be in the program; the primitive {site.name!r} at {site.source} may send to "
             "other devices by itself. Pass the program without that kernel or foreign call, and add its bytes by hand."

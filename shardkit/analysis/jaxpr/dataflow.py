@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
-from shardkit import _compat
-from shardkit._jaxprs import (
+from shardkit._jax import compat
+from shardkit._jax.jaxprs import (
     ASSUMED,
     called,
     flow,
@@ -25,7 +25,7 @@ from shardkit._jaxprs import (
     user_line,
     while_operands,
 )
-from shardkit.layout import all_axes
+from shardkit.meshes.layout import all_axes
 
 _NONE: frozenset[Any] = frozenset()
 
@@ -160,7 +160,7 @@ def _run(jaxpr: Any, inputs: Sequence[State], context: Context, visit: Visit | N
 
     def step(equation: Any, ins: list[State]) -> list[State]:
         results = _step(equation, ins, context, visit)
-        graded = context.backward or _compat.in_backward(equation)
+        graded = context.backward or compat.in_backward(equation)
         return [state._replace(graded=True, passed=False) for state in results] if graded else results
 
     results = flow(jaxpr, [*[CONSTANT] * len(jaxpr.constvars), *inputs], step, lambda _: CONSTANT, states)
@@ -185,10 +185,10 @@ def _step(equation: Any, ins: list[State], context: Context, visit: Visit | None
         return ins
     if name == "io_callback":  # the host may answer each device differently
         return [ARGUMENT._replace(varies=_split(context.sizes, context.sizes))] * len(equation.outvars)
-    inner = [sub for _, sub in _compat.inner_jaxprs(equation)]
+    inner = [sub for _, sub in compat.inner_jaxprs(equation)]
     if inner:
         source = user_line(equation) or context.source
-        context = context._replace(backward=context.backward or _compat.in_backward(equation), source=source)
+        context = context._replace(backward=context.backward or compat.in_backward(equation), source=source)
     if name == "shard_map":
         return _shard_map(equation, inner[0], ins, context, visit)
     if name == "scan":
@@ -198,7 +198,7 @@ def _step(equation: Any, ins: list[State], context: Context, visit: Visit | None
     if name == "cond":
         return _cond(equation, inner, ins, context, visit)
     if not context.mapped:
-        context = context._replace(mapped=_compat.made_by_pmap(equation))
+        context = context._replace(mapped=compat.made_by_pmap(equation))
     if (sub := called(equation)) is not None:
         return _run(sub, ins, context, visit)
     every = join(ins)
@@ -238,7 +238,7 @@ def _equal(state: State, axes: frozenset[str]) -> State:
 
 def _shard_map(equation: Any, sub: Any, ins: list[State], context: Context, visit: Visit | None) -> list[State]:
     params = equation.params
-    manual = frozenset(_compat.manual_axes(equation))
+    manual = frozenset(compat.manual_axes(equation))
     sizes = {**context.sizes, **{axis: params["mesh"].shape[axis] for axis in manual}}
     entering = [
         state._replace(varies=state.varies | (_split(all_axes(spec), sizes) & manual))
@@ -255,7 +255,7 @@ def _scan(equation: Any, sub: Any, ins: list[State], context: Context, visit: Vi
 
 
 def _while(equation: Any, ins: list[State], context: Context, visit: Visit | None) -> list[State]:
-    inner = dict(_compat.inner_jaxprs(equation))
+    inner = dict(compat.inner_jaxprs(equation))
     test, body = inner["cond_jaxpr"], inner["body_jaxpr"]
     for_test, for_body, carried = while_operands(equation, ins)
     carried = _settled(carried, lambda held: _run(body, [*for_body, *held], context, None))
@@ -282,7 +282,7 @@ def _cond(equation: Any, inner: list[Any], ins: list[State], context: Context, v
 
 def _chosen(state: State, by: State, variable: Any, equation: Any, context: Context) -> State:
     """A result that depends on the branch taken: it varies as the predicate does, whatever its type says."""
-    untold = by.varies - _compat.varying_axes(variable.aval)
+    untold = by.varies - compat.varying_axes(variable.aval)
     hidden = frozenset((axis, where(equation, context)) for axis in untold)
     return join([state, State(by.varies, by.reduced, by.given, hidden, passed=by.passed)])
 

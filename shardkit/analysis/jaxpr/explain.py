@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
-from shardkit import _compat
-from shardkit._check import named, quoted
-from shardkit._jaxprs import ASSUMED, Site, kind_of, mesh_axes, source_line, walk
-from shardkit._typed import typed
+from shardkit._arguments.checks import named, quoted
+from shardkit._arguments.typed import typed
+from shardkit._jax import compat
+from shardkit._jax.jaxprs import ASSUMED, Site, kind_of, mesh_axes, source_line, walk
 from shardkit.analysis.jaxpr.census import census_of, row_of
 from shardkit.analysis.jaxpr.dataflow import short
 from shardkit.analysis.jaxpr.step import trace_step
@@ -152,7 +152,7 @@ def _key(equation: Any, made: str | None = None) -> tuple[Any, ...]:
     """
     shapes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     ends = shapes[::-1] if made is None else shapes
-    return made or kind_of(equation), tuple(_compat.user_frames(equation)), frozenset(mesh_axes(equation)), ends
+    return made or kind_of(equation), tuple(compat.user_frames(equation)), frozenset(mesh_axes(equation)), ends
 
 
 def _reason(site: Site, found: Sequence[Site]) -> Reason:
@@ -196,8 +196,8 @@ def _why(site: Site, kind: str, axes: tuple[str, ...], value: str, found: Sequen
 
 def _asked_for(equation: Any) -> bool:
     """Whether `vary` made a cast, rather than an operation that needed one."""
-    frames = _compat.user_frames(equation)
-    by_vary = bool(frames) and frames[0][::2] == (_compat.__file__, _compat.cast_varying.__name__)
+    frames = compat.user_frames(equation)
+    by_vary = bool(frames) and frames[0][::2] == (compat.__file__, compat.cast_varying.__name__)
     return by_vary or equation.primitive.name.startswith("reduced_vary_cast")
 
 
@@ -207,7 +207,7 @@ def _beside(site: Site, axes: tuple[str, ...]) -> str:
     for equation in site.jaxpr.eqns:
         if any(v is cast for v in equation.invars):
             for other in equation.invars:
-                if other is not cast and set(axes) <= _compat.varying_axes(other.aval):
+                if other is not cast and set(axes) <= compat.varying_axes(other.aval):
                     return _name(other, site)
     return ""
 

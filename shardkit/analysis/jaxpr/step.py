@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from shardkit import _compat
-from shardkit._jaxprs import called, own_line
+from shardkit._jax import compat
+from shardkit._jax.jaxprs import called, own_line
 
 T = TypeVar("T")
 
@@ -141,7 +141,7 @@ def first_use(jaxpr: Any, variable: Any) -> str:
             if operand is variable:
                 inner = called(equation)
                 inside = first_use(inner, inner.invars[position]) if inner is not None else ""
-                if line := inside or own_line(_compat.user_frames(equation)):
+                if line := inside or own_line(compat.user_frames(equation)):
                     return line
     return ""
 

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.profiler import ProfileData
 
-from shardkit._check import whole
-from shardkit._typed import typed
+from shardkit._arguments.checks import whole
+from shardkit._arguments.typed import typed
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import CompiledRow, collectives_of
 from shardkit.analysis.jaxpr.census import mesh_sizes, traceable

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from shardkit import cost
-from shardkit._check import counted
+from shardkit._arguments.checks import counted
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.report import size
-from shardkit.layout import table
+from shardkit.meshes.layout import table
 
 SIMULATED = (
     "These devices are simulated: a collective's time is mostly threads waiting for each other and for a core. "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardkit._check import quoted
-from shardkit._jaxprs import kind_of
+from shardkit._arguments.checks import quoted
+from shardkit._jax.jaxprs import kind_of
 from shardkit.analysis.jaxpr.dataflow import split_axes, where
 from shardkit.analysis.rules.program import Program
 from shardkit.analysis.rules.rule import Finding

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from shardkit._check import quoted
+from shardkit._arguments.checks import quoted
 from shardkit.analysis.jaxpr.dataflow import short, where
 from shardkit.analysis.rules.program import Program
 from shardkit.analysis.rules.rule import Finding

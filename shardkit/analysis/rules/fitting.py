@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from shardkit import _compat
-from shardkit._jaxprs import kind_of, mesh_axes
+from shardkit._jax import compat
+from shardkit._jax.jaxprs import kind_of, mesh_axes
 from shardkit.analysis.jaxpr.census import size_of
 from shardkit.analysis.rules.program import Program
 from shardkit.analysis.rules.rule import Finding, place
-from shardkit.layout import all_axes
+from shardkit.meshes.layout import all_axes
 
 
 def fitting(program: Program) -> Iterator[Finding]:
@@ -22,9 +22,9 @@ def fitting(program: Program) -> Iterator[Finding]:
     if program.capacity is None:
         return
     for block, equation in program.equations:
-        if equation.primitive.name != "shard_map" or block.context.mapped or _compat.in_backward(equation):
+        if equation.primitive.name != "shard_map" or block.context.mapped or compat.in_backward(equation):
             continue
-        (inner,) = [sub for _, sub in _compat.inner_jaxprs(equation)]
+        (inner,) = [sub for _, sub in compat.inner_jaxprs(equation)]
         sent: dict[tuple[str | None, str], Any] = {}
         for each in _forward(inner):
             sent |= {(kind_of(each), axis): sent.get((kind_of(each), axis), each) for axis in mesh_axes(each)}
@@ -55,7 +55,7 @@ def _form(x: Any, spec: Any) -> tuple[Any, ...]:
 def _forward(jaxpr: Any) -> Iterator[Any]:
     """The collectives of a forward pass."""
     for equation in jaxpr.eqns:
-        if kind_of(equation) and not _compat.in_backward(equation):
+        if kind_of(equation) and not compat.in_backward(equation):
             yield equation
-        for _, sub in _compat.inner_jaxprs(equation):
+        for _, sub in compat.inner_jaxprs(equation):
             yield from _forward(sub)

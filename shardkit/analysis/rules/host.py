@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardkit._jaxprs import Site, walk
+from shardkit._jax.jaxprs import Site, walk
 from shardkit.analysis.jaxpr.census import size_of
 from shardkit.analysis.rules.program import CompiledProgram
 from shardkit.analysis.rules.rule import Finding

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardkit import _compat
-from shardkit._check import quoted
-from shardkit._jaxprs import CASTS, Site, kind_of, mesh_axes, walk
+from shardkit._arguments.checks import quoted
+from shardkit._jax import compat
+from shardkit._jax.jaxprs import CASTS, Site, kind_of, mesh_axes, walk
 from shardkit.analysis.jaxpr.dataflow import CONSTANT, State, short
 from shardkit.analysis.jaxpr.explain import with_origins
 from shardkit.analysis.rules.program import Program
@@ -49,5 +49,5 @@ def _inner(site: Site) -> bool:
 
 def _transforms(site: Site) -> list[str]:
     """The differentiations that an equation went through, the outermost first."""
-    own = _compat.transforms(site.equation)
+    own = compat.transforms(site.equation)
     return [*(_transforms(site.outer) if site.outer else []), *own]

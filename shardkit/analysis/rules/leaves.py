@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 
-from shardkit._check import sized
+from shardkit._arguments.checks import sized
 from shardkit.analysis.hlo.report import size
 from shardkit.analysis.jaxpr.step import Leaf
 from shardkit.analysis.rules.program import CompiledProgram
 from shardkit.analysis.rules.rule import Finding
-from shardkit.layout import all_axes
+from shardkit.meshes.layout import all_axes
 
 
 def copies(program: CompiledProgram) -> Iterator[Finding]:

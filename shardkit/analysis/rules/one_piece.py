@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from shardkit import _compat
-from shardkit._check import quoted
-from shardkit._jaxprs import kind_of
+from shardkit._arguments.checks import quoted
+from shardkit._jax import compat
+from shardkit._jax.jaxprs import kind_of
 from shardkit.analysis.jaxpr.census import size_of
 from shardkit.analysis.jaxpr.dataflow import Block, split_axes, where
 from shardkit.analysis.rules.program import Program
@@ -54,7 +54,7 @@ def one_piece(program: Program) -> Iterator[Finding]:
 
 
 def _of_the_gradient(block: Block, equation: Any) -> bool:
-    return (block.context.backward or _compat.in_backward(equation)) and not _compat.recomputed(equation)
+    return (block.context.backward or compat.in_backward(equation)) and not compat.recomputed(equation)
 
 
 def _takes_one(use: Use, dim: int, n: int) -> bool:

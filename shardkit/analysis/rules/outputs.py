@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardkit._check import quoted
+from shardkit._arguments.checks import quoted
 from shardkit.analysis.jaxpr.dataflow import Block, where
 from shardkit.analysis.rules.program import Program
 from shardkit.analysis.rules.rule import Finding, place
-from shardkit.layout import all_axes
+from shardkit.meshes.layout import all_axes
 
 
 def outputs(program: Program) -> Iterator[Finding]:

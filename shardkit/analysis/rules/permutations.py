@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from shardkit._check import quoted
-from shardkit._jaxprs import called, marks
+from shardkit._arguments.checks import quoted
+from shardkit._jax.jaxprs import called, marks
 from shardkit.analysis.jaxpr.dataflow import split_axes, where
 from shardkit.analysis.rules.program import Program
 from shardkit.analysis.rules.rule import Finding

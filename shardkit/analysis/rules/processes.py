@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shardkit import _compat, _platform
-from shardkit._check import quoted
-from shardkit._jaxprs import kind_of, mesh_axes, source_line, walk
+from shardkit._arguments.checks import quoted
+from shardkit._jax import backends, compat
+from shardkit._jax.jaxprs import kind_of, mesh_axes, source_line, walk
 from shardkit.analysis.jaxpr.dataflow import Context, short
 from shardkit.analysis.jaxpr.step import Step, trace_step
 from shardkit.analysis.rules.program import Program
@@ -39,7 +39,7 @@ class _Line(NamedTuple):
 def other_process(program: Program) -> Iterator[Finding]:
     """Programs that another process would trace differently."""
     # pmap asks for the devices of its process as it traces.
-    pmaps = any(_compat.made_by_pmap(site.equation) for site in walk(program.step.jaxpr))
+    pmaps = any(compat.made_by_pmap(site.equation) for site in walk(program.step.jaxpr))
     if not pmaps and not isinstance(program.step.fn, jax.stages.Traced):
         yield from differences_of_processes(program.step)
 
@@ -47,10 +47,10 @@ def other_process(program: Program) -> Iterator[Finding]:
 def differences_of_processes(step: Step) -> Iterator[Finding]:
     """Compares a program that was traced here with what another process would trace."""
     # Before jax starts, its index is 0.
-    here = jax.process_index() if _platform.jax_has_started() else 0
+    here = jax.process_index() if backends.jax_has_started() else 0
     there = 1 if here == 0 else 0
     try:
-        with _platform.as_process(there):
+        with backends.as_process(there):
             other = trace_step(step.fn, step.args, step.kwargs)
     except Exception as error:
         yield Finding(
@@ -107,7 +107,7 @@ def _lines(jaxpr: Any, constants: Sequence[Any], path: tuple[str, ...] = ()) -> 
         operands = tuple(_operand(v) for v in equation.invars)
         params = tuple(sorted((k, repr(v)) for k, v in equation.params.items() if _is_simple(v)))
         yield _Line((path, equation.primitive.name, operands, params), equation)
-        inner = zip(_compat.inner_jaxprs(equation), _compat.inner_constants(equation), strict=True)
+        inner = zip(compat.inner_jaxprs(equation), compat.inner_constants(equation), strict=True)
         for number, ((name, sub), held) in enumerate(inner):
             yield from _lines(sub, held, (*path, f"{equation.primitive.name}.{name}.{number}"))
 
@@ -153,7 +153,7 @@ def _said(error: BaseException) -> str:
 
 def _raised_at(error: BaseException) -> str:
     """The innermost line outside jax and shardkit that raised an exception."""
-    libraries = [Path(jax.__file__).parent, Path(_compat.__file__).parent]
+    libraries = [Path(jax.__file__).parent, Path(compat.__file__).parents[1]]
     frames = [
         f
         for f in traceback.extract_tb(error.__traceback__)

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from shardkit import _compat, _platform
-from shardkit._jaxprs import own_line
+from shardkit._jax import backends, compat
+from shardkit._jax.jaxprs import own_line
 from shardkit.analysis.hlo import aot, proto
 from shardkit.analysis.hlo.collectives import CompiledRow, collectives_of
 from shardkit.analysis.hlo.memory import Memory, memory_of
@@ -109,7 +109,7 @@ class CompiledProgram(Program):
     @cached_property
     def passed(self) -> list[Leaf] | None:
         """The leaves that the program uses, in the order of its arguments; None where that is not known."""
-        used = _compat.arguments_used(self.step.jaxpr)
+        used = compat.arguments_used(self.step.jaxpr)
         leaves = [leaf for leaf, is_used in zip(self.leaves, used, strict=True) if is_used]
         return leaves if self.step.lower is None and len(leaves) == len(self.placed) else None
 
@@ -140,7 +140,7 @@ def compiled_program(
     sizes = mesh_sizes(step.jaxpr, step.args)
     if target is None:
         lowered = step.lowered
-        with _platform.captured_log(_REPLICATED) as log:
+        with backends.captured_log(_REPLICATED) as log:
             compiled = lowered.compile()
         executable: Any = compiled.runtime_executable()
         serialized, memory = executable.hlo_modules()[0].as_serialized_hlo_module_proto(), memory_of(executable)
@@ -156,8 +156,8 @@ def compiled_program(
         lowered = step.traced.lower(lowering_platforms=(parse_topology(target).platform,))
         serialized, memory, log = built.module, Memory(**built.answer["memory"]), built.answer["log"]
         held, versions, sizes = (), built.answer["versions"], sizes or built.sizes
-    inside, partitions = _platform.lowered_mesh(lowered)
-    placed = _platform.lowered_arguments(lowered)
+    inside, partitions = backends.lowered_mesh(lowered)
+    placed = backends.lowered_arguments(lowered)
     sizes = sizes or inside
     if math.prod(sizes.values()) != partitions > 1:  # a mesh without names
         sizes = {"devices": partitions}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from shardkit import _compat
-from shardkit._check import named, quoted
+from shardkit._arguments.checks import named, quoted
+from shardkit._jax import compat
 from shardkit.analysis.jaxpr.dataflow import short, split_axes, where
 from shardkit.analysis.rules.program import Program
 from shardkit.analysis.rules.rule import Finding
@@ -18,7 +18,7 @@ def reductions(program: Program) -> Iterator[Finding]:
         if equation.primitive.name not in ("psum", "psum_invariant", "pmax", "pmin"):
             continue
         # Transposing adds such sums rightly: a value used as n copies has n times the gradient.
-        if block.context.backward or _compat.in_backward(equation) or equation.params.get("axis_index_groups"):
+        if block.context.backward or compat.in_backward(equation) or equation.params.get("axis_index_groups"):
             continue
         axes = split_axes(equation, block.context)
         for operand in equation.invars:
@@ -26,7 +26,7 @@ def reductions(program: Program) -> Iterator[Finding]:
             equal = [a for a in axes if a not in state.varies]
             reduced = bool(state.reduced & set(equal))
             # A tangent, which looks like its argument, is summed rightly too.
-            if not equal or not (reduced or (state.given and not _compat.in_jvp(equation))):
+            if not equal or not (reduced or (state.given and not compat.in_jvp(equation))):
                 continue
             n = math.prod(block.context.sizes[a] for a in equal)
             why = "was reduced or gathered over it before" if reduced else "comes from replicated arguments"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from shardkit._check import quoted
+from shardkit._arguments.checks import quoted
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import written
 from shardkit.analysis.hlo.uses import Use, Value

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from shardkit import _compat
-from shardkit._check import sized
+from shardkit._arguments.checks import sized
+from shardkit._jax import compat
 from shardkit.analysis.jaxpr.census import size_of
 from shardkit.analysis.jaxpr.dataflow import short
 from shardkit.analysis.rules.program import Program
 from shardkit.analysis.rules.rule import Finding, place
-from shardkit.layout import all_axes
+from shardkit.meshes.layout import all_axes
 
 
 def replicated(program: Program) -> Iterator[Finding]:
@@ -19,14 +19,14 @@ def replicated(program: Program) -> Iterator[Finding]:
     for block, equation in program.equations:
         if equation.primitive.name != "shard_map" or block.context.mapped:
             continue
-        sizes = {a: equation.params["mesh"].shape[a] for a in _compat.manual_axes(equation)}
+        sizes = {a: equation.params["mesh"].shape[a] for a in compat.manual_axes(equation)}
         if math.prod(sizes.values()) == 1:
             continue
-        (inner,) = [sub for _, sub in _compat.inner_jaxprs(equation)]
+        (inner,) = [sub for _, sub in compat.inner_jaxprs(equation)]
         names = inner.debug_info.arg_names or ()
         for number, (operand, spec) in enumerate(zip(equation.invars, equation.params["in_specs"], strict=True)):
             # Differentiation passes residuals to a second shard_map; the first one holds them.
-            if all_axes(spec) or size_of(operand) < program.large or _compat.in_backward(equation):
+            if all_axes(spec) or size_of(operand) < program.large or compat.in_backward(equation):
                 continue
             name = names[number] if number < len(names) and names[number] else f"argument {number}"
             closed = any(operand is v for v in block.jaxpr.constvars)

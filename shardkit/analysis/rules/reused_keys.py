@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardkit import _compat
-from shardkit._jaxprs import IDENTITIES, called, flow, scan_operands, walk, while_operands
+from shardkit._jax import compat
+from shardkit._jax.jaxprs import IDENTITIES, called, flow, scan_operands, walk, while_operands
 from shardkit.analysis.jaxpr.dataflow import Context, where
 from shardkit.analysis.rules.program import Program
 from shardkit.analysis.rules.rule import Finding
-from shardkit.layout import all_axes
+from shardkit.meshes.layout import all_axes
 
 _DRAWS = {"random_bits", "random_gamma"}
 # Their result is their operand. Not random_clone, whose caller intends another draw each time.
@@ -91,9 +91,7 @@ class _Names:
             return ins
         inner = [
             (sub, [self._named(("constant", id(c))) for c in constants] or [self.new() for _ in sub.constvars])
-            for (_, sub), constants in zip(
-                _compat.inner_jaxprs(equation), _compat.inner_constants(equation), strict=True
-            )
+            for (_, sub), constants in zip(compat.inner_jaxprs(equation), compat.inner_constants(equation), strict=True)
         ]
         if not inner:
             return self._computed(equation, ins)
@@ -135,7 +133,7 @@ class _Names:
     def _computed(self, equation: Any, ins: list[Value]) -> list[Value]:
         """Keys and integers are named by what made them, clones never; no key is made from floats."""
         clones = equation.primitive.name == "random_clone"
-        if clones or _compat.acts(equation) or not all(_may_make_a_key(out.aval) for out in equation.outvars):
+        if clones or compat.acts(equation) or not all(_may_make_a_key(out.aval) for out in equation.outvars):
             return [self.new(ins) for _ in equation.outvars]
         made = (equation.primitive.name, str(sorted(equation.params.items(), key=lambda item: item[0])))
         return [self._named((*made, i), ins) for i in range(len(equation.outvars))]
@@ -185,7 +183,7 @@ class _Names:
 
 def _again(equation: Any) -> bool:
     """Whether an equation may repeat one of the forward pass: in the backward pass, or recomputed for it."""
-    return _compat.in_backward(equation) or _compat.recomputed(equation)
+    return compat.in_backward(equation) or compat.recomputed(equation)
 
 
 def _may_make_a_key(aval: Any) -> bool:

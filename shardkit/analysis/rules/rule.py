@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
-from shardkit import _compat
-from shardkit._check import quoted
-from shardkit._jaxprs import IDENTITIES
+from shardkit._arguments.checks import quoted
+from shardkit._jax import compat
+from shardkit._jax.jaxprs import IDENTITIES
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.jaxpr.dataflow import Block, Context, inside, where
 
@@ -82,7 +82,7 @@ def uses(block: Block, variable: Any) -> Iterator[Use | None]:
 def place(equation: Any, context: Context) -> str:
     """The line of an equation, or where it has none, as a differentiated shard_map, the first line inside."""
     known = where(equation, context)
-    for _, sub in _compat.inner_jaxprs(equation) if known == "unknown" else ():
+    for _, sub in compat.inner_jaxprs(equation) if known == "unknown" else ():
         lines = [line for each in sub.eqns if (line := place(each, context)) != "unknown"]
         known = lines[0] if lines else known
     return known

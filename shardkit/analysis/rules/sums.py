@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shardkit._check import quoted
+from shardkit._arguments.checks import quoted
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.uses import Use, Uses, Value
 from shardkit.analysis.rules.program import CompiledProgram

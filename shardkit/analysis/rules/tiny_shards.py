@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from shardkit._check import quoted
-from shardkit._jaxprs import IDENTITIES, kind_of
+from shardkit._arguments.checks import quoted
+from shardkit._jax.jaxprs import IDENTITIES, kind_of
 from shardkit.analysis.jaxpr.census import size_of
 from shardkit.analysis.jaxpr.dataflow import Block, short, split_axes, where
 from shardkit.analysis.rules.program import Program

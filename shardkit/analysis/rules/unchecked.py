@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardkit import _compat
-from shardkit._check import quoted
+from shardkit._arguments.checks import quoted
+from shardkit._jax import compat
 from shardkit.analysis.rules.program import Program
 from shardkit.analysis.rules.rule import Finding, place
 
@@ -13,7 +13,7 @@ from shardkit.analysis.rules.rule import Finding, place
 def unchecked(program: Program) -> Iterator[Finding]:
     """shard_map without check_vma, and pmap."""
     for block, equation in program.equations:
-        if not block.context.mapped and _compat.made_by_pmap(equation):
+        if not block.context.mapped and compat.made_by_pmap(equation):
             yield Finding(
                 "pmap",
                 "jax.pmap supports one axis, needs a leading dim for it and checks no types.",
@@ -23,7 +23,7 @@ def unchecked(program: Program) -> Iterator[Finding]:
         if equation.primitive.name == "shard_map" and not equation.params["check_vma"] and not block.context.mapped:
             yield Finding(
                 "check-vma-off",
-                f"shard_map over {quoted(_compat.manual_axes(equation))} has check_vma off: a wrong out_specs and a "
+                f"shard_map over {quoted(compat.manual_axes(equation))} has check_vma off: a wrong out_specs and a "
                 "missing reduction pass unnoticed, and gradients inside it are not summed.",
                 place(equation, block.context),
                 "Leave check_vma=True, and cast with vary where a type must match.",

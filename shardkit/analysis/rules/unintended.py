@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shardkit.analysis.rules.program import Program
 from shardkit.analysis.rules.rule import Finding
-from shardkit.partitioning.unintended import idle_axes, quotients
+from shardkit.on_device.advice import idle_axes, quotients
 
 
 def mean_of_quotients(program: Program) -> Iterator[Finding]:

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from shardkit._check import quoted
-from shardkit._context import CONTEXT
-from shardkit._typed import check_fields, typed
+from shardkit._arguments.checks import quoted
+from shardkit._arguments.context import CONTEXT
+from shardkit._arguments.typed import check_fields, typed
 from shardkit.jobs.monitor.fingerprint import fingerprint
 from shardkit.jobs.monitor.judge import Deadlines
 from shardkit.runtime.channel import client

@@ -16,9 +16,9 @@ from typing import Any, Literal, TypeVar
 
 import jax
 
-from shardkit._check import at_least
-from shardkit._typed import typed
-from shardkit.partitioning.storage import is_padded
+from shardkit._arguments.checks import at_least
+from shardkit._arguments.typed import typed
+from shardkit.plans.storage import is_padded
 from shardkit.runtime.checkpoint.directory import (
     check_writable,
     delete,
@@ -34,7 +34,7 @@ from shardkit.runtime.checkpoint.portable import from_portable, leaf_record, lea
 from shardkit.runtime.checkpoint.reading import DamagedError, find_step, newest_step, read_arrays
 from shardkit.runtime.checkpoint.record import Residuals, Run, compared, make_record, seal
 from shardkit.runtime.data.checksums import start_checksums
-from shardkit.state import TrainState
+from shardkit.steps.state import TrainState
 
 T = TypeVar("T")
 _UNFINISHED = ".orbax-checkpoint-tmp"

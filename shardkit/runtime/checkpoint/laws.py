@@ -9,15 +9,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardkit._context import apart
-from shardkit.layout import path_name
-from shardkit.mesh import make_mesh
-from shardkit.partitioning.gradient import value_and_grad
-from shardkit.partitioning.storage import unpadded
+from shardkit._arguments.context import apart
+from shardkit.meshes.layout import path_name
+from shardkit.meshes.mesh import make_mesh
+from shardkit.on_device.gradient import value_and_grad
+from shardkit.plans.storage import unpadded
 from shardkit.runtime.checkpoint.checkpoints import Checkpoints
+from shardkit.steps.train import make_train_step
 from shardkit.strategies.data import dp
 from shardkit.testing import Program, Reference
-from shardkit.train import make_train_step
 
 
 def restores_elsewhere(program: Program, reference: Reference) -> str | None:

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit._check import quoted
-from shardkit.layout import canonical, path_name, spec_axes
-from shardkit.partitioning.storage import Held, is_padded, padded, padding, stored_array, unpadded
+from shardkit._arguments.checks import quoted
+from shardkit.meshes.layout import canonical, path_name, spec_axes
+from shardkit.plans.storage import Held, is_padded, padded, padding, stored_array, unpadded
 from shardkit.runtime.checkpoint.record import Records, is_residual
 from shardkit.runtime.data.reading import is_key, to_storable
 

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from shardkit._check import one_of, quoted
+from shardkit._arguments.checks import one_of, quoted
 from shardkit.runtime.channel.files import open_file
 
 FORMAT = 2  # increased whenever older readers would fail, including for other checksums

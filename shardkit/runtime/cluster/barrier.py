@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardkit import _platform
-from shardkit._check import at_least_zero
-from shardkit._typed import typed
+from shardkit._arguments.checks import at_least_zero
+from shardkit._arguments.typed import typed
+from shardkit._jax import backends
 from shardkit.collectives import all_reduce
-from shardkit.mesh import make_mesh
+from shardkit.meshes.mesh import make_mesh
 from shardkit.runtime.channel.place import processes as processes_named
 
 
@@ -38,7 +38,7 @@ def barrier(name: str, timeout: float = 60.0) -> None:
 
 def absent(name: str, timeout: float) -> str | None:
     """Waits for all processes; returns None, or those that did not arrive: `processes 1, 3`."""
-    text = _platform.wait_at_barrier(name, timeout)
+    text = backends.wait_at_barrier(name, timeout)
     if text is None:
         return None
     found = re.search(r"timed out task names:\n((?:\S*\d\n)+)", text)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from shardkit import _platform
-from shardkit._check import quoted
-from shardkit.config import DistributedConfig
+from shardkit._arguments.checks import quoted
+from shardkit._jax import backends
+from shardkit.strategies.config import DistributedConfig
 
 _REMEDY = "pass coordinator_address, num_processes and process_id"
 # The variables from which jax reads a scheduler's job, with the number of processes, the process, and the process on
@@ -50,7 +50,7 @@ def variables(environ: Mapping[str, str]) -> Found:
 def detected(environ: Mapping[str, str], timeout: float) -> Found:
     """What jax detects of Slurm, Open MPI, Kubernetes or Cloud TPU; refuses variables that are wrong, or too few."""
     try:
-        found = Found(*_platform.detect_cluster(int(timeout)))
+        found = Found(*backends.detect_cluster(int(timeout)))
     except Exception as error:
         for name in (*_SLURM, *_OPEN_MPI, *_TPU):
             if name in environ and environ[name] and name not in _WHERE:

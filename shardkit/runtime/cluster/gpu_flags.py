@@ -6,8 +6,8 @@ import os
 import sys
 from pathlib import Path
 
-from shardkit import _platform
-from shardkit._typed import typed
+from shardkit._arguments.typed import typed
+from shardkit._jax import backends
 
 # Compute scheduled between the start and the end of a collective, collectives pipelined over the iterations of a loop,
 # and Triton for every matmul that it supports.
@@ -41,12 +41,12 @@ def gpu_flags(flags: tuple[str, ...] = GPU_OVERLAP) -> tuple[str, ...]:
         >>> sk.runtime.gpu_flags()  # on CPU devices
         ()
     """
-    if _platform.cpu_only() or not any(Path("/dev", name).exists() for name in _DEVICES):
+    if backends.cpu_only() or not any(Path("/dev", name).exists() for name in _DEVICES):
         return ()
     given = os.environ.get("XLA_FLAGS", "").split()
     known = {flag.partition("=")[0] for flag in given}
     added = tuple(flag for flag in flags if flag.partition("=")[0] not in known)
-    if added and _platform.jax_has_started():
+    if added and backends.jax_has_started():
         raise RuntimeError(
             f"gpu_flags: it must be called before jax starts, which reads XLA_FLAGS once; {' '.join(added)} would be "
             "ignored. Call it before anything uses a device."

@@ -11,14 +11,14 @@ from typing import NamedTuple, NoReturn
 
 import jax
 
-from shardkit import _platform
-from shardkit._check import at_least, at_least_zero
-from shardkit._typed import typed
-from shardkit.config import DistributedConfig
+from shardkit._arguments.checks import at_least, at_least_zero
+from shardkit._arguments.typed import typed
+from shardkit._jax import backends
 from shardkit.runtime.channel import client
 from shardkit.runtime.channel.place import TOKEN, Place, allow_files, bind_address, free_port
 from shardkit.runtime.cluster import environment
 from shardkit.runtime.cluster.environment import Found
+from shardkit.strategies.config import DistributedConfig
 
 # Seconds that jax's exit barrier waits before it aborts all processes: after the last step one may have more to do than
 # the others, and when one fails the monitors end the wait.
@@ -128,12 +128,12 @@ def initialize(
         found = found.filled(environment.detected(os.environ, timeout))
     local_rank = environment.local_rank(os.environ) if config is None else config.local_rank or 0
     if found.address is None and found.size in (None, 1) and not found.rank:
-        _platform.leave_out_idle_tpu()
+        backends.leave_out_idle_tpu()
         _check_devices(expect_devices)
         return Cluster(0, 1, local_rank, True, "")
     place = _place(found, timeout)
     _check_first()
-    if _platform.jax_has_started():
+    if backends.jax_has_started():
         raise RuntimeError(
             "initialize: it must be called before jax starts its devices; they have started (by jax.devices(), an "
             "array or a computation). Call it first."
@@ -142,7 +142,7 @@ def initialize(
         for name, value in config.jax_settings().items():
             jax.config.update(name, value)
     client.start(place)
-    _platform.leave_out_idle_tpu()
+    backends.leave_out_idle_tpu()
     if place.rank == 0:
         allow_files(place.size)  # jax's coordination service, too, holds a connection per process
     listens = bind_address(place.host) if place.rank == 0 else ""
@@ -244,7 +244,7 @@ def _joined(found: Found, timeout: float) -> Iterator[Place]:
     The port of the job's address is that of jax's coordination service, which tells them. Who can ask it for the token
     could end the job anyway. Refuses what `found` says otherwise than jax, and a process 0 that does not answer.
     """
-    address, size, rank = _platform.joined_job()
+    address, size, rank = backends.joined_job()
     for name, given, actual in (("num_processes", found.size, size), ("process_id", found.rank, rank)):
         if given is not None and given != actual:
             raise ValueError(
@@ -256,9 +256,9 @@ def _joined(found: Found, timeout: float) -> Iterator[Place]:
             "initialize: local_device_ids must be passed to jax.distributed.initialize, which has been called already; "
             f"got {found.local_devices}. Leave it out."
         )
-    host, cpu, token = address.rpartition(":")[0].strip("[]"), _platform.cpu_only(), os.environ.get(TOKEN, "")
+    host, cpu, token = address.rpartition(":")[0].strip("[]"), backends.cpu_only(), os.environ.get(TOKEN, "")
     if rank:
-        told = _platform.told(_KEY, timeout)
+        told = backends.told(_KEY, timeout)
         if told is None:
             raise RuntimeError(
                 f"initialize: process 0 must call it too; it did not within {timeout:g} s. Call it in every process, "
@@ -269,7 +269,7 @@ def _joined(found: Found, timeout: float) -> Iterator[Place]:
         return
     with free_port("") as free:
         sent = "" if token else secrets.token_hex(32)
-        _platform.tell_processes(_KEY, f"{free} {sent}")
+        backends.tell_processes(_KEY, f"{free} {sent}")
         yield Place(host, free, 0, size, timeout, cpu, token or sent)
 
 
@@ -312,7 +312,7 @@ def _place(found: Found, timeout: float) -> Place:
             f"initialize: coordinator_address must be host:port with a port from 1 to 65535; got {found.address!r}. "
             "Pass for example node0:29500, or [fd00::1]:29500."
         )
-    return Place(host, int(port), rank, size, timeout, _platform.cpu_only(), os.environ.get(TOKEN, ""))
+    return Place(host, int(port), rank, size, timeout, backends.cpu_only(), os.environ.get(TOKEN, ""))
 
 
 def _check_devices(expected: int | None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from shardkit._typed import typed
+from shardkit._arguments.typed import typed
 
 PREEMPTED = 75  # EX_TEMPFAIL, "try again later"
 """The exit code after a preempted run has saved."""

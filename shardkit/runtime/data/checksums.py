@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit.collectives import vary
 from shardkit.collectives.axes import vary_like
-from shardkit.layout import all_axes, spec_axes
+from shardkit.meshes.layout import all_axes, spec_axes
 from shardkit.runtime.data.reading import from_every_device, to_storable
 
 _PIECE = 2**18  # elements: a MiB of words, which stays in a CPU's cache

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from shardkit._check import at_least
-from shardkit._context import CONTEXT
-from shardkit._typed import typed
+from shardkit._arguments.checks import at_least
+from shardkit._arguments.context import CONTEXT
+from shardkit._arguments.typed import typed
 from shardkit.runtime.data.arrays import from_rows, local_rows
 
 _MOST = 1024  # threads, and prefetched batches

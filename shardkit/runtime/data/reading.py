@@ -13,13 +13,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardkit._check import at_least_zero
-from shardkit._context import CONTEXT
-from shardkit._kinds import Arrays
-from shardkit._typed import typed
+from shardkit._arguments.checks import at_least_zero
+from shardkit._arguments.context import CONTEXT
+from shardkit._arguments.kinds import Arrays
+from shardkit._arguments.typed import typed
 from shardkit.collectives import all_gather, vary
-from shardkit.layout import path_name
-from shardkit.partitioning.storage import is_padded, stored_array
+from shardkit.meshes.layout import path_name
+from shardkit.plans.storage import is_padded, stored_array
 from shardkit.runtime.channel.place import processes as processes_named
 from shardkit.runtime.cluster.barrier import absent
 

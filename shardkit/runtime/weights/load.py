@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardkit._kinds import Arrays
-from shardkit._typed import typed
-from shardkit.partitioning.storage import is_padded
+from shardkit._arguments.kinds import Arrays
+from shardkit._arguments.typed import typed
+from shardkit.plans.storage import is_padded
 from shardkit.runtime.checkpoint.directory import directory_of, named, steps_in
 from shardkit.runtime.checkpoint.portable import Leaves, from_portable, leaves_of, to_read
 from shardkit.runtime.checkpoint.reading import find_step, read_arrays
 from shardkit.runtime.checkpoint.record import some
 from shardkit.runtime.weights.files import INDEX, Safetensors, Tensor
 from shardkit.runtime.weights.names import Leaf, Names, Ranges, named_leaves
-from shardkit.state import TrainState
+from shardkit.steps.state import TrainState
 
 _WHERE = "load_params"
 _PARAMS = "params."

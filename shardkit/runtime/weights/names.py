@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardkit._typed import typed
+from shardkit._arguments.typed import typed
 from shardkit.models.transformer import Config
 from shardkit.runtime.checkpoint.record import some
 

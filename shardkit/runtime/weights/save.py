@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from jax import lax
 
-from shardkit._check import at_least
-from shardkit._kinds import Arrays
-from shardkit._typed import typed
-from shardkit.partitioning.storage import stored_array
+from shardkit._arguments.checks import at_least
+from shardkit._arguments.kinds import Arrays
+from shardkit._arguments.typed import typed
+from shardkit.plans.storage import stored_array
 from shardkit.runtime.channel.files import create_file
 from shardkit.runtime.channel.place import processes as processes_named
 from shardkit.runtime.checkpoint.directory import named
@@ -25,7 +25,7 @@ from shardkit.runtime.checkpoint.portable import Leaves, leaves_of, to_portable
 from shardkit.runtime.data.reading import on_any_process, processes_of, replicate
 from shardkit.runtime.weights.files import DTYPES, INDEX, needs_safetensors
 from shardkit.runtime.weights.names import Leaf, Names, named_leaves
-from shardkit.state import TrainState
+from shardkit.steps.state import TrainState
 
 _WHERE = "save_params"
 _PIECE_BYTES = 2**28

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit import _platform
+from shardkit._jax import backends
 from shardkit.analysis import census, collective, expects
 from shardkit.cost import wire
 
@@ -338,7 +338,7 @@ def test_another_thread_keeps_its_process_index():
 
     thread = threading.Thread(target=other)
     thread.start()
-    with _platform.as_process(1):
+    with backends.as_process(1):
         assert jax.process_index() == 1
         here.set()
         assert go_on.wait(10)

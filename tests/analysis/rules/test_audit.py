@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit import _jaxprs, _platform
+from shardkit._jax import backends, jaxprs
 from shardkit.analysis import RULES, Audit, Finding
 from shardkit.analysis.jaxpr.step import first_use, leaves_of, trace_step
 from shardkit.analysis.rules.loops import _unchanged
@@ -64,7 +64,7 @@ def test_what_the_log_does_not_say_is_seen_in_the_program(monkeypatch):
     def nothing(of):
         yield []
 
-    monkeypatch.setattr(_platform, "captured_log", nothing)
+    monkeypatch.setattr(backends, "captured_log", nothing)
     planted = next(each for each in PLANTED if each.rule == "full-rematerialization")
     (finding,) = found(planted.wrong).findings
     assert finding.source.startswith(line_of(planted))
@@ -74,7 +74,7 @@ def test_what_the_log_does_not_say_is_seen_in_the_program(monkeypatch):
 def test_the_log_is_taken_from_standard_error_and_the_rest_passed_on(capfd):
     import os
 
-    with _platform.captured_log("wanted") as lines:
+    with backends.captured_log("wanted") as lines:
         os.write(2, b"W1 wanted here\nnot this\n")
     os.write(2, b"after\n")
     assert lines == ["W1 wanted here"]
@@ -249,11 +249,11 @@ def test_a_leaf_has_its_name_and_the_line_that_reads_it_first():
 def test_a_users_line_is_outside_of_packages_and_python():
     here = __file__
     packaged = ("/x/site-packages/optax/_src/base.py", 3, "update")
-    inside = (_jaxprs.__file__, 4, "walk")
-    assert _jaxprs.own_line([packaged, inside, (jnp.__file__, 2, "f"), (here, 5, "step"), (here, 9, "main")]) == (
+    inside = (jaxprs.__file__, 4, "walk")
+    assert jaxprs.own_line([packaged, inside, (jnp.__file__, 2, "f"), (here, 5, "step"), (here, 9, "main")]) == (
         "test_audit.py:5 (step)"
     )
-    assert _jaxprs.own_line([packaged, (inspect.__file__, 1, "f")]) == ""
+    assert jaxprs.own_line([packaged, (inspect.__file__, 1, "f")]) == ""
 
 
 @pytest.mark.check

@@ -22,8 +22,8 @@ def machine(monkeypatch, tmp_path):
     def become(*, gpu, started=False, given="--xla_cpu_enable_fast_math=false"):
         (tmp_path / "nvidia0").touch() if gpu else (tmp_path / "nvidia0").unlink(missing_ok=True)
         monkeypatch.setattr(gpu_flags, "Path", lambda folder, name: tmp_path / name)
-        monkeypatch.setattr(gpu_flags._platform, "cpu_only", lambda: False)  # a TPU's machine without a GPU is not one
-        monkeypatch.setattr(gpu_flags._platform, "jax_has_started", lambda: started)
+        monkeypatch.setattr(gpu_flags.backends, "cpu_only", lambda: False)  # a TPU's machine without a GPU is not one
+        monkeypatch.setattr(gpu_flags.backends, "jax_has_started", lambda: started)
         monkeypatch.setenv("XLA_FLAGS", given)
 
     return become
@@ -45,7 +45,7 @@ def test_nothing_else_gets_them(machine, monkeypatch, capsys):
     machine(gpu=False)
     assert sk.runtime.gpu_flags() == () and bench.environment()["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
     machine(gpu=True, started=True)
-    monkeypatch.setattr(gpu_flags._platform, "cpu_only", lambda: True)  # a GPU that the user leaves out
+    monkeypatch.setattr(gpu_flags.backends, "cpu_only", lambda: True)  # a GPU that the user leaves out
     assert sk.runtime.gpu_flags() == () and bench.environment()["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
     assert capsys.readouterr().err == ""
 

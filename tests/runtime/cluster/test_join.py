@@ -11,8 +11,8 @@ import jax
 import pytest
 
 import shardkit as sk
-from shardkit.config import DistributedConfig
 from shardkit.runtime.cluster import environment
+from shardkit.strategies.config import DistributedConfig
 from support import jobs
 
 SLACK = 60.0  # seconds; 5 on a quiet machine

@@ -7,10 +7,10 @@ import jax
 import pytest
 
 import shardkit as sk
-from shardkit import _platform
-from shardkit.config import DistributedConfig
+from shardkit._jax import backends
 from shardkit.runtime.channel.place import TOKEN
 from shardkit.runtime.cluster import join
+from shardkit.strategies.config import DistributedConfig
 from support import jobs
 
 
@@ -20,9 +20,9 @@ def joined(monkeypatch):
     said, places, job = {}, [], types.SimpleNamespace(rank=0, answers=True, running=None)
     monkeypatch.delenv(TOKEN, raising=False)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(_platform, "joined_job", lambda: ("10.0.0.1:50193", 2, job.rank))
-    monkeypatch.setattr(_platform, "tell_processes", said.__setitem__)
-    monkeypatch.setattr(_platform, "told", lambda key, timeout: said.get(key) if job.answers else None)
+    monkeypatch.setattr(backends, "joined_job", lambda: ("10.0.0.1:50193", 2, job.rank))
+    monkeypatch.setattr(backends, "tell_processes", said.__setitem__)
+    monkeypatch.setattr(backends, "told", lambda key, timeout: said.get(key) if job.answers else None)
     monkeypatch.setattr(join.client, "start", places.append)
     monkeypatch.setattr(join.client, "running", lambda: job.running)
     return job, places

@@ -55,7 +55,7 @@ def elsewhere(monkeypatch):
         monkeypatch.setattr(k8s_cluster.socket, "gethostbyname", lambda name: "127.0.0.1")
         monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", "TPU_WORKER_HOSTNAMES" in environ)
 
-    monkeypatch.setattr(join._platform, "jax_has_started", lambda: False)
+    monkeypatch.setattr(join.backends, "jax_has_started", lambda: False)
     monkeypatch.setattr(join.client, "start", start)
     return become
 
@@ -180,7 +180,7 @@ def test_local_rank_decides_the_devices(fields, visible, ids, monkeypatch, elsew
         raise Reached(*place, local_device_ids)
 
     elsewhere({"CUDA_VISIBLE_DEVICES": visible} if visible else {})
-    monkeypatch.setattr(join._platform, "leave_out_idle_tpu", lambda: None)
+    monkeypatch.setattr(join.backends, "leave_out_idle_tpu", lambda: None)
     monkeypatch.setattr(join.client, "start", lambda place: None)
     monkeypatch.setattr(join.jax.distributed, "initialize", start)
     processes = 8 // fields.get("devices_per_process", 1)
@@ -222,8 +222,8 @@ def test_jax_listens_where_the_processes_met(host, rank, bound, monkeypatch):
         assert address == f"{host}:5000"
         raise Reached(coordinator_bind_address)
 
-    monkeypatch.setattr(join._platform, "jax_has_started", lambda: False)
-    monkeypatch.setattr(join._platform, "leave_out_idle_tpu", lambda: None)
+    monkeypatch.setattr(join.backends, "jax_has_started", lambda: False)
+    monkeypatch.setattr(join.backends, "leave_out_idle_tpu", lambda: None)
     monkeypatch.setattr(join.client, "start", lambda place: None)
     monkeypatch.setattr(join.jax.distributed, "initialize", start)
     with pytest.raises(Reached) as reached:

@@ -9,8 +9,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
-from shardkit.layout import canonical
-from shardkit.partitioning.batch import batch_specs
+from shardkit.meshes.layout import canonical
+from shardkit.on_device.batch import batch_specs
 from shardkit.runtime.data import arrays, reading
 from support.refusals import value_error
 

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 import shardkit as sk
 from shardkit.runtime import StoredAs, load_params, save_params
 from shardkit.runtime.checkpoint.checkpoints import Checkpoints
-from shardkit.state import TrainState
+from shardkit.steps.state import TrainState
 
 
 def refused(call: Any, error: type[Exception] = ValueError) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from shardkit.layout import path_name
+from shardkit.meshes.layout import path_name
 from support import jobs
 from support.checkpoint_rows import params
 

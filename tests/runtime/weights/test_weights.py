@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 import shardkit as sk
-from shardkit.layout import path_name
+from shardkit.meshes.layout import path_name
 from shardkit.runtime import Checkpoints, StoredAs, load_params, save_params
 from shardkit.runtime.checkpoint import reading
 from shardkit.runtime.weights import files

@@ -1,0 +1,218 @@
+"""Trace-time checks and the wording of errors: one sentence with the rule, the values and the remedy."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
+from numbers import Integral, Rational, Real
+from typing import Any
+
+from shardkit._jax import compat
+
+Axis = str | tuple[str, ...]
+
+
+def quoted(names: Iterable[object]) -> str:
+    """`'data', 'model'`, or `none`."""
+    return ", ".join(repr(name) for name in names) or "none"
+
+
+def named(axes: Sequence[str]) -> str:
+    """`axis 'data'` or `axes 'data', 'model'`."""
+    return f"{'axis' if len(axes) == 1 else 'axes'} {quoted(axes)}"
+
+
+def sized(sizes: Iterable[tuple[str, int]]) -> str:
+    """`data=2, model=4`."""
+    return ", ".join(f"{name}={size}" for name, size in sizes) or "none"
+
+
+def counted(n: int, thing: str, plural: str = "s") -> str:
+    """`1 device`, `2 devices`."""
+    return f"{n} {thing}{plural if n != 1 else ''}"
+
+
+def either(words: Sequence[str]) -> str:
+    """`a`, `a or b`, `a, b or c`."""
+    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def one_of(where: str, name: str, value: object, choices: Sequence[object]) -> None:
+    """Refuses what is none of the choices; the error names one to pass."""
+    if value not in choices or isinstance(value, bool):  # True would be 1
+        raise ValueError(
+            f"{where}: {name} must be {either([repr(each) for each in choices])}; got {value!r}. "
+            f"Pass for example {name}={choices[0]!r}."
+        )
+
+
+def axis_names(where: str, axis: Axis) -> tuple[str, ...]:
+    """The axis names as a tuple; refuses other types, an empty tuple and duplicate axes."""
+    names = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, Iterable) else ()
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise TypeError(
+            f"{where}: axis must be a mesh axis name or a tuple of names; got {axis!r}. "
+            "Pass for example axis='data' or axis=('data', 'model')."
+        )
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{where}: axis {name!r} is used twice in {names!r}. Name each axis once.")
+    return names
+
+
+def bound(where: str, axis: Axis) -> tuple[str, ...]:
+    """The axis names as a tuple, all of them bound by the surrounding shard_map (or vmap)."""
+    names = axis_names(where, axis)
+    known = compat.bound_axes()
+    for name in names:
+        if name not in known:
+            if not known:
+                raise ValueError(
+                    f"{where}: axis {name!r} is not bound here, because no shard_map surrounds this call. "
+                    "Call it inside jax.shard_map over a mesh with that axis."
+                )
+            raise ValueError(
+                f"{where}: axis {name!r} is not an axis of this mesh; its axes are {quoted(known)}. "
+                "Use one of them, or add the axis to make_mesh."
+            )
+    return names
+
+
+def at_least(where: str, least: float, **values: float | Fraction | None) -> None:
+    """Refuses numbers below `least`; None passes."""
+    for name, value in values.items():
+        if value is not None and not least <= value:
+            raise ValueError(f"{where}: {name} must be at least {least}; got {value}. Pass {name}={least} or more.")
+
+
+def finite(where: str, **values: float | None) -> None:
+    """Refuses infinity."""
+    for name, value in values.items():
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"{where}: {name} must be finite; got {value}. Pass for example {name}=1.")
+
+
+def shapes(where: str, **arrays: tuple[Any, str]) -> None:
+    """Refuses arrays of mismatched shapes, given with their dims as letters: `x=(x, "..D"), gain=(gain, "D")`.
+
+    Each letter has one size, set by the first array with it; ".." means any dims. An array that is None passes.
+    """
+    sizes: dict[str, int] = {}
+    for name, (x, dims) in arrays.items():
+        if x is None:
+            continue
+        letters, shape = dims.replace(".", ""), tuple(getattr(x, "shape", ()))
+        before = len(shape) - len(letters) if dims.startswith("..") else 0
+        fits = len(shape) >= len(letters) if ".." in dims else len(shape) == len(letters)
+        found = list(zip(letters, shape[max(before, 0) :], strict=False))
+        if not fits or any(sizes.get(letter, size) != size for letter, size in found):
+            wanted = ", ".join(re.findall(r"\.\.|\w", dims))
+            known = ", ".join(f"{letter}={sizes[letter]}" for letter in letters if letter in sizes)
+            raise ValueError(
+                f"{where}: {name} must have the shape [{wanted}]{f', {known}' if known else ''}; got {shape}. "
+                "Pass an array of that shape."
+            )
+        sizes |= dict(found)
+
+
+def dim_of(where: str, dim: int, ndim: int, name: str = "dim") -> int:
+    """`dim` as a non-negative index into `ndim` dimensions."""
+    if not -ndim <= dim < ndim:
+        raise ValueError(
+            f"{where}: {name} must name a dimension of the array; got {dim} for an array of rank {ndim}. "
+            f"Choose {f'0 to {ndim - 1}' if ndim else 'an array of rank 1 or more'}."
+        )
+    return dim % ndim
+
+
+def member(where: str, name: str, index: int, count: int) -> None:
+    """Refuses an index outside an axis of `count` devices."""
+    if not 0 <= index < count:
+        raise ValueError(
+            f"{where}: {name} must be a device of the axis; got {index} over {count} devices. Choose 0 to {count - 1}."
+        )
+
+
+def divides(where: str, dim: int, size: int, axes: Sequence[str], count: int) -> None:
+    """Refuses a dim that is not divisible by the number of devices of `axes`."""
+    if size % count:
+        raise ValueError(
+            f"{where}: dim {dim} must be divisible by {named(axes)}; got size {size} over {count} devices. "
+            f"Pad dim {dim} or choose another dim."
+        )
+
+
+def whole(where: str, **values: int) -> tuple[int, ...]:
+    """The values as Python integers, which do not overflow as NumPy's do; refuses all but whole numbers from 1."""
+    return _whole(where, 1, values)
+
+
+def count(where: str, **values: int) -> tuple[int, ...]:
+    """As `whole`, from 0."""
+    return _whole(where, 0, values)
+
+
+def _whole(where: str, least: int, values: dict[str, int]) -> tuple[int, ...]:
+    for name, value in values.items():
+        number = _number(value)
+        if not least <= number < math.inf or number != int(number):
+            raise ValueError(
+                f"{where}: {name} must be a whole number of at least {least}; got {value!r}. "
+                f"Pass {name}={least} or more."
+            )
+    return tuple(map(int, values.values()))
+
+
+def positive(where: str, *, infinite: bool = False, **values: float) -> tuple[float, ...]:
+    """The values as Python numbers; refuses all but finite (or `infinite`) numbers greater than 0."""
+    return _real(where, "greater than 0", lambda number: number > 0, infinite, values)
+
+
+def at_least_zero(where: str, **values: float) -> tuple[float, ...]:
+    """The values as Python numbers; refuses all but finite numbers from 0."""
+    return _real(where, "0 or more", lambda number: number >= 0, False, values)
+
+
+def _real(
+    where: str, rule: str, holds: Callable[[float], bool], infinite: bool, values: dict[str, float]
+) -> tuple[float, ...]:
+    for name, value in values.items():
+        number = _number(value)
+        if number == math.inf and not infinite:
+            raise ValueError(f"{where}: {name} must be finite; got {value!r}. Pass for example {name}=1.")
+        if not holds(number):
+            raise ValueError(f"{where}: {name} must be {rule}; got {value!r}. Pass for example {name}=1.")
+    return tuple(map(_number, values.values()))
+
+
+def _number(value: object) -> float:
+    """NumPy's scalars as Python's; nan, which every check refuses, for anything but a real number."""
+    if isinstance(value, bool):
+        return math.nan
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Rational):
+        return value  # type: ignore[return-value]  # a Fraction stays exact
+    return float(value) if isinstance(value, Real) else math.nan
+
+
+def spelled(
+    where: str, name: str, value: object, choices: Sequence[str], others: Mapping[str, str] | None = None
+) -> str:
+    """The choice that the value spells, or another name of one, ignoring capitals, "-", "_" and spaces."""
+
+    def plain(text: object) -> str:
+        return str(text).lower().translate({ord(c): None for c in "-_ "})
+
+    names = {plain(choice): choice for choice in choices} | {plain(k): v for k, v in (others or {}).items()}
+    if plain(value) not in names:
+        one_of(where, name, value, choices)
+    return names[plain(value)]
+
+
+def divisor(where: str, name: str, value: int, of: str, size: int) -> None:
+    """Refuses a value that does not divide `size`, whose name is `of`."""
+    if size % value:
+        raise ValueError(f"{where}: {name} must divide {of}; got {value} and {size}. Change one of them.")

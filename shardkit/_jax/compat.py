@@ -1,0 +1,265 @@
+"""Programs and types, where they depend on the jax version (0.10 to 0.12).
+
+Private names of jax are looked up by `private` alone, here, in `backends.py` (devices, processes, compilers) and in
+`sealed.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import Literal
+from jax.interpreters import partial_eval
+from jax.sharding import NamedSharding, PartitionSpec
+
+# jax's primitives that communicate, under the names that shardkit gives the operations.
+COLLECTIVES = {
+    "psum": "all_reduce",
+    "psum_invariant": "all_reduce",
+    "pmax": "all_reduce",
+    "pmin": "all_reduce",
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "all_gather_reduced": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "unreduced_psum": "all_reduce",
+    "unreduced_reduce_scatter": "reduce_scatter",
+    "all_to_all": "all_to_all",
+    "ragged_all_to_all": "all_to_all",  # counted as if every row of the operand and the result were sent
+    "ppermute": "ppermute",
+    "pbroadcast": "broadcast",
+}
+
+
+_PMAP = str(Path(jax.__file__).parent / "_src" / "pmap.py")
+
+
+@cache
+def private(path: str) -> Any:
+    """The private jax name `jax._src.<path>`, looked up on first use, so that importing shardkit needs none of them.
+
+    Raises:
+        ImportError: this version of jax has no such name.
+    """
+    module, name = path.rsplit(".", 1)
+    try:
+        return getattr(import_module(f"jax._src.{module}"), name)
+    except (ImportError, AttributeError):
+        raise ImportError(
+            f"shardkit needs jax._src.{path}, which jax {jax.__version__} does not have. Install a supported version: "
+            'pip install "jax>=0.10,<0.13".'
+        ) from None
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The mesh axes over which `x` may differ between devices, as check_vma tracks them."""
+    aval = x if isinstance(x, jax.ShapeDtypeStruct | jax.core.AbstractValue) else jax.typeof(x)
+    manual = getattr(aval, "manual_axis_type", None)
+    if manual is not None:
+        return frozenset(manual.varying)
+    return frozenset(getattr(aval, "vma", None) or ())
+
+
+def eval_shape(fn: Callable[..., Any], *args: Any) -> Any:
+    """`jax.eval_shape`, whose results can be traced again also where some axes are Manual and others are not."""
+    return on_this_mesh(jax.eval_shape(fn, *args))
+
+
+def on_this_mesh(shapes: Any) -> Any:
+    """ShapeDtypeStructs that know the mesh; jax leaves it out where some axes are Auto, and then refuses them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.manual_axes or mesh.are_all_axes_manual:
+        return shapes
+    layout = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda x: x.update(sharding=layout) if x.sharding is None else x, shapes)
+
+
+def tracked_axes() -> frozenset[str]:
+    """The axes whose variation shard_map tracks here; vmap with an axis name tracks none."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def cast_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Casts `x` to vary over `axes`, over none of which it may vary already: pcast is not idempotent."""
+    return lax.pcast(x, axes, to="varying")
+
+
+def invariant(aval: Any, axes: Sequence[str]) -> Any:
+    """An abstract value without `axes` among those over which it varies."""
+    manual = aval.manual_axis_type
+    return aval.update(manual_axis_type=manual.update(varying=manual.varying - set(axes)))
+
+
+def all_gather_replicated(x: jax.Array, axes: str | tuple[str, ...], dim: int) -> jax.Array:
+    """A tiled all_gather whose result is invariant over `axes`."""
+    if not tracked_axes() & set((axes,) if isinstance(axes, str) else axes):  # vmap tracks no axes
+        return lax.all_gather(x, axes, axis=dim, tiled=True)
+    return lax.all_gather(x, axes, axis=dim, tiled=True, to="invarying")
+
+
+def bound_axes() -> dict[str, int]:
+    """Names and sizes of the axes bound here by shard_map or vmap, in mesh order."""
+    sizes = {name: size for name, size in private("core.get_axis_env")().axis_sizes.items() if isinstance(name, str)}
+    mesh = jax.sharding.get_abstract_mesh().axis_names  # nested shard_maps bind axes in another order
+    return {name: sizes[name] for name in sorted(sizes, key=lambda n: mesh.index(n) if n in mesh else len(mesh))}
+
+
+def arguments_used(jaxpr: Any) -> list[bool]:
+    """For each argument of a jaxpr, whether any result depends on it."""
+    return list(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
+
+
+# The primitive of `as_on_one_device`.
+ONE_DEVICE = "as_on_one_device"
+# Primitives that call their only jaxpr with their operands.
+CALLS = {
+    ONE_DEVICE,
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "remat",
+    "remat2",
+    "checkpoint",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+}
+
+
+def inlined(jaxpr: Any, constants: Sequence[Any], *args: Any) -> list[Any]:
+    """The results of a jaxpr, evaluated equation by equation, with the functions that it calls inlined."""
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *args), strict=True))
+    for equation in jaxpr.eqns:
+        operands, inner = [value_of(v, values) for v in equation.invars], inner_jaxprs(equation)
+        if equation.primitive.name in CALLS and len(inner) == 1 and len(inner[0][1].invars) == len(operands):
+            with made_by(equation):
+                results = inlined(inner[0][1], inner_constants(equation)[0], *operands)
+        else:
+            results = bind(equation, operands)
+        values.update(zip(equation.outvars, results, strict=True))
+    return [value_of(v, values) for v in jaxpr.outvars]
+
+
+def value_of(atom: Any, values: Mapping[Any, Any]) -> Any:
+    """The value of a literal or variable; None if a variable has none."""
+    return atom.val if isinstance(atom, Literal) else values.get(atom)
+
+
+@contextmanager
+def made_by(equation: Any) -> Iterator[None]:
+    """Traces with the source location and name stack of an equation."""
+    source = equation.source_info
+    names = private("source_info_util.current_name_stack")() + source.name_stack
+    with private("source_info_util.user_context")(source.traceback, name_stack=names), equation.ctx.manager:
+        yield
+
+
+def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
+    """The results of one equation."""
+    with made_by(equation):
+        results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
+    return list(results) if equation.primitive.multiple_results else [results]
+
+
+def acts(equation: Any) -> bool:
+    """Whether an equation has a side effect: it prints, or calls the host."""
+    return any(not isinstance(effect, private("core.NamedAxisEffect")) for effect in equation.effects)
+
+
+def inner_jaxprs(equation: Any) -> list[tuple[str, Any]]:
+    """The jaxprs that an equation runs, with the names of its parameters that hold them."""
+    return [(name, getattr(each, "jaxpr", each)) for name, each in _programs(equation)]
+
+
+def inner_constants(equation: Any) -> list[Sequence[Any]]:
+    """For each of `inner_jaxprs`, the arrays it closes over, in the order of its constvars."""
+    return [getattr(each, "consts", ()) for _, each in _programs(equation)]
+
+
+def _programs(equation: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in equation.params.items():
+        if equation.primitive.name == "custom_linear_solve":  # its other functions only say what its derivatives are
+            value = getattr(value, "solve", value)
+        for each in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(getattr(each, "jaxpr", each), "eqns"):
+                yield name, each
+
+
+def reaches_others(equation: Any) -> bool:
+    """Whether an equation may send to other devices by itself.
+
+    A Pallas kernel's copy or signal that names a device does, as does its access to the memory of several devices; a
+    foreign call that declares an effect may. One that declares none must be free to be left out or repeated, which no
+    exchange between devices survives.
+    """
+    params = equation.params
+    match equation.primitive.name:
+        case "dma_start":
+            *_, device = params["tree"].unflatten(equation.invars)
+            return device is not None
+        case "semaphore_signal":
+            *_, device, _ = params["args_tree"].unflatten(equation.invars)
+            return device is not None
+        case "ffi_call":
+            return bool(params["has_side_effect"])
+    return equation.primitive.name in ("multimem_store", "multimem_load_reduce", "semaphore_signal_multicast")
+
+
+def user_frames(equation: Any) -> list[tuple[str, int, str]]:
+    """File, line and function of an equation's frames outside jax, innermost first."""
+    frames = private("source_info_util.user_frames")(equation.source_info.traceback)
+    return [(frame.file_name, frame.start_line, frame.function_name) for frame in frames]
+
+
+def in_backward(equation: Any) -> bool:
+    """Whether an equation comes from transposition (the backward pass)."""
+    return "transpose" in transforms(equation)
+
+
+def in_jvp(equation: Any) -> bool:
+    """Whether an equation comes from differentiation: a tangent, or the primal next to it."""
+    return "jvp" in transforms(equation)
+
+
+def recomputed(equation: Any) -> bool:
+    """Whether an equation rematerializes the forward pass (jax.checkpoint)."""
+    return in_scope(equation, "rematted_computation")
+
+
+def in_scope(equation: Any, name: str) -> bool:
+    """Whether an equation was traced under `jax.named_scope(name)`, or follows from one that was."""
+    return any(scope.name == name for scope in equation.source_info.name_stack.stack)
+
+
+def transforms(equation: Any) -> list[str]:
+    """The jax transformations that an equation went through, outermost first, without named scopes of their names."""
+    return [each.name for each in equation.source_info.name_stack.stack if type(each).__name__ == "Transform"]
+
+
+def made_by_pmap(equation: Any) -> bool:
+    """Whether an equation is a call that was traced inside jax.pmap, which no longer has a primitive."""
+    if equation.primitive.name not in ("jit", "pjit"):
+        return False
+    frames = equation.source_info.traceback.frames if equation.source_info.traceback else ()
+    return any(f.file_name == _PMAP for f in frames)
+
+
+def manual_axes(equation: Any) -> tuple[str, ...]:
+    """The mesh axes that a shard_map equation binds."""
+    return tuple(a for a in equation.params["mesh"].axis_names if a in equation.params["newly_manual_axes"])
+
+
+def scan_parts(equation: Any) -> tuple[int, int]:
+    """The number of a scan equation's constants, and of its carry."""
+    if "ft_in" in equation.params:  # jax 0.12
+        consts, carry, _ = equation.params["ft_in"].update(equation.invars).unpack()
+        return len(list(consts)), len(list(carry))
+    return equation.params["num_consts"], equation.params["num_carry"]

@@ -1,0 +1,307 @@
+"""Traced programs: their equations and how often each runs, values followed through them, source lines.
+
+`walk` lists every equation at any depth. `flow` follows what is known of values from the arguments of one jaxpr to its
+results; the caller's `step` decides what an equation does to it, with `called`, `scan_operands`, `while_operands` and
+`settled` for the equations that hold jaxprs. `not_reached` is the part of a program that follows from some arguments.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from jax.extend.core import Literal
+from jax.interpreters import partial_eval
+
+from shardkit._arguments.checks import quoted
+from shardkit._jax import compat
+
+T = TypeVar("T")
+
+# The primitive of `assume_replicated`.
+ASSUMED = "assume_replicated"
+# Scopes, by which a traced program says what its collectives are for: those by which a plan gathers leaves and reduces
+# their gradients, and what else is sent for each microbatch and right in each.
+PLAN, PER_MICROBATCH = "shardkit_plan", "per_microbatch"
+# Primitives whose results are their operands.
+IDENTITIES = {"pvary", "pcast", ASSUMED, "copy", "copy_p", "name", "optimization_barrier"}
+# Those that change the type of a value only, as jax 0.10 and as later versions call them.
+_CAST_NAMES = ("pvary", "pcast", "preduced", "reduced_vary_cast", "vary_unreduced_cast")
+CASTS = {ASSUMED, *(f"{name}{end}" for name in _CAST_NAMES for end in ("", "_p"))}
+# Those that need a mesh and send nothing.
+_ON_MESH = ("axis_index", "shard_map", "sharding_constraint")
+_HERE = Path(__file__).parents[1]
+_PYTHON = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
+_KERNELS = {_HERE / "collectives", _HERE / "_jax" / "compat.py", _HERE / "_arguments" / "typed.py"}
+
+
+class Site(NamedTuple):
+    """An equation, and where it is in the program.
+
+    Attributes:
+        equation: the equation.
+        jaxpr: the jaxpr that holds it.
+        times: how often it runs in one call, loops included; None inside a `while`, whose length is not in the program.
+        branch: "" or "branch 1 of 2" inside a `cond`.
+        outer: the site whose equation holds `jaxpr`; None in the outermost one.
+    """
+
+    equation: Any
+    jaxpr: Any
+    times: int | None = 1
+    branch: str = ""
+    outer: Site | None = None
+
+    @property
+    def name(self) -> str:
+        """The primitive's name."""
+        return str(self.equation.primitive.name)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The mesh axes bound here, with their sizes."""
+        if self.outer is None:
+            return {}
+        mesh = self.outer.equation.params["mesh"].shape if self.outer.name == "shard_map" else {}
+        return {**self.outer.sizes, **mesh}
+
+    @property
+    def backward(self) -> bool:
+        """Whether differentiation made the equation, or one around it, for the backward pass."""
+        return compat.in_backward(self.equation) or (self.outer is not None and self.outer.backward)
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether jax.checkpoint repeats the equation, or one around it, for the backward pass."""
+        return compat.recomputed(self.equation) or (self.outer is not None and self.outer.recomputed)
+
+    def within(self, scope: str) -> bool:
+        """Whether the equation, or one around it, was traced under this `jax.named_scope`."""
+        return compat.in_scope(self.equation, scope) or (self.outer is not None and self.outer.within(scope))
+
+    @property
+    def source(self) -> str:
+        """The `source_line` of the equation, or of the innermost one around it that has one."""
+        return source_line(self.equation, self.outer.source if self.outer else "")
+
+
+def walk(jaxpr: Any, times: int | None = 1, branch: str = "", outer: Site | None = None) -> Iterator[Site]:
+    """Every equation of a program in order, those of inner jaxprs directly after the equation that holds them."""
+    for equation in jaxpr.eqns:
+        site = Site(equation, jaxpr, times, branch, outer)
+        yield site
+        inner = compat.inner_jaxprs(equation)
+        for number, (parameter, sub) in enumerate(inner):
+            runs, where = times, branch
+            if site.name == "scan":
+                runs = None if times is None else times * equation.params["length"]
+            elif site.name == "while":
+                runs = None
+            elif site.name == "cond" and parameter == "branches":
+                where = f"{branch + ', ' if branch else ''}branch {number + 1} of {len(inner)}"
+            yield from walk(sub, runs, where, site)
+
+
+def kind_of(equation: Any) -> str | None:
+    """The kind of collective that an equation is, as "all_reduce"; None where it does not communicate."""
+    return compat.COLLECTIVES.get(equation.primitive.name)
+
+
+def mesh_axes(equation: Any) -> tuple[str, ...]:
+    """The mesh axes that an equation names."""
+    named = [equation.params.get(key) for key in ("axes", "axis_name")]
+    return tuple(a for each in named for a in (each if isinstance(each, tuple) else (each,)) if isinstance(a, str))
+
+
+def communicates(jaxpr: Any) -> str:
+    """The first equation of a program that needs the mesh, and its axes, as errors name them; "" if there is none."""
+    for site in walk(jaxpr):
+        if name := kind_of(site.equation) or (site.name if site.name in _ON_MESH else None):
+            axes = mesh_axes(site.equation)
+            return f"{name} over {quoted(axes)}" if axes else name
+    return ""
+
+
+def flow(
+    jaxpr: Any,
+    given: Sequence[T],
+    step: Callable[[Any, list[T]], Sequence[T]],
+    literal: Callable[[Any], T],
+    values: dict[Any, T] | None = None,
+) -> list[T]:
+    """What is known of a jaxpr's results.
+
+    Args:
+        jaxpr: the jaxpr.
+        given: what is known of its constants and arguments, in that order.
+        step: `step(equation, operands)` is what is known of an equation's results.
+        literal: what is known of a literal.
+        values: filled with what is known of every variable.
+    """
+    known: dict[Any, T] = {} if values is None else values
+
+    def read(atoms: Sequence[Any]) -> list[T]:
+        return [literal(atom) if hasattr(atom, "val") else known[atom] for atom in atoms]
+
+    known.update(zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True))
+    for equation in jaxpr.eqns:
+        known.update(zip(equation.outvars, step(equation, read(equation.invars)), strict=True))
+    return read(jaxpr.outvars)
+
+
+def settled(carried: list[T], turn: Callable[[list[T]], list[T]]) -> list[T]:
+    """What holds of a loop's carry in every iteration: `turn` adds what one iteration does, until nothing changes."""
+    while (after := turn(carried)) != carried:
+        carried = after
+    return carried
+
+
+def called(equation: Any) -> Any:
+    """The jaxpr that an equation calls with its operands, one to one; None where it is no plain call."""
+    inner = [sub for _, sub in compat.inner_jaxprs(equation)] if equation.primitive.name in compat.CALLS else []
+    return inner[0] if len(inner) == 1 and len(inner[0].invars) == len(equation.invars) else None
+
+
+def scan_operands(equation: Any, operands: list[T]) -> tuple[list[T], list[T], list[T]]:
+    """A scan's operands: the constants of the loop, its carry, and what it goes over."""
+    consts, carry = compat.scan_parts(equation)
+    return operands[:consts], operands[consts : consts + carry], operands[consts + carry :]
+
+
+def while_operands(equation: Any, operands: list[T]) -> tuple[list[T], list[T], list[T]]:
+    """A while loop's operands: the constants of its condition, those of its body, and its carry."""
+    n = equation.params["cond_nconsts"]
+    m = n + equation.params["body_nconsts"]
+    return operands[:n], operands[n:m], operands[m:]
+
+
+def not_reached(jaxpr: Any, given: int, last: int) -> tuple[Any, list[bool]]:
+    """What of a jaxpr follows from its first `given` arguments alone, inside its loops and calls too.
+
+    Returns:
+        A jaxpr of those arguments, whose results are those of the `last` results that follow from them; and for each of
+        the `last` results whether it does not.
+    """
+    inputs, before = len(jaxpr.invars), len(jaxpr.outvars) - last
+    reached = _reached(jaxpr, [k >= given for k in range(inputs)])
+    moved = marks(jaxpr.outvars[before:], reached)
+    # An equation with an effect is never dead code: those that other arguments reach are taken out first.
+    first = [e for e in jaxpr.eqns if not all(marks(e.outvars, reached)) or not any(marks(e.invars, reached))]
+    still, _ = partial_eval.dce_jaxpr(
+        jaxpr.replace(eqns=first),
+        [False] * before + [not moves for moves in moved],
+        instantiate=[True] * given + [False] * (inputs - given),
+    )
+    return still, moved
+
+
+def _reached(jaxpr: Any, arguments: Sequence[bool]) -> set[Any]:
+    """The variables of a jaxpr that depend on these arguments."""
+    reached = {v for v, marked in zip(jaxpr.invars, arguments, strict=True) if marked}
+    for equation in jaxpr.eqns:
+        ins = marks(equation.invars, reached)
+        if any(ins):
+            outs = _results_reached(equation, ins)
+            reached.update(v for v, marked in zip(equation.outvars, outs, strict=True) if marked)
+    return reached
+
+
+def marks(atoms: Sequence[Any], variables: set[Any]) -> list[bool]:
+    """Which of the operands of an equation are among some variables."""
+    return [not isinstance(atom, Literal) and atom in variables for atom in atoms]
+
+
+def _results_reached(equation: Any, ins: list[bool]) -> list[bool]:
+    def through(jaxpr: Any, arguments: Sequence[bool]) -> list[bool]:
+        return marks(jaxpr.outvars, _reached(jaxpr, arguments))
+
+    name, inner = equation.primitive.name, [jaxpr for _, jaxpr in compat.inner_jaxprs(equation)]
+    if name in {*compat.CALLS, "shard_map"} and len(inner) == 1 and len(inner[0].invars) == len(ins):
+        return through(inner[0], ins)
+    if name == "cond":
+        return [ins[0] or any(branches) for branches in zip(*(through(each, ins[1:]) for each in inner), strict=True)]
+    if name == "scan":
+        first, carry = compat.scan_parts(equation)
+        last = first + carry
+        while True:
+            outs = through(inner[0], ins)
+            carried = [a or b for a, b in zip(ins[first:last], outs[:carry], strict=True)]
+            if carried == ins[first:last]:
+                return [*carried, *outs[carry:]]
+            ins[first:last] = carried
+    return [True] * len(equation.outvars)
+
+
+def source_line(equation: Any, around: str = "") -> str:
+    """The innermost line that led to an equation, outside jax, the kernels and, if there is one, outside shardkit.
+
+    Where only a kernel's line is known, as inside a function with a custom derivative, it is that of the equation
+    `around` it.
+    """
+    frames = compat.user_frames(equation)
+    above = [f for f in frames if not is_kernel(f[0])]
+    if not above:
+        return around or (_written(frames[0]) if frames else "unknown")
+    return user_line(equation) or _written(above[0])
+
+
+def user_line(equation: Any) -> str:
+    """The innermost line that led to an equation in the user's own code, else outside jax and shardkit; "" if none."""
+    frame = user_frame(equation)
+    return _written(frame) if frame else ""
+
+
+def user_frame(equation: Any) -> tuple[str, int, str] | None:
+    """File, line and function of `user_line`."""
+    outside = [frame for frame in compat.user_frames(equation) if not _is_ours(frame[0])]
+    own = [frame for frame in outside if _own(frame[0])]
+    return next(iter(own or outside), None)
+
+
+def own_line(frames: Sequence[tuple[str, int, str]]) -> str:
+    """The innermost of these lines in the user's own code: outside jax, shardkit, installed packages and Python.
+
+    "" where there is none.
+    """
+    return next((_written(frame) for frame in frames if _own(frame[0])), "")
+
+
+@cache
+def _own(file: str) -> bool:
+    path = Path(file)
+    if path.is_relative_to(_HERE) or {"site-packages", "dist-packages"} & set(path.parts) or file.startswith("<frozen"):
+        return False
+    return not any(path.is_relative_to(folder) for folder in _PYTHON)
+
+
+def _written(frame: tuple[str, int, str]) -> str:
+    file, line, function = frame
+    return f"{file_name(file)}:{line} ({function})"
+
+
+@cache  # called for every equation, and splitting a path is slow
+def is_kernel(file: str) -> bool:
+    """Whether a file holds kernels, which stand for the line that calls them."""
+    return bool(_KERNELS & {Path(file), *Path(file).parents})
+
+
+@cache
+def _is_ours(file: str) -> bool:
+    return _HERE in Path(file).parents
+
+
+def file_name(file: str) -> str:
+    """The name of a file without its folder; of a notebook's cell "cell 3", by the number before its last run."""
+    # IPython's files of cells are numbers that nobody knows; a cell that runs again has another number.
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    cell = shell.compile.format_code_name(file) if shell else None
+    return cell[1].replace("In[", "cell ").rstrip("]") if cell else _name(file)
+
+
+@cache
+def _name(file: str) -> str:
+    return Path(file).name

@@ -1,0 +1,87 @@
+"""A program traced as on one device, and run by each device of a mesh on its own arrays.
+
+Inside shard_map jax refuses a loop that begins with zeros and ends with data, and sums the gradient of a constant over
+all devices. Both are right where a program communicates; the remedy is a cast, which nobody can write inside a library
+of others. A program that does not communicate is traced here where there is no mesh, and becomes one equation, whose
+results vary over all axes over which an operand varies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+from jax.sharding import AbstractMesh
+
+from shardkit._jax import compat
+from shardkit._jax.jaxprs import communicates
+
+T = TypeVar("T")
+
+
+@contextmanager
+def _no_mesh() -> Iterator[None]:
+    # The names of the axes stay bound, so that a collective is found in the traced program, and named.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), compat.private("config._check_vma")(False):
+        yield
+
+
+def _lowered(ctx: Any, *operands: Any, program: ClosedJaxpr, results: Any) -> Any:
+    inner = ctx.replace(avals_in=program.in_avals, avals_out=program.out_avals)
+    with _no_mesh():
+        return mlir.lower_fun(jaxpr_as_fun(program), multiple_results=True)(inner, *operands)
+
+
+_program = Primitive(compat.ONE_DEVICE)
+_program.multiple_results = True
+_program.def_effectful_abstract_eval(lambda *_, program, results: (results, program.effects))
+_program.def_impl(lambda *operands, program, results: jaxpr_as_fun(program)(*operands))
+mlir.register_lowering(_program, _lowered)
+
+
+def as_on_one_device(fn: Callable[..., Any], *args: Any) -> Any:
+    """`fn(*args)`, traced without the mesh of the shard_map around it; plainly `fn(*args)` where there is none.
+
+    Raises:
+        ValueError: `fn` communicates, or asks where it runs.
+
+    Cost: nothing is sent. `fn` is traced once, as without this, and lowered as a function of its own.
+    """
+    if not compat.tracked_axes():
+        return fn(*args)
+    args = jax.tree.map(jnp.asarray, args)
+    with _no_mesh():
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+        program, structure = jax.make_jaxpr(fn, return_shape=True)(*shapes)
+    if found := communicates(program.jaxpr):
+        raise ValueError(
+            "value_and_grad: with local=True a loss is traced as on one device, and must not communicate; it calls "
+            f"{found}. Leave out local=."
+        )
+    leaves = jax.tree.leaves(args)
+    axes = tuple(sorted(frozenset[str]().union(*map(compat.varying_axes, leaves))))
+
+    def like() -> list[jax.Array]:
+        zeros = [jnp.zeros(x.shape, x.dtype) for x in program.out_avals]
+        return [compat.cast_varying(x, axes) for x in zeros] if axes else zeros
+
+    results = _program.bind(*leaves, program=program, results=tuple(jax.make_jaxpr(like)().out_avals))
+    return jax.tree.unflatten(jax.tree.structure(structure), results)
+
+
+def or_note(run: Callable[[], T], otherwise: Callable[[], Any], note: str) -> T:
+    """What `run` returns. Where it cannot be traced, and `otherwise` can, the error gets a note of what to do."""
+    try:
+        return run()
+    except Exception as error:
+        try:
+            otherwise()
+        except Exception:
+            raise error from None
+        error.add_note(note)
+        raise

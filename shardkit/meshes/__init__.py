@@ -1,0 +1,1 @@
+"""Meshes, what is where on them, and keys: start with `mesh.py`. Imports checks of arguments only."""

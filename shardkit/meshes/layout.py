@@ -1,0 +1,265 @@
+"""Layouts of arrays: specs from logical names, local and global shapes, and placement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardkit._arguments.checks import divides, quoted
+from shardkit._arguments.context import CONTEXT
+from shardkit._arguments.kinds import Arrays, Specs
+from shardkit._arguments.typed import typed
+
+WHOLE = PartitionSpec()
+AxisEntry = str | tuple[str, ...] | None
+Rules = Mapping[str, AxisEntry] | Sequence[tuple[str, AxisEntry]]
+
+
+@typed
+def specs_from_rules(logical_axes: Any, rules: Rules) -> Any:
+    """Turns logical axis names into mesh layouts: `("embed", "hidden")` into `P(None, "model")`.
+
+    Args:
+        logical_axes: pytree whose leaves are tuples with one logical name (or None) for each dim of the array.
+        rules: logical name to mesh axis, tuple of mesh axes, or None (replicated); a mapping or a list of pairs.
+
+    Returns:
+        The same pytree with a PartitionSpec for each leaf, without trailing None.
+
+    Raises:
+        ValueError: a name without a rule, a name with two rules, or one mesh axis on two dims of a leaf.
+        TypeError: a leaf that is not a tuple of names.
+
+    Example:
+        >>> sk.specs_from_rules({"up": ("embed", "hidden"), "gain": ("embed",)}, {"embed": None, "hidden": "model"})
+        {'gain': P(), 'up': P(None, 'model')}
+    """
+    if logical_axes is None:
+        raise TypeError("specs_from_rules: logical_axes must be a pytree of tuples of names; got None. Pass one.")
+    pairs = list(rules.items()) if isinstance(rules, Mapping) else list(rules)
+    table = dict(pairs)
+    for name in table:
+        if sum(known == name for known, _ in pairs) > 1:
+            raise ValueError(f"specs_from_rules: logical axis {name!r} has two rules. Remove one.")
+
+    def spec_of(path: Any, names: Any) -> PartitionSpec:
+        where = f"specs_from_rules: leaf {path_name(path)}"
+        if not _is_names(names):
+            raise TypeError(
+                f"{where} must be a tuple of logical axis names or None, one for each dim; got {names!r}. "
+                "Pass for example ('embed', 'hidden')."
+            )
+        for name in names:
+            if name is not None and name not in table:
+                raise ValueError(
+                    f"{where} has the logical axis {name!r}, which has no rule; there are rules for {quoted(table)}. "
+                    "Add a rule; None replicates the dim."
+                )
+        spec = canonical(PartitionSpec(*(None if name is None else table[name] for name in names)))
+        _refuse_double_use(where, spec, tuple(names))
+        return spec
+
+    return jax.tree_util.tree_map_with_path(spec_of, logical_axes, is_leaf=_is_names)
+
+
+@typed
+def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh = CONTEXT) -> tuple[int, ...]:
+    """The shape of one device's shard of a global array.
+
+    Args:
+        shape: global shape.
+        spec: mesh axis, tuple of axes or None for each dim; missing entries mean replicated.
+        mesh: the mesh; by default that of `jax.set_mesh`.
+
+    Raises:
+        ValueError: a dim that does not divide, an axis the mesh does not have or that is used twice, or a spec
+            longer than the shape.
+
+    Example:
+        >>> sk.local_shape((8, 512), P("data", "model"), mesh)
+        (4, 128)
+    """
+    _check_shape("local_shape", shape)
+    check_spec("local_shape", spec, mesh, len(shape))
+    local = list(shape)
+    for dim, axes in enumerate(spec_axes(spec)):
+        if axes:
+            count = math.prod(mesh.shape[axis] for axis in axes)
+            divides("local_shape", dim, shape[dim], axes, count)
+            local[dim] //= count
+    return tuple(local)
+
+
+@typed
+def global_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh = CONTEXT) -> tuple[int, ...]:
+    """The shape of the global array of which one device's shard has `shape`; the inverse of `local_shape`.
+
+    Args:
+        shape: shape of the shard.
+        spec: mesh axis, tuple of axes or None for each dim; missing entries mean replicated.
+        mesh: the mesh; by default that of `jax.set_mesh`.
+
+    Raises:
+        ValueError: an axis the mesh does not have or that is used twice, or a spec longer than the shape.
+
+    Example:
+        >>> sk.global_shape((4, 128), P("data", "model"), mesh)
+        (8, 512)
+    """
+    _check_shape("global_shape", shape)
+    check_spec("global_shape", spec, mesh, len(shape))
+    counts = [math.prod(mesh.shape[axis] for axis in axes) for axes in spec_axes(spec)]
+    counts += [1] * (len(shape) - len(counts))
+    return tuple(size * count for size, count in zip(shape, counts, strict=True))
+
+
+@typed
+def shard(tree: Arrays, mesh: Mesh = CONTEXT, specs: Specs = WHOLE) -> Any:
+    """Places the arrays of a pytree on the mesh.
+
+    Args:
+        tree: pytree of numpy or jax arrays of global shape.
+        mesh: the mesh; by default that of `jax.set_mesh`.
+        specs: one PartitionSpec for all leaves, or a pytree of them (a prefix of `tree`); by default all are whole.
+
+    Returns:
+        The same pytree of `jax.Array` with `NamedSharding(mesh, spec)`.
+
+    Raises:
+        ValueError: as `local_shape`, naming the leaf.
+
+    Example:
+        >>> params = sk.shard({"w": np.ones((8, 512))}, mesh, P(None, "model"))
+        >>> params["w"].sharding.shard_shape((8, 512))
+        (8, 128)
+    """
+
+    def place(path: Any, x: Any, spec: PartitionSpec) -> jax.Array:
+        try:
+            local_shape(jax.numpy.shape(x), spec, mesh)
+        except ValueError as error:
+            raise ValueError(str(error).replace("local_shape:", f"shard: leaf {path_name(path)}:", 1)) from None
+        return jax.device_put(x, NamedSharding(mesh, canonical(spec)))
+
+    return jax.tree_util.tree_map_with_path(place, tree, broadcast_specs(specs, tree))
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Rows of cells as text, each column as wide as its widest cell."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+@typed
+def bytes_per_device(tree: Arrays) -> int:
+    """Bytes per device of a pytree of arrays: the sum over its shards.
+
+    Example:
+        >>> sk.bytes_per_device(sk.shard({"w": jnp.ones((8, 512))}, mesh, P(None, "model")))
+        4096
+    """
+    return sum(shard_bytes(x) for x in jax.tree.leaves(tree))
+
+
+def canonical(spec: PartitionSpec) -> PartitionSpec:
+    """The canonical spec of a layout: no trailing None, no one-element or empty tuples.
+
+    jit treats `P()` and `P(None)` as different and compiles twice.
+    """
+    entries: list[AxisEntry] = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in spec_axes(spec)]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def spec_axes(spec: PartitionSpec) -> list[tuple[str, ...]]:
+    """The mesh axes of each entry of a spec, as tuples."""
+    return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec.partitions]
+
+
+def split_dims(spec: PartitionSpec) -> dict[int, tuple[str, ...]]:
+    """The dims that a spec splits, each with its mesh axes."""
+    return {dim: axes for dim, axes in enumerate(spec_axes(spec)) if axes}
+
+
+def all_axes(spec: PartitionSpec) -> frozenset[str]:
+    """The mesh axes that a spec uses."""
+    return frozenset(axis for axes in spec_axes(spec) for axis in axes)
+
+
+def broadcast_specs(specs: Any, tree: Any) -> Any:
+    """One spec for each leaf of `tree`, from a single spec or a pytree of specs that is a prefix of it."""
+    spread = lambda spec, part: jax.tree.map(lambda _: spec, part)  # noqa: E731
+    return jax.tree.map(spread, specs, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def check_spec(where: str, spec: PartitionSpec, mesh: Mesh, ndim: int) -> None:
+    """Refuses a spec that is longer than the array's rank, names an unknown axis, or uses an axis twice."""
+    if len(spec) > ndim:
+        raise ValueError(
+            f"{where}: the spec {spec} has {len(spec)} entries for an array of rank {ndim}. Drop an entry."
+        )
+    for axis in sorted(all_axes(spec)):
+        if axis not in mesh.shape:
+            raise ValueError(
+                f"{where}: the spec {spec} uses axis {axis!r}, which the mesh does not have; its axes are "
+                f"{quoted(mesh.axis_names)}. Use one of them, or add the axis to make_mesh."
+            )
+    _refuse_double_use(where, spec)
+
+
+def _check_shape(where: str, shape: Sequence[int]) -> None:
+    if min(shape, default=0) < 0:
+        raise ValueError(f"{where}: the sizes in shape must be at least 0; got {shape}. Pass for example (8, 4).")
+
+
+def path_name(path: Iterable[Any]) -> str:
+    """A leaf's path in its pytree, as `layers.norm` or `blocks[0].w`."""
+    return jax.tree_util.keystr(tuple(path), simple=True, separator=".") or "(the whole tree)"
+
+
+def check_axes(where: str, specs: Any, known: Iterable[str]) -> None:
+    """Refuses a pytree of specs with an unknown axis, or with an axis twice in one spec."""
+    for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)):
+        for axis in sorted(all_axes(spec) - set(known)):
+            raise ValueError(
+                f"{where}: the spec {spec} uses axis {axis!r}, which is not among {quoted(known)}. Use one of those."
+            )
+        _refuse_double_use(where=where, spec=spec)
+
+
+def _refuse_double_use(where: str, spec: PartitionSpec, names: tuple[str | None, ...] = ()) -> None:
+    axes = [axis for entry in spec_axes(spec) for axis in entry]
+    twice = next((axis for axis in axes if axes.count(axis) > 1), None)
+    if twice is not None:
+        origin = f" (from the logical axes {names})" if names else ""
+        raise ValueError(
+            f"{where}: a mesh axis can shard one dim only; got {twice!r} twice in {spec}{origin}. Give the other dim "
+            "another axis, or None."
+        )
+
+
+def _is_names(x: Any) -> bool:
+    return isinstance(x, tuple) and all(name is None or isinstance(name, str) for name in x)
+
+
+def shard_shape(x: Any) -> tuple[int, ...]:
+    """The shape of what one device holds of an array; a host array's own."""
+    sharding = getattr(x, "sharding", None)
+    return tuple(jax.numpy.shape(x) if sharding is None else sharding.shard_shape(x.shape))
+
+
+def shard_bytes(x: Any) -> int:
+    """The bytes of what one device holds of an array."""
+    itemsize = (x if hasattr(x, "dtype") else jax.numpy.asarray(x)).dtype.itemsize
+    return math.prod(shard_shape(x)) * itemsize
+
+
+def brief_spec(spec: PartitionSpec) -> str:
+    """A spec as users write it: `P('data', None)`."""
+    entries = ["None" if not a else repr(a[0]) if len(a) == 1 else repr(a) for a in spec_axes(spec)]
+    return f"P({', '.join(entries)})"

@@ -1,0 +1,205 @@
+"""Random keys inside shard_map: per-axis folding, and one key per example of the global batch.
+
+Fold over the axes over which the data differ, never over axes over which replicas must agree. For dropout, prefer one
+key per global example (`example_keys`, `dropout`): the draws are then the same on every mesh.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import jax
+import jax.numpy as jnp
+
+from shardkit._arguments.checks import Axis, at_least, bound
+from shardkit._arguments.kinds import Key
+from shardkit._arguments.typed import typed
+
+
+@typed
+def fold_axis(key: Key, axis: Axis) -> jax.Array:
+    """`fold_in(key, axis_index)`: keys that differ along `axis` and agree along every other axis.
+
+    Two axes have the same stream at the same index; with `fold_axes` they do not.
+
+    Args:
+        key: typed or raw key, the same on all devices of `axis`.
+        axis: mesh axis, or a tuple of axes (their joint index, the first one major).
+
+    Returns:
+        A key of the same kind, varying over `axis`.
+
+    Raises:
+        ValueError: an axis that is not bound here, or named twice.
+
+    Example:
+        >>> draw = lambda key: jax.random.bits(sk.fold_axis(key, "data"), 1)
+        >>> bits = jax.shard_map(draw, mesh=mesh, in_specs=P(), out_specs=P("data"))(jax.random.key(0))
+        >>> bool(bits[0] == bits[1])
+        False
+    """
+    return jax.random.fold_in(key, jax.lax.axis_index(bound("fold_axis", axis)))
+
+
+@typed
+def fold_axes(key: Key, axes: Axis) -> jax.Array:
+    """Keys that differ for every coordinate along `axes`, salted by axis name.
+
+    The order of `axes` does not matter, and no coordinate of one axis repeats the stream of another axis.
+
+    Args:
+        key: typed or raw key, the same on all devices of `axes`.
+        axes: mesh axis or tuple of axes.
+
+    Returns:
+        A key of the same kind, varying over `axes`.
+
+    Raises:
+        ValueError: an axis that is not bound here, or named twice.
+
+    Example:
+        >>> draw = lambda key: jax.random.bits(sk.fold_axes(key, ("data", "model")), 1)
+        >>> bits = jax.shard_map(draw, mesh=mesh, in_specs=P(), out_specs=P(("data", "model")))(jax.random.key(0))
+        >>> len(set(bits.tolist()))
+        8
+    """
+    for name in sorted(bound("fold_axes", axes)):
+        key = jax.random.fold_in(jax.random.fold_in(key, salt(name)), jax.lax.axis_index(name))
+    return key
+
+
+@typed
+def example_keys(key: Key, n: int) -> jax.Array:
+    """One key for each of `n` examples, by global index: key i is `fold_in(key, i)` for every `n`.
+
+    Args:
+        key: typed or raw key.
+        n: number of examples of the global batch.
+
+    Returns:
+        Keys of shape [n] (raw keys: [n, 2]), to be sharded like the batch's dim 0.
+
+    Example:
+        >>> few, many = (sk.example_keys(jax.random.key(0), n) for n in (4, 8))
+        >>> bool((few == many[:4]).all())
+        True
+    """
+    at_least("example_keys", 0, n=n)
+    refuse_unstable("example_keys", key)
+    return fold_keys(key, jnp.arange(n, dtype=jnp.uint32))
+
+
+@typed
+def fold_keys(keys: Key, data: jax.Array | int) -> jax.Array:
+    """Elementwise `fold_in`: `fold_keys(keys_b, layer)` gives each example a different key in each layer.
+
+    `fold_keys(keys_b[:, None], positions_t[None, :])` gives each token of each example its own key, which does not
+    depend on how the tokens are sharded.
+
+    Args:
+        keys: keys of any shape, typed or raw.
+        data: integers of a shape that broadcasts with the keys'.
+
+    Returns:
+        Keys of the shape to which both broadcast.
+
+    Example:
+        >>> keys = sk.example_keys(jax.random.key(0), 2)
+        >>> sk.fold_keys(keys[:, None], jnp.arange(3)[None, :]).shape
+        (2, 3)
+    """
+    raw = () if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else keys.shape[-1:]
+    try:
+        shape = jnp.broadcast_shapes(_keys_shape(keys), jnp.shape(data))
+    except ValueError:
+        raise ValueError(
+            f"fold_keys: data must have a shape that broadcasts with the keys' {_keys_shape(keys)}; got "
+            f"{jnp.shape(data)}. Insert dims of size 1."
+        ) from None
+    folded = jnp.broadcast_to(keys, shape + raw), jnp.broadcast_to(data, shape)
+    fold = jax.random.fold_in
+    for _ in shape:
+        fold = jax.vmap(fold)
+    return fold(*folded)
+
+
+@typed
+def dropout(x_b: jax.Array, keys_b: Key | None, rate: float) -> jax.Array:
+    """Dropout with one key per example: the same draws on every mesh and with every number of accumulation steps.
+
+    Args:
+        x_b: examples, shape [b, ...].
+        keys_b: one key per example, shape [b], or per token, shape [b, t], where tokens are sharded. None for
+            evaluation: nothing is dropped.
+        rate: probability that an element becomes zero, 0 <= rate < 1; the others are divided by 1 - rate.
+
+    Returns:
+        Array of the shape and dtype of `x_b`.
+
+    Raises:
+        ValueError: a rate outside [0, 1), or keys whose shape is not that of the leading dims of `x_b`.
+        TypeError: integers.
+
+    Example:
+        >>> keys = sk.example_keys(jax.random.key(0), 4)
+        >>> y = sk.dropout(jnp.ones((4, 100)), keys, rate=0.5)
+        >>> set(y.ravel().tolist()) == {0.0, 2.0}
+        True
+    """
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout: rate must be at least 0 and below 1; got {rate}. Pass for example rate=0.1.")
+    if not jnp.issubdtype(x_b.dtype, jnp.floating):
+        raise TypeError(f"dropout: x_b must be floating-point; got {x_b.dtype}. Apply dropout after the embedding.")
+    if keys_b is None or rate == 0:
+        return x_b
+    refuse_unstable("dropout", keys_b)
+    shape = _keys_shape(keys_b)
+    if not shape or shape != x_b.shape[: len(shape)]:
+        raise ValueError(
+            f"dropout: keys_b must have one key per example; got keys of shape {keys_b.shape} for examples of shape "
+            f"{x_b.shape}. Pass the keys that the loss function receives with the batch."
+        )
+    draw = lambda key: jax.random.bernoulli(key, 1 - rate, x_b.shape[len(shape) :])  # noqa: E731
+    for _ in shape:
+        draw = jax.vmap(draw)
+    return jnp.where(draw(keys_b), x_b / jnp.asarray(1 - rate, x_b.dtype), jnp.zeros_like(x_b))
+
+
+def refuse_unstable(where: str, keys: jax.Array) -> None:
+    """Refuses keys whose draws differ under vmap, and so depend on mesh and batch."""
+    if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) and str(jax.random.key_impl(keys)) in ("rbg", "unsafe_rbg"):
+        raise ValueError(
+            f"{where}: keys must have an implementation whose draws do not depend on the batch; got "
+            f"{jax.random.key_impl(keys)!r}. Pass jax.random.key(seed, impl='threefry2x32')."
+        )
+
+
+def salt(name: str) -> int:
+    """A 32-bit number for a name, the same in every process (unlike `hash`)."""
+    return zlib.crc32(name.encode())
+
+
+def _keys_shape(keys: jax.Array) -> tuple[int, ...]:
+    """The shape of an array of keys; a raw key is a row of integers."""
+    return keys.shape if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else keys.shape[:-1]
+
+
+@typed
+def step_key(key: Key, step: jax.Array | int) -> jax.Array:
+    """The key of one step: its examples get `example_keys(step_key(state.key, state.step), batch size)`.
+
+    Args:
+        key: the TrainState's key.
+        step: steps taken before, from 0.
+
+    Returns:
+        A typed key.
+
+    Example:
+        >>> key = sk.step_key(jax.random.key(0), 7)
+        >>> sk.example_keys(key, 4).shape
+        (4,)
+    """
+    at_least("step_key", 0, step=step if isinstance(step, int) else None)
+    # Salted, so that it differs from every key that the parameters were drawn from.
+    return jax.random.fold_in(jax.random.fold_in(key, salt("shardkit.step")), step)

@@ -1,0 +1,109 @@
+"""Simulated devices: CPU devices in place of accelerators, with the threads they need."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+
+from shardkit._arguments.checks import at_least, counted
+from shardkit._arguments.typed import typed
+from shardkit._jax import backends
+
+# jax 0.10 runs all simulated devices in one pool of max(NPROC, n) threads. n - 1 devices may block in a collective
+# while the n launches of a later step block in the same pool, so that the last device needs 2n threads to proceed. 4n
+# leaves room for programs dispatched from a second thread.
+_THREADS_PER_DEVICE = 4
+_SAFE_THREADS_PER_DEVICE = 2
+
+
+@typed
+def simulate_devices(n: int) -> None:
+    """Replaces this process's devices by `n` CPU devices; call it before jax initializes its devices.
+
+    Also gives jax's CPU runtime the threads it needs: with fewer, steps dispatched asynchronously can deadlock (see
+    `docs/howto/faults.md`). A second call with the same `n` does nothing.
+
+    Args:
+        n: number of devices, at least 1. They share this machine's cores: results are those of `n` real devices, times
+            are not.
+
+    Raises:
+        ValueError: `n` is below 1.
+        RuntimeError: jax has already started with other devices.
+
+    Example:
+        >>> sk.simulate_devices(8)
+        >>> jax.device_count()
+        8
+    """
+    at_least("simulate_devices", 1, n=n)
+    if backends.jax_has_started():
+        devices = jax.devices()
+        if len(devices) == n and devices[0].platform == "cpu":
+            warn_if_few_threads(n, stacklevel=4)
+            return
+        raise RuntimeError(
+            f"simulate_devices: jax has already started with {counted(len(devices), devices[0].platform + ' device')}, "
+            f"so it cannot simulate {n}. Call simulate_devices({n}) at the start of the program, before jax "
+            f"initializes its devices, or start python with XLA_FLAGS=--xla_force_host_platform_device_count={n} "
+            f"NPROC={_THREADS_PER_DEVICE * n}."
+        )
+    jax.config.update("jax_platforms", "cpu")
+    offer_cpu_devices(n)
+
+
+def offer_cpu_devices(n: int) -> None:
+    """Makes jax start `n` CPU devices, with the threads they need, if it finds no accelerator."""
+    os.environ.update(cpu_environment(n, os.environ))
+    jax.config.update("jax_num_cpu_devices", n)
+    backends.leave_out_idle_tpu()
+
+
+def cpu_environment(n: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables to change in `environ` so that a process has threads for `n` CPU devices, and starts no others."""
+    flag = r"--xla_force_host_platform_device_count=\d+"
+    flags = re.sub(flag, "", environ.get("XLA_FLAGS", "")).strip()
+    return {"XLA_FLAGS": flags, "NPROC": str(max(_threads_wanted(environ), _THREADS_PER_DEVICE * n))}
+
+
+def widen_thread_pool() -> None:
+    """Gives the CPU devices that jax is configured to start the threads they need; call it before jax starts."""
+    flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    devices = max(int(flag.group(1)) if flag else 1, backends.cpu_devices_asked_for(), 1)
+    os.environ["NPROC"] = cpu_environment(devices, os.environ)["NPROC"]
+
+
+def _threads_wanted(environ: Mapping[str, str]) -> int:
+    nproc = environ.get("NPROC", "")
+    return int(nproc) if nproc.isdigit() else (os.cpu_count() or 1)
+
+
+def _threads_there(n: int) -> int:
+    """Threads in the pool that runs `n` CPU devices: counted in /proc, elsewhere estimated."""
+    try:
+        names = Counter(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
+    except OSError:
+        names = Counter()
+    if names["tf_XLAExecute"]:  # later runtimes launch from a separate pool: no deadlock
+        return _SAFE_THREADS_PER_DEVICE * n
+    return names["tf_XLAEigen"] or max(_threads_wanted(os.environ), n)
+
+
+def warn_if_few_threads(n: int, stacklevel: int) -> None:
+    """Warns if steps over `n` CPU devices, dispatched asynchronously, can deadlock."""
+    threads = _threads_there(n)
+    if threads < _SAFE_THREADS_PER_DEVICE * n:
+        warnings.warn(
+            f"{n} simulated devices share {threads} threads of jax's CPU runtime; below "
+            f"{_SAFE_THREADS_PER_DEVICE * n}, steps dispatched asynchronously can deadlock. Call "
+            f"shardkit.simulate_devices({n}) before jax starts, or start python with "
+            f"NPROC={_THREADS_PER_DEVICE * n}.",
+            RuntimeWarning,
+            stacklevel=stacklevel,
+        )

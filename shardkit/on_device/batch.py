@@ -1,0 +1,80 @@
+"""The batch: its layout over devices, its split into microbatches, and a key for each of its examples."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from shardkit._arguments.checks import named
+from shardkit.collectives import axis_index, axis_size, vary
+from shardkit.meshes.layout import path_name, spec_axes
+from shardkit.meshes.rng import fold_keys
+
+
+def batch_specs(batch: Any, spec: PartitionSpec, mesh: Mesh, accumulate: int) -> Any:
+    """The spec of each leaf of a batch: `spec` as far as the leaf has dims; scalars are replicated.
+
+    Raises:
+        ValueError: a batch without arrays, leaves with different numbers of examples, or a dim that does not divide.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    sizes = {path_name(path): jnp.shape(x)[0] for path, x in leaves if jnp.ndim(x)}
+    if len(set(sizes.values())) != 1:
+        found = ", ".join(f"{name}: {size}" for name, size in sizes.items()) or "no array"
+        raise ValueError(
+            "make_train_step: every array of the batch must have the same number of examples along dim 0; "
+            f"got {found}. Pass arrays that share dim 0; what all examples share goes into carried state, or the loss."
+        )
+    for path, x in leaves:
+        for dim, axes in enumerate(spec_axes(spec)[: jnp.ndim(x)]):
+            count = math.prod(mesh.shape[axis] for axis in axes)
+            parts = accumulate if dim == 0 else 1
+            if jnp.shape(x)[dim] % (count * parts):
+                over = f"{count} devices" + (f" x {parts} microbatches" if parts > 1 else "")
+                raise ValueError(
+                    f"make_train_step: batch dim {dim} must be divisible by {named(axes) if axes else 'accumulate'}"
+                    f"{' times accumulate' if parts > 1 and axes else ''}; leaf {path_name(path)} has size "
+                    f"{jnp.shape(x)[dim]} over {over}. Choose another size, or pad with examples of weight 0."
+                )
+    return jax.tree.map(lambda x: PartitionSpec(*spec[: jnp.ndim(x)]), batch)
+
+
+def device_keys(key: jax.Array, batch: Any, batch_spec: PartitionSpec) -> jax.Array:
+    """This device's rows of `example_keys(key, global batch size)`, inside shard_map."""
+    rows = next(x.shape[0] for x in jax.tree.leaves(batch) if x.ndim)
+    first = spec_axes(batch_spec)[:1]
+    axes = first[0] if first else ()
+    index = jnp.arange(rows, dtype=jnp.uint32)
+    if axes and axis_size(axes) > 1:
+        index = index + axis_index(axes).astype(jnp.uint32) * jnp.uint32(rows)
+    return vary(fold_keys(key, index), axes)
+
+
+def split_microbatches(tree: Any, count: int) -> Any:
+    """The arrays of a tree with the microbatch as dim 0, each a contiguous part; scalars belong to every microbatch.
+
+    Layout: `X[B, ..] -> X[M, B/M, ..]`
+    """
+    return jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]) if x.ndim else x, tree)
+
+
+def take_microbatch(split: Any, i: Any) -> Any:
+    """Microbatch `i`, a number or a traced index, of what `split_microbatches` returned."""
+
+    def one(x: Any) -> Any:
+        if not x.ndim:
+            return x
+        at = 0 if x.shape[0] == 1 else i
+        return x[at] if isinstance(at, int) else row(x, at)
+
+    return jax.tree.map(one, split)
+
+
+def row(tree: Any, i: Any) -> Any:
+    """Row `i` of dim 0 of every array, a number or a traced index."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree)

@@ -1,0 +1,417 @@
+"""What one device computes: a loss as total and weight, and the gradients of the total."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from functools import partial, reduce
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+
+from shardkit._arguments.checks import quoted
+from shardkit._arguments.typed import typed
+from shardkit._jax.compat import tracked_axes, varying_axes
+from shardkit._jax.one_device import as_on_one_device, or_note
+from shardkit.collectives import all_reduce, vary
+from shardkit.collectives.axes import vary_like
+from shardkit.meshes.layout import path_name
+from shardkit.on_device.frozen import check_trained, chosen
+from shardkit.on_device.handles import call_sealed, is_handle, parts, with_parts
+from shardkit.on_device.token_axes import check_whole
+
+
+class Mean(NamedTuple):
+    """A mean over devices and microbatches, as two sums that are divided only at the end.
+
+    A loss may be a sum of them with different weights, `a + 0.1 * b`: their weights are summed over devices first, by
+    an all_reduce of 4 bytes each, and one gradient follows. A step cannot split it into microbatches.
+
+    Attributes:
+        total: scalar, the sum of this device's values; for an auxiliary mean an array or a pytree of arrays too.
+        weight: scalar, the number of those values or the sum of their weights, float32 or integer, computed from this
+            device's examples. It is summed over devices and microbatches in float32: counts are exact up to 2^24, and
+            to 7 digits beyond. Beside an array, an array of its shape too: a weight for each element.
+    """
+
+    total: Any
+    weight: Any
+
+    @classmethod
+    @typed
+    def of(cls, values: jax.Array, weights: jax.Array | None = None) -> Mean:
+        """Sums `values` (any shape), weighted by `weights` (the same shape), both in float32.
+
+        Raises:
+            ValueError: weights of another shape, because a broadcast weight would count once for many values.
+        """
+        values = values.astype(jnp.float32)
+        if weights is None:
+            return cls(jnp.sum(values), jnp.float32(values.size))
+        if jnp.shape(weights) != values.shape:
+            raise ValueError(
+                f"Mean.of: the weights must have the shape of the values; got {jnp.shape(weights)} for "
+                f"{values.shape}. Broadcast them with jnp.broadcast_to(weights, values.shape)."
+            )
+        weights = weights.astype(jnp.float32)
+        return cls(jnp.sum(values * weights), jnp.sum(weights))
+
+    def __add__(self, other: Any) -> Any:
+        return Sum((self,)) + other
+
+    def __rmul__(self, factor: Any) -> Mean:
+        return Mean(factor * self.total, self.weight)
+
+
+class Sum(NamedTuple):
+    """A sum of Means, `terms`, each with its own weight: what `a + 0.1 * b` is."""
+
+    terms: tuple[Mean, ...]
+
+    def __add__(self, other: Any) -> Sum:
+        if not isinstance(other, Mean | Sum):
+            raise TypeError(f"Mean: only Means can be added to it; got {kind(other)}. Pass Mean(value, 1).")
+        return Sum((*self.terms, *terms_of(other)))
+
+    def __rmul__(self, factor: Any) -> Sum:
+        return Sum(tuple(factor * mean for mean in self.terms))
+
+
+def terms_of(loss: Any) -> tuple[Any, ...]:
+    """The Means of which a loss is the sum."""
+    return loss.terms if isinstance(loss, Sum) else (loss,)
+
+
+def largest_weight(loss: Any) -> jax.Array:
+    """The weight by which a loss's gradient is still to be divided: the only one, or the largest of a sum of Means."""
+    return reduce(jnp.maximum, [mean.weight for mean in terms_of(loss)])
+
+
+class GradFn(Protocol):
+    """What one device computes inside shard_map, as `value_and_grad(loss_fn)` does.
+
+    Returns partial sums: the loss as a Mean, auxiliary means by name, and the gradients of `scale * total` with respect
+    to the parameters that it was passed.
+    """
+
+    def __call__(
+        self, params: Any, batch: Any, keys: jax.Array, *, scale: Any = 1
+    ) -> tuple[Mean, Mapping[str, Any], Any]: ...
+
+
+LossFn = Callable[..., Any]
+
+
+@typed
+def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False) -> GradFn:
+    """The function that each device runs in a step, from a loss function of any pytree model.
+
+    Args:
+        loss_fn: `loss_fn(params, batch, keys)` over this device's examples, with one key for each of them (None in
+            evaluation). Returns a scalar (a mean over equally many examples on every device), a
+            `Mean(total, weight)`, or either with a dict of auxiliary scalars or Means, which may be nested. With a
+            fourth positional parameter without default, `loss_fn(params, batch, keys, carried)`, it gets the carried
+            state, which is not differentiated.
+        trained: a tree of bools like the parameters, or a prefix of them: False for leaves that are frozen. Their
+            gradients are zeros, which are neither computed nor sent, and which algorithms with `feedback=True` refuse;
+            the optimizer should have no state for them, as `optax.masked(optimizer, trained)`. None: all are trained.
+        local: whether the loss is traced as on one device, without the mesh. Loops inside libraries, such as those of
+            diffrax, then need no casts, and the gradient of a constant inside the loss is this device's. For a loss
+            that does not communicate, under plans that pass it whole leaves and examples.
+
+    Returns:
+        A GradFn: `(params, batch, keys, *, scale=1) -> (Mean, aux, gradients of scale * total)`; it takes `carried=` if
+        the loss does.
+
+    Raises:
+        TypeError: a loss of other arguments; `trained` is not a tree of bools; at trace time, if the loss is neither a
+            real scalar nor a Mean, a weight is not float32 or integer, or the weight of the loss depends on the
+            parameters.
+        ValueError: `trained` is True nowhere; at trace time, if it is not a prefix of the parameters; with `local`, a
+            loss that communicates or is a sum of means, lazy leaves, tp, cp, ep.
+
+    Cost: what `loss_fn` sends. With `local` it is traced as often as without, and lowered as a function of its own.
+
+    Example:
+        >>> loss_fn = lambda params, batch, keys: sk.Mean.of((batch @ params) ** 2)
+        >>> loss, aux, grads = sk.value_and_grad(loss_fn)(jnp.ones(2), jnp.ones((3, 2)), None)
+        >>> print(loss.total, loss.weight, grads)
+        12.0 3.0 [12. 12.]
+    """
+
+    check_trained(trained)
+    _check_loss(loss_fn)
+
+    def gradient(some: list[Any], params: Any, scale: Any, *args: Any) -> tuple[Any, Mapping[str, Any], Any]:
+        joined = chosen(parts(params), trained)[1]
+
+        def total(some: list[Any]) -> tuple[jax.Array, tuple[Any, Mapping[str, Any]]]:
+            loss, aux = loss_and_aux(call_loss(loss_fn, with_parts(params, joined(some)), *args), several=True)
+            return _total(loss, local), (loss, aux)
+
+        _, (loss, aux), (grads,) = scaled_gradients(total, scale, some)
+        return loss, aux, grads
+
+    def through(call: Callable[..., Any], params: Any, *args: Any) -> tuple[Any, Mapping[str, Any], Any]:
+        some, joined, gradients = chosen(parts(params), trained)
+
+        def opened(some: list[Any]) -> tuple[list[Any], Any]:  # here, because it communicates
+            tree = with_parts(params, joined(some))
+            return chosen(parts(tree), trained)[0], tree
+
+        seen, backward, tree = jax.vjp(opened, some, has_aux=True)
+        loss, aux, grads = call(gradient, seen, tree, *(with_parts(each, parts(each)) for each in args))
+        return loss, aux, gradients(*backward(grads))
+
+    run = partial(on_mesh_or_alone, through, local)
+
+    def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Any, Mapping[str, Any], Any]:
+        return run(params, scale, batch, keys)
+
+    def carrying(
+        params: Any, batch: Any, keys: Any, *, scale: Any = 1, carried: Any
+    ) -> tuple[Any, Mapping[str, Any], Any]:
+        return run(params, scale, batch, keys, carried)
+
+    made: Any = carrying if takes_carried(loss_fn) else grad_fn
+    return made
+
+
+def _total(loss: Any, local: bool) -> jax.Array:
+    """What is differentiated: the total, or the sum of several, each over its own weight and times the largest.
+
+    An all_reduce stands here, because one gradient of several means divides each by the weight of the whole batch, of
+    which a device knows its share. The largest divides them all at the end, as the weight of one Mean does.
+    """
+    if not isinstance(loss, Sum):
+        return loss.total
+    if local:
+        raise ValueError(
+            "value_and_grad: with local=True a loss does not communicate, and a sum of means sums its weights over "
+            "devices; got both. Leave out local=, or weight the values of one Mean."
+        )
+    axes = tuple(sorted(frozenset[str]().union(*(varying_axes(mean.total) for mean in loss.terms))))
+    weights = jnp.stack([vary(mean.weight.astype(jnp.float32), axes) for mean in loss.terms])
+    whole = divisor_of(all_reduce(weights, axes) if axes else weights)
+    return reduce(jnp.add, [jnp.max(whole) / w * mean.total for w, mean in zip(whole, loss.terms, strict=True)])
+
+
+def on_mesh_or_alone(through: Callable[..., Any], local: bool, *args: Any) -> Any:
+    """`through(call, *args)`, where `call` calls a function on the mesh, or as on one device if `local`."""
+    alone = partial(through, _alone, *args)
+    if local:
+        return alone()
+    note = "value_and_grad: as on one device the loss can be traced. Pass value_and_grad(loss_fn, local=True), and "
+    run = partial(through, lambda fn, *args: fn(*args), *args)
+    return or_note(run, alone, f"{note}local=True to make_eval_step.") if tracked_axes() else run()
+
+
+def _alone(fn: Callable[..., Any], *args: Any) -> Any:
+    check_whole()
+    lazy = [leaf for leaf in jax.tree.leaves(args, is_leaf=is_handle) if is_handle(leaf)]
+    if lazy:
+        raise ValueError(
+            "value_and_grad: with local=True a loss does not communicate, and must get weights that are gathered; got "
+            f"{lazy[0]}, a lazy leaf. Leave out layerwise= of the plan, or local=."
+        )
+    return as_on_one_device(fn, *args)
+
+
+def scaled_gradients(total: Callable[..., Any], scale: Any, *args: Any) -> tuple[jax.Array, Any, tuple[Any, ...]]:
+    """The value and the rest that `total(*args)` returns, and the gradients of `scale * value`."""
+    value, backward, rest = jax.vjp(total, *args, has_aux=True)  # a scaled float16 total would overflow
+    return value, rest, backward(vary_like(jnp.asarray(scale, value.dtype), value))
+
+
+def _check_loss(loss_fn: LossFn) -> None:
+    """Refuses a loss that cannot be called with parameters, batch and keys, nor with carried state too."""
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):
+        return
+    wrong = []
+    for count in (3, 4):
+        try:
+            signature.bind(*[None] * count)
+        except TypeError as error:
+            wrong.append(error)
+    if len(wrong) == 2:
+        raise TypeError(
+            "value_and_grad: loss_fn must take (params, batch, keys), or (params, batch, keys, carried); got "
+            f"{signature}. Add the arguments that are missing: keys has one key per example, and may go unused."
+        )
+
+
+def takes_carried(loss_fn: LossFn) -> bool:
+    """Whether a loss takes carried state: as its fourth positional parameter, without a default."""
+    try:
+        parameters = inspect.signature(loss_fn).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    required = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(required) > 3 and required[3].default is inspect.Parameter.empty
+
+
+def call_loss(loss_fn: LossFn, params: Any, batch: Any, keys: Any, *carried: Any) -> Any:
+    """The loss of parameters, and of carried state if there is some, with the lazy leaves of both sealed."""
+    if not carried:
+        return call_sealed(loss_fn, params, batch, keys)
+    (tree,) = carried
+    call = lambda tree: call_sealed(lambda *args: loss_fn(*args, tree), params, batch, keys)  # noqa: E731
+    return call_sealed(call, tree, at="carried")
+
+
+@jax.custom_jvp
+def _constant(weight: jax.Array) -> jax.Array:
+    """The weight of a loss; differentiating it is an error, because gradients are those of the total."""
+    return weight
+
+
+@partial(_constant.defjvp, symbolic_zeros=True)
+def _weight_jvp(primals: Any, tangents: Any) -> Any:
+    (weight,), (tangent,) = primals, tangents
+    if not isinstance(tangent, jax.custom_derivatives.SymbolicZero):
+        raise TypeError(
+            "Mean: the weight of a loss must not depend on the parameters, because gradients are those of the total; "
+            "this one does. Pass jax.lax.stop_gradient(weight), or divide in the loss and return a scalar."
+        )
+    return weight, tangent
+
+
+def loss_and_aux(out: Any, several: bool = False) -> tuple[Any, dict[str, Any]]:
+    """What a loss function returned, as a Mean, or a Sum where there may be several, and a dict of Means."""
+    aux: Any = {}
+    if isinstance(out, tuple) and not isinstance(out, Mean) and len(out) == 2:
+        out, aux = out
+    rule = "value_and_grad: loss_fn must return a scalar, Mean(total, weight) or (either, aux)"
+    terms = [_as_mean(each, rule) for each in (terms_of(out) if several else (out,))]
+    terms = [mean._replace(weight=_constant(mean.weight)) for mean in terms]
+    if not isinstance(aux, Mapping):
+        raise TypeError(
+            f"value_and_grad: aux must be a dict of scalars or Means by name; got {kind(aux)}. "
+            "Return for example (loss, {'accuracy': Mean(correct, count)})."
+        )
+    loss = Sum(tuple(terms)) if len(terms) > 1 else terms[0]
+    return loss, {name: _aux(name, value) for name, value in aux.items()}
+
+
+def named_means(out: Any) -> dict[str, Any]:
+    """What a loss function returned, as Means or trees of them by name; the loss under "loss"."""
+    loss, aux = loss_and_aux(out, several=True)
+    return {"loss": loss, **aux}
+
+
+def is_mean(x: Any) -> bool:
+    """Whether a node of a tree is a Mean."""
+    return isinstance(x, Mean)
+
+
+def means_by_path(means: Any) -> list[tuple[str, Mean]]:
+    """The Means of a tree, each after its path, such as "stats.variance"."""
+    return [(path_name(path), mean) for path, mean in jax.tree_util.tree_leaves_with_path(means, is_leaf=is_mean)]
+
+
+def _aux(name: Any, value: Any) -> Any:
+    if not isinstance(name, str):
+        raise TypeError(
+            f"value_and_grad: aux must be a dict of scalars or Means by name; got the key {name!r}. Use a string."
+        )
+
+    leaf = lambda x: x is None or isinstance(x, Mean | Sum)  # noqa: E731
+
+    def one(path: Any, value: Any) -> Any:
+        at = path_name((jax.tree_util.DictKey(name), *path))
+        if is_mean(value) and not jax.tree_util.all_leaves([value.total], leaf):
+            each = lambda below, total: one((*path, *below), Mean(total, value.weight))  # noqa: E731
+            return jax.tree_util.tree_map_with_path(each, value.total, is_leaf=leaf)
+        mean = _as_mean(value, f"value_and_grad: aux {at!r} must be a scalar or Mean(total, weight)", is_mean(value))
+        if mean.weight.shape not in ((), mean.total.shape):
+            raise ValueError(
+                f"Mean {at!r}: the weight must be a scalar or have the shape of the total; got {kind(mean)}. "
+                "Broadcast it with jnp.broadcast_to(weight, total.shape)."
+            )
+        return mean
+
+    return jax.tree_util.tree_map_with_path(one, value, is_leaf=leaf)
+
+
+def _as_mean(value: Any, rule: str, shaped: bool = False) -> Mean:
+    pair = value if isinstance(value, Mean) else Mean(value, jnp.float32(1))
+    for x in pair:
+        dtype = getattr(x, "dtype", None) or (jnp.result_type(x) if isinstance(x, int | float) else None)
+        real = dtype is not None and any(jnp.issubdtype(dtype, each) for each in (jnp.floating, jnp.integer, jnp.bool_))
+        if not real or (jnp.shape(x) and not shaped):
+            raise TypeError(
+                f"{rule}; got {kind(value)}. Sum over the examples and return Mean(total, weight), or their mean."
+            )
+    weight = jnp.asarray(pair.weight)
+    if jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize < 4:
+        raise TypeError(
+            f"Mean: the weight must be float32 or an integer, because {weight.dtype} cannot count; got {weight.dtype}. "
+            "Sum it in float32, as Mean.of(values, weights) does."
+        )
+    return Mean(jnp.asarray(pair.total), weight)
+
+
+def global_means(means: Mapping[str, Any], batch_axes: Collection[str]) -> dict[str, Any]:
+    """The means over all devices: each summed over exactly the axes over which its total varies.
+
+    The sums are float32 and invariant over all axes.
+
+    Raises:
+        ValueError: a weight that varies over other axes than its total, except for one that varies over none while the
+            total varies over `batch_axes`, which split the batch; an array that varies over further axes, whose devices
+            may have parts of it instead of parts of a sum.
+
+    Cost: one all_reduce of 8 bytes per mean, of an array for each element; those over the same axes share one
+        collective.
+    """
+    leaves, structure = jax.tree.flatten(dict(means), is_leaf=is_mean)
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for i, (name, mean) in enumerate(means_by_path(dict(means))):
+        groups.setdefault(_axes_of_sum(name, mean, batch_axes), []).append(i)
+    for axes, group in groups.items():
+        flat, restored = ravel_pytree([vary(x.astype(jnp.float32), axes) for i in group for x in leaves[i]])
+        back = restored(all_reduce(flat, axes) if axes else flat)
+        for i, total, weight in zip(group, back[::2], back[1::2], strict=True):
+            leaves[i] = Mean(total, weight)
+    out = jax.tree.unflatten(structure, leaves)
+    return {name: out[name] for name in means}
+
+
+def divisor_of(weight: jax.Array) -> jax.Array:
+    """The weight, or 1 where it is 0: without a weight the total is 0, and so are the gradients."""
+    return jnp.where(weight == 0, jnp.ones_like(weight), weight)
+
+
+def _axes_of_sum(name: str, mean: Mean, batch_axes: Collection[str]) -> tuple[str, ...]:
+    total, weight = varying_axes(mean.total), varying_axes(mean.weight)
+    beyond = sorted(total - frozenset(batch_axes))
+    if beyond and jnp.ndim(mean.total):
+        raise ValueError(
+            f"Mean {name!r}: an array may vary only over the axes of the batch; got {kind(mean.total)}, which varies "
+            f"over {quoted(beyond)} too. Pass all_gather(..., replicated=True) of parts of the array, or "
+            "all_reduce(...) of parts of a sum."
+        )
+    # A weight that varies over no axis, such as a number of values, counts once on each device; one that varies over
+    # only some of the axes of the total would be counted again along the others.
+    cast = frozenset(batch_axes) if not weight else frozenset()
+    wrong = sorted((weight - total) | ((total - weight) - cast))
+    if wrong:
+        raise ValueError(
+            f"Mean {name!r}: total and weight must vary over the same axes; the total varies over "
+            f"{quoted(sorted(total))} and the weight over {quoted(sorted(weight))}, which differ in {quoted(wrong)}. "
+            f"Compute both from the same shards, or reduce both alike{', as row_linear over a tp axis' * bool(beyond)}."
+        )
+    return tuple(sorted(total))
+
+
+def kind(x: Any) -> str:
+    """A value as an error names it: `float32[2,3]`, or the name of its type."""
+    if isinstance(x, Mean):
+        return f"Mean({kind(x.total)}, {kind(x.weight)})"
+    if hasattr(x, "dtype"):
+        return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+    return type(x).__name__

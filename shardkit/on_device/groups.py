@@ -1,0 +1,252 @@
+"""A step whose bits do not depend on the mesh: the batch in fixed groups, summed in a fixed order.
+
+Group g of G is the g-th part of the global batch. The loss, weight and gradient of each group are computed on their
+own, and added in the tree's order of `collectives/deterministic.py`, whichever device has them. A device adds the runs
+of its groups that are subtrees, and sends one partial sum for each: one, if its groups are a power of two.
+
+That is not enough. A compiler fuses a product with the addition that uses it, without rounding the product, and which
+of two products it takes depends on the code around them: on one device, without collectives, the update of Adam was
+fused with the reshapes of the gradient, and its moments differed from those on two devices after three steps (jax 0.10,
+CPU). So what multiplies and adds is compiled separately, in the same way on every mesh:
+
+- a group is the branch of a conditional that is always taken, which the compiler cannot know. A loop around it would
+  not work: one of length 1, on as many devices as groups, is inlined;
+- the optimizer is the body of a loop of one turn, which again the compiler cannot know. A loop updates its state in
+  place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from shardkit._arguments.checks import at_least, named, quoted
+from shardkit._jax import compat
+from shardkit._jax.jaxprs import PLAN, communicates, walk
+from shardkit.collectives import vary
+from shardkit.collectives.algorithms import PLAIN
+from shardkit.collectives.axes import axis_size
+from shardkit.collectives.deterministic import pairwise, sum_of_pieces
+from shardkit.meshes.layout import all_axes, path_name, spec_axes
+from shardkit.on_device.batch import split_microbatches
+from shardkit.on_device.gradient import divisor_of
+from shardkit.on_device.metrics import means_of_groups
+from shardkit.plans.placement import Cuts, Layout, map_layouts
+from shardkit.plans.plan import Plan
+from shardkit.plans.storage import as_stored
+
+Leaves = list[jax.Array]
+_PRODUCTS = ("dot_general", "conv_general")
+_SUMS = ("reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "scatter-add")
+
+
+def check_groups(groups: int | None, accumulate: int, plan: Plan, mesh: Mesh, reduce: Any) -> None:
+    """Refuses what cannot have the same bits on every mesh, before anything is traced; None is no groups."""
+    if groups is None:
+        return
+    at_least("make_train_step", 1, deterministic=groups)
+    rule = f"make_train_step: with deterministic={groups}"
+    if accumulate > 1:
+        raise ValueError(
+            f"{rule} the groups are the microbatches; got accumulate={accumulate} too. Leave accumulate at 1, "
+            "and pass more groups for smaller microbatches."
+        )
+    if jnp.dtype(reduce) != jnp.float32:
+        raise ValueError(
+            f"{rule} gradients are summed in float32; got a precision with reduce={jnp.dtype(reduce).name}. "
+            "Pass one with reduce=jnp.float32."
+        )
+    for s in plan.strategies:
+        if s.batch_dim != 0:
+            raise ValueError(
+                f"{rule} every strategy must split the examples of the batch, because sums inside the loss "
+                f"depend on the mesh; {s.name} does not. Use dp, zero1 and fsdp alone."
+            )
+        for argument in ("gather", "reduce"):
+            algorithm = getattr(s, argument)
+            if algorithm is not PLAIN:
+                raise ValueError(
+                    f"{rule} the step fixes the order of its sums; {s.name} has {argument}={algorithm}. Leave "
+                    f"out {argument}=."
+                )
+    axes = split_over(plan.batch_spec(mesh))
+    devices = math.prod(mesh.shape[axis] for axis in axes)
+    if groups % devices:
+        raise ValueError(
+            f"make_train_step: deterministic must be a multiple of the devices that split the batch; got {groups} "
+            f"groups over {devices} devices of {named(axes)}. Pass for example deterministic={devices}, on every mesh "
+            "that is to have the same bits."
+        )
+
+
+def groups_per_device(groups: int, batch: Any, batch_spec: PartitionSpec, mesh: Mesh, layouts: Any) -> int:
+    """How many groups a device has, after a check of the batch, and that no gradient is summed before the groups are.
+
+    Raises:
+        ValueError: a batch that the groups do not divide, or a leaf whose gradient is not summed once per step.
+    """
+    for path, layout in jax.tree_util.tree_leaves_with_path(layouts, is_leaf=lambda x: isinstance(x, Layout)):
+        if any(s.scatter != "step" for s in layout.splits):
+            raise ValueError(
+                "make_train_step: with deterministic= every gradient must be summed at the end of the step; that of "
+                f"leaf {path_name(path)} is not. Use dp, zero1, or fsdp without layerwise=."
+            )
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        if jnp.ndim(x) and jnp.shape(x)[0] % groups:
+            raise ValueError(
+                f"make_train_step: batch dim 0 must be divisible by deterministic; leaf {path_name(path)} has size "
+                f"{jnp.shape(x)[0]} over {groups} groups. Choose another size, or pad with examples of weight 0."
+            )
+    return groups // math.prod(mesh.shape[axis] for axis in split_over(batch_spec))
+
+
+def split_over(batch_spec: PartitionSpec) -> tuple[str, ...]:
+    """The mesh axes that split the examples, major first."""
+    return spec_axes(batch_spec)[0] if batch_spec else ()
+
+
+def sums_of_groups(call: Callable[[Leaves], Any], arrays: Leaves, always: jax.Array, axes: tuple[str, ...]) -> Any:
+    """The sums of this device's groups in float32, `[runs, ...]`: dim 0 counts the subtrees that it has.
+
+    Args:
+        call: the Means and gradients of one group.
+        arrays: of the batch and its keys, with the group as dim 0.
+        always: a boolean scalar that is True, and not a constant.
+        axes: the mesh axes of the batch.
+    """
+    one = [x[0] for x in arrays]
+    shapes = _local(call, one)
+    wide = lambda x: vary(x.astype(jnp.float32), axes)  # noqa: E731
+    zeros = lambda: jax.tree.map(lambda x: vary(jnp.zeros(x.shape, jnp.float32), axes), shapes)  # noqa: E731
+
+    def tree(arrays: Leaves) -> Any:
+        if len(arrays[0]) == 1:
+            group = [x[0] for x in arrays]
+            return lax.cond(always, lambda group: jax.tree.map(wide, call(group)), lambda _: zeros(), group)
+
+        def add(first_half: Any, each: Any) -> tuple[Any, None]:
+            first, half = each
+            return jax.tree.map(lambda a, b: jnp.where(first, b, a + b), first_half, tree(half)), None
+
+        return lax.scan(add, zeros(), (jnp.array([True, False]), split_microbatches(arrays, 2)))[0]
+
+    count = len(arrays[0])
+    run = count & -count  # the largest power of two that divides it
+    if count == run:
+        return jax.tree.map(lambda x: x[None], tree(arrays))
+    return lax.map(tree, split_microbatches(arrays, count // run))
+
+
+def leave_groups(
+    means: Any, grads: Any, layouts: Any, batch_spec: PartitionSpec, scale: jax.Array
+) -> tuple[dict[str, Any], Any]:
+    """The means over all devices, and the gradients in the layout of the update, from the sums of each device's groups.
+
+    Cost: for each leaf an all_to_all over `axes`, and an all_gather over those of them that do not split its update:
+        the bytes of a reduce_scatter and all_reduce, if a device's groups are a power of two.
+    """
+    axes = split_over(batch_spec)
+    means = means_of_groups(means, axes)
+    divisor = divisor_of(means["loss"].weight) * scale
+
+    def one(layout: Layout, grad: jax.Array) -> Any:
+        grad = _summed(grad, layout.cuts(scatter=("step",)), axes)
+        return as_stored(grad / divisor, layout.padded, layout.rows)
+
+    return means, map_layouts(one, layouts, grads)
+
+
+def update_alone(
+    update: Callable[[Any, Any], Any], given: Any, held: Any, step: jax.Array, specs: Any, what: tuple[str, str]
+) -> Any:
+    """`update(given, held)`, of what changes in a step, such as parameters and optimizer state, compiled separately.
+
+    What is given, such as gradients, is carried and zeroed: the compiler would take out of the loop, and fuse with
+    other code, whatever follows from what a turn leaves as it was.
+
+    Args:
+        update: a function of both, which returns what is held anew.
+        given: pytree of arrays.
+        held: pytree of arrays.
+        step: the number of the step.
+        specs: the layouts of the parameters here, a tree of PartitionSpecs.
+        what: for errors, what the function is, and what to use instead of it.
+
+    Raises:
+        ValueError: a function that multiplies matrices, or sums over elements where a leaf is split.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(specs)
+    split = [(path_name(path), spec) for path, spec in leaves if any(spec_axes(spec))]
+    for site in walk(jax.make_jaxpr(update)(given, held).jaxpr):
+        wide = any(math.prod(v.aval.shape) > 1 for v in site.equation.invars)
+        if wide and site.name.startswith(_PRODUCTS):  # Newton-Schulz on one device was other bits than on two
+            raise ValueError(
+                f"make_train_step: with deterministic= {what[0]} must not multiply matrices, because the compiler "
+                f"orders their sums by the program around them; got {site.name}. Leave out deterministic=, or use one "
+                "without it."
+            )
+        if wide and split and site.name.startswith(_SUMS):
+            path, spec = split[0]
+            raise ValueError(
+                f"make_train_step: with deterministic= {what[0]} that sums over elements ({site.name}) must have "
+                f"whole leaves, because the order of its sums depends on the mesh; leaf {path} is split over "
+                f"{quoted(sorted(all_axes(spec)))}. {what[1]}"
+            )
+
+    def turn(_: Any, carried: Any) -> Any:
+        given, held = carried
+        return jax.tree.map(jnp.zeros_like, given), update(given, held)
+
+    return lax.fori_loop(0, jnp.where(step < 0, 0, 1), turn, (given, held))[1]
+
+
+@jax.named_scope(PLAN)
+def _summed(x: jax.Array, cuts: Cuts, axes: tuple[str, ...]) -> jax.Array:
+    """The sum over dim 0 of all devices' `[runs, ...]`, of which each device keeps its part by these cuts."""
+    if not axes:
+        return pairwise(x)
+    ways = {axis: axis_size(axis) for axis in axes}
+    over = {cut.dim: [axis for axis in cut.axes if axis in ways] for cut in cuts}
+    shape, widths = [len(x)], [(0, 0)]
+    found: dict[str, int] = {}  # the dim that counts the parts over an axis
+    for dim, size in enumerate(x.shape[1:]):
+        parts = math.prod(ways[axis] for axis in over.get(dim, ()))
+        widths.append((0, -size % parts))
+        for axis in over.get(dim, ()):
+            found[axis] = len(shape)
+            shape.append(ways[axis])
+        shape.append(-(-size // parts))
+    cut = list(found)
+    rest = tuple(axis for axis in axes if axis not in found)
+    x = jnp.moveaxis(jnp.pad(x, widths).reshape(shape), [found[axis] for axis in cut], range(len(cut)))
+    part = x.shape[len(cut) + 1 :]
+    size, count = math.prod(part), math.prod(ways[axis] for axis in rest)
+    if not size:  # jax refuses to gather empty arrays
+        return jnp.zeros(part, x.dtype)
+    x = x.reshape(*x.shape[: len(cut) + 1], size)
+    x = jnp.pad(x, [(0, 0)] * (len(cut) + 1) + [(0, -size % count)])
+    x = x.reshape(*x.shape[:-1], *(ways[axis] for axis in rest), -1)
+    x = jnp.moveaxis(x, len(cut), -2)  # [cut axes, remaining axes, runs, piece]
+    given = (*cut, *rest)
+    x = jnp.transpose(x, (*(given.index(axis) for axis in axes), len(axes), len(axes) + 1))
+    total = sum_of_pieces(x.reshape(-1, *x.shape[-2:]), axes)
+    if rest:
+        total = compat.all_gather_replicated(total, rest, 0)
+    return total[:size].reshape(part)
+
+
+def _local(call: Callable[[Leaves], Any], group: Leaves) -> Any:
+    """The shapes of what a group computes, after a check that it does not depend on other devices."""
+    jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(group)
+    if found := communicates(jaxpr.jaxpr):
+        raise ValueError(
+            f"make_train_step: with deterministic= the loss must not depend on the mesh; it calls {found}. Return "
+            "Mean(total, weight) of the examples that it gets, and let the step sum it."
+        )
+    return shapes

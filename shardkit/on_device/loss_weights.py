@@ -1,0 +1,129 @@
+"""The weights of a loss are data: the arrays from which they are computed are not rounded, and count once.
+
+The traced loss says from which arrays of the batch a weight is computed. A comparison ends the dependence on an array's
+precision: a mask is exact even if it is computed from rounded numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardkit._jax import compat
+from shardkit._jax.jaxprs import called, flow, scan_operands, settled
+from shardkit.meshes.layout import path_name
+from shardkit.on_device.gradient import means_by_path
+from shardkit.on_device.handles import cast_floating
+
+MeansFn = Callable[[Any], Mapping[str, Any]]
+
+
+class _Tag(NamedTuple):
+    """A leaf of the batch on which a value depends, and whether by its value or (also) through a comparison."""
+
+    leaf: int
+    value: bool
+
+
+Tags = frozenset[_Tag]
+_ONE_TO_ONE = {"optimization_barrier", *compat.COLLECTIVES}  # result i depends on operand i
+
+
+def in_compute(means_of: MeansFn, batch: Any, compute: Any, *, once: bool) -> Any:
+    """The batch as a loss sees it: floating-point arrays in the compute dtype, except for those that make a weight.
+
+    `means_of` returns the loss and the auxiliary means of a batch by name; `once` says whether all examples are on one
+    device, in one microbatch.
+
+    Raises:
+        ValueError: a total over examples whose weight is computed from scalar leaves only: each device and each
+            microbatch would count it again.
+
+    Cost: nothing is sent. A batch with arrays that would be rounded, or with scalars, costs a second trace of the loss.
+    """
+    paths, structure = jax.tree_util.tree_flatten_with_path(batch)
+    leaves = [leaf for _, leaf in paths]
+    scalars = {i for i, leaf in enumerate(leaves) if not leaf.ndim}
+    rounded = {i for i, leaf in enumerate(leaves) if _rounds(leaf.dtype, compute)}
+    lower = lambda exact: [x if i in exact else cast_floating(x, compute) for i, x in enumerate(leaves)]  # noqa: E731
+    if not rounded and (once or not scalars):
+        return jax.tree.unflatten(structure, lower(()))
+    names: list[str] = []
+
+    def pairs(*leaves: Any) -> list[Any]:
+        means = means_by_path(means_of(jax.tree.unflatten(structure, leaves)))
+        names[:] = [name for name, _ in means]
+        return [x for _, mean in means for x in mean]
+
+    try:
+        jaxpr = jax.make_jaxpr(pairs)(*lower(())).jaxpr
+    except TypeError as error:  # a weight that was summed in the compute dtype: find out which one in the given dtypes
+        try:
+            jaxpr = jax.make_jaxpr(pairs)(*lower(rounded)).jaxpr
+        except Exception:
+            raise error from None
+    tags = _flow(jaxpr, [frozenset({_Tag(i, True), _Tag(i, False)}) for i in range(len(leaves))])
+    exact: set[int] = set()
+    for name, total, weight in zip(names, tags[::2], tags[1::2], strict=True):
+        exact |= {tag.leaf for tag in weight if tag.value} & rounded
+        made_of, counted = {tag.leaf for tag in weight}, {tag.leaf for tag in total}
+        if not once and made_of and made_of <= scalars and not counted <= scalars:
+            raise ValueError(
+                f"Mean {name!r}: the weight of examples must be a sum over them, because the weights of all devices "
+                f"and microbatches are added; got one that depends only on leaf {path_name(paths[min(made_of)][0])}, a "
+                "scalar. Pass a weight for each example: an array with the examples along dim 0."
+            )
+    return jax.tree.unflatten(structure, lower(exact))
+
+
+def _rounds(dtype: Any, compute: Any) -> bool:
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return False
+    given, here = jnp.finfo(dtype), jnp.finfo(compute)
+    return bool(given.nmant > here.nmant or given.maxexp > here.maxexp)
+
+
+def _flow(jaxpr: Any, given: Sequence[Tags]) -> list[Tags]:
+    """The tags of each result of a jaxpr, from those of its arguments."""
+
+    def step(equation: Any, ins: list[Tags]) -> list[Tags]:
+        outs = zip(equation.outvars, _step(equation, ins), strict=True)
+        return [_compared(tags) if getattr(v.aval, "dtype", None) == np.bool_ else tags for v, tags in outs]
+
+    return flow(jaxpr, [*[frozenset[_Tag]()] * len(jaxpr.constvars), *given], step, lambda _: frozenset())
+
+
+def _step(equation: Any, ins: list[Tags]) -> list[Tags]:
+    name, count = equation.primitive.name, len(equation.outvars)
+    inner = [sub for _, sub in compat.inner_jaxprs(equation)]
+    if not frozenset[_Tag]().union(*ins):
+        return [frozenset()] * count
+    if (sub := called(equation)) is not None:
+        return _flow(sub, ins)
+    if name == "cond":
+        branches = [_flow(sub, ins[1:]) for sub in inner]
+        return [ins[0].union(*each) for each in zip(*branches, strict=True)]
+    if name == "scan":
+        return _scan(equation, inner[0], ins)
+    if name in _ONE_TO_ONE and len(ins) == count:
+        return ins
+    return [frozenset[_Tag]().union(*ins)] * count
+
+
+def _scan(equation: Any, body: Any, ins: list[Tags]) -> list[Tags]:
+    """The tags of a scan's results, with those of its carry iterated to a fixed point."""
+    fixed, carried, each = scan_operands(equation, ins)
+
+    def turn(held: list[Tags]) -> list[Tags]:
+        return [old | new for old, new in zip(held, _flow(body, [*fixed, *held, *each]), strict=False)]
+
+    carried = settled(carried, turn)
+    return [*carried, *_flow(body, [*fixed, *carried, *each])[len(carried) :]]
+
+
+def _compared(tags: Tags) -> Tags:
+    return frozenset(tag for tag in tags if not tag.value)

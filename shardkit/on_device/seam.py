@@ -1,0 +1,133 @@
+"""Reshard parameters in, gradients out: the collectives of a step that are not the loss's own, for every plan.
+
+`enter`, `leave` and `to_rest` run inside shard_map and read only the layouts of a plan.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from shardkit._jax.compat import varying_axes
+from shardkit._jax.jaxprs import PLAN
+from shardkit.collectives import all_reduce, vary
+from shardkit.meshes.layout import all_axes, spec_axes, split_dims
+from shardkit.on_device.cuts import from_end, in_parts, own_part, to_parts, whole
+from shardkit.on_device.feedback import Reduced, begun, residuals_after, scattered, summed, with_residuals
+from shardkit.on_device.handles import Handle, cast_floating
+from shardkit.plans.placement import Layout, map_layouts
+from shardkit.plans.storage import as_stored, stored_array
+
+LAYER_BYTES = 2**20  # below it, the latency of a message per layer costs more than the memory that it saves
+
+
+def enter(
+    params: Any, layouts: Any, batch_spec: PartitionSpec, compute: Any = jnp.float32, reduce: Any = jnp.float32
+) -> Any:
+    """The parameters as the GradFn sees them, from those at rest: cast, gathered, then marked as varying.
+
+    Every leaf is marked as varying over the axes of the batch, and over those where its strategies say that the data
+    differ, so that gradients stay local sums until `leave`. Lazy leaves are gathered by the loss. Gathers are in the
+    compute dtype.
+
+    Cost: an all_gather of `rest - seen` for each leaf that is not lazy.
+    """
+    batch_axes = [axis for axes in spec_axes(batch_spec) for axis in axes]
+
+    def one(layout: Layout, x: Any) -> Any:
+        x, data_axes = stored_array(x), (*batch_axes, *layout.varies)
+        if layout.lazy:
+            return _handled(layout, x, data_axes, compute, reduce)
+        cuts = layout.cuts(gather=("step",))
+        return vary(whole(cast_floating(x, compute), cuts, layout.padding(cuts)), data_axes)
+
+    return map_layouts(one, layouts, params)
+
+
+def _handled(layout: Layout, x: jax.Array, data_axes: tuple[str, ...], compute: Any, reduce: Any) -> Handle:
+    """The Handle of a lazy leaf: opening it gathers what is at rest in parts; a whole leaf gets its part beside it."""
+    gathers = layout.cuts(gather=("layer",))
+    now = layout.cuts(gather=("step",))
+    if now:  # sent in the compute dtype; the part's own decides that of its gradient
+        x = whole(cast_floating(x, compute), now, layout.padding(now)).astype(x.dtype)
+    scatters = layout.cuts(gather=("step", "update"), scatter=("layer", "microbatch"))
+    part = x
+    for cut in scatters:
+        part = own_part(part, cut.axes, dim=cut.dim)
+    if scatters:  # only its gradient is used, and that is a sum
+        part = cast_floating(part, reduce)
+    beside = vary(x if gathers else cast_floating(x, compute), data_axes) if scatters else None
+    sizes = tuple((dim - x.ndim, size) for dim, size in layout.padding(gathers))
+    gathers, scatters = from_end(gathers, x.ndim), from_end(scatters, x.ndim)
+    return Handle(vary(part, data_axes), beside, gathers, scatters, compute, reduce, layout.entry, sizes)
+
+
+@jax.named_scope(PLAN)
+def leave(
+    grads: Any, layouts: Any, divisor: jax.Array, dtype: Any = jnp.float32, residuals: Any = None
+) -> tuple[Any, Any]:
+    """The gradients in the layout of the update, from this device's partial sums; and the new residuals.
+
+    Their type says what is still to be summed: a reduce_scatter where the update is split further than the gradient, an
+    all_reduce over every other axis over which the gradient still varies, by the algorithms of the strategies and
+    plainly over what then is left. The division comes last, in float32.
+
+    Cost: a reduce_scatter of `update - grad` and an all_reduce of the rest, for each leaf.
+    """
+    structure, several = jax.tree.structure(grads), with_residuals(grads, residuals, divisor)
+    each = jax.tree.leaves(layouts, is_leaf=lambda x: isinstance(x, Layout))
+    several = [_scattered(leaf, layout, dtype) for layout, leaf in zip(each, several, strict=True)]
+    together: dict[Any, list[int]] = {}
+    for i, layout in enumerate(each):
+        for axes, algorithm in layout.sums:
+            # An algorithm may concatenate leaves, which must be partial sums alike.
+            varying = varying_axes(several[i].grad)
+            axes = tuple(axis for axis in axes if axis in varying)
+            if axes:
+                together.setdefault((axes, algorithm, varying), []).append(i)
+    for (axes, algorithm, _), those in sorted(together.items(), key=lambda each: each[0][1].feedback):
+        sums = summed(algorithm, [several[i] for i in those], axes, dtype)
+        several = [sums[those.index(i)] if i in those else leaf for i, leaf in enumerate(several)]
+    several = [begun(leaf) for leaf in several]
+
+    def one(layout: Layout, grad: jax.Array) -> Any:
+        rest = varying_axes(grad) - all_axes(layout.update)
+        if rest:
+            over = tuple(sorted(rest))
+            grad = in_parts(lambda grad: all_reduce(grad, over), grad.astype(dtype), split_dims(layout.automatic))
+        return as_stored(grad.astype(jnp.float32) / divisor, layout.padded, layout.rows)
+
+    reduced = map_layouts(one, layouts, jax.tree.unflatten(structure, [leaf.grad for leaf in several]))
+    return reduced, residuals_after(residuals, several, divisor)
+
+
+@jax.named_scope(PLAN)
+def to_rest(params: Any, layouts: Any) -> Any:
+    """The parameters at rest, from the updated shards, by gathers whose results are invariant over the axes.
+
+    Cost: an all_gather of `update - rest` for each leaf.
+    """
+
+    def one(layout: Layout, x: Any) -> Any:
+        still = layout.padding(layout.cuts(gather=("never", "layer", "step")))
+        x = whole(stored_array(x), layout.cuts(gather=("update",)), set(layout.padded) - set(still), replicated=True)
+        return as_stored(x, still, layout.rows)
+
+    return map_layouts(one, layouts, params)
+
+
+def _scattered(leaf: Reduced, layout: Layout, dtype: Any) -> Reduced:
+    """A gradient summed in the reduce dtype and split once per step."""
+    if leaf.residual is not None:
+        return scattered(leaf, layout, dtype)
+    grad = leaf.grad
+    # Layer by layer, where a copy of the whole stack in a wider dtype would be the largest array of the step.
+    wider = jnp.dtype(dtype).itemsize * grad.size if jnp.dtype(dtype).itemsize > grad.dtype.itemsize else 0
+    cuts = from_end(layout.cuts(scatter=("step",)), grad.ndim)
+    if cuts and wider > grad.shape[0] * LAYER_BYTES and all(cut.dim > -grad.ndim for cut in cuts):
+        return leaf._replace(grad=lax.map(lambda layer: to_parts(layer, cuts, dtype), grad))
+    return leaf._replace(grad=to_parts(grad, cuts, dtype))

@@ -1,0 +1,71 @@
+"""Meshes with Explicit axes: results have their layouts in their types, and what is between is compiled for Auto axes.
+
+Inside shard_map all axes of a plan are Manual, whatever they were. Around it run optimizers, which are not written for
+types with layouts (they slice, reshape and sum), so a step takes its arguments into Auto types and its results out.
+So do axes that are not Manual: jax 0.10 to 0.12 cannot compile a reduce_scatter of what is split over an Explicit axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import wraps
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shardkit.meshes.layout import canonical
+
+
+def auto_mesh(mesh: Any) -> Any:
+    """The same mesh with Auto axes; the same object if it has no others."""
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    if mesh.axis_types == types:
+        return mesh
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+def retyped(tree: Any, mesh: Any) -> Any:
+    """Arrays or their shapes, laid out as they are, over the same mesh with axes of other types. Nothing moves."""
+
+    def one(x: Any) -> Any:
+        layout = getattr(x, "sharding", None)
+        if not isinstance(layout, NamedSharding) or layout.mesh == mesh or layout.mesh.shape != mesh.shape:
+            return x
+        layout = NamedSharding(mesh, layout.spec)
+        return x.update(sharding=layout) if isinstance(x, jax.ShapeDtypeStruct) else jax.device_put(x, layout)
+
+    return jax.tree.map(one, tree)
+
+
+def with_auto_axes(fn: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+    """A function for use inside jit with arrays over a mesh with Explicit axes, from one for `auto_mesh(mesh)`.
+
+    The `out_shardings` of that jit type its results again.
+    """
+    auto = auto_mesh(mesh)
+    if auto is mesh:
+        return fn
+    abstract = auto if isinstance(auto, AbstractMesh) else auto.abstract_mesh
+
+    @wraps(fn)
+    def run(*args: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(abstract):
+            return fn(*jax.tree.map(lambda x: jax.sharding.reshard(x, PartitionSpec(*[None] * x.ndim)), args))
+
+    return run
+
+
+def on_auto_axes(fn: Callable[[Any], Any], x: Any, whole: Collection[int]) -> Any:
+    """`fn(x)` of an array that may be over Explicit axes, as if these were Auto.
+
+    The result is laid out as the array is, except for the dims `whole`.
+    """
+    typed = jax.typeof(x).sharding
+    if typed.mesh.empty or auto_mesh(typed.mesh) is typed.mesh:
+        return fn(x)
+    out = canonical(PartitionSpec(*(None if dim in whole else entry for dim, entry in enumerate(typed.spec))))
+    run = with_auto_axes(fn, typed.mesh)
+    return jax.jit(lambda x: jax.sharding.reshard(run(x), NamedSharding(typed.mesh, out)))(x)

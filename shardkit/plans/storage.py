@@ -1,0 +1,218 @@
+"""Leaves that are stored padded, or with their layers permuted into the order of stages.
+
+A leaf that does not divide is stored and sent with zeros at the end of the dim that is split. The arrays of a state
+need dims that divide; inside a step the compiler stores any D rows over n devices as ceil(D/n) rows each, which is the
+padded form: cutting and adding the zeros sends nothing. So the loss and the optimizer see original shapes, and the
+numbers are those of one device. Only optimizers that multiply matrices (muon) pay: for the products the compiler
+gathers rows that do not divide, where it would otherwise sum over them.
+
+The stack of a pipeline is stored stage by stage (`stages.py`), each padded with rows of zeros to the longest. Most
+optimizers do not depend on the order of layers, and see the stored order. They see the original order, for which the
+compiler moves rows, if there is padding to remove or the optimizer depends on it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from shardkit.collectives import unpad_from_axis
+from shardkit.meshes.layout import path_name, spec_axes
+from shardkit.plans.axis_types import on_auto_axes
+
+Sizes = tuple[tuple[int, int], ...]
+Rows = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Held:
+    """How a leaf is stored: its spec, and the original index of each row of dim 0 (-1: zeros; (): original order)."""
+
+    spec: PartitionSpec
+    rows: Rows = ()
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["sizes", "rows"])
+@dataclass(frozen=True, eq=False)
+class Padded:
+    """A leaf with zeros at the end of some dims, or with its rows permuted; `unpadded` undoes both.
+
+    Attributes:
+        array: the stored array; inside shard_map this device's part.
+        sizes: each padded dim with its original size.
+        rows: the original index of each stored row of dim 0, -1 for a row of zeros; () for original order.
+    """
+
+    array: Any
+    sizes: Sizes
+    rows: Rows = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The original shape."""
+        sizes = dict(self.sizes)
+        if self.rows:
+            sizes[0] = len(self.rows) - self.rows.count(-1)
+        return tuple(sizes.get(dim, size) for dim, size in enumerate(self.array.shape))
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype."""
+        return self.array.dtype
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """A copy in the original shape and order."""
+        return np.array(unpadded(self), dtype)
+
+
+def is_padded(x: Any) -> bool:
+    """Whether a node of a tree is a padded leaf."""
+    return isinstance(x, Padded)
+
+
+def stored_array(x: Any) -> Any:
+    """A leaf's array as it is stored, with its padding."""
+    return x.array if is_padded(x) else x
+
+
+def as_stored(array: Any, sizes: Sizes, rows: Rows = ()) -> Any:
+    """A stored array as a Padded; a plain array where it is stored in its original form."""
+    return Padded(array, sizes, rows) if sizes or rows else array
+
+
+def cut_padding(x: Any, sizes: Iterable[tuple[int, int]]) -> Any:
+    """An array with these dims cut to their original sizes."""
+    for dim, size in sizes:
+        x = unpad_from_axis(x, size, dim=dim)
+    return x
+
+
+def unpadded(tree: Any) -> Any:
+    """The leaves of a state in their original shapes and order, for evaluation, checkpoints, export or another plan.
+
+    Layout: `X[.., n ceil(D/n), ..] -> X[.., D, ..]` for leaves that `uneven="pad"` padded; the layers of a pipeline
+        from the order of its stages to their own; all others unchanged.
+
+    Args:
+        tree: pytree of arrays, for example `state.params` or `state.opt_state`.
+
+    Returns:
+        The pytree with a plain array for each leaf.
+
+    Cost: inside jit, nothing for padding. Outside, arrays cannot be split over devices that do not divide them, so a
+        padded leaf is gathered to every device. Layers in the order of stages move between devices.
+
+    Example:
+        >>> plan = sk.fsdp("model", min_size=1, uneven="pad")
+        >>> grad_fn = sk.value_and_grad(lambda params, batch, keys: jnp.mean(batch @ params))
+        >>> init, step = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh, plan=plan)
+        >>> state = init(jnp.ones(3), jax.random.key(0))
+        >>> state.params.array.shape, sk.unpadded(state.params).shape
+        ((4,), (3,))
+    """
+    return original(tree, in_order=True)
+
+
+def original(tree: Any, *, in_order: bool) -> Any:
+    """The leaves without padding; with `in_order`, or if there are rows of padding, their rows in original order."""
+
+    def one(x: Any) -> Any:
+        if not is_padded(x):
+            return x
+        # Types with layouts refuse a cut that leaves a dim which does not divide: there the dim is whole.
+        return on_auto_axes(partial(_original, sizes=x.sizes, rows=x.rows, in_order=in_order), x.array, dict(x.sizes))
+
+    return jax.tree.map(one, tree, is_leaf=is_padded)
+
+
+def _original(array: jax.Array, sizes: Sizes, rows: Rows, in_order: bool) -> jax.Array:
+    array = cut_padding(array, sizes)
+    if not _reorders(rows, in_order):
+        return array
+    filled = rows.count(-1)
+    return _rows(array, tuple(np.argsort(rows, kind="stable")[filled:].tolist()), filled > 0)
+
+
+def padded(tree: Any, held: Any, mesh: Mesh, *, in_order: bool = True) -> Any:
+    """The inverse of `original`: the leaves as they are stored."""
+
+    def one(held: Held, x: Any) -> Any:
+        if _reorders(held.rows, in_order):
+            x = _rows(x, held.rows, -1 in held.rows)
+        sizes = padding(x.shape, held.spec, mesh)
+        shape = padded_shape(x.shape, held.spec, mesh)
+        zeros = [(0, longer - size) for size, longer in zip(x.shape, shape, strict=True)]
+        return as_stored(jnp.pad(x, zeros) if sizes else x, sizes, held.rows)
+
+    return jax.tree.map(one, held, tree)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _rows(x: Any, rows: Rows, uneven: bool) -> Any:
+    """These rows, with zeros for those below 0: by one gather, or for uneven stages as slices.
+
+    The gather sends least, but XLA's partitioner fails with an internal error if it changes the number of rows and two
+    further dims are split.
+    """
+    if not uneven:
+        return jnp.take(x, np.array(rows), axis=0, mode="clip")
+    first = [i for i, row in enumerate(rows) if i == 0 or row <= 0 or row != rows[i - 1] + 1]
+    runs = [(rows[i], after - i) for i, after in itertools.pairwise([*first, len(rows)])]
+    zeros = lambda count: jnp.zeros((count, *x.shape[1:]), x.dtype)  # noqa: E731
+    return jnp.concatenate([zeros(n) if row < 0 else lax.slice_in_dim(x, row, row + n) for row, n in runs])
+
+
+def check_held(where: str, tree: Any, held: Any, mesh: Mesh) -> None:
+    """Refuses leaves that are not stored as a plan stores them.
+
+    Raises:
+        ValueError: with the leaf's path and both forms.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_padded)
+    for (path, x), each in zip(leaves, jax.tree.leaves(held), strict=True):
+        wanted = padding(in_rows(x.shape, each.rows), each.spec, mesh), each.rows
+        found = (x.sizes, x.rows) if is_padded(x) else ((), ())
+        if found != wanted:
+            raise ValueError(
+                f"{where} must be stored as this plan stores them; leaf {path_name(path)} is stored {_form(*found)}, "
+                f"and must be {_form(*wanted)}. Pass unpadded(...) of them to init, or to an evaluation whose plan "
+                "pads nothing."
+            )
+
+
+def _form(sizes: Sizes, rows: Rows) -> str:
+    padded = [f"with dim {dim} of {size} padded" for dim, size in sizes]
+    order = ["with its rows in the order of stages " + str(rows[:8])[:-1].rstrip(",") + (", ...)" if rows[8:] else ")")]
+    return ", ".join(padded + order * bool(rows)) or "in its original form"
+
+
+def in_rows(shape: tuple[int, ...], rows: Rows) -> tuple[int, ...]:
+    """The shape of a leaf with its rows as they are stored."""
+    return (len(rows), *shape[1:]) if rows else shape
+
+
+def _reorders(rows: Rows, in_order: bool) -> bool:
+    return bool(rows) and (in_order or -1 in rows)
+
+
+def padding(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> Sizes:
+    """The dims that do not divide under a spec, each with its original size."""
+    held = padded_shape(shape, spec, mesh)
+    return tuple((dim, size) for dim, size in enumerate(shape) if size != held[dim])
+
+
+def padded_shape(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
+    """The shape with each dim rounded up to a multiple of the devices that split it."""
+    ways = [math.prod(mesh.shape[axis] for axis in axes) for axes in spec_axes(spec)]
+    ways += [1] * (len(shape) - len(ways))
+    return tuple(-(-size // n) * n for size, n in zip(shape, ways, strict=True))

@@ -1,0 +1,195 @@
+"""Arrays moved from one layout to another on the same mesh, by explicit collectives: a training state between plans.
+
+`redistribution.py` finds the steps; here they run, leaf by leaf.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardkit._arguments.checks import at_least
+from shardkit._arguments.context import CONTEXT
+from shardkit._arguments.kinds import Arrays
+from shardkit._arguments.typed import typed
+from shardkit.meshes.layout import path_name
+from shardkit.plans.placement import Layout, map_layouts
+from shardkit.plans.plan import Plan
+from shardkit.plans.storage import Held, as_stored, in_rows, is_padded, padding, stored_array
+from shardkit.resharding.moves import Move, Moves, move_of, program
+from shardkit.steps.state import TrainState, state_held
+
+Layouts = Any  # a Plan, or a PartitionSpec or NamedSharding for each leaf
+
+
+@typed
+def reshard(
+    tree: Arrays,
+    source: Layouts,
+    target: Layouts,
+    *,
+    mesh: Mesh = CONTEXT,
+    donate: bool = False,
+    piece_bytes: int = 2**24,
+) -> Any:
+    """Moves arrays from one layout to another on the same mesh, by explicit collectives; no bit of them changes.
+
+    Layout: `X[A_a, B] -> X[A, B_a]`, and every other pair of layouts
+    Args:
+        tree: a TrainState, or a pytree of global arrays on the mesh; leaves that `uneven="pad"` padded may be among
+            them.
+        source: the layout that they have: a Plan, or a PartitionSpec or NamedSharding for all leaves or for each (a
+            prefix of the tree). For a TrainState under a plan, optimizer state is laid out as the plan's `update`.
+        target: the layout that they get, likewise.
+        mesh: the mesh of both; by default that of `jax.set_mesh`.
+        donate: delete each leaf of `tree` as soon as it is moved, so that source and target are never both whole in
+            memory.
+        piece_bytes: a leaf with larger shards moves piece by piece, along a dim that no step touches, so that a device
+            holds little more than the two shards while it moves.
+
+    Returns:
+        The same tree with every leaf in its new layout, stored as the target plan stores it. A leaf that already has
+            its new layout is the same array.
+
+    Raises:
+        ValueError: a leaf that is not laid out as `source` says or does not divide under `target`, a layout with an
+            axis that the mesh does not have, or a leaf that both plans store, but in another order of layers.
+        TypeError: layouts of another kind.
+
+    Cost: `reshard_steps` prints it. Each leaf is one program, so that a device holds the tree and at most two
+    shards of one leaf: those before and after a step, and what the collective itself allocates for a piece. Slices send
+    nothing, one all_to_all moves all axes that change dims, an all_gather comes last. A device must receive the part of
+    its new shard that it does not hold. If no axis moves to a dim that another one leaves, as between dp, zero1, fsdp
+    and tp over an axis each, every device sends just as much. If two axes swap dims it sends up to about twice that, if
+    three do more: permuting whole shards and exchanging parts of them are then two steps. A dim that padding cuts at
+    other places in the two layouts (8 columns over 6 devices, then over 2) is whole, or split elsewhere, in between: a
+    device then holds more than two shards of that leaf.
+
+    Example:
+        >>> params = sk.shard({"w": np.arange(32.0).reshape(8, 4)}, mesh, P("model"))
+        >>> moved = sk.reshard(params, P("model"), P(None, "model"), mesh=mesh)
+        >>> moved["w"].sharding.spec, bool((moved["w"] == params["w"]).all())
+        (P(None, 'model'), True)
+
+    Source: Rink et al., Memory-efficient array redistribution through portable collective communication (2021,
+    arXiv:2112.01075).
+    """
+    at_least("reshard", 1, piece_bytes=piece_bytes)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_padded)
+    befores, afters = _both("reshard", tree, source, target, mesh)
+    moves = _moves("reshard", tree, befores, afters, mesh)
+    for x, move in zip(leaves, moves, strict=True):
+        _check_placed(stored_array(x), move, mesh)
+    moved = []
+    for x, move, (after, _) in zip(leaves, moves, afters, strict=True):
+        array = _moved(stored_array(x), move, mesh, piece_bytes, donate)
+        moved.append(as_stored(array, padding(in_rows(x.shape, after.rows), after.spec, mesh), after.rows))
+    return jax.tree.unflatten(structure, moved)
+
+
+@typed
+def reshard_steps(tree: Arrays, source: Layouts, target: Layouts, *, mesh: Mesh = CONTEXT) -> Moves:
+    """The collectives of `reshard`, leaf by leaf, with the bytes that each device sends, without moving anything.
+
+    Args:
+        tree: as for `reshard`; `jax.ShapeDtypeStruct`s are enough.
+        source: as for `reshard`.
+        target: as for `reshard`.
+        mesh: the mesh, of which an AbstractMesh is enough; by default that of `jax.set_mesh`.
+
+    Returns:
+        Moves: `print` it, or read its leaves; `sent` is what the census of `reshard` counts.
+
+    Raises:
+        ValueError: as `reshard`.
+
+    Example:
+        >>> print(sk.reshard_steps({"w": jnp.ones((8, 4))}, P("model"), P(None, "model"), mesh=mesh))
+        leaf  from         to                steps                                 sent/device  must receive  two shards
+        w     P('model',)  P(None, 'model')  all_to_all model from dim 0 to dim 1  24           24            64
+        24 bytes sent by each device; some device must receive 24
+    """
+    return Moves(_moves("reshard_steps", tree, *_both("reshard_steps", tree, source, target, mesh), mesh))
+
+
+Stored = list[tuple[Held, bool]]  # for each leaf how it is stored, and whether a plan says so, which may pad it
+
+
+def _both(where: str, tree: Any, source: Layouts, target: Layouts, mesh: Any) -> tuple[Stored, Stored]:
+    return _held(where, "source", source, tree, mesh), _held(where, "target", target, tree, mesh)
+
+
+def _held(where: str, name: str, layouts: Layouts, tree: Any, mesh: Any) -> Stored:
+    if isinstance(layouts, Plan):
+        if not isinstance(tree, TrainState):
+            return [(each, True) for each in jax.tree.leaves(map_layouts(Layout.at_rest, layouts.layouts(tree, mesh)))]
+        return [(each, True) for each in jax.tree.leaves(state_held(f"{where}: {name}", tree, mesh, layouts))]
+
+    try:  # a layout for every leaf of a part, then the layouts alone
+        each = jax.tree.map(lambda layout, part: [layout] * len(_leaves(part)), layouts, tree, is_leaf=_is_layout)
+    except ValueError as error:
+        raise ValueError(
+            f"{where}: {name} must have the structure of the tree, or be a prefix of it; {error}. Pass one layout for "
+            "all leaves, or one for each."
+        ) from None
+    specs = [_spec(where, name, layout, mesh) for layout in jax.tree.leaves(each, is_leaf=_is_layout)]
+    rows = [x.rows if is_padded(x) else () for x in _leaves(tree)]
+    return [(Held(*both), False) for both in zip(specs, rows, strict=True)]
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=is_padded)
+
+
+def _is_layout(x: Any) -> bool:
+    return isinstance(x, PartitionSpec | NamedSharding)
+
+
+def _spec(where: str, name: str, layout: Any, mesh: Any) -> PartitionSpec:
+    if isinstance(layout, NamedSharding):
+        if layout.mesh != mesh:
+            raise ValueError(
+                f"{where}: source and target must be layouts on the mesh; got a NamedSharding in {name} over "
+                f"{dict(layout.mesh.shape)}, and mesh is {dict(mesh.shape)}. Pass its mesh, or move the array to the "
+                "other mesh with jax.device_put."
+            )
+        return layout.spec
+    if not isinstance(layout, PartitionSpec):
+        raise TypeError(
+            f"{where}: {name} must be a Plan, or a PartitionSpec or NamedSharding for each leaf; got {layout!r}. Pass "
+            "for example P('model')."
+        )
+    return layout
+
+
+def _moves(where: str, tree: Any, befores: Stored, afters: Stored, mesh: Any) -> tuple[Move, ...]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_padded)
+    return tuple(
+        move_of(f"{where}: leaf {path_name(path)}", path_name(path), x, before, after, mesh)
+        for (path, x), before, after in zip(leaves, befores, afters, strict=True)
+    )
+
+
+def _check_placed(x: Any, move: Move, mesh: Mesh) -> None:
+    """Refuses an array whose layout is not the source: jax would move it silently."""
+    if isinstance(x, jax.core.Tracer):
+        return
+    sharding = getattr(x, "sharding", None)
+    if sharding is None or not sharding.is_equivalent_to(NamedSharding(mesh, move.source), x.ndim):
+        found = sharding.spec if isinstance(sharding, NamedSharding) else sharding or type(x).__name__
+        raise ValueError(
+            f"reshard: leaf {move.path} must be laid out on the mesh as source says, {move.source}; got "
+            f"{found}. Pass the layout that it has as source, or place it with shard."
+        )
+
+
+def _moved(x: Any, move: Move, mesh: Mesh, piece_bytes: int, donate: bool) -> Any:
+    if move.stays:
+        return x
+    for leg in move.legs:
+        before, x = x, program(mesh, leg, piece_bytes // move.dtype.itemsize)(x)
+        if (donate or leg is not move.legs[0]) and not isinstance(before, jax.core.Tracer):
+            before.delete()
+    return x

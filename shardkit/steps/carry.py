@@ -1,0 +1,190 @@
+"""Carried state: what a step updates without a gradient, such as batch statistics or averaged parameters.
+
+Leaves that mirror a parameter are laid out as the parameter at rest, and reach the loss as the parameter does. Others
+are replicated, and reach the loss unchanged. What a loss returns for its examples is summed over microbatches and
+devices with the other Means, so that one update per step, on global arrays, is right on every mesh.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from shardkit._arguments.kinds import is_array
+from shardkit.meshes.layout import path_name
+from shardkit.on_device.gradient import GradFn, kind
+from shardkit.on_device.seam import enter
+from shardkit.plans.placement import Layout, map_layouts
+from shardkit.plans.plan import Plan
+from shardkit.plans.storage import Held, check_held, is_padded, original, padded, unpadded
+from shardkit.steps.layer_order import order_matters
+from shardkit.steps.precision import Precision
+from shardkit.steps.state import described, makes, mirrored, shardings, strong
+
+Update = Callable[[Any, Any, Any], Any]
+
+
+def reads_carried(grad_fn: GradFn) -> bool:
+    """Whether a GradFn takes `carried=`, as that of `value_and_grad` does for a loss with a fourth argument.
+
+    One with a default does not: `functools.partial(grad_fn, carried=fixed)` has it already.
+    """
+    try:
+        parameter = inspect.signature(grad_fn).parameters.get("carried")
+    except (TypeError, ValueError):
+        return False
+    return parameter is not None and parameter.default is parameter.empty
+
+
+def check_carried(where: str, reads: bool, carry: Update | None, carried: Any) -> None:
+    """Refuses a state without what the loss reads or the step updates, and one that nothing uses.
+
+    Raises:
+        ValueError: either.
+    """
+    if carried is None and (reads or carry):
+        needs = "the loss takes carried state" if reads else "carry= updates carried state"
+        raise ValueError(f"{where}: {needs}, and there is none. Pass init(params, key, carried=...).")
+    if carried is not None and not (reads or carry):
+        raise ValueError(
+            f"{where}: carried state must be read by the loss or updated by carry=; got some that nothing uses. Write "
+            "loss_fn(params, batch, keys, carried), pass make_train_step(..., carry=update), or pass no carried=. The "
+            "loss of a pipeline cannot read it."
+        )
+
+
+class Carried:
+    """The carried state of one step or evaluation, and its layouts under a plan.
+
+    Args:
+        where: for errors.
+        tree: the state as it is stored; None for none.
+        params: the parameters.
+        layouts: their layouts.
+        mesh: the mesh.
+    """
+
+    def __init__(self, where: str, tree: Any, params: Any, layouts: Any, mesh: Mesh):
+        each = jax.tree.leaves(layouts, is_leaf=_is_layout)
+        self.tree = () if tree is None else tree
+        self._layouts = mirrored(self.tree, params, each, Held(PartitionSpec()))
+        self.held = map_layouts(lambda x: x.at_rest() if _is_layout(x) else x, self._layouts)
+        check_held(f"{where}: the carried state", self.tree, self.held, mesh)
+        self.specs = map_layouts(lambda x: x.rest if _is_layout(x) else x.spec, self._layouts)
+        self._rows, self._mesh = map_layouts(lambda x: bool(x.rows), layouts), mesh
+
+    def enter(self, tree: Any, batch_spec: PartitionSpec, policy: Precision) -> Any:
+        """The state as the loss sees it, inside shard_map.
+
+        Cost: for a leaf that mirrors a parameter what the parameter costs; nothing for others.
+        """
+        one = lambda x, leaf: enter(leaf, x, batch_spec, policy.compute) if _is_layout(x) else leaf  # noqa: E731
+        return map_layouts(one, self._layouts, tree)
+
+    def bound(self, grad_fn: GradFn, tree: Any, batch_spec: PartitionSpec, policy: Precision) -> GradFn:
+        """The GradFn with the state that it takes, inside shard_map."""
+        takes: Any = grad_fn
+        return partial(takes, carried=self.enter(tree, batch_spec, policy))
+
+    def updated(self, carry: Update, metrics: Any, params: Any, alone: Callable[..., Any] | None = None) -> Any:
+        """`carry(state, metrics, params)` on global arrays in original shapes, laid out as before.
+
+        `alone`, which calls it, compiles it separately, as `groups.py` explains.
+
+        Where the metrics have "finite" and it is False, the state stays as it was.
+        """
+        shapes = lambda tree: jax.tree.map(  # noqa: E731
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree, is_leaf=is_padded
+        )
+        args = shapes(self.tree), shapes(metrics), shapes(params)
+        _check_same(args[0], jax.eval_shape(carry, *args))
+        rows = jax.tree.map(lambda held: bool(held.rows), self.held)
+        stacked = rows, jax.tree.map(lambda _: False, metrics), self._rows
+        in_order = any(jax.tree.leaves(self._rows)) and order_matters(carry, args, stacked, rows)
+
+        old = original(self.tree, in_order=in_order)
+        given = metrics, original(params, in_order=in_order)
+
+        def update(given: Any, old: Any) -> Any:  # weakly typed leaves would compile again
+            return jax.tree.map(lambda x, like: lax.convert_element_type(x, like.dtype), carry(old, *given), old)
+
+        new = alone(update, given, old) if alone else update(given, old)
+        if "finite" in metrics:
+            new = jax.tree.map(partial(jnp.where, metrics["finite"]), new, old)
+        stored = padded(new, self.held, self._mesh, in_order=in_order)
+        return lax.with_sharding_constraint(stored, shardings(self._mesh, self.held))
+
+
+def abstract_carried(carried: Any, params: Any, mesh: Any, plan: Plan) -> Any:
+    """The shapes and layouts of what `first_carried` returns; `params` are the shapes of the parameters."""
+    if makes(carried):
+        carried = jax.eval_shape(lambda p: carried(unpadded(p)), params)
+    carried = jax.eval_shape(lambda tree: tree, _arrays(carried))
+    held = _held(carried, params, mesh, plan)
+    shapes = jax.eval_shape(lambda tree: padded(tree, held, mesh), carried)
+    return described(shapes, shardings(mesh, held))
+
+
+def first_carried(carried: Any, params: Any, mesh: Mesh, plan: Plan) -> Any:
+    """The carried state of a new TrainState, from its arrays or a function of the parameters, which runs inside jit."""
+    make = carried if makes(carried) else None
+    if make:
+        shapes = _arrays(jax.eval_shape(lambda p: make(unpadded(p)), params))
+    else:  # host arrays are never whole on a device
+        shapes = carried = jax.tree.map(strong, _arrays(unpadded(carried)))
+    held = _held(shapes, params, mesh, plan)
+    layout = shardings(mesh, held)
+    if not make:
+        carried = jax.device_put(padded(carried, held, mesh), layout)
+
+    def first(carried: Any, params: Any) -> Any:  # copied: a buffer must not be donated twice
+        if make:
+            carried = padded(jax.tree.map(strong, jax.tree.map(jnp.asarray, make(unpadded(params)))), held, mesh)
+        return jax.tree.map(jnp.copy, carried)
+
+    return jax.jit(first, out_shardings=layout)(() if make else carried, params)
+
+
+def _arrays(tree: Any) -> Any:
+    """The tree, after a check of its leaves.
+
+    Raises:
+        TypeError: a leaf that is neither an array nor a number.
+    """
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if not is_array(x) and not isinstance(x, bool | int | float | complex):
+            raise TypeError(
+                f"init: every leaf of carried must be an array or a number; leaf {path_name(path)} is "
+                f"{type(x).__name__}. Let the loss and carry= close over what is not an array."
+            )
+    return tree
+
+
+def _held(carried: Any, params: Any, mesh: Mesh, plan: Plan) -> Any:
+    each = jax.tree.leaves(map_layouts(Layout.at_rest, plan.layouts(params, mesh)))
+    return mirrored(carried, params, each, Held(PartitionSpec()))
+
+
+def _check_same(old: Any, new: Any) -> None:
+    """Refuses an update that returns another tree, shape or dtype than it was passed."""
+    rule = "make_train_step: carry= must return carried state of the same tree, shapes and dtypes"
+    ours, theirs = (str(jax.tree.structure(tree)) for tree in (new, old))
+    if ours != theirs:
+        raise ValueError(f"{rule}; got {ours} for {theirs}. Return every leaf that it was passed.")
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True):
+        if kind(x) != kind(y):
+            raise ValueError(
+                f"{rule}; leaf {path_name(path)} was {kind(x)} and is {kind(y)}. Return it with .astype(...) and in "
+                "its shape."
+            )
+
+
+def _is_layout(x: Any) -> bool:
+    return isinstance(x, Layout)

@@ -1,0 +1,122 @@
+"""Dtypes of parameters, compute, reductions and metrics, and the float16 loss scale."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from shardkit._arguments.checks import at_least, quoted
+from shardkit._arguments.typed import check_kind
+
+
+class LossScale(NamedTuple):
+    """The state of dynamic loss scaling.
+
+    Attributes:
+        scale: float32 scalar, a power of two: the factor on the gradients inside the GradFn.
+        good_steps: int32 scalar, finite steps since the scale last changed.
+    """
+
+    scale: jax.Array
+    good_steps: jax.Array
+
+
+class Precision(NamedTuple):
+    """A dtype policy. Integers and keys are never cast.
+
+    Attributes:
+        param: dtype of the parameters in the state and, without a master copy, of the optimizer's arithmetic.
+        compute: dtype to which parameters and the batch's floating-point arrays are cast for the GradFn. Arrays from
+            which the weight of a Mean is computed are not cast: bfloat16 counts exactly only up to 256.
+        reduce: dtype in which gradients are summed over devices; microbatches are always summed in float32.
+        output: dtype of the metrics.
+        loss_scale: None, a fixed power of two, or "dynamic": halved when a gradient is not finite, and that step
+            skipped on all devices; doubled after `growth_interval` finite steps.
+        growth_interval: finite steps before a dynamic scale doubles.
+        master: dtype of a second copy of the parameters, stored with the optimizer state in the layout of the update,
+            to which updates are applied; None for no copy. With `param` and `compute` in bfloat16 these are the bytes
+            of the ZeRO papers: 2 per parameter on every device, 12 split.
+    """
+
+    param: Any = jnp.float32
+    compute: Any = jnp.float32
+    reduce: Any = jnp.float32
+    output: Any = jnp.float32
+    loss_scale: float | str | None = None
+    growth_interval: int = 2000
+    master: Any = None
+
+
+FLOAT32 = Precision()
+BFLOAT16 = Precision(compute=jnp.bfloat16)
+FLOAT16 = Precision(compute=jnp.float16, loss_scale="dynamic")
+_NAMED = {"no": FLOAT32, "bf16": BFLOAT16, "fp16": FLOAT16}
+_FIRST_DYNAMIC_SCALE = 2.0**15  # the largest power of two that float16 holds
+
+
+def precision_of(name: Precision | str | None) -> Precision:
+    """The policy for a name: "no" (or None), "bf16" (compute in bfloat16), "fp16" (with dynamic loss scaling).
+
+    Raises:
+        ValueError: another name, a dtype that is not floating-point, or a loss scale that is not a positive power of
+            two or overflows float16.
+    """
+    if isinstance(name, Precision):
+        for field in ("param", "compute", "reduce", "output", "master"):
+            dtype = getattr(name, field)
+            if not (dtype is None and field == "master") and not _floating(dtype):
+                raise ValueError(
+                    f"Precision: {field} must be a floating-point dtype; got {dtype!r}. Pass for example jnp.bfloat16."
+                )
+        scale = name.loss_scale
+        if scale not in (None, "dynamic") and not _power_of_two(scale):
+            raise ValueError(
+                f"Precision: loss_scale must be None, 'dynamic' or a positive power of two, so that scaling is exact; "
+                f"got {scale!r}. Pass for example 1024.0."
+            )
+        if isinstance(scale, int | float) and name.compute == jnp.float16 and scale > _FIRST_DYNAMIC_SCALE:
+            raise ValueError(
+                f"Precision: loss_scale must be at most {_FIRST_DYNAMIC_SCALE:g} with compute=float16, or every step "
+                f"overflows and is skipped; got {scale!r}. Lower it."
+            )
+        check_kind("Precision", "growth_interval", name.growth_interval, (int,))
+        at_least("Precision", 1, growth_interval=name.growth_interval)
+        return name
+    policy = _NAMED.get("no" if name is None else name)
+    if policy is None:
+        raise ValueError(
+            f"precision: the name must be one of {quoted(_NAMED)}; got {name!r}. Pass one of them or a Precision."
+        )
+    return policy
+
+
+def first_loss_scale(policy: Precision) -> LossScale | None:
+    """The loss scale of a new TrainState; None without scaling."""
+    if policy.loss_scale is None:
+        return None
+    scale = _FIRST_DYNAMIC_SCALE if policy.loss_scale == "dynamic" else float(policy.loss_scale)
+    return LossScale(jnp.float32(scale), jnp.int32(0))
+
+
+def next_loss_scale(policy: Precision, state: LossScale, finite: jax.Array) -> LossScale:
+    """The loss scale after a step; `finite` says whether its gradients all were."""
+    if policy.loss_scale != "dynamic":
+        return state
+    good = jnp.where(finite, state.good_steps + 1, 0)
+    grow = good == policy.growth_interval
+    scale = jnp.where(finite, jnp.where(grow, state.scale * 2, state.scale), jnp.maximum(state.scale / 2, 1.0))
+    return LossScale(scale, jnp.where(grow, 0, good))
+
+
+def _floating(dtype: Any) -> bool:
+    try:
+        return dtype is not None and bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+    except TypeError:
+        return False
+
+
+def _power_of_two(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and x > 0 and math.frexp(x)[0] == 0.5
