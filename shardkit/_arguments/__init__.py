@@ -1,1 +1,1 @@
-"""Checks of arguments, and the wording of errors: start with `checks.py`. Imports nothing else of the package."""
+"""Checks of arguments, and the wording of errors. Start with `checks.py`. Imports nothing else of the package."""

@@ -1,1 +1,1 @@
-"""Arrays and states moved to another layout, mesh or plan: start with `reshard.py`. Imports steps, for their state."""
+"""Arrays and states moved to another layout, mesh or plan. Start with `reshard.py`. Imports steps, for their state."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -122,8 +123,11 @@ def added_by_compiler(found: Compiled) -> Fraction:
 
 
 def written(row: CompiledRow) -> bool:
-    """Whether a compiled collective comes from a written one; those that it adds carry another operation's name."""
-    return row.op_name.rsplit("/", 1)[-1] in compat.COLLECTIVES
+    """Whether a compiled collective comes from a written one; those that it adds carry another operation's name.
+
+    One merged of several under different scopes has the names of all, `shard_map/(loss/psum:psum)`.
+    """
+    return re.split("[/:(]", row.op_name.rstrip(")"))[-1] in compat.COLLECTIVES
 
 
 class Change(NamedTuple):
