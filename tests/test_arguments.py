@@ -15,6 +15,7 @@ import shardkit as sk
 from shardkit import planner, runtime
 from shardkit._arguments.typed import typed
 from shardkit.cli import train
+from shardkit.steps.precision import precision_of
 from shardkit.strategies.config import DistributedConfig
 from support.refusals import type_error, value_error
 
@@ -55,11 +56,9 @@ RANGES = {
         [jax.devices()[0]] * 8, data=8
     ),
     r"Precision: loss_scale must be at most 32768 with compute=float16, or every step overflows and is skipped; "
-    r"got 1048576\.0\. Lower it\.": lambda: sk.precision.precision_of(
-        sk.Precision(compute=jnp.float16, loss_scale=2.0**20)
-    ),
-    r"Precision: growth_interval must be at least 1; got 0\. Pass growth_interval=1 or more\.": lambda: (
-        sk.precision.precision_of(sk.Precision(growth_interval=0))
+    r"got 1048576\.0\. Lower it\.": lambda: precision_of(sk.Precision(compute=jnp.float16, loss_scale=2.0**20)),
+    r"Precision: growth_interval must be at least 1; got 0\. Pass growth_interval=1 or more\.": lambda: precision_of(
+        sk.Precision(growth_interval=0)
     ),
     r"make_train_step: precision must be a string, a Precision or None; got <class 'jax\.numpy\.bfloat16'>\. Pass for "
     r"example sk\.Precision\(compute=jnp\.bfloat16\)\.": lambda: sk.make_train_step(

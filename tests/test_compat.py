@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 
 PACKAGE = Path(__file__).parents[1] / "shardkit"
-SOURCE = (PACKAGE / "compat.py").read_text() + (PACKAGE / "backends.py").read_text()
+SOURCE = (PACKAGE / "_jax" / "compat.py").read_text() + (PACKAGE / "_jax" / "backends.py").read_text()
 PRIVATE = re.findall(r'private\("([\w.]+)"\)', SOURCE)
 
 
@@ -21,9 +21,9 @@ def test_closed_forms_and_schedules_need_no_private_name_of_jax():
         "    module, name = path.rsplit('.', 1)\n"
         "    delattr(importlib.import_module(f'jax._src.{module}'), name)\n"
         "import shardkit.cost, shardkit.schedules\n"
-        "from shardkit import backends, _sealed\n"
+        "from shardkit._jax import backends, sealed\n"
         "print(len(shardkit.schedules.gpipe(2, 4).order(0)), shardkit.cost.chip('v5e').flops > 0)\n"
-        "for use in (backends.jax_has_started, lambda: _sealed.Sealed('float32', '')):\n"
+        "for use in (backends.jax_has_started, lambda: sealed.Sealed('float32', '')):\n"
         "    try: use()\n"
         "    except ImportError as error: print(error)\n"
     )

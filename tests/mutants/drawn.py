@@ -16,17 +16,9 @@ from typing import NamedTuple
 from mutants import ROOT, Mutant
 
 ROOMS = (
-    "collectives",
-    "layers",
-    "on_device",
-    "pipeline",
-    "plans",
-    "remat",
-    "resharding",
-    "schedules",
-    "strategies",
-    "testing",
-)
+    "_arguments", "_jax", "collectives", "layers", "meshes", "on_device", "pipeline", "plans", "remat", "resharding",
+    "schedules", "steps", "strategies", "testing",
+)  # fmt: skip
 OPERATORS = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
     ast.FloorDiv: ast.Mod, ast.Mod: ast.FloorDiv, ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr,
@@ -48,11 +40,8 @@ class Change(NamedTuple):
 
 
 def files() -> list[Path]:
-    """The modules of the core rooms and of the package itself."""
-    found = list((ROOT / "shardkit").glob("*.py"))
-    for room in ROOMS:
-        found += (ROOT / "shardkit" / room).rglob("*.py")
-    return sorted(found)
+    """The modules of the core rooms."""
+    return sorted(path for room in ROOMS for path in (ROOT / "shardkit" / room).rglob("*.py"))
 
 
 def code(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:

@@ -181,7 +181,7 @@ def test_half_precision_integers_and_keys():  # proves F38, F45
         x, keys, count = stream
         w, number = w
         h = jnp.einsum("btd,df->btf", x, w["up"]) + w["bias"][None, None]
-        h = sk.dropout(jax.nn.gelu(h), sk.rng.fold_keys(keys, number), 0.5)
+        h = sk.dropout(jax.nn.gelu(h), sk.fold_keys(keys, number), 0.5)
         return x + jnp.einsum("btf,fd->btd", h, w["down"]) * (number + 1).astype(x.dtype), keys, count + number
 
     stack = (jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), MLP), jnp.arange(LAYERS))

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import find, given, settings
 
 import shardkit as sk
-from shardkit.meshes.layout import local_shape
+from shardkit.meshes.layout import canonical, local_shape
 from shardkit.testing import Chain, Op, meshes, programs, sharded_arrays, specs
 from shardkit.testing.certify import factorizations
 from support.refusals import raises, value_error
@@ -53,7 +53,7 @@ def test_arrays_of_normal_draws(array):
 @given(specs((4, 6), {"a": 2, "b": 3, "c": 1}))
 def test_specs_divide(spec):
     local_shape((4, 6), spec, sk.abstract_mesh(a=2, b=3, c=1))
-    assert spec == sk.layout.canonical(spec)
+    assert spec == canonical(spec)
 
 
 def test_a_program_is_printed_as_it_runs():
