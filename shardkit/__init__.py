@@ -38,6 +38,7 @@ from shardkit.meshes.rng import dropout, example_keys, fold_axes, fold_axis, fol
 from shardkit.meshes.simulated import simulate_devices
 from shardkit.on_device.gradient import GradFn, Mean, value_and_grad
 from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
+from shardkit.on_device.precision import Precision
 from shardkit.on_device.residuals import init_residuals
 from shardkit.pipeline.submeshes import device_put_pipeline, device_put_value_and_grad, submeshes
 from shardkit.plans.placement import Split
@@ -45,9 +46,10 @@ from shardkit.plans.plan import Plan, chain, strategy
 from shardkit.plans.storage import unpadded
 from shardkit.remat.layers import gathered, scan_layers
 from shardkit.resharding.reshard import reshard, reshard_steps
+from shardkit.steps.builder import TrainStep, make_train_step
 from shardkit.steps.evaluate import make_eval_step
-from shardkit.steps.precision import Precision
-from shardkit.steps.train import NonFiniteError, TrainState, TrainStep, make_train_step
+from shardkit.steps.state import TrainState
+from shardkit.steps.step import NonFiniteError
 from shardkit.strategies.config import DistributedConfig
 from shardkit.strategies.context import cp
 from shardkit.strategies.data import dp

@@ -15,7 +15,7 @@ import shardkit as sk
 from shardkit import planner, runtime
 from shardkit._arguments.typed import typed
 from shardkit.cli import train
-from shardkit.steps.precision import precision_of
+from shardkit.on_device.precision import precision_of
 from shardkit.strategies.config import DistributedConfig
 from support.refusals import type_error, value_error
 

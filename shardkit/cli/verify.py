@@ -15,7 +15,7 @@ import shardkit as sk
 from shardkit.cli.plans import ways
 from shardkit.models import transformer
 from shardkit.on_device.handles import cast_floating
-from shardkit.steps.precision import precision_of
+from shardkit.on_device.precision import precision_of
 
 
 class Differences(NamedTuple):

@@ -44,11 +44,15 @@ def batch_specs(batch: Any, spec: PartitionSpec, mesh: Mesh, accumulate: int) ->
     return jax.tree.map(lambda x: PartitionSpec(*spec[: jnp.ndim(x)]), batch)
 
 
+def split_over(batch_spec: PartitionSpec) -> tuple[str, ...]:
+    """The mesh axes that split the examples, major first."""
+    return spec_axes(batch_spec)[0] if batch_spec else ()
+
+
 def device_keys(key: jax.Array, batch: Any, batch_spec: PartitionSpec) -> jax.Array:
     """This device's rows of `example_keys(key, global batch size)`, inside shard_map."""
     rows = next(x.shape[0] for x in jax.tree.leaves(batch) if x.ndim)
-    first = spec_axes(batch_spec)[:1]
-    axes = first[0] if first else ()
+    axes = split_over(batch_spec)
     index = jnp.arange(rows, dtype=jnp.uint32)
     if axes and axis_size(axes) > 1:
         index = index + axis_index(axes).astype(jnp.uint32) * jnp.uint32(rows)

@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from shardkit._arguments.checks import at_least, named, quoted
 from shardkit._jax import compat
@@ -34,11 +34,13 @@ from shardkit.collectives.algorithms import PLAIN
 from shardkit.collectives.axes import axis_size
 from shardkit.collectives.deterministic import pairwise, sum_of_pieces
 from shardkit.meshes.layout import all_axes, path_name, spec_axes
-from shardkit.on_device.batch import split_microbatches
+from shardkit.on_device.batch import split_microbatches, split_over
 from shardkit.on_device.gradient import divisor_of
 from shardkit.on_device.metrics import means_of_groups
-from shardkit.plans.placement import Cuts, Layout, map_layouts
-from shardkit.plans.plan import Plan
+from shardkit.on_device.microbatches import Sums, of_arrays
+from shardkit.on_device.precision import Precision
+from shardkit.plans.placement import Cuts, Layout, is_layout, map_layouts
+from shardkit.plans.plan import Placement, Plan
 from shardkit.plans.storage import as_stored
 
 Leaves = list[jax.Array]
@@ -46,69 +48,156 @@ _PRODUCTS = ("dot_general", "conv_general")
 _SUMS = ("reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "scatter-add")
 
 
-def check_groups(groups: int | None, accumulate: int, plan: Plan, mesh: Mesh, reduce: Any) -> None:
-    """Refuses what cannot have the same bits on every mesh, before anything is traced; None is no groups."""
-    if groups is None:
-        return
-    at_least("make_train_step", 1, deterministic=groups)
-    rule = f"make_train_step: with deterministic={groups}"
-    if accumulate > 1:
-        raise ValueError(
-            f"{rule} the groups are the microbatches; got accumulate={accumulate} too. Leave accumulate at 1, "
-            "and pass more groups for smaller microbatches."
-        )
-    if jnp.dtype(reduce) != jnp.float32:
-        raise ValueError(
-            f"{rule} gradients are summed in float32; got a precision with reduce={jnp.dtype(reduce).name}. "
-            "Pass one with reduce=jnp.float32."
-        )
-    for s in plan.strategies:
-        if s.batch_dim != 0:
-            raise ValueError(
-                f"{rule} every strategy must split the examples of the batch, because sums inside the loss "
-                f"depend on the mesh; {s.name} does not. Use dp, zero1 and fsdp alone."
-            )
-        for argument in ("gather", "reduce"):
-            algorithm = getattr(s, argument)
-            if algorithm is not PLAIN:
-                raise ValueError(
-                    f"{rule} the step fixes the order of its sums; {s.name} has {argument}={algorithm}. Leave "
-                    f"out {argument}=."
-                )
-    axes = split_over(plan.batch_spec(mesh))
-    devices = math.prod(mesh.shape[axis] for axis in axes)
-    if groups % devices:
-        raise ValueError(
-            f"make_train_step: deterministic must be a multiple of the devices that split the batch; got {groups} "
-            f"groups over {devices} devices of {named(axes)}. Pass for example deterministic={devices}, on every mesh "
-            "that is to have the same bits."
-        )
+class Groups(NamedTuple):
+    """The batch in a number of groups, in place of `Microbatches`.
 
-
-def groups_per_device(groups: int, batch: Any, batch_spec: PartitionSpec, mesh: Mesh, layouts: Any) -> int:
-    """How many groups a device has, after a check of the batch, and that no gradient is summed before the groups are.
-
-    Raises:
-        ValueError: a batch that the groups do not divide, or a leaf whose gradient is not summed once per step.
+    Attributes:
+        number: of the whole batch.
+        parts: of one device; 0 until `placed`.
     """
-    for path, layout in jax.tree_util.tree_leaves_with_path(layouts, is_leaf=lambda x: isinstance(x, Layout)):
-        if any(s.scatter != "step" for s in layout.splits):
-            raise ValueError(
-                "make_train_step: with deterministic= every gradient must be summed at the end of the step; that of "
-                f"leaf {path_name(path)} is not. Use dp, zero1, or fsdp without layerwise=."
-            )
-    for path, x in jax.tree_util.tree_leaves_with_path(batch):
-        if jnp.ndim(x) and jnp.shape(x)[0] % groups:
-            raise ValueError(
-                f"make_train_step: batch dim 0 must be divisible by deterministic; leaf {path_name(path)} has size "
-                f"{jnp.shape(x)[0]} over {groups} groups. Choose another size, or pad with examples of weight 0."
-            )
-    return groups // math.prod(mesh.shape[axis] for axis in split_over(batch_spec))
 
+    number: int
+    parts: int = 0
 
-def split_over(batch_spec: PartitionSpec) -> tuple[str, ...]:
-    """The mesh axes that split the examples, major first."""
-    return spec_axes(batch_spec)[0] if batch_spec else ()
+    @property
+    def words(self) -> str:
+        """The option that asks for it, for errors."""
+        return "deterministic"
+
+    def check(self, accumulate: int, plan: Plan, mesh: Mesh, reduce: Any) -> None:
+        """Refuses what cannot have the same bits on every mesh, before anything is traced."""
+        at_least("make_train_step", 1, deterministic=self.number)
+        rule = f"make_train_step: with deterministic={self.number}"
+        if accumulate > 1:
+            raise ValueError(
+                f"{rule} the groups are the microbatches; got accumulate={accumulate} too. Leave accumulate at 1, "
+                "and pass more groups for smaller microbatches."
+            )
+        if jnp.dtype(reduce) != jnp.float32:
+            raise ValueError(
+                f"{rule} gradients are summed in float32; got a precision with reduce={jnp.dtype(reduce).name}. "
+                "Pass one with reduce=jnp.float32."
+            )
+        for s in plan.strategies:
+            if s.batch_dim != 0:
+                raise ValueError(
+                    f"{rule} every strategy must split the examples of the batch, because sums inside the loss "
+                    f"depend on the mesh; {s.name} does not. Use dp, zero1 and fsdp alone."
+                )
+            for argument, algorithm in (("gather", s.gather), ("reduce", s.reduce)):
+                if algorithm is not PLAIN:
+                    raise ValueError(
+                        f"{rule} the step fixes the order of its sums; {s.name} has {argument}={algorithm}. Leave "
+                        f"out {argument}=."
+                    )
+        axes = split_over(plan.batch_spec(mesh))
+        devices = math.prod(mesh.shape[axis] for axis in axes)
+        if self.number % devices:
+            raise ValueError(
+                f"make_train_step: deterministic must be a multiple of the devices that split the batch; got "
+                f"{self.number} groups over {devices} devices of {named(axes)}. Pass for example "
+                f"deterministic={devices}, on every mesh that is to have the same bits."
+            )
+
+    def placed(self, batch: Any, placement: Placement) -> Groups:
+        """With the number of `parts` that a device has of this batch.
+
+        Raises:
+            ValueError: a batch that the groups do not divide, or a leaf whose gradient is not summed once per step.
+        """
+        layouts = jax.tree_util.tree_leaves_with_path(placement.layouts, is_leaf=is_layout)
+        for path, layout in layouts:
+            if any(s.scatter != "step" for s in layout.splits):
+                raise ValueError(
+                    "make_train_step: with deterministic= every gradient must be summed at the end of the step; that "
+                    f"of leaf {path_name(path)} is not. Use dp, zero1, or fsdp without layerwise=."
+                )
+        for path, x in jax.tree_util.tree_leaves_with_path(batch):
+            if jnp.ndim(x) and jnp.shape(x)[0] % self.number:
+                raise ValueError(
+                    f"make_train_step: batch dim 0 must be divisible by deterministic; leaf {path_name(path)} has "
+                    f"size {jnp.shape(x)[0]} over {self.number} groups. Choose another size, or pad with examples of "
+                    "weight 0."
+                )
+        devices = math.prod(placement.mesh.shape[axis] for axis in split_over(placement.batch))
+        return self._replace(parts=self.number // devices)
+
+    def scaled(self, scale: jax.Array, step: jax.Array) -> jax.Array:
+        """The factor on the gradients inside the GradFn, which the compiler cannot take for a constant."""
+        return jnp.where(step < 0, 0.0, scale)
+
+    def of(self, sums: Sums, batch: Any, keys: jax.Array, scale: jax.Array, placement: Placement) -> Any:
+        """The Means and gradients of each subtree that a device's groups are, `[runs, ...]` in float32."""
+        call, arrays = of_arrays(sums, batch, keys, self.parts)
+        return sums_of_groups(call, arrays, scale > 0, split_over(placement.batch))
+
+    def leave(
+        self, means: Any, grads: Any, placement: Placement, policy: Precision, scale: jax.Array, residuals: Any
+    ) -> tuple[dict[str, Any], Any, Any]:
+        """The means over all devices, the gradients in the layout of the update, and the residuals as they were.
+
+        Cost: for each leaf an all_to_all over the axes of the batch, and an all_gather over those of them that do not
+            split its update: the bytes of a reduce_scatter and all_reduce, if a device's groups are a power of two.
+        """
+        axes = split_over(placement.batch)
+        means = means_of_groups(means, axes)
+        divisor = divisor_of(means["loss"].weight) * scale
+
+        def one(layout: Layout, grad: jax.Array) -> Any:
+            grad = _summed(grad, layout.cuts(scatter=("step",)), axes)
+            return as_stored(grad / divisor, layout.padded, layout.rows)
+
+        return means, map_layouts(one, placement.layouts, grads), residuals
+
+    def apart(
+        self,
+        update: Callable[[Any, Any], Any],
+        given: Any,
+        held: Any,
+        *,
+        step: jax.Array,
+        specs: Any,
+        what: tuple[str, str],
+    ) -> Any:
+        """`update(given, held)`, of what changes in a step, such as parameters and optimizer state, compiled apart.
+
+        What is given, such as gradients, is carried and zeroed: the compiler would take out of the loop, and fuse with
+        other code, whatever follows from what a turn leaves as it was.
+
+        Args:
+            update: a function of both, which returns what is held anew.
+            given: pytree of arrays.
+            held: pytree of arrays.
+            step: the number of the step.
+            specs: the layouts of the parameters here, a tree of PartitionSpecs.
+            what: for errors, what the function is, and what to use instead of it.
+
+        Raises:
+            ValueError: a function that multiplies matrices, or sums over elements where a leaf is split.
+        """
+        leaves = jax.tree_util.tree_leaves_with_path(specs)
+        split = [(path_name(path), spec) for path, spec in leaves if any(spec_axes(spec))]
+        for site in walk(jax.make_jaxpr(update)(given, held).jaxpr):
+            wide = any(math.prod(v.aval.shape) > 1 for v in site.equation.invars)
+            if wide and site.name.startswith(_PRODUCTS):  # Newton-Schulz on one device was other bits than on two
+                raise ValueError(
+                    f"make_train_step: with deterministic= {what[0]} must not multiply matrices, because the compiler "
+                    f"orders their sums by the program around them; got {site.name}. Leave out deterministic=, or use "
+                    "one without it."
+                )
+            if wide and split and site.name.startswith(_SUMS):
+                path, spec = split[0]
+                raise ValueError(
+                    f"make_train_step: with deterministic= {what[0]} that sums over elements ({site.name}) must have "
+                    f"whole leaves, because the order of its sums depends on the mesh; leaf {path} is split over "
+                    f"{quoted(sorted(all_axes(spec)))}. {what[1]}"
+                )
+
+        def turn(_: Any, carried: Any) -> Any:
+            given, held = carried
+            return jax.tree.map(jnp.zeros_like, given), update(given, held)
+
+        return lax.fori_loop(0, jnp.where(step < 0, 0, 1), turn, (given, held))[1]
 
 
 def sums_of_groups(call: Callable[[Leaves], Any], arrays: Leaves, always: jax.Array, axes: tuple[str, ...]) -> Any:
@@ -122,13 +211,17 @@ def sums_of_groups(call: Callable[[Leaves], Any], arrays: Leaves, always: jax.Ar
     """
     one = [x[0] for x in arrays]
     shapes = _local(call, one)
-    wide = lambda x: vary(x.astype(jnp.float32), axes)  # noqa: E731
-    zeros = lambda: jax.tree.map(lambda x: vary(jnp.zeros(x.shape, jnp.float32), axes), shapes)  # noqa: E731
+
+    def wide(group: Leaves) -> Any:
+        return jax.tree.map(lambda x: vary(x.astype(jnp.float32), axes), call(group))
+
+    def zeros() -> Any:
+        return jax.tree.map(lambda x: vary(jnp.zeros(x.shape, jnp.float32), axes), shapes)
 
     def tree(arrays: Leaves) -> Any:
         if len(arrays[0]) == 1:
             group = [x[0] for x in arrays]
-            return lax.cond(always, lambda group: jax.tree.map(wide, call(group)), lambda _: zeros(), group)
+            return lax.cond(always, wide, lambda _: zeros(), group)
 
         def add(first_half: Any, each: Any) -> tuple[Any, None]:
             first, half = each
@@ -141,69 +234,6 @@ def sums_of_groups(call: Callable[[Leaves], Any], arrays: Leaves, always: jax.Ar
     if count == run:
         return jax.tree.map(lambda x: x[None], tree(arrays))
     return lax.map(tree, split_microbatches(arrays, count // run))
-
-
-def leave_groups(
-    means: Any, grads: Any, layouts: Any, batch_spec: PartitionSpec, scale: jax.Array
-) -> tuple[dict[str, Any], Any]:
-    """The means over all devices, and the gradients in the layout of the update, from the sums of each device's groups.
-
-    Cost: for each leaf an all_to_all over `axes`, and an all_gather over those of them that do not split its update:
-        the bytes of a reduce_scatter and all_reduce, if a device's groups are a power of two.
-    """
-    axes = split_over(batch_spec)
-    means = means_of_groups(means, axes)
-    divisor = divisor_of(means["loss"].weight) * scale
-
-    def one(layout: Layout, grad: jax.Array) -> Any:
-        grad = _summed(grad, layout.cuts(scatter=("step",)), axes)
-        return as_stored(grad / divisor, layout.padded, layout.rows)
-
-    return means, map_layouts(one, layouts, grads)
-
-
-def update_alone(
-    update: Callable[[Any, Any], Any], given: Any, held: Any, step: jax.Array, specs: Any, what: tuple[str, str]
-) -> Any:
-    """`update(given, held)`, of what changes in a step, such as parameters and optimizer state, compiled separately.
-
-    What is given, such as gradients, is carried and zeroed: the compiler would take out of the loop, and fuse with
-    other code, whatever follows from what a turn leaves as it was.
-
-    Args:
-        update: a function of both, which returns what is held anew.
-        given: pytree of arrays.
-        held: pytree of arrays.
-        step: the number of the step.
-        specs: the layouts of the parameters here, a tree of PartitionSpecs.
-        what: for errors, what the function is, and what to use instead of it.
-
-    Raises:
-        ValueError: a function that multiplies matrices, or sums over elements where a leaf is split.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(specs)
-    split = [(path_name(path), spec) for path, spec in leaves if any(spec_axes(spec))]
-    for site in walk(jax.make_jaxpr(update)(given, held).jaxpr):
-        wide = any(math.prod(v.aval.shape) > 1 for v in site.equation.invars)
-        if wide and site.name.startswith(_PRODUCTS):  # Newton-Schulz on one device was other bits than on two
-            raise ValueError(
-                f"make_train_step: with deterministic= {what[0]} must not multiply matrices, because the compiler "
-                f"orders their sums by the program around them; got {site.name}. Leave out deterministic=, or use one "
-                "without it."
-            )
-        if wide and split and site.name.startswith(_SUMS):
-            path, spec = split[0]
-            raise ValueError(
-                f"make_train_step: with deterministic= {what[0]} that sums over elements ({site.name}) must have "
-                f"whole leaves, because the order of its sums depends on the mesh; leaf {path} is split over "
-                f"{quoted(sorted(all_axes(spec)))}. {what[1]}"
-            )
-
-    def turn(_: Any, carried: Any) -> Any:
-        given, held = carried
-        return jax.tree.map(jnp.zeros_like, given), update(given, held)
-
-    return lax.fori_loop(0, jnp.where(step < 0, 0, 1), turn, (given, held))[1]
 
 
 @jax.named_scope(PLAN)

@@ -26,8 +26,7 @@ def metrics_of(sums: Mapping[str, Any]) -> dict[str, Any]:
 def returned(metrics: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
     """The metrics in the output dtype, except for counts and scales."""
     kept = ("weight", "finite", "loss_scale")
-    cast = lambda x: x.astype(dtype)  # noqa: E731
-    return {name: x if name in kept else jax.tree.map(cast, x) for name, x in metrics.items()}
+    return {name: x if name in kept else jax.tree.map(lambda x: x.astype(dtype), x) for name, x in metrics.items()}
 
 
 def all_finite(loss: jax.Array, grads: Any) -> jax.Array:
@@ -37,6 +36,13 @@ def all_finite(loss: jax.Array, grads: Any) -> jax.Array:
         finite = finite & jnp.all(jnp.isfinite(grad))
     axes = tuple(sorted(varying_axes(finite)))
     return all_reduce(finite.astype(jnp.int32), axes, op="min") == 1 if axes else finite
+
+
+def if_finite(metrics: Mapping[str, Any], new: Any, old: Any) -> Any:
+    """What a step leaves: `new`, or `old` where its loss or a gradient is not finite and the step looks."""
+    if "finite" not in metrics:
+        return new
+    return jax.tree.map(lambda new, old: jnp.where(metrics["finite"], new, old), new, old)
 
 
 def means_of_groups(means: Mapping[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from shardkit._arguments.kinds import Arrays
 from shardkit._arguments.typed import typed
 from shardkit.meshes.layout import all_axes, canonical, path_name, spec_axes
 from shardkit.plans.placement import Layout, map_layouts
-from shardkit.plans.plan import Plan
+from shardkit.plans.plan import Placement, Plan
 from shardkit.plans.storage import Held, as_stored, is_padded, padded_shape, padding, stored_array
 
 
@@ -53,19 +53,26 @@ def init_residuals(params: Arrays, *, mesh: Mesh = CONTEXT, plan: Plan) -> Any:
         ((2, 3), P('data',))
     """
     plan.check(mesh)
-    shapes = residual_shapes(params, mesh, plan)
+    return first_residuals(params, plan.placement(params, mesh))
+
+
+def first_residuals(params: Any, placement: Placement) -> Any:
+    """The residuals of a new state, zeros; None without feedback."""
+    shapes = residual_shapes(params, placement)
     if shapes is None:
         return None
-    zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)  # noqa: E731
+
+    def zeros() -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
     return jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))()
 
 
-def residual_shapes(params: Any, mesh: Any, plan: Plan) -> Any:
+def residual_shapes(params: Any, placement: Placement) -> Any:
     """The residuals of a plan as shapes, dtypes and layouts, each as it is stored; None without feedback."""
-    if not any(s.reduce.feedback for s in plan.strategies):
+    if not any(s.reduce.feedback for s in placement.plan.strategies):
         return None
-    layouts = plan.layouts(params, mesh)
-    batch_axes = all_axes(plan.batch_spec(mesh))
+    mesh, batch_axes = placement.mesh, all_axes(placement.batch)
 
     def one(layout: Layout, x: Any) -> Any:
         first = _first(layout)
@@ -79,7 +86,7 @@ def residual_shapes(params: Any, mesh: Any, plan: Plan) -> Any:
         held = jax.ShapeDtypeStruct(padded_shape(shape, spec, mesh), jnp.float32, sharding=NamedSharding(mesh, spec))
         return as_stored(held, padding(shape, spec, mesh))
 
-    shapes = map_layouts(one, layouts, params)
+    shapes = map_layouts(one, placement.layouts, params)
     return shapes if jax.tree.leaves(shapes) else None
 
 
@@ -113,10 +120,10 @@ def first_cut(layout: Layout) -> int:
     return first
 
 
-def residual_specs(residuals: Any, params: Any, mesh: Any, plan: Plan) -> Any:
+def residual_specs(residuals: Any, params: Any, placement: Placement) -> Any:
     """The specs of a state's residuals in a step, for shard_map, after a check that they are those of its plan."""
     made = "residuals=sk.init_residuals(state.params, mesh=mesh, plan=plan)"
-    shapes = residual_shapes(params, mesh, plan)
+    shapes = residual_shapes(params, placement)
     if residuals is None and shapes is not None:
         raise ValueError(
             "step: a state whose plan reduces gradients with error feedback must hold residuals; it holds none. Pass a "
@@ -137,11 +144,11 @@ def residual_specs(residuals: Any, params: Any, mesh: Any, plan: Plan) -> Any:
     return _specs(shapes)
 
 
-def residuals_held(where: str, residuals: Any, params: Any, mesh: Any, plan: Plan) -> Any:
+def residuals_held(where: str, residuals: Any, params: Any, placement: Placement) -> Any:
     """How a plan stores the residuals of a state, after a check that they are its own."""
     if residuals is None:
         return None
-    shapes = residual_shapes(params, mesh, plan)
+    shapes = residual_shapes(params, placement)
     for path, ours, theirs in _differences(residuals, shapes):
         raise ValueError(
             f"{where} must be a plan with residuals as those of the state; that of leaf {path} has shape {theirs} "

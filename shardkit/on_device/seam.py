@@ -1,16 +1,16 @@
-"""Reshard parameters in, gradients out: the collectives of a step that are not the loss's own, for every plan.
+"""The seam: parameters in, gradients out. The collectives of a step that are not the loss's own, for every plan.
 
-`enter`, `leave` and `to_rest` run inside shard_map and read only the layouts of a plan.
+`enter`, `leave` and `to_rest` run inside shard_map and read only the layouts of a placement: no strategy is named here.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from shardkit._jax.compat import varying_axes
 from shardkit._jax.jaxprs import PLAN
@@ -19,37 +19,44 @@ from shardkit.meshes.layout import all_axes, spec_axes, split_dims
 from shardkit.on_device.cuts import from_end, in_parts, own_part, to_parts, whole
 from shardkit.on_device.feedback import Reduced, begun, residuals_after, scattered, summed, with_residuals
 from shardkit.on_device.handles import Handle, cast_floating
-from shardkit.plans.placement import Layout, map_layouts
+from shardkit.on_device.precision import Precision
+from shardkit.plans.placement import Layout, is_layout, map_layouts
+from shardkit.plans.plan import Placement
 from shardkit.plans.storage import as_stored, stored_array
 
 LAYER_BYTES = 2**20  # below it, the latency of a message per layer costs more than the memory that it saves
 
 
-def enter(
-    params: Any, layouts: Any, batch_spec: PartitionSpec, compute: Any = jnp.float32, reduce: Any = jnp.float32
-) -> Any:
+def enter(params: Any, placement: Placement, policy: Precision) -> Any:
     """The parameters as the GradFn sees them, from those at rest: cast, gathered, then marked as varying.
 
-    Every leaf is marked as varying over the axes of the batch, and over those where its strategies say that the data
-    differ, so that gradients stay local sums until `leave`. Lazy leaves are gathered by the loss. Gathers are in the
-    compute dtype.
-
-    Cost: an all_gather of `rest - seen` for each leaf that is not lazy.
+    Cost: an all_gather of `rest - seen` for each leaf that is not lazy, in the compute dtype.
     """
-    batch_axes = [axis for axes in spec_axes(batch_spec) for axis in axes]
-
-    def one(layout: Layout, x: Any) -> Any:
-        x, data_axes = stored_array(x), (*batch_axes, *layout.varies)
-        if layout.lazy:
-            return _handled(layout, x, data_axes, compute, reduce)
-        cuts = layout.cuts(gather=("step",))
-        return vary(whole(cast_floating(x, compute), cuts, layout.padding(cuts)), data_axes)
-
-    return map_layouts(one, layouts, params)
+    return map_layouts(partial(enter_leaf, placement, policy), placement.layouts, params)
 
 
-def _handled(layout: Layout, x: jax.Array, data_axes: tuple[str, ...], compute: Any, reduce: Any) -> Handle:
+def enter_leaf(placement: Placement, policy: Precision, layout: Layout, x: Any) -> Any:
+    """One leaf of `enter`."""
+    # The gather stands here, once and before all microbatches, because a leaf that is whole in the loss is the same in
+    # each of them: inside the loss it would be sent again for each. A leaf that is to be whole only while its layer
+    # computes goes in as a Handle, and the loss gathers it.
+    #
+    # Then the leaf is marked as varying over the axes of the batch, and over those where its strategies say that the
+    # data differ. An unmarked leaf is the same on all devices to jax's types, and so would be its gradient: jax would
+    # sum the gradient wherever the loss first uses the leaf, once for each use and each microbatch, before `leave` can
+    # choose when, in which dtype and by which algorithm. The mark sends nothing, and since the gradient is taken of the
+    # marked leaf, it stays this device's sum until `leave`.
+    batch_axes = [axis for axes in spec_axes(placement.batch) for axis in axes]
+    x, data_axes = stored_array(x), (*batch_axes, *layout.varies)
+    if layout.lazy:
+        return _handled(layout, x, data_axes, policy)
+    cuts = layout.cuts(gather=("step",))
+    return vary(whole(cast_floating(x, policy.compute), cuts, layout.padding(cuts)), data_axes)
+
+
+def _handled(layout: Layout, x: jax.Array, data_axes: tuple[str, ...], policy: Precision) -> Handle:
     """The Handle of a lazy leaf: opening it gathers what is at rest in parts; a whole leaf gets its part beside it."""
+    compute, reduce = policy.compute, policy.reduce
     gathers = layout.cuts(gather=("layer",))
     now = layout.cuts(gather=("step",))
     if now:  # sent in the compute dtype; the part's own decides that of its gradient
@@ -68,18 +75,23 @@ def _handled(layout: Layout, x: jax.Array, data_axes: tuple[str, ...], compute: 
 
 @jax.named_scope(PLAN)
 def leave(
-    grads: Any, layouts: Any, divisor: jax.Array, dtype: Any = jnp.float32, residuals: Any = None
+    grads: Any, placement: Placement, divisor: jax.Array, dtype: Any = jnp.float32, residuals: Any = None
 ) -> tuple[Any, Any]:
     """The gradients in the layout of the update, from this device's partial sums; and the new residuals.
 
-    Their type says what is still to be summed: a reduce_scatter where the update is split further than the gradient, an
-    all_reduce over every other axis over which the gradient still varies, by the algorithms of the strategies and
-    plainly over what then is left. The division comes last, in float32.
-
-    Cost: a reduce_scatter of `update - grad` and an all_reduce of the rest, for each leaf.
+    Cost: a reduce_scatter of `update - grad` and an all_reduce of the rest, for each leaf, in `dtype`.
     """
+    # The reductions stand here, after the last microbatch, because a sum over devices of a sum over microbatches is
+    # sent once for all of them. What is still to be summed is read from the gradient's type, and no strategy says it: a
+    # reduce_scatter where the update is split further than the gradient, an all_reduce over every other axis over which
+    # it still varies. So a loss that has summed over an axis itself (tensor parallelism, a pipeline's last stage) is
+    # not summed over it again, and one that has not is not forgotten.
+    #
+    # The order is: scatter, then the sums, because a sum of parts sends 1/n of a sum of wholes; and the division by the
+    # global weight last, in float32, because dividing by each device's own weight first gives the mean of means, which
+    # is another number as soon as two devices have unequal weights.
     structure, several = jax.tree.structure(grads), with_residuals(grads, residuals, divisor)
-    each = jax.tree.leaves(layouts, is_leaf=lambda x: isinstance(x, Layout))
+    each = jax.tree.leaves(placement.layouts, is_leaf=is_layout)
     several = [_scattered(leaf, layout, dtype) for layout, leaf in zip(each, several, strict=True)]
     together: dict[Any, list[int]] = {}
     for i, layout in enumerate(each):
@@ -101,23 +113,27 @@ def leave(
             grad = in_parts(lambda grad: all_reduce(grad, over), grad.astype(dtype), split_dims(layout.automatic))
         return as_stored(grad.astype(jnp.float32) / divisor, layout.padded, layout.rows)
 
-    reduced = map_layouts(one, layouts, jax.tree.unflatten(structure, [leaf.grad for leaf in several]))
+    reduced = map_layouts(one, placement.layouts, jax.tree.unflatten(structure, [leaf.grad for leaf in several]))
     return reduced, residuals_after(residuals, several, divisor)
 
 
 @jax.named_scope(PLAN)
-def to_rest(params: Any, layouts: Any) -> Any:
-    """The parameters at rest, from the updated shards, by gathers whose results are invariant over the axes.
+def to_rest(params: Any, placement: Placement) -> Any:
+    """The parameters at rest, from the updated shards.
 
     Cost: an all_gather of `update - rest` for each leaf.
     """
 
+    # Where the update is split further than the parameters (zero1, zero2), the new parameters are gathered here, after
+    # the optimizer, and not where the next step uses them: the state then holds what its plan says, and a step that
+    # ends a run leaves whole parameters. The gather's result is typed as the same on all devices. A plain all_gather's
+    # would vary, and shard_map would refuse it as replicated, or the partitioner gather what it does not trust.
     def one(layout: Layout, x: Any) -> Any:
         still = layout.padding(layout.cuts(gather=("never", "layer", "step")))
         x = whole(stored_array(x), layout.cuts(gather=("update",)), set(layout.padded) - set(still), replicated=True)
         return as_stored(x, still, layout.rows)
 
-    return map_layouts(one, layouts, params)
+    return map_layouts(one, placement.layouts, params)
 
 
 def _scattered(leaf: Reduced, layout: Layout, dtype: Any) -> Reduced:

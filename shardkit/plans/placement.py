@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from shardkit._arguments.checks import named
 from shardkit.collectives.algorithms import PLAIN, Algorithm
-from shardkit.meshes.layout import canonical, path_name, spec_axes, split_dims
+from shardkit.meshes.layout import canonical, spec_axes, split_dims
 from shardkit.plans.storage import Held, Rows, Sizes
 from shardkit.schedules import Stages
 
@@ -225,8 +225,9 @@ def in_order(splits: Iterable[Split]) -> tuple[Split, ...]:
     """
     found = list(splits)
     in_layer = {s.dim for s in found if s.gather == "layer"}
-    waits = lambda s: s.gather == "step" and s.dim in in_layer  # noqa: E731
-    found = [s._replace(gather="layer", scatter="layer") if waits(s) else s for s in found]
+    for i, s in enumerate(found):
+        if s.gather == "step" and s.dim in in_layer:
+            found[i] = s._replace(gather="layer", scatter="layer")
     for i, s in enumerate(found):
         if s.scatter != "never":
             after = [later.scatter for later in found[i:] if later.dim == s.dim]
@@ -286,12 +287,11 @@ class Strategy(NamedTuple):
     rule_axes: tuple[tuple[str, str], ...] = ()
 
 
-def seen_in_parts(layouts: Any) -> str:
-    """The path of a leaf of which the loss gets a part, as of tp, ep and pp; "" if it gets every leaf whole."""
-    leaves = jax.tree_util.tree_leaves_with_path(layouts, is_leaf=lambda x: isinstance(x, Layout))
-    return next((path_name(path) for path, layout in leaves if len(layout.seen)), "")
+def is_layout(x: Any) -> bool:
+    """Whether a node of a tree is a Layout, which is a leaf of it."""
+    return isinstance(x, Layout)
 
 
 def map_layouts(fn: Callable[..., Any], layouts: Any, *trees: Any) -> Any:
     """`jax.tree.map` with each Layout as a leaf."""
-    return jax.tree.map(fn, layouts, *trees, is_leaf=lambda x: isinstance(x, Layout))
+    return jax.tree.map(fn, layouts, *trees, is_leaf=is_layout)

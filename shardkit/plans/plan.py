@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,16 @@ from shardkit.meshes.layout import canonical, local_shape, path_name, split_dims
 from shardkit.plans.describe import Planned, PlanTable, mesh_of, plan_table
 from shardkit.plans.dim_rules import axes_of_rules, in_subtrees
 from shardkit.plans.manual import leaving_automatic, manual_axes
-from shardkit.plans.placement import Layout, Leaf, Split, Strategy, check_feedback, in_order
+from shardkit.plans.placement import (
+    Layout,
+    Leaf,
+    Split,
+    Strategy,
+    check_feedback,
+    in_order,
+    is_layout,
+    map_layouts,
+)
 from shardkit.plans.storage import in_rows, is_padded, padded_shape, padding
 
 
@@ -85,8 +95,19 @@ class Plan(NamedTuple):
                 "function of a key that returns it."
             )
         self._check_names(params)
-        layout = lambda path, x: self._layout(path_name(path), x, mesh)  # noqa: E731
+
+        def layout(path: Any, x: Any) -> Layout:
+            return self._layout(path_name(path), x, mesh)
+
         return jax.tree_util.tree_map_with_path(layout, params, is_leaf=is_padded)
+
+    def placement(self, params: Any, mesh: Any) -> Placement:
+        """Where this plan puts each leaf of `params` (arrays or their shapes), and the batch.
+
+        Raises:
+            ValueError: as `layouts`.
+        """
+        return Placement(self, mesh, self.layouts(params, mesh), self.batch_spec(mesh))
 
     def _check_names(self, params: Any) -> None:
         """Refuses a strategy that names a leaf or subtree which the parameters do not have."""
@@ -142,7 +163,7 @@ class Plan(NamedTuple):
         """What `describe` prints, as rows."""
         mesh = mesh or mesh_of(params)
         plan = leaving_automatic(self, params, manual_axes("describe", manual, self, mesh))
-        layouts = jax.tree.leaves(plan.layouts(params, mesh), is_leaf=lambda x: isinstance(x, Layout))
+        layouts = jax.tree.leaves(plan.layouts(params, mesh), is_leaf=is_layout)
         leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)[0]
         named = [(path_name(path), x) for path, x in leaves]
         planned = [Planned(*n, each, list(plan.placed(*n, mesh))) for n, each in zip(named, layouts, strict=True)]
@@ -182,6 +203,49 @@ class Plan(NamedTuple):
                         f"leaf {path} over {axis!r}. Name those alone, also in the metadata behind them, or add "
                         f"the axis to make_mesh, as {axis}=1 if nothing is to be split over it."
                     )
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Where a plan puts the leaves of some parameters, and the batch: read from the plan once, and handed on.
+
+    Attributes:
+        plan: the plan.
+        mesh: the mesh.
+        layouts: the Layout of each leaf.
+        batch: the spec of the batch.
+    """
+
+    plan: Plan
+    mesh: Any
+    layouts: Any
+    batch: PartitionSpec
+
+    @property
+    def rest(self) -> Any:
+        """The spec of each leaf in the state."""
+        return map_layouts(lambda layout: layout.rest, self.layouts)
+
+    @property
+    def update(self) -> Any:
+        """The spec of each gradient, and of what mirrors the leaf in the optimizer's state."""
+        return map_layouts(lambda layout: layout.update, self.layouts)
+
+    @property
+    def at_rest(self) -> Any:
+        """How the state stores each leaf, as a Held."""
+        return map_layouts(Layout.at_rest, self.layouts)
+
+    @property
+    def in_update(self) -> Any:
+        """How gradients and optimizer state are stored, as a Held for each leaf."""
+        return map_layouts(Layout.in_update, self.layouts)
+
+    @property
+    def split_leaf(self) -> str:
+        """The path of a leaf of which the loss gets a part, as of tp, ep and pp; "" if it gets every leaf whole."""
+        leaves = jax.tree_util.tree_leaves_with_path(self.layouts, is_leaf=is_layout)
+        return next((path_name(path) for path, layout in leaves if len(layout.seen)), "")
 
 
 @typed

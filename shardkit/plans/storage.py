@@ -168,8 +168,11 @@ def _rows(x: Any, rows: Rows, uneven: bool) -> Any:
         return jnp.take(x, np.array(rows), axis=0, mode="clip")
     first = [i for i, row in enumerate(rows) if i == 0 or row <= 0 or row != rows[i - 1] + 1]
     runs = [(rows[i], after - i) for i, after in itertools.pairwise([*first, len(rows)])]
-    zeros = lambda count: jnp.zeros((count, *x.shape[1:]), x.dtype)  # noqa: E731
-    return jnp.concatenate([zeros(n) if row < 0 else lax.slice_in_dim(x, row, row + n) for row, n in runs])
+
+    def run(row: int, count: int) -> jax.Array:
+        return jnp.zeros((count, *x.shape[1:]), x.dtype) if row < 0 else lax.slice_in_dim(x, row, row + count)
+
+    return jnp.concatenate([run(row, count) for row, count in runs])
 
 
 def check_held(where: str, tree: Any, held: Any, mesh: Mesh) -> None:

@@ -22,7 +22,7 @@ from shardkit._arguments.typed import typed
 from shardkit.collectives.permute import permuted
 from shardkit.runtime.data.checksums import shard_checksums
 from shardkit.runtime.data.reading import on_mesh
-from shardkit.steps.train import NonFiniteError
+from shardkit.steps.step import NonFiniteError
 
 Order = tuple[int, ...]  # for each place in the mesh, row by row, the place whose device works there
 Cause = Literal["stored", "permanent", "step", "replay", "order", "unrepeatable"]

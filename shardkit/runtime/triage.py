@@ -25,6 +25,8 @@ from shardkit.on_device.batch import batch_specs
 from shardkit.on_device.gradient import GradFn, global_means
 from shardkit.on_device.local_step import local_gradients
 from shardkit.on_device.metrics import metrics_of
+from shardkit.on_device.microbatches import Microbatches
+from shardkit.on_device.precision import Precision, precision_of
 from shardkit.on_device.seam import enter
 from shardkit.pipeline.stages import arranged
 from shardkit.plans.axis_types import auto_mesh, with_auto_axes
@@ -36,7 +38,6 @@ from shardkit.runtime.data.reading import from_every_device, on_mesh
 from shardkit.steps.arguments import check_function
 from shardkit.steps.carry import Carried, check_carried, reads_carried
 from shardkit.steps.partitioner import AsLaidOut
-from shardkit.steps.precision import Precision, precision_of
 from shardkit.steps.state import TrainState
 
 _REPLICATED = PartitionSpec()
@@ -182,22 +183,22 @@ def triage(
     policy = precision_of(precision)
     axes = manual_axes("triage", manual, plan, mesh)
     sizes = {axis: size for axis, size in mesh.shape.items() if axis in axes}
-    batch_spec, reads = plan.batch_spec(mesh), reads_carried(grad_fn)
+    reads = reads_carried(grad_fn)
 
     def observed(plan: Plan, state: TrainState, batch: Any) -> tuple[jax.Array, jax.Array, Any]:
-        layouts = plan.layouts(state.params, mesh)
-        specs = batch_specs(batch, batch_spec, mesh, accumulate)
-        rest = map_layouts(lambda layout: layout.rest, layouts)
+        placement = plan.placement(state.params, mesh)
+        layouts, sums = placement.layouts, Microbatches(accumulate)
+        specs = batch_specs(batch, placement.batch, mesh, accumulate)
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
 
         if reads:
             check_carried("triage", reads, None, state.carried)
-        carried = Carried("triage", state.carried if reads else None, state.params, layouts, mesh)
+        carried = Carried("triage", state.carried if reads else None, state.params, placement)
 
         def per_device(params: Any, kept: Any, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
-            seen = enter(params, layouts, batch_spec, policy.compute, policy.reduce)
-            run = carried.bound(grad_fn, kept, batch_spec, policy) if reads else grad_fn
-            batch, means, grads = local_gradients(run, seen, batch, key, scale, batch_spec, policy.compute, accumulate)
+            seen = enter(params, placement, policy)
+            run = carried.bound(grad_fn, kept, policy) if reads else grad_fn
+            batch, means, grads = local_gradients(run, seen, batch, key, scale, placement, policy, sums)
             inspected = {
                 "params": map_layouts(lambda layout, x: _observed(stored_array(x), layout.rest), layouts, params),
                 "carried": jax.tree.map(lambda held, x: _observed(stored_array(x), held.spec), carried.held, kept),
@@ -211,7 +212,7 @@ def triage(
         on_mesh = jax.shard_map(
             per_device,
             mesh=mesh,
-            in_specs=(rest, carried.specs, specs, _REPLICATED, _REPLICATED),
+            in_specs=(placement.rest, carried.specs, specs, _REPLICATED, _REPLICATED),
             out_specs=_REPLICATED,
             axis_names=set(sizes),
         )

@@ -20,12 +20,15 @@ from jax.sharding import Mesh, PartitionSpec
 from shardkit._arguments.kinds import is_array
 from shardkit.meshes.layout import path_name
 from shardkit.on_device.gradient import GradFn, kind
-from shardkit.on_device.seam import enter
-from shardkit.plans.placement import Layout, map_layouts
-from shardkit.plans.plan import Plan
+from shardkit.on_device.groups import Groups
+from shardkit.on_device.metrics import if_finite
+from shardkit.on_device.microbatches import Microbatches
+from shardkit.on_device.precision import Precision
+from shardkit.on_device.seam import enter_leaf
+from shardkit.plans.placement import Layout, is_layout, map_layouts
+from shardkit.plans.plan import Placement, Plan
 from shardkit.plans.storage import Held, check_held, is_padded, original, padded, unpadded
 from shardkit.steps.layer_order import order_matters
-from shardkit.steps.precision import Precision
 from shardkit.steps.state import described, makes, mirrored, shardings, strong
 
 Update = Callable[[Any, Any, Any], Any]
@@ -67,47 +70,45 @@ class Carried:
         where: for errors.
         tree: the state as it is stored; None for none.
         params: the parameters.
-        layouts: their layouts.
-        mesh: the mesh.
+        placement: where they are.
     """
 
-    def __init__(self, where: str, tree: Any, params: Any, layouts: Any, mesh: Mesh):
-        each = jax.tree.leaves(layouts, is_leaf=_is_layout)
-        self.tree = () if tree is None else tree
+    def __init__(self, where: str, tree: Any, params: Any, placement: Placement):
+        each = jax.tree.leaves(placement.layouts, is_leaf=is_layout)
+        self.tree, self._placement = () if tree is None else tree, placement
         self._layouts = mirrored(self.tree, params, each, Held(PartitionSpec()))
-        self.held = map_layouts(lambda x: x.at_rest() if _is_layout(x) else x, self._layouts)
-        check_held(f"{where}: the carried state", self.tree, self.held, mesh)
-        self.specs = map_layouts(lambda x: x.rest if _is_layout(x) else x.spec, self._layouts)
-        self._rows, self._mesh = map_layouts(lambda x: bool(x.rows), layouts), mesh
+        self.held = map_layouts(lambda x: x.at_rest() if is_layout(x) else x, self._layouts)
+        check_held(f"{where}: the carried state", self.tree, self.held, placement.mesh)
+        self.specs = map_layouts(lambda x: x.rest if is_layout(x) else x.spec, self._layouts)
 
-    def enter(self, tree: Any, batch_spec: PartitionSpec, policy: Precision) -> Any:
+    def enter(self, tree: Any, policy: Precision) -> Any:
         """The state as the loss sees it, inside shard_map.
 
         Cost: for a leaf that mirrors a parameter what the parameter costs; nothing for others.
         """
-        one = lambda x, leaf: enter(leaf, x, batch_spec, policy.compute) if _is_layout(x) else leaf  # noqa: E731
+        policy = policy._replace(reduce=jnp.float32)  # it has no gradient
+
+        def one(layout: Any, x: Any) -> Any:
+            return enter_leaf(self._placement, policy, layout, x) if is_layout(layout) else x
+
         return map_layouts(one, self._layouts, tree)
 
-    def bound(self, grad_fn: GradFn, tree: Any, batch_spec: PartitionSpec, policy: Precision) -> GradFn:
+    def bound(self, grad_fn: GradFn, tree: Any, policy: Precision) -> GradFn:
         """The GradFn with the state that it takes, inside shard_map."""
         takes: Any = grad_fn
-        return partial(takes, carried=self.enter(tree, batch_spec, policy))
+        return partial(takes, carried=self.enter(tree, policy))
 
-    def updated(self, carry: Update, metrics: Any, params: Any, alone: Callable[..., Any] | None = None) -> Any:
+    def updated(self, carry: Update, metrics: Any, params: Any, step: jax.Array, sums: Microbatches | Groups) -> Any:
         """`carry(state, metrics, params)` on global arrays in original shapes, laid out as before.
-
-        `alone`, which calls it, compiles it separately, as `groups.py` explains.
 
         Where the metrics have "finite" and it is False, the state stays as it was.
         """
-        shapes = lambda tree: jax.tree.map(  # noqa: E731
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree, is_leaf=is_padded
-        )
-        args = shapes(self.tree), shapes(metrics), shapes(params)
+        args = _shapes(self.tree), _shapes(metrics), _shapes(params)
         _check_same(args[0], jax.eval_shape(carry, *args))
-        rows = jax.tree.map(lambda held: bool(held.rows), self.held)
-        stacked = rows, jax.tree.map(lambda _: False, metrics), self._rows
-        in_order = any(jax.tree.leaves(self._rows)) and order_matters(carry, args, stacked, rows)
+        layouts, mesh = self._placement.layouts, self._placement.mesh
+        rows, param_rows = jax.tree.map(lambda held: bool(held.rows), (self.held, map_layouts(Layout.at_rest, layouts)))
+        stacked = rows, jax.tree.map(lambda _: False, metrics), param_rows
+        in_order = any(jax.tree.leaves(param_rows)) and order_matters(carry, args, stacked, rows)
 
         old = original(self.tree, in_order=in_order)
         given = metrics, original(params, in_order=in_order)
@@ -115,11 +116,10 @@ class Carried:
         def update(given: Any, old: Any) -> Any:  # weakly typed leaves would compile again
             return jax.tree.map(lambda x, like: lax.convert_element_type(x, like.dtype), carry(old, *given), old)
 
-        new = alone(update, given, old) if alone else update(given, old)
-        if "finite" in metrics:
-            new = jax.tree.map(partial(jnp.where, metrics["finite"]), new, old)
-        stored = padded(new, self.held, self._mesh, in_order=in_order)
-        return lax.with_sharding_constraint(stored, shardings(self._mesh, self.held))
+        what = "a carry=", "Use dp or zero1, or sum in the loss, as an auxiliary Mean."
+        new = sums.apart(update, given, old, step=step, specs=self._placement.rest, what=what)
+        stored = padded(if_finite(metrics, new, old), self.held, mesh, in_order=in_order)
+        return lax.with_sharding_constraint(stored, shardings(mesh, self.held))
 
 
 def abstract_carried(carried: Any, params: Any, mesh: Any, plan: Plan) -> Any:
@@ -168,7 +168,7 @@ def _arrays(tree: Any) -> Any:
 
 
 def _held(carried: Any, params: Any, mesh: Mesh, plan: Plan) -> Any:
-    each = jax.tree.leaves(map_layouts(Layout.at_rest, plan.layouts(params, mesh)))
+    each = jax.tree.leaves(plan.placement(params, mesh).at_rest)
     return mirrored(carried, params, each, Held(PartitionSpec()))
 
 
@@ -186,5 +186,5 @@ def _check_same(old: Any, new: Any) -> None:
             )
 
 
-def _is_layout(x: Any) -> bool:
-    return isinstance(x, Layout)
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree, is_leaf=is_padded)

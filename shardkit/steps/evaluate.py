@@ -15,17 +15,16 @@ from shardkit.on_device.batch import batch_specs
 from shardkit.on_device.gradient import LossFn, global_means, takes_carried
 from shardkit.on_device.local_step import local_means, or_column_linear
 from shardkit.on_device.metrics import metrics_of, returned
+from shardkit.on_device.precision import Precision, precision_of
 from shardkit.on_device.seam import enter
 from shardkit.pipeline.stages import arranged
 from shardkit.plans.axis_types import auto_mesh, retyped, with_auto_axes
 from shardkit.plans.manual import leaving_automatic, manual_axes
-from shardkit.plans.placement import Layout, map_layouts, seen_in_parts
 from shardkit.plans.plan import Plan
 from shardkit.plans.storage import check_held, padded
 from shardkit.steps.arguments import check_function
 from shardkit.steps.carry import Carried
 from shardkit.steps.partitioner import AsLaidOut
-from shardkit.steps.precision import Precision, precision_of
 from shardkit.steps.state import described, made_by, makes, shardings
 
 _REPLICATED = PartitionSpec()
@@ -60,7 +59,7 @@ class Evaluate:
         """The shapes and layouts of the parameters, for `runtime.load_params`."""
         mesh = auto_mesh(self._mesh)
         params = jax.eval_shape(partial(made_by, params), jax.random.key(0)) if makes(params) else params
-        rest = map_layouts(Layout.at_rest, leaving_automatic(self._plan, params, self._manual).layouts(params, mesh))
+        rest = leaving_automatic(self._plan, params, self._manual).placement(params, mesh).at_rest
         shapes = jax.eval_shape(lambda params: padded(params, rest, mesh), params)
         return retyped(described(shapes, shardings(mesh, rest)), self._mesh)
 
@@ -106,30 +105,28 @@ def make_eval_step(
     plan = arranged(plan, loss_fn)
     plan.check(mesh)
     policy = precision_of(precision)
-    batch_spec, reads = plan.batch_spec(mesh), takes_carried(loss_fn)
+    reads = takes_carried(loss_fn)
     axes = manual_axes("make_eval_step", manual, plan, mesh)
     given, mesh = mesh, auto_mesh(mesh)
 
     def evaluate(plan: Plan, params: Any, batch: Any, carried: Any = None) -> dict[str, Any]:
-        layouts = plan.layouts(params, mesh)
-        check_held("evaluate: the parameters", params, map_layouts(Layout.at_rest, layouts), mesh)
-        rest = map_layouts(lambda layout: layout.rest, layouts)
+        placement = plan.placement(params, mesh)
+        check_held("evaluate: the parameters", params, placement.at_rest, mesh)
         if reads != (carried is not None):
             raise ValueError(_EVALUATED[reads])
-        kept = Carried("evaluate", carried, params, layouts, mesh)
+        kept = Carried("evaluate", carried, params, placement)
 
         def on_device(rest: Any, carried: Any, batch: Any) -> dict[str, Any]:
-            seen = enter(rest, layouts, batch_spec, policy.compute)
-            entered = (kept.enter(carried, batch_spec, policy),) if reads else ()
-            split = seen_in_parts(layouts)
+            seen = enter(rest, placement, policy)
+            entered = (kept.enter(carried, policy),) if reads else ()
 
             def here(seen: Any) -> dict[str, Any]:
-                return local_means(loss_fn, seen, batch, batch_spec, policy.compute, *entered, split=split, local=local)
+                return local_means(loss_fn, seen, batch, placement, policy, *entered, local=local)
 
-            means = or_column_linear(here, seen, params, policy.compute, split)
+            means = or_column_linear(here, seen, params, placement, policy.compute)
             return returned(metrics_of(global_means(means, plan.batch_axes)), policy.output)
 
-        in_specs = rest, kept.specs, batch_specs(batch, batch_spec, mesh, 1)
+        in_specs = placement.rest, kept.specs, batch_specs(batch, placement.batch, mesh, 1)
         on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=_REPLICATED, axis_names=set(axes))
         return on_mesh(params, kept.tree, batch)
 

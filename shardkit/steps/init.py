@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 
+from shardkit.on_device.precision import Precision
 from shardkit.plans.axis_types import auto_mesh, retyped
 from shardkit.plans.manual import leaving_automatic
 from shardkit.plans.plan import Plan
 from shardkit.steps.arguments import checked_key
 from shardkit.steps.carry import Update, abstract_carried, check_carried, first_carried
-from shardkit.steps.precision import Precision
 from shardkit.steps.state import TrainState, abstract_state, described, first_state, made_by, makes
 
 

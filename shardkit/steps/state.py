@@ -14,13 +14,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import sized
 from shardkit.meshes.layout import canonical, path_name, spec_axes
+from shardkit.on_device.groups import Groups
 from shardkit.on_device.handles import cast_floating
-from shardkit.on_device.residuals import init_residuals, residual_shapes, residuals_held
-from shardkit.plans.placement import Layout, map_layouts
-from shardkit.plans.plan import Plan
+from shardkit.on_device.metrics import if_finite
+from shardkit.on_device.microbatches import Microbatches
+from shardkit.on_device.precision import LossScale, Precision, first_loss_scale, next_loss_scale
+from shardkit.on_device.residuals import first_residuals, residual_shapes, residuals_held
+from shardkit.plans.plan import Placement, Plan
 from shardkit.plans.storage import Held, check_held, is_padded, original, padded, stored_array, unpadded
 from shardkit.steps.layer_order import order_matters
-from shardkit.steps.precision import LossScale, Precision, first_loss_scale, next_loss_scale
 
 _REPLICATED = PartitionSpec()
 
@@ -135,10 +137,16 @@ def first_state(params: Any, key: jax.Array, optimizer: Any, mesh: Mesh, plan: P
             f"init: the mesh must have devices; got an abstract mesh of {sizes}. Call init.abstract(params), or "
             f"make the step over sk.make_mesh({sizes})."
         )
-    made = makes(params)
-    params = _made(params, key, plan, mesh, policy) if made else _placed(params, plan, mesh, policy)
-    layouts = plan.layouts(params, mesh)
-    update = map_layouts(Layout.in_update, layouts)
+    made, dtype = makes(params), policy.master or policy.param
+    if made:
+        shapes = trained(jax.eval_shape(partial(made_by, params), key))
+        placement = plan.placement(jax.eval_shape(partial(cast_floating, dtype=dtype), shapes), mesh)
+        params = _made(params, key, placement, dtype)
+    else:
+        params = cast_floating(jax.tree.map(strong, trained(unpadded(params))), dtype)
+        placement = plan.placement(params, mesh)
+        params = _placed(params, placement)
+    update = placement.in_update
 
     def fresh(params: Any) -> Any:  # copied: a buffer must not be donated twice
         original = jax.lax.with_sharding_constraint(unpadded(params), shardings(mesh, update))
@@ -151,10 +159,10 @@ def first_state(params: Any, key: jax.Array, optimizer: Any, mesh: Mesh, plan: P
         copies = None if made else jax.tree.map(jnp.copy, params)
         return padded(fresh(params), held, mesh), copies, (jnp.int32(0), jnp.copy(key), first_loss_scale(policy))
 
-    rest = None if made else shardings(mesh, map_layouts(Layout.at_rest, layouts))
+    rest = None if made else shardings(mesh, placement.at_rest)
     out = (shardings(mesh, held), rest, NamedSharding(mesh, _REPLICATED))
     opt_state, copies, (step, key, loss_scale) = jax.jit(first, out_shardings=out)(params, key)
-    residuals = init_residuals(params, mesh=mesh, plan=plan)
+    residuals = first_residuals(params, placement)
     params = cast_floating(params if made else copies, policy.param)
     return TrainState(step, params, opt_state, key, loss_scale, residuals)
 
@@ -164,10 +172,10 @@ def abstract_state(params: Any, optimizer: Any, mesh: Any, plan: Plan, policy: P
     key = jax.eval_shape(lambda: jax.random.key(0))
     params = jax.eval_shape(partial(made_by, params), key) if makes(params) else params
     params = jax.eval_shape(lambda p: cast_floating(p, policy.master or policy.param), trained(params))
-    layouts = plan.layouts(params, mesh)
+    placement = plan.placement(params, mesh)
+    rest = placement.at_rest
     opt_state = jax.eval_shape(lambda p: first_opt_state(optimizer, policy, p), params)
-    held = optimizer_held(opt_state, params, map_layouts(Layout.in_update, layouts))
-    rest = map_layouts(Layout.at_rest, layouts)
+    held = optimizer_held(opt_state, params, placement.in_update)
     params, opt_state = jax.eval_shape(lambda *trees: padded(trees, (rest, held), mesh), params, opt_state)
     scalars = jax.eval_shape(lambda: (jnp.int32(0), first_loss_scale(policy)))
     step, key, loss_scale = described((scalars[0], key, scalars[1]), NamedSharding(mesh, _REPLICATED))
@@ -177,7 +185,7 @@ def abstract_state(params: Any, optimizer: Any, mesh: Any, plan: Plan, policy: P
         described(opt_state, shardings(mesh, held)),
         key,
         loss_scale,
-        residual_shapes(params, mesh, plan),
+        residual_shapes(params, placement),
     )
 
 
@@ -191,16 +199,15 @@ def optimizer_held(opt_state: Any, params: Any, update: Any) -> Any:
 
 def state_held(where: str, state: TrainState, mesh: Any, plan: Plan) -> TrainState:
     """How a plan stores each leaf of a state, as a `Held` for each; `where` begins the errors about residuals."""
-    each = plan.layouts(state.params, mesh)
-    rest, update = map_layouts(Layout.at_rest, each), map_layouts(Layout.in_update, each)
-    whole = partial(jax.tree.map, lambda _: Held(_REPLICATED))
+    placement = plan.placement(state.params, mesh)
+    rest, whole = placement.at_rest, partial(jax.tree.map, lambda _: Held(_REPLICATED))
     return TrainState(
         step=whole(state.step),
         params=rest,
-        opt_state=optimizer_held(state.opt_state, state.params, update),
+        opt_state=optimizer_held(state.opt_state, state.params, placement.in_update),
         key=whole(state.key),
         loss_scale=whole(state.loss_scale),
-        residuals=residuals_held(where, state.residuals, state.params, mesh, plan),
+        residuals=residuals_held(where, state.residuals, state.params, placement),
         carried=optimizer_held(state.carried, state.params, rest),
     )
 
@@ -294,39 +301,49 @@ def shardings(mesh: Mesh, held: Any) -> Any:
 def updated(
     optimizer: Any,
     policy: Precision,
-    mesh: Mesh,
-    layouts: Any,
+    placement: Placement,
     state: TrainState,
     grads: Any,
     metrics: Any,
-    *,
-    alone: Callable[..., Any] | None = None,
+    sums: Microbatches | Groups,
 ) -> tuple[Any, Any, LossScale | None]:
     """The new parameters (in the layout of the update), optimizer state and loss scale, in the jit of the step.
 
-    The optimizer runs on global arrays in their original shapes, pinned to the layout of the update before and after.
-    Where the metrics have "finite" and it is False, parameters and optimizer state stay as they were. `alone`, which
-    calls it, compiles the optimizer separately, as `groups.py` explains.
+    Where the metrics have "finite" and it is False, parameters and optimizer state stay as they were.
     """
-    held = map_layouts(Layout.in_update, layouts)
+    # No collective is written here. The optimizer runs outside of shard_map, on global arrays in their original shapes,
+    # so that an optax transformation which reads across shards (a global norm, a factored moment) is right unmodified:
+    # what it needs is sent by the partitioner, and `audit` shows it. What it gets and returns is pinned to the layout
+    # of the update. Left to itself the partitioner may compute the whole update on every device, and gather for it what
+    # the plan has split.
+    mesh, held = placement.mesh, placement.in_update
     opt_held = optimizer_held(state.opt_state, state.params, held)
     check_held("step: the optimizer state", state.opt_state, opt_held, mesh)
     in_order = reads_order(optimizer, policy, (grads, state.opt_state, state.params), held, opt_held)
-    pinned = lambda tree, held: jax.lax.with_sharding_constraint(tree, shardings(mesh, held))  # noqa: E731
-    seen = lambda tree, held: pinned(original(tree, in_order=in_order), held)  # noqa: E731
-    stored = lambda tree, held: pinned(padded(tree, held, mesh, in_order=in_order), held)  # noqa: E731
+
+    def pinned(tree: Any, held: Any) -> Any:
+        return jax.lax.with_sharding_constraint(tree, shardings(mesh, held))
+
+    def seen(tree: Any, held: Any) -> Any:
+        return pinned(original(tree, in_order=in_order), held)
+
+    def stored(tree: Any, held: Any) -> Any:
+        return pinned(padded(tree, held, mesh, in_order=in_order), held)
 
     grads, params, opt_state = seen(grads, held), seen(state.params, held), seen(state.opt_state, opt_held)
-    given, old, loss_scale = (grads, metrics["loss"]), (params, opt_state), state.loss_scale
 
     def update(given: Any, old: Any) -> Any:
-        return advance(optimizer, policy, given[0], old[1], old[0], given[1])
+        (grads, loss), (params, opt_state) = given, old
+        return advance(optimizer, policy, grads, opt_state, params, loss)
 
-    new = alone(update, given, old) if alone else update(given, old)
+    what = "an optimizer", "Use dp, or an optimizer without it: clip by value, not by norm."
+    given, old = (grads, metrics["loss"]), (params, opt_state)
+    new = sums.apart(update, given, old, step=state.step, specs=placement.update, what=what)
+    params, opt_state = if_finite(metrics, new, old)
+    loss_scale = state.loss_scale
     if "finite" in metrics:
-        new = jax.tree.map(lambda new, old: jnp.where(metrics["finite"], new, old), new, old)
         loss_scale = loss_scale and next_loss_scale(policy, loss_scale, metrics["finite"])
-    return stored(new[0], held), stored(new[1], opt_held), loss_scale
+    return stored(params, held), stored(opt_state, opt_held), loss_scale
 
 
 def trained(params: Any) -> Any:
@@ -376,20 +393,19 @@ def made_by(make: Callable[[jax.Array], Any], key: jax.Array) -> Any:
         ) from error
 
 
-def _made(make: Callable[[jax.Array], Any], key: jax.Array, plan: Plan, mesh: Mesh, policy: Precision) -> Any:
+def _made(make: Callable[[jax.Array], Any], key: jax.Array, placement: Placement, dtype: Any) -> Any:
     """Parameters made inside jit, in the layout at rest."""
-    rest = map_layouts(Layout.at_rest, plan.layouts(trained(jax.eval_shape(partial(made_by, make), key)), mesh))
+    rest, mesh = placement.at_rest, placement.mesh
 
     def made(key: jax.Array) -> Any:
-        return padded(cast_floating(made_by(make, key), policy.master or policy.param), rest, mesh)
+        return padded(cast_floating(made_by(make, key), dtype), rest, mesh)
 
     return jax.jit(made, out_shardings=shardings(mesh, rest))(key)
 
 
-def _placed(params: Any, plan: Plan, mesh: Mesh, policy: Precision) -> Any:
+def _placed(params: Any, placement: Placement) -> Any:
     """The caller's parameters in the layout at rest; host arrays are never whole on a device."""
-    params = cast_floating(jax.tree.map(strong, trained(unpadded(params))), policy.master or policy.param)
-    rest = map_layouts(Layout.at_rest, plan.layouts(params, mesh))
+    rest, mesh = placement.at_rest, placement.mesh
     return jax.device_put(padded(params, rest, mesh), shardings(mesh, rest))
 
 

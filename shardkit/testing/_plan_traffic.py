@@ -13,11 +13,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardkit.collectives.algorithms import PLAIN, Algorithm, Sent
 from shardkit.meshes.layout import all_axes, local_shape, path_name
+from shardkit.on_device.precision import precision_of
 from shardkit.plans.dim_rules import dim0_counts_layers
 from shardkit.plans.placement import Cuts, Layout, kept_cuts
 from shardkit.plans.plan import Plan
 from shardkit.plans.storage import in_rows, is_padded, padded_shape
-from shardkit.steps.precision import precision_of
 from shardkit.testing.rows import Row
 
 GATHERS = 2  # a layer is gathered in the forward pass and again in the backward pass

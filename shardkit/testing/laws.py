@@ -24,7 +24,7 @@ from shardkit.analysis.rules.processes import differences_of_processes
 from shardkit.collectives.algorithms import Sent
 from shardkit.meshes.layout import bytes_per_device, path_name
 from shardkit.on_device.pipelines import PipelineGradFn
-from shardkit.steps.precision import precision_of
+from shardkit.on_device.precision import precision_of
 from shardkit.steps.state import passed_what_it_takes
 from shardkit.testing._compare import constant_factor, first_gap, leaves_of, shapes_differ, unequal_replicas
 from shardkit.testing._plan_traffic import plan_traffic

@@ -25,8 +25,8 @@ from shardkit.on_device.pipelines import PipelineGradFn
 from shardkit.pipeline.stages import arranged
 from shardkit.plans.plan import Plan
 from shardkit.plans.storage import unpadded
+from shardkit.steps.builder import TrainStep, make_train_step
 from shardkit.steps.state import TrainState, passed_what_it_takes
-from shardkit.steps.train import TrainStep, make_train_step
 from shardkit.testing._compare import is_float
 from shardkit.testing.rows import Row
 

@@ -141,7 +141,7 @@ def relative_of(precision: Any) -> float:
     """The relative error of a gradient from another order of summation, for a precision as of `make_train_step`."""
     import jax.numpy as jnp
 
-    from shardkit.steps.precision import precision_of
+    from shardkit.on_device.precision import precision_of
 
     eps = float(jnp.finfo(precision_of(precision).compute).eps)
     return max(1e-5, 8 * eps)

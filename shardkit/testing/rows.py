@@ -11,8 +11,8 @@ from jax.sharding import AxisType
 from shardkit._arguments.checks import sized
 from shardkit._arguments.typed import typed
 from shardkit.on_device.gradient import GradFn
+from shardkit.on_device.precision import Precision
 from shardkit.plans.plan import Plan
-from shardkit.steps.precision import Precision
 
 Choice = dict[str, Any]
 Pair = tuple[tuple[str, int], tuple[str, int]]

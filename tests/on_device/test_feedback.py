@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit import schedules
-from shardkit.steps.precision import LossScale
+from shardkit.on_device.precision import LossScale
 from shardkit.testing import Row, laws
 from shardkit.testing.program import Program, recording
 from support import linear

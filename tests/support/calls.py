@@ -17,7 +17,7 @@ from shardkit import analysis, collectives, cost, planner, reporting, runtime, s
 from shardkit.analysis.hlo import aot
 from shardkit.collectives import compressed, hierarchical, ring
 from shardkit.models import blocks, parameters, transformer
-from shardkit.steps.precision import precision_of
+from shardkit.on_device.precision import precision_of
 
 SIZES = {"data": 4, "model": 2}
 MESH = sk.abstract_mesh(**SIZES)

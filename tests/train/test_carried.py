@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardkit as sk
 from shardkit import schedules
+from shardkit.on_device.microbatches import Microbatches
 from shardkit.steps.carry import Carried
 from support import pipelines
 from support.refusals import type_error, value_error
@@ -254,10 +255,11 @@ def test_layers_in_the_order_of_stages_are_averaged_with_their_own(layers):
     by_layer = lambda old, metrics, new: old | {"layers": old["layers"] | {"b": rates * new["layers"]["b"]}}  # noqa: E731
     made = sk.make_train_step(grad_fn, optax.sgd(0.1), mesh=mesh, plan=pipe.plan, carry=mix)
     state = made.init(params, KEY, carried=jax.tree.map(lambda x: 2 * x, params))
-    layouts = pipe.plan.layouts(state.params, mesh)
+    placement = pipe.plan.placement(state.params, mesh)
 
     def updated(state, carry):
-        return Carried("step", state.carried, state.params, layouts, mesh).updated(carry, {}, state.params)
+        carried = Carried("step", state.carried, state.params, placement)
+        return carried.updated(carry, {}, state.params, state.step, Microbatches())
 
     both = jax.jit(lambda state: [updated(state, carry) for carry in (mix, by_layer)])
     mixed, numbered = (jax.device_get(sk.unpadded(each)) for each in both(state))

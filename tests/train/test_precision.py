@@ -10,7 +10,7 @@ import pytest
 
 import shardkit as sk
 from shardkit.analysis import census
-from shardkit.steps.precision import BFLOAT16, FLOAT16, LossScale, next_loss_scale, precision_of
+from shardkit.on_device.precision import BFLOAT16, FLOAT16, LossScale, next_loss_scale, precision_of
 from support.refusals import value_error
 
 KEY = jax.random.key(0)

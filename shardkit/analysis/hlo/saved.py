@@ -22,7 +22,7 @@ from jax.experimental import serialize_executable
 
 from shardkit._arguments.checks import quoted
 from shardkit._arguments.typed import typed
-from shardkit.steps.train import Step
+from shardkit.steps.step import Step
 
 MAGIC = b"shardkit program 2\n"
 _FRONT = len(MAGIC) + hashlib.sha256().digest_size
@@ -116,7 +116,7 @@ def load(path: str | os.PathLike[str]) -> Callable[..., Any]:
             f"aot.load: the runtime must accept the program; it refuses {path}: {_first(error)}. Save the program "
             "again, in the environment in which it runs."
         ) from error
-    return Step(run, warns=False, **ends) if ends else run
+    return Step(run, ends=ends, warns=False) if ends else run
 
 
 def writable_by(found: os.stat_result) -> str:

@@ -15,7 +15,7 @@ from shardkit.meshes.mesh import make_mesh
 from shardkit.on_device.gradient import value_and_grad
 from shardkit.plans.storage import unpadded
 from shardkit.runtime.checkpoint.checkpoints import Checkpoints
-from shardkit.steps.train import make_train_step
+from shardkit.steps.builder import make_train_step
 from shardkit.strategies.data import dp
 from shardkit.testing import Program, Reference
 

@@ -1,0 +1,109 @@
+"""How one device sums over its examples: all at once, or in microbatches one after the other.
+
+`Groups`, in `groups.py`, is the other way, in an order that does not depend on the mesh. A step has one of them, and
+calls the same functions of both.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardkit._arguments.checks import quoted
+from shardkit._jax.compat import on_this_mesh
+from shardkit._jax.jaxprs import PER_MICROBATCH, PLAN, kind_of, mesh_axes, walk
+from shardkit.collectives._sums import added, typed_zeros
+from shardkit.on_device.batch import split_microbatches, split_over, take_microbatch
+from shardkit.on_device.gradient import divisor_of, global_means, largest_weight
+from shardkit.on_device.precision import Precision
+from shardkit.on_device.seam import leave
+from shardkit.plans.plan import Placement
+
+# The Means by name, and the gradients, of a batch and the keys of its examples.
+Sums = Callable[[Any, Any], tuple[dict[str, Any], Any]]
+
+
+class Microbatches(NamedTuple):
+    """So many microbatches one after the other, whose sums are added in float32."""
+
+    parts: int = 1
+
+    @property
+    def words(self) -> str:
+        """The option that asks for it, for errors."""
+        return f"accumulate={self.parts}" if self.parts > 1 else ""
+
+    def placed(self, batch: Any, placement: Placement) -> Microbatches:
+        """With the number of `parts` that a device has of this batch."""
+        return self
+
+    def scaled(self, scale: jax.Array, step: jax.Array) -> jax.Array:
+        """The factor on the gradients inside the GradFn."""
+        return scale
+
+    def of(self, sums: Sums, batch: Any, keys: jax.Array, scale: jax.Array, placement: Placement) -> Any:
+        """The Means and gradients of this device's examples."""
+        if self.parts == 1:
+            return sums(batch, keys)
+        call, arrays = of_arrays(sums, batch, keys, self.parts)
+        first = take_microbatch(split_microbatches((batch, keys), self.parts), 0)
+        shapes = _of_microbatch(sums, first, self.parts, split_over(placement.batch))
+
+        def add(total: Any, arrays: list[jax.Array]) -> tuple[Any, None]:
+            return added(total, call(arrays)), None
+
+        return lax.scan(add, jax.tree.map(lambda x: typed_zeros(x, dtype=jnp.float32), shapes), arrays)[0]
+
+    def leave(
+        self, means: Any, grads: Any, placement: Placement, policy: Precision, scale: jax.Array, residuals: Any
+    ) -> tuple[dict[str, Any], Any, Any]:
+        """The means over all devices, the gradients in the layout of the update, and the new residuals."""
+        means = global_means(means, placement.plan.batch_axes)
+        divisor = divisor_of(largest_weight(means["loss"])) * scale
+        return means, *leave(grads, placement, divisor, policy.reduce, residuals)
+
+    def apart(
+        self, update: Callable[[Any, Any], Any], given: Any, held: Any, *, step: jax.Array, specs: Any, what: Any
+    ) -> Any:
+        """`update(given, held)`, compiled with the rest of the step."""
+        return update(given, held)
+
+
+def of_arrays(sums: Sums, batch: Any, keys: jax.Array, parts: int) -> tuple[Callable[[list[jax.Array]], Any], Any]:
+    """The same function of the arrays of one microbatch, and all arrays with the microbatch as dim 0.
+
+    Scalars, which a scan does not take, are those of the whole batch.
+    """
+    leaves, structure = jax.tree.flatten(split_microbatches((batch, keys), parts))
+
+    def call(arrays: list[jax.Array]) -> Any:
+        here = iter(arrays)
+        return sums(*jax.tree.unflatten(structure, [next(here) if x.ndim else x for x in leaves]))
+
+    return call, [x for x in leaves if x.ndim]
+
+
+def _of_microbatch(sums: Sums, example: Any, parts: int, axes: tuple[str, ...]) -> Any:
+    """The shapes of what one microbatch gives, after a warning where its loss mixes examples of several devices.
+
+    It would mix those of one microbatch: a contrastive loss has fewer negatives, a norm over the batch other moments.
+    What the plan sends for its leaves is right in each microbatch, and marked.
+    """
+    jaxpr, shapes = jax.make_jaxpr(sums, return_shape=True)(*example)
+    for site in walk(jaxpr.jaxpr):
+        mixed = kind_of(site.equation) and set(mesh_axes(site.equation)) & set(axes)
+        if mixed and not site.backward and not (site.within(PLAN) or site.within(PER_MICROBATCH)):
+            warnings.warn(
+                f"make_train_step: with accumulate={parts} the loss gets one microbatch at a time, and the "
+                "results of what it sends over an axis of the batch are those of a microbatch; it calls "
+                f"{kind_of(site.equation)} over {quoted(sorted(mixed))} at {site.source}. Leave accumulate at 1, and "
+                "save memory with scan_layers(..., microbatches=) or remat=, if all examples count together.",
+                stacklevel=2,
+            )
+            break
+    return on_this_mesh(shapes)

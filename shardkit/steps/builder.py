@@ -1,0 +1,200 @@
+"""The builder of training steps: a GradFn, an optax optimizer, a mesh and a plan become `init` and `step`."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardkit._arguments.checks import Axis, at_least
+from shardkit._arguments.context import CONTEXT
+from shardkit._arguments.kinds import Optimizer
+from shardkit._arguments.typed import typed
+from shardkit.on_device.gradient import GradFn
+from shardkit.on_device.groups import Groups
+from shardkit.on_device.microbatches import Microbatches
+from shardkit.on_device.pipelines import PipelineGradFn
+from shardkit.on_device.precision import Precision, precision_of
+from shardkit.pipeline.stages import arranged
+from shardkit.plans.axis_types import auto_mesh, with_auto_axes
+from shardkit.plans.manual import manual_axes
+from shardkit.plans.plan import Plan
+from shardkit.steps.arguments import check_function
+from shardkit.steps.carry import reads_carried
+from shardkit.steps.init import Init
+from shardkit.steps.partitioner import AsLaidOut
+from shardkit.steps.state import passed_what_it_takes, state_check
+from shardkit.steps.step import Step
+from shardkit.steps.train import TrainProgram, in_sequence
+
+
+class TrainStep(NamedTuple):
+    """The two functions of a training run.
+
+    Attributes:
+        init: `init(params, key, carried=None) -> TrainState`; `params` is a pytree, or a function of the key that
+            returns one, which runs inside jit so that no device ever holds the whole model. A callable pytree with
+            leaves, such as a module, counts as a pytree. `carried` is a pytree, or a function of the parameters.
+            `init.abstract(params, carried=None)` makes no array, over any mesh, even an AbstractMesh.
+        step: `step(state, batch) -> (state, metrics)`; donates `state`, unless `donate=False`. Metrics are float32
+            scalars by name: "loss", "weight" (the divisor of the loss; of a sum of means the largest), and the
+            auxiliary means, as arrays or trees where the loss returns such.
+    """
+
+    init: Init
+    step: Step
+
+
+@typed
+def make_train_step(
+    grad_fn: GradFn,
+    optimizer: Optimizer,
+    *,
+    mesh: Mesh = CONTEXT,
+    plan: Plan,
+    accumulate: int = 1,
+    precision: Precision | str | None = None,
+    nonfinite: Literal["keep", "skip", "stop"] = "keep",
+    carry: Callable[..., Any] | None = None,
+    deterministic: int | None = None,
+    manual: Axis | None = None,
+    steps: int | None = None,
+    donate: bool = True,
+) -> TrainStep:
+    """Builds a training step in which every collective of loss and gradient is explicit.
+
+    The loss and gradients are those of the whole batch: the sum of all totals over the sum of all weights, whatever the
+    mesh and the accumulation. The optimizer runs on global arrays, so an optax transformation works
+    unmodified if it needs only gradients, its state, the parameters and the loss; others are refused.
+
+    Args:
+        grad_fn: what one device computes, from `value_and_grad(loss_fn)`.
+        optimizer: an optax GradientTransformation; it is given `value=loss` if it takes that.
+        mesh: the mesh; by default that of `jax.set_mesh`.
+        plan: how its axes are used, for example `dp("data")`.
+        accumulate: microbatches per step: the batch is split into as many parts, which run one after the other, and the
+            gradient is reduced once. The effective batch does not change. With a pipeline this warns, because more
+            microbatches in its schedule do the same and it fills and drains only once; and where the loss sends over
+            an axis of the batch, because it then mixes the examples of one microbatch.
+        precision: a Precision, or "no", "bf16", "fp16".
+        nonfinite: what happens when the loss or a gradient is not finite: "keep" takes the step anyway, "skip" leaves
+            parameters, optimizer and carried state unchanged on all devices, "stop" does the same and raises. With a
+            loss scale such a step is always skipped, and with a dynamic one "stop" raises only if the loss itself is
+            not finite. "skip" and "stop" add the metric "finite"; "stop" waits for each step to end.
+        carry: `carry(carried, metrics, params) -> carried` updates the state that `init(params, key, carried=...)`
+            began with, once per step, from the float32 metrics and the new parameters, all global arrays. A loss with
+            a fourth argument reads it. None: it never changes.
+        deterministic: G, a number of groups: the step has the same bits on all numbers of devices that divide G, under
+            dp, zero1 and whole fsdp. The batch is cut into G parts, which are computed one by one as microbatches are,
+            and summed in a fixed order. It holds for one kind of device, version of jax and dtype, for a loss that does
+            not depend on the mesh, and an optimizer and a `carry` that neither multiply matrices nor sum over the
+            elements of split leaves.
+        manual: the mesh axes that are Manual in the step, which include those of the plan; None: all. The others are
+            left to XLA's partitioner, as in `jit`: parameters keep the layout over them of the arrays that `init` gets,
+            and the loss may use `jax.lax.with_sharding_constraint` over them.
+        steps: the number of steps in one call, as a scan: every array of the batch gets a leading dim for the step, as
+            does every metric. Python then dispatches once for all of them.
+        donate: whether the new state takes the memory of the old one, which is gone then. With False both are held, and
+            arrays of one state may be used in another.
+
+    Returns:
+        TrainStep(init, step). `step` calls one compiled program; `step.lower(state, batch)` and `step.trace` show it.
+
+    Raises:
+        ValueError: an axis that the mesh or `manual` lacks, an accumulation below 1, an unknown name, no `pp`;
+            at trace time a batch that does not divide by the batch axes times `accumulate`, a weight computed only
+            from scalars of the batch, carried state that is missing or that nothing uses, or a `carry` that changes its
+            tree, shapes or dtypes.
+        ValueError: with `deterministic`, what depends on the mesh: other strategies and algorithms, a loss that
+            communicates, an optimizer or `carry` that multiplies matrices or sums over split leaves; groups that do not
+            divide the batch.
+        ValueError: from `step`, for a state that an earlier step has donated, that is on another mesh, or that another
+            plan lays out, pads or orders otherwise, or gives other residuals.
+        TypeError: from `step`, for what is no TrainState, and for an optimizer whose updates are not like gradients.
+            What the optimizer raises is raised as it is, as by line searches, which need a function of the loss.
+        NonFiniteError: from `step`, under `nonfinite="stop"`.
+
+    Cost: that of the plan, one all_reduce of 8 bytes for the loss and for each auxiliary mean, or each element of one
+        that is an array, and what the compiler adds for a `carry` that mixes shards. With `deterministic` the same
+        bytes, where each device has 1, 2, 4, .. groups, and log2 of them further gradients in memory.
+
+    Example:
+        >>> loss_fn = lambda params, batch, keys: jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+        >>> grad_fn = sk.value_and_grad(loss_fn)
+        >>> init, step = sk.make_train_step(grad_fn, optax.sgd(0.5), mesh=mesh, plan=sk.dp("data"))
+        >>> state = init({"w": jnp.zeros(2)}, jax.random.key(0))
+        >>> state, metrics = step(state, {"x": jnp.eye(2), "y": jnp.ones(2)})
+        >>> print(metrics["loss"], state.params["w"])
+        1.0 [0.5 0.5]
+        >>> average = lambda old, metrics, params: optax.incremental_update(params, old, 0.5)
+        >>> init, step = sk.make_train_step(grad_fn, optax.sgd(0.5), mesh=mesh, plan=sk.dp("data"), carry=average)
+        >>> state = init({"w": jnp.zeros(2)}, jax.random.key(0), carried=lambda params: params)
+        >>> print(step(state, {"x": jnp.eye(2), "y": jnp.ones(2)})[0].carried["w"])
+        [0.25 0.25]
+    """
+    check_function("make_train_step", grad_fn)
+    at_least("make_train_step", 1, accumulate=accumulate, steps=1 if steps is None else steps)
+    if steps and nonfinite == "stop":
+        raise ValueError(
+            f"make_train_step: nonfinite='stop' checks every step, but steps={steps} returns after {steps}. Pass "
+            "nonfinite='skip', and check the metric 'finite'."
+        )
+    plan = arranged(plan, grad_fn, deterministic or accumulate)
+    plan.check(mesh)
+    policy, axes = precision_of(precision), manual_axes("make_train_step", manual, plan, mesh)
+    all_manual = set(axes) == set(mesh.axis_names)
+    if deterministic and not all_manual:
+        raise ValueError(
+            f"make_train_step: deterministic={deterministic} needs every axis of the mesh to be Manual; got "
+            f"{manual=}. Leave manual out, or deterministic."
+        )
+    if accumulate > 1 and isinstance(grad_fn, PipelineGradFn):
+        warnings.warn(
+            f"make_train_step: accumulate={accumulate} fills and drains the pipeline {accumulate} times per step. Give "
+            f"the schedule {accumulate} times as many microbatches instead.",
+            stacklevel=3,  # the caller's line, above `typed`
+        )
+    sums: Microbatches | Groups = Microbatches(accumulate)
+    if deterministic is not None:
+        sums = Groups(deterministic)
+        sums.check(accumulate, plan, auto_mesh(mesh), policy.reduce)
+    reads = reads_carried(grad_fn)
+    program = TrainProgram(
+        grad_fn,
+        passed_what_it_takes(optimizer),
+        auto_mesh(mesh),
+        plan,
+        axes,
+        policy,
+        sums,
+        watches=nonfinite != "keep" or policy.loss_scale is not None,
+        reads=reads,
+        carry=carry,
+        in_loop=steps is not None,
+    )
+
+    def compiled(plan: Plan, out: Any = None) -> Any:
+        """The program with this plan; with the layouts of the new state, where they are those of the first."""
+        own = dataclasses.replace(program, plan=plan)
+        traced_step = own if steps is None else partial(in_sequence, own, steps)
+        laid_out = out and (out, NamedSharding(mesh, PartitionSpec()))
+        donated = (0,) if donate else ()
+        return jax.jit(with_auto_axes(traced_step, mesh), donate_argnums=donated, out_shardings=laid_out)
+
+    typed_axes = program.mesh is not mesh
+    run = AsLaidOut(compiled, plan, axes) if typed_axes or not all_manual else compiled(plan)
+    step = Step(
+        run,
+        ends={"stop": nonfinite == "stop", "dynamic": policy.loss_scale == "dynamic"},
+        check=state_check(plan, mesh) if all_manual else None,  # else the layouts are the caller's
+        plan=plan,
+        mesh=program.mesh,
+        manual=manual,
+        schedule=getattr(grad_fn, "schedule", None),
+    )
+    return TrainStep(Init(program.optimizer, policy, mesh, plan, axes, reads, carry), step)

@@ -1,0 +1,117 @@
+"""The function that a user calls for one training step, around its compiled program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardkit._arguments.kinds import ARRAYS
+from shardkit._arguments.typed import check_kind
+from shardkit._jax import compat
+from shardkit.meshes.layout import path_name
+from shardkit.on_device.advice import warn_of
+from shardkit.plans.plan import Plan
+from shardkit.steps.state import TrainState
+
+
+class NonFiniteError(FloatingPointError):
+    """A loss or gradient was not finite under `nonfinite="stop"`.
+
+    Attributes:
+        state: the TrainState with the parameters and optimizer state as they were before the step.
+        metrics: the metrics of the step.
+    """
+
+    def __init__(self, message: str, state: TrainState, metrics: dict[str, jax.Array]):
+        super().__init__(message)
+        self.state, self.metrics = state, metrics
+
+
+class Step:
+    """`step(state, batch) -> (state, metrics)`, one training step.
+
+    The key of a state never changes, and stays outside jit: a typed key that jit returns is rebuilt in Python at every
+    call, which costs more than the rest of the dispatch.
+
+    Attributes:
+        plan: how the axes of the mesh are used; None of a step that was loaded from a file, as all below.
+        mesh: the mesh; `manual` are the axes that were named as Manual.
+        schedule: that of a pipeline.
+        ends: what a step does with what is not finite, as `analysis.compiled(...).save` keeps it: whether it raises
+            ("stop"), and whether only for the loss, since a loss scale is "dynamic".
+    """
+
+    __name__ = "step"  # in profiles and reports
+
+    def __init__(
+        self,
+        run: Any,
+        *,
+        ends: dict[str, bool],
+        check: Callable[[Any], None] | None = None,
+        warns: bool = True,
+        plan: Plan | None = None,
+        mesh: Any = None,
+        manual: Any = None,
+        schedule: Any = None,
+    ):
+        self.plan, self.mesh, self.manual, self.schedule = plan, mesh, manual, schedule
+        self.ends = ends
+        self._run, self._check, self._warns = run, check, warns
+        self._array = compat.private("array.ArrayImpl")  # for every leaf, and isinstance takes twice as long
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """The next state, and the metrics by name."""
+        array = self._array
+        if any(type(x) is array and x.is_deleted() for x in jax.tree.leaves(state)):
+            leaves = jax.tree_util.tree_leaves_with_path(state)
+            path = next(path for path, x in leaves if type(x) is array and x.is_deleted())
+            raise ValueError(  # jax 0.10 on simulated devices aborts the process instead
+                "step: the state must be the newest; an earlier step was passed its leaf "
+                f"{path_name(path)} and donated the buffer. Pass the state that step returned, copy one that you "
+                "want to keep, jax.tree.map(jnp.copy, state), or pass make_train_step(..., donate=False)."
+            )
+        args = self._arguments(state, batch)
+        if self._warns:
+            self._warns = False
+            warn_of(_called(self._run.trace, args).jaxpr.jaxpr, stacklevel=2)
+        new, metrics = _called(self._run, args)
+        new = new._replace(key=state.key)
+        # A dynamic loss scale is found by letting gradients overflow, so only the loss tells of an error.
+        dynamic = self.ends["dynamic"]
+        if self.ends["stop"] and not metrics["finite"] and not (dynamic and jnp.isfinite(metrics["loss"])):
+            raise NonFiniteError(
+                f"step {int(new.step)}: the loss ({float(metrics['loss'])}) or a gradient is not finite. The "
+                "parameters are as before the step; lower the learning rate, or pass nonfinite='skip'.",
+                new,
+                metrics,
+            )
+        return new, metrics
+
+    def trace(self, state: TrainState, batch: Any = None) -> jax.stages.Traced:
+        """The program of one call, as a jaxpr."""
+        return _called(self._run.trace, self._arguments(state, batch))
+
+    def lower(self, state: TrainState, batch: Any = None) -> jax.stages.Lowered:
+        """The program of one call, for the compiler."""
+        return _called(self._run.lower, self._arguments(state, batch))
+
+    def _arguments(self, state: TrainState, batch: Any) -> tuple[TrainState, jax.Array, Any]:
+        if batch is None:
+            raise TypeError(
+                "step: the batch must follow the state; got none. Pass for example sk.census(step, state, batch)."
+            )
+        if self._check:
+            self._check(state)
+        return state._replace(key=None), state.key, batch
+
+
+def _called(call: Callable[..., Any], args: tuple[TrainState, jax.Array, Any]) -> Any:
+    try:
+        return call(*args)
+    except TypeError:  # jax's names a function that is not the caller's
+        check_kind("step", "batch", args[2], (ARRAYS,))
+        raise
