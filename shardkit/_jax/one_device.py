@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,6 @@ from jax.sharding import AbstractMesh
 
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import communicates
-
-T = TypeVar("T")
 
 
 @contextmanager
@@ -74,10 +72,11 @@ def as_on_one_device(fn: Callable[..., Any], *args: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(structure), results)
 
 
-def or_note(run: Callable[[], T], otherwise: Callable[[], Any], note: str) -> T:
-    """What `run` returns. Where it cannot be traced, and `otherwise` can, the error gets a note of what to do."""
+@contextmanager
+def noting(note: str, otherwise: Callable[[], Any]) -> Iterator[None]:
+    """Where what stands inside cannot be traced, and `otherwise` can, the error gets a note of what to do."""
     try:
-        return run()
+        yield
     except Exception as error:
         try:
             otherwise()

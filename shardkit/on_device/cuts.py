@@ -20,8 +20,11 @@ from shardkit.plans.storage import cut_padding
 
 def from_end(cuts: Cuts, ndim: int) -> Cuts:
     """Cuts with their dims counted from the end."""
-    behind = lambda cut: tuple((dim - ndim, axes) for dim, axes in cut.automatic)  # noqa: E731
-    return tuple(cut._replace(dim=cut.dim - ndim, automatic=behind(cut)) for cut in cuts)
+    found = []
+    for cut in cuts:
+        automatic = tuple((dim - ndim, axes) for dim, axes in cut.automatic)
+        found.append(cut._replace(dim=cut.dim - ndim, automatic=automatic))
+    return tuple(found)
 
 
 def in_parts(fn: Callable[[jax.Array], jax.Array], x: jax.Array, split: Mapping[int, tuple[str, ...]]) -> jax.Array:

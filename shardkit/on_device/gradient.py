@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
 from typing import Any, NamedTuple, Protocol
 
@@ -14,12 +15,12 @@ from jax.flatten_util import ravel_pytree
 from shardkit._arguments.checks import quoted
 from shardkit._arguments.typed import typed
 from shardkit._jax.compat import tracked_axes, varying_axes
-from shardkit._jax.one_device import as_on_one_device, or_note
+from shardkit._jax.one_device import as_on_one_device, noting
 from shardkit.collectives import all_reduce, vary
 from shardkit.collectives.axes import vary_like
 from shardkit.meshes.layout import path_name
 from shardkit.on_device.frozen import check_trained, chosen
-from shardkit.on_device.handles import call_sealed, is_handle, parts, with_parts
+from shardkit.on_device.handles import call_sealed, has_handles, is_handle, made_anew, parts, with_parts
 from shardkit.on_device.token_axes import check_whole
 
 
@@ -144,8 +145,8 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
     check_trained(trained)
     _check_loss(loss_fn)
 
-    def gradient(some: list[Any], params: Any, scale: Any, *args: Any) -> tuple[Any, Mapping[str, Any], Any]:
-        joined = chosen(parts(params), trained)[1]
+    def loss_and_gradient(some: list[Any], params: Any, scale: Any, *args: Any) -> tuple[Any, Mapping[str, Any], Any]:
+        _, joined, _ = chosen(parts(params), trained)
 
         def total(some: list[Any]) -> tuple[jax.Array, tuple[Any, Mapping[str, Any]]]:
             loss, aux = loss_and_aux(call_loss(loss_fn, with_parts(params, joined(some)), *args), several=True)
@@ -157,15 +158,21 @@ def value_and_grad(loss_fn: LossFn, *, trained: Any = None, local: bool = False)
     def through(call: Callable[..., Any], params: Any, *args: Any) -> tuple[Any, Mapping[str, Any], Any]:
         some, joined, gradients = chosen(parts(params), trained)
 
-        def opened(some: list[Any]) -> tuple[list[Any], Any]:  # here, because it communicates
+        # Leaves that are opened just before the loss are gathered here, and their gradients scattered, outside of what
+        # is differentiated: a loss that is traced as on one device cannot do it.
+        def opened(some: list[Any]) -> tuple[list[Any], Any]:
             tree = with_parts(params, joined(some))
             return chosen(parts(tree), trained)[0], tree
 
         seen, backward, tree = jax.vjp(opened, some, has_aux=True)
-        loss, aux, grads = call(gradient, seen, tree, *(with_parts(each, parts(each)) for each in args))
+        loss, aux, grads = call(loss_and_gradient, seen, tree, *(with_parts(each, parts(each)) for each in args))
         return loss, aux, gradients(*backward(grads))
 
-    run = partial(on_mesh_or_alone, through, local)
+    def run(params: Any, scale: Any, *args: Any) -> tuple[Any, Mapping[str, Any], Any]:
+        if local:
+            return through(alone, params, scale, *args)
+        with noting_local(partial(through, alone, params, scale, *args)):
+            return through(_plainly, params, scale, *args)
 
     def grad_fn(params: Any, batch: Any, keys: Any, *, scale: Any = 1) -> tuple[Any, Mapping[str, Any], Any]:
         return run(params, scale, batch, keys)
@@ -198,17 +205,25 @@ def _total(loss: Any, local: bool) -> jax.Array:
     return reduce(jnp.add, [jnp.max(whole) / w * mean.total for w, mean in zip(whole, loss.terms, strict=True)])
 
 
-def on_mesh_or_alone(through: Callable[..., Any], local: bool, *args: Any) -> Any:
-    """`through(call, *args)`, where `call` calls a function on the mesh, or as on one device if `local`."""
-    alone = partial(through, _alone, *args)
-    if local:
-        return alone()
-    note = "value_and_grad: as on one device the loss can be traced. Pass value_and_grad(loss_fn, local=True), and "
-    run = partial(through, lambda fn, *args: fn(*args), *args)
-    return or_note(run, alone, f"{note}local=True to make_eval_step.") if tracked_axes() else run()
+def noting_local(otherwise: Callable[[], Any]) -> AbstractContextManager[None]:
+    """A loss inside of it that cannot be traced on the mesh, but alone, ends in an error with a note that says so."""
+    note = (
+        "value_and_grad: as on one device the loss can be traced. Pass value_and_grad(loss_fn, local=True), and "
+        "local=True to make_eval_step."
+    )
+    return noting(note, otherwise) if tracked_axes() else nullcontext()
 
 
-def _alone(fn: Callable[..., Any], *args: Any) -> Any:
+def _plainly(fn: Callable[..., Any], *args: Any) -> Any:
+    return fn(*args)
+
+
+def alone(fn: Callable[..., Any], *args: Any) -> Any:
+    """`fn(*args)`, a loss and what it is called with, as on one device.
+
+    Raises:
+        ValueError: an argument of which this device has a part.
+    """
     check_whole()
     lazy = [leaf for leaf in jax.tree.leaves(args, is_leaf=is_handle) if is_handle(leaf)]
     if lazy:
@@ -256,11 +271,15 @@ def takes_carried(loss_fn: LossFn) -> bool:
 
 def call_loss(loss_fn: LossFn, params: Any, batch: Any, keys: Any, *carried: Any) -> Any:
     """The loss of parameters, and of carried state if there is some, with the lazy leaves of both sealed."""
+    if not has_handles((params, carried)):
+        return loss_fn(made_anew(params), batch, keys, *made_anew(carried))
     if not carried:
         return call_sealed(loss_fn, params, batch, keys)
-    (tree,) = carried
-    call = lambda tree: call_sealed(lambda *args: loss_fn(*args, tree), params, batch, keys)  # noqa: E731
-    return call_sealed(call, tree, at="carried")
+
+    def with_carried(tree: Any) -> Any:
+        return call_sealed(lambda *args: loss_fn(*args, tree), params, batch, keys)
+
+    return call_sealed(with_carried, *carried, at="carried")
 
 
 @jax.custom_jvp
@@ -319,12 +338,16 @@ def _aux(name: Any, value: Any) -> Any:
             f"value_and_grad: aux must be a dict of scalars or Means by name; got the key {name!r}. Use a string."
         )
 
-    leaf = lambda x: x is None or isinstance(x, Mean | Sum)  # noqa: E731
+    def leaf(x: Any) -> bool:
+        return x is None or isinstance(x, Mean | Sum)
 
     def one(path: Any, value: Any) -> Any:
         at = path_name((jax.tree_util.DictKey(name), *path))
         if is_mean(value) and not jax.tree_util.all_leaves([value.total], leaf):
-            each = lambda below, total: one((*path, *below), Mean(total, value.weight))  # noqa: E731
+
+            def each(below: Any, total: Any) -> Any:
+                return one((*path, *below), Mean(total, value.weight))
+
             return jax.tree_util.tree_map_with_path(each, value.total, is_leaf=leaf)
         mean = _as_mean(value, f"value_and_grad: aux {at!r} must be a scalar or Mean(total, weight)", is_mean(value))
         if mean.weight.shape not in ((), mean.total.shape):

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardkit._arguments.checks import quoted
-from shardkit._jax.one_device import or_note
+from shardkit._jax.one_device import noting
 from shardkit.meshes.layout import path_name, spec_axes
 from shardkit.on_device.batch import device_keys, split_microbatches, take_microbatch
-from shardkit.on_device.gradient import GradFn, LossFn, Sum, call_loss, is_mean, kind, named_means, on_mesh_or_alone
+from shardkit.on_device.gradient import GradFn, LossFn, Sum, alone, call_loss, is_mean, kind, named_means, noting_local
 from shardkit.on_device.groups import Groups
 from shardkit.on_device.handles import cast_floating, parts, with_parts
 from shardkit.on_device.loss_weights import in_compute
@@ -24,8 +25,6 @@ from shardkit.on_device.precision import Precision
 from shardkit.on_device.token_axes import tokens_split
 from shardkit.plans.plan import Placement
 from shardkit.plans.storage import unpadded
-
-T = TypeVar("T")
 
 
 def local_gradients(
@@ -66,6 +65,8 @@ def local_gradients(
     with tokens_split(_token_axes(placement.batch), placement.split_leaf):
         once = not sums.words and _sees_all(placement.batch, grad_fn)
         batch = in_compute(first_means, batch, policy.compute, once=once)
+        if not sums.words:
+            return batch, *of_examples(batch, keys)
         return batch, *sums.of(of_examples, batch, keys, scale, placement)
 
 
@@ -78,21 +79,24 @@ def local_means(
     """
     own = [with_parts(each, parts(each)) for each in (seen, *carried)]
 
-    def through(call: Any, batch: Any) -> Any:
-        return call(partial(call_loss, loss_fn), own[0], batch, None, *own[1:])
+    def called(batch: Any) -> Any:
+        return alone(partial(call_loss, loss_fn), own[0], batch, None, *own[1:])
 
     def means(batch: Any) -> dict[str, Any]:
-        return named_means(on_mesh_or_alone(through, local, batch))
+        if local:
+            return named_means(called(batch))
+        with noting_local(partial(called, batch)):
+            return named_means(call_loss(loss_fn, own[0], batch, None, *own[1:]))
 
     with tokens_split(_token_axes(placement.batch), placement.split_leaf):
         return means(in_compute(means, batch, policy.compute, once=_sees_all(placement.batch, loss_fn)))
 
 
-def or_column_linear(run: Callable[[Any], T], seen: Any, params: Any, placement: Placement, compute: Any) -> T:
-    """`run(seen)`. Where the loss fails to be traced, and not with all leaves of `params` whole, a note says so."""
+def noting_whole(
+    run: Callable[[Any], Any], params: Any, placement: Placement, compute: Any
+) -> AbstractContextManager[None]:
+    """Where `run(seen)` inside of it cannot be traced, and could with all leaves of `params` whole, a note says so."""
     leaf = placement.split_leaf
-    if not leaf:
-        return run(seen)
 
     def whole() -> Any:
         return jax.eval_shape(run, jax.eval_shape(lambda params: cast_floating(unpadded(params), compute), params))
@@ -101,7 +105,7 @@ def or_column_linear(run: Callable[[Any], T], seen: Any, params: Any, placement:
         f"make_train_step: the plan passes the loss a part of leaf {leaf}, and the loss takes it whole. Multiply by "
         "parts with sk.layers.column_linear and row_linear, or let the rules of the plan keep the leaf whole."
     )
-    return or_note(partial(run, seen), whole, note)
+    return noting(note, whole) if leaf else nullcontext()
 
 
 def _three(out: Any) -> Any:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,6 @@ from shardkit._jax.compat import on_this_mesh
 from shardkit._jax.jaxprs import PER_MICROBATCH, PLAN, kind_of, mesh_axes, walk
 from shardkit.collectives._sums import added, typed_zeros
 from shardkit.on_device.batch import split_microbatches, split_over, take_microbatch
-from shardkit.on_device.gradient import divisor_of, global_means, largest_weight
-from shardkit.on_device.precision import Precision
 from shardkit.on_device.seam import leave
 from shardkit.plans.plan import Placement
 
@@ -28,7 +27,8 @@ from shardkit.plans.plan import Placement
 Sums = Callable[[Any, Any], tuple[dict[str, Any], Any]]
 
 
-class Microbatches(NamedTuple):
+@dataclass(frozen=True)
+class Microbatches:
     """So many microbatches one after the other, whose sums are added in float32."""
 
     parts: int = 1
@@ -48,8 +48,6 @@ class Microbatches(NamedTuple):
 
     def of(self, sums: Sums, batch: Any, keys: jax.Array, scale: jax.Array, placement: Placement) -> Any:
         """The Means and gradients of this device's examples."""
-        if self.parts == 1:
-            return sums(batch, keys)
         call, arrays = of_arrays(sums, batch, keys, self.parts)
         first = take_microbatch(split_microbatches((batch, keys), self.parts), 0)
         shapes = _of_microbatch(sums, first, self.parts, split_over(placement.batch))
@@ -59,13 +57,8 @@ class Microbatches(NamedTuple):
 
         return lax.scan(add, jax.tree.map(lambda x: typed_zeros(x, dtype=jnp.float32), shapes), arrays)[0]
 
-    def leave(
-        self, means: Any, grads: Any, placement: Placement, policy: Precision, scale: jax.Array, residuals: Any
-    ) -> tuple[dict[str, Any], Any, Any]:
-        """The means over all devices, the gradients in the layout of the update, and the new residuals."""
-        means = global_means(means, placement.plan.batch_axes)
-        divisor = divisor_of(largest_weight(means["loss"])) * scale
-        return means, *leave(grads, placement, divisor, policy.reduce, residuals)
+    # Plain sums leave by the seam; `Groups` has a way of its own.
+    leave = staticmethod(leave)
 
     def apart(
         self, update: Callable[[Any, Any], Any], given: Any, held: Any, *, step: jax.Array, specs: Any, what: Any

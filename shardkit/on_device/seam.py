@@ -18,11 +18,12 @@ from shardkit.collectives import all_reduce, vary
 from shardkit.meshes.layout import all_axes, spec_axes, split_dims
 from shardkit.on_device.cuts import from_end, in_parts, own_part, to_parts, whole
 from shardkit.on_device.feedback import Reduced, begun, residuals_after, scattered, summed, with_residuals
+from shardkit.on_device.gradient import divisor_of, global_means, largest_weight
 from shardkit.on_device.handles import Handle, cast_floating
 from shardkit.on_device.precision import Precision
 from shardkit.plans.placement import Layout, is_layout, map_layouts
 from shardkit.plans.plan import Placement
-from shardkit.plans.storage import as_stored, stored_array
+from shardkit.plans.storage import as_stored, is_padded, stored_array
 
 LAYER_BYTES = 2**20  # below it, the latency of a message per layer costs more than the memory that it saves
 
@@ -32,7 +33,10 @@ def enter(params: Any, placement: Placement, policy: Precision) -> Any:
 
     Cost: an all_gather of `rest - seen` for each leaf that is not lazy, in the compute dtype.
     """
-    return map_layouts(partial(enter_leaf, placement, policy), placement.layouts, params)
+    leaves, structure = jax.tree.flatten(params, is_leaf=is_padded)
+    layouts = jax.tree.leaves(placement.layouts, is_leaf=is_layout)
+    seen = [enter_leaf(placement, policy, layout, x) for layout, x in zip(layouts, leaves, strict=True)]
+    return jax.tree.unflatten(structure, seen)
 
 
 def enter_leaf(placement: Placement, policy: Precision, layout: Layout, x: Any) -> Any:
@@ -73,13 +77,15 @@ def _handled(layout: Layout, x: jax.Array, data_axes: tuple[str, ...], policy: P
     return Handle(vary(part, data_axes), beside, gathers, scatters, compute, reduce, layout.entry, sizes)
 
 
-@jax.named_scope(PLAN)
 def leave(
-    grads: Any, placement: Placement, divisor: jax.Array, dtype: Any = jnp.float32, residuals: Any = None
-) -> tuple[Any, Any]:
-    """The gradients in the layout of the update, from this device's partial sums; and the new residuals.
+    means: Any, grads: Any, placement: Placement, policy: Precision, scale: jax.Array, residuals: Any
+) -> tuple[dict[str, Any], Any, Any]:
+    """The means over all devices, the gradients in the layout of the update, and the new residuals.
 
-    Cost: a reduce_scatter of `update - grad` and an all_reduce of the rest, for each leaf, in `dtype`.
+    From this device's partial sums: the Means by name, and the gradients of `scale` times the loss's total.
+
+    Cost: an all_reduce of 8 bytes for each mean; for each leaf a reduce_scatter of `update - grad` and an all_reduce of
+        the rest, in the reduce dtype.
     """
     # The reductions stand here, after the last microbatch, because a sum over devices of a sum over microbatches is
     # sent once for all of them. What is still to be summed is read from the gradient's type, and no strategy says it: a
@@ -87,14 +93,35 @@ def leave(
     # it still varies. So a loss that has summed over an axis itself (tensor parallelism, a pipeline's last stage) is
     # not summed over it again, and one that has not is not forgotten.
     #
-    # The order is: scatter, then the sums, because a sum of parts sends 1/n of a sum of wholes; and the division by the
-    # global weight last, in float32, because dividing by each device's own weight first gives the mean of means, which
-    # is another number as soon as two devices have unequal weights.
-    structure, several = jax.tree.structure(grads), with_residuals(grads, residuals, divisor)
-    each = jax.tree.leaves(placement.layouts, is_leaf=is_layout)
-    several = [_scattered(leaf, layout, dtype) for layout, leaf in zip(each, several, strict=True)]
+    # The division by the global weight comes last, in float32: dividing by each device's own weight first gives the
+    # mean of means, which is another number as soon as two devices have unequal weights.
+    means = global_means(means, placement.plan.batch_axes)
+    divisor = divisor_of(largest_weight(means["loss"])) * scale
+    with jax.named_scope(PLAN):
+        layouts = jax.tree.leaves(placement.layouts, is_leaf=is_layout)
+        several = [
+            _scattered(leaf, layout, policy.reduce)
+            for layout, leaf in zip(layouts, with_residuals(grads, residuals, divisor), strict=True)
+        ]
+        several = [begun(leaf) for leaf in _summed_by_algorithms(several, layouts, policy.reduce)]
+        reduced = []
+        for layout, leaf in zip(layouts, several, strict=True):
+            grad, over = leaf.grad, tuple(sorted(varying_axes(leaf.grad) - all_axes(layout.update)))
+            if over and len(layout.automatic):
+                grad = in_parts(
+                    partial(all_reduce, axis=over), grad.astype(policy.reduce), split_dims(layout.automatic)
+                )
+            elif over:
+                grad = all_reduce(grad.astype(policy.reduce), over)
+            reduced.append(as_stored(grad.astype(jnp.float32) / divisor, layout.padded, layout.rows))
+    grads = jax.tree.unflatten(jax.tree.structure(grads), reduced)
+    return means, grads, residuals_after(residuals, several, divisor)
+
+
+def _summed_by_algorithms(several: list[Reduced], layouts: list[Layout], dtype: Any) -> list[Reduced]:
+    """The gradients after the sums for which a strategy has an algorithm of its own, those with feedback last."""
     together: dict[Any, list[int]] = {}
-    for i, layout in enumerate(each):
+    for i, layout in enumerate(layouts):
         for axes, algorithm in layout.sums:
             # An algorithm may concatenate leaves, which must be partial sums alike.
             varying = varying_axes(several[i].grad)
@@ -104,17 +131,7 @@ def leave(
     for (axes, algorithm, _), those in sorted(together.items(), key=lambda each: each[0][1].feedback):
         sums = summed(algorithm, [several[i] for i in those], axes, dtype)
         several = [sums[those.index(i)] if i in those else leaf for i, leaf in enumerate(several)]
-    several = [begun(leaf) for leaf in several]
-
-    def one(layout: Layout, grad: jax.Array) -> Any:
-        rest = varying_axes(grad) - all_axes(layout.update)
-        if rest:
-            over = tuple(sorted(rest))
-            grad = in_parts(lambda grad: all_reduce(grad, over), grad.astype(dtype), split_dims(layout.automatic))
-        return as_stored(grad.astype(jnp.float32) / divisor, layout.padded, layout.rows)
-
-    reduced = map_layouts(one, placement.layouts, jax.tree.unflatten(structure, [leaf.grad for leaf in several]))
-    return reduced, residuals_after(residuals, several, divisor)
+    return several
 
 
 @jax.named_scope(PLAN)

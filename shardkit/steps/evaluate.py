@@ -13,7 +13,7 @@ from shardkit._arguments.context import CONTEXT
 from shardkit._arguments.typed import typed
 from shardkit.on_device.batch import batch_specs
 from shardkit.on_device.gradient import LossFn, global_means, takes_carried
-from shardkit.on_device.local_step import local_means, or_column_linear
+from shardkit.on_device.local_step import local_means, noting_whole
 from shardkit.on_device.metrics import metrics_of, returned
 from shardkit.on_device.precision import Precision, precision_of
 from shardkit.on_device.seam import enter
@@ -123,7 +123,8 @@ def make_eval_step(
             def here(seen: Any) -> dict[str, Any]:
                 return local_means(loss_fn, seen, batch, placement, policy, *entered, local=local)
 
-            means = or_column_linear(here, seen, params, placement, policy.compute)
+            with noting_whole(here, params, placement, policy.compute):
+                means = here(seen)
             return returned(metrics_of(global_means(means, plan.batch_axes)), policy.output)
 
         in_specs = placement.rest, kept.specs, batch_specs(batch, placement.batch, mesh, 1)

@@ -29,7 +29,7 @@ from shardkit.meshes.rng import step_key
 from shardkit.on_device.batch import batch_specs
 from shardkit.on_device.gradient import GradFn
 from shardkit.on_device.groups import Groups
-from shardkit.on_device.local_step import local_gradients, or_column_linear
+from shardkit.on_device.local_step import local_gradients, noting_whole
 from shardkit.on_device.metrics import all_finite, if_finite, metrics_of, returned
 from shardkit.on_device.microbatches import Microbatches
 from shardkit.on_device.precision import Precision
@@ -111,7 +111,8 @@ class TrainProgram:
             def local(seen: Any) -> Any:
                 return local_gradients(grad_fn, seen, batch, key, scale, placement, self.policy, sums)
 
-            _, means, grads = or_column_linear(local, seen, state.params, placement, self.policy.compute)
+            with noting_whole(local, state.params, placement, self.policy.compute):
+                _, means, grads = local(seen)
 
             # Leave: sums over all devices, divided by the weight of the whole batch.
             means, grads, left = sums.leave(means, grads, placement, self.policy, scale, left_out)
