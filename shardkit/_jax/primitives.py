@@ -121,7 +121,6 @@ _ROWS = (
     Primitive("ppermute", "ppermute", "collective-permute", "ppermute", _permute),
     Primitive("pbroadcast", "broadcast"),
     _CAST._replace(name="pvary", gradient="all_reduce"),
-    _CAST._replace(name="pcast", gradient="all_reduce"),
     _CAST._replace(name="reduced_vary_cast", gradient="all_reduce", asked=True),
     *(_CAST._replace(name=name) for name in ("preduced", "vary_unreduced_cast", ASSUMED)),
     *(_SAME._replace(name=name) for name in ("copy", "name", "optimization_barrier")),
