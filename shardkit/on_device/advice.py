@@ -68,14 +68,15 @@ def quotients(jaxpr: Any, sums: int = 1) -> list[Advice]:
             return [_Known(axes - over if kind_of(equation) != "ppermute" else axes)] * len(outs)
         for sub in inner if name != "shard_map" else ():  # a loop's turns may be examples, each with its own divisor
             run(sub, [_Known(axes)] * len(sub.invars))
-        if name not in _KEEP | _SCALE | _SUMS | {"select_n", "concatenate"}:
+        keeps = name in _KEEP or registered(name).cast
+        if not keeps and name not in _SCALE | _SUMS | {"select_n", "concatenate"}:
             return [_Known(axes)] * len(outs)
         divided: frozenset[tuple[Axes, str]] = frozenset()
         if name != "dot_general":
             divided = divided.union(*(known.divided for known in ins))
         if name == "div" and ins[1].total:
             divided |= {(ins[1].differs, source_line(equation))}
-        total = any(known.total for known in ins) and (name in _KEEP or (name in _SCALE and not outs[0].aval.shape))
+        total = any(known.total for known in ins) and (keeps or (name in _SCALE and not outs[0].aval.shape))
         sums = name in _SUMS and not outs[0].aval.shape and bool(axes & compat.varying_axes(outs[0].aval))
         return [_Known(axes, total or sums, divided)]
 
