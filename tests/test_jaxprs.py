@@ -1,14 +1,24 @@
-"""What follows from some arguments of a program alone, read in one pass."""
+"""What follows from some arguments of a program alone, read in one pass; the registry of primitives."""
 
 import sys
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.interpreters import partial_eval
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, partial_eval
+from jax.sharding import PartitionSpec as P
 
+import shardkit as sk
+from shardkit._jax import primitives
 from shardkit._jax.jaxprs import file_name, not_reached
+from shardkit.analysis import lint
+from shardkit.analysis.hlo import differences, paired, proto
+from shardkit.cost.collectives import COLLECTIVE_KINDS
+from shardkit.testing import emulate
 
 
 def calls(w, x):
@@ -100,3 +110,58 @@ def test_a_cell_of_a_notebook_is_named_by_its_number(monkeypatch):
     assert file_name("/tmp/ipykernel_7/4021874.py") == "cell 5"
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))  # imported by a script
     assert file_name("/a/model.py") == "model.py"
+
+
+# Collectives of jax 0.10 to 0.12 that the census refuses, beside the halves of asynchronous ones.
+REFUSED = {"psend", "precv", "pbroadcast_dynamic", "unreduced_pmax", "unreduced_pmin"}
+
+
+@pytest.mark.check
+def test_rows_are_primitives_and_the_collectives_of_jax_are_rows():
+    """A row that jax renamed, a collective that it added, a kind without a formula, and one that is not emulated."""
+    named = {
+        file: {each.name.removesuffix("_p") for each in vars(module).values() if isinstance(each, Primitive)}
+        for file, module in [*sys.modules.items()]
+        if file.startswith(("jax._src", "shardkit.collectives.replicated"))
+    }
+    rows = primitives.TABLE
+    assert rows.keys() <= set().union(*named.values())
+    others = named["jax._src.lax.parallel"] - rows.keys() - REFUSED
+    assert {name for name in others if not name.endswith(("_start", "_done"))} == set()
+    sending = {name: row for name, row in rows.items() if row.kind}
+    assert {row.kind for row in sending.values()} == {*COLLECTIVE_KINDS, "broadcast"}
+    assert {row.gradient for row in rows.values()} <= {*COLLECTIVE_KINDS, None}
+    assert {name for name, row in sending.items() if not row.emulate} == {"ragged_all_to_all", "pbroadcast"}
+    assert not any(row.opcode or row.emulate or row.reduces for row in rows.values() if not row.kind)
+
+
+SWAP = Primitive("swap")
+SWAP.def_abstract_eval(lambda x, *, over: x)
+ad.deflinear2(SWAP, lambda cotangent, _, *, over: [SWAP.bind(cotangent, over=over)])
+
+
+def test_a_primitive_of_ones_own_is_one_row(monkeypatch):
+    """A reader that knows jax's own primitives by name."""
+    for table in (primitives.TABLE, primitives.KIND_OF_OPCODE):
+        monkeypatch.setitem(table, "swap", None)  # and taken out after the test
+    primitives.register(
+        primitives.Primitive(
+            "swap", "all_to_all", "swap", "all_to_all", lambda x, axes, _: lax.all_to_all(x, axes, 0, 0), ("over",)
+        )
+    )
+    swap = lambda x: SWAP.bind(x, over=("data",))  # noqa: E731
+    mesh, x, w = sk.abstract_mesh(data=4), jnp.arange(16.0), jnp.cos(jnp.arange(16.0))
+    on = lambda f: jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"))  # noqa: E731
+    (row,) = sk.census(on(swap), x).rows
+    assert (row.kind, row.primitive, row.axes, row.sent) == ("all_to_all", "swap", ("data",), 12)
+    assert [found.rule for found in lint(on(lambda x: lax.cond(x[0] > 0, swap, lambda x: x, x)), x)] == [
+        "divergent-collective"
+    ]
+    (reason,) = sk.explain(jax.grad(lambda x: jnp.vdot(on(swap)(x), x)), x)
+    assert reason.why == "the pieces of x are exchanged over 'data' there; their gradients are sent back."
+    emulated = emulate(swap, {"data": 4}, P("data"), P("data"))
+    np.testing.assert_array_equal(emulated(x), x.reshape(4, 4).T.ravel())
+    np.testing.assert_array_equal(jax.grad(lambda x: jnp.vdot(emulated(x), w))(x), w.reshape(4, 4).T.ravel())
+    assert differences.written(SimpleNamespace(op_name="jit(step)/swap"))
+    compiled = proto.Instruction(id=1, opcode="swap-start")
+    assert paired.Pairs(None).collective_of(None, compiled).kind == "all_to_all"

@@ -19,25 +19,8 @@ from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
-# jax's primitives that communicate, under the names that shardkit gives the operations.
-COLLECTIVES = {
-    "psum": "all_reduce",
-    "psum_invariant": "all_reduce",
-    "pmax": "all_reduce",
-    "pmin": "all_reduce",
-    "all_gather": "all_gather",
-    "all_gather_invariant": "all_gather",
-    "all_gather_reduced": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "unreduced_psum": "all_reduce",
-    "unreduced_reduce_scatter": "reduce_scatter",
-    "all_to_all": "all_to_all",
-    "ragged_all_to_all": "all_to_all",  # counted as if every row of the operand and the result were sent
-    "ppermute": "ppermute",
-    "pbroadcast": "broadcast",
-}
-
-
+# The scope of the casts that `vary` makes.
+ASKED = "shardkit_vary"
 _PMAP = str(Path(jax.__file__).parent / "_src" / "pmap.py")
 
 
@@ -88,7 +71,8 @@ def tracked_axes() -> frozenset[str]:
 
 def cast_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Casts `x` to vary over `axes`, over none of which it may vary already: pcast is not idempotent."""
-    return lax.pcast(x, axes, to="varying")
+    with jax.named_scope(ASKED):
+        return lax.pcast(x, axes, to="varying")
 
 
 def invariant(aval: Any, axes: Sequence[str]) -> Any:
@@ -120,17 +104,8 @@ def arguments_used(jaxpr: Any) -> list[bool]:
 ONE_DEVICE = "as_on_one_device"
 # Primitives that call their only jaxpr with their operands.
 CALLS = {
-    ONE_DEVICE,
-    "jit",
-    "pjit",
-    "closed_call",
-    "core_call",
-    "remat",
-    "remat2",
-    "checkpoint",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
+    *(ONE_DEVICE, "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
+    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
 }
 
 

@@ -19,21 +19,13 @@ from jax.interpreters import partial_eval
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
+from shardkit._jax.primitives import registered
 
 T = TypeVar("T")
 
-# The primitive of `assume_replicated`.
-ASSUMED = "assume_replicated"
 # Scopes, by which a traced program says what its collectives are for: those by which a plan gathers leaves and reduces
 # their gradients, and what else is sent for each microbatch and right in each.
 PLAN, PER_MICROBATCH = "shardkit_plan", "per_microbatch"
-# Primitives whose results are their operands.
-IDENTITIES = {"pvary", "pcast", ASSUMED, "copy", "copy_p", "name", "optimization_barrier"}
-# Those that change the type of a value only, as jax 0.10 and as later versions call them.
-_CAST_NAMES = ("pvary", "pcast", "preduced", "reduced_vary_cast", "vary_unreduced_cast")
-CASTS = {ASSUMED, *(f"{name}{end}" for name in _CAST_NAMES for end in ("", "_p"))}
-# Those that need a mesh and send nothing.
-_ON_MESH = ("axis_index", "shard_map", "sharding_constraint")
 _HERE = Path(__file__).parents[1]
 _PYTHON = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
 _KERNELS = {_HERE / "collectives", _HERE / "_jax" / "compat.py", _HERE / "_arguments" / "typed.py"}
@@ -108,19 +100,19 @@ def walk(jaxpr: Any, times: int | None = 1, branch: str = "", outer: Site | None
 
 def kind_of(equation: Any) -> str | None:
     """The kind of collective that an equation is, as "all_reduce"; None where it does not communicate."""
-    return compat.COLLECTIVES.get(equation.primitive.name)
+    return registered(equation.primitive.name).kind
 
 
 def mesh_axes(equation: Any) -> tuple[str, ...]:
     """The mesh axes that an equation names."""
-    named = [equation.params.get(key) for key in ("axes", "axis_name")]
+    named = [equation.params.get(key) for key in registered(equation.primitive.name).axes]
     return tuple(a for each in named for a in (each if isinstance(each, tuple) else (each,)) if isinstance(a, str))
 
 
 def communicates(jaxpr: Any) -> str:
     """The first equation of a program that needs the mesh, and its axes, as errors name them; "" if there is none."""
     for site in walk(jaxpr):
-        if name := kind_of(site.equation) or (site.name if site.name in _ON_MESH else None):
+        if name := kind_of(site.equation) or (site.name if registered(site.name).on_mesh else None):
             axes = mesh_axes(site.equation)
             return f"{name} over {quoted(axes)}" if axes else name
     return ""
@@ -251,15 +243,9 @@ def source_line(equation: Any, around: str = "") -> str:
 
 def user_line(equation: Any) -> str:
     """The innermost line that led to an equation in the user's own code, else outside jax and shardkit; "" if none."""
-    frame = user_frame(equation)
-    return _written(frame) if frame else ""
-
-
-def user_frame(equation: Any) -> tuple[str, int, str] | None:
-    """File, line and function of `user_line`."""
     outside = [frame for frame in compat.user_frames(equation) if not _is_ours(frame[0])]
     own = [frame for frame in outside if _own(frame[0])]
-    return next(iter(own or outside), None)
+    return next(map(_written, own or outside), "")
 
 
 def own_line(frames: Sequence[tuple[str, int, str]]) -> str:

@@ -15,7 +15,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import CASTS, IDENTITIES, walk
+from shardkit._jax.jaxprs import walk
+from shardkit._jax.primitives import registered
 
 
 class SealedType(jax.dtypes.extended):
@@ -123,7 +124,7 @@ def is_sealed(x: Any) -> bool:
     return isinstance(getattr(x, "dtype", None), Sealed)
 
 
-_PASS = {_unseal.name, "scan", "while", "cond", *compat.CALLS, *IDENTITIES, *CASTS}
+_PASS = {_unseal.name, "scan", "while", "cond", *compat.CALLS}
 
 
 def misused(jaxpr: Any) -> str:
@@ -151,4 +152,4 @@ def _keeps(equation: Any, shape: tuple[int, ...], first: int) -> bool:
         return not set(params["dimensions"]) & set(last)
     if name == "transpose":
         return tuple(params["permutation"][first:]) == tuple(last)
-    return name in _PASS
+    return name in _PASS or registered(name).same

@@ -14,6 +14,7 @@ from shardkit._arguments.checks import Axis, bound
 from shardkit._arguments.kinds import Arrays
 from shardkit._arguments.typed import typed
 from shardkit._jax import compat
+from shardkit._jax.primitives import ASSUMED
 from shardkit.collectives.axes import axis_index, vary
 
 
@@ -61,7 +62,7 @@ def _transposed(cotangent: Any, _: Any, *, axes: tuple[str, ...]) -> list[Any]:
     return [jnp.where(axis_index(axes) == 0, mine, lax.full_like(mine, 0))]
 
 
-_cast = Primitive("assume_replicated")
+_cast = Primitive(ASSUMED)
 _cast.def_abstract_eval(lambda aval, *, axes: compat.invariant(aval, axes))
 _cast.def_impl(lambda x, *, axes: x)
 mlir.register_lowering(_cast, lambda ctx, x, *, axes: [x])

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import CASTS, called, flow, kind_of, mesh_axes, own_line, source_line, walk
+from shardkit._jax.jaxprs import called, flow, kind_of, mesh_axes, own_line, source_line, walk
+from shardkit._jax.primitives import registered
 from shardkit.meshes.layout import all_axes, split_dims
 
 Axes = frozenset[str]
-_KEEP = {"convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "copy", *CASTS}
+_KEEP = {"convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "copy"}
 _SCALE = {"mul", "div", "add", "sub", "max", "neg", "add_any"}
 _SUMS = {"reduce_sum", "dot_general"}
 
@@ -64,17 +65,18 @@ def quotients(jaxpr: Any, sums: int = 1) -> list[Advice]:
             over = frozenset(mesh_axes(equation))
             sent = [each for known in ins for each in known.divided] if kind_of(equation) == "all_reduce" else []
             found.update((line, by & over) for by, line in sent if by & over)
-            return [_Known(axes - over if name != "ppermute" else axes)] * len(outs)
+            return [_Known(axes - over if kind_of(equation) != "ppermute" else axes)] * len(outs)
         for sub in inner if name != "shard_map" else ():  # a loop's turns may be examples, each with its own divisor
             run(sub, [_Known(axes)] * len(sub.invars))
-        if name not in _KEEP | _SCALE | _SUMS | {"select_n", "concatenate"}:
+        keeps = name in _KEEP or registered(name).cast
+        if not keeps and name not in _SCALE | _SUMS | {"select_n", "concatenate"}:
             return [_Known(axes)] * len(outs)
         divided: frozenset[tuple[Axes, str]] = frozenset()
         if name != "dot_general":
             divided = divided.union(*(known.divided for known in ins))
         if name == "div" and ins[1].total:
             divided |= {(ins[1].differs, source_line(equation))}
-        total = any(known.total for known in ins) and (name in _KEEP or (name in _SCALE and not outs[0].aval.shape))
+        total = any(known.total for known in ins) and (keeps or (name in _SCALE and not outs[0].aval.shape))
         sums = name in _SUMS and not outs[0].aval.shape and bool(axes & compat.varying_axes(outs[0].aval))
         return [_Known(axes, total or sums, divided)]
 
@@ -106,7 +108,7 @@ def idle_axes(jaxpr: Any) -> list[Advice]:
         if not source and (sizes or site.name == "shard_map"):  # of our own step, the first line of the loss in it
             source = own_line(compat.user_frames(site.equation))
         if site.name != "shard_map":
-            used |= set(mesh_axes(site.equation)) if site.name not in CASTS else set()
+            used |= set(mesh_axes(site.equation)) if not registered(site.name).cast else set()
             continue
         sizes |= dict(site.equation.params["mesh"].shape)
         used |= sizes.keys() - set(compat.manual_axes(site.equation))

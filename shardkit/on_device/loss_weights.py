@@ -15,6 +15,7 @@ import numpy as np
 
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import called, flow, scan_operands, settled
+from shardkit._jax.primitives import registered
 from shardkit.meshes.layout import path_name
 from shardkit.on_device.gradient import means_by_path
 from shardkit.on_device.handles import cast_floating
@@ -30,7 +31,6 @@ class _Tag(NamedTuple):
 
 
 Tags = frozenset[_Tag]
-_ONE_TO_ONE = {"optimization_barrier", *compat.COLLECTIVES}  # result i depends on operand i
 
 
 def in_compute(means_of: MeansFn, batch: Any, compute: Any, *, once: bool) -> Any:
@@ -109,7 +109,7 @@ def _step(equation: Any, ins: list[Tags]) -> list[Tags]:
         return [ins[0].union(*each) for each in zip(*branches, strict=True)]
     if name == "scan":
         return _scan(equation, inner[0], ins)
-    if name in _ONE_TO_ONE and len(ins) == count:
+    if (registered(name).same or registered(name).kind) and len(ins) == count:  # result i depends on operand i
         return ins
     return [frozenset[_Tag]().union(*ins)] * count
 

@@ -21,14 +21,13 @@ from typing import Any, NamedTuple
 import jax
 
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import ASSUMED
+from shardkit._jax.primitives import registered
 
 # Labels are sets of halves, as bits.
 FIRST, SECOND = 1, 2
 BOTH = FIRST | SECOND
-# Views of a value. The second half computes them again, unless their operands are larger.
-_VIEWS = {"broadcast_in_dim", "reshape", "squeeze", "transpose", "convert_element_type", "rev", "copy", "pvary", "name"}
-_VIEWS |= {ASSUMED}
+# Views of a value, as casts are. The second half computes them again, unless their operands are larger.
+_VIEWS = {"broadcast_in_dim", "reshape", "squeeze", "transpose", "convert_element_type", "rev", "copy", "name"}
 
 
 class TwoHalves:
@@ -252,7 +251,7 @@ def _only_views(program: _Program, labels: _Labels) -> bool:
     """Whether the second half only looks at what it is handed."""
     numbers = set(_places(SECOND, labels.equations)) - program.loops.keys()
     names = {program.jaxpr.eqns[number].primitive.name for number in numbers}
-    return names <= _VIEWS and all(_only_views(body, labels.loops[n]) for n, body in program.loops.items())
+    return all(map(_views, names)) and all(_only_views(body, labels.loops[n]) for n, body in program.loops.items())
 
 
 def _why(program: _Program, labels: _Labels) -> str:
@@ -278,9 +277,13 @@ def _maker(program: _Program, key: Any) -> Any:
     return None if number is None else _maker(program.loops[number], variable)
 
 
+def _views(name: str) -> bool:
+    return name in _VIEWS or registered(name).cast
+
+
 def _is_view(equation: Any, steady: Sequence[bool]) -> bool:
     """Whether an equation gives another view of operands that are no larger than its result."""
-    if equation.primitive.name not in _VIEWS:
+    if not _views(equation.primitive.name):
         return False
     sizes = [prod(v.aval.shape) * v.aval.dtype.itemsize for v in (*equation.invars, equation.outvars[0])]
     return sum(size for size, flag in zip(sizes, steady, strict=False) if not flag) <= sizes[-1]

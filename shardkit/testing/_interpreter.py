@@ -17,10 +17,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import ASSUMED, CASTS, scan_operands, walk, while_operands
+from shardkit._jax.jaxprs import mesh_axes, scan_operands, source_line, walk, while_operands
+from shardkit._jax.primitives import ASSUMED, TABLE, registered
 from shardkit.meshes.layout import all_axes, spec_axes
-from shardkit.testing._collective_rules import RULES, compare
-from shardkit.testing._compare import is_float
+from shardkit.testing._compare import distance, first_other_bits, is_float
 
 _SOLVE = "custom_linear_solve"
 # Called with a sentence when the program runs and a value differs that `assume_replicated` says is equal.
@@ -94,7 +94,7 @@ def _own_derivatives(jaxpr: Any) -> set[str]:
 
 def _on_devices(jaxpr: Any) -> bool:
     """Whether a jaxpr has a cast or a collective, which need a surrounding shard_map."""
-    return any(site.name in CASTS | compat.COLLECTIVES.keys() | {"shard_map"} for site in walk(jaxpr))
+    return any(site.name == "shard_map" or (row := registered(site.name)).cast or row.kind for site in walk(jaxpr))
 
 
 def _pushed_forward(original: Callable[..., list[Any]], mesh: Any, note: Note, primals: Any, tangents: Any) -> Any:
@@ -153,21 +153,23 @@ def _untyped(x: Any) -> Any:
 
 def _step(equation: Any, operands: list[Any], note: Note) -> list[Any]:
     name, params = equation.primitive.name, equation.params
+    row = registered(name)
     if name == ASSUMED:
-        compare(operands[0], equation, note)
-    if name in CASTS:
+        _compare(operands[0], equation, note)
+    if row.cast:
         return operands
-    if name in RULES:
+    if row.emulate is not None:
         if params.get("axis_index_groups") is not None:
             raise ValueError(
                 f"emulate: {name} must run over whole axes; got axis_index_groups {params['axis_index_groups']}. Make "
                 "the groups an axis of the mesh."
             )
-        return [RULES[name](x, params) for x in operands]
-    if name in compat.COLLECTIVES:
+        return [row.emulate(x, mesh_axes(equation), params) for x in operands]
+    if row.kind is not None:
+        some = quoted(sorted(each.name for each in TABLE.values() if each.emulate))
         raise ValueError(
-            f"emulate: a collective must be one of {quoted(sorted(RULES))}; got {name}. Run the kernel with "
-            "jax.shard_map on simulated devices."
+            f"emulate: a collective must be one of {some}; got {name}. Run the kernel with jax.shard_map on simulated "
+            "devices."
         )
     inner = [
         partial(_inner, sub, constants, note)
@@ -197,6 +199,31 @@ def _step(equation: Any, operands: list[Any], note: Note) -> list[Any]:
         f"emulate: {name} must not contain a collective or a cast, because emulate cannot interpret it. Run the kernel "
         "with jax.shard_map on simulated devices."
     )
+
+
+def _compare(x: Any, equation: Any, note: Note) -> None:
+    """Compares the bits that the devices hold at an `assume_replicated` when the program runs."""
+    names, line = list(compat.bound_axes()), source_line(equation)
+    along = [names.index(name) for name in equation.params["axes"]]
+
+    def look(values: np.ndarray) -> None:
+        for at in along:
+            devices = np.moveaxis(values, at, 0)
+            other = first_other_bits(list(devices))
+            if other:
+                gap = np.max(distance(devices[other], devices[0]))
+                note(
+                    f"assume_replicated needs the same bits on all devices along axis {names[at]!r}; at {line} device "
+                    f"{other} differs from device 0 by up to {gap:.3g}. Complete the exchange over {names[at]!r}, or "
+                    "leave the value varying."
+                )
+                return
+
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    for name in reversed(names):
+        x = lax.all_gather(x, name)
+    jax.debug.callback(look, x)
 
 
 def _inner(jaxpr: Any, constants: Sequence[Any], note: Note, *operands: Any) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from shardkit._arguments.kinds import short
 from shardkit._arguments.typed import typed
+from shardkit._jax.primitives import TABLE
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import Compiled
 from shardkit.analysis.hlo.report import Report
@@ -17,7 +18,6 @@ from shardkit.viz.bars import Bar, duration, size, stacked
 from shardkit.viz.style import file_of, look, saved
 
 # Each has one look in all pictures.
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute", "broadcast")
 TIMES = ("compute", "hidden", "exposed")
 
 
@@ -51,7 +51,7 @@ def census(census: Any, *, output: str | Path | None = None) -> Any:
             "bytes sent over each axis",
             totals(several),
             bars,
-            COLLECTIVES,
+            list(dict.fromkeys(row.kind for row in TABLE.values() if row.kind)),
             across="bytes that one device sends per step",
             nothing="no collectives",
             text=lambda label, total: f"{size(total)}, {times[label]} x",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -235,7 +236,7 @@ def line_of(function: Any, text: str) -> str:
     """Where a function of this file has some text, as errors name it."""
     lines, first = inspect.getsourcelines(function)
     [offset] = [i for i, line in enumerate(lines) if text in line]
-    return f"{__file__}:{first + offset} ({function.__name__})"
+    return f"{Path(__file__).name}:{first + offset} ({function.__name__})"
 
 
 def sending(layers: Any, x: jax.Array, keys: Any) -> jax.Array:

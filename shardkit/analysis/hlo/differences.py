@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from shardkit._arguments.checks import quoted
-from shardkit._jax import compat
+from shardkit._jax.primitives import registered
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.collectives import CompiledRow, collectives_of
 from shardkit.analysis.hlo.memory import Memory, memory_of
@@ -127,7 +127,7 @@ def written(row: CompiledRow) -> bool:
 
     One merged of several under different scopes has the names of all, `shard_map/(loss/psum:psum)`.
     """
-    return re.split("[/:(]", row.op_name.rstrip(")"))[-1] in compat.COLLECTIVES
+    return registered(re.split("[/:(]", row.op_name.rstrip(")"))[-1]).kind is not None
 
 
 class Change(NamedTuple):

@@ -15,17 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shardkit._jax.primitives import KIND_OF_OPCODE
 from shardkit.analysis.hlo import proto
 from shardkit.analysis.hlo.groups import Groups
-
-KIND_OF_OPCODE = {
-    "all-gather": "all_gather",
-    "all-reduce": "all_reduce",
-    "reduce-scatter": "reduce_scatter",
-    "all-to-all": "all_to_all",
-    "ragged-all-to-all": "all_to_all",
-    "collective-permute": "ppermute",
-}
 
 
 @dataclass

@@ -19,14 +19,12 @@ import jax.numpy as jnp
 
 from shardkit._arguments.typed import typed
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import CASTS, Site, kind_of, mesh_axes, source_line, walk
+from shardkit._jax.jaxprs import Site, kind_of, mesh_axes, source_line, walk
+from shardkit._jax.primitives import registered
 from shardkit.analysis.jaxpr.dataflow import Block, follow
 from shardkit.analysis.jaxpr.step import trace_step
 from shardkit.cost import wire
 from shardkit.meshes.layout import table
-
-# Primitives that carry axis names and send nothing.
-SILENT = CASTS | {"axis_index", "axis_index_p", "shard_map", "shard_map_p"}
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ class Census:
             if (count, sent) != (count2, sent2):
                 kind, axes = key
                 lines.append(
-                    f"{kind} over {_axes(axes)}: {count} of {_bytes(sent)} here, {count2} of {_bytes(sent2)} there"
+                    f"{kind} over {','.join(axes)}: {count} of {_bytes(sent)} here, {count2} of {_bytes(sent2)} there"
                 )
         return "\n".join(lines)
 
@@ -123,7 +121,7 @@ class Census:
             where = r.source + (f" [{r.branch}]" if r.branch else "")
             pass_ = "backward" if r.backward else "update" if r.update else "forward"
             sizes = (f"{r.bytes_in:,}", f"{r.bytes_out:,}", _bytes(r.total))
-            lines.append((r.kind, f"{_axes(r.axes)}={r.n}", times, *sizes, pass_, where))
+            lines.append((r.kind, f"{','.join(r.axes)}={r.n}", times, *sizes, pass_, where))
         text = [table(lines)]
         axes = sorted({axis for r in self.rows for axis in r.axes})
         text += [f"over {axis}: {self.count(axis=axis)} collectives, {_bytes(self.sent(axis=axis))}" for axis in axes]
@@ -168,7 +166,7 @@ def census_of(jaxpr: Any) -> Census:
                 continue
             row = row_of(site)
             rows.append(replace(row, update=id(site.equation) in after and not row.backward))
-        elif site.name not in SILENT and site.sizes and not compat.inner_jaxprs(site.equation):
+        elif not registered(site.name).name and site.sizes and not compat.inner_jaxprs(site.equation):
             _refuse_uncounted(site)
     return Census(tuple(rows))
 
@@ -216,11 +214,11 @@ def row_of(site: Site) -> Row:
     params, axes = equation.params, mesh_axes(equation)
     groups = params.get("axis_index_groups")
     n = len(groups[0]) if groups else math.prod(site.sizes[a] for a in axes)
-    ragged = site.name == "ragged_all_to_all"
-    size_in = sum(size_of(v) for v in (equation.invars[:1] if ragged else equation.invars))  # the rest are its sizes
+    data = registered(site.name).sent
+    size_in = sum(size_of(v) for v in equation.invars[:data])
     size_out = sum(size_of(v) for v in equation.outvars)
     size_in = size_out if kind == "all_reduce" else size_in  # what vmap stacked is summed on the device first
-    sent = wire(kind, min(size_in, size_out) if ragged else size_in, n, params.get("perm")).sent
+    sent = wire(kind, size_in if data is None else min(size_in, size_out), n, params.get("perm")).sent
     return Row(kind, site.name, axes, n, site.times, size_in, size_out, sent, site.source, site.backward, site.branch)
 
 
@@ -235,10 +233,6 @@ def _bits(dtype: Any) -> int:
     if jnp.issubdtype(dtype, jnp.integer):
         return int(jnp.iinfo(dtype).bits)
     return int(dtype.itemsize) * 8
-
-
-def _axes(axes: tuple[str, ...]) -> str:
-    return ",".join(axes)
 
 
 def _bytes(size: Fraction) -> str:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from shardkit._jax import compat
 from shardkit._jax.jaxprs import (
-    ASSUMED,
     called,
     flow,
     kind_of,
@@ -25,6 +24,7 @@ from shardkit._jax.jaxprs import (
     user_line,
     while_operands,
 )
+from shardkit._jax.primitives import ASSUMED, registered
 from shardkit.meshes.layout import all_axes
 
 _NONE: frozenset[Any] = frozenset()
@@ -56,9 +56,9 @@ class State(NamedTuple):
 
 # What turns random bits into a draw, element by element.
 _ELEMENTWISE = {
-    *("shift_right_logical", "or", "and", "xor", "not", "bitcast_convert_type", "convert_element_type", "copy"),
+    *("shift_right_logical", "or", "and", "xor", "not", "bitcast_convert_type", "convert_element_type"),
     *("sub", "add", "mul", "div", "neg", "max", "min", "abs", "sign", "sqrt", "log", "log1p", "exp", "erf_inv"),
-    *("lt", "le", "gt", "ge", "ne", "eq", "clamp", "select_n", "integer_pow", "reshape", "squeeze", "pvary", "pcast"),
+    *("lt", "le", "gt", "ge", "ne", "eq", "clamp", "select_n", "integer_pow", "reshape", "squeeze"),
 }
 CONSTANT = State()
 ARGUMENT = State(given=True, passed=True)
@@ -181,7 +181,7 @@ def _step(equation: Any, ins: list[State], context: Context, visit: Visit | None
         return [State(_split(mesh_axes(equation), context.sizes))]
     if name == "random_bits":
         return [ins[0]._replace(drawn=_split(context.sizes, context.sizes) - ins[0].varies)]
-    if name == "optimization_barrier":
+    if registered(name).same:
         return ins
     if name == "io_callback":  # the host may answer each device differently
         return [ARGUMENT._replace(varies=_split(context.sizes, context.sizes))] * len(equation.outvars)

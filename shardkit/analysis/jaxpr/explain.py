@@ -11,25 +11,14 @@ from typing import Any
 from shardkit._arguments.checks import named, quoted
 from shardkit._arguments.typed import typed
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import ASSUMED, Site, kind_of, mesh_axes, source_line, walk
+from shardkit._jax.jaxprs import Site, kind_of, mesh_axes, source_line, walk
+from shardkit._jax.primitives import registered
 from shardkit.analysis.jaxpr.census import census_of, row_of
 from shardkit.analysis.jaxpr.dataflow import short
 from shardkit.analysis.jaxpr.step import trace_step
 
-# Collectives of the backward pass, and the forward primitives whose transpose they are.
-_TRANSPOSED = {
-    "all_reduce": ("pvary", "pcast", "psum", "reduced_vary_cast", "reduced_vary_cast_p"),
-    "reduce_scatter": ("all_gather", "all_gather_reduced"),
-    "all_gather": ("reduce_scatter",),
-    "ppermute": ("ppermute",),
-    "all_to_all": ("all_to_all",),
-}
-_CASTS = set(_TRANSPOSED["all_reduce"])
-# A value made by these has the name of their operand.
-_SAME_NAME = {
-    *("pvary", "pcast", "convert_element_type", "copy", "reshape", "transpose", "squeeze", "broadcast_in_dim", "slice"),
-    ASSUMED,
-}
+# A value made by these, or by a cast, has the name of their operand.
+_SAME_NAME = {"convert_element_type", "copy", "reshape", "transpose", "squeeze", "broadcast_in_dim", "slice"}
 
 
 @dataclass(frozen=True)
@@ -123,10 +112,10 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 def with_origins(jaxpr: Any) -> list[tuple[Site, Sequence[Site]]]:
     """Each collective of the backward pass, and those of the forward pass and casts that it may come from."""
-    sites = [site for site in walk(jaxpr) if kind_of(site.equation) or site.name in _CASTS]
+    sites = [site for site in walk(jaxpr) if kind_of(site.equation) or registered(site.name).gradient]
     forward: dict[Any, list[Site]] = {}
     for site in {id(each.equation): each for each in sites if not each.backward or each.recomputed}.values():
-        for kind in (k for k, names in _TRANSPOSED.items() if site.name in names):
+        if kind := registered(site.name).gradient:
             forward.setdefault(_key(site.equation, kind), []).append(site)
     backward = [site for site in sites if site.backward and kind_of(site.equation)]
     transposes: dict[Any, list[Site]] = {}
@@ -169,12 +158,12 @@ def _why(site: Site, kind: str, axes: tuple[str, ...], value: str, found: Sequen
         return "jax.checkpoint runs this collective of the forward pass again instead of saving its result."
     if not found:
         return "a custom_vjp backward rule calls it there."
-    if kind == "all_reduce" and found[0].name == "psum":
+    if kind == "all_reduce" and kind_of(found[0].equation):
         return f"{value} is summed over {over} there without check_vma, where the gradient of a sum is a sum."
     if kind == "all_reduce":
         beside = _beside(found[0], axes)
         cause = f"is used where a value must vary over {it}"
-        if _asked_for(found[0].equation):
+        if found[0].within(compat.ASKED) or registered(found[0].name).asked:
             cause = f"is cast there to vary over {it}"
         elif beside:
             cause = f"is used with {beside}, which varies over {it}"
@@ -192,13 +181,6 @@ def _why(site: Site, kind: str, axes: tuple[str, ...], value: str, found: Sequen
     if kind == "ppermute":
         return f"{value} is sent along {named(axes)} there; its gradient is sent back."
     return f"the pieces of {value} are exchanged over {over} there; their gradients are sent back."
-
-
-def _asked_for(equation: Any) -> bool:
-    """Whether `vary` made a cast, rather than an operation that needed one."""
-    frames = compat.user_frames(equation)
-    by_vary = bool(frames) and frames[0][::2] == (compat.__file__, compat.cast_varying.__name__)
-    return by_vary or equation.primitive.name.startswith("reduced_vary_cast")
 
 
 def _beside(site: Site, axes: tuple[str, ...]) -> str:
@@ -226,9 +208,10 @@ def _name(value: Any, site: Site) -> str:
 def _root(value: Any, site: Site) -> tuple[Any, Any]:
     """What a value was made from by casts and reshapes alone, and the equation that made that."""
     made = next((e for e in site.jaxpr.eqns if any(out is value for out in e.outvars)), None)
-    if made is not None and made.primitive.name in _SAME_NAME and not hasattr(made.invars[0], "val"):
-        return _root(made.invars[0], site)
-    return value, made
+    if made is None or hasattr(made.invars[0], "val"):
+        return value, made
+    name = made.primitive.name
+    return _root(made.invars[0], site) if name in _SAME_NAME or registered(name).cast else (value, made)
 
 
 def _argument(value: Any, site: Site) -> str:

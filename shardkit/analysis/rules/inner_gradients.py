@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import CASTS, Site, kind_of, mesh_axes, walk
+from shardkit._jax.jaxprs import Site, kind_of, mesh_axes, walk
+from shardkit._jax.primitives import registered
 from shardkit.analysis.jaxpr.dataflow import CONSTANT, State, short
 from shardkit.analysis.jaxpr.explain import with_origins
 from shardkit.analysis.rules.program import Program
@@ -28,7 +29,7 @@ def inner_gradients(program: Program) -> Iterator[Finding]:
     batch = {axis for site in sites if not _transforms(site) for axis in mesh_axes(site.equation)}
     for site, origins in with_origins(program.step.jaxpr):
         axes = [axis for axis in mesh_axes(site.equation) if axis in batch]
-        casts = [each.equation.invars[0] for each in origins if each.name in CASTS]
+        casts = [each.equation.invars[0] for each in origins if registered(each.name).cast]
         # A loop carries what it begins with and the gradients that it adds, neither of which an argument makes.
         if axes and casts and _inner(site) and not any(states.get(v, CONSTANT).passed for v in casts):
             yield Finding(

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import kind_of
+from shardkit._jax.primitives import registered
 from shardkit.analysis.jaxpr.census import size_of
 from shardkit.analysis.jaxpr.dataflow import Block, split_axes, where
 from shardkit.analysis.rules.program import Program
@@ -18,8 +18,8 @@ from shardkit.analysis.rules.rule import Finding, Use, uses
 def one_piece(program: Program) -> Iterator[Finding]:
     """Gathered and reduced arrays of which each device then uses one piece."""
     for block, equation in program.equations:
-        kind, axes = kind_of(equation), split_axes(equation, block.context)
-        if kind not in ("all_gather", "all_reduce") or not axes or equation.params.get("axis_index_groups"):
+        row, axes = registered(equation.primitive.name), split_axes(equation, block.context)
+        if row.kind not in ("all_gather", "all_reduce") or not axes or equation.params.get("axis_index_groups"):
             continue
         n = math.prod(block.context.sizes[a] for a in axes)
         for result in equation.outvars:
@@ -28,8 +28,8 @@ def one_piece(program: Program) -> Iterator[Finding]:
                 continue
             whole, use = size_of(result), found[0]
             cut = where(use.equation, use.block.context)
-            if kind == "all_gather":
-                dim = equation.params["all_gather_dimension"]
+            if row.kind == "all_gather" and row.dim:
+                dim = equation.params[row.dim]
                 if _takes_one(use, dim, n) and whole // n * (n - 2) >= program.small:
                     yield Finding(
                         "gather-one-shard-used",
@@ -39,7 +39,7 @@ def one_piece(program: Program) -> Iterator[Finding]:
                         "Send only that piece: shift for a neighbor's, broadcast for one device's, all_to_all for "
                         "a different one on each device.",
                     )
-            elif equation.primitive.name.startswith("psum") and whole * (n - 1) // n >= program.small:
+            elif row.reduces == "sum" and whole * (n - 1) // n >= program.small:
                 dims = [d for d in range(result.aval.ndim) if _takes_own(use, d, n, axes)]
                 if dims:
                     yield Finding(

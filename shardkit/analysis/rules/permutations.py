@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardkit._arguments.checks import quoted
-from shardkit._jax.jaxprs import called, marks
+from shardkit._jax.jaxprs import called, kind_of, marks
 from shardkit.analysis.jaxpr.dataflow import split_axes, where
 from shardkit.analysis.rules.program import Program
 from shardkit.analysis.rules.rule import Finding
@@ -20,7 +20,7 @@ def permutations(program: Program) -> Iterator[Finding]:
     """Invalid permutations. A shift without wrap and zeros that a `where` replaces are intended."""
     for block, equation in program.equations:
         axes = split_axes(equation, block.context)
-        if equation.primitive.name != "ppermute" or not axes:
+        if kind_of(equation) != "ppermute" or not axes:
             continue
         shape = [block.context.sizes[a] for a in axes]
         n, pairs = math.prod(shape), [(int(s), int(t)) for s, t in equation.params["perm"]]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from shardkit._arguments.checks import named, quoted
 from shardkit._jax import compat
+from shardkit._jax.primitives import registered
 from shardkit.analysis.jaxpr.dataflow import short, split_axes, where
 from shardkit.analysis.rules.program import Program
 from shardkit.analysis.rules.rule import Finding
@@ -15,7 +16,8 @@ from shardkit.analysis.rules.rule import Finding
 def reductions(program: Program) -> Iterator[Finding]:
     """Sums, maxima and minima over devices that hold the same value. A sum of a constant is a count."""
     for block, equation in program.equations:
-        if equation.primitive.name not in ("psum", "psum_invariant", "pmax", "pmin"):
+        what = registered(equation.primitive.name).reduces
+        if not what:
             continue
         # Transposing adds such sums rightly: a value used as n copies has n times the gradient.
         if block.context.backward or compat.in_backward(equation) or equation.params.get("axis_index_groups"):
@@ -30,12 +32,11 @@ def reductions(program: Program) -> Iterator[Finding]:
                 continue
             n = math.prod(block.context.sizes[a] for a in equal)
             why = "was reduced or gathered over it before" if reduced else "comes from replicated arguments"
-            what = {"pmax": "a maximum", "pmin": "a minimum"}.get(equation.primitive.name, "a sum")
-            does = "changes nothing" if what != "a sum" else f"multiplies it by {n}, and a mean changes nothing"
+            does = "changes nothing" if what != "sum" else f"multiplies it by {n}, and a mean changes nothing"
             yield Finding(
                 "repeated-reduction",
                 f"all_reduce over {quoted(axes)} of a {short(operand)} that is equal along {named(equal)} "
-                f"already, because it {why}; {what} {does}.",
+                f"already, because it {why}; a {what} {does}.",
                 where(equation, block.context),
                 "Leave it out; where it averages gradients, cast the parameters with sk.vary before differentiating; "
                 "where only the type must become equal, gather with replicated=True."

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import IDENTITIES, called, flow, scan_operands, walk, while_operands
+from shardkit._jax.jaxprs import called, flow, scan_operands, walk, while_operands
+from shardkit._jax.primitives import registered
 from shardkit.analysis.jaxpr.dataflow import Context, where
 from shardkit.analysis.rules.program import Program
 from shardkit.analysis.rules.rule import Finding
@@ -22,7 +23,7 @@ from shardkit.meshes.layout import all_axes
 
 _DRAWS = {"random_bits", "random_gamma"}
 # Their result is their operand. Not random_clone, whose caller intends another draw each time.
-_SAME_KEY = IDENTITIES | {"random_wrap", "random_unwrap"}
+_SAME_KEY = {"random_wrap", "random_unwrap"}
 _REMEDY = (
     "Split the key, or fold a number into it for each draw, as fold_keys does; jax.random.clone(key) declares equal "
     "numbers intended."
@@ -87,7 +88,7 @@ class _Names:
         name, outs = equation.primitive.name, equation.outvars
         if name in _DRAWS:
             self._draw(equation, ins[0], place)
-        if name in _SAME_KEY and len(ins) == len(outs):
+        if (name in _SAME_KEY or registered(name).same) and len(ins) == len(outs):
             return ins
         inner = [
             (sub, [self._named(("constant", id(c))) for c in constants] or [self.new() for _ in sub.constvars])

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from shardkit._arguments.checks import quoted
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import IDENTITIES
+from shardkit._jax.primitives import registered
 from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.jaxpr.dataflow import Block, Context, inside, where
 
@@ -69,7 +69,7 @@ def uses(block: Block, variable: Any) -> Iterator[Use | None]:
         for position, each in enumerate(equation.invars):
             if each is not variable:
                 continue
-            if equation.primitive.name in IDENTITIES | {"convert_element_type"}:
+            if passes_on(equation):
                 yield from uses(block, equation.outvars[position if len(equation.outvars) > 1 else 0])
                 continue
             called = inside(block, equation)
@@ -77,6 +77,12 @@ def uses(block: Block, variable: Any) -> Iterator[Use | None]:
                 yield Use(equation, position, block)
             else:
                 yield from uses(called, called.jaxpr.invars[position])
+
+
+def passes_on(equation: Any) -> bool:
+    """Whether the results of an equation are its operands, in another type perhaps."""
+    name = equation.primitive.name
+    return name == "convert_element_type" or registered(name).same
 
 
 def place(equation: Any, context: Context) -> str:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardkit._arguments.checks import quoted
-from shardkit._jax.jaxprs import IDENTITIES, kind_of
+from shardkit._jax.jaxprs import kind_of
 from shardkit.analysis.jaxpr.census import size_of
 from shardkit.analysis.jaxpr.dataflow import Block, short, split_axes, where
 from shardkit.analysis.rules.program import Program
-from shardkit.analysis.rules.rule import Finding
+from shardkit.analysis.rules.rule import Finding, passes_on
 
 # Over fewer devices, tiny pieces are split because the rest of the tree is.
 _MANY = 16
@@ -41,7 +41,7 @@ def _is_input(block: Block, variable: Any) -> bool:
     if block.owner is None:
         return False
     made = {out: equation for equation in block.jaxpr.eqns for out in equation.outvars}
-    while variable in made and made[variable].primitive.name in {*IDENTITIES, "convert_element_type"}:
+    while variable in made and passes_on(made[variable]):
         equation = made[variable]  # a barrier has several operands
         variable = equation.invars[equation.outvars.index(variable)]
     return any(variable is v for v in block.jaxpr.invars)

@@ -284,14 +284,14 @@ def _attacked(begin: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
     return jax.shard_map(kernel, mesh=MESH, in_specs=(P(), P(BOTH)), out_specs=P())
 
 
-def _masked_mean(reduced: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[..., Any]:
+def _masked_mean(reduced: Callable[[jax.Array, jax.Array], jax.Array], split: Any = BOTH) -> Callable[..., Any]:
     """The mean of those that a mask keeps, on all devices."""
 
     def kernel(x: jax.Array) -> jax.Array:
         mask = (x > 0).astype(x.dtype)
         return reduced(jnp.sum(x * mask), jnp.sum(mask))
 
-    return jax.shard_map(kernel, mesh=MESH, in_specs=P(BOTH), out_specs=P())
+    return jax.shard_map(kernel, mesh=MESH, in_specs=P(split), out_specs=P())
 
 
 def _gradient(batch: P, axes: Any) -> Callable[..., Any]:
@@ -724,6 +724,13 @@ WRONG = [
         "mean-of-quotients",
         _masked_mean(lambda total, count: sk.all_reduce(total / jnp.maximum(count, 1), BOTH, op="mean")),
         _masked_mean(lambda total, count: sk.all_reduce(total, BOTH) / jnp.maximum(sk.all_reduce(count, BOTH), 1)),
+    ),
+    Planted(
+        "a mean of masked means that are cast",
+        "mean-of-quotients",
+        _masked_mean(lambda total, count: sk.all_reduce(sk.vary(total / count, "model"), BOTH, op="mean"), "data"),
+        _masked_mean(lambda total, count: sk.all_reduce(total, "data") / sk.all_reduce(count, "data"), "data"),
+        options={"ignore": ("repeated-reduction",)},
     ),
     Planted(
         "data parallelism over one of two axes",

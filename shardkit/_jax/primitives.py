@@ -1,0 +1,147 @@
+"""The registry of primitives: what communicates, only changes a type, or depends on a mesh is a row of one table.
+
+The census, lint, explain, emulate, pictures and the reader of compiled programs know primitives by it alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardkit._arguments.checks import quoted
+from shardkit._jax import compat
+
+# The primitive of `assume_replicated`.
+ASSUMED = "assume_replicated"
+
+
+class Primitive(NamedTuple):
+    """What is known of a primitive.
+
+    Attributes:
+        name: as in a traced program, without the "_p" with which some end.
+        kind: the collective that it is, as `cost.wire` counts it; None if it sends nothing. One of kind "ppermute" has
+            its pairs in the parameter `perm`.
+        opcode: what XLA calls it; "" if XLA has none of its own.
+        gradient: the kind of collective that its transpose is; None if that sends nothing.
+        emulate: `emulate(x, axes, params)` is the result for an operand under `jax.vmap` over named axes; None if there
+            is no such form.
+        axes: the parameters that hold its mesh axes, a name or a tuple of names each.
+        dim: the parameter of a gather that holds the dim.
+        reduces: "sum", "maximum" or "minimum" of values that may be equal; "" for a sum of shares.
+        sent: how many of its operands are data, where others say what of them is sent; None: all, one for each result.
+        same: whether its results are its operands.
+        cast: whether it changes a type only.
+        asked: whether a cast is always written; jax adds the others where an operation needs them.
+        on_mesh: whether it depends on a mesh and sends nothing.
+    """
+
+    name: str
+    kind: str | None = None
+    opcode: str = ""
+    gradient: str | None = None
+    emulate: Callable[[Any, tuple[str, ...], Any], Any] | None = None
+    axes: tuple[str, ...] = ("axes", "axis_name")
+    dim: str = ""
+    reduces: str = ""
+    sent: int | None = None
+    same: bool = False
+    cast: bool = False
+    asked: bool = False
+    on_mesh: bool = False
+
+
+# vmap reduces over a tuple of axes, as shard_map does. It gathers, scatters and permutes over one axis at a time, and
+# permutes only if every device sends.
+def _gathered(x: Any, axes: tuple[str, ...], dim: int) -> Any:
+    for name in reversed(axes):
+        x = lax.all_gather(x, name, axis=dim, tiled=True)
+    return x
+
+
+def _gather(x: Any, axes: tuple[str, ...], params: Any) -> Any:
+    dim = params["all_gather_dimension"]
+    return _gathered(x if params["tiled"] else jnp.expand_dims(x, dim), axes, dim)
+
+
+def _scatter(x: Any, axes: tuple[str, ...], params: Any) -> Any:
+    dim = params["scatter_dimension"]
+    for name in axes:
+        x = lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
+    return x if params["tiled"] else jnp.squeeze(x, dim)
+
+
+def _exchange(x: Any, axes: tuple[str, ...], params: Any) -> Any:
+    x = jnp.where(lax.axis_index(axes) >= 0, x, x)  # vmap adds a dim to a value that is not mapped
+    return lax.all_to_all(x, axes, params["split_axis"], params["concat_axis"], tiled=True)
+
+
+def _permute(x: Any, axes: tuple[str, ...], params: Any) -> Any:
+    known = list(compat.bound_axes())
+    names = tuple(sorted(axes, key=known.index))  # ppermute counts devices in the mesh's order
+    source = np.full(math.prod(compat.bound_axes()[name] for name in names), -1)
+    senders, targets = zip(*params["perm"], strict=True) if params["perm"] else ((), ())
+    for places in (senders, targets):
+        if len(set(places)) < len(places) or not set(places) <= set(range(len(source))):
+            raise ValueError(
+                f"emulate: ppermute over {quoted(names)} must name each of its {len(source)} devices at most once as "
+                f"source and once as target; got {params['perm']}. Remove duplicates and devices that do not exist."
+            )
+    if len(names) == 1 and len(targets) == len(source):
+        return lax.ppermute(x, names[0], params["perm"])
+    source[list(targets)] = senders
+    mine = jnp.asarray(source)[lax.axis_index(names)]
+    return jnp.where(mine >= 0, _gathered(x[None], names, 0)[mine], jnp.zeros_like(x))
+
+
+_REDUCE = Primitive("", "all_reduce", "all-reduce", emulate=lambda x, axes, _: lax.psum(x, axes))
+_GATHER = Primitive("", "all_gather", "all-gather", emulate=_gather, dim="all_gather_dimension")
+_SCATTER = Primitive("", "reduce_scatter", "reduce-scatter", emulate=_scatter)
+_SAME = Primitive("", same=True)
+_CAST = Primitive("", same=True, cast=True)
+# Those of jax 0.10 to 0.12, in the order in which pictures show their kinds.
+_ROWS = (
+    _GATHER._replace(name="all_gather", gradient="reduce_scatter"),
+    _GATHER._replace(name="all_gather_reduced", gradient="reduce_scatter"),
+    _GATHER._replace(name="all_gather_invariant"),
+    _SCATTER._replace(name="reduce_scatter", gradient="all_gather"),
+    _SCATTER._replace(name="unreduced_reduce_scatter"),
+    _REDUCE._replace(name="psum", gradient="all_reduce", reduces="sum"),
+    _REDUCE._replace(name="psum_invariant", reduces="sum"),
+    _REDUCE._replace(name="unreduced_psum"),
+    _REDUCE._replace(name="pmax", reduces="maximum", emulate=lambda x, axes, _: lax.pmax(x, axes)),
+    _REDUCE._replace(name="pmin", reduces="minimum", emulate=lambda x, axes, _: lax.pmin(x, axes)),
+    Primitive("all_to_all", "all_to_all", "all-to-all", "all_to_all", _exchange),
+    Primitive("ragged_all_to_all", "all_to_all", "ragged-all-to-all", sent=1),
+    Primitive("ppermute", "ppermute", "collective-permute", "ppermute", _permute),
+    Primitive("pbroadcast", "broadcast"),
+    _CAST._replace(name="pvary", gradient="all_reduce"),
+    _CAST._replace(name="reduced_vary_cast", gradient="all_reduce", asked=True),
+    *(_CAST._replace(name=name) for name in ("preduced", "vary_unreduced_cast", ASSUMED)),
+    *(_SAME._replace(name=name) for name in ("copy", "name", "optimization_barrier")),
+    *(Primitive(name, on_mesh=True) for name in ("axis_index", "shard_map", "sharding_constraint")),
+)
+TABLE: dict[str, Primitive] = {}
+KIND_OF_OPCODE: dict[str, str] = {}
+
+
+def register(row: Primitive) -> None:
+    """Adds a row, for all that read programs. Internal: rows of shardkit are above, tests add theirs."""
+    TABLE[row.name.removesuffix("_p")] = row
+    if row.kind and row.opcode:
+        KIND_OF_OPCODE[row.opcode] = row.kind
+
+
+for _row in _ROWS:
+    register(_row)
+_UNKNOWN = Primitive("")
+
+
+def registered(name: str) -> Primitive:
+    """The row of a primitive, by its name; one without a name if there is none."""
+    return TABLE.get(name.removesuffix("_p"), _UNKNOWN)
