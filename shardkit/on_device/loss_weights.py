@@ -6,7 +6,7 @@ precision: a mask is exact even if it is computed from rounded numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -49,7 +49,10 @@ def in_compute(means_of: MeansFn, batch: Any, compute: Any, *, once: bool) -> An
     leaves = [leaf for _, leaf in paths]
     scalars = {i for i, leaf in enumerate(leaves) if not leaf.ndim}
     rounded = {i for i, leaf in enumerate(leaves) if _rounds(leaf.dtype, compute)}
-    lower = lambda exact: [x if i in exact else cast_floating(x, compute) for i, x in enumerate(leaves)]  # noqa: E731
+
+    def lower(exact: Collection[int]) -> list[Any]:
+        return [x if i in exact else cast_floating(x, compute) for i, x in enumerate(leaves)]
+
     if not rounded and (once or not scalars):
         return jax.tree.unflatten(structure, lower(()))
     names: list[str] = []

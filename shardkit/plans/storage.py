@@ -183,13 +183,13 @@ def check_held(where: str, tree: Any, held: Any, mesh: Mesh) -> None:
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_padded)
     for (path, x), each in zip(leaves, jax.tree.leaves(held), strict=True):
-        wanted = padding(in_rows(x.shape, each.rows), each.spec, mesh), each.rows
+        sizes = padding(in_rows(x.shape, each.rows), each.spec, mesh)
         found = (x.sizes, x.rows) if is_padded(x) else ((), ())
-        if found != wanted:
+        if found != (sizes, each.rows):
             raise ValueError(
                 f"{where} must be stored as this plan stores them; leaf {path_name(path)} is stored {_form(*found)}, "
-                f"and must be {_form(*wanted)}. Pass unpadded(...) of them to init, or to an evaluation whose plan "
-                "pads nothing."
+                f"and must be {_form(sizes, each.rows)}. Pass unpadded(...) of them to init, or to an evaluation whose "
+                "plan pads nothing."
             )
 
 

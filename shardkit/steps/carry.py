@@ -103,18 +103,20 @@ class Carried:
 
         Where the metrics have "finite" and it is False, the state stays as it was.
         """
-        args = _shapes(self.tree), _shapes(metrics), _shapes(params)
-        _check_same(args[0], jax.eval_shape(carry, *args))
+        shapes = _shapes((self.tree, metrics, params))
+        _check_same(shapes[0], jax.eval_shape(carry, *shapes))
         layouts, mesh = self._placement.layouts, self._placement.mesh
         rows, param_rows = jax.tree.map(lambda held: bool(held.rows), (self.held, map_layouts(Layout.at_rest, layouts)))
         stacked = rows, jax.tree.map(lambda _: False, metrics), param_rows
-        in_order = any(jax.tree.leaves(param_rows)) and order_matters(carry, args, stacked, rows)
+        in_order = any(jax.tree.leaves(param_rows)) and order_matters(carry, shapes, stacked, rows)
 
         old = original(self.tree, in_order=in_order)
         given = metrics, original(params, in_order=in_order)
 
         def update(given: Any, old: Any) -> Any:  # weakly typed leaves would compile again
-            return jax.tree.map(lambda x, like: lax.convert_element_type(x, like.dtype), carry(old, *given), old)
+            metrics, params = given
+            new = carry(old, metrics, params)
+            return jax.tree.map(lambda x, like: lax.convert_element_type(x, like.dtype), new, old)
 
         what = "a carry=", "Use dp or zero1, or sum in the loss, as an auxiliary Mean."
         new = sums.apart(update, given, old, step=step, specs=self._placement.rest, what=what)

@@ -32,7 +32,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 from shardkit._arguments.checks import Axis, at_least, axis_names, named, quoted
 from shardkit._arguments.typed import typed
@@ -89,8 +91,8 @@ def zero1(
 
     Source: Rajbhandari et al., ZeRO (SC 2020), section 5.1.
     """
-    options = (layerwise, min_size, rules, uneven, gather, reduce)
-    return _zero("zero1", axis, *options, once=True, rank=2, whole=("update", "step"), layer=("update", "layer"))
+    own = _Zero("zero1", axis, layerwise, min_size, rules, uneven, gather, reduce)
+    return own.plan(rank=2, once=True, whole=("update", "step"), layer=("update", "layer"))
 
 
 @typed
@@ -131,8 +133,8 @@ def zero2(
 
     Source: Rajbhandari et al., ZeRO (SC 2020), section 5.2.
     """
-    options = (layerwise, min_size, rules, uneven, gather, reduce)
-    return _zero("zero2", axis, *options, rank=2, whole=("update", "microbatch"), layer=("update", "layer"))
+    own = _Zero("zero2", axis, layerwise, min_size, rules, uneven, gather, reduce)
+    return own.plan(rank=2, whole=("update", "microbatch"), layer=("update", "layer"))
 
 
 @typed
@@ -195,62 +197,83 @@ def fsdp(
             f"secondary={quoted(fast)} for the axes {quoted(axes)} and layerwise={layerwise!r}. Pass for example "
             "fsdp(('node', 'gpu'), layerwise=('layers',), secondary='gpu')."
         )
-    options = (layerwise, min_size, rules, uneven, gather, reduce)
-    return _zero("fsdp", axis, *options, rank=1, whole=("step", "step"), layer=("layer", "layer"), secondary=fast)
+    own = _Zero("fsdp", axis, layerwise, min_size, rules, uneven, gather, reduce)
+    return own.plan(rank=1, whole=("step", "step"), layer=("layer", "layer"), secondary=fast)
 
 
-def _zero(
-    name: str,
-    axis: Axis,
-    layerwise: tuple[str, ...],
-    min_size: int,
-    rules: DimRules | None,
-    uneven: Uneven,
-    gather: Algorithm,
-    reduce: Algorithm,
-    *,
-    once: bool = False,
-    rank: int,
-    whole: tuple[Gather, Scatter],
-    layer: tuple[Gather, Scatter],
-    secondary: tuple[str, ...] = (),
-) -> Plan:
-    """A plan that splits each leaf; `whole` and `layer` say when a leaf is gathered and its gradient scattered."""
-    at_least(name, 0, min_size=min_size)
-    axes = axis_names(name, axis)
-    choose = _chooser(name, axes, layerwise, min_size, rules, uneven)
+@dataclass(frozen=True)
+class _Zero:
+    """A strategy that splits each leaf over the axes of the batch, with its options as the user passed them."""
 
-    def place(leaf: Leaf) -> Split | str:
-        at = choose(leaf)
-        if isinstance(at, str):
-            return at
-        times = layer if in_subtrees(leaf.path, layerwise) else whole
-        return Split(at, *times, once, uneven == "pad", dim0_counts_layers(leaf.path, layerwise), secondary=secondary)
+    name: str
+    axis: Axis
+    layerwise: tuple[str, ...]
+    min_size: int
+    rules: DimRules | None
+    uneven: Uneven
+    gather: Algorithm
+    reduce: Algorithm
 
-    others = tuple(axis for axis in axes if axis not in secondary)
-    gather.check(name, "gather", "all_gather", others)
-    reduce.check(name, "reduce", "reduce_scatter", others)
-    user: dict[str, Any] = {"names": layerwise, "rules": rules, "gather": gather, "reduce": reduce}
-    return strategy(name, axis, rank=rank, batch_dim=0, place=place, **user)
+    def plan(
+        self,
+        *,
+        rank: int,
+        whole: tuple[Gather, Scatter],
+        layer: tuple[Gather, Scatter],
+        once: bool = False,
+        secondary: tuple[str, ...] = (),
+    ) -> Plan:
+        """Its plan; `whole` and `layer` say when a leaf is gathered and its gradient scattered."""
+        at_least(self.name, 0, min_size=self.min_size)
+        choose = self._chooser()
 
+        def place(leaf: Leaf) -> Split | str:
+            dim = choose(leaf)
+            if isinstance(dim, str):
+                return dim
+            gather, scatter = layer if in_subtrees(leaf.path, self.layerwise) else whole
+            return Split(
+                dim,
+                gather,
+                scatter,
+                once=once,
+                pad=self.uneven == "pad",
+                stack=dim0_counts_layers(leaf.path, self.layerwise),
+                secondary=secondary,
+            )
 
-def _chooser(
-    name: str, axes: tuple[str, ...], layerwise: tuple[str, ...], min_size: int, rules: DimRules | None, uneven: Uneven
-) -> Callable[[Leaf], int | str]:
-    """Which dim of a leaf is split, or why none."""
-    dim = None if rules is None else dim_chooser(name, axes, rules)
+        others = tuple(axis for axis in axis_names(self.name, self.axis) if axis not in secondary)
+        self.gather.check(self.name, "gather", "all_gather", others)
+        self.reduce.check(self.name, "reduce", "reduce_scatter", others)
+        return strategy(
+            self.name,
+            self.axis,
+            rank=rank,
+            batch_dim=0,
+            place=place,
+            names=self.layerwise,
+            rules=self.rules,
+            gather=self.gather,
+            reduce=self.reduce,
+        )
 
-    def choose(leaf: Leaf) -> int | str:
+    def _chooser(self) -> Callable[[Leaf], int | str]:
+        """Which dim of a leaf is split, or why none."""
+        axes = axis_names(self.name, self.axis)
+        dim = None if self.rules is None else dim_chooser(self.name, axes, self.rules)
+        return partial(self._dim, dim)
+
+    def _dim(self, dim: Callable[[str, tuple[int, ...]], int | None] | None, leaf: Leaf) -> int | str:
         size = math.prod(leaf.shape)
-        first = 1 if leaf.stack or dim0_counts_layers(leaf.path, layerwise) else 0  # scan removes dim 0
+        first = 1 if leaf.stack or dim0_counts_layers(leaf.path, self.layerwise) else 0  # scan removes dim 0
         if leaf.ways == 1:
             return "the axis has one device"
         if not leaf.shape:
             return "a scalar, which has no dim"
-        if size < min_size:
-            return f"{size:,} element{'s' * (size != 1)}, fewer than min_size={min_size:,}"
+        if size < self.min_size:
+            return f"{size:,} element{'s' * (size != 1)}, fewer than min_size={self.min_size:,}"
         fixed = leaf.split | leaf.automatic
-        pads = [] if uneven != "pad" else [d for d, rows in enumerate(leaf.shape) if rows and d not in fixed]
+        pads = [] if self.uneven != "pad" else [d for d, rows in enumerate(leaf.shape) if rows and d not in fixed]
         divide = [d for d, rows in enumerate(leaf.shape) if rows and rows % leaf.ways == 0]
         fits = [d for d in range(first, len(leaf.shape)) if d in pads or d in divide]
 
@@ -267,19 +290,21 @@ def _chooser(
             return at
         if dim and at is None:
             return "no dim was chosen"
-        if dim or uneven == "refuse":
-            rule, remedy = "", "Choose another dim, or pass uneven='pad'."
+        if dim or self.uneven == "refuse":
+            over, rule, remedy = (
+                named(axis_names(self.name, self.axis)),
+                "",
+                "Choose another dim, or pass uneven='pad'.",
+            )
             if not dim:
                 remedy = "Pass uneven='pad' or uneven='replicate'."
-            elif uneven == "pad":
+            elif self.uneven == "pad":
                 rule = " or one that can be padded, which a layer dim, or a dim that another strategy splits, cannot"
                 remedy = "Choose another dim."
             raise ValueError(
-                f"{name}: {f'dim {at}' if dim else 'one dim'} of leaf {leaf.path} must be divisible by {named(axes)}"
+                f"{self.name}: {f'dim {at}' if dim else 'one dim'} of leaf {leaf.path} must be divisible by {over}"
                 f"{rule}; got shape {leaf.shape} over {leaf.ways} devices. {remedy}"
             )
-        if uneven == "pad":
+        if self.uneven == "pad":
             return "no dim is left to pad"
         return f"no dim{' except the layer' if first else ''} divides by {leaf.ways}"
-
-    return choose
