@@ -164,6 +164,9 @@ def ulysses_attention(
         return _attention(where, q_btHK, k_btGK, v_btGK, segments_bt, form)
     repeats = math.lcm(groups, n) // groups
     k_btGK, v_btGK = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (k_btGK, v_btGK))
+    # Tokens of all heads become all tokens of some heads, attention runs on whole sequences, and its result goes back.
+    # The three stand in one exchange, because each costs a latency; it is its own transpose, so that the backward pass
+    # sends as much.
     q_bThK, k_bTgK, v_bTgK = all_to_all((q_btHK, k_btGK, v_btGK), names, split_dim=2, concat_dim=1)
     segments_bT = None if segments_bt is None else all_gather(segments_bt, names, dim=1)
     y_bThK = _attention(where, q_bThK, k_bTgK, v_bTgK, segments_bT, form)

@@ -61,7 +61,10 @@ def column_linear(x: jax.Array, w: Arrays, axis: Axis | None, *, sequence: bool 
     names = live_axes("column_linear", axis, x, w)
     if sequence and names:
         return all_gather_matmul(x, w, names, impl=impl)
-    x = vary(x, names)  # once for all weights: the backward pass sums the gradients of x before it reduces them
+    # Nothing is sent in the forward pass: every device has x, and multiplies it by its columns. In the backward pass
+    # each has the gradient of x from its columns alone, and the transpose of this cast sums them: once for all weights,
+    # because the cast stands before they use x. Cast for each weight, q, k and v would cost three sums.
+    x = vary(x, names)
     return jax.tree.map(lambda each: matmul(x, each), w)
 
 
@@ -111,6 +114,9 @@ def row_linear(
     check_split("row_linear", "w", names, w)
     if sequence and names:
         return matmul_reduce_scatter(h, w, names, impl=impl)
+    # Each device has the products of its own rows, partial sums of y. They are summed here, before a bias, a residual
+    # or a nonlinearity: added on each device first, a bias would be summed too. The sum's result is the same on all
+    # devices, and so is its gradient: nothing is sent in the backward pass.
     y = matmul(h, w, w.ndim - 1)
     return all_reduce(y, names) if names else y
 

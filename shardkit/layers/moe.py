@@ -147,7 +147,7 @@ def _with_capacity(rows_SD: jax.Array, experts: Any, expert_fn: ExpertFn, names:
     """The experts' outputs for buffers of equal size, [E C, D]."""
     rows_ECD = rows_SD.reshape(E, -1, rows_SD.shape[1])
     moved = names and axis_size(names) > 1
-    if moved:
+    if moved:  # by expert, each to the device that has it; and back below, into the places from which the rows came
         rows_ECD = all_to_all(rows_ECD, names, split_dim=0, concat_dim=1)
 
     def dot(x_SD: jax.Array, w_eDF: jax.Array) -> jax.Array:

@@ -137,6 +137,8 @@ def sharded_moments(x: jax.Array, axis: Axis | None, *, dims: Dims = -1) -> tupl
 
 def _mean(x: jax.Array, names: tuple[str, ...], dims: Dims) -> jax.Array:
     """The mean over `dims` and the devices."""
+    # The mean first, then the mean of squared distances from it, in two sums: both at once, as mean(x^2) - mean(x)^2,
+    # cancel where the mean is large.
     mean = jnp.mean(x, axis=dims, keepdims=True)
     return all_reduce(mean, names) / axis_size(names) if names else mean
 

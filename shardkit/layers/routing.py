@@ -212,6 +212,8 @@ def routing_stats(
     ]
     sums = jnp.sum(jnp.concatenate(per_token, axis=1) * weights_N[:, None], axis=0)
     axes = tuple(sorted(varying_axes(sums).difference(() if stage is None else bound("routing_stats", stage))))
+    # The balance loss is a product of two means, each of all tokens: the sums are added here, before the product. The
+    # product of each device's own means would be another loss, which also balances what is balanced together already.
     with jax.named_scope(PER_MICROBATCH):
         sums = all_reduce(sums, axes) if axes else sums
     # without any token, 0 instead of NaN

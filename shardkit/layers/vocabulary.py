@@ -55,6 +55,8 @@ def vocab_embed(tokens_bT: jax.Array, table_vD: jax.Array, axis: Axis | None, *,
     mine_bT = (local_bT >= 0) & (local_bT < rows)
     found_bTD = jnp.take(table_vD, local_bT, axis=0, mode="clip")
     x_bTD = jnp.where(mine_bT[..., None], found_bTD, jnp.zeros_like(found_bTD))
+    # Of each token one device has the row and all others zeros, so that the sum is the row itself, without rounding. An
+    # all_gather of the table would send the vocabulary in place of the tokens.
     if not names:
         return x_bTD
     return reduce_scatter(x_bTD, names, dim=-2) if sequence else all_reduce(x_bTD, names)
@@ -218,6 +220,10 @@ def _nats_forward(x: jax.Array, head: jax.Array, targets: jax.Array, names: tupl
     places = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     classes = _classes(places, head, names, options)
     logits = logits if classes is None else jnp.where(classes, logits, MASKED)
+    # The largest logit of all devices' columns comes first, and is subtracted before exp on each: with its own largest,
+    # a device's sum of exponentials would be in units that no other has. Then everything that is left to sum of a token
+    # goes in one all_reduce. Logits of all columns are gathered nowhere: they are the largest array of a language
+    # model.
     largest = jnp.max(logits, axis=-1)
     largest = all_reduce(largest, names, op="max") if names else largest
     logits = logits - largest[..., None]

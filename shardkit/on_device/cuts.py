@@ -72,6 +72,10 @@ def part_shape(x: jax.Array, axes: tuple[str, ...], dim: int) -> tuple[int, ...]
 def whole(x: jax.Array, cuts: Cuts, sizes: Iterable[tuple[int, int]], *, replicated: bool = False) -> jax.Array:
     """An array gathered over these cuts, the last first, and cut to its original sizes."""
 
+    # Cuts are undone in the opposite order: the last one cut the parts of those before it, so that its parts are
+    # neighbors in the whole. Gathered the other way round, the rows of a dim that two strategies split come back
+    # shuffled. And padding is cut off once, after the last gather: each device's part of a dim that does not divide
+    # ends in zeros only on the last device, which none of them can see of the others.
     def gather(x: jax.Array) -> jax.Array:
         for cut in reversed(cuts):
             assert cut.gather_by.all_gather
@@ -90,6 +94,9 @@ def to_parts(grad: jax.Array, cuts: Cuts, dtype: Any) -> jax.Array:
     Over an axis over which it does not vary, the gradient is complete, and the device takes its part.
     """
 
+    # The first cut scatters first, so that later ones send parts of parts: n times less. A reduce_scatter over an axis
+    # over which the gradient is complete already, because the loss summed it there, would multiply it by the devices of
+    # that axis; the type of the gradient tells, and the device takes its part of the sum instead.
     def scatter(grad: jax.Array) -> jax.Array:
         for dim in {cut.dim for cut in cuts}:
             grad = pad_to_axis(grad, tuple(axis for cut in cuts if cut.dim == dim for axis in cut.axes), dim=dim)

@@ -96,6 +96,8 @@ def _cut(each: Reduced, cut: Cut, dtype: Any) -> Reduced:
     if set(axes) - varying_axes(each.grad):
         raise _summed_before(each, set(axes) - varying_axes(each.grad))
     assert cut.reduce_by.reduce_scatter
+    # What the algorithm leaves out is this device's own, of the operand before the sum: it is kept where it was cut
+    # from, and added before the next step's reduction. Added after it, every device of the sum would add it again.
     left = None
     if cut.reduce_by.feedback:
         part, left = cut.reduce_by.reduce_scatter(each.grad.astype(jnp.float32), axes, dim=cut.dim)

@@ -395,6 +395,11 @@ def global_means(means: Mapping[str, Any], batch_axes: Collection[str]) -> dict[
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, (name, mean) in enumerate(means_by_path(dict(means))):
         groups.setdefault(_axes_of_sum(name, mean, batch_axes), []).append(i)
+    # The sums of a step stand together, after the loss and outside of what is differentiated: total and weight are
+    # summed by one collective, over exactly the axes over which the total varies. Summed inside the loss, the total's
+    # gradient would be that of all devices' totals on each device, and the sum over devices that follows would count it
+    # again. Over an axis along which all devices have the same total, as tp's, a sum would count it once for each
+    # device.
     for axes, group in groups.items():
         flat, restored = ravel_pytree([vary(x.astype(jnp.float32), axes) for i in group for x in leaves[i]])
         back = restored(all_reduce(flat, axes) if axes else flat)

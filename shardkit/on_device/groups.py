@@ -265,6 +265,8 @@ def _summed(x: jax.Array, cuts: Cuts, axes: tuple[str, ...]) -> jax.Array:
     x = jnp.moveaxis(x, len(cut), -2)  # [cut axes, remaining axes, runs, piece]
     given = (*cut, *rest)
     x = jnp.transpose(x, (*(given.index(axis) for axis in axes), len(axes), len(axes) + 1))
+    # An all_to_all and a sum in a fixed order, in place of a reduce_scatter: the order in which a reduction adds is the
+    # backend's choice, and another one for each number of devices. The bytes are the same.
     total = sum_of_pieces(x.reshape(-1, *x.shape[-2:]), axes)
     if rest:
         total = compat.all_gather_replicated(total, rest, 0)
