@@ -83,13 +83,18 @@ def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh = CONTEXT)
         >>> sk.local_shape((8, 512), P("data", "model"), mesh)
         (4, 128)
     """
-    _check_shape("local_shape", shape)
-    check_spec("local_shape", spec, mesh, len(shape))
+    return local_shape_of("local_shape", shape, spec, mesh)
+
+
+def local_shape_of(where: str, shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> tuple[int, ...]:
+    """`local_shape`, for another function, whose name and leaf stand in its errors."""
+    _check_shape(where, shape)
+    check_spec(where, spec, mesh, len(shape))
     local = list(shape)
     for dim, axes in enumerate(spec_axes(spec)):
         if axes:
             count = math.prod(mesh.shape[axis] for axis in axes)
-            divides("local_shape", dim, shape[dim], axes, count)
+            divides(where, dim, shape[dim], axes, count)
             local[dim] //= count
     return tuple(local)
 
@@ -139,10 +144,7 @@ def shard(tree: Arrays, mesh: Mesh = CONTEXT, specs: Specs = WHOLE) -> Any:
     """
 
     def place(path: Any, x: Any, spec: PartitionSpec) -> jax.Array:
-        try:
-            local_shape(jax.numpy.shape(x), spec, mesh)
-        except ValueError as error:
-            raise ValueError(str(error).replace("local_shape:", f"shard: leaf {path_name(path)}:", 1)) from None
+        local_shape_of(f"shard: leaf {path_name(path)}", jax.numpy.shape(x), spec, mesh)
         return jax.device_put(x, NamedSharding(mesh, canonical(spec)))
 
     return jax.tree_util.tree_map_with_path(place, tree, broadcast_specs(specs, tree))

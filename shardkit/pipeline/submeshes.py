@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import divisor, quoted, sized, whole
 from shardkit._arguments.typed import typed
-from shardkit.meshes.layout import check_spec, local_shape, path_name
+from shardkit.meshes.layout import check_spec, local_shape_of, path_name
 from shardkit.on_device.batch import split_microbatches, take_microbatch
 from shardkit.pipeline import stage_programs
 from shardkit.pipeline.stage_programs import Stage, Station, fitted
@@ -274,10 +274,7 @@ def _moved(where: str, line: Sequence[Station], s: int, tree: Any) -> Any:
     what, spec, mesh = f"{where}: the input of stage {s}", line[s].entering, line[s].mesh
     source = line[s - 1].mesh if s else mesh
     for x in jax.tree.leaves(tree):
-        try:
-            sent, arriving = (local_shape(x.shape, fitted(spec, x), each) for each in (source, mesh))
-        except ValueError as error:
-            raise ValueError(str(error).replace("local_shape", what, 1)) from None
+        sent, arriving = (local_shape_of(what, x.shape, fitted(spec, x), each) for each in (source, mesh))
         if sent != arriving:
             raise ValueError(
                 f"{what} must have shards of one shape on both sides of the move; with {spec} they are {sent} on "

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardkit.meshes.layout import canonical, check_spec, local_shape, spec_axes, table
+from shardkit.meshes.layout import canonical, check_spec, local_shape, local_shape_of, spec_axes, table
 from shardkit.plans.storage import Held, in_rows, is_padded, padded_shape, stored_array
 from shardkit.resharding.moving import mesh_apart, parts_of, run_steps
 from shardkit.resharding.redistribution import Redistribution, redistribution
@@ -118,10 +118,7 @@ def move_of(where: str, path: str, x: Any, before: tuple[Held, bool], after: tup
     for held, by_plan in (before, after):
         check_spec(where, held.spec, mesh, len(original))
         if not by_plan and not is_padded(x):
-            try:
-                local_shape(original, held.spec, mesh)
-            except ValueError as error:
-                raise ValueError(str(error).replace("local_shape", where, 1)) from None
+            local_shape_of(where, original, held.spec, mesh)
         shapes.append(padded_shape(original, held.spec, mesh))
     stored = tuple(jnp.shape(stored_array(x)))
     if stored != shapes[0]:

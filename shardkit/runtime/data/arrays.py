@@ -17,7 +17,7 @@ from shardkit._arguments.checks import named
 from shardkit._arguments.context import CONTEXT
 from shardkit._arguments.kinds import Arrays, DType, Specs
 from shardkit._arguments.typed import typed
-from shardkit.meshes.layout import WHOLE, broadcast_specs, canonical, check_spec, local_shape, path_name, spec_axes
+from shardkit.meshes.layout import WHOLE, broadcast_specs, canonical, check_spec, local_shape_of, path_name, spec_axes
 from shardkit.runtime.channel.place import processes as processes_named
 from shardkit.runtime.data.reading import is_key, processes_of, to_storable
 
@@ -236,15 +236,12 @@ def _refuse_different(tree: Any) -> None:
 def sharding_of(where: str, path: Any, shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
     """A leaf's sharding, by as many entries of the spec as it has dims; refuses dims that do not divide."""
     spec = canonical(PartitionSpec(*spec[: len(shape)]))
-    try:
-        local_shape(shape, spec, mesh)
-    except ValueError as error:
-        raise ValueError(str(error).replace("local_shape:", _leaf(where, path), 1)) from None
+    local_shape_of(_leaf(where, path), shape, spec, mesh)
     return NamedSharding(mesh, spec)
 
 
 def _leaf(where: str, path: Any) -> str:
-    return f"{where}: leaf {path_name(path)}:" if path else f"{where}:"
+    return f"{where}: leaf {path_name(path)}" if path else where
 
 
 def on_host(where: str, path: Any, x: Any) -> Any:
@@ -257,7 +254,7 @@ def on_host(where: str, path: Any, x: Any) -> Any:
         for value in (x.min(), x.max()):
             if value != value.astype(dtype):  # the cast below would wrap it
                 raise ValueError(
-                    f"{_leaf(where, path)} {x.dtype} values must fit jax's {dtype}; got {value}. Pass smaller numbers, "
+                    f"{_leaf(where, path)}: {x.dtype} values must fit jax's {dtype}; got {value}. Pass smaller numbers, "
                     "or set jax_enable_x64."
                 )
     return x.astype(dtype, copy=False)
