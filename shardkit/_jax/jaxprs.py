@@ -248,6 +248,19 @@ def user_line(equation: Any) -> str:
     return next(map(_written, own or outside), "")
 
 
+def way_of(site: Site) -> tuple[str, ...]:
+    """The lines that led to an equation, outermost first, without those of jax, of Python and of argument checks."""
+    lines = list(way_of(site.outer)) if site.outer else []
+    for frame in reversed(compat.user_frames(site.equation)):
+        path = Path(frame[0])
+        if path.parent.name == "_arguments" or any(path.is_relative_to(folder) for folder in _PYTHON):
+            continue
+        line = f"{path.relative_to(_HERE)}:{frame[1]} ({frame[2]})" if _is_ours(frame[0]) else _written(frame)
+        if line not in lines:
+            lines.append(line)
+    return tuple(lines)
+
+
 def own_line(frames: Sequence[tuple[str, int, str]]) -> str:
     """The innermost of these lines in the user's own code: outside jax, shardkit, installed packages and Python.
 

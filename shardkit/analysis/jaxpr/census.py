@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from itertools import chain
 from typing import Any
@@ -17,9 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardkit._arguments.checks import counted
 from shardkit._arguments.typed import typed
 from shardkit._jax import compat
-from shardkit._jax.jaxprs import Site, kind_of, mesh_axes, source_line, walk
+from shardkit._jax.jaxprs import Site, kind_of, mesh_axes, source_line, walk, way_of
 from shardkit._jax.primitives import registered
 from shardkit.analysis.jaxpr.dataflow import Block, follow
 from shardkit.analysis.jaxpr.step import trace_step
@@ -44,6 +45,7 @@ class Row:
         backward: whether it is in the backward pass.
         branch: "" or "branch 1 of 2" inside a `cond`; every branch is listed.
         update: whether its operand is a gradient, after the backward pass, as in the all_reduce of data parallelism.
+        way: the lines that lead from the call to it, outermost first, without those of jax and of Python's library.
     """
 
     kind: str
@@ -58,6 +60,7 @@ class Row:
     backward: bool
     branch: str
     update: bool = False
+    way: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def times(self) -> int:
@@ -90,7 +93,19 @@ class Census:
 
     def to_json(self) -> str:
         """The rows as a JSON list; bytes are numbers."""
-        return json.dumps([{**asdict(r), "sent": float(r.sent), "total": float(r.total)} for r in self.rows], indent=1)
+        rows = [{**asdict(r), "sent": float(r.sent), "total": float(r.total)} for r in self.rows]
+        return json.dumps([{name: x for name, x in row.items() if name != "way"} for row in rows], indent=1)
+
+    def ways(self) -> str:
+        """How each collective is reached: kind and axes, then a line for each call on the way from the step to jax."""
+        several: dict[tuple[str, ...], list[Row]] = {}
+        for row in self.rows:
+            several.setdefault((f"{row.kind} over {','.join(row.axes)}", *row.way), []).append(row)
+        lines = []
+        for (title, *way), rows in several.items():
+            lines.append(f"{title}, {counted(sum(row.times for row in rows), 'time')}")
+            lines += [f"    {line}" for line in way]
+        return "\n".join(lines)
 
     def compare(self, other: Census) -> str:
         """The kinds and axes in which `other` differs, one line each; empty when both send the same."""
@@ -219,7 +234,8 @@ def row_of(site: Site) -> Row:
     size_out = sum(size_of(v) for v in equation.outvars)
     size_in = size_out if kind == "all_reduce" else size_in  # what vmap stacked is summed on the device first
     sent = wire(kind, size_in if data is None else min(size_in, size_out), n, params.get("perm")).sent
-    return Row(kind, site.name, axes, n, site.times, size_in, size_out, sent, site.source, site.backward, site.branch)
+    row = Row(kind, site.name, axes, n, site.times, size_in, size_out, sent, site.source, site.backward, site.branch)
+    return replace(row, way=way_of(site))
 
 
 def size_of(variable: Any) -> int:

@@ -254,8 +254,8 @@ def on_host(where: str, path: Any, x: Any) -> Any:
         for value in (x.min(), x.max()):
             if value != value.astype(dtype):  # the cast below would wrap it
                 raise ValueError(
-                    f"{_leaf(where, path)}: {x.dtype} values must fit jax's {dtype}; got {value}. Pass smaller numbers, "
-                    "or set jax_enable_x64."
+                    f"{_leaf(where, path)}: {x.dtype} values must fit jax's {dtype}; got {value}. Pass smaller "
+                    "numbers, or set jax_enable_x64."
                 )
     return x.astype(dtype, copy=False)
 

@@ -143,6 +143,20 @@ def test_the_table_and_its_json():
     assert second["primitive"] == "ppermute"
 
 
+def test_the_way_from_the_step_to_jax_is_told_and_short(data8):
+    """A gather was 24 calls below the step, in nine files, which nobody could follow."""
+    for plan, most in ((sk.dp("data"), 3), (sk.fsdp("data", min_size=1), 4)):
+        loss = sk.value_and_grad(lambda params, batch, keys: jnp.mean(batch @ params["w"]))
+        init, step = sk.make_train_step(loss, optax.sgd(0.1), mesh=data8, plan=plan)
+        state = init.abstract({"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)})
+        found = census(step, state, jax.ShapeDtypeStruct((8, 8), jnp.float32))
+        for row in found.rows:
+            if row.bytes_in > 8:  # those of the plan
+                files = list(dict.fromkeys(line.partition(":")[0] for line in row.way))
+                assert files[0] == "steps/train.py" and "on_device/seam.py" in files and len(files) <= most, files
+        assert found.ways().startswith(f"{found.rows[0].kind} over data, 1 time\n    steps/train.py:")
+
+
 def test_two_censuses_are_compared():
     one, two = (
         census(on(kernel), X) for kernel in (lambda x: sk.shift(x, "model"), lambda x: sk.all_reduce(x, "data"))
