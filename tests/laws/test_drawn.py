@@ -21,7 +21,7 @@ from support.training import ONCE
 pytestmark = pytest.mark.optimized
 
 PARTS = 20
-STRATEGIES = 200
+STRATEGIES = 60
 ATTEMPTS = 10
 SLOW = ("stage", "experts", "model", "context")  # to compile: each has rows of its own in the default tier
 
