@@ -148,21 +148,12 @@ def make_train_step(
     plan.check(mesh)
     policy, axes = precision_of(precision), manual_axes("make_train_step", manual, plan, mesh)
     all_manual = set(axes) == set(mesh.axis_names)
-    if deterministic and not all_manual:
-        raise ValueError(
-            f"make_train_step: deterministic={deterministic} needs every axis of the mesh to be Manual; got "
-            f"{manual=}. Leave manual out, or deterministic."
-        )
     if accumulate > 1 and isinstance(grad_fn, PipelineGradFn):
         warnings.warn(
             f"make_train_step: accumulate={accumulate} fills and drains the pipeline {accumulate} times per step. Give "
             f"the schedule {accumulate} times as many microbatches instead.",
             stacklevel=3,  # the caller's line, above `typed`
         )
-    sums: Microbatches | Groups = Microbatches(accumulate)
-    if deterministic is not None:
-        sums = Groups(deterministic)
-        sums.check(accumulate, plan, auto_mesh(mesh), policy.reduce)
     reads = reads_carried(grad_fn)
     program = TrainProgram(
         grad_fn,
@@ -171,12 +162,13 @@ def make_train_step(
         plan,
         axes,
         policy,
-        sums,
+        sums=Microbatches(accumulate) if deterministic is None else Groups(deterministic),
         watches=nonfinite != "keep" or policy.loss_scale is not None,
         reads=reads,
         carry=carry,
         in_loop=steps is not None,
     )
+    _check_deterministic(program, accumulate, manual)
 
     def compiled(plan: Plan, out: Any = None) -> Any:
         """The program with this plan; with the layouts of the new state, where they are those of the first."""
@@ -198,3 +190,14 @@ def make_train_step(
         schedule=getattr(grad_fn, "schedule", None),
     )
     return TrainStep(Init(program.optimizer, policy, mesh, plan, axes, reads, carry), step)
+
+
+def _check_deterministic(program: TrainProgram, accumulate: int, manual: Any) -> None:
+    """Refuses what cannot have the same bits on every mesh."""
+    if isinstance(program.sums, Groups):
+        if set(program.manual) != set(program.mesh.axis_names):
+            raise ValueError(
+                f"make_train_step: deterministic={program.sums.number} needs every axis of the mesh to be Manual; got "
+                f"{manual=}. Leave manual out, or deterministic."
+            )
+        program.sums.check(accumulate, program.plan, program.mesh, program.policy.reduce)
