@@ -10,8 +10,7 @@ import numpy as np
 from jax import lax
 
 from shardkit._arguments.checks import Axis, bound, member
-from shardkit._arguments.kinds import Arrays
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, typed
 from shardkit._jax import compat
 from shardkit.collectives._derivatives import from_source
 from shardkit.collectives.axes import axis_size, vary

@@ -10,8 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from shardkit._arguments.checks import Axis, quoted
-from shardkit._arguments.kinds import ARRAYS, PLAN, is_array
-from shardkit._arguments.typed import check_kind, typed
+from shardkit._arguments.typed import ARRAYS, PLAN, check_kind, is_array, typed
 from shardkit._jax.compat import bound_axes, tracked_axes, varying_axes
 from shardkit.meshes import mesh as _mesh
 from shardkit.meshes.grid import Grid, beside

@@ -11,8 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import divides, quoted
 from shardkit._arguments.context import CONTEXT
-from shardkit._arguments.kinds import Arrays, Specs
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, Specs, typed
 
 WHOLE = PartitionSpec()
 AxisEntry = str | tuple[str, ...] | None

@@ -12,8 +12,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardkit._arguments.checks import counted, quoted, sized
-from shardkit._arguments.kinds import Devices
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Devices, typed
 from shardkit._jax import backends
 from shardkit.meshes.grid import Grid
 from shardkit.meshes.simulated import warn_if_few_threads, widen_thread_pool

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from shardkit._arguments.checks import Axis, at_least, bound
-from shardkit._arguments.kinds import Key
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Key, typed
 
 
 @typed

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardkit._arguments.kinds import Arrays, Key
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, Key, typed
 from shardkit.collectives import axis_index, axis_size
 from shardkit.layers.linear import column_linear
 from shardkit.layers.vocabulary import vocab_cross_entropy_and_hits, vocab_embed

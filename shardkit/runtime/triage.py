@@ -16,8 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._arguments.checks import Axis, at_least, sized
 from shardkit._arguments.context import CONTEXT
-from shardkit._arguments.kinds import Arrays
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, typed
 from shardkit.collectives import axis_index
 from shardkit.meshes.layout import path_name, spec_axes, table
 from shardkit.meshes.rng import step_key

@@ -13,8 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardkit._arguments.checks import Axis, at_least
 from shardkit._arguments.context import CONTEXT
-from shardkit._arguments.kinds import ARRAYS, Optimizer
-from shardkit._arguments.typed import check_kind, typed
+from shardkit._arguments.typed import ARRAYS, Optimizer, check_kind, typed
 from shardkit._jax import compat
 from shardkit.meshes.layout import path_name
 from shardkit.meshes.rng import step_key

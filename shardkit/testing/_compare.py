@@ -11,8 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardkit._arguments.checks import quoted, sized
-from shardkit._arguments.kinds import ARRAYS
-from shardkit._arguments.typed import check_kind
+from shardkit._arguments.typed import ARRAYS, check_kind
 from shardkit.meshes.layout import path_name
 
 # Dtypes that differ in one of these differ by more than rounding.

@@ -13,8 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from shardkit._arguments.context import CONTEXT
-from shardkit._arguments.kinds import Specs
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Specs, typed
 from shardkit.meshes.layout import check_spec, path_name
 from shardkit.on_device.gradient import kind
 from shardkit.testing._compare import (

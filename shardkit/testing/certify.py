@@ -14,8 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardkit._arguments.checks import axis_names, named, sized
-from shardkit._arguments.kinds import Arrays, Specs
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, Specs, typed
 from shardkit.collectives import vary
 from shardkit.meshes.layout import all_axes, broadcast_specs, check_axes, check_spec, path_name, spec_axes
 from shardkit.meshes.mesh import make_mesh

@@ -13,8 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from shardkit._arguments.checks import divides
-from shardkit._arguments.kinds import ARRAYS
-from shardkit._arguments.typed import check_kind, typed
+from shardkit._arguments.typed import ARRAYS, check_kind, typed
 from shardkit.collectives import vary
 from shardkit.meshes.layout import all_axes, check_spec, path_name, spec_axes
 from shardkit.testing._compare import distance

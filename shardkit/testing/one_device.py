@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardkit._arguments.kinds import Arrays, Key, Optimizer
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, Key, Optimizer, typed
 from shardkit.meshes.rng import example_keys, step_key
 from shardkit.on_device.gradient import GradFn, divisor_of, is_mean, largest_weight, terms_of
 from shardkit.steps.carry import reads_carried

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 from shardkit._arguments.checks import counted
-from shardkit._arguments.kinds import Arrays
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, typed
 from shardkit.meshes.layout import path_name, shard_bytes, split_dims
 from shardkit.viz.bars import bytes_on, size
 from shardkit.viz.style import (

@@ -8,8 +8,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from shardkit._arguments.kinds import short
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import short, typed
 from shardkit.analysis.hlo.differences import Compiled
 from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.report import Report

@@ -13,8 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardkit._arguments.checks import counted
-from shardkit._arguments.kinds import short
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import short, typed
 from shardkit.meshes.grid import Block, Grid
 from shardkit.meshes.inspection import grid_of_array, is_placed
 from shardkit.meshes.mesh import grid_of_mesh

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardkit._arguments.kinds import Arrays
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, typed
 from shardkit.plans.storage import is_padded
 from shardkit.runtime.checkpoint.directory import directory_of, named, steps_in
 from shardkit.runtime.checkpoint.portable import Leaves, from_portable, leaves_of, to_read

@@ -14,8 +14,7 @@ import numpy as np
 from jax import lax
 
 from shardkit._arguments.checks import at_least
-from shardkit._arguments.kinds import Arrays
-from shardkit._arguments.typed import typed
+from shardkit._arguments.typed import Arrays, typed
 from shardkit.plans.storage import stored_array
 from shardkit.runtime.channel.files import create_file
 from shardkit.runtime.channel.place import processes as processes_named
