@@ -192,7 +192,10 @@ def all_axes(spec: PartitionSpec) -> frozenset[str]:
 
 def broadcast_specs(specs: Any, tree: Any) -> Any:
     """One spec for each leaf of `tree`, from a single spec or a pytree of specs that is a prefix of it."""
-    spread = lambda spec, part: jax.tree.map(lambda _: spec, part)  # noqa: E731
+
+    def spread(spec: PartitionSpec, part: Any) -> Any:
+        return jax.tree.map(lambda _: spec, part)
+
     return jax.tree.map(spread, specs, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 

@@ -106,8 +106,9 @@ class Ops(NamedTuple):
             state = state._replace(saved=write(state.saved, at["forward_saved"], [*residuals, *y]))
         if not self.train:
             means, last = state.sums.means, (at["forward_stage"] == self.last) & (at["forward_on"] > 0)
-            with_head = lambda: added(means, p.head(self.shared, given, y))  # noqa: E731
-            means = self.exclusion.choose(last, with_head, lambda: means, p.head)
+            means = self.exclusion.choose(
+                last, lambda: added(means, p.head(self.shared, given, y)), lambda: means, p.head
+            )
             state = state._replace(sums=state.sums._replace(means=means))
         return state, y
 
@@ -167,10 +168,14 @@ class Ops(NamedTuple):
                 return added(sums.means, means), added(sums.shared, grads), dy
 
             last = (at["backward_stage"] == self.last) & (on > 0)
-            unchanged = lambda: (sums.means, sums.shared, received)  # noqa: E731
-            means, shared, dy = self.exclusion.choose(last, head, unchanged, p.head_backward)
+            means, shared, dy = self.exclusion.choose(
+                last, head, lambda: (sums.means, sums.shared, received), p.head_backward
+            )
             layers, dx, found = through(sums.layers, given, residuals, dy)
-            embed = lambda: added(shared, p.embed_backward(self.shared, given, dx))  # noqa: E731
+
+            def embed() -> Leaves:
+                return added(shared, p.embed_backward(self.shared, given, dx))
+
             shared = self.exclusion.choose(first, embed, lambda: shared, p.embed_backward)
             return Sums(layers, shared, means), dx, found
 

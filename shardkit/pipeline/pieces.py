@@ -185,9 +185,10 @@ class Pieces:
 
         def run(cut: Callable[[Any], Any], x: Any) -> Any:
             layers, here = jax.tree.map(cut, (given.layers, numbers))
-            stage = lambda layers: self._model.stage(  # noqa: E731
-                (layers, here) if self._model.layer_numbers else layers, x, given.keys
-            )
+
+            def stage(layers: Any) -> Any:
+                return self._model.stage((layers, here) if self._model.layer_numbers else layers, x, given.keys)
+
             return call_sealed(stage, layers, at="layers")
 
         x = run(lambda leaf: leaf[: self._least], x)

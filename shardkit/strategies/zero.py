@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from shardkit._arguments.checks import Axis, at_least, axis_names, named, quoted
 from shardkit._arguments.typed import typed
@@ -89,8 +89,8 @@ def zero1(
 
     Source: Rajbhandari et al., ZeRO (SC 2020), section 5.1.
     """
-    options = (layerwise, min_size, rules, uneven, gather, reduce)
-    return _zero("zero1", axis, *options, once=True, rank=2, whole=("update", "step"), layer=("update", "layer"))
+    options = _Options(layerwise, min_size, rules, uneven, gather, reduce)
+    return _zero(_ZERO1, axis, options)
 
 
 @typed
@@ -131,8 +131,8 @@ def zero2(
 
     Source: Rajbhandari et al., ZeRO (SC 2020), section 5.2.
     """
-    options = (layerwise, min_size, rules, uneven, gather, reduce)
-    return _zero("zero2", axis, *options, rank=2, whole=("update", "microbatch"), layer=("update", "layer"))
+    options = _Options(layerwise, min_size, rules, uneven, gather, reduce)
+    return _zero(_ZERO2, axis, options)
 
 
 @typed
@@ -195,49 +195,60 @@ def fsdp(
             f"secondary={quoted(fast)} for the axes {quoted(axes)} and layerwise={layerwise!r}. Pass for example "
             "fsdp(('node', 'gpu'), layerwise=('layers',), secondary='gpu')."
         )
-    options = (layerwise, min_size, rules, uneven, gather, reduce)
-    return _zero("fsdp", axis, *options, rank=1, whole=("step", "step"), layer=("layer", "layer"), secondary=fast)
+    options = _Options(layerwise, min_size, rules, uneven, gather, reduce)
+    return _zero(_FSDP, axis, options, secondary=fast)
 
 
-def _zero(
-    name: str,
-    axis: Axis,
-    layerwise: tuple[str, ...],
-    min_size: int,
-    rules: DimRules | None,
-    uneven: Uneven,
-    gather: Algorithm,
-    reduce: Algorithm,
-    *,
-    once: bool = False,
-    rank: int,
-    whole: tuple[Gather, Scatter],
-    layer: tuple[Gather, Scatter],
-    secondary: tuple[str, ...] = (),
-) -> Plan:
-    """A plan that splits each leaf; `whole` and `layer` say when a leaf is gathered and its gradient scattered."""
+class _Options(NamedTuple):
+    """What the user chooses; the docstring of this file says what each means."""
+
+    layerwise: tuple[str, ...]
+    min_size: int
+    rules: DimRules | None
+    uneven: Uneven
+    gather: Algorithm
+    reduce: Algorithm
+
+
+class _Level(NamedTuple):
+    """When one of the three gathers a leaf and scatters its gradient: `whole`, or layer by layer."""
+
+    name: str
+    rank: int
+    whole: tuple[Gather, Scatter]
+    layer: tuple[Gather, Scatter]
+    once: bool = False
+
+
+_ZERO1 = _Level("zero1", 2, whole=("update", "step"), layer=("update", "layer"), once=True)
+_ZERO2 = _Level("zero2", 2, whole=("update", "microbatch"), layer=("update", "layer"))
+_FSDP = _Level("fsdp", 1, whole=("step", "step"), layer=("layer", "layer"))
+
+
+def _zero(level: _Level, axis: Axis, options: _Options, secondary: tuple[str, ...] = ()) -> Plan:
+    name, (layerwise, min_size, rules, uneven, gather, reduce) = level.name, options
     at_least(name, 0, min_size=min_size)
     axes = axis_names(name, axis)
-    choose = _chooser(name, axes, layerwise, min_size, rules, uneven)
+    choose = _chooser(name, axes, options)
 
     def place(leaf: Leaf) -> Split | str:
         at = choose(leaf)
         if isinstance(at, str):
             return at
-        times = layer if in_subtrees(leaf.path, layerwise) else whole
-        return Split(at, *times, once, uneven == "pad", dim0_counts_layers(leaf.path, layerwise), secondary=secondary)
+        times = level.layer if in_subtrees(leaf.path, layerwise) else level.whole
+        by_layer = dim0_counts_layers(leaf.path, layerwise)
+        return Split(at, *times, level.once, uneven == "pad", by_layer, secondary=secondary)
 
     others = tuple(axis for axis in axes if axis not in secondary)
     gather.check(name, "gather", "all_gather", others)
     reduce.check(name, "reduce", "reduce_scatter", others)
     user: dict[str, Any] = {"names": layerwise, "rules": rules, "gather": gather, "reduce": reduce}
-    return strategy(name, axis, rank=rank, batch_dim=0, place=place, **user)
+    return strategy(name, axis, rank=level.rank, batch_dim=0, place=place, **user)
 
 
-def _chooser(
-    name: str, axes: tuple[str, ...], layerwise: tuple[str, ...], min_size: int, rules: DimRules | None, uneven: Uneven
-) -> Callable[[Leaf], int | str]:
+def _chooser(name: str, axes: tuple[str, ...], options: _Options) -> Callable[[Leaf], int | str]:
     """Which dim of a leaf is split, or why none."""
+    layerwise, min_size, rules, uneven, *_ = options
     dim = None if rules is None else dim_chooser(name, axes, rules)
 
     def choose(leaf: Leaf) -> int | str:

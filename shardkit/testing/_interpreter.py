@@ -195,8 +195,9 @@ def _step(equation: Any, operands: list[Any], note: Note) -> list[Any]:
     if name == _SOLVE:
         solve, lengths = params["jaxprs"].solve, params["const_lengths"]
         first = lengths.matvec + lengths.vecmat
-        given = *operands[first : first + lengths.solve], *operands[sum(lengths) :]
-        return _inner(solve.jaxpr, solve.consts, note, *given)
+        return _inner(
+            solve.jaxpr, solve.consts, note, *operands[first : first + lengths.solve], *operands[sum(lengths) :]
+        )
     raise ValueError(
         f"emulate: {name} must not contain a collective or a cast, because emulate cannot interpret it. Run the kernel "
         "with jax.shard_map on simulated devices."

@@ -19,6 +19,7 @@ from shardkit.on_device.gradient import kind
 from shardkit.testing._compare import (
     first_gap,
     is_float,
+    is_spec_or_none,
     kinds_differ,
     leaves_of,
     magnitude,
@@ -172,7 +173,7 @@ def _mapped(
 
 
 def _hashable(specs: Any) -> tuple[tuple[Any, ...], Any]:
-    leaves, structure = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, PartitionSpec) or x is None)
+    leaves, structure = jax.tree.flatten(specs, is_leaf=is_spec_or_none)
     return tuple(leaves), structure
 
 

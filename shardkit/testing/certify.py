@@ -24,6 +24,7 @@ from shardkit.testing._compare import (
     constant_factor,
     distance,
     is_float,
+    is_spec_or_none,
     magnitude,
     times,
 )
@@ -130,8 +131,7 @@ def certify_gradients(
 
 def _none_is_whole(specs: Any) -> Any:
     """Specs with P() in place of None."""
-    is_leaf: Callable[[Any], bool] = lambda s: s is None or isinstance(s, PartitionSpec)  # noqa: E731
-    return jax.tree.map(lambda s: PartitionSpec() if s is None else s, specs, is_leaf=is_leaf)
+    return jax.tree.map(lambda s: PartitionSpec() if s is None else s, specs, is_leaf=is_spec_or_none)
 
 
 def _count(devices: int | None) -> int:

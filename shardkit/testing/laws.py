@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -102,10 +103,10 @@ def census_is_the_closed_form(program: Program, reference: Reference) -> str | N
         return "a pipeline gathers and reduces in its own ticks"
     found = [row_of(site) for site in walk(program.traced.jaxpr.jaxpr) if kind_of(site.equation) and site.within(PLAN)]
     found = [row for row in found if row.n > 1]
-    args = program.plan, program.shapes[0].params, program.mesh, program.row
+    traffic = partial(plan_traffic, program.plan, program.shapes[0].params, program.mesh, program.row)
     steps = program.row.steps or 1
-    differences = _differences(found, plan_traffic(*args), steps)
-    if differences and _differences(found, plan_traffic(*args, prefetched=True), steps):
+    differences = _differences(found, traffic(), steps)
+    if differences and _differences(found, traffic(prefetched=True), steps):
         axes, by_layouts, here = differences[0]
         raise AssertionError(
             f"the plan must send {float(by_layouts):,.0f} bytes per device and step over {quoted(axes)}, by its "

@@ -14,7 +14,7 @@ from shardkit.analysis.hlo.memory import Memory
 from shardkit.analysis.hlo.report import Report
 from shardkit.cost import ZeroMemory
 from shardkit.meshes.layout import bytes_per_device
-from shardkit.viz.bars import Bar, size, stacked
+from shardkit.viz.bars import Bar, Scale, size, stacked
 from shardkit.viz.style import file_of, look, saved
 
 _FAR = 4.0  # times the longest bar, up to which a limit is drawn
@@ -65,7 +65,7 @@ def memory(memory: Any, *, state: Any = None, limit: float | None = None, output
             note,
             bars,
             [*KINDS, *dict.fromkeys(bar.kind for bar in bars if bar.kind not in KINDS)],
-            across="bytes per device",
+            Scale("bytes per device"),
             nothing="nothing",
             limit=(mark, f"{size(mark)} on a device") if mark is not None and drawn else None,
         )

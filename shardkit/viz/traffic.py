@@ -12,7 +12,7 @@ from shardkit.analysis.hlo.collectives import CompiledRow
 from shardkit.analysis.hlo.differences import Compiled
 from shardkit.analysis.hlo.report import Report
 from shardkit.analysis.jaxpr.census import Census, Row
-from shardkit.viz.bars import Bar, duration, size, stacked
+from shardkit.viz.bars import Bar, Scale, duration, size, stacked
 from shardkit.viz.style import file_of, look, saved
 
 # Each has one look in all pictures.
@@ -51,9 +51,8 @@ def census(census: Any, *, output: str | Path | None = None) -> Any:
             totals(several),
             bars,
             COLLECTIVES,
-            across="bytes that one device sends per step",
+            Scale("bytes that one device sends per step", lambda label, total: f"{size(total)}, {times[label]} x"),
             nothing="no collectives",
-            text=lambda label, total: f"{size(total)}, {times[label]} x",
         )
         return saved(picture, path)
 
@@ -92,10 +91,8 @@ def overlap(report: Any, *, output: str | Path | None = None) -> Any:
             note,
             bars,
             TIMES,
-            across="seconds of one step, by the model",
+            Scale("seconds of one step, by the model", lambda label, total: duration(total), _seconds_on),
             nothing="neither compute nor collectives",
-            text=lambda label, total: duration(total),
-            ticks=_seconds_on,
         )
         return saved(picture, path)
 

@@ -79,13 +79,13 @@ class StepClock:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """What runs inside belongs to this phase."""
-        here = name, self.next_step - 1 if name in ("evaluate", "save") else self.next_step
-        self._phases.append(here)
-        self._recorder.enter(*here)
+        step = self.next_step - 1 if name in ("evaluate", "save") else self.next_step
+        self._phases.append((name, step))
+        self._recorder.enter(name, step)
         try:
             yield
         except BaseException as error:
-            client.note_phase(error, *here)
+            client.note_phase(error, name, step)
             raise
         finally:
             self._phases.pop()
@@ -98,6 +98,33 @@ class StepClock:
             with contextlib.suppress(Exception):  # the loop raises it too
                 jax.block_until_ready(array)
             self._recorder.done(step)
+
+
+class Watched:
+    """A step, guarded; `Guard.watch` creates one.
+
+    Attributes:
+        lower: that of the step.
+    """
+
+    def __init__(self, step: Callable[..., Any], lower: Any, clock: StepClock, compare: Callable[[Any, int], None]):
+        self.lower, self._step, self._clock, self._compare = lower, step, clock, compare
+        self._seen = set[Any]()
+
+    def __call__(self, state: Any, *batch: Any) -> Any:
+        """What the step returns."""
+        shapes = _shapes(batch)
+        if shapes not in self._seen:
+            self._clock.enter("compile")
+            self._compare(self.lower(state, *batch), len(self._seen))
+            self._seen.add(shapes)
+            self._clock.resume("compile", self._clock.next_step)
+        elif not self._clock.in_phase:
+            self._clock.enter("step")
+        result = self._step(state, *batch)
+        if not self._clock.in_phase:
+            self._clock.dispatched(result)
+        return result
 
 
 class Guard:
@@ -122,26 +149,14 @@ class Guard:
                 f"guard: watch takes a jitted step, which has a method lower; got {step!r}. Pass the step of "
                 "make_train_step, or a function under jax.jit."
             )
-        clock, seen = self._clock, set[Any]()
+        return Watched(step, lower, self._clock, self._compare)
 
-        def watched(state: Any, *batch: Any) -> Any:
-            shapes = _shapes(batch)
-            if shapes not in seen:
-                clock.enter("compile")
-                message = fingerprint(lower(state, *batch), self._mesh, self._config)
-                clock.enter("compare")
-                self._monitor.agree(f"{clock.next_step}:{len(seen)}", message | {"step": clock.next_step})
-                seen.add(shapes)
-                clock.resume("compile", clock.next_step)
-            elif not clock.in_phase:
-                clock.enter("step")
-            result = step(state, *batch)
-            if not clock.in_phase:
-                clock.dispatched(result)
-            return result
-
-        watched.lower = lower  # type: ignore[attr-defined]
-        return watched
+    def _compare(self, lowered: Any, number: int) -> None:
+        """Compares a program of the next step, the `number`th, with that of the other processes."""
+        message = fingerprint(lowered, self._mesh, self._config)
+        self._clock.enter("compare")
+        step = self._clock.next_step
+        self._monitor.agree(f"{step}:{number}", message | {"step": step})
 
     def data(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Iterates over batches, with each wait for the next one under the deadline for data.
