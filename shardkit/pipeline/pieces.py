@@ -26,7 +26,7 @@ from shardkit.remat.recompute import Halves, Mask, Traced, halves, learnable
 from shardkit.remat.regather import learned
 
 
-class Model(NamedTuple):
+class StagedModel(NamedTuple):
     """What the user passes.
 
     Attributes:
@@ -88,7 +88,7 @@ class Pieces:
         stage: `(given, x) -> y`.
     """
 
-    def __init__(self, model: Model, shared: Any, given: Given, axes: Axis | tuple[()], least: int):
+    def __init__(self, model: StagedModel, shared: Any, given: Given, axes: Axis | tuple[()], least: int):
         self._model, self._shared, self._given, self._axes, self._least = model, shared, given, axes, least
         tree = eval_shape(lambda s, g: vary(call_sealed(model.embed, s, g.batch, g.keys), axes), shared, given)
         known = None

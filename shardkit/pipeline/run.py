@@ -27,8 +27,8 @@ from shardkit.on_device.gradient import Mean
 from shardkit.on_device.handles import is_handle, part_gradient, parts, unsealed, with_parts
 from shardkit.on_device.pipelines import PipelineGradFn, PipelineLoss
 from shardkit.pipeline.divergent import refuse_divergent, refuse_mixed
-from shardkit.pipeline.ops import BRANCHED, MASKED, Ops, State, Sums, write
-from shardkit.pipeline.pieces import Given, Model, Pieces
+from shardkit.pipeline.ops import BRANCHED, MASKED, LoopState, Ops, Sums, write
+from shardkit.pipeline.pieces import Given, Pieces, StagedModel
 from shardkit.pipeline.split_backward import TwoHalves
 from shardkit.schedules import Schedule, Stages
 from shardkit.schedules.table import FIELDS, Segment, Table
@@ -37,7 +37,7 @@ Mode = Literal["masked", "branch"]
 
 
 def gradient_of(
-    model: Model, schedule: Schedule, stages: Stages, mode: Mode, recompute: bool, trained: Any = None
+    model: StagedModel, schedule: Schedule, stages: Stages, mode: Mode, recompute: bool, trained: Any = None
 ) -> PipelineGradFn:
     """The GradFn of a model in pieces."""
     check_trained(trained)
@@ -57,7 +57,7 @@ def gradient_of(
     return PipelineGradFn(stages, grad_fn, schedule)
 
 
-def loss_of(model: Model, schedule: Schedule, stages: Stages, mode: Mode) -> PipelineLoss:
+def loss_of(model: StagedModel, schedule: Schedule, stages: Stages, mode: Mode) -> PipelineLoss:
     """The loss of a model in pieces, by the forward actions of the schedule."""
     forward = schedule.forward()
     execution = Execution(model, forward, stages, mode, train=False)
@@ -86,7 +86,7 @@ class Execution(NamedTuple):
         train: whether there are backward passes.
     """
 
-    model: Model
+    model: StagedModel
     schedule: Schedule
     stages: Stages
     mode: Mode
@@ -209,7 +209,7 @@ class Executor(NamedTuple):
         inputs, saved, cotangents, residuals = (
             [typed_zeros(x, shape=(count + 1, *x.shape)) for x in leaves] for count, leaves in buffers
         )
-        state = State(inputs, saved, cotangents, residuals, sums)
+        state = LoopState(inputs, saved, cotangents, residuals, sums)
         # A constant of the program, in as few bytes as hold its numbers, of which a device reads its column once.
         rows = jnp.asarray(self.table.rows.astype(np.min_scalar_type(self.table.rows.max())))
         mine = lax.dynamic_index_in_dim(rows, device, 1, keepdims=False).astype(jnp.int32)
@@ -220,7 +220,7 @@ class Executor(NamedTuple):
             state, _ = once(state, rows[0]) if times == 1 else lax.scan(once, state, rows)
         return state.sums
 
-    def _round(self, segments: Sequence[Segment], state: State, rows: jax.Array) -> tuple[State, None]:
+    def _round(self, segments: Sequence[Segment], state: LoopState, rows: jax.Array) -> tuple[LoopState, None]:
         for segment in segments:
             at = segment.begin - segments[0].begin
             here = rows[at : at + segment.ticks]
@@ -286,7 +286,7 @@ def _buffer(field: str) -> str:
     return f"{field.split('_')[0]}s"
 
 
-def _arrived(state: State, segment: Segment, moved: list[list[jax.Array]], places: jax.Array) -> State:
+def _arrived(state: LoopState, segment: Segment, moved: list[list[jax.Array]], places: jax.Array) -> LoopState:
     """The state with what has moved, in its slots."""
     for k, (field, leaves) in enumerate(zip(segment.moves, moved, strict=True)):
         name = _buffer(field)

@@ -14,7 +14,7 @@ from shardkit.analysis.hlo.report import size
 from shardkit.analysis.jaxpr.census import Row
 from shardkit.reporting import pictures
 from shardkit.reporting.html import Html, Part, bars, block, element, figures, joined, part, table
-from shardkit.reporting.read import Facts, Leaf
+from shardkit.reporting.read import ArgumentLeaf, Facts
 from shardkit.viz.bars import duration
 
 
@@ -98,7 +98,7 @@ def layout(facts: Facts) -> Part:
             element("p", total),
             table(caption, head, rows, numbers=("bytes/device",), wide=("why",)),
         ]
-    arguments: dict[str, list[Leaf]] = {}
+    arguments: dict[str, list[ArgumentLeaf]] = {}
     for leaf in facts.found.leaves:
         arguments.setdefault(leaf.argument, []).append(leaf)
     for name, leaves in arguments.items():

@@ -21,7 +21,7 @@ from shardkit.collectives.permute import permuted
 from shardkit.meshes.layout import canonical, check_spec, local_shape, spec_axes, table
 from shardkit.on_device.cuts import own_part
 from shardkit.plans.storage import Held, in_rows, is_padded, padded_shape, stored_array
-from shardkit.resharding.redistribution import Redistribution, Step, permutation, redistribution
+from shardkit.resharding.redistribution import MoveStep, Redistribution, permutation, redistribution
 from shardkit.resharding.views import Axes, DimAxes, local_of
 
 
@@ -269,23 +269,23 @@ def run_steps(x: jax.Array, found: Redistribution, varying: tuple[str, ...], pie
     return lax.fori_loop(0, count, move, vary(out, varying))
 
 
-def _slice(x: jax.Array, step: Step, sizes: Mapping[str, int]) -> jax.Array:
+def _slice(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array:
     for dim, axes in enumerate(step.arriving()):
         x = own_part(x, axes, dim=dim) if axes else x
     return x
 
 
-def _gather(x: jax.Array, step: Step, sizes: Mapping[str, int]) -> jax.Array:
+def _gather(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array:
     for dim, axes in enumerate(step.leaving()):
         x = all_gather(x, axes, dim=dim, replicated=True) if axes else x
     return x
 
 
-def _permute(x: jax.Array, step: Step, sizes: Mapping[str, int]) -> jax.Array:
+def _permute(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array:
     return permuted(x, *permutation(step, sizes))
 
 
-def _exchange(x: jax.Array, step: Step, sizes: Mapping[str, int]) -> jax.Array:
+def _exchange(x: jax.Array, step: MoveStep, sizes: Mapping[str, int]) -> jax.Array:
     """One all_to_all for all axes that move: a dim in front counts the devices to send to, then those that sent."""
     goes, came = step.arriving(), step.leaving()
     axes = tuple(axis for each in goes for axis in each)

@@ -39,7 +39,7 @@ from shardkit.resharding.views import (
 MOST_PARTS = 6  # of axes that are split into parts: with more, the search takes seconds
 
 
-class Step(NamedTuple):
+class MoveStep(NamedTuple):
     """One step of a redistribution.
 
     Attributes:
@@ -99,7 +99,7 @@ class Redistribution(NamedTuple):
     axes: tuple[tuple[str, int], ...]
     parts: tuple[tuple[str, Shape], ...]
     source: DimAxes
-    steps: tuple[Step, ...]
+    steps: tuple[MoveStep, ...]
     sent: int
     least: int
     held: tuple[int, ...]
@@ -161,7 +161,7 @@ def _search(
     largest = max(elements_of(shape, split, sizes) for split in (source, target))
     least = least_received(shape, source, target, sizes)
     number = itertools.count()  # layouts are not compared
-    queue: list[tuple[int, int, int, int, int, DimAxes, tuple[Step, ...]]] = [(least, 0, 0, 0, 0, source, ())]
+    queue: list[tuple[int, int, int, int, int, DimAxes, tuple[MoveStep, ...]]] = [(least, 0, 0, 0, 0, source, ())]
     done = set()
     while True:
         _, count, held, _, sent, split, steps = heapq.heappop(queue)
@@ -180,7 +180,7 @@ def _search(
     return Redistribution(shape, dims, tuple(sizes.items()), tuple(parts.items()), source, steps, sent, least, shards)
 
 
-def _steps(shape: Shape, split: DimAxes, target: DimAxes, sizes: Mapping[str, int]) -> Iterator[Step]:
+def _steps(shape: Shape, split: DimAxes, target: DimAxes, sizes: Mapping[str, int]) -> Iterator[MoveStep]:
     """The steps that lead out of a layout."""
     local = local_of(shape, split, sizes)
     elements = math.prod(local)
@@ -188,13 +188,13 @@ def _steps(shape: Shape, split: DimAxes, target: DimAxes, sizes: Mapping[str, in
     unused = [axis for axis in sizes if axis not in used]
     for dim, axis in itertools.product(range(len(shape)), unused):
         if local[dim] % sizes[axis] == 0:
-            yield Step("slice", split, _replaced(split, dim, (*split[dim], axis)), 0)
+            yield MoveStep("slice", split, _replaced(split, dim, (*split[dim], axis)), 0)
     for dim, axes in enumerate(split):
         for start in range(len(axes)):
             gathered = elements * (ways_of(axes[start:], sizes) - 1)
-            yield Step("all_gather", split, _replaced(split, dim, axes[:start]), gathered)
+            yield MoveStep("all_gather", split, _replaced(split, dim, axes[:start]), gathered)
     for after in _exchanges(split, target):
-        step = Step("all_to_all", split, after, 0)
+        step = MoveStep("all_to_all", split, after, 0)
         if all(local[dim] % ways_of(axes, sizes) == 0 for dim, axes in enumerate(step.arriving())):
             moved = [axis for axes in step.arriving() for axis in axes]
             yield step._replace(sent=elements - elements // ways_of(moved, sizes))
@@ -203,7 +203,7 @@ def _steps(shape: Shape, split: DimAxes, target: DimAxes, sizes: Mapping[str, in
     rest = tuple(axis for axis in used if not any(axis in axes for axes in home))
     for after in _arrangements(rest, home, ways, sizes):
         if after != split:
-            yield Step("ppermute", split, after, elements)
+            yield MoveStep("ppermute", split, after, elements)
 
 
 def _exchanges(split: DimAxes, target: DimAxes) -> Iterator[DimAxes]:
@@ -265,7 +265,7 @@ def least_received(shape: Shape, source: DimAxes, target: DimAxes, sizes: Mappin
     return elements_of(shape, target, sizes) - overlap
 
 
-def permutation(step: Step, sizes: Mapping[str, int]) -> tuple[Axes, list[tuple[int, int]]]:
+def permutation(step: MoveStep, sizes: Mapping[str, int]) -> tuple[Axes, list[tuple[int, int]]]:
     """The axes of a ppermute, and its (source, target) pairs as joint indices over them, the first axis major."""
     changed = [dim for dim, (a, b) in enumerate(zip(step.before, step.after, strict=True)) if a != b]
     axes = tuple(axis for dim in changed for axis in step.before[dim])

@@ -18,7 +18,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from shardkit.analysis.hlo import proto
-from shardkit.analysis.hlo.compute import NO_CLOCK, Clock, Work, Workload
+from shardkit.analysis.hlo.compute import NO_CLOCK, Clock, ModuleWork, Work
 from shardkit.analysis.hlo.groups import Groups, axes_of, direction
 from shardkit.analysis.hlo.trip_counts import trip_count
 from shardkit.cost import wire
@@ -110,7 +110,7 @@ def collectives_of(module: proto.Module, sizes: Mapping[str, int], clock: Clock 
 
 def total_work(module: proto.Module, clock: Clock = NO_CLOCK) -> Work:
     """FLOPs, bytes and seconds of one call's compute on one device."""
-    return Workload(module, clock.compute).of_computation(module.entry)
+    return ModuleWork(module, clock.compute).of_computation(module.entry)
 
 
 class Reader:
@@ -118,7 +118,7 @@ class Reader:
 
     def __init__(self, module: proto.Module, sizes: dict[str, int], clock: Clock):
         self.module, self.sizes, self.clock = module, sizes, clock
-        self.workload, self.pairs = Workload(module, clock.compute), Pairs(module)
+        self.workload, self.pairs = ModuleWork(module, clock.compute), Pairs(module)
 
     def rows(self, number: int, times: int | None, known: Mapping[int, int], branch: str) -> Iterator[CompiledRow]:
         """Rows of a computation that runs `times` times; `known` are constants in its parameter's tuple."""
@@ -157,7 +157,7 @@ class Reader:
             for call in each.calls:
                 yield call, times, {}, branch
 
-    def _row(self, found: Found, times: int | None, branch: str, between: list[_Slot] | None) -> CompiledRow:
+    def _row(self, found: Collective, times: int | None, branch: str, between: list[_Slot] | None) -> CompiledRow:
         """The row of a collective, hidden by the compute between its start and its end."""
         each, kind = found.instruction, found.kind
         operands = [_unpadded(found.computation, o) for o in each.operands]
@@ -194,7 +194,7 @@ def _unpadded(computation: proto.Computation, at: int) -> proto.Shape:
 
 
 @dataclass
-class Found:
+class Collective:
     """A collective and the scheduled instruction that runs it."""
 
     computation: proto.Computation
@@ -204,10 +204,10 @@ class Found:
     groups: Groups
 
 
-class Run(NamedTuple):
+class Pairing(NamedTuple):
     """One collective of a computation, and the position of the instruction that starts it where it is asynchronous."""
 
-    found: Found
+    found: Collective
     start: int | None = None
 
 
@@ -217,15 +217,15 @@ class Pairs:
     def __init__(self, module: proto.Module):
         self.module = module
 
-    def paired(self, computation: proto.Computation) -> tuple[dict[int, Run | None], list[Found]]:
+    def paired(self, computation: proto.Computation) -> tuple[dict[int, Pairing | None], list[Collective]]:
         """The collectives of a computation, each asynchronous start paired with its end.
 
         Returns:
             Runs by the position of the instruction that ends them, None where one starts or continues; and the
             collectives without an end.
         """
-        runs: dict[int, Run | None] = {}
-        started: dict[int, Run] = {}
+        runs: dict[int, Pairing | None] = {}
+        started: dict[int, Pairing] = {}
         carries: dict[int, int] = {}  # what continues a started collective, and its start
         for at, each in enumerate(computation.instructions.values()):
             found = self.collective_of(computation, each)
@@ -234,16 +234,16 @@ class Pairs:
                 carries[each.id] = start
                 runs[at] = started.pop(start) if self._ends(each) else None
             elif found and self._starts(each):
-                started[each.id], carries[each.id], runs[at] = Run(found, at), each.id, None
+                started[each.id], carries[each.id], runs[at] = Pairing(found, at), each.id, None
             elif found:
-                runs[at] = Run(found)
+                runs[at] = Pairing(found)
         return runs, [run.found for run in started.values()]
 
-    def collective_of(self, computation: proto.Computation, each: proto.Instruction) -> Found | None:
+    def collective_of(self, computation: proto.Computation, each: proto.Instruction) -> Collective | None:
         """The collective that an instruction is, starts or contains."""
         opcode = each.opcode.removesuffix("-start")
         if opcode in KIND_OF_OPCODE:
-            return Found(computation, each, each, KIND_OF_OPCODE[opcode], each.groups or each.pairs)
+            return Collective(computation, each, each, KIND_OF_OPCODE[opcode], each.groups or each.pairs)
         if each.opcode not in ("fusion", "async-start"):
             return None
         for call in each.calls:
@@ -271,7 +271,7 @@ class Pairs:
         inner = (i for call in each.calls for i in self.module.computations[call].instructions.values())
         return any(i.target == target for i in inner)
 
-    def _continues(self, each: proto.Instruction, found: Found | None, start: Found) -> bool:
+    def _continues(self, each: proto.Instruction, found: Collective | None, start: Collective) -> bool:
         """Whether an instruction that reads a started collective continues or ends it."""
         if each.opcode != "fusion":
             return each.opcode == "get-tuple-element" or each.opcode.endswith(("-update", "-done"))

@@ -66,7 +66,7 @@ class Clock(NamedTuple):
 NO_CLOCK = Clock(lambda flops, size: 0.0, lambda kind, groups, sent: 0.0)
 
 
-class Workload:
+class ModuleWork:
     """The work of a module's instructions; each computation is read once.
 
     The bytes are those of operands and result as a fused loop would move them: an operand that a fusion slices

@@ -107,7 +107,7 @@ class Recorder:
         _COUNT.pack_into(self._memory, 0, self._count)
 
 
-class Reader:
+class RecordReader:
     """The reading end, in the monitor."""
 
     def __init__(self, path: str):

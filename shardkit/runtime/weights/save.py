@@ -23,7 +23,7 @@ from shardkit.runtime.checkpoint.orbax_io import reason
 from shardkit.runtime.checkpoint.portable import Leaves, leaves_of, to_portable
 from shardkit.runtime.data.reading import on_any_process, processes_of, replicate
 from shardkit.runtime.weights.files import DTYPES, INDEX, needs_safetensors
-from shardkit.runtime.weights.names import Leaf, Names, named_leaves
+from shardkit.runtime.weights.names import Names, StoredLeaf, named_leaves
 from shardkit.steps.state import TrainState
 
 _WHERE = "save_params"
@@ -35,7 +35,7 @@ class _Tensor(NamedTuple):
     """A tensor to write: of which leaf, at which index along its first dims, and its size."""
 
     name: str
-    leaf: Leaf
+    leaf: StoredLeaf
     at: tuple[int, ...]
     bytes: int
 
