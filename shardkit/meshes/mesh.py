@@ -17,7 +17,7 @@ from shardkit._jax import backends
 from shardkit.meshes.grid import DeviceGrid
 from shardkit.meshes.simulated import warn_if_few_threads, widen_thread_pool
 
-_RESTARTS = "SHARDKIT_RESTARTS"  # of jobs/restarts.py, which is below this file
+_RESTARTS = "SHARDKIT_RESTARTS"  # of jobs/launch.py, which is below this file
 
 
 @typed

@@ -21,8 +21,15 @@ from shardkit.collectives.permute import permuted
 from shardkit.meshes.layout import canonical, check_spec, local_shape, spec_axes, table
 from shardkit.on_device.cuts import own_part
 from shardkit.plans.storage import Held, in_rows, is_padded, padded_shape, stored_array
-from shardkit.resharding.redistribution import MoveStep, Redistribution, permutation, redistribution
-from shardkit.resharding.views import Axes, DimAxes, local_of
+from shardkit.resharding.redistribution import (
+    Axes,
+    DimAxes,
+    MoveStep,
+    Redistribution,
+    local_of,
+    permutation,
+    redistribution,
+)
 
 
 class Leg(NamedTuple):

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from shardkit._arguments.checks import Axis, at_least, axis_names, named, quoted
 from shardkit._arguments.typed import typed
@@ -89,7 +89,7 @@ def zero1(
 
     Source: Rajbhandari et al., ZeRO (SC 2020), section 5.1.
     """
-    options = _Options(layerwise, min_size, rules, uneven, gather, reduce)
+    options = _Choice(layerwise, min_size, rules, uneven, gather, reduce)
     return _zero(_ZERO1, axis, options)
 
 
@@ -131,7 +131,7 @@ def zero2(
 
     Source: Rajbhandari et al., ZeRO (SC 2020), section 5.2.
     """
-    options = _Options(layerwise, min_size, rules, uneven, gather, reduce)
+    options = _Choice(layerwise, min_size, rules, uneven, gather, reduce)
     return _zero(_ZERO2, axis, options)
 
 
@@ -195,11 +195,11 @@ def fsdp(
             f"secondary={quoted(fast)} for the axes {quoted(axes)} and layerwise={layerwise!r}. Pass for example "
             "fsdp(('node', 'gpu'), layerwise=('layers',), secondary='gpu')."
         )
-    options = _Options(layerwise, min_size, rules, uneven, gather, reduce)
+    options = _Choice(layerwise, min_size, rules, uneven, gather, reduce)
     return _zero(_FSDP, axis, options, secondary=fast)
 
 
-class _Options(NamedTuple):
+class _Choice(NamedTuple):
     """What the user chooses; the docstring of this file says what each means."""
 
     layerwise: tuple[str, ...]
@@ -225,7 +225,7 @@ _ZERO2 = _Level("zero2", 2, whole=("update", "microbatch"), layer=("update", "la
 _FSDP = _Level("fsdp", 1, whole=("step", "step"), layer=("layer", "layer"))
 
 
-def _zero(level: _Level, axis: Axis, options: _Options, secondary: tuple[str, ...] = ()) -> Plan:
+def _zero(level: _Level, axis: Axis, options: _Choice, secondary: tuple[str, ...] = ()) -> Plan:
     name, (layerwise, min_size, rules, uneven, gather, reduce) = level.name, options
     at_least(name, 0, min_size=min_size)
     axes = axis_names(name, axis)
@@ -242,11 +242,20 @@ def _zero(level: _Level, axis: Axis, options: _Options, secondary: tuple[str, ..
     others = tuple(axis for axis in axes if axis not in secondary)
     gather.check(name, "gather", "all_gather", others)
     reduce.check(name, "reduce", "reduce_scatter", others)
-    user: dict[str, Any] = {"names": layerwise, "rules": rules, "gather": gather, "reduce": reduce}
-    return strategy(name, axis, rank=level.rank, batch_dim=0, place=place, **user)
+    return strategy(
+        name,
+        axis,
+        rank=level.rank,
+        batch_dim=0,
+        place=place,
+        names=layerwise,
+        rules=rules,
+        gather=gather,
+        reduce=reduce,
+    )
 
 
-def _chooser(name: str, axes: tuple[str, ...], options: _Options) -> Callable[[Leaf], int | str]:
+def _chooser(name: str, axes: tuple[str, ...], options: _Choice) -> Callable[[Leaf], int | str]:
     """Which dim of a leaf is split, or why none."""
     layerwise, min_size, rules, uneven, *_ = options
     dim = None if rules is None else dim_chooser(name, axes, rules)

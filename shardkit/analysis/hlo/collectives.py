@@ -157,7 +157,7 @@ class Reader:
             for call in each.calls:
                 yield call, times, {}, branch
 
-    def _row(self, found: Collective, times: int | None, branch: str, between: list[_Slot] | None) -> CompiledRow:
+    def _row(self, found: FoundCollective, times: int | None, branch: str, between: list[_Slot] | None) -> CompiledRow:
         """The row of a collective, hidden by the compute between its start and its end."""
         each, kind = found.instruction, found.kind
         operands = [_unpadded(found.computation, o) for o in each.operands]
@@ -194,7 +194,7 @@ def _unpadded(computation: proto.Computation, at: int) -> proto.Shape:
 
 
 @dataclass
-class Collective:
+class FoundCollective:
     """A collective and the scheduled instruction that runs it."""
 
     computation: proto.Computation
@@ -207,7 +207,7 @@ class Collective:
 class Pairing(NamedTuple):
     """One collective of a computation, and the position of the instruction that starts it where it is asynchronous."""
 
-    found: Collective
+    found: FoundCollective
     start: int | None = None
 
 
@@ -217,7 +217,7 @@ class Pairs:
     def __init__(self, module: proto.Module):
         self.module = module
 
-    def paired(self, computation: proto.Computation) -> tuple[dict[int, Pairing | None], list[Collective]]:
+    def paired(self, computation: proto.Computation) -> tuple[dict[int, Pairing | None], list[FoundCollective]]:
         """The collectives of a computation, each asynchronous start paired with its end.
 
         Returns:
@@ -239,11 +239,11 @@ class Pairs:
                 runs[at] = Pairing(found)
         return runs, [run.found for run in started.values()]
 
-    def collective_of(self, computation: proto.Computation, each: proto.Instruction) -> Collective | None:
+    def collective_of(self, computation: proto.Computation, each: proto.Instruction) -> FoundCollective | None:
         """The collective that an instruction is, starts or contains."""
         opcode = each.opcode.removesuffix("-start")
         if opcode in KIND_OF_OPCODE:
-            return Collective(computation, each, each, KIND_OF_OPCODE[opcode], each.groups or each.pairs)
+            return FoundCollective(computation, each, each, KIND_OF_OPCODE[opcode], each.groups or each.pairs)
         if each.opcode not in ("fusion", "async-start"):
             return None
         for call in each.calls:
@@ -271,7 +271,7 @@ class Pairs:
         inner = (i for call in each.calls for i in self.module.computations[call].instructions.values())
         return any(i.target == target for i in inner)
 
-    def _continues(self, each: proto.Instruction, found: Collective | None, start: Collective) -> bool:
+    def _continues(self, each: proto.Instruction, found: FoundCollective | None, start: FoundCollective) -> bool:
         """Whether an instruction that reads a started collective continues or ends it."""
         if each.opcode != "fusion":
             return each.opcode == "get-tuple-element" or each.opcode.endswith(("-update", "-done"))
